@@ -1,0 +1,159 @@
+"""What is to be computed: the spec a kernel is compiled for, the problem with its sizes, and the operands of one call."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from . import expr
+from .expr import Expr, Kind
+
+Direction = Literal["forward", "backward"]
+
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of one element, for every dtype that attention takes."""
+
+MAX_HEAD_DIM = 512
+
+
+class Verdict(NamedTuple):
+    """A backend's answer: yes, or no with a sentence."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class Slot(NamedTuple):
+    """A value that a modification takes at run time: a scalar (ndim None) or an array."""
+
+    name: str
+    kind: Kind
+    ndim: int | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a kernel is compiled for. Two calls with equal specs run the same code."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    group: int = 1  # query heads that share one key/value head
+    score: Expr | None = None  # the modified score as a graph; None: the score itself
+    mask: Expr | None = None  # which pairs are visible; None: all
+    slots: tuple[Slot, ...] = ()
+    dropout: bool = False
+    sinks: bool = False
+    kv_lengths: bool = False
+    deterministic: bool = False
+    precision: str | None = None
+
+    @property
+    def lse_dtype(self) -> str:
+        """Of the log-sum-exp, and of all computing in between: float64 for float64, else float32."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @cached_property
+    def key(self) -> str:
+        """A name for the spec: equal for equal specs, safe in a file name."""
+        graphs = ["" if e is None else expr.key(e) for e in (self.score, self.mask)]
+        rest = (self.dtype, self.head_dim, self.head_dim_v, self.group, self.slots, self.dropout, self.sinks, self.kv_lengths,
+                self.deterministic, self.precision)  # fmt: skip
+        return hashlib.sha256(repr((graphs, rest)).encode()).hexdigest()[:16]
+
+    def features(self) -> list[str]:
+        """Names of what goes beyond plain attention, for messages."""
+        flags = {"score modification": self.score is not None, "mask": self.mask is not None, "dropout": self.dropout, "sinks": self.sinks,
+                 "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1}  # fmt: skip
+        return [name for name, on in flags.items() if on]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A spec and its sizes."""
+
+    spec: AttentionSpec
+    batch: int
+    heads: int
+    n_q: int
+    n_k: int
+    array_kind: str = "numpy"
+
+    @property
+    def heads_kv(self) -> int:
+        return self.heads // self.spec.group
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs without any mask."""
+        return self.batch * self.heads * self.n_q * self.n_k
+
+    def flops(self, direction: Direction = "forward", pairs: float | None = None) -> float:
+        """Floating-point operations of the matrix products; `pairs`: the visible ones where a mask hides some.
+
+        Forward 2 * (D + Dv) a pair, which is the customary 4 D for D = Dv; backward 2.5 times that (five products against two).
+        """
+        forward = 2.0 * (self.spec.head_dim + self.spec.head_dim_v) * (self.pairs if pairs is None else pairs)
+        return forward if direction == "forward" else 2.5 * forward
+
+    def bytes(self, direction: Direction = "forward") -> int:
+        """Least traffic with main memory: each operand read once, each result written once."""
+        d, dv, size = self.spec.head_dim, self.spec.head_dim_v, ITEMSIZE[self.spec.dtype]
+        queries, keys = self.batch * self.heads * self.n_q, self.batch * self.heads_kv * self.n_k
+        lse = queries * ITEMSIZE[self.spec.lse_dtype]
+        q_and_out, k_and_v = queries * (d + dv) * size, keys * (d + dv) * size
+        if direction == "forward":
+            return q_and_out + k_and_v + lse
+        return q_and_out + queries * dv * size + k_and_v + lse + queries * d * size + k_and_v  # + dout; dq, dk, dv
+
+    def describe(self) -> str:
+        s = self.spec
+        dims = f"{s.head_dim}" if s.head_dim == s.head_dim_v else f"{s.head_dim}/{s.head_dim_v}"
+        heads = f"{self.heads}" if s.group == 1 else f"{self.heads}:{self.heads_kv}"
+        features = s.features()
+        extra = f", {', '.join(features)}" if features else ""
+        return f"{s.dtype}, batch {self.batch}, heads {heads}, queries {self.n_q}, keys {self.n_k}, head dim {dims}{extra} on {self.array_kind} arrays"
+
+
+@dataclass
+class Operands:
+    """The arrays and numbers of one call in the form that backends get them: four axes, defaults filled in.
+
+    q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), out (B, Hq, Nq, Dv): any strides, the last axis contiguous. lse (B, Hq, Nq).
+    q_offset and kv_lengths: int64, (B,). params and arrays: the values of the spec's slots by name. sinks: (Hq,).
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    scale: float
+    q_offset: Any
+    kv_lengths: Any
+    params: dict[str, int | float] = field(default_factory=dict)
+    arrays: dict[str, Any] = field(default_factory=dict)
+    sinks: Any = None
+    dropout_p: float = 0.0
+    seed: int = 0
+    out: Any = None
+    lse: Any = None
+
+
+@dataclass
+class Gradients:
+    """What the backward pass reads beyond the operands, and where it writes.
+
+    dout (B, Hq, Nq, Dv); dlse (B, Hq, Nq) or None; dq, dk, dv like q, k, v, C-contiguous; dsinks (Hq,) or None.
+    """
+
+    dout: Any
+    dlse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dsinks: Any = None
