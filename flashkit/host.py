@@ -1,0 +1,127 @@
+"""What this machine is: CPU features and cache sizes, the CUDA device. Standard library only at import.
+
+Every function answers with what it could find and never raises: an unknown platform gives empty answers, and the
+generic device profile then applies.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CPUINFO = Path("/proc/cpuinfo")
+CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
+
+# macOS tells features one by one; the names on the right are those of Linux, which the profiles use.
+_SYSCTL_FEATURES = {
+    "hw.optional.arm64": "asimd",
+    "hw.optional.avx2_0": "avx2",
+    "hw.optional.fma": "fma",
+    "hw.optional.avx512f": "avx512f",
+    "hw.optional.avx512bw": "avx512bw",
+    "hw.optional.avx512dq": "avx512dq",
+    "hw.optional.avx512vl": "avx512vl",
+}
+
+
+def _sysctl(name: str) -> str | None:
+    try:
+        done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+@functools.cache
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo as key -> value, keys in lower case; empty where there is none."""
+    try:
+        first = CPUINFO.read_text(errors="replace").strip().split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip().lower(): value.strip() for key, _, value in pairs}
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """Instruction set extensions by Linux's names: "avx2", "fma", "avx512f", "amx_bf16", "asimd", ..."""
+    found: set[str] = set()
+    info = _cpuinfo()
+    found.update(info.get("flags", "").split(), info.get("features", "").split())
+    if sys.platform == "darwin":
+        found.update(ours for name, ours in _SYSCTL_FEATURES.items() if _sysctl(name) == "1")
+    if platform.machine().lower() in {"aarch64", "arm64"}:
+        found.add("asimd")  # NEON is part of the 64-bit ARM architecture itself
+    return frozenset(found)
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor's model name, or the architecture's where the system does not tell."""
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine() or "unknown"
+
+
+def cpu_count() -> int:
+    """Processors that this process may run on (a container or taskset may grant fewer than the machine has)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@functools.cache
+def cpu_caches() -> dict[str, int]:
+    """Data cache sizes in bytes, those known of {"l1d", "l2", "l3"}, as the first processor sees them."""
+    sizes: dict[str, int] = {}
+    for index in sorted(CPU_CACHE.glob("index*")):
+        try:
+            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+        except OSError:
+            continue
+        amount = re.fullmatch(r"(\d+)([KMG]?)", size)
+        if amount and kind in {"Data", "Unified"}:
+            name = "l1d" if level == "1" else f"l{level}"
+            sizes[name] = int(amount[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[amount[2]]
+    if not sizes and sys.platform == "darwin":
+        for name in ("l1d", "l2", "l3"):
+            # perflevel0 are the fast cores of an Apple chip; the plain name speaks of the slow ones.
+            found = _sysctl(f"hw.perflevel0.{name}cachesize") or _sysctl(f"hw.{name}cachesize")
+            if found and found.isdigit() and int(found) > 0:
+                sizes[name] = int(found)
+    return {name: size for name, size in sizes.items() if name in {"l1d", "l2", "l3"} and size > 0}
+
+
+def cuda_device() -> dict[str, Any] | None:
+    """Facts of the current CUDA device, or None without CuPy, without a driver or without a device.
+
+    Keys: name, compute_capability [major, minor], sms, sram_per_block, sram_per_sm, registers_per_sm, l2 (bytes);
+    those that the driver does not tell are left out.
+    """
+    try:
+        import cupy
+
+        device = cupy.cuda.Device()
+        facts = device.attributes
+        name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+        capability = [facts["ComputeCapabilityMajor"], facts["ComputeCapabilityMinor"]]
+    except Exception:  # CuPy absent or broken, no driver, no device: every one of these means "none"
+        return None
+    found: dict[str, Any] = {"name": name, "compute_capability": capability}
+    for ours, theirs in {
+        "sms": "MultiProcessorCount",
+        "sram_per_block": "MaxSharedMemoryPerBlockOptin",
+        "sram_per_sm": "MaxSharedMemoryPerMultiprocessor",
+        "registers_per_sm": "MaxRegistersPerMultiprocessor",
+        "l2": "L2CacheSize",
+    }.items():
+        if facts.get(theirs, 0) > 0:
+            found[ours] = int(facts[theirs])
+    return found
