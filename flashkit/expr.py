@@ -253,6 +253,14 @@ def _bitwise(op: str, x: Any, y: Any) -> Expr:
     return a if a is b and op != "xor" else Expr(op, (a, b), None, "bool")
 
 
+def _logical(op: str, x: Any, y: Any) -> Expr:
+    """np.logical_and and np.logical_or: on integers they are not the operations on bits."""
+    for kind in (as_expr(x).kind, as_expr(y).kind):
+        if kind != "bool":
+            raise TypeError(f"numpy.logical_{op} of a traced {kind}: it takes bools; compare with != 0 first")
+    return _bitwise(op, x, y)
+
+
 def _not(x: Any) -> Expr:
     x = as_expr(x)
     if x.kind != "bool":
@@ -300,7 +308,7 @@ _UFUNCS: dict[np.ufunc, Callable[..., Expr]] = {
     np.less: lambda x, y: _comparison("lt", x, y), np.less_equal: lambda x, y: _comparison("le", x, y),
     np.greater: lambda x, y: _comparison("lt", y, x), np.greater_equal: lambda x, y: _comparison("le", y, x),
     np.equal: lambda x, y: _comparison("eq", x, y), np.not_equal: lambda x, y: ~_comparison("eq", x, y),
-    np.logical_and: lambda x, y: _bitwise("and", x, y), np.logical_or: lambda x, y: _bitwise("or", x, y), np.logical_not: _not,
+    np.logical_and: lambda x, y: _logical("and", x, y), np.logical_or: lambda x, y: _logical("or", x, y), np.logical_not: _not,
     np.bitwise_and: lambda x, y: _bitwise("and", x, y), np.bitwise_or: lambda x, y: _bitwise("or", x, y), np.invert: _not,
 }  # fmt: skip
 
@@ -399,7 +407,7 @@ OPS: dict[str, Op] = {
     "or": Op("{0} | {1}", "{0} | {1}", "{0} | {1}", None, _integer_op(lambda a, b: (a[0] | b[0], a[1] | b[1])), lambda a, b: a | b),
     "xor": Op("{0} ^ {1}", "{0} ^ {1}", "{0} ^ {1}", None,
               _integer_op(lambda a, b: ((a[0] & ~b[1]) | (b[0] & ~a[1]), ~((a[0] & b[0]) | (~a[1] & ~b[1])))), lambda a, b: a ^ b),
-    "not": Op("!{0}", "not {0}", "~{0}", None, lambda a: (~a[1], ~a[0]), lambda a: not a),
+    "not": Op("!{0}", "not {0}", "np.logical_not({0})", None, lambda a: (~a[1], ~a[0]), lambda a: not a),
     "float": Op("(fk_float)({0})", "F({0})", "F({0})"),
     "exp": Op("fk_exp({0})", "exp({0})", "np.exp({0})", lambda a, d: _product(exp(a[0]), d[0])),
     "exp2": Op("fk_exp2({0})", "exp2({0})", "np.exp2({0})", lambda a, d: _product(exp2(a[0]) * 0.6931471805599453, d[0])),
@@ -419,15 +427,14 @@ OPS: dict[str, Op] = {
 def walk(roots: Iterable[Expr]) -> list[Expr]:
     """Every node once, operands before the nodes that use them."""
     order: dict[int, Expr] = {}
-
-    def visit(node: Expr) -> None:
-        if id(node) not in order:
-            for argument in node.args:
-                visit(argument)
-            order[id(node)] = node
-
-    for root in roots:
-        visit(root)
+    stack = list(roots)[::-1]  # no recursion: a mask with a thousand terms is a chain that deep
+    while stack:
+        waiting = [argument for argument in reversed(stack[-1].args) if id(argument) not in order]
+        if waiting:
+            stack += waiting
+        else:
+            node = stack.pop()
+            order.setdefault(id(node), node)
     return list(order.values())
 
 
@@ -537,9 +544,8 @@ _CUDA_LITERALS: dict[str, Callable[[Any], str]] = {
 
 def _load_text(node: Expr, operands: list[str], language: Language) -> str:
     if node.op != "load":  # load_min, load_max
-        if language == "numba":
-            return f"{node.op}{len(operands) // 2}({node.value}, {', '.join(operands)})"
-        return f"{'fk_' if language == 'cuda' else ''}{node.op}({node.value}, {', '.join(operands)})"
+        text = f"{node.op}{len(operands) // 2 if language == 'numba' else ''}({node.value}, {', '.join(operands)})"
+        return f"fk_{text}" if language == "cuda" else f"({text} != 0)" if node.kind == "bool" else text
     if language == "cuda":
         offset = " + ".join(f"({i}) * {node.value}_stride{axis}" for axis, i in enumerate(operands)) or "0"
         return f"fk_load_{node.kind}({node.value}, {offset})"
@@ -547,14 +553,14 @@ def _load_text(node: Expr, operands: list[str], language: Language) -> str:
     return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
 
 
-def render(exprs: Sequence[Expr], language: Language, indent: str = "") -> tuple[list[str], list[str]]:
-    """Code for the expressions: the lines that compute them, one operation each and none twice, and the text of each result.
+def assignments(exprs: Sequence[Expr], language: Language) -> tuple[list[tuple[Expr, str, str]], list[str]]:
+    """The operations in order, each once, as (node, name, text), and the text of each result.
 
     The text refers to symbols, params and arrays by name, and to helpers that each language's prelude defines: `F`
     (to the computing precision) and `I` (to 64-bit integer) in Python, `fk_...` functions in CUDA C++.
     """
     names: dict[int, str] = {}
-    lines: list[str] = []
+    steps: list[tuple[Expr, str, str]] = []
     literals = _CUDA_LITERALS if language == "cuda" else _LITERALS
     for node in walk(exprs):
         if node.op == "const":
@@ -564,9 +570,17 @@ def render(exprs: Sequence[Expr], language: Language, indent: str = "") -> tuple
         else:
             operands = [f"({text})" if text.startswith("-") else text for text in (names[id(a)] for a in node.args)]
             text = _load_text(node, operands, language) if node.op.startswith("load") else getattr(OPS[node.op], language).format(*operands)
-            names[id(node)] = f"t{len(lines)}"
-            lines.append(f"{indent}const {_TYPES[node.kind]} t{len(lines)} = {text};" if language == "cuda" else f"{indent}t{len(lines)} = {text}")
-    return lines, [names[id(e)] for e in exprs]
+            names[id(node)] = f"t{len(steps)}"
+            steps.append((node, f"t{len(steps)}", text))
+    return steps, [names[id(e)] for e in exprs]
+
+
+def render(exprs: Sequence[Expr], language: Language, indent: str = "") -> tuple[list[str], list[str]]:
+    """Code for the expressions: the lines that compute them and the text of each result; see `assignments`."""
+    steps, results = assignments(exprs, language)
+    if language == "cuda":
+        return [f"{indent}const {_TYPES[node.kind]} {name} = {text};" for node, name, text in steps], results
+    return [f"{indent}{name} = {text}" for _, name, text in steps], results
 
 
 @lru_cache(maxsize=512)
@@ -580,7 +594,9 @@ def _numpy_function(expr: Expr, arguments: tuple[str, ...]) -> Callable[..., Any
 
 def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
     """Compute the expression with NumPy. `env` maps the names of symbols, params and arrays to scalars or arrays that broadcast."""
-    names = sorted({node.value for node in walk([expr]) if node.op in ("symbol", "param") or node.op.startswith("load")})
+    kinds = {node.value: node.op in ("symbol", "param") and node.kind
+             for node in walk([expr]) if node.op in ("symbol", "param") or node.op.startswith("load")}  # fmt: skip
+    names = sorted(kinds)
     missing = [name for name in names if name not in env]
     if missing:
         raise KeyError(f"no value given for {', '.join(missing)}")
@@ -588,6 +604,8 @@ def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any
         "F": lambda x: np.asarray(x, dtype)[()], "I": lambda x: np.asarray(x, np.int64)[()],
         "load_min": lambda a, *corners: a.bounds(0, corners), "load_max": lambda a, *corners: a.bounds(1, corners),
     }  # fmt: skip
-    arguments = (*names, *helpers)
+    # Plain Python numbers would divide by zero with an exception, int32 positions would wrap: a kernel's do neither.
+    scalars = {"float": helpers["F"], "int": helpers["I"], "bool": lambda x: np.asarray(x, bool)[()], False: lambda array: array}
+    values = [scalars[kinds[name]](env[name]) for name in names]
     with np.errstate(all="ignore"):
-        return _numpy_function(expr, arguments)(*(env[name] for name in names), *helpers.values())
+        return _numpy_function(expr, (*names, *helpers))(*values, *helpers.values())

@@ -15,6 +15,7 @@ Sources: causal and bottom-right alignment, FlashAttention 2.1; ALiBi, Press et 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -31,6 +32,18 @@ _SYMBOLS: dict[str, tuple[Expr, ...]] = {
     "score": (expr.S, expr.B, expr.H, expr.Q, expr.K),
 }
 _KINDS: dict[str, Kind] = {"b": "bool", "i": "int", "u": "int", "f": "float"}
+
+# Names that the rendered code uses itself: symbols, tile corners, temporaries, helpers, and the words of C++.
+_RESERVED = re.compile(
+    r"s|b|h|(q|k|row)[01]?|t\d+|np|F|I|fk_.*|load_m(in|ax)\d*|float|abs|minimum|maximum|exp2?|log2?|sqrt|tanh|sin|cos|floor|"
+    r"auto|bool|case|char|const|default|delete|do|double|enum|extern|goto|inline|int|long|namespace|new|operator|private|public|register|"
+    r"short|signed|sizeof|static|struct|switch|template|this|throw|typename|union|unsigned|using|virtual|void|volatile"
+)
+
+
+def _free(name: str) -> str:
+    """The name under which a keyword argument goes in the graph: its own, with _ added where the code needs that itself."""
+    return name + "_" if _RESERVED.fullmatch(name.rstrip("_")) else name
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +116,14 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
     params, arrays, slots = {}, {}, []
     for name, value in values.items():
         if np.isscalar(value) or isinstance(value, np.generic):
-            params[name] = value.item() if isinstance(value, np.generic) else value
-            slots.append((name, None, _KINDS[np.asarray(value).dtype.kind]))
-            if slots[-1][2] == "bool":
-                params[name] = int(params[name])
-                slots[-1] = (name, None, "int")
+            kind_of_value = _value_kind(name, np.asarray(value))
+            if kind_of_value == "bool":
+                value, kind_of_value = int(value), "int"
+            params[_free(name)] = value.item() if isinstance(value, np.generic) else value
+            slots.append((name, None, kind_of_value))
         else:
-            arrays[name] = value = value if hasattr(value, "__cuda_array_interface__") else np.asarray(value)
-            slots.append((name, value.ndim, _array_kind(name, value)))
+            arrays[_free(name)] = value = value if hasattr(value, "__cuda_array_interface__") else np.asarray(value)
+            slots.append((name, value.ndim, _value_kind(name, value)))
     # A plain function is traced anew for each call: what it closes over may have changed since. The ready-made ones are pure.
     make = _trace_pure if getattr(plain, "__module__", None) == __name__ else _trace
     return Mod(kind, make(plain, kind, tuple(slots)), params, arrays)
@@ -124,16 +137,16 @@ def _keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
 
 
-def _array_kind(name: str, value: Any) -> Kind:
+def _value_kind(name: str, value: Any) -> Kind:
     kind = "f" if value.dtype.name in ("bfloat16", "float16") else value.dtype.kind
     if kind not in _KINDS:
-        raise TypeError(f"array {name} of a modification has dtype {value.dtype}; bool, integer or float arrays fit")
+        raise TypeError(f"{name} of a modification has dtype {value.dtype}; bools, integers and floats fit, alone or in an array")
     return _KINDS[kind]
 
 
 def _trace(function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[str, int | None, Kind]]) -> Expr:
     symbols = _SYMBOLS[kind]
-    named = {name: expr.param(name, k) if ndim is None else Array(name, ndim, k) for name, ndim, k in slots}
+    named = {name: expr.param(_free(name), k) if ndim is None else Array(_free(name), ndim, k) for name, ndim, k in slots}
     what = getattr(function, "__name__", repr(function))
     try:
         result = function(*symbols, **named)
