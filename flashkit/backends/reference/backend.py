@@ -1,0 +1,51 @@
+"""The tiled reference as a backend: every feature, no compiling, no speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...reference import flash_attention_2, flash_attention_2_backward
+from ...spec import AttentionSpec, Gradients, Operands, Problem, Verdict
+
+
+class Tile(NamedTuple):
+    block_q: int = 128
+    block_k: int = 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A spec and the tile to compute it with; why: for explain()."""
+
+    spec: AttentionSpec
+    tile: Tile
+    why: str
+
+
+class ReferenceBackend:
+    """FlashAttention-2 from `flashkit.reference` on NumPy arrays, computed in float64 for float64 and else in float32."""
+
+    name = "reference"
+    array_kinds = ("numpy",)
+    device_kind = "cpu"
+
+    def available(self) -> Verdict:
+        return Verdict(True)
+
+    def supports(self, problem: Problem) -> Verdict:
+        if problem.array_kind != "numpy":
+            return Verdict(False, f"computes on numpy arrays, not on {problem.array_kind} arrays")
+        return Verdict(True)
+
+    def plan(self, problem: Problem, profile: Any) -> Plan:
+        return Plan(problem.spec, Tile(), "any tile: NumPy's matrix product of 128 x 128 hides most of the interpreter")
+
+    def forward(self, plan: Plan, operands: Operands) -> None:
+        operands.out[...], operands.lse[...] = flash_attention_2(plan.spec, operands, *plan.tile)
+
+    def backward(self, plan: Plan, operands: Operands, gradients: Gradients) -> None:
+        result = flash_attention_2_backward(plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile)
+        for name, values in result._asdict().items():
+            if values is not None:
+                getattr(gradients, name)[...] = values
