@@ -63,7 +63,7 @@ class _Section(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     pass
 
 
-class Rate(_Section):
+class Rate(_Section, frozen=True):
     """A rate as the maker states it and as `flashkit autotune` measured it; the section's name tells the unit."""
 
     datasheet: Amount | None = None
@@ -78,7 +78,7 @@ class Rate(_Section):
         return self.measured if self.measured is not None else self.datasheet
 
 
-class Device(_Section):
+class Device(_Section, frozen=True):
     """Which device a profile is for. In a merged profile: which device this is."""
 
     kind: Kind
@@ -98,7 +98,7 @@ class Device(_Section):
                 raise ValueError(f"match={self.match!r} is not a regular expression: {error}") from None
 
 
-class Memory(_Section):
+class Memory(_Section, frozen=True):
     """Sizes in bytes, bandwidths in 1e9 bytes per second. GPU: sram_*, registers, l2. CPU: l1d, l2, l3."""
 
     sram_per_block: Count | None = None
@@ -112,7 +112,7 @@ class Memory(_Section):
     source: str | None = None
 
 
-class Measured(_Section):
+class Measured(_Section, frozen=True):
     """What a tile reached when it was timed; all null until then."""
 
     tflops: Amount | None = None
@@ -121,7 +121,7 @@ class Measured(_Section):
     versions: str | dict[str, str] | None = None
 
 
-class TileRow(_Section):
+class TileRow(_Section, frozen=True):
     """One row of a tile table: for which problems, which tile, why, and what it reached.
 
     A selector that is left out means "any". `block_q` x `block_k` is the tile of the score matrix. On CPUs the
@@ -215,6 +215,22 @@ class Profile(Struct, frozen=True):
         rate = self.memory.bandwidth_gbs
         return rate.best if rate else None
 
+    @property
+    def files(self) -> list[str]:
+        """The files that contributed, in order of first appearance in `provenance`."""
+        origins = (origin.partition(" (")[0] for origin in self.provenance.values())
+        files = (re.sub(r"\.yaml:\d+$", ".yaml", origin) for origin in origins)
+        return list(dict.fromkeys(file for file in files if file not in {"system", "built in"}))
+
+    def fields(self) -> Iterator[tuple[str, Any, str]]:
+        """(dotted name, value, where it came from) of every known field, one for each row of a tile table."""
+        for dotted, value in _leaves(_fields(self)):
+            yield dotted, value, self.provenance.get(dotted, "")
+        for table, rows in self.tiles.items():
+            for index, row in enumerate(rows):
+                value = msgspec.to_builtins(row)
+                yield f"tiles.{table}[{index}]", value, value.pop("origin", "")
+
     def as_dict(self) -> dict[str, Any]:
         """Plain dictionaries and lists, in the form of a profile file plus `provenance`."""
         return {"schema": SCHEMA, **msgspec.to_builtins(self)}
@@ -303,6 +319,7 @@ class _Source:
             problem, _, inner = str(error).partition(" - at `$")
             steps = re.findall(r"\.([^.\[\]`]+)|\[(\d+)\]", inner)
             path = [*path, *(int(index) if index else name for name, index in steps)]
+            problem = problem.replace(" | null`", "`")  # that a field may be null is no help to who gave it a value
             unknown = re.search(r"unknown field `(.+)`", problem)
             if unknown:
                 problem += _suggest(unknown[1], kind.__struct_fields__)

@@ -392,8 +392,8 @@ def test_another_cpu_does_not_take_it(folders: dict[str, Path], cpu: Any) -> Non
 
 def test_a_bad_profile_is_not_written(folders: dict[str, Path], cpu: Any) -> None:
     cpu(set())
+    bad = {"t": [{"block_q": "x", "block_k": 1}]}
     with pytest.raises(profiles.ProfileError, match=r"tiles\.t\[0\]\.block_q"):
-        bad = {"t": [{"block_q": "x", "block_k": 1}]}
         profiles.write_user_profile({"device": profiles.criteria("cpu"), "tiles": bad})
     assert not list(folders["user"].iterdir())
 

@@ -1,0 +1,29 @@
+"""`flashkit ...` and `python -m flashkit ...`.
+
+The command line needs typer and rich; a broken installation may lack them, and that is when `doctor` is wanted most. So
+this file imports neither, and falls back to the doctor's own plain text.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    try:
+        from .cli import run
+    except ImportError as error:
+        from . import doctor
+
+        if sys.argv[1:2] != ["doctor"]:
+            print(f"error: the command line does not load: {error}\n", file=sys.stderr)
+            print("    pip install typer rich        brings what it needs", file=sys.stderr)
+            print("    flashkit doctor               works without, and says what else is missing", file=sys.stderr)
+            return 1
+        return doctor.main(sys.argv[2:])
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
