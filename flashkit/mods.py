@@ -72,7 +72,7 @@ class Mod:
 
     def then(self, other: Mod | Callable[..., Any]) -> Mod:
         """The score mod that applies this one first and `other` to its result."""
-        return combine(_after, "score", self, other)
+        return combine(after, "score", self, other)
 
     @property
     def key(self) -> str:
@@ -168,7 +168,7 @@ def _trace(function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[st
 _trace_pure = lru_cache(maxsize=None)(_trace)
 
 
-def _after(first: Expr, second: Expr) -> Expr:
+def after(first: Expr, second: Expr) -> Expr:
     """`second` with its score replaced by `first`."""
     return expr.substitute([second], lambda node: first if node is expr.S else node)[0]
 

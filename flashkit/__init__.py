@@ -1,0 +1,23 @@
+"""flashkit: exact attention for any array on any device, without PyTorch.
+
+    out = flashkit.attention(q, k, v, causal=True)
+    out, vjp = flashkit.attention_vjp(q, k, v);  dq, dk, dv = vjp(dout)
+
+Importing this package imports NumPy and nothing heavier; compilers and frameworks come with the first call that needs them.
+"""
+
+from __future__ import annotations
+
+from . import mods
+from .api import attention, attention_vjp, explain
+from .dispatch import use_backend
+from .errors import ProfileError, UnsupportedError
+from .expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
+from .sparsity import BlockMask
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockMask", "ProfileError", "UnsupportedError", "__version__", "attention", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor", "log",
+    "log2", "maximum", "minimum", "mods", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "where",
+]  # fmt: skip

@@ -1,0 +1,361 @@
+"""The arguments of attention(): checked, defaults filled in, and brought to the one form that backends get.
+
+Every error names the argument, what came and what would fit.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from . import arrays, expr, mods
+from .expr import Expr
+from .mods import Mod
+from .spec import MAX_HEAD_DIM, AttentionSpec, Operands, Problem, Slot
+
+LAYOUTS = ("bhnd", "bnhd")
+PRECISIONS = (None, "highest", "tf32")
+
+
+class Shape:
+    """How the caller's arrays map to (B, H, N, D): axes before the last three are batch axes, missing ones have length 1."""
+
+    def __init__(self, ndim: int, batch: tuple[int, ...], layout: str) -> None:
+        self.ndim, self.batch, self.layout = ndim, batch, layout
+
+    def to_four(self, array: Any) -> Any:
+        """View as (B, H, N, D) with an addressable last axis."""
+        if self.ndim == 2:
+            array = array[None] if self.layout == "bhnd" else array[:, None]
+        if self.layout == "bnhd":
+            array = array.swapaxes(-3, -2)
+        return arrays.addressable(array.reshape((math.prod(self.batch), *array.shape[-3:])) if array.ndim != 4 else array)
+
+    def like(self, tensor: Any) -> Any:
+        """The caller's shape for a (B, H, N, D) tensor, as a view."""
+        if self.layout == "bnhd":
+            tensor = tensor.swapaxes(1, 2)
+        tail = tensor.shape[1:]
+        if self.ndim == 2:
+            return tensor[0, 0] if self.layout == "bhnd" else tensor[0, :, 0]
+        return tensor.reshape((*self.batch, *tail)) if self.ndim != 4 else tensor
+
+    def rows(self, values: Any) -> Any:
+        """The caller's shape of (B, H, N) numbers, one for each query."""
+        return values[0, 0] if self.ndim == 2 else values.reshape((*self.batch, *values.shape[1:])) if self.ndim != 4 else values
+
+    def empty(self, xp: Any, batch: int, heads: int, n: int, d: int, dtype: Any) -> Any:
+        """A new (B, H, N, D) tensor that is C-contiguous in the caller's layout."""
+        if self.layout == "bnhd":
+            return xp.empty((batch, n, heads, d), dtype).swapaxes(1, 2)
+        return xp.empty((batch, heads, n, d), dtype)
+
+
+def prepare(q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
+            window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None, bias: Any = None,
+            mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None, kv_lengths: Any = None,
+            dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd", out: Any = None,
+            deterministic: bool = False, precision: str | None = None) -> tuple[Problem, Operands, Shape]:  # fmt: skip
+    """Problem, operands (with new or given out, new lse) and the way back to the caller's shapes."""
+    kind = arrays.require("q", q)
+    for name, array in (("k", k), ("v", v)):
+        arrays.require(name, array, kind)
+    dtype = arrays.dtype_name("q", q)
+    for name, array in (("k", k), ("v", v)):
+        if arrays.dtype_name(name, array) != dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
+    shape = _shape(q, k, v, layout)
+    q4, k4, v4 = map(shape.to_four, (q, k, v))
+    batch, heads, n_q, d = q4.shape
+    heads_kv, n_k, dv = v4.shape[1:]
+    xp = arrays.namespace(kind)
+
+    lengths = _lengths(kv_lengths, shape, batch, n_k)
+    offsets = _offsets(q_offset, shape, batch, lengths, n_q)
+    full = (batch, heads, n_q, n_k)
+    scores, masks = [], []
+    if softcap is not None:
+        scores.append(mods.softcap(_number("softcap", softcap)))
+    if alibi_slopes is not None:
+        scores.append(mods.alibi(_slopes(alibi_slopes, kind, batch, heads)))
+    if bias is not None:
+        scores.append(mods.bias(_pairwise("bias", bias, kind, shape, full, "f")))
+    if causal not in (True, False):
+        raise TypeError(f"causal is {causal!r}; True or False fits")
+    if causal:
+        masks.append(mods.causal())
+    if window is not None:
+        masks.append(mods.sliding_window(*_window(window)))
+    if mask is not None:
+        # A floating mask is added to the scores, as in other libraries.
+        array = _pairwise("mask", mask, kind, shape, full, "bf")
+        if array.dtype.kind == "b":
+            masks.append(mods.visible(array))
+        else:
+            scores.append(mods.bias(array))
+    given = [] if score_mod is None else [mods.trace(score_mod, "score")]
+    scores += given
+    if block_mask is not None:
+        given.append(_block_mask(block_mask, n_q, n_k))
+        masks.append(given[-1])
+    if mask_mod is not None:
+        given.append(mods.trace(mask_mod, "mask"))
+        masks.append(given[-1])
+    for mod in given:
+        check_indices(mod, batch, heads, n_q, n_k, offsets)
+    score, hidden, slots, params, values = _compose(scores, masks)
+
+    if layout_of_out := out is not None:
+        _check_out(out, kind, dtype, shape, q, v)
+    if not 0 <= _number("dropout_p", dropout_p) < 1:
+        raise ValueError(f"dropout_p is {dropout_p}; a probability of at least 0 and below 1 fits")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; one of {', '.join(map(repr, PRECISIONS))} fits")
+    spec = AttentionSpec(
+        dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None, kv_lengths is not None,
+        bool(deterministic), None if precision == "highest" else precision,
+    )  # fmt: skip
+    problem = Problem(spec, batch, heads, n_q, n_k, kind)
+    result = None
+    if layout_of_out and _direct(out, q, k, v):
+        result = shape.to_four(out)
+    operands = Operands(
+        q4, k4, v4, 1 / math.sqrt(d) if scale is None else _number("scale", scale), offsets, lengths, params, values,
+        _sinks(sinks, kind, heads, spec.lse_dtype), float(dropout_p), _seed(seed, dropout_p),
+        shape.empty(xp, batch, heads, n_q, dv, q.dtype) if result is None else result, xp.empty((batch, heads, n_q), spec.lse_dtype),
+    )  # fmt: skip
+    return problem, operands, shape
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _shape(q: Any, k: Any, v: Any, layout: str) -> Shape:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; {' or '.join(map(repr, LAYOUTS))} fits")
+    form = "(..., heads, tokens, head_dim)" if layout == "bhnd" else "(..., tokens, heads, head_dim)"
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.ndim < 2:
+            raise ValueError(f"{name} has shape {array.shape}; {form} fits, or (tokens, head_dim)")
+        if array.ndim != q.ndim:
+            raise ValueError(f"{name} has {array.ndim} axes {array.shape}, q has {q.ndim} {q.shape}; q, k and v have equally many, {form}")
+        if array.shape[:-3] != q.shape[:-3]:
+            raise ValueError(f"{name} has batch axes {array.shape[:-3]} (shape {array.shape}), q has {q.shape[:-3]}; they are equal")
+        if not 1 <= array.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head dim {array.shape[-1]} (shape {array.shape}); 1 to {MAX_HEAD_DIM} fits")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head dim {k.shape[-1]} (shape {k.shape}), q has {q.shape[-1]}; they are equal (only v's may differ)")
+    head_axis, token_axis = (-3, -2) if layout == "bhnd" else (-2, -3)
+    if q.ndim == 2:
+        token_axis = -2
+    if v.shape[token_axis] != k.shape[token_axis]:
+        raise ValueError(f"v has {v.shape[token_axis]} tokens (shape {v.shape}), k has {k.shape[token_axis]}; they are equal")
+    if q.ndim > 2:
+        heads, heads_k, heads_v = (x.shape[head_axis] for x in (q, k, v))
+        if heads_v != heads_k:
+            raise ValueError(f"v has {heads_v} heads (shape {v.shape}), k has {heads_k}; they are equal")
+        if heads_k == 0 and heads != 0 or heads_k and heads % heads_k:
+            raise ValueError(f"q has {heads} heads (shape {q.shape}), k has {heads_k}; a multiple of k's heads fits")
+    return Shape(q.ndim, tuple(q.shape[:-3]), layout)
+
+
+def _pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ...], dtypes: str) -> Any:
+    """An array that broadcasts to (B, Hq, Nq, Nk), with at most four axes."""
+    arrays.require(name, array, kind)
+    dtype_kind = "f" if array.dtype.name == "bfloat16" else array.dtype.kind
+    if dtype_kind not in dtypes:
+        words = {"f": "a floating dtype (added to the scores)", "b": "bool (True = attend)"}
+        raise TypeError(f"{name} has dtype {array.dtype}; {' or '.join(words[x] for x in dtypes)} fits")
+    wanted = (*shape.batch, *full[1:])
+    axes = wanted[-array.ndim :] if array.ndim else ()
+    if array.ndim > len(wanted) or any(n not in (1, m) for n, m in zip(array.shape, axes, strict=True)):
+        raise ValueError(f"{name} has shape {array.shape}; what broadcasts to (..., Hq, Nq, Nk) = {wanted} fits")
+    if array.ndim > 3 and len(shape.batch) != 1:
+        array = array.reshape((-1, *array.shape[-3:])) if math.prod(array.shape[:-3]) == 1 else np.broadcast_to(array, (*shape.batch, *array.shape[-3:])).reshape((-1, *array.shape[-3:]))
+    return array if array.ndim else array.reshape(1)
+
+
+def _per_entry(name: str, value: Any, shape: Shape, batch: int, what: str) -> np.ndarray:
+    """int64 (B,) from an integer or integers, one for each batch entry."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} is {value!r}; {what} fits")
+    if array.ndim and array.shape not in ((batch,), shape.batch):
+        raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
+    return np.ascontiguousarray(np.broadcast_to(array.reshape(-1) if array.ndim else array, (batch,)), np.int64)
+
+
+def _lengths(value: Any, shape: Shape, batch: int, n_k: int) -> np.ndarray:
+    if value is None:
+        return np.full(batch, n_k, np.int64)
+    lengths = _per_entry("kv_lengths", value, shape, batch, "integers (B,), the number of keys of each batch entry,")
+    if lengths.size and not (0 <= lengths.min() and lengths.max() <= n_k):
+        raise ValueError(f"kv_lengths has values from {lengths.min()} to {lengths.max()}; 0 to {n_k}, the number of keys, fits")
+    return lengths
+
+
+def _offsets(value: Any, shape: Shape, batch: int, lengths: np.ndarray, n_q: int) -> np.ndarray:
+    if value is None:
+        return lengths - n_q
+    offsets = _per_entry("q_offset", value, shape, batch, "an integer, or integers (B,),")
+    if offsets.size and np.abs(offsets).max() > 2**48:
+        raise ValueError(f"q_offset is {value!r}; positions within 2^48 fit")
+    return offsets
+
+
+# --- single arguments -------------------------------------------------------------------------------------------------
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; a number fits") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {value!r}; a finite number fits")
+    return number
+
+
+def _window(window: Any) -> tuple[int | None, int | None]:
+    fits = "(left, right) fits, numbers of keys or None for no bound"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window is {window!r}; {fits}")
+    for side in window:
+        if side is not None and (not isinstance(side, (int, np.integer)) or isinstance(side, bool)):
+            raise TypeError(f"window is {window!r}; {fits}")
+        if side is not None and side < 0:
+            raise ValueError(f"window is {window!r}; {fits}, 0 or more")
+    return window[0], window[1]
+
+
+def _slopes(slopes: Any, kind: str, batch: int, heads: int) -> Any:
+    if isinstance(slopes, (list, tuple)):
+        slopes = np.asarray(slopes, np.float32)
+    arrays.require("alibi_slopes", slopes, kind)
+    if slopes.dtype.kind != "f" and slopes.dtype.name != "bfloat16":
+        raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; a floating dtype fits")
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes has shape {slopes.shape}; (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) fits")
+    return slopes
+
+
+def _sinks(sinks: Any, kind: str, heads: int, dtype: str) -> Any:
+    if sinks is None:
+        return None
+    arrays.require("sinks", sinks, kind)
+    if sinks.dtype.kind != "f" and sinks.dtype.name != "bfloat16":
+        raise TypeError(f"sinks has dtype {sinks.dtype}; a floating dtype fits")
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}; (Hq,) = ({heads},) fits, one logit for each query head")
+    return sinks.astype(dtype)
+
+
+def _seed(seed: Any, dropout_p: float) -> int:
+    if seed is None:
+        return secrets.randbits(64) if dropout_p else 0
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+        raise TypeError(f"seed is {seed!r}; an integer fits")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; 0 to 2^64 - 1 fits")
+    return int(seed)
+
+
+def _block_mask(block_mask: Any, n_q: int, n_k: int) -> Mod:
+    from .sparsity import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask is a {type(block_mask).__name__}; a flashkit.BlockMask fits")
+    if (block_mask.n_q, block_mask.n_k) != (n_q, n_k):
+        raise ValueError(f"block_mask is for {block_mask.n_q} queries and {block_mask.n_k} keys; the call has {n_q} and {n_k}")
+    return block_mask.mod
+
+
+def _check_out(out: Any, kind: str, dtype: str, shape: Shape, q: Any, v: Any) -> None:
+    arrays.require("out", out, kind)
+    wanted = (*q.shape[:-1], v.shape[-1])
+    if out.shape != wanted or out.dtype.name != dtype:
+        raise ValueError(f"out has shape {out.shape} and dtype {out.dtype}; {wanted} and {dtype} fit")
+    if kind == "numpy" and not out.flags.writeable:
+        raise ValueError("out is read-only; an array that can be written fits")
+
+
+def _direct(out: Any, *inputs: Any) -> bool:
+    """Whether a kernel may write into `out`: addressable, no two elements in one place, no memory shared with an input."""
+    if arrays.addressable(out) is not out or 0 in [s for s, n in zip(out.strides, out.shape, strict=True) if n > 1]:
+        return False
+    if out.ndim > 4 and not out.flags.c_contiguous:
+        return False
+    return not any(np.may_share_memory(out, x) for x in inputs) if isinstance(out, np.ndarray) else not any(out.data.mem is x.data.mem for x in inputs)
+
+
+# --- modifications ----------------------------------------------------------------------------------------------------
+
+
+def _compose(scores: Sequence[Mod], masks: Sequence[Mod]) -> tuple[Expr | None, Expr | None, tuple[Slot, ...], dict[str, Any], dict[str, Any]]:
+    """One score and one mask graph, the slots that they read, and the slots' values."""
+    if not scores and not masks:
+        return None, None, (), {}, {}
+    score, mask, named = _compose_graphs(tuple(m.expr for m in scores), tuple(m.expr for m in masks))
+    every = (*scores, *masks)
+    slots, params, values = [], {}, {}
+    for index, old, new, kind, ndim in named:
+        mod = every[index]
+        if ndim is None:
+            params[new] = mod.params[old]
+            slots.append(Slot(new, kind))
+        else:
+            values[new] = mod.arrays[old]
+            slots.append(Slot(new, kind, ndim, values[new].dtype.name))
+    return score, mask, tuple(slots), params, values
+
+
+@lru_cache(maxsize=1024)
+def _compose_graphs(scores: tuple[Expr, ...], masks: tuple[Expr, ...]) -> tuple[Expr | None, Expr | None, tuple[tuple[int, str, str, Any, int | None], ...]]:
+    """The graphs joined, with their slots renamed by where they occur, so that equal features give equal graphs."""
+    named: list[tuple[int, str, str, Any, int | None]] = []
+    renamed = []
+    for index, graph in enumerate((*scores, *masks)):
+        names: dict[str, str] = {}
+        for node in expr.walk([graph]):
+            if node.op in ("param", "load") and node.value not in names:
+                names[node.value] = f"v{len(named)}"
+                named.append((index, node.value, names[node.value], node.kind, len(node.args) if node.op == "load" else None))
+        renamed += expr.rename([graph], names)
+    score: Expr = expr.S
+    for graph in renamed[: len(scores)]:
+        score = mods.after(score, graph)
+    visible = expr.TRUE
+    for graph in renamed[len(scores) :]:
+        visible = visible & graph
+    return None if score is expr.S else score, None if visible is expr.TRUE else visible, tuple(named)
+
+
+def check_indices(mod: Mod, batch: int, heads: int, n_q: int, n_k: int, offsets: np.ndarray) -> None:
+    """Every index that a modification computes lies within its array, for all positions of the call; kernels do not check."""
+    loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
+    if not loads or 0 in (batch, heads, n_q, n_k):
+        return
+    from .sparsity import RangeTable
+
+    env: dict[str, Any] = {
+        "b": np.arange(batch)[:, None], "h": np.arange(heads), "row0": 0, "row1": n_q - 1, "k0": 0, "k1": n_k - 1,
+        "q0": offsets[:, None], "q1": offsets[:, None] + (n_q - 1), **mod.params,
+    }  # fmt: skip
+    for name, array in mod.arrays.items():
+        env[name] = RangeTable(array) if isinstance(array, np.ndarray) and array.dtype.kind in "iub" else array
+    for node in loads:
+        array = mod.arrays[node.value]
+        for axis, index in enumerate(node.args):
+            n, bounds = array.shape[axis], expr.bounds(index)
+            low, high = (None, None) if bounds is None else (expr.evaluate(e, env) for e in bounds)
+            if low is None or np.min(low) < 0 or np.max(high) >= n:
+                reach = "cannot be bounded" if low is None else f"runs from {np.min(low)} to {np.max(high)}"
+                raise ValueError(
+                    f"{mod.kind}_mod: the index of axis {axis} of {node.value} (shape {array.shape}) {reach} in this call; 0 to {n - 1} fits, "
+                    f"for instance {node.value}[clip(index, 0, {n - 1})]"
+                )

@@ -1,0 +1,54 @@
+"""What the public functions need to know of arrays: their kind, dtype name, and a form that kernels can address.
+
+An array of a library can only exist if the library is imported, so nothing is imported here to recognise one.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from .spec import ITEMSIZE
+
+
+def kind_of(array: Any) -> str | None:
+    """ "numpy", "cupy", or None for anything else."""
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    cupy = sys.modules.get("cupy")
+    return "cupy" if cupy is not None and isinstance(array, cupy.ndarray) else None
+
+
+def namespace(kind: str) -> Any:
+    return np if kind == "numpy" else sys.modules["cupy"]
+
+
+def require(name: str, array: Any, kind: str | None = None) -> str:
+    """The kind of an argument that has to be an array, of the given kind where one is given."""
+    found = kind_of(array)
+    if found is None:
+        hint = "; convert it, numpy.asarray(x) or numpy.from_dlpack(x)" if hasattr(array, "__dlpack__") or isinstance(array, (list, tuple)) else ""
+        raise TypeError(f"{name} is a {type(array).__module__}.{type(array).__qualname__}; a numpy.ndarray or cupy.ndarray fits{hint}")
+    if kind is not None and found != kind:
+        raise TypeError(f"{name} is a {found} array, but q is a {kind} one; all arrays of a call live in one library")
+    return found
+
+
+def dtype_name(name: str, array: Any) -> str:
+    """The name of a dtype that attention takes."""
+    dtype = array.dtype
+    if dtype.name not in ITEMSIZE:
+        raise TypeError(f"{name} has dtype {dtype}; {', '.join(ITEMSIZE)} fit (bfloat16 is ml_dtypes.bfloat16)")
+    if not dtype.isnative:
+        raise TypeError(f"{name} has dtype {dtype.str}, whose bytes are not in this machine's order; {name}.astype({name}.dtype.newbyteorder('=')) fits")
+    return str(dtype.name)
+
+
+def addressable(array: Any) -> Any:
+    """The array itself where its last axis is contiguous and its elements are aligned, else a copy."""
+    itemsize = array.dtype.itemsize
+    contiguous = array.shape[-1] <= 1 or array.strides[-1] == itemsize
+    aligned = not isinstance(array, np.ndarray) or array.flags.aligned
+    return array if contiguous and aligned else namespace(kind_of(array) or "numpy").array(array, order="C", copy=True)

@@ -1,0 +1,47 @@
+"""The block of 64-bit integers that a kernel gets: which entry means what.
+
+A tensor takes four entries: its address and the byte strides of its batch, head and token axes (elements of a token are contiguous).
+Numba compiles these names in as constants.
+"""
+
+from __future__ import annotations
+
+(
+    Q, K, V, OUT, DOUT, DQ, DK, DV, DQ_PARTIAL, LSE, DLSE, DELTA, SHIFT,
+) = range(0, 13 * 4, 4)  # fmt: skip
+
+(
+    COUNTER,  # next task to be taken, shared by the threads
+    TASKS,
+    SCRATCH,  # address of the first thread's scratch memory
+    SCRATCH_BYTES,  # of each thread
+    BATCH,
+    HEADS,
+    GROUP,  # query heads a key/value head
+    N_Q,
+    N_K,
+    DIM,
+    DIM_V,
+    BLOCK_Q,
+    BLOCK_K,
+    SPLITS,  # backward: parts that the keys of one head are split into
+    SCALE,  # bits of a float64
+    LENGTHS,  # address of int64, keys of each batch entry
+    OFFSETS,  # address of int64, q_offset of each batch entry
+    SINKS,  # address of one number for each query head, or 0
+    CLASSIFY,  # address of the generated function, or 0: every tile is FULL
+    MODIFY,  # address of the generated function, or 0
+    HAS_SCORE,  # whether FULL tiles need it too
+    VALUES,  # address of the modification's params and arrays
+    MAX_GROUP,  # tiles that are classified at once
+    DROPOUT,  # whether weights are dropped at all
+    THRESHOLD,
+    KEPT_SCALE,  # 1 / (1 - p), bits of a float64
+    SEED,
+    CAREFUL,  # sums leave out weights that are zero: what they would be multiplied by is not finite
+    NON_FINITE,  # set by the kernel when a result is not finite
+) = range(13 * 4, 13 * 4 + 29)  # fmt: skip
+
+SIZE = 13 * 4 + 29
+
+EMPTY, PARTIAL, FULL = 0, 1, 2

@@ -1,0 +1,201 @@
+"""Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2): weights recomputed from the log-sum-exp, five products.
+
+A task is one part of the keys of one key/value head: it goes over its key tiles and, for each, over the query tiles that see them. The
+softmax is known, so keys may lie along the vector lanes: only K and V are packed, once a key tile, and Q, dO, dQ, dK, dV are used as they lie.
+Names that no import brings are the head that specialise.py puts before this text (see forward.py).
+
+    K^T, V^T  [D][BLOCK_K], [DV][BLOCK_K]      scaled keys, values
+    S, dP     [BLOCK_Q][BLOCK_K]               scores, then weights P; dP, then dS
+    dK, dV    [BLOCK_K][D], [BLOCK_K][DV]      sums of the key tile
+    dQ        DQ_PARTIAL [part][B][H][N_Q][D]  sums of each part of the keys, added in a fixed order by `reduce`
+"""
+
+import numpy as np
+from numba import cfunc, njit, types
+
+from flashkit.backends.cpu.arguments import *  # noqa: F403
+from flashkit.backends.cpu.functions import options
+from flashkit.backends.cpu.memory import double_from_bits, integer_at, matrix, next_task, vector
+from flashkit.backends.cpu.scratch import backward_layout
+from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_rows, tile_state, tokens
+from flashkit.backends.cpu.vector import product, weights
+
+
+@njit(**options)
+def load_tile(source, address):
+    """A tile in computing precision: where it lies, or widened into scratch memory at `address`."""
+    count, width = source.shape
+    if IN_PLACE:
+        return matrix(source.ctypes.data, count, width, source.strides[0], COMPUTE_SIZE, COMPUTE)
+    target = matrix(address, count, width, width * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+    for i in range(count):
+        for j in range(width):
+            target[i, j] = widen(source[i, j])
+    return target
+
+
+@njit(**options)
+def transpose(source, target, scale):
+    for i in range(source.shape[0]):
+        for j in range(source.shape[1]):
+            target[j, i] = source[i, j] * scale
+
+
+@njit(**options)
+def accumulate(a, b, c, careful):
+    """c += a @ b."""
+    if careful:
+        careful_product(a, b, c)
+    else:
+        product(a, b, c, 1, ROWS, VECTORS, LANES)
+
+
+@njit(**options)
+def finish(tile, target):
+    """Store a key tile's sums. Returns whether all of them are finite."""
+    finite = True
+    for i in range(target.shape[0]):
+        for j in range(target.shape[1]):
+            finite &= np.isfinite(tile[i, j])
+            target[i, j] = narrow(tile[i, j])
+    return finite
+
+
+@njit(**options)
+def row_values(args, tensor, b, h, first, count):
+    """A number for each query of one head: log-sum-exp, delta."""
+    return vector(args[tensor] + b * args[tensor + 1] + h * args[tensor + 2] + first * args[tensor + 3], count, args[tensor + 3], COMPUTE)
+
+
+@njit(**options)
+def backward_keys(args, b, head_kv, part, key_tile, scratch):
+    """One key tile against all queries that see it. Returns whether dK and dV are finite."""
+    d, dv, block_q, block_k = args[DIM], args[DIM_V], args[BLOCK_Q], args[BLOCK_K]
+    careful, group, n_q = args[CAREFUL] != 0, args[GROUP], args[N_Q]
+    values_t, keys, queries, douts, scores, dscores, slopes, dkeys, dvalues, _ = backward_layout(block_q, block_k, d, dv, COMPUTE_SIZE)
+    row_bytes = block_k * COMPUTE_SIZE
+    scale = COMPUTE(double_from_bits(args[SCALE]))
+    k0 = key_tile * block_k
+    n = min(block_k, integer_at(args[LENGTHS] + 8 * b) - k0)
+
+    # V first: its widened copy is needed only to be transposed, and K's takes its place.
+    k_t = matrix(scratch, d, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+    v_t = matrix(scratch + values_t, dv, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+    transpose(load_tile(tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), scratch + keys), v_t, COMPUTE(1))
+    k = load_tile(tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE), scratch + keys)
+    transpose(k, k_t, scale)
+    dk = matrix(scratch + dkeys, n, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+    dvs = matrix(scratch + dvalues, n, dv, dv * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+    dk[:], dvs[:] = 0, 0
+
+    tiles = (n_q + block_q - 1) // block_q
+    for h in range(head_kv * group, (head_kv + 1) * group):
+        tile = 0
+        while tile < tiles:
+            end, state = next_rows(args, b, h, k0, k0 + n, tile, tiles, block_q, n_q)
+            while state != EMPTY and tile < end:
+                row0 = tile * block_q
+                rows = min(block_q, n_q - row0)
+                q = load_tile(tokens(args, Q, b, h, row0, rows, d, STORAGE_SIZE, STORAGE), scratch + queries)
+                do = load_tile(tokens(args, DOUT, b, h, row0, rows, dv, STORAGE_SIZE, STORAGE), scratch + douts)
+                s = matrix(scratch + scores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+                dp = matrix(scratch + dscores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+                slope = matrix(scratch + slopes, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+                dq_at = args[DQ_PARTIAL] + (((part * args[BATCH] + b) * args[HEADS] + h) * n_q + row0) * d * COMPUTE_SIZE
+                dq = matrix(dq_at, rows, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+
+                product(q, k_t, s, 0, ROWS, VECTORS, LANES)  # scores
+                modify(args, state, s, slope, b, h, row0, k0)
+                product(do, v_t, dp, 0, ROWS, VECTORS, LANES)
+                if args[DROPOUT] != 0:
+                    drop(args, dp, False, b, h, row0, k0)
+                weights(s, dp, row_values(args, SHIFT, b, h, row0, rows), row_values(args, DELTA, b, h, row0, rows), VECTORS, LANES)
+                has_slope = args[HAS_SCORE] != 0
+                for i in range(rows):
+                    for j in range(n):
+                        ds = dp[i, j] * scale
+                        if has_slope:
+                            ds = ds * slope[i, j] if s[i, j] != 0 else COMPUTE(0)
+                        dp[i, j] = ds
+                if args[DROPOUT] != 0:
+                    drop(args, s, False, b, h, row0, k0)
+                accumulate(s.T, do, dvs, careful)
+                accumulate(dp.T, q, dk, careful)
+                accumulate(dp, k, dq, careful)
+                tile += 1
+            tile = end
+    finite = finish(dk, tokens(args, DK, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE))
+    return finite & finish(dvs, tokens(args, DV, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE))
+
+
+@cfunc(types.void(types.int64, types.int64), cache=True, **options)
+def prepare(address, thread):
+    """delta = rowsum(dO * O) - dlse, and the log-sum-exp with +inf for rows without keys, whose weights so become 0."""
+    args = vector(address, SIZE, 8, np.int64)
+    blocks = (args[N_Q] + args[BLOCK_Q] - 1) // args[BLOCK_Q]
+    while True:
+        task = next_task(address + 8 * COUNTER)
+        if task >= args[TASKS]:
+            break
+        head, first = task // blocks, task % blocks * args[BLOCK_Q]
+        b, h = head // args[HEADS], head % args[HEADS]
+        count = min(args[BLOCK_Q], args[N_Q] - first)
+        out = tokens(args, OUT, b, h, first, count, args[DIM_V], STORAGE_SIZE, STORAGE)
+        dout = tokens(args, DOUT, b, h, first, count, args[DIM_V], STORAGE_SIZE, STORAGE)
+        lse, shift = row_values(args, LSE, b, h, first, count), row_values(args, SHIFT, b, h, first, count)
+        delta = row_values(args, DELTA, b, h, first, count)
+        for i in range(count):
+            total = COMPUTE(0)
+            for j in range(args[DIM_V]):
+                total += widen(out[i, j]) * widen(dout[i, j])
+            if args[DLSE] != 0:
+                total -= row_values(args, DLSE, b, h, first, count)[i]
+            empty = lse[i] == -np.inf
+            delta[i] = COMPUTE(0) if empty else total
+            shift[i] = np.inf if empty else lse[i]
+
+
+@cfunc(types.void(types.int64, types.int64), cache=True, **options)
+def worker(address, thread):
+    """Draw parts of key/value heads until none is left. A part takes every SPLITS-th key tile, so causal parts weigh the same."""
+    args = vector(address, SIZE, 8, np.int64)
+    scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
+    heads_kv = args[HEADS] // args[GROUP]
+    while True:
+        task = next_task(address + 8 * COUNTER)
+        if task >= args[TASKS]:
+            break
+        head, part = task // args[SPLITS], task % args[SPLITS]
+        b, head_kv = head // heads_kv, head % heads_kv
+        size = args[GROUP] * args[N_Q] * args[DIM]
+        dq_at = args[DQ_PARTIAL] + ((part * args[BATCH] + b) * args[HEADS] + head_kv * args[GROUP]) * args[N_Q] * args[DIM] * COMPUTE_SIZE
+        vector(dq_at, size, COMPUTE_SIZE, COMPUTE)[:] = 0
+        tiles = (integer_at(args[LENGTHS] + 8 * b) + args[BLOCK_K] - 1) // args[BLOCK_K]
+        for key_tile in range(part, tiles, args[SPLITS]):
+            if not backward_keys(args, b, head_kv, part, key_tile, scratch):
+                args[NON_FINITE] = 1
+
+
+@cfunc(types.void(types.int64, types.int64), cache=True, **options)
+def reduce(address, thread):
+    """dQ from the sums of the parts, always added in the same order."""
+    args = vector(address, SIZE, 8, np.int64)
+    blocks = (args[N_Q] + args[BLOCK_Q] - 1) // args[BLOCK_Q]
+    d = args[DIM]
+    part_bytes = args[BATCH] * args[HEADS] * args[N_Q] * d * COMPUTE_SIZE
+    while True:
+        task = next_task(address + 8 * COUNTER)
+        if task >= args[TASKS]:
+            break
+        head, first = task // blocks, task % blocks * args[BLOCK_Q]
+        count = min(args[BLOCK_Q], args[N_Q] - first)
+        target = tokens(args, DQ, head // args[HEADS], head % args[HEADS], first, count, d, STORAGE_SIZE, STORAGE)
+        at = args[DQ_PARTIAL] + (head * args[N_Q] + first) * d * COMPUTE_SIZE
+        for i in range(count):
+            for j in range(d):
+                total = COMPUTE(0)
+                for part in range(args[SPLITS]):
+                    total += vector(at + part * part_bytes, count * d, COMPUTE_SIZE, COMPUTE)[i * d + j]
+                if not np.isfinite(total):
+                    args[NON_FINITE] = 1
+                target[i, j] = narrow(total)

@@ -1,0 +1,181 @@
+"""Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1), scores transposed: one column a query.
+
+A task is one block of queries of one head. With queries along the vector lanes the softmax needs no operation across lanes, K and V
+are used where they lie, and only Q is packed. The names in capitals that no import brings (STORAGE, STORAGE_SIZE, COMPUTE, COMPUTE_SIZE,
+IN_PLACE, LANES, ROWS, VECTORS), `widen` and `narrow` are the head that specialise.py puts before this text.
+
+    Q^T  panels [panel][D][PANEL]        scaled queries; PANEL = VECTORS * LANES columns
+    S^T  tile   [BLOCK_K][PANEL]         scores of one panel, then weights
+    O^T  panels [panel][DV][PANEL]       output, unscaled
+    m, l        [panel][PANEL]           running maximum and sum of each query
+"""
+
+import numpy as np
+from numba import cfunc, njit, types
+
+from flashkit.backends.cpu.arguments import *  # noqa: F403
+from flashkit.backends.cpu.functions import options
+from flashkit.backends.cpu.memory import double_from_bits, integer_at, matrix, next_task, vector
+from flashkit.backends.cpu.scratch import forward_layout
+from flashkit.backends.cpu.tiling import careful_product_t, drop, modify, next_keys, tile_state, tokens
+from flashkit.backends.cpu.vector import column_max, exponentials, product
+
+PANEL = VECTORS * LANES
+PANEL_BYTES = PANEL * COMPUTE_SIZE
+
+
+@njit(**options)
+def load_queries(source, target, scale):
+    """Transpose and scale: target[d, i] = scale * source[i, d]; columns without a query become 0."""
+    for d in range(source.shape[1]):
+        for i in range(source.shape[0]):
+            target[d, i] = widen(source[i, d]) * scale
+        for i in range(source.shape[0], PANEL):
+            target[d, i] = 0
+
+
+@njit(**options)
+def load_tile(source, address):
+    """A K or V tile in computing precision: where it lies, or widened into scratch memory at `address`."""
+    count, width = source.shape
+    if IN_PLACE:
+        return matrix(source.ctypes.data, count, width, source.strides[0], COMPUTE_SIZE, COMPUTE)
+    target = matrix(address, count, width, width * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+    for i in range(count):
+        for j in range(width):
+            target[i, j] = widen(source[i, j])
+    return target
+
+
+@njit(**options)
+def online_softmax(tile, m, l, shift, factor, spare, output):
+    """Scores to weights relative to the running maximum; what was summed before is rescaled where the maximum moved."""
+    columns = tile.shape[1]
+    for i in range(columns):
+        factor[0, i] = m[i]
+    column_max(tile, m, VECTORS, LANES)
+    moved = False
+    for i in range(columns):
+        # A query that has seen no key yet keeps the shift 0, so that -inf - shift stays -inf.
+        shift[i] = 0 if m[i] == -np.inf else m[i]
+        moved |= m[i] != factor[0, i]
+    if moved:
+        exponentials(factor, shift, spare, VECTORS, LANES)
+        for i in range(columns):
+            l[i] *= factor[0, i]
+        for d in range(output.shape[0]):
+            for i in range(columns):
+                output[d, i] *= factor[0, i]
+    exponentials(tile, shift, l, VECTORS, LANES)
+
+
+@njit(**options)
+def finish(args, b, h, first, count, output, m, l):
+    """Divide by the sums, transpose back and store output and log-sum-exp. Returns whether all of it is finite."""
+    out = tokens(args, OUT, b, h, first, count, args[DIM_V], STORAGE_SIZE, STORAGE)
+    lse = vector(args[LSE] + b * args[LSE + 1] + h * args[LSE + 2] + first * args[LSE + 3], count, args[LSE + 3], COMPUTE)
+    finite = True
+    for i in range(count):
+        top, total, factor = m[i], l[i], COMPUTE(1)
+        if args[SINKS] != 0:
+            # The sink is one more logit in the sum, without a value.
+            sink = vector(args[SINKS], args[HEADS], COMPUTE_SIZE, COMPUTE)[h]
+            if sink > -np.inf:
+                old = top
+                top = max(old, sink)
+                factor = np.exp(old - top)
+                total = total * factor + np.exp(sink - top)
+        if total == 0:  # no key is visible
+            lse[i], l[i] = -np.inf, 0
+        else:
+            lse[i], l[i] = top + np.log(total), factor / total
+        for d in range(args[DIM_V]):
+            value = output[d, i] * l[i]
+            finite &= np.isfinite(value)
+            out[i, d] = narrow(value)
+    return finite
+
+
+@njit(**options)
+def forward_block(args, b, h, first, count, scratch, careful):
+    """One block of queries against all the keys it sees. Returns whether all results are finite."""
+    d, dv, block_k = args[DIM], args[DIM_V], args[BLOCK_K]
+    panels = (count + PANEL - 1) // PANEL
+    outputs, scores, keys, values, maxima, sums, rows, _ = forward_layout(panels, PANEL, block_k, d, dv, COMPUTE_SIZE)
+    m = vector(scratch + maxima, panels * PANEL, COMPUTE_SIZE, COMPUTE)
+    l = vector(scratch + sums, panels * PANEL, COMPUTE_SIZE, COMPUTE)
+    output = matrix(scratch + outputs, panels * dv, PANEL, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
+    m[:], l[:], output[:] = -np.inf, 0, 0
+    shift = vector(scratch + rows, PANEL, COMPUTE_SIZE, COMPUTE)
+    spare = vector(scratch + rows + PANEL_BYTES, PANEL, COMPUTE_SIZE, COMPUTE)
+
+    scale = COMPUTE(double_from_bits(args[SCALE]))
+    for p in range(panels):
+        row0 = first + p * PANEL
+        q = tokens(args, Q, b, h, row0, min(PANEL, first + count - row0), d, STORAGE_SIZE, STORAGE)
+        load_queries(q, matrix(scratch + p * d * PANEL_BYTES, d, PANEL, PANEL_BYTES, COMPUTE_SIZE, COMPUTE), scale)
+
+    head_kv = h // args[GROUP]
+    n_k = integer_at(args[LENGTHS] + 8 * b)
+    tiles = (n_k + block_k - 1) // block_k
+    tile = 0
+    while tile < tiles:
+        end, state = next_keys(args, b, h, first, first + count, tile, tiles, block_k, n_k)
+        while state != EMPTY and tile < end:
+            k0 = tile * block_k
+            n = min(block_k, n_k - k0)
+            k = load_tile(tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE), scratch + keys)
+            v = load_tile(tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), scratch + values)
+            for p in range(panels):
+                row0 = first + p * PANEL
+                columns = min(PANEL, first + count - row0)
+                panel_state = state
+                if state == PARTIAL:
+                    panel_state = tile_state(args, b, h, row0, row0 + columns, k0, k0 + n)
+                    if panel_state == EMPTY:
+                        continue
+                padded = (columns + LANES - 1) // LANES * LANES
+                q_t = matrix(scratch + p * d * PANEL_BYTES, d, padded, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
+                o_t = matrix(scratch + outputs + p * dv * PANEL_BYTES, dv, padded, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
+                s_t = matrix(scratch + scores, n, padded, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
+                factor = matrix(scratch + rows + 2 * PANEL_BYTES, 1, padded, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
+                at = slice(p * PANEL, p * PANEL + padded)
+
+                product(k, q_t, s_t, 0, ROWS, VECTORS, LANES)  # scores
+                modify(args, panel_state, s_t[:, :columns], s_t, b, h, row0, k0)
+                online_softmax(s_t, m[at], l[at], shift, factor, spare, o_t)
+                if args[DROPOUT] != 0:
+                    drop(args, s_t[:, :columns], True, b, h, row0, k0)
+                if careful:  # accumulate
+                    careful_product_t(v.T, s_t, o_t)
+                else:
+                    product(v.T, s_t, o_t, 1, ROWS, VECTORS, LANES)
+            tile += 1
+        tile = end
+
+    finite = True
+    for p in range(panels):
+        row0 = first + p * PANEL
+        o_t = matrix(scratch + outputs + p * dv * PANEL_BYTES, dv, PANEL, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
+        at = slice(p * PANEL, (p + 1) * PANEL)
+        finite &= finish(args, b, h, row0, min(PANEL, first + count - row0), o_t, m[at], l[at])
+    return finite
+
+
+@cfunc(types.void(types.int64, types.int64), cache=True, **options)
+def worker(address, thread):
+    """Draw blocks of queries until none is left; the last rows first, which under a causal mask see the most."""
+    args = vector(address, SIZE, 8, np.int64)
+    scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
+    heads = args[BATCH] * args[HEADS]
+    blocks = (args[N_Q] + args[BLOCK_Q] - 1) // args[BLOCK_Q]
+    while True:
+        task = next_task(address + 8 * COUNTER)
+        if task >= args[TASKS]:
+            break
+        first = (blocks - 1 - task // heads) * args[BLOCK_Q]
+        b, h = divmod(task % heads, args[HEADS])
+        count = min(args[BLOCK_Q], args[N_Q] - first)
+        # A zero weight times an infinity hidden by the mask would be NaN: such a block, rare, is done again the careful way.
+        if not forward_block(args, b, h, first, count, scratch, False):
+            forward_block(args, b, h, first, count, scratch, True)

@@ -1,0 +1,179 @@
+"""Memory as kernels see it: array views made from addresses, conversions of storage, calls through addresses, the task counter.
+
+A kernel gets one block of 64-bit integers that describes its arguments (arguments.py), so that its compiled signature is the same for every
+strided layout and a call costs no array boxing. These intrinsics turn addresses back into Numba arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_HALF = ir.HalfType()
+_INT64 = types.int64
+
+
+def _view(ndim: int) -> Any:
+    """Code generation of a view: arguments (address, extents..., byte strides..., dtype)."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        kind = signature.return_type
+        array = context.make_array(kind)(context, builder)
+        shape, strides = values[1 : 1 + ndim], values[1 + ndim : 1 + 2 * ndim]
+        itemsize = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+        size = context.get_constant(types.intp, 1)
+        for extent in shape:
+            size = builder.mul(size, extent)
+        for name, content in (
+            ("data", builder.inttoptr(values[0], array.data.type)),
+            ("shape", cgutils.pack_array(builder, shape)),
+            ("strides", cgutils.pack_array(builder, strides)),
+            ("itemsize", itemsize),
+            ("nitems", size),
+        ):
+            setattr(array, name, content)
+        return array._getvalue()
+
+    return codegen
+
+
+def _view_signature(ndim: int, dtype: Any) -> Any:
+    return types.Array(dtype.dtype, ndim, "A")(*[_INT64] * (1 + 2 * ndim), dtype)
+
+
+@intrinsic
+def vector(typing: Any, address: Any, n: Any, stride: Any, dtype: Any) -> Any:
+    """The n elements from `address` on, `stride` bytes apart."""
+    return _view_signature(1, dtype), _view(1)
+
+
+@intrinsic
+def matrix(typing: Any, address: Any, rows: Any, columns: Any, row_stride: Any, column_stride: Any, dtype: Any) -> Any:
+    """rows x columns elements from `address` on; strides in bytes."""
+    return _view_signature(2, dtype), _view(2)
+
+
+@intrinsic
+def tensor3(typing: Any, address: Any, n0: Any, n1: Any, n2: Any, s0: Any, s1: Any, s2: Any, dtype: Any) -> Any:
+    return _view_signature(3, dtype), _view(3)
+
+
+@intrinsic
+def tensor4(typing: Any, address: Any, n0: Any, n1: Any, n2: Any, n3: Any, s0: Any, s1: Any, s2: Any, s3: Any, dtype: Any) -> Any:
+    return _view_signature(4, dtype), _view(4)
+
+
+@intrinsic
+def integer_at(typing: Any, address: Any) -> Any:
+    """The 64-bit integer at an address."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return builder.load(builder.inttoptr(values[0], ir.IntType(64).as_pointer()))
+
+    return _INT64(_INT64), codegen
+
+
+@intrinsic
+def double_from_bits(typing: Any, bits: Any) -> Any:
+    """The float64 whose bits are given as an integer."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return builder.bitcast(values[0], ir.DoubleType())
+
+    return types.float64(_INT64), codegen
+
+
+@intrinsic
+def next_task(typing: Any, address: Any) -> Any:
+    """Take a number from the shared counter: threads draw tasks until none is left."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], ir.IntType(64).as_pointer()), ir.IntType(64)(1), "monotonic")
+
+    return _INT64(_INT64), codegen
+
+
+def _indirect_call(arguments: int, result: ir.Type) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        kind = ir.FunctionType(result, [ir.IntType(64)] * arguments)
+        called = builder.call(builder.inttoptr(values[0], kind.as_pointer()), list(values[1:]))
+        return context.get_dummy_value() if isinstance(result, ir.VoidType) else called
+
+    return codegen
+
+
+@intrinsic
+def call_worker(typing: Any, function: Any, arguments: Any, thread: Any) -> Any:
+    """function(arguments, thread) of a kernel's worker, by address."""
+    return types.void(*[_INT64] * 3), _indirect_call(2, ir.VoidType())
+
+
+@intrinsic
+def call_modify(typing: Any, function: Any, scores: Any, slopes: Any, row_stride: Any, rows: Any, columns: Any, b: Any, h: Any, row0: Any, q0: Any, k0: Any, values: Any) -> Any:
+    """Modify a score tile in place, by the address of a generated function (modify.py)."""
+    return types.void(*[_INT64] * 12), _indirect_call(11, ir.VoidType())
+
+
+@intrinsic
+def call_classify(typing: Any, function: Any, b: Any, h: Any, row0: Any, row1: Any, q0: Any, q1: Any, k0: Any, k1: Any, values: Any) -> Any:
+    """EMPTY, PARTIAL or FULL for a tile with these inclusive corners, by the address of a generated function (modify.py)."""
+    return _INT64(*[_INT64] * 10), _indirect_call(9, ir.IntType(64))
+
+
+# --- storage of 16 bits: widened when loaded, rounded when stored -----------------------------------------------------
+
+
+@intrinsic
+def float16_to_float32(typing: Any, bits: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return builder.fpext(builder.bitcast(values[0], _HALF), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def float32_to_float16(typing: Any, x: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return builder.bitcast(builder.fptrunc(values[0], _HALF), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def bfloat16_to_float32(typing: Any, bits: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        wide = builder.shl(builder.zext(values[0], ir.IntType(32)), ir.IntType(32)(16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def float32_to_bfloat16(typing: Any, x: Any) -> Any:
+    """Round to nearest, ties to even; a NaN stays one."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        i32, i16 = ir.IntType(32), ir.IntType(16)
+        bits = b.bitcast(values[0], i32)
+        odd = b.and_(b.lshr(bits, i32(16)), i32(1))
+        rounded = b.trunc(b.lshr(b.add(bits, b.add(odd, i32(0x7FFF))), i32(16)), i16)
+        quiet = b.or_(b.trunc(b.lshr(bits, i32(16)), i16), i16(0x40))
+        return b.select(b.fcmp_unordered("uno", values[0], values[0]), quiet, rounded)
+
+    return types.uint16(types.float32), codegen
+
+
+@njit
+def float32_to_float32(x: Any) -> Any:
+    return np.float32(x)
+
+
+@njit
+def float64_to_float64(x: Any) -> Any:
+    return np.float64(x)

@@ -1,0 +1,143 @@
+"""Generated functions for one score and mask modification: on a tile of scores, and on a tile's corners.
+
+Both are C functions over 64-bit integers that the kernels call by address, so a new modification compiles a few lines and no kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ... import expr
+from ...expr import Expr
+from ...spec import AttentionSpec, Slot
+from . import specialise
+from .arguments import EMPTY, FULL, PARTIAL
+
+MAX_NDIM = 4
+_VIEWS = {1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
+_STORED = {"bool": "uint8", "bfloat16": "float32", "float16": "float32"}
+"""What arrays of these dtypes are handed over as."""
+
+
+def stored_dtype(dtype: str) -> str:
+    return _STORED.get(dtype, dtype)
+
+
+def entries(slot: Slot) -> int:
+    """64-bit entries that a value takes in the block: the scalar, or address, extents and byte strides."""
+    return 1 if slot.ndim is None else 1 + 2 * slot.ndim
+
+
+def _prelude(spec: AttentionSpec, used: set[str]) -> list[str]:
+    """Lines that bind each param and array that is used to its name."""
+    lines, at = [], 0
+    for slot in spec.slots:
+        if slot.name in used:
+            fields = [f"integer_at(values + {8 * (at + i)})" for i in range(entries(slot))]
+            if slot.ndim is None:
+                value = fields[0] if slot.kind == "int" else f"F(double_from_bits({fields[0]}))"
+            else:
+                value = f"{_VIEWS[slot.ndim]}({', '.join(fields)}, np.{stored_dtype(str(slot.dtype))})"
+            lines.append(f"    {slot.name} = {value}")
+        at += entries(slot)
+    return lines
+
+
+def _names(exprs: list[Expr]) -> set[str]:
+    return {node.value for node in expr.walk(exprs) if node.op == "param" or node.op.startswith("load")}
+
+
+def _depths(steps: list[tuple[Expr, str, str]], outer: tuple[Expr, ...]) -> list[tuple[int, str]]:
+    """Each line with the loop it belongs in: 0 outside both loops, 1 in the outer one, 2 in the inner one."""
+    depth: dict[int, int] = {}
+    fixed = (expr.B, expr.H)
+    lines = []
+    for node in expr.walk([node for node, _, _ in steps]):
+        if node.op == "symbol":
+            depth[id(node)] = 0 if any(node is s for s in fixed) else 1 if any(node is s for s in outer) else 2
+        else:
+            depth[id(node)] = max((depth[id(a)] for a in node.args), default=0)
+    for node, name, text in steps:
+        lines.append((depth[id(node)], f"{name} = {text}"))
+    return lines
+
+
+def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) -> str:
+    """The text of `modify`: a tile with axes (keys, rows) where keys_outside holds, else (rows, keys)."""
+    score = expr.S if spec.score is None else spec.score
+    wanted = [score]
+    if spec.mask is not None:
+        wanted.append(spec.mask)
+    if with_slope:
+        wanted.append(expr.derivative(score))
+    steps, results = expr.assignments(wanted, "numba")
+    lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
+    at_depth = [[f"{'    ' * (depth + 1)}{line}" for d, line in lines if d == depth] for depth in range(3)]
+    row, key = ("i", "j") if keys_outside else ("j", "i")
+    positions = {"row": f"row = row0 + {row}; q = q0 + {row}", "key": f"k = k0 + {key}"}
+    outer, inner = (positions["key"], positions["row"]) if keys_outside else (positions["row"], positions["key"])
+    visible = results[0] if spec.mask is None else f"({results[0]}) if ({results[1]}) else HIDDEN"
+    slope = [f"            slopes[j, i] = {results[-1]}"] if with_slope else []
+    return "\n".join([
+        "@cfunc(types.void(*[types.int64] * 11), cache=True, **options)",
+        "def modify(tile_at, slopes_at, row_stride, count, width, b, h, row0, q0, k0, values):",
+        "    tile = matrix(tile_at, count, width, row_stride, F_SIZE, F)",
+        "    slopes = matrix(slopes_at, count, width, row_stride, F_SIZE, F)",
+        *_prelude(spec, _names(wanted)),
+        *at_depth[0],
+        "    for j in range(count):",
+        f"        {outer}",
+        *at_depth[1],
+        "        for i in range(width):",
+        f"            {inner}",
+        "            s = tile[j, i]",
+        *at_depth[2],
+        f"            tile[j, i] = {visible}",
+        *slope,
+    ])  # fmt: skip
+
+
+def _classify_function(spec: AttentionSpec) -> str:
+    empty, full = expr.classify(spec.mask)  # type: ignore[arg-type]
+    lines, (is_empty, is_full) = expr.render([empty, full], "numba", "    ")
+    return "\n".join([
+        "@cfunc(types.int64(*[types.int64] * 9), cache=True, **options)",
+        "def classify(b, h, row0, row1, q0, q1, k0, k1, values):",
+        *_prelude(spec, _names([empty, full])),
+        *lines,
+        f"    return {EMPTY} if {is_empty} else ({FULL} if {is_full} else {PARTIAL})",
+    ])  # fmt: skip
+
+
+def _head(spec: AttentionSpec) -> str:
+    return f"""import numpy as np
+from numba import cfunc, types
+from flashkit.backends.cpu.functions import *
+from flashkit.backends.cpu.memory import double_from_bits, integer_at, matrix, tensor3, tensor4, vector
+F, F_SIZE, I = np.{spec.lse_dtype}, {np.dtype(spec.lse_dtype).itemsize}, np.int64
+HIDDEN = F(-np.inf)
+
+"""
+
+
+def forward_function(spec: AttentionSpec) -> Any:
+    return specialise.load("modify", _head(spec) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n").modify
+
+
+def backward_function(spec: AttentionSpec) -> Any:
+    return specialise.load("modify_backward", _head(spec) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n").modify
+
+
+def classify_function(spec: AttentionSpec) -> Any:
+    return specialise.load("classify", _head(spec) + _classify_function(spec) + "\n").classify
+
+
+def max_group(spec: AttentionSpec) -> int:
+    """How many tiles may be classified at once: looking at an array costs time in proportion to the group."""
+    if spec.mask is None:
+        return 1 << 40
+    looked_at = [node for node in expr.walk(expr.classify(spec.mask)) if node.op in ("load_min", "load_max")]
+    varying = [sum(a is not b for a, b in zip(n.args[::2], n.args[1::2], strict=True)) for n in looked_at]
+    return 1 << 40 if not varying else 32 if max(varying) == 1 else 1

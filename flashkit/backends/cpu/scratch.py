@@ -1,0 +1,45 @@
+"""How a thread's scratch memory is laid out: byte offsets, used by the kernels and by the host that allocates it."""
+
+from __future__ import annotations
+
+from numba.extending import register_jitable
+
+ALIGNMENT = 64
+
+
+@register_jitable
+def _end(start: int, elements: int, itemsize: int) -> int:
+    return (start + elements * itemsize + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+@register_jitable
+def forward_layout(panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int, int, int, int, int, int]:
+    """Offsets of O^T panels (Q^T panels come first), score tile, widened K and V tiles, running maxima and sums, and three rows
+    of one panel; last the total."""
+    queries = panels * panel
+    outputs = _end(0, queries * d, itemsize)
+    scores = _end(outputs, queries * dv, itemsize)
+    keys = _end(scores, block_k * panel, itemsize)
+    values = _end(keys, block_k * d, itemsize)
+    maxima = _end(values, block_k * dv, itemsize)
+    sums = _end(maxima, queries, itemsize)
+    rows = _end(sums, queries, itemsize)
+    return outputs, scores, keys, values, maxima, sums, rows, _end(rows, 3 * panel, itemsize)
+
+
+@register_jitable
+def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int, int, int, int, int, int, int, int]:
+    """Offsets of the K^T, V^T, K, V, Q and dO tiles (K^T first), S, dP and slopes tiles, dK and dV sums; last the total.
+
+    block_k is a multiple of the vector's lanes, so that rows of the score tiles are padded to whole vectors.
+    """
+    values_t = _end(0, block_k * d, itemsize)
+    keys = _end(values_t, block_k * dv, itemsize)
+    queries = _end(keys, block_k * max(d, dv), itemsize)
+    douts = _end(queries, block_q * d, itemsize)
+    scores = _end(douts, block_q * dv, itemsize)
+    dscores = _end(scores, block_q * block_k, itemsize)
+    slopes = _end(dscores, block_q * block_k, itemsize)
+    dkeys = _end(slopes, block_q * block_k, itemsize)
+    dvalues = _end(dkeys, block_k * d, itemsize)
+    return values_t, keys, queries, douts, scores, dscores, slopes, dkeys, dvalues, _end(dvalues, block_k * dv, itemsize)

@@ -1,0 +1,85 @@
+"""Kernels made at run time: a kernel's text behind a head of constants, written to the cache directory and imported from there.
+
+Numba's disk cache works for module-level functions of a file that stays where it is. So a specialised kernel is such a file, named by the
+hash of its text and of every source that is compiled into it: a changed source is a new file, and never a stale kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from ... import cachedir
+
+_HERE = Path(__file__).parent
+_lock = threading.RLock()
+
+_CONVERSIONS = {
+    "float64": ("float64", "float64_to_float64", "float64_to_float64"),
+    "float32": ("float32", "float32_to_float32", "float32_to_float32"),
+    "float16": ("uint16", "float16_to_float32", "float32_to_float16"),
+    "bfloat16": ("uint16", "bfloat16_to_float32", "float32_to_bfloat16"),
+}
+
+
+@cache
+def fingerprint() -> str:
+    """Of all sources that end up in a kernel, and of the compiler."""
+    import llvmlite
+    import numba
+
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {np.__version__}".encode())
+    for path in sorted(_HERE.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def load(kind: str, text: str) -> ModuleType:
+    """The module with this text, compiled now or before."""
+    name = f"{kind}_{hashlib.sha256((fingerprint() + text).encode()).hexdigest()[:20]}"
+    with _lock:
+        folder = cachedir.path() / "cpu"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.py"
+        if not path.exists():
+            # Written aside and renamed: another process may be doing the same.
+            handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        found = importlib.util.spec_from_file_location(f"flashkit_kernels.{name}", path)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[found.name] = module  # where Numba looks when it reads its cache
+        found.loader.exec_module(module)
+        return module
+
+
+def kernel(name: str, dtype: str, lanes: int, rows: int, vectors: int) -> ModuleType:
+    """kernels/<name>.py for a storage dtype and a register block of rows x vectors x lanes; `lanes` counts float32."""
+    storage, widen, narrow = _CONVERSIONS[dtype]
+    compute = "float64" if dtype == "float64" else "float32"
+    size = np.dtype(compute).itemsize
+    head = f"""
+import numpy as np
+from flashkit.backends.cpu.memory import {widen} as widen, {narrow} as narrow
+STORAGE, STORAGE_SIZE = np.{storage}, {np.dtype(storage).itemsize}
+COMPUTE, COMPUTE_SIZE = np.{compute}, {size}
+IN_PLACE = {storage == compute}
+LANES, ROWS, VECTORS = {lanes * 4 // size}, {rows}, {vectors}
+"""
+    return load(f"{name}_{dtype}", head.lstrip() + (_HERE / "kernels" / f"{name}.py").read_text())
+
+
+def launcher() -> ModuleType:
+    return load("launch", (_HERE / "kernels" / "launch.py").read_text())

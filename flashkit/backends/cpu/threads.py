@@ -1,0 +1,78 @@
+"""Running a worker on the caller's thread or on several, safely from any number of Python threads.
+
+Numba's OpenMP and TBB layers take concurrent calls; its own workqueue does not and aborts the process, so under it a lock guards the
+parallel path and whoever finds it taken works alone. After a fork the child's thread pool is gone (OpenMP would end the child without a word),
+so a forked child works alone too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+from . import specialise
+from .arguments import COUNTER, TASKS
+
+SERIAL_FLOPS = 2e6
+"""Work below this (about 20 microseconds) is not worth waking a thread for."""
+
+_workqueue_lock = threading.Lock()
+_started = False
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked, _workqueue_lock
+    _forked = _started
+    _workqueue_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def count() -> int:
+    """Threads that a call uses: FLASHKIT_NUM_THREADS, at most what numba.set_num_threads allows on this thread."""
+    if _forked:
+        return 1
+    import numba
+
+    allowed = int(numba.get_num_threads())
+    wanted = os.environ.get("FLASHKIT_NUM_THREADS", "")
+    if not wanted:
+        return allowed
+    if not wanted.isdigit() or int(wanted) < 1:
+        raise ValueError(f"FLASHKIT_NUM_THREADS is a number of threads, 1 or more; got {wanted!r}")
+    return min(allowed, int(wanted))
+
+
+def layer() -> str | None:
+    """Numba's threading layer once it runs, else None."""
+    import numba
+
+    try:
+        return str(numba.threading_layer())
+    except ValueError:
+        return None
+
+
+def run(worker: Any, arguments: np.ndarray, tasks: int, threads: int) -> None:
+    """Run `worker` (a C function of the argument block and a thread's number) until its `tasks` are done."""
+    global _started
+    launcher = specialise.launcher()
+    arguments[COUNTER], arguments[TASKS] = 0, tasks
+    call = (worker.address, arguments.__array_interface__["data"][0], threads)
+    if threads == 1 or tasks == 1:
+        launcher.run_serial(*call)
+    elif _started and layer() != "workqueue":
+        launcher.run_parallel(*call)
+    elif _workqueue_lock.acquire(blocking=not _started):
+        try:
+            launcher.run_parallel(*call)
+            _started = True
+        finally:
+            _workqueue_lock.release()
+    else:
+        launcher.run_serial(*call)

@@ -1,0 +1,375 @@
+"""Vector micro-kernels: LLVM vector IR behind Numba intrinsics that take ordinary two-dimensional arrays.
+
+LLVM's auto-vectoriser keeps the accumulators of a matrix product in memory, at a third of the machine's rate; here they are vector values
+from the start. Each intrinsic emits one internal function a shape into the caller's module: an array argument is an address and its strides
+in bytes. The column axis of B, C and of every score tile is contiguous; nothing else is assumed. Vectors are loaded and stored unaligned.
+
+    product(a, b, c, accumulate, rows, vectors, lanes)   c (+)= a @ b     registers hold rows x vectors x lanes of c
+    column_max(s, m, vectors, lanes)                     m[j] = max(m[j], max_i s[i, j])
+    exponentials(s, m, total, vectors, lanes)            s[i, j] = exp(s[i, j] - m[j]); total[j] += sum_i s[i, j]
+    weights(s, dp, lse, delta, vectors, lanes)           s[i, j] = exp(s[i, j] - lse[i]); dp[i, j] = s[i, j] (dp[i, j] - delta[i])
+
+Numba's disk cache does not see a change in this file; the fingerprint of the sources in each generated module's name does (specialise.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+I1, I8, I32, I64 = (ir.IntType(n) for n in (1, 8, 32, 64))
+LOG2E = 1.4426950408889634
+
+# 2^r on [-1/2, 1/2]: Chebyshev interpolation in 40 digits; relative error 2.5e-9 and 6e-20.
+EXP2_COEFFICIENTS = {
+    "float": (1.0, 0.6931472067028326, 0.24022650922288757, 0.05550327226670302, 0.009618056678524637, 0.0013400428177615838, 0.0001546144469856913),
+    "double": (1.0, 0.6931471805599453, 0.24022650695910072, 0.0555041086648217, 0.009618129107628484, 0.0013333558146390353, 0.00015403530393362755, 1.5252733856293466e-05, 1.3215486815999978e-06, 1.0178051192960649e-07, 7.054894386348348e-09, 4.456675341049206e-10, 2.5733568308756892e-11),
+}
+# Below these the result is 0 rather than a denormal: a denormal weight costs a hundred cycles wherever it is used.
+EXP2_UNDERFLOW = {"float": -126.0, "double": -1022.0}
+MANTISSA_BITS = {"float": 23, "double": 52}
+EXPONENT_BIAS = {"float": 127, "double": 1023}
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int) -> ir.Value:
+    vector = ir.VectorType(scalar.type, lanes)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+
+
+def fill(vector: ir.VectorType, value: float | int) -> ir.Constant:
+    return ir.Constant(vector, [vector.element(value)] * vector.count)
+
+
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    """Call an LLVM intrinsic; its name is completed by the vector type it works on."""
+    vector = args[-1].type if name.startswith("llvm.masked.store") else result
+    element = {"float": "f32", "double": "f64"}.get(str(vector.element), str(vector.element))
+    suffix = f"v{vector.count}{element}"
+    full = f"{name}.{suffix}" + (".p0" if ".masked." in name else "")
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), full)
+    return builder.call(function, args)
+
+
+def fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    return call(builder, "llvm.fma", x.type, x, y, z)
+
+
+class Memory:
+    """Addresses in bytes, loads and stores of one vector or scalar type."""
+
+    def __init__(self, builder: ir.IRBuilder, element: ir.Type, lanes: int) -> None:
+        self.builder, self.element = builder, element
+        self.vector = ir.VectorType(element, lanes)
+        self.size = 4 if str(element) == "float" else 8
+
+    def at(self, address: ir.Value, kind: ir.Type) -> ir.Value:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def load(self, address: ir.Value, mask: ir.Value | None = None) -> ir.Value:
+        b = self.builder
+        if mask is None:
+            return b.load(self.at(address, self.vector), align=self.size)
+        return call(b, "llvm.masked.load", self.vector, self.at(address, self.vector), I32(self.size), mask, fill(self.vector, 0.0))
+
+    def store(self, value: ir.Value, address: ir.Value, mask: ir.Value | None = None) -> None:
+        b = self.builder
+        if mask is None:
+            b.store(value, self.at(address, self.vector), align=self.size)
+        else:
+            name = f"llvm.masked.store.v{self.vector.count}{'f32' if self.size == 4 else 'f64'}.p0"
+            args = [value, self.at(address, self.vector), I32(self.size), mask]
+            function = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), [a.type for a in args]), name)
+            b.call(function, args)
+
+    def load_scalar(self, address: ir.Value) -> ir.Value:
+        return self.builder.load(self.at(address, self.element), align=self.size)
+
+    def tail_mask(self, remaining: ir.Value) -> ir.Value:
+        """Lanes below `remaining`."""
+        lanes = self.vector.count
+        indices = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
+        return self.builder.icmp_signed("<", indices, splat(self.builder, self.builder.trunc(remaining, I32), lanes))
+
+
+class Loop:
+    """`for index in range(start, stop, step)` with values carried in registers; use as `with Loop(...) as (index, carried, advance)`."""
+
+    def __init__(self, builder: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: int, carried: Sequence[ir.Value] = ()) -> None:
+        self.builder, self.start, self.stop, self.step, self.initial = builder, start, stop, step, list(carried)
+
+    def __enter__(self) -> tuple[ir.Value, list[ir.Value], Callable[[list[ir.Value]], None]]:
+        b = self.builder
+        self.before = b.block
+        self.body, self.exit = b.append_basic_block("body"), b.append_basic_block("exit")
+        b.cbranch(b.icmp_signed("<", self.start, self.stop), self.body, self.exit)
+        b.position_at_end(self.body)
+        self.index = b.phi(I64)
+        self.index.add_incoming(self.start, self.before)
+        self.carried = []
+        for value in self.initial:
+            phi = b.phi(value.type)
+            phi.add_incoming(value, self.before)
+            self.carried.append(phi)
+        self.next: list[ir.Value] = []
+        return self.index, self.carried, self.next.extend
+
+    def __exit__(self, *error: Any) -> None:
+        b = self.builder
+        following = b.add(self.index, I64(self.step))
+        last = b.block
+        b.cbranch(b.icmp_signed("<", following, self.stop), self.body, self.exit)
+        self.index.add_incoming(following, last)
+        b.position_at_end(self.exit)
+        self.results = []
+        for initial, phi, value in zip(self.initial, self.carried, self.next, strict=True):
+            phi.add_incoming(value, last)
+            result = b.phi(initial.type)
+            result.add_incoming(initial, self.before)
+            result.add_incoming(value, last)
+            self.results.append(result)
+
+
+def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2^x for a vector of x <= 1: exactly 0 below the normal numbers and at -inf, NaN at NaN."""
+    b, vector = builder, x.type
+    name = str(vector.element)
+    integers = ir.VectorType(I32 if name == "float" else I64, vector.count)
+    underflow = fill(vector, EXP2_UNDERFLOW[name])
+    # The comparison is false for NaN, which so reaches the integer conversion as a harmless number, and the polynomial as NaN.
+    inside = b.select(b.fcmp_ordered(">", x, underflow), x, underflow)
+    whole = call(b, "llvm.rint", vector, inside)
+    r = b.fsub(x, whole)
+    coefficients = EXP2_COEFFICIENTS[name]
+    p: ir.Value = fill(vector, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        p = fma(b, p, r, fill(vector, c))
+    exponent = b.add(b.fptosi(whole, integers), fill(integers, EXPONENT_BIAS[name]))
+    power = b.bitcast(b.shl(exponent, fill(integers, MANTISSA_BITS[name])), vector)
+    return b.select(b.fcmp_ordered("<", x, underflow), fill(vector, 0.0), b.fmul(p, power))
+
+
+# --- product ----------------------------------------------------------------------------------------------------------
+
+
+def _emit_product(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, accumulate: bool, rows: int, vectors: int, lanes: int) -> None:
+    """c[i, j] (+)= sum_k a[i, k] b[k, j]: panels of vectors x lanes columns, in each blocks of `rows` rows, held in registers."""
+    b = builder
+    a, a_row, a_col, b_, b_row, c, c_row, m, n, k = args
+    memory = Memory(b, element, lanes)
+    width = lanes * memory.size
+
+    def block(height: int, columns: int, i: ir.Value, j: ir.Value, mask: ir.Value | None) -> None:
+        offset = b.mul(j, I64(memory.size))
+        c_rows = [b.add(b.add(c, offset), b.mul(b.add(i, I64(x)), c_row)) for x in range(height)]
+        a_rows = [b.add(a, b.mul(b.add(i, I64(x)), a_row)) for x in range(height)]
+        zero = fill(memory.vector, 0.0)
+        start = [memory.load(b.add(r, I64(v * width)), mask) if accumulate else zero for r in c_rows for v in range(columns)]
+        loop = Loop(b, I64(0), k, 1, [*start, b.add(b_, offset), I64(0)])
+        with loop as (_, carried, advance):
+            *sums, b_at, a_at = carried
+            right = [memory.load(b.add(b_at, I64(v * width)), mask) for v in range(columns)]
+            new = []
+            for x in range(height):
+                left = splat(b, memory.load_scalar(b.add(a_rows[x], a_at)), lanes)
+                new += [fma(b, left, right[v], sums[x * columns + v]) for v in range(columns)]
+            advance([*new, b.add(b_at, b_row), b.add(a_at, a_col)])
+        for x in range(height):
+            for v in range(columns):
+                memory.store(loop.results[x * columns + v], b.add(c_rows[x], I64(v * width)), mask)
+
+    def panel(columns: int, j: ir.Value, mask: ir.Value | None) -> None:
+        i: ir.Value = I64(0)
+        for height in dict.fromkeys((rows, 4, 1)):
+            if height > rows:
+                continue
+            # The last start of a block of this height, plus one.
+            stop = b.sub(m, I64(height - 1))
+            with Loop(b, i, stop, height) as (at, _, _):
+                block(height, columns, at, j, mask)
+            done = b.sdiv(b.sub(m, i), I64(height))
+            i = b.add(i, b.mul(done, I64(height)))
+
+    wide = vectors * lanes
+    with Loop(b, I64(0), b.sub(n, I64(wide - 1)), wide) as (j, _, _):
+        panel(vectors, j, None)
+    rest = b.mul(b.sdiv(n, I64(wide)), I64(wide))
+    with Loop(b, rest, n, lanes) as (j, _, _):
+        panel(1, j, memory.tail_mask(b.sub(n, j)))
+    b.ret_void()
+
+
+def _column_groups(b: ir.IRBuilder, columns: ir.Value, vectors: int, lanes: int, emit: Callable[[ir.Value, int], None]) -> None:
+    """Go over the columns `vectors` vectors at a time, the rest one by one: several at once hide each other's latency."""
+    wide = vectors * lanes
+    with Loop(b, I64(0), b.sub(columns, I64(wide - 1)), wide) as (j, _, _):
+        emit(j, vectors)
+    with Loop(b, b.mul(b.sdiv(columns, I64(wide)), I64(wide)), columns, lanes) as (j, _, _):
+        emit(j, 1)
+
+
+def _emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, vectors: int, lanes: int) -> None:
+    b = builder
+    s, row, count, columns, m = args
+    memory = Memory(b, element, lanes)
+
+    def group(j: ir.Value, width: int) -> None:
+        offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
+        loop = Loop(b, I64(0), count, 1, [*(memory.load(b.add(m, o)) for o in offsets), s])
+        with loop as (_, carried, advance):
+            *best, at = carried
+            new = []
+            for v in range(width):
+                value = memory.load(b.add(at, offsets[v]))
+                # NaN compares false and is passed over; it shows in the sum of the exponentials.
+                new.append(b.select(b.fcmp_ordered(">", value, best[v]), value, best[v]))
+            advance([*new, b.add(at, row)])
+        for v in range(width):
+            memory.store(loop.results[v], b.add(m, offsets[v]))
+
+    _column_groups(b, columns, vectors, lanes, group)
+    b.ret_void()
+
+
+def _emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, vectors: int, lanes: int) -> None:
+    b = builder
+    s, row, count, columns, m, total = args
+    memory = Memory(b, element, lanes)
+    log2e = fill(memory.vector, LOG2E)
+
+    def group(j: ir.Value, width: int) -> None:
+        offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
+        shifts = [memory.load(b.add(m, o)) for o in offsets]
+        loop = Loop(b, I64(0), count, 1, [*(memory.load(b.add(total, o)) for o in offsets), s])
+        with loop as (_, carried, advance):
+            *sums, at = carried
+            new = []
+            for v in range(width):
+                # The difference first: it is exact where it matters, near the maximum.
+                p = exp2(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), shifts[v]), log2e))
+                memory.store(p, b.add(at, offsets[v]))
+                new.append(b.fadd(sums[v], p))
+            advance([*new, b.add(at, row)])
+        for v in range(width):
+            memory.store(loop.results[v], b.add(total, offsets[v]))
+
+    _column_groups(b, columns, vectors, lanes, group)
+    b.ret_void()
+
+
+def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, vectors: int, lanes: int) -> None:
+    b = builder
+    s, row, count, columns, dp, lse, delta = args
+    memory = Memory(b, element, lanes)
+    log2e, zero = fill(memory.vector, LOG2E), fill(memory.vector, 0.0)
+    with Loop(b, I64(0), count, 1) as (i, _, _):
+        at, across = b.mul(i, I64(memory.size)), b.mul(i, row)
+        shift, mean = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
+        with Loop(b, I64(0), columns, lanes) as (j, _, _):
+            offset = b.add(across, b.mul(j, I64(memory.size)))
+            s_at, dp_at = b.add(s, offset), b.add(dp, offset)
+            p = exp2(b, b.fmul(b.fsub(memory.load(s_at), shift), log2e))
+            ds = b.fmul(p, b.fsub(memory.load(dp_at), mean))
+            memory.store(p, s_at)
+            # A hidden pair has no gradient, whatever lies in its key and value.
+            memory.store(b.select(b.fcmp_ordered("==", p, zero), zero, ds), dp_at)
+    b.ret_void()
+
+
+# --- Numba's side -----------------------------------------------------------------------------------------------------
+
+_ELEMENTS = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
+
+
+def _function(builder: ir.IRBuilder, name: str, arguments: int, emit: Callable[[ir.IRBuilder, list[ir.Value]], None]) -> ir.Function:
+    """The internal function of that name in the caller's module, emitted on first use."""
+    module = builder.module
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * arguments), name)
+    function.linkage = "internal"
+    for attribute in ("noinline", "nounwind"):
+        function.attributes.add(attribute)
+    emit(ir.IRBuilder(function.append_basic_block("entry")), list(function.args))
+    return function
+
+
+def _parts(context: Any, builder: ir.IRBuilder, kind: types.Array, value: ir.Value) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
+    """Address, shape and byte strides of an array argument."""
+    array = context.make_array(kind)(context, builder, value)
+    return builder.ptrtoint(array.data, I64), cgutils.unpack_tuple(builder, array.shape), cgutils.unpack_tuple(builder, array.strides)
+
+
+def _literals(*values: types.Type) -> list[int] | None:
+    return [v.literal_value for v in values] if all(isinstance(v, types.IntegerLiteral) for v in values) else None
+
+
+def _are_floats(*arrays: types.Type) -> bool:
+    return all(isinstance(a, types.Array) and a.dtype in _ELEMENTS for a in arrays) and len({a.dtype for a in arrays}) == 1
+
+
+@intrinsic(prefer_literal=True)
+def product(typing: Any, a: Any, b: Any, c: Any, accumulate: Any, rows: Any, vectors: Any, lanes: Any) -> Any:
+    """c = a @ b, or c += a @ b where `accumulate`; a (M, K) any strides, b (K, N) and c (M, N) with contiguous rows."""
+    shape = _literals(accumulate, rows, vectors, lanes)
+    if shape is None or not _are_floats(a, b, c):
+        return None
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        (a_at, (m, k), (a_row, a_col)), (b_at, _, (b_row, _)), (c_at, (_, n), (c_row, _)) = (
+            _parts(context, builder, t, v) for t, v in zip(signature.args[:3], values[:3], strict=True)
+        )
+        element = _ELEMENTS[signature.args[0].dtype]
+        name = f"flashkit_product_{element}_" + "_".join(map(str, shape))
+        function = _function(builder, name, 10, lambda ib, args: _emit_product(ib, args, element, bool(shape[0]), *shape[1:]))
+        builder.call(function, [a_at, a_row, a_col, b_at, b_row, c_at, c_row, m, n, k])
+        return context.get_dummy_value()
+
+    return types.void(a, b, c, accumulate, rows, vectors, lanes), codegen
+
+
+def _tile_intrinsic(name: str, vectors: int, emit: Callable[..., None]) -> Any:
+    """Code generation over a score tile (rows, columns) and `vectors` arrays of its columns; the columns are padded to whole vectors."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        tile, *others = (_parts(context, builder, t, v) for t, v in zip(signature.args[:-2], values[:-2], strict=True))
+        at, (rows, columns), (row, _) = tile
+        element, shape = _ELEMENTS[signature.args[0].dtype], [a.literal_value for a in signature.args[-2:]]
+        full_name = f"flashkit_{name}_{element}_" + "_".join(map(str, shape))
+        function = _function(builder, full_name, 4 + vectors, lambda ib, args: emit(ib, args, element, *shape))
+        builder.call(function, [at, row, rows, columns, *(o[0] for o in others)])
+        return context.get_dummy_value()
+
+    return codegen
+
+
+_column_max = _tile_intrinsic("column_max", 1, _emit_column_max)
+_exponentials = _tile_intrinsic("exponentials", 2, _emit_exponentials)
+
+
+@intrinsic(prefer_literal=True)
+def column_max(typing: Any, s: Any, m: Any, vectors: Any, lanes: Any) -> Any:
+    """m[j] = max(m[j], max_i s[i, j]); NaN is passed over. Columns up to the next multiple of `lanes` are touched."""
+    return (types.void(s, m, vectors, lanes), _column_max) if _literals(vectors, lanes) and _are_floats(s, m) else None
+
+
+@intrinsic(prefer_literal=True)
+def exponentials(typing: Any, s: Any, m: Any, total: Any, vectors: Any, lanes: Any) -> Any:
+    """s[i, j] = exp(s[i, j] - m[j]) and total[j] += its column sum. Columns up to the next multiple of `lanes` are touched."""
+    return (types.void(s, m, total, vectors, lanes), _exponentials) if _literals(vectors, lanes) and _are_floats(s, m, total) else None
+
+
+_weights = _tile_intrinsic("weights", 3, _emit_weights)
+
+
+@intrinsic(prefer_literal=True)
+def weights(typing: Any, s: Any, dp: Any, lse: Any, delta: Any, vectors: Any, lanes: Any) -> Any:
+    """s[i, j] = p = exp(s[i, j] - lse[i]) and dp[i, j] = p * (dp[i, j] - delta[i]), 0 where p is 0; dp is laid out like s."""
+    fits = _literals(vectors, lanes) and _are_floats(s, dp, lse, delta)
+    return (types.void(s, dp, lse, delta, vectors, lanes), _weights) if fits else None

@@ -1,0 +1,148 @@
+"""From a problem to a backend and its plan: ask every backend, rank those that say yes, plan once, keep the plan.
+
+Backends are found by the entry points of the group `flashkit.backends`. A choice can be forced for a call (`backend=`), for a block
+(`with flashkit.use_backend(name)`) or for a process (FLASHKIT_BACKEND); a forced backend that cannot do it is an error, not a fallback.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from .backends.base import Backend
+from .errors import UnsupportedError
+from .spec import Direction, Problem, Verdict
+
+ENTRY_POINTS = "flashkit.backends"
+_MOST_PLANS = 1024
+
+_forced: ContextVar[str | None] = ContextVar("flashkit_backend", default=None)
+_plans: OrderedDict[Any, tuple[Backend, Any]] = OrderedDict()
+_plans_lock = threading.Lock()
+
+
+@cache
+def registry() -> dict[str, Backend]:
+    """Every installed backend by name. One that cannot even be imported is left out; `flashkit doctor` says why."""
+    return {name: loaded for name, loaded in load_all().items() if not isinstance(loaded, Exception)}
+
+
+@cache
+def load_all() -> dict[str, Backend | Exception]:
+    """Every entry point with its backend, or with the exception that importing it raised."""
+    from importlib.metadata import entry_points
+
+    found: dict[str, Backend | Exception] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            found[point.name] = point.load()()
+        except Exception as error:  # someone else's package may fail in any way, and must not take the others down
+            found[point.name] = error
+    return found
+
+
+@contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Within the block, of this thread or task, attention runs on the backend of this name (None: chosen as usual)."""
+    if name is not None:
+        _known(name, "use_backend")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def _known(name: str, source: str) -> str:
+    if name not in registry():
+        raise ValueError(f"{source}: there is no backend {name!r}; installed: {', '.join(sorted(registry()))}")
+    return name
+
+
+def forced(backend: str | None = None) -> str | None:
+    """The backend that the call, the block or the process asks for."""
+    if backend is not None:
+        return _known(backend, "backend")
+    if (block := _forced.get()) is not None:
+        return block
+    process = os.environ.get("FLASHKIT_BACKEND")
+    return _known(process, "FLASHKIT_BACKEND") if process else None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend's answer to a problem, and the time it would take by the profile."""
+
+    name: str
+    verdict: Verdict
+    seconds: float = float("inf")
+    row: Any = None  # of the profile, where one applies
+
+
+def candidates(problem: Problem, direction: Direction = "forward", only: str | None = None) -> list[Candidate]:
+    """Every backend's answer, the fastest that can do it first, those that cannot last."""
+    answers = [_ask(backend, problem, direction) for name, backend in registry().items() if only in (None, name)]
+    return sorted(answers, key=lambda c: (not c.verdict.ok, c.seconds, c.name))
+
+
+def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
+    if problem.array_kind not in backend.array_kinds:
+        return Candidate(backend.name, Verdict(False, f"takes {' and '.join(backend.array_kinds)} arrays, not {problem.array_kind}"))
+    for verdict in (backend.available(), backend.supports(problem)):
+        if not verdict:
+            return Candidate(backend.name, verdict)
+    from . import profiles
+
+    profile, spec = profiles.for_device(backend.device_kind), problem.spec
+    row = profile.tile(f"{backend.name}.{direction}", spec.dtype, spec.head_dim, spec.mask is not None)
+    rate = measured_rate(row)
+    if rate is None:
+        # Nobody measured: what the backend usually reaches of the device's peak; of a common core's where that is unknown too.
+        rate = backend.efficiency * (profile.peak(spec.dtype) or 0.1) * 1e12
+    return Candidate(backend.name, Verdict(True), problem.flops(direction) / rate, row)
+
+
+def measured_rate(row: Any) -> float | None:
+    """FLOP/s that a profile's row was measured at."""
+    if row is None or row.measured is None:
+        return None
+    if row.measured.tflops is not None:
+        return float(row.measured.tflops) * 1e12
+    return None if row.measured.gflops is None else float(row.measured.gflops) * 1e9
+
+
+def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
+    """The backend for the problem and its plan, cached by spec and by size to the next power of two."""
+    only = forced(backend)
+    key = (problem.spec, problem.array_kind, problem.batch.bit_length(), problem.heads, problem.n_q.bit_length(), problem.n_k.bit_length(), only)
+    with _plans_lock:
+        known = _plans.get(key)
+        if known is not None:
+            _plans.move_to_end(key)
+            return known
+    ranked = candidates(problem, only=only)
+    if not ranked or not ranked[0].verdict.ok:
+        answers = "; ".join(f"{c.name}: {c.verdict.reason}" for c in ranked) or "none is installed"
+        raise UnsupportedError(f"no backend can compute attention of {problem.describe()}. {answers}")
+    chosen = registry()[ranked[0].name]
+    from . import profiles
+
+    made = chosen, chosen.plan(problem, profiles.for_device(chosen.device_kind))
+    with _plans_lock:
+        _plans[key] = made
+        while len(_plans) > _MOST_PLANS:
+            _plans.popitem(last=False)
+    return made
+
+
+def forget() -> None:
+    """Drop all plans, so that a changed profile is used from the next call on."""
+    with _plans_lock:
+        _plans.clear()
