@@ -110,11 +110,11 @@ def cuda_device() -> dict[str, Any] | None:
 
         device = cupy.cuda.Device()
         facts = device.attributes
-        name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
-        capability = [facts["ComputeCapabilityMajor"], facts["ComputeCapabilityMinor"]]
+        properties = cupy.cuda.runtime.getDeviceProperties(device.id)
     except Exception:  # CuPy absent or broken, no driver, no device: every one of these means "none"
         return None
-    found: dict[str, Any] = {"name": name, "compute_capability": capability}
+    capability = [properties["major"], properties["minor"]]
+    found: dict[str, Any] = {"name": properties["name"].decode(), "compute_capability": capability}
     for ours, theirs in {
         "sms": "MultiProcessorCount",
         "sram_per_block": "MaxSharedMemoryPerBlockOptin",

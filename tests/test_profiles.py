@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -481,3 +482,42 @@ def test_macos_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         for function in functions:
             function.cache_clear()
+
+
+def test_cuda_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names as CuPy 14 has them, values as an H200 gives them."""
+    attributes = {
+        "MultiProcessorCount": 132,
+        "MaxSharedMemoryPerBlockOptin": 232448,
+        "MaxSharedMemoryPerMultiprocessor": 233472,
+        "MaxRegistersPerMultiprocessor": 65536,
+        "L2CacheSize": 62914560,
+    }
+    properties = {"name": b"NVIDIA H200", "major": 9, "minor": 0}
+    runtime = SimpleNamespace(getDeviceProperties=lambda index: properties)
+    device = SimpleNamespace(id=0, attributes=attributes)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=lambda: device))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert host.cuda_device() == {
+        "name": "NVIDIA H200",
+        "compute_capability": [9, 0],
+        "sms": 132,
+        "sram_per_block": 232448,
+        "sram_per_sm": 233472,
+        "registers_per_sm": 65536,
+        "l2": 62914560,
+    }
+    monkeypatch.setitem(sys.modules, "cupy", None)  # not installed
+    assert host.cuda_device() is None
+
+
+@pytest.mark.gpu
+def test_this_cuda_device(folders: dict[str, Path]) -> None:
+    pytest.importorskip("cupy")
+    if host.cuda_device() is None:
+        pytest.skip("CuPy finds no CUDA device")
+    profile = profiles.for_device("cuda")
+    known = ("sms", "compute_capability")
+    assert all(profile.provenance[f"device.{name}"] == "system" for name in known)
+    sizes = ("sram_per_block", "sram_per_sm", "registers_per_sm", "l2")
+    assert all(profile.provenance[f"memory.{name}"] == "system" for name in sizes)
