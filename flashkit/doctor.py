@@ -214,15 +214,18 @@ def _profiles() -> Report:
 
 def _backends() -> list[Report]:
     """Every installed backend with its own verdict on whether it can run here."""
+    from .dispatch import load_all
+
     found = []
-    for point in sorted(importlib.metadata.entry_points(group="flashkit.backends"), key=lambda point: point.name):
-        entry: Report = {"name": point.name, "from": point.value}
+    for name, backend in sorted(load_all().items()):
+        entry: Report = {"name": name, "ok": False, "arrays": []}
         try:
-            backend = point.load()()
+            if isinstance(backend, Exception):
+                raise backend
             verdict = backend.available()
-            entry.update(ok=bool(verdict.ok), reason=verdict.reason, arrays=list(backend.array_kinds))
+            entry.update(ok=verdict.ok, reason=verdict.reason, arrays=list(backend.array_kinds))
         except Exception as error:
-            entry.update(ok=False, reason=f"does not load: {type(error).__name__}: {error}", arrays=[])
+            entry["reason"] = f"does not load: {type(error).__name__}: {error}"
         found.append(entry)
     return found
 
