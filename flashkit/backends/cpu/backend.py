@@ -192,8 +192,10 @@ def choose_tile(problem: Problem, profile: Any, direction: Direction) -> tuple[C
     spec = problem.spec
     row = profile.tile(f"cpu.{direction}", spec.dtype, spec.head_dim, spec.mask is not None)
     if row is not None:
-        return CpuTile(row.block_q, row.block_k, row.lanes, row.rows, row.vectors), row.why
-    return tiles.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v), "no row of the profile applies; the model's choice"
+        shape = tiles.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction)
+        lanes, rows, vectors = row.lanes or shape.lanes, row.rows or shape.rows, row.vectors or shape.vectors
+        return CpuTile(row.block_q, row.block_k, lanes, rows, vectors), row.why or "the profile's row"
+    return tiles.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction), "no row of the profile applies; the model's choice"
 
 
 class _Call:

@@ -29,6 +29,7 @@ class ReferenceBackend:
     name = "reference"
     array_kinds = ("numpy",)
     device_kind = "cpu"
+    efficiency = 0.02
 
     def available(self) -> Verdict:
         return Verdict(True)

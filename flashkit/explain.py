@@ -1,0 +1,105 @@
+"""The account of a call: which backend would run it, on which tile, by which row of which profile, and how long it should take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import dispatch, expr, profiles
+from .errors import UnsupportedError
+from .mods import Mod
+from .spec import Operands, Problem
+from .sparsity import BlockMask
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What attention() would do with a call. str() is for people, as_dict() for programs; times are in seconds."""
+
+    problem: str
+    spec_key: str
+    visible_fraction: float
+    flops: dict[str, float]
+    bytes: dict[str, int]
+    roofline_seconds: dict[str, float | None]
+    predicted_seconds: float | None
+    device: str
+    candidates: list[dict[str, Any]]
+    backend: str | None
+    tile: dict[str, Any] | None
+    why: str | None
+    row: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __str__(self) -> str:
+        lines = [self.problem, f"  device     {self.device}", "  backends"]
+        for c in self.candidates:
+            verdict = _time(c["predicted_seconds"]) if c["ok"] else f"no: {c['reason']}"
+            lines.append(f"    {'->' if c['name'] == self.backend else '  '} {c['name']:<12} {verdict}")
+        if self.tile is not None:
+            tile = ", ".join(f"{name} {value}" for name, value in self.tile.items())
+            lines += [f"  tile       {tile}", f"  because    {self.why}", f"  profile    {self.row or 'no row applies: the model in tiles.py chose'}"]
+        if self.visible_fraction < 1:
+            lines.append(f"  visible    {100 * self.visible_fraction:.3g} % of the query-key pairs")
+        for direction in ("forward", "backward"):
+            roofline = self.roofline_seconds[direction]
+            bound = "peak rate or bandwidth not known; flashkit autotune measures them" if roofline is None else f"at least {_time(roofline)} (roofline)"
+            lines.append(f"  {direction:<10} {self.flops[direction]:.3g} FLOPs, {self.bytes[direction]:.3g} bytes, {bound}")
+        if self.predicted_seconds is not None and self.roofline_seconds["forward"]:
+            lines.append(f"  predicted  {_time(self.predicted_seconds)}, {self.predicted_seconds / self.roofline_seconds['forward']:.2f} x the roofline")
+        return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def visible_pairs(problem: Problem, operands: Operands) -> int:
+    """Pairs that the masks and lengths leave, counted from the tile lists."""
+    if 0 in (problem.batch, problem.heads, problem.n_q, problem.n_k):
+        return 0
+    spec, total = problem.spec, 0
+    for b in range(problem.batch):
+        length = int(operands.kv_lengths[b])
+        if spec.mask is None:
+            total += problem.heads * problem.n_q * length
+        elif length:
+            here = expr.substitute([spec.mask], lambda node, b=b: expr.const(b) if node is expr.B else node)[0]
+            mod = Mod("mask", here, operands.params, operands.arrays)
+            seen = BlockMask.from_mod(mod, problem.n_q, length, q_offset=operands.q_offset[b], heads=problem.heads)
+            total += seen.visible_pairs * (problem.heads if seen.heads == 1 else 1)
+    return total
+
+
+def explain_problem(problem: Problem, operands: Operands, backend: str | None) -> Explanation:
+    """See flashkit.explain."""
+    pairs = visible_pairs(problem, operands)
+    flops = {d: problem.flops(d, pairs) for d in ("forward", "backward")}
+    moved = {d: problem.bytes(d) for d in ("forward", "backward")}
+    only = dispatch.forced(backend)
+    ranked = dispatch.candidates(problem, only=only)
+    share = pairs / problem.pairs if problem.pairs else 0.0
+    answers = [
+        {"name": c.name, "ok": c.verdict.ok, "reason": c.verdict.reason, "predicted_seconds": c.seconds * share if c.verdict.ok else None} for c in ranked
+    ]
+    device_kind = "cuda" if problem.array_kind == "cupy" else "cpu"
+    profile = profiles.for_device(device_kind)
+    peak, bandwidth = profile.peak(problem.spec.dtype), profile.bandwidth_gbs
+    roofline = {d: max(flops[d] / (peak * 1e12), moved[d] / (bandwidth * 1e9)) if peak and bandwidth else None for d in flops}
+    name = tile = why = row = predicted = None
+    try:
+        chosen, plan = dispatch.plan(problem, backend)
+        name, why, predicted = chosen.name, plan.why, answers[0]["predicted_seconds"]
+        tile = plan.tile._asdict() if isinstance(plan.tile, tuple) else dict(vars(plan.tile))
+        row = next((c.row.origin for c in ranked if c.name == name and c.row is not None), None)
+    except UnsupportedError:
+        pass
+    return Explanation(
+        problem.describe(), problem.spec.key, share, flops, moved, roofline, predicted, profile.device.name or profile.device.kind, answers, name, tile,
+        why, row,
+    )  # fmt: skip
