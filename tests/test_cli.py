@@ -275,6 +275,19 @@ def test_explain_shows_an_error_without_a_traceback(run: Any, monkeypatch: pytes
     assert run("explain") == (1, "", "error: no backend can: cpu says it is Sunday\n")
 
 
+def test_explain_for_real(run: Any) -> None:
+    status, out, _ = run("explain", "--causal", "--shape", "1,2,128,64")
+    assert status == 0
+    assert "cpu" in out
+    line = "explain --json --shape 1,4,64,32 --kv-heads 2 --keys 100 --mask --bias --sinks"
+    status, out, _ = run(*line.split())
+    assert status == 0
+    assert isinstance(json.loads(out), dict)
+    status, out, err = run("explain", "--shape", "1,8,64,64", "--kv-heads", "3")
+    assert (status, out) == (1, "")
+    assert "8" in err
+
+
 # ---- profiles ------------------------------------------------------------------------------------------------------
 
 
