@@ -24,7 +24,7 @@ class Plan:
 
 
 class ReferenceBackend:
-    """FlashAttention-2 from `flashkit.reference` on NumPy arrays, computed in float64 for float64 and else in float32."""
+    """FlashAttention-2 from `flashkit.reference` on NumPy arrays, in float64 for float64 and else in float32."""
 
     name = "reference"
     array_kinds = ("numpy",)
