@@ -132,7 +132,7 @@ def modify(head: Head, s: np.ndarray, rows: slice, keys: slice, state: int = 1) 
 def online_softmax(s: np.ndarray, m: np.ndarray, l: np.ndarray) -> tuple[np.ndarray, ...]:
     """Take in one more tile of scores: (p, m, l, correction), p = exp(s - m_new), correction = exp(m_old - m_new)."""
     m_new = np.maximum(m, row_max(s))
-    p = select(s != -np.inf, np.exp(s - finite(m_new)[:, None]))
+    p = np.exp(s - finite(m_new)[:, None])
     correction = np.exp(m - finite(m_new))
     return p, m_new, correction * l + row_sum(p), correction
 
