@@ -173,7 +173,7 @@ def explain(q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: b
 
     Computes nothing. str() of the result is a page for people, `.as_dict()` one for programs.
     """
-    from .explain import explain_problem
+    from .explanation import explain_problem
 
     problem, operands, _ = prepare(q, k, v, **options)
     return explain_problem(problem, operands, backend)

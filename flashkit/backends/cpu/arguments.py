@@ -1,14 +1,17 @@
 """The block of 64-bit integers that a kernel gets: which entry means what.
 
 A tensor takes four entries: its address and the byte strides of its batch, head and token axes (elements of a token are contiguous).
-Numba compiles these names in as constants.
+Numba compiles these names in as constants. They are NumPy integers because it would
+compile a function anew for each Python integer that it is called with.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 (
     Q, K, V, OUT, DOUT, DQ, DK, DV, DQ_PARTIAL, LSE, DLSE, DELTA, SHIFT,
-) = range(0, 13 * 4, 4)  # fmt: skip
+) = map(np.int64, range(0, 13 * 4, 4))  # fmt: skip
 
 (
     COUNTER,  # next task to be taken, shared by the threads
@@ -40,8 +43,14 @@ from __future__ import annotations
     SEED,
     CAREFUL,  # sums leave out weights that are zero: what they would be multiplied by is not finite
     NON_FINITE,  # set by the kernel when a result is not finite
-) = range(13 * 4, 13 * 4 + 29)  # fmt: skip
+    LANES,  # elements of a vector
+    PANEL,  # columns of a forward score tile: whole vectors
+    PRODUCT,  # addresses of the micro-kernels (vector.py)
+    PRODUCT_ADD,
+    COLUMN_MAX,
+    EXPONENTIALS,
+    WEIGHTS,
+    SIZE,
+) = map(np.int64, range(13 * 4, 13 * 4 + 37))  # fmt: skip
 
-SIZE = 13 * 4 + 29
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
+EMPTY, PARTIAL, FULL = map(np.int64, range(3))

@@ -15,6 +15,10 @@ from ...spec import ITEMSIZE, MAX_HEAD_DIM, Direction, Gradients, Operands, Prob
 from ...tiles import CpuTile
 from . import arguments as at
 
+_MICRO_KERNELS = {
+    at.PRODUCT: "product", at.PRODUCT_ADD: "product_add", at.COLUMN_MAX: "column_max", at.EXPONENTIALS: "exponentials", at.WEIGHTS: "weights",
+}  # fmt: skip
+
 ROW_BLOCK = 256
 """Rows of a task in the passes over rows alone (delta, reduction of dQ)."""
 
@@ -33,15 +37,13 @@ class CpuPlan:
     def forward(self) -> Any:
         from . import specialise
 
-        t = self.tile
-        return specialise.kernel("forward", self.problem.spec.dtype, t.lanes, t.rows, t.vectors)
+        return specialise.kernel("forward", self.problem.spec.dtype)
 
     @cached_property
     def backward(self) -> Any:
         from . import specialise
 
-        t = self.backward_tile
-        return specialise.kernel("backward", self.problem.spec.dtype, t.lanes, t.rows, t.vectors)
+        return specialise.kernel("backward", self.problem.spec.dtype)
 
     @cached_property
     def classify(self) -> Any:
@@ -104,10 +106,10 @@ class CpuBackend:
     def forward(self, plan: CpuPlan, operands: Operands) -> None:
         from . import scratch, threads
 
-        call = _Call(plan, operands, plan.modify)
+        call = _Call(plan, operands, plan.tile, plan.modify)
         tile, spec = plan.tile, plan.problem.spec
         compute = ITEMSIZE[spec.lse_dtype]
-        panel = tile.vectors * tile.lanes * 4 // compute
+        panel = int(call.args[at.PANEL])
         workers = _workers(operands, 2 * (spec.head_dim + spec.head_dim_v))
         heads = operands.q.shape[0] * operands.q.shape[1]
         n_q = operands.q.shape[2]
@@ -122,14 +124,13 @@ class CpuBackend:
     def backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
         from . import scratch, threads
 
-        call = _Call(plan, operands, plan.modify_backward)
+        call = _Call(plan, operands, plan.backward_tile, plan.modify_backward)
         args, tile, spec = call.args, plan.backward_tile, plan.problem.spec
         compute = np.dtype(spec.lse_dtype)
         batch, heads, n_q, _ = operands.q.shape
         heads_kv, n_k = operands.k.shape[1:3]
         workers = _workers(operands, 5 * (spec.head_dim + spec.head_dim_v))
-        lanes = tile.lanes * 4 // compute.itemsize
-        block_k = _rounded(min(tile.block_k, n_k), lanes)
+        block_k = _rounded(min(tile.block_k, n_k), int(args[at.LANES]))
         block_q = min(tile.block_q, n_q)
 
         # Few heads for the threads: the keys of one are split, each part with its own sums of dQ.
@@ -201,10 +202,18 @@ def choose_tile(problem: Problem, profile: Any, direction: Direction) -> tuple[C
 class _Call:
     """The argument block of one call. Keeps what its addresses point to alive."""
 
-    def __init__(self, plan: CpuPlan, operands: Operands, modify: Any) -> None:
+    def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: Any) -> None:
+        from .micro import addresses
+        from .vector import Block
+
         self.args = args = np.zeros(at.SIZE, np.int64)
         self.alive: list[Any] = [operands]
         spec = plan.problem.spec
+        element, lanes = ("double", tile.lanes // 2) if spec.lse_dtype == "float64" else ("float", tile.lanes)
+        args[at.LANES], args[at.PANEL] = lanes, tile.vectors * lanes
+        micro = addresses(Block(element, tile.rows, tile.vectors, lanes))
+        for index, name in _MICRO_KERNELS.items():
+            args[index] = micro[name]
         for index, tensor in ((at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.OUT, operands.out), (at.LSE, operands.lse)):
             self.tensor(index, tensor)
         batch, heads, n_q, d = operands.q.shape

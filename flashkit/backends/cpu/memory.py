@@ -126,6 +126,50 @@ def call_classify(typing: Any, function: Any, b: Any, h: Any, row0: Any, row1: A
     return _INT64(*[_INT64] * 10), _indirect_call(9, ir.IntType(64))
 
 
+def _parts(context: Any, builder: ir.IRBuilder, kind: types.Array, value: ir.Value) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
+    """Address, shape and byte strides of an array."""
+    array = context.make_array(kind)(context, builder, value)
+    at = builder.ptrtoint(array.data, ir.IntType(64))
+    return at, cgutils.unpack_tuple(builder, array.shape), cgutils.unpack_tuple(builder, array.strides)
+
+
+@intrinsic
+def call_product(typing: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
+    """c = a @ b or c += a @ b by a micro-kernel; a has any strides, b and c have contiguous rows."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        (a_at, (m, k), a_strides), (b_at, _, (b_row, _)), (c_at, (_, n), (c_row, _)) = (
+            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
+        )
+        arguments = [values[0], a_at, *a_strides, b_at, b_row, c_at, c_row, m, n, k]
+        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
+
+    return types.void(_INT64, a, b, c), codegen
+
+
+def _tile_call(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+    """Call a micro-kernel on a score tile and arrays beside it, of which it gets the addresses."""
+    tile, *others = (_parts(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True))
+    at, shape, (row, _) = tile
+    arguments = [at, row, *shape, *(other[0] for other in others)]
+    return _indirect_call(len(arguments), ir.VoidType())(context, builder, signature, [values[0], *arguments])
+
+
+@intrinsic
+def call_column_max(typing: Any, function: Any, s: Any, top: Any) -> Any:
+    return types.void(_INT64, s, top), _tile_call
+
+
+@intrinsic
+def call_exponentials(typing: Any, function: Any, s: Any, top: Any, total: Any) -> Any:
+    return types.void(_INT64, s, top, total), _tile_call
+
+
+@intrinsic
+def call_weights(typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any) -> Any:
+    return types.void(_INT64, s, dp, lse, delta), _tile_call
+
+
 # --- storage of 16 bits: widened when loaded, rounded when stored -----------------------------------------------------
 
 

@@ -107,7 +107,7 @@ def _classify_function(spec: AttentionSpec) -> str:
         "def classify(b, h, row0, row1, q0, q1, k0, k1, values):",
         *_prelude(spec, _names([empty, full])),
         *lines,
-        f"    return {EMPTY} if {is_empty} else ({FULL} if {is_full} else {PARTIAL})",
+        f"    return {int(EMPTY)} if {is_empty} else ({int(FULL)} if {is_full} else {int(PARTIAL)})",
     ])  # fmt: skip
 
 

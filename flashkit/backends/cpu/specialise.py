@@ -43,20 +43,23 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
+def write(path: Path, content: bytes) -> None:
+    """Create the file at once or not at all: another process may be doing the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)
+
+
 @cache
 def load(kind: str, text: str) -> ModuleType:
     """The module with this text, compiled now or before."""
     name = f"{kind}_{hashlib.sha256((fingerprint() + text).encode()).hexdigest()[:20]}"
     with _lock:
-        folder = cachedir.path() / "cpu"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}.py"
+        path = cachedir.path() / "cpu" / f"{name}.py"
         if not path.exists():
-            # Written aside and renamed: another process may be doing the same.
-            handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(temporary, path)
+            write(path, text.encode())
         found = importlib.util.spec_from_file_location(f"flashkit_kernels.{name}", path)
         assert found is not None and found.loader is not None
         module = importlib.util.module_from_spec(found)
@@ -65,18 +68,16 @@ def load(kind: str, text: str) -> ModuleType:
         return module
 
 
-def kernel(name: str, dtype: str, lanes: int, rows: int, vectors: int) -> ModuleType:
-    """kernels/<name>.py for a storage dtype and a register block of rows x vectors x lanes; `lanes` counts float32."""
+def kernel(name: str, dtype: str) -> ModuleType:
+    """kernels/<name>.py for a storage dtype."""
     storage, widen, narrow = _CONVERSIONS[dtype]
     compute = "float64" if dtype == "float64" else "float32"
-    size = np.dtype(compute).itemsize
     head = f"""
 import numpy as np
 from flashkit.backends.cpu.memory import {widen} as widen, {narrow} as narrow
 STORAGE, STORAGE_SIZE = np.{storage}, {np.dtype(storage).itemsize}
-COMPUTE, COMPUTE_SIZE = np.{compute}, {size}
+COMPUTE, COMPUTE_SIZE = np.{compute}, {np.dtype(compute).itemsize}
 IN_PLACE = {storage == compute}
-LANES, ROWS, VECTORS = {lanes * 4 // size}, {rows}, {vectors}
 """
     return load(f"{name}_{dtype}", head.lstrip() + (_HERE / "kernels" / f"{name}.py").read_text())
 

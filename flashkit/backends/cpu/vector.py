@@ -1,27 +1,24 @@
-"""Vector micro-kernels: LLVM vector IR behind Numba intrinsics that take ordinary two-dimensional arrays.
+"""Vector micro-kernels, emitted as LLVM vector IR.
 
 LLVM's auto-vectoriser keeps the accumulators of a matrix product in memory, at a third of the machine's rate; here they are vector values
-from the start. Each intrinsic emits one internal function a shape into the caller's module: an array argument is an address and its strides
-in bytes. The column axis of B, C and of every score tile is contiguous; nothing else is assumed. Vectors are loaded and stored unaligned.
+from the start. All arguments are 64-bit integers: addresses, strides in bytes, extents. The column axis of b, of c and of every score tile is
+contiguous; nothing else is assumed, and vectors are loaded and stored unaligned. Score tiles are padded to whole vectors.
 
-    product(a, b, c, accumulate, rows, vectors, lanes)   c (+)= a @ b     registers hold rows x vectors x lanes of c
-    column_max(s, m, vectors, lanes)                     m[j] = max(m[j], max_i s[i, j])
-    exponentials(s, m, total, vectors, lanes)            s[i, j] = exp(s[i, j] - m[j]); total[j] += sum_i s[i, j]
-    weights(s, dp, lse, delta, vectors, lanes)           s[i, j] = exp(s[i, j] - lse[i]); dp[i, j] = s[i, j] (dp[i, j] - delta[i])
+    product, product_add (a, a_row, a_col, b, b_row, c, c_row, m, n, k)     c = a @ b, c += a @ b; rows x vectors x lanes of c in registers
+    column_max (s, s_row, m, n, top)                                        top[j] = max(top[j], max_i s[i, j])
+    exponentials (s, s_row, m, n, top, total)                               s[i, j] = exp(s[i, j] - top[j]); total[j] += sum_i s[i, j]
+    weights (s, s_row, m, n, dp, lse, delta)                                s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = p (dp[i, j] - delta[i])
 
-Numba's disk cache does not see a change in this file; the fingerprint of the sources in each generated module's name does (specialise.py).
+micro.py compiles them for this machine.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 I1, I8, I32, I64 = (ir.IntType(n) for n in (1, 8, 32, 64))
 LOG2E = 1.4426950408889634
@@ -49,12 +46,13 @@ def fill(vector: ir.VectorType, value: float | int) -> ir.Constant:
 
 def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
     """Call an LLVM intrinsic; its name is completed by the vector type it works on."""
-    vector = args[-1].type if name.startswith("llvm.masked.store") else result
-    element = {"float": "f32", "double": "f64"}.get(str(vector.element), str(vector.element))
-    suffix = f"v{vector.count}{element}"
+    suffix = f"v{result.count}{'f32' if str(result.element) == 'float' else 'f64'}"
     full = f"{name}.{suffix}" + (".p0" if ".masked." in name else "")
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), full)
-    return builder.call(function, args)
+    return builder.call(_declared(builder.module, full, ir.FunctionType(result, [a.type for a in args])), args)
+
+
+def _declared(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function:
+    return module.globals[name] if name in module.globals else ir.Function(module, kind, name)
 
 
 def fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
@@ -85,8 +83,7 @@ class Memory:
         else:
             name = f"llvm.masked.store.v{self.vector.count}{'f32' if self.size == 4 else 'f64'}.p0"
             args = [value, self.at(address, self.vector), I32(self.size), mask]
-            function = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), [a.type for a in args]), name)
-            b.call(function, args)
+            b.call(_declared(b.module, name, ir.FunctionType(ir.VoidType(), [a.type for a in args])), args)
 
     def load_scalar(self, address: ir.Value) -> ir.Value:
         return self.builder.load(self.at(address, self.element), align=self.size)
@@ -158,10 +155,11 @@ def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 # --- product ----------------------------------------------------------------------------------------------------------
 
 
-def _emit_product(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, accumulate: bool, rows: int, vectors: int, lanes: int) -> None:
+def _emit_product(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block, *, accumulate: bool) -> None:
     """c[i, j] (+)= sum_k a[i, k] b[k, j]: panels of vectors x lanes columns, in each blocks of `rows` rows, held in registers."""
     b = builder
     a, a_row, a_col, b_, b_row, c, c_row, m, n, k = args
+    rows, vectors, lanes = shape.rows, shape.vectors, shape.lanes
     memory = Memory(b, element, lanes)
     width = lanes * memory.size
 
@@ -202,7 +200,6 @@ def _emit_product(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
     rest = b.mul(b.sdiv(n, I64(wide)), I64(wide))
     with Loop(b, rest, n, lanes) as (j, _, _):
         panel(1, j, memory.tail_mask(b.sub(n, j)))
-    b.ret_void()
 
 
 def _column_groups(b: ir.IRBuilder, columns: ir.Value, vectors: int, lanes: int, emit: Callable[[ir.Value, int], None]) -> None:
@@ -214,9 +211,10 @@ def _column_groups(b: ir.IRBuilder, columns: ir.Value, vectors: int, lanes: int,
         emit(j, 1)
 
 
-def _emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, vectors: int, lanes: int) -> None:
+def _emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
     b = builder
     s, row, count, columns, m = args
+    vectors, lanes = shape.vectors, shape.lanes
     memory = Memory(b, element, lanes)
 
     def group(j: ir.Value, width: int) -> None:
@@ -234,12 +232,12 @@ def _emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: i
             memory.store(loop.results[v], b.add(m, offsets[v]))
 
     _column_groups(b, columns, vectors, lanes, group)
-    b.ret_void()
 
 
-def _emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, vectors: int, lanes: int) -> None:
+def _emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
     b = builder
     s, row, count, columns, m, total = args
+    vectors, lanes = shape.vectors, shape.lanes
     memory = Memory(b, element, lanes)
     log2e = fill(memory.vector, LOG2E)
 
@@ -260,12 +258,12 @@ def _emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element:
             memory.store(loop.results[v], b.add(total, offsets[v]))
 
     _column_groups(b, columns, vectors, lanes, group)
-    b.ret_void()
 
 
-def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, vectors: int, lanes: int) -> None:
+def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
     b = builder
     s, row, count, columns, dp, lse, delta = args
+    lanes = shape.lanes
     memory = Memory(b, element, lanes)
     log2e, zero = fill(memory.vector, LOG2E), fill(memory.vector, 0.0)
     with Loop(b, I64(0), count, 1) as (i, _, _):
@@ -279,97 +277,40 @@ def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
             memory.store(p, s_at)
             # A hidden pair has no gradient, whatever lies in its key and value.
             memory.store(b.select(b.fcmp_ordered("==", p, zero), zero, ds), dp_at)
-    b.ret_void()
 
 
-# --- Numba's side -----------------------------------------------------------------------------------------------------
-
-_ELEMENTS = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
+# --- the module -------------------------------------------------------------------------------------------------------
 
 
-def _function(builder: ir.IRBuilder, name: str, arguments: int, emit: Callable[[ir.IRBuilder, list[ir.Value]], None]) -> ir.Function:
-    """The internal function of that name in the caller's module, emitted on first use."""
-    module = builder.module
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * arguments), name)
-    function.linkage = "internal"
-    for attribute in ("noinline", "nounwind"):
-        function.attributes.add(attribute)
-    emit(ir.IRBuilder(function.append_basic_block("entry")), list(function.args))
-    return function
+@dataclass(frozen=True)
+class Block:
+    """What micro-kernels are made for: the element ("float" or "double") and the register block rows x vectors x lanes of it."""
+
+    element: str
+    rows: int
+    vectors: int
+    lanes: int
 
 
-def _parts(context: Any, builder: ir.IRBuilder, kind: types.Array, value: ir.Value) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
-    """Address, shape and byte strides of an array argument."""
-    array = context.make_array(kind)(context, builder, value)
-    return builder.ptrtoint(array.data, I64), cgutils.unpack_tuple(builder, array.shape), cgutils.unpack_tuple(builder, array.strides)
+KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
+    "product": (10, lambda *args: _emit_product(*args, accumulate=False)),
+    "product_add": (10, lambda *args: _emit_product(*args, accumulate=True)),
+    "column_max": (5, _emit_column_max),
+    "exponentials": (6, _emit_exponentials),
+    "weights": (7, _emit_weights),
+}
+"""Name: number of arguments, emitter."""
 
 
-def _literals(*values: types.Type) -> list[int] | None:
-    return [v.literal_value for v in values] if all(isinstance(v, types.IntegerLiteral) for v in values) else None
-
-
-def _are_floats(*arrays: types.Type) -> bool:
-    return all(isinstance(a, types.Array) and a.dtype in _ELEMENTS for a in arrays) and len({a.dtype for a in arrays}) == 1
-
-
-@intrinsic(prefer_literal=True)
-def product(typing: Any, a: Any, b: Any, c: Any, accumulate: Any, rows: Any, vectors: Any, lanes: Any) -> Any:
-    """c = a @ b, or c += a @ b where `accumulate`; a (M, K) any strides, b (K, N) and c (M, N) with contiguous rows."""
-    shape = _literals(accumulate, rows, vectors, lanes)
-    if shape is None or not _are_floats(a, b, c):
-        return None
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (a_at, (m, k), (a_row, a_col)), (b_at, _, (b_row, _)), (c_at, (_, n), (c_row, _)) = (
-            _parts(context, builder, t, v) for t, v in zip(signature.args[:3], values[:3], strict=True)
-        )
-        element = _ELEMENTS[signature.args[0].dtype]
-        name = f"flashkit_product_{element}_" + "_".join(map(str, shape))
-        function = _function(builder, name, 10, lambda ib, args: _emit_product(ib, args, element, bool(shape[0]), *shape[1:]))
-        builder.call(function, [a_at, a_row, a_col, b_at, b_row, c_at, c_row, m, n, k])
-        return context.get_dummy_value()
-
-    return types.void(a, b, c, accumulate, rows, vectors, lanes), codegen
-
-
-def _tile_intrinsic(name: str, vectors: int, emit: Callable[..., None]) -> Any:
-    """Code generation over a score tile (rows, columns) and `vectors` arrays of its columns; the columns are padded to whole vectors."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        tile, *others = (_parts(context, builder, t, v) for t, v in zip(signature.args[:-2], values[:-2], strict=True))
-        at, (rows, columns), (row, _) = tile
-        element, shape = _ELEMENTS[signature.args[0].dtype], [a.literal_value for a in signature.args[-2:]]
-        full_name = f"flashkit_{name}_{element}_" + "_".join(map(str, shape))
-        function = _function(builder, full_name, 4 + vectors, lambda ib, args: emit(ib, args, element, *shape))
-        builder.call(function, [at, row, rows, columns, *(o[0] for o in others)])
-        return context.get_dummy_value()
-
-    return codegen
-
-
-_column_max = _tile_intrinsic("column_max", 1, _emit_column_max)
-_exponentials = _tile_intrinsic("exponentials", 2, _emit_exponentials)
-
-
-@intrinsic(prefer_literal=True)
-def column_max(typing: Any, s: Any, m: Any, vectors: Any, lanes: Any) -> Any:
-    """m[j] = max(m[j], max_i s[i, j]); NaN is passed over. Columns up to the next multiple of `lanes` are touched."""
-    return (types.void(s, m, vectors, lanes), _column_max) if _literals(vectors, lanes) and _are_floats(s, m) else None
-
-
-@intrinsic(prefer_literal=True)
-def exponentials(typing: Any, s: Any, m: Any, total: Any, vectors: Any, lanes: Any) -> Any:
-    """s[i, j] = exp(s[i, j] - m[j]) and total[j] += its column sum. Columns up to the next multiple of `lanes` are touched."""
-    return (types.void(s, m, total, vectors, lanes), _exponentials) if _literals(vectors, lanes) and _are_floats(s, m, total) else None
-
-
-_weights = _tile_intrinsic("weights", 3, _emit_weights)
-
-
-@intrinsic(prefer_literal=True)
-def weights(typing: Any, s: Any, dp: Any, lse: Any, delta: Any, vectors: Any, lanes: Any) -> Any:
-    """s[i, j] = p = exp(s[i, j] - lse[i]) and dp[i, j] = p * (dp[i, j] - delta[i]), 0 where p is 0; dp is laid out like s."""
-    fits = _literals(vectors, lanes) and _are_floats(s, dp, lse, delta)
-    return (types.void(s, dp, lse, delta, vectors, lanes), _weights) if fits else None
+def module(block: Block, triple: str) -> ir.Module:
+    """All micro-kernels for a register block, as C functions of 64-bit integers."""
+    result = ir.Module("flashkit_micro")
+    result.triple = triple
+    element = ir.FloatType() if block.element == "float" else ir.DoubleType()
+    for name, (arguments, emit) in KERNELS.items():
+        function = ir.Function(result, ir.FunctionType(ir.VoidType(), [I64] * arguments), name)
+        function.attributes.add("nounwind")
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        emit(builder, list(function.args), element, block)
+        builder.ret_void()
+    return result

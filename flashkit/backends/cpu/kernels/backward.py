@@ -15,10 +15,9 @@ from numba import cfunc, njit, types
 
 from flashkit.backends.cpu.arguments import *  # noqa: F403
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.memory import double_from_bits, integer_at, matrix, next_task, vector
+from flashkit.backends.cpu.memory import call_product, call_weights, double_from_bits, integer_at, matrix, next_task, vector
 from flashkit.backends.cpu.scratch import backward_layout
 from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_rows, tile_state, tokens
-from flashkit.backends.cpu.vector import product, weights
 
 
 @njit(**options)
@@ -42,12 +41,12 @@ def transpose(source, target, scale):
 
 
 @njit(**options)
-def accumulate(a, b, c, careful):
+def accumulate(args, a, b, c, careful):
     """c += a @ b."""
     if careful:
         careful_product(a, b, c)
     else:
-        product(a, b, c, 1, ROWS, VECTORS, LANES)
+        call_product(args[PRODUCT_ADD], a, b, c)
 
 
 @njit(**options)
@@ -90,7 +89,7 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
 
     tiles = (n_q + block_q - 1) // block_q
     for h in range(head_kv * group, (head_kv + 1) * group):
-        tile = 0
+        tile = np.int64(0)
         while tile < tiles:
             end, state = next_rows(args, b, h, k0, k0 + n, tile, tiles, block_q, n_q)
             while state != EMPTY and tile < end:
@@ -104,12 +103,13 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
                 dq_at = args[DQ_PARTIAL] + (((part * args[BATCH] + b) * args[HEADS] + h) * n_q + row0) * d * COMPUTE_SIZE
                 dq = matrix(dq_at, rows, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
 
-                product(q, k_t, s, 0, ROWS, VECTORS, LANES)  # scores
+                call_product(args[PRODUCT], q, k_t, s)  # scores
                 modify(args, state, s, slope, b, h, row0, k0)
-                product(do, v_t, dp, 0, ROWS, VECTORS, LANES)
+                call_product(args[PRODUCT], do, v_t, dp)
                 if args[DROPOUT] != 0:
                     drop(args, dp, False, b, h, row0, k0)
-                weights(s, dp, row_values(args, SHIFT, b, h, row0, rows), row_values(args, DELTA, b, h, row0, rows), VECTORS, LANES)
+                shift, delta = row_values(args, SHIFT, b, h, row0, rows), row_values(args, DELTA, b, h, row0, rows)
+                call_weights(args[WEIGHTS], s, dp, shift, delta)
                 has_slope = args[HAS_SCORE] != 0
                 for i in range(rows):
                     for j in range(n):
@@ -119,9 +119,9 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
                         dp[i, j] = ds
                 if args[DROPOUT] != 0:
                     drop(args, s, False, b, h, row0, k0)
-                accumulate(s.T, do, dvs, careful)
-                accumulate(dp.T, q, dk, careful)
-                accumulate(dp, k, dq, careful)
+                accumulate(args, s.T, do, dvs, careful)
+                accumulate(args, dp.T, q, dk, careful)
+                accumulate(args, dp, k, dq, careful)
                 tile += 1
             tile = end
     finite = finish(dk, tokens(args, DK, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE))

@@ -1,10 +1,10 @@
 """Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1), scores transposed: one column a query.
 
 A task is one block of queries of one head. With queries along the vector lanes the softmax needs no operation across lanes, K and V
-are used where they lie, and only Q is packed. The names in capitals that no import brings (STORAGE, STORAGE_SIZE, COMPUTE, COMPUTE_SIZE,
-IN_PLACE, LANES, ROWS, VECTORS), `widen` and `narrow` are the head that specialise.py puts before this text.
+are used where they lie, and only Q is packed. The names that no import brings (STORAGE, STORAGE_SIZE, COMPUTE, COMPUTE_SIZE,
+IN_PLACE, widen, narrow) are the head that specialise.py puts before this text.
 
-    Q^T  panels [panel][D][PANEL]        scaled queries; PANEL = VECTORS * LANES columns
+    Q^T  panels [panel][D][PANEL]        scaled queries; a panel is a few vectors of columns
     S^T  tile   [BLOCK_K][PANEL]         scores of one panel, then weights
     O^T  panels [panel][DV][PANEL]       output, unscaled
     m, l        [panel][PANEL]           running maximum and sum of each query
@@ -15,13 +15,18 @@ from numba import cfunc, njit, types
 
 from flashkit.backends.cpu.arguments import *  # noqa: F403
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.memory import double_from_bits, integer_at, matrix, next_task, vector
+from flashkit.backends.cpu.memory import (
+    call_column_max,
+    call_exponentials,
+    call_product,
+    double_from_bits,
+    integer_at,
+    matrix,
+    next_task,
+    vector,
+)
 from flashkit.backends.cpu.scratch import forward_layout
 from flashkit.backends.cpu.tiling import careful_product_t, drop, modify, next_keys, tile_state, tokens
-from flashkit.backends.cpu.vector import column_max, exponentials, product
-
-PANEL = VECTORS * LANES
-PANEL_BYTES = PANEL * COMPUTE_SIZE
 
 
 @njit(**options)
@@ -30,7 +35,7 @@ def load_queries(source, target, scale):
     for d in range(source.shape[1]):
         for i in range(source.shape[0]):
             target[d, i] = widen(source[i, d]) * scale
-        for i in range(source.shape[0], PANEL):
+        for i in range(source.shape[0], target.shape[1]):
             target[d, i] = 0
 
 
@@ -48,25 +53,25 @@ def load_tile(source, address):
 
 
 @njit(**options)
-def online_softmax(tile, m, l, shift, factor, spare, output):
+def online_softmax(args, tile, m, l, shift, factor, spare, output):
     """Scores to weights relative to the running maximum; what was summed before is rescaled where the maximum moved."""
     columns = tile.shape[1]
     for i in range(columns):
         factor[0, i] = m[i]
-    column_max(tile, m, VECTORS, LANES)
+    call_column_max(args[COLUMN_MAX], tile, m)
     moved = False
     for i in range(columns):
         # A query that has seen no key yet keeps the shift 0, so that -inf - shift stays -inf.
         shift[i] = 0 if m[i] == -np.inf else m[i]
         moved |= m[i] != factor[0, i]
     if moved:
-        exponentials(factor, shift, spare, VECTORS, LANES)
+        call_exponentials(args[EXPONENTIALS], factor, shift, spare)
         for i in range(columns):
             l[i] *= factor[0, i]
         for d in range(output.shape[0]):
             for i in range(columns):
                 output[d, i] *= factor[0, i]
-    exponentials(tile, shift, l, VECTORS, LANES)
+    call_exponentials(args[EXPONENTIALS], tile, shift, l)
 
 
 @njit(**options)
@@ -99,26 +104,31 @@ def finish(args, b, h, first, count, output, m, l):
 @njit(**options)
 def forward_block(args, b, h, first, count, scratch, careful):
     """One block of queries against all the keys it sees. Returns whether all results are finite."""
-    d, dv, block_k = args[DIM], args[DIM_V], args[BLOCK_K]
-    panels = (count + PANEL - 1) // PANEL
-    outputs, scores, keys, values, maxima, sums, rows, _ = forward_layout(panels, PANEL, block_k, d, dv, COMPUTE_SIZE)
-    m = vector(scratch + maxima, panels * PANEL, COMPUTE_SIZE, COMPUTE)
-    l = vector(scratch + sums, panels * PANEL, COMPUTE_SIZE, COMPUTE)
-    output = matrix(scratch + outputs, panels * dv, PANEL, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
-    m[:], l[:], output[:] = -np.inf, 0, 0
-    shift = vector(scratch + rows, PANEL, COMPUTE_SIZE, COMPUTE)
-    spare = vector(scratch + rows + PANEL_BYTES, PANEL, COMPUTE_SIZE, COMPUTE)
+    d, dv, block_k, panel, lanes = args[DIM], args[DIM_V], args[BLOCK_K], args[PANEL], args[LANES]
+    panel_bytes = panel * COMPUTE_SIZE
+    panels = (count + panel - 1) // panel
+    outputs, scores, keys, values, maxima, sums, rows, _ = forward_layout(panels, panel, block_k, d, dv, COMPUTE_SIZE)
+    m = vector(scratch + maxima, panels * panel, COMPUTE_SIZE, COMPUTE)
+    l = vector(scratch + sums, panels * panel, COMPUTE_SIZE, COMPUTE)
+    output = matrix(scratch + outputs, panels * dv, panel, panel_bytes, COMPUTE_SIZE, COMPUTE)
+    for i in range(panels * panel):
+        m[i], l[i] = -np.inf, 0
+    for i in range(panels * dv):
+        for j in range(panel):
+            output[i, j] = 0
+    shift = vector(scratch + rows, panel, COMPUTE_SIZE, COMPUTE)
+    spare = vector(scratch + rows + panel_bytes, panel, COMPUTE_SIZE, COMPUTE)
 
     scale = COMPUTE(double_from_bits(args[SCALE]))
     for p in range(panels):
-        row0 = first + p * PANEL
-        q = tokens(args, Q, b, h, row0, min(PANEL, first + count - row0), d, STORAGE_SIZE, STORAGE)
-        load_queries(q, matrix(scratch + p * d * PANEL_BYTES, d, PANEL, PANEL_BYTES, COMPUTE_SIZE, COMPUTE), scale)
+        row0 = first + p * panel
+        q = tokens(args, Q, b, h, row0, min(panel, first + count - row0), d, STORAGE_SIZE, STORAGE)
+        load_queries(q, matrix(scratch + p * d * panel_bytes, d, panel, panel_bytes, COMPUTE_SIZE, COMPUTE), scale)
 
     head_kv = h // args[GROUP]
     n_k = integer_at(args[LENGTHS] + 8 * b)
     tiles = (n_k + block_k - 1) // block_k
-    tile = 0
+    tile = np.int64(0)
     while tile < tiles:
         end, state = next_keys(args, b, h, first, first + count, tile, tiles, block_k, n_k)
         while state != EMPTY and tile < end:
@@ -127,38 +137,38 @@ def forward_block(args, b, h, first, count, scratch, careful):
             k = load_tile(tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE), scratch + keys)
             v = load_tile(tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), scratch + values)
             for p in range(panels):
-                row0 = first + p * PANEL
-                columns = min(PANEL, first + count - row0)
+                row0 = first + p * panel
+                columns = min(panel, first + count - row0)
                 panel_state = state
                 if state == PARTIAL:
                     panel_state = tile_state(args, b, h, row0, row0 + columns, k0, k0 + n)
                     if panel_state == EMPTY:
                         continue
-                padded = (columns + LANES - 1) // LANES * LANES
-                q_t = matrix(scratch + p * d * PANEL_BYTES, d, padded, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
-                o_t = matrix(scratch + outputs + p * dv * PANEL_BYTES, dv, padded, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
-                s_t = matrix(scratch + scores, n, padded, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
-                factor = matrix(scratch + rows + 2 * PANEL_BYTES, 1, padded, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
-                at = slice(p * PANEL, p * PANEL + padded)
+                padded = (columns + lanes - 1) // lanes * lanes
+                q_t = matrix(scratch + p * d * panel_bytes, d, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                o_t = matrix(scratch + outputs + p * dv * panel_bytes, dv, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                s_t = matrix(scratch + scores, n, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                factor = matrix(scratch + rows + 2 * panel_bytes, 1, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                at = slice(p * panel, p * panel + padded)
 
-                product(k, q_t, s_t, 0, ROWS, VECTORS, LANES)  # scores
+                call_product(args[PRODUCT], k, q_t, s_t)  # scores
                 modify(args, panel_state, s_t[:, :columns], s_t, b, h, row0, k0)
-                online_softmax(s_t, m[at], l[at], shift, factor, spare, o_t)
+                online_softmax(args, s_t, m[at], l[at], shift, factor, spare, o_t)
                 if args[DROPOUT] != 0:
                     drop(args, s_t[:, :columns], True, b, h, row0, k0)
                 if careful:  # accumulate
                     careful_product_t(v.T, s_t, o_t)
                 else:
-                    product(v.T, s_t, o_t, 1, ROWS, VECTORS, LANES)
+                    call_product(args[PRODUCT_ADD], v.T, s_t, o_t)
             tile += 1
         tile = end
 
     finite = True
     for p in range(panels):
-        row0 = first + p * PANEL
-        o_t = matrix(scratch + outputs + p * dv * PANEL_BYTES, dv, PANEL, PANEL_BYTES, COMPUTE_SIZE, COMPUTE)
-        at = slice(p * PANEL, (p + 1) * PANEL)
-        finite &= finish(args, b, h, row0, min(PANEL, first + count - row0), o_t, m[at], l[at])
+        row0 = first + p * panel
+        o_t = matrix(scratch + outputs + p * dv * panel_bytes, dv, panel, panel_bytes, COMPUTE_SIZE, COMPUTE)
+        at = slice(p * panel, (p + 1) * panel)
+        finite &= finish(args, b, h, row0, min(panel, first + count - row0), o_t, m[at], l[at])
     return finite
 
 
@@ -177,5 +187,6 @@ def worker(address, thread):
         b, h = divmod(task % heads, args[HEADS])
         count = min(args[BLOCK_Q], args[N_Q] - first)
         # A zero weight times an infinity hidden by the mask would be NaN: such a block, rare, is done again the careful way.
-        if not forward_block(args, b, h, first, count, scratch, False):
-            forward_block(args, b, h, first, count, scratch, True)
+        for careful in range(2):
+            if forward_block(args, b, h, first, count, scratch, careful):
+                break
