@@ -162,6 +162,8 @@ TRUE, FALSE = const(True), const(False)
 def as_expr(value: Any) -> Expr:
     if isinstance(value, Expr):
         return value
+    if isinstance(value, np.ndarray) and value.ndim == 0:  # what np.int64(3) < q arrives as
+        value = value[()]
     if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         return const(value)  # type: ignore[arg-type]
     raise TypeError(
