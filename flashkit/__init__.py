@@ -3,7 +3,8 @@
     out = flashkit.attention(q, k, v, causal=True)
     out, vjp = flashkit.attention_vjp(q, k, v);  dq, dk, dv = vjp(dout)
 
-Importing this package imports NumPy and nothing heavier; compilers and frameworks come with the first call that needs them.
+Importing this package imports NumPy and nothing heavier; compilers and frameworks come with the first call that
+needs them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .sparsity import BlockMask
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockMask", "ProfileError", "UnsupportedError", "__version__", "attention", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor", "log",
-    "log2", "maximum", "minimum", "mods", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "where",
+    "BlockMask", "ProfileError", "UnsupportedError", "__version__", "attention", "attention_vjp", "clip", "cos", "exp",
+    "exp2", "explain", "floor", "log", "log2", "maximum", "minimum", "mods", "sigmoid", "sign", "sin", "sqrt", "tanh",
+    "use_backend", "where",
 ]  # fmt: skip

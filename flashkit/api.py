@@ -14,28 +14,33 @@ from .spec import Gradients, Operands, Problem
 WRT = ("q", "k", "v", "sinks")
 
 
-def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
-              window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None, bias: Any = None,
-              mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None, kv_lengths: Any = None,
-              dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd", return_lse: bool = False,
-              out: Any = None, deterministic: bool = False, precision: str | None = None, backend: str | None = None) -> Any:  # fmt: skip
+def attention(
+    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
+    bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
+    kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
+    return_lse: bool = False, out: Any = None, deterministic: bool = False, precision: str | None = None,
+    backend: str | None = None,
+) -> Any:  # fmt: skip
     """softmax(scale * q k^T, modified and masked) v, exactly, in memory linear in the number of tokens.
 
     Parameters
     ----------
     q, k, v
-        NumPy or CuPy arrays of one dtype: float64, float32, float16 or bfloat16 (ml_dtypes). q (..., Hq, Nq, D), k (..., Hkv, Nk, D),
-        v (..., Hkv, Nk, Dv), D and Dv from 1 to 512; Hq is a multiple of Hkv (grouped queries). (H, N, D) and (N, D) work too.
-        Any strides are read in place as long as the last axis is contiguous.
+        NumPy or CuPy arrays of one dtype: float64, float32, float16 or bfloat16 (ml_dtypes). q (..., Hq, Nq, D), k
+        (..., Hkv, Nk, D), v (..., Hkv, Nk, Dv), D and Dv from 1 to 512; Hq is a multiple of Hkv (grouped queries).
+        (H, N, D) and (N, D) work too. Any strides are read in place as long as the last axis is contiguous.
     scale
         Factor on the products, 1 / sqrt(D) where not given.
     causal
         Key j is visible to query i iff j <= i + q_offset.
     q_offset
-        Position of the first query on the key axis, an integer or one for each batch entry. Default: Nk - Nq, or kv_lengths - Nq where
-        those are given, so that the last query sees every key; 0 is the top-left alignment of PyTorch and ONNX.
+        Position of the first query on the key axis, an integer or one for each batch entry. Default: Nk - Nq, or
+        kv_lengths - Nq where those are given, so that the last query sees every key; 0 is the top-left alignment of
+        PyTorch and ONNX.
     window
-        (left, right): key j is visible to query i iff i + q_offset - left <= j <= i + q_offset + right; None is no bound.
+        (left, right): key j is visible to query i iff i + q_offset - left <= j <= i + q_offset + right; None is no
+        bound.
     softcap
         Scores become softcap * tanh(score / softcap).
     alibi_slopes
@@ -51,18 +56,20 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, causal: boo
     kv_lengths
         (B,) integers: keys at or past the length do not exist; what lies there in memory never matters.
     dropout_p, seed
-        Weights are dropped with this probability, the rest scaled by 1 / (1 - p). The same seed drops the same pairs on every backend; without
-        one a new one is drawn.
+        Weights are dropped with this probability, the rest scaled by 1 / (1 - p). The same seed drops the same
+        pairs on every backend; without one a new one is drawn.
     sinks
         (Hq,): one more logit in each row's softmax, without a value.
     layout
         "bhnd", or "bnhd" for (..., N, H, D) arrays.
     return_lse
-        Return (out, lse), lse (..., Hq, Nq) the natural log of each row's sum of exponentials, float32 (float64 for float64 inputs).
+        Return (out, lse), lse (..., Hq, Nq) the natural log of each row's sum of exponentials, float32 (float64 for
+        float64 inputs).
     out
         Where to put the result, of its shape and dtype.
     deterministic
-        The forward pass always gives the same bits for the same inputs; with True the backward pass does so on a GPU too.
+        The forward pass always gives the same bits for the same inputs; with True the backward pass does so on a
+        GPU too.
     precision
         "tf32" allows one-term TensorFloat-32 products for float32 on a GPU; None or "highest" is full float32.
     backend
@@ -79,62 +86,93 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, causal: boo
     flashkit.UnsupportedError
         No backend can compute it; the message says what each of them said.
 
-    Order of operations on a score: scale, softcap, ALiBi, bias, score_mod; then the masks; then softmax in float32 or better.
-    Sources: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithm 1; reference.py in this package is the definition.
+    Order of operations on a score: scale, softcap, ALiBi, bias, score_mod; then the masks; then softmax in float32
+    or better. Sources: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithm 1; reference.py in this package is the
+    definition.
     """
     problem, operands, shape = prepare(
-        q, k, v, scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask,
-        block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod, kv_lengths=kv_lengths, dropout_p=dropout_p, seed=seed, sinks=sinks,
-        layout=layout, out=out, deterministic=deterministic, precision=precision,
+        q, k, v, scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap,
+        alibi_slopes=alibi_slopes, bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod,
+        kv_lengths=kv_lengths, dropout_p=dropout_p, seed=seed, sinks=sinks, layout=layout, out=out,
+        deterministic=deterministic, precision=precision,
     )  # fmt: skip
     _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
     return (result, shape.rows(operands.lse)) if return_lse else result
 
 
-def attention_vjp(q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None, **options: Any) -> tuple[Any, Vjp]:
-    """attention() and the function that pulls gradients back through it: `out, vjp = attention_vjp(q, k, v)`, `dq, dk, dv = vjp(dout)`.
+def attention_vjp(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None, **options: Any
+) -> tuple[Any, Vjp]:
+    """attention() and the function that pulls gradients back through it: `out, vjp = attention_vjp(q, k, v)`, `dq,
+    dk, dv = vjp(dout)`.
 
-    Takes attention()'s arguments. With return_lse=True the first result is (out, lse), and vjp(dout, dlse) takes the gradient of both.
-    Weights are recomputed from the log-sum-exp, so memory stays linear in the number of tokens (FlashAttention-2, Algorithm 2). q, k, v and
-    the result are read again by vjp: they must not be changed in between.
+    Takes attention()'s arguments. With return_lse=True the first result is (out, lse), and vjp(dout, dlse) takes
+    the gradient of both. Weights are recomputed from the log-sum-exp, so memory stays linear in the number of
+    tokens (FlashAttention-2, Algorithm 2). q, k, v and the result are read again by vjp: they must not be changed
+    in between.
     """
     problem, operands, shape = prepare(q, k, v, out=out, **options)
     chosen = _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
-    return (result, shape.rows(operands.lse)) if return_lse else result, Vjp(problem, operands, shape, chosen, (q, k, v))
+    return (result, shape.rows(operands.lse)) if return_lse else result, Vjp(
+        problem, operands, shape, chosen, (q, k, v)
+    )
 
 
 class Vjp:
     """Pulls gradients back through one call of attention; see attention_vjp."""
 
-    def __init__(self, problem: Problem, operands: Operands, shape: Shape, chosen: tuple[Backend, Any] | None, inputs: tuple[Any, Any, Any]) -> None:
-        self._problem, self._operands, self._shape, self._chosen, self._inputs = problem, operands, shape, chosen, inputs
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        shape: Shape,
+        chosen: tuple[Backend, Any] | None,
+        inputs: tuple[Any, Any, Any],
+    ) -> None:
+        self._problem, self._operands, self._shape, self._chosen, self._inputs = (
+            problem,
+            operands,
+            shape,
+            chosen,
+            inputs,
+        )
 
     def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[Any, ...]:
         """Gradients of sum(out * dout) + sum(lse * dlse).
 
-        dout: of out's shape and dtype. dlse: of lse's shape and dtype, or None for zero. wrt: what to differentiate by, any of "q", "k", "v"
-        and "sinks"; the results come in this order, each of the shape and dtype of its input.
+        dout: of out's shape and dtype. dlse: of lse's shape and dtype, or None for zero. wrt: what to differentiate
+        by, any of "q", "k", "v" and "sinks"; the results come in this order, each of the shape and dtype of its
+        input.
         """
         op, shape = self._operands, self._shape
         for name in wrt:
-            if name not in WRT or name == "sinks" and op.sinks is None:
-                raise ValueError(f"wrt has {name!r}; {', '.join(map(repr, WRT[: 3 if op.sinks is None else 4]))} fit here")
+            if name not in WRT or (name == "sinks" and op.sinks is None):
+                raise ValueError(
+                    f"wrt has {name!r}; {', '.join(map(repr, WRT[: 3 if op.sinks is None else 4]))} fit here"
+                )
         dout4 = self._checked("dout", dout, shape.like(op.out).shape, op.q.dtype)
         dlse3 = None if dlse is None else self._checked("dlse", dlse, shape.rows(op.lse).shape, op.lse.dtype)
-        xp = arrays.namespace(self._problem.array_kind)
+        xp: Any = arrays.namespace(self._problem.array_kind)
         dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (op.q, op.k, op.v))
         dsinks = xp.zeros_like(op.sinks) if "sinks" in wrt else None
-        gradients = Gradients(shape.to_four(dout4), None if dlse3 is None else xp.ascontiguousarray(dlse3).reshape(op.lse.shape), dq, dk, dv, dsinks)
+        gradients = Gradients(
+            shape.to_four(dout4),
+            None if dlse3 is None else xp.ascontiguousarray(dlse3).reshape(op.lse.shape),
+            dq,
+            dk,
+            dv,
+            dsinks,
+        )
         if self._chosen is None:
             for tensor in (dq, dk, dv):
                 tensor[...] = 0
         else:
             backend, plan = self._chosen
             backend.backward(plan, op, gradients)
-        results = {"q": lambda: shape.like(dq), "k": lambda: shape.like(dk), "v": lambda: shape.like(dv), "sinks": lambda: dsinks}
-        return tuple(results[name]() for name in wrt)
+        results = {"q": dq, "k": dk, "v": dv}
+        return tuple(dsinks if name == "sinks" else shape.like(results[name]) for name in wrt)
 
     def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         arrays.require(name, array, self._problem.array_kind)
@@ -169,7 +207,8 @@ def _same_memory(a: Any, b: Any) -> bool:
 
 
 def explain(q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, **options: Any) -> Any:
-    """What attention(q, k, v, ...) would do and why: the backends' answers, the tile, the profile's row, bytes, FLOPs, roofline time.
+    """What attention(q, k, v, ...) would do and why: the backends' answers, the tile, the profile's row, bytes,
+    FLOPs, roofline time.
 
     Computes nothing. str() of the result is a page for people, `.as_dict()` one for programs.
     """

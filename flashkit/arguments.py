@@ -23,7 +23,9 @@ PRECISIONS = (None, "highest", "tf32")
 
 
 class Shape:
-    """How the caller's arrays map to (B, H, N, D): axes before the last three are batch axes, missing ones have length 1."""
+    """How the caller's arrays map to (B, H, N, D): axes before the last three are batch axes, missing ones have
+    length 1.
+    """
 
     def __init__(self, ndim: int, batch: tuple[int, ...], layout: str) -> None:
         self.ndim, self.batch, self.layout = ndim, batch, layout
@@ -34,7 +36,9 @@ class Shape:
             array = array[None] if self.layout == "bhnd" else array[:, None]
         if self.layout == "bnhd":
             array = array.swapaxes(-3, -2)
-        return arrays.addressable(array.reshape((math.prod(self.batch), *array.shape[-3:])) if array.ndim != 4 else array)
+        return arrays.addressable(
+            array.reshape((math.prod(self.batch), *array.shape[-3:])) if array.ndim != 4 else array
+        )
 
     def like(self, tensor: Any) -> Any:
         """The caller's shape for a (B, H, N, D) tensor, as a view."""
@@ -47,7 +51,13 @@ class Shape:
 
     def rows(self, values: Any) -> Any:
         """The caller's shape of (B, H, N) numbers, one for each query."""
-        return values[0, 0] if self.ndim == 2 else values.reshape((*self.batch, *values.shape[1:])) if self.ndim != 4 else values
+        return (
+            values[0, 0]
+            if self.ndim == 2
+            else values.reshape((*self.batch, *values.shape[1:]))
+            if self.ndim != 4
+            else values
+        )
 
     def empty(self, xp: Any, batch: int, heads: int, n: int, d: int, dtype: Any) -> Any:
         """A new (B, H, N, D) tensor that is C-contiguous in the caller's layout."""
@@ -56,11 +66,13 @@ class Shape:
         return xp.empty((batch, heads, n, d), dtype)
 
 
-def prepare(q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
-            window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None, bias: Any = None,
-            mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None, kv_lengths: Any = None,
-            dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd", out: Any = None,
-            deterministic: bool = False, precision: str | None = None) -> tuple[Problem, Operands, Shape]:  # fmt: skip
+def prepare(
+    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
+    bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
+    kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
+    out: Any = None, deterministic: bool = False, precision: str | None = None,
+) -> tuple[Problem, Operands, Shape]:  # fmt: skip
     """Problem, operands (with new or given out, new lse) and the way back to the caller's shapes."""
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
@@ -117,8 +129,8 @@ def prepare(q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool 
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; one of {', '.join(map(repr, PRECISIONS))} fits")
     spec = AttentionSpec(
-        dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None, kv_lengths is not None,
-        bool(deterministic), None if precision == "highest" else precision,
+        dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
+        kv_lengths is not None, bool(deterministic), None if precision == "highest" else precision,
     )  # fmt: skip
     problem = Problem(spec, batch, heads, n_q, n_k, kind)
     result = None
@@ -127,7 +139,8 @@ def prepare(q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool 
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else _number("scale", scale), offsets, lengths, params, values,
         _sinks(sinks, kind, heads, spec.lse_dtype), float(dropout_p), _seed(seed, dropout_p),
-        shape.empty(xp, batch, heads, n_q, dv, q.dtype) if result is None else result, xp.empty((batch, heads, n_q), spec.lse_dtype),
+        shape.empty(xp, batch, heads, n_q, dv, q.dtype) if result is None else result,
+        xp.empty((batch, heads, n_q), spec.lse_dtype),
     )  # fmt: skip
     return problem, operands, shape
 
@@ -143,23 +156,32 @@ def _shape(q: Any, k: Any, v: Any, layout: str) -> Shape:
         if array.ndim < 2:
             raise ValueError(f"{name} has shape {array.shape}; {form} fits, or (tokens, head_dim)")
         if array.ndim != q.ndim:
-            raise ValueError(f"{name} has {array.ndim} axes {array.shape}, q has {q.ndim} {q.shape}; q, k and v have equally many, {form}")
+            raise ValueError(
+                f"{name} has {array.ndim} axes {array.shape}, q has {q.ndim} {q.shape}; "
+                f"q, k and v have equally many, {form}"
+            )
         if array.shape[:-3] != q.shape[:-3]:
-            raise ValueError(f"{name} has batch axes {array.shape[:-3]} (shape {array.shape}), q has {q.shape[:-3]}; they are equal")
+            raise ValueError(
+                f"{name} has batch axes {array.shape[:-3]} (shape {array.shape}), q has {q.shape[:-3]}; they are equal"
+            )
         if not 1 <= array.shape[-1] <= MAX_HEAD_DIM:
             raise ValueError(f"{name} has head dim {array.shape[-1]} (shape {array.shape}); 1 to {MAX_HEAD_DIM} fits")
     if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k has head dim {k.shape[-1]} (shape {k.shape}), q has {q.shape[-1]}; they are equal (only v's may differ)")
+        raise ValueError(
+            f"k has head dim {k.shape[-1]} (shape {k.shape}), q has {q.shape[-1]}; they are equal (only v's may differ)"
+        )
     head_axis, token_axis = (-3, -2) if layout == "bhnd" else (-2, -3)
     if q.ndim == 2:
         token_axis = -2
     if v.shape[token_axis] != k.shape[token_axis]:
-        raise ValueError(f"v has {v.shape[token_axis]} tokens (shape {v.shape}), k has {k.shape[token_axis]}; they are equal")
+        raise ValueError(
+            f"v has {v.shape[token_axis]} tokens (shape {v.shape}), k has {k.shape[token_axis]}; they are equal"
+        )
     if q.ndim > 2:
         heads, heads_k, heads_v = (x.shape[head_axis] for x in (q, k, v))
         if heads_v != heads_k:
             raise ValueError(f"v has {heads_v} heads (shape {v.shape}), k has {heads_k}; they are equal")
-        if heads_k == 0 and heads != 0 or heads_k and heads % heads_k:
+        if (heads_k == 0 and heads != 0) or (heads_k and heads % heads_k):
             raise ValueError(f"q has {heads} heads (shape {q.shape}), k has {heads_k}; a multiple of k's heads fits")
     return Shape(q.ndim, tuple(q.shape[:-3]), layout)
 
@@ -176,7 +198,11 @@ def _pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, .
     if array.ndim > len(wanted) or any(n not in (1, m) for n, m in zip(array.shape, axes, strict=True)):
         raise ValueError(f"{name} has shape {array.shape}; what broadcasts to (..., Hq, Nq, Nk) = {wanted} fits")
     if array.ndim > 3 and len(shape.batch) != 1:
-        array = array.reshape((-1, *array.shape[-3:])) if math.prod(array.shape[:-3]) == 1 else np.broadcast_to(array, (*shape.batch, *array.shape[-3:])).reshape((-1, *array.shape[-3:]))
+        array = (
+            array.reshape((-1, *array.shape[-3:]))
+            if math.prod(array.shape[:-3]) == 1
+            else np.broadcast_to(array, (*shape.batch, *array.shape[-3:])).reshape((-1, *array.shape[-3:]))
+        )
     return array if array.ndim else array.reshape(1)
 
 
@@ -194,8 +220,10 @@ def _lengths(value: Any, shape: Shape, batch: int, n_k: int) -> np.ndarray:
     if value is None:
         return np.full(batch, n_k, np.int64)
     lengths = _per_entry("kv_lengths", value, shape, batch, "integers (B,), the number of keys of each batch entry,")
-    if lengths.size and not (0 <= lengths.min() and lengths.max() <= n_k):
-        raise ValueError(f"kv_lengths has values from {lengths.min()} to {lengths.max()}; 0 to {n_k}, the number of keys, fits")
+    if lengths.size and not (lengths.min() >= 0 and lengths.max() <= n_k):
+        raise ValueError(
+            f"kv_lengths has values from {lengths.min()} to {lengths.max()}; 0 to {n_k}, the number of keys, fits"
+        )
     return lengths
 
 
@@ -240,7 +268,9 @@ def _slopes(slopes: Any, kind: str, batch: int, heads: int) -> Any:
     if slopes.dtype.kind != "f" and slopes.dtype.name != "bfloat16":
         raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; a floating dtype fits")
     if slopes.shape not in ((heads,), (batch, heads)):
-        raise ValueError(f"alibi_slopes has shape {slopes.shape}; (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) fits")
+        raise ValueError(
+            f"alibi_slopes has shape {slopes.shape}; (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) fits"
+        )
     return slopes
 
 
@@ -271,7 +301,9 @@ def _block_mask(block_mask: Any, n_q: int, n_k: int) -> Mod:
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; a flashkit.BlockMask fits")
     if (block_mask.n_q, block_mask.n_k) != (n_q, n_k):
-        raise ValueError(f"block_mask is for {block_mask.n_q} queries and {block_mask.n_k} keys; the call has {n_q} and {n_k}")
+        raise ValueError(
+            f"block_mask is for {block_mask.n_q} queries and {block_mask.n_k} keys; the call has {n_q} and {n_k}"
+        )
     return block_mask.mod
 
 
@@ -285,18 +317,26 @@ def _check_out(out: Any, kind: str, dtype: str, shape: Shape, q: Any, v: Any) ->
 
 
 def _direct(out: Any, *inputs: Any) -> bool:
-    """Whether a kernel may write into `out`: addressable, no two elements in one place, no memory shared with an input."""
+    """Whether a kernel may write into `out`: addressable, no two elements in one place, no memory shared with an
+    input.
+    """
     if arrays.addressable(out) is not out or 0 in [s for s, n in zip(out.strides, out.shape, strict=True) if n > 1]:
         return False
     if out.ndim > 4 and not out.flags.c_contiguous:
         return False
-    return not any(np.may_share_memory(out, x) for x in inputs) if isinstance(out, np.ndarray) else not any(out.data.mem is x.data.mem for x in inputs)
+    return (
+        not any(np.may_share_memory(out, x) for x in inputs)
+        if isinstance(out, np.ndarray)
+        else not any(out.data.mem is x.data.mem for x in inputs)
+    )
 
 
 # --- modifications ----------------------------------------------------------------------------------------------------
 
 
-def _compose(scores: Sequence[Mod], masks: Sequence[Mod]) -> tuple[Expr | None, Expr | None, tuple[Slot, ...], dict[str, Any], dict[str, Any]]:
+def _compose(
+    scores: Sequence[Mod], masks: Sequence[Mod]
+) -> tuple[Expr | None, Expr | None, tuple[Slot, ...], dict[str, Any], dict[str, Any]]:
     """One score and one mask graph, the slots that they read, and the slots' values."""
     if not scores and not masks:
         return None, None, (), {}, {}
@@ -315,7 +355,9 @@ def _compose(scores: Sequence[Mod], masks: Sequence[Mod]) -> tuple[Expr | None, 
 
 
 @lru_cache(maxsize=1024)
-def _compose_graphs(scores: tuple[Expr, ...], masks: tuple[Expr, ...]) -> tuple[Expr | None, Expr | None, tuple[tuple[int, str, str, Any, int | None], ...]]:
+def _compose_graphs(
+    scores: tuple[Expr, ...], masks: tuple[Expr, ...]
+) -> tuple[Expr | None, Expr | None, tuple[tuple[int, str, str, Any, int | None], ...]]:
     """The graphs joined, with their slots renamed by where they occur, so that equal features give equal graphs."""
     named: list[tuple[int, str, str, Any, int | None]] = []
     renamed = []
@@ -324,7 +366,9 @@ def _compose_graphs(scores: tuple[Expr, ...], masks: tuple[Expr, ...]) -> tuple[
         for node in expr.walk([graph]):
             if node.op in ("param", "load") and node.value not in names:
                 names[node.value] = f"v{len(named)}"
-                named.append((index, node.value, names[node.value], node.kind, len(node.args) if node.op == "load" else None))
+                named.append(
+                    (index, node.value, names[node.value], node.kind, len(node.args) if node.op == "load" else None)
+                )
         renamed += expr.rename([graph], names)
     score: Expr = expr.S
     for graph in renamed[: len(scores)]:
@@ -336,7 +380,9 @@ def _compose_graphs(scores: tuple[Expr, ...], masks: tuple[Expr, ...]) -> tuple[
 
 
 def check_indices(mod: Mod, batch: int, heads: int, n_q: int, n_k: int, offsets: np.ndarray) -> None:
-    """Every index that a modification computes lies within its array, for all positions of the call; kernels do not check."""
+    """Every index that a modification computes lies within its array, for all positions of the call; kernels do not
+    check.
+    """
     loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
     if not loads or 0 in (batch, heads, n_q, n_k):
         return
@@ -352,10 +398,15 @@ def check_indices(mod: Mod, batch: int, heads: int, n_q: int, n_k: int, offsets:
         array = mod.arrays[node.value]
         for axis, index in enumerate(node.args):
             n, bounds = array.shape[axis], expr.bounds(index)
-            low, high = (None, None) if bounds is None else (expr.evaluate(e, env) for e in bounds)
-            if low is None or np.min(low) < 0 or np.max(high) >= n:
-                reach = "cannot be bounded" if low is None else f"runs from {np.min(low)} to {np.max(high)}"
+            low, high = (0, n) if bounds is None else _extremes(bounds, env)
+            if low < 0 or high >= n:
+                reach = "cannot be bounded" if bounds is None else f"runs from {low} to {high}"
                 raise ValueError(
-                    f"{mod.kind}_mod: the index of axis {axis} of {node.value} (shape {array.shape}) {reach} in this call; 0 to {n - 1} fits, "
-                    f"for instance {node.value}[clip(index, 0, {n - 1})]"
+                    f"{mod.kind}_mod: the index of axis {axis} of {node.value} (shape {array.shape}) {reach} in this "
+                    f"call; 0 to {n - 1} fits, for instance {node.value}[clip(index, 0, {n - 1})]"
                 )
+
+
+def _extremes(bounds: tuple[Expr, Expr], env: dict[str, Any]) -> tuple[int, int]:
+    low, high = (np.asarray(expr.evaluate(bound, env)) for bound in bounds)
+    return int(low.min()), int(high.max())

@@ -29,8 +29,15 @@ def require(name: str, array: Any, kind: str | None = None) -> str:
     """The kind of an argument that has to be an array, of the given kind where one is given."""
     found = kind_of(array)
     if found is None:
-        hint = "; convert it, numpy.asarray(x) or numpy.from_dlpack(x)" if hasattr(array, "__dlpack__") or isinstance(array, (list, tuple)) else ""
-        raise TypeError(f"{name} is a {type(array).__module__}.{type(array).__qualname__}; a numpy.ndarray or cupy.ndarray fits{hint}")
+        hint = (
+            "; convert it, numpy.asarray(x) or numpy.from_dlpack(x)"
+            if hasattr(array, "__dlpack__") or isinstance(array, (list, tuple))
+            else ""
+        )
+        raise TypeError(
+            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; "
+            f"a numpy.ndarray or cupy.ndarray fits{hint}"
+        )
     if kind is not None and found != kind:
         raise TypeError(f"{name} is a {found} array, but q is a {kind} one; all arrays of a call live in one library")
     return found
@@ -42,7 +49,10 @@ def dtype_name(name: str, array: Any) -> str:
     if dtype.name not in ITEMSIZE:
         raise TypeError(f"{name} has dtype {dtype}; {', '.join(ITEMSIZE)} fit (bfloat16 is ml_dtypes.bfloat16)")
     if not dtype.isnative:
-        raise TypeError(f"{name} has dtype {dtype.str}, whose bytes are not in this machine's order; {name}.astype({name}.dtype.newbyteorder('=')) fits")
+        raise TypeError(
+            f"{name} has dtype {dtype.str}, whose bytes are not in this machine's order; "
+            f"{name}.astype({name}.dtype.newbyteorder('=')) fits"
+        )
     return str(dtype.name)
 
 

@@ -1,7 +1,8 @@
 """From a problem to a backend and its plan: ask every backend, rank those that say yes, plan once, keep the plan.
 
-Backends are found by the entry points of the group `flashkit.backends`. A choice can be forced for a call (`backend=`), for a block
-(`with flashkit.use_backend(name)`) or for a process (FLASHKIT_BACKEND); a forced backend that cannot do it is an error, not a fallback.
+Backends are found by the entry points of the group `flashkit.backends`. A choice can be forced for a call
+(`backend=`), for a block (`with flashkit.use_backend(name)`) or for a process (FLASHKIT_BACKEND); a forced backend
+that cannot do it is an error, not a fallback.
 """
 
 from __future__ import annotations
@@ -94,17 +95,20 @@ def candidates(problem: Problem, direction: Direction = "forward", only: str | N
 
 def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
     if problem.array_kind not in backend.array_kinds:
-        return Candidate(backend.name, Verdict(False, f"takes {' and '.join(backend.array_kinds)} arrays, not {problem.array_kind}"))
+        return Candidate(
+            backend.name, Verdict(False, f"takes {' and '.join(backend.array_kinds)} arrays, not {problem.array_kind}")
+        )
     for verdict in (backend.available(), backend.supports(problem)):
         if not verdict:
             return Candidate(backend.name, verdict)
     from . import profiles
 
     profile, spec = profiles.for_device(backend.device_kind), problem.spec
-    row = profile.tile(f"{backend.name}.{direction}", spec.dtype, spec.head_dim, spec.mask is not None)
+    row = profile.tile(f"{backend.name}.{direction}", spec.dtype, spec.head_dim, spec.causal)
     rate = measured_rate(row)
     if rate is None:
-        # Nobody measured: what the backend usually reaches of the device's peak; of a common core's where that is unknown too.
+        # Nobody measured: what the backend usually reaches of the device's peak; of a common core's where that is
+        # unknown too.
         rate = backend.efficiency * (profile.peak(spec.dtype) or 0.1) * 1e12
     return Candidate(backend.name, Verdict(True), problem.flops(direction) / rate, row)
 
@@ -121,7 +125,15 @@ def measured_rate(row: Any) -> float | None:
 def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
     """The backend for the problem and its plan, cached by spec and by size to the next power of two."""
     only = forced(backend)
-    key = (problem.spec, problem.array_kind, problem.batch.bit_length(), problem.heads, problem.n_q.bit_length(), problem.n_k.bit_length(), only)
+    key = (
+        problem.spec,
+        problem.array_kind,
+        problem.batch.bit_length(),
+        problem.heads,
+        problem.n_q.bit_length(),
+        problem.n_k.bit_length(),
+        only,
+    )
     with _plans_lock:
         known = _plans.get(key)
         if known is not None:

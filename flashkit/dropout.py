@@ -1,8 +1,10 @@
-"""Which weights dropout removes: a function of (seed, b, h, row, k) alone, so every backend and tile order drops the same.
+"""Which weights dropout removes: a function of (seed, b, h, row, k) alone, so every backend and tile order drops
+the same.
 
-Philox-4x32 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3). The
-counter is (k // 4, row, h, b), the key is the seed's two halves, and key k takes word k % 4 of the result; a weight is dropped where its word is
-below p * 2^32. A kernel that works on four keys at once so needs one evaluation for them.
+Philox-4x32 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
+section 3.3). The counter is (k // 4, row, h, b), the key is the seed's two halves, and key k takes word k % 4 of
+the result; a weight is dropped where its word is below p * 2^32. A kernel that works on four keys at once so needs
+one evaluation for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The account of a call: which backend would run it, on which tile, by which row of which profile, and how long it should take."""
+"""The account of a call: which backend would run it, on which tile, by which row of which profile, and how long it
+should take.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ from typing import Any
 
 from . import dispatch, expr, profiles
 from .errors import UnsupportedError
+from .expr import Expr
 from .mods import Mod
-from .spec import Operands, Problem
 from .sparsity import BlockMask
+from .spec import Operands, Problem
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,26 @@ class Explanation:
             lines.append(f"    {'->' if c['name'] == self.backend else '  '} {c['name']:<12} {verdict}")
         if self.tile is not None:
             tile = ", ".join(f"{name} {value}" for name, value in self.tile.items())
-            lines += [f"  tile       {tile}", f"  because    {self.why}", f"  profile    {self.row or 'no row applies: the model in tiles.py chose'}"]
+            lines += [
+                f"  tile       {tile}",
+                f"  because    {self.why}",
+                f"  profile    {self.row or 'no row applies: the model in tiles.py chose'}",
+            ]
         if self.visible_fraction < 1:
             lines.append(f"  visible    {100 * self.visible_fraction:.3g} % of the query-key pairs")
         for direction in ("forward", "backward"):
             roofline = self.roofline_seconds[direction]
-            bound = "peak rate or bandwidth not known; flashkit autotune measures them" if roofline is None else f"at least {_time(roofline)} (roofline)"
-            lines.append(f"  {direction:<10} {self.flops[direction]:.3g} FLOPs, {self.bytes[direction]:.3g} bytes, {bound}")
+            bound = (
+                "peak rate or bandwidth not known; flashkit autotune measures them"
+                if roofline is None
+                else f"at least {_time(roofline)} (roofline)"
+            )
+            lines.append(
+                f"  {direction:<10} {self.flops[direction]:.3g} FLOPs, {self.bytes[direction]:.3g} bytes, {bound}"
+            )
         if self.predicted_seconds is not None and self.roofline_seconds["forward"]:
-            lines.append(f"  predicted  {_time(self.predicted_seconds)}, {self.predicted_seconds / self.roofline_seconds['forward']:.2f} x the roofline")
+            ratio = self.predicted_seconds / self.roofline_seconds["forward"]
+            lines.append(f"  predicted  {_time(self.predicted_seconds)}, {ratio:.2f} x the roofline")
         return "\n".join(lines)
 
 
@@ -57,6 +71,11 @@ def _time(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
+
+
+def _in_entry(mask: Expr, b: int) -> Expr:
+    """The mask of one batch entry."""
+    return expr.substitute([mask], lambda node: expr.const(b) if node is expr.B else node)[0]
 
 
 def visible_pairs(problem: Problem, operands: Operands) -> int:
@@ -69,7 +88,7 @@ def visible_pairs(problem: Problem, operands: Operands) -> int:
         if spec.mask is None:
             total += problem.heads * problem.n_q * length
         elif length:
-            here = expr.substitute([spec.mask], lambda node, b=b: expr.const(b) if node is expr.B else node)[0]
+            here = _in_entry(spec.mask, b)
             mod = Mod("mask", here, operands.params, operands.arrays)
             seen = BlockMask.from_mod(mod, problem.n_q, length, q_offset=operands.q_offset[b], heads=problem.heads)
             total += seen.visible_pairs * (problem.heads if seen.heads == 1 else 1)
@@ -84,22 +103,33 @@ def explain_problem(problem: Problem, operands: Operands, backend: str | None) -
     only = dispatch.forced(backend)
     ranked = dispatch.candidates(problem, only=only)
     share = pairs / problem.pairs if problem.pairs else 0.0
-    answers = [
-        {"name": c.name, "ok": c.verdict.ok, "reason": c.verdict.reason, "predicted_seconds": c.seconds * share if c.verdict.ok else None} for c in ranked
+    answers: list[dict[str, Any]] = [
+        {
+            "name": c.name,
+            "ok": c.verdict.ok,
+            "reason": c.verdict.reason,
+            "predicted_seconds": c.seconds * share if c.verdict.ok else None,
+        }
+        for c in ranked
     ]
     device_kind = "cuda" if problem.array_kind == "cupy" else "cpu"
     profile = profiles.for_device(device_kind)
     peak, bandwidth = profile.peak(problem.spec.dtype), profile.bandwidth_gbs
-    roofline = {d: max(flops[d] / (peak * 1e12), moved[d] / (bandwidth * 1e9)) if peak and bandwidth else None for d in flops}
-    name = tile = why = row = predicted = None
+    roofline = {
+        d: max(flops[d] / (peak * 1e12), moved[d] / (bandwidth * 1e9)) if peak and bandwidth else None for d in flops
+    }
+    tile: dict[str, Any] | None = None
+    name = why = row = None
+    predicted: float | None = None
     try:
         chosen, plan = dispatch.plan(problem, backend)
         name, why, predicted = chosen.name, plan.why, answers[0]["predicted_seconds"]
-        tile = plan.tile._asdict() if isinstance(plan.tile, tuple) else dict(vars(plan.tile))
+        tile = plan.tile._asdict() if hasattr(plan.tile, "_asdict") else dict(vars(plan.tile))
         row = next((c.row.origin for c in ranked if c.name == name and c.row is not None), None)
     except UnsupportedError:
-        pass
+        pass  # the answers say why
     return Explanation(
-        problem.describe(), problem.spec.key, share, flops, moved, roofline, predicted, profile.device.name or profile.device.kind, answers, name, tile,
-        why, row,
+        problem=problem.describe(), spec_key=problem.spec.key, visible_fraction=share, flops=flops, bytes=moved,
+        roofline_seconds=roofline, predicted_seconds=predicted, device=profile.device.name or profile.device.kind,
+        candidates=answers, backend=name, tile=tile, why=why, row=row,
     )  # fmt: skip

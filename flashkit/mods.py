@@ -6,10 +6,12 @@ A mask mod is a function of positions that says which pairs are visible; a score
     def alibi(s, b, h, q, k, *, slopes):   return s - slopes[h] * abs(q - k)
 
 `q` is the query's position on the key axis: its row plus `q_offset`. Keyword arguments are scalars or arrays; they are
-given at run time, so other values compile nothing. `flashkit.mods.mask(f, **values)` and `score(f, **values)` bind them.
+given at run time, so other values compile nothing. `flashkit.mods.mask(f, **values)` and `score(f, **values)` bind
+them.
 
-Sources: causal and bottom-right alignment, FlashAttention 2.1; ALiBi, Press et al. 2022 (arXiv 2108.12409); soft-capping, Gemma 2
-(arXiv 2408.00118); sliding window, Longformer (arXiv 2004.05150); prefix LM, Raffel et al. 2020 (arXiv 1910.10683).
+Sources: causal and bottom-right alignment, FlashAttention 2.1; ALiBi, Press et al. 2022 (arXiv 2108.12409);
+soft-capping, Gemma 2 (arXiv 2408.00118); sliding window, Longformer (arXiv 2004.05150); prefix LM, Raffel et al.
+2020 (arXiv 1910.10683).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -42,7 +44,9 @@ _RESERVED = re.compile(
 
 
 def _free(name: str) -> str:
-    """The name under which a keyword argument goes in the graph: its own, with _ added where the code needs that itself."""
+    """The name under which a keyword argument goes in the graph: its own, with _ added where the code needs that
+    itself.
+    """
     return name + "_" if _RESERVED.fullmatch(name.rstrip("_")) else name
 
 
@@ -81,7 +85,10 @@ class Mod:
 
     def evaluate(self, b: Any, h: Any, q: Any, k: Any, *, row: Any = None, s: Any = None) -> Any:
         """The definition: compute the modification with NumPy on positions (and scores) that broadcast."""
-        positions = {name: np.asarray(x) for name, x in (("b", b), ("h", h), ("q", q), ("k", k), ("row", q if row is None else row))}
+        positions = {
+            name: np.asarray(x)
+            for name, x in (("b", b), ("h", h), ("q", q), ("k", k), ("row", q if row is None else row))
+        }
         scores = {} if s is None else {"s": np.asarray(s, np.float64)}
         return expr.evaluate(self.expr, {**positions, **scores, **self.params, **self.arrays})
 
@@ -98,7 +105,9 @@ def mask(function: Callable[..., Any], **values: Any) -> Mod:
 
 
 def score(function: Callable[..., Any], **values: Any) -> Mod:
-    """Trace `function(s, b, h, q, k, *, name, ...) -> score`. Its derivative for the backward pass is derived from the trace."""
+    """Trace `function(s, b, h, q, k, *, name, ...) -> score`. Its derivative for the backward pass is derived from
+    the trace.
+    """
     return trace(partial(function, **values), "score")
 
 
@@ -109,22 +118,29 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
             raise TypeError(f"{kind}_mod got a {function.kind} mod; make one with flashkit.mods.{kind}(f)")
         return function
     if not callable(function):
-        raise TypeError(f"{kind}_mod takes a function of ({', '.join(s.value for s in _SYMBOLS[kind])}) or a flashkit.mods.Mod, not {type(function).__name__}")
+        raise TypeError(
+            f"{kind}_mod takes a function of ({', '.join(s.value for s in _SYMBOLS[kind])}) or a flashkit.mods.Mod, "
+            f"not {type(function).__name__}"
+        )
     values = dict(function.keywords) if isinstance(function, partial) else {}
     plain = function.func if isinstance(function, partial) and not function.args else function
     values = {**_keyword_defaults(plain), **values}
-    params, arrays, slots = {}, {}, []
+    params: dict[str, int | float] = {}
+    arrays: dict[str, Any] = {}
+    slots: list[tuple[str, int | None, Kind]] = []
     for name, value in values.items():
         if np.isscalar(value) or isinstance(value, np.generic):
-            kind_of_value = _value_kind(name, np.asarray(value))
-            if kind_of_value == "bool":
-                value, kind_of_value = int(value), "int"
-            params[_free(name)] = value.item() if isinstance(value, np.generic) else value
-            slots.append((name, None, kind_of_value))
+            scalar = np.asarray(value)
+            scalar_kind = _value_kind(name, scalar)
+            if scalar_kind == "bool":
+                scalar, scalar_kind = scalar.astype(np.int64), "int"
+            params[_free(name)] = scalar.item()
+            slots.append((name, None, scalar_kind))
         else:
             arrays[_free(name)] = value = value if hasattr(value, "__cuda_array_interface__") else np.asarray(value)
             slots.append((name, value.ndim, _value_kind(name, value)))
-    # A plain function is traced anew for each call: what it closes over may have changed since. The ready-made ones are pure.
+    # A plain function is traced anew for each call: what it closes over may have changed since. The ready-made ones
+    # are pure.
     make = _trace_pure if getattr(plain, "__module__", None) == __name__ else _trace
     return Mod(kind, make(plain, kind, tuple(slots)), params, arrays)
 
@@ -140,19 +156,25 @@ def _keyword_defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def _value_kind(name: str, value: Any) -> Kind:
     kind = "f" if value.dtype.name in ("bfloat16", "float16") else value.dtype.kind
     if kind not in _KINDS:
-        raise TypeError(f"{name} of a modification has dtype {value.dtype}; bools, integers and floats fit, alone or in an array")
+        raise TypeError(
+            f"{name} of a modification has dtype {value.dtype}; bools, integers and floats fit, alone or in an array"
+        )
     return _KINDS[kind]
 
 
 def _trace(function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[str, int | None, Kind]]) -> Expr:
     symbols = _SYMBOLS[kind]
-    named = {name: expr.param(_free(name), k) if ndim is None else Array(_free(name), ndim, k) for name, ndim, k in slots}
+    named = {
+        name: expr.param(_free(name), k) if ndim is None else Array(_free(name), ndim, k) for name, ndim, k in slots
+    }
     what = getattr(function, "__name__", repr(function))
     try:
         result = function(*symbols, **named)
     except IndexError as error:  # NumPy's word for "that is no index"
-        raise TypeError(f"{kind}_mod {what}: an array was indexed by a symbol ({error}); pass the array as a keyword argument: "
-                        f"flashkit.mods.{kind}({what}, name=array)") from error
+        raise TypeError(
+            f"{kind}_mod {what}: an array was indexed by a symbol ({error}); pass the array as a keyword argument: "
+            f"flashkit.mods.{kind}({what}, name=array)"
+        ) from error
     except TypeError as error:
         raise TypeError(f"{kind}_mod {what}({', '.join(s.value for s in symbols)}): {error}") from error
     graph = expr.as_expr(result)
@@ -210,7 +232,10 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mod:
     for name, n in sides.items():
         if n < 0:
             raise ValueError(f"{name} of a sliding window is a number of keys, 0 or more, or None; got {n}")
-    return mask({(): _everything, ("left",): _window_left, ("right",): _window_right, ("left", "right"): _window}[tuple(sides)], **sides)
+    functions: dict[tuple[str, ...], Callable[..., Any]] = {
+        (): _everything, ("left",): _window_left, ("right",): _window_right, ("left", "right"): _window,
+    }  # fmt: skip
+    return mask(functions[tuple(sides)], **sides)
 
 
 def _everything(b: Expr, h: Expr, q: Expr, k: Expr) -> bool:
@@ -252,13 +277,18 @@ def _dilated(b: Expr, h: Expr, q: Expr, k: Expr, *, step: Expr) -> Expr:
 def document(ids: Any, kv_ids: Any = None) -> Mod:
     """Tokens see their own document alone: ids[q] == kv_ids[k].
 
-    ids: integers, one for each position, (N,) or (B, N); kv_ids likewise for the keys, `ids` where not given. A position outside of
-    `ids` belongs to no document.
+    ids: integers, one for each position, (N,) or (B, N); kv_ids likewise for the keys, `ids` where not given. A
+    position outside of `ids` belongs to no document.
     """
-    q_ids, k_ids = (np.asarray(x) if isinstance(x, (list, tuple)) else x for x in (ids, ids if kv_ids is None else kv_ids))
+    q_ids, k_ids = (
+        np.asarray(x) if isinstance(x, (list, tuple)) else x for x in (ids, ids if kv_ids is None else kv_ids)
+    )
     for name, x in (("ids", q_ids), ("kv_ids", k_ids)):
         if x.ndim not in (1, 2) or x.dtype.kind not in "iu":
-            raise ValueError(f"{name} of a document mask has shape {x.shape} and dtype {x.dtype}; integers of shape (N,) or (B, N) fit")
+            raise ValueError(
+                f"{name} of a document mask has shape {x.shape} and dtype {x.dtype}; "
+                "integers of shape (N,) or (B, N) fit"
+            )
     n = {"n_q": q_ids.shape[-1], "n_k": k_ids.shape[-1]}
     rows = {"ids": q_ids} if k_ids is q_ids else {"ids": q_ids, "kv_ids": k_ids}
     return mask(_document if k_ids is q_ids else _document_pair, **rows, **n)
@@ -326,11 +356,13 @@ def _bias(s: Expr, b: Expr, h: Expr, q: Expr, k: Expr, *, array: Array, axes: tu
 def _indexed(function: Callable[..., Any], array: Any) -> Callable[..., Any]:
     """The function with the axes of length 1 compiled in: what does not vary along an axis is then known not to."""
     if array.ndim > 4:
-        raise ValueError(f"an array of shape {array.shape} has {array.ndim} axes; up to 4 that broadcast to (B, Hq, Nq, Nk) fit")
+        raise ValueError(
+            f"an array of shape {array.shape} has {array.ndim} axes; up to 4 that broadcast to (B, Hq, Nq, Nk) fit"
+        )
     return _with_axes(function, tuple(n == 1 for n in array.shape))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _with_axes(function: Callable[..., Any], axes: tuple[bool, ...]) -> Callable[..., Any]:
     def bound(*symbols: Expr, array: Array) -> Any:
         return function(*symbols, array=array, axes=axes)

@@ -1,9 +1,11 @@
-"""What is to be computed: the spec a kernel is compiled for, the problem with its sizes, and the operands of one call."""
+"""What is to be computed: the spec a kernel is compiled for, the problem with its sizes, and the operands of one
+call.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -59,18 +61,30 @@ class AttentionSpec:
         """Of the log-sum-exp, and of all computing in between: float64 for float64, else float32."""
         return "float64" if self.dtype == "float64" else "float32"
 
+    @property
+    def causal(self) -> bool:
+        """Whether the masks hide every key beyond the query's position, among others perhaps."""
+        terms = [] if self.mask is None else [self.mask]
+        while terms:
+            term = terms.pop()
+            if term is (expr.K <= expr.Q):
+                return True
+            terms += term.args if term.op == "and" else ()
+        return False
+
     @cached_property
     def key(self) -> str:
         """A name for the spec: equal for equal specs, safe in a file name."""
         graphs = ["" if e is None else expr.key(e) for e in (self.score, self.mask)]
-        rest = (self.dtype, self.head_dim, self.head_dim_v, self.group, self.slots, self.dropout, self.sinks, self.kv_lengths,
-                self.deterministic, self.precision)  # fmt: skip
+        rest = [getattr(self, f.name) for f in fields(self) if f.name not in ("score", "mask")]
         return hashlib.sha256(repr((graphs, rest)).encode()).hexdigest()[:16]
 
     def features(self) -> list[str]:
         """Names of what goes beyond plain attention, for messages."""
-        flags = {"score modification": self.score is not None, "mask": self.mask is not None, "dropout": self.dropout, "sinks": self.sinks,
-                 "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1}  # fmt: skip
+        flags = {
+            "score modification": self.score is not None, "mask": self.mask is not None, "dropout": self.dropout,
+            "sinks": self.sinks, "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1,
+        }  # fmt: skip
         return [name for name, on in flags.items() if on]
 
 
@@ -97,7 +111,8 @@ class Problem:
     def flops(self, direction: Direction = "forward", pairs: float | None = None) -> float:
         """Floating-point operations of the matrix products; `pairs`: the visible ones where a mask hides some.
 
-        Forward 2 * (D + Dv) a pair, which is the customary 4 D for D = Dv; backward 2.5 times that (five products against two).
+        Forward 2 * (D + Dv) a pair, which is the customary 4 D for D = Dv; backward 2.5 times that (five products
+        against two).
         """
         forward = 2.0 * (self.spec.head_dim + self.spec.head_dim_v) * (self.pairs if pairs is None else pairs)
         return forward if direction == "forward" else 2.5 * forward
@@ -118,15 +133,17 @@ class Problem:
         heads = f"{self.heads}" if s.group == 1 else f"{self.heads}:{self.heads_kv}"
         features = s.features()
         extra = f", {', '.join(features)}" if features else ""
-        return f"{s.dtype}, batch {self.batch}, heads {heads}, queries {self.n_q}, keys {self.n_k}, head dim {dims}{extra} on {self.array_kind} arrays"
+        sizes = f"batch {self.batch}, heads {heads}, queries {self.n_q}, keys {self.n_k}, head dim {dims}"
+        return f"{s.dtype}, {sizes}{extra} on {self.array_kind} arrays"
 
 
 @dataclass
 class Operands:
     """The arrays and numbers of one call in the form that backends get them: four axes, defaults filled in.
 
-    q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), out (B, Hq, Nq, Dv): any strides, the last axis contiguous. lse (B, Hq, Nq).
-    q_offset and kv_lengths: int64, (B,). params and arrays: the values of the spec's slots by name. sinks: (Hq,).
+    q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), out (B, Hq, Nq, Dv): any strides, the last axis
+    contiguous. lse (B, Hq, Nq). q_offset and kv_lengths: int64, (B,). params and arrays: the values of the spec's
+    slots by name. sinks: (Hq,).
     """
 
     q: Any

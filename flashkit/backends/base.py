@@ -10,8 +10,8 @@ from ..spec import Gradients, Operands, Problem, Verdict
 class Backend(Protocol):
     """Realises attention for some kinds of arrays.
 
-    `forward` and `backward` get the plan that `plan` made for the problem; plans are cached and shared by threads, so they are
-    not changed afterwards. Both write their results in place.
+    `forward` and `backward` get the plan that `plan` made for the problem; plans are cached and shared by threads,
+    so they are not changed afterwards. Both write their results in place.
     """
 
     name: str

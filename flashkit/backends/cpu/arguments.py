@@ -1,8 +1,8 @@
 """The block of 64-bit integers that a kernel gets: which entry means what.
 
-A tensor takes four entries: its address and the byte strides of its batch, head and token axes (elements of a token are contiguous).
-Numba compiles these names in as constants. They are NumPy integers because it would
-compile a function anew for each Python integer that it is called with.
+A tensor takes four entries: its address and the byte strides of its batch, head and token axes (elements of a token
+are contiguous). Numba compiles these names in as constants. They are NumPy integers because it would compile a
+function anew for each Python integer that it is called with.
 """
 
 from __future__ import annotations

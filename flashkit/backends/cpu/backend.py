@@ -16,7 +16,8 @@ from ...tiles import CpuTile
 from . import arguments as at
 
 _MICRO_KERNELS = {
-    at.PRODUCT: "product", at.PRODUCT_ADD: "product_add", at.COLUMN_MAX: "column_max", at.EXPONENTIALS: "exponentials", at.WEIGHTS: "weights",
+    at.PRODUCT: "product", at.PRODUCT_ADD: "product_add", at.COLUMN_MAX: "column_max",
+    at.EXPONENTIALS: "exponentials", at.WEIGHTS: "weights",
 }  # fmt: skip
 
 ROW_BLOCK = 256
@@ -93,15 +94,17 @@ class CpuBackend:
         if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
         if spec.precision is not None:
-            return Verdict(False, f"precision={spec.precision!r} is for GPUs; the CPU always computes in {spec.lse_dtype}")
+            return Verdict(
+                False, f"precision={spec.precision!r} is for GPUs; the CPU always computes in {spec.lse_dtype}"
+            )
         too_deep = [slot.name for slot in spec.slots if (slot.ndim or 0) > 4]
         if too_deep:
             return Verdict(False, f"arrays of a modification have at most 4 axes here; {', '.join(too_deep)} has more")
         return Verdict(True)
 
     def plan(self, problem: Problem, profile: Any) -> CpuPlan:
-        tiles, reasons = zip(*(choose_tile(problem, profile, d) for d in ("forward", "backward")), strict=True)
-        return CpuPlan(problem, *tiles, reasons[0])
+        tile, why = choose_tile(problem, profile, "forward")
+        return CpuPlan(problem, tile, choose_tile(problem, profile, "backward")[0], why)
 
     def forward(self, plan: CpuPlan, operands: Operands) -> None:
         from . import scratch, threads
@@ -117,7 +120,9 @@ class CpuBackend:
         while block_q > panel and heads * -(-n_q // block_q) < 4 * workers:
             block_q -= panel
         call.block(block_q, min(tile.block_k, _rounded(operands.k.shape[2], 4)))
-        layout = scratch.forward_layout(block_q // panel, panel, int(call.args[at.BLOCK_K]), spec.head_dim, spec.head_dim_v, compute)
+        layout = scratch.forward_layout(
+            block_q // panel, panel, int(call.args[at.BLOCK_K]), spec.head_dim, spec.head_dim_v, compute
+        )
         with _Scratch(plan, call, layout[-1], workers):
             threads.run(plan.forward.worker, call.args, heads * -(-n_q // block_q), workers)
 
@@ -138,10 +143,13 @@ class CpuBackend:
         shift, delta = np.empty((2, batch, heads, n_q), compute)
         in_place = parts == 1 and gradients.dq.dtype == compute
         dq_partial = gradients.dq if in_place else np.empty((parts, *operands.q.shape), compute)
-        for field_, tensor in ((at.DOUT, gradients.dout), (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv),
-                               (at.DQ_PARTIAL, dq_partial), (at.SHIFT, shift), (at.DELTA, delta), (at.DLSE, gradients.dlse)):  # fmt: skip
+        tensors = {
+            at.DOUT: gradients.dout, at.DQ: gradients.dq, at.DK: gradients.dk, at.DV: gradients.dv,
+            at.DQ_PARTIAL: dq_partial, at.SHIFT: shift, at.DELTA: delta, at.DLSE: gradients.dlse,
+        }  # fmt: skip
+        for index, tensor in tensors.items():
             if tensor is not None:
-                call.tensor(field_, tensor)
+                call.tensor(index, tensor)
         args[at.SPLITS] = parts
         # Keys past a sequence's length are in no tile.
         gradients.dk[...], gradients.dv[...] = 0, 0
@@ -149,9 +157,15 @@ class CpuBackend:
 
         call.block(ROW_BLOCK, block_k)
         threads.run(plan.backward.prepare, args, row_tasks, workers)
-        with _Scratch(plan, call, scratch.backward_layout(block_q, block_k, spec.head_dim, spec.head_dim_v, compute.itemsize)[-1], workers):
+        with _Scratch(
+            plan,
+            call,
+            scratch.backward_layout(block_q, block_k, spec.head_dim, spec.head_dim_v, compute.itemsize)[-1],
+            workers,
+        ):
             for careful in (0, 1):
-                # A zero weight times an infinity hidden by the mask would be NaN: done again, rarely, with such terms left out.
+                # A zero weight times an infinity hidden by the mask would be NaN: done again, rarely, with such
+                # terms left out.
                 args[at.CAREFUL], args[at.NON_FINITE] = careful, 0
                 call.block(block_q, block_k)
                 threads.run(plan.backward.worker, args, batch * heads_kv * parts, workers)
@@ -164,15 +178,9 @@ class CpuBackend:
                 if args[at.NON_FINITE] == 0:
                     break
         if gradients.dsinks is not None:
-            # d lse / d sink is the sink's weight; delta already has dlse taken off.
-            weight = np.exp(operands.sinks[None, :, None] - operands.lse)
-            np.copyto(gradients.dsinks, -(np.where(weight == 0, 0, weight * delta_with_empty_rows(gradients, operands))).sum((0, 2)))
-
-
-def delta_with_empty_rows(gradients: Gradients, operands: Operands) -> np.ndarray:
-    """rowsum(dO * O) - dlse of every row, also of those that see nothing but the sink."""
-    delta = np.einsum("bhqd,bhqd->bhq", gradients.dout, operands.out, dtype=operands.lse.dtype)
-    return delta if gradients.dlse is None else delta - gradients.dlse
+            # d lse / d sink is the sink's weight, 0 in a row that sees nothing at all.
+            weight = np.exp(operands.sinks[None, :, None] - shift)
+            gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)
 
 
 def _rounded(n: int, step: int) -> int:
@@ -191,12 +199,14 @@ def choose_tile(problem: Problem, profile: Any, direction: Direction) -> tuple[C
     from ... import tiles
 
     spec = problem.spec
-    row = profile.tile(f"cpu.{direction}", spec.dtype, spec.head_dim, spec.mask is not None)
+    row = profile.tile(f"cpu.{direction}", spec.dtype, spec.head_dim, spec.causal)
     if row is not None:
         shape = tiles.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction)
         lanes, rows, vectors = row.lanes or shape.lanes, row.rows or shape.rows, row.vectors or shape.vectors
         return CpuTile(row.block_q, row.block_k, lanes, rows, vectors), row.why or "the profile's row"
-    return tiles.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction), "no row of the profile applies; the model's choice"
+    return tiles.default_cpu(
+        profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction
+    ), "no row of the profile applies; the model's choice"
 
 
 class _Call:
@@ -214,7 +224,13 @@ class _Call:
         micro = addresses(Block(element, tile.rows, tile.vectors, lanes))
         for index, name in _MICRO_KERNELS.items():
             args[index] = micro[name]
-        for index, tensor in ((at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.OUT, operands.out), (at.LSE, operands.lse)):
+        for index, tensor in (
+            (at.Q, operands.q),
+            (at.K, operands.k),
+            (at.V, operands.v),
+            (at.OUT, operands.out),
+            (at.LSE, operands.lse),
+        ):
             self.tensor(index, tensor)
         batch, heads, n_q, d = operands.q.shape
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = batch, heads, spec.group
@@ -239,12 +255,14 @@ class _Call:
         self.alive.append(array)
         return int(array.__array_interface__["data"][0])
 
-    def tensor(self, index: int, array: np.ndarray) -> None:
-        """Address and strides of the batch, head and token axes: the first three, or after a leading axis of parts the next."""
+    def tensor(self, index: Any, array: np.ndarray) -> None:
+        """Address and strides of the batch, head and token axes: the first three, or after a leading axis of parts
+        the next.
+        """
         strides = array.strides[-4:-1] if array.ndim >= 4 else array.strides
         self.args[index : index + 4] = (self.address(array), *strides)
 
-    def double(self, index: int, value: float) -> None:
+    def double(self, index: Any, value: float) -> None:
         self.args[index] = np.float64(value).view(np.int64)
 
     def block(self, block_q: int, block_k: int) -> None:
@@ -268,7 +286,9 @@ class _Call:
 
 
 class _Scratch:
-    """Scratch memory for all threads of a call, taken from the plan's few spare ones: fresh pages cost more than a small call."""
+    """Scratch memory for all threads of a call, taken from the plan's few spare ones: fresh pages cost more than a
+    small call.
+    """
 
     def __init__(self, plan: CpuPlan, call: _Call, size: int, workers: int) -> None:
         self.plan, self.call, self.size, self.workers = plan, call, _rounded(size, 64) + 64, workers

@@ -66,7 +66,8 @@ def floor(x: Any) -> Any:
     return np.floor(x)
 
 
-# Bounds of the elements of an array inside a box of inclusive corners: what interval classification asks for (expr.bounds).
+# Bounds of the elements of an array inside a box of inclusive corners: what interval classification asks for
+# (expr.bounds).
 
 
 @njit(**options)

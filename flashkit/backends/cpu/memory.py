@@ -1,7 +1,9 @@
-"""Memory as kernels see it: array views made from addresses, conversions of storage, calls through addresses, the task counter.
+"""Memory as kernels see it: array views made from addresses, conversions of storage, calls through addresses, the
+task counter.
 
-A kernel gets one block of 64-bit integers that describes its arguments (arguments.py), so that its compiled signature is the same for every
-strided layout and a call costs no array boxing. These intrinsics turn addresses back into Numba arrays.
+A kernel gets one block of 64-bit integers that describes its arguments (arguments.py), so that its compiled
+signature is the same for every strided layout and a call costs no array boxing. These intrinsics turn addresses
+back into Numba arrays.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def tensor3(typing: Any, address: Any, n0: Any, n1: Any, n2: Any, s0: Any, s1: A
 
 
 @intrinsic
-def tensor4(typing: Any, address: Any, n0: Any, n1: Any, n2: Any, n3: Any, s0: Any, s1: Any, s2: Any, s3: Any, dtype: Any) -> Any:
+def tensor4(
+    typing: Any, address: Any, n0: Any, n1: Any, n2: Any, n3: Any, s0: Any, s1: Any, s2: Any, s3: Any, dtype: Any
+) -> Any:
     return _view_signature(4, dtype), _view(4)
 
 
@@ -94,7 +98,9 @@ def next_task(typing: Any, address: Any) -> Any:
     """Take a number from the shared counter: threads draw tasks until none is left."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(values[0], ir.IntType(64).as_pointer()), ir.IntType(64)(1), "monotonic")
+        return builder.atomic_rmw(
+            "add", builder.inttoptr(values[0], ir.IntType(64).as_pointer()), ir.IntType(64)(1), "monotonic"
+        )
 
     return _INT64(_INT64), codegen
 
@@ -115,18 +121,38 @@ def call_worker(typing: Any, function: Any, arguments: Any, thread: Any) -> Any:
 
 
 @intrinsic
-def call_modify(typing: Any, function: Any, scores: Any, slopes: Any, row_stride: Any, rows: Any, columns: Any, b: Any, h: Any, row0: Any, q0: Any, k0: Any, values: Any) -> Any:
+def call_modify(
+    typing: Any,
+    function: Any,
+    scores: Any,
+    slopes: Any,
+    row_stride: Any,
+    rows: Any,
+    columns: Any,
+    b: Any,
+    h: Any,
+    row0: Any,
+    q0: Any,
+    k0: Any,
+    values: Any,
+) -> Any:
     """Modify a score tile in place, by the address of a generated function (modify.py)."""
     return types.void(*[_INT64] * 12), _indirect_call(11, ir.VoidType())
 
 
 @intrinsic
-def call_classify(typing: Any, function: Any, b: Any, h: Any, row0: Any, row1: Any, q0: Any, q1: Any, k0: Any, k1: Any, values: Any) -> Any:
-    """EMPTY, PARTIAL or FULL for a tile with these inclusive corners, by the address of a generated function (modify.py)."""
+def call_classify(
+    typing: Any, function: Any, b: Any, h: Any, row0: Any, row1: Any, q0: Any, q1: Any, k0: Any, k1: Any, values: Any
+) -> Any:
+    """EMPTY, PARTIAL or FULL for a tile with these inclusive corners, by the address of a generated function
+    (modify.py).
+    """
     return _INT64(*[_INT64] * 10), _indirect_call(9, ir.IntType(64))
 
 
-def _parts(context: Any, builder: ir.IRBuilder, kind: types.Array, value: ir.Value) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
+def _parts(
+    context: Any, builder: ir.IRBuilder, kind: types.Array, value: ir.Value
+) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
     """Address, shape and byte strides of an array."""
     array = context.make_array(kind)(context, builder, value)
     at = builder.ptrtoint(array.data, ir.IntType(64))
@@ -149,7 +175,9 @@ def call_product(typing: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
 
 def _tile_call(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
     """Call a micro-kernel on a score tile and arrays beside it, of which it gets the addresses."""
-    tile, *others = (_parts(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True))
+    tile, *others = (
+        _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
+    )
     at, shape, (row, _) = tile
     arguments = [at, row, *shape, *(other[0] for other in others)]
     return _indirect_call(len(arguments), ir.VoidType())(context, builder, signature, [values[0], *arguments])

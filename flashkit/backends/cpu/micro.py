@@ -1,7 +1,7 @@
 """Micro-kernels compiled for this machine: LLVM IR (vector.py) to an object file, kept in the cache directory.
 
-Numba is not involved, so a register block costs a fraction of a second, and the kernels, which call micro-kernels by address, are compiled
-once for all of them.
+Numba is not involved, so a register block costs a fraction of a second, and the kernels, which call micro-kernels
+by address, are compiled once for all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def machine() -> tuple[str, str, str]:
 
 def assemble(block: Block, triple: str, cpu: str, features: str) -> tuple[Any, Any]:
     """The optimised LLVM module and the target machine that emits it, for any CPU that LLVM was built for."""
-    target = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault")
+    target = binding.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault"
+    )
     module = binding.parse_assembly(str(vector.module(block, triple)))
     module.verify()
     options = binding.create_pipeline_tuning_options(speed_level=3)
@@ -56,7 +58,9 @@ def addresses(block: Block) -> dict[str, int]:
 
 
 def _load(path: Path) -> dict[str, int]:
-    target = binding.Target.from_triple(machine()[0]).create_target_machine(cpu=machine()[1], features=machine()[2], codemodel="jitdefault")
+    target = binding.Target.from_triple(machine()[0]).create_target_machine(
+        cpu=machine()[1], features=machine()[2], codemodel="jitdefault"
+    )
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target)
     engine.add_object_file(binding.ObjectFileRef.from_data(path.read_bytes()))
     engine.finalize_object()

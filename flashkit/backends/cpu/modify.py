@@ -1,6 +1,7 @@
 """Generated functions for one score and mask modification: on a tile of scores, and on a tile's corners.
 
-Both are C functions over 64-bit integers that the kernels call by address, so a new modification compiles a few lines and no kernel.
+Both are C functions over 64-bit integers that the kernels call by address, so a new modification compiles a few
+lines and no kernel.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
 
 
 def _classify_function(spec: AttentionSpec) -> str:
-    empty, full = expr.classify(spec.mask)  # type: ignore[arg-type]
+    empty, full = expr.classify(spec.mask)
     lines, (is_empty, is_full) = expr.render([empty, full], "numba", "    ")
     return "\n".join([
         "@cfunc(types.int64(*[types.int64] * 9), cache=True, **options)",
@@ -123,11 +124,15 @@ HIDDEN = F(-np.inf)
 
 
 def forward_function(spec: AttentionSpec) -> Any:
-    return specialise.load("modify", _head(spec) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n").modify
+    return specialise.load(
+        "modify", _head(spec) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n"
+    ).modify
 
 
 def backward_function(spec: AttentionSpec) -> Any:
-    return specialise.load("modify_backward", _head(spec) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n").modify
+    return specialise.load(
+        "modify_backward", _head(spec) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
+    ).modify
 
 
 def classify_function(spec: AttentionSpec) -> Any:

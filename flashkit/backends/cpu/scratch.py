@@ -13,8 +13,11 @@ def _end(start: int, elements: int, itemsize: int) -> int:
 
 
 @register_jitable
-def forward_layout(panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int, int, int, int, int, int]:
-    """Offsets of O^T panels (Q^T panels come first), score tile, widened K and V tiles, running maxima and sums, and three rows
+def forward_layout(
+    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int
+) -> tuple[int, int, int, int, int, int, int, int]:
+    """Offsets of O^T panels (Q^T panels come first), score tile, widened K and V tiles, running maxima and sums,
+    and three rows
     of one panel; last the total."""
     queries = panels * panel
     outputs = _end(0, queries * d, itemsize)
@@ -28,8 +31,11 @@ def forward_layout(panels: int, panel: int, block_k: int, d: int, dv: int, items
 
 
 @register_jitable
-def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int, int, int, int, int, int, int, int]:
-    """Offsets of the K^T, V^T, K, V, Q and dO tiles (K^T first), S, dP and slopes tiles, dK and dV sums; last the total.
+def backward_layout(
+    block_q: int, block_k: int, d: int, dv: int, itemsize: int
+) -> tuple[int, int, int, int, int, int, int, int, int, int]:
+    """Offsets of the K^T, V^T, K, V, Q and dO tiles (K^T first), S, dP and slopes tiles, dK and dV sums; last the
+    total.
 
     block_k is a multiple of the vector's lanes, so that rows of the score tiles are padded to whole vectors.
     """
@@ -42,4 +48,15 @@ def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int) 
     slopes = _end(dscores, block_q * block_k, itemsize)
     dkeys = _end(slopes, block_q * block_k, itemsize)
     dvalues = _end(dkeys, block_k * d, itemsize)
-    return values_t, keys, queries, douts, scores, dscores, slopes, dkeys, dvalues, _end(dvalues, block_k * dv, itemsize)
+    return (
+        values_t,
+        keys,
+        queries,
+        douts,
+        scores,
+        dscores,
+        slopes,
+        dkeys,
+        dvalues,
+        _end(dvalues, block_k * dv, itemsize),
+    )

@@ -1,7 +1,9 @@
-"""Kernels made at run time: a kernel's text behind a head of constants, written to the cache directory and imported from there.
+"""Kernels made at run time: a kernel's text behind a head of constants, written to the cache directory and imported
+from there.
 
-Numba's disk cache works for module-level functions of a file that stays where it is. So a specialised kernel is such a file, named by the
-hash of its text and of every source that is compiled into it: a changed source is a new file, and never a stale kernel.
+Numba's disk cache works for module-level functions of a file that stays where it is. So a specialised kernel is
+such a file, named by the hash of its text and of every source that is compiled into it: a changed source is a new
+file, and never a stale kernel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Running a worker on the caller's thread or on several, safely from any number of Python threads.
 
-Numba's OpenMP and TBB layers take concurrent calls; its own workqueue does not and aborts the process, so under it a lock guards the
-parallel path and whoever finds it taken works alone. After a fork the child's thread pool is gone (OpenMP would end the child without a word),
-so a forked child works alone too.
+Numba's OpenMP and TBB layers take concurrent calls; its own workqueue does not and aborts the process, so under it
+a lock guards the parallel path and whoever finds it taken works alone. After a fork the child's thread pool is gone
+(OpenMP would end the child without a word), so a forked child works alone too.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from numba import njit
 from ... import dropout as philox
 from .arguments import (
     CLASSIFY,
-    EMPTY,
     FULL,
     HAS_SCORE,
     KEPT_SCALE,
@@ -35,7 +34,9 @@ LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @njit(**options)
-def tokens(args: Any, tensor: int, b: int, h: int, first: int, count: int, width: int, itemsize: int, dtype: Any) -> Any:
+def tokens(
+    args: Any, tensor: int, b: int, h: int, first: int, count: int, width: int, itemsize: int, dtype: Any
+) -> Any:
     """Tokens first ... first + count - 1 of one head of an operand, in place: (count, width)."""
     at = args[tensor] + b * args[tensor + 1] + h * args[tensor + 2] + first * args[tensor + 3]
     return matrix(at, count, width, args[tensor + 3], itemsize, dtype)
@@ -47,19 +48,22 @@ def offset_of(args: Any, b: int) -> int:
 
 
 @njit(**options)
-def tile_state(args: Any, b: int, h: int, row0: int, row1: int, k0: int, k1: int) -> int:
+def tile_state(args: Any, b: int, h: int, row0: int, row1: int, k0: int, k1: int) -> Any:
     """EMPTY, PARTIAL or FULL for rows row0 ... row1 - 1 and keys k0 ... k1 - 1."""
     if args[CLASSIFY] == 0:
         return FULL
     offset = offset_of(args, b)
-    return call_classify(args[CLASSIFY], b, h, row0, row1 - 1, row0 + offset, row1 - 1 + offset, k0, k1 - 1, args[VALUES])
+    return call_classify(
+        args[CLASSIFY], b, h, row0, row1 - 1, row0 + offset, row1 - 1 + offset, k0, k1 - 1, args[VALUES]
+    )
 
 
 @njit(**options)
 def next_keys(args: Any, b: int, h: int, row0: int, row1: int, tile: int, tiles: int, block: int, n_k: int) -> Any:
     """The longest aligned group of key tiles from `tile` on with one state: (its end, the state).
 
-    Groups of a power of two are tried from large to small, so a long run of EMPTY or FULL tiles costs a few looks at the mask.
+    Groups of a power of two are tried from large to small, so a long run of EMPTY or FULL tiles costs a few looks
+    at the mask.
     """
     size = args[MAX_GROUP]
     while tile % size != 0:
@@ -88,11 +92,14 @@ def next_rows(args: Any, b: int, h: int, k0: int, k1: int, tile: int, tiles: int
 
 @njit(**options)
 def modify(args: Any, state: int, tile: Any, slopes: Any, b: int, h: int, row0: int, k0: int) -> None:
-    """Apply score and mask modification to a tile in place; hidden pairs become -inf. `slopes`: d score / d s (backward)."""
+    """Apply score and mask modification to a tile in place; hidden pairs become -inf. `slopes`: d score / d s
+    (backward).
+    """
     if args[MODIFY] != 0 and (state == PARTIAL or args[HAS_SCORE] != 0):
         q0 = row0 + offset_of(args, b)
-        call_modify(args[MODIFY], tile.ctypes.data, slopes.ctypes.data, tile.strides[0], tile.shape[0], tile.shape[1], b, h, row0, q0, k0,
-                    args[VALUES])  # fmt: skip
+        rows, columns = tile.shape
+        at, slopes_at, row_stride = tile.ctypes.data, slopes.ctypes.data, tile.strides[0]
+        call_modify(args[MODIFY], at, slopes_at, row_stride, rows, columns, b, h, row0, q0, k0, args[VALUES])
 
 
 @njit(**options)

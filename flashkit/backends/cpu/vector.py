@@ -1,13 +1,18 @@
 """Vector micro-kernels, emitted as LLVM vector IR.
 
-LLVM's auto-vectoriser keeps the accumulators of a matrix product in memory, at a third of the machine's rate; here they are vector values
-from the start. All arguments are 64-bit integers: addresses, strides in bytes, extents. The column axis of b, of c and of every score tile is
-contiguous; nothing else is assumed, and vectors are loaded and stored unaligned. Score tiles are padded to whole vectors.
+LLVM's auto-vectoriser keeps the accumulators of a matrix product in memory, at a third of the machine's rate; here
+they are vector values from the start. All arguments are 64-bit integers: addresses, strides in bytes, extents. The
+column axis of b, of c and of every score tile is contiguous; nothing else is assumed, and vectors are loaded and
+stored unaligned. Score tiles are padded to whole vectors.
 
-    product, product_add (a, a_row, a_col, b, b_row, c, c_row, m, n, k)     c = a @ b, c += a @ b; rows x vectors x lanes of c in registers
-    column_max (s, s_row, m, n, top)                                        top[j] = max(top[j], max_i s[i, j])
-    exponentials (s, s_row, m, n, top, total)                               s[i, j] = exp(s[i, j] - top[j]); total[j] += sum_i s[i, j]
-    weights (s, s_row, m, n, dp, lse, delta)                                s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = p (dp[i, j] - delta[i])
+    product, product_add (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
+        c = a @ b, c += a @ b; rows x vectors x lanes of c are held in registers
+    column_max (s, s_row, m, n, top)
+        top[j] = max(top[j], max_i s[i, j])
+    exponentials (s, s_row, m, n, top, total)
+        s[i, j] = exp(s[i, j] - top[j]); total[j] += sum_i s[i, j]
+    weights (s, s_row, m, n, dp, lse, delta)
+        s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = p * (dp[i, j] - delta[i])
 
 micro.py compiles them for this machine.
 """
@@ -25,8 +30,30 @@ LOG2E = 1.4426950408889634
 
 # 2^r on [-1/2, 1/2]: Chebyshev interpolation in 40 digits; relative error 2.5e-9 and 6e-20.
 EXP2_COEFFICIENTS = {
-    "float": (1.0, 0.6931472067028326, 0.24022650922288757, 0.05550327226670302, 0.009618056678524637, 0.0013400428177615838, 0.0001546144469856913),
-    "double": (1.0, 0.6931471805599453, 0.24022650695910072, 0.0555041086648217, 0.009618129107628484, 0.0013333558146390353, 0.00015403530393362755, 1.5252733856293466e-05, 1.3215486815999978e-06, 1.0178051192960649e-07, 7.054894386348348e-09, 4.456675341049206e-10, 2.5733568308756892e-11),
+    "float": (
+        1.0,
+        0.6931472067028326,
+        0.24022650922288757,
+        0.05550327226670302,
+        0.009618056678524637,
+        0.0013400428177615838,
+        0.0001546144469856913,
+    ),
+    "double": (
+        1.0,
+        0.6931471805599453,
+        0.24022650695910072,
+        0.0555041086648217,
+        0.009618129107628484,
+        0.0013333558146390353,
+        0.00015403530393362755,
+        1.5252733856293466e-05,
+        1.3215486815999978e-06,
+        1.0178051192960649e-07,
+        7.054894386348348e-09,
+        4.456675341049206e-10,
+        2.5733568308756892e-11,
+    ),
 }
 # Below these the result is 0 rather than a denormal: a denormal weight costs a hundred cycles wherever it is used.
 EXP2_UNDERFLOW = {"float": -126.0, "double": -1022.0}
@@ -37,7 +64,9 @@ EXPONENT_BIAS = {"float": 127, "double": 1023}
 def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int) -> ir.Value:
     vector = ir.VectorType(scalar.type, lanes)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+    return builder.shuffle_vector(
+        one, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
+    )
 
 
 def fill(vector: ir.VectorType, value: float | int) -> ir.Constant:
@@ -74,7 +103,15 @@ class Memory:
         b = self.builder
         if mask is None:
             return b.load(self.at(address, self.vector), align=self.size)
-        return call(b, "llvm.masked.load", self.vector, self.at(address, self.vector), I32(self.size), mask, fill(self.vector, 0.0))
+        return call(
+            b,
+            "llvm.masked.load",
+            self.vector,
+            self.at(address, self.vector),
+            I32(self.size),
+            mask,
+            fill(self.vector, 0.0),
+        )
 
     def store(self, value: ir.Value, address: ir.Value, mask: ir.Value | None = None) -> None:
         b = self.builder
@@ -96,9 +133,13 @@ class Memory:
 
 
 class Loop:
-    """`for index in range(start, stop, step)` with values carried in registers; use as `with Loop(...) as (index, carried, advance)`."""
+    """`for index in range(start, stop, step)` with values carried in registers; use as `with Loop(...) as (index,
+    carried, advance)`.
+    """
 
-    def __init__(self, builder: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: int, carried: Sequence[ir.Value] = ()) -> None:
+    def __init__(
+        self, builder: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: int, carried: Sequence[ir.Value] = ()
+    ) -> None:
         self.builder, self.start, self.stop, self.step, self.initial = builder, start, stop, step, list(carried)
 
     def __enter__(self) -> tuple[ir.Value, list[ir.Value], Callable[[list[ir.Value]], None]]:
@@ -139,7 +180,8 @@ def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     name = str(vector.element)
     integers = ir.VectorType(I32 if name == "float" else I64, vector.count)
     underflow = fill(vector, EXP2_UNDERFLOW[name])
-    # The comparison is false for NaN, which so reaches the integer conversion as a harmless number, and the polynomial as NaN.
+    # The comparison is false for NaN, which so reaches the integer conversion as a harmless number, and the
+    # polynomial as NaN.
     inside = b.select(b.fcmp_ordered(">", x, underflow), x, underflow)
     whole = call(b, "llvm.rint", vector, inside)
     r = b.fsub(x, whole)
@@ -155,8 +197,12 @@ def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 # --- product ----------------------------------------------------------------------------------------------------------
 
 
-def _emit_product(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block, *, accumulate: bool) -> None:
-    """c[i, j] (+)= sum_k a[i, k] b[k, j]: panels of vectors x lanes columns, in each blocks of `rows` rows, held in registers."""
+def _emit_product(
+    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block, *, accumulate: bool
+) -> None:
+    """c[i, j] (+)= sum_k a[i, k] b[k, j]: panels of vectors x lanes columns, in each blocks of `rows` rows, held in
+    registers.
+    """
     b = builder
     a, a_row, a_col, b_, b_row, c, c_row, m, n, k = args
     rows, vectors, lanes = shape.rows, shape.vectors, shape.lanes
@@ -168,7 +214,9 @@ def _emit_product(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
         c_rows = [b.add(b.add(c, offset), b.mul(b.add(i, I64(x)), c_row)) for x in range(height)]
         a_rows = [b.add(a, b.mul(b.add(i, I64(x)), a_row)) for x in range(height)]
         zero = fill(memory.vector, 0.0)
-        start = [memory.load(b.add(r, I64(v * width)), mask) if accumulate else zero for r in c_rows for v in range(columns)]
+        start = [
+            memory.load(b.add(r, I64(v * width)), mask) if accumulate else zero for r in c_rows for v in range(columns)
+        ]
         loop = Loop(b, I64(0), k, 1, [*start, b.add(b_, offset), I64(0)])
         with loop as (_, carried, advance):
             *sums, b_at, a_at = carried
@@ -202,8 +250,12 @@ def _emit_product(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
         panel(1, j, memory.tail_mask(b.sub(n, j)))
 
 
-def _column_groups(b: ir.IRBuilder, columns: ir.Value, vectors: int, lanes: int, emit: Callable[[ir.Value, int], None]) -> None:
-    """Go over the columns `vectors` vectors at a time, the rest one by one: several at once hide each other's latency."""
+def _column_groups(
+    b: ir.IRBuilder, columns: ir.Value, vectors: int, lanes: int, emit: Callable[[ir.Value, int], None]
+) -> None:
+    """Go over the columns `vectors` vectors at a time, the rest one by one: several at once hide each other's
+    latency.
+    """
     wide = vectors * lanes
     with Loop(b, I64(0), b.sub(columns, I64(wide - 1)), wide) as (j, _, _):
         emit(j, vectors)
@@ -284,7 +336,9 @@ def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
 
 @dataclass(frozen=True)
 class Block:
-    """What micro-kernels are made for: the element ("float" or "double") and the register block rows x vectors x lanes of it."""
+    """What micro-kernels are made for: the element ("float" or "double") and the register block rows x vectors x
+    lanes of it.
+    """
 
     element: str
     rows: int

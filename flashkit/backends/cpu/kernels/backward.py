@@ -1,8 +1,10 @@
-"""Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2): weights recomputed from the log-sum-exp, five products.
+"""Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2): weights recomputed from the
+log-sum-exp, five products.
 
-A task is one part of the keys of one key/value head: it goes over its key tiles and, for each, over the query tiles that see them. The
-softmax is known, so keys may lie along the vector lanes: only K and V are packed, once a key tile, and Q, dO, dQ, dK, dV are used as they lie.
-Names that no import brings are the head that specialise.py puts before this text (see forward.py).
+A task is one part of the keys of one key/value head: it goes over its key tiles and, for each, over the query tiles
+that see them. The softmax is known, so keys may lie along the vector lanes: only K and V are packed, once a key
+tile, and Q, dO, dQ, dK, dV are used as they lie. Names that no import brings are the head that specialise.py puts
+before this text (see forward.py).
 
     K^T, V^T  [D][BLOCK_K], [DV][BLOCK_K]      scaled keys, values
     S, dP     [BLOCK_Q][BLOCK_K]               scores, then weights P; dP, then dS
@@ -13,11 +15,19 @@ Names that no import brings are the head that specialise.py puts before this tex
 import numpy as np
 from numba import cfunc, njit, types
 
-from flashkit.backends.cpu.arguments import *  # noqa: F403
+from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.memory import call_product, call_weights, double_from_bits, integer_at, matrix, next_task, vector
+from flashkit.backends.cpu.memory import (
+    call_product,
+    call_weights,
+    double_from_bits,
+    integer_at,
+    matrix,
+    next_task,
+    vector,
+)
 from flashkit.backends.cpu.scratch import backward_layout
-from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_rows, tile_state, tokens
+from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_rows, tokens
 
 
 @njit(**options)
@@ -63,7 +73,12 @@ def finish(tile, target):
 @njit(**options)
 def row_values(args, tensor, b, h, first, count):
     """A number for each query of one head: log-sum-exp, delta."""
-    return vector(args[tensor] + b * args[tensor + 1] + h * args[tensor + 2] + first * args[tensor + 3], count, args[tensor + 3], COMPUTE)
+    return vector(
+        args[tensor] + b * args[tensor + 1] + h * args[tensor + 2] + first * args[tensor + 3],
+        count,
+        args[tensor + 3],
+        COMPUTE,
+    )
 
 
 @njit(**options)
@@ -71,7 +86,9 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
     """One key tile against all queries that see it. Returns whether dK and dV are finite."""
     d, dv, block_q, block_k = args[DIM], args[DIM_V], args[BLOCK_Q], args[BLOCK_K]
     careful, group, n_q = args[CAREFUL] != 0, args[GROUP], args[N_Q]
-    values_t, keys, queries, douts, scores, dscores, slopes, dkeys, dvalues, _ = backward_layout(block_q, block_k, d, dv, COMPUTE_SIZE)
+    values_t, keys, queries, douts, scores, dscores, slopes, dkeys, dvalues, _ = backward_layout(
+        block_q, block_k, d, dv, COMPUTE_SIZE
+    )
     row_bytes = block_k * COMPUTE_SIZE
     scale = COMPUTE(double_from_bits(args[SCALE]))
     k0 = key_tile * block_k
@@ -100,7 +117,9 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
                 s = matrix(scratch + scores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
                 dp = matrix(scratch + dscores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
                 slope = matrix(scratch + slopes, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-                dq_at = args[DQ_PARTIAL] + (((part * args[BATCH] + b) * args[HEADS] + h) * n_q + row0) * d * COMPUTE_SIZE
+                dq_at = (
+                    args[DQ_PARTIAL] + (((part * args[BATCH] + b) * args[HEADS] + h) * n_q + row0) * d * COMPUTE_SIZE
+                )
                 dq = matrix(dq_at, rows, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
 
                 call_product(args[PRODUCT], q, k_t, s)  # scores
@@ -157,7 +176,9 @@ def prepare(address, thread):
 
 @cfunc(types.void(types.int64, types.int64), cache=True, **options)
 def worker(address, thread):
-    """Draw parts of key/value heads until none is left. A part takes every SPLITS-th key tile, so causal parts weigh the same."""
+    """Draw parts of key/value heads until none is left. A part takes every SPLITS-th key tile, so causal parts
+    weigh the same.
+    """
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
     heads_kv = args[HEADS] // args[GROUP]
@@ -168,7 +189,10 @@ def worker(address, thread):
         head, part = task // args[SPLITS], task % args[SPLITS]
         b, head_kv = head // heads_kv, head % heads_kv
         size = args[GROUP] * args[N_Q] * args[DIM]
-        dq_at = args[DQ_PARTIAL] + ((part * args[BATCH] + b) * args[HEADS] + head_kv * args[GROUP]) * args[N_Q] * args[DIM] * COMPUTE_SIZE
+        dq_at = (
+            args[DQ_PARTIAL]
+            + ((part * args[BATCH] + b) * args[HEADS] + head_kv * args[GROUP]) * args[N_Q] * args[DIM] * COMPUTE_SIZE
+        )
         vector(dq_at, size, COMPUTE_SIZE, COMPUTE)[:] = 0
         tiles = (integer_at(args[LENGTHS] + 8 * b) + args[BLOCK_K] - 1) // args[BLOCK_K]
         for key_tile in range(part, tiles, args[SPLITS]):

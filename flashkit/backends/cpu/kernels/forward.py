@@ -1,8 +1,8 @@
 """Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1), scores transposed: one column a query.
 
-A task is one block of queries of one head. With queries along the vector lanes the softmax needs no operation across lanes, K and V
-are used where they lie, and only Q is packed. The names that no import brings (STORAGE, STORAGE_SIZE, COMPUTE, COMPUTE_SIZE,
-IN_PLACE, widen, narrow) are the head that specialise.py puts before this text.
+A task is one block of queries of one head. With queries along the vector lanes the softmax needs no operation
+across lanes, K and V are used where they lie, and only Q is packed. The names that no import brings (STORAGE,
+STORAGE_SIZE, COMPUTE, COMPUTE_SIZE, IN_PLACE, widen, narrow) are the head that specialise.py puts before this text.
 
     Q^T  panels [panel][D][PANEL]        scaled queries; a panel is a few vectors of columns
     S^T  tile   [BLOCK_K][PANEL]         scores of one panel, then weights
@@ -13,7 +13,7 @@ IN_PLACE, widen, narrow) are the head that specialise.py puts before this text.
 import numpy as np
 from numba import cfunc, njit, types
 
-from flashkit.backends.cpu.arguments import *  # noqa: F403
+from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.memory import (
     call_column_max,
@@ -78,7 +78,9 @@ def online_softmax(args, tile, m, l, shift, factor, spare, output):
 def finish(args, b, h, first, count, output, m, l):
     """Divide by the sums, transpose back and store output and log-sum-exp. Returns whether all of it is finite."""
     out = tokens(args, OUT, b, h, first, count, args[DIM_V], STORAGE_SIZE, STORAGE)
-    lse = vector(args[LSE] + b * args[LSE + 1] + h * args[LSE + 2] + first * args[LSE + 3], count, args[LSE + 3], COMPUTE)
+    lse = vector(
+        args[LSE] + b * args[LSE + 1] + h * args[LSE + 2] + first * args[LSE + 3], count, args[LSE + 3], COMPUTE
+    )
     finite = True
     for i in range(count):
         top, total, factor = m[i], l[i], COMPUTE(1)
@@ -186,7 +188,8 @@ def worker(address, thread):
         first = (blocks - 1 - task // heads) * args[BLOCK_Q]
         b, h = divmod(task % heads, args[HEADS])
         count = min(args[BLOCK_Q], args[N_Q] - first)
-        # A zero weight times an infinity hidden by the mask would be NaN: such a block, rare, is done again the careful way.
+        # A zero weight times an infinity hidden by the mask would be NaN: such a block, rare, is done again the
+        # careful way.
         for careful in range(2):
             if forward_block(args, b, h, first, count, scratch, careful):
                 break
