@@ -6,6 +6,7 @@ An array of a library can only exist if the library is imported, so nothing is i
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,20 @@ def require(name: str, array: Any, kind: str | None = None) -> str:
 def dtype_name(name: str, array: Any) -> str:
     """The name of a dtype that attention takes."""
     dtype = array.dtype
-    if dtype.name not in ITEMSIZE:
+    known = _known_dtype(dtype)
+    if known not in ITEMSIZE:
         raise TypeError(f"{name} has dtype {dtype}; {', '.join(ITEMSIZE)} fit (bfloat16 is ml_dtypes.bfloat16)")
     if not dtype.isnative:
         raise TypeError(
             f"{name} has dtype {dtype.str}, whose bytes are not in this machine's order; "
             f"{name}.astype({name}.dtype.newbyteorder('=')) fits"
         )
-    return str(dtype.name)
+    return known
+
+
+@cache
+def _known_dtype(dtype: Any) -> str:
+    return str(dtype.name)  # NumPy computes it anew each time, for microseconds
 
 
 def addressable(array: Any) -> Any:

@@ -70,6 +70,7 @@ def load(kind: str, text: str) -> ModuleType:
         return module
 
 
+@cache
 def kernel(name: str, dtype: str) -> ModuleType:
     """kernels/<name>.py for a storage dtype."""
     storage, widen, narrow = _CONVERSIONS[dtype]
@@ -84,5 +85,6 @@ IN_PLACE = {storage == compute}
     return load(f"{name}_{dtype}", head.lstrip() + (_HERE / "kernels" / f"{name}.py").read_text())
 
 
+@cache
 def launcher() -> ModuleType:
     return load("launch", (_HERE / "kernels" / "launch.py").read_text())
