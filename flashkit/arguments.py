@@ -122,7 +122,7 @@ def prepare(
         check_indices(mod, batch, heads, n_q, n_k, offsets)
     score, hidden, slots, params, values = _compose(scores, masks)
 
-    if layout_of_out := out is not None:
+    if out is not None:
         _check_out(out, kind, dtype, shape, q, v)
     if not 0 <= _number("dropout_p", dropout_p) < 1:
         raise ValueError(f"dropout_p is {dropout_p}; a probability of at least 0 and below 1 fits")
@@ -133,13 +133,11 @@ def prepare(
         kv_lengths is not None, bool(deterministic), None if precision == "highest" else precision,
     )  # fmt: skip
     problem = Problem(spec, batch, heads, n_q, n_k, kind)
-    result = None
-    if layout_of_out and _direct(out, q, k, v):
-        result = shape.to_four(out)
+    direct = out is not None and _direct(out, q, k, v)
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else _number("scale", scale), offsets, lengths, params, values,
         _sinks(sinks, kind, heads, spec.lse_dtype), float(dropout_p), _seed(seed, dropout_p),
-        shape.empty(xp, batch, heads, n_q, dv, q.dtype) if result is None else result,
+        shape.to_four(out) if direct else shape.empty(xp, batch, heads, n_q, dv, q.dtype),
         xp.empty((batch, heads, n_q), spec.lse_dtype),
     )  # fmt: skip
     return problem, operands, shape

@@ -87,7 +87,7 @@ def finish(args, b, h, first, count, output, m, l):
         if args[SINKS] != 0:
             # The sink is one more logit in the sum, without a value.
             sink = vector(args[SINKS], args[HEADS], COMPUTE_SIZE, COMPUTE)[h]
-            if sink > -np.inf:
+            if sink != -np.inf:
                 old = top
                 top = max(old, sink)
                 factor = np.exp(old - top)
