@@ -112,9 +112,7 @@ class RangeTable:
             used = np.logical_and.reduce([valid for _, _, valid in combination]).nonzero()[0]
             if used.size:
                 tree = self._tree(which, tuple(level for level, _, _ in combination))
-                # A node beyond the last one stands for nothing but padding; the last one is part of any such box.
-                index = tuple(np.minimum(node[used], n - 1) for (_, node, _), n in zip(combination, tree.shape))
-                result[used] = better(result[used], tree[index])
+                result[used] = better(result[used], tree[tuple(node[used] for _, node, _ in combination)])
         return result.reshape(shape)[()]
 
     def _tree(self, which: int, levels: tuple[int, ...]) -> np.ndarray:
@@ -140,7 +138,7 @@ def _cover(low: np.ndarray, high: np.ndarray, n: int) -> list[tuple[int, np.ndar
         raise IndexError("a modification reads an array without elements")
     whole = (low < 0) | (low > high) | (low >= n)
     low = np.where(whole, 0, low)
-    # To the very end of the tree, padding and all: one large node instead of the many that an odd length would take.
+    # To the very end of the tree, past the array: one large node instead of the many that an odd length would take.
     high = np.where(whole | (high >= n - 1), (1 << (n - 1).bit_length()) - 1, high)
     nodes: list[tuple[int, np.ndarray, np.ndarray]] = []
     for level in itertools.count():
@@ -148,6 +146,7 @@ def _cover(low: np.ndarray, high: np.ndarray, n: int) -> list[tuple[int, np.ndar
         if not (single.any() or several.any()):
             return nodes
         for node, valid in ((low, several & (low % 2 == 1)), (high, single | (several & (high % 2 == 0)))):
+            valid = valid & (node << level < n)
             if valid.any():
                 nodes.append((level, node, valid))
         low, high = np.where(single, 1, (low + 1) >> 1), np.where(single, 0, (high - 1) >> 1)
