@@ -309,6 +309,7 @@ def _at(array: Array, b: Expr, index: Expr) -> Expr:
 
 def visible(array: Any) -> Mod:
     """A mask given as an array of bools, True = attend, that broadcasts to (B, Hq, Nq, Nk)."""
+    array = np.asarray(array) if isinstance(array, (list, tuple)) else array
     if array.dtype.kind != "b":
         raise TypeError(f"mask has dtype {array.dtype}; bool fits, True where a key is visible")
     return mask(_indexed(_visible, array), array=array)
@@ -346,6 +347,7 @@ def _alibi(s: Expr, b: Expr, h: Expr, q: Expr, k: Expr, *, slopes: Array) -> Exp
 
 def bias(array: Any) -> Mod:
     """s + array[b, h, row, k]; the array broadcasts to (B, Hq, Nq, Nk), -inf hides a key."""
+    array = np.asarray(array) if isinstance(array, (list, tuple)) else array
     return score(_indexed(_bias, array), array=array)
 
 

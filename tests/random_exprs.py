@@ -1,0 +1,317 @@
+"""Random modifications for the tests: each a graph together with what it means, computed by plain Python alone.
+
+The generators take a random.Random; hypothesis gives one that it can replay and shrink (st.randoms). Values stay small
+enough that 64-bit integers never wrap. A float that goes through exp, tanh and the like is only ever part of smooth
+functions: no comparison and no floor of it, since those would turn the last bit's difference between two libraries into
+another number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashkit import expr
+from flashkit.expr import Array, Expr
+
+Env = dict[str, Any]
+
+
+class Case(NamedTuple):
+    graph: Expr
+    value: Callable[[Env], Any]  # on Python ints, floats and bools
+
+
+_data = np.random.default_rng(7)
+ARRAYS: dict[str, np.ndarray] = {
+    "ids": np.sort(_data.integers(0, 6, 23)),
+    "table": _data.integers(-9, 9, (5, 7)).astype(np.int32),
+    "flags": _data.integers(0, 2, 17).astype(bool),
+    "grid": _data.integers(0, 4, (6, 9)) > 0,
+    "weights": _data.normal(size=11),
+}
+PARAMS: dict[str, int | float] = {"n": 5, "step": 3, "cap": 1.75}
+KINDS = {"ids": "int", "table": "int", "flags": "bool", "grid": "bool", "weights": "float"}
+
+
+def leaf(graph: Expr, name: str) -> Case:
+    return Case(graph, lambda env: env[name])
+
+
+def load(r: Random, name: str, depth: int, smooth: bool = False) -> Case:
+    array = ARRAYS[name]
+    indices = []
+    for size in array.shape:
+        i = integer(r, depth - 1)
+        if r.random() < 0.5:
+            indices.append(
+                Case(expr.clip(i.graph, 0, size - 1), lambda env, i=i, size=size: min(max(i.value(env), 0), size - 1))
+            )
+        else:
+            indices.append(Case(i.graph % size, lambda env, i=i, size=size: i.value(env) % size))
+    named = Array(name, array.ndim, KINDS[name])  # type: ignore[arg-type]
+    return Case(named[tuple(i.graph for i in indices)], lambda env: array[tuple(i.value(env) for i in indices)].item())
+
+
+def small(r: Random) -> Case:
+    value = r.randint(-9, 9)
+    return Case(expr.const(value), lambda env: value)
+
+
+def divisor(r: Random, depth: int) -> Case:
+    """Not zero: a constant, a param, or something that varies."""
+    which = r.randrange(4)
+    if which == 0:
+        return leaf(expr.param("step", "int"), "step")
+    if which == 1 and depth > 1:
+        x = integer(r, depth - 1)
+        return Case(expr.maximum(x.graph, 1), lambda env: max(x.value(env), 1))
+    value = r.choice([-7, -3, -2, -1, 1, 2, 3, 4, 8, 13])
+    return Case(expr.const(value), lambda env: value)
+
+
+def integer(r: Random, depth: int) -> Case:
+    if depth <= 0 or r.random() < 0.1:
+        name = r.choice(["q", "k", "row", "q", "k", "b", "h", "n", "const"])
+        if name == "const":
+            return small(r)
+        return leaf(expr.param("n", "int") if name == "n" else expr.symbol(name), name)
+    x, y = integer(r, depth - 1), integer(r, depth - 1)
+    op = r.choice(
+        [
+            "add",
+            "sub",
+            "mul",
+            "floordiv",
+            "mod",
+            "neg",
+            "abs",
+            "min",
+            "max",
+            "where",
+            "and",
+            "or",
+            "xor",
+            "load",
+            "bool",
+            "sign",
+            "power",
+        ]
+    )
+    if op == "add":
+        return Case(x.graph + y.graph, lambda env: x.value(env) + y.value(env))
+    if op == "sub":
+        return Case(x.graph - y.graph, lambda env: x.value(env) - y.value(env))
+    if op == "mul":
+        z = small(r) if r.random() < 0.7 else leaf(expr.Q, "q")
+        return Case(x.graph * z.graph, lambda env: x.value(env) * z.value(env))
+    if op in ("floordiv", "mod"):
+        z = divisor(r, depth)
+        if op == "mod":
+            return Case(x.graph % z.graph, lambda env: x.value(env) % z.value(env))
+        return Case(x.graph // z.graph, lambda env: x.value(env) // z.value(env))
+    if op == "neg":
+        return Case(-x.graph, lambda env: -x.value(env))
+    if op == "abs":
+        return Case(abs(x.graph), lambda env: abs(x.value(env)))
+    if op == "min":
+        return Case(expr.minimum(x.graph, y.graph), lambda env: min(x.value(env), y.value(env)))
+    if op == "max":
+        return Case(expr.maximum(x.graph, y.graph), lambda env: max(x.value(env), y.value(env)))
+    if op == "where":
+        c = boolean(r, depth - 1)
+        return Case(expr.where(c.graph, x.graph, y.graph), lambda env: x.value(env) if c.value(env) else y.value(env))
+    if op == "and":
+        return Case(x.graph & y.graph, lambda env: x.value(env) & y.value(env))
+    if op == "or":
+        return Case(x.graph | y.graph, lambda env: x.value(env) | y.value(env))
+    if op == "xor":
+        return Case(x.graph ^ y.graph, lambda env: x.value(env) ^ y.value(env))
+    if op == "load":
+        return load(r, r.choice(["ids", "table"]), depth)
+    if op == "bool":
+        c = boolean(r, depth - 1)
+        return Case(c.graph + x.graph, lambda env: int(c.value(env)) + x.value(env))
+    if op == "sign":
+        return Case(expr.sign(x.graph), lambda env: (x.value(env) > 0) - (x.value(env) < 0))
+    e = r.randint(0, 2)
+    z = expr.clip(x.graph, -9, 9)
+    return Case(z**e, lambda env: min(max(x.value(env), -9), 9) ** e)
+
+
+def comparison(r: Random, x: Case, y: Case) -> Case:
+    op = r.choice(["lt", "le", "gt", "ge", "eq", "ne"])
+    if op == "lt":
+        return Case(x.graph < y.graph, lambda env: x.value(env) < y.value(env))
+    if op == "le":
+        return Case(x.graph <= y.graph, lambda env: x.value(env) <= y.value(env))
+    if op == "gt":
+        return Case(x.graph > y.graph, lambda env: x.value(env) > y.value(env))
+    if op == "ge":
+        return Case(x.graph >= y.graph, lambda env: x.value(env) >= y.value(env))
+    if op == "eq":
+        return Case(x.graph == y.graph, lambda env: x.value(env) == y.value(env))
+    return Case(x.graph != y.graph, lambda env: x.value(env) != y.value(env))
+
+
+def boolean(r: Random, depth: int, floats: bool = False) -> Case:
+    """floats: comparisons of floats too, which have no bounds."""
+    if depth <= 0:
+        value = r.random() < 0.5
+        return r.choice(
+            [
+                lambda: Case(expr.const(value), lambda env: value),
+                lambda: comparison(r, integer(r, 0), integer(r, 0)),
+                lambda: comparison(r, integer(r, 0), integer(r, 0)),
+            ]
+        )()
+    op = r.choice(["compare", "compare", "compare", "and", "or", "xor", "not", "where", "load", "equal", "float"])
+    if op == "float" and floats:
+        return comparison(r, exact(r, depth - 1), exact(r, depth - 1))
+    if op in ("compare", "float"):
+        return comparison(r, integer(r, depth - 1), integer(r, depth - 1))
+    x, y = boolean(r, depth - 1, floats), boolean(r, depth - 1, floats)
+    if op == "and":
+        return Case(x.graph & y.graph, lambda env: x.value(env) and y.value(env))
+    if op == "or":
+        return Case(x.graph | y.graph, lambda env: x.value(env) or y.value(env))
+    if op == "xor":
+        return Case(x.graph ^ y.graph, lambda env: x.value(env) != y.value(env))
+    if op == "not":
+        return Case(~x.graph, lambda env: not x.value(env))
+    if op == "where":
+        c = boolean(r, depth - 1, floats)
+        return Case(expr.where(c.graph, x.graph, y.graph), lambda env: x.value(env) if c.value(env) else y.value(env))
+    if op == "equal":
+        return Case(x.graph == y.graph, lambda env: x.value(env) == y.value(env))
+    return load(r, r.choice(["flags", "grid"]), depth)
+
+
+def exact(r: Random, depth: int) -> Case:
+    """A float made by operations that every library rounds alike."""
+    if depth <= 0 or r.random() < 0.1:
+        which = r.choice(["s", "cap", "const", "load", "int"])
+        if which == "load":
+            return load(r, "weights", 1)
+        if which == "int":
+            x = integer(r, 1)
+            return Case(expr.to_float(x.graph), lambda env: float(x.value(env)))
+        if which == "const":
+            value = r.choice([-2.5, -0.1, 0.3, 1e-3, 7.0])
+            return Case(expr.const(value), lambda env: value)
+        return leaf(expr.S if which == "s" else expr.param("cap", "float"), which)
+    x, y = exact(r, depth - 1), exact(r, depth - 1)
+    op = r.choice(
+        ["add", "sub", "mul", "div", "neg", "abs", "min", "max", "where", "floor", "mod", "floordiv", "power"]
+    )
+    if op == "add":
+        return Case(x.graph + y.graph, lambda env: x.value(env) + y.value(env))
+    if op == "sub":
+        return Case(x.graph - y.graph, lambda env: x.value(env) - y.value(env))
+    if op == "mul":
+        return Case(x.graph * 0.75, lambda env: x.value(env) * 0.75)
+    if op == "div":
+        return Case(x.graph / (abs(y.graph) + 1), lambda env: x.value(env) / (abs(y.value(env)) + 1.0))
+    if op == "neg":
+        return Case(-x.graph, lambda env: -x.value(env))
+    if op == "abs":
+        return Case(abs(x.graph), lambda env: abs(x.value(env)))
+    if op == "min":
+        return Case(expr.minimum(x.graph, y.graph), lambda env: min(x.value(env), y.value(env)))
+    if op == "max":
+        return Case(expr.maximum(x.graph, y.graph), lambda env: max(x.value(env), y.value(env)))
+    if op == "where":
+        c = boolean(r, depth - 1, floats=True)
+        return Case(expr.where(c.graph, x.graph, y.graph), lambda env: x.value(env) if c.value(env) else y.value(env))
+    if op == "floor":
+        return Case(expr.floor(x.graph), lambda env: float(math.floor(x.value(env))))
+    if op == "mod":
+        return Case(x.graph % 2.5, lambda env: x.value(env) % 2.5)
+    if op == "floordiv":
+        return Case(x.graph // 2.5, lambda env: x.value(env) // 2.5)
+    return Case((x.graph * 0.01) ** 2, lambda env: (x.value(env) * 0.01) * (x.value(env) * 0.01))
+
+
+def smooth(r: Random, depth: int) -> Case:
+    """A float that is smooth in s, and of moderate size."""
+    if depth <= 0:
+        return r.choice([lambda: leaf(expr.S, "s"), lambda: leaf(expr.S, "s"), lambda: exact_constant(r)])()
+    x, y = smooth(r, depth - 1), smooth(r, depth - 1)
+    op = r.choice(
+        [
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "neg",
+            "where",
+            "exp",
+            "exp2",
+            "log",
+            "log2",
+            "sqrt",
+            "tanh",
+            "sigmoid",
+            "sin",
+            "cos",
+            "power",
+        ]
+    )
+    if op == "add":
+        return Case(x.graph + y.graph, lambda env: x.value(env) + y.value(env))
+    if op == "sub":
+        return Case(x.graph - y.graph, lambda env: x.value(env) - y.value(env))
+    if op == "mul":
+        return Case(expr.tanh(x.graph) * y.graph, lambda env: math.tanh(x.value(env)) * y.value(env))
+    if op == "div":
+        return Case(x.graph / (y.graph**2 + 1.5), lambda env: x.value(env) / (y.value(env) ** 2 + 1.5))
+    if op == "neg":
+        return Case(-x.graph, lambda env: -x.value(env))
+    if op == "where":
+        c = boolean(r, depth - 1)
+        return Case(expr.where(c.graph, x.graph, y.graph), lambda env: x.value(env) if c.value(env) else y.value(env))
+    if op in ("exp", "exp2"):
+        f = {"exp": math.exp, "exp2": lambda v: 2.0**v}[op]
+        return Case(getattr(expr, op)(expr.tanh(x.graph)), lambda env: f(math.tanh(x.value(env))))
+    if op in ("log", "log2"):
+        f = getattr(math, op)
+        return Case(getattr(expr, op)(x.graph**2 + 1.25), lambda env: f(x.value(env) ** 2 + 1.25))
+    if op == "sqrt":
+        return Case(expr.sqrt(x.graph**2 + 0.5), lambda env: math.sqrt(x.value(env) ** 2 + 0.5))
+    if op == "sigmoid":
+        return Case(expr.sigmoid(x.graph), lambda env: 0.5 + 0.5 * math.tanh(x.value(env) / 2))
+    if op == "power":
+        return Case(expr.tanh(x.graph) ** 3, lambda env: math.tanh(x.value(env)) ** 3)
+    f = getattr(math, op)
+    return Case(getattr(expr, op)(x.graph), lambda env: f(x.value(env)))
+
+
+def exact_constant(r: Random) -> Case:
+    value = r.choice([-1.5, -0.25, 0.5, 2.0])
+    return Case(expr.const(value), lambda env: value)
+
+
+def environment(r: Random) -> Env:
+    """Positions and a score, as plain Python numbers."""
+    row = r.randint(0, 30)
+    return {
+        "b": r.randint(0, 2),
+        "h": r.randint(0, 3),
+        "row": row,
+        "q": row + r.randint(-6, 6),
+        "k": r.randint(0, 30),
+        "s": r.uniform(-4, 4),
+        **PARAMS,
+    }
+
+
+MAKERS: dict[str, Callable[[Random, int], Case]] = {
+    "int": integer,
+    "bool": lambda r, d: boolean(r, d, floats=True),
+    "float": exact,
+    "smooth": smooth,
+}
