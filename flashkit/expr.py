@@ -443,7 +443,7 @@ def walk(roots: Iterable[Expr]) -> list[Expr]:
 def key(expr: Expr) -> str:
     """The canonical text: equal for equal graphs, the part of a cache key that stands for a modification."""
     names: dict[int, str] = {}
-    lines = []
+    lines: list[str] = []
     for node in walk([expr]):
         operands = [names[id(a)] for a in node.args]
         if node.op in ("const", "symbol", "param"):
@@ -591,7 +591,7 @@ def _numpy_function(expr: Expr, arguments: tuple[str, ...]) -> Callable[..., Any
     source = f"def f({', '.join(arguments)}):\n" + "\n".join([*lines, f"    return {result}"])
     scope: dict[str, Any] = {"np": np}
     exec(compile(source, "<flashkit expression>", "exec"), scope)
-    return scope["f"]  # type: ignore[no-any-return]
+    return scope["f"]
 
 
 def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
@@ -602,12 +602,14 @@ def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any
     missing = [name for name in names if name not in env]
     if missing:
         raise KeyError(f"no value given for {', '.join(missing)}")
-    helpers = {
+    helpers: dict[str, Callable[..., Any]] = {
         "F": lambda x: np.asarray(x, dtype)[()], "I": lambda x: np.asarray(x, np.int64)[()],
         "load_min": lambda a, *corners: a.bounds(0, corners), "load_max": lambda a, *corners: a.bounds(1, corners),
     }  # fmt: skip
     # Plain Python numbers would divide by zero with an exception, int32 positions would wrap: a kernel's do neither.
-    scalars = {"float": helpers["F"], "int": helpers["I"], "bool": lambda x: np.asarray(x, bool)[()], False: lambda array: array}
+    scalars: dict[Any, Callable[..., Any]] = {
+        "float": helpers["F"], "int": helpers["I"], "bool": lambda x: np.asarray(x, bool)[()], False: lambda array: array,
+    }  # fmt: skip
     values = [scalars[kinds[name]](env[name]) for name in names]
     with np.errstate(all="ignore"):
         return _numpy_function(expr, (*names, *helpers))(*values, *helpers.values())
