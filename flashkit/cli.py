@@ -385,14 +385,16 @@ def autotune(
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept, run again to resume", file=sys.stderr)
         raise typer.Exit(130) from None
+    except ValueError as error:
+        raise _fail(error, 2) from None
     raise typer.Exit(done if isinstance(done, int) else 0)
 
 
 @app.command()
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes, few repetitions.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Append JSON lines to this file [stdout].")] = None,
-    peers: Annotated[str | None, typer.Option(help="Compare with these, joined by commas: numpy,torch.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Append the results to this file, as JSON lines.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Compare with these: numpy,torch,jax,onnxruntime.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Sequence lengths, joined by commas: 512,2048.")] = None,
 ) -> None:
     """Time attention, forward and backward, interleaved with its peers in the same run."""

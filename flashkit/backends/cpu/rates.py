@@ -1,0 +1,97 @@
+"""How fast this CPU multiplies and reads, by the same micro-kernels that attention uses: the roofline of a profile.
+
+The `product` micro-kernel, c = a @ b, does both. With one repeated row of a and c (strides of 0) and b in L1 it is
+limited by its multiply-adds. With one row of sums there are two loads of b for two multiply-adds a cycle, and the limit
+is where b lies: read once, in main memory; read again and again, in L2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+
+from ...tiles import CpuTile
+from .micro import addresses
+from .vector import KERNELS, Block
+
+SAMPLE = 0.02
+"""Seconds of one measurement, about."""
+
+_READER = 6
+"""Vectors of a row of sums when reading: enough to hide the multiply-add's latency, and few enough for 16 registers."""
+
+
+def multiply(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, samples: int = 15) -> float:
+    """FLOP/s of `product` in the tile's register block on all threads at once, operands in L1; the best of `samples`.
+
+    dtype: what is computed in, "float64" or "float32". depth: length of the sums, as head dims are.
+    """
+    block, kind = _block(dtype, tile.rows, tile.vectors, tile.lanes)
+    width = block.vectors * block.lanes
+    rows = max(1, round(SAMPLE * 1e11 / (2 * width * depth * block.rows))) * block.rows
+
+    def work() -> tuple[Callable[[], None], object]:
+        a, b, c = np.ones(depth, kind), np.ones((depth, width), kind), np.empty(width, kind)
+        strides = (0, a.itemsize), b.strides[0], 0
+        return _product(block, a, b, c, *strides, rows, width, depth), (a, b, c)
+
+    return 2.0 * rows * width * depth * threads / min(_together(work, threads, samples))
+
+
+def read(nbytes: int, lanes: int, threads: int, *, samples: int = 15) -> float:
+    """Bytes/s that all threads together read, each from an array of its own of about nbytes / threads; the best.
+
+    An array larger than the last cache is read from main memory; one that fits a core's L2 is read from there.
+    """
+    block, kind = _block("float32", 1, _READER, lanes)
+    width = block.vectors * block.lanes
+    depth = max(1, nbytes // threads // (4 * width))
+    rows = max(1, round(SAMPLE * 2e10 / (4 * width * depth)))
+
+    def work() -> tuple[Callable[[], None], object]:
+        a, b, c = np.ones(1, kind), np.ones((depth, width), kind), np.empty(width, kind)
+        return _product(block, a, b, c, (0, 0), b.strides[0], 0, rows, width, depth), (a, b, c)
+
+    return 4.0 * rows * width * depth * threads / min(_together(work, threads, samples))
+
+
+def _block(dtype: str, rows: int, vectors: int, lanes: int) -> tuple[Block, np.dtype]:
+    double = dtype == "float64"
+    return Block("double" if double else "float", rows, vectors, lanes // 2 if double else lanes), np.dtype(dtype)
+
+
+def _product(
+    block: Block, a: np.ndarray, b: np.ndarray, c: np.ndarray, a_strides: tuple[int, int], b_row: int, c_row: int,
+    m: int, n: int, k: int,
+) -> Callable[[], None]:  # fmt: skip
+    """A call of the micro-kernel; ctypes lets other threads run during it."""
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * KERNELS["product"][0])(addresses(block)["product"])
+    return lambda: function(a.ctypes.data, *a_strides, b.ctypes.data, b_row, c.ctypes.data, c_row, m, n, k)
+
+
+def _together(work: Callable[[], tuple[Callable[[], None], object]], threads: int, samples: int) -> list[float]:
+    """Seconds from when all threads start until all are done, for each sample; every thread has a work of its own."""
+    barrier, times = threading.Barrier(threads), []
+
+    def run() -> None:
+        call, _arrays = work()
+        call()
+        for _ in range(samples):
+            if barrier.wait() == 0:
+                times.append(time.perf_counter())
+            call()
+            if barrier.wait() == 0:
+                times.append(time.perf_counter())
+
+    others = [threading.Thread(target=run) for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    run()
+    for thread in others:
+        thread.join()
+    return [end - start for start, end in list(pairwise(times))[::2]]

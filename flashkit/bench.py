@@ -1,0 +1,316 @@
+"""`flashkit bench`: attention against its peers, forward and backward.
+
+Speed is timed in turns in one process, peak memory in processes of their own. A result is one JSON line (`Line`) for a
+case and a direction, with all who took part, the machine and the versions; benchmarks/report.py makes tables and plots
+of such lines. FLOPs are those of the matrix products for the visible pairs (spec.Problem.flops).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import timing
+from .peers import PEERS, Case, Entry, missing, with_flashkit
+from .spec import Direction
+from .timing import Timing
+
+SCHEMA = 1
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+SETTLE = 0.03
+"""Seconds before each sample: OpenBLAS and OpenMP threads spin for about so long after their work."""
+
+LENGTHS = (512, 2048)
+QUICK = [Case(n, causal=causal) for n in LENGTHS for causal in (False, True)]
+FULL = [
+    *QUICK,
+    *(Case(8192, heads=2, causal=causal) for causal in (False, True)),
+    *(Case(2048, head_dim=128, causal=causal) for causal in (False, True)),
+    *(Case(2048, dtype=dtype) for dtype in ("float64", "float16", "bfloat16")),
+    Case(1, n_k=16384),
+    Case(1, n_k=16384, heads=32, heads_kv=8, head_dim=128),
+]
+
+Machine = dict[str, Any]
+
+
+class Line(msgspec.Struct, forbid_unknown_fields=True):
+    """One line of a result file. Seconds, bytes, FLOPs.
+
+    `memory`: growth of resident memory at its peak, results included, in a forward, or a forward and a backward pass.
+    """
+
+    run: str  # when the run began, UTC: the same in all its lines
+    case: Case
+    direction: Direction
+    flops: float
+    bytes: int  # least traffic with main memory
+    timings: dict[str, dict[str, float]]  # who: median, low and high (20 and 80 %), best, rounds, repeats
+    times_as_fast: dict[str, dict[str, float]]  # flashkit over who: median, low, high of the rounds' ratios
+    skipped: dict[str, str]  # who: why
+    memory: dict[str, int]
+    machine: Machine
+    neighbours: float | None = None  # share of the cores' time that other processes took while it was timed
+    schema: int = SCHEMA
+
+    def gflops(self, name: str) -> float:
+        return self.flops / self.timings[name]["median"] / 1e9
+
+
+def read(file: Path) -> list[Line]:
+    """The lines of the last run in a result file, in order. msgspec.ValidationError where one does not fit."""
+    texts = file.read_text(encoding="utf-8").splitlines()
+    lines = [msgspec.json.decode(text, type=Line) for text in texts if text.strip()]
+    return [line for line in lines if line.run == lines[-1].run]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    case: Case, direction: Direction, peers: Sequence[str], *, run: str, rounds: int, budget: float, memory: bool,
+    threads: int, time: Callable[..., dict[str, Timing]] = timing.interleaved,
+    growth: Callable[[Case, Direction, str], int | None] | None = None,
+) -> Line:  # fmt: skip
+    """One case in one direction. time, growth: for tests."""
+    from .arguments import prepare
+    from .explanation import visible_pairs
+
+    arrays = case.arrays()
+    problem, operands, _ = prepare(*arrays[:3], causal=case.causal)
+    entries: dict[str, Entry] = {"flashkit": with_flashkit(case, arrays, direction, threads)}
+    ours = entries["flashkit"].result()
+    skipped = {}
+    for name in peers:
+        entry = PEERS[name](case, arrays, direction, threads)
+        if entry is None:
+            skipped[name] = "cannot do this case, or not in reasonable memory"
+        elif (error := _difference(entry.result(), ours)) > tolerance(case.dtype):
+            skipped[name] = f"does not compute the same: the largest difference is {error:.2g} of the largest value"
+        else:
+            entries[name] = entry
+
+    calls = {name: entry.call for name, entry in entries.items()}
+    with timing.Neighbours() as neighbours:
+        timings = time(calls, rounds=rounds, budget=budget, settle=SETTLE)
+    shares = {name: timings[name].over(timings["flashkit"]) for name in entries if name != "flashkit"}
+    measured = [name for name in ("flashkit", "numpy") if memory and name in entries]
+    grown = {name: (growth or memory_growth)(case, direction, name) for name in measured}
+    return Line(
+        run=run,
+        case=case,
+        direction=direction,
+        flops=problem.flops(direction, visible_pairs(problem, operands)),
+        bytes=problem.bytes(direction),
+        timings={name: t.as_dict() for name, t in timings.items()},
+        times_as_fast={name: dict(zip(("median", "low", "high"), share)) for name, share in shares.items()},
+        skipped=skipped,
+        memory={name: n for name, n in grown.items() if n is not None},
+        machine=timing.machine(*peers),
+        neighbours=neighbours.share,
+    )
+
+
+def _difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
+    """The largest difference, relative to the largest value, of arrays in pairs."""
+    pairs = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(ours, theirs, strict=True)]
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) if a.shape == b.shape else math.inf for a, b in pairs)
+
+
+def tolerance(dtype: str) -> float:
+    """Half the digits: enough to tell the same computation from another one, whatever the order of its sums."""
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).eps) ** 0.5
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_growth(case: Case, direction: Direction, name: str) -> int | None:
+    """Bytes by which resident memory grows at its peak; None where it cannot be told (elsewhere than on Linux).
+
+    In a forward pass, or in a forward and a backward pass; in a new process, after a smaller call that compiles and
+    brings in what stays.
+    """
+    command = [sys.executable, "-m", "flashkit.bench", json.dumps([asdict(case), direction, name])]
+    # glibc would keep freed memory for later, so that the growth would be less than what is used.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    try:
+        answer = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        raise RuntimeError(f"measuring the memory of {name} failed:\n{done.stderr}") from None
+    return None if answer is None else int(answer)
+
+
+def _grow(case: Case, direction: Direction, name: str) -> int | None:
+    contender = with_flashkit if name == "flashkit" else PEERS[name]
+    from .backends.cpu import threads
+
+    def step(case: Case) -> Callable[[], object]:
+        arrays, count = case.arrays(), threads.count()
+
+        def both() -> object:
+            entry = contender(case, arrays, direction, count)  # in the backward direction it makes the forward pass
+            assert entry is not None
+            return entry.call()
+
+        return both
+
+    step(replace(case, n_q=min(case.n_q, 256), n_k=min(case.keys, 256)))()
+    call, status = step(case), Path("/proc/self/status")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # peak = now
+        before = _status_bytes(status, "VmRSS")
+        kept = call()
+        grown = _status_bytes(status, "VmHWM") - before
+    except OSError:
+        return None
+    del kept
+    return grown
+
+
+def _status_bytes(status: Path, name: str) -> int:
+    line = next(line for line in status.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run(
+    cases: Sequence[Case], peers: Sequence[str], *, rounds: int, budget: float, memory: Callable[[Case], bool],
+    on_start: Callable[[str], None],
+) -> Iterator[Line]:  # fmt: skip
+    """Measure every case in its directions."""
+    from .backends.cpu import threads
+
+    began, count = timing.now(), threads.count()
+    for case in cases:
+        for direction in directions(case):
+            on_start(f"{case.label}, {direction}")
+            with _threads(count):
+                yield measure(
+                    case, direction, peers, run=began, rounds=rounds, budget=budget, memory=memory(case), threads=count
+                )
+
+
+def directions(case: Case) -> tuple[Direction, ...]:
+    """Decoding, one query, has no backward pass."""
+    return ("forward",) if case.n_q == 1 else DIRECTIONS
+
+
+def _threads(count: int) -> AbstractContextManager[Any]:
+    """NumPy's matrix product on as many threads as flashkit, where that can be set; by itself it takes all cores."""
+    from . import host
+
+    if count == host.cpu_count():
+        return nullcontext()
+    if find_spec("threadpoolctl") is None:
+        problem = f"flashkit uses {count} of {host.cpu_count()} cores, and NumPy may use all"
+        print(f"warning: {problem}; pip install threadpoolctl, or set OPENBLAS_NUM_THREADS", file=sys.stderr)
+        return nullcontext()
+    limits: AbstractContextManager[Any] = import_module("threadpoolctl").threadpool_limits(count, user_api="blas")
+    return limits
+
+
+def main(
+    *, quick: bool = False, output: Path | None = None, peers: Sequence[str] | None = None,
+    sizes: Sequence[int] | None = None,
+) -> int:  # fmt: skip
+    """The command: a table on stdout, JSON lines appended to `output`, progress on stderr. Returns the exit status.
+
+    peers: names of PEERS; by default NumPy, and PyTorch where it is installed. sizes: numbers of tokens, instead of the
+    usual cases.
+    """
+    unknown = [name for name in peers or () if name not in PEERS]
+    if unknown:
+        print(f"error: --peers: {', '.join(unknown)} is none of {', '.join(PEERS)}", file=sys.stderr)
+        return 2
+    lacking = [package for name in peers or () for package in missing(name)]
+    if lacking:
+        print(f"error: --peers: pip install {' '.join(lacking)}", file=sys.stderr)
+        return 1
+    names = [name for name in ("numpy", "torch") if not missing(name)] if peers is None else list(dict.fromkeys(peers))
+    cases = [Case(n, causal=causal) for n in sizes for causal in (False, True)] if sizes else QUICK if quick else FULL
+    rounds, budget = (7, 3.0) if quick else (25, 15.0)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    lines: list[Line] = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=sum(len(directions(case)) for case in cases))
+        measured = run(
+            cases, names, rounds=rounds, budget=budget,
+            memory=lambda case: not quick or (max(case.n_q, case.keys) >= 2048 and not case.causal),
+            on_start=lambda label: progress.update(task, description=label),
+        )  # fmt: skip
+        for line in measured:
+            lines.append(line)
+            if output is not None:
+                append(output, line)
+            progress.advance(task)
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=200)
+    console.print(table(lines, names))
+    console.print(describe(lines[-1].machine))
+    if warning := timing.warning(max(line.neighbours or 0.0 for line in lines)):
+        console.print(warning)
+    if output is not None:
+        console.print(f"written to {output}")
+    return 0
+
+
+def append(file: Path, line: Line) -> None:
+    """Add a line to a result file: at once, so that an interrupted run keeps what it has."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(msgspec.json.encode(line).decode() + "\n")
+
+
+def table(lines: Sequence[Line], peers: Sequence[str]) -> Table:
+    """For the screen: medians with their 20 and 80 % quantiles, rates, and how many times as fast as each peer."""
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    left, right = ("case", "direction"), ("ms (20-80 %)", "GFLOP/s", *(f"x {peer}" for peer in peers), "MiB", "NumPy's")
+    for name in (*left, *right):
+        shown.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for line in lines:
+        t = line.timings["flashkit"]
+        milliseconds = f"{_digits(t['median'] * 1e3)} ({_digits(t['low'] * 1e3)}-{_digits(t['high'] * 1e3)})"
+        ratios = [f"{line.times_as_fast[peer]['median']:.2f}" if peer in line.times_as_fast else "-" for peer in peers]
+        memory = [f"{line.memory[name] / 2**20:.1f}" if name in line.memory else "" for name in ("flashkit", "numpy")]
+        shown.add_row(line.case.label, line.direction, milliseconds, f"{line.gflops('flashkit'):.1f}", *ratios, *memory)
+    return shown
+
+
+def _digits(x: float) -> str:
+    """Three significant digits without an exponent."""
+    return f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}" if x > 0 else "0"
+
+
+def describe(machine: Machine) -> str:
+    """The machine in a line."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return f"{machine['device']}, {machine['threads']} threads; {versions}; {machine['date'][:10]}"
+
+
+if __name__ == "__main__":  # one measurement of `memory_growth`
+    fields, *rest = json.loads(sys.argv[1])
+    print(json.dumps(_grow(Case(**fields), *rest)))

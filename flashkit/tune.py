@@ -1,0 +1,474 @@
+"""`flashkit autotune`: measure this CPU, find its best tiles by trial, and write both to the user's profile.
+
+    target   what a row of a tile table is for: direction, dtype, head dims up to one, causal or not
+    trial    one tile on one target: verified against the definition, then timed in turns with the tile in use so far
+
+For each target the search goes in stages, each over a few tiles that the model of tiles.py ranks highest: blocks of
+queries and keys with the register block in use; other register blocks; blocks of queries and keys with the best of
+them; a last round of the best tiles against the one in use, which is replaced only by one that is clearly faster. Times
+of different stages are compared by their ratio to the tile in use, which takes part in all. Every trial is a line of a
+log; what the log has is not tried again, so a run that was interrupted goes on where it stopped. tune_cpu.py does the
+trials. Nothing here runs inside attention().
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import dispatch, host, profiles, timing
+from .spec import ITEMSIZE, Direction
+from .tiles import CpuTile
+from .timing import Timing
+
+DROP = 2.0
+"""A tile that takes so many times as long as the best is timed no further."""
+
+MARGIN = 0.02
+"""A tile must be faster by this share to replace the one in use: less is within what repeated runs differ by."""
+
+
+FINALISTS = 3
+"""Tiles that the last round compares with the one in use."""
+
+FINAL_SHARE = 0.3
+"""Share of a target's time that is kept for the last round."""
+
+LEAST_ROUNDS = 4
+"""A tile that was timed fewer times in the last round replaces none."""
+
+
+# --- what is tuned, and with how much effort --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A row of the tile table `cpu.<direction>`: for this dtype, head dims up to head_dim, causal masks or not."""
+
+    direction: Direction
+    dtype: str
+    head_dim: int
+    causal: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.direction} {self.dtype} {self.head_dim} {'causal' if self.causal else 'full'}"
+
+    def __str__(self) -> str:
+        return f"{self.direction}, {self.dtype}, head dim {self.head_dim}{', causal' if self.causal else ''}"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried for each target."""
+
+    dtypes: tuple[str, ...]
+    head_dims: tuple[int, ...]
+    tokens: int  # of the problem that is timed
+    blocks: int  # blocks of queries and keys with one register block
+    shapes: int  # other register blocks
+    rounds: int
+    budget: float  # seconds for all targets
+
+    def targets(self, dtypes: Sequence[str] | None = None) -> list[Target]:
+        return [
+            Target(direction, dtype, head_dim, causal)
+            for dtype in dtypes or self.dtypes
+            for head_dim in self.head_dims
+            for direction in ("forward", "backward")
+            for causal in (False, True)
+        ]
+
+
+QUICK = Effort(("float32",), (64, 128), tokens=1024, blocks=6, shapes=4, rounds=7, budget=90.0)
+FULL = Effort(
+    ("float32", "float64", "float16", "bfloat16"), (64, 128, 256),
+    tokens=2048, blocks=15, shapes=9, rounds=12, budget=math.inf,
+)  # fmt: skip
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+Stage = Literal["in use", "blocks", "shapes", "final"]
+
+
+class Trial(msgspec.Struct, frozen=True, tag="trial"):
+    """One tile on one target. seconds: median; ratio: to the tile in use, in the same rounds; None if not timed."""
+
+    target: str
+    stage: Stage
+    tile: CpuTile
+    status: Literal["ok", "wrong", "failed"]
+    seconds: float | None = None
+    ratio: float | None = None
+    gflops: float | None = None
+    rounds: int = 0
+    note: str = ""  # what was wrong
+    date: str = ""
+
+
+class Rates(msgspec.Struct, frozen=True, tag="rates"):
+    """Bandwidths in 1e9 bytes/s and peak rates in 1e12 FLOP/s, by all threads together."""
+
+    bandwidth_gbs: float
+    l2_bandwidth_gbs: float
+    l1_bandwidth_gbs: float
+    peak_tflops: dict[str, float]
+    date: str = ""
+
+
+class Log:
+    """Trials and rates as JSON lines in a file, read back when it is opened."""
+
+    def __init__(self, path: Path, resume: bool = True) -> None:
+        self.path = path
+        self.trials: list[Trial] = []
+        self.rates: Rates | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            path.unlink(missing_ok=True)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        for line in text.splitlines():
+            try:
+                self._take(msgspec.json.decode(line, type=Trial | Rates))
+            except msgspec.DecodeError:  # cut short when its process was killed: tried again
+                continue
+        if text and not text.endswith("\n"):
+            self._write("\n")
+
+    def add(self, entry: Trial | Rates) -> None:
+        self._write(msgspec.json.encode(entry).decode() + "\n")
+        self._take(entry)
+
+    def of(self, target: Target) -> list[Trial]:
+        return [trial for trial in self.trials if trial.target == target.key]
+
+    def _take(self, entry: Trial | Rates) -> None:
+        if isinstance(entry, Rates):
+            self.rates = entry
+        else:
+            self.trials.append(entry)
+
+    def _write(self, text: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def log_path() -> Path:
+    """The log of this device with these versions of flashkit's kernels, Numba and NumPy, and as many threads."""
+    from .backends.cpu import specialise, threads
+
+    name, features = host.cpu_name(), sorted(host.cpu_features())
+    identity = repr((name, features, host.cpu_caches(), threads.count(), timing.versions(), specialise.fingerprint()))
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
+    return profiles.user_dir().parent / "autotune" / f"cpu-{slug}-{digest}.jsonl"
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+class Bench(Protocol):
+    """What the search asks of a machine; `tune_cpu.CpuBench` is the real one."""
+
+    def in_use(self, target: Target) -> CpuTile:
+        """The tile that attention uses now."""
+
+    def candidates(self, target: Target) -> list[CpuTile]:
+        """Possible tiles, the likely fastest first."""
+
+    def flops(self, target: Target) -> float:
+        """Of the problem that is timed."""
+
+    def verify(self, target: Target, tile: CpuTile) -> str:
+        """What is wrong with the results of this tile, or nothing."""
+
+    def time(self, target: Target, tiles: Sequence[CpuTile], rounds: int, budget: float) -> dict[CpuTile, Timing]:
+        """Times in turns."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome for a target: the tile to use, how fast it is, and how many times as fast as the one used before."""
+
+    target: Target
+    before: CpuTile
+    tile: CpuTile
+    gain: float
+    gflops: float
+    tried: int
+    wrong: int
+    complete: bool  # False: the time was up before every stage was done
+
+    @property
+    def why(self) -> str:
+        if self.tile == self.before:
+            return f"none of {self.tried} other tiles timed was clearly faster"
+        return f"{self.gain:.2f} times as fast as {describe(self.before)}; best of {self.tried} tiles timed"
+
+
+def describe(tile: CpuTile) -> str:
+    return f"{tile.block_q} x {tile.block_k} in {tile.rows} x {tile.vectors} registers"
+
+
+@dataclass
+class Search:
+    """The search for one target. deadline: on `clock`, after which nothing more is started."""
+
+    target: Target
+    bench: Bench
+    log: Log
+    effort: Effort
+    deadline: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+    on_trial: Callable[[], None] = lambda: None
+    before: CpuTile = field(init=False)
+
+    def run(self) -> Found | None:
+        """None where not even the tile in use could be timed before the time was up."""
+        logged = self.log.of(self.target)
+        # The log's, where it has one: a resumed search compares with the same tile, whatever a profile says by now.
+        self.before = next((t.tile for t in logged if t.stage == "in use"), None) or self.bench.in_use(self.target)
+        ranked = self.bench.candidates(self.target)
+        whole, kept_back = self.deadline, FINAL_SHARE * (self.deadline - self.clock())
+        if math.isfinite(whole):
+            self.deadline = whole - kept_back  # without the last round nothing is decided
+        complete = (
+            self.stage("in use", [self.before])
+            and self.stage("blocks", self.blocks(ranked, shape(self.before)))
+            and self.stage("shapes", self.shapes(ranked, self.leader()))
+            and self.stage("blocks", self.blocks(ranked, shape(self.leader())))
+        )
+        self.deadline = whole
+        right = [t.tile for t in self.timed()]
+        decided = self.stage("final", [t for t in right if t == self.before or t in right[:FINALISTS]])
+        return self.outcome(complete and decided)
+
+    def blocks(self, ranked: Sequence[CpuTile], register_block: tuple[int, int, int]) -> list[CpuTile]:
+        """The likeliest tiles with a register block."""
+        return [tile for tile in ranked if shape(tile) == register_block][: self.effort.blocks]
+
+    def shapes(self, ranked: Sequence[CpuTile], best: CpuTile) -> list[CpuTile]:
+        """For each of the likeliest other register blocks the tile nearest to the best so far."""
+        others = list(dict.fromkeys(shape(tile) for tile in ranked if shape(tile) != shape(best)))
+        return [
+            min((tile for tile in ranked if shape(tile) == other), key=lambda tile: _distance(tile, best))
+            for other in others[: self.effort.shapes]
+        ]
+
+    def stage(self, stage: Stage, wanted: Sequence[CpuTile]) -> bool:
+        """Verify and time the tiles that the log does not have yet. False where the time was up first."""
+        past = [t for t in self.log.of(self.target) if (t.stage == "final") == (stage == "final")]
+        logged = {t.tile for t in past if stage != "final" or t.rounds >= LEAST_ROUNDS}
+        left = [tile for tile in wanted if tile not in logged]
+        while left:
+            if self.clock() > self.deadline:
+                return False
+            batch, left = left[:5], left[5:]
+            right = [tile for tile in batch if stage == "final" or self.right(stage, tile)]
+            if right:
+                self.time(stage, right)
+        return True
+
+    def right(self, stage: Stage, tile: CpuTile) -> bool:
+        """Whether the tile gives the right results; logged where it does not."""
+        status: Literal["wrong", "failed"] = "wrong"
+        try:
+            problem = self.bench.verify(self.target, tile)
+        except Exception as error:  # whatever a candidate runs into, the others are still worth trying
+            status, problem = "failed", f"{type(error).__name__}: {error}"
+        if problem:
+            self.record(Trial(self.target.key, stage, tile, status, note=problem))
+        return not problem
+
+    def time(self, stage: Stage, batch: Sequence[CpuTile]) -> None:
+        everyone = list(dict.fromkeys([self.before, *batch]))
+        rounds = self.effort.rounds * (2 if stage == "final" else 1)
+        timings = self.bench.time(self.target, everyone, rounds, max(self.deadline - self.clock(), 0.0))
+        for tile in batch:
+            t = timings[tile]
+            ratio, gflops = t.over(timings[self.before])[0], self.bench.flops(self.target) / t.median / 1e9
+            self.record(Trial(self.target.key, stage, tile, "ok", t.median, ratio, gflops, len(t.rounds)))
+
+    def record(self, trial: Trial) -> None:
+        self.log.add(msgspec.structs.replace(trial, date=timing.now()))
+        self.on_trial()
+
+    def timed(self, stage: Stage | None = None) -> list[Trial]:
+        """Trials with a time, the fastest first; those of the last round apart, by asking for it."""
+        trials = [
+            t for t in self.log.of(self.target) if t.ratio is not None and (t.stage == "final") == (stage == "final")
+        ]
+        return sorted(trials, key=lambda t: t.ratio or 0.0)
+
+    def leader(self) -> CpuTile:
+        timed = self.timed()
+        return timed[0].tile if timed else self.before
+
+    def outcome(self, complete: bool) -> Found | None:
+        timed, finals = self.timed(), [t for t in self.timed("final") if t.rounds >= LEAST_ROUNDS]
+        kept = next((t for t in [*finals, *timed] if t.tile == self.before), None)
+        faster = [t for t in finals if t.ratio is not None and t.ratio < 1 - MARGIN]
+        # A tile in use that gives wrong results has no time, and anything right is better.
+        best = faster[0] if faster else kept or next(iter([*finals, *timed]), None)
+        if best is None:
+            return None
+        tried = {t.tile for t in timed} - {self.before}
+        wrong = {t.tile for t in self.log.of(self.target) if t.status != "ok"}
+        gain, gflops = 1 / (best.ratio or 1.0), best.gflops or 0.0
+        return Found(self.target, self.before, best.tile, gain, gflops, len(tried), len(wrong), complete)
+
+
+def digits(x: float) -> float:
+    """Four significant digits: more were never measured."""
+    return float(f"{x:.4g}")
+
+
+def shape(tile: CpuTile) -> tuple[int, int, int]:
+    """The register block, which a micro-kernel is compiled for."""
+    return tile.lanes, tile.rows, tile.vectors
+
+
+def _distance(a: CpuTile, b: CpuTile) -> float:
+    return abs(math.log(a.block_q / b.block_q)) + abs(math.log(a.block_k / b.block_k))
+
+
+# --- the profile ------------------------------------------------------------------------------------------------------
+
+
+def profile_of(found: Sequence[Found], rates: Rates | None, device: dict[str, Any], threads: int) -> dict[str, Any]:
+    """What was found in the form of a profile file."""
+    versions = {name: version for name, version in timing.versions().items() if name != "python"}
+    result: dict[str, Any] = {"schema": profiles.SCHEMA, "device": device}
+    if rates is not None:
+
+        def rate(value: float) -> dict[str, Any]:
+            return {"measured": value, "date": rates.date[:10], "versions": versions}
+
+        # What the tiles of K and V are read from, as from a GPU's SRAM, is L2.
+        result["memory"] = {
+            "bandwidth_gbs": rate(rates.bandwidth_gbs),
+            "sram_bandwidth_gbs": rate(rates.l2_bandwidth_gbs),
+        }
+        result["peak_tflops"] = {dtype: rate(value) for dtype, value in rates.peak_tflops.items()}
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for f in found:
+        measured = {"gflops": digits(f.gflops), "date": timing.now()[:10], "versions": versions}
+        row = {"dtype": f.target.dtype, "max_head_dim": f.target.head_dim, "causal": f.target.causal, **vars(f.tile)}
+        tables.setdefault(f"cpu.{f.target.direction}", []).append(
+            {**row, "why": f"{f.why}, {threads} threads", "measured": measured}
+        )
+    result["tiles"] = tables
+    return result
+
+
+def _write(profile: dict[str, Any], output: Path | None) -> Path:
+    """To the user's profiles, or to a file that the user names, replaced in one step."""
+    if output is None:
+        return profiles.write_user_profile(profile)
+    import os
+
+    import yaml
+
+    text = yaml.safe_dump(profile, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    profiles.parse(text, str(output))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside = output.with_name(f".{output.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, output)
+    return output
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def autotune(
+    *, quick: bool = False, dtypes: Sequence[str] | None = None, budget: float | None = None, resume: bool = True,
+    output: Path | None = None, bench: Bench | None = None, rates: Callable[[], Rates] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Found]:  # fmt: skip
+    """Tune the CPU backend and write the user's profile; a table on stdout, progress on stderr.
+
+    budget: seconds after which nothing more is started; what was found by then is written. output: the profile's file,
+    instead of the user's. bench, rates, clock: for tests. ValueError for an unknown dtype.
+    """
+    from .backends.cpu import threads
+    from .tune_cpu import CpuBench, measure_rates
+
+    effort = QUICK if quick else FULL
+    for dtype in dtypes or ():
+        if dtype not in ITEMSIZE:
+            raise ValueError(f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}")
+    start = clock()
+    end = start + (effort.budget if budget is None else budget)
+    log = Log(log_path(), resume)
+    targets = effort.targets(dtypes)
+    with timing.Neighbours() as neighbours:
+        found = list(_search(targets, bench or CpuBench(effort), log, effort, rates or measure_rates, end, clock))
+    path = _write(profile_of(found, log.rates, profiles.criteria("cpu"), threads.count()), output)
+    dispatch.forget()
+    profiles.forget()
+    _report(found, len(targets), log, path, timing.warning(neighbours.share))
+    return found
+
+
+def _search(
+    targets: Sequence[Target], bench: Bench, log: Log, effort: Effort, rates: Callable[[], Rates], end: float,
+    clock: Callable[[], float],
+) -> Iterator[Found]:  # fmt: skip
+    """Search target by target, each with an equal share of the time that is left, under a progress bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    each = 2 * effort.blocks + effort.shapes + 5
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("bandwidths and peak rates", total=each * len(targets) + 1)
+        if log.rates is None:
+            log.add(rates())
+        for number, target in enumerate(targets):
+            progress.update(task, description=str(target), completed=1 + number * each)
+            deadline = clock() + (end - clock()) / (len(targets) - number)
+            search = Search(target, bench, log, effort, deadline, clock, lambda: progress.advance(task))
+            outcome = search.run()
+            if outcome is not None:
+                yield outcome
+
+
+def _report(found: Sequence[Found], targets: int, log: Log, path: Path, warning: str) -> None:
+    """What was measured, what got faster, and where it is written."""
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=200)
+    if log.rates is not None:
+        r, peaks = log.rates, log.rates.peak_tflops
+        console.print(
+            f"reads {r.bandwidth_gbs:.1f} GB/s from main memory, {r.l2_bandwidth_gbs:.0f} from L2, "
+            f"{r.l1_bandwidth_gbs:.0f} from L1; multiplies {1000 * peaks['float32']:.0f} GFLOP/s in float32, "
+            f"{1000 * peaks['float64']:.0f} in float64"
+        )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("for", "tile", "GFLOP/s", "speed-up", "tried", "wrong"):
+        table.add_column(name, justify="left" if name in ("for", "tile") else "right", no_wrap=True)
+    for f in found:
+        gain = "as before" if f.tile == f.before else f"{f.gain:.2f} x"
+        row = str(f.target), describe(f.tile), f"{f.gflops:.1f}", gain, str(f.tried), str(f.wrong or "")
+        table.add_row(*row)
+    console.print(table)
+    faster = [f for f in found if f.tile != f.before]
+    if faster:
+        best = max(faster, key=lambda f: f.gain)
+        console.print(f"{len(faster)} of {len(found)} got faster, most of all {best.target}: {best.gain:.2f} x")
+    open_ = targets - sum(f.complete for f in found)
+    if open_:
+        console.print(f"the time was up with {open_} of {targets} unfinished: run again to go on")
+    if warning:
+        console.print(warning)
+    console.print(f"profile  {path}\nlog      {log.path}")

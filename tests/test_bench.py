@@ -1,0 +1,292 @@
+"""Timing in turns, on a clock that runs as it is told; benchmark results, their table and their plots."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from flashkit import bench, cli, peers, timing
+from flashkit.bench import Line
+from flashkit.peers import Case
+from flashkit.timing import Timing, interleaved
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds pass only in calls and in sleep."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.order: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.order.append("sleep")
+
+    def call(self, name: str, seconds: Callable[[int], float]) -> Callable[[], None]:
+        """A call that takes seconds(n) the n-th time."""
+
+        def spend() -> None:
+            self.now += seconds(self.order.count(name))
+            self.order.append(name)
+
+        return spend
+
+
+def test_calls_take_turns() -> None:
+    clock = Clock()
+    calls = {name: clock.call(name, lambda n: 1.0) for name in "abc"}
+    timings = interleaved(calls, rounds=4, clock=clock)
+    assert all(t.rounds == (1.0,) * 4 and t.repeats == 1 and not t.dropped for t in timings.values())
+    rounds = ["".join(clock.order[i : i + 3]) for i in range(6, len(clock.order), 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_a_disturbance_of_all_cancels_in_the_ratio() -> None:
+    clock = Clock()
+    slow = lambda n: 5.0 if n % 3 == 0 else 1.0
+    timings = interleaved(
+        {"a": clock.call("a", slow), "b": clock.call("b", lambda n: 2 * slow(n))}, rounds=9, clock=clock
+    )
+    assert timings["b"].over(timings["a"]) == (2.0, 2.0, 2.0)
+
+
+def test_medians_and_quantiles() -> None:
+    t = Timing((5.0, 1.0, 2.0, 3.0, 4.0, 100.0))
+    assert (t.median, t.best, t.spread) == (3.5, 1.0, (2.0, 5.0))
+    assert t.as_dict() == {"median": 3.5, "low": 2.0, "high": 5.0, "best": 1.0, "rounds": 6, "repeats": 1}
+
+
+def test_a_call_far_behind_is_dropped() -> None:
+    clock = Clock()
+    calls = {
+        "a": clock.call("a", lambda n: 1.0),
+        "b": clock.call("b", lambda n: 1.9),
+        "c": clock.call("c", lambda n: 3.0),
+    }
+    timings = interleaved(calls, rounds=10, drop=2.0, clock=clock)
+    assert {name: len(t.rounds) for name, t in timings.items()} == {"a": 10, "b": 10, "c": timing.DECIDING_ROUNDS}
+    assert timings["c"].dropped
+    assert not timings["b"].dropped
+    assert timings["c"].over(timings["a"])[0] == 3.0
+
+
+def test_the_budget_ends_it_after_a_whole_round() -> None:
+    clock = Clock()
+    calls = {name: clock.call(name, lambda n: 1.0) for name in "ab"}
+    assert {len(t.rounds) for t in interleaved(calls, rounds=100, budget=9.0, clock=clock).values()} == {3}
+    assert {len(t.rounds) for t in interleaved(calls, rounds=100, budget=0.0, clock=clock).values()} == {1}
+
+
+def test_a_short_call_is_repeated_and_compiling_is_not_timed() -> None:
+    clock = Clock()
+    timings = interleaved({"a": clock.call("a", lambda n: 4.0 if n == 0 else 1e-5)}, rounds=3, clock=clock)
+    assert timings["a"].repeats == pytest.approx(200, abs=1)
+    assert timings["a"].median == pytest.approx(1e-5)
+
+
+def test_a_pause_before_each_sample_and_an_untimed_call_after_it() -> None:
+    clock = Clock()
+    timings = interleaved({"a": clock.call("a", lambda n: 0.01)}, rounds=3, settle=0.5, clock=clock, sleep=clock.sleep)
+    assert clock.order == ["a", "a", *["sleep", "a", "a"] * 3]
+    assert timings["a"].median == pytest.approx(0.01)
+
+
+def test_the_machine() -> None:
+    machine = timing.machine("pytest", "no-such-distribution")
+    assert machine["device"]
+    assert machine["threads"] >= 1
+    assert {"python", "numpy", "numba", "flashkit", "pytest"} <= set(machine["versions"])
+    assert "no-such-distribution" not in machine["versions"]
+    json.dumps(machine)
+
+
+def test_neighbours() -> None:
+    with timing.Neighbours() as neighbours:
+        sum(range(1000))
+    assert neighbours.share is None or 0 <= neighbours.share <= 1
+    assert timing.warning(None) == timing.warning(0.01) == ""
+    assert "40 %" in timing.warning(0.4)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+SMALL = Case(33, head_dim=8, heads=2)
+
+
+def fake_time(calls: dict[str, Callable[[], object]], **options: Any) -> dict[str, Timing]:
+    """flashkit takes 1 ms, every other 3 ms."""
+    return {name: Timing((1e-3 if name == "flashkit" else 3e-3,) * 3) for name in calls}
+
+
+def measure(case: Case = SMALL, direction: Any = "forward", who: tuple[str, ...] = ("numpy",)) -> Line:
+    return bench.measure(
+        case, direction, who, run="now", rounds=1, budget=1.0, memory=True, threads=1, time=fake_time,
+        growth=lambda case, direction, name: {"flashkit": 1 << 20, "numpy": None}[name],
+    )  # fmt: skip
+
+
+def test_a_line() -> None:
+    line = measure(Case(32, head_dim=8, heads=2, causal=True))
+    assert line.flops == 4 * 8 * 2 * 32 * 33 / 2
+    assert line.times_as_fast["numpy"]["median"] == pytest.approx(3.0)
+    assert line.gflops("flashkit") == pytest.approx(line.flops / 1e6)
+    assert line.memory == {"flashkit": 1 << 20}
+    assert msgspec.json.decode(msgspec.json.encode(line), type=Line) == line
+
+
+GROUPED = Case(16, head_dim=4, heads=4, heads_kv=2, causal=True, n_k=24)
+HALVES = [pytest.param(Case(9, 8, 1, dtype), marks=pytest.mark.slow) for dtype in ("float16", "bfloat16")]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("case", [SMALL, GROUPED, *HALVES], ids=lambda case: case.label)
+def test_plain_numpy_computes_the_same(case: Case, direction: Any) -> None:
+    assert "numpy" in measure(case, direction).timings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("peer", ["torch", "jax", "onnxruntime"])
+@pytest.mark.parametrize(
+    "case", [Case(17, 8, 2), Case(17, 8, 2, causal=True), Case(8, 8, 4, "bfloat16", heads_kv=2)], ids=lambda c: c.label
+)
+def test_a_peer_computes_the_same(case: Case, peer: str, direction: Any) -> None:
+    if lacking := peers.missing(peer):
+        pytest.skip(f"needs {lacking[0]}")
+    line = measure(case, direction, (peer,))
+    assert peer in line.timings or line.skipped[peer].startswith("cannot do this case")
+
+
+def test_a_peer_that_computes_something_else_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def uncalibrated(case: Case, arrays: peers.Arrays, *rest: Any) -> peers.Entry:
+        return peers.Entry(lambda: None, lambda: (np.zeros_like(arrays[0]),))
+
+    monkeypatch.setitem(peers.PEERS, "numpy", uncalibrated)
+    line = measure()
+    assert "numpy" not in line.timings
+    assert "does not compute the same" in line.skipped["numpy"]
+
+
+def test_plain_numpy_is_not_asked_for_a_matrix_of_scores_that_is_too_large() -> None:
+    nothing = np.empty(0, np.float32)
+    assert peers.with_numpy(Case(1 << 16), (nothing,) * 4, "forward", 1) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_memory_growth_is_what_is_allocated() -> None:
+    case = Case(1024, heads=2, head_dim=16)
+    plain, ours = (bench.memory_growth(case, "forward", name) for name in ("numpy", "flashkit"))
+    assert plain is not None
+    assert ours is not None
+    scores, output = 2 * 1024 * 1024 * 4, 2 * 1024 * 16 * 4
+    assert scores <= plain < 3 * scores
+    assert output <= ours < scores
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    real = bench.measure
+    growth = lambda case, direction, name: 1 << 20
+    monkeypatch.setattr(bench, "measure", lambda *a, **k: real(*a, **k, time=fake_time, growth=growth))
+    file = tmp_path / "new" / "results.jsonl"
+    for _ in range(2):
+        assert cli.run(["bench", "--quick", "--sizes", "16,32", "--peers", "numpy", "--output", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "heads 8, 32 x 32, head dim 64, float32, causal" in shown
+    assert "3.00" in shown
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 2 * 2 * 2 * 2
+    assert {line["schema"] for line in lines} == {bench.SCHEMA}
+    assert all(math.isclose(line["times_as_fast"]["numpy"]["median"], 3.0) for line in lines)
+    lines[-1]["run"] = "later"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert [line.run for line in bench.read(file)] == ["later"]
+
+
+@pytest.mark.parametrize(("peer", "status", "problem"), [("nump", 2, "nump is none of"), ("jax", 1, "pip install jax")])
+def test_peers_that_cannot_be_asked(
+    peer: str, status: int, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert cli.run(["bench", "--peers", peer]) == status
+    assert problem in capsys.readouterr().err
+
+
+# --- tables and plots -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report() -> ModuleType:
+    found = importlib.util.spec_from_file_location("flashkit_benchmarks_report", ROOT / "benchmarks" / "report.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_the_table_is_made_of_the_last_run(report: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "cpu.jsonl"
+    for run, factor in (("first", 1), ("second", 2)):
+        line = measure()
+        line.run, line.memory = run, {"flashkit": factor << 20, "numpy": 10 << 20}
+        bench.append(file, line)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n{report.START}\nold\n{report.END}\nend\n")
+    assert report.main(["--results", str(tmp_path), "--readme", str(readme)]) == 0
+    text = readme.read_text()
+    assert text.startswith(f"# Title\n{report.START}\n**")
+    assert text.endswith(f"{report.END}\nend\n")
+    assert "| heads 2, 33 x 33, head dim 8, float32 | forward | 3.0 | 2.0 MiB | 10 MiB, 5 times |" in text
+    assert " ms" not in text
+    assert report.insert(text, report.markdown(tmp_path)) == text
+
+
+def test_a_text_without_markers(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("# Title\n")
+    assert report.main(["--results", str(tmp_path), "--readme", str(tmp_path / "README.md")]) == 1
+    assert "No results are stored yet." in capsys.readouterr().err
+
+
+def test_plots(report: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for direction in ("forward", "backward"):
+        line = measure(Case(33, heads=2), direction)
+        bench.append(tmp_path / "cpu.jsonl", line)
+    files = report.plots(tmp_path / "plots", tmp_path)
+    assert [file.name for file in files] == ["cpu-speed.svg", "cpu-memory.svg"]
+    assert all("</svg>" in file.read_text() for file in files)
+
+
+def test_the_readme_has_the_table_of_the_stored_results(report: ModuleType) -> None:
+    text = report.README.read_text(encoding="utf-8") if report.README.exists() else ""
+    if report.START not in text or not report.runs():
+        pytest.skip("there is no README with markers, or no stored result")
+    assert report.insert(text, report.markdown()) == text
+
+
+def test_every_stored_result_reads(report: ModuleType) -> None:
+    for lines in report.runs():
+        assert lines
+        assert all("flashkit" in line.timings for line in lines)
