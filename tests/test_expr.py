@@ -23,7 +23,7 @@ from flashkit.sparsity import RangeTable
 
 randoms = st.randoms(use_true_random=False)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-thorough = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
 N, M, CAP = param("n", "int"), param("m", "int"), param("cap", "float")
 
 
@@ -428,7 +428,7 @@ def test_bounds_hold(kind, r):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int", "bool"])
-@settings(thorough, max_examples=4000)
+@settings(thorough, max_examples=2000)
 @given(r=randoms)
 def test_bounds_hold_more(kind, r):
     check_bounds(r, kind)

@@ -19,7 +19,7 @@ from flashkit.sparsity import EMPTY, FULL, PARTIAL, BlockMask, RangeTable, Runs
 
 randoms = st.randoms(use_true_random=False)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-thorough = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
 MILLION = 1 << 20
 
 
