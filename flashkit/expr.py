@@ -4,8 +4,9 @@ A modification is an ordinary Python function. Called with symbols instead of nu
 graph; code in three languages, the derivative by the score, the bounds over a tile and the cache key all come from
 that graph. One row of the table `OPS` holds all there is to say about an operation, so a new one is one row.
 
-Symbols: `s` the score, `b` the batch entry, `h` the query head, `k` the key's index, `row` the query's index and `q` its
-position on the key axis, `row + q_offset`. Integers are 64 bits wide; floats have the kernel's computing precision.
+Symbols: `s` the score, `b` the batch entry, `h` the query head, `k` the key's index, `row` the query's index and
+`q` its position on the key axis, `row + q_offset`. Integers are 64 bits wide; floats have the kernel's computing
+precision.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class Expr:
         )
 
     def _no_number(self, *_: Any) -> Any:
-        raise TypeError("a symbol stands for every position at once and has no single value here; loops and int() or float() "
-                        "of a symbol cannot be traced; pass arrays as keyword arguments, flashkit.mods.score(f, name=array), so that "
+        raise TypeError("a symbol stands for every position at once and has no single value here; loops and int() or "
+                        "float() of a symbol cannot be traced; pass arrays as keyword arguments, "
+                        "flashkit.mods.score(f, name=array), so that "
                         "name[index] is understood")
 
     __int__ = __float__ = __index__ = __len__ = __iter__ = _no_number
@@ -109,7 +111,8 @@ class Expr:
         """Let np.tanh(s) and the like mean the same as flashkit's own functions."""
         function = _UFUNCS.get(ufunc)
         if function is None or method != "__call__" or kwargs:
-            raise TypeError(f"numpy.{ufunc.__name__} cannot be traced; known: {', '.join(sorted(u.__name__ for u in _UFUNCS))}")
+            known = ", ".join(sorted(u.__name__ for u in _UFUNCS))
+            raise TypeError(f"numpy.{ufunc.__name__} cannot be traced; known: {known}")
         return function(*inputs)
 
 
@@ -167,8 +170,8 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         return const(value)  # type: ignore[arg-type]
     raise TypeError(
-        f"{type(value).__name__} cannot be part of a traced modification; scalars and symbols can, and arrays that are passed as keyword "
-        "arguments: flashkit.mods.score(f, name=array)"
+        f"{type(value).__name__} cannot be part of a traced modification; scalars and symbols can, and arrays that are "
+        "passed as keyword arguments: flashkit.mods.score(f, name=array)"
     )
 
 
@@ -185,7 +188,9 @@ def _number(x: Expr) -> Expr:
 
 
 def _fold(op: str, args: tuple[Expr, ...], kind: Kind) -> Expr:
-    """Make the node, or compute it where all is known. Only exact integer and logical folding: floats keep the kernel's rounding."""
+    """Make the node, or compute it where all is known. Only exact integer and logical folding: floats keep the
+    kernel's rounding.
+    """
     if all(a.op == "const" and a.kind != "float" for a in args) and kind != "float":
         try:
             return const(OPS[op].fold(*(a.value for a in args)))
@@ -211,7 +216,8 @@ def _arithmetic(op: str, *operands: Any) -> Expr:
 
 
 def _is(x: Expr, value: int) -> bool:
-    # x + (-0.0) would be x too, but -0.0 never comes out of tracing; 0.0 + x only differs for x = -0.0, which no kernel tells apart.
+    # x + (-0.0) would be x too, but -0.0 never comes out of tracing; 0.0 + x only differs for x = -0.0, which no
+    # kernel tells apart.
     return x.op == "const" and x.kind != "bool" and x.value == value
 
 
@@ -227,7 +233,8 @@ def _power(x: Any, exponent: Any) -> Expr:
         return result
     if isinstance(exponent, float) and exponent == 0.5:
         return sqrt(x)
-    raise ValueError(f"** takes an integer exponent from 0 to 8, or 0.5, not {exponent!r}; use exp(y * log(x)) otherwise")
+    fits = "an integer exponent from 0 to 8, or 0.5"
+    raise ValueError(f"** takes {fits}, not {exponent!r}; use exp(y * log(x)) otherwise")
 
 
 def _comparison(op: str, x: Any, y: Any) -> Expr:
@@ -302,23 +309,27 @@ def sign(x: Any) -> Expr: return where(as_expr(x) > 0, 1, where(as_expr(x) < 0, 
 
 
 _UFUNCS: dict[np.ufunc, Callable[..., Expr]] = {
-    np.exp: exp, np.exp2: exp2, np.log: log, np.log2: log2, np.sqrt: sqrt, np.tanh: tanh, np.sin: sin, np.cos: cos, np.floor: floor,
-    np.sign: sign, np.minimum: minimum, np.maximum: maximum, np.abs: lambda x: abs(as_expr(x)), np.negative: lambda x: -as_expr(x),
+    np.exp: exp, np.exp2: exp2, np.log: log, np.log2: log2, np.sqrt: sqrt, np.tanh: tanh,
+    np.sin: sin, np.cos: cos, np.floor: floor,
+    np.sign: sign, np.minimum: minimum, np.maximum: maximum,
+    np.abs: lambda x: abs(as_expr(x)), np.negative: lambda x: -as_expr(x),
     np.add: lambda x, y: _arithmetic("add", x, y), np.subtract: lambda x, y: _arithmetic("sub", x, y),
     np.multiply: lambda x, y: _arithmetic("mul", x, y), np.true_divide: lambda x, y: _floating("div", x, y),
     np.floor_divide: lambda x, y: _arithmetic("floordiv", x, y), np.remainder: lambda x, y: _arithmetic("mod", x, y),
     np.less: lambda x, y: _comparison("lt", x, y), np.less_equal: lambda x, y: _comparison("le", x, y),
     np.greater: lambda x, y: _comparison("lt", y, x), np.greater_equal: lambda x, y: _comparison("le", y, x),
     np.equal: lambda x, y: _comparison("eq", x, y), np.not_equal: lambda x, y: ~_comparison("eq", x, y),
-    np.logical_and: lambda x, y: _logical("and", x, y), np.logical_or: lambda x, y: _logical("or", x, y), np.logical_not: _not,
-    np.bitwise_and: lambda x, y: _bitwise("and", x, y), np.bitwise_or: lambda x, y: _bitwise("or", x, y), np.invert: _not,
+    np.logical_and: lambda x, y: _logical("and", x, y), np.logical_or: lambda x, y: _logical("or", x, y),
+    np.logical_not: _not, np.invert: _not,
+    np.bitwise_and: lambda x, y: _bitwise("and", x, y), np.bitwise_or: lambda x, y: _bitwise("or", x, y),
 }  # fmt: skip
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 Range = tuple[Expr, Expr] | None
-"""Bounds of a node over a tile, as expressions: (least, greatest) of an integer, (surely true, possibly true) of a bool, None: unknown.
+"""Bounds of a node over a tile, as expressions: (least, greatest) of an integer, (surely true, possibly true) of a
+bool, None: unknown.
 
 Floats have none: a bound that is rounded differently from the value in the kernel could hide a visible pair."""
 
@@ -364,7 +375,8 @@ def _mod_bounds(a: tuple[Expr, Expr], b: tuple[Expr, Expr]) -> Range:
         return None
     divisor = b[0]
     same_turn = (a[0] // divisor) == (a[1] // divisor)  # then the remainder grows with the number
-    return where(same_turn, a[0] % divisor, minimum(divisor + 1, 0)), where(same_turn, a[1] % divisor, maximum(divisor - 1, 0))
+    low, high = minimum(divisor + 1, 0), maximum(divisor - 1, 0)
+    return where(same_turn, a[0] % divisor, low), where(same_turn, a[1] % divisor, high)
 
 
 def _where_bounds(c: tuple[Expr, Expr], x: tuple[Expr, Expr], y: tuple[Expr, Expr]) -> Range:
@@ -395,24 +407,32 @@ OPS: dict[str, Op] = {
     "neg": Op("-{0}", "-{0}", "-{0}", lambda a, d: -d[0], lambda a: (-a[1], -a[0]), lambda a: -a),
     "abs": Op("fk_abs({0})", "abs({0})", "np.abs({0})", lambda a, d: _product(where(a[0] < 0, -1.0, 1.0), d[0]),
               lambda a: (maximum(maximum(a[0], -a[1]), 0), maximum(-a[0], a[1])), abs),
-    "min": Op("fk_min({0}, {1})", "minimum({0}, {1})", "np.minimum({0}, {1})", lambda a, d: where(a[1] < a[0], d[1], d[0]),
+    "min": Op("fk_min({0}, {1})", "minimum({0}, {1})", "np.minimum({0}, {1})",
+              lambda a, d: where(a[1] < a[0], d[1], d[0]),
               lambda a, b: (minimum(a[0], b[0]), minimum(a[1], b[1])), min),
-    "max": Op("fk_max({0}, {1})", "maximum({0}, {1})", "np.maximum({0}, {1})", lambda a, d: where(a[0] < a[1], d[1], d[0]),
+    "max": Op("fk_max({0}, {1})", "maximum({0}, {1})", "np.maximum({0}, {1})",
+              lambda a, d: where(a[0] < a[1], d[1], d[0]),
               lambda a, b: (maximum(a[0], b[0]), maximum(a[1], b[1])), max),
-    "where": Op("{0} ? {1} : {2}", "{1} if {0} else {2}", "np.where({0}, {1}, {2})", lambda a, d: where(a[0], d[1], d[2]),
+    "where": Op("{0} ? {1} : {2}", "{1} if {0} else {2}", "np.where({0}, {1}, {2})",
+                lambda a, d: where(a[0], d[1], d[2]),
                 _where_bounds, lambda c, a, b: a if c else b),
     "lt": Op("{0} < {1}", "{0} < {1}", "{0} < {1}", None, lambda a, b: (a[1] < b[0], a[0] < b[1]), lambda a, b: a < b),
-    "le": Op("{0} <= {1}", "{0} <= {1}", "{0} <= {1}", None, lambda a, b: (a[1] <= b[0], a[0] <= b[1]), lambda a, b: a <= b),
+    "le": Op("{0} <= {1}", "{0} <= {1}", "{0} <= {1}", None,
+             lambda a, b: (a[1] <= b[0], a[0] <= b[1]), lambda a, b: a <= b),
     "eq": Op("{0} == {1}", "{0} == {1}", "{0} == {1}", None,
              lambda a, b: ((a[0] == b[1]) & (a[1] == b[0]), (a[0] <= b[1]) & (b[0] <= a[1])), lambda a, b: a == b),
-    "and": Op("{0} & {1}", "{0} & {1}", "{0} & {1}", None, _integer_op(lambda a, b: (a[0] & b[0], a[1] & b[1])), lambda a, b: a & b),
-    "or": Op("{0} | {1}", "{0} | {1}", "{0} | {1}", None, _integer_op(lambda a, b: (a[0] | b[0], a[1] | b[1])), lambda a, b: a | b),
+    "and": Op("{0} & {1}", "{0} & {1}", "{0} & {1}", None,
+              _integer_op(lambda a, b: (a[0] & b[0], a[1] & b[1])), lambda a, b: a & b),
+    "or": Op("{0} | {1}", "{0} | {1}", "{0} | {1}", None,
+             _integer_op(lambda a, b: (a[0] | b[0], a[1] | b[1])), lambda a, b: a | b),
     "xor": Op("{0} ^ {1}", "{0} ^ {1}", "{0} ^ {1}", None,
-              _integer_op(lambda a, b: ((a[0] & ~b[1]) | (b[0] & ~a[1]), ~((a[0] & b[0]) | (~a[1] & ~b[1])))), lambda a, b: a ^ b),
+              _integer_op(lambda a, b: ((a[0] & ~b[1]) | (b[0] & ~a[1]), ~((a[0] & b[0]) | (~a[1] & ~b[1])))),
+              lambda a, b: a ^ b),
     "not": Op("!{0}", "not {0}", "np.logical_not({0})", None, lambda a: (~a[1], ~a[0]), lambda a: not a),
     "float": Op("(fk_float)({0})", "F({0})", "F({0})"),
     "exp": Op("fk_exp({0})", "exp({0})", "np.exp({0})", lambda a, d: _product(exp(a[0]), d[0])),
-    "exp2": Op("fk_exp2({0})", "exp2({0})", "np.exp2({0})", lambda a, d: _product(exp2(a[0]) * 0.6931471805599453, d[0])),
+    "exp2": Op("fk_exp2({0})", "exp2({0})", "np.exp2({0})",
+               lambda a, d: _product(exp2(a[0]) * 0.6931471805599453, d[0])),
     "log": Op("fk_log({0})", "log({0})", "np.log({0})", lambda a, d: _product(1.0 / a[0], d[0])),
     "log2": Op("fk_log2({0})", "log2({0})", "np.log2({0})", lambda a, d: _product(1.4426950408889634 / a[0], d[0])),
     "sqrt": Op("fk_sqrt({0})", "sqrt({0})", "np.sqrt({0})", lambda a, d: _product(0.5 / sqrt(a[0]), d[0])),
@@ -447,7 +467,8 @@ def key(expr: Expr) -> str:
     for node in walk([expr]):
         operands = [names[id(a)] for a in node.args]
         if node.op in ("const", "symbol", "param"):
-            names[id(node)] = repr(node.value) if node.op == "const" else f"{node.value}:{node.kind}" if node.op == "param" else node.value
+            texts = {"const": repr(node.value), "symbol": str(node.value), "param": f"{node.value}:{node.kind}"}
+            names[id(node)] = texts[node.op]
         else:
             names[id(node)] = f"t{len(lines)}"
             head = f"{node.op}[{node.value}:{node.kind}]" if node.value is not None else node.op
@@ -457,7 +478,12 @@ def key(expr: Expr) -> str:
 
 def rename(exprs: Sequence[Expr], names: Mapping[str, str]) -> list[Expr]:
     """The same graphs with the params and arrays renamed."""
-    return substitute(exprs, lambda n: Expr(n.op, n.args, names[n.value], n.kind) if n.op in ("param", "load") and n.value in names else n)
+
+    def renamed(node: Expr) -> Expr:
+        named = node.op in ("param", "load") and node.value in names
+        return Expr(node.op, node.args, names[node.value], node.kind) if named else node
+
+    return substitute(exprs, renamed)
 
 
 def substitute(exprs: Sequence[Expr], change: Callable[[Expr], Expr]) -> list[Expr]:
@@ -465,8 +491,8 @@ def substitute(exprs: Sequence[Expr], change: Callable[[Expr], Expr]) -> list[Ex
     new: dict[int, Expr] = {}
     for node in walk(exprs):
         args = tuple(new[id(a)] for a in node.args)
-        rebuilt = node if all(a is o for a, o in zip(args, node.args, strict=True)) else Expr(node.op, args, node.value, node.kind)
-        new[id(node)] = change(rebuilt)
+        same = all(new_one is old for new_one, old in zip(args, node.args, strict=True))
+        new[id(node)] = change(node if same else Expr(node.op, args, node.value, node.kind))
     return [new[id(e)] for e in exprs]
 
 
@@ -493,8 +519,8 @@ def derivative(expr: Expr) -> Expr:
 def bounds(expr: Expr) -> Range:
     """Bounds over the tile q0 <= q <= q1, k0 <= k <= k1 (row likewise), at one (b, h), as expressions in those symbols.
 
-    Interval arithmetic (Moore, Interval Analysis, 1966) done on symbols, so that one rule serves the tile lists in NumPy
-    and the tile loops of every kernel.
+    Interval arithmetic (Moore, Interval Analysis, 1966) done on symbols, so that one rule serves the tile lists in
+    NumPy and the tile loops of every kernel.
     """
     known: dict[int, Range] = {id(Q): (Q0, Q1), id(K): (K0, K1), id(ROW): (ROW0, ROW1)}
     for node in walk([expr]):
@@ -540,7 +566,9 @@ _LITERALS: dict[str, Callable[[Any], str]] = {
     "bool": lambda v: str(v), "int": repr, "float": lambda v: f"F({v!r})" if np.isfinite(v) else f"F(float('{v!r}'))",
 }  # fmt: skip
 _CUDA_LITERALS: dict[str, Callable[[Any], str]] = {
-    "bool": lambda v: str(v).lower(), "int": lambda v: f"{v}ll", "float": lambda v: f"(fk_float)({v!r})" if np.isfinite(v) else f"fk_special({ {'inf': 1, '-inf': -1}.get(repr(v), 0)})",
+    "bool": lambda v: str(v).lower(), "int": lambda v: f"{v}ll",
+    # fk_special(1), (-1) and (0): inf, -inf and NaN
+    "float": lambda v: f"(fk_float)({v!r})" if np.isfinite(v) else f"fk_special({0 if v != v else int(np.sign(v))})",
 }  # fmt: skip
 
 
@@ -571,7 +599,9 @@ def assignments(exprs: Sequence[Expr], language: Language) -> tuple[list[tuple[E
             names[id(node)] = node.value
         else:
             operands = [f"({text})" if text.startswith("-") else text for text in (names[id(a)] for a in node.args)]
-            text = _load_text(node, operands, language) if node.op.startswith("load") else getattr(OPS[node.op], language).format(*operands)
+            is_load = node.op.startswith("load")
+            template = "" if is_load else getattr(OPS[node.op], language)
+            text = _load_text(node, operands, language) if is_load else template.format(*operands)
             names[id(node)] = f"t{len(steps)}"
             steps.append((node, f"t{len(steps)}", text))
     return steps, [names[id(e)] for e in exprs]
@@ -595,7 +625,9 @@ def _numpy_function(expr: Expr, arguments: tuple[str, ...]) -> Callable[..., Any
 
 
 def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
-    """Compute the expression with NumPy. `env` maps the names of symbols, params and arrays to scalars or arrays that broadcast."""
+    """Compute the expression with NumPy. `env` maps the names of symbols, params and arrays to scalars or arrays
+    that broadcast.
+    """
     kinds = {node.value: node.op in ("symbol", "param") and node.kind
              for node in walk([expr]) if node.op in ("symbol", "param") or node.op.startswith("load")}  # fmt: skip
     names = sorted(kinds)
@@ -608,7 +640,8 @@ def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any
     }  # fmt: skip
     # Plain Python numbers would divide by zero with an exception, int32 positions would wrap: a kernel's do neither.
     scalars: dict[Any, Callable[..., Any]] = {
-        "float": helpers["F"], "int": helpers["I"], "bool": lambda x: np.asarray(x, bool)[()], False: lambda array: array,
+        "float": helpers["F"], "int": helpers["I"], "bool": lambda x: np.asarray(x, bool)[()],
+        False: lambda array: array,
     }  # fmt: skip
     values = [scalars[kinds[name]](env[name]) for name in names]
     with np.errstate(all="ignore"):
