@@ -384,7 +384,7 @@ def check_indices(mod: Mod, batch: int, heads: int, n_q: int, n_k: int, offsets:
     loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
     if not loads or 0 in (batch, heads, n_q, n_k):
         return
-    from .sparsity import RangeTable
+    from .ranges import RangeTable
 
     env: dict[str, Any] = {
         "b": np.arange(batch)[:, None], "h": np.arange(heads), "row0": 0, "row1": n_q - 1, "k0": 0, "k1": n_k - 1,

@@ -12,19 +12,21 @@ kept as runs of neighbouring tiles. A causal mask of a million tokens so costs a
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from . import expr, mods
 from .expr import Expr
 from .mods import Mod
+from .patterns import Patterns, integer
+from .ranges import RangeTable
+from .runs import TileLists, compressed, finer, merged
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -35,126 +37,8 @@ _CHUNK = 1 << 15  # squares looked at together: what is at work then stays withi
 _PAIRS = 1 << 22  # pairs evaluated together where a count needs them one by one
 
 
-class Runs(NamedTuple):
-    """Runs of neighbouring tiles on lines (rows of tiles, or columns).
-
-    Line n holds the tiles start[m] <= t < stop[m] for indptr[n] <= m < indptr[n + 1]; its runs ascend and do not touch.
-    indptr: int64 (lines + 1,); start, stop: int32 (runs,).
-    """
-
-    indptr: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-
-    @property
-    def total(self) -> int:
-        """Tiles in all runs together."""
-        return int((self.stop - self.start).sum(dtype=np.int64))
-
-    def lines(self, first: int, last: int) -> Runs:
-        """The runs of the lines first <= n < last."""
-        low, high = self.indptr[first], self.indptr[last]
-        return Runs(self.indptr[first : last + 1] - low, self.start[low:high], self.stop[low:high])
-
-    def expand(self) -> tuple[np.ndarray, np.ndarray]:
-        """One by one: (indptr int64 (lines + 1,), tiles int32 (total,)); line n holds tiles[indptr[n]:indptr[n +
-        1]]."""
-        lengths = (self.stop - self.start).astype(np.int64)
-        ends = np.concatenate([[0], np.cumsum(lengths)])
-        tiles = np.arange(ends[-1]) + np.repeat(self.start - ends[:-1], lengths)
-        return ends[self.indptr], tiles.astype(np.int32)
-
-
-class TileLists(NamedTuple):
-    """What a loop over tiles walks: first the FULL ones, which need no mask, then the PARTIAL ones."""
-
-    full: Runs
-    partial: Runs
-
-
-class RangeTable:
-    """Least and greatest element of an integer or bool array within boxes of indices; exact.
-
-    A binary tree over each axis that the boxes extend along, its nodes made when first asked for: a box is covered by
-    at most two nodes of each size. Stands for the array itself in `table[index]`, so one name serves both in an
-    expression's environment.
-    """
-
-    def __init__(self, array: Any) -> None:
-        array = np.asarray(array)
-        if array.dtype.kind not in "biu":
-            raise TypeError(
-                f"bounds of an array of {array.dtype} would be rounded; bool and integer arrays have exact ones"
-            )
-        # Expressions compute in 64 bits with a sign.
-        self.array = array.astype(np.int64) if array.dtype == np.uint64 else array
-        self._trees: tuple[dict[tuple[int, ...], np.ndarray], ...] = ({}, {})
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.array[index]
-
-    def bounds(self, which: int, corners: Sequence[Any]) -> Any:
-        """The least (which = 0) or greatest (1) element in each box; corners: (low, high) of each axis, inclusive,
-        arrays that broadcast.
-
-        An index beyond the array cannot come from a valid modification, but bounds of one may reach there: then the
-        part inside counts, and all of the axis where an index may be negative, since those count from the end in NumPy.
-        """
-        shape = np.broadcast_shapes(*map(np.shape, corners))
-        flat = [np.broadcast_to(np.asarray(c, np.int64), shape).ravel() for c in corners]
-        nodes = [_cover(*pair) for pair in zip(flat[0::2], flat[1::2], self.array.shape)]
-        logical = self.array.dtype.kind == "b"
-        dtype = np.dtype(bool) if logical else np.dtype(np.int64)
-        neutral = which == 0 if logical else getattr(np.iinfo(np.int64), "min" if which else "max")
-        result = np.full(math.prod(shape), neutral, dtype)
-        better = np.maximum if which else np.minimum
-        for combination in itertools.product(*nodes):
-            used = np.logical_and.reduce([valid for _, _, valid in combination]).nonzero()[0]
-            if used.size:
-                tree = self._tree(which, tuple(level for level, _, _ in combination))
-                result[used] = better(result[used], tree[tuple(node[used] for _, node, _ in combination)])
-        return result.reshape(shape)[()]
-
-    def _tree(self, which: int, levels: tuple[int, ...]) -> np.ndarray:
-        """The array with each 2**level neighbours along each axis reduced to one."""
-        if not any(levels):
-            return self.array
-        known = self._trees[which]
-        if levels not in known:
-            # The last axis is the slow one to halve, being contiguous: let the others shrink the array first.
-            axis = max(range(len(levels)), key=lambda a: (levels[a], a))
-            finer = self._tree(which, tuple(level - (a == axis) for a, level in enumerate(levels)))
-            finer = np.moveaxis(finer, axis, 0)
-            pairs = len(finer) // 2
-            half = finer[0::2].copy() if len(finer) % 2 else np.empty((pairs, *finer.shape[1:]), finer.dtype)
-            (np.maximum if which else np.minimum)(finer[0:-1:2], finer[1::2], out=half[:pairs])
-            known[levels] = np.moveaxis(half, 0, axis)
-        return known[levels]
-
-
-def _cover(low: np.ndarray, high: np.ndarray, n: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """Intervals as nodes of a binary tree over n leaves: (level, node of each interval, whether it has one)."""
-    if n == 0:
-        raise IndexError("a modification reads an array without elements")
-    whole = (low < 0) | (low > high) | (low >= n)
-    low = np.where(whole, 0, low)
-    # To the very end of the tree, past the array: one large node instead of the many that an odd length would take.
-    high = np.where(whole | (high >= n - 1), (1 << (n - 1).bit_length()) - 1, high)
-    nodes: list[tuple[int, np.ndarray, np.ndarray]] = []
-    for level in itertools.count():
-        single, several = low == high, low < high
-        if not (single.any() or several.any()):
-            return nodes
-        for node, valid in ((low, several & (low % 2 == 1)), (high, single | (several & (high % 2 == 0)))):
-            valid = valid & (node << level < n)
-            if valid.any():
-                nodes.append((level, node, valid))
-        low, high = np.where(single, 1, (low + 1) >> 1), np.where(single, 0, (high - 1) >> 1)
-    raise AssertionError
-
-
 @dataclass(frozen=True, eq=False)
-class BlockMask:
+class BlockMask(Patterns):
     """Which tiles of n_q x n_k scores exist; made by `from_mod`, `from_dense` or one of the patterns below.
 
     mod: the mask over b, h, row and k that it stands for, elementwise; block_q, block_k: rows and keys of a tile, the
@@ -172,7 +56,7 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         for name, least in (("n_q", 0), ("n_k", 0), ("block_q", 1), ("block_k", 1), ("batch", 1), ("heads", 1)):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), least))
+            object.__setattr__(self, name, integer(name, getattr(self, name), least))
         if expr.uses(self.mod.expr, expr.Q):
             raise ValueError("the mod depends on the position q; BlockMask.from_mod says where the queries are")
 
@@ -190,7 +74,7 @@ class BlockMask:
         Where that is 1, b or h is 0 for all. ValueError for sizes that do not fit.
         """
         mod = mods.trace(mod, "mask")
-        n_q, n_k = _integer("n_q", n_q, 0), _integer("n_k", n_k, 0)
+        n_q, n_k = integer("n_q", n_q, 0), integer("n_k", n_k, 0)
         mod = _placed(mod, n_k - n_q if q_offset is None else q_offset)
         for name, symbol, n in (("n_q", expr.ROW, n_q), ("n_k", expr.K, n_k)):
             for array, length in _lengths(mod, symbol).items():
@@ -212,7 +96,7 @@ class BlockMask:
         likewise.
         """
         grid = np.array(grid)
-        block_q, block_k = _integer("block_q", block_q, 1), _integer("block_k", block_k, 1)
+        block_q, block_k = integer("block_q", block_q, 1), integer("block_k", block_k, 1)
         if grid.dtype != bool:
             raise TypeError(f"grid has dtype {grid.dtype}; bool fits, True where a tile exists")
         if grid.ndim not in (2, 3, 4):
@@ -222,7 +106,7 @@ class BlockMask:
         sizes = []
         for axis, name, n, block in ((-2, "q", n_q, block_q), (-1, "k", n_k, block_k)):
             tiles = grid.shape[axis]
-            n = tiles * block if n is None else _integer(f"n_{name}", n, 0)
+            n = tiles * block if n is None else integer(f"n_{name}", n, 0)
             if -(-n // block) != tiles:
                 needed = f"n_{name} = {n} in blocks of {block} makes {-(-n // block)}"
                 raise ValueError(f"grid has {tiles} tiles along {name}, but {needed}")
@@ -453,16 +337,16 @@ class BlockMask:
         pieces: dict[int, list[np.ndarray]] = {FULL: [], PARTIAL: []}
         for level, state, squares in self._squares():
             if squares.size:
-                runs = _merged(squares[0] * (-(-lines >> level)) + squares[across], squares[along], squares[along] + 1)
-                pieces[state].append(_finer(runs, level, lines, length))
-        return TileLists(*(_compressed(pieces[state], groups * lines) for state in (FULL, PARTIAL)))
+                runs = merged(squares[0] * (-(-lines >> level)) + squares[across], squares[along], squares[along] + 1)
+                pieces[state].append(finer(runs, level, lines, length))
+        return TileLists(*(compressed(pieces[state], groups * lines) for state in (FULL, PARTIAL)))
 
     def _part(self, lists: TileLists, b: int | None, h: int | None) -> TileLists:
         if b is None and h is None:
             return lists
         position = []
         for name, index, n in (("b", b, self.batch), ("h", h, self.heads)):
-            index = _integer(name, 0 if index is None else index, 0)
+            index = integer(name, 0 if index is None else index, 0)
             if 1 < n <= index:
                 raise IndexError(f"{name} = {index} is beyond the {n} that the block mask is for")
             position.append(index if n > 1 else 0)
@@ -470,159 +354,8 @@ class BlockMask:
         first = (position[0] * self.heads + position[1]) * lines
         return TileLists(*(runs.lines(first, first + lines) for runs in lists))
 
-    # --- patterns of the literature -------------------------------------------------------------------------------
-    #
-    # In blocks of one size, i = q // block and j = k // block, at the positions that from_mod gives the queries. Those
-    # that the papers use with causal models are cut at the diagonal block; `& mods.causal()` cuts within it.
 
-    @classmethod
-    def local(cls, n_q: int, n_k: int, left: int, right: int = 0, block: int = 128, q_offset: Any = None) -> BlockMask:
-        """Each block sees `left` blocks before it, itself and `right` after it."""
-        return cls._blockwise(
-            lambda i, j: (i - left <= j) & (j <= i + right), n_q, n_k, block, q_offset, left=left, right=right
-        )
-
-    @classmethod
-    def dilated(cls, n_q: int, n_k: int, step: int, reach: int, block: int = 128, q_offset: Any = None) -> BlockMask:
-        """Each block sees those at multiples of `step` blocks from it, `reach` of them to each side: the dilated window
-        of Longformer (Beltagy et al. 2020, arXiv 2004.05150, section 3.1), in blocks."""
-        _integer("step", step, 1)
-        seen = lambda i, j: ((i - j) % step == 0) & (abs(i - j) <= step * reach)
-        return cls._blockwise(seen, n_q, n_k, block, q_offset, reach=reach)
-
-    @classmethod
-    def strided(cls, n_q: int, n_k: int, stride: int, block: int = 128, q_offset: Any = None) -> BlockMask:
-        """The last `stride` blocks and every stride-th one before: the strided pattern of Sparse Transformer (Child et
-        al. 2019, arXiv 1904.10509, section 4.3), both of its sets in one mask, in blocks."""
-        _integer("stride", stride, 1)
-        seen = lambda i, j: (j <= i) & ((i - stride <= j) | ((i - j) % stride == 0))
-        return cls._blockwise(seen, n_q, n_k, block, q_offset)
-
-    @classmethod
-    def fixed(
-        cls, n_q: int, n_k: int, stride: int, summary: int = 1, block: int = 128, q_offset: Any = None
-    ) -> BlockMask:
-        """The own segment of `stride` blocks and the last `summary` blocks of each earlier one: the fixed pattern of
-        Sparse Transformer (arXiv 1904.10509, section 4.3; its l and c), both of its sets in one mask, in blocks."""
-        _integer("stride", stride, 1)
-        if not 0 <= summary <= stride:
-            raise ValueError(f"summary is a number of blocks of a segment, 0 to stride = {stride}; got {summary}")
-        seen = lambda i, j: (j <= i) & ((i // stride == j // stride) | (j % stride >= stride - summary))
-        return cls._blockwise(seen, n_q, n_k, block, q_offset, summary=summary)
-
-    @classmethod
-    def butterfly(
-        cls, n_q: int, n_k: int, max_stride: int | None = None, block: int = 128, q_offset: Any = None
-    ) -> BlockMask:
-        """Flat block butterfly of Pixelated Butterfly (Dao et al. 2022, arXiv 2112.00029): a block sees
-        itself and those whose number differs from its own in one bit below `max_stride`, a power of two; all bits where
-        not given."""
-        blocks = -(-max(_integer("n_q", n_q, 0), _integer("n_k", n_k, 0)) // _integer("block", block, 1))
-        largest = 1 << max(blocks - 1, 0).bit_length() if max_stride is None else _integer("max_stride", max_stride, 1)
-        if largest & (largest - 1):
-            raise ValueError(f"max_stride is a power of two, not {max_stride}")
-
-        def seen(i: Expr, j: Expr) -> Expr:
-            result = i == j
-            for bit in range(largest.bit_length() - 1):
-                # i ^ j == 1 << bit, said in a way that has bounds over a range of blocks.
-                result = result | ((i // (2 << bit) == j // (2 << bit)) & (abs(i - j) == 1 << bit))
-            return result
-
-        return cls._blockwise(seen, n_q, n_k, block, q_offset)
-
-    @classmethod
-    def bigbird(
-        cls, n_q: int, n_k: int, window: int = 3, global_blocks: int = 2, random_blocks: int = 3, seed: int = 0,
-        block: int = 128, q_offset: Any = None,
-    ) -> BlockMask:  # fmt: skip
-        """Big Bird (Zaheer et al. 2020, arXiv 2007.14062, section 2), in blocks: a window of `window` blocks around
-        the own one, the first `global_blocks`, which all see and which see all, and for each other row `random_blocks`
-        of the rest, drawn by `seed`."""
-        if _integer("window", window, 1) % 2 == 0:
-            raise ValueError(f"window is an odd number of blocks, so that it has a middle; got {window}")
-        _integer("random_blocks", random_blocks, 0)
-        seen = lambda i, j: (abs(i - j) <= window // 2) | ((i >= 0) & (i < global_blocks)) | (j < global_blocks)
-        base = cls._blockwise(seen, n_q, n_k, block, q_offset, global_blocks=global_blocks)
-        rng = np.random.default_rng(seed)
-        (tiles_q, tiles_k), rows = base.tiles, base.rows()
-        grid = np.zeros((tiles_q, tiles_k), bool)
-        for row in range(tiles_q):
-            taken = [runs.lines(row, row + 1).expand()[1] for runs in rows]
-            free = np.delete(np.arange(tiles_k), np.concatenate(taken))
-            grid[row, free[rng.choice(len(free), min(random_blocks, len(free)), replace=False)]] = True
-        return base | cls.from_dense(grid, block, block, n_q, n_k)
-
-    @classmethod
-    def longformer(
-        cls, n_q: int, n_k: int, window: int, global_tokens: Any = (), dilation: int = 1,
-        block: int = 128, q_offset: Any = None,
-    ) -> BlockMask:  # fmt: skip
-        """Longformer (Beltagy et al. 2020, arXiv 2004.05150, section 3.1), in tokens: window // 2 of them to each side,
-        `dilation` apart, and the positions `global_tokens`, which all see and which see all."""
-        _integer("dilation", dilation, 1)
-        tokens = np.asarray(global_tokens, np.int64).reshape(-1)
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= n_k):
-            given = f"{tokens.min()} to {tokens.max()}"
-            raise ValueError(f"global_tokens are positions from 0 to n_k - 1 = {n_k - 1}; got {given}")
-        is_global = np.zeros(max(n_k, 1), bool)
-        is_global[tokens] = True
-
-        def seen(b: Expr, h: Expr, q: Expr, k: Expr, *, reach: Expr, last: Expr, is_global: expr.Array) -> Expr:
-            near = (abs(q - k) <= reach) & ((q - k) % dilation == 0)
-            return near | is_global[k] | ((q >= 0) & (q <= last) & is_global[expr.clip(q, 0, last)])
-
-        values = {"reach": window // 2 * dilation, "last": len(is_global) - 1, "is_global": is_global}
-        return cls.from_mod(mods.mask(seen, **values), n_q, n_k, block, block, q_offset)
-
-    @classmethod
-    def _blockwise(
-        cls, seen: Callable[..., Expr], n_q: int, n_k: int, block: int, q_offset: Any, **counts: int
-    ) -> BlockMask:
-        """The mask of a rule on the numbers of blocks; counts: arguments of the pattern that must be 0 or more."""
-        for name, value in counts.items():
-            _integer(name, value, 0)
-        block = _integer("block", block, 1)
-        return cls.from_mod(lambda b, h, q, k: seen(q // block, k // block), n_q, n_k, block, block, q_offset)
-
-
-# --- pieces -----------------------------------------------------------------------------------------------------------
-
-
-def _merged(line: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Runs that do not overlap, sorted, with those that touch made one: int64 (3, n) of line, start, stop."""
-    order = np.lexsort((start, line))
-    line, start, stop = line[order], start[order], stop[order]
-    # One opening past the end, so that each run's last piece is the one before an opening.
-    opens = np.ones(len(line) + 1, bool)
-    opens[1:-1] = (line[1:] != line[:-1]) | (start[1:] != stop[:-1])
-    return np.stack([line[opens[:-1]], start[opens[:-1]], stop[opens[1:]]])
-
-
-def _finer(runs: np.ndarray, level: int, lines: int, length: int) -> np.ndarray:
-    """Runs of squares of 2**level tiles as runs of tiles, on each line that they cross."""
-    line, start, stop = runs
-    side = 1 << level
-    group, coarse = np.divmod(line, -(-lines >> level))
-    within = (coarse[:, None] << level) + np.arange(side)
-    each = (within + group[:, None] * lines, (start << level)[:, None], np.minimum(stop << level, length)[:, None])
-    return np.stack(np.broadcast_arrays(*each))[:, within < lines]
-
-
-def _compressed(pieces: list[np.ndarray], lines: int) -> Runs:
-    line, start, stop = _merged(*np.concatenate(pieces, axis=1)) if pieces else np.zeros((3, 0), np.int64)
-    indptr = np.searchsorted(line, np.arange(lines + 1))
-    return Runs(indptr.astype(np.int64), start.astype(np.int32), stop.astype(np.int32))
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < least:
-        raise ValueError(f"{name} is an integer of {least} or more, not {value!r}")
-    return number
+# --- pieces ----------------------------------------------------------------------------------------------------------
 
 
 def _placed(mod: Mod, offset: Any) -> Mod:
@@ -651,7 +384,7 @@ def _entries(mod: Mod, name: str, symbol: Expr, given: int | None) -> tuple[int,
     lengths = _lengths(mod, symbol)
     if given is None and not lengths:
         raise ValueError(f"the mask depends on {symbol.value}; say how many there are: {name}=")
-    count = min(lengths.values()) if given is None else _integer(name, given, 1)
+    count = min(lengths.values()) if given is None else integer(name, given, 1)
     for array, n in lengths.items():
         if n < count or (given is None and n != count):
             raise ValueError(f"array {array} of the mask has {n} entries along {symbol.value}, but {name} is {count}")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from flashkit import expr
 from flashkit.expr import FALSE, ROW, TRUE, Array, B, Expr, H, K, Q, S, const, param, where
-from flashkit.sparsity import RangeTable
+from flashkit.ranges import RangeTable
 
 randoms = st.randoms(use_true_random=False)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from flashkit import expr, mods, sparsity
 from flashkit.mods import Mod
-from flashkit.sparsity import EMPTY, FULL, PARTIAL, BlockMask, RangeTable, Runs
+from flashkit.ranges import RangeTable
+from flashkit.runs import Runs
+from flashkit.sparsity import EMPTY, FULL, PARTIAL, BlockMask
 
 randoms = st.randoms(use_true_random=False)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

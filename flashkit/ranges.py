@@ -1,0 +1,91 @@
+"""RangeTable: least and greatest elements of an array within boxes of indices: what bounds of a modification need."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class RangeTable:
+    """Least and greatest element of an integer or bool array within boxes of indices; exact.
+
+    A binary tree over each axis that the boxes extend along, its nodes made when first asked for: a box is covered by
+    at most two nodes of each size. Stands for the array itself in `table[index]`, so one name serves both in an
+    expression's environment.
+    """
+
+    def __init__(self, array: Any) -> None:
+        array = np.asarray(array)
+        if array.dtype.kind not in "biu":
+            raise TypeError(
+                f"bounds of an array of {array.dtype} would be rounded; bool and integer arrays have exact ones"
+            )
+        # Expressions compute in 64 bits with a sign.
+        self.array = array.astype(np.int64) if array.dtype == np.uint64 else array
+        self._trees: tuple[dict[tuple[int, ...], np.ndarray], ...] = ({}, {})
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array[index]
+
+    def bounds(self, which: int, corners: Sequence[Any]) -> Any:
+        """The least (which = 0) or greatest (1) element in each box; corners: (low, high) of each axis, inclusive,
+        arrays that broadcast.
+
+        An index beyond the array cannot come from a valid modification, but bounds of one may reach there: then the
+        part inside counts, and all of the axis where an index may be negative, since those count from the end in NumPy.
+        """
+        shape = np.broadcast_shapes(*map(np.shape, corners))
+        flat = [np.broadcast_to(np.asarray(c, np.int64), shape).ravel() for c in corners]
+        nodes = [_cover(*pair) for pair in zip(flat[0::2], flat[1::2], self.array.shape)]
+        logical = self.array.dtype.kind == "b"
+        dtype = np.dtype(bool) if logical else np.dtype(np.int64)
+        neutral = which == 0 if logical else getattr(np.iinfo(np.int64), "min" if which else "max")
+        result = np.full(math.prod(shape), neutral, dtype)
+        better = np.maximum if which else np.minimum
+        for combination in itertools.product(*nodes):
+            used = np.logical_and.reduce([valid for _, _, valid in combination]).nonzero()[0]
+            if used.size:
+                tree = self._tree(which, tuple(level for level, _, _ in combination))
+                result[used] = better(result[used], tree[tuple(node[used] for _, node, _ in combination)])
+        return result.reshape(shape)[()]
+
+    def _tree(self, which: int, levels: tuple[int, ...]) -> np.ndarray:
+        """The array with each 2**level neighbours along each axis reduced to one."""
+        if not any(levels):
+            return self.array
+        known = self._trees[which]
+        if levels not in known:
+            # The last axis is the slow one to halve, being contiguous: let the others shrink the array first.
+            axis = max(range(len(levels)), key=lambda a: (levels[a], a))
+            finer = self._tree(which, tuple(level - (a == axis) for a, level in enumerate(levels)))
+            finer = np.moveaxis(finer, axis, 0)
+            pairs = len(finer) // 2
+            half = finer[0::2].copy() if len(finer) % 2 else np.empty((pairs, *finer.shape[1:]), finer.dtype)
+            (np.maximum if which else np.minimum)(finer[0:-1:2], finer[1::2], out=half[:pairs])
+            known[levels] = np.moveaxis(half, 0, axis)
+        return known[levels]
+
+
+def _cover(low: np.ndarray, high: np.ndarray, n: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """Intervals as nodes of a binary tree over n leaves: (level, node of each interval, whether it has one)."""
+    if n == 0:
+        raise IndexError("a modification reads an array without elements")
+    whole = (low < 0) | (low > high) | (low >= n)
+    low = np.where(whole, 0, low)
+    # To the very end of the tree, past the array: one large node instead of the many that an odd length would take.
+    high = np.where(whole | (high >= n - 1), (1 << (n - 1).bit_length()) - 1, high)
+    nodes: list[tuple[int, np.ndarray, np.ndarray]] = []
+    for level in itertools.count():
+        single, several = low == high, low < high
+        if not (single.any() or several.any()):
+            return nodes
+        for node, valid in ((low, several & (low % 2 == 1)), (high, single | (several & (high % 2 == 0)))):
+            valid = valid & (node << level < n)
+            if valid.any():
+                nodes.append((level, node, valid))
+        low, high = np.where(single, 1, (low + 1) >> 1), np.where(single, 0, (high - 1) >> 1)
+    raise AssertionError
