@@ -20,6 +20,8 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Context, Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +291,21 @@ def test_the_demos_options_are_those_it_has(capsys: pytest.CaptureFixture[str]) 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
+def test_the_error_of_the_exponentials() -> None:
+    """The polynomials' errors that numerics.md states, computed in exact arithmetic."""
+    from flashkit.backends.cpu.vector import EXP2_COEFFICIENTS
+
+    text = prose(ROOT / "docs" / "numerics.md")
+    for (element, coefficients), bound in zip(EXP2_COEFFICIENTS.items(), ("3e-9", "2e-17")):
+        assert bound in text
+        for i in range(-500, 501):
+            r, value = Fraction(i, 1000), Fraction(0)
+            for c in reversed(coefficients):
+                value = value * r + Fraction(c)
+            power = Fraction(Context(prec=40).power(2, Decimal(i) / 1000))
+            assert abs(value / power - 1) < Fraction(bound), (element, i)
+
+
 @pytest.mark.parametrize("file", documents())
 def test_environment_variables_exist(file: Path) -> None:
     sources = [*ROOT.glob("flashkit/**/*.py"), *ROOT.glob("tests/*.py")]
@@ -305,13 +322,17 @@ def test_every_argument_of_attention_is_in_the_table_of_numerics() -> None:
 
 
 def test_every_ready_made_mod_and_pattern_is_in_the_document_of_mods() -> None:
+    import inspect
+
     from flashkit import mods
 
     text = prose(ROOT / "docs" / "mods.md")
     general = {"mask", "score", "trace", "combine", "visible"}
     made = {n for n, f in vars(mods).items() if getattr(f, "__annotations__", {}).get("return") == "Mod"} - general
     assert len(made) >= 8
-    patterns = {n for n, f in vars(flashkit.BlockMask).items() if isinstance(f, classmethod)}
+    mask = flashkit.BlockMask
+    patterns = {n for n in dir(mask) if isinstance(inspect.getattr_static(mask, n), classmethod)}
+    assert len(patterns) >= 9
     for name in (n for n in made | patterns if not n.startswith("_")):
         assert re.search(rf"\b{name}\b", text), name
 
