@@ -251,7 +251,7 @@ def main(
         return 1
     names = [name for name in ("numpy", "torch") if not missing(name)] if peers is None else list(dict.fromkeys(peers))
     cases = [Case(n, causal=causal) for n in sizes for causal in (False, True)] if sizes else QUICK if quick else FULL
-    rounds, budget = (7, 3.0) if quick else (25, 15.0)
+    rounds, budget = (7, 3.0) if quick else (20, 8.0)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     lines: list[Line] = []

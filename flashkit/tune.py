@@ -39,6 +39,9 @@ MARGIN = 0.02
 """A tile must be faster by this share to replace the one in use: less is within what repeated runs differ by."""
 
 
+LEAST_TIME = 6.0
+"""Seconds that a target gets while they last: little time is better spent on few targets than on all of them."""
+
 FINALISTS = 3
 """Tiles that the last round compares with the one in use."""
 
@@ -419,7 +422,7 @@ def autotune(
     path = _write(profile_of(found, log.rates, profiles.criteria("cpu"), threads.count()), output)
     dispatch.forget()
     profiles.forget()
-    _report(found, len(targets), log, path, timing.warning(neighbours.share))
+    _report(found, targets, log, path, timing.warning(neighbours.share))
     return found
 
 
@@ -427,7 +430,7 @@ def _search(
     targets: Sequence[Target], bench: Bench, log: Log, effort: Effort, rates: Callable[[], Rates], end: float,
     clock: Callable[[], float],
 ) -> Iterator[Found]:  # fmt: skip
-    """Search target by target, each with an equal share of the time that is left, under a progress bar."""
+    """Search target by target, each with an equal share of the time that is left, but no less than LEAST_TIME."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     each = 2 * effort.blocks + effort.shapes + 5
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -436,14 +439,15 @@ def _search(
             log.add(rates())
         for number, target in enumerate(targets):
             progress.update(task, description=str(target), completed=1 + number * each)
-            deadline = clock() + (end - clock()) / (len(targets) - number)
+            left = end - clock()
+            deadline = clock() + min(left, max(left / (len(targets) - number), LEAST_TIME))
             search = Search(target, bench, log, effort, deadline, clock, lambda: progress.advance(task))
             outcome = search.run()
             if outcome is not None:
                 yield outcome
 
 
-def _report(found: Sequence[Found], targets: int, log: Log, path: Path, warning: str) -> None:
+def _report(found: Sequence[Found], targets: Sequence[Target], log: Log, path: Path, warning: str) -> None:
     """What was measured, what got faster, and where it is written."""
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=200)
@@ -466,9 +470,13 @@ def _report(found: Sequence[Found], targets: int, log: Log, path: Path, warning:
     if faster:
         best = max(faster, key=lambda f: f.gain)
         console.print(f"{len(faster)} of {len(found)} got faster, most of all {best.target}: {best.gain:.2f} x")
-    open_ = targets - sum(f.complete for f in found)
-    if open_:
-        console.print(f"the time was up with {open_} of {targets} unfinished: run again to go on")
+    done = [f.target for f in found]
+    hopeless = [t for t in targets if t not in done and any(trial.status != "ok" for trial in log.of(t))]
+    for target in hopeless:
+        console.print(f"{target}: every tile tried gives wrong results; the log says which, please report it")
+    unfinished = len(targets) - len(hopeless) - sum(f.complete for f in found)
+    if unfinished:
+        console.print(f"the time was up with {unfinished} of {len(targets)} unfinished: run again to go on")
     if warning:
         console.print(warning)
     console.print(f"profile  {path}\nlog      {log.path}")

@@ -266,6 +266,17 @@ def test_autotune_resumes_and_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> 
     assert run(resume=False).timed
 
 
+def test_autotune_says_where_nothing_is_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune, "QUICK", EFFORT)
+    machine = Machine(block_size, lambda tile: "wrong")
+    assert tune.autotune(quick=True, bench=machine, rates=lambda: RATES, clock=machine.clock) == []
+    shown = capsys.readouterr().out
+    assert shown.count("every tile tried gives wrong results") == 4
+    assert "run again" not in shown
+
+
 def test_autotune_keeps_its_budget_and_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     machine = Machine(block_size)
     found = tune.autotune(quick=True, budget=300.0, bench=machine, rates=lambda: RATES, clock=machine.clock)
@@ -346,7 +357,7 @@ def test_rates_of_this_machine() -> None:
 
 @pytest.mark.slow
 def test_autotune_end_to_end() -> None:
-    assert cli.run(["autotune", "--quick", "--budget", "8"]) == 0
+    assert cli.run(["autotune", "--quick", "--budget", "10"]) == 0
     (file,) = profiles.user_dir().glob("*.yaml")
     q = np.ones((1, 4, 256, 64), np.float32)
     row = profiles.load_file(file).tile("cpu.forward", "float32", 64, causal=False)

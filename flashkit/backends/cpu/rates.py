@@ -22,6 +22,9 @@ from .vector import KERNELS, Block
 SAMPLE = 0.02
 """Seconds of one measurement, about."""
 
+LONGEST = 0.5
+"""Seconds after which no further sample of a measurement is taken: a busy machine would make it long."""
+
 _READER = 6
 """Vectors of a row of sums when reading: enough to hide the multiply-add's latency, and few enough for 16 registers."""
 
@@ -75,18 +78,18 @@ def _product(
 
 
 def _together(work: Callable[[], tuple[Callable[[], None], object]], threads: int, samples: int) -> list[float]:
-    """Seconds from when all threads start until all are done, for each sample; every thread has a work of its own."""
-    barrier, times = threading.Barrier(threads), []
+    """Seconds that all threads together take, each with a work of its own, for each of up to `samples` rounds."""
+    times: list[float] = []
+    barrier = threading.Barrier(threads, action=lambda: times.append(time.perf_counter()))
 
     def run() -> None:
         call, _arrays = work()
         call()
-        for _ in range(samples):
-            if barrier.wait() == 0:
-                times.append(time.perf_counter())
+        barrier.wait()
+        # No time is added before all have come to the barrier again, so all see the same ones here.
+        while len(times) <= samples and times[-1] - times[0] < LONGEST:
             call()
-            if barrier.wait() == 0:
-                times.append(time.perf_counter())
+            barrier.wait()
 
     others = [threading.Thread(target=run) for _ in range(threads - 1)]
     for thread in others:
@@ -94,4 +97,4 @@ def _together(work: Callable[[], tuple[Callable[[], None], object]], threads: in
     run()
     for thread in others:
         thread.join()
-    return [end - start for start, end in list(pairwise(times))[::2]]
+    return [end - start for start, end in pairwise(times)]
