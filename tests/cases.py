@@ -1,0 +1,637 @@
+"""Calls of attention() for tests: what may vary, a pairwise design over it, how a call is built, and how near is near
+enough.
+
+A choice names one level of every factor in `FACTORS`. `build(choice)` makes the arrays and keyword arguments of the
+call, twice: as the caller of attention() would hold them (layout, strides, array library) and in the one plain form
+from which `expected` computes the definition. So a mistake in reading layouts or strides cannot hide in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import flashkit
+from flashkit import cachedir, dispatch, expr, mods, reference
+from flashkit.arguments import prepare
+from flashkit.spec import AttentionSpec, Operands
+
+Choice = Mapping[str, str]
+
+FACTORS: dict[str, tuple[str, ...]] = {
+    "dtype": ("float32", "float64", "float16", "bfloat16"),
+    "layout": ("bhnd", "bnhd", "three axes", "two axes", "five axes"),
+    "batch": ("2", "1", "3"),
+    "heads": ("2:2", "4:2", "4:1", "1:1", "3:3"),
+    "sizes": ("33x33", "1x70", "77x50", "16x128", "130x200", "5x257", "97x1", "64x64"),
+    "dims": ("8", "1", "40", "64", "80", "96", "128", "192/128", "7/13"),
+    "storage": ("packed", "swapped", "gaps", "reversed", "shared heads", "misaligned", "last axis apart"),
+    "out": ("new", "poisoned", "poisoned, with gaps"),
+    "scale": ("default", "0.3"),
+    "causal": ("no", "yes"),
+    "q_offset": ("default", "0", "array"),
+    "window": ("no", "both", "left", "right"),
+    "softcap": ("no", "yes"),
+    "alibi": ("no", "(Hq,)", "(B, Hq)"),
+    "bias": ("no", "full", "(Nq, Nk)", "(Hq, 1, Nk)", "(B, 1, Nq, 1)", "()", "with -inf"),
+    "mask": ("no", "full", "(Nk,)", "(B, 1, 1, Nk)", "(Hq, Nq, 1)", "float", "float with -inf"),
+    "block_mask": ("no", "from_mod", "from_dense", "bigbird", "longformer", "strided"),
+    "score_mod": ("no", "plain", "array by head", "array by distance"),
+    "mask_mod": ("no", "plain", "array", "document"),
+    "kv_lengths": ("no", "yes"),
+    "dropout": ("no", "yes"),
+    "sinks": ("no", "yes"),
+    "dlse": ("no", "yes"),
+}
+"""What may vary in a call; the first level of each is the plain one."""
+
+PLAIN: dict[str, str] = {factor: levels[0] for factor, levels in FACTORS.items()}
+
+
+def with_(**changes: str) -> dict[str, str]:
+    """The plain choice with some factors changed."""
+    for factor, level in changes.items():
+        assert factor == "dims" or factor == "sizes" or level in FACTORS[factor], (factor, level)
+    return {**PLAIN, **changes}
+
+
+# --- pairwise design --------------------------------------------------------------------------------------------------
+
+
+def possible(one: tuple[str, str], two: tuple[str, str]) -> bool:
+    """Whether a call can have both levels: arrays of few axes have one batch entry, or one head."""
+    pair = dict((one, two))
+    layout = pair.get("layout")
+    if layout in ("two axes", "three axes") and pair.get("batch", "1") != "1":
+        return False
+    if layout == "two axes" and (
+        pair.get("heads", "1:1") != "1:1" or pair.get("storage") in ("swapped", "shared heads")
+    ):
+        return False
+    return not (pair.get("heads") == "1:1" and pair.get("storage") == "shared heads")
+
+
+Pair = frozenset[tuple[str, str]]
+
+
+def pairs(factors: Mapping[str, tuple[str, ...]]) -> set[Pair]:
+    """All pairs of levels of two factors that one call can have."""
+    found = set()
+    for a, b in itertools.combinations(factors, 2):
+        for one, two in itertools.product(((a, x) for x in factors[a]), ((b, x) for x in factors[b])):
+            if possible(one, two):
+                found.add(frozenset((one, two)))
+    return found
+
+
+def pairwise(factors: Mapping[str, tuple[str, ...]], seed: int = 0, tries: int = 6) -> list[dict[str, str]]:
+    """Few choices that together hold every possible pair of levels (greedy: each choice takes in as many new pairs as
+    it finds).
+
+    Where nothing is to be gained, a factor takes its first level: features that are off leave the others more to see.
+    """
+    rng = random.Random(seed)
+    left = pairs(factors)
+    rows = []
+    while left:
+        best: dict[str, str] = {}
+        most = 0
+        open_pairs = sorted(map(sorted, left))
+        for _ in range(tries):
+            row = dict(rng.choice(open_pairs))
+            for factor in rng.sample(list(factors), len(factors)):
+                if factor in row:
+                    continue
+                gains = {}
+                for level in factors[factor]:
+                    new = (factor, level)
+                    if all(possible(new, old) for old in row.items()):
+                        gains[level] = sum(frozenset((new, old)) in left for old in row.items())
+                row[factor] = max(gains, key=lambda level: gains[level])
+            gain = sum(frozenset(pair) in left for pair in itertools.combinations(row.items(), 2))
+            if gain > most:
+                best, most = row, gain
+        left -= {frozenset(pair) for pair in itertools.combinations(best.items(), 2)}
+        rows.append({factor: best[factor] for factor in factors})
+    return rows
+
+
+def name(choice: Choice) -> str:
+    """What is special about a choice, as a test's name."""
+    return ", ".join([choice["dtype"], *(f"{f} {x}" for f, x in choice.items() if f != "dtype" and x != PLAIN[f])])
+
+
+# --- backends and their arrays ----------------------------------------------------------------------------------------
+
+
+def array_library(backend: str) -> Any:
+    """NumPy, or CuPy for a backend that takes CuPy arrays alone."""
+    if "numpy" in dispatch.registry()[backend].array_kinds:
+        return np
+    import cupy
+
+    return cupy
+
+
+def backends() -> list[Any]:
+    """Every registered backend as a parameter of a test, those without NumPy arrays marked `gpu`."""
+    import pytest
+
+    return [
+        pytest.param(n, marks=[] if "numpy" in b.array_kinds else pytest.mark.gpu)
+        for n, b in sorted(dispatch.registry().items())
+    ]
+
+
+def skip_unless(backend: str, call: Call | None = None) -> None:
+    """Skip the test, with the backend's own reason, where the backend is not available or does not support the call."""
+    import pytest
+
+    found = dispatch.registry()[backend]
+    verdict = found.available()
+    if verdict and call is not None:
+        verdict = found.supports(dataclasses.replace(prepare(**call.plain)[0], array_kind=found.array_kinds[0]))
+    if not verdict:
+        pytest.skip(f"{backend}: {verdict.reason}")
+
+
+@cache
+def compiled(backend: str, dtype: str) -> None:
+    """Have a backend's kernels for a dtype compiled once, not by each worker of a parallel run at the same time.
+
+    A worker that finds another one compiling that dtype compiles some other one meanwhile.
+    """
+    if backend != "cpu":
+        return
+    from filelock import FileLock, Timeout
+
+    def compile_(other: str, timeout: float) -> None:
+        folder = cachedir.path()
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"tests-{other}.lock", timeout=timeout):
+            x = np.ones((1, 1, 1, 1), numpy_dtype(other))
+            out, vjp = flashkit.attention_vjp(x, x, x, backend=backend)
+            vjp(out)
+
+    for other in (dtype, *(d for d in FACTORS["dtype"] if d != dtype)):
+        try:
+            compile_(other, 0)
+        except Timeout:
+            continue
+        if other == dtype:
+            return
+    compile_(dtype, 120)
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(dtype)
+
+
+# --- building a call --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """One call of attention() and the same call in plain form.
+
+    q, k, v, options, dout, dlse: what the caller passes. plain: the arguments of `prepare` with arrays of four axes,
+    packed. plain_dout, plain_dlse: as (B, H, N, D) and (B, H, N). to_plain, rows_to_plain: results as NumPy arrays in
+    plain form.
+    """
+
+    choice: Choice
+    q: Any
+    k: Any
+    v: Any
+    options: dict[str, Any]
+    dout: Any
+    dlse: Any
+    plain: dict[str, Any]
+    plain_dout: np.ndarray
+    plain_dlse: np.ndarray | None
+    to_plain: Callable[[Any], np.ndarray]
+    rows_to_plain: Callable[[Any], np.ndarray]
+    seed: int
+
+
+def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
+    """The call that a choice describes; the same for the same choice and seed."""
+    rng = np.random.default_rng([seed, *name(choice).encode()])
+    layout, dtype = choice["layout"], numpy_dtype(choice["dtype"])
+    batch_axes = {"three axes": (), "two axes": (), "five axes": (2, int(choice["batch"]))}.get(
+        layout, (int(choice["batch"]),)
+    )
+    batch = int(np.prod(batch_axes))
+    heads, heads_kv = map(int, choice["heads"].split(":"))
+    n_q, n_k = map(int, choice["sizes"].split("x"))
+    d, dv = map(int, (choice["dims"] + "/" + choice["dims"]).split("/")[:2])
+
+    def to_user(x: np.ndarray) -> np.ndarray:
+        """(B, H, N, D) in the caller's axes."""
+        if layout == "bnhd":
+            return x.swapaxes(1, 2)
+        return x[0, 0] if layout == "two axes" else x.reshape((*batch_axes, *x.shape[1:]))
+
+    def to_plain(x: Any) -> np.ndarray:
+        x = to_numpy(x)
+        if layout == "bnhd":
+            return x.swapaxes(1, 2)
+        return x[None, None] if layout == "two axes" else x.reshape((batch, *x.shape[-3:]))
+
+    def rows_to_user(x: np.ndarray) -> np.ndarray:
+        return x[0, 0] if layout == "two axes" else x.reshape((*batch_axes, *x.shape[1:]))
+
+    def rows_to_plain(x: Any) -> np.ndarray:
+        return to_numpy(x).reshape((batch, heads, -1))
+
+    def tensor(h: int, n: int, width: int) -> tuple[np.ndarray, Any]:
+        """A random tensor: plain, and as the caller stores it."""
+        x = rng.standard_normal((batch, h, n, width)).astype(dtype)
+        if choice["storage"] == "shared heads":
+            x[:] = x[:, :1]
+        return x, stored(xp, to_user(x), choice["storage"], *((-2, -3) if layout == "bnhd" else (-3, -2)))
+
+    (q, user_q), (k, user_k), (v, user_v) = tensor(heads, n_q, d), tensor(heads_kv, n_k, d), tensor(heads_kv, n_k, dv)
+    dout, user_dout = tensor(heads, n_q, dv)
+    dlse = user_dlse = None
+    if choice["dlse"] == "yes":
+        dlse = rng.standard_normal((batch, heads, n_q)).astype(np.float64 if dtype == np.float64 else np.float32)
+        user_dlse = xp.asarray(rows_to_user(dlse))
+
+    def pairwise_to_user(x: np.ndarray) -> Any:
+        """A bias or mask: its axes before the last three become the caller's batch axes."""
+        if x.ndim == 4:
+            if layout in ("three axes", "two axes"):
+                x = x[0]
+            elif layout == "five axes":
+                x = x.reshape((*(batch_axes if len(x) > 1 else (1, 1)), *x.shape[1:]))
+        return xp.asarray(x)
+
+    plain = features(choice, rng, batch, heads, n_q, n_k)
+    options = {}
+    for key, x in plain.items():
+        pairs_of = key in ("bias", "mask")
+        options[key] = pairwise_to_user(x) if pairs_of else xp.asarray(x) if key in ("alibi_slopes", "sinks") else x
+    if layout == "bnhd":
+        options["layout"] = "bnhd"
+    if choice["out"] != "new":
+        empty = np.full((batch, heads, n_q, dv), np.nan, dtype)
+        options["out"] = stored(xp, to_user(empty), "gaps" if "gaps" in choice["out"] else "packed")
+    user = (user_q, user_k, user_v, options, user_dout, user_dlse)
+    return Call(choice, *user, {"q": q, "k": k, "v": v, **plain}, dout, dlse, to_plain, rows_to_plain, seed)
+
+
+def stored(xp: Any, x: np.ndarray, how: str, head_axis: int = -3, token_axis: int = -2) -> Any:
+    """The values of x in another place of memory. What lies between the elements is NaN, so reading it shows."""
+    if how == "shared heads":
+        return xp.broadcast_to(xp.asarray(x.take([0], axis=head_axis)), x.shape)
+    if how == "swapped":  # heads and tokens, for instance a (B, H, N, D) view of (B, N, H, D)
+        return xp.ascontiguousarray(xp.asarray(x).swapaxes(head_axis, token_axis)).swapaxes(head_axis, token_axis)
+    if how == "misaligned" and xp is np:
+        memory = np.empty(x.nbytes + 1, np.uint8)[1:]
+        view = memory.view(x.dtype).reshape(x.shape)
+        assert not view.flags.aligned or view.size == 0 or x.dtype.itemsize == 1
+    elif how == "gaps":
+        view = xp.full((*(2 * n for n in x.shape[:-1]), x.shape[-1] + 3), np.nan, x.dtype)[
+            (*[slice(None, None, 2)] * (x.ndim - 1), slice(x.shape[-1]))
+        ]
+    elif how == "reversed":
+        view = xp.flip(xp.empty(x.shape, x.dtype), token_axis)
+    elif how == "last axis apart":
+        view = xp.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan, x.dtype)[..., ::2]
+    else:
+        view = xp.empty(x.shape, x.dtype)
+    view[...] = xp.asarray(x)
+    return view
+
+
+def features(choice: Choice, rng: np.random.Generator, batch: int, heads: int, n_q: int, n_k: int) -> dict[str, Any]:
+    """Keyword arguments of `prepare` for the features of a choice. Masks hide little, so that several together leave
+    something."""
+    options: dict[str, Any] = {}
+    if choice["scale"] != "default":
+        options["scale"] = float(choice["scale"])
+    if choice["causal"] == "yes":
+        options["causal"] = True
+    if choice["q_offset"] == "0":
+        options["q_offset"] = 0
+    elif choice["q_offset"] == "array":
+        options["q_offset"] = n_k - n_q + rng.integers(-3, 4, batch)
+    reach = max(n_k * 2 // 3, 1)
+    if choice["window"] != "no":
+        options["window"] = {"both": (reach, reach // 2), "left": (reach, None), "right": (None, reach // 4)}[
+            choice["window"]
+        ]
+    if choice["softcap"] == "yes":
+        options["softcap"] = 2.5
+    if choice["alibi"] != "no":
+        options["alibi_slopes"] = rng.uniform(
+            0.01, 0.2, (batch, heads) if choice["alibi"] == "(B, Hq)" else (heads,)
+        ).astype(np.float32)
+    full = (batch, heads, n_q, n_k)
+    shapes: dict[str, tuple[int, ...]] = {
+        "full": full,
+        "with -inf": full,
+        "(Nq, Nk)": (n_q, n_k),
+        "(Hq, 1, Nk)": (heads, 1, n_k),
+        "(B, 1, Nq, 1)": (batch, 1, n_q, 1),
+        "(B, 1, 1, Nk)": (batch, 1, 1, n_k),
+        "(Hq, Nq, 1)": (heads, n_q, 1),
+        "(Nk,)": (n_k,),
+        "()": (),
+        "float": (1, 1, n_q, n_k),
+        "float with -inf": (batch, 1, n_q, n_k),
+    }
+    if choice["bias"] != "no":
+        options["bias"] = _floats(rng, shapes[choice["bias"]], choice["dtype"], choice["bias"] == "with -inf")
+    if choice["mask"].startswith("float"):
+        options["mask"] = _floats(rng, shapes[choice["mask"]], choice["dtype"], "-inf" in choice["mask"])
+    elif choice["mask"] != "no":
+        options["mask"] = rng.random(shapes[choice["mask"]]) < 0.85
+    if choice["block_mask"] != "no":
+        options["block_mask"] = block_mask(choice["block_mask"], rng, batch, heads, n_q, n_k)
+    if choice["score_mod"] != "no":
+        options["score_mod"] = score_mod(choice["score_mod"], rng, heads)
+    if choice["mask_mod"] != "no":
+        options["mask_mod"] = mask_mod(choice["mask_mod"], rng, batch, n_q, n_k)
+    if choice["kv_lengths"] == "yes":
+        options["kv_lengths"] = rng.integers(n_k // 2, n_k + 1, batch)
+    if choice["dropout"] == "yes":
+        options |= {"dropout_p": 0.25, "seed": int(rng.integers(2**62))}
+    if choice["sinks"] == "yes":
+        options["sinks"] = rng.standard_normal(heads).astype(np.float32)
+    return options
+
+
+def _floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, with_inf: bool) -> np.ndarray:
+    x = np.asarray(rng.standard_normal(shape)).astype(numpy_dtype(dtype))
+    if with_inf:
+        x[rng.random(shape) < 0.1] = -np.inf
+    return x
+
+
+def block_mask(kind: str, rng: np.random.Generator, batch: int, heads: int, n_q: int, n_k: int) -> flashkit.BlockMask:
+    if kind == "from_mod":
+        return flashkit.BlockMask.from_mod(mods.prefix_lm(n_k // 3) | mods.sliding_window(n_k // 2), n_q, n_k, 32, 16)
+    if kind == "from_dense":
+        grid = rng.random((batch, heads, -(-n_q // 16), -(-n_k // 24))) < 0.8
+        return flashkit.BlockMask.from_dense(grid, 16, 24, n_q, n_k)
+    if kind == "bigbird":
+        return flashkit.BlockMask.bigbird(n_q, n_k, block=16)
+    if kind == "longformer":
+        return flashkit.BlockMask.longformer(n_q, n_k, window=n_k, global_tokens=[0, n_k // 2], block=32)
+    return flashkit.BlockMask.strided(n_q, n_k, stride=3, block=16)
+
+
+def score_mod(kind: str, rng: np.random.Generator, heads: int) -> Any:
+    def plain(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return flashkit.where((q + k) % 3 == 0, s * 0.5, s - 0.01 * abs(q - k))
+
+    def by_head(s: Any, b: Any, h: Any, q: Any, k: Any, *, gains: Any) -> Any:
+        return gains[h] * s + 0.3 * flashkit.sigmoid(s)
+
+    def by_distance(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any, reach: Any) -> Any:
+        return s + table[flashkit.clip(q - k, -reach, reach) + reach]
+
+    if kind == "plain":
+        return plain
+    if kind == "array by head":
+        return mods.score(by_head, gains=rng.uniform(0.5, 1.5, heads).astype(np.float32))
+    return mods.score(by_distance, table=rng.standard_normal(21).astype(np.float32), reach=10)
+
+
+def mask_mod(kind: str, rng: np.random.Generator, batch: int, n_q: int, n_k: int) -> Any:
+    def kept(b: Any, h: Any, q: Any, k: Any, *, keep: Any) -> Any:
+        return keep[b, k]
+
+    if kind == "plain":
+        return lambda b, h, q, k: (7 * k + 3 * q + h) % 5 != 0
+    if kind == "array":
+        return mods.mask(kept, keep=rng.random((batch, n_k)) < 0.85)
+    ids = rng.integers(0, 2, (batch, max(n_k, 1)))
+    return mods.document(np.sort(ids, axis=1)) | mods.dilated(2)
+
+
+# --- what is expected, and how near is near enough --------------------------------------------------------------------
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
+
+@dataclass
+class Results:
+    """What attention and its vjp gave, as NumPy arrays in plain form; dsinks is None without sinks."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dsinks: np.ndarray | None
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        return ((n, getattr(self, n)) for n in NAMES if getattr(self, n) is not None)
+
+
+def run(call: Call, backend: str) -> Results:
+    """The call's results from a backend."""
+    compiled(backend, call.choice["dtype"])
+    wrt = ("q", "k", "v") + (("sinks",) if "sinks" in call.options else ())
+    (out, lse), vjp = flashkit.attention_vjp(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
+    if "out" in call.options:
+        assert out is call.options["out"]
+    for got, like in ((out, call.q), (lse, call.q)):
+        assert type(got) is type(like)
+    dq, dk, dv, *dsinks = vjp(call.dout, call.dlse, wrt=wrt)
+    for got, like in ((out, call.q), (dq, call.q), (dk, call.k), (dv, call.v)):
+        assert got.dtype == like.dtype
+    for got, like in ((dq, call.q), (dk, call.k), (dv, call.v)):
+        assert got.shape == like.shape
+    gradients = map(call.to_plain, (dq, dk, dv))
+    return Results(call.to_plain(out), call.rows_to_plain(lse), *gradients, to_numpy(dsinks[0]) if dsinks else None)
+
+
+def computed(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np.ndarray | None, dtype: Any) -> Results:
+    """The plain computation, in `dtype` throughout; in float64 it is the definition."""
+    out, lse = reference.standard(spec, operands, dtype)
+    return Results(out, lse, *reference.standard_gradients(spec, operands, dout, dlse, dtype))
+
+
+def expected(call: Call) -> tuple[Results, Results]:
+    """The definition's results, and the tolerance for each of them (see `Yardstick`)."""
+    yardstick = Yardstick(call.choice["dtype"])
+    # The greatest error in a few dozen rows is luck: where there are few, more calls are drawn to measure it.
+    rows = call.plain_dout[..., 0].size
+    for draw in range(next(n for most, n in ((100, 8), (500, 4), (1500, 2), (rows + 1, 1)) if rows < most)):
+        drawn = build(call.choice, seed=call.seed + draw) if draw else call
+        problem, operands, _ = prepare(**drawn.plain)
+        results = yardstick.measure(problem.spec, operands, drawn.plain_dout, drawn.plain_dlse)
+        if draw == 0:
+            exact, sums = results, magnitudes(problem.spec, operands, drawn.plain_dout, drawn.plain_dlse)
+    return exact, yardstick.tolerance(sums)
+
+
+class Yardstick:
+    """How far a result may lie from the exact one: twice the greatest error of the plain computation in the same
+    precision, plus one rounding unit (the distance from 1 to the next number of its dtype) of the greatest magnitude
+    that its sum has.
+
+    "Plain" is reference.standard and standard_gradients with every intermediate result in the dtype of q and matrix
+    products as three loops give them, for BLAS adds in an order of its own on each machine. "Greatest" is over all
+    elements of a result, and for the error also over a few calls that differ in their random numbers alone. The
+    magnitude of a sum is what it comes to when its terms do not cancel (`magnitudes`): where a gradient is exactly 0,
+    one order of adding gives 0 and another some units.
+
+    In float64 the plain computation is the definition itself and its error cannot be seen. It is taken from float32,
+    on operands that float32 holds exactly, by the ratio of the two rounding units.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.errors = dict.fromkeys(NAMES, 0.0)
+
+    def measure(self, spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np.ndarray | None) -> Results:
+        """Take in the plain computation's error on one call; returns the exact results."""
+        exact = ideal = computed(spec, operands, dout, dlse, np.float64)
+        if self.dtype == "float64":
+            operands = Operands(
+                **{**vars(operands), **{n: to_float32(getattr(operands, n)) for n in ("q", "k", "v", "sinks")}}
+            )
+            dout, dlse = to_float32(dout), to_float32(dlse)
+            ideal = computed(spec, operands, dout, dlse, np.float64)
+        with mock.patch.object(reference, "matmul", product_in_order):
+            plain = computed(
+                spec, operands, dout, dlse, np.float32 if self.dtype == "float64" else numpy_dtype(self.dtype)
+            )
+        for n, x in plain:
+            with np.errstate(invalid="ignore"):
+                errors = np.abs(x.astype(np.float64) - getattr(ideal, n))
+            # Equal infinities, or an overflow of the plain computation, are no error to measure by.
+            self.errors[n] = max(self.errors[n], errors.max(initial=0, where=np.isfinite(errors)))
+        return exact
+
+    def tolerance(self, sums: Results) -> Results:
+        ratio = epsilon("float64") / epsilon("float32") if self.dtype == "float64" else 1
+        allowed = {}
+        for n, x in sums:
+            unit = epsilon("float32" if n in ("lse", "dsinks") and self.dtype != "float64" else self.dtype)
+            allowed[n] = np.asarray(2 * ratio * self.errors[n] + unit * x.max(initial=0))
+        return Results(**{n: allowed.get(n) for n in NAMES})  # type: ignore[arg-type]
+
+
+@reference.quiet
+def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np.ndarray | None) -> Results:
+    """Each result with the terms of its sums taken by their absolute values, scores included.
+
+    A weight in out and dv counts 1 + |s| fold: one unit for itself, and |s| for its score, which rounded by one unit
+    changes it by |s| units.
+    """
+    sums = {
+        n: np.zeros(getattr(operands, m).shape)
+        for n, m in zip(NAMES, ("out", "lse", "q", "k", "v", "sinks"))
+        if getattr(operands, m) is not None
+    }
+    for head in itertools.chain.from_iterable(reference.groups(spec, operands, np.float64, dout=dout, dlse=dlse)):
+        at, kv = (head.b, head.h), (head.b, head.kv_head, slice(head.n_k))
+        q, k, v, do = (head.memory[n].astype(np.float64) for n in ("q", "k", "v", "dout"))
+        s = reference.scores(q, k, head.scale)
+        slope = (
+            np.ones(s.shape)
+            if spec.score is None
+            else np.abs(head.evaluate(expr.derivative(spec.score), *head.everything, s))
+        )
+        modified = reference.modify(head, s, *head.everything)
+        p, lse = reference.softmax(modified, head.sink)
+        seen = p != 0
+        terms = np.maximum(np.abs(q) @ np.abs(k).T * abs(head.scale), np.abs(modified))
+        weights = reference.drop(head, np.where(seen, p * (1 + np.abs(s) * slope), 0), *head.everything)
+        sums["out"][at] = weights @ np.abs(v)
+        sums["lse"][at] = np.maximum(np.abs(reference.finite(lse)), np.where(seen, terms, 0).max(axis=1, initial=0))
+        delta = reference.row_sum(np.abs(do) * sums["out"][at]) + (0 if dlse is None else np.abs(head.memory["dlse"]))
+        dp = reference.drop(head, np.abs(do) @ np.abs(v).T, *head.everything)
+        ds = np.where(seen, p * (dp + delta[:, None]) * slope, 0) * abs(head.scale)
+        sums["dq"][at] = ds @ np.abs(k)
+        sums["dk"][kv] += ds.T @ np.abs(q)
+        sums["dv"][kv] += weights.T @ np.abs(do)
+        if spec.sinks:
+            sums["dsinks"][head.h] += reference.row_sum(np.where(lse > -np.inf, np.exp(head.sink - lse), 0) * delta)
+    return Results(**{n: sums.get(n) for n in NAMES})  # type: ignore[arg-type]
+
+
+def product_in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """reference.matmul with the sums taken in the order of the indices."""
+    total = np.zeros((len(a), b.shape[1]), np.promote_types(a.dtype, np.float32))
+    for column, row in zip(a.T.astype(total.dtype), b.astype(total.dtype)):
+        total += column[:, None] * row
+    return total.astype(a.dtype)
+
+
+def epsilon(dtype: str) -> float:
+    if dtype == "bfloat16":
+        return 2.0**-7
+    return float(np.finfo(dtype).eps)
+
+
+def to_float32(x: Any) -> Any:
+    """x in numbers that float32 holds."""
+    return None if x is None else x.astype(np.float32).astype(x.dtype)
+
+
+def ratios(got: Results, exact: Results, allowed: Results) -> dict[str, float]:
+    """The greatest error of each result in units of what is allowed; infinite where a NaN or infinity is out of
+    place."""
+    found = {}
+    for n, x in got:
+        e, x = getattr(exact, n), x.astype(np.float64)
+        assert x.shape == e.shape, (n, x.shape, e.shape)
+        finite = np.isfinite(e)
+        in_place = np.array_equal(x[~finite], e[~finite], equal_nan=True) and np.isfinite(x[finite]).all()
+        error = np.abs(x[finite] - e[finite]).max(initial=0)
+        limit = float(getattr(allowed, n))
+        found[n] = float("inf") if not in_place else error / limit if limit else 0.0 if error == 0 else float("inf")
+    return found
+
+
+def assert_conforms(got: Results, exact: Results, allowed: Results) -> None:
+    found = ratios(got, exact, allowed)
+    wrong = {n: r for n, r in found.items() if not r <= 1}
+    assert not wrong, f"error in units of the tolerance: {wrong}; " + "; ".join(
+        describe(n, getattr(got, n), getattr(exact, n)) for n in wrong
+    )
+
+
+def describe(n: str, got: np.ndarray, exact: np.ndarray) -> str:
+    got = got.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        error = np.where((got == exact) | (np.isnan(got) & np.isnan(exact)), 0, np.abs(got - exact))
+    error = np.where(np.isnan(error), np.inf, error)
+    at = tuple(map(int, np.unravel_index(np.argmax(error), error.shape)))
+    alike = f"{np.count_nonzero(error > error.max() / 2)} of {error.size} are about as far off"
+    return f"{n}{list(at)} is {got[at]}, expected {exact[at]}; {alike}"
+
+
+@cache
+def visible_share(key: tuple[tuple[str, str], ...]) -> float:
+    """The share of all pairs that a choice leaves visible, for a check that the design does not test empty rows
+    alone."""
+    problem, operands, _ = prepare(**build(dict(key)).plain)
+    head_shares = []
+    for head in itertools.chain.from_iterable(reference.groups(problem.spec, operands, np.float64)):
+        s = reference.modify(head, np.zeros((head.n_q, head.n_k)), *head.everything)
+        head_shares.append(np.count_nonzero(s > -np.inf) / max(problem.n_q * problem.n_k, 1))
+    return float(np.mean(head_shares))

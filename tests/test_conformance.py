@@ -1,0 +1,183 @@
+"""Every backend against the definition: pairs of features, each feature alone, head dims, sizes of many tiles, finite
+differences.
+
+What may vary, how a call is built and how near is near enough is in cases.py. A backend that is not available is
+skipped with its own reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from cases import FACTORS, PLAIN, with_
+
+import flashkit
+
+DESIGN = cases.pairwise(FACTORS)
+ALONE = [
+    (factor, level) for factor, levels in FACTORS.items() if factor not in ("dtype", "dims") for level in levels[1:]
+]
+COMPILED = [backend for backend in cases.backends() if backend.values[0] != "reference"]
+HEAD_DIMS = (
+    1, 2, 3, 5, 7, 12, 15, 16, 17, 24, 31, 33, 40, 47, 48, 49, 65, 72, 95, 100, 112, 127, 129, 144, 160, 191, 192, 224,
+    255, 256, 257, 288, 320, 383, 400, 448, 509, 511, 512,
+)  # fmt: skip
+
+
+def check(backend: str, choice: cases.Choice, seed: int = 0) -> None:
+    """The call that the choice describes conforms on the backend: forward, lse and all gradients."""
+    cases.skip_unless(backend)
+    call = cases.build(choice, cases.array_library(backend), seed)
+    cases.skip_unless(backend, call)
+    cases.assert_conforms(cases.run(call, backend), *cases.expected(call))
+
+
+def slow_if(condition: bool) -> list[Any]:
+    return [pytest.mark.slow] if condition else []
+
+
+def sixteen_bits(choice: cases.Choice) -> bool:
+    return choice["dtype"] in ("float16", "bfloat16")
+
+
+# --- the design -------------------------------------------------------------------------------------------------------
+
+
+def test_the_design_holds_every_pair() -> None:
+    held = {frozenset(pair) for row in DESIGN for pair in itertools.combinations(row.items(), 2)}
+    assert cases.pairs(FACTORS) <= held
+    assert all(cases.possible(*pair) for pair in held)
+    assert len(DESIGN) < 2 * 8 * 9  # the two longest factors alone take 8 x 9
+
+
+def test_the_design_leaves_keys_to_see() -> None:
+    """A check of rows without keys alone would check little."""
+    shares = [cases.visible_share(tuple(row.items())) for row in DESIGN if row["sizes"] != "130x200"]
+    assert np.mean([share > 0.1 for share in shares]) > 0.8
+
+
+def test_poison_between_the_elements() -> None:
+    x = np.arange(24.0).reshape(2, 3, 4)
+    for how in FACTORS["storage"]:
+        view = cases.stored(np, x, how)
+        np.testing.assert_array_equal(view, x[:1].repeat(2, 0) if how == "shared heads" else x)
+    assert np.isnan(cases.stored(np, x, "gaps").base).any()
+
+
+# --- conformance ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "row"),
+    [
+        pytest.param(
+            *backend.values,
+            i,
+            marks=[*backend.marks, *slow_if(i >= 40 or sixteen_bits(choice) or choice["sizes"] == "130x200")],
+        )
+        for backend in cases.backends()
+        for i, choice in enumerate(DESIGN)
+        if backend.values[0] != "reference" or i % 4 == 0  # test_reference.py holds it against the definition
+    ],
+)
+def test_pairs_of_features(row: int, backend: str) -> None:
+    """Rows of a pairwise design over all factors; cases.name(DESIGN[row]) says which."""
+    check(backend, DESIGN[row])
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=slow_if(d != "float32")) for d in FACTORS["dtype"]])
+@pytest.mark.parametrize(("factor", "level"), ALONE)
+def test_a_feature_alone(factor: str, level: str, dtype: str, backend: str) -> None:
+    choice = {**PLAIN, "sizes": "45x107", "dims": "40", "heads": "4:2", "dtype": dtype, factor: level}
+    if choice["layout"] in ("three axes", "two axes"):
+        choice["batch"] = "1"
+    if choice["layout"] == "two axes":
+        choice["heads"] = "1:1"
+    check(backend, choice)
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("d", [pytest.param(d, marks=slow_if(i % 3 != 0)) for i, d in enumerate(HEAD_DIMS)])
+def test_head_dims(d: int, backend: str) -> None:
+    """From 1 to 512, v's the same and another one; 16 bits for every third."""
+    other = HEAD_DIMS[(HEAD_DIMS.index(d) * 7 + 3) % len(HEAD_DIMS)]
+    check(backend, with_(dims=f"{d}", sizes="21x30", batch="1"))
+    check(backend, with_(dims=f"{d}/{other}", sizes="21x30", batch="1", causal="yes"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("dims", ["1", "17", "96", "256", "512", "192/128", "3/300"])
+def test_head_dims_of_other_dtypes(dims: str, dtype: str, backend: str) -> None:
+    check(backend, with_(dims=dims, sizes="21x30", batch="1", dtype=dtype, causal="yes"))
+
+
+MANY_TILES = {
+    "plain": {},
+    "causal, grouped": {"causal": "yes", "heads": "4:1"},
+    "window": {"window": "left", "causal": "yes"},
+    "documents": {"mask_mod": "document", "kv_lengths": "yes"},
+    "bool mask": {"mask": "full", "storage": "gaps"},
+    "blocks": {"block_mask": "bigbird", "sinks": "yes"},
+    "dropout": {"dropout": "yes", "score_mod": "array by distance"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("sizes", ["700x900", "3x2500", "1500x2"])
+@pytest.mark.parametrize("what", MANY_TILES)
+def test_many_tiles(what: str, sizes: str, backend: str) -> None:
+    """Sizes beyond a tile in both axes, in one and in the other; these take the threaded paths."""
+    check(backend, {**with_(batch="1", dims="64", sizes=sizes, heads="1:1"), **MANY_TILES[what]})
+
+
+# --- gradients are derivatives ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [b for b in cases.backends() if b.values[0] == "cpu"])
+@pytest.mark.parametrize(
+    ("factor", "level"), [("dtype", "float32"), *(x for x in ALONE if x[0] not in ("layout", "batch", "sizes", "out"))]
+)
+def test_finite_differences(factor: str, level: str, backend: str) -> None:
+    """In float64, the gradients of sum(out * dout) + sum(lse * dlse) along random directions are central
+    differences."""
+    choice = {
+        **PLAIN,
+        "batch": "2",
+        "heads": "4:2",
+        "sizes": "9x14",
+        "dims": "5/3",
+        "dlse": "yes",
+        factor: level,
+        "dtype": "float64",
+    }
+    call = cases.build(choice)
+    (out, lse), vjp = flashkit.attention_vjp(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
+    names = ("q", "k", "v") + (("sinks",) if "sinks" in call.options else ())
+    gradients = vjp(call.dout, call.dlse, wrt=names)
+    seen = np.isfinite(lse)
+    assert seen.any() and np.isfinite(out).all()
+
+    inputs = {"q": call.q, "k": call.k, "v": call.v, **{n: call.options[n].astype(np.float64) for n in names[3:]}}
+
+    def loss(moved: dict[str, np.ndarray]) -> float:
+        out, lse = flashkit.attention(**{**call.options, **moved}, return_lse=True, backend=backend)
+        return float((out * call.dout).sum() + (np.where(seen, lse, 0) * call.dlse).sum())
+
+    rng = np.random.default_rng(7)
+    for n, gradient in zip(names, gradients):
+        direction = rng.standard_normal(inputs[n].shape)
+        step = 1e-5
+        plus, minus = (loss({**inputs, n: inputs[n] + sign * step * direction}) for sign in (1, -1))
+        # The difference loses half of the digits: its own error is some 1e-16 / 1e-5 of the loss, and 1e-10 of the
+        # third derivative.
+        np.testing.assert_allclose(
+            (gradient * direction).sum(), (plus - minus) / (2 * step), rtol=2e-7, atol=2e-8, err_msg=n
+        )
