@@ -29,7 +29,8 @@ def attention(
     q, k, v
         NumPy or CuPy arrays of one dtype: float64, float32, float16 or bfloat16 (ml_dtypes). q (..., Hq, Nq, D), k
         (..., Hkv, Nk, D), v (..., Hkv, Nk, Dv), D and Dv from 1 to 512; Hq is a multiple of Hkv (grouped queries).
-        (H, N, D) and (N, D) work too. Any strides are read in place as long as the last axis is contiguous.
+        (H, N, D) and (N, D) work too. Any strides are read in place as long as the last axis is contiguous
+        and elements are aligned; other arrays are copied.
     scale
         Factor on the products, 1 / sqrt(D) where not given.
     causal
@@ -71,7 +72,8 @@ def attention(
         The forward pass always gives the same bits for the same inputs; with True the backward pass does so on a
         GPU too.
     precision
-        "tf32" allows one-term TensorFloat-32 products for float32 on a GPU; None or "highest" is full float32.
+        "tf32" allows one-term TensorFloat-32 products for float32 where the device has them, which only GPUs do; None
+        or "highest" is full float32.
     backend
         Name of the backend to use; default: the fastest by the device's profile.
 
@@ -115,29 +117,18 @@ def attention_vjp(
     problem, operands, shape = prepare(q, k, v, out=out, **options)
     chosen = _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
-    return (result, shape.rows(operands.lse)) if return_lse else result, Vjp(
-        problem, operands, shape, chosen, (q, k, v)
-    )
+    vjp = Vjp(problem, operands, shape, chosen, options.get("sinks"))
+    return (result, shape.rows(operands.lse)) if return_lse else result, vjp
 
 
 class Vjp:
     """Pulls gradients back through one call of attention; see attention_vjp."""
 
     def __init__(
-        self,
-        problem: Problem,
-        operands: Operands,
-        shape: Shape,
-        chosen: tuple[Backend, Any] | None,
-        inputs: tuple[Any, Any, Any],
+        self, problem: Problem, operands: Operands, shape: Shape, chosen: tuple[Backend, Any] | None, sinks: Any
     ) -> None:
-        self._problem, self._operands, self._shape, self._chosen, self._inputs = (
-            problem,
-            operands,
-            shape,
-            chosen,
-            inputs,
-        )
+        self._problem, self._operands, self._shape, self._chosen = problem, operands, shape, chosen
+        self._sinks_dtype = getattr(sinks, "dtype", None)
 
     def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[Any, ...]:
         """Gradients of sum(out * dout) + sum(lse * dlse).
@@ -172,6 +163,8 @@ class Vjp:
             backend, plan = self._chosen
             backend.backward(plan, op, gradients)
         results = {"q": dq, "k": dk, "v": dv}
+        if dsinks is not None and self._sinks_dtype is not None:
+            dsinks = dsinks.astype(self._sinks_dtype)
         return tuple(dsinks if name == "sinks" else shape.like(results[name]) for name in wrt)
 
     def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:

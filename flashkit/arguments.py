@@ -275,6 +275,8 @@ def _slopes(slopes: Any, kind: str, batch: int, heads: int) -> Any:
 def _sinks(sinks: Any, kind: str, heads: int, dtype: str) -> Any:
     if sinks is None:
         return None
+    if isinstance(sinks, (list, tuple)):
+        sinks = np.asarray(sinks, np.float32)
     arrays.require("sinks", sinks, kind)
     if sinks.dtype.kind != "f" and sinks.dtype.name != "bfloat16":
         raise TypeError(f"sinks has dtype {sinks.dtype}; a floating dtype fits")

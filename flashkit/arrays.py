@@ -29,6 +29,10 @@ def namespace(kind: str) -> Any:
 def require(name: str, array: Any, kind: str | None = None) -> str:
     """The kind of an argument that has to be an array, of the given kind where one is given."""
     found = kind_of(array)
+    if isinstance(array, np.ma.MaskedArray | np.matrix):
+        # Their own rules of arithmetic would be ignored without a word.
+        hint = "; give x.filled(...) and mask=" if isinstance(array, np.ma.MaskedArray) else "; numpy.asarray(x) fits"
+        raise TypeError(f"{name} is a {type(array).__name__}; a plain numpy.ndarray fits{hint}")
     if found is None:
         hint = (
             "; convert it, numpy.asarray(x) or numpy.from_dlpack(x)"

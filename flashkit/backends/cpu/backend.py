@@ -93,10 +93,6 @@ class CpuBackend:
             return Verdict(False, f"dtype {spec.dtype} is none of {', '.join(ITEMSIZE)}")
         if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
-        if spec.precision is not None:
-            return Verdict(
-                False, f"precision={spec.precision!r} is for GPUs; the CPU always computes in {spec.lse_dtype}"
-            )
         too_deep = [slot.name for slot in spec.slots if (slot.ndim or 0) > 4]
         if too_deep:
             return Verdict(False, f"arrays of a modification have at most 4 axes here; {', '.join(too_deep)} has more")

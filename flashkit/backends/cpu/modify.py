@@ -17,7 +17,7 @@ from . import specialise
 from .arguments import EMPTY, FULL, PARTIAL
 
 MAX_NDIM = 4
-_VIEWS = {1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
+_VIEWS = {0: "vector", 1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
 _STORED = {"bool": "uint8", "bfloat16": "float32", "float16": "float32"}
 """What arrays of these dtypes are handed over as."""
 
@@ -37,6 +37,8 @@ def _prelude(spec: AttentionSpec, used: set[str]) -> list[str]:
     for slot in spec.slots:
         if slot.name in used:
             fields = [f"integer_at(values + {8 * (at + i)})" for i in range(entries(slot))]
+            if slot.ndim == 0:
+                fields = [fields[0], "1", "8"]  # one element, which kernels read as name[0]
             if slot.ndim is None:
                 value = fields[0] if slot.kind == "int" else f"F(double_from_bits({fields[0]}))"
             else:

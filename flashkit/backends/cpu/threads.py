@@ -30,7 +30,8 @@ def _after_fork() -> None:
     _workqueue_lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def count() -> int:
