@@ -317,14 +317,17 @@ def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
     s, row, count, columns, dp, lse, delta = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
-    log2e, zero = fill(memory.vector, LOG2E), fill(memory.vector, 0.0)
+    log2e, zero, hidden = (fill(memory.vector, x) for x in (LOG2E, 0.0, float("-inf")))
     with Loop(b, I64(0), count, 1) as (i, _, _):
         at, across = b.mul(i, I64(memory.size)), b.mul(i, row)
         shift, mean = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
         with Loop(b, I64(0), columns, lanes) as (j, _, _):
             offset = b.add(across, b.mul(j, I64(memory.size)))
             s_at, dp_at = b.add(s, offset), b.add(dp, offset)
-            p = exp2(b, b.fmul(b.fsub(memory.load(s_at), shift), log2e))
+            score = memory.load(s_at)
+            p = exp2(b, b.fmul(b.fsub(score, shift), log2e))
+            # A row whose log-sum-exp is NaN shows it where it has a key to see, and nowhere else.
+            p = b.select(b.fcmp_ordered("==", score, hidden), zero, p)
             ds = b.fmul(p, b.fsub(memory.load(dp_at), mean))
             memory.store(p, s_at)
             # A hidden pair has no gradient, whatever lies in its key and value.
