@@ -28,7 +28,7 @@ LEAST_SAMPLE = 2e-3
 """Seconds of one sample; a shorter call is repeated within it."""
 
 LEAD_IN = 0.1
-"""After a pause, in which threads fall asleep, a call shorter than this is preceded by an untimed one."""
+"""Seconds; after a pause, in which threads fall asleep, a call shorter than this is preceded by an untimed one."""
 
 BUSY = 0.05
 """Share of the cores' time taken by other processes above which figures come with a warning."""
@@ -74,14 +74,14 @@ class Timing:
 
 def interleaved(
     calls: Mapping[Key, Callable[[], object]], *, rounds: int = 10, budget: float = math.inf, drop: float = math.inf,
-    settle: float = 0.0, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
+    settle: Callable[[], object] | None = None, clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, Timing]:  # fmt: skip
     """Time every call in each of up to `rounds` rounds, in an order that changes from round to round.
 
     budget: seconds after which no further round starts; there is always one. drop: after DECIDING_ROUNDS a call whose
-    best round is more than `drop` times the best of all is timed no more. settle: seconds to wait before each sample,
-    for calls into libraries whose idle threads spin a while. Two calls of each come first: the first may compile, the
-    second tells how often to repeat it in a sample. clock, sleep: for tests.
+    best round is more than `drop` times the best of all is timed no more. settle: called before each sample, to wait
+    until the last call's threads sleep (`until_idle`); a short call is then run once before it is timed. clock: for
+    tests. Two calls of each come first of all: the first may compile, the second tells how often a sample repeats it.
     """
     start = clock()
     repeats, lead_in = {}, {}
@@ -91,7 +91,7 @@ def interleaved(
         call()
         seconds = clock() - before
         repeats[key] = max(1, math.ceil(LEAST_SAMPLE / max(seconds, 1e-9)))
-        lead_in[key] = settle > 0 and seconds < LEAD_IN
+        lead_in[key] = settle is not None and seconds < LEAD_IN
     taken: dict[Key, list[float]] = {key: [] for key in calls}
     running, order = list(calls), random.Random(0)
     with _no_garbage_collection():
@@ -100,8 +100,8 @@ def interleaved(
                 break
             order.shuffle(running)
             for key in running:
-                if settle:
-                    sleep(settle)
+                if settle is not None:
+                    settle()
                 if lead_in[key]:
                     calls[key]()
                 before = clock()
@@ -112,6 +112,20 @@ def interleaved(
                 best = min(min(seconds) for seconds in taken.values())
                 running = [key for key in running if min(taken[key]) <= drop * best]
     return {key: Timing(tuple(taken[key]), repeats[key], key not in running) for key in calls}
+
+
+def until_idle(most: float = 0.5) -> None:
+    """Wait until no thread of this process runs, `most` seconds at most.
+
+    The threads of OpenBLAS and OpenMP spin for a while when they have nothing more to do, OpenBLAS's for a tenth of a
+    second, and take a core from whatever runs next.
+    """
+    end = time.perf_counter() + most
+    while time.perf_counter() < end:
+        used = time.process_time()
+        time.sleep(0.005)
+        if time.process_time() - used < 0.001:
+            return
 
 
 @contextlib.contextmanager

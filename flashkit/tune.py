@@ -433,15 +433,18 @@ def _search(
     """Search target by target, each with an equal share of the time that is left, but no less than LEAST_TIME."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     each = 2 * effort.blocks + effort.shapes + 5
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    # A bar that redraws itself would take a core from what is timed, ten times a second.
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
         task = progress.add_task("bandwidths and peak rates", total=each * len(targets) + 1)
         if log.rates is None:
             log.add(rates())
         for number, target in enumerate(targets):
-            progress.update(task, description=str(target), completed=1 + number * each)
+            progress.update(task, description=str(target), completed=1 + number * each, refresh=True)
             left = end - clock()
             deadline = clock() + min(left, max(left / (len(targets) - number), LEAST_TIME))
-            search = Search(target, bench, log, effort, deadline, clock, lambda: progress.advance(task))
+            search = Search(
+                target, bench, log, effort, deadline, clock, lambda: progress.update(task, advance=1, refresh=True)
+            )
             outcome = search.run()
             if outcome is not None:
                 yield outcome

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -105,9 +107,30 @@ def test_a_short_call_is_repeated_and_compiling_is_not_timed() -> None:
 
 def test_a_pause_before_each_sample_and_an_untimed_call_after_it() -> None:
     clock = Clock()
-    timings = interleaved({"a": clock.call("a", lambda n: 0.01)}, rounds=3, settle=0.5, clock=clock, sleep=clock.sleep)
+    timings = interleaved(
+        {"a": clock.call("a", lambda n: 0.01)}, rounds=3, settle=lambda: clock.sleep(0.5), clock=clock
+    )
     assert clock.order == ["a", "a", *["sleep", "a", "a"] * 3]
     assert timings["a"].median == pytest.approx(0.01)
+
+
+def test_until_idle_ends_while_a_thread_runs() -> None:
+    busy = True
+
+    def spin() -> None:
+        while busy:
+            pass
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    start = time.perf_counter()
+    timing.until_idle(0.05)
+    waited = time.perf_counter() - start
+    busy = False
+    thread.join()
+    assert waited >= 0.05
+    timing.until_idle(10.0)
+    assert time.perf_counter() - start < 5.0
 
 
 def test_the_machine() -> None:
@@ -189,6 +212,23 @@ def test_a_peer_that_computes_something_else_is_not_compared(monkeypatch: pytest
 def test_plain_numpy_is_not_asked_for_a_matrix_of_scores_that_is_too_large() -> None:
     nothing = np.empty(0, np.float32)
     assert peers.with_numpy(Case(1 << 16), (nothing,) * 4, "forward", 1) is None
+
+
+def test_a_disturbed_time_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Neighbours:
+        shares = iter((0.5, 0.3, 0.4, 0.9))
+
+        def __enter__(self) -> Neighbours:
+            self.share = next(self.shares)
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr(timing, "Neighbours", Neighbours)
+    assert measure().neighbours == 0.3
+    Neighbours.shares = iter((0.01,))
+    assert measure().neighbours == 0.01
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
