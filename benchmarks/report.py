@@ -63,9 +63,8 @@ def markdown(results: Path = RESULTS) -> str:
         machine = lines[0].machine
         versions = machine["versions"]
         packages = [f"{name} {versions[name]}" for name in ("flashkit", *PEERS, "numba", "blas") if name in versions]
-        vectors = _vectors(machine["features"])
-        parts += [f"**{machine['device']}**, {vectors}{machine['threads']} threads; {', '.join(packages)}."]
-        parts += [table(lines)]
+        device = f"**{machine['device']}**, {_vectors(machine['features'])}{machine['threads']} threads"
+        parts += [f"{device}; {', '.join(packages)}; {lines[0].run[:10]}.", table(lines)]
     return "\n\n".join([*parts, EXPLANATION]) if parts else "No results are stored yet."
 
 
