@@ -111,10 +111,16 @@ def attention_vjp(
 
     Takes attention()'s arguments. With return_lse=True the first result is (out, lse), and vjp(dout, dlse) takes
     the gradient of both. Weights are recomputed from the log-sum-exp, so memory stays linear in the number of
-    tokens (FlashAttention-2, Algorithm 2). q, k, v and the result are read again by vjp: they must not be changed
-    in between.
+    tokens (FlashAttention-2, Algorithm 2). q, k, v, the arrays among the options and the result are read again by
+    vjp: they must not be changed in between, and out must not lie in the memory of one of them.
     """
     problem, operands, shape = prepare(q, k, v, out=out, **options)
+    if out is not None:
+        read_again = {"q": q, "k": k, "v": v, **options, **operands.arrays}
+        for name, array in read_again.items():
+            if arrays.kind_of(array) == problem.array_kind and arrays.share_memory(out, array):
+                what = "an array of a modification" if name in operands.arrays else name
+                raise ValueError(f"out shares memory with {what}, which the gradient reads again; another array fits")
     chosen = _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
     vjp = Vjp(problem, operands, shape, chosen, options.get("sinks"))
@@ -169,8 +175,10 @@ class Vjp:
 
     def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         arrays.require(name, array, self._problem.array_kind)
-        if array.shape != shape or array.dtype != dtype:
-            raise ValueError(f"{name} has shape {array.shape} and dtype {array.dtype}; {shape} and {dtype} fit")
+        if array.dtype != dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}; {dtype} fits")
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; {shape} fits")
         return array
 
 

@@ -97,9 +97,7 @@ def prepare(
         scores.append(mods.alibi(_slopes(alibi_slopes, kind, batch, heads)))
     if bias is not None:
         scores.append(mods.bias(_pairwise("bias", bias, kind, shape, full, "f")))
-    if causal not in (True, False):
-        raise TypeError(f"causal is {causal!r}; True or False fits")
-    if causal:
+    if _flag("causal", causal, ", and mask= for an array of pairs"):
         masks.append(mods.causal())
     if window is not None:
         masks.append(mods.sliding_window(*_window(window)))
@@ -113,7 +111,7 @@ def prepare(
     given = [] if score_mod is None else [mods.trace(score_mod, "score")]
     scores += given
     if block_mask is not None:
-        given.append(_block_mask(block_mask, n_q, n_k))
+        given.append(_block_mask(block_mask, batch, heads, n_q, n_k))
         masks.append(given[-1])
     if mask_mod is not None:
         given.append(mods.trace(mask_mod, "mask"))
@@ -123,17 +121,17 @@ def prepare(
     score, hidden, slots, params, values = _compose(scores, masks)
 
     if out is not None:
-        _check_out(out, kind, dtype, shape, q, v)
+        _check_out(out, kind, dtype, q, v)
     if not 0 <= _number("dropout_p", dropout_p) < 1:
         raise ValueError(f"dropout_p is {dropout_p}; a probability of at least 0 and below 1 fits")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; one of {', '.join(map(repr, PRECISIONS))} fits")
     spec = AttentionSpec(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
-        kv_lengths is not None, bool(deterministic), None if precision == "highest" else precision,
+        kv_lengths is not None, _flag("deterministic", deterministic), None if precision == "highest" else precision,
     )  # fmt: skip
     problem = Problem(spec, batch, heads, n_q, n_k, kind)
-    direct = out is not None and _direct(out, q, k, v)
+    direct = out is not None and _direct(out, q, k, v, *values.values())
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else _number("scale", scale), offsets, lengths, params, values,
         _sinks(sinks, kind, heads, spec.lse_dtype), float(dropout_p), _seed(seed, dropout_p),
@@ -206,7 +204,10 @@ def _pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, .
 
 def _per_entry(name: str, value: Any, shape: Shape, batch: int, what: str) -> np.ndarray:
     """int64 (B,) from an integer or integers, one for each batch entry."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        array = np.array(None)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} is {value!r}; {what} fits")
     if array.ndim and array.shape not in ((batch,), shape.batch):
@@ -247,6 +248,13 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
+def _flag(name: str, value: Any, hint: str = "") -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        given = f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(value)
+        raise TypeError(f"{name} is {given}; True or False fits{hint}")
+    return bool(value)
+
+
 def _window(window: Any) -> tuple[int | None, int | None]:
     fits = "(left, right) fits, numbers of keys or None for no bound"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -256,15 +264,26 @@ def _window(window: Any) -> tuple[int | None, int | None]:
             raise TypeError(f"window is {window!r}; {fits}")
         if side is not None and side < 0:
             raise ValueError(f"window is {window!r}; {fits}, 0 or more")
-    return window[0], window[1]
+    # Positions lie within 2^48: what reaches further bounds nothing, and could overflow when a position is added.
+    left, right = (None if side is None or side >= 2**50 else int(side) for side in window)
+    return left, right
+
+
+def _floats(name: str, values: Any, kind: str) -> Any:
+    """An array of floating numbers, made from a list of them where one is given."""
+    if isinstance(values, (list, tuple)):
+        try:
+            values = np.asarray(values, np.float32)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name} is {values!r}; floating numbers fit") from None
+    arrays.require(name, values, kind)
+    if values.dtype.kind != "f" and values.dtype.name != "bfloat16":
+        raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype fits")
+    return values
 
 
 def _slopes(slopes: Any, kind: str, batch: int, heads: int) -> Any:
-    if isinstance(slopes, (list, tuple)):
-        slopes = np.asarray(slopes, np.float32)
-    arrays.require("alibi_slopes", slopes, kind)
-    if slopes.dtype.kind != "f" and slopes.dtype.name != "bfloat16":
-        raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; a floating dtype fits")
+    slopes = _floats("alibi_slopes", slopes, kind)
     if slopes.shape not in ((heads,), (batch, heads)):
         raise ValueError(
             f"alibi_slopes has shape {slopes.shape}; (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) fits"
@@ -275,11 +294,7 @@ def _slopes(slopes: Any, kind: str, batch: int, heads: int) -> Any:
 def _sinks(sinks: Any, kind: str, heads: int, dtype: str) -> Any:
     if sinks is None:
         return None
-    if isinstance(sinks, (list, tuple)):
-        sinks = np.asarray(sinks, np.float32)
-    arrays.require("sinks", sinks, kind)
-    if sinks.dtype.kind != "f" and sinks.dtype.name != "bfloat16":
-        raise TypeError(f"sinks has dtype {sinks.dtype}; a floating dtype fits")
+    sinks = _floats("sinks", sinks, kind)
     if sinks.shape != (heads,):
         raise ValueError(f"sinks has shape {sinks.shape}; (Hq,) = ({heads},) fits, one logit for each query head")
     return sinks.astype(dtype)
@@ -295,7 +310,7 @@ def _seed(seed: Any, dropout_p: float) -> int:
     return int(seed)
 
 
-def _block_mask(block_mask: Any, n_q: int, n_k: int) -> Mod:
+def _block_mask(block_mask: Any, batch: int, heads: int, n_q: int, n_k: int) -> Mod:
     from .sparsity import BlockMask
 
     if not isinstance(block_mask, BlockMask):
@@ -304,14 +319,19 @@ def _block_mask(block_mask: Any, n_q: int, n_k: int) -> Mod:
         raise ValueError(
             f"block_mask is for {block_mask.n_q} queries and {block_mask.n_k} keys; the call has {n_q} and {n_k}"
         )
+    for what, count, n in (("batch entries", block_mask.batch, batch), ("heads", block_mask.heads, heads)):
+        if count not in (1, n):
+            raise ValueError(f"block_mask tells {count} {what} apart; the call has {n}, and {n} or 1 fits")
     return block_mask.mod
 
 
-def _check_out(out: Any, kind: str, dtype: str, shape: Shape, q: Any, v: Any) -> None:
+def _check_out(out: Any, kind: str, dtype: str, q: Any, v: Any) -> None:
     arrays.require("out", out, kind)
+    if arrays.dtype_name("out", out) != dtype:
+        raise TypeError(f"out has dtype {out.dtype}; q's, {dtype}, fits")
     wanted = (*q.shape[:-1], v.shape[-1])
-    if out.shape != wanted or out.dtype.name != dtype:
-        raise ValueError(f"out has shape {out.shape} and dtype {out.dtype}; {wanted} and {dtype} fit")
+    if out.shape != wanted:
+        raise ValueError(f"out has shape {out.shape}; {wanted} fits")
     if kind == "numpy" and not out.flags.writeable:
         raise ValueError("out is read-only; an array that can be written fits")
 
@@ -327,7 +347,7 @@ def _direct(out: Any, *inputs: Any) -> bool:
     return (
         not any(np.may_share_memory(out, x) for x in inputs)
         if isinstance(out, np.ndarray)
-        else not any(out.data.mem is x.data.mem for x in inputs)
+        else not any(out.data.mem is x.data.mem for x in inputs if not isinstance(x, np.ndarray))
     )
 
 
