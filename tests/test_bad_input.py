@@ -1,0 +1,257 @@
+"""What does not fit is an error of the right type that names the argument, what came, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit import BlockMask, attention, attention_vjp, mods
+
+B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 8, 6
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def good() -> dict[str, Any]:
+    return {"q": zeros(B, HQ, NQ, D), "k": zeros(B, HKV, NK, D), "v": zeros(B, HKV, NK, DV)}
+
+
+class Sentinel:
+    """Neither an array nor anything that becomes one."""
+
+
+def out_of_range(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any) -> Any:
+    return s + table[k]
+
+
+def needs_if(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k <= q if q > 3 else k == 0
+
+
+Bad = tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]
+
+TABLE: list[Bad] = [
+    # what is wrong, arguments in place of the good ones, error, words of its message: argument, what came, what would
+    # fit
+    ("q is a list", {"q": [[0.0]]}, TypeError, ("q", "list", "numpy.ndarray", "numpy.asarray")),
+    ("k is None", {"k": None}, TypeError, ("k", "NoneType", "numpy.ndarray")),
+    ("v is something else", {"v": Sentinel()}, TypeError, ("v", "Sentinel", "numpy.ndarray")),
+    ("q is masked", {"q": np.ma.masked_array(zeros(B, HQ, NQ, D))}, TypeError, ("q", "MaskedArray", "filled")),
+    ("q of integers", {"q": zeros(B, HQ, NQ, D, dtype=int)}, TypeError, ("q", "int64", "float32", "bfloat16")),
+    ("q complex", {"q": zeros(B, HQ, NQ, D, dtype=complex)}, TypeError, ("q", "complex128", "float32")),
+    ("q of longdouble", {"q": zeros(B, HQ, NQ, D, dtype=np.longdouble)}, TypeError, ("q", "float64", "float32")),
+    ("q of swapped bytes", {"q": zeros(B, HQ, NQ, D, dtype=">f4")}, TypeError, ("q", ">f4", "order", "newbyteorder")),
+    (
+        "k of another dtype",
+        {"k": zeros(B, HKV, NK, D, dtype=float)},
+        TypeError,
+        ("k", "float64", "float32", "one dtype"),
+    ),
+    ("v of another dtype", {"v": zeros(B, HKV, NK, DV, dtype=np.float16)}, TypeError, ("v", "float16", "float32")),
+    ("q of one axis", {"q": zeros(D)}, ValueError, ("q", "(8,)", "(..., heads, tokens, head_dim)")),
+    ("k of fewer axes", {"k": zeros(NK, D)}, ValueError, ("k", "2 axes", "(7, 8)", "q has 4")),
+    ("batches differ", {"k": zeros(3, HKV, NK, D)}, ValueError, ("k", "(3,)", "(2,)", "equal")),
+    ("head dims of q and k differ", {"k": zeros(B, HKV, NK, 9)}, ValueError, ("k", "head dim 9", "q has 8", "equal")),
+    ("head dim of 0", {"q": zeros(B, HQ, NQ, 0)}, ValueError, ("q", "head dim 0", "1 to 512")),
+    ("head dim of 513", {"v": zeros(B, HKV, NK, 513)}, ValueError, ("v", "head dim 513", "1 to 512")),
+    ("tokens of k and v differ", {"v": zeros(B, HKV, 8, DV)}, ValueError, ("v", "8 tokens", "k has 7", "equal")),
+    ("heads of k and v differ", {"v": zeros(B, 1, NK, DV)}, ValueError, ("v", "1 heads", "k has 2", "equal")),
+    ("heads no multiple", {"q": zeros(B, 3, NQ, D)}, ValueError, ("q", "3 heads", "k has 2", "multiple")),
+    ("unknown layout", {"layout": "nbhd"}, ValueError, ("layout", "'nbhd'", "'bhnd'", "'bnhd'")),
+    ("causal is a word", {"causal": "yes"}, TypeError, ("causal", "'yes'", "True or False")),
+    (
+        "causal is an array",
+        {"causal": np.ones((NQ, NK), bool)},
+        TypeError,
+        ("causal", "array", "True or False", "mask"),
+    ),
+    ("scale is a word", {"scale": "big"}, TypeError, ("scale", "'big'", "number")),
+    ("scale is NaN", {"scale": float("nan")}, ValueError, ("scale", "nan", "finite")),
+    ("softcap of 0", {"softcap": 0}, ValueError, ("softcap", "0", "above 0")),
+    ("softcap is a word", {"softcap": "tanh"}, TypeError, ("softcap", "'tanh'", "number")),
+    ("window is a number", {"window": 5}, TypeError, ("window", "5", "(left, right)")),
+    ("window of floats", {"window": (1.5, 0)}, TypeError, ("window", "1.5", "(left, right)")),
+    ("window below 0", {"window": (-1, 0)}, ValueError, ("window", "-1", "0 or more")),
+    ("window of three", {"window": (1, 2, 3)}, TypeError, ("window", "(1, 2, 3)", "(left, right)")),
+    ("q_offset is a float", {"q_offset": 1.0}, TypeError, ("q_offset", "1.0", "integer")),
+    ("q_offset of another batch", {"q_offset": [1, 2, 3]}, ValueError, ("q_offset", "(3,)", "(2,)")),
+    ("q_offset out of bounds", {"q_offset": 1 << 60}, ValueError, ("q_offset", str(1 << 60), "2^48")),
+    ("slopes of other heads", {"alibi_slopes": zeros(3)}, ValueError, ("alibi_slopes", "(3,)", "(4,)", "(2, 4)")),
+    ("slopes of integers", {"alibi_slopes": zeros(HQ, dtype=int)}, TypeError, ("alibi_slopes", "int64", "floating")),
+    ("slopes of text", {"alibi_slopes": ["a"] * HQ}, TypeError, ("alibi_slopes", "'a'", "floating")),
+    ("bias of another shape", {"bias": zeros(NQ, 6)}, ValueError, ("bias", "(5, 6)", "(2, 4, 5, 7)")),
+    ("bias of five axes", {"bias": zeros(1, B, HQ, NQ, NK)}, ValueError, ("bias", "(1, 2, 4, 5, 7)", "(2, 4, 5, 7)")),
+    ("bias of bools", {"bias": zeros(NQ, NK, dtype=bool)}, TypeError, ("bias", "bool", "floating")),
+    ("bias is a number", {"bias": 1.0}, TypeError, ("bias", "float", "numpy.ndarray")),
+    ("mask of integers", {"mask": zeros(NQ, NK, dtype=int)}, TypeError, ("mask", "int64", "bool", "floating")),
+    (
+        "mask of another shape",
+        {"mask": zeros(3, 1, NQ, NK, dtype=bool)},
+        ValueError,
+        ("mask", "(3, 1, 5, 7)", "(2, 4, 5, 7)"),
+    ),
+    (
+        "block mask is an array",
+        {"block_mask": zeros(1, 1, dtype=bool)},
+        TypeError,
+        ("block_mask", "ndarray", "BlockMask"),
+    ),
+    (
+        "block mask of other sizes",
+        {"block_mask": BlockMask.from_mod(mods.causal(), NQ, 9)},
+        ValueError,
+        ("block_mask", "5 queries and 9 keys", "5 and 7"),
+    ),
+    (
+        "block mask of other heads",
+        {"block_mask": BlockMask.from_dense(np.ones((3, 1, 1), bool), 8, 8, NQ, NK)},
+        ValueError,
+        ("block_mask", "3 heads", "4"),
+    ),
+    (
+        "block mask of more batch entries",
+        {"block_mask": BlockMask.from_dense(np.ones((5, 1, 1, 1), bool), 8, 8, NQ, NK)},
+        ValueError,
+        ("block_mask", "5 batch entries", "2"),
+    ),
+    ("score mod is a number", {"score_mod": 3}, TypeError, ("score_mod", "(s, b, h, q, k)", "int")),
+    ("score mod is a mask", {"score_mod": mods.causal()}, TypeError, ("score_mod", "mask mod", "mods.score")),
+    ("mask mod is a score", {"mask_mod": mods.softcap(1.0)}, TypeError, ("mask_mod", "score mod", "mods.mask")),
+    ("mask mod gives numbers", {"mask_mod": lambda b, h, q, k: q - k}, TypeError, ("mask_mod", "int", "bool")),
+    ("mask mod of other arguments", {"mask_mod": lambda q, k: q >= k}, TypeError, ("mask_mod", "(b, h, q, k)")),
+    ("mask mod with an if", {"mask_mod": needs_if}, TypeError, ("mask_mod", "needs_if", "where")),
+    (
+        "mods index too far",
+        {"score_mod": mods.score(out_of_range, table=zeros(6))},
+        ValueError,
+        ("score_mod", "table", "(6,)", "0 to 6", "clip"),
+    ),
+    ("lengths of floats", {"kv_lengths": [1.0, 2.0]}, TypeError, ("kv_lengths", "1.0", "integers")),
+    ("lengths of another batch", {"kv_lengths": [1, 2, 3]}, ValueError, ("kv_lengths", "(3,)", "(2,)")),
+    ("lengths beyond the keys", {"kv_lengths": [1, 8]}, ValueError, ("kv_lengths", "8", "0 to 7")),
+    ("lengths below 0", {"kv_lengths": [-1, 3]}, ValueError, ("kv_lengths", "-1", "0 to 7")),
+    ("ragged lengths", {"kv_lengths": [[1], [2, 3]]}, TypeError, ("kv_lengths", "[[1], [2, 3]]", "integers")),
+    ("dropout of 1", {"dropout_p": 1.0}, ValueError, ("dropout_p", "1.0", "below 1")),
+    ("dropout below 0", {"dropout_p": -0.1}, ValueError, ("dropout_p", "-0.1", "at least 0")),
+    ("dropout is a word", {"dropout_p": "half"}, TypeError, ("dropout_p", "'half'", "number")),
+    ("seed is a float", {"seed": 1.5, "dropout_p": 0.5}, TypeError, ("seed", "1.5", "integer")),
+    ("seed below 0", {"seed": -1, "dropout_p": 0.5}, ValueError, ("seed", "-1", "2^64")),
+    ("sinks of other heads", {"sinks": zeros(HKV)}, ValueError, ("sinks", "(2,)", "(4,)")),
+    ("sinks of integers", {"sinks": zeros(HQ, dtype=int)}, TypeError, ("sinks", "int64", "floating")),
+    ("out of another shape", {"out": zeros(B, HQ, NQ, D)}, ValueError, ("out", "(2, 4, 5, 8)", "(2, 4, 5, 6)")),
+    ("out of another dtype", {"out": zeros(B, HQ, NQ, DV, dtype=float)}, TypeError, ("out", "float64", "float32")),
+    ("out of swapped bytes", {"out": zeros(B, HQ, NQ, DV, dtype=">f4")}, TypeError, ("out", ">f4", "order")),
+    (
+        "out read-only",
+        {"out": np.broadcast_to(np.float32(0), (B, HQ, NQ, DV))},
+        ValueError,
+        ("out", "read-only", "written"),
+    ),
+    ("out is a list", {"out": []}, TypeError, ("out", "list", "numpy.ndarray")),
+    ("deterministic is a word", {"deterministic": "no"}, TypeError, ("deterministic", "'no'", "True or False")),
+    ("unknown precision", {"precision": "half"}, ValueError, ("precision", "'half'", "'tf32'")),
+    ("unknown backend", {"backend": "tpu"}, ValueError, ("backend", "'tpu'", "cpu", "reference")),
+]
+
+
+def message(run: Callable[[], Any], error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        run()
+    assert type(caught.value) is error
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("entry", [attention, attention_vjp, flashkit.explain], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("what", "arguments", "error", "words"), TABLE, ids=[row[0] for row in TABLE])
+def test_bad_input(
+    what: str, arguments: dict[str, Any], error: type[Exception], words: tuple[str, ...], entry: Any
+) -> None:
+    call = {**good(), **arguments}
+    text = message(lambda: entry(call.pop("q"), call.pop("k"), call.pop("v"), **call), error)
+    assert all(word in text for word in words), f"{text!r} lacks {[w for w in words if w not in text]}"
+    assert len(text) < 500
+
+
+def test_the_good_input_is_good() -> None:
+    assert attention(**good()).shape == (B, HQ, NQ, DV)
+
+
+def test_an_unknown_argument() -> None:
+    for entry in (attention, attention_vjp):
+        assert "is_causal" in message(lambda entry=entry: entry(**good(), is_causal=True), TypeError)
+
+
+def test_layout_bnhd_names_its_own_axes() -> None:
+    q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in good().values())
+    assert attention(q, k, v, layout="bnhd").shape == (B, NQ, HQ, DV)
+    text = message(lambda: attention(q[:, :, :3], k, v, layout="bnhd"), ValueError)
+    assert "3 heads" in text and "k has 2" in text
+    assert "(..., tokens, heads, head_dim)" in message(lambda: attention(q[0, 0, 0], k, v, layout="bnhd"), ValueError)
+
+
+VJP: list[Bad] = [
+    ("dout of another shape", {"dout": zeros(B, HQ, NQ, D)}, ValueError, ("dout", "(2, 4, 5, 8)", "(2, 4, 5, 6)")),
+    ("dout of another dtype", {"dout": zeros(B, HQ, NQ, DV, dtype=float)}, TypeError, ("dout", "float64", "float32")),
+    ("dout is a number", {"dout": 1.0}, TypeError, ("dout", "float", "numpy.ndarray")),
+    ("dlse of another shape", {"dlse": zeros(B, HQ, NK)}, ValueError, ("dlse", "(2, 4, 7)", "(2, 4, 5)")),
+    ("dlse of another dtype", {"dlse": zeros(B, HQ, NQ, dtype=float)}, TypeError, ("dlse", "float64", "float32")),
+    ("wrt of something else", {"wrt": ("q", "bias")}, ValueError, ("wrt", "'bias'", "'q', 'k', 'v'")),
+    ("wrt of sinks without them", {"wrt": ("sinks",)}, ValueError, ("wrt", "'sinks'", "'q', 'k', 'v'")),
+]
+
+
+@pytest.mark.parametrize(("what", "arguments", "error", "words"), VJP, ids=[row[0] for row in VJP])
+def test_bad_input_of_the_gradient(
+    what: str, arguments: dict[str, Any], error: type[Exception], words: tuple[str, ...]
+) -> None:
+    out, vjp = attention_vjp(**good())
+    text = message(lambda: vjp(**{"dout": out, **arguments}), error)
+    assert all(word in text for word in words), f"{text!r} lacks {[w for w in words if w not in text]}"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_the_gradient_reads_its_inputs_again(name: str) -> None:
+    """So a result that is written over one of them would give wrong gradients without a word."""
+    call = {n: zeros(1, 2, 6, 6) for n in ("q", "k", "v", "bias")}
+    text = message(lambda: attention_vjp(**call, out=call[name]), ValueError)
+    assert "out" in text and f"shares memory with {name}" in text and "another array" in text
+
+
+def test_out_beside_an_input_in_one_buffer() -> None:
+    """Interleaved, for instance in a fused buffer of q, k, v and out, is not shared."""
+    buffer = np.random.default_rng(0).standard_normal((6, 2, 4, 8)).astype(np.float32).swapaxes(0, 1)  # tokens outside
+    q, k, v, out = (buffer[:, :, i] for i in range(4))
+    result, vjp = attention_vjp(q, k, v, out=out)
+    assert result is out
+    expected, vjp_expected = attention_vjp(*(x.copy() for x in (q, k, v)))
+    np.testing.assert_array_equal(out, expected)
+    for a, b in zip(vjp(out), vjp_expected(expected)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_windows_without_bound() -> None:
+    """None is no bound, and so is a number that is too great for any position."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 1, 9, 4)).astype(np.float32) for _ in range(3))
+    for side in (2**31, 2**62, 2**63 - 1, 2**70):
+        for window, same in (((side, side), None), ((3, side), (3, None)), ((side, 0), (None, 0))):
+            np.testing.assert_array_equal(attention(q, k, v, window=window), attention(q, k, v, window=same))
+
+
+def test_hints_that_change_nothing_are_taken() -> None:
+    """deterministic and precision="highest" hold on every backend."""
+    plain = attention(**good())
+    for options in (
+        {"deterministic": True},
+        {"precision": "highest"},
+        {"causal": np.True_},
+        {"seed": 3},
+        {"dropout_p": 0},
+    ):
+        assert attention(**good(), **options).shape == plain.shape
