@@ -36,7 +36,8 @@ DROP = 2.0
 """A tile that takes so many times as long as the best is timed no further."""
 
 MARGIN = 0.02
-"""A tile must be faster by this share to replace the one in use: less is within what repeated runs differ by."""
+"""A tile must be faster by this share, and faster in four of five rounds, to replace the one in use: less is within what
+repeated runs differ by."""
 
 
 LEAST_TIME = 6.0
@@ -94,11 +95,16 @@ class Effort:
         ]
 
 
-QUICK = Effort(("float32",), (64, 128), tokens=1024, blocks=6, shapes=4, rounds=7, budget=90.0)
+QUICK = Effort(("float32",), (64, 128), tokens=1024, blocks=9, shapes=5, rounds=9, budget=100.0)
 FULL = Effort(
-    ("float32", "float64", "float16", "bfloat16"), (64, 128, 256),
-    tokens=2048, blocks=15, shapes=9, rounds=12, budget=math.inf,
-)  # fmt: skip
+    ("float32", "float64", "float16", "bfloat16"),
+    (64, 128, 256),
+    tokens=2048,
+    blocks=12,
+    shapes=8,
+    rounds=9,
+    budget=1800.0,
+)
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------
@@ -107,7 +113,10 @@ Stage = Literal["in use", "blocks", "shapes", "final"]
 
 
 class Trial(msgspec.Struct, frozen=True, tag="trial"):
-    """One tile on one target. seconds: median; ratio: to the tile in use, in the same rounds; None if not timed."""
+    """One tile on one target. Not timed: numbers are None.
+
+    seconds: median. ratio, high: to the tile in use, the median and the 80 % quantile of the rounds.
+    """
 
     target: str
     stage: Stage
@@ -115,6 +124,7 @@ class Trial(msgspec.Struct, frozen=True, tag="trial"):
     status: Literal["ok", "wrong", "failed"]
     seconds: float | None = None
     ratio: float | None = None
+    high: float | None = None
     gflops: float | None = None
     rounds: int = 0
     note: str = ""  # what was wrong
@@ -250,7 +260,7 @@ class Search:
         complete = (
             self.stage("in use", [self.before])
             and self.stage("blocks", self.blocks(ranked, shape(self.before)))
-            and self.stage("shapes", self.shapes(ranked, self.leader()))
+            and self.stage("shapes", self.shapes(ranked, self.leader(shape(self.before))))
             and self.stage("blocks", self.blocks(ranked, shape(self.leader())))
         )
         self.deadline = whole
@@ -301,8 +311,9 @@ class Search:
         timings = self.bench.time(self.target, everyone, rounds, max(self.deadline - self.clock(), 0.0))
         for tile in batch:
             t = timings[tile]
-            ratio, gflops = t.over(timings[self.before])[0], self.bench.flops(self.target) / t.median / 1e9
-            self.record(Trial(self.target.key, stage, tile, "ok", t.median, ratio, gflops, len(t.rounds)))
+            ratio, _, high = t.over(timings[self.before])
+            gflops = self.bench.flops(self.target) / t.median / 1e9
+            self.record(Trial(self.target.key, stage, tile, "ok", t.median, ratio, high, gflops, len(t.rounds)))
 
     def record(self, trial: Trial) -> None:
         self.log.add(msgspec.structs.replace(trial, date=timing.now()))
@@ -315,14 +326,18 @@ class Search:
         ]
         return sorted(trials, key=lambda t: t.ratio or 0.0)
 
-    def leader(self) -> CpuTile:
-        timed = self.timed()
-        return timed[0].tile if timed else self.before
+    def leader(self, register_block: tuple[int, int, int] | None = None) -> CpuTile:
+        """The fastest so far, of all or with that register block.
+
+        Later stages must not change what it was when a stage began, or a search done would find more to do.
+        """
+        timed = (t.tile for t in self.timed() if register_block in (None, shape(t.tile)))
+        return next(timed, self.before)
 
     def outcome(self, complete: bool) -> Found | None:
         timed, finals = self.timed(), [t for t in self.timed("final") if t.rounds >= LEAST_ROUNDS]
         kept = next((t for t in [*finals, *timed] if t.tile == self.before), None)
-        faster = [t for t in finals if t.ratio is not None and t.ratio < 1 - MARGIN]
+        faster = [t for t in finals if (t.ratio or 1.0) < 1 - MARGIN and (t.high or 1.0) < 1]
         # A tile in use that gives wrong results has no time, and anything right is better.
         best = faster[0] if faster else kept or next(iter([*finals, *timed]), None)
         if best is None:

@@ -173,6 +173,16 @@ def test_noise_does_not_choose(tmp_path: Path) -> None:
     assert found.tile == IN_USE
 
 
+def test_a_search_that_is_done_has_nothing_more_to_do(tmp_path: Path) -> None:
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        noisy = lambda tile, rng=rng: block_size(tile) * (1 + 0.5 * rng.random())
+        found = search(Machine(noisy), tmp_path / str(seed))
+        again = Machine(noisy)
+        assert search(again, tmp_path / str(seed)) == found
+        assert again.timed == []
+
+
 # --- interruption, resumption, time -----------------------------------------------------------------------------------
 
 
