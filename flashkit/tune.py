@@ -36,8 +36,8 @@ DROP = 2.0
 """A tile that takes so many times as long as the best is timed no further."""
 
 MARGIN = 0.02
-"""A tile must be faster by this share, and faster in four of five rounds, to replace the one in use: less is within what
-repeated runs differ by."""
+"""A tile must be faster by this share, and faster in four of five rounds, to replace the one in use: less is within
+what repeated runs differ by."""
 
 
 LEAST_TIME = 6.0

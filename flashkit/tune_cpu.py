@@ -155,7 +155,7 @@ def measure_rates(samples: int = 15) -> Rates:
              for dtype in ("float32", "float64")}  # fmt: skip
     # 16-bit numbers are widened and computed with in float32.
     peaks |= {dtype: peaks["float32"] for dtype in ITEMSIZE if dtype not in peaks}
-    main = max(4 * l3, 64 << 20)
+    main = min(max(8 * l3, 256 << 20), 2 << 30)  # of four times the last cache a part was still found in it
     main_gbs, l2_gbs, l1_gbs = (
         rates.read(size, lanes, count, samples=samples) / 1e9 for size in (main, l2 // 2 * count, l1 // 2 * count)
     )
