@@ -28,7 +28,7 @@ Choice = Mapping[str, str]
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "float64", "float16", "bfloat16"),
-    "layout": ("bhnd", "bnhd", "three axes", "two axes", "five axes"),
+    "layout": ("bhnd", "bnhd", "three axes", "two axes", "five axes", "five axes, bnhd"),
     "batch": ("2", "1", "3"),
     "heads": ("2:2", "4:2", "4:1", "1:1", "3:3"),
     "sizes": ("33x33", "1x70", "77x50", "16x128", "130x200", "5x257", "97x1", "64x64"),
@@ -234,9 +234,8 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     """The call that a choice describes; the same for the same choice and seed."""
     rng = np.random.default_rng([seed, *name(choice).encode()])
     layout, dtype = choice["layout"], numpy_dtype(choice["dtype"])
-    batch_axes = {"three axes": (), "two axes": (), "five axes": (2, int(choice["batch"]))}.get(
-        layout, (int(choice["batch"]),)
-    )
+    five, tokens_outside = layout.startswith("five"), layout.endswith("bnhd")
+    batch_axes = () if layout in ("three axes", "two axes") else (2,) * five + (int(choice["batch"]),)
     batch = int(np.prod(batch_axes))
     heads, heads_kv = map(int, choice["heads"].split(":"))
     n_q, n_k = map(int, choice["sizes"].split("x"))
@@ -244,14 +243,13 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
 
     def to_user(x: np.ndarray) -> np.ndarray:
         """(B, H, N, D) in the caller's axes."""
-        if layout == "bnhd":
-            return x.swapaxes(1, 2)
-        return x[0, 0] if layout == "two axes" else x.reshape((*batch_axes, *x.shape[1:]))
+        x = x[0, 0] if layout == "two axes" else x.reshape((*batch_axes, *x.shape[1:]))
+        return x.swapaxes(-3, -2) if tokens_outside else x
 
     def to_plain(x: Any) -> np.ndarray:
         x = to_numpy(x)
-        if layout == "bnhd":
-            return x.swapaxes(1, 2)
+        if tokens_outside:
+            x = x.swapaxes(-3, -2)
         return x[None, None] if layout == "two axes" else x.reshape((batch, *x.shape[-3:]))
 
     def rows_to_user(x: np.ndarray) -> np.ndarray:
@@ -265,7 +263,7 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
         x = rng.standard_normal((batch, h, n, width)).astype(dtype)
         if choice["storage"] == "shared heads":
             x[:] = x[:, :1]
-        return x, stored(xp, to_user(x), choice["storage"], *((-2, -3) if layout == "bnhd" else (-3, -2)))
+        return x, stored(xp, to_user(x), choice["storage"], *((-2, -3) if tokens_outside else (-3, -2)))
 
     (q, user_q), (k, user_k), (v, user_v) = tensor(heads, n_q, d), tensor(heads_kv, n_k, d), tensor(heads_kv, n_k, dv)
     dout, user_dout = tensor(heads, n_q, dv)
@@ -279,7 +277,7 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
         if x.ndim == 4:
             if layout in ("three axes", "two axes"):
                 x = x[0]
-            elif layout == "five axes":
+            elif five:
                 x = x.reshape((*(batch_axes if len(x) > 1 else (1, 1)), *x.shape[1:]))
         return xp.asarray(x)
 
@@ -288,7 +286,7 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     for key, x in plain.items():
         pairs_of = key in ("bias", "mask")
         options[key] = pairwise_to_user(x) if pairs_of else xp.asarray(x) if key in ("alibi_slopes", "sinks") else x
-    if layout == "bnhd":
+    if tokens_outside:
         options["layout"] = "bnhd"
     if choice["out"] != "new":
         empty = np.full((batch, heads, n_q, dv), np.nan, dtype)
@@ -375,7 +373,7 @@ def features(choice: Choice, rng: np.random.Generator, batch: int, heads: int, n
     if choice["dropout"] == "yes":
         options |= {"dropout_p": 0.25, "seed": int(rng.integers(2**62))}
     if choice["sinks"] == "yes":
-        options["sinks"] = rng.standard_normal(heads).astype(np.float32)
+        options["sinks"] = rng.standard_normal(heads).astype(np.float64 if choice["dtype"] == "float64" else np.float32)
     return options
 
 
@@ -538,8 +536,9 @@ class Yardstick:
 def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np.ndarray | None) -> Results:
     """Each result with the terms of its sums taken by their absolute values, scores included.
 
-    A weight in out and dv counts 1 + |s| fold: one unit for itself, and |s| for its score, which rounded by one unit
-    changes it by |s| units.
+    A weight in out and dv counts 1 + t fold: one unit for itself, and t for its score, which changes it by as many
+    units as the score is off. t is the size of the score and of the partial sums on the way to it, which are about
+    the root of the sum of its terms' squares.
     """
     sums = {
         n: np.zeros(getattr(operands, m).shape)
@@ -559,7 +558,8 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
         p, lse = reference.softmax(modified, head.sink)
         seen = p != 0
         terms = np.maximum(np.abs(q) @ np.abs(k).T * abs(head.scale), np.abs(modified))
-        weights = reference.drop(head, np.where(seen, p * (1 + np.abs(s) * slope), 0), *head.everything)
+        size = np.abs(s) + np.sqrt(q**2 @ (k**2).T) * abs(head.scale)
+        weights = reference.drop(head, np.where(seen, p * (1 + size * slope), 0), *head.everything)
         sums["out"][at] = weights @ np.abs(v)
         sums["lse"][at] = np.maximum(np.abs(reference.finite(lse)), np.where(seen, terms, 0).max(axis=1, initial=0))
         delta = reference.row_sum(np.abs(do) * sums["out"][at]) + (0 if dlse is None else np.abs(head.memory["dlse"]))
