@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -66,7 +67,13 @@ def load(kind: str, text: str) -> ModuleType:
         assert found is not None and found.loader is not None
         module = importlib.util.module_from_spec(found)
         sys.modules[found.name] = module  # where Numba looks when it reads its cache
-        found.loader.exec_module(module)
+        try:
+            found.loader.exec_module(module)
+        except (EOFError, pickle.UnpicklingError):
+            # What a full disk or a killed process left: compiled again.
+            for damaged in path.parent.rglob(f"{name}.*.nbi"):
+                damaged.unlink(missing_ok=True)
+            found.loader.exec_module(module)
         return module
 
 
