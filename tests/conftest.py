@@ -1,0 +1,34 @@
+"""Fixtures for more than one test file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def program() -> Callable[..., str]:
+    """Run Python text in a process of its own and return what it prints; its errors fail the test.
+
+    Settings of flashkit and Numba in the environment do not reach it; keyword arguments are its own settings.
+    """
+
+    def run(text: str, timeout: float = 300, **settings: object) -> str:
+        kept = {n: x for n, x in os.environ.items() if not n.startswith(("FLASHKIT_", "NUMBA_", "PYTHONDONTWRITE"))}
+        if "FLASHKIT_CACHE_DIR" in os.environ:  # what is compiled already need not be again
+            kept["FLASHKIT_CACHE_DIR"] = os.environ["FLASHKIT_CACHE_DIR"]
+        environment = kept | {n: str(x) for n, x in settings.items()}
+        # The package under test, installed or not.
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
+        command = [sys.executable, "-c", textwrap.dedent(text)]
+        done = subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
+        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run

@@ -1,0 +1,97 @@
+"""What importing flashkit costs, and that a second process compiles nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HEAVY = (
+    "numba", "llvmlite", "ml_dtypes", "cupy", "torch", "jax", "yaml", "msgspec", "typer", "rich", "filelock",
+    "platformdirs", "matplotlib", "importlib.metadata",
+)  # fmt: skip
+
+IMPORT = """
+    import json, sys, time
+    import numpy
+    before, start = set(sys.modules), time.perf_counter()
+    import flashkit
+    seconds = time.perf_counter() - start
+    print(json.dumps({"seconds": seconds, "new": sorted(set(sys.modules) - before), "all": sorted(sys.modules)}))
+"""
+
+CALLS = """
+    import json, time
+    from pathlib import Path
+    import numpy as np
+    import flashkit
+    from flashkit import cachedir
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 70, 16)).astype(np.float32) for _ in range(3))
+    start = time.perf_counter()
+    flashkit.attention(q, k, v, causal=True)
+    first = time.perf_counter() - start
+
+    from numba.core import event
+    with event.install_recorder("numba:compile") as recorder:
+        masked = {"mask": rng.random((70, 70)) < 0.5, "dropout_p": 0.5, "seed": 1}
+        for options in ({}, {"window": (9, 0), "softcap": 3.0}, masked):
+            out, vjp = flashkit.attention_vjp(q, k, v, score_mod=lambda s, b, h, q, k: s + 0.1 * h, **options)
+            vjp(out)
+    files = {str(p): p.stat().st_mtime_ns for p in cachedir.path().rglob("*") if p.is_file()}
+    print(json.dumps({"first": first, "compiled": len(recorder.buffer), "files": files, "sum": float(out.sum())}))
+"""
+
+
+def test_import_is_quick_and_light(program: Callable[..., str], tmp_path: Path) -> None:
+    """The best of several, for a busy machine takes longer; with bytecode, as every import but the first has it."""
+    runs = [json.loads(program(IMPORT, PYTHONPYCACHEPREFIX=tmp_path)) for _ in range(5)]
+    assert min(run["seconds"] for run in runs) < 0.15
+    for module in HEAVY:
+        assert module not in runs[0]["new"], f"import flashkit imports {module}"
+
+
+@pytest.mark.parametrize("module", ["mods", "sparsity", "reference", "dispatch", "profiles", "tiles", "explanation"])
+def test_no_module_loads_a_compiler(program: Callable[..., str], module: str) -> None:
+    """Nor does any module that the public functions are made of, before a call needs it."""
+    loaded = program(f"import sys, flashkit.{module}; print(*sys.modules)").split()
+    assert not {"numba", "llvmlite", "cupy", "torch", "jax"} & set(loaded)
+
+
+def test_nothing_is_written_before_the_first_call(program: Callable[..., str], tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    program("import flashkit; flashkit.BlockMask.local(64, 64, 1, block=16).density", FLASHKIT_CACHE_DIR=cache)
+    assert not cache.exists()
+
+
+@pytest.mark.slow
+def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_path: Path) -> None:
+    first = json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path))
+    assert first["compiled"] > 0 and first["files"]
+    runs = [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(4)]
+    for run in runs:
+        assert run["compiled"] == 0
+        assert run["files"] == first["files"]  # nothing new, nothing written again
+        assert run["sum"] == first["sum"]
+    assert min(run["first"] for run in runs) < 1.0
+
+
+@pytest.mark.slow
+def test_a_damaged_cache_is_compiled_again(program: Callable[..., str], tmp_path: Path) -> None:
+    """What a full disk or a killed process leaves behind does not stop attention()."""
+    text = """
+        import numpy as np, flashkit
+        q = np.random.default_rng(0).standard_normal((1, 1, 20, 8)).astype(np.float32)
+        print(flashkit.attention(q, q, q, causal=True).sum())
+    """
+    expected = program(text, FLASHKIT_CACHE_DIR=tmp_path)
+    for suffix, left in ((".nbi", 0), (".nbi", 20), (".nbc", 20)):
+        damaged = list(tmp_path.rglob(f"classify_*{suffix}"))
+        assert damaged
+        for path in damaged:
+            path.write_bytes(path.read_bytes()[:left])
+        assert program(text, FLASHKIT_CACHE_DIR=tmp_path) == expected
+        assert all(path.stat().st_size > left for path in tmp_path.rglob(f"classify_*{suffix}"))
