@@ -7,8 +7,11 @@ a lock guards the parallel path and whoever finds it taken works alone. After a 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ _forked = False
 
 def _after_fork() -> None:
     global _forked, _workqueue_lock
-    _forked = _started
+    _forked = _forked or ("numba" in sys.modules and layer() is not None)
     _workqueue_lock = threading.Lock()
 
 
@@ -59,6 +62,21 @@ def layer() -> str | None:
         return None
 
 
+def _forbid_nested_regions() -> None:
+    """Set OpenMP back to one level of parallel regions, its default, unless the user asks for more.
+
+    Numba, starting its pool, allows nested ones for the whole process. PyTorch in the same process shares the library
+    and then runs twenty times slower.
+    """
+    if "OMP_NESTED" in os.environ or "OMP_MAX_ACTIVE_LEVELS" in os.environ:
+        return
+    from numba.np.ufunc import omppool
+
+    # Not found where the OpenMP library is linked in or older than the function.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(omppool.__file__).omp_set_max_active_levels(1)
+
+
 def run(worker: Any, arguments: np.ndarray, tasks: int, threads: int) -> None:
     """Run `worker` (a C function of the argument block and a thread's number) until its `tasks` are done."""
     global _started
@@ -71,7 +89,10 @@ def run(worker: Any, arguments: np.ndarray, tasks: int, threads: int) -> None:
         launcher.run_parallel(*call)
     elif _workqueue_lock.acquire(blocking=not _started):
         try:
+            ours = layer() is None
             launcher.run_parallel(*call)
+            if ours and layer() == "omp":
+                _forbid_nested_regions()
             _started = True
         finally:
             _workqueue_lock.release()

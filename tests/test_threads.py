@@ -1,0 +1,32 @@
+"""What flashkit's threads do to the rest of the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+NESTED = """
+import ctypes, numpy as np, flashkit
+q = np.ones((1, 8, 512, 64), np.float32)
+flashkit.attention(q, q, q)
+from flashkit.backends.cpu import threads
+if threads.layer() != "omp":
+    raise SystemExit("skip: the threading layer is " + str(threads.layer()))
+from numba.np.ufunc import omppool
+print(ctypes.CDLL(omppool.__file__).omp_get_max_active_levels())
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two threads")
+@pytest.mark.parametrize(("environment", "more"), [({}, False), ({"OMP_MAX_ACTIVE_LEVELS": "3"}, True)])
+def test_nested_parallel_regions_stay_as_the_user_has_them(environment: dict[str, str], more: bool) -> None:
+    """Numba allows them for the whole process, which makes PyTorch beside it many times slower."""
+    variables = {name: x for name, x in os.environ.items() if not name.startswith("OMP_")} | environment
+    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, env=variables)
+    if "skip:" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) > 1) is more
