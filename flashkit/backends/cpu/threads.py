@@ -8,6 +8,7 @@ a lock guards the parallel path and whoever finds it taken works alone. After a 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import sys
 import threading
@@ -41,9 +42,7 @@ def count() -> int:
     """Threads that a call uses: FLASHKIT_NUM_THREADS, at most what numba.set_num_threads allows on this thread."""
     if _forked:
         return 1
-    import numba
-
-    allowed = int(numba.get_num_threads())
+    allowed = _launched_threads()
     wanted = os.environ.get("FLASHKIT_NUM_THREADS", "")
     if not wanted:
         return allowed
@@ -62,19 +61,23 @@ def layer() -> str | None:
         return None
 
 
-def _forbid_nested_regions() -> None:
-    """Set OpenMP back to one level of parallel regions, its default, unless the user asks for more.
+def _launched_threads() -> int:
+    """Threads that Numba may use here; the first question starts its pool.
 
-    Numba, starting its pool, allows nested ones for the whole process. PyTorch in the same process shares the library
-    and then runs twenty times slower.
+    Starting an OpenMP pool, Numba allows nested parallel regions for the whole process. PyTorch in the same process
+    shares the library and then runs twenty times slower, so the level goes back to one, OpenMP's default, unless the
+    user asks for more. A pool that was there before is the user's own and stays as it is.
     """
-    if "OMP_NESTED" in os.environ or "OMP_MAX_ACTIVE_LEVELS" in os.environ:
-        return
-    from numba.np.ufunc import omppool
+    import numba
 
-    # Not found where the OpenMP library is linked in or older than the function.
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(omppool.__file__).omp_set_max_active_levels(1)
+    ours = layer() is None
+    allowed = int(numba.get_num_threads())
+    if ours and layer() == "omp" and "OMP_NESTED" not in os.environ and "OMP_MAX_ACTIVE_LEVELS" not in os.environ:
+        # Not found where the OpenMP library is linked in or older than the function.
+        with suppress(ImportError, OSError, AttributeError):
+            omppool = importlib.import_module("numba.np.ufunc.omppool")
+            ctypes.CDLL(omppool.__file__).omp_set_max_active_levels(1)
+    return allowed
 
 
 def run(worker: Any, arguments: np.ndarray, tasks: int, threads: int) -> None:
@@ -89,10 +92,7 @@ def run(worker: Any, arguments: np.ndarray, tasks: int, threads: int) -> None:
         launcher.run_parallel(*call)
     elif _workqueue_lock.acquire(blocking=not _started):
         try:
-            ours = layer() is None
             launcher.run_parallel(*call)
-            if ours and layer() == "omp":
-                _forbid_nested_regions()
             _started = True
         finally:
             _workqueue_lock.release()
