@@ -98,9 +98,12 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         return Candidate(
             backend.name, Verdict(False, f"takes {' and '.join(backend.array_kinds)} arrays, not {problem.array_kind}")
         )
-    for verdict in (backend.available(), backend.supports(problem)):
-        if not verdict:
-            return Candidate(backend.name, verdict)
+    try:
+        verdict = backend.available() and backend.supports(problem)
+    except Exception as error:  # a backend that cannot even answer must not take the others down
+        verdict = Verdict(False, f"it failed when asked: {error!r}")
+    if not verdict:
+        return Candidate(backend.name, verdict)
     from . import profiles
 
     profile, spec = profiles.for_device(backend.device_kind), problem.spec
