@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores. OpenMP's idle threads would spin on those that another worker needs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 @pytest.fixture
 def program() -> Callable[..., str]:
