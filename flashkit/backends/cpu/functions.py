@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-options = {"nogil": True, "error_model": "numpy"}
+options = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 @njit(**options)

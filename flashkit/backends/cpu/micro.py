@@ -14,7 +14,6 @@ from typing import Any
 
 from llvmlite import binding
 
-from ... import cachedir
 from . import specialise, vector
 from .vector import Block
 
@@ -50,7 +49,7 @@ def addresses(block: Block) -> dict[str, int]:
     """Address of each micro-kernel for the register block on this machine."""
     with _lock:
         key = f"{specialise.fingerprint()} {machine()} {block}"
-        path = cachedir.path() / "cpu" / f"micro_{hashlib.sha256(key.encode()).hexdigest()[:20]}.o"
+        path = specialise.folder() / f"micro_{hashlib.sha256(key.encode()).hexdigest()[:20]}.o"
         if not path.exists():
             module, target = assemble(block, *machine())
             specialise.write(path, target.emit_object(module))

@@ -15,6 +15,9 @@ import pickle
 import sys
 import tempfile
 import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +51,6 @@ def fingerprint() -> str:
 
 def write(path: Path, content: bytes) -> None:
     """Create the file at once or not at all: another process may be doing the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     with os.fdopen(handle, "wb") as file:
         file.write(content)
@@ -56,11 +58,47 @@ def write(path: Path, content: bytes) -> None:
 
 
 @cache
+def _writable(folder: Path) -> Path:
+    """The folder, made; where that cannot be, a temporary one."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK):
+        return folder
+    warnings.warn(
+        f"{folder} cannot be written, so each process compiles anew; FLASHKIT_CACHE_DIR names another place",
+        stacklevel=2,
+    )
+    return Path(tempfile.mkdtemp(prefix="flashkit-"))
+
+
+def folder() -> Path:
+    """Where this backend keeps what it compiles."""
+    return _writable(cachedir.path() / "cpu")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While one process compiles this module the others wait, and then read what it wrote."""
+    if any((path.parent / "__pycache__").glob(f"{path.stem}.*.nbi")):  # compiled before: nothing to wait for
+        yield
+        return
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path.with_suffix(".lock"))
+    with suppress(Timeout, OSError):  # held for longer than compiling takes: better twice than never
+        lock.acquire(timeout=60)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@cache
 def load(kind: str, text: str) -> ModuleType:
     """The module with this text, compiled now or before."""
     name = f"{kind}_{hashlib.sha256((fingerprint() + text).encode()).hexdigest()[:20]}"
-    with _lock:
-        path = cachedir.path() / "cpu" / f"{name}.py"
+    path = folder() / f"{name}.py"
+    with _lock, _alone(path):
         if not path.exists():
             write(path, text.encode())
         found = importlib.util.spec_from_file_location(f"flashkit_kernels.{name}", path)
