@@ -237,9 +237,9 @@ def test_memory_growth_is_what_is_allocated() -> None:
     plain, ours = (bench.memory_growth(case, "forward", name) for name in ("numpy", "flashkit"))
     assert plain is not None
     assert ours is not None
-    scores, output = 2 * 1024 * 1024 * 4, 2 * 1024 * 16 * 4
+    scores = 2 * 1024 * 1024 * 4
     assert scores <= plain < 3 * scores
-    assert output <= ours < scores
+    assert ours < scores  # its output, 0.1 MiB, may lie in pages that the process already had
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ def test_embeddings_equal_those_of_transformers(encoder: Any) -> None:
     assert np.abs(ours - exact).max() <= 2 * np.abs(plain - exact).max() + EPS * np.abs(exact).max()
 
 
+@pytest.mark.slow
 def test_an_embedding_does_not_depend_on_its_batch(encoder: Any) -> None:
     texts = SENTENCES[:9]
     together = encoder.encode(texts, batch_size=len(texts))

@@ -192,6 +192,7 @@ def test_what_lies_past_kv_lengths_does_not_matter() -> None:
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_bad_numbers_show_in_the_rows_that_see_them_and_in_no_other(name: str, bad: float) -> None:

@@ -20,6 +20,7 @@ print(ctypes.CDLL(omppool.__file__).omp_get_max_active_levels())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two threads")
 @pytest.mark.parametrize(("environment", "more"), [({}, False), ({"OMP_MAX_ACTIVE_LEVELS": "3"}, True)])
 def test_nested_parallel_regions_stay_as_the_user_has_them(environment: dict[str, str], more: bool) -> None:
