@@ -598,7 +598,7 @@ def far_apart(path: Path, dtype: Any, shape: tuple[int, ...], strides: tuple[int
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs files with holes")
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("axis", ["batch", "heads", "tokens", "tokens backwards"])
 def test_more_than_2_to_31_bytes_apart(backend: str, tmp_path: Path, axis: str, dtype: str) -> None:
     """Offsets beyond 2^31 bytes and 2^31 elements, for every tensor and every axis."""
