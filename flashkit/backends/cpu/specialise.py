@@ -127,7 +127,8 @@ STORAGE, STORAGE_SIZE = np.{storage}, {np.dtype(storage).itemsize}
 COMPUTE, COMPUTE_SIZE = np.{compute}, {np.dtype(compute).itemsize}
 IN_PLACE = {storage == compute}
 """
-    return load(f"{name}_{dtype}", head.lstrip() + (_HERE / "kernels" / f"{name}.py").read_text())
+    texts = [(_HERE / "kernels" / f"{part}.py").read_text() for part in ("load", name)]
+    return load(f"{name}_{dtype}", "\n\n".join([head.lstrip(), *texts]))
 
 
 @cache

@@ -59,32 +59,25 @@ def tile_state(args: Any, b: int, h: int, row0: int, row1: int, k0: int, k1: int
 
 
 @njit(**options)
-def next_keys(args: Any, b: int, h: int, row0: int, row1: int, tile: int, tiles: int, block: int, n_k: int) -> Any:
-    """The longest aligned group of key tiles from `tile` on with one state: (its end, the state).
+def next_group(
+    args: Any, b: int, h: int, first: int, last: int, tile: int, tiles: int, block: int, n: int, along_keys: bool
+) -> Any:
+    """The longest aligned group of tiles from `tile` on with one state: (its end, the state).
 
-    Groups of a power of two are tried from large to small, so a long run of EMPTY or FULL tiles costs a few looks
-    at the mask.
+    The tiles, `block` wide and `n` elements in all, lie along the keys or the rows; first ... last - 1 is the range of
+    the other axis. Groups of a power of two are tried from large to small, so a long run of EMPTY or FULL tiles costs
+    a few looks at the mask.
     """
     size = args[MAX_GROUP]
     while tile % size != 0:
         size //= 2
     while True:
         end = min(tile + size, tiles)
-        state = tile_state(args, b, h, row0, row1, tile * block, min(end * block, n_k))
-        if state != PARTIAL or size == 1:
-            return end, state
-        size //= 2
-
-
-@njit(**options)
-def next_rows(args: Any, b: int, h: int, k0: int, k1: int, tile: int, tiles: int, block: int, n_q: int) -> Any:
-    """The same along the queries."""
-    size = args[MAX_GROUP]
-    while tile % size != 0:
-        size //= 2
-    while True:
-        end = min(tile + size, tiles)
-        state = tile_state(args, b, h, tile * block, min(end * block, n_q), k0, k1)
+        start, stop = tile * block, min(end * block, n)
+        if along_keys:
+            state = tile_state(args, b, h, first, last, start, stop)
+        else:
+            state = tile_state(args, b, h, start, stop, first, last)
         if state != PARTIAL or size == 1:
             return end, state
         size //= 2

@@ -27,20 +27,7 @@ from flashkit.backends.cpu.memory import (
     vector,
 )
 from flashkit.backends.cpu.scratch import backward_layout
-from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_rows, tokens
-
-
-@njit(**options)
-def load_tile(source, address):
-    """A tile in computing precision: where it lies, or widened into scratch memory at `address`."""
-    count, width = source.shape
-    if IN_PLACE:
-        return matrix(source.ctypes.data, count, width, source.strides[0], COMPUTE_SIZE, COMPUTE)
-    target = matrix(address, count, width, width * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
-    for i in range(count):
-        for j in range(width):
-            target[i, j] = widen(source[i, j])
-    return target
+from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_group, tokens
 
 
 @njit(**options)
@@ -108,7 +95,7 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
     for h in range(head_kv * group, (head_kv + 1) * group):
         tile = np.int64(0)
         while tile < tiles:
-            end, state = next_rows(args, b, h, k0, k0 + n, tile, tiles, block_q, n_q)
+            end, state = next_group(args, b, h, k0, k0 + n, tile, tiles, block_q, n_q, False)
             while state != EMPTY and tile < end:
                 row0 = tile * block_q
                 rows = min(block_q, n_q - row0)

@@ -2,7 +2,8 @@
 
 A task is one block of queries of one head. With queries along the vector lanes the softmax needs no operation
 across lanes, K and V are used where they lie, and only Q is packed. The names that no import brings (STORAGE,
-STORAGE_SIZE, COMPUTE, COMPUTE_SIZE, IN_PLACE, widen, narrow) are the head that specialise.py puts before this text.
+STORAGE_SIZE, COMPUTE, COMPUTE_SIZE, IN_PLACE, widen, narrow, load_tile) are the head that specialise.py puts before
+this text.
 
     Q^T  panels [panel][D][PANEL]        scaled queries; a panel is a few vectors of columns
     S^T  tile   [BLOCK_K][PANEL]         scores of one panel, then weights
@@ -26,7 +27,7 @@ from flashkit.backends.cpu.memory import (
     vector,
 )
 from flashkit.backends.cpu.scratch import forward_layout
-from flashkit.backends.cpu.tiling import careful_product_t, drop, modify, next_keys, tile_state, tokens
+from flashkit.backends.cpu.tiling import careful_product_t, drop, modify, next_group, tile_state, tokens
 
 
 @njit(**options)
@@ -37,19 +38,6 @@ def load_queries(source, target, scale):
             target[d, i] = widen(source[i, d]) * scale
         for i in range(source.shape[0], target.shape[1]):
             target[d, i] = 0
-
-
-@njit(**options)
-def load_tile(source, address):
-    """A K or V tile in computing precision: where it lies, or widened into scratch memory at `address`."""
-    count, width = source.shape
-    if IN_PLACE:
-        return matrix(source.ctypes.data, count, width, source.strides[0], COMPUTE_SIZE, COMPUTE)
-    target = matrix(address, count, width, width * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
-    for i in range(count):
-        for j in range(width):
-            target[i, j] = widen(source[i, j])
-    return target
 
 
 @njit(**options)
@@ -132,7 +120,7 @@ def forward_block(args, b, h, first, count, scratch, careful):
     tiles = (n_k + block_k - 1) // block_k
     tile = np.int64(0)
     while tile < tiles:
-        end, state = next_keys(args, b, h, first, first + count, tile, tiles, block_k, n_k)
+        end, state = next_group(args, b, h, first, first + count, tile, tiles, block_k, n_k, True)
         while state != EMPTY and tile < end:
             k0 = tile * block_k
             n = min(block_k, n_k - k0)
