@@ -143,7 +143,9 @@ FORK = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.parametrize("layer", ["default", "workqueue", "omp"])
+@pytest.mark.parametrize(
+    "layer", ["default", *(pytest.param(layer, marks=pytest.mark.slow) for layer in ("workqueue", "omp"))]
+)
 def test_a_forked_child_computes(program: Callable[..., str], layer: str) -> None:
     """OpenMP's threads do not survive a fork, and its runtime would end the child without a word."""
     if layer != "default" and not has_layer(layer):
@@ -184,6 +186,7 @@ COUNTED = """
 """
 
 
+@pytest.mark.slow
 def test_the_number_of_threads(program: Callable[..., str]) -> None:
     """FLASHKIT_NUM_THREADS, at most what Numba was started with; 1 starts none."""
     for wanted, started, expected in (("1", "4", 1), ("2", "4", 2), ("3", "2", 2), ("", "3", 3)):

@@ -147,7 +147,9 @@ MODS = {
 }
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(s, id=str(s), marks=[pytest.mark.slow] if i % 2 else []) for i, s in enumerate(SIZES)]
+)
 @pytest.mark.parametrize("name", MODS)
 def test_states_agree_with_every_pair(name, sizes):
     n_q, n_k, block_q, block_k, offset = sizes
