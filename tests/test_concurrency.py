@@ -47,6 +47,7 @@ def in_threads(rounds: int) -> None:
         list(pool.map(work, range(THREADS)))
 
 
+@pytest.mark.slow
 def test_threads_with_different_calls() -> None:
     in_threads(rounds=3)
 
