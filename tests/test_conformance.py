@@ -77,7 +77,7 @@ def test_poison_between_the_elements() -> None:
         pytest.param(
             *backend.values,
             i,
-            marks=[*backend.marks, *slow_if(i >= 24 or sixteen_bits(choice) or choice["sizes"] == "130x200")],
+            marks=[*backend.marks, *slow_if(i >= 12 or sixteen_bits(choice) or choice["sizes"] == "130x200")],
         )
         for backend in cases.backends()
         for i, choice in enumerate(DESIGN)
