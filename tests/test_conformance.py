@@ -91,7 +91,9 @@ def test_pairs_of_features(row: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", COMPILED)
 @pytest.mark.parametrize("dtype", [pytest.param(d, marks=slow_if(d != "float32")) for d in FACTORS["dtype"]])
-@pytest.mark.parametrize(("factor", "level"), ALONE)
+@pytest.mark.parametrize(
+    ("factor", "level"), [pytest.param(f, x, marks=slow_if(x not in FACTORS[f][1:3])) for f, x in ALONE]
+)
 def test_a_feature_alone(factor: str, level: str, dtype: str, backend: str) -> None:
     choice = {**PLAIN, "sizes": "45x107", "dims": "40", "heads": "4:2", "dtype": dtype, factor: level}
     if choice["layout"] in ("three axes", "two axes"):
