@@ -21,11 +21,7 @@ from flashkit import attention, attention_vjp, dropout, mods
 pytestmark = pytest.mark.filterwarnings("error")
 
 BACKENDS = [b for b in cases.backends() if not b.marks]
-DTYPES = [
-    "float32",
-    pytest.param("float64"),
-    *(pytest.param(d, marks=pytest.mark.slow) for d in ("float16", "bfloat16")),
-]
+DTYPES = ["float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float64", "float16", "bfloat16"))]
 
 
 @pytest.fixture(params=BACKENDS)
