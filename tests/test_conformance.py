@@ -140,6 +140,43 @@ def test_many_tiles(what: str, sizes: str, backend: str) -> None:
     check(backend, {**with_(batch="1", dims="64", sizes=sizes, heads="1:1"), **MANY_TILES[what]})
 
 
+BOUNDARIES = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (40, 0)},
+    "window to the right": {"window": (3, 20)},
+}
+
+
+@pytest.mark.parametrize("backend", [b for b in cases.backends() if not b.marks])
+@pytest.mark.parametrize("what", BOUNDARIES)
+def test_every_place_of_a_boundary(what: str, backend: str) -> None:
+    """A mask's boundary at every place within the tiles of a kernel: one pair too many or too few in a corner shows."""
+    cases.skip_unless(backend)
+    rng = np.random.default_rng(0)
+    n_q, n_k = 130, 210
+    q, k, v = (rng.standard_normal((1, 1, n, 4)) for n in (n_q, n_k, n_k))
+    scores = q[0, 0] @ k[0, 0].T / 2
+    step = 1 if backend != "reference" else 7
+    for offset in range(-n_q - 5, n_k + 5, step):
+        options = {**BOUNDARIES[what], "q_offset": offset}
+        (out, lse), vjp = flashkit.attention_vjp(q, k, v, **options, return_lse=True, backend=backend)
+        dq, dk, dv = (x[0, 0] for x in vjp(out))
+        left, right = options.get("window", (None, None))
+        distance = np.arange(n_k) - (np.arange(n_q)[:, None] + offset)
+        shown = distance <= (0 if "causal" in options else right)
+        if left is not None:
+            shown &= distance >= -left
+        p = np.where(shown, np.exp(scores), 0)
+        total = p.sum(1, keepdims=True)
+        p = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
+        expected = p @ v[0, 0]
+        ds = p * (expected @ v[0, 0].T - (expected**2).sum(1, keepdims=True)) / 2
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(lse[0, 0], np.log(total[:, 0]), rtol=1e-12, atol=1e-13)
+        for got, x in ((out[0, 0], expected), (dq, ds @ k[0, 0]), (dk, ds.T @ q[0, 0]), (dv, p.T @ expected)):
+            np.testing.assert_allclose(got, x, rtol=1e-10, atol=1e-12, err_msg=f"q_offset {offset}")
+
+
 # --- gradients are derivatives ----------------------------------------------------------------------------------------
 
 
