@@ -1,0 +1,1 @@
+"""What the CUDA backends share: device facts, compilation, launching."""

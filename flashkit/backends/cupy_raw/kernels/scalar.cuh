@@ -1,0 +1,117 @@
+// Numbers: stored elements and the precision of computing, and what expressions of flashkit.expr are rendered to.
+// No header of the toolkit is needed, so NVRTC compiles this wherever it is.
+#pragma once
+
+// --- stored elements --------------------------------------------------------------------------------------------------
+
+struct half_t { unsigned short bits; };
+struct bfloat16_t { unsigned short bits; };
+
+template <int> struct storage_of { using type = float; using compute = float; };
+template <> struct storage_of<FLOAT64> { using type = double; using compute = double; };
+template <> struct storage_of<FLOAT16> { using type = half_t; using compute = float; };
+template <> struct storage_of<BFLOAT16> { using type = bfloat16_t; using compute = float; };
+
+using storage = storage_of<STORAGE>::type;    // an element of q, k, v, out
+using fk_float = storage_of<STORAGE>::compute;  // what is computed in
+
+DEVICE fk_float fk_special(int which) {  // 1: inf, -1: -inf, 0: NaN
+    const float inf = __int_as_float(0x7f800000);
+    return which == 0 ? (fk_float)__int_as_float(0x7fffffff) : which > 0 ? (fk_float)inf : (fk_float)-inf;
+}
+#define INFINITE (fk_special(1))
+#define HIDDEN (fk_special(-1))
+
+DEVICE float widen(half_t x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+DEVICE float widen(bfloat16_t x) { return __int_as_float((int)x.bits << 16); }
+template <typename T> DEVICE T widen(T x) { return x; }
+
+template <typename T> struct Narrow { static __device__ __forceinline__ T from(fk_float x) { return (T)x; } };
+template <> struct Narrow<half_t> {
+    static __device__ __forceinline__ half_t from(fk_float x) {
+        half_t y;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"((float)x));
+        return y;
+    }
+};
+template <> struct Narrow<bfloat16_t> {
+    static __device__ __forceinline__ bfloat16_t from(fk_float x) {  // to nearest, ties to even
+        const unsigned bits = __float_as_uint((float)x);
+        const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        return bfloat16_t{(unsigned short)(nan ? (bits >> 16) | 64u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+    }
+};
+DEVICE storage narrow(fk_float x) { return Narrow<storage>::from(x); }
+
+// --- functions that generated code calls (OPS of flashkit/expr.py) -----------------------------------------------------
+
+template <typename T> DEVICE T fk_abs(T x) { return x < 0 ? -x : x; }
+template <> __device__ __forceinline__ float fk_abs(float x) { return fabsf(x); }
+template <> __device__ __forceinline__ double fk_abs(double x) { return fabs(x); }
+template <typename T> DEVICE T fk_min(T x, T y) { return y < x || y != y ? y : x; }  // NaN wins, as in NumPy
+template <typename T> DEVICE T fk_max(T x, T y) { return y > x || y != y ? y : x; }
+
+// Python's // and %: rounded towards minus infinity, so a remainder has the sign of the divisor. 0 for division by 0.
+DEVICE long long fk_floordiv(long long x, long long y) {
+    if (y == 0) return 0;
+    if (((x | y) >> 31) == 0) return (unsigned)x / (unsigned)y;
+    const long long quotient = x / y;
+    return quotient - (quotient * y != x && (x < 0) != (y < 0));
+}
+DEVICE long long fk_mod(long long x, long long y) { return y == 0 ? 0 : x - fk_floordiv(x, y) * y; }
+DEVICE float fk_floordiv(float x, float y) { return floorf(x / y); }
+DEVICE double fk_floordiv(double x, double y) { return floor(x / y); }
+DEVICE float fk_mod(float x, float y) {
+    const float r = fmodf(x, y);
+    return r != 0 && (r < 0) != (y < 0) ? r + y : r;
+}
+DEVICE double fk_mod(double x, double y) {
+    const double r = fmod(x, y);
+    return r != 0 && (r < 0) != (y < 0) ? r + y : r;
+}
+
+#define FK_FUNCTION(name)                                    \
+    DEVICE float fk_##name(float x) { return name##f(x); }   \
+    DEVICE double fk_##name(double x) { return name(x); }
+FK_FUNCTION(exp) FK_FUNCTION(exp2) FK_FUNCTION(log) FK_FUNCTION(log2) FK_FUNCTION(sqrt)
+FK_FUNCTION(tanh) FK_FUNCTION(sin) FK_FUNCTION(cos) FK_FUNCTION(floor)
+#undef FK_FUNCTION
+
+// An array of a modification: where it is and its strides in elements.
+template <typename T, int AXES>
+struct View {
+    const T* data;
+    long long stride[AXES > 0 ? AXES : 1];
+};
+template <typename T, int N> DEVICE fk_float fk_load_float(const View<T, N>& a, long long at) {
+    return (fk_float)widen(a.data[at]);
+}
+template <typename T, int N> DEVICE long long fk_load_int(const View<T, N>& a, long long at) {
+    return (long long)a.data[at];
+}
+template <typename T, int N> DEVICE bool fk_load_bool(const View<T, N>& a, long long at) { return a.data[at] != 0; }
+
+// Least (LEAST) or greatest element within a box of inclusive corners (flashkit.expr.bounds); a loop for each axis.
+template <bool LEAST, int AXIS, typename T, int N>
+DEVICE long long fk_extreme(const View<T, N>& a, const T* at, const long long (&corner)[2 * N]) {
+    long long best = LEAST ? 0x7fffffffffffffffll : -0x7fffffffffffffffll - 1;
+    for (long long i = corner[2 * AXIS]; i <= corner[2 * AXIS + 1]; ++i) {
+        long long value;
+        if constexpr (AXIS + 1 < N) value = fk_extreme<LEAST, AXIS + 1>(a, at + i * a.stride[AXIS], corner);
+        else value = (long long)at[i * a.stride[AXIS]];
+        best = (LEAST ? value < best : value > best) ? value : best;
+    }
+    return best;
+}
+template <typename T, int N, typename... C> DEVICE long long fk_load_min(const View<T, N>& a, C... corners) {
+    const long long corner[2 * N] = {corners...};
+    return fk_extreme<true, 0>(a, a.data, corner);
+}
+template <typename T, int N, typename... C> DEVICE long long fk_load_max(const View<T, N>& a, C... corners) {
+    const long long corner[2 * N] = {corners...};
+    return fk_extreme<false, 0>(a, a.data, corner);
+}
