@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -61,3 +66,46 @@ def clear() -> Usage:
             else:
                 entry.unlink(missing_ok=True)
     return before
+
+
+# --- what backends write there ----------------------------------------------------------------------------------------
+
+
+def folder(name: str) -> Path:
+    """The folder of this name in the cache, made; where that cannot be, a temporary one for this process."""
+    return _writable(path() / name)
+
+
+@cache
+def _writable(wanted: Path) -> Path:
+    with suppress(OSError):
+        wanted.mkdir(parents=True, exist_ok=True)
+    if os.access(wanted, os.W_OK):
+        return wanted
+    warnings.warn(
+        f"{wanted} cannot be written, so each process compiles anew; FLASHKIT_CACHE_DIR names another place",
+        stacklevel=2,
+    )
+    return Path(tempfile.mkdtemp(prefix="flashkit-"))
+
+
+def write(file: Path, content: bytes) -> None:
+    """Create the file at once or not at all: another process may be doing the same."""
+    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+    with os.fdopen(handle, "wb") as target:
+        target.write(content)
+    os.replace(temporary, file)
+
+
+@contextmanager
+def alone(file: Path) -> Iterator[None]:
+    """While one process makes this file the others wait; they then find it made."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(file.with_suffix(".lock"))
+    with suppress(Timeout, OSError):  # held for longer than compiling takes: better twice than never
+        lock.acquire(timeout=60)
+    try:
+        yield
+    finally:
+        lock.release()

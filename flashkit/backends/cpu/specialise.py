@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import pickle
 import sys
-import tempfile
 import threading
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -49,31 +46,12 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def write(path: Path, content: bytes) -> None:
-    """Create the file at once or not at all: another process may be doing the same."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
-
-
-@cache
-def _writable(folder: Path) -> Path:
-    """The folder, made; where that cannot be, a temporary one."""
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if os.access(folder, os.W_OK):
-        return folder
-    warnings.warn(
-        f"{folder} cannot be written, so each process compiles anew; FLASHKIT_CACHE_DIR names another place",
-        stacklevel=2,
-    )
-    return Path(tempfile.mkdtemp(prefix="flashkit-"))
-
-
 def folder() -> Path:
     """Where this backend keeps what it compiles."""
-    return _writable(cachedir.path() / "cpu")
+    return cachedir.folder("cpu")
+
+
+write = cachedir.write
 
 
 @contextmanager
@@ -82,15 +60,8 @@ def _alone(path: Path) -> Iterator[None]:
     if any((path.parent / "__pycache__").glob(f"{path.stem}.*.nbi")):  # compiled before: nothing to wait for
         yield
         return
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(path.with_suffix(".lock"))
-    with suppress(Timeout, OSError):  # held for longer than compiling takes: better twice than never
-        lock.acquire(timeout=60)
-    try:
+    with cachedir.alone(path):
         yield
-    finally:
-        lock.release()
 
 
 @cache
