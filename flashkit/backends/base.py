@@ -1,7 +1,10 @@
-"""What a backend is: five methods. Another package adds one by an entry point of the group `flashkit.backends`."""
+"""What a backend is: five methods, and one more that makes repeated calls cheap. Another package adds one by an entry
+point of the group `flashkit.backends`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..spec import Gradients, Operands, Problem, Verdict
@@ -33,3 +36,25 @@ class Backend(Protocol):
 
     def backward(self, plan: Any, operands: Operands, gradients: Gradients) -> None:
         """Fill gradients.dq, dk, dv and dsinks, given operands.out and operands.lse of the forward pass."""
+
+
+Bound = Callable[[Any, Any, Any, Any, Any], None]
+"""f(q, k, v, out, lse): see Binds."""
+
+
+class Binds(Protocol):
+    """What a backend may offer beyond `Backend`, for calls that are repeated on arrays of one form."""
+
+    def bind(self, plan: Any, operands: Operands) -> Bound:
+        """All that `forward(plan, operands)` does before it starts a kernel, done once: f(q, k, v, out, lse).
+
+        f computes what `forward` would with these five arrays in place of the operands' own. They have the
+        operands' dtypes, and lie in memory as those do: same extents and strides from the first element on. Their
+        axes may be the caller's and not (B, H, N, D), so f reads their addresses and nothing else; extents and
+        strides it knows from `operands`. It checks nothing. It keeps no reference to operands.q, k, v, out and lse.
+
+        All else in `operands` (scale, lengths, offsets, sinks, arrays, seed) is bound by reference: it stays alive
+        with f, and what is in those arrays when f is called counts. f may be called from several threads at once and
+        again while it runs, so what a call writes (argument block, scratch memory) is its own. On a GPU it launches
+        on the stream that is current when it is called.
+        """

@@ -1,4 +1,4 @@
-"""The CPU backend: plans (tile, compiled functions) and calls (argument blocks) for NumPy arrays."""
+"""The CPU backend: plans (tile, compiled functions) for NumPy arrays, and the order of a call's passes (call.py)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ... import dropout
 from ...spec import ITEMSIZE, MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
 from ...tiles import CpuTile
 from . import arguments as at
-
-_MICRO_KERNELS = {
-    at.PRODUCT: "product", at.PRODUCT_ADD: "product_add", at.COLUMN_MAX: "column_max",
-    at.EXPONENTIALS: "exponentials", at.WEIGHTS: "weights",
-}  # fmt: skip
+from .call import Call, Scratch, rounded
 
 ROW_BLOCK = 256
 """Rows of a task in the passes over rows alone (delta, reduction of dQ)."""
@@ -105,33 +100,33 @@ class CpuBackend:
     def forward(self, plan: CpuPlan, operands: Operands) -> None:
         from . import scratch, threads
 
-        call = _Call(plan, operands, plan.tile, plan.modify)
+        call = Call(plan, operands, plan.tile, plan.modify)
         tile, spec = plan.tile, plan.problem.spec
         compute = ITEMSIZE[spec.lse_dtype]
         panel = int(call.args[at.PANEL])
         workers = _workers(operands, 2 * (spec.head_dim + spec.head_dim_v))
         heads = operands.q.shape[0] * operands.q.shape[1]
         n_q = operands.q.shape[2]
-        block_q = _rounded(min(tile.block_q, n_q), panel)
+        block_q = rounded(min(tile.block_q, n_q), panel)
         while block_q > panel and heads * -(-n_q // block_q) < 4 * workers:
             block_q -= panel
-        call.block(block_q, min(tile.block_k, _rounded(operands.k.shape[2], 4)))
+        call.block(block_q, min(tile.block_k, rounded(operands.k.shape[2], 4)))
         layout = scratch.forward_layout(
             block_q // panel, panel, int(call.args[at.BLOCK_K]), spec.head_dim, spec.head_dim_v, compute
         )
-        with _Scratch(plan, call, layout[-1], workers):
+        with Scratch(plan, call, layout[-1], workers):
             threads.run(plan.forward.worker, call.args, heads * -(-n_q // block_q), workers)
 
     def backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
         from . import scratch, threads
 
-        call = _Call(plan, operands, plan.backward_tile, plan.modify_backward)
+        call = Call(plan, operands, plan.backward_tile, plan.modify_backward)
         args, tile, spec = call.args, plan.backward_tile, plan.problem.spec
         compute = np.dtype(spec.lse_dtype)
         batch, heads, n_q, _ = operands.q.shape
         heads_kv, n_k = operands.k.shape[1:3]
         workers = _workers(operands, 5 * (spec.head_dim + spec.head_dim_v))
-        block_k = _rounded(min(tile.block_k, n_k), int(args[at.LANES]))
+        block_k = rounded(min(tile.block_k, n_k), int(args[at.LANES]))
         block_q = min(tile.block_q, n_q)
 
         # Few heads for the threads: the keys of one are split, each part with its own sums of dQ.
@@ -153,7 +148,7 @@ class CpuBackend:
 
         call.block(ROW_BLOCK, block_k)
         threads.run(plan.backward.prepare, args, row_tasks, workers)
-        with _Scratch(
+        with Scratch(
             plan,
             call,
             scratch.backward_layout(block_q, block_k, spec.head_dim, spec.head_dim_v, compute.itemsize)[-1],
@@ -179,10 +174,6 @@ class CpuBackend:
             gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)
 
 
-def _rounded(n: int, step: int) -> int:
-    return max(-(-n // step), 1) * step
-
-
 def _workers(operands: Operands, flops_a_pair: int) -> int:
     from . import threads
 
@@ -203,102 +194,3 @@ def choose_tile(problem: Problem, profile: Any, direction: Direction) -> tuple[C
     return tiles.default_cpu(
         profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction
     ), "no row of the profile applies; the model's choice"
-
-
-class _Call:
-    """The argument block of one call. Keeps what its addresses point to alive."""
-
-    def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: Any) -> None:
-        from .micro import addresses
-        from .vector import Block
-
-        self.args = args = np.zeros(at.SIZE, np.int64)
-        self.alive: list[Any] = [operands]
-        spec = plan.problem.spec
-        element, lanes = ("double", tile.lanes // 2) if spec.lse_dtype == "float64" else ("float", tile.lanes)
-        args[at.LANES], args[at.PANEL] = lanes, tile.vectors * lanes
-        micro = addresses(Block(element, tile.rows, tile.vectors, lanes))
-        for index, name in _MICRO_KERNELS.items():
-            args[index] = micro[name]
-        for index, tensor in (
-            (at.Q, operands.q),
-            (at.K, operands.k),
-            (at.V, operands.v),
-            (at.OUT, operands.out),
-            (at.LSE, operands.lse),
-        ):
-            self.tensor(index, tensor)
-        batch, heads, n_q, d = operands.q.shape
-        args[at.BATCH], args[at.HEADS], args[at.GROUP] = batch, heads, spec.group
-        args[at.N_Q], args[at.N_K], args[at.DIM], args[at.DIM_V] = n_q, operands.k.shape[2], d, operands.v.shape[3]
-        args[at.LENGTHS], args[at.OFFSETS] = self.address(operands.kv_lengths), self.address(operands.q_offset)
-        self.double(at.SCALE, operands.scale)
-        if operands.sinks is not None:
-            args[at.SINKS] = self.address(np.ascontiguousarray(operands.sinks, spec.lse_dtype))
-        if plan.classify is not None:
-            args[at.CLASSIFY] = plan.classify.address
-        # Groups larger than all tiles would only be halved again.
-        args[at.MAX_GROUP] = min(plan.max_group, 1 << max(n_q, operands.k.shape[2]).bit_length())
-        if modify is not None:
-            args[at.MODIFY], args[at.HAS_SCORE] = modify.address, spec.score is not None
-            args[at.VALUES] = self.address(self.values(plan, operands))
-        if operands.dropout_p:
-            args[at.DROPOUT], args[at.THRESHOLD] = 1, dropout.threshold(operands.dropout_p)
-            self.double(at.KEPT_SCALE, 1 / (1 - operands.dropout_p))
-            args[at.SEED] = np.uint64(operands.seed & (2**64 - 1)).astype(np.int64)
-
-    def address(self, array: np.ndarray) -> int:
-        self.alive.append(array)
-        return int(array.__array_interface__["data"][0])
-
-    def tensor(self, index: Any, array: np.ndarray) -> None:
-        """Address and strides of the batch, head and token axes: the first three, or after a leading axis of parts
-        the next.
-        """
-        strides = array.strides[-4:-1] if array.ndim >= 4 else array.strides
-        self.args[index : index + 4] = (self.address(array), *strides)
-
-    def double(self, index: Any, value: float) -> None:
-        self.args[index] = np.float64(value).view(np.int64)
-
-    def block(self, block_q: int, block_k: int) -> None:
-        self.args[at.BLOCK_Q], self.args[at.BLOCK_K] = block_q, block_k
-
-    def values(self, plan: CpuPlan, operands: Operands) -> np.ndarray:
-        """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them)."""
-        from . import modify
-
-        entries: list[int] = []
-        for slot in plan.problem.spec.slots:
-            if slot.ndim is None:
-                value = operands.params[slot.name]
-                entries.append(int(value) if slot.kind == "int" else int(np.float64(value).view(np.int64)))
-            else:
-                array = operands.arrays[slot.name]
-                stored = modify.stored_dtype(str(slot.dtype))
-                array = array.view(np.uint8) if slot.kind == "bool" else array.astype(stored, copy=False)
-                entries += [self.address(array), *array.shape, *array.strides]
-        return np.array(entries, np.int64)
-
-
-class _Scratch:
-    """Scratch memory for all threads of a call, taken from the plan's few spare ones: fresh pages cost more than a
-    small call.
-    """
-
-    def __init__(self, plan: CpuPlan, call: _Call, size: int, workers: int) -> None:
-        self.plan, self.call, self.size, self.workers = plan, call, _rounded(size, 64) + 64, workers
-
-    def __enter__(self) -> None:
-        needed = self.size * self.workers + 64
-        try:
-            self.memory = self.plan.scratch.pop()
-        except IndexError:
-            self.memory = np.empty(needed, np.uint8)
-        if self.memory.size < needed:
-            self.memory = np.empty(needed, np.uint8)
-        start = self.call.address(self.memory)
-        self.call.args[at.SCRATCH], self.call.args[at.SCRATCH_BYTES] = start + -start % 64, self.size
-
-    def __exit__(self, *error: Any) -> None:
-        self.plan.scratch.append(self.memory)
