@@ -62,6 +62,8 @@ struct Params {
 // A tile's pairs: none is visible, some may be, all are.
 enum State { EMPTY, PARTIAL, FULL };
 
+static_assert(sizeof(Params) == 8 * PARAMS_WORDS, "arguments.py and Params differ");
+
 #define DEVICE static __device__ __forceinline__
 
 // The row of a tensor that holds token n of head h of batch entry b.

@@ -1,0 +1,186 @@
+"""CUDA C++ to machine code: NVRTC, with the result kept on disk.
+
+Works without a device and without a driver, so every kernel can be compiled and looked at anywhere. A binary is named
+by the hash of everything that it was made from: text, headers, options, architecture and compiler version. So a
+changed source is a new file and never a stale kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ... import cachedir
+
+OPTIONS = (
+    "-std=c++17",
+    "-default-device",
+    "--diag-suppress=177",
+    "--ptxas-options=-v",
+)  # 177: a constant or function is not used
+
+
+class CompileError(RuntimeError):
+    """A kernel cannot be compiled here; the message has the compiler's own words."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of a kernel: registers of a thread; stack and spilled bytes of a thread; static shared bytes."""
+
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled file: machine code, and the resources of each of its kernels by name."""
+
+    path: Path
+    code: bytes
+    resources: Mapping[str, Resources]
+
+    @property
+    def checked(self) -> Path:
+        """Where to write that this binary has given right results on a device."""
+        return self.path.with_suffix(".checked")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text and the headers that it includes by their names."""
+
+    name: str
+    text: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@cache
+def headers(folder: Path) -> tuple[tuple[str, str], ...]:
+    """The .cuh and .cu files of a folder, for `#include "name"`."""
+    return tuple((path.name, path.read_text()) for path in sorted(folder.iterdir()) if path.suffix in (".cuh", ".cu"))
+
+
+@cache
+def version() -> tuple[int, int]:
+    """Of NVRTC. Raises ImportError or RuntimeError, with a sentence, where it cannot be loaded."""
+    major, minor = _call("nvrtcVersion")
+    return major, minor
+
+
+@cache
+def architectures() -> tuple[int, ...]:
+    """Those that NVRTC compiles for, ascending: 90 is sm_90."""
+    return tuple(_call("nvrtcGetSupportedArchs")[0])
+
+
+def target(capability: tuple[int, int]) -> str:
+    """The architecture to compile for: the device's own with its specific instructions (sm_90a), else the newest of its
+    generation that the compiler knows, whose machine code runs there too.
+
+    Raises CompileError where the compiler is too old or too new for the device.
+    """
+    major, minor = capability
+    known = [arch for arch in architectures() if arch // 10 == major and arch % 10 <= minor]
+    if not known:
+        oldest, newest = architectures()[0], architectures()[-1]
+        have = f"NVRTC {'.'.join(map(str, version()))} compiles for sm_{oldest} to sm_{newest}"
+        raise CompileError(f"{have}, the device is sm_{major}{minor}: another CUDA version's packages are needed")
+    best = max(known)
+    return f"sm_{best}{'a' if best >= 90 and best == 10 * major + minor else ''}"
+
+
+def binary(source: Source, arch: str) -> Binary:
+    """The machine code of a source, compiled now or before by any process."""
+    used = _included(source)
+    digest = hashlib.sha256(repr((source.text, used, arch, OPTIONS, version())).encode()).hexdigest()[:20]
+    path = cachedir.folder("cuda") / f"{source.name}_{arch}_{digest}.cubin"
+    found = _read(path)
+    if found is None:
+        with cachedir.alone(path):
+            found = _read(path)  # another process may have made it meanwhile
+            if found is None:
+                code, log = _compile(source, used, arch)
+                found = Binary(path, code, resources(log))
+                report = {name: asdict(numbers) for name, numbers in found.resources.items()}
+                cachedir.write(path.with_suffix(".json"), json.dumps(report).encode())
+                cachedir.write(path, code)
+    return found
+
+
+def _read(path: Path) -> Binary | None:
+    try:
+        report = json.loads(path.with_suffix(".json").read_text())
+        return Binary(path, path.read_bytes(), {name: Resources(**numbers) for name, numbers in report.items()})
+    except (OSError, ValueError, TypeError):  # not there, or cut off by a full disk
+        return None
+
+
+def _included(source: Source) -> tuple[tuple[str, str], ...]:
+    """The headers that the text includes, directly or through others."""
+    known, found, waiting = dict(source.headers), {}, [source.text]
+    while waiting:
+        for name in re.findall(r'^\s*#include "([^"]+)"', waiting.pop(), re.MULTILINE):
+            if name not in found and name in known:
+                found[name] = known[name]
+                waiting.append(known[name])
+    return tuple(found.items())
+
+
+def _compile(source: Source, used: tuple[tuple[str, str], ...], arch: str) -> tuple[bytes, str]:
+    """Machine code and the compiler's log."""
+    from cuda.bindings import nvrtc
+
+    names, texts = [name.encode() for name, _ in used], [text.encode() for _, text in used]
+    file = f"{source.name}_variant.cu".encode()  # not the name of a header
+    (program,) = _call("nvrtcCreateProgram", source.text.encode(), file, len(used), texts, names)
+    options = [f"--gpu-architecture={arch}".encode(), *(option.encode() for option in OPTIONS)]
+    try:
+        status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+        log = bytearray(_call("nvrtcGetProgramLogSize", program)[0])
+        _call("nvrtcGetProgramLog", program, log)
+        text = log.decode(errors="replace").rstrip("\0\n ")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{source.name} does not compile for {arch}:\n{text[:8000]}")
+        # ptxas says so in a remark and makes every matrix instruction wait for the one before: right, but far too slow.
+        serialised = re.findall(r".*\(C75\d\d\).*", text)
+        if serialised:
+            raise CompileError(f"{source.name} for {arch}: {serialised[0].strip()}")
+        code = bytearray(_call("nvrtcGetCUBINSize", program)[0])
+        _call("nvrtcGetCUBIN", program, code)
+        return bytes(code), text
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _call(function: str, *arguments: Any) -> tuple[Any, ...]:
+    """A function of NVRTC, its error an exception."""
+    from cuda.bindings import nvrtc
+
+    status, *results = getattr(nvrtc, function)(*arguments)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CompileError(f"{function}: {status.name}")
+    return tuple(results)
+
+
+def resources(log: str) -> dict[str, Resources]:
+    """The report of `ptxas -v` by kernel."""
+    found: dict[str, Resources] = {}
+    for part in re.split(r"Compiling entry function '", log)[1:]:
+
+        def number(pattern: str, part: str = part) -> int:
+            return sum(map(int, re.findall(pattern, part)))
+
+        found[part.partition("'")[0]] = Resources(
+            number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame"),
+            number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes smem"),
+        )  # fmt: skip
+    return found

@@ -1,0 +1,124 @@
+"""The block of arguments that kernels get: `Params` of kernels/params.cuh as 64-bit words.
+
+A tensor takes four words, its address and the strides, in elements, of its batch, head and token axes; then come
+single words and the values of the modification.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from ... import dropout
+from ...spec import AttentionSpec, Gradients, Operands
+from ..cuda_common.launch import Block
+from . import modify
+
+TENSORS = (
+    "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "shift", "delta", "partial", "partial_lse",
+)  # fmt: skip
+WORDS = (
+    "sinks", "dsinks", "q_offset", "kv_lengths", "offset", "batch", "heads", "n_q", "n_k", "splits", "scale", "seed",
+    "threshold", "kept_scale",
+)  # fmt: skip
+AT = {name: 4 * i for i, name in enumerate(TENSORS)} | {name: 4 * len(TENSORS) + i for i, name in enumerate(WORDS)}
+VALUES = 4 * len(TENSORS) + len(WORDS)
+"""Index of the first value of the modification."""
+
+
+def size(spec: AttentionSpec) -> int:
+    """Words of the block."""
+    return VALUES + max(1, modify.values_of(spec))
+
+
+def bits(value: float) -> int:
+    """A float64 as the integer with the same bits."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+class Arguments(Block):
+    """The block of one call. Keeps alive what its addresses point to."""
+
+    def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
+        super().__init__([0] * size(spec))
+        self.spec, self.alive = spec, list[Any]()
+        self.batch, self.heads, self.n_q, _ = operands.q.shape
+        self.heads_kv, self.n_k = operands.k.shape[1:3]
+        self.tensors(q=operands.q, k=operands.k, v=operands.v, out=operands.out, lse=operands.lse)
+        self.set(batch=self.batch, heads=self.heads, n_q=self.n_q, n_k=self.n_k, splits=1, scale=bits(operands.scale))
+        self._positions(operands.q_offset)
+        if spec.kv_lengths:
+            self.set(kv_lengths=self.address(_on_device(operands.kv_lengths)))
+        if spec.sinks:
+            self.set(sinks=self.address(operands.sinks))
+        if spec.dropout:
+            self.set(
+                seed=operands.seed,
+                threshold=dropout.threshold(operands.dropout_p),
+                kept_scale=bits(1 / (1 - operands.dropout_p)),
+            )
+        if spec.slots:
+            self._values(operands)
+
+    def gradients(self, gradients: Gradients) -> None:
+        """What the backward pass reads and writes beyond the operands."""
+        self.tensors(
+            dout=gradients.dout, dlse=gradients.dlse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv
+        )  # fmt: skip
+        if gradients.dsinks is not None:
+            self.set(dsinks=self.address(gradients.dsinks))
+
+    def copy(self) -> Arguments:
+        """The same words in memory of their own."""
+        new = object.__new__(Arguments)
+        new.__dict__.update(self.__dict__)
+        Block.__init__(new, list(self.words))
+        return new
+
+    def set(self, **words: int) -> None:
+        """Single words by name."""
+        for name, value in words.items():
+            self.words[AT[name]] = value
+
+    def tensors(self, **arrays: Any) -> None:
+        """Tensors by name, with a batch, a head and a token axis and, except for numbers of a row, elements after
+        these; None: absent.
+        """
+        for name, array in arrays.items():
+            if array is not None:
+                at, itemsize = AT[name], array.dtype.itemsize
+                batch, head, token = array.strides[:3]
+                self.words[at : at + 4] = [array.data.ptr, batch // itemsize, head // itemsize, token // itemsize]
+
+    def address(self, array: Any) -> int:
+        self.alive.append(array)
+        return int(array.data.ptr)
+
+    def _positions(self, q_offset: Any) -> None:
+        """One number where all entries agree, which costs no transfer; else an array on the device."""
+        if isinstance(q_offset, np.ndarray) and (q_offset == q_offset[0]).all():
+            self.set(offset=int(q_offset[0]))
+        else:
+            self.set(q_offset=self.address(_on_device(q_offset)))
+
+    def _values(self, operands: Operands) -> None:
+        """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them)."""
+        at = VALUES
+        for slot in self.spec.slots:
+            if slot.ndim is None:
+                value = operands.params[slot.name]
+                self.words[at] = int(value) if slot.kind == "int" else bits(value)
+            else:
+                array = operands.arrays[slot.name]
+                itemsize = array.dtype.itemsize
+                entries = [self.address(array), *(stride // itemsize for stride in array.strides)]
+                self.words[at : at + len(entries)] = entries
+            at += modify.entries(slot)
+
+
+def _on_device(numbers: Any) -> Any:
+    import cupy
+
+    return cupy.asarray(numbers, np.int64)

@@ -1,0 +1,162 @@
+"""The CuPy backend: generations of CUDA C++ kernels, the newest that can do a spec on the device first.
+
+FLASHKIT_CUPY_GENERATION forces one for the process; what it cannot do is then refused instead of handed down.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
+from ..base import Bound
+from ..cuda_common import compiler, device, launch
+from ..cuda_common.device import Device
+from . import modify, verify
+from .arguments import AT, Arguments
+from .generation import Generation, Pass
+from .simt import Simt
+
+GENERATIONS: tuple[Generation, ...] = (Simt(),)
+"""Newest first; the last can do everything."""
+
+VARIABLE = "FLASHKIT_CUPY_GENERATION"
+
+
+def allowed() -> tuple[Generation, ...]:
+    """Those that the environment leaves."""
+    forced = os.environ.get(VARIABLE)
+    names = [generation.name for generation in GENERATIONS]
+    if forced and forced not in names:
+        raise ValueError(f"{VARIABLE} is {forced!r}; {' or '.join(names)} fits")
+    return tuple(generation for generation in GENERATIONS if forced in (None, "", generation.name))
+
+
+def choose(problem: Problem, on: Device, direction: Direction) -> tuple[Generation | None, list[str]]:
+    """The first generation that can do it, and what the ones before it said."""
+    said: list[str] = []
+    for generation in allowed():
+        verdict = generation.supports(problem.spec, on, direction)
+        if verdict:
+            return generation, said
+        said.append(f"{generation.name}: {verdict.reason}")
+    return None, said
+
+
+@dataclass(frozen=True)
+class CupyPlan:
+    """Kernels for one spec on one device; compiled, loaded and checked when first used."""
+
+    problem: Problem
+    device: Device
+    profile: Any
+
+    @cached_property
+    def forward(self) -> Pass:
+        return self._pass("forward")
+
+    @cached_property
+    def backward(self) -> Pass:
+        return self._pass("backward")
+
+    def _pass(self, direction: Direction) -> Pass:
+        generation, said = choose(self.problem, self.device, direction)
+        if generation is None:
+            raise NotImplementedError("; ".join(said))
+        spec = self.problem.spec
+        row = self.profile.tile(f"cupy_raw.{direction}", spec.dtype, spec.head_dim, spec.causal)
+        if row is not None and row.options.get("generation") != generation.name:
+            row = None  # measured with other kernels
+        made = generation.plan(self.problem, row, self.device, direction)
+        verify.trusted(made, self.problem.spec, self.device, direction)
+        return made
+
+    @property
+    def tile(self) -> Any:
+        return self.forward.tile
+
+    @property
+    def why(self) -> str:
+        generation, said = choose(self.problem, self.device, "forward")
+        assert generation is not None
+        return f"{generation.name}: {self.forward.why}" + "".join(f"; not {line}" for line in said)
+
+
+class CupyRawBackend:
+    """Attention on CuPy arrays by kernels in CUDA C++."""
+
+    name = "cupy_raw"
+    array_kinds = ("cupy",)
+    device_kind = "cuda"
+    efficiency = 0.5
+
+    def available(self) -> Verdict:
+        missing = [name for name in ("cupy", "cuda.bindings") if _absent(name)]
+        if missing:
+            return Verdict(
+                False, f"{' and '.join(missing)} cannot be imported: pip install flashkit[cuda13] (or cuda12)"
+            )
+        try:
+            launch.driver()
+            compiler.target(device.current().capability)
+        except Exception as error:  # no driver, no device, no NVRTC: each says so in its own way
+            return Verdict(False, f"no CUDA device can be used: {error}")
+        return Verdict(True)
+
+    def supports(self, problem: Problem) -> Verdict:
+        spec = problem.spec
+        if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
+            return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
+        if reason := modify.unsupported(spec):
+            return Verdict(False, reason)
+        generation, said = choose(problem, device.current(), "forward")
+        return Verdict(generation is not None, "; ".join(said))
+
+    def plan(self, problem: Problem, profile: Any) -> CupyPlan:
+        return CupyPlan(problem, device.current(), profile)
+
+    def forward(self, plan: CupyPlan, operands: Operands) -> None:
+        _same_device(plan.device, operands)
+        plan.forward.run(Arguments(plan.problem.spec, operands), launch.stream())
+
+    def backward(self, plan: CupyPlan, operands: Operands, gradients: Gradients) -> None:
+        _same_device(plan.device, operands)
+        arguments = Arguments(plan.problem.spec, operands)
+        arguments.gradients(gradients)
+        plan.backward.run(arguments, launch.stream())
+
+    def bind(self, plan: CupyPlan, operands: Operands) -> Bound:
+        _same_device(plan.device, operands)
+        run, template = plan.forward.run, Arguments(plan.problem.spec, operands)
+        spare: deque[Arguments] = deque(maxlen=8)
+        q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
+
+        def call(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+            try:
+                arguments = spare.pop()  # its own, until it is put back
+            except IndexError:
+                arguments = template.copy()
+            words = arguments.words
+            words[q_at], words[k_at], words[v_at] = q.data.ptr, k.data.ptr, v.data.ptr
+            words[out_at], words[lse_at] = out.data.ptr, lse.data.ptr
+            run(arguments, launch.stream())
+            spare.append(arguments)
+
+        return call
+
+
+def _absent(name: str) -> bool:
+    try:
+        return find_spec(name) is None
+    except ModuleNotFoundError:
+        return True
+
+
+def _same_device(on: Device, operands: Operands) -> None:
+    ordinal = operands.q.data.device_id
+    if ordinal != on.ordinal:
+        raise ValueError(f"q lies on CUDA device {ordinal}, the current one is {on.ordinal}; with q.device: fits")

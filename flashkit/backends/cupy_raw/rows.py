@@ -1,0 +1,37 @@
+"""What the backward pass of every generation begins and ends with: numbers of each row, and gradients of the sinks."""
+
+from __future__ import annotations
+
+import math
+
+from ...spec import AttentionSpec
+from ..cuda_common import compiler
+from ..cuda_common.device import Device
+from . import specialise
+from .arguments import AT, Arguments
+
+_ROWS = 4  # of a block: kernels/rows.cu
+
+
+class RowKernels:
+    """kernels/rows.cu for a spec."""
+
+    def __init__(self, spec: AttentionSpec, device: Device) -> None:
+        self.library = specialise.library("rows", spec, (), compiler.target(device.capability))
+        self._prepare = self.library.kernel("prepare", device)
+        self._sinks = self.library.kernel("sink_gradients", device)
+
+    def prepare(self, arguments: Arguments, stream: int) -> None:
+        """Compute `shift` and `delta` (kernels/params.cuh), in memory that lives as long as the arguments."""
+        import cupy
+
+        rows = arguments.batch, arguments.heads, arguments.n_q
+        scratch = cupy.empty((2, *rows), arguments.spec.lse_dtype)
+        arguments.alive.append(scratch)
+        arguments.tensors(shift=scratch[0], delta=scratch[1])
+        self._prepare.launch(-(-math.prod(rows) // _ROWS), 32 * _ROWS, arguments, stream)
+
+    def finish(self, arguments: Arguments, stream: int) -> None:
+        """Gradients of the sinks, where they are asked for."""
+        if arguments.words[AT["dsinks"]]:
+            self._sinks.launch(arguments.heads, 256, arguments, stream)

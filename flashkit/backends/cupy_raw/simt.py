@@ -1,0 +1,177 @@
+"""The generation for every CUDA device and dtype: ordinary arithmetic units, kernels/simt_*.cu."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
+from ..cuda_common import compiler
+from ..cuda_common.device import Device
+from ..cuda_common.launch import MAX_GRID, Kernel
+from . import specialise
+from .arguments import Arguments
+from .rows import RowKernels
+
+Part = str
+"""A kernel: "forward", or of the backward pass "keys" or "queries"."""
+
+MAX_REGISTERS = 255
+
+
+@dataclass(frozen=True)
+class SimtTile:
+    """A tile and how a block of threads shares it; kernels/simt.cuh says what the numbers are."""
+
+    block_q: int
+    block_k: int
+    threads_x: int
+    threads_y: int
+    chunk: int = 32
+    keys: int = 32
+    blocks: int = 1  # that are to fit on a multiprocessor at once by their registers
+
+    @property
+    def threads(self) -> int:
+        return self.threads_x * self.threads_y
+
+    def constants(self, part: Part) -> tuple[tuple[str, int], ...]:
+        """For the head of the kernel's text."""
+        names = {
+            "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "TX": self.threads_x, "TY": self.threads_y,
+            "CHUNK": self.chunk, "KEYS": self.keys, "BLOCKS_PER_SM": self.blocks,
+        }  # fmt: skip
+        return (*names.items(), *((("BACKWARD_KEYS", part == "keys"),) if part != "forward" else ()))
+
+    def shape(self, part: Part) -> tuple[int, int]:
+        """Rows and columns of the tile as the kernel holds it."""
+        return (self.block_k, self.block_q) if part == "keys" else (self.block_q, self.block_k)
+
+    def sums(self, dim: int) -> int:
+        """Columns that a row of sums is padded to."""
+        return -(-dim // (4 * self.threads_x)) * 4 * self.threads_x
+
+    def shared_memory(self, part: Part, spec: AttentionSpec) -> int:
+        """Bytes of a block: kernels/simt.cuh, "shared memory"."""
+        size = ITEMSIZE[spec.lse_dtype]
+        rows, columns = self.shape(part)
+        dim = {"forward": spec.head_dim_v, "queries": spec.head_dim}.get(part, max(spec.head_dim, spec.head_dim_v))
+        stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * self.sums(dim))
+        pitch = columns + (self.threads_x if self.threads_x < 32 else 0)
+        return (2 * stage + rows * pitch) * size
+
+    def registers(self, part: Part, spec: AttentionSpec) -> int:
+        """About how many a thread needs: its parts of the tiles and sums, what it multiplies at once, the rest."""
+        rows, columns = self.shape(part)
+        r, c = rows // self.threads_y, columns // self.threads_x
+        widths = {"forward": (spec.head_dim_v,), "queries": (spec.head_dim,), "keys": (spec.head_dim, spec.head_dim_v)}
+        sums = sum(self.sums(dim) // self.threads_x for dim in widths[part])
+        numbers = r * c * (1 if part == "forward" else 2) + r * sums + 4 * r + 4 + 2 * r
+        return numbers * ITEMSIZE[spec.lse_dtype] // 4 + 40
+
+    def cost(self, part: Part, spec: AttentionSpec, device: Device) -> float:
+        """Instructions for a pair of query and key, over what hides their latency; infinite where it does not fit."""
+        shared, registers = self.shared_memory(part, spec), self.registers(part, spec)
+        if shared > device.shared_per_block or registers > MAX_REGISTERS:
+            return float("inf")
+        resident = min(
+            (device.shared_per_sm - 1024) // (shared + 1024), device.registers_per_sm // (registers * self.threads), 16
+        )
+        if resident < 1:
+            return float("inf")
+        rows, columns = self.shape(part)
+        r, c = rows // self.threads_y, columns // self.threads_x
+        products = {"forward": (1, (spec.head_dim_v,)), "queries": (2, (spec.head_dim,)),
+                    "keys": (2, (spec.head_dim, spec.head_dim_v))}  # fmt: skip
+        scores, outputs = products[part]
+        # A multiplication of fours: r + c loads for 4 r c operations; each chunk costs a barrier besides.
+        chunks = -(-spec.head_dim // self.chunk) + len(outputs) * -(-columns // self.keys)
+        work = scores * spec.head_dim * (1 + (r + c) / (4 * r * c) * 2)
+        for dim in outputs:
+            width = self.sums(dim) // self.threads_x
+            work += self.sums(dim) * (1 + (r + width) / (4 * r * width) * 4)
+        work += 600 * chunks / (r * c)
+        return work * (1 + 1.5 / (resident * self.threads / 32))
+
+
+def candidates(part: Part) -> Iterator[SimtTile]:
+    """Tiles that the kernels can be compiled for."""
+    for threads_x, threads, r, c in itertools.product((8, 16, 32), (128, 256), (8, 4, 2, 1), (8, 4, 2)):
+        threads_y = threads // threads_x
+        rows, columns = r * threads_y, c * threads_x
+        for chunk, keys in ((32, 32), (32, 16), (16, 16), (16, 8), (8, 4)):
+            if columns % keys == 0:
+                block_q, block_k = (columns, rows) if part == "keys" else (rows, columns)
+                yield SimtTile(block_q, block_k, threads_x, threads_y, chunk, keys)
+
+
+@lru_cache(maxsize=1024)
+def choose(part: Part, spec: AttentionSpec, device: Device) -> SimtTile:
+    """The tile of least cost by the model."""
+    best = min(candidates(part), key=lambda tile: tile.cost(part, spec, device))
+    if best.cost(part, spec, device) == float("inf"):
+        raise ValueError(f"no tile of {part} fits {device}")
+    return replace(best, blocks=device.registers_per_sm // (best.registers(part, spec) * best.threads))
+
+
+class _Kernel:
+    """One kernel of a pass with its tile."""
+
+    def __init__(self, part: Part, spec: AttentionSpec, device: Device, tile: SimtTile | None = None) -> None:
+        self.tile = tile or choose(part, spec, device)
+        name = "simt_forward" if part == "forward" else "simt_backward"
+        self.library = specialise.library(name, spec, self.tile.constants(part), compiler.target(device.capability))
+        self.kernel: Kernel = self.library.kernel(name, device, self.tile.shared_memory(part, spec))
+
+    def launch(self, arguments: Arguments, tokens: int, block: int, heads: int, stream: int) -> None:
+        """A block of threads for each tile of `tokens`, head and batch entry."""
+        blocks = -(-tokens // block) * heads * arguments.batch
+        if blocks > MAX_GRID:
+            raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        if blocks:
+            self.kernel.launch(blocks, self.tile.threads, arguments, stream)
+
+
+class SimtForward:
+    """The forward pass."""
+
+    def __init__(self, spec: AttentionSpec, device: Device, tile: SimtTile | None = None) -> None:
+        self.forward = _Kernel("forward", spec, device, tile)
+        self.tile, self.why = self.forward.tile, "least cost by the model of registers and shared memory"
+        self.libraries = [self.forward.library]
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        self.forward.launch(arguments, arguments.n_q, self.tile.block_q, arguments.heads, stream)
+
+
+class SimtBackward:
+    """The backward pass: rows prepared, then dK and dV, then dQ, then the sinks."""
+
+    def __init__(
+        self, spec: AttentionSpec, device: Device, keys: SimtTile | None = None, queries: SimtTile | None = None
+    ) -> None:
+        self.keys, self.queries = _Kernel("keys", spec, device, keys), _Kernel("queries", spec, device, queries)
+        self.tile, self.why = self.keys.tile, "least cost by the model of registers and shared memory"
+        self.rows = RowKernels(spec, device)
+        self.libraries = [self.keys.library, self.queries.library, self.rows.library]
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        self.rows.prepare(arguments, stream)
+        self.keys.launch(arguments, arguments.n_k, self.keys.tile.block_k, arguments.heads_kv, stream)
+        self.queries.launch(arguments, arguments.n_q, self.queries.tile.block_q, arguments.heads, stream)
+        self.rows.finish(arguments, stream)
+
+
+class Simt:
+    """Kernels for every device, dtype and feature."""
+
+    name = "simt"
+
+    def supports(self, spec: AttentionSpec, device: Device, direction: Direction) -> Verdict:
+        return Verdict(True)
+
+    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> SimtForward | SimtBackward:
+        return (SimtForward if direction == "forward" else SimtBackward)(problem.spec, device)

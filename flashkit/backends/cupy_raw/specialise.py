@@ -1,0 +1,41 @@
+"""Kernels for a spec: a head of constants, the generated functions and a file of kernels/, compiled and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from ...spec import AttentionSpec
+from ..cuda_common import compiler
+from ..cuda_common.launch import Library
+from . import arguments, modify
+
+FOLDER = Path(__file__).parent / "kernels"
+
+
+def source(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> compiler.Source:
+    """The text of kernels/<name>.cu for a spec; `constants`: those that the file asks for beyond the spec's own."""
+    numbers = {
+        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GROUP": spec.group,
+        "CLASSIFY_MANY": not modify.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
+        "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
+        "VALUES": modify.values_of(spec), "PARAMS_WORDS": arguments.size(spec), **constants,
+    }  # fmt: skip
+    lines = [f"constexpr {'bool' if isinstance(x, bool) else 'int'} {n} = {int(x)};" for n, x in numbers.items()]
+    text = [
+        *lines,
+        '#include "params.cuh"',
+        f"constexpr int STORAGE = {spec.dtype.upper()};",
+        '#include "scalar.cuh"',
+        modify.text(spec),
+        '#include "tiles.cuh"',
+        f'#include "{name}.cu"',
+    ]
+    return compiler.Source(name, "\n".join(text) + "\n", compiler.headers(FOLDER))
+
+
+@lru_cache(maxsize=4096)
+def library(name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str) -> Library:
+    """The kernels of kernels/<name>.cu for a spec, compiled now or before, loaded."""
+    return Library(compiler.binary(source(name, spec, dict(constants)), arch))

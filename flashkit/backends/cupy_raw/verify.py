@@ -1,0 +1,141 @@
+"""A freshly compiled kernel is checked once before it is trusted: compilers have miscompiled such kernels.
+
+A small problem of the same spec is computed by it and by the definition in NumPy. That a binary passed is written
+beside it in the cache, so each is checked once on a machine, not once a process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...spec import AttentionSpec, Direction, Gradients, Operands, Slot
+from ..cuda_common.device import Device
+from .arguments import Arguments
+from .generation import Pass
+
+ROWS, KEYS = 150, 210
+"""More than one tile of any kernel in both directions, and no multiple of anything."""
+
+TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""Of the greatest result: a wrong kernel is off by far more, a right one by far less."""
+
+_VALUES = {"bool": True, "int": 1, "float": 0.5}
+_EXTENT = 1024  # of each axis of a modification's arrays
+
+
+class MiscompiledError(RuntimeError):
+    """A kernel gave wrong results; nothing is computed with it."""
+
+
+def trusted(made: Pass, spec: AttentionSpec, device: Device, direction: Direction) -> None:
+    """Return if the kernels of the pass are known to be right, now or from before. MiscompiledError if they are not."""
+    fresh = [library.binary for library in made.libraries if not library.binary.checked.exists()]
+    if not fresh:
+        return
+    try:
+        problem = small_problem(spec)
+        expected = _expected(spec, problem, direction)
+    except (IndexError, ValueError):
+        return  # the modification reads arrays that cannot be made up: nothing to compare with
+    for name, right, got in zip(expected, expected.values(), _computed(made, spec, problem, direction)):
+        scale = max(float(np.abs(right[np.isfinite(right)]).max(initial=0)), 1e-3)
+        difference = np.abs(np.where(np.isfinite(right), got - right, np.where(got == right, 0, np.inf)))
+        if not (difference <= TOLERANCE[spec.dtype] * scale).all():
+            raise MiscompiledError(
+                f"{name} of the freshly compiled {direction} pass {made.tile} for {spec} on {device.name} is off by "
+                f"{difference.max():.3g} of {scale:.3g}; binaries: {', '.join(str(b.path) for b in fresh)}"
+            )
+    for binary in fresh:
+        binary.checked.touch()
+
+
+def small_problem(spec: AttentionSpec) -> Operands:
+    """Operands in NumPy; arrays of a modification hold one number everywhere."""
+    rng = np.random.default_rng(0)
+    dtype = _numpy_dtype(spec.dtype)
+
+    def random(heads: int, tokens: int, dim: int) -> np.ndarray:
+        return rng.standard_normal((1, heads, tokens, dim)).astype(dtype)
+
+    keys = np.array([KEYS - 7 if spec.kv_lengths else KEYS])
+    return Operands(
+        random(spec.group, ROWS, spec.head_dim), random(1, KEYS, spec.head_dim), random(1, KEYS, spec.head_dim_v),
+        spec.head_dim**-0.5, keys - ROWS, keys,
+        {slot.name: 7 if slot.kind == "int" else 1.5 for slot in spec.slots if slot.ndim is None},
+        {
+            slot.name: np.broadcast_to(_element(slot), (_EXTENT,) * slot.ndim)
+            for slot in spec.slots
+            if slot.ndim is not None
+        },
+        np.linspace(-1, 1, spec.group).astype(spec.lse_dtype) if spec.sinks else None,
+        0.25 if spec.dropout else 0.0, 12345,
+    )  # fmt: skip
+
+
+def _element(slot: Slot) -> np.ndarray:
+    return np.asarray(_VALUES[slot.kind], _numpy_dtype(str(slot.dtype)))
+
+
+def _expected(spec: AttentionSpec, problem: Operands, direction: Direction) -> dict[str, np.ndarray]:
+    from ...reference import flash_attention_2, flash_attention_2_backward
+
+    out, lse = flash_attention_2(spec, problem, 64, 64)
+    if direction == "forward":
+        return {"out": np.asarray(out, np.float64), "lse": np.asarray(lse, np.float64)}
+    problem.out, problem.lse = out, lse
+    gradients = flash_attention_2_backward(spec, problem, _dout(spec), None, 64, 64)
+    return {name: np.asarray(x, np.float64) for name, x in gradients._asdict().items() if x is not None}
+
+
+def _dout(spec: AttentionSpec) -> np.ndarray:
+    shape = (1, spec.group, ROWS, spec.head_dim_v)
+    return np.random.default_rng(1).standard_normal(shape).astype(_numpy_dtype(spec.dtype))
+
+
+def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Direction) -> list[np.ndarray]:
+    """The same by the kernels, on a stream of its own."""
+    import cupy
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        # One element each, read at stride 0 wherever the index points.
+        arrays = {name: _OneElement(cupy.asarray(x.ravel()[:1]), x.ndim) for name, x in problem.arrays.items()}
+        q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, problem.v))
+        out, lse = cupy.empty((*q.shape[:3], spec.head_dim_v), q.dtype), cupy.empty(q.shape[:3], spec.lse_dtype)
+        operands = Operands(
+            q, k, v, problem.scale, problem.q_offset, problem.kv_lengths, problem.params, arrays,
+            None if problem.sinks is None else cupy.asarray(problem.sinks), problem.dropout_p, problem.seed, out, lse,
+        )  # fmt: skip
+        if direction == "forward":
+            made.run(Arguments(spec, operands), stream.ptr)
+            results = [out, lse]
+        else:
+            operands.out[...], operands.lse[...] = cupy.asarray(problem.out.astype(q.dtype)), cupy.asarray(problem.lse)
+            gradients = Gradients(
+                cupy.asarray(_dout(spec)), None, cupy.empty_like(q), cupy.empty_like(k), cupy.empty_like(v),
+                cupy.empty_like(operands.sinks) if spec.sinks else None,
+            )  # fmt: skip
+            arguments = Arguments(spec, operands)
+            arguments.gradients(gradients)
+            made.run(arguments, stream.ptr)
+            results = [gradients.dq, gradients.dk, gradients.dv, *([gradients.dsinks] if spec.sinks else [])]
+        found = [x.get().astype(np.float64) for x in results]
+        stream.synchronize()
+    return found
+
+
+class _OneElement:
+    """Looks to Arguments like an array of any size whose strides are 0."""
+
+    def __init__(self, element: Any, ndim: int) -> None:
+        self.data, self.dtype, self.strides = element.data, element.dtype, (0,) * ndim
+        self.element = element
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
