@@ -30,6 +30,9 @@ from flashkit.backends.cpu.scratch import forward_layout
 from flashkit.backends.cpu.tiling import careful_product_t, drop, modify, next_group, tile_state, tokens
 
 
+SLACK = COMPUTE(8)  # e^8 more than the reference: no sum comes near overflow, and none loses precision
+
+
 @njit(**options)
 def load_queries(source, target, scale):
     """Transpose and scale: target[d, i] = scale * source[i, d]; columns without a query become 0."""
@@ -41,24 +44,33 @@ def load_queries(source, target, scale):
 
 
 @njit(**options)
-def online_softmax(args, tile, m, l, shift, factor, spare, output):
-    """Scores to weights relative to the running maximum; what was summed before is rescaled where the maximum moved."""
+def online_softmax(args, tile, m, l, top, shift, factor, output):
+    """Scores to weights relative to a reference m near the running maximum; what was summed before is rescaled where m
+    moves, which it does only when a score exceeds it by SLACK: nearly never after the first tiles.
+    """
     columns = tile.shape[1]
     for i in range(columns):
-        factor[0, i] = m[i]
-    call_column_max(args[COLUMN_MAX], tile, m)
+        top[i] = m[i]
+    call_column_max(args[COLUMN_MAX], tile, top)
     moved = False
+    for i in range(columns):
+        moved |= top[i] > m[i] + SLACK
+    if moved:
+        for i in range(columns):
+            factor[0, i] = m[i]
+            m[i] = top[i]
     for i in range(columns):
         # A query that has seen no key yet keeps the shift 0, so that -inf - shift stays -inf.
         shift[i] = 0 if m[i] == -np.inf else m[i]
-        moved |= m[i] != factor[0, i]
     if moved:
-        call_exponentials(args[EXPONENTIALS], factor, shift, spare)
         for i in range(columns):
-            l[i] *= factor[0, i]
+            top[i] = 0
+        call_exponentials(args[EXPONENTIALS], factor, shift, top)
+        for i in range(columns):
+            l[i] *= top[i]
         for d in range(output.shape[0]):
             for i in range(columns):
-                output[d, i] *= factor[0, i]
+                output[d, i] *= top[i]
     call_exponentials(args[EXPONENTIALS], tile, shift, l)
 
 
@@ -107,7 +119,7 @@ def forward_block(args, b, h, first, count, scratch, careful):
         for j in range(panel):
             output[i, j] = 0
     shift = vector(scratch + rows, panel, COMPUTE_SIZE, COMPUTE)
-    spare = vector(scratch + rows + panel_bytes, panel, COMPUTE_SIZE, COMPUTE)
+    top = vector(scratch + rows + panel_bytes, panel, COMPUTE_SIZE, COMPUTE)
 
     scale = COMPUTE(double_from_bits(args[SCALE]))
     for p in range(panels):
@@ -143,7 +155,7 @@ def forward_block(args, b, h, first, count, scratch, careful):
 
                 call_product(args[PRODUCT], k, q_t, s_t)  # scores
                 modify(args, panel_state, s_t[:, :columns], s_t, b, h, row0, k0)
-                online_softmax(args, s_t, m[at], l[at], shift, factor, spare, o_t)
+                online_softmax(args, s_t, m[at], l[at], top, shift, factor, o_t)
                 if args[DROPOUT] != 0:
                     drop(args, s_t[:, :columns], True, b, h, row0, k0)
                 if careful:  # accumulate
