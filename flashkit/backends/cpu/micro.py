@@ -34,7 +34,7 @@ def assemble(block: Block, triple: str, cpu: str, features: str) -> tuple[Any, A
     target = binding.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault"
     )
-    module = binding.parse_assembly(str(vector.module(block, triple)))
+    module = binding.parse_assembly(str(vector.module(block, triple, features)))
     module.verify()
     options = binding.create_pipeline_tuning_options(speed_level=3)
     # The loops are written as they are meant to run; LLVM's unrolling of them gains nothing and takes seconds.

@@ -57,6 +57,7 @@ EXP2_COEFFICIENTS = {
 }
 # Below these the result is 0 rather than a denormal: a denormal weight costs a hundred cycles wherever it is used.
 EXP2_UNDERFLOW = {"float": -126.0, "double": -1022.0}
+SIZE = {"float": 4, "double": 8}
 MANTISSA_BITS = {"float": 23, "double": 52}
 EXPONENT_BIAS = {"float": 127, "double": 1023}
 
@@ -175,23 +176,45 @@ class Loop:
 
 
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^x for a vector of x <= 1: exactly 0 below the normal numbers and at -inf, NaN at NaN."""
+    """2^x for a vector of x <= 127: exactly 0 below the normal numbers and at -inf, NaN at NaN."""
     b, vector = builder, x.type
     name = str(vector.element)
-    integers = ir.VectorType(I32 if name == "float" else I64, vector.count)
-    underflow = fill(vector, EXP2_UNDERFLOW[name])
-    # The comparison is false for NaN, which so reaches the integer conversion as a harmless number, and the
-    # polynomial as NaN.
-    inside = b.select(b.fcmp_ordered(">", x, underflow), x, underflow)
-    whole = call(b, "llvm.rint", vector, inside)
-    r = b.fsub(x, whole)
+    underflow, zero = fill(vector, EXP2_UNDERFLOW[name]), fill(vector, 0.0)
+    native = getattr(b.module, "avx512", False) and vector.count * SIZE[name] == 64
+    if native:
+        r = _avx512(b, "reduce", x, I32(_REDUCE_TO_NEAREST))
+    else:
+        # The comparison is false for NaN, which so reaches the integer conversion as a harmless number, and the
+        # polynomial as NaN.
+        inside = b.select(b.fcmp_ordered(">", x, underflow), x, underflow)
+        whole = call(b, "llvm.rint", vector, inside)
+        r = b.fsub(x, whole)
     coefficients = EXP2_COEFFICIENTS[name]
     p: ir.Value = fill(vector, coefficients[-1])
     for c in reversed(coefficients[:-1]):
         p = fma(b, p, r, fill(vector, c))
+    if native:
+        return b.select(b.fcmp_ordered("<", x, underflow), zero, _avx512(b, "scalef", p, b.fsub(x, r)))
+    integers = ir.VectorType(I32 if name == "float" else I64, vector.count)
     exponent = b.add(b.fptosi(whole, integers), fill(integers, EXPONENT_BIAS[name]))
     power = b.bitcast(b.shl(exponent, fill(integers, MANTISSA_BITS[name])), vector)
-    return b.select(b.fcmp_ordered("<", x, underflow), fill(vector, 0.0), b.fmul(p, power))
+    return b.select(b.fcmp_ordered("<", x, underflow), zero, b.fmul(p, power))
+
+
+_REDUCE_TO_NEAREST = 8  # vreduceps' immediate: x - round(x), no exception flagged
+_ROUNDING_OF_MODE = 4
+
+
+def _avx512(builder: ir.IRBuilder, name: str, x: ir.Value, y: ir.Value) -> ir.Value:
+    """An AVX-512 instruction that LLVM has no portable name for: `reduce` (x minus its nearest integer) or `scalef` (x
+    times 2 to the floor of y).
+    """
+    b, vector = builder, x.type
+    single = str(vector.element) == "float"
+    full = f"llvm.x86.avx512.mask.{name}.p{'s' if single else 'd'}.512"
+    every = ir.IntType(vector.count)(-1)
+    args = [x, y, fill(vector, 0.0), every, I32(_ROUNDING_OF_MODE)]
+    return b.call(_declared(b.module, full, ir.FunctionType(vector, [a.type for a in args])), args)
 
 
 # --- product ----------------------------------------------------------------------------------------------------------
@@ -359,10 +382,18 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
 """Name: number of arguments, emitter."""
 
 
-def module(block: Block, triple: str) -> ir.Module:
+class MicroModule(ir.Module):
+    """A module of micro-kernels for a CPU with these features, by LLVM's names."""
+
+    def __init__(self, name: str, triple: str, features: str) -> None:
+        super().__init__(name)
+        self.triple = triple
+        self.avx512 = {"+avx512f", "+avx512dq"} <= set(features.split(","))
+
+
+def module(block: Block, triple: str, features: str) -> ir.Module:
     """All micro-kernels for a register block, as C functions of 64-bit integers."""
-    result = ir.Module("flashkit_micro")
-    result.triple = triple
+    result = MicroModule("flashkit_micro", triple, features)
     element = ir.FloatType() if block.element == "float" else ir.DoubleType()
     for name, (arguments, emit) in KERNELS.items():
         function = ir.Function(result, ir.FunctionType(ir.VoidType(), [I64] * arguments), name)
