@@ -49,8 +49,10 @@ import numpy as np
     PRODUCT_ADD,
     COLUMN_MAX,
     EXPONENTIALS,
+    PACK,
+    UNPACK,
     WEIGHTS,
     SIZE,
-) = map(np.int64, range(13 * 4, 13 * 4 + 37))  # fmt: skip
+) = map(np.int64, range(13 * 4, 13 * 4 + 39))  # fmt: skip
 
 EMPTY, PARTIAL, FULL = map(np.int64, range(3))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MICRO_KERNELS = {
     at.PRODUCT: "product", at.PRODUCT_ADD: "product_add", at.COLUMN_MAX: "column_max",
-    at.EXPONENTIALS: "exponentials", at.WEIGHTS: "weights",
+    at.EXPONENTIALS: "exponentials", at.PACK: "pack", at.UNPACK: "unpack", at.WEIGHTS: "weights",
 }  # fmt: skip
 
 
@@ -38,7 +38,8 @@ def template(plan: CpuPlan, operands: Operands, tile: CpuTile, modify: Any) -> n
     spec = plan.problem.spec
     element, lanes = ("double", tile.lanes // 2) if spec.lse_dtype == "float64" else ("float", tile.lanes)
     args[at.LANES], args[at.PANEL] = lanes, tile.vectors * lanes
-    micro = addresses(Block(element, tile.rows, tile.vectors, lanes))
+    storage = spec.dtype if spec.dtype in ("float16", "bfloat16") else ""
+    micro = addresses(Block(element, tile.rows, tile.vectors, lanes, storage))
     for index, name in MICRO_KERNELS.items():
         args[index] = micro[name]
     for index, tensor in _tensors(operands):

@@ -194,8 +194,47 @@ def call_exponentials(typing: Any, function: Any, s: Any, top: Any, total: Any) 
 
 
 @intrinsic
-def call_weights(typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any) -> Any:
-    return types.void(_INT64, s, dp, lse, delta), _tile_call
+def call_pack(typing: Any, function: Any, source: Any, target: Any, scale: Any) -> Any:
+    """target = scale * source^T; `scale`: bits of a float64."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        (s_at, shape, (s_row, _)), (t_at, _, (t_row, _)) = (
+            _parts(context, builder, kind, value)
+            for kind, value in zip(signature.args[1:3], values[1:3], strict=True)
+        )
+        arguments = [values[0], s_at, s_row, t_at, t_row, *shape, values[3]]
+        return _indirect_call(7, ir.VoidType())(context, builder, signature, arguments)
+
+    return types.void(_INT64, source, target, _INT64), codegen
+
+
+@intrinsic
+def call_unpack(typing: Any, function: Any, source: Any, target: Any, factor: Any, check: Any) -> Any:
+    """target[i, j] = source[j, i] * factor[i]; where one is not finite, nor is `check`."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        (s_at, _, (s_row, _)), (t_at, shape, (t_row, _)), factor, check = (
+            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
+        )
+        arguments = [values[0], s_at, s_row, t_at, t_row, *shape, factor[0], check[0]]
+        return _indirect_call(8, ir.VoidType())(context, builder, signature, arguments)
+
+    return types.void(_INT64, source, target, factor, check), codegen
+
+
+@intrinsic
+def call_weights(typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any, scale: Any) -> Any:
+    """Scores to weights, dP to dS; `scale`: bits of a float64."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        (s_at, shape, (row, _)), *others = (
+            _parts(context, builder, kind, value)
+            for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
+        )
+        arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), values[5]]
+        return _indirect_call(8, ir.VoidType())(context, builder, signature, arguments)
+
+    return types.void(_INT64, s, dp, lse, delta, _INT64), codegen
 
 
 # --- storage of 16 bits: widened when loaded, rounded when stored -----------------------------------------------------

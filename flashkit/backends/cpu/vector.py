@@ -11,8 +11,13 @@ stored unaligned. Score tiles are padded to whole vectors.
         top[j] = max(top[j], max_i s[i, j])
     exponentials (s, s_row, m, n, top, total)
         s[i, j] = exp(s[i, j] - top[j]); total[j] += sum_i s[i, j]
-    weights (s, s_row, m, n, dp, lse, delta)
-        s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = p * (dp[i, j] - delta[i])
+    pack (source, source_row, target, target_row, m, n, scale)
+        target[j, i] = scale * source[i, j]; source in storage precision, rows of target padded to whole vectors by zeros
+    unpack (source, source_row, target, target_row, m, n, factor, check)
+        target[i, j] = source[j, i] * factor[i], target in storage precision; check[:] += 0 * target[:], which shows what
+        is not finite
+    weights (s, s_row, m, n, dp, lse, delta, scale)
+        s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = scale * p * (dp[i, j] - delta[i])
 
 micro.py compiles them for this machine.
 """
@@ -25,7 +30,9 @@ from typing import Any
 
 from llvmlite import ir
 
-I1, I8, I32, I64 = (ir.IntType(n) for n in (1, 8, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+STORED = {"float16": I16, "bfloat16": I16}
+"""How elements lie in memory where that is not how they are computed with."""
 LOG2E = 1.4426950408889634
 
 # 2^r on [-1/2, 1/2]: Chebyshev interpolation in 40 digits; relative error 2.5e-9 and, coefficients rounded, 2e-17.
@@ -85,6 +92,12 @@ def _declared(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Functio
     return module.globals[name] if name in module.globals else ir.Function(module, kind, name)
 
 
+def from_bits(builder: ir.IRBuilder, bits: ir.Value, element: ir.Type) -> ir.Value:
+    """The number whose bits, as a float64, are given."""
+    number = builder.bitcast(bits, ir.DoubleType())
+    return number if str(element) == "double" else builder.fptrunc(number, element)
+
+
 def fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return call(builder, "llvm.fma", x.type, x, y, z)
 
@@ -95,7 +108,7 @@ class Memory:
     def __init__(self, builder: ir.IRBuilder, element: ir.Type, lanes: int) -> None:
         self.builder, self.element = builder, element
         self.vector = ir.VectorType(element, lanes)
-        self.size = 4 if str(element) == "float" else 8
+        self.size = {"i16": 2, "float": 4, "double": 8}[str(element)]
 
     def at(self, address: ir.Value, kind: ir.Type) -> ir.Value:
         return self.builder.inttoptr(address, kind.as_pointer())
@@ -125,6 +138,9 @@ class Memory:
 
     def load_scalar(self, address: ir.Value) -> ir.Value:
         return self.builder.load(self.at(address, self.element), align=self.size)
+
+    def store_scalar(self, value: ir.Value, address: ir.Value) -> None:
+        self.builder.store(value, self.at(address, self.element), align=self.size)
 
     def tail_mask(self, remaining: ir.Value) -> ir.Value:
         """Lanes below `remaining`."""
@@ -337,9 +353,10 @@ def _emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element:
 
 def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
     b = builder
-    s, row, count, columns, dp, lse, delta = args
+    s, row, count, columns, dp, lse, delta, scale_bits = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
+    scale = splat(b, from_bits(b, scale_bits, element), lanes)
     log2e, zero, hidden = (fill(memory.vector, x) for x in (LOG2E, 0.0, float("-inf")))
     with Loop(b, I64(0), count, 1) as (i, _, _):
         at, across = b.mul(i, I64(memory.size)), b.mul(i, row)
@@ -351,10 +368,137 @@ def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
             p = exp2(b, b.fmul(b.fsub(score, shift), log2e))
             # A row whose log-sum-exp is NaN shows it where it has a key to see, and nowhere else.
             p = b.select(b.fcmp_ordered("==", score, hidden), zero, p)
-            ds = b.fmul(p, b.fsub(memory.load(dp_at), mean))
+            ds = b.fmul(b.fmul(p, b.fsub(memory.load(dp_at), mean)), scale)
             memory.store(p, s_at)
             # A hidden pair has no gradient, whatever lies in its key and value.
             memory.store(b.select(b.fcmp_ordered("==", p, zero), zero, ds), dp_at)
+
+
+# --- transposes -------------------------------------------------------------------------------------------------------
+
+
+def widen(b: ir.IRBuilder, x: ir.Value, storage: str, element: ir.Type) -> ir.Value:
+    """Elements as they are stored, bits of 16 where `storage` says so, to elements as they are computed with."""
+    scalar = not isinstance(x.type, ir.VectorType)
+    to = element if scalar else ir.VectorType(element, x.type.count)
+    if storage == "float16":
+        half = ir.HalfType() if scalar else ir.VectorType(ir.HalfType(), x.type.count)
+        return b.fpext(b.bitcast(x, half), to)
+    if storage == "bfloat16":
+        word = I32 if scalar else ir.VectorType(I32, x.type.count)
+        sixteen = I32(16) if scalar else fill(word, 16)
+        return b.bitcast(b.shl(b.zext(x, word), sixteen), to)
+    return x
+
+
+def narrow(b: ir.IRBuilder, x: ir.Value, storage: str) -> ir.Value:
+    """The way back, to nearest, ties to even; a NaN stays one."""
+    scalar = not isinstance(x.type, ir.VectorType)
+
+    def of(kind: ir.Type) -> ir.Type:
+        return kind if scalar else ir.VectorType(kind, x.type.count)
+
+    def number(kind: ir.Type, value: int) -> ir.Value:
+        return kind(value) if scalar else fill(of(kind), value)
+
+    if storage == "float16":
+        return b.bitcast(b.fptrunc(x, of(ir.HalfType())), of(I16))
+    if storage == "bfloat16":
+        bits = b.bitcast(x, of(I32))
+        high = b.lshr(bits, number(I32, 16))
+        carried = b.add(bits, b.add(b.and_(high, number(I32, 1)), number(I32, 0x7FFF)))
+        rounded = b.trunc(b.lshr(carried, number(I32, 16)), of(I16))
+        quiet = b.or_(b.trunc(high, of(I16)), number(I16, 0x40))
+        return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
+    return x
+
+
+def _transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """A square of vectors transposed in registers: blocks of half the size change places, then their halves."""
+    n = len(rows)
+    rows = list(rows)
+    step = n // 2
+    while step:
+        low = [lane if not lane & step else n + lane - step for lane in range(n)]
+        high = [lane + step if not lane & step else n + lane for lane in range(n)]
+        for i in range(n):
+            if not i & step:
+                x, y = rows[i], rows[i + step]
+                rows[i] = b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, n), low))
+                rows[i + step] = b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, n), high))
+        step //= 2
+    return rows
+
+
+def _emit_pack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+    b = builder
+    source, source_row, target, target_row, m, n, scale_bits = args
+    lanes = shape.lanes
+    memory, stored = Memory(b, element, lanes), Memory(b, STORED.get(shape.storage, element), lanes)
+    scale = from_bits(b, scale_bits, element)
+    scales, zero = splat(b, scale, lanes), fill(memory.vector, 0.0)
+
+    def element_at(i: ir.Value, j: ir.Value) -> ir.Value:
+        at = b.add(b.add(source, b.mul(i, source_row)), b.mul(j, I64(stored.size)))
+        return widen(b, stored.load_scalar(at), shape.storage, element)
+
+    with Loop(b, I64(0), m, lanes) as (i, _, _):
+        with Loop(b, I64(0), b.sub(n, I64(lanes - 1)), lanes) as (j, _, _):
+            at = b.add(b.add(source, b.mul(i, source_row)), b.mul(j, I64(stored.size)))
+            rows = []
+            for x in range(lanes):
+                # Past the last row its own address again: never outside the source.
+                inside = b.icmp_signed("<", b.add(i, I64(x)), m)
+                offset = b.select(inside, b.mul(I64(x), source_row), I64(0))
+                row = b.fmul(widen(b, stored.load(b.add(at, offset)), shape.storage, element), scales)
+                rows.append(b.select(inside, row, zero))
+            to = b.add(b.add(target, b.mul(j, target_row)), b.mul(i, I64(memory.size)))
+            for x, row in enumerate(_transposed(b, rows)):
+                memory.store(row, b.add(to, b.mul(I64(x), target_row)))
+        with Loop(b, b.mul(b.sdiv(n, I64(lanes)), I64(lanes)), n, 1) as (j, _, _):
+            column = zero
+            for x in range(lanes):
+                row = b.add(i, I64(x))
+                inside = b.icmp_signed("<", row, m)
+                value = b.fmul(element_at(b.select(inside, row, i), j), scale)
+                column = b.insert_element(column, b.select(inside, value, element(0.0)), I32(x))
+            memory.store(column, b.add(b.add(target, b.mul(j, target_row)), b.mul(i, I64(memory.size))))
+
+
+def _emit_unpack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+    b = builder
+    source, source_row, target, target_row, m, n, factor, check = args
+    lanes = shape.lanes
+    memory, stored = Memory(b, element, lanes), Memory(b, STORED.get(shape.storage, element), lanes)
+    zero = fill(memory.vector, 0.0)
+
+    def scaled(i: ir.Value, j: ir.Value) -> ir.Value:
+        """Column j's values of the rows from i on, ready to be stored; what is not finite marks `check`."""
+        at = b.add(b.add(source, b.mul(j, source_row)), b.mul(i, I64(memory.size)))
+        value = b.fmul(memory.load(at), memory.load(b.add(factor, b.mul(i, I64(memory.size)))))
+        memory.store(fma(b, value, zero, memory.load(check)), check)
+        return value
+
+    def address(i: ir.Value, j: ir.Value) -> ir.Value:
+        return b.add(b.add(target, b.mul(i, target_row)), b.mul(j, I64(stored.size)))
+
+    with Loop(b, I64(0), b.sub(m, I64(lanes - 1)), lanes) as (i, _, _):
+        with Loop(b, I64(0), b.sub(n, I64(lanes - 1)), lanes) as (j, _, _):
+            columns = [scaled(i, b.add(j, I64(x))) for x in range(lanes)]
+            for x, row in enumerate(_transposed(b, columns)):
+                stored.store(narrow(b, row, shape.storage), address(b.add(i, I64(x)), j))
+        with Loop(b, b.mul(b.sdiv(n, I64(lanes)), I64(lanes)), n, 1) as (j, _, _):
+            column = scaled(i, j)
+            for x in range(lanes):
+                value = b.extract_element(column, I32(x))
+                stored.store_scalar(narrow(b, value, shape.storage), address(b.add(i, I64(x)), j))
+    rest = b.mul(b.sdiv(m, I64(lanes)), I64(lanes))
+    with Loop(b, rest, m, 1) as (i, _, _), Loop(b, I64(0), n, 1) as (j, _, _):
+        at = b.add(b.add(source, b.mul(j, source_row)), b.mul(i, I64(memory.size)))
+        value = b.fmul(memory.load_scalar(at), memory.load_scalar(b.add(factor, b.mul(i, I64(memory.size)))))
+        mark = b.fadd(b.fmul(value, element(0.0)), memory.load_scalar(check))
+        memory.store_scalar(mark, check)
+        stored.store_scalar(narrow(b, value, shape.storage), address(i, j))
 
 
 # --- the module -------------------------------------------------------------------------------------------------------
@@ -362,14 +506,15 @@ def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
 
 @dataclass(frozen=True)
 class Block:
-    """What micro-kernels are made for: the element ("float" or "double") and the register block rows x vectors x
-    lanes of it.
+    """What micro-kernels are made for: the element ("float" or "double"), the register block rows x vectors x lanes of
+    it, and how operands are stored.
     """
 
     element: str
     rows: int
     vectors: int
     lanes: int
+    storage: str = ""  # "float16" or "bfloat16" where the operands are stored in 16 bits
 
 
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
@@ -377,7 +522,9 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "product_add": (10, lambda *args: _emit_product(*args, accumulate=True)),
     "column_max": (5, _emit_column_max),
     "exponentials": (6, _emit_exponentials),
-    "weights": (7, _emit_weights),
+    "pack": (7, _emit_pack),
+    "unpack": (8, _emit_unpack),
+    "weights": (8, _emit_weights),
 }
 """Name: number of arguments, emitter."""
 

@@ -18,9 +18,9 @@ from numba import cfunc, njit, types
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.memory import (
+    call_pack,
     call_product,
     call_weights,
-    double_from_bits,
     integer_at,
     matrix,
     next_task,
@@ -30,11 +30,7 @@ from flashkit.backends.cpu.scratch import backward_layout
 from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_group, tokens
 
 
-@njit(**options)
-def transpose(source, target, scale):
-    for i in range(source.shape[0]):
-        for j in range(source.shape[1]):
-            target[j, i] = source[i, j] * scale
+ONE = np.float64(1).view(np.int64)
 
 
 @njit(**options)
@@ -77,16 +73,15 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
         block_q, block_k, d, dv, COMPUTE_SIZE
     )
     row_bytes = block_k * COMPUTE_SIZE
-    scale = COMPUTE(double_from_bits(args[SCALE]))
     k0 = key_tile * block_k
     n = min(block_k, integer_at(args[LENGTHS] + 8 * b) - k0)
 
-    # V first: its widened copy is needed only to be transposed, and K's takes its place.
     k_t = matrix(scratch, d, n, row_bytes, COMPUTE_SIZE, COMPUTE)
     v_t = matrix(scratch + values_t, dv, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-    transpose(load_tile(tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), scratch + keys), v_t, COMPUTE(1))
-    k = load_tile(tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE), scratch + keys)
-    transpose(k, k_t, scale)
+    k_stored = tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE)
+    call_pack(args[PACK], k_stored, k_t, args[SCALE])
+    call_pack(args[PACK], tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), v_t, ONE)
+    k = load_tile(k_stored, scratch + keys)
     dk = matrix(scratch + dkeys, n, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
     dvs = matrix(scratch + dvalues, n, dv, dv * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
     dk[:], dvs[:] = 0, 0
@@ -115,14 +110,11 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
                 if args[DROPOUT] != 0:
                     drop(args, dp, False, b, h, row0, k0)
                 shift, delta = row_values(args, SHIFT, b, h, row0, rows), row_values(args, DELTA, b, h, row0, rows)
-                call_weights(args[WEIGHTS], s, dp, shift, delta)
-                has_slope = args[HAS_SCORE] != 0
-                for i in range(rows):
-                    for j in range(n):
-                        ds = dp[i, j] * scale
-                        if has_slope:
-                            ds = ds * slope[i, j] if s[i, j] != 0 else COMPUTE(0)
-                        dp[i, j] = ds
+                call_weights(args[WEIGHTS], s, dp, shift, delta, args[SCALE])
+                if args[HAS_SCORE] != 0:
+                    for i in range(rows):
+                        for j in range(n):
+                            dp[i, j] = dp[i, j] * slope[i, j] if s[i, j] != 0 else COMPUTE(0)
                 if args[DROPOUT] != 0:
                     drop(args, s, False, b, h, row0, k0)
                 accumulate(args, s.T, do, dvs, careful)

@@ -19,8 +19,9 @@ from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.memory import (
     call_column_max,
     call_exponentials,
+    call_pack,
     call_product,
-    double_from_bits,
+    call_unpack,
     integer_at,
     matrix,
     next_task,
@@ -34,12 +35,12 @@ SLACK = COMPUTE(8)  # e^8 more than the reference: no sum comes near overflow, a
 
 
 @njit(**options)
-def load_queries(source, target, scale):
-    """Transpose and scale: target[d, i] = scale * source[i, d]; columns without a query become 0."""
-    for d in range(source.shape[1]):
-        for i in range(source.shape[0]):
-            target[d, i] = widen(source[i, d]) * scale
-        for i in range(source.shape[0], target.shape[1]):
+def load_queries(args, source, target):
+    """Transpose and scale; columns without a query become 0."""
+    call_pack(args[PACK], source, target, args[SCALE])
+    packed = (source.shape[0] + args[LANES] - 1) // args[LANES] * args[LANES]
+    for d in range(target.shape[0]):
+        for i in range(packed, target.shape[1]):
             target[d, i] = 0
 
 
@@ -75,13 +76,12 @@ def online_softmax(args, tile, m, l, top, shift, factor, output):
 
 
 @njit(**options)
-def finish(args, b, h, first, count, output, m, l):
+def finish(args, b, h, first, count, output, m, l, check):
     """Divide by the sums, transpose back and store output and log-sum-exp. Returns whether all of it is finite."""
     out = tokens(args, OUT, b, h, first, count, args[DIM_V], STORAGE_SIZE, STORAGE)
     lse = vector(
         args[LSE] + b * args[LSE + 1] + h * args[LSE + 2] + first * args[LSE + 3], count, args[LSE + 3], COMPUTE
     )
-    finite = True
     for i in range(count):
         top, total, factor = m[i], l[i], COMPUTE(1)
         if args[SINKS] != 0:
@@ -96,10 +96,12 @@ def finish(args, b, h, first, count, output, m, l):
             lse[i], l[i] = -np.inf, 0
         else:
             lse[i], l[i] = top + np.log(total), factor / total
-        for d in range(args[DIM_V]):
-            value = output[d, i] * l[i]
-            finite &= np.isfinite(value)
-            out[i, d] = narrow(value)
+    for i in range(args[LANES]):
+        check[i] = 0
+    call_unpack(args[UNPACK], output, out, l, check)
+    finite = True
+    for i in range(args[LANES]):
+        finite &= check[i] == 0
     return finite
 
 
@@ -121,11 +123,10 @@ def forward_block(args, b, h, first, count, scratch, careful):
     shift = vector(scratch + rows, panel, COMPUTE_SIZE, COMPUTE)
     top = vector(scratch + rows + panel_bytes, panel, COMPUTE_SIZE, COMPUTE)
 
-    scale = COMPUTE(double_from_bits(args[SCALE]))
     for p in range(panels):
         row0 = first + p * panel
         q = tokens(args, Q, b, h, row0, min(panel, first + count - row0), d, STORAGE_SIZE, STORAGE)
-        load_queries(q, matrix(scratch + p * d * panel_bytes, d, panel, panel_bytes, COMPUTE_SIZE, COMPUTE), scale)
+        load_queries(args, q, matrix(scratch + p * d * panel_bytes, d, panel, panel_bytes, COMPUTE_SIZE, COMPUTE))
 
     head_kv = h // args[GROUP]
     n_k = integer_at(args[LENGTHS] + 8 * b)
@@ -170,7 +171,7 @@ def forward_block(args, b, h, first, count, scratch, careful):
         row0 = first + p * panel
         o_t = matrix(scratch + outputs + p * dv * panel_bytes, dv, panel, panel_bytes, COMPUTE_SIZE, COMPUTE)
         at = slice(p * panel, (p + 1) * panel)
-        finite &= finish(args, b, h, row0, min(panel, first + count - row0), o_t, m[at], l[at])
+        finite &= finish(args, b, h, row0, min(panel, first + count - row0), o_t, m[at], l[at], top)
     return finite
 
 
