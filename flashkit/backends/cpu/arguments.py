@@ -56,3 +56,6 @@ import numpy as np
 ) = map(np.int64, range(13 * 4, 13 * 4 + 39))  # fmt: skip
 
 EMPTY, PARTIAL, FULL = map(np.int64, range(3))
+
+STRIP = np.int64(16)
+"""Keys or rows that are looked at together inside a PARTIAL tile; tiles begin at multiples of it."""

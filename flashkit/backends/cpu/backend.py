@@ -110,7 +110,7 @@ class CpuBackend:
         block_q = rounded(min(tile.block_q, n_q), panel)
         while block_q > panel and heads * -(-n_q // block_q) < 4 * workers:
             block_q -= panel
-        call.block(block_q, min(tile.block_k, rounded(operands.k.shape[2], 4)))
+        call.block(block_q, min(rounded(tile.block_k, int(at.STRIP)), rounded(operands.k.shape[2], 4)))
         layout = scratch.forward_layout(
             block_q // panel, panel, int(call.args[at.BLOCK_K]), spec.head_dim, spec.head_dim_v, compute
         )
@@ -127,7 +127,7 @@ class CpuBackend:
         heads_kv, n_k = operands.k.shape[1:3]
         workers = _workers(operands, 5 * (spec.head_dim + spec.head_dim_v))
         block_k = rounded(min(tile.block_k, n_k), int(args[at.LANES]))
-        block_q = min(tile.block_q, n_q)
+        block_q = min(rounded(tile.block_q, int(at.STRIP)), n_q)
 
         # Few heads for the threads: the keys of one are split, each part with its own sums of dQ.
         parts = min(-(-n_k // block_k), -(-workers // (batch * heads_kv)))

@@ -14,7 +14,7 @@ from ... import expr
 from ...expr import Expr
 from ...spec import AttentionSpec, Slot
 from . import specialise
-from .arguments import EMPTY, FULL, PARTIAL
+from .arguments import EMPTY, FULL, PARTIAL, STRIP
 
 MAX_NDIM = 4
 _VIEWS = {0: "vector", 1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
@@ -142,9 +142,17 @@ def classify_function(spec: AttentionSpec) -> Any:
 
 
 def max_group(spec: AttentionSpec) -> int:
-    """How many tiles may be classified at once: looking at an array costs time in proportion to the group."""
+    """How many tiles or strips may be classified at once: looking at an array costs time in proportion to the group."""
     if spec.mask is None:
         return 1 << 40
-    looked_at = [node for node in expr.walk(expr.classify(spec.mask)) if node.op in ("load_min", "load_max")]
-    varying = [sum(a is not b for a, b in zip(n.args[::2], n.args[1::2], strict=True)) for n in looked_at]
-    return 1 << 40 if not varying else 32 if max(varying) == 1 else 1
+    loads = [node for node in expr.walk([spec.mask]) if node.op == "load"]
+    dense = [sum(_steps(index) for index in node.args) for node in loads]
+    return 1 << 40 if not loads else 32 if max(dense) < 2 else 1
+
+
+def _steps(index: Expr) -> bool:
+    """Whether an index moves by one element, or nearly so, from a query or key to the next."""
+    if index.op == "floordiv" and index.args[1].op == "const" and index.args[1].value >= STRIP:
+        return False
+    moving = (expr.Q, expr.ROW, expr.K)
+    return any(node is symbol for node in expr.walk([index]) for symbol in moving)

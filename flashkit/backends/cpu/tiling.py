@@ -13,7 +13,6 @@ from numba import njit
 from ... import dropout as philox
 from .arguments import (
     CLASSIFY,
-    EMPTY,
     FULL,
     HAS_SCORE,
     KEPT_SCALE,
@@ -22,6 +21,7 @@ from .arguments import (
     OFFSETS,
     PARTIAL,
     SEED,
+    STRIP,
     THRESHOLD,
     VALUES,
 )
@@ -31,8 +31,6 @@ from .memory import call_classify, call_modify, double_from_bits, integer_at, ma
 MULTIPLIER_0, MULTIPLIER_1 = map(np.uint64, philox.MULTIPLIERS)
 WEYL_0, WEYL_1 = map(np.uint64, philox.WEYL)
 ROUNDS = philox.ROUNDS
-STRIP = 32
-"""Keys or rows that are looked at together inside a PARTIAL tile."""
 LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -87,32 +85,22 @@ def next_group(
 
 
 @njit(**options)
-def trim(args: Any, b: int, h: int, row0: int, row1: int, k0: int, k1: int, along_keys: bool) -> Any:
-    """The part of a PARTIAL tile that is left when strips without a visible pair are taken off both ends: of its keys,
-    or of its rows.
+def next_run(args: Any, b: int, h: int, first: int, last: int, start: int, stop: int, n: int, along_keys: bool) -> Any:
+    """The longest run of strips from `start` on with one state, inside a PARTIAL tile that ends at `stop`: (its end,
+    the state). `n`, `first`, `last`: as in next_group.
     """
-    first, last = (k0, k1) if along_keys else (row0, row1)
     if args[MAX_GROUP] == 1:  # a look at this mask costs as much as the strip
-        return first, last
-    while first < last and strip_state(args, b, h, row0, row1, k0, k1, first, last, along_keys) == EMPTY:
-        first = min(first + STRIP, last)
-    while first < last:
-        start = first + (last - 1 - first) // STRIP * STRIP
-        if strip_state(args, b, h, row0, row1, k0, k1, start, last, along_keys) != EMPTY:
+        if along_keys:
+            return stop, tile_state(args, b, h, first, last, start, stop)
+        return stop, tile_state(args, b, h, start, stop, first, last)
+    strips = (stop + STRIP - 1) // STRIP
+    end, state = next_group(args, b, h, first, last, start // STRIP, strips, STRIP, n, along_keys)
+    while end < strips:
+        following, other = next_group(args, b, h, first, last, end, strips, STRIP, n, along_keys)
+        if other != state:
             break
-        last = start
-    return first, last
-
-
-@njit(**options)
-def strip_state(
-    args: Any, b: int, h: int, row0: int, row1: int, k0: int, k1: int, start: int, last: int, along_keys: bool
-) -> Any:
-    """State of the strip of a tile that begins at `start` on the axis named."""
-    stop = min(start + STRIP, last)
-    if along_keys:
-        return tile_state(args, b, h, row0, row1, start, stop)
-    return tile_state(args, b, h, start, stop, k0, k1)
+        end = following
+    return min(end * STRIP, stop), state
 
 
 @njit(**options)

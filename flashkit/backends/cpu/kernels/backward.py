@@ -27,7 +27,7 @@ from flashkit.backends.cpu.memory import (
     vector,
 )
 from flashkit.backends.cpu.scratch import backward_layout
-from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_group, tokens
+from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_group, next_run, tokens
 
 
 ONE = np.float64(1).view(np.int64)
@@ -65,13 +65,45 @@ def row_values(args, tensor, b, h, first, count):
 
 
 @njit(**options)
+def backward_rows(args, b, h, part, row0, rows, k0, state, k_t, v_t, k, dk, dvs, scratch):
+    """Some queries against a key tile: adds to dQ, dK and dV."""
+    d, dv, n = args[DIM], args[DIM_V], k.shape[0]
+    _, _, queries, douts, scores, dscores, slopes, _, _, _ = backward_layout(
+        args[BLOCK_Q], args[BLOCK_K], d, dv, COMPUTE_SIZE
+    )
+    row_bytes, careful = args[BLOCK_K] * COMPUTE_SIZE, args[CAREFUL] != 0
+    q = load_tile(tokens(args, Q, b, h, row0, rows, d, STORAGE_SIZE, STORAGE), scratch + queries)
+    do = load_tile(tokens(args, DOUT, b, h, row0, rows, dv, STORAGE_SIZE, STORAGE), scratch + douts)
+    s = matrix(scratch + scores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+    dp = matrix(scratch + dscores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+    slope = matrix(scratch + slopes, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+    dq_row = ((part * args[BATCH] + b) * args[HEADS] + h) * args[N_Q] + row0
+    dq = matrix(args[DQ_PARTIAL] + dq_row * d * COMPUTE_SIZE, rows, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+
+    call_product(args[PRODUCT], q, k_t, s)  # scores
+    modify(args, state, s, slope, b, h, row0, k0)
+    call_product(args[PRODUCT], do, v_t, dp)
+    if args[DROPOUT] != 0:
+        drop(args, dp, False, b, h, row0, k0)
+    shift, delta = row_values(args, SHIFT, b, h, row0, rows), row_values(args, DELTA, b, h, row0, rows)
+    call_weights(args[WEIGHTS], s, dp, shift, delta, args[SCALE])
+    if args[HAS_SCORE] != 0:
+        for i in range(rows):
+            for j in range(n):
+                dp[i, j] = dp[i, j] * slope[i, j] if s[i, j] != 0 else COMPUTE(0)
+    if args[DROPOUT] != 0:
+        drop(args, s, False, b, h, row0, k0)
+    accumulate(args, s.T, do, dvs, careful)
+    accumulate(args, dp.T, q, dk, careful)
+    accumulate(args, dp, k, dq, careful)
+
+
+@njit(**options)
 def backward_keys(args, b, head_kv, part, key_tile, scratch):
     """One key tile against all queries that see it. Returns whether dK and dV are finite."""
     d, dv, block_q, block_k = args[DIM], args[DIM_V], args[BLOCK_Q], args[BLOCK_K]
-    careful, group, n_q = args[CAREFUL] != 0, args[GROUP], args[N_Q]
-    values_t, keys, queries, douts, scores, dscores, slopes, dkeys, dvalues, _ = backward_layout(
-        block_q, block_k, d, dv, COMPUTE_SIZE
-    )
+    group, n_q = args[GROUP], args[N_Q]
+    values_t, keys, _, _, _, _, _, dkeys, dvalues, _ = backward_layout(block_q, block_k, d, dv, COMPUTE_SIZE)
     row_bytes = block_k * COMPUTE_SIZE
     k0 = key_tile * block_k
     n = min(block_k, integer_at(args[LENGTHS] + 8 * b) - k0)
@@ -92,34 +124,14 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
         while tile < tiles:
             end, state = next_group(args, b, h, k0, k0 + n, tile, tiles, block_q, n_q, False)
             while state != EMPTY and tile < end:
-                row0 = tile * block_q
-                rows = min(block_q, n_q - row0)
-                q = load_tile(tokens(args, Q, b, h, row0, rows, d, STORAGE_SIZE, STORAGE), scratch + queries)
-                do = load_tile(tokens(args, DOUT, b, h, row0, rows, dv, STORAGE_SIZE, STORAGE), scratch + douts)
-                s = matrix(scratch + scores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-                dp = matrix(scratch + dscores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-                slope = matrix(scratch + slopes, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-                dq_at = (
-                    args[DQ_PARTIAL] + (((part * args[BATCH] + b) * args[HEADS] + h) * n_q + row0) * d * COMPUTE_SIZE
-                )
-                dq = matrix(dq_at, rows, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
-
-                call_product(args[PRODUCT], q, k_t, s)  # scores
-                modify(args, state, s, slope, b, h, row0, k0)
-                call_product(args[PRODUCT], do, v_t, dp)
-                if args[DROPOUT] != 0:
-                    drop(args, dp, False, b, h, row0, k0)
-                shift, delta = row_values(args, SHIFT, b, h, row0, rows), row_values(args, DELTA, b, h, row0, rows)
-                call_weights(args[WEIGHTS], s, dp, shift, delta, args[SCALE])
-                if args[HAS_SCORE] != 0:
-                    for i in range(rows):
-                        for j in range(n):
-                            dp[i, j] = dp[i, j] * slope[i, j] if s[i, j] != 0 else COMPUTE(0)
-                if args[DROPOUT] != 0:
-                    drop(args, s, False, b, h, row0, k0)
-                accumulate(args, s.T, do, dvs, careful)
-                accumulate(args, dp.T, q, dk, careful)
-                accumulate(args, dp, k, dq, careful)
+                row0, last = tile * block_q, min((tile + 1) * block_q, n_q)
+                while row0 < last:
+                    stop, run = last, state
+                    if state == PARTIAL:
+                        stop, run = next_run(args, b, h, k0, k0 + n, row0, last, n_q, False)
+                    if run != EMPTY:
+                        backward_rows(args, b, h, part, row0, stop - row0, k0, run, k_t, v_t, k, dk, dvs, scratch)
+                    row0 = stop
                 tile += 1
             tile = end
     finite = finish(dk, tokens(args, DK, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE))

@@ -28,7 +28,7 @@ from flashkit.backends.cpu.memory import (
     vector,
 )
 from flashkit.backends.cpu.scratch import forward_layout
-from flashkit.backends.cpu.tiling import careful_product_t, drop, modify, next_group, tile_state, tokens, trim
+from flashkit.backends.cpu.tiling import careful_product_t, drop, modify, next_group, next_run, tokens
 
 
 SLACK = COMPUTE(8)  # e^8 more than the reference: no sum comes near overflow, and none loses precision
@@ -137,35 +137,33 @@ def forward_block(args, b, h, first, count, scratch, careful):
         while state != EMPTY and tile < end:
             k0 = tile * block_k
             n = min(block_k, n_k - k0)
-            k_tile = load_tile(tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE), scratch + keys)
-            v_tile = load_tile(tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), scratch + values)
+            k = load_tile(tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE), scratch + keys)
+            v = load_tile(tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), scratch + values)
             for p in range(panels):
                 row0 = first + p * panel
                 columns = min(panel, first + count - row0)
-                panel_state, start, stop = state, k0, k0 + n
-                if state == PARTIAL:
-                    panel_state = tile_state(args, b, h, row0, row0 + columns, k0, k0 + n)
-                    if panel_state == PARTIAL:
-                        start, stop = trim(args, b, h, row0, row0 + columns, k0, k0 + n, True)
-                    if panel_state == EMPTY or start == stop:
-                        continue
-                k, v = k_tile[start - k0 : stop - k0], v_tile[start - k0 : stop - k0]
                 padded = (columns + lanes - 1) // lanes * lanes
                 q_t = matrix(scratch + p * d * panel_bytes, d, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
                 o_t = matrix(scratch + outputs + p * dv * panel_bytes, dv, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
-                s_t = matrix(scratch + scores, stop - start, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
                 factor = matrix(scratch + rows + 2 * panel_bytes, 1, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
                 at = slice(p * panel, p * panel + padded)
-
-                call_product(args[PRODUCT], k, q_t, s_t)  # scores
-                modify(args, panel_state, s_t[:, :columns], s_t, b, h, row0, start)
-                online_softmax(args, s_t, m[at], l[at], top, shift, factor, o_t)
-                if args[DROPOUT] != 0:
-                    drop(args, s_t[:, :columns], True, b, h, row0, start)
-                if careful:  # accumulate
-                    careful_product_t(v.T, s_t, o_t)
-                else:
-                    call_product(args[PRODUCT_ADD], v.T, s_t, o_t)
+                start = k0
+                while start < k0 + n:
+                    stop, run = k0 + n, state
+                    if state == PARTIAL:
+                        stop, run = next_run(args, b, h, row0, row0 + columns, start, k0 + n, n_k, True)
+                    if run != EMPTY:
+                        s_t = matrix(scratch + scores, stop - start, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                        call_product(args[PRODUCT], k[start - k0 : stop - k0], q_t, s_t)  # scores
+                        modify(args, run, s_t[:, :columns], s_t, b, h, row0, start)
+                        online_softmax(args, s_t, m[at], l[at], top, shift, factor, o_t)
+                        if args[DROPOUT] != 0:
+                            drop(args, s_t[:, :columns], True, b, h, row0, start)
+                        if careful:  # accumulate
+                            careful_product_t(v[start - k0 : stop - k0].T, s_t, o_t)
+                        else:
+                            call_product(args[PRODUCT_ADD], v[start - k0 : stop - k0].T, s_t, o_t)
+                    start = stop
             tile += 1
         tile = end
 
