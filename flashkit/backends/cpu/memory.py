@@ -199,8 +199,7 @@ def call_pack(typing: Any, function: Any, source: Any, target: Any, scale: Any) 
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
         (s_at, shape, (s_row, _)), (t_at, _, (t_row, _)) = (
-            _parts(context, builder, kind, value)
-            for kind, value in zip(signature.args[1:3], values[1:3], strict=True)
+            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:3], values[1:3], strict=True)
         )
         arguments = [values[0], s_at, s_row, t_at, t_row, *shape, values[3]]
         return _indirect_call(7, ir.VoidType())(context, builder, signature, arguments)
@@ -228,8 +227,7 @@ def call_weights(typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: A
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
         (s_at, shape, (row, _)), *others = (
-            _parts(context, builder, kind, value)
-            for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
+            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
         )
         arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), values[5]]
         return _indirect_call(8, ir.VoidType())(context, builder, signature, arguments)

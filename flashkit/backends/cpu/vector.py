@@ -12,9 +12,9 @@ stored unaligned. Score tiles are padded to whole vectors.
     exponentials (s, s_row, m, n, top, total)
         s[i, j] = exp(s[i, j] - top[j]); total[j] += sum_i s[i, j]
     pack (source, source_row, target, target_row, m, n, scale)
-        target[j, i] = scale * source[i, j]; source in storage precision, rows of target padded to whole vectors by zeros
+        target[j, i] = scale * source[i, j]; source in storage precision, rows of target padded to whole vectors with 0
     unpack (source, source_row, target, target_row, m, n, factor, check)
-        target[i, j] = source[j, i] * factor[i], target in storage precision; check[:] += 0 * target[:], which shows what
+        target[i, j] = source[j, i] * factor[i], target in storage precision; check[:] += 0 * target[:], NaN if one
         is not finite
     weights (s, s_row, m, n, dp, lse, delta, scale)
         s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = scale * p * (dp[i, j] - delta[i])
@@ -529,7 +529,7 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
 """Name: number of arguments, emitter."""
 
 
-class MicroModule(ir.Module):
+class MicroModule(ir.Module):  # type: ignore[misc]
     """A module of micro-kernels for a CPU with these features, by LLVM's names."""
 
     def __init__(self, name: str, triple: str, features: str) -> None:

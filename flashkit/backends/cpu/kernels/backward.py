@@ -29,7 +29,6 @@ from flashkit.backends.cpu.memory import (
 from flashkit.backends.cpu.scratch import backward_layout
 from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_group, next_run, tokens
 
-
 ONE = np.float64(1).view(np.int64)
 
 

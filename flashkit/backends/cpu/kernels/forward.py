@@ -30,7 +30,6 @@ from flashkit.backends.cpu.memory import (
 from flashkit.backends.cpu.scratch import forward_layout
 from flashkit.backends.cpu.tiling import careful_product_t, drop, modify, next_group, next_run, tokens
 
-
 SLACK = COMPUTE(8)  # e^8 more than the reference: no sum comes near overflow, and none loses precision
 
 
