@@ -50,7 +50,7 @@ class Arguments(Block):
         self.set(batch=self.batch, heads=self.heads, n_q=self.n_q, n_k=self.n_k, splits=1, scale=bits(operands.scale))
         self._positions(operands.q_offset)
         if spec.kv_lengths:
-            self.set(kv_lengths=self.address(_on_device(operands.kv_lengths)))
+            self.set(kv_lengths=self.address(_on_device(operands.kv_lengths, np.int64)))
         if spec.sinks:
             self.set(sinks=self.address(operands.sinks))
         if spec.dropout:
@@ -101,7 +101,7 @@ class Arguments(Block):
         if isinstance(q_offset, np.ndarray) and (q_offset == q_offset[0]).all():
             self.set(offset=int(q_offset[0]))
         else:
-            self.set(q_offset=self.address(_on_device(q_offset)))
+            self.set(q_offset=self.address(_on_device(q_offset, np.int64)))
 
     def _values(self, operands: Operands) -> None:
         """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them)."""
@@ -111,14 +111,22 @@ class Arguments(Block):
                 value = operands.params[slot.name]
                 self.words[at] = int(value) if slot.kind == "int" else bits(value)
             else:
-                array = operands.arrays[slot.name]
+                array = _on_device(operands.arrays[slot.name])
                 itemsize = array.dtype.itemsize
                 entries = [self.address(array), *(stride // itemsize for stride in array.strides)]
                 self.words[at : at + len(entries)] = entries
             at += modify.entries(slot)
 
 
-def _on_device(numbers: Any) -> Any:
+def _on_device(array: Any, dtype: Any = None) -> Any:
+    """The array itself where it lies on the device already, else a copy there, made anew for each call."""
+    if not isinstance(array, np.ndarray):
+        return array
     import cupy
 
-    return cupy.asarray(numbers, np.int64)
+    if cupy.cuda.get_current_stream().is_capturing():
+        # The graph would copy from memory that is gone when it runs.
+        raise ValueError(
+            "a NumPy array (of lengths, positions or a modification) cannot be part of a CUDA graph; a CuPy array fits"
+        )
+    return cupy.asarray(array, dtype)

@@ -128,7 +128,8 @@ DEVICE void queries_tile(const Params& p, fk_float* stages, fk_float* weights) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_backward(KERNEL_PARAMS) {
     extern __shared__ __align__(16) unsigned char shared[];
     fk_float* stages = reinterpret_cast<fk_float*>(shared);
-    fk_float* weights = stages + 2 * stage_size(ROWS, COLUMNS, larger(HEAD_DIM, HEAD_DIM_V));
+    constexpr int WIDEST = BACKWARD_KEYS ? larger(HEAD_DIM, HEAD_DIM_V) : HEAD_DIM;  // of what is summed up
+    fk_float* weights = stages + 2 * stage_size(ROWS, COLUMNS, WIDEST);
     if constexpr (BACKWARD_KEYS) keys_tile(p, stages, weights);
     else queries_tile(p, stages, weights);
 }
