@@ -148,21 +148,32 @@ def forward_block(args, b, h, first, count, scratch, careful):
                 at = slice(p * panel, p * panel + padded)
                 start = k0
                 while start < k0 + n:
-                    stop, run = k0 + n, state
-                    if state == PARTIAL:
-                        stop, run = next_run(args, b, h, row0, row0 + columns, start, k0 + n, n_k, True)
-                    if run != EMPTY:
-                        s_t = matrix(scratch + scores, stop - start, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                    # One run of keys after the other until an EMPTY one; their weights are summed together.
+                    begin, run = start, state
+                    while start < k0 + n:
+                        stop = k0 + n
+                        if state == PARTIAL:
+                            stop, run = next_run(args, b, h, row0, row0 + columns, start, stop, n_k, True)
+                            if run == EMPTY:
+                                break
+                        s_t = matrix(
+                            scratch + scores + (start - begin) * panel_bytes,
+                            stop - start, padded, panel_bytes, COMPUTE_SIZE, COMPUTE,
+                        )  # fmt: skip
                         call_product(args[PRODUCT], k[start - k0 : stop - k0], q_t, s_t)  # scores
                         modify(args, run, s_t[:, :columns], s_t, b, h, row0, start)
-                        online_softmax(args, s_t, m[at], l[at], top, shift, factor, o_t)
+                        start = stop
+                    if start > begin:
+                        p_t = matrix(scratch + scores, start - begin, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                        online_softmax(args, p_t, m[at], l[at], top, shift, factor, o_t)
                         if args[DROPOUT] != 0:
-                            drop(args, s_t[:, :columns], True, b, h, row0, start)
+                            drop(args, p_t[:, :columns], True, b, h, row0, begin)
                         if careful:  # accumulate
-                            careful_product_t(v[start - k0 : stop - k0].T, s_t, o_t)
+                            careful_product_t(v[begin - k0 : start - k0].T, p_t, o_t)
                         else:
-                            call_product(args[PRODUCT_ADD], v[start - k0 : stop - k0].T, s_t, o_t)
-                    start = stop
+                            call_product(args[PRODUCT_ADD], v[begin - k0 : start - k0].T, p_t, o_t)
+                    if run == EMPTY:
+                        start = stop
             tile += 1
         tile = end
 
