@@ -33,7 +33,7 @@ def path() -> Path:
 
 @dataclass(frozen=True)
 class Usage:
-    """What lies in the cache: `kernels` compiled functions (Numba's .nbc, CUDA's .cubin) among `files`, in `bytes`."""
+    """What lies in the cache: `kernels` compiled ones (the CPU's .o, CUDA's .cubin) among `files`, in `bytes`."""
 
     files: int
     kernels: int
@@ -51,7 +51,7 @@ def usage() -> Usage:
         except OSError:
             continue
         files += 1
-        kernels += entry.suffix in {".nbc", ".cubin"}
+        kernels += entry.suffix in {".o", ".cubin"}
     return Usage(files, kernels, size)
 
 

@@ -180,10 +180,10 @@ class Log:
 
 def log_path() -> Path:
     """The log of this device with these versions of flashkit's kernels, Numba and NumPy, and as many threads."""
-    from .backends.cpu import specialise, threads
+    from .backends.cpu import objects, threads
 
     name, features = host.cpu_name(), sorted(host.cpu_features())
-    identity = repr((name, features, host.cpu_caches(), threads.count(), timing.versions(), specialise.fingerprint()))
+    identity = repr((name, features, host.cpu_caches(), threads.count(), timing.versions(), objects.fingerprint()))
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
     return profiles.user_dir().parent / "autotune" / f"cpu-{slug}-{digest}.jsonl"

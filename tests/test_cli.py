@@ -344,8 +344,8 @@ def test_cache(run: Any, tmp_path: Path) -> None:
     assert run("cache", "path") == (0, f"{root}\n", "")
     assert run("cache", "clear") == (0, "removed 0 files (0 kernels, 0 B)\n", "")
     (root / "cpu").mkdir(parents=True)
-    (root / "cpu" / "a.nbc").write_bytes(b"x" * 2048)
-    (root / "cpu" / "a.nbi").write_bytes(b"")
+    (root / "cpu" / "a.o").write_bytes(b"x" * 2048)
+    (root / "cpu" / "a.lock").write_bytes(b"")
     (root / "b.cubin").write_bytes(b"")
     beside = tmp_path / "cache" / "not ours"
     beside.write_text("precious")

@@ -57,8 +57,8 @@ PROGRAM = """
     sys.path.insert(0, {tests!r})
     import test_concurrency
     test_concurrency.in_threads({rounds})
-    import numba
-    print(numba.threading_layer())
+    from flashkit.backends.cpu import threads
+    print(threads.layer())
 """
 
 
@@ -138,8 +138,8 @@ FORK = """
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 23
     for a, b in zip(everything(), expected):  # the parent goes on as before
         np.testing.assert_array_equal(a, b)
-    import numba
-    print("right", numba.threading_layer())
+    from flashkit.backends.cpu import threads
+    print("right", threads.layer())
 """
 
 

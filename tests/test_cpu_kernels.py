@@ -227,11 +227,11 @@ def test_sixteen_bit_conversions_round_like_numpy() -> None:
 
 def test_a_changed_micro_kernel_is_a_new_file(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """The names of cached files carry the fingerprint of the sources, so stale machine code is never loaded."""
-    from flashkit.backends.cpu import specialise
+    from flashkit.backends.cpu import objects
 
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
     for source in ("one", "two"):
-        monkeypatch.setattr(specialise, "fingerprint", lambda source=source: source)
+        monkeypatch.setattr(objects, "fingerprint", lambda source=source: source)
         micro.addresses.__wrapped__(Block("float", 1, 1, 4))
     assert len(list(tmp_path.rglob("micro_*.o"))) == 2
 

@@ -52,10 +52,19 @@ import numpy as np
     PACK,
     UNPACK,
     WEIGHTS,
+    WORKER,  # address of the kernel
+    PARALLEL_FOR,  # address of the thread pool's loop, and what it gets: a function, first, count and step of
+    SHARE,  # the threads' numbers
+    FIRST,
+    COUNT,
+    STEP,
     SIZE,
-) = map(np.int64, range(13 * 4, 13 * 4 + 39))  # fmt: skip
+) = map(np.int64, range(13 * 4, 13 * 4 + 45))  # fmt: skip
 
 EMPTY, PARTIAL, FULL = map(np.int64, range(3))
 
 STRIP = np.int64(16)
 """Keys or rows that are looked at together inside a PARTIAL tile; tiles begin at multiples of it."""
+
+HEADER = (int(SIZE) * 8 + 63) // 64 * 64
+"""Bytes of a block, in whole cache lines."""

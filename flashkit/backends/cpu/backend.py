@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -12,8 +11,9 @@ import numpy as np
 
 from ...spec import ITEMSIZE, MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
 from ...tiles import CpuTile
+from ..base import Bound
 from . import arguments as at
-from .call import Call, Scratch, rounded
+from .call import Block, give_back, rounded, take, tensors
 
 ROW_BLOCK = 256
 """Rows of a task in the passes over rows alone (delta, reduction of dQ)."""
@@ -27,37 +27,38 @@ class CpuPlan:
     tile: CpuTile
     backward_tile: CpuTile
     why: str
-    scratch: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=8))
 
     @cached_property
-    def forward(self) -> Any:
+    def forward(self) -> dict[str, int]:
         from . import specialise
 
         return specialise.kernel("forward", self.problem.spec.dtype)
 
     @cached_property
-    def backward(self) -> Any:
+    def backward(self) -> dict[str, int]:
         from . import specialise
 
         return specialise.kernel("backward", self.problem.spec.dtype)
 
     @cached_property
-    def classify(self) -> Any:
+    def classify(self) -> int:
+        """Address of the function that tells a tile's state; 0 without a mask."""
         from . import modify
 
-        return None if self.problem.spec.mask is None else modify.classify_function(self.problem.spec)
+        return 0 if self.problem.spec.mask is None else modify.classify_function(self.problem.spec)
 
     @cached_property
-    def modify(self) -> Any:
+    def modify(self) -> int:
+        """Address of the function that modifies a tile of scores, 0 where there is nothing to modify."""
         from . import modify
 
-        return modify.forward_function(self.problem.spec) if self.modifies else None
+        return modify.forward_function(self.problem.spec) if self.modifies else 0
 
     @cached_property
-    def modify_backward(self) -> Any:
+    def modify_backward(self) -> int:
         from . import modify
 
-        return modify.backward_function(self.problem.spec) if self.modifies else None
+        return modify.backward_function(self.problem.spec) if self.modifies else 0
 
     @cached_property
     def max_group(self) -> int:
@@ -98,34 +99,43 @@ class CpuBackend:
         return CpuPlan(problem, tile, choose_tile(problem, profile, "backward")[0], why)
 
     def forward(self, plan: CpuPlan, operands: Operands) -> None:
-        from . import scratch, threads
+        self.bind(plan, operands)(operands.q, operands.k, operands.v, operands.out, operands.lse)
 
-        call = Call(plan, operands, plan.tile, plan.modify)
-        tile, spec = plan.tile, plan.problem.spec
-        compute = ITEMSIZE[spec.lse_dtype]
-        panel = int(call.args[at.PANEL])
-        workers = _workers(operands, 2 * (spec.head_dim + spec.head_dim_v))
-        heads = operands.q.shape[0] * operands.q.shape[1]
-        n_q = operands.q.shape[2]
-        block_q = rounded(min(tile.block_q, n_q), panel)
-        while block_q > panel and heads * -(-n_q // block_q) < 4 * workers:
-            block_q -= panel
-        call.block(block_q, min(rounded(tile.block_k, int(at.STRIP)), rounded(operands.k.shape[2], 4)))
-        layout = scratch.forward_layout(
-            block_q // panel, panel, int(call.args[at.BLOCK_K]), spec.head_dim, spec.head_dim_v, compute
-        )
-        with Scratch(plan, call, layout[-1], workers):
-            threads.run(plan.forward.worker, call.args, heads * -(-n_q // block_q), workers)
+    def bind(self, plan: CpuPlan, operands: Operands) -> Bound:
+        from . import threads
+
+        block = Block(plan, operands, plan.tile, plan.modify)
+        spec = plan.problem.spec
+        parallel = _worth_threads(operands, 2 * (spec.head_dim + spec.head_dim_v))
+        forms: dict[int, tuple[np.ndarray, int, int]] = {}  # by number of threads
+        call = threads.entry("call")
+
+        def bound(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+            workers = threads.count() if parallel else 1
+            if (form := forms.get(workers)) is None:
+                form = forms[workers] = _forward_form(plan, block, workers)
+            _, template, size = form
+            memory = take(size)
+            try:
+                if threads.concurrent(workers):
+                    call(template, memory.address, workers, q, k, v, out, lse)
+                else:
+                    with threads.alone(workers) as allowed:
+                        call(template, memory.address, allowed, q, k, v, out, lse)
+            finally:
+                give_back(memory)
+
+        return bound
 
     def backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
         from . import scratch, threads
 
-        call = Call(plan, operands, plan.backward_tile, plan.modify_backward)
+        call = Block(plan, operands, plan.backward_tile, plan.modify_backward)
         args, tile, spec = call.args, plan.backward_tile, plan.problem.spec
         compute = np.dtype(spec.lse_dtype)
         batch, heads, n_q, _ = operands.q.shape
         heads_kv, n_k = operands.k.shape[1:3]
-        workers = _workers(operands, 5 * (spec.head_dim + spec.head_dim_v))
+        workers = threads.count() if _worth_threads(operands, 5 * (spec.head_dim + spec.head_dim_v)) else 1
         block_k = rounded(min(tile.block_k, n_k), int(args[at.LANES]))
         block_q = min(rounded(tile.block_q, int(at.STRIP)), n_q)
 
@@ -134,11 +144,11 @@ class CpuBackend:
         shift, delta = np.empty((2, batch, heads, n_q), compute)
         in_place = parts == 1 and gradients.dq.dtype == compute
         dq_partial = gradients.dq if in_place else np.empty((parts, *operands.q.shape), compute)
-        tensors = {
+        more = {
             at.DOUT: gradients.dout, at.DQ: gradients.dq, at.DK: gradients.dk, at.DV: gradients.dv,
             at.DQ_PARTIAL: dq_partial, at.SHIFT: shift, at.DELTA: delta, at.DLSE: gradients.dlse,
         }  # fmt: skip
-        for index, tensor in tensors.items():
+        for index, tensor in (*tensors(operands), *more.items()):
             if tensor is not None:
                 call.tensor(index, tensor)
         args[at.SPLITS] = parts
@@ -146,39 +156,66 @@ class CpuBackend:
         gradients.dk[...], gradients.dv[...] = 0, 0
         row_tasks = batch * heads * -(-n_q // ROW_BLOCK)
 
-        call.block(ROW_BLOCK, block_k)
-        threads.run(plan.backward.prepare, args, row_tasks, workers)
-        with Scratch(
-            plan,
-            call,
-            scratch.backward_layout(block_q, block_k, spec.head_dim, spec.head_dim_v, compute.itemsize)[-1],
-            workers,
-        ):
+        call.tiles(ROW_BLOCK, block_k)
+        threads.run(plan.backward["prepare"], args, row_tasks, workers)
+        layout = scratch.backward_layout(block_q, block_k, spec.head_dim, spec.head_dim_v, compute.itemsize)
+        args[at.SCRATCH_BYTES] = _apart(layout[-1])
+        memory = take(int(args[at.SCRATCH_BYTES]) * workers)
+        args[at.SCRATCH] = memory.address
+        try:
             for careful in (0, 1):
                 # A zero weight times an infinity hidden by the mask would be NaN: done again, rarely, with such
                 # terms left out.
                 args[at.CAREFUL], args[at.NON_FINITE] = careful, 0
-                call.block(block_q, block_k)
-                threads.run(plan.backward.worker, args, batch * heads_kv * parts, workers)
+                call.tiles(block_q, block_k)
+                threads.run(plan.backward["worker"], args, batch * heads_kv * parts, workers)
                 if in_place:
                     if args[at.NON_FINITE] == 0 and not np.isfinite(gradients.dq).all():
                         args[at.NON_FINITE] = 1
                 else:
-                    call.block(ROW_BLOCK, block_k)
-                    threads.run(plan.backward.reduce, args, row_tasks, workers)
+                    call.tiles(ROW_BLOCK, block_k)
+                    threads.run(plan.backward["reduce"], args, row_tasks, workers)
                 if args[at.NON_FINITE] == 0:
                     break
+        finally:
+            give_back(memory)
         if gradients.dsinks is not None:
             # d lse / d sink is the sink's weight, 0 in a row that sees nothing at all.
             weight = np.exp(operands.sinks[None, :, None] - shift)
             gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)
 
 
-def _workers(operands: Operands, flops_a_pair: int) -> int:
+def _forward_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray, int, int]:
+    """The block for so many threads, its address, and the memory that a call needs: room for a copy, and scratch."""
+    from . import scratch, threads
+
+    tile, spec, args = plan.tile, plan.problem.spec, block.args.copy()
+    panel, n_q, heads = int(args[at.PANEL]), int(args[at.N_Q]), int(args[at.BATCH] * args[at.HEADS])
+    block_q, block_k = rounded(min(tile.block_q, n_q), panel), rounded(tile.block_k, int(at.STRIP))
+    block_k = min(block_k, rounded(int(args[at.N_K]), 4))
+    while block_q > panel and heads * -(-n_q // block_q) < 4 * workers:
+        block_q -= panel
+    layout = scratch.forward_layout(
+        block_q // panel, panel, block_k, spec.head_dim, spec.head_dim_v, ITEMSIZE[spec.lse_dtype]
+    )
+    tasks = heads * -(-n_q // block_q)
+    args[at.BLOCK_Q], args[at.BLOCK_K], args[at.TASKS] = block_q, block_k, tasks
+    args[at.WORKER], args[at.SCRATCH_BYTES] = plan.forward["worker"], _apart(layout[-1])
+    if workers > 1:
+        args[at.PARALLEL_FOR], args[at.SHARE] = threads.parallel_for()
+    return args, args.ctypes.data, at.HEADER + int(args[at.SCRATCH_BYTES]) * workers
+
+
+def _apart(size: int) -> int:
+    """Bytes from one thread's scratch memory to the next one's: no cache line of both, and not the same sets."""
+    return rounded(size, 64) + 64
+
+
+def _worth_threads(operands: Operands, flops_a_pair: int) -> bool:
     from . import threads
 
     pairs = operands.q.shape[0] * operands.q.shape[1] * operands.q.shape[2] * operands.k.shape[2]
-    return 1 if pairs * flops_a_pair < threads.SERIAL_FLOPS else threads.count()
+    return pairs * flops_a_pair >= threads.SERIAL_FLOPS
 
 
 def choose_tile(problem: Problem, profile: Any, direction: Direction) -> tuple[CpuTile, str]:

@@ -1,11 +1,8 @@
-"""One call as a kernel gets it: its argument block and its scratch memory.
-
-`template` holds what follows from the plan and from the sizes and strides of the operands, so it serves every call on
-arrays of the same form; `Call` adds to a copy what each call brings: addresses and numbers.
-"""
+"""One call as a kernel gets it: its argument block and its scratch memory."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,48 +26,41 @@ def rounded(n: int, step: int) -> int:
     return max(-(-n // step), 1) * step
 
 
-def template(plan: CpuPlan, operands: Operands, tile: CpuTile, modify: Any) -> np.ndarray:
-    """A block without addresses of arrays: strides, sizes, functions. `modify`: the pass's, or None."""
-    from .micro import addresses
-    from .vector import Block
+class Block:
+    """An argument block (arguments.py), complete but for the addresses of q, k, v, out and lse, the tiles' sizes and
+    the scratch memory: what follows from the plan and from sizes, strides and all other values of the operands.
 
-    args = np.zeros(at.SIZE, np.int64)
-    spec = plan.problem.spec
-    element, lanes = ("double", tile.lanes // 2) if spec.lse_dtype == "float64" else ("float", tile.lanes)
-    args[at.LANES], args[at.PANEL] = lanes, tile.vectors * lanes
-    storage = spec.dtype if spec.dtype in ("float16", "bfloat16") else ""
-    micro = addresses(Block(element, tile.rows, tile.vectors, lanes, storage))
-    for index, name in MICRO_KERNELS.items():
-        args[index] = micro[name]
-    for index, tensor in _tensors(operands):
-        args[index + 1 : index + 4] = _strides(tensor)
-    batch, heads, n_q, d = operands.q.shape
-    n_k = operands.k.shape[2]
-    args[at.BATCH], args[at.HEADS], args[at.GROUP] = batch, heads, spec.group
-    args[at.N_Q], args[at.N_K], args[at.DIM], args[at.DIM_V] = n_q, n_k, d, operands.v.shape[3]
-    if plan.classify is not None:
-        args[at.CLASSIFY] = plan.classify.address
-    # Groups larger than all tiles would only be halved again.
-    args[at.MAX_GROUP] = min(plan.max_group, 1 << max(n_q, n_k).bit_length())
-    if modify is not None:
-        args[at.MODIFY], args[at.HAS_SCORE] = modify.address, spec.score is not None
-    return args
+    `modify`: address of the pass's function, or 0. Keeps what its addresses point to alive, and no more.
+    """
 
+    def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: int) -> None:
+        from .micro import addresses
+        from .vector import Block as RegisterBlock
 
-class Call:
-    """The argument block of one call. Keeps what its addresses point to alive."""
-
-    def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: Any) -> None:
-        self.args = args = template(plan, operands, tile, modify)
-        self.alive: list[Any] = [operands]
+        self.args = args = np.zeros(at.SIZE, np.int64)
+        self.alive: list[np.ndarray] = []
         spec = plan.problem.spec
-        for index, tensor in _tensors(operands):
-            args[index] = self.address(tensor)
+        element, lanes = ("double", tile.lanes // 2) if spec.lse_dtype == "float64" else ("float", tile.lanes)
+        args[at.LANES], args[at.PANEL] = lanes, tile.vectors * lanes
+        storage = spec.dtype if spec.dtype in ("float16", "bfloat16") else ""
+        micro = addresses(RegisterBlock(element, tile.rows, tile.vectors, lanes, storage))
+        for index, name in MICRO_KERNELS.items():
+            args[index] = micro[name]
+        for index, tensor in tensors(operands):
+            args[index + 1 : index + 4] = _strides(tensor)
+        batch, heads, n_q, d = operands.q.shape
+        n_k = operands.k.shape[2]
+        args[at.BATCH], args[at.HEADS], args[at.GROUP] = batch, heads, spec.group
+        args[at.N_Q], args[at.N_K], args[at.DIM], args[at.DIM_V] = n_q, n_k, d, operands.v.shape[3]
         args[at.LENGTHS], args[at.OFFSETS] = self.address(operands.kv_lengths), self.address(operands.q_offset)
         self.double(at.SCALE, operands.scale)
         if operands.sinks is not None:
             args[at.SINKS] = self.address(np.ascontiguousarray(operands.sinks, spec.lse_dtype))
-        if modify is not None:
+        args[at.CLASSIFY] = plan.classify
+        # Groups larger than all tiles would only be halved again.
+        args[at.MAX_GROUP] = min(plan.max_group, 1 << max(n_q, n_k).bit_length())
+        if modify:
+            args[at.MODIFY], args[at.HAS_SCORE] = modify, spec.score is not None
             args[at.VALUES] = self.address(self.values(plan, operands))
         if operands.dropout_p:
             args[at.DROPOUT], args[at.THRESHOLD] = 1, dropout.threshold(operands.dropout_p)
@@ -82,13 +72,13 @@ class Call:
         return int(array.__array_interface__["data"][0])
 
     def tensor(self, index: Any, array: np.ndarray) -> None:
-        """Address and strides of one more tensor."""
+        """Address and strides of a tensor."""
         self.args[index : index + 4] = (self.address(array), *_strides(array))
 
     def double(self, index: Any, value: float) -> None:
         self.args[index] = np.float64(value).view(np.int64)
 
-    def block(self, block_q: int, block_k: int) -> None:
+    def tiles(self, block_q: int, block_k: int) -> None:
         self.args[at.BLOCK_Q], self.args[at.BLOCK_K] = block_q, block_k
 
     def values(self, plan: CpuPlan, operands: Operands) -> np.ndarray:
@@ -108,7 +98,8 @@ class Call:
         return np.array(entries, np.int64)
 
 
-def _tensors(operands: Operands) -> tuple[tuple[Any, np.ndarray], ...]:
+def tensors(operands: Operands) -> tuple[tuple[Any, np.ndarray], ...]:
+    """What the forward pass reads and writes, by the place in the block."""
     return (
         (at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.OUT, operands.out), (at.LSE, operands.lse),
     )  # fmt: skip
@@ -119,24 +110,29 @@ def _strides(array: np.ndarray) -> tuple[int, ...]:
     return array.strides[-4:-1] if array.ndim >= 4 else array.strides
 
 
-class Scratch:
-    """Scratch memory for all threads of a call, taken from the plan's few spare ones: fresh pages cost more than a
-    small call.
-    """
+class Memory:
+    """Scratch memory for all threads of a call, from an address that is a multiple of 64 on."""
 
-    def __init__(self, plan: CpuPlan, call: Call, size: int, workers: int) -> None:
-        self.plan, self.call, self.size, self.workers = plan, call, rounded(size, 64) + 64, workers
+    __slots__ = ("address", "array", "size")
 
-    def __enter__(self) -> None:
-        needed = self.size * self.workers + 64
-        try:
-            self.memory = self.plan.scratch.pop()
-        except IndexError:
-            self.memory = np.empty(needed, np.uint8)
-        if self.memory.size < needed:
-            self.memory = np.empty(needed, np.uint8)
-        start = self.call.address(self.memory)
-        self.call.args[at.SCRATCH], self.call.args[at.SCRATCH_BYTES] = start + -start % 64, self.size
+    def __init__(self, size: int) -> None:
+        self.array, self.size = np.empty(size + 64, np.uint8), size
+        start = int(self.array.__array_interface__["data"][0])
+        self.address = start + -start % 64
 
-    def __exit__(self, *error: Any) -> None:
-        self.plan.scratch.append(self.memory)
+
+_spare: deque[Memory] = deque(maxlen=16)
+"""Scratch memory that no call uses now, for any call: fresh pages cost more than a small one. What has become too
+small for the calls that come is let go."""
+
+
+def take(size: int) -> Memory:
+    """Memory of at least this size, the caller's own until it is given back."""
+    try:
+        memory = _spare.pop()
+    except IndexError:
+        return Memory(size)
+    return memory if memory.size >= size else Memory(size)
+
+
+give_back = _spare.append

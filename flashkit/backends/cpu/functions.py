@@ -1,14 +1,33 @@
-"""Scalar functions that generated code and kernels call under the names that expr.render uses."""
+"""What kernels and generated code are compiled with: Numba's options, the mark of their entries, and scalar functions
+under the names that expr.render uses.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.extending import register_jitable
+
+from . import scratch
 
 options = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+for layout in (scratch._end, scratch.forward_layout, scratch.backward_layout):
+    register_jitable(layout)
+
+
+def entry(signature: Any) -> Callable[[Any], Any]:
+    """Marks a function of a kernel's text that is called by address: specialise.py makes a C function of it."""
+
+    def mark(function: Any) -> Any:
+        function.signature = signature
+        return function
+
+    return mark
 
 
 @njit(**options)

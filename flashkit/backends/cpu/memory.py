@@ -121,6 +121,23 @@ def call_worker(typing: Any, function: Any, arguments: Any, thread: Any) -> Any:
 
 
 @intrinsic
+def call_parallel_for(
+    typing: Any,
+    parallel_for: Any,
+    function: Any,
+    first: Any,
+    count: Any,
+    step: Any,
+    data: Any,
+    inner_axes: Any,
+    arrays: Any,
+    threads: Any,
+) -> Any:
+    """The loop of a Numba threading layer, by address, as its generalised ufuncs call it."""
+    return types.void(*[_INT64] * 9), _indirect_call(8, ir.VoidType())
+
+
+@intrinsic
 def call_modify(
     typing: Any,
     function: Any,

@@ -6,27 +6,14 @@ by address, are compiled once for all of them.
 
 from __future__ import annotations
 
-import hashlib
-import threading
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from llvmlite import binding
 
-from . import specialise, vector
+from . import objects, vector
+from .objects import Object, machine
 from .vector import Block
-
-_lock = threading.Lock()
-_engines: list[Any] = []  # own the machine code
-
-
-@cache
-def machine() -> tuple[str, str, str]:
-    """Triple, name and features of this CPU by LLVM's names; LLVM is ready for it afterwards."""
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    return binding.get_process_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
 
 
 def assemble(block: Block, triple: str, cpu: str, features: str) -> tuple[Any, Any]:
@@ -47,21 +34,9 @@ def assemble(block: Block, triple: str, cpu: str, features: str) -> tuple[Any, A
 @cache
 def addresses(block: Block) -> dict[str, int]:
     """Address of each micro-kernel for the register block on this machine."""
-    with _lock:
-        key = f"{specialise.fingerprint()} {machine()} {block}"
-        path = specialise.folder() / f"micro_{hashlib.sha256(key.encode()).hexdigest()[:20]}.o"
-        if not path.exists():
-            module, target = assemble(block, *machine())
-            specialise.write(path, target.emit_object(module))
-        return _load(path)
+    return objects.functions("micro", str(block), lambda: _object(block))
 
 
-def _load(path: Path) -> dict[str, int]:
-    target = binding.Target.from_triple(machine()[0]).create_target_machine(
-        cpu=machine()[1], features=machine()[2], codemodel="jitdefault"
-    )
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target)
-    engine.add_object_file(binding.ObjectFileRef.from_data(path.read_bytes()))
-    engine.finalize_object()
-    _engines.append(engine)
-    return {name: engine.get_function_address(name) for name in vector.KERNELS}
+def _object(block: Block) -> Object:
+    module, target = assemble(block, *machine())
+    return Object(target.emit_object(module), tuple(vector.KERNELS))

@@ -6,8 +6,6 @@ lines and no kernel.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ... import expr
@@ -84,7 +82,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     visible = results[0] if spec.mask is None else f"({results[0]}) if ({results[1]}) else HIDDEN"
     slope = [f"            slopes[j, i] = {results[-1]}"] if with_slope else []
     return "\n".join([
-        "@cfunc(types.void(*[types.int64] * 11), cache=True, **options)",
+        "@entry(types.void(*[types.int64] * 11))",
         "def modify(tile_at, slopes_at, row_stride, count, width, b, h, row0, q0, k0, values):",
         "    tile = matrix(tile_at, count, width, row_stride, F_SIZE, F)",
         "    slopes = matrix(slopes_at, count, width, row_stride, F_SIZE, F)",
@@ -106,7 +104,7 @@ def _classify_function(spec: AttentionSpec) -> str:
     empty, full = expr.classify(spec.mask)
     lines, (is_empty, is_full) = expr.render([empty, full], "numba", "    ")
     return "\n".join([
-        "@cfunc(types.int64(*[types.int64] * 9), cache=True, **options)",
+        "@entry(types.int64(*[types.int64] * 9))",
         "def classify(b, h, row0, row1, q0, q1, k0, k1, values):",
         *_prelude(spec, _names([empty, full])),
         *lines,
@@ -116,7 +114,7 @@ def _classify_function(spec: AttentionSpec) -> str:
 
 def _head(spec: AttentionSpec) -> str:
     return f"""import numpy as np
-from numba import cfunc, types
+from numba import types
 from flashkit.backends.cpu.functions import *
 from flashkit.backends.cpu.memory import double_from_bits, integer_at, matrix, tensor3, tensor4, vector
 F, F_SIZE, I = np.{spec.lse_dtype}, {np.dtype(spec.lse_dtype).itemsize}, np.int64
@@ -125,20 +123,19 @@ HIDDEN = F(-np.inf)
 """
 
 
-def forward_function(spec: AttentionSpec) -> Any:
-    return specialise.load(
-        "modify", _head(spec) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n"
-    ).modify
+def forward_function(spec: AttentionSpec) -> int:
+    """Address of `modify` for the forward pass."""
+    text = _head(spec) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n"
+    return specialise.load("modify", text)["modify"]
 
 
-def backward_function(spec: AttentionSpec) -> Any:
-    return specialise.load(
-        "modify_backward", _head(spec) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
-    ).modify
+def backward_function(spec: AttentionSpec) -> int:
+    text = _head(spec) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
+    return specialise.load("modify_backward", text)["modify"]
 
 
-def classify_function(spec: AttentionSpec) -> Any:
-    return specialise.load("classify", _head(spec) + _classify_function(spec) + "\n").classify
+def classify_function(spec: AttentionSpec) -> int:
+    return specialise.load("classify", _head(spec) + _classify_function(spec) + "\n")["classify"]
 
 
 def max_group(spec: AttentionSpec) -> int:

@@ -1,18 +1,16 @@
-"""How a thread's scratch memory is laid out: byte offsets, used by the kernels and by the host that allocates it."""
+"""How a thread's scratch memory is laid out: byte offsets, used by the kernels (functions.py tells Numba of them) and
+by the host that allocates it.
+"""
 
 from __future__ import annotations
-
-from numba.extending import register_jitable
 
 ALIGNMENT = 64
 
 
-@register_jitable
 def _end(start: int, elements: int, itemsize: int) -> int:
     return (start + elements * itemsize + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-@register_jitable
 def forward_layout(
     panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int
 ) -> tuple[int, int, int, int, int, int, int, int]:
@@ -30,7 +28,6 @@ def forward_layout(
     return outputs, scores, keys, values, maxima, sums, rows, _end(rows, 3 * panel, itemsize)
 
 
-@register_jitable
 def backward_layout(
     block_q: int, block_k: int, d: int, dv: int, itemsize: int
 ) -> tuple[int, int, int, int, int, int, int, int, int, int]:

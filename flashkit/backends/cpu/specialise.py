@@ -1,30 +1,26 @@
-"""Kernels made at run time: a kernel's text behind a head of constants, written to the cache directory and imported
-from there.
+"""Kernels made at run time: a kernel's text behind a head of constants, compiled by Numba to an object file.
 
-Numba's disk cache works for module-level functions of a file that stays where it is. So a specialised kernel is
-such a file, named by the hash of its text and of every source that is compiled into it: a changed source is a new
-file, and never a stale kernel.
+Numba's own disk cache would have every later process import Numba, which takes longer than all else before the
+first result. So its optimised LLVM module is taken from it and kept as an object file (objects.py), named by the
+hash of the text and of every source that is compiled into it: a changed source is a new file, and never a stale
+kernel.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import pickle
-import sys
-import threading
+import ctypes
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 
-from ... import cachedir
+from . import objects
+from .objects import Object
 
 _HERE = Path(__file__).parent
-_lock = threading.RLock()
 
 _CONVERSIONS = {
     "float64": ("float64", "float64_to_float64", "float64_to_float64"),
@@ -33,61 +29,21 @@ _CONVERSIONS = {
     "bfloat16": ("uint16", "bfloat16_to_float32", "float32_to_bfloat16"),
 }
 
-
-@cache
-def fingerprint() -> str:
-    """Of all sources that end up in a kernel, and of the compiler."""
-    import llvmlite
-    import numba
-
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {np.__version__}".encode())
-    for path in sorted(_HERE.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+_SETTINGS = (
+    "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_LOOP_VECTORIZE",
+    "NUMBA_SLP_VECTORIZE", "NUMBA_DISABLE_INTEL_SVML", "NUMBA_INTEL_SVML",
+)  # fmt: skip
+"""Variables of the environment that change what Numba makes."""
 
 
-def folder() -> Path:
-    """Where this backend keeps what it compiles."""
-    return cachedir.folder("cpu")
-
-
-write = cachedir.write
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While one process compiles this module the others wait, and then read what it wrote."""
-    if any((path.parent / "__pycache__").glob(f"{path.stem}.*.nbi")):  # compiled before: nothing to wait for
-        yield
-        return
-    with cachedir.alone(path):
-        yield
+def load(kind: str, text: str) -> dict[str, int]:
+    """Addresses of the functions that the text marks by @entry (functions.py), compiled now or before."""
+    settings = [(name, os.environ[name]) for name in _SETTINGS if name in os.environ]
+    return objects.functions(kind, f"{settings} {text}", lambda: compiled(kind, text))
 
 
 @cache
-def load(kind: str, text: str) -> ModuleType:
-    """The module with this text, compiled now or before."""
-    name = f"{kind}_{hashlib.sha256((fingerprint() + text).encode()).hexdigest()[:20]}"
-    path = folder() / f"{name}.py"
-    with _lock, _alone(path):
-        if not path.exists():
-            write(path, text.encode())
-        found = importlib.util.spec_from_file_location(f"flashkit_kernels.{name}", path)
-        assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        sys.modules[found.name] = module  # where Numba looks when it reads its cache
-        try:
-            found.loader.exec_module(module)
-        except (EOFError, pickle.UnpicklingError):
-            # What a full disk or a killed process left: compiled again.
-            for damaged in path.parent.rglob(f"{name}.*.nbi"):
-                damaged.unlink(missing_ok=True)
-            found.loader.exec_module(module)
-        return module
-
-
-@cache
-def kernel(name: str, dtype: str) -> ModuleType:
+def kernel(name: str, dtype: str) -> dict[str, int]:
     """kernels/<name>.py for a storage dtype."""
     storage, widen, narrow = _CONVERSIONS[dtype]
     compute = "float64" if dtype == "float64" else "float32"
@@ -103,5 +59,104 @@ IN_PLACE = {storage == compute}
 
 
 @cache
-def launcher() -> ModuleType:
-    return load("launch", (_HERE / "kernels" / "launch.py").read_text())
+def launcher() -> dict[str, int]:
+    """kernels/launch.py for this Python."""
+    address, probe = object.__basicsize__, np.empty(1)
+    if ctypes.c_ssize_t.from_address(id(probe) + address).value != probe.ctypes.data:
+        raise RuntimeError(
+            "this Python does not lay out NumPy arrays as CPython does; flashkit's CPU kernels need that"
+        )
+    head = f"ADDRESS = {address}\n\n"
+    return load("launch", head + (_HERE / "kernels" / "launch.py").read_text())
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+
+def compiled(kind: str, text: str) -> Object:
+    """The text's entries, each a C function under its own name, and all that they call, as one object."""
+    from llvmlite import binding
+    from numba.core import compiler
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    from .functions import options
+
+    module: dict[str, Any] = {"__name__": f"flashkit_kernels.{kind}"}
+    exec(compile(text, f"<flashkit {kind}>", "exec"), module)
+    entries = {name: f for name, f in module.items() if hasattr(f, "signature")}
+    flags = compiler.Flags()
+    flags.nrt = flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+    flags.error_model = options["error_model"]
+    with global_compiler_lock:
+        typing, target = cpu_target.typing_context, cpu_target.target_context
+        library = target.codegen().create_library(kind)
+        results = {
+            name: compiler.compile_extra(typing, target, f, f.signature.args, f.signature.return_type, flags, {})
+            for name, f in entries.items()
+        }
+        from llvmlite import ir
+
+        library.add_ir_module(_exports(ir, target, results))
+        for result in results.values():
+            library.add_linking_library(result.library)
+        library.finalize()
+        linked = library._final_module
+        for name in [*linked.functions, *linked.global_variables]:
+            if not name.is_declaration and name.name not in entries:
+                name.linkage = "internal"
+        manager = binding.create_new_module_pass_manager()
+        manager.add_global_dead_code_eliminate_pass()
+        manager.run(linked, binding.create_pass_builder(target.codegen()._tm, binding.create_pipeline_tuning_options()))
+        code = target.codegen()._tm.emit_object(linked)
+        foreign = [f.name for f in linked.functions if f.is_declaration and not f.name.startswith("llvm.")]
+    return Object(code, tuple(entries), not all(map(_in_process, foreign)))
+
+
+def _exports(ir: Any, target: Any, results: dict[str, Any]) -> Any:
+    """For each entry a C function of its name, over 64-bit integers, that calls what Numba compiled.
+
+    Arrays in kernels are views of addresses and own nothing, so counting references to them does nothing. Kernels do
+    not raise; one that did would have computed nonsense, and ends the process with a message.
+    """
+    module = ir.Module("exports")
+    pointer, void = ir.IntType(8).as_pointer(), ir.VoidType()
+    for name in ("NRT_incref", "NRT_decref"):
+        ir.IRBuilder(ir.Function(module, ir.FunctionType(void, [pointer]), name).append_basic_block()).ret_void()
+    fatal = ir.Function(module, ir.FunctionType(void, [pointer]), "Py_FatalError")
+    for name, result in results.items():
+        signature, described = result.signature, result.fndesc
+        native = target.declare_function(module, described)
+        returns = target.get_value_type(signature.return_type)
+        nothing = str(signature.return_type) == "none"
+        function = ir.Function(
+            module, ir.FunctionType(void if nothing else returns, [ir.IntType(64)] * len(signature.args)), name
+        )
+        builder = ir.IRBuilder(function.append_basic_block())
+        status, value = target.call_conv.call_function(
+            builder, native, signature.return_type, signature.args, function.args
+        )
+        with builder.if_then(status.is_error, likely=False):
+            said = bytearray(f"flashkit: the kernel function {name} raised\0".encode())
+            text = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), len(said)), f"raised.{name}")
+            text.initializer, text.global_constant, text.linkage = ir.Constant(text.value_type, said), True, "internal"
+            builder.call(fatal, [builder.bitcast(text, pointer)])
+        builder.ret_void() if nothing else builder.ret(value)
+    return module
+
+
+def _in_process(name: str) -> bool:
+    """Whether the process has a function of this name without Numba: C's library, its mathematics, Python's."""
+    return any(hasattr(library, name) for library in _libraries())
+
+
+@cache
+def _libraries() -> tuple[ctypes.CDLL, ...]:
+    def opened() -> Iterator[ctypes.CDLL]:
+        for name in (None, "libm.so.6"):
+            try:
+                yield ctypes.CDLL(name)
+            except (OSError, TypeError):  # TypeError: Windows has no library that stands for the process
+                continue
+
+    return (*opened(), ctypes.pythonapi)

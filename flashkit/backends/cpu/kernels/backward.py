@@ -13,10 +13,10 @@ before this text (see forward.py).
 """
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import options
+from flashkit.backends.cpu.functions import entry, options
 from flashkit.backends.cpu.memory import (
     call_pack,
     call_product,
@@ -137,7 +137,7 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
     return finite & finish(dvs, tokens(args, DV, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE))
 
 
-@cfunc(types.void(types.int64, types.int64), cache=True, **options)
+@entry(types.void(types.int64, types.int64))
 def prepare(address, thread):
     """delta = rowsum(dO * O) - dlse, and the log-sum-exp with +inf for rows without keys, whose weights so become 0."""
     args = vector(address, SIZE, 8, np.int64)
@@ -164,7 +164,7 @@ def prepare(address, thread):
             shift[i] = np.inf if empty else lse[i]
 
 
-@cfunc(types.void(types.int64, types.int64), cache=True, **options)
+@entry(types.void(types.int64, types.int64))
 def worker(address, thread):
     """Draw parts of key/value heads until none is left. A part takes every SPLITS-th key tile, so causal parts
     weigh the same.
@@ -190,7 +190,7 @@ def worker(address, thread):
                 args[NON_FINITE] = 1
 
 
-@cfunc(types.void(types.int64, types.int64), cache=True, **options)
+@entry(types.void(types.int64, types.int64))
 def reduce(address, thread):
     """dQ from the sums of the parts, always added in the same order."""
     args = vector(address, SIZE, 8, np.int64)

@@ -12,10 +12,10 @@ this text.
 """
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
-from flashkit.backends.cpu.functions import options
+from flashkit.backends.cpu.functions import entry, options
 from flashkit.backends.cpu.memory import (
     call_column_max,
     call_exponentials,
@@ -186,7 +186,7 @@ def forward_block(args, b, h, first, count, scratch, careful):
     return finite
 
 
-@cfunc(types.void(types.int64, types.int64), cache=True, **options)
+@entry(types.void(types.int64, types.int64))
 def worker(address, thread):
     """Draw blocks of queries until none is left; the last rows first, which under a causal mask see the most."""
     args = vector(address, SIZE, 8, np.int64)
