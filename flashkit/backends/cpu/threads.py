@@ -85,7 +85,7 @@ def layer() -> str | None:
 
 def run(worker: int, arguments: np.ndarray, tasks: int, threads: int) -> None:
     """Run `worker` (address of a C function of the argument block and a thread's number) until its `tasks` are done."""
-    threads = min(threads, tasks)
+    threads = max(1, min(threads, tasks))
     arguments[WORKER], arguments[TASKS] = worker, tasks
     if threads > 1:
         arguments[PARALLEL_FOR], arguments[SHARE] = parallel_for()
