@@ -32,6 +32,7 @@ class SimtTile:
     threads_y: int
     chunk: int = 32
     keys: int = 32
+    unroll: int = 1
     blocks: int = 1  # that are to fit on a multiprocessor at once by their registers
 
     @property
@@ -42,7 +43,7 @@ class SimtTile:
         """For the head of the kernel's text."""
         names = {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "TX": self.threads_x, "TY": self.threads_y,
-            "CHUNK": self.chunk, "KEYS": self.keys, "BLOCKS_PER_SM": self.blocks,
+            "CHUNK": self.chunk, "KEYS": self.keys, "UNROLL": self.unroll, "BLOCKS_PER_SM": self.blocks,
         }  # fmt: skip
         return (*names.items(), *((("BACKWARD_KEYS", part == "keys"),) if part != "forward" else ()))
 

@@ -5,6 +5,7 @@
 //     TX, TY     threads of a block: TX along the columns of a tile, TY along its rows
 //     CHUNK      columns of two operands that are multiplied at once in scores(); a multiple of 4
 //     KEYS       rows of an operand that are multiplied at once in accumulate(); a multiple of 4
+//     UNROLL     fours of a chunk, or of the keys, whose loads the compiler may put before their multiplications
 //
 // Thread (ty, tx) holds of a tile M x N the rows ty + TY * i and the columns tx + TX * j, and of sums M x DIM the same
 // rows and the columns 4 * (tx + TX * j) ... + 3. So neighbouring threads read neighbouring words of shared memory, and
@@ -25,6 +26,7 @@ DEVICE const Four<fk_float>& four_at(const fk_float* p) { return *reinterpret_ca
 
 constexpr int blocks_of(int n, int size) { return (n + size - 1) / size; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }  // the next one up
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 //
@@ -74,23 +76,26 @@ DEVICE void wait_async() {
 
 // Rows first ... first + ROWS - 1 and columns column ... column + WIDTH - 1 of an operand with DIM columns; what does
 // not exist becomes 0. In fours where addresses allow it, else one by one.
-template <int ROWS, int WIDTH, int DIM>
-DEVICE void load_tile(const Rows& source, int first, int column, fk_float* target, int pitch) {
-    constexpr int PIECES = WIDTH / 4, BYTES = 4 * (int)sizeof(storage), UNIT = BYTES < 16 ? BYTES : 16;
-    const long long token_bytes = source.token * (long long)sizeof(storage);
-    if (DIM % 4 == 0 && ((size_t)source.data | (size_t)token_bytes) % UNIT == 0) {
-#pragma unroll 4
-        for (int piece = threadIdx.x; piece < ROWS * PIECES; piece += THREADS) {
-            const int row = piece / PIECES, at = piece % PIECES * 4;
-            const bool exists = first + row < source.count && column + at < DIM;
-            const storage* from = exists ? source.data + (first + row) * source.token + column + at : source.data;
-            fk_float* to = target + row * pitch + at;
+template <int ROWS, int WIDTH, int DIM, int PITCH>
+DEVICE void load_tile(const Rows& source, int first, int column, fk_float* target) {
+    constexpr int BYTES = 4 * (int)sizeof(storage), UNIT = BYTES < 16 ? BYTES : 16;
+    if (DIM % 4 == 0 && ((size_t)source.data | (size_t)(source.token * (long long)sizeof(storage))) % UNIT == 0) {
+        // A thread stays in its column and goes down in steps, so an address is one addition.
+        constexpr int ACROSS = power_of_two(WIDTH / 4), STEP = THREADS / ACROSS;
+        const int row = threadIdx.x / ACROSS, at = threadIdx.x % ACROSS * 4;
+        if (WIDTH / 4 < ACROSS && at >= WIDTH) return;
+        const int exist = column + at < DIM ? source.count - first - row : 0;  // rows from here on
+        const storage* from = source.data + (first + row) * source.token + column + at;
+        fk_float* to = target + row * PITCH + at;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += STEP, from += STEP * source.token, to += STEP * PITCH) {
+            if (ROWS % STEP != 0 && row + i >= ROWS) break;
             if constexpr (ASYNC) {
 #pragma unroll
-                for (int byte = 0; byte < BYTES; byte += 16) copy_async<16>((char*)to + byte, (const char*)from + byte, exists);
+                for (int byte = 0; byte < BYTES; byte += 16) copy_async<16>((char*)to + byte, (const char*)from + byte, i < exist);
             } else {
                 Four<storage> given{};
-                if (exists) given = *reinterpret_cast<const Four<storage>*>(from);
+                if (i < exist) given = *reinterpret_cast<const Four<storage>*>(from);
                 Four<fk_float> wide;
 #pragma unroll
                 for (int e = 0; e < 4; ++e) wide.part[e] = widen(given.part[e]);
@@ -103,12 +108,22 @@ DEVICE void load_tile(const Rows& source, int first, int column, fk_float* targe
             const int row = at / WIDTH, d = at % WIDTH;
             const bool exists = first + row < source.count && column + d < DIM;
             const storage* from = exists ? source.data + (first + row) * source.token + column + d : source.data;
-            fk_float* to = target + row * pitch + d;
+            fk_float* to = target + row * PITCH + d;
             if constexpr (ASYNC) copy_async<sizeof(storage)>(to, from, exists);
             else *to = exists ? widen(*from) : (fk_float)0;
         }
     }
 }
+
+// --- exponentials -------------------------------------------------------------------------------------------------------
+
+// 2^x for a weight: what is below the smallest normal number, relative to the largest weight of the row, is 0.
+DEVICE float weight_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE double weight_of(double x) { return exp2(x); }
 
 // --- products ---------------------------------------------------------------------------------------------------------
 
@@ -123,21 +138,21 @@ DEVICE void scores(const Rows& a, const Rows& b, fk_float (&s)[M / TY][N / TX], 
         for (int j = 0; j < N / TX; ++j) s[i][j] = 0;
 
     __syncthreads();
-    load_tile<M, CHUNK, DIM>(a, 0, 0, stages, CHUNK_PITCH);
-    load_tile<N, CHUNK, DIM>(b, 0, 0, stages + M * CHUNK_PITCH, CHUNK_PITCH);
+    load_tile<M, CHUNK, DIM, CHUNK_PITCH>(a, 0, 0, stages);
+    load_tile<N, CHUNK, DIM, CHUNK_PITCH>(b, 0, 0, stages + M * CHUNK_PITCH);
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         wait_async();
         __syncthreads();
         if (chunk + 1 < CHUNKS) {
             fk_float* next = stages + (chunk + 1) % 2 * STAGE;
-            load_tile<M, CHUNK, DIM>(a, 0, (chunk + 1) * CHUNK, next, CHUNK_PITCH);
-            load_tile<N, CHUNK, DIM>(b, 0, (chunk + 1) * CHUNK, next + M * CHUNK_PITCH, CHUNK_PITCH);
+            load_tile<M, CHUNK, DIM, CHUNK_PITCH>(a, 0, (chunk + 1) * CHUNK, next);
+            load_tile<N, CHUNK, DIM, CHUNK_PITCH>(b, 0, (chunk + 1) * CHUNK, next + M * CHUNK_PITCH);
         }
         const fk_float* rows_a = stages + chunk % 2 * STAGE + ty * CHUNK_PITCH;
         const fk_float* rows_b = stages + chunk % 2 * STAGE + (M + tx) * CHUNK_PITCH;
         const int width = DIM - chunk * CHUNK < CHUNK ? DIM - chunk * CHUNK : CHUNK;
-#pragma unroll 2
+#pragma unroll UNROLL
         for (int d = 0; d < width; d += 4) {
             Four<fk_float> x[M / TY];
 #pragma unroll
@@ -174,12 +189,12 @@ DEVICE void accumulate(const fk_float* weights, const Rows& b, fk_float (&sums)[
     const fk_float* w = weights + ty * weights_pitch(N);
 
     __syncthreads();
-    load_tile<KEYS, PITCH, DIM>(b, 0, 0, stages, PITCH);
+    load_tile<KEYS, PITCH, DIM, PITCH>(b, 0, 0, stages);
 #pragma unroll 1
     for (int first = 0, stage = 0; first < b.count; first += KEYS, stage ^= 1) {
         wait_async();
         __syncthreads();
-        if (first + KEYS < b.count) load_tile<KEYS, PITCH, DIM>(b, first + KEYS, 0, stages + (stage ^ 1) * STAGE, PITCH);
+        if (first + KEYS < b.count) load_tile<KEYS, PITCH, DIM, PITCH>(b, first + KEYS, 0, stages + (stage ^ 1) * STAGE);
         const fk_float* rows = stages + stage * STAGE + 4 * tx;
         if (careful) {
 #pragma unroll 1
@@ -196,7 +211,7 @@ DEVICE void accumulate(const fk_float* weights, const Rows& b, fk_float (&sums)[
             }
             continue;
         }
-#pragma unroll 2
+#pragma unroll UNROLL
         for (int k = 0; k < KEYS; k += 4) {
             Four<fk_float> x[M / TY];
 #pragma unroll

@@ -36,21 +36,25 @@ DEVICE void weights_and_gradients(const Params& p, int state, fk_float (&s)[ROWS
         for (int j = 0; j < COLUMNS_EACH; ++j) s[i][j] *= (fk_float)p.scale;
     modify_tile<ROWS, COLUMNS, BACKWARD_KEYS, true>(p, state, s, slope, b, h, row0, p.n_q, k0, n_k);
     if constexpr (HAS_DROPOUT) drop_tile<ROWS, COLUMNS, BACKWARD_KEYS>(p, dp, b, h, row0, k0);
+    constexpr int QUERIES_EACH = BACKWARD_KEYS ? COLUMNS_EACH : ROWS_EACH;
+    fk_float shift[QUERIES_EACH], delta[QUERIES_EACH];
+#pragma unroll
+    for (int x = 0; x < QUERIES_EACH; ++x) {
+        const long long row = row0 + (BACKWARD_KEYS ? tx + x * TX : ty + x * TY);
+        shift[x] = row < p.n_q ? *row_at<const fk_float>(p.shift, b, h, row) : INFINITE;
+        delta[x] = row < p.n_q ? *row_at<const fk_float>(p.delta, b, h, row) : (fk_float)0;
+    }
 #pragma unroll
     for (int i = 0; i < ROWS_EACH; ++i)
 #pragma unroll
         for (int j = 0; j < COLUMNS_EACH; ++j) {
-            const long long row = row0 + (BACKWARD_KEYS ? tx + j * TX : ty + i * TY);
-            const bool exists = row < p.n_q;
-            const fk_float shift = exists ? *row_at<const fk_float>(p.shift, b, h, row) : INFINITE;
-            const fk_float delta = exists ? *row_at<const fk_float>(p.delta, b, h, row) : (fk_float)0;
-            s[i][j] = fk_exp2((s[i][j] - shift) * LOG2E);
-            fk_float gradient = s[i][j] * (dp[i][j] - delta) * (fk_float)p.scale;
+            const int x = BACKWARD_KEYS ? j : i;
+            s[i][j] = weight_of((s[i][j] - shift[x]) * LOG2E);
+            fk_float gradient = s[i][j] * (dp[i][j] - delta[x]) * (fk_float)p.scale;
             if constexpr (HAS_SCORE) gradient *= slope[i][j];
             dp[i][j] = s[i][j] == 0 ? (fk_float)0 : gradient;
         }
 }
-
 
 // dK and dV of one tile of keys.
 DEVICE void keys_tile(const Params& p, fk_float* stages, fk_float* weights) {

@@ -31,11 +31,11 @@ DEVICE void online_softmax(fk_float (&s)[ROWS_EACH][KEYS_EACH], fk_float (&m)[RO
         top = across_row(top, [](fk_float a, fk_float b) { return a < b ? b : a; });
         // A query that has seen no key yet keeps the shift 0, so that -inf - shift stays -inf.
         const fk_float shift = top == HIDDEN ? (fk_float)0 : top;
-        const fk_float factor = fk_exp2((m[i] - shift) * LOG2E);
+        const fk_float factor = weight_of((m[i] - shift) * LOG2E);
         fk_float sum = 0;
 #pragma unroll
         for (int j = 0; j < KEYS_EACH; ++j) {
-            s[i][j] = fk_exp2((s[i][j] - shift) * LOG2E);
+            s[i][j] = weight_of((s[i][j] - shift) * LOG2E);
             sum += s[i][j];
         }
         m[i] = top;
@@ -59,8 +59,8 @@ DEVICE bool finish(const Params& p, long long b, long long h, long long row0, fk
             if (sink != HIDDEN) {
                 const fk_float old = top;
                 top = old < sink ? sink : old;
-                factor[i] = fk_exp2((old - top) * LOG2E);
-                sum = sum * factor[i] + fk_exp2((sink - top) * LOG2E);
+                factor[i] = weight_of((old - top) * LOG2E);
+                sum = sum * factor[i] + weight_of((sink - top) * LOG2E);
             }
         }
         const bool empty = sum == 0;  // no key is visible
