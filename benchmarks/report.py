@@ -1,19 +1,23 @@
-"""The README's table and plots from the result files of `flashkit bench`.
+"""The README's tables, plots and the list of goals from the result files of `flashkit bench`.
 
     flashkit bench --output benchmarks/results/cpu.jsonl     measure
-    python benchmarks/report.py                              put the table between the README's markers
-    python benchmarks/report.py --plots benchmarks/plots     and draw plots (pip install "flashkit[plot]")
+    python benchmarks/report.py                              put the tables between the README's markers
+    python benchmarks/report.py --plots docs/plots           and draw plots (pip install "flashkit[plot]")
+    python benchmarks/report.py --check                      say which goals are met; exit status 1 if one is not
 
-Of each file in benchmarks/results the last run counts. The table holds ratios and memory: how long something takes on
-one CPU says little about another, how many times as fast it is than a peer that runs in turns with it says more.
+Of each file in benchmarks/results the last run counts. The tables hold ratios, errors and memory: how long something
+takes on one CPU says little about another, how many times as fast it is than a peer that runs in turns with it says
+more.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from flashkit.bench import Line, read
 
@@ -30,30 +34,99 @@ def runs(results: Path = RESULTS) -> list[list[Line]]:
 
 
 EXPLANATION = """How many times as fast flashkit is: the median over rounds in which all took turns in one process;
-"backward" is the pull-back alone. Memory is what resident memory grows by at its peak, results included, in a forward
-pass, or in a forward and a backward pass."""
+"backward" is the pull-back alone. Four figures are of head dims 64, 64 causal, 128, 128 causal, 8 heads; one figure is
+their geometric mean. Shares are of a rate measured in the same rounds: sgemm is PyTorch's matrix product, dense is
+flashkit without the mask (for the visible pairs), read is a loop that reads as many bytes. Memory is what resident
+memory grows by at its peak, results included, in a forward pass, or in a forward and a backward pass. Errors are the
+root mean square of the difference from float64, over that of the values, the largest of all sizes."""
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+SHAPES = [(64, False), (64, True), (128, False), (128, True)]
+"""Head dim and causality of the cases that share a row."""
 
 
-def table(lines: Sequence[Line]) -> str:
-    """One run as Markdown."""
+def in_grid(line: Line) -> bool:
+    """Whether it is a case of plain or causal self-attention in 8 heads, as the tables by length have them."""
+    case = line.case
+    plain = case.n_k is None and case.group == 1 and (case.batch, case.heads) == (1, 8) and not case.masked
+    return plain and (case.head_dim, case.causal) in SHAPES and case.n_q >= 512
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
+    """The first `left` columns aligned to the left, the rest to the right."""
+    rule = ["---" if i < left else "---:" for i in range(len(head))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+
+def table_by_length(lines: Sequence[Line]) -> str:
+    """Self-attention: a row for each dtype, pass and length; all four figures for PyTorch, a mean for other peers."""
+    groups: dict[tuple[str, str, int], list[Line]] = {}
+    for line in filter(in_grid, lines):
+        groups.setdefault((line.case.dtype, line.direction, line.case.n_q), []).append(line)
+    peers = [name for name in PEERS if any(name in line.times_as_fast for line in lines if in_grid(line))]
+    peers.sort(key=lambda name: name != "torch")
+    rows = []
+    for (dtype, direction, n), members in groups.items():
+        row = [dtype, direction, str(n)]
+        for peer in peers:
+            ratios = {
+                (x.case.head_dim, x.case.causal): x.times_as_fast[peer]["median"]
+                for x in members if peer in x.times_as_fast
+            }  # fmt: skip
+            shown = [f"{ratios[s]:.2f}" if s in ratios else "-" for s in SHAPES] if peer == "torch" else []
+            row.append(", ".join(shown) if shown else f"{mean(ratios.values()):.1f}" if ratios else "")
+        sgemm = [x.yardsticks["sgemm"]["median"] for x in members if "sgemm" in x.yardsticks]
+        rows.append([*row, f"{min(sgemm):.2f}" if sgemm else ""])
+    head = ["dtype", "pass", "tokens", *(f"x {PEERS[name]}" for name in peers), "of sgemm, least"]
+    return markdown_table(head, rows, 3) if rows else ""
+
+
+def table_of_others(lines: Sequence[Line]) -> str:
+    """A row for each case that is not in the table by length."""
+    lines = [line for line in lines if not in_grid(line)]
     peers = [name for name in PEERS if any(name in line.times_as_fast for line in lines)]
-    head = ["problem", "pass", *(f"x {PEERS[name]}" for name in peers), "memory", "plain NumPy's"]
-    rows = [head, ["---", "---", *("---:" for _ in peers), "---:", "---:"]]
+    rows = []
     for line in lines:
-        ratios = [f"{line.times_as_fast[name]['median']:.1f}" if name in line.times_as_fast else "" for name in peers]
-        rows.append([line.case.label, line.direction, *ratios, *_memory(line)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        ratios = [f"{line.times_as_fast[name]['median']:.2f}" if name in line.times_as_fast else "" for name in peers]
+        shares = ", ".join(f"{line.yardsticks[x]['median']:.2f} {x}" for x in SHOWN_SHARES if x in line.yardsticks)
+        rows.append([line.case.label, line.direction, *ratios, shares])
+    return markdown_table(["problem", "pass", *(f"x {PEERS[name]}" for name in peers), "share of"], rows, 2)
 
 
-def _memory(line: Line) -> tuple[str, str]:
-    ours, plain = line.memory.get("flashkit"), line.memory.get("numpy")
-    if ours is None:
-        return "", ""
-    theirs = "" if plain is None else f"{plain / 2**20:.0f} MiB, {plain / ours:.0f} times"
-    return f"{ours / 2**20:.1f} MiB", theirs
+SHOWN_SHARES = ("dense", "read")
+
+
+def table_of_errors(lines: Sequence[Line]) -> str:
+    """A row for each dtype and result: the largest error of flashkit and of PyTorch, and the largest ratio of two."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for line in lines:
+        ours, theirs = line.errors.get("flashkit", {}), line.errors.get("torch", {})
+        for name in ours.keys() & theirs.keys():
+            found.setdefault((line.case.dtype, name), []).append((ours[name], theirs[name]))
+    order = {name: i for i, name in enumerate(("float32", "bfloat16", "float16", "float64", "out", "dq", "dk", "dv"))}
+    rows = [
+        [*key, *(f"{max(column):.2g}" for column in zip(*pairs)), f"{max(a / b for a, b in pairs):.2f}"]
+        for key, pairs in sorted(found.items(), key=lambda item: [order[name] for name in item[0]])
+    ]
+    return markdown_table(["dtype", "result", "error", "PyTorch's", "largest ratio"], rows, 2) if rows else ""
+
+
+def table_of_memory(lines: Sequence[Line]) -> str:
+    rows = []
+    for line in lines:
+        if (ours := line.memory.get("flashkit")) is not None:
+            plain = line.memory.get("numpy")
+            theirs = "" if plain is None else f"{plain / 2**20:.0f} MiB, {plain / max(ours, 1):.0f} times"
+            rows.append([line.case.label, line.direction, f"{ours / 2**20:.1f} MiB", theirs])
+    return markdown_table(["problem", "pass", "memory", "plain NumPy's"], rows, 2) if rows else ""
+
+
+def mean(ratios: Iterable[float]) -> float:
+    """The geometric one."""
+    logs = [math.log(x) for x in ratios]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
 def markdown(results: Path = RESULTS) -> str:
@@ -64,7 +137,8 @@ def markdown(results: Path = RESULTS) -> str:
         versions = machine["versions"]
         packages = [f"{name} {versions[name]}" for name in ("flashkit", *PEERS, "numba", "blas") if name in versions]
         device = f"**{machine['device']}**, {_vectors(machine['features'])}{machine['threads']} threads"
-        parts += [f"{device}; {', '.join(packages)}; {lines[0].run[:10]}.", table(lines)]
+        tables = (table_by_length(lines), table_of_others(lines), table_of_errors(lines), table_of_memory(lines))
+        parts += [f"{device}; {', '.join(packages)}; {lines[0].run[:10]}.", *filter(None, tables)]
     return "\n\n".join([*parts, EXPLANATION]) if parts else "No results are stored yet."
 
 
@@ -81,6 +155,132 @@ def insert(text: str, content: str) -> str:
     if not start or not end:
         raise ValueError(f"the text has no {START} ... {END}")
     return f"{before}{START}\n{content}\n{END}{after}"
+
+
+# --- the goals --------------------------------------------------------------------------------------------------------
+
+
+class Goal(NamedTuple):
+    """A figure of some lines and its bound; every line's figure must keep it, or with `of_mean` their geometric mean.
+
+    figure: None where the line has not what it takes.
+    """
+
+    what: str
+    lines: Callable[[Line], bool]
+    figure: Callable[[Line], float | None]
+    bound: float
+    at_most: bool = False
+    of_mean: bool = False
+    unit: str = ""
+
+    def verdict(self, lines: Sequence[Line]) -> tuple[bool, str]:
+        """Whether it is met, and a line that says so."""
+        measured = [(x, line) for line in lines if self.lines(line) and (x := self.figure(line)) is not None]
+        bound = f"{'at most' if self.at_most else 'at least'} {self.bound:g}{self.unit}"
+        if not measured:
+            return False, f"NOT MEASURED  {self.what}: {bound}"
+        if self.of_mean:
+            figure, where = mean(x for x, _ in measured), f"mean of {len(measured)}"
+        else:
+            figure, line = (max if self.at_most else min)(measured, key=lambda pair: pair[0])
+            short = sum(x > self.bound if self.at_most else x < self.bound for x, _ in measured)
+            where = f"{line.case.label}, {line.direction}; {len(measured) - short} of {len(measured)} cases keep it"
+        met = figure <= self.bound if self.at_most else figure >= self.bound
+        verdict = "met         " if met else "MISSED      "
+        return met, f"{verdict}  {self.what}: {figure:.3g}{self.unit}, {bound} ({where})"
+
+
+def _of(dtype: str, direction: str) -> Callable[[Line], bool]:
+    return lambda line: in_grid(line) and (line.case.dtype, line.direction) == (dtype, direction)
+
+
+def _torch(line: Line) -> float | None:
+    return line.times_as_fast["torch"]["median"] if "torch" in line.times_as_fast else None
+
+
+def _share(name: str) -> Callable[[Line], float | None]:
+    return lambda line: line.yardsticks[name]["median"] if name in line.yardsticks else None
+
+
+def _later(name: str, than: str) -> Callable[[Line], float | None]:
+    """Microseconds by which one call takes longer than another."""
+
+    def figure(line: Line) -> float | None:
+        if not {name, than} <= line.timings.keys():
+            return None
+        return 1e6 * (line.timings[name]["median"] - line.timings[than]["median"])
+
+    return figure
+
+
+def _worse(line: Line) -> float | None:
+    """The largest ratio of flashkit's error to PyTorch's."""
+    ours, theirs = line.errors.get("flashkit", {}), line.errors.get("torch", {})
+    return max((ours[name] / theirs[name] for name in ours if theirs.get(name)), default=None)
+
+
+def _against_dense(line: Line) -> float | None:
+    share = _share("dense")(line)
+    return None if share is None else 1 / share
+
+
+def _small(*lengths: int) -> Callable[[Line], bool]:
+    return lambda line: line.case.n_q in lengths and line.case.n_k is None
+
+
+def goals(features: Iterable[str]) -> list[Goal]:
+    """What the CPU backend is to reach. Without AMX, bfloat16 is to be no slower than PyTorch."""
+    amx = "amx_bf16" in features
+    speed = [
+        ("float32", "forward", 1.15, 1.4), ("float32", "backward", 1.15, 1.4),
+        ("bfloat16", "forward", 1.3 if amx else 1.0, 1.8 if amx else 1.0),
+        ("bfloat16", "backward", 3.0 if amx else 1.0, 3.0 if amx else 1.0),
+        ("float16", "forward", 1.3, 1.3), ("float16", "backward", 1.3, 1.3),
+        ("float64", "forward", 1.2, 1.2), ("float64", "backward", 1.2, 1.2),
+    ]  # fmt: skip
+    found = []
+    for dtype, direction, each, together in speed:
+        without = " without AMX" if dtype == "bfloat16" and not amx else ""
+        what = f"{dtype} {direction}{without}, times as fast as PyTorch"
+        found.append(Goal(what, _of(dtype, direction), _torch, each))
+        found.append(Goal(what, _of(dtype, direction), _torch, together, of_mean=True))
+
+    def masked(line: Line) -> bool:
+        return line.case.masked
+
+    def decoding(line: Line) -> bool:
+        return line.case.n_q == 1
+
+    def forward_of(*lengths: int) -> Callable[[Line], bool]:
+        return lambda line: _small(*lengths)(line) and line.direction == "forward"
+
+    microseconds = {"at_most": True, "unit": " us"}
+    return [
+        *found,
+        Goal("float32 forward, share of PyTorch's sgemm", _of("float32", "forward"), _share("sgemm"), 0.85),
+        Goal("masks, time over the visible fraction of dense time", masked, _against_dense, 1.25, at_most=True),
+        Goal("masks, times as fast as PyTorch with the mask", masked, _torch, 3.0),
+        Goal("decoding, share of a read loop's bandwidth", decoding, _share("read"), 0.95),
+        Goal("decoding, times as fast as PyTorch", decoding, _torch, 3.0),
+        Goal("64 and 128 tokens, times as fast as PyTorch", _small(64, 128), _torch, 1.0),
+        Goal("16 tokens, later than PyTorch", forward_of(16), _later("flashkit", "torch"), 5.0, **microseconds),
+        Goal("attention, later than its kernel", forward_of(16), _later("flashkit", "kernel"), 15.0, **microseconds),
+        Goal("planned call, later than its kernel", forward_of(16), _later("planned", "kernel"), 4.0, **microseconds),
+        Goal("error over PyTorch's error", lambda line: True, _worse, 1.0, at_most=True),
+    ]  # fmt: skip
+
+
+def check(results: Path = RESULTS) -> bool:
+    """Print which goals are met; whether all are."""
+    all_met = True
+    for lines in runs(results):
+        print(f"{lines[0].machine['device']}, {lines[0].run}")
+        for goal in goals(lines[0].machine["features"]):
+            met, text = goal.verdict(lines)
+            all_met &= met
+            print(f"  {text}")
+    return all_met
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------
@@ -105,24 +305,41 @@ def plots(folder: Path, results: Path = RESULTS) -> list[Path]:
 
 
 def _draw_speed(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
-    """Bars: how many times as fast as each peer, with the 20 and 80 % quantiles."""
+    """How many times as fast as each peer over the number of tokens, with the 20 and 80 % quantiles: a row of panels
+    for each dtype and pass, a column for each head dim and causality."""
     from matplotlib.figure import Figure
 
-    peers = [name for name in PEERS if any(name in line.times_as_fast for line in lines)]
-    figure = Figure(figsize=(8, 0.35 * len(lines) * max(len(peers), 1) + 1))
-    axes = figure.subplots()
-    height = 0.8 / max(len(peers), 1)
-    for index, peer in enumerate(peers):
-        shown = [(row, line.times_as_fast[peer]) for row, line in enumerate(lines) if peer in line.times_as_fast]
-        middle = [x["median"] for _, x in shown]
-        error = [[x["median"] - x["low"] for _, x in shown], [x["high"] - x["median"] for _, x in shown]]
-        at = [row + (index - (len(peers) - 1) / 2) * height for row, _ in shown]
-        axes.barh(at, middle, height, xerr=error, label=f"x {PEERS[peer]}", error_kw={"elinewidth": 0.8})
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(lines)), [f"{line.case.label}, {line.direction}" for line in lines])
-    axes.invert_yaxis()
-    axes.set_xlabel("times as fast")
-    axes.legend()
+    lines = [line for line in lines if in_grid(line)]
+    rows = list(dict.fromkeys((line.case.dtype, line.direction) for line in lines))
+    figure = Figure(figsize=(11, 2.1 * max(len(rows), 1) + 0.6), layout="constrained")
+    if not rows:
+        return figure
+    panels = figure.subplots(len(rows), len(SHAPES), sharex=True, sharey="row", squeeze=False)
+    handles = {}
+    for i, key in enumerate(rows):
+        for j, (d, causal) in enumerate(SHAPES):
+            axes = panels[i, j]
+            for colour, peer in enumerate(PEERS):
+                points = sorted(
+                    (line.case.n_q, *(line.times_as_fast[peer][x] for x in ("median", "low", "high")))
+                    for line in lines
+                    if peer in line.times_as_fast
+                    and (line.case.dtype, line.direction, line.case.head_dim, line.case.causal) == (*key, d, causal)
+                )
+                if points:
+                    n, median, low, high = zip(*points)
+                    handles[PEERS[peer]] = axes.plot(n, median, "o-", color=f"C{colour}", markersize=3)[0]
+                    axes.fill_between(n, low, high, color=f"C{colour}", alpha=0.2, linewidth=0)
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+            if i == 0:
+                axes.set_title(f"head dim {d}{', causal' if causal else ''}")
+        panels[i, 0].set_ylabel(" ".join(key))
+    figure.supxlabel("tokens")
+    figure.suptitle("times as fast as")
+    figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=len(handles))
     return figure
 
 
@@ -155,14 +372,17 @@ def _draw_memory(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
-    parser.add_argument("--readme", type=Path, default=README, help="file to put the table into")
+    parser.add_argument("--readme", type=Path, default=README, help="file to put the tables into")
     parser.add_argument("--plots", type=Path, help="folder to draw plots into")
+    parser.add_argument("--check", action="store_true", help="say which goals are met, and write nothing")
     options = parser.parse_args(arguments)
+    if options.check:
+        return 0 if check(options.results) else 1
     content = markdown(options.results)
     try:
         text = options.readme.read_text(encoding="utf-8")
         options.readme.write_text(insert(text, content), encoding="utf-8")
-        print(f"table written to {options.readme}")
+        print(f"tables written to {options.readme}")
     except (OSError, ValueError) as error:
         print(f"{content}\n\nnot written to {options.readme}: {error}", file=sys.stderr)
         return 1

@@ -12,7 +12,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import timing
-from .peers import PEERS, REQUIRES, Case, Entry, missing, with_flashkit
+from .peers import PEERS, REQUIRES, Case, Entry, missing, with_flashkit, yardsticks
 from .spec import Direction
 from .timing import Timing
 
@@ -37,16 +37,32 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 ATTEMPTS = 3
 """A case is timed again, so often at most, while other processes take cores away; the calmest time counts."""
 
-LENGTHS = (512, 2048)
-QUICK = [Case(n, causal=causal) for n in LENGTHS for causal in (False, True)]
-FULL = [
-    *QUICK,
-    *(Case(8192, heads=2, causal=causal) for causal in (False, True)),
-    *(Case(2048, head_dim=128, causal=causal) for causal in (False, True)),
-    *(Case(2048, dtype=dtype) for dtype in ("float64", "float16", "bfloat16")),
-    Case(1, n_k=16384),
-    Case(1, n_k=16384, heads=32, heads_kv=8, head_dim=128),
-]
+DROP = 6.0
+"""A contender so many times slower than the fastest is timed in LEAST_ROUNDS rounds and no more."""
+
+LEAST_ROUNDS = 3
+
+LONG = (512, 2048, 8192)
+
+
+def _grid(dtype: str, lengths: Sequence[int]) -> list[Case]:
+    return [Case(n, d, dtype=dtype, causal=causal) for n in lengths for d in (64, 128) for causal in (False, True)]
+
+
+SUITES: dict[str, list[Case]] = {
+    "float32": _grid("float32", LONG),
+    "bfloat16": _grid("bfloat16", LONG),
+    "float16": _grid("float16", LONG[:2]),
+    "float64": _grid("float64", LONG[:2]),
+    "masks": [Case(8192, causal=True, window=512), Case(8192, kept=0.25)],
+    "decode": [
+        Case(1, 128, heads=32, heads_kv=8, n_k=32768, dtype=dtype) for dtype in ("float32", "bfloat16")
+    ],
+    "small": [Case(n) for n in (16, 64, 128)],
+}  # fmt: skip
+"""Named cases of `flashkit bench --suite`; "all" is all of them, "quick" the shorter half of float32's with D = 64."""
+
+QUICK = [case for case in SUITES["float32"] if case.n_q <= 2048 and case.head_dim == 64]
 
 Machine = dict[str, Any]
 
@@ -68,6 +84,8 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
     memory: dict[str, int]
     machine: Machine
     neighbours: float | None = None  # share of the cores' time that other processes took while it was timed
+    yardsticks: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)  # flashkit's rate over this one's
+    errors: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)  # who: of each result, see `errors`
     schema: int = SCHEMA
 
     def gflops(self, name: str) -> float:
@@ -94,42 +112,84 @@ def measure(
     from .explanation import visible_pairs
 
     arrays = case.arrays()
-    problem, operands, _ = prepare(*arrays[:3], causal=case.causal)
+    problem, operands, _ = prepare(*arrays[:3], **case.options)
     entries: dict[str, Entry] = {"flashkit": with_flashkit(case, arrays, direction, threads)}
     ours = entries["flashkit"].result()
+    truth = definition(case, arrays, direction)
+    off = {"flashkit": errors(ours, truth)} if truth else {}
     skipped = {}
     for name in peers:
         entry = PEERS[name](case, arrays, direction, threads)
         if entry is None:
             skipped[name] = "cannot do this case, or not in reasonable memory"
-        elif (error := _difference(entry.result(), ours)) > tolerance(case.dtype):
+            continue
+        theirs = entry.result()
+        if (error := _difference(theirs, ours)) > tolerance(case.dtype):
             skipped[name] = f"does not compute the same: the largest difference is {error:.2g} of the largest value"
-        else:
-            entries[name] = entry
+            continue
+        entries[name] = entry
+        if truth:
+            off[name] = errors(theirs, truth)
 
-    calls = {name: entry.call for name, entry in entries.items()}
+    beside = yardsticks(case, arrays, direction, peers)
+    calls = {name: entry.call for name, entry in entries.items()} | {name: x.call for name, x in beside.items()}
     attempts: list[tuple[float | None, dict[str, Timing]]] = []
     while len(attempts) < ATTEMPTS and (not attempts or timing.warning(attempts[-1][0])):
         with timing.Neighbours() as neighbours:
-            taken = time(calls, rounds=rounds, budget=budget, settle=timing.until_idle)
+            taken = time(calls, rounds=rounds, budget=budget, least=LEAST_ROUNDS, drop=DROP, settle=timing.until_idle)
         attempts.append((neighbours.share, taken))
     share, timings = min(attempts, key=lambda attempt: attempt[0] or 0.0)
     ratios = {name: timings[name].over(timings["flashkit"]) for name in entries if name != "flashkit"}
     measured = [name for name in ("flashkit", "numpy") if memory and name in entries]
     grown = {name: (growth or memory_growth)(case, direction, name) for name in measured}
+    flops, moved = problem.flops(direction, visible_pairs(problem, operands)), problem.bytes(direction)
+    shares = {}
+    for name, yardstick in beside.items():
+        done = flops if yardstick.unit == "FLOP" else moved
+        times = timings[name].over(timings["flashkit"])
+        shares[name] = dict(zip(("median", "low", "high"), (done / yardstick.work * x for x in times)))
     return Line(
         run=run,
         case=case,
         direction=direction,
-        flops=problem.flops(direction, visible_pairs(problem, operands)),
-        bytes=problem.bytes(direction),
+        flops=flops,
+        bytes=moved,
         timings={name: t.as_dict() for name, t in timings.items()},
         times_as_fast={name: dict(zip(("median", "low", "high"), ratio)) for name, ratio in ratios.items()},
         skipped=skipped,
         memory={name: n for name, n in grown.items() if n is not None},
         machine=timing.machine(*peers),
         neighbours=share,
+        yardsticks=shares,
+        errors=off,
     )
+
+
+MOST_EXACT = 2048 * 2048
+"""Pairs of one head beyond which errors are not measured: the definition stores them in float64."""
+
+
+def definition(case: Case, arrays: Sequence[np.ndarray], direction: Direction) -> dict[str, np.ndarray]:
+    """What the first key/value head and its queries should give, in float64, by name; empty for too large a case."""
+    from . import reference
+    from .arguments import prepare
+
+    if case.n_q * case.keys > MOST_EXACT:
+        return {}
+    q, k, v, dout = (x[:, : case.group if i in (0, 3) else 1].astype(np.float64) for i, x in enumerate(arrays))
+    problem, operands, _ = prepare(q, k, v, **case.options)
+    if direction == "forward":
+        return {"out": reference.standard(problem.spec, operands)[0]}
+    grads = reference.standard_gradients(problem.spec, operands, dout)
+    return {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+
+
+def errors(results: Sequence[np.ndarray], truth: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Root mean square of the error over that of the truth, of each result: "out", or "dq", "dk", "dv"."""
+    return {
+        name: float(np.linalg.norm(got[:, : exact.shape[1]].astype(np.float64) - exact) / np.linalg.norm(exact))
+        for (name, exact), got in zip(truth.items(), results, strict=True)
+    }
 
 
 def _difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
@@ -222,6 +282,12 @@ def run(
                 )
 
 
+def _memory_is_telling(case: Case) -> bool:
+    """Linear growth shows in a few long cases; every figure takes a process of its own."""
+    usual = case.dtype == "float32" and not case.causal and not case.masked
+    return usual and ((case.keys >= 2048 and case.head_dim == 64) or case.n_q == 1)
+
+
 def directions(case: Case) -> tuple[Direction, ...]:
     """Decoding, one query, has no backward pass."""
     return ("forward",) if case.n_q == 1 else DIRECTIONS
@@ -243,24 +309,32 @@ def _threads(count: int) -> AbstractContextManager[Any]:
 
 def main(
     *, quick: bool = False, output: Path | None = None, peers: Sequence[str] | None = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[int] | None = None, suites: Sequence[str] = ("all",),
 ) -> int:  # fmt: skip
     """The command: a table on stdout, JSON lines appended to `output`, progress on stderr. Returns the exit status.
 
-    peers: names of PEERS; by default NumPy, and PyTorch where it is installed. sizes: numbers of tokens, instead of the
-    usual cases.
+    peers: names of PEERS; by default those that are installed. suites: names of SUITES, or "all". sizes: numbers of
+    tokens, instead of a suite. quick: few float32 cases, few rounds.
     """
-    unknown = [name for name in peers or () if name not in PEERS]
-    if unknown:
-        print(f"error: --peers: {', '.join(unknown)} is none of {', '.join(PEERS)}", file=sys.stderr)
-        return 2
+    for option, given, known in (("--peers", peers or (), [*PEERS]), ("--suite", suites, ["all", *SUITES])):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            print(f"error: {option}: {', '.join(unknown)} is none of {', '.join(known)}", file=sys.stderr)
+            return 2
     lacking = [package for name in peers or () for package in missing(name)]
     if lacking:
         print(f"error: --peers: pip install {' '.join(lacking)}", file=sys.stderr)
         return 1
-    names = [name for name in ("numpy", "torch") if not missing(name)] if peers is None else list(dict.fromkeys(peers))
-    cases = [Case(n, causal=causal) for n in sizes for causal in (False, True)] if sizes else QUICK if quick else FULL
-    rounds, budget = (7, 5.0) if quick else (20, 8.0)
+    names = list(PEERS if peers is None else dict.fromkeys(peers))
+    absent = {name: lacking for name in names if (lacking := missing(name))}
+    for name, lacking in absent.items():
+        names.remove(name)
+        print(f"{name} is not compared with: pip install {' '.join(lacking)}", file=sys.stderr)
+    if sizes:
+        cases = [Case(n, causal=causal) for n in sizes for causal in (False, True)]
+    else:
+        cases = QUICK if quick else [case for name in SUITES if {name, "all"} & set(suites) for case in SUITES[name]]
+    rounds, budget = (7, 5.0) if quick else (20, 4.0)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     lines: list[Line] = []
@@ -269,7 +343,7 @@ def main(
         task = progress.add_task("", total=sum(len(directions(case)) for case in cases))
         measured = run(
             cases, names, rounds=rounds, budget=budget,
-            memory=lambda case: not quick or (max(case.n_q, case.keys) >= 2048 and not case.causal),
+            memory=_memory_is_telling,
             on_start=lambda label: progress.update(task, description=label, refresh=True),
         )  # fmt: skip
         for line in measured:
@@ -296,9 +370,12 @@ def append(file: Path, line: Line) -> None:
 
 
 def table(lines: Sequence[Line], peers: Sequence[str]) -> Table:
-    """For the screen: medians with their 20 and 80 % quantiles, rates, and how many times as fast as each peer."""
+    """For the screen: medians with their 20 and 80 % quantiles, rates, how many times as fast as each peer, and which
+    share of each yardstick's rate.
+    """
     shown = Table(box=None, padding=(0, 2, 0, 0))
-    left, right = ("case", "direction"), ("ms (20-80 %)", "GFLOP/s", *(f"x {peer}" for peer in peers), "MiB", "NumPy's")
+    left = "case", "direction"
+    right = "ms (20-80 %)", "GFLOP/s", *(f"x {peer}" for peer in peers), "share of", "MiB", "NumPy's"
     for name in (*left, *right):
         shown.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for line in lines:
@@ -306,7 +383,9 @@ def table(lines: Sequence[Line], peers: Sequence[str]) -> Table:
         milliseconds = f"{_digits(t['median'] * 1e3)} ({_digits(t['low'] * 1e3)}-{_digits(t['high'] * 1e3)})"
         ratios = [f"{line.times_as_fast[peer]['median']:.2f}" if peer in line.times_as_fast else "-" for peer in peers]
         memory = [f"{line.memory[name] / 2**20:.1f}" if name in line.memory else "" for name in ("flashkit", "numpy")]
-        shown.add_row(line.case.label, line.direction, milliseconds, f"{line.gflops('flashkit'):.1f}", *ratios, *memory)
+        shares = ", ".join(f"{name} {share['median']:.2f}" for name, share in line.yardsticks.items())
+        rate = f"{line.gflops('flashkit'):.1f}"
+        shown.add_row(line.case.label, line.direction, milliseconds, rate, *ratios, shares, *memory)
     return shown
 
 

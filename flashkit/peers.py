@@ -1,4 +1,4 @@
-"""The same attention by others, for `flashkit bench`: plain NumPy, PyTorch, JAX, ONNX Runtime.
+"""The same attention by others, for `flashkit bench`: plain NumPy, PyTorch, JAX, ONNX Runtime; and yardsticks.
 
 A peer is a function of a case and its arrays that gives two callables, or None where it cannot do the case: one that is
 timed, and one that brings its result into NumPy, so that what is compared is known to be the same. Libraries are
@@ -7,18 +7,21 @@ imported inside the functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from .spec import Direction
 
 Arrays = tuple[np.ndarray, ...]
+
+BLOCK = 128
+"""Queries and keys of a tile of the random block mask."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Case:
     batch: int = 1
     n_k: int | None = None  # as n_q
     heads_kv: int | None = None  # as heads
+    window: int | None = None  # keys that a query sees, the one at its own position the last of them
+    kept: float | None = None  # share of the tiles of BLOCK x BLOCK pairs that a random block mask keeps
 
     @property
     def keys(self) -> int:
@@ -41,6 +46,47 @@ class Case:
     @property
     def group(self) -> int:
         return self.heads // (self.heads_kv or self.heads)
+
+    @property
+    def masked(self) -> bool:
+        """Whether more than a causal mask hides keys."""
+        return self.window is not None or self.kept is not None
+
+    @property
+    def grid(self) -> np.ndarray:
+        """Tiles that the random block mask keeps, in each row of tiles as many and the one on the diagonal among
+        them.
+        """
+        assert self.kept is not None
+        rows, columns = -(-self.n_q // BLOCK), -(-self.keys // BLOCK)
+        order = np.random.default_rng(1).random((rows, columns))
+        order[np.arange(rows), np.arange(rows) * columns // rows] = -1
+        return order.argsort(1).argsort(1) < max(1, round(self.kept * columns))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `attention`."""
+        from .sparsity import BlockMask
+
+        options: dict[str, Any] = {"causal": self.causal}
+        if self.window is not None:
+            options["window"] = (self.window - 1, 0)
+        if self.kept is not None:
+            options["block_mask"] = BlockMask.from_dense(self.grid, BLOCK, BLOCK, self.n_q, self.keys)
+        return options
+
+    @property
+    def visible(self) -> np.ndarray | None:
+        """The pairs that are not hidden, (queries, keys); None where all are seen."""
+        if not (self.causal or self.masked):
+            return None
+        at, keys = np.arange(self.n_q)[:, None] + self.keys - self.n_q, np.arange(self.keys)
+        seen = keys <= at if self.causal or self.window is not None else np.ones((self.n_q, self.keys), bool)
+        if self.window is not None:
+            seen &= keys > at - self.window
+        if self.kept is not None:
+            seen &= self.grid.repeat(BLOCK, 0)[: self.n_q].repeat(BLOCK, 1)[:, : self.keys]
+        return seen
 
     def arrays(self, seed: int = 0) -> Arrays:
         """q, k, v and dout, normally distributed."""
@@ -57,6 +103,8 @@ class Case:
         heads = f"{self.heads}" if self.group == 1 else f"{self.heads}:{self.heads // self.group}"
         batch = f"batch {self.batch}, " if self.batch > 1 else ""
         mask = ", causal" if self.causal else ""
+        mask += f", window {self.window}" if self.window is not None else ""
+        mask += f", {self.kept:.0%} of blocks" if self.kept is not None else ""
         return f"{batch}heads {heads}, {self.n_q} x {self.keys}, head dim {self.head_dim}, {self.dtype}{mask}"
 
 
@@ -65,6 +113,14 @@ class Entry(NamedTuple):
 
     call: Callable[[], object]
     result: Callable[[], Arrays]
+
+
+class Yardstick(NamedTuple):
+    """`call` does `work`, FLOPs or bytes, that flashkit's own rate of the same is held against."""
+
+    call: Callable[[], object]
+    work: float
+    unit: Literal["FLOP", "byte"] = "FLOP"
 
 
 Peer = Callable[[Case, Arrays, Direction, int], Entry | None]
@@ -77,24 +133,29 @@ def with_flashkit(case: Case, arrays: Arrays, direction: Direction, threads: int
 
     q, k, v, dout = arrays
     if direction == "forward":
-        forward = partial(attention, q, k, v, causal=case.causal)
+        forward = partial(attention, q, k, v, **case.options)
         return Entry(forward, lambda: (forward(),))
-    _, vjp = attention_vjp(q, k, v, causal=case.causal)
+    _, vjp = attention_vjp(q, k, v, **case.options)
     return Entry(partial(vjp, dout), lambda: vjp(dout))
 
 
 MOST_SCORES = 1 << 30
-"""Bytes of one score matrix (all heads) beyond which plain NumPy is not asked: it keeps up to three of them."""
+"""Bytes of one score matrix (all heads) beyond which those are not asked that store up to three of them."""
+
+
+def _scores_bytes(case: Case) -> int:
+    return case.batch * case.heads * case.n_q * case.keys * (8 if case.dtype == "float64" else 4)
 
 
 def with_numpy(case: Case, arrays: Arrays, direction: Direction, threads: int) -> Entry | None:
     """matmul, softmax, matmul, in place where NumPy can; 16-bit inputs in float32, for NumPy has nothing narrower."""
     q, k, v, dout = arrays
     compute = np.float64 if case.dtype == "float64" else np.float32
-    if case.batch * case.heads * case.n_q * case.keys * np.dtype(compute).itemsize > MOST_SCORES:
+    if _scores_bytes(case) > MOST_SCORES:
         return None
     scale, group = compute(case.head_dim**-0.5), case.group
-    hidden = np.arange(case.keys) > np.arange(case.n_q)[:, None] + case.keys - case.n_q if case.causal else None
+    seen = case.visible
+    hidden = None if seen is None else ~seen
 
     def wide(x: np.ndarray) -> np.ndarray:
         return x.astype(compute, copy=False)
@@ -136,7 +197,7 @@ def with_torch(case: Case, arrays: Arrays, direction: Direction, threads: int) -
     """scaled_dot_product_attention on tensors that share NumPy's memory."""
     import torch
 
-    if case.causal and case.n_q != case.keys:
+    if case.causal and case.n_q != case.keys and not case.masked:
         return None  # its causal mask is aligned at the top left
     torch.set_num_threads(threads)
     half = case.dtype == "bfloat16"  # which torch and NumPy exchange as bits only
@@ -148,7 +209,11 @@ def with_torch(case: Case, arrays: Arrays, direction: Direction, threads: int) -
         return x.detach().view(torch.int16).numpy().view(arrays[0].dtype) if half else x.detach().numpy()
 
     q, k, v, dout = map(tensor, arrays)
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=case.causal, enable_gqa=case.group > 1)
+    if case.masked:
+        mask: dict[str, Any] = {"attn_mask": torch.from_numpy(case.visible)}
+    else:
+        mask = {"is_causal": case.causal}
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, **mask, enable_gqa=case.group > 1)
     if direction == "forward":
 
         def forward() -> Any:
@@ -163,10 +228,12 @@ def with_torch(case: Case, arrays: Arrays, direction: Direction, threads: int) -
 
 
 def with_jax(case: Case, arrays: Arrays, direction: Direction, threads: int) -> Entry | None:
-    """jax.nn.dot_product_attention, jitted. Its thread pool cannot be limited and disturbs others: only on request."""
+    """jax.nn.dot_product_attention, jitted. It stores the scores, and its thread pool cannot be limited."""
     import jax
 
-    if case.dtype == "float64" or (case.causal and case.n_q != case.keys):
+    if case.dtype == "float64" or case.masked or (case.causal and case.n_q != case.keys):
+        return None
+    if _scores_bytes(case) > MOST_SCORES:
         return None
     q, k, v, dout = (jax.numpy.asarray(x.swapaxes(1, 2)) for x in arrays)  # (batch, tokens, heads, head_dim)
     attend = jax.jit(partial(jax.nn.dot_product_attention, is_causal=case.causal))
@@ -184,8 +251,10 @@ def with_jax(case: Case, arrays: Arrays, direction: Direction, threads: int) -> 
 def with_onnxruntime(case: Case, arrays: Arrays, direction: Direction, threads: int) -> Entry | None:
     """com.microsoft.MultiHeadAttention, forward and float32 only; its inputs are (batch, tokens, heads * head_dim)."""
     onnx, runtime = import_module("onnx"), import_module("onnxruntime")
-    if direction == "backward" or case.dtype != "float32" or case.group > 1 or (case.causal and case.n_q != case.keys):
+    if direction == "backward" or case.dtype != "float32" or case.group > 1 or case.masked:
         return None
+    if case.causal and (case.n_q != case.keys or _scores_bytes(case) > MOST_SCORES):
+        return None  # with a mask it stores the scores
     names, make = ("q", "k", "v"), onnx.helper
     node = make.make_node(
         "MultiHeadAttention", names, ["out"], domain="com.microsoft", num_heads=case.heads,
@@ -198,10 +267,38 @@ def with_onnxruntime(case: Case, arrays: Arrays, direction: Direction, threads: 
     model = make.make_model(graph, opset_imports=domains, ir_version=8)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
+    # Idle threads would spin on the cores that the next one in turn needs.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     flat = (np.ascontiguousarray(x.swapaxes(1, 2)).reshape(case.batch, x.shape[2], -1) for x in arrays)
     forward = partial(session.run, None, dict(zip(names, flat)))
     return Entry(forward, lambda: (forward()[0].reshape(case.batch, case.n_q, case.heads, -1).swapaxes(1, 2),))
+
+
+# --- yardsticks -------------------------------------------------------------------------------------------------------
+
+SGEMM = 2048
+"""Rows, columns and depth of the matrix product that the rate of a float32 case is held against."""
+
+
+def yardsticks(case: Case, arrays: Arrays, direction: Direction, peers: Collection[str]) -> dict[str, Yardstick]:
+    """What a case is timed in turns with besides its peers.
+
+    sgemm: PyTorch's float32 matrix product, beside long float32 cases. dense: flashkit without the mask, beside masked
+    cases. read: all threads read as many bytes as keys and values have, beside decoding. kernel: the call that
+    `attention` makes once all is checked and planned, and planned: the call of `flashkit.plan`, beside small cases.
+    """
+    found: dict[str, Yardstick] = {}
+    flops = 4.0 * case.batch * case.heads * case.n_q * case.keys * case.head_dim
+    if "torch" in peers and case.dtype == "float32" and case.n_q >= 2048 and not case.masked:
+        import torch
+
+        a, b, out = torch.randn(3, SGEMM, SGEMM).unbind()
+        found["sgemm"] = Yardstick(partial(torch.matmul, a, b, out=out), 2.0 * SGEMM**3)
+    if case.masked:
+        dense = with_flashkit(replace(case, window=None, kept=None, causal=False), arrays, direction, 0)
+        found["dense"] = Yardstick(dense.call, flops * (1.0 if direction == "forward" else 2.5))
+    return found
 
 
 PEERS: dict[str, Peer] = {"numpy": with_numpy, "torch": with_torch, "jax": with_jax, "onnxruntime": with_onnxruntime}

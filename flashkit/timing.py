@@ -73,15 +73,17 @@ class Timing:
 
 
 def interleaved(
-    calls: Mapping[Key, Callable[[], object]], *, rounds: int = 10, budget: float = math.inf, drop: float = math.inf,
+    calls: Mapping[Key, Callable[[], object]], *, rounds: int = 10, budget: float = math.inf, least: int = 1,
+    drop: float = math.inf,
     settle: Callable[[], object] | None = None, clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, Timing]:  # fmt: skip
     """Time every call in each of up to `rounds` rounds, in an order that changes from round to round.
 
-    budget: seconds after which no further round starts; there is always one. drop: after DECIDING_ROUNDS a call whose
-    best round is more than `drop` times the best of all is timed no more. settle: called before each sample, to wait
-    until the last call's threads sleep (`until_idle`); a short call is then run once before it is timed. clock: for
-    tests. Two calls of each come first of all: the first may compile, the second tells how often a sample repeats it.
+    budget: seconds after which no further round starts once there are `least`. drop: after DECIDING_ROUNDS, or `least`
+    if those are more, a call whose best round is more than `drop` times the best of all is timed no more. settle:
+    called before each sample, to wait until the last call's threads sleep (`until_idle`); a short call is then run
+    once before it is timed. clock: for tests. Two calls of each come first of all: the first may compile, the second
+    tells how often a sample repeats it.
     """
     start = clock()
     repeats, lead_in = {}, {}
@@ -96,7 +98,7 @@ def interleaved(
     running, order = list(calls), random.Random(0)
     with _no_garbage_collection():
         for done in range(rounds):
-            if done and clock() - start > budget:
+            if done >= least and clock() - start > budget:
                 break
             order.shuffle(running)
             for key in running:
@@ -108,7 +110,7 @@ def interleaved(
                 for _ in range(repeats[key]):
                     calls[key]()
                 taken[key].append((clock() - before) / repeats[key])
-            if done + 1 >= DECIDING_ROUNDS:
+            if done + 1 >= max(DECIDING_ROUNDS, least):
                 best = min(min(seconds) for seconds in taken.values())
                 running = [key for key in running if min(taken[key]) <= drop * best]
     return {key: Timing(tuple(taken[key]), repeats[key], key not in running) for key in calls}

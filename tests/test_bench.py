@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,6 +75,14 @@ def test_medians_and_quantiles() -> None:
     t = Timing((5.0, 1.0, 2.0, 3.0, 4.0, 100.0))
     assert (t.median, t.best, t.spread) == (3.5, 1.0, (2.0, 5.0))
     assert t.as_dict() == {"median": 3.5, "low": 2.0, "high": 5.0, "best": 1.0, "rounds": 6, "repeats": 1}
+
+
+def test_some_rounds_there_are_in_any_case() -> None:
+    clock = Clock()
+    calls = {"a": clock.call("a", lambda n: 1.0), "b": clock.call("b", lambda n: 9.0)}
+    timings = interleaved(calls, rounds=20, budget=0.0, least=3, drop=2.0, clock=clock)
+    assert [len(t.rounds) for t in timings.values()] == [3, 3]
+    assert timings["b"].dropped
 
 
 def test_a_call_far_behind_is_dropped() -> None:
@@ -156,11 +164,13 @@ SMALL = Case(33, head_dim=8, heads=2)
 
 
 def fake_time(calls: dict[str, Callable[[], object]], **options: Any) -> dict[str, Timing]:
-    """flashkit takes 1 ms, every other 3 ms."""
+    """flashkit takes 1 ms, every other 3 ms; each is called once."""
+    for call in calls.values():
+        call()
     return {name: Timing((1e-3 if name == "flashkit" else 3e-3,) * 3) for name in calls}
 
 
-def measure(case: Case = SMALL, direction: Any = "forward", who: tuple[str, ...] = ("numpy",)) -> Line:
+def measure(case: Case = SMALL, direction: Any = "forward", who: Sequence[str] = ("numpy",)) -> Line:
     return bench.measure(
         case, direction, who, run="now", rounds=1, budget=1.0, memory=True, threads=1, time=fake_time,
         growth=lambda case, direction, name: {"flashkit": 1 << 20, "numpy": None}[name],
@@ -177,11 +187,12 @@ def test_a_line() -> None:
 
 
 GROUPED = Case(16, head_dim=4, heads=4, heads_kv=2, causal=True, n_k=24)
+MASKED = [Case(300, 8, 2, causal=True, window=70), Case(600, 8, 2, kept=0.25), Case(300, 8, 2, causal=True, kept=0.5)]
 HALVES = [pytest.param(Case(9, 8, 1, dtype), marks=pytest.mark.slow) for dtype in ("float16", "bfloat16")]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("case", [SMALL, GROUPED, *HALVES], ids=lambda case: case.label)
+@pytest.mark.parametrize("case", [SMALL, GROUPED, *MASKED, *HALVES], ids=lambda case: case.label)
 def test_plain_numpy_computes_the_same(case: Case, direction: Any) -> None:
     assert "numpy" in measure(case, direction).timings
 
@@ -190,13 +201,68 @@ def test_plain_numpy_computes_the_same(case: Case, direction: Any) -> None:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("peer", ["torch", "jax", "onnxruntime"])
 @pytest.mark.parametrize(
-    "case", [Case(17, 8, 2), Case(17, 8, 2, causal=True), Case(8, 8, 4, "bfloat16", heads_kv=2)], ids=lambda c: c.label
+    "case",
+    [Case(17, 8, 2), Case(17, 8, 2, causal=True), Case(8, 8, 4, "bfloat16", heads_kv=2), *MASKED],
+    ids=lambda c: c.label,
 )
 def test_a_peer_computes_the_same(case: Case, peer: str, direction: Any) -> None:
     if lacking := peers.missing(peer):
         pytest.skip(f"needs {lacking[0]}")
     line = measure(case, direction, (peer,))
     assert peer in line.timings or line.skipped[peer].startswith("cannot do this case")
+
+
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.label)
+def test_a_masked_case_counts_what_its_peers_see(case: Case) -> None:
+    assert case.visible is not None
+    assert measure(case).flops == 4 * 8 * 2 * case.visible.sum()
+
+
+def test_random_blocks_are_evenly_kept() -> None:
+    grid = Case(8192, kept=0.25).grid
+    assert grid.shape == (64, 64)
+    assert (grid.sum(1) == 16).all()
+    assert grid.diagonal().all()
+
+
+def test_a_share_of_a_yardstick() -> None:
+    """flashkit takes 1 ms for a quarter of the pairs, the dense call 3 ms for all."""
+    line = measure(MASKED[1])
+    visible = line.flops / (4 * 8 * 2 * 600 * 600)
+    assert line.yardsticks["dense"]["median"] == pytest.approx(visible * 3)
+    assert "dense" in line.timings
+    assert "dense" not in line.times_as_fast
+    assert not measure(SMALL).yardsticks
+
+
+def test_the_yardstick_of_long_cases_is_a_matrix_product() -> None:
+    pytest.importorskip("torch")
+    case = Case(2048, 1, 1)
+    (sgemm,) = peers.yardsticks(case, (), "forward", ("torch",)).values()
+    assert sgemm.work == 2 * 2048**3
+    assert not peers.yardsticks(case, (), "forward", ("numpy",))
+
+
+@pytest.mark.parametrize("case", [SMALL, GROUPED, MASKED[0]], ids=lambda case: case.label)
+def test_errors_against_float64(case: Case) -> None:
+    for direction, names in (("forward", ["out"]), ("backward", ["dq", "dk", "dv"])):
+        line = measure(case, direction)
+        assert line.errors.keys() == {"flashkit", "numpy"}
+        for found in line.errors.values():
+            assert list(found) == names
+            assert all(1e-9 < x < 1e-6 for x in found.values())
+
+
+def test_an_error_is_relative_to_the_values() -> None:
+    exact = np.full((1, 1, 2, 2), 4.0)
+    assert bench.errors([np.full((1, 3, 2, 2), 4.004)], {"out": exact}) == {"out": pytest.approx(1e-3)}
+
+
+def test_suites() -> None:
+    cases = [case for suite in bench.SUITES.values() for case in suite]
+    assert len(set(cases)) == len(cases)
+    assert len(bench.SUITES["float32"]) == 12
+    assert set(bench.QUICK) < set(bench.SUITES["float32"])
 
 
 def test_a_peer_that_computes_something_else_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,13 +330,33 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     assert [line.run for line in bench.read(file)] == ["later"]
 
 
-@pytest.mark.parametrize(("peer", "status", "problem"), [("nump", 2, "nump is none of"), ("jax", 1, "pip install jax")])
-def test_peers_that_cannot_be_asked(
-    peer: str, status: int, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("option", "name", "status", "problem"),
+    [
+        ("--peers", "nump", 2, "nump is none of"),
+        ("--peers", "jax", 1, "pip install jax"),
+        ("--suite", "float23", 2, "--suite: float23 is none of all, float32"),
+    ],
+)
+def test_what_cannot_be_asked_for(
+    option: str, name: str, status: int, problem: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    assert cli.run(["bench", "--peers", peer]) == status
+    assert cli.run(["bench", option, name]) == status
     assert problem in capsys.readouterr().err
+
+
+def test_absent_peers_are_left_out_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    line = measure()
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "run", lambda cases, names, **rest: asked.append((cases, names)) or iter([line]))
+    assert cli.run(["bench", "--suite", "small, decode"]) == 0
+    assert asked == [(bench.SUITES["decode"] + bench.SUITES["small"], ["numpy"])]
+    assert "jax is not compared with: pip install jax" in capsys.readouterr().err
 
 
 # --- tables and plots -------------------------------------------------------------------------------------------------
@@ -288,17 +374,25 @@ def report() -> ModuleType:
 
 def test_the_table_is_made_of_the_last_run(report: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "cpu.jsonl"
+    shapes = [Case(512, d, causal=causal) for d in (64, 128) for causal in (False, True)]
     for run, factor in (("first", 1), ("second", 2)):
-        line = measure()
-        line.run, line.memory = run, {"flashkit": factor << 20, "numpy": 10 << 20}
-        bench.append(file, line)
+        for case in (SMALL, *shapes):
+            line = measure()
+            line.run, line.case, line.memory = run, case, {"flashkit": factor << 20, "numpy": 10 << 20}
+            line.times_as_fast["torch"] = {"median": factor + case.head_dim / 1000, "low": 1.0, "high": 3.0}
+            line.errors["torch"] = {"out": 2 * line.errors["flashkit"]["out"]}
+            bench.append(file, line)
     readme = tmp_path / "README.md"
     readme.write_text(f"# Title\n{report.START}\nold\n{report.END}\nend\n")
     assert report.main(["--results", str(tmp_path), "--readme", str(readme)]) == 0
     text = readme.read_text()
     assert text.startswith(f"# Title\n{report.START}\n**")
     assert text.endswith(f"{report.END}\nend\n")
-    assert "| heads 2, 33 x 33, head dim 8, float32 | forward | 3.0 | 2.0 MiB | 10 MiB, 5 times |" in text
+    assert "| heads 2, 33 x 33, head dim 8, float32 | forward | 3.00 | 2.01 |  |" in text
+    assert "| float32 | forward | 512 | 2.06, 2.06, 2.13, 2.13 | 3.0 |  |" in text
+    assert "| heads 2, 33 x 33, head dim 8, float32 | forward | 2.0 MiB | 10 MiB, 5 times |" in text
+    assert "| float32 | out | " in text
+    assert "| 0.50 |" in text
     assert " ms" not in text
     assert report.insert(text, report.markdown(tmp_path)) == text
 
@@ -314,9 +408,41 @@ def test_plots(report: ModuleType, tmp_path: Path) -> None:
     for direction in ("forward", "backward"):
         line = measure(Case(33, heads=2), direction)
         bench.append(tmp_path / "cpu.jsonl", line)
+    grid = measure()
+    grid.case = Case(512)
+    bench.append(tmp_path / "cpu.jsonl", grid)
     files = report.plots(tmp_path / "plots", tmp_path)
     assert [file.name for file in files] == ["cpu-speed.svg", "cpu-memory.svg"]
     assert all("</svg>" in file.read_text() for file in files)
+
+
+def test_the_goals(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is met by a run in which all is as it should be, and by none where it was not measured."""
+
+    def stored(case: Case, direction: Any, ratio: float, share: float, late: float, error: float) -> Line:
+        line = measure()
+        seconds = {"torch": 1e-3, "flashkit": 1e-3 + late, "planned": 1e-3 + late, "kernel": 1e-3}
+        line.case, line.direction = case, direction
+        line.timings = {name: {"median": x} for name, x in seconds.items()}
+        line.times_as_fast = {"torch": {"median": ratio}}
+        line.yardsticks = {name: {"median": share} for name in ("sgemm", "dense", "read")}
+        line.errors = {"flashkit": {"out": error}, "torch": {"out": 1.0}}
+        return line
+
+    cases = [case for suite in bench.SUITES.values() for case in suite]
+    for good, figures in ((True, (5.0, 0.96, 3e-6, 0.9)), (False, (0.9, 0.5, 2e-5, 1.1))):
+        file = tmp_path / "cpu.jsonl"
+        file.write_text("")
+        for case in cases:
+            for direction in bench.directions(case):
+                bench.append(file, stored(case, direction, *figures))
+        assert report.main(["--check", "--results", str(tmp_path)]) == (0 if good else 1)
+        shown = capsys.readouterr().out
+        assert ("MISSED" in shown, "  met" in shown) == (not good, good)
+        assert "NOT MEASURED" not in shown
+    bench.append(tmp_path / "cpu.jsonl", msgspec.structs.replace(measure(), run="later"))
+    assert report.main(["--check", "--results", str(tmp_path)]) == 1
+    assert "NOT MEASURED  decoding" in capsys.readouterr().out
 
 
 def test_the_readme_has_the_table_of_the_stored_results(report: ModuleType) -> None:

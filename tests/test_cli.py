@@ -393,8 +393,12 @@ def test_bench_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, tmp
         return 3
 
     part(monkeypatch, "bench", main=main)
-    assert run("bench", "--quick", "--peers", "numpy, torch", "--sizes", "512,1024", "--output", "x.jsonl")[0] == 3
-    assert said == {"quick": True, "peers": ["numpy", "torch"], "sizes": [512, 1024], "output": Path("x.jsonl")}
+    options = ("--quick", "--suite", "masks,small", "--peers", "numpy, torch", "--sizes", "512,1024")
+    assert run("bench", *options, "--output", "x.jsonl")[0] == 3
+    assert said == {
+        "quick": True, "peers": ["numpy", "torch"], "sizes": [512, 1024], "suites": ["masks", "small"],
+        "output": Path("x.jsonl"),
+    }  # fmt: skip
 
 
 def test_demo_gets_its_own_arguments(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
