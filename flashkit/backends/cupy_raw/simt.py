@@ -19,7 +19,7 @@ from .rows import RowKernels
 Part = str
 """A kernel: "forward", or of the backward pass "keys" or "queries"."""
 
-MAX_REGISTERS = 255
+MAX_REGISTERS = 224
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class SimtTile:
     threads_y: int
     chunk: int = 32
     keys: int = 32
-    unroll: int = 1
     blocks: int = 1  # that are to fit on a multiprocessor at once by their registers
 
     @property
@@ -43,7 +42,7 @@ class SimtTile:
         """For the head of the kernel's text."""
         names = {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "TX": self.threads_x, "TY": self.threads_y,
-            "CHUNK": self.chunk, "KEYS": self.keys, "UNROLL": self.unroll, "BLOCKS_PER_SM": self.blocks,
+            "CHUNK": self.chunk, "KEYS": self.keys, "BLOCKS_PER_SM": self.blocks,
         }  # fmt: skip
         return (*names.items(), *((("BACKWARD_KEYS", part == "keys"),) if part != "forward" else ()))
 

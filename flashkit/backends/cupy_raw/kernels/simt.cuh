@@ -5,7 +5,6 @@
 //     TX, TY     threads of a block: TX along the columns of a tile, TY along its rows
 //     CHUNK      columns of two operands that are multiplied at once in scores(); a multiple of 4
 //     KEYS       rows of an operand that are multiplied at once in accumulate(); a multiple of 4
-//     UNROLL     fours of a chunk, or of the keys, whose loads the compiler may put before their multiplications
 //
 // Thread (ty, tx) holds of a tile M x N the rows ty + TY * i and the columns tx + TX * j, and of sums M x DIM the same
 // rows and the columns 4 * (tx + TX * j) ... + 3. So neighbouring threads read neighbouring words of shared memory, and
@@ -152,7 +151,7 @@ DEVICE void scores(const Rows& a, const Rows& b, fk_float (&s)[M / TY][N / TX], 
         const fk_float* rows_a = stages + chunk % 2 * STAGE + ty * CHUNK_PITCH;
         const fk_float* rows_b = stages + chunk % 2 * STAGE + (M + tx) * CHUNK_PITCH;
         const int width = DIM - chunk * CHUNK < CHUNK ? DIM - chunk * CHUNK : CHUNK;
-#pragma unroll UNROLL
+#pragma unroll 1  // 2 is no faster and takes registers from the sums
         for (int d = 0; d < width; d += 4) {
             Four<fk_float> x[M / TY];
 #pragma unroll
@@ -211,7 +210,7 @@ DEVICE void accumulate(const fk_float* weights, const Rows& b, fk_float (&sums)[
             }
             continue;
         }
-#pragma unroll UNROLL
+#pragma unroll 2
         for (int k = 0; k < KEYS; k += 4) {
             Four<fk_float> x[M / TY];
 #pragma unroll
