@@ -20,6 +20,7 @@ from .spec import MAX_HEAD_DIM, AttentionSpec, Operands, Problem, Slot
 
 LAYOUTS = ("bhnd", "bnhd")
 PRECISIONS = (None, "highest", "tf32")
+_FARTHEST = 2**48  # position
 
 
 class Shape:
@@ -87,8 +88,8 @@ def prepare(
     heads_kv, n_k, dv = v4.shape[1:]
     xp = arrays.namespace(kind)
 
-    lengths = _lengths(kv_lengths, shape, batch, n_k)
-    offsets = _offsets(q_offset, shape, batch, lengths, n_q)
+    lengths = _lengths(kv_lengths, kind, shape, batch, n_k)
+    offsets = _offsets(q_offset, kind, shape, batch, lengths, n_q)
     full = (batch, heads, n_q, n_k)
     scores, masks = [], []
     if softcap is not None:
@@ -117,7 +118,7 @@ def prepare(
         given.append(mods.trace(mask_mod, "mask"))
         masks.append(given[-1])
     for mod in given:
-        check_indices(mod, batch, heads, n_q, n_k, offsets)
+        check_indices(mod, batch, heads, n_q, n_k, *_reach(offsets, q_offset is not None, batch, n_q, n_k))
     score, hidden, slots, params, values = _compose(scores, masks)
 
     if out is not None:
@@ -202,37 +203,50 @@ def _pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, .
     return array if array.ndim else array.reshape(1)
 
 
-def _per_entry(name: str, value: Any, shape: Shape, batch: int, what: str) -> np.ndarray:
-    """int64 (B,) from an integer or integers, one for each batch entry."""
+def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what: str) -> Any:
+    """int64 (B,) from an integer or integers, one for each batch entry. On the device where q and they are: reading
+    them here would wait for all that was enqueued before.
+    """
+    stays = kind != "numpy" and arrays.kind_of(value) == kind
     try:
-        array = np.asarray(value)
+        array = value if stays else np.asarray(value)
     except ValueError:  # lists of different lengths
         array = np.array(None)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} is {value!r}; {what} fits")
     if array.ndim and array.shape not in ((batch,), shape.batch):
         raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
-    return np.ascontiguousarray(np.broadcast_to(array.reshape(-1) if array.ndim else array, (batch,)), np.int64)
+    xp = arrays.namespace(kind) if stays else np
+    return xp.ascontiguousarray(xp.broadcast_to(array.reshape(-1) if array.ndim else array, (batch,)), np.int64)
 
 
-def _lengths(value: Any, shape: Shape, batch: int, n_k: int) -> np.ndarray:
+def _lengths(value: Any, kind: str, shape: Shape, batch: int, n_k: int) -> Any:
     if value is None:
         return np.full(batch, n_k, np.int64)
-    lengths = _per_entry("kv_lengths", value, shape, batch, "integers (B,), the number of keys of each batch entry,")
-    if lengths.size and not (lengths.min() >= 0 and lengths.max() <= n_k):
+    what = "integers (B,), the number of keys of each batch entry,"
+    lengths = _per_entry("kv_lengths", value, kind, shape, batch, what)
+    if isinstance(lengths, np.ndarray) and lengths.size and not (lengths.min() >= 0 and lengths.max() <= n_k):
         raise ValueError(
             f"kv_lengths has values from {lengths.min()} to {lengths.max()}; 0 to {n_k}, the number of keys, fits"
         )
     return lengths
 
 
-def _offsets(value: Any, shape: Shape, batch: int, lengths: np.ndarray, n_q: int) -> np.ndarray:
+def _offsets(value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: int) -> Any:
     if value is None:
         return lengths - n_q
-    offsets = _per_entry("q_offset", value, shape, batch, "an integer, or integers (B,),")
-    if offsets.size and np.abs(offsets).max() > 2**48:
+    offsets = _per_entry("q_offset", value, kind, shape, batch, "an integer, or integers (B,),")
+    if isinstance(offsets, np.ndarray) and offsets.size and np.abs(offsets).max() > _FARTHEST:
         raise ValueError(f"q_offset is {value!r}; positions within 2^48 fit")
     return offsets
+
+
+def _reach(offsets: Any, given: bool, batch: int, n_q: int, n_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest offset that each batch entry may have; on the device they are not looked at."""
+    if isinstance(offsets, np.ndarray):
+        return offsets, offsets
+    low, high = (-_FARTHEST, _FARTHEST) if given else (-n_q, n_k - n_q)
+    return np.full(batch, low), np.full(batch, high)
 
 
 # --- single arguments -------------------------------------------------------------------------------------------------
@@ -399,9 +413,11 @@ def _compose_graphs(
     return None if score is expr.S else score, None if visible is expr.TRUE else visible, tuple(named)
 
 
-def check_indices(mod: Mod, batch: int, heads: int, n_q: int, n_k: int, offsets: np.ndarray) -> None:
+def check_indices(
+    mod: Mod, batch: int, heads: int, n_q: int, n_k: int, least: np.ndarray, greatest: np.ndarray
+) -> None:  # fmt: skip
     """Every index that a modification computes lies within its array, for all positions of the call; kernels do not
-    check.
+    check. least, greatest: offset of each batch entry, (B,).
     """
     loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
     if not loads or 0 in (batch, heads, n_q, n_k):
@@ -410,10 +426,12 @@ def check_indices(mod: Mod, batch: int, heads: int, n_q: int, n_k: int, offsets:
 
     env: dict[str, Any] = {
         "b": np.arange(batch)[:, None], "h": np.arange(heads), "row0": 0, "row1": n_q - 1, "k0": 0, "k1": n_k - 1,
-        "q0": offsets[:, None], "q1": offsets[:, None] + (n_q - 1), **mod.params,
+        "q0": least[:, None], "q1": greatest[:, None] + (n_q - 1), **mod.params,
     }  # fmt: skip
-    for name, array in mod.arrays.items():
-        env[name] = RangeTable(array) if isinstance(array, np.ndarray) and array.dtype.kind in "iub" else array
+    # What an index itself is read from. One on a device has to be waited for, so that no kernel reads out of range.
+    for name in {inner.value for node in loads for inner in expr.walk(node.args) if inner.op == "load"}:
+        array = mod.arrays[name] if isinstance(mod.arrays[name], np.ndarray) else mod.arrays[name].get()
+        env[name] = RangeTable(array) if array.dtype.kind in "iub" else array
     for node in loads:
         array = mod.arrays[node.value]
         for axis, index in enumerate(node.args):

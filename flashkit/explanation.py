@@ -4,7 +4,7 @@ should take.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import dispatch, expr, profiles
@@ -95,8 +95,19 @@ def visible_pairs(problem: Problem, operands: Operands) -> int:
     return total
 
 
+def _on_host(operands: Operands) -> Operands:
+    """The operands with the arrays that decide what is visible in NumPy."""
+
+    def host(x: Any) -> Any:
+        return x.get() if hasattr(x, "__cuda_array_interface__") else x
+
+    named = {name: host(x) for name, x in operands.arrays.items()}
+    return replace(operands, q_offset=host(operands.q_offset), kv_lengths=host(operands.kv_lengths), arrays=named)
+
+
 def explain_problem(problem: Problem, operands: Operands, backend: str | None) -> Explanation:
     """See flashkit.explain."""
+    operands = _on_host(operands)
     pairs = visible_pairs(problem, operands)
     flops = {d: problem.flops(d, pairs) for d in ("forward", "backward")}
     moved = {d: problem.bytes(d) for d in ("forward", "backward")}
