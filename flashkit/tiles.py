@@ -137,11 +137,11 @@ class CpuTile:
 
 
 def _cpu_tiles(lanes: int, registers: int) -> Iterator[CpuTile]:
-    """Register blocks that fill most of the registers with sums, by blocks of whole panels."""
+    """Register blocks that keep both multiply-add units busy, 8 sums in flight, by blocks of whole panels."""
     # 13x2 and 14x2 fit into AVX-512's 32 registers and are fast alone, but halve the speed inside attention.
     most = min(registers, 28)
     for rows, vectors in product((2, 3, 4, 6, 8, 12), (1, 2, 3, 4)):
-        if rows * vectors < 0.6 * most or rows * vectors + vectors + 1 > most:
+        if rows * vectors < 8 or vectors > 0.75 * rows or rows * vectors + vectors + 1 > most:
             continue
         panel = vectors * lanes
         for panels, block_k in product((1, 2, 3, 4, 6, 8, 12, 16), (32, 48, 64, 96, 128, 192, 256)):

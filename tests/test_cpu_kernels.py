@@ -157,6 +157,43 @@ def test_pack_and_unpack(block: Block, storage: str) -> None:
                 tile[where], check[:] = 1, 0
 
 
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_transpose(block: Block) -> None:
+    rng = np.random.default_rng(4)
+    for size in (1, 4, 8):
+        for m, n in ((16, 16), (64, 48), (1, 1), (13, 50), (33, 17), (0, 5), (5, 0)):
+            source = rng.integers(0, 100, (m, n + 3)).astype(f"u{size}")[:, :n]
+            target = np.full((n, m + 2), 7, source.dtype)
+            run(block, f"transpose{size}", at(source), source.strides[0], at(target), target.strides[0], m, n)
+            assert np.array_equal(target[:, :m], source.T) and (target[:, m:] == 7).all()
+
+
+@pytest.mark.parametrize("name", ["exp", "tanh"])
+def test_functions_of_single_precision(name: str) -> None:
+    """Within two units in the last place everywhere, denormals and infinities included."""
+    from numba import njit
+
+    from flashkit.backends.cpu import functions
+
+    function = getattr(functions, name)
+
+    @njit(error_model="numpy")
+    def run(x, y):  # type: ignore[no-untyped-def]
+        for i in range(x.size):
+            y[i] = function(x[i])
+
+    edges = [0, np.inf, -np.inf, np.nan, 1e-30, -1e-38, 88.7, 88.73, -87.4, -103.9, -104.1, 1e-45, 1e30, -1e30]
+    x = np.concatenate([np.linspace(-110, 95, 200_001), np.linspace(-1.5, 1.5, 100_001), edges]).astype(np.float32)
+    y = np.empty_like(x)
+    run(x, y)
+    with np.errstate(over="ignore", under="ignore"):
+        want = getattr(np, name)(x.astype(np.float64))
+        nearest = want.astype(np.float32)
+    finite = np.isfinite(nearest)
+    assert np.array_equal(y[~finite], nearest[~finite], equal_nan=True)
+    assert (np.abs(y[finite] - want[finite]) <= 2 * np.spacing(np.abs(nearest[finite])).astype(np.float64)).all()
+
+
 def test_neon_code_uses_fused_products_and_does_not_spill() -> None:
     from llvmlite import binding
 

@@ -36,6 +36,7 @@ import numpy as np
     MODIFY,  # address of the generated function, or 0
     HAS_SCORE,  # whether FULL tiles need it too
     VALUES,  # address of the modification's params and arrays
+    TURNED,  # tiles of arrays that it reads transposed
     MAX_GROUP,  # tiles that are classified at once
     DROPOUT,  # whether weights are dropped at all
     THRESHOLD,
@@ -59,7 +60,7 @@ import numpy as np
     COUNT,
     STEP,
     SIZE,
-) = map(np.int64, range(13 * 4, 13 * 4 + 45))  # fmt: skip
+) = map(np.int64, range(13 * 4, 13 * 4 + 46))  # fmt: skip
 
 EMPTY, PARTIAL, FULL = map(np.int64, range(3))
 

@@ -66,6 +66,13 @@ class CpuPlan:
 
         return modify.max_group(self.problem.spec)
 
+    @cached_property
+    def turned(self) -> int:
+        """Tiles of arrays that `modify` reads transposed."""
+        from . import modify
+
+        return len(modify.turned(self.problem.spec))
+
     @property
     def modifies(self) -> bool:
         return self.problem.spec.mask is not None or self.problem.spec.score is not None
@@ -196,7 +203,7 @@ def _forward_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray
     while block_q > panel and heads * -(-n_q // block_q) < 4 * workers:
         block_q -= panel
     layout = scratch.forward_layout(
-        block_q // panel, panel, block_k, spec.head_dim, spec.head_dim_v, ITEMSIZE[spec.lse_dtype]
+        block_q // panel, panel, block_k, spec.head_dim, spec.head_dim_v, ITEMSIZE[spec.lse_dtype], int(args[at.TURNED])
     )
     tasks = heads * -(-n_q // block_q)
     args[at.BLOCK_Q], args[at.BLOCK_K], args[at.TASKS] = block_q, block_k, tasks

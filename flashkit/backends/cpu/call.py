@@ -60,8 +60,8 @@ class Block:
         # Groups larger than all tiles would only be halved again.
         args[at.MAX_GROUP] = min(plan.max_group, 1 << max(n_q, n_k).bit_length())
         if modify:
-            args[at.MODIFY], args[at.HAS_SCORE] = modify, spec.score is not None
-            args[at.VALUES] = self.address(self.values(plan, operands))
+            args[at.MODIFY], args[at.HAS_SCORE], args[at.TURNED] = modify, spec.score is not None, plan.turned
+            args[at.VALUES] = self.address(self.values(plan, operands, micro))
         if operands.dropout_p:
             args[at.DROPOUT], args[at.THRESHOLD] = 1, dropout.threshold(operands.dropout_p)
             self.double(at.KEPT_SCALE, 1 / (1 - operands.dropout_p))
@@ -81,8 +81,10 @@ class Block:
     def tiles(self, block_q: int, block_k: int) -> None:
         self.args[at.BLOCK_Q], self.args[at.BLOCK_K] = block_q, block_k
 
-    def values(self, plan: CpuPlan, operands: Operands) -> np.ndarray:
-        """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them)."""
+    def values(self, plan: CpuPlan, operands: Operands, micro: dict[str, int]) -> np.ndarray:
+        """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them), then the
+        addresses of what transposes them.
+        """
         from . import modify
 
         entries: list[int] = []
@@ -95,6 +97,7 @@ class Block:
                 stored = modify.stored_dtype(str(slot.dtype))
                 array = array.view(np.uint8) if slot.kind == "bool" else array.astype(stored, copy=False)
                 entries += [self.address(array), *array.shape, *array.strides]
+        entries += [micro[f"transpose{size}"] for size in modify.TRANSPOSED_SIZES]
         return np.array(entries, np.int64)
 
 

@@ -94,6 +94,16 @@ def double_from_bits(typing: Any, bits: Any) -> Any:
 
 
 @intrinsic
+def single_from_bits(typing: Any, bits: Any) -> Any:
+    """The float32 whose bits are given as a 32-bit integer."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return builder.bitcast(values[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
 def next_task(typing: Any, address: Any) -> Any:
     """Take a number from the shared counter: threads draw tasks until none is left."""
 
@@ -222,6 +232,20 @@ def call_pack(typing: Any, function: Any, source: Any, target: Any, scale: Any) 
         return _indirect_call(7, ir.VoidType())(context, builder, signature, arguments)
 
     return types.void(_INT64, source, target, _INT64), codegen
+
+
+@intrinsic
+def call_transpose(typing: Any, function: Any, source: Any, target: Any) -> Any:
+    """target = source^T."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        (s_at, shape, (s_row, _)), (t_at, _, (t_row, _)) = (
+            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
+        )
+        arguments = [values[0], s_at, s_row, t_at, t_row, *shape]
+        return _indirect_call(6, ir.VoidType())(context, builder, signature, arguments)
+
+    return types.void(_INT64, source, target), codegen
 
 
 @intrinsic

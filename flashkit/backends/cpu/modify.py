@@ -6,6 +6,8 @@ lines and no kernel.
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from ... import expr
@@ -15,6 +17,8 @@ from . import specialise
 from .arguments import EMPTY, FULL, PARTIAL, STRIP
 
 MAX_NDIM = 4
+TRANSPOSED_SIZES = (1, 4, 8)
+"""Bytes of the elements for which a micro-kernel transposes; their addresses follow the slots in the block."""
 _VIEWS = {0: "vector", 1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
 _STORED = {"bool": "uint8", "bfloat16": "float32", "float16": "float32"}
 """What arrays of these dtypes are handed over as."""
@@ -65,16 +69,56 @@ def _depths(steps: list[tuple[Expr, str, str]], outer: tuple[Expr, ...]) -> list
     return lines
 
 
+def _results(spec: AttentionSpec) -> list[Expr]:
+    score = expr.S if spec.score is None else spec.score
+    return [score] if spec.mask is None else [score, spec.mask]
+
+
+def turned(spec: AttentionSpec) -> list[Expr]:
+    """Elements [..., row, key] of arrays, which lie along the keys where a forward tile has rows: read one by one they
+    would cost as much as all the rest, so their tiles are transposed first.
+    """
+    return [node for node in expr.walk(_results(spec)) if node.op == "load" and _by_row_and_key(node.args)]
+
+
+def _by_row_and_key(index: tuple[Expr, ...]) -> bool:
+    if len(index) < 2 or index[-1] is not expr.K or not (index[-2] is expr.ROW or index[-2] is expr.Q):
+        return False
+    moving = {id(expr.Q), id(expr.ROW), id(expr.K)}
+    return all(id(node) not in moving for node in expr.walk(index[:-2]))
+
+
+def _turn(spec: AttentionSpec, lines: list[tuple[int, str]]) -> tuple[list[str], list[tuple[int, str]]]:
+    """Lines that transpose the tiles of `turned` arrays, and the given ones with these tiles in the arrays' places."""
+    before = []
+    dtypes = {slot.name: np.dtype(stored_dtype(str(slot.dtype))) for slot in spec.slots if slot.ndim is not None}
+    transposers = 8 * sum(map(entries, spec.slots))
+    for n, node in enumerate(turned(spec)):
+        dtype, last = dtypes[node.value], "row" if node.args[-2] is expr.ROW else "q"
+        found = next(
+            match for _, line in lines if (match := re.search(rf"{node.value}\[(.*?, )?{last}, k\]", line)) is not None
+        )
+        leading = f"[{found[1][:-2]}]" if found[1] else ""
+        before += [
+            f"turned{n} = matrix(slopes_at, count, width, width * {dtype.itemsize}, {dtype.itemsize}, np.{dtype})",
+            "slopes_at += count * width * 8",
+            f"turn(integer_at(values + {transposers + 8 * TRANSPOSED_SIZES.index(dtype.itemsize)}), "
+            f"{node.value}{leading}[{last}0 : {last}0 + width, k0 : k0 + count], turned{n})",
+        ]
+        lines = [(depth, line.replace(found[0], f"turned{n}[j, i]")) for depth, line in lines]
+    return before, lines
+
+
 def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) -> str:
     """The text of `modify`: a tile with axes (keys, rows) where keys_outside holds, else (rows, keys)."""
-    score = expr.S if spec.score is None else spec.score
-    wanted = [score]
-    if spec.mask is not None:
-        wanted.append(spec.mask)
+    wanted = _results(spec)
     if with_slope:
-        wanted.append(expr.derivative(score))
+        wanted.append(expr.derivative(wanted[0]))
     steps, results = expr.assignments(wanted, "numba")
     lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
+    before: list[str] = []
+    if keys_outside:
+        before, lines = _turn(spec, lines)
     at_depth = [[f"{'    ' * (depth + 1)}{line}" for d, line in lines if d == depth] for depth in range(3)]
     row, key = ("i", "j") if keys_outside else ("j", "i")
     positions = {"row": f"row = row0 + {row}; q = q0 + {row}", "key": f"k = k0 + {key}"}
@@ -88,6 +132,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
         "    slopes = matrix(slopes_at, count, width, row_stride, F_SIZE, F)",
         *_prelude(spec, _names(wanted)),
         *at_depth[0],
+        *(f"    {line}" for line in before),
         "    for j in range(count):",
         f"        {outer}",
         *at_depth[1],
@@ -116,6 +161,7 @@ def _head(spec: AttentionSpec) -> str:
     return f"""import numpy as np
 from numba import types
 from flashkit.backends.cpu.functions import *
+from flashkit.backends.cpu.tiling import turn
 from flashkit.backends.cpu.memory import double_from_bits, integer_at, matrix, tensor3, tensor4, vector
 F, F_SIZE, I = np.{spec.lse_dtype}, {np.dtype(spec.lse_dtype).itemsize}, np.int64
 HIDDEN = F(-np.inf)

@@ -12,11 +12,10 @@ def _end(start: int, elements: int, itemsize: int) -> int:
 
 
 def forward_layout(
-    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int
-) -> tuple[int, int, int, int, int, int, int, int]:
+    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, turned: int
+) -> tuple[int, int, int, int, int, int, int, int, int]:
     """Offsets of O^T panels (Q^T panels come first), score tile, widened K and V tiles, running maxima and sums,
-    and three rows
-    of one panel; last the total."""
+    three rows of one panel, and `turned` tiles that a modification reads transposed; last the total."""
     queries = panels * panel
     outputs = _end(0, queries * d, itemsize)
     scores = _end(outputs, queries * dv, itemsize)
@@ -25,7 +24,8 @@ def forward_layout(
     maxima = _end(values, block_k * dv, itemsize)
     sums = _end(maxima, queries, itemsize)
     rows = _end(sums, queries, itemsize)
-    return outputs, scores, keys, values, maxima, sums, rows, _end(rows, 3 * panel, itemsize)
+    tiles = _end(rows, 3 * panel, itemsize)
+    return outputs, scores, keys, values, maxima, sums, rows, tiles, _end(tiles, turned * block_k * panel, 8)
 
 
 def backward_layout(

@@ -26,7 +26,7 @@ from .arguments import (
     VALUES,
 )
 from .functions import options
-from .memory import call_classify, call_modify, double_from_bits, integer_at, matrix
+from .memory import call_classify, call_modify, call_transpose, double_from_bits, integer_at, matrix
 
 MULTIPLIER_0, MULTIPLIER_1 = map(np.uint64, philox.MULTIPLIERS)
 WEYL_0, WEYL_1 = map(np.uint64, philox.WEYL)
@@ -104,15 +104,26 @@ def next_run(args: Any, b: int, h: int, first: int, last: int, start: int, stop:
 
 
 @njit(**options)
-def modify(args: Any, state: int, tile: Any, slopes: Any, b: int, h: int, row0: int, k0: int) -> None:
-    """Apply score and mask modification to a tile in place; hidden pairs become -inf. `slopes`: d score / d s
-    (backward).
+def turn(transpose: int, source: Any, target: Any) -> None:
+    """target = source^T, by the micro-kernel where rows are contiguous."""
+    if source.strides[1] == source.itemsize:
+        call_transpose(transpose, source, target)
+    else:
+        for j in range(target.shape[0]):
+            for i in range(target.shape[1]):
+                target[j, i] = source[i, j]
+
+
+@njit(**options)
+def modify(args: Any, state: int, tile: Any, beside: int, b: int, h: int, row0: int, k0: int) -> None:
+    """Apply score and mask modification to a tile in place; hidden pairs become -inf. `beside`: address of
+    room for arrays transposed (forward) or for d score / d s (backward).
     """
     if args[MODIFY] != 0 and (state == PARTIAL or args[HAS_SCORE] != 0):
         q0 = row0 + offset_of(args, b)
         rows, columns = tile.shape
-        at, slopes_at, row_stride = tile.ctypes.data, slopes.ctypes.data, tile.strides[0]
-        call_modify(args[MODIFY], at, slopes_at, row_stride, rows, columns, b, h, row0, q0, k0, args[VALUES])
+        at, row_stride = tile.ctypes.data, tile.strides[0]
+        call_modify(args[MODIFY], at, beside, row_stride, rows, columns, b, h, row0, q0, k0, args[VALUES])
 
 
 @njit(**options)

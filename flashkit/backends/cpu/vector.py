@@ -16,6 +16,8 @@ stored unaligned. Score tiles are padded to whole vectors.
     unpack (source, source_row, target, target_row, m, n, factor, check)
         target[i, j] = source[j, i] * factor[i], target in storage precision; check[:] += 0 * target[:], NaN if one
         is not finite
+    transpose1, transpose4, transpose8 (source, source_row, target, target_row, m, n)
+        target[j, i] = source[i, j] for elements of so many bytes
     weights (s, s_row, m, n, dp, lse, delta, scale)
         s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = scale * p * (dp[i, j] - delta[i])
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -98,6 +101,15 @@ def from_bits(builder: ir.IRBuilder, bits: ir.Value, element: ir.Type) -> ir.Val
     return number if str(element) == "double" else builder.fptrunc(number, element)
 
 
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line at an address, which need not be valid, for reading."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    function = _declared(
+        builder.module, "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    )
+    builder.call(function, [pointer, I32(0), I32(3), I32(1)])
+
+
 def fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return call(builder, "llvm.fma", x.type, x, y, z)
 
@@ -108,7 +120,7 @@ class Memory:
     def __init__(self, builder: ir.IRBuilder, element: ir.Type, lanes: int) -> None:
         self.builder, self.element = builder, element
         self.vector = ir.VectorType(element, lanes)
-        self.size = {"i16": 2, "float": 4, "double": 8}[str(element)]
+        self.size = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4, "double": 8}[str(element)]
 
     def at(self, address: ir.Value, kind: ir.Type) -> ir.Value:
         return self.builder.inttoptr(address, kind.as_pointer())
@@ -501,6 +513,40 @@ def _emit_unpack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Ty
         stored.store_scalar(narrow(b, value, shape.storage), address(i, j))
 
 
+def _emit_transpose(
+    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block, *, size: int
+) -> None:
+    b = builder
+    source, source_row, target, target_row, m, n = args
+    square = min(16, shape.lanes * SIZE[shape.element] // size)
+    memory = Memory(b, ir.IntType(8 * size), square)
+
+    def at(base: ir.Value, row: ir.Value, i: ir.Value, j: ir.Value) -> ir.Value:
+        return b.add(b.add(base, b.mul(i, row)), b.mul(j, I64(size)))
+
+    def one_by_one(i: ir.Value, j: ir.Value, j_end: ir.Value) -> None:
+        with Loop(b, j, j_end, 1) as (x, _, _):
+            memory.store_scalar(memory.load_scalar(at(source, source_row, i, x)), at(target, target_row, x, i))
+
+    # Rows lie far apart, so the hardware foresees nothing: while one square of rows is turned the next is fetched, at
+    # the end the first of the tile that follows along the row.
+    whole_m, whole_n = (b.mul(b.sdiv(extent, I64(square)), I64(square)) for extent in (m, n))
+    with Loop(b, I64(0), whole_m, square) as (i, _, _):
+        with Loop(b, I64(0), whole_n, square) as (j, _, _):
+            rows = [memory.load(at(source, source_row, b.add(i, I64(x)), j)) for x in range(square)]
+            after = b.add(i, I64(square))
+            last = b.icmp_signed(">=", after, whole_m)
+            following = b.select(last, at(source, source_row, I64(0), b.add(j, n)), at(source, source_row, after, j))
+            for x in range(square):
+                prefetch(b, b.add(following, b.mul(I64(x), source_row)))
+            for x, row in enumerate(_transposed(b, rows)):
+                memory.store(row, at(target, target_row, b.add(j, I64(x)), i))
+        with Loop(b, i, b.add(i, I64(square)), 1) as (x, _, _):
+            one_by_one(x, whole_n, n)
+    with Loop(b, whole_m, m, 1) as (i, _, _):
+        one_by_one(i, I64(0), n)
+
+
 # --- the module -------------------------------------------------------------------------------------------------------
 
 
@@ -518,13 +564,14 @@ class Block:
 
 
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
-    "product": (10, lambda *args: _emit_product(*args, accumulate=False)),
-    "product_add": (10, lambda *args: _emit_product(*args, accumulate=True)),
+    "product": (10, partial(_emit_product, accumulate=False)),
+    "product_add": (10, partial(_emit_product, accumulate=True)),
     "column_max": (5, _emit_column_max),
     "exponentials": (6, _emit_exponentials),
     "pack": (7, _emit_pack),
     "unpack": (8, _emit_unpack),
     "weights": (8, _emit_weights),
+    **{f"transpose{size}": (6, partial(_emit_transpose, size=size)) for size in (1, 4, 8)},
 }
 """Name: number of arguments, emitter."""
 

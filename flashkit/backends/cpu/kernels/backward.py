@@ -80,7 +80,7 @@ def backward_rows(args, b, h, part, row0, rows, k0, state, k_t, v_t, k, dk, dvs,
     dq = matrix(args[DQ_PARTIAL] + dq_row * d * COMPUTE_SIZE, rows, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
 
     call_product(args[PRODUCT], q, k_t, s)  # scores
-    modify(args, state, s, slope, b, h, row0, k0)
+    modify(args, state, s, scratch + slopes, b, h, row0, k0)
     call_product(args[PRODUCT], do, v_t, dp)
     if args[DROPOUT] != 0:
         drop(args, dp, False, b, h, row0, k0)

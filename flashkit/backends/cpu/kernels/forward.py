@@ -110,7 +110,9 @@ def forward_block(args, b, h, first, count, scratch, careful):
     d, dv, block_k, panel, lanes = args[DIM], args[DIM_V], args[BLOCK_K], args[PANEL], args[LANES]
     panel_bytes = panel * COMPUTE_SIZE
     panels = (count + panel - 1) // panel
-    outputs, scores, keys, values, maxima, sums, rows, _ = forward_layout(panels, panel, block_k, d, dv, COMPUTE_SIZE)
+    outputs, scores, keys, values, maxima, sums, rows, turned, _ = forward_layout(
+        panels, panel, block_k, d, dv, COMPUTE_SIZE, args[TURNED]
+    )
     m = vector(scratch + maxima, panels * panel, COMPUTE_SIZE, COMPUTE)
     l = vector(scratch + sums, panels * panel, COMPUTE_SIZE, COMPUTE)
     output = matrix(scratch + outputs, panels * dv, panel, panel_bytes, COMPUTE_SIZE, COMPUTE)
@@ -161,7 +163,7 @@ def forward_block(args, b, h, first, count, scratch, careful):
                             stop - start, padded, panel_bytes, COMPUTE_SIZE, COMPUTE,
                         )  # fmt: skip
                         call_product(args[PRODUCT], k[start - k0 : stop - k0], q_t, s_t)  # scores
-                        modify(args, run, s_t[:, :columns], s_t, b, h, row0, start)
+                        modify(args, run, s_t[:, :columns], scratch + turned, b, h, row0, start)
                         start = stop
                     if start > begin:
                         p_t = matrix(scratch + scores, start - begin, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
