@@ -10,16 +10,17 @@ needs them.
 from __future__ import annotations
 
 from . import mods
-from .api import attention, attention_vjp, explain
+from .api import attention, attention_vjp, explain, plan
 from .dispatch import use_backend
 from .errors import ProfileError, UnsupportedError
 from .expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
+from .planned import Planned
 from .sparsity import BlockMask
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockMask", "ProfileError", "UnsupportedError", "__version__", "attention", "attention_vjp", "clip", "cos", "exp",
-    "exp2", "explain", "floor", "log", "log2", "maximum", "minimum", "mods", "sigmoid", "sign", "sin", "sqrt", "tanh",
-    "use_backend", "where",
+    "BlockMask", "Planned", "ProfileError", "UnsupportedError", "__version__", "attention", "attention_vjp", "clip",
+    "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "minimum", "mods", "plan", "sigmoid", "sign",
+    "sin", "sqrt", "tanh", "use_backend", "where",
 ]  # fmt: skip

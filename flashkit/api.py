@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from . import arrays, dispatch
+from . import arrays, dispatch, planned
 from .arguments import Shape, prepare
 from .backends.base import Backend
+from .planned import Planned
 from .spec import Gradients, Operands, Problem
 
 WRT = ("q", "k", "v", "sinks")
@@ -92,15 +91,63 @@ def attention(
     or better. Sources: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithm 1; reference.py in this package is the
     definition.
     """
+    key = None
+    plain = alibi_slopes is bias is mask is block_mask is score_mod is mask_mod is kv_lengths is sinks is None
+    if plain and _fixed(q_offset, window, dropout_p) and (out is None or arrays.contiguous(out)):
+        options = scale, causal, q_offset, window, softcap, seed, layout, return_lse, deterministic, precision, backend
+        key = planned.key((q, k, v), options)
+        if key is not None and (repeated := planned.kept(key)) is not None:
+            return repeated.run(q, k, v, out)
     problem, operands, shape = prepare(
         q, k, v, scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod,
         kv_lengths=kv_lengths, dropout_p=dropout_p, seed=seed, sinks=sinks, layout=layout, out=out,
         deterministic=deterministic, precision=precision,
     )  # fmt: skip
+    if key is not None:
+        repeated = Planned(problem, operands, shape, (q, k, v), backend, return_lse)
+        planned.keep(key, repeated)
+        return repeated.run(q, k, v, out)
     _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
     return (result, shape.rows(operands.lse)) if return_lse else result
+
+
+def _fixed(q_offset: Any, window: Any, dropout_p: Any) -> bool:
+    """Whether these, which may be arrays or ask for new random numbers, are numbers that always mean the same."""
+    return (
+        (q_offset is None or type(q_offset) is int)
+        and (window is None or (type(window) is tuple and all(x is None or type(x) is int for x in window)))
+        and type(dropout_p) in (float, int)
+        and dropout_p == 0
+    )
+
+
+def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Any) -> Planned:
+    """A call of attention() that is repeated: `planned = plan(q, k, v, causal=True)`, then `out = planned(q, k, v)`.
+
+    Takes attention()'s arguments but `out`. q, k and v show the form of the arrays that the planned call will get:
+    their shapes, strides, dtypes and kind. They are not kept, and their contents do not matter. All checks, the choice
+    of the backend and of its tile, and all else that does not depend on contents happen here, so that a planned call
+    costs microseconds more than its kernel. Equal calls give the same bits as attention().
+
+    kv_lengths, q_offset, sinks, seed, and arrays of integers that modifications look up are read once, here. Of
+    other arrays (bias, mask, alibi_slopes, those of score_mod and mask_mod) a reference is kept; they are read by
+    each call, and must not be changed: a change may be seen or not. dropout_p needs a seed, and each call drops the
+    same pairs.
+
+    The result, a flashkit.Planned, may be called from several threads at once.
+    """
+    if "out" in options:
+        raise TypeError("plan() takes no out; the planned call does, planned(q, k, v, out=out)")
+    if options.get("dropout_p") and options.get("seed") is None:
+        raise ValueError("dropout_p without seed: a planned call drops the same pairs each time; seed=... fits")
+    problem, operands, shape = prepare(q, k, v, **options)
+    operands.arrays = {
+        name: array.copy() if array.dtype.kind in "iu" else array for name, array in operands.arrays.items()
+    }
+    operands.q_offset, operands.kv_lengths = operands.q_offset.copy(), operands.kv_lengths.copy()
+    return Planned(problem, operands, shape, (q, k, v), backend, return_lse)
 
 
 def attention_vjp(
@@ -196,15 +243,9 @@ def _deliver(operands: Operands, shape: Shape, out: Any) -> Any:
     result = shape.like(operands.out)
     if out is None:
         return result
-    if not _same_memory(out, result):
+    if not arrays.same_address(out, result):
         out[...] = result
     return out
-
-
-def _same_memory(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray):
-        return bool(a.__array_interface__["data"] == b.__array_interface__["data"])
-    return bool(a.data.ptr == b.data.ptr)
 
 
 def explain(q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, **options: Any) -> Any:
@@ -219,4 +260,4 @@ def explain(q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: b
     return explain_problem(problem, operands, backend)
 
 
-__all__: list[str] = ["Vjp", "attention", "attention_vjp", "explain"]
+__all__: list[str] = ["Planned", "Vjp", "attention", "attention_vjp", "explain", "plan"]

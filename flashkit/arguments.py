@@ -122,7 +122,7 @@ def prepare(
     score, hidden, slots, params, values = _compose(scores, masks)
 
     if out is not None:
-        _check_out(out, kind, dtype, q, v)
+        check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))
     if not 0 <= _number("dropout_p", dropout_p) < 1:
         raise ValueError(f"dropout_p is {dropout_p}; a probability of at least 0 and below 1 fits")
     if precision not in PRECISIONS:
@@ -339,11 +339,11 @@ def _block_mask(block_mask: Any, batch: int, heads: int, n_q: int, n_k: int) -> 
     return block_mask.mod
 
 
-def _check_out(out: Any, kind: str, dtype: str, q: Any, v: Any) -> None:
+def check_out(out: Any, kind: str, dtype: str, wanted: tuple[int, ...]) -> None:
+    """The array that the caller gives for the result can hold it."""
     arrays.require("out", out, kind)
     if arrays.dtype_name("out", out) != dtype:
         raise TypeError(f"out has dtype {out.dtype}; q's, {dtype}, fits")
-    wanted = (*q.shape[:-1], v.shape[-1])
     if out.shape != wanted:
         raise ValueError(f"out has shape {out.shape}; {wanted} fits")
     if kind == "numpy" and not out.flags.writeable:
@@ -358,11 +358,7 @@ def _direct(out: Any, *inputs: Any) -> bool:
         return False
     if out.ndim > 4 and not out.flags.c_contiguous:
         return False
-    return (
-        not any(np.may_share_memory(out, x) for x in inputs)
-        if isinstance(out, np.ndarray)
-        else not any(out.data.mem is x.data.mem for x in inputs if not isinstance(x, np.ndarray))
-    )
+    return not any(arrays.may_share(out, x) for x in inputs)
 
 
 # --- modifications ----------------------------------------------------------------------------------------------------

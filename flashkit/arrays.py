@@ -75,6 +75,46 @@ def addressable(array: Any) -> Any:
     return array if contiguous and aligned else namespace(kind_of(array) or "numpy").array(array, order="C", copy=True)
 
 
+def form(array: Any) -> tuple[Any, ...]:
+    """Type, shape, strides, dtype and place: what a prepared call depends on. Arrays of equal forms lie in memory
+    alike. The place: whether elements are aligned, or on which device they are.
+    """
+    if type(array) is np.ndarray:  # the quickest way, for calls of microseconds
+        return np.ndarray, array.shape, array.strides, array.dtype, array.flags.aligned
+    if kind_of(array) is None:
+        return (type(array),)
+    place = array.flags.aligned if isinstance(array, np.ndarray) else array.data.device_id
+    return type(array), array.shape, array.strides, array.dtype, place
+
+
+def describe_place(array: Any) -> str:
+    """The last of an array's form in words."""
+    if isinstance(array, np.ndarray):
+        return "aligned" if array.flags.aligned else "not aligned"
+    return f"on device {array.data.device_id}"
+
+
+def contiguous(array: Any) -> bool:
+    """Whether it is an array whose elements lie as in a new one, so that a kernel may write it in place of that."""
+    if isinstance(array, np.ndarray):
+        return array.flags.carray
+    return kind_of(array) is not None and bool(array.flags.c_contiguous)
+
+
+def same_address(a: Any, b: Any) -> bool:
+    """Whether two arrays of one library have their first elements in one place."""
+    if isinstance(a, np.ndarray):
+        return bool(a.__array_interface__["data"] == b.__array_interface__["data"])
+    return bool(a.data.ptr == b.data.ptr)
+
+
+def may_share(a: Any, b: Any) -> bool:
+    """Whether two arrays may have an element in common: they do not where this is False."""
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and np.may_share_memory(a, b)
+    return not isinstance(b, np.ndarray) and a.data.mem is b.data.mem
+
+
 def share_memory(a: Any, b: Any) -> bool:
     """Whether two arrays of one library have an element in common; False where that takes too long to find out."""
     if not isinstance(a, np.ndarray):

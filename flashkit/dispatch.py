@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from . import host
 from .backends.base import Backend
 from .errors import UnsupportedError
 from .spec import Direction, Problem, Verdict
@@ -24,6 +25,7 @@ from .spec import Direction, Problem, Verdict
 ENTRY_POINTS = "flashkit.backends"
 _MOST_PLANS = 1024
 
+_generation = 0  # of plans: counts how often they were forgotten
 _forced: ContextVar[str | None] = ContextVar("flashkit_backend", default=None)
 _plans: OrderedDict[Any, tuple[Backend, Any]] = OrderedDict()
 _plans_lock = threading.Lock()
@@ -65,6 +67,11 @@ def _known(name: str, source: str) -> str:
     if name not in registry():
         raise ValueError(f"{source}: there is no backend {name!r}; installed: {', '.join(sorted(registry()))}")
     return name
+
+
+def state() -> tuple[Any, ...]:
+    """All beyond a call's own arguments that its plan depends on, to compare: equal states, equal plans."""
+    return _generation, _forced.get(), host.variable("FLASHKIT_BACKEND")
 
 
 def forced(backend: str | None = None) -> str | None:
@@ -159,5 +166,7 @@ def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
 
 def forget() -> None:
     """Drop all plans, so that a changed profile is used from the next call on."""
+    global _generation
     with _plans_lock:
+        _generation += 1
         _plans.clear()

@@ -70,6 +70,16 @@ def cpu_name() -> str:
     return _cpuinfo().get("model name") or platform.processor() or platform.machine() or "unknown"
 
 
+# os.environ encodes each name that it is asked for, which takes longer than a planned call's other steps together.
+_variables: Any = getattr(os.environ, "_data", os.environ)
+_encoded: Any = functools.cache(getattr(os.environ, "encodekey", str))
+
+
+def variable(name: str) -> Any:
+    """A variable of the environment as the system stores it, bytes, text or None: good for comparing."""
+    return _variables.get(_encoded(name))
+
+
 def cpu_count() -> int:
     """Processors that this process may run on (a container or taskset may grant fewer than the machine has)."""
     if hasattr(os, "sched_getaffinity"):

@@ -55,17 +55,12 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# os.environ encodes each name that it is asked for, which takes longer than all else in here.
-_variables: Any = getattr(os.environ, "_data", os.environ)
-_WANTED: Any = os.environ.encodekey("FLASHKIT_NUM_THREADS") if hasattr(os.environ, "_data") else "FLASHKIT_NUM_THREADS"
-
-
 def count() -> int:
     """Threads that a call uses: FLASHKIT_NUM_THREADS, at most what numba.set_num_threads allows on this thread."""
     if _forked:
         return 1
     allowed = pool().limit()
-    if not _variables.get(_WANTED):
+    if not host.variable("FLASHKIT_NUM_THREADS"):
         return allowed
     wanted = os.environ["FLASHKIT_NUM_THREADS"]
     if not wanted.isdigit() or int(wanted) < 1:

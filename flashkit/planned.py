@@ -1,0 +1,149 @@
+"""Calls that are repeated: everything that depends on the form of arrays and on options, done once.
+
+`Planned` is such a call, and flashkit.plan() makes one. attention() keeps those of its plain calls (`kept`), by the
+form of the arrays and by the options, so that a repeated call costs a look-up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from . import arrays, dispatch
+from .arguments import Shape, check_out
+from .backends.base import Backend, Bound
+from .spec import Operands, Problem
+
+_MOST_KEPT = 256
+_kept: OrderedDict[Any, Planned] = OrderedDict()
+_kept_lock = threading.Lock()
+
+
+class Planned:
+    """Attention on arrays of one form, ready to run; see flashkit.plan.
+
+    Attributes: problem, what is computed; backend, the name of the one that does; tile, what it chose.
+    """
+
+    def __init__(
+        self, problem: Problem, operands: Operands, shape: Shape, given: tuple[Any, Any, Any], backend: str | None,
+        return_lse: bool,
+    ) -> None:  # fmt: skip
+        chosen, plan = dispatch.plan(problem, backend)
+        self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
+        self._return_lse, self._shape, self._values = return_lse, shape, tuple(operands.arrays.values())
+        self._forms = tuple(map(arrays.form, given))
+        fours = operands.q, operands.k, operands.v
+        # Others are copied in each call, as attention() does.
+        self._in_place = all(map(arrays.same_address, given, fours))
+        out, lse = shape.like(operands.out), shape.rows(operands.lse)
+        self._out, self._lse, self._dtype = out.shape, (lse.shape, lse.dtype), out.dtype
+        self._empty: Any = arrays.namespace(problem.array_kind).empty
+        self._run = _bound(chosen, plan, operands, shape)
+
+    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
+        """out, or (out, lse) with return_lse=True: attention of these arrays with the options given to plan().
+
+        q, k, v: shapes, strides, dtypes and kind of array as planned for (strides of axes of length 1 do not matter).
+        out: where to put the result, of its shape and dtype.
+
+        Raises TypeError or ValueError, with the argument's name, what came and what fits.
+        """
+        if (arrays.form(q), arrays.form(k), arrays.form(v)) != self._forms:
+            self._check(q, k, v)
+        return self.run(q, k, v, out)
+
+    def run(self, q: Any, k: Any, v: Any, out: Any) -> Any:
+        """The call for arrays that are known to fit."""
+        target = out if out is not None and self._fits(out, q, k, v) else self._empty(self._out, self._dtype)
+        lse = self._empty(*self._lse)
+        if not self._in_place:
+            q, k, v = map(self._shape.to_four, (q, k, v))
+        self._run(q, k, v, target, lse)
+        if out is None:
+            out = target
+        elif out is not target:
+            out[...] = target
+        return (out, lse) if self._return_lse else out
+
+    def _fits(self, out: Any, q: Any, k: Any, v: Any) -> bool:
+        """Whether a kernel may write into `out`; raises where it cannot hold the result at all."""
+        check_out(out, self.problem.array_kind, self.problem.spec.dtype, self._out)
+        return arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (q, k, v, *self._values))
+
+    def _check(self, q: Any, k: Any, v: Any) -> None:
+        for name, array, planned in zip(("q", "k", "v"), (q, k, v), self._forms, strict=True):
+            arrays.require(name, array, self.problem.array_kind)
+            _, shape, strides, dtype, place = planned
+            if array.dtype != dtype:
+                raise TypeError(f"{name} has dtype {array.dtype}; {dtype}, which the call was planned for, fits")
+            if array.shape != shape:
+                raise ValueError(f"{name} has shape {array.shape}; {shape}, which the call was planned for, fits")
+            if any(n > 1 and a != b for n, a, b in zip(shape, array.strides, strides, strict=True)):
+                raise ValueError(
+                    f"{name} has strides {array.strides}; {strides}, which the call was planned for, fit: copy it, or "
+                    "plan a call for such arrays"
+                )
+            if arrays.form(array)[-1] != place:
+                raise ValueError(
+                    f"{name} is {arrays.describe_place(array)}, unlike the array that the call was planned for; copy "
+                    "it, or plan a call for such arrays"
+                )
+
+
+def _bound(backend: Backend, plan: Any, operands: Operands, shape: Shape) -> Bound:
+    """The backend's own bound call, or its forward pass for one that does not bind."""
+    if 0 in operands.q.shape[:3]:  # no query: nothing to run
+        return lambda q, k, v, out, lse: None
+    if hasattr(backend, "bind"):
+        bound: Bound = backend.bind(plan, operands)
+        return bound
+    rows = operands.lse.shape
+    rest = replace(operands, q=None, k=None, v=None, out=None, lse=None)
+
+    def forward(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        q, k, v, out = map(shape.to_four, (q, k, v, out))
+        backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows)))
+
+    return forward
+
+
+# --- the plain calls of attention() -----------------------------------------------------------------------------------
+
+
+def key(arguments: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Any:
+    """A name for a call of attention() that determines all of it but the contents of the arrays; None if there is
+    none.
+
+    options: numbers, flags, strings and None, or tuples of them. Types belong to the key since True == 1. So does all
+    that chooses the backend.
+    """
+    q, k, v = arguments
+    if not type(q) is type(k) is type(v) is np.ndarray:
+        return None
+    made = arrays.form(q), arrays.form(k), arrays.form(v), options, tuple(map(type, options)), dispatch.state()
+    try:
+        hash(made)
+    except TypeError:
+        return None
+    return made
+
+
+def kept(name: Any) -> Planned | None:
+    """The call of this key."""
+    with _kept_lock:
+        found = _kept.get(name)
+        if found is not None:
+            _kept.move_to_end(name)
+        return found
+
+
+def keep(name: Any, planned: Planned) -> None:
+    with _kept_lock:
+        _kept[name] = planned
+        while len(_kept) > _MOST_KEPT:
+            _kept.popitem(last=False)
