@@ -367,9 +367,9 @@ def test_plans_are_forgotten_oldest_first(fake: FakeBackend, monkeypatch: pytest
     monkeypatch.setattr(dispatch, "_MOST_PLANS", 2)
     with use_backend("fake"):
         for options in ({}, {"causal": True}, {}, {"softcap": 1.0}, {}):
-            attention(x(), x(), x(), **options)
+            dispatch.plan(prepare(x(), x(), x(), **options)[0])
         assert fake.calls.count("plan") == 3  # {} was used again in between, and so kept
-        attention(x(), x(), x(), causal=True)
+        dispatch.plan(prepare(x(), x(), x(), causal=True)[0])
         assert fake.calls.count("plan") == 4
 
 

@@ -261,7 +261,8 @@ def test_calls_that_differ_do_not_meet() -> None:
     q, k, v = operands()
     every = [
         {}, {"causal": True}, {"scale": 0.5}, {"scale": 1}, {"scale": np.float32(0.25)},
-        {"q_offset": 5, "causal": True}, {"q_offset": [3, 9], "causal": True}, {"q_offset": np.array([4, 8]), "causal": True}, {"window": (3, 1)},
+        {"q_offset": 5, "causal": True}, {"q_offset": [3, 9], "causal": True},
+        {"q_offset": np.array([4, 8]), "causal": True}, {"window": (3, 1)},
         {"window": (None, 1)}, {"window": [3, 1]}, {"softcap": 2.0}, {"softcap": 4}, {"return_lse": True},
         {"kv_lengths": [3, 40]}, {"kv_lengths": np.array([40, 5])}, {"bias": np.ones((40, 40))},
         {"mask": np.tri(40, dtype=bool)}, {"sinks": np.ones(4)}, {"dropout_p": 0.5, "seed": 1},
