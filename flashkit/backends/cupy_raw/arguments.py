@@ -7,6 +7,7 @@ single words and the values of the modification.
 from __future__ import annotations
 
 import struct
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,31 +43,36 @@ class Arguments(Block):
     """The block of one call. Keeps alive what its addresses point to."""
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
-        super().__init__([0] * size(spec))
         self.spec, self.alive = spec, list[Any]()
         self.batch, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
-        self.tensors(q=operands.q, k=operands.k, v=operands.v, out=operands.out, lse=operands.lse)
-        self.set(batch=self.batch, heads=self.heads, n_q=self.n_q, n_k=self.n_k, splits=1, scale=bits(operands.scale))
-        self._positions(operands.q_offset)
+        words = [0] * size(spec)
+        five = (operands.q, operands.k, operands.v, operands.out, operands.lse)
+        words[: 4 * len(five)] = chain.from_iterable(map(_tensor, five))
+        words[AT["batch"] : AT["scale"] + 1] = (
+            self.batch, self.heads, self.n_q, self.n_k, 1, bits(operands.scale)
+        )  # fmt: skip
+        offset = operands.q_offset
+        # One number where all entries agree, which costs no transfer; else an array on the device.
+        if isinstance(offset, np.ndarray) and (len(offset) == 1 or (offset == offset[0]).all()):
+            words[AT["offset"]] = int(offset[0])
+        else:
+            words[AT["q_offset"]] = self.address(_on_device(offset, np.int64))
         if spec.kv_lengths:
-            self.set(kv_lengths=self.address(_on_device(operands.kv_lengths, np.int64)))
+            words[AT["kv_lengths"]] = self.address(_on_device(operands.kv_lengths, np.int64))
         if spec.sinks:
-            self.set(sinks=self.address(operands.sinks))
+            words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:
-            self.set(
-                seed=operands.seed,
-                threshold=dropout.threshold(operands.dropout_p),
-                kept_scale=bits(1 / (1 - operands.dropout_p)),
-            )
+            words[AT["seed"] : AT["kept_scale"] + 1] = (
+                operands.seed, dropout.threshold(operands.dropout_p), bits(1 / (1 - operands.dropout_p))
+            )  # fmt: skip
         if spec.slots:
-            self._values(operands)
+            words[VALUES:] = self._values(operands)
+        super().__init__(words)
 
     def gradients(self, gradients: Gradients) -> None:
         """What the backward pass reads and writes beyond the operands."""
-        self.tensors(
-            dout=gradients.dout, dlse=gradients.dlse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv
-        )  # fmt: skip
+        self.tensors(dout=gradients.dout, dlse=gradients.dlse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
         if gradients.dsinks is not None:
             self.set(dsinks=self.address(gradients.dsinks))
 
@@ -88,34 +94,30 @@ class Arguments(Block):
         """
         for name, array in arrays.items():
             if array is not None:
-                at, itemsize = AT[name], array.dtype.itemsize
-                batch, head, token = array.strides[:3]
-                self.words[at : at + 4] = [array.data.ptr, batch // itemsize, head // itemsize, token // itemsize]
+                self.words[AT[name] : AT[name] + 4] = list(_tensor(array))
 
     def address(self, array: Any) -> int:
         self.alive.append(array)
         return int(array.data.ptr)
 
-    def _positions(self, q_offset: Any) -> None:
-        """One number where all entries agree, which costs no transfer; else an array on the device."""
-        if isinstance(q_offset, np.ndarray) and (q_offset == q_offset[0]).all():
-            self.set(offset=int(q_offset[0]))
-        else:
-            self.set(q_offset=self.address(_on_device(q_offset, np.int64)))
-
-    def _values(self, operands: Operands) -> None:
+    def _values(self, operands: Operands) -> list[int]:
         """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them)."""
-        at = VALUES
+        words: list[int] = []
         for slot in self.spec.slots:
             if slot.ndim is None:
                 value = operands.params[slot.name]
-                self.words[at] = int(value) if slot.kind == "int" else bits(value)
+                words.append(int(value) if slot.kind == "int" else bits(value))
             else:
                 array = _on_device(operands.arrays[slot.name])
                 itemsize = array.dtype.itemsize
-                entries = [self.address(array), *(stride // itemsize for stride in array.strides)]
-                self.words[at : at + len(entries)] = entries
-            at += modify.entries(slot)
+                words += [self.address(array), *(stride // itemsize for stride in array.strides)]
+        return words
+
+
+def _tensor(array: Any) -> tuple[int, int, int, int]:
+    batch, head, token = array.strides[:3]
+    itemsize = array.dtype.itemsize
+    return array.data.ptr, batch // itemsize, head // itemsize, token // itemsize
 
 
 def _on_device(array: Any, dtype: Any = None) -> Any:

@@ -101,7 +101,7 @@ class CupyRawBackend:
                 False, f"{' and '.join(missing)} cannot be imported: pip install flashkit[cuda13] (or cuda12)"
             )
         try:
-            launch.driver()
+            launch.call("cuInit", 0)
             compiler.target(device.current().capability)
         except Exception as error:  # no driver, no device, no NVRTC: each says so in its own way
             return Verdict(False, f"no CUDA device can be used: {error}")

@@ -1,0 +1,194 @@
+"""The CUDA kernels without a device: every one compiles for the architectures in use, within its registers, and the
+text of modifications says what the graphs say.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flashkit import arguments, mods
+from flashkit.backends.cuda_common import compiler
+from flashkit.backends.cuda_common.device import MODELS, Device
+from flashkit.backends.cupy_raw import arguments as block
+from flashkit.backends.cupy_raw import modify, simt, specialise
+from flashkit.spec import AttentionSpec
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install cuda-bindings nvidia-cuda-nvrtc")
+
+OLD = Device("Turing (T4)", (7, 5), 40, 65536, 65536)
+SMALL = Device("48 KB a block", (8, 6), 20, 49152, 102400)
+
+
+def compiled(name: str, spec: AttentionSpec, constants: dict[str, int], arch: str) -> compiler.Resources:
+    found = compiler.binary(specialise.source(name, spec, constants), arch)
+    return found.resources[name]
+
+
+def simt_kernel(part: simt.Part, spec: AttentionSpec, device: Device) -> compiler.Resources:
+    tile = simt.choose(part, spec, device)
+    assert tile.shared_memory(part, spec) <= device.shared_per_block
+    name = "simt_forward" if part == "forward" else "simt_backward"
+    return compiled(name, spec, dict(tile.constants(part)), compiler.target(device.capability))
+
+
+@pytest.mark.parametrize("arch", MODELS)
+@pytest.mark.parametrize("part", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 64)) for d in (64, 96, 128, 256)])
+def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None:
+    found = simt_kernel(part, AttentionSpec("float32", d, d), MODELS[arch])
+    assert 0 < found.registers <= 255
+    assert found.spills == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("dims", ["1/1", "40/40", "192/128", "3/300", "512/512"])
+def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part: simt.Part) -> None:
+    d, dv = map(int, dims.split("/"))
+    found = simt_kernel(part, AttentionSpec(dtype, d, dv, group=2, dropout=True, sinks=True), MODELS["sm_80"])
+    assert found.spills <= 512  # bytes, outside of the products: dropout of many weights at once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [OLD, SMALL], ids=lambda device: device.name)
+@pytest.mark.parametrize("d", [8, 128, 512])
+def test_simt_fits_small_devices(d: int, device: Device) -> None:
+    for part in ("forward", "keys", "queries"):
+        simt_kernel(part, AttentionSpec("float32", d, d), device)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_kernels_of_rows_compile(dtype: str) -> None:
+    source = specialise.source("rows", AttentionSpec(dtype, 80, 72, sinks=True), {})
+    found = compiler.binary(source, "sm_80").resources
+    assert set(found) == {"prepare", "sink_gradients"}
+    assert all(kernel.spills == 0 for kernel in found.values())
+
+
+# --- modifications ----------------------------------------------------------------------------------------------------
+
+SCORES = {
+    "softcap": mods.softcap(3.0),
+    "alibi": mods.alibi(np.ones((2, 4), np.float32)),
+    "bias": mods.bias(np.ones((4, 1, 100), np.float16)),
+    "bfloat16 bias": mods.bias(np.ones((1, 4, 50, 100), ml_dtypes.bfloat16)),
+}
+MASKS = {
+    "causal": mods.causal(),
+    "window": mods.sliding_window(5, 3),
+    "document": mods.document(np.zeros((2, 100), np.int32)),
+    "bool": mods.visible(np.ones((2, 1, 50, 100), bool)),
+    "dilated": mods.dilated(3) & ~mods.prefix_lm(7),
+}
+
+
+def spec_of(scores: list[mods.Mod], masks: list[mods.Mod]) -> AttentionSpec:
+    score, mask, slots, _, _ = arguments._compose(scores, masks)
+    return AttentionSpec("float16", 64, 64, 1, score, mask, slots)
+
+
+@pytest.mark.parametrize("what", [*SCORES, *MASKS])
+def test_a_modification_compiles(what: str) -> None:
+    spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [])
+    assert modify.unsupported(spec) == ""
+    compiler.binary(specialise.source("rows", spec, {}), "sm_80")
+
+
+def test_all_modifications_together_compile_in_both_passes() -> None:
+    spec = spec_of(list(SCORES.values()), list(MASKS.values()))
+    assert modify.looks_at_ranges(spec)
+    for part in ("forward", "keys", "queries"):
+        simt_kernel(part, spec, MODELS["sm_90a"])
+
+
+def test_too_many_values_are_refused_with_a_sentence() -> None:
+    many = mods.causal()
+    for step in range(2, modify.MAX_VALUES + 3):
+        many = many & mods.dilated(step)
+    assert "up to 384 fit" in modify.unsupported(spec_of([], [many]))
+
+
+def test_the_block_of_arguments_is_the_structure() -> None:
+    """Names, order and offsets of Params in C++ and of the words in Python; its size is asserted by every kernel."""
+    text = (specialise.FOLDER / "params.cuh").read_text()
+    body = text[text.index("struct Params {") : text.index("// Kernel arguments lie")]
+    fields = []
+    for line in re.findall(r"^    ([^/\n]+);", body, re.MULTILINE):
+        kind = "Tensor " if line.startswith("Tensor") else ""
+        declared = re.sub(r"^((const|unsigned|long|double|void|Tensor)\b *)+|\*", "", line)
+        fields += [kind + re.sub(r"\[.*", "", name).strip() for name in declared.split(",")]
+    expected = [f"Tensor {name}" for name in block.TENSORS] + [*block.WORDS, "values"]
+    assert fields == expected
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def test_a_binary_is_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
+    first = compiler.binary(source, "sm_80")
+    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert compiler.binary(source, "sm_80") == first
+    assert first.resources["tiny"].registers > 0
+
+
+def test_a_damaged_binary_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
+    first = compiler.binary(source, "sm_80")
+    first.path.with_suffix(".json").write_text("{")
+    assert compiler.binary(source, "sm_80").code == first.code
+
+
+def test_what_is_included_is_part_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    text = '#include "a.cuh"\nextern "C" __global__ void tiny(float* x) { x[0] = A; }'
+    paths = {
+        compiler.binary(compiler.Source("tiny", text, (("a.cuh", f"#define A {a}"), ("b.cuh", b))), "sm_80").path
+        for a, b in ((1, ""), (2, ""), (2, "not included"))
+    }
+    assert len(paths) == 2
+
+
+def test_an_error_has_the_compilers_words() -> None:
+    with pytest.raises(compiler.CompileError, match="nonsense"):
+        compiler.binary(compiler.Source("broken", "nonsense"), "sm_80")
+
+
+def test_targets() -> None:
+    assert compiler.target((8, 0)) == "sm_80"
+    assert compiler.target((9, 0)) == "sm_90a"
+    with pytest.raises(compiler.CompileError, match="sm_35"):
+        compiler.target((3, 5))
+
+
+# --- machine code -----------------------------------------------------------------------------------------------------
+
+
+def disassembled(code: Path) -> str:
+    """SASS of a binary; skips the test where nvdisasm is not installed."""
+    folder = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    tool = shutil.which("nvdisasm") or next(map(str, folder.glob("cu*/bin/nvdisasm")), None)
+    if tool is None:
+        pytest.skip("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
+    return subprocess.run([tool, "-c", str(code)], capture_output=True, text=True, check=True).stdout
+
+
+def test_simt_products_are_fused_and_copies_asynchronous() -> None:
+    spec = AttentionSpec("float32", 128, 128)
+    tile = simt.choose("forward", spec, MODELS["sm_80"])
+    sass = disassembled(
+        compiler.binary(specialise.source("simt_forward", spec, dict(tile.constants("forward"))), "sm_80").path
+    )
+    assert len(re.findall(r"\bFFMA\b", sass)) > 500
+    assert "LDGSTS" in sass

@@ -1,0 +1,303 @@
+"""The CuPy backend on a device: each generation of kernels against the definition, and what only a GPU has: streams,
+graphs, arrays beyond 2^31 elements, device arrays as arguments. What needs no device is in test_cuda_kernels.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from cases import FACTORS, with_
+
+import flashkit
+from flashkit import dispatch, mods, reference
+from flashkit.backends.cupy_raw import backend as cupy_backend
+from flashkit.backends.cupy_raw import verify
+
+pytestmark = pytest.mark.gpu
+
+GENERATIONS = [generation.name for generation in cupy_backend.GENERATIONS]
+DESIGN = cases.pairwise(FACTORS)
+NAME = "cupy_raw"
+
+
+@pytest.fixture(autouse=True)
+def _device() -> None:
+    if NAME not in dispatch.registry():
+        pytest.skip(f"{NAME} cannot be imported")
+    cases.skip_unless(NAME)
+
+
+@pytest.fixture(params=GENERATIONS)
+def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each generation alone: what it cannot do is refused, and the test skipped with its reason."""
+    monkeypatch.setenv(cupy_backend.VARIABLE, request.param)
+    dispatch.forget()
+    yield request.param
+    dispatch.forget()
+
+
+def check(choice: cases.Choice) -> None:
+    call = cases.build(choice, cases.array_library(NAME))
+    cases.skip_unless(NAME, call)
+    cases.assert_conforms(cases.run(call, NAME), *cases.expected(call))
+
+
+def tensors(*shapes: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> list[Any]:
+    import cupy
+
+    rng = np.random.default_rng(seed)
+    return [cupy.asarray(rng.standard_normal(shape).astype(cases.numpy_dtype(dtype))) for shape in shapes]
+
+
+# --- every generation against the definition --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", range(len(DESIGN)))
+def test_pairs_of_features(row: int, generation: str) -> None:
+    check(DESIGN[row])
+
+
+@pytest.mark.parametrize("dtype", FACTORS["dtype"])
+@pytest.mark.parametrize("d", [1, 8, 40, 64, 80, 96, 128, 160, 192, 256, 512])
+def test_head_dims(d: int, dtype: str, generation: str) -> None:
+    """Odd numbers of tokens, results written over NaN."""
+    check(with_(dims=f"{d}", dtype=dtype, sizes="77x50", batch="1", out="poisoned", causal="yes"))
+
+
+@pytest.mark.parametrize("storage", FACTORS["storage"])
+@pytest.mark.parametrize("dims", ["64", "7/13"])
+def test_strides(dims: str, storage: str, generation: str) -> None:
+    check(with_(dims=dims, storage=storage, out="poisoned, with gaps", heads="4:2", dtype="float16"))
+
+
+@pytest.mark.parametrize("dtype", FACTORS["dtype"])
+def test_the_same_bits_each_time(dtype: str, generation: str) -> None:
+    q, k, v, dout = tensors((2, 4, 300, 64), (2, 2, 400, 64), (2, 2, 400, 64), (2, 4, 300, 64), dtype=dtype)
+
+    def once() -> list[bytes]:
+        out, vjp = flashkit.attention_vjp(q, k, v, causal=True, deterministic=True, backend=NAME)
+        return [x.get().tobytes() for x in (out, *vjp(dout))]
+
+    first = once()
+    assert all(once() == first for _ in range(3))
+
+
+def test_a_hidden_nan_never_shows(generation: str) -> None:
+    """NaN in a key and a value that some rows of a tile see and others do not, forward and backward."""
+    q, k, v, dout = tensors((1, 2, 200, 32), (1, 2, 200, 32), (1, 2, 200, 32), (1, 2, 200, 32))
+    clean = [x.get() for x in flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)[1](dout)]
+    k[..., 150, :] = v[..., 150, :] = np.nan
+    out, vjp = flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)
+    dq, out = vjp(dout)[0].get(), out.get()
+    assert np.isfinite(out[..., :150, :]).all()
+    assert np.isnan(out[..., 150:, :]).all()
+    np.testing.assert_allclose(dq[..., :150, :], clean[0][..., :150, :], rtol=1e-4, atol=1e-5)
+    assert np.isnan(dq[..., 150:, :]).all()
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_generation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cupy_backend.VARIABLE, "sm70")
+    with pytest.raises(ValueError, match="simt"):
+        cupy_backend.allowed()
+
+
+def test_explain_names_the_generation(generation: str) -> None:
+    q, k, v = tensors((1, 2, 64, 64), (1, 2, 64, 64), (1, 2, 64, 64), dtype="float16")
+    assert generation in str(flashkit.explain(q, k, v, backend=NAME))
+
+
+def test_a_wrong_binary_is_not_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """What the check computes is made wrong: the kernel's plan is refused."""
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    from flashkit.backends.cupy_raw import specialise
+
+    specialise.library.cache_clear()
+    dispatch.forget()
+    right = verify._expected
+    monkeypatch.setattr(verify, "_expected", lambda *a: {name: x + 0.5 for name, x in right(*a).items()})
+    q, k, v = tensors((1, 1, 10, 24), (1, 1, 10, 24), (1, 1, 10, 24))
+    with pytest.raises(verify.MiscompiledError, match="out of the freshly compiled forward pass"):
+        flashkit.attention(q, k, v, backend=NAME)
+    dispatch.forget()
+
+
+# --- arguments on the device ------------------------------------------------------------------------------------------
+
+
+def test_lengths_and_offsets_on_the_device() -> None:
+    import cupy
+
+    q, k, v = tensors((3, 2, 40, 16), (3, 2, 90, 16), (3, 2, 90, 16))
+    lengths, offsets = np.array([90, 0, 33]), np.array([5, -3, 50])
+    for options in ({"kv_lengths": lengths}, {"q_offset": offsets}, {"kv_lengths": lengths, "q_offset": offsets}):
+        here = flashkit.attention(q, k, v, causal=True, **options, backend=NAME)
+        there = {name: cupy.asarray(x) for name, x in options.items()}
+        there = flashkit.attention(q, k, v, causal=True, **there, backend=NAME)
+        np.testing.assert_array_equal(here.get(), there.get())
+
+
+def test_lengths_on_the_device_beyond_the_keys_are_clamped() -> None:
+    import cupy
+
+    q, k, v = tensors((2, 1, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8))
+    got = flashkit.attention(q, k, v, kv_lengths=cupy.asarray([100, -4]), backend=NAME).get()
+    right = flashkit.attention(q, k, v, kv_lengths=[7, 0], backend=NAME).get()
+    np.testing.assert_array_equal(got, right)
+
+
+def test_arrays_of_modifications_from_either_library() -> None:
+    import cupy
+
+    q, k, v = tensors((1, 2, 50, 16), (1, 2, 50, 16), (1, 2, 50, 16))
+    ids = np.repeat(np.arange(5), 10)
+    results = [
+        flashkit.attention(q, k, v, mask_mod=mods.document(x), backend=NAME).get() for x in (ids, cupy.asarray(ids))
+    ]
+    np.testing.assert_array_equal(*results)
+
+
+# --- streams, threads, graphs -----------------------------------------------------------------------------------------
+
+
+def test_two_streams_from_two_threads(generation: str) -> None:
+    """Each thread on its own stream, with inputs that are made on it just before: a launch on another stream would
+    read them unfinished."""
+    import cupy
+
+    q, k, v = tensors((2, 4, 500, 64), (2, 4, 500, 64), (2, 4, 500, 64))
+    right = {scale: flashkit.attention(q * scale, k, v, causal=True, backend=NAME).get() for scale in (1, 2, 3, 4)}
+    start = threading.Barrier(2)
+
+    def work(scales: tuple[int, ...]) -> bool:
+        start.wait()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for _ in range(30):
+                for scale in scales:
+                    big = cupy.broadcast_to(q * scale, (20, *q.shape)).copy()  # keeps this stream busy
+                    out = flashkit.attention(big[-1], k, v, causal=True, backend=NAME)
+                    if not (out == cupy.asarray(right[scale])).all():
+                        return False
+            stream.synchronize()
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(work, ((1, 2), (3, 4))))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (100, 0)}], ids=["plain", "window"])
+def test_a_captured_call_replays(options: dict[str, Any], generation: str) -> None:
+    import cupy
+
+    q, k, v, dout = tensors((2, 4, 130, 64), (2, 2, 200, 64), (2, 2, 200, 64), (2, 4, 130, 64))
+    lengths = cupy.asarray([200, 120])
+
+    def compute() -> list[Any]:
+        out, vjp = flashkit.attention_vjp(q, k, v, kv_lengths=lengths, **options, backend=NAME)
+        return [out, *vjp(dout)]
+
+    compute()  # compiles
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        compute()
+        stream.synchronize()
+        stream.begin_capture()
+        results = compute()
+        graph = stream.end_capture()
+        for seed in range(1, 4):
+            new = tensors(q.shape, k.shape, v.shape, dout.shape, seed=seed)
+            for array, values in zip((q, k, v, dout), new):
+                array[...] = values
+            lengths[...] = cupy.asarray([200 - seed, 50 * seed])
+            for x in results:
+                x.fill(np.nan)
+            graph.launch()
+            stream.synchronize()
+            replayed = [x.get() for x in results]
+            for got, right in zip(replayed, compute()):
+                np.testing.assert_array_equal(got, right.get())
+
+
+def test_a_numpy_array_in_a_captured_call_is_an_error() -> None:
+    import cupy
+
+    q, k, v = tensors((1, 1, 20, 8), (1, 1, 20, 8), (1, 1, 20, 8))
+    document = mods.document(np.zeros(20, np.int32))
+    flashkit.attention(q, k, v, mask_mod=document, backend=NAME)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(ValueError, match="CuPy array fits"):
+                flashkit.attention(q, k, v, mask_mod=document, backend=NAME)
+        finally:
+            stream.end_capture()
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements(generation: str) -> None:
+    """Offsets beyond 32 bits in every tensor: the last head of a long batch, against the same head alone."""
+    import cupy
+
+    n, d, batch, heads = 1100, 128, 64, 240  # 2.16e9 elements a tensor
+    if cupy.cuda.Device().mem_info[0] < 60e9:
+        pytest.skip("takes 45 GB of device memory")
+    shape = (batch, heads, n, d)
+    assert np.prod(shape) > 2**31
+    small = tensors((1, 1, n, d), (1, 1, n, d), (1, 1, n, d), (1, 1, n, d), dtype="float16")
+    big = [cupy.zeros(shape, np.float16) for _ in range(4)]
+    for whole, part in zip(big, small):
+        whole[-1:, -1:] = part
+    q, k, v, dout = (x[-1:, -2:] for x in big)  # starts beyond 2^31 elements from the array's first
+    out, vjp = flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)
+    right, right_vjp = flashkit.attention_vjp(*small[:3], causal=True, backend=NAME)
+    np.testing.assert_array_equal(out[:, 1:].get(), right.get())
+    for got, x in zip(vjp(dout), right_vjp(small[3])):
+        np.testing.assert_array_equal(got[:, 1:].get(), x.get())
+    # And with the strides of the whole within one call.
+    whole = flashkit.attention(*big[:3], causal=True, backend=NAME)
+    np.testing.assert_array_equal(whole[-1:, -1:].get(), right.get())
+    assert not whole[0].any()
+    del big, whole
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def test_no_keys_and_no_queries(generation: str) -> None:
+    q, k, v, dout = tensors((2, 3, 5, 16), (2, 3, 0, 16), (2, 3, 0, 16), (2, 3, 5, 16))
+    (out, lse), vjp = flashkit.attention_vjp(q, k, v, return_lse=True, backend=NAME)
+    assert not out.any() and (lse == -np.inf).all()
+    assert not vjp(dout)[0].any()
+    assert flashkit.attention(q[:, :, :0], q, q, backend=NAME).shape == (2, 3, 0, 16)
+
+
+@pytest.mark.parametrize("n", [1, 31, 33, 1000, 4097])
+def test_lengths_of_every_remainder(n: int, generation: str) -> None:
+    q, k, v = tensors((1, 2, n, 64), (1, 1, n + 3, 64), (1, 1, n + 3, 64), dtype="float16")
+    call = {"q": q.get(), "k": k.get(), "v": v.get(), "causal": True}
+    right = flashkit.attention(**call, backend="cpu")
+    got = flashkit.attention(q, k, v, causal=True, backend=NAME).get()
+    error = np.abs(got.astype(np.float64) - right.astype(np.float64)).max()
+    assert error < 4e-3, error
+
+
+def test_the_reference_is_the_same_algorithm() -> None:
+    """float64 on the device agrees with the definition to the last digits."""
+    q, k, v = tensors((1, 2, 70, 40), (1, 2, 90, 40), (1, 2, 90, 40), dtype="float64")
+    from flashkit.arguments import prepare
+
+    problem, operands, _ = prepare(q.get(), k.get(), v.get(), causal=True)
+    out, _ = reference.flash_attention_2(problem.spec, operands)
+    np.testing.assert_allclose(
+        flashkit.attention(q, k, v, causal=True, backend=NAME).get(), out, rtol=1e-12, atol=1e-13
+    )
