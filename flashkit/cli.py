@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
@@ -358,6 +359,36 @@ def cache_clear(as_json: Json = False) -> None:
         _print_json({"path": path, "files": removed.files, "kernels": removed.kernels, "bytes": removed.bytes})
     else:
         print(f"removed {removed.files} files ({removed.kernels} kernels, {doctor.size(removed.bytes)})")
+
+
+@cache_app.command("warm")
+def cache_warm(
+    dtype: Annotated[list[str] | None, typer.Option(help="A dtype to compile for; may be repeated.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="A head dim to compile for; may be repeated.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile the usual kernels now, in parallel, instead of in the first calls."""
+    from . import warm
+    from .spec import ITEMSIZE, MAX_HEAD_DIM
+
+    for name in dtype or ():
+        if name not in ITEMSIZE:
+            raise _fail(f"--dtype {name}: {', '.join(ITEMSIZE)} fit", 2)
+    for d in head_dim or ():
+        if not 1 <= d <= MAX_HEAD_DIM:
+            raise _fail(f"--head-dim {d}: 1 to {MAX_HEAD_DIM} fits", 2)
+    started, failed, found = time.perf_counter(), 0, []
+    for one in warm.warm(dtype or warm.DTYPES, head_dim or warm.HEAD_DIMS):
+        failed += bool(one.error)
+        found.append(one._asdict())
+        if not as_json:
+            print(f"{one.backend}: {one.label}: {one.error or f'{one.seconds:.1f} s'}")
+    if as_json:
+        _print_json(found)
+    else:
+        print(f"{len(found)} kinds of calls, {failed} failed, {time.perf_counter() - started:.1f} s")
+    if failed:
+        raise typer.Exit(1)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------

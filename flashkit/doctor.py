@@ -148,7 +148,7 @@ def _cuda() -> Report:
     """Driver, devices as nvidia-smi lists them, and whether CuPy can use one."""
     import ctypes
 
-    found: Report = {"driver": None, "devices": [], "cupy": None}
+    found: Report = {"driver": None, "devices": [], "cupy": None, "compiler": _nvrtc()}
     try:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         number = ctypes.c_int()
@@ -169,6 +169,20 @@ def _cuda() -> Report:
         device = host.cuda_device()
         found["cupy"] = f"uses {device['name']}" if device else _cupy_problem()
     return found
+
+
+def _nvrtc() -> str:
+    """The compiler of the CUDA kernels: its version, and what it compiles for."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "none: cuda-bindings is not installed"
+    try:
+        from .backends.cuda_common import compiler
+
+        known = compiler.architectures()
+        version = ".".join(map(str, compiler.version()))
+        return f"NVRTC {version}, for sm_{known[0]} to sm_{known[-1]}"
+    except Exception as error:
+        return f"cannot be used: {type(error).__name__}: {error}"
 
 
 def _cupy_problem() -> str:
@@ -371,6 +385,7 @@ _ROWS: dict[str, Callable[[Any], _Rows]] = {
         ("driver", it["driver"] or "none"),
         ("devices", "; ".join(it["devices"]) or "none"),
         ("cupy", it["cupy"]),
+        ("compiler", it["compiler"]),
     ],
     "cache": _cache_rows,
     "profiles": _profile_rows,

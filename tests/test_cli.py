@@ -465,3 +465,18 @@ def test_the_wheel_holds_profiles_and_examples(tmp_path: Path) -> None:
     assert {"flashkit/py.typed", "flashkit/cli.py", "flashkit/examples/semantic_search/__init__.py"} <= names
     assert all(name.startswith("flashkit/") for name in names), "nothing of ours at the top level of site-packages"
     assert not any("__pycache__" in name for name in names)
+
+
+@pytest.mark.slow
+def test_cache_warm_compiles_what_calls_need(run: Any) -> None:
+    status, out, _ = run("cache", "warm", "--dtype", "float64", "--head-dim", "8", "--json")
+    found = json.loads(out)
+    assert status == 0
+    labels = {one["label"] for one in found if one["backend"] == "cpu"}
+    assert labels == {"float64, head dim 8", "float64, head dim 8, causal"}
+    assert not any(one["error"] for one in found)
+
+
+def test_cache_warm_refuses_what_does_not_fit(run: Any) -> None:
+    assert run("cache", "warm", "--dtype", "int8")[0] == 2
+    assert "1 to 512 fits" in run("cache", "warm", "--head-dim", "513")[2]
