@@ -28,7 +28,11 @@ import numpy as np
     BLOCK_Q,
     BLOCK_K,
     SPLITS,  # backward: parts that the keys of one head are split into
-    SCALE,  # bits of a float64
+    SCALE,  # bits of a float64, as the three factors of it that follow and the rate
+    PACK_SCALE,  # what operands are multiplied by when they are packed
+    TILE_SCALE,  # what a tile of scores is multiplied by before it is modified
+    REST_SCALE,  # what scores are multiplied by in the softmax
+    RATE,  # log2(e) times REST_SCALE
     LENGTHS,  # address of int64, keys of each batch entry
     OFFSETS,  # address of int64, q_offset of each batch entry
     SINKS,  # address of one number for each query head, or 0
@@ -50,6 +54,10 @@ import numpy as np
     PRODUCT_ADD,
     COLUMN_MAX,
     EXPONENTIALS,
+    TILE_EXPONENTIALS,  # EXPONENTIALS, or what leaves a tile's weights as pairs
+    PACK_ROWS,
+    PACK_ROWS_T,
+    ROUND_PAIRS,
     PACK,
     UNPACK,
     WEIGHTS,
@@ -60,7 +68,7 @@ import numpy as np
     COUNT,
     STEP,
     SIZE,
-) = map(np.int64, range(13 * 4, 13 * 4 + 46))  # fmt: skip
+) = map(np.int64, range(13 * 4, 13 * 4 + 54))  # fmt: skip
 
 EMPTY, PARTIAL, FULL = map(np.int64, range(3))
 

@@ -13,6 +13,7 @@ from ...spec import ITEMSIZE, MAX_HEAD_DIM, Direction, Gradients, Operands, Prob
 from ...tiles import CpuTile
 from ..base import Bound
 from . import arguments as at
+from . import bf16
 from .call import Block, give_back, rounded, take, tensors
 
 ROW_BLOCK = 256
@@ -27,12 +28,14 @@ class CpuPlan:
     tile: CpuTile
     backward_tile: CpuTile
     why: str
+    pairs: str = ""
+    """How pairs of bfloat16 are multiplied; "" where operands are widened, or of another dtype (bf16.py)."""
 
     @cached_property
     def forward(self) -> dict[str, int]:
         from . import specialise
 
-        return specialise.kernel("forward", self.problem.spec.dtype)
+        return specialise.kernel("forward", self.problem.spec.dtype, pairs=bool(self.pairs))
 
     @cached_property
     def backward(self) -> dict[str, int]:
@@ -103,7 +106,14 @@ class CpuBackend:
 
     def plan(self, problem: Problem, profile: Any) -> CpuPlan:
         tile, why = choose_tile(problem, profile, "forward")
-        return CpuPlan(problem, tile, choose_tile(problem, profile, "backward")[0], why)
+        backward_tile = choose_tile(problem, profile, "backward")[0]
+        if problem.spec.dtype != "bfloat16":
+            return CpuPlan(problem, tile, backward_tile, why)
+        name, reason = bf16.way()
+        if name == "avx512bf16" and not tile.lanes == backward_tile.lanes == 16:
+            name, reason = "widen", "the tile has shorter vectors"
+        pairs = "" if name == "widen" else name
+        return CpuPlan(problem, tile, backward_tile, f"{why}; bfloat16 by {name}: {reason}", pairs)
 
     def forward(self, plan: CpuPlan, operands: Operands) -> None:
         self.bind(plan, operands)(operands.q, operands.k, operands.v, operands.out, operands.lse)
@@ -111,7 +121,7 @@ class CpuBackend:
     def bind(self, plan: CpuPlan, operands: Operands) -> Bound:
         from . import threads
 
-        block = Block(plan, operands, plan.tile, plan.modify)
+        block = Block(plan, operands, plan.tile, plan.modify, plan.pairs)
         spec = plan.problem.spec
         parallel = _worth_threads(operands, 2 * (spec.head_dim + spec.head_dim_v))
         forms: dict[int, tuple[np.ndarray, int, int]] = {}  # by number of threads
@@ -199,11 +209,12 @@ def _forward_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray
     tile, spec, args = plan.tile, plan.problem.spec, block.args.copy()
     panel, n_q, heads = int(args[at.PANEL]), int(args[at.N_Q]), int(args[at.BATCH] * args[at.HEADS])
     block_q, block_k = rounded(min(tile.block_q, n_q), panel), rounded(tile.block_k, int(at.STRIP))
-    block_k = min(block_k, rounded(int(args[at.N_K]), 4))
+    block_k = min(block_k, rounded(int(args[at.N_K]), int(at.STRIP)))
     while block_q > panel and heads * -(-n_q // block_q) < 4 * workers:
         block_q -= panel
+    d, dv = (rounded(n, 16) if plan.pairs else n for n in (spec.head_dim, spec.head_dim_v))
     layout = scratch.forward_layout(
-        block_q // panel, panel, block_k, spec.head_dim, spec.head_dim_v, ITEMSIZE[spec.lse_dtype], int(args[at.TURNED])
+        block_q // panel, panel, block_k, d, dv, ITEMSIZE[spec.lse_dtype], int(args[at.TURNED])
     )
     tasks = heads * -(-n_q // block_q)
     args[at.BLOCK_Q], args[at.BLOCK_K], args[at.TASKS] = block_q, block_k, tasks

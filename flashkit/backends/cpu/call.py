@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,14 @@ if TYPE_CHECKING:
 
 MICRO_KERNELS = {
     at.PRODUCT: "product", at.PRODUCT_ADD: "product_add", at.COLUMN_MAX: "column_max",
-    at.EXPONENTIALS: "exponentials", at.PACK: "pack", at.UNPACK: "unpack", at.WEIGHTS: "weights",
+    at.EXPONENTIALS: "exponentials", at.TILE_EXPONENTIALS: "exponentials", at.PACK: "pack", at.UNPACK: "unpack",
+    at.WEIGHTS: "weights",
 }  # fmt: skip
+PAIR_KERNELS = {
+    at.PRODUCT: "pair_product", at.PRODUCT_ADD: "pair_product_add", at.TILE_EXPONENTIALS: "weights_in_pairs",
+    at.PACK: "pack_columns", at.PACK_ROWS: "pack_rows", at.PACK_ROWS_T: "pack_rows_t", at.ROUND_PAIRS: "round_pairs",
+}  # fmt: skip
+"""What takes the place of the others where bfloat16 is multiplied in pairs."""
 
 
 def rounded(n: int, step: int) -> int:
@@ -33,7 +40,7 @@ class Block:
     `modify`: address of the pass's function, or 0. Keeps what its addresses point to alive, and no more.
     """
 
-    def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: int) -> None:
+    def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: int, pairs: str = "") -> None:
         from .micro import addresses
         from .vector import Block as RegisterBlock
 
@@ -43,9 +50,11 @@ class Block:
         element, lanes = ("double", tile.lanes // 2) if spec.lse_dtype == "float64" else ("float", tile.lanes)
         args[at.LANES], args[at.PANEL] = lanes, tile.vectors * lanes
         storage = spec.dtype if spec.dtype in ("float16", "bfloat16") else ""
-        micro = addresses(RegisterBlock(element, tile.rows, tile.vectors, lanes, storage))
-        for index, name in MICRO_KERNELS.items():
+        micro = addresses(RegisterBlock(element, tile.rows, tile.vectors, lanes, storage, pairs))
+        for index, name in (MICRO_KERNELS | (PAIR_KERNELS if pairs else {})).items():
             args[index] = micro[name]
+        if operands.dropout_p:  # weights are dropped before they are rounded
+            args[at.TILE_EXPONENTIALS] = args[at.EXPONENTIALS]
         for index, tensor in tensors(operands):
             args[index + 1 : index + 4] = _strides(tensor)
         batch, heads, n_q, d = operands.q.shape
@@ -53,7 +62,7 @@ class Block:
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = batch, heads, spec.group
         args[at.N_Q], args[at.N_K], args[at.DIM], args[at.DIM_V] = n_q, n_k, d, operands.v.shape[3]
         args[at.LENGTHS], args[at.OFFSETS] = self.address(operands.kv_lengths), self.address(operands.q_offset)
-        self.double(at.SCALE, operands.scale)
+        self.scales(operands.scale, pairs, spec.score is not None)
         if operands.sinks is not None:
             args[at.SINKS] = self.address(np.ascontiguousarray(operands.sinks, spec.lse_dtype))
         args[at.CLASSIFY] = plan.classify
@@ -77,6 +86,20 @@ class Block:
 
     def double(self, index: Any, value: float) -> None:
         self.args[index] = np.float64(value).view(np.int64)
+
+    def scales(self, scale: float, pairs: str, has_score: bool) -> None:
+        """Where the scale is multiplied in. q * scale rounded to bfloat16 would be less exact than q: pairs are packed
+        with the scale's power of two and sign alone, and float32 scores get the rest, 1 to 2.
+        """
+        rest = 1.0
+        if pairs and scale != 0 and math.isfinite(scale):
+            rest = 2 * math.frexp(abs(scale))[0]
+        in_tile, in_softmax = (rest, 1.0) if has_score else (1.0, rest)
+        for index, value in (
+            (at.SCALE, scale), (at.PACK_SCALE, scale / rest), (at.TILE_SCALE, in_tile), (at.REST_SCALE, in_softmax),
+            (at.RATE, in_softmax * math.log2(math.e)),
+        ):  # fmt: skip
+            self.double(index, value)
 
     def tiles(self, block_q: int, block_k: int) -> None:
         self.args[at.BLOCK_Q], self.args[at.BLOCK_K] = block_q, block_k

@@ -216,8 +216,17 @@ def call_column_max(typing: Any, function: Any, s: Any, top: Any) -> Any:
 
 
 @intrinsic
-def call_exponentials(typing: Any, function: Any, s: Any, top: Any, total: Any) -> Any:
-    return types.void(_INT64, s, top, total), _tile_call
+def call_exponentials(typing: Any, function: Any, s: Any, top: Any, total: Any, rate: Any) -> Any:
+    """s to 2^(rate * (s - top)), which total adds up; `rate`: bits of a float64."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        (s_at, shape, (row, _)), *others = (
+            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:4], values[1:4], strict=True)
+        )
+        arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), values[4]]
+        return _indirect_call(7, ir.VoidType())(context, builder, signature, arguments)
+
+    return types.void(_INT64, s, top, total, _INT64), codegen
 
 
 @intrinsic
@@ -234,18 +243,38 @@ def call_pack(typing: Any, function: Any, source: Any, target: Any, scale: Any) 
     return types.void(_INT64, source, target, _INT64), codegen
 
 
+def _repack(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+    """Call a micro-kernel that writes a matrix in another order."""
+    (s_at, shape, (s_row, _)), (t_at, _, (t_row, _)) = (
+        _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
+    )
+    return _indirect_call(6, ir.VoidType())(context, builder, signature, [values[0], s_at, s_row, t_at, t_row, *shape])
+
+
 @intrinsic
 def call_transpose(typing: Any, function: Any, source: Any, target: Any) -> Any:
     """target = source^T."""
+    return types.void(_INT64, source, target), _repack
+
+
+@intrinsic
+def call_pack_rows(typing: Any, function: Any, source: Any, target: Any) -> Any:
+    """Pairs of rows to words, by pairs.py's pack_rows or pack_rows_t."""
+    return types.void(_INT64, source, target), _repack
+
+
+@intrinsic
+def call_round_pairs(typing: Any, function: Any, s: Any, target: Any, rows: Any, rows_row: Any) -> Any:
+    """float32 to pairs of rows in `target`, which may be s itself, and to rows at an address, unless 0."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
         (s_at, shape, (s_row, _)), (t_at, _, (t_row, _)) = (
-            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
+            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:3], values[1:3], strict=True)
         )
-        arguments = [values[0], s_at, s_row, t_at, t_row, *shape]
-        return _indirect_call(6, ir.VoidType())(context, builder, signature, arguments)
+        arguments = [values[0], s_at, s_row, *shape, t_at, t_row, *values[3:]]
+        return _indirect_call(8, ir.VoidType())(context, builder, signature, arguments)
 
-    return types.void(_INT64, source, target), codegen
+    return types.void(_INT64, s, target, _INT64, _INT64), codegen
 
 
 @intrinsic

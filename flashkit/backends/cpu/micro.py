@@ -11,9 +11,14 @@ from typing import Any
 
 from llvmlite import binding
 
-from . import objects, vector
+from . import objects, pairs, vector
 from .objects import Object, machine
 from .vector import Block
+
+
+def kernels(block: Block) -> dict[str, tuple[int, Any]]:
+    """Name: number of arguments, emitter, of the micro-kernels that are made for a register block."""
+    return vector.KERNELS | (pairs.kernels(block.pairs) if block.pairs else {})
 
 
 def assemble(block: Block, triple: str, cpu: str, features: str) -> tuple[Any, Any]:
@@ -21,7 +26,7 @@ def assemble(block: Block, triple: str, cpu: str, features: str) -> tuple[Any, A
     target = binding.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault"
     )
-    module = binding.parse_assembly(str(vector.module(block, triple, features)))
+    module = binding.parse_assembly(str(vector.module(block, triple, features, kernels(block))))
     module.verify()
     options = binding.create_pipeline_tuning_options(speed_level=3)
     # The loops are written as they are meant to run; LLVM's unrolling of them gains nothing and takes seconds.
@@ -39,4 +44,4 @@ def addresses(block: Block) -> dict[str, int]:
 
 def _object(block: Block) -> Object:
     module, target = assemble(block, *machine())
-    return Object(target.emit_object(module), tuple(vector.KERNELS))
+    return Object(target.emit_object(module), tuple(kernels(block)))

@@ -43,8 +43,8 @@ def load(kind: str, text: str) -> dict[str, int]:
 
 
 @cache
-def kernel(name: str, dtype: str) -> dict[str, int]:
-    """kernels/<name>.py for a storage dtype."""
+def kernel(name: str, dtype: str, *, pairs: bool = False) -> dict[str, int]:
+    """kernels/<name>.py for a storage dtype. pairs: bfloat16 that is multiplied as it is (pairs.py)."""
     storage, widen, narrow = _CONVERSIONS[dtype]
     compute = "float64" if dtype == "float64" else "float32"
     head = f"""
@@ -54,7 +54,7 @@ STORAGE, STORAGE_SIZE = np.{storage}, {np.dtype(storage).itemsize}
 COMPUTE, COMPUTE_SIZE = np.{compute}, {np.dtype(compute).itemsize}
 IN_PLACE = {storage == compute}
 """
-    texts = [(_HERE / "kernels" / f"{part}.py").read_text() for part in ("load", name)]
+    texts = [(_HERE / "kernels" / f"{part}.py").read_text() for part in ("load_pairs" if pairs else "load", name)]
     return load(f"{name}_{dtype}", "\n\n".join([head.lstrip(), *texts]))
 
 

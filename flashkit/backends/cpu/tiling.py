@@ -23,6 +23,7 @@ from .arguments import (
     SEED,
     STRIP,
     THRESHOLD,
+    TILE_SCALE,
     VALUES,
 )
 from .functions import options
@@ -101,6 +102,16 @@ def next_run(args: Any, b: int, h: int, first: int, last: int, start: int, stop:
             break
         end = following
     return min(end * STRIP, stop), state
+
+
+@njit(**options)
+def scale_tile(args: Any, tile: Any) -> None:
+    """Multiply scores by what neither packing nor the softmax multiplies by."""
+    factor = tile.dtype.type(double_from_bits(args[TILE_SCALE]))
+    if factor != 1:
+        for i in range(tile.shape[0]):
+            for j in range(tile.shape[1]):
+                tile[i, j] *= factor
 
 
 @njit(**options)

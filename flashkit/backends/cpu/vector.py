@@ -9,8 +9,8 @@ stored unaligned. Score tiles are padded to whole vectors.
         c = a @ b, c += a @ b; rows x vectors x lanes of c are held in registers
     column_max (s, s_row, m, n, top)
         top[j] = max(top[j], max_i s[i, j])
-    exponentials (s, s_row, m, n, top, total)
-        s[i, j] = exp(s[i, j] - top[j]); total[j] += sum_i s[i, j]
+    exponentials (s, s_row, m, n, top, total, rate)
+        s[i, j] = 2^(rate * (s[i, j] - top[j])); total[j] += sum_i s[i, j]
     pack (source, source_row, target, target_row, m, n, scale)
         target[j, i] = scale * source[i, j]; source in storage precision, rows of target padded to whole vectors with 0
     unpack (source, source_row, target, target_row, m, n, factor, check)
@@ -203,8 +203,11 @@ class Loop:
             self.results.append(result)
 
 
-def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^x for a vector of x <= 127: exactly 0 below the normal numbers and at -inf, NaN at NaN."""
+def exp2(builder: ir.IRBuilder, x: ir.Value, coefficients: Sequence[float] = ()) -> ir.Value:
+    """2^x for a vector of x <= 127: exactly 0 below the normal numbers and at -inf, NaN at NaN.
+
+    coefficients: of a polynomial other than EXP2_COEFFICIENTS.
+    """
     b, vector = builder, x.type
     name = str(vector.element)
     underflow, zero = fill(vector, EXP2_UNDERFLOW[name]), fill(vector, 0.0)
@@ -217,7 +220,7 @@ def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
         inside = b.select(b.fcmp_ordered(">", x, underflow), x, underflow)
         whole = call(b, "llvm.rint", vector, inside)
         r = b.fsub(x, whole)
-    coefficients = EXP2_COEFFICIENTS[name]
+    coefficients = coefficients or EXP2_COEFFICIENTS[name]
     p: ir.Value = fill(vector, coefficients[-1])
     for c in reversed(coefficients[:-1]):
         p = fma(b, p, r, fill(vector, c))
@@ -248,11 +251,20 @@ def _avx512(builder: ir.IRBuilder, name: str, x: ir.Value, y: ir.Value) -> ir.Va
 # --- product ----------------------------------------------------------------------------------------------------------
 
 
+Multiply = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
+
+
 def _emit_product(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block, *, accumulate: bool
+    builder: ir.IRBuilder,
+    args: Sequence[ir.Value],
+    element: ir.Type,
+    shape: Block,
+    *,
+    accumulate: bool,
+    multiply: Multiply = fma,
 ) -> None:
     """c[i, j] (+)= sum_k a[i, k] b[k, j]: panels of vectors x lanes columns, in each blocks of `rows` rows, held in
-    registers.
+    registers. multiply(builder, a, b, c): a * b + c of vectors.
     """
     b = builder
     a, a_row, a_col, b_, b_row, c, c_row, m, n, k = args
@@ -275,7 +287,7 @@ def _emit_product(
             new = []
             for x in range(height):
                 left = splat(b, memory.load_scalar(b.add(a_rows[x], a_at)), lanes)
-                new += [fma(b, left, right[v], sums[x * columns + v]) for v in range(columns)]
+                new += [multiply(b, left, right[v], sums[x * columns + v]) for v in range(columns)]
             advance([*new, b.add(b_at, b_row), b.add(a_at, a_col)])
         for x in range(height):
             for v in range(columns):
@@ -339,10 +351,10 @@ def _emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: i
 
 def _emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
     b = builder
-    s, row, count, columns, m, total = args
+    s, row, count, columns, m, total, rate_bits = args
     vectors, lanes = shape.vectors, shape.lanes
     memory = Memory(b, element, lanes)
-    log2e = fill(memory.vector, LOG2E)
+    rate = splat(b, from_bits(b, rate_bits, element), lanes)
 
     def group(j: ir.Value, width: int) -> None:
         offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
@@ -353,7 +365,7 @@ def _emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element:
             new = []
             for v in range(width):
                 # The difference first: it is exact where it matters, near the maximum.
-                p = exp2(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), shifts[v]), log2e))
+                p = exp2(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), shifts[v]), rate))
                 memory.store(p, b.add(at, offsets[v]))
                 new.append(b.fadd(sums[v], p))
             advance([*new, b.add(at, row)])
@@ -561,13 +573,14 @@ class Block:
     vectors: int
     lanes: int
     storage: str = ""  # "float16" or "bfloat16" where the operands are stored in 16 bits
+    pairs: str = ""  # how pairs of bfloat16 are multiplied, where they are (bf16.py)
 
 
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "product": (10, partial(_emit_product, accumulate=False)),
     "product_add": (10, partial(_emit_product, accumulate=True)),
     "column_max": (5, _emit_column_max),
-    "exponentials": (6, _emit_exponentials),
+    "exponentials": (7, _emit_exponentials),
     "pack": (7, _emit_pack),
     "unpack": (8, _emit_unpack),
     "weights": (8, _emit_weights),
@@ -583,13 +596,14 @@ class MicroModule(ir.Module):  # type: ignore[misc]
         super().__init__(name)
         self.triple = triple
         self.avx512 = {"+avx512f", "+avx512dq"} <= set(features.split(","))
+        self.avx512bf16 = self.avx512 and "+avx512bf16" in features.split(",")
 
 
-def module(block: Block, triple: str, features: str) -> ir.Module:
-    """All micro-kernels for a register block, as C functions of 64-bit integers."""
+def module(block: Block, triple: str, features: str, kernels: dict[str, tuple[int, Callable[..., None]]]) -> ir.Module:
+    """Micro-kernels for a register block, as C functions of 64-bit integers."""
     result = MicroModule("flashkit_micro", triple, features)
     element = ir.FloatType() if block.element == "float" else ir.DoubleType()
-    for name, (arguments, emit) in KERNELS.items():
+    for name, (arguments, emit) in kernels.items():
         function = ir.Function(result, ir.FunctionType(ir.VoidType(), [I64] * arguments), name)
         function.attributes.add("nounwind")
         builder = ir.IRBuilder(function.append_basic_block("entry"))

@@ -22,13 +22,14 @@ from flashkit.backends.cpu.memory import (
     call_pack,
     call_product,
     call_unpack,
+    double_from_bits,
     integer_at,
     matrix,
     next_task,
     vector,
 )
 from flashkit.backends.cpu.scratch import forward_layout
-from flashkit.backends.cpu.tiling import careful_product_t, drop, modify, next_group, next_run, tokens
+from flashkit.backends.cpu.tiling import drop, modify, next_group, next_run, scale_tile, tokens
 
 SLACK = COMPUTE(8)  # e^8 more than the reference: no sum comes near overflow, and none loses precision
 
@@ -36,7 +37,7 @@ SLACK = COMPUTE(8)  # e^8 more than the reference: no sum comes near overflow, a
 @njit(**options)
 def load_queries(args, source, target):
     """Transpose and scale; columns without a query become 0."""
-    call_pack(args[PACK], source, target, args[SCALE])
+    call_pack(args[PACK], source, target, args[PACK_SCALE])
     packed = (source.shape[0] + args[LANES] - 1) // args[LANES] * args[LANES]
     for d in range(target.shape[0]):
         for i in range(packed, target.shape[1]):
@@ -65,13 +66,13 @@ def online_softmax(args, tile, m, l, top, shift, factor, output):
     if moved:
         for i in range(columns):
             top[i] = 0
-        call_exponentials(args[EXPONENTIALS], factor, shift, top)
+        call_exponentials(args[EXPONENTIALS], factor, shift, top, args[RATE])
         for i in range(columns):
             l[i] *= top[i]
         for d in range(output.shape[0]):
             for i in range(columns):
                 output[d, i] *= top[i]
-    call_exponentials(args[EXPONENTIALS], tile, shift, l)
+    call_exponentials(args[TILE_EXPONENTIALS], tile, shift, l, args[RATE])
 
 
 @njit(**options)
@@ -81,8 +82,9 @@ def finish(args, b, h, first, count, output, m, l, check):
     lse = vector(
         args[LSE] + b * args[LSE + 1] + h * args[LSE + 2] + first * args[LSE + 3], count, args[LSE + 3], COMPUTE
     )
+    rest = COMPUTE(double_from_bits(args[REST_SCALE]))
     for i in range(count):
-        top, total, factor = m[i], l[i], COMPUTE(1)
+        top, total, factor = m[i] * rest, l[i], COMPUTE(1)
         if args[SINKS] != 0:
             # The sink is one more logit in the sum, without a value.
             sink = vector(args[SINKS], args[HEADS], COMPUTE_SIZE, COMPUTE)[h]
@@ -109,16 +111,17 @@ def forward_block(args, b, h, first, count, scratch, careful):
     """One block of queries against all the keys it sees. Returns whether all results are finite."""
     d, dv, block_k, panel, lanes = args[DIM], args[DIM_V], args[BLOCK_K], args[PANEL], args[LANES]
     panel_bytes = panel * COMPUTE_SIZE
+    q_words, q_rows, o_rows = (d + UNIT - 1) // UNIT, padded(d), padded(dv)
     panels = (count + panel - 1) // panel
     outputs, scores, keys, values, maxima, sums, rows, turned, _ = forward_layout(
-        panels, panel, block_k, d, dv, COMPUTE_SIZE, args[TURNED]
+        panels, panel, block_k, q_rows, o_rows, COMPUTE_SIZE, args[TURNED]
     )
     m = vector(scratch + maxima, panels * panel, COMPUTE_SIZE, COMPUTE)
     l = vector(scratch + sums, panels * panel, COMPUTE_SIZE, COMPUTE)
-    output = matrix(scratch + outputs, panels * dv, panel, panel_bytes, COMPUTE_SIZE, COMPUTE)
+    output = matrix(scratch + outputs, panels * o_rows, panel, panel_bytes, COMPUTE_SIZE, COMPUTE)
     for i in range(panels * panel):
         m[i], l[i] = -np.inf, 0
-    for i in range(panels * dv):
+    for i in range(panels * o_rows):
         for j in range(panel):
             output[i, j] = 0
     shift = vector(scratch + rows, panel, COMPUTE_SIZE, COMPUTE)
@@ -127,7 +130,8 @@ def forward_block(args, b, h, first, count, scratch, careful):
     for p in range(panels):
         row0 = first + p * panel
         q = tokens(args, Q, b, h, row0, min(panel, first + count - row0), d, STORAGE_SIZE, STORAGE)
-        load_queries(args, q, matrix(scratch + p * d * panel_bytes, d, panel, panel_bytes, COMPUTE_SIZE, COMPUTE))
+        q_t = matrix(scratch + p * q_rows * panel_bytes, q_words, panel, panel_bytes, COMPUTE_SIZE, COMPUTE)
+        load_queries(args, q, q_t)
 
     head_kv = h // args[GROUP]
     n_k = integer_at(args[LENGTHS] + 8 * b)
@@ -139,15 +143,16 @@ def forward_block(args, b, h, first, count, scratch, careful):
             k0 = tile * block_k
             n = min(block_k, n_k - k0)
             k = load_tile(tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE), scratch + keys)
-            v = load_tile(tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), scratch + values)
+            v_t = load_values(args, tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), scratch + values)
             for p in range(panels):
                 row0 = first + p * panel
                 columns = min(panel, first + count - row0)
-                padded = (columns + lanes - 1) // lanes * lanes
-                q_t = matrix(scratch + p * d * panel_bytes, d, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
-                o_t = matrix(scratch + outputs + p * dv * panel_bytes, dv, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
-                factor = matrix(scratch + rows + 2 * panel_bytes, 1, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
-                at = slice(p * panel, p * panel + padded)
+                width = (columns + lanes - 1) // lanes * lanes
+                q_t = matrix(scratch + p * q_rows * panel_bytes, q_words, width, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                o_at = scratch + outputs + p * o_rows * panel_bytes
+                o_t = matrix(o_at, dv, width, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                factor = matrix(scratch + rows + 2 * panel_bytes, 1, width, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                at = slice(p * panel, p * panel + width)
                 start = k0
                 while start < k0 + n:
                     # One run of keys after the other until an EMPTY one; their weights are summed together.
@@ -160,20 +165,19 @@ def forward_block(args, b, h, first, count, scratch, careful):
                                 break
                         s_t = matrix(
                             scratch + scores + (start - begin) * panel_bytes,
-                            stop - start, padded, panel_bytes, COMPUTE_SIZE, COMPUTE,
+                            stop - start, width, panel_bytes, COMPUTE_SIZE, COMPUTE,
                         )  # fmt: skip
                         call_product(args[PRODUCT], k[start - k0 : stop - k0], q_t, s_t)  # scores
+                        scale_tile(args, s_t)
                         modify(args, run, s_t[:, :columns], scratch + turned, b, h, row0, start)
                         start = stop
                     if start > begin:
-                        p_t = matrix(scratch + scores, start - begin, padded, panel_bytes, COMPUTE_SIZE, COMPUTE)
+                        p_t = matrix(scratch + scores, start - begin, width, panel_bytes, COMPUTE_SIZE, COMPUTE)
                         online_softmax(args, p_t, m[at], l[at], top, shift, factor, o_t)
                         if args[DROPOUT] != 0:
                             drop(args, p_t[:, :columns], True, b, h, row0, begin)
-                        if careful:  # accumulate
-                            careful_product_t(v[begin - k0 : start - k0].T, p_t, o_t)
-                        else:
-                            call_product(args[PRODUCT_ADD], v[begin - k0 : start - k0].T, p_t, o_t)
+                        v_run = v_t[:, (begin - k0) // UNIT : (start - k0 + UNIT - 1) // UNIT]
+                        accumulate_output(args, v_run, p_t, start - begin, o_t, careful)
                     if run == EMPTY:
                         start = stop
             tile += 1
@@ -182,7 +186,7 @@ def forward_block(args, b, h, first, count, scratch, careful):
     finite = True
     for p in range(panels):
         row0 = first + p * panel
-        o_t = matrix(scratch + outputs + p * dv * panel_bytes, dv, panel, panel_bytes, COMPUTE_SIZE, COMPUTE)
+        o_t = matrix(scratch + outputs + p * o_rows * panel_bytes, dv, panel, panel_bytes, COMPUTE_SIZE, COMPUTE)
         at = slice(p * panel, (p + 1) * panel)
         finite &= finish(args, b, h, row0, min(panel, first + count - row0), o_t, m[at], l[at], top)
     return finite
