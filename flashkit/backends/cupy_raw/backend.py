@@ -20,8 +20,9 @@ from . import modify, verify
 from .arguments import AT, Arguments
 from .generation import Generation, Pass
 from .simt import Simt
+from .sm80 import Sm80
 
-GENERATIONS: tuple[Generation, ...] = (Simt(),)
+GENERATIONS: tuple[Generation, ...] = (Sm80(), Simt())
 """Newest first; the last can do everything."""
 
 VARIABLE = "FLASHKIT_CUPY_GENERATION"

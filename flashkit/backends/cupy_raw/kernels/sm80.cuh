@@ -1,0 +1,380 @@
+// Tiles on tensor cores by mma.sync, from Ampere on: shared memory, loading, products, which tiles there are, what
+// happens to their scores.
+//
+// A matrix instruction multiplies fragments that lie in the registers of a warp. Of an accumulator of 16 x 8 a lane
+// holds, with g = lane / 4 and t = lane % 4,
+//
+//     element 0, 1    row g,      columns 2t, 2t + 1
+//     element 2, 3    row g + 8,  columns 2t, 2t + 1
+//
+// which for 16-bit elements is also the layout of the left operand: weights become an operand where they are.
+//
+// float32 goes through the same instructions in TF32, whose numbers have 11 bits. With TERMS = 3 each number is the sum
+// of two of them, and a product the sum of the three larger of their four products (Ootomo and Yokota 2022,
+// arXiv 2203.03341). Tensor cores round their sums towards zero; so each step starts from zero and is added to the sum
+// on the ordinary units, which round to nearest.
+//
+// Constants of the head that these kernels add to those of params.cuh: TERMS, of float32 products, 1 or 3; GRANULE, a
+// multiple of 16.
+#pragma once
+
+constexpr bool WIDE = sizeof(storage) == 4;  // float32
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr int STEP = WIDE ? 8 : 16;          // columns that an instruction multiplies
+constexpr int PER_UNIT = 16 / sizeof(storage);  // elements of 16 bytes
+
+constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// Rows in shared memory are padded with zeros to a multiple of GRANULE columns, and begin an odd number of 16 bytes apart:
+// eight rows read at the same column then lie on different banks.
+constexpr int padded(int dim) { return up(dim, GRANULE); }
+constexpr int pitch(int dim) { return (padded(dim) + PER_UNIT) * (int)sizeof(storage); }  // bytes
+
+DEVICE unsigned address_of(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
+
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// --- load_tile --------------------------------------------------------------------------------------------------------
+
+DEVICE void copy_async(unsigned target, const void* source, bool exists) {  // 16 bytes; zeros where they do not exist
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+}
+DEVICE void copies_end() { asm volatile("cp.async.commit_group;"); }
+template <int PENDING>
+DEVICE void copies_wait() {  // until all groups but the last PENDING are there
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Rows of one head: row r at data + r * token elements. PACK > 1: rows of PACK heads, interleaved.
+template <int PACK = 1>
+struct Rows {
+    const storage* data;
+    long long token, head;
+    bool aligned;  // whether every row begins on 16 bytes
+
+    __device__ __forceinline__ Rows(const Tensor& tensor, long long b, long long h)
+        : data(row_at<const storage>(tensor, b, h, 0)), token(tensor.token), head(tensor.head) {
+        const long long all = tensor.token | (PACK > 1 ? tensor.head : 0);
+        aligned = (((unsigned long long)data | all * (long long)sizeof(storage)) & 15) == 0;
+    }
+    __device__ __forceinline__ const storage* at(int row) const {
+        if constexpr (PACK == 1) return data + row * token;
+        return data + row / PACK * token + row % PACK * head;
+    }
+};
+
+// Rows first ... first + ROWS - 1 to shared memory; those at or past `count` and columns past DIM become zeros. Arrives
+// with the current group of copies.
+template <int ROWS, int DIM, int THREADS, int PACK>
+DEVICE void load_tile(const Rows<PACK>& source, int first, int count, unsigned target) {
+    // Threads lie across a row, and further ones on the next rows.
+    constexpr int UNITS = padded(DIM) / PER_UNIT, ACROSS = UNITS < THREADS ? UNITS : THREADS, DOWN = THREADS / ACROSS;
+    if (DIM % PER_UNIT == 0 && source.aligned) {
+        const int row = threadIdx.x / ACROSS, left = count - first - row;
+#pragma unroll
+        for (int column = 0; column < UNITS; column += ACROSS) {
+            const int at = column + threadIdx.x % ACROSS;
+            if ((THREADS % ACROSS != 0 && row >= DOWN) || (UNITS % ACROSS != 0 && at >= UNITS)) continue;
+            const unsigned to = target + row * pitch(DIM) + at * 16;
+            const bool inside = DIM == padded(DIM) || at * PER_UNIT < DIM;
+            if constexpr (PACK == 1) {
+                const storage* from = source.data + (first + row) * source.token + at * PER_UNIT;
+#pragma unroll
+                for (int i = 0; i < ROWS; i += DOWN) {
+                    if (ROWS % DOWN != 0 && i + row >= ROWS) break;
+                    const bool exists = inside && i < left;
+                    copy_async(to + i * pitch(DIM), exists ? from : source.data, exists);
+                    // One address moves on: the compiler would keep one for each i in registers.
+                    asm volatile("add.s64 %0, %0, %1;" : "+l"(from) : "l"(DOWN * source.token * (long long)sizeof(storage)));
+                }
+            } else {
+#pragma unroll 1
+                for (int i = 0; i + row < ROWS; i += DOWN) {
+                    const bool exists = inside && i < left;
+                    const storage* from = exists ? source.at(first + row + i) + at * PER_UNIT : source.data;
+                    copy_async(to + i * pitch(DIM), from, exists);
+                }
+            }
+        }
+    } else {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < ROWS * padded(DIM); i += THREADS) {
+            const int row = i / padded(DIM), d = i % padded(DIM);
+            storage x{};
+            if (first + row < count && d < DIM) x = source.at(first + row)[d];
+            const unsigned to = target + row * pitch(DIM) + d * (int)sizeof(storage);
+            if constexpr (WIDE) asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"((float)widen(x)) : "memory");
+            else asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(*reinterpret_cast<unsigned short*>(&x)) : "memory");
+        }
+    }
+}
+
+// --- products ---------------------------------------------------------------------------------------------------------
+
+template <bool TRANSPOSED>
+DEVICE void load_matrices(unsigned (&r)[4], unsigned address) {  // four of 8 x 16 bytes
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+
+DEVICE void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#define MULTIPLY(shape)                                                                                              \
+    asm("mma.sync.aligned." shape " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                 \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+    if constexpr (STORAGE == FLOAT16) MULTIPLY("m16n8k16.row.col.f32.f16.f16.f32");
+    else if constexpr (STORAGE == BFLOAT16) MULTIPLY("m16n8k16.row.col.f32.bf16.bf16.f32");
+    else MULTIPLY("m16n8k8.row.col.f32.tf32.tf32.f32");
+#undef MULTIPLY
+}
+
+// Two numbers as 16-bit elements, the first in the low half.
+DEVICE unsigned pack(float low, float high) {
+    unsigned r;
+    if constexpr (STORAGE == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+// A float32 number as two of TF32.
+DEVICE void split(unsigned x, unsigned& high, unsigned& low) {
+    high = (x + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high)) + 0x1000u;  // the unit ignores the last 13 bits
+}
+
+// Left operands of one step, ready to be multiplied.
+template <int TILES>
+struct Left {
+    unsigned high[TILES][4], low[WIDE && TERMS == 3 ? TILES : 1][4];
+
+    __device__ __forceinline__ void ready() {
+        if constexpr (WIDE) {
+#pragma unroll
+            for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    if constexpr (TERMS == 3) split(high[i][e], high[i][e], low[i][e]);
+                    else high[i][e] += 0x1000u;
+                }
+        }
+    }
+};
+
+// One step: c += a b for the rows of all left tiles and 8 columns.
+template <int TILES, int N>
+DEVICE void step(float (&c)[TILES][N][4], int n, const Left<TILES>& a, unsigned b0, unsigned b1) {
+    if constexpr (!WIDE) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) multiply(c[i][n], a.high[i], b0, b1);
+    } else if constexpr (TERMS == 1) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) multiply(c[i][n], a.high[i], b0 + 0x1000u, b1 + 0x1000u);
+    } else {
+        unsigned high0, high1, low0, low1;
+        split(b0, high0, low0), split(b1, high1, low1);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            float sum[4] = {0, 0, 0, 0};
+            multiply(sum, a.low[i], high0, high1);
+            multiply(sum, a.high[i], low0, low1);
+            multiply(sum, a.high[i], high0, high1);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) c[i][n][e] += sum[e];
+        }
+    }
+}
+
+// Where a lane points for load_matrices: rows 0 ... 15 of one column of 16 bytes, then of the next;
+DEVICE unsigned rows_first(int pitch) { return threadIdx.x % 16 * pitch + threadIdx.x / 16 % 2 * 16; }
+// or rows 0 ... 7 of two columns, then rows 8 ... 15.
+DEVICE unsigned columns_first(int pitch) {
+    return (threadIdx.x / 16 % 2 * 8 + threadIdx.x % 8) * pitch + threadIdx.x / 8 % 2 * 16;
+}
+
+// c += a b: 16 TILES rows, 8 N columns, STEPS steps. Both operands lie in shared memory, the left one by rows or, if
+// A_TURNED, by columns; the right one by columns or, if B_TURNED, by rows. Turned ones have 16-bit elements.
+template <int STEPS, bool A_TURNED, bool B_TURNED, int PITCH_A, int PITCH_B, int TILES, int N>
+DEVICE void multiply_shared(float (&c)[TILES][N][4], unsigned a, unsigned b) {
+    a += A_TURNED ? columns_first(PITCH_A) : rows_first(PITCH_A);
+    b += B_TURNED ? rows_first(PITCH_B) : columns_first(PITCH_B);
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        Left<TILES> left;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+            load_matrices<A_TURNED>(left.high[i], a + (A_TURNED ? k * 16 * PITCH_A + i * 32 : i * 16 * PITCH_A + k * 32));
+        left.ready();
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            unsigned right[4];
+            load_matrices<B_TURNED>(right, b + (B_TURNED ? k * 16 * PITCH_B + n * 16 : n * 8 * PITCH_B + k * 32));
+            step(c, n, left, right[0], right[1]);
+            step(c, n + 1, left, right[2], right[3]);
+        }
+    }
+}
+
+// c += a b^T: rows of a and rows of b, both with DIM columns.
+template <int DIM, int TILES, int N>
+DEVICE void multiply_rows(float (&c)[TILES][N][4], unsigned a, unsigned b) {
+    multiply_shared<up(DIM, STEP) / STEP, false, false, pitch(DIM), pitch(DIM)>(c, a, b);
+}
+
+// The right operands of rows key ... key + 15 (float32: 7) and columns 8 n ... 8 n + 15, of rows in shared memory.
+// Float32 has no transposing load; and the lane's weights are those of keys 2t and 2t + 1, so these rows are taken.
+template <int DIM>
+DEVICE void load_columns(unsigned (&right)[4], unsigned b, int key, int n) {
+    if constexpr (!WIDE) {
+        load_matrices<true>(right, b + rows_first(pitch(DIM)) + key * pitch(DIM) + n * 16);
+    } else {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(right[e])
+                         : "r"(b + (key + 2 * t + e % 2) * pitch(DIM) + (8 * (n + e / 2) + g) * 4));
+    }
+}
+
+// c += w b: weights in registers, K * 8 columns of them, times as many rows of b with DIM columns in shared memory.
+template <int DIM, int TILES, int K, int N>
+DEVICE void multiply_weights(float (&c)[TILES][N][4], const float (&w)[TILES][K][4], unsigned b) {
+#pragma unroll
+    for (int k = 0; k < K; k += STEP / 8) {
+        Left<TILES> left;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            if constexpr (WIDE) {  // columns 2t, 2t + 1 stand for t, t + 4
+                left.high[i][0] = __float_as_uint(w[i][k][0]), left.high[i][2] = __float_as_uint(w[i][k][1]);
+                left.high[i][1] = __float_as_uint(w[i][k][2]), left.high[i][3] = __float_as_uint(w[i][k][3]);
+            } else {
+                left.high[i][0] = pack(w[i][k][0], w[i][k][1]), left.high[i][1] = pack(w[i][k][2], w[i][k][3]);
+                left.high[i][2] = pack(w[i][k + 1][0], w[i][k + 1][1]), left.high[i][3] = pack(w[i][k + 1][2], w[i][k + 1][3]);
+            }
+        }
+        left.ready();
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            unsigned right[4];
+            load_columns<DIM>(right, b, 8 * k, n);
+            step(c, n, left, right[0], right[1]);
+            step(c, n + 1, left, right[2], right[3]);
+        }
+    }
+}
+
+template <int TILES, int N>
+DEVICE void clear(float (&c)[TILES][N][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) c[i][n][e] = 0;
+}
+
+// --- which tiles ------------------------------------------------------------------------------------------------------
+
+// Tiles along one axis that are not EMPTY, in shared memory: the registers of the loops over them are needed for sums.
+// The first warp classifies 32 tiles at once, and before that 32 groups of 32 where one look may cover so many.
+struct TileList {
+    static constexpr int MOST = 512;
+    int entry[MOST];  // 2 * tile + (state == FULL)
+    int count, next;  // entries; the first tile, in the order of going, that nobody has looked at
+};
+
+// Fill the list with the next tiles of first ... last - 1 (DOWN: the last first); false if none is left. For all
+// threads of a block. HEADS: heads h ... that share the tile. from ... to - 1: the range on the other axis.
+template <int BLOCK, bool ALONG_KEYS, bool DOWN, int HEADS>
+DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to, int first, int last, int n) {
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        const int lane = threadIdx.x, tiles = last - first;
+        const long long offset = offset_of(p, b);
+        auto look = [&](int place, int many) {  // tiles at places `place` ... `place` + many - 1 of the way
+            if (place >= tiles) return (int)EMPTY;
+            const int end_place = place + many < tiles ? place + many : tiles;
+            const int low = DOWN ? last - end_place : first + place, high = DOWN ? last - place : first + end_place;
+            const int start = low * BLOCK, end = high * BLOCK < n ? high * BLOCK : n;
+            int state = ALONG_KEYS ? tile_state(p, b, h, offset, from, to, start, end)
+                                   : tile_state(p, b, h, offset, start, end, from, to);
+#pragma unroll 1
+            for (int other = 1; other < HEADS; ++other) {
+                const int found = ALONG_KEYS ? tile_state(p, b, h + other, offset, from, to, start, end)
+                                             : tile_state(p, b, h + other, offset, start, end, from, to);
+                state = state == found ? state : (int)PARTIAL;
+            }
+            return state;
+        };
+        int count = 0, place = list.next;
+        while (place < tiles && count + 32 <= TileList::MOST) {
+            if (HAS_MASK && CLASSIFY_MANY && tiles - place > 32) {
+                const unsigned groups = __ballot_sync(~0u, look(place + 32 * lane, 32) != EMPTY);
+                if (groups == 0) {
+                    place += 1024;
+                    continue;
+                }
+                place += 32 * (__ffs(groups) - 1);
+            }
+            const int state = look(place + lane, 1);
+            const unsigned live = __ballot_sync(~0u, state != EMPTY);
+            const int tile = DOWN ? last - 1 - place - lane : first + place + lane;
+            if (state != EMPTY) list.entry[count + __popc(live & ((1u << lane) - 1))] = 2 * tile + (state == FULL);
+            count += __popc(live);
+            place += 32;
+        }
+        if (lane == 0) list.count = count, list.next = place;
+    }
+    __syncthreads();
+    return list.count > 0;
+}
+
+// --- modify -----------------------------------------------------------------------------------------------------------
+
+// Which block of work this is: heads in groups whose keys and values fit the L2 cache together, and within a group the
+// tiles with most to do (`first`) before others.
+struct Work {
+    int tile, bh;
+};
+DEVICE Work work_of(unsigned index, unsigned tiles, unsigned heads, long long bytes_of_head) {
+    const unsigned fit = (unsigned)(24000000 / (bytes_of_head + 1)), most = fit < 1 ? 1 : fit > heads ? heads : fit;
+    const unsigned group = index / (most * tiles), rest = index - group * most * tiles;
+    const unsigned size = heads - group * most < most ? heads - group * most : most;
+    return {(int)(rest / size), (int)(group * most + rest % size)};
+}
+
+// Words of the generator for keys key ... key + 3 (a multiple of 4), as two lanes see them: theirs are key + first, + 1.
+DEVICE void drop_pair(float& w0, float& w1, const Params& p, int b, int h, int row, int key) {
+    const Words words = philox(p.seed, key >> 2, row, h, b);
+    const bool upper = key & 2;
+    const unsigned word0 = upper ? words.word[2] : words.word[0], word1 = upper ? words.word[3] : words.word[1];
+    w0 = word0 >= (unsigned)p.threshold ? w0 * (float)p.kept_scale : 0;
+    w1 = word1 >= (unsigned)p.threshold ? w1 * (float)p.kept_scale : 0;
+}
+
+DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+
+// Two neighbouring elements of a row of DIM; those past its end are left out.
+template <int DIM>
+DEVICE void store_pair(storage* row, int column, float x, float y) {
+    if (DIM != padded(DIM) && column + 1 >= DIM) {
+        if (column < DIM) row[column] = narrow(x);
+    } else if constexpr (WIDE) {
+        row[column] = narrow(x), row[column + 1] = narrow(y);
+    } else {
+        const unsigned both = pack(x, y);
+        if (((unsigned long long)(row + column) & 3) == 0) {
+            *reinterpret_cast<unsigned*>(row + column) = both;
+        } else {
+            reinterpret_cast<unsigned short*>(row)[column] = (unsigned short)both;
+            reinterpret_cast<unsigned short*>(row)[column + 1] = (unsigned short)(both >> 16);
+        }
+    }
+}

@@ -1,0 +1,329 @@
+// Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on tensor cores by mma.sync.
+//
+// A block of WARPS warps takes BLOCK_Q rows and goes over the tiles of keys that they see. With PACK > 1 a row is one
+// of the PACK query heads that share a key/value head, at one token: all of them use what is loaded once. With SPLIT a
+// block takes one of p.splits parts of the keys, and `combine` joins the parts (FlashDecoding).
+//
+//     Q          [BLOCK_Q][HEAD_DIM]            shared memory
+//     K, V       [STAGES][BLOCK_K][..]          shared memory, filled STAGES - 1 tiles ahead
+//     S, P       [BLOCK_Q][BLOCK_K]             registers: 16 TILES rows a warp
+//     O          [BLOCK_Q][HEAD_DIM_V]          registers, unscaled
+//     m, l       [BLOCK_Q]                      reference and sum of a row's weights, base 2: registers
+//
+// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, STAGES, PACK, SPLIT, BLOCKS_PER_SM.
+#include "sm80.cuh"
+
+constexpr int THREADS = 32 * WARPS, TILES = BLOCK_Q / (16 * WARPS), KEYS = BLOCK_K / 8, COLUMNS = padded(HEAD_DIM_V) / 8;
+constexpr int BYTES_Q = BLOCK_Q * pitch(HEAD_DIM), BYTES_K = BLOCK_K * pitch(HEAD_DIM);
+constexpr int BYTES_STAGE = BYTES_K + BLOCK_K * pitch(HEAD_DIM_V);
+
+// Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
+constexpr float LIMIT = STORAGE == FLOAT16 ? 32768.0f : 1e18f;
+
+// A hidden pair has the weight 0, but 0 times NaN is NaN. So where an output is not finite though its sum is, the block
+// is done again, product by product.
+constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT;
+
+// What a block works at, and the place of its lanes in it.
+struct Place {
+    int b, h, row0, rows, n_k;  // h: the first of PACK heads; rows: PACK rows for a token, of which this block's start at row0
+    long long offset;
+
+    __device__ __forceinline__ int row(int i, int half) const {  // that a lane holds; of the block's head and token
+        return row0 + threadIdx.x / 32 * 16 * TILES + 16 * i + 8 * half + threadIdx.x % 32 / 4;
+    }
+    static __device__ __forceinline__ int key(int n) { return 8 * n + threadIdx.x % 4 * 2; }  // and the next
+};
+
+// Scores as they come from the product to scores in base 2, -inf where hidden.
+DEVICE void modify_tile(const Params& p, const Place& at, bool full, float (&s)[TILES][KEYS][4], int k0) {
+    const float scale = (float)(HAS_SCORE ? p.scale : p.scale * (double)LOG2E);
+    const bool edge = k0 + BLOCK_K > at.n_k;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int index = at.row(i, half), row = index / PACK, h = at.h + index % PACK;
+            const bool exists = index < at.rows;
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& x = s[i][n][2 * half + c];
+                    const int k = k0 + at.key(n) + c;
+                    x *= scale;
+                    if (edge && k >= at.n_k) {
+                        x = HIDDEN;
+                    } else if (exists && (HAS_SCORE || HAS_MASK)) {
+                        if (HAS_MASK && !full) x = modify<true>(x, at.b, h, row, row + at.offset, k, p);
+                        else x = modify<false>(x, at.b, h, row, row + at.offset, k, p);
+                        if (HAS_SCORE) x *= LOG2E;
+                    }
+                }
+        }
+}
+
+DEVICE float across_row(float x, bool greatest) {  // over the four lanes that share a row
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const float other = __shfl_xor_sync(~0u, x, step);
+        x = greatest ? fmaxf(x, other) : x + other;
+    }
+    return x;
+}
+
+// Scores in base 2 to weights relative to the greatest so far; what was summed before is rescaled to it.
+DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&m)[TILES][2], float (&l)[TILES][2],
+                           float (&output)[TILES][COLUMNS][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = m[i][half];
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n) top = fmaxf(top, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
+            top = across_row(top, true);
+            const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
+            const float factor = exp2_fast(m[i][half] - shift);
+            float sum = 0;
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& x = s[i][n][2 * half + c];
+                    x = exp2_fast(x - shift);
+                    sum += x;
+                }
+            m[i][half] = top;
+            l[i][half] = l[i][half] * factor + sum;  // of this lane's keys; the row's is formed at the end
+#pragma unroll
+            for (int n = 0; n < COLUMNS; ++n)
+                output[i][n][2 * half] *= factor, output[i][n][2 * half + 1] *= factor;
+        }
+}
+
+// The same for a tile that needs no modification, without looking for the greatest: m need not be that, only near it.
+// False, with nothing changed but the scores, where it is not near enough (or a score is NaN): then they are needed anew.
+DEVICE bool optimistic_softmax(float (&s)[TILES][KEYS][4], const float (&m)[TILES][2], float (&l)[TILES][2], float scale) {
+    float sum[TILES][2];
+    bool near = true;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float total = 0;
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& x = s[i][n][2 * half + c];
+                    x = exp2_fast(fmaf(x, scale, -m[i][half]));
+                    total += x;
+                }
+            sum[i][half] = total;
+            near &= total <= LIMIT;
+        }
+    if (__any_sync(~0u, !near)) return false;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) l[i][half] += sum[i][half];
+    return true;
+}
+
+DEVICE void drop_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int index = at.row(i, half);
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n)
+                drop_pair(s[i][n][2 * half], s[i][n][2 * half + 1], p, at.b, at.h + index % PACK, index / PACK,
+                          k0 + at.key(n));
+        }
+}
+
+// O += P V, leaving out the values of weights that are 0.
+DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float (&s)[TILES][KEYS][4], const storage* v) {
+    float weights[TILES][KEYS][4];  // indexed by the loop below, so in memory
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int n = 0; n < KEYS; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) weights[i][n][e] = s[i][n][e];
+#pragma unroll 1
+    for (int k = 0; k < BLOCK_K; ++k) {
+        const storage* value = v + k * (pitch(HEAD_DIM_V) / (int)sizeof(storage)) + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float w = __shfl_sync(~0u, weights[i][k / 8][2 * half + k % 2], (threadIdx.x & 28) + k % 8 / 2);
+                if (w != 0) {
+#pragma unroll
+                    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+                        for (int c = 0; c < 2; ++c) output[i][n][2 * half + c] += w * (float)widen(value[8 * n + c]);
+                }
+            }
+    }
+}
+
+// Divide by the sums; store output and log-sum-exp, or those of a part.
+DEVICE void finish(const Params& p, const Place& at, int part, float (&m)[TILES][2], const float (&l)[TILES][2],
+                   float (&output)[TILES][COLUMNS][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int index = at.row(i, half), row = index / PACK, h = at.h + index % PACK;
+            float top = m[i][half], sum = l[i][half], factor = 1;
+            if (HAS_SINKS && !SPLIT) {  // one more logit in the sum, without a value
+                const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
+                if (sink != HIDDEN) {
+                    top = fmaxf(top, sink);
+                    factor = exp2_fast(m[i][half] - top);
+                    sum = sum * factor + exp2_fast(sink - top);
+                }
+            }
+            const bool empty = sum == 0;  // no key is visible
+            const float lse = empty ? HIDDEN : (top + log2f(sum)) * LN2;
+            factor = empty ? 0.0f : factor / sum;
+            if (index >= at.rows) continue;
+            if constexpr (SPLIT) {
+                float* target = row_at<float>(p.partial, part * p.batch + at.b, h, row);
+                if (threadIdx.x % 4 == 0) *row_at<float>(p.partial_lse, part * p.batch + at.b, h, row) = lse;
+#pragma unroll
+                for (int n = 0; n < COLUMNS; ++n) {
+                    const int column = 8 * n + threadIdx.x % 4 * 2;
+                    if (column < HEAD_DIM_V) target[column] = output[i][n][2 * half] * factor;
+                    if (column + 1 < HEAD_DIM_V) target[column + 1] = output[i][n][2 * half + 1] * factor;
+                }
+            } else {
+                storage* target = row_at<storage>(p.out, at.b, h, row);
+                if (threadIdx.x % 4 == 0) *row_at<float>(p.lse, at.b, h, row) = lse;
+#pragma unroll
+                for (int n = 0; n < COLUMNS; ++n)
+                    store_pair<HEAD_DIM_V>(target, 8 * n + threadIdx.x % 4 * 2, output[i][n][2 * half] * factor,
+                                           output[i][n][2 * half + 1] * factor);
+            }
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forward(KERNEL_PARAMS) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    TileList& list = *reinterpret_cast<TileList*>(shared + BYTES_Q + STAGES * BYTES_STAGE);
+    const unsigned q_shared = address_of(shared), stages = q_shared + BYTES_Q;
+    const unsigned q_of_warp = q_shared + threadIdx.x / 32 * 16 * TILES * pitch(HEAD_DIM);
+
+    const int heads = (int)p.heads / PACK, rows = (int)p.n_q * PACK, tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
+    const unsigned parts = SPLIT ? (unsigned)p.splits : 1, part = blockIdx.x % parts;
+    const Work work = work_of(blockIdx.x / parts, tiles, heads * (int)p.batch,
+                              p.n_k * (HEAD_DIM + HEAD_DIM_V) * (long long)sizeof(storage));
+    const int b = work.bh / heads, h = work.bh % heads * PACK, row0 = (tiles - 1 - work.tile) * BLOCK_Q;
+    const Place at{b, h, row0, rows, (int)keys_of(p, b), offset_of(p, b)};
+    const int from = row0 / PACK, to = ((row0 + BLOCK_Q < rows ? row0 + BLOCK_Q : rows) + PACK - 1) / PACK;
+    const long long key_tiles = (at.n_k + BLOCK_K - 1) / BLOCK_K;
+    const int first = (int)(key_tiles * part / parts), last = (int)(key_tiles * (part + 1) / parts);
+    const Rows<> k(p.k, b, h / GROUP), v(p.v, b, h / GROUP);
+    const float scale = (float)(p.scale * (double)LOG2E);
+
+    float output[TILES][COLUMNS][4], m[TILES][2], l[TILES][2];
+#pragma unroll 1
+    for (bool careful = false;; careful = true) {
+        clear(output);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) m[i][0] = m[i][1] = HIDDEN, l[i][0] = l[i][1] = 0;
+        if (threadIdx.x == 0) list.next = 0;
+        if (!careful) load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK>(p.q, b, h), row0, rows, q_shared);
+        bool begun = false;
+
+#pragma unroll 1
+        while (fill<BLOCK_K, true, false, PACK>(list, p, b, h, from, to, first, last, at.n_k)) {
+            const int count = list.count;
+            auto load_keys = [&](int i) {
+                if (i < count) {
+                    const int k0 = list.entry[i] / 2 * BLOCK_K;
+                    const unsigned stage = stages + i % STAGES * BYTES_STAGE;
+                    load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, k0, at.n_k, stage);
+                    load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, k0, at.n_k, stage + BYTES_K);
+                }
+                copies_end();
+            };
+#pragma unroll
+            for (int i = 0; i < STAGES - 1; ++i) load_keys(i);
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+                copies_wait<STAGES - 2>();
+                __syncthreads();  // tile i is there for all, and all are done with tile i - 1
+                load_keys(i + STAGES - 1);
+                const bool full = list.entry[i] & 1;
+                const int k0 = list.entry[i] / 2 * BLOCK_K;
+                const unsigned stage = stages + i % STAGES * BYTES_STAGE;
+                float s[TILES][KEYS][4];
+                bool exact = HAS_SCORE || !begun || !full || k0 + BLOCK_K > at.n_k, done;
+                do {
+                    clear(s);
+                    multiply_rows<HEAD_DIM>(s, q_of_warp, stage);
+                    done = exact;
+                    if (exact) {
+                        modify_tile(p, at, full, s, k0);
+                        online_softmax(s, m, l, output);
+                    } else {
+                        done = optimistic_softmax(s, m, l, scale);
+                        exact = true;
+                    }
+                } while (!done);
+                begun = true;
+                if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
+                if (MAY_HIDE && careful)
+                    accumulate_carefully(output, s, reinterpret_cast<const storage*>(
+                        shared + BYTES_Q + i % STAGES * BYTES_STAGE + BYTES_K));
+                else multiply_weights<HEAD_DIM_V>(output, s, stage + BYTES_K);
+            }
+        }
+        bool odd = false;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                l[i][half] = across_row(l[i][half], false);
+                if (MAY_HIDE && at.row(i, half) < rows && is_finite(l[i][half])) {
+#pragma unroll
+                    for (int n = 0; n < COLUMNS; ++n)
+                        odd |= !is_finite(output[i][n][2 * half]) || !is_finite(output[i][n][2 * half + 1]);
+                }
+            }
+        if (!MAY_HIDE || careful || !__syncthreads_or(odd)) break;
+    }
+    finish(p, at, part, m, l, output);
+}
+
+// Join the parts of a row: each weighs as much as its sum of weights. A block takes a row, a thread a column.
+extern "C" __global__ void __launch_bounds__(padded(HEAD_DIM_V)) combine(KERNEL_PARAMS) {
+    const long long row = blockIdx.x % p.n_q, h = blockIdx.x / p.n_q % p.heads, b = blockIdx.x / p.n_q / p.heads;
+    const int column = threadIdx.x, parts = (int)p.splits;
+    const float* lse = row_at<const float>(p.partial_lse, b, h, row);
+    const float* partial = row_at<const float>(p.partial, b, h, row);
+    const long long lse_step = p.batch * p.partial_lse.batch, step = p.batch * p.partial.batch;
+
+    const float sink = HAS_SINKS ? static_cast<const float*>(p.sinks)[h] : HIDDEN;
+    float top = sink;
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) top = fmaxf(top, lse[part * lse_step]);
+    const float shift = top == HIDDEN ? 0.0f : top;
+    float sum = exp2_fast((sink - shift) * LOG2E), total = 0;
+    bool nan = false;
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) {
+        const float value = lse[part * lse_step], weight = exp2_fast((value - shift) * LOG2E);
+        nan |= value != value;
+        sum += weight;
+        if (weight != 0 && column < HEAD_DIM_V) total += weight * partial[part * step + column];
+    }
+    if (column < HEAD_DIM_V)
+        row_at<storage>(p.out, b, h, row)[column] = narrow(nan ? fk_special(0) : sum == 0 ? 0.0f : total / sum);
+    if (column == 0) *row_at<float>(p.lse, b, h, row) = nan ? fk_special(0) : sum == 0 ? HIDDEN : shift + logf(sum);
+}

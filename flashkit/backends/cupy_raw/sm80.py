@@ -1,0 +1,233 @@
+"""The generation for tensor cores by mma.sync, from Ampere on: kernels/sm80_*.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
+from ..cuda_common import compiler
+from ..cuda_common.device import Device
+from ..cuda_common.launch import MAX_GRID
+from . import specialise
+from .arguments import Arguments
+from .rows import RowKernels
+
+MAX_DIM = 256
+_LIST = 4 * 514  # bytes of kernels/sm80.cuh: TileList
+
+
+def padded(dim: int, granule: int = 16) -> int:
+    """Columns of a row in shared memory that hold numbers."""
+    return -(-dim // granule) * granule
+
+
+def pitch(dim: int, itemsize: int, granule: int = 16) -> int:
+    """Bytes from a row in shared memory to the next."""
+    return padded(dim, granule) * itemsize + 16
+
+
+def terms(spec: AttentionSpec) -> int:
+    """Products of TF32 numbers that make one of float32: kernels/sm80.cuh."""
+    return 1 if spec.precision == "tf32" else 3
+
+
+@dataclass(frozen=True)
+class Sm80Tile:
+    """A tile of the forward pass, the warps that share it, and how many tiles of keys are in shared memory at once."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        if self.block_q % (16 * self.warps) or self.block_k % 16 or self.stages < 2:
+            raise ValueError(
+                f"{self=}: block_q is a multiple of 16 for each warp, block_k of 16, and there are two stages or more"
+            )
+
+    def shared_memory(self, spec: AttentionSpec) -> int:
+        """Bytes of a block: kernels/sm80_forward.cu."""
+        q, v = (pitch(dim, ITEMSIZE[spec.dtype]) for dim in (spec.head_dim, spec.head_dim_v))
+        return self.block_q * q + self.stages * self.block_k * (q + v) + _LIST
+
+    def resident(self, spec: AttentionSpec, device: Device) -> int:
+        """Blocks that a multiprocessor holds at once, if each may have 255 registers a thread."""
+        shared = (device.shared_per_sm + 1024) // (self.shared_memory(spec) + 1024)
+        return min(shared, device.registers_per_sm // (256 * 32 * self.warps))
+
+
+def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
+    """The largest that does well on an H200, or fits where there is less shared memory."""
+    dim = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    if ITEMSIZE[spec.dtype] == 4:
+        large = [Sm80Tile(64, 64, 4), Sm80Tile(64, 32, 4), Sm80Tile(64, 16, 4)]
+        small = [Sm80Tile(16, 32, 1), Sm80Tile(16, 16, 1)]
+    else:
+        large = [Sm80Tile(128, 64, 8 if dim > 128 else 4), *(Sm80Tile(64, keys, 4) for keys in (64, 32, 16))]
+        if dim <= 64 and spec.score is None and spec.mask is None:
+            large.insert(0, Sm80Tile(128, 128, 4))
+        small = [Sm80Tile(16, 64, 1, 3), Sm80Tile(16, 64, 1), Sm80Tile(16, 32, 1), Sm80Tile(16, 16, 1)]
+    fitting = [tile for tile in (small if rows <= 16 else large) if tile.shared_memory(spec) <= device.shared_per_block]
+    if rows <= 64:
+        fitting = [tile for tile in fitting if tile.block_q <= 64] or fitting
+    return fitting[0]
+
+
+class Sm80Forward:
+    """The forward pass; where there are few rows, split along the keys and joined again."""
+
+    def __init__(self, problem: Problem, device: Device, tile: Sm80Tile | None = None) -> None:
+        spec = problem.spec
+        self.pack = spec.group if problem.n_q < 128 else 1
+        self.tile = tile or forward_tile(spec, problem.n_q * self.pack, device)
+        self.slots = device.sms * self.tile.resident(spec, device)
+        self.split = 2 * self._blocks(problem.batch, problem.heads, problem.n_q) <= self.slots and (
+            problem.n_k >= 8 * self.tile.block_k
+        )
+        self.why = "measured on an H200" + (", split along the keys" if self.split else "")
+        constants = {
+            "BLOCK_Q": self.tile.block_q, "BLOCK_K": self.tile.block_k, "WARPS": self.tile.warps,
+            "STAGES": self.tile.stages, "PACK": self.pack, "SPLIT": self.split, "TERMS": terms(spec), "GRANULE": 16,
+            "BLOCKS_PER_SM": max(1, min(self.tile.resident(spec, device), 8 // self.tile.warps)),
+        }  # fmt: skip
+        library = specialise.library(
+            "sm80_forward", spec, tuple(constants.items()), compiler.target(device.capability)
+        )
+        self.libraries = [library]
+        self._kernel = library.kernel("sm80_forward", device, self.tile.shared_memory(spec))
+        self._combine = library.kernel("combine", device)
+
+    def _blocks(self, batch: int, heads: int, n_q: int) -> int:
+        return -(-n_q * self.pack // self.tile.block_q) * (heads // self.pack) * batch
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        blocks = self._blocks(arguments.batch, arguments.heads, arguments.n_q)
+        if not blocks:
+            return
+        if self.split:
+            import cupy
+
+            most = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
+            parts = max(1, min(self.slots // blocks, most))
+            shape = parts * arguments.batch, arguments.heads, arguments.n_q
+            spec = arguments.spec
+            partial, partial_lse = cupy.empty((*shape, spec.head_dim_v), "float32"), cupy.empty(shape, "float32")
+            arguments.tensors(partial=partial, partial_lse=partial_lse)
+            arguments.set(splits=parts)
+            _launch(self._kernel, blocks * parts, 32 * self.tile.warps, arguments, stream)
+            rows = arguments.batch * arguments.heads * arguments.n_q
+            _launch(self._combine, rows, padded(spec.head_dim_v), arguments, stream)
+        else:
+            _launch(self._kernel, blocks, 32 * self.tile.warps, arguments, stream)
+
+
+@dataclass(frozen=True)
+class Sm80BackwardTile:
+    """A tile of the backward pass, and how its warps share each product: kernels/sm80_backward.cu."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    warps_s: int
+    warps_kv: int
+    warps_q: int
+    blocks: int = 1
+
+    @property
+    def granule(self) -> int:
+        """What head dims are padded to, so that warps share them evenly."""
+        return 16 * max(self.warps // self.warps_kv, self.warps // self.warps_q)
+
+    def shared_memory(self, spec: AttentionSpec) -> int:
+        """Bytes of a block."""
+        rows = pitch(spec.head_dim, 2, self.granule) + pitch(spec.head_dim_v, 2, self.granule)
+        pairs = 2 * self.block_q * (self.block_k + 8) * 2
+        return (self.block_k + 2 * self.block_q) * rows + pairs + self.block_k + _LIST
+
+
+def backward_tile(spec: AttentionSpec, device: Device) -> Sm80BackwardTile | None:
+    """The largest that does well on an H200, or fits where there is less shared memory; None: none fits."""
+    dim = max(spec.head_dim, spec.head_dim_v)
+    across = 2 if spec.head_dim % 64 == 0 and dim > 64 else 4  # warps along the queries of dQ
+    if dim <= 64:
+        tiles = [Sm80BackwardTile(64, 128, 8, 2, 4, 4)]
+    elif dim <= 128:
+        tiles = [Sm80BackwardTile(64, 128, 8, 2, 4, across)]
+    else:
+        tiles = [Sm80BackwardTile(64, 64, 8, 4, 4, across)]
+    for small in ((32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2), (16, 32, 2, 1, 1, 1)):
+        tiles.append(Sm80BackwardTile(*small))
+    return next((tile for tile in tiles if tile.shared_memory(spec) <= device.shared_per_block), None)
+
+
+class Sm80Backward:
+    """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded."""
+
+    def __init__(
+        self, problem: Problem, device: Device, tile: Sm80BackwardTile | None = None, ordered: bool = True
+    ) -> None:
+        spec = problem.spec
+        chosen = tile or backward_tile(spec, device)
+        assert chosen is not None, "supports() was not asked"
+        self.tile, self.ordered, self.why = chosen, ordered, "measured on an H200"
+        constants = {
+            "BLOCK_Q": chosen.block_q, "BLOCK_K": chosen.block_k, "WARPS": chosen.warps, "WARPS_S": chosen.warps_s,
+            "WARPS_KV": chosen.warps_kv, "WARPS_Q": chosen.warps_q, "GRANULE": chosen.granule, "ORDERED": ordered,
+            "TERMS": terms(spec), "BLOCKS_PER_SM": chosen.blocks,
+        }  # fmt: skip
+        library = specialise.library(
+            "sm80_backward", spec, tuple(constants.items()), compiler.target(device.capability)
+        )
+        self.rows = RowKernels(spec, device)
+        self.libraries = [library, self.rows.library]
+        self._kernel = library.kernel("sm80_backward", device, chosen.shared_memory(spec))
+        self._store = library.kernel("store_queries", device)
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        import cupy
+
+        self.rows.prepare(arguments, stream)
+        spec, tile = arguments.spec, self.tile
+        keys, queries = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
+        heads = arguments.batch, arguments.heads
+        sums = cupy.zeros((*heads, queries, tile.block_q * padded(spec.head_dim, tile.granule)), "float32")
+        # Bits of the pairs of tiles that are done; the ticket lies before them.
+        marks = cupy.zeros(4 + arguments.batch * arguments.heads * queries * -(-keys // 32), "int32")
+        done = marks[4:].reshape((*heads, queries, -(-keys // 32)))
+        arguments.tensors(partial=sums, partial_lse=done)
+        blocks = keys * arguments.batch * (arguments.heads // spec.group)
+        if blocks:
+            _launch(self._kernel, blocks, 32 * tile.warps, arguments, stream)
+        if queries and arguments.batch * arguments.heads:
+            _launch(self._store, queries * arguments.batch * arguments.heads, 256, arguments, stream)
+        self.rows.finish(arguments, stream)
+
+
+def _launch(kernel: Any, blocks: int, threads: int, arguments: Arguments, stream: int) -> None:
+    if blocks > MAX_GRID:
+        raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+    kernel.launch(blocks, threads, arguments, stream)
+
+
+class Sm80:
+    """Kernels for tensor cores with float16, bfloat16 and TF32."""
+
+    name = "sm80"
+
+    def supports(self, spec: AttentionSpec, device: Device, direction: Direction) -> Verdict:
+        if device.capability < (8, 0):
+            return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, before sm_80")
+        if spec.dtype == "float64":
+            return Verdict(False, "float64 is not for these tensor cores")
+        if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
+            return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
+        if direction == "backward" and spec.dtype == "float32":
+            return Verdict(False, "float32 has a forward pass alone")
+        if direction == "backward" and backward_tile(spec, device) is None:
+            return Verdict(False, f"no tile of head dims {spec.head_dim} and {spec.head_dim_v} fits in shared memory")
+        return Verdict(True)
+
+    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Sm80Forward | Sm80Backward:
+        return (Sm80Forward if direction == "forward" else Sm80Backward)(problem, device)
