@@ -24,11 +24,12 @@ import numpy as np
 
 Key = TypeVar("Key", bound=Hashable)
 
-LEAST_SAMPLE = 2e-3
-"""Seconds of one sample; a shorter call is repeated within it."""
+LEAST_SAMPLE = 1e-2
+"""Seconds of one sample; a shorter call is repeated within it. In 2 ms the system may not yet have moved two threads that
+it woke on one core apart."""
 
 LEAD_IN = 0.1
-"""Seconds; after a pause, in which threads fall asleep, a call shorter than this is preceded by an untimed one."""
+"""Seconds; after a pause, in which threads fall asleep, a call shorter than this is preceded by an untimed sample."""
 
 BUSY = 0.05
 """Share of the cores' time taken by other processes above which figures come with a warning."""
@@ -81,8 +82,8 @@ def interleaved(
 
     budget: seconds after which no further round starts once there are `least`. drop: after DECIDING_ROUNDS, or `least`
     if those are more, a call whose best round is more than `drop` times the best of all is timed no more. settle:
-    called before each sample, to wait until the last call's threads sleep (`until_idle`); a short call is then run
-    once before it is timed. clock: for tests. Two calls of each come first of all: the first may compile, the second
+    called before each sample, to wait until the last call's threads sleep (`until_idle`); a sample of a short
+    call is then taken once before it is timed. clock: for tests. Two calls of each come first of all: the first may compile, the second
     tells how often a sample repeats it.
     """
     start = clock()
@@ -104,7 +105,7 @@ def interleaved(
             for key in running:
                 if settle is not None:
                     settle()
-                if lead_in[key]:
+                for _ in range(repeats[key] if lead_in[key] else 0):
                     calls[key]()
                 before = clock()
                 for _ in range(repeats[key]):

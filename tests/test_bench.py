@@ -109,17 +109,17 @@ def test_the_budget_ends_it_after_a_whole_round() -> None:
 def test_a_short_call_is_repeated_and_compiling_is_not_timed() -> None:
     clock = Clock()
     timings = interleaved({"a": clock.call("a", lambda n: 4.0 if n == 0 else 1e-5)}, rounds=3, clock=clock)
-    assert timings["a"].repeats == pytest.approx(200, abs=1)
+    assert timings["a"].repeats == pytest.approx(1000, abs=1)
     assert timings["a"].median == pytest.approx(1e-5)
 
 
 def test_a_pause_before_each_sample_and_an_untimed_call_after_it() -> None:
     clock = Clock()
     timings = interleaved(
-        {"a": clock.call("a", lambda n: 0.01)}, rounds=3, settle=lambda: clock.sleep(0.5), clock=clock
+        {"a": clock.call("a", lambda n: 0.02)}, rounds=3, settle=lambda: clock.sleep(0.5), clock=clock
     )
     assert clock.order == ["a", "a", *["sleep", "a", "a"] * 3]
-    assert timings["a"].median == pytest.approx(0.01)
+    assert timings["a"].median == pytest.approx(0.02)
 
 
 def test_until_idle_ends_while_a_thread_runs() -> None:
