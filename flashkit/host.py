@@ -1,7 +1,7 @@
 """What this machine is: CPU features and cache sizes, the CUDA device. Standard library only at import.
 
-Every function answers with what it could find and never raises: an unknown platform gives empty answers, and the
-generic device profile then applies.
+Every function answers with what it could find and never raises but for a setting that does not fit: an unknown platform
+gives empty answers, and the generic device profile then applies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,33 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
-@functools.cache
+LANES = "FLASHKIT_CPU_LANES"
+
+
 def cpu_features() -> frozenset[str]:
-    """Instruction set extensions by Linux's names: "avx2", "fma", "avx512f", "amx_bf16", "asimd", ..."""
+    """Instruction set extensions by Linux's names: "avx2", "fma", "avx512f", "amx_bf16", "asimd", ...
+
+    With FLASHKIT_CPU_LANES = 4, 8 or 16 those of a CPU whose vectors have so many float32 lanes: the profile, the tiles
+    and the kernels are such a CPU's then. ValueError for a width that this CPU has not.
+    """
+    found, wanted = _all_features(), os.environ.get(LANES)
+    if not wanted:
+        return found
+    fits = [str(lanes) for lanes in (4, 8, 16) if lanes <= lanes_of(found)]
+    if wanted not in fits:
+        raise ValueError(f"{LANES} is {wanted!r}; of the vectors of this CPU {' or '.join(fits)} lanes can be used")
+    wider = {"4": ("avx2", "fma", "avx512", "amx"), "8": ("avx512", "amx"), "16": ()}[wanted]
+    return frozenset(name for name in found if not name.startswith(wider))
+
+
+def lanes_of(features: Iterable[str] | None) -> int:
+    """float32 lanes of the widest vectors among CPU features by Linux's names."""
+    known = set(features or ())
+    return 16 if {"avx512f", "avx512vl"} <= known else 8 if {"avx2", "fma"} <= known else 4
+
+
+@functools.cache
+def _all_features() -> frozenset[str]:
     found: set[str] = set()
     info = _cpuinfo()
     found.update(info.get("flags", "").split(), info.get("features", "").split())

@@ -223,7 +223,7 @@ def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_
     return layers
 
 
-_merged: dict[tuple[str, str | None], Profile] = {}
+_merged: dict[tuple[str | None, ...], Profile] = {}
 _lock = threading.Lock()
 
 
@@ -231,12 +231,12 @@ def for_device(kind: str) -> Profile:
     """The merged profile of this machine's device.
 
     kind: "cpu", or "cuda" for the device current at the first call (the generic CUDA profile if CuPy finds none).
-    Read once a process; thread-safe. Raises ValueError for another kind and nothing else: unreadable files are
-    skipped with a ProfileWarning.
+    Read once a process; thread-safe. Raises ValueError for another kind, or where FLASHKIT_CPU_LANES does not fit, and
+    nothing else: unreadable files are skipped with a ProfileWarning.
     """
     if kind not in _OTHER_KIND:
         raise ValueError(f"kind must be 'cpu' or 'cuda', got {kind!r}")
-    key = kind, os.environ.get("FLASHKIT_PROFILE_DIR")
+    key = kind, os.environ.get("FLASHKIT_PROFILE_DIR"), os.environ.get(host.LANES)
     profile = _merged.get(key)
     if profile is None:
         with _lock:

@@ -9,11 +9,12 @@ The cost orders candidates for `flashkit autotune` and chooses where nothing was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from .host import lanes_of
 from .spec import ITEMSIZE, MAX_HEAD_DIM, Direction
 
 Order = Literal[1, 2]
@@ -298,12 +299,6 @@ def default_cpu(profile: Any, dtype: str, head_dim: int, head_dim_v: int, direct
     lanes = lanes_of(profile.device.features)
     tile: CpuTile = default("cpu", memory, dtype, head_dim, head_dim_v, direction, lanes=lanes)
     return tile
-
-
-def lanes_of(features: Iterable[str] | None) -> int:
-    """float32 lanes of the widest vectors among CPU features by Linux's names."""
-    known = set(features or ())
-    return 16 if {"avx512f", "avx512vl"} <= known else 8 if {"avx2", "fma"} <= known else 4
 
 
 def _fits_cpu(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: int, l1: int, l2: int) -> bool:

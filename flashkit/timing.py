@@ -25,8 +25,8 @@ import numpy as np
 Key = TypeVar("Key", bound=Hashable)
 
 LEAST_SAMPLE = 1e-2
-"""Seconds of one sample; a shorter call is repeated within it. In 2 ms the system may not yet have moved two threads that
-it woke on one core apart."""
+"""Seconds of one sample; a shorter call is repeated within it. In 2 ms the system may not yet have moved two threads
+apart that it woke on one core."""
 
 LEAD_IN = 0.1
 """Seconds; after a pause, in which threads fall asleep, a call shorter than this is preceded by an untimed sample."""
@@ -82,9 +82,9 @@ def interleaved(
 
     budget: seconds after which no further round starts once there are `least`. drop: after DECIDING_ROUNDS, or `least`
     if those are more, a call whose best round is more than `drop` times the best of all is timed no more. settle:
-    called before each sample, to wait until the last call's threads sleep (`until_idle`); a sample of a short
-    call is then taken once before it is timed. clock: for tests. Two calls of each come first of all: the first may compile, the second
-    tells how often a sample repeats it.
+    called before each sample, to wait until the last call's threads sleep (`until_idle`); of a short call a sample is
+    then taken once before it is timed. clock: for tests. Two calls of each come first of all: the first may compile,
+    the second tells how often a sample repeats it.
     """
     start = clock()
     repeats, lead_in = {}, {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import profiles, reference, tiles, timing
+from . import host, profiles, reference, tiles, timing
 from .arguments import prepare
 from .backends.cpu import rates, threads
 from .backends.cpu.backend import CpuBackend
@@ -42,7 +42,7 @@ class CpuBench:
 
     def candidates(self, target: Target) -> list[CpuTile]:
         memory = {"l1d": self.profile.memory.l1d or 32 << 10, "l2": self.profile.memory.l2 or 256 << 10}
-        lanes = tiles.lanes_of(self.profile.device.features)
+        lanes = host.lanes_of(self.profile.device.features)
         d = target.head_dim
         return tiles.candidates("cpu", memory, target.dtype, d, d, target.direction, lanes=lanes)
 
@@ -149,7 +149,7 @@ def _unit(dtype: Any) -> float:
 def measure_rates(samples: int = 15) -> Rates:
     """Bandwidths and peak rates of this CPU by flashkit's own micro-kernels, on as many threads as a call uses."""
     profile, count = profiles.for_device("cpu"), threads.count()
-    memory, lanes = profile.memory, tiles.lanes_of(profile.device.features)
+    memory, lanes = profile.memory, host.lanes_of(profile.device.features)
     l1, l2, l3 = memory.l1d or 32 << 10, memory.l2 or 256 << 10, memory.l3 or 8 << 20
     peaks = {dtype: max(rates.multiply(dtype, tile, count, samples=samples) for tile in _blocks(dtype, lanes, l1, l2))
              for dtype in ("float32", "float64")}  # fmt: skip

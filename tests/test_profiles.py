@@ -442,7 +442,7 @@ def test_linux_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "type").write_text(kind)
         (folder / "size").write_text(size + "\n")
     (caches / "index9").mkdir()  # unreadable: no files in it
-    functions = (host._cpuinfo, host.cpu_features, host.cpu_name, host.cpu_caches)
+    functions = (host._cpuinfo, host._all_features, host.cpu_name, host.cpu_caches)
     monkeypatch.setattr(host, "CPUINFO", info)
     monkeypatch.setattr(host, "CPU_CACHE", caches)
     monkeypatch.setattr(host.sys, "platform", "linux")
@@ -458,6 +458,25 @@ def test_linux_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             function.cache_clear()
 
 
+def test_vectors_held_to_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = frozenset({"sse2", "avx2", "fma", "avx512f", "avx512vl", "avx512_bf16", "amx_tile"})
+    monkeypatch.setattr(host, "_all_features", lambda: everything)
+    left = {"4": {"sse2"}, "8": {"sse2", "avx2", "fma"}, "16": everything, "": everything}
+    for lanes, features in left.items():
+        monkeypatch.setenv(host.LANES, lanes)
+        assert host.cpu_features() == features
+        profiles.forget()
+        assert host.lanes_of(profiles.for_device("cpu").device.features) == int(lanes or 16)
+    for lanes in ("5", "wide", "-8"):
+        monkeypatch.setenv(host.LANES, lanes)
+        with pytest.raises(ValueError, match=f"FLASHKIT_CPU_LANES is '{lanes}'; .* 4 or 8 or 16 lanes"):
+            profiles.for_device("cpu")
+    monkeypatch.setattr(host, "_all_features", lambda: left["8"])
+    monkeypatch.setenv(host.LANES, "16")
+    with pytest.raises(ValueError, match="4 or 8 lanes can be used"):
+        host.cpu_features()
+
+
 def test_macos_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
         "machdep.cpu.brand_string": "Apple M9",
@@ -467,7 +486,7 @@ def test_macos_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "hw.l2cachesize": "4194304",
         "hw.l3cachesize": "0",
     }
-    functions = (host._cpuinfo, host.cpu_features, host.cpu_name, host.cpu_caches)
+    functions = (host._cpuinfo, host._all_features, host.cpu_name, host.cpu_caches)
     monkeypatch.setattr(host, "CPUINFO", tmp_path / "none")
     monkeypatch.setattr(host, "CPU_CACHE", tmp_path / "none")
     monkeypatch.setattr(host, "_sysctl", answers.get)
