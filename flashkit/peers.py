@@ -7,6 +7,7 @@ imported inside the functions.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from .api import attention, attention_vjp, plan
 from .spec import Direction
 
 Arrays = tuple[np.ndarray, ...]
@@ -129,8 +131,6 @@ Peer = Callable[[Case, Arrays, Direction, int], Entry | None]
 
 def with_flashkit(case: Case, arrays: Arrays, direction: Direction, threads: int) -> Entry:
     """The backward pass is timed alone: the pull-back of a forward pass made before."""
-    from .api import attention, attention_vjp
-
     q, k, v, dout = arrays
     if direction == "forward":
         forward = partial(attention, q, k, v, **case.options)
@@ -277,6 +277,9 @@ def with_onnxruntime(case: Case, arrays: Arrays, direction: Direction, threads: 
 
 # --- yardsticks -------------------------------------------------------------------------------------------------------
 
+SMALL = 128
+"""Queries and keys up to which it is measured what a call adds to its kernel."""
+
 SGEMM = 2048
 """Rows, columns and depth of the matrix product that the rate of a float32 case is held against."""
 
@@ -298,7 +301,35 @@ def yardsticks(case: Case, arrays: Arrays, direction: Direction, peers: Collecti
     if case.masked:
         dense = with_flashkit(replace(case, window=None, kept=None, causal=False), arrays, direction, 0)
         found["dense"] = Yardstick(dense.call, flops * (1.0 if direction == "forward" else 2.5))
+    if max(case.n_q, case.keys) <= SMALL and direction == "forward" and not case.masked:
+        q, k, v, _ = arrays
+        found["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v), flops)
+        found["kernel"] = Yardstick(_kernel(case, q, k, v), flops)
     return found
+
+
+def _kernel(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Callable[[], object]:
+    """The start of the compiled kernel alone, with the argument block that a call has left in its scratch memory."""
+    from .backends.cpu import arguments, threads
+    from .backends.cpu.call import take
+
+    out, planned = np.empty_like(q), plan(q, k, v, return_lse=True, backend="cpu", **case.options)
+    expected, _ = planned(q, k, v)
+    _, lse = planned(q, k, v, out=out)
+    memory = take(0)  # what was given back last
+    block = np.frombuffer((ctypes.c_int64 * arguments.SIZE).from_address(memory.address), np.int64)
+    workers = threads.count() if block[arguments.PARALLEL_FOR] else 1
+    launch, address = threads.entry("launch"), memory.address
+    out[...] = 0
+
+    def start() -> object:
+        launch(address, workers)
+        return memory, planned, q, k, v, out, lse  # what the block points into lives as long as this
+
+    start()
+    if not np.array_equal(out, expected):
+        raise RuntimeError("the argument block that a call leaves behind is not that of its kernel")
+    return start
 
 
 PEERS: dict[str, Peer] = {"numpy": with_numpy, "torch": with_torch, "jax": with_jax, "onnxruntime": with_onnxruntime}

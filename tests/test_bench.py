@@ -232,7 +232,11 @@ def test_a_share_of_a_yardstick() -> None:
     assert line.yardsticks["dense"]["median"] == pytest.approx(visible * 3)
     assert "dense" in line.timings
     assert "dense" not in line.times_as_fast
-    assert not measure(SMALL).yardsticks
+
+
+def test_small_cases_show_what_a_call_adds_to_its_kernel() -> None:
+    assert measure(SMALL).yardsticks.keys() == {"planned", "kernel"}
+    assert not measure(SMALL, "backward").yardsticks
 
 
 def test_the_yardstick_of_long_cases_is_a_matrix_product() -> None:
