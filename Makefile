@@ -1,6 +1,7 @@
 # make demo    environment, install, and the main job: semantic search with a real transformer on NumPy
 # make test    environment, install, and all the tests
 # make fast    the tests without the slow ones
+# make matrix  conformance of the CPU backend with each vector width, on each threading layer, from four threads at once
 # make lint    ruff and mypy
 # Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, PYTEST_ARGS, for example  make fast PYTEST_ARGS="-k profiles"
 
@@ -13,11 +14,11 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test fast lint clean help
+.PHONY: demo test fast matrix lint clean help
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile | head -5
+	@sed -n 's/^# //p' Makefile | head -6
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
@@ -27,6 +28,16 @@ test: $(VENV)/.stamp-test
 
 fast: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+
+# Each width and each threading layer once. Numba finds TBB by the loader's path; $(PIP) tbb brings it.
+matrix: $(VENV)/.stamp-test
+	$(PIP) tbb
+	set -e; for setting in "4 workqueue" "8 tbb" "16 omp"; do \
+	  set -- $$setting; echo "== $$1 lanes, $$2"; \
+	  LD_LIBRARY_PATH=$(abspath $(VENV))/lib:$$LD_LIBRARY_PATH FLASHKIT_CPU_LANES=$$1 NUMBA_THREADING_LAYER=$$2 \
+	  FLASHKIT_TEST_THREADS=4 NUMBA_NUM_THREADS=2 \
+	  $(BIN)/python -m pytest -n 2 tests/test_conformance.py -k "cpu" $(PYTEST_ARGS); \
+	done
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

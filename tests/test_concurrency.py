@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashkit import attention, attention_vjp, mods
+from flashkit import attention, attention_vjp, host, mods
 
 THREADS = 6
 
@@ -81,6 +83,37 @@ def test_threads_on_each_layer(program: Callable[..., str], layer: str) -> None:
         pytest.skip(f"this Numba has no {layer} layer")
     text = PROGRAM.format(tests=os.path.dirname(__file__), rounds=2)
     assert program(text, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=4).split()[-1] == layer
+
+
+CONFORM = """
+    import os, sys
+    sys.path.insert(0, {tests!r})
+    import cases, test_conformance
+    from flashkit.backends.cpu import threads
+    from flashkit import host, profiles
+    choices = [row for row in test_conformance.DESIGN if row["sizes"] != "130x200"][::8]
+    for choice in choices:
+        test_conformance.check("cpu", choice)
+    print(len(choices) > 5, threads.layer(), host.lanes_of(profiles.for_device("cpu").device.features))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lanes", "layer"), [(4, "workqueue"), (8, "tbb"), (16, "omp")])
+def test_each_width_and_layer_conforms(program: Callable[..., str], lanes: int, layer: str) -> None:
+    """A sample of the conformance suite from four threads at once; `make matrix` runs all of it."""
+    if lanes > host.lanes_of(host.cpu_features()):
+        pytest.skip(f"the vectors of this CPU have fewer than {lanes} lanes")
+    folder = os.path.join(sys.prefix, "lib")  # where pip puts TBB, and the loader does not look
+    if layer == "tbb" and not glob.glob(os.path.join(folder, "libtbb.so.12")):
+        pytest.skip("pip install tbb")
+    if layer != "tbb" and not has_layer(layer):
+        pytest.skip(f"this Numba has no {layer} layer")
+    library = os.pathsep.join(filter(None, [folder, os.environ.get("LD_LIBRARY_PATH")]))
+    settings = {"FLASHKIT_CPU_LANES": lanes, "NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": 2}
+    text = CONFORM.format(tests=os.path.dirname(__file__))
+    said = program(text, **settings, FLASHKIT_TEST_THREADS=4, LD_LIBRARY_PATH=library)
+    assert said.split() == ["True", layer, str(lanes)]
 
 
 @pytest.mark.slow

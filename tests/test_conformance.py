@@ -8,6 +8,8 @@ skipped with its own reason.
 from __future__ import annotations
 
 import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cases
@@ -17,6 +19,7 @@ from cases import FACTORS, PLAIN, with_
 
 import flashkit
 
+THREADS = int(os.environ.get("FLASHKIT_TEST_THREADS", "1"))
 DESIGN = cases.pairwise(FACTORS)
 ALONE = [
     (factor, level) for factor, levels in FACTORS.items() if factor not in ("dtype", "dims") for level in levels[1:]
@@ -29,11 +32,17 @@ HEAD_DIMS = (
 
 
 def check(backend: str, choice: cases.Choice, seed: int = 0) -> None:
-    """The call that the choice describes conforms on the backend: forward, lse and all gradients."""
+    """The call that the choice describes conforms on the backend: forward, lse and all gradients.
+
+    FLASHKIT_TEST_THREADS: Python threads that make the call at the same time, each with arrays of its own.
+    """
     cases.skip_unless(backend)
-    call = cases.build(choice, cases.array_library(backend), seed)
-    cases.skip_unless(backend, call)
-    cases.assert_conforms(cases.run(call, backend), *cases.expected(call))
+    calls = [cases.build(choice, cases.array_library(backend), seed) for _ in range(THREADS)]
+    cases.skip_unless(backend, calls[0])
+    expected = cases.expected(calls[0])
+    with ThreadPoolExecutor(THREADS) as pool:
+        for results in pool.map(lambda call: cases.run(call, backend), calls):
+            cases.assert_conforms(results, *expected)
 
 
 def slow_if(condition: bool) -> list[Any]:
