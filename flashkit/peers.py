@@ -317,8 +317,8 @@ def _kernel(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Callable
     expected, _ = planned(q, k, v)
     _, lse = planned(q, k, v, out=out)
     memory = take(0)  # what was given back last
-    block = np.frombuffer((ctypes.c_int64 * int(arguments.SIZE)).from_address(memory.address), np.int64)
-    workers = threads.count() if block[arguments.PARALLEL_FOR] else 1
+    block = (ctypes.c_int64 * int(arguments.SIZE)).from_address(memory.address)
+    workers = threads.count() if block[int(arguments.PARALLEL_FOR)] else 1
     launch, address = threads.entry("launch"), memory.address
     out[...] = 0
 
