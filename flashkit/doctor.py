@@ -209,7 +209,31 @@ def _cache() -> Report:
         "kernels": used.kernels,
         "bytes": used.bytes,
         "writable": writable,
+        "first_call": _first_call() if used.kernels else "nothing is compiled yet",
     }
+
+
+_FIRST_CALL = """
+import time, numpy
+start = time.perf_counter()
+import sys, flashkit
+x = numpy.ones((1, 8, 128, 64), numpy.float32)
+flashkit.attention(x, x, x, causal=True, backend="cpu")
+print(f"{time.perf_counter() - start:.2f} s", "with Numba" if "numba" in sys.modules else "without Numba")
+"""
+
+
+def _first_call() -> str:
+    """How long a new process takes from `import flashkit` to its first result, NumPy being imported before."""
+    path = os.pathsep.join([os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *sys.path])
+    for _ in range(2):  # the first one may have to compile
+        command = [sys.executable, "-c", _FIRST_CALL]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}
+        )
+        if done.returncode != 0:
+            return f"fails: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+    return done.stdout.strip()
 
 
 def _profiles() -> Report:
@@ -352,7 +376,9 @@ def _threading_rows(threading: Report) -> _Rows:
 
 def _cache_rows(cache: Report) -> _Rows:
     contents = f"{cache['kernels']} compiled kernels, {cache['files']} files, {size(cache['bytes'])}"
-    return [("path", cache["path"]), ("contents", contents), ("writable", "yes" if cache["writable"] else "NO")]
+    writable = "yes" if cache["writable"] else "NO"
+    rows = [("path", cache["path"]), ("contents", contents), ("writable", writable)]
+    return [*rows, ("first call", cache["first_call"])]
 
 
 def _profile_rows(profiles: Report) -> _Rows:

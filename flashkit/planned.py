@@ -72,7 +72,8 @@ class Planned:
 
     def _fits(self, out: Any, q: Any, k: Any, v: Any) -> bool:
         """Whether a kernel may write into `out`; raises where it cannot hold the result at all."""
-        check_out(out, self.problem.array_kind, self.problem.spec.dtype, self._out)
+        if type(out) is not np.ndarray or out.shape != self._out or out.dtype != self._dtype or not out.flags.carray:
+            check_out(out, self.problem.array_kind, self.problem.spec.dtype, self._out)
         return arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (q, k, v, *self._values))
 
     def _check(self, q: Any, k: Any, v: Any) -> None:
