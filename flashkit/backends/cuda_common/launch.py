@@ -21,6 +21,7 @@ MAX_GRID = 2**31 - 1
 """Blocks of a grid of one axis."""
 
 _thread = threading.local()
+_recorded: list[Any] = []
 
 
 class CudaError(RuntimeError):
@@ -90,3 +91,17 @@ def stream() -> int:
         cupy.cuda.Device().use()  # a new thread has no context until a call of the runtime makes one current
         _thread.ready = True
     return int(cupy.cuda.get_current_stream().ptr)
+
+
+def scratch(shape: Any, dtype: Any) -> Any:
+    """Memory for a kernel's intermediate results, from CuPy's pool.
+
+    Given back to the pool it may serve others as soon as what was enqueued is done. A graph that recorded the call uses
+    it again whenever it is launched, and nobody can tell when that ends: such memory is kept.
+    """
+    import cupy
+
+    memory = cupy.empty(shape, dtype)
+    if cupy.cuda.get_current_stream().is_capturing():
+        _recorded.append(memory)
+    return memory

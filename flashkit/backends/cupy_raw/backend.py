@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -50,41 +49,41 @@ def choose(problem: Problem, on: Device, direction: Direction) -> tuple[Generati
 
 @dataclass(frozen=True)
 class CupyPlan:
-    """Kernels for one spec on one device; compiled, loaded and checked when first used."""
+    """Kernels for one spec; compiled, loaded and checked when first used on a device."""
 
     problem: Problem
-    device: Device
     profile: Any
+    passes: dict[tuple[int, Direction], Pass] = field(default_factory=dict)
 
-    @cached_property
-    def forward(self) -> Pass:
-        return self._pass("forward")
+    def on(self, here: Device, direction: Direction) -> Pass:
+        """The pass on a device."""
+        made = self.passes.get((here.ordinal, direction))
+        if made is None:
+            made = self.passes[here.ordinal, direction] = self._made(here, direction)
+        return made
 
-    @cached_property
-    def backward(self) -> Pass:
-        return self._pass("backward")
-
-    def _pass(self, direction: Direction) -> Pass:
-        generation, said = choose(self.problem, self.device, direction)
+    def _made(self, here: Device, direction: Direction) -> Pass:
+        generation, said = choose(self.problem, here, direction)
         if generation is None:
             raise NotImplementedError("; ".join(said))
         spec = self.problem.spec
         row = self.profile.tile(f"cupy_raw.{direction}", spec.dtype, spec.head_dim, spec.causal)
         if row is not None and row.options.get("generation") != generation.name:
             row = None  # measured with other kernels
-        made = generation.plan(self.problem, row, self.device, direction)
-        verify.trusted(made, self.problem.spec, self.device, direction)
+        made = generation.plan(self.problem, row, here, direction)
+        verify.trusted(made, spec, here, direction)
         return made
 
     @property
     def tile(self) -> Any:
-        return self.forward.tile
+        return self.on(device.current(), "forward").tile
 
     @property
     def why(self) -> str:
-        generation, said = choose(self.problem, self.device, "forward")
+        here = device.current()
+        generation, said = choose(self.problem, here, "forward")
         assert generation is not None
-        return f"{generation.name}: {self.forward.why}" + "".join(f"; not {line}" for line in said)
+        return f"{generation.name}: {self.on(here, 'forward').why}" + "".join(f"; not {line}" for line in said)
 
 
 class CupyRawBackend:
@@ -118,21 +117,20 @@ class CupyRawBackend:
         return Verdict(generation is not None, "; ".join(said))
 
     def plan(self, problem: Problem, profile: Any) -> CupyPlan:
-        return CupyPlan(problem, device.current(), profile)
+        return CupyPlan(problem, profile)
 
     def forward(self, plan: CupyPlan, operands: Operands) -> None:
-        _same_device(plan.device, operands)
-        plan.forward.run(Arguments(plan.problem.spec, operands), launch.stream())
+        run = plan.on(_device_of(operands), "forward").run
+        run(Arguments(plan.problem.spec, operands), launch.stream())
 
     def backward(self, plan: CupyPlan, operands: Operands, gradients: Gradients) -> None:
-        _same_device(plan.device, operands)
+        run = plan.on(_device_of(operands), "backward").run
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
-        plan.backward.run(arguments, launch.stream())
+        run(arguments, launch.stream())
 
     def bind(self, plan: CupyPlan, operands: Operands) -> Bound:
-        _same_device(plan.device, operands)
-        run, template = plan.forward.run, Arguments(plan.problem.spec, operands)
+        run, template = plan.on(_device_of(operands), "forward").run, Arguments(plan.problem.spec, operands)
         spare: deque[Arguments] = deque(maxlen=8)
         q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
 
@@ -157,7 +155,9 @@ def _absent(name: str) -> bool:
         return True
 
 
-def _same_device(on: Device, operands: Operands) -> None:
-    ordinal = operands.q.data.device_id
-    if ordinal != on.ordinal:
-        raise ValueError(f"q lies on CUDA device {ordinal}, the current one is {on.ordinal}; with q.device: fits")
+def _device_of(operands: Operands) -> Device:
+    """The current device, on which the operands have to lie."""
+    here, ordinal = device.current(), operands.q.data.device_id
+    if ordinal != here.ordinal:
+        raise ValueError(f"q lies on CUDA device {ordinal}, the current one is {here.ordinal}; `with q.device:` fits")
+    return here

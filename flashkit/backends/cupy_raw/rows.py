@@ -7,6 +7,7 @@ import math
 from ...spec import AttentionSpec
 from ..cuda_common import compiler
 from ..cuda_common.device import Device
+from ..cuda_common.launch import scratch
 from . import specialise
 from .arguments import AT, Arguments
 
@@ -23,12 +24,10 @@ class RowKernels:
 
     def prepare(self, arguments: Arguments, stream: int) -> None:
         """Compute `shift` and `delta` (kernels/params.cuh), in memory that lives as long as the arguments."""
-        import cupy
-
         rows = arguments.batch, arguments.heads, arguments.n_q
-        scratch = cupy.empty((2, *rows), arguments.spec.lse_dtype)
-        arguments.alive.append(scratch)
-        arguments.tensors(shift=scratch[0], delta=scratch[1])
+        memory = scratch((2, *rows), arguments.spec.lse_dtype)
+        arguments.alive.append(memory)
+        arguments.tensors(shift=memory[0], delta=memory[1])
         self._prepare.launch(-(-math.prod(rows) // _ROWS), 32 * _ROWS, arguments, stream)
 
     def finish(self, arguments: Arguments, stream: int) -> None:
