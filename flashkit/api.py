@@ -248,16 +248,20 @@ def _deliver(operands: Operands, shape: Shape, out: Any) -> Any:
     return out
 
 
-def explain(q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, **options: Any) -> Any:
+def explain(
+    q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, measure: bool = False,
+    **options: Any,
+) -> Any:  # fmt: skip
     """What attention(q, k, v, ...) would do and why: the backends' answers, the tile, the profile's row, bytes,
     FLOPs, roofline time.
 
-    Computes nothing. str() of the result is a page for people, `.as_dict()` one for programs.
+    Computes nothing, unless `measure` asks for the time that both passes take on these NumPy arrays, and so for how far
+    they are from the roofline. str() of the result is a page for people, `.as_dict()` one for programs.
     """
     from .explanation import explain_problem
 
     problem, operands, _ = prepare(q, k, v, **options)
-    return explain_problem(problem, operands, backend)
+    return explain_problem(problem, operands, backend, measure)
 
 
 __all__: list[str] = ["Planned", "Vjp", "attention", "attention_vjp", "explain", "plan"]

@@ -154,6 +154,16 @@ def _stand_in(shape: tuple[int, ...], dtype: str, kind: str, axes: int = 0) -> A
     return xp.broadcast_to(xp.ones(shape[len(shape) - axes :], dtype=scalar), shape)
 
 
+def _random(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
+    """An array of this shape, normally distributed."""
+    import ml_dtypes
+    import numpy as np
+
+    if kind != "numpy":
+        raise ValueError(f"--measure times calls on NumPy arrays; --array is {kind}")
+    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(getattr(ml_dtypes, dtype, dtype))
+
+
 @app.command()
 def explain(
     shape: Annotated[str, typer.Option(help="Of q: batch,heads,queries,head_dim (or fewer axes).")] = "1,8,2048,64",
@@ -173,9 +183,10 @@ def explain(
     sinks: Annotated[bool, typer.Option(help="One attention sink a head.")] = False,
     dropout: Annotated[float, typer.Option(help="Dropout probability.", min=0, max=1)] = 0.0,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Time both passes, on random NumPy arrays.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Which backend would run such a call, with which tile and why, and how long it should take. Computes nothing."""
+    """Which backend would run such a call, with which tile and why, and how long it should take at least."""
     extents = tuple(int(n) for n in _numbers(shape, "--shape") if n is not None)
     if not 2 <= len(extents) <= 4:
         raise typer.BadParameter(f"got {len(extents)} axes, expected 2 to 4", param_hint="--shape")
@@ -200,7 +211,10 @@ def explain(
 
     try:
         shapes = (extents, kv(extents[-1]), kv(value_dim or extents[-1]))
-        q, k, v = (_stand_in(each, dtype, array, axes=1) for each in shapes)  # whose last axis must be contiguous
+        if measure:
+            q, k, v = (_random(each, dtype, array) for each in shapes)
+        else:
+            q, k, v = (_stand_in(each, dtype, array, axes=1) for each in shapes)  # whose last axis must be contiguous
         heads = extents[head_axis] if len(extents) > 2 else 1
         pairs = (*(extents[:-2] if layout == "bhnd" else (extents[0], heads)), extents[row_axis], k.shape[row_axis])
         options: dict[str, Any] = {"causal": causal, "layout": layout, "softcap": softcap, "dropout_p": dropout}
@@ -223,7 +237,7 @@ def explain(
 
         import flashkit
 
-        explanation = flashkit.explain(q, k, v, **options)
+        explanation = flashkit.explain(q, k, v, measure=measure, **options)
     except (ImportError, ValueError, NotImplementedError) as error:
         raise _fail(error) from None
     if as_json:

@@ -1,18 +1,21 @@
-"""The account of a call: which backend would run it, on which tile, by which row of which profile, and how long it
-should take.
+"""The account of a call: which backend would run it, on which tile, by which row of which profile, how long it should
+take at least, and, where it is asked to measure, how far the call is from that.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from . import dispatch, expr, profiles
+import numpy as np
+
+from . import dispatch, expr, profiles, timing
 from .errors import UnsupportedError
 from .expr import Expr
 from .mods import Mod
 from .sparsity import BlockMask
-from .spec import Operands, Problem
+from .spec import Gradients, Operands, Problem
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Explanation:
     tile: dict[str, Any] | None
     why: str | None
     row: str | None
+    measured_seconds: dict[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -63,6 +67,10 @@ class Explanation:
         if self.predicted_seconds is not None and self.roofline_seconds["forward"]:
             ratio = self.predicted_seconds / self.roofline_seconds["forward"]
             lines.append(f"  predicted  {_time(self.predicted_seconds)}, {ratio:.2f} x the roofline")
+        for direction, seconds in (self.measured_seconds or {}).items():
+            roofline, rate = self.roofline_seconds[direction], self.flops[direction] / seconds / 1e9
+            distance = f", {seconds / roofline:.2f} x the roofline" if roofline else ""
+            lines.append(f"  measured   {direction} {_time(seconds)}, {rate:.3g} GFLOP/s{distance}")
         return "\n".join(lines)
 
 
@@ -105,7 +113,31 @@ def _on_host(operands: Operands) -> Operands:
     return replace(operands, q_offset=host(operands.q_offset), kv_lengths=host(operands.kv_lengths), arrays=named)
 
 
-def explain_problem(problem: Problem, operands: Operands, backend: str | None) -> Explanation:
+MEASURED_ROUNDS, MEASURED_SECONDS = 10, 1.0
+"""Rounds, and seconds after which no further one starts, when a call is measured."""
+
+
+def _measured(problem: Problem, operands: Operands, backend: str | None) -> dict[str, float]:
+    """Median seconds of a forward and of a backward pass alone."""
+    if problem.array_kind != "numpy":
+        raise ValueError(f"measure=True times calls on NumPy arrays; {problem.array_kind} arrays came")
+    if 0 in (problem.batch, problem.heads, problem.n_q):
+        return {}
+    chosen, plan = dispatch.plan(problem, backend)
+    inputs = operands.q, operands.k, operands.v
+    bound: Any = partial(chosen.forward, plan, operands)
+    if hasattr(chosen, "bind"):  # what a repeated call does
+        bound = partial(chosen.bind(plan, operands), *inputs, operands.out, operands.lse)
+    gradients = Gradients(np.ones_like(operands.out), None, *(np.empty(x.shape, x.dtype) for x in inputs))
+    calls = {
+        "forward": bound,
+        "backward": lambda: chosen.backward(plan, operands, gradients),
+    }
+    taken = timing.interleaved(calls, rounds=MEASURED_ROUNDS, budget=MEASURED_SECONDS)
+    return {direction: t.median for direction, t in taken.items()}
+
+
+def explain_problem(problem: Problem, operands: Operands, backend: str | None, measure: bool = False) -> Explanation:
     """See flashkit.explain."""
     operands = _on_host(operands)
     pairs = visible_pairs(problem, operands)
@@ -143,4 +175,5 @@ def explain_problem(problem: Problem, operands: Operands, backend: str | None) -
         problem=problem.describe(), spec_key=problem.spec.key, visible_fraction=share, flops=flops, bytes=moved,
         roofline_seconds=roofline, predicted_seconds=predicted, device=profile.device.name or profile.device.kind,
         candidates=answers, backend=name, tile=tile, why=why, row=row,
+        measured_seconds=_measured(problem, operands, backend) if measure and name is not None else None,
     )  # fmt: skip

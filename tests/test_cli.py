@@ -283,6 +283,16 @@ def test_explain_for_real(run: Any) -> None:
     status, out, _ = run(*line.split())
     assert status == 0
     assert isinstance(json.loads(out), dict)
+    status, out, _ = run("explain", "--measure", "--json", "--shape", "1,2,128,64", "--dtype", "bfloat16", "--causal")
+    measured = json.loads(out)["measured_seconds"]
+    assert measured.keys() == {"forward", "backward"}
+    assert all(1e-6 < seconds < 1 for seconds in measured.values())
+    status, out, _ = run("explain", "--measure", "--shape", "1,2,128,64")
+    assert "measured   forward" in out
+    assert "measured   backward" in out
+    status, out, err = run("explain", "--measure", "--array", "cupy")
+    assert (status, out) == (1, "")
+    assert "NumPy arrays" in err
     status, out, err = run("explain", "--shape", "1,8,64,64", "--kv-heads", "3")
     assert (status, out) == (1, "")
     assert "8" in err
