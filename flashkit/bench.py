@@ -131,7 +131,7 @@ def measure(
         if truth:
             off[name] = errors(theirs, truth)
 
-    beside = yardsticks(case, arrays, direction, peers)
+    beside = yardsticks(case, arrays, direction, peers, threads)
     calls = {name: entry.call for name, entry in entries.items()} | {name: x.call for name, x in beside.items()}
     attempts: list[tuple[float | None, dict[str, Timing]]] = []
     while len(attempts) < ATTEMPTS and (not attempts or timing.warning(attempts[-1][0])):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -284,7 +285,9 @@ SGEMM = 2048
 """Rows, columns and depth of the matrix product that the rate of a float32 case is held against."""
 
 
-def yardsticks(case: Case, arrays: Arrays, direction: Direction, peers: Collection[str]) -> dict[str, Yardstick]:
+def yardsticks(
+    case: Case, arrays: Arrays, direction: Direction, peers: Collection[str], threads: int
+) -> dict[str, Yardstick]:
     """What a case is timed in turns with besides its peers.
 
     sgemm: PyTorch's float32 matrix product, beside long float32 cases. dense: flashkit without the mask, beside masked
@@ -305,7 +308,29 @@ def yardsticks(case: Case, arrays: Arrays, direction: Direction, peers: Collecti
         q, k, v, _ = arrays
         found["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v), flops)
         found["kernel"] = Yardstick(_kernel(case, q, k, v), flops)
+    if case.n_q == 1 and (read := _read(arrays[1:3], threads)) is not None:
+        found["read"] = Yardstick(read, float(arrays[1].nbytes + arrays[2].nbytes), "byte")
     return found
+
+
+def _read(arrays: Arrays, threads: int) -> Callable[[], object] | None:
+    """All threads read these arrays, a part each; None where flashkit has no loop that only reads."""
+    from . import host
+    from .backends.cpu import rates
+
+    reader = getattr(rates, "reader", None)
+    if reader is None:
+        return None
+    lanes = host.lanes_of(host.cpu_features())
+    parts = [np.array_split(array.view(np.uint8).reshape(-1), threads) for array in arrays]
+    loops = [[reader(part, lanes) for part in own] for own in zip(*parts)]
+    pool = ThreadPoolExecutor(threads)
+
+    def work(own: list[Callable[[], None]]) -> None:
+        for loop in own:
+            loop()
+
+    return lambda: list(pool.map(work, loops))
 
 
 def _kernel(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Callable[[], object]:

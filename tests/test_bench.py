@@ -242,9 +242,9 @@ def test_small_cases_show_what_a_call_adds_to_its_kernel() -> None:
 def test_the_yardstick_of_long_cases_is_a_matrix_product() -> None:
     pytest.importorskip("torch")
     case = Case(2048, 1, 1)
-    (sgemm,) = peers.yardsticks(case, (), "forward", ("torch",)).values()
+    (sgemm,) = peers.yardsticks(case, (), "forward", ("torch",), 1).values()
     assert sgemm.work == 2 * 2048**3
-    assert not peers.yardsticks(case, (), "forward", ("numpy",))
+    assert not peers.yardsticks(case, (), "forward", ("numpy",), 1)
 
 
 @pytest.mark.parametrize("case", [SMALL, GROUPED, MASKED[0]], ids=lambda case: case.label)
