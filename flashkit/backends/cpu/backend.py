@@ -41,7 +41,7 @@ class CpuPlan:
     def backward(self) -> dict[str, int]:
         from . import specialise
 
-        return specialise.kernel("backward", self.problem.spec.dtype)
+        return specialise.kernel("backward", self.problem.spec.dtype, pairs=bool(self.pairs))
 
     @cached_property
     def classify(self) -> int:
@@ -121,7 +121,7 @@ class CpuBackend:
     def bind(self, plan: CpuPlan, operands: Operands) -> Bound:
         from . import threads
 
-        block = Block(plan, operands, plan.tile, plan.modify, plan.pairs)
+        block = Block(plan, operands, plan.tile, plan.modify, scores_whole=False)
         spec = plan.problem.spec
         parallel = _worth_threads(operands, 2 * (spec.head_dim + spec.head_dim_v))
         forms: dict[int, tuple[np.ndarray, int, int]] = {}  # by number of threads
@@ -147,13 +147,13 @@ class CpuBackend:
     def backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
         from . import scratch, threads
 
-        call = Block(plan, operands, plan.backward_tile, plan.modify_backward)
+        call = Block(plan, operands, plan.backward_tile, plan.modify_backward, scores_whole=True)
         args, tile, spec = call.args, plan.backward_tile, plan.problem.spec
         compute = np.dtype(spec.lse_dtype)
         batch, heads, n_q, _ = operands.q.shape
         heads_kv, n_k = operands.k.shape[1:3]
         workers = threads.count() if _worth_threads(operands, 5 * (spec.head_dim + spec.head_dim_v)) else 1
-        block_k = rounded(min(tile.block_k, n_k), int(args[at.LANES]))
+        block_k = rounded(min(tile.block_k, n_k), int(at.STRIP))
         block_q = min(rounded(tile.block_q, int(at.STRIP)), n_q)
 
         # Few heads for the threads: the keys of one are split, each part with its own sums of dQ.
@@ -175,7 +175,8 @@ class CpuBackend:
 
         call.tiles(ROW_BLOCK, block_k)
         threads.run(plan.backward["prepare"], args, row_tasks, workers)
-        layout = scratch.backward_layout(block_q, block_k, spec.head_dim, spec.head_dim_v, compute.itemsize)
+        d, dv = _head_dims(plan)
+        layout = scratch.backward_layout(block_q, block_k, d, dv, compute.itemsize, 2 if plan.pairs else 1)
         args[at.SCRATCH_BYTES] = _apart(layout[-1])
         memory = take(int(args[at.SCRATCH_BYTES]) * workers)
         args[at.SCRATCH] = memory.address
@@ -212,7 +213,7 @@ def _forward_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray
     block_k = min(block_k, rounded(int(args[at.N_K]), int(at.STRIP)))
     while block_q > panel and heads * -(-n_q // block_q) < 4 * workers:
         block_q -= panel
-    d, dv = (rounded(n, 16) if plan.pairs else n for n in (spec.head_dim, spec.head_dim_v))
+    d, dv = _head_dims(plan)
     layout = scratch.forward_layout(
         block_q // panel, panel, block_k, d, dv, ITEMSIZE[spec.lse_dtype], int(args[at.TURNED])
     )
@@ -222,6 +223,13 @@ def _forward_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray
     if workers > 1:
         args[at.PARALLEL_FOR], args[at.SHARE] = threads.parallel_for()
     return args, args.ctypes.data, at.HEADER + int(args[at.SCRATCH_BYTES]) * workers
+
+
+def _head_dims(plan: CpuPlan) -> tuple[int, int]:
+    """As scratch memory has room for (kernels/load.py's and load_pairs.py's `padded`)."""
+    spec = plan.problem.spec
+    d, dv = spec.head_dim, spec.head_dim_v
+    return (rounded(d, 16), rounded(dv, 16)) if plan.pairs else (d, dv)
 
 
 def _apart(size: int) -> int:

@@ -37,10 +37,11 @@ class Block:
     """An argument block (arguments.py), complete but for the addresses of q, k, v, out and lse, the tiles' sizes and
     the scratch memory: what follows from the plan and from sizes, strides and all other values of the operands.
 
-    `modify`: address of the pass's function, or 0. Keeps what its addresses point to alive, and no more.
+    `modify`: address of the pass's function, or 0. `scores_whole`: tiles of scores get all of the scale. Keeps what its
+    addresses point to alive, and no more.
     """
 
-    def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: int, pairs: str = "") -> None:
+    def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: int, *, scores_whole: bool) -> None:
         from .micro import addresses
         from .vector import Block as RegisterBlock
 
@@ -50,8 +51,8 @@ class Block:
         element, lanes = ("double", tile.lanes // 2) if spec.lse_dtype == "float64" else ("float", tile.lanes)
         args[at.LANES], args[at.PANEL] = lanes, tile.vectors * lanes
         storage = spec.dtype if spec.dtype in ("float16", "bfloat16") else ""
-        micro = addresses(RegisterBlock(element, tile.rows, tile.vectors, lanes, storage, pairs))
-        for index, name in (MICRO_KERNELS | (PAIR_KERNELS if pairs else {})).items():
+        micro = addresses(RegisterBlock(element, tile.rows, tile.vectors, lanes, storage, plan.pairs))
+        for index, name in (MICRO_KERNELS | (PAIR_KERNELS if plan.pairs else {})).items():
             args[index] = micro[name]
         if operands.dropout_p:  # weights are dropped before they are rounded
             args[at.TILE_EXPONENTIALS] = args[at.EXPONENTIALS]
@@ -62,7 +63,7 @@ class Block:
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = batch, heads, spec.group
         args[at.N_Q], args[at.N_K], args[at.DIM], args[at.DIM_V] = n_q, n_k, d, operands.v.shape[3]
         args[at.LENGTHS], args[at.OFFSETS] = self.address(operands.kv_lengths), self.address(operands.q_offset)
-        self.scales(operands.scale, pairs, spec.score is not None)
+        self.scales(operands.scale, bool(plan.pairs), scores_whole or spec.score is not None)
         if operands.sinks is not None:
             args[at.SINKS] = self.address(np.ascontiguousarray(operands.sinks, spec.lse_dtype))
         args[at.CLASSIFY] = plan.classify
@@ -87,14 +88,15 @@ class Block:
     def double(self, index: Any, value: float) -> None:
         self.args[index] = np.float64(value).view(np.int64)
 
-    def scales(self, scale: float, pairs: str, has_score: bool) -> None:
+    def scales(self, scale: float, pairs: bool, scores_whole: bool) -> None:
         """Where the scale is multiplied in. q * scale rounded to bfloat16 would be less exact than q: pairs are packed
-        with the scale's power of two and sign alone, and float32 scores get the rest, 1 to 2.
+        with the scale's power of two and sign alone, and float32 scores get the rest, 1 to 2: in the softmax, or by a
+        pass over the tile before what has to see the scores themselves.
         """
         rest = 1.0
         if pairs and scale != 0 and math.isfinite(scale):
             rest = 2 * math.frexp(abs(scale))[0]
-        in_tile, in_softmax = (rest, 1.0) if has_score else (1.0, rest)
+        in_tile, in_softmax = (rest, 1.0) if scores_whole else (1.0, rest)
         for index, value in (
             (at.SCALE, scale), (at.PACK_SCALE, scale / rest), (at.TILE_SCALE, in_tile), (at.REST_SCALE, in_softmax),
             (at.RATE, in_softmax * math.log2(math.e)),

@@ -29,10 +29,10 @@ def forward_layout(
 
 
 def backward_layout(
-    block_q: int, block_k: int, d: int, dv: int, itemsize: int
-) -> tuple[int, int, int, int, int, int, int, int, int, int]:
-    """Offsets of the K^T, V^T, K, V, Q and dO tiles (K^T first), S, dP and slopes tiles, dK and dV sums; last the
-    total.
+    block_q: int, block_k: int, d: int, dv: int, itemsize: int, unit: int
+) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
+    """Offsets of the K^T, V^T, K, V, Q and dO tiles (K^T first), S, dP and slopes tiles, room for dS and a transpose
+    where numbers are summed in pairs (unit 2), dK and dV sums; last the total.
 
     block_k is a multiple of the vector's lanes, so that rows of the score tiles are padded to whole vectors.
     """
@@ -43,7 +43,9 @@ def backward_layout(
     scores = _end(douts, block_q * dv, itemsize)
     dscores = _end(scores, block_q * block_k, itemsize)
     slopes = _end(dscores, block_q * block_k, itemsize)
-    dkeys = _end(slopes, block_q * block_k, itemsize)
+    spare = _end(slopes, block_q * block_k, itemsize)
+    rows = (block_q + 15) // 16 * 16
+    dkeys = _end(spare, (unit - 1) * rows * (block_k + max(d, dv)), itemsize)
     dvalues = _end(dkeys, block_k * d, itemsize)
     return (
         values_t,
@@ -53,6 +55,7 @@ def backward_layout(
         scores,
         dscores,
         slopes,
+        spare,
         dkeys,
         dvalues,
         _end(dvalues, block_k * dv, itemsize),

@@ -27,29 +27,9 @@ from flashkit.backends.cpu.memory import (
     vector,
 )
 from flashkit.backends.cpu.scratch import backward_layout
-from flashkit.backends.cpu.tiling import careful_product, drop, modify, next_group, next_run, tokens
+from flashkit.backends.cpu.tiling import drop, modify, next_group, next_run, scale_tile, tokens
 
 ONE = np.float64(1).view(np.int64)
-
-
-@njit(**options)
-def accumulate(args, a, b, c, careful):
-    """c += a @ b."""
-    if careful:
-        careful_product(a, b, c)
-    else:
-        call_product(args[PRODUCT_ADD], a, b, c)
-
-
-@njit(**options)
-def finish(tile, target):
-    """Store a key tile's sums. Returns whether all of them are finite."""
-    finite = True
-    for i in range(target.shape[0]):
-        for j in range(target.shape[1]):
-            finite &= np.isfinite(tile[i, j])
-            target[i, j] = narrow(tile[i, j])
-    return finite
 
 
 @njit(**options)
@@ -66,9 +46,9 @@ def row_values(args, tensor, b, h, first, count):
 @njit(**options)
 def backward_rows(args, b, h, part, row0, rows, k0, state, k_t, v_t, k, dk, dvs, scratch):
     """Some queries against a key tile: adds to dQ, dK and dV."""
-    d, dv, n = args[DIM], args[DIM_V], k.shape[0]
-    _, _, queries, douts, scores, dscores, slopes, _, _, _ = backward_layout(
-        args[BLOCK_Q], args[BLOCK_K], d, dv, COMPUTE_SIZE
+    d, dv, n = args[DIM], args[DIM_V], k_t.shape[1]
+    _, _, queries, douts, scores, dscores, slopes, spare, _, _, _ = backward_layout(
+        args[BLOCK_Q], args[BLOCK_K], padded(d), padded(dv), COMPUTE_SIZE, UNIT
     )
     row_bytes, careful = args[BLOCK_K] * COMPUTE_SIZE, args[CAREFUL] != 0
     q = load_tile(tokens(args, Q, b, h, row0, rows, d, STORAGE_SIZE, STORAGE), scratch + queries)
@@ -80,6 +60,7 @@ def backward_rows(args, b, h, part, row0, rows, k0, state, k_t, v_t, k, dk, dvs,
     dq = matrix(args[DQ_PARTIAL] + dq_row * d * COMPUTE_SIZE, rows, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
 
     call_product(args[PRODUCT], q, k_t, s)  # scores
+    scale_tile(args, s)
     modify(args, state, s, scratch + slopes, b, h, row0, k0)
     call_product(args[PRODUCT], do, v_t, dp)
     if args[DROPOUT] != 0:
@@ -92,9 +73,7 @@ def backward_rows(args, b, h, part, row0, rows, k0, state, k_t, v_t, k, dk, dvs,
                 dp[i, j] = dp[i, j] * slope[i, j] if s[i, j] != 0 else COMPUTE(0)
     if args[DROPOUT] != 0:
         drop(args, s, False, b, h, row0, k0)
-    accumulate(args, s.T, do, dvs, careful)
-    accumulate(args, dp.T, q, dk, careful)
-    accumulate(args, dp, k, dq, careful)
+    accumulate_gradients(args, s, dp, q, do, k, dq, dk, dvs, scratch + spare, careful)
 
 
 @njit(**options)
@@ -102,20 +81,21 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
     """One key tile against all queries that see it. Returns whether dK and dV are finite."""
     d, dv, block_q, block_k = args[DIM], args[DIM_V], args[BLOCK_Q], args[BLOCK_K]
     group, n_q = args[GROUP], args[N_Q]
-    values_t, keys, _, _, _, _, _, dkeys, dvalues, _ = backward_layout(block_q, block_k, d, dv, COMPUTE_SIZE)
+    values_t, keys, _, _, scores, _, _, _, dkeys, dvalues, _ = backward_layout(
+        block_q, block_k, padded(d), padded(dv), COMPUTE_SIZE, UNIT
+    )
     row_bytes = block_k * COMPUTE_SIZE
     k0 = key_tile * block_k
     n = min(block_k, integer_at(args[LENGTHS] + 8 * b) - k0)
 
-    k_t = matrix(scratch, d, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-    v_t = matrix(scratch + values_t, dv, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+    k_t = matrix(scratch, (d + UNIT - 1) // UNIT, n, row_bytes, COMPUTE_SIZE, COMPUTE)
+    v_t = matrix(scratch + values_t, (dv + UNIT - 1) // UNIT, n, row_bytes, COMPUTE_SIZE, COMPUTE)
     k_stored = tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE)
-    call_pack(args[PACK], k_stored, k_t, args[SCALE])
+    call_pack(args[PACK], k_stored, k_t, args[PACK_SCALE])
     call_pack(args[PACK], tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), v_t, ONE)
-    k = load_tile(k_stored, scratch + keys)
-    dk = matrix(scratch + dkeys, n, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
-    dvs = matrix(scratch + dvalues, n, dv, dv * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
-    dk[:], dvs[:] = 0, 0
+    k = load_keys(args, k_stored, scratch + keys)
+    dk = key_sums(scratch + dkeys, n, d, row_bytes)
+    dvs = key_sums(scratch + dvalues, n, dv, row_bytes)
 
     tiles = (n_q + block_q - 1) // block_q
     for h in range(head_kv * group, (head_kv + 1) * group):
@@ -133,8 +113,10 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
                     row0 = stop
                 tile += 1
             tile = end
-    finite = finish(dk, tokens(args, DK, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE))
-    return finite & finish(dvs, tokens(args, DV, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE))
+    dk_stored = tokens(args, DK, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE)
+    dv_stored = tokens(args, DV, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE)
+    finite = store_key_sums(args, dk, dk_stored, scratch + scores)
+    return finite & store_key_sums(args, dvs, dv_stored, scratch + scores)
 
 
 @entry(types.void(types.int64, types.int64))

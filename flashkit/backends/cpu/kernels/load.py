@@ -7,7 +7,7 @@ from numba import njit
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.memory import call_product, matrix
-from flashkit.backends.cpu.tiling import careful_product_t
+from flashkit.backends.cpu.tiling import careful_product, careful_product_t
 
 UNIT = 1
 """Numbers along a summed axis that make one element of a packed operand."""
@@ -36,6 +36,48 @@ def load_tile(source, address):
 def load_values(args, source, address):
     """V^T."""
     return load_tile(source, address).T
+
+
+@njit(**options)
+def load_keys(args, source, address):
+    """K as dQ += dS K has it."""
+    return load_tile(source, address)
+
+
+@njit(**options)
+def key_sums(address, count, width, row_bytes):
+    """A key tile's sums of dK or dV, set to 0."""
+    sums = matrix(address, count, width, width * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+    sums[:] = 0
+    return sums
+
+
+@njit(**options)
+def store_key_sums(args, sums, target, spare):
+    """Returns whether all of them are finite."""
+    finite = True
+    for i in range(target.shape[0]):
+        for j in range(target.shape[1]):
+            finite &= np.isfinite(sums[i, j])
+            target[i, j] = narrow(sums[i, j])
+    return finite
+
+
+@njit(**options)
+def _add(args, a, b, c, careful):
+    """c += a @ b."""
+    if careful:
+        careful_product(a, b, c)
+    else:
+        call_product(args[PRODUCT_ADD], a, b, c)
+
+
+@njit(**options)
+def accumulate_gradients(args, p, ds, q, do, k, dq, dk, dv, spare, careful):
+    """dV += P^T dO, dK += dS^T Q, dQ += dS K."""
+    _add(args, p.T, do, dv, careful)
+    _add(args, ds.T, q, dk, careful)
+    _add(args, ds, k, dq, careful)
 
 
 @njit(**options)

@@ -6,7 +6,15 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.memory import call_pack_rows, call_product, call_round_pairs, matrix, tensor3
+from flashkit.backends.cpu.memory import (
+    call_pack_rows,
+    call_product,
+    call_round_pairs,
+    call_unpack,
+    matrix,
+    tensor3,
+    vector,
+)
 
 UNIT = 2
 
@@ -50,16 +58,22 @@ def halves(words):
 
 
 @njit(**options)
+def halves_t(words):
+    """The numbers of words^T: (columns, rows, 2)."""
+    rows, columns = words.shape
+    return tensor3(words.ctypes.data, columns, rows, 2, words.strides[1], words.strides[0], STORAGE_SIZE, STORAGE)
+
+
+@njit(**options)
 def careful_pairs(a, b, c):
-    """c += a @ b where a zero in b leaves its term out, whatever a holds there."""
-    x, y = halves(a), halves(b)
+    """c += a @ b, halves of words, where a zero in b leaves its term out, whatever a holds there."""
     for k in range(b.shape[0]):
         for half in range(2):
             for j in range(b.shape[1]):
-                weight = widen(y[k, j, half])
+                weight = widen(b[k, j, half])
                 if weight != 0:
                     for i in range(a.shape[0]):
-                        c[i, j] += widen(x[i, k, half]) * weight
+                        c[i, j] += widen(a[i, k, half]) * weight
 
 
 @njit(**options)
@@ -70,6 +84,74 @@ def accumulate_output(args, v_t, weights, count, output, careful):
     if args[DROPOUT] != 0:
         call_round_pairs(args[ROUND_PAIRS], weights, pairs, 0, 0)
     if careful:
-        careful_pairs(v_t, pairs, output)
+        careful_pairs(halves(v_t), halves(pairs), output)
     else:
         call_product(args[PRODUCT_ADD], v_t, pairs, output)
+
+
+@njit(**options)
+def load_keys(args, source, address):
+    """K as dQ += dS K has it: pairs of keys."""
+    count, width = source.shape
+    target = matrix(address, (count + 1) // 2, width, padded(width) * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+    call_pack_rows(args[PACK_ROWS], source, target)
+    return target
+
+
+@njit(**options)
+def key_sums(address, count, width, row_bytes):
+    """A key tile's sums of dK or dV, transposed, set to 0."""
+    sums = matrix(address, width, count, row_bytes, COMPUTE_SIZE, COMPUTE)
+    sums[:] = 0
+    return sums
+
+
+@njit(**options)
+def store_key_sums(args, sums, target, spare):
+    """Returns whether all of them are finite."""
+    count, lanes = target.shape[0], args[LANES]
+    check = vector(spare, lanes, COMPUTE_SIZE, COMPUTE)
+    ones = vector(spare + lanes * COMPUTE_SIZE, count, COMPUTE_SIZE, COMPUTE)
+    check[:], ones[:] = 0, 1
+    call_unpack(args[UNPACK], sums, target, ones, check)
+    finite = True
+    for i in range(lanes):
+        finite &= check[i] == 0
+    return finite
+
+
+@njit(**options)
+def _add_to_keys(args, weights, rows, sums, address, careful):
+    """sums^T += rows^T weights, over the rows; weights are rounded in place."""
+    count, n = weights.shape
+    words, width = (count + 1) // 2, sums.shape[0]
+    pairs = matrix(weights.ctypes.data, words, n, weights.strides[0], COMPUTE_SIZE, COMPUTE)
+    row_bytes = padded(words) * COMPUTE_SIZE
+    source = matrix(rows.ctypes.data, count, 2 * rows.shape[1], rows.strides[0], STORAGE_SIZE, STORAGE)
+    call_pack_rows(args[PACK_ROWS_T], source, matrix(address, width, words, row_bytes, COMPUTE_SIZE, COMPUTE))
+    rows_t = matrix(address, width, words, row_bytes, COMPUTE_SIZE, COMPUTE)
+    if careful:
+        careful_pairs(halves(rows_t), halves(pairs), sums)
+    else:
+        call_product(args[PRODUCT_ADD], rows_t, pairs, sums)
+
+
+@njit(**options)
+def accumulate_gradients(args, p, ds, q, do, k, dq, dk, dv, spare, careful):
+    """dV^T += dO^T P, dK^T += Q^T dS, dQ += dS K. `spare`: room for dS and for one of the others' transposes."""
+    rows, n = ds.shape
+    row_bytes = args[BLOCK_K] * STORAGE_SIZE
+    call_round_pairs(args[ROUND_PAIRS], p, p, 0, 0)
+    call_round_pairs(args[ROUND_PAIRS], ds, ds, spare, row_bytes)
+    if n % 2 != 0:
+        stored = matrix(spare, rows, n + 1, row_bytes, STORAGE_SIZE, STORAGE)
+        for i in range(rows):
+            stored[i, n] = 0
+    ds_words = matrix(spare, rows, (n + 1) // 2, row_bytes, COMPUTE_SIZE, COMPUTE)
+    turned = spare + padded(rows) * row_bytes
+    _add_to_keys(args, p, do, dv, turned, careful)
+    _add_to_keys(args, ds, q, dk, turned, careful)
+    if careful:
+        careful_pairs(halves_t(k), halves_t(ds_words), dq.T)
+    else:
+        call_product(args[PRODUCT_ADD], ds_words, k, dq)
