@@ -97,9 +97,8 @@ class CupyRawBackend:
     def available(self) -> Verdict:
         missing = [name for name in ("cupy", "cuda.bindings") if _absent(name)]
         if missing:
-            return Verdict(
-                False, f"{' and '.join(missing)} cannot be imported: pip install flashkit[cuda13] (or cuda12)"
-            )
+            hint = 'pip install "cupy-cuda13x[ctk]" "cuda-bindings==13.*", or both for CUDA 12'
+            return Verdict(False, f"{' and '.join(missing)} cannot be imported: {hint}")
         try:
             launch.call("cuInit", 0)
             compiler.target(device.current().capability)
