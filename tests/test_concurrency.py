@@ -238,6 +238,49 @@ def test_a_number_of_threads_that_is_none(monkeypatch: pytest.MonkeyPatch, wante
     assert all(word in str(caught.value) for word in ("FLASHKIT_NUM_THREADS", repr(wanted), "1 or more"))
 
 
+@pytest.mark.parametrize("first", ["numba", "flashkit"])
+def test_one_pool_with_numba(program: Callable[..., str], first: str) -> None:
+    """Whoever starts the pool, both use it, and numba.set_num_threads counts on the thread that called it."""
+    text = f"""
+        import threading
+        import numpy as np, flashkit
+        from flashkit.backends.cpu import threads
+        q = np.random.default_rng(0).standard_normal((1, 8, 400, 64)).astype(np.float32)
+        if {first == "flashkit"}:
+            expected = flashkit.attention(q, q, q)
+        import numba
+
+        @numba.njit(parallel=True)
+        def total(x):
+            sum = 0.0
+            for i in numba.prange(len(x)):
+                sum += x[i]
+            return sum
+
+        assert total(np.ones(1000)) == 1000
+        numba.set_num_threads(2)
+        expected = flashkit.attention(q, q, q)
+        counts, others = [threads.count()], []
+        other = threading.Thread(target=lambda: others.append(threads.count()))
+        numba.set_num_threads(1)
+        other.start()
+        other.join()
+        np.testing.assert_array_equal(flashkit.attention(q, q, q), expected)
+        print(*counts, threads.count(), *others, threads.layer() == numba.threading_layer())
+    """
+    assert program(text, NUMBA_NUM_THREADS=3).split() == ["2", "1", "3", "True"]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"NUMBA_THREADING_LAYER": "forksafe"}, {"NUMBA_THREADING_LAYER_PRIORITY": "workqueue omp tbb"},
+                {"NUMBA_THREADING_LAYER_PRIORITY": "omp workqueue tbb"}, {"NUMBA_NUM_THREADS": "many"}]
+)  # fmt: skip
+def test_the_layer_is_the_one_that_numba_would_choose(program: Callable[..., str], setting: dict[str, str]) -> None:
+    ours = "from flashkit.backends.cpu import threads; print(threads.pool().layer, threads.count())"
+    numbas = "import numba; n = numba.get_num_threads(); print(numba.threading_layer(), n)"
+    assert program(ours, **setting) == program(numbas, **setting)
+
+
 def test_numba_set_num_threads_is_heeded() -> None:
     import numba
 

@@ -144,7 +144,7 @@ def _start() -> Pool:
         module = sys.modules[f"numba.np.ufunc.{_MODULES[name]}"]
     else:
         name, module = found
-        threads = int(os.environ.get("NUMBA_NUM_THREADS") or host.cpu_count())
+        threads = int(os.environ.get("NUMBA_NUM_THREADS", host.cpu_count()))
         for function in (module.launch_threads, module.set_num_threads):
             ctypes.CFUNCTYPE(None, ctypes.c_int)(function)(threads)
     if running is None and name == "omp":
@@ -172,7 +172,8 @@ def _find() -> tuple[str, Any] | None:
     """The layer that Numba would choose, and its module; None where Numba itself has to be asked."""
     wanted = os.environ.get("NUMBA_THREADING_LAYER", "default").lower()
     order = os.environ.get("NUMBA_THREADING_LAYER_PRIORITY", " ".join(_MODULES)).split()
-    if sorted(order) != sorted(_MODULES) or os.path.exists(".numba_config.yaml"):
+    threads = os.environ.get("NUMBA_NUM_THREADS", "1")
+    if sorted(order) != sorted(_MODULES) or not threads.isdigit() or os.path.exists(".numba_config.yaml"):
         return None
     for name in order if wanted == "default" else [wanted] if wanted in _MODULES else []:
         with suppress(ImportError, OSError):
