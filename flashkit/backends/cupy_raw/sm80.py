@@ -15,6 +15,8 @@ from .rows import RowKernels
 
 MAX_DIM = 256
 _LIST = 4 * 514  # bytes of kernels/sm80.cuh: TileList
+_CACHED = 40_000_000  # bytes of the heads that blocks of the backward pass work at together
+_SHARING = 4  # blocks that work at one head together, at most
 
 
 def padded(dim: int, granule: int = 16) -> int:
@@ -62,12 +64,10 @@ def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
     """The largest that does well on an H200, or fits where there is less shared memory."""
     dim = max(padded(spec.head_dim), padded(spec.head_dim_v))
     if ITEMSIZE[spec.dtype] == 4:
-        large = [Sm80Tile(64, 64, 4), Sm80Tile(64, 32, 4), Sm80Tile(64, 16, 4)]
+        large = [Sm80Tile(64, 32, 4)] * (dim <= 64) + [Sm80Tile(64, 16, 4)]
         small = [Sm80Tile(16, 32, 1), Sm80Tile(16, 16, 1)]
     else:
         large = [Sm80Tile(128, 64, 8 if dim > 128 else 4), *(Sm80Tile(64, keys, 4) for keys in (64, 32, 16))]
-        if dim <= 64 and spec.score is None and spec.mask is None:
-            large.insert(0, Sm80Tile(128, 128, 4))
         small = [Sm80Tile(16, 64, 1, 3), Sm80Tile(16, 64, 1), Sm80Tile(16, 32, 1), Sm80Tile(16, 16, 1)]
     fitting = [tile for tile in (small if rows <= 16 else large) if tile.shared_memory(spec) <= device.shared_per_block]
     if rows <= 64:
@@ -78,8 +78,8 @@ def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
 class Sm80Forward:
     """The forward pass; where there are few rows, split along the keys and joined again."""
 
-    def __init__(self, problem: Problem, device: Device, tile: Sm80Tile | None = None) -> None:
-        spec = problem.spec
+    def __init__(self, problem: Problem, device: Device, tile: Sm80Tile | None = None, waves: int = 1) -> None:
+        spec, self.waves = problem.spec, waves
         self.pack = spec.group if problem.n_q < 128 else 1
         self.tile = tile or forward_tile(spec, problem.n_q * self.pack, device)
         self.slots = device.sms * self.tile.resident(spec, device)
@@ -92,9 +92,7 @@ class Sm80Forward:
             "STAGES": self.tile.stages, "PACK": self.pack, "SPLIT": self.split, "TERMS": terms(spec), "GRANULE": 16,
             "BLOCKS_PER_SM": max(1, min(self.tile.resident(spec, device), 8 // self.tile.warps)),
         }  # fmt: skip
-        library = specialise.library(
-            "sm80_forward", spec, tuple(constants.items()), compiler.target(device.capability)
-        )
+        library = specialise.library("sm80_forward", spec, tuple(constants.items()), compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)
@@ -110,7 +108,7 @@ class Sm80Forward:
             import cupy
 
             most = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
-            parts = max(1, min(self.slots // blocks, most))
+            parts = max(1, min(self.waves * self.slots // blocks, most))
             shape = parts * arguments.batch, arguments.heads, arguments.n_q
             spec = arguments.spec
             partial, partial_lse = cupy.empty((*shape, spec.head_dim_v), "float32"), cupy.empty(shape, "float32")
@@ -118,7 +116,9 @@ class Sm80Forward:
             arguments.set(splits=parts)
             _launch(self._kernel, blocks * parts, 32 * self.tile.warps, arguments, stream)
             rows = arguments.batch * arguments.heads * arguments.n_q
-            _launch(self._combine, rows, padded(spec.head_dim_v), arguments, stream)
+            columns = padded(spec.head_dim_v, 32)
+            groups = 8 if columns <= 64 else 512 // columns
+            _launch(self._combine, rows, columns * groups, arguments, stream)
         else:
             _launch(self._kernel, blocks, 32 * self.tile.warps, arguments, stream)
 
@@ -142,22 +142,25 @@ class Sm80BackwardTile:
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block."""
-        rows = pitch(spec.head_dim, 2, self.granule) + pitch(spec.head_dim_v, 2, self.granule)
-        pairs = 2 * self.block_q * (self.block_k + 8) * 2
+        size = ITEMSIZE[spec.dtype]
+        rows = pitch(spec.head_dim, size, self.granule) + pitch(spec.head_dim_v, size, self.granule)
+        pairs = 2 * self.block_q * (self.block_k * size + 16)
         return (self.block_k + 2 * self.block_q) * rows + pairs + self.block_k + _LIST
 
 
 def backward_tile(spec: AttentionSpec, device: Device) -> Sm80BackwardTile | None:
     """The largest that does well on an H200, or fits where there is less shared memory; None: none fits."""
     dim = max(spec.head_dim, spec.head_dim_v)
-    across = 2 if spec.head_dim % 64 == 0 and dim > 64 else 4  # warps along the queries of dQ
-    if dim <= 64:
-        tiles = [Sm80BackwardTile(64, 128, 8, 2, 4, 4)]
+    across = 2 if spec.head_dim % 64 == 0 else 4  # warps along the queries of dQ
+    if ITEMSIZE[spec.dtype] == 4:
+        tiles = [Sm80BackwardTile(64, 64, 8, 4, 4, 4)] * (dim <= 64) + [Sm80BackwardTile(32, 64, 8, 2, 4, 2)]
+    elif dim <= 64:
+        tiles = [Sm80BackwardTile(128, 128, 8, 4, 4, 4)]
     elif dim <= 128:
         tiles = [Sm80BackwardTile(64, 128, 8, 2, 4, across)]
     else:
-        tiles = [Sm80BackwardTile(64, 64, 8, 4, 4, across)]
-    for small in ((32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2), (16, 32, 2, 1, 1, 1)):
+        tiles = [Sm80BackwardTile(64, 64, 8, 4, across, across)]
+    for small in ((32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2), (32, 32, 4, 2, 2, 2), (16, 32, 2, 1, 1, 1)):
         tiles.append(Sm80BackwardTile(*small))
     return next((tile for tile in tiles if tile.shared_memory(spec) <= device.shared_per_block), None)
 
@@ -171,7 +174,7 @@ class Sm80Backward:
         spec = problem.spec
         chosen = tile or backward_tile(spec, device)
         assert chosen is not None, "supports() was not asked"
-        self.tile, self.ordered, self.why = chosen, ordered, "measured on an H200"
+        self.tile, self.sms, self.why = chosen, device.sms, "measured on an H200"
         constants = {
             "BLOCK_Q": chosen.block_q, "BLOCK_K": chosen.block_k, "WARPS": chosen.warps, "WARPS_S": chosen.warps_s,
             "WARPS_KV": chosen.warps_kv, "WARPS_Q": chosen.warps_q, "GRANULE": chosen.granule, "ORDERED": ordered,
@@ -197,7 +200,12 @@ class Sm80Backward:
         marks = cupy.zeros(4 + arguments.batch * arguments.heads * queries * -(-keys // 32), "int32")
         done = marks[4:].reshape((*heads, queries, -(-keys // 32)))
         arguments.tensors(partial=sums, partial_lse=done)
-        blocks = keys * arguments.batch * (arguments.heads // spec.group)
+        # Heads at a time: what they read and add to should stay in the L2 cache, but few blocks be at the same head.
+        size = ITEMSIZE[spec.dtype]
+        bytes_of_head = arguments.n_q * spec.group * ((spec.head_dim + spec.head_dim_v) * size + 4 * spec.head_dim)
+        every = arguments.batch * (arguments.heads // spec.group)
+        arguments.set(splits=max(1, min(every, max(_CACHED // max(1, bytes_of_head), self.sms // _SHARING))))
+        blocks = keys * every
         if blocks:
             _launch(self._kernel, blocks, 32 * tile.warps, arguments, stream)
         if queries and arguments.batch * arguments.heads:
@@ -223,8 +231,6 @@ class Sm80:
             return Verdict(False, "float64 is not for these tensor cores")
         if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
-        if direction == "backward" and spec.dtype == "float32":
-            return Verdict(False, "float32 has a forward pass alone")
         if direction == "backward" and backward_tile(spec, device) is None:
             return Verdict(False, f"no tile of head dims {spec.head_dim} and {spec.head_dim_v} fits in shared memory")
         return Verdict(True)

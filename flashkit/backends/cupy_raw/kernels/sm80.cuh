@@ -42,7 +42,7 @@ DEVICE float exp2_fast(float x) {
 // --- load_tile --------------------------------------------------------------------------------------------------------
 
 DEVICE void copy_async(unsigned target, const void* source, bool exists) {  // 16 bytes; zeros where they do not exist
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
 }
 DEVICE void copies_end() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>
@@ -199,47 +199,80 @@ DEVICE unsigned columns_first(int pitch) {
     return (threadIdx.x / 16 % 2 * 8 + threadIdx.x % 8) * pitch + threadIdx.x / 8 % 2 * 16;
 }
 
+DEVICE unsigned load_word(unsigned address) {
+    unsigned x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+
+// Right operands of one step for 16 columns, from rows that are multiplied and columns that remain. Float32 has no
+// transposing load. There the lane takes rows 2t and 2t + 1 for t and t + 4, without conflicts of banks; left operands
+// do likewise.
+template <int PITCH>
+DEVICE void load_turned(unsigned (&right)[4], unsigned b) {
+    if constexpr (!WIDE) {
+        load_matrices<true>(right, b + rows_first(PITCH));
+    } else {
+        b += threadIdx.x % 4 * 2 * PITCH + threadIdx.x % 32 / 4 * 4;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) right[e] = load_word(b + e % 2 * PITCH + e / 2 * 32);
+    }
+}
+
+// Left operands of one step for 16 rows, as load_turned() wants them: TURNED like the right ones there, else from rows
+// that remain.
+template <bool TURNED, int PITCH>
+DEVICE void load_left(unsigned (&left)[4], unsigned a) {
+    if constexpr (!WIDE) {
+        load_matrices<TURNED>(left, a + (TURNED ? columns_first(PITCH) : rows_first(PITCH)));
+    } else {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        a += TURNED ? 2 * t * PITCH + g * 4 : g * PITCH + 2 * t * 4;
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            left[e] = load_word(a + (TURNED ? e / 2 * PITCH + e % 2 * 32 : e % 2 * 8 * PITCH + e / 2 * 4));
+    }
+}
+
 // c += a b: 16 TILES rows, 8 N columns, STEPS steps. Both operands lie in shared memory, the left one by rows or, if
-// A_TURNED, by columns; the right one by columns or, if B_TURNED, by rows. Turned ones have 16-bit elements.
-template <int STEPS, bool A_TURNED, bool B_TURNED, int PITCH_A, int PITCH_B, int TILES, int N>
-DEVICE void multiply_shared(float (&c)[TILES][N][4], unsigned a, unsigned b) {
-    a += A_TURNED ? columns_first(PITCH_A) : rows_first(PITCH_A);
-    b += B_TURNED ? rows_first(PITCH_B) : columns_first(PITCH_B);
+// TURNED, by columns; the right one by rows.
+template <int STEPS, bool TURNED, int PITCH_A, int PITCH_B, int TILES, int N>
+DEVICE void multiply_turned(float (&c)[TILES][N][4], unsigned a, unsigned b) {
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
         Left<TILES> left;
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
-            load_matrices<A_TURNED>(left.high[i], a + (A_TURNED ? k * 16 * PITCH_A + i * 32 : i * 16 * PITCH_A + k * 32));
+            load_left<TURNED, PITCH_A>(left.high[i], a + (TURNED ? k * STEP * PITCH_A + i * 16 * (int)sizeof(storage)
+                                                                 : i * 16 * PITCH_A + k * 32));
         left.ready();
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             unsigned right[4];
-            load_matrices<B_TURNED>(right, b + (B_TURNED ? k * 16 * PITCH_B + n * 16 : n * 8 * PITCH_B + k * 32));
+            load_turned<PITCH_B>(right, b + k * STEP * PITCH_B + n * 8 * (int)sizeof(storage));
             step(c, n, left, right[0], right[1]);
             step(c, n + 1, left, right[2], right[3]);
         }
     }
 }
 
-// c += a b^T: rows of a and rows of b, both with DIM columns.
+// c += a b^T: 16 TILES rows of a and 8 N rows of b, both with DIM columns in shared memory.
 template <int DIM, int TILES, int N>
 DEVICE void multiply_rows(float (&c)[TILES][N][4], unsigned a, unsigned b) {
-    multiply_shared<up(DIM, STEP) / STEP, false, false, pitch(DIM), pitch(DIM)>(c, a, b);
-}
-
-// The right operands of rows key ... key + 15 (float32: 7) and columns 8 n ... 8 n + 15, of rows in shared memory.
-// Float32 has no transposing load; and the lane's weights are those of keys 2t and 2t + 1, so these rows are taken.
-template <int DIM>
-DEVICE void load_columns(unsigned (&right)[4], unsigned b, int key, int n) {
-    if constexpr (!WIDE) {
-        load_matrices<true>(right, b + rows_first(pitch(DIM)) + key * pitch(DIM) + n * 16);
-    } else {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    a += rows_first(pitch(DIM)), b += columns_first(pitch(DIM));
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(right[e])
-                         : "r"(b + (key + 2 * t + e % 2) * pitch(DIM) + (8 * (n + e / 2) + g) * 4));
+    for (int k = 0; k < up(DIM, STEP) / STEP; ++k) {
+        Left<TILES> left;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) load_matrices<false>(left.high[i], a + i * 16 * pitch(DIM) + k * 32);
+        left.ready();
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            unsigned right[4];
+            load_matrices<false>(right, b + n * 8 * pitch(DIM) + k * 32);
+            step(c, n, left, right[0], right[1]);
+            step(c, n + 1, left, right[2], right[3]);
+        }
     }
 }
 
@@ -251,7 +284,7 @@ DEVICE void multiply_weights(float (&c)[TILES][N][4], const float (&w)[TILES][K]
         Left<TILES> left;
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
-            if constexpr (WIDE) {  // columns 2t, 2t + 1 stand for t, t + 4
+            if constexpr (WIDE) {  // columns 2t, 2t + 1 stand for t, t + 4, as in load_turned()
                 left.high[i][0] = __float_as_uint(w[i][k][0]), left.high[i][2] = __float_as_uint(w[i][k][1]);
                 left.high[i][1] = __float_as_uint(w[i][k][2]), left.high[i][3] = __float_as_uint(w[i][k][3]);
             } else {
@@ -263,7 +296,7 @@ DEVICE void multiply_weights(float (&c)[TILES][N][4], const float (&w)[TILES][K]
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             unsigned right[4];
-            load_columns<DIM>(right, b, 8 * k, n);
+            load_turned<pitch(DIM)>(right, b + 8 * k * pitch(DIM) + n * 8 * (int)sizeof(storage));
             step(c, n, left, right[0], right[1]);
             step(c, n + 1, left, right[2], right[3]);
         }
@@ -338,13 +371,11 @@ DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to
 
 // --- modify -----------------------------------------------------------------------------------------------------------
 
-// Which block of work this is: heads in groups whose keys and values fit the L2 cache together, and within a group the
-// tiles with most to do (`first`) before others.
+// Which work is number `index`: heads in groups of `most`, and within a group all heads' first tile, then their second.
 struct Work {
     int tile, bh;
 };
-DEVICE Work work_of(unsigned index, unsigned tiles, unsigned heads, long long bytes_of_head) {
-    const unsigned fit = (unsigned)(24000000 / (bytes_of_head + 1)), most = fit < 1 ? 1 : fit > heads ? heads : fit;
+DEVICE Work work_of(unsigned index, unsigned tiles, unsigned heads, unsigned most) {
     const unsigned group = index / (most * tiles), rest = index - group * most * tiles;
     const unsigned size = heads - group * most < most ? heads - group * most : most;
     return {(int)(rest / size), (int)(group * most + rest % size)};

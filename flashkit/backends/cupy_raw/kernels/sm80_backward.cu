@@ -5,7 +5,7 @@
 //
 //     K, V       [BLOCK_K][..]                  shared memory
 //     Q, dO      [2][BLOCK_Q][..]               shared memory, one tile ahead
-//     P, dS      [BLOCK_Q][BLOCK_K]             computed in registers, 16 bits in shared memory for the next products
+//     P, dS      [BLOCK_Q][BLOCK_K]             computed in registers, in shared memory for the next products
 //     dK, dV     [BLOCK_K][..]                  registers
 //     dQ         [BLOCK_Q][HEAD_DIM]            registers, then added to float32 sums in global memory
 //
@@ -14,8 +14,8 @@
 //
 // dQ is summed over blocks. With ORDERED a block adds to a tile of queries when all blocks of earlier keys are done with
 // it, so the bits never change: `done` has a bit for each pair of tiles. Blocks take their work by ticket, earlier keys
-// first, so whoever waits, waits for a block that runs. Between two tiles of keys of one head lie those of all other
-// heads, so that waiting is rare.
+// first, so whoever waits, waits for a block that runs. Between two tiles of keys of one head lie those of p.splits - 1
+// other heads, so that few blocks at a time add to the same tiles, and these soon follow each other at some distance.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, ORDERED, BLOCKS_PER_SM.
 #include "sm80.cuh"
@@ -27,7 +27,7 @@ constexpr int V_COLUMNS = padded(HEAD_DIM_V) * WARPS_KV / WARPS / 8;
 constexpr int Q_TILES = BLOCK_Q / (16 * WARPS_Q), Q_COLUMNS = padded(HEAD_DIM) * WARPS_Q / WARPS / 8;
 static_assert(S_KEYS % 2 == 0 && K_COLUMNS % 2 == 0 && V_COLUMNS % 2 == 0 && Q_COLUMNS % 2 == 0, "operands come in pairs");
 
-constexpr int PITCH = pitch(HEAD_DIM), PITCH_V = pitch(HEAD_DIM_V), PITCH_S = (BLOCK_K + 8) * 2;
+constexpr int SIZE = sizeof(storage), PITCH = pitch(HEAD_DIM), PITCH_V = pitch(HEAD_DIM_V), PITCH_S = BLOCK_K * SIZE + 16;
 constexpr int AT_V = BLOCK_K * PITCH, AT_QUERIES = AT_V + BLOCK_K * PITCH_V;
 constexpr int BYTES_STAGE = BLOCK_Q * (PITCH + PITCH_V), AT_P = AT_QUERIES + 2 * BYTES_STAGE;
 constexpr int AT_DS = AT_P + BLOCK_Q * PITCH_S, AT_ODD = AT_DS + BLOCK_Q * PITCH_S, AT_LIST = AT_ODD + BLOCK_K;
@@ -45,19 +45,30 @@ struct Place {
     static __device__ __forceinline__ int key(int n) {  // and the next
         return threadIdx.x / 32 % (WARPS / WARPS_S) * 8 * S_KEYS + 8 * n + threadIdx.x % 4 * 2;
     }
+    // Whether positions fit 32 bits: comparing them takes half the instructions then.
+    __device__ __forceinline__ bool narrow() const { return offset >= -0x7fffffffll && offset + n_q < 0x7fffffffll; }
 };
 
-// Scores to weights, which go to shared memory, dropped ones as 0; and to the factor of dP - delta in dS: the weight times
-// the slope of the score modification.
-DEVICE void weights(const Params& p, const Place& at, bool full, bool odd_keys, const unsigned char* odd,
-                    float (&s)[S_TILES][S_KEYS][4], const float (&shift)[S_TILES][2], int row0, unsigned target) {
-    const bool plain = !HAS_SCORE && full && at.k1 - at.k0 == BLOCK_K && !odd_keys;
-    const float scale = (float)(p.scale * (double)LOG2E);
+// A lane's two numbers of a row and neighbouring keys to a tile in shared memory.
+DEVICE void store_weights(unsigned target, int row, int key, float x, float y) {
+    target += row * PITCH_S + key * SIZE;
+    if constexpr (WIDE) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(x), "f"(y) : "memory");
+    else asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(pack(x, y)) : "memory");
+}
+
+// Scores to weights, which go to shared memory, dropped ones as 0. They stay in s times the slope of the score
+// modification, as the factor of dP - delta in dS.
+template <bool PLAIN, bool PARTIAL_TILE, typename POSITION>
+DEVICE void weights(const Params& p, const Place& at, const unsigned char* odd, float (&s)[S_TILES][S_KEYS][4],
+                    const float (&shift)[S_TILES][2], int row0, unsigned target) {
+    const float scale = (float)(HAS_SCORE ? p.scale : p.scale * (double)LOG2E);
 #pragma unroll
     for (int i = 0; i < S_TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = row0 + at.row(i, half);
+            const int end = PARTIAL_TILE || HAS_SCORE ? row < at.n_q ? at.n_k : 0 : at.n_k;
+            const POSITION q = (POSITION)(row + at.offset);
             const float reference = shift[i][half] * LOG2E;
 #pragma unroll
             for (int n = 0; n < S_KEYS; ++n) {
@@ -65,37 +76,34 @@ DEVICE void weights(const Params& p, const Place& at, bool full, bool odd_keys, 
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float& x = s[i][n][2 * half + c];
-                    if (plain) {
+                    if constexpr (PLAIN) {
                         x = w[c] = exp2_fast(fmaf(x, scale, -reference));
-                    } else {
-                        const int k = at.k0 + at.key(n) + c;
-                        float slope = 1;
-                        if (HAS_SCORE || HAS_MASK) {
-                            x *= (float)p.scale;
-                            if (k < at.n_k && row < at.n_q) {
-                                if (HAS_SCORE) slope = score_slope(x, at.b, at.h, row, row + at.offset, k, p);
-                                if (HAS_MASK && !full) x = modify<true>(x, at.b, at.h, row, row + at.offset, k, p);
-                                else x = modify<false>(x, at.b, at.h, row, row + at.offset, k, p);
-                            }
-                            x *= LOG2E;
-                        } else {
-                            x *= scale;
-                        }
-                        const bool hidden = k >= at.n_k || x == HIDDEN;
-                        w[c] = hidden ? 0.0f : exp2_fast(x - reference);
-                        // A score of a key that is not finite is -inf or has made its row's sum infinite or NaN.
-                        if (MAY_HIDE && odd_keys && odd[at.key(n) + c]) w[c] = hidden || is_finite(reference) ? 0.0f : fk_special(0);
-                        x = w[c] == 0 ? 0.0f : HAS_SCORE ? w[c] * slope : w[c];
+                        continue;
                     }
+                    const int key = at.key(n) + c, k = at.k0 + key;
+                    float slope = 1;
+                    x *= scale;
+                    if (k >= end) {
+                        x = HIDDEN;
+                    } else if (HAS_SCORE || PARTIAL_TILE) {
+                        if (HAS_SCORE) slope = score_slope(x, at.b, at.h, row, q, k, p);
+                        x = modify<PARTIAL_TILE>(x, at.b, at.h, row, q, k, p);
+                        if (HAS_SCORE) x *= LOG2E;
+                    }
+                    w[c] = x == HIDDEN ? 0.0f : exp2_fast(x - reference);
+                    // A score of a key that is not finite is -inf or has made its row's sum infinite or NaN.
+                    if (MAY_HIDE && sizeof(POSITION) == 8 && odd != nullptr && odd[key])
+                        w[c] = x == HIDDEN || is_finite(reference) ? 0.0f : fk_special(0);
+                    x = HAS_SCORE && w[c] != 0 ? w[c] * slope : w[c];
                 }
                 if constexpr (HAS_DROPOUT) drop_pair(w[0], w[1], p, at.b, at.h, row, at.k0 + at.key(n));
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(target + at.row(i, half) * PITCH_S + at.key(n) * 2),
-                             "r"(pack(w[0], w[1])) : "memory");
+                store_weights(target, at.row(i, half), at.key(n), w[0], w[1]);
             }
         }
 }
 
-// dP to dS, into shared memory.
+// dP to dS, into shared memory. PLAIN: nothing is hidden.
+template <bool PLAIN>
 DEVICE void gradients(const Params& p, const Place& at, const float (&s)[S_TILES][S_KEYS][4],
                       float (&dp)[S_TILES][S_KEYS][4], const float (&delta)[S_TILES][2], int row0, unsigned target) {
 #pragma unroll
@@ -112,10 +120,9 @@ DEVICE void gradients(const Params& p, const Place& at, const float (&s)[S_TILES
                 for (int c = 0; c < 2; ++c) {
                     const float w = s[i][n][2 * half + c];
                     d[c] = w * (dp[i][n][2 * half + c] - delta[i][half]);
-                    if (MAY_HIDE && w == 0) d[c] = 0;
+                    if (!PLAIN && w == 0) d[c] = 0;
                 }
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(target + at.row(i, half) * PITCH_S + at.key(n) * 2),
-                             "r"(pack(d[0], d[1])) : "memory");
+                store_weights(target, at.row(i, half), at.key(n), d[0], d[1]);
             }
 }
 
@@ -129,13 +136,26 @@ DEVICE bool clean_row(storage* row) {
     return odd;
 }
 
+// Whether 16 bytes of elements are: a number that is not has an exponent of ones.
+DEVICE bool all_finite(const void* elements) {
+    const uint4 x = *static_cast<const uint4*>(elements);
+    const unsigned words[4] = {x.x, x.y, x.z, x.w}, ones = STORAGE == FLOAT16 ? 0x7c00u : STORAGE == BFLOAT16 ? 0x7f80u : 0x7f800000u;
+    bool finite = true;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+        finite &= (words[e] & ones) != ones && (WIDE || (words[e] >> 16 & ones) != ones);
+    return finite;
+}
+
 DEVICE unsigned* done_of(const Params& p, int b, int h, int tile) { return row_at<unsigned>(p.partial_lse, b, h, tile); }
 DEVICE void set_done(unsigned* word, int tile) {
     asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile / 32), "r"(1u << tile % 32) : "memory");
 }
+// Whoever finds its bits set adds after a branch and a barrier, and with instructions that act where memory is: so later
+// than what the bits stand for, without waiting for an acquiring load.
 DEVICE unsigned get_done(const unsigned* word) {
     unsigned x;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
     return x;
 }
 // Bits of word number `word` that tiles before `tile` have.
@@ -184,8 +204,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
         __syncthreads();
     }
     const unsigned index = ORDERED ? ticket : blockIdx.x;
-    const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tile_k = index / all;
-    const int b = index % all / heads, head = index % all % heads, n_k = (int)keys_of(p, b);
+    const int heads = (int)p.heads / GROUP;
+    const Work work = work_of(index, (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), heads * (int)p.batch, (unsigned)p.splits);
+    const int tile_k = work.tile, b = work.bh / heads, head = work.bh % heads, n_k = (int)keys_of(p, b);
     Place at{b, head * GROUP, tile_k * BLOCK_K, 0, (int)p.n_q, n_k, offset_of(p, b)};
     at.k1 = at.k0 + BLOCK_K < n_k ? at.k0 + BLOCK_K : n_k;
     const int tiles_q = (at.n_q + BLOCK_Q - 1) / BLOCK_Q;
@@ -212,9 +233,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
             copies_wait<0>();
             __syncthreads();
             // Scores of such a key are not finite; that it is zeroed here as well is made good in weights().
-            for (int k = threadIdx.x; k < BLOCK_K; k += THREADS)
-                odd_keys |= odd[k] = clean_row<HEAD_DIM>(reinterpret_cast<storage*>(shared + k * PITCH));
+            constexpr int PIECES = padded(HEAD_DIM) / PER_UNIT;
+            for (int i = threadIdx.x; i < BLOCK_K * PIECES; i += THREADS)
+                odd_keys |= !all_finite(shared + i / PIECES * PITCH + i % PIECES * 16);
             odd_keys = __syncthreads_or(odd_keys);
+            if (odd_keys) {
+                for (int k = threadIdx.x; k < BLOCK_K; k += THREADS)
+                    odd[k] = clean_row<HEAD_DIM>(reinterpret_cast<storage*>(shared + k * PITCH));
+                __syncthreads();
+            }
         }
 
 #pragma unroll 1
@@ -266,13 +293,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     const int of_rows = warp / (WARPS / WARPS_S) * 16 * S_TILES, of_keys = warp % (WARPS / WARPS_S) * 8 * S_KEYS;
                     clear(s);
                     multiply_rows<HEAD_DIM>(s, stage + of_rows * PITCH, base + of_keys * PITCH);
-                    weights(p, at, full, odd_keys, odd, s, shift, row0, base + AT_P);
+                    const bool plain = !HAS_SCORE && full && !odd_keys && at.k0 + BLOCK_K <= n_k;
+                    if (plain) weights<true, false, int>(p, at, nullptr, s, shift, row0, base + AT_P);
+                    else if (!MAY_HIDE || (at.narrow() && !odd_keys))
+                        weights<false, HAS_MASK, int>(p, at, nullptr, s, shift, row0, base + AT_P);
+                    else weights<false, HAS_MASK, long long>(p, at, odd_keys ? odd : nullptr, s, shift, row0, base + AT_P);
                     clear(dp);
                     multiply_rows<HEAD_DIM_V>(dp, stage + BLOCK_Q * PITCH + of_rows * PITCH_V, base + AT_V + of_keys * PITCH_V);
-                    gradients(p, at, s, dp, delta, row0, base + AT_DS);
+                    if (plain && !HAS_DROPOUT) gradients<true>(p, at, s, dp, delta, row0, base + AT_DS);
+                    else gradients<false>(p, at, s, dp, delta, row0, base + AT_DS);
                     if (ORDERED) {
-                        if (before >= 0 && threadIdx.x == THREADS - 1) set_done(done_of(p, b, at.h, before), tile_k);
-                        before = tile;
                         for (int word = threadIdx.x; word < words; word += THREADS) {
                             const unsigned need = bits_before(tile_k, word);
                             while ((seen & need) != need) seen = get_done(done + word);
@@ -293,17 +323,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         __syncthreads();
                     }
 
+                    if (ORDERED) {  // what was added a while ago is there by now, so this hardly waits
+                        if (before >= 0 && threadIdx.x == THREADS - 1) set_done(done_of(p, b, at.h, before), tile_k);
+                        before = tile;
+                    }
                     const int of_key = warp / (WARPS / WARPS_KV) * 16 * KV_TILES, of_column = warp % (WARPS / WARPS_KV);
-                    multiply_shared<BLOCK_Q / 16, true, true, PITCH_S, PITCH_V>(
-                        dv, base + AT_P + of_key * 2, stage + BLOCK_Q * PITCH + of_column * V_COLUMNS * 16);
-                    multiply_shared<BLOCK_Q / 16, true, true, PITCH_S, PITCH>(
-                        dk, base + AT_DS + of_key * 2, stage + of_column * K_COLUMNS * 16);
+                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, PITCH_V>(
+                        dv, base + AT_P + of_key * SIZE, stage + BLOCK_Q * PITCH + of_column * V_COLUMNS * 8 * SIZE);
+                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, PITCH>(
+                        dk, base + AT_DS + of_key * SIZE, stage + of_column * K_COLUMNS * 8 * SIZE);
 
                     float dq[Q_TILES][Q_COLUMNS][4];
                     clear(dq);
-                    multiply_shared<BLOCK_K / 16, false, true, PITCH_S, PITCH>(
+                    multiply_turned<BLOCK_K / STEP, false, PITCH_S, PITCH>(
                         dq, base + AT_DS + warp / (WARPS / WARPS_Q) * 16 * Q_TILES * PITCH_S,
-                        base + warp % (WARPS / WARPS_Q) * Q_COLUMNS * 16);
+                        base + warp % (WARPS / WARPS_Q) * Q_COLUMNS * 8 * SIZE);
                     float* sums = row_at<float>(p.partial, b, at.h, tile) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
 #pragma unroll
                     for (int j = 0; j < Q_TILES; ++j)

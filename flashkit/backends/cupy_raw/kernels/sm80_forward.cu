@@ -33,18 +33,21 @@ struct Place {
         return row0 + threadIdx.x / 32 * 16 * TILES + 16 * i + 8 * half + threadIdx.x % 32 / 4;
     }
     static __device__ __forceinline__ int key(int n) { return 8 * n + threadIdx.x % 4 * 2; }  // and the next
+    // Whether positions fit 32 bits: comparing them takes half the instructions then.
+    __device__ __forceinline__ bool narrow() const { return offset >= -0x7fffffffll && offset + rows < 0x7fffffffll; }
 };
 
-// Scores as they come from the product to scores in base 2, -inf where hidden.
-DEVICE void modify_tile(const Params& p, const Place& at, bool full, float (&s)[TILES][KEYS][4], int k0) {
+// Scores as they come from the product to scores in base 2, -inf where hidden. POSITION: the type that positions fit.
+template <bool PARTIAL_TILE, typename POSITION>
+DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
     const float scale = (float)(HAS_SCORE ? p.scale : p.scale * (double)LOG2E);
-    const bool edge = k0 + BLOCK_K > at.n_k;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int index = at.row(i, half), row = index / PACK, h = at.h + index % PACK;
-            const bool exists = index < at.rows;
+            const POSITION q = (POSITION)(row + at.offset);
+            const int end = index < at.rows ? at.n_k : 0;  // rows that do not exist: what is hidden has no effect
 #pragma unroll
             for (int n = 0; n < KEYS; ++n)
 #pragma unroll
@@ -52,15 +55,28 @@ DEVICE void modify_tile(const Params& p, const Place& at, bool full, float (&s)[
                     float& x = s[i][n][2 * half + c];
                     const int k = k0 + at.key(n) + c;
                     x *= scale;
-                    if (edge && k >= at.n_k) {
-                        x = HIDDEN;
-                    } else if (exists && (HAS_SCORE || HAS_MASK)) {
-                        if (HAS_MASK && !full) x = modify<true>(x, at.b, h, row, row + at.offset, k, p);
-                        else x = modify<false>(x, at.b, h, row, row + at.offset, k, p);
+                    if (!HAS_SCORE && !PARTIAL_TILE) {
+                        x = k < at.n_k ? x : HIDDEN;
+                    } else if (k < end) {
+                        x = modify<PARTIAL_TILE>(x, at.b, h, row, q, k, p);
                         if (HAS_SCORE) x *= LOG2E;
+                    } else {
+                        x = HIDDEN;
                     }
                 }
         }
+}
+
+DEVICE void modify_tile(const Params& p, const Place& at, bool full, float (&s)[TILES][KEYS][4], int k0) {
+    asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, needed or not
+    if constexpr (!HAS_SCORE && !HAS_MASK) {
+        modify_tile<false, int>(p, at, s, k0);
+    } else if (at.narrow()) {
+        if (HAS_MASK && !full) modify_tile<true, int>(p, at, s, k0);
+        else modify_tile<false, int>(p, at, s, k0);
+    } else {
+        modify_tile<HAS_MASK, long long>(p, at, s, k0);  // also right where all is visible
+    }
 }
 
 DEVICE float across_row(float x, bool greatest) {  // over the four lanes that share a row
@@ -220,8 +236,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
 
     const int heads = (int)p.heads / PACK, rows = (int)p.n_q * PACK, tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     const unsigned parts = SPLIT ? (unsigned)p.splits : 1, part = blockIdx.x % parts;
-    const Work work = work_of(blockIdx.x / parts, tiles, heads * (int)p.batch,
-                              p.n_k * (HEAD_DIM + HEAD_DIM_V) * (long long)sizeof(storage));
+    // As many heads at a time as have their keys and values in the L2 cache together; tiles with most to do first.
+    const long long fit = 24000000 / (p.n_k * (HEAD_DIM + HEAD_DIM_V) * (long long)sizeof(storage) + 1);
+    const unsigned all = heads * (unsigned)p.batch;
+    const Work work = work_of(blockIdx.x / parts, tiles, all, fit < 1 ? 1 : fit > all ? all : (unsigned)fit);
     const int b = work.bh / heads, h = work.bh % heads * PACK, row0 = (tiles - 1 - work.tile) * BLOCK_Q;
     const Place at{b, h, row0, rows, (int)keys_of(p, b), offset_of(p, b)};
     const int from = row0 / PACK, to = ((row0 + BLOCK_Q < rows ? row0 + BLOCK_Q : rows) + PACK - 1) / PACK;
@@ -301,29 +319,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     finish(p, at, part, m, l, output);
 }
 
-// Join the parts of a row: each weighs as much as its sum of weights. A block takes a row, a thread a column.
-extern "C" __global__ void __launch_bounds__(padded(HEAD_DIM_V)) combine(KERNEL_PARAMS) {
+// Join the parts of a row: each weighs as much as its sum of weights. A block takes a row, a thread a column of some parts.
+constexpr int JOIN_COLUMNS = up(HEAD_DIM_V, 32), JOIN_GROUPS = JOIN_COLUMNS <= 64 ? 8 : 512 / JOIN_COLUMNS;
+extern "C" __global__ void __launch_bounds__(JOIN_COLUMNS * JOIN_GROUPS) combine(KERNEL_PARAMS) {
+    __shared__ float totals[JOIN_GROUPS][JOIN_COLUMNS], sums[JOIN_GROUPS];
     const long long row = blockIdx.x % p.n_q, h = blockIdx.x / p.n_q % p.heads, b = blockIdx.x / p.n_q / p.heads;
-    const int column = threadIdx.x, parts = (int)p.splits;
+    const int column = threadIdx.x % JOIN_COLUMNS, group = threadIdx.x / JOIN_COLUMNS, parts = (int)p.splits;
     const float* lse = row_at<const float>(p.partial_lse, b, h, row);
-    const float* partial = row_at<const float>(p.partial, b, h, row);
+    const float* partial = row_at<const float>(p.partial, b, h, row) + column;
     const long long lse_step = p.batch * p.partial_lse.batch, step = p.batch * p.partial.batch;
 
     const float sink = HAS_SINKS ? static_cast<const float*>(p.sinks)[h] : HIDDEN;
     float top = sink;
-#pragma unroll 4
-    for (int part = 0; part < parts; ++part) top = fmaxf(top, lse[part * lse_step]);
+    for (int part = threadIdx.x % 32; part < parts; part += 32) top = fmaxf(top, lse[part * lse_step]);
+#pragma unroll
+    for (int other = 16; other > 0; other /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
     const float shift = top == HIDDEN ? 0.0f : top;
-    float sum = exp2_fast((sink - shift) * LOG2E), total = 0;
-    bool nan = false;
-#pragma unroll 4
-    for (int part = 0; part < parts; ++part) {
-        const float value = lse[part * lse_step], weight = exp2_fast((value - shift) * LOG2E);
-        nan |= value != value;
+    float sum = group == 0 ? exp2_fast((sink - shift) * LOG2E) : 0.0f, total = 0;
+#pragma unroll 8
+    for (int part = group; part < parts; part += JOIN_GROUPS) {
+        const float weight = exp2_fast((lse[part * lse_step] - shift) * LOG2E);  // NaN where the part is
+        const float value = column < HEAD_DIM_V ? partial[part * step] : 0.0f;
         sum += weight;
-        if (weight != 0 && column < HEAD_DIM_V) total += weight * partial[part * step + column];
+        if (weight != 0) total += weight * value;
     }
-    if (column < HEAD_DIM_V)
-        row_at<storage>(p.out, b, h, row)[column] = narrow(nan ? fk_special(0) : sum == 0 ? 0.0f : total / sum);
-    if (column == 0) *row_at<float>(p.lse, b, h, row) = nan ? fk_special(0) : sum == 0 ? HIDDEN : shift + logf(sum);
+    totals[group][column] = total;
+    if (column == 0) sums[group] = sum;
+    __syncthreads();
+    if (group > 0) return;
+#pragma unroll
+    for (int other = 1; other < JOIN_GROUPS; ++other) sum += sums[other], total += totals[other][column];
+    if (column < HEAD_DIM_V) row_at<storage>(p.out, b, h, row)[column] = narrow(sum == 0 ? 0.0f : total / sum);
+    if (column == 0) *row_at<float>(p.lse, b, h, row) = sum == 0 ? HIDDEN : shift + logf(sum);
 }
