@@ -124,7 +124,7 @@ def key(arguments: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Any:
     that chooses the backend.
     """
     q, k, v = arguments
-    if not type(q) is type(k) is type(v) is np.ndarray:
+    if not type(q) is type(k) is type(v) or (type(q) is not np.ndarray and arrays.kind_of(q) != "cupy"):
         return None
     made = arrays.form(q), arrays.form(k), arrays.form(v), options, tuple(map(type, options)), dispatch.state()
     try:

@@ -226,6 +226,24 @@ def test_a_captured_call_replays(options: dict[str, Any], generation: str) -> No
                 np.testing.assert_array_equal(got, right.get())
 
 
+def test_a_planned_call_in_a_graph(generation: str) -> None:
+    import cupy
+
+    q, k, v = tensors((2, 4, 65, 64), (2, 4, 100, 64), (2, 4, 100, 64), dtype="float16")
+    planned = flashkit.plan(q, k, v, causal=True, backend=NAME)
+    out = cupy.empty_like(q)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        planned(q, k, v, out=out)
+        graph = stream.end_capture()
+        out.fill(np.nan)
+        q[...] = tensors(q.shape, dtype="float16", seed=5)[0]
+        graph.launch()
+        stream.synchronize()
+    np.testing.assert_array_equal(out.get(), flashkit.attention(q, k, v, causal=True, backend=NAME).get())
+
+
 def test_a_numpy_array_in_a_captured_call_is_an_error() -> None:
     import cupy
 

@@ -25,6 +25,7 @@ GENERATIONS: tuple[Generation, ...] = (Sm80(), Simt())
 """Newest first; the last can do everything."""
 
 VARIABLE = "FLASHKIT_CUPY_GENERATION"
+_ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` fits"
 
 
 def allowed() -> tuple[Generation, ...]:
@@ -129,11 +130,14 @@ class CupyRawBackend:
         run(arguments, launch.stream())
 
     def bind(self, plan: CupyPlan, operands: Operands) -> Bound:
-        run, template = plan.on(_device_of(operands), "forward").run, Arguments(plan.problem.spec, operands)
+        here = _device_of(operands)
+        run, template = plan.on(here, "forward").run, Arguments(plan.problem.spec, operands)
         spare: deque[Arguments] = deque(maxlen=8)
         q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
 
         def call(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+            if device.current() is not here:
+                raise ValueError(_ELSEWHERE.format(here.ordinal, device.current().ordinal))
             try:
                 arguments = spare.pop()  # its own, until it is put back
             except IndexError:
@@ -158,5 +162,5 @@ def _device_of(operands: Operands) -> Device:
     """The current device, on which the operands have to lie."""
     here, ordinal = device.current(), operands.q.data.device_id
     if ordinal != here.ordinal:
-        raise ValueError(f"q lies on CUDA device {ordinal}, the current one is {here.ordinal}; `with q.device:` fits")
+        raise ValueError(_ELSEWHERE.format(ordinal, here.ordinal))
     return here
