@@ -15,6 +15,7 @@ import numpy as np
 
 (
     COUNTER,  # next task to be taken, shared by the threads
+    DONE,  # tasks that have ended (decoding)
     TASKS,
     SCRATCH,  # address of the first thread's scratch memory
     SCRATCH_BYTES,  # of each thread
@@ -27,7 +28,10 @@ import numpy as np
     DIM_V,
     BLOCK_Q,
     BLOCK_K,
-    SPLITS,  # backward: parts that the keys of one head are split into
+    SPLITS,  # backward, decoding: parts that the keys of one head are split into
+    PART_KEYS,  # decoding: keys of a part, whole tiles
+    PARTS,  # decoding: bytes from SCRATCH to the outputs of parts
+    PART_BYTES,
     SCALE,  # bits of a float64, as the three factors of it that follow and the rate
     PACK_SCALE,  # what operands are multiplied by when they are packed
     TILE_SCALE,  # what a tile of scores is multiplied by before it is modified
@@ -61,6 +65,9 @@ import numpy as np
     PACK,
     UNPACK,
     WEIGHTS,
+    ROW_SCORES,  # (gemv.py)
+    ROW_WEIGHTS,
+    ROW_VALUES,
     WORKER,  # address of the kernel
     PARALLEL_FOR,  # address of the thread pool's loop, and what it gets: a function, first, count and step of
     SHARE,  # the threads' numbers
@@ -68,7 +75,7 @@ import numpy as np
     COUNT,
     STEP,
     SIZE,
-) = map(np.int64, range(13 * 4, 13 * 4 + 54))  # fmt: skip
+) = map(np.int64, range(13 * 4, 13 * 4 + 61))  # fmt: skip
 
 EMPTY, PARTIAL, FULL = map(np.int64, range(3))
 

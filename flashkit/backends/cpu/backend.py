@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -14,10 +14,22 @@ from ...tiles import CpuTile
 from ..base import Bound
 from . import arguments as at
 from . import bf16
-from .call import Block, give_back, rounded, take, tensors
+from .call import Block, give_back, register_block, rounded, take, tensors
 
 ROW_BLOCK = 256
 """Rows of a task in the passes over rows alone (delta, reduction of dQ)."""
+
+DECODE_QUERIES = 8
+"""A power of two: with fewer queries a head, decoding's kernel computes the forward pass."""
+
+DECODE_KEYS = 64
+"""Keys of a tile in decoding."""
+
+PART_KEYS = 512
+"""The fewest keys of a part in decoding, where one thread is not all there is."""
+
+PARTS_A_THREAD = 8
+"""Tasks a thread in decoding, about."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,8 @@ class CpuPlan:
     def forward(self) -> dict[str, int]:
         from . import specialise
 
-        return specialise.kernel("forward", self.problem.spec.dtype, pairs=bool(self.pairs))
+        name = "decode" if self.decodes else "forward"
+        return specialise.kernel(name, self.problem.spec.dtype, pairs=bool(self.pairs))
 
     @cached_property
     def backward(self) -> dict[str, int]:
@@ -55,7 +68,8 @@ class CpuPlan:
         """Address of the function that modifies a tile of scores, 0 where there is nothing to modify."""
         from . import modify
 
-        return modify.forward_function(self.problem.spec) if self.modifies else 0
+        function = modify.decode_function if self.decodes else modify.forward_function
+        return function(self.problem.spec) if self.modifies else 0
 
     @cached_property
     def modify_backward(self) -> int:
@@ -75,6 +89,11 @@ class CpuPlan:
         from . import modify
 
         return len(modify.turned(self.problem.spec))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether kernels/decode.py computes the forward pass."""
+        return decodes(self.problem)
 
     @property
     def modifies(self) -> bool:
@@ -107,6 +126,10 @@ class CpuBackend:
     def plan(self, problem: Problem, profile: Any) -> CpuPlan:
         tile, why = choose_tile(problem, profile, "forward")
         backward_tile = choose_tile(problem, profile, "backward")[0]
+        if decodes(problem):
+            tile = replace(tile, block_k=DECODE_KEYS)
+            why = f"fewer than {DECODE_QUERIES} queries: split over the keys, which are read once (kernels/decode.py)"
+            return CpuPlan(problem, tile, backward_tile, why)
         if problem.spec.dtype != "bfloat16":
             return CpuPlan(problem, tile, backward_tile, why)
         name, reason = bf16.way()
@@ -124,13 +147,14 @@ class CpuBackend:
         block = Block(plan, operands, plan.tile, plan.modify, scores_whole=False)
         spec = plan.problem.spec
         parallel = _worth_threads(operands, 2 * (spec.head_dim + spec.head_dim_v))
+        form_of = _decode_form if plan.decodes else _forward_form
         forms: dict[int, tuple[np.ndarray, int, int]] = {}  # by number of threads
         call = threads.entry("call")
 
         def bound(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
             workers = threads.count() if parallel else 1
             if (form := forms.get(workers)) is None:
-                form = forms[workers] = _forward_form(plan, block, workers)
+                form = forms[workers] = form_of(plan, block, workers)
             _, template, size = form
             memory = take(size)
             try:
@@ -230,6 +254,40 @@ def _head_dims(plan: CpuPlan) -> tuple[int, int]:
     spec = plan.problem.spec
     d, dv = spec.head_dim, spec.head_dim_v
     return (rounded(d, 16), rounded(dv, 16)) if plan.pairs else (d, dv)
+
+
+def decodes(problem: Problem) -> bool:
+    """Whether there are so few queries that reading keys and values is what takes time. Problems that share a plan,
+    those of one power of two, get one answer.
+    """
+    return problem.n_q < DECODE_QUERIES
+
+
+def _decode_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray, int, int]:
+    """As _forward_form."""
+    from . import scratch, threads
+    from .micro import addresses
+
+    spec, args = plan.problem.spec, block.args.copy()
+    size = ITEMSIZE[spec.lse_dtype]
+    lanes, n_k, heads = int(args[at.LANES]), int(args[at.N_K]), int(args[at.BATCH] * args[at.HEADS]) // spec.group
+    rows, block_k = spec.group * int(args[at.N_Q]), rounded(plan.tile.block_k, int(at.STRIP))
+    # Enough parts for threads of unequal speed to share, none so small that starting it shows.
+    parts = max(1, min(-(-PARTS_A_THREAD * workers // heads), n_k // PART_KEYS)) if workers > 1 else 1
+    part_keys = rounded(-(-n_k // parts), block_k)
+    parts = max(1, -(-n_k // part_keys))
+    layout = scratch.decode_layout(rows, spec.group, block_k, rounded(spec.head_dim, lanes), size)
+    args[at.BLOCK_K], args[at.SPLITS], args[at.PART_KEYS], args[at.TASKS] = block_k, parts, part_keys, heads * parts
+    args[at.WORKER], args[at.SCRATCH_BYTES] = plan.forward["worker"], _apart(layout[-1])
+    args[at.PARTS] = args[at.SCRATCH_BYTES] * workers
+    args[at.PART_BYTES] = _apart(scratch.part_layout(rows, spec.head_dim_v, size)[-1])
+    micro = addresses(replace(register_block(spec, plan.tile), rows=1, vectors=1), few=True)  # chooses its own
+    for index, name in ((at.ROW_SCORES, "row_scores"), (at.ROW_WEIGHTS, "row_weights"), (at.ROW_VALUES, "row_values")):
+        args[index] = micro[name]
+    if workers > 1:
+        args[at.PARALLEL_FOR], args[at.SHARE] = threads.parallel_for()
+    places = workers if parts == 1 else heads * parts
+    return args, args.ctypes.data, at.HEADER + int(args[at.PARTS] + args[at.PART_BYTES] * places)
 
 
 def _apart(size: int) -> int:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import dropout
-from ...spec import Operands
+from ...spec import AttentionSpec, Operands
 from ...tiles import CpuTile
 from . import arguments as at
 
 if TYPE_CHECKING:
     from .backend import CpuPlan
+    from .vector import Block as RegisterBlock
 
 MICRO_KERNELS = {
     at.PRODUCT: "product", at.PRODUCT_ADD: "product_add", at.COLUMN_MAX: "column_max",
@@ -33,6 +34,16 @@ def rounded(n: int, step: int) -> int:
     return max(-(-n // step), 1) * step
 
 
+def register_block(spec: AttentionSpec, tile: CpuTile, pairs: str = "") -> RegisterBlock:
+    """What micro-kernels are compiled for."""
+    from .vector import Block
+
+    storage = spec.dtype if spec.dtype in ("float16", "bfloat16") else ""
+    if spec.lse_dtype == "float64":
+        return Block("double", tile.rows, tile.vectors, tile.lanes // 2, storage, pairs)
+    return Block("float", tile.rows, tile.vectors, tile.lanes, storage, pairs)
+
+
 class Block:
     """An argument block (arguments.py), complete but for the addresses of q, k, v, out and lse, the tiles' sizes and
     the scratch memory: what follows from the plan and from sizes, strides and all other values of the operands.
@@ -43,15 +54,13 @@ class Block:
 
     def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: int, *, scores_whole: bool) -> None:
         from .micro import addresses
-        from .vector import Block as RegisterBlock
 
         self.args = args = np.zeros(at.SIZE, np.int64)
         self.alive: list[np.ndarray] = []
         spec = plan.problem.spec
-        element, lanes = ("double", tile.lanes // 2) if spec.lse_dtype == "float64" else ("float", tile.lanes)
-        args[at.LANES], args[at.PANEL] = lanes, tile.vectors * lanes
-        storage = spec.dtype if spec.dtype in ("float16", "bfloat16") else ""
-        micro = addresses(RegisterBlock(element, tile.rows, tile.vectors, lanes, storage, plan.pairs))
+        registers = register_block(spec, tile, plan.pairs)
+        args[at.LANES], args[at.PANEL] = registers.lanes, registers.vectors * registers.lanes
+        micro = addresses(registers)
         for index, name in (MICRO_KERNELS | (PAIR_KERNELS if plan.pairs else {})).items():
             args[index] = micro[name]
         if operands.dropout_p:  # weights are dropped before they are rounded

@@ -17,7 +17,9 @@ from .memory import single_from_bits, vector
 
 options = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-for layout in (scratch._end, scratch.forward_layout, scratch.backward_layout):
+for layout in (
+    scratch._end, scratch.forward_layout, scratch.backward_layout, scratch.decode_layout, scratch.part_layout
+):  # fmt: skip
     register_jitable(layout)
 
 

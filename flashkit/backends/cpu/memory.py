@@ -115,6 +115,18 @@ def next_task(typing: Any, address: Any) -> Any:
     return _INT64(_INT64), codegen
 
 
+@intrinsic
+def arrive(typing: Any, address: Any) -> Any:
+    """Count one more at an address; how many were there before. Who counts sees what those before have written."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return builder.atomic_rmw(
+            "add", builder.inttoptr(values[0], ir.IntType(64).as_pointer()), ir.IntType(64)(1), "acq_rel"
+        )
+
+    return _INT64(_INT64), codegen
+
+
 def _indirect_call(arguments: int, result: ir.Type) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
         kind = ir.FunctionType(result, [ir.IntType(64)] * arguments)
@@ -303,6 +315,39 @@ def call_weights(typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: A
         return _indirect_call(8, ir.VoidType())(context, builder, signature, arguments)
 
     return types.void(_INT64, s, dp, lse, delta, _INT64), codegen
+
+
+@intrinsic
+def call_row_scores(typing: Any, function: Any, q: Any, k: Any, s: Any, d: Any) -> Any:
+    """s = q @ k^T over d elements; rows of q are padded."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        (q_at, _, (q_row, _)), (k_at, _, (k_row, _)), (s_at, shape, (s_row, _)) = (
+            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:4], values[1:4], strict=True)
+        )
+        arguments = [values[0], q_at, q_row, k_at, k_row, s_at, s_row, *shape, values[4]]
+        return _indirect_call(9, ir.VoidType())(context, builder, signature, arguments)
+
+    return types.void(_INT64, q, k, s, _INT64), codegen
+
+
+@intrinsic
+def call_row_weights(typing: Any, function: Any, s: Any, top: Any, total: Any, factor: Any) -> Any:
+    return types.void(_INT64, s, top, total, factor), _tile_call
+
+
+@intrinsic
+def call_row_values(typing: Any, function: Any, p: Any, v: Any, o: Any, factor: Any) -> Any:
+    """o = o * factor + p @ v."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        (p_at, shape, (p_row, _)), (v_at, _, (v_row, _)), (o_at, (_, d), (o_row, _)), factor = (
+            _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:], values[1:], strict=True)
+        )
+        arguments = [values[0], p_at, p_row, v_at, v_row, o_at, o_row, factor[0], *shape, d]
+        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
+
+    return types.void(_INT64, p, v, o, factor), codegen
 
 
 # --- storage of 16 bits: widened when loaded, rounded when stored -----------------------------------------------------

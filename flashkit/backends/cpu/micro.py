@@ -1,4 +1,4 @@
-"""Micro-kernels compiled for this machine: LLVM IR (vector.py) to an object file, kept in the cache directory.
+"""Micro-kernels compiled for this machine: LLVM IR (vector.py, gemv.py) to an object file, kept in the cache directory.
 
 Numba is not involved, so a register block costs a fraction of a second, and the kernels, which call micro-kernels
 by address, are compiled once for all of them.
@@ -11,22 +11,24 @@ from typing import Any
 
 from llvmlite import binding
 
-from . import objects, pairs, vector
+from . import gemv, objects, pairs, vector
 from .objects import Object, machine
 from .vector import Block
 
 
-def kernels(block: Block) -> dict[str, tuple[int, Any]]:
-    """Name: number of arguments, emitter, of the micro-kernels that are made for a register block."""
-    return vector.KERNELS | (pairs.kernels(block.pairs) if block.pairs else {})
+def kernels(block: Block, few: bool = False) -> dict[str, tuple[int, Any]]:
+    """Name: number of arguments, emitter, of the micro-kernels that are made for a register block. few: those for few
+    rows (gemv.py), which choose their own blocks.
+    """
+    return gemv.KERNELS if few else vector.KERNELS | (pairs.kernels(block.pairs) if block.pairs else {})
 
 
-def assemble(block: Block, triple: str, cpu: str, features: str) -> tuple[Any, Any]:
+def assemble(block: Block, triple: str, cpu: str, features: str, few: bool = False) -> tuple[Any, Any]:
     """The optimised LLVM module and the target machine that emits it, for any CPU that LLVM was built for."""
     target = binding.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault"
     )
-    module = binding.parse_assembly(str(vector.module(block, triple, features, kernels(block))))
+    module = binding.parse_assembly(str(vector.module(block, triple, features, kernels(block, few))))
     module.verify()
     options = binding.create_pipeline_tuning_options(speed_level=3)
     # The loops are written as they are meant to run; LLVM's unrolling of them gains nothing and takes seconds.
@@ -37,11 +39,11 @@ def assemble(block: Block, triple: str, cpu: str, features: str) -> tuple[Any, A
 
 
 @cache
-def addresses(block: Block) -> dict[str, int]:
+def addresses(block: Block, few: bool = False) -> dict[str, int]:
     """Address of each micro-kernel for the register block on this machine."""
-    return objects.functions("micro", str(block), lambda: _object(block))
+    return objects.functions("micro_few" if few else "micro", str(block), lambda: _object(block, few))
 
 
-def _object(block: Block) -> Object:
-    module, target = assemble(block, *machine())
-    return Object(target.emit_object(module), tuple(kernels(block)))
+def _object(block: Block, few: bool) -> Object:
+    module, target = assemble(block, *machine(), few)
+    return Object(target.emit_object(module), tuple(kernels(block, few)))

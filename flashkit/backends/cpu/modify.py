@@ -175,6 +175,11 @@ def forward_function(spec: AttentionSpec) -> int:
     return specialise.load("modify", text)["modify"]
 
 
+def decode_function(spec: AttentionSpec) -> int:
+    text = _head(spec) + _tile_function(spec, keys_outside=False, with_slope=False) + "\n"
+    return specialise.load("modify_decode", text)["modify"]
+
+
 def backward_function(spec: AttentionSpec) -> int:
     text = _head(spec) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
     return specialise.load("modify_backward", text)["modify"]

@@ -1,8 +1,8 @@
 """How fast this CPU multiplies and reads, by the same micro-kernels that attention uses: the roofline of a profile.
 
-The `product` micro-kernel, c = a @ b, does both. With one repeated row of a and c (strides of 0) and b in L1 it is
-limited by its multiply-adds. With one row of sums there are two loads of b for two multiply-adds a cycle, and the limit
-is where b lies: read once, in main memory; read again and again, in L2.
+Multiplying is measured by `product`, c = a @ b, with one repeated row of a and c (strides of 0) and b in L1: its
+multiply-adds are the limit. Reading is measured by `read`, which asks for each line of memory long before its turn, as
+decoding does: without that one thread reads at two thirds of the rate.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from ...tiles import CpuTile
-from .micro import addresses
-from .vector import KERNELS, Block
+from .gemv import LINE
+from .micro import addresses, kernels
+from .vector import Block
 
 SAMPLE = 0.02
 """Seconds of one measurement, about."""
@@ -25,8 +27,8 @@ SAMPLE = 0.02
 LONGEST = 0.5
 """Seconds after which no further sample of a measurement is taken: a busy machine would make it long."""
 
-_READER = 6
-"""Vectors of a row of sums when reading: enough to hide the multiply-add's latency, and few enough for 16 registers."""
+AHEAD = 8192
+"""Bytes between what is read and what is fetched."""
 
 
 def multiply(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, samples: int = 15) -> float:
@@ -51,16 +53,22 @@ def read(nbytes: int, lanes: int, threads: int, *, samples: int = 15) -> float:
 
     An array larger than the last cache is read from main memory; one that fits a core's L2 is read from there.
     """
-    block, kind = _block("float32", 1, _READER, lanes)
-    width = block.vectors * block.lanes
-    depth = max(1, nbytes // threads // (4 * width))
-    rows = max(1, round(SAMPLE * 2e10 / (4 * width * depth)))
+    lines = max(1, nbytes // threads // LINE)
+    times = max(1, round(SAMPLE * 2e10 / (LINE * lines)))
 
     def work() -> tuple[Callable[[], None], object]:
-        a, b, c = np.ones(1, kind), np.ones((depth, width), kind), np.empty(width, kind)
-        return _product(block, a, b, c, (0, 0), b.strides[0], 0, rows, width, depth), (a, b, c)
+        array = np.ones(lines * LINE, np.uint8)
+        return reader(array, lanes, times), array
 
-    return 4.0 * rows * width * depth * threads / min(_together(work, threads, samples))
+    return float(LINE) * lines * times * threads / min(_together(work, threads, samples))
+
+
+def reader(array: np.ndarray, lanes: int, times: int = 1) -> Callable[[], None]:
+    """A function that reads a contiguous array, but for a last piece of less than a line, so many times."""
+    function = _function("read", Block("float", 1, 1, lanes), True)
+    seen = np.empty(LINE, np.uint8)
+    arguments = array.ctypes.data, array.nbytes // LINE, times, AHEAD, seen.ctypes.data
+    return lambda keep=(array, seen): function(*arguments)  # type: ignore[misc]
 
 
 def _block(dtype: str, rows: int, vectors: int, lanes: int) -> tuple[Block, np.dtype]:
@@ -73,8 +81,12 @@ def _product(
     m: int, n: int, k: int,
 ) -> Callable[[], None]:  # fmt: skip
     """A call of the micro-kernel; ctypes lets other threads run during it."""
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * KERNELS["product"][0])(addresses(block)["product"])
+    function = _function("product", block, False)
     return lambda: function(a.ctypes.data, *a_strides, b.ctypes.data, b_row, c.ctypes.data, c_row, m, n, k)
+
+
+def _function(name: str, block: Block, few: bool) -> Callable[..., None]:
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * kernels(block, few)[name][0])(addresses(block, few)[name])
 
 
 def _together(work: Callable[[], tuple[Callable[[], None], object]], threads: int, samples: int) -> list[float]:

@@ -60,3 +60,21 @@ def backward_layout(
         dvalues,
         _end(dvalues, block_k * dv, itemsize),
     )
+
+
+def decode_layout(rows: int, group: int, block_k: int, d: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """Offsets of the scores (queries come first, their d padded to whole vectors), factors, and each head's state and
+    end of its group of tiles; last the total.
+    """
+    scores = _end(0, rows * d, itemsize)
+    factors = _end(scores, rows * block_k, itemsize)
+    states = _end(factors, rows, itemsize)
+    ends = _end(states, group, 8)
+    return scores, factors, states, ends, _end(ends, group, 8)
+
+
+def part_layout(rows: int, dv: int, itemsize: int) -> tuple[int, int, int]:
+    """Offsets of the maxima and sums of a part of the keys (its output comes first); last the total."""
+    maxima = _end(0, rows * dv, itemsize)
+    sums = _end(maxima, rows, itemsize)
+    return maxima, sums, _end(sums, rows, itemsize)

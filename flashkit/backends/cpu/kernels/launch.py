@@ -22,7 +22,7 @@ def share(numbers, counts, steps, block):
 
 @njit(**options)
 def start(args, block, threads):
-    args[COUNTER] = 0
+    args[COUNTER] = args[DONE] = 0
     if threads == 1:
         call_worker(args[WORKER], block, 0)
     else:
