@@ -143,7 +143,7 @@ def test_read_takes_in_every_line(block: Block) -> None:
 FACTORS = {
     **{name: levels[:3] for name, levels in cases.FACTORS.items()},
     "dtype": cases.FACTORS["dtype"],
-    "sizes": ("1x70", "1x1", "3x257", "7x131", "2x1500", "5x640"),
+    "sizes": ("1x70", "1x9", "3x257", "7x131", "2x1500", "5x640"),
     "heads": ("2:2", "4:2", "8:1"),
     "dims": ("8", "1", "40", "64", "128", "192/128", "7/13"),
     "storage": cases.FACTORS["storage"],

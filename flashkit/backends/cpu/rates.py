@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
