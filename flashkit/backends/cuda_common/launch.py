@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from .compiler import Binary
@@ -83,25 +84,30 @@ class Block:
         self.pointers = ctypes.addressof(self._pointers)
 
 
-def stream() -> int:
-    """The handle of the caller's current CuPy stream; makes sure that this thread has a context."""
+@cache
+def _cupy() -> Any:
     import cupy
 
+    return cupy
+
+
+def stream() -> int:
+    """The handle of the caller's current CuPy stream; makes sure that this thread has a context."""
+    cupy = _cupy()
     if not getattr(_thread, "ready", False):
         cupy.cuda.Device().use()  # a new thread has no context until a call of the runtime makes one current
         _thread.ready = True
     return int(cupy.cuda.get_current_stream().ptr)
 
 
-def scratch(shape: Any, dtype: Any) -> Any:
-    """Memory for a kernel's intermediate results, from CuPy's pool.
+def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
+    """Memory for a kernel's intermediate results, from CuPy's pool; as it is, or filled with zeros.
 
     Given back to the pool it may serve others as soon as what was enqueued is done. A graph that recorded the call uses
     it again whenever it is launched, and nobody can tell when that ends: such memory is kept.
     """
-    import cupy
-
-    memory = cupy.empty(shape, dtype)
+    cupy = _cupy()
+    memory = (cupy.zeros if zeros else cupy.empty)(shape, dtype)
     if cupy.cuda.get_current_stream().is_capturing():
         _recorded.append(memory)
     return memory

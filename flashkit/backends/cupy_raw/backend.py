@@ -130,14 +130,16 @@ class CupyRawBackend:
         run(arguments, launch.stream())
 
     def bind(self, plan: CupyPlan, operands: Operands) -> Bound:
-        here = _device_of(operands)
+        import cupy
+
+        here, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(here, "forward").run, Arguments(plan.problem.spec, operands)
         spare: deque[Arguments] = deque(maxlen=8)
         q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
 
         def call(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
-            if device.current() is not here:
-                raise ValueError(_ELSEWHERE.format(here.ordinal, device.current().ordinal))
+            if current() != here.ordinal:
+                raise ValueError(_ELSEWHERE.format(here.ordinal, current()))
             try:
                 arguments = spare.pop()  # its own, until it is put back
             except IndexError:

@@ -256,8 +256,8 @@ DEVICE bool store_sums(const fk_float (&sums)[M / TY][sums_pitch(DIM) / TX], con
 
 // --- modify -----------------------------------------------------------------------------------------------------------
 
-// The scores of a tile, modified; pairs beyond the last row or key are hidden. slopes: d score / d s, or null.
-// KEYS_ALONG_ROWS: rows of the tile are keys (backward), else queries.
+// The scores of a tile, modified; pairs beyond the last row or key are hidden. WITH_SLOPES: slopes become d score / d s.
+// KEYS_ALONG_ROWS: rows of the tile are keys, else queries.
 template <int M, int N, bool KEYS_ALONG_ROWS, bool WITH_SLOPES>
 DEVICE void modify_tile(const Params& p, int state, fk_float (&s)[M / TY][N / TX], fk_float (&slopes)[M / TY][N / TX],
                         long long b, long long h, long long row0, long long n_q, long long k0, long long n_k) {

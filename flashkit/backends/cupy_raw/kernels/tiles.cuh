@@ -103,15 +103,7 @@ DEVICE Words philox(unsigned long long seed, long long key_group, long long row,
     return {{c0, c1, c2, c3}};
 }
 
-// The weights of four neighbouring keys, the first a multiple of 4: dropped ones 0, the others scaled.
-DEVICE void drop4(fk_float (&weight)[4], const Params& p, long long b, long long h, long long row, long long key0) {
-    const Words words = philox(p.seed, key0 >> 2, row, h, b);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        weight[i] = words.word[i] >= (unsigned)p.threshold ? weight[i] * (fk_float)p.kept_scale : (fk_float)0;
-}
-
-// The same for one weight at any key.
+// A weight, dropped or scaled.
 DEVICE fk_float drop(fk_float weight, const Params& p, long long b, long long h, long long row, long long key) {
     const Words words = philox(p.seed, key >> 2, row, h, b);
     const int lane = key & 3;
