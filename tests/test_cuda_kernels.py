@@ -50,8 +50,8 @@ def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["forward", "keys", "queries"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("dims", ["1/1", "40/40", "192/128", "3/300", "512/512"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("dims", ["3/300", "192/128", "512/512"])
 def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part: simt.Part) -> None:
     d, dv = map(int, dims.split("/"))
     found = simt_kernel(part, AttentionSpec(dtype, d, dv, group=2, dropout=True, sinks=True), MODELS["sm_80"])
