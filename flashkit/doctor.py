@@ -116,7 +116,15 @@ def _cpu() -> Report:
         "caches": host.cpu_caches(),
     }
     found["llvm_name"] = _guarded(_llvm_cpu)
+    found["bfloat16"] = _guarded(_bfloat16)
     return found
+
+
+def _bfloat16() -> str:
+    """How the CPU backend multiplies bfloat16, and why not better."""
+    from .backends.cpu import bf16
+
+    return ": ".join(bf16.way())
 
 
 def _llvm_cpu() -> Any:
@@ -365,6 +373,7 @@ def _cpu_rows(cpu: Report) -> _Rows:
         ("name", f"{cpu['name']} ({cpu['architecture']}, LLVM calls it {cpu['llvm_name']})"),
         ("cores", cpu["cores"]),
         ("features", " ".join(cpu["features"]) or "none known"),
+        ("bfloat16", cpu["bfloat16"]),
         ("caches", ", ".join(f"{name} {size(amount)}" for name, amount in cpu["caches"].items()) or "unknown"),
     ]
 

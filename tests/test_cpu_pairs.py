@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
+import cases
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import with_
 from test_cpu_kernels import at, bits, run
 
-from flashkit import host
-from flashkit.backends.cpu import micro
+import flashkit
+from flashkit import dispatch, doctor, host
+from flashkit.backends.cpu import amx, bf16, micro
 from flashkit.backends.cpu.vector import Block
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -187,3 +191,108 @@ def test_dot_products_fill_the_registers_and_do_not_spill() -> None:
     body = text[text.index("pair_product_add:") :]
     widest = max(innermost_loops(body), key=lambda code: code.count("vdpbf16ps"))
     assert widest.count("vdpbf16ps") == 24 and "zmm" not in "".join(re.findall(r".*\(%rsp.*", widest))
+
+
+# --- which way --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """What was found out about this machine, and plans made for it, are forgotten before and after."""
+
+    def forget() -> None:
+        bf16._best.cache_clear()
+        bf16._obstacle.cache_clear()
+        dispatch.forget()
+
+    monkeypatch.delenv(bf16.VARIABLE, raising=False)
+    forget()
+    yield monkeypatch
+    monkeypatch.undo()
+    forget()
+
+
+def test_the_best_way_is_taken_and_the_reason_told(ways: pytest.MonkeyPatch) -> None:
+    everything = frozenset({"avx512_bf16", "amx_tile", "amx_bf16"})
+    for features, refusal, name, reason in (
+        (everything, "", "amx", "the fastest here"),
+        (everything, "the kernel refuses", "avx512bf16", "the kernel refuses"),
+        (frozenset({"avx512_bf16"}), "", "avx512bf16", "no amx_tile, amx_bf16"),
+        (frozenset(), "", "widen", "no avx512_bf16"),
+    ):
+        bf16._best.cache_clear()
+        bf16._obstacle.cache_clear()
+        ways.setattr(host, "cpu_features", lambda features=features: features)
+        ways.setattr(amx, "permitted", lambda refusal=refusal: refusal)
+        way = bf16.way()
+        assert way.name == name and reason in way.why
+        assert ": ".join(way) == doctor._bfloat16()
+
+
+def test_ways_that_cannot_be_gone_are_refused(ways: pytest.MonkeyPatch) -> None:
+    x = np.ones((1, 1, 4, 8), BF16)
+    ways.setenv(bf16.VARIABLE, "fast")
+    with pytest.raises(ValueError, match="FLASHKIT_CPU_BF16 is one of amx, avx512bf16, widen, emulate; got 'fast'"):
+        flashkit.attention(x, x, x, backend="cpu")
+    ways.setenv(bf16.VARIABLE, "amx")
+    ways.setattr(host, "cpu_features", lambda: frozenset({"avx2"}))
+    with pytest.raises(flashkit.UnsupportedError, match="FLASHKIT_CPU_BF16=amx: this CPU has no amx_tile"):
+        flashkit.attention(x, x, x, backend="cpu")
+
+
+def test_permission_is_asked_of_the_kernel() -> None:
+    """Without AMX the kernel refuses, with it grants; either way a sentence or nothing comes back."""
+    refusal = amx.permitted.__wrapped__()
+    if "amx_tile" not in host.cpu_features():
+        assert refusal
+    assert refusal == "" or "AMX" in refusal
+
+
+FORCED = [
+    with_(dtype="bfloat16"),
+    with_(dtype="bfloat16", causal="yes", sizes="77x50", dims="7/13", heads="4:2"),
+    with_(dtype="bfloat16", sizes="5x257", dims="1", scale="0.3", sinks="yes"),
+    with_(dtype="bfloat16", sizes="130x200", dims="192/128", heads="4:1", kv_lengths="yes", window="both"),
+    with_(dtype="bfloat16", sizes="97x1", dims="40", storage="misaligned", dlse="yes"),
+    with_(dtype="bfloat16", sizes="77x50", dims="80", softcap="yes", bias="with -inf", storage="gaps"),
+    with_(dtype="bfloat16", sizes="33x33", dims="8", dropout="yes", mask="float with -inf"),
+    with_(dtype="bfloat16", sizes="130x200", dims="96", block_mask="bigbird", score_mod="array by head"),
+]
+
+
+@pytest.mark.parametrize("choice", FORCED, ids=lambda choice: cases.name(choice))
+@pytest.mark.parametrize("path", [*PATHS, "widen"])
+def test_every_way_conforms(ways: pytest.MonkeyPatch, path: str, choice: dict[str, str]) -> None:
+    ways.setenv(bf16.VARIABLE, path)
+    call = cases.build(choice)
+    cases.assert_conforms(cases.run(call, "cpu"), *cases.expected(call))
+    assert f"bfloat16 by {path}" in flashkit.explain(call.q, call.k, call.v, backend="cpu", **call.options).why
+
+
+@pytest.mark.parametrize("path", [*PATHS, "widen"])
+def test_hidden_keys_may_hold_anything(ways: pytest.MonkeyPatch, path: str) -> None:
+    """Zero weights leave out what they are multiplied by, NaN included: the careful way."""
+    ways.setenv(bf16.VARIABLE, path)
+    rng = np.random.default_rng(5)
+    q, k, v, dout = (draw(rng, 1, 2, n, 9) for n in (40, 51, 51, 40))
+    clean = flashkit.attention_vjp(q, k, v, kv_lengths=[51], mask=np.arange(51) < 33, backend="cpu")
+    k[:, :, 33:], v[:, :, 34:] = np.nan, np.inf
+    spoilt = flashkit.attention_vjp(q, k, v, kv_lengths=[51], mask=np.arange(51) < 33, backend="cpu")
+    assert np.isfinite(clean[0].astype(np.float32)).all()
+    assert np.allclose(clean[0].astype(np.float32), spoilt[0].astype(np.float32), rtol=2**-7, atol=1e-6)
+    for a, b in zip(clean[1](dout), spoilt[1](dout), strict=True):
+        assert np.allclose(a.astype(np.float32), b.astype(np.float32), rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e30, 1e-30])
+def test_the_scale_is_not_rounded(ways: pytest.MonkeyPatch, scale: float) -> None:
+    ways.setenv(bf16.VARIABLE, "emulate")
+    q, k, v = (draw(np.random.default_rng(i), 1, 1, 20, 16) for i in range(3))
+    if scale == 1e30:
+        q = (q.astype(np.float32) * np.float32(1e-30)).astype(BF16)
+    if scale == 1e-30:
+        q = (q.astype(np.float32) * np.float32(1e30)).astype(BF16)
+    _, lse = flashkit.attention(q, k, v, scale=scale, return_lse=True, backend="cpu")
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    _, want = flashkit.attention(*wide, scale=scale, return_lse=True, backend="reference")
+    assert np.abs(lse - want).max() < 1e-5

@@ -124,15 +124,15 @@ class CpuBackend:
         return Verdict(True)
 
     def plan(self, problem: Problem, profile: Any) -> CpuPlan:
-        tile, why = choose_tile(problem, profile, "forward")
-        backward_tile = choose_tile(problem, profile, "backward")[0]
+        name, reason = bf16.way() if problem.spec.dtype == "bfloat16" else ("", "")
+        tile, why = choose_tile(problem, profile, "forward", amx=name == "amx")
+        backward_tile = choose_tile(problem, profile, "backward", amx=name == "amx")[0]
         if decodes(problem):
             tile = replace(tile, block_k=DECODE_KEYS)
             why = f"fewer than {DECODE_QUERIES} queries: split over the keys, which are read once (kernels/decode.py)"
             return CpuPlan(problem, tile, backward_tile, why)
-        if problem.spec.dtype != "bfloat16":
+        if not name:
             return CpuPlan(problem, tile, backward_tile, why)
-        name, reason = bf16.way()
         if name == "avx512bf16" and not tile.lanes == backward_tile.lanes == 16:
             name, reason = "widen", "the tile has shorter vectors"
         pairs = "" if name == "widen" else name
@@ -302,12 +302,14 @@ def _worth_threads(operands: Operands, flops_a_pair: int) -> bool:
     return pairs * flops_a_pair >= threads.SERIAL_FLOPS
 
 
-def choose_tile(problem: Problem, profile: Any, direction: Direction) -> tuple[CpuTile, str]:
-    """The tile of the profile's row for the spec, or the model's choice, and the reason."""
+def choose_tile(problem: Problem, profile: Any, direction: Direction, *, amx: bool = False) -> tuple[CpuTile, str]:
+    """The tile of the profile's row for the spec, or the model's choice, and the reason. amx: rows for AMX go first."""
     from ... import tiles
 
     spec = problem.spec
-    row = profile.tile(f"cpu.{direction}", spec.dtype, spec.head_dim, spec.causal)
+    tables = [f"cpu_amx.{direction}"] * amx + [f"cpu.{direction}"]
+    found = (profile.tile(table, spec.dtype, spec.head_dim, spec.causal) for table in tables)
+    row = next(filter(None, found), None)
     if row is not None:
         shape = tiles.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction)
         lanes, rows, vectors = row.lanes or shape.lanes, row.rows or shape.rows, row.vectors or shape.vectors
