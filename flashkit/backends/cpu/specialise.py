@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def launcher() -> dict[str, int]:
 
 def compiled(kind: str, text: str) -> Object:
     """The text's entries, each a C function under its own name, and all that they call, as one object."""
-    from llvmlite import binding
+    from llvmlite import binding, ir
     from numba.core import compiler
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
@@ -91,11 +92,11 @@ def compiled(kind: str, text: str) -> Object:
     with global_compiler_lock:
         typing, target = cpu_target.typing_context, cpu_target.target_context
         library = target.codegen().create_library(kind)
-        results = {
-            name: compiler.compile_extra(typing, target, f, f.signature.args, f.signature.return_type, flags, {})
-            for name, f in entries.items()
-        }
-        from llvmlite import ir
+        with _parts_unoptimised(type(library)):
+            results = {
+                name: compiler.compile_extra(typing, target, f, f.signature.args, f.signature.return_type, flags, {})
+                for name, f in entries.items()
+            }
 
         library.add_ir_module(_exports(ir, target, results))
         for result in results.values():
@@ -111,6 +112,19 @@ def compiled(kind: str, text: str) -> Object:
         code = target.codegen()._tm.emit_object(linked)
         foreign = [f.name for f in linked.functions if f.is_declaration and not f.name.startswith("llvm.")]
     return Object(code, tuple(entries), not all(map(_in_process, foreign)))
+
+
+@contextmanager
+def _parts_unoptimised(library: Any) -> Iterator[None]:
+    """Numba optimises each function that a kernel calls, alone and then again as a part of each that calls it. What
+    counts is the last time, when all of them are together; leaving out the others saves a third of the time.
+    """
+    optimise = library._optimize_final_module
+    library._optimize_final_module = lambda self: None
+    try:
+        yield
+    finally:
+        library._optimize_final_module = optimise
 
 
 def _exports(ir: Any, target: Any, results: dict[str, Any]) -> Any:
