@@ -19,6 +19,7 @@ from flashkit.backends.cuda_common import compiler
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import arguments as block
 from flashkit.backends.cupy_raw import modify, simt, specialise
+from flashkit.profile_schema import TileRow
 from flashkit.spec import AttentionSpec
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install cuda-bindings nvidia-cuda-nvrtc")
@@ -64,6 +65,21 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part:
 def test_simt_fits_small_devices(d: int, device: Device) -> None:
     for part in ("forward", "keys", "queries"):
         simt_kernel(part, AttentionSpec("float32", d, d), device)
+
+
+def test_a_profiles_row_decides_where_it_fits() -> None:
+    spec, device = AttentionSpec("float32", 64, 64), MODELS["sm_90a"]
+    model = simt.choose("forward", spec, device)
+
+    def chosen(block_q: int, **options: int) -> tuple[simt.SimtTile, str]:
+        row = TileRow(block_q, 64, options={"generation": "simt", **options}, why="measured")
+        return simt.by_profile("forward", row, spec, device)
+
+    tile, why = chosen(64, threads_x=8, threads_y=16)
+    assert (tile.block_q, tile.threads, why) == (64, 128, "measured")
+    for wrong in (chosen(65, threads_x=8, threads_y=16), chosen(64, threads_x=7, threads_y=16), chosen(64)):
+        assert wrong[0] == model
+        assert "least cost" in wrong[1]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])

@@ -34,6 +34,12 @@ class SimtTile:
     keys: int = 32
     blocks: int = 1  # that are to fit on a multiprocessor at once by their registers
 
+    def __post_init__(self) -> None:
+        if self.threads_x not in (8, 16, 32) or self.threads % 32:
+            raise ValueError(f"{self=}: threads_x is 8, 16 or 32, and the threads are whole warps")
+        if self.chunk < 4 or self.chunk % 4 or self.keys < 4 or self.keys % 4:
+            raise ValueError(f"{self=}: chunk and keys are multiples of 4")
+
     @property
     def threads(self) -> int:
         return self.threads_x * self.threads_y
@@ -74,6 +80,9 @@ class SimtTile:
 
     def cost(self, part: Part, spec: AttentionSpec, device: Device) -> float:
         """Instructions for a pair of query and key, over what hides their latency; infinite where it does not fit."""
+        rows, columns = self.shape(part)
+        if rows % self.threads_y or columns % self.threads_x or columns % self.keys:
+            return float("inf")
         shared, registers = self.shared_memory(part, spec), self.registers(part, spec)
         if shared > device.shared_per_block or registers > MAX_REGISTERS:
             return float("inf")
@@ -82,7 +91,6 @@ class SimtTile:
         )
         if resident < 1:
             return float("inf")
-        rows, columns = self.shape(part)
         r, c = rows // self.threads_y, columns // self.threads_x
         products = {"forward": (1, (spec.head_dim_v,)), "queries": (2, (spec.head_dim,)),
                     "keys": (2, (spec.head_dim, spec.head_dim_v))}  # fmt: skip
@@ -114,14 +122,38 @@ def choose(part: Part, spec: AttentionSpec, device: Device) -> SimtTile:
     best = min(candidates(part), key=lambda tile: tile.cost(part, spec, device))
     if best.cost(part, spec, device) == float("inf"):
         raise ValueError(f"no tile of {part} fits {device}")
-    return replace(best, blocks=device.registers_per_sm // (best.registers(part, spec) * best.threads))
+    return _resident(best, part, spec, device)
+
+
+def _resident(tile: SimtTile, part: Part, spec: AttentionSpec, device: Device) -> SimtTile:
+    """The tile with as many blocks on a multiprocessor as its registers allow."""
+    return replace(tile, blocks=device.registers_per_sm // (tile.registers(part, spec) * tile.threads))
+
+
+def by_profile(part: Part, row: Any, spec: AttentionSpec, device: Device) -> tuple[SimtTile, str]:
+    """The tile of a profile's row, whose options say threads_x and threads_y and may say chunk and keys, or the
+    model's choice where there is none or it does not fit; and the reason.
+    """
+    model = "least cost by the model of registers and shared memory"
+    if row is None:
+        return choose(part, spec, device), model
+    numbers = {
+        name: int(row.options[name]) for name in ("threads_x", "threads_y", "chunk", "keys") if name in row.options
+    }
+    try:
+        tile = SimtTile(row.block_q, row.block_k, **numbers)
+    except (TypeError, ValueError) as error:
+        return choose(part, spec, device), f"{model}; the profile's row is no tile: {error}"
+    if tile.cost(part, spec, device) == float("inf"):
+        return choose(part, spec, device), f"{model}; the profile's tile {tile} does not fit"
+    return _resident(tile, part, spec, device), row.why or "the profile's row"
 
 
 class _Kernel:
     """One kernel of a pass with its tile."""
 
-    def __init__(self, part: Part, spec: AttentionSpec, device: Device, tile: SimtTile | None = None) -> None:
-        self.tile = tile or choose(part, spec, device)
+    def __init__(self, part: Part, spec: AttentionSpec, device: Device, tile: SimtTile) -> None:
+        self.tile = tile
         name = "simt_forward" if part == "forward" else "simt_backward"
         self.library = specialise.library(name, spec, self.tile.constants(part), compiler.target(device.capability))
         self.kernel: Kernel = self.library.kernel(name, device, self.tile.shared_memory(part, spec))
@@ -138,9 +170,9 @@ class _Kernel:
 class SimtForward:
     """The forward pass."""
 
-    def __init__(self, spec: AttentionSpec, device: Device, tile: SimtTile | None = None) -> None:
-        self.forward = _Kernel("forward", spec, device, tile)
-        self.tile, self.why = self.forward.tile, "least cost by the model of registers and shared memory"
+    def __init__(self, spec: AttentionSpec, device: Device, row: Any = None) -> None:
+        self.tile, self.why = by_profile("forward", row, spec, device)
+        self.forward = _Kernel("forward", spec, device, self.tile)
         self.libraries = [self.forward.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
@@ -150,11 +182,10 @@ class SimtForward:
 class SimtBackward:
     """The backward pass: rows prepared, then dK and dV, then dQ, then the sinks."""
 
-    def __init__(
-        self, spec: AttentionSpec, device: Device, keys: SimtTile | None = None, queries: SimtTile | None = None
-    ) -> None:
-        self.keys, self.queries = _Kernel("keys", spec, device, keys), _Kernel("queries", spec, device, queries)
-        self.tile, self.why = self.keys.tile, "least cost by the model of registers and shared memory"
+    def __init__(self, spec: AttentionSpec, device: Device, row: Any = None) -> None:
+        self.tile, self.why = by_profile("keys", row, spec, device)
+        self.keys = _Kernel("keys", spec, device, self.tile)
+        self.queries = _Kernel("queries", spec, device, choose("queries", spec, device))
         self.rows = RowKernels(spec, device)
         self.libraries = [self.keys.library, self.queries.library, self.rows.library]
 
@@ -174,4 +205,4 @@ class Simt:
         return Verdict(True)
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> SimtForward | SimtBackward:
-        return (SimtForward if direction == "forward" else SimtBackward)(problem.spec, device)
+        return (SimtForward if direction == "forward" else SimtBackward)(problem.spec, device, row)
