@@ -8,15 +8,15 @@ from typing import Any
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
 from ..cuda_common.device import Device
-from ..cuda_common.launch import MAX_GRID
+from ..cuda_common.launch import MAX_GRID, scratch
 from . import specialise
 from .arguments import Arguments
 from .rows import RowKernels
 
 MAX_DIM = 256
-_LIST = 4 * 514  # bytes of kernels/sm80.cuh: TileList
+_LIST = 4 * 512  # bytes of kernels/sm80.cuh: TileList
 _CACHED = 40_000_000  # bytes of the heads that blocks of the backward pass work at together
-_SHARING = 4  # blocks that work at one head together, at most
+_SHARING = 2  # blocks that work at one head together, at most
 
 
 def padded(dim: int, granule: int = 16) -> int:
@@ -42,17 +42,24 @@ class Sm80Tile:
     block_k: int
     warps: int
     stages: int = 2
+    warps_k: int = 1  # warps that share rows
 
     def __post_init__(self) -> None:
-        if self.block_q % (16 * self.warps) or self.block_k % 16 or self.stages < 2:
-            raise ValueError(
-                f"{self=}: block_q is a multiple of 16 for each warp, block_k of 16, and there are two stages or more"
-            )
+        rows, keys = 16 * self.warps // self.warps_k, 16 * self.warps_k
+        if self.block_q % rows or self.block_k % keys or self.stages < 2:
+            raise ValueError(f"{self=}: block_q is a multiple of {rows}, block_k of {keys}, stages are two or more")
+
+    @property
+    def granule(self) -> int:
+        """What head dims are padded to, so that warps share them evenly."""
+        return 16 * self.warps_k
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block: kernels/sm80_forward.cu."""
-        q, v = (pitch(dim, ITEMSIZE[spec.dtype]) for dim in (spec.head_dim, spec.head_dim_v))
-        return self.block_q * q + self.stages * self.block_k * (q + v) + _LIST
+        size = ITEMSIZE[spec.dtype]
+        q, v = (pitch(dim, size, self.granule) for dim in (spec.head_dim, spec.head_dim_v))
+        told = self.block_q * (self.block_k * size + 16 + 4 * self.warps_k) if self.warps_k > 1 else 0
+        return self.block_q * q + self.stages * self.block_k * (q + v) + _LIST + told
 
     def resident(self, spec: AttentionSpec, device: Device) -> int:
         """Blocks that a multiprocessor holds at once, if each may have 255 registers a thread."""
@@ -67,8 +74,9 @@ def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
         large = [Sm80Tile(64, 32, 4)] * (dim <= 64) + [Sm80Tile(64, 16, 4)]
         small = [Sm80Tile(16, 32, 1), Sm80Tile(16, 16, 1)]
     else:
-        large = [Sm80Tile(128, 64, 8 if dim > 128 else 4), *(Sm80Tile(64, keys, 4) for keys in (64, 32, 16))]
-        small = [Sm80Tile(16, 64, 1, 3), Sm80Tile(16, 64, 1), Sm80Tile(16, 32, 1), Sm80Tile(16, 16, 1)]
+        largest = Sm80Tile(128, 64, 8, warps_k=2) if dim > 128 else Sm80Tile(128, 64, 4)
+        large = [largest, *(Sm80Tile(64, keys, 4) for keys in (64, 32, 16))]
+        small = [Sm80Tile(16, 64, 2, 3, 2), Sm80Tile(16, 64, 1), Sm80Tile(16, 32, 1), Sm80Tile(16, 16, 1)]
     fitting = [tile for tile in (small if rows <= 16 else large) if tile.shared_memory(spec) <= device.shared_per_block]
     if rows <= 64:
         fitting = [tile for tile in fitting if tile.block_q <= 64] or fitting
@@ -89,7 +97,8 @@ class Sm80Forward:
         self.why = "measured on an H200" + (", split along the keys" if self.split else "")
         constants = {
             "BLOCK_Q": self.tile.block_q, "BLOCK_K": self.tile.block_k, "WARPS": self.tile.warps,
-            "STAGES": self.tile.stages, "PACK": self.pack, "SPLIT": self.split, "TERMS": terms(spec), "GRANULE": 16,
+            "WARPS_K": self.tile.warps_k, "STAGES": self.tile.stages, "GRANULE": self.tile.granule, "PACK": self.pack,
+            "SPLIT": self.split, "TERMS": terms(spec),
             "BLOCKS_PER_SM": max(1, min(self.tile.resident(spec, device), 8 // self.tile.warps)),
         }  # fmt: skip
         library = specialise.library("sm80_forward", spec, tuple(constants.items()), compiler.target(device.capability))
@@ -105,13 +114,11 @@ class Sm80Forward:
         if not blocks:
             return
         if self.split:
-            import cupy
-
             most = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
             parts = max(1, min(self.waves * self.slots // blocks, most))
             shape = parts * arguments.batch, arguments.heads, arguments.n_q
             spec = arguments.spec
-            partial, partial_lse = cupy.empty((*shape, spec.head_dim_v), "float32"), cupy.empty(shape, "float32")
+            partial, partial_lse = scratch((*shape, spec.head_dim_v), "float32"), scratch(shape, "float32")
             arguments.tensors(partial=partial, partial_lse=partial_lse)
             arguments.set(splits=parts)
             _launch(self._kernel, blocks * parts, 32 * self.tile.warps, arguments, stream)
@@ -189,15 +196,14 @@ class Sm80Backward:
         self._store = library.kernel("store_queries", device)
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        import cupy
-
         self.rows.prepare(arguments, stream)
         spec, tile = arguments.spec, self.tile
         keys, queries = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
         heads = arguments.batch, arguments.heads
-        sums = cupy.zeros((*heads, queries, tile.block_q * padded(spec.head_dim, tile.granule)), "float32")
+        width = tile.block_q * padded(spec.head_dim, tile.granule)
+        sums = scratch((*heads, queries, width), "float32", zeros=True)
         # Bits of the pairs of tiles that are done; the ticket lies before them.
-        marks = cupy.zeros(4 + arguments.batch * arguments.heads * queries * -(-keys // 32), "int32")
+        marks = scratch(4 + arguments.batch * arguments.heads * queries * -(-keys // 32), "int32", zeros=True)
         done = marks[4:].reshape((*heads, queries, -(-keys // 32)))
         arguments.tensors(partial=sums, partial_lse=done)
         # Heads at a time: what they read and add to should stay in the L2 cache, but few blocks be at the same head.

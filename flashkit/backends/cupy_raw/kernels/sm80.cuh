@@ -42,7 +42,7 @@ DEVICE float exp2_fast(float x) {
 // --- load_tile --------------------------------------------------------------------------------------------------------
 
 DEVICE void copy_async(unsigned target, const void* source, bool exists) {  // 16 bytes; zeros where they do not exist
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
 }
 DEVICE void copies_end() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>
@@ -53,18 +53,18 @@ DEVICE void copies_wait() {  // until all groups but the last PENDING are there
 // Rows of one head: row r at data + r * token elements. PACK > 1: rows of PACK heads, interleaved.
 template <int PACK = 1>
 struct Rows {
+    const Tensor& tensor;  // strides are read from constant memory when needed
     const storage* data;
-    long long token, head;
     bool aligned;  // whether every row begins on 16 bytes
 
     __device__ __forceinline__ Rows(const Tensor& tensor, long long b, long long h)
-        : data(row_at<const storage>(tensor, b, h, 0)), token(tensor.token), head(tensor.head) {
+        : tensor(tensor), data(row_at<const storage>(tensor, b, h, 0)) {
         const long long all = tensor.token | (PACK > 1 ? tensor.head : 0);
         aligned = (((unsigned long long)data | all * (long long)sizeof(storage)) & 15) == 0;
     }
     __device__ __forceinline__ const storage* at(int row) const {
-        if constexpr (PACK == 1) return data + row * token;
-        return data + row / PACK * token + row % PACK * head;
+        if constexpr (PACK == 1) return data + row * tensor.token;
+        return data + row / PACK * tensor.token + row % PACK * tensor.head;
     }
 };
 
@@ -83,14 +83,14 @@ DEVICE void load_tile(const Rows<PACK>& source, int first, int count, unsigned t
             const unsigned to = target + row * pitch(DIM) + at * 16;
             const bool inside = DIM == padded(DIM) || at * PER_UNIT < DIM;
             if constexpr (PACK == 1) {
-                const storage* from = source.data + (first + row) * source.token + at * PER_UNIT;
+                const storage* from = source.at(first + row) + at * PER_UNIT;
 #pragma unroll
                 for (int i = 0; i < ROWS; i += DOWN) {
                     if (ROWS % DOWN != 0 && i + row >= ROWS) break;
                     const bool exists = inside && i < left;
                     copy_async(to + i * pitch(DIM), exists ? from : source.data, exists);
                     // One address moves on: the compiler would keep one for each i in registers.
-                    asm volatile("add.s64 %0, %0, %1;" : "+l"(from) : "l"(DOWN * source.token * (long long)sizeof(storage)));
+                    asm volatile("add.s64 %0, %0, %1;" : "+l"(from) : "l"(DOWN * source.tensor.token * (long long)sizeof(storage)));
                 }
             } else {
 #pragma unroll 1
@@ -318,7 +318,7 @@ DEVICE void clear(float (&c)[TILES][N][4]) {
 // Tiles along one axis that are not EMPTY, in shared memory: the registers of the loops over them are needed for sums.
 // The first warp classifies 32 tiles at once, and before that 32 groups of 32 where one look may cover so many.
 struct TileList {
-    static constexpr int MOST = 512;
+    static constexpr int MOST = 510;
     int entry[MOST];  // 2 * tile + (state == FULL)
     int count, next;  // entries; the first tile, in the order of going, that nobody has looked at
 };

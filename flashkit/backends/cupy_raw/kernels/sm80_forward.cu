@@ -6,16 +6,23 @@
 //
 //     Q          [BLOCK_Q][HEAD_DIM]            shared memory
 //     K, V       [STAGES][BLOCK_K][..]          shared memory, filled STAGES - 1 tiles ahead
-//     S, P       [BLOCK_Q][BLOCK_K]             registers: 16 TILES rows a warp
+//     S, P       [BLOCK_Q][BLOCK_K]             registers
 //     O          [BLOCK_Q][HEAD_DIM_V]          registers, unscaled
 //     m, l       [BLOCK_Q]                      reference and sum of a row's weights, base 2: registers
 //
-// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, STAGES, PACK, SPLIT, BLOCKS_PER_SM.
+// WARPS_K warps share 16 TILES rows. Where it is 2, each has half of the keys of S and then half of the columns of O, and P
+// goes through shared memory: a warp has room for few rows of a wide O, and what it reads should serve many.
+//
+// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, PACK, SPLIT, BLOCKS_PER_SM.
 #include "sm80.cuh"
 
-constexpr int THREADS = 32 * WARPS, TILES = BLOCK_Q / (16 * WARPS), KEYS = BLOCK_K / 8, COLUMNS = padded(HEAD_DIM_V) / 8;
+constexpr int THREADS = 32 * WARPS, TILES = BLOCK_Q * WARPS_K / (16 * WARPS), KEYS = BLOCK_K / WARPS_K / 8;
+constexpr int COLUMNS = padded(HEAD_DIM_V) / WARPS_K / 8;
+static_assert(KEYS % 2 == 0 && COLUMNS % 2 == 0, "operands come in pairs");
 constexpr int BYTES_Q = BLOCK_Q * pitch(HEAD_DIM), BYTES_K = BLOCK_K * pitch(HEAD_DIM);
-constexpr int BYTES_STAGE = BYTES_K + BLOCK_K * pitch(HEAD_DIM_V);
+constexpr int BYTES_STAGE = BYTES_K + BLOCK_K * pitch(HEAD_DIM_V), AT_LIST = BYTES_Q + STAGES * BYTES_STAGE;
+constexpr int AT_P = AT_LIST + (int)sizeof(TileList), PITCH_P = BLOCK_K * (int)sizeof(storage) + 16;
+constexpr int AT_ROWS = AT_P + BLOCK_Q * PITCH_P;  // numbers of a row that its warps tell each other; WARPS_K > 1, like P
 
 // Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
 constexpr float LIMIT = STORAGE == FLOAT16 ? 32768.0f : 1e18f;
@@ -30,9 +37,12 @@ struct Place {
     long long offset;
 
     __device__ __forceinline__ int row(int i, int half) const {  // that a lane holds; of the block's head and token
-        return row0 + threadIdx.x / 32 * 16 * TILES + 16 * i + 8 * half + threadIdx.x % 32 / 4;
+        return row0 + row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
     }
-    static __device__ __forceinline__ int key(int n) { return 8 * n + threadIdx.x % 4 * 2; }  // and the next
+    static __device__ __forceinline__ int row_of_warp() { return threadIdx.x / 32 / WARPS_K * 16 * TILES; }
+    static __device__ __forceinline__ int share() { return WARPS_K == 1 ? 0 : threadIdx.x / 32 % WARPS_K; }
+    static __device__ __forceinline__ int key(int n) { return (share() * KEYS + n) * 8 + threadIdx.x % 4 * 2; }  // and the next
+    static __device__ __forceinline__ int column(int n) { return (share() * COLUMNS + n) * 8 + threadIdx.x % 4 * 2; }
     // Whether positions fit 32 bits: comparing them takes half the instructions then.
     __device__ __forceinline__ bool narrow() const { return offset >= -0x7fffffffll && offset + rows < 0x7fffffffll; }
 };
@@ -40,7 +50,7 @@ struct Place {
 // Scores as they come from the product to scores in base 2, -inf where hidden. POSITION: the type that positions fit.
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
-    const float scale = (float)(HAS_SCORE ? p.scale : p.scale * (double)LOG2E);
+    const float scale = HAS_SCORE ? (float)p.scale : (float)p.scale * LOG2E;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -79,26 +89,71 @@ DEVICE void modify_tile(const Params& p, const Place& at, bool full, float (&s)[
     }
 }
 
-DEVICE float across_row(float x, bool greatest) {  // over the four lanes that share a row
+// Whether a condition holds in all warps that share rows. What they have written to shared memory is there then.
+DEVICE bool in_all_warps(bool condition) {
+    if constexpr (WARPS_K == 1) return __all_sync(~0u, condition);
+    int all;
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %1, 0; barrier.red.and.pred p, %2, %3, p; selp.s32 %0, 1, 0, p; }"
+                 : "=r"(all) : "r"((int)condition), "r"(1 + (int)threadIdx.x / 32 / WARPS_K), "n"(32 * WARPS_K) : "memory");
+    return all;
+}
+
+// Over the four lanes that share a row.
+template <typename F>
+DEVICE float across_lanes(float x, F join) {
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        const float other = __shfl_xor_sync(~0u, x, step);
-        x = greatest ? fmaxf(x, other) : x + other;
-    }
+    for (int step = 1; step < 4; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
     return x;
+}
+
+// Over the lanes and warps that share a row, for each of a lane's rows.
+template <typename F>
+DEVICE void across_rows(float (&x)[TILES][2], F join) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    float(*told)[BLOCK_Q] = reinterpret_cast<float(*)[BLOCK_Q]>(shared + AT_ROWS);
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            x[i][half] = across_lanes(x[i][half], join);
+            if (WARPS_K > 1 && threadIdx.x % 4 == 0)
+                told[Place::share()][Place::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4] = x[i][half];
+        }
+    if constexpr (WARPS_K > 1) {
+        in_all_warps(true);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = Place::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
+                x[i][half] = told[0][row];
+#pragma unroll
+                for (int other = 1; other < WARPS_K; ++other) x[i][half] = join(x[i][half], told[other][row]);
+            }
+    }
 }
 
 // Scores in base 2 to weights relative to the greatest so far; what was summed before is rescaled to it.
 DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&m)[TILES][2], float (&l)[TILES][2],
                            float (&output)[TILES][COLUMNS][4]) {
+    const auto greater = [](float x, float y) { return fmaxf(x, y); };
+    const auto greatest = [&](int i, int half) {  // of a lane's
+        float top = m[i][half];
+#pragma unroll
+        for (int n = 0; n < KEYS; ++n) top = fmaxf(top, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
+        return top;
+    };
+    float tops[TILES][2];
+    if constexpr (WARPS_K > 1) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) tops[i][0] = greatest(i, 0), tops[i][1] = greatest(i, 1);
+        across_rows(tops, greater);
+    }
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float top = m[i][half];
-#pragma unroll
-            for (int n = 0; n < KEYS; ++n) top = fmaxf(top, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
-            top = across_row(top, true);
+            const float top = WARPS_K > 1 ? tops[i][half] : across_lanes(greatest(i, half), greater);
             const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
             const float factor = exp2_fast(m[i][half] - shift);
             float sum = 0;
@@ -119,9 +174,8 @@ DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&m)[TILES][2], flo
 }
 
 // The same for a tile that needs no modification, without looking for the greatest: m need not be that, only near it.
-// False, with nothing changed but the scores, where it is not near enough (or a score is NaN): then they are needed anew.
-DEVICE bool optimistic_softmax(float (&s)[TILES][KEYS][4], const float (&m)[TILES][2], float (&l)[TILES][2], float scale) {
-    float sum[TILES][2];
+// False where it is not near enough (or a score is NaN): then the scores are needed anew. sum: of the tile's weights.
+DEVICE bool optimistic_softmax(float (&s)[TILES][KEYS][4], const float (&m)[TILES][2], float (&sum)[TILES][2], float scale) {
     bool near = true;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -139,12 +193,7 @@ DEVICE bool optimistic_softmax(float (&s)[TILES][KEYS][4], const float (&m)[TILE
             sum[i][half] = total;
             near &= total <= LIMIT;
         }
-    if (__any_sync(~0u, !near)) return false;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) l[i][half] += sum[i][half];
-    return true;
+    return near;
 }
 
 DEVICE void drop_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
@@ -160,28 +209,49 @@ DEVICE void drop_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][
         }
 }
 
-// O += P V, leaving out the values of weights that are 0.
-DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float (&s)[TILES][KEYS][4], const storage* v) {
-    float weights[TILES][KEYS][4];  // indexed by the loop below, so in memory
+DEVICE void store_weights(const float (&s)[TILES][KEYS][4], storage* weights) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
-        for (int n = 0; n < KEYS; ++n)
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) weights[i][n][e] = s[i][n][e];
+            for (int n = 0; n < KEYS; ++n) {
+                const int row = Place::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
+                char* target = reinterpret_cast<char*>(weights) + row * PITCH_P + Place::key(n) * (int)sizeof(storage);
+                const float x = s[i][n][2 * half], y = s[i][n][2 * half + 1];
+                if constexpr (WIDE) *reinterpret_cast<float2*>(target) = float2{x, y};
+                else *reinterpret_cast<unsigned*>(target) = pack(x, y);
+            }
+}
+
+// O += P V, leaving out the values of weights that are 0.
+DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float (&s)[TILES][KEYS][4],
+                                 const storage* weights, const storage* v) {
+    float own[TILES][KEYS][4];  // indexed by the loop below, so in memory
+    if constexpr (WARPS_K == 1) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) own[i][n][e] = s[i][n][e];
+    }
 #pragma unroll 1
     for (int k = 0; k < BLOCK_K; ++k) {
-        const storage* value = v + k * (pitch(HEAD_DIM_V) / (int)sizeof(storage)) + threadIdx.x % 4 * 2;
+        const storage* value = v + k * (pitch(HEAD_DIM_V) / (int)sizeof(storage));
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float w = __shfl_sync(~0u, weights[i][k / 8][2 * half + k % 2], (threadIdx.x & 28) + k % 8 / 2);
+                const int row = Place::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
+                const float w = WARPS_K == 1
+                    ? __shfl_sync(~0u, own[i][k / 8 % KEYS][2 * half + k % 2], (threadIdx.x & 28) + k % 8 / 2)
+                    : (float)widen(weights[row * (PITCH_P / (int)sizeof(storage)) + k]);
                 if (w != 0) {
 #pragma unroll
                     for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
-                        for (int c = 0; c < 2; ++c) output[i][n][2 * half + c] += w * (float)widen(value[8 * n + c]);
+                        for (int c = 0; c < 2; ++c) output[i][n][2 * half + c] += w * (float)widen(value[Place::column(n) + c]);
                 }
             }
     }
@@ -210,19 +280,19 @@ DEVICE void finish(const Params& p, const Place& at, int part, float (&m)[TILES]
             if (index >= at.rows) continue;
             if constexpr (SPLIT) {
                 float* target = row_at<float>(p.partial, part * p.batch + at.b, h, row);
-                if (threadIdx.x % 4 == 0) *row_at<float>(p.partial_lse, part * p.batch + at.b, h, row) = lse;
+                if (threadIdx.x % 4 == 0 && at.share() == 0) *row_at<float>(p.partial_lse, part * p.batch + at.b, h, row) = lse;
 #pragma unroll
                 for (int n = 0; n < COLUMNS; ++n) {
-                    const int column = 8 * n + threadIdx.x % 4 * 2;
+                    const int column = at.column(n);
                     if (column < HEAD_DIM_V) target[column] = output[i][n][2 * half] * factor;
                     if (column + 1 < HEAD_DIM_V) target[column + 1] = output[i][n][2 * half + 1] * factor;
                 }
             } else {
                 storage* target = row_at<storage>(p.out, at.b, h, row);
-                if (threadIdx.x % 4 == 0) *row_at<float>(p.lse, at.b, h, row) = lse;
+                if (threadIdx.x % 4 == 0 && at.share() == 0) *row_at<float>(p.lse, at.b, h, row) = lse;
 #pragma unroll
                 for (int n = 0; n < COLUMNS; ++n)
-                    store_pair<HEAD_DIM_V>(target, 8 * n + threadIdx.x % 4 * 2, output[i][n][2 * half] * factor,
+                    store_pair<HEAD_DIM_V>(target, at.column(n), output[i][n][2 * half] * factor,
                                            output[i][n][2 * half + 1] * factor);
             }
         }
@@ -230,23 +300,27 @@ DEVICE void finish(const Params& p, const Place& at, int part, float (&m)[TILES]
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forward(KERNEL_PARAMS) {
     extern __shared__ __align__(16) unsigned char shared[];
-    TileList& list = *reinterpret_cast<TileList*>(shared + BYTES_Q + STAGES * BYTES_STAGE);
+    TileList& list = *reinterpret_cast<TileList*>(shared + AT_LIST);
+    storage* shared_weights = reinterpret_cast<storage*>(shared + AT_P);
     const unsigned q_shared = address_of(shared), stages = q_shared + BYTES_Q;
-    const unsigned q_of_warp = q_shared + threadIdx.x / 32 * 16 * TILES * pitch(HEAD_DIM);
+    const unsigned q_of_warp = q_shared + Place::row_of_warp() * pitch(HEAD_DIM);
 
     const int heads = (int)p.heads / PACK, rows = (int)p.n_q * PACK, tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     const unsigned parts = SPLIT ? (unsigned)p.splits : 1, part = blockIdx.x % parts;
-    // As many heads at a time as have their keys and values in the L2 cache together; tiles with most to do first.
+    // Tiles with most to do first, of as many heads at a time as have their keys and values in the L2 cache together; of
+    // the tiles with least to do a quarter is left to the end, where they even out when blocks finish.
     const long long fit = 24000000 / (p.n_k * (HEAD_DIM + HEAD_DIM_V) * (long long)sizeof(storage) + 1);
-    const unsigned all = heads * (unsigned)p.batch;
-    const Work work = work_of(blockIdx.x / parts, tiles, all, fit < 1 ? 1 : fit > all ? all : (unsigned)fit);
+    const unsigned all = heads * (unsigned)p.batch, index = blockIdx.x / parts, early = HAS_MASK ? tiles - tiles / 4 : tiles;
+    Work work;
+    if (index < early * all) work = work_of(index, early, all, fit < 1 ? 1 : fit > all ? all : (unsigned)fit);
+    else work = {(int)(index / all), (int)(index % all)};
     const int b = work.bh / heads, h = work.bh % heads * PACK, row0 = (tiles - 1 - work.tile) * BLOCK_Q;
     const Place at{b, h, row0, rows, (int)keys_of(p, b), offset_of(p, b)};
     const int from = row0 / PACK, to = ((row0 + BLOCK_Q < rows ? row0 + BLOCK_Q : rows) + PACK - 1) / PACK;
     const long long key_tiles = (at.n_k + BLOCK_K - 1) / BLOCK_K;
     const int first = (int)(key_tiles * part / parts), last = (int)(key_tiles * (part + 1) / parts);
     const Rows<> k(p.k, b, h / GROUP), v(p.v, b, h / GROUP);
-    const float scale = (float)(p.scale * (double)LOG2E);
+    const float scale = (float)p.scale * LOG2E;
 
     float output[TILES][COLUMNS][4], m[TILES][2], l[TILES][2];
 #pragma unroll 1
@@ -284,30 +358,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 bool exact = HAS_SCORE || !begun || !full || k0 + BLOCK_K > at.n_k, done;
                 do {
                     clear(s);
-                    multiply_rows<HEAD_DIM>(s, q_of_warp, stage);
-                    done = exact;
+                    multiply_rows<HEAD_DIM>(s, q_of_warp, stage + at.share() * 8 * KEYS * pitch(HEAD_DIM));
+                    float sum[TILES][2];
+                    done = true;
                     if (exact) {
                         modify_tile(p, at, full, s, k0);
                         online_softmax(s, m, l, output);
                     } else {
-                        done = optimistic_softmax(s, m, l, scale);
-                        exact = true;
+                        done = optimistic_softmax(s, m, sum, scale);
                     }
+                    if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
+                    if constexpr (WARPS_K > 1) store_weights(s, shared_weights);
+                    done = in_all_warps(done);
+                    if (done && !exact) {
+#pragma unroll
+                        for (int j = 0; j < TILES; ++j) l[j][0] += sum[j][0], l[j][1] += sum[j][1];
+                    }
+                    exact = true;
                 } while (!done);
                 begun = true;
-                if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
                 if (MAY_HIDE && careful)
-                    accumulate_carefully(output, s, reinterpret_cast<const storage*>(
+                    accumulate_carefully(output, s, shared_weights, reinterpret_cast<const storage*>(
                         shared + BYTES_Q + i % STAGES * BYTES_STAGE + BYTES_K));
-                else multiply_weights<HEAD_DIM_V>(output, s, stage + BYTES_K);
+                else if (WARPS_K == 1)
+                    multiply_weights<HEAD_DIM_V>(output, s, stage + BYTES_K);
+                else
+                    multiply_turned<BLOCK_K / STEP, false, PITCH_P, pitch(HEAD_DIM_V)>(
+                        output, q_shared + AT_P + at.row_of_warp() * PITCH_P,
+                        stage + BYTES_K + at.share() * 8 * COLUMNS * (int)sizeof(storage));
             }
         }
         bool odd = false;
+        across_rows(l, [](float x, float y) { return x + y; });
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                l[i][half] = across_row(l[i][half], false);
                 if (MAY_HIDE && at.row(i, half) < rows && is_finite(l[i][half])) {
 #pragma unroll
                     for (int n = 0; n < COLUMNS; ++n)
