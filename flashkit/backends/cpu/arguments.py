@@ -58,7 +58,7 @@ import numpy as np
     PRODUCT_ADD,
     COLUMN_MAX,
     EXPONENTIALS,
-    TILE_EXPONENTIALS,  # EXPONENTIALS, or what leaves a tile's weights as pairs
+    TILE_EXPONENTIALS,  # what leaves a tile's weights as pairs
     PACK_ROWS,
     PACK_ROWS_T,
     ROUND_PAIRS,

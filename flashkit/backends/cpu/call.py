@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 MICRO_KERNELS = {
     at.PRODUCT: "product", at.PRODUCT_ADD: "product_add", at.COLUMN_MAX: "column_max",
-    at.EXPONENTIALS: "exponentials", at.TILE_EXPONENTIALS: "exponentials", at.PACK: "pack", at.UNPACK: "unpack",
-    at.WEIGHTS: "weights",
+    at.EXPONENTIALS: "exponentials", at.PACK: "pack", at.UNPACK: "unpack", at.WEIGHTS: "weights",
 }  # fmt: skip
 PAIR_KERNELS = {
     at.PRODUCT: "pair_product", at.PRODUCT_ADD: "pair_product_add", at.TILE_EXPONENTIALS: "weights_in_pairs",
@@ -63,8 +62,6 @@ class Block:
         micro = addresses(registers)
         for index, name in (MICRO_KERNELS | (PAIR_KERNELS if plan.pairs else {})).items():
             args[index] = micro[name]
-        if operands.dropout_p:  # weights are dropped before they are rounded
-            args[at.TILE_EXPONENTIALS] = args[at.EXPONENTIALS]
         for index, tensor in tensors(operands):
             args[index + 1 : index + 4] = _strides(tensor)
         batch, heads, n_q, d = operands.q.shape
@@ -72,7 +69,9 @@ class Block:
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = batch, heads, spec.group
         args[at.N_Q], args[at.N_K], args[at.DIM], args[at.DIM_V] = n_q, n_k, d, operands.v.shape[3]
         args[at.LENGTHS], args[at.OFFSETS] = self.address(operands.kv_lengths), self.address(operands.q_offset)
-        self.scales(operands.scale, bool(plan.pairs), scores_whole or spec.score is not None)
+        # Weights to be dropped are not yet rounded to pairs, and their exponentials know no scale.
+        whole = scores_whole or spec.score is not None or bool(operands.dropout_p)
+        self.scales(operands.scale, bool(plan.pairs), whole)
         if operands.sinks is not None:
             args[at.SINKS] = self.address(np.ascontiguousarray(operands.sinks, spec.lse_dtype))
         args[at.CLASSIFY] = plan.classify

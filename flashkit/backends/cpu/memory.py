@@ -228,8 +228,14 @@ def call_column_max(typing: Any, function: Any, s: Any, top: Any) -> Any:
 
 
 @intrinsic
-def call_exponentials(typing: Any, function: Any, s: Any, top: Any, total: Any, rate: Any) -> Any:
-    """s to 2^(rate * (s - top)), which total adds up; `rate`: bits of a float64."""
+def call_exponentials(typing: Any, function: Any, s: Any, top: Any, total: Any) -> Any:
+    """s to e^(s - top), which total adds up."""
+    return types.void(_INT64, s, top, total), _tile_call
+
+
+@intrinsic
+def call_weights_in_pairs(typing: Any, function: Any, s: Any, top: Any, total: Any, rate: Any) -> Any:
+    """s to 2^(rate * (s - top)), rounded, in pairs of rows, which total adds up; `rate`: bits of a float64."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
         (s_at, shape, (row, _)), *others = (

@@ -64,15 +64,17 @@ def online_softmax(args, tile, m, l, top, shift, factor, output):
         # A query that has seen no key yet keeps the shift 0, so that -inf - shift stays -inf.
         shift[i] = 0 if m[i] == -np.inf else m[i]
     if moved:
+        rest = COMPUTE(double_from_bits(args[REST_SCALE]))
         for i in range(columns):
+            factor[0, i] = (factor[0, i] - shift[i]) * rest
             top[i] = 0
-        call_exponentials(args[EXPONENTIALS], factor, shift, top, args[RATE])
+        call_exponentials(args[EXPONENTIALS], factor, top, top)
         for i in range(columns):
             l[i] *= top[i]
         for d in range(output.shape[0]):
             for i in range(columns):
                 output[d, i] *= top[i]
-    call_exponentials(args[TILE_EXPONENTIALS], tile, shift, l, args[RATE])
+    exponentials(args, tile, shift, l)
 
 
 @njit(**options)

@@ -6,7 +6,7 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.memory import call_product, matrix
+from flashkit.backends.cpu.memory import call_exponentials, call_product, matrix
 from flashkit.backends.cpu.tiling import careful_product, careful_product_t
 
 UNIT = 1
@@ -30,6 +30,12 @@ def load_tile(source, address):
         for j in range(width):
             target[i, j] = widen(source[i, j])
     return target
+
+
+@njit(**options)
+def exponentials(args, tile, shift, total):
+    """Scores to weights, which total adds up."""
+    call_exponentials(args[EXPONENTIALS], tile, shift, total)
 
 
 @njit(**options)

@@ -7,10 +7,12 @@ from numba import njit
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.memory import (
+    call_exponentials,
     call_pack_rows,
     call_product,
     call_round_pairs,
     call_unpack,
+    call_weights_in_pairs,
     matrix,
     tensor3,
     vector,
@@ -38,6 +40,15 @@ def load_tile(source, address):
             copy[i, j] = source[i, j]
         copy[i, width] = 0
     return matrix(address, count, words, words * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+
+
+@njit(**options)
+def exponentials(args, tile, shift, total):
+    """Scores to weights, rounded and in pairs unless some are to be dropped first; total adds up the unrounded ones."""
+    if args[DROPOUT] != 0:
+        call_exponentials(args[EXPONENTIALS], tile, shift, total)
+    else:
+        call_weights_in_pairs(args[TILE_EXPONENTIALS], tile, shift, total, args[RATE])
 
 
 @njit(**options)
