@@ -29,13 +29,12 @@ from .vector import (
     I8,
     I32,
     I64,
-    LOG2E,
     SIZE,
     STORED,
     Block,
     Loop,
     Memory,
-    exp2,
+    exp,
     fill,
     fma,
     splat,
@@ -198,8 +197,7 @@ def _emit_row_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: 
     s, s_row, m, n, top, total, factor = args
     lanes = block.lanes
     memory = Memory(b, element, lanes)
-    hidden, log2e = fill(memory.vector, float("-inf")), fill(memory.vector, LOG2E)
-    zero = fill(memory.vector, 0.0)
+    hidden, zero = fill(memory.vector, float("-inf")), fill(memory.vector, 0.0)
 
     def scores(row: ir.Value, j: ir.Value) -> ir.Value:
         """Past the end nothing is visible; the row is padded, so reading there is no harm."""
@@ -227,7 +225,7 @@ def _emit_row_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: 
         shift = splat(b, b.select(unseen, element(0.0), after), lanes)
 
         def exponential(x: ir.Value, shift: ir.Value = shift) -> ir.Value:
-            return exp2(b, b.fmul(b.fsub(x, shift), log2e))
+            return exp(b, b.fsub(x, shift))
 
         loop = Loop(b, I64(0), n, lanes, [zero])
         with loop as (j, (sums,), advance):
