@@ -18,7 +18,7 @@ from flashkit import arguments, mods
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import arguments as block
-from flashkit.backends.cupy_raw import modify, simt, specialise
+from flashkit.backends.cupy_raw import modify, simt, sm80, specialise
 from flashkit.profile_schema import TileRow
 from flashkit.spec import AttentionSpec
 
@@ -208,3 +208,26 @@ def test_simt_products_are_fused_and_copies_asynchronous() -> None:
     )
     assert len(re.findall(r"\bFFMA\b", sass)) > 500
     assert "LDGSTS" in sass
+
+
+@pytest.mark.parametrize("arch", MODELS)
+@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 64)) for d in (64, 128, 256)])
+def test_sm80_products_are_matrix_instructions(d: int, arch: str) -> None:
+    """Both passes, with few spills, all of them outside of the products."""
+    spec, device = AttentionSpec("bfloat16", d, d), MODELS[arch]
+    tile, backward = sm80.forward_tile(spec, 4096, device), sm80.backward_tile(spec, device)
+    assert backward is not None and backward.shared_memory(spec) <= device.shared_per_block
+    assert tile.shared_memory(spec) <= device.shared_per_block
+    constants = {
+        "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "WARPS": tile.warps, "WARPS_K": tile.warps_k,
+        "STAGES": tile.stages, "GRANULE": tile.granule, "PACK": 1, "SPLIT": 0, "TERMS": 3,
+        "BLOCKS_PER_SM": 8 // tile.warps,
+    }  # fmt: skip
+    found = compiler.binary(specialise.source("sm80_forward", spec, constants), arch)
+    assert found.resources["sm80_forward"].spills <= 128
+    assert len(re.findall(r"\bHMMA\b", disassembled(found.path))) >= 64
+
+
+def test_an_impossible_sm80_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_q is a multiple of 64"):
+        sm80.Sm80Tile(96, 64, 4)

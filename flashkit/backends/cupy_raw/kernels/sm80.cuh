@@ -42,7 +42,7 @@ DEVICE float exp2_fast(float x) {
 // --- load_tile --------------------------------------------------------------------------------------------------------
 
 DEVICE void copy_async(unsigned target, const void* source, bool exists) {  // 16 bytes; zeros where they do not exist
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
 }
 DEVICE void copies_end() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>
@@ -144,10 +144,20 @@ DEVICE unsigned pack(float low, float high) {
     return r;
 }
 
-// A float32 number as two of TF32.
+// A float32 number to the nearest of TF32.
+DEVICE unsigned round_tf32(unsigned x) {
+    unsigned y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+    return y;
+}
+
+// A float32 number as two of TF32; the unit ignores the last 13 bits. Adding may turn a NaN into 0, which then is no
+// longer equal to it and leaves the NaN to the lower part; an infinity is its own upper part. Cutting the upper part off
+// instead would be faster, but the products of two lower parts, which are left out, are too large then.
 DEVICE void split(unsigned x, unsigned& high, unsigned& low) {
-    high = (x + 0x1000u) & 0xffffe000u;
-    low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high)) + 0x1000u;  // the unit ignores the last 13 bits
+    const float whole = __uint_as_float(x), upper = __uint_as_float((x + 0x1000u) & 0xffffe000u);
+    high = __float_as_uint(upper);
+    low = whole == upper ? 0u : __float_as_uint(whole - upper);
 }
 
 // Left operands of one step, ready to be multiplied.
@@ -162,7 +172,7 @@ struct Left {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     if constexpr (TERMS == 3) split(high[i][e], high[i][e], low[i][e]);
-                    else high[i][e] += 0x1000u;
+                    else high[i][e] = round_tf32(high[i][e]);
                 }
         }
     }
@@ -176,7 +186,7 @@ DEVICE void step(float (&c)[TILES][N][4], int n, const Left<TILES>& a, unsigned 
         for (int i = 0; i < TILES; ++i) multiply(c[i][n], a.high[i], b0, b1);
     } else if constexpr (TERMS == 1) {
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) multiply(c[i][n], a.high[i], b0 + 0x1000u, b1 + 0x1000u);
+        for (int i = 0; i < TILES; ++i) multiply(c[i][n], a.high[i], round_tf32(b0), round_tf32(b1));
     } else {
         unsigned high0, high1, low0, low1;
         split(b0, high0, low0), split(b1, high1, low1);

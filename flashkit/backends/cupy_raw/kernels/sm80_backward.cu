@@ -61,7 +61,7 @@ DEVICE void store_weights(unsigned target, int row, int key, float x, float y) {
 template <bool PLAIN, bool PARTIAL_TILE, typename POSITION>
 DEVICE void weights(const Params& p, const Place& at, const unsigned char* odd, float (&s)[S_TILES][S_KEYS][4],
                     const float (&shift)[S_TILES][2], int row0, unsigned target) {
-    const float scale = (float)(HAS_SCORE ? p.scale : p.scale * (double)LOG2E);
+    const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
 #pragma unroll
     for (int i = 0; i < S_TILES; ++i)
 #pragma unroll

@@ -47,10 +47,13 @@ struct Place {
     __device__ __forceinline__ bool narrow() const { return offset >= -0x7fffffffll && offset + rows < 0x7fffffffll; }
 };
 
+// The scale to base 2; in float32 it is rounded once.
+DEVICE float base_2(const Params& p) { return WIDE ? (float)(p.scale * 1.4426950408889634) : (float)p.scale * LOG2E; }
+
 // Scores as they come from the product to scores in base 2, -inf where hidden. POSITION: the type that positions fit.
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
-    const float scale = HAS_SCORE ? (float)p.scale : (float)p.scale * LOG2E;
+    const float scale = HAS_SCORE ? (float)p.scale : base_2(p);
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -275,7 +278,7 @@ DEVICE void finish(const Params& p, const Place& at, int part, float (&m)[TILES]
                 }
             }
             const bool empty = sum == 0;  // no key is visible
-            const float lse = empty ? HIDDEN : (top + log2f(sum)) * LN2;
+            const float lse = empty ? HIDDEN : fmaf(top, LN2, logf(sum));
             factor = empty ? 0.0f : factor / sum;
             if (index >= at.rows) continue;
             if constexpr (SPLIT) {
@@ -320,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     const long long key_tiles = (at.n_k + BLOCK_K - 1) / BLOCK_K;
     const int first = (int)(key_tiles * part / parts), last = (int)(key_tiles * (part + 1) / parts);
     const Rows<> k(p.k, b, h / GROUP), v(p.v, b, h / GROUP);
-    const float scale = (float)p.scale * LOG2E;
+    const float scale = base_2(p);
 
     float output[TILES][COLUMNS][4], m[TILES][2], l[TILES][2];
 #pragma unroll 1
