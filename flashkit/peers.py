@@ -308,19 +308,16 @@ def yardsticks(
         q, k, v, _ = arrays
         found["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v), flops)
         found["kernel"] = Yardstick(_kernel(case, q, k, v), flops)
-    if case.n_q == 1 and (read := _read(arrays[1:3], threads)) is not None:
-        found["read"] = Yardstick(read, float(arrays[1].nbytes + arrays[2].nbytes), "byte")
+    if case.n_q == 1:
+        found["read"] = Yardstick(_read(arrays[1:3], threads), float(arrays[1].nbytes + arrays[2].nbytes), "byte")
     return found
 
 
-def _read(arrays: Arrays, threads: int) -> Callable[[], object] | None:
-    """All threads read these arrays, a part each; None where flashkit has no loop that only reads."""
+def _read(arrays: Arrays, threads: int) -> Callable[[], object]:
+    """All threads read these arrays, a part each."""
     from . import host
-    from .backends.cpu import rates
+    from .backends.cpu.rates import reader
 
-    reader = getattr(rates, "reader", None)
-    if reader is None:
-        return None
     lanes = host.lanes_of(host.cpu_features())
     parts = [np.array_split(array.view(np.uint8).reshape(-1), threads) for array in arrays]
     loops = [[reader(part, lanes) for part in own] for own in zip(*parts)]
