@@ -69,14 +69,47 @@ def test_nothing_is_written_before_the_first_call(program: Callable[..., str], t
 
 @pytest.mark.slow
 def test_the_second_process_compiles_nothing(program: Callable[..., str], tmp_path: Path) -> None:
+    """A first call takes less than 4 s, and 0.3 s in a later process, alone on the machine; here twice that."""
     first = json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path))
     assert first["compiled"] > 0 and first["files"]
+    assert first["first"] < 8
     runs = [json.loads(program(CALLS, FLASHKIT_CACHE_DIR=tmp_path)) for _ in range(4)]
     for run in runs:
         assert run["compiled"] == 0
         assert run["files"] == first["files"]  # nothing new, nothing written again
         assert run["sum"] == first["sum"]
-    assert min(run["first"] for run in runs) < 1.0
+    assert min(run["first"] for run in runs) < 0.6
+
+
+@pytest.mark.slow
+def test_numba_beside_works_as_ever(program: Callable[..., str], tmp_path: Path) -> None:
+    """Parts of kernels are not finished each alone; what they share with other compiled functions is."""
+    text = """
+        import numpy as np, numba, flashkit
+
+        @numba.njit
+        def before(x, y):
+            return min(x, y) + max(x, y)
+
+        assert before(1, 2) == 3
+        q = np.ones((1, 1, 20, 8), np.float32)
+        flashkit.attention(q, q, q, causal=True)
+
+        @numba.njit
+        def after(x, y):
+            a = np.full(x, y)
+            if min(x, y) < 0:
+                raise ValueError("below", x, y)
+            return a[1:].sum() + max(x, y), [i for i in range(x)]
+
+        print(after(3, 4), before(1.0, 2.0))
+        try:
+            after(3, -4)
+        except ValueError as error:
+            print(error)
+    """
+    said = program(text, FLASHKIT_CACHE_DIR=tmp_path).splitlines()
+    assert said == ["(12, [0, 1, 2]) 3.0", "('below', 3, -4)"]
 
 
 def test_a_later_process_does_without_numba(program: Callable[..., str]) -> None:

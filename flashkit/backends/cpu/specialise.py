@@ -91,17 +91,18 @@ def compiled(kind: str, text: str) -> Object:
     flags.error_model = options["error_model"]
     with global_compiler_lock:
         typing, target = cpu_target.typing_context, cpu_target.target_context
+        target.refresh()  # Numba's runtime, which is to be complete
         library = target.codegen().create_library(kind)
-        with _parts_unoptimised(type(library)):
+        with _parts_unfinished(library):
             results = {
                 name: compiler.compile_extra(typing, target, f, f.signature.args, f.signature.return_type, flags, {})
                 for name, f in entries.items()
             }
-
-        library.add_ir_module(_exports(ir, target, results))
-        for result in results.values():
-            library.add_linking_library(result.library)
-        library.finalize()
+            library.add_ir_module(_exports(ir, target, results))
+            for result in results.values():
+                library.add_linking_library(result.library)
+            library.finalize()
+        library._optimize_final_module()
         linked = library._final_module
         for name in [*linked.functions, *linked.global_variables]:
             if not name.is_declaration and name.name not in entries:
@@ -115,16 +116,28 @@ def compiled(kind: str, text: str) -> Object:
 
 
 @contextmanager
-def _parts_unoptimised(library: Any) -> Iterator[None]:
-    """Numba optimises each function that a kernel calls, alone and then again as a part of each that calls it. What
-    counts is the last time, when all of them are together; leaving out the others saves a third of the time.
+def _parts_unfinished(library: Any) -> Iterator[None]:
+    """Numba optimises each function that a kernel calls and makes machine code of it, alone and then again as a part of
+    each that calls it. What counts is the last time, when all of them are together; leaving out the others saves half
+    of the time. Functions of Numba's own get their machine code as ever, for others may call them later.
     """
-    optimise = library._optimize_final_module
-    library._optimize_final_module = lambda self: None
+    kind, codegen = type(library), library.codegen
+    optimise, finish, set_env = kind._optimize_final_module, kind._finalize_final_module, codegen.set_env
+
+    def finish_others(part: Any) -> None:
+        if any("flashkit" in function.name for function in part.get_defined_functions()):
+            part._finalized = True
+        else:
+            finish(part)
+
+    kind._optimize_final_module = lambda part: None
+    kind._finalize_final_module = finish_others
+    codegen.set_env = lambda name, env: None if "flashkit" in name else set_env(name, env)
     try:
         yield
     finally:
-        library._optimize_final_module = optimise
+        kind._optimize_final_module, kind._finalize_final_module = optimise, finish
+        del codegen.set_env
 
 
 def _exports(ir: Any, target: Any, results: dict[str, Any]) -> Any:
