@@ -475,7 +475,7 @@ def expected(call: Call) -> tuple[Results, Results]:
     yardstick = Yardstick(call.choice["dtype"])
     # The greatest error in a few dozen rows is luck: where there are few, more calls are drawn to measure it.
     rows = call.plain_dout[..., 0].size
-    for draw in range(next(n for most, n in ((100, 8), (500, 4), (1500, 2), (rows + 1, 1)) if rows < most)):
+    for draw in range(next(n for most, n in ((100, 24), (500, 8), (1500, 2), (rows + 1, 1)) if rows < most)):
         drawn = build(call.choice, seed=call.seed + draw) if draw else call
         problem, operands, _ = prepare(**drawn.plain)
         results = yardstick.measure(problem.spec, operands, drawn.plain_dout, drawn.plain_dlse)

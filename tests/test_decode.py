@@ -194,6 +194,15 @@ def test_few_queries_decode_and_many_do_not() -> None:
     assert all("kernels/decode.py" in why(n) for n in (1, 7)) and "kernels/decode.py" not in why(8)
 
 
+def test_one_key_has_its_value_as_gradient_too() -> None:
+    q, k, v = tensors(4, 2, 1, 1, 192)
+    out, vjp = flashkit.attention_vjp(q, k, v, backend="cpu")
+    dout = np.random.default_rng(3).standard_normal(out.shape).astype(np.float32)
+    assert np.array_equal(out, np.repeat(v, 2, 1))
+    _, _, dv = vjp(dout)
+    np.testing.assert_allclose(dv[0, :, 0], dout[0, :, 0].reshape(2, 2, -1).sum(1), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_width_decodes(lanes: int, dtype: str) -> None:

@@ -79,6 +79,9 @@ import numpy as np
 
 EMPTY, PARTIAL, FULL = map(np.int64, range(3))
 
+STRETCH = np.int64(16)
+"""Tiles that decoding takes at once where nothing is masked: memory is read fastest in long stretches."""
+
 STRIP = np.int64(16)
 """Keys or rows that are looked at together inside a PARTIAL tile; tiles begin at multiples of it."""
 

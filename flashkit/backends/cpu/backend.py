@@ -22,6 +22,11 @@ ROW_BLOCK = 256
 DECODE_QUERIES = 8
 """A power of two: with fewer queries a head, decoding's kernel computes the forward pass."""
 
+DECODE_FROM = 16
+"""A power of two: the fewest keys for that. Below, scores that both passes sum in one order are worth more: a weight of
+nearly 1 is then e^0 to the last bit.
+"""
+
 DECODE_KEYS = 64
 """Keys of a tile in decoding."""
 
@@ -146,7 +151,9 @@ class CpuBackend:
 
         block = Block(plan, operands, plan.tile, plan.modify, scores_whole=False)
         spec = plan.problem.spec
-        parallel = _worth_threads(operands, 2 * (spec.head_dim + spec.head_dim_v))
+        # Decoding waits for memory, four times as long as products in cache take.
+        flops = 2 * (spec.head_dim + spec.head_dim_v) * (4 if plan.decodes else 1)
+        parallel = _worth_threads(operands, flops)
         form_of = _decode_form if plan.decodes else _forward_form
         forms: dict[int, tuple[np.ndarray, int, int]] = {}  # by number of threads
         call = threads.entry("call")
@@ -260,7 +267,7 @@ def decodes(problem: Problem) -> bool:
     """Whether there are so few queries that reading keys and values is what takes time. Problems that share a plan,
     those of one power of two, get one answer.
     """
-    return problem.n_q < DECODE_QUERIES
+    return problem.n_q < DECODE_QUERIES and problem.n_k >= DECODE_FROM
 
 
 def _decode_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray, int, int]:
@@ -276,7 +283,7 @@ def _decode_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray,
     parts = max(1, min(-(-PARTS_A_THREAD * workers // heads), n_k // PART_KEYS)) if workers > 1 else 1
     part_keys = rounded(-(-n_k // parts), block_k)
     parts = max(1, -(-n_k // part_keys))
-    layout = scratch.decode_layout(rows, spec.group, block_k, rounded(spec.head_dim, lanes), size)
+    layout = scratch.decode_layout(rows, spec.group, int(at.STRETCH) * block_k, rounded(spec.head_dim, lanes), size)
     args[at.BLOCK_K], args[at.SPLITS], args[at.PART_KEYS], args[at.TASKS] = block_k, parts, part_keys, heads * parts
     args[at.WORKER], args[at.SCRATCH_BYTES] = plan.forward["worker"], _apart(layout[-1])
     args[at.PARTS] = args[at.SCRATCH_BYTES] * workers

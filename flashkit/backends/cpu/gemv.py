@@ -253,6 +253,7 @@ def _emit_row_values(builder: ir.IRBuilder, args: Sequence[ir.Value], element: i
     lanes = block.lanes
     memory, stored = Memory(b, element, lanes), Rows(b, element, block)
     width = lanes * memory.size
+    zero = fill(memory.vector, 0.0)
 
     def o_row_at(i: ir.Value) -> ir.Value:
         return b.add(o, b.mul(i, o_row))
@@ -270,7 +271,7 @@ def _emit_row_values(builder: ir.IRBuilder, args: Sequence[ir.Value], element: i
             """`height` rows by `vectors` vectors of o in registers."""
             o_at = [b.add(o_row_at(b.add(i, I64(x))), b.mul(c, I64(memory.size))) for x in range(height)]
             p_at = [b.add(p, b.mul(b.add(i, I64(x)), p_row)) for x in range(height)]
-            start = [memory.load(b.add(at, I64(y * width)), mask) for at in o_at for y in range(vectors)]
+            start = [zero] * (height * vectors)
             v_start = b.add(b.add(v, b.mul(first, v_row)), b.mul(c, I64(stored.size)))
             loop = Loop(b, first, stop, 1, [*start, v_start])
             with loop as (j, carried, advance):
@@ -284,7 +285,9 @@ def _emit_row_values(builder: ir.IRBuilder, args: Sequence[ir.Value], element: i
                 advance([*new, b.add(v_at, v_row)])
             for x in range(height):
                 for y in range(vectors):
-                    memory.store(loop.results[x * vectors + y], b.add(o_at[x], I64(y * width)), mask)
+                    # Added when the strip is complete, which rounds less often at the size of o.
+                    at = b.add(o_at[x], I64(y * width))
+                    memory.store(b.fadd(memory.load(at, mask), loop.results[x * vectors + y]), at, mask)
 
         def rows(i: ir.Value, height: int) -> None:
             """All columns, as many vectors of them at once as registers allow."""

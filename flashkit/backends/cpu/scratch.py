@@ -62,12 +62,12 @@ def backward_layout(
     )
 
 
-def decode_layout(rows: int, group: int, block_k: int, d: int, itemsize: int) -> tuple[int, int, int, int, int]:
+def decode_layout(rows: int, group: int, keys: int, d: int, itemsize: int) -> tuple[int, int, int, int, int]:
     """Offsets of the scores (queries come first, their d padded to whole vectors), factors, and each head's state and
     end of its group of tiles; last the total.
     """
     scores = _end(0, rows * d, itemsize)
-    factors = _end(scores, rows * block_k, itemsize)
+    factors = _end(scores, rows * keys, itemsize)
     states = _end(factors, rows, itemsize)
     ends = _end(states, group, 8)
     return scores, factors, states, ends, _end(ends, group, 8)

@@ -5,7 +5,7 @@ group, packed. Scores have one row a query and keys along the lanes. Each part h
 last part adds them all up, in the order of the parts, so that the result does not depend on who did what.
 
     Q    [rows][D]           scaled queries, row g * n_q + i: query i of the group's head g; padded with 0
-    S    [rows][BLOCK_K]     scores, then weights
+    S    [rows][keys]        scores, then weights, of a tile, or of a stretch of them where nothing is masked
     O    [rows][DV]          output of the part, unscaled; with m and l in the memory that parts are added up from
     m, l [rows]              running maximum and sum of each row
     ends, states [group]     each head's group of tiles of one state that the tile is in
@@ -113,7 +113,7 @@ def decode_part(args, b, head_kv, start, stop, place, scratch, careful):
     d, dv, n_q, group, block_k, lanes = args[DIM], args[DIM_V], args[N_Q], args[GROUP], args[BLOCK_K], args[LANES]
     rows = group * n_q
     padded = (d + lanes - 1) // lanes * lanes
-    scores, factors, states, ends, _ = decode_layout(rows, group, block_k, padded, COMPUTE_SIZE)
+    scores, factors, states, ends, _ = decode_layout(rows, group, STRETCH * block_k, padded, COMPUTE_SIZE)
     q = matrix(scratch, rows, padded, padded * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
     factor = vector(scratch + factors, rows, COMPUTE_SIZE, COMPUTE)
     state, end = vector(scratch + states, group, 8, np.int64), vector(scratch + ends, group, 8, np.int64)
@@ -128,21 +128,23 @@ def decode_part(args, b, head_kv, start, stop, place, scratch, careful):
 
     tile, tiles = start // block_k, (stop + block_k - 1) // block_k
     while tile < tiles:
-        following, visible = tiles, False
+        following, visible, whole = tiles, False, True
         for g in range(group):
             if end[g] <= tile:
                 h = head_kv * group + g
                 end[g], state[g] = next_group(args, b, h, 0, n_q, tile, tiles, block_k, stop, True)
             following = min(following, end[g])
             visible |= state[g] != EMPTY
+            whole &= state[g] == FULL
         if not visible:
             tile = following
             continue
         k0 = tile * block_k
-        n = min(block_k, stop - k0)
+        following = min(following, tile + STRETCH) if whole else tile + 1
+        n = min(following * block_k, stop) - k0
         k = tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE)
         v = tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE)
-        s = matrix(scratch + scores, rows, n, block_k * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+        s = matrix(scratch + scores, rows, n, STRETCH * block_k * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
         call_row_scores(args[ROW_SCORES], q, k, s, d)
         for g in range(group):
             head = s[g * n_q : (g + 1) * n_q]
@@ -158,7 +160,7 @@ def decode_part(args, b, head_kv, start, stop, place, scratch, careful):
             careful_accumulate(s, v, factor, output)
         else:
             call_row_values(args[ROW_VALUES], s, v, output, factor)
-        tile += 1
+        tile = following
 
     check = COMPUTE(0)
     for i in range(rows):
