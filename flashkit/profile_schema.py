@@ -66,7 +66,7 @@ class Device(_Section, frozen=True):
     compute_capability: tuple[int, int] | None = None
     features: list[str] | None = None  # CPU: by Linux's names, "avx2", "avx512f", "amx_bf16", "asimd"
     sms: Count | None = None
-    cores: Count | None = None
+    cores: Count | None = None  # that the process may run on: rates of all together are those of so many
     source: str | None = None
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@
     profile.tile("cpu.forward", "float32", head_dim=64, causal=True)   the row that applies
 
 A file speaks for a device when all criteria in its `device:` section hold: `match` (a regular expression searched in
-the device's name), `compute_capability` (equal), `features` (all present). Without criteria it is the generic profile
-of its kind. Layers, highest first, are merged field by field, null meaning "not known here":
+the device's name), `compute_capability` and `cores` (equal), `features` (all present). Without criteria it is the
+generic profile of its kind. Layers, highest first, are merged field by field, null meaning "not known here":
 
     1. files of FLASHKIT_PROFILE_DIR          3. what the system itself reports (cache sizes, number of SMs)
     2. the user's files, see `user_dir`       4. the shipped files
@@ -174,9 +174,12 @@ def _rank(criteria: Device, device: dict[str, Any]) -> tuple[int, int] | None:
         return None
     if criteria.compute_capability and criteria.compute_capability != _capability(device):
         return None
+    if criteria.cores and criteria.cores != device.get("cores"):
+        return None
     if not set(criteria.features or ()) <= set(device.get("features", ())):
         return None
-    return int(criteria.match is not None), len(criteria.features or ()) + (criteria.compute_capability is not None)
+    equal = (criteria.compute_capability is not None) + (criteria.cores is not None)
+    return int(criteria.match is not None), len(criteria.features or ()) + equal
 
 
 def _capability(device: dict[str, Any]) -> tuple[int, ...] | None:
@@ -188,7 +191,7 @@ def _contribution(profile: Profile) -> dict[str, Any]:
     """The fields that a file gives to a merge: all but its criteria, in whose place the system's own facts stand, and
     the sources of whole sections, which would seem to speak of those facts too."""
     fields = known_fields(profile)
-    fields["device"] = {k: v for k, v in fields["device"].items() if k not in {"match", "features", "source"}}
+    fields["device"] = {k: v for k, v in fields["device"].items() if k not in {"match", "features", "cores", "source"}}
     fields["memory"] = {k: v for k, v in fields["memory"].items() if k != "source"}
     return fields
 
@@ -255,7 +258,8 @@ def by_name(name: str) -> Profile:
     if file is None:
         raise ValueError(f"no device profile is called {name!r}{suggest(name, tuple(f.stem for f in paths()))}")
     device = msgspec.to_builtins(load_file(file).device)
-    described = {key: device[key] for key in ("kind", "name", "compute_capability", "features") if key in device}
+    told = ("kind", "name", "compute_capability", "features", "cores")
+    described = {key: device[key] for key in told if key in device}
     return _merge(_layers(device["kind"], {"device": described, "memory": {}}, str(file)))
 
 

@@ -20,6 +20,7 @@ X86 = {
     "avx2": {"avx2", "fma"},
     "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "amx": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "amx_tile", "amx_bf16"},
+    "zen4": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
 }
 
 MINIMAL = "schema: 1\ndevice: {kind: cpu, name: test}\n"
@@ -40,9 +41,12 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Call it to pretend to be a CPU with these features and caches."""
+    """Call it to pretend to be a CPU with these features, caches, name and cores."""
 
-    def pretend(features: set[str], caches: dict[str, int] | None = None, name: str = "Imaginary CPU 3000") -> None:
+    def pretend(
+        features: set[str], caches: dict[str, int] | None = None, name: str = "Imaginary CPU 3000", cores: int = 4
+    ) -> None:
+        monkeypatch.setattr(host, "cpu_count", lambda: cores)
         monkeypatch.setattr(host, "cpu_features", lambda: frozenset(features))
         monkeypatch.setattr(host, "cpu_caches", lambda: caches or {})
         monkeypatch.setattr(host, "cpu_name", lambda: name)
@@ -73,8 +77,8 @@ def test_shipped_profile(file: Path, folders: dict[str, Path]) -> None:
     if not file.stem.startswith("generic"):
         assert device.match or device.features, "would speak for every device of its kind"
     if device.match:
-        described = {"name": device.name, "compute_capability": device.compute_capability}
-        assert profiles._rank(device, described), "does not match its own name"
+        described = {name: getattr(device, name) for name in ("name", "compute_capability", "cores")}
+        assert profiles._rank(device, {**described, "features": device.features or ()}), "does not match its own name"
     for dotted, rate in {**profile.peak_tflops, "bandwidth": profile.memory.bandwidth_gbs}.items():
         if rate and rate.datasheet:
             assert rate.source, f"{dotted}: a datasheet number needs its source"
@@ -89,11 +93,11 @@ def test_shipped_profile(file: Path, folders: dict[str, Path]) -> None:
 
 def test_all_promised_devices_are_shipped() -> None:
     names = "h200 h100 a100 l40s rtx4090 rtx3090 t4 v100 rtx5090 b200 generic_cuda"
-    names += " cpu_avx2 cpu_avx512 cpu_amx cpu_neon generic_cpu"
+    names += " cpu_avx2 cpu_avx512 cpu_zen4_2core cpu_amx cpu_neon generic_cpu"
     assert {file.stem for file in SHIPPED} == set(names.split())
 
 
-@pytest.mark.parametrize("name", ["cpu_avx2", "cpu_avx512", "cpu_amx", "cpu_neon", "generic_cpu"])
+@pytest.mark.parametrize("name", ["cpu_avx2", "cpu_avx512", "cpu_zen4_2core", "cpu_amx", "cpu_neon", "generic_cpu"])
 @pytest.mark.parametrize("table", ["cpu.forward", "cpu.backward"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [1, 64, 96, 128, 129, 512])
@@ -127,6 +131,39 @@ def test_cpu_is_matched_by_its_features(
     assert row is not None and row.lanes == lanes and (row.rows, row.vectors) == block
     assert Path(str(row.origin).rpartition(":")[0]).stem == file
     assert ("cpu_amx.forward" in profile.tiles) == ("amx_bf16" in features)
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "known"),
+    [
+        ("AMD EPYC", 2, True),
+        ("AMD EPYC 9654 96-Core Processor", 2, True),
+        ("AMD EPYC-Genoa Processor", 2, True),
+        ("AMD EPYC 9654 96-Core Processor", 96, False),
+        ("AMD EPYC 9655 96-Core Processor", 2, False),  # Zen 5
+        ("Imaginary CPU 3000", 2, False),
+    ],
+)
+def test_rates_are_those_of_as_many_cores(
+    folders: dict[str, Path], cpu: Any, name: str, cores: int, known: bool
+) -> None:
+    cpu(X86["zen4"], name=name, cores=cores)
+    profile = profiles.for_device("cpu")
+    assert (profile.device.name, profile.device.cores) == (name, cores)
+    assert profile.provenance["device.cores"] == "system"
+    assert (profile.peak("float32") is not None) == (profile.bandwidth_gbs is not None) == known
+    row = profile.tile("cpu.forward", "float32", 64, False)
+    assert row is not None and Path(str(row.origin).rpartition(":")[0]).stem == "cpu_avx512"
+
+
+def test_cores_are_a_criterion_of_its_own(folders: dict[str, Path], cpu: Any) -> None:
+    for cores in (4, 8):
+        text = f"schema: 1\ndevice: {{kind: cpu, cores: {cores}}}\nmemory: {{bandwidth_gbs: {{measured: {cores}}}}}\n"
+        (folders["user"] / f"cores{cores}.yaml").write_text(text)
+    (folders["user"] / "any.yaml").write_text(MINIMAL + "memory: {bandwidth_gbs: {measured: 1}}\n")
+    for cores, gbs in {2: 1, 4: 4, 8: 8}.items():
+        cpu(set(), cores=cores)
+        assert profiles.for_device("cpu").bandwidth_gbs == gbs
 
 
 def test_cache_sizes_come_from_the_system(folders: dict[str, Path], cpu: Any) -> None:
