@@ -62,15 +62,9 @@ class AttentionSpec:
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
-    def causal(self) -> bool:
-        """Whether the masks hide every key beyond the query's position, among others perhaps."""
-        terms = [] if self.mask is None else [self.mask]
-        while terms:
-            term = terms.pop()
-            if term is (expr.K <= expr.Q):
-                return True
-            terms += term.args if term.op == "and" else ()
-        return False
+    def masked(self) -> bool:
+        """Whether a mask hides pairs, so that tiles are cut at its edges: what a profile's `causal` rows are for."""
+        return self.mask is not None
 
     @cached_property
     def key(self) -> str:

@@ -315,7 +315,7 @@ def choose_tile(problem: Problem, profile: Any, direction: Direction, *, amx: bo
 
     spec = problem.spec
     tables = [f"cpu_amx.{direction}"] * amx + [f"cpu.{direction}"]
-    found = (profile.tile(table, spec.dtype, spec.head_dim, spec.causal) for table in tables)
+    found = (profile.tile(table, spec.dtype, spec.head_dim, spec.masked) for table in tables)
     row = next(filter(None, found), None)
     if row is not None:
         shape = tiles.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction)

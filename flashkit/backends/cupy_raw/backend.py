@@ -68,7 +68,7 @@ class CupyPlan:
         if generation is None:
             raise NotImplementedError("; ".join(said))
         spec = self.problem.spec
-        row = self.profile.tile(f"cupy_raw.{direction}", spec.dtype, spec.head_dim, spec.causal)
+        row = self.profile.tile(f"cupy_raw.{direction}", spec.dtype, spec.head_dim, spec.masked)
         if row is not None and row.options.get("generation") != generation.name:
             row = None  # measured with other kernels
         made = generation.plan(self.problem, row, here, direction)
