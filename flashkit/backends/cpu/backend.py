@@ -200,8 +200,8 @@ class CpuBackend:
             if tensor is not None:
                 call.tensor(index, tensor)
         args[at.SPLITS] = parts
-        # Keys past a sequence's length are in no tile.
-        gradients.dk[...], gradients.dv[...] = 0, 0
+        if spec.kv_lengths:  # keys past a sequence's length are in no tile
+            gradients.dk[...], gradients.dv[...] = 0, 0
         row_tasks = batch * heads * -(-n_q // ROW_BLOCK)
 
         call.tiles(ROW_BLOCK, block_k)
