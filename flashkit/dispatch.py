@@ -114,7 +114,10 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
     from . import profiles
 
     profile, spec = profiles.for_device(backend.device_kind), problem.spec
-    row = profile.tile(f"{backend.name}.{direction}", spec.dtype, spec.head_dim, spec.masked)
+    if hasattr(backend, "row"):
+        row = backend.row(problem, profile, direction)
+    else:
+        row = profile.tile(f"{backend.name}.{direction}", spec.dtype, spec.head_dim, spec.masked)
     rate = measured_rate(row)
     if rate is None:
         # Nobody measured: what the backend usually reaches of the device's peak; of a common core's where that is

@@ -113,6 +113,7 @@ class TileRow(_Section, frozen=True):
     head_dim: Count | list[Count] | None = None
     max_head_dim: Count | None = None
     causal: bool | None = None
+    max_rows: Count | None = None  # of queries that share the keys of a head: for calls of few, as in decoding
     lanes: Literal[4, 8, 16] | None = None
     rows: Count | None = None
     vectors: Count | None = None
@@ -141,27 +142,29 @@ class TileRow(_Section, frozen=True):
         """What this row is for; rows of equal selector replace each other."""
         dtype = tuple(sorted(listed(self.dtype))) or None
         head_dim = tuple(sorted(listed(self.head_dim))) or None
-        return dtype, head_dim, self.max_head_dim, self.causal
+        return dtype, head_dim, self.max_head_dim, self.causal, self.max_rows, self.options.get("generation")
 
-    def matches(self, dtype: str, head_dim: int, causal: bool) -> bool:
-        """Whether the row is for such a problem."""
+    def matches(self, dtype: str, head_dim: int, causal: bool, rows: int | None = None) -> bool:
+        """Whether the row is for such a problem; rows: of queries that share the keys of a head, where it matters."""
         return (
             (self.dtype is None or dtype in listed(self.dtype))
             and (self.head_dim is None or head_dim in listed(self.head_dim))
             and (self.max_head_dim is None or head_dim <= self.max_head_dim)
             and (self.causal is None or causal == self.causal)
+            and (self.max_rows is None or (rows is not None and rows <= self.max_rows))
         )
 
     @property
     def specificity(self) -> tuple[float, ...]:
-        """Sorts the most specific row first: by head dim (exact, then the nearest bound), dtype, causal."""
+        """Sorts the most specific row first: by head dim (exact, then the nearest bound), rows, dtype, causal."""
         if self.head_dim is not None:
             head = 0.0
         elif self.max_head_dim is not None:
             head = float(self.max_head_dim)
         else:
             head = float("inf")
-        return head, len(listed(self.dtype)) or float("inf"), float(self.causal is None)
+        few = float("inf") if self.max_rows is None else float(self.max_rows)
+        return head, few, len(listed(self.dtype)) or float("inf"), float(self.causal is None)
 
 
 class Profile(Struct, frozen=True):
@@ -176,12 +179,18 @@ class Profile(Struct, frozen=True):
     tiles: dict[str, list[TileRow]] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
 
-    def tile(self, table: str, dtype: str, head_dim: int, causal: bool) -> TileRow | None:
-        """The row of `table` ("cpu.forward", "cupy_raw.backward", ...) for such a problem, or None.
+    def rows(
+        self, table: str, dtype: str, head_dim: int, causal: bool, rows: int | None = None
+    ) -> Iterator[TileRow]:
+        """The rows of `table` ("cpu.forward", "cupy_raw.backward", ...) for such a problem.
 
         Rows of a higher layer come first; within a layer the most specific one.
         """
-        return next((row for row in self.tiles.get(table, ()) if row.matches(dtype, head_dim, causal)), None)
+        return (row for row in self.tiles.get(table, ()) if row.matches(dtype, head_dim, causal, rows))
+
+    def tile(self, table: str, dtype: str, head_dim: int, causal: bool) -> TileRow | None:
+        """The first of `rows`, or None."""
+        return next(self.rows(table, dtype, head_dim, causal), None)
 
     def peak(self, dtype: str) -> float | None:
         """Peak matrix rate in 1e12 FLOP/s, measured if it was, else the datasheet's; None if neither is known."""

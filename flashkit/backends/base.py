@@ -1,5 +1,5 @@
-"""What a backend is: five methods, and one more that makes repeated calls cheap. Another package adds one by an entry
-point of the group `flashkit.backends`.
+"""What a backend is: five methods, and others that it may have. Another package adds one by an entry point of the group
+`flashkit.backends`.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..spec import Gradients, Operands, Problem, Verdict
+from ..spec import Direction, Gradients, Operands, Problem, Verdict
 
 
 class Backend(Protocol):
@@ -36,6 +36,13 @@ class Backend(Protocol):
 
     def backward(self, plan: Any, operands: Operands, gradients: Gradients) -> None:
         """Fill gradients.dq, dk, dv and dsinks, given operands.out and operands.lse of the forward pass."""
+
+
+class Chooses(Protocol):
+    """What a backend may offer beyond `Backend`, where the first row of its tables that matches need not be the one."""
+
+    def row(self, problem: Problem, profile: Any, direction: Direction) -> Any:
+        """The profile's row that plan() follows, or None. The problem is one that `supports` said yes to."""
 
 
 Bound = Callable[[Any, Any, Any, Any, Any], None]

@@ -1,6 +1,8 @@
 """The CuPy backend: generations of CUDA C++ kernels, the newest that can do a spec on the device first.
 
-FLASHKIT_CUPY_GENERATION forces one for the process; what it cannot do is then refused instead of handed down.
+Where the device's profile says how fast generations were measured, the fastest of these comes before the others; one
+that is newer than all of them and was not measured stays first. FLASHKIT_CUPY_GENERATION forces one for the process;
+what it cannot do is then refused instead of handed down.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import os
 from collections import deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound
@@ -24,6 +26,7 @@ from .sm80 import Sm80
 GENERATIONS: tuple[Generation, ...] = (Sm80(), Simt())
 """Newest first; the last can do everything."""
 
+NAME = "cupy_raw"
 VARIABLE = "FLASHKIT_CUPY_GENERATION"
 _ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` fits"
 
@@ -37,15 +40,48 @@ def allowed() -> tuple[Generation, ...]:
     return tuple(generation for generation in GENERATIONS if forced in (None, "", generation.name))
 
 
-def choose(problem: Problem, on: Device, direction: Direction) -> tuple[Generation | None, list[str]]:
-    """The first generation that can do it, and what the ones before it said."""
+MANY_ROWS = 64
+"""Query rows that share keys up to which only those rows of a profile count that are for few: tiles for many would be
+mostly empty."""
+
+
+def rows_of(problem: Problem, profile: Any, direction: Direction) -> dict[str, Any]:
+    """The profile's row for each generation, by its name."""
+    spec, rows = problem.spec, problem.n_q * problem.spec.group
+    found: dict[str, Any] = {}
+    for row in profile.rows(f"{NAME}.{direction}", spec.dtype, spec.head_dim, spec.masked, rows):
+        if row.max_rows is not None or rows > MANY_ROWS:
+            found.setdefault(str(row.options.get("generation")), row)
+    return found
+
+
+class Choice(NamedTuple):
+    """A generation, the profile's row for it, and what was said of others."""
+
+    generation: Generation | None
+    row: Any
+    said: list[str]
+
+
+def choose(problem: Problem, profile: Any, on: Device, direction: Direction) -> Choice:
+    """The generation to compute with; None where none can."""
     said: list[str] = []
+    able: list[Generation] = []
     for generation in allowed():
         verdict = generation.supports(problem.spec, on, direction)
         if verdict:
-            return generation, said
-        said.append(f"{generation.name}: {verdict.reason}")
-    return None, said
+            able.append(generation)
+        else:
+            said.append(f"{generation.name}: {verdict.reason}")
+    if not able:
+        return Choice(None, None, said)
+    rows = rows_of(problem, profile, direction)
+    rates = {g.name: rate for g in able if (row := rows.get(g.name)) and row.measured and (rate := row.measured.tflops)}
+    best = able[0]
+    if best.name in rates:
+        best = max(able, key=lambda g: rates.get(g.name, 0.0))
+        said += [f"{name}: {rate:g} TFLOP/s in the profile" for name, rate in rates.items() if name != best.name]
+    return Choice(best, rows.get(best.name), said)
 
 
 @dataclass(frozen=True)
@@ -64,15 +100,11 @@ class CupyPlan:
         return made
 
     def _made(self, here: Device, direction: Direction) -> Pass:
-        generation, said = choose(self.problem, here, direction)
+        generation, row, said = choose(self.problem, self.profile, here, direction)
         if generation is None:
             raise NotImplementedError("; ".join(said))
-        spec = self.problem.spec
-        row = self.profile.tile(f"cupy_raw.{direction}", spec.dtype, spec.head_dim, spec.masked)
-        if row is not None and row.options.get("generation") != generation.name:
-            row = None  # measured with other kernels
         made = generation.plan(self.problem, row, here, direction)
-        verify.trusted(made, spec, here, direction)
+        verify.trusted(made, self.problem.spec, here, direction)
         return made
 
     @property
@@ -82,7 +114,7 @@ class CupyPlan:
     @property
     def why(self) -> str:
         here = device.current()
-        generation, said = choose(self.problem, here, "forward")
+        generation, _, said = choose(self.problem, self.profile, here, "forward")
         assert generation is not None
         return f"{generation.name}: {self.on(here, 'forward').why}" + "".join(f"; not {line}" for line in said)
 
@@ -90,7 +122,7 @@ class CupyPlan:
 class CupyRawBackend:
     """Attention on CuPy arrays by kernels in CUDA C++."""
 
-    name = "cupy_raw"
+    name = NAME
     array_kinds = ("cupy",)
     device_kind = "cuda"
     efficiency = 0.5
@@ -113,8 +145,11 @@ class CupyRawBackend:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
         if reason := modify.unsupported(spec):
             return Verdict(False, reason)
-        generation, said = choose(problem, device.current(), "forward")
-        return Verdict(generation is not None, "; ".join(said))
+        able = [generation.supports(spec, device.current(), "forward") for generation in allowed()]
+        return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))
+
+    def row(self, problem: Problem, profile: Any, direction: Direction) -> Any:
+        return choose(problem, profile, device.current(), direction).row
 
     def plan(self, problem: Problem, profile: Any) -> CupyPlan:
         return CupyPlan(problem, profile)

@@ -1,17 +1,24 @@
 """What a generation of kernels is: those for one kind of arithmetic units, newest first in backend.py.
 
 A generation says which specs it can do on a device, in which direction, and plans a pass. What it cannot do goes to
-the next one down; `simt` can do everything.
+the next one down; `simt` can do everything. It lists the tiles that are worth trying, which is what `flashkit autotune`
+tries, and follows a profile's row, in which such a tile stands: `block_q`, `block_k` and `stages` in fields of the row,
+the tile's other fields in its options beside `generation`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, Protocol, TypeVar
 
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common.device import Device
 from ..cuda_common.launch import Library
 from .arguments import Arguments
+
+Tile = TypeVar("Tile")
+IN_ROW = ("block_q", "block_k", "stages")
 
 
 class Pass(Protocol):
@@ -33,5 +40,27 @@ class Generation(Protocol):
     def supports(self, spec: AttentionSpec, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can do it, or the sentence that says why not."""
 
+    def candidates(self, problem: Problem, device: Device, direction: Direction) -> Sequence[Any]:
+        """Tiles that fit and are worth trying, the likely fastest first: frozen dataclasses of integers."""
+
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
         """A pass for the problem; row: of the device's profile, for this generation, or None."""
+
+
+def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool]) -> tuple[Tile | None, str]:
+    """The tile of a profile's row and the row's reason; or None, and why it is not followed.
+
+    kind: the dataclass of the tile, whose own checks count too.
+    """
+    if row is None:
+        return None, ""
+    numbers = {name: value for name in IN_ROW if (value := getattr(row, name)) is not None}
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    numbers |= {name: value for name, value in row.options.items() if name != "generation"}
+    try:
+        if unknown := numbers.keys() - set(known):
+            raise ValueError(f"it has no {', '.join(sorted(unknown))}")
+        tile = kind(**numbers)
+    except (TypeError, ValueError) as error:
+        return None, f"the profile's row is no tile: {error}"
+    return (tile, row.why or "the profile's row") if fits(tile) else (None, f"the profile's tile {tile} does not fit")

@@ -14,6 +14,7 @@ from ..cuda_common.device import Device
 from ..cuda_common.launch import MAX_GRID, Kernel
 from . import specialise
 from .arguments import Arguments
+from .generation import tile_of
 from .rows import RowKernels
 
 Part = str
@@ -131,22 +132,12 @@ def _resident(tile: SimtTile, part: Part, spec: AttentionSpec, device: Device) -
 
 
 def by_profile(part: Part, row: Any, spec: AttentionSpec, device: Device) -> tuple[SimtTile, str]:
-    """The tile of a profile's row, whose options say threads_x and threads_y and may say chunk and keys, or the
-    model's choice where there is none or it does not fit; and the reason.
-    """
-    model = "least cost by the model of registers and shared memory"
-    if row is None:
-        return choose(part, spec, device), model
-    numbers = {
-        name: int(row.options[name]) for name in ("threads_x", "threads_y", "chunk", "keys") if name in row.options
-    }
-    try:
-        tile = SimtTile(row.block_q, row.block_k, **numbers)
-    except (TypeError, ValueError) as error:
-        return choose(part, spec, device), f"{model}; the profile's row is no tile: {error}"
-    if tile.cost(part, spec, device) == float("inf"):
-        return choose(part, spec, device), f"{model}; the profile's tile {tile} does not fit"
-    return _resident(tile, part, spec, device), row.why or "the profile's row"
+    """The tile of a profile's row, or the model's choice where there is none or it does not fit; and the reason."""
+    tile, why = tile_of(SimtTile, row, lambda tile: tile.cost(part, spec, device) < float("inf"))
+    if tile is None:
+        model = "least cost by the model of registers and shared memory"
+        return choose(part, spec, device), f"{model}; {why}" if why else model
+    return _resident(tile, part, spec, device), why
 
 
 class _Kernel:
@@ -196,6 +187,10 @@ class SimtBackward:
         self.rows.finish(arguments, stream)
 
 
+LISTED = 8
+"""Tiles that are worth trying: the model ranks hundreds."""
+
+
 class Simt:
     """Kernels for every device, dtype and feature."""
 
@@ -203,6 +198,13 @@ class Simt:
 
     def supports(self, spec: AttentionSpec, device: Device, direction: Direction) -> Verdict:
         return Verdict(True)
+
+    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[SimtTile]:
+        """Of the backward pass those of dK and dV: dQ's is left to the model."""
+        part = "forward" if direction == "forward" else "keys"
+        costs = {tile: tile.cost(part, problem.spec, device) for tile in candidates(part)}
+        ranked = sorted((tile for tile, cost in costs.items() if cost < float("inf")), key=lambda tile: costs[tile])
+        return [_resident(tile, part, problem.spec, device) for tile in ranked[:LISTED]]
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> SimtForward | SimtBackward:
         return (SimtForward if direction == "forward" else SimtBackward)(problem.spec, device, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,13 @@ from ..cuda_common.device import Device
 from ..cuda_common.launch import MAX_GRID, scratch
 from . import specialise
 from .arguments import Arguments
+from .generation import tile_of
 from .rows import RowKernels
 
 MAX_DIM = 256
 _LIST = 4 * 512  # bytes of kernels/sm80.cuh: TileList
 _CACHED = 40_000_000  # bytes of the heads that blocks of the backward pass work at together
+_OWN = "measured on an H200"
 _SHARING = 2  # blocks that work at one head together, at most
 
 
@@ -36,13 +39,16 @@ def terms(spec: AttentionSpec) -> int:
 
 @dataclass(frozen=True)
 class Sm80Tile:
-    """A tile of the forward pass, the warps that share it, and how many tiles of keys are in shared memory at once."""
+    """A tile of the forward pass, the warps that share it, how many tiles of keys are in shared memory at once, and
+    how many blocks there are for each place on the device where keys are split.
+    """
 
     block_q: int
     block_k: int
     warps: int
     stages: int = 2
     warps_k: int = 1  # warps that share rows
+    waves: int = 1
 
     def __post_init__(self) -> None:
         rows, keys = 16 * self.warps // self.warps_k, 16 * self.warps_k
@@ -86,15 +92,15 @@ def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
 class Sm80Forward:
     """The forward pass; where there are few rows, split along the keys and joined again."""
 
-    def __init__(self, problem: Problem, device: Device, tile: Sm80Tile | None = None, waves: int = 1) -> None:
-        spec, self.waves = problem.spec, waves
+    def __init__(self, problem: Problem, device: Device, tile: Sm80Tile | None = None, why: str = _OWN) -> None:
+        spec = problem.spec
         self.pack = spec.group if problem.n_q < 128 else 1
         self.tile = tile or forward_tile(spec, problem.n_q * self.pack, device)
         self.slots = device.sms * self.tile.resident(spec, device)
         self.split = 2 * self._blocks(problem.batch, problem.heads, problem.n_q) <= self.slots and (
             problem.n_k >= 8 * self.tile.block_k
         )
-        self.why = "measured on an H200" + (", split along the keys" if self.split else "")
+        self.why = why + ("; split along the keys" if self.split else "")
         constants = {
             "BLOCK_Q": self.tile.block_q, "BLOCK_K": self.tile.block_k, "WARPS": self.tile.warps,
             "WARPS_K": self.tile.warps_k, "STAGES": self.tile.stages, "GRANULE": self.tile.granule, "PACK": self.pack,
@@ -115,7 +121,7 @@ class Sm80Forward:
             return
         if self.split:
             most = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
-            parts = max(1, min(self.waves * self.slots // blocks, most))
+            parts = max(1, min(self.tile.waves * self.slots // blocks, most))
             shape = parts * arguments.batch, arguments.heads, arguments.n_q
             spec = arguments.spec
             partial, partial_lse = scratch((*shape, spec.head_dim_v), "float32"), scratch(shape, "float32")
@@ -141,6 +147,12 @@ class Sm80BackwardTile:
     warps_kv: int
     warps_q: int
     blocks: int = 1
+
+    def __post_init__(self) -> None:
+        across, rest = self.block_k * self.warps_s, 16 * self.warps
+        rows = self.block_q % (16 * self.warps_s) or self.block_q % (16 * self.warps_q)
+        if rows or self.block_k % (16 * self.warps_kv) or across % rest or self.warps % self.warps_s:
+            raise ValueError(f"{self=}: warps share rows and keys in groups of 16")
 
     @property
     def granule(self) -> int:
@@ -176,12 +188,13 @@ class Sm80Backward:
     """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded."""
 
     def __init__(
-        self, problem: Problem, device: Device, tile: Sm80BackwardTile | None = None, ordered: bool = True
-    ) -> None:
+        self, problem: Problem, device: Device, tile: Sm80BackwardTile | None = None, ordered: bool = True,
+        why: str = _OWN,
+    ) -> None:  # fmt: skip
         spec = problem.spec
         chosen = tile or backward_tile(spec, device)
         assert chosen is not None, "supports() was not asked"
-        self.tile, self.sms, self.why = chosen, device.sms, "measured on an H200"
+        self.tile, self.sms, self.why = chosen, device.sms, why
         constants = {
             "BLOCK_Q": chosen.block_q, "BLOCK_K": chosen.block_k, "WARPS": chosen.warps, "WARPS_S": chosen.warps_s,
             "WARPS_KV": chosen.warps_kv, "WARPS_Q": chosen.warps_q, "GRANULE": chosen.granule, "ORDERED": ordered,
@@ -219,6 +232,39 @@ class Sm80Backward:
         self.rows.finish(arguments, stream)
 
 
+def forward_candidates(spec: AttentionSpec, rows: int, device: Device) -> list[Sm80Tile]:
+    """Tiles worth trying for so many rows that share keys, the one of `forward_tile` first."""
+    first = forward_tile(spec, rows, device)
+    numbers: list[tuple[int, ...]]
+    if rows <= 16:
+        numbers = [(16, keys, *rest) for keys in (32, 64, 128) for rest in ((1,), (2, 3, 2), (4, 2, 4), (4, 3, 4))]
+        numbers += [(*vars(first).values(),)[:5] + (waves,) for waves in (2, 3)]
+    elif ITEMSIZE[spec.dtype] == 4:
+        numbers = [(64, 32, 4), (64, 16, 4), (64, 64, 4), (128, 32, 8), (128, 16, 8), (128, 32, 8, 2, 2), (32, 32, 2)]
+    else:
+        numbers = [
+            (128, 64, 4), (128, 64, 8), (128, 32, 4), (128, 128, 8), (128, 64, 8, 2, 2), (128, 64, 4, 3), (64, 64, 4),
+            (64, 128, 4), (64, 32, 4), (64, 64, 4, 3),
+        ]  # fmt: skip
+    tiles = []
+    for each in numbers:
+        with contextlib.suppress(ValueError):
+            tiles.append(Sm80Tile(*each))
+    return list(dict.fromkeys([first, *(tile for tile in tiles if tile.resident(spec, device) > 0)]))
+
+
+def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm80BackwardTile]:
+    """Tiles worth trying, the one of `backward_tile` first."""
+    first = backward_tile(spec, device)
+    across = 2 if spec.head_dim % 64 == 0 else 4
+    numbers = [
+        (128, 128, 8, 4, 4, 4), (64, 128, 8, 2, 4, across), (64, 128, 8, 4, 4, 4), (64, 64, 8, 4, across, across),
+        (32, 128, 8, 2, 4, 2), (64, 64, 4, 2, 2, 2), (32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2),
+    ]  # fmt: skip
+    tiles = [first, *(Sm80BackwardTile(*each) for each in numbers)] if first else []
+    return list(dict.fromkeys(tile for tile in tiles if tile.shared_memory(spec) <= device.shared_per_block))
+
+
 def _launch(kernel: Any, blocks: int, threads: int, arguments: Arguments, stream: int) -> None:
     if blocks > MAX_GRID:
         raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
@@ -241,5 +287,24 @@ class Sm80:
             return Verdict(False, f"no tile of head dims {spec.head_dim} and {spec.head_dim_v} fits in shared memory")
         return Verdict(True)
 
+    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
+        rows = problem.n_q * problem.spec.group if problem.n_q < 128 else problem.n_q
+        found: list[Any]
+        if direction == "forward":
+            found = forward_candidates(problem.spec, rows, device)
+        else:
+            found = backward_candidates(problem.spec, device)
+        return found
+
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Sm80Forward | Sm80Backward:
-        return (Sm80Forward if direction == "forward" else Sm80Backward)(problem, device)
+        spec = problem.spec
+        if direction == "forward":
+            tile, why = tile_of(Sm80Tile, row, lambda x: x.resident(spec, device) > 0)
+            return Sm80Forward(problem, device, tile, why=_told(tile, why))
+        found, why = tile_of(Sm80BackwardTile, row, lambda x: x.shared_memory(spec) <= device.shared_per_block)
+        return Sm80Backward(problem, device, found, why=_told(found, why))
+
+
+def _told(tile: Any, why: str) -> str:
+    """The reason of a profile's tile; without one, that of this file's, and why the profile's is not followed."""
+    return why if tile else "; ".join(filter(None, (_OWN, why)))

@@ -1,0 +1,118 @@
+"""Which generation of CUDA kernels a profile's rows choose, with which tile. No device is needed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from flashkit import profile_schema
+from flashkit.backends.cuda_common.device import MODELS
+from flashkit.backends.cupy_raw import backend, generation, simt, sm80
+from flashkit.profile_schema import TileRow
+from flashkit.spec import AttentionSpec, Problem, Verdict
+
+HOPPER = MODELS["sm_90a"]
+SPEC = AttentionSpec("bfloat16", 64, 64)
+LONG, SHORT = (Problem(SPEC, 1, 8, n, 4096, "cupy") for n in (4096, 1))
+HEAD = "schema: 1\ndevice: {kind: cuda}\ntiles:\n  cupy_raw.forward:\n"
+
+
+class Fake:
+    """A generation that has no kernels."""
+
+    def __init__(self, name: str, refusal: str = "") -> None:
+        self.name, self.verdict = name, Verdict(not refusal, refusal)
+
+    def supports(self, *question: Any) -> Verdict:
+        return self.verdict
+
+
+def rows(*names_and_rates: tuple[str, float | None], more: str = "") -> Any:
+    text = "".join(
+        f"    - {{block_q: 128, block_k: 64, options: {{generation: {name}}}, measured: {{tflops: {rate or 'null'}}}"
+        f"{more}}}\n"
+        for name, rate in names_and_rates
+    )
+    return profile_schema.parse(HEAD + text)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, profile: Any, *generations: Fake, problem: Problem = LONG) -> Any:
+    monkeypatch.setattr(backend, "GENERATIONS", generations)
+    return backend.choose(problem, profile, HOPPER, "forward")
+
+
+def test_the_newest_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = chosen(monkeypatch, rows(("old", None)), Fake("new"), Fake("old"))
+    assert (found.generation.name, found.row, found.said) == ("new", None, [])
+
+
+def test_the_fastest_of_those_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = chosen(monkeypatch, rows(("new", 10), ("old", 20)), Fake("new"), Fake("old"))
+    assert (found.generation.name, found.row.options) == ("old", {"generation": "old"})
+    assert found.said == ["new: 10 TFLOP/s in the profile"]
+
+
+def test_a_newer_one_that_was_not_measured_stays_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = chosen(monkeypatch, rows(("old", 20)), Fake("new"), Fake("old"))
+    assert (found.generation.name, found.row) == ("new", None)
+
+
+def test_what_cannot_do_it_is_left_out_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    cannot = Fake("new", "it is Sunday")
+    found = chosen(monkeypatch, rows(("new", 90), ("old", 20)), cannot, Fake("old"))
+    assert (found.generation.name, found.said) == ("old", ["new: it is Sunday"])
+    assert chosen(monkeypatch, rows(("old", 20)), cannot).generation is None
+
+
+def test_a_forced_one_takes_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backend.VARIABLE, "new")
+    found = chosen(monkeypatch, rows(("new", 10), ("old", 20)), Fake("new"), Fake("old"))
+    assert (found.generation.name, found.row.options) == ("new", {"generation": "new"})
+
+
+def test_rows_for_many_do_not_count_for_few_nor_those_for_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    many, few = rows(("new", 10)), rows(("new", 10), more=", max_rows: 16")
+    for profile, problem, applies in ((many, LONG, 1), (many, SHORT, 0), (few, LONG, 0), (few, SHORT, 1)):
+        assert (chosen(monkeypatch, profile, Fake("new"), problem=problem).row is not None) == applies
+    # Query heads that share keys count together.
+    grouped = Problem(AttentionSpec("bfloat16", 64, 64, group=32), 1, 32, 1, 4096, "cupy")
+    assert chosen(monkeypatch, few, Fake("new"), problem=grouped).row is None
+
+
+# --- tiles and rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("each", [simt.Simt(), sm80.Sm80()], ids=lambda each: each.name)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("problem", [LONG, SHORT], ids=["long", "short"])
+def test_every_candidate_fits_and_comes_back_from_its_row(each: Any, direction: Any, problem: Problem) -> None:
+    tiles = each.candidates(problem, HOPPER, direction)
+    assert len(set(tiles)) == len(tiles) >= 2
+    for tile in tiles:
+        numbers = asdict(tile)
+        inside = {name: numbers.pop(name) for name in generation.IN_ROW if name in numbers}
+        row = TileRow(**inside, options={"generation": each.name, **numbers}, why="measured")
+        assert generation.tile_of(type(tile), row, lambda _: True) == (tile, "measured")
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"block_q": 96}, "block_q is a multiple of 64"),
+        ({"options": {"warps": 4, "speed": 9}}, "it has no speed"),
+        ({"options": {}}, "warps"),
+        ({"block_k": 4096}, "does not fit"),
+    ],
+)
+def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint: str) -> None:
+    row = TileRow(**{"block_q": 128, "block_k": 64, "options": {"warps": 4}, **fields})
+    tile, why = generation.tile_of(sm80.Sm80Tile, row, lambda tile: tile.resident(SPEC, HOPPER) > 0)
+    assert tile is None
+    assert complaint in why
+
+
+def test_an_impossible_backward_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="in groups of 16"):
+        sm80.Sm80BackwardTile(64, 96, 8, 2, 4, 2)
