@@ -279,6 +279,16 @@ def test_a_peer_that_computes_something_else_is_not_compared(monkeypatch: pytest
     assert "does not compute the same" in line.skipped["numpy"]
 
 
+def test_a_peer_that_fails_ends_its_own_measurement_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> tuple[np.ndarray, ...]:
+        raise ValueError("not on this processor\nmore lines")
+
+    monkeypatch.setitem(peers.PEERS, "numpy", lambda *_: peers.Entry(refuse, refuse))
+    line = measure()
+    assert "numpy" not in line.timings
+    assert line.skipped["numpy"] == "fails: not on this processor"
+
+
 def test_plain_numpy_is_not_asked_for_a_matrix_of_scores_that_is_too_large() -> None:
     nothing = np.empty(0, np.float32)
     assert peers.with_numpy(Case(1 << 16), (nothing,) * 4, "forward", 1) is None
