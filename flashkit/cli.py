@@ -422,11 +422,12 @@ def autotune(
     budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.", min=0)] = None,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write the profile here [the user's profile directory].")] = None,
+    backend: Annotated[str | None, typer.Option(help="Tune this one: cpu, cupy_raw [all that are available].")] = None,
 ) -> None:
     """Measure this machine, find its best tiles, and write them to a profile. Ctrl-C keeps what was measured."""
     tune = _part("tune")
     try:
-        done = tune.autotune(quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output)
+        done = tune.autotune(quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend)
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept, run again to resume", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -116,6 +116,19 @@ class CpuTile:
     def registers_used(self) -> int:
         return self.rows * self.vectors + self.vectors + 1
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The register block, which a micro-kernel is compiled for."""
+        return self.lanes, self.rows, self.vectors
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As fields of a profile's row."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        return f"{self.block_q} x {self.block_k} in {self.rows} x {self.vectors} registers"
+
     def panel(self, itemsize: int = 4) -> int:
         """Columns of one micro-kernel call: in the forward pass queries, in the backward pass keys or head dims."""
         return self.vectors * self.lanes * 4 // itemsize

@@ -76,22 +76,26 @@ class Timing:
 def interleaved(
     calls: Mapping[Key, Callable[[], object]], *, rounds: int = 10, budget: float = math.inf, least: int = 1,
     drop: float = math.inf,
-    settle: Callable[[], object] | None = None, clock: Callable[[], float] = time.perf_counter,
+    settle: Callable[[], object] | None = None, finish: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, Timing]:  # fmt: skip
     """Time every call in each of up to `rounds` rounds, in an order that changes from round to round.
 
     budget: seconds after which no further round starts once there are `least`. drop: after DECIDING_ROUNDS, or `least`
     if those are more, a call whose best round is more than `drop` times the best of all is timed no more. settle:
     called before each sample, to wait until the last call's threads sleep (`until_idle`); of a short call a sample is
-    then taken once before it is timed. clock: for tests. Two calls of each come first of all: the first may compile,
+    then taken once before it is timed. finish: called at the end of each sample and timed with it, to wait for a device
+    that calls are only handed to. clock: for tests. Two calls of each come first of all: the first may compile,
     the second tells how often a sample repeats it.
     """
     start = clock()
     repeats, lead_in = {}, {}
     for key, call in calls.items():
         call()
+        finish()
         before = clock()
         call()
+        finish()
         seconds = clock() - before
         repeats[key] = max(1, math.ceil(LEAST_SAMPLE / max(seconds, 1e-9)))
         lead_in[key] = settle is not None and seconds < LEAD_IN
@@ -110,6 +114,7 @@ def interleaved(
                 before = clock()
                 for _ in range(repeats[key]):
                     calls[key]()
+                finish()
                 taken[key].append((clock() - before) / repeats[key])
             if done + 1 >= max(DECIDING_ROUNDS, least):
                 best = min(min(seconds) for seconds in taken.values())
@@ -156,6 +161,21 @@ def versions(*peers: str) -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
     if blas := numpy_blas():
         found["blas"] = blas
+    return found
+
+
+def cuda_versions() -> dict[str, str]:
+    """Of what a result on a GPU depends on, as far as it is there: driver, CUDA, compiler, CuPy."""
+    found = {}
+    with contextlib.suppress(Exception):  # no CuPy, no driver, no NVRTC: each says so in its own way
+        import cupy
+
+        from .backends.cuda_common import compiler
+
+        found["cupy"] = cupy.__version__
+        found["nvrtc"] = ".".join(map(str, compiler.version()))
+        number = cupy.cuda.runtime.driverGetVersion()
+        found["cuda driver"] = f"{number // 1000}.{number % 1000 // 10}"
     return found
 
 

@@ -1,14 +1,16 @@
-"""`flashkit autotune`: measure this CPU, find its best tiles by trial, and write both to the user's profile.
+"""`flashkit autotune`: measure a device, find its best tiles by trial, and write both to the user's profile.
 
-    target   what a row of a tile table is for: direction, dtype, head dims up to one, causal or not
+    subject  a backend and the device it runs on: tune_cpu.py and tune_cuda.py, which do the trials
+    target   what a row of a tile table is for: direction, dtype, head dims up to one, masked or not, ...
     trial    one tile on one target: verified against the definition, then timed in turns with the tile in use so far
 
-For each target the search goes in stages, each over a few tiles that the model of tiles.py ranks highest: blocks of
-queries and keys with the register block in use; other register blocks; blocks of queries and keys with the best of
+For each target the search goes in stages, each over a few tiles that a model ranks highest: blocks of queries and keys
+with the shape in use, which on a CPU is the register block; other shapes; blocks of queries and keys with the best of
 them; a last round of the best tiles against the one in use, which is replaced only by one that is clearly faster. Times
-of different stages are compared by their ratio to the tile in use, which takes part in all. Every trial is a line of a
-log; what the log has is not tried again, so a run that was interrupted goes on where it stopped. tune_cpu.py does the
-trials. Nothing here runs inside attention().
+of different stages are compared by their ratio to the tile in use, which takes part in all. Where a device has several
+generations of kernels each is a target of its own, and one that is far behind another is left after its first trial.
+Every trial is a line of a log; what the log has is not tried again, so a run that was interrupted goes on where it
+stopped. Nothing here runs inside attention().
 """
 
 from __future__ import annotations
@@ -17,23 +19,24 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import dispatch, host, profiles, timing
+from . import dispatch, profiles, timing
+from .profile_schema import Kind
 from .spec import ITEMSIZE, Direction
-from .tiles import CpuTile
 from .timing import Timing
 
 DROP = 2.0
-"""A tile that takes so many times as long as the best is timed no further."""
+"""A tile that takes so many times as long as the best is timed no further, nor are the other tiles of a generation of
+kernels whose first one does beside another generation's best."""
 
 MARGIN = 0.02
 """A tile must be faster by this share, and faster in four of five rounds, to replace the one in use: less is within
@@ -52,25 +55,64 @@ FINAL_SHARE = 0.3
 LEAST_ROUNDS = 4
 """A tile that was timed fewer times in the last round replaces none."""
 
+FEW_ROWS = 16
+"""Query rows that share keys, up to which the rows of decoding are for."""
+
 
 # --- what is tuned, and with how much effort --------------------------------------------------------------------------
 
 
+class Tile(Protocol):
+    """What is tried; str() is for people. Equal ones are one tile, and the log has them as JSON."""
+
+    @property
+    def block_q(self) -> int: ...
+
+    @property
+    def block_k(self) -> int: ...
+
+    @property
+    def shape(self) -> Hashable:
+        """What it has beside the blocks, of which each choice is worth a search of its own."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As fields of a profile's row."""
+
+
 @dataclass(frozen=True)
 class Target:
-    """A row of the tile table `cpu.<direction>`: for this dtype, head dims up to head_dim, causal masks or not."""
+    """A row of a tile table: for this dtype, head dims up to head_dim, causal masks or not, or for few queries; of this
+    generation of kernels.
+    """
 
     direction: Direction
     dtype: str
     head_dim: int
-    causal: bool
+    causal: bool = False
+    few: bool = False
+    generation: str = ""
 
     @property
     def key(self) -> str:
-        return f"{self.direction} {self.dtype} {self.head_dim} {'causal' if self.causal else 'full'}"
+        return " ".join(filter(None, (*self.problem, self.generation)))
+
+    @property
+    def problem(self) -> tuple[str, ...]:
+        """What is computed, whoever does it."""
+        kind = "few" if self.few else "causal" if self.causal else "full"
+        return self.direction, self.dtype, str(self.head_dim), kind
+
+    @property
+    def selector(self) -> dict[str, Any]:
+        """Which problems a row is for, as its fields."""
+        last = {"max_rows": FEW_ROWS} if self.few else {"causal": self.causal}
+        return {"dtype": self.dtype, "max_head_dim": self.head_dim, **last}
 
     def __str__(self) -> str:
-        return f"{self.direction}, {self.dtype}, head dim {self.head_dim}{', causal' if self.causal else ''}"
+        kind = ", one query" if self.few else ", causal" if self.causal else ""
+        generation = f", {self.generation}" if self.generation else ""
+        return f"{self.direction}, {self.dtype}, head dim {self.head_dim}{kind}{generation}"
 
 
 @dataclass(frozen=True)
@@ -80,8 +122,8 @@ class Effort:
     dtypes: tuple[str, ...]
     head_dims: tuple[int, ...]
     tokens: int  # of the problem that is timed
-    blocks: int  # blocks of queries and keys with one register block
-    shapes: int  # other register blocks
+    blocks: int  # blocks of queries and keys with one shape
+    shapes: int  # other shapes
     rounds: int
     budget: float  # seconds for all targets
 
@@ -110,9 +152,10 @@ FULL = Effort(
 # --- the log ----------------------------------------------------------------------------------------------------------
 
 Stage = Literal["in use", "blocks", "shapes", "final"]
+T = TypeVar("T")
 
 
-class Trial(msgspec.Struct, frozen=True, tag="trial"):
+class Trial(msgspec.Struct, Generic[T], frozen=True, tag="trial"):
     """One tile on one target. Not timed: numbers are None.
 
     seconds: median. ratio, high: to the tile in use, the median and the 80 % quantile of the rounds.
@@ -120,7 +163,7 @@ class Trial(msgspec.Struct, frozen=True, tag="trial"):
 
     target: str
     stage: Stage
-    tile: CpuTile
+    tile: T
     status: Literal["ok", "wrong", "failed"]
     seconds: float | None = None
     ratio: float | None = None
@@ -132,7 +175,7 @@ class Trial(msgspec.Struct, frozen=True, tag="trial"):
 
 
 class Rates(msgspec.Struct, frozen=True, tag="rates"):
-    """Bandwidths in 1e9 bytes/s and peak rates in 1e12 FLOP/s, by all threads together."""
+    """Bandwidths in 1e9 bytes/s and peak rates in 1e12 FLOP/s of the whole device. l1: of a GPU shared memory."""
 
     bandwidth_gbs: float
     l2_bandwidth_gbs: float
@@ -142,32 +185,33 @@ class Rates(msgspec.Struct, frozen=True, tag="rates"):
 
 
 class Log:
-    """Trials and rates as JSON lines in a file, read back when it is opened."""
+    """Trials, of tiles of this type, and rates as JSON lines in a file, read back when it is opened."""
 
-    def __init__(self, path: Path, resume: bool = True) -> None:
+    def __init__(self, path: Path, tile: Any, resume: bool = True) -> None:
         self.path = path
-        self.trials: list[Trial] = []
+        self.trials: list[Trial[Any]] = []
         self.rates: Rates | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         if not resume:
             path.unlink(missing_ok=True)
+        entries: Any = Trial[tile] | Rates
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         for line in text.splitlines():
             try:
-                self._take(msgspec.json.decode(line, type=Trial | Rates))
+                self._take(msgspec.json.decode(line, type=entries))
             except msgspec.DecodeError:  # cut short when its process was killed: tried again
                 continue
         if text and not text.endswith("\n"):
             self._write("\n")
 
-    def add(self, entry: Trial | Rates) -> None:
+    def add(self, entry: Trial[Any] | Rates) -> None:
         self._write(msgspec.json.encode(entry).decode() + "\n")
         self._take(entry)
 
-    def of(self, target: Target) -> list[Trial]:
+    def of(self, target: Target) -> list[Trial[Any]]:
         return [trial for trial in self.trials if trial.target == target.key]
 
-    def _take(self, entry: Trial | Rates) -> None:
+    def _take(self, entry: Trial[Any] | Rates) -> None:
         if isinstance(entry, Rates):
             self.rates = entry
         else:
@@ -178,37 +222,80 @@ class Log:
             file.write(text)
 
 
-def log_path() -> Path:
-    """The log of this device with these versions of flashkit's kernels, Numba and NumPy, and as many threads."""
-    from .backends.cpu import objects, threads
-
-    name, features = host.cpu_name(), sorted(host.cpu_features())
-    identity = repr((name, features, host.cpu_caches(), threads.count(), timing.versions(), objects.fingerprint()))
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+def log_path(subject: Subject) -> Path:
+    """The log of this device with these versions of flashkit's kernels and of what they depend on."""
+    identity = repr(subject.identity())
+    slug = re.sub(r"[^a-z0-9]+", "-", str(profiles.criteria(subject.kind)["name"]).lower()).strip("-")
     digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
-    return profiles.user_dir().parent / "autotune" / f"cpu-{slug}-{digest}.jsonl"
+    return profiles.user_dir().parent / "autotune" / f"{subject.backend}-{slug}-{digest}.jsonl"
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
 class Bench(Protocol):
-    """What the search asks of a machine; `tune_cpu.CpuBench` is the real one."""
+    """What the search asks of a machine; `tune_cpu.CpuBench` and `tune_cuda.CudaBench` are the real ones."""
 
-    def in_use(self, target: Target) -> CpuTile:
+    def in_use(self, target: Target) -> Any:
         """The tile that attention uses now."""
 
-    def candidates(self, target: Target) -> list[CpuTile]:
+    def candidates(self, target: Target) -> Sequence[Any]:
         """Possible tiles, the likely fastest first."""
 
     def flops(self, target: Target) -> float:
         """Of the problem that is timed."""
 
-    def verify(self, target: Target, tile: CpuTile) -> str:
+    def verify(self, target: Target, tile: Any) -> str:
         """What is wrong with the results of this tile, or nothing."""
 
-    def time(self, target: Target, tiles: Sequence[CpuTile], rounds: int, budget: float) -> dict[CpuTile, Timing]:
+    def time(self, target: Target, tiles: Sequence[Any], rounds: int, budget: float) -> dict[Any, Timing]:
         """Times in turns."""
+
+
+class Subject(Protocol):
+    """A backend that is tuned, and the device it runs on."""
+
+    backend: str
+    kind: Kind
+    tile: Any  # the type of its tiles
+    levels: tuple[str, str, str]  # names of the memories whose bandwidths are measured, the slowest first
+    sram: Literal["l1", "l2"]  # which of these the tiles of K and V are read from
+    note: str  # how it is measured, for each row's reason
+
+    def effort(self, quick: bool) -> Effort: ...
+
+    def targets(self, effort: Effort, dtypes: Sequence[str] | None) -> list[Target]: ...
+
+    def bench(self, effort: Effort, targets: Sequence[Target]) -> Bench: ...
+
+    def rates(self) -> Rates: ...
+
+    def versions(self) -> dict[str, str]:
+        """Of what its speed depends on."""
+
+    def identity(self) -> Any:
+        """The device, versions and sources: trials count for these."""
+
+
+def subjects(backend: str | None = None) -> list[Subject]:
+    """What can be tuned here: this backend, or all that are available. ValueError where it is none of them."""
+    from .tune_cpu import Cpu
+    from .tune_cuda import CupyRaw
+
+    known: dict[str, type[Any]] = {"cpu": Cpu, "cupy_raw": CupyRaw}
+    if backend is not None and backend not in known:
+        raise ValueError(f"backend {backend!r} is not tuned; {' and '.join(known)} are")
+    said = {name: _available(name) for name in known if backend in (None, name)}
+    if backend is not None and said[backend]:
+        raise ValueError(f"backend {backend!r} cannot be tuned here: {said[backend]}")
+    return [known[name]() for name, reason in said.items() if not reason]
+
+
+def _available(name: str) -> str:
+    """Why a backend cannot run here, or nothing."""
+    if name not in dispatch.registry():
+        return "it is not installed"
+    return dispatch.registry()[name].available().reason
 
 
 @dataclass(frozen=True)
@@ -216,8 +303,8 @@ class Found:
     """The outcome for a target: the tile to use, how fast it is, and how many times as fast as the one used before."""
 
     target: Target
-    before: CpuTile
-    tile: CpuTile
+    before: Tile
+    tile: Tile
     gain: float
     gflops: float
     tried: int
@@ -228,16 +315,14 @@ class Found:
     def why(self) -> str:
         if self.tile == self.before:
             return f"none of {self.tried} other tiles timed was clearly faster"
-        return f"{self.gain:.2f} times as fast as {describe(self.before)}; best of {self.tried} tiles timed"
-
-
-def describe(tile: CpuTile) -> str:
-    return f"{tile.block_q} x {tile.block_k} in {tile.rows} x {tile.vectors} registers"
+        return f"{self.gain:.2f} times as fast as {self.before}; best of {self.tried} tiles timed"
 
 
 @dataclass
 class Search:
-    """The search for one target. deadline: on `clock`, after which nothing more is started."""
+    """The search for one target. deadline: on `clock`, after which nothing more is started. rival: the rate in 1e9
+    FLOP/s that other kernels reach on the same problem.
+    """
 
     target: Target
     bench: Bench
@@ -246,7 +331,8 @@ class Search:
     deadline: float = math.inf
     clock: Callable[[], float] = time.monotonic
     on_trial: Callable[[], None] = lambda: None
-    before: CpuTile = field(init=False)
+    rival: float = 0.0
+    before: Any = field(init=False)
 
     def run(self) -> Found | None:
         """None where not even the tile in use could be timed before the time was up."""
@@ -257,30 +343,38 @@ class Search:
         whole, kept_back = self.deadline, FINAL_SHARE * (self.deadline - self.clock())
         if math.isfinite(whole):
             self.deadline = whole - kept_back  # without the last round nothing is decided
+        started = self.stage("in use", [self.before])
+        if started and self.hopeless:
+            return self.outcome(complete=True)
         complete = (
-            self.stage("in use", [self.before])
-            and self.stage("blocks", self.blocks(ranked, shape(self.before)))
-            and self.stage("shapes", self.shapes(ranked, self.leader(shape(self.before))))
-            and self.stage("blocks", self.blocks(ranked, shape(self.leader())))
+            started
+            and self.stage("blocks", self.blocks(ranked, self.before.shape))
+            and self.stage("shapes", self.shapes(ranked, self.leader(self.before.shape)))
+            and self.stage("blocks", self.blocks(ranked, self.leader().shape))
         )
         self.deadline = whole
         right = [t.tile for t in self.timed()]
         decided = self.stage("final", [t for t in right if t == self.before or t in right[:FINALISTS]])
         return self.outcome(complete and decided)
 
-    def blocks(self, ranked: Sequence[CpuTile], register_block: tuple[int, int, int]) -> list[CpuTile]:
-        """The likeliest tiles with a register block."""
-        return [tile for tile in ranked if shape(tile) == register_block][: self.effort.blocks]
+    @property
+    def hopeless(self) -> bool:
+        """Whether the tile in use is so far behind other kernels that no other tile will catch up with them."""
+        return any(DROP * (t.gflops or 0.0) < self.rival for t in self.timed() if t.tile == self.before)
 
-    def shapes(self, ranked: Sequence[CpuTile], best: CpuTile) -> list[CpuTile]:
-        """For each of the likeliest other register blocks the tile nearest to the best so far."""
-        others = list(dict.fromkeys(shape(tile) for tile in ranked if shape(tile) != shape(best)))
+    def blocks(self, ranked: Sequence[Any], shape: Hashable) -> list[Any]:
+        """The likeliest tiles of a shape."""
+        return [tile for tile in ranked if tile.shape == shape][: self.effort.blocks]
+
+    def shapes(self, ranked: Sequence[Any], best: Any) -> list[Any]:
+        """For each of the likeliest other shapes the tile nearest to the best so far."""
+        others = list(dict.fromkeys(tile.shape for tile in ranked if tile.shape != best.shape))
         return [
-            min((tile for tile in ranked if shape(tile) == other), key=lambda tile: _distance(tile, best))
+            min((tile for tile in ranked if tile.shape == other), key=lambda tile: _distance(tile, best))
             for other in others[: self.effort.shapes]
         ]
 
-    def stage(self, stage: Stage, wanted: Sequence[CpuTile]) -> bool:
+    def stage(self, stage: Stage, wanted: Sequence[Any]) -> bool:
         """Verify and time the tiles that the log does not have yet. False where the time was up first."""
         past = [t for t in self.log.of(self.target) if (t.stage == "final") == (stage == "final")]
         logged = {t.tile for t in past if stage != "final" or t.rounds >= LEAST_ROUNDS}
@@ -294,7 +388,7 @@ class Search:
                 self.time(stage, right)
         return True
 
-    def right(self, stage: Stage, tile: CpuTile) -> bool:
+    def right(self, stage: Stage, tile: Any) -> bool:
         """Whether the tile gives the right results; logged where it does not."""
         status: Literal["wrong", "failed"] = "wrong"
         try:
@@ -305,7 +399,7 @@ class Search:
             self.record(Trial(self.target.key, stage, tile, status, note=problem))
         return not problem
 
-    def time(self, stage: Stage, batch: Sequence[CpuTile]) -> None:
+    def time(self, stage: Stage, batch: Sequence[Any]) -> None:
         everyone = list(dict.fromkeys([self.before, *batch]))
         rounds = self.effort.rounds * (2 if stage == "final" else 1)
         timings = self.bench.time(self.target, everyone, rounds, max(self.deadline - self.clock(), 0.0))
@@ -315,23 +409,23 @@ class Search:
             gflops = self.bench.flops(self.target) / t.median / 1e9
             self.record(Trial(self.target.key, stage, tile, "ok", t.median, ratio, high, gflops, len(t.rounds)))
 
-    def record(self, trial: Trial) -> None:
+    def record(self, trial: Trial[Any]) -> None:
         self.log.add(msgspec.structs.replace(trial, date=timing.now()))
         self.on_trial()
 
-    def timed(self, stage: Stage | None = None) -> list[Trial]:
+    def timed(self, stage: Stage | None = None) -> list[Trial[Any]]:
         """Trials with a time, the fastest first; those of the last round apart, by asking for it."""
         trials = [
             t for t in self.log.of(self.target) if t.ratio is not None and (t.stage == "final") == (stage == "final")
         ]
         return sorted(trials, key=lambda t: t.ratio or 0.0)
 
-    def leader(self, register_block: tuple[int, int, int] | None = None) -> CpuTile:
-        """The fastest so far, of all or with that register block.
+    def leader(self, shape: Hashable = None) -> Any:
+        """The fastest so far, of all or of that shape.
 
         Later stages must not change what it was when a stage began, or a search done would find more to do.
         """
-        timed = (t.tile for t in self.timed() if register_block in (None, shape(t.tile)))
+        timed = (t.tile for t in self.timed() if shape in (None, t.tile.shape))
         return next(timed, self.before)
 
     def outcome(self, complete: bool) -> Found | None:
@@ -353,40 +447,32 @@ def digits(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-def shape(tile: CpuTile) -> tuple[int, int, int]:
-    """The register block, which a micro-kernel is compiled for."""
-    return tile.lanes, tile.rows, tile.vectors
-
-
-def _distance(a: CpuTile, b: CpuTile) -> float:
+def _distance(a: Tile, b: Tile) -> float:
     return abs(math.log(a.block_q / b.block_q)) + abs(math.log(a.block_k / b.block_k))
 
 
 # --- the profile ------------------------------------------------------------------------------------------------------
 
 
-def profile_of(found: Sequence[Found], rates: Rates | None, device: dict[str, Any], threads: int) -> dict[str, Any]:
+def profile_of(found: Sequence[Found], rates: Rates | None, subject: Subject) -> dict[str, Any]:
     """What was found in the form of a profile file."""
-    versions = {name: version for name, version in timing.versions().items() if name != "python"}
-    result: dict[str, Any] = {"schema": profiles.SCHEMA, "device": device}
+    versions = {name: version for name, version in subject.versions().items() if name != "python"}
+    result: dict[str, Any] = {"schema": profiles.SCHEMA, "device": profiles.criteria(subject.kind)}
     if rates is not None:
 
         def rate(value: float) -> dict[str, Any]:
             return {"measured": value, "date": rates.date[:10], "versions": versions}
 
-        # What the tiles of K and V are read from, as from a GPU's SRAM, is L2.
-        result["memory"] = {
-            "bandwidth_gbs": rate(rates.bandwidth_gbs),
-            "sram_bandwidth_gbs": rate(rates.l2_bandwidth_gbs),
-        }
+        sram = rates.l2_bandwidth_gbs if subject.sram == "l2" else rates.l1_bandwidth_gbs
+        result["memory"] = {"bandwidth_gbs": rate(rates.bandwidth_gbs), "sram_bandwidth_gbs": rate(sram)}
         result["peak_tflops"] = {dtype: rate(value) for dtype, value in rates.peak_tflops.items()}
     tables: dict[str, list[dict[str, Any]]] = {}
     for f in found:
-        measured = {"gflops": digits(f.gflops), "date": timing.now()[:10], "versions": versions}
-        row = {"dtype": f.target.dtype, "max_head_dim": f.target.head_dim, "causal": f.target.causal, **vars(f.tile)}
-        tables.setdefault(f"cpu.{f.target.direction}", []).append(
-            {**row, "why": f"{f.why}, {threads} threads", "measured": measured}
-        )
+        speed = {"gflops": digits(f.gflops)} if subject.kind == "cpu" else {"tflops": digits(f.gflops / 1000)}
+        measured = {**speed, "date": timing.now()[:10], "versions": versions}
+        why = f"{f.why}, {subject.note}"
+        row = {**f.target.selector, **f.tile.row, "why": why, "measured": measured}
+        tables.setdefault(f"{subject.backend}.{f.target.direction}", []).append(row)
     result["tiles"] = tables
     return result
 
@@ -413,31 +499,39 @@ def _write(profile: dict[str, Any], output: Path | None) -> Path:
 
 def autotune(
     *, quick: bool = False, dtypes: Sequence[str] | None = None, budget: float | None = None, resume: bool = True,
-    output: Path | None = None, bench: Bench | None = None, rates: Callable[[], Rates] | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    output: Path | None = None, backend: str | None = None, clock: Callable[[], float] = time.monotonic,
+    tuned: Sequence[Subject] | None = None,
 ) -> list[Found]:  # fmt: skip
-    """Tune the CPU backend and write the user's profile; a table on stdout, progress on stderr.
+    """Tune backends and write the user's profiles of their devices; tables on stdout, progress on stderr.
 
-    budget: seconds after which nothing more is started; what was found by then is written. output: the profile's file,
-    instead of the user's. bench, rates, clock: for tests. ValueError for an unknown dtype.
+    backend: the one to tune, by default all that can be and are available. budget: seconds for each, after which
+    nothing more is started; what was found by then is written. output: the profile's file, instead of the user's.
+    clock, tuned: for tests. ValueError for an unknown dtype or backend, and for one output of several backends.
     """
-    from .backends.cpu import threads
-    from .tune_cpu import CpuBench, measure_rates
-
-    effort = QUICK if quick else FULL
     for dtype in dtypes or ():
         if dtype not in ITEMSIZE:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}")
-    start = clock()
-    end = start + (effort.budget if budget is None else budget)
-    log = Log(log_path(), resume)
-    targets = effort.targets(dtypes)
+    each = subjects(backend) if tuned is None else tuned
+    if output is not None and len(each) > 1:
+        names = " or ".join(subject.backend for subject in each)
+        raise ValueError(f"--output is the profile of one device; --backend {names} says which")
+    return [one for subject in each for one in _tune(subject, quick, dtypes, budget, resume, output, clock)]
+
+
+def _tune(
+    subject: Subject, quick: bool, dtypes: Sequence[str] | None, budget: float | None, resume: bool,
+    output: Path | None, clock: Callable[[], float],
+) -> list[Found]:  # fmt: skip
+    """One of them."""
+    effort = subject.effort(quick)
+    end = clock() + (effort.budget if budget is None else budget)
+    log, targets = Log(log_path(subject), subject.tile, resume), subject.targets(effort, dtypes)
     with timing.Neighbours() as neighbours:
-        found = list(_search(targets, bench or CpuBench(effort), log, effort, rates or measure_rates, end, clock))
-    path = _write(profile_of(found, log.rates, profiles.criteria("cpu"), threads.count()), output)
+        found = list(_search(targets, subject.bench(effort, targets), log, effort, subject.rates, end, clock))
+    path = _write(profile_of(found, log.rates, subject), output)
     dispatch.forget()
     profiles.forget()
-    _report(found, targets, log, path, timing.warning(neighbours.share))
+    _report(found, targets, log, path, subject, timing.warning(neighbours.share))
     return found
 
 
@@ -453,35 +547,38 @@ def _search(
         task = progress.add_task("bandwidths and peak rates", total=each * len(targets) + 1)
         if log.rates is None:
             log.add(rates())
+        best: dict[tuple[str, ...], float] = {}
         for number, target in enumerate(targets):
             progress.update(task, description=str(target), completed=1 + number * each, refresh=True)
             left = end - clock()
             deadline = clock() + min(left, max(left / (len(targets) - number), LEAST_TIME))
-            search = Search(
-                target, bench, log, effort, deadline, clock, lambda: progress.update(task, advance=1, refresh=True)
-            )
+            step = lambda: progress.update(task, advance=1, refresh=True)
+            search = Search(target, bench, log, effort, deadline, clock, step, best.get(target.problem, 0.0))
             outcome = search.run()
             if outcome is not None:
+                best[target.problem] = max(best.get(target.problem, 0.0), outcome.gflops)
                 yield outcome
 
 
-def _report(found: Sequence[Found], targets: Sequence[Target], log: Log, path: Path, warning: str) -> None:
+def _report(
+    found: Sequence[Found], targets: Sequence[Target], log: Log, path: Path, subject: Subject, warning: str
+) -> None:
     """What was measured, what got faster, and where it is written."""
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=200)
     if log.rates is not None:
-        r, peaks = log.rates, log.rates.peak_tflops
+        r, (slow, middle, fast) = log.rates, subject.levels
+        peaks = ", ".join(f"{1000 * rate:.0f} in {dtype}" for dtype, rate in r.peak_tflops.items())
         console.print(
-            f"reads {r.bandwidth_gbs:.1f} GB/s from main memory, {r.l2_bandwidth_gbs:.0f} from L2, "
-            f"{r.l1_bandwidth_gbs:.0f} from L1; multiplies {1000 * peaks['float32']:.0f} GFLOP/s in float32, "
-            f"{1000 * peaks['float64']:.0f} in float64"
+            f"reads {r.bandwidth_gbs:.1f} GB/s from {slow}, {r.l2_bandwidth_gbs:.0f} from {middle}, "
+            f"{r.l1_bandwidth_gbs:.0f} from {fast}; multiplies, in GFLOP/s, {peaks}"
         )
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("for", "tile", "GFLOP/s", "speed-up", "tried", "wrong"):
         table.add_column(name, justify="left" if name in ("for", "tile") else "right", no_wrap=True)
     for f in found:
         gain = "as before" if f.tile == f.before else f"{f.gain:.2f} x"
-        row = str(f.target), describe(f.tile), f"{f.gflops:.1f}", gain, str(f.tried), str(f.wrong or "")
+        row = str(f.target), str(f.tile), f"{f.gflops:.1f}", gain, str(f.tried), str(f.wrong or "")
         table.add_row(*row)
     console.print(table)
     faster = [f for f in found if f.tile != f.before]

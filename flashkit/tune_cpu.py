@@ -9,23 +9,51 @@ from typing import Any
 
 import numpy as np
 
-from . import host, profiles, reference, tiles, timing
+from . import host, profiles, tiles, timing, tune
 from .arguments import prepare
-from .backends.cpu import rates, threads
+from .backends.cpu import objects, rates, threads
 from .backends.cpu.backend import CpuBackend
 from .explanation import visible_pairs
 from .peers import Case
 from .spec import ITEMSIZE, Gradients
 from .tiles import CpuTile
 from .timing import Timing
+from .trials import Truth
 from .tune import DROP, Effort, Rates, Target, digits
 
 VERIFIED_TOKENS = 777
 """A number of tokens that no tile divides: the last tile of each row and column is a partial one."""
 
-SLACK = 4.0
-"""How many times the plain computation's error a right result may have: its sums have another order, and the largest of
-few errors is a matter of luck. What a wrong tile does to a result is thousands of times that."""
+
+class Cpu:
+    """The CPU backend; see tune.Subject."""
+
+    backend, kind, tile = "cpu", "cpu", CpuTile
+    levels = "main memory", "L2", "L1"
+    sram = "l2"
+
+    @property
+    def note(self) -> str:
+        return f"{threads.count()} threads"
+
+    def effort(self, quick: bool) -> Effort:
+        return tune.QUICK if quick else tune.FULL
+
+    def targets(self, effort: Effort, dtypes: Sequence[str] | None) -> list[Target]:
+        return effort.targets(dtypes)
+
+    def bench(self, effort: Effort, targets: Sequence[Target]) -> CpuBench:
+        return CpuBench(effort)
+
+    def rates(self) -> Rates:
+        return measure_rates()
+
+    def versions(self) -> dict[str, str]:
+        return timing.versions()
+
+    def identity(self) -> Any:
+        features = sorted(host.cpu_features())
+        return features, host.cpu_caches(), threads.count(), self.versions(), objects.fingerprint()
 
 
 class CpuBench:
@@ -101,49 +129,14 @@ class _Task:
         return {"dq": g.dq[:, [0, -1]], "dk": g.dk[:, [0, -1]], "dv": g.dv[:, [0, -1]]}
 
     @cached_property
-    def truth(self) -> dict[str, tuple[np.ndarray, float]]:
-        """By name, the definition's result in float64, and the error to be allowed.
-
-        That is SLACK times the error of the plain computation in the same precision, and one rounding of the largest
-        value. The plain float64 computation is the definition; its error is taken from float32's.
-        """
-        op, spec = self.operands, self.problem.spec
+    def truth(self) -> Truth:
+        op = self.operands
         two = replace(op, **{name: getattr(op, name)[:, [0, -1]] for name in ("q", "k", "v", "out", "lse")})
-
-        def compute(dtype: Any) -> dict[str, np.ndarray]:
-            if self.target.direction == "forward":
-                return dict(zip(("out", "lse"), reference.standard(spec, two, dtype)))
-            grads = reference.standard_gradients(spec, two, self.gradients.dout[:, [0, -1]], dtype=dtype)
-            return {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
-
-        dtype = op.q.dtype
-        coarse = np.dtype(np.float32) if dtype == np.float64 else dtype
-        exact, plain = compute(np.float64), compute(coarse)
-        unit, ratio = _unit(dtype), _unit(dtype) / _unit(coarse)
-        return {
-            name: (x, SLACK * ratio * _error(plain[name], x) + unit * float(np.abs(x).max()))
-            for name, x in exact.items()
-        }
+        return Truth(self.problem.spec, two, self.target.direction, self.gradients.dout[:, [0, -1]])
 
     def complaint(self) -> str:
         """Which result is wrong, or nothing."""
-        for name, got in self.results.items():
-            exact, allowed = self.truth[name]
-            error = _error(got, exact)
-            if not error <= allowed:
-                return f"{name} is off by {error:.3g}, {allowed:.3g} is allowed"
-        return ""
-
-
-def _error(got: np.ndarray, exact: np.ndarray) -> float:
-    return float(np.abs(got.astype(np.float64) - exact).max())
-
-
-def _unit(dtype: Any) -> float:
-    """The distance from 1 to the next number."""
-    import ml_dtypes
-
-    return float(ml_dtypes.finfo(dtype).eps)
+        return self.truth.complaint(self.results)
 
 
 def measure_rates(samples: int = 15) -> Rates:

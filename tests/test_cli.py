@@ -378,11 +378,13 @@ def test_autotune_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, 
     said: dict[str, Any] = {}
     part(monkeypatch, "tune", autotune=lambda **options: said.update(options))
     output = tmp_path / "mine.yaml"
-    line = f"autotune --quick --dtype float32 --dtype float16 --budget 30 --no-resume --output {output}"
+    line = f"autotune --quick --dtype float32 --dtype float16 --budget 30 --no-resume --backend cpu --output {output}"
     assert run(*line.split())[0] == 0
-    assert said == {"quick": True, "dtypes": ["float32", "float16"], "budget": 30.0, "resume": False, "output": output}
+    few = {"quick": True, "dtypes": ["float32", "float16"], "budget": 30.0, "resume": False, "output": output}
+    assert said == {**few, "backend": "cpu"}
     assert run("autotune")[0] == 0
-    assert said == {"quick": False, "dtypes": None, "budget": None, "resume": True, "output": None}
+    usual = {"quick": False, "dtypes": None, "budget": None, "resume": True, "output": None}
+    assert said == {**usual, "backend": None}
 
 
 def test_autotune_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

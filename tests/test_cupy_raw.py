@@ -77,8 +77,11 @@ def test_strides(dims: str, storage: str, generation: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])
-def test_the_same_bits_each_time(dtype: str, generation: str) -> None:
-    q, k, v, dout = tensors((2, 4, 300, 64), (2, 2, 400, 64), (2, 2, 400, 64), (2, 4, 300, 64), dtype=dtype)
+@pytest.mark.parametrize(("n_q", "n_k", "d"), [(300, 400, 64), (1500, 1500, 128), (1, 5000, 128)])
+def test_the_same_bits_each_time(n_q: int, n_k: int, d: int, dtype: str, generation: str) -> None:
+    """With more blocks than fit on the device at once, and with keys that are split."""
+    q, dout = tensors((2, 8, n_q, d), (2, 8, n_q, d), dtype=dtype)
+    k, v = tensors((2, 2, n_k, d), (2, 2, n_k, d), dtype=dtype, seed=1)
 
     def once() -> list[bytes]:
         out, vjp = flashkit.attention_vjp(q, k, v, causal=True, deterministic=True, backend=NAME)
@@ -196,12 +199,54 @@ def test_two_streams_from_two_threads(generation: str) -> None:
         assert all(pool.map(work, ((1, 2), (3, 4))))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (100, 0)}], ids=["plain", "window"])
-def test_a_captured_call_replays(options: dict[str, Any], generation: str) -> None:
+@pytest.mark.parametrize("n_q", [400, 1])
+def test_gradients_on_two_streams_from_two_threads(n_q: int, generation: str) -> None:
+    """What a pass needs in between is its own: scratch memory that one thread gives back is soon another's."""
     import cupy
 
-    q, k, v, dout = tensors((2, 4, 130, 64), (2, 2, 200, 64), (2, 2, 200, 64), (2, 4, 130, 64))
-    lengths = cupy.asarray([200, 120])
+    q, dout = tensors((2, 4, n_q, 64), (2, 4, n_q, 64), dtype="float16")
+    k, v = tensors((2, 2, 3000, 64), (2, 2, 3000, 64), dtype="float16", seed=1)
+
+    def compute(scale: int) -> list[Any]:
+        out, vjp = flashkit.attention_vjp(q * scale, k, v, deterministic=True, backend=NAME)
+        return [out, *vjp(dout)]
+
+    right = {scale: [x.get() for x in compute(scale)] for scale in (1, 2)}
+    start = threading.Barrier(2)
+
+    def work(scale: int) -> bool:
+        start.wait()
+        with cupy.cuda.Stream(non_blocking=True):
+            results = [compute(scale) for _ in range(20)]
+            return all((x.get() == y).all() for got in results for x, y in zip(got, right[scale]))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(work, (1, 2)))
+
+
+def test_a_call_on_another_device(generation: str) -> None:
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("there is one device")
+    arrays = tensors((1, 2, 70, 64), (1, 2, 70, 64), (1, 2, 70, 64))
+    right = flashkit.attention(*arrays, causal=True, backend=NAME).get()
+    with cupy.cuda.Device(1):
+        there = [cupy.asarray(x.get()) for x in arrays]
+        out, vjp = flashkit.attention_vjp(*there, causal=True, backend=NAME)
+        np.testing.assert_array_equal(out.get(), right)
+        assert all(x.device.id == 1 for x in (out, *vjp(out)))
+    with pytest.raises(ValueError, match="q lies on CUDA device 1, the current one is 0"):
+        flashkit.attention(*there, causal=True, backend=NAME)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (100, 0)}], ids=["plain", "window"])
+@pytest.mark.parametrize(("n_q", "n_k"), [(130, 200), (1, 4000)], ids=["prefill", "decode"])
+def test_a_captured_call_replays(n_q: int, n_k: int, options: dict[str, Any], generation: str) -> None:
+    import cupy
+
+    q, k, v, dout = tensors((2, 4, n_q, 64), (2, 2, n_k, 64), (2, 2, n_k, 64), (2, 4, n_q, 64))
+    lengths = cupy.asarray([n_k, n_k - 80])
 
     def compute() -> list[Any]:
         out, vjp = flashkit.attention_vjp(q, k, v, kv_lengths=lengths, **options, backend=NAME)
@@ -219,7 +264,7 @@ def test_a_captured_call_replays(options: dict[str, Any], generation: str) -> No
             new = tensors(q.shape, k.shape, v.shape, dout.shape, seed=seed)
             for array, values in zip((q, k, v, dout), new):
                 array[...] = values
-            lengths[...] = cupy.asarray([200 - seed, 50 * seed])
+            lengths[...] = cupy.asarray([n_k - seed, n_k * seed // 4])
             for x in results:
                 x.fill(np.nan)
             graph.launch()

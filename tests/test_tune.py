@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import cli, dispatch, profiles, tiles, timing, tune
+from flashkit import cli, dispatch, profiles, tiles, timing, tune, tune_cpu
 from flashkit.tiles import CpuTile
 from flashkit.timing import Timing
 from flashkit.tune import Effort, Found, Log, Rates, Search, Target
@@ -80,13 +80,30 @@ class Machine:
         return spend
 
 
+class Simulated(tune_cpu.Cpu):
+    """The CPU backend on a simulated machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def bench(self, effort: Effort, targets: Sequence[Target]) -> Any:
+        return self.machine
+
+    def rates(self) -> Rates:
+        return RATES
+
+
+def autotune(machine: Machine, **options: Any) -> list[Found]:
+    return tune.autotune(quick=True, tuned=[Simulated(machine)], clock=machine.clock, **options)
+
+
 def block_size(tile: CpuTile) -> float:
     """A machine that likes large blocks of queries and 4 x 3 registers."""
     return (1.0 if (tile.rows, tile.vectors) == (4, 3) else 1.3) + 10 / tile.block_q
 
 
 def search(machine: Machine, path: Path, **options: Any) -> Found | None:
-    return Search(TARGET, machine, Log(path), EFFORT, clock=machine.clock, **options).run()
+    return Search(TARGET, machine, Log(path, CpuTile), EFFORT, clock=machine.clock, **options).run()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -183,6 +200,47 @@ def test_a_search_that_is_done_has_nothing_more_to_do(tmp_path: Path) -> None:
         assert again.timed == []
 
 
+def test_kernels_that_are_far_behind_others_are_left_after_one_trial(tmp_path: Path) -> None:
+    """1e12 FLOPs in 1.4 s are 714 GFLOP/s: half of 1500 and not of 1400."""
+    for rival, tried in ((1500.0, False), (1400.0, True)):
+        machine = Machine(block_size)
+        found = search(machine, tmp_path / str(rival), rival=rival)
+        assert found is not None
+        assert found.complete
+        assert (set(machine.timed) != {IN_USE}) == tried
+        assert found.gflops > 0
+
+
+def test_generations_of_one_problem_are_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is ten times as fast as the second: of that one a tile is tried, and both have a row."""
+
+    class TwoGenerations(Simulated):
+        def targets(self, effort: Effort, dtypes: Any) -> list[Target]:
+            return [Target("forward", "float32", 64, generation=name) for name in ("new", "old")]
+
+    monkeypatch.setattr(tune, "QUICK", EFFORT)
+    machine = Machine(block_size)
+    monkeypatch.setattr(machine, "flops", lambda target: 1e13 if target.generation == "new" else 1e12)
+    new, old = tune.autotune(quick=True, tuned=[TwoGenerations(machine)], clock=machine.clock)
+    assert new.tried > old.tried == 0
+
+
+def test_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [subject.backend for subject in tune.subjects("cpu")] == ["cpu"]
+    assert "cpu" in [subject.backend for subject in tune.subjects()]
+    with pytest.raises(ValueError, match="'abacus' is not tuned; cpu and cupy_raw are"):
+        tune.subjects("abacus")
+    monkeypatch.setattr(dispatch, "registry", dict)
+    with pytest.raises(ValueError, match="cannot be tuned here: it is not installed"):
+        tune.subjects("cupy_raw")
+
+
+def test_one_output_is_of_one_device(tmp_path: Path) -> None:
+    both = [Simulated(Machine(block_size)), Simulated(Machine(block_size))]
+    with pytest.raises(ValueError, match="--backend cpu or cpu says which"):
+        tune.autotune(tuned=both, output=tmp_path / "mine.yaml")
+
+
 # --- interruption, resumption, time -----------------------------------------------------------------------------------
 
 
@@ -236,11 +294,11 @@ def test_autotune_writes_a_profile_that_is_used_and_explained(
     flashkit.attention(q, q, q)  # a plan by the old profile is cached
     monkeypatch.setattr(tune, "QUICK", EFFORT)
     machine = Machine(block_size)
-    found = tune.autotune(quick=True, bench=machine, rates=lambda: RATES, clock=machine.clock)
+    found = autotune(machine)
     assert [f.target for f in found] == EFFORT.targets()
     shown = capsys.readouterr().out
     assert f"{sum(f.tile != f.before for f in found)} of 4 got faster" in shown
-    assert "200 GFLOP/s in float32" in shown
+    assert "multiplies, in GFLOP/s, 200 in float32, 100 in float64" in shown
 
     (file,) = (profiles.user_dir()).glob("*.yaml")
     best = found[0].tile
@@ -268,7 +326,7 @@ def test_autotune_resumes_and_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(**options: Any) -> Machine:
         machine = Machine(block_size)
-        tune.autotune(quick=True, bench=machine, rates=lambda: RATES, clock=machine.clock, **options)
+        autotune(machine, **options)
         return machine
 
     assert run().timed
@@ -281,7 +339,7 @@ def test_autotune_says_where_nothing_is_right(
 ) -> None:
     monkeypatch.setattr(tune, "QUICK", EFFORT)
     machine = Machine(block_size, lambda tile: "wrong")
-    assert tune.autotune(quick=True, bench=machine, rates=lambda: RATES, clock=machine.clock) == []
+    assert autotune(machine) == []
     shown = capsys.readouterr().out
     assert shown.count("every tile tried gives wrong results") == 4
     assert "run again" not in shown
@@ -289,7 +347,7 @@ def test_autotune_says_where_nothing_is_right(
 
 def test_autotune_keeps_its_budget_and_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     machine = Machine(block_size)
-    found = tune.autotune(quick=True, budget=300.0, bench=machine, rates=lambda: RATES, clock=machine.clock)
+    found = autotune(machine, budget=300.0)
     assert machine.now < 400
     assert not all(f.complete for f in found)
     assert "run again to go on" in capsys.readouterr().out
@@ -299,7 +357,7 @@ def test_autotune_writes_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(tune, "QUICK", EFFORT)
     machine = Machine(block_size)
     target = tmp_path / "deep" / "mine.yaml"
-    tune.autotune(quick=True, bench=machine, rates=lambda: RATES, clock=machine.clock, output=target)
+    autotune(machine, output=target)
     assert len(profiles.load_file(target).tiles["cpu.forward"]) == 2
     assert [file.name for file in target.parent.iterdir()] == ["mine.yaml"]
     assert not profiles.user_dir().exists()
@@ -311,10 +369,10 @@ def test_autotune_names_a_dtype_it_does_not_know(capsys: pytest.CaptureFixture[s
 
 
 def test_the_log_is_one_of_device_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = tune.log_path()
+    here = tune.log_path(tune_cpu.Cpu())
     assert here.suffix == ".jsonl"
     monkeypatch.setattr(timing, "versions", lambda: {"numba": "9.9"})
-    assert tune.log_path() != here
+    assert tune.log_path(tune_cpu.Cpu()) != here
 
 
 # --- trials on this machine -------------------------------------------------------------------------------------------
@@ -322,8 +380,6 @@ def test_the_log_is_one_of_device_and_versions(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_this_machine_verifies_and_times(direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashkit import tune_cpu
-
     target = Target(direction, "float32", 16, causal=True)
     bench = tune_cpu.CpuBench(Effort(("float32",), (16,), 256, 1, 1, 2, 1.0))
     tile = bench.in_use(target)
@@ -342,8 +398,6 @@ def test_this_machine_verifies_and_times(direction: Any, monkeypatch: pytest.Mon
 
 
 def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashkit import tune_cpu
-
     target = Target("backward", "float32", 8, causal=False)
     bench = tune_cpu.CpuBench(Effort(("float32",), (8,), 256, 1, 1, 2, 1.0))
     backward = type(bench.backend).backward
@@ -367,7 +421,7 @@ def test_rates_of_this_machine() -> None:
 
 @pytest.mark.slow
 def test_autotune_end_to_end() -> None:
-    assert cli.run(["autotune", "--quick", "--budget", "10"]) == 0
+    assert cli.run(["autotune", "--quick", "--budget", "10", "--backend", "cpu"]) == 0
     (file,) = profiles.user_dir().glob("*.yaml")
     q = np.ones((1, 4, 256, 64), np.float32)
     row = profiles.load_file(file).tile("cpu.forward", "float32", 64, causal=False)
