@@ -81,9 +81,9 @@ def form(array: Any) -> tuple[Any, ...]:
     """
     if type(array) is np.ndarray:  # the quickest way, for calls of microseconds
         return np.ndarray, array.shape, array.strides, array.dtype, array.flags.aligned
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and type(array) is cupy.ndarray:
-        return cupy.ndarray, array.shape, array.strides, array.dtype, array.data.device_id
+    kind = type(array)
+    if kind.__module__ == "cupy" and kind is sys.modules["cupy"].ndarray:
+        return kind, array.shape, array.strides, array.dtype, array.data.device_id
     if kind_of(array) is None:
         return (type(array),)
     place = array.flags.aligned if isinstance(array, np.ndarray) else array.data.device_id

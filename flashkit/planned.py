@@ -42,7 +42,8 @@ class Planned:
         self._in_place = all(map(arrays.same_address, given, fours))
         out, lse = shape.like(operands.out), shape.rows(operands.lse)
         self._out, self._lse, self._dtype = out.shape, (lse.shape, lse.dtype), out.dtype
-        self._empty: Any = arrays.namespace(problem.array_kind).empty
+        self._empty: Any = arrays.namespace(problem.array_kind).ndarray  # quicker than its `empty`
+        self._spares_lse = not return_lse and getattr(chosen, "spares_lse", False)
         self._run = _bound(chosen, plan, operands, shape)
 
     def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
@@ -60,7 +61,7 @@ class Planned:
     def run(self, q: Any, k: Any, v: Any, out: Any) -> Any:
         """The call for arrays that are known to fit."""
         target = out if out is not None and self._fits(out, q, k, v) else self._empty(self._out, self._dtype)
-        lse = self._empty(*self._lse)
+        lse = None if self._spares_lse else self._empty(*self._lse)
         if not self._in_place:
             q, k, v = map(self._shape.to_four, (q, k, v))
         self._run(q, k, v, target, lse)

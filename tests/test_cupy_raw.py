@@ -292,6 +292,33 @@ def test_a_planned_call_in_a_graph(generation: str) -> None:
     np.testing.assert_array_equal(out.get(), flashkit.attention(q, k, v, causal=True, backend=NAME).get())
 
 
+@pytest.mark.parametrize("n_q", [130, 1])
+def test_a_replayed_call_writes_to_no_memory_of_others(n_q: int, generation: str) -> None:
+    """What a call allocates and drops, like a log-sum-exp that nobody asked for, is used again by each replay."""
+    import cupy
+
+    q, k, v = tensors((2, 4, n_q, 64), (2, 2, 4000, 64), (2, 2, 4000, 64), dtype="float16")
+    out, lengths = cupy.empty_like(q), cupy.asarray([3000, 4000], np.int32)
+    calls = [
+        lambda: flashkit.attention(q, k, v, out=out, backend=NAME),
+        lambda: flashkit.attention(q, k, v, kv_lengths=lengths, out=out, backend=NAME),
+    ]
+    for call in calls:
+        call()
+        right = out.get()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            call()
+            graph = stream.end_capture()
+            sizes = [1 << i for i in range(9, 24)] * 4
+            others = [cupy.full(size // 4, 7, np.int32) for size in sizes]  # as CuPy's pool hands memory out again
+            out.fill(np.nan)
+            graph.launch()
+            stream.synchronize()
+            assert all((x == 7).all() for x in others)
+        np.testing.assert_array_equal(out.get(), right)
+
+
 def test_a_numpy_array_in_a_captured_call_is_an_error() -> None:
     import cupy
 

@@ -52,6 +52,8 @@ Bound = Callable[[Any, Any, Any, Any, Any], None]
 class Binds(Protocol):
     """What a backend may offer beyond `Backend`, for calls that are repeated on arrays of one form."""
 
+    spares_lse: bool  # whether f takes None for an lse that nobody wants
+
     def bind(self, plan: Any, operands: Operands) -> Bound:
         """All that `forward(plan, operands)` does before it starts a kernel, done once: f(q, k, v, out, lse).
 

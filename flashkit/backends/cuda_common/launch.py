@@ -101,13 +101,25 @@ def stream() -> int:
 
 
 def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
-    """Memory for a kernel's intermediate results, from CuPy's pool; as it is, or filled with zeros.
-
-    Given back to the pool it may serve others as soon as what was enqueued is done. A graph that recorded the call uses
-    it again whenever it is launched, and nobody can tell when that ends: such memory is kept.
-    """
+    """Memory for a kernel's intermediate results, from CuPy's pool; as it is, or filled with zeros. See `keep`."""
     cupy = _cupy()
-    memory = (cupy.zeros if zeros else cupy.empty)(shape, dtype)
-    if cupy.cuda.get_current_stream().is_capturing():
-        _recorded.append(memory)
+    memory = cupy.zeros(shape, dtype) if zeros else cupy.ndarray(shape, dtype)
+    keep(stream(), memory)
     return memory
+
+
+def unread(size: int, stream: int) -> Any:
+    """As many bytes that kernels write and nobody reads; has a `ptr`. See `keep`."""
+    memory = _cupy().cuda.alloc(size)
+    keep(stream, memory)
+    return memory
+
+
+def keep(stream: int, *memory: Any) -> None:
+    """Keep memory alive for good if the stream is being captured.
+
+    Otherwise it may be given back to the pool once all is enqueued, and serves others when what was enqueued is done. A
+    graph that recorded a call uses the memory again whenever it is launched, and nobody can tell when that ends.
+    """
+    if stream and _cupy().cuda.runtime.streamIsCapturing(stream):  # 0, the default stream, cannot be captured
+        _recorded.append(memory)

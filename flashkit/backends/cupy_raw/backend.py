@@ -126,6 +126,7 @@ class CupyRawBackend:
     array_kinds = ("cupy",)
     device_kind = "cuda"
     efficiency = 0.5
+    spares_lse = True
 
     def available(self) -> Verdict:
         missing = [name for name in ("cupy", "cuda.bindings") if _absent(name)]
@@ -155,14 +156,18 @@ class CupyRawBackend:
         return CupyPlan(problem, profile)
 
     def forward(self, plan: CupyPlan, operands: Operands) -> None:
-        run = plan.on(_device_of(operands), "forward").run
-        run(Arguments(plan.problem.spec, operands), launch.stream())
+        run, stream = plan.on(_device_of(operands), "forward").run, launch.stream()
+        run(Arguments(plan.problem.spec, operands), stream)
+        _keep(stream, operands)
 
     def backward(self, plan: CupyPlan, operands: Operands, gradients: Gradients) -> None:
         run = plan.on(_device_of(operands), "backward").run
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
-        run(arguments, launch.stream())
+        stream = launch.stream()
+        run(arguments, stream)
+        _keep(stream, operands)
+        launch.keep(stream, gradients.dlse)
 
     def bind(self, plan: CupyPlan, operands: Operands) -> Bound:
         import cupy
@@ -171,6 +176,8 @@ class CupyRawBackend:
         run, template = plan.on(here, "forward").run, Arguments(plan.problem.spec, operands)
         spare: deque[Arguments] = deque(maxlen=8)
         q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
+        stream_of, lse_bytes = launch.stream, max(operands.lse.nbytes, 1)
+        _keep(stream_of(), operands)
 
         def call(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
             if current() != here.ordinal:
@@ -180,9 +187,11 @@ class CupyRawBackend:
             except IndexError:
                 arguments = template.copy()
             words = arguments.words
+            stream = stream_of()
+            memory = launch.unread(lse_bytes, stream) if lse is None else lse.data
             words[q_at], words[k_at], words[v_at] = q.data.ptr, k.data.ptr, v.data.ptr
-            words[out_at], words[lse_at] = out.data.ptr, lse.data.ptr
-            run(arguments, launch.stream())
+            words[out_at], words[lse_at] = out.data.ptr, memory.ptr
+            run(arguments, stream)
             spare.append(arguments)
 
         return call
@@ -193,6 +202,12 @@ def _absent(name: str) -> bool:
         return find_spec(name) is None
     except ModuleNotFoundError:
         return True
+
+
+def _keep(stream: int, operands: Operands) -> None:
+    """What a recorded call uses again beyond what the caller holds, who cannot know what was converted or copied."""
+    op = operands
+    launch.keep(stream, op.out, op.lse, op.q_offset, op.kv_lengths, op.sinks, *op.arrays.values())
 
 
 def _device_of(operands: Operands) -> Device:
