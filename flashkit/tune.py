@@ -260,7 +260,6 @@ class Subject(Protocol):
     tile: Any  # the type of its tiles
     levels: tuple[str, str, str]  # names of the memories whose bandwidths are measured, the slowest first
     sram: Literal["l1", "l2"]  # which of these the tiles of K and V are read from
-    note: str  # how it is measured, for each row's reason
 
     def effort(self, quick: bool) -> Effort: ...
 
@@ -269,6 +268,9 @@ class Subject(Protocol):
     def bench(self, effort: Effort, targets: Sequence[Target]) -> Bench: ...
 
     def rates(self) -> Rates: ...
+
+    def note(self, target: Target) -> str:
+        """How it is measured, for each row's reason."""
 
     def versions(self) -> dict[str, str]:
         """Of what its speed depends on."""
@@ -470,7 +472,7 @@ def profile_of(found: Sequence[Found], rates: Rates | None, subject: Subject) ->
     for f in found:
         speed = {"gflops": digits(f.gflops)} if subject.kind == "cpu" else {"tflops": digits(f.gflops / 1000)}
         measured = {**speed, "date": timing.now()[:10], "versions": versions}
-        why = f"{f.why}, {subject.note}"
+        why = f"{f.why}; {subject.note(f.target)}"
         row = {**f.target.selector, **f.tile.row, "why": why, "measured": measured}
         tables.setdefault(f"{subject.backend}.{f.target.direction}", []).append(row)
     result["tiles"] = tables

@@ -32,8 +32,7 @@ class Cpu:
     levels = "main memory", "L2", "L1"
     sram = "l2"
 
-    @property
-    def note(self) -> str:
+    def note(self, target: Target) -> str:
         return f"{threads.count()} threads"
 
     def effort(self, quick: bool) -> Effort:

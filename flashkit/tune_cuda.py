@@ -83,7 +83,6 @@ class CupyRaw:
     backend, kind, tile = cupy_backend.NAME, "cuda", CudaTile
     levels = "device memory", "L2", "shared memory"
     sram = "l1"
-    note = f"{TOKENS} tokens, {WIDTH} columns of all heads"
 
     def effort(self, quick: bool) -> Effort:
         return QUICK if quick else FULL
@@ -108,6 +107,11 @@ class CupyRaw:
 
     def rates(self) -> Rates:
         return measure_rates(device.current())
+
+    def note(self, target: Target) -> str:
+        if target.few:
+            return f"1 query, {DECODED_KEYS} keys, 32 heads on 8"
+        return f"{TOKENS} tokens in all, {WIDTH} columns of all heads"
 
     def versions(self) -> dict[str, str]:
         from . import __version__

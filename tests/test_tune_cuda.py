@@ -36,9 +36,9 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_wrong_results_are_noticed(direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashkit.tune_cuda import CudaBench, CupyRaw
-
     import cupy
+
+    from flashkit.tune_cuda import CudaBench, CupyRaw
 
     (target, *_) = [t for t in CupyRaw().targets(SMALL, None) if t.direction == direction]
     bench = CudaBench(SMALL, [target])
