@@ -1,13 +1,13 @@
 """The README's tables, plots and the list of goals from the result files of `flashkit bench`.
 
-    flashkit bench --output benchmarks/results/cpu.jsonl     measure
+    flashkit bench --output benchmarks/results/cpu.jsonl     measure; with --device cuda on a GPU
     python benchmarks/report.py                              put the tables between the README's markers
     python benchmarks/report.py --plots docs/plots           and draw plots (pip install "flashkit[plot]")
     python benchmarks/report.py --check                      say which goals are met; exit status 1 if one is not
 
 Of each file in benchmarks/results the last run counts. The tables hold ratios, errors and memory: how long something
 takes on one CPU says little about another, how many times as fast it is than a peer that runs in turns with it says
-more.
+more. GPUs of one name are alike, so their tables have rates too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ RESULTS, README = ROOT / "benchmarks" / "results", ROOT / "README.md"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
 PEERS = {"numpy": "plain NumPy", "torch": "PyTorch", "jax": "JAX", "onnxruntime": "ONNX Runtime"}
+CUDA_PEERS = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "efficient": "memory-efficient"}
+"""PyTorch's, on a GPU."""
 
 
 def runs(results: Path = RESULTS) -> list[list[Line]]:
@@ -39,6 +41,12 @@ their geometric mean. Shares are of a rate measured in the same rounds: sgemm is
 flashkit without the mask (for the visible pairs), read is a loop that reads as many bytes. Memory is what resident
 memory grows by at its peak, results included, in a forward pass, or in a forward and a backward pass. Errors are the
 root mean square of the difference from float64, over that of the values, the largest of all sizes."""
+
+CUDA_EXPLANATION = """On GPUs: TFLOP/s of flashkit, and how many times as fast it is as PyTorch's
+scaled_dot_product_attention with one of its backends, each in turns with the others in one process; a figure for each
+number of tokens. 16,384 tokens in all, 2048 columns of all heads. Decoding is one query for 32 heads on 8; GB/s are
+those of keys and values. Errors are the root mean square of the difference from float64, over that of the values, the
+largest of all cases of 1024 tokens, on the same inputs."""
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -123,6 +131,69 @@ def table_of_memory(lines: Sequence[Line]) -> str:
     return markdown_table(["problem", "pass", "memory", "plain NumPy's"], rows, 2) if rows else ""
 
 
+# --- the tables of a GPU ----------------------------------------------------------------------------------------------
+
+
+def cuda_table(lines: Sequence[Line]) -> str:
+    """Self-attention: a row for each dtype, pass, head dim and mask, with a figure for each length."""
+    groups: dict[tuple[str, str, int, bool], list[Line]] = {}
+    for line in lines:
+        if line.case.n_k is None:
+            case = line.case
+            groups.setdefault((case.dtype, line.direction, case.head_dim, case.causal), []).append(line)
+    peers = [name for name in CUDA_PEERS if any(name in x.times_as_fast for xs in groups.values() for x in xs)]
+    rows = []
+    for (dtype, direction, d, causal), members in groups.items():
+        members.sort(key=lambda line: line.case.n_q)
+        tokens, rates = (
+            ", ".join(texts)
+            for texts in zip(*((str(x.case.n_q), f"{x.gflops('flashkit') / 1000:.0f}") for x in members))
+        )
+        rows.append([dtype, direction, f"{d}{', causal' if causal else ''}", tokens, rates, *_against(peers, members)])
+    head = ["dtype", "pass", "head dim", "tokens", "TFLOP/s", *(f"x {CUDA_PEERS[name]}" for name in peers)]
+    return markdown_table(head, rows, 4) if rows else ""
+
+
+def _against(peers: Sequence[str], lines: Sequence[Line]) -> list[str]:
+    """For each peer how many times as fast flashkit is, a figure a line; nothing where it can do none of them."""
+    found = []
+    for peer in peers:
+        ratios = [f"{x.times_as_fast[peer]['median']:.2f}" if peer in x.times_as_fast else "-" for x in lines]
+        found.append("" if set(ratios) == {"-"} else ", ".join(ratios))
+    return found
+
+
+def cuda_table_of_decoding(lines: Sequence[Line]) -> str:
+    lines = [line for line in lines if line.case.n_q == 1]
+    peers = [name for name in CUDA_PEERS if any(name in line.times_as_fast for line in lines)]
+    rows = [
+        [line.case.dtype, str(line.case.batch), str(line.case.keys),
+         f"{line.bytes / line.timings['flashkit']['median'] / 1e9:.0f}", *_against(peers, [line])]
+        for line in lines
+    ]  # fmt: skip
+    head = ["decoding", "batch", "keys", "GB/s", *(f"x {CUDA_PEERS[name]}" for name in peers)]
+    return markdown_table(head, rows, 1) if rows else ""
+
+
+def cuda_table_of_errors(lines: Sequence[Line]) -> str:
+    """A row for each dtype and result: the largest errors of all, on inputs of their own each."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for line in lines:
+        for who, errors in line.errors.items():
+            for name, error in errors.items():
+                worst = found.setdefault((line.case.dtype, name), {})
+                worst[who] = max(worst.get(who, 0.0), error)
+    rows = [
+        [*key, *(f"{worst[who]:.2g}" if who in worst else "" for who in ("flashkit", *CUDA_PEERS))]
+        for key, worst in found.items()
+    ]
+    head = ["dtype", "result", "error", *(f"{x}'s" for x in CUDA_PEERS.values())]
+    return markdown_table(head, rows, 2) if rows else ""
+
+
+# --- together ---------------------------------------------------------------------------------------------------------
+
+
 def mean(ratios: Iterable[float]) -> float:
     """The geometric one."""
     logs = [math.log(x) for x in ratios]
@@ -131,15 +202,31 @@ def mean(ratios: Iterable[float]) -> float:
 
 def markdown(results: Path = RESULTS) -> str:
     """What stands between the README's markers."""
-    parts = []
+    parts, explanations = [], dict[str, None]()
     for lines in runs(results):
         machine = lines[0].machine
+        if machine["kind"] == "cuda":
+            parts += [_cuda_heading(lines), *filter(None, (table(lines) for table in CUDA_TABLES))]
+            explanations[CUDA_EXPLANATION] = None
+            continue
+        explanations[EXPLANATION] = None
         versions = machine["versions"]
         packages = [f"{name} {versions[name]}" for name in ("flashkit", *PEERS, "numba", "blas") if name in versions]
         device = f"**{machine['device']}**, {_vectors(machine['features'])}{machine['threads']} threads"
         tables = (table_by_length(lines), table_of_others(lines), table_of_errors(lines), table_of_memory(lines))
         parts += [f"{device}; {', '.join(packages)}; {lines[0].run[:10]}.", *filter(None, tables)]
-    return "\n\n".join([*parts, EXPLANATION]) if parts else "No results are stored yet."
+    return "\n\n".join([*parts, *explanations]) if parts else "No results are stored yet."
+
+
+CUDA_TABLES = cuda_table, cuda_table_of_decoding, cuda_table_of_errors
+
+
+def _cuda_heading(lines: Sequence[Line]) -> str:
+    machine = lines[0].machine
+    versions = {**machine["versions"], "driver": machine["clocks"].get("driver_version")}
+    shown = ("flashkit", "cupy", "nvrtc", "torch", "cudnn", "driver")
+    text = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
+    return f"**{machine['device']}**; {text}; {lines[0].run[:10]}."
 
 
 def _vectors(features: Sequence[str]) -> str:
@@ -271,12 +358,49 @@ def goals(features: Iterable[str]) -> list[Goal]:
     ]  # fmt: skip
 
 
+def cuda_goals() -> list[Goal]:
+    """What the CuPy backend is to reach on Hopper: each kernel generation's own figures are in docs/devices.md."""
+
+    def of(dtype: str, direction: str) -> Callable[[Line], bool]:
+        return lambda line: line.case.n_q > 1 and (line.case.dtype, line.direction) == (dtype, direction)
+
+    def against(peer: str) -> Callable[[Line], float | None]:
+        return lambda line: line.times_as_fast[peer]["median"] if peer in line.times_as_fast else None
+
+    def error_over(peer: str) -> Callable[[Line], float | None]:
+        def figure(line: Line) -> float | None:
+            ours, theirs = line.errors.get("flashkit", {}), line.errors.get(peer, {})
+            return max((ours[name] / theirs[name] for name in ours if theirs.get(name)), default=None)
+
+        return figure
+
+    def error(line: Line) -> float | None:
+        return max(line.errors.get("flashkit", {}).values(), default=None)
+
+    found = []
+    for direction in ("forward", "backward"):
+        what = f"bfloat16 {direction}, times as fast as FlashAttention-2"
+        found.append(Goal(what, of("bfloat16", direction), against("flash"), 0.95))
+        found.append(Goal(what, of("bfloat16", direction), against("flash"), 1.0, of_mean=True))
+        what = f"float32 {direction}, times as fast as the memory-efficient kernels"
+        found.append(Goal(what, of("float32", direction), against("efficient"), 1.0))
+        what = f"float32 {direction}, relative error"
+        found.append(Goal(what, of("float32", direction), error, 8e-7, at_most=True))
+    what = "decoding, times as fast as cuDNN"
+    found.append(Goal(what, lambda line: line.case.n_q == 1, against("cudnn"), 1.0))
+    for peer in ("flash", "cudnn"):
+        what = f"error over {CUDA_PEERS[peer]}'s"
+        found.append(Goal(what, lambda line: True, error_over(peer), 1.0, at_most=True))
+    return found
+
+
 def check(results: Path = RESULTS) -> bool:
     """Print which goals are met; whether all are."""
     all_met = True
     for lines in runs(results):
         print(f"{lines[0].machine['device']}, {lines[0].run}")
-        for goal in goals(lines[0].machine["features"]):
+        cuda = lines[0].machine["kind"] == "cuda"
+        for goal in cuda_goals() if cuda else goals(lines[0].machine["features"]):
             met, text = goal.verdict(lines)
             all_met &= met
             print(f"  {text}")
@@ -296,6 +420,8 @@ def plots(folder: Path, results: Path = RESULTS) -> list[Path]:
     written = []
     for file in sorted(results.glob("*.jsonl")):
         lines = read(file)
+        if lines[0].machine["kind"] == "cuda":
+            continue  # lengths.py and traffic.py draw a GPU's
         for name, draw in (("speed", _draw_speed), ("memory", _draw_memory)):
             target = folder / f"{file.stem}-{name}.svg"
             figure = draw(lines)

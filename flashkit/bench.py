@@ -1,8 +1,8 @@
 """`flashkit bench`: attention against its peers, forward and backward.
 
-Speed is timed in turns in one process, peak memory in processes of their own. A result is one JSON line (`Line`) for a
-case and a direction, with all who took part, the machine and the versions; benchmarks/report.py makes tables and plots
-of such lines. FLOPs are those of the matrix products for the visible pairs (spec.Problem.flops).
+Speed is timed in turns in one process, peak memory of a CPU's calls in processes of their own. A result is a JSON line
+(`Line`) for a case and a direction, with all who took part, the machine and the versions; benchmarks/report.py makes
+tables and plots of such lines. FLOPs are those of the matrix products for the visible pairs (spec.Problem.flops).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import timing
-from .peers import PEERS, REQUIRES, Case, Entry, missing, with_flashkit, yardsticks
-from .spec import Direction
+from .peers import PEERS, REQUIRES, Case, Entry, Peer, missing, with_flashkit, yardsticks
+from .spec import Direction, Verdict
 from .timing import Timing
 
 SCHEMA = 1
@@ -64,7 +64,66 @@ SUITES: dict[str, list[Case]] = {
 
 QUICK = [case for case in SUITES["float32"] if case.n_q <= 2048 and case.head_dim == 64]
 
+CUDA_SUITES: dict[str, list[Case]] = {
+    **{
+        dtype: [
+            Case(n, d, 2048 // d, dtype, causal, batch=16384 // n)
+            for d in dims for causal in (False, True) for n in lengths
+        ]
+        for dtype, dims, lengths in (
+            ("bfloat16", (64, 128, 256), (1024, 4096, 16384)),
+            ("float16", (64, 128), (1024,)),
+            ("float32", (64, 128), (1024, 4096)),
+        )
+    },
+    "decode": [
+        Case(1, 128, 32, "bfloat16", heads_kv=8, n_k=n_k, batch=batch)
+        for batch, n_k in ((1, 32768), (16, 32768), (1, 131072))
+    ],
+}  # fmt: skip
+"""The same with `--device cuda`: 16,384 tokens and 2048 columns of all heads together, as others time attention."""
+
+CUDA_QUICK = [case for case in CUDA_SUITES["bfloat16"] if case.n_q == 4096 and case.head_dim == 128]
+
 Machine = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it is measured, and what differs between these."""
+
+    suites: Mapping[str, Sequence[Case]]
+    quick: Sequence[Case]
+    peers: Mapping[str, Peer]
+    requires: Mapping[str, tuple[str, ...]]
+    flashkit: Peer
+    arrays: Callable[[Case], Any]
+    machine: Callable[..., Machine]
+    finish: Callable[[], object] = lambda: None  # waits until calls are done that only hand over their work
+    on_cpu: bool = True  # so other processes matter, idle threads do, and memory is the process's
+
+
+def on_cpu() -> Place:
+    return Place(SUITES, QUICK, PEERS, REQUIRES, with_flashkit, Case.arrays, timing.machine)
+
+
+def on_cuda() -> Place:
+    """RuntimeError, with a sentence, where there is no device."""
+    from . import dispatch, peers_cuda
+
+    backend = dispatch.registry().get("cupy_raw")
+    verdict = backend.available() if backend else Verdict(False, "cupy_raw is not installed")
+    if not verdict:
+        raise RuntimeError(verdict.reason)
+    import cupy
+
+    return Place(
+        CUDA_SUITES, CUDA_QUICK, peers_cuda.PEERS, peers_cuda.REQUIRES, peers_cuda.with_flashkit, peers_cuda.arrays_of,
+        timing.cuda_machine, cupy.cuda.runtime.deviceSynchronize, on_cpu=False,
+    )  # fmt: skip
+
+
+PLACES = {"cpu": on_cpu, "cuda": on_cuda}
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -104,22 +163,25 @@ def read(file: Path) -> list[Line]:
 
 def measure(
     case: Case, direction: Direction, peers: Sequence[str], *, run: str, rounds: int, budget: float, memory: bool,
-    threads: int, time: Callable[..., dict[str, Timing]] = timing.interleaved,
+    threads: int, place: Place | None = None, time: Callable[..., dict[str, Timing]] = timing.interleaved,
     growth: Callable[[Case, Direction, str], int | None] | None = None,
 ) -> Line:  # fmt: skip
     """One case in one direction. time, growth: for tests."""
     from .arguments import prepare
     from .explanation import visible_pairs
 
-    arrays = case.arrays()
+    place = place or on_cpu()
+    arrays = place.arrays(case)
     problem, operands, _ = prepare(*arrays[:3], **case.options)
-    entries: dict[str, Entry] = {"flashkit": with_flashkit(case, arrays, direction, threads)}
+    entry = place.flashkit(case, arrays, direction, threads)
+    assert entry is not None
+    entries: dict[str, Entry] = {"flashkit": entry}
     ours = entries["flashkit"].result()
     truth = definition(case, arrays, direction)
     off = {"flashkit": errors(ours, truth)} if truth else {}
     skipped = {}
     for name in peers:
-        entry = PEERS[name](case, arrays, direction, threads)
+        entry = place.peers[name](case, arrays, direction, threads)
         if entry is None:
             skipped[name] = "cannot do this case, or not in reasonable memory"
             continue
@@ -135,13 +197,16 @@ def measure(
         if truth:
             off[name] = errors(theirs, truth)
 
-    beside = yardsticks(case, arrays, direction, peers, threads)
+    beside = yardsticks(case, arrays, direction, peers, threads) if place.on_cpu else {}
+    settle = timing.until_idle if place.on_cpu else None
     calls = {name: entry.call for name, entry in entries.items()} | {name: x.call for name, x in beside.items()}
     attempts: list[tuple[float | None, dict[str, Timing]]] = []
     while len(attempts) < ATTEMPTS and (not attempts or timing.warning(attempts[-1][0])):
         with timing.Neighbours() as neighbours:
-            taken = time(calls, rounds=rounds, budget=budget, least=LEAST_ROUNDS, drop=DROP, settle=timing.until_idle)
-        attempts.append((neighbours.share, taken))
+            taken = time(
+                calls, rounds=rounds, budget=budget, least=LEAST_ROUNDS, drop=DROP, settle=settle, finish=place.finish
+            )
+        attempts.append((neighbours.share if place.on_cpu else None, taken))
     share, timings = min(attempts, key=lambda attempt: attempt[0] or 0.0)
     ratios = {name: timings[name].over(timings["flashkit"]) for name in entries if name != "flashkit"}
     measured = [name for name in ("flashkit", "numpy") if memory and name in entries]
@@ -162,7 +227,7 @@ def measure(
         times_as_fast={name: dict(zip(("median", "low", "high"), ratio)) for name, ratio in ratios.items()},
         skipped=skipped,
         memory={name: n for name, n in grown.items() if n is not None},
-        machine=timing.machine(*peers),
+        machine=place.machine(*peers),
         neighbours=share,
         yardsticks=shares,
         errors=off,
@@ -174,13 +239,16 @@ MOST_EXACT = 2048 * 2048
 
 
 def definition(case: Case, arrays: Sequence[np.ndarray], direction: Direction) -> dict[str, np.ndarray]:
-    """What the first key/value head and its queries should give, in float64, by name; empty for too large a case."""
+    """What the first key/value head of the first batch entry and its queries should give, in float64, by name; empty
+    for too large a case.
+    """
     from . import reference
     from .arguments import prepare
 
     if case.n_q * case.keys > MOST_EXACT:
         return {}
-    q, k, v, dout = (x[:, : case.group if i in (0, 3) else 1].astype(np.float64) for i, x in enumerate(arrays))
+    parts = (x[:1, : case.group if i in (0, 3) else 1] for i, x in enumerate(arrays))
+    q, k, v, dout = ((x if isinstance(x, np.ndarray) else x.get()).astype(np.float64) for x in parts)
     problem, operands, _ = prepare(q, k, v, **case.options)
     if direction == "forward":
         return {"out": reference.standard(problem.spec, operands)[0]}
@@ -191,7 +259,7 @@ def definition(case: Case, arrays: Sequence[np.ndarray], direction: Direction) -
 def errors(results: Sequence[np.ndarray], truth: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Root mean square of the error over that of the truth, of each result: "out", or "dq", "dk", "dv"."""
     return {
-        name: float(np.linalg.norm(got[:, : exact.shape[1]].astype(np.float64) - exact) / np.linalg.norm(exact))
+        name: float(np.linalg.norm(got[:1, : exact.shape[1]].astype(np.float64) - exact) / np.linalg.norm(exact))
         for (name, exact), got in zip(truth.items(), results, strict=True)
     }
 
@@ -266,7 +334,7 @@ def _status_bytes(status: Path, name: str) -> int:
 
 def run(
     cases: Sequence[Case], peers: Sequence[str], *, rounds: int, budget: float, memory: Callable[[Case], bool],
-    on_start: Callable[[str], None],
+    on_start: Callable[[str], None], place: Place,
 ) -> Iterator[Line]:  # fmt: skip
     """Measure every case in its directions."""
     from .backends.cpu import threads
@@ -274,16 +342,17 @@ def run(
     # Peers come first. Numba's OpenMP layer allows parallel regions within parallel regions in all of the process; a
     # PyTorch that is loaded later shares its OpenMP library, and becomes twenty times slower.
     for name in peers:
-        for package in REQUIRES.get(name, ()):
+        for package in place.requires.get(name, ()):
             import_module(package)
     began, count = timing.now(), threads.count()
     for case in cases:
         for direction in directions(case):
             on_start(f"{case.label}, {direction}")
-            with _threads(count):
+            with _threads(count) if place.on_cpu else nullcontext():
                 yield measure(
-                    case, direction, peers, run=began, rounds=rounds, budget=budget, memory=memory(case), threads=count
-                )
+                    case, direction, peers, run=began, rounds=rounds, budget=budget, threads=count, place=place,
+                    memory=place.on_cpu and memory(case),
+                )  # fmt: skip
 
 
 def _memory_is_telling(case: Case) -> bool:
@@ -313,32 +382,40 @@ def _threads(count: int) -> AbstractContextManager[Any]:
 
 def main(
     *, quick: bool = False, output: Path | None = None, peers: Sequence[str] | None = None,
-    sizes: Sequence[int] | None = None, suites: Sequence[str] = ("all",),
+    sizes: Sequence[int] | None = None, suites: Sequence[str] = ("all",), device: str = "cpu",
 ) -> int:  # fmt: skip
     """The command: a table on stdout, JSON lines appended to `output`, progress on stderr. Returns the exit status.
 
-    peers: names of PEERS; by default those that are installed. suites: names of SUITES, or "all". sizes: numbers of
-    tokens, instead of a suite. quick: few float32 cases, few rounds.
+    device: "cpu" or "cuda". peers: names of the place's; by default those that are installed. suites: names of its
+    suites, or "all". sizes: numbers of tokens, instead of a suite. quick: few cases, few rounds.
     """
-    for option, given, known in (("--peers", peers or (), [*PEERS]), ("--suite", suites, ["all", *SUITES])):
+    try:
+        place = PLACES[device]()
+    except (KeyError, RuntimeError) as error:
+        problem = f"{device} is none of {', '.join(PLACES)}" if isinstance(error, KeyError) else str(error)
+        print(f"error: --device: {problem}", file=sys.stderr)
+        return 2 if isinstance(error, KeyError) else 1
+    options = ("--peers", peers or (), [*place.peers]), ("--suite", suites, ["all", *place.suites])
+    for option, given, known in options:
         unknown = [name for name in given if name not in known]
         if unknown:
             print(f"error: {option}: {', '.join(unknown)} is none of {', '.join(known)}", file=sys.stderr)
             return 2
-    lacking = [package for name in peers or () for package in missing(name)]
+    lacking = [package for name in peers or () for package in missing(name, place.requires)]
     if lacking:
         print(f"error: --peers: pip install {' '.join(lacking)}", file=sys.stderr)
         return 1
-    names = list(PEERS if peers is None else dict.fromkeys(peers))
-    absent = {name: lacking for name in names if (lacking := missing(name))}
+    names = list(place.peers if peers is None else dict.fromkeys(peers))
+    absent = {name: lacking for name in names if (lacking := missing(name, place.requires))}
     for name, lacking in absent.items():
         names.remove(name)
         print(f"{name} is not compared with: pip install {' '.join(lacking)}", file=sys.stderr)
     if sizes:
         cases = [Case(n, causal=causal) for n in sizes for causal in (False, True)]
     else:
-        cases = QUICK if quick else [case for name in SUITES if {name, "all"} & set(suites) for case in SUITES[name]]
-    rounds, budget = (7, 5.0) if quick else (20, 4.0)
+        named = {name: cases for name, cases in place.suites.items() if {name, "all"} & set(suites)}
+        cases = list(place.quick) if quick else [case for cases in named.values() for case in cases]
+    rounds, budget = (7, 5.0) if quick else (20, 4.0) if place.on_cpu else (20, 0.6)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     lines: list[Line] = []
@@ -348,7 +425,7 @@ def main(
         measured = run(
             cases, names, rounds=rounds, budget=budget,
             memory=_memory_is_telling,
-            on_start=lambda label: progress.update(task, description=label, refresh=True),
+            on_start=lambda label: progress.update(task, description=label, refresh=True), place=place,
         )  # fmt: skip
         for line in measured:
             lines.append(line)
@@ -401,7 +478,8 @@ def _digits(x: float) -> str:
 def describe(machine: Machine) -> str:
     """The machine in a line."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return f"{machine['device']}, {machine['threads']} threads; {versions}; {machine['date'][:10]}"
+    threads = f", {machine['threads']} threads" if "threads" in machine else ""
+    return f"{machine['device']}{threads}; {versions}; {machine['date'][:10]}"
 
 
 if __name__ == "__main__":  # one measurement of `memory_growth`

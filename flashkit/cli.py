@@ -441,8 +441,11 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes, few repetitions.")] = False,
     output: Annotated[Path | None, typer.Option(help="Append the results to this file, as JSON lines.")] = None,
     suite: Annotated[str, typer.Option(help="Cases: float32,bfloat16,float16,float64,masks,decode,small.")] = "all",
-    peers: Annotated[str | None, typer.Option(help="Compare with these: numpy,torch,jax,onnxruntime.")] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="Compare with these: numpy,torch,jax,onnxruntime; flash,cudnn,efficient.")
+    ] = None,
     sizes: Annotated[str | None, typer.Option(help="Sequence lengths, joined by commas: 512,2048.")] = None,
+    device: Annotated[str, typer.Option(help="Measure on this: cpu, cuda.")] = "cpu",
 ) -> None:
     """Time attention, forward and backward, interleaved with its peers in the same run."""
     lengths = None if sizes is None else [int(n) for n in _numbers(sizes, "--sizes") if n is not None]
@@ -450,7 +453,7 @@ def bench(
         None if given is None else [name.strip() for name in given.split(",") if name.strip()]
         for given in (suite, peers)
     )
-    done = _part("bench").main(quick=quick, output=output, peers=names, sizes=lengths, suites=suites)
+    done = _part("bench").main(quick=quick, output=output, peers=names, sizes=lengths, suites=suites, device=device)
     raise typer.Exit(done if isinstance(done, int) else 0)
 
 

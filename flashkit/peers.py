@@ -8,7 +8,7 @@ imported inside the functions.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -358,6 +358,6 @@ PEERS: dict[str, Peer] = {"numpy": with_numpy, "torch": with_torch, "jax": with_
 REQUIRES = {"torch": ("torch",), "jax": ("jax",), "onnxruntime": ("onnxruntime", "onnx")}
 
 
-def missing(name: str) -> list[str]:
+def missing(name: str, requires: Mapping[str, tuple[str, ...]] = REQUIRES) -> list[str]:
     """Packages that a peer needs and that are not installed."""
-    return [package for package in REQUIRES.get(name, ()) if find_spec(package) is None]
+    return [package for package in requires.get(name, ()) if find_spec(package) is None]

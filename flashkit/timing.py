@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import random
+import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -207,6 +208,34 @@ def machine(*peers: str) -> dict[str, Any]:
         "date": now(),
         "versions": versions(*peers),
     }
+
+
+def cuda_machine(*peers: str) -> dict[str, Any]:
+    """What a figure of the current CUDA device means little without; peers: see peers_cuda.py, all of PyTorch."""
+    from . import __version__, host
+
+    facts = host.cuda_device() or {}
+    found = {"python": platform.python_version(), "flashkit": __version__, **cuda_versions()}
+    with contextlib.suppress(ImportError):
+        import torch
+
+        if peers:
+            found |= {"torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
+    return {
+        "device": facts.get("name", "?"), "kind": "cuda", "capability": facts.get("compute_capability"),
+        "sms": facts.get("sms"), "clocks": cuda_clocks(), "date": now(), "versions": found,
+    }  # fmt: skip
+
+
+def cuda_clocks() -> dict[str, str]:
+    """Clocks, power and temperature just now, by nvidia-smi's names; empty where there is no such program."""
+    names = "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "temperature.gpu", "driver_version"
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
+    try:
+        line = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(names, (word.strip() for word in line.split(","))))
 
 
 class Neighbours:

@@ -470,3 +470,61 @@ def test_every_stored_result_reads(report: ModuleType) -> None:
     for lines in report.runs():
         assert lines
         assert all("flashkit" in line.timings for line in lines)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def cuda_line(case: Case, direction: Any, rate: float, **ratios: float) -> Line:
+    """As a run on a GPU stores it."""
+    line = measure()
+    line.case, line.direction, line.flops, line.bytes = case, direction, 1e12, 10**9
+    line.timings = {"flashkit": {"median": 1 / rate}}
+    line.times_as_fast = {name: {"median": x, "low": x, "high": x} for name, x in ratios.items()}
+    line.errors = {"flashkit": {"out": 2e-7}, **{name: {"out": 4e-7} for name in ratios}}
+    line.machine = {"device": "NVIDIA H200", "kind": "cuda", "clocks": {"driver_version": "580"}, "versions": {}}
+    line.yardsticks, line.memory = {}, {}
+    return line
+
+
+def test_the_tables_of_a_gpu(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "h200.jsonl"
+    for n, rate in ((4096, 500.0), (1024, 300.0)):
+        bench.append(file, cuda_line(Case(n, 128, 16, "bfloat16", batch=16384 // n), "forward", rate, flash=1.5))
+    bench.append(file, cuda_line(bench.CUDA_SUITES["decode"][0], "forward", 3000.0, flash=1.25, cudnn=1.125))
+    text = report.markdown(tmp_path)
+    assert text.startswith("**NVIDIA H200**; driver 580; ")
+    assert "| bfloat16 | forward | 128 | 1024, 4096 | 300, 500 | 1.50, 1.50 |" in text
+    assert "| bfloat16 | 1 | 32768 | 3000 | 1.25 | 1.12 |" in text
+    assert "| bfloat16 | out | 2e-07 | 4e-07 | 4e-07 |  |" in text
+    assert "TFLOP/s of flashkit" in text
+    assert "plain NumPy" not in text
+    assert report.main(["--check", "--results", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "met           bfloat16 forward, times as fast as FlashAttention-2: 1.5, at least 0.95" in shown
+    assert "NOT MEASURED  float32 forward" in shown
+    assert report.plots(tmp_path / "plots", tmp_path) == []
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("flashkit.dispatch.registry", dict)
+    assert cli.run(["bench", "--device", "cuda"]) == 1
+    assert "error: --device: cupy_raw is not installed" in capsys.readouterr().err
+    assert cli.run(["bench", "--device", "abacus"]) == 2
+    assert "abacus is none of cpu, cuda" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cases
+
+    cases.skip_unless("cupy_raw")
+    monkeypatch.setattr(bench, "CUDA_QUICK", [Case(300, 64, 4, "float16", causal=True, batch=2)])
+    assert cli.run(["bench", "--device", "cuda", "--quick", "--output", str(tmp_path / "gpu.jsonl")]) == 0
+    lines = bench.read(tmp_path / "gpu.jsonl")
+    assert [line.direction for line in lines] == ["forward", "backward"]
+    for line in lines:
+        assert line.machine["kind"] == "cuda"
+        assert all(error < 2e-3 for error in line.errors["flashkit"].values())
+        assert line.timings["flashkit"]["median"] < 1e-2
+        assert not line.times_as_fast or min(x["median"] for x in line.times_as_fast.values()) > 0.1

@@ -409,7 +409,7 @@ def test_bench_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, tmp
     assert run("bench", *options, "--output", "x.jsonl")[0] == 3
     assert said == {
         "quick": True, "peers": ["numpy", "torch"], "sizes": [512, 1024], "suites": ["masks", "small"],
-        "output": Path("x.jsonl"),
+        "output": Path("x.jsonl"), "device": "cpu",
     }  # fmt: skip
 
 

@@ -1,0 +1,136 @@
+"""Time and peak memory against the number of tokens: the figure of the FlashAttention paper, to 65,536 tokens.
+
+    python benchmarks/lengths.py measure    needs a CUDA device and CuPy
+    python benchmarks/lengths.py plot       docs/plots/<name>-lengths.svg, of what is stored
+
+float16, batch 1, 12 heads, head dim 64, without a mask; standard attention in plain CuPy (plain.py) as far as it fits,
+and flashkit. Memory is the most that CuPy's pool has handed out at once beyond the inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PLOTS = ROOT / "benchmarks" / "results" / "lengths", ROOT / "docs" / "plots"
+HEADS, DIM = 12, 64
+LENGTHS = tuple(1 << i for i in range(9, 17))
+PASSES = "forward", "forward and backward"
+
+
+def measure(output: Path | None) -> Path:
+    import cupy
+    import plain
+
+    import flashkit
+    from flashkit import timing
+
+    machine = timing.cuda_machine()
+    target = output or RESULTS / f"{machine['device'].split()[-1].lower()}.jsonl"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    pool, rng = cupy.get_default_memory_pool(), cupy.random.default_rng(0)
+    lines = []
+    for n in LENGTHS:
+        shape = 1, HEADS, n, DIM
+        q, k, v, dout = (rng.standard_normal(shape, dtype=cupy.float32).astype(cupy.float16) for _ in range(4))
+
+        def both(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout) -> Any:
+            out, vjp = flashkit.attention_vjp(q, k, v)
+            return out, vjp(dout)
+
+        calls: dict[tuple[str, str], Callable[[], Any]] = {
+            ("standard", PASSES[0]): lambda q=q, k=k, v=v: plain.forward(q, k, v),
+            ("flashkit", PASSES[0]): lambda q=q, k=k, v=v: flashkit.attention(q, k, v),
+            ("standard", PASSES[1]): lambda q=q, k=k, v=v, dout=dout: plain.forward_and_backward(q, k, v, dout),
+            ("flashkit", PASSES[1]): both,
+        }
+        peaks = {key: peak(call, pool) for key, call in calls.items()}
+        fits = {key: calls[key] for key, bytes_ in peaks.items() if bytes_ is not None}
+        taken = timing.interleaved(fits, rounds=7, budget=4.0, least=3, finish=cupy.cuda.runtime.deviceSynchronize)
+        for (who, passes), bytes_ in peaks.items():
+            seconds = taken[who, passes].as_dict() if (who, passes) in taken else None
+            line = {"tokens": n, "who": who, "pass": passes, "seconds": seconds, "memory": bytes_}
+            lines.append({**line, "machine": machine})
+        target.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        pool.free_all_blocks()
+    return target
+
+
+def peak(call: Callable[[], Any], pool: Any) -> int | None:
+    """The most bytes at once that a call takes from the pool; None where there is not so much memory."""
+    import cupy
+
+    most = before = pool.used_bytes()
+
+    class Watch(cupy.cuda.memory_hook.MemoryHook):  # type: ignore[misc, name-defined]
+        name = "watch"
+
+        def malloc_postprocess(self, **_: Any) -> None:
+            nonlocal most
+            most = max(most, pool.used_bytes())
+
+    pool.free_all_blocks()
+    try:
+        call()  # compiles
+        with Watch():
+            call()
+    except cupy.cuda.memory.OutOfMemoryError:
+        return None
+    finally:
+        cupy.cuda.runtime.deviceSynchronize()
+        pool.free_all_blocks()
+    return int(most - before)
+
+
+def plot(file: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "flashkit", "font.size": 9, "axes.spines.top": False})
+    from matplotlib.figure import Figure
+
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for who, colour in (("standard", "C3"), ("flashkit", "C0")):
+        for passes, style in zip(PASSES, ("o-", "o--")):
+            own = [line for line in lines if (line["who"], line["pass"]) == (who, passes)]
+            timed, held = ([line for line in own if line[what] is not None] for what in ("seconds", "memory"))
+            label = f"{who}, {passes}"
+            times = [1e3 * line["seconds"]["median"] for line in timed]
+            left.plot([line["tokens"] for line in timed], times, style, color=colour, label=label, markersize=3)
+            sizes = [line["memory"] / 2**20 for line in held]
+            right.plot([line["tokens"] for line in held], sizes, style, color=colour, markersize=3)
+    left.set_ylabel("ms")
+    right.set_ylabel("MiB at the peak, beyond the inputs")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens")
+    left.legend()
+    target = PLOTS / f"{file.stem}-lengths.svg"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, metadata={"Date": None}, bbox_inches="tight")
+    return target
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("measure", "plot"))
+    parser.add_argument("--output", type=Path, help="result file to write")
+    options: Any = parser.parse_args(arguments)
+    if options.what == "measure":
+        print(f"written to {measure(options.output)}")
+    else:
+        for file in sorted(RESULTS.glob("*.jsonl")):
+            print(f"plot written to {plot(file)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

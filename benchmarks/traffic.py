@@ -1,0 +1,185 @@
+"""What attention moves, counted by the GPU's own counters, beside the IO model.
+
+    python benchmarks/traffic.py measure    needs a CUDA device, CuPy, and Nsight Compute (ncu) that may read counters
+    python benchmarks/traffic.py plot       docs/plots/<name>-traffic.svg, of what is stored
+
+Forward pass, float16, head dim 64, tokens times heads constant; bytes are those of one head. Three are measured:
+standard attention in plain CuPy (plain.py), and flashkit's sm80 kernels with two tiles, the larger of which takes more
+shared memory. "memory" is what leaves and reaches device memory, each kernel starting with empty caches; results that
+still lie in L2 when it ends are not counted. "sram" is what multiprocessors read from and write to L2 and beyond: the
+traffic between slow and fast memory of the model (flashkit.tiles.traffic), whose fast memory is shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PLOTS = ROOT / "benchmarks" / "results" / "traffic", ROOT / "docs" / "plots"
+
+DIM, TOKENS_TIMES_HEADS, ITEMSIZE = 64, 131_072, 2
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+TILES = {"128 x 64": (128, 64, 4, 2), "32 x 32": (32, 32, 2, 2)}
+"""Queries, keys, warps and stages."""
+
+METRICS = {
+    "memory": ("dram__bytes_read.sum", "dram__bytes_write.sum"),
+    "sram": ("lts__t_sectors_srcunit_tex_op_read.sum", "lts__t_sectors_srcunit_tex_op_write.sum"),
+}
+SECTOR = 32  # bytes
+
+
+def cases() -> list[tuple[int, str]]:
+    """(tokens, who)."""
+    return [(n, who) for n in LENGTHS for who in ("standard", *TILES)]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def work() -> None:
+    """Every case once, under ncu; before each a kernel called `mark`, with as many blocks as the case's number."""
+    import cupy
+    from plain import forward
+
+    from flashkit.arguments import prepare
+    from flashkit.backends.cuda_common import device, launch
+    from flashkit.backends.cupy_raw.arguments import Arguments
+    from flashkit.backends.cupy_raw.sm80 import Sm80Forward, Sm80Tile
+
+    mark = cupy.RawKernel('extern "C" __global__ void mark() {}', "mark")
+    rng = cupy.random.default_rng(0)
+    for number, (n, who) in enumerate(cases(), 1):
+        shape = 1, TOKENS_TIMES_HEADS // n, n, DIM
+        q, k, v = (rng.standard_normal(shape, dtype=cupy.float32).astype(cupy.float16) for _ in range(3))
+        if who == "standard":
+            mark((number,), (1,), ())
+            forward(q, k, v)
+        else:
+            problem, operands, _ = prepare(q, k, v)
+            made = Sm80Forward(problem, device.current(), Sm80Tile(*TILES[who]))
+            arguments = Arguments(problem.spec, operands)
+            mark((number,), (1,), ())
+            made.run(arguments, launch.stream())
+        mark((len(cases()) + 1,), (1,), ())  # what follows belongs to no case
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def measure(output: Path | None) -> Path:
+    from flashkit import timing
+
+    wanted = ",".join(name for names in METRICS.values() for name in names)
+    options = ["--clock-control", "none", "--cache-control", "all", "--csv", "--print-units", "base"]
+    command = ["ncu", *options, "--metrics", wanted, sys.executable, str(Path(__file__)), "work"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    counted = read(done.stdout)
+    if not counted:
+        raise RuntimeError(f"ncu counted nothing:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    machine = timing.cuda_machine()
+    target = output or RESULTS / f"{machine['device'].split()[-1].lower()}.jsonl"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        {"tokens": n, "who": who, "shared_memory": shared_memory(who), **counted[number], **modelled(n, who)}
+        for number, (n, who) in enumerate(cases(), 1)
+        if number in counted
+    ]
+    target.write_text("".join(json.dumps({**line, "machine": machine}) + "\n" for line in lines))
+    return target
+
+
+def read(text: str) -> dict[int, dict[str, float]]:
+    """Bytes a head by kind, of each case by its number, from the lines that ncu prints."""
+    start = text.find('"ID"')
+    found: dict[int, dict[str, float]] = {}
+    number = 0
+    for row in csv.DictReader(io.StringIO(text[start:])) if start >= 0 else ():
+        if row["Kernel Name"].startswith("mark"):
+            number = int(row["Grid Size"].strip("()").split(",")[0])
+        elif 0 < number <= len(cases()):
+            for kind, names in METRICS.items():
+                if row["Metric Name"] in names:
+                    unit = SECTOR if kind == "sram" else 1
+                    heads = TOKENS_TIMES_HEADS // cases()[number - 1][0]
+                    sums = found.setdefault(number, dict.fromkeys(METRICS, 0.0))
+                    sums[kind] += float(row["Metric Value"].replace(",", "")) * unit / heads
+    return found
+
+
+def shared_memory(who: str) -> int | None:
+    """Bytes of a block."""
+    from flashkit.backends.cupy_raw.sm80 import Sm80Tile
+    from flashkit.spec import AttentionSpec
+
+    return Sm80Tile(*TILES[who]).shared_memory(AttentionSpec("float16", DIM, DIM)) if who in TILES else None
+
+
+def modelled(n: int, who: str) -> dict[str, float]:
+    """Bytes a head by the IO model."""
+    from flashkit import tiles
+
+    if who == "standard":
+        return {"model": ITEMSIZE * tiles.standard_traffic(n, n, DIM, DIM)}
+    moved = tiles.traffic(2, "forward", n, n, DIM, DIM, *TILES[who][:2])
+    return {"model": sum(elements * (4 if name == "lse" else ITEMSIZE) for name, elements in moved.items())}
+
+
+# --- the plot ---------------------------------------------------------------------------------------------------------
+
+
+def plot(file: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "flashkit", "font.size": 9, "axes.spines.top": False})
+    from matplotlib.figure import Figure
+
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    colours = dict(zip(("standard", *TILES), ("C3", "C0", "C2")))
+    for who, colour in colours.items():
+        own = [line for line in lines if line["who"] == who]
+        n = [line["tokens"] for line in own]
+        label = "standard" if who == "standard" else f"tile {who}, {own[0]['shared_memory'] / 1024:.0f} KiB"
+        for axes, kind in ((left, "memory"), (right, "sram")):
+            axes.plot(n, [line[kind] for line in own], "o-", color=colour, label=label, markersize=3)
+        right.plot(n, [line["model"] for line in own], "--", color=colour, linewidth=0.9)
+    left.set_title("device memory")
+    right.set_title("between shared memory and L2; dashed: the IO model")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens")
+    left.set_ylabel("bytes a head, forward, float16, head dim 64")
+    left.legend()
+    target = PLOTS / f"{file.stem}-traffic.svg"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, metadata={"Date": None}, bbox_inches="tight")
+    return target
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("measure", "plot", "work"))
+    parser.add_argument("--output", type=Path, help="result file to write")
+    options: Any = parser.parse_args(arguments)
+    if options.what == "work":
+        work()
+    elif options.what == "measure":
+        print(f"written to {measure(options.output)}")
+    else:
+        for file in sorted(RESULTS.glob("*.jsonl")):
+            print(f"plot written to {plot(file)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
