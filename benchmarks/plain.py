@@ -9,8 +9,7 @@ def weights(q: Any, k: Any) -> Any:
     """softmax(q k^T / sqrt(d)), as far as possible in place. q, k: (..., tokens, d)."""
     import cupy
 
-    s = cupy.matmul(q, k.swapaxes(-1, -2))
-    s *= q.dtype.type(q.shape[-1] ** -0.5)
+    s = cupy.matmul(q * q.dtype.type(q.shape[-1] ** -0.5), k.swapaxes(-1, -2))
     s -= s.max(-1, keepdims=True)
     cupy.exp(s, out=s)
     s /= s.sum(-1, keepdims=True, dtype="float32").astype(s.dtype)
@@ -33,5 +32,5 @@ def forward_and_backward(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
     ds = cupy.matmul(dout, v.swapaxes(-1, -2))
     ds -= (dout.astype("float32") * out).sum(-1, keepdims=True).astype(ds.dtype)
     ds *= p
-    ds *= q.dtype.type(q.shape[-1] ** -0.5)
-    return out, cupy.matmul(ds, k), cupy.matmul(ds.swapaxes(-1, -2), q), dv
+    scale = q.dtype.type(q.shape[-1] ** -0.5)
+    return out, cupy.matmul(ds, k * scale), cupy.matmul(ds.swapaxes(-1, -2), q * scale), dv

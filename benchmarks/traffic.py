@@ -30,11 +30,14 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TILES = {"128 x 64": (128, 64, 4, 2), "32 x 32": (32, 32, 2, 2)}
 """Queries, keys, warps and stages."""
 
-METRICS = {
-    "memory": ("dram__bytes_read.sum", "dram__bytes_write.sum"),
-    "sram": ("lts__t_sectors_srcunit_tex_op_read.sum", "lts__t_sectors_srcunit_tex_op_write.sum"),
-}
-SECTOR = 32  # bytes
+MEMORY = {"dram__bytes_read.sum": 1, "dram__bytes_write.sum": 1}
+SRAM = (
+    {"l1tex__m_xbar2l1tex_read_bytes.sum": 1, "l1tex__m_l1tex2xbar_write_bytes.sum": 1},
+    {"lts__t_sectors_srcunit_tex_op_read.sum": 32, "lts__t_sectors_srcunit_tex_op_write.sum": 32},
+)
+"""Counters and the bytes of a count. The first of these that ncu knows: what multiprocessors send and get. The second is
+what slices of L2 are asked for; of an L2 in two halves (A100, H100) both may be asked for the same, so it is more.
+"""
 
 
 def cases() -> list[tuple[int, str]]:
@@ -76,12 +79,14 @@ def work() -> None:
 def measure(output: Path | None) -> Path:
     from flashkit import timing
 
-    wanted = ",".join(name for names in METRICS.values() for name in names)
     options = ["--clock-control", "none", "--cache-control", "all", "--csv", "--print-units", "base"]
-    command = ["ncu", *options, "--metrics", wanted, sys.executable, str(Path(__file__)), "work"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    counted = read(done.stdout)
-    if not counted:
+    for sram in SRAM:
+        command = ["ncu", *options, "--metrics", ",".join({**MEMORY, **sram}), sys.executable, __file__, "work"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        counted = read(done.stdout, {"memory": MEMORY, "sram": sram})
+        if any(bytes_["sram"] for bytes_ in counted.values()):
+            break
+    else:
         raise RuntimeError(f"ncu counted nothing:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     machine = timing.cuda_machine()
     target = output or RESULTS / f"{machine['device'].split()[-1].lower()}.jsonl"
@@ -91,11 +96,11 @@ def measure(output: Path | None) -> Path:
         for number, (n, who) in enumerate(cases(), 1)
         if number in counted
     ]
-    target.write_text("".join(json.dumps({**line, "machine": machine}) + "\n" for line in lines))
+    target.write_text("".join(json.dumps({**line, "counters": [*MEMORY, *sram], "machine": machine}) + "\n" for line in lines))
     return target
 
 
-def read(text: str) -> dict[int, dict[str, float]]:
+def read(text: str, counters: dict[str, dict[str, int]]) -> dict[int, dict[str, float]]:
     """Bytes a head by kind, of each case by its number, from the lines that ncu prints."""
     start = text.find('"ID"')
     found: dict[int, dict[str, float]] = {}
@@ -104,12 +109,11 @@ def read(text: str) -> dict[int, dict[str, float]]:
         if row["Kernel Name"].startswith("mark"):
             number = int(row["Grid Size"].strip("()").split(",")[0])
         elif 0 < number <= len(cases()):
-            for kind, names in METRICS.items():
-                if row["Metric Name"] in names:
-                    unit = SECTOR if kind == "sram" else 1
-                    heads = TOKENS_TIMES_HEADS // cases()[number - 1][0]
-                    sums = found.setdefault(number, dict.fromkeys(METRICS, 0.0))
-                    sums[kind] += float(row["Metric Value"].replace(",", "")) * unit / heads
+            heads = TOKENS_TIMES_HEADS // cases()[number - 1][0]
+            for kind, units in counters.items():
+                if row["Metric Name"] in units and row["Metric Value"] not in ("", "n/a"):
+                    sums = found.setdefault(number, dict.fromkeys(counters, 0.0))
+                    sums[kind] += float(row["Metric Value"].replace(",", "")) * units[row["Metric Name"]] / heads
     return found
 
 

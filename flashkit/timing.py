@@ -220,7 +220,7 @@ def cuda_machine(*peers: str) -> dict[str, Any]:
         import torch
 
         if peers:
-            found |= {"torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
+            found |= {"torch": str(torch.__version__), "cudnn": str(torch.backends.cudnn.version())}
     return {
         "device": facts.get("name", "?"), "kind": "cuda", "capability": facts.get("compute_capability"),
         "sms": facts.get("sms"), "clocks": cuda_clocks(), "date": now(), "versions": found,
