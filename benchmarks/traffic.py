@@ -35,7 +35,7 @@ SRAM = (
     {"l1tex__m_xbar2l1tex_read_bytes.sum": 1, "l1tex__m_l1tex2xbar_write_bytes.sum": 1},
     {"lts__t_sectors_srcunit_tex_op_read.sum": 32, "lts__t_sectors_srcunit_tex_op_write.sum": 32},
 )
-"""Counters and the bytes of a count. The first of these that ncu knows: what multiprocessors send and get. The second is
+"""Counters and the bytes of a count. The first pair, where ncu knows it: what multiprocessors get and send. The second:
 what slices of L2 are asked for; of an L2 in two halves (A100, H100) both may be asked for the same, so it is more.
 """
 
@@ -96,7 +96,8 @@ def measure(output: Path | None) -> Path:
         for number, (n, who) in enumerate(cases(), 1)
         if number in counted
     ]
-    target.write_text("".join(json.dumps({**line, "counters": [*MEMORY, *sram], "machine": machine}) + "\n" for line in lines))
+    told = {"counters": [*MEMORY, *sram], "machine": machine}
+    target.write_text("".join(json.dumps({**line, **told}) + "\n" for line in lines))
     return target
 
 
@@ -155,9 +156,10 @@ def plot(file: Path) -> Path:
         label = "standard" if who == "standard" else f"tile {who}, {own[0]['shared_memory'] / 1024:.0f} KiB"
         for axes, kind in ((left, "memory"), (right, "sram")):
             axes.plot(n, [line[kind] for line in own], "o-", color=colour, label=label, markersize=3)
-        right.plot(n, [line["model"] for line in own], "--", color=colour, linewidth=0.9)
+        for axes in (left, right) if who == "standard" else (right,):
+            axes.plot(n, [line["model"] for line in own], "--", color=colour, linewidth=0.9)
     left.set_title("device memory")
-    right.set_title("between shared memory and L2; dashed: the IO model")
+    right.set_title("of multiprocessors; dashed: the IO model")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

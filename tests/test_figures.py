@@ -1,0 +1,87 @@
+"""The benchmarks of traffic and of lengths: how counters are read, and that what is stored agrees with the IO model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load(name: str) -> ModuleType:
+    found = importlib.util.spec_from_file_location(f"flashkit_benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def stored(folder: Path) -> list[Any]:
+    lines = [json.loads(text) for file in sorted(folder.glob("*.jsonl")) for text in file.read_text().splitlines()]
+    if not lines:
+        pytest.skip(f"nothing is stored in {folder.name}")
+    return lines
+
+
+def test_counters_are_read_by_case() -> None:
+    """Kernels before the first mark and after the last belong to no case; those of one case add up."""
+    traffic = load("traffic")
+    last = len(traffic.cases()) + 1
+
+    def row(kernel: str, grid: int, metric: str, value: str) -> str:
+        return f'"1","{kernel}","({grid}, 1, 1)","{metric}","{value}"'
+
+    read, write = "dram__bytes_read.sum", "dram__bytes_write.sum"
+    lines = [
+        '"ID","Kernel Name","Grid Size","Metric Name","Metric Value"',
+        row("random", 5, read, "77"), row("mark", 2, read, "1"), row("a", 9, read, "512,000"),
+        row("a", 9, write, "256"), row("b", 9, read, "512"), row("mark", last, read, "1"), row("random", 5, read, "7"),
+    ]  # fmt: skip
+    found = traffic.read("==PROF== something\n" + "\n".join(lines), {"memory": traffic.MEMORY, "sram": {"none": 1}})
+    assert found == {2: {"memory": (512000 + 256 + 512) / (traffic.TOKENS_TIMES_HEADS // 512), "sram": 0}}
+    assert traffic.read("==ERROR== no counters", {}) == {}
+
+
+def test_what_multiprocessors_moved_is_what_the_model_says() -> None:
+    traffic = load("traffic")
+    lines = stored(traffic.RESULTS)
+    for line in lines:
+        if line["who"] in traffic.TILES:
+            assert line["model"] == pytest.approx(traffic.modelled(line["tokens"], line["who"])["model"])
+            if "l1tex__m_xbar2l1tex_read_bytes.sum" in line["counters"]:
+                assert line["sram"] == pytest.approx(line["model"], rel=0.1)
+            assert line["memory"] < line["model"]  # L2 answers for keys that are read again
+    of = {(line["tokens"], line["who"]): line for line in lines}
+    longest = max(line["tokens"] for line in lines)
+    large, small = (of[longest, who]["sram"] for who in traffic.TILES)
+    assert small / large == pytest.approx(4, rel=0.1)  # a quarter of the queries a tile
+    assert of[longest, "standard"]["memory"] > 100 * of[longest, "128 x 64"]["memory"]
+
+
+def test_memory_grows_linearly_and_plain_attention_quadratically() -> None:
+    lengths = load("lengths")
+    of = {(x["who"], x["pass"], x["tokens"]): x for x in stored(lengths.RESULTS)}
+    assert of["standard", lengths.PASSES[0], 65536]["memory"] is None
+    for passes in lengths.PASSES:
+        ours, plain = ([of[who, passes, n]["memory"] for n in (8192, 32768)] for who in ("flashkit", "standard"))
+        assert ours[1] / ours[0] == pytest.approx(4, rel=0.2)
+        assert plain[1] / plain[0] == pytest.approx(16, rel=0.2)
+        assert of["flashkit", passes, 65536]["seconds"]["median"] > 0
+
+
+@pytest.mark.parametrize("name", ["traffic", "lengths"])
+def test_plots_of_what_is_stored(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    module = load(name)
+    stored(module.RESULTS)
+    monkeypatch.setattr(module, "PLOTS", tmp_path)
+    assert module.main(["plot"]) == 0
+    files = list(tmp_path.iterdir())
+    assert files
+    assert all("</svg>" in file.read_text() for file in files)
