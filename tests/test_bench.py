@@ -62,6 +62,22 @@ def test_calls_take_turns() -> None:
     assert len(set(rounds)) > 1
 
 
+def test_a_device_is_waited_for_at_the_end_of_each_sample() -> None:
+    """Calls hand over what takes 4 ms each, and return at once; what a wait takes belongs to its sample."""
+    clock, waiting = Clock(), [0.0]
+
+    def hand_over() -> None:
+        waiting[0] += 0.004
+
+    def wait() -> None:
+        clock.now += waiting[0]
+        waiting[0] = 0.0
+
+    t = interleaved({"": hand_over}, rounds=4, finish=wait, clock=clock)[""]
+    assert t.repeats == 3  # the least sample is 10 ms
+    assert t.rounds == pytest.approx([0.004] * 4)
+
+
 def test_a_disturbance_of_all_cancels_in_the_ratio() -> None:
     clock = Clock()
     slow = lambda n: 5.0 if n % 3 == 0 else 1.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flashkit import profile_schema
+from flashkit import profile_schema, tune_cuda
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cupy_raw import backend, generation, simt, sm80
 from flashkit.profile_schema import TileRow
@@ -116,3 +116,36 @@ def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint
 def test_an_impossible_backward_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="in groups of 16"):
         sm80.Sm80BackwardTile(64, 96, 8, 2, 4, 2)
+
+
+# --- what is tuned ----------------------------------------------------------------------------------------------------
+
+
+def test_every_target_is_of_a_generation_that_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
+    subject = tune_cuda.CupyRaw()
+    targets = subject.targets(tune_cuda.FULL, None)
+    assert len({target.key for target in targets}) == len(targets)
+    assert {target.generation for target in targets if target.dtype == "float64"} == {"simt"}
+    of = [t.generation for t in targets if t.problem == ("forward", "bfloat16", "64", "full")]
+    assert of == [each.name for each in backend.GENERATIONS]  # newest first: the others are held against it
+    assert {t.direction for t in targets if t.few} == {"forward"}
+    assert {t.dtype for t in subject.targets(tune_cuda.QUICK, ["float16"])} == {"float16"}
+
+
+def test_what_is_timed_fills_a_device() -> None:
+    for target in (tune_cuda.Target("backward", "float32", 64, causal=True), tune_cuda.Target("forward", "float16", 96)):
+        problem = tune_cuda.problem_of(target, 2048)
+        assert problem.batch * problem.n_q == tune_cuda.TOKENS
+        assert problem.spec.masked == target.causal
+        assert (problem.array_kind, problem.spec.dtype) == ("cupy", target.dtype)
+    decoding = tune_cuda.problem_of(tune_cuda.Target("forward", "float16", 128, few=True), 2048)
+    assert (decoding.n_q, decoding.n_k, decoding.spec.group) == (1, tune_cuda.DECODED_KEYS, 4)
+
+
+def test_a_trials_tile_becomes_a_row_and_is_followed() -> None:
+    for tile in sm80.Sm80().candidates(LONG, HOPPER, "forward"):
+        tried = tune_cuda.CudaTile.of("sm80", tile)
+        assert (tried.block_q, tried.block_k, tried.shape) == (tile.block_q, tile.block_k, "sm80")
+        assert generation.tile_of(sm80.Sm80Tile, TileRow(**tried.row), lambda _: True)[0] == tile
+        assert str(tried).startswith(f"{tile.block_q} x {tile.block_k}, warps {tile.warps}")
