@@ -28,7 +28,7 @@ from .timing import Timing
 from .trials import Truth
 from .tune import DROP, Effort, Rates, Target, digits
 
-QUICK = Effort(("bfloat16", "float16", "float32"), (64, 128), tokens=2048, blocks=12, shapes=0, rounds=7, budget=100.0)
+QUICK = Effort(("bfloat16", "float16", "float32"), (64, 128), tokens=2048, blocks=12, shapes=0, rounds=7, budget=150.0)
 FULL = Effort(
     ("bfloat16", "float16", "float32", "float64"), (64, 96, 128, 192, 256), tokens=4096, blocks=24, shapes=0, rounds=9,
     budget=1200.0,

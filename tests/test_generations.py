@@ -134,12 +134,13 @@ def test_every_target_is_of_a_generation_that_can_do_it(monkeypatch: pytest.Monk
 
 
 def test_what_is_timed_fills_a_device() -> None:
-    for target in (tune_cuda.Target("backward", "float32", 64, causal=True), tune_cuda.Target("forward", "float16", 96)):
+    Target = tune_cuda.Target
+    for target in (Target("backward", "float32", 64, causal=True), Target("forward", "float16", 96)):
         problem = tune_cuda.problem_of(target, 2048)
         assert problem.batch * problem.n_q == tune_cuda.TOKENS
         assert problem.spec.masked == target.causal
         assert (problem.array_kind, problem.spec.dtype) == ("cupy", target.dtype)
-    decoding = tune_cuda.problem_of(tune_cuda.Target("forward", "float16", 128, few=True), 2048)
+    decoding = tune_cuda.problem_of(Target("forward", "float16", 128, few=True), 2048)
     assert (decoding.n_q, decoding.n_k, decoding.spec.group) == (1, tune_cuda.DECODED_KEYS, 4)
 
 
