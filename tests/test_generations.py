@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flashkit import profile_schema, tune_cuda
+from flashkit.backends.cuda_common.compiler import CompileError
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cupy_raw import backend, generation, simt, sm80
 from flashkit.profile_schema import TileRow
@@ -116,6 +117,19 @@ def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint
 def test_an_impossible_backward_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="in groups of 16"):
         sm80.Sm80BackwardTile(64, 96, 8, 2, 4, 2)
+
+
+def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiles(Fake):
+        def plan(self, problem: Problem, row: Any, *where: Any) -> str:
+            if row is not None:
+                raise CompileError("7 is not a multiple of 8")
+            return "its own tile"
+
+    monkeypatch.setattr(backend, "GENERATIONS", (Compiles("new"),))
+    monkeypatch.setattr(backend.verify, "trusted", lambda *_: None)
+    with pytest.warns(profile_schema.ProfileWarning, match="<text>:5: not followed.*7 is not a multiple of 8"):
+        assert backend.CupyPlan(LONG, rows(("new", 10))).on(HOPPER, "forward") == "its own tile"
 
 
 # --- what is tuned ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ what it cannot do is then refused instead of handed down.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -103,7 +104,17 @@ class CupyPlan:
         generation, row, said = choose(self.problem, self.profile, here, direction)
         if generation is None:
             raise NotImplementedError("; ".join(said))
-        made = generation.plan(self.problem, row, here, direction)
+        try:
+            made = generation.plan(self.problem, row, here, direction)
+        except compiler.CompileError as error:
+            if row is None:
+                raise
+            from ...profile_schema import ProfileWarning
+
+            # A profile chooses, it cannot stop attention.
+            message = f"{row.origin}: not followed, its kernels do not compile: {error}"
+            warnings.warn(message, ProfileWarning, stacklevel=2)
+            made = generation.plan(self.problem, None, here, direction)
         verify.trusted(made, self.problem.spec, here, direction)
         return made
 
