@@ -46,7 +46,7 @@ CUDA_EXPLANATION = """On GPUs: TFLOP/s of flashkit, and how many times as fast i
 scaled_dot_product_attention with one of its backends, each in turns with the others in one process; a figure for each
 number of tokens. 16,384 tokens in all, 2048 columns of all heads. Decoding is one query for 32 heads on 8; GB/s are
 those of keys and values. Errors are the root mean square of the difference from float64, over that of the values, the
-largest of all cases of 1024 tokens, on the same inputs."""
+largest of all cases of 1024 tokens and of decoding, on the same inputs."""
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -30,14 +30,10 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TILES = {"128 x 64": (128, 64, 4, 2), "32 x 32": (32, 32, 2, 2)}
 """Queries, keys, warps and stages."""
 
-MEMORY = {"dram__bytes_read.sum": 1, "dram__bytes_write.sum": 1}
-SRAM = (
-    {"l1tex__m_xbar2l1tex_read_bytes.sum": 1, "l1tex__m_l1tex2xbar_write_bytes.sum": 1},
-    {"lts__t_sectors_srcunit_tex_op_read.sum": 32, "lts__t_sectors_srcunit_tex_op_write.sum": 32},
-)
-"""Counters and the bytes of a count. The first pair, where ncu knows it: what multiprocessors get and send. The second:
-what slices of L2 are asked for; of an L2 in two halves (A100, H100) both may be asked for the same, so it is more.
-"""
+COUNTERS = {
+    "memory": ("dram__bytes_read.sum", "dram__bytes_write.sum"),
+    "sram": ("l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"),
+}
 
 
 def cases() -> list[tuple[int, str]]:
@@ -79,14 +75,12 @@ def work() -> None:
 def measure(output: Path | None) -> Path:
     from flashkit import timing
 
+    wanted = ",".join(name for names in COUNTERS.values() for name in names)
     options = ["--clock-control", "none", "--cache-control", "all", "--csv", "--print-units", "base"]
-    for sram in SRAM:
-        command = ["ncu", *options, "--metrics", ",".join({**MEMORY, **sram}), sys.executable, __file__, "work"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        counted = read(done.stdout, {"memory": MEMORY, "sram": sram})
-        if any(bytes_["sram"] for bytes_ in counted.values()):
-            break
-    else:
+    command = ["ncu", *options, "--metrics", wanted, sys.executable, __file__, "work"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    counted = read(done.stdout)
+    if not counted:
         raise RuntimeError(f"ncu counted nothing:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     machine = timing.cuda_machine()
     target = output or RESULTS / f"{machine['device'].split()[-1].lower()}.jsonl"
@@ -96,12 +90,11 @@ def measure(output: Path | None) -> Path:
         for number, (n, who) in enumerate(cases(), 1)
         if number in counted
     ]
-    told = {"counters": [*MEMORY, *sram], "machine": machine}
-    target.write_text("".join(json.dumps({**line, **told}) + "\n" for line in lines))
+    target.write_text("".join(json.dumps({**line, "machine": machine}) + "\n" for line in lines))
     return target
 
 
-def read(text: str, counters: dict[str, dict[str, int]]) -> dict[int, dict[str, float]]:
+def read(text: str) -> dict[int, dict[str, float]]:
     """Bytes a head by kind, of each case by its number, from the lines that ncu prints."""
     start = text.find('"ID"')
     found: dict[int, dict[str, float]] = {}
@@ -111,10 +104,10 @@ def read(text: str, counters: dict[str, dict[str, int]]) -> dict[int, dict[str, 
             number = int(row["Grid Size"].strip("()").split(",")[0])
         elif 0 < number <= len(cases()):
             heads = TOKENS_TIMES_HEADS // cases()[number - 1][0]
-            for kind, units in counters.items():
-                if row["Metric Name"] in units and row["Metric Value"] not in ("", "n/a"):
-                    sums = found.setdefault(number, dict.fromkeys(counters, 0.0))
-                    sums[kind] += float(row["Metric Value"].replace(",", "")) * units[row["Metric Name"]] / heads
+            for kind, names in COUNTERS.items():
+                if row["Metric Name"] in names:
+                    sums = found.setdefault(number, dict.fromkeys(COUNTERS, 0.0))
+                    sums[kind] += float(row["Metric Value"].replace(",", "")) / heads
     return found
 
 

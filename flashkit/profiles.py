@@ -218,7 +218,11 @@ def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_
                 ranked.append((rank, (str(file), _contribution(profile), profile.tiles)))
             elif name == "shipped" and capability and capability == _capability(device):
                 # A device that no file names takes the tiles of its relatives: above the generic profile (0, 0).
-                ranked.append(((0, 1), (f"{file} (same compute capability)", _relative(profile), profile.tiles)))
+                tiles = {
+                    table: [msgspec.structs.replace(row, measured=None) for row in rows]
+                    for table, rows in profile.tiles.items()
+                }
+                ranked.append(((0, 1), (f"{file} (same compute capability)", _relative(profile), tiles)))
         ranked.sort(key=lambda item: item[0], reverse=True)
         layers += [layer for _, layer in ranked]
     # Without a device and with every file unreadable there is still an answer, if an empty one.
