@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit import mods, reference
+from flashkit import host, mods, reference
 from flashkit.arguments import prepare
 from flashkit.backends.cpu import backend, micro
 from flashkit.backends.cpu.vector import Block
@@ -22,9 +22,13 @@ from flashkit.tiles import CpuTile
 BLOCKS = [
     Block("float", 1, 1, lanes, storage) for lanes in (4, 8, 16) for storage in ("", "float16", "bfloat16")
 ] + [Block("double", 1, 1, lanes) for lanes in (2, 4, 8)]  # fmt: skip
+PAIRED = pytest.param(
+    Block("float", 1, 1, 16, "bfloat16", "avx512bf16"),
+    marks=pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16"),
+)
 ROWS = (1, 2, 3, 4, 7, 13)
 KEYS = (0, 1, 5, 8, 37)
-DIMS = (1, 7, 40, 64, 100, 193)
+DIMS = (1, 7, 40, 64, 100, 128, 193)
 
 
 def run(block: Block, name: str, *arguments: int) -> None:
@@ -63,21 +67,26 @@ def near(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, terms: int) -
     return bool((np.abs(got - want) <= (4 + np.sqrt(terms)) * unit * magnitude).all())
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("block", [*BLOCKS, PAIRED], ids=str)
 def test_row_scores(block: Block) -> None:
     rng, dtype = np.random.default_rng(0), computed(block)
+    queries, elements = (ml_dtypes.bfloat16, 2 * block.lanes) if block.pairs else (dtype, block.lanes)
+    scale = -0.3
     for m, n, d in sizes(1):
         k = apart(rng, n, d, stored(block))
-        q = np.zeros((m, -(-d // block.lanes) * block.lanes), dtype)
+        q = np.zeros((m, -(-d // elements) * elements), queries)
         q[:, :d] = rng.standard_normal((m, d))
         s = np.full((m, n + 3), 7, dtype)
-        run(block, "row_scores", at(q), q.strides[0], at(k), k.strides[0], at(s), s.strides[0], m, n, d)
-        exact, wide = q[:, :d].astype(np.float64), k.astype(np.float64)
+        run(
+            block, "row_scores", at(q), q.strides[0], at(k), k.strides[0], at(s), s.strides[0], m, n, d,
+            int(np.float64(scale).view(np.int64)),
+        )  # fmt: skip
+        exact, wide = scale * q[:, :d].astype(np.float64), k.astype(np.float64)
         assert near(s[:, :n], exact @ wide.T, np.abs(exact) @ np.abs(wide).T, d), (m, n, d)
         assert (s[:, n:] == 7).all()
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("block", [*BLOCKS, PAIRED], ids=str)
 def test_row_values(block: Block) -> None:
     rng, dtype = np.random.default_rng(1), computed(block)
     for m, n, d in sizes(2):
@@ -86,7 +95,8 @@ def test_row_values(block: Block) -> None:
         factor = rng.random(m).astype(dtype)
         around = rng.standard_normal((m, d + 9)).astype(dtype)
         before, o = around.copy(), around[:, 4 : d + 4]
-        want = o.astype(np.float64) * factor[:, None] + p[:, :n].astype(np.float64) @ v.astype(np.float64)
+        weights = p[:, :n].astype(ml_dtypes.bfloat16) if block.pairs else p[:, :n]
+        want = o.astype(np.float64) * factor[:, None] + weights.astype(np.float64) @ v.astype(np.float64)
         size = np.abs(o) * factor[:, None] + p[:, :n] @ np.abs(v.astype(dtype))
         run(
             block, "row_values", at(p), p.strides[0], at(v), v.strides[0], at(o), o.strides[0], at(factor),

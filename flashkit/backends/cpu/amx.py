@@ -22,7 +22,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .vector import I8, I32, I64, Block, Loop, Memory, _declared, fill, fma, splat
+from .vector import I8, I32, I64, Block, Loop, Memory, declared, fill, fma, splat
 
 EDGE = 16
 """Rows of a tile, and words of a row."""
@@ -60,7 +60,7 @@ class Instructions:
 
     def _call(self, name: str, *args: ir.Value) -> None:
         kind = ir.FunctionType(ir.VoidType(), [a.type for a in args])
-        self.b.call(_declared(self.b.module, f"llvm.x86.{name}", kind), args)
+        self.b.call(declared(self.b.module, f"llvm.x86.{name}", kind), args)
 
     def _pointer(self, address: ir.Value) -> ir.Value:
         return self.b.inttoptr(address, I8.as_pointer())
@@ -111,7 +111,7 @@ class Emulation:
 
     def _require(self, condition: ir.Value) -> None:
         with self.b.if_then(self.b.not_(condition)):
-            self.b.call(_declared(self.b.module, "llvm.trap", ir.FunctionType(ir.VoidType(), [])), [])
+            self.b.call(declared(self.b.module, "llvm.trap", ir.FunctionType(ir.VoidType(), [])), [])
 
     def configure(self) -> None:
         for tile in range(8):

@@ -52,8 +52,9 @@ class CpuPlan:
     def forward(self) -> dict[str, int]:
         from . import specialise
 
-        name = "decode" if self.decodes else "forward"
-        return specialise.kernel(name, self.problem.spec.dtype, pairs=bool(self.pairs))
+        if self.decodes:
+            return specialise.kernel("decode", self.problem.spec.dtype, pairs=self.decodes_pairs)
+        return specialise.kernel("forward", self.problem.spec.dtype, pairs=bool(self.pairs))
 
     @cached_property
     def backward(self) -> dict[str, int]:
@@ -101,6 +102,11 @@ class CpuPlan:
         return decodes(self.problem)
 
     @property
+    def decodes_pairs(self) -> bool:
+        """Tiles of AMX would be nearly empty."""
+        return self.pairs == "avx512bf16"
+
+    @property
     def modifies(self) -> bool:
         return self.problem.spec.mask is not None or self.problem.spec.score is not None
 
@@ -135,7 +141,6 @@ class CpuBackend:
         if decodes(problem):
             tile = replace(tile, block_k=DECODE_KEYS)
             why = f"fewer than {DECODE_QUERIES} queries: split over the keys, which are read once (kernels/decode.py)"
-            return CpuPlan(problem, tile, backward_tile, why)
         if not name:
             return CpuPlan(problem, tile, backward_tile, why)
         if name == "avx512bf16" and not tile.lanes == backward_tile.lanes == 16:
@@ -283,12 +288,15 @@ def _decode_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray,
     parts = max(1, min(-(-PARTS_A_THREAD * workers // heads), n_k // PART_KEYS)) if workers > 1 else 1
     part_keys = rounded(-(-n_k // parts), block_k)
     parts = max(1, -(-n_k // part_keys))
-    layout = scratch.decode_layout(rows, spec.group, int(at.STRETCH) * block_k, rounded(spec.head_dim, lanes), size)
+    unit = 2 if plan.decodes_pairs else 1
+    words = rounded(spec.head_dim, unit * lanes) // unit
+    layout = scratch.decode_layout(rows, spec.group, int(at.STRETCH) * block_k, words, size)
     args[at.BLOCK_K], args[at.SPLITS], args[at.PART_KEYS], args[at.TASKS] = block_k, parts, part_keys, heads * parts
     args[at.WORKER], args[at.SCRATCH_BYTES] = plan.forward["worker"], _apart(layout[-1])
     args[at.PARTS] = args[at.SCRATCH_BYTES] * workers
     args[at.PART_BYTES] = _apart(scratch.part_layout(rows, spec.head_dim_v, size)[-1])
-    micro = addresses(replace(register_block(spec, plan.tile), rows=1, vectors=1), few=True)  # chooses its own
+    registers = register_block(spec, plan.tile, plan.pairs if plan.decodes_pairs else "")
+    micro = addresses(replace(registers, rows=1, vectors=1), few=True)  # chooses its own
     for index, name in ((at.ROW_SCORES, "row_scores"), (at.ROW_WEIGHTS, "row_weights"), (at.ROW_VALUES, "row_values")):
         args[index] = micro[name]
     if workers > 1:

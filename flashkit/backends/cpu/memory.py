@@ -324,17 +324,17 @@ def call_weights(typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: A
 
 
 @intrinsic
-def call_row_scores(typing: Any, function: Any, q: Any, k: Any, s: Any, d: Any) -> Any:
-    """s = q @ k^T over d elements; rows of q are padded."""
+def call_row_scores(typing: Any, function: Any, q: Any, k: Any, s: Any, d: Any, scale: Any) -> Any:
+    """s = scale * q @ k^T over d elements; rows of q are padded; `scale`: bits of a float64."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
         (q_at, _, (q_row, _)), (k_at, _, (k_row, _)), (s_at, shape, (s_row, _)) = (
             _parts(context, builder, kind, value) for kind, value in zip(signature.args[1:4], values[1:4], strict=True)
         )
-        arguments = [values[0], q_at, q_row, k_at, k_row, s_at, s_row, *shape, values[4]]
-        return _indirect_call(9, ir.VoidType())(context, builder, signature, arguments)
+        arguments = [values[0], q_at, q_row, k_at, k_row, s_at, s_row, *shape, *values[4:]]
+        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
 
-    return types.void(_INT64, q, k, s, _INT64), codegen
+    return types.void(_INT64, q, k, s, _INT64, _INT64), codegen
 
 
 @intrinsic

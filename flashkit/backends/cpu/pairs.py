@@ -37,15 +37,16 @@ from .vector import (
     Block,
     Loop,
     Memory,
-    _column_groups,
-    _declared,
-    _emit_product,
-    _transposed,
+    column_groups,
+    declared,
+    emit_product,
     exp2,
     fill,
     from_bits,
+    load_halves,
     narrow,
     splat,
+    transposed,
 )
 
 # 2^r on [-1/2, 1/2] by Chebyshev interpolation, relative error 3.5e-6: weights are rounded to bfloat16 (4e-3), their
@@ -70,7 +71,7 @@ def dot(b: ir.IRBuilder, x: ir.Value, y: ir.Value, sums: ir.Value) -> ir.Value:
     """sums + x * y, x and y vectors of 16 pairs carried as float32: vdpbf16ps, which takes denormals for 0."""
     pairs = ir.VectorType(Bfloat16(), 32)
     kind = ir.FunctionType(sums.type, [sums.type, pairs, pairs])
-    function = _declared(b.module, "llvm.x86.avx512bf16.dpbf16ps.512", kind)
+    function = declared(b.module, "llvm.x86.avx512bf16.dpbf16ps.512", kind)
     return b.call(function, [sums, b.bitcast(x, pairs), b.bitcast(y, pairs)])
 
 
@@ -84,7 +85,7 @@ def rounded(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """float32 to bits of bfloat16."""
     if _native(b, x):
         result = ir.VectorType(Bfloat16(), 16)
-        function = _declared(b.module, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.FunctionType(result, [x.type]))
+        function = declared(b.module, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.FunctionType(result, [x.type]))
         return b.bitcast(b.call(function, [x]), ir.VectorType(I16, 16))
     return narrow(b, x, "bfloat16")
 
@@ -94,7 +95,7 @@ def rounded_pairs(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
     if _native(b, low):
         result = ir.VectorType(Bfloat16(), 32)
         kind = ir.FunctionType(result, [low.type] * 2)
-        function = _declared(b.module, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind)
+        function = declared(b.module, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind)
         halves = ir.VectorType(I16, 32)
         both = b.bitcast(b.call(function, [high, low]), halves)
         order = ir.Constant(ir.VectorType(I32, 32), [lane // 2 + 16 * (lane % 2) for lane in range(32)])
@@ -104,15 +105,6 @@ def rounded_pairs(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
 
 def _native(b: ir.IRBuilder, x: ir.Value) -> bool:
     return getattr(b.module, "avx512bf16", False) and x.type.count == 16
-
-
-def _load_halves(b: ir.IRBuilder, address: ir.Value, count: int, remaining: ir.Value) -> ir.Value:
-    """`count` 16-bit numbers, those from `remaining` on 0 and not read."""
-    kind, lanes = ir.VectorType(I16, count), ir.VectorType(I32, count)
-    mask = b.icmp_signed("<", ir.Constant(lanes, list(range(count))), splat(b, b.trunc(remaining, I32), count))
-    args = [b.inttoptr(address, kind.as_pointer()), I32(2), mask, fill(kind, 0)]
-    signature = ir.FunctionType(kind, [a.type for a in args])
-    return b.call(_declared(b.module, f"llvm.masked.load.v{count}i16.p0", signature), args)
 
 
 def _emit_pack_columns(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
@@ -134,9 +126,9 @@ def _emit_pack_columns(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Ty
             row = b.add(i, I64(x))
             remaining = b.select(b.icmp_signed("<", row, m), b.sub(n, j), I64(0))
             at = b.add(b.add(source, b.mul(row, source_row)), b.shl(j, I64(1)))
-            rows.append(scaled(b.bitcast(_load_halves(b, at, 2 * lanes, remaining), word)))
+            rows.append(scaled(b.bitcast(load_halves(b, at, 2 * lanes, remaining), word)))
         to = b.add(b.add(target, b.mul(b.lshr(j, I64(1)), target_row)), b.shl(i, I64(2)))
-        for x, row in enumerate(_transposed(b, rows)):
+        for x, row in enumerate(transposed(b, rows)):
             memory.store(row, b.add(to, b.mul(I64(x), target_row)))
 
 
@@ -149,7 +141,7 @@ def _two_rows(
     def row(index: ir.Value) -> ir.Value:
         remaining = b.select(b.icmp_signed("<", index, m), b.sub(n, j), I64(0))
         at = b.add(b.add(source, b.mul(index, source_row)), b.shl(j, I64(1)))
-        return _load_halves(b, at, lanes, remaining)
+        return load_halves(b, at, lanes, remaining)
 
     first = b.shl(i, I64(1))
     return words(b, row(first), row(b.add(first, I64(1))))
@@ -175,7 +167,7 @@ def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
             for x in range(lanes)
         ]
         to = b.add(b.add(target, b.mul(j, target_row)), b.shl(i, I64(2)))
-        for x, row in enumerate(_transposed(b, rows)):
+        for x, row in enumerate(transposed(b, rows)):
             memory.store(row, b.add(to, b.mul(I64(x), target_row)))
 
 
@@ -215,7 +207,7 @@ def _emit_weights(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, s
         for v in range(width):
             memory.store(last.results[v], b.add(total, offsets[v]))
 
-    _column_groups(b, columns, shape.vectors, lanes, group)
+    column_groups(b, columns, shape.vectors, lanes, group)
 
 
 def _emit_round_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
@@ -257,7 +249,7 @@ def kernels(path: str) -> dict[str, tuple[int, Callable[..., None]]]:
 
     def product(*args: Any, accumulate: bool) -> None:
         if path == "avx512bf16":
-            _emit_product(*args, accumulate=accumulate, multiply=dot)
+            emit_product(*args, accumulate=accumulate, multiply=dot)
         else:
             amx.emit_product(*args, accumulate=accumulate, emulated=path == "emulate")
 

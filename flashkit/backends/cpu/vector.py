@@ -93,10 +93,10 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> 
     """Call an LLVM intrinsic; its name is completed by the vector type it works on."""
     suffix = f"v{result.count}{'f32' if str(result.element) == 'float' else 'f64'}"
     full = f"{name}.{suffix}" + (".p0" if ".masked." in name else "")
-    return builder.call(_declared(builder.module, full, ir.FunctionType(result, [a.type for a in args])), args)
+    return builder.call(declared(builder.module, full, ir.FunctionType(result, [a.type for a in args])), args)
 
 
-def _declared(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function:
+def declared(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function:
     return module.globals[name] if name in module.globals else ir.Function(module, kind, name)
 
 
@@ -109,7 +109,7 @@ def from_bits(builder: ir.IRBuilder, bits: ir.Value, element: ir.Type) -> ir.Val
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Ask for the cache line at an address, which need not be valid, for reading."""
     pointer = builder.inttoptr(address, I8.as_pointer())
-    function = _declared(
+    function = declared(
         builder.module, "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     )
     builder.call(function, [pointer, I32(0), I32(3), I32(1)])
@@ -151,7 +151,7 @@ class Memory:
         else:
             name = f"llvm.masked.store.v{self.vector.count}{'f32' if self.size == 4 else 'f64'}.p0"
             args = [value, self.at(address, self.vector), I32(self.size), mask]
-            b.call(_declared(b.module, name, ir.FunctionType(ir.VoidType(), [a.type for a in args])), args)
+            b.call(declared(b.module, name, ir.FunctionType(ir.VoidType(), [a.type for a in args])), args)
 
     def load_scalar(self, address: ir.Value) -> ir.Value:
         return self.builder.load(self.at(address, self.element), align=self.size)
@@ -164,6 +164,15 @@ class Memory:
         lanes = self.vector.count
         indices = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
         return self.builder.icmp_signed("<", indices, splat(self.builder, self.builder.trunc(remaining, I32), lanes))
+
+
+def load_halves(b: ir.IRBuilder, address: ir.Value, count: int, remaining: ir.Value) -> ir.Value:
+    """`count` 16-bit numbers, those from `remaining` on 0 and not read."""
+    kind, lanes = ir.VectorType(I16, count), ir.VectorType(I32, count)
+    mask = b.icmp_signed("<", ir.Constant(lanes, list(range(count))), splat(b, b.trunc(remaining, I32), count))
+    args = [b.inttoptr(address, kind.as_pointer()), I32(2), mask, fill(kind, 0)]
+    signature = ir.FunctionType(kind, [a.type for a in args])
+    return b.call(declared(b.module, f"llvm.masked.load.v{count}i16.p0", signature), args)
 
 
 class Loop:
@@ -282,7 +291,7 @@ def _avx512(builder: ir.IRBuilder, name: str, x: ir.Value, y: ir.Value) -> ir.Va
     full = f"llvm.x86.avx512.mask.{name}.p{'s' if single else 'd'}.512"
     every = ir.IntType(vector.count)(-1)
     args = [x, y, fill(vector, 0.0), every, I32(_ROUNDING_OF_MODE)]
-    return b.call(_declared(b.module, full, ir.FunctionType(vector, [a.type for a in args])), args)
+    return b.call(declared(b.module, full, ir.FunctionType(vector, [a.type for a in args])), args)
 
 
 # --- product ----------------------------------------------------------------------------------------------------------
@@ -297,7 +306,7 @@ MOST_TERMS = 64
 """
 
 
-def _emit_product(
+def emit_product(
     builder: ir.IRBuilder,
     args: Sequence[ir.Value],
     element: ir.Type,
@@ -373,7 +382,7 @@ def _emit_product(
         panel(1, j, memory.tail_mask(b.sub(n, j)))
 
 
-def _column_groups(
+def column_groups(
     b: ir.IRBuilder, columns: ir.Value, vectors: int, lanes: int, emit: Callable[[ir.Value, int], None]
 ) -> None:
     """Go over the columns `vectors` vectors at a time, the rest one by one: several at once hide each other's
@@ -406,7 +415,7 @@ def _emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: i
         for v in range(width):
             memory.store(loop.results[v], b.add(m, offsets[v]))
 
-    _column_groups(b, columns, vectors, lanes, group)
+    column_groups(b, columns, vectors, lanes, group)
 
 
 ROWS_SUMMED = 16
@@ -442,7 +451,7 @@ def _emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element:
         for v in range(width):
             memory.store(outer.results[v], b.add(total, offsets[v]))
 
-    _column_groups(b, columns, vectors, lanes, group)
+    column_groups(b, columns, vectors, lanes, group)
 
 
 def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
@@ -507,7 +516,7 @@ def narrow(b: ir.IRBuilder, x: ir.Value, storage: str) -> ir.Value:
     return x
 
 
-def _transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+def transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     """A square of vectors transposed in registers: blocks of half the size change places, then their halves."""
     n = len(rows)
     rows = list(rows)
@@ -547,7 +556,7 @@ def _emit_pack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type
                 row = b.fmul(widen(b, stored.load(b.add(at, offset)), shape.storage, element), scales)
                 rows.append(b.select(inside, row, zero))
             to = b.add(b.add(target, b.mul(j, target_row)), b.mul(i, I64(memory.size)))
-            for x, row in enumerate(_transposed(b, rows)):
+            for x, row in enumerate(transposed(b, rows)):
                 memory.store(row, b.add(to, b.mul(I64(x), target_row)))
         with Loop(b, b.mul(b.sdiv(n, I64(lanes)), I64(lanes)), n, 1) as (j, _, _):
             column = zero
@@ -579,7 +588,7 @@ def _emit_unpack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Ty
     with Loop(b, I64(0), b.sub(m, I64(lanes - 1)), lanes) as (i, _, _):
         with Loop(b, I64(0), b.sub(n, I64(lanes - 1)), lanes) as (j, _, _):
             columns = [scaled(i, b.add(j, I64(x))) for x in range(lanes)]
-            for x, row in enumerate(_transposed(b, columns)):
+            for x, row in enumerate(transposed(b, columns)):
                 stored.store(narrow(b, row, shape.storage), address(b.add(i, I64(x)), j))
         with Loop(b, b.mul(b.sdiv(n, I64(lanes)), I64(lanes)), n, 1) as (j, _, _):
             column = scaled(i, j)
@@ -621,7 +630,7 @@ def _emit_transpose(
             following = b.select(last, at(source, source_row, I64(0), b.add(j, n)), at(source, source_row, after, j))
             for x in range(square):
                 prefetch(b, b.add(following, b.mul(I64(x), source_row)))
-            for x, row in enumerate(_transposed(b, rows)):
+            for x, row in enumerate(transposed(b, rows)):
                 memory.store(row, at(target, target_row, b.add(j, I64(x)), i))
         with Loop(b, i, b.add(i, I64(square)), 1) as (x, _, _):
             one_by_one(x, whole_n, n)
@@ -647,8 +656,8 @@ class Block:
 
 
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
-    "product": (10, partial(_emit_product, accumulate=False)),
-    "product_add": (10, partial(_emit_product, accumulate=True)),
+    "product": (10, partial(emit_product, accumulate=False)),
+    "product_add": (10, partial(emit_product, accumulate=True)),
     "column_max": (5, _emit_column_max),
     "exponentials": (6, _emit_exponentials),
     "pack": (7, _emit_pack),

@@ -4,7 +4,7 @@ A task is a part of the keys of one key/value head, with all queries that see it
 group, packed. Scores have one row a query and keys along the lanes. Each part has its own sums; whoever ends the
 last part adds them all up, in the order of the parts, so that the result does not depend on who did what.
 
-    Q    [rows][D]           scaled queries, row g * n_q + i: query i of the group's head g; padded with 0
+    Q    [rows][D]           queries, row g * n_q + i: query i of the group's head g; padded with 0
     S    [rows][keys]        scores, then weights, of a tile, or of a stretch of them where nothing is masked
     O    [rows][DV]          output of the part, unscaled; with m and l in the memory that parts are added up from
     m, l [rows]              running maximum and sum of each row
@@ -21,7 +21,6 @@ from flashkit.backends.cpu.memory import (
     call_row_scores,
     call_row_values,
     call_row_weights,
-    double_from_bits,
     integer_at,
     matrix,
     next_task,
@@ -33,15 +32,11 @@ from flashkit.backends.cpu.tiling import drop, modify, next_group, tokens
 
 @njit(**options)
 def load_queries(args, b, head_kv, target):
-    """Scale, in computing precision."""
-    scale, n_q, d = COMPUTE(double_from_bits(args[SCALE])), args[N_Q], args[DIM]
+    n_q, d = args[N_Q], args[DIM]
     for g in range(args[GROUP]):
         q = tokens(args, Q, b, head_kv * args[GROUP] + g, 0, n_q, d, STORAGE_SIZE, STORAGE)
         for i in range(n_q):
-            for c in range(d):
-                target[g * n_q + i, c] = widen(q[i, c]) * scale
-            for c in range(d, target.shape[1]):
-                target[g * n_q + i, c] = 0
+            load_query(q[i], target[g * n_q + i])
 
 
 @njit(**options)
@@ -112,7 +107,7 @@ def decode_part(args, b, head_kv, start, stop, place, scratch, careful):
     """Keys start ... stop - 1 for all rows of a key/value head. Returns whether the output is finite."""
     d, dv, n_q, group, block_k, lanes = args[DIM], args[DIM_V], args[N_Q], args[GROUP], args[BLOCK_K], args[LANES]
     rows = group * n_q
-    padded = (d + lanes - 1) // lanes * lanes
+    padded = (d + UNIT * lanes - 1) // (UNIT * lanes) * lanes
     scores, factors, states, ends, _ = decode_layout(rows, group, STRETCH * block_k, padded, COMPUTE_SIZE)
     q = matrix(scratch, rows, padded, padded * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
     factor = vector(scratch + factors, rows, COMPUTE_SIZE, COMPUTE)
@@ -145,7 +140,7 @@ def decode_part(args, b, head_kv, start, stop, place, scratch, careful):
         k = tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE)
         v = tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE)
         s = matrix(scratch + scores, rows, n, STRETCH * block_k * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
-        call_row_scores(args[ROW_SCORES], q, k, s, d)
+        call_row_scores(args[ROW_SCORES], q, k, s, d, args[SCALE])
         for g in range(group):
             head = s[g * n_q : (g + 1) * n_q]
             if state[g] == EMPTY:

@@ -33,6 +33,13 @@ def load_tile(source, address):
 
 
 @njit(**options)
+def load_query(source, target):
+    """A row of Q for decoding, padded with zeros."""
+    for i in range(len(target)):
+        target[i] = widen(source[i]) if i < len(source) else 0
+
+
+@njit(**options)
 def exponentials(args, tile, shift, total):
     """Scores to weights, which total adds up."""
     call_exponentials(args[EXPONENTIALS], tile, shift, total)

@@ -43,6 +43,14 @@ def load_tile(source, address):
 
 
 @njit(**options)
+def load_query(source, target):
+    """A row of Q for decoding, padded with zeros."""
+    halves = vector(target.ctypes.data, UNIT * len(target), STORAGE_SIZE, STORAGE)
+    for i in range(len(halves)):
+        halves[i] = source[i] if i < len(source) else 0
+
+
+@njit(**options)
 def exponentials(args, tile, shift, total):
     """Scores to weights, rounded and in pairs unless some are to be dropped first; total adds up the unrounded ones."""
     if args[DROPOUT] != 0:
