@@ -459,3 +459,20 @@ def test_a_call_within_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(results) == 5 and len(taken) == 12
     for result in results:
         same(result, within)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_no_memory_for_a_log_sum_exp_that_nobody_wants(return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that says that it can do without gets None, one that does not always gets an array."""
+    backend, got = type(dispatch.registry()["cpu"]), []
+    q, k, v = operands()
+
+    def bind(self: Any, p: Any, o: Any) -> Any:
+        return lambda q, k, v, out, lse: got.append(lse)
+
+    monkeypatch.setattr(backend, "bind", bind)
+    for spares in (False, True):
+        monkeypatch.setattr(backend, "spares_lse", spares, raising=False)
+        plan(q, k, v, return_lse=return_lse, backend="cpu")(q, k, v)
+    assert got[0] is not None
+    assert (got[1] is None) == (not return_lse)
