@@ -146,18 +146,19 @@ def explain_problem(problem: Problem, operands: Operands, backend: str | None, m
     only = dispatch.forced(backend)
     ranked = dispatch.candidates(problem, only=only)
     share = pairs / problem.pairs if problem.pairs else 0.0
+    profile = profiles.for_device("cuda" if problem.array_kind == "cupy" else "cpu")
+    peak, bandwidth = profile.peak(problem.spec.dtype), profile.bandwidth_gbs
+    # A row's rate is that of products; nothing is done before its operands have been read.
+    least = moved["forward"] / (bandwidth * 1e9) if bandwidth else 0.0
     answers: list[dict[str, Any]] = [
         {
             "name": c.name,
             "ok": c.verdict.ok,
             "reason": c.verdict.reason,
-            "predicted_seconds": c.seconds * share if c.verdict.ok else None,
+            "predicted_seconds": max(c.seconds * share, least) if c.verdict.ok else None,
         }
         for c in ranked
     ]
-    device_kind = "cuda" if problem.array_kind == "cupy" else "cpu"
-    profile = profiles.for_device(device_kind)
-    peak, bandwidth = profile.peak(problem.spec.dtype), profile.bandwidth_gbs
     roofline = {
         d: max(flops[d] / (peak * 1e12), moved[d] / (bandwidth * 1e9)) if peak and bandwidth else None for d in flops
     }

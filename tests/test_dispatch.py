@@ -398,6 +398,13 @@ def test_explain_heeds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, ask: 
     assert told.as_dict()["backend"] == "reference"
 
 
+def test_explain_predicts_no_less_than_reading_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles.Profile, "bandwidth_gbs", 1.0)
+    q, k = np.zeros((1, 1, 1, 64), np.float32), np.zeros((1, 1, 4096, 64), np.float32)
+    told = flashkit.explain(q, k, k, backend="cpu")
+    assert told.predicted_seconds == pytest.approx(2 * k.nbytes / 1e9, rel=1e-3)
+
+
 def test_explain_of_what_nobody_can_do(fake: FakeBackend) -> None:
     fake.verdict = Verdict(False, "never")
     told = flashkit.explain(x(), x(), x(), backend="fake")
