@@ -181,11 +181,11 @@ def measure(
     off = {"flashkit": errors(ours, truth)} if truth else {}
     skipped = {}
     for name in peers:
-        entry = place.peers[name](case, arrays, direction, threads)
-        if entry is None:
-            skipped[name] = "cannot do this case, or not in reasonable memory"
-            continue
         try:
+            entry = place.peers[name](case, arrays, direction, threads)
+            if entry is None:
+                skipped[name] = "cannot do this case, or not in reasonable memory"
+                continue
             theirs = entry.result()
         except Exception as failure:  # whatever another library raises: one peer's refusal must not end a long run
             skipped[name] = f"fails: {str(failure).splitlines()[0] if str(failure) else type(failure).__name__}"

@@ -295,11 +295,13 @@ def test_a_peer_that_computes_something_else_is_not_compared(monkeypatch: pytest
     assert "does not compute the same" in line.skipped["numpy"]
 
 
-def test_a_peer_that_fails_ends_its_own_measurement_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> tuple[np.ndarray, ...]:
+@pytest.mark.parametrize("when", ["it is made", "it is called"])
+def test_a_peer_that_fails_ends_its_own_measurement_alone(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    def refuse(*_: Any) -> Any:
         raise ValueError("not on this processor\nmore lines")
 
-    monkeypatch.setitem(peers.PEERS, "numpy", lambda *_: peers.Entry(refuse, refuse))
+    make = refuse if when == "it is made" else lambda *_: peers.Entry(refuse, refuse)
+    monkeypatch.setitem(peers.PEERS, "numpy", make)
     line = measure()
     assert "numpy" not in line.timings
     assert line.skipped["numpy"] == "fails: not on this processor"
