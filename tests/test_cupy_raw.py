@@ -17,7 +17,7 @@ from cases import FACTORS, with_
 import flashkit
 from flashkit import dispatch, mods, reference
 from flashkit.backends.cupy_raw import backend as cupy_backend
-from flashkit.backends.cupy_raw import verify
+from flashkit.backends.cupy_raw import sm80, verify
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +105,36 @@ def test_a_hidden_nan_never_shows(generation: str) -> None:
     assert np.isnan(out[..., 150:, :]).all()
     np.testing.assert_allclose(dq[..., :150, :], clean[0][..., :150, :], rtol=1e-4, atol=1e-5)
     assert np.isnan(dq[..., 150:, :]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_infinity_is_not_nan(dtype: str, generation: str) -> None:
+    """An infinite key hides itself from rows where its score is -inf; an infinite value makes its column infinite."""
+    q, k, v = tensors((1, 2, 150, 64), (1, 2, 200, 64), (1, 2, 200, 64), dtype=dtype)
+    k[0, 0, 70, 3], v[0, 1, 90, 5] = np.inf, -np.inf
+    right = flashkit.attention(*(x.get().astype(np.float64) for x in (q, k, v)), backend="reference")
+    got = flashkit.attention(q, k, v, backend=NAME).get()
+    assert 40 < np.isfinite(right[0, 0]).all(-1).sum() < 110 and np.isneginf(right[0, 1, :, 5]).all()
+    np.testing.assert_allclose(got.astype(np.float64), right, rtol=1e-5, atol=1e-5 if dtype == "float32" else 4e-3)
+
+
+def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
+    """Backward with a head at a time in the cache, the last one in the other order; odd tiles, rows that see nothing."""
+    if generation != "sm80":
+        pytest.skip("takes all heads together")
+    shapes = (2, 6, 700, 64), (2, 3, 650, 64), (2, 3, 650, 64), (2, 6, 700, 64)
+    q, k, v, dout = tensors(*shapes, dtype="float16")
+
+    def gradients() -> list[np.ndarray]:
+        return [x.get() for x in flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)[1](dout)]
+
+    together = gradients()
+    monkeypatch.setattr(sm80, "_CACHED", 0)
+    apart = gradients()
+    for one, other, again in zip(together, apart, gradients()):
+        np.testing.assert_array_equal(other, again)
+        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=0, atol=4e-3)
+    np.testing.assert_array_equal(together[0][0], apart[0][0])  # of other batch entries the order is the same
 
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------

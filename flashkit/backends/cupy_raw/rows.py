@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from ...spec import AttentionSpec
+from ...spec import ITEMSIZE, AttentionSpec
 from ..cuda_common import compiler
 from ..cuda_common.device import Device
 from ..cuda_common.launch import scratch
 from . import specialise
 from .arguments import AT, Arguments
 
-_ROWS = 4  # of a block: kernels/rows.cu
+_THREADS = 128  # of a block: kernels/rows.cu
 
 
 class RowKernels:
@@ -21,14 +21,18 @@ class RowKernels:
         self.library = specialise.library("rows", spec, (), compiler.target(device.capability))
         self._prepare = self.library.kernel("prepare", device)
         self._sinks = self.library.kernel("sink_gradients", device)
+        units = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)
+        self._rows = _THREADS // (32 if units > 16 else 16 if units > 8 else 8)
 
-    def prepare(self, arguments: Arguments, stream: int) -> None:
-        """Compute `shift` and `delta` (kernels/params.cuh), in memory that lives as long as the arguments."""
-        rows = arguments.batch, arguments.heads, arguments.n_q
+    def prepare(self, arguments: Arguments, stream: int, multiple: int = 1) -> None:
+        """Compute `shift` and `delta` (kernels/params.cuh), in memory that lives as long as the arguments, of a multiple
+        of so many rows for a head.
+        """
+        rows = arguments.batch, arguments.heads, -(-arguments.n_q // multiple) * multiple
         memory = scratch((2, *rows), arguments.spec.lse_dtype)
         arguments.alive.append(memory)
         arguments.tensors(shift=memory[0], delta=memory[1])
-        self._prepare.launch(-(-math.prod(rows) // _ROWS), 32 * _ROWS, arguments, stream)
+        self._prepare.launch(-(-math.prod(rows) // self._rows), _THREADS, arguments, stream)
 
     def finish(self, arguments: Arguments, stream: int) -> None:
         """Gradients of the sinks, where they are asked for."""

@@ -16,10 +16,10 @@ from .generation import tile_of
 from .rows import RowKernels
 
 MAX_DIM = 256
+_LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
 _LIST = 4 * 512  # bytes of kernels/sm80.cuh: TileList
 _CACHED = 40_000_000  # bytes of the heads that blocks of the backward pass work at together
 _OWN = "measured on an H200"
-_SHARING = 2  # blocks that work at one head together, at most
 
 
 def padded(dim: int, granule: int = 16) -> int:
@@ -164,7 +164,7 @@ class Sm80BackwardTile:
         size = ITEMSIZE[spec.dtype]
         rows = pitch(spec.head_dim, size, self.granule) + pitch(spec.head_dim_v, size, self.granule)
         pairs = 2 * self.block_q * (self.block_k * size + 16)
-        return (self.block_k + 2 * self.block_q) * rows + pairs + self.block_k + _LIST
+        return self.block_k * (rows + 1) + 2 * self.block_q * (rows + 8) + pairs + _LIST
 
 
 def backward_tile(spec: AttentionSpec, device: Device) -> Sm80BackwardTile | None:
@@ -209,8 +209,8 @@ class Sm80Backward:
         self._store = library.kernel("store_queries", device)
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        self.rows.prepare(arguments, stream)
         spec, tile = arguments.spec, self.tile
+        self.rows.prepare(arguments, stream, tile.block_q)
         keys, queries = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
         heads = arguments.batch, arguments.heads
         width = tile.block_q * padded(spec.head_dim, tile.granule)
@@ -219,11 +219,12 @@ class Sm80Backward:
         marks = scratch(4 + arguments.batch * arguments.heads * queries * -(-keys // 32), "int32", zeros=True)
         done = marks[4:].reshape((*heads, queries, -(-keys // 32)))
         arguments.tensors(partial=sums, partial_lse=done)
-        # Heads at a time: what they read and add to should stay in the L2 cache, but few blocks be at the same head.
+        # Heads at a time: what they read and add to should stay in the L2 cache. All groups have about as many.
         size = ITEMSIZE[spec.dtype]
         bytes_of_head = arguments.n_q * spec.group * ((spec.head_dim + spec.head_dim_v) * size + 4 * spec.head_dim)
         every = arguments.batch * (arguments.heads // spec.group)
-        arguments.set(splits=max(1, min(every, max(_CACHED // max(1, bytes_of_head), self.sms // _SHARING))))
+        groups = -(-every // max(1, _CACHED // max(1, bytes_of_head)))
+        arguments.set(splits=max(1, -(-every // max(1, groups))))
         blocks = keys * every
         if blocks:
             _launch(self._kernel, blocks, 32 * tile.warps, arguments, stream)
@@ -283,6 +284,8 @@ class Sm80:
             return Verdict(False, "float64 is not for these tensor cores")
         if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
+        if terms(spec) > 1 and spec.dtype == "float32" and spec.head_dim < _LEAST_SPLIT:
+            return Verdict(False, f"float32 of head dim {spec.head_dim}, under {_LEAST_SPLIT}, is exacter without TF32")
         if direction == "backward" and backward_tile(spec, device) is None:
             return Verdict(False, f"no tile of head dims {spec.head_dim} and {spec.head_dim_v} fits in shared memory")
         return Verdict(True)

@@ -1,20 +1,38 @@
 // What the backward passes of every generation begin and end with: numbers of a row, and gradients of the sinks.
 
-// delta = rowsum(dO * O) - dlse, and the log-sum-exp with +inf for rows without keys, whose weights so become 0. A warp
-// takes a row.
+// delta = rowsum(dO * O) - dlse, and the log-sum-exp with +inf for rows without keys, whose weights so become 0. LANES
+// lanes take a row, 16 bytes at a time where they can. There may be memory for more rows than n_q; of those the weights
+// become 0 too, by a number that is finite.
+constexpr int PER_UNIT = 16 / sizeof(storage), UNITS = (HEAD_DIM_V + PER_UNIT - 1) / PER_UNIT;
+constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;
+constexpr float NO_ROW = 1e30f;
 extern "C" __global__ void __launch_bounds__(128) prepare(KERNEL_PARAMS) {
-    const long long index = (long long)blockIdx.x * 4 + threadIdx.x / 32;
-    if (index >= p.batch * p.heads * p.n_q) return;
-    const long long row = index % p.n_q, h = index / p.n_q % p.heads, b = index / p.n_q / p.heads;
-    const storage* out = row_at<const storage>(p.out, b, h, row);
-    const storage* dout = row_at<const storage>(p.dout, b, h, row);
+    const long long index = ((long long)blockIdx.x * 128 + threadIdx.x) / LANES, rows = p.shift.head;
+    const int lane = threadIdx.x % LANES;
+    const bool exists = index < p.batch * p.heads * rows;
+    const long long row = index % rows, h = index / rows % p.heads, b = exists ? index / rows / p.heads : 0;
     fk_float total = 0;
-    for (int d = threadIdx.x % 32; d < HEAD_DIM_V; d += 32) total += (fk_float)widen(out[d]) * (fk_float)widen(dout[d]);
-    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-    if (threadIdx.x % 32 == 0) {
-        const fk_float lse = *row_at<const fk_float>(p.lse, b, h, row);
+    if (exists && row < p.n_q) {
+        const storage* out = row_at<const storage>(p.out, b, h, row);
+        const storage* dout = row_at<const storage>(p.dout, b, h, row);
+        if (HEAD_DIM_V % PER_UNIT == 0 && (((unsigned long long)out | (unsigned long long)dout) & 15) == 0) {
+#pragma unroll
+            for (int unit = lane; unit < UNITS; unit += LANES) {
+                const uint4 x = reinterpret_cast<const uint4*>(out)[unit], y = reinterpret_cast<const uint4*>(dout)[unit];
+                const storage *a = reinterpret_cast<const storage*>(&x), *c = reinterpret_cast<const storage*>(&y);
+#pragma unroll
+                for (int e = 0; e < PER_UNIT; ++e) total += (fk_float)widen(a[e]) * (fk_float)widen(c[e]);
+            }
+        } else {
+            for (int d = lane; d < HEAD_DIM_V; d += LANES) total += (fk_float)widen(out[d]) * (fk_float)widen(dout[d]);
+        }
+    }
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+    if (lane == 0 && exists) {
+        const fk_float lse = row < p.n_q ? *row_at<const fk_float>(p.lse, b, h, row) : (fk_float)NO_ROW;
         const bool empty = lse == HIDDEN;
-        if (p.dlse.data != nullptr) total -= *row_at<const fk_float>(p.dlse, b, h, row);
+        if (p.dlse.data != nullptr && row < p.n_q) total -= *row_at<const fk_float>(p.dlse, b, h, row);
         *row_at<fk_float>(p.delta, b, h, row) = empty ? (fk_float)0 : total;
         *row_at<fk_float>(p.shift, b, h, row) = empty ? INFINITE : lse;
     }

@@ -11,8 +11,8 @@
 //
 // float32 goes through the same instructions in TF32, whose numbers have 11 bits. With TERMS = 3 each number is the sum
 // of two of them, and a product the sum of the three larger of their four products (Ootomo and Yokota 2022,
-// arXiv 2203.03341). Tensor cores round their sums towards zero; so each step starts from zero and is added to the sum
-// on the ordinary units, which round to nearest.
+// arXiv 2203.03341). What is left out, up to 2^-22 of a product, averages out in sums of many. Tensor cores round their
+// sums towards zero; so each step starts from zero and is added to the sum on the ordinary units, which round to nearest.
 //
 // Constants of the head that these kernels add to those of params.cuh: TERMS, of float32 products, 1 or 3; GRANULE, a
 // multiple of 16.
@@ -41,10 +41,19 @@ DEVICE float exp2_fast(float x) {
 
 // --- load_tile --------------------------------------------------------------------------------------------------------
 
-DEVICE void copy_async(unsigned target, const void* source, bool exists) {  // 16 bytes; zeros where they do not exist
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+// 16 bytes, if `wanted`; zeros if left <= place, and then `source` need not be an address. Both are looked at here and not
+// before: predicates that are kept for many copies take registers.
+DEVICE void copy_async(unsigned target, const void* source, int place, int left, bool wanted) {
+    asm volatile("{ .reg .pred p, q; setp.ne.s32 p, %4, 0; setp.le.s32 q, %3, %2;"
+                 "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, q; }" ::"r"(target), "l"(source), "r"(place),
+                 "r"(left), "r"((int)wanted));
+}
+DEVICE void store_element(unsigned target, storage x) {
+    if constexpr (WIDE) asm volatile("st.shared.f32 [%0], %1;" ::"r"(target), "f"((float)widen(x)) : "memory");
+    else asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"(*reinterpret_cast<unsigned short*>(&x)) : "memory");
 }
 DEVICE void copies_end() { asm volatile("cp.async.commit_group;"); }
+DEVICE void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // this thread's
 template <int PENDING>
 DEVICE void copies_wait() {  // until all groups but the last PENDING are there
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -69,47 +78,83 @@ struct Rows {
 };
 
 // Rows first ... first + ROWS - 1 to shared memory; those at or past `count` and columns past DIM become zeros. Arrives
-// with the current group of copies.
-template <int ROWS, int DIM, int THREADS, int PACK>
-DEVICE void load_tile(const Rows<PACK>& source, int first, int count, unsigned target) {
+// with the current group of copies. A thread's share is copied in pieces: among the instructions of a product they cost
+// little, but many at a time wait for each other, since a copy reads its address late and registers for more are not there.
+template <int ROWS, int DIM, int THREADS>
+struct TileCopy {
     // Threads lie across a row, and further ones on the next rows.
-    constexpr int UNITS = padded(DIM) / PER_UNIT, ACROSS = UNITS < THREADS ? UNITS : THREADS, DOWN = THREADS / ACROSS;
-    if (DIM % PER_UNIT == 0 && source.aligned) {
-        const int row = threadIdx.x / ACROSS, left = count - first - row;
-#pragma unroll
-        for (int column = 0; column < UNITS; column += ACROSS) {
-            const int at = column + threadIdx.x % ACROSS;
-            if ((THREADS % ACROSS != 0 && row >= DOWN) || (UNITS % ACROSS != 0 && at >= UNITS)) continue;
-            const unsigned to = target + row * pitch(DIM) + at * 16;
-            const bool inside = DIM == padded(DIM) || at * PER_UNIT < DIM;
-            if constexpr (PACK == 1) {
-                const storage* from = source.at(first + row) + at * PER_UNIT;
-#pragma unroll
-                for (int i = 0; i < ROWS; i += DOWN) {
-                    if (ROWS % DOWN != 0 && i + row >= ROWS) break;
-                    const bool exists = inside && i < left;
-                    copy_async(to + i * pitch(DIM), exists ? from : source.data, exists);
-                    // One address moves on: the compiler would keep one for each i in registers.
-                    asm volatile("add.s64 %0, %0, %1;" : "+l"(from) : "l"(DOWN * source.tensor.token * (long long)sizeof(storage)));
-                }
-            } else {
-#pragma unroll 1
-                for (int i = 0; i + row < ROWS; i += DOWN) {
-                    const bool exists = inside && i < left;
-                    const storage* from = exists ? source.at(first + row + i) + at * PER_UNIT : source.data;
-                    copy_async(to + i * pitch(DIM), from, exists);
-                }
-            }
-        }
-    } else {
+    static constexpr int UNITS = padded(DIM) / PER_UNIT, ACROSS = UNITS < THREADS ? UNITS : THREADS, DOWN = THREADS / ACROSS;
+    static constexpr int DEEP = up(ROWS, DOWN) / DOWN, PIECES = DIM % PER_UNIT != 0 ? 0 : up(UNITS, ACROSS) / ACROSS * DEEP;
+    const storage* from;  // of the next piece
+    long long step;       // bytes from a piece to the one below
+    unsigned to;
+    int left;  // rows from this thread's first one on
+    bool wanted;
+
+    static __device__ __forceinline__ int row() { return threadIdx.x / ACROSS; }
+    static __device__ __forceinline__ int unit() { return threadIdx.x % ACROSS; }
+
+    // What cannot be copied 16 bytes at a time is stored here and now.
+    static __device__ __forceinline__ bool store(const Rows<>& source, int first, int count, unsigned target) {
+        if (PIECES > 0 && source.aligned) return false;
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * padded(DIM); i += THREADS) {
-            const int row = i / padded(DIM), d = i % padded(DIM);
+            const int r = i / padded(DIM), d = i % padded(DIM);
             storage x{};
-            if (first + row < count && d < DIM) x = source.at(first + row)[d];
-            const unsigned to = target + row * pitch(DIM) + d * (int)sizeof(storage);
-            if constexpr (WIDE) asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"((float)widen(x)) : "memory");
-            else asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(*reinterpret_cast<unsigned short*>(&x)) : "memory");
+            if (first + r < count && d < DIM) x = source.at(first + r)[d];
+            store_element(target + r * pitch(DIM) + d * (int)sizeof(storage), x);
+        }
+        return true;
+    }
+
+    __device__ __forceinline__ void start(const Rows<>& source, int first, int count, unsigned target, bool wanted) {
+        from = source.at(first + row()) + unit() * PER_UNIT;
+        step = DOWN * source.tensor.token * (long long)sizeof(storage);
+        to = target + row() * pitch(DIM) + unit() * 16;
+        left = count - first - row();
+        this->wanted = wanted && (THREADS % ACROSS == 0 || row() < DOWN);
+    }
+
+    // Piece number k of `parts`.
+    __device__ __forceinline__ void copy(int k, int parts) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            if (i * parts / larger(PIECES, 1) != k) continue;
+            const int column = i / DEEP * ACROSS, down = i % DEEP * DOWN;
+            const bool here = (UNITS % ACROSS == 0 || unit() + column < UNITS) && (ROWS % DOWN == 0 || row() + down < ROWS);
+            const bool inside = DIM == padded(DIM) || (unit() + column) * PER_UNIT < DIM;
+            copy_async(to + down * pitch(DIM) + column * 16, from, down, inside ? left : 0, wanted && here);
+            // One address moves on: the compiler would keep one for each piece in registers.
+            const long long next = i % DEEP < DEEP - 1 ? step : ACROSS * 16 - (DEEP - 1) * step;
+            const storage* at;
+            asm volatile("add.s64 %0, %1, %2;" : "=l"(at) : "l"(from), "l"(next));
+            from = at;
+        }
+    }
+};
+
+template <int ROWS, int DIM, int THREADS>
+DEVICE void load_tile(const Rows<>& source, int first, int count, unsigned target) {
+    using Copy = TileCopy<ROWS, DIM, THREADS>;
+    if (Copy::store(source, first, count, target)) return;
+    Copy copy;
+    copy.start(source, first, count, target, true);
+    copy.copy(0, 1);
+}
+
+// The same for rows of PACK heads.
+template <int ROWS, int DIM, int THREADS, int PACK>
+DEVICE void load_packed(const Rows<PACK>& source, int first, int count, unsigned target) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < ROWS * padded(DIM) / PER_UNIT; i += THREADS) {
+        const int row = i / (padded(DIM) / PER_UNIT), column = i % (padded(DIM) / PER_UNIT) * PER_UNIT;
+        const unsigned to = target + row * pitch(DIM) + column * (int)sizeof(storage);
+        const storage* from = source.at(first + row < count ? first + row : 0) + column;
+        if (DIM % PER_UNIT == 0 && source.aligned) {
+            copy_async(to, from, row, column < DIM ? count - first : 0, true);
+        } else {
+            for (int d = 0; d < PER_UNIT; ++d)
+                store_element(to + d * (int)sizeof(storage), first + row < count && column + d < DIM ? from[d] : storage{});
         }
     }
 }
@@ -151,13 +196,12 @@ DEVICE unsigned round_tf32(unsigned x) {
     return y;
 }
 
-// A float32 number as two of TF32; the unit ignores the last 13 bits. Adding may turn a NaN into 0, which then is no
-// longer equal to it and leaves the NaN to the lower part; an infinity is its own upper part. Cutting the upper part off
-// instead would be faster, but the products of two lower parts, which are left out, are too large then.
+// A float32 number as two of TF32; the unit ignores the last 13 bits. Adding may turn a NaN into 0, which leaves the NaN to
+// the lower part; of an infinity that is NaN too. Cutting the upper part off instead would take an instruction less, but
+// the products of two lower parts, which are left out, are too large then.
 DEVICE void split(unsigned x, unsigned& high, unsigned& low) {
-    const float whole = __uint_as_float(x), upper = __uint_as_float((x + 0x1000u) & 0xffffe000u);
-    high = __float_as_uint(upper);
-    low = whole == upper ? 0u : __float_as_uint(whole - upper);
+    high = (x + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
 }
 
 // Left operands of one step, ready to be multiplied.
@@ -244,10 +288,15 @@ DEVICE void load_left(unsigned (&left)[4], unsigned a) {
     }
 }
 
+// What is done between the steps of a product: between(k, steps) in step k.
+struct Nothing {
+    __device__ __forceinline__ void operator()(int, int) const {}
+};
+
 // c += a b: 16 TILES rows, 8 N columns, STEPS steps. Both operands lie in shared memory, the left one by rows or, if
 // TURNED, by columns; the right one by rows.
-template <int STEPS, bool TURNED, int PITCH_A, int PITCH_B, int TILES, int N>
-DEVICE void multiply_turned(float (&c)[TILES][N][4], unsigned a, unsigned b) {
+template <int STEPS, bool TURNED, int PITCH_A, int PITCH_B, int TILES, int N, typename F = Nothing>
+DEVICE void multiply_turned(float (&c)[TILES][N][4], unsigned a, unsigned b, F between = {}) {
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
         Left<TILES> left;
@@ -255,6 +304,7 @@ DEVICE void multiply_turned(float (&c)[TILES][N][4], unsigned a, unsigned b) {
         for (int i = 0; i < TILES; ++i)
             load_left<TURNED, PITCH_A>(left.high[i], a + (TURNED ? k * STEP * PITCH_A + i * 16 * (int)sizeof(storage)
                                                                  : i * 16 * PITCH_A + k * 32));
+        between(k, STEPS);
         left.ready();
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
@@ -267,14 +317,16 @@ DEVICE void multiply_turned(float (&c)[TILES][N][4], unsigned a, unsigned b) {
 }
 
 // c += a b^T: 16 TILES rows of a and 8 N rows of b, both with DIM columns in shared memory.
-template <int DIM, int TILES, int N>
-DEVICE void multiply_rows(float (&c)[TILES][N][4], unsigned a, unsigned b) {
+template <int DIM, int TILES, int N, typename F = Nothing>
+DEVICE void multiply_rows(float (&c)[TILES][N][4], unsigned a, unsigned b, F between = {}) {
+    constexpr int STEPS = up(DIM, STEP) / STEP;
     a += rows_first(pitch(DIM)), b += columns_first(pitch(DIM));
 #pragma unroll
-    for (int k = 0; k < up(DIM, STEP) / STEP; ++k) {
+    for (int k = 0; k < STEPS; ++k) {
         Left<TILES> left;
 #pragma unroll
         for (int i = 0; i < TILES; ++i) load_matrices<false>(left.high[i], a + i * 16 * pitch(DIM) + k * 32);
+        between(k, STEPS);
         left.ready();
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
@@ -333,10 +385,11 @@ struct TileList {
     int count, next;  // entries; the first tile, in the order of going, that nobody has looked at
 };
 
-// Fill the list with the next tiles of first ... last - 1 (DOWN: the last first); false if none is left. For all
+// Fill the list with the next tiles of first ... last - 1 (down: the last first); false if none is left. For all
 // threads of a block. HEADS: heads h ... that share the tile. from ... to - 1: the range on the other axis.
-template <int BLOCK, bool ALONG_KEYS, bool DOWN, int HEADS>
-DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to, int first, int last, int n) {
+template <int BLOCK, bool ALONG_KEYS, int HEADS>
+DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to, int first, int last, int n,
+                 bool down = false) {
     __syncthreads();
     if (threadIdx.x < 32) {
         const int lane = threadIdx.x, tiles = last - first;
@@ -344,7 +397,7 @@ DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to
         auto look = [&](int place, int many) {  // tiles at places `place` ... `place` + many - 1 of the way
             if (place >= tiles) return (int)EMPTY;
             const int end_place = place + many < tiles ? place + many : tiles;
-            const int low = DOWN ? last - end_place : first + place, high = DOWN ? last - place : first + end_place;
+            const int low = down ? last - end_place : first + place, high = down ? last - place : first + end_place;
             const int start = low * BLOCK, end = high * BLOCK < n ? high * BLOCK : n;
             int state = ALONG_KEYS ? tile_state(p, b, h, offset, from, to, start, end)
                                    : tile_state(p, b, h, offset, start, end, from, to);
@@ -368,11 +421,12 @@ DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to
             }
             const int state = look(place + lane, 1);
             const unsigned live = __ballot_sync(~0u, state != EMPTY);
-            const int tile = DOWN ? last - 1 - place - lane : first + place + lane;
+            const int tile = down ? last - 1 - place - lane : first + place + lane;
             if (state != EMPTY) list.entry[count + __popc(live & ((1u << lane) - 1))] = 2 * tile + (state == FULL);
             count += __popc(live);
             place += 32;
         }
+        __syncwarp();  // all lanes have read list.next
         if (lane == 0) list.count = count, list.next = place;
     }
     __syncthreads();
@@ -416,6 +470,59 @@ DEVICE void store_pair(storage* row, int column, float x, float y) {
         } else {
             reinterpret_cast<unsigned short*>(row)[column] = (unsigned short)both;
             reinterpret_cast<unsigned short*>(row)[column + 1] = (unsigned short)(both >> 16);
+        }
+    }
+}
+
+// Eight neighbouring elements of a row of DIM, from a column that is a multiple of eight.
+template <int DIM>
+DEVICE void store_eight(storage* row, int column, const float (&x)[8]) {
+    if (DIM % 8 == 0 && ((unsigned long long)row & 15) == 0) {
+        if (DIM != padded(DIM) && column >= DIM) return;
+        if constexpr (WIDE) {
+            reinterpret_cast<float4*>(row + column)[0] = float4{x[0], x[1], x[2], x[3]};
+            reinterpret_cast<float4*>(row + column)[1] = float4{x[4], x[5], x[6], x[7]};
+        } else {
+            *reinterpret_cast<uint4*>(row + column) = uint4{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
+        }
+    } else {
+#pragma unroll
+        for (int c = 0; c < 8; c += 2) store_pair<DIM>(row, column + c, x[c], x[c + 1]);
+    }
+}
+
+// A warp's accumulator of 16 TILES rows and 8 N columns, from `column` on, to rows of DIM in global memory, 16 bytes at a
+// time. They go through the warp's own shared memory at `staging`, whose rows are PITCH bytes apart; row_of(r): where
+// row r goes, or null.
+template <int DIM, int PITCH, int TILES, int N, typename F>
+DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned char* staging, int column, F row_of) {
+    constexpr int SIZE = sizeof(storage), ACROSS = N * 8 / PER_UNIT;
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                unsigned char* at = staging + (16 * i + 8 * half + lane / 4) * PITCH + (8 * n + lane % 4 * 2) * SIZE;
+                const float a = x[i][n][2 * half] * factor, b = x[i][n][2 * half + 1] * factor;
+                if constexpr (WIDE) *reinterpret_cast<float2*>(at) = float2{a, b};
+                else *reinterpret_cast<unsigned*>(at) = pack(a, b);
+            }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = lane; i < 16 * TILES * ACROSS; i += 32) {
+        const int r = i / ACROSS, from = column + i % ACROSS * PER_UNIT;
+        storage* row = row_of(r);
+        if (row == nullptr || from >= DIM) continue;
+        const uint4* piece = reinterpret_cast<const uint4*>(staging + r * PITCH + i % ACROSS * 16);
+        if (DIM % PER_UNIT == 0 && ((unsigned long long)row & 15) == 0) {
+            *reinterpret_cast<uint4*>(row + from) = *piece;
+        } else {
+            const storage* elements = reinterpret_cast<const storage*>(piece);
+#pragma unroll 1
+            for (int d = 0; d < PER_UNIT && from + d < DIM; ++d) row[from + d] = elements[d];
         }
     }
 }

@@ -1,10 +1,10 @@
 // Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2) on tensor cores by mma.sync: weights
 // recomputed from the log-sum-exp, five products.
 //
-// A block of WARPS warps takes BLOCK_K keys of one head and goes over the tiles of queries that see them, the last first.
+// A block of WARPS warps takes BLOCK_K keys of one head and goes over the tiles of queries that see them.
 //
 //     K, V       [BLOCK_K][..]                  shared memory
-//     Q, dO      [2][BLOCK_Q][..]               shared memory, one tile ahead
+//     Q, dO      [2][BLOCK_Q][..]               shared memory, one tile ahead, with the numbers of its rows
 //     P, dS      [BLOCK_Q][BLOCK_K]             computed in registers, in shared memory for the next products
 //     dK, dV     [BLOCK_K][..]                  registers
 //     dQ         [BLOCK_Q][HEAD_DIM]            registers, then added to float32 sums in global memory
@@ -12,10 +12,13 @@
 // The warps share each product in a grid of its own: WARPS_S of them along the queries of S and dP, WARPS_KV along the
 // keys of dK and dV, WARPS_Q along the queries of dQ, the others along the second axis.
 //
-// dQ is summed over blocks. With ORDERED a block adds to a tile of queries when all blocks of earlier keys are done with
-// it, so the bits never change: `done` has a bit for each pair of tiles. Blocks take their work by ticket, earlier keys
-// first, so whoever waits, waits for a block that runs. Between two tiles of keys of one head lie those of p.splits - 1
-// other heads, so that few blocks at a time add to the same tiles, and these soon follow each other at some distance.
+// dQ is summed over blocks. With ORDERED a block adds to a tile of queries when all blocks before it are done with it, so
+// the bits never change: `done` has a bit for each pair of tiles. Blocks take their work by ticket in that order, so
+// whoever waits, waits for a block that runs. Blocks work at p.splits heads at a time, whose rows and sums the L2 cache
+// holds; so many blocks are at one head, and the order has to be one in which they follow each other at the distance of
+// a tile: the last keys come first, and a block goes over its queries from the first on. Under a causal mask it begins at
+// its diagonal, where it is the first to add, and nobody waits. Only the last heads go the other way round: their blocks
+// with most to do come first, so that all blocks end at about the same time.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, ORDERED, BLOCKS_PER_SM.
 #include "sm80.cuh"
@@ -25,11 +28,16 @@ constexpr int S_TILES = BLOCK_Q / (16 * WARPS_S), S_KEYS = BLOCK_K * WARPS_S / W
 constexpr int KV_TILES = BLOCK_K / (16 * WARPS_KV), K_COLUMNS = padded(HEAD_DIM) * WARPS_KV / WARPS / 8;
 constexpr int V_COLUMNS = padded(HEAD_DIM_V) * WARPS_KV / WARPS / 8;
 constexpr int Q_TILES = BLOCK_Q / (16 * WARPS_Q), Q_COLUMNS = padded(HEAD_DIM) * WARPS_Q / WARPS / 8;
+
+// Where registers leave room, the next tile is copied among the steps of the first two products; and dQ comes first, so
+// that there are more steps to add it among.
+constexpr bool SPREAD = !WIDE && HEAD_DIM > 64, DQ_FIRST = !WIDE && (HEAD_DIM <= 64 || HEAD_DIM > 128);
 static_assert(S_KEYS % 2 == 0 && K_COLUMNS % 2 == 0 && V_COLUMNS % 2 == 0 && Q_COLUMNS % 2 == 0, "operands come in pairs");
 
 constexpr int SIZE = sizeof(storage), PITCH = pitch(HEAD_DIM), PITCH_V = pitch(HEAD_DIM_V), PITCH_S = BLOCK_K * SIZE + 16;
 constexpr int AT_V = BLOCK_K * PITCH, AT_QUERIES = AT_V + BLOCK_K * PITCH_V;
-constexpr int BYTES_STAGE = BLOCK_Q * (PITCH + PITCH_V), AT_P = AT_QUERIES + 2 * BYTES_STAGE;
+constexpr int AT_ROWS = BLOCK_Q * (PITCH + PITCH_V), BYTES_STAGE = AT_ROWS + BLOCK_Q * 8;  // shift, then delta
+constexpr int AT_P = AT_QUERIES + 2 * BYTES_STAGE;
 constexpr int AT_DS = AT_P + BLOCK_Q * PITCH_S, AT_ODD = AT_DS + BLOCK_Q * PITCH_S, AT_LIST = AT_ODD + BLOCK_K;
 
 // A hidden pair has the weight and the gradient 0, but 0 times NaN is NaN. So rows of right operands that are not finite
@@ -148,19 +156,31 @@ DEVICE bool all_finite(const void* elements) {
 }
 
 DEVICE unsigned* done_of(const Params& p, int b, int h, int tile) { return row_at<unsigned>(p.partial_lse, b, h, tile); }
-DEVICE void set_done(unsigned* word, int tile) {
+DEVICE void set_nothing(unsigned* word, int tile) {  // for a tile that nothing is added to
+    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile / 32), "r"(1u << tile % 32) : "memory");
+}
+DEVICE void set_done(unsigned* word, int tile) {  // what the block's threads have added before a barrier is there then
     asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile / 32), "r"(1u << tile % 32) : "memory");
 }
-// Whoever finds its bits set adds after a branch and a barrier, and with instructions that act where memory is: so later
-// than what the bits stand for, without waiting for an acquiring load.
 DEVICE unsigned get_done(const unsigned* word) {
     unsigned x;
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
     return x;
 }
-// Bits of word number `word` that tiles before `tile` have.
-DEVICE unsigned bits_before(int tile, int word) {
-    return tile >= 32 * word + 32 ? ~0u : tile <= 32 * word ? 0u : (1u << tile % 32) - 1;
+// Bits of word number `word` that tiles low ... high - 1 have.
+DEVICE unsigned bits_of(int low, int high, int word) {
+    const auto below = [&](int tile) { return tile >= 32 * word + 32 ? ~0u : tile <= 32 * word ? 0u : (1u << tile % 32) - 1; };
+    return below(high) & ~below(low);
+}
+// Until tiles low ... high - 1 have their bits set; `seen`: the lane's first word, from a while ago. What comes next acts
+// where memory is and after a branch, so later than what the bits stand for, without an acquiring load.
+DEVICE void wait_for(const unsigned* done, unsigned seen, int low, int high) {
+    for (int word = low / 32 + threadIdx.x % 32; 32 * word < high; word += 32) {
+        const unsigned need = bits_of(low, high, word);
+        while ((seen & need) != need) seen = get_done(done + word);
+        seen = 0;
+    }
+    __syncwarp();
 }
 
 DEVICE void add(float* target, const float (&x)[4]) {
@@ -174,22 +194,17 @@ DEVICE void add(float* target, const float (&x)[4]) {
 #endif
 }
 
+// dK or dV, through the shared memory of what was multiplied.
 template <int DIM, int COLUMNS>
 DEVICE void store_keys(const Params& p, const Tensor& tensor, const Place& at, int head, const float (&x)[KV_TILES][COLUMNS][4],
-                       float factor) {
-    const int warp = threadIdx.x / 32, across = WARPS / WARPS_KV;
-#pragma unroll
-    for (int i = 0; i < KV_TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int k = at.k0 + warp / across * 16 * KV_TILES + 16 * i + 8 * half + threadIdx.x % 32 / 4;
-            if (k >= p.n_k) continue;
-            storage* row = row_at<storage>(tensor, at.b, head, k);
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n)
-                store_pair<DIM>(row, (warp % across * COLUMNS + n) * 8 + threadIdx.x % 4 * 2, x[i][n][2 * half] * factor,
-                                x[i][n][2 * half + 1] * factor);
-        }
+                       float factor, unsigned char* shared) {
+    constexpr int ACROSS = WARPS / WARPS_KV, PITCH_X = 8 * larger(K_COLUMNS, V_COLUMNS) * SIZE + 16, BYTES = 16 * KV_TILES * PITCH_X;
+    static_assert(WARPS * BYTES <= AT_LIST, "all warps' keys fit");
+    const int warp = threadIdx.x / 32, k0 = at.k0 + warp / ACROSS * 16 * KV_TILES;
+    storage* first = row_at<storage>(tensor, at.b, head, k0);
+    store_tile<DIM, PITCH_X>(x, factor, shared + warp * BYTES, warp % ACROSS * COLUMNS * 8, [&](int r) {
+        return k0 + r < p.n_k ? first + r * tensor.token : nullptr;
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backward(KERNEL_PARAMS) {
@@ -205,8 +220,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     }
     const unsigned index = ORDERED ? ticket : blockIdx.x;
     const int heads = (int)p.heads / GROUP;
-    const Work work = work_of(index, (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), heads * (int)p.batch, (unsigned)p.splits);
-    const int tile_k = work.tile, b = work.bh / heads, head = work.bh % heads, n_k = (int)keys_of(p, b);
+    const int tiles_k = (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), all = heads * (int)p.batch, most = (int)p.splits;
+    const Work work = work_of(index, tiles_k, all, most);
+    const bool down = HAS_MASK && all > most && work.bh >= (all - 1) / most * most;  // the last heads, the other way
+    const int tile_k = down ? work.tile : tiles_k - 1 - work.tile;
+    const int b = work.bh / heads, head = work.bh % heads, n_k = (int)keys_of(p, b);
+    const int before_low = down ? 0 : tile_k + 1, before_high = down ? tile_k : (n_k + BLOCK_K - 1) / BLOCK_K;  // add before
     Place at{b, head * GROUP, tile_k * BLOCK_K, 0, (int)p.n_q, n_k, offset_of(p, b)};
     at.k1 = at.k0 + BLOCK_K < n_k ? at.k0 + BLOCK_K : n_k;
     const int tiles_q = (at.n_q + BLOCK_Q - 1) / BLOCK_Q;
@@ -221,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                 for (int tile = threadIdx.x; tile < tiles_q; tile += THREADS) {
                     const int end = tile * BLOCK_Q + BLOCK_Q < at.n_q ? tile * BLOCK_Q + BLOCK_Q : at.n_q;
                     if (tile_state(p, b, h, at.offset, tile * BLOCK_Q, end, at.k0, at.k1) == EMPTY)
-                        set_done(done_of(p, b, h, tile), tile_k);
+                        set_nothing(done_of(p, b, h, tile), tile_k);
                 }
         }
         load_tile<BLOCK_K, HEAD_DIM, THREADS>(Rows<>(p.k, b, head), at.k0, n_k, base);
@@ -247,68 +266,82 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
 #pragma unroll 1
         for (at.h = head * GROUP; at.h < (head + 1) * GROUP; ++at.h) {
             const Rows<> q(p.q, b, at.h), dout(p.dout, b, at.h);
-            const float* shifts = row_at<const float>(p.shift, b, at.h, 0);
-            const float* deltas = row_at<const float>(p.delta, b, at.h, 0);
             if (threadIdx.x == 0) list.next = 0;
             int before = -1;  // the tile of queries that was added to last
 #pragma unroll 1
-            while (fill<BLOCK_Q, false, true, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q)) {
+            while (fill<BLOCK_Q, false, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q, down)) {
                 const int count = list.count;
-                auto load_queries = [&](int i) {
-                    if (i < count) {
-                        const int row0 = list.entry[i] / 2 * BLOCK_Q;
-                        const unsigned stage = base + AT_QUERIES + i % 2 * BYTES_STAGE;
-                        load_tile<BLOCK_Q, HEAD_DIM, THREADS>(q, row0, at.n_q, stage);
-                        load_tile<BLOCK_Q, HEAD_DIM_V, THREADS>(dout, row0, at.n_q, stage + BLOCK_Q * PITCH);
-                    }
-                    copies_end();
+                const auto row_of = [&](int i) { return list.entry[i] / 2 * BLOCK_Q; };
+                const auto stage_of = [&](int i) { return base + AT_QUERIES + i % 2 * BYTES_STAGE; };
+                const auto load_rows = [&](int row0, unsigned stage, bool wanted) {  // pieces of shift, then of delta
+                    const bool first = threadIdx.x < BLOCK_Q / 4;
+                    const float* rows = row_at<const float>(first ? p.shift : p.delta, b, at.h, row0);
+                    copy_async(stage + AT_ROWS + threadIdx.x * 16, rows + threadIdx.x % (BLOCK_Q / 4) * 4, 0, 1,
+                               wanted && threadIdx.x < BLOCK_Q / 2);
                 };
-                load_queries(0);
+                load_tile<BLOCK_Q, HEAD_DIM, THREADS>(q, row_of(0), at.n_q, stage_of(0));
+                load_tile<BLOCK_Q, HEAD_DIM_V, THREADS>(dout, row_of(0), at.n_q, stage_of(0) + BLOCK_Q * PITCH);
+                load_rows(row_of(0), stage_of(0), true);
+                copies_end();
 #pragma unroll 1
                 for (int i = 0; i < count; ++i) {
                     const int tile = list.entry[i] / 2, row0 = tile * BLOCK_Q;
                     const bool full = list.entry[i] & 1;
                     const int at_stage = AT_QUERIES + i % 2 * BYTES_STAGE;
-                    const unsigned stage = base + at_stage;
+                    const unsigned stage = base + at_stage, next = stage_of(i + 1);
+                    copies_wait<0>();
+                    __syncthreads();  // the tile is there for all, and all are done with the one before
+                    const bool more = i + 1 < count;
+                    const int next_row0 = more ? row_of(i + 1) : 0;
+                    TileCopy<BLOCK_Q, HEAD_DIM, THREADS> copy_q;
+                    TileCopy<BLOCK_Q, HEAD_DIM_V, THREADS> copy_dout;
+                    const bool stored_q = more && copy_q.store(q, next_row0, at.n_q, next);
+                    const bool stored_dout = more && copy_dout.store(dout, next_row0, at.n_q, next + BLOCK_Q * PITCH);
+                    if (!SPREAD) {
+                        copy_q.start(q, next_row0, at.n_q, next, more && !stored_q);
+                        copy_q.copy(0, 1);
+                        copy_dout.start(dout, next_row0, at.n_q, next + BLOCK_Q * PITCH, more && !stored_dout);
+                        copy_dout.copy(0, 1);
+                        load_rows(next_row0, next, more);
+                        copies_end();
+                    }
+                    const float* rows = reinterpret_cast<const float*>(shared + at_stage + AT_ROWS);
                     float shift[S_TILES][2], delta[S_TILES][2];
-                    bool odd_rows = false;
 #pragma unroll
                     for (int j = 0; j < S_TILES; ++j)
 #pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            const int row = row0 + at.row(j, half);
-                            shift[j][half] = row < at.n_q ? shifts[row] : INFINITE;
-                            delta[j][half] = row < at.n_q ? deltas[row] : 0.0f;
-                            odd_rows |= row < at.n_q && (!is_finite(shift[j][half]) || !is_finite(delta[j][half]));
-                        }
-                    unsigned* done = done_of(p, b, at.h, tile);
-                    const int words = tile_k / 32 + 1;
-                    unsigned seen = 0;
-                    if (ORDERED && threadIdx.x < words) seen = get_done(done + threadIdx.x);
-                    copies_wait<0>();
-                    __syncthreads();  // the tile is there for all, and all are done with the one before
-                    load_queries(i + 1);
+                        for (int half = 0; half < 2; ++half)
+                            shift[j][half] = rows[at.row(j, half)], delta[j][half] = rows[BLOCK_Q + at.row(j, half)];
 
                     float s[S_TILES][S_KEYS][4], dp[S_TILES][S_KEYS][4];
                     const int of_rows = warp / (WARPS / WARPS_S) * 16 * S_TILES, of_keys = warp % (WARPS / WARPS_S) * 8 * S_KEYS;
                     clear(s);
-                    multiply_rows<HEAD_DIM>(s, stage + of_rows * PITCH, base + of_keys * PITCH);
+                    multiply_rows<HEAD_DIM>(s, stage + of_rows * PITCH, base + of_keys * PITCH, [&](int k, int steps) {
+                        if (SPREAD && k == 0) copy_q.start(q, next_row0, at.n_q, next, more && !stored_q);
+                        if (SPREAD) copy_q.copy(k, steps);
+                    });
                     const bool plain = !HAS_SCORE && full && !odd_keys && at.k0 + BLOCK_K <= n_k;
                     if (plain) weights<true, false, int>(p, at, nullptr, s, shift, row0, base + AT_P);
                     else if (!MAY_HIDE || (at.narrow() && !odd_keys))
                         weights<false, HAS_MASK, int>(p, at, nullptr, s, shift, row0, base + AT_P);
                     else weights<false, HAS_MASK, long long>(p, at, odd_keys ? odd : nullptr, s, shift, row0, base + AT_P);
                     clear(dp);
-                    multiply_rows<HEAD_DIM_V>(dp, stage + BLOCK_Q * PITCH + of_rows * PITCH_V, base + AT_V + of_keys * PITCH_V);
+                    multiply_rows<HEAD_DIM_V>(
+                        dp, stage + BLOCK_Q * PITCH + of_rows * PITCH_V, base + AT_V + of_keys * PITCH_V, [&](int k, int steps) {
+                            if (SPREAD && k == 0)
+                                copy_dout.start(dout, next_row0, at.n_q, next + BLOCK_Q * PITCH, more && !stored_dout);
+                            if (SPREAD) copy_dout.copy(k, steps);
+                            if (SPREAD && k == steps - 1) load_rows(next_row0, next, more);
+                        });
+                    if (SPREAD) copies_end();
                     if (plain && !HAS_DROPOUT) gradients<true>(p, at, s, dp, delta, row0, base + AT_DS);
                     else gradients<false>(p, at, s, dp, delta, row0, base + AT_DS);
-                    if (ORDERED) {
-                        for (int word = threadIdx.x; word < words; word += THREADS) {
-                            const unsigned need = bits_before(tile_k, word);
-                            while ((seen & need) != need) seen = get_done(done + word);
-                            seen = 0;
-                        }
-                    }
+                    bool odd_rows = false;
+#pragma unroll
+                    for (int j = 0; j < S_TILES; ++j)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half)
+                            odd_rows |= !is_finite(shift[j][half]) || !is_finite(delta[j][half]);
                     if (!MAY_HIDE) {
                         __syncthreads();  // P and dS are there
                     } else if (__syncthreads_or(odd_rows)) {
@@ -327,45 +360,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         if (before >= 0 && threadIdx.x == THREADS - 1) set_done(done_of(p, b, at.h, before), tile_k);
                         before = tile;
                     }
-                    const int of_key = warp / (WARPS / WARPS_KV) * 16 * KV_TILES, of_column = warp % (WARPS / WARPS_KV);
-                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, PITCH_V>(
-                        dv, base + AT_P + of_key * SIZE, stage + BLOCK_Q * PITCH + of_column * V_COLUMNS * 8 * SIZE);
-                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, PITCH>(
-                        dk, base + AT_DS + of_key * SIZE, stage + of_column * K_COLUMNS * 8 * SIZE);
-
+                    const unsigned* done = done_of(p, b, at.h, tile);
+                    unsigned seen = 0;
+                    if (ORDERED && (before_low / 32 + lane) * 32 < before_high) seen = get_done(done + before_low / 32 + lane);
+                    // dQ is added among the steps of the products after it: many at a time fill the way to memory.
                     float dq[Q_TILES][Q_COLUMNS][4];
-                    clear(dq);
-                    multiply_turned<BLOCK_K / STEP, false, PITCH_S, PITCH>(
-                        dq, base + AT_DS + warp / (WARPS / WARPS_Q) * 16 * Q_TILES * PITCH_S,
-                        base + warp % (WARPS / WARPS_Q) * Q_COLUMNS * 8 * SIZE);
+                    const auto multiply_dq = [&] {
+                        clear(dq);
+                        multiply_turned<BLOCK_K / STEP, false, PITCH_S, PITCH>(
+                            dq, base + AT_DS + warp / (WARPS / WARPS_Q) * 16 * Q_TILES * PITCH_S,
+                            base + warp % (WARPS / WARPS_Q) * Q_COLUMNS * 8 * SIZE);
+                        if (ORDERED) wait_for(done, seen, before_low, before_high);
+                    };
                     float* sums = row_at<float>(p.partial, b, at.h, tile) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
+                    const auto add_dq = [&](int k, int steps) {
 #pragma unroll
-                    for (int j = 0; j < Q_TILES; ++j)
-#pragma unroll
-                        for (int n = 0; n < Q_COLUMNS; ++n) add(sums + (j * Q_COLUMNS + n) * 128, dq[j][n]);
+                        for (int j = 0; j < Q_TILES * Q_COLUMNS; ++j)
+                            if (j * steps / (Q_TILES * Q_COLUMNS) == k) add(sums + j * 128, dq[j / Q_COLUMNS][j % Q_COLUMNS]);
+                    };
+                    const int of_key = warp / (WARPS / WARPS_KV) * 16 * KV_TILES, of_column = warp % (WARPS / WARPS_KV);
+                    if constexpr (DQ_FIRST) multiply_dq();
+                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, PITCH_V>(
+                        dv, base + AT_P + of_key * SIZE, stage + BLOCK_Q * PITCH + of_column * V_COLUMNS * 8 * SIZE,
+                        [&](int k, int steps) {
+                            if constexpr (DQ_FIRST) add_dq(k, 2 * steps);
+                        });
+                    if constexpr (!DQ_FIRST) multiply_dq();
+                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, PITCH>(
+                        dk, base + AT_DS + of_key * SIZE, stage + of_column * K_COLUMNS * 8 * SIZE,
+                        [&](int k, int steps) { add_dq(DQ_FIRST ? steps + k : k, DQ_FIRST ? 2 * steps : steps); });
                 }
             }
             if (ORDERED && before >= 0 && threadIdx.x == THREADS - 1) set_done(done_of(p, b, at.h, before), tile_k);
         }
     }
-    store_keys<HEAD_DIM>(p, p.dk, at, head, dk, (float)p.scale);
-    store_keys<HEAD_DIM_V>(p, p.dv, at, head, dv, 1.0f);
+    __syncthreads();
+    store_keys<HEAD_DIM>(p, p.dk, at, head, dk, (float)p.scale, shared);
+    store_keys<HEAD_DIM_V>(p, p.dv, at, head, dv, 1.0f, shared);
 }
 
-// The sums of dQ, which lie as the warps hold them, to dq. A block takes a tile.
+// The sums of dQ, which lie as the warps hold them, to dq. A block takes a tile, a thread eight columns of two rows: what
+// the four lanes had that shared these rows.
 extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
     const int tiles = (int)((p.n_q + BLOCK_Q - 1) / BLOCK_Q);
     const int tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
     const float* sums = row_at<const float>(p.partial, b, h, tile);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < BLOCK_Q * padded(HEAD_DIM) / 4; i += 256) {
-        const int lane = i % 32, n = i / 32 % Q_COLUMNS, j = i / 32 / Q_COLUMNS % Q_TILES, warp = i / 32 / Q_COLUMNS / Q_TILES;
-        const int row = (warp / (WARPS / WARPS_Q) * Q_TILES + j) * 16 + lane / 4;
-        const int column = (warp % (WARPS / WARPS_Q) * Q_COLUMNS + n) * 8 + lane % 4 * 2;
-        const float4 x = *reinterpret_cast<const float4*>(sums + 4 * i);
-        const float scale = (float)p.scale;
-        const long long at = (long long)tile * BLOCK_Q + row;
-        if (at < p.n_q) store_pair<HEAD_DIM>(row_at<storage>(p.dq, b, h, at), column, x.x * scale, x.y * scale);
-        if (at + 8 < p.n_q) store_pair<HEAD_DIM>(row_at<storage>(p.dq, b, h, at + 8), column, x.z * scale, x.w * scale);
+    const float scale = (float)p.scale;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < BLOCK_Q * padded(HEAD_DIM) / 16; i += 256) {
+        const int n = i % Q_COLUMNS, g = i / Q_COLUMNS % 8, j = i / Q_COLUMNS / 8 % Q_TILES, warp = i / Q_COLUMNS / 8 / Q_TILES;
+        const int row = tile * BLOCK_Q + (warp / (WARPS / WARPS_Q) * Q_TILES + j) * 16 + g;
+        const int column = (warp % (WARPS / WARPS_Q) * Q_COLUMNS + n) * 8;
+        const float4* four = reinterpret_cast<const float4*>(sums + ((warp * Q_TILES + j) * Q_COLUMNS + n) * 128) + 4 * g;
+        float x[2][8];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            const float4 y = four[t];
+            x[0][2 * t] = y.x * scale, x[0][2 * t + 1] = y.y * scale;
+            x[1][2 * t] = y.z * scale, x[1][2 * t + 1] = y.w * scale;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (row + 8 * half < p.n_q) store_eight<HEAD_DIM>(row_at<storage>(p.dq, b, h, row + 8 * half), column, x[half]);
     }
 }

@@ -18,6 +18,7 @@
 
 constexpr int THREADS = 32 * WARPS, TILES = BLOCK_Q * WARPS_K / (16 * WARPS), KEYS = BLOCK_K / WARPS_K / 8;
 constexpr int COLUMNS = padded(HEAD_DIM_V) / WARPS_K / 8;
+constexpr bool SPREAD = WIDE || !HAS_MASK || HEAD_DIM <= 64;  // registers leave room to copy among the steps of a product
 static_assert(KEYS % 2 == 0 && COLUMNS % 2 == 0, "operands come in pairs");
 constexpr int BYTES_Q = BLOCK_Q * pitch(HEAD_DIM), BYTES_K = BLOCK_K * pitch(HEAD_DIM);
 constexpr int BYTES_STAGE = BYTES_K + BLOCK_K * pitch(HEAD_DIM_V), AT_LIST = BYTES_Q + STAGES * BYTES_STAGE;
@@ -28,8 +29,8 @@ constexpr int AT_ROWS = AT_P + BLOCK_Q * PITCH_P;  // numbers of a row that its 
 constexpr float LIMIT = STORAGE == FLOAT16 ? 32768.0f : 1e18f;
 
 // A hidden pair has the weight 0, but 0 times NaN is NaN. So where an output is not finite though its sum is, the block
-// is done again, product by product.
-constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT;
+// is done again, product by product. So it is where float32 is split, which at first makes infinity NaN.
+constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT, SPLITS = WIDE && TERMS == 3;
 
 // What a block works at, and the place of its lanes in it.
 struct Place {
@@ -227,6 +228,23 @@ DEVICE void store_weights(const float (&s)[TILES][KEYS][4], storage* weights) {
             }
 }
 
+// S = Q K^T on the ordinary units.
+DEVICE void scores_carefully(float (&s)[TILES][KEYS][4], const storage* q, const storage* k) {
+    constexpr int ROW = pitch(HEAD_DIM) / (int)sizeof(storage);
+#pragma unroll 1
+    for (int d = 0; d < HEAD_DIM; ++d)
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float x = (float)widen(q[(Place::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4) * ROW + d]);
+#pragma unroll
+                for (int n = 0; n < KEYS; ++n)
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) s[i][n][2 * half + c] += x * (float)widen(k[(Place::key(n) + c) * ROW + d]);
+            }
+}
+
 // O += P V, leaving out the values of weights that are 0.
 DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float (&s)[TILES][KEYS][4],
                                  const storage* weights, const storage* v) {
@@ -260,9 +278,11 @@ DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float
     }
 }
 
-// Divide by the sums; store output and log-sum-exp, or those of a part.
+// Divide by the sums; store output and log-sum-exp, or those of a part. Outputs go through the memory of Q, where its rows
+// are wide enough.
+constexpr bool STAGED = !SPLIT && padded(HEAD_DIM_V) <= padded(HEAD_DIM);
 DEVICE void finish(const Params& p, const Place& at, int part, float (&m)[TILES][2], const float (&l)[TILES][2],
-                   float (&output)[TILES][COLUMNS][4]) {
+                   float (&output)[TILES][COLUMNS][4], unsigned char* q_of_warp) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -280,25 +300,35 @@ DEVICE void finish(const Params& p, const Place& at, int part, float (&m)[TILES]
             const bool empty = sum == 0;  // no key is visible
             const float lse = empty ? HIDDEN : fmaf(top, LN2, logf(sum));
             factor = empty ? 0.0f : factor / sum;
+#pragma unroll
+            for (int n = 0; n < COLUMNS; ++n) output[i][n][2 * half] *= factor, output[i][n][2 * half + 1] *= factor;
             if (index >= at.rows) continue;
+            if (threadIdx.x % 4 == 0 && at.share() == 0) {
+                if constexpr (SPLIT) *row_at<float>(p.partial_lse, part * p.batch + at.b, h, row) = lse;
+                else *row_at<float>(p.lse, at.b, h, row) = lse;
+            }
             if constexpr (SPLIT) {
                 float* target = row_at<float>(p.partial, part * p.batch + at.b, h, row);
-                if (threadIdx.x % 4 == 0 && at.share() == 0) *row_at<float>(p.partial_lse, part * p.batch + at.b, h, row) = lse;
 #pragma unroll
                 for (int n = 0; n < COLUMNS; ++n) {
                     const int column = at.column(n);
-                    if (column < HEAD_DIM_V) target[column] = output[i][n][2 * half] * factor;
-                    if (column + 1 < HEAD_DIM_V) target[column + 1] = output[i][n][2 * half + 1] * factor;
+                    if (column < HEAD_DIM_V) target[column] = output[i][n][2 * half];
+                    if (column + 1 < HEAD_DIM_V) target[column + 1] = output[i][n][2 * half + 1];
                 }
-            } else {
+            } else if constexpr (!STAGED) {
                 storage* target = row_at<storage>(p.out, at.b, h, row);
-                if (threadIdx.x % 4 == 0 && at.share() == 0) *row_at<float>(p.lse, at.b, h, row) = lse;
 #pragma unroll
                 for (int n = 0; n < COLUMNS; ++n)
-                    store_pair<HEAD_DIM_V>(target, at.column(n), output[i][n][2 * half] * factor,
-                                           output[i][n][2 * half + 1] * factor);
+                    store_pair<HEAD_DIM_V>(target, at.column(n), output[i][n][2 * half], output[i][n][2 * half + 1]);
             }
         }
+    if constexpr (STAGED) {
+        const int first = at.row0 + at.row_of_warp(), column = at.share() * COLUMNS * 8;
+        store_tile<HEAD_DIM_V, pitch(HEAD_DIM)>(output, 1.0f, q_of_warp + column * sizeof(storage), column, [&](int r) {
+            const int index = first + r;
+            return index < at.rows ? row_at<storage>(p.out, at.b, at.h + index % PACK, index / PACK) : nullptr;
+        });
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forward(KERNEL_PARAMS) {
@@ -332,36 +362,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
 #pragma unroll
         for (int i = 0; i < TILES; ++i) m[i][0] = m[i][1] = HIDDEN, l[i][0] = l[i][1] = 0;
         if (threadIdx.x == 0) list.next = 0;
-        if (!careful) load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK>(p.q, b, h), row0, rows, q_shared);
-        bool begun = false;
+        if (!careful) {
+            if constexpr (PACK == 1) load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<>(p.q, b, h), row0, rows, q_shared);
+            else load_packed<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK>(p.q, b, h), row0, rows, q_shared);
+        }
+        const auto load_keys = [&](int tile, int stage) {
+            load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, tile * BLOCK_K, at.n_k, stages + stage * BYTES_STAGE);
+            load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, tile * BLOCK_K, at.n_k, stages + stage * BYTES_STAGE + BYTES_K);
+        };
+        bool begun = false, guessed = first < last;  // the first tile is mostly one that exists
+        if (guessed) load_keys(first, 0);
 
 #pragma unroll 1
-        while (fill<BLOCK_K, true, false, PACK>(list, p, b, h, from, to, first, last, at.n_k)) {
+        while (fill<BLOCK_K, true, PACK>(list, p, b, h, from, to, first, last, at.n_k)) {
             const int count = list.count;
-            auto load_keys = [&](int i) {
-                if (i < count) {
-                    const int k0 = list.entry[i] / 2 * BLOCK_K;
-                    const unsigned stage = stages + i % STAGES * BYTES_STAGE;
-                    load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, k0, at.n_k, stage);
-                    load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, k0, at.n_k, stage + BYTES_K);
-                }
-                copies_end();
-            };
+            const auto key_of = [&](int i) { return list.entry[i] / 2 * BLOCK_K; };
+            const auto stage_of = [&](int i) { return stages + i % STAGES * BYTES_STAGE; };
 #pragma unroll
-            for (int i = 0; i < STAGES - 1; ++i) load_keys(i);
+            for (int i = 0; i < STAGES - 1; ++i) {
+                if (i == 0 && guessed && list.entry[0] / 2 != first) copies_wait_all(), guessed = false;
+                if (i < count && !(i == 0 && guessed)) load_keys(list.entry[i] / 2, i);
+                copies_end();
+            }
+            guessed = false;
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
                 copies_wait<STAGES - 2>();
                 __syncthreads();  // tile i is there for all, and all are done with tile i - 1
-                load_keys(i + STAGES - 1);
+                const int next = i + STAGES - 1, next_k0 = next < count ? key_of(next) : 0;
+                const unsigned to = stage_of(next);
+                TileCopy<BLOCK_K, HEAD_DIM, THREADS> copy_k;
+                TileCopy<BLOCK_K, HEAD_DIM_V, THREADS> copy_v;
+                const bool stored_k = next < count && copy_k.store(k, next_k0, at.n_k, to);
+                const bool stored_v = next < count && copy_v.store(v, next_k0, at.n_k, to + BYTES_K);
+                if (!SPREAD) {
+                    copy_k.start(k, next_k0, at.n_k, to, next < count && !stored_k);
+                    copy_k.copy(0, 1);
+                    copy_v.start(v, next_k0, at.n_k, to + BYTES_K, next < count && !stored_v);
+                    copy_v.copy(0, 1);
+                    copies_end();
+                }
                 const bool full = list.entry[i] & 1;
                 const int k0 = list.entry[i] / 2 * BLOCK_K;
-                const unsigned stage = stages + i % STAGES * BYTES_STAGE;
+                const unsigned stage = stage_of(i);
                 float s[TILES][KEYS][4];
-                bool exact = HAS_SCORE || !begun || !full || k0 + BLOCK_K > at.n_k, done;
+                bool exact = HAS_SCORE || !begun || !full || k0 + BLOCK_K > at.n_k, done, again = false;
                 do {
                     clear(s);
-                    multiply_rows<HEAD_DIM>(s, q_of_warp, stage + at.share() * 8 * KEYS * pitch(HEAD_DIM));
+                    const bool wanted = next < count && !again;
+                    const auto copy_next = [&](int step, int steps) {
+                        const int half = steps / 2;
+                        if (!SPREAD) return;
+                        if (step == 0) copy_k.start(k, next_k0, at.n_k, to, wanted && !stored_k);
+                        if (step < half || steps == 1) copy_k.copy(step, larger(half, 1));
+                        if (step == half) copy_v.start(v, next_k0, at.n_k, to + BYTES_K, wanted && !stored_v);
+                        if (step >= half) copy_v.copy(step - half, steps - half);
+                    };
+                    const unsigned keys = stage + at.share() * 8 * KEYS * pitch(HEAD_DIM);
+                    if (SPLITS && careful) {
+                        copy_next(0, 1);
+                        scores_carefully(s, reinterpret_cast<const storage*>(shared), reinterpret_cast<const storage*>(
+                            shared + BYTES_Q + i % STAGES * BYTES_STAGE));
+                    } else {
+                        multiply_rows<HEAD_DIM>(s, q_of_warp, keys, copy_next);
+                    }
                     float sum[TILES][2];
                     done = true;
                     if (exact) {
@@ -377,10 +441,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
 #pragma unroll
                         for (int j = 0; j < TILES; ++j) l[j][0] += sum[j][0], l[j][1] += sum[j][1];
                     }
-                    exact = true;
+                    exact = again = true;
                 } while (!done);
+                if (SPREAD) copies_end();
                 begun = true;
-                if (MAY_HIDE && careful)
+                if ((MAY_HIDE || SPLITS) && careful)
                     accumulate_carefully(output, s, shared_weights, reinterpret_cast<const storage*>(
                         shared + BYTES_Q + i % STAGES * BYTES_STAGE + BYTES_K));
                 else if (WARPS_K == 1)
@@ -397,15 +462,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (MAY_HIDE && at.row(i, half) < rows && is_finite(l[i][half])) {
+                if (SPLITS && at.row(i, half) < rows) odd |= !is_finite(l[i][half]);
+                if ((MAY_HIDE || SPLITS) && at.row(i, half) < rows && is_finite(l[i][half])) {
 #pragma unroll
                     for (int n = 0; n < COLUMNS; ++n)
                         odd |= !is_finite(output[i][n][2 * half]) || !is_finite(output[i][n][2 * half + 1]);
                 }
             }
-        if (!MAY_HIDE || careful || !__syncthreads_or(odd)) break;
+        if (!(MAY_HIDE || SPLITS) || careful || !__syncthreads_or(odd)) break;
     }
-    finish(p, at, part, m, l, output);
+    finish(p, at, part, m, l, output, shared + Place::row_of_warp() * pitch(HEAD_DIM));
 }
 
 // Join the parts of a row: each weighs as much as its sum of weights. A block takes a row, a thread a column of some parts.
