@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flashkit import arguments, mods
+from flashkit import arguments, expr, mods
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import arguments as block
@@ -210,22 +210,29 @@ def test_simt_products_are_fused_and_copies_asynchronous() -> None:
     assert "LDGSTS" in sass
 
 
+SM80 = [("bfloat16", 64), ("bfloat16", 128), ("float32", 64), ("float32", 128), ("bfloat16", 256)]
+
+
 @pytest.mark.parametrize("arch", MODELS)
-@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 64)) for d in (64, 128, 256)])
-def test_sm80_products_are_matrix_instructions(d: int, arch: str) -> None:
-    """Both passes, with few spills, all of them outside of the products."""
-    spec, device = AttentionSpec("bfloat16", d, d), MODELS[arch]
-    tile, backward = sm80.forward_tile(spec, 4096, device), sm80.backward_tile(spec, device)
-    assert backward is not None and backward.shared_memory(spec) <= device.shared_per_block
-    assert tile.shared_memory(spec) <= device.shared_per_block
-    constants = {
-        "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "WARPS": tile.warps, "WARPS_K": tile.warps_k,
-        "STAGES": tile.stages, "GRANULE": tile.granule, "PACK": 1, "SPLIT": 0, "TERMS": 3,
-        "BLOCKS_PER_SM": 8 // tile.warps,
-    }  # fmt: skip
-    found = compiler.binary(specialise.source("sm80_forward", spec, constants), arch)
-    assert found.resources["sm80_forward"].spills <= 128
-    assert len(re.findall(r"\bHMMA\b", disassembled(found.path))) >= 64
+@pytest.mark.parametrize("name", ["sm80_forward", "sm80_backward"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize(("dtype", "d"), [SM80[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SM80[1:])])
+def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool, name: str, arch: str) -> None:
+    """Both passes: their tiles fit, operands come 16 bytes at a time, and what is spilled is less than one of the
+    smallest sums, some addresses and bounds.
+    """
+    spec, device = AttentionSpec(dtype, d, d, mask=expr.K <= expr.Q if causal else None), MODELS[arch]
+    tile = sm80.forward_tile(spec, 4096, device) if name == "sm80_forward" else sm80.backward_tile(spec, device)
+    assert tile is not None and tile.shared_memory(spec) <= device.shared_per_block
+    constants = tile.constants(spec, device) if isinstance(tile, sm80.Sm80Tile) else tile.constants(spec)
+    found = compiler.binary(specialise.source(name, spec, constants), arch)
+    assert found.resources[name].registers <= 255
+    assert found.resources[name].spills <= 240
+    sass = disassembled(found.path)
+    assert len(re.findall(r"\bHMMA\b", sass)) >= 32
+    assert len(re.findall(r"\bLDGSTS\S*\.128\b", sass)) >= 8
+    assert "LDSM" in sass
+    assert bool(re.search(r"\bREDG?\.E\.ADD", sass)) == (name == "sm80_backward")
 
 
 def test_an_impossible_sm80_tile_is_refused() -> None:

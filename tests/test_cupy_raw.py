@@ -119,7 +119,7 @@ def test_infinity_is_not_nan(dtype: str, generation: str) -> None:
 
 
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
-    """Backward with a head at a time in the cache, the last one in the other order; odd tiles, rows that see nothing."""
+    """Backward, a head at a time in the cache, the last one in the other order; odd tiles, rows that see nothing."""
     if generation != "sm80":
         pytest.skip("takes all heads together")
     shapes = (2, 6, 700, 64), (2, 3, 650, 64), (2, 3, 650, 64), (2, 6, 700, 64)

@@ -25,8 +25,8 @@ class RowKernels:
         self._rows = _THREADS // (32 if units > 16 else 16 if units > 8 else 8)
 
     def prepare(self, arguments: Arguments, stream: int, multiple: int = 1) -> None:
-        """Compute `shift` and `delta` (kernels/params.cuh), in memory that lives as long as the arguments, of a multiple
-        of so many rows for a head.
+        """Compute `shift` and `delta` (kernels/params.cuh), with room for a multiple of so many rows in each head, in
+        memory that lives as long as the arguments.
         """
         rows = arguments.batch, arguments.heads, -(-arguments.n_q // multiple) * multiple
         memory = scratch((2, *rows), arguments.spec.lse_dtype)

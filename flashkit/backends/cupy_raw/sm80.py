@@ -72,6 +72,14 @@ class Sm80Tile:
         shared = (device.shared_per_sm + 1024) // (self.shared_memory(spec) + 1024)
         return min(shared, device.registers_per_sm // (256 * 32 * self.warps))
 
+    def constants(self, spec: AttentionSpec, device: Device, pack: int = 1, split: bool = False) -> dict[str, int]:
+        """What kernels/sm80_forward.cu asks for."""
+        return {
+            "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_K": self.warps_k,
+            "STAGES": self.stages, "GRANULE": self.granule, "PACK": pack, "SPLIT": split, "TERMS": terms(spec),
+            "BLOCKS_PER_SM": max(1, min(self.resident(spec, device), 8 // self.warps)),
+        }  # fmt: skip
+
 
 def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
     """The largest that does well on an H200, or fits where there is less shared memory."""
@@ -101,12 +109,7 @@ class Sm80Forward:
             problem.n_k >= 8 * self.tile.block_k
         )
         self.why = why + ("; split along the keys" if self.split else "")
-        constants = {
-            "BLOCK_Q": self.tile.block_q, "BLOCK_K": self.tile.block_k, "WARPS": self.tile.warps,
-            "WARPS_K": self.tile.warps_k, "STAGES": self.tile.stages, "GRANULE": self.tile.granule, "PACK": self.pack,
-            "SPLIT": self.split, "TERMS": terms(spec),
-            "BLOCKS_PER_SM": max(1, min(self.tile.resident(spec, device), 8 // self.tile.warps)),
-        }  # fmt: skip
+        constants = self.tile.constants(spec, device, self.pack, self.split)
         library = specialise.library("sm80_forward", spec, tuple(constants.items()), compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, self.tile.shared_memory(spec))
@@ -166,6 +169,14 @@ class Sm80BackwardTile:
         pairs = 2 * self.block_q * (self.block_k * size + 16)
         return self.block_k * (rows + 1) + 2 * self.block_q * (rows + 8) + pairs + _LIST
 
+    def constants(self, spec: AttentionSpec, ordered: bool = True) -> dict[str, int]:
+        """What kernels/sm80_backward.cu asks for."""
+        return {
+            "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_S": self.warps_s,
+            "WARPS_KV": self.warps_kv, "WARPS_Q": self.warps_q, "GRANULE": self.granule, "ORDERED": ordered,
+            "TERMS": terms(spec), "BLOCKS_PER_SM": self.blocks,
+        }  # fmt: skip
+
 
 def backward_tile(spec: AttentionSpec, device: Device) -> Sm80BackwardTile | None:
     """The largest that does well on an H200, or fits where there is less shared memory; None: none fits."""
@@ -194,12 +205,8 @@ class Sm80Backward:
         spec = problem.spec
         chosen = tile or backward_tile(spec, device)
         assert chosen is not None, "supports() was not asked"
-        self.tile, self.sms, self.why = chosen, device.sms, why
-        constants = {
-            "BLOCK_Q": chosen.block_q, "BLOCK_K": chosen.block_k, "WARPS": chosen.warps, "WARPS_S": chosen.warps_s,
-            "WARPS_KV": chosen.warps_kv, "WARPS_Q": chosen.warps_q, "GRANULE": chosen.granule, "ORDERED": ordered,
-            "TERMS": terms(spec), "BLOCKS_PER_SM": chosen.blocks,
-        }  # fmt: skip
+        self.tile, self.why = chosen, why
+        constants = chosen.constants(spec, ordered)
         library = specialise.library(
             "sm80_backward", spec, tuple(constants.items()), compiler.target(device.capability)
         )

@@ -20,6 +20,13 @@
 // its diagonal, where it is the first to add, and nobody waits. Only the last heads go the other way round: their blocks
 // with most to do come first, so that all blocks end at about the same time.
 //
+// Measured on an H200, bfloat16. Many heads at a time instead of what the cache holds: ten times the traffic to memory and
+// 5 to 20 % slower under a causal mask, for sums that are not in the cache hold up whoever adds to them. `done` set by
+// the first warp at a barrier, or after the first product, instead of by one warp after the second barrier: 2 to 10 %
+// slower; the release takes 500 cycles wherever it is. Without any order 1 % faster, under a causal mask 3 to 7 %. Numbers
+// of rows read from global memory where they are used: 14 % of the time. Other tiles for 64 columns: 64 x 64 by 4 warps 5 %
+// slower, 64 x 128 10 %, 128 x 64 25 %; for 128 columns 64 x 64 30 %; for 256 columns 32 x 64 20 %.
+//
 // Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, ORDERED, BLOCKS_PER_SM.
 #include "sm80.cuh"
 
