@@ -399,7 +399,7 @@ OPS: dict[str, Op] = {
               lambda a, b: (a[0] - b[1], a[1] - b[0]), lambda a, b: a - b),
     "mul": Op("{0} * {1}", "{0} * {1}", "{0} * {1}", lambda a, d: _product(d[0], a[1]) + _product(a[0], d[1]),
               _mul_bounds, lambda a, b: a * b),
-    "div": Op("{0} / {1}", "{0} / {1}", "{0} / {1}",
+    "div": Op("fk_div({0}, {1})", "{0} / {1}", "{0} / {1}",
               lambda a, d: _product(d[0], 1.0 / a[1]) - _product(_product(d[1], a[0]), 1.0 / (a[1] * a[1]))),
     "floordiv": Op("fk_floordiv({0}, {1})", "{0} // {1}", "{0} // {1}", None, _floordiv_bounds, lambda a, b: a // b),
     "mod": Op("fk_mod({0}, {1})", "{0} % {1}", "{0} % {1}",

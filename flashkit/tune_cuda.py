@@ -96,9 +96,9 @@ class CupyRaw:
         ]  # fmt: skip
         found = []
         for target in [*effort.targets(dtypes), *decoding]:
-            spec = problem_of(target, effort.tokens).spec
+            problem = problem_of(target, effort.tokens)
             for generation in cupy_backend.allowed():
-                if generation.supports(spec, here, target.direction):
+                if generation.supports(problem, here, target.direction):
                     found.append(Target(**{**vars(target), "generation": generation.name}))
         return found
 

@@ -18,9 +18,9 @@ from flashkit import arguments, expr, mods
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import arguments as block
-from flashkit.backends.cupy_raw import modify, simt, sm80, specialise
+from flashkit.backends.cupy_raw import modify, simt, sm80, sm90, sm90_maps, sm90_products, specialise
 from flashkit.profile_schema import TileRow
-from flashkit.spec import AttentionSpec
+from flashkit.spec import AttentionSpec, Problem
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install cuda-bindings nvidia-cuda-nvrtc")
 
@@ -107,9 +107,9 @@ MASKS = {
 }
 
 
-def spec_of(scores: list[mods.Mod], masks: list[mods.Mod]) -> AttentionSpec:
+def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: str = "float16") -> AttentionSpec:
     score, mask, slots, _, _ = arguments._compose(scores, masks)
-    return AttentionSpec("float16", 64, 64, 1, score, mask, slots)
+    return AttentionSpec(dtype, d, d, 1, score, mask, slots)
 
 
 @pytest.mark.parametrize("what", [*SCORES, *MASKS])
@@ -238,3 +238,129 @@ def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool,
 def test_an_impossible_sm80_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="block_q is a multiple of 64"):
         sm80.Sm80Tile(96, 64, 4)
+
+
+# --- Hopper -----------------------------------------------------------------------------------------------------------
+
+HOPPER = MODELS["sm_90a"]
+
+
+def sm90_binary(spec: AttentionSpec, tile: sm90.Sm90Tile | None = None, pack: int = 1) -> compiler.Binary:
+    """A serialised wgmma makes this raise CompileError."""
+    tile = tile or sm90.forward_tile(spec)
+    assert tile.fits(spec, HOPPER)
+    return compiler.binary(specialise.source("sm90_forward", spec, *sm90.forward_source(spec, tile, pack)), "sm_90a")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 128)) for d in (64, 96, 128, 192, 256)])
+def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
+    """Warp-group products, copies by the engine, registers handed over; no spills to speak of where tiles are usual."""
+    found = sm90_binary(spec_of([], [mods.causal()] if causal else [], d, "bfloat16"))
+    assert found.resources["sm90_forward"].spills <= (512 if d == 64 else 128)  # in code that hardly ever runs
+    sass = disassembled(found.path)
+    steps = -(-d // 16)
+    products = len(re.findall(r"\bHGMMA\b", sass))
+    tile = sm90.forward_tile(AttentionSpec("bfloat16", d, d))
+    assert products == 3 * steps + 3 * tile.block_k // 16  # three kinds of steps, and what is pending by itself
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 6  # a wait for each: none was put in between
+    for instruction in ("UTMALDG", "UTMASTG", "USETMAXREG", "SYNCS"):
+        assert instruction in sass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", ["8", "40", "64", "128", "192/128", "64/128", "256"])
+@pytest.mark.parametrize("what", [*SCORES, *MASKS])
+def test_sm90_compiles_with_every_modification(what: str, dims: str) -> None:
+    d, dv = map(int, (dims.split("/") * 2)[:2])
+    spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [], d)
+    sm90_binary(AttentionSpec("float16", d, dv, 1, spec.score, spec.mask, spec.slots))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", ["dropout", "sinks", "kv_lengths", "group"])
+def test_sm90_compiles_with_every_feature(feature: str) -> None:
+    spec = AttentionSpec("bfloat16", 64, 64, **{feature: 4 if feature == "group" else True})
+    sm90_binary(spec, pack=spec.group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_most_sm90_candidates_compile(d: int) -> None:
+    """Autotune leaves out those whose products the compiler would serialise."""
+    spec = AttentionSpec("bfloat16", d, d)
+
+    def compiles(tile: sm90.Sm90Tile) -> bool:
+        try:
+            return bool(sm90_binary(spec, tile))
+        except compiler.CompileError:
+            return False
+
+    tiles = sm90.forward_candidates(spec, HOPPER)
+    assert sum(map(compiles, tiles)) >= 0.7 * len(tiles)
+
+
+def test_an_impossible_sm90_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_q is 64, 128 or 192"):
+        sm90.Sm90Tile(96, 128)
+    with pytest.raises(ValueError, match="stages are two or more"):
+        sm90.Sm90Tile(128, 128, stages=1)
+    assert not sm90.Sm90Tile(192, 176).fits(AttentionSpec("bfloat16", 128, 128), HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"dtype": "float32"}, "float32 is not for these tensor cores"),
+        ({"head_dim": 20}, "not whole 16 bytes"),
+        ({"head_dim": 264}, "over 256"),
+        ({"n_q": 16}, "16 rows share keys"),
+        ({"batch": 1, "heads": 2}, "the keys should be split"),
+        ({}, ""),
+    ],
+)
+def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
+    given = {"dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "batch": 4, "heads": 16, "n_q": 2048, **changes}
+    spec = AttentionSpec(*(given.pop(name) for name in ("dtype", "head_dim", "head_dim_v")))  # type: ignore[arg-type]
+    verdict = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "forward")  # type: ignore[arg-type]
+    assert bool(verdict) == (not sentence) and sentence in verdict.reason
+    assert "sm_80" in sm90.Sm90().supports(Problem(spec, 4, 16, 2048, 4096), MODELS["sm_80"], "forward").reason
+    assert not sm90.Sm90().supports(Problem(spec, 4, 16, 2048, 4096), HOPPER, "backward")
+
+
+def test_what_the_copy_engine_can_address() -> None:
+    class Tensors:
+        """Words as Arguments has them, of k alone."""
+
+        batch, heads, heads_kv, n_q, n_k = 2, 4, 4, 100, 100
+
+        def __init__(self, *words: int) -> None:
+            self.words = [0] * 64
+            self.words[block.AT["k"] : block.AT["k"] + 4] = words
+
+    def addressable(*words: int, **sizes: int) -> bool:
+        tensors = Tensors(*words)
+        vars(tensors).update(sizes)
+        return sm90_maps.addressable(tensors, ["k"])  # type: ignore[arg-type]
+
+    assert addressable(1 << 20, 25600, 6400, 64)
+    assert not addressable((1 << 20) + 8, 25600, 6400, 64)  # begins on 8 bytes
+    assert not addressable(1 << 20, 25600, 6400, 68)  # rows begin on 8 bytes
+    assert not addressable(1 << 20, 0, 6400, 64)  # one batch entry for all
+    assert addressable(1 << 20, 0, 6400, 64, batch=1)
+    assert not addressable(1 << 20, 25600, 6400, -64)
+
+
+def test_products_name_every_sum_once() -> None:
+    text = sm90_products.text("float16", [128], [64, 64])
+    assert text.count("DEVICE") == 3
+    assert text.count("m64n128k16.f32.f16.f16") == 2 and text.count("m64n64k16") == 1
+    assert all(f'"+f"(c[{i}])' in text for i in range(64)) and '"+f"(c[64])' not in text
+
+
+def test_integers_of_small_score_modifications() -> None:
+    """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
+    assert modify.is_small(spec_of([mods.alibi(np.ones((2, 4), np.float32))], []))
+    assert modify.is_small(AttentionSpec("float16", 64, 64))
+    assert not modify.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
+    assert not modify.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))

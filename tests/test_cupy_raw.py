@@ -415,6 +415,32 @@ def test_lengths_of_every_remainder(n: int, generation: str) -> None:
     assert error < 4e-3, error
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+def test_maxima_that_change_hugely_along_the_keys(d: int, falling: bool, generation: str) -> None:
+    """A softmax that expects the maximum to stay near the first tile's has to notice that it does not."""
+    import cupy
+
+    q, k, v = tensors((1, 2, 700, d), (1, 2, 900, d), (1, 2, 900, d))
+    k *= cupy.linspace(60, 0.1, 900, dtype="float32")[:: 1 if falling else -1, None]
+    q, k, v = ((x * factor).astype("float16") for x, factor in ((q, 3), (k, 1), (v, 1)))
+    for causal in (False, True):
+        right = flashkit.attention(q.get(), k.get(), v.get(), causal=causal, backend="cpu")
+        got = flashkit.attention(q, k, v, causal=causal, backend=NAME).get()
+        assert np.abs(got.astype(np.float64) - right.astype(np.float64)).max() < 8e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (70, 0)}], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_many_tiles_for_each_block_of_threads(d: int, options: dict[str, Any], generation: str) -> None:
+    """What a block does after its first tile: several hundred heads of a few ragged tiles."""
+    q, k, v = tensors((2, 200, 300, d), (2, 100, 300, d), (2, 100, 300, d), dtype="float16")
+    right = flashkit.attention(q.get(), k.get(), v.get(), **options, backend="cpu")
+    for _ in range(3):
+        got = flashkit.attention(q, k, v, **options, backend=NAME).get()
+        assert np.abs(got.astype(np.float64) - right.astype(np.float64)).max() < 8e-3
+
+
 def test_the_reference_is_the_same_algorithm() -> None:
     """float64 on the device agrees with the definition to the last digits."""
     q, k, v = tensors((1, 2, 70, 40), (1, 2, 90, 40), (1, 2, 90, 40), dtype="float64")

@@ -146,6 +146,7 @@ static long long fk_floordiv(long long a, long long b) { return a / b - wrong_si
 static long long fk_mod(long long a, long long b) { return wrong_side(a % b, b) ? a % b + b : a % b; }
 static double fk_mod(double a, double b) { double m = std::fmod(a, b); return wrong_side(m, b) ? m + b : m; }
 static double fk_floordiv(double a, double b) { return std::round((a - fk_mod(a, b)) / b); }
+static double fk_div(double a, double b) { return a / b; }
 template <class T> T fk_abs(T a) { return a < 0 ? -a : a; }
 template <class T> T fk_min(T a, T b) { return b < a ? b : a; }
 template <class T> T fk_max(T a, T b) { return a < b ? b : a; }

@@ -10,7 +10,7 @@ import pytest
 from flashkit import profile_schema, tune_cuda
 from flashkit.backends.cuda_common.compiler import CompileError
 from flashkit.backends.cuda_common.device import MODELS
-from flashkit.backends.cupy_raw import backend, generation, simt, sm80
+from flashkit.backends.cupy_raw import backend, generation, simt, sm80, sm90
 from flashkit.profile_schema import TileRow
 from flashkit.spec import AttentionSpec, Problem, Verdict
 
@@ -25,6 +25,7 @@ class Fake:
 
     def __init__(self, name: str, refusal: str = "") -> None:
         self.name, self.verdict = name, Verdict(not refusal, refusal)
+        self.directions: tuple[str, ...] = ("forward",)
 
     def supports(self, *question: Any) -> Verdict:
         return self.verdict
@@ -73,6 +74,17 @@ def test_a_forced_one_takes_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None
     assert (found.generation.name, found.row.options) == ("new", {"generation": "new"})
 
 
+def test_a_forced_one_leaves_a_direction_that_it_has_not_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    new, old = Fake("new"), Fake("old")
+    new.verdict, old.directions = Verdict(False, "it goes forward"), ("forward", "backward")
+    monkeypatch.setattr(backend, "GENERATIONS", (new, old))
+    monkeypatch.setenv(backend.VARIABLE, "new")
+    profile = rows(("old", None))
+    assert backend.choose(LONG, profile, HOPPER, "forward").generation is None
+    found = backend.choose(LONG, profile, HOPPER, "backward").generation
+    assert found is not None and found.name == "old"
+
+
 def test_rows_for_many_do_not_count_for_few_nor_those_for_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     many, few = rows(("new", 10)), rows(("new", 10), more=", max_rows: 16")
     for profile, problem, applies in ((many, LONG, 1), (many, SHORT, 0), (few, LONG, 0), (few, SHORT, 1)):
@@ -85,8 +97,11 @@ def test_rows_for_many_do_not_count_for_few_nor_those_for_few_for_many(monkeypat
 # --- tiles and rows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("each", [simt.Simt(), sm80.Sm80()], ids=lambda each: each.name)
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("each", "direction"),
+    [(each, direction) for each in (simt.Simt(), sm80.Sm80(), sm90.Sm90()) for direction in each.directions],
+    ids=lambda value: getattr(value, "name", value),
+)
 @pytest.mark.parametrize("problem", [LONG, SHORT], ids=["long", "short"])
 def test_every_candidate_fits_and_comes_back_from_its_row(each: Any, direction: Any, problem: Problem) -> None:
     tiles = each.candidates(problem, HOPPER, direction)
@@ -142,7 +157,7 @@ def test_every_target_is_of_a_generation_that_can_do_it(monkeypatch: pytest.Monk
     assert len({target.key for target in targets}) == len(targets)
     assert {target.generation for target in targets if target.dtype == "float64"} == {"simt"}
     of = [t.generation for t in targets if t.problem == ("forward", "bfloat16", "64", "full")]
-    assert of == [each.name for each in backend.GENERATIONS]  # newest first: the others are held against it
+    assert of == [each.name for each in backend.allowed()]  # newest first: the others are held against it
     assert {t.direction for t in targets if t.few} == {"forward"}
     assert {t.dtype for t in subject.targets(tune_cuda.QUICK, ["float16"])} == {"float16"}
 

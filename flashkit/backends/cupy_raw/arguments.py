@@ -21,8 +21,8 @@ TENSORS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "shift", "delta", "partial", "partial_lse",
 )  # fmt: skip
 WORDS = (
-    "sinks", "dsinks", "q_offset", "kv_lengths", "offset", "batch", "heads", "n_q", "n_k", "splits", "scale", "seed",
-    "threshold", "kept_scale",
+    "sinks", "dsinks", "q_offset", "kv_lengths", "offset", "batch", "heads", "n_q", "n_k", "splits", "ticket",
+    "scale", "seed", "threshold", "kept_scale",
 )  # fmt: skip
 AT = {name: 4 * i for i, name in enumerate(TENSORS)} | {name: 4 * len(TENSORS) + i for i, name in enumerate(WORDS)}
 VALUES = 4 * len(TENSORS) + len(WORDS)
@@ -43,14 +43,14 @@ class Arguments(Block):
     """The block of one call. Keeps alive what its addresses point to."""
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
-        self.spec, self.alive = spec, list[Any]()
+        self.spec, self.alive, self.scale = spec, list[Any](), operands.scale
         self.batch, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
         words = [0] * size(spec)
         five = (operands.q, operands.k, operands.v, operands.out, operands.lse)
         words[: 4 * len(five)] = chain.from_iterable(map(_tensor, five))
         words[AT["batch"] : AT["scale"] + 1] = (
-            self.batch, self.heads, self.n_q, self.n_k, 1, bits(operands.scale)
+            self.batch, self.heads, self.n_q, self.n_k, 1, 0, bits(operands.scale)
         )  # fmt: skip
         offset = operands.q_offset
         # One number where all entries agree, which costs no transfer; else an array on the device.

@@ -1,6 +1,6 @@
 """What a generation of kernels is: those for one kind of arithmetic units, newest first in backend.py.
 
-A generation says which specs it can do on a device, in which direction, and plans a pass. What it cannot do goes to
+A generation says which problems it can do on a device, in which direction, and plans a pass. What it cannot do goes to
 the next one down; `simt` can do everything. It lists the tiles that are worth trying, which is what `flashkit autotune`
 tries, and follows a profile's row, in which such a tile stands: `block_q`, `block_k` and `stages` in fields of the row,
 the tile's other fields in its options beside `generation`.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
-from ...spec import AttentionSpec, Direction, Problem, Verdict
+from ...spec import Direction, Problem, Verdict
 from ..cuda_common.device import Device
 from ..cuda_common.launch import Library
 from .arguments import Arguments
@@ -36,9 +36,10 @@ class Generation(Protocol):
     """Kernels for one kind of arithmetic units."""
 
     name: str
+    directions: tuple[Direction, ...]
 
-    def supports(self, spec: AttentionSpec, device: Device, direction: Direction) -> Verdict:
-        """Whether these kernels can do it, or the sentence that says why not."""
+    def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
+        """Whether these kernels can do it, and have the work to do it well, or the sentence that says why not."""
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> Sequence[Any]:
         """Tiles that fit and are worth trying, the likely fastest first: frozen dataclasses of integers."""

@@ -23,6 +23,7 @@ _ELEMENTS = {
     "float64": "double",
 }  # fmt: skip
 
+_SCORE = "fk_float s, I b, I h, I row, I q, I k, const Params& p"
 _PAIR = "long long b, long long h, long long row, long long q, long long k, const Params& p"
 _CORNERS = (
     "long long b, long long h, long long row0, long long row1, long long q0, long long q1, long long k0, long long k1, "
@@ -59,12 +60,31 @@ def looks_at_ranges(spec: AttentionSpec) -> bool:
     )
 
 
+_SMALL = ("add", "sub", "neg", "abs", "min", "max", "where", "lt", "le", "eq", "ne", "and", "or", "not", "float")
+_SUMS = 3
+
+
+def is_small(spec: AttentionSpec) -> bool:
+    """Whether the score modification's integers fit 32 bits where positions are below 2^26: up to three sums, no
+    products.
+    """
+    nodes = [node for node in expr.walk([spec.score]) if node.kind == "int"] if spec.score is not None else []
+    known = all(
+        node.op in _SMALL or node.op == "symbol" or (node.op == "const" and abs(node.value) < 2**24) for node in nodes
+    )
+    return known and sum(node.op in ("add", "sub") for node in nodes) <= _SUMS
+
+
 def text(spec: AttentionSpec) -> str:
-    """The functions that kernels/tiles.cuh names; without a modification they say what goes without saying."""
+    """The functions that kernels/tiles.cuh names; without a modification they say what goes without saying.
+
+    `I` is the type of the integers in a score modification: int where `is_small` and the positions are.
+    """
     score = expr.S if spec.score is None else spec.score
     mask = expr.TRUE if spec.mask is None else spec.mask
     return "\n".join([
-        _function(spec, "fk_float modified_score", f"fk_float s, {_PAIR}", [score]),
+        "template <typename I>",
+        _function(spec, "fk_float modified_score", _SCORE, [score]).replace("const long long t", "const I t"),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
         _function(spec, "bool visible", _PAIR, [mask]),
         _function(spec, "int classify", _CORNERS, list(expr.classify(mask)), "{0} ? EMPTY : {1} ? FULL : PARTIAL"),

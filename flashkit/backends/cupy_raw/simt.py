@@ -195,8 +195,9 @@ class Simt:
     """Kernels for every device, dtype and feature."""
 
     name = "simt"
+    directions: tuple[Direction, ...] = ("forward", "backward")
 
-    def supports(self, spec: AttentionSpec, device: Device, direction: Direction) -> Verdict:
+    def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[SimtTile]:

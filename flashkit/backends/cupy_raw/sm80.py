@@ -283,8 +283,10 @@ class Sm80:
     """Kernels for tensor cores with float16, bfloat16 and TF32."""
 
     name = "sm80"
+    directions: tuple[Direction, ...] = ("forward", "backward")
 
-    def supports(self, spec: AttentionSpec, device: Device, direction: Direction) -> Verdict:
+    def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
+        spec = problem.spec
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, before sm_80")
         if spec.dtype == "float64":

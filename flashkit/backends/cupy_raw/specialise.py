@@ -14,13 +14,14 @@ from . import arguments, modify
 FOLDER = Path(__file__).parent / "kernels"
 
 
-def source(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> compiler.Source:
-    """The text of kernels/<name>.cu for a spec; `constants`: those that the file asks for beyond the spec's own."""
+def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functions: str = "") -> compiler.Source:
+    """The text of kernels/<name>.cu for a spec; `constants`: those that the file asks for beyond the spec's own;
+    `functions`: text that goes before it."""
     numbers = {
         "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GROUP": spec.group,
         "CLASSIFY_MANY": not modify.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
-        "VALUES": modify.values_of(spec), "PARAMS_WORDS": arguments.size(spec), **constants,
+        "VALUES": modify.values_of(spec), "PARAMS_WORDS": arguments.size(spec), "BRIEF": False, **constants,
     }  # fmt: skip
     lines = [f"constexpr {'bool' if isinstance(x, bool) else 'int'} {n} = {int(x)};" for n, x in numbers.items()]
     text = [
@@ -30,12 +31,15 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> comp
         '#include "scalar.cuh"',
         modify.text(spec),
         '#include "tiles.cuh"',
+        functions,
         f'#include "{name}.cu"',
     ]
     return compiler.Source(name, "\n".join(text) + "\n", compiler.headers(FOLDER))
 
 
 @lru_cache(maxsize=4096)
-def library(name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str) -> Library:
+def library(
+    name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str, functions: str = ""
+) -> Library:
     """The kernels of kernels/<name>.cu for a spec, compiled now or before, loaded."""
-    return Library(compiler.binary(source(name, spec, dict(constants)), arch))
+    return Library(compiler.binary(source(name, spec, dict(constants), functions), arch))

@@ -19,6 +19,7 @@
 //     HAS_DROPOUT, HAS_SINKS
 //     CLASSIFY_MANY           whether one call of classify() may cover many tiles: it reads no array over a range
 //     VALUES                  64-bit entries of Params::values
+//     BRIEF                   whether functions in a score modification may be off by some units of the last place
 //
 // and whatever constants a generation adds for its own kernels.
 #pragma once
@@ -45,7 +46,8 @@ struct Params {
     const long long* kv_lengths;                         // (B,), or null: n_k for all
     long long offset;
     long long batch, heads, n_q, n_k;                    // heads: of q
-    long long splits;                                    // parts that the keys are split into
+    long long splits;                                    // parts that the keys are split into, or heads at a time
+    unsigned* ticket;                                    // counters of work that is handed out
     double scale;
     unsigned long long seed, threshold;                  // dropout: words below the threshold are dropped
     double kept_scale;                                   // 1 / (1 - p)

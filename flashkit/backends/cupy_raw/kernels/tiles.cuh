@@ -8,7 +8,7 @@
 // The generated functions, which stand before this text; b, h: batch entry and query head, row: the query's index, q:
 // its position, row + offset_of(p, b), k: the key's index; the corners of classify are inclusive.
 //
-//     fk_float modified_score(fk_float s, b, h, row, q, k, p)
+//     fk_float modified_score<I>(fk_float s, b, h, row, q, k, p)     I: the type of integers in it
 //     fk_float score_slope(fk_float s, b, h, row, q, k, p)         d modified_score / d s
 //     bool visible(b, h, row, q, k, p)
 //     int classify(b, h, row0, row1, q0, q1, k0, k1, p)            a State
@@ -78,9 +78,12 @@ struct TileWalk {
 };
 
 // A score, modified; -inf where the pair is hidden. PARTIAL_TILE: whether visible() has to be asked.
-template <bool PARTIAL_TILE>
-DEVICE fk_float modify(fk_float s, long long b, long long h, long long row, long long q, long long k, const Params& p) {
-    if constexpr (HAS_SCORE) s = modified_score(s, b, h, row, q, k, p);
+// I: of the integers in the score modification.
+template <typename I> struct Integer { using type = I; };
+template <bool PARTIAL_TILE, typename I = long long>
+DEVICE fk_float modify(fk_float s, typename Integer<I>::type b, typename Integer<I>::type h, typename Integer<I>::type row,
+                       typename Integer<I>::type q, typename Integer<I>::type k, const Params& p) {
+    if constexpr (HAS_SCORE) s = modified_score<I>(s, b, h, row, q, k, p);
     if constexpr (HAS_MASK && PARTIAL_TILE) s = visible(b, h, row, q, k, p) ? s : HIDDEN;
     return s;
 }

@@ -1,0 +1,285 @@
+// Hopper's own instructions, each a function: barriers that count bytes, the copy engine, products of warp groups, roles.
+//
+// A warp group, four warps, multiplies 64 rows by N columns with one instruction (wgmma), which runs on while the group
+// does other things. Operands lie in shared memory, the left one perhaps in registers. Of the result a lane holds, with
+// g = lane / 4, t = lane % 4, in element 4 n + 2 half + c
+//
+//     row 16 * (warp of the group) + g + 8 half,  column 8 n + 2 t + c
+//
+// which is also the layout of a left operand in registers: weights become an operand where they are.
+//
+// A tile in shared memory is a row of chunks of 64 columns: [chunk][row][128 bytes], begins on 1024 bytes, and its 16-byte
+// units are permuted within eight rows, unit u of row r lying at u ^ (r % 8) ("128-byte swizzle"): so the copy engine
+// writes it and wgmma reads it, along rows or along columns.
+//
+// The instructions of the shapes in use are generated (cupy_raw/sm90_products.py): product(), product_fresh(),
+// product_weights().
+#pragma once
+
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+constexpr int padded(int dim) { return up(dim, 16); }    // columns that are multiplied; those past `dim` are zeros
+constexpr int chunks(int dim) { return up(dim, 64) / 64; }
+constexpr int CHUNK_ROW = 128, UNIT = 16;                // bytes
+
+template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };  // for generic lambdas
+
+DEVICE unsigned address_of(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
+DEVICE unsigned swizzled(int row, int unit) { return row * CHUNK_ROW + ((unit ^ (row & 7)) * UNIT); }  // within a chunk
+
+DEVICE void store_word(unsigned address, int x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+DEVICE int load_word(unsigned address) {
+    int x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
+// --- barriers ---------------------------------------------------------------------------------------------------------
+// A barrier's phase ends when all arrivals and all announced bytes are there. wait(barrier, parity) waits for the end of
+// a phase; the first has parity 0, and waiting for parity 1 on a new barrier returns at once.
+
+DEVICE void barrier_init(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }  // for the copy engine
+DEVICE void arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The same by one lane of a warp. A branch instead would end what ptxas 13.0 knows to be uniform: descriptors would not
+// stay in uniform registers.
+DEVICE void arrive_once(unsigned barrier) {
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
+                 ::"r"(barrier), "r"(threadIdx.x % 32) : "memory");
+}
+DEVICE void arrive_and_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE bool has_ended(unsigned barrier, unsigned parity) {
+    int ended;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.s32 %0, 1, 0, p; }"
+                 : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+    return ended;
+}
+DEVICE void wait(unsigned barrier, unsigned parity) {
+    if constexpr (WATCHDOG) {  // stop the kernel instead of hanging: a debugging aid
+        for (long long begin = clock64(); !has_ended(barrier, parity);)
+            if (clock64() - begin > 4000000000ll) *(volatile int*)0 = 0;  // with a trap here products would be serialised
+    } else {
+        asm volatile(
+            "{ .reg .pred p;\n"
+            "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+            "@p bra DONE;\n"
+            "bra AGAIN;\n"
+            "DONE: }" ::"r"(barrier), "r"(parity) : "memory");
+    }
+}
+
+// The same where nobody is in a hurry: leaves the issue slots to others.
+DEVICE void wait_patiently(unsigned barrier, unsigned parity) {
+    while (!has_ended(barrier, parity)) asm volatile("nanosleep.u32 100;");
+}
+
+// Barriers of a ring: one for each stage. Number n of what goes through it lies in stage n % STAGES.
+template <int STAGES>
+struct Ring {
+    unsigned full, empty;  // addresses
+    __device__ __forceinline__ static unsigned stage(unsigned n) { return n % STAGES; }
+    __device__ __forceinline__ void wait_full(unsigned n) const { wait(full + 8 * (n % STAGES), n / STAGES & 1); }
+    __device__ __forceinline__ void wait_empty(unsigned n) const { wait(empty + 8 * (n % STAGES), (n / STAGES & 1) ^ 1); }
+    __device__ __forceinline__ void release(unsigned n) const {  // by a warp that is done with it
+        arrive_once(empty + 8 * (n % STAGES));
+    }
+    __device__ __forceinline__ void init(int fillers, int readers) const {
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, fillers), barrier_init(empty + 8 * i, readers);
+    }
+};
+
+// Barriers among warps, by number; 0 is __syncthreads'.
+DEVICE void warps_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+DEVICE void warps_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+
+// --- the copy engine --------------------------------------------------------------------------------------------------
+
+struct __align__(64) TensorMap { unsigned long long words[16]; };  // where a tensor lies: cupy_raw/sm90_maps.py
+
+// A box of [tokens][PACK members][64 columns] between memory and shared memory, where a member is one of PACK heads whose
+// rows share a tile. Rows past the tensor's end are read as zeros and not written.
+struct Box { int column, token, head, batch; };
+
+template <int PACK>
+DEVICE void load_box(unsigned target, const TensorMap& map, const Box& box, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                 ::"r"(target), "l"(&map), "r"(barrier), "r"(box.column), "r"(PACK > 1 ? 0 : box.token),
+                 "r"(PACK > 1 ? box.token : 0), "r"(box.head), "r"(box.batch) : "memory");
+}
+template <int PACK>
+DEVICE void store_box(const TensorMap& map, const Box& box, unsigned source) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+                 ::"l"(&map), "r"(source), "r"(box.column), "r"(PACK > 1 ? 0 : box.token), "r"(PACK > 1 ? box.token : 0),
+                 "r"(box.head), "r"(box.batch) : "memory");
+}
+DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // shared memory is free
+DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+DEVICE void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+// A tile of ROWS rows: its chunks side by side.
+template <int PACK, int DIM, int ROWS>
+DEVICE void load_tile(unsigned target, const TensorMap& map, int token, int head, int batch, unsigned barrier) {
+#pragma unroll
+    for (int c = 0; c < chunks(DIM); ++c) load_box<PACK>(target + c * ROWS * CHUNK_ROW, map, {64 * c, token, head, batch}, barrier);
+}
+
+// What was written to shared memory before is seen by the copy engine and wgmma after; by every thread that wrote.
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Zeros in the rows of a tile from `first` on, by a warp group that then meets.
+template <int DIM, int ROWS>
+DEVICE void clear_rows(unsigned tile, int first) {
+    first = first < 0 ? 0 : first;
+    for (int i = threadIdx.x % 128; i < (ROWS - first) * chunks(DIM) * 8; i += 128) {
+        const int unit = i % 8, chunk = i / 8 % chunks(DIM), row = first + i / 8 / chunks(DIM);
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + (chunk * ROWS + row) * CHUNK_ROW + unit * UNIT), "r"(0) : "memory");
+    }
+    fence_async();
+}
+
+// --- products ---------------------------------------------------------------------------------------------------------
+
+// An operand's descriptor: its address and, for one that is read along columns and wider than a chunk, the distance from
+// chunk to chunk; then what is the same for all, eight rows every 1024 bytes and the swizzle of 128 bytes.
+DEVICE unsigned long long descriptor(unsigned address, int chunk = 16) {
+    return 0x4000004000000000ull | (unsigned long long)(chunk >> 4) << 16 | (address & 0x3FFFF) >> 4;
+}
+
+// How far descriptors move on for step k of 16 along the summed axis:
+constexpr int along_rows(int k, int rows) { return (k / 4 * rows * CHUNK_ROW + k % 4 * 32) >> 4; }  // 16 columns of `rows` rows
+constexpr int along_columns(int k) { return k * 16 * CHUNK_ROW >> 4; }                              // 16 rows
+
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+DEVICE void products_wait() {  // until all but the last PENDING ends are reached
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// After a wait: the compiler may not use these registers before it.
+template <int N> DEVICE void settle(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int N> DEVICE void settle(unsigned (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// --- registers --------------------------------------------------------------------------------------------------------
+
+template <int REGISTERS> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+
+// A number that is the same in all lanes of a warp; said so to the compiler, which then keeps what depends on it in
+// uniform registers.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// The number itself, got by an instruction that the compiler leaves where it is: in code that hardly ever runs, whose
+// beginnings would else be computed beforehand, each time.
+DEVICE int here(int x) { return __shfl_sync(~0u, x, threadIdx.x % 32); }
+
+// The number, which the compiler may not compute behind what is said to depend on the result, 0: no computation gives this NaN.
+DEVICE unsigned after(float x) { return __float_as_uint(x) == 0x7fa12345u; }
+
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two numbers as 16-bit elements, the first in the low half.
+DEVICE unsigned pack(float low, float high) {
+    unsigned r;
+    if constexpr (STORAGE == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+DEVICE void load_matrices(unsigned (&r)[4], unsigned address) {  // four of 8 rows x 16 bytes
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+template <bool TURNED>
+DEVICE void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+    if constexpr (TURNED)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// One product of a single warp, 16 x 8 with 16 summed; its result lies as wgmma's.
+DEVICE void multiply(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#define MULTIPLY(type)                                                                                                  \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+    if constexpr (STORAGE == FLOAT16) MULTIPLY("f16");
+    else MULTIPLY("bf16");
+#undef MULTIPLY
+}
+
+// --- which tiles ------------------------------------------------------------------------------------------------------
+
+// Tiles along an axis that exist, found by one warp, 32 at a time and before that, where one look may cover so many, 32
+// groups of 32. look(place, many): states of tiles `place` ... `place` + many - 1 of the way, 0 if all are EMPTY.
+struct TileList {
+    static constexpr int MOST = 224;
+    int entry[MOST];  // place << 8 | states
+};
+
+// Fill the list with the next of `tiles` tiles; returns how many, moves `next` on. seen: all states of these, or-ed.
+template <typename Look>
+DEVICE int fill(TileList& list, int& next, int tiles, unsigned& seen, Look look) {
+    const int lane = threadIdx.x % 32;
+    int count = 0;
+    seen = 0;
+    __syncwarp();
+#pragma unroll 1
+    while (next < tiles && count + 32 <= TileList::MOST) {
+        if (HAS_MASK && CLASSIFY_MANY && tiles - next > 32) {
+            const int first = next + 32 * lane, many = tiles - first < 32 ? tiles - first : 32;
+            const unsigned groups = __ballot_sync(~0u, many > 0 && look(first, many) != 0);
+            if (groups == 0) {
+                next += 1024;
+                continue;
+            }
+            next += 32 * (__ffs(groups) - 1);
+        }
+        const int place = next + lane;
+        const unsigned states = place < tiles ? look(place, 1) : 0, live = __ballot_sync(~0u, states != 0);
+        if (states != 0) list.entry[count + __popc(live & ((1u << lane) - 1))] = place << 8 | states;
+        seen |= __reduce_or_sync(~0u, states);
+        count += __popc(live);
+        next += 32;
+    }
+    __syncwarp();
+    return count;
+}
+
+DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+
+// Over the four lanes that share a row.
+template <typename F>
+DEVICE float across_lanes(float x, F join) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
+// Words of the generator for keys key ... key + 3 (a multiple of 4), as two lanes see them: theirs are key + first, + 1.
+DEVICE void drop_pair(float& w0, float& w1, const Params& p, int b, int h, int row, int key) {
+    const Words words = philox(p.seed, key >> 2, row, h, b);
+    const bool upper = key & 2;
+    const unsigned word0 = upper ? words.word[2] : words.word[0], word1 = upper ? words.word[3] : words.word[1];
+    w0 = word0 >= (unsigned)p.threshold ? w0 * (float)p.kept_scale : 0;
+    w1 = word1 >= (unsigned)p.threshold ? w1 * (float)p.kept_scale : 0;
+}

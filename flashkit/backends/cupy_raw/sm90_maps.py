@@ -1,0 +1,111 @@
+"""What Hopper's kernels are given beyond the block of arguments: tensor maps, by value, and counters of work."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+from ..cuda_common.device import Device
+from ..cuda_common.launch import call, scratch
+from .arguments import AT, Arguments
+
+_ALIGNED = 16  # bytes, of addresses and strides
+_SIZE = 2  # bytes of an element
+
+
+def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
+    """Whether the copy engine can address these tensors: whole 16 bytes, no stride of 0 or below."""
+    words = arguments.words
+    for name in names:
+        at = AT[name]
+        if words[at] % _ALIGNED:
+            return False
+        heads = arguments.heads_kv if name in ("k", "v", "dk", "dv") else arguments.heads
+        tokens = arguments.n_k if name in ("k", "v", "dk", "dv") else arguments.n_q
+        for stride, size in zip(words[at + 1 : at + 4], (arguments.batch, heads, tokens)):
+            if size > 1 and (stride <= 0 or stride * _SIZE % _ALIGNED or stride * _SIZE >= 2**40):
+                return False
+    return True
+
+
+def tensor_map(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Any:
+    """The map of a tensor for boxes of `rows` rows of 64 columns: (batch, head / pack, token, member of a pack, dim);
+    without packs (batch, head, 1, token, dim).
+    """
+    of_keys = name in ("k", "v", "dk", "dv")
+    at, words = AT[name], arguments.words
+    heads, tokens = (arguments.heads_kv, arguments.n_k) if of_keys else (arguments.heads, arguments.n_q)
+    return _encode(arguments.spec.dtype, *words[at : at + 4], dim, pack, heads, tokens, arguments.batch, rows)
+
+
+@lru_cache(maxsize=4096)
+def _encode(
+    dtype: str, address: int, batch: int, head: int, token: int, dim: int, pack: int, heads: int, tokens: int,
+    batches: int, rows: int,
+) -> Any:  # fmt: skip
+    from cuda.bindings import driver
+
+    u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+    types = driver.CUtensorMapDataType
+    inner = [(pack, head, pack), (tokens, token, rows // pack)]
+    inner = inner[::-1] if pack == 1 else inner
+    axes = (*inner, (heads // pack, pack * head, 1), (batches, batch, 1))
+    return call(
+        "cuTensorMapEncodeTiled",
+        types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if dtype == "float16" else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        5, address,
+        [u64(dim), *(u64(size) for size, _, _ in axes)],
+        # Of an axis of one element the stride means nothing, but it has to look like one.
+        [u64(stride * _SIZE if size > 1 else _ALIGNED) for size, stride, _ in axes],
+        [u32(64), *(u32(box) for _, _, box in axes)],
+        [u32(1)] * 5,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+
+
+class Launch:
+    """The arguments of one launch: the block, then tensor maps."""
+
+    def __init__(self, arguments: Arguments, maps: Sequence[Any]) -> None:
+        self._alive = arguments, maps
+        self._pointers = (ctypes.c_void_p * (1 + len(maps)))(
+            ctypes.addressof(arguments.words), *(int(each.getPtr()) for each in maps)
+        )
+        self.pointers = ctypes.addressof(self._pointers)
+
+
+class Tickets:
+    """Pairs of counters on a device, zero. A kernel hands out work by its pair and leaves it as it found it."""
+
+    COUNT = 65536  # far more than kernels can be in flight
+
+    def __init__(self) -> None:
+        import cupy
+
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            self._memory = cupy.zeros((self.COUNT, 2), "int32")
+            stream.synchronize()
+        self._next = itertools.count()
+
+    def next(self) -> int:
+        """The address of a pair that no kernel in flight uses; a graph, which may run at any time, has its own."""
+        import cupy
+
+        if cupy.cuda.get_current_stream().is_capturing():
+            return int(scratch((2,), "int32", zeros=True).data.ptr)
+        return int(self._memory.data.ptr) + next(self._next) % self.COUNT * 8
+
+    @staticmethod
+    def of(device: Device) -> Tickets:
+        return _tickets(device.ordinal)
+
+
+@cache
+def _tickets(ordinal: int) -> Tickets:
+    return Tickets()
