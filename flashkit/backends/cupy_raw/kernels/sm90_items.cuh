@@ -1,0 +1,162 @@
+// Which work the blocks of the Hopper forward pass take, and its coming and going: the roles of warp group 0.
+#pragma once
+#include "sm90.cuh"
+
+// --- which work -------------------------------------------------------------------------------------------------------
+
+DEVICE int items_of(const Params& p) {
+    return (int)((p.n_q * PACK + BLOCK_Q - 1) / BLOCK_Q * (p.heads / PACK) * p.batch);
+}
+
+// Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least to do a
+// quarter is left to the end, where they even out when blocks finish. Else one head after the other, the ragged tiles last.
+DEVICE Item item_of(const Params& p, int index) {
+    const int heads = (int)p.heads / PACK, all = heads * (int)p.batch, rows = (int)p.n_q * PACK;
+    const int tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
+    int tile, bh;
+    if constexpr (HAS_MASK) {
+        const int early = tiles - tiles / 4, most = (int)p.splits;
+        if (index < early * all) {
+            const int first = index / (most * early) * most, rest = index - first * early;
+            const int size = all - first < most ? all - first : most;
+            tile = rest / size, bh = first + rest - tile * size;
+        } else {
+            tile = index / all, bh = index - tile * all;
+        }
+        tile = tiles - 1 - tile;
+    } else {
+        const int whole = rows / BLOCK_Q;
+        if (index < whole * all) bh = index / whole, tile = index - bh * whole;
+        else bh = index - whole * all, tile = whole;
+    }
+    return {bh / heads, bh % heads * PACK, tile * BLOCK_Q};
+}
+
+// --- loading ----------------------------------------------------------------------------------------------------------
+
+// States of the groups' rows and keys k0 ... k0 + BLOCK_K - 1 (times `many`), two bits a group; a tile that is not whole is PARTIAL.
+DEVICE unsigned states_of(const Params& p, const Item& at, int n_k, int tile, int many) {
+    const int rows = (int)p.n_q * PACK, k0 = tile * BLOCK_K, whole = k0 + many * BLOCK_K, k1 = whole < n_k ? whole : n_k;
+    const long long offset = offset_of(p, at.b);
+    auto look = [&](int row0, int row1) {
+        const int from = row0 / PACK, to = (row1 + PACK - 1) / PACK;
+        int state = tile_state(p, at.b, at.h, offset, from, to, k0, k1);
+#pragma unroll 1
+        for (int other = 1; HAS_MASK && other < PACK; ++other)
+            if (state != tile_state(p, at.b, at.h + other, offset, from, to, k0, k1)) state = PARTIAL;
+        return state == FULL && whole > n_k ? (int)PARTIAL : state;
+    };
+    const int end = at.row0 + BLOCK_Q < rows ? at.row0 + BLOCK_Q : rows;
+    const int all = look(at.row0, end);
+    unsigned states = 0;
+#pragma unroll 1
+    for (int g = 0; g < GROUPS; ++g) {
+        const int row0 = at.row0 + 64 * g, row1 = row0 + 64 < end ? row0 + 64 : end;
+        int state = row0 < end ? all : (int)EMPTY;
+        if (HAS_MASK && state == PARTIAL && many == 1) state = look(row0, row1);
+        states |= state << 2 * g;
+    }
+    return states;
+}
+
+DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, unsigned base,
+                 TileList& list, unsigned* ticket) {
+    const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
+    const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
+    const bool leader = threadIdx.x == 0;
+    const int items = items_of(p);
+    unsigned n = 0;
+    int index = blockIdx.x, value_tile = 0, value_head = 0, value_b = 0;
+    auto load_values = [&]() {  // of tile n - 1
+        values.wait_empty(n - 1);
+        const unsigned stage = (n - 1) % STAGES, full = values.full + 8 * stage;
+        arrive_and_expect(full, BYTES_V);
+        load_tile<1, HEAD_DIM_V, BLOCK_K>(base + AT_V + stage * BYTES_V, v_map, value_tile * BLOCK_K, value_head, value_b, full);
+    };
+    for (unsigned number = 0;; ++number) {
+        const unsigned buffer = number % Q_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
+        if (index >= items) {  // the others are told to stop
+            if (leader) {
+                if (n > 0) load_values();
+                keys.wait_empty(n);
+                store_word(base + AT_NOTES + 4 * (n % STAGES), END);
+                arrive(keys.full + 8 * (n % STAGES));
+                queries.wait_empty(number);
+                store_word(slot, END);
+                arrive(queries.full + 8 * buffer);
+            }
+            break;
+        }
+        const Item at = item_of(p, index);
+        const int n_k = (int)keys_of(p, at.b);
+        if (leader) index = atomicAdd(ticket, 1) + gridDim.x;
+        const int tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
+        int next = 0, first = FIRST;
+        unsigned seen;
+        auto look = [&](int place, int many) { return states_of(p, at, n_k, tiles - place - many, many); };  // the last keys first
+        int count = fill(list, next, tiles, seen, look);
+        // Groups that see nothing take a tile all the same, where everything is hidden from them.
+        unsigned blind = 0;
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) blind |= (seen >> 2 * g & 3) == EMPTY ? PARTIAL << 2 * g : 0;
+        if (count == 0) {
+            if (leader) list.entry[0] = (tiles - 1) << 8;  // tile 0
+            __syncwarp();
+            count = 1;
+        }
+        do {
+            if (leader) {
+#pragma unroll 1
+                for (int i = 0; i < count; ++i) {
+                    const int entry = list.entry[i], tile = tiles - 1 - (entry >> 8);
+                    const unsigned stage = n % STAGES, full = keys.full + 8 * stage;
+                    keys.wait_empty(n);
+                    store_word(base + AT_NOTES + 4 * stage, tile << 8 | first | (entry & 63) | blind);
+                    arrive_and_expect(full, BYTES_K);
+                    load_tile<1, HEAD_DIM, BLOCK_K>(base + AT_K + stage * BYTES_K, k_map, tile * BLOCK_K, at.h / GROUP, at.b, full);
+                    if (n > 0) load_values();
+                    value_tile = tile, value_head = at.h / GROUP, value_b = at.b;
+                    ++n;
+                    if (first) {
+                        queries.wait_empty(number);
+                        store_word(slot, at.b), store_word(slot + 4, at.h), store_word(slot + 8, at.row0);
+                        const unsigned filled = queries.full + 8 * buffer;
+                        arrive_and_expect(filled, GROUPS * 64 * CHUNK_ROW * chunks(HEAD_DIM));
+#pragma unroll 1
+                        for (int g = 0; g < GROUPS; ++g)
+                            load_tile<PACK, HEAD_DIM, 64>(base + (buffer * GROUPS + g) * BYTES_Q, q_map, (at.row0 + 64 * g) / PACK,
+                                                    at.h / PACK, at.b, filled);
+                        first = 0, blind = 0;
+                    }
+                }
+            }
+            count = fill(list, next, tiles, seen, look);
+        } while (count > 0);
+        index = uniform(index);
+    }
+    if (leader && atomicAdd(ticket + 1, 1u) == gridDim.x - 1) ticket[0] = 0, ticket[1] = 0;  // as they were found
+}
+
+// --- storing ----------------------------------------------------------------------------------------------------------
+
+DEVICE void store(const Params& p, const TensorMap& out_map, unsigned base, int group) {
+    const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
+#pragma unroll 1
+    for (unsigned number = 0;; ++number) {
+        const unsigned buffer = number % Q_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
+        queries.wait_full(number);
+        const Item item{load_word(slot), load_word(slot + 4), load_word(slot + 8) + 64 * group};
+        if (item.b == END) break;
+        wait_patiently(base + AT_DONE + 8 * group, number & 1);
+        if (item.row0 < (int)p.n_q * PACK) {
+#pragma unroll
+            for (int c = 0; c < chunks(HEAD_DIM_V); ++c)
+                store_box<PACK>(out_map, {64 * c, item.row0 / PACK, item.h / PACK, item.b},
+                          base + (buffer * GROUPS + group) * BYTES_Q + c * 64 * CHUNK_ROW);
+        }
+        stores_end();
+        stores_wait_read();
+        arrive(queries.empty + 8 * buffer);
+    }
+    stores_wait();
+}

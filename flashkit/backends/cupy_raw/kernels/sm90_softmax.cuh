@@ -1,0 +1,182 @@
+// Scores to weights in the registers of a Hopper warp group, and what is done where that went wrong.
+#pragma once
+#include "sm90.cuh"
+
+// Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
+constexpr float LIMIT = STORAGE == FLOAT16 ? 32768.0f : 1e18f;
+
+// A hidden pair has the weight 0, but 0 times NaN is NaN: see finish().
+constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT;
+
+// A lane's row among the 64 of its warp group.
+DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
+
+// --- modify ------------------------------------------------------------------------------------------------------------
+
+// What scores are multiplied by to be in base 2; where there is a score modification they are scaled before it.
+DEVICE float base_2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.scale * 1.4426950408889634); }
+
+constexpr long long FAR = 1 << 26;
+
+// Scores as they come from the product, modified; -inf where hidden. Rows past the end are taken for the last one.
+template <bool PARTIAL_TILE, typename POSITION>
+DEVICE void modify_tile(const Params& p, const Item& at, long long offset, float (&s)[BLOCK_K / 2], int k0) {
+    const int n_k = (int)keys_of(p, at.b);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int own = here(at.row0) + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
+        const int row = index / PACK, h = at.h + index % PACK;
+        const POSITION q = (POSITION)(row + offset);
+#pragma unroll
+        for (int n = 0; n < BLOCK_K / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& x = s[4 * n + 2 * half + c];
+                const int k = k0 + 8 * n + threadIdx.x % 4 * 2 + c;
+                if (HAS_SCORE) x *= (float)p.scale;
+                if (!PARTIAL_TILE || k < n_k) x = modify<PARTIAL_TILE, POSITION>(x, at.b, h, row, q, k, p);
+                else x = HIDDEN;
+            }
+    }
+}
+
+DEVICE void modify_tile(const Params& p, const Item& at, bool full, float (&s)[BLOCK_K / 2], int k0) {
+    if (!HAS_SCORE && full) return;
+    asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, needed or not
+    const long long offset = offset_of(p, at.b);
+    // Whether 32 bits do for positions and what is computed from them. Asked as a vote, whose outcome is known to be the
+    // same in all lanes.
+    const bool narrow = __all_sync(~0u, SMALL_SCORE && offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
+    if (!(HAS_SCORE || HAS_MASK) || narrow) {
+        if (HAS_SCORE && full) modify_tile<false, int>(p, at, offset, s, k0);
+        else modify_tile<true, int>(p, at, offset, s, k0);
+    } else {
+        modify_tile<true, long long>(p, at, offset, s, k0);
+    }
+}
+
+// Scores to weights relative to the greatest so far; returns what that takes for sums made before. sum: of the weights.
+DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[2], float (&rescale)[2], float unit) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float top = m[half];
+#pragma unroll
+        for (int n = 0; n < BLOCK_K / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& x = s[4 * n + 2 * half + c];
+                x *= unit;
+                top = fmaxf(top, x);
+            }
+        top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
+        const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
+        rescale[half] = exp2_fast(m[half] - shift);
+        m[half] = top;
+        float total[2] = {0, 0};
+#pragma unroll
+        for (int n = 0; n < BLOCK_K / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& x = s[4 * n + 2 * half + c];
+                x = exp2_fast(x - shift);
+                total[c] += x;
+            }
+        sum[half] = total[0] + total[1];
+    }
+}
+
+// The same without looking for the greatest: m need not be that, only near it. False where it is not near enough (or a
+// score is NaN): then the scores are needed anew.
+DEVICE bool optimistic_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], float unit) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float total[2] = {0, 0};
+#pragma unroll
+        for (int n = 0; n < BLOCK_K / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& x = s[4 * n + 2 * half + c];
+                x = exp2_fast(fmaf(x, unit, -m[half]));
+                total[c] += x;
+            }
+        sum[half] = total[0] + total[1];
+    }
+    return __all_sync(~0u, sum[0] <= LIMIT && sum[1] <= LIMIT);
+}
+
+DEVICE void drop_tile(const Params& p, const Item& at, float (&s)[BLOCK_K / 2], int k0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int index = at.row0 + row_of_lane(half);
+#pragma unroll
+        for (int n = 0; n < BLOCK_K / 8; ++n)
+            drop_pair(s[4 * n + 2 * half], s[4 * n + 2 * half + 1], p, at.b, at.h + index % PACK, index / PACK,
+                      k0 + 8 * n + threadIdx.x % 4 * 2);
+    }
+}
+
+// Scores of a warp's 16 rows by instructions of the warp alone. q, k: its tiles in shared memory.
+DEVICE void scores_again(float (&s)[BLOCK_K / 2], unsigned q, unsigned k) {
+    const int lane = here(threadIdx.x % 32), row = here(threadIdx.x % 128 / 32) * 16 + lane % 16, key = lane / 16 * 8 + lane % 8;
+    const float zero = __int_as_float(here(0));
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / 2; ++i) s[i] = zero;
+#pragma unroll 1
+    for (int step = 0; step < padded(HEAD_DIM) / 16; ++step) {
+        const int chunk = step / 4, unit = step % 4 * 2;
+        unsigned left[4];
+        load_matrices(left, q + chunk * 64 * CHUNK_ROW + swizzled(row, unit + lane / 16));
+#pragma unroll
+        for (int n = 0; n < BLOCK_K / 16; ++n) {
+            unsigned right[4];
+            load_matrices(right, k + (chunk * BLOCK_K + 16 * n) * CHUNK_ROW + swizzled(key, unit + lane / 8 % 2));
+            multiply(s + 8 * n, left, right[0], right[1]);
+            multiply(s + 8 * n + 4, left, right[2], right[3]);
+        }
+    }
+}
+
+// Output of a warp's 16 rows once more, from memory and pair by pair, leaving out the values of weights that are 0. No
+// branch here differs between lanes, or the compiler would take nothing after it as uniform.
+DEVICE void accumulate_carefully(const Params& p, const Item& at, const float (&m)[2], const float (&factor)[2], unsigned staged) {
+    constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
+    const int lane = here(threadIdx.x % 32), row0 = here(uniform(threadIdx.x % 128 / 32)) * 16;
+    const int n_k = uniform((int)keys_of(p, at.b)), last = (int)p.n_q * PACK - 1;
+    const long long offset = offset_of(p, at.b);
+#pragma unroll 1
+    for (int r = 0; r < 16; ++r) {
+        const int index = at.row0 + row0 + r < last ? at.row0 + row0 + r : last, row = index / PACK, h = at.h + index % PACK;
+        const float reference = __shfl_sync(~0u, r < 8 ? m[0] : m[1], r % 8 * 4);
+        const float scale = __shfl_sync(~0u, r < 8 ? factor[0] : factor[1], r % 8 * 4);
+        const storage* q = row_at<const storage>(p.q, at.b, h, row);
+        float sums[OWN] = {};
+#pragma unroll 1
+        for (int k0 = 0; k0 < n_k; k0 += 32) {
+            const int k = k0 + lane < n_k ? k0 + lane : n_k - 1;
+            const storage* key = row_at<const storage>(p.k, at.b, h / GROUP, k);
+            float w = 0;
+#pragma unroll 1
+            for (int d = 0; d < HEAD_DIM; ++d) w += widen(q[d]) * widen(key[d]);
+            w = modify<true>(w * (float)p.scale, at.b, h, row, row + offset, k, p);
+            w = exp2_fast(fmaf(w, LOG2E, -reference));
+            if constexpr (HAS_DROPOUT) w = drop(w, p, at.b, h, row, k);
+#pragma unroll 1
+            for (int other = 0; other < 32; ++other) {
+                const int from = k0 + other < n_k ? k0 + other : n_k - 1;
+                const float weight = k0 + other < n_k ? __shfl_sync(~0u, w, other) : 0.0f;
+                const storage* value = row_at<const storage>(p.v, at.b, h / GROUP, from);
+#pragma unroll
+                for (int i = 0; i < OWN; ++i) {
+                    const float x = widen(value[lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0]);
+                    sums[i] += weight == 0 ? 0.0f : weight * x;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int column = lane + 32 * i;
+            const unsigned target = staged + column / 64 * 64 * CHUNK_ROW + swizzled(row0 + r, column % 64 / 8) + column % 8 * 2;
+            asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"((unsigned short)pack(sums[i] * scale, 0.0f)) : "memory");
+        }
+    }
+}
