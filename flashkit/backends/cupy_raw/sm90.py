@@ -72,7 +72,7 @@ class Sm90Tile:
         """Bytes of a block."""
         q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
         rows = self.q_buffers * self.block_q * max(q, v) + self.stages * self.block_k * (q + v)
-        barriers = 16 * self.q_buffers + 32 * self.stages + 8 * self.groups + 4 * self.stages + 12 * self.q_buffers
+        barriers = (16 + 8 * self.groups + 12) * self.q_buffers + (32 + 4) * self.stages
         return 128 * rows + barriers + _LIST
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:

@@ -27,8 +27,8 @@ constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(chunks(HEAD_DIM), chunks(HEAD_DI
 constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * chunks(HEAD_DIM), BYTES_V = BLOCK_K * CHUNK_ROW * chunks(HEAD_DIM_V);
 constexpr int AT_K = Q_BUFFERS * GROUPS * BYTES_Q, AT_V = AT_K + STAGES * BYTES_K, AT_BARRIERS = AT_V + STAGES * BYTES_V;
 constexpr int AT_Q_RING = AT_BARRIERS, AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS, AT_V_RING = AT_K_RING + 16 * STAGES;
-constexpr int AT_DONE = AT_V_RING + 16 * STAGES;   // a barrier for each group: its output is in shared memory
-constexpr int AT_NOTES = AT_DONE + 8 * GROUPS;     // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
+constexpr int AT_DONE = AT_V_RING + 16 * STAGES;   // for each buffer and group: its output is in the buffer
+constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
 constexpr int AT_LIST = AT_ITEMS + 12 * Q_BUFFERS;
 constexpr int FIRST = 64, END = -1;
@@ -97,7 +97,6 @@ DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const
 DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
     const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
-    const unsigned done = base + AT_DONE + 8 * group;
     const float unit = __int_as_float(uniform(__float_as_int(base_2(p))));  // or it is computed anew, in float64
     float output[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2];
     unsigned weights[BLOCK_K / 4];
@@ -110,6 +109,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     int sum = 0, exist = 0;      // to be added to the output (sum), not to start it; keys of that tile that exist
 
     auto buffer_of = [&](int number) { return base + (number % Q_BUFFERS * GROUPS + group) * BYTES_Q; };
+    auto done_of = [&](int number) { return base + AT_DONE + 8 * (number % Q_BUFFERS * GROUPS + group); };
     auto take_turn = [&]() { if (TURNS) warps_sync(TURN + group, 256); };
     auto pass_turn = [&]() { if (TURNS) warps_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256); };
     auto scores = [&](unsigned n) {
@@ -176,7 +176,8 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         keys.release(USUAL ? n : n + after(total[0]) + after(total[1]));  // or exponentials are computed after the next wait
         if (PENDING) accumulated(n - 1);
         if (!USUAL && fresh) {
-            if (PENDING && Q_BUFFERS > 1) finish(p, before, m_before, l_before, output, buffer_of(number - 1), done, group);
+            if (PENDING && Q_BUFFERS > 1)
+                finish(p, before, m_before, l_before, output, buffer_of(number - 1), done_of(number - 1), group);
         } else if (exact) {
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; ++i) output[i] *= rescale[i / 2 % 2];
@@ -204,7 +205,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         // What is pending is done by itself where there are no scores to go with it, or no room for the next item's rows.
         if (pending && (state == EMPTY || (Q_BUFFERS == 1 && fresh))) accumulate(n - 1), accumulated(n - 1);
         if (fresh && open && !pending) {
-            finish(p, at, m, l, output, buffer_of(number - 1), done, group);
+            finish(p, at, m, l, output, buffer_of(number - 1), done_of(number - 1), group);
             open = false;
         }
         if (note == END) break;
@@ -233,7 +234,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         Ring<Q_BUFFERS>{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS}.init(1, GROUPS);
         Ring<STAGES>{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}.init(1, 4 * GROUPS);
         Ring<STAGES>{base + AT_V_RING, base + AT_V_RING + 8 * STAGES}.init(1, 4 * GROUPS);
-        for (int g = 0; g < GROUPS; ++g) barrier_init(base + AT_DONE + 8 * g, 4);
+        for (int i = 0; i < GROUPS * Q_BUFFERS; ++i) barrier_init(base + AT_DONE + 8 * i, 4);
         barriers_ready();
     }
     __syncthreads();

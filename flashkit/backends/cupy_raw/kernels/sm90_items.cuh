@@ -147,7 +147,7 @@ DEVICE void store(const Params& p, const TensorMap& out_map, unsigned base, int 
         queries.wait_full(number);
         const Item item{load_word(slot), load_word(slot + 4), load_word(slot + 8) + 64 * group};
         if (item.b == END) break;
-        wait_patiently(base + AT_DONE + 8 * group, number & 1);
+        wait_patiently(base + AT_DONE + 8 * (buffer * GROUPS + group), number / Q_BUFFERS & 1);
         if (item.row0 < (int)p.n_q * PACK) {
 #pragma unroll
             for (int c = 0; c < chunks(HEAD_DIM_V); ++c)
