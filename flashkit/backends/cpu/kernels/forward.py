@@ -31,8 +31,6 @@ from flashkit.backends.cpu.memory import (
 from flashkit.backends.cpu.scratch import forward_layout
 from flashkit.backends.cpu.tiling import drop, modify, next_group, next_run, scale_tile, tokens
 
-SLACK = COMPUTE(8)  # e^8 more than the reference: no sum comes near overflow, and none loses precision
-
 
 @njit(**options)
 def load_queries(args, source, target):

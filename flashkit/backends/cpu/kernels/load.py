@@ -12,6 +12,9 @@ from flashkit.backends.cpu.tiling import careful_product, careful_product_t
 UNIT = 1
 """Numbers along a summed axis that make one element of a packed operand."""
 
+SLACK = COMPUTE(8)
+"""What a score may exceed the softmax's reference by: with e^8 no sum comes near overflow, and none loses precision."""
+
 
 @njit(**options)
 def padded(n):
