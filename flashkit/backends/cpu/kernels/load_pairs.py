@@ -21,8 +21,8 @@ from flashkit.backends.cpu.memory import (
 UNIT = 2
 
 SLACK = COMPUTE(0)
-"""Relative to the maximum itself a row's greatest weight is 1, which rounding leaves as it is. Results are so 3 % nearer
-to float64 (2,048 tokens) than with load.py's, for 4 % of the time.
+"""Relative to the maximum itself a row's greatest weight is 1, which rounding leaves as it is. Results are so 3 %
+nearer to float64 (2,048 tokens) than with load.py's, for 4 % of the time.
 """
 
 
