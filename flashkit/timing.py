@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
 import importlib.metadata
 import math
 import os
@@ -16,12 +15,14 @@ import platform
 import random
 import subprocess
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+
+from .garbage import no_collection
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -102,7 +103,7 @@ def interleaved(
         lead_in[key] = settle is not None and seconds < LEAD_IN
     taken: dict[Key, list[float]] = {key: [] for key in calls}
     running, order = list(calls), random.Random(0)
-    with _no_garbage_collection():
+    with no_collection():  # one would fall into whichever call happens to run
         for done in range(rounds):
             if done >= least and clock() - start > budget:
                 break
@@ -135,18 +136,6 @@ def until_idle(most: float = 0.5) -> None:
         time.sleep(0.005)
         if time.process_time() - used < 0.001:
             return
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection would fall into whichever call happens to run."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
