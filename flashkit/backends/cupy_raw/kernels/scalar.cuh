@@ -74,6 +74,13 @@ DEVICE double fk_mod(double x, double y) {
     return r != 0 && (r < 0) != (y < 0) ? r + y : r;
 }
 
+// 2^x; what is below the smallest normal number is 0.
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // BRIEF: scores of 16-bit elements are right to three digits, and a few units of the last place of float32 may be spared.
 DEVICE double fk_div(double x, double y) { return x / y; }
 DEVICE float fk_div(float x, float y) {
@@ -86,8 +93,7 @@ DEVICE float fk_div(float x, float y) {
 DEVICE double fk_tanh(double x) { return tanh(x); }
 DEVICE float fk_tanh(float x) {
     if constexpr (!BRIEF) return tanhf(x);
-    float y;  // 1 - 2 / (exp(2 x) + 1), to 2e-7
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 2.8853900817779268f));
+    float y = exp2_fast(x * 2.8853900817779268f);  // 1 - 2 / (exp(2 x) + 1), to 2e-7
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(y + 1.0f));
     return fmaf(-2.0f, y, 1.0f);
 }

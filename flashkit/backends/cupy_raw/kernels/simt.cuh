@@ -117,11 +117,7 @@ DEVICE void load_tile(const Rows& source, int first, int column, fk_float* targe
 // --- exponentials -------------------------------------------------------------------------------------------------------
 
 // 2^x for a weight: what is below the smallest normal number, relative to the largest weight of the row, is 0.
-DEVICE float weight_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+DEVICE float weight_of(float x) { return exp2_fast(x); }
 DEVICE double weight_of(double x) { return exp2(x); }
 
 // --- products ---------------------------------------------------------------------------------------------------------

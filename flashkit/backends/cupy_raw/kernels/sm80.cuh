@@ -18,6 +18,8 @@
 // multiple of 16.
 #pragma once
 
+#include "fragment.cuh"
+
 constexpr bool WIDE = sizeof(storage) == 4;  // float32
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr int STEP = WIDE ? 8 : 16;          // columns that an instruction multiplies
@@ -32,12 +34,6 @@ constexpr int padded(int dim) { return up(dim, GRANULE); }
 constexpr int pitch(int dim) { return (padded(dim) + PER_UNIT) * (int)sizeof(storage); }  // bytes
 
 DEVICE unsigned address_of(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
-
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // --- load_tile --------------------------------------------------------------------------------------------------------
 
@@ -179,14 +175,6 @@ DEVICE void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigne
     else if constexpr (STORAGE == BFLOAT16) MULTIPLY("m16n8k16.row.col.f32.bf16.bf16.f32");
     else MULTIPLY("m16n8k8.row.col.f32.tf32.tf32.f32");
 #undef MULTIPLY
-}
-
-// Two numbers as 16-bit elements, the first in the low half.
-DEVICE unsigned pack(float low, float high) {
-    unsigned r;
-    if constexpr (STORAGE == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
 }
 
 // A float32 number to the nearest of TF32.
@@ -443,15 +431,6 @@ DEVICE Work work_of(unsigned index, unsigned tiles, unsigned heads, unsigned mos
     const unsigned group = index / (most * tiles), rest = index - group * most * tiles;
     const unsigned size = heads - group * most < most ? heads - group * most : most;
     return {(int)(rest / size), (int)(group * most + rest % size)};
-}
-
-// Words of the generator for keys key ... key + 3 (a multiple of 4), as two lanes see them: theirs are key + first, + 1.
-DEVICE void drop_pair(float& w0, float& w1, const Params& p, int b, int h, int row, int key) {
-    const Words words = philox(p.seed, key >> 2, row, h, b);
-    const bool upper = key & 2;
-    const unsigned word0 = upper ? words.word[2] : words.word[0], word1 = upper ? words.word[3] : words.word[1];
-    w0 = word0 >= (unsigned)p.threshold ? w0 * (float)p.kept_scale : 0;
-    w1 = word1 >= (unsigned)p.threshold ? w1 * (float)p.kept_scale : 0;
 }
 
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }

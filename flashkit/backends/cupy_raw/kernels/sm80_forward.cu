@@ -108,14 +108,6 @@ DEVICE bool in_all_warps(bool condition) {
     return all;
 }
 
-// Over the four lanes that share a row.
-template <typename F>
-DEVICE float across_lanes(float x, F join) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
-    return x;
-}
-
 // Over the lanes and warps that share a row, for each of a lane's rows.
 template <typename F>
 DEVICE void across_rows(float (&x)[TILES][2], F join) {

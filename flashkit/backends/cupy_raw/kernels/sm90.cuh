@@ -16,6 +16,8 @@
 // product_weights().
 #pragma once
 
+#include "fragment.cuh"
+
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -191,20 +193,6 @@ DEVICE int here(int x) { return __shfl_sync(~0u, x, threadIdx.x % 32); }
 // The number, which the compiler may not compute behind what is said to depend on the result, 0: no computation gives this NaN.
 DEVICE unsigned after(float x) { return __float_as_uint(x) == 0x7fa12345u; }
 
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// Two numbers as 16-bit elements, the first in the low half.
-DEVICE unsigned pack(float low, float high) {
-    unsigned r;
-    if constexpr (STORAGE == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
 DEVICE void load_matrices(unsigned (&r)[4], unsigned address) {  // four of 8 rows x 16 bytes
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
@@ -266,20 +254,3 @@ DEVICE int fill(TileList& list, int& next, int tiles, unsigned& seen, Look look)
 }
 
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
-
-// Over the four lanes that share a row.
-template <typename F>
-DEVICE float across_lanes(float x, F join) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
-    return x;
-}
-
-// Words of the generator for keys key ... key + 3 (a multiple of 4), as two lanes see them: theirs are key + first, + 1.
-DEVICE void drop_pair(float& w0, float& w1, const Params& p, int b, int h, int row, int key) {
-    const Words words = philox(p.seed, key >> 2, row, h, b);
-    const bool upper = key & 2;
-    const unsigned word0 = upper ? words.word[2] : words.word[0], word1 = upper ? words.word[3] : words.word[1];
-    w0 = word0 >= (unsigned)p.threshold ? w0 * (float)p.kept_scale : 0;
-    w1 = word1 >= (unsigned)p.threshold ? w1 * (float)p.kept_scale : 0;
-}
