@@ -55,6 +55,21 @@ DEVICE void modify_tile(const Params& p, const Item& at, bool full, float (&s)[B
     }
 }
 
+// Scores of a row to weights, 2^exponent(score); their sum.
+template <typename F>
+DEVICE float weigh(float (&s)[BLOCK_K / 2], int half, F exponent) {
+    float total[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < BLOCK_K / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            float& x = s[4 * n + 2 * half + c];
+            x = exp2_fast(exponent(x));
+            total[c] += x;
+        }
+    return total[0] + total[1];
+}
+
 // Scores to weights relative to the greatest so far; returns what that takes for sums made before. sum: of the weights.
 DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[2], float (&rescale)[2], float unit) {
 #pragma unroll
@@ -72,16 +87,7 @@ DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[
         const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
         rescale[half] = exp2_fast(m[half] - shift);
         m[half] = top;
-        float total[2] = {0, 0};
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float& x = s[4 * n + 2 * half + c];
-                x = exp2_fast(x - shift);
-                total[c] += x;
-            }
-        sum[half] = total[0] + total[1];
+        sum[half] = weigh(s, half, [=](float x) { return x - shift; });
     }
 }
 
@@ -90,16 +96,7 @@ DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[
 DEVICE bool optimistic_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], float unit) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float total[2] = {0, 0};
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float& x = s[4 * n + 2 * half + c];
-                x = exp2_fast(fmaf(x, unit, -m[half]));
-                total[c] += x;
-            }
-        sum[half] = total[0] + total[1];
+        sum[half] = weigh(s, half, [&](float x) { return fmaf(x, unit, -m[half]); });
     }
     return __all_sync(~0u, sum[0] <= LIMIT && sum[1] <= LIMIT);
 }
