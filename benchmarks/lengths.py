@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PLOTS = ROOT / "benchmarks" / "results" / "lengths", ROOT / "docs" / "plots"
+import figures
+
+RESULTS = Path(__file__).resolve().parent / "results" / "lengths"
 HEADS, DIM = 12, 64
 LENGTHS = tuple(1 << i for i in range(9, 17))
 PASSES = "forward", "forward and backward"
@@ -88,14 +89,8 @@ def peak(call: Callable[[], Any], pool: Any) -> int | None:
 
 
 def plot(file: Path) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "flashkit", "font.size": 9, "axes.spines.top": False})
-    from matplotlib.figure import Figure
-
     lines = [json.loads(text) for text in file.read_text().splitlines()]
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = figures.new(9, 4)
     left, right = figure.subplots(1, 2)
     for who, colour in (("standard", "C3"), ("flashkit", "C0")):
         for passes, style in zip(PASSES, ("o-", "o--")):
@@ -109,14 +104,10 @@ def plot(file: Path) -> Path:
     left.set_ylabel("ms")
     right.set_ylabel("MiB at the peak, beyond the inputs")
     for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        figures.over_tokens(axes)
         axes.set_xlabel("tokens")
     left.legend()
-    target = PLOTS / f"{file.stem}-lengths.svg"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, metadata={"Date": None}, bbox_inches="tight")
-    return target
+    return figures.save(figure, figures.PLOTS / f"{file.stem}-lengths.svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import figures
+
 from flashkit.bench import Line, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -412,32 +414,22 @@ def check(results: Path = RESULTS) -> bool:
 
 def plots(folder: Path, results: Path = RESULTS) -> list[Path]:
     """speed.svg and memory.svg for each run, named after its result file; returns what was written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "flashkit", "font.size": 9, "axes.spines.top": False})
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for file in sorted(results.glob("*.jsonl")):
         lines = read(file)
         if lines[0].machine["kind"] == "cuda":
             continue  # lengths.py and traffic.py draw a GPU's
         for name, draw in (("speed", _draw_speed), ("memory", _draw_memory)):
-            target = folder / f"{file.stem}-{name}.svg"
-            figure = draw(lines)
-            figure.savefig(target, metadata={"Date": None}, bbox_inches="tight")
-            written.append(target)
+            written.append(figures.save(draw(lines), folder / f"{file.stem}-{name}.svg"))
     return written
 
 
 def _draw_speed(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
     """How many times as fast as each peer over the number of tokens, with the 20 and 80 % quantiles: a row of panels
     for each dtype and pass, a column for each head dim and causality."""
-    from matplotlib.figure import Figure
-
     lines = [line for line in lines if in_grid(line)]
     rows = list(dict.fromkeys((line.case.dtype, line.direction) for line in lines))
-    figure = Figure(figsize=(11, 2.1 * max(len(rows), 1) + 0.6), layout="constrained")
+    figure = figures.new(11, 2.1 * max(len(rows), 1) + 0.6)
     if not rows:
         return figure
     panels = figure.subplots(len(rows), len(SHAPES), sharex=True, sharey="row", squeeze=False)
@@ -457,8 +449,7 @@ def _draw_speed(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
                     handles[PEERS[peer]] = axes.plot(n, median, "o-", color=f"C{colour}", markersize=3)[0]
                     axes.fill_between(n, low, high, color=f"C{colour}", alpha=0.2, linewidth=0)
             axes.axhline(1, color="black", linewidth=0.8)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log", base=2)
+            figures.over_tokens(axes, base=2)
             axes.yaxis.set_major_formatter("{x:g}")
             if i == 0:
                 axes.set_title(f"head dim {d}{', causal' if causal else ''}")
@@ -471,9 +462,7 @@ def _draw_speed(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
 
 def _draw_memory(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
     """Growth of resident memory by the number of tokens, for each pass of the float32 cases without a mask."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4))
+    figure = figures.new(6, 4)
     axes = figure.subplots()
     for direction, style in (("forward", "-"), ("backward", "--")):
         for name, colour in (("flashkit", "C0"), ("numpy", "C1")):
@@ -487,8 +476,7 @@ def _draw_memory(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
                 label = f"{PEERS.get(name, name)}, {direction}"
                 axes.plot([n for n, _ in points], [m for _, m in points], f"o{style}", color=colour, label=label)
     if axes.has_data():
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
+        figures.over_tokens(axes, base=2)
         axes.legend()
     axes.set_xlabel("tokens")
     axes.set_ylabel("MiB a head at the peak")

@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PLOTS = ROOT / "benchmarks" / "results" / "traffic", ROOT / "docs" / "plots"
+import figures
+
+RESULTS = Path(__file__).resolve().parent / "results" / "traffic"
 
 DIM, TOKENS_TIMES_HEADS, ITEMSIZE = 64, 131_072, 2
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -133,14 +134,8 @@ def modelled(n: int, who: str) -> dict[str, float]:
 
 
 def plot(file: Path) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "flashkit", "font.size": 9, "axes.spines.top": False})
-    from matplotlib.figure import Figure
-
     lines = [json.loads(text) for text in file.read_text().splitlines()]
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = figures.new(9, 4)
     left, right = figure.subplots(1, 2, sharey=True)
     colours = dict(zip(("standard", *TILES), ("C3", "C0", "C2")))
     for who, colour in colours.items():
@@ -154,15 +149,11 @@ def plot(file: Path) -> Path:
     left.set_title("device memory")
     right.set_title("of multiprocessors; dashed: the IO model")
     for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        figures.over_tokens(axes)
         axes.set_xlabel("tokens")
     left.set_ylabel("bytes a head, forward, float16, head dim 64")
     left.legend()
-    target = PLOTS / f"{file.stem}-traffic.svg"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, metadata={"Date": None}, bbox_inches="tight")
-    return target
+    return figures.save(figure, figures.PLOTS / f"{file.stem}-traffic.svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -215,16 +215,25 @@ def with_torch(case: Case, arrays: Arrays, direction: Direction, threads: int) -
     else:
         mask = {"is_causal": case.causal}
     attend = partial(torch.nn.functional.scaled_dot_product_attention, **mask, enable_gqa=case.group > 1)
+    return torch_entry(attend, (q, k, v), dout, array, direction)
+
+
+def torch_entry(
+    attend: Callable[..., Any], tensors: tuple[Any, ...], dout: Any, array: Callable[[Any], np.ndarray],
+    direction: Direction,
+) -> Entry:  # fmt: skip
+    """attend(q, k, v) without a graph, or its pull-back alone; array: from a tensor to NumPy."""
+    import torch
+
     if direction == "forward":
 
         def forward() -> Any:
             with torch.inference_mode():
-                return attend(q, k, v)
+                return attend(*tensors)
 
-        return Entry(forward, lambda: (array(attend(q, k, v)),))
-    inputs = tuple(x.clone().requires_grad_() for x in (q, k, v))
-    out = attend(*inputs)
-    backward = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+        return Entry(forward, lambda: (array(attend(*tensors)),))
+    inputs = tuple(x.clone().requires_grad_() for x in tensors)
+    backward: Callable[[], Any] = partial(torch.autograd.grad, attend(*inputs), inputs, dout, retain_graph=True)
     return Entry(backward, lambda: tuple(map(array, backward())))
 
 

@@ -6,14 +6,14 @@ A peer is what peers.py says, on CuPy arrays. PyTorch's tensors share their memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .api import attention, attention_vjp
-from .peers import Case, Entry, Peer
+from .peers import Case, Entry, Peer, torch_entry
 from .spec import Direction
 
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
@@ -76,16 +76,7 @@ def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Directi
         attend(q, k, v)
     except RuntimeError:  # no kernel of this backend
         return None
-    if direction == "forward":
-
-        def forward() -> Any:
-            with torch.inference_mode():
-                return attend(q, k, v)
-
-        return Entry(forward, lambda: (array(attend(q, k, v)),))
-    inputs = tuple(x.clone().requires_grad_() for x in (q, k, v))
-    backward: Callable[[], Any] = partial(torch.autograd.grad, attend(*inputs), inputs, dout, retain_graph=True)
-    return Entry(backward, lambda: tuple(map(array, backward())))
+    return torch_entry(attend, (q, k, v), dout, array, direction)
 
 
 PEERS: dict[str, Peer] = {name: partial(_with_torch, name) for name in BACKENDS}

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +36,18 @@ def program() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither reads nor writes the user's own profiles."""
+    from flashkit import dispatch, profiles
+
+    monkeypatch.setattr(profiles, "user_dir", lambda: tmp_path / "user")
+    monkeypatch.delenv("FLASHKIT_PROFILE_DIR", raising=False)
+    profiles.forget()
+    dispatch.forget()
+    yield
+    monkeypatch.undo()
+    profiles.forget()
+    dispatch.forget()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -10,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import report
 
 from flashkit import bench, cli, peers, timing
 from flashkit.bench import Line
@@ -394,17 +393,7 @@ def test_absent_peers_are_left_out_with_a_sentence(
 # --- tables and plots -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def report() -> ModuleType:
-    found = importlib.util.spec_from_file_location("flashkit_benchmarks_report", ROOT / "benchmarks" / "report.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-def test_the_table_is_made_of_the_last_run(report: ModuleType, tmp_path: Path) -> None:
+def test_the_table_is_made_of_the_last_run(tmp_path: Path) -> None:
     file = tmp_path / "cpu.jsonl"
     shapes = [Case(512, d, causal=causal) for d in (64, 128) for causal in (False, True)]
     for run, factor in (("first", 1), ("second", 2)):
@@ -429,13 +418,13 @@ def test_the_table_is_made_of_the_last_run(report: ModuleType, tmp_path: Path) -
     assert report.insert(text, report.markdown(tmp_path)) == text
 
 
-def test_a_text_without_markers(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "README.md").write_text("# Title\n")
     assert report.main(["--results", str(tmp_path), "--readme", str(tmp_path / "README.md")]) == 1
     assert "No results are stored yet." in capsys.readouterr().err
 
 
-def test_plots(report: ModuleType, tmp_path: Path) -> None:
+def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for direction in ("forward", "backward"):
         line = measure(Case(33, heads=2), direction)
@@ -448,7 +437,7 @@ def test_plots(report: ModuleType, tmp_path: Path) -> None:
     assert all("</svg>" in file.read_text() for file in files)
 
 
-def test_the_goals(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is met by a run in which all is as it should be, and by none where it was not measured."""
 
     def stored(case: Case, direction: Any, ratio: float, share: float, late: float, error: float) -> Line:
@@ -477,14 +466,14 @@ def test_the_goals(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFix
     assert "NOT MEASURED  decoding" in capsys.readouterr().out
 
 
-def test_the_readme_has_the_table_of_the_stored_results(report: ModuleType) -> None:
+def test_the_readme_has_the_table_of_the_stored_results() -> None:
     text = report.README.read_text(encoding="utf-8") if report.README.exists() else ""
     if report.START not in text or not report.runs():
         pytest.skip("there is no README with markers, or no stored result")
     assert report.insert(text, report.markdown()) == text
 
 
-def test_every_stored_result_reads(report: ModuleType) -> None:
+def test_every_stored_result_reads() -> None:
     for lines in report.runs():
         assert lines
         assert all("flashkit" in line.timings for line in lines)
@@ -505,7 +494,7 @@ def cuda_line(case: Case, direction: Any, rate: float, **ratios: float) -> Line:
     return line
 
 
-def test_the_tables_of_a_gpu(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "h200.jsonl"
     for n, rate in ((4096, 500.0), (1024, 300.0)):
         bench.append(file, cuda_line(Case(n, 128, 16, "bfloat16", batch=16384 // n), "forward", rate, flash=1.5))

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import figures
+import lengths
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def load(name: str) -> ModuleType:
-    found = importlib.util.spec_from_file_location(f"flashkit_benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+import traffic
 
 
 def stored(folder: Path) -> list[Any]:
@@ -31,7 +22,6 @@ def stored(folder: Path) -> list[Any]:
 
 def test_counters_are_read_by_case() -> None:
     """Kernels before the first mark and after the last belong to no case; those of one case add up."""
-    traffic = load("traffic")
     last = len(traffic.cases()) + 1
 
     def row(kernel: str, grid: int, metric: str, value: str) -> str:
@@ -50,7 +40,6 @@ def test_counters_are_read_by_case() -> None:
 
 def test_what_multiprocessors_moved_grows_as_the_model_says() -> None:
     """By one factor for both tiles and every length, which is what these kernels fetch twice; docs/theory.md."""
-    traffic = load("traffic")
     lines = stored(traffic.RESULTS)
     for line in lines:
         if line["who"] in traffic.TILES:
@@ -65,7 +54,6 @@ def test_what_multiprocessors_moved_grows_as_the_model_says() -> None:
 
 
 def test_memory_grows_linearly_and_plain_attention_quadratically() -> None:
-    lengths = load("lengths")
     of = {(x["who"], x["pass"], x["tokens"]): x for x in stored(lengths.RESULTS)}
     assert of["standard", lengths.PASSES[0], 65536]["memory"] is None
     for passes in lengths.PASSES:
@@ -78,9 +66,9 @@ def test_memory_grows_linearly_and_plain_attention_quadratically() -> None:
 @pytest.mark.parametrize("name", ["traffic", "lengths"])
 def test_plots_of_what_is_stored(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    module = load(name)
+    module = importlib.import_module(name)
     stored(module.RESULTS)
-    monkeypatch.setattr(module, "PLOTS", tmp_path)
+    monkeypatch.setattr(figures, "PLOTS", tmp_path)
     assert module.main(["plot"]) == 0
     files = list(tmp_path.iterdir())
     assert files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,12 @@ from flashkit.timing import Timing
 from flashkit.tune import Effort, Found, Log, Rates, Search, Target
 
 MEMORY = {"l1d": 32 << 10, "l2": 1 << 20}
+pytestmark = pytest.mark.usefixtures("own_profiles")
+
 TARGET = Target("forward", "float32", 64, causal=False)
 IN_USE = CpuTile(96, 96, 16, 8, 3)
 EFFORT = Effort(("float32",), (64,), tokens=512, blocks=6, shapes=2, rounds=5, budget=math.inf)
 RATES = Rates(20.0, 100.0, 200.0, {"float32": 0.2, "float64": 0.1})
-
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing here reads or writes the user's own profiles."""
-    monkeypatch.setattr(profiles, "user_dir", lambda: tmp_path / "user")
-    monkeypatch.delenv("FLASHKIT_PROFILE_DIR", raising=False)
-    profiles.forget()
-    dispatch.forget()
-    yield
-    monkeypatch.undo()
-    profiles.forget()
-    dispatch.forget()
 
 
 class Machine:

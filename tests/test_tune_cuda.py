@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import cases
@@ -14,24 +12,16 @@ import flashkit
 from flashkit import dispatch, profiles, tune
 from flashkit.tune import Effort, Target
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_profiles")]
 
 SMALL = Effort(("bfloat16",), (64,), tokens=2048, blocks=3, shapes=0, rounds=4, budget=60.0)
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def device() -> None:
     if "cupy_raw" not in dispatch.registry():
         pytest.skip("cupy_raw cannot be imported")
     cases.skip_unless("cupy_raw")
-    monkeypatch.setattr(profiles, "user_dir", lambda: tmp_path / "user")
-    monkeypatch.delenv("FLASHKIT_PROFILE_DIR", raising=False)
-    profiles.forget()
-    dispatch.forget()
-    yield
-    monkeypatch.undo()
-    profiles.forget()
-    dispatch.forget()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -9,6 +9,7 @@ back into Numba arrays.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,28 +104,22 @@ def single_from_bits(typing: Any, bits: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
+def _count_one(ordering: str, context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+    """Add 1 to what stands at an address, as no other thread can meanwhile; what was there before."""
+    counter = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+    return builder.atomic_rmw("add", counter, ir.IntType(64)(1), ordering)
+
+
 @intrinsic
 def next_task(typing: Any, address: Any) -> Any:
     """Take a number from the shared counter: threads draw tasks until none is left."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        return builder.atomic_rmw(
-            "add", builder.inttoptr(values[0], ir.IntType(64).as_pointer()), ir.IntType(64)(1), "monotonic"
-        )
-
-    return _INT64(_INT64), codegen
+    return _INT64(_INT64), partial(_count_one, "monotonic")
 
 
 @intrinsic
 def arrive(typing: Any, address: Any) -> Any:
     """Count one more at an address; how many were there before. Who counts sees what those before have written."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        return builder.atomic_rmw(
-            "add", builder.inttoptr(values[0], ir.IntType(64).as_pointer()), ir.IntType(64)(1), "acq_rel"
-        )
-
-    return _INT64(_INT64), codegen
+    return _INT64(_INT64), partial(_count_one, "acq_rel")
 
 
 def _indirect_call(arguments: int, result: ir.Type) -> Any:
