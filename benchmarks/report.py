@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,9 @@ RESULTS, README = ROOT / "benchmarks" / "results", ROOT / "README.md"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
 PEERS = {"numpy": "plain NumPy", "torch": "PyTorch", "jax": "JAX", "onnxruntime": "ONNX Runtime"}
-CUDA_PEERS = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "efficient": "memory-efficient"}
+CUDA_PEERS = {
+    "flash": "FlashAttention-2", "cudnn": "cuDNN", "efficient": "memory-efficient", "flex": "FlexAttention",
+}  # fmt: skip
 """PyTorch's, on a GPU."""
 
 
@@ -46,9 +48,11 @@ root mean square of the difference from float64, over that of the values, the la
 
 CUDA_EXPLANATION = """On GPUs: TFLOP/s of flashkit, and how many times as fast it is as PyTorch's
 scaled_dot_product_attention with one of its backends, each in turns with the others in one process; a figure for each
-number of tokens. 16,384 tokens in all, 2048 columns of all heads. Decoding is one query for 32 heads on 8; GB/s are
-those of keys and values. Errors are the root mean square of the difference from float64, over that of the values, the
-largest of all cases of 1024 tokens and of decoding, on the same inputs."""
+number of tokens. 16,384 tokens in all, 2048 columns of all heads. Shares are of flashkit's own rate otherwise: dense is
+without the mask (for the visible pairs), softcap and alibi with such a modification, deterministic with the same bits
+in each run, tf32 with that precision, numba_cuda with the kernels in Python. Decoding is one query for 32 heads on 8;
+GB/s are those of keys and values. Errors are the root mean square of the difference from float64, over that of the
+values, the largest of all cases of 1024 tokens and of decoding, on the same inputs."""
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -140,8 +144,8 @@ def cuda_table(lines: Sequence[Line]) -> str:
     """Self-attention: a row for each dtype, pass, head dim and mask, with a figure for each length."""
     groups: dict[tuple[str, str, int, bool], list[Line]] = {}
     for line in lines:
-        if line.case.n_k is None:
-            case = line.case
+        case = line.case
+        if case.n_k is None and not case.masked:
             groups.setdefault((case.dtype, line.direction, case.head_dim, case.causal), []).append(line)
     peers = [name for name in CUDA_PEERS if any(name in x.times_as_fast for xs in groups.values() for x in xs)]
     rows = []
@@ -154,6 +158,29 @@ def cuda_table(lines: Sequence[Line]) -> str:
         rows.append([dtype, direction, f"{d}{', causal' if causal else ''}", tokens, rates, *_against(peers, members)])
     head = ["dtype", "pass", "head dim", "tokens", "TFLOP/s", *(f"x {CUDA_PEERS[name]}" for name in peers)]
     return markdown_table(head, rows, 4) if rows else ""
+
+
+def cuda_table_of_masks(lines: Sequence[Line]) -> str:
+    lines = [line for line in lines if line.case.masked]
+    peers = [name for name in CUDA_PEERS if any(name in line.times_as_fast for line in lines)]
+    rows = [
+        [line.case.label, line.direction, f"{1e3 * line.timings['flashkit']['median']:.3g}", *_against(peers, [line]),
+         f"{line.yardsticks['dense']['median']:.2f}" if "dense" in line.yardsticks else ""]
+        for line in lines
+    ]  # fmt: skip
+    head = ["problem", "pass", "ms", *(f"x {CUDA_PEERS[name]}" for name in peers), "share of dense"]
+    return markdown_table(head, rows, 2) if rows else ""
+
+
+def cuda_table_of_shares(lines: Sequence[Line]) -> str:
+    """A row for each yardstick, dtype and pass: the least and the greatest share of all cases."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for line in lines:
+        for name, share in line.yardsticks.items():
+            if name != "dense":
+                found.setdefault((name, line.case.dtype, line.direction), []).append(share["median"])
+    rows = [[*key, str(len(shares)), f"{min(shares):.2f} to {max(shares):.2f}"] for key, shares in found.items()]
+    return markdown_table(["share of", "dtype", "pass", "cases", "share"], rows, 3) if rows else ""
 
 
 def _against(peers: Sequence[str], lines: Sequence[Line]) -> list[str]:
@@ -220,7 +247,7 @@ def markdown(results: Path = RESULTS) -> str:
     return "\n\n".join([*parts, *explanations]) if parts else "No results are stored yet."
 
 
-CUDA_TABLES = cuda_table, cuda_table_of_decoding, cuda_table_of_errors
+CUDA_TABLES = cuda_table, cuda_table_of_masks, cuda_table_of_shares, cuda_table_of_decoding, cuda_table_of_errors
 
 
 def _cuda_heading(lines: Sequence[Line]) -> str:
@@ -228,7 +255,8 @@ def _cuda_heading(lines: Sequence[Line]) -> str:
     versions = {**machine["versions"], "driver": machine["clocks"].get("driver_version")}
     shown = ("flashkit", "cupy", "nvrtc", "torch", "cudnn", "driver")
     text = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
-    return f"**{machine['device']}**; {text}; {lines[0].run[:10]}."
+    forced = "".join(f", {name}={value}" for name, value in machine.get("forced", {}).items())
+    return f"**{machine['device']}**{forced}; {text}; {lines[0].run[:10]}."
 
 
 def _vectors(features: Sequence[str]) -> str:
@@ -360,14 +388,21 @@ def goals(features: Iterable[str]) -> list[Goal]:
     ]  # fmt: skip
 
 
-def cuda_goals() -> list[Goal]:
-    """What the CuPy backend is to reach on Hopper: each kernel generation's own figures are in docs/devices.md."""
+def cuda_goals(forced: Mapping[str, str]) -> list[Goal]:
+    """What the CuPy backend is to reach on Hopper; where the generation sm80 is forced, what that one is to reach."""
 
     def of(dtype: str, direction: str) -> Callable[[Line], bool]:
-        return lambda line: line.case.n_q > 1 and (line.case.dtype, line.direction) == (dtype, direction)
+        def chosen(line: Line) -> bool:
+            case = line.case
+            return case.n_q > 1 and not case.masked and (case.dtype, line.direction) == (dtype, direction)
 
-    def against(peer: str) -> Callable[[Line], float | None]:
-        return lambda line: line.times_as_fast[peer]["median"] if peer in line.times_as_fast else None
+        return chosen
+
+    def against(*peers: str) -> Callable[[Line], float | None]:
+        """The fastest of these."""
+        return lambda line: min(
+            (line.times_as_fast[peer]["median"] for peer in peers if peer in line.times_as_fast), default=None
+        )
 
     def error_over(peer: str) -> Callable[[Line], float | None]:
         def figure(line: Line) -> float | None:
@@ -379,15 +414,45 @@ def cuda_goals() -> list[Goal]:
     def error(line: Line) -> float | None:
         return max(line.errors.get("flashkit", {}).values(), default=None)
 
+    def rate(line: Line) -> float:
+        return line.gflops("flashkit") / 1000
+
+    def masked(line: Line) -> bool:
+        return line.case.masked
+
+    older = "sm80" in forced.values()
     found = []
     for direction in ("forward", "backward"):
-        what = f"bfloat16 {direction}, times as fast as FlashAttention-2"
-        found.append(Goal(what, of("bfloat16", direction), against("flash"), 0.95))
-        found.append(Goal(what, of("bfloat16", direction), against("flash"), 1.0, of_mean=True))
+        if older:
+            bounds, peers, name = (0.95, 1.0), ("flash",), "FlashAttention-2"
+        else:
+            bounds = (1.0, 1.05 if direction == "forward" else 1.06)
+            peers, name = ("flash", "cudnn"), "the best of PyTorch's"
+        what = f"bfloat16 {direction}, times as fast as {name}"
+        found.append(Goal(what, of("bfloat16", direction), against(*peers), bounds[0]))
+        found.append(Goal(what, of("bfloat16", direction), against(*peers), bounds[1], of_mean=True))
         what = f"float32 {direction}, times as fast as the memory-efficient kernels"
-        found.append(Goal(what, of("float32", direction), against("efficient"), 1.0))
+        found.append(Goal(what, of("float32", direction), against("efficient"), 1.0 if older else 2.0))
         what = f"float32 {direction}, relative error"
         found.append(Goal(what, of("float32", direction), error, 8e-7, at_most=True))
+        if older:
+            continue
+        for d, least in ((64, 80.0), (128, 100.0)) if direction == "forward" else ((64, 70.0), (128, 70.0)):
+
+            def long(line: Line, direction: str = direction, d: int = d) -> bool:
+                return of("float32", direction)(line) and line.case.head_dim == d and line.case.n_q >= 4096
+
+            found.append(Goal(f"float32 {direction}, head dim {d}, 4096 tokens", long, rate, least, unit=" TFLOP/s"))
+    if not older:
+        found += [
+            Goal("blocks and windows, times as fast as FlexAttention", masked, against("flex"), 1.3),
+            Goal("blocks and windows, time over the visible fraction of dense time", masked, _against_dense, 1.1,
+                 at_most=True),
+            Goal("time with softcap over plain", lambda line: True, _share("softcap"), 1.15, at_most=True),
+            Goal("time with ALiBi over plain", lambda line: True, _share("alibi"), 1.15, at_most=True),
+            Goal("time of a deterministic backward pass over the usual one's", lambda line: True,
+                 _share("deterministic"), 1 / 0.9, at_most=True),
+        ]  # fmt: skip
     what = "decoding, times as fast as cuDNN"
     found.append(Goal(what, lambda line: line.case.n_q == 1, against("cudnn"), 1.0))
     for peer in ("flash", "cudnn"):
@@ -401,8 +466,9 @@ def check(results: Path = RESULTS) -> bool:
     all_met = True
     for lines in runs(results):
         print(f"{lines[0].machine['device']}, {lines[0].run}")
-        cuda = lines[0].machine["kind"] == "cuda"
-        for goal in cuda_goals() if cuda else goals(lines[0].machine["features"]):
+        machine = lines[0].machine
+        cuda = machine["kind"] == "cuda"
+        for goal in cuda_goals(machine.get("forced", {})) if cuda else goals(machine["features"]):
             met, text = goal.verdict(lines)
             all_met &= met
             print(f"  {text}")

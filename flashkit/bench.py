@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import timing
-from .peers import PEERS, REQUIRES, Case, Entry, Peer, missing, with_flashkit, yardsticks
+from .peers import PEERS, REQUIRES, Case, Entry, Peer, Yardstick, missing, with_flashkit, yardsticks
 from .spec import Direction, Verdict
 from .timing import Timing
 
@@ -80,6 +80,10 @@ CUDA_SUITES: dict[str, list[Case]] = {
         Case(1, 128, 32, "bfloat16", heads_kv=8, n_k=n_k, batch=batch)
         for batch, n_k in ((1, 32768), (16, 32768), (1, 131072))
     ],
+    "masks": [
+        *(Case(16384, 128, 16, "bfloat16", kept=kept) for kept in (0.5, 0.25, 0.1)),
+        Case(16384, 128, 16, "bfloat16", window=1024),
+    ],
 }  # fmt: skip
 """The same with `--device cuda`: 16,384 tokens and 2048 columns of all heads together, as others time attention."""
 
@@ -99,12 +103,13 @@ class Place:
     flashkit: Peer
     arrays: Callable[[Case], Any]
     machine: Callable[..., Machine]
+    yardsticks: Callable[[Case, Any, Direction, Sequence[str], int], dict[str, Yardstick]]
     finish: Callable[[], object] = lambda: None  # waits until calls are done that only hand over their work
     on_cpu: bool = True  # so other processes matter, idle threads do, and memory is the process's
 
 
 def on_cpu() -> Place:
-    return Place(SUITES, QUICK, PEERS, REQUIRES, with_flashkit, Case.arrays, timing.machine)
+    return Place(SUITES, QUICK, PEERS, REQUIRES, with_flashkit, Case.arrays, timing.machine, yardsticks)
 
 
 def on_cuda() -> Place:
@@ -119,7 +124,7 @@ def on_cuda() -> Place:
 
     return Place(
         CUDA_SUITES, CUDA_QUICK, peers_cuda.PEERS, peers_cuda.REQUIRES, peers_cuda.with_flashkit, peers_cuda.arrays_of,
-        timing.cuda_machine, cupy.cuda.runtime.deviceSynchronize, on_cpu=False,
+        timing.cuda_machine, peers_cuda.yardsticks, cupy.cuda.runtime.deviceSynchronize, on_cpu=False,
     )  # fmt: skip
 
 
@@ -197,7 +202,7 @@ def measure(
         if truth:
             off[name] = errors(theirs, truth)
 
-    beside = yardsticks(case, arrays, direction, peers, threads) if place.on_cpu else {}
+    beside = place.yardsticks(case, arrays, direction, peers, threads)
     settle = timing.until_idle if place.on_cpu else None
     calls = {name: entry.call for name, entry in entries.items()} | {name: x.call for name, x in beside.items()}
     attempts: list[tuple[float | None, dict[str, Timing]]] = []
@@ -215,8 +220,9 @@ def measure(
     shares = {}
     for name, yardstick in beside.items():
         done = flops if yardstick.unit == "FLOP" else moved
+        as_much = 1.0 if yardstick.work is None else done / yardstick.work
         times = timings[name].over(timings["flashkit"])
-        shares[name] = dict(zip(("median", "low", "high"), (done / yardstick.work * x for x in times)))
+        shares[name] = dict(zip(("median", "low", "high"), (as_much * x for x in times)))
     return Line(
         run=run,
         case=case,

@@ -119,15 +119,24 @@ class Entry(NamedTuple):
 
 
 class Yardstick(NamedTuple):
-    """`call` does `work`, FLOPs or bytes, that flashkit's own rate of the same is held against."""
+    """`call` does `work`, FLOPs or bytes (None: as many as the case), that flashkit's own rate is held against."""
 
     call: Callable[[], object]
-    work: float
+    work: float | None = None
     unit: Literal["FLOP", "byte"] = "FLOP"
 
 
 Peer = Callable[[Case, Arrays, Direction, int], Entry | None]
 """(case, (q, k, v, dout), direction, threads) -> Entry, or None where the peer cannot do it."""
+
+
+def dense(case: Case) -> Case:
+    """The same without a mask."""
+    return replace(case, window=None, kept=None, causal=False)
+
+
+def dense_flops(case: Case, direction: Direction) -> float:
+    return 4.0 * case.batch * case.heads * case.n_q * case.keys * case.head_dim * (1 if direction == "forward" else 2.5)
 
 
 def with_flashkit(case: Case, arrays: Arrays, direction: Direction, threads: int) -> Entry:
@@ -304,19 +313,19 @@ def yardsticks(
     `attention` makes once all is checked and planned, and planned: the call of `flashkit.plan`, beside small cases.
     """
     found: dict[str, Yardstick] = {}
-    flops = 4.0 * case.batch * case.heads * case.n_q * case.keys * case.head_dim
     if "torch" in peers and case.dtype == "float32" and case.n_q >= 2048 and not case.masked:
         import torch
 
         a, b, out = torch.randn(3, SGEMM, SGEMM).unbind()
         found["sgemm"] = Yardstick(partial(torch.matmul, a, b, out=out), 2.0 * SGEMM**3)
     if case.masked:
-        dense = with_flashkit(replace(case, window=None, kept=None, causal=False), arrays, direction, 0)
-        found["dense"] = Yardstick(dense.call, flops * (1.0 if direction == "forward" else 2.5))
+        found["dense"] = Yardstick(
+            with_flashkit(dense(case), arrays, direction, 0).call, dense_flops(case, direction)
+        )
     if max(case.n_q, case.keys) <= SMALL and direction == "forward" and not case.masked:
         q, k, v, _ = arrays
-        found["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v), flops)
-        found["kernel"] = Yardstick(_kernel(case, q, k, v), flops)
+        found["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v))
+        found["kernel"] = Yardstick(_kernel(case, q, k, v))
     if case.n_q == 1:
         found["read"] = Yardstick(_read(arrays[1:3], threads), float(arrays[1].nbytes + arrays[2].nbytes), "byte")
     return found

@@ -6,14 +6,17 @@ A peer is what peers.py says, on CuPy arrays. PyTorch's tensors share their memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from . import dispatch
 from .api import attention, attention_vjp
-from .peers import Case, Entry, Peer, torch_entry
+from .errors import UnsupportedError
+from .peers import BLOCK, Case, Entry, Peer, Yardstick, dense, dense_flops, torch_entry
 from .spec import Direction
 
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
@@ -34,19 +37,26 @@ def arrays_of(case: Case, seed: int = 0) -> tuple[Any, ...]:
     )
 
 
-def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry:
-    """The backward pass is timed alone: the pull-back of a forward pass made before."""
+def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threads: int, **options: Any) -> Entry:
+    """The backward pass is timed alone: the pull-back of a forward pass made before. options: more of `attention`'s."""
     q, k, v, dout = arrays
+    options |= case.options
     if direction == "forward":
-        forward = partial(attention, q, k, v, **case.options)
+        forward = partial(attention, q, k, v, **options)
         return Entry(forward, lambda: (first(case, forward()),))
-    _, vjp = attention_vjp(q, k, v, **case.options)
+    _, vjp = attention_vjp(q, k, v, **options)
     return Entry(partial(vjp, dout), lambda: tuple(first(case, x) for x in vjp(dout)))
 
 
 def first(case: Case, x: Any) -> np.ndarray:
     """What belongs to the first key/value head of the first batch entry, in NumPy: all is gigabytes."""
     return np.asarray(x[:1, : case.group if x.shape[1] == case.heads else 1].get())
+
+
+def _in_numpy(case: Case, x: Any) -> np.ndarray:
+    import cupy
+
+    return first(case, cupy.from_dlpack(x.detach().contiguous()))
 
 
 def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
@@ -67,17 +77,71 @@ def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Directi
                 q, k, v, is_causal=case.causal, enable_gqa=case.group > 1
             )
 
-    def array(x: Any) -> np.ndarray:
-        import cupy
-
-        return first(case, cupy.from_dlpack(x.detach().contiguous()))
-
     try:
         attend(q, k, v)
     except RuntimeError:  # no kernel of this backend
         return None
-    return torch_entry(attend, (q, k, v), dout, array, direction)
+    return torch_entry(attend, (q, k, v), dout, partial(_in_numpy, case), direction)
 
 
-PEERS: dict[str, Peer] = {name: partial(_with_torch, name) for name in BACKENDS}
+def _with_flex(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
+    """FlexAttention, compiled, with the block mask of the case; of masked cases alone: each is compiled anew."""
+    import torch
+    from torch.nn.attention import flex_attention as flex
+
+    if not case.masked or case.n_q != case.keys:
+        return None
+    *qkv, dout = (torch.from_dlpack(x) for x in arrays)
+    grid = None if case.kept is None else torch.from_numpy(case.grid).to(dout.device)
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        pair = j <= i if case.causal or case.window is not None else j == j
+        if case.window is not None:
+            pair &= j > i - case.window
+        return pair if grid is None else pair & grid[i // BLOCK, j // BLOCK]
+
+    mask = flex.create_block_mask(seen, None, None, case.n_q, case.keys, device=dout.device, BLOCK_SIZE=BLOCK)
+    attend = partial(torch.compile(flex.flex_attention, dynamic=False), block_mask=mask, enable_gqa=case.group > 1)
+    return torch_entry(attend, tuple(qkv), dout, partial(_in_numpy, case), direction)
+
+
+MODIFIED = 4096
+"""Tokens at which it is measured what a score modification takes."""
+
+
+def yardsticks(
+    case: Case, arrays: Sequence[Any], direction: Direction, peers: Collection[str], threads: int
+) -> dict[str, Yardstick]:
+    """What flashkit itself takes otherwise, in turns with the case.
+
+    dense: without the mask, beside masked cases. softcap, alibi: with such a score modification. deterministic: the
+    backward pass with the same bits each time. tf32: float32 with one product of shortened numbers. numba_cuda: the
+    kernels in Python.
+    """
+    import cupy
+
+    if case.masked:
+        return {"dense": Yardstick(with_flashkit(dense(case), arrays, direction, 0).call, dense_flops(case, direction))}
+    if case.n_q == 1:
+        return {}
+    wanted: dict[str, dict[str, Any]] = {}
+    if case.dtype == "float32":
+        wanted["tf32"] = {"precision": "tf32"}
+    else:
+        wanted["numba_cuda"] = {"backend": "numba_cuda"}
+        if direction == "backward":
+            wanted["deterministic"] = {"deterministic": True}
+        if (case.n_q, case.head_dim) == (MODIFIED, 128):
+            slopes = cupy.asarray(np.geomspace(0.5, 2**-8, case.heads), np.float32)
+            wanted |= {"softcap": {"softcap": 30.0}, "alibi": {"alibi_slopes": slopes}}
+    found = {}
+    for name, options in wanted.items():
+        if options.get("backend", "cupy_raw") not in dispatch.registry():
+            continue
+        with contextlib.suppress(UnsupportedError):
+            found[name] = Yardstick(with_flashkit(case, arrays, direction, threads, **options).call)
+    return found
+
+
+PEERS: dict[str, Peer] = {**{name: partial(_with_torch, name) for name in BACKENDS}, "flex": _with_flex}
 REQUIRES = dict.fromkeys(PEERS, ("torch",))

@@ -213,6 +213,7 @@ def cuda_machine(*peers: str) -> dict[str, Any]:
     return {
         "device": facts.get("name", "?"), "kind": "cuda", "capability": facts.get("compute_capability"),
         "sms": facts.get("sms"), "clocks": cuda_clocks(), "date": now(), "versions": found,
+        "forced": {name: value for name, value in os.environ.items() if name.endswith("_GENERATION")},
     }  # fmt: skip
 
 

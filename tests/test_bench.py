@@ -508,9 +508,27 @@ def test_the_tables_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "plain NumPy" not in text
     assert report.main(["--check", "--results", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "met           bfloat16 forward, times as fast as FlashAttention-2: 1.5, at least 0.95" in shown
+    assert "met           bfloat16 forward, times as fast as the best of PyTorch's: 1.5, at least 1" in shown
+    assert "NOT MEASURED  blocks and windows, times as fast as FlexAttention" in shown
     assert "NOT MEASURED  float32 forward" in shown
     assert report.plots(tmp_path / "plots", tmp_path) == []
+
+
+def test_masks_shares_and_what_is_forced_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = cuda_line(bench.CUDA_SUITES["masks"][0], "forward", 500.0, flex=1.5)
+    line.yardsticks = {"dense": {"median": 0.95}}
+    plain = cuda_line(Case(4096, 128, 16, "bfloat16", batch=4), "backward", 500.0, flash=0.97)
+    plain.yardsticks = {"deterministic": {"median": 1.05}}
+    for x in (line, plain):
+        x.machine["forced"] = {"FLASHKIT_CUPY_GENERATION": "sm80"}
+        bench.append(tmp_path / "h200.jsonl", x)
+    text = report.markdown(tmp_path)
+    assert text.startswith("**NVIDIA H200**, FLASHKIT_CUPY_GENERATION=sm80; driver 580")
+    assert "| heads 16, 16384 x 16384, head dim 128, bfloat16, 50% of blocks | forward | 2 | 1.50 | 0.95 |" in text
+    assert "| deterministic | bfloat16 | backward | 1 | 1.05 to 1.05 |" in text
+    report.check(tmp_path)
+    shown = capsys.readouterr().out
+    assert "met           bfloat16 backward, times as fast as FlashAttention-2: 0.97, at least 0.95" in shown
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
