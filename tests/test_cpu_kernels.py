@@ -15,7 +15,7 @@ import pytest
 
 import flashkit
 from flashkit.arguments import prepare
-from flashkit.backends.cpu import micro, vector
+from flashkit.backends.cpu import micro
 from flashkit.backends.cpu.backend import CpuBackend, CpuPlan
 from flashkit.backends.cpu.vector import Block
 from flashkit.reference import standard, standard_gradients
@@ -321,6 +321,6 @@ def test_plan_is_shared_by_sizes_of_one_bucket() -> None:
 
 
 def test_vector_table_names_every_kernel() -> None:
-    assert set(vector.KERNELS) == set(
+    assert set(micro.KERNELS) == set(
         micro.addresses(Block("float", 8, 3, 16 if "avx512f" in micro.machine()[2] else 8))
     )

@@ -54,7 +54,7 @@ import numpy as np
     NON_FINITE,  # set by the kernel when a result is not finite
     LANES,  # elements of a vector
     PANEL,  # columns of a forward score tile: whole vectors
-    PRODUCT,  # addresses of the micro-kernels (vector.py)
+    PRODUCT,  # addresses of the micro-kernels (micro.py)
     PRODUCT_ADD,
     COLUMN_MAX,
     EXPONENTIALS,

@@ -1,4 +1,4 @@
-"""Micro-kernels compiled for this machine: LLVM IR (vector.py, gemv.py) to an object file, kept in the cache directory.
+"""Micro-kernels compiled for this machine: LLVM IR (vector.py) to an object file, kept in the cache directory.
 
 Numba is not involved, so a register block costs a fraction of a second, and the kernels, which call micro-kernels
 by address, are compiled once for all of them.
@@ -6,21 +6,34 @@ by address, are compiled once for all of them.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 from llvmlite import binding
 
-from . import gemv, objects, pairs, vector
+from . import gemv, objects, pairs, product, softmax, transposes, vector
 from .objects import Object, machine
 from .vector import Block
+
+KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
+    "product": (10, partial(product.emit_product, accumulate=False)),
+    "product_add": (10, partial(product.emit_product, accumulate=True)),
+    "column_max": (5, softmax.emit_column_max),
+    "exponentials": (6, softmax.emit_exponentials),
+    "pack": (7, transposes.emit_pack),
+    "unpack": (8, transposes.emit_unpack),
+    "weights": (8, softmax.emit_weights),
+    **{f"transpose{size}": (6, partial(transposes.emit_transpose, size=size)) for size in (1, 4, 8)},
+}
+"""Name: number of arguments, emitter."""
 
 
 def kernels(block: Block, few: bool = False) -> dict[str, tuple[int, Any]]:
     """Name: number of arguments, emitter, of the micro-kernels that are made for a register block. few: those for few
     rows (gemv.py), which choose their own blocks.
     """
-    return gemv.KERNELS if few else vector.KERNELS | (pairs.kernels(block.pairs) if block.pairs else {})
+    return gemv.KERNELS if few else KERNELS | (pairs.kernels(block.pairs) if block.pairs else {})
 
 
 def assemble(block: Block, triple: str, cpu: str, features: str, few: bool = False) -> tuple[Any, Any]:

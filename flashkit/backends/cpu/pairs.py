@@ -30,6 +30,7 @@ from typing import Any
 from llvmlite import ir
 
 from . import amx
+from .product import emit_product
 from .vector import (
     I16,
     I32,
@@ -39,7 +40,6 @@ from .vector import (
     Memory,
     column_groups,
     declared,
-    emit_product,
     exp2,
     fill,
     from_bits,

@@ -1,27 +1,10 @@
-"""Vector micro-kernels, emitted as LLVM vector IR.
+"""What vector micro-kernels are made of, as LLVM vector IR.
 
 LLVM's auto-vectoriser keeps the accumulators of a matrix product in memory, at a third of the machine's rate; here
-they are vector values from the start. All arguments are 64-bit integers: addresses, strides in bytes, extents. The
-column axis of b, of c and of every score tile is contiguous; nothing else is assumed, and vectors are loaded and
-stored unaligned. Score tiles are padded to whole vectors.
-
-    product, product_add (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
-        c = a @ b, c += a @ b; rows x vectors x lanes of c are held in registers
-    column_max (s, s_row, m, n, top)
-        top[j] = max(top[j], max_i s[i, j])
-    exponentials (s, s_row, m, n, top, total)
-        s[i, j] = exp(s[i, j] - top[j]); total[j] += sum_i s[i, j]
-    pack (source, source_row, target, target_row, m, n, scale)
-        target[j, i] = scale * source[i, j]; source in storage precision, rows of target padded to whole vectors with 0
-    unpack (source, source_row, target, target_row, m, n, factor, check)
-        target[i, j] = source[j, i] * factor[i], target in storage precision; check[:] += 0 * target[:], NaN if one
-        is not finite
-    transpose1, transpose4, transpose8 (source, source_row, target, target_row, m, n)
-        target[j, i] = source[i, j] for elements of so many bytes
-    weights (s, s_row, m, n, dp, lse, delta, scale)
-        s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = scale * p * (dp[i, j] - delta[i])
-
-micro.py compiles them for this machine.
+they are vector values from the start. The micro-kernels stand in product.py, softmax.py and transposes.py (those for
+few queries in gemv.py, for bfloat16 in pairs.py and amx.py); micro.py compiles them for this machine. All arguments are
+64-bit integers: addresses, strides in bytes, extents. The column axis of b, of c and of every score tile is contiguous;
+nothing else is assumed, and vectors are loaded and stored unaligned. Score tiles are padded to whole vectors.
 """
 
 from __future__ import annotations
@@ -29,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -294,94 +276,6 @@ def _avx512(builder: ir.IRBuilder, name: str, x: ir.Value, y: ir.Value) -> ir.Va
     return b.call(declared(b.module, full, ir.FunctionType(vector, [a.type for a in args])), args)
 
 
-# --- product ----------------------------------------------------------------------------------------------------------
-
-
-Multiply = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
-
-
-MOST_TERMS = 64
-"""Of a product, summed before they are added to the result. For head dim 64 and 2,048 tokens errors against float64 are
-0.8 to 0.9 times PyTorch's so, and were 2.1 to 2.8 times with one running sum. 32 gains little and costs 3 %.
-"""
-
-
-def emit_product(
-    builder: ir.IRBuilder,
-    args: Sequence[ir.Value],
-    element: ir.Type,
-    shape: Block,
-    *,
-    accumulate: bool,
-    multiply: Multiply = fma,
-) -> None:
-    """c[i, j] (+)= sum_k a[i, k] b[k, j]: panels of vectors x lanes columns, in each blocks of `rows` rows, held in
-    registers. multiply(builder, a, b, c): a * b + c of vectors.
-    """
-    b = builder
-    a, a_row, a_col, b_, b_row, c, c_row, m, n, k = args
-    rows, vectors, lanes = shape.rows, shape.vectors, shape.lanes
-    memory = Memory(b, element, lanes)
-    width = lanes * memory.size
-
-    terms = k
-    if multiply is fma:  # half of them, so that there are two sums at least, but no more than MOST_TERMS
-        terms = b.sdiv(b.add(k, I64(1)), I64(2))
-        terms = b.select(b.icmp_signed("<", terms, I64(MOST_TERMS)), terms, I64(MOST_TERMS))
-
-    def block(height: int, columns: int, i: ir.Value, j: ir.Value, mask: ir.Value | None) -> None:
-        offset = b.mul(j, I64(memory.size))
-        c_rows = [b.add(b.add(c, offset), b.mul(b.add(i, I64(x)), c_row)) for x in range(height)]
-        a_rows = [b.add(a, b.mul(b.add(i, I64(x)), a_row)) for x in range(height)]
-        zero = fill(memory.vector, 0.0)
-        # Sums of a few terms are added to c: far fewer roundings at the size of c than if each term were.
-        outer = Loop(b, I64(0), k, terms, [b.add(b_, offset), I64(0)])
-        with outer as (first, (b_at, a_at), advance_outer):
-            last = b.add(first, terms)
-            last = b.select(b.icmp_signed("<", last, k), last, k)
-            inner = Loop(b, first, last, 1, [*[zero] * (height * columns), b_at, a_at])
-            with inner as (_, carried, advance):
-                *sums, b_at, a_at = carried
-                right = [memory.load(b.add(b_at, I64(v * width)), mask) for v in range(columns)]
-                new = []
-                for x in range(height):
-                    left = splat(b, memory.load_scalar(b.add(a_rows[x], a_at)), lanes)
-                    new += [multiply(b, left, right[v], sums[x * columns + v]) for v in range(columns)]
-                advance([*new, b.add(b_at, b_row), b.add(a_at, a_col)])
-            *sums, b_at, a_at = inner.results
-            fresh = b.icmp_signed("==", first, I64(-1 if accumulate else 0))
-            for x in range(height):
-                for v in range(columns):
-                    at = b.add(c_rows[x], I64(v * width))
-                    before = b.select(fresh, zero, memory.load(at, mask))
-                    memory.store(b.fadd(before, sums[x * columns + v]), at, mask)
-            advance_outer([b_at, a_at])
-        if not accumulate:
-            with b.if_then(b.icmp_signed("<=", k, I64(0))):
-                for x in range(height):
-                    for v in range(columns):
-                        memory.store(zero, b.add(c_rows[x], I64(v * width)), mask)
-
-    def panel(columns: int, j: ir.Value, mask: ir.Value | None) -> None:
-        i: ir.Value = I64(0)
-        for height in dict.fromkeys((rows, 4, 1)):
-            if height > rows:
-                continue
-            # The last start of a block of this height, plus one.
-            stop = b.sub(m, I64(height - 1))
-            with Loop(b, i, stop, height) as (at, _, _):
-                block(height, columns, at, j, mask)
-            done = b.sdiv(b.sub(m, i), I64(height))
-            i = b.add(i, b.mul(done, I64(height)))
-
-    wide = vectors * lanes
-    with Loop(b, I64(0), b.sub(n, I64(wide - 1)), wide) as (j, _, _):
-        panel(vectors, j, None)
-    rest = b.mul(b.sdiv(n, I64(wide)), I64(wide))
-    with Loop(b, rest, n, lanes) as (j, _, _):
-        panel(1, j, memory.tail_mask(b.sub(n, j)))
-
-
 def column_groups(
     b: ir.IRBuilder, columns: ir.Value, vectors: int, lanes: int, emit: Callable[[ir.Value, int], None]
 ) -> None:
@@ -393,91 +287,6 @@ def column_groups(
         emit(j, vectors)
     with Loop(b, b.mul(b.sdiv(columns, I64(wide)), I64(wide)), columns, lanes) as (j, _, _):
         emit(j, 1)
-
-
-def _emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
-    b = builder
-    s, row, count, columns, m = args
-    vectors, lanes = shape.vectors, shape.lanes
-    memory = Memory(b, element, lanes)
-
-    def group(j: ir.Value, width: int) -> None:
-        offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
-        loop = Loop(b, I64(0), count, 1, [*(memory.load(b.add(m, o)) for o in offsets), s])
-        with loop as (_, carried, advance):
-            *best, at = carried
-            new = []
-            for v in range(width):
-                value = memory.load(b.add(at, offsets[v]))
-                # NaN compares false and is passed over; it shows in the sum of the exponentials.
-                new.append(b.select(b.fcmp_ordered(">", value, best[v]), value, best[v]))
-            advance([*new, b.add(at, row)])
-        for v in range(width):
-            memory.store(loop.results[v], b.add(m, offsets[v]))
-
-    column_groups(b, columns, vectors, lanes, group)
-
-
-ROWS_SUMMED = 16
-
-
-def _emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
-    b = builder
-    s, row, count, columns, m, total = args
-    vectors, lanes = shape.vectors, shape.lanes
-    memory = Memory(b, element, lanes)
-
-    def group(j: ir.Value, width: int) -> None:
-        offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
-        shifts = [memory.load(b.add(m, o)) for o in offsets]
-        # Sums of a few rows are added to the total: far fewer roundings at its size than if each weight were.
-        outer = Loop(b, I64(0), count, ROWS_SUMMED, [*(memory.load(b.add(total, o)) for o in offsets), s])
-        with outer as (i, carried, advance_outer):
-            *totals, at = carried
-            last = b.add(i, I64(ROWS_SUMMED))
-            last = b.select(b.icmp_signed("<", last, count), last, count)
-            inner = Loop(b, i, last, 1, [*[fill(memory.vector, 0.0)] * width, at])
-            with inner as (_, carried, advance):
-                *sums, at = carried
-                new = []
-                for v in range(width):
-                    # The difference first: it is exact where it matters, near the maximum.
-                    p = exp(b, b.fsub(memory.load(b.add(at, offsets[v])), shifts[v]))
-                    memory.store(p, b.add(at, offsets[v]))
-                    new.append(b.fadd(sums[v], p))
-                advance([*new, b.add(at, row)])
-            *sums, at = inner.results
-            advance_outer([*(b.fadd(x, y) for x, y in zip(totals, sums)), at])
-        for v in range(width):
-            memory.store(outer.results[v], b.add(total, offsets[v]))
-
-    column_groups(b, columns, vectors, lanes, group)
-
-
-def _emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
-    b = builder
-    s, row, count, columns, dp, lse, delta, scale_bits = args
-    lanes = shape.lanes
-    memory = Memory(b, element, lanes)
-    scale = splat(b, from_bits(b, scale_bits, element), lanes)
-    zero, hidden = (fill(memory.vector, x) for x in (0.0, float("-inf")))
-    with Loop(b, I64(0), count, 1) as (i, _, _):
-        at, across = b.mul(i, I64(memory.size)), b.mul(i, row)
-        shift, mean = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
-        with Loop(b, I64(0), columns, lanes) as (j, _, _):
-            offset = b.add(across, b.mul(j, I64(memory.size)))
-            s_at, dp_at = b.add(s, offset), b.add(dp, offset)
-            score = memory.load(s_at)
-            p = exp(b, b.fsub(score, shift))
-            # A row whose log-sum-exp is NaN shows it where it has a key to see, and nowhere else.
-            p = b.select(b.fcmp_ordered("==", score, hidden), zero, p)
-            ds = b.fmul(b.fmul(p, b.fsub(memory.load(dp_at), mean)), scale)
-            memory.store(p, s_at)
-            # A hidden pair has no gradient, whatever lies in its key and value.
-            memory.store(b.select(b.fcmp_ordered("==", p, zero), zero, ds), dp_at)
-
-
-# --- transposes -------------------------------------------------------------------------------------------------------
 
 
 def widen(b: ir.IRBuilder, x: ir.Value, storage: str, element: ir.Type) -> ir.Value:
@@ -533,111 +342,6 @@ def transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     return rows
 
 
-def _emit_pack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
-    b = builder
-    source, source_row, target, target_row, m, n, scale_bits = args
-    lanes = shape.lanes
-    memory, stored = Memory(b, element, lanes), Memory(b, STORED.get(shape.storage, element), lanes)
-    scale = from_bits(b, scale_bits, element)
-    scales, zero = splat(b, scale, lanes), fill(memory.vector, 0.0)
-
-    def element_at(i: ir.Value, j: ir.Value) -> ir.Value:
-        at = b.add(b.add(source, b.mul(i, source_row)), b.mul(j, I64(stored.size)))
-        return widen(b, stored.load_scalar(at), shape.storage, element)
-
-    with Loop(b, I64(0), m, lanes) as (i, _, _):
-        with Loop(b, I64(0), b.sub(n, I64(lanes - 1)), lanes) as (j, _, _):
-            at = b.add(b.add(source, b.mul(i, source_row)), b.mul(j, I64(stored.size)))
-            rows = []
-            for x in range(lanes):
-                # Past the last row its own address again: never outside the source.
-                inside = b.icmp_signed("<", b.add(i, I64(x)), m)
-                offset = b.select(inside, b.mul(I64(x), source_row), I64(0))
-                row = b.fmul(widen(b, stored.load(b.add(at, offset)), shape.storage, element), scales)
-                rows.append(b.select(inside, row, zero))
-            to = b.add(b.add(target, b.mul(j, target_row)), b.mul(i, I64(memory.size)))
-            for x, row in enumerate(transposed(b, rows)):
-                memory.store(row, b.add(to, b.mul(I64(x), target_row)))
-        with Loop(b, b.mul(b.sdiv(n, I64(lanes)), I64(lanes)), n, 1) as (j, _, _):
-            column = zero
-            for x in range(lanes):
-                row = b.add(i, I64(x))
-                inside = b.icmp_signed("<", row, m)
-                value = b.fmul(element_at(b.select(inside, row, i), j), scale)
-                column = b.insert_element(column, b.select(inside, value, element(0.0)), I32(x))
-            memory.store(column, b.add(b.add(target, b.mul(j, target_row)), b.mul(i, I64(memory.size))))
-
-
-def _emit_unpack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
-    b = builder
-    source, source_row, target, target_row, m, n, factor, check = args
-    lanes = shape.lanes
-    memory, stored = Memory(b, element, lanes), Memory(b, STORED.get(shape.storage, element), lanes)
-    zero = fill(memory.vector, 0.0)
-
-    def scaled(i: ir.Value, j: ir.Value) -> ir.Value:
-        """Column j's values of the rows from i on, ready to be stored; what is not finite marks `check`."""
-        at = b.add(b.add(source, b.mul(j, source_row)), b.mul(i, I64(memory.size)))
-        value = b.fmul(memory.load(at), memory.load(b.add(factor, b.mul(i, I64(memory.size)))))
-        memory.store(fma(b, value, zero, memory.load(check)), check)
-        return value
-
-    def address(i: ir.Value, j: ir.Value) -> ir.Value:
-        return b.add(b.add(target, b.mul(i, target_row)), b.mul(j, I64(stored.size)))
-
-    with Loop(b, I64(0), b.sub(m, I64(lanes - 1)), lanes) as (i, _, _):
-        with Loop(b, I64(0), b.sub(n, I64(lanes - 1)), lanes) as (j, _, _):
-            columns = [scaled(i, b.add(j, I64(x))) for x in range(lanes)]
-            for x, row in enumerate(transposed(b, columns)):
-                stored.store(narrow(b, row, shape.storage), address(b.add(i, I64(x)), j))
-        with Loop(b, b.mul(b.sdiv(n, I64(lanes)), I64(lanes)), n, 1) as (j, _, _):
-            column = scaled(i, j)
-            for x in range(lanes):
-                value = b.extract_element(column, I32(x))
-                stored.store_scalar(narrow(b, value, shape.storage), address(b.add(i, I64(x)), j))
-    rest = b.mul(b.sdiv(m, I64(lanes)), I64(lanes))
-    with Loop(b, rest, m, 1) as (i, _, _), Loop(b, I64(0), n, 1) as (j, _, _):
-        at = b.add(b.add(source, b.mul(j, source_row)), b.mul(i, I64(memory.size)))
-        value = b.fmul(memory.load_scalar(at), memory.load_scalar(b.add(factor, b.mul(i, I64(memory.size)))))
-        mark = b.fadd(b.fmul(value, element(0.0)), memory.load_scalar(check))
-        memory.store_scalar(mark, check)
-        stored.store_scalar(narrow(b, value, shape.storage), address(i, j))
-
-
-def _emit_transpose(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block, *, size: int
-) -> None:
-    b = builder
-    source, source_row, target, target_row, m, n = args
-    square = min(16, shape.lanes * SIZE[shape.element] // size)
-    memory = Memory(b, ir.IntType(8 * size), square)
-
-    def at(base: ir.Value, row: ir.Value, i: ir.Value, j: ir.Value) -> ir.Value:
-        return b.add(b.add(base, b.mul(i, row)), b.mul(j, I64(size)))
-
-    def one_by_one(i: ir.Value, j: ir.Value, j_end: ir.Value) -> None:
-        with Loop(b, j, j_end, 1) as (x, _, _):
-            memory.store_scalar(memory.load_scalar(at(source, source_row, i, x)), at(target, target_row, x, i))
-
-    # Rows lie far apart, so the hardware foresees nothing: while one square of rows is turned the next is fetched, at
-    # the end the first of the tile that follows along the row.
-    whole_m, whole_n = (b.mul(b.sdiv(extent, I64(square)), I64(square)) for extent in (m, n))
-    with Loop(b, I64(0), whole_m, square) as (i, _, _):
-        with Loop(b, I64(0), whole_n, square) as (j, _, _):
-            rows = [memory.load(at(source, source_row, b.add(i, I64(x)), j)) for x in range(square)]
-            after = b.add(i, I64(square))
-            last = b.icmp_signed(">=", after, whole_m)
-            following = b.select(last, at(source, source_row, I64(0), b.add(j, n)), at(source, source_row, after, j))
-            for x in range(square):
-                prefetch(b, b.add(following, b.mul(I64(x), source_row)))
-            for x, row in enumerate(transposed(b, rows)):
-                memory.store(row, at(target, target_row, b.add(j, I64(x)), i))
-        with Loop(b, i, b.add(i, I64(square)), 1) as (x, _, _):
-            one_by_one(x, whole_n, n)
-    with Loop(b, whole_m, m, 1) as (i, _, _):
-        one_by_one(i, I64(0), n)
-
-
 # --- the module -------------------------------------------------------------------------------------------------------
 
 
@@ -653,19 +357,6 @@ class Block:
     lanes: int
     storage: str = ""  # "float16" or "bfloat16" where the operands are stored in 16 bits
     pairs: str = ""  # how pairs of bfloat16 are multiplied, where they are (bf16.py)
-
-
-KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
-    "product": (10, partial(emit_product, accumulate=False)),
-    "product_add": (10, partial(emit_product, accumulate=True)),
-    "column_max": (5, _emit_column_max),
-    "exponentials": (6, _emit_exponentials),
-    "pack": (7, _emit_pack),
-    "unpack": (8, _emit_unpack),
-    "weights": (8, _emit_weights),
-    **{f"transpose{size}": (6, partial(_emit_transpose, size=size)) for size in (1, 4, 8)},
-}
-"""Name: number of arguments, emitter."""
 
 
 class MicroModule(ir.Module):  # type: ignore[misc]
