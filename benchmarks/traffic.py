@@ -52,7 +52,7 @@ def work() -> None:
 
     from flashkit.arguments import prepare
     from flashkit.backends.cuda_common import device, launch
-    from flashkit.backends.cupy_raw.arguments import Arguments
+    from flashkit.backends.cuda_common.arguments import Arguments
     from flashkit.backends.cupy_raw.sm80 import Sm80Forward, Sm80Tile
 
     mark = cupy.RawKernel('extern "C" __global__ void mark() {}', "mark")

@@ -282,15 +282,16 @@ class Subject(Protocol):
 def subjects(backend: str | None = None) -> list[Subject]:
     """What can be tuned here: this backend, or all that are available. ValueError where it is none of them."""
     from .tune_cpu import Cpu
-    from .tune_cuda import CupyRaw
+    from .tune_cuda import Cuda
 
-    known: dict[str, type[Any]] = {"cpu": Cpu, "cupy_raw": CupyRaw}
+    known = "cpu", "cupy_raw"
     if backend is not None and backend not in known:
         raise ValueError(f"backend {backend!r} is not tuned; {' and '.join(known)} are")
     said = {name: _available(name) for name in known if backend in (None, name)}
     if backend is not None and said[backend]:
         raise ValueError(f"backend {backend!r} cannot be tuned here: {said[backend]}")
-    return [known[name]() for name, reason in said.items() if not reason]
+    able = [name for name, reason in said.items() if not reason]
+    return [Cpu() if name == "cpu" else Cuda(dispatch.registry()[name]) for name in able]  # type: ignore[arg-type, misc]
 
 
 def _available(name: str) -> str:

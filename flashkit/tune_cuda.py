@@ -14,12 +14,11 @@ import numpy as np
 
 from . import dispatch, host, profiles, timing
 from .arguments import prepare
-from .backends.cuda_common import compiler, device, launch
+from .backends.cuda_common import device, launch
+from .backends.cuda_common.arguments import Arguments
+from .backends.cuda_common.backend import CudaBackend
 from .backends.cuda_common.device import Device
-from .backends.cupy_raw import backend as cupy_backend
-from .backends.cupy_raw import specialise
-from .backends.cupy_raw.arguments import Arguments
-from .backends.cupy_raw.generation import IN_ROW, Generation, Pass
+from .backends.cuda_common.generation import IN_ROW, Generation, Pass
 from .explanation import visible_pairs
 from .peers import Case
 from .profile_schema import TileRow
@@ -77,12 +76,15 @@ class CudaTile:
         return f"{self.block_q} x {self.block_k}, {rest}"
 
 
-class CupyRaw:
-    """The CuPy backend; see tune.Subject."""
+class Cuda:
+    """A backend of CUDA kernels; see tune.Subject."""
 
-    backend, kind, tile = cupy_backend.NAME, "cuda", CudaTile
+    kind, tile = "cuda", CudaTile
     levels = "device memory", "L2", "shared memory"
     sram = "l1"
+
+    def __init__(self, kernels: CudaBackend) -> None:
+        self.kernels, self.backend = kernels, kernels.name
 
     def effort(self, quick: bool) -> Effort:
         return QUICK if quick else FULL
@@ -97,13 +99,13 @@ class CupyRaw:
         found = []
         for target in [*effort.targets(dtypes), *decoding]:
             problem = problem_of(target, effort.tokens)
-            for generation in cupy_backend.allowed():
+            for generation in self.kernels.allowed():
                 if generation.supports(problem, here, target.direction):
                     found.append(Target(**{**vars(target), "generation": generation.name}))
         return found
 
     def bench(self, effort: Effort, targets: Sequence[Target]) -> CudaBench:
-        return CudaBench(effort, targets)
+        return CudaBench(self.kernels, effort, targets)
 
     def rates(self) -> Rates:
         return measure_rates(device.current())
@@ -119,8 +121,7 @@ class CupyRaw:
         return {"flashkit": __version__, **timing.cuda_versions()}
 
     def identity(self) -> Any:
-        sources = [text for folder in (specialise.FOLDER,) for text in compiler.headers(folder)]
-        return host.cuda_device(), self.versions(), sources
+        return host.cuda_device(), self.versions(), self.kernels.sources()
 
 
 def case_of(target: Target, tokens: int, small: bool = False) -> Case:
@@ -152,12 +153,13 @@ def np_dtype(name: str) -> Any:
 
 
 class CudaBench:
-    """Verifies and times tiles of the CuPy backend on the current device.
+    """Verifies and times tiles of a backend on the current device.
 
     Candidates are compiled in threads, those of the next target while this one's are timed.
     """
 
-    def __init__(self, effort: Effort, targets: Sequence[Target]) -> None:
+    def __init__(self, kernels: CudaBackend, effort: Effort, targets: Sequence[Target]) -> None:
+        self.kernels = kernels
         self.profile, self.device, self.tokens = profiles.for_device("cuda"), device.current(), effort.tokens
         self.following = dict(itertools.pairwise(targets))
         self.compiled: dict[tuple[Target, CudaTile], Future[Pass]] = {}
@@ -166,8 +168,8 @@ class CudaBench:
         self.tasks: dict[tuple[Any, bool], _Task] = {}
 
     def in_use(self, target: Target) -> CudaTile:
-        problem, generation = self.problem(target), _generation(target)
-        row = cupy_backend.rows_of(problem, self.profile, target.direction).get(generation.name)
+        problem, generation = self.problem(target), self.generation(target)
+        row = self.kernels.rows_of(problem, self.profile, target.direction).get(generation.name)
         return CudaTile.of(generation.name, generation.plan(problem, row, self.device, target.direction).tile)
 
     def candidates(self, target: Target) -> list[CudaTile]:
@@ -178,9 +180,12 @@ class CudaBench:
         return found
 
     def listed(self, target: Target) -> list[CudaTile]:
-        generation = _generation(target)
+        generation = self.generation(target)
         tiles = generation.candidates(self.problem(target), self.device, target.direction)
         return [CudaTile.of(generation.name, tile) for tile in tiles]
+
+    def generation(self, target: Target) -> Generation:
+        return next(g for g in self.kernels.generations if g.name == target.generation)
 
     def flops(self, target: Target) -> float:
         return self.task(target).flops
@@ -205,7 +210,7 @@ class CudaBench:
         key = target, tile
         if key not in self.compiled:
             row, problem = TileRow(**tile.row), self.problem(target)
-            plan = _generation(target).plan
+            plan = self.generation(target).plan
             self.compiled[key] = self.pool.submit(plan, problem, row, self.device, target.direction)
         return self.compiled[key]
 
@@ -221,18 +226,14 @@ class CudaBench:
         if key not in self.tasks:
             # One problem after the other: the arrays of the last one are let go.
             self.tasks = {k: task for k, task in self.tasks.items() if k[0] == target.problem}
-            self.tasks[key] = _Task(case_of(target, self.tokens, small), target, small, self.profile)
+            self.tasks[key] = _Task(self.kernels.name, case_of(target, self.tokens, small), target, small)
         return self.tasks[key]
-
-
-def _generation(target: Target) -> Generation:
-    return next(g for g in cupy_backend.GENERATIONS if g.name == target.generation)
 
 
 class _Task:
     """A target's problem with its arrays on the device and, for a small one, what its results should be."""
 
-    def __init__(self, case: Case, target: Target, small: bool, profile: Any) -> None:
+    def __init__(self, name: str, case: Case, target: Target, small: bool) -> None:
         import cupy
 
         self.direction = target.direction
@@ -251,7 +252,7 @@ class _Task:
         self.problem, self.operands, _ = prepare(*inputs, **case.options)
         self.gradients = Gradients(dout, None, *(cupy.empty_like(x) for x in inputs))
         if self.direction == "backward":  # which reads the results of the forward pass
-            backend, plan = dispatch.plan(self.problem, cupy_backend.NAME)
+            backend, plan = dispatch.plan(self.problem, name)
             backend.forward(plan, self.operands)
         if small:
             q, k, v, dout = host_arrays

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from flashkit import arguments, expr, mods
-from flashkit.backends.cuda_common import compiler
+from flashkit.backends.cuda_common import arguments as block
+from flashkit.backends.cuda_common import compiler, modification, simt, sm90_maps
 from flashkit.backends.cuda_common.device import MODELS, Device
-from flashkit.backends.cupy_raw import arguments as block
-from flashkit.backends.cupy_raw import modify, simt, sm80, sm90, sm90_maps, sm90_products, specialise
+from flashkit.backends.cupy_raw import sm80, sm90, sm90_products, specialise
 from flashkit.profile_schema import TileRow
 from flashkit.spec import AttentionSpec, Problem
 
@@ -115,22 +115,22 @@ def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: s
 @pytest.mark.parametrize("what", [*SCORES, *MASKS])
 def test_a_modification_compiles(what: str) -> None:
     spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [])
-    assert modify.unsupported(spec) == ""
+    assert modification.unsupported(spec) == ""
     compiler.binary(specialise.source("rows", spec, {}), "sm_80")
 
 
 def test_all_modifications_together_compile_in_both_passes() -> None:
     spec = spec_of(list(SCORES.values()), list(MASKS.values()))
-    assert modify.looks_at_ranges(spec)
+    assert modification.looks_at_ranges(spec)
     for part in ("forward", "keys", "queries"):
         simt_kernel(part, spec, MODELS["sm_90a"])
 
 
 def test_too_many_values_are_refused_with_a_sentence() -> None:
     many = mods.causal()
-    for step in range(2, modify.MAX_VALUES + 3):
+    for step in range(2, modification.MAX_VALUES + 3):
         many = many & mods.dilated(step)
-    assert "up to 384 fit" in modify.unsupported(spec_of([], [many]))
+    assert "up to 384 fit" in modification.unsupported(spec_of([], [many]))
 
 
 def test_the_block_of_arguments_is_the_structure() -> None:
@@ -153,7 +153,7 @@ def test_a_binary_is_compiled_once_and_found_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
     source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
     first = compiler.binary(source, "sm_80")
-    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler.Source, "compile", lambda *_: pytest.fail("compiled again"))
     assert compiler.binary(source, "sm_80") == first
     assert first.resources["tiny"].registers > 0
 
@@ -365,7 +365,7 @@ def test_products_name_every_sum_once() -> None:
 
 def test_integers_of_small_score_modifications() -> None:
     """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
-    assert modify.is_small(spec_of([mods.alibi(np.ones((2, 4), np.float32))], []))
-    assert modify.is_small(AttentionSpec("float16", 64, 64))
-    assert not modify.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
-    assert not modify.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
+    assert modification.is_small(spec_of([mods.alibi(np.ones((2, 4), np.float32))], []))
+    assert modification.is_small(AttentionSpec("float16", 64, 64))
+    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
+    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))

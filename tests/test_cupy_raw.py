@@ -16,12 +16,14 @@ from cases import FACTORS, with_
 
 import flashkit
 from flashkit import dispatch, mods, reference
-from flashkit.backends.cupy_raw import backend as cupy_backend
-from flashkit.backends.cupy_raw import sm80, verify
+from flashkit.backends.cuda_common import verify
+from flashkit.backends.cuda_common.backend import VARIABLE
+from flashkit.backends.cupy_raw import sm80
+from flashkit.backends.cupy_raw.backend import CupyRawBackend
 
 pytestmark = pytest.mark.gpu
 
-GENERATIONS = [generation.name for generation in cupy_backend.GENERATIONS]
+GENERATIONS = [generation.name for generation in CupyRawBackend.generations]
 DESIGN = cases.pairwise(FACTORS)
 NAME = "cupy_raw"
 
@@ -36,7 +38,7 @@ def _device() -> None:
 @pytest.fixture(params=GENERATIONS)
 def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each generation alone: what it cannot do is refused, and the test skipped with its reason."""
-    monkeypatch.setenv(cupy_backend.VARIABLE, request.param)
+    monkeypatch.setenv(VARIABLE, request.param)
     dispatch.forget()
     yield request.param
     dispatch.forget()
@@ -141,9 +143,9 @@ def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> No
 
 
 def test_an_unknown_generation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cupy_backend.VARIABLE, "sm70")
+    monkeypatch.setenv(VARIABLE, "sm70")
     with pytest.raises(ValueError, match="simt"):
-        cupy_backend.allowed()
+        CupyRawBackend().allowed()
 
 
 def test_explain_names_the_generation(generation: str) -> None:

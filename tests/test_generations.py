@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from flashkit import profile_schema, tune_cuda
+from flashkit.backends.cuda_common import backend, generation
 from flashkit.backends.cuda_common.compiler import CompileError
 from flashkit.backends.cuda_common.device import MODELS
-from flashkit.backends.cupy_raw import backend, generation, simt, sm80, sm90
+from flashkit.backends.cupy_raw import sm80
+from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.profile_schema import TileRow
 from flashkit.spec import AttentionSpec, Problem, Verdict
 
@@ -41,57 +43,57 @@ def rows(*names_and_rates: tuple[str, float | None], more: str = "") -> Any:
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, profile: Any, *generations: Fake, problem: Problem = LONG) -> Any:
-    monkeypatch.setattr(backend, "GENERATIONS", generations)
-    return backend.choose(problem, profile, HOPPER, "forward")
+    monkeypatch.setattr(CupyRawBackend, "generations", generations)
+    return CupyRawBackend().choose(problem, profile, HOPPER, "forward")
 
 
 def test_the_newest_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch, rows(("old", None)), Fake("new"), Fake("old"))
-    assert (found.generation.name, found.row, found.said) == ("new", None, [])
+    found = chosen(monkeypatch, rows(("simt", None)), Fake("sm80"), Fake("simt"))
+    assert (found.generation.name, found.row, found.said) == ("sm80", None, [])
 
 
 def test_the_fastest_of_those_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch, rows(("new", 10), ("old", 20)), Fake("new"), Fake("old"))
-    assert (found.generation.name, found.row.options) == ("old", {"generation": "old"})
-    assert found.said == ["new: 10 TFLOP/s in the profile"]
+    found = chosen(monkeypatch, rows(("sm80", 10), ("simt", 20)), Fake("sm80"), Fake("simt"))
+    assert (found.generation.name, found.row.options) == ("simt", {"generation": "simt"})
+    assert found.said == ["sm80: 10 TFLOP/s in the profile"]
 
 
 def test_a_newer_one_that_was_not_measured_stays_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch, rows(("old", 20)), Fake("new"), Fake("old"))
-    assert (found.generation.name, found.row) == ("new", None)
+    found = chosen(monkeypatch, rows(("simt", 20)), Fake("sm80"), Fake("simt"))
+    assert (found.generation.name, found.row) == ("sm80", None)
 
 
 def test_what_cannot_do_it_is_left_out_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    cannot = Fake("new", "it is Sunday")
-    found = chosen(monkeypatch, rows(("new", 90), ("old", 20)), cannot, Fake("old"))
-    assert (found.generation.name, found.said) == ("old", ["new: it is Sunday"])
-    assert chosen(monkeypatch, rows(("old", 20)), cannot).generation is None
+    cannot = Fake("sm80", "it is Sunday")
+    found = chosen(monkeypatch, rows(("sm80", 90), ("simt", 20)), cannot, Fake("simt"))
+    assert (found.generation.name, found.said) == ("simt", ["sm80: it is Sunday"])
+    assert chosen(monkeypatch, rows(("simt", 20)), cannot).generation is None
 
 
 def test_a_forced_one_takes_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(backend.VARIABLE, "new")
-    found = chosen(monkeypatch, rows(("new", 10), ("old", 20)), Fake("new"), Fake("old"))
-    assert (found.generation.name, found.row.options) == ("new", {"generation": "new"})
+    monkeypatch.setenv(backend.VARIABLE, "sm80")
+    found = chosen(monkeypatch, rows(("sm80", 10), ("simt", 20)), Fake("sm80"), Fake("simt"))
+    assert (found.generation.name, found.row.options) == ("sm80", {"generation": "sm80"})
 
 
 def test_a_forced_one_leaves_a_direction_that_it_has_not_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    new, old = Fake("new"), Fake("old")
+    new, old = Fake("sm80"), Fake("simt")
     new.verdict, old.directions = Verdict(False, "it goes forward"), ("forward", "backward")
-    monkeypatch.setattr(backend, "GENERATIONS", (new, old))
-    monkeypatch.setenv(backend.VARIABLE, "new")
-    profile = rows(("old", None))
-    assert backend.choose(LONG, profile, HOPPER, "forward").generation is None
-    found = backend.choose(LONG, profile, HOPPER, "backward").generation
-    assert found is not None and found.name == "old"
+    monkeypatch.setattr(CupyRawBackend, "generations", (new, old))
+    monkeypatch.setenv(backend.VARIABLE, "sm80")
+    profile = rows(("simt", None))
+    assert CupyRawBackend().choose(LONG, profile, HOPPER, "forward").generation is None
+    found = CupyRawBackend().choose(LONG, profile, HOPPER, "backward").generation
+    assert found is not None and found.name == "simt"
 
 
 def test_rows_for_many_do_not_count_for_few_nor_those_for_few_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    many, few = rows(("new", 10)), rows(("new", 10), more=", max_rows: 16")
+    many, few = rows(("sm80", 10)), rows(("sm80", 10), more=", max_rows: 16")
     for profile, problem, applies in ((many, LONG, 1), (many, SHORT, 0), (few, LONG, 0), (few, SHORT, 1)):
-        assert (chosen(monkeypatch, profile, Fake("new"), problem=problem).row is not None) == applies
+        assert (chosen(monkeypatch, profile, Fake("sm80"), problem=problem).row is not None) == applies
     # Query heads that share keys count together.
     grouped = Problem(AttentionSpec("bfloat16", 64, 64, group=32), 1, 32, 1, 4096, "cupy")
-    assert chosen(monkeypatch, few, Fake("new"), problem=grouped).row is None
+    assert chosen(monkeypatch, few, Fake("sm80"), problem=grouped).row is None
 
 
 # --- tiles and rows ---------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def test_rows_for_many_do_not_count_for_few_nor_those_for_few_for_many(monkeypat
 
 @pytest.mark.parametrize(
     ("each", "direction"),
-    [(each, direction) for each in (simt.Simt(), sm80.Sm80(), sm90.Sm90()) for direction in each.directions],
+    [(each, direction) for each in CupyRawBackend.generations for direction in each.directions],
     ids=lambda value: getattr(value, "name", value),
 )
 @pytest.mark.parametrize("problem", [LONG, SHORT], ids=["long", "short"])
@@ -141,10 +143,10 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
                 raise CompileError("7 is not a multiple of 8")
             return "its own tile"
 
-    monkeypatch.setattr(backend, "GENERATIONS", (Compiles("new"),))
+    monkeypatch.setattr(CupyRawBackend, "generations", (Compiles("sm80"),))
     monkeypatch.setattr(backend.verify, "trusted", lambda *_: None)
     with pytest.warns(profile_schema.ProfileWarning, match="<text>:5: not followed.*7 is not a multiple of 8"):
-        assert backend.CupyPlan(LONG, rows(("new", 10))).on(HOPPER, "forward") == "its own tile"
+        assert backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10))).on(HOPPER, "forward") == "its own tile"
 
 
 # --- what is tuned ----------------------------------------------------------------------------------------------------
@@ -152,12 +154,12 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
 
 def test_every_target_is_of_a_generation_that_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
-    subject = tune_cuda.CupyRaw()
+    subject = tune_cuda.Cuda(CupyRawBackend())
     targets = subject.targets(tune_cuda.FULL, None)
     assert len({target.key for target in targets}) == len(targets)
     assert {target.generation for target in targets if target.dtype == "float64"} == {"simt"}
     of = [t.generation for t in targets if t.problem == ("forward", "bfloat16", "64", "full")]
-    assert of == [each.name for each in backend.allowed()]  # newest first: the others are held against it
+    assert of == [each.name for each in CupyRawBackend().allowed()]  # newest first: the others are held against it
     assert {t.direction for t in targets if t.few} == {"forward"}
     assert {t.dtype for t in subject.targets(tune_cuda.QUICK, ["float16"])} == {"float16"}
 

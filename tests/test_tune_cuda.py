@@ -28,10 +28,9 @@ def device() -> None:
 def test_wrong_results_are_noticed(direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    from flashkit.tune_cuda import CudaBench, CupyRaw
-
-    (target, *_) = [t for t in CupyRaw().targets(SMALL, None) if t.direction == direction]
-    bench = CudaBench(SMALL, [target])
+    (subject,) = tune.subjects("cupy_raw")
+    (target, *_) = [t for t in subject.targets(SMALL, None) if t.direction == direction]
+    bench: Any = subject.bench(SMALL, [target])
     tile = bench.in_use(target)
     assert bench.candidates(target)[0].generation == target.generation
     assert bench.verify(target, tile) == ""
@@ -77,7 +76,8 @@ def test_autotune_writes_a_profile_that_is_used_and_explained(monkeypatch: pytes
 
 
 def test_every_target_has_a_name_of_its_own() -> None:
-    from flashkit.tune_cuda import FULL, CupyRaw
+    from flashkit.tune_cuda import FULL
 
-    targets: list[Target] = CupyRaw().targets(FULL, None)
+    (subject,) = tune.subjects("cupy_raw")
+    targets: list[Target] = subject.targets(FULL, None)
     assert len({target.key for target in targets}) == len(targets)

@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code: NVRTC, with the result kept on disk.
+"""Sources to machine code, the result kept on disk; and the compiler of CUDA C++, NVRTC.
 
 Works without a device and without a driver, so every kernel can be compiled and looked at anywhere. A binary is named
 by the hash of everything that it was made from: text, headers, options, architecture and compiler version. So a
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ... import cachedir
 
@@ -54,13 +54,33 @@ class Binary:
         return self.path.with_suffix(".checked")
 
 
+class Compilable(Protocol):
+    """A source in any language."""
+
+    @property
+    def name(self) -> str:
+        """For the file."""
+
+    def made_from(self) -> object:
+        """All that the machine code depends on besides the architecture: text, options, compilers. Has a `repr`."""
+
+    def compile(self, arch: str) -> tuple[bytes, str]:
+        """Machine code, and what `ptxas -v` says of it. CompileError, with the compiler's words."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """A text and the headers that it includes by their names."""
+    """CUDA C++: a text and the headers that it includes by their names."""
 
     name: str
     text: str
     headers: tuple[tuple[str, str], ...] = ()
+
+    def made_from(self) -> object:
+        return self.text, _included(self), OPTIONS, version()
+
+    def compile(self, arch: str) -> tuple[bytes, str]:
+        return _compile(self, arch)
 
 
 @cache
@@ -98,17 +118,17 @@ def target(capability: tuple[int, int]) -> str:
     return f"sm_{best}{'a' if best >= 90 and best == 10 * major + minor else ''}"
 
 
-def binary(source: Source, arch: str) -> Binary:
+def binary(source: Compilable, arch: str) -> Binary:
     """The machine code of a source, compiled now or before by any process."""
-    used = _included(source)
-    digest = hashlib.sha256(repr((source.text, used, arch, OPTIONS, version())).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(repr((source.made_from(), arch)).encode()).hexdigest()[:20]
     path = cachedir.folder("cuda") / f"{source.name}_{arch}_{digest}.cubin"
     found = _read(path)
     if found is None:
         with cachedir.alone(path):
             found = _read(path)  # another process may have made it meanwhile
             if found is None:
-                code, log = _compile(source, used, arch)
+                code, log = source.compile(arch)
+                _refuse_serialised(source.name, arch, log)
                 found = Binary(path, code, resources(log))
                 report = {name: asdict(numbers) for name, numbers in found.resources.items()}
                 cachedir.write(path.with_suffix(".json"), json.dumps(report).encode())
@@ -135,10 +155,17 @@ def _included(source: Source) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
-def _compile(source: Source, used: tuple[tuple[str, str], ...], arch: str) -> tuple[bytes, str]:
+def _refuse_serialised(name: str, arch: str, log: str) -> None:
+    """ptxas says in a remark that every matrix instruction waits for the one before: right, but far too slow."""
+    if serialised := re.findall(r".*\(C75\d\d\).*", log):
+        raise CompileError(f"{name} for {arch}: {serialised[0].strip()}")
+
+
+def _compile(source: Source, arch: str) -> tuple[bytes, str]:
     """Machine code and the compiler's log."""
     from cuda.bindings import nvrtc
 
+    used = _included(source)
     names, texts = [name.encode() for name, _ in used], [text.encode() for _, text in used]
     file = f"{source.name}_variant.cu".encode()  # not the name of a header
     (program,) = _call("nvrtcCreateProgram", source.text.encode(), file, len(used), texts, names)
@@ -150,10 +177,6 @@ def _compile(source: Source, used: tuple[tuple[str, str], ...], arch: str) -> tu
         text = log.decode(errors="replace").rstrip("\0\n ")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"{source.name} does not compile for {arch}:\n{text[:8000]}")
-        # ptxas says so in a remark and makes every matrix instruction wait for the one before: right, but far too slow.
-        serialised = re.findall(r".*\(C75\d\d\).*", text)
-        if serialised:
-            raise CompileError(f"{source.name} for {arch}: {serialised[0].strip()}")
         code = bytearray(_call("nvrtcGetCUBINSize", program)[0])
         _call("nvrtcGetCUBIN", program, code)
         return bytes(code), text

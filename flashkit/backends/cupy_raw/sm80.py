@@ -8,12 +8,12 @@ from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
+from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
+from ..cuda_common.generation import tile_of
 from ..cuda_common.launch import MAX_GRID, scratch
+from ..cuda_common.rows import RowKernels
 from . import specialise
-from .arguments import Arguments
-from .generation import tile_of
-from .rows import RowKernels
 
 MAX_DIM = 256
 _LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
@@ -210,7 +210,7 @@ class Sm80Backward:
         library = specialise.library(
             "sm80_backward", spec, tuple(constants.items()), compiler.target(device.capability)
         )
-        self.rows = RowKernels(spec, device)
+        self.rows = RowKernels(specialise.library, spec, device)
         self.libraries = [library, self.rows.library]
         self._kernel = library.kernel("sm80_backward", device, chosen.shared_memory(spec))
         self._store = library.kernel("store_queries", device)

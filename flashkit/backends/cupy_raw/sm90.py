@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler
+from ..cuda_common import compiler, modification, verify
+from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
+from ..cuda_common.generation import tile_of
 from ..cuda_common.launch import MAX_GRID
-from . import modify, specialise, verify
-from .arguments import Arguments
-from .generation import tile_of
+from ..cuda_common.sm90_maps import Launch, Tickets, addressable, tensor_map
+from . import specialise
 from .sm80 import Sm80Forward
-from .sm90_maps import Launch, Tickets, addressable, tensor_map
 from .sm90_products import text as products
 
 MAX_DIM = 256
@@ -93,7 +93,7 @@ class Sm90Tile:
             "BLOCK_K": self.block_k, "GROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
             "TURNS": bool(self.turns) and self.groups > 1, "PACK": pack, "REGISTERS": multiplying,
             "REGISTERS_LOADING": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "SMALL_SCORE": modify.is_small(spec), "BRIEF": True,
+            "SMALL_SCORE": modification.is_small(spec), "BRIEF": True,
         }  # fmt: skip
 
 

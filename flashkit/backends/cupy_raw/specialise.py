@@ -7,9 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from ...spec import AttentionSpec
-from ..cuda_common import compiler
+from ..cuda_common import arguments, compiler, modification
 from ..cuda_common.launch import Library
-from . import arguments, modify
+from . import modify
 
 FOLDER = Path(__file__).parent / "kernels"
 
@@ -19,9 +19,9 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
     `functions`: text that goes before it."""
     numbers = {
         "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GROUP": spec.group,
-        "CLASSIFY_MANY": not modify.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
+        "CLASSIFY_MANY": not modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
-        "VALUES": modify.values_of(spec), "PARAMS_WORDS": arguments.size(spec), "BRIEF": False, **constants,
+        "VALUES": modification.values_of(spec), "PARAMS_WORDS": arguments.size(spec), "BRIEF": False, **constants,
     }  # fmt: skip
     lines = [f"constexpr {'bool' if isinstance(x, bool) else 'int'} {n} = {int(x)};" for n, x in numbers.items()]
     text = [

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from ..cuda_common.device import Device
-from ..cuda_common.launch import call, scratch
 from .arguments import AT, Arguments
+from .device import Device
+from .launch import call, scratch
 
 _ALIGNED = 16  # bytes, of addresses and strides
 _SIZE = 2  # bytes of an element

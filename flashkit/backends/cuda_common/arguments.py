@@ -14,8 +14,8 @@ import numpy as np
 
 from ... import dropout
 from ...spec import AttentionSpec, Gradients, Operands
-from ..cuda_common.launch import Block
-from . import modify
+from . import modification
+from .launch import Block
 
 TENSORS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "shift", "delta", "partial", "partial_lse",
@@ -31,7 +31,7 @@ VALUES = 4 * len(TENSORS) + len(WORDS)
 
 def size(spec: AttentionSpec) -> int:
     """Words of the block."""
-    return VALUES + max(1, modify.values_of(spec))
+    return VALUES + max(1, modification.values_of(spec))
 
 
 def bits(value: float) -> int:
@@ -101,7 +101,7 @@ class Arguments(Block):
         return int(array.data.ptr)
 
     def _values(self, operands: Operands) -> list[int]:
-        """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them)."""
+        """The modification's scalars and arrays in the order of the spec's slots; modify.py reads them."""
         words: list[int] = []
         for slot in self.spec.slots:
             if slot.ndim is None:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import math
 
 from ...spec import ITEMSIZE, AttentionSpec
-from ..cuda_common import compiler
-from ..cuda_common.device import Device
-from ..cuda_common.launch import scratch
-from . import specialise
+from . import compiler
 from .arguments import AT, Arguments
+from .device import Device
+from .generation import Kernels
+from .launch import scratch
 
-_THREADS = 128  # of a block: kernels/rows.cu
+_THREADS = 128  # of a block: kernels/rows
 
 
 class RowKernels:
-    """kernels/rows.cu for a spec."""
+    """kernels/rows for a spec."""
 
-    def __init__(self, spec: AttentionSpec, device: Device) -> None:
-        self.library = specialise.library("rows", spec, (), compiler.target(device.capability))
+    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device) -> None:
+        self.library = kernels("rows", spec, (), compiler.target(device.capability))
         self._prepare = self.library.kernel("prepare", device)
         self._sinks = self.library.kernel("sink_gradients", device)
         units = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)
         self._rows = _THREADS // (32 if units > 16 else 16 if units > 8 else 8)
 
     def prepare(self, arguments: Arguments, stream: int, multiple: int = 1) -> None:
-        """Compute `shift` and `delta` (kernels/params.cuh), with room for a multiple of so many rows in each head, in
+        """Compute `shift` and `delta` (of Params), with room for a multiple of so many rows in each head, in
         memory that lives as long as the arguments.
         """
         rows = arguments.batch, arguments.heads, -(-arguments.n_q // multiple) * multiple

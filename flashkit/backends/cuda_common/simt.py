@@ -1,4 +1,4 @@
-"""The generation for every CUDA device and dtype: ordinary arithmetic units, kernels/simt_*.cu."""
+"""The generation for every CUDA device and dtype: ordinary arithmetic units, kernels/simt_*."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler
-from ..cuda_common.device import Device
-from ..cuda_common.launch import MAX_GRID, Kernel
-from . import specialise
+from . import compiler
 from .arguments import Arguments
-from .generation import tile_of
+from .device import Device
+from .generation import Kernels, tile_of
+from .launch import MAX_GRID, Kernel
 from .rows import RowKernels
 
 Part = str
@@ -25,7 +24,7 @@ MAX_REGISTERS = 224
 
 @dataclass(frozen=True)
 class SimtTile:
-    """A tile and how a block of threads shares it; kernels/simt.cuh says what the numbers are."""
+    """A tile and how a block of threads shares it; kernels/simt says what the numbers are."""
 
     block_q: int
     block_k: int
@@ -62,7 +61,7 @@ class SimtTile:
         return -(-dim // (4 * self.threads_x)) * 4 * self.threads_x
 
     def shared_memory(self, part: Part, spec: AttentionSpec) -> int:
-        """Bytes of a block: kernels/simt.cuh, "shared memory"."""
+        """Bytes of a block: kernels/simt, "shared memory"."""
         size = ITEMSIZE[spec.lse_dtype]
         rows, columns = self.shape(part)
         dim = {"forward": spec.head_dim_v, "queries": spec.head_dim}.get(part, max(spec.head_dim, spec.head_dim_v))
@@ -143,10 +142,10 @@ def by_profile(part: Part, row: Any, spec: AttentionSpec, device: Device) -> tup
 class _Kernel:
     """One kernel of a pass with its tile."""
 
-    def __init__(self, part: Part, spec: AttentionSpec, device: Device, tile: SimtTile) -> None:
+    def __init__(self, kernels: Kernels, part: Part, spec: AttentionSpec, device: Device, tile: SimtTile) -> None:
         self.tile = tile
         name = "simt_forward" if part == "forward" else "simt_backward"
-        self.library = specialise.library(name, spec, self.tile.constants(part), compiler.target(device.capability))
+        self.library = kernels(name, spec, self.tile.constants(part), compiler.target(device.capability))
         self.kernel: Kernel = self.library.kernel(name, device, self.tile.shared_memory(part, spec))
 
     def launch(self, arguments: Arguments, tokens: int, block: int, heads: int, stream: int) -> None:
@@ -161,9 +160,9 @@ class _Kernel:
 class SimtForward:
     """The forward pass."""
 
-    def __init__(self, spec: AttentionSpec, device: Device, row: Any = None) -> None:
+    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, row: Any = None) -> None:
         self.tile, self.why = by_profile("forward", row, spec, device)
-        self.forward = _Kernel("forward", spec, device, self.tile)
+        self.forward = _Kernel(kernels, "forward", spec, device, self.tile)
         self.libraries = [self.forward.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
@@ -173,11 +172,11 @@ class SimtForward:
 class SimtBackward:
     """The backward pass: rows prepared, then dK and dV, then dQ, then the sinks."""
 
-    def __init__(self, spec: AttentionSpec, device: Device, row: Any = None) -> None:
+    def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, row: Any = None) -> None:
         self.tile, self.why = by_profile("keys", row, spec, device)
-        self.keys = _Kernel("keys", spec, device, self.tile)
-        self.queries = _Kernel("queries", spec, device, choose("queries", spec, device))
-        self.rows = RowKernels(spec, device)
+        self.keys = _Kernel(kernels, "keys", spec, device, self.tile)
+        self.queries = _Kernel(kernels, "queries", spec, device, choose("queries", spec, device))
+        self.rows = RowKernels(kernels, spec, device)
         self.libraries = [self.keys.library, self.queries.library, self.rows.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
@@ -197,6 +196,9 @@ class Simt:
     name = "simt"
     directions: tuple[Direction, ...] = ("forward", "backward")
 
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         return Verdict(True)
 
@@ -208,4 +210,4 @@ class Simt:
         return [_resident(tile, part, problem.spec, device) for tile in ranked[:LISTED]]
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> SimtForward | SimtBackward:
-        return (SimtForward if direction == "forward" else SimtBackward)(problem.spec, device, row)
+        return (SimtForward if direction == "forward" else SimtBackward)(self._kernels, problem.spec, device, row)

@@ -1,4 +1,4 @@
-"""What a generation of kernels is: those for one kind of arithmetic units, newest first in backend.py.
+"""What a generation of kernels is: those for one kind of arithmetic units, newest first in a backend.
 
 A generation says which problems it can do on a device, in which direction, and plans a pass. What it cannot do goes to
 the next one down; `simt` can do everything. It lists the tiles that are worth trying, which is what `flashkit autotune`
@@ -12,13 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
-from ...spec import Direction, Problem, Verdict
-from ..cuda_common.device import Device
-from ..cuda_common.launch import Library
+from ...spec import AttentionSpec, Direction, Problem, Verdict
 from .arguments import Arguments
+from .device import Device
+from .launch import Library
 
 Tile = TypeVar("Tile")
 IN_ROW = ("block_q", "block_k", "stages")
+
+
+class Kernels(Protocol):
+    """What a backend calls to have kernels: its language is its own, names, constants and arguments are the same."""
+
+    def __call__(self, name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str, /) -> Library:
+        """The kernels of kernels/<name> for a spec, compiled now or before, loaded; `constants`: those that the file
+        asks for beyond the spec's own.
+        """
 
 
 class Pass(Protocol):

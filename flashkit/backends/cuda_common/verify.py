@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...spec import AttentionSpec, Direction, Gradients, Operands, Slot
-from ..cuda_common.device import Device
 from .arguments import Arguments
+from .device import Device
 from .generation import Pass
 
 ROWS, KEYS = 150, 210

@@ -1,0 +1,62 @@
+"""What kernels are told of a score and mask modification besides its text: how many words its values take, what has no
+text, and what a text may count on.
+"""
+
+from __future__ import annotations
+
+from ... import expr
+from ...spec import AttentionSpec, Slot
+
+MAX_NDIM = 8
+MAX_VALUES = 384
+"""64-bit entries: with the rest of the arguments they stay below the 4096 bytes that a launch takes."""
+
+ELEMENTS = (
+    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
+    "float64",
+)  # fmt: skip
+"""Dtypes of arrays."""
+
+
+def entries(slot: Slot) -> int:
+    """64-bit entries that a value takes among Params::values: the scalar, or the address and strides in elements."""
+    return 1 if slot.ndim is None else 1 + slot.ndim
+
+
+def values_of(spec: AttentionSpec) -> int:
+    """Entries that all values of the spec take together."""
+    return sum(map(entries, spec.slots))
+
+
+def unsupported(spec: AttentionSpec) -> str:
+    """Why no text can be made for the spec's modification, or nothing."""
+    for slot in spec.slots:
+        if slot.ndim is not None and str(slot.dtype) not in ELEMENTS:
+            return f"an array of a modification has dtype {slot.dtype}; {', '.join(ELEMENTS)} fit"
+        if (slot.ndim or 0) > MAX_NDIM:
+            return f"an array of a modification has {slot.ndim} axes; up to {MAX_NDIM} fit"
+    if values_of(spec) > MAX_VALUES:
+        return f"the modification's arrays and numbers take {values_of(spec)} entries; up to {MAX_VALUES} fit"
+    return ""
+
+
+def looks_at_ranges(spec: AttentionSpec) -> bool:
+    """Whether classifying a tile reads arrays over ranges, which takes time in proportion to the tile."""
+    return spec.mask is not None and any(
+        node.op in ("load_min", "load_max") for node in expr.walk(expr.classify(spec.mask))
+    )
+
+
+_SMALL = ("add", "sub", "neg", "abs", "min", "max", "where", "lt", "le", "eq", "ne", "and", "or", "not", "float")
+_SUMS = 3
+
+
+def is_small(spec: AttentionSpec) -> bool:
+    """Whether the score modification's integers fit 32 bits where positions are below 2^26: up to three sums, no
+    products.
+    """
+    nodes = [node for node in expr.walk([spec.score]) if node.kind == "int"] if spec.score is not None else []
+    known = all(
+        node.op in _SMALL or node.op == "symbol" or (node.op == "const" and abs(node.value) < 2**24) for node in nodes
+    )
+    return known and sum(node.op in ("add", "sub") for node in nodes) <= _SUMS
