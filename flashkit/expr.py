@@ -584,8 +584,11 @@ def _load_text(node: Expr, operands: list[str], language: Language) -> str:
     return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
 
 
-def assignments(exprs: Sequence[Expr], language: Language) -> tuple[list[tuple[Expr, str, str]], list[str]]:
-    """The operations in order, each once, as (node, name, text), and the text of each result.
+def assignments(
+    exprs: Sequence[Expr], language: Language, load: Callable[[Expr, list[str]], str] | None = None
+) -> tuple[list[tuple[Expr, str, str]], list[str]]:
+    """The operations in order, each once, as (node, name, text), and the text of each result. `load`: writes the text
+    that reads an array, or its least or greatest element, at indices, where it is not the language's.
 
     The text refers to symbols, params and arrays by name, and to helpers that each language's prelude defines: `F`
     (to the computing precision) and `I` (to 64-bit integer) in Python, `fk_...` functions in CUDA C++.
@@ -601,8 +604,10 @@ def assignments(exprs: Sequence[Expr], language: Language) -> tuple[list[tuple[E
         else:
             operands = [f"({text})" if text.startswith("-") else text for text in (names[id(a)] for a in node.args)]
             is_load = node.op.startswith("load")
-            template = "" if is_load else getattr(OPS[node.op], language)
-            text = _load_text(node, operands, language) if is_load else template.format(*operands)
+            if is_load:
+                text = load(node, operands) if load else _load_text(node, operands, language)
+            else:
+                text = getattr(OPS[node.op], language).format(*operands)
             names[id(node)] = f"t{len(steps)}"
             steps.append((node, f"t{len(steps)}", text))
     return steps, [names[id(e)] for e in exprs]

@@ -520,10 +520,10 @@ def test_masks_shares_and_what_is_forced_on_a_gpu(tmp_path: Path, capsys: pytest
     plain = cuda_line(Case(4096, 128, 16, "bfloat16", batch=4), "backward", 500.0, flash=0.97)
     plain.yardsticks = {"deterministic": {"median": 1.05}}
     for x in (line, plain):
-        x.machine["forced"] = {"FLASHKIT_CUPY_GENERATION": "sm80"}
+        x.machine["forced"] = {"FLASHKIT_CUDA_GENERATION": "sm80"}
         bench.append(tmp_path / "h200.jsonl", x)
     text = report.markdown(tmp_path)
-    assert text.startswith("**NVIDIA H200**, FLASHKIT_CUPY_GENERATION=sm80; driver 580")
+    assert text.startswith("**NVIDIA H200**, FLASHKIT_CUDA_GENERATION=sm80; driver 580")
     assert "| heads 16, 16384 x 16384, head dim 128, bfloat16, 50% of blocks | forward | 2 | 1.50 | 0.95 |" in text
     assert "| deterministic | bfloat16 | backward | 1 | 1.05 to 1.05 |" in text
     report.check(tmp_path)

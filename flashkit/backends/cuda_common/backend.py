@@ -57,6 +57,9 @@ class CudaBackend:
     efficiency = 0.5
     spares_lse = True
 
+    def check(self) -> None:
+        """Raise, with a sentence, where what compiles is too old or cannot be loaded."""
+
     def sources(self) -> list[tuple[str, str]]:
         """Names and texts that kernels are made from."""
         raise NotImplementedError
@@ -110,6 +113,7 @@ class CudaBackend:
             hints = dict.fromkeys(self.needs[name] for name in missing)
             return Verdict(False, f"{' and '.join(missing)} cannot be imported: {'; '.join(hints)}")
         try:
+            self.check()
             launch.call("cuInit", 0)
             compiler.target(device.current().capability)
         except Exception as error:  # no driver, no device, no NVRTC: each says so in its own way

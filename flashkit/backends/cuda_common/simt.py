@@ -49,8 +49,9 @@ class SimtTile:
         names = {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "TX": self.threads_x, "TY": self.threads_y,
             "CHUNK": self.chunk, "KEYS": self.keys, "BLOCKS_PER_SM": self.blocks,
+            "FORWARD": part == "forward", "BACKWARD_KEYS": part == "keys",
         }  # fmt: skip
-        return (*names.items(), *((("BACKWARD_KEYS", part == "keys"),) if part != "forward" else ()))
+        return tuple(names.items())
 
     def shape(self, part: Part) -> tuple[int, int]:
         """Rows and columns of the tile as the kernel holds it."""

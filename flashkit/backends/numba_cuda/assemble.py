@@ -1,0 +1,80 @@
+"""PTX to machine code, by the program ptxas.
+
+Not by nvJitLink, which assembles what is to be linked with other code: there ptxas ignores setmaxnreg and makes every
+wgmma wait for the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from ..cuda_common.compiler import CompileError
+
+_PTX = 8, 6
+"""The version that kernels are written in, up to sm_100. NVVM writes its own, which an older ptxas does not take."""
+
+
+@cache
+def program() -> Path:
+    """The ptxas of a package, else of the CUDA toolkit. CompileError where there is none."""
+    for path in _places():
+        if path.is_file() and os.access(path, os.X_OK):
+            return path
+    raise CompileError("there is no ptxas: pip install nvidia-cuda-nvcc, or nvidia-cuda-nvcc-cu12, brings it")
+
+
+def _places() -> Iterator[Path]:
+    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    yield from (packages / folder / "bin" / "ptxas" for folder in ("cu13", "cuda_nvcc"))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(name):
+            yield Path(home) / "bin" / "ptxas"
+    if found := shutil.which("ptxas"):
+        yield Path(found)
+    yield Path("/usr/local/cuda/bin/ptxas")
+
+
+def identity() -> tuple[object, ...]:
+    """What tells this ptxas from others, without running it."""
+    found = program().stat()
+    return str(program()), found.st_size, found.st_mtime_ns
+
+
+@cache
+def version() -> str:
+    """As ptxas says it: 13.0."""
+    said = subprocess.run([program(), "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found[1] if found else "of unknown version"
+
+
+def machine_code(name: str, texts: Sequence[str], arch: str) -> tuple[bytes, str]:
+    """Of PTX texts together, and what ptxas says of their kernels. CompileError, with ptxas's words."""
+    with tempfile.TemporaryDirectory(prefix="flashkit-") as folder:
+        source, target = Path(folder, f"{name}.ptx"), Path(folder, f"{name}.cubin")
+        source.write_text(_together(texts, arch))
+        command = [str(x) for x in (program(), "-v", f"-arch={arch}", source, "-o", target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        said = (done.stdout + done.stderr).strip()
+        if done.returncode:
+            raise CompileError(f"{name} does not assemble for {arch}:\n{said[:8000]}")
+        return target.read_bytes(), said
+
+
+def _together(texts: Sequence[str], arch: str) -> str:
+    """One text with the head of the first, of the version that kernels are written in."""
+    first, *rest = texts
+    number = re.search(r"\d+", arch)
+    if number and int(number[0]) <= 100:
+        first = re.sub(r"^\.version .*$", ".version {}.{}".format(*_PTX), first, count=1, flags=re.MULTILINE)
+    return "\n".join(
+        [first, *(re.sub(r"^\.(version|target|address_size) .*$", "", x, flags=re.MULTILINE) for x in rest)]
+    )

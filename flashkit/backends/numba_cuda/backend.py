@@ -1,0 +1,27 @@
+"""The Numba CUDA backend: generations of kernels in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..cuda_common.backend import CudaBackend
+from ..cuda_common.simt import Simt
+from . import compile, specialise
+
+_HINT = 'pip install "numba-cuda[cu13]" "cupy-cuda13x[ctk]" "cuda-bindings==13.*", or all for CUDA 12'
+
+
+class NumbaCudaBackend(CudaBackend):
+    """Attention on CuPy arrays by kernels in Python, which Numba compiles and the shared launcher launches."""
+
+    name = "numba_cuda"
+    generations = (Simt(specialise.library),)
+    needs = dict.fromkeys(("cupy", "cuda.bindings", "numba_cuda"), _HINT)
+    efficiency = 0.4
+
+    def check(self) -> None:
+        compile.check()
+
+    def sources(self) -> list[tuple[str, str]]:
+        folder = Path(__file__).parent
+        return [(str(path.relative_to(folder)), path.read_text()) for path in sorted(folder.rglob("*.py"))]

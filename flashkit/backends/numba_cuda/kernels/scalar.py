@@ -1,0 +1,59 @@
+# Numbers: conversion of stored elements, and what expressions of flashkit.expr are rendered to.
+#
+# STORED is what an element of q, k, v and out is read as: its bits where Numba has no such number.
+
+EMPTY, PARTIAL, FULL = 0, 1, 2  # a tile's pairs: none is visible, some may be, all are
+
+STORED = np.int16 if STORAGE in ("float16", "bfloat16") else F
+LOG2E = F(1.4426950408889634)
+FIRST, LAST = -(2**63), 2**63 - 1  # of the integers
+exp, exp2, log, log2, sqrt, tanh, sin, cos, floor = functions_of(F)
+
+if STORAGE == "float16":
+
+    @device
+    def widen(bits):
+        return half_of(bits)
+
+    @device
+    def narrow(x):
+        return bits_of_half(x)
+
+elif STORAGE == "bfloat16":
+
+    @device
+    def widen(bits):
+        return single_of(np.int32(np.int64(bits) << np.int64(16)))
+
+    @device
+    def narrow(x):  # to nearest, ties to even
+        bits = np.int64(bits_of_single(x))
+        if (bits & I(0x7FFFFFFF)) > I(0x7F800000):  # NaN, which rounding could make infinite
+            return np.int16((bits >> I(16)) | I(64))
+        return np.int16((bits + I(0x7FFF) + ((bits >> I(16)) & I(1))) >> I(16))
+
+else:
+
+    @device
+    def widen(x):
+        return x
+
+    @device
+    def narrow(x):
+        return x
+
+
+@device
+def minimum(x, y):  # NaN wins, as in NumPy
+    return y if y < x or y != y else x
+
+
+@device
+def maximum(x, y):
+    return y if y > x or y != y else x
+
+
+@device
+def weight_of(x):
+    """2^x for a weight: what is below the smallest normal number, relative to the row's largest weight, may be 0."""
+    return exp2(x)

@@ -1,0 +1,88 @@
+"""Python text of a score and mask modification: what kernels/tiles.py calls.
+
+Rendered from the graphs of the spec as in cupy_raw: the modified score, its slope for the backward pass, whether a pair
+is visible, and the state of a tile from bounds of the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ... import expr
+from ...expr import Expr
+from ...spec import AttentionSpec, Slot
+from ..cuda_common.modification import entries
+
+_STORED = {"bool": "uint8", "float16": "int16", "bfloat16": "int16"}
+"""What elements are read as; others as themselves."""
+
+_NUMBERS = {"float16": "half_of({0})", "bfloat16": "single_of(np.int32({0}) << np.int32(16))"}
+"""The number that is read."""
+
+_CORNERS = "b, h, row0, row1, q0, q1, k0, k1, p"
+
+
+def text(spec: AttentionSpec) -> str:
+    """The functions that kernels/tiles.py names; without a modification they say what goes without saying."""
+    score = expr.S if spec.score is None else spec.score
+    mask = expr.TRUE if spec.mask is None else spec.mask
+    empty, full = expr.classify(mask)
+    axes = {len(node.args) // 2 for node in expr.walk([empty, full]) if node.op in ("load_min", "load_max")}
+    return "\n".join([
+        *map(_extreme, sorted(axes)),
+        _function(spec, "modified_score", "s, b, h, row, q, k, p", [score], "F({0})"),
+        _function(spec, "score_slope", "s, b, h, row, q, k, p", [expr.derivative(score)], "F({0})"),
+        _function(spec, "visible", "b, h, row, q, k, p", [mask]),
+        _function(spec, "classify", _CORNERS, [empty, full], "EMPTY if {0} else FULL if {1} else PARTIAL"),
+    ])  # fmt: skip
+
+
+def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
+    places = _places(spec)
+
+    def load(node: Expr, index: list[str]) -> str:
+        slot, place = places[node.value]
+        stored = f"np.{_STORED.get(str(slot.dtype), str(slot.dtype))}"
+        strides = [f"p.values[{place + 1 + axis}]" for axis in range(slot.ndim or 0)]
+        if node.op != "load":
+            least = f"{node.op == 'load_min'}, {stored}, p.values[{place}]"
+            found = f"extreme{len(strides)}({', '.join([least, *strides, *index])})"
+            return f"({found} != 0)" if node.kind == "bool" else found
+        offset = " + ".join(f"({i}) * {stride}" for i, stride in zip(index, strides)) or "I(0)"
+        element = _NUMBERS.get(str(slot.dtype), "{0}").format(f"load({stored}, p.values[{place}], {offset})")
+        return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
+
+    steps, results = expr.assignments(graphs, "numba", load)
+    used = {node.value for node in expr.walk(graphs) if node.op == "param"}
+    lines = [
+        f"{name} = {f'p.values[{place}]' if slot.kind == 'int' else f'F(double_of(p.values[{place}]))'}"
+        for name, (slot, place) in places.items()
+        if name in used
+    ]
+    lines += [f"{name} = {text}" for _, name, text in steps] + [f"return {result.format(*results)}"]
+    return "\n    ".join([f"@device\ndef {name}({parameters}):", *lines]) + "\n"
+
+
+def _places(spec: AttentionSpec) -> dict[str, tuple[Slot, int]]:
+    """For each value its slot and where it begins among Params.values: the scalar, or address and strides."""
+    found, at = {}, 0
+    for slot in spec.slots:
+        found[slot.name] = slot, at
+        at += entries(slot)
+    return found
+
+
+def _extreme(axes: int) -> str:
+    """Least or greatest element within a box of inclusive corners (flashkit.expr.bounds); a loop for each axis."""
+    strides = ", ".join(f"stride{axis}" for axis in range(axes))
+    corners = ", ".join(f"first{axis}, last{axis}" for axis in range(axes))
+    offset = " + ".join(f"i{axis} * stride{axis}" for axis in range(axes))
+    lines = [f"@device\ndef extreme{axes}(least, kind, address, {strides}, {corners}):", "    best = I(LAST) if least else I(FIRST)"]
+    lines += [f"{'    ' * (axis + 1)}for i{axis} in range(first{axis}, last{axis} + 1):" for axis in range(axes)]
+    inside = "    " * (axes + 1)
+    lines += [
+        f"{inside}value = I(load(kind, address, {offset}))",
+        f"{inside}best = value if (value < best if least else value > best) else best",
+        "    return best",
+    ]
+    return "\n".join(lines) + "\n"

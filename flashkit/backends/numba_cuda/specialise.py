@@ -1,0 +1,75 @@
+"""Kernels for a spec: a head of constants, the generated functions and files of kernels/ as one text, compiled.
+
+A file of kernels/ names the files that it builds on in its first line, `# parts: ...`, and finds their names beside its
+own, as all of the text is one module. What it does not define there, the head does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from ...spec import ITEMSIZE, AttentionSpec
+from ..cuda_common import compiler, modification
+from ..cuda_common.launch import Library
+from . import modify
+from .compile import PythonSource, module_of
+
+FOLDER = Path(__file__).parent / "kernels"
+
+
+def source(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> PythonSource:
+    """The text of kernels/<name>.py for a spec; `constants`: those that the file asks for beyond the spec's own."""
+    return PythonSource(name, text(name, spec, constants), modification.values_of(spec) or 1)
+
+
+def text(name: str, spec: AttentionSpec, constants: Mapping[str, int], memory: str = "memory") -> str:
+    """The module's text; `memory`: what memory, numbers and warps are taken from, for devices or simulated."""
+    numbers = {
+        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GROUP": spec.group,
+        "CLASSIFY_MANY": not modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
+        "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
+        "STORAGE": spec.dtype, "ITEM": ITEMSIZE[spec.dtype], "BRIEF": False, **constants,
+    }  # fmt: skip
+    double = spec.dtype == "float64"
+    head = [
+        "import math",
+        "from collections import namedtuple",
+        "import numpy as np",
+        "from numba import cuda, types",
+        "from numba.types import float32, int32, int64, uint16, uint32, uint64",
+        f"from {__package__}.{memory} import *",
+        f"from {__package__}.compile import kernel",
+        f"F, F_TYPE, F_ITEM = np.{spec.lse_dtype}, types.{spec.lse_dtype}, {8 if double else 4}",
+        "I, HIDDEN, INFINITE = np.int64, F(-np.inf), F(np.inf)",
+        *(f"{name} = {value!r}" for name, value in numbers.items()),
+    ]
+    return "\n".join([*head, *map(_part, ("scalar",)), modify.text(spec), *map(_part, parts(name))])
+
+
+def parts(name: str) -> list[str]:
+    """The files of kernels/ that make up a kernel, those that others build on first."""
+    first, _, _ = _part(name).partition("\n")
+    builds_on = first.removeprefix("# parts: ").replace(".py", "").split() if first.startswith("# parts: ") else []
+    found: dict[str, None] = {}
+    for other in builds_on:
+        found.update(dict.fromkeys(parts(other)))
+    return [*found, name]
+
+
+@cache
+def _part(name: str) -> str:
+    return (FOLDER / f"{name}.py").read_text()
+
+
+@lru_cache(maxsize=4096)
+def library(name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str) -> Library:
+    """The kernels of kernels/<name>.py for a spec, compiled now or before, loaded."""
+    return Library(compiler.binary(source(name, spec, dict(constants)), arch))
+
+
+def simulated(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> dict[str, Any]:
+    """The module's names, as functions that run as Python."""
+    return module_of(name, text(name, spec, constants, "simulated"))

@@ -1,0 +1,225 @@
+"""The Numba CUDA kernels without a device: as Python in Numba's simulator against the definition, and compiled for the
+architectures in use, within their registers. On a device they run with test_cupy_raw.py and test_conformance.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import cases
+import numpy as np
+import pytest
+from test_cuda_kernels import MASKS, SCORES, disassembled, spec_of
+
+from flashkit.backends.cuda_common import arguments as block
+from flashkit.backends.cuda_common import compiler, simt
+from flashkit.backends.cuda_common.device import MODELS
+from flashkit.backends.numba_cuda import assemble, params, specialise
+from flashkit.backends.numba_cuda import compile as numbas
+from flashkit.spec import AttentionSpec
+
+pytestmark = pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
+
+FOLDER = Path(specialise.__file__).parent
+
+# --- in the simulator -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def simulator() -> Iterator[Callable[[cases.Choice], str]]:
+    """Runs a choice of cases.py and says what is wrong; simulator.py in a process of its own."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path}
+    command = [sys.executable, str(here / "simulator.py")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        to, answers = process.stdin, process.stdout
+
+        def ask(choice: cases.Choice) -> str:
+            print(json.dumps(choice), file=to, flush=True)
+            return str(json.loads(answers.readline()))
+
+        yield ask
+        to.close()
+
+
+def small(**changes: str) -> dict[str, str]:
+    return cases.with_(**{"sizes": "9x20", "batch": "1", "heads": "1:1", "dims": "5", **changes})
+
+
+SIMULATED = [
+    small(dlse="yes"),
+    small(dtype="float64", dims="7/13", storage="gaps", causal="yes"),
+    small(dtype="float16", heads="4:2", dims="8", out="poisoned, with gaps", softcap="yes", window="both"),
+    small(dtype="bfloat16", batch="2", kv_lengths="yes", dropout="yes", sinks="yes", dlse="yes"),
+    small(storage="reversed", q_offset="array", alibi="(B, Hq)", bias="full", mask="(Hq, Nq, 1)"),
+    small(sizes="1x70", heads="4:1", block_mask="from_dense", score_mod="array by distance", mask_mod="array"),
+    small(sizes="33x33", dims="40", block_mask="strided", mask_mod="document", bias="with -inf"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", SIMULATED, ids=cases.name)
+def test_the_algorithm_as_python(choice: cases.Choice, simulator: Callable[[cases.Choice], str]) -> None:
+    """Forward pass and gradients, behind the host code of the device, in tiles of 8 rows and 16 keys."""
+    assert simulator(choice) == ""
+
+
+def test_params_are_the_block_of_arguments() -> None:
+    """A word is the same number in Params as in the block, for Numba's type and for the simulator."""
+    assert params.Params._fields == (*block.TENSORS, *block.WORDS, "values")
+    words = list(range(block.VALUES + 3))
+    words[block.AT["scale"]], words[block.AT["seed"]] = block.bits(0.25), -1
+    p = params.of(words)
+    assert (p.k.data, p.k.token, p.n_q) == (4, 7, block.AT["n_q"])
+    assert (p.scale, p.seed, p.values) == (0.25, 2**64 - 1, tuple(words[-3:]))
+    assert [str(kind) for kind in params.numba_type(3).types][-1] == "UniTuple(int64 x 3)"
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def simt_kernel(part: simt.Part, spec: AttentionSpec, arch: str) -> tuple[compiler.Binary, compiler.Resources]:
+    tile = simt.choose(part, spec, MODELS[arch])
+    name = "simt_forward" if part == "forward" else "simt_backward"
+    found = compiler.binary(specialise.source(name, spec, dict(tile.constants(part))), arch)
+    return found, found.resources[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", MODELS)
+@pytest.mark.parametrize("part", ["forward", "keys", "queries"])
+@pytest.mark.parametrize(("dtype", "d"), [("float32", 64), ("float32", 128), ("float16", 96), ("bfloat16", 64)])
+def test_simt_does_not_spill(dtype: str, d: int, part: simt.Part, arch: str) -> None:
+    """Local arrays are registers, which a stack frame would belie; products are fused."""
+    binary, found = simt_kernel(part, AttentionSpec(dtype, d, d), arch)
+    assert 0 < found.registers <= 255
+    assert found.spills <= 96  # bytes: addresses and bounds, outside of the products
+    assert found.stack <= 96
+    sass = disassembled(binary.path)
+    assert len(re.findall(r"\bFFMA\b", sass)) > 200
+    assert len(re.findall(r"\bLDS\.128\b", sass)) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["forward", "keys", "queries"])
+@pytest.mark.parametrize(("dtype", "dims"), [("float64", "64/64"), ("float32", "3/300"), ("float16", "512/512")])
+def test_simt_compiles_for_every_dtype_and_head_dim(dtype: str, dims: str, part: simt.Part) -> None:
+    d, dv = map(int, dims.split("/"))
+    _, found = simt_kernel(part, AttentionSpec(dtype, d, dv, group=2, dropout=True, sinks=True), "sm_80")
+    assert found.spills <= 1024  # outside of the products: dropout of many weights at once
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float64", marks=pytest.mark.slow)])
+def test_kernels_of_rows_compile(dtype: str) -> None:
+    found = compiler.binary(specialise.source("rows", AttentionSpec(dtype, 80, 72, sinks=True), {}), "sm_80").resources
+    assert set(found) == {"prepare", "sink_gradients"}
+    assert all(kernel.spills == kernel.stack == 0 for kernel in found.values())
+
+
+@pytest.mark.slow
+def test_all_modifications_together_compile_in_both_passes() -> None:
+    spec = spec_of(list(SCORES.values()), list(MASKS.values()))
+    for part in ("forward", "keys"):
+        simt_kernel(part, spec, "sm_90a")
+
+
+# --- from text to machine code ----------------------------------------------------------------------------------------
+
+TINY = """
+from numba import cuda, types
+from flashkit.backends.numba_cuda.compile import kernel
+from flashkit.backends.numba_cuda.memory import *
+import numpy as np
+
+@device
+def double(x):
+    return FACTOR * x
+
+@kernel(64, 2, maps=("map_k",))
+def tiny(p):
+    i = np.int64(cuda.threadIdx.x)
+    store(np.float64, p.q.data, i, double(load(np.float64, p.k.data, i)) * p.scale)
+"""
+
+
+def tiny(factor: int) -> numbas.PythonSource:
+    return numbas.PythonSource("tiny", f"FACTOR = {factor}\n{TINY}", 1)
+
+
+def test_a_kernel_takes_one_structure_and_its_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    (function,) = numbas.kernels_of(numbas.module_of("tiny", tiny(2).text)).values()
+    text = numbas._ptx(function, 1, "sm_90a")
+    size = 8 * (block.VALUES + 1)
+    entry = f"tiny(.param .align 64 .b8 tiny_params[{size}], .param .align 64 .b8 map_k[128])"
+    assert f".visible .entry {entry}" in text
+    assert f"[tiny_params+{8 * block.AT['k']}]" in text
+    assert f"[tiny_params+{8 * block.AT['scale']}]" in text
+    assert ".maxntid 64" in text and ".target sm_90a" in text
+    found = compiler.binary(tiny(2), "sm_90a")
+    assert found.resources["tiny"].registers > 0
+    monkeypatch.setattr(numbas.PythonSource, "compile", lambda *_: pytest.fail("compiled again"))
+    assert compiler.binary(tiny(2), "sm_90a") == found
+
+
+def test_a_changed_text_helper_or_compiler_is_another_binary(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [repr(tiny(2).made_from()), repr(tiny(3).made_from())]
+    monkeypatch.setattr(numbas, "_helpers", lambda: (("memory.py", "changed"),))
+    made.append(repr(tiny(2).made_from()))
+    monkeypatch.setattr(assemble, "program", lambda: Path(sys.executable))
+    numbas._versions.cache_clear()
+    made.append(repr(tiny(2).made_from()))
+    numbas._versions.cache_clear()
+    assert len(set(made)) == len(made)
+
+
+def test_errors_have_the_compilers_words() -> None:
+    with pytest.raises(compiler.CompileError, match=r"tiny does not compile for sm_80(?s:.*)nonsense"):
+        compiler.binary(numbas.PythonSource("tiny", tiny(2).text.replace("FACTOR * x", "nonsense(x)"), 1), "sm_80")
+    with pytest.raises(compiler.CompileError, match=r"wrong does not assemble for sm_80(?s:.*)syntax error"):
+        assemble.machine_code("wrong", [".version 8.0\n.target sm_80\n.address_size 64\nnonsense"], "sm_80")
+
+
+def test_without_an_assembler_the_sentence_says_what_brings_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "_places", lambda: iter([Path("/nowhere/ptxas")]))
+    assemble.program.cache_clear()
+    try:
+        with pytest.raises(compiler.CompileError, match="pip install nvidia-cuda-nvcc"):
+            assemble.program()
+    finally:
+        assemble.program.cache_clear()
+
+
+def test_a_file_builds_on_its_parts_once_and_in_order() -> None:
+    assert specialise.parts("simt_forward") == ["tiles", "simt", "simt_forward"]
+
+
+def test_files_of_kernels_stay_readable() -> None:
+    for path in (FOLDER / "kernels").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 350, path.name
+
+
+def test_a_number_is_rounded_as_numpy_rounds_it() -> None:
+    """The conversions that kernels make by themselves, as Python."""
+    import ml_dtypes
+
+    spec = AttentionSpec("bfloat16", 8, 8)
+    module = specialise.simulated("tiles", spec, {"BLOCK_Q": 8, "BLOCK_K": 8})
+    rng = np.random.default_rng(0)
+    numbers = np.concatenate([rng.standard_normal(200) * 10.0 ** rng.integers(-40, 38, 200), [0, -0.0, np.inf, np.nan]])
+    for x in numbers.astype(np.float32):
+        expected = np.asarray(x).astype(ml_dtypes.bfloat16)
+        got = np.int16(module["narrow"](x)).view(ml_dtypes.bfloat16)
+        assert got == expected or (np.isnan(got) and np.isnan(expected))
+        assert module["widen"](np.asarray(expected).view(np.int16)) == np.float32(expected) or np.isnan(expected)
