@@ -77,7 +77,8 @@ def _extreme(axes: int) -> str:
     strides = ", ".join(f"stride{axis}" for axis in range(axes))
     corners = ", ".join(f"first{axis}, last{axis}" for axis in range(axes))
     offset = " + ".join(f"i{axis} * stride{axis}" for axis in range(axes))
-    lines = [f"@device\ndef extreme{axes}(least, kind, address, {strides}, {corners}):", "    best = I(LAST) if least else I(FIRST)"]
+    lines = [f"@device\ndef extreme{axes}(least, kind, address, {strides}, {corners}):"]
+    lines += ["    best = I(LAST) if least else I(FIRST)"]
     lines += [f"{'    ' * (axis + 1)}for i{axis} in range(first{axis}, last{axis} + 1):" for axis in range(axes)]
     inside = "    " * (axes + 1)
     lines += [
