@@ -18,7 +18,7 @@ from flashkit import arguments, expr, mods
 from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler, modification, simt, sm90_maps
 from flashkit.backends.cuda_common.device import MODELS, Device
-from flashkit.backends.cupy_raw import sm80, sm90, sm90_products, specialise
+from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_products, specialise
 from flashkit.profile_schema import TileRow
 from flashkit.spec import AttentionSpec, Problem
 
@@ -330,7 +330,77 @@ def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
     verdict = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "forward")  # type: ignore[arg-type]
     assert bool(verdict) == (not sentence) and sentence in verdict.reason
     assert "sm_80" in sm90.Sm90().supports(Problem(spec, 4, 16, 2048, 4096), MODELS["sm_80"], "forward").reason
-    assert not sm90.Sm90().supports(Problem(spec, 4, 16, 2048, 4096), HOPPER, "backward")
+    if "n_q" not in changes and "heads" not in changes:  # the backward pass goes along the queries
+        assert sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "backward") == verdict  # type: ignore[arg-type]
+
+
+def sm90_backward_binary(spec: AttentionSpec, tile: sm90_backward.Sm90BackwardTile | None = None) -> compiler.Binary:
+    """A serialised wgmma makes this raise CompileError."""
+    tile = tile or sm90_backward.backward_tile(spec)
+    assert tile.fits(spec, HOPPER)
+    source = specialise.source("sm90_backward", spec, tile.constants(spec), tile.functions(spec))
+    return compiler.binary(source, "sm_90a")
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "dims", [pytest.param(d, marks=[pytest.mark.slow] * (d != "128")) for d in ("64", "96", "128", "192/128", "256")]
+)
+def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered: bool) -> None:
+    """Nothing serialised, and within the loop over tiles hardly anything spilled; the rest is in code that runs once an
+    item, or in warps that load.
+    """
+    d, dv = map(int, (dims.split("/") * 2)[:2])
+    spec = spec_of([], [mods.causal()] if causal else [], d, "bfloat16")
+    spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=ordered)
+    tile = sm90_backward.backward_tile(spec)
+    found = sm90_backward_binary(spec)
+    assert found.resources["prepare_rows"].spills == found.resources["store_queries"].spills == 0
+    assert found.resources["sm90_backward"].spills <= 320
+    text = disassembled(found.path)
+    text = text[text.index(".text.sm90_backward:") :]
+    lines = text[: text.find(".section", 10)].splitlines()
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    steps, steps_v, keys, rows = -(-d // 16), -(-dv // 16), tile.block_k // 16, tile.block_q // 16
+    if max(d, dv) <= 128:  # scores twice, for the first tile and the next one; dQ twice, in the loop and after it
+        expected = 2 * steps + steps_v + 2 * rows + 2 * keys
+    else:
+        own, own_v = -(-d // 128), -(-dv // 128)
+        expected = 2 * steps + steps_v + (own + own_v) * rows + own * keys
+    assert len(products) == expected
+    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == 6  # a wait for each: none was put in between
+    assert sum(bool(re.search(r"\b(STL|LDL)", line)) for line in lines[products[0] : products[-1]]) <= 40
+    for instruction in ("UTMALDG", "USETMAXREG", "SYNCS", "STSM", "UBLKRED" if max(d, dv) <= 128 else "RED"):
+        assert instruction in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "dims"), [(what, SM90_DIMS[i % len(SM90_DIMS)]) for i, what in enumerate([*SCORES, *MASKS])]
+)
+def test_sm90_gradients_compile_with_every_modification(what: str, dims: str) -> None:
+    """Head dims in turn."""
+    d, dv = map(int, (dims.split("/") * 2)[:2])
+    spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [], d)
+    sm90_backward_binary(AttentionSpec("float16", d, dv, 1, spec.score, spec.mask, spec.slots))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("feature", ["dropout", "sinks", "kv_lengths", "group"])
+def test_sm90_gradients_compile_with_every_feature(feature: str, d: int) -> None:
+    sm90_backward_binary(AttentionSpec("bfloat16", d, d, **{feature: 4 if feature == "group" else True}))
+
+
+def test_an_impossible_sm90_backward_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_q is 64 or 128"):
+        sm90_backward.Sm90BackwardTile(96)
+    with pytest.raises(ValueError, match="stages are two or more"):
+        sm90_backward.Sm90BackwardTile(64, stages=1)
+    wide = AttentionSpec("bfloat16", 256, 256)
+    assert not sm90_backward.Sm90BackwardTile(64, 96, key_buffers=1).fits(wide, HOPPER)
+    assert sm90_backward.backward_tile(wide) in sm90_backward.backward_candidates(wide, HOPPER)
 
 
 def test_what_the_copy_engine_can_address() -> None:

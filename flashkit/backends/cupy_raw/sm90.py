@@ -15,11 +15,12 @@ from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, verify
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import tile_of
+from ..cuda_common.generation import Pass, tile_of
 from ..cuda_common.launch import MAX_GRID
 from ..cuda_common.sm90_maps import Launch, Tickets, addressable, tensor_map
 from . import specialise
 from .sm80 import Sm80Forward
+from .sm90_backward import Sm90Backward, Sm90BackwardTile, backward_candidates
 from .sm90_products import text as products
 
 MAX_DIM = 256
@@ -178,20 +179,20 @@ class Sm90:
     """Kernels for Hopper with float16 and bfloat16."""
 
     name = "sm90"
-    directions: tuple[Direction, ...] = ("forward",)
+    directions: tuple[Direction, ...] = ("forward", "backward")
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
-        if direction == "backward":
-            return Verdict(False, "it has no backward pass")
         if spec.dtype not in ("float16", "bfloat16"):
             return Verdict(False, f"{spec.dtype} is not for these tensor cores")
         if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
         if spec.head_dim % 8 or spec.head_dim_v % 8:
             return Verdict(False, f"rows of head dims {spec.head_dim} and {spec.head_dim_v} are not whole 16 bytes")
+        if direction == "backward":
+            return Verdict(True)
         rows = problem.n_q * spec.group
         if rows <= FEW_ROWS:
             return Verdict(False, f"{rows} rows share keys, most of a tile would be empty")
@@ -201,8 +202,13 @@ class Sm90:
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
+        if direction == "backward":
+            return list(backward_candidates(problem.spec, device))
         return list(forward_candidates(problem.spec, device))
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Sm90Forward:
+    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
+        if direction == "backward":
+            found, why = tile_of(Sm90BackwardTile, row, lambda x: x.fits(problem.spec, device))
+            return Sm90Backward(problem, device, found, why if found else "; ".join(filter(None, (_OWN, why))))
         tile, why = tile_of(Sm90Tile, row, lambda x: x.fits(problem.spec, device))
         return Sm90Forward(problem, device, tile, why if tile else "; ".join(filter(None, (_OWN, why))))

@@ -1,0 +1,206 @@
+// Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2; warp groups with roles as in FlashAttention-3,
+// Shah et al. 2024, arXiv 2407.08608) for Hopper: weights recomputed from the log-sum-exp, five products.
+// docs/hopper.md walks through it.
+//
+// As many blocks as multiprocessors take items one after the other, each BLOCK_K keys of a key/value head, and go over the
+// tiles of queries that see them.
+//
+//     K            [KEY_BUFFERS][BLOCK_K][..]   shared memory
+//     V            [BLOCK_K][..]                shared memory
+//     Q            [STAGES][BLOCK_Q][..]        shared memory, a ring; with a log-sum-exp for each row
+//     dO           [DOUT_STAGES][BLOCK_Q][..]   shared memory, a ring; with a delta for each row
+//     S, P, dP, dS [BLOCK_Q][BLOCK_K]           registers; what both warp groups need of P and dS in shared memory
+//     dK, dV       [BLOCK_K][..]                registers
+//     dQ           [BLOCK_Q][..]                registers, then added to float32 sums in global memory
+//
+// Warp group 0: warp 0 finds the tiles and loads them, warp 1 looks through the keys, warps 2 and 3 keep the order in which
+// dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys, with all that
+// belongs to them (sm90_backward_keys.cuh); or, where dK and dV of 64 keys do not fit the registers of a group, both share
+// the keys, and each has half the columns of dK, dV and dQ (sm90_backward_columns.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
+//
+// The sums of dQ lie as the warps hold them, 64 columns of dQ^T in four warps: [tile][part][warp][16 bytes][lane].
+// prepare_rows() clears them, store_queries() makes dQ of them.
+//
+// With ORDERED a tile is added to by one block after the other, in the order of their keys, so the bits never change: `done`
+// has a bit for each pair of tiles. Blocks take their work in that order, so whoever waits, waits for a block that runs;
+// and all go from the last queries to the first, so that soon each follows the one before at a distance, and waits no more.
+//
+// Constants of the head: BLOCK_Q, BLOCK_K, STAGES, DOUT_STAGES, KEY_BUFFERS, KEYS_SHARED, ORDERED, REGISTERS,
+// REGISTERS_LOADING, WATCHDOG, HAS_LENGTHS, SMALL_SCORE (modification.is_small).
+#include "sm90.cuh"
+
+constexpr int GROUPS = 2, WARPS = 4 * GROUPS, THREADS = 128 * (GROUPS + 1), GROUP_KEYS = BLOCK_K / GROUPS;
+constexpr int COLUMNS = padded(HEAD_DIM), COLUMNS_V = padded(HEAD_DIM_V), CHUNKS = chunks(HEAD_DIM), CHUNKS_V = chunks(HEAD_DIM_V);
+static_assert(KEYS_SHARED ? BLOCK_Q == 64 && CHUNKS <= 4 && CHUNKS_V <= 4 && BLOCK_K % 16 == 0
+                          : GROUP_KEYS == 64 && CHUNKS <= 2 && CHUNKS_V <= 2, "dK and dV fit the registers");
+
+// A part of dQ^T is 64 columns of all rows; where there are no more than 64, of half the rows, so that both groups have one.
+constexpr bool BY_COLUMNS = CHUNKS > 1 || KEYS_SHARED;
+constexpr int PARTS = BY_COLUMNS ? CHUNKS : GROUPS, PART_ROWS = BY_COLUMNS ? BLOCK_Q : BLOCK_Q / GROUPS;
+constexpr int BYTES_WARP = PART_ROWS * 16 * 4, BYTES_PART = 4 * BYTES_WARP, BYTES_SUMS = PARTS * BYTES_PART;
+
+constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * CHUNKS, BYTES_V = BLOCK_K * CHUNK_ROW * CHUNKS_V;
+constexpr int BYTES_Q = BLOCK_Q * CHUNK_ROW * CHUNKS, BYTES_DOUT = BLOCK_Q * CHUNK_ROW * CHUNKS_V, BYTES_ROWS = BLOCK_Q * 4;
+constexpr int BYTES_PAIRS = BLOCK_Q * CHUNK_ROW * chunks(BLOCK_K) * (KEYS_SHARED ? 2 : 1);  // P and dS, or dS alone, of a tile
+
+constexpr int AT_K = 0, AT_V = AT_K + KEY_BUFFERS * BYTES_K, AT_Q = AT_V + BYTES_V, AT_DOUT = AT_Q + STAGES * BYTES_Q;
+constexpr int AT_PAIRS = AT_DOUT + DOUT_STAGES * BYTES_DOUT, AT_SUMS = AT_PAIRS + 2 * BYTES_PAIRS;
+constexpr int AT_SHIFT = AT_SUMS + (KEYS_SHARED ? 0 : BYTES_SUMS), AT_DELTA = AT_SHIFT + STAGES * BYTES_ROWS;
+constexpr int AT_Q_RING = AT_DELTA + DOUT_STAGES * BYTES_ROWS, AT_DOUT_RING = AT_Q_RING + 16 * STAGES;
+constexpr int AT_K_RING = AT_DOUT_RING + 16 * DOUT_STAGES, AT_V_RING = AT_K_RING + 16 * KEY_BUFFERS;
+constexpr int AT_PAIRS_RING = AT_V_RING + 16, AT_ADDED = AT_PAIRS_RING + 32, AT_TURN = AT_ADDED + 16, AT_ASKED = AT_TURN + 8;
+constexpr int AT_K_CAME = AT_ASKED + 8, AT_ROWS_CAME = AT_K_CAME + 8 * KEY_BUFFERS;
+constexpr int AT_NOTES = AT_ROWS_CAME + 8;              // for each stage of Q: tile << 8 | ODD, LAST, states of the groups; head
+constexpr int AT_ITEMS = AT_NOTES + 8 * STAGES;         // for each buffer of K: an Item
+constexpr int AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS;     // for each buffer of K: a bit for each key that was cleared
+constexpr int ODD_WORDS = (BLOCK_K + 31) / 32;
+constexpr int AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS;  // for two tiles of dQ: which they are
+constexpr unsigned ODD = 16, LAST = 64;  // some rows' numbers are not finite; the last tile of an item
+constexpr int END = -1;
+
+// A hidden pair has the weight and the gradient 0, but 0 times NaN is NaN. So rows of Q, dO and K that are not finite are
+// cleared before they are multiplied, by who loads them, and what they would have done to visible pairs is said otherwise:
+// of a row by its log-sum-exp, which is NaN then, of a key by a bit (weigh()).
+constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT, CLEANS_KEYS = MAY_HIDE || HAS_LENGTHS;
+
+struct Item { int b, head, k0; };  // head: of keys
+template <int VALUE> struct Number { static constexpr int value = VALUE; };  // for generic lambdas
+
+DEVICE int tiles_of(long long n, int block) { return (int)((n + block - 1) / block); }
+DEVICE float* sums_of(const Params& p, int b, int h, int tile) { return row_at<float>(p.partial, b, h, tile); }
+
+DEVICE void load_two(float (&x)[2], unsigned address) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+DEVICE float load_number(unsigned address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+
+#include "sm90_backward_items.cuh"
+#include "sm90_backward_pairs.cuh"
+#ifdef KEYS_ARE_SHARED
+#include "sm90_backward_columns.cuh"
+#else
+#include "sm90_backward_keys.cuh"
+#endif
+
+// --- roles ------------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+              const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = uniform(address_of(shared));
+    if (threadIdx.x == 0) {
+        rows_ring(base).init(1, WARPS);
+        douts_ring(base).init(1, WARPS);
+        keys_ring(base).init(1, WARPS);
+        values_ring(base).init(1, WARPS);
+        pairs_ring(base).init(WARPS, WARPS);
+        for (int i = 0; i < 2; ++i) barrier_init(base + AT_ADDED + 8 * i, WARPS);
+        barrier_init(base + AT_TURN, 1);
+        barrier_init(base + AT_ASKED, 1);
+        for (int i = 0; i < KEY_BUFFERS; ++i) barrier_init(base + AT_K_CAME + 8 * i, 1);
+        barrier_init(base + AT_ROWS_CAME, 1);
+        barriers_ready();
+    }
+    __syncthreads();
+    const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
+    if (role == 0) {
+        give_registers<REGISTERS_LOADING>();
+        if (warp == 0) load(p, q_map, k_map, v_map, dout_map, base);
+        else if (warp == 1 && CLEANS_KEYS) clean_keys(p, base);
+        else if (ORDERED && (warp == 2 || warp == 3 && !KEYS_SHARED)) keep_order(p, base, warp - 2);
+    } else {
+        take_registers<REGISTERS>();
+        multiply_tiles(p, base, role - 1);
+    }
+}
+
+// --- before and after -------------------------------------------------------------------------------------------------
+
+// Numbers of rows: delta = rowsum(dO * O) - dlse, and the log-sum-exp in base 2, +inf for rows without keys, whose weights
+// so become 0; NaN where a row's numbers are not finite, for which its tile is noted as odd. Rows past the end get such
+// that their weights are 0. A block takes a tile of queries, and clears its sums of dQ.
+constexpr int UNITS = HEAD_DIM_V / 8, LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;
+extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
+    const int tiles = tiles_of(p.n_q, BLOCK_Q), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
+    constexpr int AT_ONCE = 256 / LANES;
+    const int lane = threadIdx.x % LANES;
+    float4* sums = reinterpret_cast<float4*>(sums_of(p, b, h, tile));
+#pragma unroll 4
+    for (int i = threadIdx.x; i < BYTES_SUMS / 16; i += 256) sums[i] = float4{0, 0, 0, 0};
+    bool odd = false;
+#pragma unroll
+    for (int from = 0; from < BLOCK_Q; from += AT_ONCE) {
+        const int row = tile * BLOCK_Q + from + threadIdx.x / LANES;
+        const bool exists = row < (int)p.n_q;
+        float total = 0;
+        if (exists) {
+            const uint4* out = reinterpret_cast<const uint4*>(row_at<const storage>(p.out, b, h, row));
+            const uint4* dout = reinterpret_cast<const uint4*>(row_at<const storage>(p.dout, b, h, row));
+#pragma unroll
+            for (int i = 0; i < (UNITS + LANES - 1) / LANES; ++i) {
+                const int at = lane + i * LANES;
+                if (at >= UNITS) break;
+                const uint4 x = out[at], y = dout[at];
+                const storage *a = reinterpret_cast<const storage*>(&x), *c = reinterpret_cast<const storage*>(&y);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) total += widen(a[e]) * widen(c[e]);
+            }
+        }
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+        if (lane != 0) continue;
+        float shift = 1e30f;
+        if (exists) {
+            const float lse = *row_at<const float>(p.lse, b, h, row);
+            if (p.dlse.data != nullptr) total -= *row_at<const float>(p.dlse, b, h, row);
+            const bool empty = lse == HIDDEN;
+            shift = empty ? INFINITE : is_finite(lse) && is_finite(total) ? lse * LOG2E : fk_special(0);
+            if (empty) total = 0;
+            odd |= !is_finite(shift);
+        }
+        *row_at<float>(p.delta, b, h, row) = total;
+        *row_at<float>(p.shift, b, h, row) = shift;
+    }
+    odd = __syncthreads_or(odd);
+    int* marks = marks_of(p, b, h, tile);
+    if (threadIdx.x == 0) marks[0] = odd;
+    if (ORDERED)
+        for (int i = threadIdx.x; i < tiles_of(p.n_k, 32 * BLOCK_K); i += 256) marks[1 + i] = 0;
+}
+
+// The sums of dQ to dq; a block takes a tile. In shared memory they become rows again.
+extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
+    constexpr int PITCH = 64 * CHUNKS + 8;
+    __shared__ __align__(16) unsigned short rows[BLOCK_Q * PITCH];
+    const int tiles = tiles_of(p.n_q, BLOCK_Q), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
+    const int lane = threadIdx.x % 32;
+    const float scale = (float)p.scale;
+#pragma unroll
+    for (int first = 0; first < PARTS; first += 2) {
+        const int part = first + threadIdx.x / 128;
+        if (PARTS % 2 && part >= PARTS) break;
+        const float4* sums = reinterpret_cast<const float4*>(sums_of(p, b, h, tile)) + (first * 4 + threadIdx.x / 32) * (BYTES_WARP / 16) + lane;
+        const int column = (BY_COLUMNS ? 64 * part : 0) + threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < PART_ROWS / 8; ++i) {
+            const float4 x = sums[32 * i];
+            unsigned short* at = rows + ((BY_COLUMNS ? 0 : part * PART_ROWS) + 8 * i + lane % 4 * 2) * PITCH + column;
+            const unsigned low = pack(x.x * scale, x.y * scale), high = pack(x.z * scale, x.w * scale);
+            at[0] = (unsigned short)low, at[PITCH] = (unsigned short)(low >> 16);
+            at[8] = (unsigned short)high, at[PITCH + 8] = (unsigned short)(high >> 16);
+        }
+    }
+    __syncthreads();
+    constexpr int ACROSS = HEAD_DIM / 8;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < BLOCK_Q * ACROSS; i += 256) {
+        const int r = i / ACROSS, row = tile * BLOCK_Q + r;
+        if (row < (int)p.n_q)
+            *reinterpret_cast<uint4*>(row_at<storage>(p.dq, b, h, row) + i % ACROSS * 8) = *reinterpret_cast<const uint4*>(rows + r * PITCH + i % ACROSS * 8);
+    }
+}

@@ -1,0 +1,305 @@
+// Which work the blocks of the Hopper backward pass take, its coming, and the order of adding: the roles of warp group 0.
+#pragma once
+#include "sm90.cuh"
+
+DEVICE Ring<STAGES> rows_ring(unsigned base) { return {base + AT_Q_RING, base + AT_Q_RING + 8 * STAGES}; }
+DEVICE Ring<DOUT_STAGES> douts_ring(unsigned base) { return {base + AT_DOUT_RING, base + AT_DOUT_RING + 8 * DOUT_STAGES}; }
+DEVICE Ring<KEY_BUFFERS> keys_ring(unsigned base) { return {base + AT_K_RING, base + AT_K_RING + 8 * KEY_BUFFERS}; }
+DEVICE Ring<1> values_ring(unsigned base) { return {base + AT_V_RING, base + AT_V_RING + 8}; }
+DEVICE Ring<2> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + AT_PAIRS_RING + 16}; }
+
+// Of a tile of queries: whether it is odd; then bits of the tiles of keys that are done with it.
+DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.partial_lse, b, h, tile); }
+
+// --- which work -------------------------------------------------------------------------------------------------------
+
+// Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask the first
+// keys are seen by most; of the last ones a quarter is left to the end, where they even out when blocks finish.
+DEVICE Item item_of(const Params& p, int index) {
+    const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);
+    const int early = HAS_MASK ? tiles - tiles / 4 : tiles, most = (int)p.splits;
+    int tile, bh;
+    if (index < early * all) {
+        const int first = index / (most * early) * most, rest = index - first * early;
+        const int size = all - first < most ? all - first : most;
+        tile = rest / size, bh = first + rest - tile * size;
+    } else {
+        tile = index / all, bh = index - tile * all;
+    }
+    return {bh / heads, bh % heads, tile * BLOCK_K};
+}
+
+// --- loading ----------------------------------------------------------------------------------------------------------
+
+// Numbers of rows, in bulk.
+DEVICE void load_numbers(unsigned target, const float* source, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(target), "l"(source), "r"(BYTES_ROWS), "r"(barrier) : "memory");
+}
+
+DEVICE uint4 load_unit(unsigned address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+DEVICE void clear_unit(unsigned address) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
+// Zeros in those rows of a tile whose `odd` is true, by one warp.
+template <int ROWS, int TILE_CHUNKS, typename F>
+DEVICE void clear_rows_of(unsigned tile, F odd) {
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < ROWS * 8; i += 32)
+        if (odd(i / 8))
+#pragma unroll
+            for (int c = 0; c < TILE_CHUNKS; ++c) clear_unit(tile + (c * ROWS + i / 8) * CHUNK_ROW + i % 8 * UNIT);
+}
+
+// States of the groups' keys and the rows of `many` tiles of queries, two bits a group; a tile that is not whole along the
+// keys is PARTIAL.
+DEVICE unsigned states_of(const Params& p, const Item& at, int h, int n_k, int tile, int many) {
+    const long long offset = offset_of(p, at.b);
+    const int row0 = tile * BLOCK_Q, end = row0 + many * BLOCK_Q, row1 = end < (int)p.n_q ? end : (int)p.n_q;
+    auto look = [&](int k0, int k1) {
+        if (k0 >= n_k) return (int)EMPTY;
+        const int state = tile_state(p, at.b, h, offset, row0, row1, k0, k1 < n_k ? k1 : n_k);
+        return state == FULL && k1 > n_k ? (int)PARTIAL : state;
+    };
+    const int all = look(at.k0, at.k0 + BLOCK_K);
+    unsigned states = 0;
+#pragma unroll 1
+    for (int g = 0; g < GROUPS; ++g) {
+        int state = all;
+        if (all == PARTIAL && many == 1) state = look(at.k0 + GROUP_KEYS * g, at.k0 + GROUP_KEYS * (g + 1));
+        states |= state << 2 * g;
+    }
+    if (MAY_HIDE && states != 0 && many == 1 && marks_of(p, at.b, h, tile)[0] != 0) states |= ODD;
+    return states;
+}
+
+// For a tile that nothing is added to.
+DEVICE void set_nothing(const Params& p, const Item& at, int h, int tile) {
+    const int tile_k = at.k0 / BLOCK_K;
+    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;"
+                 ::"l"(marks_of(p, at.b, h, tile) + 1 + tile_k / 32), "r"(1u << tile_k % 32) : "memory");
+}
+
+DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
+                 const TensorMap& dout_map, unsigned base) {
+    const auto queries = rows_ring(base);
+    const auto douts = douts_ring(base);
+    const auto keys = keys_ring(base);
+    const auto values = values_ring(base);
+    const int lane = threadIdx.x;
+    const bool leader = lane == 0;
+    const int tiles_q = tiles_of(p.n_q, BLOCK_Q), items = tiles_of(p.n_k, BLOCK_K) * (int)(p.heads / GROUP * p.batch);
+    unsigned n = 0, odd_tiles = 0;
+#pragma unroll 1
+    for (unsigned number = 0;; ++number) {
+        const unsigned buffer = number % KEY_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
+        const unsigned came = (CLEANS_KEYS ? base + AT_K_CAME : keys.full) + 8 * buffer;
+        // Not asked for earlier: who has waited for others would come back to an item that others wait for.
+        const int index = uniform(leader ? (int)atomicAdd(p.ticket, 1u) : 0);
+        if (leader) keys.wait_empty(number);
+        if (index >= items) {  // the others are told to stop
+            if (leader) store_word(slot, END), arrive(came);
+            break;
+        }
+        const Item at = item_of(p, index);
+        const int n_k = (int)keys_of(p, at.b);
+        if (leader) {
+            store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
+            arrive_and_expect(came, BYTES_K);
+            load_tile<1, HEAD_DIM, BLOCK_K>(base + AT_K + buffer * BYTES_K, k_map, at.k0, at.head, at.b, came);
+        }
+        bool first = true;
+        auto load_queries = [&](int h, int tile, unsigned states, bool last) {
+            const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
+            const unsigned q_full = queries.full + 8 * stage, dout_full = douts.full + 8 * dout_stage;
+            const bool odd = MAY_HIDE && (states & ODD);
+            const unsigned q_came = odd ? base + AT_ROWS_CAME : q_full, dout_came = odd ? base + AT_ROWS_CAME : dout_full;
+            const unsigned q = base + AT_Q + stage * BYTES_Q, dout = base + AT_DOUT + dout_stage * BYTES_DOUT;
+            const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS;
+            if (leader) {
+                queries.wait_empty(n);
+                store_word(base + AT_NOTES + 8 * stage, tile << 8 | (last ? LAST : 0) | states);
+                store_word(base + AT_NOTES + 8 * stage + 4, h);
+                arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (odd ? BYTES_DOUT + BYTES_ROWS : 0));
+                load_tile<1, HEAD_DIM, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, at.b, q_came);
+                load_numbers(shift, row_at<const float>(p.shift, at.b, h, tile * BLOCK_Q), q_came);
+                if (first) {
+                    values.wait_empty(number);
+                    arrive_and_expect(values.full, BYTES_V);
+                    load_tile<1, HEAD_DIM_V, BLOCK_K>(base + AT_V, v_map, at.k0, at.head, at.b, values.full);
+                }
+                douts.wait_empty(n);
+                if (!odd) arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS);
+                load_tile<1, HEAD_DIM_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, at.b, dout_came);
+                load_numbers(base + AT_DELTA + dout_stage * BYTES_ROWS, row_at<const float>(p.delta, at.b, h, tile * BLOCK_Q), dout_came);
+            }
+            if (odd) {
+                __syncwarp();
+                wait(base + AT_ROWS_CAME, odd_tiles++ & 1);
+                const auto is_odd = [&](int row) { return !is_finite(load_number(shift + 4 * row)); };
+                clear_rows_of<BLOCK_Q, CHUNKS>(q, is_odd);
+                clear_rows_of<BLOCK_Q, CHUNKS_V>(dout, is_odd);
+                fence_async();
+                __syncwarp();
+                if (leader) arrive(q_full), arrive(dout_full);
+            }
+            first = false, ++n;
+        };
+        // A tile is held back until it is known whether another one follows.
+        int held = 0, held_head = at.head * GROUP;
+        unsigned held_states = 0;
+#pragma unroll 1
+        for (int h = at.head * GROUP; h < (at.head + 1) * GROUP; ++h) {
+            auto tile_of = [&](int place, int many) { return ORDERED ? tiles_q - place - many : place; };
+            auto look = [&](int place, int many) { return states_of(p, at, h, n_k, tile_of(place, many), many); };
+            int next = 0;
+#pragma unroll 1
+            while (next < tiles_q) {
+                if (HAS_MASK && CLASSIFY_MANY && tiles_q - next > 32) {  // whether there is anything in groups of 32
+                    const int from = next + 32 * lane, many = tiles_q - from < 32 ? tiles_q - from : 32;
+                    const unsigned groups = __ballot_sync(~0u, many > 0 && look(from, many) != 0);
+                    const int empty = groups == 0 ? 32 : __ffs(groups) - 1;
+                    if (ORDERED)
+                        for (int place = next + lane; place < next + 32 * empty && place < tiles_q; place += 32)
+                            set_nothing(p, at, h, tile_of(place, 1));
+                    next += 32 * empty;
+                    if (groups == 0) continue;
+                }
+                const int place = next + lane;
+                const unsigned states = place < tiles_q ? look(place, 1) : 0;
+                if (ORDERED && states == 0 && place < tiles_q) set_nothing(p, at, h, tile_of(place, 1));
+#pragma unroll 1
+                for (unsigned live = __ballot_sync(~0u, states != 0); live != 0; live &= live - 1) {
+                    if (held_states != 0) load_queries(held_head, held, held_states, false);
+                    const int bit = __ffs(live) - 1;
+                    held = tile_of(next + bit, 1), held_head = h, held_states = __shfl_sync(~0u, states, bit);
+                }
+                next += 32;
+            }
+        }
+        // An item that is seen by no query takes one tile all the same, where everything is hidden.
+        load_queries(held_head, held, held_states != 0 ? held_states : (unsigned)PARTIAL * 5, true);
+    }
+    if (leader && atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
+}
+
+// Whether 16 bytes of elements are finite: a number that is not has an exponent of ones.
+DEVICE bool all_finite(const uint4& x) {
+    const unsigned words[4] = {x.x, x.y, x.z, x.w}, ones = STORAGE == FLOAT16 ? 0x7c00u : 0x7f80u;
+    bool finite = true;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) finite &= (words[e] & ones) != ones && (words[e] >> 16 & ones) != ones;
+    return finite;
+}
+
+// Keys past the length, and those that are not finite, are cleared; the others go by as they are.
+DEVICE void clean_keys(const Params& p, unsigned base) {
+    const auto keys = keys_ring(base);
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (unsigned number = 0;; ++number) {
+        const unsigned buffer = number % KEY_BUFFERS, slot = base + AT_ITEMS + 12 * buffer, bits = base + AT_ODD + 4 * ODD_WORDS * buffer;
+        wait(base + AT_K_CAME + 8 * buffer, number / KEY_BUFFERS & 1);
+        const Item at{load_word(slot), 0, load_word(slot + 8)};
+        if (at.b != END) {
+            const int exist = (int)keys_of(p, at.b) - at.k0;
+            const unsigned tile = base + AT_K + buffer * BYTES_K;
+#pragma unroll 1
+            for (int word = 0; word < ODD_WORDS; ++word) {
+                unsigned odd = 0;  // of 32 keys; a lane looks at units of every fourth
+                if constexpr (MAY_HIDE) {
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        const int row = 32 * word + 4 * i + lane / 8;
+                        bool finite = true;
+#pragma unroll
+                        for (int c = 0; c < CHUNKS; ++c)
+                            finite &= row >= BLOCK_K || all_finite(load_unit(tile + (c * BLOCK_K + row) * CHUNK_ROW + lane % 8 * UNIT));
+                        const unsigned ballot = __ballot_sync(~0u, !finite);
+#pragma unroll
+                        for (int r = 0; r < 4; ++r) odd |= (ballot >> 8 * r & 255) != 0 ? 1u << 4 * i + r : 0;
+                    }
+                }
+                if (lane == 0) store_word(bits + 4 * word, (int)odd);
+                if (odd != 0 || exist < 32 * word + 32)
+                    clear_rows_of<BLOCK_K, CHUNKS>(tile, [&](int row) {
+                        return row / 32 == word && ((odd >> row % 32 & 1) || row >= exist);
+                    });
+            }
+            fence_async();
+            __syncwarp();
+        }
+        if (lane == 0) arrive(keys.full + 8 * buffer);
+        if (at.b == END) break;
+    }
+}
+
+// --- adding dQ --------------------------------------------------------------------------------------------------------
+
+DEVICE void add_bulk(float* target, unsigned source, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 ::"l"(target), "r"(source), "r"(bytes) : "memory");
+    stores_end();
+}
+DEVICE void add_four(float* target, const float* x) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+
+DEVICE unsigned get_done(const int* word) {
+    unsigned x;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
+    return x;
+}
+DEVICE void set_done(int* word, int tile_k) {
+    asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile_k / 32), "r"(1u << tile_k % 32) : "memory");
+}
+DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// Until all tiles of keys before tile_k are done; by a warp.
+DEVICE void wait_for_turn(const int* done, int tile_k) {
+#pragma unroll 1
+    for (int word = threadIdx.x % 32; 32 * word < tile_k; word += 32) {
+        const unsigned need = tile_k - 32 * word >= 32 ? ~0u : (1u << tile_k % 32) - 1;
+        while ((get_done(done + word) & need) != need) {}
+    }
+    __syncwarp();
+}
+
+// The order of adding, by a warp. Those that multiply write down which tile their number n is, as sums_of() counts, and the
+// tile of keys. If it is in shared memory (and two warps do this, each for every second tile) it is added from there; if it
+// is in registers they are told when to add it.
+DEVICE unsigned slot_of(unsigned base, unsigned n) { return base + AT_SLOTS + 8 * (n % 2); }
+DEVICE unsigned added_of(unsigned base, unsigned n) { return base + AT_ADDED + 8 * (n % 2); }
+
+DEVICE void keep_order(const Params& p, unsigned base, int which) {
+    const bool leader = threadIdx.x % 32 == 0;
+#pragma unroll 1
+    for (unsigned n = which;; n += KEYS_SHARED ? 1 : 2) {
+        if (KEYS_SHARED) wait(base + AT_ASKED, n & 1);
+        else wait(added_of(base, n), n / 2 & 1);
+        const int where = load_word(slot_of(base, n)), tile_k = load_word(slot_of(base, n) + 4);
+        if (where == END) break;
+        int* done = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token + 1;
+        wait_for_turn(done, tile_k);
+        if (KEYS_SHARED) {
+            if (leader) arrive(base + AT_TURN);
+            wait(added_of(base, n), n / 2 & 1);
+            if (leader) set_done(done, tile_k);
+        } else if (leader) {
+            fence_all_proxies();
+            add_bulk(static_cast<float*>(p.partial.data) + where * p.partial.token, base + AT_SUMS, BYTES_SUMS);
+            stores_wait_read();
+            arrive(base + AT_TURN);  // the next one may come
+            stores_wait();
+            fence_all_proxies();
+            set_done(done, tile_k);
+        }
+        __syncwarp();
+    }
+}

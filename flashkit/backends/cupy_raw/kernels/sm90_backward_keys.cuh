@@ -1,0 +1,211 @@
+// Products of the Hopper backward pass where each warp group has 64 of the keys. All are turned: keys are the rows.
+//
+//     S^T, P^T     [64][BLOCK_Q]     registers
+//     dP^T, dS^T   [64][BLOCK_Q]     registers; dS also in shared memory, two tiles, for dQ
+//     dK, dV       [64][..]          registers
+//     dQ^T         a part            registers, then shared memory, from where the copy engine adds it
+//
+// A step, for the tile of queries number n:
+//
+//     S^T = K Q^T          was begun in the step before,
+//     dP^T = V dO^T        is begun; meanwhile S becomes weights,
+//     dV += P^T dO         is begun; meanwhile dP becomes dS, which goes to shared memory,
+//     dQ^T = K^T dS^T      of the tile before, so that nobody waits for the other group's dS,
+//     dK += dS^T Q         and the next tile's scores are begun; meanwhile dQ goes to shared memory.
+#pragma once
+#include "sm90.cuh"
+
+// dK or dV of a warp group's keys, 16 bytes at a time.
+template <int DIM>
+DEVICE void store_keys(const Params& p, const Tensor& tensor, const Item& at, int group, const float (&x)[padded(DIM) / 2], float factor) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int k = at.k0 + 64 * group + first_of_lane(half), t = threadIdx.x % 4;
+        storage* row = row_at<storage>(tensor, at.b, at.head, k);
+#pragma unroll
+        for (int four = 0; four < (padded(DIM) + 31) / 32; ++four) {
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int n = 4 * four + i;
+                words[i] = 8 * n < padded(DIM) ? pack(x[(4 * n + 2 * half) % (padded(DIM) / 2)] * factor,
+                                                      x[(4 * n + 2 * half + 1) % (padded(DIM) / 2)] * factor) : 0;
+            }
+            turn_four(words);
+            const int column = 32 * four + 8 * t;
+            if (k < (int)p.n_k && column < DIM)
+                *reinterpret_cast<uint4*>(row + column) = uint4{words[0], words[1], words[2], words[3]};
+        }
+    }
+}
+
+DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
+    const auto queries = rows_ring(base);
+    const auto douts = douts_ring(base);
+    const auto keys = keys_ring(base);
+    const auto values = values_ring(base);
+    const auto pairs = pairs_ring(base);
+    const float unit = __int_as_float(uniform(__float_as_int((float)(p.scale * 1.4426950408889634))));
+    const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 - 4);
+    const int tiles_q = tiles_of(p.n_q, BLOCK_Q);
+    const unsigned part = base + AT_SUMS + warp * BYTES_WARP;
+    const unsigned turned = base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW +
+                            swizzled(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2);  // of dS, where a lane's matrices go
+    float dk[COLUMNS / 2], dv[COLUMNS_V / 2], s[PAIRS];
+    unsigned n = 0, sent = 0;  // tiles so far; those of dQ that have been sent
+
+#pragma unroll 1
+    for (unsigned number = 0;; ++number) {
+        keys.wait_full(number);
+        const unsigned buffer = number % KEY_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
+        const Item at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
+        if (at.b == END) break;
+        const unsigned k_tile = base + AT_K + buffer * BYTES_K, odd_keys = base + AT_ODD + 4 * ODD_WORDS * buffer;
+        const bool even = !MAY_HIDE || uniform(load_word(odd_keys + 8 * group) | load_word(odd_keys + 8 * group + 4)) == 0;
+
+        auto scores = [&](unsigned n) {
+            const unsigned long long a = descriptor(k_tile + group * 64 * CHUNK_ROW), b = descriptor(base + AT_Q + n % STAGES * BYTES_Q);
+            products_begin();
+            product_fresh<0, 0>(s, a, b);
+#pragma unroll
+            for (int k = 1; k < COLUMNS / 16; ++k) product<0, 0>(s, a + along_rows(k, BLOCK_K), b + along_rows(k, BLOCK_Q), 1);
+            products_end();
+        };
+        auto query_gradients = [&](unsigned n, float (&dq)[PART_ROWS / 2]) {
+            const unsigned long long a = descriptor(k_tile + (BY_COLUMNS ? group * BLOCK_K * CHUNK_ROW : 0));
+            const unsigned long long b = descriptor(base + AT_PAIRS + n % 2 * BYTES_PAIRS + (BY_COLUMNS ? 0 : group * PART_ROWS * CHUNK_ROW));
+            products_begin();
+            product_fresh<1, 0>(dq, a, b);
+#pragma unroll
+            for (int k = 1; k < BLOCK_K / 16; ++k) product<1, 0>(dq, a + along_columns(k), b + along_rows(k, BLOCK_Q), 1);
+            products_end();
+        };
+        // dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway.
+        auto stage_sums = [&](unsigned n, const float (&dq)[PART_ROWS / 2]) {
+            pairs.release(n);
+            if (ORDERED) wait(base + AT_TURN, (sent & 1) ^ 1);
+            else stores_wait_read();
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < PART_ROWS / 8; ++i)
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(part + i * 512 + lane * 16), "f"(dq[4 * i]),
+                             "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
+        };
+        auto send_sums = [&](int where) {  // after a fence and __syncwarp()
+            if (lane == 0) {
+                if (ORDERED) {
+                    if (warp == 0) store_word(slot_of(base, sent), where), store_word(slot_of(base, sent) + 4, at.k0 / BLOCK_K);
+                    arrive(added_of(base, sent));
+                } else {
+                    add_bulk(static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + warp * (BYTES_WARP / 4), part, BYTES_WARP);
+                }
+            }
+            ++sent;
+        };
+
+        queries.wait_full(n);
+        scores(n);
+        values.wait_full(number);
+        bool first = true, last;
+        int staged = -1, before = -1;  // tiles of dQ: in shared memory, and the one that is next
+#pragma unroll 1
+        do {
+            const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
+            const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS, delta = base + AT_DELTA + dout_stage * BYTES_ROWS;
+            const unsigned q_tile = base + AT_Q + stage * BYTES_Q, dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
+            const int note = uniform(load_word(base + AT_NOTES + 8 * stage)), h = uniform(load_word(base + AT_NOTES + 8 * stage + 4));
+            const int tile = note >> 8;
+            last = note & LAST;
+            constexpr int EARLY = PAIRS / 4 < 8 ? PAIRS / 4 : 8;
+            float early[EARLY][2][2];
+#pragma unroll
+            for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);
+            douts.wait_full(n);
+            products_wait<0>();  // S, and dK of the tile before
+            settle(s);
+            float dp[PAIRS];
+            {
+                const unsigned long long a = descriptor(base + AT_V + group * 64 * CHUNK_ROW), b = descriptor(dout_tile);
+                products_begin();
+                product_fresh<0, 0>(dp, a, b);
+#pragma unroll
+                for (int k = 1; k < COLUMNS_V / 16; ++k) product<0, 0>(dp, a + along_rows(k, BLOCK_K), b + along_rows(k, BLOCK_Q), 1);
+                products_end();
+            }
+            if (!first) queries.release(n - 1), douts.release(n - 1);
+
+            unsigned p_pairs[PAIRS / 2];
+            Kept kept;
+            const Place place{at.b, h, tile * BLOCK_Q, at.k0 + 64 * group, odd_keys, 64 * group};
+            const bool plain = weights(p, place, note, group, even, s, p_pairs, early, shift, unit, kept);
+            {
+                const unsigned long long b = descriptor(dout_tile, BLOCK_Q * CHUNK_ROW);
+                products_begin();
+#pragma unroll
+                for (int k = 0; k < BLOCK_Q / 16; ++k) product_weights<1>(dv, p_pairs, 4 * k, b + along_columns(k), k > 0 || !first);
+                products_end();
+            }
+            products_wait<1>();  // dP
+            settle(dp);
+            unsigned ds[PAIRS / 2];
+            if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, delta, kept);
+            else gradients<false>(p, s, dp, ds, delta, kept);
+            pairs.wait_empty(n);
+#pragma unroll
+            for (int k = 0; k < BLOCK_Q / 16; ++k)
+                store_matrices<true>(turned + n % 2 * BYTES_PAIRS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+            fence_async();
+            __syncwarp();
+            arrive_once(pairs.full + 8 * (n % 2));
+            if (staged >= 0) send_sums(staged);
+            products_wait<0>();  // dV
+            settle(p_pairs);
+            float dq[PART_ROWS / 2];
+            if (!first) pairs.wait_full(n - 1);
+            query_gradients(n - 1, dq);  // always begun, or the compiler makes it wait; of the first tile nothing comes of it
+            {
+                const unsigned long long b = descriptor(q_tile, BLOCK_Q * CHUNK_ROW);
+                products_begin();
+#pragma unroll
+                for (int k = 0; k < BLOCK_Q / 16; ++k) product_weights<1>(dk, ds, 4 * k, b + along_columns(k), k > 0 || !first);
+                products_end();
+            }
+            if (!last) queries.wait_full(n + 1);
+            scores(last ? n : n + 1);  // likewise
+            products_wait<1>();  // dQ, dK
+            settle(dq), settle(ds);
+            if (!first) stage_sums(n - 1, dq);
+            staged = before, before = (at.b * (int)p.heads + h) * tiles_q + tile;
+            first = false, ++n;
+        } while (!last);
+        products_wait<0>();
+        settle(s), settle(dk), settle(dv);
+        queries.release(n - 1), douts.release(n - 1);
+        values.release(number);
+        pairs.wait_full(n - 1);
+        float dq[PART_ROWS / 2];
+        query_gradients(n - 1, dq);
+        fence_async();
+        __syncwarp();
+        if (staged >= 0) send_sums(staged);
+        products_wait<0>();
+        settle(dq);
+        stage_sums(n - 1, dq);
+        keys.release(number);
+        fence_async();
+        __syncwarp();
+        send_sums(before);
+        store_keys<HEAD_DIM_V>(p, p.dv, at, group, dv, 1.0f);
+        store_keys<HEAD_DIM>(p, p.dk, at, group, dk, (float)p.scale);
+    }
+    if constexpr (ORDERED) {
+        wait(base + AT_TURN, (sent & 1) ^ 1);
+        for (int i = 0; i < 2; ++i)
+            if (lane == 0) {
+                if (warp == 0) store_word(slot_of(base, sent + i), END);
+                arrive(added_of(base, sent + i));
+            }
+    } else {
+        stores_wait();
+    }
+}
