@@ -577,7 +577,7 @@ def _load_text(node: Expr, operands: list[str], language: Language) -> str:
         text = f"{node.op}{len(operands) // 2 if language == 'numba' else ''}({node.value}, {', '.join(operands)})"
         return f"fk_{text}" if language == "cuda" else f"({text} != 0)" if node.kind == "bool" else text
     if language == "cuda":
-        offset = " + ".join(f"({i}) * {node.value}_stride{axis}" for axis, i in enumerate(operands)) or "0"
+        offset = " + ".join(f"(long long)({i}) * {node.value}_stride{axis}" for axis, i in enumerate(operands)) or "0"
         return f"fk_load_{node.kind}({node.value}, {offset})"
     scalar = "0" if language == "numba" else "()"  # an array without axes; Numba's views have at least one
     element = f"{node.value}[{', '.join(operands) or scalar}]"

@@ -245,9 +245,13 @@ def test_an_impossible_sm80_tile_is_refused() -> None:
 HOPPER = MODELS["sm_90a"]
 
 
+def long(spec: AttentionSpec) -> Problem:
+    return Problem(spec, 4, 16, 4096, 4096)
+
+
 def sm90_binary(spec: AttentionSpec, tile: sm90.Sm90Tile | None = None, pack: int = 1) -> compiler.Binary:
     """A serialised wgmma makes this raise CompileError."""
-    tile = tile or sm90.forward_tile(spec)
+    tile = tile or sm90.forward_tile(long(spec))
     assert tile.fits(spec, HOPPER)
     return compiler.binary(specialise.source("sm90_forward", spec, *sm90.forward_source(spec, tile, pack)), "sm_90a")
 
@@ -257,11 +261,11 @@ def sm90_binary(spec: AttentionSpec, tile: sm90.Sm90Tile | None = None, pack: in
 def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
     """Warp-group products, copies by the engine, registers handed over; no spills to speak of where tiles are usual."""
     found = sm90_binary(spec_of([], [mods.causal()] if causal else [], d, "bfloat16"))
-    assert found.resources["sm90_forward"].spills <= (512 if d == 64 else 128)  # in code that hardly ever runs
+    assert found.resources["sm90_forward"].spills <= (640 if d == 64 else 128)  # in code that hardly ever runs
     sass = disassembled(found.path)
     steps = -(-d // 16)
     products = len(re.findall(r"\bHGMMA\b", sass))
-    tile = sm90.forward_tile(AttentionSpec("bfloat16", d, d))
+    tile = sm90.forward_tile(long(spec_of([], [mods.causal()] if causal else [], d, "bfloat16")))
     assert products == 3 * steps + 3 * tile.block_k // 16  # three kinds of steps, and what is pending by itself
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 6  # a wait for each: none was put in between
     for instruction in ("UTMALDG", "UTMASTG", "USETMAXREG", "SYNCS"):
@@ -301,7 +305,7 @@ def test_most_sm90_candidates_compile(d: int) -> None:
         except compiler.CompileError:
             return False
 
-    tiles = sm90.forward_candidates(spec, HOPPER)
+    tiles = sm90.forward_candidates(long(spec), HOPPER)
     assert sum(map(compiles, tiles)) >= 0.7 * len(tiles)
 
 
@@ -439,3 +443,19 @@ def test_integers_of_small_score_modifications() -> None:
     assert modification.is_small(AttentionSpec("float16", 64, 64))
     assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
     assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
+
+
+def test_what_positions_are_computed_with() -> None:
+    """Floats where they hold every integer on the way; integers where arrays are looked up; 64 bits where in doubt."""
+
+    def found(score: object) -> str:
+        return modification.positions(spec_of([score], []))
+
+    assert modification.positions(AttentionSpec("float16", 64, 64)) == "integers"
+    assert found(mods.softcap(3.0)) == found(mods.alibi(np.ones((2, 4), np.float32))) == "floats"
+    assert found(mods.score(lambda s, b, h, q, k: s - expr.minimum(8 * (q - k), 5))) == "floats"
+    assert found(mods.score(lambda s, b, h, q, k: s - 9 * (q - k))) == "integers"
+    assert found(mods.bias(np.ones((4, 50, 100), np.float16))) == "integers"
+    assert found(mods.score(lambda s, b, h, q, k: s - 1025 * (q - k))) == "any"
+    assert found(mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))) == "any"
+    assert found(mods.score(lambda s, b, h, q, k: s - (q - k) // 2)) == "any"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import cases
@@ -50,6 +51,15 @@ def check(choice: cases.Choice) -> None:
     cases.assert_conforms(cases.run(call, NAME), *cases.expected(call))
 
 
+@contextmanager
+def skipped_if_refused() -> Iterator[None]:
+    """For problems that some generations leave to others, as few queries to those that split the keys."""
+    try:
+        yield
+    except flashkit.UnsupportedError as error:
+        pytest.skip(str(error))
+
+
 def tensors(*shapes: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> list[Any]:
     import cupy
 
@@ -89,23 +99,24 @@ def test_the_same_bits_each_time(n_q: int, n_k: int, d: int, dtype: str, generat
         out, vjp = flashkit.attention_vjp(q, k, v, causal=True, deterministic=True, backend=NAME)
         return [x.get().tobytes() for x in (out, *vjp(dout))]
 
-    try:
+    with skipped_if_refused():
         first = once()
-    except flashkit.UnsupportedError as error:
-        pytest.skip(str(error))
     assert all(once() == first for _ in range(3))
 
 
-def test_a_hidden_nan_never_shows(generation: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_hidden_nan_never_shows(dtype: str, generation: str) -> None:
     """NaN in a key and a value that some rows of a tile see and others do not, forward and backward."""
-    q, k, v, dout = tensors((1, 2, 200, 32), (1, 2, 200, 32), (1, 2, 200, 32), (1, 2, 200, 32))
-    clean = [x.get() for x in flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)[1](dout)]
+    q, k, v, dout = tensors((1, 2, 200, 32), (1, 2, 200, 32), (1, 2, 200, 32), (1, 2, 200, 32), dtype=dtype)
+    with skipped_if_refused():
+        clean = [x.get() for x in flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)[1](dout)]
     k[..., 150, :] = v[..., 150, :] = np.nan
     out, vjp = flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)
     dq, out = vjp(dout)[0].get(), out.get()
     assert np.isfinite(out[..., :150, :]).all()
     assert np.isnan(out[..., 150:, :]).all()
-    np.testing.assert_allclose(dq[..., :150, :], clean[0][..., :150, :], rtol=1e-4, atol=1e-5)
+    atol = 1e-5 if dtype == "float32" else 4e-3
+    np.testing.assert_allclose(dq[..., :150, :], clean[0][..., :150, :], rtol=1e-4, atol=atol)
     assert np.isnan(dq[..., 150:, :]).all()
 
 
@@ -115,7 +126,8 @@ def test_infinity_is_not_nan(dtype: str, generation: str) -> None:
     q, k, v = tensors((1, 2, 150, 64), (1, 2, 200, 64), (1, 2, 200, 64), dtype=dtype)
     k[0, 0, 70, 3], v[0, 1, 90, 5] = np.inf, -np.inf
     right = flashkit.attention(*(x.get().astype(np.float64) for x in (q, k, v)), backend="reference")
-    got = flashkit.attention(q, k, v, backend=NAME).get()
+    with skipped_if_refused():
+        got = flashkit.attention(q, k, v, backend=NAME).get()
     assert 40 < np.isfinite(right[0, 0]).all(-1).sum() < 110 and np.isneginf(right[0, 1, :, 5]).all()
     np.testing.assert_allclose(got.astype(np.float64), right, rtol=1e-5, atol=1e-5 if dtype == "float32" else 4e-3)
 
@@ -149,7 +161,7 @@ def test_an_unknown_generation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_explain_names_the_generation(generation: str) -> None:
-    q, k, v = tensors((1, 2, 64, 64), (1, 2, 64, 64), (1, 2, 64, 64), dtype="float16")
+    q, k, v = tensors((1, 2, 70, 64), (1, 2, 70, 64), (1, 2, 70, 64), dtype="float16")
     assert generation in str(flashkit.explain(q, k, v, backend=NAME))
 
 
@@ -211,7 +223,7 @@ def test_two_streams_from_two_threads(generation: str) -> None:
     read them unfinished."""
     import cupy
 
-    q, k, v = tensors((2, 4, 500, 64), (2, 4, 500, 64), (2, 4, 500, 64))
+    q, k, v = tensors((2, 4, 500, 64), (2, 4, 500, 64), (2, 4, 500, 64), dtype="float16")
     right = {scale: flashkit.attention(q * scale, k, v, causal=True, backend=NAME).get() for scale in (1, 2, 3, 4)}
     start = threading.Barrier(2)
 
@@ -236,14 +248,15 @@ def test_gradients_on_two_streams_from_two_threads(n_q: int, generation: str) ->
     """What a pass needs in between is its own: scratch memory that one thread gives back is soon another's."""
     import cupy
 
-    q, dout = tensors((2, 4, n_q, 64), (2, 4, n_q, 64), dtype="float16")
-    k, v = tensors((2, 2, 3000, 64), (2, 2, 3000, 64), dtype="float16", seed=1)
+    q, dout = tensors((2, 16, n_q, 64), (2, 16, n_q, 64), dtype="float16")
+    k, v = tensors((2, 8, 3000, 64), (2, 8, 3000, 64), dtype="float16", seed=1)
 
     def compute(scale: int) -> list[Any]:
         out, vjp = flashkit.attention_vjp(q * scale, k, v, deterministic=True, backend=NAME)
         return [out, *vjp(dout)]
 
-    right = {scale: [x.get() for x in compute(scale)] for scale in (1, 2)}
+    with skipped_if_refused():
+        right = {scale: [x.get() for x in compute(scale)] for scale in (1, 2)}
     start = threading.Barrier(2)
 
     def work(scale: int) -> bool:
@@ -277,14 +290,16 @@ def test_a_call_on_another_device(generation: str) -> None:
 def test_a_captured_call_replays(n_q: int, n_k: int, options: dict[str, Any], generation: str) -> None:
     import cupy
 
-    q, k, v, dout = tensors((2, 4, n_q, 64), (2, 2, n_k, 64), (2, 2, n_k, 64), (2, 4, n_q, 64))
+    shapes = (2, 4, n_q, 64), (2, 2, n_k, 64), (2, 2, n_k, 64), (2, 4, n_q, 64)
+    q, k, v, dout = tensors(*shapes, dtype="float16")
     lengths = cupy.asarray([n_k, n_k - 80])
 
     def compute() -> list[Any]:
-        out, vjp = flashkit.attention_vjp(q, k, v, kv_lengths=lengths, **options, backend=NAME)
+        out, vjp = flashkit.attention_vjp(q, k, v, kv_lengths=lengths, **options, deterministic=True, backend=NAME)
         return [out, *vjp(dout)]
 
-    compute()  # compiles
+    with skipped_if_refused():
+        compute()  # compiles
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         compute()
@@ -293,7 +308,7 @@ def test_a_captured_call_replays(n_q: int, n_k: int, options: dict[str, Any], ge
         results = compute()
         graph = stream.end_capture()
         for seed in range(1, 4):
-            new = tensors(q.shape, k.shape, v.shape, dout.shape, seed=seed)
+            new = tensors(*shapes, dtype="float16", seed=seed)
             for array, values in zip((q, k, v, dout), new):
                 array[...] = values
             lengths[...] = cupy.asarray([n_k - seed, n_k * seed // 4])
@@ -324,19 +339,20 @@ def test_a_planned_call_in_a_graph(generation: str) -> None:
     np.testing.assert_array_equal(out.get(), flashkit.attention(q, k, v, causal=True, backend=NAME).get())
 
 
-@pytest.mark.parametrize("n_q", [130, 1])
-def test_a_replayed_call_writes_to_no_memory_of_others(n_q: int, generation: str) -> None:
+@pytest.mark.parametrize(("n_q", "heads"), [(130, 36), (1, 4)])
+def test_a_replayed_call_writes_to_no_memory_of_others(n_q: int, heads: int, generation: str) -> None:
     """What a call allocates and drops, like a log-sum-exp that nobody asked for, is used again by each replay."""
     import cupy
 
-    q, k, v = tensors((2, 4, n_q, 64), (2, 2, 4000, 64), (2, 2, 4000, 64), dtype="float16")
+    q, k, v = tensors((2, heads, n_q, 64), (2, heads // 2, 4000, 64), (2, heads // 2, 4000, 64), dtype="float16")
     out, lengths = cupy.empty_like(q), cupy.asarray([3000, 4000], np.int32)
     calls = [
         lambda: flashkit.attention(q, k, v, out=out, backend=NAME),
         lambda: flashkit.attention(q, k, v, kv_lengths=lengths, out=out, backend=NAME),
     ]
     for call in calls:
-        call()
+        with skipped_if_refused():
+            call()
         right = out.get()
         with cupy.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
@@ -375,7 +391,7 @@ def test_more_than_2_to_the_31_elements(generation: str) -> None:
     """Offsets beyond 32 bits in every tensor: the last head of a long batch, against the same head alone."""
     import cupy
 
-    n, d, batch, heads = 1100, 128, 64, 240  # 2.16e9 elements a tensor
+    n, d, batch, heads = 1000, 128, 64, 270  # 2.2e9 elements a tensor
     if cupy.cuda.Device().mem_info[0] < 60e9:
         pytest.skip("takes 45 GB of device memory")
     shape = (batch, heads, n, d)
@@ -399,20 +415,23 @@ def test_more_than_2_to_the_31_elements(generation: str) -> None:
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-def test_no_keys_and_no_queries(generation: str) -> None:
-    q, k, v, dout = tensors((2, 3, 5, 16), (2, 3, 0, 16), (2, 3, 0, 16), (2, 3, 5, 16))
-    (out, lse), vjp = flashkit.attention_vjp(q, k, v, return_lse=True, backend=NAME)
-    assert not out.any() and (lse == -np.inf).all()
-    assert not vjp(dout)[0].any()
-    assert flashkit.attention(q[:, :, :0], q, q, backend=NAME).shape == (2, 3, 0, 16)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_no_keys_and_no_queries(dtype: str, generation: str) -> None:
+    q, k, v, dout = tensors((2, 3, 70, 16), (2, 3, 0, 16), (2, 3, 0, 16), (2, 3, 70, 16), dtype=dtype)
+    with skipped_if_refused():
+        (out, lse), vjp = flashkit.attention_vjp(q, k, v, return_lse=True, backend=NAME)
+        assert not out.any() and (lse == -np.inf).all()
+        assert not vjp(dout)[0].any()
+        assert flashkit.attention(q[:, :, :0], q, q, backend=NAME).shape == (2, 3, 0, 16)
 
 
 @pytest.mark.parametrize("n", [1, 31, 33, 1000, 4097])
 def test_lengths_of_every_remainder(n: int, generation: str) -> None:
-    q, k, v = tensors((1, 2, n, 64), (1, 1, n + 3, 64), (1, 1, n + 3, 64), dtype="float16")
+    q, k, v = tensors((1, 8, n, 64), (1, 4, n + 3, 64), (1, 4, n + 3, 64), dtype="float16")
     call = {"q": q.get(), "k": k.get(), "v": v.get(), "causal": True}
     right = flashkit.attention(**call, backend="cpu")
-    got = flashkit.attention(q, k, v, causal=True, backend=NAME).get()
+    with skipped_if_refused():
+        got = flashkit.attention(q, k, v, causal=True, backend=NAME).get()
     error = np.abs(got.astype(np.float64) - right.astype(np.float64)).max()
     assert error < 4e-3, error
 

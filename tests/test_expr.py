@@ -233,7 +233,7 @@ def test_cuda_text_is_one_typed_line_per_operation():
         )
         assert line.endswith(";")
     text = "\n".join(lines)
-    assert "fk_load_int(ids, (q) * ids_stride0)" in text
+    assert "fk_load_int(ids, (long long)(q) * ids_stride0)" in text
     assert "fk_special(-1)" in text
     assert "(fk_float)(0.5)" in text
 

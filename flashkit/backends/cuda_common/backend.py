@@ -46,8 +46,9 @@ class CudaBackend:
     generations: tuple[Generation, ...]
     """Newest first; the last can do everything."""
 
-    on_trial: tuple[str, ...] = ()
-    """Used where the environment asks for them and nowhere else: not all of the tests for devices ran with them."""
+    on_trial: tuple[tuple[str, Direction], ...] = ()
+    """Passes of generations used where the environment asks for them and nowhere else: not all of the tests for devices
+    ran with them."""
 
     needs: Mapping[str, str]
     """What has to be importable, and what installs it."""
@@ -70,7 +71,7 @@ class CudaBackend:
         """
         forced = os.environ.get(VARIABLE)
         if not forced:
-            return tuple(generation for generation in self.generations if generation.name not in self.on_trial)
+            return tuple(each for each in self.generations if (each.name, direction) not in self.on_trial)
         if forced not in NAMES:
             raise ValueError(f"{VARIABLE} is {forced!r}; {' or '.join(NAMES)} fits")
         left = tuple(generation for generation in self.generations if generation.name == forced)

@@ -4,7 +4,11 @@ text, and what a text may count on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf, prod
+
 from ... import expr
+from ...expr import Expr
 from ...spec import AttentionSpec, Slot
 
 MAX_NDIM = 8
@@ -60,3 +64,36 @@ def is_small(spec: AttentionSpec) -> bool:
         node.op in _SMALL or node.op == "symbol" or (node.op == "const" and abs(node.value) < 2**24) for node in nodes
     )
     return known and sum(node.op in ("add", "sub") for node in nodes) <= _SUMS
+
+
+NEAR = 2**20
+"""Positions up to this have short cuts."""
+
+
+def positions(spec: AttentionSpec) -> str:
+    """What the integers of the score modification may be computed with where positions are NEAR: "floats", which hold
+    them exactly, "integers" of 32 bits, or "any" where they may become large on the way.
+    """
+    if spec.score is None:
+        return "integers"
+    greatest: dict[Expr, float] = {}
+    by_position = False  # whether arrays are looked up by positions
+    for node in expr.walk([spec.score]):
+        parts = [greatest[arg] for arg in node.args if arg.kind == "int"]
+        greatest[node] = _greatest(node, parts) if node.kind == "int" else 0
+        by_position |= node.op == "load" and any(each.value in ("row", "q", "k") for each in expr.walk(node.args))
+    most = max(greatest.values())
+    return "floats" if most <= 2**24 and not by_position else "integers" if most < 2**31 else "any"
+
+
+def _greatest(node: Expr, parts: Sequence[float]) -> float:
+    """What an integer is at most, without its sign, where its parts are."""
+    if node.op == "symbol":
+        return NEAR
+    if node.op == "const":
+        return abs(node.value)
+    if node.op in ("add", "sub"):
+        return sum(parts)
+    if node.op == "mul":
+        return prod(parts)
+    return max(parts) if node.op in ("neg", "abs", "min", "max", "where") else inf

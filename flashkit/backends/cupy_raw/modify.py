@@ -20,7 +20,7 @@ _ELEMENTS = {
     "float64": "double",
 }  # fmt: skip
 
-_SCORE = "fk_float s, I b, I h, I row, I q, I k, const Params& p"
+_SCORE = "fk_float s, I b, I h, I row, I q, I k, I distance, T& tanh, const Params& p"
 _PAIR = "long long b, long long h, long long row, long long q, long long k, const Params& p"
 _CORNERS = (
     "long long b, long long h, long long row0, long long row1, long long q0, long long q1, long long k0, long long k1, "
@@ -31,17 +31,27 @@ _CORNERS = (
 def text(spec: AttentionSpec) -> str:
     """The functions that kernels/tiles.cuh names; without a modification they say what goes without saying.
 
-    `I` is the type of the integers in a score modification: int where `is_small` and the positions are.
+    `I` is the type of the integers in a score modification, what `modification.positions` says where they are NEAR;
+    `T` that of its tanh, which kernels/scalar.cuh has two of.
     """
     score = expr.S if spec.score is None else spec.score
     mask = expr.TRUE if spec.mask is None else spec.mask
     return "\n".join([
-        "template <typename I>",
-        _function(spec, "fk_float modified_score", _SCORE, [score]).replace("const long long t", "const I t"),
+        "template <typename I, typename T>",
+        _function(spec, "fk_float modified_score", _SCORE, [_by_distance(score)])
+        .replace("const long long t", "const I t")
+        .replace("fk_tanh(", "tanh("),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
         _function(spec, "bool visible", _PAIR, [mask]),
         _function(spec, "int classify", _CORNERS, list(expr.classify(mask)), "{0} ? EMPTY : {1} ? FULL : PARTIAL"),
     ])  # fmt: skip
+
+
+def _by_distance(score: Expr) -> Expr:
+    """The same with a symbol for q - k, which kernels can count up."""
+    distance = expr.symbol("distance")
+    known = {expr.Q - expr.K: distance, expr.K - expr.Q: -distance}
+    return expr.substitute([score], lambda node: known.get(node, node))[0]
 
 
 def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
@@ -26,8 +26,9 @@ from .sm90_products import text as products
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
+SHORT = 2048
 _CACHED = 34_000_000  # bytes of keys and values that blocks work at together, well within the L2 cache
-_LIST = 4 * 224  # bytes of kernels/sm90.cuh: TileList
+_CHUNK = 24 + 4 * 224  # bytes of kernels/sm90_items.cuh: Chunk
 _OWN = "chosen for an H200"
 WATCHDOG = bool(int(os.environ.get("FLASHKIT_CUDA_WATCHDOG") or 0))
 """Whether a barrier that is waited for too long stops the kernel, to find mistakes in protocols."""
@@ -73,8 +74,8 @@ class Sm90Tile:
         """Bytes of a block."""
         q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
         rows = self.q_buffers * self.block_q * max(q, v) + self.stages * self.block_k * (q + v)
-        barriers = (16 + 8 * self.groups + 12) * self.q_buffers + (32 + 4) * self.stages
-        return 128 * rows + barriers + _LIST
+        barriers = (16 + 8 * self.groups + 12) * self.q_buffers + (32 + 4) * self.stages + 32
+        return 128 * rows + barriers + 2 * _CHUNK
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""
@@ -83,7 +84,7 @@ class Sm90Tile:
 
     def registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Of a thread that multiplies and of one that loads; together they are what a multiprocessor has."""
-        plain = spec.mask is None and spec.score is None and not spec.kv_lengths
+        plain = spec.mask is None and not spec.kv_lengths  # or tiles are looked for
         if self.groups == 3:
             return (160, 32)
         return (240, 24) if plain else (232, 40) if self.groups == 2 else (240, 40)
@@ -94,28 +95,33 @@ class Sm90Tile:
             "BLOCK_K": self.block_k, "GROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
             "TURNS": bool(self.turns) and self.groups > 1, "PACK": pack, "REGISTERS": multiplying,
             "REGISTERS_LOADING": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "SMALL_SCORE": modification.is_small(spec), "BRIEF": True,
+            "CHUNK_BYTES": _CHUNK, "BRIEF": True,
+            "FAR": modification.NEAR, "POSITIONS": ("any", "integers", "floats").index(modification.positions(spec)),
         }  # fmt: skip
 
 
-def forward_tile(spec: AttentionSpec) -> Sm90Tile:
+def forward_tile(problem: Problem) -> Sm90Tile:
     """What does well on an H200."""
-    dim, dim_v = spec.head_dim, spec.head_dim_v
-    if max(dim, dim_v) <= 64:  # a modification takes registers
-        return Sm90Tile(192, 128) if spec.score is None and not spec.dropout else Sm90Tile(128, 128)
+    spec = problem.spec
+    dim, dim_v, modified = spec.head_dim, spec.head_dim_v, spec.score is not None or spec.dropout
+    if max(dim, dim_v) <= 64:  # a modification takes registers; of short sequences, masked, larger tiles waste more
+        return Sm90Tile(128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192, 128)
     if max(dim, dim_v) <= 128:
         return Sm90Tile(128, 128)
     if dim <= 192 and dim_v <= 128:
         return Sm90Tile(128, 96)
-    return Sm90Tile(128, 96 if max(dim, dim_v) <= 192 else 80, q_buffers=1)
+    keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64
+    return Sm90Tile(128, keys, q_buffers=1)
 
 
-def forward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90Tile]:
+def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
     """Tiles worth trying, the one of `forward_tile` first."""
-    tiles = [forward_tile(spec)]
-    for rows, keys, buffers, turns in itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (2, 1), (1, 0)):
-        tiles.append(Sm90Tile(rows, keys, 2, buffers, turns))
-    return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
+    first = forward_tile(problem)
+    tiles = [first, replace(first, turns=0)]
+    for rows, keys in itertools.product((192, 128), (128, 112, 96, 160, 80, 64)):
+        pair = Sm90Tile(rows, keys), Sm90Tile(rows, keys, q_buffers=1)
+        tiles += [tile for tile in pair if tile.fits(problem.spec, device)][:1]
+    return list(dict.fromkeys(tiles))
 
 
 def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict[str, int], str]:
@@ -128,7 +134,7 @@ class Sm90Forward:
 
     def __init__(self, problem: Problem, device: Device, tile: Sm90Tile | None = None, why: str = _OWN) -> None:
         spec = problem.spec
-        self.problem, self.device, self.tile, self.why = problem, device, tile or forward_tile(spec), why
+        self.problem, self.device, self.tile, self.why = problem, device, tile or forward_tile(problem), why
         self.pack = packed(problem)
         constants, functions = forward_source(spec, self.tile, self.pack)
         arch = compiler.target(device.capability)
@@ -141,7 +147,7 @@ class Sm90Forward:
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile, pack = arguments.spec, self.tile, self.pack
         # With a scale that is not positive a hidden pair's -inf would change its sign.
-        usual = arguments.n_k and arguments.scale > 1e-30
+        usual = arguments.n_k and arguments.scale > 1e-30 and arguments.batch * arguments.heads < modification.NEAR
         if not (usual and addressable(arguments, ("q", "k", "v", "out"))):
             return self.other().run(arguments, stream)
         heads, rows = arguments.batch * arguments.heads // pack, arguments.n_q * pack
@@ -196,7 +202,7 @@ class Sm90:
         rows = problem.n_q * spec.group
         if rows <= FEW_ROWS:
             return Verdict(False, f"{rows} rows share keys, most of a tile would be empty")
-        items = -(-rows // forward_tile(spec).block_q) * problem.heads_kv * problem.batch
+        items = -(-rows // forward_tile(problem).block_q) * problem.heads_kv * problem.batch
         if 2 * items <= device.sms and problem.n_k >= MANY_KEYS:
             return Verdict(False, f"{items} tiles of rows on {device.sms} multiprocessors, the keys should be split")
         return Verdict(True)
@@ -204,7 +210,7 @@ class Sm90:
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward":
             return list(backward_candidates(problem.spec, device))
-        return list(forward_candidates(problem.spec, device))
+        return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
         if direction == "backward":

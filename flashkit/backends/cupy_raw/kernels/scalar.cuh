@@ -52,8 +52,9 @@ DEVICE storage narrow(fk_float x) { return Narrow<storage>::from(x); }
 template <typename T> DEVICE T fk_abs(T x) { return x < 0 ? -x : x; }
 template <> __device__ __forceinline__ float fk_abs(float x) { return fabsf(x); }
 template <> __device__ __forceinline__ double fk_abs(double x) { return fabs(x); }
-template <typename T> DEVICE T fk_min(T x, T y) { return y < x || y != y ? y : x; }  // NaN wins, as in NumPy
-template <typename T> DEVICE T fk_max(T x, T y) { return y > x || y != y ? y : x; }
+// NaN wins, as in NumPy. Of integers one may be wider, or one a float that holds an integer.
+template <typename T, typename U> DEVICE auto fk_min(T x, U y) -> decltype(x + y) { return y < x || y != y ? y : x; }
+template <typename T, typename U> DEVICE auto fk_max(T x, U y) -> decltype(x + y) { return y > x || y != y ? y : x; }
 
 // Python's // and %: rounded towards minus infinity, so a remainder has the sign of the divisor. 0 for division by 0.
 DEVICE long long fk_floordiv(long long x, long long y) {
@@ -81,13 +82,22 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
+DEVICE float log2_fast(float x) {  // to 2^-22
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float reciprocal(float x) {  // to one unit of the last place
+    float y;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // BRIEF: scores of 16-bit elements are right to three digits, and a few units of the last place of float32 may be spared.
 DEVICE double fk_div(double x, double y) { return x / y; }
 DEVICE float fk_div(float x, float y) {
     if constexpr (!BRIEF) return x / y;
-    float z;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));  // 2 units; right for all y, 0 and infinite ones too
-    return z;
+    return x * reciprocal(y);  // once for all scores where y is a parameter
 }
 
 DEVICE double fk_tanh(double x) { return tanh(x); }
@@ -97,6 +107,22 @@ DEVICE float fk_tanh(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(y + 1.0f));
     return fmaf(-2.0f, y, 1.0f);
 }
+
+// tanh in a score modification: as it is, or
+struct Tanh {
+    __device__ __forceinline__ fk_float operator()(fk_float x) const { return fk_tanh(x); }
+};
+// by a polynomial, to 1e-5 up to CALM; `greatest` says whether that was so. The exponential and the division would take
+// two instructions more of the unit that the softmax waits for already.
+struct CalmTanh {
+    static constexpr float CALM = 0.75f;
+    float greatest;
+    __device__ __forceinline__ float operator()(float x) {
+        greatest = fmaxf(greatest, fabsf(x));
+        const float y = x * x;
+        return x * fmaf(fmaf(fmaf(-0.0354525842f, y, 0.127426786f), y, -0.332696662f), y, 0.999988981f);
+    }
+};
 
 #define FK_FUNCTION(name)                                    \
     DEVICE float fk_##name(float x) { return name##f(x); }   \

@@ -167,14 +167,18 @@ template <int PENDING>
 DEVICE void products_wait() {  // until all but the last PENDING ends are reached
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+template <int PENDING>
+DEVICE void products_wait_loads_pass() {  // the same, past which the compiler may move loads up
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING));
+}
 // After a wait: the compiler may not use these registers before it.
 template <int N> DEVICE void settle(float (&x)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i]));
 }
 template <int N> DEVICE void settle(unsigned (&x)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i]));
 }
 
 // --- registers --------------------------------------------------------------------------------------------------------

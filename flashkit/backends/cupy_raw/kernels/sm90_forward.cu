@@ -10,7 +10,7 @@
 //     O           [64][HEAD_DIM_V]              registers of a warp group, unscaled
 //     m, l        [64]                          a row's reference, in base 2, and its sum of weights: registers
 //
-// Warp group 0: warp 0 finds the tiles and loads them, warp g stores the output of group g. Warp groups 1 ... GROUPS, with
+// Warp group 0: warp 0 loads tiles, warp 1 stores outputs, warp 2 finds the tiles to load. Warp groups 1 ... GROUPS, with
 // 64 rows each, multiply. A step of such a group, for the tile of keys number n of all that the block loads:
 //
 //     scores      S = Q K_n^T          is begun,
@@ -19,7 +19,7 @@
 //     and the first tile of an item is begun before the last item is finished.
 //
 // Constants of the head: BLOCK_K, GROUPS, STAGES, Q_BUFFERS, PACK, TURNS, REGISTERS, REGISTERS_LOADING, WATCHDOG,
-// HAS_LENGTHS, SMALL_SCORE (modify.is_small).
+// HAS_LENGTHS, CHUNK_BYTES, POSITIONS and FAR (modification.positions).
 #include "sm90.cuh"
 
 constexpr int BLOCK_Q = 64 * GROUPS, THREADS = 128 * (GROUPS + 1), COLUMNS = padded(HEAD_DIM_V);
@@ -27,14 +27,28 @@ constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(chunks(HEAD_DIM), chunks(HEAD_DI
 constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * chunks(HEAD_DIM), BYTES_V = BLOCK_K * CHUNK_ROW * chunks(HEAD_DIM_V);
 constexpr int AT_K = Q_BUFFERS * GROUPS * BYTES_Q, AT_V = AT_K + STAGES * BYTES_K, AT_BARRIERS = AT_V + STAGES * BYTES_V;
 constexpr int AT_Q_RING = AT_BARRIERS, AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS, AT_V_RING = AT_K_RING + 16 * STAGES;
-constexpr int AT_DONE = AT_V_RING + 16 * STAGES;   // for each buffer and group: its output is in the buffer
+constexpr int AT_LIST_RING = AT_V_RING + 16 * STAGES;
+constexpr int AT_DONE = AT_LIST_RING + 32;         // for each buffer and group: its output is in the buffer
 constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
-constexpr int AT_LIST = AT_ITEMS + 12 * Q_BUFFERS;
+constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS;
 constexpr int FIRST = 64, END = -1;
 enum NamedBarrier { TURN = 1, MEETING = TURN + GROUPS };  // of each group
 
-struct Item { int b, h, row0; };  // h: the first of PACK heads
+enum Positions { ANY, INTEGERS, FLOATS };
+
+// What a score modification computes positions with, where they are not FAR: floats, which are exact for such, or
+// integers where arrays are looked up by them. ANY: they may become large on the way.
+template <int> struct Position { using type = long long; using start = long long; };
+template <> struct Position<INTEGERS> { using type = int; using start = int; };
+template <> struct Position<FLOATS> { using type = float; using start = int; };
+using position = Position<POSITIONS>::type;
+using start = Position<POSITIONS>::start;
+
+struct Item {
+    int b, h, row0;  // h: the first of PACK heads
+    start offset;    // position of the head's row 0, where it is not FAR
+};
 
 #include "sm90_items.cuh"
 #include "sm90_softmax.cuh"
@@ -44,7 +58,7 @@ struct Item { int b, h, row0; };  // h: the first of PACK heads
 // Divide by the sums; log-sum-exp to memory, output to shared memory.
 DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const float (&l)[2], float (&output)[COLUMNS / 2],
                    unsigned staged, unsigned done, int group) {
-    const Item at{here(item.b), here(item.h), here(item.row0)};
+    const Item at{here(item.b), here(item.h), here(item.row0), item.offset};
     float factor[2];
     bool odd = false;
 #pragma unroll
@@ -62,9 +76,9 @@ DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const
             }
         }
         const bool empty = sum == 0;  // no key is visible
-        factor[half] = empty ? 0.0f : factor[half] / sum;
+        factor[half] = empty ? 0.0f : factor[half] * reciprocal(sum);
         if (exists && threadIdx.x % 4 == 0)
-            *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(top, LN2, logf(sum));
+            *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : LN2 * (top + log2_fast(sum));
         float zero = 0;  // NaN if an element is not finite
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; ++n)
@@ -98,11 +112,13 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
     const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
     const float unit = __int_as_float(uniform(__float_as_int(base_2(p))));  // or it is computed anew, in float64
+    const float scale = HAS_SCORE ? __int_as_float(uniform(__float_as_int((float)p.scale))) : 1.0f;
     float output[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2];
     unsigned weights[BLOCK_K / 4];
     Item at;                     // the item whose output is in registers,
     bool open = false;           // if there is one,
-    bool begun = false;          // and whether all rows of this warp have a reference
+    bool begun = false;          // and whether all rows of this warp have a reference that is likely to last
+    bool usual = true;           // and whether its positions and scores are as usual steps expect them
     bool fresh = false;          // whether the tile that comes is the first of another item
     int number = -1;             // of the item that the tile belongs to among the block's
     bool pending = false;        // whether weights of the tile before wait for their values,
@@ -151,27 +167,39 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         if (!USUAL && fresh) {
             queries.wait_full(number);
             const unsigned slot = base + AT_ITEMS + 12 * (number % Q_BUFFERS);
-            at = {uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8)) + 64 * group};
+            at.b = uniform(load_word(slot)), at.h = uniform(load_word(slot + 4)), at.row0 = uniform(load_word(slot + 8)) + 64 * group;
+            at.offset = (start)offset_of(p, at.b);
             m[0] = m[1] = HIDDEN, l[0] = l[1] = 0;
+            usual = true;
         }
         take_turn();
         scores(n);
         if (PENDING) accumulate(n - 1);
         pass_turn();
-        products_wait<PENDING>();
+        products_wait_loads_pass<PENDING>();
         settle(s);
         float total[2], rescale[2];
-        modify_tile(p, at, USUAL || full, s, k0);
-        const bool exact = !(USUAL && optimistic_softmax(s, m, total, unit));
-        if (exact) {
-            if (USUAL) {  // the optimism was misplaced, and has cost the scores
+        bool exact = false;
+        bool near = true, calm = true;
+        if (USUAL) calm = modify_usual(p, at, s, k0, scale);
+        else near = modify_tile(p, at, full, s, k0, scale);
+        if (!USUAL && fresh) begun = guess(s, m, unit);
+        const bool hopeful = USUAL || begun;
+        if (!hopeful || !optimistic_softmax(s, m, total, unit, calm)) {
+            if (hopeful) {  // the optimism was misplaced, and has cost the scores
                 scores_again(s, buffer_of(number), base + AT_K + n % STAGES * BYTES_K);
-                modify_tile(p, at, true, s, k0);
+                modify_tile(p, at, full, s, k0, scale);
+                if (USUAL) usual &= __all_sync(~0u, calm);
             }
+            if (!USUAL && fresh) m[0] = m[1] = HIDDEN;
             online_softmax(s, m, total, rescale, unit);
             l[0] *= rescale[0], l[1] *= rescale[1];
-            begun = __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
+            // Where a reference has just grown by much, it may again: another first look would be in vain.
+            const bool grows = !fresh && (rescale[0] < STEADY || rescale[1] < STEADY);
+            begun = __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN && !grows);
+            exact = true;
         }
+        if (!near) usual = false;
         l[0] += total[0], l[1] += total[1];
         keys.release(USUAL ? n : n + after(total[0]) + after(total[1]));  // or exponentials are computed after the next wait
         if (PENDING) accumulated(n - 1);
@@ -196,7 +224,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         const int note = uniform(load_word(base + AT_NOTES + 4 * (n % STAGES)));
         const int k0 = (note >> 8) * BLOCK_K;
         // Both END and the first tile of an item have the bit FIRST.
-        if (pending && begun && (note & (FIRST | 3 << 2 * group)) == FULL << 2 * group) {
+        if (pending && begun && usual && (note & (FIRST | 3 << 2 * group)) == FULL << 2 * group) {
             step(Constant<true>{}, Constant<true>{}, n, true, k0);
             continue;
         }
@@ -231,9 +259,10 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
-        Ring<Q_BUFFERS>{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS}.init(1, GROUPS);
+        Ring<Q_BUFFERS>{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS}.init(1, 1);
         Ring<STAGES>{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}.init(1, 4 * GROUPS);
         Ring<STAGES>{base + AT_V_RING, base + AT_V_RING + 8 * STAGES}.init(1, 4 * GROUPS);
+        Ring<2>{base + AT_LIST_RING, base + AT_LIST_RING + 16}.init(1, 1);
         for (int i = 0; i < GROUPS * Q_BUFFERS; ++i) barrier_init(base + AT_DONE + 8 * i, 4);
         barriers_ready();
     }
@@ -241,8 +270,10 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
         give_registers<REGISTERS_LOADING>();
-        if (warp == 0) load(p, q_map, k_map, v_map, base, *reinterpret_cast<TileList*>(shared + AT_LIST), p.ticket);
-        else if (warp <= GROUPS && threadIdx.x % 32 == 0) store(p, out_map, base, warp - 1);
+        Chunk* found = reinterpret_cast<Chunk*>(shared + AT_LISTS);
+        if (warp == 2) find(p, base, found, p.ticket);
+        else if (warp == 0 && threadIdx.x == 0) load(p, q_map, k_map, v_map, base, found);
+        else if (warp == 1 && threadIdx.x == 32) store(p, out_map, base);
     } else {
         take_registers<REGISTERS>();
         multiply_tiles(p, base, role - 1);

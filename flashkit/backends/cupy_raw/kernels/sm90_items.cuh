@@ -29,10 +29,10 @@ DEVICE Item item_of(const Params& p, int index) {
         if (index < whole * all) bh = index / whole, tile = index - bh * whole;
         else bh = index - whole * all, tile = whole;
     }
-    return {bh / heads, bh % heads * PACK, tile * BLOCK_Q};
+    return {bh / heads, bh % heads * PACK, tile * BLOCK_Q, 0};
 }
 
-// --- loading ----------------------------------------------------------------------------------------------------------
+// --- which tiles ------------------------------------------------------------------------------------------------------
 
 // States of the groups' rows and keys k0 ... k0 + BLOCK_K - 1 (times `many`), two bits a group; a tile that is not whole is PARTIAL.
 DEVICE unsigned states_of(const Params& p, const Item& at, int n_k, int tile, int many) {
@@ -59,102 +59,143 @@ DEVICE unsigned states_of(const Params& p, const Item& at, int n_k, int tile, in
     return states;
 }
 
-DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, unsigned base,
-                 TileList& list, unsigned* ticket) {
-    const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
-    const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
-    const bool leader = threadIdx.x == 0;
+// What the warp that finds tiles hands to the one that loads: tiles of one item, perhaps not all of them.
+struct Chunk {
+    int b, h, row0;          // of the item
+    int count, last, first;  // 0 tiles: no more items; the last tile of all keys; bits of the first tile's note
+    TileList list;
+};
+static_assert(sizeof(Chunk) == CHUNK_BYTES, "sm90.py and Chunk differ");
+
+// By a warp. It works ahead of the one that loads, as classifying may take as long as a tile's products.
+DEVICE void find(const Params& p, unsigned base, Chunk* found, unsigned* ticket) {
+    const Ring<2> lists{base + AT_LIST_RING, base + AT_LIST_RING + 16};
+    const bool leader = threadIdx.x % 32 == 0;
     const int items = items_of(p);
     unsigned n = 0;
-    int index = blockIdx.x, value_tile = 0, value_head = 0, value_b = 0;
+    auto hand_over = [&]() {
+        __syncwarp();
+        if (leader) arrive(lists.full + 8 * (n % 2));
+        ++n;
+    };
+    auto next_chunk = [&]() -> Chunk& {
+        wait_patiently(lists.empty + 8 * (n % 2), (n / 2 & 1) ^ 1);
+        return found[n % 2];
+    };
+#pragma unroll 1
+    for (int index = blockIdx.x; index < items;) {
+        const Item at = item_of(p, index);
+        if (leader) index = atomicAdd(ticket, 1) + gridDim.x;
+        const int n_k = (int)keys_of(p, at.b), tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
+        int next = 0;
+        unsigned seen;
+        auto look = [&](int place, int many) { return states_of(p, at, n_k, tiles - place - many, many); };  // the last keys first
+#pragma unroll 1
+        for (bool first = true;; first = false) {
+            Chunk& chunk = next_chunk();
+            const int count = fill(chunk.list, next, tiles, seen, look);
+            if (count == 0 && !first) break;
+            // Groups that see nothing take a tile all the same, where everything is hidden from them.
+            unsigned blind = 0;
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) blind |= (seen >> 2 * g & 3) == EMPTY ? PARTIAL << 2 * g : 0;
+            if (leader) {
+                if (count == 0) chunk.list.entry[0] = (tiles - 1) << 8;  // tile 0
+                chunk.b = at.b, chunk.h = at.h, chunk.row0 = at.row0, chunk.count = count ? count : 1, chunk.last = tiles - 1, chunk.first = first ? FIRST | blind : 0;
+            }
+            hand_over();
+        }
+        index = uniform(index);
+    }
+    Chunk& chunk = next_chunk();
+    if (leader) chunk.count = 0;
+    hand_over();
+    if (leader && atomicAdd(ticket + 1, 1u) == gridDim.x - 1) ticket[0] = 0, ticket[1] = 0;  // as they were found
+}
+
+// --- loading ----------------------------------------------------------------------------------------------------------
+
+// By one thread.
+DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, unsigned base,
+                 const Chunk* found) {
+    const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
+    const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
+    const Ring<2> lists{base + AT_LIST_RING, base + AT_LIST_RING + 16};
+    unsigned n = 0, number = 0;  // tiles and items so far
+    int value_tile = 0, value_head = 0, value_b = 0;
     auto load_values = [&]() {  // of tile n - 1
         values.wait_empty(n - 1);
         const unsigned stage = (n - 1) % STAGES, full = values.full + 8 * stage;
         arrive_and_expect(full, BYTES_V);
         load_tile<1, HEAD_DIM_V, BLOCK_K>(base + AT_V + stage * BYTES_V, v_map, value_tile * BLOCK_K, value_head, value_b, full);
     };
-    for (unsigned number = 0;; ++number) {
-        const unsigned buffer = number % Q_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
-        if (index >= items) {  // the others are told to stop
-            if (leader) {
-                if (n > 0) load_values();
-                keys.wait_empty(n);
-                store_word(base + AT_NOTES + 4 * (n % STAGES), END);
-                arrive(keys.full + 8 * (n % STAGES));
-                queries.wait_empty(number);
-                store_word(slot, END);
-                arrive(queries.full + 8 * buffer);
-            }
-            break;
-        }
-        const Item at = item_of(p, index);
-        const int n_k = (int)keys_of(p, at.b);
-        if (leader) index = atomicAdd(ticket, 1) + gridDim.x;
-        const int tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
-        int next = 0, first = FIRST;
-        unsigned seen;
-        auto look = [&](int place, int many) { return states_of(p, at, n_k, tiles - place - many, many); };  // the last keys first
-        int count = fill(list, next, tiles, seen, look);
-        // Groups that see nothing take a tile all the same, where everything is hidden from them.
-        unsigned blind = 0;
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) blind |= (seen >> 2 * g & 3) == EMPTY ? PARTIAL << 2 * g : 0;
-        if (count == 0) {
-            if (leader) list.entry[0] = (tiles - 1) << 8;  // tile 0
-            __syncwarp();
-            count = 1;
-        }
-        do {
-            if (leader) {
+    auto load_queries = [&](int b, int h, int row0) {
+        queries.wait_empty(number);
+        const unsigned buffer = number % Q_BUFFERS, slot = base + AT_ITEMS + 12 * buffer, full = queries.full + 8 * buffer;
+        store_word(slot, b), store_word(slot + 4, h), store_word(slot + 8, row0);
+        if (b == END) {
+            arrive(full);
+        } else {
+            arrive_and_expect(full, GROUPS * 64 * CHUNK_ROW * chunks(HEAD_DIM));
 #pragma unroll 1
-                for (int i = 0; i < count; ++i) {
-                    const int entry = list.entry[i], tile = tiles - 1 - (entry >> 8);
-                    const unsigned stage = n % STAGES, full = keys.full + 8 * stage;
-                    keys.wait_empty(n);
-                    store_word(base + AT_NOTES + 4 * stage, tile << 8 | first | (entry & 63) | blind);
-                    arrive_and_expect(full, BYTES_K);
-                    load_tile<1, HEAD_DIM, BLOCK_K>(base + AT_K + stage * BYTES_K, k_map, tile * BLOCK_K, at.h / GROUP, at.b, full);
-                    if (n > 0) load_values();
-                    value_tile = tile, value_head = at.h / GROUP, value_b = at.b;
-                    ++n;
-                    if (first) {
-                        queries.wait_empty(number);
-                        store_word(slot, at.b), store_word(slot + 4, at.h), store_word(slot + 8, at.row0);
-                        const unsigned filled = queries.full + 8 * buffer;
-                        arrive_and_expect(filled, GROUPS * 64 * CHUNK_ROW * chunks(HEAD_DIM));
+            for (int g = 0; g < GROUPS; ++g)
+                load_tile<PACK, HEAD_DIM, 64>(base + (buffer * GROUPS + g) * BYTES_Q, q_map, (row0 + 64 * g) / PACK,
+                                              h / PACK, b, full);
+        }
+        ++number;
+    };
 #pragma unroll 1
-                        for (int g = 0; g < GROUPS; ++g)
-                            load_tile<PACK, HEAD_DIM, 64>(base + (buffer * GROUPS + g) * BYTES_Q, q_map, (at.row0 + 64 * g) / PACK,
-                                                    at.h / PACK, at.b, filled);
-                        first = 0, blind = 0;
-                    }
-                }
-            }
-            count = fill(list, next, tiles, seen, look);
-        } while (count > 0);
-        index = uniform(index);
+    for (unsigned c = 0;; ++c) {
+        lists.wait_full(c);
+        const Chunk& chunk = found[c % 2];
+        const int count = chunk.count;
+        if (count == 0) break;
+        const int b = chunk.b, head = chunk.h / GROUP;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const int entry = chunk.list.entry[i], tile = chunk.last - (entry >> 8), first = i == 0 ? chunk.first : 0;
+            const unsigned stage = n % STAGES, full = keys.full + 8 * stage;
+            keys.wait_empty(n);
+            store_word(base + AT_NOTES + 4 * stage, tile << 8 | first | (entry & 63));
+            arrive_and_expect(full, BYTES_K);
+            load_tile<1, HEAD_DIM, BLOCK_K>(base + AT_K + stage * BYTES_K, k_map, tile * BLOCK_K, head, b, full);
+            if (n > 0) load_values();
+            value_tile = tile, value_head = head, value_b = b;
+            ++n;
+            if (first) load_queries(b, chunk.h, chunk.row0);
+        }
+        arrive(lists.empty + 8 * (c % 2));
     }
-    if (leader && atomicAdd(ticket + 1, 1u) == gridDim.x - 1) ticket[0] = 0, ticket[1] = 0;  // as they were found
+    if (n > 0) load_values();  // and the others are told to stop
+    keys.wait_empty(n);
+    store_word(base + AT_NOTES + 4 * (n % STAGES), END);
+    arrive(keys.full + 8 * (n % STAGES));
+    load_queries(END, 0, 0);
 }
 
 // --- storing ----------------------------------------------------------------------------------------------------------
 
-DEVICE void store(const Params& p, const TensorMap& out_map, unsigned base, int group) {
+// By one thread.
+DEVICE void store(const Params& p, const TensorMap& out_map, unsigned base) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
         const unsigned buffer = number % Q_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
         queries.wait_full(number);
-        const Item item{load_word(slot), load_word(slot + 4), load_word(slot + 8) + 64 * group};
-        if (item.b == END) break;
-        wait_patiently(base + AT_DONE + 8 * (buffer * GROUPS + group), number / Q_BUFFERS & 1);
-        if (item.row0 < (int)p.n_q * PACK) {
+        const int b = load_word(slot), h = load_word(slot + 4);
+        if (b == END) break;
+#pragma unroll 1
+        for (int g = 0; g < GROUPS; ++g) {
+            const int row0 = load_word(slot + 8) + 64 * g;
+            wait_patiently(base + AT_DONE + 8 * (buffer * GROUPS + g), number / Q_BUFFERS & 1);
+            if (row0 < (int)p.n_q * PACK) {
 #pragma unroll
-            for (int c = 0; c < chunks(HEAD_DIM_V); ++c)
-                store_box<PACK>(out_map, {64 * c, item.row0 / PACK, item.h / PACK, item.b},
-                          base + (buffer * GROUPS + group) * BYTES_Q + c * 64 * CHUNK_ROW);
+                for (int c = 0; c < chunks(HEAD_DIM_V); ++c)
+                    store_box<PACK>(out_map, {64 * c, row0 / PACK, h / PACK, b},
+                                    base + (buffer * GROUPS + g) * BYTES_Q + c * 64 * CHUNK_ROW);
+            }
+            stores_end();
         }
-        stores_end();
         stores_wait_read();
         arrive(queries.empty + 8 * buffer);
     }

@@ -5,6 +5,8 @@
 // Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
 constexpr float LIMIT = STORAGE == FLOAT16 ? 32768.0f : 1e18f;
 
+constexpr float STEADY = 1e-6f;  // how much less earlier weights may count than thought, and the reference still be trusted
+
 // A hidden pair has the weight 0, but 0 times NaN is NaN: see finish().
 constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT;
 
@@ -16,43 +18,89 @@ DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half
 // What scores are multiplied by to be in base 2; where there is a score modification they are scaled before it.
 DEVICE float base_2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.scale * 1.4426950408889634); }
 
-constexpr long long FAR = 1 << 26;
-
 // Scores as they come from the product, modified; -inf where hidden. Rows past the end are taken for the last one.
-template <bool PARTIAL_TILE, typename POSITION>
-DEVICE void modify_tile(const Params& p, const Item& at, long long offset, float (&s)[BLOCK_K / 2], int k0) {
-    const int n_k = (int)keys_of(p, at.b);
+template <bool PARTIAL_TILE, typename T>
+DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s)[BLOCK_K / 2], int k0, float scale, T& tanh) {
+    const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int own = here(at.row0) + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
-        const int row = index / PACK, h = at.h + index % PACK;
-        const POSITION q = (POSITION)(row + offset);
+        const int row = index / PACK, h = at.h + index % PACK, first = k0 + threadIdx.x % 4 * 2;
+        const start q = row + offset;
+        const position k_first = (position)first, distance_first = (position)(q - first);
 #pragma unroll
         for (int n = 0; n < BLOCK_K / 8; ++n)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
-                const int k = k0 + 8 * n + threadIdx.x % 4 * 2 + c;
-                if (HAS_SCORE) x *= (float)p.scale;
-                if (!PARTIAL_TILE || k < n_k) x = modify<PARTIAL_TILE, POSITION>(x, at.b, h, row, q, k, p);
-                else x = HIDDEN;
+                const int k = first + 8 * n + c;
+                const position step = (position)(8 * n + c);
+                if constexpr (HAS_SCORE)
+                    x = modified_score<position>(x * scale, at.b, h, row, q, k_first + step, distance_first - step, tanh, p);
+                if constexpr (PARTIAL_TILE) {
+                    const bool shown = !HAS_MASK || visible(at.b, h, row, q, k, p);
+                    x = k < n_k && shown ? x : HIDDEN;
+                }
             }
     }
 }
 
-DEVICE void modify_tile(const Params& p, const Item& at, bool full, float (&s)[BLOCK_K / 2], int k0) {
-    if (!HAS_SCORE && full) return;
-    asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, needed or not
-    const long long offset = offset_of(p, at.b);
-    // Whether 32 bits do for positions and what is computed from them. Asked as a vote, whose outcome is known to be the
-    // same in all lanes.
-    const bool narrow = __all_sync(~0u, SMALL_SCORE && offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
-    if (!(HAS_SCORE || HAS_MASK) || narrow) {
-        if (HAS_SCORE && full) modify_tile<false, int>(p, at, offset, s, k0);
-        else modify_tile<true, int>(p, at, offset, s, k0);
-    } else {
-        modify_tile<true, long long>(p, at, offset, s, k0);
+// The same for positions of any size, one pair after the other.
+DEVICE void modify_far(const Params& p, const Item& at, long long offset, bool full, float (&s)[BLOCK_K / 2], int k0) {
+    const int n_k = (int)keys_of(p, at.b);
+    const Tanh tanh;
+    float copy[BLOCK_K / 2];  // in memory, since its index is not constant
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / 2; ++i) copy[i] = s[i];
+#pragma unroll 1
+    for (int i = 0; i < BLOCK_K / 2; ++i) {
+        const int own = here(at.row0) + row_of_lane(i / 2 % 2), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
+        const int row = index / PACK, h = at.h + index % PACK, k = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        float x = copy[i];
+        if constexpr (HAS_SCORE) x = modified_score<long long>(x * (float)p.scale, at.b, h, row, row + offset, k, row + offset - k, tanh, p);
+        if constexpr (HAS_MASK) x = full || visible(at.b, h, row, row + offset, k, p) ? x : HIDDEN;
+        copy[i] = k < n_k ? x : HIDDEN;
     }
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / 2; ++i) s[i] = copy[i];
+}
+
+// The tile of a usual step: all pairs are visible, all positions near. False where the scores are not calm: they have to
+// be modified anew.
+DEVICE bool modify_usual(const Params& p, const Item& at, float (&s)[BLOCK_K / 2], int k0, float scale) {
+    CalmTanh tanh{0};
+    if constexpr (HAS_SCORE) modify_near<false>(p, at, at.offset, s, k0, scale, tanh);
+    return tanh.greatest <= CalmTanh::CALM;
+}
+
+// Any tile. Returns whether positions are near.
+DEVICE bool modify_tile(const Params& p, const Item& at, bool full, float (&s)[BLOCK_K / 2], int k0, float scale) {
+    const Tanh tanh;
+    bool near = true;
+    asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, needed or not
+    if constexpr (HAS_SCORE || HAS_MASK) {
+        const long long offset = offset_of(p, at.b);
+        // Asked as a vote, whose outcome is known to be the same in all lanes.
+        near = POSITIONS == ANY || __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
+        if (!near) modify_far(p, at, offset, full, s, k0);
+        else if (!full) modify_near<true>(p, at, (start)offset, s, k0, scale, tanh);
+        else if (HAS_SCORE) modify_near<false>(p, at, (start)offset, s, k0, scale, tanh);
+    } else if (!full) {
+        modify_near<true>(p, at, 0, s, k0, scale, tanh);
+    }
+    return near;
+}
+
+// A reference from the first columns of a tile. False where a row has none, all of these being hidden, or where weights
+// are float16, which has no room above a reference that is not the greatest.
+DEVICE bool guess(const float (&s)[BLOCK_K / 2], float (&m)[2], float unit) {
+    if (STORAGE == FLOAT16) return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float top = fmaxf(fmaxf(s[2 * half], s[2 * half + 1]), fmaxf(s[4 + 2 * half], s[4 + 2 * half + 1]));
+        m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * unit;
+    }
+    return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
 }
 
 // Scores of a row to weights, 2^exponent(score); their sum.
@@ -92,13 +140,13 @@ DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[
 }
 
 // The same without looking for the greatest: m need not be that, only near it. False where it is not near enough (or a
-// score is NaN): then the scores are needed anew.
-DEVICE bool optimistic_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], float unit) {
+// score is NaN), or the scores are not `right` anyway: then they are needed anew.
+DEVICE bool optimistic_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], float unit, bool right) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         sum[half] = weigh(s, half, [&](float x) { return fmaf(x, unit, -m[half]); });
     }
-    return __all_sync(~0u, sum[0] <= LIMIT && sum[1] <= LIMIT);
+    return __all_sync(~0u, sum[0] <= LIMIT && sum[1] <= LIMIT && right);
 }
 
 DEVICE void drop_tile(const Params& p, const Item& at, float (&s)[BLOCK_K / 2], int k0) {

@@ -8,7 +8,7 @@
 // The generated functions, which stand before this text; b, h: batch entry and query head, row: the query's index, q:
 // its position, row + offset_of(p, b), k: the key's index; the corners of classify are inclusive.
 //
-//     fk_float modified_score<I>(fk_float s, b, h, row, q, k, p)     I: the type of integers in it
+//     fk_float modified_score<I>(fk_float s, b, h, row, q, k, q - k, tanh, p)   I: the type of integers in it
 //     fk_float score_slope(fk_float s, b, h, row, q, k, p)         d modified_score / d s
 //     bool visible(b, h, row, q, k, p)
 //     int classify(b, h, row0, row1, q0, q1, k0, k1, p)            a State
@@ -83,7 +83,8 @@ template <typename I> struct Integer { using type = I; };
 template <bool PARTIAL_TILE, typename I = long long>
 DEVICE fk_float modify(fk_float s, typename Integer<I>::type b, typename Integer<I>::type h, typename Integer<I>::type row,
                        typename Integer<I>::type q, typename Integer<I>::type k, const Params& p) {
-    if constexpr (HAS_SCORE) s = modified_score<I>(s, b, h, row, q, k, p);
+    const Tanh tanh;
+    if constexpr (HAS_SCORE) s = modified_score<I>(s, b, h, row, q, k, q - k, tanh, p);
     if constexpr (HAS_MASK && PARTIAL_TILE) s = visible(b, h, row, q, k, p) ? s : HIDDEN;
     return s;
 }
