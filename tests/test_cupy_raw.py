@@ -436,6 +436,21 @@ def test_lengths_of_every_remainder(n: int, generation: str) -> None:
     assert error < 4e-3, error
 
 
+BEHIND = mods.score(lambda s, b, h, q, k: flashkit.where(q - k > 0, s, s - 1))
+
+
+@pytest.mark.parametrize("options", [{"window": (2**40 - 100, None)}, {"score_mod": BEHIND}], ids=["mask", "score"])
+def test_positions_beyond_32_bits(options: dict[str, Any], generation: str) -> None:
+    """Short cuts for near positions are not taken where they are far; told on the device, no host knows."""
+    import cupy
+
+    q, k, v = tensors((1, 2, 200, 64), (1, 2, 300, 64), (1, 2, 300, 64), dtype="float16")
+    call = {"q": q.get(), "k": k.get(), "v": v.get(), **options}
+    right = flashkit.attention(**call, q_offset=2**40, backend="cpu")
+    got = flashkit.attention(q, k, v, **options, q_offset=cupy.asarray([2**40]), backend=NAME).get()
+    assert np.abs(got.astype(np.float64) - right.astype(np.float64)).max() < 8e-3
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
 def test_maxima_that_change_hugely_along_the_keys(d: int, falling: bool, generation: str) -> None:

@@ -96,7 +96,8 @@ class Sm90Tile:
             "TURNS": bool(self.turns) and self.groups > 1, "PACK": pack, "REGISTERS": multiplying,
             "REGISTERS_LOADING": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
             "CHUNK_BYTES": _CHUNK, "BRIEF": True,
-            "FAR": modification.NEAR, "POSITIONS": ("any", "integers", "floats").index(modification.positions(spec)),
+            "FAR": modification.NEAR if spec.score is not None else 2**30,
+            "POSITIONS": ("any", "integers", "floats").index(modification.positions(spec)),
         }  # fmt: skip
 
 
@@ -147,7 +148,10 @@ class Sm90Forward:
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile, pack = arguments.spec, self.tile, self.pack
         # With a scale that is not positive a hidden pair's -inf would change its sign.
-        usual = arguments.n_k and arguments.scale > 1e-30 and arguments.batch * arguments.heads < modification.NEAR
+        usual = arguments.n_k and arguments.scale > 1e-30
+        # A score modification of more would count in 64 bits, one pair at a time.
+        most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
+        usual = usual and (spec.score is None or most < modification.NEAR)
         if not (usual and addressable(arguments, ("q", "k", "v", "out"))):
             return self.other().run(arguments, stream)
         heads, rows = arguments.batch * arguments.heads // pack, arguments.n_q * pack
