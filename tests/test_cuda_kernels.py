@@ -272,6 +272,22 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
         assert instruction in sass
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("precision", [None, "tf32"])
+@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 128)) for d in (64, 96, 128)])
+def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal: bool) -> None:
+    """Three products for one, one for "tf32", of a tile into sums of its own: none waits for another."""
+    spec = AttentionSpec("float32", d, d, mask=expr.K <= expr.Q if causal else None, precision=precision)
+    found = sm90_binary(spec)
+    assert found.resources["sm90_forward"].spills <= 16
+    sass = disassembled(found.path)
+    products = -(-d // 16) + sm90.forward_tile(spec).block_k // 16
+    assert len(re.findall(r"\bHGMMA\b", sass)) == products * (1 if precision else 3)
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2
+    split = specialise.source("sm90_split", spec, {"PARTS": 1 if precision else 2, "ROWS": 64})
+    assert compiler.binary(split, "sm_90a").resources["sm90_split"].spills == 0
+
+
 SM90_DIMS = ["8", "40", "64", "128", "192/128", "64/128", "256"]
 
 
@@ -289,15 +305,16 @@ def test_sm90_compiles_with_every_modification(what: str, dims: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", ["dropout", "sinks", "kv_lengths", "group"])
 def test_sm90_compiles_with_every_feature(feature: str) -> None:
-    spec = AttentionSpec("bfloat16", 64, 64, **{feature: 4 if feature == "group" else True})
-    sm90_binary(spec, pack=spec.group)
+    for dtype in ("bfloat16", "float32"):
+        spec = AttentionSpec(dtype, 64, 64, **{feature: 4 if feature == "group" else True})
+        sm90_binary(spec, pack=spec.group)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_most_sm90_candidates_compile(d: int) -> None:
+@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 64)])
+def test_most_sm90_candidates_compile(dtype: str, d: int) -> None:
     """Autotune leaves out those whose products the compiler would serialise."""
-    spec = AttentionSpec("bfloat16", d, d)
+    spec = AttentionSpec(dtype, d, d)
 
     def compiles(tile: sm90.Sm90Tile) -> bool:
         try:
@@ -320,7 +337,11 @@ def test_an_impossible_sm90_tile_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"dtype": "float32"}, "float32 is not for these tensor cores"),
+        ({"dtype": "float64"}, "float64 is not for these tensor cores"),
+        ({"dtype": "float32"}, ""),
+        ({"dtype": "float32", "head_dim": 192}, "over 128"),
+        ({"dtype": "float32", "head_dim": 8}, "exacter without terms"),
+        ({"dtype": "float32", "head_dim_v": 30}, "not whole 16 bytes"),
         ({"head_dim": 20}, "not whole 16 bytes"),
         ({"head_dim": 264}, "over 256"),
         ({"n_q": 16}, "16 rows share keys"),
@@ -334,8 +355,11 @@ def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
     verdict = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "forward")  # type: ignore[arg-type]
     assert bool(verdict) == (not sentence) and sentence in verdict.reason
     assert "sm_80" in sm90.Sm90().supports(Problem(spec, 4, 16, 2048, 4096), MODELS["sm_80"], "forward").reason
-    if "n_q" not in changes and "heads" not in changes:  # the backward pass goes along the queries
-        assert sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "backward") == verdict  # type: ignore[arg-type]
+    backward = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "backward")  # type: ignore[arg-type]
+    if spec.dtype == "float32":
+        assert not backward
+    elif "n_q" not in changes and "heads" not in changes:  # the backward pass goes along the queries
+        assert backward == verdict
 
 
 def sm90_backward_binary(spec: AttentionSpec, tile: sm90_backward.Sm90BackwardTile | None = None) -> compiler.Binary:
@@ -411,6 +435,7 @@ def test_what_the_copy_engine_can_address() -> None:
     class Tensors:
         """Words as Arguments has them, of k alone."""
 
+        spec = AttentionSpec("float16", 64, 64)
         batch, heads, heads_kv, n_q, n_k = 2, 4, 4, 100, 100
 
         def __init__(self, *words: int) -> None:

@@ -132,6 +132,62 @@ def test_infinity_is_not_nan(dtype: str, generation: str) -> None:
     np.testing.assert_allclose(got.astype(np.float64), right, rtol=1e-5, atol=1e-5 if dtype == "float32" else 4e-3)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("kind", ["alike", "rows", "tiles", "far", "huge", "zeros"])
+def test_float32_is_kept_at_any_magnitude(kind: str, d: int, generation: str) -> None:
+    """A relative error (root mean square) of 8e-7: where rows or tiles of a call differ by many powers of ten, where
+    magnitudes of q and k make up for each other, and near the ends of float32's range.
+    """
+    rng = np.random.default_rng(1)
+    q, k, v = (x.get().astype(np.float64) for x in tensors((1, 4, 300, d), (1, 2, 500, d), (1, 2, 500, d)))
+    if kind == "rows":
+        q *= 10.0 ** rng.uniform(-6, 0, (1, 4, 300, 1))
+        v *= 10.0 ** rng.uniform(-3, 3, (1, 2, 500, 1))
+    elif kind == "tiles":
+        scale = 10.0 ** np.repeat(rng.uniform(-12, 0, (1, 2, 10, 1)), 50, 2)
+        k, v = k * scale, v * scale[:, ::-1]
+    elif kind == "far":
+        q, k, v = q * 1e-25, k * 1e25, v * 1e-30
+    elif kind == "huge":
+        q, k, v = q * 1e-30, k * 1e30, v * 1e32
+    elif kind == "zeros":
+        q[:, :, 100:200], k[:, 0, 128:300], v[:, 1] = 0, 0, 0
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)), causal=True, backend="reference")
+    import cupy
+
+    got = flashkit.attention(*map(cupy.asarray, (q, k, v)), causal=True, backend=NAME).get().astype(np.float64)
+    assert np.isfinite(got).all()
+    for head in range(4):
+        if not (kind == "zeros" and head >= 2):
+            error = np.sqrt(((got - right)[0, head] ** 2).mean() / (right[0, head] ** 2).mean())
+            assert error <= 8e-7, (head, error)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_float32_that_is_not_finite(value: float, where: str, generation: str) -> None:
+    """What the definition gives: NaN and infinities where they belong, and nowhere else."""
+    arrays = dict(zip("qkv", tensors((1, 2, 150, 64), (1, 2, 300, 64), (1, 2, 300, 64))))
+    arrays[where][0, 0, 100, 7] = arrays[where][0, 1, 20, 3] = value
+    for options in ({}, {"causal": True}):
+        with np.errstate(invalid="ignore"):
+            wide = (x.get().astype(np.float64) for x in arrays.values())
+            right = flashkit.attention(*wide, **options, return_lse=True, backend="reference")
+        got = flashkit.attention(*arrays.values(), **options, return_lse=True, backend=NAME)
+        for one, other in zip(got, right):
+            np.testing.assert_allclose(one.get().astype(np.float64), other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_tf32_has_eleven_bits(d: int, generation: str) -> None:
+    q, k, v = tensors((2, 2, 500, d), (2, 2, 700, d), (2, 2, 700, d))
+    right = flashkit.attention(*(x.get().astype(np.float64) for x in (q, k, v)), backend="reference")
+    got = flashkit.attention(q, k, v, precision="tf32", backend=NAME).get().astype(np.float64)
+    error = np.sqrt(((got - right) ** 2).mean() / (right**2).mean())
+    assert error <= (8e-7 if generation == "simt" else 8e-4)
+
+
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
     """Backward, a head at a time in the cache, the last one in the other order; odd tiles, rows that see nothing."""
     if generation != "sm80":

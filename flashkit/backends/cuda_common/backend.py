@@ -90,7 +90,11 @@ class CudaBackend:
         """The generation to compute with; None where none can."""
         said: list[str] = []
         able: list[Generation] = []
-        for generation in self.allowed(direction):
+        generations = self.allowed(direction)
+        forward_only = direction == "backward" and not any(g.supports(problem, on, direction) for g in generations)
+        if forward_only and any(g.supports(problem, on, "forward") for g in generations):
+            generations = self.generations  # a generation that is forced may still leave the backward pass to others
+        for generation in generations:
             verdict = generation.supports(problem, on, direction)
             if verdict:
                 able.append(generation)

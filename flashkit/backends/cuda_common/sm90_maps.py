@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+from ...spec import ITEMSIZE
 from .arguments import AT, Arguments
 from .device import Device
 from .launch import call, scratch
 
 _ALIGNED = 16  # bytes, of addresses and strides
-_SIZE = 2  # bytes of an element
+_CHUNK = 128  # bytes of a box along the columns
 
 
 def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
     """Whether the copy engine can address these tensors: whole 16 bytes, no stride of 0 or below."""
-    words = arguments.words
+    words, itemsize = arguments.words, ITEMSIZE[arguments.spec.dtype]
     for name in names:
         at = AT[name]
         if words[at] % _ALIGNED:
@@ -26,28 +27,30 @@ def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
         heads = arguments.heads_kv if name in ("k", "v", "dk", "dv") else arguments.heads
         tokens = arguments.n_k if name in ("k", "v", "dk", "dv") else arguments.n_q
         for stride, size in zip(words[at + 1 : at + 4], (arguments.batch, heads, tokens)):
-            if size > 1 and (stride <= 0 or stride * _SIZE % _ALIGNED or stride * _SIZE >= 2**40):
+            if size > 1 and (stride <= 0 or stride * itemsize % _ALIGNED or stride * itemsize >= 2**40):
                 return False
     return True
 
 
 def tensor_map(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Any:
-    """The map of a tensor for boxes of `rows` rows of 64 columns: (batch, head / pack, token, member of a pack, dim);
+    """The map of a tensor for boxes of `rows` rows of 128 bytes: (batch, head / pack, token, member of a pack, dim);
     without packs (batch, head, 1, token, dim).
     """
     of_keys = name in ("k", "v", "dk", "dv")
     at, words = AT[name], arguments.words
     heads, tokens = (arguments.heads_kv, arguments.n_k) if of_keys else (arguments.heads, arguments.n_q)
-    return _encode(arguments.spec.dtype, *words[at : at + 4], dim, pack, heads, tokens, arguments.batch, rows)
+    return encode(arguments.spec.dtype, *words[at : at + 4], dim, pack, heads, tokens, arguments.batch, rows)
 
 
 @lru_cache(maxsize=4096)
-def _encode(
+def encode(
     dtype: str, address: int, batch: int, head: int, token: int, dim: int, pack: int, heads: int, tokens: int,
     batches: int, rows: int,
 ) -> Any:  # fmt: skip
+    """The map of an array; batch, head, token: its strides in elements."""
     from cuda.bindings import driver
 
+    itemsize = ITEMSIZE[dtype]
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     types = driver.CUtensorMapDataType
     inner = [(pack, head, pack), (tokens, token, rows // pack)]
@@ -55,12 +58,12 @@ def _encode(
     axes = (*inner, (heads // pack, pack * head, 1), (batches, batch, 1))
     return call(
         "cuTensorMapEncodeTiled",
-        types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if dtype == "float16" else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
         5, address,
         [u64(dim), *(u64(size) for size, _, _ in axes)],
         # Of an axis of one element the stride means nothing, but it has to look like one.
-        [u64(stride * _SIZE if size > 1 else _ALIGNED) for size, stride, _ in axes],
-        [u32(64), *(u32(box) for _, _, box in axes)],
+        [u64(stride * itemsize if size > 1 else _ALIGNED) for size, stride, _ in axes],
+        [u32(_CHUNK // itemsize), *(u32(box) for _, _, box in axes)],
         [u32(1)] * 5,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

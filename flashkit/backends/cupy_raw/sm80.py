@@ -16,7 +16,7 @@ from ..cuda_common.rows import RowKernels
 from . import specialise
 
 MAX_DIM = 256
-_LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
+LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
 _LIST = 4 * 512  # bytes of kernels/sm80.cuh: TileList
 _CACHED = 40_000_000  # bytes of the heads that blocks of the backward pass work at together
 _OWN = "measured on an H200"
@@ -293,8 +293,8 @@ class Sm80:
             return Verdict(False, "float64 is not for these tensor cores")
         if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
-        if terms(spec) > 1 and spec.dtype == "float32" and spec.head_dim < _LEAST_SPLIT:
-            return Verdict(False, f"float32 of head dim {spec.head_dim}, under {_LEAST_SPLIT}, is exacter without TF32")
+        if terms(spec) > 1 and spec.dtype == "float32" and spec.head_dim < LEAST_SPLIT:
+            return Verdict(False, f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is exacter without TF32")
         if direction == "backward" and backward_tile(spec, device) is None:
             return Verdict(False, f"no tile of head dims {spec.head_dim} and {spec.head_dim_v} fits in shared memory")
         return Verdict(True)

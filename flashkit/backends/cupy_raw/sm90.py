@@ -18,9 +18,10 @@ from ..cuda_common.device import Device
 from ..cuda_common.generation import Pass, tile_of
 from ..cuda_common.launch import MAX_GRID
 from ..cuda_common.sm90_maps import Launch, Tickets, addressable, tensor_map
-from . import specialise
-from .sm80 import Sm80Forward
+from . import sm90_float32, specialise
+from .sm80 import LEAST_SPLIT, Sm80Forward
 from .sm90_backward import Sm90Backward, Sm90BackwardTile, backward_candidates
+from .sm90_float32 import Split, parts
 from .sm90_products import text as products
 
 MAX_DIM = 256
@@ -39,9 +40,10 @@ def padded(dim: int) -> int:
     return -(-dim // 16) * 16
 
 
-def chunks(dim: int) -> int:
-    """Chunks of 64 columns that a row takes in shared memory."""
-    return -(-dim // 64)
+def chunks(spec: AttentionSpec) -> tuple[int, int, int]:
+    """Chunks of 128 bytes that a row takes in shared memory: of q and k, of v, of the output."""
+    q, v = (parts(spec) * -(-dim // 64) for dim in (spec.head_dim, spec.head_dim_v))
+    return q, v, -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,16 @@ class Sm90Tile:
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block."""
-        q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
-        rows = self.q_buffers * self.block_q * max(q, v) + self.stages * self.block_k * (q + v)
+        q, v, out = chunks(spec)
+        rows = self.q_buffers * self.block_q * max(q, out) + self.stages * self.block_k * (q + v)
         barriers = (16 + 8 * self.groups + 12) * self.q_buffers + (32 + 4) * self.stages + 32
         return 128 * rows + barriers + 2 * _CHUNK
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""
-        numbers = padded(spec.head_dim_v) // 2 + self.block_k // 2 + self.block_k // 4
+        sums, scores = padded(spec.head_dim_v) // 2, self.block_k // 2
+        # float32 has sums of a tile beside those of all, which take the place of its scores.
+        numbers = scores + (2 * sums if spec.dtype == "float32" else sums + scores // 2)
         return self.shared_memory(spec) <= device.shared_per_block and numbers + 24 <= self.registers(spec)[0]
 
     def registers(self, spec: AttentionSpec) -> tuple[int, int]:
@@ -95,7 +99,7 @@ class Sm90Tile:
             "BLOCK_K": self.block_k, "GROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
             "TURNS": bool(self.turns) and self.groups > 1, "PACK": pack, "REGISTERS": multiplying,
             "REGISTERS_LOADING": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "CHUNK_BYTES": _CHUNK, "BRIEF": True,
+            "CHUNK_BYTES": _CHUNK, "BRIEF": spec.dtype != "float32", "PARTS": parts(spec),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
             "POSITIONS": ("any", "integers", "floats").index(modification.positions(spec)),
         }  # fmt: skip
@@ -105,6 +109,10 @@ def forward_tile(problem: Problem) -> Sm90Tile:
     """What does well on an H200."""
     spec = problem.spec
     dim, dim_v, modified = spec.head_dim, spec.head_dim_v, spec.score is not None or spec.dropout
+    if spec.dtype == "float32":
+        if max(dim, dim_v) <= 64:
+            return Sm90Tile(128, 128)
+        return Sm90Tile(128, 64 if parts(spec) == 2 else 128, q_buffers=1)
     if max(dim, dim_v) <= 64:  # a modification takes registers; of short sequences, masked, larger tiles waste more
         return Sm90Tile(128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192, 128)
     if max(dim, dim_v) <= 128:
@@ -127,7 +135,8 @@ def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
 
 def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict[str, int], str]:
     """Constants and generated functions of kernels/sm90_forward.cu."""
-    return tile.constants(spec, pack), products(spec.dtype, [tile.block_k], [padded(spec.head_dim_v)])
+    dtype = "float16" if spec.dtype == "float32" else spec.dtype
+    return tile.constants(spec, pack), products(dtype, [tile.block_k], [padded(spec.head_dim_v)])
 
 
 class Sm90Forward:
@@ -140,7 +149,8 @@ class Sm90Forward:
         constants, functions = forward_source(spec, self.tile, self.pack)
         arch = compiler.target(device.capability)
         library = specialise.library("sm90_forward", spec, tuple(constants.items()), arch, functions)
-        self.libraries = [library]
+        self.split = Split(spec, self.tile.block_k, device) if spec.dtype == "float32" else None
+        self.libraries = [library, self.split.library] if self.split else [library]
         self._kernel = library.kernel("sm90_forward", device, self.tile.shared_memory(spec))
         self._tickets = Tickets.of(device)
         self._other: Sm80Forward | None = None
@@ -152,7 +162,7 @@ class Sm90Forward:
         # A score modification of more would count in 64 bits, one pair at a time.
         most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
         usual = usual and (spec.score is None or most < modification.NEAR)
-        if not (usual and addressable(arguments, ("q", "k", "v", "out"))):
+        if not (usual and addressable(arguments, ("out",) if self.split else ("q", "k", "v", "out"))):
             return self.other().run(arguments, stream)
         heads, rows = arguments.batch * arguments.heads // pack, arguments.n_q * pack
         items = -(-rows // tile.block_q) * heads
@@ -165,9 +175,14 @@ class Sm90Forward:
         most = max(1, min(heads, _CACHED // bytes_of_head))
         arguments.set(splits=-(-heads // -(-heads // most)), ticket=self._tickets.next())
         dim, dim_v, keys = spec.head_dim, spec.head_dim_v, tile.block_k
-        boxes = ("q", dim, pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys), ("out", dim_v, pack, 64)
-        maps = [tensor_map(arguments, *box) for box in boxes]
+        boxes = ("q", dim, pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys)
+        if self.split:
+            maps, held = self.split.terms(arguments, pack, stream)
+        else:
+            maps, held = [tensor_map(arguments, *box) for box in boxes], None
+        maps.append(tensor_map(arguments, "out", dim_v, pack, 64))
         self._kernel.launch(min(items, self.device.sms), tile.threads, Launch(arguments, maps), stream)  # type: ignore[arg-type]
+        del held  # what the kernel reads, until it is enqueued
         return None
 
     def other(self) -> Sm80Forward:
@@ -186,7 +201,7 @@ def packed(problem: Problem) -> int:
 
 
 class Sm90:
-    """Kernels for Hopper with float16 and bfloat16."""
+    """Kernels for Hopper with float16, bfloat16 and, as terms of float16, float32."""
 
     name = "sm90"
     directions: tuple[Direction, ...] = ("forward", "backward")
@@ -195,11 +210,19 @@ class Sm90:
         spec = problem.spec
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
-        if spec.dtype not in ("float16", "bfloat16"):
-            return Verdict(False, f"{spec.dtype} is not for these tensor cores")
-        if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
-            return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
-        if spec.head_dim % 8 or spec.head_dim_v % 8:
+        if spec.dtype == "float64":
+            return Verdict(False, "float64 is not for these tensor cores")
+        wide = spec.dtype == "float32"
+        if wide and direction == "backward":
+            return Verdict(False, "it has no backward pass for float32")
+        most = sm90_float32.MAX_DIM if wide else MAX_DIM
+        if max(spec.head_dim, spec.head_dim_v) > most:
+            return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
+        if parts(spec) > 1 and spec.head_dim < LEAST_SPLIT:
+            return Verdict(False, f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is exacter without terms")
+        if wide and spec.head_dim_v % 4:
+            return Verdict(False, f"rows of head dim {spec.head_dim_v} are not whole 16 bytes")
+        if not wide and (spec.head_dim % 8 or spec.head_dim_v % 8):
             return Verdict(False, f"rows of head dims {spec.head_dim} and {spec.head_dim_v} are not whole 16 bytes")
         if direction == "backward":
             return Verdict(True)

@@ -33,6 +33,10 @@ DEVICE unsigned address_of(const void* shared) { return (unsigned)__cvta_generic
 DEVICE unsigned swizzled(int row, int unit) { return row * CHUNK_ROW + ((unit ^ (row & 7)) * UNIT); }  // within a chunk
 
 DEVICE void store_word(unsigned address, int x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+DEVICE void store_float(unsigned address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory"); }
+DEVICE void store_floats(unsigned address, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 DEVICE int load_word(unsigned address) {
     int x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
@@ -129,10 +133,10 @@ DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memo
 DEVICE void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // A tile of ROWS rows: its chunks side by side.
-template <int PACK, int DIM, int ROWS>
+template <int PACK, int CHUNKS, int ROWS>
 DEVICE void load_tile(unsigned target, const TensorMap& map, int token, int head, int batch, unsigned barrier) {
 #pragma unroll
-    for (int c = 0; c < chunks(DIM); ++c) load_box<PACK>(target + c * ROWS * CHUNK_ROW, map, {64 * c, token, head, batch}, barrier);
+    for (int c = 0; c < CHUNKS; ++c) load_box<PACK>(target + c * ROWS * CHUNK_ROW, map, {64 * c, token, head, batch}, barrier);
 }
 
 // What was written to shared memory before is seen by the copy engine and wgmma after; by every thread that wrote.

@@ -111,7 +111,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
         if (leader) {
             store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
             arrive_and_expect(came, BYTES_K);
-            load_tile<1, HEAD_DIM, BLOCK_K>(base + AT_K + buffer * BYTES_K, k_map, at.k0, at.head, at.b, came);
+            load_tile<1, CHUNKS, BLOCK_K>(base + AT_K + buffer * BYTES_K, k_map, at.k0, at.head, at.b, came);
         }
         bool first = true;
         auto load_queries = [&](int h, int tile, unsigned states, bool last) {
@@ -126,16 +126,16 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
                 store_word(base + AT_NOTES + 8 * stage, tile << 8 | (last ? LAST : 0) | states);
                 store_word(base + AT_NOTES + 8 * stage + 4, h);
                 arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (odd ? BYTES_DOUT + BYTES_ROWS : 0));
-                load_tile<1, HEAD_DIM, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, at.b, q_came);
+                load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, at.b, q_came);
                 load_numbers(shift, row_at<const float>(p.shift, at.b, h, tile * BLOCK_Q), q_came);
                 if (first) {
                     values.wait_empty(number);
                     arrive_and_expect(values.full, BYTES_V);
-                    load_tile<1, HEAD_DIM_V, BLOCK_K>(base + AT_V, v_map, at.k0, at.head, at.b, values.full);
+                    load_tile<1, CHUNKS_V, BLOCK_K>(base + AT_V, v_map, at.k0, at.head, at.b, values.full);
                 }
                 douts.wait_empty(n);
                 if (!odd) arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS);
-                load_tile<1, HEAD_DIM_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, at.b, dout_came);
+                load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, at.b, dout_came);
                 load_numbers(base + AT_DELTA + dout_stage * BYTES_ROWS, row_at<const float>(p.delta, at.b, h, tile * BLOCK_Q), dout_came);
             }
             if (odd) {

@@ -18,13 +18,18 @@
 //     modify, online_softmax           S becomes weights while the second product runs,
 //     and the first tile of an item is begun before the last item is finished.
 //
-// Constants of the head: BLOCK_K, GROUPS, STAGES, Q_BUFFERS, PACK, TURNS, REGISTERS, REGISTERS_LOADING, WATCHDOG,
-// HAS_LENGTHS, CHUNK_BYTES, POSITIONS and FAR (modification.positions).
+// float32 goes through the same roles, as terms of float16: sm90_float32.cuh has what multiplies these.
+//
+// Constants of the head: PARTS, BLOCK_K, GROUPS, STAGES, Q_BUFFERS, PACK, TURNS, REGISTERS, REGISTERS_LOADING,
+// WATCHDOG, HAS_LENGTHS, CHUNK_BYTES, POSITIONS and FAR (modification.positions).
 #include "sm90.cuh"
 
 constexpr int BLOCK_Q = 64 * GROUPS, THREADS = 128 * (GROUPS + 1), COLUMNS = padded(HEAD_DIM_V);
-constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(chunks(HEAD_DIM), chunks(HEAD_DIM_V));
-constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * chunks(HEAD_DIM), BYTES_V = BLOCK_K * CHUNK_ROW * chunks(HEAD_DIM_V);
+constexpr bool WIDE = STORAGE == FLOAT32;  // elements come as PARTS numbers of float16, and leave as float32
+constexpr int CHUNKS_K = PARTS * chunks(HEAD_DIM), CHUNKS_V = PARTS * chunks(HEAD_DIM_V);  // of Q and K, of V
+constexpr int OUT_COLUMNS = WIDE ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
+constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);
+constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * CHUNKS_K, BYTES_V = BLOCK_K * CHUNK_ROW * CHUNKS_V;
 constexpr int AT_K = Q_BUFFERS * GROUPS * BYTES_Q, AT_V = AT_K + STAGES * BYTES_K, AT_BARRIERS = AT_V + STAGES * BYTES_V;
 constexpr int AT_Q_RING = AT_BARRIERS, AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS, AT_V_RING = AT_K_RING + 16 * STAGES;
 constexpr int AT_LIST_RING = AT_V_RING + 16 * STAGES;
@@ -52,6 +57,7 @@ struct Item {
 
 #include "sm90_items.cuh"
 #include "sm90_softmax.cuh"
+#include "sm90_float32.cuh"
 
 // --- multiplying ------------------------------------------------------------------------------------------------------
 
@@ -276,6 +282,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         else if (warp == 1 && threadIdx.x == 32) store(p, out_map, base);
     } else {
         take_registers<REGISTERS>();
-        multiply_tiles(p, base, role - 1);
+        if constexpr (WIDE) multiply_float32(p, base, role - 1);
+        else multiply_tiles(p, base, role - 1);
     }
 }

@@ -127,7 +127,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
         values.wait_empty(n - 1);
         const unsigned stage = (n - 1) % STAGES, full = values.full + 8 * stage;
         arrive_and_expect(full, BYTES_V);
-        load_tile<1, HEAD_DIM_V, BLOCK_K>(base + AT_V + stage * BYTES_V, v_map, value_tile * BLOCK_K, value_head, value_b, full);
+        load_tile<1, CHUNKS_V, BLOCK_K>(base + AT_V + stage * BYTES_V, v_map, value_tile * BLOCK_K, value_head, value_b, full);
     };
     auto load_queries = [&](int b, int h, int row0) {
         queries.wait_empty(number);
@@ -136,10 +136,10 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
         if (b == END) {
             arrive(full);
         } else {
-            arrive_and_expect(full, GROUPS * 64 * CHUNK_ROW * chunks(HEAD_DIM));
+            arrive_and_expect(full, GROUPS * 64 * CHUNK_ROW * CHUNKS_K);
 #pragma unroll 1
             for (int g = 0; g < GROUPS; ++g)
-                load_tile<PACK, HEAD_DIM, 64>(base + (buffer * GROUPS + g) * BYTES_Q, q_map, (row0 + 64 * g) / PACK,
+                load_tile<PACK, CHUNKS_K, 64>(base + (buffer * GROUPS + g) * BYTES_Q, q_map, (row0 + 64 * g) / PACK,
                                               h / PACK, b, full);
         }
         ++number;
@@ -158,7 +158,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
             keys.wait_empty(n);
             store_word(base + AT_NOTES + 4 * stage, tile << 8 | first | (entry & 63));
             arrive_and_expect(full, BYTES_K);
-            load_tile<1, HEAD_DIM, BLOCK_K>(base + AT_K + stage * BYTES_K, k_map, tile * BLOCK_K, head, b, full);
+            load_tile<1, CHUNKS_K, BLOCK_K>(base + AT_K + stage * BYTES_K, k_map, tile * BLOCK_K, head, b, full);
             if (n > 0) load_values();
             value_tile = tile, value_head = head, value_b = b;
             ++n;
@@ -190,8 +190,8 @@ DEVICE void store(const Params& p, const TensorMap& out_map, unsigned base) {
             wait_patiently(base + AT_DONE + 8 * (buffer * GROUPS + g), number / Q_BUFFERS & 1);
             if (row0 < (int)p.n_q * PACK) {
 #pragma unroll
-                for (int c = 0; c < chunks(HEAD_DIM_V); ++c)
-                    store_box<PACK>(out_map, {64 * c, row0 / PACK, h / PACK, b},
+                for (int c = 0; c < CHUNKS_OUT; ++c)
+                    store_box<PACK>(out_map, {OUT_COLUMNS * c, row0 / PACK, h / PACK, b},
                                     base + (buffer * GROUPS + g) * BYTES_Q + c * 64 * CHUNK_ROW);
             }
             stores_end();

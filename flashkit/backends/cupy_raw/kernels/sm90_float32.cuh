@@ -1,0 +1,251 @@
+// float32 by products of float16 terms: the warp groups of the Hopper forward pass that multiply (sm90_forward.cu).
+//
+// The tiles of Q, K and V hold an element x as PARTS numbers of float16, x = unit (high + low), high in the first half of a
+// row's chunks, low in the second (sm90_split.cu): 23 bits and a sign, all but one of float32's. A product of two such is
+// low high + high low + high high, three products at float16's rate; low low is under what float32 rounds. With PARTS = 1,
+// for precision="tf32", high high alone: float16 has as many bits as TF32.
+//
+// Tensor cores round float32 sums toward zero (Ootomo and Yokota 2022, arXiv 2203.03341), and errors of one sign do not
+// average out in long sums. So the small products come first, while the sum is small; and each tile of V is multiplied into
+// sums of its own, which are then added to the output on the ordinary units. That is where a unit of each tile comes free.
+//
+//     O           [64][HEAD_DIM_V]    output: registers, ordinary sums
+//     O of a tile [64][HEAD_DIM_V]    part: registers, sums of wgmma
+//     P           [64][BLOCK_K]       weights as terms: registers
+//
+// What is not finite, or far from 1 in a way that float32 could hold and products of units cannot, is found by its unit, a
+// NaN or huge; and so is what comes out not finite. A warp does such rows again on the ordinary units.
+#pragma once
+#include "sm90.cuh"
+
+constexpr int LOW_Q = along_rows(4 * chunks(HEAD_DIM), 64), LOW_K = along_rows(4 * chunks(HEAD_DIM), BLOCK_K);
+constexpr int LOW_V = chunks(HEAD_DIM_V) * BLOCK_K * CHUNK_ROW >> 4;  // from a descriptor to that of the low parts
+
+// Weights are up to 2^14, as high in float16 as safely fits: down to 2^-28 of a row's greatest they keep all bits. What
+// is kept by dropout grows.
+constexpr float TOP = HAS_DROPOUT ? 7 : 14;
+constexpr float FAR_UNIT = 1.2089258e24f, LEAST_UNIT = 1.1754944e-38f;  // 2^80: scores stay finite; 2^-126: -inf stays itself
+
+// Two numbers as terms.
+DEVICE void split(float x, float y, unsigned& high, unsigned& low) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(y), "f"(x));
+    if constexpr (PARTS == 2) {
+        const float rest_x = x - widen(half_t{(unsigned short)high}), rest_y = y - widen(half_t{(unsigned short)(high >> 16)});
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(rest_y), "f"(rest_x));
+    }
+}
+
+// The output of a warp's 16 rows from memory, on the ordinary units, pair by pair, leaving out the values of weights that
+// are 0: whatever the numbers are.
+DEVICE void rows_carefully(const Params& p, const Item& at, unsigned staged) {
+    constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
+    const int lane = here(threadIdx.x % 32), row0 = here(uniform(threadIdx.x % 128 / 32)) * 16;
+    const int n_k = uniform((int)keys_of(p, at.b)), last = (int)p.n_q * PACK - 1;
+    const long long offset = offset_of(p, at.b);
+#pragma unroll 1
+    for (int r = 0; r < 16; ++r) {
+        const int index = at.row0 + row0 + r < last ? at.row0 + row0 + r : last, row = index / PACK, h = at.h + index % PACK;
+        const storage* q = row_at<const storage>(p.q, at.b, h, row);
+        auto score = [&](int k) {  // in base 2
+            const storage* key = row_at<const storage>(p.k, at.b, h / GROUP, k < n_k ? k : n_k - 1);
+            float s = 0;
+#pragma unroll 1
+            for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
+            return k < n_k ? modify<true>(s * (float)p.scale, at.b, h, row, row + offset, k, p) * LOG2E : HIDDEN;
+        };
+        float top = HIDDEN, sum = 0;
+#pragma unroll 1
+        for (int k0 = 0; k0 < n_k; k0 += 32) top = fmaxf(top, score(k0 + lane));
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+        if (HAS_SINKS) top = fmaxf(top, static_cast<const float*>(p.sinks)[h] * LOG2E);
+        const float shift = top == HIDDEN ? 0.0f : top;
+        float sums[OWN] = {};
+#pragma unroll 1
+        for (int k0 = 0; k0 < n_k; k0 += 32) {
+            float w = exp2_fast(score(k0 + lane) - shift);
+            sum += w;
+            if constexpr (HAS_DROPOUT) w = drop(w, p, at.b, h, row, k0 + lane);
+#pragma unroll 1
+            for (int other = 0; other < 32; ++other) {
+                const float weight = __shfl_sync(~0u, w, other);  // 0 past the last key
+                const storage* value = row_at<const storage>(p.v, at.b, h / GROUP, k0 + other < n_k ? k0 + other : n_k - 1);
+#pragma unroll
+                for (int i = 0; i < OWN; ++i) {
+                    const float x = widen(value[lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0]);
+                    sums[i] += weight == 0 ? 0.0f : weight * x;
+                }
+            }
+        }
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (HAS_SINKS) sum += exp2_fast(static_cast<const float*>(p.sinks)[h] * LOG2E - shift);
+        const bool empty = sum == 0;
+        if (lane == 0 && at.row0 + row0 + r <= last)
+            *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(shift, LN2, logf(sum));
+#pragma unroll
+        for (int i = 0; i < OWN; ++i)
+            store_float(staged + i * 64 * CHUNK_ROW + swizzled(row0 + r, lane / 4) + lane % 4 * 4, empty ? 0.0f : sums[i] / sum);
+    }
+}
+
+// Divide by the sums; log-sum-exp to memory, output to shared memory.
+DEVICE void finish_float32(const Params& p, const Item& at, const float (&m)[2], const float (&l)[2],
+                           float (&output)[COLUMNS / 2], bool odd, unsigned staged, unsigned done, int group) {
+    warps_sync(MEETING + group, 128);  // all are done with Q
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int own = row_of_lane(half), index = at.row0 + own, row = index / PACK, h = at.h + index % PACK;
+        float top = m[half], sum = across_lanes(l[half], [](float x, float y) { return x + y; }), factor = 1;
+        const bool exists = index < (int)p.n_q * PACK;
+        if (HAS_SINKS && exists) {  // one more logit in the sum, without a value
+            const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
+            if (sink != HIDDEN) {
+                top = fmaxf(top, sink);
+                factor = exp2_fast(m[half] - top);
+                sum = sum * factor + exp2_fast(sink - top);
+            }
+        }
+        const bool empty = sum == 0;  // no key is visible
+        factor = empty ? 0.0f : factor / sum;
+        if (exists && threadIdx.x % 4 == 0)
+            *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(top, LN2, logf(sum));
+        float zero = 0 * sum;  // NaN if an element is not finite
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; ++n) {
+            const float x = output[4 * n + 2 * half] * factor, y = output[4 * n + 2 * half + 1] * factor;
+            zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
+            const int column = 8 * n + threadIdx.x % 4 * 2;
+            store_floats(staged + n / 4 * 64 * CHUNK_ROW + swizzled(own, column % 32 / 4) + column % 4 * 4, x, y);
+        }
+        odd |= zero != 0 && exists;
+    }
+    if (__any_sync(~0u, odd)) {
+        __syncwarp();
+        rows_carefully(p, at, staged);
+    }
+    fence_async();
+    __syncwarp();
+    arrive_once(done);
+}
+
+DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
+    const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
+    const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
+    const float scale = __int_as_float(uniform(__float_as_int(HAS_SCORE ? 1.0f : base_2(p))));
+    float output[COLUMNS / 2], part[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2], q_unit[2];
+    unsigned high[BLOCK_K / 4], low[BLOCK_K / 4];
+    Item at;                // the item whose output is in registers,
+    int number = -1;        // its number among the block's,
+    bool odd = false;       // and whether it is to be done again
+    auto buffer = [&]() { return base + (number % Q_BUFFERS * GROUPS + group) * BYTES_Q; };
+    auto finish = [&]() {
+        finish_float32(p, at, m, l, output, odd, buffer(), base + AT_DONE + 8 * (number % Q_BUFFERS * GROUPS + group), group);
+    };
+
+#pragma unroll 1
+    for (unsigned n = 0;; ++n) {
+        keys.wait_full(n);
+        const int note = uniform(load_word(base + AT_NOTES + 4 * (n % STAGES)));
+        if (note & FIRST) {  // of another item, or END
+            if (number >= 0) finish();
+            if (note == END) break;
+            queries.wait_full(++number);
+            const unsigned slot = base + AT_ITEMS + 12 * (number % Q_BUFFERS);
+            at.b = uniform(load_word(slot)), at.h = uniform(load_word(slot + 4)), at.row0 = uniform(load_word(slot + 8)) + 64 * group;
+            at.offset = (start)offset_of(p, at.b);
+            odd = false;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
+                m[half] = HIDDEN, l[half] = 0;
+                q_unit[half] = *row_at<const float>(p.q_unit, at.b, at.h + index % PACK, index / PACK);
+            }
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; ++i) output[i] = 0;
+        }
+        const int state = note >> 2 * group & 3, tile = note >> 8, k0 = tile * BLOCK_K;
+        if (state == EMPTY) {
+            keys.release(n);
+            values.wait_full(n);
+            values.release(n);
+            continue;
+        }
+        // scores
+        {
+            const unsigned long long q = descriptor(buffer()), k = descriptor(base + AT_K + n % STAGES * BYTES_K);
+            constexpr int STEPS = padded(HEAD_DIM) / 16;
+            auto terms = [&](unsigned long long q, unsigned long long k, bool first) {
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step) {
+                    if (first && step == 0) product_fresh<0, 0>(s, q, k);
+                    else product<0, 0>(s, q + along_rows(step, 64), k + along_rows(step, BLOCK_K), 1);
+                }
+            };
+            products_begin();
+            if constexpr (PARTS == 2) terms(q + LOW_Q, k, true), terms(q, k + LOW_K, false);
+            terms(q, k, PARTS == 1);
+            products_end();
+        }
+        const float k_unit = *row_at<const float>(p.k_unit, at.b, at.h / GROUP, tile);
+        const float v_unit = *row_at<const float>(p.v_unit, at.b, at.h / GROUP, tile);
+        products_wait<0>();
+        settle(s);
+        keys.release(n);
+        // modify
+        float unit[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            unit[half] = q_unit[half] * k_unit * scale;
+            odd |= !(unit[half] <= FAR_UNIT && v_unit <= FAR_UNIT);
+            unit[half] = fmaxf(unit[half], LEAST_UNIT);
+            if (HAS_SCORE) {
+#pragma unroll
+                for (int i = 0; i < BLOCK_K / 4; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= unit[half];
+                unit[half] = LOG2E;
+            }
+        }
+        modify_tile(p, at, state == FULL, s, k0, (float)p.scale);
+        // online_softmax
+        float rescale[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = HIDDEN;
+#pragma unroll
+            for (int i = 0; i < BLOCK_K / 4; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
+            top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
+            top = fmaxf(m[half], fmaf(top, unit[half], -TOP));
+            const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
+            rescale[half] = exp2_fast(m[half] - shift);
+            m[half] = top;
+            l[half] = l[half] * rescale[half] + weigh(s, half, [&](float x) { return fmaf(x, unit[half], -shift); });
+        }
+        if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
+#pragma unroll
+        for (int i = 0; i < BLOCK_K / 4; ++i) split(s[2 * i], s[2 * i + 1], high[i], low[i]);
+        // accumulate
+        values.wait_full(n);
+        {
+            const unsigned long long v = descriptor(base + AT_V + n % STAGES * BYTES_V, BLOCK_K * CHUNK_ROW);
+            auto terms = [&](const unsigned (&weights)[BLOCK_K / 4], unsigned long long v, bool first) {
+#pragma unroll
+                for (int step = 0; step < BLOCK_K / 16; ++step)
+                    product_weights<1>(part, weights, 4 * step, v + along_columns(step), first && step == 0 ? 0 : 1);
+            };
+            products_begin();
+            if constexpr (PARTS == 2) terms(low, v, true), terms(high, v + LOW_V, false);
+            terms(high, v, PARTS == 1);
+            products_end();
+        }
+        if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; ++i) output[i] *= rescale[i / 2 % 2];
+        }
+        products_wait<0>();
+        settle(part), settle(high);
+        if constexpr (PARTS == 2) settle(low);
+        values.release(n);
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) output[i] = fmaf(part[i], v_unit, output[i]);
+    }
+}

@@ -1,0 +1,78 @@
+// Tensors of float32 as terms of float16, for products on tensor cores: x = unit (high + low), where unit is a power of two
+// such that the greatest of those that share it comes to lie in [2^14, 2^15). high is x / unit rounded to float16, low the
+// rest, rounded too. Numbers down to 2^-17 of the greatest keep 23 bits, smaller ones an error of 2^-40 of the greatest.
+//
+// A block takes a tile: ROWS tokens of a head. All its elements share a unit, or (q) the elements of each row do. A unit is
+// NaN where an element is not finite: who multiplies has to look at it. Tokens past `kv_lengths` become zeros.
+//
+// Constants of the head: PARTS, terms that are stored, 2 or 1: high alone; ROWS.
+
+struct Split {
+    Tensor source, terms, unit;          // float32; float16, [high: 64 * chunks columns][low]; a float for each row or tile
+    const long long* lengths;            // (B,), or null
+    long long heads, tokens, by_row;     // by_row: a unit for each row
+};
+struct Splits { Split of[3]; long long blocks[3]; };  // blocks: of the first tensor, of the first two, of all
+
+constexpr int WARPS = 8, TOKENS = ROWS / WARPS;
+static_assert(ROWS % WARPS == 0);
+
+// By a block, for rows of DIM columns; a lane has columns 2 lane, 2 lane + 1 of every 64.
+template <int DIM>
+DEVICE void split_tile(const Split& at, int index) {
+    constexpr int CHUNKS = (DIM + 63) / 64;
+    __shared__ unsigned tops[WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int tiles = (int)((at.tokens + ROWS - 1) / ROWS), tile = index % tiles, bh = index / tiles;
+    const int h = bh % (int)at.heads, b = bh / (int)at.heads;
+    const long long length = at.lengths == nullptr ? at.tokens : at.lengths[b];
+    float x[TOKENS][2 * CHUNKS];
+    unsigned top = 0, top_of[TOKENS];  // magnitudes as bits, in which inf and NaN are the greatest
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) {
+        const int token = tile * ROWS + warp + WARPS * i;
+        const float* source = row_at<const float>(at.source, b, h, token);
+        top_of[i] = 0;
+#pragma unroll
+        for (int c = 0; c < 2 * CHUNKS; ++c) {
+            const int column = c / 2 * 64 + 2 * lane + c % 2;
+            x[i][c] = column < DIM && token < at.tokens && token < length ? source[column] : 0.0f;
+            top_of[i] = max(top_of[i], __float_as_uint(x[i][c]) & 0x7fffffffu);
+        }
+        top_of[i] = __reduce_max_sync(~0u, top_of[i]);
+        top = max(top, top_of[i]);
+    }
+    if (lane == 0) tops[warp] = top;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) top = max(top, tops[w]);
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) {
+        const int token = tile * ROWS + warp + WARPS * i, greatest = (int)((at.by_row ? top_of[i] : top) >> 23);
+        // Exponents with their bias of 127; a tile of zeros has the unit 1, the least is 2^-126.
+        const int exponent = (at.by_row ? top_of[i] : top) == 0 ? 127 : greatest > 15 ? greatest - 14 : 1;
+        const float unit = greatest == 255 ? __int_as_float(0x7fffffff) : __int_as_float(exponent << 23);
+        const float inverse = __int_as_float((254 - exponent) << 23);
+        if (token >= at.tokens) continue;
+        unsigned* target = reinterpret_cast<unsigned*>(row_at<half_t>(at.terms, b, h, token));
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const float low_x = x[i][2 * c] * inverse, high_x = x[i][2 * c + 1] * inverse;
+            const half_t first = Narrow<half_t>::from(low_x), second = Narrow<half_t>::from(high_x);
+            target[32 * c + lane] = first.bits | (unsigned)second.bits << 16;
+            if constexpr (PARTS == 2) {
+                const half_t first_rest = Narrow<half_t>::from(low_x - widen(first)), second_rest = Narrow<half_t>::from(high_x - widen(second));
+                target[32 * (CHUNKS + c) + lane] = first_rest.bits | (unsigned)second_rest.bits << 16;
+            }
+        }
+        if (lane == 0 && at.by_row) *row_at<float>(at.unit, b, h, token) = unit;
+        if (threadIdx.x == 0 && i == 0 && !at.by_row) *row_at<float>(at.unit, b, h, tile) = unit;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) sm90_split(const __grid_constant__ Splits splits) {
+    const int block = blockIdx.x;
+    if (block < splits.blocks[0]) split_tile<HEAD_DIM>(splits.of[0], block);                         // q
+    else if (block < splits.blocks[1]) split_tile<HEAD_DIM>(splits.of[1], block - (int)splits.blocks[0]);  // k
+    else split_tile<HEAD_DIM_V>(splits.of[2], block - (int)splits.blocks[1]);                        // v
+}
