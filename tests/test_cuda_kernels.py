@@ -279,9 +279,9 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     """Three products for one, one for "tf32", of a tile into sums of its own: none waits for another."""
     spec = AttentionSpec("float32", d, d, mask=expr.K <= expr.Q if causal else None, precision=precision)
     found = sm90_binary(spec)
-    assert found.resources["sm90_forward"].spills <= 16
+    assert found.resources["sm90_forward"].spills <= 32  # where tiles are loaded
     sass = disassembled(found.path)
-    products = -(-d // 16) + sm90.forward_tile(spec).block_k // 16
+    products = -(-d // 16) + sm90.forward_tile(long(spec)).block_k // 16
     assert len(re.findall(r"\bHGMMA\b", sass)) == products * (1 if precision else 3)
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2
     split = specialise.source("sm90_split", spec, {"PARTS": 1 if precision else 2, "ROWS": 64})

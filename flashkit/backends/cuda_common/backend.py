@@ -46,9 +46,9 @@ class CudaBackend:
     generations: tuple[Generation, ...]
     """Newest first; the last can do everything."""
 
-    on_trial: tuple[tuple[str, Direction], ...] = ()
-    """Passes of generations used where the environment asks for them and nowhere else: not all of the tests for devices
-    ran with them."""
+    on_trial: tuple[tuple[str, Direction, str], ...] = ()
+    """Passes of generations, and their dtype, or "" for all, that are used where the environment asks for them and
+    nowhere else: not all of the tests for devices ran with them."""
 
     needs: Mapping[str, str]
     """What has to be importable, and what installs it."""
@@ -65,13 +65,14 @@ class CudaBackend:
         """Names and texts that kernels are made from."""
         raise NotImplementedError
 
-    def allowed(self, direction: Direction = "forward") -> tuple[Generation, ...]:
-        """Those that the environment leaves; all where the one that it forces has no kernels at all in this
-        direction.
+    def allowed(self, direction: Direction = "forward", dtype: str = "") -> tuple[Generation, ...]:
+        """Those that the environment leaves for a dtype; all where the one that it forces has no kernels at all in
+        this direction.
         """
         forced = os.environ.get(VARIABLE)
         if not forced:
-            return tuple(each for each in self.generations if (each.name, direction) not in self.on_trial)
+            on_trial = [name for name, of, only in self.on_trial if of == direction and only in ("", dtype)]
+            return tuple(each for each in self.generations if each.name not in on_trial)
         if forced not in NAMES:
             raise ValueError(f"{VARIABLE} is {forced!r}; {' or '.join(NAMES)} fits")
         left = tuple(generation for generation in self.generations if generation.name == forced)
@@ -90,10 +91,10 @@ class CudaBackend:
         """The generation to compute with; None where none can."""
         said: list[str] = []
         able: list[Generation] = []
-        generations = self.allowed(direction)
+        generations = self.allowed(direction, problem.spec.dtype)
         forward_only = direction == "backward" and not any(g.supports(problem, on, direction) for g in generations)
         if forward_only and any(g.supports(problem, on, "forward") for g in generations):
-            generations = self.generations  # a generation that is forced may still leave the backward pass to others
+            generations = self.generations  # one that is forced may leave the backward pass of a dtype to others
         for generation in generations:
             verdict = generation.supports(problem, on, direction)
             if verdict:
@@ -131,7 +132,8 @@ class CudaBackend:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
-        able = [generation.supports(problem, device.current(), "forward") for generation in self.allowed()]
+        allowed = self.allowed("forward", spec.dtype)
+        able = [generation.supports(problem, device.current(), "forward") for generation in allowed]
         if not able:
             return Verdict(False, f"it has no generation {os.environ.get(VARIABLE)}, which {VARIABLE} asks for")
         return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))
