@@ -1,0 +1,68 @@
+"""Barriers in shared memory, which count arrivals and bytes, and barriers among warps by number.
+
+A barrier's phase ends when all arrivals and all announced bytes are there. The first has parity 0; waiting for parity
+1 on a new barrier returns at once.
+"""
+
+from __future__ import annotations
+
+from numba.cuda.types import boolean, int32, uint32
+
+from .asm import CONSTANT, NOTHING, instruction
+
+__all__ = [
+    "arrive", "arrive_and_expect", "arrive_once", "barrier_init", "barriers_ready", "fence_async", "give_registers",
+    "has_ended", "nap", "take_registers", "threads_sync", "wait", "warps_arrive", "warps_sync",
+]  # fmt: skip
+
+barrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", NOTHING, uint32, int32)
+"""barrier_init(barrier, arrivals)"""
+
+barriers_ready = instruction("fence.mbarrier_init.release.cluster;", NOTHING)
+"""Makes new barriers known to the copy engine."""
+
+arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", NOTHING, uint32)
+
+arrive_once = instruction(
+    "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+    NOTHING, uint32,
+)  # fmt: skip
+"""The same by one lane of a warp. After a branch instead the assembler would not know what is the same in all lanes."""
+
+arrive_and_expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", NOTHING, uint32, int32)
+"""arrive_and_expect(barrier, bytes): arrives, and announces what the copy engine will bring."""
+
+has_ended = instruction(
+    "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }",
+    boolean, uint32, uint32,
+)  # fmt: skip
+"""has_ended(barrier, parity), after waiting for a while"""
+
+wait = instruction(
+    "{ .reg .pred p;\n"
+    "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n"
+    "@p bra DONE;\n"
+    "bra AGAIN;\n"
+    "DONE: }", NOTHING, uint32, uint32,
+)  # fmt: skip
+"""wait(barrier, parity): for the end of a phase"""
+
+nap = instruction("nanosleep.u32 100;", NOTHING)
+"""Leaves the issue slots to others."""
+
+threads_sync = instruction("bar.sync 0;", NOTHING)
+"""For all threads of the block."""
+
+warps_sync = instruction("bar.sync $0, #0;", NOTHING, int32, CONSTANT)
+"""warps_sync(number, threads): meet others at barrier `number`, so many threads in all"""
+
+warps_arrive = instruction("bar.arrive $0, #0;", NOTHING, int32, CONSTANT)
+"""The same without waiting for the others."""
+
+fence_async = instruction("fence.proxy.async.shared::cta;", NOTHING)
+"""What this thread wrote to shared memory is seen by the copy engine and wgmma after."""
+
+give_registers = instruction("setmaxnreg.dec.sync.aligned.u32 #0;", NOTHING, CONSTANT)
+"""give_registers(n): this warp keeps n registers a thread."""
+take_registers = instruction("setmaxnreg.inc.sync.aligned.u32 #0;", NOTHING, CONSTANT)
+"""take_registers(n): this warp waits until it has n registers a thread."""

@@ -1,0 +1,41 @@
+"""Copies between memory and shared memory that run beside the threads: of 16 bytes each (Ampere), of boxes (Hopper)."""
+
+from __future__ import annotations
+
+from numba.cuda.types import int32, uint32, uint64
+
+from .asm import CONSTANT, NOTHING, instruction
+
+__all__ = [
+    "copies_end", "copies_wait", "copy_unit", "load_box", "prefetch_map", "store_box", "stores_end", "stores_wait",
+    "stores_wait_read",
+]  # fmt: skip
+
+copy_unit = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", NOTHING, uint32, uint64, int32)
+"""copy_unit(target, source, bytes): 16 bytes to shared memory, those past `bytes`, 0 or 16, zeros"""
+copies_end = instruction("cp.async.commit_group;", NOTHING)
+"""What was begun since the last one is a group."""
+copies_wait = instruction("cp.async.wait_group #0;", NOTHING, CONSTANT)
+"""copies_wait(n): until all but the last n groups of this thread are there"""
+
+load_box = instruction(
+    "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[$0], [$1, {$3, $4, $5, $6, $7}], [$2];",
+    NOTHING, uint32, uint64, uint32, int32, int32, int32, int32, int32,
+)  # fmt: skip
+"""load_box(target, map, barrier, c0, ..., c4): a box of a tensor, its corner at these coordinates, innermost first; its
+bytes arrive at the barrier. What lies outside the tensor is zeros."""
+
+store_box = instruction(
+    "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5, $6}], [$1];",
+    NOTHING, uint64, uint32, int32, int32, int32, int32, int32,
+)  # fmt: skip
+"""store_box(map, source, c0, ..., c4): the other way; what lies outside is not written."""
+
+stores_end = instruction("cp.async.bulk.commit_group;", NOTHING)
+"""What was begun since the last one is a group."""
+stores_wait_read = instruction("cp.async.bulk.wait_group.read 0;", NOTHING)
+"""Until shared memory is free again."""
+stores_wait = instruction("cp.async.bulk.wait_group 0;", NOTHING)
+"""Until all is in memory."""
+prefetch_map = instruction("prefetch.tensormap [$0];", NOTHING, uint64)

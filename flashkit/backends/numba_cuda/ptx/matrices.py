@@ -1,0 +1,126 @@
+"""Products of matrices: of a warp (mma.sync, Ampere) and of a warp group of four warps (wgmma, Hopper).
+
+A warp's product is of 16 x 16 (8 for float32) by 16 (8) x 8 elements; a warp group's of 64 x 16 by 16 x n, and it runs
+on while the group does other things. In both the sums are a lane's registers, with g = lane / 4, t = lane % 4, element
+4 i + 2 half + c of the tuple
+
+    row 16 * (warp of the group) + g + 8 half,  column 8 i + 2 t + c
+
+and pairs of them, packed, are the left operand of a next product where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from numba.cuda.extending import intrinsic
+from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
+
+from .asm import CONSTANT, NOTHING, _emit, instruction, parts
+
+__all__ = [
+    "load_matrices", "load_matrices_turned", "mma", "products_begin", "products_end", "products_wait", "settle",
+    "store_matrices", "store_matrices_turned", "wgmma", "wgmma_registers",
+]  # fmt: skip
+
+KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
+
+# --- pieces of matrices between shared memory and registers -------------------------------------------------------------
+
+FOUR = UniTuple(uint32, 4)
+load_matrices = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
+"""load_matrices(address): four of 8 rows x 16 bytes; lane i says where row i % 8 of number i / 8 is"""
+load_matrices_turned = instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32
+)
+store_matrices = instruction(
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", NOTHING, uint32, uint32, uint32, uint32, uint32
+)
+"""store_matrices(address, a, b, c, d): the other way (Hopper)"""
+store_matrices_turned = instruction(
+    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
+    NOTHING, uint32, uint32, uint32, uint32, uint32,
+)  # fmt: skip
+
+# --- of a warp ----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def mma(kind: str) -> Any:
+    """mma(kind)(c, a, b0, b1): c + a b, four sums of float32; a: four registers. kind: of KINDS."""
+    shape = "m16n8k8" if kind == "tf32" else "m16n8k16"
+    return instruction(
+        f"mma.sync.aligned.{shape}.row.col.f32.{KINDS[kind]}.{KINDS[kind]}.f32 "
+        "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$0, $1, $2, $3};",
+        UniTuple(float32, 4), UniTuple(float32, 4), FOUR, uint32, uint32, tied=True,
+    )  # fmt: skip
+
+
+# --- of a warp group ----------------------------------------------------------------------------------------------------
+
+products_begin = instruction("wgmma.fence.sync.aligned;", NOTHING)
+products_end = instruction("wgmma.commit_group.sync.aligned;", NOTHING)
+products_wait = instruction("wgmma.wait_group.sync.aligned #0;", NOTHING, CONSTANT)
+"""products_wait(n): until all but the last n ends are reached"""
+
+
+@lru_cache
+def wgmma(
+    kind: str, n: int, a_steps: tuple[int, ...], b_steps: tuple[int, ...], *, turned_a: bool = False,
+    turned_b: bool = False, fresh: bool = False,
+) -> Any:  # fmt: skip
+    """product(sums, a, b, add): sums, if add, plus a b, 64 x n; both operands in shared memory, by descriptors.
+
+    a_steps, b_steps: how far the descriptors move on for each 16 along the summed axis. turned: an operand is read along
+    columns. fresh: product(a, b), whatever was in the registers.
+    """
+    tile = _tile(n)
+    a, b, p = (f"${(1 if fresh else 2) * tile.count + i}" for i in range(3))
+    head = _head(kind, n)
+    lines = [f"{{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, {'0, 0' if fresh else f'{p}, 0'};"]
+    for i, (a_step, b_step) in enumerate(zip(a_steps, b_steps, strict=True)):
+        lines.append(f"add.s64 a, {a}, {a_step}; add.s64 b, {b}, {b_step};")
+        lines.append(f"{head}, a, b, {'p' if i == 0 else 1}, 1, 1, {int(turned_a)}, {int(turned_b)};")
+    text = "\n".join([*lines, "}"])
+    if fresh:
+        return instruction(text, tile, uint64, uint64)
+    return instruction(text, tile, tile, uint64, uint64, int32, tied=True)
+
+
+@lru_cache
+def wgmma_registers(kind: str, n: int, b_steps: tuple[int, ...], *, turned_b: bool = False) -> Any:
+    """product(sums, a, b, add): the same with the left operand in registers, four for each step."""
+    tile, left = _tile(n), UniTuple(uint32, 4 * len(b_steps))
+    start, head = 2 * tile.count, _head(kind, n)
+    lines = [f"{{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, ${start + left.count + 1}, 0;"]
+    for i, b_step in enumerate(b_steps):
+        operand = ", ".join(f"${start + 4 * i + j}" for j in range(4))
+        lines.append(f"add.s64 b, ${start + left.count}, {b_step};")
+        lines.append(f"{head}, {{{operand}}}, b, {'p' if i == 0 else 1}, 1, 1, {int(turned_b)};")
+    return instruction("\n".join([*lines, "}"]), tile, tile, left, uint64, int32, tied=True)
+
+
+def _tile(n: int) -> Any:
+    if n % 8 or not 8 <= n <= 256:
+        raise ValueError(f"a product has 8 to 256 columns, a multiple of 8, not {n=}")
+    return UniTuple(float32, n // 2)
+
+
+def _head(kind: str, n: int) -> str:
+    sums = ", ".join(f"${i}" for i in range(n // 2))
+    return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{KINDS[kind]}.{KINDS[kind]} {{{sums}}}"
+
+
+@intrinsic
+def settle(typing: Any, registers: Any) -> Any:
+    """settle(x): x, after a wait; the compiler may not use these registers before it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        operands = [(part, registers.dtype) for part in parts(builder, arguments[0], registers)]
+        return _emit(context, builder, "", registers, operands, False, True)
+
+    return (registers(registers), generate) if isinstance(registers, UniTuple) else None
+
+
