@@ -1,12 +1,18 @@
-"""What Hopper's kernels share: tiles in shared memory, rings of stages, descriptors, the list of tiles that exist.
+# What Hopper's kernels share: tiles in shared memory, rings of stages, descriptors, the list of tiles that exist.
+#
+# A tile in shared memory is a row of chunks of 64 columns: [chunk][row][128 bytes], begins on 1024 bytes, and its 16-byte
+# units are permuted within eight rows, unit u of row r lying at u ^ (r % 8) ("128-byte swizzle"): so the copy engine writes
+# it and wgmma reads it, along rows or along columns.
+#
+# Number n of what goes through a ring lies in stage n % STAGES. Whoever fills a stage waits until it is empty, whoever
+# reads it until it is full.
 
-A tile in shared memory is a row of chunks of 64 columns: [chunk][row][128 bytes], begins on 1024 bytes, and its 16-byte
-units are permuted within eight rows, unit u of row r lying at u ^ (r % 8) ("128-byte swizzle"): so the copy engine writes
-it and wgmma reads it, along rows or along columns.
+import math
 
-Number n of what goes through a ring lies in stage n % STAGES. Whoever fills a stage waits until it is empty, whoever
-reads it until it is full.
-"""
+from numba.cuda.types import int32, uint16
+
+from flashkit.backends.numba_cuda.fragments import *
+from flashkit.backends.numba_cuda.ptx import *
 
 i32, u32 = np.int32, np.uint32
 ZERO, LOG2E, LN2 = map(np.float32, (0, 1.4426950408889634, 0.6931471805599453))
@@ -35,6 +41,7 @@ def along_columns(keys):
 
 pack = pack_float16 if STORAGE == "float16" else pack_bfloat16
 load_word, store_word = load_from("shared", int32), store_to("shared", int32)
+store_half = store_to("shared", uint16)
 
 
 @device
@@ -71,7 +78,7 @@ def await_barrier(barrier, parity):
         begin = clock()
         while not has_ended(barrier, parity):
             if clock() - begin > 4000000000:
-                store_word(u32(0xFFFFFFF0), 0)
+                store_word(u32(0xFFFFFFF0), 0)  # there is no such memory
     else:
         wait(barrier, parity)
 

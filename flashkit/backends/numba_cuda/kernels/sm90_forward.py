@@ -1,24 +1,23 @@
-# parts: sm90.py sm90_items.py sm90_softmax.py
-"""Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1; warp groups with roles and softmax beside
-products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper. docs/numba_hopper.md walks through it.
-
-As many blocks as multiprocessors take items one after the other, each BLOCK_Q rows of a head. With PACK > 1 a row is one
-of the PACK query heads that share a key/value head, at one token.
-
-    Q, then O   [Q_BUFFERS][GROUPS][64][..]   shared memory, an item's rows; its output on the way out
-    K, V        [STAGES][BLOCK_K][..]         shared memory, two rings
-    s, weights  [64][BLOCK_K]                 registers of a warp group
-    output      [64][HEAD_DIM_V]              registers of a warp group, unscaled
-    m, l        [64]                          a row's reference, in base 2, and its sum of weights: registers
-
-Warp group 0: warp 0 finds the tiles and loads them, warp g stores the output of group g. Warp groups 1 ... GROUPS, with
-64 rows each, multiply. A step of such a group, for the tile of keys number n of all that the block loads:
-
-    scores      s = Q K_n^T          is begun,
-    accumulate  output += weights V  of the tile before is begun,
-    modify, online_softmax           s becomes weights while the second product runs,
-    and the first tile of an item is begun before the last item is finished.
-"""
+# parts: tiles sm90 sm90_items sm90_softmax
+# Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1; warp groups with roles and softmax beside
+# products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper. docs/numba_hopper.md walks through it.
+#
+# As many blocks as multiprocessors take items one after the other, each BLOCK_Q rows of a head. With PACK > 1 a row is one
+# of the PACK query heads that share a key/value head, at one token.
+#
+#     Q, then O   [Q_BUFFERS][GROUPS][64][..]   shared memory, an item's rows; its output on the way out
+#     K, V        [STAGES][BLOCK_K][..]         shared memory, two rings
+#     s, weights  [64][BLOCK_K]                 registers of a warp group
+#     output      [64][HEAD_DIM_V]              registers of a warp group, unscaled
+#     m, l        [64]                          a row's reference, in base 2, and its sum of weights: registers
+#
+# Warp group 0: warp 0 finds the tiles and loads them, warp g stores the output of group g. Warp groups 1 ... GROUPS, with
+# 64 rows each, multiply. A step of such a group, for the tile of keys number n of all that the block loads:
+#
+#     scores      s = Q K_n^T          is begun,
+#     accumulate  output += weights V  of the tile before is begun,
+#     modify, online_softmax           s becomes weights while the second product runs,
+#     and the first tile of an item is begun before the last item is finished.
 
 
 @device
@@ -107,8 +106,8 @@ def with_sink(p, h, top, total):
     if sink == HIDDEN:
         return top, total, np.float32(1)
     greatest = greater(top, sink)
-    factor = exp2(top - greatest)
-    return greatest, total * factor + exp2(sink - greatest), factor
+    factor = exp2_fast(top - greatest)
+    return greatest, total * factor + exp2_fast(sink - greatest), factor
 
 
 @device
@@ -123,7 +122,7 @@ def finish_row(p, at, half, top, total, zero):
     empty = total == ZERO  # no key is visible
     if exists and thread() % 4 == 0:
         lse = HIDDEN if empty else top * LN2 + math.log(total)
-        store(np.float32, row_address_f(p.lse, at[0], h, row), 0, lse)
+        store(np.float32, number_address(p.lse, at[0], h, row), 0, lse)
     finite = abs(total) < np.float32(math.inf)
     return ZERO if empty else factor * reciprocal(total), zero != ZERO and finite and exists
 
@@ -134,7 +133,7 @@ def finish(p, base, at, number, group, m, l, output):
     at = here(at[0]), here(at[1]), here(at[2])
     l, zero = across_row(add, l), (ZERO, ZERO)
     if MAY_HIDE:
-        zero = fold(add, each(times, output, m, ZERO))  # NaN if an element is not finite
+        zero = row_sum(scaled(output, ZERO))  # NaN if an element is not finite
     factor0, odd0 = finish_row(p, at, 0, m[0], l[0], zero[0])
     factor1, odd1 = finish_row(p, at, 1, m[1], l[1], zero[1])
     factor = factor0, factor1
@@ -142,7 +141,7 @@ def finish(p, base, at, number, group, m, l, output):
     warps_sync(MEETING + group, 128)  # all are done with Q
     lane = here(thread() % 32)
     row = here(thread() % 128 // 32) * 16 + lane % 16
-    groups(store_piece, 4, join(pack, each(times_row, output, factor, 0)), (staged, row, lane))
+    groups(store_piece, 4, join(pack, rows_scaled(output, factor)), (staged, row, lane))
     if MAY_HIDE:  # a value that is not finite may have met a weight of 0
         if any_lane(odd0 or odd1):
             lanes_sync()
@@ -213,7 +212,7 @@ def step(p, base, group, unit, pending, usual, fresh, full, n, k0, number, conti
         if pending and Q_BUFFERS > 1:
             finish(p, base, before, number - 1, group, m_before, l_before, output)
     elif exact:
-        output = each(times_row, output, rescale, 0)
+        output = rows_scaled(output, rescale)
     if HAS_DROPOUT:
         s = drop_tile(p, at, s, k0)
     return at, output, join(pack, s), m, l, begun

@@ -1,7 +1,6 @@
-"""Which work the blocks of the Hopper forward pass take, and its coming and going: the roles of warp group 0.
-
-An item is (batch entry, first of its heads, first of its rows).
-"""
+# Which work the blocks of the Hopper forward pass take, and its coming and going: the roles of warp group 0.
+#
+# An item is (batch entry, first of its heads, first of its rows).
 
 store_count = store_to("global", int32)
 
@@ -87,7 +86,7 @@ def fill(p, base, item, n_k, next_place, tiles):
         if HAS_MASK and CLASSIFY_MANY and tiles - next_place > 32:
             first = next_place + 32 * lane
             many = min(tiles - first, 32)
-            groups = ballot(many > 0 and states_of(p, item, n_k, tiles - first - many, many) != 0)
+            groups = vote(many > 0 and states_of(p, item, n_k, tiles - first - many, many) != 0)
             if groups == 0:
                 next_place += 1024
                 continue
@@ -96,7 +95,7 @@ def fill(p, base, item, n_k, next_place, tiles):
         states = 0
         if place < tiles:
             states = states_of(p, item, n_k, tiles - place - 1, 1)
-        live = ballot(states != 0)
+        live = vote(states != 0)
         if states != 0:
             store_word(base + AT_LIST + 4 * (count + ones(live & ((1 << lane) - 1))), place << 8 | states)
         seen |= or_lanes(states)

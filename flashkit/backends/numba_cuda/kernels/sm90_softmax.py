@@ -1,4 +1,4 @@
-"""Scores to weights in the registers of a Hopper warp group, and what is done where that went wrong."""
+# Scores to weights in the registers of a Hopper warp group, and what is done where that went wrong.
 
 # Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
 LIMIT = np.float32(32768.0 if STORAGE == "float16" else 1e18)
@@ -7,29 +7,6 @@ LIMIT = np.float32(32768.0 if STORAGE == "float16" else 1e18)
 MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT
 
 product_of_warp = mma(STORAGE)
-
-
-@device
-def add(x, y):
-    return x + y
-
-
-@device
-def times(x, row, y):
-    return x * y
-
-
-@device
-def times_row(x, row, _):
-    return x * row
-
-
-@device
-def across_row(f, pair):
-    """Over the four lanes that share a row."""
-    x, y = pair
-    x, y = f(x, across(x, 1)), f(y, across(y, 1))
-    return f(x, across(x, 2)), f(y, across(y, 2))
 
 
 # --- modify -------------------------------------------------------------------------------------------------------------
@@ -84,29 +61,24 @@ def modify_tile(p, at, full, s, k0):
 
 
 @device
-def exponential(x, shift, unit):
-    return exp2(x * unit - shift)
-
-
-@device
 def online_softmax(s, m, unit):
     """Scores to weights relative to the greatest so far; also that, the sum of the weights, and the factor that brings
     sums made before to it."""
-    top = across_row(greater, fold(greater, each(times, s, m, unit)))
+    top = across_row(greater, row_max(scaled(s, unit)))
     top = greater(m[0], top[0]), greater(m[1], top[1])
     # so that -inf stays -inf
     shift = ZERO if top[0] == HIDDEN else top[0], ZERO if top[1] == HIDDEN else top[1]
-    rescale = exp2(m[0] - shift[0]), exp2(m[1] - shift[1])
-    s = each(exponential, s, shift, unit)
-    return s, top, fold(add, s), rescale
+    rescale = exp2_fast(m[0] - shift[0]), exp2_fast(m[1] - shift[1])
+    s = exponentials(s, shift, unit)
+    return s, top, row_sum(s), rescale
 
 
 @device
 def optimistic_softmax(s, m, unit):
     """The same without looking for the greatest: m need not be that, only near it. The weights, their sum, and whether it
     was near enough (and no score NaN); else the scores are needed anew."""
-    s = each(exponential, s, m, unit)
-    total = fold(add, s)
+    s = exponentials(s, m, unit)
+    total = row_sum(s)
     return s, total, all_lanes(total[0] <= LIMIT and total[1] <= LIMIT)
 
 
@@ -174,15 +146,15 @@ def accumulate_carefully(p, at, m, factor, staged):
                 k = min(k0 + lane, n_k - 1)
                 key, w = row_address(p.k, b, h // GROUP, k), ZERO
                 for d in range(HEAD_DIM):
-                    w += widen(load(np.uint16, q, d)) * widen(load(np.uint16, key, d))
+                    w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
                 w = modify(w * np.float32(p.scale), PARTIAL, b, h, row, row + offset, k, p)
-                w = exp2(w * LOG2E - reference)
+                w = exp2_fast(w * LOG2E - reference)
                 if HAS_DROPOUT:
                     w = drop(w, p, b, h, row, k)
                 for other in range(min(32, n_k - k0)):
                     weight = from_lane_float(w, other)
                     value = row_address(p.v, b, h // GROUP, k0 + other)
-                    x = widen(load(np.uint16, value, min(column, HEAD_DIM_V - 1)))
+                    x = widen(load(STORED, value, min(column, HEAD_DIM_V - 1)))
                     total += ZERO if weight == ZERO else weight * x
             unit = swizzled(row0 + r, column % 64 // 8) + column % 8 * 2
             store_half(staged + column // 64 * 64 * CHUNK_ROW + unit, pack(total * scale, ZERO))

@@ -10,13 +10,13 @@ from numba.cuda.types import boolean, float32, int32, int64, uint16, uint32, uin
 from .asm import NOTHING, instruction
 
 __all__ = [
-    "across", "all_lanes", "any_lane", "ballot", "block", "blocks", "clock", "elect", "exp2", "fetch_add", "fma",
+    "across", "all_lanes", "any_lane", "vote", "block", "blocks", "clock", "elect", "exp2_fast", "fetch_add", "fma",
     "from_lane", "from_lane_float", "greater", "here", "lanes_sync", "load_from", "lowest_one", "multiply_high", "ones",
     "or_lanes", "pack_bfloat16", "pack_float16", "reciprocal", "store_to", "store_zeros", "thread", "widen_bfloat16",
     "widen_float16",
 ]  # fmt: skip
 
-exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
+exp2_fast = instruction("ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
 """2^x; what is below the smallest normal number is 0."""
 
 reciprocal = instruction("rcp.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
@@ -73,10 +73,10 @@ from_lane_float = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", float32, 
 across = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", float32, float32, int32)
 """across(x, step): the number of lane ^ step."""
 
-ballot = instruction(
+vote = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }", uint32, boolean
 )  # fmt: skip
-"""ballot(x): a bit for each lane."""
+"""vote(x): a bit for each lane."""
 all_lanes = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.all.pred p, p, -1; selp.b32 $0, 1, 0, p; }", boolean, boolean
 )

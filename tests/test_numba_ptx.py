@@ -1,0 +1,168 @@
+"""Instructions of PTX in Numba's kernels: each compiles to what it says and passes the assembler. No device is needed."""
+
+import shutil
+import subprocess
+
+import pytest
+
+pytest.importorskip("numba_cuda")
+pytest.importorskip("cuda.bindings.nvjitlink")
+
+AMPERE = {
+    "ex2.approx.ftz.f32": "x[0] = exp2_fast(x[1])",
+    "rcp.approx.ftz.f32": "x[0] = reciprocal(x[1])",
+    "max.f32": "x[0] = greater(x[1], x[2])",
+    "fma.rn.f32": "x[0] = fma(x[1], x[2], x[3])",
+    "mul.hi.u32": "i[0] = multiply_high(i[1], i[2])",
+    "cvt.rn.f16x2.f32": "i[0] = pack_float16(x[0], x[1])",
+    "cvt.rn.bf16x2.f32": "i[0] = pack_bfloat16(x[0], x[1])",
+    "cvt.f32.f16": "x[0] = widen_float16(i[0])",
+    "shfl.sync.idx": "i[0] = from_lane(i[1], 3); i[1] = here(i[2]); x[0] = from_lane_float(x[1], 1)",
+    "shfl.sync.bfly": "x[0] = across(x[1], 2)",
+    "vote.sync.ballot": "i[0] = vote(x[0] > x[1])",
+    "vote.sync.all": "i[0] = all_lanes(x[0] > x[1])",
+    "vote.sync.any": "i[0] = any_lane(x[0] > x[1])",
+    "redux.sync.or": "i[0] = or_lanes(i[1])",
+    "popc.b32": "i[0] = ones(i[1])",
+    "bfind.shiftamt": "i[0] = lowest_one(i[1])",
+    "bar.warp.sync": "lanes_sync()",
+    "bar.sync": "threads_sync(); warps_sync(i[0], 64)",
+    "bar.arrive": "warps_arrive(i[0], 64)",
+    "%tid.x": "i[0] = thread()",
+    "%ctaid.x": "i[0] = block()",
+    "%nctaid.x": "i[0] = blocks()",
+    "%clock64": "i[0] = clock()",
+    "atom.global.add.u32": "i[0] = fetch_add(l, 1)",
+    "ld.global.nc.b32": "x[0] = load_from('global', float32, True)(l)",
+    "ld.shared.b32": "i[0] = load_word(shared_address() + 4)",
+    "st.shared.b32": "store_word(shared_address(), i[0])",
+    "st.shared.v4.b32": "store_zeros(shared_address(), 0)",
+    "cp.async.cg.shared.global": "copy_unit(shared_address(), l, 16)",
+    "cp.async.commit_group": "copies_end()",
+    "cp.async.wait_group 1": "copies_wait(1)",
+    "ldmatrix.sync.aligned.m8n8.x4.shared": "r = load_matrices(shared_address()); i[0] = r[0] + r[3]",
+    "ldmatrix.sync.aligned.m8n8.x4.trans": "r = load_matrices_turned(shared_address()); i[0] = r[0] + r[3]",
+    "m16n8k16.row.col.f32.bf16": "x[0] = mma_bf16(filled(x[0], 4), load_matrices(0), i[0], i[1])[3]",
+    "m16n8k16.row.col.f32.f16": "x[0] = mma_f16(filled(x[0], 4), load_matrices(0), i[0], i[1])[3]",
+    "m16n8k8.row.col.f32.tf32": "x[0] = mma_tf32(filled(x[0], 4), load_matrices(0), i[0], i[1])[3]",
+}
+HOPPER = {
+    "elect.sync": "i[0] = elect()",
+    "mbarrier.init": "barrier_init(shared_address(), 1)",
+    "fence.mbarrier_init": "barriers_ready()",
+    "mbarrier.arrive.shared": "arrive(shared_address()); arrive_once(shared_address())",
+    "mbarrier.arrive.expect_tx": "arrive_and_expect(shared_address(), 128)",
+    "mbarrier.try_wait.parity": "wait(shared_address(), 0); wait(shared_address(), 1)\n    while not has_ended(0, 1): nap()",
+    "fence.proxy.async": "fence_async()",
+    "setmaxnreg.dec.sync.aligned.u32 24": "give_registers(24)",
+    "setmaxnreg.inc.sync.aligned.u32 240": "take_registers(240)",
+    "cp.async.bulk.tensor.5d.shared": "load_box(shared_address(), l, shared_address(), 0, 1, 2, 3, 4)",
+    "cp.async.bulk.tensor.5d.global": "store_box(l, shared_address(), 0, 1, 2, 3, 4)",
+    "cp.async.bulk.commit_group": "stores_end()",
+    "cp.async.bulk.wait_group.read 0": "stores_wait_read()",
+    "cp.async.bulk.wait_group 0": "stores_wait()",
+    "prefetch.tensormap": "prefetch_map(l)",
+    "stmatrix.sync.aligned.m8n8.x4.shared": "store_matrices(shared_address(), i[0], i[1], i[2], i[3])",
+    "stmatrix.sync.aligned.m8n8.x4.trans": "store_matrices_turned(shared_address(), i[0], i[1], i[2], i[3])",
+    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16": (
+        "products_begin(); s = fresh(l, l); s = more(s, l, l, 1); products_end(); products_wait(0); s = settle(s)\n"
+        "    o = filled(x[0], 32); w = packed(s); products_begin(); o = weigh(o, w, l, 0); products_end()\n"
+        "    products_wait(0); o = settle(o); w = settle(w); x[0] = o[0] + o[31]"
+    ),
+}  # fmt: skip
+HEAD = """
+from numba.cuda.types import float32, int32
+from flashkit.backends.numba_cuda.fragments import *
+from flashkit.backends.numba_cuda.ptx import *
+mma_bf16, mma_f16, mma_tf32 = mma("bfloat16"), mma("float16"), mma("tf32")
+load_word, store_word = load_from("shared", int32), store_to("shared", int32)
+load_constant = load_from("global", float32, True)
+fresh = wgmma("bfloat16", 128, (0, 2), (0, 4), fresh=True)
+more = wgmma("bfloat16", 128, (0, 2), (0, 4), turned_a=True, turned_b=True)
+weigh = wgmma_registers("bfloat16", 64, tuple(range(0, 1024, 128)), turned_b=True)
+from numba import cuda
+device = cuda.jit(device=True, forceinline=True)
+@device
+def packed(s):
+    return join(pack_bfloat16, s)
+"""
+
+
+def ptx_of(body: str, capability: tuple) -> str:
+    from numba import cuda
+    from numba.cuda import types
+
+    from flashkit.backends.numba_cuda import compile as ours
+
+    names: dict = {}
+    body = body.replace("load_from('global', float32, True)", "load_constant")
+    exec(f"{HEAD}\ndef kernel(x, i, l):\n    {body}\n", names)
+    arguments = types.float32[::1], types.uint32[::1], types.int64
+    with ours._for_capability(capability[:2]):
+        return cuda.compile_ptx(names["kernel"], arguments, cc=capability)[0]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "body", "capability"),
+    [(*each, (8, 0)) for each in AMPERE.items()] + [(*each, (9, 0, "a")) for each in HOPPER.items()],
+    ids=[*AMPERE, *HOPPER],
+)
+def test_an_instruction_is_what_it_says(instruction, body, capability, tmp_path):
+    from flashkit.backends.numba_cuda import compile as ours
+
+    text = ptx_of(body, capability)
+    assert instruction in text
+    arch = "sm_" + "".join(map(str, capability))
+    code, _ = ours._linked("instruction", [text], arch)
+    assert code.startswith(b"\x7fELF")
+
+
+def test_sums_of_products_stay_where_they_are(tmp_path):
+    """A chain of products names the same registers, and what is between them moves none."""
+    text = ptx_of(HOPPER["wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16"], (9, 0, "a"))
+    assert text.count("wgmma.mma_async") == 2 + 2 + 8
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("there is no ptxas")
+    (tmp_path / "x.ptx").write_text(text.replace(text[text.index(".version") :].splitlines()[0], ".version 8.6", 1))
+    report = subprocess.run(
+        [ptxas, "-v", "-arch=sm_90a", str(tmp_path / "x.ptx"), "-o", str(tmp_path / "x.cubin")],
+        capture_output=True, text=True, check=True,
+    ).stderr  # fmt: skip
+    assert "C75" not in report
+    assert "0 bytes spill stores" in report
+
+
+def test_a_product_of_a_shape_that_there_is_not_is_refused():
+    from flashkit.backends.numba_cuda import ptx
+
+    with pytest.raises(ValueError, match="a multiple of 8"):
+        ptx.wgmma("bfloat16", 100, (0,), (0,))
+
+
+@pytest.mark.parametrize("n", [64, 128])
+def test_operations_on_tiles_become_straight_code(n):
+    """No loops, no calls, no local memory."""
+    text = ptx_of(
+        f"t = filled(x[thread()], {n}); m = across_row(greater, row_max(scaled(t, x[1])))\n"
+        "    t = exponentials(t, m, x[2]); s = across_row(add, row_sum(rows_scaled(t, m))); x[0] = s[0] + s[1]",
+        (8, 0),
+    )
+    assert text.count("shfl.sync.bfly") == 8
+    for unwanted in ("call", ".local", ".func"):
+        assert unwanted not in text
+
+
+def test_names_do_not_take_those_of_the_kernels_head():
+    """Kernels' text has these names beside those of memory.py and of its other parts."""
+    import re
+
+    from flashkit.backends.numba_cuda import fragments, memory, ptx, specialise
+
+    own = {name for module in vars(ptx).values() for name in getattr(module, "__all__", ())} | set(fragments.__all__)
+    others = set(memory.__all__)
+    for part in ("scalar", "tiles"):
+        found = re.findall(r"^(?: {4})?def (\w+)|^(\w+) = ", specialise._part(part), re.MULTILINE)
+        others |= {function or constant for function, constant in found}
+    assert own
+    assert not own & others
