@@ -1,7 +1,7 @@
 """Operations on tiles that lie in the registers of a warp or a warp group: what the steps of attention do to scores.
 
-A tile is a tuple of a lane's registers, laid out as products leave it (ptx/matrices.py): of every eight columns a lane has
-two neighbours, in two rows; four lanes share a row. What belongs to a row comes in pairs, one for either row.
+A tile is a tuple of a lane's registers, laid out as products leave it (ptx/tuples.py): of every eight columns a lane has
+two neighbours, in two or four rows; four lanes share a row. What belongs to rows comes in tuples, a number for each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import cuda
 
-from .ptx import across, each, exp2_fast, fold, greater
+from .ptx import across, alike, each, exp2_fast, fold, greater
 
 __all__ = ["across_row", "add", "exponentials", "row_max", "row_sum", "rows_scaled", "scaled"]
 
@@ -23,8 +23,8 @@ def add(x: Any, y: Any) -> Any:
 
 
 @_device
-def _times(x: Any, row: Any, y: Any) -> Any:
-    return x * y
+def _times(x: Any, factor: Any) -> Any:
+    return x * factor
 
 
 @_device
@@ -38,14 +38,20 @@ def _exponential(x: Any, row: Any, unit: Any) -> Any:
 
 
 @_device
+def _of_four_lanes(x: Any, f: Any) -> Any:
+    x = f(x, across(x, 1))
+    return f(x, across(x, 2))
+
+
+@_device
 def scaled(tile: Any, factor: Any) -> Any:
     """All elements times a number."""
-    return each(_times, tile, (factor, factor), factor)
+    return alike(_times, tile, factor)
 
 
 @_device
 def rows_scaled(tile: Any, factors: Any) -> Any:
-    """Either row times its factor."""
+    """Each row times its factor."""
     return each(_times_row, tile, factors, 0)
 
 
@@ -56,20 +62,18 @@ def exponentials(tile: Any, shifts: Any, unit: Any) -> Any:
 
 
 @_device
-def row_max(tile: Any) -> Any:
-    """The greatest of a lane's elements of either row, NaN left out."""
-    return fold(greater, tile)
+def row_max(tile: Any, start: Any) -> Any:
+    """The greatest of a lane's elements of each row and of what is known of it, NaN left out."""
+    return fold(greater, tile, start)
 
 
 @_device
-def row_sum(tile: Any) -> Any:
-    """The sum of a lane's elements of either row."""
-    return fold(add, tile)
+def row_sum(tile: Any, start: Any) -> Any:
+    """The sum of a lane's elements of each row and of what was summed before."""
+    return fold(add, tile, start)
 
 
 @_device
-def across_row(f: Any, pair: Any) -> Any:
+def across_row(f: Any, rows: Any) -> Any:
     """What the four lanes that share a row have for it, joined by f(x, y)."""
-    x, y = pair
-    x, y = f(x, across(x, 1)), f(y, across(y, 1))
-    return f(x, across(x, 2)), f(y, across(y, 2))
+    return alike(_of_four_lanes, rows, f)

@@ -1,32 +1,9 @@
-# What Hopper's kernels share: tiles in shared memory, rings of stages, descriptors, the list of tiles that exist.
-#
-# A tile in shared memory is a row of chunks of 64 columns: [chunk][row][128 bytes], begins on 1024 bytes, and its 16-byte
-# units are permuted within eight rows, unit u of row r lying at u ^ (r % 8) ("128-byte swizzle"): so the copy engine writes
-# it and wgmma reads it, along rows or along columns.
+# What Hopper's kernels share: descriptors, rings of stages, the map of shared memory.
 #
 # Number n of what goes through a ring lies in stage n % STAGES. Whoever fills a stage waits until it is empty, whoever
 # reads it until it is full.
 
-import math
-
-from numba.cuda.types import int32, uint16
-
-from flashkit.backends.numba_cuda.fragments import *
-from flashkit.backends.numba_cuda.ptx import *
-
-i32, u32 = np.int32, np.uint32
-ZERO, LOG2E, LN2 = map(np.float32, (0, 1.4426950408889634, 0.6931471805599453))
-
-CHUNK_ROW, UNIT = 128, 16  # bytes
-
-
-def padded(dim):
-    """Columns that are multiplied; those past `dim` are zeros."""
-    return -(-dim // 16) * 16
-
-
-def chunks(dim):
-    return -(-dim // 64)
+ROWS, WARP_ROWS, GROUP_THREADS = 2, 16, 128  # a warp group has 64 rows, a warp 16 of them, a lane 2 of these
 
 
 def along_rows(dim, rows):
@@ -37,24 +14,6 @@ def along_rows(dim, rows):
 def along_columns(keys):
     """The same for each 16 rows."""
     return tuple(k * 16 * CHUNK_ROW >> 4 for k in range(keys // 16))
-
-
-pack = pack_float16 if STORAGE == "float16" else pack_bfloat16
-load_word, store_word = load_from("shared", int32), store_to("shared", int32)
-store_half = store_to("shared", uint16)
-
-
-@device
-def swizzled(row, unit):
-    """Where a unit of a row of a chunk is."""
-    return row * CHUNK_ROW + (unit ^ (row & 7)) * UNIT
-
-
-@device
-def uniform(x):
-    """A number that is the same in all lanes of a warp; said so to the assembler, which keeps what depends on it in
-    uniform registers."""
-    return from_lane(x, 0)
 
 
 @device
@@ -104,12 +63,6 @@ def ring_init(ring, stages, fillers, readers):
     for i in range(stages):
         barrier_init(ring + 8 * i, fillers)
         barrier_init(ring + 8 * stages + 8 * i, readers)
-
-
-@device
-def row_of_lane(half):
-    """A lane's row among the 64 of its warp group."""
-    return thread() % 128 // 32 * 16 + 8 * half + thread() % 32 // 4
 
 
 # --- the memory map of a block's shared memory, in bytes ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-# parts: tiles sm90 sm90_items sm90_softmax
+# parts: tiles tensor sm90 sm90_items softmax
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1; warp groups with roles and softmax beside
 # products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper. docs/numba_hopper.md walks through it.
 #
@@ -88,6 +88,35 @@ def accumulated(base, n, output, weights):
     return output, weights
 
 
+# --- scores that hardly ever are needed again -----------------------------------------------------------------------------
+
+product_of_warp = mma(STORAGE)
+
+
+@device
+def multiply_sixteen(i, sums, rest):
+    """Sums of 16 keys by the instruction of a single warp."""
+    left, k, unit = rest
+    lane = here(thread() % 32)
+    key = lane // 16 * 8 + lane % 8
+    right = load_matrices(k + 16 * i * CHUNK_ROW + swizzled(key, unit + lane // 8 % 2))
+    first = product_of_warp(part(sums, 0, 4), left, right[0], right[1])
+    return first + product_of_warp(part(sums, 4, 4), left, right[2], right[3])
+
+
+@device
+def scores_again(q, k):
+    """Scores of a warp's 16 rows by instructions of the warp alone, from its tiles in shared memory."""
+    lane = here(thread() % 32)
+    row = here(thread() % 128 // 32) * 16 + lane % 16
+    s = filled(as_float(here(0)), SCORES)
+    for step in range(COLUMNS_QK // 16):
+        chunk, unit = step // 4, step % 4 * 2
+        left = load_matrices(q + chunk * 64 * CHUNK_ROW + swizzled(row, unit + lane // 16))
+        s = groups(multiply_sixteen, 8, s, (left, k + chunk * BLOCK_K * CHUNK_ROW, unit))
+    return s
+
+
 # --- an item's end ------------------------------------------------------------------------------------------------------
 
 
@@ -100,52 +129,19 @@ def store_piece(i, words, rest):
 
 
 @device
-def with_sink(p, h, top, total):
-    """One more logit in the sum, without a value; also the factor that this means for the output."""
-    sink = load(np.float32, p.sinks, h) * LOG2E
-    if sink == HIDDEN:
-        return top, total, np.float32(1)
-    greatest = greater(top, sink)
-    factor = exp2_fast(top - greatest)
-    return greatest, total * factor + exp2_fast(sink - greatest), factor
-
-
-@device
-def finish_row(p, at, half, top, total, zero):
-    """A row's log-sum-exp to memory; the factor of its output, and whether its values need care."""
-    index = at[2] + row_of_lane(half)
-    row, h, exists = index // PACK, at[1] + index % PACK, index < p.n_q * PACK
-    factor = np.float32(1)
-    if HAS_SINKS:
-        if exists:
-            top, total, factor = with_sink(p, h, top, total)
-    empty = total == ZERO  # no key is visible
-    if exists and thread() % 4 == 0:
-        lse = HIDDEN if empty else top * LN2 + math.log(total)
-        store(np.float32, number_address(p.lse, at[0], h, row), 0, lse)
-    finite = abs(total) < np.float32(math.inf)
-    return ZERO if empty else factor * reciprocal(total), zero != ZERO and finite and exists
-
-
-@device
 def finish(p, base, at, number, group, m, l, output):
     """Divide by the sums; log-sum-exp to memory, output to shared memory."""
     at = here(at[0]), here(at[1]), here(at[2])
-    l, zero = across_row(add, l), (ZERO, ZERO)
-    if MAY_HIDE:
-        zero = row_sum(scaled(output, ZERO))  # NaN if an element is not finite
-    factor0, odd0 = finish_row(p, at, 0, m[0], l[0], zero[0])
-    factor1, odd1 = finish_row(p, at, 1, m[1], l[1], zero[1])
-    factor = factor0, factor1
+    output, factor, odd = finish_rows(p, at, m, l, output)
     staged = buffer_of(base, number, group)
     warps_sync(MEETING + group, 128)  # all are done with Q
     lane = here(thread() % 32)
     row = here(thread() % 128 // 32) * 16 + lane % 16
-    groups(store_piece, 4, join(pack, rows_scaled(output, factor)), (staged, row, lane))
+    groups(store_piece, 4, join(pack, output), (staged, row, lane))
     if MAY_HIDE:  # a value that is not finite may have met a weight of 0
-        if any_lane(odd0 or odd1):
+        if any_lane(odd):
             lanes_sync()
-            accumulate_carefully(p, at, m, factor, staged)
+            accumulate_carefully(p, at, m, factor, staged, 64)
     fence_async()
     lanes_sync()
     arrive_once(done_of(base, number, group))
@@ -177,7 +173,7 @@ def step(p, base, group, unit, pending, usual, fresh, full, n, k0, number, conti
     before, m_before, l_before = at, m, l
     if not usual and fresh:
         at = read_item(base, number, group)
-        m, l = (HIDDEN, HIDDEN), (ZERO, ZERO)
+        m, l = UNKNOWN, NOTHING
     take_turn(group)
     s = scores(base, number, group, n)
     if pending:
@@ -188,7 +184,7 @@ def step(p, base, group, unit, pending, usual, fresh, full, n, k0, number, conti
     else:
         products_wait(0)
     s = modify_tile(p, at, usual or full, settle(s), k0)
-    rescale, exact = (ZERO, ZERO), True
+    rescale, exact = NOTHING, True
     if usual:
         s, total, near = optimistic_softmax(s, m, unit)
         exact = not near
@@ -199,9 +195,9 @@ def step(p, base, group, unit, pending, usual, fresh, full, n, k0, number, conti
     else:
         s, m, total, rescale = online_softmax(s, m, unit)
     if exact:
-        l = l[0] * rescale[0], l[1] * rescale[1]
-        begun = all_lanes(m[0] != HIDDEN and m[1] != HIDDEN)
-    l = l[0] + total[0], l[1] + total[1]
+        l = both(times, l, rescale)
+        begun = all_lanes(repeat(is_begun, ROWS, True, m))
+    l = both(add, l, total)
     if usual:
         release(base + AT_K_RING, n, STAGES)
     else:  # or exponentials are computed after the next wait
@@ -224,7 +220,7 @@ def multiply_tiles(p, base, group):
     nothing = i32(0)
     state = (
         (nothing, nothing, nothing),                       # the item whose output is in registers,
-        filled(ZERO, SUMS), filled(u32(0), PACKED), (HIDDEN, HIDDEN), (ZERO, ZERO),
+        filled(ZERO, SUMS), filled(u32(0), PACKED), UNKNOWN, NOTHING,
         False,                                             # whether all rows of this warp have a reference
     )  # fmt: skip
     open_item = False           # whether there is such an item,

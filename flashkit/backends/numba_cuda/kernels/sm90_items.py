@@ -5,42 +5,6 @@
 store_count = store_to("global", int32)
 
 
-@device
-def items_of(p):
-    rows = (p.n_q * PACK + BLOCK_Q - 1) // BLOCK_Q
-    return i32(rows * (p.heads // PACK) * p.batch)
-
-
-@device
-def item_of(p, index):
-    """Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least to
-    do a quarter is left to the end, where they even out when blocks finish. Else one head after the other, the ragged
-    tiles last."""
-    heads, rows, index = u32(u32(p.heads) // u32(PACK)), u32(p.n_q * PACK), u32(index)
-    tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
-    if HAS_MASK:
-        early, most = u32(tiles - tiles // u32(4)), u32(p.splits)
-        if index < early * every:
-            first = u32(index // u32(most * early) * most)
-            rest = u32(index - first * early)
-            size = u32(min(every - first, most))
-            tile = u32(rest // size)
-            head = u32(first + rest - tile * size)
-        else:
-            tile = u32(index // every)
-            head = u32(index - tile * every)
-        tile = u32(tiles - u32(1) - tile)
-    else:
-        whole = u32(rows // u32(BLOCK_Q))
-        if index < u32(whole * every):
-            head = u32(index // whole)
-            tile = u32(index - head * whole)
-        else:
-            head = u32(index - whole * every)
-            tile = whole
-    return i32(head // heads), i32(head % heads * PACK), i32(tile * BLOCK_Q)
-
-
 # --- which tiles --------------------------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,12 @@
-"""Functions of a single number, applied to all registers of a tile.
+"""Functions of a single number, applied to all registers of a tile, and steps in a row.
 
-Numba would take minutes for loops over tuples of a hundred registers; here the function is compiled once and called
-with each of them, and LLVM puts it in place.
+Numba would take minutes for loops over tuples of a hundred registers; here a function is compiled once and called with
+each of them, and LLVM puts it in place.
 
 A tile is laid out as products leave it (matrices.py): element 4 i + 2 half + c lies in one of two rows of a lane, `half`
-of them, and in column 8 i + c after the lane's first. `rows`: a pair, what belongs to either row; a function gets that of
-its element.
+of them, and in column 8 i + c after the lane's first. A warp that has two tiles of 16 rows has them in turn, eight
+registers, 16 columns, of one and then of the other. `rows`: what belongs to each of a lane's rows, two or four of them;
+a function gets that of its element.
 """
 
 from __future__ import annotations
@@ -19,46 +20,51 @@ from numba.cuda.extending import intrinsic
 from .asm import parts, together
 
 __all__ = [
-    "each", "each_at", "filled", "fold", "groups", "join", "pairs_at", "part",
+    "alike", "both", "chain", "each", "each_at", "filled", "fold", "groups", "join", "listed", "pairs_at", "part",
+    "repeat",
 ]  # fmt: skip
 
 
-def _half(i: int) -> int:
-    return i // 2 % 2
+def _row(i: int, rows: int) -> int:
+    return 2 * (i // 8 % (rows // 2)) + i // 2 % 2
 
 
-def _column(i: int) -> int:
-    return i // 4 * 8 + i % 2
+def _column(i: int, rows: int) -> int:
+    return i // (4 * rows) * 16 + i // 4 % 2 * 8 + i % 2
 
 
-def _callable(typing: Any, f: Any, arguments: Sequence[Any]) -> Any:
-    return f.get_call_type(typing, tuple(arguments), {})
+class _Call:
+    """A function as it is called with arguments of some types."""
+
+    def __init__(self, typing: Any, f: Any, *kinds: Any) -> None:
+        self.f, self.kinds = f, kinds
+        self.signature = f.get_call_type(typing, kinds, {})
+        self.result = self.signature.return_type
+
+    def of(self, context: Any, builder: Any) -> Callable[..., Any]:
+        function = context.get_function(self.f, self.signature)
+
+        def call(*values: Any) -> Any:
+            cast = [context.cast(builder, *each) for each in zip(values, self.kinds, self.signature.args)]
+            return function(builder, cast)
+
+        return call
 
 
-def _caller(context: Any, builder: Any, f: Any, signature: Any) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    function = context.get_function(f, signature)
-
-    def call(values: Sequence[Any], kinds: Sequence[Any]) -> Any:
-        cast = [context.cast(builder, *each) for each in zip(values, kinds, signature.args)]
-        return function(builder, cast)
-
-    return call
+def _index(context: Any, i: int) -> Any:
+    return context.get_constant(types.int32, i)
 
 
 @intrinsic
 def each(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
     """each(f, tile, rows, rest): f(x, row, rest) of every element, as a tile."""
-    of_row = rows[0]
-    chosen = _callable(typing, f, (tile.dtype, of_row, rest))
-    result = types.UniTuple(chosen.return_type, tile.count)
+    chosen = _Call(typing, f, tile.dtype, rows[0], rest)
+    result = types.UniTuple(chosen.result, tile.count)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call = _caller(context, builder, f, chosen)
-        pair = [builder.extract_value(arguments[2], i) for i in range(2)]
-        kinds = (tile.dtype, of_row, rest)
-        made = [
-            call((x, pair[_half(i)], arguments[3]), kinds) for i, x in enumerate(parts(builder, arguments[1], tile))
-        ]
+        call, of = chosen.of(context, builder), parts(builder, arguments[2], rows)
+        elements = enumerate(parts(builder, arguments[1], tile))
+        made = [call(x, of[_row(i, rows.count)], arguments[3]) for i, x in elements]
         return together(context, builder, made, result)
 
     return result(f, tile, rows, rest), generate
@@ -67,18 +73,13 @@ def each(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
 @intrinsic
 def each_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
     """each_at(f, tile, rows, rest): f(x, column, row, rest) of every element, as a tile."""
-    of_row = rows[0]
-    chosen = _callable(typing, f, (tile.dtype, types.int32, of_row, rest))
-    result = types.UniTuple(chosen.return_type, tile.count)
+    chosen = _Call(typing, f, tile.dtype, types.int32, rows[0], rest)
+    result = types.UniTuple(chosen.result, tile.count)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call = _caller(context, builder, f, chosen)
-        pair = [builder.extract_value(arguments[2], i) for i in range(2)]
-        kinds = (tile.dtype, types.int32, of_row, rest)
-        made = [
-            call((x, context.get_constant(types.int32, _column(i)), pair[_half(i)], arguments[3]), kinds)
-            for i, x in enumerate(parts(builder, arguments[1], tile))
-        ]
+        call, of, n = chosen.of(context, builder), parts(builder, arguments[2], rows), rows.count
+        elements = enumerate(parts(builder, arguments[1], tile))
+        made = [call(x, _index(context, _column(i, n)), of[_row(i, n)], arguments[3]) for i, x in elements]
         return together(context, builder, made, result)
 
     return result(f, tile, rows, rest), generate
@@ -87,62 +88,101 @@ def each_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
 @intrinsic
 def pairs_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
     """pairs_at(f, tile, rows, rest): f(x, y, column, row, rest) of neighbours in a row, two new numbers, as a tile."""
-    of_row = rows[0]
-    chosen = _callable(typing, f, (tile.dtype, tile.dtype, types.int32, of_row, rest))
+    chosen = _Call(typing, f, tile.dtype, tile.dtype, types.int32, rows[0], rest)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call = _caller(context, builder, f, chosen)
-        pair = [builder.extract_value(arguments[2], i) for i in range(2)]
-        kinds = (tile.dtype, tile.dtype, types.int32, of_row, rest)
+        call, of, n = chosen.of(context, builder), parts(builder, arguments[2], rows), rows.count
         elements, made = parts(builder, arguments[1], tile), []
         for i in range(0, tile.count, 2):
-            column = context.get_constant(types.int32, _column(i))
-            made += parts(
-                builder,
-                call((elements[i], elements[i + 1], column, pair[_half(i)], arguments[3]), kinds),
-                chosen.return_type,
-            )
+            new = call(*elements[i : i + 2], _index(context, _column(i, n)), of[_row(i, n)], arguments[3])
+            made += parts(builder, new, chosen.result)
         return together(context, builder, made, tile)
 
     return tile(f, tile, rows, rest), generate
 
 
 @intrinsic
-def fold(typing: Any, f: Any, tile: Any) -> Any:
-    """fold(f, tile): the elements of either row joined by f(x, y), as a pair; in two strands, which do not wait for each
-    other."""
-    chosen = _callable(typing, f, (tile.dtype, tile.dtype))
-    result = types.UniTuple(tile.dtype, 2)
+def fold(typing: Any, f: Any, tile: Any, start: Any) -> Any:
+    """fold(f, tile, start): for each of a lane's rows its elements joined by f(x, y), and that with the row's start; in
+    two strands, which do not wait for each other."""
+    chosen = _Call(typing, f, tile.dtype, tile.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call = _caller(context, builder, f, chosen)
-        kinds = (tile.dtype, tile.dtype)
-        strands: list[Any] = [None] * 4
+        call, rows = chosen.of(context, builder), parts(builder, arguments[2], start)
+        strands: dict[tuple[int, int], Any] = {}
         for i, x in enumerate(parts(builder, arguments[1], tile)):
-            strands[i % 4] = x if i < 4 else call((strands[i % 4], x), kinds)
-        rows = [call((strands[2 * half], strands[2 * half + 1]), kinds) for half in range(2)]
-        return together(context, builder, rows, result)
+            at = _row(i, start.count), i % 2
+            strands[at] = call(strands[at], x) if at in strands else x
+        made = [call(call(strands[r, 0], strands[r, 1]), x) for r, x in enumerate(rows)]
+        return together(context, builder, made, start)
 
-    return result(f, tile), generate
+    return start(f, tile, start), generate
 
 
 @intrinsic
 def join(typing: Any, f: Any, tile: Any) -> Any:
     """join(f, tile): f(x, y) of neighbours in a row, half as many registers."""
-    chosen = _callable(typing, f, (tile.dtype, tile.dtype))
-    result = types.UniTuple(chosen.return_type, tile.count // 2)
+    chosen = _Call(typing, f, tile.dtype, tile.dtype)
+    result = types.UniTuple(chosen.result, tile.count // 2)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, elements = _caller(context, builder, f, chosen), parts(builder, arguments[1], tile)
-        made = [call(elements[i : i + 2], (tile.dtype, tile.dtype)) for i in range(0, tile.count, 2)]
+        call, elements = chosen.of(context, builder), parts(builder, arguments[1], tile)
+        made = [call(*elements[i : i + 2]) for i in range(0, tile.count, 2)]
         return together(context, builder, made, result)
 
     return result(f, tile), generate
 
 
+# --- tuples of any meaning ----------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def alike(typing: Any, f: Any, values: Any, rest: Any) -> Any:
+    """alike(f, values, rest): f(x, rest) of each"""
+    chosen = _Call(typing, f, values.dtype, rest)
+    result = types.UniTuple(chosen.result, values.count)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        call = chosen.of(context, builder)
+        made = [call(x, arguments[2]) for x in parts(builder, arguments[1], values)]
+        return together(context, builder, made, result)
+
+    return result(f, values, rest), generate
+
+
+@intrinsic
+def both(typing: Any, f: Any, left: Any, right: Any) -> Any:
+    """both(f, left, right): f(x, y) of what stands at the same place"""
+    chosen = _Call(typing, f, left.dtype, right.dtype)
+    result = types.UniTuple(chosen.result, left.count)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        call = chosen.of(context, builder)
+        pairs = zip(parts(builder, arguments[1], left), parts(builder, arguments[2], right), strict=True)
+        return together(context, builder, [call(*pair) for pair in pairs], result)
+
+    return result(f, left, right), generate
+
+
+@intrinsic
+def listed(typing: Any, f: Any, count: Any, rest: Any) -> Any:
+    """listed(f, n, rest): f(0, rest), ..., f(n - 1, rest) as a tuple"""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+    chosen = _Call(typing, f, types.int32, rest)
+    result = types.UniTuple(chosen.result, count.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        call = chosen.of(context, builder)
+        made = [call(_index(context, i), arguments[2]) for i in range(result.count)]
+        return together(context, builder, made, result)
+
+    return result(f, count, rest), generate
+
+
 @intrinsic
 def filled(typing: Any, number: Any, count: Any) -> Any:
-    """filled(x, n): a tile of n registers, each x."""
+    """filled(x, n): n times x"""
     if not isinstance(count, types.IntegerLiteral):
         return None
     kind = types.unliteral(number)
@@ -155,39 +195,73 @@ def filled(typing: Any, number: Any, count: Any) -> Any:
 
 
 @intrinsic
-def part(typing: Any, tile: Any, start: Any, count: Any) -> Any:
-    """part(tile, i, n): registers i ... i + n - 1."""
+def part(typing: Any, values: Any, start: Any, count: Any) -> Any:
+    """part(values, i, n): numbers i ... i + n - 1"""
     if not (isinstance(start, types.IntegerLiteral) and isinstance(count, types.IntegerLiteral)):
         return None
-    first, result = start.literal_value, types.UniTuple(tile.dtype, count.literal_value)
+    first, result = start.literal_value, types.UniTuple(values.dtype, count.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        elements = parts(builder, arguments[0], tile)[first : first + result.count]
+        elements = parts(builder, arguments[0], values)[first : first + result.count]
         return together(context, builder, elements, result)
 
-    return result(tile, start, count), generate
+    return result(values, start, count), generate
+
+
+# --- steps --------------------------------------------------------------------------------------------------------------
 
 
 @intrinsic
 def groups(typing: Any, f: Any, size: Any, tile: Any, rest: Any) -> Any:
-    """groups(f, n, tile, rest): f(i, registers, rest) of every n neighbouring registers, n new ones, as a tile."""
+    """groups(f, n, tile, rest): f(i, registers, rest) of every n neighbouring registers, as many new ones, as a tile; or
+    nothing, if f returns nothing."""
     if not isinstance(size, types.IntegerLiteral):
         return None
-    number, rest = size.literal_value, types.unliteral(rest)
-    piece = types.UniTuple(tile.dtype, number)
-    chosen = _callable(typing, f, (types.int32, piece, rest))
-    nothing = not isinstance(chosen.return_type, types.UniTuple)
-    result = types.none if nothing else types.UniTuple(chosen.return_type.dtype, tile.count)
+    piece = types.UniTuple(tile.dtype, size.literal_value)
+    chosen = _Call(typing, f, types.int32, piece, rest)
+    nothing = not isinstance(chosen.result, types.UniTuple)
+    result = types.none if nothing else types.UniTuple(chosen.result.dtype, tile.count)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
-        call, elements = _caller(context, builder, f, chosen), parts(builder, arguments[2], tile)
-        made = []
-        for i in range(0, tile.count, number):
-            given = together(context, builder, elements[i : i + number], piece)
-            index = context.get_constant(types.int32, i // number)
-            new = call((index, given, arguments[3]), (types.int32, piece, rest))
-            if not nothing:
-                made += parts(builder, new, chosen.return_type)
+        call, elements, made = chosen.of(context, builder), parts(builder, arguments[2], tile), []
+        for i in range(tile.count // piece.count):
+            given = together(context, builder, elements[i * piece.count : (i + 1) * piece.count], piece)
+            new = call(_index(context, i), given, arguments[3])
+            made += [] if nothing else parts(builder, new, chosen.result)
         return context.get_dummy_value() if nothing else together(context, builder, made, result)
 
     return result(f, size, tile, rest), generate
+
+
+@intrinsic
+def chain(typing: Any, f: Any, size: Any, values: Any, state: Any, rest: Any) -> Any:
+    """chain(f, n, values, state, rest): state = f(i, registers, state, rest) for every n neighbouring values in turn."""
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+    piece = types.UniTuple(values.dtype, size.literal_value)
+    chosen = _Call(typing, f, types.int32, piece, state, rest)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        call, elements, new = chosen.of(context, builder), parts(builder, arguments[2], values), arguments[3]
+        for i in range(values.count // piece.count):
+            given = together(context, builder, elements[i * piece.count : (i + 1) * piece.count], piece)
+            new = call(_index(context, i), given, new, arguments[4])
+        return new
+
+    return state(f, size, values, state, rest), generate
+
+
+@intrinsic
+def repeat(typing: Any, f: Any, count: Any, state: Any, rest: Any) -> Any:
+    """repeat(f, n, state, rest): state = f(i, state, rest) for i of 0 ... n - 1, without a loop."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+    chosen = _Call(typing, f, types.int32, state, rest)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        call, new = chosen.of(context, builder), arguments[2]
+        for i in range(count.literal_value):
+            new = call(_index(context, i), new, arguments[3])
+        return new
+
+    return state(f, count, state, rest), generate

@@ -1,12 +1,13 @@
-# Scores to weights in the registers of a Hopper warp group, and what is done where that went wrong.
+# What happens to scores on their way to weights, and to an output at its end, in the registers of a warp.
+#
+# A hidden pair has the weight 0, and 0 times NaN is NaN. So where an output is not finite though its sum is, its rows are
+# done again, from memory and pair by pair.
 
 # Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
 LIMIT = np.float32(32768.0 if STORAGE == "float16" else 1e18)
 
-# A hidden pair has the weight 0, but 0 times NaN is NaN: see finish().
 MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT
 
-product_of_warp = mma(STORAGE)
 
 
 # --- modify -------------------------------------------------------------------------------------------------------------
@@ -37,9 +38,10 @@ def modify_partial(x, column, row, rest):
 
 
 @device
-def row_of_item(p, at, half, offset):
+def row_of_item(j, rest):
     """Head, row and position of a lane's row; those past the end are taken for the last one."""
-    index = min(here(at[2]) + row_of_lane(half), i32(p.n_q) * PACK - 1)
+    p, at, offset = rest
+    index = min(here(at[2]) + row_of_lane(j), i32(p.n_q) * PACK - 1)
     row = index // PACK
     return at[1] + index % PACK, row, row + offset
 
@@ -50,7 +52,7 @@ def modify_tile(p, at, full, s, k0):
     if not HAS_SCORE and full:
         return s
     offset, k0 = offset_of(p, at[0]), here(k0)  # or what depends on k0 alone is computed for every tile, needed or not
-    rows = row_of_item(p, at, 0, offset), row_of_item(p, at, 1, offset)
+    rows = listed(row_of_item, ROWS, (p, at, offset))
     rest = p, at[0], k0 + thread() % 4 * 2, keys_of(p, at[0])
     if HAS_SCORE and full:
         return each_at(modify_full, s, rows, rest)
@@ -60,26 +62,51 @@ def modify_tile(p, at, full, s, k0):
 # --- softmax ------------------------------------------------------------------------------------------------------------
 
 
+NOTHING, UNKNOWN = (ZERO,) * ROWS, (HIDDEN,) * ROWS  # sums and references of rows that have met no key
+
+
+@device
+def if_any(x, _):
+    return ZERO if x == HIDDEN else x  # so that -inf stays -inf
+
+
+@device
+def ratio(x, y):
+    return exp2_fast(x - y)
+
+
+@device
+def times(x, y):
+    return x * y
+
+
 @device
 def online_softmax(s, m, unit):
     """Scores to weights relative to the greatest so far; also that, the sum of the weights, and the factor that brings
     sums made before to it."""
-    top = across_row(greater, row_max(scaled(s, unit)))
-    top = greater(m[0], top[0]), greater(m[1], top[1])
-    # so that -inf stays -inf
-    shift = ZERO if top[0] == HIDDEN else top[0], ZERO if top[1] == HIDDEN else top[1]
-    rescale = exp2_fast(m[0] - shift[0]), exp2_fast(m[1] - shift[1])
+    top = across_row(greater, row_max(scaled(s, unit), m))
+    shift = alike(if_any, top, 0)
     s = exponentials(s, shift, unit)
-    return s, top, row_sum(s), rescale
+    return s, top, row_sum(s, NOTHING), both(ratio, m, shift)
 
 
 @device
 def optimistic_softmax(s, m, unit):
     """The same without looking for the greatest: m need not be that, only near it. The weights, their sum, and whether it
-    was near enough (and no score NaN); else the scores are needed anew."""
+    was near enough in all rows of the warp (and no score NaN); else the scores are needed anew."""
     s = exponentials(s, m, unit)
-    total = row_sum(s)
-    return s, total, all_lanes(total[0] <= LIMIT and total[1] <= LIMIT)
+    total = row_sum(s, NOTHING)
+    return s, total, all_lanes(repeat(is_near, ROWS, True, total))
+
+
+@device
+def is_near(j, so_far, total):
+    return so_far and total[j] <= LIMIT
+
+
+@device
+def is_begun(j, so_far, m):
+    return so_far and m[j] != HIDDEN
 
 
 @device
@@ -96,49 +123,75 @@ def drop_two(x, y, column, row, rest):
 
 @device
 def drop_tile(p, at, s, k0):
-    rows = row_of_item(p, at, 0, 0), row_of_item(p, at, 1, 0)
+    rows = listed(row_of_item, ROWS, (p, at, 0))
     return pairs_at(drop_two, s, rows, (p, at[0], k0 + thread() % 4 * 2, 0))
 
 
-# --- what hardly ever runs ----------------------------------------------------------------------------------------------
+# --- an item's end ------------------------------------------------------------------------------------------------------
 
 
 @device
-def multiply_sixteen(i, sums, rest):
-    """Sums of 16 keys by the instruction of a single warp."""
-    left, k, unit = rest
-    lane = here(thread() % 32)
-    key = lane // 16 * 8 + lane % 8
-    right = load_matrices(k + 16 * i * CHUNK_ROW + swizzled(key, unit + lane // 8 % 2))
-    first = product_of_warp(part(sums, 0, 4), left, right[0], right[1])
-    return first + product_of_warp(part(sums, 4, 4), left, right[2], right[3])
+def with_sink(p, h, top, total):
+    """One more logit in the sum, without a value; also the factor that this means for the output."""
+    sink = load(np.float32, p.sinks, h) * LOG2E
+    if sink == HIDDEN:
+        return top, total, np.float32(1)
+    greatest = greater(top, sink)
+    factor = exp2_fast(top - greatest)
+    return greatest, total * factor + exp2_fast(sink - greatest), factor
 
 
 @device
-def scores_again(q, k):
-    """Scores of a warp's 16 rows by instructions of the warp alone, from its tiles in shared memory."""
-    lane = here(thread() % 32)
-    row = here(thread() % 128 // 32) * 16 + lane % 16
-    s = filled(as_float(here(0)), SCORES)
-    for step in range(COLUMNS_QK // 16):
-        chunk, unit = step // 4, step % 4 * 2
-        left = load_matrices(q + chunk * 64 * CHUNK_ROW + swizzled(row, unit + lane // 16))
-        s = groups(multiply_sixteen, 8, s, (left, k + chunk * BLOCK_K * CHUNK_ROW, unit))
-    return s
+def finish_row(j, rest):
+    """A row's log-sum-exp to memory; the factor of its output, and whether its values need care."""
+    p, at, m, l, zero = rest
+    index, top, total = at[2] + row_of_lane(j), m[j], l[j]
+    row, h, exists = index // PACK, at[1] + index % PACK, index < p.n_q * PACK
+    factor = np.float32(1)
+    if HAS_SINKS:
+        if exists:
+            top, total, factor = with_sink(p, h, top, total)
+    empty = total == ZERO  # no key is visible
+    if exists and thread() % 4 == 0:
+        lse = HIDDEN if empty else top * LN2 + math.log(total)
+        store(np.float32, number_address(p.lse, at[0], h, row), 0, lse)
+    finite = abs(total) < np.float32(math.inf)
+    return ZERO if empty else factor * reciprocal(total), zero[j] != ZERO and finite and exists
 
 
 @device
-def accumulate_carefully(p, at, m, factor, staged):
-    """Output of a warp's 16 rows once more, from memory and pair by pair, leaving out the values of weights that are 0.
-    No branch here differs between lanes, or the assembler would take nothing after it as uniform."""
-    lane, row0 = here(thread() % 32), here(uniform(thread() % 128 // 32)) * 16
+def factor_of(found, _):
+    return found[0]
+
+
+@device
+def is_odd(j, so_far, found):
+    return so_far or found[j][1]
+
+
+@device
+def finish_rows(p, at, m, l, output):
+    """Log-sum-exps to memory; the output divided by the sums, the factors, and whether it needs care."""
+    zero = NOTHING
+    if MAY_HIDE:
+        zero = row_sum(scaled(output, ZERO), NOTHING)  # NaN if an element is not finite
+    found = listed(finish_row, ROWS, (p, at, m, across_row(add, l), zero))
+    factor = alike(factor_of, found, 0)
+    return rows_scaled(output, factor), factor, repeat(is_odd, ROWS, False, found)
+
+
+@device
+def accumulate_carefully(p, at, m, factor, staged, tile_rows):
+    """Output of a warp's rows once more, from memory and pair by pair, leaving out the values of weights that are 0.
+    Into the tile in shared memory from which it goes to memory. No branch here differs between lanes, or the assembler would take nothing after it as uniform."""
+    lane, row0 = here(thread() % 32), here(uniform(thread() % GROUP_THREADS // 32)) * WARP_ROWS
     b, n_k, last = at[0], uniform(i32(keys_of(p, at[0]))), i32(p.n_q) * PACK - 1
     offset = offset_of(p, b)
-    for r in range(16):
+    for r in range(WARP_ROWS):
         index = min(at[2] + row0 + r, last)
         row, h = index // PACK, at[1] + index % PACK
-        reference = from_lane_float(m[0] if r < 8 else m[1], r % 8 * 4)
-        scale = from_lane_float(factor[0] if r < 8 else factor[1], r % 8 * 4)
+        reference = from_lane_float(m[r // 8], r % 8 * 4)
+        scale = from_lane_float(factor[r // 8], r % 8 * 4)
         q = row_address(p.q, b, h, row)
         for i in range((COLUMNS + 31) // 32):
             column, total = lane + 32 * i, ZERO
@@ -157,4 +210,4 @@ def accumulate_carefully(p, at, m, factor, staged):
                     x = widen(load(STORED, value, min(column, HEAD_DIM_V - 1)))
                     total += ZERO if weight == ZERO else weight * x
             unit = swizzled(row0 + r, column % 64 // 8) + column % 8 * 2
-            store_half(staged + column // 64 * 64 * CHUNK_ROW + unit, pack(total * scale, ZERO))
+            store_half(staged + column // 64 * tile_rows * CHUNK_ROW + unit, pack(total * scale, ZERO))

@@ -1,0 +1,93 @@
+# What kernels on tensor cores share: numbers, tiles in shared memory, which rows a lane has, which work a block takes.
+#
+# A tile in shared memory is a row of chunks of 64 columns: [chunk][row][128 bytes], begins on 1024 bytes, and its 16-byte
+# units are permuted within eight rows, unit u of row r lying at u ^ (r % 8) ("128-byte swizzle"): so eight rows read at the
+# same column lie on different banks.
+#
+# Constants that a generation adds: ROWS, of a lane, 2 or 4; WARP_ROWS, 16 or 32; GROUP_THREADS, that share a tile of rows.
+
+import math
+
+from numba.cuda.types import int32, uint16, uint32
+
+from flashkit.backends.numba_cuda.fragments import *
+from flashkit.backends.numba_cuda.ptx import *
+
+i32, u32 = np.int32, np.uint32
+ZERO, LOG2E, LN2 = map(np.float32, (0, 1.4426950408889634, 0.6931471805599453))
+
+CHUNK_ROW, UNIT = 128, 16  # bytes
+
+
+def padded(dim):
+    """Columns that are multiplied; those past `dim` are zeros."""
+    return -(-dim // 16) * 16
+
+
+def chunks(dim):
+    return -(-dim // 64)
+
+
+pack = pack_float16 if STORAGE == "float16" else pack_bfloat16
+load_word, store_word = load_from("shared", int32), store_to("shared", int32)
+store_half = store_to("shared", uint16)
+
+
+@device
+def swizzled(row, unit):
+    """Where a unit of a row of a chunk is."""
+    return row * CHUNK_ROW + (unit ^ (row & 7)) * UNIT
+
+
+@device
+def uniform(x):
+    """A number that is the same in all lanes of a warp; said so to the assembler, which keeps what depends on it in
+    uniform registers."""
+    return from_lane(x, 0)
+
+
+@device
+def row_of_lane(j):
+    """A lane's row number j among those of its threads' tile."""
+    return thread() % GROUP_THREADS // 32 * WARP_ROWS + 8 * j + thread() % 32 // 4
+
+
+# --- which work ---------------------------------------------------------------------------------------------------------
+#
+# An item is (batch entry, first of its PACK heads, first of its BLOCK_Q rows).
+
+
+@device
+def items_of(p):
+    rows = (p.n_q * PACK + BLOCK_Q - 1) // BLOCK_Q
+    return i32(rows * (p.heads // PACK) * p.batch)
+
+
+@device
+def item_of(p, index):
+    """Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least to
+    do a quarter is left to the end, where they even out when blocks finish. Else one head after the other, the ragged
+    tiles last."""
+    heads, rows, index = u32(u32(p.heads) // u32(PACK)), u32(p.n_q * PACK), u32(index)
+    tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
+    if HAS_MASK:
+        early, most = u32(tiles - tiles // u32(4)), u32(p.splits)
+        if index < early * every:
+            first = u32(index // u32(most * early) * most)
+            rest = u32(index - first * early)
+            size = u32(min(every - first, most))
+            tile = u32(rest // size)
+            head = u32(first + rest - tile * size)
+        else:
+            tile = u32(index // every)
+            head = u32(index - tile * every)
+        tile = u32(tiles - u32(1) - tile)
+    else:
+        whole = u32(rows // u32(BLOCK_Q))
+        if index < u32(whole * every):
+            head = u32(index // whole)
+            tile = u32(index - head * whole)
+        else:
+            head = u32(index - whole * every)
+            tile = whole
+    return i32(head // heads), i32(head % heads * PACK), i32(tile * BLOCK_Q)
