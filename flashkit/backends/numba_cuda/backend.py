@@ -7,15 +7,21 @@ from pathlib import Path
 from ..cuda_common.backend import CudaBackend
 from ..cuda_common.simt import Simt
 from . import compile, specialise
+from .sm80 import Sm80
+from .sm90 import Sm90
 
 _HINT = 'pip install "numba-cuda[cu13]" "cupy-cuda13x[ctk]" "cuda-bindings==13.*", or all for CUDA 12'
+
+_SIMT = Simt(specialise.library)
+_SM80 = Sm80(specialise.library, _SIMT)
 
 
 class NumbaCudaBackend(CudaBackend):
     """Attention on CuPy arrays by kernels in Python, which Numba compiles and the shared launcher launches."""
 
     name = "numba_cuda"
-    generations = (Simt(specialise.library),)
+    generations = (Sm90(specialise.library, _SM80, _SIMT), _SM80, _SIMT)
+    on_trial = ("sm90", "sm80")
     needs = dict.fromkeys(("cupy", "cuda.bindings", "numba_cuda"), _HINT)
     efficiency = 0.4
 

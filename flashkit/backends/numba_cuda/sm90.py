@@ -159,19 +159,20 @@ class Forward:
     def other(self) -> Pass:
         """For arrays that the copy engine cannot address."""
         if self._other is None:
-            other = self.generation.below.plan(self.problem, None, self.device, "forward")
+            able = (g for g in self.generation.below if g.supports(self.problem, self.device, "forward"))
+            other = next(able).plan(self.problem, None, self.device, "forward")
             verify.trusted(other, self.problem.spec, self.device, "forward")
             self._other = other
         return self._other
 
 
 class Sm90:
-    """Kernels for Hopper with float16 and bfloat16. `below`: the generation that takes what is left."""
+    """Kernels for Hopper with float16 and bfloat16. `below`: generations, of which the first that can takes what is left."""
 
     name = "sm90"
     directions: tuple[Direction, ...] = ("forward",)
 
-    def __init__(self, kernels: Kernels, below: Generation) -> None:
+    def __init__(self, kernels: Kernels, *below: Generation) -> None:
         self.kernels, self.below = kernels, below
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:

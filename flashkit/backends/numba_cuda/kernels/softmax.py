@@ -21,6 +21,9 @@ def base_2(p):
     return np.float32(p.scale * 1.4426950408889634)
 
 
+Modification = namedtuple("Modification", "values scale")  # what of Params an element needs: fewer arguments to compile
+
+
 @device
 def modify_full(x, column, row, rest):
     p, b, key, n_k = rest
@@ -53,7 +56,7 @@ def modify_tile(p, at, full, s, k0):
         return s
     offset, k0 = offset_of(p, at[0]), here(k0)  # or what depends on k0 alone is computed for every tile, needed or not
     rows = listed(row_of_item, ROWS, (p, at, offset))
-    rest = p, at[0], k0 + thread() % 4 * 2, keys_of(p, at[0])
+    rest = Modification(p.values, p.scale), at[0], k0 + thread() % 4 * 2, keys_of(p, at[0])
     if HAS_SCORE and full:
         return each_at(modify_full, s, rows, rest)
     return each_at(modify_partial, s, rows, rest)
@@ -112,19 +115,19 @@ def is_begun(j, so_far, m):
 @device
 def drop_two(x, y, column, row, rest):
     """Two neighbours, whose keys are a multiple of 2, dropped or scaled: four keys share the generator's words."""
-    p, b, key, _ = rest
+    seed, threshold, scale, b, key = rest
     h, r, _ = row
     k = key + column
-    words = philox(p.seed, k >> 2, r, h, b)
+    words = philox(seed, k >> 2, r, h, b)
     word0, word1 = (words[2], words[3]) if k & 2 else (words[0], words[1])
-    scale, threshold = np.float32(p.kept_scale), u32(p.threshold)
     return x * scale if word0 >= threshold else ZERO, y * scale if word1 >= threshold else ZERO
 
 
 @device
 def drop_tile(p, at, s, k0):
     rows = listed(row_of_item, ROWS, (p, at, 0))
-    return pairs_at(drop_two, s, rows, (p, at[0], k0 + thread() % 4 * 2, 0))
+    rest = p.seed, p.threshold, np.float32(p.kept_scale), at[0], k0 + thread() % 4 * 2
+    return pairs_at(drop_two, s, rows, rest)
 
 
 # --- an item's end ------------------------------------------------------------------------------------------------------

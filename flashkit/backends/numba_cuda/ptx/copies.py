@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from numba.cuda.types import int32, uint32, uint64
+from numba.cuda.types import UniTuple, int32, uint32, uint64
 
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "copies_end", "copies_wait", "copy_unit", "load_box", "prefetch_map", "store_box", "stores_end", "stores_wait",
-    "stores_wait_read",
+    "copies_end", "copies_wait", "copy_unit", "load_box", "load_unit", "prefetch_map", "store_box", "store_unit", "stores_end",
+    "stores_wait", "stores_wait_read",
 ]  # fmt: skip
 
 copy_unit = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", NOTHING, uint32, uint64, int32)
 """copy_unit(target, source, bytes): 16 bytes to shared memory, those past `bytes`, 0 or 16, zeros"""
+FOUR = UniTuple(uint32, 4)
+load_unit = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
+"""load_unit(address): 16 bytes of shared memory"""
+store_unit = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", NOTHING, uint64, FOUR)
+"""store_unit(address, four): 16 bytes to memory"""
 copies_end = instruction("cp.async.commit_group;", NOTHING)
 """What was begun since the last one is a group."""
 copies_wait = instruction("cp.async.wait_group #0;", NOTHING, CONSTANT)

@@ -1,0 +1,169 @@
+# parts: tiles tensor sm80 softmax
+# Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on tensor cores by mma.sync, from Ampere on.
+#
+# A block of four warps takes BLOCK_Q = 128 rows of a head and goes over the tiles of keys that they see.
+#
+#     Q, then O   [128][..]               shared memory
+#     K, V        [2][BLOCK_K][..]        shared memory: one tile is multiplied while the next one comes
+#     s, weights  [32][BLOCK_K]           registers of a warp: two tiles of 16 rows, which use the same keys
+#     output      [32][HEAD_DIM_V]        registers of a warp, unscaled
+#     m, l        [32]                    a row's reference, in base 2, and its sum of weights: registers
+
+product = mma(STORAGE)
+
+
+@device
+def load_tile(target, tensor, b, h, first, count, rows, dim):
+    """Rows first ... of a head to shared memory, beside what the warps do; those at or past `count`, and columns past the
+    head dim up to what is multiplied, become zeros."""
+    units, source = padded_units(dim), row_address(tensor, I(b), I(h), I(first))
+    for i in range(thread(), rows * units, THREADS):
+        row, unit = i // units, i % units
+        there = first + row < count and 8 * unit < dim
+        copy_unit(
+            target + unit // 8 * rows * CHUNK_ROW + swizzled(row, unit % 8),
+            source + (row * tensor.token * ITEM + UNIT * unit if there else 0),
+            16 if there else 0,
+        )
+
+
+@device
+def padded_units(dim):
+    return (dim + 15) // 16 * 2
+
+
+@device
+def load_keys(p, base, item, n_k, tile, stage):
+    at, head = base + BYTES_Q + stage * BYTES_STAGE, item[1] // GROUP
+    load_tile(at, p.k, item[0], head, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM)
+    load_tile(at + BYTES_K, p.v, item[0], head, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM_V)
+
+
+# --- products -----------------------------------------------------------------------------------------------------------
+
+
+@device
+def multiply_sixteen(sums, upper, lower, right):
+    """16 columns of both tiles of rows: their left operands, and the right one."""
+    a = product(part(sums, 0, 4), upper, right[0], right[1])
+    b = product(part(sums, 4, 4), upper, right[2], right[3])
+    c = product(part(sums, 8, 4), lower, right[0], right[1])
+    return a + b + c + product(part(sums, 12, 4), lower, right[2], right[3])
+
+
+@device
+def of_keys(i, sums, rest):
+    upper, lower, k = rest
+    return multiply_sixteen(sums, upper, lower, load_matrices(k + 16 * i * CHUNK_ROW))
+
+
+@device
+def sixteen_dims(step, s, rest):
+    q, k = rest
+    lane = thread() % 32
+    row, key = lane % 16, lane // 16 * 8 + lane % 8
+    left = q + step // 4 * BLOCK_Q * CHUNK_ROW + swizzled(row, step % 4 * 2 + lane // 16)
+    right = k + step // 4 * BLOCK_K * CHUNK_ROW + swizzled(key, step % 4 * 2 + lane // 8 % 2)
+    return groups(of_keys, 16, s, (load_matrices(left), load_matrices(left + 16 * CHUNK_ROW), right))
+
+
+@device
+def scores(q, k):
+    """s = Q K^T for the 32 rows of this warp."""
+    return repeat(sixteen_dims, STEPS, filled(ZERO, SCORES), (q, k))
+
+
+@device
+def of_columns(i, sums, rest):
+    upper, lower, v = rest
+    lane = thread() % 32
+    at = v + i // 4 * BLOCK_K * CHUNK_ROW + swizzled(lane % 16, i % 4 * 2 + lane // 16)
+    return multiply_sixteen(sums, upper, lower, load_matrices_turned(at))
+
+
+@device
+def sixteen_keys(step, weights, output, v):
+    rest = part(weights, 0, 4), part(weights, 4, 4), v + 16 * step * CHUNK_ROW
+    return groups(of_columns, 16, output, rest)
+
+
+@device
+def accumulate(output, weights, v):
+    """output += weights V"""
+    return chain(sixteen_keys, 8, weights, output, v)
+
+
+# --- the end ------------------------------------------------------------------------------------------------------------
+
+
+@device
+def store_piece(i, words, rest):
+    """16 columns of both tiles of rows to shared memory."""
+    staged, lane = rest
+    for j in range(8):
+        row = j // 4 * 16 + j % 2 * 8 + lane // 4
+        at = staged + i // 4 * BLOCK_Q * CHUNK_ROW + swizzled(row, i % 4 * 2 + j // 2 % 2) + lane % 4 * 4
+        store_word(at, i32(words[j]))
+
+
+@device
+def finish(p, base, item, m, l, output):
+    """Divide by the sums; log-sum-exp and output to memory, the output by way of shared memory, in 16 bytes."""
+    output, factor, odd = finish_rows(p, item, m, l, output)
+    lane, row0 = thread() % 32, thread() // 32 * 32
+    staged = base + row0 * CHUNK_ROW
+    lanes_sync()
+    groups(store_piece, 8, join(pack, output), (staged, lane))
+    lanes_sync()
+    if MAY_HIDE:  # a value that is not finite may have met a weight of 0
+        if any_lane(odd):
+            accumulate_carefully(p, item, m, factor, base, BLOCK_Q)
+            lanes_sync()
+    target = row_address(p.out, I(item[0]), I(item[1]), I(item[2] + row0))
+    for i in range(lane, 32 * (HEAD_DIM_V // 8), 32):
+        row, unit = i // (HEAD_DIM_V // 8), i % (HEAD_DIM_V // 8)
+        if item[2] + row0 + row < p.n_q:
+            four = load_unit(staged + unit // 8 * BLOCK_Q * CHUNK_ROW + swizzled(row, unit % 8))
+            store_unit(target + row * p.out.token * ITEM + UNIT * unit, four)
+
+
+@kernel(THREADS, BLOCKS_PER_SM)
+def sm80_forward(p):
+    base, item = shared_address(), item_of(p, block())
+    n_k, unit = i32(keys_of(p, I(item[0]))), base_2(p)
+    q = base + thread() // 32 * 32 * CHUNK_ROW
+    load_tile(base, p.q, item[0], item[1], item[2], i32(p.n_q), BLOCK_Q, HEAD_DIM)
+    end = min(I(item[2]) + BLOCK_Q, p.n_q)
+    walk = walk_keys(p, I(item[0]), I(item[1]), I(item[2]), end, I(n_k))
+    if walk.state != EMPTY:
+        load_keys(p, base, item, n_k, i32(walk.tile), 0)
+    copies_end()
+
+    output, m, l = filled(ZERO, SUMS), UNKNOWN, NOTHING
+    begun, stage = False, I(0)
+    while walk.state != EMPTY:
+        copies_wait(0)
+        threads_sync()  # the tile is there for all, and all are done with the one before
+        ahead = next_tile(p, walk)
+        if ahead.state != EMPTY:
+            load_keys(p, base, item, n_k, i32(ahead.tile), 1 - stage)
+        copies_end()
+        k0, k = walk.tile * BLOCK_K, base + BYTES_Q + stage * BYTES_STAGE
+        full = walk.state == FULL and k0 + BLOCK_K <= n_k
+        s, near, total = scores(q, k), False, NOTHING
+        usual = begun and full and not HAS_SCORE
+        if usual:
+            s, total, near = optimistic_softmax(s, m, unit)
+            if not near:  # the optimism was misplaced, and has cost the scores
+                s = scores(q, k)
+        if not near:
+            s = modify_tile(p, item, full, s, i32(k0))
+            s, m, total, rescale = online_softmax(s, m, unit)
+            l, output = both(times, l, rescale), rows_scaled(output, rescale)
+            begun = all_lanes(repeat(is_begun, ROWS, True, m))
+        l = both(add, l, total)
+        if HAS_DROPOUT:
+            s = drop_tile(p, item, s, i32(k0))
+        output = accumulate(output, join(pack, s), k + BYTES_K)
+        stage, walk = 1 - stage, ahead
+    finish(p, base, item, m, l, output)

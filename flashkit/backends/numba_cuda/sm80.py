@@ -1,0 +1,138 @@
+"""The generation for tensor cores by mma.sync in Python, from Ampere on: kernels/sm80_forward.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
+from ..cuda_common import compiler, verify
+from ..cuda_common.arguments import Arguments
+from ..cuda_common.device import Device
+from ..cuda_common.generation import Generation, Kernels, Pass, tile_of
+from ..cuda_common.launch import MAX_GRID
+from ..cuda_common.sm90_maps import addressable
+
+BLOCK_Q, THREADS = 128, 128
+MAX_DIM = 128
+FEW_ROWS = 64
+MANY_KEYS = 1024
+_CACHED = 24_000_000  # bytes of keys and values that blocks work at together, within the L2 cache
+_OWN = "measured on an H200"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Keys of a tile of the forward pass, whose rows are 128: 32 for each of four warps."""
+
+    block_k: int
+
+    def __post_init__(self) -> None:
+        if self.block_k % 16 or not 16 <= self.block_k <= 128:
+            raise ValueError(f"{self=}: block_k is a multiple of 16 up to 128")
+
+    @property
+    def block_q(self) -> int:
+        return BLOCK_Q
+
+    @property
+    def stages(self) -> int:
+        return 2
+
+    def shared_memory(self, spec: AttentionSpec) -> int:
+        """Bytes of a block."""
+        q, v = -(-spec.head_dim // 64), -(-spec.head_dim_v // 64)
+        return 128 * (BLOCK_Q * max(q, v) + 2 * self.block_k * (q + v))
+
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        return self.shared_memory(spec) <= device.shared_per_block
+
+    def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
+        resident = device.shared_per_sm // (self.shared_memory(spec) + 1024)
+        return {"BLOCK_K": self.block_k, "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "BRIEF": True}
+
+
+def forward_tile(spec: AttentionSpec, device: Device) -> Tile | None:
+    """The largest that fits, of those that do well."""
+    return next((tile for tile in map(Tile, (64, 32, 16)) if tile.fits(spec, device)), None)
+
+
+class Forward:
+    """The forward pass."""
+
+    def __init__(self, generation: Sm80, problem: Problem, device: Device, tile: Tile | None, why: str = _OWN) -> None:
+        spec = problem.spec
+        self.generation, self.problem, self.device = generation, problem, device
+        tile = tile or forward_tile(spec, device)
+        assert tile is not None  # supports() has asked
+        self.tile, self.why = tile, why
+        constants = tuple(tile.constants(spec, device).items())
+        library = generation.kernels("sm80_forward", spec, constants, compiler.target(device.capability))
+        self.libraries = [library]
+        self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
+        self._other: Pass | None = None
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        spec = arguments.spec
+        # With a scale that is not positive a hidden pair's -inf would change its sign.
+        usual = arguments.n_k and arguments.scale > 1e-30
+        if not (usual and addressable(arguments, ("q", "k", "v", "out"))):
+            return self.other().run(arguments, stream)
+        heads = arguments.batch * arguments.heads
+        blocks = -(-arguments.n_q // BLOCK_Q) * heads
+        if not blocks:
+            return None
+        if blocks > MAX_GRID:
+            raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        # Heads at a time, of even numbers, whose keys and values stay in the L2 cache.
+        bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
+        most = max(1, min(heads, _CACHED // bytes_of_head))
+        arguments.set(splits=-(-heads // -(-heads // most)))
+        self._kernel.launch(blocks, THREADS, arguments, stream)
+        return None
+
+    def other(self) -> Pass:
+        """For arrays whose rows do not begin on 16 bytes."""
+        if self._other is None:
+            other = self.generation.below.plan(self.problem, None, self.device, "forward")
+            verify.trusted(other, self.problem.spec, self.device, "forward")
+            self._other = other
+        return self._other
+
+
+class Sm80:
+    """Kernels for tensor cores with float16 and bfloat16. `below`: the generation that takes what is left."""
+
+    name = "sm80"
+    directions: tuple[Direction, ...] = ("forward",)
+
+    def __init__(self, kernels: Kernels, below: Generation) -> None:
+        self.kernels, self.below = kernels, below
+
+    def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
+        spec = problem.spec
+        if device.capability < (8, 0):
+            return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
+        if direction == "backward":
+            return Verdict(False, "it has no backward pass")
+        if spec.dtype not in ("float16", "bfloat16"):
+            return Verdict(False, f"{spec.dtype} is not for these tensor cores")
+        if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
+            return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
+        if spec.head_dim % 8 or spec.head_dim_v % 8:
+            return Verdict(False, f"rows of head dims {spec.head_dim} and {spec.head_dim_v} are not whole 16 bytes")
+        if forward_tile(spec, device) is None:
+            return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")
+        if problem.n_q <= FEW_ROWS:
+            return Verdict(False, f"{problem.n_q} queries would leave most of a tile empty")
+        blocks = -(-problem.n_q // BLOCK_Q) * problem.heads * problem.batch
+        if 2 * blocks <= device.sms and problem.n_k >= MANY_KEYS:
+            return Verdict(False, f"{blocks} tiles of rows on {device.sms} multiprocessors, the keys should be split")
+        return Verdict(True)
+
+    def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
+        return [tile for tile in map(Tile, (64, 32, 96, 48, 128)) if tile.fits(problem.spec, device)]
+
+    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward:
+        tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device))
+        return Forward(self, problem, device, tile, why if tile else "; ".join(filter(None, (_OWN, why))))
