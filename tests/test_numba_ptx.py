@@ -1,4 +1,4 @@
-"""Instructions of PTX in Numba's kernels: each compiles to what it says and passes the assembler. No device is needed."""
+"""Instructions of PTX in Numba's kernels: each compiles to what it says and assembles. No device is needed."""
 
 import re
 
@@ -52,7 +52,7 @@ HOPPER = {
     "fence.mbarrier_init": "barriers_ready()",
     "mbarrier.arrive.shared": "arrive(shared_address()); arrive_once(shared_address())",
     "mbarrier.arrive.expect_tx": "arrive_and_expect(shared_address(), 128)",
-    "mbarrier.try_wait.parity": "wait(shared_address(), 0); wait(shared_address(), 1)\n    while not has_ended(0, 1): nap()",
+    "mbarrier.try_wait.parity": "wait(shared_address(), 0)\n    while not has_ended(0, 1): nap()",
     "fence.proxy.async": "fence_async()",
     "setmaxnreg.dec.sync.aligned.u32 24": "give_registers(24)",
     "setmaxnreg.inc.sync.aligned.u32 240": "take_registers(240)",

@@ -1,8 +1,8 @@
 """Operations on tiles that lie in the registers of a warp or a warp group: what the steps of attention do to scores.
 
-A tile is a tuple of a lane's registers, laid out as products leave it (ptx/tuples.py): of every eight columns a lane has
-two neighbours, in two or four rows; four lanes share a row. What belongs to rows comes in tuples, a number for each.
-"""
+A tile is a tuple of a lane's registers, laid out as products leave it (ptx/tuples.py): of every eight columns a lane
+has two neighbours, in two or four rows; four lanes share a row. What belongs to rows comes in tuples, a number for
+each."""
 
 from __future__ import annotations
 

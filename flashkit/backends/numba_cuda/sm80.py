@@ -49,7 +49,9 @@ class Tile:
 
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         resident = device.shared_per_sm // (self.shared_memory(spec) + 1024)
-        return {"BLOCK_K": self.block_k, "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "BRIEF": True}
+        return {
+            "BLOCK_K": self.block_k, "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "BRIEF": True,
+        }  # fmt: skip
 
 
 def forward_tile(spec: AttentionSpec, device: Device) -> Tile | None:

@@ -167,7 +167,7 @@ class Forward:
 
 
 class Sm90:
-    """Kernels for Hopper with float16 and bfloat16. `below`: generations, of which the first that can takes what is left."""
+    """Kernels for Hopper with float16 and bfloat16. `below`: of these the first that can takes what is left."""
 
     name = "sm90"
     directions: tuple[Direction, ...] = ("forward",)

@@ -14,8 +14,9 @@ product = mma(STORAGE)
 
 @device
 def load_tile(target, tensor, b, h, first, count, rows, dim):
-    """Rows first ... of a head to shared memory, beside what the warps do; those at or past `count`, and columns past the
-    head dim up to what is multiplied, become zeros."""
+    """Rows first ... of a head to shared memory, beside what the warps do; those at or past `count`, and columns past
+    the head dim up to what is multiplied, become zeros.
+    """
     units, source = padded_units(dim), row_address(tensor, I(b), I(h), I(first))
     for i in range(thread(), rows * units, THREADS):
         row, unit = i // units, i % units
@@ -39,7 +40,7 @@ def load_keys(p, base, item, n_k, tile, stage):
     load_tile(at + BYTES_K, p.v, item[0], head, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM_V)
 
 
-# --- products -----------------------------------------------------------------------------------------------------------
+# --- products ---------------------------------------------------------------------------------------------------------
 
 
 @device
@@ -93,7 +94,7 @@ def accumulate(output, weights, v):
     return chain(sixteen_keys, 8, weights, output, v)
 
 
-# --- the end ------------------------------------------------------------------------------------------------------------
+# --- the end ----------------------------------------------------------------------------------------------------------
 
 
 @device

@@ -1,9 +1,10 @@
 # parts: tiles tensor sm90 sm90_items softmax
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1; warp groups with roles and softmax beside
-# products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper. docs/numba_hopper.md walks through it.
+# products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper. docs/numba_hopper.md walks through
+# it.
 #
-# As many blocks as multiprocessors take items one after the other, each BLOCK_Q rows of a head. With PACK > 1 a row is one
-# of the PACK query heads that share a key/value head, at one token.
+# As many blocks as multiprocessors take items one after the other, each BLOCK_Q rows of a head. With PACK > 1 a row is
+# one of the PACK query heads that share a key/value head, at one token.
 #
 #     Q, then O   [Q_BUFFERS][GROUPS][64][..]   shared memory, an item's rows; its output on the way out
 #     K, V        [STAGES][BLOCK_K][..]         shared memory, two rings
@@ -11,8 +12,8 @@
 #     output      [64][HEAD_DIM_V]              registers of a warp group, unscaled
 #     m, l        [64]                          a row's reference, in base 2, and its sum of weights: registers
 #
-# Warp group 0: warp 0 finds the tiles and loads them, warp g stores the output of group g. Warp groups 1 ... GROUPS, with
-# 64 rows each, multiply. A step of such a group, for the tile of keys number n of all that the block loads:
+# Warp group 0: warp 0 finds the tiles and loads them, warp g stores the output of group g. Warp groups 1 ... GROUPS,
+# with 64 rows each, multiply. A step of such a group, for the tile of keys number n of all that the block loads:
 #
 #     scores      s = Q K_n^T          is begun,
 #     accumulate  output += weights V  of the tile before is begun,
@@ -42,7 +43,7 @@ def pass_turn(group):
         warps_arrive(TURN + (0 if group + 1 == GROUPS else group + 1), 256)
 
 
-# --- the products -------------------------------------------------------------------------------------------------------
+# --- the products -----------------------------------------------------------------------------------------------------
 
 scores_product = wgmma(STORAGE, BLOCK_K, along_rows(HEAD_DIM, 64), along_rows(HEAD_DIM, BLOCK_K), fresh=True)
 output_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_K), turned_b=True)
@@ -59,7 +60,9 @@ def scores(base, number, group, n):
 
 @device
 def clear_rows(tile, first):
-    """Zeros in the rows of a tile of values from `first` on, by a warp group: what lies past the length must not matter."""
+    """Zeros in the rows of a tile of values from `first` on, by a warp group: what lies past the length must not
+    matter.
+    """
     for i in range(thread() % 128, (BLOCK_K - first) * chunks_v * 8, 128):
         unit, chunk, row = i % 8, i // 8 % chunks_v, first + i // 8 // chunks_v
         store_zeros(tile + (chunk * BLOCK_K + row) * CHUNK_ROW + unit * UNIT, 0)
@@ -88,7 +91,7 @@ def accumulated(base, n, output, weights):
     return output, weights
 
 
-# --- scores that hardly ever are needed again -----------------------------------------------------------------------------
+# --- scores that hardly ever are needed again -------------------------------------------------------------------------
 
 product_of_warp = mma(STORAGE)
 
@@ -117,7 +120,7 @@ def scores_again(q, k):
     return s
 
 
-# --- an item's end ------------------------------------------------------------------------------------------------------
+# --- an item's end ----------------------------------------------------------------------------------------------------
 
 
 @device
@@ -147,7 +150,7 @@ def finish(p, base, at, number, group, m, l, output):
     arrive_once(done_of(base, number, group))
 
 
-# --- multiplying --------------------------------------------------------------------------------------------------------
+# --- multiplying ------------------------------------------------------------------------------------------------------
 
 
 @device
@@ -160,15 +163,18 @@ def read_item(base, number, group):
 
 @device
 def after(x):
-    """0, which the compiler does not know: what uses it is not moved before x is there. No computation gives this NaN."""
+    """0, which the compiler does not know: what uses it is not moved before x is there. No computation gives this
+    NaN.
+    """
     return 1 if as_int(x) == 0x7FA12345 else 0
 
 
 @device
-def step(p, base, group, unit, pending, usual, fresh, full, n, k0, number, continued, exist, state):
+def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
     """Tile n from its scores to its weights. pending: meanwhile the product of the weights before. usual: all rows of
-    this warp have a reference, and all pairs are visible. Both are known to the compiler where this is put in place, or it
-    would make products wait for each other."""
+    this warp have a reference, and all pairs are visible. Both are known to the compiler where this is put in place, or
+    it would make products wait for each other."""
+    n, k0, number, continued, exist = tile
     at, output, weights, m, l, begun = state
     before, m_before, l_before = at, m, l
     if not usual and fresh:
@@ -223,10 +229,10 @@ def multiply_tiles(p, base, group):
         filled(ZERO, SUMS), filled(u32(0), PACKED), UNKNOWN, NOTHING,
         False,                                             # whether all rows of this warp have a reference
     )  # fmt: skip
-    open_item = False           # whether there is such an item,
-    fresh = False               # whether the tile that comes is the first of another,
-    number = I(-1)              # of the item that the tile belongs to among the block's
-    pending = False             # whether weights of the tile before wait for their values,
+    open_item = False  # whether there is such an item,
+    fresh = False  # whether the tile that comes is the first of another,
+    number = I(-1)  # of the item that the tile belongs to among the block's
+    pending = False  # whether weights of the tile before wait for their values,
     continued, exist = I(0), I(0)  # to be added to the output, not to start it; keys of that tile that exist
     if TURNS and group == GROUPS - 1:
         pass_turn(group)
@@ -237,13 +243,14 @@ def multiply_tiles(p, base, group):
         k0 = (note >> 8) * BLOCK_K
         # Both END and the first tile of an item have the bit FIRST.
         if pending and state[5] and note & (FIRST | 3 << 2 * group) == FULL << 2 * group:
-            state = step(p, base, group, unit, True, True, False, True, n, k0, number, continued, exist, state)
+            tile = n, k0, number, continued, exist
+            state = step(p, base, group, unit, True, True, False, True, tile, state)
             continued = I(1)
         else:
             if note & FIRST:
                 fresh, number = True, number + 1
             kind = EMPTY if note == END else note >> 2 * group & 3
-            # What is pending is done by itself where there are no scores to go with it, or no room for the next item's rows.
+            # What is pending is done by itself where no scores go with it, or where the next item's rows have no room.
             if pending and (kind == EMPTY or (Q_BUFFERS == 1 and fresh)):
                 at, output, weights, m, l, begun = state
                 output = accumulate(base, group, n - 1, output, weights, continued, exist)
@@ -263,10 +270,11 @@ def multiply_tiles(p, base, group):
                 release(base + AT_V_RING, n, STAGES)
             else:
                 full = kind == FULL
+                tile = n, k0, number, continued, exist
                 if pending:
-                    state = step(p, base, group, unit, True, False, fresh, full, n, k0, number, continued, exist, state)
+                    state = step(p, base, group, unit, True, False, fresh, full, tile, state)
                 else:
-                    state = step(p, base, group, unit, False, False, fresh, full, n, k0, number, continued, exist, state)
+                    state = step(p, base, group, unit, False, False, fresh, full, tile, state)
                 pending, open_item, continued, fresh = True, True, I(0 if fresh else 1), False
         if HAS_LENGTHS:
             if pending:
@@ -274,7 +282,7 @@ def multiply_tiles(p, base, group):
         n += 1
 
 
-# --- roles --------------------------------------------------------------------------------------------------------------
+# --- roles ------------------------------------------------------------------------------------------------------------
 
 
 @kernel(THREADS, 1, maps=("map_q", "map_k", "map_v", "map_out"))

@@ -5,12 +5,14 @@
 store_count = store_to("global", int32)
 
 
-# --- which tiles --------------------------------------------------------------------------------------------------------
+# --- which tiles ------------------------------------------------------------------------------------------------------
 
 
 @device
 def state_of(p, item, n_k, row0, row1, tile, many):
-    """State of rows row0 ... row1 - 1 and tiles of keys tile ... tile + many - 1; a tile that is not whole is PARTIAL."""
+    """State of rows row0 ... row1 - 1 and tiles of keys tile ... tile + many - 1; a tile that is not whole is
+    PARTIAL.
+    """
     b, h, _ = item
     k0, whole = tile * BLOCK_K, (tile + many) * BLOCK_K
     first, last, k1, offset = row0 // PACK, (row1 + PACK - 1) // PACK, min(whole, n_k), offset_of(p, b)
@@ -42,8 +44,10 @@ def states_of(p, item, n_k, tile, many):
 
 @device
 def fill(p, base, item, n_k, next_place, tiles):
-    """Write the next of the tiles that exist to the list, the last keys first, as place << 8 | states: by one warp, 32 at
-    a time and before that, where one look may cover so many, 32 groups of 32. How many; where to go on; all states."""
+    """Write the next of the tiles that exist to the list, the last keys first, as place << 8 | states: by one warp, 32
+    at a time and before that, where one look may cover so many, 32 groups of 32. How many; where to go on; all
+    states.
+    """
     lane, count, seen = thread() % 32, 0, 0
     lanes_sync()
     while next_place < tiles and count + 32 <= LIST:
@@ -69,7 +73,7 @@ def fill(p, base, item, n_k, next_place, tiles):
     return count, next_place, seen
 
 
-# --- loading ------------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 @device
@@ -168,7 +172,7 @@ def load_items(p, base):
             store_count(p.ticket + 4, 0)
 
 
-# --- storing ------------------------------------------------------------------------------------------------------------
+# --- storing ----------------------------------------------------------------------------------------------------------
 
 
 @device
@@ -187,10 +191,11 @@ def store_items(p, base, group):
             nap()
         if row0 < p.n_q * PACK:
             for c in range(chunks_v):
+                source = staged + c * 64 * CHUNK_ROW
                 if PACK > 1:
-                    store_box(map_address("map_out"), staged + c * 64 * CHUNK_ROW, 64 * c, 0, row0 // PACK, h // PACK, b)
+                    store_box(map_address("map_out"), source, 64 * c, 0, row0 // PACK, h // PACK, b)
                 else:
-                    store_box(map_address("map_out"), staged + c * 64 * CHUNK_ROW, 64 * c, row0, 0, h, b)
+                    store_box(map_address("map_out"), source, 64 * c, row0, 0, h, b)
         stores_end()
         stores_wait_read()
         arrive(base + AT_Q_RING + 8 * Q_BUFFERS + 8 * buffer)

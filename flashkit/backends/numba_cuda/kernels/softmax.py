@@ -1,7 +1,7 @@
 # What happens to scores on their way to weights, and to an output at its end, in the registers of a warp.
 #
-# A hidden pair has the weight 0, and 0 times NaN is NaN. So where an output is not finite though its sum is, its rows are
-# done again, from memory and pair by pair.
+# A hidden pair has the weight 0, and 0 times NaN is NaN. So where an output is not finite though its sum is, its rows
+# are done again, from memory and pair by pair.
 
 # Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
 LIMIT = np.float32(32768.0 if STORAGE == "float16" else 1e18)
@@ -9,8 +9,7 @@ LIMIT = np.float32(32768.0 if STORAGE == "float16" else 1e18)
 MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT
 
 
-
-# --- modify -------------------------------------------------------------------------------------------------------------
+# --- modify -----------------------------------------------------------------------------------------------------------
 
 
 @device
@@ -26,7 +25,7 @@ Modification = namedtuple("Modification", "values scale")  # what of Params an e
 
 @device
 def modify_full(x, column, row, rest):
-    p, b, key, n_k = rest
+    p, b, key, _ = rest
     h, r, q = row
     return modify(x * np.float32(p.scale) if HAS_SCORE else x, FULL, b, h, r, q, key + column, p)
 
@@ -62,7 +61,7 @@ def modify_tile(p, at, full, s, k0):
     return each_at(modify_partial, s, rows, rest)
 
 
-# --- softmax ------------------------------------------------------------------------------------------------------------
+# --- softmax ----------------------------------------------------------------------------------------------------------
 
 
 NOTHING, UNKNOWN = (ZERO,) * ROWS, (HIDDEN,) * ROWS  # sums and references of rows that have met no key
@@ -95,8 +94,9 @@ def online_softmax(s, m, unit):
 
 @device
 def optimistic_softmax(s, m, unit):
-    """The same without looking for the greatest: m need not be that, only near it. The weights, their sum, and whether it
-    was near enough in all rows of the warp (and no score NaN); else the scores are needed anew."""
+    """The same without looking for the greatest: m need not be that, only near it. The weights, their sum, and whether
+    it was near enough in all rows of the warp (and no score NaN); else the scores are needed anew.
+    """
     s = exponentials(s, m, unit)
     total = row_sum(s, NOTHING)
     return s, total, all_lanes(repeat(is_near, ROWS, True, total))
@@ -130,7 +130,7 @@ def drop_tile(p, at, s, k0):
     return pairs_at(drop_two, s, rows, rest)
 
 
-# --- an item's end ------------------------------------------------------------------------------------------------------
+# --- an item's end ----------------------------------------------------------------------------------------------------
 
 
 @device
@@ -185,8 +185,10 @@ def finish_rows(p, at, m, l, output):
 
 @device
 def accumulate_carefully(p, at, m, factor, staged, tile_rows):
-    """Output of a warp's rows once more, from memory and pair by pair, leaving out the values of weights that are 0.
-    Into the tile in shared memory from which it goes to memory. No branch here differs between lanes, or the assembler would take nothing after it as uniform."""
+    """Output of a warp's rows once more, from memory and pair by pair, leaving out the values of weights that are 0,
+    into the tile in shared memory from which it goes to memory. No branch here differs between lanes, or the assembler
+    would take nothing after it as uniform.
+    """
     lane, row0 = here(thread() % 32), here(uniform(thread() % GROUP_THREADS // 32)) * WARP_ROWS
     b, n_k, last = at[0], uniform(i32(keys_of(p, at[0]))), i32(p.n_q) * PACK - 1
     offset = offset_of(p, b)

@@ -1,14 +1,13 @@
 # What kernels on tensor cores share: numbers, tiles in shared memory, which rows a lane has, which work a block takes.
 #
-# A tile in shared memory is a row of chunks of 64 columns: [chunk][row][128 bytes], begins on 1024 bytes, and its 16-byte
-# units are permuted within eight rows, unit u of row r lying at u ^ (r % 8) ("128-byte swizzle"): so eight rows read at the
-# same column lie on different banks.
+# A tile in shared memory is a row of chunks of 64 columns: [chunk][row][128 bytes], begins on 1024 bytes, and its
+# 16-byte units are permuted within eight rows, unit u of row r lying at u ^ (r % 8) ("128-byte swizzle"): so eight rows
+# read at the same column lie on different banks.
 #
-# Constants that a generation adds: ROWS, of a lane, 2 or 4; WARP_ROWS, 16 or 32; GROUP_THREADS, that share a tile of rows.
+# Constants that a generation adds: ROWS, of a lane, 2 or 4; WARP_ROWS, 16 or 32; GROUP_THREADS, which share a tile
+# of rows.
 
-import math
-
-from numba.cuda.types import int32, uint16, uint32
+from numba.cuda.types import int32, uint16
 
 from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
@@ -52,7 +51,7 @@ def row_of_lane(j):
     return thread() % GROUP_THREADS // 32 * WARP_ROWS + 8 * j + thread() % 32 // 4
 
 
-# --- which work ---------------------------------------------------------------------------------------------------------
+# --- which work -------------------------------------------------------------------------------------------------------
 #
 # An item is (batch entry, first of its PACK heads, first of its BLOCK_Q rows).
 
@@ -65,9 +64,10 @@ def items_of(p):
 
 @device
 def item_of(p, index):
-    """Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least to
-    do a quarter is left to the end, where they even out when blocks finish. Else one head after the other, the ragged
-    tiles last."""
+    """Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least
+    to do a quarter is left to the end, where they even out when blocks finish. Else one head after the other, the
+    ragged tiles last.
+    """
     heads, rows, index = u32(u32(p.heads) // u32(PACK)), u32(p.n_q * PACK), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
     if HAS_MASK:

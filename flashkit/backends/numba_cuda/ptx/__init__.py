@@ -1,12 +1,12 @@
 """Instructions of NVIDIA's GPUs that Python has no words for, as functions of Numba's kernels.
 
-    asm         how an instruction becomes a function: the only file that knows LLVM
-    entry       where a kernel's tensor maps and shared memory are
-    numbers     single numbers and lanes
-    barriers    barriers, fences, registers
-    copies      between memory and shared memory
-    matrices    products
-    tuples      functions of a number applied to a tile of registers
+asm         how an instruction becomes a function: the only file that knows LLVM
+entry       where a kernel's tensor maps and shared memory are
+numbers     single numbers and lanes
+barriers    barriers, fences, registers
+copies      between memory and shared memory
+matrices    products
+tuples      functions of a number applied to a tile of registers
 """
 
 from .barriers import *

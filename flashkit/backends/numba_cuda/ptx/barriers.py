@@ -24,7 +24,8 @@ barriers_ready = instruction("fence.mbarrier_init.release.cluster;", NOTHING)
 arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", NOTHING, uint32)
 
 arrive_once = instruction(
-    "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+    "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0;"
+    " @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
     NOTHING, uint32,
 )  # fmt: skip
 """The same by one lane of a warp. After a branch instead the assembler would not know what is the same in all lanes."""

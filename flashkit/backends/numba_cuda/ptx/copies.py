@@ -7,8 +7,8 @@ from numba.cuda.types import UniTuple, int32, uint32, uint64
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "copies_end", "copies_wait", "copy_unit", "load_box", "load_unit", "prefetch_map", "store_box", "store_unit", "stores_end",
-    "stores_wait", "stores_wait_read",
+    "copies_end", "copies_wait", "copy_unit", "load_box", "load_unit", "prefetch_map", "store_box", "store_unit",
+    "stores_end", "stores_wait", "stores_wait_read",
 ]  # fmt: skip
 
 copy_unit = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", NOTHING, uint32, uint64, int32)

@@ -27,7 +27,7 @@ __all__ = [
 
 KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
 
-# --- pieces of matrices between shared memory and registers -------------------------------------------------------------
+# --- pieces of matrices between shared memory and registers -----------------------------------------------------------
 
 FOUR = UniTuple(uint32, 4)
 load_matrices = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
@@ -44,7 +44,7 @@ store_matrices_turned = instruction(
     NOTHING, uint32, uint32, uint32, uint32, uint32,
 )  # fmt: skip
 
-# --- of a warp ----------------------------------------------------------------------------------------------------------
+# --- of a warp --------------------------------------------------------------------------------------------------------
 
 
 @lru_cache
@@ -58,7 +58,7 @@ def mma(kind: str) -> Any:
     )  # fmt: skip
 
 
-# --- of a warp group ----------------------------------------------------------------------------------------------------
+# --- of a warp group --------------------------------------------------------------------------------------------------
 
 products_begin = instruction("wgmma.fence.sync.aligned;", NOTHING)
 products_end = instruction("wgmma.commit_group.sync.aligned;", NOTHING)
@@ -73,9 +73,8 @@ def wgmma(
 ) -> Any:  # fmt: skip
     """product(sums, a, b, add): sums, if add, plus a b, 64 x n; both operands in shared memory, by descriptors.
 
-    a_steps, b_steps: how far the descriptors move on for each 16 along the summed axis. turned: an operand is read along
-    columns. fresh: product(a, b), whatever was in the registers.
-    """
+    a_steps, b_steps: how far the descriptors move on for each 16 along the summed axis. turned: an operand is read
+    along columns. fresh: product(a, b), whatever was in the registers."""
     tile = _tile(n)
     a, b, p = (f"${(1 if fresh else 2) * tile.count + i}" for i in range(3))
     head = _head(kind, n)
@@ -122,5 +121,3 @@ def settle(typing: Any, registers: Any) -> Any:
         return _emit(context, builder, "", registers, operands, False, True)
 
     return (registers(registers), generate) if isinstance(registers, UniTuple) else None
-
-

@@ -10,9 +10,34 @@ from numba.cuda.types import boolean, float32, int32, int64, uint16, uint32, uin
 from .asm import NOTHING, instruction
 
 __all__ = [
-    "across", "all_lanes", "any_lane", "vote", "block", "blocks", "clock", "elect", "exp2_fast", "fetch_add", "fma",
-    "from_lane", "from_lane_float", "greater", "here", "lanes_sync", "load_from", "lowest_one", "multiply_high", "ones",
-    "or_lanes", "pack_bfloat16", "pack_float16", "reciprocal", "store_to", "store_zeros", "thread", "widen_bfloat16",
+    "across",
+    "all_lanes",
+    "any_lane",
+    "block",
+    "blocks",
+    "clock",
+    "elect",
+    "exp2_fast",
+    "fetch_add",
+    "fma",
+    "from_lane",
+    "from_lane_float",
+    "greater",
+    "here",
+    "lanes_sync",
+    "load_from",
+    "lowest_one",
+    "multiply_high",
+    "ones",
+    "or_lanes",
+    "pack_bfloat16",
+    "pack_float16",
+    "reciprocal",
+    "store_to",
+    "store_zeros",
+    "thread",
+    "vote",
+    "widen_bfloat16",
     "widen_float16",
 ]  # fmt: skip
 
@@ -41,7 +66,9 @@ beginnings would else be computed beforehand, each time."""
 
 @lru_cache
 def load_from(space: str, kind: Any, constant: bool = False) -> Any:
-    """load_from(space, kind)(address), from `space`, "global" or "shared"; constant: no kernel writes there meanwhile."""
+    """load_from(space, kind)(address), from `space`, "global" or "shared"; constant: no kernel writes there
+    meanwhile.
+    """
     address = uint32 if space == "shared" else uint64
     how = "global.nc" if constant else space
     return instruction(f"ld.{how}.b{kind.bitwidth} $0, [$1];", kind, address, pure=constant)

@@ -3,11 +3,10 @@
 Numba would take minutes for loops over tuples of a hundred registers; here a function is compiled once and called with
 each of them, and LLVM puts it in place.
 
-A tile is laid out as products leave it (matrices.py): element 4 i + 2 half + c lies in one of two rows of a lane, `half`
-of them, and in column 8 i + c after the lane's first. A warp that has two tiles of 16 rows has them in turn, eight
-registers, 16 columns, of one and then of the other. `rows`: what belongs to each of a lane's rows, two or four of them;
-a function gets that of its element.
-"""
+A tile is laid out as products leave it (matrices.py): element 4 i + 2 half + c lies in one of two rows of a lane,
+`half` of them, and in column 8 i + c after the lane's first. A warp that has two tiles of 16 rows has them in turn,
+eight registers, 16 columns, of one and then of the other. `rows`: what belongs to each of a lane's rows, two or four of
+them; a function gets that of its element."""
 
 from __future__ import annotations
 
@@ -133,7 +132,7 @@ def join(typing: Any, f: Any, tile: Any) -> Any:
     return result(f, tile), generate
 
 
-# --- tuples of any meaning ----------------------------------------------------------------------------------------------
+# --- tuples of any meaning --------------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -208,13 +207,14 @@ def part(typing: Any, values: Any, start: Any, count: Any) -> Any:
     return result(values, start, count), generate
 
 
-# --- steps --------------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 @intrinsic
 def groups(typing: Any, f: Any, size: Any, tile: Any, rest: Any) -> Any:
-    """groups(f, n, tile, rest): f(i, registers, rest) of every n neighbouring registers, as many new ones, as a tile; or
-    nothing, if f returns nothing."""
+    """groups(f, n, tile, rest): f(i, registers, rest) of every n neighbouring registers, as many new ones, as a tile;
+    or nothing, if f returns nothing.
+    """
     if not isinstance(size, types.IntegerLiteral):
         return None
     piece = types.UniTuple(tile.dtype, size.literal_value)
@@ -235,7 +235,9 @@ def groups(typing: Any, f: Any, size: Any, tile: Any, rest: Any) -> Any:
 
 @intrinsic
 def chain(typing: Any, f: Any, size: Any, values: Any, state: Any, rest: Any) -> Any:
-    """chain(f, n, values, state, rest): state = f(i, registers, state, rest) for every n neighbouring values in turn."""
+    """chain(f, n, values, state, rest): state = f(i, registers, state, rest) for every n neighbouring values in
+    turn.
+    """
     if not isinstance(size, types.IntegerLiteral):
         return None
     piece = types.UniTuple(values.dtype, size.literal_value)

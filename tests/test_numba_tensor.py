@@ -1,0 +1,102 @@
+"""The Numba CUDA kernels for tensor cores without a device: compiled, they hold their tiles in registers and use the
+instructions meant. On a device they run with test_cupy_raw.py and test_conformance.py.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from test_cuda_kernels import disassembled
+
+from flashkit.backends.cuda_common import compiler
+from flashkit.backends.cuda_common.device import MODELS
+from flashkit.backends.numba_cuda import sm80, sm90, specialise
+from flashkit.spec import AttentionSpec, Problem
+
+pytestmark = pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
+
+HOPPER = MODELS["sm_90a"]
+
+
+def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
+    from dataclasses import replace
+
+    from flashkit.arguments import prepare
+
+    q = np.zeros((1, 2, 300, d), np.float16)
+    problem, _, _ = prepare(q, q, q, **options)
+    return replace(problem.spec, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "options", "spilled"),
+    [
+        ("bfloat16", 128, {}, 64),
+        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 1024, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 256, {"kv_lengths": np.array([9])}, 512, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 512, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -> None:
+    """Products are not serialised (or `binary` raises); little is spilled, in code that runs once an item."""
+    spec = spec_of(dtype, d, **options)
+    constants = sm90.forward_tile(spec).constants(spec, 1)
+    binary = compiler.binary(specialise.source("sm90_forward", spec, constants), "sm_90a")
+    resources = binary.resources["sm90_forward"]
+    assert resources.registers in (128, 168)
+    assert resources.spills <= spilled
+    code = disassembled(binary.path)
+    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UTMASTG.5D", "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
+        assert instruction in code
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("dtype", "d", "options"), [("bfloat16", 64, {}), ("float16", 128, {"causal": True})])
+def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
+    spec, device = spec_of(dtype, d, **options), MODELS[arch]
+    tile = sm80.forward_tile(spec, device)
+    assert tile is not None
+    binary = compiler.binary(specialise.source("sm80_forward", spec, tile.constants(spec, device)), arch)
+    assert binary.resources["sm80_forward"].spills <= 192
+    code = disassembled(binary.path)
+    for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
+        assert instruction in code
+
+
+def problem(**changes: object) -> Problem:
+    sizes = {"batch": 1, "heads": 64, "n_q": 4096, "n_k": 4096, **changes}
+    spec = AttentionSpec(str(sizes.pop("dtype", "bfloat16")), int(sizes.pop("d", 128)), 128)  # type: ignore[call-overload]
+    return Problem(spec, **sizes)  # type: ignore[arg-type]
+
+
+REFUSALS = [
+    ({"dtype": "float32"}, "float32 is not for these tensor cores"),
+    ({"d": 84}, "not whole 16 bytes"),
+    ({"n_q": 9}, "empty"),
+    ({"heads": 2, "n_q": 300, "n_k": 9000}, "the keys should be split"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), REFUSALS)
+@pytest.mark.parametrize("generation", ["sm80", "sm90"])
+def test_what_a_generation_cannot_do_is_refused(changes: dict, reason: str, generation: str) -> None:
+    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
+
+    (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == generation)
+    assert chosen.supports(problem(), HOPPER, "forward")
+    verdict = chosen.supports(problem(**changes), HOPPER, "forward")
+    assert not verdict
+    assert reason in verdict.reason
+    assert not chosen.supports(problem(), HOPPER, "backward")
+
+
+def test_tiles_are_checked() -> None:
+    with pytest.raises(ValueError, match="block_q is 64, 128 or 192"):
+        sm90.Tile(100, 128)
+    with pytest.raises(ValueError, match="block_k is a multiple of 16"):
+        sm80.Tile(24)
+    spec = AttentionSpec("bfloat16", 128, 128)
+    assert sm90.forward_candidates(spec, HOPPER)[0] == sm90.forward_tile(spec)
+    assert all(tile.shared_memory(spec) <= HOPPER.shared_per_block for tile in sm90.forward_candidates(spec, HOPPER))
