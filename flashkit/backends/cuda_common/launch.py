@@ -66,13 +66,39 @@ class Kernel:
         self.name, self.shared = name, shared
         self._function, self._launch = CUfunction(int(handle)), cuLaunchKernel
 
-    def launch(self, blocks: int, threads: int, arguments: Block, stream: int) -> None:
-        """Enqueue `blocks` blocks of `threads` threads; `arguments` may be changed as soon as this returns."""
-        (status,) = self._launch(
-            self._function, blocks, 1, 1, threads, 1, 1, self.shared, stream, arguments.pointers, 0
-        )
+    def launch(self, blocks: int, threads: int, arguments: Block, stream: int, early: bool = False) -> None:
+        """Enqueue `blocks` blocks of `threads` threads; `arguments` may be changed as soon as this returns. early: the
+        blocks may begin when all of the kernel before have begun and allow it; this kernel then waits by itself until
+        that one has ended (griddepcontrol, from Hopper on).
+        """
+        if early:
+            status = self._launch_early(blocks, threads, arguments, stream)
+        else:
+            (status,) = self._launch(
+                self._function, blocks, 1, 1, threads, 1, 1, self.shared, stream, arguments.pointers, 0
+            )
         if status:
             raise CudaError(f"launching {self.name}, {blocks} blocks of {threads} threads: {status.name}")
+
+    def _launch_early(self, blocks: int, threads: int, arguments: Block, stream: int) -> Any:
+        from cuda.bindings.driver import CUlaunchConfig, cuLaunchKernelEx
+
+        config = CUlaunchConfig()
+        config.gridDimX, config.blockDimX, config.sharedMemBytes, config.hStream = blocks, threads, self.shared, stream
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.attrs, config.numAttrs = [_early()], 1
+        return cuLaunchKernelEx(config, self._function, arguments.pointers, 0)[0]
+
+
+@cache
+def _early() -> Any:
+    """The attribute of a launch that may begin early."""
+    from cuda.bindings.driver import CUlaunchAttribute, CUlaunchAttributeID
+
+    attribute = CUlaunchAttribute()
+    attribute.id = CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 class Block:
