@@ -15,7 +15,7 @@
 // sums towards zero; so each step starts from zero and is added to the sum on the ordinary units, which round to nearest.
 //
 // Constants of the head that these kernels add to those of params.cuh: TERMS, of float32 products, 1 or 3; GRANULE, a
-// multiple of 16.
+// multiple of 16; PADDED, how rows lie in shared memory.
 #pragma once
 
 #include "fragment.cuh"
@@ -28,10 +28,34 @@ constexpr int PER_UNIT = 16 / sizeof(storage);  // elements of 16 bytes
 constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-// Rows in shared memory are padded with zeros to a multiple of GRANULE columns, and begin an odd number of 16 bytes apart:
-// eight rows read at the same column then lie on different banks.
+// Rows in shared memory are filled up with zeros to a multiple of GRANULE columns. Eight rows that are read at the same
+// column have to lie on different banks. Either pieces of 16 bytes are permuted within a row, among as many as divide its
+// length, up to eight; or, if PADDED, rows begin an odd number of pieces apart. Then a copy of two neighbours straddles
+// sectors, each of which is fetched twice; but one address serves all columns, which is faster where operands are loaded a
+// word at a time (float32) or registers are few.
 constexpr int padded(int dim) { return up(dim, GRANULE); }
-constexpr int pitch(int dim) { return (padded(dim) + PER_UNIT) * (int)sizeof(storage); }  // bytes
+constexpr int pieces(int dim) { return padded(dim) / PER_UNIT; }
+constexpr int pitch(int dim) { return (pieces(dim) + PADDED) * 16; }  // bytes
+constexpr int among(int dim) { return PADDED ? 1 : pieces(dim) % 8 == 0 ? 8 : pieces(dim) % 4 == 0 ? 4 : 2; }
+
+template <int DIM>
+DEVICE unsigned swap_of(unsigned row) { return row / (8 / among(DIM)) % among(DIM); }
+// Where a piece of a row is, in bytes from the tile's beginning.
+template <int DIM>
+DEVICE unsigned place(unsigned row, unsigned piece) { return row * pitch(DIM) + (piece ^ swap_of<DIM>(row)) * 16; }
+// An element.
+template <int DIM>
+DEVICE storage& element(void* tile, int row, int column) {
+    return reinterpret_cast<storage*>(static_cast<char*>(tile) + place<DIM>(row, column / PER_UNIT))[column % PER_UNIT];
+}
+// Address of piece first + n of a row, where a warp goes over a share of SHARE pieces in twos: first is the share's first
+// piece or the one after, n even. Mostly one address serves all n.
+template <int DIM, int SHARE>
+DEVICE unsigned piece_at(unsigned tile, unsigned row, unsigned first, int n) {
+    constexpr int AMONG = among(DIM);
+    if constexpr (SHARE % AMONG != 0 && (SHARE & (SHARE - 1)) != 0) return tile + place<DIM>(row, first + n);
+    return ((tile + place<DIM>(row, first)) ^ n % AMONG * 16) + n / AMONG * AMONG * 16;
+}
 
 DEVICE unsigned address_of(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
 
@@ -79,12 +103,12 @@ struct Rows {
 template <int ROWS, int DIM, int THREADS>
 struct TileCopy {
     // Threads lie across a row, and further ones on the next rows.
-    static constexpr int UNITS = padded(DIM) / PER_UNIT, ACROSS = UNITS < THREADS ? UNITS : THREADS, DOWN = THREADS / ACROSS;
+    static constexpr int UNITS = pieces(DIM), ACROSS = UNITS < THREADS ? UNITS : THREADS, DOWN = THREADS / ACROSS;
     static constexpr int DEEP = up(ROWS, DOWN) / DOWN, PIECES = DIM % PER_UNIT != 0 ? 0 : up(UNITS, ACROSS) / ACROSS * DEEP;
     const storage* from;  // of the next piece
     long long step;       // bytes from a piece to the one below
-    unsigned to;
-    int left;  // rows from this thread's first one on
+    unsigned to;          // the tile
+    int left;             // rows from this thread's first one on
     bool wanted;
 
     static __device__ __forceinline__ int row() { return threadIdx.x / ACROSS; }
@@ -98,7 +122,7 @@ struct TileCopy {
             const int r = i / padded(DIM), d = i % padded(DIM);
             storage x{};
             if (first + r < count && d < DIM) x = source.at(first + r)[d];
-            store_element(target + r * pitch(DIM) + d * (int)sizeof(storage), x);
+            store_element(target + place<DIM>(r, d / PER_UNIT) + d % PER_UNIT * (int)sizeof(storage), x);
         }
         return true;
     }
@@ -106,7 +130,7 @@ struct TileCopy {
     __device__ __forceinline__ void start(const Rows<>& source, int first, int count, unsigned target, bool wanted) {
         from = source.at(first + row()) + unit() * PER_UNIT;
         step = DOWN * source.tensor.token * (long long)sizeof(storage);
-        to = target + row() * pitch(DIM) + unit() * 16;
+        to = target;
         left = count - first - row();
         this->wanted = wanted && (THREADS % ACROSS == 0 || row() < DOWN);
     }
@@ -119,7 +143,10 @@ struct TileCopy {
             const int column = i / DEEP * ACROSS, down = i % DEEP * DOWN;
             const bool here = (UNITS % ACROSS == 0 || unit() + column < UNITS) && (ROWS % DOWN == 0 || row() + down < ROWS);
             const bool inside = DIM == padded(DIM) || (unit() + column) * PER_UNIT < DIM;
-            copy_async(to + down * pitch(DIM) + column * 16, from, down, inside ? left : 0, wanted && here);
+            // With DOWN a power of two one address serves all pieces.
+            const unsigned target = (DOWN & (DOWN - 1)) != 0 ? place<DIM>(row() + down, unit() + column) + to
+                : ((to + place<DIM>(row(), unit())) ^ swap_of<DIM>(down) * 16) + down * pitch(DIM) + column * 16;
+            copy_async(target, from, down, inside ? left : 0, wanted && here);
             // One address moves on: the compiler would keep one for each piece in registers.
             const long long next = i % DEEP < DEEP - 1 ? step : ACROSS * 16 - (DEEP - 1) * step;
             const storage* at;
@@ -142,9 +169,9 @@ DEVICE void load_tile(const Rows<>& source, int first, int count, unsigned targe
 template <int ROWS, int DIM, int THREADS, int PACK>
 DEVICE void load_packed(const Rows<PACK>& source, int first, int count, unsigned target) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < ROWS * padded(DIM) / PER_UNIT; i += THREADS) {
-        const int row = i / (padded(DIM) / PER_UNIT), column = i % (padded(DIM) / PER_UNIT) * PER_UNIT;
-        const unsigned to = target + row * pitch(DIM) + column * (int)sizeof(storage);
+    for (int i = threadIdx.x; i < ROWS * pieces(DIM); i += THREADS) {
+        const int row = i / pieces(DIM), column = i % pieces(DIM) * PER_UNIT;
+        const unsigned to = target + place<DIM>(row, i % pieces(DIM));
         const storage* from = source.at(first + row < count ? first + row : 0) + column;
         if (DIM % PER_UNIT == 0 && source.aligned) {
             copy_async(to, from, row, column < DIM ? count - first : 0, true);
@@ -234,12 +261,12 @@ DEVICE void step(float (&c)[TILES][N][4], int n, const Left<TILES>& a, unsigned 
     }
 }
 
-// Where a lane points for load_matrices: rows 0 ... 15 of one column of 16 bytes, then of the next;
-DEVICE unsigned rows_first(int pitch) { return threadIdx.x % 16 * pitch + threadIdx.x / 16 % 2 * 16; }
-// or rows 0 ... 7 of two columns, then rows 8 ... 15.
-DEVICE unsigned columns_first(int pitch) {
-    return (threadIdx.x / 16 % 2 * 8 + threadIdx.x % 8) * pitch + threadIdx.x / 8 % 2 * 16;
-}
+// Where a lane points for load_matrices: rows 0 ... 15 of one piece, then of the next;
+DEVICE unsigned row_first() { return threadIdx.x % 16; }
+DEVICE unsigned piece_second() { return threadIdx.x / 16 % 2; }
+// or rows 0 ... 7 of two pieces, then rows 8 ... 15.
+DEVICE unsigned row_second() { return threadIdx.x / 16 % 2 * 8 + threadIdx.x % 8; }
+DEVICE unsigned piece_first() { return threadIdx.x / 8 % 2; }
 
 DEVICE unsigned load_word(unsigned address) {
     unsigned x;
@@ -247,26 +274,31 @@ DEVICE unsigned load_word(unsigned address) {
     return x;
 }
 
-// Right operands of one step for 16 columns, from rows that are multiplied and columns that remain. Float32 has no
-// transposing load. There the lane takes rows 2t and 2t + 1 for t and t + 4, without conflicts of banks; left operands
-// do likewise.
-template <int PITCH>
-DEVICE void load_turned(unsigned (&right)[4], unsigned b) {
+// Right operands of one step for 16 columns, those from 8 n on of the warp's N * 8, from rows that are multiplied and
+// columns that remain. Float32 has no transposing load. There the lane takes rows 2t and 2t + 1 for t and t + 4, without
+// conflicts of banks; left operands do likewise.
+template <int DIM, int N>
+DEVICE void load_turned(unsigned (&right)[4], unsigned b, int share, int k, int n) {
+    constexpr int WIDTH = 8 / PER_UNIT, SHARE = N * WIDTH;
     if constexpr (!WIDE) {
-        load_matrices<true>(right, b + rows_first(PITCH));
+        const unsigned piece = piece_at<DIM, SHARE>(b, row_first(), share * SHARE + piece_second(), n);
+        load_matrices<true>(right, piece + k * STEP * pitch(DIM));
     } else {
-        b += threadIdx.x % 4 * 2 * PITCH + threadIdx.x % 32 / 4 * 4;
+        const unsigned row = threadIdx.x % 4 * 2, g = threadIdx.x % 32 / 4;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) right[e] = load_word(b + e % 2 * PITCH + e / 2 * 32);
+        for (int e = 0; e < 4; ++e)
+            right[e] = load_word(piece_at<DIM, SHARE>(b, row + e % 2, share * SHARE + g / 4, (n + e / 2) * WIDTH) +
+                                 k * STEP * pitch(DIM) + g % 4 * 4);
     }
 }
 
-// Left operands of one step for 16 rows, as load_turned() wants them: TURNED like the right ones there, else from rows
-// that remain.
+// Left operands of one step for 16 rows of weights, whose rows are PITCH bytes apart, as load_turned() wants them: TURNED
+// like the right ones there, else from rows that remain.
 template <bool TURNED, int PITCH>
 DEVICE void load_left(unsigned (&left)[4], unsigned a) {
     if constexpr (!WIDE) {
-        load_matrices<TURNED>(left, a + (TURNED ? columns_first(PITCH) : rows_first(PITCH)));
+        load_matrices<TURNED>(left, a + (TURNED ? row_second() * PITCH + piece_first() * 16
+                                                : row_first() * PITCH + piece_second() * 16));
     } else {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         a += TURNED ? 2 * t * PITCH + g * 4 : g * PITCH + 2 * t * 4;
@@ -281,23 +313,23 @@ struct Nothing {
     __device__ __forceinline__ void operator()(int, int) const {}
 };
 
-// c += a b: 16 TILES rows, 8 N columns, STEPS steps. Both operands lie in shared memory, the left one by rows or, if
-// TURNED, by columns; the right one by rows.
-template <int STEPS, bool TURNED, int PITCH_A, int PITCH_B, int TILES, int N, typename F = Nothing>
-DEVICE void multiply_turned(float (&c)[TILES][N][4], unsigned a, unsigned b, F between = {}) {
+// c += a b: 16 TILES rows, 8 N columns, STEPS steps. Both operands lie in shared memory, the weights a by rows, which are
+// PITCH bytes apart, or, if TURNED, by columns; b, of DIM columns, by rows. Which share of its columns is this warp's?
+template <int STEPS, bool TURNED, int PITCH, int DIM, int TILES, int N, typename F = Nothing>
+DEVICE void multiply_turned(float (&c)[TILES][N][4], unsigned a, unsigned b, int share, F between = {}) {
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
         Left<TILES> left;
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
-            load_left<TURNED, PITCH_A>(left.high[i], a + (TURNED ? k * STEP * PITCH_A + i * 16 * (int)sizeof(storage)
-                                                                 : i * 16 * PITCH_A + k * 32));
+            load_left<TURNED, PITCH>(left.high[i], a + (TURNED ? k * STEP * PITCH + i * 16 * (int)sizeof(storage)
+                                                               : i * 16 * PITCH + k * 32));
         between(k, STEPS);
         left.ready();
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             unsigned right[4];
-            load_turned<PITCH_B>(right, b + k * STEP * PITCH_B + n * 8 * (int)sizeof(storage));
+            load_turned<DIM, N>(right, b, share, k, n);
             step(c, n, left, right[0], right[1]);
             step(c, n + 1, left, right[2], right[3]);
         }
@@ -308,18 +340,19 @@ DEVICE void multiply_turned(float (&c)[TILES][N][4], unsigned a, unsigned b, F b
 template <int DIM, int TILES, int N, typename F = Nothing>
 DEVICE void multiply_rows(float (&c)[TILES][N][4], unsigned a, unsigned b, F between = {}) {
     constexpr int STEPS = up(DIM, STEP) / STEP;
-    a += rows_first(pitch(DIM)), b += columns_first(pitch(DIM));
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
         Left<TILES> left;
+        const unsigned of_a = piece_at<DIM, pieces(DIM)>(a, row_first(), piece_second(), 2 * k);
+        const unsigned of_b = piece_at<DIM, pieces(DIM)>(b, row_second(), piece_first(), 2 * k);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) load_matrices<false>(left.high[i], a + i * 16 * pitch(DIM) + k * 32);
+        for (int i = 0; i < TILES; ++i) load_matrices<false>(left.high[i], of_a + i * 16 * pitch(DIM));
         between(k, STEPS);
         left.ready();
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             unsigned right[4];
-            load_matrices<false>(right, b + n * 8 * pitch(DIM) + k * 32);
+            load_matrices<false>(right, of_b + n * 8 * pitch(DIM));
             step(c, n, left, right[0], right[1]);
             step(c, n + 1, left, right[2], right[3]);
         }
@@ -346,7 +379,7 @@ DEVICE void multiply_weights(float (&c)[TILES][N][4], const float (&w)[TILES][K]
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             unsigned right[4];
-            load_turned<pitch(DIM)>(right, b + 8 * k * pitch(DIM) + n * 8 * (int)sizeof(storage));
+            load_turned<DIM, N>(right, b, 0, k * 8 / STEP, n);
             step(c, n, left, right[0], right[1]);
             step(c, n + 1, left, right[2], right[3]);
         }
@@ -471,11 +504,11 @@ DEVICE void store_eight(storage* row, int column, const float (&x)[8]) {
 }
 
 // A warp's accumulator of 16 TILES rows and 8 N columns, from `column` on, to rows of DIM in global memory, 16 bytes at a
-// time. They go through the warp's own shared memory at `staging`, whose rows are PITCH bytes apart; row_of(r): where
-// row r goes, or null.
-template <int DIM, int PITCH, int TILES, int N, typename F>
-DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned char* staging, int column, F row_of) {
-    constexpr int SIZE = sizeof(storage), ACROSS = N * 8 / PER_UNIT;
+// time. They go through rows of the warp's own in shared memory, which lie as those of STAGED columns do, from column
+// `first` there on; row_of(r): where row r goes, or null.
+template <int DIM, int STAGED, int TILES, int N, typename F>
+DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned char* staging, int first, int column, F row_of) {
+    constexpr int ACROSS = N * 8 / PER_UNIT;
     const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
@@ -484,24 +517,24 @@ DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned cha
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                unsigned char* at = staging + (16 * i + 8 * half + lane / 4) * PITCH + (8 * n + lane % 4 * 2) * SIZE;
+                void* at = &element<STAGED>(staging, 16 * i + 8 * half + lane / 4, first + 8 * n + lane % 4 * 2);
                 const float a = x[i][n][2 * half] * factor, b = x[i][n][2 * half + 1] * factor;
-                if constexpr (WIDE) *reinterpret_cast<float2*>(at) = float2{a, b};
-                else *reinterpret_cast<unsigned*>(at) = pack(a, b);
+                if constexpr (WIDE) *static_cast<float2*>(at) = float2{a, b};
+                else *static_cast<unsigned*>(at) = pack(a, b);
             }
     __syncwarp();
 #pragma unroll 4
     for (int i = lane; i < 16 * TILES * ACROSS; i += 32) {
-        const int r = i / ACROSS, from = column + i % ACROSS * PER_UNIT;
+        const int r = i / ACROSS, across = i % ACROSS * PER_UNIT;
         storage* row = row_of(r);
-        if (row == nullptr || from >= DIM) continue;
-        const uint4* piece = reinterpret_cast<const uint4*>(staging + r * PITCH + i % ACROSS * 16);
+        if (row == nullptr || column + across >= DIM) continue;
+        const storage* piece = &element<STAGED>(staging, r, first + across);
+        row += column + across;
         if (DIM % PER_UNIT == 0 && ((unsigned long long)row & 15) == 0) {
-            *reinterpret_cast<uint4*>(row + from) = *piece;
+            *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(piece);
         } else {
-            const storage* elements = reinterpret_cast<const storage*>(piece);
 #pragma unroll 1
-            for (int d = 0; d < PER_UNIT && from + d < DIM; ++d) row[from + d] = elements[d];
+            for (int d = 0; d < PER_UNIT && column + across + d < DIM; ++d) row[d] = piece[d];
         }
     }
 }

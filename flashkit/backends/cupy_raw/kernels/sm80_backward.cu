@@ -39,6 +39,7 @@ constexpr int Q_TILES = BLOCK_Q / (16 * WARPS_Q), Q_COLUMNS = padded(HEAD_DIM) *
 // Where registers leave room, the next tile is copied among the steps of the first two products; and dQ comes first, so
 // that there are more steps to add it among.
 constexpr bool SPREAD = !WIDE && HEAD_DIM > 64, DQ_FIRST = !WIDE && (HEAD_DIM <= 64 || HEAD_DIM > 128);
+constexpr bool LISTED = HAS_MASK || WIDE;  // float32: in place of the numbers on the list others would be spilled
 static_assert(S_KEYS % 2 == 0 && K_COLUMNS % 2 == 0 && V_COLUMNS % 2 == 0 && Q_COLUMNS % 2 == 0, "operands come in pairs");
 
 constexpr int SIZE = sizeof(storage), PITCH = pitch(HEAD_DIM), PITCH_V = pitch(HEAD_DIM_V), PITCH_S = BLOCK_K * SIZE + 16;
@@ -143,11 +144,13 @@ DEVICE void gradients(const Params& p, const Place& at, const float (&s)[S_TILES
 
 // Zero what is not finite in a row of a tile; whether there was any.
 template <int DIM>
-DEVICE bool clean_row(storage* row) {
+DEVICE bool clean_row(void* tile, int row) {
     bool odd = false;
 #pragma unroll 1
-    for (int d = 0; d < DIM; ++d)
-        if (!is_finite((float)widen(row[d]))) row[d] = storage{}, odd = true;
+    for (int d = 0; d < DIM; ++d) {
+        storage& x = element<DIM>(tile, row, d);
+        if (!is_finite((float)widen(x))) x = storage{}, odd = true;
+    }
     return odd;
 }
 
@@ -205,17 +208,17 @@ DEVICE void add(float* target, const float (&x)[4]) {
 template <int DIM, int COLUMNS>
 DEVICE void store_keys(const Params& p, const Tensor& tensor, const Place& at, int head, const float (&x)[KV_TILES][COLUMNS][4],
                        float factor, unsigned char* shared) {
-    constexpr int ACROSS = WARPS / WARPS_KV, PITCH_X = 8 * larger(K_COLUMNS, V_COLUMNS) * SIZE + 16, BYTES = 16 * KV_TILES * PITCH_X;
+    constexpr int ACROSS = WARPS / WARPS_KV, STAGED = 8 * larger(K_COLUMNS, V_COLUMNS), BYTES = 16 * KV_TILES * pitch(STAGED);
     static_assert(WARPS * BYTES <= AT_LIST, "all warps' keys fit");
     const int warp = threadIdx.x / 32, k0 = at.k0 + warp / ACROSS * 16 * KV_TILES;
     storage* first = row_at<storage>(tensor, at.b, head, k0);
-    store_tile<DIM, PITCH_X>(x, factor, shared + warp * BYTES, warp % ACROSS * COLUMNS * 8, [&](int r) {
+    store_tile<DIM, STAGED>(x, factor, shared + warp * BYTES, 0, warp % ACROSS * COLUMNS * 8, [&](int r) {
         return k0 + r < p.n_k ? first + r * tensor.token : nullptr;
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backward(KERNEL_PARAMS) {
-    extern __shared__ __align__(16) unsigned char shared[];
+    extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned ticket;
     TileList& list = *reinterpret_cast<TileList*>(shared + AT_LIST);
     const unsigned base = address_of(shared);
@@ -259,13 +262,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
             copies_wait<0>();
             __syncthreads();
             // Scores of such a key are not finite; that it is zeroed here as well is made good in weights().
-            constexpr int PIECES = padded(HEAD_DIM) / PER_UNIT;
-            for (int i = threadIdx.x; i < BLOCK_K * PIECES; i += THREADS)
-                odd_keys |= !all_finite(shared + i / PIECES * PITCH + i % PIECES * 16);
+            for (int i = threadIdx.x; i < BLOCK_K * pieces(HEAD_DIM); i += THREADS)
+                odd_keys |= !all_finite(shared + place<HEAD_DIM>(i / pieces(HEAD_DIM), i % pieces(HEAD_DIM)));
             odd_keys = __syncthreads_or(odd_keys);
             if (odd_keys) {
-                for (int k = threadIdx.x; k < BLOCK_K; k += THREADS)
-                    odd[k] = clean_row<HEAD_DIM>(reinterpret_cast<storage*>(shared + k * PITCH));
+                for (int k = threadIdx.x; k < BLOCK_K; k += THREADS) odd[k] = clean_row<HEAD_DIM>(shared, k);
                 __syncthreads();
             }
         }
@@ -276,9 +277,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
             if (threadIdx.x == 0) list.next = 0;
             int before = -1;  // the tile of queries that was added to last
 #pragma unroll 1
-            while (fill<BLOCK_Q, false, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q, down)) {
-                const int count = list.count;
-                const auto row_of = [&](int i) { return list.entry[i] / 2 * BLOCK_Q; };
+            for (bool once = tiles_q > 0;; once = false) {
+                if (!(LISTED ? fill<BLOCK_Q, false, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q, down) : once)) break;
+                const int count = LISTED ? list.count : tiles_q;
+                const auto entry_of = [&](int i) { return LISTED ? list.entry[i] : 2 * i + 1; };
+                const auto row_of = [&](int i) { return entry_of(i) / 2 * BLOCK_Q; };
+                if (!LISTED) __syncthreads();  // all are done with the head before
                 const auto stage_of = [&](int i) { return base + AT_QUERIES + i % 2 * BYTES_STAGE; };
                 const auto load_rows = [&](int row0, unsigned stage, bool wanted) {  // pieces of shift, then of delta
                     const bool first = threadIdx.x < BLOCK_Q / 4;
@@ -292,8 +296,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                 copies_end();
 #pragma unroll 1
                 for (int i = 0; i < count; ++i) {
-                    const int tile = list.entry[i] / 2, row0 = tile * BLOCK_Q;
-                    const bool full = list.entry[i] & 1;
+                    const int tile = entry_of(i) / 2, row0 = tile * BLOCK_Q;
+                    const bool full = entry_of(i) & 1;
                     const int at_stage = AT_QUERIES + i % 2 * BYTES_STAGE;
                     const unsigned stage = base + at_stage, next = stage_of(i + 1);
                     copies_wait<0>();
@@ -353,9 +357,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         __syncthreads();  // P and dS are there
                     } else if (__syncthreads_or(odd_rows)) {
                         for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
-                            clean_row<HEAD_DIM>(reinterpret_cast<storage*>(shared + at_stage + row * PITCH));
-                            if (!clean_row<HEAD_DIM_V>(reinterpret_cast<storage*>(shared + at_stage + BLOCK_Q * PITCH + row * PITCH_V)))
-                                continue;
+                            clean_row<HEAD_DIM>(shared + at_stage, row);
+                            if (!clean_row<HEAD_DIM_V>(shared + at_stage + BLOCK_Q * PITCH, row)) continue;
                             storage* w = reinterpret_cast<storage*>(shared + AT_P + row * PITCH_S);
                             for (int k = 0; k < BLOCK_K; ++k)
                                 if ((float)widen(w[k]) != 0) w[k] = narrow(fk_special(0));
@@ -374,9 +377,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     float dq[Q_TILES][Q_COLUMNS][4];
                     const auto multiply_dq = [&] {
                         clear(dq);
-                        multiply_turned<BLOCK_K / STEP, false, PITCH_S, PITCH>(
-                            dq, base + AT_DS + warp / (WARPS / WARPS_Q) * 16 * Q_TILES * PITCH_S,
-                            base + warp % (WARPS / WARPS_Q) * Q_COLUMNS * 8 * SIZE);
+                        multiply_turned<BLOCK_K / STEP, false, PITCH_S, HEAD_DIM>(
+                            dq, base + AT_DS + warp / (WARPS / WARPS_Q) * 16 * Q_TILES * PITCH_S, base, warp % (WARPS / WARPS_Q));
                         if (ORDERED) wait_for(done, seen, before_low, before_high);
                     };
                     float* sums = row_at<float>(p.partial, b, at.h, tile) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
@@ -385,22 +387,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         for (int j = 0; j < Q_TILES * Q_COLUMNS; ++j)
                             if (j * steps / (Q_TILES * Q_COLUMNS) == k) add(sums + j * 128, dq[j / Q_COLUMNS][j % Q_COLUMNS]);
                     };
-                    const int of_key = warp / (WARPS / WARPS_KV) * 16 * KV_TILES, of_column = warp % (WARPS / WARPS_KV);
+                    const int of_key = warp / (WARPS / WARPS_KV) * 16 * KV_TILES, share = warp % (WARPS / WARPS_KV);
                     if constexpr (DQ_FIRST) multiply_dq();
-                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, PITCH_V>(
-                        dv, base + AT_P + of_key * SIZE, stage + BLOCK_Q * PITCH + of_column * V_COLUMNS * 8 * SIZE,
+                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, HEAD_DIM_V>(
+                        dv, base + AT_P + of_key * SIZE, stage + BLOCK_Q * PITCH, share,
                         [&](int k, int steps) {
                             if constexpr (DQ_FIRST) add_dq(k, 2 * steps);
                         });
                     if constexpr (!DQ_FIRST) multiply_dq();
-                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, PITCH>(
-                        dk, base + AT_DS + of_key * SIZE, stage + of_column * K_COLUMNS * 8 * SIZE,
+                    multiply_turned<BLOCK_Q / STEP, true, PITCH_S, HEAD_DIM>(
+                        dk, base + AT_DS + of_key * SIZE, stage, share,
                         [&](int k, int steps) { add_dq(DQ_FIRST ? steps + k : k, DQ_FIRST ? 2 * steps : steps); });
                 }
             }
             if (ORDERED && before >= 0 && threadIdx.x == THREADS - 1) set_done(done_of(p, b, at.h, before), tile_k);
         }
     }
+    copies_wait_all();  // of keys that no tile of queries waited for
     __syncthreads();
     store_keys<HEAD_DIM>(p, p.dk, at, head, dk, (float)p.scale, shared);
     store_keys<HEAD_DIM_V>(p, p.dv, at, head, dv, 1.0f, shared);

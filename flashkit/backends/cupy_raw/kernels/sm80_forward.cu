@@ -8,31 +8,45 @@
 //     K, V       [STAGES][BLOCK_K][..]          shared memory, filled STAGES - 1 tiles ahead
 //     S, P       [BLOCK_Q][BLOCK_K]             registers
 //     O          [BLOCK_Q][HEAD_DIM_V]          registers, unscaled
-//     m, l       [BLOCK_Q]                      reference and sum of a row's weights, base 2: registers
+//     m, l       [BLOCK_Q]                      reference and sum of a row's weights, base 2: shared memory, a lane's own
 //
 // WARPS_K warps share 16 TILES rows. Where it is 2, each has half of the keys of S and then half of the columns of O, and P
 // goes through shared memory: a warp has room for few rows of a wide O, and what it reads should serve many.
 //
-// Measured on an H200, bfloat16. 256 columns: a warp for each 16 rows 15 % slower than two for 32; two blocks of 64 x 32 to a
-// multiprocessor 10 to 25 %; 128 x 32 in three stages 20 %. 128 columns: 128 x 32 in three stages 1 to 2 % slower, 64 x 64
-// and 8 warps 15 to 30 %. With 1,024 tokens what begins and ends a block is a tenth of its time: hence the guess at the
-// first tile and the outputs in 16 bytes. Decoding: 32 or 128 keys, more warps, stages or parts, or 256 bytes fetched: all
-// as fast or slower.
+// Measured on an H200, bfloat16. 256 columns: two blocks of 64 x 64 to a multiprocessor, each with one tile of keys in memory;
+// two warps for 32 rows instead of a warp for each 16 are 3 % slower for what they tell each other, with more than 4,096
+// keys as fast; 128 x 32 in three stages 20 % slower. 128 columns: 128 x 32 in three stages 1 to 2 % slower, 64 x 64 and 8
+// warps 15 to 30 %. With 1,024 tokens what begins and ends a block is a tenth of its time: hence the guess at the first tile
+// and the outputs in 16 bytes. A register that the loop over keys spills costs 0.4 %. Rows in shared memory PADDED instead of
+// permuted: 4 to 7 % slower with 128 columns, 5 % in decoding, where a third of what was read from the L2 cache was read in
+// vain. Comparing three numbers at once as integers, to find the greatest: no faster, and takes registers. Heads one at a
+// time without a mask: as fast. Decoding: 16 x 128 in three stages, one block to a multiprocessor, 1 to 2 % faster than two
+// blocks of 16 x 64; more stages or parts are slower.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, PACK, SPLIT, BLOCKS_PER_SM.
 #include "sm80.cuh"
 
+extern __shared__ __align__(128) unsigned char shared[];
+
 constexpr int THREADS = 32 * WARPS, TILES = BLOCK_Q * WARPS_K / (16 * WARPS), KEYS = BLOCK_K / WARPS_K / 8;
 constexpr int COLUMNS = padded(HEAD_DIM_V) / WARPS_K / 8;
-constexpr bool SPREAD = WIDE || !HAS_MASK || HEAD_DIM <= 64;  // registers leave room to copy among the steps of a product
+// Tiles of keys in shared memory beside the one at work. With none, its values come while scores are multiplied, and the
+// next keys while values are.
+constexpr int AHEAD = STAGES - 1, NEXT = larger(AHEAD, 1);
+// Whether a tile is copied among the steps of a product: where registers leave room, and it is not needed soon.
+constexpr bool SPREAD = AHEAD > 0 && (WIDE || !HAS_MASK || HEAD_DIM <= 64);
 static_assert(KEYS % 2 == 0 && COLUMNS % 2 == 0, "operands come in pairs");
 constexpr int BYTES_Q = BLOCK_Q * pitch(HEAD_DIM), BYTES_K = BLOCK_K * pitch(HEAD_DIM);
 constexpr int BYTES_STAGE = BYTES_K + BLOCK_K * pitch(HEAD_DIM_V), AT_LIST = BYTES_Q + STAGES * BYTES_STAGE;
 constexpr int AT_P = AT_LIST + (int)sizeof(TileList), PITCH_P = BLOCK_K * (int)sizeof(storage) + 16;
-constexpr int AT_ROWS = AT_P + BLOCK_Q * PITCH_P;  // numbers of a row that its warps tell each other; WARPS_K > 1, like P
+constexpr int AT_ROWS = AT_P + (WARPS_K > 1 ? BLOCK_Q * PITCH_P : 0);  // numbers of a row that its warps tell each other
+constexpr int AT_STATE = AT_ROWS + (WARPS_K > 1 ? BLOCK_Q * WARPS_K * 4 : 0);
 
-// Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
-constexpr float LIMIT = STORAGE == FLOAT16 ? 32768.0f : 1e18f;
+// What a lane knows of its rows. Registers for it are not there while scores are multiplied.
+struct RowState {
+    float m[TILES][2], l[TILES][2];
+};
+DEVICE RowState& state_of_lane() { return reinterpret_cast<RowState*>(shared + AT_STATE)[threadIdx.x]; }
 
 // A hidden pair has the weight 0, but 0 times NaN is NaN. So where an output is not finite though its sum is, the block
 // is done again, product by product. So it is where float32 is split, which at first makes infinity NaN.
@@ -99,19 +113,15 @@ DEVICE void modify_tile(const Params& p, const Place& at, bool full, float (&s)[
     }
 }
 
-// Whether a condition holds in all warps that share rows. What they have written to shared memory is there then.
-DEVICE bool in_all_warps(bool condition) {
-    if constexpr (WARPS_K == 1) return __all_sync(~0u, condition);
-    int all;
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %1, 0; barrier.red.and.pred p, %2, %3, p; selp.s32 %0, 1, 0, p; }"
-                 : "=r"(all) : "r"((int)condition), "r"(1 + (int)threadIdx.x / 32 / WARPS_K), "n"(32 * WARPS_K) : "memory");
-    return all;
+// What warps that share rows have written to shared memory is there then.
+DEVICE void join_warps() {
+    if constexpr (WARPS_K > 1)
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + (int)threadIdx.x / 32 / WARPS_K), "n"(32 * WARPS_K) : "memory");
 }
 
 // Over the lanes and warps that share a row, for each of a lane's rows.
 template <typename F>
 DEVICE void across_rows(float (&x)[TILES][2], F join) {
-    extern __shared__ __align__(16) unsigned char shared[];
     float(*told)[BLOCK_Q] = reinterpret_cast<float(*)[BLOCK_Q]>(shared + AT_ROWS);
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -122,7 +132,7 @@ DEVICE void across_rows(float (&x)[TILES][2], F join) {
                 told[Place::share()][Place::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4] = x[i][half];
         }
     if constexpr (WARPS_K > 1) {
-        in_all_warps(true);
+        join_warps();
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -135,67 +145,48 @@ DEVICE void across_rows(float (&x)[TILES][2], F join) {
     }
 }
 
-// Scores in base 2 to weights relative to the greatest so far; what was summed before is rescaled to it.
-DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&m)[TILES][2], float (&l)[TILES][2],
-                           float (&output)[TILES][COLUMNS][4]) {
-    const auto greater = [](float x, float y) { return fmaxf(x, y); };
-    const auto greatest = [&](int i, int half) {  // of a lane's
-        float top = m[i][half];
-#pragma unroll
-        for (int n = 0; n < KEYS; ++n) top = fmaxf(top, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
-        return top;
-    };
-    float tops[TILES][2];
-    if constexpr (WARPS_K > 1) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) tops[i][0] = greatest(i, 0), tops[i][1] = greatest(i, 1);
-        across_rows(tops, greater);
-    }
+// Scores times scale > 0, in base 2, to weights relative to the greatest so far; what was summed before is rescaled to it.
+// That the greatest weight is 1, and so does not suffer from being rounded, makes the error of 16-bit results a twentieth
+// smaller than with weights relative to any number near it, which would be 2 to 15 % faster, for then nobody looks for it.
+DEVICE void online_softmax(float (&s)[TILES][KEYS][4], float (&output)[TILES][COLUMNS][4], float scale) {
+    RowState now = state_of_lane();
+    float top[TILES][2], (&m)[TILES][2] = now.m, (&l)[TILES][2] = now.l;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float top = WARPS_K > 1 ? tops[i][half] : across_lanes(greatest(i, half), greater);
-            const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
-            const float factor = exp2_fast(m[i][half] - shift);
+            float most = HIDDEN;
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n) most = fmaxf(most, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
+            top[i][half] = fmaxf(m[i][half], most * scale);
+        }
+    across_rows(top, [](float x, float y) { return fmaxf(x, y); });
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        float factor[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float shift = top[i][half] == HIDDEN ? 0.0f : top[i][half];  // so that -inf stays -inf
+            factor[half] = exp2_fast(m[i][half] - shift);
+            m[i][half] = top[i][half];
             float sum = 0;
 #pragma unroll
             for (int n = 0; n < KEYS; ++n)
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float& x = s[i][n][2 * half + c];
-                    x = exp2_fast(x - shift);
+                    x = exp2_fast(fmaf(x, scale, -shift));
                     sum += x;
                 }
-            m[i][half] = top;
-            l[i][half] = l[i][half] * factor + sum;  // of this lane's keys; the row's is formed at the end
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n)
-                output[i][n][2 * half] *= factor, output[i][n][2 * half + 1] *= factor;
+            l[i][half] = l[i][half] * factor[half] + sum;  // of this lane's keys; the row's is formed at the end
         }
-}
-
-// The same for a tile that needs no modification, without looking for the greatest: m need not be that, only near it.
-// False where it is not near enough (or a score is NaN): then the scores are needed anew. sum: of the tile's weights.
-DEVICE bool optimistic_softmax(float (&s)[TILES][KEYS][4], const float (&m)[TILES][2], float (&sum)[TILES][2], float scale) {
-    bool near = true;
+        if (__all_sync(~0u, factor[0] == 1 && factor[1] == 1)) continue;
 #pragma unroll
-    for (int i = 0; i < TILES; ++i)
+        for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float total = 0;
-#pragma unroll
-            for (int n = 0; n < KEYS; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    float& x = s[i][n][2 * half + c];
-                    x = exp2_fast(fmaf(x, scale, -m[i][half]));
-                    total += x;
-                }
-            sum[i][half] = total;
-            near &= total <= LIMIT;
-        }
-    return near;
+            for (int e = 0; e < 4; ++e) output[i][n][e] *= factor[e / 2];
+    }
+    state_of_lane() = now;
 }
 
 DEVICE void drop_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
@@ -227,25 +218,26 @@ DEVICE void store_weights(const float (&s)[TILES][KEYS][4], storage* weights) {
 }
 
 // S = Q K^T on the ordinary units.
-DEVICE void scores_carefully(float (&s)[TILES][KEYS][4], const storage* q, const storage* k) {
-    constexpr int ROW = pitch(HEAD_DIM) / (int)sizeof(storage);
+DEVICE void scores_carefully(float (&s)[TILES][KEYS][4], unsigned char* q, unsigned char* k) {
 #pragma unroll 1
     for (int d = 0; d < HEAD_DIM; ++d)
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float x = (float)widen(q[(Place::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4) * ROW + d]);
+                const int row = Place::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
+                const float x = (float)widen(element<HEAD_DIM>(q, row, d));
 #pragma unroll
                 for (int n = 0; n < KEYS; ++n)
 #pragma unroll
-                    for (int c = 0; c < 2; ++c) s[i][n][2 * half + c] += x * (float)widen(k[(Place::key(n) + c) * ROW + d]);
+                    for (int c = 0; c < 2; ++c)
+                        s[i][n][2 * half + c] += x * (float)widen(element<HEAD_DIM>(k, Place::key(n) + c, d));
             }
 }
 
 // O += P V, leaving out the values of weights that are 0.
 DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float (&s)[TILES][KEYS][4],
-                                 const storage* weights, const storage* v) {
+                                 const storage* weights, unsigned char* v) {
     float own[TILES][KEYS][4];  // indexed by the loop below, so in memory
     if constexpr (WARPS_K == 1) {
 #pragma unroll
@@ -257,7 +249,6 @@ DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float
     }
 #pragma unroll 1
     for (int k = 0; k < BLOCK_K; ++k) {
-        const storage* value = v + k * (pitch(HEAD_DIM_V) / (int)sizeof(storage));
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -270,7 +261,8 @@ DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float
 #pragma unroll
                     for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
-                        for (int c = 0; c < 2; ++c) output[i][n][2 * half + c] += w * (float)widen(value[Place::column(n) + c]);
+                        for (int c = 0; c < 2; ++c)
+                            output[i][n][2 * half + c] += w * (float)widen(element<HEAD_DIM_V>(v, k, Place::column(n) + c));
                 }
             }
     }
@@ -279,7 +271,7 @@ DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float
 // Divide by the sums; store output and log-sum-exp, or those of a part. Outputs go through the memory of Q, where its rows
 // are wide enough.
 constexpr bool STAGED = !SPLIT && padded(HEAD_DIM_V) <= padded(HEAD_DIM);
-DEVICE void finish(const Params& p, const Place& at, int part, float (&m)[TILES][2], const float (&l)[TILES][2],
+DEVICE void finish(const Params& p, const Place& at, int part, const float (&m)[TILES][2], const float (&l)[TILES][2],
                    float (&output)[TILES][COLUMNS][4], unsigned char* q_of_warp) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -322,15 +314,24 @@ DEVICE void finish(const Params& p, const Place& at, int part, float (&m)[TILES]
         }
     if constexpr (STAGED) {
         const int first = at.row0 + at.row_of_warp(), column = at.share() * COLUMNS * 8;
-        store_tile<HEAD_DIM_V, pitch(HEAD_DIM)>(output, 1.0f, q_of_warp + column * sizeof(storage), column, [&](int r) {
+        store_tile<HEAD_DIM_V, HEAD_DIM>(output, 1.0f, q_of_warp, column, column, [&](int r) {
             const int index = first + r;
             return index < at.rows ? row_at<storage>(p.out, at.b, at.h + index % PACK, index / PACK) : nullptr;
         });
     }
 }
 
+// Kernels of split calls are launched while those before them still run; what they need is there when this returns. Without
+// that a call of 40 us takes 2 more.
+DEVICE void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forward(KERNEL_PARAMS) {
-    extern __shared__ __align__(16) unsigned char shared[];
+    if constexpr (SPLIT) wait_for_kernel_before();
     TileList& list = *reinterpret_cast<TileList*>(shared + AT_LIST);
     storage* shared_weights = reinterpret_cast<storage*>(shared + AT_P);
     const unsigned q_shared = address_of(shared), stages = q_shared + BYTES_Q;
@@ -353,12 +354,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     const Rows<> k(p.k, b, h / GROUP), v(p.v, b, h / GROUP);
     const float scale = base_2(p);
 
-    float output[TILES][COLUMNS][4], m[TILES][2], l[TILES][2];
+    float output[TILES][COLUMNS][4];
+    RowState now;
 #pragma unroll 1
     for (bool careful = false;; careful = true) {
         clear(output);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) m[i][0] = m[i][1] = HIDDEN, l[i][0] = l[i][1] = 0;
+        for (int i = 0; i < TILES; ++i) now.m[i][0] = now.m[i][1] = HIDDEN, now.l[i][0] = now.l[i][1] = 0;
+        state_of_lane() = now;
         if (threadIdx.x == 0) list.next = 0;
         if (!careful) {
             if constexpr (PACK == 1) load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<>(p.q, b, h), row0, rows, q_shared);
@@ -366,96 +369,95 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
         }
         const auto load_keys = [&](int tile, int stage) {
             load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, tile * BLOCK_K, at.n_k, stages + stage * BYTES_STAGE);
-            load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, tile * BLOCK_K, at.n_k, stages + stage * BYTES_STAGE + BYTES_K);
+            if (AHEAD > 0)
+                load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, tile * BLOCK_K, at.n_k, stages + stage * BYTES_STAGE + BYTES_K);
         };
         bool begun = false, guessed = first < last;  // the first tile is mostly one that exists
         if (guessed) load_keys(first, 0);
 
 #pragma unroll 1
-        while (fill<BLOCK_K, true, PACK>(list, p, b, h, from, to, first, last, at.n_k)) {
-            const int count = list.count;
-            const auto key_of = [&](int i) { return list.entry[i] / 2 * BLOCK_K; };
-            const auto stage_of = [&](int i) { return stages + i % STAGES * BYTES_STAGE; };
+        for (bool once = first < last;; once = false) {
+            if (!(HAS_MASK ? fill<BLOCK_K, true, PACK>(list, p, b, h, from, to, first, last, at.n_k) : once)) break;
+            const int count = HAS_MASK ? list.count : last - first;
+            const auto entry_of = [&](int i) { return HAS_MASK ? list.entry[i] : 2 * (first + i) + 1; };
+            const auto key_of = [&](int i) { return entry_of(i) / 2 * BLOCK_K; };
+            const auto stage_of = [&](int i) { return i % STAGES * BYTES_STAGE; };
 #pragma unroll
-            for (int i = 0; i < STAGES - 1; ++i) {
-                if (i == 0 && guessed && list.entry[0] / 2 != first) copies_wait_all(), guessed = false;
-                if (i < count && !(i == 0 && guessed)) load_keys(list.entry[i] / 2, i);
+            for (int i = 0; i < NEXT; ++i) {
+                if (i == 0 && guessed && entry_of(0) / 2 != first) copies_wait_all(), guessed = false;
+                if (i < count && !(i == 0 && guessed)) load_keys(entry_of(i) / 2, i);
                 copies_end();
             }
             guessed = false;
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-                copies_wait<STAGES - 2>();
+                copies_wait<NEXT - 1>();
                 __syncthreads();  // tile i is there for all, and all are done with tile i - 1
-                const int next = i + STAGES - 1, next_k0 = next < count ? key_of(next) : 0;
-                const unsigned to = stage_of(next);
+                const int k0 = key_of(i), at_stage = stage_of(i);
+                const bool full = entry_of(i) & 1, more = i + NEXT < count, more_v = AHEAD == 0 || more;
+                const int next_k0 = more ? key_of(i + NEXT) : 0, next_v0 = AHEAD == 0 ? k0 : next_k0;
+                const unsigned stage = stages + at_stage, to = stages + stage_of(i + AHEAD);
                 TileCopy<BLOCK_K, HEAD_DIM, THREADS> copy_k;
                 TileCopy<BLOCK_K, HEAD_DIM_V, THREADS> copy_v;
-                const bool stored_k = next < count && copy_k.store(k, next_k0, at.n_k, to);
-                const bool stored_v = next < count && copy_v.store(v, next_k0, at.n_k, to + BYTES_K);
-                if (!SPREAD) {
-                    copy_k.start(k, next_k0, at.n_k, to, next < count && !stored_k);
-                    copy_k.copy(0, 1);
-                    copy_v.start(v, next_k0, at.n_k, to + BYTES_K, next < count && !stored_v);
-                    copy_v.copy(0, 1);
+                bool stored_k = AHEAD > 0 && more && copy_k.store(k, next_k0, at.n_k, to);
+                const bool stored_v = more_v && copy_v.store(v, next_v0, at.n_k, to + BYTES_K);
+                const auto copy_next_k = [&](int step, int steps) {
+                    if (step == 0) copy_k.start(k, next_k0, at.n_k, to, more && !stored_k);
+                    copy_k.copy(step, steps);
+                };
+                const auto copy_next_v = [&](int step, int steps) {
+                    if (step == 0) copy_v.start(v, next_v0, at.n_k, to + BYTES_K, more_v && !stored_v);
+                    copy_v.copy(step, steps);
+                };
+                const auto copy_next = [&](int step, int steps) {
+                    const int half = AHEAD > 0 ? steps / 2 : 0;
+                    if (AHEAD > 0 && (step < half || steps == 1)) copy_next_k(step, larger(half, 1));
+                    if (step >= half) copy_next_v(step - half, steps - half);
+                };
+                if (!SPREAD) copy_next(0, 1);
+                float s[TILES][KEYS][4];
+                clear(s);
+                if (SPLITS && careful) {
+                    if (SPREAD) copy_next(0, 1);
+                    scores_carefully(s, shared, shared + BYTES_Q + at_stage);
+                } else {
+                    const unsigned keys = stage + at.share() * 8 * KEYS * pitch(HEAD_DIM);
+                    multiply_rows<HEAD_DIM>(s, q_of_warp, keys, [&](int step, int steps) {
+                        if (SPREAD) copy_next(step, steps);
+                    });
+                }
+                const bool plain = !HAS_SCORE && full && k0 + BLOCK_K <= at.n_k && scale > 0;
+                if (!plain) modify_tile(p, at, full, s, k0);
+                online_softmax(s, output, plain ? scale : 1.0f);
+                if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
+                if constexpr (WARPS_K > 1) store_weights(s, shared_weights);
+                join_warps();
+                copies_end();
+                begun = true;
+                if (AHEAD == 0) {
+                    copies_wait_all();
+                    __syncthreads();  // the values are there for all, and all are done with the keys
+                    stored_k = more && copy_k.store(k, next_k0, at.n_k, to);
+                    copy_next_k(0, 1);
                     copies_end();
                 }
-                const bool full = list.entry[i] & 1;
-                const int k0 = list.entry[i] / 2 * BLOCK_K;
-                const unsigned stage = stage_of(i);
-                float s[TILES][KEYS][4];
-                bool exact = HAS_SCORE || !begun || !full || k0 + BLOCK_K > at.n_k, done, again = false;
-                do {
-                    clear(s);
-                    const bool wanted = next < count && !again;
-                    const auto copy_next = [&](int step, int steps) {
-                        const int half = steps / 2;
-                        if (!SPREAD) return;
-                        if (step == 0) copy_k.start(k, next_k0, at.n_k, to, wanted && !stored_k);
-                        if (step < half || steps == 1) copy_k.copy(step, larger(half, 1));
-                        if (step == half) copy_v.start(v, next_k0, at.n_k, to + BYTES_K, wanted && !stored_v);
-                        if (step >= half) copy_v.copy(step - half, steps - half);
-                    };
-                    const unsigned keys = stage + at.share() * 8 * KEYS * pitch(HEAD_DIM);
-                    if (SPLITS && careful) {
-                        copy_next(0, 1);
-                        scores_carefully(s, reinterpret_cast<const storage*>(shared), reinterpret_cast<const storage*>(
-                            shared + BYTES_Q + i % STAGES * BYTES_STAGE));
-                    } else {
-                        multiply_rows<HEAD_DIM>(s, q_of_warp, keys, copy_next);
-                    }
-                    float sum[TILES][2];
-                    done = true;
-                    if (exact) {
-                        modify_tile(p, at, full, s, k0);
-                        online_softmax(s, m, l, output);
-                    } else {
-                        done = optimistic_softmax(s, m, sum, scale);
-                    }
-                    if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
-                    if constexpr (WARPS_K > 1) store_weights(s, shared_weights);
-                    done = in_all_warps(done);
-                    if (done && !exact) {
-#pragma unroll
-                        for (int j = 0; j < TILES; ++j) l[j][0] += sum[j][0], l[j][1] += sum[j][1];
-                    }
-                    exact = again = true;
-                } while (!done);
-                if (SPREAD) copies_end();
-                begun = true;
                 if ((MAY_HIDE || SPLITS) && careful)
-                    accumulate_carefully(output, s, shared_weights, reinterpret_cast<const storage*>(
-                        shared + BYTES_Q + i % STAGES * BYTES_STAGE + BYTES_K));
-                else if (WARPS_K == 1)
+                    accumulate_carefully(output, s, shared_weights, shared + BYTES_Q + at_stage + BYTES_K);
+                else if constexpr (WARPS_K == 1)
                     multiply_weights<HEAD_DIM_V>(output, s, stage + BYTES_K);
                 else
-                    multiply_turned<BLOCK_K / STEP, false, PITCH_P, pitch(HEAD_DIM_V)>(
-                        output, q_shared + AT_P + at.row_of_warp() * PITCH_P,
-                        stage + BYTES_K + at.share() * 8 * COLUMNS * (int)sizeof(storage));
+                    multiply_turned<BLOCK_K / STEP, false, PITCH_P, HEAD_DIM_V>(
+                        output, q_shared + AT_P + at.row_of_warp() * PITCH_P, stage + BYTES_K, at.share());
             }
         }
+        if (!begun) {  // nor has anyone waited for Q, whose memory the results go through
+            copies_wait_all();
+            __syncthreads();
+        }
         bool odd = false;
-        across_rows(l, [](float x, float y) { return x + y; });
+        now = state_of_lane();
+        const float(&l)[TILES][2] = now.l;
+        across_rows(now.l, [](float x, float y) { return x + y; });
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -469,13 +471,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
             }
         if (!(MAY_HIDE || SPLITS) || careful || !__syncthreads_or(odd)) break;
     }
-    finish(p, at, part, m, l, output, shared + Place::row_of_warp() * pitch(HEAD_DIM));
+    finish(p, at, part, now.m, now.l, output, shared + Place::row_of_warp() * pitch(HEAD_DIM));
 }
 
 // Join the parts of a row: each weighs as much as its sum of weights. A block takes a row, a thread a column of some parts.
 constexpr int JOIN_COLUMNS = up(HEAD_DIM_V, 32), JOIN_GROUPS = JOIN_COLUMNS <= 64 ? 8 : 512 / JOIN_COLUMNS;
 extern "C" __global__ void __launch_bounds__(JOIN_COLUMNS * JOIN_GROUPS) combine(KERNEL_PARAMS) {
     __shared__ float totals[JOIN_GROUPS][JOIN_COLUMNS], sums[JOIN_GROUPS];
+    wait_for_kernel_before();
     const long long row = blockIdx.x % p.n_q, h = blockIdx.x / p.n_q % p.heads, b = blockIdx.x / p.n_q / p.heads;
     const int column = threadIdx.x % JOIN_COLUMNS, group = threadIdx.x / JOIN_COLUMNS, parts = (int)p.splits;
     const float* lse = row_at<const float>(p.partial_lse, b, h, row);
