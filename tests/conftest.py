@@ -16,6 +16,28 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+ONE_OF = 5
+"""Numba takes ten seconds for kernels that NVRTC compiles in one. So of the cases that a test has for its backend on a
+device, where they are many, one in so many runs; all of them with FLASHKIT_TEST_ALL=1.
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("FLASHKIT_TEST_ALL"):
+        return
+    groups: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        given = getattr(item, "callspec", None)
+        kernels = given and (given.params.get("kernels") or (given.params.get("backend"),))  # a pair, or a name alone
+        if kernels and kernels[0] == "numba_cuda":
+            groups.setdefault((item.path, item.name.partition("[")[0], kernels), []).append(item)
+    for group in groups.values():
+        if len(group) > 2 * ONE_OF:
+            for i, item in enumerate(group):
+                if i % ONE_OF:
+                    item.add_marker(pytest.mark.skip(reason=f"one in {ONE_OF} runs, all with FLASHKIT_TEST_ALL=1"))
+
+
 @pytest.fixture
 def program() -> Callable[..., str]:
     """Run Python text in a process of its own and return what it prints; its errors fail the test.

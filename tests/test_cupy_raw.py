@@ -1,13 +1,16 @@
-"""The CuPy backend on a device: each generation of kernels against the definition, and what only a GPU has: streams,
-graphs, arrays beyond 2^31 elements, device arrays as arguments. What needs no device is in test_cuda_kernels.py.
+"""The CUDA backends on a device: each generation of kernels against the definition, and what only a GPU has: streams,
+graphs, arrays beyond 2^31 elements, device arrays as arguments. What needs no device is in test_cuda_kernels.py and
+test_numba_cuda.py.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import cases
@@ -21,28 +24,42 @@ from flashkit.backends.cuda_common import verify
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cupy_raw import sm80
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
+from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 
 pytestmark = pytest.mark.gpu
 
-GENERATIONS = [generation.name for generation in CupyRawBackend.generations]
 DESIGN = cases.pairwise(FACTORS)
-NAME = "cupy_raw"
+BACKENDS = CupyRawBackend(), NumbaCudaBackend()
+EVERY = [(backend.name, generation.name) for backend in BACKENDS for generation in backend.generations]
+
+NAME = ""
+"""The backend that a test is for: `kernels` sets it."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that names `generation` runs with each alone; others with each backend and what it chooses."""
+    each = EVERY if "generation" in metafunc.fixturenames else [(backend.name, "") for backend in BACKENDS]
+    metafunc.parametrize("kernels", each, ids=["-".join(filter(None, one)) for one in each], indirect=True)
 
 
 @pytest.fixture(autouse=True)
-def _device() -> None:
-    if NAME not in dispatch.registry():
-        pytest.skip(f"{NAME} cannot be imported")
-    cases.skip_unless(NAME)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What a forced generation cannot do is refused, and the test skipped with its reason."""
+    backend, generation = request.param
+    monkeypatch.setattr(sys.modules[__name__], "NAME", backend)
+    if backend not in dispatch.registry():
+        pytest.skip(f"{backend} cannot be imported")
+    cases.skip_unless(backend)
+    if generation:
+        monkeypatch.setenv(VARIABLE, generation)
+    dispatch.forget()
+    yield generation
+    dispatch.forget()
 
 
-@pytest.fixture(params=GENERATIONS)
-def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each generation alone: what it cannot do is refused, and the test skipped with its reason."""
-    monkeypatch.setenv(VARIABLE, request.param)
-    dispatch.forget()
-    yield request.param
-    dispatch.forget()
+@pytest.fixture
+def generation(kernels: str) -> str:
+    return kernels
 
 
 def check(choice: cases.Choice) -> None:
@@ -190,7 +207,7 @@ def test_tf32_has_eleven_bits(d: int, generation: str) -> None:
 
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
     """Backward, a head at a time in the cache, the last one in the other order; odd tiles, rows that see nothing."""
-    if generation != "sm80":
+    if (NAME, generation) != ("cupy_raw", "sm80"):
         pytest.skip("takes all heads together")
     shapes = (2, 6, 700, 64), (2, 3, 650, 64), (2, 3, 650, 64), (2, 6, 700, 64)
     q, k, v, dout = tensors(*shapes, dtype="float16")
@@ -224,9 +241,7 @@ def test_explain_names_the_generation(generation: str) -> None:
 def test_a_wrong_binary_is_not_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """What the check computes is made wrong: the kernel's plan is refused."""
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    from flashkit.backends.cupy_raw import specialise
-
-    specialise.library.cache_clear()
+    import_module(f"flashkit.backends.{NAME}.specialise").library.cache_clear()
     dispatch.forget()
     right = verify._expected
     monkeypatch.setattr(verify, "_expected", lambda *a: {name: x + 0.5 for name, x in right(*a).items()})

@@ -15,8 +15,8 @@ def prepare(p):
     rows = p.shift.head
     index, lane = (I(cuda.blockIdx.x) * 128 + cuda.threadIdx.x) // LANES, I(cuda.threadIdx.x) % LANES
     exists = index < p.batch * p.heads * rows
-    row, h, b = index % rows, index // rows % p.heads, index // rows // p.heads if exists else I(0)
-    total = F(0)
+    row, h, b = index % rows, index // rows % p.heads, index // rows // p.heads if exists else 0
+    total = ZERO
     if exists and row < p.n_q:
         out, dout = row_address(p.out, b, h, row), row_address(p.dout, b, h, row)
         for d in range(lane, HEAD_DIM_V, LANES):
@@ -28,12 +28,12 @@ def prepare(p):
     if lane == 0 and exists:
         lse = NO_ROW
         if row < p.n_q:
-            lse = load(F, number_address(p.lse, b, h, row), I(0))
+            lse = load(F, number_address(p.lse, b, h, row), 0)
             if p.dlse.data != 0:
-                total -= load(F, number_address(p.dlse, b, h, row), I(0))
+                total -= load(F, number_address(p.dlse, b, h, row), 0)
         empty = lse == HIDDEN
-        store(F, number_address(p.delta, b, h, row), I(0), F(0) if empty else total)
-        store(F, number_address(p.shift, b, h, row), I(0), INFINITE if empty else lse)
+        store(F, number_address(p.delta, b, h, row), 0, ZERO if empty else total)
+        store(F, number_address(p.shift, b, h, row), 0, INFINITE if empty else lse)
 
 
 @kernel(256)
@@ -48,9 +48,9 @@ def sink_gradients(p):
         sink = load(F, p.sinks, h)
         for index in range(thread, p.batch * p.n_q, 256):
             b, row = index // p.n_q, index % p.n_q
-            weight = exp(sink - load(F, number_address(p.shift, b, h, row), I(0)))
-            if weight != F(0):
-                total -= np.float64(weight * load(F, number_address(p.delta, b, h, row), I(0)))
+            weight = exp(sink - load(F, number_address(p.shift, b, h, row), 0))
+            if weight != ZERO:
+                total -= np.float64(weight * load(F, number_address(p.delta, b, h, row), 0))
     part[thread] = total
     half = 128
     while half > 0:

@@ -5,7 +5,7 @@
 EMPTY, PARTIAL, FULL = 0, 1, 2  # a tile's pairs: none is visible, some may be, all are
 
 STORED = np.int16 if STORAGE in ("float16", "bfloat16") else F
-LOG2E = F(1.4426950408889634)
+LOG2E, ZERO, ONE = F(1.4426950408889634), F(0), F(1)
 FIRST, LAST = -(2**63), 2**63 - 1  # of the integers
 exp, exp2, log, log2, sqrt, tanh, sin, cos, floor = functions_of(F)
 
@@ -28,9 +28,9 @@ elif STORAGE == "bfloat16":
     @device
     def narrow(x):  # to nearest, ties to even
         bits = np.int64(bits_of_single(x))
-        if (bits & I(0x7FFFFFFF)) > I(0x7F800000):  # NaN, which rounding could make infinite
-            return np.int16((bits >> I(16)) | I(64))
-        return np.int16((bits + I(0x7FFF) + ((bits >> I(16)) & I(1))) >> I(16))
+        if (bits & 0x7FFFFFFF) > 0x7F800000:  # NaN, which rounding could make infinite
+            return np.int16((bits >> 16) | 64)
+        return np.int16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
 else:
 

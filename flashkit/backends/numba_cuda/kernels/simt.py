@@ -26,13 +26,13 @@ Shape = namedtuple("Shape", "dim width pitch across")  # of an operand: columns,
 def place():
     """tx and ty."""
     thread = thread_here()
-    return thread & I(TX - 1), thread >> I(TX_BITS)
+    return thread & (TX - 1), thread >> TX_BITS
 
 
 @device
 def rolled(n):
     """n, so that the compiler does not unroll a loop of n steps: it does not know that grids have one axis."""
-    return n + I(cuda.blockIdx.y)
+    return n + cuda.blockIdx.y
 
 
 def up(n, size):
@@ -68,7 +68,7 @@ WEIGHTS = 2 * STAGE
 @device
 def rows_of(tensor, b, h, first, n, most):
     """Rows first ... of a head's n, `most` of them or as many as there are."""
-    return Rows(row_address(tensor, b, h, first), tensor.token, min(n - first, I(most)))
+    return Rows(row_address(tensor, b, h, first), tensor.token, min(n - first, most))
 
 
 @device
@@ -78,25 +78,25 @@ def load_tile(source, first, column, rows, shape, shared, start):
     """
     thread = thread_here()
     step = THREADS // shape.across
-    row, here = thread // shape.across, (thread & I(shape.across - 1)) * 4
+    row, here = thread // shape.across, (thread & (shape.across - 1)) * 4
     if here < shape.width:
-        together = shape.dim % 4 == 0 and (source.data | source.token * ITEM) & I(min(4 * ITEM, 16) - 1) == 0
+        together = shape.dim % 4 == 0 and (source.data | source.token * ITEM) & (min(4 * ITEM, 16) - 1) == 0
         exist = source.count - first - row  # rows from here on
         address = source.data + ((first + row) * source.token + column + here) * ITEM
         for i in range(0, rows, step):
             if rows % step == 0 or row + i < rows:
-                x, y, z, w = F(0), F(0), F(0), F(0)
+                x, y, z, w = ZERO, ZERO, ZERO, ZERO
                 if i < exist:
                     if together:
                         if column + here < shape.dim:
-                            a, b, c, d = load4(STORED, address, I(0))
+                            a, b, c, d = load4(STORED, address, 0)
                             x, y, z, w = widen(a), widen(b), widen(c), widen(d)
                     else:
                         left = shape.dim - column - here
-                        x = widen(load(STORED, address, I(0))) if left > 0 else F(0)
-                        y = widen(load(STORED, address, I(1))) if left > 1 else F(0)
-                        z = widen(load(STORED, address, I(2))) if left > 2 else F(0)
-                        w = widen(load(STORED, address, I(3))) if left > 3 else F(0)
+                        x = widen(load(STORED, address, 0)) if left > 0 else ZERO
+                        y = widen(load(STORED, address, 1)) if left > 1 else ZERO
+                        z = widen(load(STORED, address, 2)) if left > 2 else ZERO
+                        w = widen(load(STORED, address, 3)) if left > 3 else ZERO
                 put4(shared, start + (row + i) * shape.pitch + here, x, y, z, w)
             address += step * source.token * ITEM
 
@@ -110,18 +110,18 @@ def scores(a, b, shape, s, shared):
     tx, ty = place()
     for i in range(ROWS_EACH):
         for j in range(COLUMNS_EACH):
-            s[i, j] = F(0)
+            s[i, j] = ZERO
     cuda.syncthreads()
-    load_tile(a, I(0), I(0), ROWS, shape, shared, I(0))
-    load_tile(b, I(0), I(0), COLUMNS, shape, shared, I(ROWS * CHUNK_PITCH))
-    stage = I(0)
+    load_tile(a, 0, 0, ROWS, shape, shared, 0)
+    load_tile(b, 0, 0, COLUMNS, shape, shared, ROWS * CHUNK_PITCH)
+    stage = 0
     for column in range(0, rolled(shape.dim), CHUNK):
         cuda.syncthreads()
-        other = I(STAGE) - stage
+        other = STAGE - stage
         if column + CHUNK < shape.dim:
-            load_tile(a, I(0), I(column + CHUNK), ROWS, shape, shared, other)
-            load_tile(b, I(0), I(column + CHUNK), COLUMNS, shape, shared, other + I(ROWS * CHUNK_PITCH))
-        rows_a, rows_b = stage + ty * CHUNK_PITCH, stage + (I(ROWS) + tx) * CHUNK_PITCH
+            load_tile(a, 0, column + CHUNK, ROWS, shape, shared, other)
+            load_tile(b, 0, column + CHUNK, COLUMNS, shape, shared, other + ROWS * CHUNK_PITCH)
+        rows_a, rows_b = stage + ty * CHUNK_PITCH, stage + (ROWS + tx) * CHUNK_PITCH
         for d in range(0, rolled(min(CHUNK, shape.dim - column)), 4):
             x = cuda.local.array((ROWS_EACH, 4), F_TYPE)
             for i in range(ROWS_EACH):
@@ -150,19 +150,19 @@ def accumulate(b, shape, sums, shared, careful):
     tx, ty = place()
     own = WEIGHTS + ty * WEIGHTS_PITCH
     cuda.syncthreads()
-    load_tile(b, I(0), I(0), KEYS, shape, shared, I(0))
-    stage = I(0)
+    load_tile(b, 0, 0, KEYS, shape, shared, 0)
+    stage = 0
     for first in range(0, b.count, KEYS):
         cuda.syncthreads()
-        other = I(STAGE) - stage
+        other = STAGE - stage
         if first + KEYS < b.count:
-            load_tile(b, I(first + KEYS), I(0), KEYS, shape, shared, other)
+            load_tile(b, first + KEYS, 0, KEYS, shape, shared, other)
         rows = stage + 4 * tx
         if careful:
             for k in range(rolled(KEYS)):
                 for i in range(ROWS_EACH):
                     weight = at(shared, own + i * TY * WEIGHTS_PITCH + first + k)
-                    if weight != F(0):
+                    if weight != ZERO:
                         for c in range(0, shape.pitch // TX, 4):
                             y = at4(shared, rows + k * shape.pitch + c * TX)
                             for e in range(4):
@@ -187,7 +187,7 @@ def accumulate(b, shape, sums, shared, careful):
 def clear(sums, width):
     for i in range(ROWS_EACH):
         for c in range(width):
-            sums[i, c] = F(0)
+            sums[i, c] = ZERO
 
 
 @device
@@ -225,7 +225,7 @@ def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, n_q, k0, n_k):
             if row < n_q and k < n_k:
                 scaled = s[i, j] * scale
                 if with_slopes:
-                    slopes[i, j] = score_slope(scaled, b, h, row, row + offset, k, p) if HAS_SCORE else F(1)
+                    slopes[i, j] = score_slope(scaled, b, h, row, row + offset, k, p) if HAS_SCORE else ONE
                 s[i, j] = modify(scaled, state, b, h, row, row + offset, k, p)
             else:
                 s[i, j] = HIDDEN

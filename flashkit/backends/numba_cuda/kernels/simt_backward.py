@@ -22,30 +22,30 @@ def weights_and_gradients(p, state, s, dp, slope, b, h, row0, k0, n_k):
     for i in range(ROWS_EACH):
         for j in range(COLUMNS_EACH):
             row = row0 + (tx + j * TX if BACKWARD_KEYS else ty + i * TY)
-            shift, delta = INFINITE, F(0)
+            shift, delta = INFINITE, ZERO
             if row < p.n_q:
-                shift = load(F, number_address(p.shift, b, h, row), I(0))
-                delta = load(F, number_address(p.delta, b, h, row), I(0))
+                shift = load(F, number_address(p.shift, b, h, row), 0)
+                delta = load(F, number_address(p.delta, b, h, row), 0)
             weight = weight_of((s[i, j] - shift) * LOG2E)
             gradient = weight * (dp[i, j] - delta) * F(p.scale)
             if HAS_SCORE:
                 gradient *= slope[i, j]
-            s[i, j], dp[i, j] = weight, F(0) if weight == F(0) else gradient
+            s[i, j], dp[i, j] = weight, ZERO if weight == ZERO else gradient
 
 
 @device
 def ones(factor):
     for i in range(ROWS_EACH):
-        factor[i] = F(1)
+        factor[i] = ONE
 
 
 @device
 def keys_tile(p, shared):
     """dK and dV of one tile of keys."""
-    block, heads_kv = I(cuda.blockIdx.x), p.heads // I(GROUP)
+    block, heads_kv = I(cuda.blockIdx.x), p.heads // GROUP
     head_kv, b = block % heads_kv, block // heads_kv % p.batch
-    k0, n_k = block // (heads_kv * p.batch) * I(BLOCK_K), keys_of(p, b)
-    k1 = min(k0 + I(BLOCK_K), n_k)
+    k0, n_k = block // (heads_kv * p.batch) * BLOCK_K, keys_of(p, b)
+    k1 = min(k0 + BLOCK_K, n_k)
     k, v = rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K), rows_of(p.v, b, head_kv, k0, n_k, BLOCK_K)
 
     s, dp = cuda.local.array((ROWS_EACH, COLUMNS_EACH), F_TYPE), cuda.local.array((ROWS_EACH, COLUMNS_EACH), F_TYPE)
@@ -56,11 +56,11 @@ def keys_tile(p, shared):
     while again:
         clear(dk, WIDTH_QK)
         clear(dv, WIDTH_V)
-        h = head_kv * I(GROUP)
-        while h < (head_kv + I(1)) * I(GROUP) and k0 < n_k:
+        h = head_kv * GROUP
+        while h < (head_kv + 1) * GROUP and k0 < n_k:
             walk = walk_queries(p, b, h, k0, k1, p.n_q)
             while walk.state != EMPTY:
-                row0 = walk.tile * I(BLOCK_Q)
+                row0 = walk.tile * BLOCK_Q
                 q, dout = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q), rows_of(p.dout, b, h, row0, p.n_q, BLOCK_Q)
                 scores(k, q, CHUNK_QK, s, shared)
                 scores(v, dout, CHUNK_V, dp, shared)
@@ -73,7 +73,7 @@ def keys_tile(p, shared):
                 store_weights(dp, shared)
                 accumulate(q, SUMS_QK, dk, shared, careful)
                 walk = next_tile(p, walk)
-            h += I(1)
+            h += 1
         # Keys past a sequence's length take part in nothing and get 0.
         finite_k = store_sums(dk, SUMS_QK, factor, p.dk, b, head_kv, k0, p.n_k)
         finite_v = store_sums(dv, SUMS_V, factor, p.dv, b, head_kv, k0, p.n_k)
@@ -84,10 +84,10 @@ def keys_tile(p, shared):
 @device
 def queries_tile(p, shared):
     """dQ of one tile of queries."""
-    block, tiles = I(cuda.blockIdx.x), (p.n_q + I(BLOCK_Q - 1)) // I(BLOCK_Q)
+    block, tiles = I(cuda.blockIdx.x), (p.n_q + BLOCK_Q - 1) // BLOCK_Q
     h, b = block % p.heads, block // p.heads % p.batch
-    row0, head_kv, n_k = (tiles - I(1) - block // (p.heads * p.batch)) * I(BLOCK_Q), h // I(GROUP), keys_of(p, b)
-    row1 = min(row0 + I(BLOCK_Q), p.n_q)
+    row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GROUP, keys_of(p, b)
+    row1 = min(row0 + BLOCK_Q, p.n_q)
     q, dout = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q), rows_of(p.dout, b, h, row0, p.n_q, BLOCK_Q)
 
     s, dp = cuda.local.array((ROWS_EACH, COLUMNS_EACH), F_TYPE), cuda.local.array((ROWS_EACH, COLUMNS_EACH), F_TYPE)
@@ -99,7 +99,7 @@ def queries_tile(p, shared):
         clear(dq, WIDTH_QK)
         walk = walk_keys(p, b, h, row0, row1, n_k)
         while walk.state != EMPTY:
-            k0 = walk.tile * I(BLOCK_K)
+            k0 = walk.tile * BLOCK_K
             k = rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K)
             scores(q, k, CHUNK_QK, s, shared)
             scores(dout, rows_of(p.v, b, head_kv, k0, n_k, BLOCK_K), CHUNK_V, dp, shared)

@@ -40,9 +40,9 @@ def online_softmax(s, m, l, output):
             top = larger(top, s[i, j])
         top = across_row(top, larger)
         # A query that has seen no key yet keeps the shift 0, so that -inf - shift stays -inf.
-        shift = F(0) if top == HIDDEN else top
+        shift = ZERO if top == HIDDEN else top
         factor = weight_of((m[i] - shift) * LOG2E)
-        total = F(0)
+        total = ZERO
         for j in range(COLUMNS_EACH):
             s[i, j] = weight_of((s[i, j] - shift) * LOG2E)
             total += s[i, j]
@@ -58,28 +58,28 @@ def finish(p, b, h, row0, m, l, output):
     tx, ty = place()
     factor = cuda.local.array(ROWS_EACH, F_TYPE)
     for i in range(ROWS_EACH):
-        top, total, rescaled = m[i], across_row(l[i], sum_of), F(1)
+        top, total, rescaled = m[i], across_row(l[i], sum_of), ONE
         if HAS_SINKS:  # one more logit in the sum, without a value
             sink = load(F, p.sinks, h)
             if sink != HIDDEN:
                 old, top = top, larger(top, sink)
                 rescaled = weight_of((old - top) * LOG2E)
                 total = total * rescaled + weight_of((sink - top) * LOG2E)
-        empty = total == F(0)  # no key is visible
-        factor[i] = F(0) if empty else rescaled / total
+        empty = total == ZERO  # no key is visible
+        factor[i] = ZERO if empty else rescaled / total
         row = row0 + ty + i * TY
         if tx == 0 and row < p.n_q:
-            store(F, number_address(p.lse, b, h, row), I(0), HIDDEN if empty else top + log(total))
+            store(F, number_address(p.lse, b, h, row), 0, HIDDEN if empty else top + log(total))
     return store_sums(output, SUMS_V, factor, p.out, b, h, row0, p.n_q)
 
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def simt_forward(p):
     shared = cuda.shared.array(0, F_TYPE)
-    block, tiles = I(cuda.blockIdx.x), (p.n_q + I(BLOCK_Q - 1)) // I(BLOCK_Q)
+    block, tiles = I(cuda.blockIdx.x), (p.n_q + BLOCK_Q - 1) // BLOCK_Q
     h, b = block % p.heads, block // p.heads % p.batch
-    row0, head_kv, n_k = (tiles - I(1) - block // (p.heads * p.batch)) * I(BLOCK_Q), h // I(GROUP), keys_of(p, b)
-    row1 = min(row0 + I(BLOCK_Q), p.n_q)
+    row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GROUP, keys_of(p, b)
+    row1 = min(row0 + BLOCK_Q, p.n_q)
     q = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q)
 
     s = cuda.local.array((ROWS_EACH, COLUMNS_EACH), F_TYPE)
@@ -90,10 +90,10 @@ def simt_forward(p):
     while again:
         clear(output, WIDTH_V)
         for i in range(ROWS_EACH):
-            m[i], l[i] = HIDDEN, F(0)
+            m[i], l[i] = HIDDEN, ZERO
         walk = walk_keys(p, b, h, row0, row1, n_k)
         while walk.state != EMPTY:
-            k0 = walk.tile * I(BLOCK_K)
+            k0 = walk.tile * BLOCK_K
             scores(q, rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K), CHUNK_QK, s, shared)
             modify_tile(p, walk.state, s, s, False, b, h, row0, p.n_q, k0, n_k)
             online_softmax(s, m, l, output)

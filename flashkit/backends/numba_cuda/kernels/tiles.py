@@ -27,7 +27,7 @@ def keys_of(p, b):
     """Keys of a batch entry. Lengths on the device cannot be checked by the host; so they are clamped here."""
     if p.kv_lengths == 0:
         return p.n_k
-    return min(max(load(np.int64, p.kv_lengths, b), I(0)), p.n_k)
+    return min(max(load(np.int64, p.kv_lengths, b), 0), p.n_k)
 
 
 @device
@@ -59,38 +59,38 @@ Walk = namedtuple(
 @device
 def walk_keys(p, b, h, row0, row1, n_k):
     """Tiles of BLOCK_K keys that rows row0 ... row1 - 1 see some of."""
-    start = Walk(I(-1), I(FULL), b, h, row0, row1, n_k, True, I(-32), I(0), I(0), I(-32), I(0))
+    start = Walk(-1, FULL, b, h, row0, row1, n_k, True, -32, 0, 0, -32, 0)
     return next_tile(p, start)
 
 
 @device
 def walk_queries(p, b, h, k0, k1, n_q):
     """Tiles of BLOCK_Q rows that see some of the keys k0 ... k1 - 1."""
-    start = Walk(I(-1), I(FULL), b, h, k0, k1, n_q, False, I(-32), I(0), I(0), I(-32), I(0))
+    start = Walk(-1, FULL, b, h, k0, k1, n_q, False, -32, 0, 0, -32, 0)
     return next_tile(p, start)
 
 
 @device
 def tiles_of(walk):
-    block = I(BLOCK_K) if walk.along_keys else I(BLOCK_Q)
-    return (walk.n + block - I(1)) // block
+    block = BLOCK_K if walk.along_keys else BLOCK_Q
+    return (walk.n + block - 1) // block
 
 
 @device
 def tile_state(p, b, h, offset, row0, row1, k0, k1):
     """State of rows row0 ... row1 - 1 and keys k0 ... k1 - 1, at least one of each."""
     if not HAS_MASK:
-        return I(FULL)
-    return I(classify(b, h, row0, row1 - I(1), row0 + offset, row1 - I(1) + offset, k0, k1 - I(1), p))
+        return FULL
+    return I(classify(b, h, row0, row1 - 1, row0 + offset, row1 - 1 + offset, k0, k1 - 1, p))
 
 
 @device
 def look(p, walk, first, last):
     """State of tiles first ... last - 1."""
-    block = I(BLOCK_K) if walk.along_keys else I(BLOCK_Q)
+    block = BLOCK_K if walk.along_keys else BLOCK_Q
     start, end = first * block, min(last * block, walk.n)
     if start >= walk.n:
-        return I(EMPTY)
+        return EMPTY
     offset = offset_of(p, walk.b)
     if walk.along_keys:
         return tile_state(p, walk.b, walk.h, offset, walk.start, walk.end, start, end)
@@ -101,32 +101,32 @@ if HAS_MASK:
 
     @device
     def next_tile(p, walk):
-        lane, tiles = thread_here() & I(31), tiles_of(walk)
+        lane, tiles = thread_here() & 31, tiles_of(walk)
         chunk, live, full, first_group, groups = walk.chunk, walk.live, walk.full, walk.first_group, walk.groups
         over = False
-        while live == I(0) and not over:
+        while live == 0 and not over:
             if CLASSIFY_MANY:
-                while groups == I(0) and not over:
-                    first_group += I(32)
-                    over = first_group * I(32) >= tiles
+                while groups == 0 and not over:
+                    first_group += 32
+                    over = first_group * 32 >= tiles
                     if not over:
-                        group = (first_group + lane) * I(32)
-                        groups = ballot(look(p, walk, group, group + I(32)) != I(EMPTY))
+                        group = (first_group + lane) * 32
+                        groups = ballot(look(p, walk, group, group + 32) != EMPTY)
                 if not over:
-                    chunk = (first_group + lowest_bit(groups)) * I(32)
-                    groups &= groups - I(1)
+                    chunk = (first_group + lowest_bit(groups)) * 32
+                    groups &= groups - 1
             else:
-                chunk += I(32)
+                chunk += 32
                 over = chunk >= tiles
             if not over:
-                state = look(p, walk, chunk + lane, chunk + lane + I(1))
-                live = ballot(state != I(EMPTY))
-                full = ballot(state == I(FULL))
-        tile, state = I(-1), I(EMPTY)
+                state = look(p, walk, chunk + lane, chunk + lane + 1)
+                live = ballot(state != EMPTY)
+                full = ballot(state == FULL)
+        tile, state = -1, EMPTY
         if not over:
             bit = lowest_bit(live)
-            tile, state = chunk + bit, I(FULL) if (full >> bit) & I(1) else I(PARTIAL)
-            live &= live - I(1)
+            tile, state = chunk + bit, FULL if (full >> bit) & 1 else PARTIAL
+            live &= live - 1
         return Walk(
             tile,
             state,
@@ -147,9 +147,9 @@ else:
 
     @device
     def next_tile(p, walk):
-        tile = walk.tile + I(1)
+        tile = walk.tile + 1
         return Walk(
-            tile, I(FULL) if tile < tiles_of(walk) else I(EMPTY), walk.b, walk.h, walk.start, walk.end, walk.n,
+            tile, FULL if tile < tiles_of(walk) else EMPTY, walk.b, walk.h, walk.start, walk.end, walk.n,
             walk.along_keys, walk.chunk, walk.live, walk.full, walk.first_group, walk.groups,
         )  # fmt: skip
 
@@ -187,7 +187,7 @@ def philox(seed, key_group, row, h, b):
 @device
 def drop(weight, p, b, h, row, key):
     """A weight, dropped or scaled."""
-    word0, word1, word2, word3 = philox(p.seed, key >> I(2), row, h, b)
-    lane = key & I(3)
+    word0, word1, word2, word3 = philox(p.seed, key >> 2, row, h, b)
+    lane = key & 3
     word = word0 if lane == 0 else word1 if lane == 1 else word2 if lane == 2 else word3
-    return weight * F(p.kept_scale) if word >= p.threshold else F(0)
+    return weight * F(p.kept_scale) if word >= p.threshold else ZERO
