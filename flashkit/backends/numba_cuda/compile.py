@@ -108,6 +108,8 @@ def one_structure(text: str, name: str, maps: Sequence[str]) -> str:
     text = re.sub(rf"\[{re.escape(numbas)}_param_(\d+)\]", lambda m: f"[{name}_params+{8 * int(m[1])}]", text)
     # What Numba's own runtime would look for; several kernels have the same ones.
     text = re.sub(r"^\.common \.global .*NumbaEnv.*;$", "", text, flags=re.MULTILINE)
+    # Numba aligns a block's dynamic memory to its elements; kernels read four at once.
+    text = re.sub(r"^\.extern \.shared \.align [248] ", ".extern .shared .align 16 ", text, flags=re.MULTILINE)
     return text.replace(numbas, name)
 
 
