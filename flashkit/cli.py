@@ -422,7 +422,7 @@ def autotune(
     budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.", min=0)] = None,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write the profile here [the user's profile directory].")] = None,
-    backend: Annotated[str | None, typer.Option(help="Tune this one: cpu, cupy_raw [all that are available].")] = None,
+    backend: Annotated[str | None, typer.Option(help="cpu, cupy_raw or numba_cuda [the first two].")] = None,
 ) -> None:
     """Measure this machine, find its best tiles, and write them to a profile. Ctrl-C keeps what was measured."""
     tune = _part("tune")

@@ -156,7 +156,7 @@ def _cuda() -> Report:
     """Driver, devices as nvidia-smi lists them, and whether CuPy can use one."""
     import ctypes
 
-    found: Report = {"driver": None, "devices": [], "cupy": None, "compiler": _nvrtc()}
+    found: Report = {"driver": None, "devices": [], "cupy": None, "compiler": _nvrtc(), "numba": _numba_cuda()}
     try:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         number = ctypes.c_int()
@@ -189,6 +189,19 @@ def _nvrtc() -> str:
         known = compiler.architectures()
         version = ".".join(map(str, compiler.version()))
         return f"NVRTC {version}, for sm_{known[0]} to sm_{known[-1]}"
+    except Exception as error:
+        return f"cannot be used: {type(error).__name__}: {error}"
+
+
+def _numba_cuda() -> str:
+    """What makes machine code of kernels in Python: its versions, or what is missing."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        return "none: numba-cuda is not installed"
+    try:
+        from .backends.numba_cuda import assemble, compile
+
+        compile.check()
+        return f"numba-cuda {importlib.metadata.version('numba-cuda')}, ptxas {assemble.version()}"
     except Exception as error:
         return f"cannot be used: {type(error).__name__}: {error}"
 
@@ -421,6 +434,7 @@ _ROWS: dict[str, Callable[[Any], _Rows]] = {
         ("devices", "; ".join(it["devices"]) or "none"),
         ("cupy", it["cupy"]),
         ("compiler", it["compiler"]),
+        ("numba", it["numba"]),
     ],
     "cache": _cache_rows,
     "profiles": _profile_rows,

@@ -280,14 +280,16 @@ class Subject(Protocol):
 
 
 def subjects(backend: str | None = None) -> list[Subject]:
-    """What can be tuned here: this backend, or all that are available. ValueError where it is none of them."""
+    """What can be tuned here: this backend, or those that are available of what most calls use. ValueError where it is
+    none that is tuned.
+    """
     from .tune_cpu import Cpu
     from .tune_cuda import Cuda
 
-    known = "cpu", "cupy_raw"
+    known = "cpu", "cupy_raw", "numba_cuda"
     if backend is not None and backend not in known:
-        raise ValueError(f"backend {backend!r} is not tuned; {' and '.join(known)} are")
-    said = {name: _available(name) for name in known if backend in (None, name)}
+        raise ValueError(f"backend {backend!r} is not tuned; {', '.join(known)} are")
+    said = {name: _available(name) for name in (known[:2] if backend is None else [backend])}
     if backend is not None and said[backend]:
         raise ValueError(f"backend {backend!r} cannot be tuned here: {said[backend]}")
     able = [name for name, reason in said.items() if not reason]
@@ -507,7 +509,7 @@ def autotune(
 ) -> list[Found]:  # fmt: skip
     """Tune backends and write the user's profiles of their devices; tables on stdout, progress on stderr.
 
-    backend: the one to tune, by default all that can be and are available. budget: seconds for each, after which
+    backend: the one to tune, by default cpu and cupy_raw as they are available. budget: seconds for each, after which
     nothing more is started; what was found by then is written. output: the profile's file, instead of the user's.
     clock, tuned: for tests. ValueError for an unknown dtype or backend, and for one output of several backends.
     """

@@ -217,11 +217,11 @@ def test_generations_of_one_problem_are_rivals(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [subject.backend for subject in tune.subjects("cpu")] == ["cpu"]
     assert "cpu" in [subject.backend for subject in tune.subjects()]
-    with pytest.raises(ValueError, match="'abacus' is not tuned; cpu and cupy_raw are"):
+    with pytest.raises(ValueError, match="'abacus' is not tuned; cpu, cupy_raw, numba_cuda are"):
         tune.subjects("abacus")
     monkeypatch.setattr(dispatch, "registry", dict)
     with pytest.raises(ValueError, match="cannot be tuned here: it is not installed"):
-        tune.subjects("cupy_raw")
+        tune.subjects("numba_cuda")
 
 
 def test_one_output_is_of_one_device(tmp_path: Path) -> None:
