@@ -1,7 +1,8 @@
 """What the documents say is run: Python blocks, links, paths, commands, YAML, environment variables.
 
 A fence says how its block is treated. Blocks tagged `python` run in order in one namespace a file; a `text` block right
-after one is what it must have printed. `python notest` and `text example` are left alone.
+after one is what it must have printed. `python notest` and `text example` are left alone; a `python excerpt` is of a
+kernel, whose tests look for it there.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def test_python_blocks_run_and_print_what_they_say(file: Path, monkeypatch: pyte
     for block, following in itertools.pairwise(all_blocks):
         if block.info != "python":
             if block.info.startswith("python"):
-                assert block.info == "python notest", f"{relative(file)}:{block.line}"
+                assert block.info in ("python notest", "python excerpt"), f"{relative(file)}:{block.line}"
             continue
         printed = io.StringIO()
         # As many lines before it as in the document, so that a traceback names the document's line.

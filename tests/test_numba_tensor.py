@@ -4,7 +4,9 @@ instructions meant. On a device they run with test_cupy_raw.py and test_conforma
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,3 +102,16 @@ def test_tiles_are_checked() -> None:
     spec = AttentionSpec("bfloat16", 128, 128)
     assert sm90.forward_candidates(spec, HOPPER)[0] == sm90.forward_tile(spec)
     assert all(tile.shared_memory(spec) <= HOPPER.shared_per_block for tile in sm90.forward_candidates(spec, HOPPER))
+
+
+def test_the_tutorial_shows_the_kernels_own_lines() -> None:
+    root = Path(__file__).resolve().parents[1]
+    folder = root / "flashkit" / "backends" / "numba_cuda"
+    texts = [path.read_text() for path in sorted(folder.rglob("*.py"))]
+    excerpts = re.findall(r"^```python excerpt\n(.*?)^```$", (root / "docs/numba_hopper.md").read_text(), re.S | re.M)
+    assert len(excerpts) > 5
+    for excerpt in excerpts:
+        missing = [line for line in excerpt.splitlines() if not any(line in text for text in texts)]
+        assert not missing, missing
+        together = excerpt in "\n".join(texts) or len(excerpt.splitlines()) <= 2
+        assert together, excerpt
