@@ -68,8 +68,8 @@ def attention(
     out
         Where to put the result, of its shape and dtype.
     deterministic
-        The forward pass always gives the same bits for the same inputs; with True the backward pass does so on a
-        GPU too.
+        The forward pass always gives the same bits for the same inputs; with True, or where the process has
+        FLASHKIT_DETERMINISTIC=1, the backward pass does so on a GPU too.
     precision
         "tf32" allows one-term TensorFloat-32 products for float32 where the device has them, which only GPUs do; None
         or "highest" is full float32.

@@ -6,6 +6,7 @@ Every error names the argument, what came and what would fit.
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Sequence
 from functools import lru_cache
@@ -129,7 +130,7 @@ def prepare(
         raise ValueError(f"precision is {precision!r}; one of {', '.join(map(repr, PRECISIONS))} fits")
     spec = AttentionSpec(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
-        kv_lengths is not None, _flag("deterministic", deterministic), None if precision == "highest" else precision,
+        kv_lengths is not None, _deterministic(deterministic), None if precision == "highest" else precision,
     )  # fmt: skip
     problem = Problem(spec, batch, heads, n_q, n_k, kind)
     direct = out is not None and _direct(out, q, k, v, *values.values())
@@ -267,6 +268,11 @@ def _flag(name: str, value: Any, hint: str = "") -> bool:
         given = f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(value)
         raise TypeError(f"{name} is {given}; True or False fits{hint}")
     return bool(value)
+
+
+def _deterministic(value: Any) -> bool:
+    """What the call or the process (FLASHKIT_DETERMINISTIC) asks for."""
+    return _flag("deterministic", value) or (os.environ.get("FLASHKIT_DETERMINISTIC") or "0") != "0"
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:

@@ -71,7 +71,7 @@ def _known(name: str, source: str) -> str:
 
 def state() -> tuple[Any, ...]:
     """All beyond a call's own arguments that its plan depends on, to compare: equal states, equal plans."""
-    return _generation, _forced.get(), host.variable("FLASHKIT_BACKEND")
+    return _generation, _forced.get(), host.variable("FLASHKIT_BACKEND"), host.variable("FLASHKIT_DETERMINISTIC")
 
 
 def forced(backend: str | None = None) -> str | None:

@@ -178,6 +178,18 @@ def test_a_process_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == "cpu"
 
 
+def test_the_process_may_ask_for_repeatable_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls that are kept too: the variable belongs to what they are kept by."""
+    x = np.ones((1, 1, 4, 8), np.float32)
+    plain, before = prepare(x, x, x)[0].spec, dispatch.state()
+    assert not plain.deterministic
+    monkeypatch.setenv("FLASHKIT_DETERMINISTIC", "1")
+    assert prepare(x, x, x)[0].spec == prepare(x, x, x, deterministic=True)[0].spec != plain
+    assert dispatch.state() != before
+    monkeypatch.setenv("FLASHKIT_DETERMINISTIC", "0")
+    assert prepare(x, x, x)[0].spec == plain
+
+
 @pytest.mark.parametrize("source", ["backend", "use_backend", "FLASHKIT_BACKEND"])
 def test_unknown_names(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     def ask() -> None:
