@@ -25,6 +25,12 @@
 // has a bit for each pair of tiles. Blocks take their work in that order, so whoever waits, waits for a block that runs;
 // and all go from the last queries to the first, so that soon each follows the one before at a distance, and waits no more.
 //
+// Measured on an H200, bfloat16. In order, with the next item asked for while the last one is worked at: 1.3 to 2 times
+// slower, for who has waited at one item then comes late to another that others wait for. 4, 8 or 16 heads at a time: the
+// same within 5 %; under a causal mask, in any order, 1 or as many as 12 or 30 MB hold: the same. Two tiles of P and dS
+// and one meeting, instead of one and two: 4 % faster under a causal mask. Compiled with ptxas 13.0: 80 keys of 256
+// columns find no registers; nor do 128 keys under a mask with 232 registers for those that multiply.
+//
 // Constants of the head: BLOCK_Q, BLOCK_K, STAGES, DOUT_STAGES, KEY_BUFFERS, KEYS_SHARED, ORDERED, REGISTERS,
 // REGISTERS_LOADING, WATCHDOG, HAS_LENGTHS, SMALL_SCORE (modification.is_small).
 #include "sm90.cuh"
