@@ -19,7 +19,7 @@ from .launch import Block
 
 TENSORS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "shift", "delta", "partial", "partial_lse",
-    "q_unit", "k_unit", "v_unit",
+    "q_unit", "k_unit", "v_unit", "dout_unit",
 )  # fmt: skip
 WORDS = (
     "sinks", "dsinks", "q_offset", "kv_lengths", "offset", "batch", "heads", "n_q", "n_k", "splits", "ticket",

@@ -177,7 +177,8 @@ class Sm90Forward:
         dim, dim_v, keys = spec.head_dim, spec.head_dim_v, tile.block_k
         boxes = ("q", dim, pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys)
         if self.split:
-            maps, held = self.split.terms(arguments, pack, stream)
+            (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), True)
+            maps = [q.map(64, pack), k.map(keys), v.map(keys)]
         else:
             maps, held = [tensor_map(arguments, *box) for box in boxes], None
         maps.append(tensor_map(arguments, "out", dim_v, pack, 64))

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ...spec import AttentionSpec
-from ..cuda_common import compiler
+from ...spec import AttentionSpec, Problem
+from ..cuda_common import compiler, verify
 from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.launch import MAX_GRID, Block, scratch
-from ..cuda_common.sm90_maps import encode
+from ..cuda_common.rows import RowKernels
+from ..cuda_common.sm90_maps import Launch, encode
 from . import specialise
+from .sm80 import Sm80Backward
+from .sm90_products import text as products
 
 MAX_DIM = 128
 """Wider sums of a tile and of all tiles do not both fit in registers."""
 
 _ALIGNED = 256  # bytes
 _THREADS = 256  # of a block: kernels/sm90_split.cu
+_TENSORS = 4  # at most
+_QUERIES, _KEYS, _VALUES = range(3)  # of which gradient: kernels/sm90_float32_backward.cu
+_ROWS, _THREADS_BACKWARD = 128, 384  # of a block
+_LIST = 4 * 224  # bytes of kernels/sm90.cuh: TileList
 
 
 def parts(spec: AttentionSpec) -> int:
@@ -25,7 +34,7 @@ def parts(spec: AttentionSpec) -> int:
 
 
 class Split:
-    """Brings q, k and v into terms, in memory of CuPy's pool that is as large as they are, or half of that."""
+    """Brings tensors into terms, in memory of CuPy's pool that is as large as they are, or half of that."""
 
     def __init__(self, spec: AttentionSpec, rows: int, device: Device) -> None:
         self.spec, self.rows, self.parts = spec, rows, parts(spec)
@@ -33,34 +42,130 @@ class Split:
         self.library = specialise.library("sm90_split", spec, constants, compiler.target(device.capability))
         self._kernel = self.library.kernel("sm90_split", device)
 
-    def terms(self, arguments: Arguments, pack: int, stream: int) -> tuple[list[Any], Any]:
-        """Enqueue the splitting; tensor maps of the terms of q, k and v, and their memory, to be held until all that
-        reads it is enqueued. The arguments get the units.
+    def terms(self, arguments: Arguments, stream: int, names: Sequence[str], by_row: bool) -> tuple[list[Terms], Any]:
+        """Enqueue the splitting of q, k, v and perhaps dout; their terms, and the memory of these, to be held until all
+        that reads it is enqueued. The arguments get the units. by_row: rows of q have units of their own.
         """
-        spec, words = self.spec, arguments.words
-        tensors = [("q", spec.head_dim, arguments.heads, arguments.n_q)]
-        dims = zip("kv", (spec.head_dim, spec.head_dim_v))
-        tensors += [(name, dim, arguments.heads_kv, arguments.n_k) for name, dim in dims]
-        places, ends, at, blocks = [], list[int](), 0, 0
-        for name, dim, heads, tokens in tensors:
-            columns, tiles = self.parts * -(-dim // 64) * 64, -(-tokens // self.rows)
-            numbers = tokens if name == "q" else tiles  # units of a head
-            unit = at + -(-2 * arguments.batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
-            places.append((at, unit, columns, numbers))
-            at = unit + -(-4 * arguments.batch * heads * numbers // _ALIGNED) * _ALIGNED
-            blocks += arguments.batch * heads * tiles
-            ends.append(blocks)
+        spec, words, batch = self.spec, arguments.words, arguments.batch
+        found, ends, at, blocks = list[tuple[Terms, int, int]](), [0] * _TENSORS, 0, 0
+        for i, name in enumerate(names):
+            of_q = name in ("q", "dout")
+            heads, tokens = (arguments.heads, arguments.n_q) if of_q else (arguments.heads_kv, arguments.n_k)
+            columns = self.parts * -(-(spec.head_dim if name in ("q", "k") else spec.head_dim_v) // 64) * 64
+            tiles = -(-tokens // self.rows)
+            numbers = tokens if by_row and name == "q" else tiles  # units of a head
+            unit = at + -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
+            found.append((Terms(at, columns, heads, tokens, batch), unit, numbers))
+            at = unit + -(-4 * batch * heads * numbers // _ALIGNED) * _ALIGNED
+            blocks += batch * heads * tiles
+            ends[i:] = [blocks] * (_TENSORS - i)
         if blocks > MAX_GRID:
             raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
         memory = scratch(at, "int8")
-        maps, block, base = [], list[int](), memory.data.ptr
-        for (name, _, heads, tokens), (terms, unit, columns, numbers) in zip(tensors, places):
-            place = base + terms, heads * tokens * columns, tokens * columns, columns
-            units = base + unit, heads * numbers, numbers, 1
+        block, base = list[int](), memory.data.ptr
+        for name, (terms, unit, numbers) in zip(names, found):
+            terms.address += base
+            units = base + unit, terms.heads * numbers, numbers, 1
             words[AT[f"{name}_unit"] : AT[f"{name}_unit"] + 4] = list(units)
-            lengths = 0 if name == "q" else words[AT["kv_lengths"]]
-            block += [*words[AT[name] : AT[name] + 4], *place, *units, lengths, heads, tokens, name == "q"]
-            box = (pack, 64) if name == "q" else (1, self.rows)
-            maps.append(encode("float16", *place, columns, box[0], heads, tokens, arguments.batch, box[1]))
+            lengths = words[AT["kv_lengths"]] if name in ("k", "v") else 0
+            block += [*words[AT[name] : AT[name] + 4], *terms.place, *units, lengths, terms.heads, terms.tokens]
+            block.append(by_row and name == "q")
+        block += [0] * (len(block) // len(names) * (_TENSORS - len(names)))
         self._kernel.launch(blocks, _THREADS, Block([*block, *ends]), stream)
-        return maps, memory
+        return [terms for terms, _, _ in found], memory
+
+
+@dataclass
+class Terms:
+    """Where the terms of a tensor lie."""
+
+    address: int
+    columns: int
+    heads: int
+    tokens: int
+    batch: int
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Address and strides, in elements."""
+        return self.address, self.heads * self.tokens * self.columns, self.tokens * self.columns, self.columns
+
+    def map(self, rows: int, pack: int = 1) -> Any:
+        """The tensor map for boxes of `rows` rows, of `pack` heads."""
+        return encode("float16", *self.place, self.columns, pack, self.heads, self.tokens, self.batch, rows)
+
+
+@dataclass(frozen=True)
+class Sm90Float32BackwardTile:
+    """Tokens that are loaded at once, beside 128 rows, and how many of such tiles: kernels/sm90_float32_backward.cu."""
+
+    block: int
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        if self.block % 16 or not 16 <= self.block <= 128 or self.stages < 2:
+            raise ValueError(f"{self=}: block is a multiple of 16 up to 128, stages are two or more")
+
+    def shared_memory(self, spec: AttentionSpec, of: int) -> int:
+        """Bytes of a block of threads."""
+        q, v = (parts(spec) * -(-dim // 64) for dim in (spec.head_dim, spec.head_dim_v))
+        rows = _ROWS * (q + (v if of != _VALUES else 0)) + self.stages * self.block * (q + v)
+        return 128 * rows + 8 + 24 * self.stages + _LIST
+
+    def constants(self, spec: AttentionSpec, of: int) -> dict[str, int]:
+        """What kernels/sm90_float32_backward.cu asks for."""
+        from .sm90 import WATCHDOG
+
+        return {"OF": of, "BLOCK": self.block, "STAGES": self.stages, "PARTS": parts(spec), "WATCHDOG": WATCHDOG}
+
+
+def backward_tile(spec: AttentionSpec) -> Sm90Float32BackwardTile:
+    """The largest that fits."""
+    return Sm90Float32BackwardTile(64 if max(spec.head_dim, spec.head_dim_v) <= 64 or parts(spec) == 1 else 48)
+
+
+class Sm90Float32Backward:
+    """The backward pass: rows prepared, tensors split, then a kernel for each gradient."""
+
+    def __init__(self, problem: Problem, device: Device, why: str = "chosen for an H200") -> None:
+        spec = problem.spec
+        self.problem, self.device, self.tile, self.why = problem, device, backward_tile(spec), why
+        arch, block = compiler.target(device.capability), self.tile.block
+        self.split = Split(spec, block, device)
+        self.rows = RowKernels(specialise.library, spec, device)
+        self.libraries, self._kernels = [self.split.library, self.rows.library], []
+        for of in (_QUERIES, _KEYS, _VALUES):
+            text = products("float16", [block], [-(-(spec.head_dim_v if of == _VALUES else spec.head_dim) // 16) * 16])
+            constants = tuple(self.tile.constants(spec, of).items())
+            library = specialise.library("sm90_float32_backward", spec, constants, arch, text)
+            self.libraries.append(library)
+            shared = self.tile.shared_memory(spec, of)
+            self._kernels.append(library.kernel("sm90_float32_backward", device, shared))
+        self._other: Sm80Backward | None = None
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        # With a scale that is not positive a hidden pair's -inf would change its sign.
+        if not (arguments.n_q and arguments.n_k and arguments.scale > 1e-30):
+            return self.other().run(arguments, stream)
+        block, batch = self.tile.block, arguments.batch
+        self.rows.prepare(arguments, stream, block)
+        (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), False)
+        for of, kernel in zip((_QUERIES, _KEYS, _VALUES), self._kernels):
+            rows, columns = ((q, dout), (k, v)) if of == _QUERIES else ((k, v), (q, dout))
+            blocks = -(-rows[0].tokens // _ROWS) * rows[0].heads * batch
+            if blocks > MAX_GRID:
+                raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+            maps = [*(each.map(64) for each in rows), *(each.map(block) for each in columns)]
+            if blocks:
+                kernel.launch(blocks, _THREADS_BACKWARD, Launch(arguments, maps), stream)  # type: ignore[arg-type]
+        self.rows.finish(arguments, stream)
+        del held  # what the kernels read, until they are enqueued
+        return None
+
+    def other(self) -> Sm80Backward:
+        """For calls without rows or keys, and for other scales."""
+        if self._other is None:
+            other = Sm80Backward(self.problem, self.device)
+            verify.trusted(other, self.problem.spec, self.device, "backward")
+            self._other = other
+        return self._other

@@ -40,7 +40,7 @@ struct Params {
     Tensor dout, dlse, dq, dk, dv;                       // backward; dlse.data may be null
     Tensor shift, delta;                                 // backward: log-sum-exp with +inf for empty rows; rowsum(dO * O) - dlse
     Tensor partial, partial_lse;                         // split keys: results of the parts, float, part the first axis
-    Tensor q_unit, k_unit, v_unit;                       // float32 as terms of float16: what 1 stands for in a row or tile
+    Tensor q_unit, k_unit, v_unit, dout_unit;            // float32 as terms of float16: what 1 stands for in a row or tile
     const void* sinks;                                   // (Hq,) in computing precision
     void* dsinks;                                        // (Hq,) in computing precision, or null
     const long long* q_offset;                           // (B,), or null: `offset` for all

@@ -17,6 +17,7 @@
 // NaN or huge; and so is what comes out not finite. A warp does such rows again on the ordinary units.
 #pragma once
 #include "sm90.cuh"
+#include "sm90_terms.cuh"
 
 constexpr int LOW_Q = along_rows(4 * chunks(HEAD_DIM), 64), LOW_K = along_rows(4 * chunks(HEAD_DIM), BLOCK_K);
 constexpr int LOW_V = chunks(HEAD_DIM_V) * BLOCK_K * CHUNK_ROW >> 4;  // from a descriptor to that of the low parts
@@ -25,15 +26,6 @@ constexpr int LOW_V = chunks(HEAD_DIM_V) * BLOCK_K * CHUNK_ROW >> 4;  // from a 
 // is kept by dropout grows.
 constexpr float TOP = HAS_DROPOUT ? 7 : 14;
 constexpr float FAR_UNIT = 1.2089258e24f, LEAST_UNIT = 1.1754944e-38f;  // 2^80: scores stay finite; 2^-126: -inf stays itself
-
-// Two numbers as terms.
-DEVICE void split(float x, float y, unsigned& high, unsigned& low) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(y), "f"(x));
-    if constexpr (PARTS == 2) {
-        const float rest_x = x - widen(half_t{(unsigned short)high}), rest_y = y - widen(half_t{(unsigned short)(high >> 16)});
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(rest_y), "f"(rest_x));
-    }
-}
 
 // The output of a warp's 16 rows from memory, on the ordinary units, pair by pair, leaving out the values of weights that
 // are 0: whatever the numbers are.

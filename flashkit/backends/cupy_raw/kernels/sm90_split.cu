@@ -6,13 +6,14 @@
 // NaN where an element is not finite: who multiplies has to look at it. Tokens past `kv_lengths` become zeros.
 //
 // Constants of the head: PARTS, terms that are stored, 2 or 1: high alone; ROWS.
+#include "sm90_terms.cuh"
 
 struct Split {
     Tensor source, terms, unit;          // float32; float16, [high: 64 * chunks columns][low]; a float for each row or tile
     const long long* lengths;            // (B,), or null
     long long heads, tokens, by_row;     // by_row: a unit for each row
 };
-struct Splits { Split of[3]; long long blocks[3]; };  // blocks: of the first tensor, of the first two, of all
+struct Splits { Split of[4]; long long blocks[4]; };  // q, k, v, dO if it is split; blocks: of the first tensor, of two ...
 
 constexpr int WARPS = 8, TOKENS = ROWS / WARPS;
 static_assert(ROWS % WARPS == 0);
@@ -48,22 +49,16 @@ DEVICE void split_tile(const Split& at, int index) {
     for (int w = 0; w < WARPS; ++w) top = max(top, tops[w]);
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
-        const int token = tile * ROWS + warp + WARPS * i, greatest = (int)((at.by_row ? top_of[i] : top) >> 23);
-        // Exponents with their bias of 127; a tile of zeros has the unit 1, the least is 2^-126.
-        const int exponent = (at.by_row ? top_of[i] : top) == 0 ? 127 : greatest > 15 ? greatest - 14 : 1;
-        const float unit = greatest == 255 ? __int_as_float(0x7fffffff) : __int_as_float(exponent << 23);
-        const float inverse = __int_as_float((254 - exponent) << 23);
+        const int token = tile * ROWS + warp + WARPS * i;
+        const float unit = unit_of(at.by_row ? top_of[i] : top), inverse = inverse_of(unit);
         if (token >= at.tokens) continue;
         unsigned* target = reinterpret_cast<unsigned*>(row_at<half_t>(at.terms, b, h, token));
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const float low_x = x[i][2 * c] * inverse, high_x = x[i][2 * c + 1] * inverse;
-            const half_t first = Narrow<half_t>::from(low_x), second = Narrow<half_t>::from(high_x);
-            target[32 * c + lane] = first.bits | (unsigned)second.bits << 16;
-            if constexpr (PARTS == 2) {
-                const half_t first_rest = Narrow<half_t>::from(low_x - widen(first)), second_rest = Narrow<half_t>::from(high_x - widen(second));
-                target[32 * (CHUNKS + c) + lane] = first_rest.bits | (unsigned)second_rest.bits << 16;
-            }
+            unsigned high, low;
+            split(x[i][2 * c] * inverse, x[i][2 * c + 1] * inverse, high, low);
+            target[32 * c + lane] = high;
+            if constexpr (PARTS == 2) target[32 * (CHUNKS + c) + lane] = low;
         }
         if (lane == 0 && at.by_row) *row_at<float>(at.unit, b, h, token) = unit;
         if (threadIdx.x == 0 && i == 0 && !at.by_row) *row_at<float>(at.unit, b, h, tile) = unit;
@@ -74,5 +69,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sm90_split(const __grid
     const int block = blockIdx.x;
     if (block < splits.blocks[0]) split_tile<HEAD_DIM>(splits.of[0], block);                         // q
     else if (block < splits.blocks[1]) split_tile<HEAD_DIM>(splits.of[1], block - (int)splits.blocks[0]);  // k
-    else split_tile<HEAD_DIM_V>(splits.of[2], block - (int)splits.blocks[1]);                        // v
+    else if (block < splits.blocks[2]) split_tile<HEAD_DIM_V>(splits.of[2], block - (int)splits.blocks[1]);  // v
+    else split_tile<HEAD_DIM_V>(splits.of[3], block - (int)splits.blocks[2]);                        // dO
 }
