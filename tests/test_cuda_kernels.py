@@ -18,7 +18,7 @@ from flashkit import arguments, expr, mods
 from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler, modification, simt, sm90_maps
 from flashkit.backends.cuda_common.device import MODELS, Device
-from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_products, specialise
+from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_float32, sm90_products, specialise
 from flashkit.profile_schema import TileRow
 from flashkit.spec import AttentionSpec, Problem
 
@@ -288,6 +288,32 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     assert compiler.binary(split, "sm_90a").resources["sm90_split"].spills == 0
 
 
+@pytest.mark.parametrize("of", range(3))
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec("float32", 128, 128),
+        *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+            AttentionSpec("float32", 64, 64, mask=expr.K <= expr.Q), AttentionSpec("float32", 96, 128, 4, dropout=True),
+            AttentionSpec("float32", 128, 128, precision="tf32", kv_lengths=True, sinks=True),
+            spec_of([SCORES["softcap"], SCORES["alibi"]], [MASKS["window"]], 64, "float32"),
+        ))
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sm90_gradients_in_float32(spec: AttentionSpec, of: int) -> None:
+    """A kernel for each of three gradients, whose sums of a tile and of all tiles lie in registers."""
+    tile = sm90_float32.backward_tile(spec)
+    assert tile.shared_memory(spec, of) <= HOPPER.shared_per_block
+    found = compiler.binary(specialise.source("sm90_float32_backward", spec, *tile.source(spec, of)), "sm_90a")
+    assert found.resources["sm90_float32_backward"].spills <= 64
+    dims = [spec.head_dim] + [spec.head_dim_v] * (of < 2)  # of S and dP
+    products = sum(-(-dim // 16) for dim in dims) + tile.block // 16
+    sass = disassembled(found.path)
+    assert len(re.findall(r"\bHGMMA\b", sass)) == products * (1 if spec.precision else 3)
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2
+
+
 SM90_DIMS = ["8", "40", "64", "128", "192/128", "64/128", "256"]
 
 
@@ -356,9 +382,7 @@ def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
     assert bool(verdict) == (not sentence) and sentence in verdict.reason
     assert "sm_80" in sm90.Sm90().supports(Problem(spec, 4, 16, 2048, 4096), MODELS["sm_80"], "forward").reason
     backward = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "backward")  # type: ignore[arg-type]
-    if spec.dtype == "float32":
-        assert not backward
-    elif "n_q" not in changes and "heads" not in changes:  # the backward pass goes along the queries
+    if "n_q" not in changes and "heads" not in changes:  # the backward pass goes along the queries
         assert backward == verdict
 
 

@@ -181,6 +181,20 @@ def test_float32_is_kept_at_any_magnitude(kind: str, d: int, generation: str) ->
             assert error <= 8e-7, (head, error)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("magnitude", [1.0, 1e-12])
+def test_float32_gradients_are_exact(magnitude: float, d: int, generation: str) -> None:
+    """Relative errors (root mean square) of 1e-6, whatever the magnitude of dO."""
+    q, k, v, dout = tensors((1, 4, 300, d), (1, 2, 500, d), (1, 2, 500, d), (1, 4, 300, d))
+    dout *= np.float32(magnitude)
+    wide = [x.get().astype(np.float64) for x in (q, k, v, dout)]
+    right = flashkit.attention_vjp(*wide[:3], causal=True, backend="reference")[1](wide[3])
+    got = flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)[1](dout)
+    for name, one, other in zip(("dq", "dk", "dv"), got, right):
+        error = np.sqrt(((one.get() - other) ** 2).mean() / (other**2).mean())
+        assert error <= 1e-6, (name, error)
+
+
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_float32_that_is_not_finite(value: float, where: str, generation: str) -> None:

@@ -91,11 +91,7 @@ class CudaBackend:
         """The generation to compute with; None where none can."""
         said: list[str] = []
         able: list[Generation] = []
-        generations = self.allowed(direction, problem.spec.dtype)
-        forward_only = direction == "backward" and not any(g.supports(problem, on, direction) for g in generations)
-        if forward_only and any(g.supports(problem, on, "forward") for g in generations):
-            generations = self.generations  # one that is forced may leave the backward pass of a dtype to others
-        for generation in generations:
+        for generation in self.allowed(direction, problem.spec.dtype):
             verdict = generation.supports(problem, on, direction)
             if verdict:
                 able.append(generation)

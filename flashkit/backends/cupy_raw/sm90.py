@@ -214,8 +214,6 @@ class Sm90:
         if spec.dtype == "float64":
             return Verdict(False, "float64 is not for these tensor cores")
         wide = spec.dtype == "float32"
-        if wide and direction == "backward":
-            return Verdict(False, "it has no backward pass for float32")
         most = sm90_float32.MAX_DIM if wide else MAX_DIM
         if max(spec.head_dim, spec.head_dim_v) > most:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
@@ -236,11 +234,15 @@ class Sm90:
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
+        if direction == "backward" and problem.spec.dtype == "float32":
+            return [sm90_float32.backward_tile(problem.spec)]
         if direction == "backward":
             return list(backward_candidates(problem.spec, device))
         return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
+        if direction == "backward" and problem.spec.dtype == "float32":
+            return sm90_float32.Sm90Float32Backward(problem, device)
         if direction == "backward":
             found, why = tile_of(Sm90BackwardTile, row, lambda x: x.fits(problem.spec, device))
             return Sm90Backward(problem, device, found, why if found else "; ".join(filter(None, (_OWN, why))))

@@ -112,11 +112,13 @@ class Sm90Float32BackwardTile:
         rows = _ROWS * (q + (v if of != _VALUES else 0)) + self.stages * self.block * (q + v)
         return 128 * rows + 8 + 24 * self.stages + _LIST
 
-    def constants(self, spec: AttentionSpec, of: int) -> dict[str, int]:
-        """What kernels/sm90_float32_backward.cu asks for."""
+    def source(self, spec: AttentionSpec, of: int) -> tuple[dict[str, int], str]:
+        """Constants and generated functions of kernels/sm90_float32_backward.cu."""
         from .sm90 import WATCHDOG
 
-        return {"OF": of, "BLOCK": self.block, "STAGES": self.stages, "PARTS": parts(spec), "WATCHDOG": WATCHDOG}
+        columns = -(-(spec.head_dim_v if of == _VALUES else spec.head_dim) // 16) * 16
+        constants = {"OF": of, "BLOCK": self.block, "STAGES": self.stages, "PARTS": parts(spec), "WATCHDOG": WATCHDOG}
+        return constants, products("float16", [self.block], [columns])
 
 
 def backward_tile(spec: AttentionSpec) -> Sm90Float32BackwardTile:
@@ -135,9 +137,8 @@ class Sm90Float32Backward:
         self.rows = RowKernels(specialise.library, spec, device)
         self.libraries, self._kernels = [self.split.library, self.rows.library], []
         for of in (_QUERIES, _KEYS, _VALUES):
-            text = products("float16", [block], [-(-(spec.head_dim_v if of == _VALUES else spec.head_dim) // 16) * 16])
-            constants = tuple(self.tile.constants(spec, of).items())
-            library = specialise.library("sm90_float32_backward", spec, constants, arch, text)
+            constants, text = self.tile.source(spec, of)
+            library = specialise.library("sm90_float32_backward", spec, tuple(constants.items()), arch, text)
             self.libraries.append(library)
             shared = self.tile.shared_memory(spec, of)
             self._kernels.append(library.kernel("sm90_float32_backward", device, shared))
