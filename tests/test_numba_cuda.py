@@ -106,8 +106,8 @@ def test_simt_does_not_spill(dtype: str, d: int, part: simt.Part, arch: str) -> 
     """Local arrays are registers, which a stack frame would belie; products are fused."""
     binary, found = simt_kernel(part, AttentionSpec(dtype, d, d), arch)
     assert 0 < found.registers <= 255
-    assert found.spills <= 96  # bytes: addresses and bounds, outside of the products
-    assert found.stack <= 96
+    assert found.spills <= (80 if part == "keys" else 0)  # bytes: addresses and bounds
+    assert found.stack <= (80 if part == "keys" else 0)
     sass = disassembled(binary.path)
     assert len(re.findall(r"\bFFMA\b", sass)) > 200
     assert len(re.findall(r"\bLDS\.128\b", sass)) > 4
