@@ -14,16 +14,14 @@ from typing import Any
 import cases
 import numpy as np
 
-from flashkit import dispatch, profile_schema
+from flashkit import dispatch
 from flashkit.backends.cuda_common import rows, simt
 from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import params, specialise
 from flashkit.spec import AttentionSpec, Gradients, Operands, Problem, Verdict
 
-ROW = profile_schema.TileRow(8, 16, options={"threads_x": 8, "threads_y": 4, "chunk": 8, "keys": 8})
 TILE = simt.SimtTile(8, 16, 8, 4, 8, 8)
-KEYS = {"generation": "simt", "threads_x": 8, "threads_y": 4, "chunk": 8, "keys": 8}
 
 
 class OnDevice:
