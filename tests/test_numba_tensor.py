@@ -1,17 +1,24 @@
 """The Numba CUDA kernels for tensor cores without a device: compiled, they hold their tiles in registers and use the
-instructions meant. On a device they run with test_cupy_raw.py and test_conformance.py.
+instructions meant; the one for Ampere is run as Python too, lane by lane. On a device they run with test_cupy_raw.py
+and test_conformance.py.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import lanes
 import numpy as np
 import pytest
 from test_cuda_kernels import disassembled
 
+import flashkit
+from flashkit.arguments import prepare
+from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import sm80, sm90, specialise
@@ -23,10 +30,6 @@ HOPPER = MODELS["sm_90a"]
 
 
 def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
-    from dataclasses import replace
-
-    from flashkit.arguments import prepare
-
     q = np.zeros((1, 2, 300, d), np.float16)
     problem, _, _ = prepare(q, q, q, **options)
     return replace(problem.spec, dtype=dtype)
@@ -115,3 +118,71 @@ def test_the_tutorial_shows_the_kernels_own_lines() -> None:
         assert not missing, missing
         together = excerpt in "\n".join(texts) or len(excerpt.splitlines()) <= 2
         assert together, excerpt
+
+
+# --- lane by lane -----------------------------------------------------------------------------------------------------
+
+BY_LANES = {
+    "plain": ((1, 1, 1, 70, 50, 32, 32), {}),
+    "causal, two blocks": ((1, 2, 1, 140, 140, 16, 24), {"causal": True}),
+    "bfloat16, padded": ((1, 1, 1, 66, 70, 72, 64), {"dtype": "bfloat16"}),
+    "window": ((1, 1, 1, 140, 150, 16, 16), {"window": (20, 5)}),
+    "lengths": ((2, 1, 1, 65, 80, 16, 16), {"kv_lengths": np.array([0, 37]), "causal": True}),
+    "sinks": ((1, 2, 2, 65, 40, 16, 16), {"sinks": np.array([0.5, 1.0])}),
+    "growing maxima": ((1, 1, 1, 65, 130, 16, 16), {"growing": True}),
+    "a hidden NaN": ((1, 1, 1, 70, 70, 16, 16), {"hidden_nan": True, "causal": True}),
+    "dropout": ((1, 1, 1, 65, 70, 16, 16), {"dropout_p": 0.3, "seed": 5}),
+    "scores": ((1, 2, 2, 65, 70, 16, 16), {"alibi_slopes": np.array([0.1, 0.5], np.float32), "softcap": 3.0}),
+    "bias": ((1, 2, 2, 65, 70, 16, 16), {"bias": np.cos(np.arange(9100.0)).reshape(1, 2, 65, 70).astype(np.float32)}),
+    "a mask of groups": ((1, 4, 2, 65, 70, 16, 16), {"mask": np.sin(np.arange(65 * 70)).reshape(65, 70) < 0.5}),
+}
+
+
+class Device:
+    """An array as Arguments reads CuPy's."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.strides, self.dtype, self.shape = array, array.strides, array.dtype, array.shape
+        self.data = SimpleNamespace(ptr=array.ctypes.data)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if i in (0, 4) else pytest.mark.slow) for i, name in enumerate(BY_LANES)]
+)
+def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel as Python (lanes.py), in tiles of 16 keys, against the definition in float64."""
+    (batch, heads, heads_kv, n_q, n_k, d, dv), given = BY_LANES[name]
+    options: dict = dict(given)
+    dtype = options.pop("dtype", "float16")
+    rng, stored = np.random.default_rng(0), lanes.NUMPYS[dtype]
+    shapes = (batch, heads, n_q, d), (batch, heads_kv, n_k, d), (batch, heads_kv, n_k, dv)
+    q, k, v = (rng.standard_normal(shape) for shape in shapes)
+    if options.pop("growing", False):
+        q, k = q * 3, k * np.linspace(0.1, 40, n_k)[:, None]
+    if options.pop("hidden_nan", False):
+        v[:, :, -1, 3] = np.nan
+    q, k, v = (x.astype(stored) for x in (q, k, v))
+    out, lse = np.full((batch, heads, n_q, dv), 0x7E01, np.uint16), np.full((batch, heads, n_q), np.nan, np.float32)
+
+    problem, operands, _ = prepare(*(x.astype(np.float16) for x in (q, k, v)), **options)
+    spec = replace(problem.spec, dtype=dtype)
+    on_device = lambda x, dtype=None: x if isinstance(x, Device) else Device(np.ascontiguousarray(x, dtype))
+    monkeypatch.setattr(block, "_on_device", on_device)
+    placed = dict(zip(("q", "k", "v", "out", "lse"), map(Device, (q, k, v, out, lse))))
+    arrays = {name: Device(np.asarray(x)) for name, x in operands.arrays.items()}
+    sinks = Device(operands.sinks.astype(np.float32)) if spec.sinks else None
+    arguments = block.Arguments(spec, replace(operands, **placed, sinks=sinks, arrays=arrays))
+    arguments.set(splits=batch * heads)
+    lanes.launch(
+        "sm80_forward",
+        spec,
+        sm80.Tile(16).constants(spec, HOPPER),
+        list(arguments.words),
+        -(-n_q // 128) * batch * heads,
+    )
+
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    truth, true_lse = flashkit.attention(*wide, **options, return_lse=True, backend="reference")
+    scale = {"float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    np.testing.assert_allclose(out.view(stored).astype(np.float64), truth, rtol=4 * scale, atol=4 * scale)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-4, atol=1e-4)

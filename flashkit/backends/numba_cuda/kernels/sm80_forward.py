@@ -139,6 +139,9 @@ def sm80_forward(p):
     if walk.state != EMPTY:
         load_keys(p, base, item, n_k, i32(walk.tile), 0)
     copies_end()
+    if walk.state == EMPTY:  # finish() uses the memory that Q is on its way to
+        copies_wait(0)
+        threads_sync()
 
     output, m, l = filled(ZERO, SUMS), UNKNOWN, NOTHING
     begun, stage = False, I(0)

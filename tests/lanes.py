@@ -1,0 +1,355 @@
+"""Kernels for tensor cores run as Python, lane by lane: numba_cuda/ptx and fragments.py for threads of this process.
+
+Each lane is a thread of Python. What lanes of a warp do together, shuffles, votes, pieces of matrices, products, goes
+through a table between two meetings of the warp; products are made from registers as the instructions lay them out. So
+layouts, addresses, masks and the algorithm are checked without a device; timing and what copies do meanwhile are not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flashkit.backends.numba_cuda import params, specialise
+
+NUMPYS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_lane: Any = threading.local()
+
+
+class Block:
+    """A block of threads: its shared memory, poisoned, and where its threads meet."""
+
+    def __init__(self, number: int, threads: int, shared: int) -> None:
+        self.number, self.memory = number, np.full(shared, 0xAB, np.uint8)
+        self.meeting = threading.Barrier(threads)
+        self.warps = [threading.Barrier(32) for _ in range(threads // 32)]
+        self.tables: list[list[Any]] = [[None] * 32 for _ in self.warps]
+
+    def run(self, kernel: Callable[[Any], None], p: Any) -> None:
+        failed: list[BaseException] = []
+
+        def thread(number: int) -> None:
+            _lane.block, _lane.thread = self, number
+            try:
+                with np.errstate(all="ignore"):
+                    kernel(p)
+            except threading.BrokenBarrierError:
+                pass
+            except BaseException as error:
+                failed.append(error)
+                for barrier in (self.meeting, *self.warps):
+                    barrier.abort()
+
+        threads = [threading.Thread(target=thread, args=(i,)) for i in range(self.meeting.parties)]
+        for each_thread in threads:
+            each_thread.start()
+        for each_thread in threads:
+            each_thread.join()
+        if failed:
+            raise failed[0]
+
+
+def launch(name: str, spec: Any, constants: dict[str, Any], words: Sequence[int], blocks: int) -> None:
+    """Run a kernel with the words of its block of arguments; its tensors lie in this process."""
+    text = specialise.text(name, spec, constants, "simulated")
+    for module in ("fragments", "ptx"):
+        text = text.replace(f"from flashkit.backends.numba_cuda.{module} import *", "from lanes import *")
+    text = text.replace("i32, u32 = np.int32, np.uint32", "i32, u32 = int, (lambda x: int(x) & 0xFFFFFFFF)")
+    names: dict[str, Any] = {"__name__": "lanes_kernel"}
+    exec(compile(text, f"<{name}, lane by lane>", "exec"), names)
+    names |= {"thread_here": thread, "ballot": vote}
+    shared, p = names["BYTES_Q"] + 2 * names["BYTES_STAGE"], params.of(words)
+    for number in range(blocks):
+        Block(number, names["THREADS"], shared).run(names[name], p)
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+
+def told(x: Any) -> list[Any]:
+    """x of all lanes of the warp."""
+    warp = _lane.thread // 32
+    _lane.block.warps[warp].wait()
+    _lane.block.tables[warp][_lane.thread % 32] = x
+    _lane.block.warps[warp].wait()
+    return list(_lane.block.tables[warp])
+
+
+def thread() -> int:
+    return _lane.thread
+
+
+def block() -> int:
+    return _lane.block.number
+
+
+def from_lane(x: Any, lane: int) -> Any:
+    return told(x)[lane % 32]
+
+
+from_lane_float = from_lane
+
+
+def across(x: Any, step: int) -> Any:
+    return told(x)[_lane.thread % 32 ^ step]
+
+
+def vote(condition: Any) -> int:
+    return sum(1 << i for i, x in enumerate(told(bool(condition))) if x)
+
+
+def all_lanes(condition: Any) -> bool:
+    return all(told(bool(condition)))
+
+
+def any_lane(condition: Any) -> bool:
+    return any(told(bool(condition)))
+
+
+def lanes_sync() -> None:
+    told(None)
+
+
+def threads_sync() -> None:
+    _lane.block.meeting.wait()
+
+
+def here(x: Any) -> Any:
+    return x
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def exp2_fast(x: Any) -> Any:
+    return np.float32(np.exp2(np.float32(x)))
+
+
+def reciprocal(x: Any) -> Any:
+    return np.float32(1) / np.float32(x)
+
+
+def greater(x: Any, y: Any) -> Any:
+    return np.float32(np.fmax(x, y))
+
+
+def add(x: Any, y: Any) -> Any:
+    return x + y
+
+
+def as_float(x: Any) -> Any:
+    return np.int32(x).view(np.float32)
+
+
+def as_int(x: Any) -> Any:
+    return np.float32(x).view(np.int32)
+
+
+def _pack(kind: str) -> Callable[[Any, Any], int]:
+    def pack(low: Any, high: Any) -> int:
+        first, second = np.array([low, high], np.float32).astype(NUMPYS[kind]).view(np.uint16)
+        return int(first) | int(second) << 16
+
+    return pack
+
+
+pack_float16, pack_bfloat16 = _pack("float16"), _pack("bfloat16")
+
+
+def widen_float16(x: Any) -> Any:
+    return np.float32(np.uint16(x).view(np.float16))
+
+
+def widen_bfloat16(x: Any) -> Any:
+    return np.uint32(int(x) << 16).view(np.float32)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def shared_address() -> int:
+    return 0
+
+
+def _bytes(address: Any, size: int) -> Any:
+    at = int(address)
+    assert at >= 0 and at + size <= len(_lane.block.memory) and at % size == 0
+    return _lane.block.memory[at : at + size]
+
+
+def load_from(space: str, kind: Any, constant: bool = False) -> Callable[[Any], Any]:
+    return lambda address: np.int32(_bytes(address, 4).view(np.int32)[0])
+
+
+def store_to(space: str, kind: Any) -> Callable[[Any, Any], None]:
+    def store(address: Any, x: Any) -> None:
+        size = kind.bitwidth // 8
+        _bytes(address, size)[:] = np.frombuffer((int(x) & 0xFFFFFFFF).to_bytes(4, "little")[:size], np.uint8)
+
+    return store
+
+
+def copy_unit(target: Any, source: Any, size: int) -> None:
+    assert (size in (0, 16) and int(source) % 16 == 0) or size == 0
+    data = ctypes.string_at(int(source), 16) if size else bytes(16)
+    _bytes(target, 16)[:] = np.frombuffer(data, np.uint8)
+
+
+def copies_end() -> None: ...
+
+
+def copies_wait(pending: int) -> None: ...
+
+
+def load_unit(address: Any) -> tuple[Any, ...]:
+    return tuple(_bytes(address, 16).view(np.uint32))
+
+
+def store_unit(address: Any, four: Sequence[Any]) -> None:
+    assert int(address) % 16 == 0
+    ctypes.memmove(int(address), np.array(four, np.uint32).tobytes(), 16)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def _matrices(address: Any) -> Any:
+    rows = [_bytes(at, 16).view(np.uint16).copy() for at in told(address)]
+    lanes_sync()
+    return np.array(rows).reshape(4, 8, 8)
+
+
+def load_matrices(address: Any) -> tuple[int, ...]:
+    g, t = divmod(_lane.thread % 32, 4)
+    return tuple(int(m[g, 2 * t]) | int(m[g, 2 * t + 1]) << 16 for m in _matrices(address))
+
+
+def load_matrices_turned(address: Any) -> tuple[int, ...]:
+    g, t = divmod(_lane.thread % 32, 4)
+    return tuple(int(m[2 * t, g]) | int(m[2 * t + 1, g]) << 16 for m in _matrices(address))
+
+
+def mma(kind: str) -> Callable[..., tuple[Any, ...]]:
+    def numbers(word: int) -> Any:
+        return np.array([word & 0xFFFF, word >> 16], np.uint16).view(NUMPYS[kind]).astype(np.float32)
+
+    def product(c: Sequence[Any], a: Sequence[int], b0: int, b1: int) -> tuple[Any, ...]:
+        left, right, sums = (np.zeros(shape, np.float32) for shape in ((16, 16), (16, 8), (16, 8)))
+        mine = slice(2 * (_lane.thread % 4), 2 * (_lane.thread % 4) + 2)
+        for lane, registers in enumerate(told((c, a, b0, b1))):
+            g, t = divmod(lane, 4)
+            two = slice(2 * t, 2 * t + 2)
+            for half in range(2):
+                for right_half in range(2):
+                    left[g + 8 * half, 8 * right_half :][two] = numbers(registers[1][half + 2 * right_half])
+                right[8 * half :][two, g] = numbers(registers[2 + half])
+                sums[g + 8 * half, two] = registers[0][2 * half : 2 * half + 2]
+        row, result = _lane.thread % 32 // 4, sums + left @ right
+        return (*result[row, mine], *result[row + 8, mine])
+
+    return product
+
+
+# --- tuples and tiles -------------------------------------------------------------------------------------------------
+
+
+def _row(i: int, rows: Sequence[Any]) -> int:
+    return 2 * (i // 8 % (len(rows) // 2)) + i // 2 % 2
+
+
+def _column(i: int, rows: Sequence[Any]) -> int:
+    return i // (4 * len(rows)) * 16 + i // 4 % 2 * 8 + i % 2
+
+
+def each(f: Any, tile: Any, rows: Any, rest: Any) -> Any:
+    return tuple(f(x, rows[_row(i, rows)], rest) for i, x in enumerate(tile))
+
+
+def each_at(f: Any, tile: Any, rows: Any, rest: Any) -> Any:
+    return tuple(f(x, _column(i, rows), rows[_row(i, rows)], rest) for i, x in enumerate(tile))
+
+
+def pairs_at(f: Any, tile: Any, rows: Any, rest: Any) -> Any:
+    made: tuple[Any, ...] = ()
+    for i in range(0, len(tile), 2):
+        made += f(tile[i], tile[i + 1], _column(i, rows), rows[_row(i, rows)], rest)
+    return made
+
+
+def fold(f: Any, tile: Any, start: Any) -> Any:
+    found = list(start)
+    for i, x in enumerate(tile):
+        found[_row(i, start)] = f(found[_row(i, start)], x)
+    return tuple(found)
+
+
+def join(f: Any, tile: Any) -> Any:
+    return tuple(f(tile[i], tile[i + 1]) for i in range(0, len(tile), 2))
+
+
+def alike(f: Any, values: Any, rest: Any) -> Any:
+    return tuple(f(x, rest) for x in values)
+
+
+def both(f: Any, left: Any, right: Any) -> Any:
+    return tuple(map(f, left, right))
+
+
+def listed(f: Any, count: int, rest: Any) -> Any:
+    return tuple(f(i, rest) for i in range(count))
+
+
+def filled(x: Any, count: int) -> Any:
+    return (x,) * count
+
+
+def part(values: Any, start: int, count: int) -> Any:
+    return tuple(values[start : start + count])
+
+
+def groups(f: Any, size: int, tile: Any, rest: Any) -> Any:
+    made = [f(i, tile[i * size : (i + 1) * size], rest) for i in range(len(tile) // size)]
+    return None if made[0] is None else tuple(x for piece in made for x in piece)
+
+
+def chain(f: Any, size: int, values: Any, state: Any, rest: Any) -> Any:
+    for i in range(len(values) // size):
+        state = f(i, values[i * size : (i + 1) * size], state, rest)
+    return state
+
+
+def repeat(f: Any, count: int, state: Any, rest: Any) -> Any:
+    for i in range(count):
+        state = f(i, state, rest)
+    return state
+
+
+def scaled(tile: Any, factor: Any) -> Any:
+    return tuple(np.float32(x * factor) for x in tile)
+
+
+def rows_scaled(tile: Any, factors: Any) -> Any:
+    return each(lambda x, row, _: np.float32(x * row), tile, factors, None)
+
+
+def exponentials(tile: Any, shifts: Any, unit: Any) -> Any:
+    return each(lambda x, row, _: exp2_fast(x * unit - row), tile, shifts, None)
+
+
+def row_max(tile: Any, start: Any) -> Any:
+    return fold(greater, tile, start)
+
+
+def row_sum(tile: Any, start: Any) -> Any:
+    return fold(add, tile, start)
+
+
+def across_row(f: Any, rows: Any) -> Any:
+    for step in (1, 2):
+        rows = tuple(f(x, across(x, step)) for x in rows)
+    return rows
