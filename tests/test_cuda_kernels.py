@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +21,7 @@ from flashkit.backends.cuda_common import compiler, modification, simt, sm90_map
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_float32, sm90_products, specialise
 from flashkit.profile_schema import TileRow
-from flashkit.spec import AttentionSpec, Problem
+from flashkit.spec import AttentionSpec, Direction, Problem
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install cuda-bindings nvidia-cuda-nvrtc")
 
@@ -350,6 +351,17 @@ def test_most_sm90_candidates_compile(dtype: str, d: int) -> None:
 
     tiles = sm90.forward_candidates(long(spec), HOPPER)
     assert sum(map(compiles, tiles)) >= 0.7 * len(tiles)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"causal": True}, {"dropout_p": 0.1, "seed": 1}])
+def test_modified_scores_have_sm90_tiles_too(options: dict[str, Any], d: int, direction: Direction) -> None:
+    q = np.zeros((1, 1, 4096, d), np.float16)
+    problem = arguments.prepare(q, q, q, **options)[0]
+    tiles = sm90.Sm90().candidates(problem, HOPPER, direction)
+    assert tiles
+    assert all(tile.fits(problem.spec, HOPPER) for tile in tiles)
 
 
 def test_an_impossible_sm90_tile_is_refused() -> None:

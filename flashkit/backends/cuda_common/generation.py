@@ -57,6 +57,27 @@ class Generation(Protocol):
         """A pass for the problem; row: of the device's profile, for this generation, or None."""
 
 
+class Spare:
+    """The pass of an older generation, for calls that the kernels of a newer one cannot take, such as arrays that begin
+    on odd addresses: planned, and checked, when the first of them comes.
+    """
+
+    def __init__(
+        self, plan: Callable[[], Pass], spec: AttentionSpec, device: Device, direction: Direction
+    ) -> None:
+        self._plan, self._for = plan, (spec, device, direction)
+        self._pass: Pass | None = None
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        if self._pass is None:
+            from . import verify
+
+            planned = self._plan()
+            verify.trusted(planned, *self._for)
+            self._pass = planned
+        self._pass.run(arguments, stream)
+
+
 def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool]) -> tuple[Tile | None, str]:
     """The tile of a profile's row and the row's reason; or None, and why it is not followed.
 

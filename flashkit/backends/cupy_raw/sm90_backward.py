@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from ...spec import ITEMSIZE, AttentionSpec, Problem
-from ..cuda_common import compiler, modification, verify
+from ..cuda_common import compiler, modification
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
+from ..cuda_common.generation import Spare
+from ..cuda_common.hopper import CHOSEN, WATCHDOG, chunks, heads_together, padded
 from ..cuda_common.launch import MAX_GRID, scratch
 from ..cuda_common.rows import RowKernels
 from ..cuda_common.sm90_maps import Launch, Tickets, addressable, tensor_map
@@ -17,18 +20,7 @@ from .sm90_products import text as products
 
 _CACHED = 12_000_000  # bytes of the heads that blocks work at together, well within half of the L2 cache
 _LEAST_HEADS, _MOST_HEADS = 4, 8
-_OWN = "chosen for an H200"
 _THREADS = 384
-
-
-def padded(dim: int) -> int:
-    """Columns that are multiplied."""
-    return -(-dim // 16) * 16
-
-
-def chunks(dim: int) -> int:
-    """Chunks of 64 columns that a row takes in shared memory."""
-    return -(-dim // 64)
 
 
 def keys_shared(spec: AttentionSpec) -> bool:
@@ -76,13 +68,11 @@ class Sm90BackwardTile:
             right = self.block_q == 64
         else:
             numbers = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 + self.block_q + self.block_q // 4
-            right = self.block_k == 128 and (self.block_q == 64 or not (spec.score or spec.dropout))
+            right = self.block_k == 128 and (self.block_q == 64 or not (spec.score is not None or spec.dropout))
         return right and numbers <= 224 and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec) -> dict[str, int]:
         """What kernels/sm90_backward.cu asks for."""
-        from .sm90 import WATCHDOG
-
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
             "KEY_BUFFERS": self.key_buffers, "KEYS_SHARED": keys_shared(spec), "ORDERED": spec.deterministic,
@@ -127,15 +117,16 @@ def heads_at_a_time(arguments: Arguments) -> int:
     if spec.mask is None and not spec.deterministic:
         return 1
     row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4 * spec.head_dim
-    most = max(1, _CACHED // (arguments.n_q * spec.group * row))
-    even = -(-every // -(-every // most))
+    even = heads_together(every, _CACHED // (arguments.n_q * spec.group * row))
     return min(every, max(_LEAST_HEADS, min(even, _MOST_HEADS)) if spec.deterministic else min(even, _MOST_HEADS))
 
 
 class Sm90Backward:
     """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded."""
 
-    def __init__(self, problem: Problem, device: Device, tile: Sm90BackwardTile | None = None, why: str = _OWN) -> None:
+    def __init__(
+        self, problem: Problem, device: Device, tile: Sm90BackwardTile | None = None, why: str = CHOSEN
+    ) -> None:
         spec = problem.spec
         chosen = tile or backward_tile(spec)
         self.problem, self.device, self.tile, self.why = problem, device, chosen, why
@@ -151,14 +142,14 @@ class Sm90Backward:
         self._kernel = library.kernel("sm90_backward", device, chosen.shared_memory(spec))
         self._store = library.kernel("store_queries", device)
         self._tickets = Tickets.of(device)
-        self._other: Sm80Backward | None = None
+        self._spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile = arguments.spec, self.tile
         names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
         # With a scale that is not positive a hidden pair's -inf would change its sign.
         if not (arguments.n_k and arguments.scale > 1e-30 and addressable(arguments, names)):
-            return self.other().run(arguments, stream)
+            return self._spare.run(arguments, stream)
         heads, every = arguments.batch * arguments.heads, arguments.batch * arguments.heads_kv
         queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
         if not heads:
@@ -184,11 +175,3 @@ class Sm90Backward:
             self._rows.prepare(arguments, stream)
             self._rows.finish(arguments, stream)
         return None
-
-    def other(self) -> Sm80Backward:
-        """For arrays that the copy engine cannot address."""
-        if self._other is None:
-            other = Sm80Backward(self.problem, self.device)
-            verify.trusted(other, self.problem.spec, self.device, "backward")
-            self._other = other
-        return self._other

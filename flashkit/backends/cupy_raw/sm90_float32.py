@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...spec import AttentionSpec, Problem
-from ..cuda_common import compiler, verify
+from ..cuda_common import compiler
 from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
+from ..cuda_common.generation import Spare
+from ..cuda_common.hopper import CHOSEN, WATCHDOG, chunks, padded
 from ..cuda_common.launch import MAX_GRID, Block, scratch
 from ..cuda_common.rows import RowKernels
 from ..cuda_common.sm90_maps import Launch, encode
@@ -108,15 +111,13 @@ class Sm90Float32BackwardTile:
 
     def shared_memory(self, spec: AttentionSpec, of: int) -> int:
         """Bytes of a block of threads."""
-        q, v = (parts(spec) * -(-dim // 64) for dim in (spec.head_dim, spec.head_dim_v))
+        q, v = (parts(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         rows = _ROWS * (q + (v if of != _VALUES else 0)) + self.stages * self.block * (q + v)
         return 128 * rows + 8 + 24 * self.stages + _LIST
 
     def source(self, spec: AttentionSpec, of: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of kernels/sm90_float32_backward.cu."""
-        from .sm90 import WATCHDOG
-
-        columns = -(-(spec.head_dim_v if of == _VALUES else spec.head_dim) // 16) * 16
+        columns = padded(spec.head_dim_v if of == _VALUES else spec.head_dim)
         constants = {"OF": of, "BLOCK": self.block, "STAGES": self.stages, "PARTS": parts(spec), "WATCHDOG": WATCHDOG}
         return constants, products("float16", [self.block], [columns])
 
@@ -129,7 +130,7 @@ def backward_tile(spec: AttentionSpec) -> Sm90Float32BackwardTile:
 class Sm90Float32Backward:
     """The backward pass: rows prepared, tensors split, then a kernel for each gradient."""
 
-    def __init__(self, problem: Problem, device: Device, why: str = "chosen for an H200") -> None:
+    def __init__(self, problem: Problem, device: Device, why: str = CHOSEN) -> None:
         spec = problem.spec
         self.problem, self.device, self.tile, self.why = problem, device, backward_tile(spec), why
         arch, block = compiler.target(device.capability), self.tile.block
@@ -142,12 +143,12 @@ class Sm90Float32Backward:
             self.libraries.append(library)
             shared = self.tile.shared_memory(spec, of)
             self._kernels.append(library.kernel("sm90_float32_backward", device, shared))
-        self._other: Sm80Backward | None = None
+        self._spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         # With a scale that is not positive a hidden pair's -inf would change its sign.
         if not (arguments.n_q and arguments.n_k and arguments.scale > 1e-30):
-            return self.other().run(arguments, stream)
+            return self._spare.run(arguments, stream)
         block, batch = self.tile.block, arguments.batch
         self.rows.prepare(arguments, stream, block)
         (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), False)
@@ -162,11 +163,3 @@ class Sm90Float32Backward:
         self.rows.finish(arguments, stream)
         del held  # what the kernels read, until they are enqueued
         return None
-
-    def other(self) -> Sm80Backward:
-        """For calls without rows or keys, and for other scales."""
-        if self._other is None:
-            other = Sm80Backward(self.problem, self.device)
-            verify.trusted(other, self.problem.spec, self.device, "backward")
-            self._other = other
-        return self._other

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler, verify
+from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Generation, Kernels, Pass, tile_of
+from ..cuda_common.generation import Generation, Kernels, Spare, tile_of
+from ..cuda_common.hopper import heads_together
 from ..cuda_common.launch import MAX_GRID
 from ..cuda_common.sm90_maps import addressable
 
@@ -18,7 +20,7 @@ MAX_DIM = 128
 FEW_ROWS = 64
 MANY_KEYS = 1024
 _CACHED = 24_000_000  # bytes of keys and values that blocks work at together, within the L2 cache
-_OWN = "measured on an H200"
+_OWN = "the largest that fits"
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,15 @@ class Forward:
         library = generation.kernels("sm80_forward", spec, constants, compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
-        self._other: Pass | None = None
+        older = partial(generation.below.plan, problem, None, device, "forward")
+        self._spare = Spare(older, spec, device, "forward")  # for arrays whose rows do not begin on 16 bytes
 
     def run(self, arguments: Arguments, stream: int) -> None:
         spec = arguments.spec
         # With a scale that is not positive a hidden pair's -inf would change its sign.
         usual = arguments.n_k and arguments.scale > 1e-30
         if not (usual and addressable(arguments, ("q", "k", "v", "out"))):
-            return self.other().run(arguments, stream)
+            return self._spare.run(arguments, stream)
         heads = arguments.batch * arguments.heads
         blocks = -(-arguments.n_q // BLOCK_Q) * heads
         if not blocks:
@@ -88,18 +91,9 @@ class Forward:
             raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
         # Heads at a time, of even numbers, whose keys and values stay in the L2 cache.
         bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
-        most = max(1, min(heads, _CACHED // bytes_of_head))
-        arguments.set(splits=-(-heads // -(-heads // most)))
+        arguments.set(splits=heads_together(heads, _CACHED // bytes_of_head))
         self._kernel.launch(blocks, THREADS, arguments, stream)
         return None
-
-    def other(self) -> Pass:
-        """For arrays whose rows do not begin on 16 bytes."""
-        if self._other is None:
-            other = self.generation.below.plan(self.problem, None, self.device, "forward")
-            verify.trusted(other, self.problem.spec, self.device, "forward")
-            self._other = other
-        return self._other
 
 
 class Sm80:

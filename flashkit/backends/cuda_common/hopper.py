@@ -1,0 +1,151 @@
+"""What kernels for Hopper are alike in, in whichever language: the forward pass's tiles, how it is launched, and which
+problems have too little work for it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ...spec import ITEMSIZE, AttentionSpec, Problem, Verdict
+from .arguments import Arguments
+from .device import Device
+from .generation import Spare
+from .launch import MAX_GRID, Library
+from .sm90_maps import Launch, Tickets, addressable, tensor_map
+
+FEW_ROWS = 64
+MANY_KEYS = 1024
+_CACHED = 34_000_000  # bytes of keys and values that blocks work at together, well within the L2 cache
+CHOSEN = "chosen for an H200"
+WATCHDOG = bool(int(os.environ.get("FLASHKIT_CUDA_WATCHDOG") or 0))
+"""Whether a barrier that is waited for too long stops the kernel, to find mistakes in protocols."""
+
+
+def padded(dim: int) -> int:
+    """Columns that are multiplied."""
+    return -(-dim // 16) * 16
+
+
+def chunks(dim: int) -> int:
+    """Chunks of 64 columns that a row takes in shared memory."""
+    return -(-dim // 64)
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """A tile of the forward pass: rows, 64 for each warp group, and keys; how many tiles of keys and of rows are in
+    shared memory at once; whether warp groups take turns at beginning products.
+    """
+
+    block_q: int
+    block_k: int
+    stages: int = 2
+    q_buffers: int = 2
+    turns: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_q not in (64, 128, 192) or self.block_k % 16 or not 16 <= self.block_k <= 256:
+            raise ValueError(f"{self=}: block_q is 64, 128 or 192, block_k a multiple of 16 up to 256")
+        if self.stages < 2 or self.q_buffers not in (1, 2):
+            raise ValueError(f"{self=}: stages are two or more, q_buffers one or two")
+
+    @property
+    def groups(self) -> int:
+        return self.block_q // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    def buffers(self, q: int, v: int, out: int) -> int:
+        """Bytes of the tiles in shared memory and of their barriers; q, v, out: chunks of 128 bytes of a row."""
+        rows = self.q_buffers * self.block_q * max(q, out) + self.stages * self.block_k * (q + v)
+        return 128 * rows + (16 + 8 * self.groups + 12) * self.q_buffers + (32 + 4) * self.stages
+
+    def shared_memory(self, spec: AttentionSpec) -> int:
+        """Bytes of a block."""
+        raise NotImplementedError
+
+    def registers(self, finding: bool) -> tuple[int, int]:
+        """Of a thread that multiplies and of one that loads; together they are what a multiprocessor has. finding:
+        whether the latter have to find the tiles.
+        """
+        if self.groups == 3:
+            return (160, 32)
+        return (240, 24) if not finding else (232, 40) if self.groups == 2 else (240, 40)
+
+    def common(self, spec: AttentionSpec, pack: int, finding: bool) -> dict[str, int]:
+        """Constants of the kernel."""
+        multiplying, loading = self.registers(finding)
+        return {
+            "BLOCK_K": self.block_k, "GROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
+            "TURNS": bool(self.turns) and self.groups > 1, "PACK": pack, "REGISTERS": multiplying,
+            "REGISTERS_LOADING": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
+        }  # fmt: skip
+
+
+def packed(problem: Problem) -> int:
+    """Query heads whose rows share a tile: all of a group where there are few queries."""
+    group = problem.spec.group
+    return group if problem.n_q <= 256 and 64 % group == 0 else 1
+
+
+def heads_together(heads: int, most: int) -> int:
+    """Heads that blocks work at together, `most` at most: in parts that are as even as may be."""
+    most = max(1, min(heads, most))
+    return -(-heads // -(-heads // most))
+
+
+def work_enough(problem: Problem, device: Device, block_q: int) -> Verdict:
+    """Whether there are rows to fill tiles, and tiles to fill the device."""
+    rows = problem.n_q * problem.spec.group
+    if rows <= FEW_ROWS:
+        return Verdict(False, f"{rows} rows share keys, most of a tile would be empty")
+    items = -(-rows // block_q) * problem.heads_kv * problem.batch
+    if 2 * items <= device.sms and problem.n_k >= MANY_KEYS:
+        return Verdict(False, f"{items} tiles of rows on {device.sms} multiprocessors, the keys should be split")
+    return Verdict(True)
+
+
+class Forward:
+    """The forward pass; `spare` takes the calls that its kernel cannot."""
+
+    addressed: tuple[str, ...] = ("q", "k", "v", "out")
+    """What the copy engine moves as it lies."""
+
+    def __init__(
+        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Spare
+    ) -> None:
+        self.device, self.tile, self.why, self.spare = device, tile, why, spare
+        self.pack, self.libraries = packed(problem), [library]
+        self._kernel = library.kernel("sm90_forward", device, tile.shared_memory(problem.spec))
+        self._tickets = Tickets.of(device)
+
+    def takes(self, arguments: Arguments) -> bool:
+        # With a scale that is not positive a hidden pair's -inf would change its sign.
+        return bool(arguments.n_k) and arguments.scale > 1e-30 and addressable(arguments, self.addressed)
+
+    def maps(self, arguments: Arguments, stream: int) -> tuple[list[Any], Any]:
+        """Tensor maps of q, k, v and the output, and what has to live until the kernel is enqueued."""
+        spec, keys = arguments.spec, self.tile.block_k
+        boxes = ("q", spec.head_dim, self.pack, 64), ("k", spec.head_dim, 1, keys), ("v", spec.head_dim_v, 1, keys)
+        return [tensor_map(arguments, *box) for box in (*boxes, ("out", spec.head_dim_v, self.pack, 64))], None
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        if not self.takes(arguments):
+            return self.spare.run(arguments, stream)
+        spec, tile = arguments.spec, self.tile
+        heads, rows = arguments.batch * arguments.heads // self.pack, arguments.n_q * self.pack
+        items = -(-rows // tile.block_q) * heads
+        if not items:
+            return None
+        if items > MAX_GRID:
+            raise ValueError(f"{items} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
+        arguments.set(splits=heads_together(heads, _CACHED // bytes_of_head), ticket=self._tickets.next())
+        maps, held = self.maps(arguments, stream)
+        self._kernel.launch(min(items, self.device.sms), tile.threads, Launch(arguments, maps), stream)  # type: ignore[arg-type]
+        del held
+        return None
