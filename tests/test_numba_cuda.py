@@ -1,5 +1,5 @@
 """The Numba CUDA kernels without a device: as Python in Numba's simulator against the definition, and compiled for the
-architectures in use, within their registers. On a device they run with test_cupy_raw.py and test_conformance.py.
+architectures in use, within their registers. On a device they run with test_cuda_devices.py and test_conformance.py.
 """
 
 from __future__ import annotations
