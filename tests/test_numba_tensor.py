@@ -1,6 +1,6 @@
 """The Numba CUDA kernels for tensor cores without a device: compiled, they hold their tiles in registers and use the
-instructions meant; the one for Ampere is run as Python too, lane by lane. On a device they run with test_cuda_devices.py
-and test_conformance.py.
+instructions meant; the one for Ampere is run as Python too, lane by lane. On a device they run with
+test_cuda_devices.py and test_conformance.py.
 """
 
 from __future__ import annotations
