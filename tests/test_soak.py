@@ -91,9 +91,9 @@ def formula(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def test_random_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.skip_unless(NAME)
     import cupy
 
-    cases.skip_unless(NAME)
     generations = dispatch.registry()[NAME].allowed()  # type: ignore[attr-defined]
     monkeypatch.setenv(cuda_backend.VARIABLE, generations[0].name)
     dispatch.forget()
