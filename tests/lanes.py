@@ -54,8 +54,10 @@ class Block:
             raise failed[0]
 
 
-def launch(name: str, spec: Any, constants: dict[str, Any], words: Sequence[int], blocks: int) -> None:
-    """Run a kernel with the words of its block of arguments; its tensors lie in this process."""
+def launch(name: str, spec: Any, constants: dict[str, Any], shared: int, words: Sequence[int], blocks: int) -> None:
+    """Run a kernel with so many bytes of shared memory and the words of its block of arguments; its tensors lie in
+    this process.
+    """
     text = specialise.text(name, spec, constants, "simulated")
     for module in ("fragments", "ptx"):
         text = text.replace(f"from flashkit.backends.numba_cuda.{module} import *", "from lanes import *")
@@ -63,7 +65,7 @@ def launch(name: str, spec: Any, constants: dict[str, Any], words: Sequence[int]
     names: dict[str, Any] = {"__name__": "lanes_kernel"}
     exec(compile(text, f"<{name}, lane by lane>", "exec"), names)
     names |= {"thread_here": thread, "ballot": vote}
-    shared, p = names["BYTES_Q"] + 2 * names["BYTES_STAGE"], params.of(words)
+    p = params.of(words)
     for number in range(blocks):
         Block(number, names["THREADS"], shared).run(names[name], p)
 
@@ -208,6 +210,10 @@ def copies_wait(pending: int) -> None: ...
 
 def load_unit(address: Any) -> tuple[Any, ...]:
     return tuple(_bytes(address, 16).view(np.uint32))
+
+
+def load_two(address: Any) -> tuple[Any, ...]:
+    return tuple(_bytes(address, 8).view(np.float32))
 
 
 def store_unit(address: Any, four: Sequence[Any]) -> None:

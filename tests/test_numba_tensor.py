@@ -6,10 +6,12 @@ test_cuda_devices.py and test_conformance.py.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lanes
 import numpy as np
@@ -70,6 +72,30 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
         assert instruction in code
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    ("dtype", "d", "options", "spilled"),
+    [
+        ("bfloat16", 128, {}, 64),
+        pytest.param("float16", 128, {"causal": True}, 64, marks=pytest.mark.slow),
+        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 64, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 256, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: int, arch: str) -> None:
+    spec, device = spec_of(dtype, d, **options), MODELS[arch]
+    tile, *_ = sm80.backward_tiles(spec, device)
+    for keys in (True, False):
+        constants = tile.constants(spec, device, keys)
+        binary = compiler.binary(specialise.source("sm80_backward", spec, constants), arch)
+        resources = binary.resources["sm80_backward"]
+        assert resources.spills <= spilled
+        assert resources.registers * tile.threads * constants["BLOCKS_PER_SM"] <= device.registers_per_sm
+        code = disassembled(binary.path)
+        for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
+            assert instruction in code
+
+
 def problem(**changes: object) -> Problem:
     sizes = {"batch": 1, "heads": 64, "n_q": 4096, "n_k": 4096, **changes}
     spec = AttentionSpec(str(sizes.pop("dtype", "bfloat16")), int(sizes.pop("d", 128)), 128)  # type: ignore[call-overload]
@@ -94,7 +120,18 @@ def test_what_a_generation_cannot_do_is_refused(changes: dict, reason: str, gene
     verdict = chosen.supports(problem(**changes), HOPPER, "forward")
     assert not verdict
     assert reason in verdict.reason
-    assert not chosen.supports(problem(), HOPPER, "backward")
+    assert bool(chosen.supports(problem(), HOPPER, "backward")) == (generation == "sm80")
+
+
+def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:
+    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
+
+    (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == "sm80")
+    for changes, reason in REFUSALS[:3]:
+        assert reason in chosen.supports(problem(**changes), HOPPER, "backward").reason
+    assert chosen.supports(problem(heads=2, n_q=300, n_k=9000), HOPPER, "backward"), "it has blocks enough, by keys"
+    small = replace(HOPPER, shared_per_block=20_000)
+    assert "no tile fits in 20000 bytes" in chosen.supports(problem(), small, "backward").reason
 
 
 def test_tiles_are_checked() -> None:
@@ -102,6 +139,8 @@ def test_tiles_are_checked() -> None:
         sm90.Tile(100, 128)
     with pytest.raises(ValueError, match="block_k is a multiple of 16"):
         sm80.Tile(24)
+    with pytest.raises(ValueError, match="block_q is 16, 32 or 64, block_k 64 or 128"):
+        sm80.BackwardTile(32, 32)
     spec = AttentionSpec("bfloat16", 128, 128)
     assert sm90.forward_candidates(spec, HOPPER)[0] == sm90.forward_tile(spec)
     assert all(tile.shared_memory(spec) <= HOPPER.shared_per_block for tile in sm90.forward_candidates(spec, HOPPER))
@@ -138,6 +177,17 @@ BY_LANES = {
 }
 
 
+GRADIENTS = BY_LANES | {
+    "hidden NaN": ((1, 2, 1, 70, 70, 16, 24), {
+        "mask": np.tri(70, dtype=bool) & (np.arange(70) != 60), "nan": {"k": 60, "v": 60, "dout": 0, "q": 1},
+    }),
+    "all at once": ((1, 2, 1, 66, 70, 24, 72), {
+        "causal": True, "softcap": 3.0, "dropout_p": 0.2, "seed": 7, "kv_lengths": np.array([57]),
+        "sinks": np.array([0.5, -1.0]), "dtype": "bfloat16",
+    }),
+}  # fmt: skip
+
+
 class Device:
     """An array as Arguments reads CuPy's."""
 
@@ -146,43 +196,87 @@ class Device:
         self.data = SimpleNamespace(ptr=array.ctypes.data)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if i in (0, 4) else pytest.mark.slow) for i, name in enumerate(BY_LANES)]
-)
-def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel as Python (lanes.py), in tiles of 16 keys, against the definition in float64."""
-    (batch, heads, heads_kv, n_q, n_k, d, dv), given = BY_LANES[name]
+@dataclass
+class Call:
+    """A case's arrays by name, all results poisoned, its arguments, and the same in float64 for the definition."""
+
+    arrays: dict[str, np.ndarray]
+    spec: AttentionSpec
+    arguments: block.Arguments
+    options: dict
+    wide: list[np.ndarray]
+
+    def stored(self, name: str) -> np.ndarray:
+        return self.arrays[name].view(lanes.NUMPYS[self.spec.dtype]).astype(np.float64)
+
+
+def call_of(case: tuple, monkeypatch: pytest.MonkeyPatch) -> Call:
+    (batch, heads, heads_kv, n_q, n_k, d, dv), given = case
     options: dict = dict(given)
     dtype = options.pop("dtype", "float16")
     rng, stored = np.random.default_rng(0), lanes.NUMPYS[dtype]
-    shapes = (batch, heads, n_q, d), (batch, heads_kv, n_k, d), (batch, heads_kv, n_k, dv)
-    q, k, v = (rng.standard_normal(shape) for shape in shapes)
+    shapes = (batch, heads, n_q, d), (batch, heads_kv, n_k, d), (batch, heads_kv, n_k, dv), (batch, heads, n_q, dv)
+    named = dict(zip(("q", "k", "v", "dout"), (rng.standard_normal(shape) for shape in shapes)))
     if options.pop("growing", False):
-        q, k = q * 3, k * np.linspace(0.1, 40, n_k)[:, None]
+        named["q"], named["k"] = named["q"] * 3, named["k"] * np.linspace(0.1, 40, n_k)[:, None]
     if options.pop("hidden_nan", False):
-        v[:, :, -1, 3] = np.nan
-    q, k, v = (x.astype(stored) for x in (q, k, v))
-    out, lse = np.full((batch, heads, n_q, dv), 0x7E01, np.uint16), np.full((batch, heads, n_q), np.nan, np.float32)
+        named["v"][:, :, -1, 3] = np.nan
+    for name, row in options.pop("nan", {}).items():
+        named[name][:, :, row, 3] = np.nan
+    arrays = {name: x.astype(stored) for name, x in named.items()}
+    gradients = {f"d{name}": np.full(arrays[name].shape, 0x7E01, np.uint16) for name in ("q", "k", "v")}
+    arrays |= gradients | {"out": np.full(shapes[3], 0x7E01, np.uint16), "lse": np.full(shapes[3][:3], np.nan, "f4")}
 
-    problem, operands, _ = prepare(*(x.astype(np.float16) for x in (q, k, v)), **options)
+    problem, operands, _ = prepare(*(arrays[name].astype(np.float16) for name in ("q", "k", "v")), **options)
     spec = replace(problem.spec, dtype=dtype)
     on_device = lambda x, dtype=None: x if isinstance(x, Device) else Device(np.ascontiguousarray(x, dtype))
     monkeypatch.setattr(block, "_on_device", on_device)
-    placed = dict(zip(("q", "k", "v", "out", "lse"), map(Device, (q, k, v, out, lse))))
-    arrays = {name: Device(np.asarray(x)) for name, x in operands.arrays.items()}
+    placed = {name: Device(arrays[name]) for name in ("q", "k", "v", "out", "lse")}
+    of_mods = {name: Device(np.asarray(x)) for name, x in operands.arrays.items()}
     sinks = Device(operands.sinks.astype(np.float32)) if spec.sinks else None
-    arguments = block.Arguments(spec, replace(operands, **placed, sinks=sinks, arrays=arrays))
+    arguments = block.Arguments(spec, replace(operands, **placed, sinks=sinks, arrays=of_mods))
     arguments.set(splits=batch * heads)
-    lanes.launch(
-        "sm80_forward",
-        spec,
-        sm80.Tile(16).constants(spec, HOPPER),
-        list(arguments.words),
-        -(-n_q // 128) * batch * heads,
-    )
+    return Call(arrays, spec, arguments, options, [arrays[name].astype(np.float64) for name in ("q", "k", "v")])
 
-    wide = [x.astype(np.float64) for x in (q, k, v)]
-    truth, true_lse = flashkit.attention(*wide, **options, return_lse=True, backend="reference")
-    scale = {"float16": 1e-3, "bfloat16": 8e-3}[dtype]
-    np.testing.assert_allclose(out.view(stored).astype(np.float64), truth, rtol=4 * scale, atol=4 * scale)
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-4, atol=1e-4)
+
+def some(names: Iterable[str], often: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in often else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", some(BY_LANES, ("plain", "lengths")))
+def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel as Python (lanes.py), in tiles of 16 keys, against the definition in float64."""
+    call, tile = call_of(BY_LANES[name], monkeypatch), sm80.Tile(16)
+    constants, shared = tile.constants(call.spec, HOPPER), tile.shared_memory(call.spec)
+    batch, heads, n_q, _ = call.arrays["q"].shape
+    words = list(call.arguments.words)
+    lanes.launch("sm80_forward", call.spec, constants, shared, words, -(-n_q // 128) * batch * heads)
+
+    truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
+    scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
+    np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
+    np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", some(GRADIENTS, ("plain", "lengths")))
+def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two kernels as Python, 64 rows to a block, in tiles of 32, against the definition in float64."""
+    call, tile = call_of(GRADIENTS[name], monkeypatch), sm80.BackwardTile(32, 64)
+    (batch, heads, n_q, _), (_, heads_kv, n_k, _) = call.arrays["q"].shape, call.arrays["k"].shape
+    dout, dlse = call.arrays["dout"].astype(np.float64), np.random.default_rng(1).standard_normal((batch, heads, n_q))
+    (out, lse), vjp = flashkit.attention_vjp(*call.wide, **call.options, return_lse=True, backend="reference")
+    # What kernels/rows makes of them.
+    rows = batch, heads, -(-n_q // 64) * 64
+    shift, delta = np.full(rows, 1e30, np.float32), np.zeros(rows, np.float32)
+    shift[:, :, :n_q] = np.where(lse == -np.inf, np.inf, lse)
+    delta[:, :, :n_q] = np.where(lse == -np.inf, 0, (dout * out).sum(-1) - dlse)
+    tensors = {name: call.arrays[name] for name in ("dout", "dq", "dk", "dv")} | {"shift": shift, "delta": delta}
+    call.arguments.tensors(**{name: Device(x) for name, x in tensors.items()})
+    for keys, blocks in ((True, -(-n_k // 64) * heads_kv * batch), (False, -(-n_q // 64) * heads * batch)):
+        constants, shared = tile.constants(call.spec, HOPPER, keys), tile.shared_memory(call.spec)
+        lanes.launch("sm80_backward", call.spec, constants, shared, list(call.arguments.words), blocks)
+
+    precision = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
+    for name, right in zip(("dq", "dk", "dv"), vjp(dout, dlse)):
+        off = 4 * precision * max(1.0, np.nanmax(np.abs(right), initial=0))
+        np.testing.assert_allclose(call.stored(name), right, rtol=4 * precision, atol=off, err_msg=name)

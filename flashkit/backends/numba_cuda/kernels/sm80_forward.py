@@ -1,4 +1,4 @@
-# parts: tiles tensor sm80 softmax
+# parts: tiles tensor sm80 sm80_load softmax
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on tensor cores by mma.sync, from Ampere on.
 #
 # A block of four warps takes BLOCK_Q = 128 rows of a head and goes over the tiles of keys that they see.
@@ -8,29 +8,6 @@
 #     s, weights  [32][BLOCK_K]           registers of a warp: two tiles of 16 rows, which use the same keys
 #     output      [32][HEAD_DIM_V]        registers of a warp, unscaled
 #     m, l        [32]                    a row's reference, in base 2, and its sum of weights: registers
-
-product = mma(STORAGE)
-
-
-@device
-def load_tile(target, tensor, b, h, first, count, rows, dim):
-    """Rows first ... of a head to shared memory, beside what the warps do; those at or past `count`, and columns past
-    the head dim up to what is multiplied, become zeros.
-    """
-    units, source = padded_units(dim), row_address(tensor, I(b), I(h), I(first))
-    for i in range(thread(), rows * units, THREADS):
-        row, unit = i // units, i % units
-        there = first + row < count and 8 * unit < dim
-        copy_unit(
-            target + unit // 8 * rows * CHUNK_ROW + swizzled(row, unit % 8),
-            source + (row * tensor.token * ITEM + UNIT * unit if there else 0),
-            16 if there else 0,
-        )
-
-
-@device
-def padded_units(dim):
-    return (dim + 15) // 16 * 2
 
 
 @device

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from numba.cuda.types import UniTuple, int32, uint32, uint64
+from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
 
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "copies_end", "copies_wait", "copy_unit", "load_box", "load_unit", "prefetch_map", "store_box", "store_unit",
-    "stores_end", "stores_wait", "stores_wait_read",
+    "copies_end", "copies_wait", "copy_unit", "load_box", "load_two", "load_unit", "prefetch_map", "store_box",
+    "store_unit", "stores_end", "stores_wait", "stores_wait_read",
 ]  # fmt: skip
 
 copy_unit = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", NOTHING, uint32, uint64, int32)
@@ -16,6 +16,8 @@ copy_unit = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", NOTHING
 FOUR = UniTuple(uint32, 4)
 load_unit = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
 """load_unit(address): 16 bytes of shared memory"""
+load_two = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", UniTuple(float32, 2), uint32)
+"""load_two(address): two numbers of shared memory"""
 store_unit = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", NOTHING, uint64, FOUR)
 """store_unit(address, four): 16 bytes to memory"""
 copies_end = instruction("cp.async.commit_group;", NOTHING)
