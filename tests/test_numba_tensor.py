@@ -5,6 +5,7 @@ test_cuda_devices.py and test_conformance.py.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -240,10 +241,12 @@ def call_of(case: tuple, monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 def some(names: Iterable[str], often: Sequence[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in often else pytest.mark.slow) for name in names]
+    """A kernel takes half a minute so, lane by lane: the others run where all are asked for."""
+    rest = pytest.mark.skipif(not os.environ.get("FLASHKIT_TEST_ALL"), reason="runs with FLASHKIT_TEST_ALL=1")
+    return [pytest.param(name, marks=[] if name in often else rest) for name in names]
 
 
-@pytest.mark.parametrize("name", some(BY_LANES, ("plain", "lengths")))
+@pytest.mark.parametrize("name", some(BY_LANES, ("plain", "lengths", "sinks", "dropout", "scores", "bias")))
 def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel as Python (lanes.py), in tiles of 16 keys, against the definition in float64."""
     call, tile = call_of(BY_LANES[name], monkeypatch), sm80.Tile(16)
@@ -258,7 +261,7 @@ def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mon
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", some(GRADIENTS, ("plain", "lengths")))
+@pytest.mark.parametrize("name", some(GRADIENTS, ("plain", "lengths", "all at once")))
 def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its two kernels as Python, 64 rows to a block, in tiles of 32, against the definition in float64."""
     call, tile = call_of(GRADIENTS[name], monkeypatch), sm80.BackwardTile(32, 64)

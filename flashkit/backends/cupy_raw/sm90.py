@@ -51,6 +51,7 @@ class Sm90Tile(ForwardTile):
         return {
             **self.common(spec, pack, _finding(spec)),
             "CHUNK_BYTES": _CHUNK, "BRIEF": spec.dtype != "float32", "PARTS": parts(spec),
+            "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
             "POSITIONS": ("any", "integers", "floats").index(modification.positions(spec)),
         }  # fmt: skip

@@ -18,10 +18,14 @@ DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half
 // What scores are multiplied by to be in base 2; where there is a score modification they are scaled before it.
 DEVICE float base_2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.scale * 1.4426950408889634); }
 
+// A key past the end, which is hidden after all, is taken for the last one: nothing is read beyond the end of an array.
+DEVICE int key_inside(int k, int n_k) { return k < n_k ? k : n_k > 0 ? n_k - 1 : 0; }
+
 // Scores as they come from the product, modified; -inf where hidden. Rows past the end are taken for the last one.
 template <bool PARTIAL_TILE, typename T>
 DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s)[BLOCK_K / 2], int k0, float scale, T& tanh) {
     const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0;
+    constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int own = here(at.row0) + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
@@ -33,12 +37,13 @@ DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
-                const int k = first + 8 * n + c;
+                const int k = first + 8 * n + c, inside = CLAMPED ? key_inside(k, n_k) : k;
                 const position step = (position)(8 * n + c);
-                if constexpr (HAS_SCORE)
-                    x = modified_score<position>(x * scale, at.b, h, row, q, k_first + step, distance_first - step, tanh, p);
+                const position k_of = CLAMPED ? (position)inside : k_first + step;
+                const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
+                if constexpr (HAS_SCORE) x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, tanh, p);
                 if constexpr (PARTIAL_TILE) {
-                    const bool shown = !HAS_MASK || visible(at.b, h, row, q, k, p);
+                    const bool shown = !HAS_MASK || visible(at.b, h, row, q, inside, p);
                     x = k < n_k && shown ? x : HIDDEN;
                 }
             }
@@ -55,11 +60,12 @@ DEVICE void modify_far(const Params& p, const Item& at, long long offset, bool f
 #pragma unroll 1
     for (int i = 0; i < BLOCK_K / 2; ++i) {
         const int own = here(at.row0) + row_of_lane(i / 2 % 2), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
-        const int row = index / PACK, h = at.h + index % PACK, k = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        const int row = index / PACK, h = at.h + index % PACK, key = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        const int k = READS_ARRAYS ? key_inside(key, n_k) : key;
         float x = copy[i];
         if constexpr (HAS_SCORE) x = modified_score<long long>(x * (float)p.scale, at.b, h, row, row + offset, k, row + offset - k, tanh, p);
         if constexpr (HAS_MASK) x = full || visible(at.b, h, row, row + offset, k, p) ? x : HIDDEN;
-        copy[i] = k < n_k ? x : HIDDEN;
+        copy[i] = key < n_k ? x : HIDDEN;
     }
 #pragma unroll
     for (int i = 0; i < BLOCK_K / 2; ++i) s[i] = copy[i];

@@ -35,7 +35,8 @@ def modify_partial(x, column, row, rest):
     p, b, key, n_k = rest
     h, r, q = row
     k = key + column
-    x = modify(x * np.float32(p.scale) if HAS_SCORE else x, PARTIAL, b, h, r, q, k, p)
+    inside = min(k, max(n_k, 1) - 1)  # of what is hidden after all nothing is read beyond an array's end
+    x = modify(x * np.float32(p.scale) if HAS_SCORE else x, PARTIAL, b, h, r, q, inside, p)
     return x if k < n_k else HIDDEN
 
 
