@@ -25,6 +25,9 @@ device, where they are many, one in so many runs; all of them with FLASHKIT_TEST
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.environ.get("FLASHKIT_TEST_ALL"):
         return
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.skip(reason="runs with FLASHKIT_TEST_ALL=1"))
     groups: dict[tuple[object, ...], list[pytest.Item]] = {}
     for item in items:
         given = getattr(item, "callspec", None)

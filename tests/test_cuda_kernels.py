@@ -337,7 +337,7 @@ def test_sm90_compiles_with_every_feature(feature: str) -> None:
         sm90_binary(spec, pack=spec.group)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 64)])
 def test_most_sm90_candidates_compile(dtype: str, d: int) -> None:
     """Autotune leaves out those whose products the compiler would serialise."""

@@ -69,7 +69,7 @@ SIMULATED = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", SIMULATED, ids=cases.name)
 def test_the_algorithm_as_python(choice: cases.Choice, simulator: Callable[[cases.Choice], str]) -> None:
     """Forward pass and gradients, behind the host code of the device, in tiles of 8 rows and 16 keys."""
@@ -97,7 +97,7 @@ def simt_kernel(part: simt.Part, spec: AttentionSpec, arch: str) -> tuple[compil
     return found, found.resources[name]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     ("dtype", "d", "arch"),
@@ -114,7 +114,7 @@ def test_simt_does_not_spill(dtype: str, d: int, part: simt.Part, arch: str) -> 
     assert len(re.findall(r"\bLDS\.128\b", sass)) > 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "dims", "part"),
     [*(("float64", "64/64", part) for part in PARTS), *(("float32", "3/300", part) for part in PARTS),
@@ -126,14 +126,14 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dtype: str, dims: str, part:
     assert found.spills <= 1024  # outside of the products: dropout of many weights at once
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("float64", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float64", marks=pytest.mark.exhaustive)])
 def test_kernels_of_rows_compile(dtype: str) -> None:
     found = compiler.binary(specialise.source("rows", AttentionSpec(dtype, 80, 72, sinks=True), {}), "sm_80").resources
     assert set(found) == {"prepare", "sink_gradients"}
     assert all(kernel.spills == kernel.stack == 0 for kernel in found.values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_modifications_together_compile() -> None:
     simt_kernel("forward", spec_of(list(SCORES.values()), list(MASKS.values())), "sm_90a")
 

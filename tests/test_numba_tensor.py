@@ -5,7 +5,6 @@ test_cuda_devices.py and test_conformance.py.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -42,9 +41,9 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
     ("dtype", "d", "options", "spilled"),
     [
         ("bfloat16", 128, {}, 64),
-        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 1024, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 256, {"kv_lengths": np.array([9])}, 512, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 512, marks=pytest.mark.slow),
+        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 1024, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", 256, {"kv_lengths": np.array([9])}, 512, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 512, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -> None:
@@ -78,9 +77,9 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
     ("dtype", "d", "options", "spilled"),
     [
         ("bfloat16", 128, {}, 64),
-        pytest.param("float16", 128, {"causal": True}, 64, marks=pytest.mark.slow),
-        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 64, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 256, marks=pytest.mark.slow),
+        pytest.param("float16", 128, {"causal": True}, 64, marks=pytest.mark.exhaustive),
+        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 64, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 256, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: int, arch: str) -> None:
@@ -242,11 +241,10 @@ def call_of(case: tuple, monkeypatch: pytest.MonkeyPatch) -> Call:
 
 def some(names: Iterable[str], often: Sequence[str]) -> list[Any]:
     """A kernel takes half a minute so, lane by lane: the others run where all are asked for."""
-    rest = pytest.mark.skipif(not os.environ.get("FLASHKIT_TEST_ALL"), reason="runs with FLASHKIT_TEST_ALL=1")
-    return [pytest.param(name, marks=[] if name in often else rest) for name in names]
+    return [pytest.param(name, marks=[] if name in often else pytest.mark.exhaustive) for name in names]
 
 
-@pytest.mark.parametrize("name", some(BY_LANES, ("plain", "lengths", "sinks", "dropout", "scores", "bias")))
+@pytest.mark.parametrize("name", some(BY_LANES, ("plain", "lengths")))
 def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel as Python (lanes.py), in tiles of 16 keys, against the definition in float64."""
     call, tile = call_of(BY_LANES[name], monkeypatch), sm80.Tile(16)
@@ -261,7 +259,7 @@ def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mon
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", some(GRADIENTS, ("plain", "lengths", "all at once")))
+@pytest.mark.parametrize("name", some(GRADIENTS, ("lengths",)))
 def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its two kernels as Python, 64 rows to a block, in tiles of 32, against the definition in float64."""
     call, tile = call_of(GRADIENTS[name], monkeypatch), sm80.BackwardTile(32, 64)
