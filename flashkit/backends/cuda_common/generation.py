@@ -57,6 +57,17 @@ class Generation(Protocol):
         """A pass for the problem; row: of the device's profile, for this generation, or None."""
 
 
+def sixteen_bits(spec: AttentionSpec, most: int) -> Verdict:
+    """Whether tensor cores take the elements as they are: 16 bits, rows of whole 16 bytes, head dims up to `most`."""
+    if spec.dtype not in ("float16", "bfloat16"):
+        return Verdict(False, f"{spec.dtype} is not for these tensor cores")
+    if max(spec.head_dim, spec.head_dim_v) > most:
+        return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
+    if spec.head_dim % 8 or spec.head_dim_v % 8:
+        return Verdict(False, f"rows of head dims {spec.head_dim} and {spec.head_dim_v} are not whole 16 bytes")
+    return Verdict(True)
+
+
 class Spare:
     """The pass of an older generation, for calls that the kernels of a newer one cannot take, such as arrays that begin
     on odd addresses: planned, and checked, when the first of them comes.

@@ -10,7 +10,7 @@ from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Generation, Kernels, Spare, tile_of
+from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
 from ..cuda_common.hopper import heads_together
 from ..cuda_common.launch import MAX_GRID
 from ..cuda_common.rows import RowKernels
@@ -191,12 +191,8 @@ class Sm80:
         spec = problem.spec
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
-        if spec.dtype not in ("float16", "bfloat16"):
-            return Verdict(False, f"{spec.dtype} is not for these tensor cores")
-        if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
-            return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
-        if spec.head_dim % 8 or spec.head_dim_v % 8:
-            return Verdict(False, f"rows of head dims {spec.head_dim} and {spec.head_dim_v} are not whole 16 bytes")
+        if not (able := sixteen_bits(spec, MAX_DIM)):
+            return able
         if not (backward_tiles(spec, device) if direction == "backward" else forward_tile(spec, device)):
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")
         if problem.n_q <= FEW_ROWS:

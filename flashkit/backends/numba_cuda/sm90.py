@@ -14,7 +14,7 @@ from typing import Any
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, hopper
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Generation, Kernels, Pass, Spare, tile_of
+from ..cuda_common.generation import Generation, Kernels, Pass, Spare, sixteen_bits, tile_of
 from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, work_enough
 
 MAX_DIM = 256
@@ -97,12 +97,8 @@ class Sm90:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
         if direction == "backward":
             return Verdict(False, "it has no backward pass")
-        if spec.dtype not in ("float16", "bfloat16"):
-            return Verdict(False, f"{spec.dtype} is not for these tensor cores")
-        if max(spec.head_dim, spec.head_dim_v) > MAX_DIM:
-            return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_DIM}")
-        if spec.head_dim % 8 or spec.head_dim_v % 8:
-            return Verdict(False, f"rows of head dims {spec.head_dim} and {spec.head_dim_v} are not whole 16 bytes")
+        if not (able := sixteen_bits(spec, MAX_DIM)):
+            return able
         return work_enough(problem, device, forward_tile(spec).block_q)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
