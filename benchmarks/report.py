@@ -30,8 +30,9 @@ START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 PEERS = {"numpy": "plain NumPy", "torch": "PyTorch", "jax": "JAX", "onnxruntime": "ONNX Runtime"}
 CUDA_PEERS = {
     "flash": "FlashAttention-2", "cudnn": "cuDNN", "efficient": "memory-efficient", "flex": "FlexAttention",
+    "pallas": "Pallas",
 }  # fmt: skip
-"""PyTorch's, on a GPU."""
+"""PyTorch's and JAX's, on a GPU."""
 
 
 def runs(results: Path = RESULTS) -> list[list[Line]]:
@@ -47,12 +48,13 @@ memory grows by at its peak, results included, in a forward pass, or in a forwar
 root mean square of the difference from float64, over that of the values, the largest of all sizes."""
 
 CUDA_EXPLANATION = """On GPUs: TFLOP/s of flashkit, and how many times as fast it is as PyTorch's
-scaled_dot_product_attention with one of its backends, each in turns with the others in one process; a figure for each
-number of tokens. 16,384 tokens in all, 2048 columns of all heads. Shares are of flashkit's own rate otherwise: dense is
-without the mask (for the visible pairs), softcap and alibi with such a modification, deterministic with the same bits
-in each run, tf32 with that precision, numba_cuda with the kernels in Python. Decoding is one query for 32 heads on 8;
-GB/s are those of keys and values. Errors are the root mean square of the difference from float64, over that of the
-values, the largest of all cases of 1024 tokens and of decoding, on the same inputs."""
+scaled_dot_product_attention with one of its backends, or JAX's attention in Pallas (float16), each in turns with the
+others in one process; a figure for each number of tokens. 16,384 tokens in all, 2048 columns of all heads. Shares are
+of flashkit's own rate otherwise: dense is without the mask (for the visible pairs), softcap and alibi with such a
+modification, deterministic with the same bits in each run, tf32 with that precision, numba_cuda with the kernels in
+Python. Decoding is one query for 32 heads on 8; GB/s are those of keys and values. Errors are the root mean square of
+the difference from float64, over that of the values, the largest of all cases of 1024 tokens and of decoding, on the
+same inputs."""
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The same attention by PyTorch on a CUDA device, for `flashkit bench --device cuda`: the kernels of FlashAttention-2,
-of cuDNN and the memory-efficient ones of xFormers, each asked for by name.
+"""The same attention by PyTorch and by JAX on a CUDA device, for `flashkit bench --device cuda`: the kernels of
+FlashAttention-2, of cuDNN and the memory-efficient ones of xFormers, each asked for by name; FlexAttention; Pallas.
 
 A peer is what peers.py says, on CuPy arrays. PyTorch's tensors share their memory.
 """
@@ -7,13 +7,14 @@ A peer is what peers.py says, on CuPy arrays. PyTorch's tensors share their memo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from . import dispatch
+from . import dispatch, timing
 from .api import attention, attention_vjp
 from .errors import UnsupportedError
 from .peers import BLOCK, Case, Entry, Peer, Yardstick, dense, dense_flops, torch_entry
@@ -105,6 +106,54 @@ def _with_flex(case: Case, arrays: Sequence[Any], direction: Direction, threads:
     return torch_entry(attend, tuple(qkv), dout, partial(_in_numpy, case), direction)
 
 
+def _with_pallas(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
+    """JAX's attention for Hopper, written in Pallas, with the fastest of its own benchmark's tiles. In float16, for it
+    knows nothing else, and on queries that are multiplied by the scale before, which it leaves out.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes three quarters of all memory
+    import jax
+    from jax.experimental.pallas.ops.gpu.attention_mgpu import TuningConfig, attention
+
+    plain = not case.masked and case.group == 1 and case.n_q == case.keys and case.n_q % max(_PALLAS_TILES) == 0
+    if direction == "backward" or not plain or case.dtype not in ("float16", "bfloat16") or case.head_dim % 64:
+        return None
+    q, k, v, _ = arrays
+    scaled = q.astype("float32") * case.head_dim**-0.5
+    q, k, v = (jax.dlpack.from_dlpack(x.swapaxes(1, 2).astype("float16", order="C")) for x in (scaled, k, v))
+
+    def attend(keys: int) -> Any:
+        return attention(q, k, v, TuningConfig(block_q=64, block_kv=keys, max_concurrent_steps=2, causal=case.causal))
+
+    keys = _pallas_tile(case, attend)
+
+    def result() -> tuple[np.ndarray]:
+        return (np.asarray(attend(keys)[:1, :, :1]).swapaxes(1, 2).astype(arrays[0].dtype),)
+
+    return Entry(partial(_wait, attend, keys), result)
+
+
+_PALLAS_TILES = 256, 128, 64
+_pallas_best: dict[tuple[int, bool], int] = {}
+
+
+def _pallas_tile(case: Case, attend: Callable[[int], Any]) -> int:
+    """Keys of the tile that is the fastest in the first case of a kind. ValueError where none runs."""
+    kind = case.head_dim, case.causal
+    if kind not in _pallas_best:
+        able = {}
+        for keys in _PALLAS_TILES:
+            with contextlib.suppress(ValueError):  # too large for shared memory
+                attend(keys)
+                able[keys] = partial(_wait, attend, keys)
+        found = timing.interleaved(able, rounds=3)
+        _pallas_best[kind] = min(found, key=lambda keys: found[keys].median)
+    return _pallas_best[kind]
+
+
+def _wait(attend: Callable[[int], Any], keys: int) -> None:
+    attend(keys).block_until_ready()
+
+
 MODIFIED = 4096
 """Tokens at which it is measured what a score modification takes."""
 
@@ -143,5 +192,6 @@ def yardsticks(
     return found
 
 
-PEERS: dict[str, Peer] = {**{name: partial(_with_torch, name) for name in BACKENDS}, "flex": _with_flex}
-REQUIRES = dict.fromkeys(PEERS, ("torch",))
+PEERS: dict[str, Peer] = {name: partial(_with_torch, name) for name in BACKENDS} | {"flex": _with_flex}
+REQUIRES = dict.fromkeys(PEERS, ("torch",)) | {"pallas": ("jax",)}
+PEERS["pallas"] = _with_pallas

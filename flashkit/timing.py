@@ -200,7 +200,7 @@ def machine(*peers: str) -> dict[str, Any]:
 
 
 def cuda_machine(*peers: str) -> dict[str, Any]:
-    """What a figure of the current CUDA device means little without; peers: see peers_cuda.py, all of PyTorch."""
+    """What a figure of the current CUDA device means little without; peers: see peers_cuda.py."""
     from . import __version__, host
 
     facts = host.cuda_device() or {}
@@ -210,6 +210,9 @@ def cuda_machine(*peers: str) -> dict[str, Any]:
 
         if peers:
             found |= {"torch": str(torch.__version__), "cudnn": str(torch.backends.cudnn.version())}
+    if "pallas" in peers:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found["jax"] = importlib.metadata.version("jax")
     return {
         "device": facts.get("name", "?"), "kind": "cuda", "capability": facts.get("compute_capability"),
         "sms": facts.get("sms"), "clocks": cuda_clocks(), "date": now(), "versions": found,
