@@ -196,9 +196,9 @@ def store_to(space: str, kind: Any) -> Callable[[Any, Any], None]:
     return store
 
 
-def copy_unit(target: Any, source: Any, size: int) -> None:
-    assert (size in (0, 16) and int(source) % 16 == 0) or size == 0
-    data = ctypes.string_at(int(source), 16) if size else bytes(16)
+def copy_unit(target: Any, source: Any, place: int, end: int) -> None:
+    assert place >= end or int(source) % 16 == 0
+    data = ctypes.string_at(int(source), 16) if place < end else bytes(16)
     _bytes(target, 16)[:] = np.frombuffer(data, np.uint8)
 
 

@@ -35,7 +35,7 @@ AMPERE = {
     "ld.shared.b32": "i[0] = load_word(shared_address() + 4)",
     "st.shared.b32": "store_word(shared_address(), i[0])",
     "st.shared.v4.b32": "store_zeros(shared_address(), 0)",
-    "cp.async.cg.shared.global": "copy_unit(shared_address(), l, 16)",
+    "cp.async.cg.shared.global": "copy_unit(shared_address(), l, i, i)",
     "ld.shared.v4.b32": "store_unit(l, load_unit(shared_address()))",
     "st.global.v4.b32": "store_unit(l, load_unit(shared_address()))",
     "cp.async.commit_group": "copies_end()",

@@ -61,7 +61,7 @@ def load_other(p, stage, b, h, tile, count):
         if i < OTHER // 2:
             numbers = p.shift if i < OTHER // 4 else p.delta
             source = number_address(numbers, I(b), I(h), I(start + i % (OTHER // 4) * 4))
-            copy_unit(stage + AT_NUMBERS + UNIT * i, source, UNIT)
+            copy_unit(stage + AT_NUMBERS + UNIT * i, source, 0, 1)
 
 
 @device

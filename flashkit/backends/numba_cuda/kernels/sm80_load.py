@@ -2,24 +2,25 @@
 # What both passes by mma.sync begin with: tiles on their way to shared memory. THREADS: of a block.
 
 product = mma(STORAGE)
+ROWS_AT_ONCE = THREADS // 8
 
 
 @device
 def load_tile(target, tensor, b, h, first, count, rows, dim):
     """Rows first ... of a head to shared memory, beside what the warps do; those at or past `count`, and columns past
-    the head dim up to what is multiplied, become zeros.
+    the head dim up to what is multiplied, become zeros. Eight threads take the eight units of a row of a chunk, so a
+    thread's units lie at the same place of all its rows.
     """
-    units, source = padded_units(dim), row_address(tensor, I(b), I(h), I(first))
-    for i in range(thread(), rows * units, THREADS):
-        row, unit = i // units, i % units
-        there = first + row < count and 8 * unit < dim
-        copy_unit(
-            target + unit // 8 * rows * CHUNK_ROW + swizzled(row, unit % 8),
-            source + (row * tensor.token * ITEM + UNIT * unit if there else 0),
-            16 if there else 0,
-        )
-
-
-@device
-def padded_units(dim):
-    return (dim + 15) // 16 * 2
+    row, unit = i32(thread() // 8), i32(thread() % 8)
+    at, left = target + swizzled(row, unit), i32(count - first - row)
+    source = row_address(tensor, I(b), I(h), I(first) + row) + UNIT * unit
+    step = tensor.token * (ITEM * ROWS_AT_ONCE)
+    for chunk in range((dim + 63) // 64):
+        wanted, exist = (dim + 15) // 16 * 16 - 64 * chunk, dim - 64 * chunk
+        there = source + CHUNK_ROW * chunk
+        if wanted >= 64 or 8 * unit < wanted:
+            end = left if exist >= 64 or 8 * unit < exist else 0
+            for i in range(0, rows, ROWS_AT_ONCE):
+                if rows % ROWS_AT_ONCE == 0 or row < rows - i:
+                    copy_unit(at + (chunk * rows + i) * CHUNK_ROW, there, i, end)
+                there += step

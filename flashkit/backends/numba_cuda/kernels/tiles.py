@@ -72,8 +72,9 @@ def walk_queries(p, b, h, k0, k1, n_q):
 
 @device
 def tiles_of(walk):
-    block = BLOCK_K if walk.along_keys else BLOCK_Q
-    return (walk.n + block - 1) // block
+    if walk.along_keys:  # by a constant either way: a division else
+        return (walk.n + BLOCK_K - 1) // BLOCK_K
+    return (walk.n + BLOCK_Q - 1) // BLOCK_Q
 
 
 @device

@@ -11,8 +11,12 @@ __all__ = [
     "store_unit", "stores_end", "stores_wait", "stores_wait_read",
 ]  # fmt: skip
 
-copy_unit = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", NOTHING, uint32, uint64, int32)
-"""copy_unit(target, source, bytes): 16 bytes to shared memory, those past `bytes`, 0 or 16, zeros"""
+copy_unit = instruction(
+    "{ .reg .pred p; setp.le.s32 p, $3, $2; cp.async.cg.shared.global.L2::128B [$0], [$1], 16, p; }",
+    NOTHING, uint32, uint64, int32, int32,
+)  # fmt: skip
+"""copy_unit(target, source, place, end): 16 bytes to shared memory; zeros if place >= end, and then the source need not
+be an address"""
 FOUR = UniTuple(uint32, 4)
 load_unit = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
 """load_unit(address): 16 bytes of shared memory"""
