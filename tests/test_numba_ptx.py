@@ -31,11 +31,15 @@ AMPERE = {
     "%nctaid.x": "i[0] = blocks()",
     "%clock64": "i[0] = clock()",
     "atom.global.add.u32": "i[0] = fetch_add(l, 1)",
+    "red.relaxed.gpu.global.add.f32": "add_to(l, x[0])",
+    "red.relaxed.gpu.global.or": "set_bits(l, i[0])",
+    "red.release.gpu.global.or": "set_bits_after(l, i[0])",
+    "ld.relaxed.gpu.global": "i[0] = load_now(l)",
     "ld.global.nc.b32": "x[0] = load_from('global', float32, True)(l)",
     "ld.shared.b32": "i[0] = load_word(shared_address() + 4)",
     "st.shared.b32": "store_word(shared_address(), i[0])",
     "st.shared.v4.b32": "store_zeros(shared_address(), 0)",
-    "cp.async.cg.shared.global": "copy_unit(shared_address(), l, i, i)",
+    "cp.async.cg.shared.global": "copy_unit(shared_address(), l, i[0], i[1])",
     "ld.shared.v4.b32": "store_unit(l, load_unit(shared_address()))",
     "st.global.v4.b32": "store_unit(l, load_unit(shared_address()))",
     "cp.async.commit_group": "copies_end()",
@@ -47,6 +51,7 @@ AMPERE = {
     "m16n8k8.row.col.f32.tf32": "x[0] = mma_tf32(filled(x[0], 4), load_matrices(0), i[0], i[1])[3]",
 }
 HOPPER = {
+    "red.relaxed.gpu.global.add.v4.f32": "add_to_four(l, filled(x[0], 4))",
     "elect.sync": "i[0] = elect()",
     "mbarrier.init": "barrier_init(shared_address(), 1)",
     "fence.mbarrier_init": "barriers_ready()",
@@ -85,6 +90,9 @@ device = cuda.jit(device=True, forceinline=True)
 @device
 def packed(s):
     return join(pack_bfloat16, s)
+@device
+def is_less(j, so_far, x):
+    return so_far and x[j] < x[2]
 """
 
 
@@ -145,6 +153,12 @@ def test_operations_on_tiles_become_straight_code(n):
     assert text.count("shfl.sync.bfly") == 8
     for unwanted in ("call", ".local", ".func"):
         assert unwanted not in text
+
+
+def test_steps_that_begin_with_a_constant_are_taken():
+    """True is not what a condition over all steps is, only what it begins with."""
+    text = ptx_of("x[0] = x[3] if all_lanes(repeat(is_less, 2, True, (x[0], x[1], x[2]))) else x[4]", (8, 0))
+    assert len(re.findall(r"setp\.\w+\.f32", text)) == 2
 
 
 def test_names_do_not_take_those_of_the_kernels_head():

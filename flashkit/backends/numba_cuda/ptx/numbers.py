@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from numba.cuda.types import boolean, float32, int32, int64, uint16, uint32, uint64
+from numba.cuda.types import UniTuple, boolean, float32, int32, int64, uint16, uint32, uint64
 
 from .asm import NOTHING, instruction
 
 __all__ = [
     "across",
+    "add_to",
+    "add_to_four",
     "all_lanes",
     "any_lane",
     "block",
@@ -26,6 +28,7 @@ __all__ = [
     "here",
     "lanes_sync",
     "load_from",
+    "load_now",
     "lowest_one",
     "multiply_high",
     "ones",
@@ -33,6 +36,8 @@ __all__ = [
     "pack_bfloat16",
     "pack_float16",
     "reciprocal",
+    "set_bits",
+    "set_bits_after",
     "store_to",
     "store_zeros",
     "thread",
@@ -86,6 +91,17 @@ store_zeros = instruction("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", NOTHING, u
 
 fetch_add = instruction("atom.global.add.u32 $0, [$1], $2;", uint32, uint64, uint32)
 """fetch_add(address, n): adds to a word of memory; what it was."""
+
+_ADD = "red.relaxed.gpu.global.add"
+add_to = instruction(f"{_ADD}.f32 [$0], $1;", NOTHING, uint64, float32)
+"""add_to(address, x): adds to a number in memory."""
+add_to_four = instruction(f"{_ADD}.v4.f32 [$0], {{$1, $2, $3, $4}};", NOTHING, uint64, UniTuple(float32, 4))
+"""add_to_four(address, four): adds to four neighbours (Hopper)."""
+set_bits = instruction("red.relaxed.gpu.global.or.b32 [$0], $1;", NOTHING, uint64, uint32)
+set_bits_after = instruction("red.release.gpu.global.or.b32 [$0], $1;", NOTHING, uint64, uint32)
+"""set_bits(address, bits): in a word of memory; set_bits_after: what was written before is there when they are."""
+load_now = instruction("ld.relaxed.gpu.global.b32 $0, [$1];", uint32, uint64)
+"""A word of memory that others change."""
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 

@@ -240,7 +240,7 @@ def chain(typing: Any, f: Any, size: Any, values: Any, state: Any, rest: Any) ->
     """
     if not isinstance(size, types.IntegerLiteral):
         return None
-    piece = types.UniTuple(values.dtype, size.literal_value)
+    piece, state = types.UniTuple(values.dtype, size.literal_value), types.unliteral(state)
     chosen = _Call(typing, f, types.int32, piece, state, rest)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -258,6 +258,7 @@ def repeat(typing: Any, f: Any, count: Any, state: Any, rest: Any) -> Any:
     """repeat(f, n, state, rest): state = f(i, state, rest) for i of 0 ... n - 1, without a loop."""
     if not isinstance(count, types.IntegerLiteral):
         return None
+    state = types.unliteral(state)  # True is where it begins, not all that it can be
     chosen = _Call(typing, f, types.int32, state, rest)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
