@@ -54,9 +54,11 @@ class Block:
             raise failed[0]
 
 
-def launch(name: str, spec: Any, constants: dict[str, Any], shared: int, words: Sequence[int], blocks: int) -> None:
-    """Run a kernel with so many bytes of shared memory and the words of its block of arguments; its tensors lie in
-    this process.
+def launch(
+    name: str, spec: Any, constants: dict[str, Any], shared: int, words: Sequence[int], blocks: int, kernel: str = ""
+) -> None:
+    """Run a kernel of a file, that of the same name or another, with so many bytes of shared memory and the words of
+    its block of arguments; its tensors lie in this process.
     """
     text = specialise.text(name, spec, constants, "simulated")
     for module in ("fragments", "ptx"):
@@ -65,9 +67,9 @@ def launch(name: str, spec: Any, constants: dict[str, Any], shared: int, words: 
     names: dict[str, Any] = {"__name__": "lanes_kernel"}
     exec(compile(text, f"<{name}, lane by lane>", "exec"), names)
     names |= {"thread_here": thread, "ballot": vote}
-    p = params.of(words)
+    p, kernel = params.of(words), kernel or name
     for number in range(blocks):
-        Block(number, names["THREADS"], shared).run(names[name], p)
+        Block(number, names[kernel].kernel[0][0], shared).run(names[kernel], p)
 
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
@@ -103,6 +105,10 @@ def across(x: Any, step: int) -> Any:
 
 def vote(condition: Any) -> int:
     return sum(1 << i for i, x in enumerate(told(bool(condition))) if x)
+
+
+def lowest_one(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
 
 
 def all_lanes(condition: Any) -> bool:
@@ -185,7 +191,8 @@ def _bytes(address: Any, size: int) -> Any:
 
 
 def load_from(space: str, kind: Any, constant: bool = False) -> Callable[[Any], Any]:
-    return lambda address: np.int32(_bytes(address, 4).view(np.int32)[0])
+    stored = np.float32 if str(kind) == "float32" else np.int32
+    return lambda address: _bytes(address, 4).view(stored)[0]
 
 
 def store_to(space: str, kind: Any) -> Callable[[Any, Any], None]:
@@ -214,6 +221,39 @@ def load_unit(address: Any) -> tuple[Any, ...]:
 
 def load_two(address: Any) -> tuple[Any, ...]:
     return tuple(_bytes(address, 8).view(np.float32))
+
+
+_atomic = threading.Lock()
+
+
+def _changed(address: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
+    """A number of memory before it was changed."""
+    with _atomic:
+        number = np.frombuffer((ctypes.c_char * np.dtype(kind).itemsize).from_address(int(address)), kind)
+        before = number[0]
+        number[0] = change(before)
+    return before
+
+
+def fetch_add(address: Any, n: int) -> int:
+    return int(_changed(address, np.uint32, lambda x: x + np.uint32(n)))
+
+
+def add_to_four(address: Any, four: Sequence[Any]) -> None:
+    assert int(address) % 16 == 0
+    for i, x in enumerate(four):
+        _changed(address + 4 * i, np.float32, lambda y, x=x: y + x)
+
+
+def set_bits(address: Any, bits: int) -> None:
+    _changed(address, np.uint32, lambda x: x | np.uint32(bits))
+
+
+set_bits_after = set_bits
+
+
+def load_now(address: Any) -> int:
+    return int(_changed(address, np.uint32, lambda x: x))
 
 
 def store_unit(address: Any, four: Sequence[Any]) -> None:

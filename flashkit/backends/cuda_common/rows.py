@@ -32,7 +32,8 @@ class RowKernels:
         memory = scratch((2, *rows), arguments.spec.lse_dtype)
         arguments.alive.append(memory)
         arguments.tensors(shift=memory[0], delta=memory[1])
-        self._prepare.launch(-(-math.prod(rows) // self._rows), _THREADS, arguments, stream)
+        if blocks := -(-math.prod(rows) // self._rows):
+            self._prepare.launch(blocks, _THREADS, arguments, stream)
 
     def finish(self, arguments: Arguments, stream: int) -> None:
         """Gradients of the sinks, where they are asked for."""

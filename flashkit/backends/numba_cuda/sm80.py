@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
-from ..cuda_common.arguments import Arguments
+from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
 from ..cuda_common.hopper import heads_together
-from ..cuda_common.launch import MAX_GRID
+from ..cuda_common.launch import MAX_GRID, scratch
 from ..cuda_common.rows import RowKernels
-from ..cuda_common.sm90_maps import addressable
 
 BLOCK_Q, THREADS = 128, 128
 MAX_DIM = 128
@@ -22,7 +23,8 @@ FEW_ROWS = 64
 MANY_KEYS = 1024
 _CACHED = 24_000_000  # bytes of keys and values that blocks work at together, within the L2 cache
 _OWN = "the largest that fits"
-_OWN_BACKWARD = "spills little, by the compiler's report"
+_SUMMED = 40_000_000  # bytes of the heads that blocks of the backward pass work at together
+_OWN_BACKWARD = "as in CUDA C++"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,15 @@ class Tile:
         }  # fmt: skip
 
 
+def in_units(arguments: Arguments, names: Sequence[str]) -> bool:
+    """Whether every row of these tensors, of two bytes an element, begins on 16 bytes."""
+    bits = 0
+    for name in names:
+        address, batch, head, token = arguments.words[AT[name] : AT[name] + 4]
+        bits |= address | (batch | head | token) * 2
+    return bits % 16 == 0
+
+
 def forward_tile(spec: AttentionSpec, device: Device) -> Tile | None:
     """The largest that fits, of those that do well."""
     return next((tile for tile in map(Tile, (64, 32, 16)) if tile.fits(spec, device)), None)
@@ -83,7 +94,7 @@ class Forward:
         spec = arguments.spec
         # With a scale that is not positive a hidden pair's -inf would change its sign.
         usual = arguments.n_k and arguments.scale > 1e-30
-        if not (usual and addressable(arguments, ("q", "k", "v", "out"))):
+        if not (usual and in_units(arguments, ("q", "k", "v", "out"))):
             return self._spare.run(arguments, stream)
         heads = arguments.batch * arguments.heads
         blocks = -(-arguments.n_q // BLOCK_Q) * heads
@@ -93,87 +104,88 @@ class Forward:
             raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
         # Heads at a time, of even numbers, whose keys and values stay in the L2 cache.
         bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
-        arguments.set(splits=heads_together(heads, _CACHED // bytes_of_head))
+        arguments.words[AT["splits"]] = heads_together(heads, _CACHED // bytes_of_head)
         self._kernel.launch(blocks, THREADS, arguments, stream)
         return None
 
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A tile of the backward pass: for dK and dV a block takes block_k keys, 16 for each warp, and goes over tiles of
-    block_q queries; for dQ the other way round.
+    """A tile of the backward pass and its warps, each of which has 32 rows of every product:
+    kernels/sm80_tile_backward.py.
     """
 
     block_q: int
     block_k: int
+    warps: int = 8
 
     def __post_init__(self) -> None:
-        if self.block_q not in (16, 32, 64) or self.block_k not in (64, 128):
-            raise ValueError(f"{self=}: block_q is 16, 32 or 64, block_k 64 or 128")
-
-    @property
-    def threads(self) -> int:
-        return 2 * self.block_k
+        across_s, across_kv = (self.warps * 32 / rows for rows in (self.block_q, self.block_k))
+        if self.block_q % 32 or self.block_k % 64 or across_s % 1 or across_kv % 1:
+            raise ValueError(f"{self=}: warps share the tile in groups of 32 rows, block_k is a multiple of 64")
+        if self.block_k / across_s % 16 or 64 / across_kv % 16:
+            raise ValueError(f"{self=}: a warp has less than 16 keys or columns")
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block: kernels/sm80_tile_backward.py."""
         chunks = -(-spec.head_dim // 64) + -(-spec.head_dim_v // 64)
-        return 128 * chunks * self.block_k + 2 * (128 * chunks * self.block_q + 1024)
+        pairs = 2 * 128 * self.block_q * -(-self.block_k // 64)
+        return 128 * chunks * self.block_k + 2 * (128 * chunks * self.block_q + 1024) + pairs + 16
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        return self.shared_memory(spec) <= device.shared_per_block
+        columns = 64 * -(-spec.head_dim // 64) * self.block_q / (32 * self.warps)  # of dQ for a warp
+        return columns % 16 == 0 and self.shared_memory(spec) <= device.shared_per_block
 
-    def constants(self, spec: AttentionSpec, device: Device, keys: bool) -> dict[str, int]:
-        resident = device.shared_per_sm // (self.shared_memory(spec) + 1024)
-        block_q, block_k = (self.block_q, self.block_k) if keys else (self.block_k, self.block_q)
+    def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
-            "BLOCK_Q": block_q, "BLOCK_K": block_k, "BACKWARD_KEYS": keys, "HAS_LENGTHS": spec.kv_lengths,
-            "BLOCKS_PER_SM": max(1, min(resident, 256 // self.threads)), "BRIEF": True,
+            "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "HAS_LENGTHS": spec.kv_lengths,
+            "VECTOR_ADDS": device.capability >= (9, 0), "BRIEF": True,
         }  # fmt: skip
 
 
 def backward_tiles(spec: AttentionSpec, device: Device) -> list[BackwardTile]:
-    """Those that fit, the likely fastest first: what masks, modifications and dropout need takes registers."""
-    wide = max(spec.head_dim, spec.head_dim_v) > 64
-    more = spec.dropout or spec.score is not None or (wide and spec.mask is not None)
-    pairs = [(32, 64), (64, 64), (32, 128), (16, 64)] if more else [(64, 64), (64, 128), (32, 64), (16, 64)]
-    return [tile for tile in (BackwardTile(*each) for each in pairs) if tile.fits(spec, device)]
+    """Those that fit, the likely fastest first: what modifications and dropout need takes registers."""
+    more = spec.dropout or spec.score is not None or max(spec.head_dim, spec.head_dim_v) > 64
+    pairs = [(64, 128), (128, 128)] if more else [(128, 128), (64, 128)]
+    tiles = [*(BackwardTile(*pair) for pair in pairs), BackwardTile(64, 64, 4), BackwardTile(32, 64, 4)]
+    return [tile for tile in tiles if tile.fits(spec, device)]
 
 
 class Backward:
-    """The backward pass: rows prepared, then dK and dV, then dQ, then the sinks."""
+    """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded."""
 
     def __init__(self, generation: Sm80, problem: Problem, device: Device, tile: BackwardTile, why: str) -> None:
         spec, self.tile, self.why = problem.spec, tile, why
-        self.rows, self.libraries = RowKernels(generation.kernels, spec, device), []
-        self._kernels = []
-        for keys in (True, False):
-            constants = tuple(tile.constants(spec, device, keys).items())
-            library = generation.kernels("sm80_backward", spec, constants, compiler.target(device.capability))
-            self.libraries.append(library)
-            self._kernels.append(library.kernel("sm80_backward", device, tile.shared_memory(spec)))
-        self.libraries.append(self.rows.library)
+        constants = tuple(tile.constants(spec, device).items())
+        library = generation.kernels("sm80_backward", spec, constants, compiler.target(device.capability))
+        self.rows = RowKernels(generation.kernels, spec, device)
+        self.libraries = [library, self.rows.library]
+        self._kernel = library.kernel("sm80_backward", device, tile.shared_memory(spec))
+        self._store = library.kernel("store_queries", device)
         older = partial(generation.below.plan, problem, None, device, "backward")
         self._spare = Spare(older, spec, device, "backward")  # for arrays whose rows do not begin on 16 bytes
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        spec = arguments.spec
-        if not (arguments.n_k and addressable(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))):
+        spec, tile = arguments.spec, self.tile
+        if not (arguments.n_k and in_units(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))):
             return self._spare.run(arguments, stream)
-        self.rows.prepare(arguments, stream, self.tile.block_k)
-        row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
-        sides = (
-            (arguments.n_k, arguments.heads_kv, arguments.n_q * spec.group),
-            (arguments.n_q, arguments.heads, arguments.n_k),
-        )  # tokens that blocks share, heads, and the tokens of a head that each goes over
-        for kernel, (tokens, heads, others) in zip(self._kernels, sides):
-            every = heads * arguments.batch
-            blocks = -(-tokens // self.tile.block_k) * every
-            if blocks > MAX_GRID:
-                raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
-            if blocks:
-                arguments.set(splits=heads_together(every, _CACHED // max(1, others * row)))
-                kernel.launch(blocks, self.tile.threads, arguments, stream)
+        self.rows.prepare(arguments, stream, tile.block_q)
+        keys, queries = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
+        heads = arguments.batch, arguments.heads
+        sums = scratch((*heads, queries, tile.block_q * 64 * -(-spec.head_dim // 64)), "float32", zeros=True)
+        # A bit for each pair of tiles, where a block is done with it; the ticket lies before them.
+        words = -(-keys // 32)
+        marks = scratch(4 + math.prod(heads) * queries * words, "int32", zeros=True)
+        arguments.tensors(partial=sums, partial_lse=marks[4:].reshape((*heads, queries, words)))
+        row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4 * spec.head_dim
+        every = arguments.batch * arguments.heads_kv
+        arguments.set(splits=heads_together(every, _SUMMED // max(1, arguments.n_q * spec.group * row)))
+        if keys * every > MAX_GRID or queries * math.prod(heads) > MAX_GRID:
+            raise ValueError(f"{keys * every} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        if keys * every:
+            self._kernel.launch(keys * every, 32 * tile.warps, arguments, stream)
+        if queries * math.prod(heads):
+            self._store.launch(queries * math.prod(heads), 256, arguments, stream)
         self.rows.finish(arguments, stream)
         return None
 
@@ -195,7 +207,7 @@ class Sm80:
             return able
         if not (backward_tiles(spec, device) if direction == "backward" else forward_tile(spec, device)):
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")
-        if problem.n_q <= FEW_ROWS:
+        if 0 < problem.n_q <= FEW_ROWS:
             return Verdict(False, f"{problem.n_q} queries would leave most of a tile empty")
         blocks = -(-problem.n_q // BLOCK_Q) * problem.heads * problem.batch
         if direction == "forward" and 2 * blocks <= device.sms and problem.n_k >= MANY_KEYS:

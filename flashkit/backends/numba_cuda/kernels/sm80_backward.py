@@ -1,226 +1,137 @@
-# parts: tiles tensor sm80_tile_backward sm80_load softmax sm80_careful
-# Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2) on tensor cores by mma.sync, from Ampere on.
+# parts: tiles tensor sm80_tile_backward sm80_load sm80_products softmax sm80_queries
+# Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2) on tensor cores by mma.sync, from Ampere on:
+# weights recomputed from the log-sum-exp, five products.
 #
-# Two passes, each of which owns what it sums, so nothing is added atomically and the bits never change: `keys` takes
-# MINE keys and goes over the queries that see them, for dK and dV; `queries` takes MINE queries and goes over their
-# keys, for dQ. That costs seven products instead of five, and saves what two passes over dQ in memory cost.
-# BACKWARD_KEYS says which of the two this text is. In both a lane's rows are the block's own, so weights and their
-# gradients are left operands where they are:
+# A block of WARPS warps takes BLOCK_K keys of one head and goes over the tiles of queries that see them.
 #
-#                         keys                        queries
-#     mine                K, V            [MINE]      Q, dO           shared memory; in the end the sums
-#     other               Q, dO, numbers  [2][OTHER]  K, V            shared memory: one is multiplied, the next comes
-#     s, weights          [16][OTHER]                 the same        registers of a warp
-#     dp, gradients       [16][OTHER]                 the same        registers of a warp
-#     sums                dK, dV          [16][..]    dQ              registers of a warp
+#     K, V           [BLOCK_K][..]       shared memory
+#     Q, dO, numbers [2][BLOCK_Q][..]    shared memory: one tile is multiplied while the next one comes
+#     s, dp          [32][KEYS_S]        registers of a warp
+#     P, dS          [BLOCK_Q][BLOCK_K]  shared memory, between these products and the next
+#     dk, dv         [32][SUMS]          registers of a warp
+#     dq             [32][SUMS_Q]        registers of a warp, then added to sums in memory: kernels/sm80_order.py
 #
 # Numbers are those of queries: what their scores are relative to, the log-sum-exp, and delta. Of queries past the last
 # the weights are 0 by the number that kernels/rows puts there.
 
-
-@device
-def tensors(p):
-    """Mine, then the others'."""
-    return (p.k, p.v, p.q, p.dout) if BACKWARD_KEYS else (p.q, p.dout, p.k, p.v)
+load_number = load_from("shared", types.float32)
 
 
 @device
-def place_of(p, index):
-    """Batch entry, head (of keys or of queries) and first row of block number `index`: p.splits heads at a time, so
-    that what blocks read lies in the L2 cache, and with a causal mask the tiles with most to do first.
-    """
-    heads = u32(u32(p.heads) // u32(GROUP if BACKWARD_KEYS else 1))
-    tiles = u32((u32(p.n_k if BACKWARD_KEYS else p.n_q) + u32(MINE - 1)) // u32(MINE))
-    every, most, index = u32(heads * p.batch), u32(p.splits), u32(index)
-    first = u32(index // u32(most * tiles) * most)
-    rest = u32(index - first * tiles)
-    size = u32(min(every - first, most))
-    tile = u32(rest // size)
-    head = u32(first + rest - tile * size)
-    if not BACKWARD_KEYS:
-        tile = u32(tiles - u32(1) - tile)
-    return i32(head // heads), i32(head % heads), i32(tile * MINE)
-
-
-@device
-def load_mine(p, base, at, count):
-    first, second, _, _ = tensors(p)
-    load_tile(base, first, at[0], at[1], at[2], count, MINE, HEAD_DIM)
-    load_tile(base + BYTES_MINE, second, at[0], at[1], at[2], count, MINE, HEAD_DIM_V)
-
-
-@device
-def load_other(p, stage, b, h, tile, count):
-    """A tile of what the block goes over, of query head h."""
-    _, _, first, second = tensors(p)
-    head, start = h if BACKWARD_KEYS else h // GROUP, tile * OTHER
-    load_tile(stage, first, b, head, start, count, OTHER, HEAD_DIM)
-    load_tile(stage + BYTES_OTHER, second, b, head, start, count, OTHER, HEAD_DIM_V)
-    if BACKWARD_KEYS:  # there is memory for whole tiles of them
-        i = i32(thread())
-        if i < OTHER // 2:
-            numbers = p.shift if i < OTHER // 4 else p.delta
-            source = number_address(numbers, I(b), I(h), I(start + i % (OTHER // 4) * 4))
-            copy_unit(stage + AT_NUMBERS + UNIT * i, source, 0, 1)
-
-
-@device
-def walk_other(p, b, h, first, count, n_other):
-    """Over the tiles that some of the block's rows see, or are seen by."""
-    end = min(I(first) + MINE, I(count))
-    if BACKWARD_KEYS:
-        return walk_queries(p, I(b), I(h), I(first), end, I(n_other))
-    return walk_keys(p, I(b), I(h), I(first), end, I(n_other))
+def load_queries(p, stage, b, h, tile):
+    row0, n_q = i32(tile) * BLOCK_Q, i32(p.n_q)
+    load_tile(stage, p.q, b, h, row0, n_q, BLOCK_Q, HEAD_DIM, WHOLE)
+    load_tile(stage + AT_DOUT, p.dout, b, h, row0, n_q, BLOCK_Q, HEAD_DIM_V, WHOLE_V)
+    i = i32(thread())
+    if i < BLOCK_Q // 2:  # there is memory for whole tiles of them
+        numbers = p.shift if i < BLOCK_Q // 4 else p.delta
+        source = number_address(numbers, I(b), I(h), I(row0 + i % (BLOCK_Q // 4) * 4))
+        copy_unit(stage + AT_NUMBERS + UNIT * i, source, 0, 1)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
 @device
-def multiply_sixteen(sums, left, right):
-    """16 columns of a warp's rows."""
-    return product(part(sums, 0, 4), left, right[0], right[1]) + product(part(sums, 4, 4), left, right[2], right[3])
+def scores(stage, keys, rows, first):
+    """s = Q K^T for this warp's 32 queries, from `rows` on, and its keys, from `first` on."""
+    left, right = stage + rows * CHUNK_ROW, keys + first * CHUNK_ROW
+    return repeat(sixteen_dims, STEPS, filled(ZERO, KEYS_S), (left, CHUNK_Q, right, CHUNK_K))
 
 
 @device
-def of_others(i, sums, rest):
-    left, other = rest
-    return multiply_sixteen(sums, left, load_matrices(other + 16 * i * CHUNK_ROW))
+def scores_of_values(stage, values, rows, first):
+    """dP = dO V^T"""
+    left, right = stage + AT_DOUT + rows * CHUNK_ROW, values + first * CHUNK_ROW
+    return repeat(sixteen_dims, STEPS_V, filled(ZERO, KEYS_S), (left, CHUNK_Q, right, CHUNK_K))
 
 
 @device
-def sixteen_dims(step, s, rest):
-    mine, other = rest
-    lane, chunk = thread() % 32, step // 4
-    left = mine + chunk * MINE * CHUNK_ROW + swizzled(lane % 16, step % 4 * 2 + lane // 16)
-    right = other + chunk * OTHER * CHUNK_ROW + swizzled(lane // 16 * 8 + lane % 8, step % 4 * 2 + lane // 8 % 2)
-    return groups(of_others, 8, s, (load_matrices(left), right))
+def sixteen_queries(step, sums, rest):
+    weights, unit, b, first = rest
+    lane = i32(thread() % 32)
+    row, at = 16 * step + lane // 16 * 8 + lane % 8, unit + lane // 8 % 2
+    upper = load_matrices_turned(weights + swizzled(row, at))
+    lower = load_matrices_turned(weights + swizzled(row, at + 2))
+    return groups(of_columns, 16, sums, (upper, lower, b + 16 * step * CHUNK_ROW, CHUNK_Q, first))
 
 
 @device
-def scores(mine, other):
-    """s = Q K^T, or its transpose, for the 16 rows of this warp."""
-    return repeat(sixteen_dims, STEPS, filled(ZERO, PAIRS), (mine, other))
+def accumulate_keys(sums, weights, rows, first):
+    """sums += weights^T rows, for this warp's 32 keys and its columns, from unit `first` on."""
+    warp = i32(thread() // 32) // ACROSS_KV
+    weights, unit = weights + (warp >> 1) * CHUNK_Q, (warp & 1) * 4
+    return repeat(sixteen_queries, STEPS_KV, sums, (weights, unit, rows, first))
 
 
 @device
-def scores_of_values(mine, other):
-    """dP = dO V^T, or its transpose."""
-    return repeat(sixteen_dims, STEPS_V, filled(ZERO, PAIRS), (mine + BYTES_MINE, other + BYTES_OTHER))
-
-
-@device
-def of_columns(i, sums, rest):
-    left, other = rest
+def sixteen_keys(step, sums, rest):
+    gradients, keys, first = rest
     lane = thread() % 32
-    at = other + i // 4 * OTHER * CHUNK_ROW + swizzled(lane % 16, i % 4 * 2 + lane // 16)
-    return multiply_sixteen(sums, left, load_matrices_turned(at))
+    at = gradients + step // 4 * CHUNK_Q + swizzled(lane % 16, step % 4 * 2 + lane // 16)
+    upper, lower = load_matrices(at), load_matrices(at + 16 * CHUNK_ROW)
+    return groups(of_columns, 16, sums, (upper, lower, keys + 16 * step * CHUNK_ROW, CHUNK_K, first))
 
 
 @device
-def sixteen_others(step, weights, sums, other):
-    return groups(of_columns, 8, sums, (weights, other + 16 * step * CHUNK_ROW))
-
-
-@device
-def accumulate(sums, weights, other):
-    """sums += weights other"""
-    return chain(sixteen_others, 4, join(pack, weights), sums, other)
+def gradients_of_queries(gradients, keys):
+    """dq = dS K, of this block's keys, for this warp's 32 queries and its columns."""
+    warp = i32(thread() // 32)
+    rows, first = gradients + warp // ACROSS_Q * 32 * CHUNK_ROW, warp % ACROSS_Q * (SUMS_Q // 8)
+    return repeat(sixteen_keys, STEPS_Q, filled(ZERO, SUMS_Q), (rows, keys, first))
 
 
 # --- weights and their gradients --------------------------------------------------------------------------------------
 #
-# A lane's rows are tuples: index, and of queries their two numbers.
-
-
-if BACKWARD_KEYS:
-
-    @device
-    def row_of_mine(j, rest):
-        return rest[1][2] + row_of_lane(j), ZERO, ZERO
-
-    @device
-    def query_and_key(row, other):
-        return other, row
-
-    @device
-    def references(column, row, numbers):
-        """What scores in base 2 of two neighbours are relative to."""
-        two = load_two(numbers + 4 * column)
-        return two[0] * LOG2E, two[1] * LOG2E
-
-    @device
-    def deltas(column, row, numbers):
-        return load_two(numbers + 4 * OTHER + 4 * column)
-
-else:
-
-    @device
-    def row_of_mine(j, rest):
-        p, at = rest
-        row = at[2] + row_of_lane(j)
-        shift = load(np.float32, number_address(p.shift, I(at[0]), I(at[1]), I(row)), 0)
-        return row, shift * LOG2E, load(np.float32, number_address(p.delta, I(at[0]), I(at[1]), I(row)), 0)
-
-    @device
-    def query_and_key(row, other):
-        return row, other
-
-    @device
-    def references(column, row, numbers):
-        return row[1], row[1]
-
-    @device
-    def deltas(column, row, numbers):
-        return row[2], row[2]
-
-
-# What of Params and of the place a pair of query and key needs.
-Pairs = namedtuple("Pairs", "values scale seed threshold kept_scale b h n_q n_k offset first state")
+# What belongs to a lane's rows, queries, are tuples: index, what scores are relative to, in base 2, and delta.
 
 
 @device
-def usual_weights(x, y, column, row, rest):
-    """Of two neighbours, nothing hidden."""
-    numbers, unit = rest
-    r = references(column, row, numbers)
-    return exp2_fast(x * unit - r[0]), exp2_fast(y * unit - r[1])
+def row_here(j, rest):
+    numbers, row0 = rest
+    row = row0 + 8 * j + i32(thread() % 32 // 4)
+    return row, load_number(numbers + 4 * row) * LOG2E, load_number(numbers + 4 * BLOCK_Q + 4 * row)
+
+
+# What of Params and of the place a pair needs; row0, key0: the tile's first query, the lane's first key.
+Pairs = namedtuple("Pairs", "values scale seed threshold kept_scale b h n_q n_k offset row0 key0 state")
 
 
 @device
-def weight(x, reference, column, row, pairs):
-    query, key = query_and_key(row, pairs.first + column)
-    exists, h = key < pairs.n_k and query < pairs.n_q, pairs.h
-    query, key = min(query, pairs.n_q - 1), min(key, pairs.n_k - 1)  # modifications may read what has no element there
-    x = modify(x * np.float32(pairs.scale), pairs.state, pairs.b, h, query, query + pairs.offset, key, pairs)
-    return ZERO if x == HIDDEN or not exists else exp2_fast(x * LOG2E - reference)
+def usual_weight(x, row, unit):
+    """Nothing is hidden."""
+    return exp2_fast(x * unit - row[1])
 
 
 @device
-def modified_weights(x, y, column, row, rest):
-    numbers, pairs = rest
-    r = references(column, row, numbers)
-    return weight(x, r[0], column, row[0], pairs), weight(y, r[1], column + 1, row[0], pairs)
+def place(column, row, pairs):
+    """Query and key of an element; modifications may read what has no element there: the last ones then."""
+    return I(min(pairs.row0 + row[0], pairs.n_q - 1)), I(min(pairs.key0 + column, pairs.n_k - 1))
+
+
+@device
+def weight(x, column, row, pairs):
+    query, key = place(column, row, pairs)
+    exists = pairs.key0 + column < pairs.n_k and pairs.row0 + row[0] < pairs.n_q
+    x = modify(x * np.float32(pairs.scale), pairs.state, pairs.b, pairs.h, query, query + pairs.offset, key, pairs)
+    return ZERO if x == HIDDEN or not exists else exp2_fast(x * LOG2E - row[1])
 
 
 @device
 def slope_at(x, column, row, pairs):
-    query, key = query_and_key(row[0], pairs.first + column)
-    query, key = min(query, pairs.n_q - 1), min(key, pairs.n_k - 1)
+    query, key = place(column, row, pairs)
     return score_slope(x * np.float32(pairs.scale), pairs.b, pairs.h, query, query + pairs.offset, key, pairs)
 
 
 @device
 def kept_at(x, column, row, pairs):
     """What dropout multiplies by."""
-    query, key = query_and_key(row[0], pairs.first + column)
-    return drop(np.float32(1), pairs, pairs.b, pairs.h, query, key)
+    return drop(np.float32(1), pairs, pairs.b, pairs.h, I(pairs.row0 + row[0]), I(pairs.key0 + column))
 
 
 @device
-def less_delta(x, y, column, row, numbers):
-    d = deltas(column, row, numbers)
-    return x - d[0], y - d[1]
+def less_delta(x, row, _):
+    return x - row[2]
 
 
 @device
@@ -232,12 +143,12 @@ def unless_zero(weight, x):
 
 
 @device
-def weights_and_slopes(full, s, rows, numbers, pairs, unit):
+def weights_and_slopes(full, s, rows, pairs, unit):
     """Scores to weights, and to what their gradients are multiplied by."""
     if full and not HAS_SCORE:
-        weights = pairs_at(usual_weights, s, rows, (numbers, unit))
+        weights = each(usual_weight, s, rows, unit)
     else:
-        weights = pairs_at(modified_weights, s, rows, (numbers, pairs))
+        weights = each_at(weight, s, rows, pairs)
     if HAS_SCORE:
         return weights, both(unless_zero, weights, each_at(slope_at, s, rows, pairs))
     return weights, weights
@@ -248,17 +159,13 @@ def weights_and_slopes(full, s, rows, numbers, pairs, unit):
 
 @device
 def settled(x, row, rest):
-    factor, count = rest
-    return x * factor if row[0] < count else ZERO  # keys past a sequence's length get 0
+    factor, end = rest
+    return x * factor if row < end else ZERO  # keys past a sequence's length get 0
 
 
 @device
-def store_piece(i, words, rest):
-    """16 columns of a warp's rows to shared memory."""
-    staged, lane = rest
-    for j in range(4):
-        at = staged + i // 4 * MINE * CHUNK_ROW + swizzled(j % 2 * 8 + lane // 4, i % 4 * 2 + j // 2) + lane % 4 * 4
-        store_word(at, i32(words[j]))
+def key_of_lane(j, first):
+    return first + 8 * j + i32(thread() % 32 // 4)
 
 
 @device
@@ -267,73 +174,89 @@ def is_odd(j, so_far, zero):
 
 
 @device
-def finish(p, at, n_other, values, sums, factor, rows, count, staged, target, dim, limit):
-    """Sums of this warp's rows times a factor to memory, by way of shared memory, in 16 bytes."""
-    sums = each(settled, sums, rows, (factor, count))
-    lane, row0 = thread() % 32, i32(thread() // 32) * 16
+def finish(p, which, b, head, tile_k, n_k, sums, factor, staged):
+    """A warp's sums of dK or dV to memory, by way of shared memory, in 16 bytes."""
+    dim, target = HEAD_DIM_V if which == DV else HEAD_DIM, p.dv if which == DV else p.dk
+    warp, lane = i32(thread() // 32), i32(thread() % 32)
+    row0, columns = tile_k * BLOCK_K + warp // ACROSS_KV * 32, (WHOLE_V if which == DV else WHOLE) // ACROSS_KV
+    staged, first = staged + warp // ACROSS_KV * 32 * CHUNK_ROW, warp % ACROSS_KV * columns
+    sums = each(settled, sums, listed(key_of_lane, ROWS, row0), (factor, n_k))
+    groups(store_piece, 8, join(pack, sums), (staged, CHUNK_K, first // 8))
     lanes_sync()
-    groups(store_piece, 4, join(pack, sums), (staged, lane))
-    lanes_sync()
+    address = row_address(target, I(b), I(head), I(row0))
+    for i in range(lane, 4 * columns, 32):
+        row, unit = i // (columns // 8), first // 8 + i % (columns // 8)
+        if row0 + row < p.n_k and 8 * unit < dim:
+            four = load_unit(staged + (unit >> 3) * CHUNK_K + swizzled(row, unit & 7))
+            store_unit(address + row * target.token * ITEM + UNIT * unit, four)
     if MAY_HIDE:  # what is not finite may have met a weight of 0
         if any_lane(repeat(is_odd, ROWS, False, row_sum(scaled(sums, ZERO), NOTHING))):
-            accumulate_once_more(p, at, n_other, values, factor, min(row0 + 16, count - at[2]), staged)
-            lanes_sync()
-    address = row_address(target, I(at[0]), I(at[1]), I(at[2] + row0))
-    for i in range(lane, 16 * (dim // 8), 32):
-        row, unit = i // (dim // 8), i % (dim // 8)
-        if at[2] + row0 + row < limit:
-            four = load_unit(staged + unit // 8 * MINE * CHUNK_ROW + swizzled(row, unit % 8))
-            store_unit(address + row * target.token * ITEM + UNIT * unit, four)
+            for r in range(32):
+                once_more(p, which, b, head, row0 + r, first, columns, n_k, factor)
 
 
-@kernel(THREADS, BLOCKS_PER_SM)
+@kernel(THREADS, 1)
 def sm80_backward(p):
-    base, at = shared_address(), place_of(p, block())
-    b, n_q, n_k, offset, unit = at[0], i32(p.n_q), i32(keys_of(p, I(at[0]))), offset_of(p, I(at[0])), base_2(p)
-    count, n_other = (n_k, n_q) if BACKWARD_KEYS else (n_q, n_k)
-    rows, mine = listed(row_of_mine, ROWS, (p, at)), base + thread() // 32 * 16 * CHUNK_ROW
-    load_mine(p, base, at, count)
+    base = shared_address()
+    b, head, tile_k = take_work(p, base)
+    warp, n_k, offset, unit = i32(thread() // 32), i32(keys_of(p, I(b))), offset_of(p, I(b)), base_2(p)
+    k0, tiles_k = tile_k * BLOCK_K, i32((n_k + BLOCK_K - 1) // BLOCK_K)
+    rows, keys = warp // ACROSS_S * 32, warp % ACROSS_S * KEYS_S  # of S that this warp computes
+    dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
+    load_tile(base, p.k, b, head, k0, n_k, BLOCK_K, HEAD_DIM, WHOLE)
+    load_tile(base + AT_V, p.v, b, head, k0, n_k, BLOCK_K, HEAD_DIM_V, WHOLE_V)
+    if k0 < n_k:
+        leave_out(p, b, head, tile_k, n_k)
 
-    sums, sums_v = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
-    h, stage = I(at[1] * GROUP if BACKWARD_KEYS else at[1]), I(0)
-    last = h + (GROUP if BACKWARD_KEYS else 1) if at[2] < count else h
+    h, stage = I(head) * GROUP, I(0)
+    last = h + GROUP if k0 < n_k else h
     while h < last:
-        walk = walk_other(p, b, h, at[2], count, n_other)
+        walk, before = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), p.n_q), I(-1)
         if walk.state != EMPTY:
-            load_other(p, base + AT_OTHER + stage * BYTES_STAGE, b, i32(h), i32(walk.tile), n_other)
+            load_queries(p, base + AT_QUERIES + stage * BYTES_STAGE, b, h, walk.tile)
         while walk.state != EMPTY:
             copies_end()
             copies_wait(0)
             threads_sync()  # the tile is there for all, and all are done with the one before
+            queries, spare = base + AT_QUERIES + stage * BYTES_STAGE, base + AT_QUERIES + (1 - stage) * BYTES_STAGE
             ahead = next_tile(p, walk)
             if ahead.state != EMPTY:
-                load_other(p, base + AT_OTHER + (1 - stage) * BYTES_STAGE, b, i32(h), i32(ahead.tile), n_other)
-            first, other = i32(walk.tile * OTHER), base + AT_OTHER + stage * BYTES_STAGE
-            full = walk.state == FULL and (BACKWARD_KEYS or first + OTHER <= n_k)
-            numbers, first = other + AT_NUMBERS + thread() % 4 * 8, first + i32(thread() % 4 * 2)
+                load_queries(p, spare, b, h, ahead.tile)
+            mine = listed(row_here, ROWS, (queries + AT_NUMBERS, rows))
+            full = walk.state == FULL and k0 + BLOCK_K <= n_k
             pairs = Pairs(
-                p.values, p.scale, p.seed, p.threshold, p.kept_scale, b, i32(h), n_q, n_k, offset, first, walk.state
-            )
-            s = scores(mine, other)
-            weights, steep = weights_and_slopes(full, s, rows, numbers, pairs, unit)
+                p.values, p.scale, p.seed, p.threshold, p.kept_scale, I(b), h, i32(p.n_q), n_k, offset,
+                i32(walk.tile) * BLOCK_Q, k0 + keys + i32(thread() % 4 * 2), walk.state,
+            )  # fmt: skip
+            staged = base + AT_P + rows * CHUNK_ROW
+            s = scores(queries, base, rows, keys)
+            weights, steep = weights_and_slopes(full, s, mine, pairs, unit)
             if HAS_DROPOUT:
-                kept = each_at(kept_at, weights, rows, pairs)
-            if BACKWARD_KEYS:
-                dropped = both(unless_zero, kept, weights) if HAS_DROPOUT else weights
-                sums_v = accumulate(sums_v, dropped, other + BYTES_OTHER)
-            dp = scores_of_values(mine, other)
+                kept = each_at(kept_at, weights, mine, pairs)
+                weights = both(unless_zero, kept, weights)
+            groups(store_piece, 8, join(pack, weights), (staged, CHUNK_Q, keys >> 3))
+            dp = scores_of_values(queries, base + AT_V, rows, keys)
             if HAS_DROPOUT:
                 dp = both(unless_zero, kept, dp)
-            dp = pairs_at(less_delta, dp, rows, numbers)
-            sums = accumulate(sums, both(unless_zero, steep, dp), other)
-            stage, walk = 1 - stage, ahead
+            ds = both(unless_zero, steep, each(less_delta, dp, mine, 0))
+            groups(store_piece, 8, join(pack, ds), (staged + (AT_DS - AT_P), CHUNK_Q, keys >> 3))
+            threads_sync()  # P and dS are there
+            if before >= 0 and thread() == THREADS - 1:
+                be_done(p, b, h, before, tile_k)
+            dq = gradients_of_queries(base + AT_DS, base)
+            wait_for_turn(p, b, h, walk.tile, tile_k, tiles_k)
+            groups(add_four, 4, dq, sums_of(p, b, h, walk.tile, warp))
+            share = warp % ACROSS_KV
+            dv = accumulate_keys(dv, base + AT_P, queries + AT_DOUT, share * (SUMS_V // 8))
+            dk = accumulate_keys(dk, base + AT_DS, queries, share * (SUMS // 8))
+            before, stage, walk = walk.tile, 1 - stage, ahead
+        threads_sync()  # all have added
+        if before >= 0 and thread() == THREADS - 1:
+            be_done(p, b, h, before, tile_k)
         h += 1
 
     copies_end()
     copies_wait(0)  # of a block that sees nothing
     threads_sync()
-    limit, target = i32(p.n_k if BACKWARD_KEYS else p.n_q), p.dk if BACKWARD_KEYS else p.dq
-    finish(p, at, n_other, False, sums, np.float32(p.scale), rows, count, mine, target, HEAD_DIM, limit)
-    if BACKWARD_KEYS:
-        staged = mine + BYTES_MINE
-        finish(p, at, n_other, True, sums_v, np.float32(1), rows, count, staged, p.dv, HEAD_DIM_V, limit)
+    finish(p, DK, b, head, tile_k, n_k, dk, np.float32(p.scale), base)
+    finish(p, DV, b, head, tile_k, n_k, dv, np.float32(1), base + AT_V)

@@ -1,6 +1,8 @@
-# parts: tiles
+# parts: tiles tensor
 # Sums of the backward pass by mma.sync once more, from memory and pair by pair, where one is not finite: a hidden pair
 # has the weight 0 and the gradient 0, and 0 times NaN is NaN. kernels/sm80_backward.py has the other names.
+
+DQ, DK, DV = 0, 1, 2
 
 
 @device
@@ -25,34 +27,36 @@ def pair(p, b, h, query, key):
         dp = drop(dp, p, b, h, query, key)
     gradient = ZERO if w == ZERO else w * (dp - delta)
     if HAS_SCORE:
-        gradient = unless_zero(gradient, score_slope(s, b, h, query, position, key, p))
+        slope = score_slope(s, b, h, query, position, key, p)
+        gradient = ZERO if gradient == ZERO else gradient * slope
     if HAS_DROPOUT:
         w = drop(w, p, b, h, query, key)
     return w, gradient
 
 
 @device
-def accumulate_once_more(p, at, n_other, values, factor, end, staged):
-    """Sums of a warp's rows up to `end` once more, from memory and pair by pair, leaving out what meets a 0, into the
-    tile in shared memory from which they go to memory. values: dV, else dK or dQ.
+def once_more(p, which, b, head, row, first, columns, end, factor):
+    """By a warp: columns first ... of one row, where it is before `end`, of dQ, dK or dV, leaving out what meets a 0.
+    head: of queries for dQ, else of keys.
     """
-    lane, row0, b = I(thread() % 32), I(thread() // 32) * 16, I(at[0])
-    dim, first = HEAD_DIM_V if values else HEAD_DIM, I(at[1]) * GROUP if BACKWARD_KEYS else I(at[1])
-    other = p.dout if values else p.q if BACKWARD_KEYS else p.k
-    for r in range(row0, I(end)):
-        mine = I(at[2]) + r
-        for i in range((dim + 31) // 32):
-            column, total = lane + 32 * i, ZERO
-            for h in range(first, first + (GROUP if BACKWARD_KEYS else 1)):
-                for start in range(0, n_other, 32):
-                    query, key = query_and_key(mine, min(start + lane, I(n_other) - 1))
+    lane, b, row = I(thread() % 32), I(b), I(row)
+    if row < end:
+        target = p.dq if which == DQ else p.dk if which == DK else p.dv
+        other = p.k if which == DQ else p.q if which == DK else p.dout
+        dim, n = I(HEAD_DIM_V if which == DV else HEAD_DIM), keys_of(p, b) if which == DQ else p.n_q
+        heads = 1 if which == DQ else GROUP
+        for i in range((columns + 31) // 32):
+            column, total = min(first + lane + 32 * i, dim - 1), ZERO
+            for h in range(I(head) * heads, I(head) * heads + heads):
+                for start in range(0, n, 32):
+                    there = min(start + lane, n - 1)
+                    query, key = (row, there) if which == DQ else (there, row)
                     w, gradient = pair(p, b, I(h), query, key)
-                    w = w if values else gradient
-                    for lane_of in range(min(32, n_other - start)):
+                    w = w if which == DV else gradient
+                    for lane_of in range(min(I(32), n - start)):
                         weight = from_lane_float(w, lane_of)
-                        row = row_address(other, b, I(h) if BACKWARD_KEYS else I(h) // GROUP, I(start + lane_of))
-                        x = widen(load(STORED, row, min(column, dim - 1)))
+                        of_head = I(h) // GROUP if which == DQ else I(h)
+                        x = widen(load(STORED, row_address(other, b, of_head, I(start + lane_of)), column))
                         total += ZERO if weight == ZERO else weight * x
-            if column < dim:
-                unit = swizzled(r - row0, column % 64 // 8) + column % 8 * 2
-                store_half(staged + column // 64 * MINE * CHUNK_ROW + unit, pack(total * factor, ZERO))
+            if lane + 32 * i < columns and first + lane + 32 * i < dim:
+                store(STORED, row_address(target, b, I(head), row), column, narrow(total * factor))

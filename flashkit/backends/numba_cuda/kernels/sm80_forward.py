@@ -1,4 +1,4 @@
-# parts: tiles tensor sm80 sm80_load softmax
+# parts: tiles tensor sm80 sm80_load sm80_products softmax
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on tensor cores by mma.sync, from Ampere on.
 #
 # A block of four warps takes BLOCK_Q = 128 rows of a head and goes over the tiles of keys that they see.
@@ -13,55 +13,22 @@
 @device
 def load_keys(p, base, item, n_k, tile, stage):
     at, head = base + BYTES_Q + stage * BYTES_STAGE, item[1] // GROUP
-    load_tile(at, p.k, item[0], head, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM)
-    load_tile(at + BYTES_K, p.v, item[0], head, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM_V)
+    load_tile(at, p.k, item[0], head, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM, COLUMNS_QK)
+    load_tile(at + BYTES_K, p.v, item[0], head, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM_V, COLUMNS)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
 @device
-def multiply_sixteen(sums, upper, lower, right):
-    """16 columns of both tiles of rows: their left operands, and the right one."""
-    a = product(part(sums, 0, 4), upper, right[0], right[1])
-    b = product(part(sums, 4, 4), upper, right[2], right[3])
-    c = product(part(sums, 8, 4), lower, right[0], right[1])
-    return a + b + c + product(part(sums, 12, 4), lower, right[2], right[3])
-
-
-@device
-def of_keys(i, sums, rest):
-    upper, lower, k = rest
-    return multiply_sixteen(sums, upper, lower, load_matrices(k + 16 * i * CHUNK_ROW))
-
-
-@device
-def sixteen_dims(step, s, rest):
-    q, k = rest
-    lane = thread() % 32
-    row, key = lane % 16, lane // 16 * 8 + lane % 8
-    left = q + step // 4 * BLOCK_Q * CHUNK_ROW + swizzled(row, step % 4 * 2 + lane // 16)
-    right = k + step // 4 * BLOCK_K * CHUNK_ROW + swizzled(key, step % 4 * 2 + lane // 8 % 2)
-    return groups(of_keys, 16, s, (load_matrices(left), load_matrices(left + 16 * CHUNK_ROW), right))
-
-
-@device
 def scores(q, k):
     """s = Q K^T for the 32 rows of this warp."""
-    return repeat(sixteen_dims, STEPS, filled(ZERO, SCORES), (q, k))
-
-
-@device
-def of_columns(i, sums, rest):
-    upper, lower, v = rest
-    lane = thread() % 32
-    at = v + i // 4 * BLOCK_K * CHUNK_ROW + swizzled(lane % 16, i % 4 * 2 + lane // 16)
-    return multiply_sixteen(sums, upper, lower, load_matrices_turned(at))
+    return repeat(sixteen_dims, STEPS, filled(ZERO, SCORES), (q, BLOCK_Q * CHUNK_ROW, k, BLOCK_K * CHUNK_ROW))
 
 
 @device
 def sixteen_keys(step, weights, output, v):
-    rest = part(weights, 0, 4), part(weights, 4, 4), v + 16 * step * CHUNK_ROW
+    rest = part(weights, 0, 4), part(weights, 4, 4), v + 16 * step * CHUNK_ROW, BLOCK_K * CHUNK_ROW, 0
     return groups(of_columns, 16, output, rest)
 
 
@@ -75,23 +42,13 @@ def accumulate(output, weights, v):
 
 
 @device
-def store_piece(i, words, rest):
-    """16 columns of both tiles of rows to shared memory."""
-    staged, lane = rest
-    for j in range(8):
-        row = j // 4 * 16 + j % 2 * 8 + lane // 4
-        at = staged + i // 4 * BLOCK_Q * CHUNK_ROW + swizzled(row, i % 4 * 2 + j // 2 % 2) + lane % 4 * 4
-        store_word(at, i32(words[j]))
-
-
-@device
 def finish(p, base, item, m, l, output):
     """Divide by the sums; log-sum-exp and output to memory, the output by way of shared memory, in 16 bytes."""
     output, factor, odd = finish_rows(p, item, m, l, output)
     lane, row0 = thread() % 32, thread() // 32 * 32
     staged = base + row0 * CHUNK_ROW
     lanes_sync()
-    groups(store_piece, 8, join(pack, output), (staged, lane))
+    groups(store_piece, 8, join(pack, output), (staged, BLOCK_Q * CHUNK_ROW, 0))
     lanes_sync()
     if MAY_HIDE:  # a value that is not finite may have met a weight of 0
         if any_lane(odd):
@@ -110,7 +67,7 @@ def sm80_forward(p):
     base, item = shared_address(), item_of(p, block())
     n_k, unit = i32(keys_of(p, I(item[0]))), base_2(p)
     q = base + thread() // 32 * 32 * CHUNK_ROW
-    load_tile(base, p.q, item[0], item[1], item[2], i32(p.n_q), BLOCK_Q, HEAD_DIM)
+    load_tile(base, p.q, item[0], item[1], item[2], i32(p.n_q), BLOCK_Q, HEAD_DIM, COLUMNS_QK)
     end = min(I(item[2]) + BLOCK_Q, p.n_q)
     walk = walk_keys(p, I(item[0]), I(item[1]), I(item[2]), end, I(n_k))
     if walk.state != EMPTY:

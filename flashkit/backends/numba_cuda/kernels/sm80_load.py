@@ -1,22 +1,21 @@
 # parts: tensor
 # What both passes by mma.sync begin with: tiles on their way to shared memory. THREADS: of a block.
 
-product = mma(STORAGE)
 ROWS_AT_ONCE = THREADS // 8
 
 
 @device
-def load_tile(target, tensor, b, h, first, count, rows, dim):
+def load_tile(target, tensor, b, h, first, count, rows, dim, columns):
     """Rows first ... of a head to shared memory, beside what the warps do; those at or past `count`, and columns past
-    the head dim up to what is multiplied, become zeros. Eight threads take the eight units of a row of a chunk, so a
+    the head dim up to `columns`, become zeros. Eight threads take the eight units of a row of a chunk, so a
     thread's units lie at the same place of all its rows.
     """
     row, unit = i32(thread() // 8), i32(thread() % 8)
     at, left = target + swizzled(row, unit), i32(count - first - row)
     source = row_address(tensor, I(b), I(h), I(first) + row) + UNIT * unit
     step = tensor.token * (ITEM * ROWS_AT_ONCE)
-    for chunk in range((dim + 63) // 64):
-        wanted, exist = (dim + 15) // 16 * 16 - 64 * chunk, dim - 64 * chunk
+    for chunk in range((columns + 63) // 64):
+        wanted, exist = columns - 64 * chunk, dim - 64 * chunk
         there = source + CHUNK_ROW * chunk
         if wanted >= 64 or 8 * unit < wanted:
             end = left if exist >= 64 or 8 * unit < exist else 0

@@ -1,13 +1,25 @@
-# The tile of the backward pass by mma.sync, its registers and its shared memory: kernels/sm80_backward.py.
-#
-# BACKWARD_KEYS: whether a block takes BLOCK_K keys and goes over tiles of BLOCK_Q queries, or the other way round.
+# The tile of the backward pass by mma.sync, how its warps share the products, its registers and its shared memory:
+# kernels/sm80_backward.py. A warp has 32 rows of each product: WARPS_S of them stand along the queries of S and dP,
+# WARPS_KV along the keys of dK and dV, WARPS_Q along the queries of dQ, the others along the second axis. Rows of
+# operands are whole chunks of 64 columns, so that these can be shared evenly.
 
-MINE, OTHER = (BLOCK_K, BLOCK_Q) if BACKWARD_KEYS else (BLOCK_Q, BLOCK_K)
-THREADS, ROWS, WARP_ROWS = 2 * MINE, 2, 16
-GROUP_THREADS, PACK = THREADS, 1
+THREADS, ROWS, WARP_ROWS, PACK = 32 * WARPS, 4, 32, 1
+WARPS_S, WARPS_KV, WARPS_Q = BLOCK_Q // 32, BLOCK_K // 32, BLOCK_Q // 32
+ACROSS_S, ACROSS_KV, ACROSS_Q = WARPS // WARPS_S, WARPS // WARPS_KV, WARPS // WARPS_Q
+GROUP_THREADS = THREADS
+WHOLE, WHOLE_V = 64 * chunks(HEAD_DIM), 64 * chunks(HEAD_DIM_V)
 COLUMNS, STEPS, STEPS_V = padded(HEAD_DIM_V), padded(HEAD_DIM) // 16, padded(HEAD_DIM_V) // 16
-SUMS, SUMS_V, PAIRS = padded(HEAD_DIM) // 2, padded(HEAD_DIM_V) // 2, OTHER // 2  # registers of a lane
-BYTES_MINE, BYTES_OTHER = MINE * CHUNK_ROW * chunks(HEAD_DIM), OTHER * CHUNK_ROW * chunks(HEAD_DIM)
-AT_OTHER = BYTES_MINE + MINE * CHUNK_ROW * chunks(HEAD_DIM_V)
-AT_NUMBERS = BYTES_OTHER + OTHER * CHUNK_ROW * chunks(HEAD_DIM_V)
-BYTES_STAGE = AT_NUMBERS + 1024 * (-(-OTHER // 128))  # tiles begin on 1024 bytes
+STEPS_KV, STEPS_Q = BLOCK_Q // 16, BLOCK_K // 16
+
+KEYS_S = BLOCK_K // ACROSS_S  # of a warp: keys of S, columns of dK, dV and dQ, as many registers of a lane
+SUMS, SUMS_V, SUMS_Q = WHOLE // ACROSS_KV, WHOLE_V // ACROSS_KV, WHOLE // ACROSS_Q
+
+CHUNK_K, CHUNK_Q = BLOCK_K * CHUNK_ROW, BLOCK_Q * CHUNK_ROW  # bytes from one chunk of keys, of queries, to the next
+AT_V = chunks(HEAD_DIM) * CHUNK_K
+AT_QUERIES = AT_V + chunks(HEAD_DIM_V) * CHUNK_K
+AT_DOUT = chunks(HEAD_DIM) * CHUNK_Q  # within a stage; then a query's numbers
+AT_NUMBERS = AT_DOUT + chunks(HEAD_DIM_V) * CHUNK_Q
+BYTES_STAGE = AT_NUMBERS + 1024 * (-(-BLOCK_Q // 128))  # tiles begin on 1024 bytes
+AT_P = AT_QUERIES + 2 * BYTES_STAGE
+AT_DS = AT_P + -(-BLOCK_K // 64) * CHUNK_Q
+AT_TICKET = AT_DS + -(-BLOCK_K // 64) * CHUNK_Q
