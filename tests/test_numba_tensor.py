@@ -23,7 +23,7 @@ from flashkit.arguments import prepare
 from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.cuda_common.device import MODELS
-from flashkit.backends.numba_cuda import sm80, sm90, specialise
+from flashkit.backends.numba_cuda import sm80, sm80_decode, sm90, specialise
 from flashkit.spec import AttentionSpec, Problem
 
 pytestmark = pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
@@ -73,13 +73,25 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("dtype", "d", "options"), [("bfloat16", 64, {}), ("float16", 128, {"causal": True})])
+def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
+    spec, device = spec_of(dtype, d, **options), MODELS[arch]
+    tile, *_ = sm80_decode.decode_tiles(spec, device)
+    binary = compiler.binary(specialise.source("sm80_decode", spec, tile.constants(spec, device)), arch)
+    assert [binary.resources[kernel].spills for kernel in ("sm80_decode", "combine")] == [0, 0]
+    code = disassembled(binary.path)
+    for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
+        assert instruction in code
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(
     ("dtype", "d", "options", "spilled"),
     [
         ("bfloat16", 128, {}, 64),
-        pytest.param("float16", 128, {"causal": True}, 64, marks=pytest.mark.exhaustive),
-        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 64, marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 256, marks=pytest.mark.exhaustive),
+        pytest.param("float16", 128, {"causal": True}, 256, marks=pytest.mark.exhaustive),
+        pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 320, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 1200, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: int, arch: str) -> None:
@@ -103,7 +115,6 @@ def problem(**changes: object) -> Problem:
 REFUSALS = [
     ({"dtype": "float32"}, "float32 is not for these tensor cores"),
     ({"d": 84}, "not whole 16 bytes"),
-    ({"n_q": 9}, "empty"),
     ({"heads": 2, "n_q": 300, "n_k": 9000}, "the keys should be split"),
 ]
 
@@ -115,6 +126,7 @@ def test_what_a_generation_cannot_do_is_refused(changes: dict, reason: str, gene
 
     (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == generation)
     assert chosen.supports(problem(), HOPPER, "forward")
+    assert bool(chosen.supports(problem(n_q=9), HOPPER, "forward")) == (generation == "sm80"), "it splits the keys"
     verdict = chosen.supports(problem(**changes), HOPPER, "forward")
     assert not verdict
     assert reason in verdict.reason
@@ -125,8 +137,9 @@ def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:
     from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 
     (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == "sm80")
-    for changes, reason in REFUSALS[:3]:
+    for changes, reason in REFUSALS[:2]:
         assert reason in chosen.supports(problem(**changes), HOPPER, "backward").reason
+    assert chosen.supports(problem(n_q=9), HOPPER, "backward")
     assert chosen.supports(problem(heads=2, n_q=300, n_k=9000), HOPPER, "backward"), "it has blocks enough, by keys"
     small = replace(HOPPER, shared_per_block=20_000)
     assert "no tile fits in 20000 bytes" in chosen.supports(problem(), small, "backward").reason
@@ -250,6 +263,40 @@ def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mon
     batch, heads, n_q, _ = call.arrays["q"].shape
     words = list(call.arguments.words)
     lanes.launch("sm80_forward", call.spec, constants, shared, words, -(-n_q // 128) * batch * heads)
+
+    truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
+    scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
+    np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
+    np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
+
+
+DECODED = {
+    "plain": ((1, 2, 2, 1, 70, 32, 32), {}),
+    "groups": ((2, 4, 2, 3, 70, 16, 40), {"causal": True, "dtype": "bfloat16"}),
+    "window": ((1, 6, 1, 5, 150, 72, 16), {"window": (20, 5)}),
+    "lengths": ((3, 2, 1, 2, 80, 16, 16), {"kv_lengths": np.array([0, 37, 80]), "sinks": np.array([0.5, 1.0])}),
+    "a hidden NaN": ((1, 2, 1, 4, 70, 16, 16), {"hidden_nan": True, "causal": True}),
+    "all at once": ((1, 2, 1, 6, 66, 24, 72), {
+        "causal": True, "softcap": 3.0, "dropout_p": 0.2, "seed": 7, "kv_lengths": np.array([57]),
+        "sinks": np.array([0.5, -1.0]), "alibi_slopes": np.array([0.1, 0.5], np.float32),
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some(DECODED, ("groups",)))
+def test_few_queries_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three parts of the keys in tiles of 16, and the kernel that joins them, against the definition in float64."""
+    call, tile, parts = call_of(DECODED[name], monkeypatch), sm80_decode.DecodeTile(16, 1, 2), 3
+    constants, shared = tile.constants(call.spec, HOPPER), tile.shared_memory(call.spec)
+    (batch, heads, n_q, _), (_, heads_kv, _, _) = call.arrays["q"].shape, call.arrays["k"].shape
+    partial = np.full((parts * batch, heads, n_q, call.spec.head_dim_v), np.nan, np.float32)
+    partial_lse = partial[..., 0].copy()
+    call.arguments.tensors(partial=Device(partial), partial_lse=Device(partial_lse))
+    call.arguments.set(splits=parts)
+    items = -(-n_q * (heads // heads_kv) // 16) * heads_kv * batch
+    for kernel, blocks in (("sm80_decode", items * parts), ("combine", batch * heads * n_q)):
+        room = shared if kernel == "sm80_decode" else 4096
+        lanes.launch("sm80_decode", call.spec, constants, room, list(call.arguments.words), blocks, kernel)
 
     truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
     scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]

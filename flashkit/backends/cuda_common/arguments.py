@@ -7,6 +7,7 @@ single words and the values of the modification.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -113,6 +114,15 @@ class Arguments(Block):
                 itemsize = array.dtype.itemsize
                 words += [self.address(array), *(stride // itemsize for stride in array.strides)]
         return words
+
+
+def in_units(arguments: Arguments, names: Sequence[str]) -> bool:
+    """Whether every row of these tensors, of two bytes an element, begins on 16 bytes."""
+    bits = 0
+    for name in names:
+        address, batch, head, token = arguments.words[AT[name] : AT[name] + 4]
+        bits |= address | (batch | head | token) * 2
+    return bits % 16 == 0
 
 
 def _tensor(array: Any) -> tuple[int, int, int, int]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
-from ..cuda_common.arguments import AT, Arguments
+from ..cuda_common.arguments import AT, Arguments, in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
 from ..cuda_common.hopper import heads_together
 from ..cuda_common.launch import MAX_GRID, scratch
 from ..cuda_common.rows import RowKernels
+from .sm80_decode import Decode, DecodeTile, decode_tiles
 
 BLOCK_Q, THREADS = 128, 128
 MAX_DIM = 128
@@ -58,15 +58,6 @@ class Tile:
         return {
             "BLOCK_K": self.block_k, "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "BRIEF": True,
         }  # fmt: skip
-
-
-def in_units(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether every row of these tensors, of two bytes an element, begins on 16 bytes."""
-    bits = 0
-    for name in names:
-        address, batch, head, token = arguments.words[AT[name] : AT[name] + 4]
-        bits |= address | (batch | head | token) * 2
-    return bits % 16 == 0
 
 
 def forward_tile(spec: AttentionSpec, device: Device) -> Tile | None:
@@ -190,6 +181,11 @@ class Backward:
         return None
 
 
+def few(problem: Problem) -> bool:
+    """Whether queries would leave most of a tile empty, so that keys are split instead."""
+    return 0 < problem.n_q <= FEW_ROWS
+
+
 class Sm80:
     """Kernels for tensor cores with float16 and bfloat16. `below`: the generation that takes what is left."""
 
@@ -205,25 +201,31 @@ class Sm80:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
         if not (able := sixteen_bits(spec, MAX_DIM)):
             return able
-        if not (backward_tiles(spec, device) if direction == "backward" else forward_tile(spec, device)):
+        tiles: Any = decode_tiles(spec, device) if few(problem) else forward_tile(spec, device)
+        if not (backward_tiles(spec, device) if direction == "backward" else tiles):
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")
-        if 0 < problem.n_q <= FEW_ROWS:
-            return Verdict(False, f"{problem.n_q} queries would leave most of a tile empty")
+        if direction == "backward" or few(problem):
+            return Verdict(True)
         blocks = -(-problem.n_q // BLOCK_Q) * problem.heads * problem.batch
-        if direction == "forward" and 2 * blocks <= device.sms and problem.n_k >= MANY_KEYS:
+        if problem.n_q and 2 * blocks <= device.sms and problem.n_k >= MANY_KEYS:
             return Verdict(False, f"{blocks} tiles of rows on {device.sms} multiprocessors, the keys should be split")
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward":
             return backward_tiles(problem.spec, device)
+        if few(problem):
+            return decode_tiles(problem.spec, device)
         return [tile for tile in map(Tile, (64, 32, 96, 48, 128)) if tile.fits(problem.spec, device)]
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward:
+    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward | Decode:
         if direction == "backward":
             followed, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device))
             own = backward_tiles(problem.spec, device)[0]
             why = why if followed else "; ".join(filter(None, (_OWN_BACKWARD, why)))
             return Backward(self, problem, device, followed or own, why)
+        if few(problem):
+            narrow, why = tile_of(DecodeTile, row, lambda x: x.fits(problem.spec, device))
+            return Decode(self.kernels, self.below, problem, device, narrow, why)
         tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device))
         return Forward(self, problem, device, tile, why if tile else "; ".join(filter(None, (_OWN, why))))

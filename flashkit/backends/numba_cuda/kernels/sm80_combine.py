@@ -1,0 +1,96 @@
+# parts: tiles tensor
+# Parts of a row of output, whose keys other warps went over, made one. A block takes a row: each of its warps some of
+# the parts, a lane four columns. Sums are in the order of the parts.
+
+COMBINERS = 8  # warps
+load_number = load_from("shared", types.float32)
+
+
+@device
+def lse_of(p, part, b, h, row):
+    """Of a part, in base 2."""
+    return load(np.float32, number_address(p.partial_lse, I(part) * p.batch + b, h, row), 0)
+
+
+@device
+def across_warp(f, x):
+    for step in (16, 8, 4, 2, 1):
+        x = f(x, across(x, step))
+    return x
+
+
+@device
+def carefully(p, b, h, row, reference, column):
+    """Four columns of the row from memory, pair by pair, leaving out the values of weights that are 0."""
+    lane, n_k, position = I(thread() % 32), keys_of(p, b), row + offset_of(p, b)
+    q, x0, x1, x2, x3 = row_address(p.q, b, h, row), ZERO, ZERO, ZERO, ZERO
+    for k0 in range(0, n_k, 32):
+        k = min(k0 + lane, n_k - 1)
+        key, w = row_address(p.k, b, h // GROUP, k), ZERO
+        for d in range(HEAD_DIM):
+            w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
+        w = modify(w * np.float32(p.scale), PARTIAL, b, h, row, position, k, p)
+        w = exp2_fast(w * LOG2E - reference)
+        if HAS_DROPOUT:
+            w = drop(w, p, b, h, row, k)
+        for other in range(min(I(32), n_k - k0)):
+            weight = from_lane_float(w, other)
+            if weight != ZERO and column < HEAD_DIM_V:
+                value = row_address(p.v, b, h // GROUP, I(k0 + other))
+                x0 += weight * widen(load(STORED, value, column))
+                x1 += weight * widen(load(STORED, value, column + 1))
+                x2 += weight * widen(load(STORED, value, column + 2))
+                x3 += weight * widen(load(STORED, value, column + 3))
+    return x0, x1, x2, x3
+
+
+@kernel(32 * COMBINERS)
+def combine(p):
+    index, lane, warp = I(block()), I(thread() % 32), I(thread() // 32)
+    row, h, b = index % p.n_q, index // p.n_q % p.heads, index // p.n_q // p.heads
+    top = HIDDEN
+    for part in range(lane, p.splits, 32):
+        top = greater(top, lse_of(p, part, b, h, row))
+    top = across_warp(greater, top)
+    shift = ZERO if top == HIDDEN else top
+    total = ZERO
+    for part in range(lane, p.splits, 32):
+        total += exp2_fast(lse_of(p, part, b, h, row) - shift)
+    total = across_warp(add, total)
+
+    column, base = 4 * lane, shared_address()
+    x0, x1, x2, x3 = ZERO, ZERO, ZERO, ZERO
+    if column < HEAD_DIM_V:
+        for part in range(warp, p.splits, COMBINERS):
+            weight = exp2_fast(lse_of(p, part, b, h, row) - shift)
+            if weight != ZERO:
+                y0, y1, y2, y3 = load4(np.float32, number_address(p.partial, part * p.batch + b, h, row), column)
+                x0, x1, x2, x3 = x0 + weight * y0, x1 + weight * y1, x2 + weight * y2, x3 + weight * y3
+    mine = base + 16 * thread()
+    store_word(mine, as_int(x0))
+    store_word(mine + 4, as_int(x1))
+    store_word(mine + 8, as_int(x2))
+    store_word(mine + 12, as_int(x3))
+    threads_sync()
+    if warp == 0:
+        for other in range(1, COMBINERS):
+            theirs = mine + 512 * other
+            x0, x1 = x0 + load_number(theirs), x1 + load_number(theirs + 4)
+            x2, x3 = x2 + load_number(theirs + 8), x3 + load_number(theirs + 12)
+        factor, reference = np.float32(1), shift
+        if HAS_SINKS:
+            top, total, factor = with_sink(p, h, top, total)
+        empty = total == ZERO  # no key is visible
+        factor = ZERO if empty else factor / total
+        x = x0 * factor, x1 * factor, x2 * factor, x3 * factor
+        lse = HIDDEN if empty else top * LN2 + math.log(total)
+        if lane == 0:
+            store(np.float32, number_address(p.lse, b, h, row), 0, lse)
+        if MAY_HIDE:  # what is not finite may have met a weight of 0
+            odd = (x[0] + x[1] + x[2] + x[3]) * ZERO != ZERO
+            if any_lane(odd and abs(total) < INFINITE):
+                x = scaled(carefully(p, b, h, row, reference, column), factor)
+        if column < HEAD_DIM_V:
+            target = row_address(p.out, b, h, row)
+            for i in range(4):
+                store(STORED, target, column + i, narrow(x[i]))

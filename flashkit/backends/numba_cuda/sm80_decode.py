@@ -1,0 +1,96 @@
+"""Few queries on tensor cores by mma.sync, from Ampere on: the keys are split; kernels/sm80_decode.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from ...spec import AttentionSpec, Problem
+from ..cuda_common import compiler
+from ..cuda_common.arguments import AT, Arguments, in_units
+from ..cuda_common.device import Device
+from ..cuda_common.generation import Generation, Kernels, Spare
+from ..cuda_common.launch import MAX_GRID, scratch
+
+ROWS = 16  # of a warp
+LEAST_TILES = 2  # of keys, for a warp
+_COMBINERS = 256  # threads
+_OWN = "reads ahead what memory takes; split along the keys"
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """A warp's tile of keys, of which `stages` are in its shared memory, and the warps of a block."""
+
+    block_k: int = 32
+    warps: int = 2
+    stages: int = 3
+
+    def __post_init__(self) -> None:
+        if self.block_k % 16 or not 16 <= self.block_k <= 128 or self.stages < 2 or not 1 <= self.warps <= 8:
+            raise ValueError(f"{self=}: block_k is a multiple of 16 up to 128, stages two or more, warps up to 8")
+
+    def shared_memory(self, spec: AttentionSpec) -> int:
+        """Bytes of a block: kernels/sm80_tile_decode.py."""
+        q, v = -(-spec.head_dim // 64), -(-spec.head_dim_v // 64)
+        return self.warps * 128 * (ROWS * q + self.stages * self.block_k * (q + v))
+
+    def resident(self, spec: AttentionSpec, device: Device) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        return min(device.shared_per_sm // (self.shared_memory(spec) + 1024), 8 // self.warps)
+
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        return self.shared_memory(spec) <= device.shared_per_block and self.resident(spec, device) > 0
+
+    def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
+        return {
+            "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages, "HAS_LENGTHS": spec.kv_lengths,
+            "BLOCKS_PER_SM": self.resident(spec, device), "BRIEF": True,
+        }  # fmt: skip
+
+
+def decode_tiles(spec: AttentionSpec, device: Device) -> list[DecodeTile]:
+    """Those that fit, the likely fastest first."""
+    tiles = [DecodeTile(), DecodeTile(64), DecodeTile(16, 2, 4), DecodeTile(32, 4), DecodeTile(32, 2, 4)]
+    tiles += [DecodeTile(16, 1, 2)]
+    return [tile for tile in tiles if tile.fits(spec, device)]
+
+
+class Decode:
+    """The forward pass of few queries: a warp takes a part of the keys, a second kernel joins the parts."""
+
+    def __init__(
+        self, kernels: Kernels, below: Generation, problem: Problem, device: Device, tile: DecodeTile | None, why: str
+    ) -> None:
+        spec = problem.spec
+        self.tile = tile or decode_tiles(spec, device)[0]  # supports() has asked
+        self.why = why if tile else "; ".join(filter(None, (_OWN, why)))
+        constants = tuple(self.tile.constants(spec, device).items())
+        library = kernels("sm80_decode", spec, constants, compiler.target(device.capability))
+        self.libraries = [library]
+        self._kernel = library.kernel("sm80_decode", device, self.tile.shared_memory(spec))
+        self._combine = library.kernel("combine", device, 16 * _COMBINERS)
+        self._slots = device.sms * self.tile.resident(spec, device) * self.tile.warps
+        self._spare = Spare(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        spec, tile = arguments.spec, self.tile
+        # With a scale that is not positive a hidden pair's -inf would change its sign.
+        usual = arguments.n_k and arguments.scale > 1e-30
+        if not (usual and in_units(arguments, ("q", "k", "v"))):
+            return self._spare.run(arguments, stream)
+        rows = arguments.batch * arguments.heads * arguments.n_q
+        if not rows:
+            return None
+        items = -(-arguments.n_q * spec.group // ROWS) * arguments.heads_kv * arguments.batch
+        most = -(-arguments.n_k // (LEAST_TILES * tile.block_k))
+        parts = -(-max(1, min(self._slots // items, most)) // tile.warps) * tile.warps
+        if max(items * parts // tile.warps, rows) > MAX_GRID:
+            raise ValueError(f"{rows} rows are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        shape = parts * arguments.batch, arguments.heads, arguments.n_q
+        sums, sums_lse = scratch((*shape, spec.head_dim_v), "float32"), scratch(shape, "float32")
+        arguments.tensors(partial=sums, partial_lse=sums_lse)
+        arguments.words[AT["splits"]] = parts
+        self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream)
+        self._combine.launch(rows, _COMBINERS, arguments, stream)
+        return None
