@@ -11,6 +11,7 @@ from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import tile_of
+from ..cuda_common.hopper import heads_together
 from ..cuda_common.launch import MAX_GRID, scratch
 from ..cuda_common.rows import RowKernels
 from . import specialise
@@ -18,7 +19,7 @@ from . import specialise
 MAX_DIM = 256
 LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
 _LIST = 4 * 512  # bytes of kernels/sm80.cuh: TileList
-_CACHED = 40_000_000  # bytes of the heads that blocks of the backward pass work at together
+_CACHED = {"forward": 24_000_000, "backward": 40_000_000}  # bytes of the heads that blocks work at together
 _OWN = "measured on an H200"
 
 
@@ -72,6 +73,11 @@ class Sm80Tile:
         shared = (device.shared_per_sm + 1024) // (self.shared_memory(spec) + 1024)
         return min(shared, device.registers_per_sm // (256 * 32 * self.warps))
 
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        """Whether there is the memory, and registers for what a modification needs beside a lane's scores."""
+        scores = self.block_q * self.block_k // (32 * self.warps)
+        return self.resident(spec, device) > 0 and (scores <= 64 or spec.score is None)
+
     def constants(self, spec: AttentionSpec, device: Device, pack: int = 1, split: bool = False) -> dict[str, int]:
         """What kernels/sm80_forward.cu asks for."""
         return {
@@ -90,10 +96,12 @@ def forward_tile(spec: AttentionSpec, rows: int, device: Device) -> Sm80Tile:
         small = [Sm80Tile(16, 32, 1), Sm80Tile(16, 16, 1)]
     else:
         wide = [Sm80Tile(64, 64, 4, 1)] * (dim > 192) + [Sm80Tile(128, 64, 8, warps_k=2)]
-        large = [*(wide if dim > 128 else [Sm80Tile(128, 64, 4)]), *(Sm80Tile(64, keys, 4) for keys in (64, 32, 16))]
+        usual = [tile for tile in (Sm80Tile(128, 128, 4),) if dim <= 64 and tile.resident(spec, device) > 1]
+        large = wide if dim > 128 else [*usual, Sm80Tile(128, 64, 4)]
+        large += [Sm80Tile(64, keys, 4) for keys in (64, 32, 16)]
         small = [Sm80Tile(16, 128, 4, 3, 4), Sm80Tile(16, 64, 2, 3, 2)]
         small += [Sm80Tile(16, keys, 1) for keys in (64, 32, 16)]
-    fitting = [tile for tile in (small if rows <= 16 else large) if tile.shared_memory(spec) <= device.shared_per_block]
+    fitting = [tile for tile in (small if rows <= 16 else large) if tile.fits(spec, device)]
     if rows <= 64:
         fitting = [tile for tile in fitting if tile.block_q <= 64] or fitting
     return fitting[0]
@@ -125,11 +133,11 @@ class Sm80Forward:
         blocks = self._blocks(arguments.batch, arguments.heads, arguments.n_q)
         if not blocks:
             return
+        spec = arguments.spec
         if self.split:
             most = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
             parts = max(1, min(self.tile.waves * self.slots // blocks, most))
             shape = parts * arguments.batch, arguments.heads, arguments.n_q
-            spec = arguments.spec
             partial, partial_lse = scratch((*shape, spec.head_dim_v), "float32"), scratch(shape, "float32")
             arguments.tensors(partial=partial, partial_lse=partial_lse)
             arguments.set(splits=parts)
@@ -139,6 +147,9 @@ class Sm80Forward:
             groups = 8 if columns <= 64 else 512 // columns
             _launch(self._combine, rows, columns * groups, arguments, stream, self._early)
         else:
+            bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
+            heads = arguments.batch * (arguments.heads // self.pack)
+            arguments.set(splits=heads_together(heads, _CACHED["forward"] // max(1, bytes_of_head)))
             _launch(self._kernel, blocks, 32 * self.tile.warps, arguments, stream)
 
 
@@ -238,8 +249,8 @@ class Sm80Backward:
         size = ITEMSIZE[spec.dtype]
         bytes_of_head = arguments.n_q * spec.group * ((spec.head_dim + spec.head_dim_v) * size + 4 * spec.head_dim)
         every = arguments.batch * (arguments.heads // spec.group)
-        groups = -(-every // max(1, _CACHED // max(1, bytes_of_head)))
-        arguments.set(splits=max(1, -(-every // max(1, groups))))
+        if every:
+            arguments.set(splits=heads_together(every, _CACHED["backward"] // max(1, bytes_of_head)))
         blocks = keys * every
         if blocks:
             _launch(self._kernel, blocks, 32 * tile.warps, arguments, stream)
@@ -268,7 +279,7 @@ def forward_candidates(spec: AttentionSpec, rows: int, device: Device) -> list[S
     for each in numbers:
         with contextlib.suppress(ValueError):
             tiles.append(Sm80Tile(*each))
-    return list(dict.fromkeys([first, *(tile for tile in tiles if tile.resident(spec, device) > 0)]))
+    return list(dict.fromkeys([first, *(tile for tile in tiles if tile.fits(spec, device))]))
 
 
 def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm80BackwardTile]:
@@ -321,7 +332,7 @@ class Sm80:
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Sm80Forward | Sm80Backward:
         spec = problem.spec
         if direction == "forward":
-            tile, why = tile_of(Sm80Tile, row, lambda x: x.resident(spec, device) > 0)
+            tile, why = tile_of(Sm80Tile, row, lambda x: x.fits(spec, device))
             return Sm80Forward(problem, device, tile, why=_told(tile, why))
         found, why = tile_of(Sm80BackwardTile, row, lambda x: x.shared_memory(spec) <= device.shared_per_block)
         return Sm80Backward(problem, device, found, why=_told(found, why))

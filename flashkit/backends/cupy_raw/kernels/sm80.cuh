@@ -83,15 +83,15 @@ DEVICE void copies_wait() {  // until all groups but the last PENDING are there
 template <int PACK = 1>
 struct Rows {
     const Tensor& tensor;  // strides are read from constant memory when needed
-    const storage* data;
+    storage* data;
     bool aligned;  // whether every row begins on 16 bytes
 
     __device__ __forceinline__ Rows(const Tensor& tensor, long long b, long long h)
-        : tensor(tensor), data(row_at<const storage>(tensor, b, h, 0)) {
+        : tensor(tensor), data(row_at<storage>(tensor, b, h, 0)) {
         const long long all = tensor.token | (PACK > 1 ? tensor.head : 0);
         aligned = (((unsigned long long)data | all * (long long)sizeof(storage)) & 15) == 0;
     }
-    __device__ __forceinline__ const storage* at(int row) const {
+    __device__ __forceinline__ storage* at(int row) const {
         if constexpr (PACK == 1) return data + row * tensor.token;
         return data + row / PACK * tensor.token + row % PACK * tensor.head;
     }
@@ -115,8 +115,8 @@ struct TileCopy {
     static __device__ __forceinline__ int unit() { return threadIdx.x % ACROSS; }
 
     // What cannot be copied 16 bytes at a time is stored here and now.
-    static __device__ __forceinline__ bool store(const Rows<>& source, int first, int count, unsigned target) {
-        if (PIECES > 0 && source.aligned) return false;
+    static __device__ __forceinline__ bool can(const Rows<>& source) { return PIECES > 0 && source.aligned; }
+    static __device__ __forceinline__ void store(const Rows<>& source, int first, int count, unsigned target) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * padded(DIM); i += THREADS) {
             const int r = i / padded(DIM), d = i % padded(DIM);
@@ -124,7 +124,6 @@ struct TileCopy {
             if (first + r < count && d < DIM) x = source.at(first + r)[d];
             store_element(target + place<DIM>(r, d / PER_UNIT) + d % PER_UNIT * (int)sizeof(storage), x);
         }
-        return true;
     }
 
     __device__ __forceinline__ void start(const Rows<>& source, int first, int count, unsigned target, bool wanted) {
@@ -159,7 +158,7 @@ struct TileCopy {
 template <int ROWS, int DIM, int THREADS>
 DEVICE void load_tile(const Rows<>& source, int first, int count, unsigned target) {
     using Copy = TileCopy<ROWS, DIM, THREADS>;
-    if (Copy::store(source, first, count, target)) return;
+    if (!Copy::can(source)) return Copy::store(source, first, count, target);
     Copy copy;
     copy.start(source, first, count, target, true);
     copy.copy(0, 1);
@@ -359,6 +358,33 @@ DEVICE void multiply_rows(float (&c)[TILES][N][4], unsigned a, unsigned b, F bet
     }
 }
 
+// The same, where a step's operands are asked for while the step before is multiplied. For 16-bit elements.
+template <int DIM, int TILES, int N, typename F = Nothing>
+DEVICE void multiply_rows_early(float (&c)[TILES][N][4], unsigned a, unsigned b, F between = {}) {
+    constexpr int STEPS = up(DIM, STEP) / STEP;
+    Left<TILES> left[2];
+    unsigned right[2][N / 2][4];
+    const auto load = [&](int k) {
+        const unsigned of_a = piece_at<DIM, pieces(DIM)>(a, row_first(), piece_second(), 2 * k);
+        const unsigned of_b = piece_at<DIM, pieces(DIM)>(b, row_second(), piece_first(), 2 * k);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) load_matrices<false>(left[k % 2].high[i], of_a + i * 16 * pitch(DIM));
+#pragma unroll
+        for (int n = 0; n < N; n += 2) load_matrices<false>(right[k % 2][n / 2], of_b + n * 8 * pitch(DIM));
+    };
+    load(0);
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        if (k + 1 < STEPS) load(k + 1);
+        between(k, STEPS);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const unsigned(&pair)[4] = right[k % 2][n / 2];
+            step(c, n, left[k % 2], pair[n % 2 * 2], pair[n % 2 * 2 + 1]);
+        }
+    }
+}
+
 // c += w b: weights in registers, K * 8 columns of them, times as many rows of b with DIM columns in shared memory.
 template <int DIM, int TILES, int K, int N>
 DEVICE void multiply_weights(float (&c)[TILES][N][4], const float (&w)[TILES][K][4], unsigned b) {
@@ -504,11 +530,11 @@ DEVICE void store_eight(storage* row, int column, const float (&x)[8]) {
 }
 
 // A warp's accumulator of 16 TILES rows and 8 N columns, from `column` on, to rows of DIM in global memory, 16 bytes at a
-// time. They go through rows of the warp's own in shared memory, which lie as those of STAGED columns do, from column
-// `first` there on; row_of(r): where row r goes, or null.
-template <int DIM, int STAGED, int TILES, int N, typename F>
-DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned char* staging, int first, int column, F row_of) {
-    constexpr int ACROSS = N * 8 / PER_UNIT;
+// time: rows row ... of `target`, without those at or past `count`. They go through rows of the warp's own in shared memory,
+// which lie as those of STAGED columns do, from column `first` there on.
+template <int DIM, int STAGED, int PACK, int TILES, int N>
+DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned char* staging, int first, int column,
+                       const Rows<PACK>& target, int row, int count) {
     const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
@@ -523,18 +549,26 @@ DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned cha
                 else *static_cast<unsigned*>(at) = pack(a, b);
             }
     __syncwarp();
-#pragma unroll 4
-    for (int i = lane; i < 16 * TILES * ACROSS; i += 32) {
-        const int r = i / ACROSS, across = i % ACROSS * PER_UNIT;
-        storage* row = row_of(r);
-        if (row == nullptr || column + across >= DIM) continue;
-        const storage* piece = &element<STAGED>(staging, r, first + across);
-        row += column + across;
-        if (DIM % PER_UNIT == 0 && ((unsigned long long)row & 15) == 0) {
-            *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(piece);
-        } else {
+    if (DIM % PER_UNIT != 0 || !target.aligned) {
 #pragma unroll 1
-            for (int d = 0; d < PER_UNIT && column + across + d < DIM; ++d) row[d] = piece[d];
+        for (int i = lane; i < 16 * TILES * N * 8; i += 32) {
+            const int r = i / (N * 8), d = i % (N * 8);
+            if (row + r < count && column + d < DIM) target.at(row + r)[column + d] = element<STAGED>(staging, r, first + d);
+        }
+        return;
+    }
+    // Lanes lie across a row, and further ones on the next rows.
+    constexpr int UNITS = N * 8 / PER_UNIT, ACROSS = UNITS < 32 ? UNITS : 32, DOWN = 32 / ACROSS;
+    const int below = lane / ACROSS;
+#pragma unroll
+    for (int across = 0; across < UNITS; across += ACROSS) {
+        const int d = (across + lane % ACROSS) * PER_UNIT;
+        if (below >= DOWN || d >= N * 8 || column + d >= DIM) continue;
+#pragma unroll
+        for (int r = 0; r < 16 * TILES; r += DOWN) {
+            if (row + below + r >= count || below + r >= 16 * TILES) break;
+            *reinterpret_cast<uint4*>(target.at(row + below + r) + column + d) =
+                *reinterpret_cast<const uint4*>(&element<STAGED>(staging, below + r, first + d));
         }
     }
 }

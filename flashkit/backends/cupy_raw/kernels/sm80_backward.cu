@@ -211,10 +211,8 @@ DEVICE void store_keys(const Params& p, const Tensor& tensor, const Place& at, i
     constexpr int ACROSS = WARPS / WARPS_KV, STAGED = 8 * larger(K_COLUMNS, V_COLUMNS), BYTES = 16 * KV_TILES * pitch(STAGED);
     static_assert(WARPS * BYTES <= AT_LIST, "all warps' keys fit");
     const int warp = threadIdx.x / 32, k0 = at.k0 + warp / ACROSS * 16 * KV_TILES;
-    storage* first = row_at<storage>(tensor, at.b, head, k0);
-    store_tile<DIM, STAGED>(x, factor, shared + warp * BYTES, 0, warp % ACROSS * COLUMNS * 8, [&](int r) {
-        return k0 + r < p.n_k ? first + r * tensor.token : nullptr;
-    });
+    store_tile<DIM, STAGED>(x, factor, shared + warp * BYTES, 0, warp % ACROSS * COLUMNS * 8, Rows<>(tensor, at.b, head), k0,
+                            (int)p.n_k);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backward(KERNEL_PARAMS) {
@@ -306,12 +304,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     const int next_row0 = more ? row_of(i + 1) : 0;
                     TileCopy<BLOCK_Q, HEAD_DIM, THREADS> copy_q;
                     TileCopy<BLOCK_Q, HEAD_DIM_V, THREADS> copy_dout;
-                    const bool stored_q = more && copy_q.store(q, next_row0, at.n_q, next);
-                    const bool stored_dout = more && copy_dout.store(dout, next_row0, at.n_q, next + BLOCK_Q * PITCH);
+                    const bool copied = more && copy_q.can(q) && copy_dout.can(dout);
+                    if (more && !copied) {
+                        copy_q.store(q, next_row0, at.n_q, next);
+                        copy_dout.store(dout, next_row0, at.n_q, next + BLOCK_Q * PITCH);
+                    }
                     if (!SPREAD) {
-                        copy_q.start(q, next_row0, at.n_q, next, more && !stored_q);
+                        copy_q.start(q, next_row0, at.n_q, next, copied);
                         copy_q.copy(0, 1);
-                        copy_dout.start(dout, next_row0, at.n_q, next + BLOCK_Q * PITCH, more && !stored_dout);
+                        copy_dout.start(dout, next_row0, at.n_q, next + BLOCK_Q * PITCH, copied);
                         copy_dout.copy(0, 1);
                         load_rows(next_row0, next, more);
                         copies_end();
@@ -328,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     const int of_rows = warp / (WARPS / WARPS_S) * 16 * S_TILES, of_keys = warp % (WARPS / WARPS_S) * 8 * S_KEYS;
                     clear(s);
                     multiply_rows<HEAD_DIM>(s, stage + of_rows * PITCH, base + of_keys * PITCH, [&](int k, int steps) {
-                        if (SPREAD && k == 0) copy_q.start(q, next_row0, at.n_q, next, more && !stored_q);
+                        if (SPREAD && k == 0) copy_q.start(q, next_row0, at.n_q, next, copied);
                         if (SPREAD) copy_q.copy(k, steps);
                     });
                     const bool plain = !HAS_SCORE && full && !odd_keys && at.k0 + BLOCK_K <= n_k;
@@ -340,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     multiply_rows<HEAD_DIM_V>(
                         dp, stage + BLOCK_Q * PITCH + of_rows * PITCH_V, base + AT_V + of_keys * PITCH_V, [&](int k, int steps) {
                             if (SPREAD && k == 0)
-                                copy_dout.start(dout, next_row0, at.n_q, next + BLOCK_Q * PITCH, more && !stored_dout);
+                                copy_dout.start(dout, next_row0, at.n_q, next + BLOCK_Q * PITCH, copied);
                             if (SPREAD) copy_dout.copy(k, steps);
                             if (SPREAD && k == steps - 1) load_rows(next_row0, next, more);
                         });

@@ -13,15 +13,26 @@
 // WARPS_K warps share 16 TILES rows. Where it is 2, each has half of the keys of S and then half of the columns of O, and P
 // goes through shared memory: a warp has room for few rows of a wide O, and what it reads should serve many.
 //
-// Measured on an H200, bfloat16. 256 columns: two blocks of 64 x 64 to a multiprocessor, each with one tile of keys in memory;
-// two warps for 32 rows instead of a warp for each 16 are 3 % slower for what they tell each other, with more than 4,096
-// keys as fast; 128 x 32 in three stages 20 % slower. 128 columns: 128 x 32 in three stages 1 to 2 % slower, 64 x 64 and 8
-// warps 15 to 30 %. With 1,024 tokens what begins and ends a block is a tenth of its time: hence the guess at the first tile
-// and the outputs in 16 bytes. A register that the loop over keys spills costs 0.4 %. Rows in shared memory PADDED instead of
-// permuted: 4 to 7 % slower with 128 columns, 5 % in decoding, where a third of what was read from the L2 cache was read in
-// vain. Comparing three numbers at once as integers, to find the greatest: no faster, and takes registers. Heads one at a
-// time without a mask: as fast. Decoding: 16 x 128 in three stages, one block to a multiprocessor, 1 to 2 % faster than two
-// blocks of 16 x 64; more stages or parts are slower.
+// Measured on an H200, bfloat16:
+//
+//     256 columns   Two blocks of 64 x 64 to a multiprocessor, each with one tile of keys in memory. Two warps for 32 rows
+//                   instead of a warp for each 16: 3 to 7 % slower for what they tell each other. Four warps that share O by
+//                   columns, each with the scores of its own rows, and read a fifth less from shared memory: 1 to 2 %
+//                   slower; 128 x 64 and 8 warps so: 10 %; 128 x 32 in three stages: 20 %. The next keys asked for before
+//                   the softmax, not after it: 3 to 5 % faster if causal, else as fast.
+//     128 columns   128 x 64. 128 x 32 in three stages: 1 to 2 % slower; 64 x 64 and 8 warps: 15 to 30 %.
+//      64 columns   128 x 128, by 5 to 12 % faster than 128 x 64, but not with a score modification, which spills then.
+//     1,024 tokens  What begins and ends a block is a tenth of its time: hence the guess at the first tile, the outputs in 16
+//                   bytes, and numbers of the grid that the host knows.
+//     decoding      16 x 128 in three stages, one block to a multiprocessor, 1 to 2 % faster than two blocks of 16 x 64; more
+//                   stages or parts are slower.
+//     the loop      Whether rows can be copied is asked once a tile, for keys and values together: asked for each, a call is 1
+//                   to 3 % slower; asked after the product, it is 1 % faster with 128 columns, 2 % slower with 64. Sums
+//                   rescaled after the weights of all rows: 3 % slower with 128. A register that is spilled costs 0.4 %.
+//                   Rows in shared memory PADDED instead of permuted: 4 to 7 % slower with 128 columns, 5 % in decoding,
+//                   where a third of what was read from the L2 cache was read in vain. Comparing three numbers at once as
+//                   integers, to find the greatest: no faster, and takes registers. Heads one at a time without a mask: as
+//                   fast.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, PACK, SPLIT, BLOCKS_PER_SM.
 #include "sm80.cuh"
@@ -31,10 +42,11 @@ extern __shared__ __align__(128) unsigned char shared[];
 constexpr int THREADS = 32 * WARPS, TILES = BLOCK_Q * WARPS_K / (16 * WARPS), KEYS = BLOCK_K / WARPS_K / 8;
 constexpr int COLUMNS = padded(HEAD_DIM_V) / WARPS_K / 8;
 // Tiles of keys in shared memory beside the one at work. With none, its values come while scores are multiplied, and the
-// next keys while values are.
+// next keys from then on.
 constexpr int AHEAD = STAGES - 1, NEXT = larger(AHEAD, 1);
 // Whether a tile is copied among the steps of a product: where registers leave room, and it is not needed soon.
 constexpr bool SPREAD = AHEAD > 0 && (WIDE || !HAS_MASK || HEAD_DIM <= 64);
+constexpr bool EARLY = !WIDE && HEAD_DIM > 64;  // of operands; with 64 columns it makes a call 3 to 8 % slower
 static_assert(KEYS % 2 == 0 && COLUMNS % 2 == 0, "operands come in pairs");
 constexpr int BYTES_Q = BLOCK_Q * pitch(HEAD_DIM), BYTES_K = BLOCK_K * pitch(HEAD_DIM);
 constexpr int BYTES_STAGE = BYTES_K + BLOCK_K * pitch(HEAD_DIM_V), AT_LIST = BYTES_Q + STAGES * BYTES_STAGE;
@@ -288,8 +300,9 @@ DEVICE void finish(const Params& p, const Place& at, int part, const float (&m)[
                 }
             }
             const bool empty = sum == 0;  // no key is visible
-            const float lse = empty ? HIDDEN : fmaf(top, LN2, logf(sum));
-            factor = empty ? 0.0f : factor / sum;
+            // Of 16-bit elements the last bits of float32 make no difference, and finding them takes 2 % of a short call.
+            const float lse = empty ? HIDDEN : WIDE ? fmaf(top, LN2, logf(sum)) : (top + log2_fast(sum)) * LN2;
+            factor = empty ? 0.0f : WIDE ? factor / sum : factor * reciprocal(sum);
 #pragma unroll
             for (int n = 0; n < COLUMNS; ++n) output[i][n][2 * half] *= factor, output[i][n][2 * half + 1] *= factor;
             if (index >= at.rows) continue;
@@ -313,11 +326,9 @@ DEVICE void finish(const Params& p, const Place& at, int part, const float (&m)[
             }
         }
     if constexpr (STAGED) {
-        const int first = at.row0 + at.row_of_warp(), column = at.share() * COLUMNS * 8;
-        store_tile<HEAD_DIM_V, HEAD_DIM>(output, 1.0f, q_of_warp, column, column, [&](int r) {
-            const int index = first + r;
-            return index < at.rows ? row_at<storage>(p.out, at.b, at.h + index % PACK, index / PACK) : nullptr;
-        });
+        const int column = at.share() * COLUMNS * 8;
+        store_tile<HEAD_DIM_V, HEAD_DIM>(output, 1.0f, q_of_warp, column, column, Rows<PACK>(p.out, at.b, at.h),
+                                         at.row0 + at.row_of_warp(), at.rows);
     }
 }
 
@@ -339,12 +350,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
 
     const int heads = (int)p.heads / PACK, rows = (int)p.n_q * PACK, tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     const unsigned parts = SPLIT ? (unsigned)p.splits : 1, part = blockIdx.x % parts;
-    // Tiles with most to do first, of as many heads at a time as have their keys and values in the L2 cache together; of
+    // Tiles with most to do first, of p.splits heads at a time, whose keys and values are in the L2 cache together; of
     // the tiles with least to do a quarter is left to the end, where they even out when blocks finish.
-    const long long fit = 24000000 / (p.n_k * (HEAD_DIM + HEAD_DIM_V) * (long long)sizeof(storage) + 1);
     const unsigned all = heads * (unsigned)p.batch, index = blockIdx.x / parts, early = HAS_MASK ? tiles - tiles / 4 : tiles;
     Work work;
-    if (index < early * all) work = work_of(index, early, all, fit < 1 ? 1 : fit > all ? all : (unsigned)fit);
+    if (!HAS_MASK || index < early * all) work = work_of(index, early, all, SPLIT ? all : (unsigned)p.splits);
     else work = {(int)(index / all), (int)(index % all)};
     const int b = work.bh / heads, h = work.bh % heads * PACK, row0 = (tiles - 1 - work.tile) * BLOCK_Q;
     const Place at{b, h, row0, rows, (int)keys_of(p, b), offset_of(p, b)};
@@ -399,14 +409,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 const unsigned stage = stages + at_stage, to = stages + stage_of(i + AHEAD);
                 TileCopy<BLOCK_K, HEAD_DIM, THREADS> copy_k;
                 TileCopy<BLOCK_K, HEAD_DIM_V, THREADS> copy_v;
-                bool stored_k = AHEAD > 0 && more && copy_k.store(k, next_k0, at.n_k, to);
-                const bool stored_v = more_v && copy_v.store(v, next_v0, at.n_k, to + BYTES_K);
+                const bool copied = copy_k.can(k) && copy_v.can(v);
+                if (!copied) {
+                    if (AHEAD > 0 && more) copy_k.store(k, next_k0, at.n_k, to);
+                    if (more_v) copy_v.store(v, next_v0, at.n_k, to + BYTES_K);
+                }
                 const auto copy_next_k = [&](int step, int steps) {
-                    if (step == 0) copy_k.start(k, next_k0, at.n_k, to, more && !stored_k);
+                    if (step == 0) copy_k.start(k, next_k0, at.n_k, to, more && copied);
                     copy_k.copy(step, steps);
                 };
                 const auto copy_next_v = [&](int step, int steps) {
-                    if (step == 0) copy_v.start(v, next_v0, at.n_k, to + BYTES_K, more_v && !stored_v);
+                    if (step == 0) copy_v.start(v, next_v0, at.n_k, to + BYTES_K, more_v && copied);
                     copy_v.copy(step, steps);
                 };
                 const auto copy_next = [&](int step, int steps) {
@@ -422,9 +435,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                     scores_carefully(s, shared, shared + BYTES_Q + at_stage);
                 } else {
                     const unsigned keys = stage + at.share() * 8 * KEYS * pitch(HEAD_DIM);
-                    multiply_rows<HEAD_DIM>(s, q_of_warp, keys, [&](int step, int steps) {
+                    const auto between = [&](int step, int steps) {
                         if (SPREAD) copy_next(step, steps);
-                    });
+                    };
+                    if constexpr (EARLY) multiply_rows_early<HEAD_DIM>(s, q_of_warp, keys, between);
+                    else multiply_rows<HEAD_DIM>(s, q_of_warp, keys, between);
+                }
+                if (AHEAD == 0) {
+                    copies_end();
+                    copies_wait_all();
+                    __syncthreads();  // the values are there for all, and all are done with the keys
+                    if (more && !copied) copy_k.store(k, next_k0, at.n_k, to);
+                    copy_next_k(0, 1);
+                    copies_end();
                 }
                 const bool plain = !HAS_SCORE && full && k0 + BLOCK_K <= at.n_k && scale > 0;
                 if (!plain) modify_tile(p, at, full, s, k0);
@@ -432,15 +455,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
                 if constexpr (WARPS_K > 1) store_weights(s, shared_weights);
                 join_warps();
-                copies_end();
+                if (AHEAD > 0) copies_end();
                 begun = true;
-                if (AHEAD == 0) {
-                    copies_wait_all();
-                    __syncthreads();  // the values are there for all, and all are done with the keys
-                    stored_k = more && copy_k.store(k, next_k0, at.n_k, to);
-                    copy_next_k(0, 1);
-                    copies_end();
-                }
                 if ((MAY_HIDE || SPLITS) && careful)
                     accumulate_carefully(output, s, shared_weights, shared + BYTES_Q + at_stage + BYTES_K);
                 else if constexpr (WARPS_K == 1)
