@@ -18,14 +18,16 @@
 //     256 columns   Two blocks of 64 x 64 to a multiprocessor, each with one tile of keys in memory. Two warps for 32 rows
 //                   instead of a warp for each 16: 3 to 7 % slower for what they tell each other. Four warps that share O by
 //                   columns, each with the scores of its own rows, and read a fifth less from shared memory: 1 to 2 %
-//                   slower; 128 x 64 and 8 warps so: 10 %; 128 x 32 in three stages: 20 %. The next keys asked for before
-//                   the softmax, not after it: 3 to 5 % faster if causal, else as fast.
+//                   slower; 128 x 64 and 8 warps so: 10 %; 128 x 32 in three stages, or 64 x 32 in two: 20 %. The next keys
+//                   asked for before the softmax, not after it: 3 to 5 % faster if causal, else as fast.
 //     128 columns   128 x 64. 128 x 32 in three stages: 1 to 2 % slower; 64 x 64 and 8 warps: 15 to 30 %.
-//      64 columns   128 x 128, by 5 to 12 % faster than 128 x 64, but not with a score modification, which spills then.
+//      64 columns   128 x 128, 5 to 9 % faster than 128 x 64, but not with a score modification, which spills then.
 //     1,024 tokens  What begins and ends a block is a tenth of its time: hence the guess at the first tile, the outputs in 16
 //                   bytes, and numbers of the grid that the host knows.
 //     decoding      16 x 128 in three stages, one block to a multiprocessor, 1 to 2 % faster than two blocks of 16 x 64; more
-//                   stages or parts are slower.
+//                   stages or parts are slower. 256 bytes at a time into the L2 cache: 3 to 7 % slower; to be evicted first:
+//                   0.5 % faster with one sequence, as fast with 16. A kernel that is launched early though keys are not split:
+//                   1 % slower, and its launch costs the host more.
 //     the loop      Whether rows can be copied is asked once a tile, for keys and values together: asked for each, a call is 1
 //                   to 3 % slower; asked after the product, it is 1 % faster with 128 columns, 2 % slower with 64. Sums
 //                   rescaled after the weights of all rows: 3 % slower with 128. A register that is spilled costs 0.4 %.
