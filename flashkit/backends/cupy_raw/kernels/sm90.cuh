@@ -56,9 +56,9 @@ DEVICE void arrive(unsigned barrier) {
 }
 // The same by one lane of a warp. A branch instead would end what ptxas 13.0 knows to be uniform: descriptors would not
 // stay in uniform registers.
-DEVICE void arrive_once(unsigned barrier) {
+DEVICE void arrive_once(unsigned barrier, int lane = threadIdx.x % 32) {
     asm volatile("{ .reg .pred p; setp.eq.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
-                 ::"r"(barrier), "r"(threadIdx.x % 32) : "memory");
+                 ::"r"(barrier), "r"(lane) : "memory");
 }
 DEVICE void arrive_and_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -95,8 +95,8 @@ struct Ring {
     __device__ __forceinline__ static unsigned stage(unsigned n) { return n % STAGES; }
     __device__ __forceinline__ void wait_full(unsigned n) const { wait(full + 8 * (n % STAGES), n / STAGES & 1); }
     __device__ __forceinline__ void wait_empty(unsigned n) const { wait(empty + 8 * (n % STAGES), (n / STAGES & 1) ^ 1); }
-    __device__ __forceinline__ void release(unsigned n) const {  // by a warp that is done with it
-        arrive_once(empty + 8 * (n % STAGES));
+    __device__ __forceinline__ void release(unsigned n, int lane = threadIdx.x % 32) const {  // by a warp that is done with it
+        arrive_once(empty + 8 * (n % STAGES), lane);
     }
     __device__ __forceinline__ void init(int fillers, int readers) const {
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, fillers), barrier_init(empty + 8 * i, readers);

@@ -54,13 +54,13 @@ constexpr int AT_PAIRS = AT_DOUT + DOUT_STAGES * BYTES_DOUT, AT_SUMS = AT_PAIRS 
 constexpr int AT_SHIFT = AT_SUMS + (KEYS_SHARED ? 0 : BYTES_SUMS), AT_DELTA = AT_SHIFT + STAGES * BYTES_ROWS;
 constexpr int AT_Q_RING = AT_DELTA + DOUT_STAGES * BYTES_ROWS, AT_DOUT_RING = AT_Q_RING + 16 * STAGES;
 constexpr int AT_K_RING = AT_DOUT_RING + 16 * DOUT_STAGES, AT_V_RING = AT_K_RING + 16 * KEY_BUFFERS;
-constexpr int AT_PAIRS_RING = AT_V_RING + 16, AT_ADDED = AT_PAIRS_RING + 32, AT_TURN = AT_ADDED + 16, AT_ASKED = AT_TURN + 8;
-constexpr int AT_K_CAME = AT_ASKED + 8, AT_ROWS_CAME = AT_K_CAME + 8 * KEY_BUFFERS;
-constexpr int AT_NOTES = AT_ROWS_CAME + 8;              // for each stage of Q: tile << 8 | ODD, LAST, states of the groups; head
-constexpr int AT_ITEMS = AT_NOTES + 8 * STAGES;         // for each buffer of K: an Item
+constexpr int AT_PAIRS_RING = AT_V_RING + 16, AT_ADDED = AT_PAIRS_RING + 32, AT_TURN = AT_ADDED + 16, AT_ASKED = AT_TURN + 16;
+constexpr int AT_K_CAME = AT_ASKED + 32, AT_ROWS_CAME = AT_K_CAME + 8 * KEY_BUFFERS;
+constexpr int AT_NOTES = AT_ROWS_CAME + 8;              // for each stage of Q: tile << 8 | ODD, LAST, states of the groups; head;
+constexpr int AT_ITEMS = AT_NOTES + 12 * STAGES;        // number among all tiles of Q. For each buffer of K: an Item
 constexpr int AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS;     // for each buffer of K: a bit for each key that was cleared
 constexpr int ODD_WORDS = (BLOCK_K + 31) / 32;
-constexpr int AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS;  // for two tiles of dQ: which they are
+constexpr int AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS;  // for four tiles of dQ: which they are
 constexpr unsigned ODD = 16, LAST = 64;  // some rows' numbers are not finite; the last tile of an item
 constexpr int END = -1;
 
@@ -105,9 +105,8 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         keys_ring(base).init(1, WARPS);
         values_ring(base).init(1, WARPS);
         pairs_ring(base).init(WARPS, WARPS);
-        for (int i = 0; i < 2; ++i) barrier_init(base + AT_ADDED + 8 * i, WARPS);
-        barrier_init(base + AT_TURN, 1);
-        barrier_init(base + AT_ASKED, 1);
+        for (int i = 0; i < 2; ++i) barrier_init(base + AT_ADDED + 8 * i, WARPS), barrier_init(base + AT_TURN + 8 * i, 1);
+        for (int i = 0; i < 4; ++i) barrier_init(base + AT_ASKED + 8 * i, 1);
         for (int i = 0; i < KEY_BUFFERS; ++i) barrier_init(base + AT_K_CAME + 8 * i, 1);
         barrier_init(base + AT_ROWS_CAME, 1);
         barriers_ready();
@@ -118,7 +117,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         give_registers<REGISTERS_LOADING>();
         if (warp == 0) load(p, q_map, k_map, v_map, dout_map, base);
         else if (warp == 1 && CLEANS_KEYS) clean_keys(p, base);
-        else if (ORDERED && (warp == 2 || warp == 3 && !KEYS_SHARED)) keep_order(p, base, warp - 2);
+        else if (ORDERED && warp >= 2) keep_order(p, base, warp - 2);
     } else {
         take_registers<REGISTERS>();
         multiply_tiles(p, base, role - 1);

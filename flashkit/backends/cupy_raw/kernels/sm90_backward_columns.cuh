@@ -18,6 +18,7 @@
 #include "sm90.cuh"
 
 constexpr int HAS = (CHUNKS + 1) / 2, HAS_V = (CHUNKS_V + 1) / 2;  // chunks of a group
+constexpr bool LATE = HAS > 1 && !ORDERED && BLOCK_K <= 64;  // where registers allow
 enum NamedBarrier { MEETING = 1 };
 
 // An accumulator's 8 x 8 block, packed, with its rows for columns.
@@ -63,18 +64,17 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const auto keys = keys_ring(base);
     const auto values = values_ring(base);
     const float unit = __int_as_float(uniform(__float_as_int((float)(p.scale * 1.4426950408889634))));
-    const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4);
-    const int tiles_q = tiles_of(p.n_q, BLOCK_Q);
+    const int lane = here(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 % 4);
+    const unsigned own = base + own_row(warp, lane);
     float dk[HAS][BLOCK_K / 2], dv[HAS_V][BLOCK_K / 2], s[PAIRS];
     unsigned n = 0;  // tiles so far
 
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
         keys.wait_full(number);
-        const unsigned buffer = number % KEY_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
-        const Item at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
-        if (at.b == END) break;
-        const unsigned k_tile = base + AT_K + buffer * BYTES_K, odd_keys = base + AT_ODD + 4 * ODD_WORDS * buffer;
+        const unsigned slot = item_slot(base, number), odd_keys = odd_of(base, number);
+        if (uniform(load_word(slot)) == END) break;
+        const unsigned k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K;
         int odd = 0;
         if (MAY_HIDE)
             for (int word = 0; word < ODD_WORDS; ++word) odd |= load_word(odd_keys + 4 * word);
@@ -118,19 +118,17 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         products_wait<0>();
         settle(s);
         bool first = true, last;
+        float late[BLOCK_Q / 2];  // the second chunk of dQ, which is added while the next tile's dP is multiplied
+        int before = 0;           // where
 #pragma unroll 1
         do {
             const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
-            const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS, delta = base + AT_DELTA + dout_stage * BYTES_ROWS;
+            const unsigned shift = own + AT_SHIFT + stage * BYTES_ROWS, delta = own + AT_DELTA + dout_stage * BYTES_ROWS;
             const unsigned q_tile = base + AT_Q + stage * BYTES_Q, dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
-            const int note = uniform(load_word(base + AT_NOTES + 8 * stage)), h = uniform(load_word(base + AT_NOTES + 8 * stage + 4));
+            const int note = uniform(load_word(note_of(base, n))), where = load_word(note_of(base, n) + 8);
             const unsigned p_tile = base + AT_PAIRS + n % 2 * BYTES_PAIRS, ds_tile = p_tile + BYTES_PAIRS / 2;
-            const int tile = note >> 8, where = (at.b * (int)p.heads + h) * tiles_q + tile;
             last = note & LAST;
-            if (ORDERED && group == 0 && warp == 0 && lane == 0) {
-                store_word(slot_of(base, n), where), store_word(slot_of(base, n) + 4, at.k0 / BLOCK_K);
-                arrive(base + AT_ASKED);
-            }
+            if (ORDERED && group == 0 && warp == 0 && lane == 0) ask(base, n, where, load_word(slot + 8) / BLOCK_K);
             float early[1][2][2];
             load_numbers_of(early[0], shift, 0);
             douts.wait_full(n);
@@ -138,11 +136,14 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             of_rows(dp, dout_tile, base + AT_V, Number<HEAD_DIM_V>{});
             unsigned p_pairs[PAIRS / 2];
             Kept kept;
-            const Place place{at.b, h, tile * BLOCK_Q, at.k0 + group * GROUP_KEYS, odd_keys, group * GROUP_KEYS};
-            const bool plain = weights(p, place, note, group, even, s, p_pairs, early, shift, unit, kept);
-            products_wait<0>();  // dK of the tile before, dP
+            products_wait<1>();  // dK of the tile before
+            if (!first) {
+                queries.release(n - 1, lane);
+                if constexpr (LATE) add_sums(before, group * HAS + 1, late);
+            }
+            const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept);
+            products_wait<0>();  // dP
             settle(dp);
-            if (!first) queries.release(n - 1);
             unsigned ds[PAIRS / 2];
             if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, delta, kept);
             else gradients<false>(p, s, dp, ds, delta, kept);
@@ -158,24 +159,25 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             float dq[BLOCK_Q / 2];
             query_gradients(group * HAS, ds_tile, dq);
             products_wait<1>();  // dV
-            douts.release(n);
+            douts.release(n, lane);
             if (!last) queries.wait_full(n + 1);
             scores(last ? n : n + 1);  // always begun, or the compiler makes it wait
             products_wait<1>();  // dQ
             settle(dq);
-            if (ORDERED) wait(base + AT_TURN, n & 1);
+            if (ORDERED) wait(turn_of(base, n), n / 2 & 1);
             add_sums(where, group * HAS, dq);
-            if constexpr (HAS > 1) query_gradients(group * HAS + 1, ds_tile, dq);
+            if constexpr (HAS > 1) query_gradients(group * HAS + 1, ds_tile, late);
             products_begin();
 #pragma unroll
             for (int i = 0; i < HAS; ++i) accumulate(dk[i], q_tile + (group * HAS + i) * BLOCK_Q * CHUNK_ROW, ds_tile, !first);
             products_end();
             products_wait<1>();  // the next tile's scores, dQ
-            settle(s), settle(dq);
-            if constexpr (HAS > 1) add_sums(where, group * HAS + 1, dq);
+            settle(s), settle(late);
+            if constexpr (HAS > 1 && !LATE) add_sums(where, group * HAS + 1, late);
+            before = where;
             if (ORDERED) {
                 __syncwarp();
-                arrive_once(added_of(base, n));
+                arrive_once(added_of(base, n), lane);
             }
             first = false, ++n;
         } while (!last);
@@ -184,14 +186,13 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         for (int i = 0; i < HAS; ++i) settle(dk[i]);
 #pragma unroll
         for (int i = 0; i < HAS_V; ++i) settle(dv[i]);
-        queries.release(n - 1), values.release(number), keys.release(number);
+        if constexpr (LATE) add_sums(before, group * HAS + 1, late);
+        const Item at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
+        queries.release(n - 1, lane), values.release(number, lane), keys.release(number, lane);
 #pragma unroll
         for (int i = 0; i < HAS_V; ++i) store_chunk<HEAD_DIM_V>(p, p.dv, at, group * HAS_V + i, dv[i], 1.0f);
 #pragma unroll
         for (int i = 0; i < HAS; ++i) store_chunk<HEAD_DIM>(p, p.dk, at, group * HAS + i, dk[i], (float)p.scale);
     }
-    if (ORDERED && group == 0 && warp == 0 && lane == 0) {
-        store_word(slot_of(base, n), END);
-        arrive(base + AT_ASKED);
-    }
+    if (ORDERED && group == 0 && warp == 0 && lane == 0) ask(base, n, END, 0), ask(base, n + 1, END, 0);
 }

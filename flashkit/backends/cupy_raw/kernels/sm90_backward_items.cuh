@@ -11,6 +11,10 @@ DEVICE Ring<2> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + 
 // Of a tile of queries: whether it is odd; then bits of the tiles of keys that are done with it.
 DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.partial_lse, b, h, tile); }
 
+DEVICE unsigned note_of(unsigned base, unsigned n) { return base + AT_NOTES + 12 * (n % STAGES); }
+DEVICE unsigned item_slot(unsigned base, unsigned number) { return base + AT_ITEMS + 12 * (number % KEY_BUFFERS); }
+DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 4 * ODD_WORDS * (number % KEY_BUFFERS); }
+
 // --- which work -------------------------------------------------------------------------------------------------------
 
 // Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask the first
@@ -97,7 +101,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
     unsigned n = 0, odd_tiles = 0;
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
-        const unsigned buffer = number % KEY_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
+        const unsigned buffer = number % KEY_BUFFERS, slot = item_slot(base, number);
         const unsigned came = (CLEANS_KEYS ? base + AT_K_CAME : keys.full) + 8 * buffer;
         // Not asked for earlier: who has waited for others would come back to an item that others wait for.
         const int index = uniform(leader ? (int)atomicAdd(p.ticket, 1u) : 0);
@@ -123,8 +127,9 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
             const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS;
             if (leader) {
                 queries.wait_empty(n);
-                store_word(base + AT_NOTES + 8 * stage, tile << 8 | (last ? LAST : 0) | states);
-                store_word(base + AT_NOTES + 8 * stage + 4, h);
+                const unsigned note = note_of(base, n);
+                store_word(note, tile << 8 | (last ? LAST : 0) | states), store_word(note + 4, h);
+                store_word(note + 8, (at.b * (int)p.heads + h) * tiles_q + tile);
                 arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (odd ? BYTES_DOUT + BYTES_ROWS : 0));
                 load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, at.b, q_came);
                 load_numbers(shift, row_at<const float>(p.shift, at.b, h, tile * BLOCK_Q), q_came);
@@ -203,7 +208,7 @@ DEVICE void clean_keys(const Params& p, unsigned base) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
-        const unsigned buffer = number % KEY_BUFFERS, slot = base + AT_ITEMS + 12 * buffer, bits = base + AT_ODD + 4 * ODD_WORDS * buffer;
+        const unsigned buffer = number % KEY_BUFFERS, slot = item_slot(base, number), bits = odd_of(base, number);
         wait(base + AT_K_CAME + 8 * buffer, number / KEY_BUFFERS & 1);
         const Item at{load_word(slot), 0, load_word(slot + 8)};
         if (at.b != END) {
@@ -271,31 +276,38 @@ DEVICE void wait_for_turn(const int* done, int tile_k) {
     __syncwarp();
 }
 
-// The order of adding, by a warp. Those that multiply write down which tile their number n is, as sums_of() counts, and the
-// tile of keys. If it is in shared memory (and two warps do this, each for every second tile) it is added from there; if it
-// is in registers they are told when to add it.
-DEVICE unsigned slot_of(unsigned base, unsigned n) { return base + AT_SLOTS + 8 * (n % 2); }
+// The order of adding, by a warp. Those that multiply say at once which tile their number n is, as sums_of() counts, and the
+// tile of keys, and a step later that its dQ is there: meanwhile its turn has come. If it is in shared memory it is added from
+// there; if it is in registers they are told when to add it. Two warps do this, each for every second tile.
+// Four slots: before tile n + 4 is asked for, n has left.
+DEVICE unsigned slot_of(unsigned base, unsigned n) { return base + AT_SLOTS + 8 * (n % 4); }
+DEVICE unsigned asked_of(unsigned base, unsigned n) { return base + AT_ASKED + 8 * (n % 4); }
+DEVICE void ask(unsigned base, unsigned n, int where, int tile_k) {
+    store_word(slot_of(base, n), where), store_word(slot_of(base, n) + 4, tile_k);
+    arrive(asked_of(base, n));
+}
+DEVICE unsigned turn_of(unsigned base, unsigned n) { return base + AT_TURN + 8 * (n % 2); }
 DEVICE unsigned added_of(unsigned base, unsigned n) { return base + AT_ADDED + 8 * (n % 2); }
 
 DEVICE void keep_order(const Params& p, unsigned base, int which) {
     const bool leader = threadIdx.x % 32 == 0;
 #pragma unroll 1
-    for (unsigned n = which;; n += KEYS_SHARED ? 1 : 2) {
-        if (KEYS_SHARED) wait(base + AT_ASKED, n & 1);
-        else wait(added_of(base, n), n / 2 & 1);
+    for (unsigned n = which;; n += 2) {
+        wait(asked_of(base, n), n / 4 & 1);
         const int where = load_word(slot_of(base, n)), tile_k = load_word(slot_of(base, n) + 4);
         if (where == END) break;
         int* done = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token + 1;
         wait_for_turn(done, tile_k);
         if (KEYS_SHARED) {
-            if (leader) arrive(base + AT_TURN);
+            if (leader) arrive(turn_of(base, n));
             wait(added_of(base, n), n / 2 & 1);
             if (leader) set_done(done, tile_k);
         } else if (leader) {
+            wait(added_of(base, n), n / 2 & 1);
             fence_all_proxies();
             add_bulk(static_cast<float*>(p.partial.data) + where * p.partial.token, base + AT_SUMS, BYTES_SUMS);
             stores_wait_read();
-            arrive(base + AT_TURN);  // the next one may come
+            arrive(turn_of(base, n));  // the next one may come
             stores_wait();
             fence_all_proxies();
             set_done(done, tile_k);

@@ -46,21 +46,21 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const auto values = values_ring(base);
     const auto pairs = pairs_ring(base);
     const float unit = __int_as_float(uniform(__float_as_int((float)(p.scale * 1.4426950408889634))));
-    const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 - 4);
-    const int tiles_q = tiles_of(p.n_q, BLOCK_Q);
-    const unsigned part = base + AT_SUMS + warp * BYTES_WARP;
-    const unsigned turned = base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW +
-                            swizzled(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2);  // of dS, where a lane's matrices go
+    // What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
+    const int lane = here(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 - 4);
+    const unsigned part = base + AT_SUMS + warp * BYTES_WARP + lane * 16;  // a lane's place in what the warp sends of dQ
+    const unsigned turned = here(base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW +
+                                 swizzled(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2));  // of dS, where a lane's matrices go
+    const unsigned own = base + own_row(warp, lane);
     float dk[COLUMNS / 2], dv[COLUMNS_V / 2], s[PAIRS];
-    unsigned n = 0, sent = 0;  // tiles so far; those of dQ that have been sent
+    unsigned n = 0;  // tiles so far
 
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
         keys.wait_full(number);
-        const unsigned buffer = number % KEY_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
-        const Item at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
-        if (at.b == END) break;
-        const unsigned k_tile = base + AT_K + buffer * BYTES_K, odd_keys = base + AT_ODD + 4 * ODD_WORDS * buffer;
+        const unsigned slot = item_slot(base, number), odd_keys = odd_of(base, number);
+        if (uniform(load_word(slot)) == END) break;
+        const unsigned k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K;
         const bool even = !MAY_HIDE || uniform(load_word(odd_keys + 8 * group) | load_word(odd_keys + 8 * group + 4)) == 0;
 
         auto scores = [&](unsigned n) {
@@ -80,27 +80,25 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             for (int k = 1; k < BLOCK_K / 16; ++k) product<1, 0>(dq, a + along_columns(k), b + along_rows(k, BLOCK_Q), 1);
             products_end();
         };
-        // dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway.
+        // dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or in
+        // order by a warp that makes its own.
         auto stage_sums = [&](unsigned n, const float (&dq)[PART_ROWS / 2]) {
-            pairs.release(n);
-            if (ORDERED) wait(base + AT_TURN, (sent & 1) ^ 1);
+            pairs.release(n, lane);
+            if (ORDERED) wait(turn_of(base, n - 1), (n - 1) / 2 & 1);
             else stores_wait_read();
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < PART_ROWS / 8; ++i)
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(part + i * 512 + lane * 16), "f"(dq[4 * i]),
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(part + i * 512), "f"(dq[4 * i]),
                              "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
+            if constexpr (ORDERED) {
+                __syncwarp();
+                arrive_once(added_of(base, n), lane);
+            }
         };
         auto send_sums = [&](int where) {  // after a fence and __syncwarp()
-            if (lane == 0) {
-                if (ORDERED) {
-                    if (warp == 0) store_word(slot_of(base, sent), where), store_word(slot_of(base, sent) + 4, at.k0 / BLOCK_K);
-                    arrive(added_of(base, sent));
-                } else {
-                    add_bulk(static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + warp * (BYTES_WARP / 4), part, BYTES_WARP);
-                }
-            }
-            ++sent;
+            if (!ORDERED && lane == 0)
+                add_bulk(static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + warp * (BYTES_WARP / 4), part, BYTES_WARP);
         };
 
         queries.wait_full(n);
@@ -111,11 +109,11 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 #pragma unroll 1
         do {
             const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
-            const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS, delta = base + AT_DELTA + dout_stage * BYTES_ROWS;
+            const unsigned shift = own + AT_SHIFT + stage * BYTES_ROWS, delta = own + AT_DELTA + dout_stage * BYTES_ROWS;
             const unsigned q_tile = base + AT_Q + stage * BYTES_Q, dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
-            const int note = uniform(load_word(base + AT_NOTES + 8 * stage)), h = uniform(load_word(base + AT_NOTES + 8 * stage + 4));
-            const int tile = note >> 8;
+            const int note = uniform(load_word(note_of(base, n))), where = load_word(note_of(base, n) + 8);
             last = note & LAST;
+            if (ORDERED && warp == 0 && lane == 0) ask(base, n, where, load_word(slot + 8) / BLOCK_K);
             constexpr int EARLY = PAIRS / 4 < 8 ? PAIRS / 4 : 8;
             float early[EARLY][2][2];
 #pragma unroll
@@ -132,12 +130,11 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
                 for (int k = 1; k < COLUMNS_V / 16; ++k) product<0, 0>(dp, a + along_rows(k, BLOCK_K), b + along_rows(k, BLOCK_Q), 1);
                 products_end();
             }
-            if (!first) queries.release(n - 1), douts.release(n - 1);
+            if (!first) queries.release(n - 1, lane), douts.release(n - 1, lane);
 
             unsigned p_pairs[PAIRS / 2];
             Kept kept;
-            const Place place{at.b, h, tile * BLOCK_Q, at.k0 + 64 * group, odd_keys, 64 * group};
-            const bool plain = weights(p, place, note, group, even, s, p_pairs, early, shift, unit, kept);
+            const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept);
             {
                 const unsigned long long b = descriptor(dout_tile, BLOCK_Q * CHUNK_ROW);
                 products_begin();
@@ -156,7 +153,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
                 store_matrices<true>(turned + n % 2 * BYTES_PAIRS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
             fence_async();
             __syncwarp();
-            arrive_once(pairs.full + 8 * (n % 2));
+            arrive_once(pairs.full + 8 * (n % 2), lane);
             if (staged >= 0) send_sums(staged);
             products_wait<0>();  // dV
             settle(p_pairs);
@@ -175,13 +172,13 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             products_wait<1>();  // dQ, dK
             settle(dq), settle(ds);
             if (!first) stage_sums(n - 1, dq);
-            staged = before, before = (at.b * (int)p.heads + h) * tiles_q + tile;
+            staged = before, before = where;
             first = false, ++n;
         } while (!last);
         products_wait<0>();
         settle(s), settle(dk), settle(dv);
-        queries.release(n - 1), douts.release(n - 1);
-        values.release(number);
+        queries.release(n - 1, lane), douts.release(n - 1, lane);
+        values.release(number, lane);
         pairs.wait_full(n - 1);
         float dq[PART_ROWS / 2];
         query_gradients(n - 1, dq);
@@ -191,20 +188,17 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         products_wait<0>();
         settle(dq);
         stage_sums(n - 1, dq);
-        keys.release(number);
+        const Item at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
         fence_async();
         __syncwarp();
         send_sums(before);
+        keys.release(number, lane);
         store_keys<HEAD_DIM_V>(p, p.dv, at, group, dv, 1.0f);
         store_keys<HEAD_DIM>(p, p.dk, at, group, dk, (float)p.scale);
     }
     if constexpr (ORDERED) {
-        wait(base + AT_TURN, (sent & 1) ^ 1);
-        for (int i = 0; i < 2; ++i)
-            if (lane == 0) {
-                if (warp == 0) store_word(slot_of(base, sent + i), END);
-                arrive(added_of(base, sent + i));
-            }
+        wait(turn_of(base, n - 1), (n - 1) / 2 & 1);
+        if (warp == 0 && lane == 0) ask(base, n, END, 0), ask(base, n + 1, END, 0);
     } else {
         stores_wait();
     }

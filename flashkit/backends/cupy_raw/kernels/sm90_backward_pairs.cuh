@@ -16,13 +16,14 @@ DEVICE int second_of_lane(int n) { return 8 * n + threadIdx.x % 4 * 2; }
 DEVICE int row_of_lane(int n, int half, int c) { return KEYS_SHARED ? first_of_lane(half) : second_of_lane(n) + c; }
 DEVICE int key_of_lane(int n, int half, int c) { return KEYS_SHARED ? second_of_lane(n) + c : first_of_lane(half); }
 
-// Numbers of the rows of a lane's elements 4 n ...: [half][c].
+// Numbers of the rows of a lane's elements 4 n ...: [half][c]. address: of the lane's first one, own_row() bytes into the tile's.
+DEVICE unsigned own_row(int warp, int lane) { return KEYS_SHARED ? warp % 4 * 64 + lane / 4 * 4 : lane % 4 * 8; }
 DEVICE void load_numbers_of(float (&x)[2][2], unsigned address, int n) {
     if constexpr (KEYS_SHARED) {
-        x[0][0] = x[0][1] = load_number(address + 4 * first_of_lane(0));
-        x[1][0] = x[1][1] = load_number(address + 4 * first_of_lane(1));
+        x[0][0] = x[0][1] = load_number(address);
+        x[1][0] = x[1][1] = load_number(address + 32);
     } else {
-        load_two(x[0], address + 4 * second_of_lane(n));
+        load_two(x[0], address + 32 * n);
         x[1][0] = x[0][0], x[1][1] = x[0][1];
     }
 }
@@ -83,6 +84,12 @@ struct Place {
     unsigned odd;  // address of bits of keys that are not finite, from k0's tile on
     int first;     // of the group's keys within that
 };
+// Of tile `n` of queries, item `number`: from shared memory, since it is asked for rarely and would take registers always.
+DEVICE Place place_of(unsigned base, unsigned n, unsigned number, int group) {
+    const unsigned note = note_of(base, n), slot = item_slot(base, number);
+    return {load_word(slot), load_word(note + 4), (load_word(note) >> 8) * BLOCK_Q, load_word(slot + 8) + GROUP_KEYS * group,
+            odd_of(base, number), GROUP_KEYS * group};
+}
 
 // Scores of a tile of which a part is hidden: -inf there.
 template <typename POSITION>
@@ -163,12 +170,12 @@ DEVICE void weigh_plainly(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const
 
 // Scores to weights, whichever way fits; whether nothing is hidden.
 template <int EARLY>
-DEVICE bool weights(const Params& p, const Place& at, int note, int group, bool even, float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2],
-                    const float (&early)[EARLY][2][2], unsigned shift, float unit, Kept& kept) {
+DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number, int note, int group, bool even, float (&s)[PAIRS],
+                    unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2][2], unsigned shift, float unit, Kept& kept) {
     const bool full = (note >> 2 * group & 3) == FULL;
     if (!MAY_HIDE || (!HAS_SCORE && !HAS_DROPOUT && even && !(note & ODD))) {
         if (!full) {
-            const Place own{at.b, at.h, here(at.row0), here(at.k0), 0, 0};
+            const Place own = place_of(base, n, number, group);
             const long long offset = offset_of(p, own.b);
             const bool narrow = __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
             if (narrow) hide<int>(p, own, s);
@@ -178,7 +185,7 @@ DEVICE bool weights(const Params& p, const Place& at, int note, int group, bool 
         return full;
     }
     if constexpr (MAY_HIDE) {
-        const Place own{at.b, at.h, here(at.row0), here(at.k0), at.odd, at.first};
+        const Place own = place_of(base, n, number, group);
         if constexpr (HAS_DROPOUT) kept.fill(p, own.b, own.h, own.row0, own.k0);
         const long long offset = offset_of(p, own.b);
         const bool narrow = __all_sync(~0u, SMALL_SCORE && offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
