@@ -25,6 +25,9 @@
 // has a bit for each pair of tiles. Blocks take their work in that order, so whoever waits, waits for a block that runs;
 // and all go from the last queries to the first, so that soon each follows the one before at a distance, and waits no more.
 //
+// A release of a stage is lane 0's arrival. What the other lanes have read of it is before that, for they meet in between: when
+// dS is in shared memory.
+//
 // Measured on an H200, bfloat16. In order, with the next item asked for while the last one is worked at: 1.3 to 2 times
 // slower, for who has waited at one item then comes late to another that others wait for. 4, 8 or 16 heads at a time: the
 // same within 5 %; under a causal mask, in any order, 1 or as many as 12 or 30 MB hold: the same. Two tiles of P and dS
