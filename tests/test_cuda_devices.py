@@ -198,6 +198,54 @@ def test_float32_gradients_are_exact(magnitude: float, d: int, generation: str) 
         assert error <= 1e-6, (name, error)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("kind", ["tokens", "channels", "hidden", "large", "small"])
+def test_float32_of_mixed_magnitudes(kind: str, d: int, generation: str) -> None:
+    """Each row and each column of results and gradients is as near as plain arithmetic in float32 brings it: where
+    tokens, or channels, have magnitudes between 1e-12 and 1e18, where tokens of 1e18 are hidden, and where all are
+    large or small.
+    """
+    rng = np.random.default_rng(2)
+    q, k, v, dout = (
+        x.get().astype(np.float64) for x in tensors((1, 4, 300, d), (1, 2, 500, d), (1, 2, 500, d), (1, 4, 300, d))
+    )
+    mixed, options = np.array([1e-12, 1.0, 1e6, 1e18]), dict[str, Any](causal=True)
+    if kind == "tokens":
+        v *= rng.choice(mixed[:3], (1, 2, 500, 1))
+        dout *= rng.choice(mixed, (1, 4, 300, 1))
+    elif kind == "channels":
+        of_k, of_v = rng.choice(mixed[:3], d), rng.choice(mixed[:3], d)
+        q, k, v, dout = q / of_k, k * of_k, v * of_v, dout / of_v
+    elif kind == "hidden":
+        seen = np.ones(500, bool)
+        seen[70:90] = seen[490:] = False
+        k[..., ~seen, :] *= 1e12
+        v[..., ~seen, :] *= 1e18
+        options = {"mask": seen}
+    elif kind == "large":
+        q, k, v, dout = q * 1e-6, k * 1e6, v * 1e18, dout * 1e12
+    elif kind == "small":
+        q, k, v, dout = q * 1e6, k * 1e-6, v * 1e-12, dout * 1e-12
+    arrays = [x.astype(np.float32) for x in (q, k, v, dout)]
+
+    def computed(backend: str, arrays: list[Any]) -> list[np.ndarray]:
+        out, vjp = flashkit.attention_vjp(*arrays[:3], **options, backend=backend)
+        results = (out, *vjp(arrays[3])[:3])
+        return [np.asarray(x if isinstance(x, np.ndarray) else x.get(), np.float64) for x in results]
+
+    import cupy
+
+    right = computed("reference", [x.astype(np.float64) for x in arrays])
+    plain = computed("reference", arrays)
+    got = computed(NAME, [*map(cupy.asarray, arrays)])
+    for name, one, other, exact in zip(("out", "dq", "dk", "dv"), got, plain, right):
+        for axis in (2, 3):
+            size = np.sqrt((exact**2).mean(axis)) + 1e-300
+            error, usual = (np.sqrt(((x - exact) ** 2).mean(axis)) / size for x in (one, other))
+            worst = np.unravel_index((error / (4 * usual + 2e-6)).argmax(), error.shape)
+            assert (error <= 4 * usual + 2e-6).all(), (name, axis, worst, error[worst], usual[worst])
+
+
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @skipped_if_refused()

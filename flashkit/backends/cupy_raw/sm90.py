@@ -119,7 +119,7 @@ class Sm90Forward(hopper.Forward):
     def maps(self, arguments: Arguments, stream: int) -> tuple[list[Any], Any]:
         if self.split is None:
             return super().maps(arguments, stream)
-        (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), True)
+        (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), "q")
         out = tensor_map(arguments, "out", arguments.spec.head_dim_v, self.pack, 64)
         return [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k), out], held
 
