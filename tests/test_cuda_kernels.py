@@ -307,7 +307,7 @@ def test_sm90_gradients_in_float32(spec: AttentionSpec, of_queries: bool) -> Non
     tile = sm90_float32.backward_tile(spec)
     assert tile.shared_memory(spec, of_queries) <= HOPPER.shared_per_block
     found = compiler.binary(specialise.source("sm90_float32_backward", spec, *tile.source(spec, of_queries)), "sm_90a")
-    assert found.resources["sm90_float32_backward"].spills <= 192
+    assert found.resources["sm90_float32_backward"].spills <= 256
     dims = [spec.head_dim, spec.head_dim_v]  # summed over for S and dP; then those of the gradients, 64 columns at once
     slices = sum(-(-dim // 64) for dim in dims[: 1 if of_queries else 2])
     products = sum(-(-dim // 16) for dim in dims) + slices * tile.block // 16

@@ -114,7 +114,6 @@ DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, cons
     for (int index = blockIdx.x; index < items;) {
         const Item at = item_of(p, index);
         if (leader) index = atomicAdd(p.ticket, 1u) + gridDim.x;
-        index = uniform(index);
         const int columns = OF_QUERIES ? at.n_k : (int)p.n_q, tiles = (columns + BLOCK - 1) / BLOCK;
         bool first = true;
 #pragma unroll 1
@@ -164,6 +163,7 @@ DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, cons
             arrive(ring.full + 8 * (n++ % STAGES));
             load_rows(at);
         }
+        index = uniform(index);
     }
     if (!leader) return;
     note(END, 0), arrive(ring.full + 8 * (n % STAGES));
@@ -312,10 +312,44 @@ DEVICE void add_slices(Weights& w, unsigned b_at, const float (&back)[2], float 
     }
 }
 
-// An item's gradients to memory.
+// A gradient of a warp's 16 rows to memory, 32 columns at once by way of 2 KB of shared memory, so that whole lines are
+// written: straight from registers each store would be to eight of them. all: rows that there are, zeros from at.rows on.
+template <int DIM, int M>
+DEVICE void store_rows(const Tensor& gradient, const Item& at, int first, int all, const float (&sums)[M], float factor, unsigned staged) {
+    const int lane = threadIdx.x % 32;
+    const bool whole = DIM % 4 == 0 && ((unsigned long long)gradient.data & 15) == 0;  // a gradient has no gaps
+#pragma unroll
+    for (int c0 = 0; c0 < padded(DIM); c0 += 32) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 8 && c0 + i / 2 * 8 < padded(DIM); ++i) {
+            const int own = lane / 4 + 8 * (i % 2), e = (c0 / 8 + i / 2) * 4 + 2 * (i % 2), unit = 2 * (i / 2) + lane % 4 / 2;
+            const bool exists = first + own < at.rows;
+            store_floats(staged + swizzled(own, unit) + lane % 2 * 8, exists ? sums[e] * factor : 0.0f, exists ? sums[e + 1] * factor : 0.0f);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int own = 4 * i + lane / 8, column = c0 + lane % 8 * 4;
+            const float2 x = load_floats(staged + swizzled(own, lane % 8)), y = load_floats(staged + swizzled(own, lane % 8) + 8);
+            if (first + own >= all) continue;
+            float* target = row_at<float>(gradient, at.b, at.h, first + own) + column;
+            if (whole) {
+                if (column < DIM) *reinterpret_cast<float4*>(target) = {x.x, x.y, y.x, y.y};
+            } else {
+                if (column < DIM) target[0] = x.x;
+                if (column + 1 < DIM) target[1] = x.y;
+                if (column + 2 < DIM) target[2] = y.x;
+                if (column + 3 < DIM) target[3] = y.y;
+            }
+        }
+    }
+}
+
+// An item's gradients to memory; staged: where its rows were.
 DEVICE void finish(const Params& p, const Item& at, int group, float (&sums_1)[SUMS_1 / 2 + 1], float (&sums_2)[SUMS_2 / 2 + 1],
-                   const float (&factor)[2], bool odd) {
-    const int first = at.row0 + 64 * group;
+                   const float (&factor)[2], bool odd, unsigned staged) {
+    const int warp = uniform(threadIdx.x % 128 / 32), first = at.row0 + 64 * group + 16 * warp, all = OF_QUERIES ? (int)p.n_q : (int)p.n_k;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -326,22 +360,13 @@ DEVICE void finish(const Params& p, const Item& at, int group, float (&sums_1)[S
 #pragma unroll
         for (int i = 0; i < SUMS_2 / 4; ++i) odd |= !is_finite(sums_2[i / 2 * 4 + 2 * half + i % 2]);
     }
-    if (__any_sync(~0u, odd)) rows_carefully(p, at, first + threadIdx.x % 128 / 32 * 16, sums_1, sums_2);
-    auto store = [&](const Tensor& gradient, auto dim, const auto& sums, float factor) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = first + row_of_lane(half);
-            float* target = row_at<float>(gradient, at.b, at.h, row);
-#pragma unroll
-            for (int e = 0; e < padded(decltype(dim)::value) / 4; ++e) {
-                const int column = e / 2 * 8 + threadIdx.x % 4 * 2 + e % 2;
-                if (row < (OF_QUERIES ? (int)p.n_q : (int)p.n_k) && column < decltype(dim)::value)
-                    target[column] = row < at.rows ? sums[e / 2 * 4 + 2 * half + e % 2] * factor : 0.0f;
-            }
-        }
-    };
-    store(OF_QUERIES ? p.dq : p.dk, Number<HEAD_DIM>{}, sums_1, (float)p.scale);
-    if constexpr (!OF_QUERIES) store(p.dv, Number<HEAD_DIM_V>{}, sums_2, 1.0f);
+    if (__any_sync(~0u, odd)) rows_carefully(p, at, first, sums_1, sums_2);
+    warps_sync(1 + group, 128);  // all are done with the rows
+    staged += 16 * warp * CHUNK_ROW;
+    store_rows<HEAD_DIM>(OF_QUERIES ? p.dq : p.dk, at, first, all, sums_1, (float)p.scale, staged);
+    if constexpr (!OF_QUERIES) store_rows<HEAD_DIM_V>(p.dv, at, first, all, sums_2, 1.0f, staged);
+    fence_async();
+    __syncwarp();
 }
 
 DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
@@ -364,8 +389,8 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         const int note = uniform(load_word(base + AT_NOTES + 8 * stage)), h = uniform(load_word(base + AT_NOTES + 8 * stage + 4));
         if (note & FIRST) {  // of another item, or END
             if (number >= 0) {
+                finish(p, at, group, sums_1, sums_2, factor, odd, base + (number % ROW_BUFFERS * GROUPS + group) * BYTES_A1);
                 rows.release(number);
-                finish(p, at, group, sums_1, sums_2, factor, odd);
             }
             if (note == END) break;
             rows.wait_full(++number);
