@@ -10,6 +10,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +19,10 @@ import pytest
 from flashkit import arguments, expr, mods
 from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler, modification, simt, sm90_maps
+from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_float32, sm90_products, specialise
+from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.profile_schema import TileRow
 from flashkit.spec import AttentionSpec, Direction, Problem
 
@@ -397,6 +400,25 @@ def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
     backward = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "backward")  # type: ignore[arg-type]
     if "n_q" not in changes and "heads" not in changes:  # the backward pass goes along the queries
         assert backward == verdict
+
+
+def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    backend, profile = CupyRawBackend(), mock.Mock(rows=lambda *_: [])
+
+    def chosen(n: int, dim: int, direction: Direction, dtype: str = "float32") -> tuple[str, str]:
+        problem = Problem(AttentionSpec(dtype, dim, dim), 2, 8, n, n)
+        choice = backend.choose(problem, profile, HOPPER, direction)
+        assert choice.generation is not None
+        return choice.generation.name, "; ".join(choice.said)
+
+    assert chosen(2048, 64, "forward")[0] == chosen(1024, 128, "backward")[0] == "sm90"
+    name, said = chosen(512, 64, "backward")
+    assert name == "sm80" and "4194304 scores do not repay splitting" in said
+    assert chosen(2048, 16, "forward")[0] == "sm80" and chosen(2048, 16, "backward")[0] == "sm90"
+    assert chosen(512, 64, "backward", "bfloat16")[0] == "sm90"
+    monkeypatch.setenv(VARIABLE, "sm90")
+    assert chosen(512, 64, "backward")[0] == "sm90"
 
 
 def sm90_backward_binary(spec: AttentionSpec, tile: sm90_backward.Sm90BackwardTile | None = None) -> compiler.Binary:

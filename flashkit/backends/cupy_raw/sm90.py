@@ -150,6 +150,17 @@ class Sm90:
             return Verdict(True)
         return work_enough(problem, device, forward_tile(problem).block_q)
 
+    def repays(self, problem: Problem, direction: Direction) -> Verdict:
+        """Whether splitting float32 into terms beforehand is made up for; measured on an H200."""
+        spec, scores = problem.spec, problem.pairs
+        if spec.dtype != "float32":
+            return Verdict(True)
+        if scores < sm90_float32.LEAST_SCORES:
+            return Verdict(False, f"{scores} scores do not repay splitting float32 into terms")
+        if direction == "forward" and spec.head_dim < sm90_float32.LEAST_DIM:
+            return Verdict(False, f"products of head dim {spec.head_dim} do not repay splitting float32 into terms")
+        return Verdict(True)
+
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward" and problem.spec.dtype == "float32":
             return [sm90_float32.backward_tile(problem.spec)]

@@ -23,6 +23,9 @@ from .sm90_products import text as products
 MAX_DIM = 128
 """Wider sums of a tile and of all tiles do not both fit in registers."""
 
+LEAST_SCORES, LEAST_DIM = 2**23, 32
+"""With fewer, the kernels for any tensor cores are faster."""
+
 _ALIGNED = 256  # bytes
 _CACHED = 24_000_000  # bytes that blocks read from together, well within the L2 cache
 _TOKENS = 8  # of a warp: kernels/sm90_split.cu
