@@ -17,10 +17,11 @@ from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Pass, Spare, tile_of
 from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, work_enough
+from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
 from ..cuda_common.sm90_maps import tensor_map
 from . import sm90_float32, specialise
 from .sm80 import LEAST_SPLIT, Sm80Forward
-from .sm90_backward import Sm90Backward, Sm90BackwardTile, backward_candidates
+from .sm90_backward import Sm90Backward
 from .sm90_float32 import Split, parts
 from .sm90_products import text as products
 
@@ -119,7 +120,7 @@ class Sm90Forward(hopper.Forward):
     def maps(self, arguments: Arguments, stream: int) -> tuple[list[Any], Any]:
         if self.split is None:
             return super().maps(arguments, stream)
-        (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), "q")
+        (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), True)
         out = tensor_map(arguments, "out", arguments.spec.head_dim_v, self.pack, 64)
         return [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k), out], held
 
@@ -150,17 +151,6 @@ class Sm90:
             return Verdict(True)
         return work_enough(problem, device, forward_tile(problem).block_q)
 
-    def repays(self, problem: Problem, direction: Direction) -> Verdict:
-        """Whether splitting float32 into terms beforehand is made up for; measured on an H200."""
-        spec, scores = problem.spec, problem.pairs
-        if spec.dtype != "float32":
-            return Verdict(True)
-        if scores < sm90_float32.LEAST_SCORES:
-            return Verdict(False, f"{scores} scores do not repay splitting float32 into terms")
-        if direction == "forward" and spec.head_dim < sm90_float32.LEAST_DIM:
-            return Verdict(False, f"products of head dim {spec.head_dim} do not repay splitting float32 into terms")
-        return Verdict(True)
-
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward" and problem.spec.dtype == "float32":
             return [sm90_float32.backward_tile(problem.spec)]
@@ -172,7 +162,7 @@ class Sm90:
         if direction == "backward" and problem.spec.dtype == "float32":
             return sm90_float32.Sm90Float32Backward(problem, device)
         if direction == "backward":
-            found, why = tile_of(Sm90BackwardTile, row, lambda x: x.fits(problem.spec, device))
+            found, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device))
             return Sm90Backward(problem, device, found, why if found else "; ".join(filter(None, (CHOSEN, why))))
         tile, why = tile_of(Sm90Tile, row, lambda x: x.fits(problem.spec, device))
         return Sm90Forward(problem, device, tile, why if tile else "; ".join(filter(None, (CHOSEN, why))))

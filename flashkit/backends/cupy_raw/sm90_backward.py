@@ -2,176 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
-from ...spec import ITEMSIZE, AttentionSpec, Problem
-from ..cuda_common import compiler, modification
-from ..cuda_common.arguments import Arguments
+from ...spec import AttentionSpec, Problem
+from ..cuda_common import compiler, hopper_backward
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Spare
-from ..cuda_common.hopper import CHOSEN, WATCHDOG, chunks, heads_together, padded
-from ..cuda_common.launch import MAX_GRID, scratch
-from ..cuda_common.rows import RowKernels
-from ..cuda_common.sm90_maps import Launch, Tickets, addressable, tensor_map
+from ..cuda_common.hopper import CHOSEN, chunks, padded
+from ..cuda_common.hopper_backward import BackwardTile, backward_tile, keys_shared
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_products import text as products
 
-_CACHED = 12_000_000  # bytes of the heads that blocks work at together, well within half of the L2 cache
-_LEAST_HEADS, _MOST_HEADS = 4, 8
-_THREADS = 384
 
-
-def keys_shared(spec: AttentionSpec) -> bool:
-    """Whether both warp groups work at the same keys: where dK and dV of 64 keys do not fit the registers of one."""
-    return max(spec.head_dim, spec.head_dim_v) > 128
-
-
-@dataclass(frozen=True)
-class Sm90BackwardTile:
-    """A tile of the backward pass: rows, and keys, 64 for each of two warp groups or, where these share them, fewer in
-    all; how many tiles of Q, dO and K are in shared memory at once. kernels/sm90_backward.cu.
-    """
-
-    block_q: int
-    block_k: int = 128
-    stages: int = 2
-    dout_stages: int = 2
-    key_buffers: int = 2
-
-    def __post_init__(self) -> None:
-        if self.block_q not in (64, 128) or self.block_k % 16 or not 32 <= self.block_k <= 128:
-            raise ValueError(f"{self=}: block_q is 64 or 128, block_k a multiple of 16 from 32 to 128")
-        if self.stages < 2 or self.dout_stages < 1 or self.key_buffers not in (1, 2):
-            raise ValueError(f"{self=}: stages are two or more, dout_stages one or more, key_buffers one or two")
-
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block."""
-        q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
-        rows = self.block_k * (self.key_buffers * q + v) + self.block_q * (self.stages * q + self.dout_stages * v)
-        pairs = 2 * self.block_q * chunks(self.block_k) * (2 if keys_shared(spec) else 1)
-        numbers = (self.stages + self.dout_stages) * self.block_q * 4
-        words = (16 + 8 + 12 + 4 * -(-self.block_k // 32)) * self.key_buffers + (16 + 12) * self.stages
-        barriers = words + 16 * self.dout_stages + 16 + 32 + 16 + 16 + 32 + 8 + 32
-        return 128 * (rows + pairs) + (0 if keys_shared(spec) else self.sums(spec)) + numbers + barriers
-
-    def sums(self, spec: AttentionSpec) -> int:
-        """Bytes of the sums of dQ of a tile."""
-        return self.block_q * chunks(spec.head_dim) * 64 * 4
-
-    def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """In shared memory and, as far as sums and pairs tell, in registers."""
-        q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
-        if keys_shared(spec):
-            numbers = (-(-q // 2) - (-v // 2)) * self.block_k // 2 + self.block_q // 2 + self.block_k // 4
-            right = self.block_q == 64
-        else:
-            numbers = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 + self.block_q + self.block_q // 4
-            right = self.block_k == 128 and (self.block_q == 64 or not (spec.score is not None or spec.dropout))
-        return right and numbers <= 224 and self.shared_memory(spec) <= device.shared_per_block
-
-    def constants(self, spec: AttentionSpec) -> dict[str, int]:
-        """What kernels/sm90_backward.cu asks for."""
-        return {
-            "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
-            "KEY_BUFFERS": self.key_buffers, "KEYS_SHARED": keys_shared(spec), "ORDERED": spec.deterministic,
-            "REGISTERS": 240, "REGISTERS_LOADING": 24, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "SMALL_SCORE": modification.is_small(spec), "BRIEF": True,
-        }  # fmt: skip
-
-    def functions(self, spec: AttentionSpec) -> str:
-        """Text that goes before the kernel: its products."""
-        if keys_shared(spec):
-            text = products(spec.dtype, [self.block_k // 2, self.block_k, self.block_q], [])
-            return "#define KEYS_ARE_SHARED\n" + text
-        dq_rows = self.block_q if chunks(spec.head_dim) == 2 else self.block_q // 2
-        return products(spec.dtype, [self.block_q, dq_rows], [padded(spec.head_dim), padded(spec.head_dim_v)])
-
-
-def backward_tile(spec: AttentionSpec) -> Sm90BackwardTile:
-    """What does well on an H200."""
-    dim = max(spec.head_dim, spec.head_dim_v)
+def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
+    """Text that goes before the kernel: its products."""
     if keys_shared(spec):
-        chunks_of_group = -(-chunks(spec.head_dim) // 2) - (-chunks(spec.head_dim_v) // 2)
-        return Sm90BackwardTile(64, 64 if chunks_of_group > 3 else 96, key_buffers=1)
-    small = dim <= 64 and spec.score is None and not spec.dropout
-    return Sm90BackwardTile(128 if small else 64)
+        text = products(spec.dtype, [tile.block_k // 2, tile.block_k, tile.block_q], [])
+        return "#define KEYS_ARE_SHARED\n" + text
+    dq_rows = tile.block_q if chunks(spec.head_dim) == 2 else tile.block_q // 2
+    return products(spec.dtype, [tile.block_q, dq_rows], [padded(spec.head_dim), padded(spec.head_dim_v)])
 
 
-def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90BackwardTile]:
-    """Tiles worth trying, the one of `backward_tile` first."""
-    tiles = [backward_tile(spec)]
-    if keys_shared(spec):
-        tiles += [Sm90BackwardTile(64, keys, 2, douts, 1) for keys in (112, 96, 80, 64) for douts in (2, 1)]
-    else:
-        tiles += [Sm90BackwardTile(rows, key_buffers=buffers) for rows in (128, 64) for buffers in (2, 1)]
-    return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
+class Sm90Backward(hopper_backward.Backward):
+    """The backward pass."""
 
-
-def heads_at_a_time(arguments: Arguments) -> int:
-    """Key/value heads that blocks work at together. What they read and add to should stay in the L2 cache; in an order,
-    blocks at one head wait for each other, so that there should be several heads all the same.
-    """
-    spec, every = arguments.spec, arguments.batch * arguments.heads_kv
-    if spec.mask is None and not spec.deterministic:
-        return 1
-    row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4 * spec.head_dim
-    even = heads_together(every, _CACHED // (arguments.n_q * spec.group * row))
-    return min(every, max(_LEAST_HEADS, min(even, _MOST_HEADS)) if spec.deterministic else min(even, _MOST_HEADS))
-
-
-class Sm90Backward:
-    """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded."""
-
-    def __init__(
-        self, problem: Problem, device: Device, tile: Sm90BackwardTile | None = None, why: str = CHOSEN
-    ) -> None:
-        spec = problem.spec
-        chosen = tile or backward_tile(spec)
-        self.problem, self.device, self.tile, self.why = problem, device, chosen, why
-        arch = compiler.target(device.capability)
-        constants, functions = chosen.constants(spec), chosen.functions(spec)
-        library = specialise.library("sm90_backward", spec, tuple(constants.items()), arch, functions)
-        self.libraries = [library]
-        self._rows: RowKernels | None = None
-        if spec.sinks:
-            self._rows = RowKernels(specialise.library, spec, device)
-            self.libraries.append(self._rows.library)
-        self._prepare = library.kernel("prepare_rows", device)
-        self._kernel = library.kernel("sm90_backward", device, chosen.shared_memory(spec))
-        self._store = library.kernel("store_queries", device)
-        self._tickets = Tickets.of(device)
-        self._spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
-
-    def run(self, arguments: Arguments, stream: int) -> None:
-        spec, tile = arguments.spec, self.tile
-        names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-        # With a scale that is not positive a hidden pair's -inf would change its sign.
-        if not (arguments.n_k and arguments.scale > 1e-30 and addressable(arguments, names)):
-            return self._spare.run(arguments, stream)
-        heads, every = arguments.batch * arguments.heads, arguments.batch * arguments.heads_kv
-        queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
-        if not heads:
-            return None
-        if max(queries * heads, keys * every) > MAX_GRID:
-            tiles = max(queries * heads, keys * every)
-            raise ValueError(f"{tiles} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
-        of_heads = arguments.batch, arguments.heads
-        numbers = scratch((2, *of_heads, queries * tile.block_q), "float32")
-        sums = scratch((*of_heads, queries, tile.sums(spec) // 4), "float32")
-        marks = scratch((*of_heads, queries, 1 + -(-keys // 32)), "int32")
-        arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums, partial_lse=marks)
-        arguments.set(splits=heads_at_a_time(arguments), ticket=self._tickets.next())
-        self._prepare.launch(queries * heads, 256, arguments, stream)
-        dim, dim_v = spec.head_dim, spec.head_dim_v
-        rows, keys_of_tile = tile.block_q, tile.block_k
-        boxes = ("q", dim, rows), ("k", dim, keys_of_tile), ("v", dim_v, keys_of_tile), ("dout", dim_v, rows)
-        maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in boxes]
-        blocks = min(keys * every, self.device.sms)
-        self._kernel.launch(blocks, _THREADS, Launch(arguments, maps), stream)  # type: ignore[arg-type]
-        self._store.launch(queries * heads, 256, arguments, stream)
-        if self._rows is not None:
-            self._rows.prepare(arguments, stream)
-            self._rows.finish(arguments, stream)
-        return None
+    def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
+        spec, tile = problem.spec, tile or backward_tile(problem.spec)
+        constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
+        library = specialise.library("sm90_backward", spec, constants, arch, functions(spec, tile))
+        spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
+        super().__init__(spec, device, tile, why, library, specialise.library, spare)
