@@ -29,6 +29,7 @@ class Block:
         self.meeting = threading.Barrier(threads)
         self.warps = [threading.Barrier(32) for _ in range(threads // 32)]
         self.tables: list[list[Any]] = [[None] * 32 for _ in self.warps]
+        self.meetings = [self.meeting, *self.warps]
 
     def run(self, kernel: Callable[[Any], None], p: Any) -> None:
         failed: list[BaseException] = []
@@ -42,7 +43,7 @@ class Block:
                 pass
             except BaseException as error:
                 failed.append(error)
-                for barrier in (self.meeting, *self.warps):
+                for barrier in self.meetings:
                     barrier.abort()
 
         threads = [threading.Thread(target=thread, args=(i,)) for i in range(self.meeting.parties)]
@@ -55,18 +56,19 @@ class Block:
 
 
 def launch(
-    name: str, spec: Any, constants: dict[str, Any], shared: int, words: Sequence[int], blocks: int, kernel: str = ""
-) -> None:
+    name: str, spec: Any, constants: dict[str, Any], shared: int, words: Sequence[int], blocks: int, kernel: str = "",
+    module: str = "lanes",
+) -> None:  # fmt: skip
     """Run a kernel of a file, that of the same name or another, with so many bytes of shared memory and the words of
-    its block of arguments; its tensors lie in this process.
+    its block of arguments; its tensors lie in this process. module: whose functions the instructions are.
     """
     text = specialise.text(name, spec, constants, "simulated")
-    for module in ("fragments", "ptx"):
-        text = text.replace(f"from flashkit.backends.numba_cuda.{module} import *", "from lanes import *")
+    for each_module in ("fragments", "ptx"):
+        text = text.replace(f"from flashkit.backends.numba_cuda.{each_module} import *", f"from {module} import *")
     text = text.replace("i32, u32 = np.int32, np.uint32", "i32, u32 = int, (lambda x: int(x) & 0xFFFFFFFF)")
     names: dict[str, Any] = {"__name__": "lanes_kernel"}
     exec(compile(text, f"<{name}, lane by lane>", "exec"), names)
-    names |= {"thread_here": thread, "ballot": vote}
+    names |= {"thread_here": thread, "ballot": vote, "all_threads_or": all_threads_or}
     p, kernel = params.of(words), kernel or name
     for number in range(blocks):
         Block(number, names[kernel].kernel[0][0], shared).run(names[kernel], p)
@@ -125,6 +127,15 @@ def lanes_sync() -> None:
 
 def threads_sync() -> None:
     _lane.block.meeting.wait()
+
+
+def all_threads_or(condition: Any) -> bool:
+    _lane.block.any = False
+    _lane.block.meeting.wait()
+    if condition:
+        _lane.block.any = True
+    _lane.block.meeting.wait()
+    return bool(_lane.block.any)
 
 
 def here(x: Any) -> Any:

@@ -67,6 +67,11 @@ HOPPER = {
     "cp.async.bulk.wait_group.read 0": "stores_wait_read()",
     "cp.async.bulk.wait_group 0": "stores_wait()",
     "prefetch.tensormap": "prefetch_map(l)",
+    "fence.proxy.async;": "fence_proxies()",
+    "cp.async.bulk.shared::cluster.global.mbarrier": "load_bulk(shared_address(), l, 256, shared_address())",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": "add_bulk(l, shared_address(), 1024); stores_end()",
+    "st.shared.v4.f32": "store_four(shared_address(), filled(x[0], 4))",
+    "ld.acquire.gpu.global.b32": "i[0] = load_acquired(l)",
     "stmatrix.sync.aligned.m8n8.x4.shared": "store_matrices(shared_address(), i[0], i[1], i[2], i[3])",
     "stmatrix.sync.aligned.m8n8.x4.trans": "store_matrices_turned(shared_address(), i[0], i[1], i[2], i[3])",
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16": (

@@ -91,11 +91,8 @@ class CudaBackend:
         """The generation to compute with; None where none can."""
         said: list[str] = []
         able: list[Generation] = []
-        allowed = self.allowed(direction, problem.spec.dtype)
-        for generation in allowed:
+        for generation in self.allowed(direction, problem.spec.dtype):
             verdict = generation.supports(problem, on, direction)
-            if verdict and len(allowed) > 1 and (repays := getattr(generation, "repays", None)):
-                verdict = repays(problem, direction)  # where others may take it
             if verdict:
                 able.append(generation)
             else:

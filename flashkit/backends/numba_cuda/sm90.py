@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...spec import AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler, hopper
+from ..cuda_common import compiler, hopper, hopper_backward
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Pass, Spare, sixteen_bits, tile_of
 from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, work_enough
+from ..cuda_common.hopper_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
 
-MAX_DIM = 256
+MAX_DIM, MAX_DIM_BACKWARD = 256, 128
 _LIST = 4 * 224  # bytes of the list of tiles
 
 
@@ -75,35 +77,58 @@ class Forward(hopper.Forward):
         constants = tuple(tile.constants(spec, packed(problem)).items())
         library = generation.kernels("sm90_forward", spec, constants, compiler.target(device.capability))
 
-        def older() -> Pass:
-            able = (g for g in generation.below if g.supports(problem, device, "forward"))
-            return next(able).plan(problem, None, device, "forward")
+        spare = Spare(partial(generation.older, problem, device, "forward"), spec, device, "forward")
+        super().__init__(problem, device, tile, why, library, spare)
 
-        super().__init__(problem, device, tile, why, library, Spare(older, spec, device, "forward"))
+
+class Backward(hopper_backward.Backward):
+    """The backward pass."""
+
+    def __init__(
+        self, generation: Sm90, problem: Problem, device: Device, tile: BackwardTile | None, why: str = CHOSEN
+    ) -> None:
+        spec, tile = problem.spec, tile or backward_tile(problem.spec)
+        constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
+        library = generation.kernels("sm90_backward", spec, constants, arch)
+        spare = Spare(partial(generation.older, problem, device, "backward"), spec, device, "backward")
+        super().__init__(spec, device, tile, why, library, generation.kernels, spare)
 
 
 class Sm90:
     """Kernels for Hopper with float16 and bfloat16. `below`: of these the first that can takes what is left."""
 
     name = "sm90"
-    directions: tuple[Direction, ...] = ("forward",)
+    directions: tuple[Direction, ...] = ("forward", "backward")
 
     def __init__(self, kernels: Kernels, *below: Generation) -> None:
         self.kernels, self.below = kernels, below
+
+    def older(self, problem: Problem, device: Device, direction: Direction) -> Pass:
+        """Of the generations below."""
+        able = (generation for generation in self.below if generation.supports(problem, device, direction))
+        return next(able).plan(problem, None, device, direction)
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
-        if direction == "backward":
-            return Verdict(False, "it has no backward pass")
         if not (able := sixteen_bits(spec, MAX_DIM)):
             return able
-        return work_enough(problem, device, forward_tile(spec).block_q)
+        if direction == "forward":
+            return work_enough(problem, device, forward_tile(spec).block_q)
+        if keys_shared(spec):
+            dim = max(spec.head_dim, spec.head_dim_v)
+            return Verdict(False, f"it has gradients of head dims up to {MAX_DIM_BACKWARD}, not of {dim}")
+        return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
+        if direction == "backward":
+            return list(backward_candidates(problem.spec, device))
         return list(forward_candidates(problem.spec, device))
 
-    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward:
+    def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
+        if direction == "backward":
+            found, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device))
+            return Backward(self, problem, device, found, why if found else "; ".join(filter(None, (CHOSEN, why))))
         tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device))
         return Forward(self, problem, device, tile, why if tile else "; ".join(filter(None, (CHOSEN, why))))

@@ -1,4 +1,4 @@
-# What Hopper's kernels share: descriptors, rings of stages, the map of shared memory.
+# What Hopper's kernels share: descriptors, rings of stages.
 #
 # Number n of what goes through a ring lies in stage n % STAGES. Whoever fills a stage waits until it is empty, whoever
 # reads it until it is full.
@@ -63,24 +63,3 @@ def ring_init(ring, stages, fillers, readers):
     for i in range(stages):
         barrier_init(ring + 8 * i, fillers)
         barrier_init(ring + 8 * stages + 8 * i, readers)
-
-
-# --- the memory map of a block's shared memory, in bytes --------------------------------------------------------------
-
-BLOCK_Q, THREADS, COLUMNS, COLUMNS_QK = 64 * GROUPS, 128 * (GROUPS + 1), padded(HEAD_DIM_V), padded(HEAD_DIM)
-chunks_q, chunks_v = chunks(HEAD_DIM), chunks(HEAD_DIM_V)
-SUMS, SCORES, PACKED = COLUMNS // 2, BLOCK_K // 2, BLOCK_K // 4  # registers of a lane: output, scores, weights
-BYTES_Q = 64 * CHUNK_ROW * max(chunks_q, chunks_v)
-BYTES_K, BYTES_V = BLOCK_K * CHUNK_ROW * chunks_q, BLOCK_K * CHUNK_ROW * chunks_v
-AT_K = Q_BUFFERS * GROUPS * BYTES_Q
-AT_V = AT_K + STAGES * BYTES_K
-AT_Q_RING = AT_V + STAGES * BYTES_V
-AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS
-AT_V_RING = AT_K_RING + 16 * STAGES
-AT_DONE = AT_V_RING + 16 * STAGES  # for each buffer and group: its output is in the buffer
-AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS  # for each stage of K: tile << 8 | first of its item << 6 | groups' states
-AT_ITEMS = AT_NOTES + 4 * STAGES  # for each buffer of Q: an item
-AT_LIST = AT_ITEMS + 12 * Q_BUFFERS  # tiles that exist: place << 8 | states
-LIST = 224
-FIRST, END = 64, -1
-TURN, MEETING = 1, 1 + GROUPS  # numbers of barriers among warps, of each group; 0 is the block's

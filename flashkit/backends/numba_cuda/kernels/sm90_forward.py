@@ -1,4 +1,4 @@
-# parts: tiles tensor sm90 sm90_items softmax
+# parts: tiles tensor sm90 sm90_tile sm90_items softmax
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1; warp groups with roles and softmax beside
 # products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper. docs/numba_hopper.md walks through
 # it.

@@ -11,8 +11,8 @@ from numba.cuda.types import boolean, int32, uint32
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "arrive", "arrive_and_expect", "arrive_once", "barrier_init", "barriers_ready", "fence_async", "give_registers",
-    "has_ended", "nap", "take_registers", "threads_sync", "wait", "warps_arrive", "warps_sync",
+    "arrive", "arrive_and_expect", "arrive_once", "barrier_init", "barriers_ready", "fence_async", "fence_proxies",
+    "give_registers", "has_ended", "nap", "take_registers", "threads_sync", "wait", "warps_arrive", "warps_sync",
 ]  # fmt: skip
 
 barrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", NOTHING, uint32, int32)
@@ -62,6 +62,9 @@ warps_arrive = instruction("bar.arrive $0, #0;", NOTHING, int32, CONSTANT)
 
 fence_async = instruction("fence.proxy.async.shared::cta;", NOTHING)
 """What this thread wrote to shared memory is seen by the copy engine and wgmma after."""
+
+fence_proxies = instruction("fence.proxy.async;", NOTHING)
+"""The same of memory, both ways."""
 
 give_registers = instruction("setmaxnreg.dec.sync.aligned.u32 #0;", NOTHING, CONSTANT)
 """give_registers(n): this warp keeps n registers a thread."""

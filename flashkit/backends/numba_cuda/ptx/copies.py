@@ -7,8 +7,8 @@ from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "copies_end", "copies_wait", "copy_unit", "load_box", "load_two", "load_unit", "prefetch_map", "store_box",
-    "store_unit", "stores_end", "stores_wait", "stores_wait_read",
+    "add_bulk", "copies_end", "copies_wait", "copy_unit", "load_box", "load_bulk", "load_two", "load_unit",
+    "prefetch_map", "store_box", "store_four", "store_unit", "stores_end", "stores_wait", "stores_wait_read",
 ]  # fmt: skip
 
 copy_unit = instruction(
@@ -24,6 +24,8 @@ load_two = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", UniTuple(float32, 2),
 """load_two(address): two numbers of shared memory"""
 store_unit = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", NOTHING, uint64, FOUR)
 """store_unit(address, four): 16 bytes to memory"""
+store_four = instruction("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", NOTHING, uint32, UniTuple(float32, 4))
+"""store_four(address, four): four numbers to shared memory"""
 copies_end = instruction("cp.async.commit_group;", NOTHING)
 """What was begun since the last one is a group."""
 copies_wait = instruction("cp.async.wait_group #0;", NOTHING, CONSTANT)
@@ -42,6 +44,16 @@ store_box = instruction(
     NOTHING, uint64, uint32, int32, int32, int32, int32, int32,
 )  # fmt: skip
 """store_box(map, source, c0, ..., c4): the other way; what lies outside is not written."""
+
+load_bulk = instruction(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], #0, [$2];",
+    NOTHING, uint32, uint64, CONSTANT, uint32,
+)  # fmt: skip
+"""load_bulk(target, source, bytes, barrier): bytes as they lie, which arrive at the barrier"""
+add_bulk = instruction(
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0;", NOTHING, uint64, uint32, CONSTANT
+)
+"""add_bulk(target, source, bytes): adds float32 numbers of shared memory to those in memory, as they lie"""
 
 stores_end = instruction("cp.async.bulk.commit_group;", NOTHING)
 """What was begun since the last one is a group."""

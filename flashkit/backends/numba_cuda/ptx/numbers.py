@@ -27,6 +27,7 @@ __all__ = [
     "greater",
     "here",
     "lanes_sync",
+    "load_acquired",
     "load_from",
     "load_now",
     "lowest_one",
@@ -102,6 +103,8 @@ set_bits_after = instruction("red.release.gpu.global.or.b32 [$0], $1;", NOTHING,
 """set_bits(address, bits): in a word of memory; set_bits_after: what was written before is there when they are."""
 load_now = instruction("ld.relaxed.gpu.global.b32 $0, [$1];", uint32, uint64)
 """A word of memory that others change."""
+load_acquired = instruction("ld.acquire.gpu.global.b32 $0, [$1];", uint32, uint64)
+"""The same, and what was there before it was."""
 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,113 @@
+# Before and after the Hopper backward pass: numbers of rows, and dQ of its sums. A block takes a tile of queries.
+
+UNITS = HEAD_DIM_V // 8
+LANES = 32 if UNITS > 16 else 16 if UNITS > 8 else 8  # that take a row
+AT_ONCE = 256 // LANES
+ROWS_OF_LANE, ZEROS = BLOCK_Q // AT_ONCE, (u32(0),) * 4
+
+
+@device
+def tile_of_block(p):
+    """Batch entry, head and number of the block's tile."""
+    tiles, heads = u32(tiles_along(p.n_q, BLOCK_Q)), u32(p.heads)
+    row = u32(block() // tiles)
+    return i32(row // heads), i32(row % heads), i32(block() - row * tiles)
+
+
+@device
+def sums_of(p, at):
+    return p.partial.data + I(at[0] * i32(p.heads) + at[1]) * p.partial.head * 4 + I(at[2]) * BYTES_SUMS
+
+
+@device
+def product_of_word(x, y):
+    """Of two words of two elements each."""
+    low = widen(np.int16(x & u32(0xFFFF))) * widen(np.int16(y & u32(0xFFFF)))
+    return low + widen(np.int16(x >> u32(16))) * widen(np.int16(y >> u32(16)))
+
+
+@device
+def lane_sum(i, rest):
+    """Of dO * O, a lane's part of its row number i."""
+    out, dout, rows, b, h, row = rest
+    row, total = row + i * AT_ONCE, ZERO
+    if row < rows:
+        x_row, y_row = row_address(out, b, h, row), row_address(dout, b, h, row)
+        for unit in range(thread() % LANES, UNITS, LANES):
+            x, y = load4(np.uint32, x_row, 4 * unit), load4(np.uint32, y_row, 4 * unit)
+            for j in range(4):
+                total += product_of_word(x[j], y[j])
+    return total
+
+
+Numbers = namedtuple("Numbers", "lse dlse shift delta")
+
+
+@device
+def store_numbers(i, odd, rest):
+    """Of a lane's row number i; whether one was odd."""
+    tensors, totals, rows, b, h, row = rest
+    row, total, shift = row + i * AT_ONCE, totals[i], F(1e30)
+    step = LANES // 2
+    while step > 0:
+        total += across(total, step)
+        step //= 2
+    if thread() % LANES == 0:
+        if row < rows:
+            lse = load(F, number_address(tensors.lse, b, h, row), 0)
+            if tensors.dlse.data != 0:
+                total -= load(F, number_address(tensors.dlse, b, h, row), 0)
+            if lse == HIDDEN:
+                shift, total = INFINITE, ZERO
+            elif is_finite(lse) and is_finite(total):
+                shift = lse * LOG2E
+            else:
+                shift = NAN
+            odd = odd or not is_finite(shift)
+        store(F, number_address(tensors.delta, b, h, row), 0, total)
+        store(F, number_address(tensors.shift, b, h, row), 0, shift)
+    return odd
+
+
+@kernel(256)
+def prepare_rows(p):
+    """delta = rowsum(dO * O) - dlse, and the log-sum-exp in base 2, +inf for rows without keys, whose weights so become
+    0; NaN where a row's numbers are not finite, for which its tile is noted as odd. Rows past the end get such that
+    their weights are 0. Clears the sums of dQ, and in an order which tiles of keys are done.
+    """
+    at = tile_of_block(p)
+    sums, b, h, row = sums_of(p, at), I(at[0]), I(at[1]), I(at[2] * BLOCK_Q + thread() // LANES)
+    for i in range(thread(), BYTES_SUMS // 16, 256):
+        store_unit(sums + 16 * i, ZEROS)
+    totals = listed(lane_sum, ROWS_OF_LANE, (p.out, p.dout, p.n_q, b, h, row))
+    tensors = Numbers(p.lse, p.dlse, p.shift, p.delta)
+    odd = all_threads_or(repeat(store_numbers, ROWS_OF_LANE, False, (tensors, totals, p.n_q, b, h, row)))
+    marks = marks_of(p, b, h, at[2])
+    if thread() == 0:
+        store(np.int32, marks, 0, i32(1 if odd else 0))
+    if ORDERED:
+        for i in range(thread(), tiles_along(p.n_k, 32 * BLOCK_K), 256):
+            store(np.int32, marks, 1 + i, i32(0))
+
+
+@device
+def sum_of(g, rest):
+    address, scale = rest
+    return load(F, address, 16 * g) * scale
+
+
+@kernel(256)
+def store_queries(p):
+    """The sums of dQ, which lie turned, rounded to dq: a thread takes 8 columns of a row."""
+    at, scale = tile_of_block(p), F(p.scale)
+    sums = sums_of(p, at)
+    for i in range(thread(), BLOCK_Q * 8 * chunks_q, 256):
+        unit, r, part_of = i % 8, i // 8 % BLOCK_Q, i // 8 // BLOCK_Q
+        row, column = at[2] * BLOCK_Q + r, 64 * part_of + 8 * unit
+        if not BY_COLUMNS:
+            part_of, r = r // PART_ROWS, r % PART_ROWS
+        if row < p.n_q and column < HEAD_DIM:
+            warp, half = unit // 2, unit % 2
+            address = sums + part_of * BYTES_PART + warp * BYTES_WARP + r // 8 * 512 + r % 8 // 2 * 16
+            x = listed(sum_of, 8, (address + 8 * half + r % 2 * 4, scale))
+            store_unit(row_address(p.dq, I(at[0]), I(at[1]), I(row)) + column * ITEM, join(pack, x))

@@ -1,0 +1,257 @@
+"""Hopper's own instructions for kernels that run as Python, lane by lane (lanes.py): barriers that count bytes, the
+copy engine, products of warp groups.
+
+Copies and products are done at once where they are begun, so what a kernel forgets to await is not found here; that it
+waits for what nobody brings is, by a time limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lanes
+import numpy as np
+from lanes import *  # noqa: F403
+from lanes import _bytes, _lane, lanes_sync, told
+
+PATIENCE = 120
+"""Seconds that a barrier is waited for."""
+
+maps: dict[str, Map] = {}
+"""Tensor maps of the launch, by their parameters' names."""
+
+_lock = threading.RLock()
+
+
+@dataclass
+class Map:
+    """A tensor (B, H, N, D) of 16-bit elements, and the rows of a box."""
+
+    array: np.ndarray
+    rows: int
+
+
+class Barrier:
+    """In shared memory, at an address: a phase ends when all arrivals and all announced bytes are there."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals, self.missing, self.bytes, self.ended = arrivals, arrivals, 0, 0
+        self.changed = threading.Condition(_lock)
+
+    def take(self, arrivals: int, announced: int) -> None:
+        with _lock:
+            self.missing -= arrivals
+            self.bytes += announced
+            assert self.missing >= 0
+            if self.missing == 0 and self.bytes == 0:
+                self.missing, self.ended = self.arrivals, self.ended + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with _lock:
+            assert self.changed.wait_for(lambda: self.ended & 1 != parity, PATIENCE), "nobody arrives"
+
+
+def _barriers() -> dict[int, Barrier]:
+    return _lane.block.__dict__.setdefault("barriers", {})
+
+
+# --- barriers, fences, registers --------------------------------------------------------------------------------------
+
+
+def barrier_init(barrier: int, arrivals: int) -> None:
+    _barriers()[int(barrier)] = Barrier(arrivals)
+
+
+def arrive(barrier: int) -> None:
+    _barriers()[int(barrier)].take(1, 0)
+
+
+def arrive_once(barrier: int) -> None:
+    if _lane.thread % 32 == 0:
+        arrive(barrier)
+
+
+def arrive_and_expect(barrier: int, count: int) -> None:
+    _barriers()[int(barrier)].take(1, count)
+
+
+def wait(barrier: int, parity: int) -> None:
+    _barriers()[int(barrier)].wait(parity)
+
+
+def has_ended(barrier: int, parity: int) -> bool:
+    return _barriers()[int(barrier)].ended & 1 != parity
+
+
+def nothing(*_: Any) -> None: ...
+
+
+barriers_ready = fence_async = fence_proxies = give_registers = take_registers = clock = nothing
+products_begin = products_end = products_wait = stores_end = stores_wait = stores_wait_read = nothing
+
+
+def settle(registers: Any) -> Any:
+    return registers
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def blocks() -> int:
+    return 1
+
+
+def map_address(name: str) -> Map:
+    return maps[name]
+
+
+def load_box(target: int, source: Map, barrier: int, column: int, token: int, _: int, head: int, batch: int) -> None:
+    box = np.zeros((source.rows, 64), np.uint16)
+    there = source.array[batch, head, token : token + source.rows, column : column + 64]
+    box[: there.shape[0], : there.shape[1]] = there
+    for row in range(source.rows):
+        for unit in range(8):
+            _bytes(swizzle(target + row * 128 + unit * 16), 16)[:] = box[row, 8 * unit : 8 * unit + 8].view(np.uint8)
+    _barriers()[int(barrier)].take(0, -box.nbytes)
+
+
+def load_bulk(target: int, source: int, count: int, barrier: int) -> None:
+    assert int(source) % 16 == int(target) % 16 == 0
+    data = np.frombuffer(ctypes.string_at(int(source), count), np.uint8)
+    _lane.block.memory[int(target) : int(target) + count] = data
+    _barriers()[int(barrier)].take(0, -count)
+
+
+def add_bulk(target: int, source: int, count: int) -> None:
+    with _lock:
+        sums = np.ctypeslib.as_array((ctypes.c_float * (count // 4)).from_address(int(target)))
+        sums += _lane.block.memory[int(source) : int(source) + count].view(np.float32)
+
+
+def _word(address: int) -> Any:
+    return ctypes.c_uint32.from_address(int(address))
+
+
+def fetch_add(address: int, n: int) -> int:
+    with _lock:
+        word = _word(address)
+        word.value += n
+        return int(word.value) - n
+
+
+def set_bits(address: int, bits: int) -> None:
+    with _lock:
+        _word(address).value |= int(bits)
+
+
+set_bits_after = set_bits
+
+
+def load_acquired(address: int) -> int:
+    return int(_word(address).value)
+
+
+def store_four(address: int, four: Sequence[Any]) -> None:
+    _bytes(address, 16)[:] = np.array(four, np.float32).view(np.uint8)
+
+
+def store_zeros(address: int, zero: int) -> None:
+    _bytes(address, 16)[:] = 0
+
+
+def store_matrices_turned(address: int, *words: int) -> None:
+    """Four matrices of 8 x 8, given as their columns."""
+    given = told((address, words))
+    for i, (at, _) in enumerate(given):
+        matrix, row = divmod(i, 8)
+        column = [given[4 * k + row // 2][1][matrix] >> 16 * (row % 2) & 0xFFFF for k in range(8)]
+        if i == _lane.thread % 32:
+            _bytes(at, 16)[:] = np.array(column, np.uint16).view(np.uint8)
+    lanes_sync()
+
+
+# --- lanes and numbers ------------------------------------------------------------------------------------------------
+
+
+def fma(x: Any, y: Any, z: Any) -> Any:
+    return np.float32(np.float64(x) * np.float64(y) + np.float64(z))
+
+
+def lowest_one(bits: int) -> int:
+    return (int(bits) & -int(bits)).bit_length() - 1
+
+
+# --- products of warp groups ------------------------------------------------------------------------------------------
+
+
+def swizzle(address: int) -> int:
+    """Where the 128-byte swizzle puts what has this address."""
+    return int(address) ^ (int(address) >> 7 & 7) << 4
+
+
+def _operand(kind: str, of: int, size: int, turned: bool) -> np.ndarray:
+    """(size, 16) elements of an operand that begins where a descriptor says."""
+    start, chunk = (of & 0x3FFF) << 4, (of >> 16 & 0x3FFF) << 4
+    found = np.zeros((size, 16), np.uint16)
+    for i in range(size):
+        for k in range(16):
+            at = start + k * 128 + i // 64 * chunk + i % 64 * 2 if turned else start + i * 128 + k * 2
+            found[i, k] = _lane.block.memory[swizzle(at) :][:2].view(np.uint16)[0]
+    return found.view(lanes.NUMPYS[kind]).astype(np.float32)
+
+
+def _together(value: Any, compute: Callable[[list[Any]], np.ndarray]) -> tuple[Any, ...]:
+    """Compute a matrix of 64 rows from what all lanes of a warp group have; this lane's part of it."""
+    block, thread = _lane.block, _lane.thread
+    with _lock:
+        groups = block.__dict__.setdefault("groups", {})
+        barrier, table = groups.setdefault(thread // 128, (threading.Barrier(128), [None] * 129))
+        block.meetings.append(barrier)
+    table[thread % 128] = value
+    barrier.wait()
+    if thread % 128 == 0:
+        table[128] = compute(table[:128])
+    barrier.wait()
+    result, (g, t), row = table[128], divmod(thread % 32, 4), thread % 128 // 32 * 16
+    parts = result.reshape(64, -1, 4, 2)[[row + g, row + g + 8], :, t]  # (half, i, c)
+    return tuple(parts.transpose(1, 0, 2).ravel())
+
+
+def _before(given: Sequence[Any], n: int) -> np.ndarray:
+    """The sums that lanes hold, as a matrix."""
+    rows = np.array(given, np.float32).reshape(4, 8, 4, n // 8, 2, 2)  # warp, g, t, i, half, c
+    return rows.transpose(0, 4, 1, 3, 2, 5).reshape(64, n)
+
+
+def wgmma(
+    kind: str, n: int, a_steps: Sequence[int], b_steps: Sequence[int], *, turned_a: bool = False,
+    turned_b: bool = False, fresh: bool = False,
+) -> Any:  # fmt: skip
+    def of_shared(a: int, b: int, sums: np.ndarray) -> np.ndarray:
+        for a_step, b_step in zip(a_steps, b_steps, strict=True):
+            sums = sums + _operand(kind, a + a_step, 64, turned_a) @ _operand(kind, b + b_step, n, turned_b).T
+        return sums.astype(np.float32)
+
+    assert fresh, "nobody adds so yet"
+    return lambda a, b: _together(None, lambda _: of_shared(a, b, np.zeros((64, n), np.float32)))
+
+
+def wgmma_registers(kind: str, n: int, b_steps: Sequence[int], *, turned_b: bool = False) -> Any:
+    def product(sums: Sequence[Any], left: Sequence[int], b: int, add: int) -> tuple[Any, ...]:
+        def compute(given: list[Any]) -> np.ndarray:
+            total = _before([each[0] for each in given], n) if add else np.zeros((64, n), np.float32)
+            words = np.array([each[1] for each in given], np.uint32).view(lanes.NUMPYS[kind]).astype(np.float32)
+            words = words.reshape(4, 8, 4, -1, 2, 2, 2)  # warp, g, t, step, column half, row half, c
+            for i, step in enumerate(b_steps):
+                a = words[:, :, :, i].transpose(0, 4, 1, 3, 2, 5).reshape(64, 16)
+                total = total + a @ _operand(kind, b + step, n, turned_b).T
+            return total.astype(np.float32)
+
+        return _together((sums, left), compute)
+
+    return product
