@@ -198,6 +198,55 @@ def test_float32_gradients_are_exact(magnitude: float, d: int, generation: str) 
         assert error <= 1e-6, (name, error)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("kind", ["tokens", "channels", "hidden", "large", "small"])
+def test_float32_of_mixed_magnitudes(kind: str, d: int, generation: str) -> None:
+    """Each row and each column of results and gradients is as near as plain arithmetic in float32 brings it: where
+    tokens, or channels, have magnitudes between 1e-12 and 1e18, where tokens of 1e18 are hidden, and where all are
+    large or small.
+    """
+    rng = np.random.default_rng(2)
+    q, k, v, dout = (
+        x.get().astype(np.float64) for x in tensors((1, 4, 300, d), (1, 2, 500, d), (1, 2, 500, d), (1, 4, 300, d))
+    )
+    mixed, options = np.array([1e-12, 1.0, 1e6, 1e18]), dict[str, Any](causal=True)
+    if kind == "tokens":
+        v *= rng.choice(mixed[:3], (1, 2, 500, 1))
+        dout *= rng.choice(mixed, (1, 4, 300, 1))
+    elif kind == "channels":
+        of_k, of_v = rng.choice(mixed[:3], d), rng.choice(mixed[:3], d)
+        q, k, v, dout = q / of_k, k * of_k, v * of_v, dout / of_v
+    elif kind == "hidden":
+        seen = np.ones(500, bool)
+        seen[70:90] = seen[490:] = False
+        k[..., ~seen, :] *= 1e12
+        v[..., ~seen, :] *= 1e18
+        options = {"mask": seen}
+    elif kind == "large":
+        q, k, v, dout = q * 1e-6, k * 1e6, v * 1e18, dout * 1e12
+    elif kind == "small":
+        q, k, v, dout = q * 1e6, k * 1e-6, v * 1e-12, dout * 1e-12
+    arrays = [x.astype(np.float32) for x in (q, k, v, dout)]
+
+    import cupy
+
+    def computed(backend: str, arrays: list[Any]) -> list[np.ndarray]:
+        given = {name: x if isinstance(x, bool) or backend != NAME else cupy.asarray(x) for name, x in options.items()}
+        out, vjp = flashkit.attention_vjp(*arrays[:3], **given, backend=backend)
+        results = (out, *vjp(arrays[3])[:3])
+        return [np.asarray(x if isinstance(x, np.ndarray) else x.get(), np.float64) for x in results]
+
+    right = computed("reference", [x.astype(np.float64) for x in arrays])
+    plain = computed("reference", arrays)
+    got = computed(NAME, [*map(cupy.asarray, arrays)])
+    for name, one, other, exact in zip(("out", "dq", "dk", "dv"), got, plain, right):
+        for axis in (2, 3):
+            size = np.sqrt((exact**2).mean(axis)) + 1e-300
+            error, usual = (np.sqrt(((x - exact) ** 2).mean(axis)) / size for x in (one, other))
+            worst = np.unravel_index((error / (4 * usual + 2e-6)).argmax(), error.shape)
+            assert (error <= 4 * usual + 2e-6).all(), (name, axis, worst, error[worst], usual[worst])
+
+
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @skipped_if_refused()
@@ -375,13 +424,14 @@ def test_a_call_on_another_device(generation: str) -> None:
         flashkit.attention(*there, causal=True, backend=NAME)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": (100, 0)}], ids=["plain", "window"])
 @pytest.mark.parametrize(("n_q", "n_k"), [(130, 200), (1, 4000)], ids=["prefill", "decode"])
-def test_a_captured_call_replays(n_q: int, n_k: int, options: dict[str, Any], generation: str) -> None:
+def test_a_captured_call_replays(n_q: int, n_k: int, options: dict[str, Any], dtype: str, generation: str) -> None:
     import cupy
 
     shapes = (2, 4, n_q, 64), (2, 2, n_k, 64), (2, 2, n_k, 64), (2, 4, n_q, 64)
-    q, k, v, dout = tensors(*shapes, dtype="float16")
+    q, k, v, dout = tensors(*shapes, dtype=dtype)
     lengths = cupy.asarray([n_k, n_k - 80])
 
     def compute() -> list[Any]:
@@ -398,7 +448,7 @@ def test_a_captured_call_replays(n_q: int, n_k: int, options: dict[str, Any], ge
         results = compute()
         graph = stream.end_capture()
         for seed in range(1, 4):
-            new = tensors(*shapes, dtype="float16", seed=seed)
+            new = tensors(*shapes, dtype=dtype, seed=seed)
             for array, values in zip((q, k, v, dout), new):
                 array[...] = values
             lengths[...] = cupy.asarray([n_k - seed, n_k * seed // 4])
@@ -429,12 +479,13 @@ def test_a_planned_call_in_a_graph(generation: str) -> None:
     np.testing.assert_array_equal(out.get(), flashkit.attention(q, k, v, causal=True, backend=NAME).get())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(("n_q", "heads"), [(130, 36), (1, 4)])
-def test_a_replayed_call_writes_to_no_memory_of_others(n_q: int, heads: int, generation: str) -> None:
+def test_a_replayed_call_writes_to_no_memory_of_others(n_q: int, heads: int, dtype: str, generation: str) -> None:
     """What a call allocates and drops, like a log-sum-exp that nobody asked for, is used again by each replay."""
     import cupy
 
-    q, k, v = tensors((2, heads, n_q, 64), (2, heads // 2, 4000, 64), (2, heads // 2, 4000, 64), dtype="float16")
+    q, k, v = tensors((2, heads, n_q, 64), (2, heads // 2, 4000, 64), (2, heads // 2, 4000, 64), dtype=dtype)
     out, lengths = cupy.empty_like(q), cupy.asarray([3000, 4000], np.int32)
     calls = [
         lambda: flashkit.attention(q, k, v, out=out, backend=NAME),
@@ -598,6 +649,21 @@ def test_many_tiles_for_each_block_of_threads(d: int, options: dict[str, Any], g
     for _ in range(3):
         got = flashkit.attention(q, k, v, **options, backend=NAME).get()
         assert np.abs(got.astype(np.float64) - right.astype(np.float64)).max() < 8e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (70, 0)}, {"kv_lengths": [330, 97]}], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_float32_gradients_of_many_tiles(d: int, options: dict[str, Any], generation: str) -> None:
+    """The same of gradients in float32, and their errors (root mean square)."""
+    q, k, v, dout = tensors((2, 48, 300, d), (2, 24, 330, d), (2, 24, 330, d), (2, 48, 300, d))
+    options = {name: np.asarray(x) if isinstance(x, list) else x for name, x in options.items()}
+    wide = [x.get().astype(np.float64) for x in (q, k, v, dout)]
+    right = flashkit.attention_vjp(*wide[:3], **options, backend="cpu")[1](wide[3])
+    vjp = flashkit.attention_vjp(q, k, v, **options, backend=NAME)[1]
+    for _ in range(3):
+        for name, one, other in zip(("dq", "dk", "dv"), vjp(dout), right):
+            error = np.sqrt(((one.get() - other) ** 2).mean() / (other**2).mean())
+            assert error <= 1e-6, (name, error)
 
 
 def test_the_reference_is_the_same_algorithm() -> None:

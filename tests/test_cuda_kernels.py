@@ -10,6 +10,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +19,10 @@ import pytest
 from flashkit import arguments, expr, mods
 from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler, hopper_backward, modification, simt, sm90_maps
+from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_float32, sm90_products, specialise
+from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.profile_schema import TileRow
 from flashkit.spec import AttentionSpec, Direction, Problem
 
@@ -289,7 +292,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     assert compiler.binary(split, "sm_90a").resources["sm90_split"].spills == 0
 
 
-@pytest.mark.parametrize("of", range(3))
+@pytest.mark.parametrize("of_queries", [True, False])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -302,17 +305,18 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     ],
     ids=str,
 )  # fmt: skip
-def test_sm90_gradients_in_float32(spec: AttentionSpec, of: int) -> None:
-    """A kernel for each of three gradients, whose sums of a tile and of all tiles lie in registers."""
+def test_sm90_gradients_in_float32(spec: AttentionSpec, of_queries: bool) -> None:
+    """The sums of a tile and of all tiles lie in registers; what spills is what finds and loads tiles."""
     tile = sm90_float32.backward_tile(spec)
-    assert tile.shared_memory(spec, of) <= HOPPER.shared_per_block
-    found = compiler.binary(specialise.source("sm90_float32_backward", spec, *tile.source(spec, of)), "sm_90a")
-    assert found.resources["sm90_float32_backward"].spills <= 64
-    dims = [spec.head_dim] + [spec.head_dim_v] * (of < 2)  # of S and dP
-    products = sum(-(-dim // 16) for dim in dims) + tile.block // 16
+    assert tile.shared_memory(spec, of_queries) <= HOPPER.shared_per_block
+    found = compiler.binary(specialise.source("sm90_float32_backward", spec, *tile.source(spec, of_queries)), "sm_90a")
+    assert found.resources["sm90_float32_backward"].spills <= 256
+    dims = [spec.head_dim, spec.head_dim_v]  # summed over for S and dP; then those of the gradients, 64 columns at once
+    slices = sum(-(-dim // 64) for dim in dims[: 1 if of_queries else 2])
+    products = sum(-(-dim // 16) for dim in dims) + slices * tile.block // 16
     sass = disassembled(found.path)
     assert len(re.findall(r"\bHGMMA\b", sass)) == products * (1 if spec.precision else 3)
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2 + slices
 
 
 SM90_DIMS = ["8", "40", "64", "128", "192/128", "64/128", "256"]
@@ -396,6 +400,26 @@ def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
     backward = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "backward")  # type: ignore[arg-type]
     if "n_q" not in changes and "heads" not in changes:  # the backward pass goes along the queries
         assert backward == verdict
+
+
+def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(CupyRawBackend, "on_trial", ())
+    backend, profile = CupyRawBackend(), mock.Mock(rows=lambda *_: [])
+
+    def chosen(n: int, dim: int, direction: Direction, dtype: str = "float32") -> tuple[str, str]:
+        problem = Problem(AttentionSpec(dtype, dim, dim), 2, 8, n, n)
+        choice = backend.choose(problem, profile, HOPPER, direction)
+        assert choice.generation is not None
+        return choice.generation.name, "; ".join(choice.said)
+
+    assert chosen(2048, 64, "forward")[0] == chosen(1024, 128, "backward")[0] == "sm90"
+    name, said = chosen(512, 64, "backward")
+    assert name == "sm80" and "4194304 scores do not repay splitting" in said
+    assert chosen(2048, 16, "forward")[0] == "sm80" and chosen(2048, 16, "backward")[0] == "sm90"
+    assert chosen(512, 64, "backward", "bfloat16")[0] == "sm90"
+    monkeypatch.setenv(VARIABLE, "sm90")
+    assert chosen(512, 64, "backward")[0] == "sm90"
 
 
 def sm90_backward_binary(spec: AttentionSpec, tile: hopper_backward.BackwardTile | None = None) -> compiler.Binary:

@@ -91,8 +91,11 @@ class CudaBackend:
         """The generation to compute with; None where none can."""
         said: list[str] = []
         able: list[Generation] = []
-        for generation in self.allowed(direction, problem.spec.dtype):
+        allowed = self.allowed(direction, problem.spec.dtype)
+        for generation in allowed:
             verdict = generation.supports(problem, on, direction)
+            if verdict and len(allowed) > 1 and (repays := getattr(generation, "repays", None)):
+                verdict = repays(problem, direction)  # where others may take it
             if verdict:
                 able.append(generation)
             else:

@@ -120,7 +120,7 @@ class Sm90Forward(hopper.Forward):
     def maps(self, arguments: Arguments, stream: int) -> tuple[list[Any], Any]:
         if self.split is None:
             return super().maps(arguments, stream)
-        (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), True)
+        (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), "q")
         out = tensor_map(arguments, "out", arguments.spec.head_dim_v, self.pack, 64)
         return [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k), out], held
 
@@ -150,6 +150,17 @@ class Sm90:
         if direction == "backward":
             return Verdict(True)
         return work_enough(problem, device, forward_tile(problem).block_q)
+
+    def repays(self, problem: Problem, direction: Direction) -> Verdict:
+        """Whether splitting float32 into terms beforehand is made up for; measured on an H200."""
+        spec, scores = problem.spec, problem.pairs
+        if spec.dtype != "float32":
+            return Verdict(True)
+        if scores < sm90_float32.LEAST_SCORES:
+            return Verdict(False, f"{scores} scores do not repay splitting float32 into terms")
+        if direction == "forward" and spec.head_dim < sm90_float32.LEAST_DIM:
+            return Verdict(False, f"products of head dim {spec.head_dim} do not repay splitting float32 into terms")
+        return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward" and problem.spec.dtype == "float32":

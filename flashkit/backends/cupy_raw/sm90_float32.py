@@ -12,10 +12,10 @@ from ..cuda_common import compiler
 from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Spare
-from ..cuda_common.hopper import CHOSEN, WATCHDOG, chunks, padded
+from ..cuda_common.hopper import CHOSEN, WATCHDOG, chunks, heads_together, padded
 from ..cuda_common.launch import MAX_GRID, Block, scratch
 from ..cuda_common.rows import RowKernels
-from ..cuda_common.sm90_maps import Launch, encode
+from ..cuda_common.sm90_maps import Launch, Tickets, encode
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_products import text as products
@@ -23,10 +23,14 @@ from .sm90_products import text as products
 MAX_DIM = 128
 """Wider sums of a tile and of all tiles do not both fit in registers."""
 
+LEAST_SCORES, LEAST_DIM = 2**23, 32
+"""With fewer, the kernels for any tensor cores are faster."""
+
 _ALIGNED = 256  # bytes
-_THREADS = 256  # of a block: kernels/sm90_split.cu
+_CACHED = 24_000_000  # bytes that blocks read from together, well within the L2 cache
+_TOKENS = 8  # of a warp: kernels/sm90_split.cu
 _TENSORS = 4  # at most
-_QUERIES, _KEYS, _VALUES = range(3)  # of which gradient: kernels/sm90_float32_backward.cu
+_NUMBERS = 3  # of each query: kernels/sm90_float32_backward.cu
 _ROWS, _THREADS_BACKWARD = 128, 384  # of a block
 _LIST = 4 * 224  # bytes of kernels/sm90.cuh: TileList
 
@@ -45,9 +49,9 @@ class Split:
         self.library = specialise.library("sm90_split", spec, constants, compiler.target(device.capability))
         self._kernel = self.library.kernel("sm90_split", device)
 
-    def terms(self, arguments: Arguments, stream: int, names: Sequence[str], by_row: bool) -> tuple[list[Terms], Any]:
+    def terms(self, arguments: Arguments, stream: int, names: Sequence[str], by_row: str) -> tuple[list[Terms], Any]:
         """Enqueue the splitting of q, k, v and perhaps dout; their terms, and the memory of these, to be held until all
-        that reads it is enqueued. The arguments get the units. by_row: rows of q have units of their own.
+        that reads it is enqueued. The arguments get the units. by_row: of which tensor rows have units of their own.
         """
         spec, words, batch = self.spec, arguments.words, arguments.batch
         found, ends, at, blocks = list[tuple[Terms, int, int]](), [0] * _TENSORS, 0, 0
@@ -56,7 +60,7 @@ class Split:
             heads, tokens = (arguments.heads, arguments.n_q) if of_q else (arguments.heads_kv, arguments.n_k)
             columns = self.parts * -(-(spec.head_dim if name in ("q", "k") else spec.head_dim_v) // 64) * 64
             tiles = -(-tokens // self.rows)
-            numbers = tokens if by_row and name == "q" else tiles  # units of a head
+            numbers = tiles * self.rows if name == by_row else tiles  # units of a head
             unit = at + -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
             found.append((Terms(at, columns, heads, tokens, batch), unit, numbers))
             at = unit + -(-4 * batch * heads * numbers // _ALIGNED) * _ALIGNED
@@ -72,9 +76,9 @@ class Split:
             words[AT[f"{name}_unit"] : AT[f"{name}_unit"] + 4] = list(units)
             lengths = words[AT["kv_lengths"]] if name in ("k", "v") else 0
             block += [*words[AT[name] : AT[name] + 4], *terms.place, *units, lengths, terms.heads, terms.tokens]
-            block.append(by_row and name == "q")
+            block.append(name == by_row)
         block += [0] * (len(block) // len(names) * (_TENSORS - len(names)))
-        self._kernel.launch(blocks, _THREADS, Block([*block, *ends]), stream)
+        self._kernel.launch(blocks, 32 * self.rows // _TOKENS, Block([*block, *ends]), stream)
         return [terms for terms, _, _ in found], memory
 
 
@@ -100,49 +104,64 @@ class Terms:
 
 @dataclass(frozen=True)
 class Sm90Float32BackwardTile:
-    """Tokens that are loaded at once, beside 128 rows, and how many of such tiles: kernels/sm90_float32_backward.cu."""
+    """Tokens that are loaded at once, beside 128 rows; how many of such tiles, and of rows, are in shared memory:
+    kernels/sm90_float32_backward.cu.
+    """
 
     block: int
     stages: int = 2
+    row_buffers: int = 2
 
     def __post_init__(self) -> None:
         if self.block % 16 or not 16 <= self.block <= 128 or self.stages < 2:
             raise ValueError(f"{self=}: block is a multiple of 16 up to 128, stages are two or more")
+        if self.row_buffers not in (1, 2):
+            raise ValueError(f"{self=}: row_buffers are one or two")
 
-    def shared_memory(self, spec: AttentionSpec, of: int) -> int:
+    def shared_memory(self, spec: AttentionSpec, of_queries: bool) -> int:
         """Bytes of a block of threads."""
-        q, v = (parts(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
-        rows = _ROWS * (q + (v if of != _VALUES else 0)) + self.stages * self.block * (q + v)
-        return 128 * rows + 8 + 24 * self.stages + _LIST
+        row = 128 * parts(spec) * (chunks(spec.head_dim) + chunks(spec.head_dim_v))
+        numbers = 0 if of_queries else 4 * _NUMBERS
+        tiles = self.row_buffers * (_ROWS * row + 28) + self.stages * (self.block * (row + numbers) + 24)
+        return tiles + _LIST
 
-    def source(self, spec: AttentionSpec, of: int) -> tuple[dict[str, int], str]:
+    def source(self, spec: AttentionSpec, of_queries: bool) -> tuple[dict[str, int], str]:
         """Constants and generated functions of kernels/sm90_float32_backward.cu."""
-        columns = padded(spec.head_dim_v if of == _VALUES else spec.head_dim)
-        constants = {"OF": of, "BLOCK": self.block, "STAGES": self.stages, "PARTS": parts(spec), "WATCHDOG": WATCHDOG}
-        return constants, products("float16", [self.block], [columns])
+        dims = [padded(dim) for dim in (spec.head_dim, *[spec.head_dim_v] * (not of_queries))]
+        constants = {
+            "OF_QUERIES": of_queries, "BLOCK": self.block, "STAGES": self.stages, "ROW_BUFFERS": self.row_buffers,
+            "PARTS": parts(spec), "REGISTERS": 232, "REGISTERS_LOADING": 40, "WATCHDOG": WATCHDOG,
+        }  # fmt: skip
+        widths = {min(64, dim - first) for dim in dims for first in range(0, dim, 64)}
+        return constants, products("float16", [self.block], widths)
 
 
 def backward_tile(spec: AttentionSpec) -> Sm90Float32BackwardTile:
-    """The largest that fits."""
-    return Sm90Float32BackwardTile(64 if max(spec.head_dim, spec.head_dim_v) <= 64 or parts(spec) == 1 else 48)
+    """What does well on an H200."""
+    if max(spec.head_dim, spec.head_dim_v) <= 64:
+        return Sm90Float32BackwardTile(64)
+    return Sm90Float32BackwardTile(48, row_buffers=2 if parts(spec) == 1 else 1)
 
 
 class Sm90Float32Backward:
-    """The backward pass: rows prepared, tensors split, then a kernel for each gradient."""
+    """The backward pass: rows prepared, tensors split, then a kernel for dQ and one for dK and dV."""
 
-    def __init__(self, problem: Problem, device: Device, why: str = CHOSEN) -> None:
+    def __init__(
+        self, problem: Problem, device: Device, tile: Sm90Float32BackwardTile | None = None, why: str = CHOSEN
+    ) -> None:
         spec = problem.spec
-        self.problem, self.device, self.tile, self.why = problem, device, backward_tile(spec), why
+        self.problem, self.device, self.tile, self.why = problem, device, tile or backward_tile(spec), why
         arch, block = compiler.target(device.capability), self.tile.block
         self.split = Split(spec, block, device)
         self.rows = RowKernels(specialise.library, spec, device)
         self.libraries, self._kernels = [self.split.library, self.rows.library], []
-        for of in (_QUERIES, _KEYS, _VALUES):
-            constants, text = self.tile.source(spec, of)
+        for of_queries in (True, False):
+            constants, text = self.tile.source(spec, of_queries)
             library = specialise.library("sm90_float32_backward", spec, tuple(constants.items()), arch, text)
             self.libraries.append(library)
-            shared = self.tile.shared_memory(spec, of)
-            self._kernels.append(library.kernel("sm90_float32_backward", device, shared))
+            shared = self.tile.shared_memory(spec, of_queries)
+            self._kernels.append((of_queries, library.kernel("sm90_float32_backward", device, shared)))
+        self._tickets = Tickets.of(device)
         self._spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
@@ -151,14 +170,19 @@ class Sm90Float32Backward:
             return self._spare.run(arguments, stream)
         block, batch = self.tile.block, arguments.batch
         self.rows.prepare(arguments, stream, block)
-        (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), False)
-        for of, kernel in zip((_QUERIES, _KEYS, _VALUES), self._kernels):
-            rows, columns = ((q, dout), (k, v)) if of == _QUERIES else ((k, v), (q, dout))
-            blocks = -(-rows[0].tokens // _ROWS) * rows[0].heads * batch
-            if blocks > MAX_GRID:
-                raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
+        for of_queries, kernel in self._kernels:
+            rows, columns = ((q, dout), (k, v)) if of_queries else ((k, v), (q, dout))
+            heads = rows[0].heads * batch
+            items = -(-rows[0].tokens // _ROWS) * heads
+            if items > MAX_GRID:
+                raise ValueError(f"{items} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
             maps = [*(each.map(64) for each in rows), *(each.map(block) for each in columns)]
-            if blocks:
+            bytes_of_head = sum(2 * each.columns * each.tokens for each in columns) * columns[0].heads // rows[0].heads
+            together = heads_together(heads, _CACHED // bytes_of_head) if arguments.spec.mask is not None else 1
+            arguments.set(splits=together, ticket=self._tickets.next())
+            if items:
+                blocks = min(items, self.device.sms)
                 kernel.launch(blocks, _THREADS_BACKWARD, Launch(arguments, maps), stream)  # type: ignore[arg-type]
         self.rows.finish(arguments, stream)
         del held  # what the kernels read, until they are enqueued

@@ -1,119 +1,199 @@
-// Backward pass in float32 by products of float16 terms (sm90_float32.cuh says how numbers become terms): one gradient of
-// three, OF, in a kernel of its own. Each owns what it sums, so the bits are the same every time; eight products instead of
-// five, since two gradients of the width of a head, each with sums of a tile beside those of all, do not fit in registers.
+// Backward pass in float32 by products of float16 terms (sm90_float32.cuh says how numbers become terms): a kernel for the
+// gradients that are sums over keys, and one for those that are sums over queries. Each owns what it sums, so the bits are
+// the same every time; seven products instead of five.
 //
-//     OF        rows        A1, A2     columns     B1, B2     weights W                        sums
-//     DQ   of queries  Q, dO      of keys     K, V       dS   = P * (dO V^T - delta)      dQ += dS   K
-//     DK      of keys     K, V       of queries  Q, dO      dS^T                             dK += dS^T Q
-//     DV    of keys     K          of queries  Q, dO      P^T                              dV += P^T  dO
+//     rows          A1, A2     columns       B1, B2     weights W                             sums
+//     of queries    Q, dO      of keys       K, V       dS   = P * (dO V^T - delta)           dQ += dS K
+//     of keys       K, V       of queries    Q, dO      dS^T and P^T                          dK += dS^T Q, dV += P^T dO
 //
-// A block takes 128 rows of a head, for keys of all query heads of the group, and goes over the tiles of columns.
+// As many blocks run as there are multiprocessors. Each takes items, 128 rows of a head, for keys of all query heads of the
+// group, until none is left, and goes over the tiles of columns.
 //
-//     A1, A2      [GROUPS][64][..]        shared memory, as terms
-//     B1, B2      [STAGES][BLOCK][..]     shared memory, a ring
-//     S, dP, W    [64][BLOCK]             registers of a warp group
-//     sums, part  [64][COLUMNS]           registers: ordinary sums, and those of wgmma for one tile
+//     A1, A2      [ROW_BUFFERS][GROUPS][64][..]   shared memory, as terms
+//     B1, B2      [STAGES][BLOCK][..]             shared memory, a ring
+//     numbers     [STAGES][3][BLOCK]              log-sum-exp, delta, and unit of dO, of columns that are queries: with them
+//     S, dP, W    [64][BLOCK]                     registers of a warp group
+//     sums, part  [64][COLUMNS]                   registers: ordinary sums, and those of wgmma for one tile
 //
-// Warp 0 finds the tiles and loads them, warp groups 1 and 2 multiply. dS may be of any magnitude: each row of a tile has a
-// unit of its own, which is put back with the unit of B when the tile's sums are added.
+// Warp 0 finds the tiles and loads them, warp groups 1 and 2 multiply. A row of dO has a unit of its own, since gradients
+// may be of any magnitude; so does a row of W in a tile, which is put back when the tile's sums are added.
 //
-// Constants of the head: OF, BLOCK, STAGES, PARTS, WATCHDOG.
+// Constants of the head: OF_QUERIES: which kernel, BLOCK, STAGES, ROW_BUFFERS, PARTS, REGISTERS, REGISTERS_LOADING, WATCHDOG.
 #include "sm90.cuh"
 
-enum Gradient { DQ, DK, DV };
 constexpr int GROUPS = 2, THREADS = 128 * (GROUPS + 1), ROWS = 64 * GROUPS;
-constexpr bool OF_QUERIES = OF == DQ, WITH_DP = OF != DV;
-constexpr int DIM = OF == DV ? HEAD_DIM_V : HEAD_DIM, COLUMNS = padded(DIM);
+constexpr int SUMS_1 = padded(HEAD_DIM), SUMS_2 = OF_QUERIES ? 0 : padded(HEAD_DIM_V);  // columns of W B1, W B2
+constexpr int SLICE = 64;                                                               // of a product
 constexpr int CHUNKS_1 = PARTS * chunks(HEAD_DIM), CHUNKS_2 = PARTS * chunks(HEAD_DIM_V);
-constexpr int BYTES_A1 = 64 * CHUNK_ROW * CHUNKS_1, BYTES_A2 = WITH_DP ? 64 * CHUNK_ROW * CHUNKS_2 : 0;
+constexpr int BYTES_A1 = 64 * CHUNK_ROW * CHUNKS_1, BYTES_A2 = 64 * CHUNK_ROW * CHUNKS_2;
 constexpr int BYTES_B1 = BLOCK * CHUNK_ROW * CHUNKS_1, BYTES_B2 = BLOCK * CHUNK_ROW * CHUNKS_2;
-constexpr int AT_A2 = GROUPS * BYTES_A1, AT_B1 = AT_A2 + GROUPS * BYTES_A2, AT_B2 = AT_B1 + STAGES * BYTES_B1;
-constexpr int AT_ROWS = AT_B2 + STAGES * BYTES_B2, AT_RING = AT_ROWS + 8, AT_NOTES = AT_RING + 16 * STAGES;
-constexpr int AT_LIST = AT_NOTES + 8 * STAGES;  // notes: tile << 2 | state; query head
+constexpr int BYTES_NUMBERS = OF_QUERIES ? 0 : 4 * BLOCK;
+constexpr int AT_A2 = ROW_BUFFERS * GROUPS * BYTES_A1, AT_B1 = AT_A2 + ROW_BUFFERS * GROUPS * BYTES_A2;
+constexpr int AT_B2 = AT_B1 + STAGES * BYTES_B1, AT_NUMBERS = AT_B2 + STAGES * BYTES_B2;
+constexpr int AT_RING = AT_NUMBERS + STAGES * 3 * BYTES_NUMBERS, AT_ROWS_RING = AT_RING + 16 * STAGES;
+constexpr int AT_NOTES = AT_ROWS_RING + 16 * ROW_BUFFERS;   // tile << 5 | FIRST | states, two bits a group; query head
+constexpr int AT_ITEMS = AT_NOTES + 8 * STAGES, AT_LIST = AT_ITEMS + 12 * ROW_BUFFERS;
+constexpr int FIRST = 16;  // the first tile of an item
 constexpr int END = -1;
-constexpr float FAR_UNIT = 1.2089258e24f, LEAST_UNIT = 1.1754944e-38f, TOP = 16384;  // 2^80; 2^-126; of weights
+constexpr float FAR_UNIT = 1.2089258e24f;  // 2^80
 
 #include "sm90_terms.cuh"
 
+DEVICE float2 load_floats(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
 template <int VALUE> struct Number { static constexpr int value = VALUE; };  // for generic lambdas
 
-// A block's rows: first, of how many.
-struct Place { int b, h, row0, rows, n_k; long long offset; };  // h: of queries, or of keys
+// An item: its first row, of how many. h: of queries, or of keys.
+struct Item { int b, h, row0, rows, n_k; long long offset; };
+
+DEVICE Item item_at(const Params& p, int b, int h, int row0) {
+    const int n_k = (int)keys_of(p, b);
+    return {b, h, row0, OF_QUERIES ? (int)p.n_q : n_k, n_k, offset_of(p, b)};
+}
 
 DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
 
 // --- loading ----------------------------------------------------------------------------------------------------------
 
-DEVICE void load(const Params& p, const Place& at, const TensorMap& a1, const TensorMap& a2, const TensorMap& b1,
-                 const TensorMap& b2, unsigned base, TileList& list) {
-    const Ring<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
-    const bool leader = threadIdx.x == 0;
-    const int columns = OF_QUERIES ? at.n_k : (int)p.n_q, tiles = (columns + BLOCK - 1) / BLOCK;
-    const int end = at.row0 + ROWS < at.rows ? at.row0 + ROWS : at.rows;
-    if (leader) {
-        arrive_and_expect(base + AT_ROWS, GROUPS * (BYTES_A1 + BYTES_A2));
-#pragma unroll 1
-        for (int g = 0; g < GROUPS; ++g) {
-            load_tile<1, CHUNKS_1, 64>(base + g * BYTES_A1, a1, at.row0 + 64 * g, at.h, at.b, base + AT_ROWS);
-            if (WITH_DP) load_tile<1, CHUNKS_2, 64>(base + AT_A2 + g * BYTES_A2, a2, at.row0 + 64 * g, at.h, at.b, base + AT_ROWS);
-        }
+// Numbers of a tile of queries, in bulk.
+DEVICE void load_numbers(unsigned target, const Tensor& source, int b, int h, int row, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(target), "l"(row_at<const float>(source, b, h, row)), "r"(BYTES_NUMBERS), "r"(barrier) : "memory");
+}
+
+// Item number `index`: tiles with most to do first, under a causal mask of queries the last, of keys the first ones, of
+// p.splits heads at a time; of those with least to do a quarter is left to the end, where they even out when blocks finish.
+DEVICE Item item_of(const Params& p, int index) {
+    const int heads = (int)p.heads / (OF_QUERIES ? 1 : GROUP), all = heads * (int)p.batch, most = (int)p.splits;
+    const int tiles = ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS, early = HAS_MASK ? tiles - tiles / 4 : tiles;
+    int tile, bh;
+    if (index < early * all) {
+        const int first = index / (most * early) * most, rest = index - first * early;
+        const int size = all - first < most ? all - first : most;
+        tile = rest / size, bh = first + rest - tile * size;
+    } else {
+        tile = index / all, bh = index - tile * all;
     }
-    unsigned n = 0;
+    return item_at(p, bh / heads, bh % heads, (OF_QUERIES ? tiles - 1 - tile : tile) * ROWS);
+}
+
+DEVICE int items_of(const Params& p) {
+    return ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS * ((int)p.heads / (OF_QUERIES ? 1 : GROUP)) * (int)p.batch;
+}
+
+// By a warp.
+DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, const TensorMap& b1, const TensorMap& b2,
+                 unsigned base, TileList& list) {
+    const Ring<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
+    const Ring<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
+    const bool leader = threadIdx.x == 0;
+    const int items = items_of(p);
+    unsigned n = 0, number = 0;  // tiles and items so far
     auto note = [&](int first, int second) {
         ring.wait_empty(n);
         store_word(base + AT_NOTES + 8 * (n % STAGES), first), store_word(base + AT_NOTES + 8 * (n % STAGES) + 4, second);
     };
-    const int heads = OF_QUERIES ? 1 : GROUP;
+    auto load_rows = [&](const Item& at) {
+        rows.wait_empty(number);
+        const unsigned buffer = number % ROW_BUFFERS, slot = base + AT_ITEMS + 12 * buffer, full = rows.full + 8 * buffer;
+        store_word(slot, at.b), store_word(slot + 4, at.h), store_word(slot + 8, at.row0);
+        arrive_and_expect(full, GROUPS * (BYTES_A1 + BYTES_A2));
 #pragma unroll 1
-    for (int i = 0; i < heads && at.row0 < end; ++i) {
-        const int h = OF_QUERIES ? at.h : at.h * GROUP + i, head = OF_QUERIES ? at.h / GROUP : h;
-        auto look = [&](int place, int many) {
-            const int from = place * BLOCK, whole = from + many * BLOCK, to = whole < columns ? whole : columns;
-            const int state = OF_QUERIES ? tile_state(p, at.b, h, at.offset, at.row0, end, from, to)
-                                         : tile_state(p, at.b, h, at.offset, from, to, at.row0, end);
-            return (unsigned)(state == FULL && (whole > columns || at.row0 + ROWS > at.rows) ? (int)PARTIAL : state);
-        };
-        int next = 0;
-        unsigned seen;
+        for (int g = 0; g < GROUPS; ++g) {
+            const unsigned place = buffer * GROUPS + g;
+            load_tile<1, CHUNKS_1, 64>(base + place * BYTES_A1, a1, at.row0 + 64 * g, at.h, at.b, full);
+            load_tile<1, CHUNKS_2, 64>(base + AT_A2 + place * BYTES_A2, a2, at.row0 + 64 * g, at.h, at.b, full);
+        }
+        ++number;
+    };
 #pragma unroll 1
-        for (int count; (count = fill(list, next, tiles, seen, look)) > 0;) {
-            if (leader) {
+    for (int index = blockIdx.x; index < items;) {
+        const Item at = item_of(p, index);
+        if (leader) index = atomicAdd(p.ticket, 1u) + gridDim.x;
+        const int columns = OF_QUERIES ? at.n_k : (int)p.n_q, tiles = (columns + BLOCK - 1) / BLOCK;
+        bool first = true;
+#pragma unroll 1
+        for (int i = 0; i < (OF_QUERIES ? 1 : GROUP) && at.row0 < at.rows; ++i) {
+            const int h = OF_QUERIES ? at.h : at.h * GROUP + i, head = OF_QUERIES ? at.h / GROUP : h;
+            // States of the groups' rows; a tile that is not whole is PARTIAL.
+            auto look = [&](int place, int many) {
+                const int from = place * BLOCK, whole = from + many * BLOCK, to = whole < columns ? whole : columns;
+                auto state_of = [&](int row0, int row1) {
+                    if (row0 >= at.rows) return (int)EMPTY;
+                    const int end = row1 < at.rows ? row1 : at.rows;
+                    const int state = OF_QUERIES ? tile_state(p, at.b, h, at.offset, row0, end, from, to)
+                                                 : tile_state(p, at.b, h, at.offset, from, to, row0, end);
+                    return state == FULL && (whole > columns || row1 > at.rows) ? (int)PARTIAL : state;
+                };
+                const int all = state_of(at.row0, at.row0 + ROWS);
+                unsigned states = 0;
+#pragma unroll 1
+                for (int g = 0; g < GROUPS; ++g)
+                    states |= (all == PARTIAL && many == 1 ? state_of(at.row0 + 64 * g, at.row0 + 64 * (g + 1)) : all) << 2 * g;
+                return states;
+            };
+            int next = 0;
+            unsigned seen;
+#pragma unroll 1
+            for (int count; (count = fill(list, next, tiles, seen, look)) > 0; first = false) {
+                if (!leader) continue;
 #pragma unroll 1
                 for (int e = 0; e < count; ++e, ++n) {
                     const int tile = list.entry[e] >> 8, stage = n % STAGES;
-                    const unsigned full = ring.full + 8 * stage;
-                    note(tile << 2 | (list.entry[e] & 3), h);
-                    arrive_and_expect(full, BYTES_B1 + BYTES_B2);
+                    const unsigned full = ring.full + 8 * stage, numbers = base + AT_NUMBERS + stage * 3 * BYTES_NUMBERS;
+                    note(tile << 5 | (first && e == 0 ? FIRST : 0) | (list.entry[e] & 15), h);
+                    arrive_and_expect(full, BYTES_B1 + BYTES_B2 + 3 * BYTES_NUMBERS);
                     load_tile<1, CHUNKS_1, BLOCK>(base + AT_B1 + stage * BYTES_B1, b1, tile * BLOCK, head, at.b, full);
                     load_tile<1, CHUNKS_2, BLOCK>(base + AT_B2 + stage * BYTES_B2, b2, tile * BLOCK, head, at.b, full);
+                    if constexpr (!OF_QUERIES) {  // there is memory for whole tiles
+                        load_numbers(numbers, p.shift, at.b, h, tile * BLOCK, full);
+                        load_numbers(numbers + BYTES_NUMBERS, p.delta, at.b, h, tile * BLOCK, full);
+                        load_numbers(numbers + 2 * BYTES_NUMBERS, p.dout_unit, at.b, h, tile * BLOCK, full);
+                    }
+                    if (first && e == 0) load_rows(at);
                 }
             }
         }
+        if (leader && first) {  // nothing is seen
+            note(FIRST, 0);
+            arrive(ring.full + 8 * (n++ % STAGES));
+            load_rows(at);
+        }
+        index = uniform(index);
     }
-    if (leader) note(END, 0), arrive(ring.full + 8 * (n % STAGES));
+    if (!leader) return;
+    note(END, 0), arrive(ring.full + 8 * (n % STAGES));
+    if (atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
 }
 
 // --- pairs ------------------------------------------------------------------------------------------------------------
 
-// A score as it comes, scaled, and dP to a weight W. In base 2; lse, delta: of the query.
-DEVICE float weigh(const Params& p, const Place& at, int h, int query, int key, bool full, float x, float dp, float lse, float delta) {
-    if (query >= (int)p.n_q || key >= at.n_k) return 0;
-    float slope = 1;
+DEVICE float dropped(float x, const Params& p, const Item& at, int h, int query, int key) {
+    return HAS_DROPOUT ? drop(x, p, at.b, h, query, key) : x;
+}
+
+// A score, of which 1 stands for `unit`, to a weight; 0 where the pair is hidden. lse: of the query, in base 2.
+template <bool WHOLE>
+DEVICE float weigh(const Params& p, const Item& at, int h, int query, int key, float s, float unit, float lse, float& slope) {
+    if constexpr (WHOLE && !HAS_SCORE) return exp2_fast(fmaf(s, unit, -lse));
+    if (!WHOLE && (query >= (int)p.n_q || key >= at.n_k)) return 0;
+    float x = s * unit;
     if constexpr (HAS_SCORE) slope = score_slope(x, at.b, h, query, query + at.offset, key, p);
-    if constexpr (HAS_SCORE || HAS_MASK)
-        if (HAS_SCORE || !full) x = modify<true>(x, at.b, h, query, query + at.offset, key, p);
-    if (x == HIDDEN) return 0;
-    const float w = exp2_fast(fmaf(x, HAS_SCORE ? LOG2E : 1.0f, -lse));
-    if (!WITH_DP) return HAS_DROPOUT ? drop(w, p, at.b, h, query, key) : w;
-    if constexpr (HAS_DROPOUT) dp = drop(dp, p, at.b, h, query, key);
-    return w == 0 ? 0.0f : w * slope * (dp - delta);
+    x = modify<!WHOLE>(x, at.b, h, query, query + at.offset, key, p);
+    return x == HIDDEN ? 0.0f : exp2_fast(fmaf(x, HAS_SCORE ? LOG2E : 1.0f, -lse));
 }
 
 // The gradients of a warp's 16 rows from memory, on the ordinary units, leaving out weights that are 0.
-DEVICE void rows_carefully(const Params& p, const Place& at, int first, float (&sums)[COLUMNS / 2]) {
+DEVICE void rows_carefully(const Params& p, const Item& at, int first, float (&sums_1)[SUMS_1 / 2 + 1], float (&sums_2)[SUMS_2 / 2 + 1]) {
     const int lane = threadIdx.x % 32, columns = OF_QUERIES ? at.n_k : (int)p.n_q;
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = 0;
+    for (int i = 0; i < SUMS_1 / 2; ++i) sums_1[i] = 0;
+#pragma unroll
+    for (int i = 0; i < SUMS_2 / 2; ++i) sums_2[i] = 0;
 #pragma unroll 1
     for (int i = 0; i < (OF_QUERIES ? 1 : GROUP); ++i) {
         const int h = OF_QUERIES ? at.h : at.h * GROUP + i, head = OF_QUERIES ? at.h / GROUP : at.h;
@@ -130,23 +210,27 @@ DEVICE void rows_carefully(const Params& p, const Place& at, int first, float (&
 #pragma unroll 1
                 for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(q[d], k[d], s);
 #pragma unroll 1
-                for (int d = 0; WITH_DP && d < HEAD_DIM_V; ++d) dp = fmaf(dout[d], v[d], dp);
+                for (int d = 0; d < HEAD_DIM_V; ++d) dp = fmaf(dout[d], v[d], dp);
                 const float lse = *row_at<const float>(p.shift, at.b, h, query) * LOG2E, delta = *row_at<const float>(p.delta, at.b, h, query);
                 const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
-                const float w = own_column < columns ? weigh(p, at, h, query, key, false, s * scale, dp, lse, delta) : 0.0f;
+                float slope = 1;
+                const float w = own_column < columns ? weigh<false>(p, at, h, query, key, s, scale, lse, slope) : 0.0f;
+                const float ds = w == 0 ? 0.0f : w * slope * (dropped(dp, p, at, h, query, key) - delta);
 #pragma unroll 1
                 for (int other = 0; other < 4; ++other) {
-                    const float weight = __shfl_sync(~0u, w, (lane & 28) + other);
                     const int from = c0 + other < columns ? c0 + other : columns - 1;
-                    const storage* b = OF == DQ ? row_at<const storage>(p.k, at.b, head, from)
-                                     : OF == DK ? row_at<const storage>(p.q, at.b, h, from) : row_at<const storage>(p.dout, at.b, h, from);
-                    if (weight != 0) {
+                    auto add = [&](float own_weight, auto dim, const storage* b, auto& sums) {
+                        const float weight = __shfl_sync(~0u, own_weight, (lane & 28) + other);
+                        if (weight == 0) return;
 #pragma unroll
-                        for (int e = 0; e < COLUMNS / 4; ++e) {
+                        for (int e = 0; e < padded(decltype(dim)::value) / 4; ++e) {
                             const int column = e / 2 * 8 + lane % 4 * 2 + e % 2;
-                            if (column < DIM) sums[e / 2 * 4 + 2 * half + e % 2] += weight * b[column];
+                            if (column < decltype(dim)::value) sums[e / 2 * 4 + 2 * half + e % 2] += weight * b[column];
                         }
-                    }
+                    };
+                    const storage* b1 = OF_QUERIES ? row_at<const storage>(p.k, at.b, head, from) : row_at<const storage>(p.q, at.b, h, from);
+                    add(ds, Number<HEAD_DIM>{}, b1, sums_1);
+                    if constexpr (!OF_QUERIES) add(w == 0 ? 0.0f : dropped(w, p, at, h, query, key), Number<HEAD_DIM_V>{}, row_at<const storage>(p.dout, at.b, h, from), sums_2);
                 }
             }
         }
@@ -155,129 +239,259 @@ DEVICE void rows_carefully(const Params& p, const Place& at, int first, float (&
 
 // --- multiplying ------------------------------------------------------------------------------------------------------
 
-DEVICE void multiply_tiles(const Params& p, const Place& at, unsigned base, int group) {
-    const Ring<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
-    const float scale = __int_as_float(uniform(__float_as_int((float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634))));
-    const int first = at.row0 + 64 * group;
-    float sums[COLUMNS / 2], part[COLUMNS / 2], s[BLOCK / 2], dp[BLOCK / 2], unit_1[2], unit_2[2], lse_of[2] = {}, delta_of[2] = {};
+// X = A B^T by terms; a step is 16 of the summed columns, of which there are DIM.
+template <int DIM>
+DEVICE void multiply_rows(float (&x)[BLOCK / 2], unsigned a_at, unsigned b_at) {
+    constexpr int STEPS = padded(DIM) / 16, LOW = 4 * chunks(DIM);  // in steps, to the low parts
+    const unsigned long long a = descriptor(a_at), b = descriptor(b_at);
+    auto terms = [&](unsigned long long a, unsigned long long b, bool fresh) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (fresh && step == 0) product_fresh<0, 0>(x, a, b);
+            else product<0, 0>(x, a + along_rows(step, 64), b + along_rows(step, BLOCK), 1);
+        }
+    };
+    if constexpr (PARTS == 2) terms(a + along_rows(LOW, 64), b, true), terms(a, b + along_rows(LOW, BLOCK), false);
+    terms(a, b, PARTS == 1);
+}
+
+struct Weights {  // of a tile, as terms
     unsigned high[BLOCK / 4], low[BLOCK / 4];
-    bool odd = false;
+
+    // Those in w, whose greatest of each row is `top`. unit: what 1 then stands for.
+    __device__ __forceinline__ void take(float (&w)[BLOCK / 2], const float (&top)[2], float (&unit)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            unit[half] = unit_of(__float_as_uint(across_lanes(top[half], [](float x, float y) { return fmaxf(x, y); })));
+            const float inverse = inverse_of(unit[half]);
+#pragma unroll
+            for (int i = 0; i < BLOCK / 4; ++i) w[i / 2 * 4 + 2 * half + i % 2] *= inverse;
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK / 4; ++i) split(w[2 * i], w[2 * i + 1], high[i], low[i]);
+    }
+};
+
+// Columns FROM ... FROM + 2 N - 1 of W B, in sums of their own: begun.
+template <int DIM, int FROM, int N>
+DEVICE void begin_sums(float (&part)[N], const Weights& w, unsigned b_at) {
+    static_assert(FROM % 64 == 0);
+    constexpr int CHUNK = BLOCK * CHUNK_ROW;
+    const unsigned long long b = descriptor(b_at + FROM / 64 * CHUNK, CHUNK);
+    auto terms = [&](const unsigned (&weights)[BLOCK / 4], unsigned long long b, bool fresh) {
+#pragma unroll
+        for (int step = 0; step < BLOCK / 16; ++step)
+            product_weights<1>(part, weights, 4 * step, b + along_columns(step), fresh && step == 0 ? 0 : 1);
+    };
+    products_begin();
+    if constexpr (PARTS == 2) terms(w.low, b, true), terms(w.high, b + (chunks(DIM) * CHUNK >> 4), false);
+    terms(w.high, b, PARTS == 1);
+    products_end();
+}
+
+// They are there, and added: `back` is what 1 stands for in them.
+template <int FROM, int N, int M>
+DEVICE void end_sums(float (&part)[N], Weights& w, const float (&back)[2], float (&sums)[M]) {
+    products_wait<0>();
+    settle(part), settle(w.high);
+    if constexpr (PARTS == 2) settle(w.low);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[FROM / 2 + i] = fmaf(part[i], back[i / 2 % 2], sums[FROM / 2 + i]);
+}
+
+// W B, a slice after the other; meanwhile(), while the first is multiplied.
+template <int DIM, int FROM = 0, int M, typename F>
+DEVICE void add_slices(Weights& w, unsigned b_at, const float (&back)[2], float (&sums)[M], F meanwhile) {
+    if constexpr (FROM < padded(DIM)) {
+        constexpr int WIDTH = padded(DIM) - FROM < SLICE ? padded(DIM) - FROM : SLICE;
+        float part[WIDTH / 2];
+        begin_sums<DIM, FROM>(part, w, b_at);
+        meanwhile();
+        end_sums<FROM>(part, w, back, sums);
+        add_slices<DIM, FROM + WIDTH>(w, b_at, back, sums, [] {});
+    }
+}
+
+// A gradient of a warp's 16 rows to memory, 32 columns at once by way of 2 KB of shared memory, so that whole lines are
+// written: straight from registers each store would be to eight of them. all: rows that there are, zeros from at.rows on.
+template <int DIM, int M>
+DEVICE void store_rows(const Tensor& gradient, const Item& at, int first, int all, const float (&sums)[M], float factor, unsigned staged) {
+    const int lane = threadIdx.x % 32;
+    const bool whole = DIM % 4 == 0 && ((unsigned long long)gradient.data & 15) == 0;  // a gradient has no gaps
+#pragma unroll
+    for (int c0 = 0; c0 < padded(DIM); c0 += 32) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 8 && c0 + i / 2 * 8 < padded(DIM); ++i) {
+            const int own = lane / 4 + 8 * (i % 2), e = (c0 / 8 + i / 2) * 4 + 2 * (i % 2), unit = 2 * (i / 2) + lane % 4 / 2;
+            const bool exists = first + own < at.rows;
+            store_floats(staged + swizzled(own, unit) + lane % 2 * 8, exists ? sums[e] * factor : 0.0f, exists ? sums[e + 1] * factor : 0.0f);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int own = 4 * i + lane / 8, column = c0 + lane % 8 * 4;
+            const float2 x = load_floats(staged + swizzled(own, lane % 8)), y = load_floats(staged + swizzled(own, lane % 8) + 8);
+            if (first + own >= all) continue;
+            float* target = row_at<float>(gradient, at.b, at.h, first + own) + column;
+            if (whole) {
+                if (column < DIM) *reinterpret_cast<float4*>(target) = {x.x, x.y, y.x, y.y};
+            } else {
+                if (column < DIM) target[0] = x.x;
+                if (column + 1 < DIM) target[1] = x.y;
+                if (column + 2 < DIM) target[2] = y.x;
+                if (column + 3 < DIM) target[3] = y.y;
+            }
+        }
+    }
+}
+
+// An item's gradients to memory; staged: where its rows were.
+DEVICE void finish(const Params& p, const Item& at, int group, float (&sums_1)[SUMS_1 / 2 + 1], float (&sums_2)[SUMS_2 / 2 + 1],
+                   const float (&factor)[2], bool odd, unsigned staged) {
+    const int warp = uniform(threadIdx.x % 128 / 32), first = at.row0 + 64 * group + 16 * warp, all = OF_QUERIES ? (int)p.n_q : (int)p.n_k;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < SUMS_1 / 4; ++i) {
+            float& x = sums_1[i / 2 * 4 + 2 * half + i % 2];
+            x *= factor[half], odd |= !is_finite(x);
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS_2 / 4; ++i) odd |= !is_finite(sums_2[i / 2 * 4 + 2 * half + i % 2]);
+    }
+    if (__any_sync(~0u, odd)) rows_carefully(p, at, first, sums_1, sums_2);
+    warps_sync(1 + group, 128);  // all are done with the rows
+    staged += 16 * warp * CHUNK_ROW;
+    store_rows<HEAD_DIM>(OF_QUERIES ? p.dq : p.dk, at, first, all, sums_1, (float)p.scale, staged);
+    if constexpr (!OF_QUERIES) store_rows<HEAD_DIM_V>(p.dv, at, first, all, sums_2, 1.0f, staged);
+    fence_async();
+    __syncwarp();
+}
+
+DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
+    const Ring<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
+    const Ring<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
+    const float scale = __int_as_float(uniform(__float_as_int((float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634))));
+    float sums_1[SUMS_1 / 2 + 1], sums_2[SUMS_2 / 2 + 1], s[BLOCK / 2], dp[BLOCK / 2];
+    float unit_1[2], unit_2[2], lse_of[2] = {}, delta_of[2] = {}, factor[2] = {1, 1};
+    Item at;          // whose sums are in registers,
+    int number = -1;  // its number among the block's,
+    bool odd = false; // and whether it is to be done again
     const Tensor& units_1 = OF_QUERIES ? p.q_unit : p.k_unit;
     const Tensor& units_2 = OF_QUERIES ? p.dout_unit : p.v_unit;
     const Tensor& columns_1 = OF_QUERIES ? p.k_unit : p.q_unit;
-    const Tensor& columns_2 = OF_QUERIES ? p.v_unit : p.dout_unit;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int own = first + row_of_lane(half), row = own < at.rows ? own : larger(at.rows - 1, 0);
-        unit_1[half] = *row_at<const float>(units_1, at.b, at.h, row / BLOCK);
-        unit_2[half] = *row_at<const float>(units_2, at.b, at.h, row / BLOCK);
-        if (OF_QUERIES) {
-            lse_of[half] = *row_at<const float>(p.shift, at.b, at.h, row) * LOG2E;
-            delta_of[half] = *row_at<const float>(p.delta, at.b, at.h, row);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = 0;
-    wait(base + AT_ROWS, 0);
-    // X = A B^T by terms; a step is 16 of the summed columns, low parts lie `low_a` and `low_b` further.
-    auto multiply_rows = [&](float (&x)[BLOCK / 2], auto dim, unsigned a_at, unsigned b_at) {
-        constexpr int STEPS = padded(decltype(dim)::value) / 16, LOW = 4 * chunks(decltype(dim)::value);
-        const unsigned long long a = descriptor(a_at), b = descriptor(b_at);
-        auto terms = [&](unsigned long long a, unsigned long long b, bool fresh) {
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                if (fresh && step == 0) product_fresh<0, 0>(x, a, b);
-                else product<0, 0>(x, a + along_rows(step, 64), b + along_rows(step, BLOCK), 1);
-            }
-        };
-        if constexpr (PARTS == 2) terms(a + along_rows(LOW, 64), b, true), terms(a, b + along_rows(LOW, BLOCK), false);
-        terms(a, b, PARTS == 1);
-    };
 
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
         ring.wait_full(n);
         const unsigned stage = n % STAGES;
         const int note = uniform(load_word(base + AT_NOTES + 8 * stage)), h = uniform(load_word(base + AT_NOTES + 8 * stage + 4));
-        if (note == END) break;
-        const int tile = note >> 2, head = OF_QUERIES ? at.h / GROUP : h;
-        const bool full = (note & 3) == FULL;
-        const unsigned b1 = base + AT_B1 + stage * BYTES_B1, b2 = base + AT_B2 + stage * BYTES_B2;
-        products_begin();
-        multiply_rows(s, Number<HEAD_DIM>{}, base + group * BYTES_A1, b1);
-        if constexpr (WITH_DP) multiply_rows(dp, Number<HEAD_DIM_V>{}, base + AT_A2 + group * BYTES_A2, b2);
-        products_end();
-        const float column_1 = *row_at<const float>(columns_1, at.b, head, tile), column_2 = *row_at<const float>(columns_2, at.b, head, tile);
-        products_wait<0>();
-        settle(s);
-        if constexpr (WITH_DP) settle(dp);
-        float back[2];  // what 1 stands for in the sums of this tile
+        if (note & FIRST) {  // of another item, or END
+            if (number >= 0) {
+                finish(p, at, group, sums_1, sums_2, factor, odd, base + (number % ROW_BUFFERS * GROUPS + group) * BYTES_A1);
+                rows.release(number);
+            }
+            if (note == END) break;
+            rows.wait_full(++number);
+            const unsigned slot = base + AT_ITEMS + 12 * (number % ROW_BUFFERS);
+            at = item_at(p, uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8)));
+            odd = false;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float of_s = fmaxf(unit_1[half] * column_1 * scale, LEAST_UNIT), of_dp = unit_2[half] * column_2;
-            // NaN, which fmaxf drops, is asked for before.
-            odd |= !(unit_1[half] * column_1 * scale <= FAR_UNIT && column_2 <= FAR_UNIT && column_1 <= FAR_UNIT && (!WITH_DP || of_dp <= FAR_UNIT));
-            const int row = first + row_of_lane(half);
-            float top = 0;
-#pragma unroll
-            for (int i = 0; i < BLOCK / 8; ++i) {
-                const int column = tile * BLOCK + 8 * i + threadIdx.x % 4 * 2;
-                float2 lse{lse_of[half], lse_of[half]}, delta{delta_of[half], delta_of[half]};
-                if (!OF_QUERIES) {  // there is memory for whole tiles of rows
-                    lse = *reinterpret_cast<const float2*>(row_at<const float>(p.shift, at.b, h, column));
-                    lse.x *= LOG2E, lse.y *= LOG2E;
-                    if (WITH_DP) delta = *reinterpret_cast<const float2*>(row_at<const float>(p.delta, at.b, h, column));
-                }
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const int e = 4 * i + 2 * half + c, query = OF_QUERIES ? row : column + c, key = OF_QUERIES ? column + c : row;
-                    s[e] = weigh(p, at, h, query, key, full, s[e] * of_s, WITH_DP ? dp[e] * of_dp : 0.0f, c ? lse.y : lse.x, c ? delta.y : delta.x);
-                    top = fmaxf(top, fabsf(s[e]));
-                    odd |= s[e] != s[e];
+            for (int half = 0; half < 2; ++half) {
+                const int own = at.row0 + 64 * group + row_of_lane(half), row = own < at.rows ? own : larger(at.rows - 1, 0);
+                unit_1[half] = *row_at<const float>(units_1, at.b, at.h, row / BLOCK) * scale;
+                unit_2[half] = *row_at<const float>(units_2, at.b, at.h, OF_QUERIES ? row : row / BLOCK);
+                if (OF_QUERIES) {
+                    lse_of[half] = *row_at<const float>(p.shift, at.b, at.h, row) * LOG2E;
+                    delta_of[half] = *row_at<const float>(p.delta, at.b, at.h, row) / unit_2[half];
+                    factor[half] = unit_2[half];
                 }
             }
-            top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
-            const float unit = WITH_DP || HAS_DROPOUT ? unit_of(__float_as_uint(top)) : 1 / TOP;
-            odd |= !(unit <= FAR_UNIT);
-            const float inverse = WITH_DP || HAS_DROPOUT ? inverse_of(unit) : TOP;
-            back[half] = unit * (OF == DV ? column_2 : column_1);
 #pragma unroll
-            for (int i = 0; i < BLOCK / 4; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= inverse;
+            for (int i = 0; i < SUMS_1 / 2; ++i) sums_1[i] = 0;
+#pragma unroll
+            for (int i = 0; i < SUMS_2 / 2; ++i) sums_2[i] = 0;
         }
-#pragma unroll
-        for (int i = 0; i < BLOCK / 4; ++i) split(s[2 * i], s[2 * i + 1], high[i], low[i]);
-        const unsigned long long b = descriptor(OF == DV ? b2 : b1, BLOCK * CHUNK_ROW);
-        auto terms = [&](const unsigned (&weights)[BLOCK / 4], unsigned long long b, bool fresh) {
-#pragma unroll
-            for (int step = 0; step < BLOCK / 16; ++step)
-                product_weights<1>(part, weights, 4 * step, b + along_columns(step), fresh && step == 0 ? 0 : 1);
-        };
+        const int tile = note >> 5, head = OF_QUERIES ? at.h / GROUP : h, state = note >> 2 * group & 3;
+        const int first = at.row0 + 64 * group;
+        if (state == EMPTY) {
+            ring.release(n);
+            continue;
+        }
+        const unsigned b1 = base + AT_B1 + stage * BYTES_B1, b2 = base + AT_B2 + stage * BYTES_B2;
         products_begin();
-        if constexpr (PARTS == 2) terms(low, b, true), terms(high, b + (chunks(DIM) * BLOCK * CHUNK_ROW >> 4), false);
-        terms(high, b, PARTS == 1);
+        multiply_rows<HEAD_DIM>(s, base + (number % ROW_BUFFERS * GROUPS + group) * BYTES_A1, b1);
         products_end();
-        products_wait<0>();
-        settle(part), settle(high);
-        if constexpr (PARTS == 2) settle(low);
-        ring.release(n);
+        multiply_rows<HEAD_DIM_V>(dp, base + AT_A2 + (number % ROW_BUFFERS * GROUPS + group) * BYTES_A2, b2);
+        products_end();
+        const float column_1 = *row_at<const float>(columns_1, at.b, head, tile);
+        const float column_2 = OF_QUERIES ? *row_at<const float>(p.v_unit, at.b, head, tile) : 1.0f;
+        products_wait<1>();
+        settle(s);
+        float of_s[2], slope[HAS_SCORE ? BLOCK / 2 : 1];
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = fmaf(part[i], back[i / 2 % 2], sums[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) odd |= !is_finite(sums[i]);
-    if (__any_sync(~0u, odd)) rows_carefully(p, at, first + threadIdx.x % 128 / 32 * 16, sums);
-    const Tensor& gradient = OF == DQ ? p.dq : OF == DK ? p.dk : p.dv;
-    const float factor = OF == DV ? 1.0f : (float)p.scale;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first + row_of_lane(half);
-        float* target = row_at<float>(gradient, at.b, at.h, row);
-#pragma unroll
-        for (int e = 0; e < COLUMNS / 4; ++e) {
-            const int column = e / 2 * 8 + threadIdx.x % 4 * 2 + e % 2;
-            if (row < (OF_QUERIES ? (int)p.n_q : (int)p.n_k) && column < DIM)
-                target[column] = row < at.rows ? sums[e / 2 * 4 + 2 * half + e % 2] * factor : 0.0f;
+        for (int half = 0; half < 2; ++half) {
+            of_s[half] = unit_1[half] * column_1;
+            odd |= !(of_s[half] <= FAR_UNIT);  // also NaN
         }
+        auto numbers = [&](int which, int column) {
+            return load_floats(base + AT_NUMBERS + (3 * stage + which) * BYTES_NUMBERS + 4 * column);
+        };
+        auto weigh_tile = [&](auto whole) {
+#pragma unroll
+            for (int i = 0; i < BLOCK / 8; ++i) {
+                const int column = 8 * i + threadIdx.x % 4 * 2;
+                float2 lse{};
+                if constexpr (!OF_QUERIES) lse = numbers(0, column), lse.x *= LOG2E, lse.y *= LOG2E;
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int half = e / 2, row = first + row_of_lane(half), other = tile * BLOCK + column + e % 2;
+                    float& x = s[4 * i + e];
+                    x = weigh<decltype(whole)::value>(p, at, h, OF_QUERIES ? row : other, OF_QUERIES ? other : row, x, of_s[half],
+                                                      OF_QUERIES ? lse_of[half] : e % 2 ? lse.y : lse.x,
+                                                      slope[HAS_SCORE ? 4 * i + e : 0]);
+                }
+            }
+        };
+        if (state == FULL) weigh_tile(Constant<true>{});
+        else weigh_tile(Constant<false>{});
+        products_wait<0>();
+        settle(dp);
+        float top_p[2] = {}, top_ds[2] = {};
+#pragma unroll
+        for (int i = 0; i < BLOCK / 8; ++i) {
+            const int column = 8 * i + threadIdx.x % 4 * 2;
+            float2 delta{}, unit{column_2, column_2};
+            if constexpr (!OF_QUERIES) delta = numbers(1, column), unit = numbers(2, column);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int half = e / 2, row = first + row_of_lane(half), other = tile * BLOCK + column + e % 2;
+                const int query = OF_QUERIES ? row : other, key = OF_QUERIES ? other : row;
+                const float of_other = e % 2 ? unit.y : unit.x;
+                float &w = s[4 * i + e], &x = dp[4 * i + e];
+                x = dropped(x * (OF_QUERIES ? of_other : unit_2[half] * of_other), p, at, h, query, key);
+                x = w * (x - (OF_QUERIES ? delta_of[half] : e % 2 ? delta.y : delta.x));
+                if constexpr (HAS_SCORE) x *= slope[4 * i + e];
+                top_ds[half] = fmaxf(top_ds[half], fabsf(x));
+                if constexpr (!OF_QUERIES) {
+                    w = dropped(w, p, at, h, query, key) * of_other;
+                    top_p[half] = fmaxf(top_p[half], w);
+                }
+            }
+        }
+        Weights p_terms, ds_terms;
+        float unit_p[2], unit_ds[2];
+        auto take_ds = [&] { ds_terms.take(dp, top_ds, unit_ds); };
+        if constexpr (OF_QUERIES) {
+            take_ds();
+        } else {  // the units of dO are in the weights
+            p_terms.take(s, top_p, unit_p);
+            add_slices<HEAD_DIM_V>(p_terms, b2, unit_p, sums_2, take_ds);
+        }
+        const float back[2] = {unit_ds[0] * column_1, unit_ds[1] * column_1};
+        add_slices<HEAD_DIM>(ds_terms, b1, back, sums_1, [] {});
+        ring.release(n);
     }
 }
 
@@ -287,22 +501,17 @@ sm90_float32_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap a1, const
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
-        barrier_init(base + AT_ROWS, 1);
         Ring<STAGES>{base + AT_RING, base + AT_RING + 8 * STAGES}.init(1, 4 * GROUPS);
+        Ring<ROW_BUFFERS>{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS}.init(1, 4 * GROUPS);
         barriers_ready();
     }
     __syncthreads();
-    const int all = OF_QUERIES ? (int)p.n_q : (int)p.n_k, tiles = (all + ROWS - 1) / ROWS, heads = (int)p.heads / (OF_QUERIES ? 1 : GROUP);
-    // Of queries the last tiles, of keys the first ones see most under a causal mask: these begin first.
-    const int tile = blockIdx.x / (heads * (int)p.batch), bh = blockIdx.x % (heads * (int)p.batch), b = bh / heads;
-    const int n_k = (int)keys_of(p, b), row0 = (OF_QUERIES ? tiles - 1 - tile : tile) * ROWS;
-    const Place at{b, bh % heads, row0, OF_QUERIES ? (int)p.n_q : n_k, n_k, offset_of(p, b)};
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
-        give_registers<24>();
-        if (warp == 0) load(p, at, a1, a2, b1, b2, base, *reinterpret_cast<TileList*>(shared + AT_LIST));
+        give_registers<REGISTERS_LOADING>();
+        if (warp == 0) load(p, a1, a2, b1, b2, base, *reinterpret_cast<TileList*>(shared + AT_LIST));
     } else {
-        take_registers<240>();
-        multiply_tiles(p, at, base, role - 1);
+        take_registers<REGISTERS>();
+        multiply_tiles(p, base, role - 1);
     }
 }
