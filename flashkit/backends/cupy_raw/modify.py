@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ... import expr
 from ...expr import Expr
 from ...spec import AttentionSpec
+from ..cuda_common.form import Form, by_distance, form
 from ..cuda_common.modification import entries
 
 _ELEMENTS = {
@@ -21,6 +22,7 @@ _ELEMENTS = {
 }  # fmt: skip
 
 _SCORE = "fk_float s, I b, I h, I row, I q, I k, I distance, T& tanh, const Params& p"
+_ROW = "long long b, long long h, I row, I q"
 _PAIR = "long long b, long long h, long long row, long long q, long long k, const Params& p"
 _CORNERS = (
     "long long b, long long h, long long row0, long long row1, long long q0, long long q1, long long k0, long long k1, "
@@ -31,27 +33,35 @@ _CORNERS = (
 def text(spec: AttentionSpec) -> str:
     """The functions that kernels/tiles.cuh names; without a modification they say what goes without saying.
 
+    The parts of a score modification of a known form (cuda_common/form.py) are functions of their own.
     `I` is the type of the integers in a score modification, what `modification.positions` says where they are NEAR;
     `T` that of its tanh, which kernels/scalar.cuh has two of.
     """
     score = expr.S if spec.score is None else spec.score
     mask = expr.TRUE if spec.mask is None else spec.mask
+    known = form(score)
+    parts = known or Form()
+    facts = {
+        "FORMED": known is not None, "CAPPED": parts.capped, "SLOPED": parts.sloped, "EVEN": parts.even,
+        "DIAGONAL": parts.diagonal,
+    }  # fmt: skip
     return "\n".join([
-        "template <typename I, typename T>",
-        _function(spec, "fk_float modified_score", _SCORE, [_by_distance(score)])
-        .replace("const long long t", "const I t")
+        _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)], "typename I, typename T")
         .replace("fk_tanh(", "tanh("),
+        f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
+        _template(spec, "fk_float score_gain", f"{_ROW}, const Params& p", [parts.gain]),
+        _template(spec, "fk_float score_rate", f"{_ROW}, const Params& p", [parts.rate]),
+        _template(spec, "fk_float score_bias", f"{_ROW}, I k, const Params& p", [parts.bias]),
+        _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [parts.straight]),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
         _function(spec, "bool visible", _PAIR, [mask]),
         _function(spec, "int classify", _CORNERS, list(expr.classify(mask)), "{0} ? EMPTY : {1} ? FULL : PARTIAL"),
     ])  # fmt: skip
 
 
-def _by_distance(score: Expr) -> Expr:
-    """The same with a symbol for q - k, which kernels can count up."""
-    distance = expr.symbol("distance")
-    known = {expr.Q - expr.K: distance, expr.K - expr.Q: -distance}
-    return expr.substitute([score], lambda node: known.get(node, node))[0]
+def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], of: str = "typename I") -> str:
+    """The same function with another type of integers."""
+    return f"template <{of}>\n" + _function(spec, name, parameters, graphs).replace("const long long t", "const I t")
 
 
 def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:

@@ -15,6 +15,7 @@ from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, hopper, modification
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
+from ..cuda_common.form import form
 from ..cuda_common.generation import Pass, Spare, tile_of
 from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
@@ -38,7 +39,7 @@ class Sm90Tile(ForwardTile):
         """Bytes of a block."""
         q, v = (parts(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
-        return self.buffers(q, v, out) + 32 + 2 * _CHUNK
+        return self.buffers(q, v, out) + 32 + 2 * _CHUNK + 8
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""
@@ -51,7 +52,7 @@ class Sm90Tile(ForwardTile):
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
             **self.common(spec, pack, _finding(spec)),
-            "CHUNK_BYTES": _CHUNK, "BRIEF": spec.dtype != "float32", "PARTS": parts(spec),
+            "CHUNK_BYTES": _CHUNK,  "BRIEF": spec.dtype != "float32", "PARTS": parts(spec),
             "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
             "POSITIONS": ("any", "integers", "floats").index(modification.positions(spec)),
@@ -66,7 +67,8 @@ def _finding(spec: AttentionSpec) -> bool:
 def forward_tile(problem: Problem) -> Sm90Tile:
     """What does well on an H200."""
     spec = problem.spec
-    dim, dim_v, modified = spec.head_dim, spec.head_dim_v, spec.score is not None or spec.dropout
+    dim, dim_v = spec.head_dim, spec.head_dim_v
+    modified = spec.dropout or (spec.score is not None and form(spec.score) is None)
     if spec.dtype == "float32":
         if max(dim, dim_v) <= 64:
             return Sm90Tile(128, 128)

@@ -36,7 +36,7 @@ constexpr int AT_LIST_RING = AT_V_RING + 16 * STAGES;
 constexpr int AT_DONE = AT_LIST_RING + 32;         // for each buffer and group: its output is in the buffer
 constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
-constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS;
+constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
 constexpr int FIRST = 64, END = -1;
 enum NamedBarrier { TURN = 1, MEETING = TURN + GROUPS };  // of each group
 
@@ -60,6 +60,17 @@ struct Item {
 #include "sm90_float32.cuh"
 
 // --- multiplying ------------------------------------------------------------------------------------------------------
+
+// A number that is the same for all, kept. Where there are few registers it would be computed anew for each tile, in
+// float64: so it is read from shared memory, which the compiler cannot do twice.
+DEVICE float kept(float x, unsigned address) {
+    if constexpr (HAS_SCORE || READS_ARRAYS) {
+        store_float(address, x);
+        __syncwarp();
+        return __int_as_float(uniform(load_word(address)));
+    }
+    return __int_as_float(uniform(__float_as_int(x)));
+}
 
 // Divide by the sums; log-sum-exp to memory, output to shared memory.
 DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const float (&l)[2], float (&output)[COLUMNS / 2],
@@ -117,14 +128,14 @@ DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const
 DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
     const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
-    const float unit = __int_as_float(uniform(__float_as_int(base_2(p))));  // or it is computed anew, in float64
-    const float scale = HAS_SCORE ? __int_as_float(uniform(__float_as_int((float)p.scale))) : 1.0f;
-    float output[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2];
+    const float unit = kept(base_2(p), base + AT_UNIT), scale = HAS_SCORE ? kept((float)p.scale, base + AT_UNIT + 4) : 1.0f;
+    float output[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2], level[2];
     unsigned weights[BLOCK_K / 4];
     Item at;                     // the item whose output is in registers,
     bool open = false;           // if there is one,
     bool begun = false;          // and whether all rows of this warp have a reference that is likely to last
     bool usual = true;           // and whether its positions and scores are as usual steps expect them
+    bool gentle = true;          // and whether its scores are as the polynomial in place of tanh expects them
     bool fresh = false;          // whether the tile that comes is the first of another item
     int number = -1;             // of the item that the tile belongs to among the block's
     bool pending = false;        // whether weights of the tile before wait for their values,
@@ -163,6 +174,11 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         values.release(n);
         pending = false;
     };
+    auto weigh_formed = [&](float (&s)[BLOCK_K / 2], float (&total)[2], const Line& line, bool guessed, bool& calm) {
+        if constexpr (CAPPED && SHORT)
+            if (!gentle) return formed_softmax<true>(s, m, total, line, guessed, calm);
+        return formed_softmax<false>(s, m, total, line, guessed, calm);
+    };
     // Tile n from its scores to its weights. PENDING: meanwhile the product of the weights before. USUAL: all rows of this
     // warp have a reference, and all pairs are visible. Both have to be known to the compiler, or it makes products wait
     // for each other.
@@ -175,36 +191,51 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             const unsigned slot = base + AT_ITEMS + 12 * (number % Q_BUFFERS);
             at.b = uniform(load_word(slot)), at.h = uniform(load_word(slot + 4)), at.row0 = uniform(load_word(slot + 8)) + 64 * group;
             at.offset = (start)offset_of(p, at.b);
-            m[0] = m[1] = HIDDEN, l[0] = l[1] = 0;
-            usual = true;
+            m[0] = m[1] = level[0] = level[1] = HIDDEN, l[0] = l[1] = 0;
+            usual = gentle = true;
         }
         take_turn();
         scores(n);
         if (PENDING) accumulate(n - 1);
         pass_turn();
+        // Whether exponents come by form, without the modified scores.
+        float total[2], rescale[2];
+        bool exact = false, near = true, calm = true, guessed = !USUAL && fresh;
+        Line line;
+        bool by_form = BY_FORM && full && usual && (USUAL || is_near(p, offset_of(p, at.b)));
+        if (BY_FORM && by_form) {
+            by_form = line_of(p, at, k0, scale, line);
+            if (SLOPED && by_form && (USUAL || !fresh) && __any_sync(~0u, is_low(line, m, level))) {
+                lift(line, m, level, rescale);
+                l[0] *= rescale[0], l[1] *= rescale[1];
+                guessed = exact = true;
+            }
+        }
         products_wait_loads_pass<PENDING>();
         settle(s);
-        float total[2], rescale[2];
-        bool exact = false;
-        bool near = true, calm = true;
-        if (USUAL) calm = modify_usual(p, at, s, k0, scale);
-        else near = modify_tile(p, at, full, s, k0, scale);
-        if (!USUAL && fresh) begun = guess(s, m, unit);
-        const bool hopeful = USUAL || begun;
-        if (!hopeful || !optimistic_softmax(s, m, total, unit, calm)) {
+        const Tanh tanh;
+        if (!BY_FORM && USUAL) calm = modify_usual(p, at, s, k0, scale);
+        else if (!USUAL && !by_form) near = modify_tile(p, at, full, s, k0, scale);
+        if (!USUAL && fresh) begun = BY_FORM && by_form ? guess_formed(s, m, line) : guess(s, m, unit);
+        const bool hopeful = USUAL ? by_form || !BY_FORM : begun;
+        if (!hopeful || !(BY_FORM && by_form ? weigh_formed(s, total, line, guessed, calm) : optimistic_softmax(s, m, total, unit, calm))) {
             if (hopeful) {  // the optimism was misplaced, and has cost the scores
                 scores_again(s, buffer_of(number), base + AT_K + n % STAGES * BYTES_K);
-                modify_tile(p, at, full, s, k0, scale);
-                if (USUAL) usual &= __all_sync(~0u, calm);
+                if (!BY_FORM || !(USUAL || by_form)) modify_tile(p, at, full, s, k0, scale);
+                if (USUAL || by_form) (BY_FORM && SHORT ? gentle : usual) &= __all_sync(~0u, calm);
             }
+            if (BY_FORM && (USUAL || by_form)) modify_near<false>(p, at, at.offset, s, k0, scale, tanh);
             if (!USUAL && fresh) m[0] = m[1] = HIDDEN;
+            else if (BY_FORM && SLOPED && guessed) m[0] = m_before[0], m[1] = m_before[1], l[0] = l_before[0], l[1] = l_before[1];
             online_softmax(s, m, total, rescale, unit);
             l[0] *= rescale[0], l[1] *= rescale[1];
             // Where a reference has just grown by much, it may again: another first look would be in vain.
-            const bool grows = !fresh && (rescale[0] < STEADY || rescale[1] < STEADY);
+            const bool grows = !fresh && !(BY_FORM && SLOPED) && (rescale[0] < STEADY || rescale[1] < STEADY);
             begun = __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN && !grows);
+            if (BY_FORM && SLOPED) level[0] = level[1] = HIDDEN;
             exact = true;
         }
+        if (BY_FORM && SLOPED && by_form) find_level(line, m, level);
         if (!near) usual = false;
         l[0] += total[0], l[1] += total[1];
         keys.release(USUAL ? n : n + after(total[0]) + after(total[1]));  // or exponentials are computed after the next wait

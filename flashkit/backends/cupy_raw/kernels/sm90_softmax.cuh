@@ -79,6 +79,12 @@ DEVICE bool modify_usual(const Params& p, const Item& at, float (&s)[BLOCK_K / 2
     return tanh.greatest <= CalmTanh::CALM;
 }
 
+// Whether positions are near, of a call with a score modification or a mask.
+DEVICE bool is_near(const Params& p, long long offset) {
+    // Asked as a vote, whose outcome is known to be the same in all lanes.
+    return POSITIONS == ANY || __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
+}
+
 // Any tile. Returns whether positions are near.
 DEVICE bool modify_tile(const Params& p, const Item& at, bool full, float (&s)[BLOCK_K / 2], int k0, float scale) {
     const Tanh tanh;
@@ -86,8 +92,7 @@ DEVICE bool modify_tile(const Params& p, const Item& at, bool full, float (&s)[B
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, needed or not
     if constexpr (HAS_SCORE || HAS_MASK) {
         const long long offset = offset_of(p, at.b);
-        // Asked as a vote, whose outcome is known to be the same in all lanes.
-        near = POSITIONS == ANY || __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
+        near = is_near(p, offset);
         if (!near) modify_far(p, at, offset, full, s, k0);
         else if (!full) modify_near<true>(p, at, (start)offset, s, k0, scale, tanh);
         else if (HAS_SCORE) modify_near<false>(p, at, (start)offset, s, k0, scale, tanh);
@@ -95,6 +100,168 @@ DEVICE bool modify_tile(const Params& p, const Item& at, bool full, float (&s)[B
         modify_near<true>(p, at, 0, s, k0, scale, tanh);
     }
     return near;
+}
+
+// --- modifications of a known form ------------------------------------------------------------------------------------
+// gain * f(rate * s) + bias (cuda_common/form.py): exponents of weights are taken from the products as they come, of tiles
+// whose pairs are all visible.
+
+// tanh(x) / x by a polynomial of x^2 - CALM^2, for |x| up to CALM: right to 2^-13, or 2^-12 where a weight has 8 bits. There
+// the device's own tanh, right to 2^-11, is what takes the place of it for larger x; but it is one more instruction of the
+// unit that exponentials wait for.
+constexpr bool SHORT = STORAGE == BFLOAT16;
+constexpr float CALM = SHORT ? 0.35f : 0.65f, TERM_0 = SHORT ? 0.9608449935913086f : 0.8795788288116455f,
+                TERM_1 = SHORT ? -0.3176961839199066f : -0.2405111938714981f, TERM_2 = SHORT ? 0.0f : 0.10479581356048584f;
+
+DEVICE float tanh_fast(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && PACK == 1;
+
+// What makes exponents of a tile, for each of a lane's rows.
+struct Line {
+    float gain[2], rate[2];       // of products; where f is nothing, the gain is all
+    float edge[2], factor[2][3];  // the polynomial in place of tanh
+    float first[2], step[2];      // the bias in base 2: at the lane's first key, from key to key
+    float top[2];                 // and the greatest in the row of the tile
+};
+
+// A number that is the same for all rows where EVEN, and so may be told to be.
+DEVICE float even(float x) { return EVEN ? __int_as_float(uniform(__float_as_int(x))) : x; }
+
+// The part of a line that depends on the score alone.
+DEVICE void gain_of(const Params& p, const Item& at, int row, start q, float scale, Line& line, int half) {
+    const float gain = score_gain<position>(at.b, at.h, row, q, p) * LOG2E;
+    if constexpr (CAPPED) {
+        const float rate = score_rate<position>(at.b, at.h, row, q, p) * scale, square = rate * rate;
+        line.gain[half] = even(gain), line.rate[half] = even(rate);
+        line.edge[half] = even(-CALM * CALM * reciprocal(square));
+        line.factor[half][0] = even(TERM_0 * gain * rate), line.factor[half][1] = even(TERM_1 * gain * rate * square);
+        line.factor[half][2] = even(TERM_2 * gain * rate * square * square);
+    } else {
+        line.gain[half] = even(gain * scale);
+    }
+}
+
+// From one number to another in `steps` steps.
+DEVICE float step_of(float first, float last, int steps) { return last == first ? 0.0f : (last - first) * (1.0f / steps); }
+
+// False where the bias does not grow evenly within the tile, for a row of this warp.
+DEVICE bool line_of(const Params& p, const Item& at, int k0, float scale, Line& line) {
+    constexpr int LAST = BLOCK_K - 1;
+    const int end = (int)p.n_q - 1;
+    if constexpr (SLOPED && DIAGONAL) {  // a step along a row is one from row to row, the other way
+        const int row0 = at.row0 + threadIdx.x % 128 / 32 * 16, lane = threadIdx.x % 32;
+        const start q0 = row0 + at.offset;
+        const float first = score_bias<position>(at.b, at.h, row0, q0 + 15, k0, p) * LOG2E;
+        const float last = score_bias<position>(at.b, at.h, row0, q0, k0 + LAST, p) * LOG2E;
+        const float step = step_of(first, last, LAST + 15);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int own = at.row0 + row_of_lane(half), row = own < end ? own : end;
+            gain_of(p, at, row, row + at.offset, scale, line, half);
+            line.step[half] = step, line.top[half] = fmaxf(first, last);
+            line.first[half] = fmaf(step, 15 - lane / 4 - 8 * half + lane % 4 * 2, first);
+        }
+        return __all_sync(~0u, bias_is_straight<position>(at.b, at.h, row0, q0, k0 - 15, k0 + LAST, p));
+    }
+    bool straight = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int own = at.row0 + row_of_lane(half), row = own < end ? own : end;
+        const start q = row + at.offset;
+        gain_of(p, at, row, q, scale, line, half);
+        line.first[half] = line.top[half] = score_bias<position>(at.b, at.h, row, q, k0, p) * LOG2E;
+        line.step[half] = 0;
+        if constexpr (SLOPED) {
+            const float last = score_bias<position>(at.b, at.h, row, q, k0 + LAST, p) * LOG2E;
+            line.step[half] = step_of(line.first[half], last, LAST);
+            line.top[half] = fmaxf(last, line.first[half]);
+            line.first[half] = fmaf(line.step[half], threadIdx.x % 4 * 2, line.first[half]);
+            straight &= bias_is_straight<position>(at.b, at.h, row, q, k0, k0 + LAST, p);
+        }
+    }
+    return !SLOPED || __all_sync(~0u, straight);
+}
+
+// The exponent of a score as it comes from the product, at a lane's key number `key`. far: negative where it is small
+// enough for the polynomial. fast: by the device's tanh instead.
+DEVICE float formed(float x, const Line& line, int half, float bias, float edge, bool fast, float& far) {
+    if constexpr (!CAPPED) return fmaf(x, line.gain[half], bias);
+    if (fast) return fmaf(tanh_fast(x * line.rate[half]), line.gain[half], bias);
+    far = fmaf(x, x, edge);
+    const float inner = SHORT ? line.factor[half][1] : fmaf(far, line.factor[half][2], line.factor[half][1]);
+    return fmaf(x, fmaf(far, inner, line.factor[half][0]), bias);
+}
+
+// A reference from the first columns of a tile: see guess(). Or none.
+DEVICE bool guess_formed(const float (&s)[BLOCK_K / 2], float (&m)[2], const Line& line) {
+    if (STORAGE == FLOAT16) return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float top = HIDDEN, far;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) top = fmaxf(top, formed(s[i / 2 * 4 + 2 * half + i % 2], line, half, 0, line.edge[half], SHORT, far));
+        m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) + line.top[half];
+    }
+    return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
+}
+
+// Which scores go through the device's tanh all the same, as far as its unit has room: one in eight, a score of a pair.
+DEVICE constexpr bool is_fast(int n) { return SHORT && HEAD_DIM > 64 && n % 4 == 1; }
+
+// Scores as they come from the product to weights; their sums. False where they are needed anew: the reference was not
+// near enough, which it may have missed on either side where it is `guessed`, or, which calm says, products are too large
+// for the polynomial.
+template <bool STEEP>
+DEVICE bool formed_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], const Line& line, bool guessed, bool& calm) {
+    constexpr float LEAST = STORAGE == FLOAT16 ? 0.03f : 1e-18f;
+    unsigned signs[2] = {~0u, ~0u};  // those of x^2 - CALM^2, and-ed: LOP3 takes two at once, where a maximum takes one
+    float total[4] = {0, 0, 0, 0}, edge[2] = {line.edge[0], line.edge[1]}, far[2] = {-1, -1};
+    const float base[2] = {line.first[0] - m[0], line.first[1] - m[1]};
+#pragma unroll
+    for (int n = 0; n < BLOCK_K / 8; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& x = s[4 * n + 2 * half + c];
+                const float bias = SLOPED ? fmaf(line.step[half], 8 * n + c, base[half]) : base[half];
+                x = exp2_fast(formed(x, line, half, bias, edge[half], STEEP || (c == 1 && is_fast(n)), far[c]));
+                total[2 * half + c] += x;
+            }
+            if (CAPPED && !STEEP) signs[half] &= __float_as_uint(far[0]) & (is_fast(n) ? ~0u : __float_as_uint(far[1]));
+        }
+        // So that exponentials begin before the rest is done for all scores: what follows depends on one of them.
+        if (CAPPED && !STEEP && SHORT && n % 2 == 1) edge[0] = fmaf(s[4 * n - 4], 0.0f, edge[0]), edge[1] = EVEN ? edge[0] : fmaf(s[4 * n - 2], 0.0f, edge[1]);
+    }
+    sum[0] = total[0] + total[1], sum[1] = total[2] + total[3];
+    calm = !CAPPED || STEEP || (int)(signs[0] & signs[1]) < 0;
+    const float least = SLOPED && guessed ? LEAST : 0.0f;
+    return __all_sync(~0u, sum[0] <= LIMIT && sum[1] <= LIMIT && (!SLOPED || (sum[0] >= least && sum[1] >= least)) && calm);
+}
+
+// Where the bias grows, references grow with it before a weight becomes too large. level: the reference without the
+// greatest bias of the tile that it was found in, -inf where that is not known.
+constexpr float ROOM = STORAGE == FLOAT16 ? 7 : 30;
+DEVICE void find_level(const Line& line, const float (&m)[2], float (&level)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        if (level[half] == HIDDEN && line.top[half] != HIDDEN) level[half] = m[half] - line.top[half];
+}
+DEVICE bool is_low(const Line& line, const float (&m)[2], const float (&level)[2]) {
+    return SLOPED && (level[0] + line.top[0] - m[0] > ROOM || level[1] + line.top[1] - m[1] > ROOM);
+}
+DEVICE void lift(const Line& line, float (&m)[2], const float (&level)[2], float (&rescale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float top = fmaxf(m[half], level[half] + line.top[half]);
+        rescale[half] = exp2_fast(m[half] - top);
+        m[half] = top;
+    }
 }
 
 // A reference from the first columns of a tile. False where a row has none, all of these being hidden, or where weights
