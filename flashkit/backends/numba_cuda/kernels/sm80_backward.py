@@ -57,11 +57,31 @@ def sixteen_queries(step, sums, rest):
 
 
 @device
+def keys_of_warp(weights):
+    """Where the columns of weights that are this warp's 32 keys begin: a chunk, and a unit of it."""
+    warp = i32(thread() // 32) // ACROSS_KV
+    return weights + (warp >> 1) * CHUNK_Q, (warp & 1) * 4
+
+
+@device
 def accumulate_keys(sums, weights, rows, first):
     """sums += weights^T rows, for this warp's 32 keys and its columns, from unit `first` on."""
-    warp = i32(thread() // 32) // ACROSS_KV
-    weights, unit = weights + (warp >> 1) * CHUNK_Q, (warp & 1) * 4
+    weights, unit = keys_of_warp(weights)
     return repeat(sixteen_queries, STEPS_KV, sums, (weights, unit, rows, first))
+
+
+@device
+def sixteen_queries_adding(step, dq, sums, rest):
+    rest, there = rest
+    groups(add_four, 4, dq, there + ADDED * 128 * step)
+    return sixteen_queries(step, sums, rest)
+
+
+@device
+def accumulate_keys_adding(sums, weights, rows, first, dq, there):
+    """The same, and dq is added to its sums in memory, a few at a step: many at once fill the way there."""
+    weights, unit = keys_of_warp(weights)
+    return chain(sixteen_queries_adding, ADDED, dq, sums, ((weights, unit, rows, first), there))
 
 
 @device
@@ -224,9 +244,10 @@ def sm80_backward(p):
                 load_queries(p, spare, b, h, ahead.tile)
             mine = listed(row_here, ROWS, (queries + AT_NUMBERS, rows))
             full = walk.state == FULL and k0 + BLOCK_K <= n_k
+            # The first key is got here, or what follows from it would be kept in registers through all tiles.
             pairs = Pairs(
                 p.values, p.scale, p.seed, p.threshold, p.kept_scale, I(b), h, i32(p.n_q), n_k, offset,
-                i32(walk.tile) * BLOCK_Q, k0 + keys + i32(thread() % 4 * 2), walk.state,
+                i32(walk.tile) * BLOCK_Q, here(k0 + keys + i32(thread() % 4 * 2)), walk.state,
             )  # fmt: skip
             staged = base + AT_P + rows * CHUNK_ROW
             s = scores(queries, base, rows, keys)
@@ -243,12 +264,18 @@ def sm80_backward(p):
             threads_sync()  # P and dS are there
             if before >= 0 and thread() == THREADS - 1:
                 be_done(p, b, h, before, tile_k)
+            bits, there, share = bits_at(p, b, h, walk.tile), sums_of(p, b, h, walk.tile, warp), warp % ACROSS_KV
+            first, first_v = share * (SUMS // 8), share * (SUMS_V // 8)
+            missing = missing_first(bits, tile_k, tiles_k)
+            if not DQ_FIRST:
+                dv = accumulate_keys(dv, base + AT_P, queries + AT_DOUT, first_v)
             dq = gradients_of_queries(base + AT_DS, base)
-            wait_for_turn(p, b, h, walk.tile, tile_k, tiles_k)
-            groups(add_four, 4, dq, sums_of(p, b, h, walk.tile, warp))
-            share = warp % ACROSS_KV
-            dv = accumulate_keys(dv, base + AT_P, queries + AT_DOUT, share * (SUMS_V // 8))
-            dk = accumulate_keys(dk, base + AT_DS, queries, share * (SUMS // 8))
+            wait_for_turn(bits, missing, tile_k, tiles_k)
+            if DQ_FIRST:
+                dv = accumulate_keys_adding(dv, base + AT_P, queries + AT_DOUT, first_v, dq, there)
+                dk = accumulate_keys(dk, base + AT_DS, queries, first)
+            else:
+                dk = accumulate_keys_adding(dk, base + AT_DS, queries, first, dq, there)
             before, stage, walk = walk.tile, 1 - stage, ahead
         threads_sync()  # all have added
         if before >= 0 and thread() == THREADS - 1:

@@ -56,16 +56,28 @@ def bits_below(end, word):
 
 
 @device
-def wait_for_turn(p, b, h, tile, tile_k, tiles_k):
+def missing_at(bits, word, tile_k, tiles_k):
+    """Of tiles tile_k + 1 ... tiles_k - 1 those that are not done yet, in a word of their bits."""
+    need = u32(bits_below(tiles_k, word) & ~bits_below(tile_k + 1, word))
+    return u32(need & ~load_now(bits + 4 * word)) if need != u32(0) else need
+
+
+@device
+def missing_first(bits, tile_k, tiles_k):
+    """The same in a lane's first word: looked at a while before it matters, as memory is far."""
+    return missing_at(bits, ((tile_k + 1) >> 5) + i32(thread() % 32), tile_k, tiles_k)
+
+
+@device
+def wait_for_turn(bits, missing, tile_k, tiles_k):
     """Until the blocks of tiles tile_k + 1 ... tiles_k - 1 are done with a tile of queries. What comes next acts where
     memory is and after a branch, so later than what the bits stand for, without a load that acquires.
     """
-    bits, first = bits_at(p, b, h, tile), (tile_k + 1) >> 5
-    for start in range(first, (tiles_k + 31) >> 5, 32):
+    for start in range((tile_k + 1) >> 5, (tiles_k + 31) >> 5, 32):
         word = start + i32(thread() % 32)
-        need = u32(bits_below(tiles_k, word) & ~bits_below(tile_k + 1, word))
-        while need != u32(0):
-            need = u32(need & ~load_now(bits + 4 * word))
+        while missing != u32(0):
+            missing = missing_at(bits, word, tile_k, tiles_k)
+        missing = missing_at(bits, word + 32, tile_k, tiles_k)
     lanes_sync()
 
 

@@ -13,6 +13,7 @@ STEPS_KV, STEPS_Q = BLOCK_Q // 16, BLOCK_K // 16
 
 KEYS_S = BLOCK_K // ACROSS_S  # of a warp: keys of S, columns of dK, dV and dQ, as many registers of a lane
 SUMS, SUMS_V, SUMS_Q = WHOLE // ACROSS_KV, WHOLE_V // ACROSS_KV, WHOLE // ACROSS_Q
+ADDED, DQ_FIRST = SUMS_Q // STEPS_KV, HEAD_DIM <= 64  # of dQ with each step of the product after it, which is dV or dK
 
 CHUNK_K, CHUNK_Q = BLOCK_K * CHUNK_ROW, BLOCK_Q * CHUNK_ROW  # bytes from one chunk of keys, of queries, to the next
 AT_V = chunks(HEAD_DIM) * CHUNK_K
