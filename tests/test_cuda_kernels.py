@@ -404,7 +404,6 @@ def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
 
 def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(CupyRawBackend, "on_trial", ())
     backend, profile = CupyRawBackend(), mock.Mock(rows=lambda *_: [])
 
     def chosen(n: int, dim: int, direction: Direction, dtype: str = "float32") -> tuple[str, str]:

@@ -17,7 +17,6 @@ class CupyRawBackend(CudaBackend):
 
     name = "cupy_raw"
     generations = (Sm90(), Sm80(), Simt(specialise.library))
-    on_trial = (("sm90", "forward", "float32"), ("sm90", "backward", "float32"))
     needs = dict.fromkeys(("cupy", "cuda.bindings"), _HINT)
 
     def sources(self) -> list[tuple[str, str]]:
