@@ -401,6 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         [&](int k, int steps) { add_dq(DQ_FIRST ? steps + k : k, DQ_FIRST ? 2 * steps : steps); });
                 }
             }
+            if (ORDERED && !LISTED) __syncthreads();  // all have added to the last tile, too
             if (ORDERED && before >= 0 && threadIdx.x == THREADS - 1) set_done(done_of(p, b, at.h, before), tile_k);
         }
     }
