@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from ...errors import UnsupportedError
 from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound
 from . import compiler, device, launch, modification, verify
@@ -204,7 +205,7 @@ class CudaPlan:
     def _made(self, here: Device, direction: Direction) -> Pass:
         generation, row, said = self.backend.choose(self.problem, self.profile, here, direction)
         if generation is None:
-            raise NotImplementedError("; ".join(said))
+            raise UnsupportedError(f"{self.backend.name} has no {direction} pass for this: {'; '.join(said)}")
         try:
             made = generation.plan(self.problem, row, here, direction)
         except compiler.CompileError as error:
