@@ -99,7 +99,7 @@ class Cuda:
         found = []
         for target in [*effort.targets(dtypes), *decoding]:
             problem = problem_of(target, effort.tokens)
-            for generation in self.kernels.allowed(target.direction, target.dtype):
+            for generation in self.kernels.allowed(target.direction):
                 if generation.supports(problem, here, target.direction):
                     found.append(Target(**{**vars(target), "generation": generation.name}))
         return found

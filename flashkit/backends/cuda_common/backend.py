@@ -47,10 +47,6 @@ class CudaBackend:
     generations: tuple[Generation, ...]
     """Newest first; the last can do everything."""
 
-    on_trial: tuple[tuple[str, Direction, str], ...] = ()
-    """Passes of generations, and their dtype, or "" for all, that are used where the environment asks for them and
-    nowhere else: not all of the tests for devices ran with them."""
-
     needs: Mapping[str, str]
     """What has to be importable, and what installs it."""
 
@@ -66,14 +62,11 @@ class CudaBackend:
         """Names and texts that kernels are made from."""
         raise NotImplementedError
 
-    def allowed(self, direction: Direction = "forward", dtype: str = "") -> tuple[Generation, ...]:
-        """Those that the environment leaves for a dtype; all where the one that it forces has no kernels at all in
-        this direction.
-        """
+    def allowed(self, direction: Direction = "forward") -> tuple[Generation, ...]:
+        """Those that the environment leaves; all where the one that it forces has no kernels in this direction."""
         forced = os.environ.get(VARIABLE)
         if not forced:
-            on_trial = [name for name, of, only in self.on_trial if of == direction and only in ("", dtype)]
-            return tuple(each for each in self.generations if each.name not in on_trial)
+            return self.generations
         if forced not in NAMES:
             raise ValueError(f"{VARIABLE} is {forced!r}; {' or '.join(NAMES)} fits")
         left = tuple(generation for generation in self.generations if generation.name == forced)
@@ -92,7 +85,7 @@ class CudaBackend:
         """The generation to compute with; None where none can."""
         said: list[str] = []
         able: list[Generation] = []
-        allowed = self.allowed(direction, problem.spec.dtype)
+        allowed = self.allowed(direction)
         for generation in allowed:
             verdict = generation.supports(problem, on, direction)
             if verdict and len(allowed) > 1 and (repays := getattr(generation, "repays", None)):
@@ -132,8 +125,7 @@ class CudaBackend:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
-        allowed = self.allowed("forward", spec.dtype)
-        able = [generation.supports(problem, device.current(), "forward") for generation in allowed]
+        able = [generation.supports(problem, device.current(), "forward") for generation in self.allowed()]
         if not able:
             return Verdict(False, f"it has no generation {os.environ.get(VARIABLE)}, which {VARIABLE} asks for")
         return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))
