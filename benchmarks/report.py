@@ -214,11 +214,12 @@ def cuda_table_of_errors(lines: Sequence[Line]) -> str:
             for name, error in errors.items():
                 worst = found.setdefault((line.case.dtype, name), {})
                 worst[who] = max(worst.get(who, 0.0), error)
+    peers = [name for name in CUDA_PEERS if any(name in worst for worst in found.values())]
     rows = [
-        [*key, *(f"{worst[who]:.2g}" if who in worst else "" for who in ("flashkit", *CUDA_PEERS))]
+        [*key, *(f"{worst[who]:.2g}" if who in worst else "" for who in ("flashkit", *peers))]
         for key, worst in found.items()
     ]
-    head = ["dtype", "result", "error", *(f"{x}'s" for x in CUDA_PEERS.values())]
+    head = ["dtype", "result", "error", *(f"{CUDA_PEERS[name]}'s" for name in peers)]
     return markdown_table(head, rows, 2) if rows else ""
 
 
