@@ -503,7 +503,7 @@ def test_the_tables_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert text.startswith("**NVIDIA H200**; driver 580; ")
     assert "| bfloat16 | forward | 128 | 1024, 4096 | 300, 500 | 1.50, 1.50 |" in text
     assert "| bfloat16 | 1 | 32768 | 3000 | 1.25 | 1.12 |" in text
-    assert "| bfloat16 | out | 2e-07 | 4e-07 | 4e-07 |  |" in text
+    assert "| bfloat16 | out | 2e-07 | 4e-07 | 4e-07 |\n" in text
     assert "TFLOP/s of flashkit" in text
     assert "plain NumPy" not in text
     assert report.main(["--check", "--results", str(tmp_path)]) == 1
