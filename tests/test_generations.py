@@ -22,7 +22,7 @@ LONG, SHORT = (Problem(SPEC, 1, 8, n, 4096, "cupy") for n in (4096, 1))
 HEAD = "schema: 1\ndevice: {kind: cuda}\ntiles:\n  cupy_raw.forward:\n"
 
 
-class Fake:
+class Fake(generation.Generation):
     """A generation that has no kernels."""
 
     def __init__(self, name: str, refusal: str = "") -> None:

@@ -88,8 +88,8 @@ class CudaBackend:
         allowed = self.allowed(direction)
         for generation in allowed:
             verdict = generation.supports(problem, on, direction)
-            if verdict and len(allowed) > 1 and (repays := getattr(generation, "repays", None)):
-                verdict = repays(problem, direction)  # where others may take it
+            if verdict and len(allowed) > 1:
+                verdict = generation.repays(problem, direction)
             if verdict:
                 able.append(generation)
             else:

@@ -50,8 +50,9 @@ class Generation(Protocol):
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can do it, and have the work to do it well, or the sentence that says why not."""
 
-    # It may have `repays(problem, direction) -> Verdict`: whether it is faster than those that come after it, which is
-    # asked where these are allowed.
+    def repays(self, problem: Problem, direction: Direction) -> Verdict:
+        """Whether it is faster than those that come after it, which is asked where these are allowed."""
+        return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> Sequence[Any]:
         """Tiles that fit and are worth trying, the likely fastest first: frozen dataclasses of integers."""

@@ -12,7 +12,7 @@ from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from . import compiler
 from .arguments import Arguments
 from .device import Device
-from .generation import Kernels, tile_of
+from .generation import Generation, Kernels, tile_of
 from .launch import MAX_GRID, Kernel
 from .rows import RowKernels
 
@@ -191,7 +191,7 @@ LISTED = 8
 """Tiles that are worth trying: the model ranks hundreds."""
 
 
-class Simt:
+class Simt(Generation):
     """Kernels for every device, dtype and feature."""
 
     name = "simt"

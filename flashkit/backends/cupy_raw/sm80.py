@@ -10,7 +10,7 @@ from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import tile_of
+from ..cuda_common.generation import Generation, tile_of
 from ..cuda_common.hopper import heads_together
 from ..cuda_common.launch import MAX_GRID, scratch
 from ..cuda_common.rows import RowKernels
@@ -300,7 +300,7 @@ def _launch(kernel: Any, blocks: int, threads: int, arguments: Arguments, stream
     kernel.launch(blocks, threads, arguments, stream, early)
 
 
-class Sm80:
+class Sm80(Generation):
     """Kernels for tensor cores with float16, bfloat16 and TF32."""
 
     name = "sm80"

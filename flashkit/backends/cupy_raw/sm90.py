@@ -16,7 +16,7 @@ from ..cuda_common import compiler, hopper, modification
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.form import form
-from ..cuda_common.generation import Pass, Spare, tile_of
+from ..cuda_common.generation import Generation, Pass, Spare, tile_of
 from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
 from ..cuda_common.sm90_maps import tensor_map
@@ -127,7 +127,7 @@ class Sm90Forward(hopper.Forward):
         return [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k), out], held
 
 
-class Sm90:
+class Sm90(Generation):
     """Kernels for Hopper with float16, bfloat16 and, as terms of float16, float32."""
 
     name = "sm90"

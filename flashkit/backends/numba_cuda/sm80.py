@@ -186,7 +186,7 @@ def few(problem: Problem) -> bool:
     return 0 < problem.n_q <= FEW_ROWS
 
 
-class Sm80:
+class Sm80(Generation):
     """Kernels for tensor cores with float16 and bfloat16. `below`: the generation that takes what is left."""
 
     name = "sm80"

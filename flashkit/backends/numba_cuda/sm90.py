@@ -94,7 +94,7 @@ class Backward(hopper_backward.Backward):
         super().__init__(spec, device, tile, why, library, generation.kernels, spare)
 
 
-class Sm90:
+class Sm90(Generation):
     """Kernels for Hopper with float16 and bfloat16. `below`: of these the first that can takes what is left."""
 
     name = "sm90"
