@@ -261,4 +261,26 @@ DEVICE int fill(TileList& list, int& next, int tiles, unsigned& seen, Look look)
     return count;
 }
 
+// --- which work -------------------------------------------------------------------------------------------------------
+
+struct Turn { int tile, bh; };  // number of a tile; of a head among those of all batch entries
+
+// What comes as number `index` of the tiles of `all` heads: `most` heads at a time, tile after tile. Of each head the
+// tiles from number `early` on come at the very end, where they even out when blocks finish.
+DEVICE Turn turn_of(int index, int early, int all, int most) {
+    if (index >= early * all) {
+        const int tile = index / all;
+        return {tile, index - tile * all};
+    }
+    const int first = index / (most * early) * most, rest = index - first * early;
+    const int size = all - first < most ? all - first : most, tile = rest / size;
+    return {tile, first + rest - tile * size};
+}
+
+// Numbers of rows, in bulk: `bytes` of them, a multiple of 16.
+DEVICE void load_numbers(unsigned target, const float* source, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }

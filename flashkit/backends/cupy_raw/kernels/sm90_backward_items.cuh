@@ -21,25 +21,11 @@ DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 
 // keys are seen by most; of the last ones a quarter is left to the end, where they even out when blocks finish.
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);
-    const int early = HAS_MASK ? tiles - tiles / 4 : tiles, most = (int)p.splits;
-    int tile, bh;
-    if (index < early * all) {
-        const int first = index / (most * early) * most, rest = index - first * early;
-        const int size = all - first < most ? all - first : most;
-        tile = rest / size, bh = first + rest - tile * size;
-    } else {
-        tile = index / all, bh = index - tile * all;
-    }
-    return {bh / heads, bh % heads, tile * BLOCK_K};
+    const Turn turn = turn_of(index, HAS_MASK ? tiles - tiles / 4 : tiles, all, (int)p.splits);
+    return {turn.bh / heads, turn.bh % heads, turn.tile * BLOCK_K};
 }
 
 // --- loading ----------------------------------------------------------------------------------------------------------
-
-// Numbers of rows, in bulk.
-DEVICE void load_numbers(unsigned target, const float* source, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(target), "l"(source), "r"(BYTES_ROWS), "r"(barrier) : "memory");
-}
 
 DEVICE uint4 load_unit(unsigned address) {
     uint4 x;
@@ -132,7 +118,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
                 store_word(note + 8, (at.b * (int)p.heads + h) * tiles_q + tile);
                 arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (odd ? BYTES_DOUT + BYTES_ROWS : 0));
                 load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, at.b, q_came);
-                load_numbers(shift, row_at<const float>(p.shift, at.b, h, tile * BLOCK_Q), q_came);
+                load_numbers(shift, row_at<const float>(p.shift, at.b, h, tile * BLOCK_Q), BYTES_ROWS, q_came);
                 if (first) {
                     values.wait_empty(number);
                     arrive_and_expect(values.full, BYTES_V);
@@ -141,7 +127,8 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
                 douts.wait_empty(n);
                 if (!odd) arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS);
                 load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, at.b, dout_came);
-                load_numbers(base + AT_DELTA + dout_stage * BYTES_ROWS, row_at<const float>(p.delta, at.b, h, tile * BLOCK_Q), dout_came);
+                const float* delta = row_at<const float>(p.delta, at.b, h, tile * BLOCK_Q);
+                load_numbers(base + AT_DELTA + dout_stage * BYTES_ROWS, delta, BYTES_ROWS, dout_came);
             }
             if (odd) {
                 __syncwarp();

@@ -59,26 +59,13 @@ DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half
 
 // --- loading ----------------------------------------------------------------------------------------------------------
 
-// Numbers of a tile of queries, in bulk.
-DEVICE void load_numbers(unsigned target, const Tensor& source, int b, int h, int row, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(target), "l"(row_at<const float>(source, b, h, row)), "r"(BYTES_NUMBERS), "r"(barrier) : "memory");
-}
-
 // Item number `index`: tiles with most to do first, under a causal mask of queries the last, of keys the first ones, of
 // p.splits heads at a time; of those with least to do a quarter is left to the end, where they even out when blocks finish.
 DEVICE Item item_of(const Params& p, int index) {
-    const int heads = (int)p.heads / (OF_QUERIES ? 1 : GROUP), all = heads * (int)p.batch, most = (int)p.splits;
-    const int tiles = ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS, early = HAS_MASK ? tiles - tiles / 4 : tiles;
-    int tile, bh;
-    if (index < early * all) {
-        const int first = index / (most * early) * most, rest = index - first * early;
-        const int size = all - first < most ? all - first : most;
-        tile = rest / size, bh = first + rest - tile * size;
-    } else {
-        tile = index / all, bh = index - tile * all;
-    }
-    return item_at(p, bh / heads, bh % heads, (OF_QUERIES ? tiles - 1 - tile : tile) * ROWS);
+    const int heads = (int)p.heads / (OF_QUERIES ? 1 : GROUP), all = heads * (int)p.batch;
+    const int tiles = ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS;
+    const Turn turn = turn_of(index, HAS_MASK ? tiles - tiles / 4 : tiles, all, (int)p.splits);
+    return item_at(p, turn.bh / heads, turn.bh % heads, (OF_QUERIES ? tiles - 1 - turn.tile : turn.tile) * ROWS);
 }
 
 DEVICE int items_of(const Params& p) {
@@ -150,9 +137,11 @@ DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, cons
                     load_tile<1, CHUNKS_1, BLOCK>(base + AT_B1 + stage * BYTES_B1, b1, tile * BLOCK, head, at.b, full);
                     load_tile<1, CHUNKS_2, BLOCK>(base + AT_B2 + stage * BYTES_B2, b2, tile * BLOCK, head, at.b, full);
                     if constexpr (!OF_QUERIES) {  // there is memory for whole tiles
-                        load_numbers(numbers, p.shift, at.b, h, tile * BLOCK, full);
-                        load_numbers(numbers + BYTES_NUMBERS, p.delta, at.b, h, tile * BLOCK, full);
-                        load_numbers(numbers + 2 * BYTES_NUMBERS, p.dout_unit, at.b, h, tile * BLOCK, full);
+                        auto load_from = [&](int number, const Tensor& source) {
+                            const float* rows = row_at<const float>(source, at.b, h, tile * BLOCK);
+                            load_numbers(numbers + number * BYTES_NUMBERS, rows, BYTES_NUMBERS, full);
+                        };
+                        load_from(0, p.shift), load_from(1, p.delta), load_from(2, p.dout_unit);
                     }
                     if (first && e == 0) load_rows(at);
                 }

@@ -15,15 +15,8 @@ DEVICE Item item_of(const Params& p, int index) {
     const int tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     int tile, bh;
     if constexpr (HAS_MASK) {
-        const int early = tiles - tiles / 4, most = (int)p.splits;
-        if (index < early * all) {
-            const int first = index / (most * early) * most, rest = index - first * early;
-            const int size = all - first < most ? all - first : most;
-            tile = rest / size, bh = first + rest - tile * size;
-        } else {
-            tile = index / all, bh = index - tile * all;
-        }
-        tile = tiles - 1 - tile;
+        const Turn turn = turn_of(index, tiles - tiles / 4, all, (int)p.splits);
+        tile = tiles - 1 - turn.tile, bh = turn.bh;
     } else {
         const int whole = rows / BLOCK_Q;
         if (index < whole * all) bh = index / whole, tile = index - bh * whole;

@@ -16,17 +16,9 @@ def key_item(p, index):
     finish.
     """
     heads = u32(u32(p.heads) // u32(GROUP))
-    every, tiles, most, index = u32(heads * p.batch), u32(tiles_along(p.n_k, BLOCK_K)), u32(p.splits), u32(index)
+    tiles = u32(tiles_along(p.n_k, BLOCK_K))
     early = u32(tiles - tiles // u32(4)) if HAS_MASK else tiles
-    if index < u32(early * every):
-        first = u32(index // u32(most * early) * most)
-        rest = u32(index - first * early)
-        size = u32(min(every - first, most))
-        tile = u32(rest // size)
-        head = u32(first + rest - tile * size)
-    else:
-        tile = u32(index // every)
-        head = u32(index - tile * every)
+    tile, head = turn_of(u32(index), early, u32(heads * p.batch), u32(p.splits))
     return i32(head // heads), i32(head % heads), i32(tile * BLOCK_K)
 
 

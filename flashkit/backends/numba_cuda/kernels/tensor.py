@@ -63,6 +63,24 @@ def items_of(p):
 
 
 @device
+def turn_of(index, early, every, most):
+    """(tile, head among those of all batch entries) that come as number `index` of the tiles of `every` heads: `most`
+    heads at a time, tile after tile. Of each head the tiles from number `early` on come at the very end, where they
+    even out when blocks finish. Unsigned numbers.
+    """
+    if index < u32(early * every):
+        first = u32(index // u32(most * early) * most)
+        rest = u32(index - first * early)
+        size = u32(min(every - first, most))
+        tile = u32(rest // size)
+        head = u32(first + rest - tile * size)
+    else:
+        tile = u32(index // every)
+        head = u32(index - tile * every)
+    return tile, head
+
+
+@device
 def item_of(p, index):
     """Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least
     to do a quarter is left to the end, where they even out when blocks finish. Else one head after the other, the
@@ -71,16 +89,7 @@ def item_of(p, index):
     heads, rows, index = u32(u32(p.heads) // u32(PACK)), u32(p.n_q * PACK), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
     if HAS_MASK:
-        early, most = u32(tiles - tiles // u32(4)), u32(p.splits)
-        if index < early * every:
-            first = u32(index // u32(most * early) * most)
-            rest = u32(index - first * early)
-            size = u32(min(every - first, most))
-            tile = u32(rest // size)
-            head = u32(first + rest - tile * size)
-        else:
-            tile = u32(index // every)
-            head = u32(index - tile * every)
+        tile, head = turn_of(index, u32(tiles - tiles // u32(4)), every, u32(p.splits))
         tile = u32(tiles - u32(1) - tile)
     else:
         whole = u32(rows // u32(BLOCK_Q))
