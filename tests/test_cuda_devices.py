@@ -287,7 +287,7 @@ def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> No
         return [x.get() for x in flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)[1](dout)]
 
     together = gradients()
-    monkeypatch.setattr(sm80, "_CACHED", 0)
+    monkeypatch.setattr(sm80, "_CACHED", dict.fromkeys(sm80._CACHED, 0))
     apart = gradients()
     for one, other, again in zip(together, apart, gradients()):
         np.testing.assert_array_equal(other, again)
@@ -416,8 +416,9 @@ def test_a_call_on_another_device(generation: str) -> None:
 
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("there is one device")
-    arrays = tensors((1, 2, 70, 64), (1, 2, 70, 64), (1, 2, 70, 64))
-    right = flashkit.attention(*arrays, causal=True, backend=NAME).get()
+    arrays = tensors((1, 2, 70, 64), (1, 2, 70, 64), (1, 2, 70, 64), dtype="float16")
+    with skipped_if_refused():
+        right = flashkit.attention(*arrays, causal=True, backend=NAME).get()
     with cupy.cuda.Device(1):
         there = [cupy.asarray(x.get()) for x in arrays]
         out, vjp = flashkit.attention_vjp(*there, causal=True, backend=NAME)
@@ -596,8 +597,9 @@ def test_results_of_what_sees_nothing(d: int, dtype: str, generation: str) -> No
     out[:] = np.nan
     (_, lse), vjp = flashkit.attention_vjp(q, k[:, :, :0], v[:, :, :0], out=out, **options)
     assert not read(out).any() and np.isneginf(read(lse)).all() and not read(vjp(dout)[0]).any()
-    vjp = flashkit.attention_vjp(k[:, :, :0], q, q, backend=NAME)[1]
-    assert not any(read(x).any() for x in vjp(v[:, :, :0])[1:])
+    with skipped_if_refused():
+        vjp = flashkit.attention_vjp(k[:, :, :0], q, q, backend=NAME)[1]
+        assert not any(read(x).any() for x in vjp(v[:, :, :0])[1:])
 
 
 @pytest.mark.parametrize("n", [1, 31, 33, 1000, 4097])
@@ -662,7 +664,8 @@ def test_float32_gradients_of_many_tiles(d: int, options: dict[str, Any], genera
     options = {name: np.asarray(x) if isinstance(x, list) else x for name, x in options.items()}
     wide = [x.get().astype(np.float64) for x in (q, k, v, dout)]
     right = flashkit.attention_vjp(*wide[:3], **options, backend="cpu")[1](wide[3])
-    vjp = flashkit.attention_vjp(q, k, v, **options, backend=NAME)[1]
+    with skipped_if_refused():
+        vjp = flashkit.attention_vjp(q, k, v, **options, backend=NAME)[1]
     for _ in range(3):
         for name, one, other in zip(("dq", "dk", "dv"), vjp(dout), right):
             error = np.sqrt(((one.get() - other) ** 2).mean() / (other**2).mean())
