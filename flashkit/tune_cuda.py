@@ -51,7 +51,7 @@ class CudaTile:
 
     @classmethod
     def of(cls, generation: str, tile: Any) -> CudaTile:
-        return cls(generation, tuple(asdict(tile).items()))
+        return cls(generation, tuple({"block_q": tile.block_q, "block_k": tile.block_k, **asdict(tile)}.items()))
 
     @property
     def block_q(self) -> int:

@@ -313,7 +313,7 @@ def test_sm90_gradients_in_float32(spec: AttentionSpec, of_queries: bool) -> Non
     assert found.resources["sm90_float32_backward"].spills <= 256
     dims = [spec.head_dim, spec.head_dim_v]  # summed over for S and dP; then those of the gradients, 64 columns at once
     slices = sum(-(-dim // 64) for dim in dims[: 1 if of_queries else 2])
-    products = sum(-(-dim // 16) for dim in dims) + slices * tile.block // 16
+    products = sum(-(-dim // 16) for dim in dims) + slices * tile.block_k // 16
     sass = disassembled(found.path)
     assert len(re.findall(r"\bHGMMA\b", sass)) == products * (1 if spec.precision else 3)
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2 + slices

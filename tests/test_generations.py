@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from flashkit import profile_schema, tune_cuda
+from flashkit import expr, profile_schema, tune_cuda
 from flashkit.backends.cuda_common import backend, generation
 from flashkit.backends.cuda_common.compiler import CompileError
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cupy_raw import sm80
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
+from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 from flashkit.profile_schema import TileRow
-from flashkit.spec import AttentionSpec, Problem, Verdict
+from flashkit.spec import AttentionSpec, Direction, Problem, Verdict
 
 HOPPER = MODELS["sm_90a"]
 SPEC = AttentionSpec("bfloat16", 64, 64)
@@ -181,3 +183,19 @@ def test_a_trials_tile_becomes_a_row_and_is_followed() -> None:
         assert (tried.block_q, tried.block_k, tried.shape) == (tile.block_q, tile.block_k, "sm80")
         assert generation.tile_of(sm80.Sm80Tile, TileRow(**tried.row), lambda _: True)[0] == tile
         assert str(tried).startswith(f"{tile.block_q} x {tile.block_k}, warps {tile.warps}")
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("subject", [CupyRawBackend(), NumbaCudaBackend()], ids=lambda one: one.name)
+def test_every_candidate_can_stand_in_a_profile(subject: backend.CudaBackend, direction: Direction) -> None:
+    tried = 0
+    for dtype, d, mask in itertools.product(("float32", "bfloat16"), (64, 128, 256), (None, expr.K <= expr.Q)):
+        problem = Problem(AttentionSpec(dtype, d, d, mask=mask), 4, 16, 4096, 4096, "cupy")
+        for one in subject.generations:
+            if direction not in one.directions or not one.supports(problem, HOPPER, direction):
+                continue
+            for tile in one.candidates(problem, HOPPER, direction):
+                row = TileRow(**tune_cuda.CudaTile.of(one.name, tile).row)
+                assert generation.tile_of(type(tile), row, lambda _: True)[0] == tile
+                tried += 1
+    assert tried > 20

@@ -96,17 +96,20 @@ class Spare:
 def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool]) -> tuple[Tile | None, str]:
     """The tile of a profile's row and the row's reason; or None, and why it is not followed.
 
-    kind: the dataclass of the tile, whose own checks count too.
+    kind: the dataclass of the tile, whose own checks count too. What it is not made with, such as rows that are always
+    128, it has to have as the row says.
     """
     if row is None:
         return None, ""
     numbers = {name: value for name in IN_ROW if (value := getattr(row, name)) is not None}
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     numbers |= {name: value for name, value in row.options.items() if name != "generation"}
+    given = {field.name for field in fields(kind)} & numbers.keys()  # type: ignore[arg-type]
     try:
-        if unknown := numbers.keys() - set(known):
-            raise ValueError(f"it has no {', '.join(sorted(unknown))}")
-        tile = kind(**numbers)
+        tile = kind(**{name: numbers[name] for name in given})
+        if unknown := [name for name in sorted(numbers) if not hasattr(tile, name)]:
+            raise ValueError(f"it has no {', '.join(unknown)}")
+        if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
+            raise ValueError(", ".join(wrong))
     except (TypeError, ValueError) as error:
         return None, f"the profile's row is no tile: {error}"
     return (tile, row.why or "the profile's row") if fits(tile) else (None, f"the profile's tile {tile} does not fit")

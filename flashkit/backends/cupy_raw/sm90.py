@@ -7,6 +7,7 @@ the kernels of `sm80`, as do those with too few rows to fill the device.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -166,16 +167,19 @@ class Sm90(Generation):
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward" and problem.spec.dtype == "float32":
-            return [sm90_float32.backward_tile(problem.spec)]
+            return list(sm90_float32.backward_candidates(problem.spec, device))
         if direction == "backward":
             return list(backward_candidates(problem.spec, device))
         return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
-        if direction == "backward" and problem.spec.dtype == "float32":
-            return sm90_float32.Sm90Float32Backward(problem, device)
-        if direction == "backward":
-            found, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device))
-            return Sm90Backward(problem, device, found, why if found else "; ".join(filter(None, (CHOSEN, why))))
-        tile, why = tile_of(Sm90Tile, row, lambda x: x.fits(problem.spec, device))
-        return Sm90Forward(problem, device, tile, why if tile else "; ".join(filter(None, (CHOSEN, why))))
+        kind: Any
+        made: Callable[..., Pass]
+        if direction == "forward":
+            kind, made = Sm90Tile, Sm90Forward
+        elif problem.spec.dtype == "float32":
+            kind, made = sm90_float32.Sm90Float32BackwardTile, sm90_float32.Sm90Float32Backward
+        else:
+            kind, made = BackwardTile, Sm90Backward
+        tile, why = tile_of(kind, row, lambda x: x.fits(problem.spec, device))
+        return made(problem, device, tile, why if tile else "; ".join(filter(None, (CHOSEN, why))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -104,36 +104,43 @@ class Terms:
 
 @dataclass(frozen=True)
 class Sm90Float32BackwardTile:
-    """Tokens that are loaded at once, beside 128 rows; how many of such tiles, and of rows, are in shared memory:
-    kernels/sm90_float32_backward.cu.
+    """Rows that a block of threads keeps and tokens that it loads at once; how many of such tiles, and of rows, are in
+    shared memory: kernels/sm90_float32_backward.cu. Rows are queries for dQ, keys for dK and dV.
     """
 
-    block: int
+    block_k: int
     stages: int = 2
     row_buffers: int = 2
 
     def __post_init__(self) -> None:
-        if self.block % 16 or not 16 <= self.block <= 128 or self.stages < 2:
-            raise ValueError(f"{self=}: block is a multiple of 16 up to 128, stages are two or more")
+        if self.block_k % 16 or not 16 <= self.block_k <= 128 or self.stages < 2:
+            raise ValueError(f"{self=}: block_k is a multiple of 16 up to 128, stages are two or more")
         if self.row_buffers not in (1, 2):
             raise ValueError(f"{self=}: row_buffers are one or two")
+
+    @property
+    def block_q(self) -> int:
+        return _ROWS
 
     def shared_memory(self, spec: AttentionSpec, of_queries: bool) -> int:
         """Bytes of a block of threads."""
         row = 128 * parts(spec) * (chunks(spec.head_dim) + chunks(spec.head_dim_v))
         numbers = 0 if of_queries else 4 * _NUMBERS
-        tiles = self.row_buffers * (_ROWS * row + 28) + self.stages * (self.block * (row + numbers) + 24)
+        tiles = self.row_buffers * (_ROWS * row + 28) + self.stages * (self.block_k * (row + numbers) + 24)
         return tiles + _LIST
+
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        return all(self.shared_memory(spec, of_queries) <= device.shared_per_block for of_queries in (True, False))
 
     def source(self, spec: AttentionSpec, of_queries: bool) -> tuple[dict[str, int], str]:
         """Constants and generated functions of kernels/sm90_float32_backward.cu."""
         dims = [padded(dim) for dim in (spec.head_dim, *[spec.head_dim_v] * (not of_queries))]
         constants = {
-            "OF_QUERIES": of_queries, "BLOCK": self.block, "STAGES": self.stages, "ROW_BUFFERS": self.row_buffers,
+            "OF_QUERIES": of_queries, "BLOCK": self.block_k, "STAGES": self.stages, "ROW_BUFFERS": self.row_buffers,
             "PARTS": parts(spec), "REGISTERS": 232, "REGISTERS_LOADING": 40, "WATCHDOG": WATCHDOG,
         }  # fmt: skip
         widths = {min(64, dim - first) for dim in dims for first in range(0, dim, 64)}
-        return constants, products("float16", [self.block], widths)
+        return constants, products("float16", [self.block_k], widths)
 
 
 def backward_tile(spec: AttentionSpec) -> Sm90Float32BackwardTile:
@@ -141,6 +148,12 @@ def backward_tile(spec: AttentionSpec) -> Sm90Float32BackwardTile:
     if max(spec.head_dim, spec.head_dim_v) <= 64:
         return Sm90Float32BackwardTile(64)
     return Sm90Float32BackwardTile(48, row_buffers=2 if parts(spec) == 1 else 1)
+
+
+def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90Float32BackwardTile]:
+    chosen = backward_tile(spec)
+    each = chosen, *(replace(chosen, block_k=chosen.block_k + more) for more in (32, -16))
+    return [tile for tile in each if tile.fits(spec, device)]
 
 
 class Sm90Float32Backward:
@@ -151,7 +164,7 @@ class Sm90Float32Backward:
     ) -> None:
         spec = problem.spec
         self.problem, self.device, self.tile, self.why = problem, device, tile or backward_tile(spec), why
-        arch, block = compiler.target(device.capability), self.tile.block
+        arch, block = compiler.target(device.capability), self.tile.block_k
         self.split = Split(spec, block, device)
         self.rows = RowKernels(specialise.library, spec, device)
         self.libraries, self._kernels = [self.split.library, self.rows.library], []
@@ -168,7 +181,7 @@ class Sm90Float32Backward:
         # With a scale that is not positive a hidden pair's -inf would change its sign.
         if not (arguments.n_q and arguments.n_k and arguments.scale > 1e-30):
             return self._spare.run(arguments, stream)
-        block, batch = self.tile.block, arguments.batch
+        block, batch = self.tile.block_k, arguments.batch
         self.rows.prepare(arguments, stream, block)
         (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
         for of_queries, kernel in self._kernels:

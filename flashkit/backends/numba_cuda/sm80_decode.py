@@ -30,6 +30,10 @@ class DecodeTile:
         if self.block_k % 16 or not 16 <= self.block_k <= 128 or self.stages < 2 or not 1 <= self.warps <= 8:
             raise ValueError(f"{self=}: block_k is a multiple of 16 up to 128, stages two or more, warps up to 8")
 
+    @property
+    def block_q(self) -> int:
+        return ROWS
+
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block: kernels/sm80_tile_decode.py."""
         q, v = -(-spec.head_dim // 64), -(-spec.head_dim_v // 64)
