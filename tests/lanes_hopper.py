@@ -164,15 +164,47 @@ def store_zeros(address: int, zero: int) -> None:
     _bytes(address, 16)[:] = 0
 
 
-def store_matrices_turned(address: int, *words: int) -> None:
-    """Four matrices of 8 x 8, given as their columns."""
+def _store(address: int, words: Sequence[int], row_of: Callable[[list[Any], int, int], Any]) -> None:
+    """Matrices of 8 x 8, each lane's row where it says: row_of(lanes' words, matrix, row)."""
     given = told((address, words))
-    for i, (at, _) in enumerate(given):
-        matrix, row = divmod(i, 8)
-        column = [given[4 * k + row // 2][1][matrix] >> 16 * (row % 2) & 0xFFFF for k in range(8)]
-        if i == _lane.thread % 32:
-            _bytes(at, 16)[:] = np.array(column, np.uint16).view(np.uint8)
+    matrix, row = divmod(_lane.thread % 32, 8)
+    if matrix < len(words):
+        elements = np.array(row_of([each[1] for each in given], matrix, row))
+        _bytes(address, 16)[:] = elements.astype(np.uint16).view(np.uint8)
     lanes_sync()
+
+
+def store_matrices(address: int, *words: int) -> None:
+    def row_of(given: list[Any], matrix: int, row: int) -> Any:
+        return np.array([given[4 * row + k][matrix] for k in range(4)], np.uint32).view(np.uint16)
+
+    _store(address, words, row_of)
+
+
+store_two_matrices = store_matrices
+
+
+def store_matrices_turned(address: int, *words: int) -> None:
+    """Given as their columns."""
+    _store(address, words, lambda given, i, row: [_half(given[4 * k + row // 2][i], row) for k in range(8)])
+
+
+def _half(word: int, which: int) -> int:
+    return int(word) >> 16 * (which % 2) & 0xFFFF
+
+
+def turned(word: int, _: int) -> int:
+    given, (g, t) = told(word), divmod(_lane.thread % 32, 4)
+    low, high = (_half(given[4 * (2 * t + c) + g // 2], g) for c in range(2))
+    return low | high << 16
+
+
+def warps_sync(number: int, threads: int) -> None:
+    with _lock:
+        named = _lane.block.__dict__.setdefault("named", {})
+        barrier = named.setdefault(int(number), threading.Barrier(threads))
+        _lane.block.meetings.append(barrier)
+    barrier.wait()
 
 
 # --- lanes and numbers ------------------------------------------------------------------------------------------------
@@ -230,15 +262,24 @@ def _before(given: Sequence[Any], n: int) -> np.ndarray:
 
 def wgmma(
     kind: str, n: int, a_steps: Sequence[int], b_steps: Sequence[int], *, turned_a: bool = False,
-    turned_b: bool = False, fresh: bool = False,
+    turned_b: bool = False, fresh: bool = False, tiles: int = 1, apart: int = 0,
 ) -> Any:  # fmt: skip
     def of_shared(a: int, b: int, sums: np.ndarray) -> np.ndarray:
         for a_step, b_step in zip(a_steps, b_steps, strict=True):
             sums = sums + _operand(kind, a + a_step, 64, turned_a) @ _operand(kind, b + b_step, n, turned_b).T
         return sums.astype(np.float32)
 
-    assert fresh, "nobody adds so yet"
-    return lambda a, b: _together(None, lambda _: of_shared(a, b, np.zeros((64, n), np.float32)))
+    def product(sums: Sequence[Any], a: int, b: int, add: int) -> tuple[Any, ...]:
+        made: tuple[Any, ...] = ()
+        for tile in range(tiles):
+            own = sums[tile * n // 2 : (tile + 1) * n // 2]
+            start = lambda given: _before(given, n) if add else np.zeros((64, n), np.float32)
+            made += _together(own, lambda given, i=tile: of_shared(a + i * apart, b, start(given)))
+        return made
+
+    if fresh:
+        return lambda a, b: _together(None, lambda _: of_shared(a, b, np.zeros((64, n), np.float32)))
+    return product
 
 
 def wgmma_registers(kind: str, n: int, b_steps: Sequence[int], *, turned_b: bool = False) -> Any:

@@ -25,6 +25,7 @@ from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler, hopper_backward
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import sm80, sm80_decode, sm90, specialise
+from flashkit.backends.numba_cuda.sm90 import backward_kernel
 from flashkit.spec import AttentionSpec, Problem
 
 pytestmark = pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
@@ -77,7 +78,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     """
     spec = spec_of(dtype, d, **options)
     tile = hopper_backward.backward_tile(spec)
-    binary = compiler.binary(specialise.source("sm90_backward", spec, tile.constants(spec)), "sm_90a")
+    binary = compiler.binary(specialise.source(backward_kernel(spec), spec, tile.constants(spec)), "sm_90a")
     assert binary.resources["prepare_rows"].spills == binary.resources["store_queries"].spills == 0
     assert binary.resources["sm90_backward"].spills <= (128 if not options else 640)
     code = disassembled(binary.path)
@@ -183,7 +184,7 @@ def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
     from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 
     (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == "sm90")
-    for changes, reason in (*REFUSALS[:2], ({"d": 192}, "head dims up to 128, not of 192")):
+    for changes, reason in (*REFUSALS[:2], ({"d": 264}, "XX")):
         assert reason in chosen.supports(problem(**changes), HOPPER, "backward").reason
     assert "not sm_90" in chosen.supports(problem(), MODELS["sm_80"], "backward").reason
 
@@ -383,9 +384,32 @@ HOPPERS = {name: case for name, case in GRADIENTS.items() if name != "a hidden N
 @pytest.mark.parametrize("name", some(HOPPERS, ("causal, two blocks",)))
 @pytest.mark.parametrize("ordered", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_hoppers_backward_pass_lane_by_lane(name: str, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hoppers_backward_pass(HOPPERS[name], hopper_backward.BackwardTile(64), ordered, monkeypatch)
+
+
+def wide(case: tuple, dv: int) -> tuple:
+    """The same of more columns."""
+    (*sizes, _, _), options = case
+    return (*sizes, 136, dv), options
+
+
+@pytest.mark.parametrize("name", some(HOPPERS, ("window",)))
+@pytest.mark.parametrize("ordered", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("keys", "dv"), [(64, 200), pytest.param(80, 72, marks=pytest.mark.exhaustive)])
+def test_hoppers_backward_pass_of_wide_heads_lane_by_lane(
+    name: str, ordered: bool, keys: int, dv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both warp groups at the same keys: with three chunks of columns and four, or three and two."""
+    tile = hopper_backward.BackwardTile(64, keys, key_buffers=1)
+    hoppers_backward_pass(wide(HOPPERS[name], dv), tile, ordered, monkeypatch)
+
+
+def hoppers_backward_pass(
+    case: tuple, tile: hopper_backward.BackwardTile, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its three kernels as Python (lanes_hopper.py) against the definition in float64."""
-    call = call_of(HOPPERS[name], monkeypatch)
-    spec, tile = replace(call.spec, deterministic=ordered), hopper_backward.BackwardTile(64)
+    call = call_of(case, monkeypatch)
+    spec = replace(call.spec, deterministic=ordered)
     (batch, heads, n_q, _), n_k = call.arrays["q"].shape, call.arrays["k"].shape[2]
     dlse = np.random.default_rng(1).standard_normal((batch, heads, n_q)).astype(np.float32)
     (out, lse), vjp = flashkit.attention_vjp(*call.wide, **call.options, return_lse=True, backend="reference")
@@ -396,18 +420,18 @@ def test_hoppers_backward_pass_lane_by_lane(name: str, ordered: bool, monkeypatc
     tensors = {name: call.arrays[name] for name in ("dout", "dq", "dk", "dv")} | {
         "dlse": dlse, "shift": np.full(rows, np.nan, np.float32), "delta": np.full(rows, np.nan, np.float32),
         "partial": np.full((batch, heads, tiles, tile.sums(spec) // 4), np.nan, np.float32),
-        "partial_lse": np.full((batch, heads, tiles, 1 + -(-n_k // 128 // 32)), -1, np.int32),
+        "partial_lse": np.full((batch, heads, tiles, 1 + -(-n_k // tile.block_k // 32)), -1, np.int32),
     }  # fmt: skip
     ticket = np.zeros(2, np.int32)
     call.arguments.tensors(**{name: Device(x) for name, x in tensors.items()})
     call.arguments.set(ticket=ticket.ctypes.data, splits=batch * heads)
-    for name, count in (("q", 64), ("dout", 64), ("k", 128), ("v", 128)):
+    for name, count in (("q", 64), ("dout", 64), ("k", tile.block_k), ("v", tile.block_k)):
         lanes_hopper.maps[f"map_{name}"] = lanes_hopper.Map(call.arrays[name].view(np.uint16), count)
 
     words, shared, every = list(call.arguments.words), tile.shared_memory(spec), tiles * heads * batch
     for kernel, blocks in (("prepare_rows", every), ("sm90_backward", 1), ("store_queries", every)):
         own = kernel, "lanes_hopper"
-        lanes.launch("sm90_backward", spec, tile.constants(spec), shared, words, blocks, *own)
+        lanes.launch(backward_kernel(spec), spec, tile.constants(spec), shared, words, blocks, *own)
 
     assert not ticket.any(), "the counters are left as they were found"
     precision = {"float16": 1e-3, "bfloat16": 8e-3}[spec.dtype]

@@ -19,7 +19,7 @@ from ..cuda_common.generation import Generation, Kernels, Pass, Spare, sixteen_b
 from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
 
-MAX_DIM, MAX_DIM_BACKWARD = 256, 128
+MAX_DIM = 256
 _LIST = 4 * 224  # bytes of the list of tiles
 
 
@@ -81,6 +81,11 @@ class Forward(hopper.Forward):
         super().__init__(problem, device, tile, why, library, spare)
 
 
+def backward_kernel(spec: AttentionSpec) -> str:
+    """Of two ways to share the work of the backward pass among warp groups: the file of kernels/."""
+    return "sm90_backward_columns" if keys_shared(spec) else "sm90_backward_keys"
+
+
 class Backward(hopper_backward.Backward):
     """The backward pass."""
 
@@ -89,7 +94,7 @@ class Backward(hopper_backward.Backward):
     ) -> None:
         spec, tile = problem.spec, tile or backward_tile(problem.spec)
         constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
-        library = generation.kernels("sm90_backward", spec, constants, arch)
+        library = generation.kernels(backward_kernel(spec), spec, constants, arch)
         spare = Spare(partial(generation.older, problem, device, "backward"), spec, device, "backward")
         super().__init__(spec, device, tile, why, library, generation.kernels, spare)
 
@@ -116,9 +121,6 @@ class Sm90(Generation):
             return able
         if direction == "forward":
             return work_enough(problem, device, forward_tile(spec).block_q)
-        if keys_shared(spec):
-            dim = max(spec.head_dim, spec.head_dim_v)
-            return Verdict(False, f"it has gradients of head dims up to {MAX_DIM_BACKWARD}, not of {dim}")
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:

@@ -24,7 +24,7 @@ def key_item(p, index):
 
 @device
 def read_item(base, number):
-    slot = base + AT_ITEMS + 12 * stage_of(number, KEY_BUFFERS)
+    slot = item_slot(base, number)
     return uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))
 
 
@@ -108,8 +108,10 @@ def load_queries(p, base, at, number, first, n, odd_tiles, tile, h, states, last
     if leader:
         q_came, dout_came = (base + AT_ROWS_CAME, base + AT_ROWS_CAME) if odd else (q_full, dout_full)
         wait_empty(base + AT_Q_RING, n, STAGES)
-        store_word(base + AT_NOTES + 8 * stage, tile << 8 | (LAST_TILE if last else 0) | states)
-        store_word(base + AT_NOTES + 8 * stage + 4, h)
+        note = note_of(base, n)
+        store_word(note, tile << 8 | (LAST_TILE if last else 0) | states)
+        store_word(note + 4, h)
+        store_word(note + 8, (at[0] * i32(p.heads) + h) * tiles_along(p.n_q, BLOCK_Q) + tile)
         arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (BYTES_DOUT + BYTES_ROWS if odd else 0))
         load_tile(q, map_address("map_q"), chunks_q, BLOCK_Q, row0, h, at[0], q_came)
         load_bulk(shift, number_address(p.shift, I(at[0]), I(h), I(row0)), BYTES_ROWS, q_came)
@@ -146,7 +148,7 @@ def load_items(p, base):
     n, odd_tiles, number = u32(0), u32(0), u32(0)
     while True:
         came = base + (AT_K_CAME if CLEANS_KEYS else AT_K_RING) + 8 * stage_of(number, KEY_BUFFERS)
-        slot = base + AT_ITEMS + 12 * stage_of(number, KEY_BUFFERS)
+        slot = item_slot(base, number)
         # Not asked for earlier: who has waited for others would come back to an item that others wait for.
         index = i32(0)
         if leader:
@@ -245,7 +247,7 @@ def clean_keys(p, base):
     lane, number = i32(thread() % 32), I(0)
     while True:
         buffer = stage_of(number, KEY_BUFFERS)
-        slot, bits = base + AT_ITEMS + 12 * buffer, base + AT_ODD + 4 * ODD_WORDS * buffer
+        slot, bits = item_slot(base, number), odd_of(base, number)
         await_barrier(base + AT_K_CAME + 8 * buffer, u32(number) // u32(KEY_BUFFERS) & 1)
         b, k0, tile = load_word(slot), load_word(slot + 8), base + AT_K + buffer * BYTES_K
         if b != END:
@@ -271,18 +273,38 @@ def clean_keys(p, base):
 
 # --- the order of adding dQ -------------------------------------------------------------------------------------------
 #
-# Those that multiply write down which tile of dQ their number n is, and which tile of keys; it lies in shared memory.
-# Two warps, each for every second tile, add it from there when all tiles of keys before have been added.
+# Those that multiply say at once which tile of dQ their number n is, and which tile of keys, and a step later that it is
+# there: meanwhile its turn has come. If it is in shared memory it is added from there; if it is in registers they are
+# told when to add it. Two warps do this, each for every second tile. Four slots: before tile n + 4 is asked for, n has
+# left.
 
 
 @device
 def slot_of(base, n):
-    return base + AT_SLOTS + 8 * stage_of(n, 2)
+    return base + AT_SLOTS + 8 * stage_of(n, 4)
+
+
+@device
+def asked_of(base, n):
+    return base + AT_ASKED + 8 * stage_of(n, 4)
+
+
+@device
+def turn_to_add(base, n):
+    return base + AT_TURN + 8 * stage_of(n, 2)
 
 
 @device
 def added_of(base, n):
     return base + AT_ADDED + 8 * stage_of(n, 2)
+
+
+@device
+def ask(base, n, where, tile_k):
+    """where: the tile of queries among all."""
+    store_word(slot_of(base, n), where)
+    store_word(slot_of(base, n) + 4, tile_k)
+    arrive(asked_of(base, n))
 
 
 @device
@@ -298,22 +320,27 @@ def wait_for_turn(done, tile_k):
 
 @device
 def keep_order(p, base, which):
-    n = I(which)
+    n, leader = u32(which), thread() % 32 == 0
     while True:
-        await_barrier(added_of(base, n), u32(n) // u32(2) & 1)
+        await_barrier(asked_of(base, n), n // u32(4) & 1)
         where, tile_k = load_word(slot_of(base, n)), load_word(slot_of(base, n) + 4)
         if where == END:
             break
         done = p.partial_lse.data + 4 * (I(where) * p.partial_lse.token + 1)
         wait_for_turn(done, tile_k)
-        if thread() % 32 == 0:
-            fence_proxies()
-            add_bulk(p.partial.data + I(where) * BYTES_SUMS, base + AT_SUMS, BYTES_SUMS)
-            stores_end()
-            stores_wait_read()
-            arrive(base + AT_TURN)  # the next one may come
-            stores_wait()
-            fence_proxies()
+        if leader:
+            if KEYS_SHARED:
+                arrive(turn_to_add(base, n))
+                await_barrier(added_of(base, n), n // u32(2) & 1)
+            else:
+                await_barrier(added_of(base, n), n // u32(2) & 1)
+                fence_proxies()
+                add_bulk(p.partial.data + I(where) * BYTES_SUMS, base + AT_SUMS, BYTES_SUMS)
+                stores_end()
+                stores_wait_read()
+                arrive(turn_to_add(base, n))  # the next one may come
+                stores_wait()
+                fence_proxies()
             set_bits_after(done + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
         lanes_sync()
-        n += 2
+        n = u32(n + u32(2))

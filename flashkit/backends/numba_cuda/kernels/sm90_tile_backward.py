@@ -3,19 +3,27 @@
 GROUPS = 2
 WARPS, THREADS, GROUP_KEYS = 4 * GROUPS, 128 * (GROUPS + 1), BLOCK_K // GROUPS
 COLUMNS, COLUMNS_V, chunks_q, chunks_v = padded(HEAD_DIM), padded(HEAD_DIM_V), chunks(HEAD_DIM), chunks(HEAD_DIM_V)
-PAIRS, SUMS, SUMS_V = BLOCK_Q // 2, COLUMNS // 2, COLUMNS_V // 2  # registers of a lane: scores; dK, dV
-EARLY = min(PAIRS // 4, 8)  # of the numbers of a lane's pairs of rows, those that are read before the scores are there
+
+# KEYS_SHARED: both warp groups work at the same keys, with half of them each for the scores, and half the columns each
+# for the gradients. Else each has 64 of the keys, with all that belongs to them.
+PAIRS = GROUP_KEYS // 2 if KEYS_SHARED else BLOCK_Q // 2  # registers of a lane: scores
+if KEYS_SHARED:
+    HAS, HAS_V = (chunks_q + 1) // 2, (chunks_v + 1) // 2  # chunks of dK and dV of a group
+    SUMS, SUMS_V = HAS * BLOCK_K // 2, HAS_V * BLOCK_K // 2  # registers of a lane: dK, dV
+else:
+    SUMS, SUMS_V = COLUMNS // 2, COLUMNS_V // 2
 
 # A part of dQ^T is 64 columns of all rows; where there are no more than 64, of half the rows, so that both groups have
 # one. The sums lie as the warps hold them: [part][warp][16 bytes][lane].
-BY_COLUMNS = chunks_q > 1
+BY_COLUMNS = chunks_q > 1 or KEYS_SHARED
 PARTS, PART_ROWS = (chunks_q, BLOCK_Q) if BY_COLUMNS else (GROUPS, BLOCK_Q // GROUPS)
 BYTES_WARP = PART_ROWS * 16 * 4
 BYTES_PART, BYTES_SUMS = 4 * BYTES_WARP, PARTS * 4 * BYTES_WARP
 
 BYTES_K, BYTES_V = BLOCK_K * CHUNK_ROW * chunks_q, BLOCK_K * CHUNK_ROW * chunks_v
 BYTES_Q, BYTES_DOUT, BYTES_ROWS = BLOCK_Q * CHUNK_ROW * chunks_q, BLOCK_Q * CHUNK_ROW * chunks_v, BLOCK_Q * 4
-BYTES_PAIRS = BLOCK_Q * CHUNK_ROW * chunks(BLOCK_K)  # dS of a tile
+BYTES_TILE = BLOCK_Q * CHUNK_ROW * chunks(BLOCK_K)  # P or dS of a tile
+BYTES_PAIRS = BYTES_TILE * (2 if KEYS_SHARED else 1)  # both, or dS alone
 
 AT_K = 0
 AT_V = AT_K + KEY_BUFFERS * BYTES_K
@@ -23,22 +31,23 @@ AT_Q = AT_V + BYTES_V
 AT_DOUT = AT_Q + STAGES * BYTES_Q
 AT_PAIRS = AT_DOUT + DOUT_STAGES * BYTES_DOUT
 AT_SUMS = AT_PAIRS + 2 * BYTES_PAIRS
-AT_SHIFT = AT_SUMS + BYTES_SUMS
+AT_SHIFT = AT_SUMS + (0 if KEYS_SHARED else BYTES_SUMS)
 AT_DELTA = AT_SHIFT + STAGES * BYTES_ROWS
 AT_Q_RING = AT_DELTA + DOUT_STAGES * BYTES_ROWS
 AT_DOUT_RING = AT_Q_RING + 16 * STAGES
 AT_K_RING = AT_DOUT_RING + 16 * DOUT_STAGES
 AT_V_RING = AT_K_RING + 16 * KEY_BUFFERS
 AT_PAIRS_RING = AT_V_RING + 16
-AT_ADDED = AT_PAIRS_RING + 32  # a tile of dQ may be added
-AT_TURN = AT_ADDED + 16  # it has been, as far as its place in shared memory is concerned
-AT_K_CAME = AT_TURN + 8
+AT_ADDED = AT_PAIRS_RING + 32  # keep_order(): a tile of dQ is there, or has been added
+AT_TURN = AT_ADDED + 16  # its place in shared memory is free again, or it may be added
+AT_ASKED = AT_TURN + 16  # it is said which it is
+AT_K_CAME = AT_ASKED + 32
 AT_ROWS_CAME = AT_K_CAME + 8 * KEY_BUFFERS
-AT_NOTES = AT_ROWS_CAME + 8  # for each stage of Q: tile << 8 | ODD, LAST, states of the groups; its head
-AT_ITEMS = AT_NOTES + 8 * STAGES  # for each buffer of K: an item
+AT_NOTES = AT_ROWS_CAME + 8  # of each stage of Q: tile << 8 | ODD, LAST, states of the groups; head; number of all
+AT_ITEMS = AT_NOTES + 12 * STAGES  # for each buffer of K: an item
 AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS  # for each buffer of K: a bit for each key that was cleared
 ODD_WORDS = (BLOCK_K + 31) // 32
-AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS  # for two tiles of dQ: which they are
+AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS  # for four tiles of dQ: which they are
 ODD, LAST_TILE, END = 16, 64, -1  # some rows' numbers are not finite; the last tile of an item
 
 # A hidden pair has the weight and the gradient 0, but 0 times NaN is NaN. So rows of Q, dO and K that are not finite
@@ -51,7 +60,7 @@ load_number, NAN = load_from("shared", float32), F(np.nan)
 
 @device
 def first_of_lane(half):
-    """A lane's key among its group's."""
+    """A lane's place along the first axis of its group's tile, of two."""
     return i32(thread() % 128 // 32 * 16 + 8 * half + thread() % 32 // 4)
 
 
@@ -63,6 +72,21 @@ def tiles_along(n, block):
 @device
 def is_finite(x):
     return abs(x) < INFINITE
+
+
+@device
+def note_of(base, n):
+    return base + AT_NOTES + 12 * stage_of(n, STAGES)
+
+
+@device
+def item_slot(base, number):
+    return base + AT_ITEMS + 12 * stage_of(number, KEY_BUFFERS)
+
+
+@device
+def odd_of(base, number):
+    return base + AT_ODD + 4 * ODD_WORDS * stage_of(number, KEY_BUFFERS)
 
 
 @device

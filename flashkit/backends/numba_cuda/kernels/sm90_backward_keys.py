@@ -1,0 +1,238 @@
+# parts: sm90_backward
+# Products of the Hopper backward pass where each warp group has 64 of the keys. All are turned: keys are the rows.
+#
+#     S, P         [64][BLOCK_Q]   registers
+#     dP, dS       [64][BLOCK_Q]   registers; dS also in shared memory, two tiles, for dQ
+#     dK, dV       [64][..]        registers
+#     dQ           a part          registers, then shared memory, from where the copy engine adds it
+#
+# A step, for the tile of queries number n:
+#
+#     S = K Q^T            was begun in the step before,
+#     dP = V dO^T          is begun; meanwhile S becomes weights,
+#     dV += P dO           is begun; meanwhile dP becomes dS, which goes to shared memory,
+#     dQ^T = K^T dS        of the tile before, so that nobody waits for the other group's dS,
+#     dK += dS Q           and the next tile's scores are begun; meanwhile dQ goes to shared memory.
+
+scores_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM, BLOCK_K), along_rows(HEAD_DIM, BLOCK_Q), fresh=True)
+values_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM_V, BLOCK_K), along_rows(HEAD_DIM_V, BLOCK_Q), fresh=True)
+dv_product = wgmma_registers(STORAGE, COLUMNS_V, along_columns(BLOCK_Q), turned_b=True)
+dk_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_Q), turned_b=True)
+dq_product = wgmma(
+    STORAGE, PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
+)  # fmt: skip
+
+
+@device
+def scores(base, k_tile, group, n):
+    q = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
+    products_begin()
+    s = scores_product(descriptor(k_tile + group * 64 * CHUNK_ROW, 16), descriptor(q, 16))
+    products_end()
+    return s
+
+
+@device
+def gradients_of_weights(base, group, dout):
+    products_begin()
+    dp = values_product(descriptor(base + AT_V + group * 64 * CHUNK_ROW, 16), descriptor(dout, 16))
+    products_end()
+    return dp
+
+
+@device
+def query_gradients(base, k_tile, group, n):
+    ds = base + AT_PAIRS + stage_of(n, 2) * BYTES_PAIRS
+    if BY_COLUMNS:
+        k_tile = k_tile + group * BLOCK_K * CHUNK_ROW
+    else:
+        ds = ds + group * PART_ROWS * CHUNK_ROW
+    products_begin()
+    dq = dq_product(descriptor(k_tile, 16), descriptor(ds, 16))
+    products_end()
+    return dq
+
+
+# --- dS to shared memory, dQ to memory --------------------------------------------------------------------------------
+
+
+@device
+def store_sixteen(i, words, target):
+    """16 queries of a warp's keys, as rows of queries."""
+    store_matrices_turned(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
+
+
+@device
+def stage_four(i, four, target):
+    store_four(target + 512 * i, four)
+
+
+@device
+def stage_sums(base, n, dq, part_of_lane):
+    """dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or in
+    order by a warp that makes its own.
+    """
+    release(base + AT_PAIRS_RING, n, 2)
+    if ORDERED:
+        await_barrier(turn_to_add(base, u32(n - 1)), u32(n - 1) // u32(2) & 1)
+    else:
+        stores_wait_read()
+    lanes_sync()
+    groups(stage_four, 4, dq, part_of_lane)
+    if ORDERED:
+        lanes_sync()
+        arrive_once(added_of(base, n))
+
+
+@device
+def send_sums(p, base, where):
+    """After a fence and lanes_sync(). where: the tile of queries among all."""
+    if not ORDERED:
+        if thread() % 32 == 0:
+            part = (uniform(thread() // 32) - 4) * BYTES_WARP
+            add_bulk(p.partial.data + I(where) * BYTES_SUMS + part, base + AT_SUMS + part, BYTES_WARP)
+            stores_end()
+
+
+# --- an item's end ----------------------------------------------------------------------------------------------------
+
+
+@device
+def store_columns(i, words, rest):
+    """32 columns of a lane's two keys."""
+    rows, keys, n_k, dim = rest
+    column = 32 * i + i32(thread() % 4 * 8)
+    for half in range(2):
+        four = turn_four(i32(words[half]), i32(words[2 + half]), i32(words[4 + half]), i32(words[6 + half]))
+        if keys[half] < n_k and column < dim:
+            store_unit(rows[half] + column * ITEM, four)
+
+
+@device
+def store_keys(p, tensor, at, group, x, factor, dim, missing):
+    """dK or dV of a warp group's keys, 16 bytes at a time; missing: registers to whole 32 columns."""
+    k0 = at[2] + 64 * group
+    keys = k0 + first_of_lane(0), k0 + first_of_lane(1)
+    rows = row_address(tensor, I(at[0]), I(at[1]), I(keys[0])), row_address(tensor, I(at[0]), I(at[1]), I(keys[1]))
+    words = join(pack, scaled(x, factor)) + missing
+    groups(store_columns, 8, words, (rows, keys, i32(p.n_k), dim))
+
+
+# --- multiplying ------------------------------------------------------------------------------------------------------
+
+MISSING, MISSING_V = ((u32(0),) * (-SUMS // 2 % 8) for SUMS in (SUMS, SUMS_V))
+
+
+@device
+def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
+    """Tile n, whose scores have been begun: to its dV and dK, and dQ of the tile before. first, last: of the item."""
+    n, first = tile
+    own, part_of_lane, pairs_of_lane = lane_places
+    s, dk, dv, staged, before = state
+    stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
+    shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
+    q_tile, dout_tile = base + AT_Q + stage * BYTES_Q, base + AT_DOUT + dout_stage * BYTES_DOUT
+    note, where = uniform(load_word(note_of(base, n))), load_word(note_of(base, n) + 8)
+    last = note & LAST_TILE != 0
+    if ORDERED:
+        if thread() == 128:
+            ask(base, n, where, load_word(item_slot(base, number) + 8) // BLOCK_K)
+    early = listed(numbers_of, EARLY, shift)
+    wait_full(base + AT_DOUT_RING, n, DOUT_STAGES)
+    products_wait(0)  # S, and dK of the tile before
+    s = settle(s)
+    dp = gradients_of_weights(base, group, dout_tile)
+    if not first:
+        release(base + AT_Q_RING, n - 1, STAGES)
+        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES)
+
+    s, w, kept, plain = weights(p, base, n, number, note, group, even, s, early, shift, unit)
+    products_begin()
+    dv = dv_product(dv, w, descriptor(dout_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
+    products_end()
+    products_wait(1)  # dP
+    ds = gradients(p, s, settle(dp), plain, early, delta, kept)
+    wait_empty(base + AT_PAIRS_RING, n, 2)
+    groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_PAIRS))
+    fence_async()
+    lanes_sync()
+    arrive_once(base + AT_PAIRS_RING + 8 * stage_of(n, 2))
+    if staged >= 0:
+        send_sums(p, base, staged)
+    products_wait(0)  # dV
+    w = settle(w)
+    if not first:
+        wait_full(base + AT_PAIRS_RING, n - 1, 2)
+    # Always begun, or the compiler makes it wait; of an item's first tile nothing comes of it.
+    dq = query_gradients(base, k_tile, group, n + 1)
+    products_begin()
+    dk = dk_product(dk, ds, descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
+    products_end()
+    if not last:
+        wait_full(base + AT_Q_RING, n + 1, STAGES)
+    s = scores(base, k_tile, group, n if last else n + 1)  # likewise, of the last
+    products_wait(1)  # dQ, dK
+    dq, ds = settle(dq), settle(ds)
+    if not first:
+        stage_sums(base, n - 1, dq, part_of_lane)
+    return (s, dk, dv, before, where), last
+
+
+@device
+def multiply_tiles(p, base, group):
+    unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
+    # What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
+    lane, warp = here(thread() % 32), u32(uniform(thread() // 32)) - u32(4)
+    # Where a lane's numbers of queries are, its part of dQ in shared memory, and its matrices of dS.
+    lane_places = (
+        u32(here(base + own_row())),
+        u32(base + AT_SUMS + warp * BYTES_WARP + lane * 16),
+        u32(here(base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW
+                 + swizzled(lane % 8 + lane // 16 * 8, warp % 4 * 2 + lane // 8 % 2))),
+    )  # fmt: skip
+    dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
+    n, number = u32(0), u32(0)  # tiles so far, items
+    while True:
+        wait_full(base + AT_K_RING, number, KEY_BUFFERS)
+        if uniform(load_word(item_slot(base, number))) == END:
+            break
+        k_tile, odd, even = base + AT_K + stage_of(number, KEY_BUFFERS) * BYTES_K, odd_of(base, number), True
+        if MAY_HIDE:
+            even = uniform(load_word(odd + 8 * group) | load_word(odd + 8 * group + 4)) == 0
+        wait_full(base + AT_Q_RING, n, STAGES)
+        s = scores(base, k_tile, group, n)
+        wait_full(base + AT_V_RING, number, 1)
+        # Tiles of dQ: in shared memory, and the one that is next.
+        state, first, last = (s, dk, dv, i32(-1), i32(-1)), True, False
+        while not last:
+            state, last = step(p, base, group, k_tile, number, unit, even, lane_places, (n, first), state)
+            first, n = False, u32(n + 1)
+        products_wait(0)
+        s, dk, dv, staged, before = state
+        s, dk, dv = settle(s), settle(dk), settle(dv)
+        release(base + AT_Q_RING, n - 1, STAGES)
+        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES)
+        release(base + AT_V_RING, number, 1)
+        wait_full(base + AT_PAIRS_RING, n - 1, 2)
+        dq = query_gradients(base, k_tile, group, n - 1)
+        fence_async()
+        lanes_sync()
+        if staged >= 0:
+            send_sums(p, base, staged)
+        products_wait(0)
+        stage_sums(base, n - 1, settle(dq), lane_places[1])
+        at = read_item(base, number)
+        fence_async()
+        lanes_sync()
+        send_sums(p, base, before)
+        release(base + AT_K_RING, number, KEY_BUFFERS)
+        store_keys(p, p.dv, at, group, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
+        store_keys(p, p.dk, at, group, dk, np.float32(p.scale), HEAD_DIM, MISSING)
+        number = u32(number + 1)
+    if ORDERED:
+        await_barrier(turn_to_add(base, u32(n - 1)), u32(n - 1) // u32(2) & 1)
+        if thread() == 128:
+            ask(base, n, END, 0)
+            ask(base, n + 1, END, 0)
+    else:
+        stores_wait()
