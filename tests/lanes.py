@@ -149,6 +149,10 @@ def exp2_fast(x: Any) -> Any:
     return np.float32(np.exp2(np.float32(x)))
 
 
+def log2_fast(x: Any) -> Any:
+    return np.log2(np.float32(x))
+
+
 def reciprocal(x: Any) -> Any:
     return np.float32(1) / np.float32(x)
 

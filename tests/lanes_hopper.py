@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,20 @@ _lock = threading.RLock()
 
 @dataclass
 class Map:
-    """A tensor (B, H, N, D) of 16-bit elements, and the rows of a box."""
+    """A tensor (B, H, N, D) of 16-bit elements, and the rows of a box: tokens, or members of a pack of heads for each
+    of fewer tokens.
+    """
 
     array: np.ndarray
     rows: int
+    pack: int = 1
+
+    def box(self, column: int, near: int, far: int, head: int, batch: int) -> np.ndarray:
+        """What is there of a box, (tokens, members, columns)."""
+        token = far if self.pack > 1 else near
+        heads = slice(head * self.pack, (head + 1) * self.pack)
+        tokens = slice(token, token + self.rows // self.pack)
+        return self.array[batch, heads, tokens, column : column + 64].transpose(1, 0, 2)
 
 
 class Barrier:
@@ -88,6 +99,10 @@ def has_ended(barrier: int, parity: int) -> bool:
     return _barriers()[int(barrier)].ended & 1 != parity
 
 
+def nap() -> None:
+    time.sleep(0.01)
+
+
 def nothing(*_: Any) -> None: ...
 
 
@@ -110,14 +125,27 @@ def map_address(name: str) -> Map:
     return maps[name]
 
 
-def load_box(target: int, source: Map, barrier: int, column: int, token: int, _: int, head: int, batch: int) -> None:
-    box = np.zeros((source.rows, 64), np.uint16)
-    there = source.array[batch, head, token : token + source.rows, column : column + 64]
-    box[: there.shape[0], : there.shape[1]] = there
-    for row in range(source.rows):
+def _units(start: int, rows: int) -> Any:
+    """Places of the units of a box in shared memory."""
+    for row in range(rows):
         for unit in range(8):
-            _bytes(swizzle(target + row * 128 + unit * 16), 16)[:] = box[row, 8 * unit : 8 * unit + 8].view(np.uint8)
+            yield row, slice(8 * unit, 8 * unit + 8), _bytes(swizzle(start + row * 128 + unit * 16), 16)
+
+
+def load_box(target: int, source: Map, barrier: int, *corner: int) -> None:
+    box = np.zeros((source.rows // source.pack, source.pack, 64), np.uint16)
+    there = source.box(*corner)
+    box[: there.shape[0], :, : there.shape[2]] = there
+    for row, columns, place in _units(target, source.rows):
+        place[:] = box.reshape(-1, 64)[row, columns].view(np.uint8)
     _barriers()[int(barrier)].take(0, -box.nbytes)
+
+
+def store_box(target: Map, source: int, *corner: int) -> None:
+    box, there = np.zeros((target.rows // target.pack, target.pack, 64), np.uint16), target.box(*corner)
+    for row, columns, place in _units(source, target.rows):
+        box.reshape(-1, 64)[row, columns] = place.view(np.uint16)
+    there[...] = box[: there.shape[0], :, : there.shape[2]]
 
 
 def load_bulk(target: int, source: int, count: int, barrier: int) -> None:
@@ -199,12 +227,33 @@ def turned(word: int, _: int) -> int:
     return low | high << 16
 
 
-def warps_sync(number: int, threads: int) -> None:
+class Meeting:
+    """A barrier among warps by number: so many threads in all, of which some do not wait for the others."""
+
+    def __init__(self) -> None:
+        self.there, self.ended, self.changed = 0, 0, threading.Condition(_lock)
+
+    def come(self, threads: int, stay: bool) -> None:
+        with _lock:
+            before, self.there = self.ended, self.there + 1
+            if self.there == threads:
+                self.there, self.ended = 0, self.ended + 1
+                self.changed.notify_all()
+            elif stay:
+                assert self.changed.wait_for(lambda: self.ended != before, PATIENCE), "some do not come"
+
+
+def _meeting(number: int) -> Meeting:
     with _lock:
-        named = _lane.block.__dict__.setdefault("named", {})
-        barrier = named.setdefault(int(number), threading.Barrier(threads))
-        _lane.block.meetings.append(barrier)
-    barrier.wait()
+        return _lane.block.__dict__.setdefault("named", {}).setdefault(int(number), Meeting())
+
+
+def warps_sync(number: int, threads: int) -> None:
+    _meeting(number).come(threads, True)
+
+
+def warps_arrive(number: int, threads: int) -> None:
+    _meeting(number).come(threads, False)
 
 
 # --- lanes and numbers ------------------------------------------------------------------------------------------------
@@ -212,6 +261,14 @@ def warps_sync(number: int, threads: int) -> None:
 
 def fma(x: Any, y: Any, z: Any) -> Any:
     return np.float32(np.float64(x) * np.float64(y) + np.float64(z))
+
+
+def or_lanes(bits: int) -> int:
+    return int(np.bitwise_or.reduce([int(x) for x in told(bits)]))
+
+
+def ones(bits: int) -> int:
+    return int(bits).bit_count()
 
 
 def lowest_one(bits: int) -> int:
@@ -260,6 +317,10 @@ def _before(given: Sequence[Any], n: int) -> np.ndarray:
     return rows.transpose(0, 4, 1, 3, 2, 5).reshape(64, n)
 
 
+def _sums(given: Sequence[Any], n: int, add: int) -> np.ndarray:
+    return _before(given, n) if add else np.zeros((64, n), np.float32)
+
+
 def wgmma(
     kind: str, n: int, a_steps: Sequence[int], b_steps: Sequence[int], *, turned_a: bool = False,
     turned_b: bool = False, fresh: bool = False, tiles: int = 1, apart: int = 0,
@@ -273,8 +334,8 @@ def wgmma(
         made: tuple[Any, ...] = ()
         for tile in range(tiles):
             own = sums[tile * n // 2 : (tile + 1) * n // 2]
-            start = lambda given: _before(given, n) if add else np.zeros((64, n), np.float32)
-            made += _together(own, lambda given, i=tile: of_shared(a + i * apart, b, start(given)))
+            start = a + tile * apart
+            made += _together(own, lambda given, start=start: of_shared(start, b, _sums(given, n, add)))
         return made
 
     if fresh:
@@ -285,7 +346,7 @@ def wgmma(
 def wgmma_registers(kind: str, n: int, b_steps: Sequence[int], *, turned_b: bool = False) -> Any:
     def product(sums: Sequence[Any], left: Sequence[int], b: int, add: int) -> tuple[Any, ...]:
         def compute(given: list[Any]) -> np.ndarray:
-            total = _before([each[0] for each in given], n) if add else np.zeros((64, n), np.float32)
+            total = _sums([each[0] for each in given], n, add)
             words = np.array([each[1] for each in given], np.uint32).view(lanes.NUMPYS[kind]).astype(np.float32)
             words = words.reshape(4, 8, 4, -1, 2, 2, 2)  # warp, g, t, step, column half, row half, c
             for i, step in enumerate(b_steps):

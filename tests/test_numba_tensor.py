@@ -51,7 +51,7 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
 def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -> None:
     """Products are not serialised (or `binary` raises); little is spilled, in code that runs once an item."""
     spec = spec_of(dtype, d, **options)
-    constants = sm90.forward_tile(spec).constants(spec, 1)
+    constants = sm90.forward_tile(Problem(spec, 1, 2, 300, 300)).constants(spec, 1)
     binary = compiler.binary(specialise.source("sm90_forward", spec, constants), "sm_90a")
     resources = binary.resources["sm90_forward"]
     assert resources.registers in (128, 168)
@@ -70,6 +70,8 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
         pytest.param("bfloat16", 64, {"causal": True, "deterministic": True}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 96, {"kv_lengths": np.array([9])}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, marks=pytest.mark.exhaustive),
+        ("bfloat16", 256, {}),
+        pytest.param("float16", 192, {"causal": True, "deterministic": True}, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
@@ -85,12 +87,15 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     code = code[code.index(".text.sm90_backward:") :]
     lines = code[: code.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    # Scores twice, for the first tile and the next one; dQ twice, in the loop and after it.
-    assert len(products) == 3 * -(-d // 16) + 2 * tile.block_q // 16 + 2 * tile.block_k // 16
-    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == 6
+    # Scores twice, for the first tile and the next one; dQ twice, in the loop and after it, or of two chunks. Of dV and
+    # dK as many chunks as a group has where groups share the keys.
+    chunks = -(-d // 128) if hopper_backward.keys_shared(spec) else 1
+    assert len(products) == 3 * -(-d // 16) + 2 * chunks * tile.block_q // 16 + 2 * tile.block_k // 16
+    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == (7 if hopper_backward.keys_shared(spec) else 6)
     spilled = [line for line in lines[products[0] : products[-1]] if re.search(r"\b(STL|LDL)", line)]
     assert len(spilled) <= 60
-    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", "UBLKRED", "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
+    adding = "REDG.E.ADD.F32" if hopper_backward.keys_shared(spec) else "UBLKRED"
+    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", adding, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
         assert instruction in code
 
 
@@ -184,7 +189,7 @@ def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
     from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 
     (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == "sm90")
-    for changes, reason in (*REFUSALS[:2], ({"d": 264}, "XX")):
+    for changes, reason in REFUSALS[:2]:
         assert reason in chosen.supports(problem(**changes), HOPPER, "backward").reason
     assert "not sm_90" in chosen.supports(problem(), MODELS["sm_80"], "backward").reason
 
@@ -196,9 +201,9 @@ def test_tiles_are_checked() -> None:
         sm80.Tile(24)
     with pytest.raises(ValueError, match="in groups of 32 rows"):
         sm80.BackwardTile(32, 32)
-    spec = AttentionSpec("bfloat16", 128, 128)
-    assert sm90.forward_candidates(spec, HOPPER)[0] == sm90.forward_tile(spec)
-    assert all(tile.shared_memory(spec) <= HOPPER.shared_per_block for tile in sm90.forward_candidates(spec, HOPPER))
+    tiles = sm90.forward_candidates(problem(), HOPPER)
+    assert tiles[0] == sm90.forward_tile(problem())
+    assert all(tile.shared_memory(problem().spec) <= HOPPER.shared_per_block for tile in tiles)
 
 
 def test_the_tutorial_shows_the_kernels_own_lines() -> None:
@@ -375,6 +380,26 @@ def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mo
     for name, right in zip(("dq", "dk", "dv"), vjp(dout, dlse)):
         off = 4 * precision * max(1.0, np.nanmax(np.abs(right), initial=0))
         np.testing.assert_allclose(call.stored(name), right, rtol=4 * precision, atol=off, err_msg=name)
+
+
+@pytest.mark.parametrize("name", some(BY_LANES, ("a mask of groups",)))
+def test_hoppers_forward_pass_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel as Python (lanes_hopper.py), one block, in tiles of 32 keys, against the definition in float64."""
+    call, tile = call_of(BY_LANES[name], monkeypatch), sm90.Tile(128, 32)
+    pack = 2 if name == "a mask of groups" else 1
+    ticket = np.zeros(2, np.int32)
+    call.arguments.set(ticket=ticket.ctypes.data)
+    for of, rows, heads in (("q", 64, pack), ("k", 32, 1), ("v", 32, 1), ("out", 64, pack)):
+        lanes_hopper.maps[f"map_{of}"] = lanes_hopper.Map(call.arrays[of].view(np.uint16), rows, heads)
+    constants, shared = tile.constants(call.spec, pack), tile.shared_memory(call.spec)
+    own = "sm90_forward", "lanes_hopper"
+    lanes.launch("sm90_forward", call.spec, constants, shared, list(call.arguments.words), 1, *own)
+
+    assert not ticket.any(), "the counters are left as they were found"
+    truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
+    scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
+    np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
+    np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
 
 
 # Where a row's delta is NaN its weights are taken for NaN too, as in CUDA C++: dv is NaN where it need not be.

@@ -20,7 +20,8 @@ from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, wo
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
 
 MAX_DIM = 256
-_LIST = 4 * 224  # bytes of the list of tiles
+SHORT = 2048
+_LIST = 24 + 4 * 224  # bytes of a list of tiles, kernels/sm90_tile.py
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Tile(ForwardTile):
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block."""
         q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
-        return self.buffers(q, v, v) + _LIST
+        return self.buffers(q, v, v) + 32 + 2 * _LIST
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""
@@ -47,11 +48,13 @@ def _finding(spec: AttentionSpec) -> bool:
     return spec.mask is not None or spec.score is not None or spec.kv_lengths
 
 
-def forward_tile(spec: AttentionSpec) -> Tile:
+def forward_tile(problem: Problem) -> Tile:
     """What does well on an H200."""
+    spec = problem.spec
     dim, dim_v = spec.head_dim, spec.head_dim_v
-    if max(dim, dim_v) <= 64:  # a modification takes registers
-        return Tile(192, 128) if spec.score is None and not spec.dropout else Tile(128, 128)
+    if max(dim, dim_v) <= 64:  # a modification takes registers; of short sequences, masked, larger tiles waste more
+        small = spec.score is not None or spec.dropout or (spec.mask is not None and problem.n_q <= SHORT)
+        return Tile(128 if small else 192, 128)
     if max(dim, dim_v) <= 128:
         return Tile(128, 128)
     if dim <= 192 and dim_v <= 128:
@@ -59,9 +62,9 @@ def forward_tile(spec: AttentionSpec) -> Tile:
     return Tile(128, 96 if max(dim, dim_v) <= 192 else 80, q_buffers=1)
 
 
-def forward_candidates(spec: AttentionSpec, device: Device) -> list[Tile]:
+def forward_candidates(problem: Problem, device: Device) -> list[Tile]:
     """Tiles worth trying, the one of `forward_tile` first."""
-    tiles = [forward_tile(spec)]
+    spec, tiles = problem.spec, [forward_tile(problem)]
     for rows, keys, buffers, turns in itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (2, 1), (1, 0)):
         tiles.append(Tile(rows, keys, 2, buffers, turns))
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
@@ -73,7 +76,7 @@ class Forward(hopper.Forward):
     def __init__(
         self, generation: Sm90, problem: Problem, device: Device, tile: Tile | None, why: str = CHOSEN
     ) -> None:
-        spec, tile = problem.spec, tile or forward_tile(problem.spec)
+        spec, tile = problem.spec, tile or forward_tile(problem)
         constants = tuple(tile.constants(spec, packed(problem)).items())
         library = generation.kernels("sm90_forward", spec, constants, compiler.target(device.capability))
 
@@ -120,13 +123,13 @@ class Sm90(Generation):
         if not (able := sixteen_bits(spec, MAX_DIM)):
             return able
         if direction == "forward":
-            return work_enough(problem, device, forward_tile(spec).block_q)
+            return work_enough(problem, device, forward_tile(problem).block_q)
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward":
             return list(backward_candidates(problem.spec, device))
-        return list(forward_candidates(problem.spec, device))
+        return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
         if direction == "backward":

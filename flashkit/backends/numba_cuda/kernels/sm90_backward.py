@@ -17,8 +17,8 @@
 #
 # Warp group 0: warp 0 finds the tiles and loads them, warp 1 looks through the keys, warps 2 and 3 keep the order in
 # which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys, with all
-# that belongs to them (sm90_backward_keys); or, where dK and dV of 64 keys do not fit the registers of a group, both share
-# the keys, and each has half the columns of dK, dV and dQ (sm90_backward_columns, KEYS_SHARED).
+# that belongs to them (sm90_backward_keys.py); or, where dK and dV of 64 keys do not fit the registers of a group, both
+# share the keys, and each has half the columns of dK, dV and dQ (sm90_backward_columns.py, KEYS_SHARED).
 #
 # With ORDERED a tile is added to by one block after the other, in the order of their keys, so the bits never change.
 

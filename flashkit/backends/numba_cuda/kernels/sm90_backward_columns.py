@@ -23,7 +23,9 @@ SUMS_LATE = BLOCK_Q // 2
 MEETING = 1  # number of the barrier of both groups
 
 scores_product = wgmma(STORAGE, GROUP_KEYS, along_rows(HEAD_DIM, BLOCK_Q), along_rows(HEAD_DIM, BLOCK_K), fresh=True)
-values_product = wgmma(STORAGE, GROUP_KEYS, along_rows(HEAD_DIM_V, BLOCK_Q), along_rows(HEAD_DIM_V, BLOCK_K), fresh=True)
+values_product = wgmma(
+    STORAGE, GROUP_KEYS, along_rows(HEAD_DIM_V, BLOCK_Q), along_rows(HEAD_DIM_V, BLOCK_K), fresh=True
+)  # fmt: skip
 along_queries, of_chunks = (along_columns(BLOCK_Q),) * 2, BLOCK_Q * CHUNK_ROW >> 4
 dv_product = wgmma(STORAGE, BLOCK_K, *along_queries, turned_a=True, turned_b=True, tiles=HAS_V, apart=of_chunks)
 dk_product = wgmma(STORAGE, BLOCK_K, *along_queries, turned_a=True, turned_b=True, tiles=HAS, apart=of_chunks)

@@ -69,8 +69,8 @@ def stage_four(i, four, target):
 
 @device
 def stage_sums(base, n, dq, part_of_lane):
-    """dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or in
-    order by a warp that makes its own.
+    """dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or
+    in order by a warp that makes its own.
     """
     release(base + AT_PAIRS_RING, n, 2)
     if ORDERED:

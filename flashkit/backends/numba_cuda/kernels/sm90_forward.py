@@ -12,7 +12,7 @@
 #     output      [64][HEAD_DIM_V]              registers of a warp group, unscaled
 #     m, l        [64]                          a row's reference, in base 2, and its sum of weights: registers
 #
-# Warp group 0: warp 0 finds the tiles and loads them, warp g stores the output of group g. Warp groups 1 ... GROUPS,
+# Warp group 0: warp 0 loads tiles, warp 1 stores outputs, warp 2 finds the tiles to load. Warp groups 1 ... GROUPS,
 # with 64 rows each, multiply. A step of such a group, for the tile of keys number n of all that the block loads:
 #
 #     scores      s = Q K_n^T          is begun,
@@ -169,6 +169,29 @@ def after(x):
     return 1 if as_int(x) == 0x7FA12345 else 0
 
 
+# How much less earlier weights may count than thought, and the reference still be trusted. float16 weights have no room
+# above the greatest, so there a reference is not guessed.
+STEADY, GUESSES = np.float32(1e-6), STORAGE != "float16"
+
+
+@device
+def guess(s, unit):
+    """A reference from a tile's first 16 columns, and whether all rows of the warp have one. Whether it is near enough
+    the weights' sums will tell.
+    """
+    m = scaled(across_row(greater, row_max(part(s, 0, 8), UNKNOWN)), unit)
+    return m, GUESSES and all_lanes(repeat(is_begun, ROWS, True, m))
+
+
+@device
+def lasts(j, so_far, rest):
+    """Whether row j has a reference, and one that has not just grown by much: it may grow again, and another first look
+    would be in vain.
+    """
+    m, rescale, fresh = rest
+    return so_far and m[j] != HIDDEN and (fresh or rescale[j] >= STEADY)
+
+
 @device
 def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
     """Tile n from its scores to its weights. pending: meanwhile the product of the weights before. usual: all rows of
@@ -190,19 +213,23 @@ def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
     else:
         products_wait(0)
     s = modify_tile(p, at, usual or full, settle(s), k0)
-    rescale, exact = NOTHING, True
-    if usual:
+    first = not usual and fresh
+    if first:
+        m, begun = guess(s, unit)
+    total, rescale, near = NOTHING, NOTHING, False
+    hopeful = usual or begun
+    if hopeful:
         s, total, near = optimistic_softmax(s, m, unit)
-        exact = not near
-        if exact:  # the optimism was misplaced, and has cost the scores
-            s = scores_again(buffer_of(base, number, group), base + AT_K + stage_of(n, STAGES) * BYTES_K)
-            s = modify_tile(p, at, True, s, k0)
-            s, m, total, rescale = online_softmax(s, m, unit)
-    else:
-        s, m, total, rescale = online_softmax(s, m, unit)
+    exact = not near
     if exact:
+        if hopeful:  # the optimism was misplaced, and has cost the scores
+            s = scores_again(buffer_of(base, number, group), base + AT_K + stage_of(n, STAGES) * BYTES_K)
+            s = modify_tile(p, at, usual or full, s, k0)
+        if first:
+            m = UNKNOWN
+        s, m, total, rescale = online_softmax(s, m, unit)
         l = both(times, l, rescale)
-        begun = all_lanes(repeat(is_begun, ROWS, True, m))
+        begun = all_lanes(repeat(lasts, ROWS, True, (m, rescale, first)))
     l = both(add, l, total)
     if usual:
         release(base + AT_K_RING, n, STAGES)
@@ -289,9 +316,10 @@ def multiply_tiles(p, base, group):
 def sm90_forward(p):
     base = u32(uniform(shared_address()))
     if thread() == 0:
-        ring_init(base + AT_Q_RING, Q_BUFFERS, 1, GROUPS)
+        ring_init(base + AT_Q_RING, Q_BUFFERS, 1, 1)
         ring_init(base + AT_K_RING, STAGES, 1, 4 * GROUPS)
         ring_init(base + AT_V_RING, STAGES, 1, 4 * GROUPS)
+        ring_init(base + AT_LIST_RING, 2, 1, 1)
         for i in range(GROUPS * Q_BUFFERS):
             barrier_init(base + AT_DONE + 8 * i, 4)
         barriers_ready()
@@ -299,10 +327,12 @@ def sm90_forward(p):
     role, warp = uniform(thread() // 128), uniform(thread() // 32)
     if role == 0:
         give_registers(REGISTERS_LOADING)
-        if warp == 0:
+        if warp == 2:
+            find_items(p, base)
+        elif thread() == 0:
             load_items(p, base)
-        elif warp <= GROUPS and thread() % 32 == 0:
-            store_items(p, base, warp - 1)
+        elif thread() == 32:
+            store_items(p, base)
     else:
         take_registers(REGISTERS)
         multiply_tiles(p, base, role - 1)

@@ -43,14 +43,19 @@ def states_of(p, item, n_k, tile, many):
 
 
 @device
-def fill(p, base, item, n_k, next_place, tiles):
-    """Write the next of the tiles that exist to the list, the last keys first, as place << 8 | states: by one warp, 32
+def list_of(base, c):
+    return base + AT_LISTS + stage_of(c, 2) * BYTES_LIST
+
+
+@device
+def fill(p, entries, item, n_k, next_place, tiles):
+    """Write the next of the tiles that exist to a list, the last keys first, as place << 8 | states: by one warp, 32
     at a time and before that, where one look may cover so many, 32 groups of 32. How many; where to go on; all
     states.
     """
     lane, count, seen = thread() % 32, 0, 0
     lanes_sync()
-    while next_place < tiles and count + 32 <= LIST:
+    while next_place < tiles and count + 32 <= MOST:
         if HAS_MASK and CLASSIFY_MANY and tiles - next_place > 32:
             first = next_place + 32 * lane
             many = min(tiles - first, 32)
@@ -65,12 +70,75 @@ def fill(p, base, item, n_k, next_place, tiles):
             states = states_of(p, item, n_k, tiles - place - 1, 1)
         live = vote(states != 0)
         if states != 0:
-            store_word(base + AT_LIST + 4 * (count + ones(live & ((1 << lane) - 1))), place << 8 | states)
+            store_word(entries + 4 * (count + ones(live & ((1 << lane) - 1))), place << 8 | states)
         seen |= or_lanes(states)
         count += ones(live)
         next_place += 32
     lanes_sync()
     return count, next_place, seen
+
+
+@device
+def wait_patiently(barrier, parity):
+    while not has_ended(barrier, parity):
+        nap()
+
+
+@device
+def await_list(base, c):
+    """Until list number c may be filled."""
+    wait_patiently(base + AT_LIST_RING + 16 + 8 * stage_of(c, 2), u32(c) // u32(2) & 1 ^ 1)
+
+
+@device
+def hand_over(base, c):
+    lanes_sync()
+    arrive_once(base + AT_LIST_RING + 8 * stage_of(c, 2))
+
+
+@device
+def find_items(p, base):
+    """The finding warp, ahead of the one that loads, as classifying may take as long as a tile's products."""
+    leader, items, index, c = thread() % 32 == 0, items_of(p), I(block()), u32(0)
+    while index < items:
+        item = item_of(p, index)
+        if leader:
+            index = I(fetch_add(p.ticket, 1)) + blocks()
+        n_k = keys_of(p, item[0])
+        tiles = (n_k + BLOCK_K - 1) // BLOCK_K
+        next_place, first, more = I(0), True, True
+        while more:
+            await_list(base, c)
+            at = list_of(base, c)
+            count, next_place, seen = fill(p, at + IN_LIST, item, n_k, next_place, tiles)
+            more = count > 0 or first
+            if more:
+                # Groups that see nothing take a tile all the same, where everything is hidden from them.
+                extra = FIRST if first else 0
+                if first:
+                    for g in range(GROUPS):
+                        if seen >> 2 * g & 3 == EMPTY:
+                            extra |= PARTIAL << 2 * g
+                if leader:
+                    store_word(at, item[0])
+                    store_word(at + 4, item[1])
+                    store_word(at + 8, item[2])
+                    store_word(at + 12, max(count, 1))
+                    store_word(at + 16, tiles - 1)
+                    store_word(at + 20, extra)
+                    if count == 0:
+                        store_word(at + IN_LIST, tiles - 1 << 8)  # tile 0
+                hand_over(base, c)
+                first, c = False, u32(c + 1)
+        index = I(uniform(index))
+    await_list(base, c)
+    if leader:
+        store_word(list_of(base, c) + 12, 0)
+    hand_over(base, c)
+    if leader:
+        if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
+            store_count(p.ticket, 0)
+            store_count(p.ticket + 4, 0)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -121,83 +189,65 @@ def load_queries(p, base, number, item):
 
 @device
 def load_items(p, base):
-    """The loading warp: finds the tiles that each item sees, and brings keys, queries and, a tile later, values."""
-    leader = thread() == 0
-    items, index, n, number = items_of(p), I(block()), I(0), I(0)
-    tile, head, b = I(0), I(0), I(0)  # of the values that are to come
-    while index < items:
-        item = item_of(p, index)
-        n_k = keys_of(p, item[0])
-        tiles = (n_k + BLOCK_K - 1) // BLOCK_K
-        if leader:
-            index = I(fetch_add(p.ticket, 1)) + blocks()
-        count, next_place, seen = fill(p, base, item, n_k, I(0), tiles)
-        # Groups that see nothing take a tile all the same, where everything is hidden from them.
-        extra = FIRST
-        for g in range(GROUPS):
-            if seen >> 2 * g & 3 == EMPTY:
-                extra |= PARTIAL << 2 * g
+    """The loading thread: brings the keys of each tile, queries with the first of an item and, a tile later, values."""
+    c, n, number = u32(0), u32(0), u32(0)  # lists, tiles, items so far
+    tile, head, b = i32(0), i32(0), i32(0)  # of the values that are to come
+    while True:
+        wait_full(base + AT_LIST_RING, c, 2)
+        at = list_of(base, c)
+        count, last, extra = load_word(at + 12), load_word(at + 16), load_word(at + 20)
         if count == 0:
-            if leader:
-                store_word(base + AT_LIST, tiles - 1 << 8)  # tile 0
-            lanes_sync()
-            count = 1
-        while count > 0:
-            if leader:
-                for i in range(count):
-                    entry = load_word(base + AT_LIST + 4 * i)
-                    here = tiles - 1 - (entry >> 8)
-                    load_keys(p, base, n, here << 8 | entry & 63 | extra, here, item[1] // GROUP, item[0])
-                    if n > 0:
-                        load_values(p, base, n - 1, tile, head, b)
-                    tile, head, b = here, item[1] // GROUP, item[0]
-                    n += 1
-                    if extra != 0:
-                        load_queries(p, base, number, item)
-                        extra = 0
-            count, next_place, seen = fill(p, base, item, n_k, next_place, tiles)
-        index = I(uniform(index))
-        number += 1
-    if leader:  # the others are told to stop
-        if n > 0:
-            load_values(p, base, n - 1, tile, head, b)
-        wait_empty(base + AT_K_RING, n, STAGES)
-        store_word(base + AT_NOTES + 4 * stage_of(n, STAGES), END)
-        arrive(base + AT_K_RING + 8 * stage_of(n, STAGES))
-        wait_empty(base + AT_Q_RING, number, Q_BUFFERS)
-        store_word(base + AT_ITEMS + 12 * stage_of(number, Q_BUFFERS), END)
-        arrive(base + AT_Q_RING + 8 * stage_of(number, Q_BUFFERS))
-        if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
-            store_count(p.ticket, 0)
-            store_count(p.ticket + 4, 0)
+            break
+        item = load_word(at), load_word(at + 4), load_word(at + 8)
+        for i in range(count):
+            entry = load_word(at + IN_LIST + 4 * i)
+            found = i32(last - (entry >> 8))
+            load_keys(p, base, n, found << 8 | entry & 63 | extra, found, item[1] // GROUP, item[0])
+            if n > 0:
+                load_values(p, base, n - 1, tile, head, b)
+            tile, head, b, n = found, i32(item[1] // GROUP), item[0], u32(n + 1)
+            if extra != 0:
+                load_queries(p, base, number, item)
+                extra, number = i32(0), u32(number + 1)
+        arrive(base + AT_LIST_RING + 16 + 8 * stage_of(c, 2))
+        c = u32(c + 1)
+    if n > 0:
+        load_values(p, base, n - 1, tile, head, b)
+    # The others are told to stop.
+    wait_empty(base + AT_K_RING, n, STAGES)
+    store_word(base + AT_NOTES + 4 * stage_of(n, STAGES), END)
+    arrive(base + AT_K_RING + 8 * stage_of(n, STAGES))
+    wait_empty(base + AT_Q_RING, number, Q_BUFFERS)
+    store_word(base + AT_ITEMS + 12 * stage_of(number, Q_BUFFERS), END)
+    arrive(base + AT_Q_RING + 8 * stage_of(number, Q_BUFFERS))
 
 
 # --- storing ----------------------------------------------------------------------------------------------------------
 
 
 @device
-def store_items(p, base, group):
-    """The storing thread of a warp group: takes each finished item's output from the buffer that its rows came in."""
-    number = I(0)
+def store_items(p, base):
+    """The storing thread: takes each finished item's outputs from the buffers that its rows came in."""
+    number = u32(0)
     while True:
         buffer = stage_of(number, Q_BUFFERS)
-        slot, staged = base + AT_ITEMS + 12 * buffer, base + (buffer * GROUPS + group) * BYTES_Q
+        slot, parity = base + AT_ITEMS + 12 * buffer, u32(number) // u32(Q_BUFFERS) & 1
         wait_full(base + AT_Q_RING, number, Q_BUFFERS)
-        b, h, row0 = load_word(slot), load_word(slot + 4), load_word(slot + 8) + 64 * group
+        b, h = load_word(slot), load_word(slot + 4)
         if b == END:
             break
-        done, parity = base + AT_DONE + 8 * (buffer * GROUPS + group), u32(number) // u32(Q_BUFFERS) & 1
-        while not has_ended(done, parity):
-            nap()
-        if row0 < p.n_q * PACK:
-            for c in range(chunks_v):
-                source = staged + c * 64 * CHUNK_ROW
-                if PACK > 1:
-                    store_box(map_address("map_out"), source, 64 * c, 0, row0 // PACK, h // PACK, b)
-                else:
-                    store_box(map_address("map_out"), source, 64 * c, row0, 0, h, b)
-        stores_end()
+        for g in range(GROUPS):
+            row0, place = load_word(slot + 8) + 64 * g, buffer * GROUPS + g
+            wait_patiently(base + AT_DONE + 8 * place, parity)
+            if row0 < p.n_q * PACK:
+                for c in range(chunks_v):
+                    source = base + place * BYTES_Q + c * 64 * CHUNK_ROW
+                    if PACK > 1:
+                        store_box(map_address("map_out"), source, 64 * c, 0, row0 // PACK, h // PACK, b)
+                    else:
+                        store_box(map_address("map_out"), source, 64 * c, row0, 0, h, b)
+            stores_end()
         stores_wait_read()
         arrive(base + AT_Q_RING + 8 * Q_BUFFERS + 8 * buffer)
-        number += 1
+        number = u32(number + 1)
     stores_wait()

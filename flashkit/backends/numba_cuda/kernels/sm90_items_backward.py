@@ -273,10 +273,10 @@ def clean_keys(p, base):
 
 # --- the order of adding dQ -------------------------------------------------------------------------------------------
 #
-# Those that multiply say at once which tile of dQ their number n is, and which tile of keys, and a step later that it is
-# there: meanwhile its turn has come. If it is in shared memory it is added from there; if it is in registers they are
-# told when to add it. Two warps do this, each for every second tile. Four slots: before tile n + 4 is asked for, n has
-# left.
+# Those that multiply say at once which tile of dQ their number n is, and which tile of keys, and a step later that it
+# is there: meanwhile its turn has come. If it is in shared memory it is added from there; if it is in registers they
+# are told when to add it. Two warps do this, each for every second tile. Four slots: before tile n + 4 is asked for, n
+# has left.
 
 
 @device

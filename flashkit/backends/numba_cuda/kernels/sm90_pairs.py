@@ -5,15 +5,14 @@
 #     KEYS_SHARED   query first_of_lane(half),       key 8 i + 2 (lane % 4) + c
 #     else          query 8 i + 2 (lane % 4) + c,    key first_of_lane(half)
 #
-# of its group's rows and keys. What belongs to queries lies in shared memory; `shift` and `delta`: where the number of a
-# lane's first query is.
+# of its group's rows and keys. What belongs to queries lies in shared memory; `shift` and `delta`: where the number of
+# a lane's first query is.
 
 
 FAR = 1 << 26
 
 
 if KEYS_SHARED:
-
     EARLY = 1  # of the numbers of queries, those that are read before they are needed: all
 
     @device
@@ -37,7 +36,6 @@ if KEYS_SHARED:
         return line, i32(pairs.first + column)
 
 else:
-
     EARLY = min(PAIRS // 4, 8)
 
     @device
@@ -71,9 +69,9 @@ def usual_weights(i, s, rest):
     )  # fmt: skip
 
 
-# What of Params and of the place of a group's pairs a pair needs: a lane's two along the first axis, its first one along
-# the second; last: query of all; n_k: of the batch entry; odd: where the bits of keys that are not finite are, of the
-# tile of keys from k0 on.
+# What of Params and of the place of a group's pairs a pair needs: lines: a lane's two along the first axis; first: its
+# first one along the second; last: query of all; n_k: of the batch entry; odd: where the bits of keys that are not
+# finite are, of the tile of keys from k0 on.
 Pairs = namedtuple("Pairs", "values scale b h lines first last n_k offset odd k0")
 
 
@@ -166,7 +164,8 @@ def second_of(x, _):
 # lanes has bits 4 i + key % 4 of the query of half 0, the odd one those of half 1.
 
 
-ALL_KEPT, CALLS = (u32(0),) * (2 if KEYS_SHARED else 4), PAIRS // 4  # where nobody asks; a lane's calls of the generator
+ALL_KEPT = (u32(0),) * (2 if KEYS_SHARED else 4)  # where nobody asks
+CALLS = PAIRS // 4  # of the generator, by a lane
 
 
 @device

@@ -10,10 +10,14 @@ AT_V = AT_K + STAGES * BYTES_K
 AT_Q_RING = AT_V + STAGES * BYTES_V
 AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS
 AT_V_RING = AT_K_RING + 16 * STAGES
-AT_DONE = AT_V_RING + 16 * STAGES  # for each buffer and group: its output is in the buffer
+AT_LIST_RING = AT_V_RING + 16 * STAGES
+AT_DONE = AT_LIST_RING + 32  # for each buffer and group: its output is in the buffer
 AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS  # for each stage of K: tile << 8 | first of its item << 6 | groups' states
 AT_ITEMS = AT_NOTES + 4 * STAGES  # for each buffer of Q: an item
-AT_LIST = AT_ITEMS + 12 * Q_BUFFERS  # tiles that exist: place << 8 | states
-LIST = 224
+AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS  # two lists of tiles that exist
+# A list: an item's three words; how many tiles, 0 for no more items; the last tile of all keys; bits of the first
+# tile's note; then place << 8 | states of each tile.
+MOST, IN_LIST = 224, 24
+BYTES_LIST = IN_LIST + 4 * MOST
 FIRST, END = 64, -1
 TURN, MEETING = 1, 1 + GROUPS  # numbers of barriers among warps, of each group; 0 is the block's

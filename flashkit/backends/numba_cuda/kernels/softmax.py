@@ -148,7 +148,7 @@ def with_sink(p, h, top, total):
 @device
 def finish_row(j, rest):
     """A row's log-sum-exp to memory; the factor of its output, and whether its values need care."""
-    p, at, m, l, zero = rest
+    p, at, m, l, tainted = rest
     index, top, total = at[2] + row_of_lane(j), m[j], l[j]
     row, h, exists = index // PACK, at[1] + index % PACK, index < p.n_q * PACK
     factor = np.float32(1)
@@ -157,10 +157,11 @@ def finish_row(j, rest):
             top, total, factor = with_sink(p, h, top, total)
     empty = total == ZERO  # no key is visible
     if exists and thread() % 4 == 0:
-        lse = HIDDEN if empty else top * LN2 + math.log(total)
+        lse = HIDDEN if empty else LN2 * (top + log2_fast(total))
         store(np.float32, number_address(p.lse, at[0], h, row), 0, lse)
     finite = abs(total) < np.float32(math.inf)
-    return ZERO if empty else factor * reciprocal(total), zero[j] != ZERO and finite and exists
+    spoilt = not abs(tainted[j]) < np.float32(math.inf)
+    return ZERO if empty else factor * reciprocal(total), spoilt and finite and exists
 
 
 @device
@@ -174,12 +175,18 @@ def is_odd(j, so_far, found):
 
 
 @device
+def taint(x, y):
+    """x, NaN if y is not finite."""
+    return x + y * ZERO
+
+
+@device
 def finish_rows(p, at, m, l, output):
     """Log-sum-exps to memory; the output divided by the sums, the factors, and whether it needs care."""
-    zero = NOTHING
+    tainted = NOTHING
     if MAY_HIDE:
-        zero = row_sum(scaled(output, ZERO), NOTHING)  # NaN if an element is not finite
-    found = listed(finish_row, ROWS, (p, at, m, across_row(add, l), zero))
+        tainted = fold(taint, output, NOTHING)
+    found = listed(finish_row, ROWS, (p, at, m, across_row(add, l), tainted))
     factor = alike(factor_of, found, 0)
     return rows_scaled(output, factor), factor, repeat(is_odd, ROWS, False, found)
 

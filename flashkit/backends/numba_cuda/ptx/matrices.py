@@ -80,8 +80,8 @@ def wgmma(
     """product(sums, a, b, add): sums, if add, plus a b, 64 x n; both operands in shared memory, by descriptors.
 
     a_steps, b_steps: how far the descriptors move on for each 16 along the summed axis. turned: an operand is read
-    along columns. fresh: product(a, b), whatever was in the registers. tiles: so many products one after the other, each
-    with 64 rows of its own, their descriptors so far apart."""
+    along columns. fresh: product(a, b), whatever was in the registers. tiles: so many products one after the other,
+    each with 64 rows of its own, their descriptors so far apart."""
     one = _tile(n)
     all_tiles = UniTuple(float32, tiles * one.count)
     a, b, p = (f"${(1 if fresh else 2) * all_tiles.count + i}" for i in range(3))

@@ -30,6 +30,7 @@ __all__ = [
     "load_acquired",
     "load_from",
     "load_now",
+    "log2_fast",
     "lowest_one",
     "multiply_high",
     "ones",
@@ -50,6 +51,7 @@ __all__ = [
 exp2_fast = instruction("ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
 """2^x; what is below the smallest normal number is 0."""
 
+log2_fast = instruction("lg2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
 reciprocal = instruction("rcp.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
 greater = instruction("max.f32 $0, $1, $2;", float32, float32, float32, pure=True)
 """The greater; of a number and NaN, the number."""
