@@ -29,11 +29,9 @@ class Block:
         self.meeting = threading.Barrier(threads)
         self.warps = [threading.Barrier(32) for _ in range(threads // 32)]
         self.tables: list[list[Any]] = [[None] * 32 for _ in self.warps]
-        self.meetings = [self.meeting, *self.warps]
+        self.meetings, self.failed = [self.meeting, *self.warps], list[BaseException]()
 
     def run(self, kernel: Callable[[Any], None], p: Any) -> None:
-        failed: list[BaseException] = []
-
         def thread(number: int) -> None:
             _lane.block, _lane.thread = self, number
             try:
@@ -42,7 +40,7 @@ class Block:
             except threading.BrokenBarrierError:
                 pass
             except BaseException as error:
-                failed.append(error)
+                self.failed.append(error)
                 for barrier in self.meetings:
                     barrier.abort()
 
@@ -51,8 +49,8 @@ class Block:
             each_thread.start()
         for each_thread in threads:
             each_thread.join()
-        if failed:
-            raise failed[0]
+        if self.failed:
+            raise self.failed[0]
 
 
 def launch(
@@ -206,8 +204,9 @@ def _bytes(address: Any, size: int) -> Any:
 
 
 def load_from(space: str, kind: Any, constant: bool = False) -> Callable[[Any], Any]:
-    stored = np.float32 if str(kind) == "float32" else np.int32
-    return lambda address: _bytes(address, 4).view(stored)[0]
+    if str(kind) == "float32":
+        return lambda address: _bytes(address, 4).view(np.float32)[0]
+    return lambda address: int(_bytes(address, 4).view(np.int32)[0])
 
 
 def store_to(space: str, kind: Any) -> Callable[[Any, Any], None]:

@@ -64,7 +64,21 @@ class Barrier:
 
     def wait(self, parity: int) -> None:
         with _lock:
-            assert self.changed.wait_for(lambda: self.ended & 1 != parity, PATIENCE), "nobody arrives"
+            _await(self.changed, lambda: self.ended & 1 != parity)
+
+
+def _go_on() -> None:
+    if _lane.block.failed:
+        raise threading.BrokenBarrierError
+
+
+def _await(changed: threading.Condition, happened: Callable[[], bool]) -> None:
+    """Until something has happened, unless another lane has failed."""
+    for _ in range(PATIENCE):
+        if changed.wait_for(happened, 1):
+            return
+        _go_on()
+    raise AssertionError("nobody arrives")
 
 
 def _barriers() -> dict[int, Barrier]:
@@ -100,6 +114,7 @@ def has_ended(barrier: int, parity: int) -> bool:
 
 
 def nap() -> None:
+    _go_on()
     time.sleep(0.01)
 
 
@@ -240,7 +255,7 @@ class Meeting:
                 self.there, self.ended = 0, self.ended + 1
                 self.changed.notify_all()
             elif stay:
-                assert self.changed.wait_for(lambda: self.ended != before, PATIENCE), "some do not come"
+                _await(self.changed, lambda: self.ended != before)
 
 
 def _meeting(number: int) -> Meeting:

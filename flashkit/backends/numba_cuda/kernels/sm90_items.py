@@ -2,8 +2,6 @@
 #
 # An item is (batch entry, first of its heads, first of its rows).
 
-store_count = store_to("global", int32)
-
 
 # --- which tiles ------------------------------------------------------------------------------------------------------
 
@@ -137,8 +135,8 @@ def find_items(p, base):
     hand_over(base, c)
     if leader:
         if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
-            store_count(p.ticket, 0)
-            store_count(p.ticket + 4, 0)
+            store(np.int32, p.ticket, 0, i32(0))
+            store(np.int32, p.ticket, 1, i32(0))
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -188,10 +188,10 @@ if KEYS_SHARED:
     @device
     def kept_bits(p, pairs):
         own = i32(repeat(keep_some, CALLS, u32(0), (p.seed, p.threshold, pairs)))
-        lane = i32(thread() % 32)
-        other, odd = from_lane(own, lane ^ 1), lane & 1
+        odd = i32(thread() % 2)  # of the lane's four keys it has the second two
+        other = from_lane(own, i32(thread() % 32) ^ 1)
         low, high = (other, own) if odd != 0 else (own, other)
-        return u32(u32(low) >> u32(lane & 2)), u32(u32(high) >> u32(lane & 2))
+        return u32(u32(low) >> u32(2 * odd)), u32(u32(high) >> u32(2 * odd))
 
     @device
     def keep(x, kept, i, half, c, factor):
