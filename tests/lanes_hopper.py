@@ -176,6 +176,11 @@ def add_bulk(target: int, source: int, count: int) -> None:
         sums += _lane.block.memory[int(source) : int(source) + count].view(np.float32)
 
 
+def add_bulk_once(target: int, source: int, count: int) -> None:
+    if _lane.thread % 32 == 0:
+        add_bulk(target, source, count)
+
+
 def _word(address: int) -> Any:
     return ctypes.c_uint32.from_address(int(address))
 

@@ -88,10 +88,9 @@ def stage_sums(base, n, dq, part_of_lane):
 def send_sums(p, base, where):
     """After a fence and lanes_sync(). where: the tile of queries among all."""
     if not ORDERED:
-        if thread() % 32 == 0:
-            part = (uniform(thread() // 32) - 4) * BYTES_WARP
-            add_bulk(p.partial.data + I(where) * BYTES_SUMS + part, base + AT_SUMS + part, BYTES_WARP)
-            stores_end()
+        part = (uniform(thread() // 32) - 4) * BYTES_WARP
+        add_bulk_once(p.partial.data + I(where) * BYTES_SUMS + part, base + AT_SUMS + part, BYTES_WARP)
+        stores_end()
 
 
 # --- an item's end ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 UNITS = HEAD_DIM_V // 8
 LANES = 32 if UNITS > 16 else 16 if UNITS > 8 else 8  # that take a row
 AT_ONCE = 256 // LANES
-ROWS_OF_LANE, ZEROS = BLOCK_Q // AT_ONCE, (u32(0),) * 4
+ROUNDS, ROWS_OF_LANE, ZEROS = (UNITS + LANES - 1) // LANES, BLOCK_Q // AT_ONCE, (u32(0),) * 4
 
 
 @device
@@ -33,10 +33,12 @@ def lane_sum(i, rest):
     row, total = row + i * AT_ONCE, ZERO
     if row < rows:
         x_row, y_row = row_address(out, b, h, row), row_address(dout, b, h, row)
-        for unit in range(thread() % LANES, UNITS, LANES):
-            x, y = load4(np.uint32, x_row, 4 * unit), load4(np.uint32, y_row, 4 * unit)
-            for j in range(4):
-                total += product_of_word(x[j], y[j])
+        for r in range(ROUNDS):
+            unit = thread() % LANES + LANES * r
+            if UNITS % LANES == 0 or unit < UNITS:
+                x, y = load4(np.uint32, x_row, 4 * unit), load4(np.uint32, y_row, 4 * unit)
+                for j in range(4):
+                    total += product_of_word(x[j], y[j])
     return total
 
 
@@ -77,8 +79,8 @@ def prepare_rows(p):
     """
     at = tile_of_block(p)
     sums, b, h, row = sums_of(p, at), I(at[0]), I(at[1]), I(at[2] * BLOCK_Q + thread() // LANES)
-    for i in range(thread(), BYTES_SUMS // 16, 256):
-        store_unit(sums + 16 * i, ZEROS)
+    for i in range(BYTES_SUMS // 4096):  # rounds are as many for all threads, so that they need not be counted
+        store_unit(sums + 16 * I(thread() + 256 * i), ZEROS)
     totals = listed(lane_sum, ROWS_OF_LANE, (p.out, p.dout, p.n_q, b, h, row))
     tensors = Numbers(p.lse, p.dlse, p.shift, p.delta)
     odd = all_threads_or(repeat(store_numbers, ROWS_OF_LANE, False, (tensors, totals, p.n_q, b, h, row)))
@@ -101,8 +103,9 @@ def store_queries(p):
     """The sums of dQ, which lie turned, rounded to dq: a thread takes 8 columns of a row."""
     at, scale = tile_of_block(p), F(p.scale)
     sums = sums_of(p, at)
-    for i in range(thread(), BLOCK_Q * 8 * chunks_q, 256):
-        unit, r, part_of = i % 8, i // 8 % BLOCK_Q, i // 8 // BLOCK_Q
+    for turn in range(BLOCK_Q * chunks_q // 32):
+        i = u32(thread() + 256 * turn)
+        unit, r, part_of = i % u32(8), i // u32(8) % u32(BLOCK_Q), i // u32(8 * BLOCK_Q)
         row, column = at[2] * BLOCK_Q + r, 64 * part_of + 8 * unit
         if not BY_COLUMNS:
             part_of, r = r // PART_ROWS, r % PART_ROWS

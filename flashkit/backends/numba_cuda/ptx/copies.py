@@ -7,8 +7,9 @@ from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "add_bulk", "copies_end", "copies_wait", "copy_unit", "load_box", "load_bulk", "load_two", "load_unit",
-    "prefetch_map", "store_box", "store_four", "store_unit", "stores_end", "stores_wait", "stores_wait_read",
+    "add_bulk", "add_bulk_once", "copies_end", "copies_wait", "copy_unit", "load_box", "load_bulk", "load_two",
+    "load_unit", "prefetch_map", "store_box", "store_four", "store_unit", "stores_end", "stores_wait",
+    "stores_wait_read",
 ]  # fmt: skip
 
 copy_unit = instruction(
@@ -54,6 +55,13 @@ add_bulk = instruction(
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0;", NOTHING, uint64, uint32, CONSTANT
 )
 """add_bulk(target, source, bytes): adds float32 numbers of shared memory to those in memory, as they lie"""
+
+add_bulk_once = instruction(
+    "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0;"
+    " @p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0; }",
+    NOTHING, uint64, uint32, CONSTANT,
+)  # fmt: skip
+"""The same by one lane of a warp, without a branch, see `arrive_once`."""
 
 stores_end = instruction("cp.async.bulk.commit_group;", NOTHING)
 """What was begun since the last one is a group."""
