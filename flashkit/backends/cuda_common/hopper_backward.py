@@ -82,7 +82,9 @@ def backward_tile(spec: AttentionSpec) -> BackwardTile:
     dim = max(spec.head_dim, spec.head_dim_v)
     if keys_shared(spec):
         chunks_of_group = -(-chunks(spec.head_dim) // 2) - (-chunks(spec.head_dim_v) // 2)
-        return BackwardTile(64, 64 if chunks_of_group > 3 else 96, key_buffers=1)
+        # With 96 keys ptxas does not find registers for four chunks of K.
+        keys = 64 if chunks_of_group > 3 else 80 if chunks(spec.head_dim) > 3 else 96
+        return BackwardTile(64, keys, key_buffers=1)
     small = dim <= 64 and spec.score is None and not spec.dropout
     return BackwardTile(128 if small else 64)
 
