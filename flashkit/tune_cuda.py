@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from .backends.cuda_common import device, launch
 from .backends.cuda_common.arguments import Arguments
 from .backends.cuda_common.backend import CudaBackend
 from .backends.cuda_common.device import Device
-from .backends.cuda_common.generation import IN_ROW, Generation, Pass
+from .backends.cuda_common.generation import IN_ROW, OWN_CHOICE, Generation, Pass
 from .explanation import visible_pairs
 from .peers import Case
 from .profile_schema import TileRow
@@ -48,10 +48,13 @@ class CudaTile:
 
     generation: str
     numbers: tuple[tuple[str, int], ...]
+    own: bool = field(default=False, compare=False)
+    """Whether the generation takes it by itself, by rules finer than a profile's."""
 
     @classmethod
-    def of(cls, generation: str, tile: Any) -> CudaTile:
-        return cls(generation, tuple({"block_q": tile.block_q, "block_k": tile.block_k, **asdict(tile)}.items()))
+    def of(cls, generation: str, tile: Any, own: bool = False) -> CudaTile:
+        numbers = {"block_q": tile.block_q, "block_k": tile.block_k, **asdict(tile)}
+        return cls(generation, tuple(numbers.items()), own)
 
     @property
     def block_q(self) -> int:
@@ -68,6 +71,8 @@ class CudaTile:
     @property
     def row(self) -> dict[str, Any]:
         inside = {name: value for name, value in self.numbers if name in IN_ROW}
+        if self.own:
+            return {**inside, "options": {"generation": self.generation, OWN_CHOICE: True}}
         rest = {name: value for name, value in self.numbers if name not in IN_ROW}
         return {**inside, "options": {"generation": self.generation, **rest}}
 
@@ -170,7 +175,8 @@ class CudaBench:
     def in_use(self, target: Target) -> CudaTile:
         problem, generation = self.problem(target), self.generation(target)
         row = self.kernels.rows_of(problem, self.profile, target.direction).get(generation.name)
-        return CudaTile.of(generation.name, generation.plan(problem, row, self.device, target.direction).tile)
+        used = CudaTile.of(generation.name, generation.plan(problem, row, self.device, target.direction).tile)
+        return next((tile for tile in self.listed(target) if tile == used), used)
 
     def candidates(self, target: Target) -> list[CudaTile]:
         found = self.listed(target)
@@ -182,7 +188,7 @@ class CudaBench:
     def listed(self, target: Target) -> list[CudaTile]:
         generation = self.generation(target)
         tiles = generation.candidates(self.problem(target), self.device, target.direction)
-        return [CudaTile.of(generation.name, tile) for tile in tiles]
+        return [CudaTile.of(generation.name, tile, generation.judges and i == 0) for i, tile in enumerate(tiles)]
 
     def generation(self, target: Target) -> Generation:
         return next(g for g in self.kernels.generations if g.name == target.generation)

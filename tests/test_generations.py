@@ -199,3 +199,20 @@ def test_every_candidate_can_stand_in_a_profile(subject: backend.CudaBackend, di
                 assert generation.tile_of(type(tile), row, lambda _: True)[0] == tile
                 tried += 1
     assert tried > 20
+
+
+def test_a_row_may_leave_the_tile_to_the_generation() -> None:
+    tile = tune_cuda.CudaTile.of("sm80", sm80.Sm80BackwardTile(64, 128, 8, 2, 4, 2), own=True)
+    row = TileRow(**tile.row, why="measured")
+    assert (row.block_q, row.block_k) == (64, 128)
+    assert generation.tile_of(sm80.Sm80BackwardTile, row, lambda _: True) == (None, "measured")
+
+
+def test_autotune_marks_what_a_generation_chooses_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
+    subject = tune_cuda.Cuda(CupyRawBackend())
+    targets = [target for target in subject.targets(tune_cuda.QUICK, ["bfloat16"]) if not target.few]
+    bench = subject.bench(tune_cuda.QUICK, targets)
+    for target in targets:
+        own = [tile.own for tile in bench.listed(target)]
+        assert own == [target.generation == "sm90"] + [False] * (len(own) - 1)

@@ -20,6 +20,9 @@ from .launch import Library
 Tile = TypeVar("Tile")
 IN_ROW = ("block_q", "block_k", "stages")
 
+OWN_CHOICE = "own_choice"
+"""Option of a profile's row: it says how fast the generation is, which tile is the generation's own choice."""
+
 
 class Kernels(Protocol):
     """What a backend calls to have kernels: its language is its own, names, constants and arguments are the same."""
@@ -46,6 +49,11 @@ class Generation(Protocol):
 
     name: str
     directions: tuple[Direction, ...]
+
+    judges: bool = False
+    """Whether the tile that it takes by itself, the first of `candidates`, depends on more than a profile's row says,
+    such as lengths, precision and modifications: then autotune leaves it the choice where no other tile was faster.
+    """
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can do it, and have the work to do it well, or the sentence that says why not."""
@@ -101,6 +109,8 @@ def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool]) -> tuple[Ti
     """
     if row is None:
         return None, ""
+    if row.options.get(OWN_CHOICE):
+        return None, row.why or ""
     numbers = {name: value for name in IN_ROW if (value := getattr(row, name)) is not None}
     numbers |= {name: value for name, value in row.options.items() if name != "generation"}
     given = {field.name for field in fields(kind)} & numbers.keys()  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from .sm90_maps import Launch, Tickets, addressable, tensor_map
 FEW_ROWS = 64
 MANY_KEYS = 1024
 _CACHED = 34_000_000  # bytes of keys and values that blocks work at together, well within the L2 cache
+SHORT = 1536  # queries: of fewer under a mask, tiles of 192 rows would mostly be empty
 CHOSEN = "chosen for an H200"
 WATCHDOG = bool(int(os.environ.get("FLASHKIT_CUDA_WATCHDOG") or 0))
 """Whether a barrier that is waited for too long stops the kernel, to find mistakes in protocols."""

@@ -18,7 +18,7 @@ from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.form import form
 from ..cuda_common.generation import Generation, Pass, Spare, tile_of
-from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, work_enough
+from ..cuda_common.hopper import CHOSEN, SHORT, ForwardTile, chunks, packed, padded, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
 from ..cuda_common.sm90_maps import tensor_map
 from . import sm90_float32, specialise
@@ -28,7 +28,6 @@ from .sm90_float32 import Split, parts
 from .sm90_products import text as products
 
 MAX_DIM = 256
-SHORT = 2048
 _CHUNK = 24 + 4 * 224  # bytes of kernels/sm90_items.cuh: Chunk
 
 
@@ -132,6 +131,7 @@ class Sm90(Generation):
     """Kernels for Hopper with float16, bfloat16 and, as terms of float16, float32."""
 
     name = "sm90"
+    judges = True
     directions: tuple[Direction, ...] = ("forward", "backward")
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:

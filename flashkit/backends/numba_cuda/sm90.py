@@ -16,11 +16,10 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, hopper, hopper_backward
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Pass, Spare, sixteen_bits, tile_of
-from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, work_enough
+from ..cuda_common.hopper import CHOSEN, SHORT, ForwardTile, chunks, packed, padded, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
 
 MAX_DIM = 256
-SHORT = 2048
 _LIST = 24 + 4 * 224  # bytes of a list of tiles, kernels/sm90_tile.py
 
 
@@ -106,6 +105,7 @@ class Sm90(Generation):
     """Kernels for Hopper with float16 and bfloat16. `below`: of these the first that can takes what is left."""
 
     name = "sm90"
+    judges = True
     directions: tuple[Direction, ...] = ("forward", "backward")
 
     def __init__(self, kernels: Kernels, *below: Generation) -> None:
