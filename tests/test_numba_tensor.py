@@ -100,11 +100,17 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize(("dtype", "d", "options"), [("bfloat16", 64, {}), ("float16", 128, {"causal": True})])
+@pytest.mark.parametrize(
+    ("dtype", "d", "options"),
+    [
+        ("bfloat16", 64, {}),
+        ("float16", 128, {"causal": True}),
+        pytest.param("bfloat16", 256, {}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
-    tile = sm80.forward_tile(spec, device)
-    assert tile is not None
+    tile, *_ = sm80.forward_tiles(spec, device)
     binary = compiler.binary(specialise.source("sm80_forward", spec, tile.constants(spec, device)), arch)
     assert binary.resources["sm80_forward"].spills <= 192
     code = disassembled(binary.path)
@@ -132,6 +138,7 @@ def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> Non
         pytest.param("float16", 128, {"causal": True}, 128, marks=pytest.mark.exhaustive),
         pytest.param("float16", 64, {"causal": True, "sinks": np.zeros(2)}, 96, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 1200, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", 256, {}, 64, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: int, arch: str) -> None:
@@ -197,8 +204,10 @@ def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
 def test_tiles_are_checked() -> None:
     with pytest.raises(ValueError, match="block_q is 64, 128 or 192"):
         sm90.Tile(100, 128)
-    with pytest.raises(ValueError, match="block_k is a multiple of 16"):
-        sm80.Tile(24)
+    with pytest.raises(ValueError, match="block_k a multiple of 16"):
+        sm80.Tile(128, 24)
+    with pytest.raises(ValueError, match="stages are one or two"):
+        sm80.Tile(64, 64, 3)
     with pytest.raises(ValueError, match="in groups of 32 rows"):
         sm80.BackwardTile(32, 32)
     tiles = sm90.forward_candidates(problem(), HOPPER)
@@ -234,6 +243,7 @@ BY_LANES = {
     "scores": ((1, 2, 2, 65, 70, 16, 16), {"alibi_slopes": np.array([0.1, 0.5], np.float32), "softcap": 3.0}),
     "bias": ((1, 2, 2, 65, 70, 16, 16), {"bias": np.cos(np.arange(9100.0)).reshape(1, 2, 65, 70).astype(np.float32)}),
     "a mask of groups": ((1, 4, 2, 65, 70, 16, 16), {"mask": np.sin(np.arange(65 * 70)).reshape(65, 70) < 0.5}),
+    "wide": ((1, 2, 1, 66, 70, 136, 200), {"causal": True, "hidden_nan": True}),
 }
 
 
@@ -304,14 +314,15 @@ def some(names: Iterable[str], often: Sequence[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in often else pytest.mark.exhaustive) for name in names]
 
 
-@pytest.mark.parametrize("name", some(BY_LANES, ("plain", "lengths")))
+@pytest.mark.parametrize("name", some(BY_LANES, ("plain", "lengths", "wide")))
 def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel as Python (lanes.py), in tiles of 16 keys, against the definition in float64."""
-    call, tile = call_of(BY_LANES[name], monkeypatch), sm80.Tile(16)
+    call = call_of(BY_LANES[name], monkeypatch)
+    tile = sm80.Tile(64, 16, 1) if name == "wide" else sm80.Tile(128, 16)
     constants, shared = tile.constants(call.spec, HOPPER), tile.shared_memory(call.spec)
     batch, heads, n_q, _ = call.arrays["q"].shape
     words = list(call.arguments.words)
-    lanes.launch("sm80_forward", call.spec, constants, shared, words, -(-n_q // 128) * batch * heads)
+    lanes.launch("sm80_forward", call.spec, constants, shared, words, -(-n_q // tile.block_q) * batch * heads)
 
     truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
     scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
@@ -325,6 +336,7 @@ DECODED = {
     "window": ((1, 6, 1, 5, 150, 72, 16), {"window": (20, 5)}),
     "lengths": ((3, 2, 1, 2, 80, 16, 16), {"kv_lengths": np.array([0, 37, 80]), "sinks": np.array([0.5, 1.0])}),
     "a hidden NaN": ((1, 2, 1, 4, 70, 16, 16), {"hidden_nan": True, "causal": True}),
+    "wide": ((1, 2, 1, 3, 70, 136, 200), {"causal": True, "hidden_nan": True, "sinks": np.array([0.5, 1.0])}),
     "all at once": ((1, 2, 1, 6, 66, 24, 72), {
         "causal": True, "softcap": 3.0, "dropout_p": 0.2, "seed": 7, "kv_lengths": np.array([57]),
         "sinks": np.array([0.5, -1.0]), "alibi_slopes": np.array([0.1, 0.5], np.float32),
@@ -342,8 +354,8 @@ def test_few_queries_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPa
     partial_lse = partial[..., 0].copy()
     call.arguments.tensors(partial=Device(partial), partial_lse=Device(partial_lse))
     call.arguments.set(splits=parts)
-    items = -(-n_q * (heads // heads_kv) // 16) * heads_kv * batch
-    for kernel, blocks in (("sm80_decode", items * parts), ("combine", batch * heads * n_q)):
+    items, shares = -(-n_q * (heads // heads_kv) // 16) * heads_kv * batch, -(-call.spec.head_dim_v // 128)
+    for kernel, blocks in (("sm80_decode", items * parts), ("combine", batch * heads * n_q * shares)):
         room = shared if kernel == "sm80_decode" else 4096
         lanes.launch("sm80_decode", call.spec, constants, room, list(call.arguments.words), blocks, kernel)
 
@@ -356,7 +368,8 @@ def test_few_queries_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", some(GRADIENTS, ("lengths",)))
 def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel and the one that rounds dQ as Python, in tiles of 64 x 64, against the definition in float64."""
-    call, tile = call_of(GRADIENTS[name], monkeypatch), sm80.BackwardTile(64, 64, 4)
+    call = call_of(GRADIENTS[name], monkeypatch)
+    tile = sm80.BackwardTile(64, 64, 8 if name == "wide" else 4)
     (batch, heads, n_q, _), (_, heads_kv, n_k, _) = call.arrays["q"].shape, call.arrays["k"].shape
     dout, dlse = call.arrays["dout"].astype(np.float64), np.random.default_rng(1).standard_normal((batch, heads, n_q))
     (out, lse), vjp = flashkit.attention_vjp(*call.wide, **call.options, return_lse=True, backend="reference")
@@ -403,7 +416,7 @@ def test_hoppers_forward_pass_lane_by_lane(name: str, monkeypatch: pytest.Monkey
 
 
 # Where a row's delta is NaN its weights are taken for NaN too, as in CUDA C++: dv is NaN where it need not be.
-HOPPERS = {name: case for name, case in GRADIENTS.items() if name != "a hidden NaN"}
+HOPPERS = {name: case for name, case in GRADIENTS.items() if name not in ("a hidden NaN", "wide")}
 
 
 @pytest.mark.parametrize("name", some(HOPPERS, ("causal, two blocks",)))

@@ -17,8 +17,8 @@ from ..cuda_common.launch import MAX_GRID, scratch
 from ..cuda_common.rows import RowKernels
 from .sm80_decode import Decode, DecodeTile, decode_tiles
 
-BLOCK_Q, THREADS = 128, 128
-MAX_DIM = 128
+THREADS = 128
+MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
 _CACHED = 24_000_000  # bytes of keys and values that blocks work at together, within the L2 cache
@@ -29,50 +29,53 @@ _OWN_BACKWARD = "as in CUDA C++"
 
 @dataclass(frozen=True)
 class Tile:
-    """Keys of a tile of the forward pass, whose rows are 128: 32 for each of four warps."""
+    """A tile of the forward pass: rows, 16 or 32 for each of four warps, keys, and how many tiles of keys are in shared
+    memory at once.
+    """
 
+    block_q: int
     block_k: int
+    stages: int = 2
 
     def __post_init__(self) -> None:
-        if self.block_k % 16 or not 16 <= self.block_k <= 128:
-            raise ValueError(f"{self=}: block_k is a multiple of 16 up to 128")
-
-    @property
-    def block_q(self) -> int:
-        return BLOCK_Q
-
-    @property
-    def stages(self) -> int:
-        return 2
+        if self.block_q not in (64, 128) or self.block_k % 16 or not 16 <= self.block_k <= 128:
+            raise ValueError(f"{self=}: block_q is 64 or 128, block_k a multiple of 16 up to 128")
+        if self.stages not in (1, 2):
+            raise ValueError(f"{self=}: stages are one or two")
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block."""
         q, v = -(-spec.head_dim // 64), -(-spec.head_dim_v // 64)
-        return 128 * (BLOCK_Q * max(q, v) + 2 * self.block_k * (q + v))
+        return 128 * (self.block_q * max(q, v) + self.stages * self.block_k * (q + v))
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        return self.shared_memory(spec) <= device.shared_per_block
+        """Whether there is the memory, and registers for a lane's part of the output."""
+        roomy = self.block_q == 64 or spec.head_dim_v <= 128
+        return roomy and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         resident = device.shared_per_sm // (self.shared_memory(spec) + 1024)
         return {
-            "BLOCK_K": self.block_k, "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "BRIEF": True,
+            "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages,
+            "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "BRIEF": True,
         }  # fmt: skip
 
 
-def forward_tile(spec: AttentionSpec, device: Device) -> Tile | None:
-    """The largest that fits, of those that do well."""
-    return next((tile for tile in map(Tile, (64, 32, 16)) if tile.fits(spec, device)), None)
+def forward_tiles(spec: AttentionSpec, device: Device) -> list[Tile]:
+    """Those that fit, the likely fastest first."""
+    wide = max(spec.head_dim, spec.head_dim_v) > 128
+    tiles = [Tile(64, 64, 1)] if wide else []
+    tiles += [Tile(128, keys) for keys in (64, 32, 96, 48, 128, 16)]
+    tiles += [Tile(64, keys, 1) for keys in (64, 32, 16)]
+    return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
 
 
 class Forward:
     """The forward pass."""
 
-    def __init__(self, generation: Sm80, problem: Problem, device: Device, tile: Tile | None, why: str = _OWN) -> None:
+    def __init__(self, generation: Sm80, problem: Problem, device: Device, tile: Tile, why: str) -> None:
         spec = problem.spec
         self.generation, self.problem, self.device = generation, problem, device
-        tile = tile or forward_tile(spec, device)
-        assert tile is not None  # supports() has asked
         self.tile, self.why = tile, why
         constants = tuple(tile.constants(spec, device).items())
         library = generation.kernels("sm80_forward", spec, constants, compiler.target(device.capability))
@@ -88,7 +91,7 @@ class Forward:
         if not (usual and in_units(arguments, ("q", "k", "v", "out"))):
             return self._spare.run(arguments, stream)
         heads = arguments.batch * arguments.heads
-        blocks = -(-arguments.n_q // BLOCK_Q) * heads
+        blocks = -(-arguments.n_q // self.tile.block_q) * heads
         if not blocks:
             return None
         if blocks > MAX_GRID:
@@ -138,6 +141,8 @@ def backward_tiles(spec: AttentionSpec, device: Device) -> list[BackwardTile]:
     """Those that fit, the likely fastest first: what modifications and dropout need takes registers."""
     more = spec.dropout or spec.score is not None or max(spec.head_dim, spec.head_dim_v) > 64
     pairs = [(64, 128), (128, 128)] if more else [(128, 128), (64, 128)]
+    if max(spec.head_dim, spec.head_dim_v) > 128:  # registers for the sums
+        pairs = [(64, 64)]
     tiles = [*(BackwardTile(*pair) for pair in pairs), BackwardTile(64, 64, 4), BackwardTile(32, 64, 4)]
     return [tile for tile in tiles if tile.fits(spec, device)]
 
@@ -201,12 +206,12 @@ class Sm80(Generation):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
         if not (able := sixteen_bits(spec, MAX_DIM)):
             return able
-        tiles: Any = decode_tiles(spec, device) if few(problem) else forward_tile(spec, device)
+        tiles: Any = decode_tiles(spec, device) if few(problem) else forward_tiles(spec, device)
         if not (backward_tiles(spec, device) if direction == "backward" else tiles):
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")
         if direction == "backward" or few(problem):
             return Verdict(True)
-        blocks = -(-problem.n_q // BLOCK_Q) * problem.heads * problem.batch
+        blocks = -(-problem.n_q // tiles[0].block_q) * problem.heads * problem.batch
         if problem.n_q and 2 * blocks <= device.sms and problem.n_k >= MANY_KEYS:
             return Verdict(False, f"{blocks} tiles of rows on {device.sms} multiprocessors, the keys should be split")
         return Verdict(True)
@@ -216,7 +221,7 @@ class Sm80(Generation):
             return backward_tiles(problem.spec, device)
         if few(problem):
             return decode_tiles(problem.spec, device)
-        return [tile for tile in map(Tile, (64, 32, 96, 48, 128)) if tile.fits(problem.spec, device)]
+        return forward_tiles(problem.spec, device)
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward | Decode:
         if direction == "backward":
@@ -228,4 +233,5 @@ class Sm80(Generation):
             narrow, why = tile_of(DecodeTile, row, lambda x: x.fits(problem.spec, device))
             return Decode(self.kernels, self.below, problem, device, narrow, why)
         tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device))
-        return Forward(self, problem, device, tile, why if tile else "; ".join(filter(None, (_OWN, why))))
+        own = forward_tiles(problem.spec, device)[0]
+        return Forward(self, problem, device, tile or own, why if tile else "; ".join(filter(None, (_OWN, why))))

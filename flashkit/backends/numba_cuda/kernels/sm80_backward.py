@@ -56,7 +56,7 @@ def sixteen_queries(step, sums, rest):
     row, at = 16 * step + lane // 16 * 8 + lane % 8, unit + lane // 8 % 2
     upper = load_matrices_turned(weights + swizzled(row, at))
     lower = load_matrices_turned(weights + swizzled(row, at + 2))
-    return groups(of_columns, 16, sums, (upper, lower, b + 16 * step * CHUNK_ROW, CHUNK_Q, first))
+    return groups(of_columns, SIXTEEN, sums, (upper + lower, b + 16 * step * CHUNK_ROW, CHUNK_Q, first))
 
 
 @device
@@ -92,8 +92,7 @@ def sixteen_keys(step, sums, rest):
     gradients, keys, first = rest
     lane = thread() % 32
     at = gradients + step // 4 * CHUNK_Q + swizzled(lane % 16, step % 4 * 2 + lane // 16)
-    upper, lower = load_matrices(at), load_matrices(at + 16 * CHUNK_ROW)
-    return groups(of_columns, 16, sums, (upper, lower, keys + 16 * step * CHUNK_ROW, CHUNK_K, first))
+    return groups(of_columns, SIXTEEN, sums, (load_left(at), keys + 16 * step * CHUNK_ROW, CHUNK_K, first))
 
 
 @device
@@ -204,7 +203,7 @@ def finish(p, which, b, head, tile_k, n_k, sums, factor, staged):
     row0, columns = tile_k * BLOCK_K + warp // ACROSS_KV * 32, (WHOLE_V if which == DV else WHOLE) // ACROSS_KV
     staged, first = staged + warp // ACROSS_KV * 32 * CHUNK_ROW, warp % ACROSS_KV * columns
     sums = each(settled, sums, listed(key_of_lane, ROWS, row0), (factor, n_k))
-    groups(store_piece, 8, join(pack, sums), (staged, CHUNK_K, first // 8))
+    groups(store_piece, LEFT, join(pack, sums), (staged, CHUNK_K, first // 8))
     lanes_sync()
     address = row_address(target, I(b), I(head), I(row0))
     for i in range(lane, 4 * columns, 32):
@@ -258,12 +257,12 @@ def sm80_backward(p):
             if HAS_DROPOUT:
                 kept = each_at(kept_at, weights, mine, pairs)
                 weights = both(unless_zero, kept, weights)
-            groups(store_piece, 8, join(pack, weights), (staged, CHUNK_Q, keys >> 3))
+            groups(store_piece, LEFT, join(pack, weights), (staged, CHUNK_Q, keys >> 3))
             dp = scores_of_values(queries, base + AT_V, rows, keys)
             if HAS_DROPOUT:
                 dp = both(unless_zero, kept, dp)
             ds = both(unless_zero, steep, each(less_delta, dp, mine, 0))
-            groups(store_piece, 8, join(pack, ds), (staged + (AT_DS - AT_P), CHUNK_Q, keys >> 3))
+            groups(store_piece, LEFT, join(pack, ds), (staged + (AT_DS - AT_P), CHUNK_Q, keys >> 3))
             threads_sync()  # P and dS are there
             if before >= 0 and thread() == THREADS - 1:
                 be_done(p, b, h, before, tile_k)

@@ -1,8 +1,9 @@
 # parts: tiles tensor
-# Parts of a row of output, whose keys other warps went over, made one. A block takes a row: each of its warps some of
-# the parts, a lane four columns. Sums are in the order of the parts.
+# Parts of a row of output, whose keys other warps went over, made one. A block takes up to 128 columns of a row: each of
+# its warps some of the parts, a lane four columns. Sums are in the order of the parts.
 
 COMBINERS = 8  # warps
+SHARES = -(-HEAD_DIM_V // 128)  # blocks of a row
 load_number = load_from("shared", types.float32)
 
 
@@ -46,7 +47,7 @@ def carefully(p, b, h, row, reference, column):
 
 @kernel(32 * COMBINERS)
 def combine(p):
-    index, lane, warp = I(block()), I(thread() % 32), I(thread() // 32)
+    index, lane, warp = I(block()) // SHARES, I(thread() % 32), I(thread() // 32)
     row, h, b = index % p.n_q, index // p.n_q % p.heads, index // p.n_q // p.heads
     top = HIDDEN
     for part in range(lane, p.splits, 32):
@@ -58,7 +59,7 @@ def combine(p):
         total += exp2_fast(lse_of(p, part, b, h, row) - shift)
     total = across_warp(add, total)
 
-    column, base = 4 * lane, shared_address()
+    column, base = I(block()) % SHARES * 128 + 4 * lane, shared_address()
     x0, x1, x2, x3 = ZERO, ZERO, ZERO, ZERO
     if column < HEAD_DIM_V:
         for part in range(warp, p.splits, COMBINERS):
@@ -84,7 +85,7 @@ def combine(p):
         factor = ZERO if empty else factor / total
         x = x0 * factor, x1 * factor, x2 * factor, x3 * factor
         lse = HIDDEN if empty else top * LN2 + math.log(total)
-        if lane == 0:
+        if column == 0:
             store(np.float32, number_address(p.lse, b, h, row), 0, lse)
         if MAY_HIDE:  # what is not finite may have met a weight of 0
             odd = (x[0] + x[1] + x[2] + x[3]) * ZERO != ZERO

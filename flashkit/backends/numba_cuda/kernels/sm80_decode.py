@@ -1,4 +1,4 @@
-# parts: tiles tensor sm80_tile_decode softmax sm80_combine
+# parts: tiles tensor sm80_tile_decode sm80_products softmax sm80_combine
 # Few queries on tensor cores by mma.sync (FlashDecoding: Dao, Haziza, Massa, Sizov 2023): what takes time is reading
 # keys and values, so each is read once for all heads that share it, by as many warps as the device holds.
 #
@@ -8,9 +8,6 @@
 #     K, V        [STAGES][BLOCK_K][..]   shared memory of the warp, filled STAGES - 1 tiles ahead
 #     s, weights  [16][BLOCK_K]           registers
 #     output      [16][HEAD_DIM_V]        registers, unscaled
-
-product = mma(STORAGE)
-
 
 # --- load_tile --------------------------------------------------------------------------------------------------------
 
@@ -68,57 +65,10 @@ def begin_tile(p, at, target, tile, last, n_k):
     copies_end()
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
-
-
-@device
-def left_at(q, step):
-    lane = thread() % 32
-    return load_matrices(q + step // 4 * 16 * CHUNK_ROW + swizzled(lane % 16, step % 4 * 2 + lane // 16))
-
-
-@device
-def multiply_sixteen(sums, left, right):
-    return product(part(sums, 0, 4), left, right[0], right[1]) + product(part(sums, 4, 4), left, right[2], right[3])
-
-
-@device
-def of_keys(i, s, rest):
-    left, k = rest
-    return multiply_sixteen(s, left, load_matrices(k + 16 * i * CHUNK_ROW))
-
-
-@device
-def sixteen_dims(step, s, rest):
-    q, k = rest
-    lane = thread() % 32
-    right = k + step // 4 * CHUNK_K + swizzled(lane // 16 * 8 + lane % 8, step % 4 * 2 + lane // 8 % 2)
-    return groups(of_keys, 8, s, (left_at(q, step), right))
-
-
 @device
 def scores(q, k):
     """s = Q K^T"""
-    return repeat(sixteen_dims, STEPS, filled(ZERO, SCORES), (q, k))
-
-
-@device
-def of_columns(i, output, rest):
-    weights, v = rest
-    lane = thread() % 32
-    at = v + i // 4 * CHUNK_K + swizzled(lane % 16, i % 4 * 2 + lane // 16)
-    return multiply_sixteen(output, weights, load_matrices_turned(at))
-
-
-@device
-def sixteen_keys(step, weights, output, v):
-    return groups(of_columns, 8, output, (weights, v + 16 * step * CHUNK_ROW))
-
-
-@device
-def accumulate(output, weights, v):
-    """output += weights V"""
-    return chain(sixteen_keys, 4, weights, output, v)
+    return repeat(sixteen_dims, STEPS, filled(ZERO, SCORES), (q, CHUNK_Q, k, CHUNK_K))
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -178,7 +128,7 @@ def sm80_decode(p):
             l, output = both(add, both(times, l, rescale), total), rows_scaled(output, rescale)
             if HAS_DROPOUT:
                 s = drop_tile(p, at, s, i32(tile * BLOCK_K))
-            output = accumulate(output, join(pack, s), k + BYTES_K)
+            output = accumulate(output, join(pack, s), k + BYTES_K, CHUNK_K)
         stage, tile = stage + 1 if stage + 1 < STAGES else I(0), tile + 1
     copies_wait(0)
     rows = listed(finish_row, ROWS, (p, at, part, m, across_row(add, l)))
