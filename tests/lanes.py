@@ -223,6 +223,11 @@ def copy_unit(target: Any, source: Any, place: int, end: int) -> None:
     _bytes(target, 16)[:] = np.frombuffer(data, np.uint8)
 
 
+def copy_unit_if(target: Any, source: Any, place: int, end: int, wanted: int) -> None:
+    if wanted:
+        copy_unit(target, source, place, end)
+
+
 def copies_end() -> None: ...
 
 

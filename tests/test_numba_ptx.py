@@ -40,6 +40,7 @@ AMPERE = {
     "st.shared.b32": "store_word(shared_address(), i[0])",
     "st.shared.v4.b32": "store_zeros(shared_address(), 0)",
     "cp.async.cg.shared.global": "copy_unit(shared_address(), l, i[0], i[1])",
+    "@q cp.async.cg.shared.global": "copy_unit_if(shared_address(), l, i[0], i[1], i[0])",
     "ld.shared.v4.b32": "store_unit(l, load_unit(shared_address()))",
     "st.global.v4.b32": "store_unit(l, load_unit(shared_address()))",
     "cp.async.commit_group": "copies_end()",

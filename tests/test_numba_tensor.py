@@ -162,41 +162,48 @@ def problem(**changes: object) -> Problem:
 REFUSALS = [
     ({"dtype": "float32"}, "float32 is not for these tensor cores"),
     ({"d": 84}, "not whole 16 bytes"),
-    ({"heads": 2, "n_q": 300, "n_k": 9000}, "the keys should be split"),
+    ({"d": 264}, "head dim 264 is over 256"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "reason"), REFUSALS)
-@pytest.mark.parametrize("generation", ["sm80", "sm90"])
-def test_what_a_generation_cannot_do_is_refused(changes: dict, reason: str, generation: str) -> None:
+def generation(name: str) -> Any:
     from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 
-    (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == generation)
-    assert chosen.supports(problem(), HOPPER, "forward")
-    assert bool(chosen.supports(problem(n_q=9), HOPPER, "forward")) == (generation == "sm80"), "it splits the keys"
-    verdict = chosen.supports(problem(**changes), HOPPER, "forward")
-    assert not verdict
-    assert reason in verdict.reason
-    assert chosen.supports(problem(), HOPPER, "backward")
+    (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == name)
+    return chosen
+
+
+@pytest.mark.parametrize(("changes", "reason"), REFUSALS)
+@pytest.mark.parametrize("name", ["sm80", "sm90"])
+def test_what_a_generation_cannot_do_is_refused(changes: dict, reason: str, name: str) -> None:
+    assert generation(name).supports(problem(), HOPPER, "forward")
+    assert generation(name).supports(problem(), HOPPER, "backward")
+    assert reason in generation(name).supports(problem(**changes), HOPPER, "forward").reason
+
+
+@pytest.mark.parametrize("changes", [{"n_q": 9}, {"heads": 2, "n_q": 300, "n_k": 9000}])
+def test_keys_are_split_where_queries_would_leave_the_device_idle(changes: dict) -> None:
+    few = problem(**changes)
+    assert not generation("sm90").supports(few, HOPPER, "forward")
+    assert generation("sm80").supports(few, HOPPER, "forward")
+    assert isinstance(generation("sm80").candidates(few, HOPPER, "forward")[0], sm80_decode.DecodeTile)
+    assert isinstance(generation("sm80").candidates(problem(), HOPPER, "forward")[0], sm80.Tile)
 
 
 def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:
-    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
-
-    (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == "sm80")
-    for changes, reason in REFUSALS[:2]:
+    chosen = generation("sm80")
+    for changes, reason in REFUSALS:
         assert reason in chosen.supports(problem(**changes), HOPPER, "backward").reason
     assert chosen.supports(problem(n_q=9), HOPPER, "backward")
     assert chosen.supports(problem(heads=2, n_q=300, n_k=9000), HOPPER, "backward"), "it has blocks enough, by keys"
+    assert chosen.supports(problem(d=256), HOPPER, "backward")
     small = replace(HOPPER, shared_per_block=20_000)
     assert "no tile fits in 20000 bytes" in chosen.supports(problem(), small, "backward").reason
 
 
 def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
-    from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
-
-    (chosen,) = (each for each in NumbaCudaBackend.generations if each.name == "sm90")
-    for changes, reason in REFUSALS[:2]:
+    chosen = generation("sm90")
+    for changes, reason in REFUSALS:
         assert reason in chosen.supports(problem(**changes), HOPPER, "backward").reason
     assert "not sm_90" in chosen.supports(problem(), MODELS["sm_80"], "backward").reason
 

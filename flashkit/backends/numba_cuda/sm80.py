@@ -123,7 +123,7 @@ class BackwardTile:
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block: kernels/sm80_tile_backward.py."""
         chunks = -(-spec.head_dim // 64) + -(-spec.head_dim_v // 64)
-        pairs = 2 * 128 * self.block_q * -(-self.block_k // 64)
+        pairs = 2 * self.block_q * (2 * self.block_k + 16)
         return 128 * chunks * self.block_k + 2 * (128 * chunks * self.block_q + 1024) + pairs + 16
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
@@ -186,9 +186,12 @@ class Backward:
         return None
 
 
-def few(problem: Problem) -> bool:
-    """Whether queries would leave most of a tile empty, so that keys are split instead."""
-    return 0 < problem.n_q <= FEW_ROWS
+def splits(problem: Problem, device: Device) -> bool:
+    """Whether keys are split: queries would leave most of a tile empty, or most of the device idle."""
+    if problem.n_q <= FEW_ROWS:
+        return problem.n_q > 0
+    blocks = -(-problem.n_q // 128) * problem.heads * problem.batch
+    return 3 * blocks <= device.sms and problem.n_k >= MANY_KEYS
 
 
 class Sm80(Generation):
@@ -206,32 +209,26 @@ class Sm80(Generation):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
         if not (able := sixteen_bits(spec, MAX_DIM)):
             return able
-        tiles: Any = decode_tiles(spec, device) if few(problem) else forward_tiles(spec, device)
-        if not (backward_tiles(spec, device) if direction == "backward" else tiles):
+        tiles: Any = self.candidates(problem, device, direction)
+        if not tiles:
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")
-        if direction == "backward" or few(problem):
-            return Verdict(True)
-        blocks = -(-problem.n_q // tiles[0].block_q) * problem.heads * problem.batch
-        if problem.n_q and 2 * blocks <= device.sms and problem.n_k >= MANY_KEYS:
-            return Verdict(False, f"{blocks} tiles of rows on {device.sms} multiprocessors, the keys should be split")
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward":
             return backward_tiles(problem.spec, device)
-        if few(problem):
+        if splits(problem, device):
             return decode_tiles(problem.spec, device)
         return forward_tiles(problem.spec, device)
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward | Decode:
         if direction == "backward":
             followed, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device))
-            own = backward_tiles(problem.spec, device)[0]
             why = why if followed else "; ".join(filter(None, (_OWN_BACKWARD, why)))
-            return Backward(self, problem, device, followed or own, why)
-        if few(problem):
+            return Backward(self, problem, device, followed or backward_tiles(problem.spec, device)[0], why)
+        if splits(problem, device):
             narrow, why = tile_of(DecodeTile, row, lambda x: x.fits(problem.spec, device))
             return Decode(self.kernels, self.below, problem, device, narrow, why)
         tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device))
-        own = forward_tiles(problem.spec, device)[0]
-        return Forward(self, problem, device, tile or own, why if tile else "; ".join(filter(None, (_OWN, why))))
+        why = why if tile else "; ".join(filter(None, (_OWN, why)))
+        return Forward(self, problem, device, tile or forward_tiles(problem.spec, device)[0], why)

@@ -21,56 +21,87 @@ load_number = load_from("shared", types.float32)
 
 
 @device
-def load_queries(p, stage, b, h, tile):
-    row0, n_q = i32(tile) * BLOCK_Q, i32(p.n_q)
-    load_tile(stage, p.q, b, h, row0, n_q, BLOCK_Q, HEAD_DIM, WHOLE)
-    load_tile(stage + AT_DOUT, p.dout, b, h, row0, n_q, BLOCK_Q, HEAD_DIM_V, WHOLE_V)
+def copy_numbers(stage, p, b, h, row0, wanted):
+    """Numbers of a tile's queries on their way: there is memory for whole tiles of them."""
     i = i32(thread())
-    if i < BLOCK_Q // 2:  # there is memory for whole tiles of them
-        numbers = p.shift if i < BLOCK_Q // 4 else p.delta
-        source = number_address(numbers, I(b), I(h), I(row0 + i % (BLOCK_Q // 4) * 4))
-        copy_unit(stage + AT_NUMBERS + UNIT * i, source, 0, 1)
+    numbers = p.shift if i < BLOCK_Q // 4 else p.delta
+    source = number_address(numbers, I(b), I(h), I(row0)) + UNIT * (i & (BLOCK_Q // 4 - 1))
+    copy_unit_if(stage + AT_NUMBERS + UNIT * i, source, 0, 1, 1 if wanted and i < BLOCK_Q // 2 else 0)
+
+
+@device
+def copies_of(p, stage, b, h, tile, wanted):
+    """A tile's rows of q and of dout on their way."""
+    row0, n_q = i32(tile) * BLOCK_Q, i32(p.n_q)
+    of_q = copy_of(stage, p.q, b, h, row0, n_q, wanted)
+    return of_q, copy_of(stage + AT_DOUT, p.dout, b, h, row0, n_q, wanted)
+
+
+@device
+def load_queries(p, stage, b, h, tile):
+    of_q, of_dout = copies_of(p, stage, b, h, tile, True)
+    for piece in range(PIECES):
+        copy_piece(of_q, piece, BLOCK_Q, HEAD_DIM, WHOLE)
+    for piece in range(PIECES_V):
+        copy_piece(of_dout, piece, BLOCK_Q, HEAD_DIM_V, WHOLE_V)
+    copy_numbers(stage, p, b, h, i32(tile) * BLOCK_Q, True)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
 @device
-def scores(stage, keys, rows, first):
-    """s = Q K^T for this warp's 32 queries, from `rows` on, and its keys, from `first` on."""
-    left, right = stage + rows * CHUNK_ROW, keys + first * CHUNK_ROW
-    return repeat(sixteen_dims, STEPS, filled(ZERO, KEYS_S), (left, CHUNK_Q, right, CHUNK_K))
+def sixteen_dims_copying(step, sums, rest):
+    """The same while a tile is copied, a few pieces at a step: many at once wait for each other."""
+    operands, copy, steps, pieces, dim, columns = rest
+    sums = sixteen_dims(step, sums, operands)
+    for piece in range(-(-step * pieces // steps), -(-(step + 1) * pieces // steps)):
+        copy_piece(copy, piece, BLOCK_Q, dim, columns)
+    return sums
 
 
 @device
-def scores_of_values(stage, values, rows, first):
+def scores(stage, keys, rows, first, copy):
+    """s = Q K^T for this warp's 32 queries, from `rows` on, and its keys, from `first` on."""
+    operands = stage + rows * CHUNK_ROW, CHUNK_Q, keys + first * CHUNK_ROW, CHUNK_K
+    rest = operands, copy, STEPS, PIECES, HEAD_DIM, WHOLE
+    return repeat(sixteen_dims_copying, STEPS, filled(ZERO, KEYS_S), rest)
+
+
+@device
+def scores_of_values(stage, values, rows, first, copy):
     """dP = dO V^T"""
-    left, right = stage + AT_DOUT + rows * CHUNK_ROW, values + first * CHUNK_ROW
-    return repeat(sixteen_dims, STEPS_V, filled(ZERO, KEYS_S), (left, CHUNK_Q, right, CHUNK_K))
+    operands = stage + AT_DOUT + rows * CHUNK_ROW, CHUNK_Q, values + first * CHUNK_ROW, CHUNK_K
+    rest = operands, copy, STEPS_V, PIECES_V, HEAD_DIM_V, WHOLE_V
+    return repeat(sixteen_dims_copying, STEPS_V, filled(ZERO, KEYS_S), rest)
+
+
+@device
+def store_weights(i, words, at):
+    """16 keys of 32 queries, packed, to P or dS."""
+    for j in range(LEFT):
+        store_word(at + (j // 4 * 16 + j % 2 * 8) * PITCH + (2 * i + j // 2 % 2) * UNIT, i32(words[j]))
 
 
 @device
 def sixteen_queries(step, sums, rest):
-    weights, unit, b, first = rest
-    lane = i32(thread() % 32)
-    row, at = 16 * step + lane // 16 * 8 + lane % 8, unit + lane // 8 % 2
-    upper = load_matrices_turned(weights + swizzled(row, at))
-    lower = load_matrices_turned(weights + swizzled(row, at + 2))
-    return groups(of_columns, SIXTEEN, sums, (upper + lower, b + 16 * step * CHUNK_ROW, CHUNK_Q, first))
+    weights, b, first = rest
+    at = weights + 16 * step * PITCH
+    left = load_matrices_turned(at) + load_matrices_turned(at + 2 * UNIT)
+    return groups(of_columns, SIXTEEN, sums, (left, b + 16 * step * CHUNK_ROW, CHUNK_Q, first))
 
 
 @device
 def keys_of_warp(weights):
-    """Where the columns of weights that are this warp's 32 keys begin: a chunk, and a unit of it."""
-    warp = i32(thread() // 32) // ACROSS_KV
-    return weights + (warp >> 1) * CHUNK_Q, (warp & 1) * 4
+    """Where a lane begins to read the columns of weights that are its warp's 32 keys."""
+    lane = i32(thread() % 32)
+    return weights + (lane // 16 * 8 + lane % 8) * PITCH + i32(thread() // 32) // ACROSS_KV * 64 + lane // 8 % 2 * UNIT
 
 
 @device
 def accumulate_keys(sums, weights, rows, first):
     """sums += weights^T rows, for this warp's 32 keys and its columns, from unit `first` on."""
-    weights, unit = keys_of_warp(weights)
-    return repeat(sixteen_queries, STEPS_KV, sums, (weights, unit, rows, first))
+    return repeat(sixteen_queries, STEPS_KV, sums, (keys_of_warp(weights), rows, first))
 
 
 @device
@@ -83,24 +114,23 @@ def sixteen_queries_adding(step, dq, sums, rest):
 @device
 def accumulate_keys_adding(sums, weights, rows, first, dq, there):
     """The same, and dq is added to its sums in memory, a few at a step: many at once fill the way there."""
-    weights, unit = keys_of_warp(weights)
-    return chain(sixteen_queries_adding, ADDED, dq, sums, ((weights, unit, rows, first), there))
+    return chain(sixteen_queries_adding, ADDED, dq, sums, ((keys_of_warp(weights), rows, first), there))
 
 
 @device
 def sixteen_keys(step, sums, rest):
     gradients, keys, first = rest
-    lane = thread() % 32
-    at = gradients + step // 4 * CHUNK_Q + swizzled(lane % 16, step % 4 * 2 + lane // 16)
-    return groups(of_columns, SIXTEEN, sums, (load_left(at), keys + 16 * step * CHUNK_ROW, CHUNK_K, first))
+    left = load_matrices(gradients + 32 * step) + load_matrices(gradients + 32 * step + 16 * PITCH)
+    return groups(of_columns, SIXTEEN, sums, (left, keys + 16 * step * CHUNK_ROW, CHUNK_K, first))
 
 
 @device
 def gradients_of_queries(gradients, keys):
     """dq = dS K, of this block's keys, for this warp's 32 queries and its columns."""
-    warp = i32(thread() // 32)
-    rows, first = gradients + warp // ACROSS_Q * 32 * CHUNK_ROW, warp % ACROSS_Q * (SUMS_Q // 8)
-    return repeat(sixteen_keys, STEPS_Q, filled(ZERO, SUMS_Q), (rows, keys, first))
+    warp, lane = i32(thread() // 32), i32(thread() % 32)
+    rows, first = warp // ACROSS_Q * 32 + lane % 16, warp % ACROSS_Q * (SUMS_Q // 8)
+    rest = gradients + rows * PITCH + lane // 16 * UNIT, keys, first
+    return repeat(sixteen_keys, STEPS_Q, filled(ZERO, SUMS_Q), rest)
 
 
 # --- weights and their gradients --------------------------------------------------------------------------------------
@@ -220,8 +250,11 @@ def finish(p, which, b, head, tile_k, n_k, sums, factor, staged):
 @kernel(THREADS, 1)
 def sm80_backward(p):
     base = shared_address()
+    if thread() == 0:  # from where each tile loads it, or else makes it from float64, anew
+        store_word(base + AT_UNIT, as_int(base_2(p)))
     b, head, tile_k = take_work(p, base)
-    warp, n_k, offset, unit = i32(thread() // 32), i32(keys_of(p, I(b))), offset_of(p, I(b)), base_2(p)
+    warp, lane = i32(thread() // 32), i32(thread() % 32)
+    n_k, offset = i32(keys_of(p, I(b))), offset_of(p, I(b))
     k0, tiles_k = tile_k * BLOCK_K, i32((n_k + BLOCK_K - 1) // BLOCK_K)
     rows, keys = warp // ACROSS_S * 32, warp % ACROSS_S * KEYS_S  # of S that this warp computes
     dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
@@ -236,14 +269,15 @@ def sm80_backward(p):
         walk, before = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), p.n_q), I(-1)
         if walk.state != EMPTY:
             load_queries(p, base + AT_QUERIES + stage * BYTES_STAGE, b, h, walk.tile)
-        while walk.state != EMPTY:
             copies_end()
+        while walk.state != EMPTY:
             copies_wait(0)
             threads_sync()  # the tile is there for all, and all are done with the one before
             queries, spare = base + AT_QUERIES + stage * BYTES_STAGE, base + AT_QUERIES + (1 - stage) * BYTES_STAGE
             ahead = next_tile(p, walk)
-            if ahead.state != EMPTY:
-                load_queries(p, spare, b, h, ahead.tile)
+            more = ahead.state != EMPTY
+            of_q, of_dout = copies_of(p, spare, b, h, ahead.tile, more)
+            unit = load_number(base + AT_UNIT)
             mine = listed(row_here, ROWS, (queries + AT_NUMBERS, rows))
             full = walk.state == FULL and k0 + BLOCK_K <= n_k
             # The first key is got here, or what follows from it would be kept in registers through all tiles.
@@ -251,18 +285,20 @@ def sm80_backward(p):
                 p.values, p.scale, p.seed, p.threshold, p.kept_scale, I(b), h, i32(p.n_q), n_k, offset,
                 i32(walk.tile) * BLOCK_Q, here(k0 + keys + i32(thread() % 4 * 2)), walk.state,
             )  # fmt: skip
-            staged = base + AT_P + rows * CHUNK_ROW
-            s = scores(queries, base, rows, keys)
+            staged = base + AT_P + (rows + lane // 4) * PITCH + 2 * keys + lane % 4 * 4
+            s = scores(queries, base, rows, keys, of_q)
             weights, steep = weights_and_slopes(full, s, mine, pairs, unit)
             if HAS_DROPOUT:
                 kept = each_at(kept_at, weights, mine, pairs)
                 weights = both(unless_zero, kept, weights)
-            groups(store_piece, LEFT, join(pack, weights), (staged, CHUNK_Q, keys >> 3))
-            dp = scores_of_values(queries, base + AT_V, rows, keys)
+            groups(store_weights, LEFT, join(pack, weights), staged)
+            dp = scores_of_values(queries, base + AT_V, rows, keys, of_dout)
+            copy_numbers(spare, p, b, h, i32(ahead.tile) * BLOCK_Q, more)
+            copies_end()
             if HAS_DROPOUT:
                 dp = both(unless_zero, kept, dp)
             ds = both(unless_zero, steep, each(less_delta, dp, mine, 0))
-            groups(store_piece, LEFT, join(pack, ds), (staged + (AT_DS - AT_P), CHUNK_Q, keys >> 3))
+            groups(store_weights, LEFT, join(pack, ds), staged + (AT_DS - AT_P))
             threads_sync()  # P and dS are there
             if before >= 0 and thread() == THREADS - 1:
                 be_done(p, b, h, before, tile_k)

@@ -1,6 +1,6 @@
 # parts: tiles tensor
-# Parts of a row of output, whose keys other warps went over, made one. A block takes up to 128 columns of a row: each of
-# its warps some of the parts, a lane four columns. Sums are in the order of the parts.
+# Parts of a row of output, whose keys other warps went over, made one. A block takes up to 128 columns of a row: each
+# of its warps some of the parts, a lane four columns. Sums are in the order of the parts.
 
 COMBINERS = 8  # warps
 SHARES = -(-HEAD_DIM_V // 128)  # blocks of a row

@@ -6,23 +6,34 @@
 
 ROWS_AT_ONCE = THREADS // 8
 
+# Rows of a head on their way, as a thread has them. Eight threads take the eight units of a row of a chunk, so a
+# thread's units lie at the same place of all its rows; `left`: the rows that exist, from its first one on. Those past
+# them, and columns past the head dim, become zeros.
+Copy = namedtuple("Copy", "target source step left wanted")
+
+
+@device
+def copy_of(target, tensor, b, h, first, count, wanted):
+    row, unit = i32(thread() // 8), i32(thread() % 8)
+    source = row_address(tensor, I(b), I(h), I(first) + row) + UNIT * unit
+    step = tensor.token * (ITEM * ROWS_AT_ONCE)
+    return Copy(target + swizzled(row, unit), source, step, i32(count - first - row), i32(wanted))
+
+
+@device
+def copy_piece(copy, piece, rows, dim, columns):
+    """Piece number `piece` of a tile of `rows` rows: ROWS_AT_ONCE of a chunk of 64 columns."""
+    chunk, i, column = piece // (rows // ROWS_AT_ONCE), piece % (rows // ROWS_AT_ONCE), 8 * i32(thread() % 8)
+    exist, needed = dim - 64 * chunk, columns - 64 * chunk
+    end = copy.left if exist >= 64 or column < exist else 0
+    wanted = copy.wanted if needed >= 64 or column < needed else 0
+    source, row = copy.source + i * copy.step + CHUNK_ROW * chunk, i * ROWS_AT_ONCE
+    copy_unit_if(copy.target + (chunk * rows + row) * CHUNK_ROW, source, row, end, wanted)
+
 
 @device
 def load_tile(target, tensor, b, h, first, count, rows, dim, columns):
-    """Rows first ... of a head to shared memory, beside what the warps do; those at or past `count`, and columns past
-    the head dim up to `columns`, become zeros. Eight threads take the eight units of a row of a chunk, so a
-    thread's units lie at the same place of all its rows.
-    """
-    row, unit = i32(thread() // 8), i32(thread() % 8)
-    at, left = target + swizzled(row, unit), i32(count - first - row)
-    source = row_address(tensor, I(b), I(h), I(first) + row) + UNIT * unit
-    step = tensor.token * (ITEM * ROWS_AT_ONCE)
-    for chunk in range((columns + 63) // 64):
-        wanted, exist = columns - 64 * chunk, dim - 64 * chunk
-        there = source + CHUNK_ROW * chunk
-        if wanted >= 64 or 8 * unit < wanted:
-            end = left if exist >= 64 or 8 * unit < exist else 0
-            for i in range(0, rows, ROWS_AT_ONCE):
-                if rows % ROWS_AT_ONCE == 0 or row < rows - i:
-                    copy_unit(at + (chunk * rows + i) * CHUNK_ROW, there, i, end)
-                there += step
+    """Rows first ... of a head to shared memory, beside what the warps do."""
+    copy = copy_of(target, tensor, b, h, first, count, True)
+    for piece in range(rows // ROWS_AT_ONCE * ((columns + 63) // 64)):
+        copy_piece(copy, piece, rows, dim, columns)

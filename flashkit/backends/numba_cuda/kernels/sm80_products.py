@@ -1,7 +1,9 @@
 # parts: tensor
-# What kernels by mma.sync multiply: 16 rows of a warp, or 32, two tiles of 16 that use the same right operands. A lane's
-# sums are its ROWS rows' (ptx/tuples.py), four registers of each tile for each 8 columns; left operands are four
-# registers of each tile. Operands are addresses in shared memory and the bytes from one chunk of 64 columns to the next.
+# What kernels by mma.sync multiply: 16 rows of a warp, or 32, two tiles of 16 that use the same right operands. A
+# lane's sums are its ROWS rows' (ptx/tuples.py), four registers of each tile for each 8 columns; left operands are four
+# registers of each tile. Right operands are addresses in shared memory and the bytes from one chunk of 64 columns to
+# the next. A lane gets from columns to further ones by flipping bits of its address, so that all addresses follow from
+# one; among a warp's share of the columns it does so where a share is a power of 2, or all of them: EVEN.
 
 product = mma(STORAGE)
 SIXTEEN, LEFT = 4 * ROWS, 2 * ROWS  # registers of a lane: of 16 columns of sums; of a left operand
@@ -44,8 +46,8 @@ def sixteen_dims(step, sums, rest):
     """sums += a b^T: 16 columns of a's rows and of b's rows."""
     a, chunk_a, b, chunk_b = rest
     lane = thread() % 32
-    left = a + step // 4 * chunk_a + swizzled(lane % 16, step % 4 * 2 + lane // 16)
-    right = b + step // 4 * chunk_b + swizzled(lane // 16 * 8 + lane % 8, step % 4 * 2 + lane // 8 % 2)
+    left = ((a + swizzled(lane % 16, lane // 16)) ^ step % 4 * 32) + step // 4 * chunk_a
+    right = ((b + swizzled(lane // 16 * 8 + lane % 8, lane // 8 % 2)) ^ step % 4 * 32) + step // 4 * chunk_b
     return groups(of_rows, SIXTEEN, sums, (load_left(left), right))
 
 
@@ -54,7 +56,11 @@ def of_columns(i, sums, rest):
     """16 columns of b from unit `first` on, of 16 of its rows."""
     left, b, chunk_b, first = rest
     lane, unit = thread() % 32, first + 2 * i
-    at = b + (unit >> 3) * chunk_b + swizzled(lane % 16, (unit & 7) + lane // 16)
+    if EVEN:
+        at = b + (first >> 3) * chunk_b + swizzled(lane % 16, (first & 7) + lane // 16)
+        at = (at ^ i % 4 * 32) + i // 4 * chunk_b
+    else:
+        at = b + (unit >> 3) * chunk_b + swizzled(lane % 16, (unit & 7) + lane // 16)
     return multiply_sixteen(sums, left, load_matrices_turned(at))
 
 

@@ -13,6 +13,8 @@ STEPS_KV, STEPS_Q = BLOCK_Q // 16, BLOCK_K // 16
 
 KEYS_S = BLOCK_K // ACROSS_S  # of a warp: keys of S, columns of dK, dV and dQ, as many registers of a lane
 SUMS, SUMS_V, SUMS_Q = WHOLE // ACROSS_KV, WHOLE_V // ACROSS_KV, WHOLE // ACROSS_Q
+EVEN = not any(n & (n - 1) for n in (SUMS, SUMS_V, SUMS_Q))
+PIECES, PIECES_V = (BLOCK_Q // (THREADS // 8) * chunks(dim) for dim in (HEAD_DIM, HEAD_DIM_V))  # that a thread copies
 ADDED, DQ_FIRST = SUMS_Q // STEPS_KV, HEAD_DIM <= 64  # of dQ with each step of the product after it, which is dV or dK
 
 CHUNK_K, CHUNK_Q = BLOCK_K * CHUNK_ROW, BLOCK_Q * CHUNK_ROW  # bytes from one chunk of keys, of queries, to the next
@@ -21,6 +23,8 @@ AT_QUERIES = AT_V + chunks(HEAD_DIM_V) * CHUNK_K
 AT_DOUT = chunks(HEAD_DIM) * CHUNK_Q  # within a stage; then a query's numbers
 AT_NUMBERS = AT_DOUT + chunks(HEAD_DIM_V) * CHUNK_Q
 BYTES_STAGE = AT_NUMBERS + 1024 * (-(-BLOCK_Q // 128))  # tiles begin on 1024 bytes
+PITCH = 2 * BLOCK_K + UNIT  # bytes from a row of P or dS to the next: an odd number of units, in place of permuted ones
 AT_P = AT_QUERIES + 2 * BYTES_STAGE
-AT_DS = AT_P + -(-BLOCK_K // 64) * CHUNK_Q
-AT_TICKET = AT_DS + -(-BLOCK_K // 64) * CHUNK_Q
+AT_DS = AT_P + BLOCK_Q * PITCH
+AT_TICKET = AT_DS + BLOCK_Q * PITCH  # words
+AT_UNIT = AT_TICKET + 4

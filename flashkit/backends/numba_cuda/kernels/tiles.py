@@ -71,10 +71,9 @@ def walk_queries(p, b, h, k0, k1, n_q):
 
 
 @device
-def tiles_of(walk):
-    if walk.along_keys:  # by a constant either way: a division else
-        return (walk.n + BLOCK_K - 1) // BLOCK_K
-    return (walk.n + BLOCK_Q - 1) // BLOCK_Q
+def exists(walk, tile):
+    """Compared in elements: how many tiles there are would be a division, though by a constant."""
+    return tile * (BLOCK_K if walk.along_keys else BLOCK_Q) < walk.n
 
 
 @device
@@ -102,14 +101,14 @@ if HAS_MASK:
 
     @device
     def next_tile(p, walk):
-        lane, tiles = thread_here() & 31, tiles_of(walk)
+        lane = thread_here() & 31
         chunk, live, full, first_group, groups = walk.chunk, walk.live, walk.full, walk.first_group, walk.groups
         over = False
         while live == 0 and not over:
             if CLASSIFY_MANY:
                 while groups == 0 and not over:
                     first_group += 32
-                    over = first_group * 32 >= tiles
+                    over = not exists(walk, first_group * 32)
                     if not over:
                         group = (first_group + lane) * 32
                         groups = ballot(look(p, walk, group, group + 32) != EMPTY)
@@ -118,7 +117,7 @@ if HAS_MASK:
                     groups &= groups - 1
             else:
                 chunk += 32
-                over = chunk >= tiles
+                over = not exists(walk, chunk)
             if not over:
                 state = look(p, walk, chunk + lane, chunk + lane + 1)
                 live = ballot(state != EMPTY)
@@ -150,7 +149,7 @@ else:
     def next_tile(p, walk):
         tile = walk.tile + 1
         return Walk(
-            tile, FULL if tile < tiles_of(walk) else EMPTY, walk.b, walk.h, walk.start, walk.end, walk.n,
+            tile, FULL if exists(walk, tile) else EMPTY, walk.b, walk.h, walk.start, walk.end, walk.n,
             walk.along_keys, walk.chunk, walk.live, walk.full, walk.first_group, walk.groups,
         )  # fmt: skip
 

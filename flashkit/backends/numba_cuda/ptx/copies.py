@@ -7,8 +7,8 @@ from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "add_bulk", "add_bulk_once", "copies_end", "copies_wait", "copy_unit", "load_box", "load_bulk", "load_two",
-    "load_unit", "prefetch_map", "store_box", "store_four", "store_unit", "stores_end", "stores_wait",
+    "add_bulk", "add_bulk_once", "copies_end", "copies_wait", "copy_unit", "copy_unit_if", "load_box", "load_bulk",
+    "load_two", "load_unit", "prefetch_map", "store_box", "store_four", "store_unit", "stores_end", "stores_wait",
     "stores_wait_read",
 ]  # fmt: skip
 
@@ -18,6 +18,12 @@ copy_unit = instruction(
 )  # fmt: skip
 """copy_unit(target, source, place, end): 16 bytes to shared memory; zeros if place >= end, and then the source need not
 be an address"""
+copy_unit_if = instruction(
+    "{ .reg .pred p, q; setp.ne.s32 q, $4, 0; setp.le.s32 p, $3, $2; "
+    "@q cp.async.cg.shared.global.L2::128B [$0], [$1], 16, p; }",
+    NOTHING, uint32, uint64, int32, int32, int32,
+)  # fmt: skip
+"""copy_unit_if(target, source, place, end, wanted): the same if wanted is not 0"""
 FOUR = UniTuple(uint32, 4)
 load_unit = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
 """load_unit(address): 16 bytes of shared memory"""
