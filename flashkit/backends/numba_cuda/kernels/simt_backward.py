@@ -58,7 +58,7 @@ def keys_tile(p, shared):
         clear(dv, WIDTH_V)
         h = head_kv * GROUP
         while h < (head_kv + 1) * GROUP and k0 < n_k:
-            walk = walk_queries(p, b, h, k0, k1, p.n_q)
+            walk = walk_queries(p, b, h, k0, k1, p.n_q, False)
             while walk.state != EMPTY:
                 row0 = walk.tile * BLOCK_Q
                 q, dout = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q), rows_of(p.dout, b, h, row0, p.n_q, BLOCK_Q)

@@ -30,21 +30,11 @@ def copy_numbers(stage, p, b, h, row0, wanted):
 
 
 @device
-def copies_of(p, stage, b, h, tile, wanted):
-    """A tile's rows of q and of dout on their way."""
-    row0, n_q = i32(tile) * BLOCK_Q, i32(p.n_q)
-    of_q = copy_of(stage, p.q, b, h, row0, n_q, wanted)
-    return of_q, copy_of(stage + AT_DOUT, p.dout, b, h, row0, n_q, wanted)
-
-
-@device
 def load_queries(p, stage, b, h, tile):
-    of_q, of_dout = copies_of(p, stage, b, h, tile, True)
-    for piece in range(PIECES):
-        copy_piece(of_q, piece, BLOCK_Q, HEAD_DIM, WHOLE)
-    for piece in range(PIECES_V):
-        copy_piece(of_dout, piece, BLOCK_Q, HEAD_DIM_V, WHOLE_V)
-    copy_numbers(stage, p, b, h, i32(tile) * BLOCK_Q, True)
+    row0, n_q = i32(tile) * BLOCK_Q, i32(p.n_q)
+    load_tile(stage, p.q, b, h, row0, n_q, BLOCK_Q, HEAD_DIM, WHOLE)
+    load_tile(stage + AT_DOUT, p.dout, b, h, row0, n_q, BLOCK_Q, HEAD_DIM_V, WHOLE_V)
+    copy_numbers(stage, p, b, h, row0, True)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -55,8 +45,9 @@ def sixteen_dims_copying(step, sums, rest):
     """The same while a tile is copied, a few pieces at a step: many at once wait for each other."""
     operands, copy, steps, pieces, dim, columns = rest
     sums = sixteen_dims(step, sums, operands)
-    for piece in range(-(-step * pieces // steps), -(-(step + 1) * pieces // steps)):
-        copy_piece(copy, piece, BLOCK_Q, dim, columns)
+    for piece in range((step * pieces + steps - 1) // steps, ((step + 1) * pieces + steps - 1) // steps):
+        chunk, row = piece // (BLOCK_Q // ROWS_AT_ONCE), piece % (BLOCK_Q // ROWS_AT_ONCE) * ROWS_AT_ONCE
+        copy_rows(copy, chunk, row, BLOCK_Q, dim, columns)
     return sums
 
 
@@ -252,10 +243,11 @@ def sm80_backward(p):
     base = shared_address()
     if thread() == 0:  # from where each tile loads it, or else makes it from float64, anew
         store_word(base + AT_UNIT, as_int(base_2(p)))
-    b, head, tile_k = take_work(p, base)
+    b, head, tile_k, down = take_work(p, base)
     warp, lane = i32(thread() // 32), i32(thread() % 32)
     n_k, offset = i32(keys_of(p, I(b))), offset_of(p, I(b))
     k0, tiles_k = tile_k * BLOCK_K, i32((n_k + BLOCK_K - 1) // BLOCK_K)
+    low, high = (0, tile_k) if down else (tile_k + 1, tiles_k)  # tiles that add before this one
     rows, keys = warp // ACROSS_S * 32, warp % ACROSS_S * KEYS_S  # of S that this warp computes
     dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
     load_tile(base, p.k, b, head, k0, n_k, BLOCK_K, HEAD_DIM, WHOLE)
@@ -266,7 +258,7 @@ def sm80_backward(p):
     h, stage = I(head) * GROUP, I(0)
     last = h + GROUP if k0 < n_k else h
     while h < last:
-        walk, before = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), p.n_q), I(-1)
+        walk, before = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), p.n_q, down), I(-1)
         if walk.state != EMPTY:
             load_queries(p, base + AT_QUERIES + stage * BYTES_STAGE, b, h, walk.tile)
             copies_end()
@@ -276,7 +268,9 @@ def sm80_backward(p):
             queries, spare = base + AT_QUERIES + stage * BYTES_STAGE, base + AT_QUERIES + (1 - stage) * BYTES_STAGE
             ahead = next_tile(p, walk)
             more = ahead.state != EMPTY
-            of_q, of_dout = copies_of(p, spare, b, h, ahead.tile, more)
+            row0 = i32(ahead.tile) * BLOCK_Q
+            of_q = copy_of(spare, p.q, b, h, row0, i32(p.n_q), more)
+            of_dout = copy_of(spare + AT_DOUT, p.dout, b, h, row0, i32(p.n_q), more)
             unit = load_number(base + AT_UNIT)
             mine = listed(row_here, ROWS, (queries + AT_NUMBERS, rows))
             full = walk.state == FULL and k0 + BLOCK_K <= n_k
@@ -293,7 +287,7 @@ def sm80_backward(p):
                 weights = both(unless_zero, kept, weights)
             groups(store_weights, LEFT, join(pack, weights), staged)
             dp = scores_of_values(queries, base + AT_V, rows, keys, of_dout)
-            copy_numbers(spare, p, b, h, i32(ahead.tile) * BLOCK_Q, more)
+            copy_numbers(spare, p, b, h, row0, more)
             copies_end()
             if HAS_DROPOUT:
                 dp = both(unless_zero, kept, dp)
@@ -304,11 +298,11 @@ def sm80_backward(p):
                 be_done(p, b, h, before, tile_k)
             bits, there, share = bits_at(p, b, h, walk.tile), sums_of(p, b, h, walk.tile, warp), warp % ACROSS_KV
             first, first_v = share * (SUMS // 8), share * (SUMS_V // 8)
-            missing = missing_first(bits, tile_k, tiles_k)
+            missing = missing_first(bits, low, high)
             if not DQ_FIRST:
                 dv = accumulate_keys(dv, base + AT_P, queries + AT_DOUT, first_v)
             dq = gradients_of_queries(base + AT_DS, base)
-            wait_for_turn(bits, missing, tile_k, tiles_k)
+            wait_for_turn(bits, missing, low, high)
             if DQ_FIRST:
                 dv = accumulate_keys_adding(dv, base + AT_P, queries + AT_DOUT, first_v, dq, there)
                 dk = accumulate_keys(dk, base + AT_DS, queries, first)

@@ -3,12 +3,14 @@
 # bits never change. A block adds when all that come before it are done with the tile; p.partial_lse has a bit for each
 # pair of tiles. Blocks take their work by a ticket in that order, so whoever waits, waits for a block that runs. They
 # work at p.splits heads at a time, whose rows and sums the L2 cache holds. The last keys come first, and a block goes
-# over its queries from the first on: under a causal mask it begins at its diagonal, where it is the first to add.
+# over its queries from the first on: under a causal mask it begins at its diagonal, where it is the first to add. Only
+# the last heads go the other way round, where there is a mask: blocks with most to do come first, so that all end at
+# about the same time.
 
 
 @device
 def take_work(p, base):
-    """Batch entry, head of keys and tile of keys of this block's ticket."""
+    """Batch entry, head of keys and tile of keys of this block's ticket, and whether it goes the other way round."""
     if thread() == 0:  # the counter lies before the bits
         store_word(base + AT_TICKET, i32(fetch_add(p.partial_lse.data - 16, 1)))
     threads_sync()
@@ -20,7 +22,8 @@ def take_work(p, base):
     size = u32(min(every - first, most))
     place = u32(rest // size)
     head = u32(first + rest - place * size)
-    return i32(head // heads), i32(head % heads), i32(tiles - u32(1) - place)
+    down = HAS_MASK and every > most and first >= u32(u32(every - u32(1)) // most * most)
+    return i32(head // heads), i32(head % heads), i32(place) if down else i32(tiles - u32(1) - place), down
 
 
 @device
@@ -56,28 +59,28 @@ def bits_below(end, word):
 
 
 @device
-def missing_at(bits, word, tile_k, tiles_k):
-    """Of tiles tile_k + 1 ... tiles_k - 1 those that are not done yet, in a word of their bits."""
-    need = u32(bits_below(tiles_k, word) & ~bits_below(tile_k + 1, word))
+def missing_at(bits, word, low, high):
+    """Of tiles low ... high - 1 those that are not done yet, in a word of their bits."""
+    need = u32(bits_below(high, word) & ~bits_below(low, word))
     return u32(need & ~load_now(bits + 4 * word)) if need != u32(0) else need
 
 
 @device
-def missing_first(bits, tile_k, tiles_k):
+def missing_first(bits, low, high):
     """The same in a lane's first word: looked at a while before it matters, as memory is far."""
-    return missing_at(bits, ((tile_k + 1) >> 5) + i32(thread() % 32), tile_k, tiles_k)
+    return missing_at(bits, (low >> 5) + i32(thread() % 32), low, high)
 
 
 @device
-def wait_for_turn(bits, missing, tile_k, tiles_k):
-    """Until the blocks of tiles tile_k + 1 ... tiles_k - 1 are done with a tile of queries. What comes next acts where
-    memory is and after a branch, so later than what the bits stand for, without a load that acquires.
+def wait_for_turn(bits, missing, low, high):
+    """Until the blocks of tiles low ... high - 1 are done with a tile of queries. What comes next acts where memory is
+    and after a branch, so later than what the bits stand for, without a load that acquires.
     """
-    for start in range((tile_k + 1) >> 5, (tiles_k + 31) >> 5, 32):
+    for start in range(low >> 5, (high + 31) >> 5, 32):
         word = start + i32(thread() % 32)
         while missing != u32(0):
-            missing = missing_at(bits, word, tile_k, tiles_k)
-        missing = missing_at(bits, word + 32, tile_k, tiles_k)
+            missing = missing_at(bits, word, low, high)
+        missing = missing_at(bits, word + 32, low, high)
     lanes_sync()
 
 

@@ -51,6 +51,7 @@ Walk = namedtuple(
     "Walk",
     "tile, state, "  # PARTIAL or FULL; EMPTY after the last
     "b, h, start, end, n, along_keys, "  # start ... end - 1: the range on the other axis; n: elements along this one
+    "turn, "  # of a walk that goes down, its first tile; else -1
     "chunk, live, full, "  # tiles chunk ... chunk + 31 are classified; those of them that exist, and that are FULL
     "first_group, groups",  # 32 groups of tiles are classified from here on; those that are not EMPTY
 )
@@ -59,15 +60,15 @@ Walk = namedtuple(
 @device
 def walk_keys(p, b, h, row0, row1, n_k):
     """Tiles of BLOCK_K keys that rows row0 ... row1 - 1 see some of."""
-    start = Walk(-1, FULL, b, h, row0, row1, n_k, True, -32, 0, 0, -32, 0)
+    start = Walk(-1, FULL, b, h, row0, row1, n_k, True, -1, -32, 0, 0, -32, 0)
     return next_tile(p, start)
 
 
 @device
-def walk_queries(p, b, h, k0, k1, n_q):
-    """Tiles of BLOCK_Q rows that see some of the keys k0 ... k1 - 1."""
-    start = Walk(-1, FULL, b, h, k0, k1, n_q, False, -32, 0, 0, -32, 0)
-    return next_tile(p, start)
+def walk_queries(p, b, h, k0, k1, n_q, down):
+    """Tiles of BLOCK_Q rows that see some of the keys k0 ... k1 - 1; down: where there is a mask, the last first."""
+    turn = (n_q - 1) // BLOCK_Q if HAS_MASK and down else I(-1)
+    return next_tile(p, Walk(-1, FULL, b, h, k0, k1, n_q, False, turn, -32, 0, 0, -32, 0))
 
 
 @device
@@ -86,10 +87,12 @@ def tile_state(p, b, h, offset, row0, row1, k0, k1):
 
 @device
 def look(p, walk, first, last):
-    """State of tiles first ... last - 1."""
+    """State of the tiles at places first ... last - 1 of the way."""
     block = BLOCK_K if walk.along_keys else BLOCK_Q
+    if walk.turn >= 0:
+        first, last = max(walk.turn + 1 - last, 0), walk.turn + 1 - first
     start, end = first * block, min(last * block, walk.n)
-    if start >= walk.n:
+    if start >= end:
         return EMPTY
     offset = offset_of(p, walk.b)
     if walk.along_keys:
@@ -126,6 +129,8 @@ if HAS_MASK:
         if not over:
             bit = lowest_bit(live)
             tile, state = chunk + bit, FULL if (full >> bit) & 1 else PARTIAL
+            if walk.turn >= 0:
+                tile = walk.turn - tile
             live &= live - 1
         return Walk(
             tile,
@@ -136,6 +141,7 @@ if HAS_MASK:
             walk.end,
             walk.n,
             walk.along_keys,
+            walk.turn,
             chunk,
             live,
             full,
@@ -150,7 +156,7 @@ else:
         tile = walk.tile + 1
         return Walk(
             tile, FULL if exists(walk, tile) else EMPTY, walk.b, walk.h, walk.start, walk.end, walk.n,
-            walk.along_keys, walk.chunk, walk.live, walk.full, walk.first_group, walk.groups,
+            walk.along_keys, walk.turn, walk.chunk, walk.live, walk.full, walk.first_group, walk.groups,
         )  # fmt: skip
 
 
