@@ -19,8 +19,14 @@ def prepare(p):
     total = ZERO
     if exists and row < p.n_q:
         out, dout = row_address(p.out, b, h, row), row_address(p.dout, b, h, row)
-        for d in range(lane, HEAD_DIM_V, LANES):
-            total += widen(load(STORED, out, d)) * widen(load(STORED, dout, d))
+        if HEAD_DIM_V % 4 == 0 and (out | dout) % (4 * ITEM) == 0:
+            for d in range(4 * lane, HEAD_DIM_V, 4 * LANES):
+                x, y = load4(STORED, out, d), load4(STORED, dout, d)
+                for i in range(4):
+                    total += widen(x[i]) * widen(y[i])
+        else:
+            for d in range(lane, HEAD_DIM_V, LANES):
+                total += widen(load(STORED, out, d)) * widen(load(STORED, dout, d))
     step = LANES // 2
     while step > 0:
         total += shuffle_xor(total, step)

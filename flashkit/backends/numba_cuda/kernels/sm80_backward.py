@@ -79,7 +79,7 @@ def sixteen_queries(step, sums, rest):
     weights, b, first = rest
     at = weights + 16 * step * PITCH
     left = load_matrices_turned(at) + load_matrices_turned(at + 2 * UNIT)
-    return groups(of_columns, SIXTEEN, sums, (left, b + 16 * step * CHUNK_ROW, CHUNK_Q, first))
+    return groups(of_columns, SIXTEEN, sums, (left, b, CHUNK_Q, first, 16 * step))
 
 
 @device
@@ -112,7 +112,7 @@ def accumulate_keys_adding(sums, weights, rows, first, dq, there):
 def sixteen_keys(step, sums, rest):
     gradients, keys, first = rest
     left = load_matrices(gradients + 32 * step) + load_matrices(gradients + 32 * step + 16 * PITCH)
-    return groups(of_columns, SIXTEEN, sums, (left, keys + 16 * step * CHUNK_ROW, CHUNK_K, first))
+    return groups(of_columns, SIXTEEN, sums, (left, keys, CHUNK_K, first, 16 * step))
 
 
 @device
@@ -180,21 +180,46 @@ def less_delta(x, row, _):
 @device
 def unless_zero(weight, x):
     """A weight of 0, of a pair that is hidden or dropped, has a gradient of 0, whatever x is."""
-    if MAY_HIDE:
-        return ZERO if weight == ZERO else weight * x
-    return weight * x
+    return ZERO if weight == ZERO else weight * x
 
 
 @device
-def weights_and_slopes(full, s, rows, pairs, unit):
-    """Scores to weights, and to what their gradients are multiplied by."""
+def store_dropped(weights, rows, pairs, at):
+    """Weights after dropout to P; what dropout multiplies by."""
+    kept = weights
+    if HAS_DROPOUT:
+        kept = each_at(kept_at, weights, rows, pairs)
+        weights = both(unless_zero, kept, weights)
+    groups(store_weights, LEFT, join(pack, weights), at)
+    return kept
+
+
+@device
+def weights_to(at, full, s, rows, pairs, unit):
+    """Scores to weights, which go to P; what their gradients are multiplied by, and what dropout does. Weights are
+    stored in each branch: while exponentials are computed there is time for it.
+    """
     if full and not HAS_SCORE:
         weights = each(usual_weight, s, rows, unit)
-    else:
-        weights = each_at(weight, s, rows, pairs)
+        return weights, store_dropped(weights, rows, pairs, at)
+    weights = each_at(weight, s, rows, pairs)
+    kept = store_dropped(weights, rows, pairs, at)
     if HAS_SCORE:
-        return weights, both(unless_zero, weights, each_at(slope_at, s, rows, pairs))
-    return weights, weights
+        weights = both(unless_zero, weights, each_at(slope_at, s, rows, pairs))
+    return weights, kept
+
+
+@device
+def gradients_to(at, full, dp, steep, kept, rows):
+    """dP to dS."""
+    if not MAY_HIDE or (full and not HAS_SCORE and not HAS_DROPOUT):
+        ds = both(times, steep, each(less_delta, dp, rows, 0))
+        groups(store_weights, LEFT, join(pack, ds), at)
+    else:
+        if HAS_DROPOUT:
+            dp = both(unless_zero, kept, dp)
+        ds = both(unless_zero, steep, each(less_delta, dp, rows, 0))
+        groups(store_weights, LEFT, join(pack, ds), at)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -281,18 +306,11 @@ def sm80_backward(p):
             )  # fmt: skip
             staged = base + AT_P + (rows + lane // 4) * PITCH + 2 * keys + lane % 4 * 4
             s = scores(queries, base, rows, keys, of_q)
-            weights, steep = weights_and_slopes(full, s, mine, pairs, unit)
-            if HAS_DROPOUT:
-                kept = each_at(kept_at, weights, mine, pairs)
-                weights = both(unless_zero, kept, weights)
-            groups(store_weights, LEFT, join(pack, weights), staged)
+            steep, kept = weights_to(staged, full, s, mine, pairs, unit)
             dp = scores_of_values(queries, base + AT_V, rows, keys, of_dout)
             copy_numbers(spare, p, b, h, row0, more)
             copies_end()
-            if HAS_DROPOUT:
-                dp = both(unless_zero, kept, dp)
-            ds = both(unless_zero, steep, each(less_delta, dp, mine, 0))
-            groups(store_weights, LEFT, join(pack, ds), staged + (AT_DS - AT_P))
+            gradients_to(staged + (AT_DS - AT_P), full, dp, steep, kept, mine)
             threads_sync()  # P and dS are there
             if before >= 0 and thread() == THREADS - 1:
                 be_done(p, b, h, before, tile_k)

@@ -76,11 +76,12 @@ def wait_for_turn(bits, missing, low, high):
     """Until the blocks of tiles low ... high - 1 are done with a tile of queries. What comes next acts where memory is
     and after a branch, so later than what the bits stand for, without a load that acquires.
     """
-    for start in range(low >> 5, (high + 31) >> 5, 32):
-        word = start + i32(thread() % 32)
+    word = low >> 5
+    while 32 * word < high:
         while missing != u32(0):
-            missing = missing_at(bits, word, low, high)
-        missing = missing_at(bits, word + 32, low, high)
+            missing = missing_at(bits, word + i32(thread() % 32), low, high)
+        word += 32
+        missing = missing_at(bits, word + i32(thread() % 32), low, high)
     lanes_sync()
 
 
@@ -97,4 +98,5 @@ def add_four(i, four, address):
 @device
 def sums_of(p, b, h, tile, warp):
     """Where a lane's sums of dQ are: as its warp holds them, four registers of each lane after the other."""
-    return number_address(p.partial, I(b), I(h), I(tile)) + 128 * SUMS_Q * warp + 16 * (thread() % 32)
+    head = number_address(p.partial, I(b), I(h), I(0))
+    return head + I(tile) * (4 * BLOCK_Q * WHOLE) + 128 * SUMS_Q * warp + 16 * (thread() % 32)

@@ -53,21 +53,21 @@ def sixteen_dims(step, sums, rest):
 
 @device
 def of_columns(i, sums, rest):
-    """16 columns of b from unit `first` on, of 16 of its rows."""
-    left, b, chunk_b, first = rest
+    """16 columns of b from unit `first` on, of 16 of its rows from `row` on."""
+    left, b, chunk_b, first, row = rest
     lane, unit = thread() % 32, first + 2 * i
     if EVEN:
         at = b + (first >> 3) * chunk_b + swizzled(lane % 16, (first & 7) + lane // 16)
         at = (at ^ i % 4 * 32) + i // 4 * chunk_b
     else:
         at = b + (unit >> 3) * chunk_b + swizzled(lane % 16, (unit & 7) + lane // 16)
-    return multiply_sixteen(sums, left, load_matrices_turned(at))
+    return multiply_sixteen(sums, left, load_matrices_turned(at + row * CHUNK_ROW))
 
 
 @device
 def sixteen_weights(step, weights, output, rest):
     v, chunk = rest
-    return groups(of_columns, SIXTEEN, output, (weights, v + 16 * step * CHUNK_ROW, chunk, 0))
+    return groups(of_columns, SIXTEEN, output, (weights, v, chunk, 0, 16 * step))
 
 
 @device

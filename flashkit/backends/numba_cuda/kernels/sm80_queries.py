@@ -19,7 +19,7 @@ def finite_eight(x):
     return total == ZERO
 
 
-@kernel(256)
+@kernel(256, 5)  # reading takes many threads, and the careful part is rare
 def store_queries(p):
     tiles, index = i32((p.n_q + BLOCK_Q - 1) // BLOCK_Q), i32(block())
     tile, h, b = index % tiles, index // tiles % i32(p.heads), index // tiles // i32(p.heads)
