@@ -8,18 +8,18 @@ from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
+from ..cuda_common.ampere import OrderedBackward
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
 from ..cuda_common.hopper import heads_together
 from ..cuda_common.launch import MAX_GRID, scratch
-from ..cuda_common.rows import RowKernels
 from . import specialise
 
 MAX_DIM = 256
 LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
 _LIST = 4 * 512  # bytes of kernels/sm80.cuh: TileList
-_CACHED = {"forward": 24_000_000, "backward": 40_000_000}  # bytes of the heads that blocks work at together
+_CACHED = 24_000_000  # bytes of keys and values that blocks work at together
 _OWN = "measured on an H200"
 
 
@@ -149,7 +149,7 @@ class Sm80Forward:
         else:
             bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
             heads = arguments.batch * (arguments.heads // self.pack)
-            arguments.set(splits=heads_together(heads, _CACHED["forward"] // max(1, bytes_of_head)))
+            arguments.set(splits=heads_together(heads, _CACHED // max(1, bytes_of_head)))
             _launch(self._kernel, blocks, 32 * self.tile.warps, arguments, stream)
 
 
@@ -214,8 +214,8 @@ def backward_tile(spec: AttentionSpec, device: Device) -> Sm80BackwardTile | Non
     return next((tile for tile in tiles if tile.shared_memory(spec) <= device.shared_per_block), None)
 
 
-class Sm80Backward:
-    """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded."""
+class Sm80Backward(OrderedBackward):
+    """The backward pass."""
 
     def __init__(
         self, problem: Problem, device: Device, tile: Sm80BackwardTile | None = None, ordered: bool = True,
@@ -224,39 +224,8 @@ class Sm80Backward:
         spec = problem.spec
         chosen = tile or backward_tile(spec, device)
         assert chosen is not None, "supports() was not asked"
-        self.tile, self.why = chosen, why
-        constants = chosen.constants(spec, ordered)
-        library = specialise.library(
-            "sm80_backward", spec, tuple(constants.items()), compiler.target(device.capability)
-        )
-        self.rows = RowKernels(specialise.library, spec, device)
-        self.libraries = [library, self.rows.library]
-        self._kernel = library.kernel("sm80_backward", device, chosen.shared_memory(spec))
-        self._store = library.kernel("store_queries", device)
-
-    def run(self, arguments: Arguments, stream: int) -> None:
-        spec, tile = arguments.spec, self.tile
-        self.rows.prepare(arguments, stream, tile.block_q)
-        keys, queries = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
-        heads = arguments.batch, arguments.heads
-        width = tile.block_q * padded(spec.head_dim, tile.granule)
-        sums = scratch((*heads, queries, width), "float32", zeros=True)
-        # Bits of the pairs of tiles that are done; the ticket lies before them.
-        marks = scratch(4 + arguments.batch * arguments.heads * queries * -(-keys // 32), "int32", zeros=True)
-        done = marks[4:].reshape((*heads, queries, -(-keys // 32)))
-        arguments.tensors(partial=sums, partial_lse=done)
-        # Heads at a time: what they read and add to should stay in the L2 cache. All groups have about as many.
-        size = ITEMSIZE[spec.dtype]
-        bytes_of_head = arguments.n_q * spec.group * ((spec.head_dim + spec.head_dim_v) * size + 4 * spec.head_dim)
-        every = arguments.batch * (arguments.heads // spec.group)
-        if every:
-            arguments.set(splits=heads_together(every, _CACHED["backward"] // max(1, bytes_of_head)))
-        blocks = keys * every
-        if blocks:
-            _launch(self._kernel, blocks, 32 * tile.warps, arguments, stream)
-        if queries and arguments.batch * arguments.heads:
-            _launch(self._store, queries * arguments.batch * arguments.heads, 256, arguments, stream)
-        self.rows.finish(arguments, stream)
+        columns = padded(spec.head_dim, chosen.granule)
+        super().__init__(specialise.library, spec, device, chosen, why, chosen.constants(spec, ordered), columns)
 
 
 def forward_candidates(spec: AttentionSpec, rows: int, device: Device) -> list[Sm80Tile]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
+from ..cuda_common.ampere import OrderedBackward
 from ..cuda_common.arguments import AT, Arguments, in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
 from ..cuda_common.hopper import heads_together
-from ..cuda_common.launch import MAX_GRID, scratch
-from ..cuda_common.rows import RowKernels
+from ..cuda_common.launch import MAX_GRID
 from .sm80_decode import Decode, DecodeTile, decode_tiles
 
 THREADS = 128
@@ -23,7 +22,6 @@ FEW_ROWS = 64
 MANY_KEYS = 1024
 _CACHED = 24_000_000  # bytes of keys and values that blocks work at together, within the L2 cache
 _OWN = "the largest that fits"
-_SUMMED = 40_000_000  # bytes of the heads that blocks of the backward pass work at together
 _OWN_BACKWARD = "as in CUDA C++"
 
 
@@ -147,43 +145,19 @@ def backward_tiles(spec: AttentionSpec, device: Device) -> list[BackwardTile]:
     return [tile for tile in tiles if tile.fits(spec, device)]
 
 
-class Backward:
-    """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded."""
+class Backward(OrderedBackward):
+    """The backward pass."""
 
     def __init__(self, generation: Sm80, problem: Problem, device: Device, tile: BackwardTile, why: str) -> None:
-        spec, self.tile, self.why = problem.spec, tile, why
-        constants = tuple(tile.constants(spec, device).items())
-        library = generation.kernels("sm80_backward", spec, constants, compiler.target(device.capability))
-        self.rows = RowKernels(generation.kernels, spec, device)
-        self.libraries = [library, self.rows.library]
-        self._kernel = library.kernel("sm80_backward", device, tile.shared_memory(spec))
-        self._store = library.kernel("store_queries", device)
+        spec = problem.spec
+        columns = 64 * -(-spec.head_dim // 64)
+        super().__init__(generation.kernels, spec, device, tile, why, tile.constants(spec, device), columns)
         older = partial(generation.below.plan, problem, None, device, "backward")
         self._spare = Spare(older, spec, device, "backward")  # for arrays whose rows do not begin on 16 bytes
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        spec, tile = arguments.spec, self.tile
-        if not (arguments.n_k and in_units(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))):
-            return self._spare.run(arguments, stream)
-        self.rows.prepare(arguments, stream, tile.block_q)
-        keys, queries = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
-        heads = arguments.batch, arguments.heads
-        sums = scratch((*heads, queries, tile.block_q * 64 * -(-spec.head_dim // 64)), "float32", zeros=True)
-        # A bit for each pair of tiles, where a block is done with it; the ticket lies before them.
-        words = -(-keys // 32)
-        marks = scratch(4 + math.prod(heads) * queries * words, "int32", zeros=True)
-        arguments.tensors(partial=sums, partial_lse=marks[4:].reshape((*heads, queries, words)))
-        row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4 * spec.head_dim
-        every = arguments.batch * arguments.heads_kv
-        arguments.set(splits=heads_together(every, _SUMMED // max(1, arguments.n_q * spec.group * row)))
-        if keys * every > MAX_GRID or queries * math.prod(heads) > MAX_GRID:
-            raise ValueError(f"{keys * every} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
-        if keys * every:
-            self._kernel.launch(keys * every, 32 * tile.warps, arguments, stream)
-        if queries * math.prod(heads):
-            self._store.launch(queries * math.prod(heads), 256, arguments, stream)
-        self.rows.finish(arguments, stream)
-        return None
+        usual = arguments.n_k and in_units(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))
+        return super().run(arguments, stream) if usual else self._spare.run(arguments, stream)
 
 
 def splits(problem: Problem, device: Device) -> bool:
