@@ -203,7 +203,7 @@ def accumulate_carefully(p, at, m, factor, staged, tile_rows):
     for r in range(WARP_ROWS):
         index = min(at[2] + row0 + r, last)
         row, h = index // PACK, at[1] + index % PACK
-        reference = from_lane_float(m[r // 8], r % 8 * 4)
+        reference = if_any(from_lane_float(m[r // 8], r % 8 * 4), 0)  # of a row that sees nothing, too
         scale = from_lane_float(factor[r // 8], r % 8 * 4)
         q = row_address(p.q, b, h, row)
         for i in range((COLUMNS + 31) // 32):
