@@ -20,9 +20,8 @@ from cases import FACTORS, with_
 
 import flashkit
 from flashkit import dispatch, mods, reference
-from flashkit.backends.cuda_common import verify
+from flashkit.backends.cuda_common import ampere, verify
 from flashkit.backends.cuda_common.backend import VARIABLE
-from flashkit.backends.cupy_raw import sm80
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 
@@ -278,7 +277,7 @@ def test_tf32_has_eleven_bits(d: int, generation: str) -> None:
 
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
     """Backward, a head at a time in the cache, the last one in the other order; odd tiles, rows that see nothing."""
-    if (NAME, generation) != ("cupy_raw", "sm80"):
+    if generation != "sm80":
         pytest.skip("takes all heads together")
     shapes = (2, 6, 700, 64), (2, 3, 650, 64), (2, 3, 650, 64), (2, 6, 700, 64)
     q, k, v, dout = tensors(*shapes, dtype="float16")
@@ -287,7 +286,7 @@ def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> No
         return [x.get() for x in flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)[1](dout)]
 
     together = gradients()
-    monkeypatch.setattr(sm80, "_CACHED", dict.fromkeys(sm80._CACHED, 0))
+    monkeypatch.setattr(ampere, "_CACHED", 0)
     apart = gradients()
     for one, other, again in zip(together, apart, gradients()):
         np.testing.assert_array_equal(other, again)
