@@ -18,7 +18,7 @@ from . import specialise
 
 MAX_DIM = 256
 LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
-_LIST = 4 * 512  # bytes of kernels/sm80.cuh: TileList
+_LIST = 4 * 512  # bytes of kernels/sm80_work.cuh: TileList
 _CACHED = 24_000_000  # bytes of keys and values that blocks work at together
 _OWN = "measured on an H200"
 
