@@ -44,15 +44,15 @@ class Sm90Tile(ForwardTile):
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""
         sums, scores = padded(spec.head_dim_v) // 2, self.block_k // 2
-        # float32 has sums of a tile beside those of all, which take the place of its scores.
-        numbers = scores + (2 * sums if spec.dtype == "float32" else sums + scores // 2)
+        # Two terms have sums of a tile beside those of all, which take the place of its scores.
+        numbers = scores + (2 * sums if parts(spec) > 1 else sums + scores // 2)
         room = self.registers(_finding(spec))[0] - 24
         return self.shared_memory(spec) <= device.shared_per_block and numbers <= room
 
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
             **self.common(spec, pack, _finding(spec)),
-            "CHUNK_BYTES": _CHUNK,  "BRIEF": spec.dtype != "float32", "PARTS": parts(spec),
+            "CHUNK_BYTES": _CHUNK,  "BRIEF": parts(spec) == 1, "PARTS": parts(spec),
             "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
             "POSITIONS": ("any", "integers", "floats").index(modification.positions(spec)),
@@ -69,14 +69,12 @@ def forward_tile(problem: Problem) -> Sm90Tile:
     spec = problem.spec
     dim, dim_v = spec.head_dim, spec.head_dim_v
     modified = spec.dropout or (spec.score is not None and form(spec.score) is None)
-    if spec.dtype == "float32":
-        if max(dim, dim_v) <= 64:
-            return Sm90Tile(128, 128)
-        return Sm90Tile(128, 64 if parts(spec) == 2 else 128, q_buffers=1)
+    if parts(spec) == 2:
+        return Sm90Tile(128, 128) if max(dim, dim_v) <= 64 else Sm90Tile(128, 64, q_buffers=1)
     if max(dim, dim_v) <= 64:  # a modification takes registers; of short sequences, masked, larger tiles waste more
         return Sm90Tile(128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192, 128)
     if max(dim, dim_v) <= 128:
-        return Sm90Tile(128, 128)
+        return Sm90Tile(128, 128, q_buffers=1 if spec.dtype == "float32" else 2)
     if dim <= 192 and dim_v <= 128:
         return Sm90Tile(128, 96)
     keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64

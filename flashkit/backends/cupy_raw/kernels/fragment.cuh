@@ -2,11 +2,11 @@
 // neighbouring columns of every eight.
 #pragma once
 
-// Two numbers as 16-bit elements, the first in the low half.
+// Two numbers as 16-bit elements, the first in the low half; of float32 as float16.
 DEVICE unsigned pack(float low, float high) {
     unsigned r;
-    if constexpr (STORAGE == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    if constexpr (STORAGE == BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
 

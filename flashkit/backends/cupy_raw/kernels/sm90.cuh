@@ -218,8 +218,8 @@ DEVICE void multiply(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1)
 #define MULTIPLY(type)                                                                                                  \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-    if constexpr (STORAGE == FLOAT16) MULTIPLY("f16");
-    else MULTIPLY("bf16");
+    if constexpr (STORAGE == BFLOAT16) MULTIPLY("bf16");
+    else MULTIPLY("f16");
 #undef MULTIPLY
 }
 

@@ -1,9 +1,8 @@
-// float32 by products of float16 terms: the warp groups of the Hopper forward pass that multiply (sm90_forward.cu).
+// float32 by products of two float16 terms: the warp groups of the Hopper forward pass that multiply (sm90_forward.cu).
 //
-// The tiles of Q, K and V hold an element x as PARTS numbers of float16, x = unit (high + low), high in the first half of a
+// The tiles of Q, K and V hold an element x as two numbers of float16, x = unit (high + low), high in the first half of a
 // row's chunks, low in the second (sm90_split.cu): 23 bits and a sign, all but one of float32's. A product of two such is
-// low high + high low + high high, three products at float16's rate; low low is under what float32 rounds. With PARTS = 1,
-// for precision="tf32", high high alone: float16 has as many bits as TF32.
+// low high + high low + high high, three products at float16's rate; low low is under what float32 rounds.
 //
 // Tensor cores round float32 sums toward zero (Ootomo and Yokota 2022, arXiv 2203.03341), and errors of one sign do not
 // average out in long sums. So the small products come first, while the sum is small; and each tile of V is multiplied into
@@ -17,7 +16,6 @@
 // NaN or huge; and so is what comes out not finite. A warp does such rows again on the ordinary units.
 #pragma once
 #include "sm90.cuh"
-#include "sm90_terms.cuh"
 
 constexpr int LOW_Q = along_rows(4 * chunks(HEAD_DIM), 64), LOW_K = along_rows(4 * chunks(HEAD_DIM), BLOCK_K);
 constexpr int LOW_V = chunks(HEAD_DIM_V) * BLOCK_K * CHUNK_ROW >> 4;  // from a descriptor to that of the low parts
@@ -25,101 +23,6 @@ constexpr int LOW_V = chunks(HEAD_DIM_V) * BLOCK_K * CHUNK_ROW >> 4;  // from a 
 // Weights are up to 2^14, as high in float16 as safely fits: down to 2^-28 of a row's greatest they keep all bits. What
 // is kept by dropout grows.
 constexpr float TOP = HAS_DROPOUT ? 7 : 14;
-constexpr float FAR_UNIT = 1.2089258e24f, LEAST_UNIT = 1.1754944e-38f;  // 2^80: scores stay finite; 2^-126: -inf stays itself
-
-// The output of a warp's 16 rows from memory, on the ordinary units, pair by pair, leaving out the values of weights that
-// are 0: whatever the numbers are.
-DEVICE void rows_carefully(const Params& p, const Item& at, unsigned staged) {
-    constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
-    const int lane = here(threadIdx.x % 32), row0 = here(uniform(threadIdx.x % 128 / 32)) * 16;
-    const int n_k = uniform((int)keys_of(p, at.b)), last = (int)p.n_q * PACK - 1;
-    const long long offset = offset_of(p, at.b);
-#pragma unroll 1
-    for (int r = 0; r < 16; ++r) {
-        const int index = at.row0 + row0 + r < last ? at.row0 + row0 + r : last, row = index / PACK, h = at.h + index % PACK;
-        const storage* q = row_at<const storage>(p.q, at.b, h, row);
-        auto score = [&](int k) {  // in base 2
-            const storage* key = row_at<const storage>(p.k, at.b, h / GROUP, k < n_k ? k : n_k - 1);
-            float s = 0;
-#pragma unroll 1
-            for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
-            return k < n_k ? modify<true>(s * (float)p.scale, at.b, h, row, row + offset, k, p) * LOG2E : HIDDEN;
-        };
-        float top = HIDDEN, sum = 0;
-#pragma unroll 1
-        for (int k0 = 0; k0 < n_k; k0 += 32) top = fmaxf(top, score(k0 + lane));
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-        if (HAS_SINKS) top = fmaxf(top, static_cast<const float*>(p.sinks)[h] * LOG2E);
-        const float shift = top == HIDDEN ? 0.0f : top;
-        float sums[OWN] = {};
-#pragma unroll 1
-        for (int k0 = 0; k0 < n_k; k0 += 32) {
-            float w = exp2_fast(score(k0 + lane) - shift);
-            sum += w;
-            if constexpr (HAS_DROPOUT) w = drop(w, p, at.b, h, row, k0 + lane);
-#pragma unroll 1
-            for (int other = 0; other < 32; ++other) {
-                const float weight = __shfl_sync(~0u, w, other);  // 0 past the last key
-                const storage* value = row_at<const storage>(p.v, at.b, h / GROUP, k0 + other < n_k ? k0 + other : n_k - 1);
-#pragma unroll
-                for (int i = 0; i < OWN; ++i) {
-                    const float x = widen(value[lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0]);
-                    sums[i] += weight == 0 ? 0.0f : weight * x;
-                }
-            }
-        }
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (HAS_SINKS) sum += exp2_fast(static_cast<const float*>(p.sinks)[h] * LOG2E - shift);
-        const bool empty = sum == 0;
-        if (lane == 0 && at.row0 + row0 + r <= last)
-            *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(shift, LN2, logf(sum));
-#pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            store_float(staged + i * 64 * CHUNK_ROW + swizzled(row0 + r, lane / 4) + lane % 4 * 4, empty ? 0.0f : sums[i] / sum);
-    }
-}
-
-// Divide by the sums; log-sum-exp to memory, output to shared memory.
-DEVICE void finish_float32(const Params& p, const Item& at, const float (&m)[2], const float (&l)[2],
-                           float (&output)[COLUMNS / 2], bool odd, unsigned staged, unsigned done, int group) {
-    warps_sync(MEETING + group, 128);  // all are done with Q
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int own = row_of_lane(half), index = at.row0 + own, row = index / PACK, h = at.h + index % PACK;
-        float top = m[half], sum = across_lanes(l[half], [](float x, float y) { return x + y; }), factor = 1;
-        const bool exists = index < (int)p.n_q * PACK;
-        if (HAS_SINKS && exists) {  // one more logit in the sum, without a value
-            const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
-            if (sink != HIDDEN) {
-                top = fmaxf(top, sink);
-                factor = exp2_fast(m[half] - top);
-                sum = sum * factor + exp2_fast(sink - top);
-            }
-        }
-        const bool empty = sum == 0;  // no key is visible
-        factor = empty ? 0.0f : factor / sum;
-        if (exists && threadIdx.x % 4 == 0)
-            *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(top, LN2, logf(sum));
-        float zero = 0 * sum;  // NaN if an element is not finite
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n) {
-            const float x = output[4 * n + 2 * half] * factor, y = output[4 * n + 2 * half + 1] * factor;
-            zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
-            const int column = 8 * n + threadIdx.x % 4 * 2;
-            store_floats(staged + n / 4 * 64 * CHUNK_ROW + swizzled(own, column % 32 / 4) + column % 4 * 4, x, y);
-        }
-        odd |= zero != 0 && exists;
-    }
-    if (__any_sync(~0u, odd)) {
-        __syncwarp();
-        rows_carefully(p, at, staged);
-    }
-    fence_async();
-    __syncwarp();
-    arrive_once(done);
-}
 
 DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
@@ -128,25 +31,20 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
     float output[COLUMNS / 2], part[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2], q_unit[2];
     unsigned high[BLOCK_K / 4], low[BLOCK_K / 4];
     Item at;                // the item whose output is in registers,
-    int number = -1;        // its number among the block's,
-    bool odd = false;       // and whether it is to be done again
+    int number = -1;        // and its number among the block's
     auto buffer = [&]() { return base + (number % Q_BUFFERS * GROUPS + group) * BYTES_Q; };
-    auto finish = [&]() {
-        finish_float32(p, at, m, l, output, odd, buffer(), base + AT_DONE + 8 * (number % Q_BUFFERS * GROUPS + group), group);
-    };
 
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
         keys.wait_full(n);
         const int note = uniform(load_word(base + AT_NOTES + 4 * (n % STAGES)));
         if (note & FIRST) {  // of another item, or END
-            if (number >= 0) finish();
+            if (number >= 0) finish(p, at, m, l, output, buffer(), base + AT_DONE + 8 * (number % Q_BUFFERS * GROUPS + group), group);
             if (note == END) break;
             queries.wait_full(++number);
             const unsigned slot = base + AT_ITEMS + 12 * (number % Q_BUFFERS);
             at.b = uniform(load_word(slot)), at.h = uniform(load_word(slot + 4)), at.row0 = uniform(load_word(slot + 8)) + 64 * group;
             at.offset = (start)offset_of(p, at.b);
-            odd = false;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
@@ -175,8 +73,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
                 }
             };
             products_begin();
-            if constexpr (PARTS == 2) terms(q + LOW_Q, k, true), terms(q, k + LOW_K, false);
-            terms(q, k, PARTS == 1);
+            terms(q + LOW_Q, k, true), terms(q, k + LOW_K, false), terms(q, k, false);
             products_end();
         }
         const float k_unit = *row_at<const float>(p.k_unit, at.b, at.h / GROUP, tile);
@@ -189,7 +86,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             unit[half] = q_unit[half] * k_unit * scale;
-            odd |= !(unit[half] <= FAR_UNIT && v_unit <= FAR_UNIT);
+            if (!(unit[half] <= FAR_UNIT && v_unit <= FAR_UNIT)) l[half] = fk_special(0);  // so the row is done again
             unit[half] = fmaxf(unit[half], LEAST_UNIT);
             if (HAS_SCORE) {
 #pragma unroll
@@ -225,8 +122,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
                     product_weights<1>(part, weights, 4 * step, v + along_columns(step), first && step == 0 ? 0 : 1);
             };
             products_begin();
-            if constexpr (PARTS == 2) terms(low, v, true), terms(high, v + LOW_V, false);
-            terms(high, v, PARTS == 1);
+            terms(low, v, true), terms(high, v + LOW_V, false), terms(high, v, false);
             products_end();
         }
         if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
@@ -234,8 +130,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
             for (int i = 0; i < COLUMNS / 2; ++i) output[i] *= rescale[i / 2 % 2];
         }
         products_wait<0>();
-        settle(part), settle(high);
-        if constexpr (PARTS == 2) settle(low);
+        settle(part), settle(high), settle(low);
         values.release(n);
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) output[i] = fmaf(part[i], v_unit, output[i]);

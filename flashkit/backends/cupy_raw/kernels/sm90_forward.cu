@@ -18,14 +18,19 @@
 //     modify, online_softmax           S becomes weights while the second product runs,
 //     and the first tile of an item is begun before the last item is finished.
 //
-// float32 goes through the same roles, as terms of float16: sm90_float32.cuh has what multiplies these.
+// float32 goes through the same roles, as terms of float16: sm90_float32.cuh has what multiplies two for each element. One,
+// with precision="tf32", is multiplied here, in units (sm90_split.cu) that are put back as the scores' factor, and of values
+// by way of the weights.
 //
 // Constants of the head: PARTS, BLOCK_K, GROUPS, STAGES, Q_BUFFERS, PACK, TURNS, REGISTERS, REGISTERS_LOADING,
 // WATCHDOG, HAS_LENGTHS, CHUNK_BYTES, POSITIONS and FAR (modification.positions).
 #include "sm90.cuh"
+#include "sm90_terms.cuh"
+#include "positions.cuh"
 
 constexpr int BLOCK_Q = 64 * GROUPS, THREADS = 128 * (GROUPS + 1), COLUMNS = padded(HEAD_DIM_V);
 constexpr bool WIDE = STORAGE == FLOAT32;  // elements come as PARTS numbers of float16, and leave as float32
+constexpr bool EXACT = WIDE && PARTS == 2;
 constexpr int CHUNKS_K = PARTS * chunks(HEAD_DIM), CHUNKS_V = PARTS * chunks(HEAD_DIM_V);  // of Q and K, of V
 constexpr int OUT_COLUMNS = WIDE ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
 constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);
@@ -40,16 +45,6 @@ constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHU
 constexpr int FIRST = 64, END = -1;
 enum NamedBarrier { TURN = 1, MEETING = TURN + GROUPS };  // of each group
 
-enum Positions { ANY, INTEGERS, FLOATS };
-
-// What a score modification computes positions with, where they are not FAR: floats, which are exact for such, or
-// integers where arrays are looked up by them. ANY: they may become large on the way.
-template <int> struct Position { using type = long long; using start = long long; };
-template <> struct Position<INTEGERS> { using type = int; using start = int; };
-template <> struct Position<FLOATS> { using type = float; using start = int; };
-using position = Position<POSITIONS>::type;
-using start = Position<POSITIONS>::start;
-
 struct Item {
     int b, h, row0;  // h: the first of PACK heads
     start offset;    // position of the head's row 0, where it is not FAR
@@ -57,6 +52,7 @@ struct Item {
 
 #include "sm90_items.cuh"
 #include "sm90_softmax.cuh"
+#include "sm90_finish.cuh"
 #include "sm90_float32.cuh"
 
 // --- multiplying ------------------------------------------------------------------------------------------------------
@@ -72,64 +68,26 @@ DEVICE float kept(float x, unsigned address) {
     return __int_as_float(uniform(__float_as_int(x)));
 }
 
-// Divide by the sums; log-sum-exp to memory, output to shared memory.
-DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const float (&l)[2], float (&output)[COLUMNS / 2],
-                   unsigned staged, unsigned done, int group) {
-    const Item at{here(item.b), here(item.h), here(item.row0), item.offset};
-    float factor[2];
-    bool odd = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int index = at.row0 + row_of_lane(half), row = index / PACK, h = at.h + index % PACK;
-        float top = m[half], sum = across_lanes(l[half], [](float x, float y) { return x + y; });
-        factor[half] = 1;
-        const bool exists = index < (int)p.n_q * PACK;
-        if (HAS_SINKS && exists) {  // one more logit in the sum, without a value
-            const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
-            if (sink != HIDDEN) {
-                top = fmaxf(top, sink);
-                factor[half] = exp2_fast(m[half] - top);
-                sum = sum * factor[half] + exp2_fast(sink - top);
-            }
-        }
-        const bool empty = sum == 0;  // no key is visible
-        factor[half] = empty ? 0.0f : factor[half] * reciprocal(sum);
-        if (exists && threadIdx.x % 4 == 0)
-            *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : LN2 * (top + log2_fast(sum));
-        float zero = 0;  // NaN if an element is not finite
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float& x = output[4 * n + 2 * half + c];
-                if (MAY_HIDE) zero = fmaf(x, 0.0f, zero);
-                x *= factor[half];
-            }
-        odd |= zero != 0 && is_finite(sum) && exists;
-    }
-    warps_sync(MEETING + group, 128);  // all are done with Q
-    const int lane = here(threadIdx.x % 32), row = here(threadIdx.x % 128 / 32) * 16 + lane % 16;
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n += 2) {
-        const float* x = output + 4 * n;
-        store_matrices<false>(staged + n / 8 * 64 * CHUNK_ROW + swizzled(row, n % 8 + lane / 16), pack(x[0], x[1]),
-                              pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
-    }
-    // A value that is not finite may have met a weight of 0.
-    if (MAY_HIDE && __any_sync(~0u, odd)) {
-        __syncwarp();
-        accumulate_carefully(p, at, m, factor, staged);
-    }
-    fence_async();
-    __syncwarp();
-    arrive_once(done);
+// What a tile's products stand for, in powers of two; 1 where elements are what they are.
+struct Units {
+    float score[2];  // for each of a lane's rows
+    float values;
+    bool known;      // whether they are numbers to be multiplied
+};
+DEVICE Units units_of(const Params& p, const Item& at, const float (&q_unit)[2], int tile) {
+    if constexpr (!WIDE) return {{1, 1}, 1, true};
+    const float k_unit = *row_at<const float>(p.k_unit, at.b, at.h / GROUP, tile);
+    const float values = *row_at<const float>(p.v_unit, at.b, at.h / GROUP, tile);
+    const float score[2] = {q_unit[0] * k_unit, q_unit[1] * k_unit};
+    return {{fmaxf(score[0], LEAST_UNIT), fmaxf(score[1], LEAST_UNIT)}, values,
+            score[0] <= FAR_UNIT && score[1] <= FAR_UNIT && values <= FAR_UNIT};
 }
 
 DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
     const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
     const float unit = kept(base_2(p), base + AT_UNIT), scale = HAS_SCORE ? kept((float)p.scale, base + AT_UNIT + 4) : 1.0f;
-    float output[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2], level[2];
+    float output[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2], level[2], q_unit[2];
     unsigned weights[BLOCK_K / 4];
     Item at;                     // the item whose output is in registers,
     bool open = false;           // if there is one,
@@ -158,7 +116,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         const unsigned stage = base + AT_V + n % STAGES * BYTES_V;
         const unsigned long long v = descriptor(stage, BLOCK_K * CHUNK_ROW);
         values.wait_full(n);
-        if (HAS_LENGTHS && exist < BLOCK_K) {  // what lies past the length must not matter
+        if (HAS_LENGTHS && !WIDE && exist < BLOCK_K) {  // what lies past the length must not matter
             clear_rows<HEAD_DIM_V, BLOCK_K>(stage, exist);
             warps_sync(MEETING + group, 128);
         }
@@ -193,7 +151,13 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             at.offset = (start)offset_of(p, at.b);
             m[0] = m[1] = level[0] = level[1] = HIDDEN, l[0] = l[1] = 0;
             usual = gentle = true;
+#pragma unroll
+            for (int half = 0; WIDE && half < 2; ++half) {
+                const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
+                q_unit[half] = *row_at<const float>(p.q_unit, at.b, at.h + index % PACK, index / PACK);
+            }
         }
+        const Units units = units_of(p, at, q_unit, k0 / BLOCK_K);
         take_turn();
         scores(n);
         if (PENDING) accumulate(n - 1);
@@ -213,21 +177,37 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         }
         products_wait_loads_pass<PENDING>();
         settle(s);
+        const float factor[2] = {WIDE && !HAS_SCORE ? units.score[0] * unit : unit, WIDE && !HAS_SCORE ? units.score[1] * unit : unit};
+        const float shift = WIDE ? exponent_of(units.values) : 0.0f;  // of this tile's weights, which bring the unit of its values
+        auto bring = [&](float x) {
+#pragma unroll
+            for (int half = 0; WIDE && half < 2; ++half) m[half] += x;
+        };
+        auto scale_scores = [&]() {
+#pragma unroll
+            for (int i = 0; WIDE && HAS_SCORE && i < BLOCK_K / 2; ++i) s[i] *= units.score[i / 2 % 2];
+        };
+        scale_scores();
+        bring(-shift);
         const Tanh tanh;
         if (!BY_FORM && USUAL) calm = modify_usual(p, at, s, k0, scale);
         else if (!USUAL && !by_form) near = modify_tile(p, at, full, s, k0, scale);
-        if (!USUAL && fresh) begun = BY_FORM && by_form ? guess_formed(s, m, line) : guess(s, m, unit);
+        if (!USUAL && fresh) begun = BY_FORM && by_form ? guess_formed(s, m, line) : guess(s, m, factor);
         const bool hopeful = USUAL ? by_form || !BY_FORM : begun;
-        if (!hopeful || !(BY_FORM && by_form ? weigh_formed(s, total, line, guessed, calm) : optimistic_softmax(s, m, total, unit, calm))) {
+        if (!hopeful || !(BY_FORM && by_form ? weigh_formed(s, total, line, guessed, calm) : optimistic_softmax(s, m, total, factor, calm))) {
             if (hopeful) {  // the optimism was misplaced, and has cost the scores
                 scores_again(s, buffer_of(number), base + AT_K + n % STAGES * BYTES_K);
+                scale_scores();
                 if (!BY_FORM || !(USUAL || by_form)) modify_tile(p, at, full, s, k0, scale);
                 if (USUAL || by_form) (BY_FORM && SHORT ? gentle : usual) &= __all_sync(~0u, calm);
             }
             if (BY_FORM && (USUAL || by_form)) modify_near<false>(p, at, at.offset, s, k0, scale, tanh);
             if (!USUAL && fresh) m[0] = m[1] = HIDDEN;
-            else if (BY_FORM && SLOPED && guessed) m[0] = m_before[0], m[1] = m_before[1], l[0] = l_before[0], l[1] = l_before[1];
-            online_softmax(s, m, total, rescale, unit);
+            else if (BY_FORM && SLOPED && guessed) {
+                m[0] = m_before[0], m[1] = m_before[1], l[0] = l_before[0], l[1] = l_before[1];
+                bring(-shift);
+            }
+            online_softmax(s, m, total, rescale, factor);
             l[0] *= rescale[0], l[1] *= rescale[1];
             // Where a reference has just grown by much, it may again: another first look would be in vain.
             const bool grows = !fresh && !(BY_FORM && SLOPED) && (rescale[0] < STEADY || rescale[1] < STEADY);
@@ -235,9 +215,15 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             if (BY_FORM && SLOPED) level[0] = level[1] = HIDDEN;
             exact = true;
         }
+        bring(shift);
         if (BY_FORM && SLOPED && by_form) find_level(line, m, level);
         if (!near) usual = false;
-        l[0] += total[0], l[1] += total[1];
+        if constexpr (WIDE) {
+            const float back = units.known ? inverse_of(units.values) : fk_special(0);
+            l[0] = fmaf(total[0], back, l[0]), l[1] = fmaf(total[1], back, l[1]);
+        } else {
+            l[0] += total[0], l[1] += total[1];
+        }
         keys.release(USUAL ? n : n + after(total[0]) + after(total[1]));  // or exponentials are computed after the next wait
         if (PENDING) accumulated(n - 1);
         if (!USUAL && fresh) {
@@ -313,7 +299,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         else if (warp == 1 && threadIdx.x == 32) store(p, out_map, base);
     } else {
         take_registers<REGISTERS>();
-        if constexpr (WIDE) multiply_float32(p, base, role - 1);
+        if constexpr (EXACT) multiply_float32(p, base, role - 1);
         else multiply_tiles(p, base, role - 1);
     }
 }

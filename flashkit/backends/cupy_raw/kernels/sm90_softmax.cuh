@@ -3,7 +3,11 @@
 #include "sm90.cuh"
 
 // Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
-constexpr float LIMIT = STORAGE == FLOAT16 ? 32768.0f : 1e18f;
+constexpr bool HALVES = STORAGE != BFLOAT16;  // weights are float16
+constexpr float LIMIT = HALVES ? 32768.0f : 1e18f;
+
+// How far above what it is guessed from a reference is, in base 2: so that float16 has room for greater scores.
+constexpr float HEADROOM = WIDE ? 6 : 0;
 
 constexpr float STEADY = 1e-6f;  // how much less earlier weights may count than thought, and the reference still be trusted
 
@@ -206,6 +210,7 @@ DEVICE bool guess_formed(const float (&s)[BLOCK_K / 2], float (&m)[2], const Lin
 #pragma unroll
         for (int i = 0; i < 4; ++i) top = fmaxf(top, formed(s[i / 2 * 4 + 2 * half + i % 2], line, half, 0, line.edge[half], SHORT, far));
         m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) + line.top[half];
+        if (WIDE) m[half] += HEADROOM;
     }
     return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
 }
@@ -218,7 +223,7 @@ DEVICE constexpr bool is_fast(int n) { return SHORT && HEAD_DIM > 64 && n % 4 ==
 // for the polynomial.
 template <bool STEEP>
 DEVICE bool formed_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], const Line& line, bool guessed, bool& calm) {
-    constexpr float LEAST = STORAGE == FLOAT16 ? 0.03f : 1e-18f;
+    constexpr float LEAST = WIDE ? 5e-4f : HALVES ? 0.03f : 1e-18f;
     unsigned signs[2] = {~0u, ~0u};  // those of x^2 - CALM^2, and-ed: LOP3 takes two at once, where a maximum takes one
     float total[4] = {0, 0, 0, 0}, edge[2] = {line.edge[0], line.edge[1]}, far[2] = {-1, -1};
     const float base[2] = {line.first[0] - m[0], line.first[1] - m[1]};
@@ -246,7 +251,7 @@ DEVICE bool formed_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (
 
 // Where the bias grows, references grow with it before a weight becomes too large. level: the reference without the
 // greatest bias of the tile that it was found in, -inf where that is not known.
-constexpr float ROOM = STORAGE == FLOAT16 ? 7 : 30;
+constexpr float ROOM = HALVES ? 7 : 30;
 DEVICE void find_level(const Line& line, const float (&m)[2], float (&level)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -266,12 +271,13 @@ DEVICE void lift(const Line& line, float (&m)[2], const float (&level)[2], float
 
 // A reference from the first columns of a tile. False where a row has none, all of these being hidden, or where weights
 // are float16, which has no room above a reference that is not the greatest.
-DEVICE bool guess(const float (&s)[BLOCK_K / 2], float (&m)[2], float unit) {
+DEVICE bool guess(const float (&s)[BLOCK_K / 2], float (&m)[2], const float (&unit)[2]) {
     if (STORAGE == FLOAT16) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float top = fmaxf(fmaxf(s[2 * half], s[2 * half + 1]), fmaxf(s[4 + 2 * half], s[4 + 2 * half + 1]));
-        m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * unit;
+        m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * unit[half];
+        if (WIDE) m[half] += HEADROOM;
     }
     return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
 }
@@ -292,7 +298,7 @@ DEVICE float weigh(float (&s)[BLOCK_K / 2], int half, F exponent) {
 }
 
 // Scores to weights relative to the greatest so far; returns what that takes for sums made before. sum: of the weights.
-DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[2], float (&rescale)[2], float unit) {
+DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[2], float (&rescale)[2], const float (&unit)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float top = m[half];
@@ -301,7 +307,7 @@ DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
-                x *= unit;
+                x *= unit[half];
                 top = fmaxf(top, x);
             }
         top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
@@ -314,10 +320,10 @@ DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[
 
 // The same without looking for the greatest: m need not be that, only near it. False where it is not near enough (or a
 // score is NaN), or the scores are not `right` anyway: then they are needed anew.
-DEVICE bool optimistic_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], float unit, bool right) {
+DEVICE bool optimistic_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], const float (&unit)[2], bool right) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        sum[half] = weigh(s, half, [&](float x) { return fmaf(x, unit, -m[half]); });
+        sum[half] = weigh(s, half, [&](float x) { return fmaf(x, unit[half], -m[half]); });
     }
     return __all_sync(~0u, sum[0] <= LIMIT && sum[1] <= LIMIT && right);
 }
@@ -350,51 +356,6 @@ DEVICE void scores_again(float (&s)[BLOCK_K / 2], unsigned q, unsigned k) {
             load_matrices(right, k + (chunk * BLOCK_K + 16 * n) * CHUNK_ROW + swizzled(key, unit + lane / 8 % 2));
             multiply(s + 8 * n, left, right[0], right[1]);
             multiply(s + 8 * n + 4, left, right[2], right[3]);
-        }
-    }
-}
-
-// Output of a warp's 16 rows once more, from memory and pair by pair, leaving out the values of weights that are 0. No
-// branch here differs between lanes, or the compiler would take nothing after it as uniform.
-DEVICE void accumulate_carefully(const Params& p, const Item& at, const float (&m)[2], const float (&factor)[2], unsigned staged) {
-    constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
-    const int lane = here(threadIdx.x % 32), row0 = here(uniform(threadIdx.x % 128 / 32)) * 16;
-    const int n_k = uniform((int)keys_of(p, at.b)), last = (int)p.n_q * PACK - 1;
-    const long long offset = offset_of(p, at.b);
-#pragma unroll 1
-    for (int r = 0; r < 16; ++r) {
-        const int index = at.row0 + row0 + r < last ? at.row0 + row0 + r : last, row = index / PACK, h = at.h + index % PACK;
-        const float reference = __shfl_sync(~0u, r < 8 ? m[0] : m[1], r % 8 * 4);
-        const float scale = __shfl_sync(~0u, r < 8 ? factor[0] : factor[1], r % 8 * 4);
-        const storage* q = row_at<const storage>(p.q, at.b, h, row);
-        float sums[OWN] = {};
-#pragma unroll 1
-        for (int k0 = 0; k0 < n_k; k0 += 32) {
-            const int k = k0 + lane < n_k ? k0 + lane : n_k - 1;
-            const storage* key = row_at<const storage>(p.k, at.b, h / GROUP, k);
-            float w = 0;
-#pragma unroll 1
-            for (int d = 0; d < HEAD_DIM; ++d) w += widen(q[d]) * widen(key[d]);
-            w = modify<true>(w * (float)p.scale, at.b, h, row, row + offset, k, p);
-            w = exp2_fast(fmaf(w, LOG2E, -reference));
-            if constexpr (HAS_DROPOUT) w = drop(w, p, at.b, h, row, k);
-#pragma unroll 1
-            for (int other = 0; other < 32; ++other) {
-                const int from = k0 + other < n_k ? k0 + other : n_k - 1;
-                const float weight = k0 + other < n_k ? __shfl_sync(~0u, w, other) : 0.0f;
-                const storage* value = row_at<const storage>(p.v, at.b, h / GROUP, from);
-#pragma unroll
-                for (int i = 0; i < OWN; ++i) {
-                    const float x = widen(value[lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0]);
-                    sums[i] += weight == 0 ? 0.0f : weight * x;
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const int column = lane + 32 * i;
-            const unsigned target = staged + column / 64 * 64 * CHUNK_ROW + swizzled(row0 + r, column % 64 / 8) + column % 8 * 2;
-            asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"((unsigned short)pack(sums[i] * scale, 0.0f)) : "memory");
         }
     }
 }
