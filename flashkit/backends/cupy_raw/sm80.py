@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler
+from ..cuda_common import compiler, modification
 from ..cuda_common.ampere import OrderedBackward
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
@@ -36,6 +36,16 @@ def pitch(dim: int, itemsize: int, granule: int = 16, apart: bool = False) -> in
 def terms(spec: AttentionSpec) -> int:
     """Products of TF32 numbers that make one of float32: kernels/sm80.cuh."""
     return 1 if spec.precision == "tf32" else 3
+
+
+def _of_scores(spec: AttentionSpec) -> dict[str, int]:
+    """What kernels/sm80_form.cuh asks for, and how exact functions in a score modification are."""
+    positions = modification.positions(spec)
+    near = spec.score is not None and positions != "any"
+    return {
+        "BRIEF": ITEMSIZE[spec.dtype] == 2, "POSITIONS": ("any", "integers", "floats").index(positions),
+        "FAR": modification.NEAR if near else 2**31 - 1,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ class Sm80Tile:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_K": self.warps_k,
             "STAGES": self.stages, "GRANULE": self.granule, "PACK": pack, "SPLIT": split, "TERMS": terms(spec),
-            "PADDED": ITEMSIZE[spec.dtype] == 4,
+            "PADDED": ITEMSIZE[spec.dtype] == 4, **_of_scores(spec),
             "BLOCKS_PER_SM": max(1, min(self.resident(spec, device), 8 // self.warps)),
         }  # fmt: skip
 
@@ -188,7 +198,7 @@ class Sm80BackwardTile:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_S": self.warps_s,
             "WARPS_KV": self.warps_kv, "WARPS_Q": self.warps_q, "GRANULE": self.granule, "ORDERED": ordered,
-            "TERMS": terms(spec), "PADDED": _apart(spec), "BLOCKS_PER_SM": self.blocks,
+            "TERMS": terms(spec), "PADDED": _apart(spec), "BLOCKS_PER_SM": self.blocks, **_of_scores(spec),
         }  # fmt: skip
 
 

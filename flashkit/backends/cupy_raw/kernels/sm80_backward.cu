@@ -27,8 +27,9 @@
 // of rows read from global memory where they are used: 14 % of the time. Other tiles for 64 columns: 64 x 64 by 4 warps 5 %
 // slower, 64 x 128 10 %, 128 x 64 25 %; for 128 columns 64 x 64 30 %; for 256 columns 32 x 64 20 %.
 //
-// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, ORDERED, BLOCKS_PER_SM.
+// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, ORDERED, BLOCKS_PER_SM, POSITIONS and FAR.
 #include "sm80.cuh"
+#include "sm80_form.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int S_TILES = BLOCK_Q / (16 * WARPS_S), S_KEYS = BLOCK_K * WARPS_S / WARPS / 8;
@@ -61,8 +62,8 @@ struct Place {
     static __device__ __forceinline__ int key(int n) {  // and the next
         return threadIdx.x / 32 % (WARPS / WARPS_S) * 8 * S_KEYS + 8 * n + threadIdx.x % 4 * 2;
     }
-    // Whether positions fit 32 bits: comparing them takes half the instructions then.
-    __device__ __forceinline__ bool narrow() const { return offset >= -0x7fffffffll && offset + n_q < 0x7fffffffll; }
+    // Whether positions fit 32 bits, and what a score modification computes with them: that takes half the instructions then.
+    __device__ __forceinline__ bool narrow() const { return offset >= -FAR && offset + n_q < FAR && (!HAS_SCORE || n_k < FAR); }
 };
 
 // A lane's two numbers of a row and neighbouring keys to a tile in shared memory.
@@ -73,10 +74,11 @@ DEVICE void store_weights(unsigned target, int row, int key, float x, float y) {
 }
 
 // Scores to weights, which go to shared memory, dropped ones as 0. They stay in s times the slope of the score
-// modification, as the factor of dP - delta in dS.
+// modification, as the factor of dP - delta in dS. PLAIN: all pairs are visible, and a score modification goes by `line`.
 template <bool PLAIN, bool PARTIAL_TILE, typename POSITION>
 DEVICE void weights(const Params& p, const Place& at, const unsigned char* odd, float (&s)[S_TILES][S_KEYS][4],
-                    const float (&shift)[S_TILES][2], int row0, unsigned target) {
+                    const float (&shift)[S_TILES][2], Line (&line)[S_TILES][2], int row0, unsigned target) {
+    const Tanh tanh;
     const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
 #pragma unroll
     for (int i = 0; i < S_TILES; ++i)
@@ -85,14 +87,23 @@ DEVICE void weights(const Params& p, const Place& at, const unsigned char* odd, 
             const int row = row0 + at.row(i, half);
             const int end = PARTIAL_TILE || HAS_SCORE ? row < at.n_q ? at.n_k : 0 : at.n_k;
             const POSITION q = (POSITION)(row + at.offset);
+            using I = typename Chosen<sizeof(POSITION) == 4, position, long long>::type;  // of the score modification
             const float reference = shift[i][half] * LOG2E;
+            if (PLAIN && HAS_SCORE) line[i][half].first -= reference;
+            const int first = at.k0 + at.key(0);
+            const I k_first = (I)first, distance = (I)(q - first);
 #pragma unroll
             for (int n = 0; n < S_KEYS; ++n) {
                 float w[2];
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float& x = s[i][n][2 * half + c];
-                    if constexpr (PLAIN) {
+                    if constexpr (PLAIN && HAS_SCORE) {
+                        float slope;
+                        w[c] = exp2_fast(formed(x, line[i][half], 8 * n + c, slope));
+                        x = w[c] * slope;
+                        continue;
+                    } else if constexpr (PLAIN) {
                         x = w[c] = exp2_fast(fmaf(x, scale, -reference));
                         continue;
                     }
@@ -103,8 +114,9 @@ DEVICE void weights(const Params& p, const Place& at, const unsigned char* odd, 
                         x = HIDDEN;
                     } else if (HAS_SCORE || PARTIAL_TILE) {
                         if (HAS_SCORE) slope = score_slope(x, at.b, at.h, row, q, k, p);
-                        x = modify<PARTIAL_TILE>(x, at.b, at.h, row, q, k, p);
-                        if (HAS_SCORE) x *= LOG2E;
+                        const I step = (I)(8 * n + c);
+                        if constexpr (HAS_SCORE) x = modified_score<I>(x, at.b, at.h, row, q, k_first + step, distance - step, tanh, p) * LOG2E;
+                        if constexpr (HAS_MASK && PARTIAL_TILE) x = visible(at.b, at.h, row, q, k, p) ? x : HIDDEN;
                     }
                     w[c] = x == HIDDEN ? 0.0f : exp2_fast(x - reference);
                     // A score of a key that is not finite is -inf or has made its row's sum infinite or NaN.
@@ -332,11 +344,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         if (SPREAD && k == 0) copy_q.start(q, next_row0, at.n_q, next, copied);
                         if (SPREAD) copy_q.copy(k, steps);
                     });
-                    const bool plain = !HAS_SCORE && full && !odd_keys && at.k0 + BLOCK_K <= n_k;
-                    if (plain) weights<true, false, int>(p, at, nullptr, s, shift, row0, base + AT_P);
+                    bool plain = (!HAS_SCORE || BY_FORM) && full && !odd_keys && at.k0 + BLOCK_K <= n_k;
+                    Line line[S_TILES][2];
+                    if constexpr (BY_FORM)
+                        plain = plain && at.narrow() &&
+                                lines_of<BLOCK_K, 16 * S_TILES, 1>(p, b, at.h, at.offset, at.n_q, row0 + of_rows, at.k0, at.key(0), line,
+                                                                   [&](int i, int half) { return row0 + at.row(i, half); });
+                    if (plain) weights<true, false, int>(p, at, nullptr, s, shift, line, row0, base + AT_P);
                     else if (!MAY_HIDE || (at.narrow() && !odd_keys))
-                        weights<false, HAS_MASK, int>(p, at, nullptr, s, shift, row0, base + AT_P);
-                    else weights<false, HAS_MASK, long long>(p, at, odd_keys ? odd : nullptr, s, shift, row0, base + AT_P);
+                        weights<false, HAS_MASK, int>(p, at, nullptr, s, shift, line, row0, base + AT_P);
+                    else weights<false, HAS_MASK, long long>(p, at, odd_keys ? odd : nullptr, s, shift, line, row0, base + AT_P);
                     clear(dp);
                     multiply_rows<HEAD_DIM_V>(
                         dp, stage + BLOCK_Q * PITCH + of_rows * PITCH_V, base + AT_V + of_keys * PITCH_V, [&](int k, int steps) {

@@ -22,6 +22,8 @@
 //                   asked for before the softmax, not after it: 3 to 5 % faster if causal, else as fast.
 //     128 columns   128 x 64. 128 x 32 in three stages: 1 to 2 % slower; 64 x 64 and 8 warps: 15 to 30 %.
 //      64 columns   128 x 128, 5 to 9 % faster than 128 x 64, but not with a score modification, which spills then.
+//     by form       Times of a plain call with soft-capping 1.26 (128 columns), 1.42 (64), with ALiBi 1.20, 1.36; 3.3 and 2.0 as
+//                   functions of each pair with 64-bit positions. In the backward pass 1.14 and 1.07 to 1.13; 1.7 before.
 //     1,024 tokens  What begins and ends a block is a tenth of its time: hence the guess at the first tile, the outputs in 16
 //                   bytes, and numbers of the grid that the host knows.
 //     decoding      16 x 128 in three stages, one block to a multiprocessor, 1 to 2 % faster than two blocks of 16 x 64; more
@@ -36,8 +38,9 @@
 //                   integers, to find the greatest: no faster, and takes registers. Heads one at a time without a mask: as
 //                   fast.
 //
-// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, PACK, SPLIT, BLOCKS_PER_SM.
+// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, PACK, SPLIT, BLOCKS_PER_SM, POSITIONS and FAR.
 #include "sm80.cuh"
+#include "sm80_form.cuh"
 
 extern __shared__ __align__(128) unsigned char shared[];
 
@@ -78,8 +81,8 @@ struct Place {
     static __device__ __forceinline__ int share() { return WARPS_K == 1 ? 0 : threadIdx.x / 32 % WARPS_K; }
     static __device__ __forceinline__ int key(int n) { return (share() * KEYS + n) * 8 + threadIdx.x % 4 * 2; }  // and the next
     static __device__ __forceinline__ int column(int n) { return (share() * COLUMNS + n) * 8 + threadIdx.x % 4 * 2; }
-    // Whether positions fit 32 bits: comparing them takes half the instructions then.
-    __device__ __forceinline__ bool narrow() const { return offset >= -0x7fffffffll && offset + rows < 0x7fffffffll; }
+    // Whether positions fit 32 bits, and what a score modification computes with them: that takes half the instructions then.
+    __device__ __forceinline__ bool narrow() const { return offset >= -FAR && offset + rows < FAR && (!HAS_SCORE || n_k < FAR); }
 };
 
 #include "sm80_softmax.cuh"

@@ -8,7 +8,9 @@ DEVICE float base_2(const Params& p) { return WIDE ? (float)(p.scale * 1.4426950
 // Scores as they come from the product to scores in base 2, -inf where hidden. POSITION: the type that positions fit.
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
+    using I = typename Chosen<sizeof(POSITION) == 4, position, long long>::type;  // of the score modification
     const float scale = HAS_SCORE ? (float)p.scale : base_2(p);
+    const Tanh tanh;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -16,6 +18,8 @@ DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS
             const int index = at.row(i, half), row = index / PACK, h = at.h + index % PACK;
             const POSITION q = (POSITION)(row + at.offset);
             const int end = index < at.rows ? at.n_k : 0;  // rows that do not exist: what is hidden has no effect
+            const int first = k0 + at.key(0);
+            const I k_first = (I)first, distance = (I)(q - first);
 #pragma unroll
             for (int n = 0; n < KEYS; ++n)
 #pragma unroll
@@ -26,8 +30,9 @@ DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS
                     if (!HAS_SCORE && !PARTIAL_TILE) {
                         x = k < at.n_k ? x : HIDDEN;
                     } else if (k < end) {
-                        x = modify<PARTIAL_TILE>(x, at.b, h, row, q, k, p);
-                        if (HAS_SCORE) x *= LOG2E;
+                        const I step = (I)(8 * n + c);
+                        if constexpr (HAS_SCORE) x = modified_score<I>(x, at.b, h, row, q, k_first + step, distance - step, tanh, p) * LOG2E;
+                        if constexpr (HAS_MASK && PARTIAL_TILE) x = visible(at.b, h, row, q, k, p) ? x : HIDDEN;
                     } else {
                         x = HIDDEN;
                     }
@@ -35,11 +40,31 @@ DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS
         }
 }
 
+// By form; false where that does not do.
+DEVICE bool form_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
+    Line line[TILES][2];
+    if (!lines_of<BLOCK_K, 16 * TILES, PACK>(p, at.b, at.h, at.offset, at.rows, at.row0 + at.row_of_warp(), k0, at.key(0), line,
+                                             [&](int i, int half) { return at.row(i, half); }))
+        return false;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int n = 0; n < KEYS; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float slope;
+                s[i][n][e] = formed(s[i][n][e], line[i][e / 2], 8 * n + e % 2, slope);
+            }
+    return true;
+}
+
 DEVICE void modify_tile(const Params& p, const Place& at, bool full, float (&s)[TILES][KEYS][4], int k0) {
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, needed or not
     if constexpr (!HAS_SCORE && !HAS_MASK) {
         modify_tile<false, int>(p, at, s, k0);
     } else if (at.narrow()) {
+        if constexpr (BY_FORM)
+            if (full && k0 + BLOCK_K <= at.n_k && form_tile(p, at, s, k0)) return;
         if (HAS_MASK && !full) modify_tile<true, int>(p, at, s, k0);
         else modify_tile<false, int>(p, at, s, k0);
     } else {
