@@ -294,8 +294,9 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
 @pytest.mark.parametrize("precision", [None, "tf32"])
 @pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 128)) for d in (64, 96, 128)])
 def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal: bool) -> None:
-    """Three products for one, of a tile into sums of its own, none of which waits for another. With "tf32" one product and
-    the steps of 16-bit elements, of three kinds."""
+    """Three products for one, of a tile into sums of its own: none waits for another. With "tf32" one product, and the
+    steps of 16-bit elements, of three kinds.
+    """
     spec = AttentionSpec("float32", d, d, mask=expr.K <= expr.Q if causal else None, precision=precision)
     found = sm90_binary(spec)
     assert found.resources["sm90_forward"].spills <= (700 if precision and d == 64 else 32)  # where tiles are loaded
