@@ -15,7 +15,9 @@ DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int index = at.row(i, half), row = index / PACK, h = at.h + index % PACK;
+            int index = at.row(i, half);
+            if (HAS_SCORE) asm volatile("" : "+r"(index));  // or what depends on the row alone is kept for every tile
+            const int row = index / PACK, h = at.h + index % PACK;
             const POSITION q = (POSITION)(row + at.offset);
             const int end = index < at.rows ? at.n_k : 0;  // rows that do not exist: what is hidden has no effect
             const int first = k0 + at.key(0);

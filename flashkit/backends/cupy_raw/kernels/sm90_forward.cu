@@ -31,6 +31,7 @@
 constexpr int BLOCK_Q = 64 * GROUPS, THREADS = 128 * (GROUPS + 1), COLUMNS = padded(HEAD_DIM_V);
 constexpr bool WIDE = STORAGE == FLOAT32;  // elements come as PARTS numbers of float16, and leave as float32
 constexpr bool EXACT = WIDE && PARTS == 2;
+constexpr float FAR_UNIT = 1.2089258e24f, LEAST_UNIT = 1.1754944e-38f;  // 2^80: scores stay finite; 2^-126: -inf stays itself
 constexpr int CHUNKS_K = PARTS * chunks(HEAD_DIM), CHUNKS_V = PARTS * chunks(HEAD_DIM_V);  // of Q and K, of V
 constexpr int OUT_COLUMNS = WIDE ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
 constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);

@@ -12,8 +12,6 @@ DEVICE float inverse_of(float unit) { return __int_as_float((254 - (__float_as_i
 
 DEVICE float exponent_of(float unit) { return (float)((__float_as_int(unit) >> 23) - 127); }
 
-constexpr float FAR_UNIT = 1.2089258e24f, LEAST_UNIT = 1.1754944e-38f;  // 2^80: scores stay finite; 2^-126: -inf stays itself
-
 // Two numbers as terms.
 DEVICE void split(float x, float y, unsigned& high, unsigned& low) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(y), "f"(x));
