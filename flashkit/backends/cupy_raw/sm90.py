@@ -68,13 +68,13 @@ def forward_tile(problem: Problem) -> Sm90Tile:
     """What does well on an H200."""
     spec = problem.spec
     dim, dim_v = spec.head_dim, spec.head_dim_v
-    modified = spec.dropout or (spec.score is not None and form(spec.score) is None)
-    if parts(spec) == 2:
-        return Sm90Tile(128, 128) if max(dim, dim_v) <= 64 else Sm90Tile(128, 64, q_buffers=1)
+    modified = spec.dropout or (spec.score is not None and (parts(spec) > 1 or form(spec.score) is None))
     if max(dim, dim_v) <= 64:  # a modification takes registers; of short sequences, masked, larger tiles waste more
         return Sm90Tile(128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192, 128)
+    if max(dim, dim_v) <= 128 and spec.dtype == "float32":
+        return Sm90Tile(128, 128 if parts(spec) == 1 else 64, q_buffers=1)
     if max(dim, dim_v) <= 128:
-        return Sm90Tile(128, 128, q_buffers=1 if spec.dtype == "float32" else 2)
+        return Sm90Tile(128, 128)
     if dim <= 192 and dim_v <= 128:
         return Sm90Tile(128, 96)
     keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64
