@@ -63,7 +63,8 @@ def launch(
     text = specialise.text(name, spec, constants, "simulated")
     for each_module in ("fragments", "ptx"):
         text = text.replace(f"from flashkit.backends.numba_cuda.{each_module} import *", f"from {module} import *")
-    text = text.replace("i32, u32 = np.int32, np.uint32", "i32, u32 = int, (lambda x: int(x) & 0xFFFFFFFF)")
+    plain = "i32, u32, u64 = int, (lambda x: int(x) & 0xFFFFFFFF), int"
+    text = text.replace("i32, u32, u64 = np.int32, np.uint32, np.uint64", plain)
     names: dict[str, Any] = {"__name__": "lanes_kernel"}
     exec(compile(text, f"<{name}, lane by lane>", "exec"), names)
     names |= {"thread_here": thread, "ballot": vote, "all_threads_or": all_threads_or}

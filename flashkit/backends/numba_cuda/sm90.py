@@ -58,7 +58,8 @@ def forward_tile(problem: Problem) -> Tile:
         return Tile(128, 128)
     if dim <= 192 and dim_v <= 128:
         return Tile(128, 96)
-    return Tile(128, 96 if max(dim, dim_v) <= 192 else 80, q_buffers=1)
+    keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64
+    return Tile(128, keys, q_buffers=1)
 
 
 def forward_candidates(problem: Problem, device: Device) -> list[Tile]:

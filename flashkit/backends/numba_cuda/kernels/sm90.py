@@ -19,8 +19,8 @@ def along_columns(keys):
 @device
 def descriptor(address, chunk):
     """An operand's: its address and, for one that is read along columns, the distance from chunk to chunk; then what is
-    the same for all, eight rows every 1024 bytes and the swizzle of 128 bytes."""
-    return 0x4000004000000000 | (chunk >> 4) << 16 | (address & 0x3FFFF) >> 4
+    the same for all, eight rows every 1024 bytes and the swizzle of 128 bytes. Shared memory ends before 2^18."""
+    return 0x4000004000000000 | u32(u32(chunk >> 4 << 16) | u32(u32(address) >> u32(4)))
 
 
 # --- rings ------------------------------------------------------------------------------------------------------------
@@ -53,9 +53,9 @@ def wait_empty(ring, n, stages):
 
 
 @device
-def release(ring, n, stages):
+def release(ring, n, stages, lane):
     """By a warp that is done with it."""
-    arrive_once(ring + 8 * stages + 8 * stage_of(n, stages))
+    arrive_once(ring + 8 * stages + 8 * stage_of(n, stages), lane)
 
 
 @device

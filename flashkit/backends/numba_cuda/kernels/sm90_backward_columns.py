@@ -123,7 +123,7 @@ def store_keys(p, tensor, at, first_chunk, x, factor, dim):
 def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     """Tile n, whose scores are there: to its dV, dQ and dK. first, last: of the item."""
     n, first = tile
-    own, part_of_lane = lane_places
+    own, part_of_lane, lane = lane_places
     s, dk, dv, late, before = state
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
     shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
@@ -140,7 +140,7 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     dp = gradients_of_weights(base + AT_V + of_group, dout_tile)
     products_wait(1)  # dK of the tile before
     if not first:
-        release(base + AT_Q_RING, n - 1, STAGES)
+        release(base + AT_Q_RING, n - 1, STAGES, lane)
         if LATE:
             add_sums(p, before, group * HAS + 1, late, part_of_lane)
     s, w, kept, plain = weights(p, base, n, number, note, group, even, s, early, shift, unit)
@@ -159,7 +159,7 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     products_end()
     dq = query_gradients(k_tile, group * HAS, ds_tile)
     products_wait(1)  # dV
-    release(base + AT_DOUT_RING, n, DOUT_STAGES)
+    release(base + AT_DOUT_RING, n, DOUT_STAGES, lane)
     if not last:
         wait_full(base + AT_Q_RING, n + 1, STAGES)
     s = scores(base, k_tile + of_group, n if last else n + 1)  # always begun, or the compiler makes it wait
@@ -182,16 +182,16 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
             add_sums(p, where, group * HAS + 1, late, part_of_lane)
     if ORDERED:
         lanes_sync()
-        arrive_once(added_of(base, n))
+        arrive_once(added_of(base, n), lane)
     return (s, dk, dv, late, where), last
 
 
 @device
 def multiply_tiles(p, base, group):
     unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
-    # Where a lane's numbers of queries are, and its part of a chunk of dQ.
+    # Where a lane's numbers of queries are, and its part of a chunk of dQ; the lane.
     lane, warp = here(thread() % 32), uniform(thread() % 128 // 32)
-    lane_places = u32(here(base + own_row())), u32(warp * BYTES_WARP + lane * 16)
+    lane_places = u32(here(base + own_row())), u32(warp * BYTES_WARP + lane * 16), lane
     dk, dv, late = filled(ZERO, SUMS), filled(ZERO, SUMS_V), filled(ZERO, SUMS_LATE)
     n, number = u32(0), u32(0)  # tiles so far, items
     while True:
@@ -207,19 +207,19 @@ def multiply_tiles(p, base, group):
         s = scores(base, k_tile + group * GROUP_KEYS * CHUNK_ROW, n)
         wait_full(base + AT_V_RING, number, 1)
         products_wait(0)
-        state, first, last = (settle(s), dk, dv, late, i32(0)), True, False
+        state, first, last = (settle(s), dk, dv, late, i32(0)), YES, NO
         while not last:
             state, last = step(p, base, group, k_tile, number, unit, even, lane_places, (n, first), state)
-            first, n = False, u32(n + 1)
+            first, n = NO, u32(n + 1)
         products_wait(0)
         s, dk, dv, late, before = state
         dk, dv = settle(dk), settle(dv)
         if LATE:
             add_sums(p, before, group * HAS + 1, late, lane_places[1])
         at = read_item(base, number)
-        release(base + AT_Q_RING, n - 1, STAGES)
-        release(base + AT_V_RING, number, 1)
-        release(base + AT_K_RING, number, KEY_BUFFERS)
+        release(base + AT_Q_RING, n - 1, STAGES, lane)
+        release(base + AT_V_RING, number, 1, lane)
+        release(base + AT_K_RING, number, KEY_BUFFERS, lane)
         store_keys(p, p.dv, at, group * HAS_V, dv, np.float32(1), HEAD_DIM_V)
         store_keys(p, p.dk, at, group * HAS, dk, np.float32(p.scale), HEAD_DIM)
         number = u32(number + 1)

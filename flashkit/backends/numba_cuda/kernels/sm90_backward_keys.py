@@ -68,11 +68,11 @@ def stage_four(i, four, target):
 
 
 @device
-def stage_sums(base, n, dq, part_of_lane):
+def stage_sums(base, n, dq, lane, part_of_lane):
     """dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or
     in order by a warp that makes its own.
     """
-    release(base + AT_PAIRS_RING, n, 2)
+    release(base + AT_PAIRS_RING, n, 2, lane)
     if ORDERED:
         await_barrier(turn_to_add(base, u32(n - 1)), u32(n - 1) // u32(2) & 1)
     else:
@@ -81,15 +81,15 @@ def stage_sums(base, n, dq, part_of_lane):
     groups(stage_four, 4, dq, part_of_lane)
     if ORDERED:
         lanes_sync()
-        arrive_once(added_of(base, n))
+        arrive_once(added_of(base, n), lane)
 
 
 @device
-def send_sums(p, base, where):
+def send_sums(p, base, where, lane, part_of_warp):
     """After a fence and lanes_sync(). where: the tile of queries among all."""
     if not ORDERED:
-        part = (uniform(thread() // 32) - 4) * BYTES_WARP
-        add_bulk_once(p.partial.data + I(where) * BYTES_SUMS + part, base + AT_SUMS + part, BYTES_WARP)
+        target = p.partial.data + I(where) * BYTES_SUMS + part_of_warp
+        add_bulk_once(target, base + AT_SUMS + part_of_warp, lane, BYTES_WARP)
         stores_end()
 
 
@@ -126,7 +126,7 @@ MISSING, MISSING_V = ((u32(0),) * (-SUMS // 2 % 8) for SUMS in (SUMS, SUMS_V))
 def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     """Tile n, whose scores have been begun: to its dV and dK, and dQ of the tile before. first, last: of the item."""
     n, first = tile
-    own, part_of_lane, pairs_of_lane = lane_places
+    own, part_of_lane, pairs_of_lane, part_of_warp, lane = lane_places
     s, dk, dv, staged, before = state
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
     shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
@@ -142,8 +142,8 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     s = settle(s)
     dp = gradients_of_weights(base, group, dout_tile)
     if not first:
-        release(base + AT_Q_RING, n - 1, STAGES)
-        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES)
+        release(base + AT_Q_RING, n - 1, STAGES, lane)
+        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES, lane)
 
     s, w, kept, plain = weights(p, base, n, number, note, group, even, s, early, shift, unit)
     products_begin()
@@ -155,9 +155,9 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_PAIRS))
     fence_async()
     lanes_sync()
-    arrive_once(base + AT_PAIRS_RING + 8 * stage_of(n, 2))
+    arrive_once(base + AT_PAIRS_RING + 8 * stage_of(n, 2), lane)
     if staged >= 0:
-        send_sums(p, base, staged)
+        send_sums(p, base, staged, lane, part_of_warp)
     products_wait(0)  # dV
     w = settle(w)
     if not first:
@@ -173,7 +173,7 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     products_wait(1)  # dQ, dK
     dq, ds = settle(dq), settle(ds)
     if not first:
-        stage_sums(base, n - 1, dq, part_of_lane)
+        stage_sums(base, n - 1, dq, lane, part_of_lane)
     return (s, dk, dv, before, where), last
 
 
@@ -182,12 +182,14 @@ def multiply_tiles(p, base, group):
     unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
     # What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
     lane, warp = here(thread() % 32), u32(uniform(thread() // 32)) - u32(4)
-    # Where a lane's numbers of queries are, its part of dQ in shared memory, and its matrices of dS.
+    part_of_warp = i32(warp * BYTES_WARP)
+    # Where a lane's numbers of queries are, its part of dQ in shared memory, and its matrices of dS; its warp's part.
     lane_places = (
         u32(here(base + own_row())),
         u32(base + AT_SUMS + warp * BYTES_WARP + lane * 16),
         u32(here(base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW
                  + swizzled(lane % 8 + lane // 16 * 8, warp % 4 * 2 + lane // 8 % 2))),
+        part_of_warp, lane,
     )  # fmt: skip
     dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
     n, number = u32(0), u32(0)  # tiles so far, items
@@ -202,29 +204,29 @@ def multiply_tiles(p, base, group):
         s = scores(base, k_tile, group, n)
         wait_full(base + AT_V_RING, number, 1)
         # Tiles of dQ: in shared memory, and the one that is next.
-        state, first, last = (s, dk, dv, i32(-1), i32(-1)), True, False
+        state, first, last = (s, dk, dv, i32(-1), i32(-1)), YES, NO
         while not last:
             state, last = step(p, base, group, k_tile, number, unit, even, lane_places, (n, first), state)
-            first, n = False, u32(n + 1)
+            first, n = NO, u32(n + 1)
         products_wait(0)
         s, dk, dv, staged, before = state
         s, dk, dv = settle(s), settle(dk), settle(dv)
-        release(base + AT_Q_RING, n - 1, STAGES)
-        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES)
-        release(base + AT_V_RING, number, 1)
+        release(base + AT_Q_RING, n - 1, STAGES, lane)
+        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES, lane)
+        release(base + AT_V_RING, number, 1, lane)
         wait_full(base + AT_PAIRS_RING, n - 1, 2)
         dq = query_gradients(base, k_tile, group, n - 1)
         fence_async()
         lanes_sync()
         if staged >= 0:
-            send_sums(p, base, staged)
+            send_sums(p, base, staged, lane, part_of_warp)
         products_wait(0)
-        stage_sums(base, n - 1, settle(dq), lane_places[1])
+        stage_sums(base, n - 1, settle(dq), lane, lane_places[1])
         at = read_item(base, number)
         fence_async()
         lanes_sync()
-        send_sums(p, base, before)
-        release(base + AT_K_RING, number, KEY_BUFFERS)
+        send_sums(p, base, before, lane, part_of_warp)
+        release(base + AT_K_RING, number, KEY_BUFFERS, lane)
         store_keys(p, p.dv, at, group, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
         store_keys(p, p.dk, at, group, dk, np.float32(p.scale), HEAD_DIM, MISSING)
         number = u32(number + 1)

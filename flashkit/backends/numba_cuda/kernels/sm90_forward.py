@@ -50,10 +50,10 @@ output_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_K), turne
 
 
 @device
-def scores(base, number, group, n):
-    q, k = buffer_of(base, number, group), base + AT_K + stage_of(n, STAGES) * BYTES_K
+def scores(base, rows, n):
+    keys = descriptor(base + AT_K, 16) + stage_of(n, STAGES) * (BYTES_K >> 4)  # sixteen bytes are one
     products_begin()
-    s = scores_product(descriptor(q, 16), descriptor(k, 16))
+    s = scores_product(rows, keys)
     products_end()
     return s
 
@@ -77,17 +77,18 @@ def accumulate(base, group, n, output, weights, continued, exist):
         if exist < BLOCK_K:
             clear_rows(tile, max(exist, 0))
             warps_sync(MEETING + group, 128)
+    values = descriptor(base + AT_V, BLOCK_K * CHUNK_ROW) + stage_of(n, STAGES) * (BYTES_V >> 4)
     products_begin()
-    output = output_product(output, weights, descriptor(tile, BLOCK_K * CHUNK_ROW), continued)
+    output = output_product(output, weights, values, continued)
     products_end()
     return output
 
 
 @device
-def accumulated(base, n, output, weights):
+def accumulated(base, n, output, weights, lane):
     products_wait(0)
     output, weights = settle(output), settle(weights)
-    release(base + AT_V_RING, n, STAGES)
+    release(base + AT_V_RING, n, STAGES, lane)
     return output, weights
 
 
@@ -147,7 +148,7 @@ def finish(p, base, at, number, group, m, l, output):
             accumulate_carefully(p, at, m, factor, staged, 64)
     fence_async()
     lanes_sync()
-    arrive_once(done_of(base, number, group))
+    arrive_once(done_of(base, number, group), lane)
 
 
 # --- multiplying ------------------------------------------------------------------------------------------------------
@@ -193,18 +194,18 @@ def lasts(j, so_far, rest):
 
 
 @device
-def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
+def step(p, base, group, lane, unit, pending, usual, fresh, full, tile, state):
     """Tile n from its scores to its weights. pending: meanwhile the product of the weights before. usual: all rows of
     this warp have a reference, and all pairs are visible. Both are known to the compiler where this is put in place, or
     it would make products wait for each other."""
-    n, k0, number, continued, exist = tile
+    n, k0, number, rows, continued, exist = tile
     at, output, weights, m, l, begun = state
     before, m_before, l_before = at, m, l
     if not usual and fresh:
         at = read_item(base, number, group)
         m, l = UNKNOWN, NOTHING
     take_turn(group)
-    s = scores(base, number, group, n)
+    s = scores(base, rows, n)
     if pending:
         output = accumulate(base, group, n - 1, output, weights, continued, exist)
     pass_turn(group)
@@ -232,11 +233,11 @@ def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
         begun = all_lanes(repeat(lasts, ROWS, True, (m, rescale, first)))
     l = both(add, l, total)
     if usual:
-        release(base + AT_K_RING, n, STAGES)
+        release(base + AT_K_RING, n, STAGES, lane)
     else:  # or exponentials are computed after the next wait
-        release(base + AT_K_RING, n + after(total[0]) + after(total[1]), STAGES)
+        release(base + AT_K_RING, n + after(total[0]) + after(total[1]), STAGES, lane)
     if pending:
-        output, weights = accumulated(base, n - 1, output, weights)
+        output, weights = accumulated(base, n - 1, output, weights, lane)
     if not usual and fresh:
         if pending and Q_BUFFERS > 1:
             finish(p, base, before, number - 1, group, m_before, l_before, output)
@@ -250,38 +251,40 @@ def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
 @device
 def multiply_tiles(p, base, group):
     unit = as_float(uniform(as_int(base_2(p))))  # or it is computed anew, in float64
-    nothing = i32(0)
+    nothing, group, lane = i32(0), i32(group), here(thread() % 32)
+    mine, whole = i32(FIRST | 3 << 2 * group), i32(FULL << 2 * group)  # of a note: what a usual step looks at
     state = (
         (nothing, nothing, nothing),                       # the item whose output is in registers,
         filled(ZERO, SUMS), filled(u32(0), PACKED), UNKNOWN, NOTHING,
-        False,                                             # whether all rows of this warp have a reference
+        NO,                                                # whether all rows of this warp have a reference
     )  # fmt: skip
     open_item = False  # whether there is such an item,
     fresh = False  # whether the tile that comes is the first of another,
-    number = I(-1)  # of the item that the tile belongs to among the block's
+    number, rows = i32(-1), u64(0)  # of the item that the tile belongs to among the block's; its rows of Q
     pending = False  # whether weights of the tile before wait for their values,
-    continued, exist = I(0), I(0)  # to be added to the output, not to start it; keys of that tile that exist
+    continued, exist = i32(0), i32(0)  # to be added to the output, not to start it; keys of that tile that exist
     if TURNS and group == GROUPS - 1:
         pass_turn(group)
-    n = I(0)
+    n = u32(0)
     while True:
         wait_full(base + AT_K_RING, n, STAGES)
         note = uniform(load_word(base + AT_NOTES + 4 * stage_of(n, STAGES)))
-        k0 = (note >> 8) * BLOCK_K
+        k0 = i32((note >> 8) * BLOCK_K)
         # Both END and the first tile of an item have the bit FIRST.
-        if pending and state[5] and note & (FIRST | 3 << 2 * group) == FULL << 2 * group:
-            tile = n, k0, number, continued, exist
-            state = step(p, base, group, unit, True, True, False, True, tile, state)
-            continued = I(1)
+        if pending and state[5] and i32(note & mine) == whole:
+            tile = n, k0, number, rows, continued, exist
+            state = step(p, base, group, lane, unit, True, True, False, True, tile, state)
+            continued = i32(1)
         else:
             if note & FIRST:
-                fresh, number = True, number + 1
+                fresh, number = True, i32(number + 1)
+                rows = u64(descriptor(buffer_of(base, number, group), 16))
             kind = EMPTY if note == END else note >> 2 * group & 3
             # What is pending is done by itself where no scores go with it, or where the next item's rows have no room.
             if pending and (kind == EMPTY or (Q_BUFFERS == 1 and fresh)):
                 at, output, weights, m, l, begun = state
                 output = accumulate(base, group, n - 1, output, weights, continued, exist)
-                output, weights = accumulated(base, n - 1, output, weights)
+                output, weights = accumulated(base, n - 1, output, weights, lane)
                 state, pending = (at, output, weights, m, l, begun), False
             if fresh and open_item and not pending:
                 at, output, weights, m, l, begun = state
@@ -292,21 +295,21 @@ def multiply_tiles(p, base, group):
             if kind == EMPTY:
                 take_turn(group)
                 pass_turn(group)
-                release(base + AT_K_RING, n, STAGES)
+                release(base + AT_K_RING, n, STAGES, lane)
                 wait_full(base + AT_V_RING, n, STAGES)
-                release(base + AT_V_RING, n, STAGES)
+                release(base + AT_V_RING, n, STAGES, lane)
             else:
                 full = kind == FULL
-                tile = n, k0, number, continued, exist
+                tile = n, k0, number, rows, continued, exist
                 if pending:
-                    state = step(p, base, group, unit, True, False, fresh, full, tile, state)
+                    state = step(p, base, group, lane, unit, True, False, fresh, full, tile, state)
                 else:
-                    state = step(p, base, group, unit, False, False, fresh, full, tile, state)
-                pending, open_item, continued, fresh = True, True, I(0 if fresh else 1), False
+                    state = step(p, base, group, lane, unit, False, False, fresh, full, tile, state)
+                pending, open_item, continued, fresh = True, True, i32(0 if fresh else 1), False
         if HAS_LENGTHS:
             if pending:
-                exist = keys_of(p, state[0][0]) - k0
-        n += 1
+                exist = i32(keys_of(p, state[0][0]) - k0)
+        n = u32(n + 1)
 
 
 # --- roles ------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def await_list(base, c):
 @device
 def hand_over(base, c):
     lanes_sync()
-    arrive_once(base + AT_LIST_RING + 8 * stage_of(c, 2))
+    arrive_once(base + AT_LIST_RING + 8 * stage_of(c, 2), i32(thread() % 32))
 
 
 @device

@@ -169,7 +169,7 @@ def load_items(p, base):
             arrive_and_expect(came, BYTES_K)
             target = base + AT_K + stage_of(number, KEY_BUFFERS) * BYTES_K
             load_tile(target, map_address("map_k"), chunks_q, BLOCK_K, at[2], at[1], at[0], came)
-        first, held, held_head, held_states = True, i32(0), i32(at[1] * GROUP), i32(0)
+        first, held, held_head, held_states = YES, i32(0), i32(at[1] * GROUP), i32(0)
         for h in range(at[1] * GROUP, (at[1] + 1) * GROUP):
             start = i32(0)
             while start < tiles:
@@ -195,9 +195,9 @@ def load_items(p, base):
                 while live != 0:
                     if held_states != 0:
                         n, odd_tiles = load_queries(
-                            p, base, at, number, first, n, odd_tiles, held, held_head, held_states, False
+                            p, base, at, number, first, n, odd_tiles, held, held_head, held_states, NO
                         )
-                        first = False
+                        first = NO
                     bit = lowest_one(live)
                     held, held_head = i32(tile_at(tiles, start + bit, 1)), i32(h)
                     held_states = from_lane(states, bit)
@@ -205,7 +205,7 @@ def load_items(p, base):
                 start = i32(start + 32)
         # An item that is seen by no query takes one tile all the same, where everything is hidden.
         states = held_states if held_states != 0 else i32(PARTIAL * 5)
-        n, odd_tiles = load_queries(p, base, at, number, first, n, odd_tiles, held, held_head, states, True)
+        n, odd_tiles = load_queries(p, base, at, number, first, n, odd_tiles, held, held_head, states, YES)
         number = u32(number + 1)
     if leader:
         if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found

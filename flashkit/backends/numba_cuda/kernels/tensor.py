@@ -12,7 +12,8 @@ from numba.cuda.types import int32, uint16
 from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
 
-i32, u32 = np.int32, np.uint32
+i32, u32, u64 = np.int32, np.uint32, np.uint64
+YES, NO = np.bool_(True), np.bool_(False)  # of a type: for True and False what is called is compiled apart
 ZERO, LOG2E, LN2 = map(np.float32, (0, 1.4426950408889634, 0.6931471805599453))
 
 CHUNK_ROW, UNIT = 128, 16  # bytes
