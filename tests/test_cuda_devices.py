@@ -590,7 +590,8 @@ def test_results_of_what_sees_nothing(d: int, dtype: str, generation: str) -> No
     hidden, seen = slice(0, 1498), slice(1498, None)  # the last query sees both keys, the one before it one
     assert not read(out)[..., hidden, :].any() and np.isneginf(read(lse)[..., hidden]).all()
     assert np.isfinite(read(lse)[..., seen]).all() and read(out)[..., seen, :].any(-1).all()
-    dq = read(vjp(dout)[0])
+    with skipped_if_refused():  # here, where it is the gradients alone that are not for the generation
+        dq = read(vjp(dout)[0])
     assert not dq[..., hidden, :].any() and dq[..., -1, :].any(-1).all()
 
     out[:] = np.nan
