@@ -7,23 +7,37 @@ LANES = 32 if UNITS > 16 else 16 if UNITS > 8 else 8  # that take a row
 NO_ROW = F(1e30)
 
 
+@device
+def of_unit(x, y, unit):
+    """Sum of products of 16 bytes of two rows."""
+    total = ZERO
+    if ITEM == 2:
+        a, c = load4(np.int32, x, 4 * unit), load4(np.int32, y, 4 * unit)
+        for i in range(4):
+            total += widen(np.int16(a[i])) * widen(np.int16(c[i]))
+            total += widen(np.int16(a[i] >> 16)) * widen(np.int16(c[i] >> 16))
+    else:
+        for d in range(PER_UNIT * unit, PER_UNIT * unit + PER_UNIT):
+            total += widen(load(STORED, x, d)) * widen(load(STORED, y, d))
+    return total
+
+
 @kernel(128)
 def prepare(p):
     """delta = rowsum(dO * O) - dlse, and the log-sum-exp with +inf for rows without keys, whose weights so become 0.
     There may be memory for more rows than n_q; of those the weights become 0 too, by a number that is finite.
     """
-    rows = p.shift.head
-    index, lane = (I(cuda.blockIdx.x) * 128 + cuda.threadIdx.x) // LANES, I(cuda.threadIdx.x) % LANES
-    exists = index < p.batch * p.heads * rows
-    row, h, b = index % rows, index // rows % p.heads, index // rows // p.heads if exists else 0
+    rows, heads = U(p.shift.head), U(p.heads)  # signed quotients take more instructions
+    index, lane = (U(cuda.blockIdx.x) * U(128) + U(cuda.threadIdx.x)) // U(LANES), I(cuda.threadIdx.x) % LANES
+    exists = I(index) < p.batch * p.heads * p.shift.head
+    head = index // rows
+    row, h, b = I(index - head * rows), I(head % heads), I(head // heads) if exists else I(0)
     total = ZERO
     if exists and row < p.n_q:
         out, dout = row_address(p.out, b, h, row), row_address(p.dout, b, h, row)
-        if HEAD_DIM_V % 4 == 0 and (out | dout) % (4 * ITEM) == 0:
-            for d in range(4 * lane, HEAD_DIM_V, 4 * LANES):
-                x, y = load4(STORED, out, d), load4(STORED, dout, d)
-                for i in range(4):
-                    total += widen(x[i]) * widen(y[i])
+        if HEAD_DIM_V % PER_UNIT == 0 and (out | dout) % 16 == 0:
+            for unit in range(lane, UNITS, LANES):
+                total += of_unit(out, dout, unit)
         else:
             for d in range(lane, HEAD_DIM_V, LANES):
                 total += widen(load(STORED, out, d)) * widen(load(STORED, dout, d))
