@@ -17,7 +17,7 @@ import numpy as np
 
 from flashkit.backends.numba_cuda import params, specialise
 
-NUMPYS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+NUMPYS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 _lane: Any = threading.local()
 
 
@@ -165,7 +165,7 @@ def add(x: Any, y: Any) -> Any:
 
 
 def as_float(x: Any) -> Any:
-    return np.int32(x).view(np.float32)
+    return np.uint32(int(x) & 0xFFFFFFFF).view(np.float32)
 
 
 def as_int(x: Any) -> Any:
@@ -301,6 +301,26 @@ def load_matrices_turned(address: Any) -> tuple[int, ...]:
 
 
 def mma(kind: str) -> Callable[..., tuple[Any, ...]]:
+    return _product_of_tf32 if kind == "tf32" else _product_of(kind)
+
+
+def _product_of_tf32(c: Sequence[Any], a: Sequence[int], b0: int, b1: int) -> tuple[Any, ...]:
+    def number(word: int) -> Any:  # the last 13 bits are not looked at
+        return np.uint32(int(word) & 0xFFFFE000).view(np.float32)
+
+    left, right, sums = (np.zeros(shape, np.float32) for shape in ((16, 8), (8, 8), (16, 8)))
+    for lane, registers in enumerate(told((c, a, b0, b1))):
+        g, t = divmod(lane, 4)
+        for half in range(2):
+            right[t + 4 * half, g] = number(registers[2 + half])
+            for below in range(2):
+                left[g + 8 * below, t + 4 * half] = number(registers[1][below + 2 * half])
+            sums[g + 8 * half, 2 * t : 2 * t + 2] = registers[0][2 * half : 2 * half + 2]
+    (g, t), result = divmod(_lane.thread % 32, 4), sums + left @ right
+    return (*result[g, 2 * t : 2 * t + 2], *result[g + 8, 2 * t : 2 * t + 2])
+
+
+def _product_of(kind: str) -> Callable[..., tuple[Any, ...]]:
     def numbers(word: int) -> Any:
         return np.array([word & 0xFFFF, word >> 16], np.uint16).view(NUMPYS[kind]).astype(np.float32)
 

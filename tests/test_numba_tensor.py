@@ -160,7 +160,6 @@ def problem(**changes: object) -> Problem:
 
 
 REFUSALS = [
-    ({"dtype": "float32"}, "float32 is not for these tensor cores"),
     ({"d": 84}, "not whole 16 bytes"),
     ({"d": 264}, "head dim 264 is over 256"),
 ]
@@ -173,12 +172,26 @@ def generation(name: str) -> Any:
     return chosen
 
 
+NO_FLOAT32 = {"dtype": "float32"}, "float32 is not for these tensor cores"
+
+
 @pytest.mark.parametrize(("changes", "reason"), REFUSALS)
 @pytest.mark.parametrize("name", ["sm80", "sm90"])
 def test_what_a_generation_cannot_do_is_refused(changes: dict, reason: str, name: str) -> None:
     assert generation(name).supports(problem(), HOPPER, "forward")
     assert generation(name).supports(problem(), HOPPER, "backward")
     assert reason in generation(name).supports(problem(**changes), HOPPER, "forward").reason
+
+
+def test_float32_is_split_where_it_repays_and_is_exact() -> None:
+    def answer(**changes: object) -> Any:
+        return generation("sm80").supports(problem(dtype="float32", **changes), HOPPER, "forward")
+
+    assert answer() and answer(d=84)
+    assert "few queries" in answer(n_q=9).reason
+    assert "exacter without TF32" in answer(d=8).reason
+    assert "not by fours" in answer(d=82).reason
+    assert "float32 is not for these" in generation("sm90").supports(problem(dtype="float32"), HOPPER, "forward").reason
 
 
 @pytest.mark.parametrize("changes", [{"n_q": 9}, {"heads": 2, "n_q": 300, "n_k": 9000}])
@@ -192,7 +205,7 @@ def test_keys_are_split_where_queries_would_leave_the_device_idle(changes: dict)
 
 def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:
     chosen = generation("sm80")
-    for changes, reason in REFUSALS:
+    for changes, reason in (*REFUSALS, NO_FLOAT32):
         assert reason in chosen.supports(problem(**changes), HOPPER, "backward").reason
     assert chosen.supports(problem(n_q=9), HOPPER, "backward")
     assert chosen.supports(problem(heads=2, n_q=300, n_k=9000), HOPPER, "backward"), "it has blocks enough, by keys"
@@ -203,7 +216,7 @@ def test_what_the_backward_pass_by_mma_cannot_do_is_refused() -> None:
 
 def test_what_hoppers_backward_pass_cannot_do_is_refused() -> None:
     chosen = generation("sm90")
-    for changes, reason in REFUSALS:
+    for changes, reason in (*REFUSALS, NO_FLOAT32):
         assert reason in chosen.supports(problem(**changes), HOPPER, "backward").reason
     assert "not sm_90" in chosen.supports(problem(), MODELS["sm_80"], "backward").reason
 
@@ -256,6 +269,11 @@ BY_LANES = {
     "wide": ((1, 1, 1, 66, 40, 136, 200), {"causal": True}),
 }
 
+OF_FLOAT32 = {
+    "float32": ((1, 1, 1, 66, 50, 40, 36), {"dtype": "float32", "kv_lengths": np.array([37])}),
+    "infinity": ((1, 1, 1, 20, 40, 16, 20), {"dtype": "float32", "causal": True, "infinite": True}),
+}
+
 
 GRADIENTS = BY_LANES | {
     "hidden NaN": ((1, 2, 1, 70, 70, 16, 24), {
@@ -301,13 +319,19 @@ def call_of(case: tuple, monkeypatch: pytest.MonkeyPatch) -> Call:
         named["q"], named["k"] = named["q"] * 3, named["k"] * np.linspace(0.1, 40, n_k)[:, None]
     if options.pop("hidden_nan", False):
         named["v"][:, :, -1, 3] = np.nan
+    if options.pop("infinite", False):  # rows that see key 10 have a weight of 0 there, or NaN
+        named["k"][:, :, 10, 3] = -np.inf
+        named["q"][..., 3] = np.abs(named["q"][..., 3])
     for name, row in options.pop("nan", {}).items():
         named[name][:, :, row, 3] = np.nan
     arrays = {name: x.astype(stored) for name, x in named.items()}
-    gradients = {f"d{name}": np.full(arrays[name].shape, 0x7E01, np.uint16) for name in ("q", "k", "v")}
-    arrays |= gradients | {"out": np.full(shapes[3], 0x7E01, np.uint16), "lse": np.full(shapes[3][:3], np.nan, "f4")}
+    like = np.uint32 if dtype == "float32" else np.uint16
+    poison = 0x7FC00001 if dtype == "float32" else 0x7E01
+    gradients = {f"d{name}": np.full(arrays[name].shape, poison, like) for name in ("q", "k", "v")}
+    arrays |= gradients | {"out": np.full(shapes[3], poison, like), "lse": np.full(shapes[3][:3], np.nan, "f4")}
 
-    problem, operands, _ = prepare(*(arrays[name].astype(np.float16) for name in ("q", "k", "v")), **options)
+    given_dtype = np.float32 if dtype == "float32" else np.float16
+    problem, operands, _ = prepare(*(arrays[name].astype(given_dtype) for name in ("q", "k", "v")), **options)
     spec = replace(problem.spec, dtype=dtype)
     on_device = lambda x, dtype=None: x if isinstance(x, Device) else Device(np.ascontiguousarray(x, dtype))
     monkeypatch.setattr(block, "_on_device", on_device)
@@ -324,18 +348,18 @@ def some(names: Iterable[str], often: Sequence[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in often else pytest.mark.exhaustive) for name in names]
 
 
-@pytest.mark.parametrize("name", some(BY_LANES, ("plain", "lengths", "wide")))
+@pytest.mark.parametrize("name", some(BY_LANES | OF_FLOAT32, ("plain", "lengths", "wide", "infinity")))
 def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel as Python (lanes.py), in tiles of 16 keys, against the definition in float64."""
-    call = call_of(BY_LANES[name], monkeypatch)
-    tile = sm80.Tile(64, 16, 1) if name == "wide" else sm80.Tile(128, 16)
+    call = call_of((BY_LANES | OF_FLOAT32)[name], monkeypatch)
+    tile = sm80.Tile(64, 16, 1 if name == "wide" else 2) if name in (*OF_FLOAT32, "wide") else sm80.Tile(128, 16)
     constants, shared = tile.constants(call.spec, HOPPER), tile.shared_memory(call.spec)
     batch, heads, n_q, _ = call.arrays["q"].shape
     words = list(call.arguments.words)
     lanes.launch("sm80_forward", call.spec, constants, shared, words, -(-n_q // tile.block_q) * batch * heads)
 
     truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
-    scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
+    scale = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 5e-7}[call.spec.dtype]
     np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
 

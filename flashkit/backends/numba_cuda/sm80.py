@@ -20,6 +20,7 @@ THREADS = 128
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
+LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
 _CACHED = 24_000_000  # bytes of keys and values that blocks work at together, within the L2 cache
 _OWN = "the largest that fits"
 _OWN_BACKWARD = "as in CUDA C++"
@@ -43,12 +44,12 @@ class Tile:
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block."""
-        q, v = -(-spec.head_dim // 64), -(-spec.head_dim_v // 64)
+        q, v = (-(-dim * ITEMSIZE[spec.dtype] // 128) for dim in (spec.head_dim, spec.head_dim_v))
         return 128 * (self.block_q * max(q, v) + self.stages * self.block_k * (q + v))
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether there is the memory, and registers for a lane's part of the output."""
-        roomy = self.block_q == 64 or spec.head_dim_v <= 128
+        roomy = self.block_q == 64 or (spec.head_dim_v <= 128 and spec.dtype != "float32")
         return roomy and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
@@ -61,8 +62,11 @@ class Tile:
 
 def forward_tiles(spec: AttentionSpec, device: Device) -> list[Tile]:
     """Those that fit, the likely fastest first."""
-    wide = max(spec.head_dim, spec.head_dim_v) > 128
-    tiles = [Tile(64, 64, 1)] if wide else []
+    most = max(spec.head_dim, spec.head_dim_v)
+    if spec.dtype == "float32":
+        tiles = [Tile(64, 32)] * (most <= 64) + [Tile(64, 16), Tile(64, 32, 1)]
+        return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
+    tiles = [Tile(64, 64, 1)] if most > 128 else []
     tiles += [Tile(128, keys) for keys in (64, 32, 96, 48, 128, 16)]
     tiles += [Tile(64, keys, 1) for keys in (64, 32, 16)]
     return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
@@ -168,8 +172,23 @@ def splits(problem: Problem, device: Device) -> bool:
     return 3 * blocks <= device.sms and problem.n_k >= MANY_KEYS
 
 
+def of_float32(problem: Problem, device: Device) -> Verdict:
+    """Whether float32 is split here: many queries, rows of whole 16 bytes, sums that average out what is left out."""
+    spec = problem.spec
+    if max(spec.head_dim, spec.head_dim_v) > MAX_DIM or spec.head_dim % 4 or spec.head_dim_v % 4:
+        dims = f"{spec.head_dim} and {spec.head_dim_v}"
+        return Verdict(False, f"float32 of head dims {dims}, over {MAX_DIM} or not by fours")
+    if spec.head_dim < LEAST_SPLIT:
+        return Verdict(False, f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is exacter without TF32")
+    if splits(problem, device):
+        return Verdict(False, "float32 of few queries, whose keys should be split")
+    return Verdict(True)
+
+
 class Sm80(Generation):
-    """Kernels for tensor cores with float16 and bfloat16. `below`: the generation that takes what is left."""
+    """Kernels for tensor cores with float16 and bfloat16, the forward pass with float32 too. `below`: the generation
+    that takes what is left.
+    """
 
     name = "sm80"
     directions: tuple[Direction, ...] = ("forward", "backward")
@@ -181,7 +200,10 @@ class Sm80(Generation):
         spec = problem.spec
         if device.capability < (8, 0):
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, older than sm_80")
-        if not (able := sixteen_bits(spec, MAX_DIM)):
+        if spec.dtype == "float32" and direction == "forward":
+            if not (able := of_float32(problem, device)):
+                return able
+        elif not (able := sixteen_bits(spec, MAX_DIM)):
             return able
         tiles: Any = self.candidates(problem, device, direction)
         if not tiles:

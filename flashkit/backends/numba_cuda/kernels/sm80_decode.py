@@ -128,7 +128,7 @@ def sm80_decode(p):
             l, output = both(add, both(times, l, rescale), total), rows_scaled(output, rescale)
             if HAS_DROPOUT:
                 s = drop_tile(p, at, s, i32(tile * BLOCK_K))
-            output = accumulate(output, join(pack, s), k + BYTES_K, CHUNK_K)
+            output = accumulate(output, operand(s), k + BYTES_K, CHUNK_K)
         stage, tile = stage + 1 if stage + 1 < STAGES else I(0), tile + 1
     copies_wait(0)
     rows = listed(finish_row, ROWS, (p, at, part, m, across_row(add, l)))

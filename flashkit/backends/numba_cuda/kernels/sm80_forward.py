@@ -37,19 +37,20 @@ def is_one(j, so_far, factor):
 @device
 def finish(p, base, item, m, l, output):
     """Divide by the sums; log-sum-exp and output to memory, the output by way of shared memory, in 16 bytes."""
+    m, l = finite_sums(p, item, m, l)
     output, factor, odd = finish_rows(p, item, m, l, output)
     lane, row0 = thread() % 32, thread() // 32 * WARP_ROWS
     staged = base + row0 * CHUNK_ROW
     lanes_sync()
-    groups(store_piece, LEFT, join(pack, output), (staged, CHUNK_Q, 0))
+    groups(store_piece, LEFT, operand(output), (staged, CHUNK_Q, 0))
     lanes_sync()
     if MAY_HIDE:  # a value that is not finite may have met a weight of 0
         if any_lane(odd):
             accumulate_carefully(p, item, m, factor, base, BLOCK_Q)
             lanes_sync()
     target = row_address(p.out, I(item[0]), I(item[1]), I(item[2] + row0))
-    for i in range(lane, WARP_ROWS * (HEAD_DIM_V // 8), 32):
-        row, unit = i // (HEAD_DIM_V // 8), i % (HEAD_DIM_V // 8)
+    for i in range(lane, WARP_ROWS * UNITS_V, 32):
+        row, unit = i // UNITS_V, i % UNITS_V
         if item[2] + row0 + row < p.n_q:
             four = load_unit(staged + unit // 8 * CHUNK_Q + swizzled(row, unit % 8))
             store_unit(target + row * p.out.token * ITEM + UNIT * unit, four)
@@ -108,6 +109,6 @@ def sm80_forward(p):
         l = both(add, l, total)
         if HAS_DROPOUT:
             s = drop_tile(p, item, s, i32(k0))
-        output = accumulate(output, join(pack, s), k + BYTES_K, CHUNK_K)
+        output = accumulate(output, operand(s), k + BYTES_K, CHUNK_K)
         stage, walk = 1 - stage if STAGES > 1 else stage, ahead
     finish(p, base, item, m, l, output)

@@ -22,10 +22,10 @@ def copy_of(target, tensor, b, h, first, count, wanted):
 
 @device
 def copy_rows(copy, chunk, row, rows, dim, columns):
-    """ROWS_AT_ONCE rows, from `row` of a tile of `rows` rows on, of a chunk of 64 columns, of `columns` in all."""
-    exist, needed, column = dim - 64 * chunk, columns - 64 * chunk, 8 * i32(thread() % 8)
-    end = copy.left if exist >= 64 or column < exist else 0
-    wanted = copy.wanted if needed >= 64 or column < needed else 0
+    """ROWS_AT_ONCE rows, from `row` of a tile of `rows` rows on, of a chunk of the `columns`."""
+    exist, needed, column = dim - PER_CHUNK * chunk, columns - PER_CHUNK * chunk, PER_UNIT * i32(thread() % 8)
+    end = copy.left if exist >= PER_CHUNK or column < exist else 0
+    wanted = copy.wanted if needed >= PER_CHUNK or column < needed else 0
     source = copy.source + row // ROWS_AT_ONCE * copy.step + CHUNK_ROW * chunk
     copy_unit_if(copy.target + (chunk * rows + row) * CHUNK_ROW, source, row, end, wanted)
 
@@ -34,6 +34,6 @@ def copy_rows(copy, chunk, row, rows, dim, columns):
 def load_tile(target, tensor, b, h, first, count, rows, dim, columns):
     """Rows first ... of a head to shared memory, beside what the warps do."""
     copy = copy_of(target, tensor, b, h, first, count, True)
-    for chunk in range((columns + 63) // 64):  # two loops, which the compiler unrolls, where it leaves one of both
+    for chunk in range((columns + PER_CHUNK - 1) // PER_CHUNK):  # two loops are unrolled, one of both would not be
         for row in range(0, rows, ROWS_AT_ONCE):
             copy_rows(copy, chunk, row, rows, dim, columns)

@@ -6,7 +6,7 @@
 # Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
 LIMIT = np.float32(32768.0 if STORAGE == "float16" else 1e18)
 
-MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT
+MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT or WIDE  # float32 that is split makes infinity NaN
 
 
 # --- modify -----------------------------------------------------------------------------------------------------------
@@ -145,6 +145,27 @@ def with_sink(p, h, top, total):
     return greatest, total * factor + exp2_fast(sink - greatest), factor
 
 
+if WIDE:
+
+    @device
+    def log_of_sum(top, total):
+        return LN2 * top + math.log(total)
+
+    @device
+    def over(x, total):
+        return x / total
+
+else:  # the last bits of float32 make no difference
+
+    @device
+    def log_of_sum(top, total):
+        return LN2 * (top + log2_fast(total))
+
+    @device
+    def over(x, total):
+        return x * reciprocal(total)
+
+
 @device
 def finish_row(j, rest):
     """A row's log-sum-exp to memory; the factor of its output, and whether its values need care."""
@@ -157,11 +178,11 @@ def finish_row(j, rest):
             top, total, factor = with_sink(p, h, top, total)
     empty = total == ZERO  # no key is visible
     if exists and thread() % 4 == 0:
-        lse = HIDDEN if empty else LN2 * (top + log2_fast(total))
+        lse = HIDDEN if empty else log_of_sum(top, total)
         store(np.float32, number_address(p.lse, at[0], h, row), 0, lse)
     finite = abs(total) < np.float32(math.inf)
     spoilt = not abs(tainted[j]) < np.float32(math.inf)
-    return ZERO if empty else factor * reciprocal(total), spoilt and finite and exists
+    return ZERO if empty else over(factor, total), spoilt and finite and exists
 
 
 @device
@@ -222,5 +243,5 @@ def accumulate_carefully(p, at, m, factor, staged, tile_rows):
                     value = row_address(p.v, b, h // GROUP, k0 + other)
                     x = widen(load(STORED, value, min(column, HEAD_DIM_V - 1)))
                     total += ZERO if weight == ZERO else weight * x
-            unit = swizzled(row0 + r, column % 64 // 8) + column % 8 * 2
-            store_half(staged + column // 64 * tile_rows * CHUNK_ROW + unit, pack(total * scale, ZERO))
+            unit = swizzled(row0 + r, column % PER_CHUNK // PER_UNIT) + column % PER_UNIT * ITEM
+            store_element(staged + column // PER_CHUNK * tile_rows * CHUNK_ROW + unit, total * scale)

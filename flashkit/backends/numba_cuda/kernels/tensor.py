@@ -1,8 +1,8 @@
 # What kernels on tensor cores share: numbers, tiles in shared memory, which rows a lane has, which work a block takes.
 #
-# A tile in shared memory is a row of chunks of 64 columns: [chunk][row][128 bytes], begins on 1024 bytes, and its
-# 16-byte units are permuted within eight rows, unit u of row r lying at u ^ (r % 8) ("128-byte swizzle"): so eight rows
-# read at the same column lie on different banks.
+# A tile in shared memory is a row of chunks, each of 64 columns of 16 bits: [chunk][row][128 bytes], begins on 1024
+# bytes, and its 16-byte units are permuted within eight rows, unit u of row r lying at u ^ (r % 8) ("128-byte
+# swizzle"): so eight rows read at the same column lie on different banks.
 #
 # Constants that a generation adds: ROWS, of a lane, 2 or 4; WARP_ROWS, 16 or 32; GROUP_THREADS, which share a tile
 # of rows.
@@ -17,6 +17,7 @@ YES, NO = np.bool_(True), np.bool_(False)  # of a type: for True and False what 
 ZERO, LOG2E, LN2 = map(np.float32, (0, 1.4426950408889634, 0.6931471805599453))
 
 CHUNK_ROW, UNIT = 128, 16  # bytes
+PER_UNIT, PER_CHUNK, WIDE = UNIT // ITEM, CHUNK_ROW // ITEM, ITEM == 4  # elements; float32
 
 
 def padded(dim):
@@ -25,12 +26,26 @@ def padded(dim):
 
 
 def chunks(dim):
-    return -(-dim // 64)
+    return -(-dim // PER_CHUNK)
 
 
 pack = pack_float16 if STORAGE == "float16" else pack_bfloat16
 load_word, store_word = load_from("shared", int32), store_to("shared", int32)
 store_half = store_to("shared", uint16)
+
+
+if WIDE:
+
+    @device
+    def store_element(address, x):
+        """A number as an element of shared memory."""
+        store_word(address, as_int(x))
+
+else:
+
+    @device
+    def store_element(address, x):
+        store_half(address, pack(x, ZERO))
 
 
 @device
