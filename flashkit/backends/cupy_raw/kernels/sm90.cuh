@@ -233,14 +233,14 @@ struct TileList {
 };
 
 // Fill the list with the next of `tiles` tiles; returns how many, moves `next` on. seen: all states of these, or-ed.
-template <typename Look>
-DEVICE int fill(TileList& list, int& next, int tiles, unsigned& seen, Look look) {
+template <typename List, typename Look>
+DEVICE int fill(List& list, int& next, int tiles, unsigned& seen, Look look) {
     const int lane = threadIdx.x % 32;
     int count = 0;
     seen = 0;
     __syncwarp();
 #pragma unroll 1
-    while (next < tiles && count + 32 <= TileList::MOST) {
+    while (next < tiles && count + 32 <= List::MOST) {
         if (HAS_MASK && CLASSIFY_MANY && tiles - next > 32) {
             const int first = next + 32 * lane, many = tiles - first < 32 ? tiles - first : 32;
             const unsigned groups = __ballot_sync(~0u, many > 0 && look(first, many) != 0);

@@ -13,8 +13,8 @@
 //     dK, dV       [BLOCK_K][..]                registers
 //     dQ           [BLOCK_Q][..]                registers, then added to float32 sums in global memory
 //
-// Warp group 0: warp 0 finds the tiles and loads them, warp 1 looks through the keys, warps 2 and 3 keep the order in which
-// dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys, with all that
+// Warp group 0: warp 0 loads tiles of queries, warp 1 finds them, loads the keys and looks through these, warps 2 and 3 keep
+// the order in which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys, with all that
 // belongs to them (sm90_backward_keys.cuh); or, where dK and dV of 64 keys do not fit the registers of a group, both share
 // the keys, and each has half the columns of dK, dV and dQ (sm90_backward_columns.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
 //
@@ -64,6 +64,7 @@ constexpr int AT_ITEMS = AT_NOTES + 12 * STAGES;        // number among all tile
 constexpr int AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS;     // for each buffer of K: a bit for each key that was cleared
 constexpr int ODD_WORDS = (BLOCK_K + 31) / 32;
 constexpr int AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS;  // for four tiles of dQ: which they are
+constexpr int AT_FOUND = AT_SLOTS + 32, LISTS = 4;
 constexpr unsigned ODD = 16, LAST = 64;  // some rows' numbers are not finite; the last tile of an item
 constexpr int END = -1;
 
@@ -73,6 +74,15 @@ constexpr int END = -1;
 constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT, CLEANS_KEYS = MAY_HIDE || HAS_LENGTHS;
 
 struct Item { int b, head, k0; };  // head: of keys
+
+// What the warp that finds tiles hands to the one that loads: some of an item's.
+struct Found {
+    static constexpr int MOST = 32;
+    int b, h, k0, count;  // b: END if there is nothing more
+    int ends;             // whether they are the item's last
+    int entry[MOST];      // tile << 8 | states
+};
+constexpr int AT_LISTS_RING = up(AT_FOUND + LISTS * (int)sizeof(Found), 8);
 template <int VALUE> struct Number { static constexpr int value = VALUE; };  // for generic lambdas
 
 DEVICE int tiles_of(long long n, int block) { return (int)((n + block - 1) / block); }
@@ -108,6 +118,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         keys_ring(base).init(1, WARPS);
         values_ring(base).init(1, WARPS);
         pairs_ring(base).init(WARPS, WARPS);
+        lists_ring(base).init(1, 1);
         for (int i = 0; i < 2; ++i) barrier_init(base + AT_ADDED + 8 * i, WARPS), barrier_init(base + AT_TURN + 8 * i, 1);
         for (int i = 0; i < 4; ++i) barrier_init(base + AT_ASKED + 8 * i, 1);
         for (int i = 0; i < KEY_BUFFERS; ++i) barrier_init(base + AT_K_CAME + 8 * i, 1);
@@ -118,8 +129,9 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
         give_registers<REGISTERS_LOADING>();
-        if (warp == 0) load(p, q_map, k_map, v_map, dout_map, base);
-        else if (warp == 1 && CLEANS_KEYS) clean_keys(p, base);
+        Found* found = reinterpret_cast<Found*>(shared + AT_FOUND);
+        if (warp == 0) load(p, q_map, v_map, dout_map, base, found);
+        else if (warp == 1) find(p, k_map, base, found);
         else if (ORDERED && warp >= 2) keep_order(p, base, warp - 2);
     } else {
         take_registers<REGISTERS>();

@@ -6,6 +6,7 @@ DEVICE Ring<STAGES> rows_ring(unsigned base) { return {base + AT_Q_RING, base + 
 DEVICE Ring<DOUT_STAGES> douts_ring(unsigned base) { return {base + AT_DOUT_RING, base + AT_DOUT_RING + 8 * DOUT_STAGES}; }
 DEVICE Ring<KEY_BUFFERS> keys_ring(unsigned base) { return {base + AT_K_RING, base + AT_K_RING + 8 * KEY_BUFFERS}; }
 DEVICE Ring<1> values_ring(unsigned base) { return {base + AT_V_RING, base + AT_V_RING + 8}; }
+DEVICE Ring<LISTS> lists_ring(unsigned base) { return {base + AT_LISTS_RING, base + AT_LISTS_RING + 8 * LISTS}; }
 DEVICE Ring<2> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + AT_PAIRS_RING + 16}; }
 
 // Of a tile of queries: whether it is odd; then bits of the tiles of keys that are done with it.
@@ -18,14 +19,15 @@ DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 
 // --- which work -------------------------------------------------------------------------------------------------------
 
 // Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask the first
-// keys are seen by most; of the last ones a quarter is left to the end, where they even out when blocks finish.
+// keys are seen by most; of the last ones a quarter is left to the end, where they even out when blocks finish. Not where the
+// mask is an array: its last keys have as much to do, and what all heads read and add to does not stay in the L2 cache.
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);
-    const Turn turn = turn_of(index, HAS_MASK ? tiles - tiles / 4 : tiles, all, (int)p.splits);
+    const Turn turn = turn_of(index, HAS_MASK && CLASSIFY_MANY ? tiles - tiles / 4 : tiles, all, (int)p.splits);
     return {turn.bh / heads, turn.bh % heads, turn.tile * BLOCK_K};
 }
 
-// --- loading ----------------------------------------------------------------------------------------------------------
+// --- which tiles, and the keys ----------------------------------------------------------------------------------------
 
 DEVICE uint4 load_unit(unsigned address) {
     uint4 x;
@@ -75,111 +77,6 @@ DEVICE void set_nothing(const Params& p, const Item& at, int h, int tile) {
                  ::"l"(marks_of(p, at.b, h, tile) + 1 + tile_k / 32), "r"(1u << tile_k % 32) : "memory");
 }
 
-DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
-                 const TensorMap& dout_map, unsigned base) {
-    const auto queries = rows_ring(base);
-    const auto douts = douts_ring(base);
-    const auto keys = keys_ring(base);
-    const auto values = values_ring(base);
-    const int lane = threadIdx.x;
-    const bool leader = lane == 0;
-    const int tiles_q = tiles_of(p.n_q, BLOCK_Q), items = tiles_of(p.n_k, BLOCK_K) * (int)(p.heads / GROUP * p.batch);
-    unsigned n = 0, odd_tiles = 0;
-#pragma unroll 1
-    for (unsigned number = 0;; ++number) {
-        const unsigned buffer = number % KEY_BUFFERS, slot = item_slot(base, number);
-        const unsigned came = (CLEANS_KEYS ? base + AT_K_CAME : keys.full) + 8 * buffer;
-        // Not asked for earlier: who has waited for others would come back to an item that others wait for.
-        const int index = uniform(leader ? (int)atomicAdd(p.ticket, 1u) : 0);
-        if (leader) keys.wait_empty(number);
-        if (index >= items) {  // the others are told to stop
-            if (leader) store_word(slot, END), arrive(came);
-            break;
-        }
-        const Item at = item_of(p, index);
-        const int n_k = (int)keys_of(p, at.b);
-        if (leader) {
-            store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
-            arrive_and_expect(came, BYTES_K);
-            load_tile<1, CHUNKS, BLOCK_K>(base + AT_K + buffer * BYTES_K, k_map, at.k0, at.head, at.b, came);
-        }
-        bool first = true;
-        auto load_queries = [&](int h, int tile, unsigned states, bool last) {
-            const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
-            const unsigned q_full = queries.full + 8 * stage, dout_full = douts.full + 8 * dout_stage;
-            const bool odd = MAY_HIDE && (states & ODD);
-            const unsigned q_came = odd ? base + AT_ROWS_CAME : q_full, dout_came = odd ? base + AT_ROWS_CAME : dout_full;
-            const unsigned q = base + AT_Q + stage * BYTES_Q, dout = base + AT_DOUT + dout_stage * BYTES_DOUT;
-            const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS;
-            if (leader) {
-                queries.wait_empty(n);
-                const unsigned note = note_of(base, n);
-                store_word(note, tile << 8 | (last ? LAST : 0) | states), store_word(note + 4, h);
-                store_word(note + 8, (at.b * (int)p.heads + h) * tiles_q + tile);
-                arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (odd ? BYTES_DOUT + BYTES_ROWS : 0));
-                load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, at.b, q_came);
-                load_numbers(shift, row_at<const float>(p.shift, at.b, h, tile * BLOCK_Q), BYTES_ROWS, q_came);
-                if (first) {
-                    values.wait_empty(number);
-                    arrive_and_expect(values.full, BYTES_V);
-                    load_tile<1, CHUNKS_V, BLOCK_K>(base + AT_V, v_map, at.k0, at.head, at.b, values.full);
-                }
-                douts.wait_empty(n);
-                if (!odd) arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS);
-                load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, at.b, dout_came);
-                const float* delta = row_at<const float>(p.delta, at.b, h, tile * BLOCK_Q);
-                load_numbers(base + AT_DELTA + dout_stage * BYTES_ROWS, delta, BYTES_ROWS, dout_came);
-            }
-            if (odd) {
-                __syncwarp();
-                wait(base + AT_ROWS_CAME, odd_tiles++ & 1);
-                const auto is_odd = [&](int row) { return !is_finite(load_number(shift + 4 * row)); };
-                clear_rows_of<BLOCK_Q, CHUNKS>(q, is_odd);
-                clear_rows_of<BLOCK_Q, CHUNKS_V>(dout, is_odd);
-                fence_async();
-                __syncwarp();
-                if (leader) arrive(q_full), arrive(dout_full);
-            }
-            first = false, ++n;
-        };
-        // A tile is held back until it is known whether another one follows.
-        int held = 0, held_head = at.head * GROUP;
-        unsigned held_states = 0;
-#pragma unroll 1
-        for (int h = at.head * GROUP; h < (at.head + 1) * GROUP; ++h) {
-            auto tile_of = [&](int place, int many) { return ORDERED ? tiles_q - place - many : place; };
-            auto look = [&](int place, int many) { return states_of(p, at, h, n_k, tile_of(place, many), many); };
-            int next = 0;
-#pragma unroll 1
-            while (next < tiles_q) {
-                if (HAS_MASK && CLASSIFY_MANY && tiles_q - next > 32) {  // whether there is anything in groups of 32
-                    const int from = next + 32 * lane, many = tiles_q - from < 32 ? tiles_q - from : 32;
-                    const unsigned groups = __ballot_sync(~0u, many > 0 && look(from, many) != 0);
-                    const int empty = groups == 0 ? 32 : __ffs(groups) - 1;
-                    if (ORDERED)
-                        for (int place = next + lane; place < next + 32 * empty && place < tiles_q; place += 32)
-                            set_nothing(p, at, h, tile_of(place, 1));
-                    next += 32 * empty;
-                    if (groups == 0) continue;
-                }
-                const int place = next + lane;
-                const unsigned states = place < tiles_q ? look(place, 1) : 0;
-                if (ORDERED && states == 0 && place < tiles_q) set_nothing(p, at, h, tile_of(place, 1));
-#pragma unroll 1
-                for (unsigned live = __ballot_sync(~0u, states != 0); live != 0; live &= live - 1) {
-                    if (held_states != 0) load_queries(held_head, held, held_states, false);
-                    const int bit = __ffs(live) - 1;
-                    held = tile_of(next + bit, 1), held_head = h, held_states = __shfl_sync(~0u, states, bit);
-                }
-                next += 32;
-            }
-        }
-        // An item that is seen by no query takes one tile all the same, where everything is hidden.
-        load_queries(held_head, held, held_states != 0 ? held_states : (unsigned)PARTIAL * 5, true);
-    }
-    if (leader && atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
-}
-
 // Whether 16 bytes of elements are finite: a number that is not has an exponent of ones.
 DEVICE bool all_finite(const uint4& x) {
     const unsigned words[4] = {x.x, x.y, x.z, x.w}, ones = STORAGE == FLOAT16 ? 0x7c00u : 0x7f80u;
@@ -189,45 +86,184 @@ DEVICE bool all_finite(const uint4& x) {
     return finite;
 }
 
-// Keys past the length, and those that are not finite, are cleared; the others go by as they are.
-DEVICE void clean_keys(const Params& p, unsigned base) {
-    const auto keys = keys_ring(base);
-    const int lane = threadIdx.x % 32;
+// Of item `number`: keys past the length, and those that are not finite, are cleared; the others go by as they are.
+DEVICE void clean_keys(const Params& p, unsigned base, const Item& at, unsigned number) {
+    const int lane = threadIdx.x % 32, exist = (int)keys_of(p, at.b) - at.k0;
+    const unsigned tile = base + AT_K + number % KEY_BUFFERS * BYTES_K, bits = odd_of(base, number);
 #pragma unroll 1
-    for (unsigned number = 0;; ++number) {
-        const unsigned buffer = number % KEY_BUFFERS, slot = item_slot(base, number), bits = odd_of(base, number);
-        wait(base + AT_K_CAME + 8 * buffer, number / KEY_BUFFERS & 1);
-        const Item at{load_word(slot), 0, load_word(slot + 8)};
-        if (at.b != END) {
-            const int exist = (int)keys_of(p, at.b) - at.k0;
-            const unsigned tile = base + AT_K + buffer * BYTES_K;
-#pragma unroll 1
-            for (int word = 0; word < ODD_WORDS; ++word) {
-                unsigned odd = 0;  // of 32 keys; a lane looks at units of every fourth
-                if constexpr (MAY_HIDE) {
+    for (int word = 0; word < ODD_WORDS; ++word) {
+        unsigned odd = 0;  // of 32 keys; a lane looks at units of every fourth
+        if constexpr (MAY_HIDE) {
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) {
-                        const int row = 32 * word + 4 * i + lane / 8;
-                        bool finite = true;
+            for (int i = 0; i < 8; ++i) {
+                const int row = 32 * word + 4 * i + lane / 8;
+                bool finite = true;
 #pragma unroll
-                        for (int c = 0; c < CHUNKS; ++c)
-                            finite &= row >= BLOCK_K || all_finite(load_unit(tile + (c * BLOCK_K + row) * CHUNK_ROW + lane % 8 * UNIT));
-                        const unsigned ballot = __ballot_sync(~0u, !finite);
+                for (int c = 0; c < CHUNKS; ++c)
+                    finite &= row >= BLOCK_K || all_finite(load_unit(tile + (c * BLOCK_K + row) * CHUNK_ROW + lane % 8 * UNIT));
+                const unsigned ballot = __ballot_sync(~0u, !finite);
 #pragma unroll
-                        for (int r = 0; r < 4; ++r) odd |= (ballot >> 8 * r & 255) != 0 ? 1u << 4 * i + r : 0;
-                    }
-                }
-                if (lane == 0) store_word(bits + 4 * word, (int)odd);
-                if (odd != 0 || exist < 32 * word + 32)
-                    clear_rows_of<BLOCK_K, CHUNKS>(tile, [&](int row) {
-                        return row / 32 == word && ((odd >> row % 32 & 1) || row >= exist);
-                    });
+                for (int r = 0; r < 4; ++r) odd |= (ballot >> 8 * r & 255) != 0 ? 1u << 4 * i + r : 0;
             }
+        }
+        if (lane == 0) store_word(bits + 4 * word, (int)odd);
+        if (odd != 0 || exist < 32 * word + 32)
+            clear_rows_of<BLOCK_K, CHUNKS>(tile, [&](int row) {
+                return row / 32 == word && ((odd >> row % 32 & 1) || row >= exist);
+            });
+    }
+    fence_async();
+    __syncwarp();
+}
+
+// By a warp, which works ahead of the one that loads: classifying 32 tiles may take as long as the products of a few. So its
+// own are the items: it takes them, finds their tiles, loads their keys and looks through these.
+DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* found) {
+    const auto lists = lists_ring(base);
+    const auto keys = keys_ring(base);
+    const bool leader = threadIdx.x % 32 == 0;
+    const int tiles_q = tiles_of(p.n_q, BLOCK_Q), items = tiles_of(p.n_k, BLOCK_K) * (int)(p.heads / GROUP * p.batch);
+    unsigned n = 0, number = 0;
+    auto next_list = [&]() -> Found& {
+        wait_patiently(lists.empty + 8 * lists.stage(n), (n / LISTS & 1) ^ 1);
+        return found[n % LISTS];
+    };
+    auto hand_over = [&]() {
+        __syncwarp();
+        if (leader) arrive(lists.full + 8 * lists.stage(n));
+        ++n;
+    };
+    auto load_keys = [&](const Item& at) {
+        wait_patiently(keys.empty + 8 * keys.stage(number), (number / KEY_BUFFERS & 1) ^ 1);
+        const unsigned slot = item_slot(base, number), full = keys.full + 8 * keys.stage(number);
+        const unsigned came = CLEANS_KEYS && at.b != END ? base + AT_K_CAME + 8 * keys.stage(number) : full;
+        if (leader) store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
+        if (at.b == END) {  // those that multiply are told to stop
+            if (leader) arrive(full);
+            return;
+        }
+        if (leader) {
+            arrive_and_expect(came, BYTES_K);
+            load_tile<1, CHUNKS, BLOCK_K>(base + AT_K + keys.stage(number) * BYTES_K, k_map, at.k0, at.head, at.b, came);
+        }
+        if constexpr (CLEANS_KEYS) {
+            wait(came, number / KEY_BUFFERS & 1);
+            clean_keys(p, base, at, number);
+            if (leader) arrive(full);
+        }
+        ++number;
+    };
+#pragma unroll 1
+    for (;;) {
+        // In an order not before all is loaded: who has waited for others would come back to an item that others wait for.
+        if (ORDERED && n > 0) wait(lists.empty + 8 * lists.stage(n - 1), (n - 1) / LISTS & 1);
+        const int index = uniform(leader ? (int)atomicAdd(p.ticket, 1u) : 0);
+        if (index >= items) break;
+        const Item at = item_of(p, index);
+        const int n_k = (int)keys_of(p, at.b);
+        bool first = true;
+#pragma unroll 1
+        for (int member = 0, next = 0; member < GROUP;) {
+            const int h = at.head * GROUP + member;
+            auto tile_of = [&](int place, int many) { return ORDERED ? tiles_q - place - many : place; };
+            auto look = [&](int place, int many) {
+                const int from = tile_of(place, many);
+                const unsigned states = states_of(p, at, h, n_k, from, many);
+                if (ORDERED && states == 0)
+                    for (int tile = from; tile < from + many; ++tile) set_nothing(p, at, h, tile);
+                return states;
+            };
+            Found& list = next_list();
+            unsigned seen;
+            const int count = fill(list, next, tiles_q, seen, look);
+            if (const int lane = threadIdx.x % 32; ORDERED && lane < count)
+                list.entry[lane] = tile_of(list.entry[lane] >> 8, 1) << 8 | (list.entry[lane] & 255);
+            if (leader) {
+                list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0;
+                list.ends = next >= tiles_q && member == GROUP - 1;
+            }
+            hand_over();
+            if (next >= tiles_q) next = 0, ++member;
+            if (first) load_keys(at), first = false;
+        }
+    }
+    Found& list = next_list();
+    if (leader) list.b = END;
+    hand_over();
+    load_keys({END, 0, 0});
+    if (leader && atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
+}
+
+// --- loading ----------------------------------------------------------------------------------------------------------
+
+DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map, const TensorMap& dout_map, unsigned base,
+                 const Found* found) {
+    const auto queries = rows_ring(base);
+    const auto douts = douts_ring(base);
+    const auto values = values_ring(base);
+    const auto lists = lists_ring(base);
+    const bool leader = threadIdx.x == 0;
+    const int tiles_q = tiles_of(p.n_q, BLOCK_Q);
+    unsigned n = 0, number = 0, odd_tiles = 0;
+    bool first = true;
+    auto load_queries = [&](int b, int h, int k0, int tile, unsigned states, bool last) {
+        const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
+        const unsigned q_full = queries.full + 8 * stage, dout_full = douts.full + 8 * dout_stage;
+        const bool odd = MAY_HIDE && (states & ODD);
+        const unsigned q_came = odd ? base + AT_ROWS_CAME : q_full, dout_came = odd ? base + AT_ROWS_CAME : dout_full;
+        const unsigned q = base + AT_Q + stage * BYTES_Q, dout = base + AT_DOUT + dout_stage * BYTES_DOUT;
+        const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS;
+        if (leader) {
+            queries.wait_empty(n);
+            const unsigned note = note_of(base, n);
+            store_word(note, tile << 8 | (last ? LAST : 0) | states), store_word(note + 4, h);
+            store_word(note + 8, (b * (int)p.heads + h) * tiles_q + tile);
+            arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (odd ? BYTES_DOUT + BYTES_ROWS : 0));
+            load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, b, q_came);
+            load_numbers(shift, row_at<const float>(p.shift, b, h, tile * BLOCK_Q), BYTES_ROWS, q_came);
+            if (first) {
+                values.wait_empty(number);
+                arrive_and_expect(values.full, BYTES_V);
+                load_tile<1, CHUNKS_V, BLOCK_K>(base + AT_V, v_map, k0, h / GROUP, b, values.full);
+            }
+            douts.wait_empty(n);
+            if (!odd) arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS);
+            load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, b, dout_came);
+            const float* delta = row_at<const float>(p.delta, b, h, tile * BLOCK_Q);
+            load_numbers(base + AT_DELTA + dout_stage * BYTES_ROWS, delta, BYTES_ROWS, dout_came);
+        }
+        if (odd) {
+            __syncwarp();
+            wait(base + AT_ROWS_CAME, odd_tiles++ & 1);
+            const auto is_odd = [&](int row) { return !is_finite(load_number(shift + 4 * row)); };
+            clear_rows_of<BLOCK_Q, CHUNKS>(q, is_odd);
+            clear_rows_of<BLOCK_Q, CHUNKS_V>(dout, is_odd);
             fence_async();
             __syncwarp();
+            if (leader) arrive(q_full), arrive(dout_full);
         }
-        if (lane == 0) arrive(keys.full + 8 * buffer);
-        if (at.b == END) break;
+        first = false, ++n;
+    };
+    // A tile is held back until it is known whether another one follows.
+    int held = 0, held_head = 0;
+    unsigned held_states = 0;
+#pragma unroll 1
+    for (unsigned c = 0;; ++c) {
+        lists.wait_full(c);
+        const Found& list = found[c % LISTS];
+        const int b = list.b, h = list.h, k0 = list.k0, count = list.count;
+        if (b == END) break;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            if (held_states != 0) load_queries(b, held_head, k0, held, held_states, false);
+            held = list.entry[i] >> 8, held_head = h, held_states = list.entry[i] & 255;
+        }
+        if (list.ends) {  // an item that is seen by no query takes one tile all the same, where everything is hidden
+            load_queries(b, held_states != 0 ? held_head : h, k0, held_states != 0 ? held : 0, held_states != 0 ? held_states : (unsigned)PARTIAL * 5, true);
+            held_states = 0, first = true, ++number;
+        }
+        __syncwarp();
+        if (leader) arrive(lists.empty + 8 * lists.stage(c));
     }
 }
 
