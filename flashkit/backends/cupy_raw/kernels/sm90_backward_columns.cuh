@@ -131,6 +131,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             if (ORDERED && group == 0 && warp == 0 && lane == 0) ask(base, n, where, load_word(slot + 8) / BLOCK_K);
             float early[1][2][2];
             load_numbers_of(early[0], shift, 0);
+            const Line line = line_of(p, base, n, number, note, group, warp, lane, even);
             douts.wait_full(n);
             float dp[PAIRS];
             of_rows(dp, dout_tile, base + AT_V, Number<HEAD_DIM_V>{});
@@ -141,7 +142,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
                 queries.release(n - 1, lane);
                 if constexpr (LATE) add_sums(before, group * HAS + 1, late);
             }
-            const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept);
+            const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept, line);
             products_wait<0>();  // dP
             settle(dp);
             unsigned ds[PAIRS / 2];

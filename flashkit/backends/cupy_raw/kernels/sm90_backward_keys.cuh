@@ -118,6 +118,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             float early[EARLY][2][2];
 #pragma unroll
             for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);
+            const Line line = line_of(p, base, n, number, note, group, warp, lane, even);
             douts.wait_full(n);
             products_wait<0>();  // S, and dK of the tile before
             settle(s);
@@ -134,7 +135,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 
             unsigned p_pairs[PAIRS / 2];
             Kept kept;
-            const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept);
+            const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept, line);
             {
                 const unsigned long long b = descriptor(dout_tile, BLOCK_Q * CHUNK_ROW);
                 products_begin();

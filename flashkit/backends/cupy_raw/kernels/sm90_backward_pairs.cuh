@@ -78,6 +78,11 @@ struct Kept {
 
 constexpr long long FAR = 1 << 26;
 
+// Whether positions fit 32 bits, whatever is made of them; asked as a vote, whose outcome is known to be the same in all lanes.
+DEVICE bool is_near(const Params& p, long long offset) {
+    return __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
+}
+
 // The place of a group's pairs.
 struct Place {
     int b, h, row0, k0;
@@ -91,61 +96,97 @@ DEVICE Place place_of(unsigned base, unsigned n, unsigned number, int group) {
             odd_of(base, number), GROUP_KEYS * group};
 }
 
-// Scores of a tile of which a part is hidden: -inf there.
+// Element 4 n + 2 half + c: -inf where it is hidden.
 template <typename POSITION>
-DEVICE void hide(const Params& p, const Place& at, float (&s)[PAIRS]) {
-    const int n_k = (int)keys_of(p, at.b), last = (int)p.n_q - 1;
-    const POSITION offset = (POSITION)offset_of(p, at.b);
-#pragma unroll
-    for (int n = 0; n < PAIRS / 4; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int k = at.k0 + key_of_lane(n, half, c), own = at.row0 + row_of_lane(n, half, c), row = own < last ? own : last;
-                float& x = s[4 * n + 2 * half + c];
-                if (k < n_k) x = modify<true, POSITION>(x, at.b, at.h, row, (POSITION)row + offset, k, p);
-                else x = HIDDEN;
-            }
+DEVICE float hidden_or(const Params& p, const Place& at, float x, int n, int half, int c, POSITION offset, int n_k) {
+    const int k = at.k0 + key_of_lane(n, half, c), own = at.row0 + row_of_lane(n, half, c), last = (int)p.n_q - 1, row = own < last ? own : last;
+    return k < n_k ? modify<true, POSITION>(x, at.b, at.h, row, (POSITION)row + offset, k, p) : HIDDEN;
 }
 
-// Scores to weights, rounded in `pairs`, dropped ones as 0. In s they stay as the factor of dP - delta in dS: times the slope
-// of the score modification. shift: address of the log-sum-exps in base 2.
+// Scores of a tile of which a part is hidden. Far positions are dealt with one after the other, which takes few registers.
+DEVICE void hide(const Params& p, const Place& at, float (&s)[PAIRS]) {
+    const int n_k = (int)keys_of(p, at.b);
+    const long long offset = offset_of(p, at.b);
+    if (!HAS_MASK || is_near(p, offset)) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) s[i] = hidden_or<int>(p, at, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_k);
+        return;
+    }
+    float copy[PAIRS];  // in memory, since its index is not constant
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) copy[i] = s[i];
+#pragma unroll 1
+    for (int i = 0; i < PAIRS; ++i) copy[i] = hidden_or<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_k);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) s[i] = copy[i];
+}
+
+// A score to its weight; in x it stays as the factor of dP - delta in dS: times the slope of the score modification. odd:
+// bits of keys that are not finite.
+template <bool PARTIAL_TILE, typename POSITION>
+DEVICE float weigh_one(const Params& p, const Place& at, float& x, int n, int half, int c, long long offset, int n_k, float scale,
+                       float lse, bool odd) {
+    const int k = at.k0 + key_of_lane(n, half, c), row = at.row0 + row_of_lane(n, half, c);
+    float slope = 1;
+    x *= scale;
+    if (k < n_k && row < (int)p.n_q) {
+        if (HAS_SCORE) slope = score_slope(x, at.b, at.h, row, row + offset, k, p);
+        x = modify<PARTIAL_TILE, POSITION>(x, at.b, at.h, row, (POSITION)(row + offset), k, p);
+        if (HAS_SCORE) x *= LOG2E;
+    } else {
+        x = HIDDEN;
+    }
+    float w = x == HIDDEN ? 0.0f : exp2_fast(x - lse);
+    // A score of a key that is not finite is -inf or has made its row's sum infinite or NaN.
+    if (odd) w = x == HIDDEN || is_finite(lse) ? 0.0f : fk_special(0);
+    x = HAS_SCORE && w != 0 ? w * slope : w;
+    return w;
+}
+
+// Scores to weights, rounded in `pairs`, dropped ones as 0. shift: address of the log-sum-exps in base 2.
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], unsigned shift, const Kept& kept) {
-    const int n_k = (int)keys_of(p, at.b), n_q = (int)p.n_q;
+    constexpr bool IN_TURN = SMALL_SCORE && sizeof(POSITION) == 8;  // far positions, as in hide()
+    const int n_k = (int)keys_of(p, at.b);
     const long long offset = offset_of(p, at.b);
     const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
+    auto odd_from = [&](int n, int half) {  // bits of keys that are not finite, from that of element 4 n + 2 half on
+        const int bit = at.first + key_of_lane(n, half, 0);
+        return (unsigned)load_word(at.odd + bit / 32 * 4) >> bit % 32;
+    };
+    float weight[PAIRS];
+    if constexpr (IN_TURN) {
+        float copy[PAIRS];
 #pragma unroll
-    for (int n = 0; n < PAIRS / 4; ++n) {
-        float reference[2][2];
-        load_numbers_of(reference, shift, n);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float w[2];
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float& x = s[4 * n + 2 * half + c];
-                const int key = key_of_lane(n, half, c), k = at.k0 + key, row = at.row0 + row_of_lane(n, half, c);
-                const float lse = reference[half][c];
-                float slope = 1;
-                x *= scale;
-                if (k < n_k && row < n_q) {
-                    if (HAS_SCORE) slope = score_slope(x, at.b, at.h, row, row + offset, k, p);
-                    x = modify<PARTIAL_TILE, POSITION>(x, at.b, at.h, row, (POSITION)(row + offset), k, p);
-                    if (HAS_SCORE) x *= LOG2E;
-                } else {
-                    x = HIDDEN;
-                }
-                w[c] = x == HIDDEN ? 0.0f : exp2_fast(x - lse);
-                // A score of a key that is not finite is -inf or has made its row's sum infinite or NaN.
-                if (MAY_HIDE && (load_word(at.odd + (at.first + key) / 32 * 4) >> (at.first + key) % 32 & 1))
-                    w[c] = x == HIDDEN || is_finite(lse) ? 0.0f : fk_special(0);
-                x = HAS_SCORE && w[c] != 0 ? w[c] * slope : w[c];
-                if (HAS_DROPOUT) w[c] = kept.has(n, half, c) ? w[c] * (float)p.kept_scale : 0.0f;
-            }
-            pairs[2 * n + half] = pack(w[0], w[1]);
+        for (int i = 0; i < PAIRS; ++i) copy[i] = s[i];
+#pragma unroll 1
+        for (int i = 0; i < PAIRS; ++i) {
+            const int n = i / 4, half = i / 2 % 2, c = i % 2;
+            const float lse = load_number(shift + (KEYS_SHARED ? 32 * half : 32 * n + 4 * c));
+            weight[i] = weigh_one<PARTIAL_TILE, POSITION>(p, at, copy[i], n, half, c, offset, n_k, scale, lse,
+                                                          odd_from(n, half) >> (KEYS_SHARED ? c : 0) & 1);
         }
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) s[i] = copy[i];
+    } else {
+        unsigned odd[2] = {odd_from(0, 0), odd_from(0, 1)};
+#pragma unroll
+        for (int n = 0; n < PAIRS / 4; ++n) {
+            if (KEYS_SHARED) odd[0] = odd[1] = odd_from(n, 0);
+            float lse[2][2];
+            load_numbers_of(lse, shift, n);
+#pragma unroll
+            for (int i = 4 * n; i < 4 * n + 4; ++i)
+                weight[i] = weigh_one<PARTIAL_TILE, POSITION>(p, at, s[i], n, i / 2 % 2, i % 2, offset, n_k, scale, lse[i / 2 % 2][i % 2],
+                                                              odd[i / 2 % 2] >> (KEYS_SHARED ? i % 2 : 0) & 1);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < PAIRS; i += 2) {
+        if (HAS_DROPOUT)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) weight[i + c] = kept.has(i / 4, i / 2 % 2, c) ? weight[i + c] * (float)p.kept_scale : 0.0f;
+        pairs[i / 2] = pack(weight[i], weight[i + 1]);
     }
 }
 
@@ -168,31 +209,126 @@ DEVICE void weigh_plainly(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const
     }
 }
 
+// --- modifications of a known form ------------------------------------------------------------------------------------
+// gain * f(rate * s) + bias (cuda_common/form.py), in tiles whose pairs are all visible: exponents of weights are taken from
+// the products as they come, and the slope is a number or a polynomial. Here the bias is of the distance q - k, or constant,
+// gain and rate are the same for all rows: then a warp's numbers are few.
+
+constexpr bool BY_FORM = HAS_SCORE && FORMED && EVEN && DIAGONAL && SMALL_SCORE && !HAS_DROPOUT;
+
+// tanh(x) / x and its slope by polynomials of x^2, for |x| up to CALM: to 2e-5 and 2e-4.
+constexpr float CALM = 0.5f, TANH_0 = 0.99997744f, TANH_1 = -0.3316915f, TANH_2 = 0.11520976f;
+constexpr float SLOPE_0 = 0.99983822f, SLOPE_1 = -0.98864075f, SLOPE_2 = 0.5423509f;
+
+// What makes exponents of a warp's rows and keys.
+struct Line {
+    bool known;            // whether this is such a tile
+    float gain, rate;      // of the score, and of the product
+    float first[2], step;  // the bias in base 2: of the lane's first pair of each half; from key to key
+};
+
+constexpr int LINE_ROWS = KEYS_SHARED ? 16 : BLOCK_Q, LINE_KEYS = KEYS_SHARED ? GROUP_KEYS : 16;  // of a warp
+
+DEVICE Line line_of(const Params& p, unsigned base, unsigned n, unsigned number, int note, int group, int warp, int lane, bool even) {
+    Line line{false, 1, 1, {0, 0}, 0};
+    if constexpr (BY_FORM) {
+        if ((note >> 2 * group & 3) != FULL || (note & ODD) || !even) return line;
+        const Place at = place_of(base, n, number, group);
+        const long long offset = offset_of(p, at.b);
+        const int row = at.row0 + (KEYS_SHARED ? warp % 4 * 16 : 0), k = at.k0 + (KEYS_SHARED ? 0 : warp % 4 * 16), q = row + (int)offset;
+        constexpr int STEPS = LINE_ROWS + LINE_KEYS - 2;
+        line.gain = score_gain<int>(at.b, at.h, row, q, p);
+        if (CAPPED) line.rate = score_rate<int>(at.b, at.h, row, q, p) * (float)p.scale;
+        const float far = score_bias<int>(at.b, at.h, row, q + LINE_ROWS - 1, k, p) * LOG2E;
+        const float near = SLOPED ? score_bias<int>(at.b, at.h, row, q, k + LINE_KEYS - 1, p) * LOG2E : far;
+        line.step = SLOPED ? (near - far) * (1.0f / STEPS) : 0.0f;
+        const int steps = KEYS_SHARED ? LINE_ROWS - 1 - lane / 4 + lane % 4 * 2 : LINE_ROWS - 1 - lane % 4 * 2 + lane / 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) line.first[half] = SLOPED ? fmaf(line.step, steps + (KEYS_SHARED ? -8 : 8) * half, far) : far;
+        const bool straight = !SLOPED || bias_is_straight<int>(at.b, at.h, row, q, k - (LINE_ROWS - 1), k + LINE_KEYS - 1, p);
+        line.known = is_near(p, offset) && __all_sync(~0u, straight);
+    }
+    return line;
+}
+
+// Whether polynomials do for all scores of a warp's tile.
+DEVICE bool is_calm(const float (&s)[PAIRS], const Line& line) {
+    float greatest = 0;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) greatest = fmaxf(greatest, fabsf(s[i]));
+    return __all_sync(~0u, greatest * fabsf(line.rate) <= CALM);
+}
+
+template <bool CALM_TILE, int EARLY>
+DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2][2], unsigned shift, float unit,
+                         const Line& line) {
+    const float gain = CAPPED ? line.gain * LOG2E : line.gain * unit, slope = CAPPED ? line.gain * line.rate : line.gain;
+    const float rate = line.rate, square = rate * rate;
+#pragma unroll
+    for (int n = 0; n < PAIRS / 4; ++n) {
+        float l[2][2];
+        if (!KEYS_SHARED && n >= EARLY) load_numbers_of(l, shift, n);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float w[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& x = s[4 * n + 2 * half + c];
+                const float lse = n < EARLY || KEYS_SHARED ? early[KEYS_SHARED ? 0 : n % EARLY][half][c] : l[half][c];
+                // Of the two numbers one is the same for both halves, the other for all n.
+                const float bias = KEYS_SHARED ? fmaf(line.step, 8 * n + c, line.first[half] - lse)
+                                               : fmaf(line.step, -8 * n - c, -lse) + line.first[half];
+                if constexpr (!CAPPED) {
+                    w[c] = exp2_fast(fmaf(x, gain, bias));
+                    x = w[c] * slope;
+                } else if constexpr (CALM_TILE) {
+                    const float y = x * x;
+                    w[c] = exp2_fast(fmaf(x, fmaf(fmaf(TANH_2 * gain * rate * square * square, y, TANH_1 * gain * rate * square), y, TANH_0 * gain * rate), bias));
+                    x = w[c] * fmaf(fmaf(SLOPE_2 * slope * square * square, y, SLOPE_1 * slope * square), y, SLOPE_0 * slope);
+                } else {
+                    const float t = fk_tanh(x * rate);
+                    w[c] = exp2_fast(fmaf(t, gain, bias));
+                    x = w[c] * fmaf(-slope * t, t, slope);
+                }
+            }
+            pairs[2 * n + half] = pack(w[0], w[1]);
+        }
+    }
+}
+
 // Scores to weights, whichever way fits; whether nothing is hidden.
 template <int EARLY>
 DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number, int note, int group, bool even, float (&s)[PAIRS],
-                    unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2][2], unsigned shift, float unit, Kept& kept) {
+                    unsigned (&pairs)[PAIRS / 2], float (&early)[EARLY][2][2], unsigned shift, float unit, Kept& kept,
+                    const Line& line) {
     const bool full = (note >> 2 * group & 3) == FULL;
-    if (!MAY_HIDE || (!HAS_SCORE && !HAS_DROPOUT && even && !(note & ODD))) {
+    if constexpr (!HAS_SCORE && !HAS_DROPOUT) {
         if (!full) {
-            const Place own = place_of(base, n, number, group);
-            const long long offset = offset_of(p, own.b);
-            const bool narrow = __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
-            if (narrow) hide<int>(p, own, s);
-            else hide<long long>(p, own, s);
+            hide(p, place_of(base, n, number, group), s);
+#pragma unroll
+            for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);  // anew: that took all registers
         }
-        weigh_plainly(s, pairs, early, shift, unit);
-        return full;
+        if (!MAY_HIDE || (even && !(note & ODD))) {
+            weigh_plainly(s, pairs, early, shift, unit);
+            return full;
+        }
+        weigh<false, int>(p, place_of(base, n, number, group), s, pairs, shift, kept);
+        return false;
     }
-    if constexpr (MAY_HIDE) {
-        const Place own = place_of(base, n, number, group);
-        if constexpr (HAS_DROPOUT) kept.fill(p, own.b, own.h, own.row0, own.k0);
-        const long long offset = offset_of(p, own.b);
-        const bool narrow = __all_sync(~0u, SMALL_SCORE && offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
-        if (HAS_SCORE && full && narrow) weigh<false, int>(p, own, s, pairs, shift, kept);
-        else if (narrow) weigh<true, int>(p, own, s, pairs, shift, kept);
-        else weigh<true, long long>(p, own, s, pairs, shift, kept);
+    if constexpr (BY_FORM) {
+        if (line.known) {
+            if (!CAPPED || is_calm(s, line)) weigh_formed<true>(s, pairs, early, shift, unit, line);
+            else weigh_formed<false>(s, pairs, early, shift, unit, line);
+            return true;
+        }
     }
+    const Place own = place_of(base, n, number, group);
+    if constexpr (HAS_DROPOUT) kept.fill(p, own.b, own.h, own.row0, own.k0);
+    const long long offset = offset_of(p, own.b);
+    const bool near = SMALL_SCORE && is_near(p, offset);
+    if (HAS_SCORE && !BY_FORM && full && near) weigh<false, int>(p, own, s, pairs, shift, kept);
+    else if (near) weigh<true, int>(p, own, s, pairs, shift, kept);
+    else weigh<true, long long>(p, own, s, pairs, shift, kept);
     return false;
 }
 
