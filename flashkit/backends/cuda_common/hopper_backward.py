@@ -49,7 +49,7 @@ class BackwardTile:
         pairs = 2 * self.block_q * chunks(self.block_k) * (2 if keys_shared(spec) else 1)
         numbers = (self.stages + self.dout_stages) * self.block_q * 4
         words = (16 + 8 + 12 + 4 * -(-self.block_k // 32)) * self.key_buffers + (16 + 12) * self.stages
-        barriers = words + 16 * self.dout_stages + 16 + 32 + 16 + 16 + 32 + 8 + 32 + 8 + 4 * (37 * 4 + 16)
+        barriers = words + 16 * self.dout_stages + 16 + 32 + 16 + 16 + 32 + 8 + 32 + 8 + 4 * (37 * 4 + 16) + 8
         return 128 * (rows + pairs) + (0 if keys_shared(spec) else self.sums(spec)) + numbers + barriers
 
     def sums(self, spec: AttentionSpec) -> int:
@@ -116,6 +116,9 @@ class Backward:
     the calls that its kernels cannot; `kernels`: of the backend.
     """
 
+    early = False
+    """Whether the second and the third kernel may be launched before the one before them has ended, and wait by themselves."""
+
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
         spare: Spare,
@@ -155,8 +158,8 @@ class Backward:
         boxes = ("q", dim, rows), ("k", dim, keys_of_tile), ("v", dim_v, keys_of_tile), ("dout", dim_v, rows)
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in boxes]
         blocks = min(keys * every, self.device.sms)
-        self._kernel.launch(blocks, _THREADS, Launch(arguments, maps), stream)  # type: ignore[arg-type]
-        self._store.launch(queries * heads, 256, arguments, stream)
+        self._kernel.launch(blocks, _THREADS, Launch(arguments, maps), stream, self.early)  # type: ignore[arg-type]
+        self._store.launch(queries * heads, 256, arguments, stream, self.early)
         if self._rows is not None:
             self._rows.prepare(arguments, stream)
             self._rows.finish(arguments, stream)

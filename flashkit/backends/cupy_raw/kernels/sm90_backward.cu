@@ -22,8 +22,10 @@
 // prepare_rows() clears them, store_queries() makes dQ of them.
 //
 // With ORDERED a tile is added to by one block after the other, in the order of their keys, so the bits never change: `done`
-// has a bit for each pair of tiles. Blocks take their work in that order, so whoever waits, waits for a block that runs;
-// and all go from the last queries to the first, so that soon each follows the one before at a distance, and waits no more.
+// has a bit for each pair of tiles. Blocks take their work in that order, so whoever waits, waits for a block that runs.
+// Without a mask keys ascend, and all go from the last queries to the first, so that soon each follows the one before at a
+// distance, and waits no more. With one keys descend and queries ascend: under a causal mask a block then begins at its
+// diagonal, where it is the first to add, and the next one, which begins a tile later, follows it from the start.
 //
 // A release of a stage is lane 0's arrival. What the other lanes have read of it is before that, for they meet in between: when
 // dS is in shared memory.
@@ -73,6 +75,8 @@ constexpr int END = -1;
 // of a row by its log-sum-exp, which is NaN then, of a key by a bit (weigh()).
 constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT, CLEANS_KEYS = MAY_HIDE || HAS_LENGTHS;
 
+constexpr bool FROM_DIAGONAL = ORDERED && HAS_MASK;
+
 struct Item { int b, head, k0; };  // head: of keys
 
 // What the warp that finds tiles hands to the one that loads: some of an item's.
@@ -82,8 +86,13 @@ struct Found {
     int ends;             // whether they are the item's last
     int entry[MOST];      // tile << 8 | states
 };
-constexpr int AT_LISTS_RING = up(AT_FOUND + LISTS * (int)sizeof(Found), 8);
+constexpr int AT_LISTS_RING = up(AT_FOUND + LISTS * (int)sizeof(Found), 8), AT_SOON = AT_LISTS_RING + 16 * LISTS;
+constexpr int AHEAD = 4;  // how many tiles before the end of an item the next one is taken
 template <int VALUE> struct Number { static constexpr int value = VALUE; };  // for generic lambdas
+
+// The next kernel of the stream may begin when all blocks have said so; it waits by itself until this one has ended.
+DEVICE void next_may_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void before_has_ended() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 DEVICE int tiles_of(long long n, int block) { return (int)((n + block - 1) / block); }
 DEVICE float* sums_of(const Params& p, int b, int h, int tile) { return row_at<float>(p.partial, b, h, tile); }
@@ -119,12 +128,15 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         values_ring(base).init(1, WARPS);
         pairs_ring(base).init(WARPS, WARPS);
         lists_ring(base).init(1, 1);
+        barrier_init(base + AT_SOON, 1);
         for (int i = 0; i < 2; ++i) barrier_init(base + AT_ADDED + 8 * i, WARPS), barrier_init(base + AT_TURN + 8 * i, 1);
         for (int i = 0; i < 4; ++i) barrier_init(base + AT_ASKED + 8 * i, 1);
         for (int i = 0; i < KEY_BUFFERS; ++i) barrier_init(base + AT_K_CAME + 8 * i, 1);
         barrier_init(base + AT_ROWS_CAME, 1);
         barriers_ready();
     }
+    before_has_ended();
+    next_may_begin();
     __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
@@ -146,6 +158,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
 // that their weights are 0. A block takes a tile of queries, and clears its sums of dQ.
 constexpr int UNITS = HEAD_DIM_V / 8, LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;
 extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
+    next_may_begin();
     const int tiles = tiles_of(p.n_q, BLOCK_Q), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
     constexpr int AT_ONCE = 256 / LANES;
     const int lane = threadIdx.x % LANES;
@@ -197,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
 extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
     constexpr int PITCH = 64 * CHUNKS + 8;
     __shared__ __align__(16) unsigned short rows[BLOCK_Q * PITCH];
+    before_has_ended();
     const int tiles = tiles_of(p.n_q, BLOCK_Q), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
     const int lane = threadIdx.x % 32;
     const float scale = (float)p.scale;

@@ -21,11 +21,20 @@ DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 
 // Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask the first
 // keys are seen by most; of the last ones a quarter is left to the end, where they even out when blocks finish. Not where the
 // mask is an array: its last keys have as much to do, and what all heads read and add to does not stay in the L2 cache.
+// FROM_DIAGONAL: in descending order.
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);
-    const Turn turn = turn_of(index, HAS_MASK && CLASSIFY_MANY ? tiles - tiles / 4 : tiles, all, (int)p.splits);
-    return {turn.bh / heads, turn.bh % heads, turn.tile * BLOCK_K};
+    const Turn turn = turn_of(index, HAS_MASK && CLASSIFY_MANY && !ORDERED ? tiles - tiles / 4 : tiles, all, (int)p.splits);
+    return {turn.bh / heads, turn.bh % heads, (FROM_DIAGONAL ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
 }
+
+// Without a mask, where all tiles of keys of the heads in work fit the blocks: each begins at a tile of queries of its own, two
+// or more from the next one's, goes round, and adds in the order in which they come by. Then nobody has to wait even at first.
+DEVICE bool goes_round(const Params& p) {
+    const int tiles = tiles_of(p.n_k, BLOCK_K);
+    return ORDERED && !HAS_MASK && tiles <= 32 && tiles * 2 <= tiles_of(p.n_q, BLOCK_Q) && tiles * (int)p.splits <= (int)gridDim.x;
+}
+DEVICE int round_start(const Params& p, int tile_k) { return tile_k * tiles_of(p.n_q, BLOCK_Q) / tiles_of(p.n_k, BLOCK_K); }
 
 // --- which tiles, and the keys ----------------------------------------------------------------------------------------
 
@@ -133,39 +142,39 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         if (leader) arrive(lists.full + 8 * lists.stage(n));
         ++n;
     };
-    auto load_keys = [&](const Item& at) {
+    auto full_of = [&]() { return keys.full + 8 * keys.stage(number); };
+    auto came_of = [&]() { return CLEANS_KEYS ? base + AT_K_CAME + 8 * keys.stage(number) : full_of(); };
+    auto announce = [&](const Item& at) {
         wait_patiently(keys.empty + 8 * keys.stage(number), (number / KEY_BUFFERS & 1) ^ 1);
-        const unsigned slot = item_slot(base, number), full = keys.full + 8 * keys.stage(number);
-        const unsigned came = CLEANS_KEYS && at.b != END ? base + AT_K_CAME + 8 * keys.stage(number) : full;
+        const unsigned slot = item_slot(base, number);
         if (leader) store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
-        if (at.b == END) {  // those that multiply are told to stop
-            if (leader) arrive(full);
-            return;
-        }
+    };
+    auto load_keys = [&](const Item& at) {
+        announce(at);
         if (leader) {
-            arrive_and_expect(came, BYTES_K);
-            load_tile<1, CHUNKS, BLOCK_K>(base + AT_K + keys.stage(number) * BYTES_K, k_map, at.k0, at.head, at.b, came);
+            arrive_and_expect(came_of(), BYTES_K);
+            load_tile<1, CHUNKS, BLOCK_K>(base + AT_K + keys.stage(number) * BYTES_K, k_map, at.k0, at.head, at.b, came_of());
         }
-        if constexpr (CLEANS_KEYS) {
-            wait(came, number / KEY_BUFFERS & 1);
-            clean_keys(p, base, at, number);
-            if (leader) arrive(full);
-        }
-        ++number;
     };
 #pragma unroll 1
-    for (;;) {
-        // In an order not before all is loaded: who has waited for others would come back to an item that others wait for.
-        if (ORDERED && n > 0) wait(lists.empty + 8 * lists.stage(n - 1), (n - 1) / LISTS & 1);
+    for (;; ++number) {
+        // Not earlier than it has to be, so that the last items are shared evenly.
+        if (number > 0) wait_patiently(base + AT_SOON, (number - 1) & 1);
         const int index = uniform(leader ? (int)atomicAdd(p.ticket, 1u) : 0);
         if (index >= items) break;
         const Item at = item_of(p, index);
         const int n_k = (int)keys_of(p, at.b);
+        if (KEY_BUFFERS > 1) load_keys(at);
+        const bool round = goes_round(p);
+        const int start = round_start(p, at.k0 / BLOCK_K);
         bool first = true;
 #pragma unroll 1
         for (int member = 0, next = 0; member < GROUP;) {
             const int h = at.head * GROUP + member;
-            auto tile_of = [&](int place, int many) { return ORDERED ? tiles_q - place - many : place; };
+            auto tile_of = [&](int place, int many) {
+                if (round) return (place + start) % tiles_q;
+                return ORDERED && !FROM_DIAGONAL ? tiles_q - place - many : place;
+            };
             auto look = [&](int place, int many) {
                 const int from = tile_of(place, many);
                 const unsigned states = states_of(p, at, h, n_k, from, many);
@@ -184,13 +193,21 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
             }
             hand_over();
             if (next >= tiles_q) next = 0, ++member;
-            if (first) load_keys(at), first = false;
+            if (!first) continue;
+            first = false;
+            if (KEY_BUFFERS == 1) load_keys(at);
+            if constexpr (CLEANS_KEYS) {
+                wait(came_of(), number / KEY_BUFFERS & 1);
+                clean_keys(p, base, at, number);
+                if (leader) arrive(full_of());
+            }
         }
     }
-    Found& list = next_list();
+    Found& list = next_list();  // and the others are told to stop
     if (leader) list.b = END;
     hand_over();
-    load_keys({END, 0, 0});
+    announce({END, 0, 0});
+    if (leader) arrive(full_of());
     if (leader && atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
 }
 
@@ -253,14 +270,19 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
         const Found& list = found[c % LISTS];
         const int b = list.b, h = list.h, k0 = list.k0, count = list.count;
         if (b == END) break;
+        const int soon = list.ends ? (count > AHEAD ? count - AHEAD : 0) : -1;
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
+            if (!ORDERED && i == soon && leader) arrive(base + AT_SOON);
             if (held_states != 0) load_queries(b, held_head, k0, held, held_states, false);
             held = list.entry[i] >> 8, held_head = h, held_states = list.entry[i] & 255;
         }
         if (list.ends) {  // an item that is seen by no query takes one tile all the same, where everything is hidden
             load_queries(b, held_states != 0 ? held_head : h, k0, held_states != 0 ? held : 0, held_states != 0 ? held_states : (unsigned)PARTIAL * 5, true);
             held_states = 0, first = true, ++number;
+            // In an order the next item is taken not before all is loaded: who has waited for others would come back to one that
+            // others wait for.
+            if ((ORDERED || soon == count) && leader) arrive(base + AT_SOON);
         }
         __syncwarp();
         if (leader) arrive(lists.empty + 8 * lists.stage(c));
@@ -289,11 +311,21 @@ DEVICE void set_done(int* word, int tile_k) {
 }
 DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// Until all tiles of keys before tile_k are done; by a warp.
-DEVICE void wait_for_turn(const int* done, int tile_k) {
+// Until all tiles of keys whose turn comes before tile_k's are done; by a warp.
+DEVICE void wait_for_turn(const Params& p, const int* done, int tile_k, int tile) {
+    if (goes_round(p)) {
+        const int tiles = tiles_of(p.n_q, BLOCK_Q), other = threadIdx.x % 32;
+        auto step = [&](int tile_k) { return (tile + tiles - round_start(p, tile_k)) % tiles; };
+        const unsigned need = __ballot_sync(~0u, other < tiles_of(p.n_k, BLOCK_K) && step(other) < step(tile_k));
+        while ((get_done(done) & need) != need) {}
+        __syncwarp();
+        return;
+    }
+    const int first = FROM_DIAGONAL ? tile_k + 1 : 0, end = FROM_DIAGONAL ? tiles_of(p.n_k, BLOCK_K) : tile_k;
 #pragma unroll 1
-    for (int word = threadIdx.x % 32; 32 * word < tile_k; word += 32) {
-        const unsigned need = tile_k - 32 * word >= 32 ? ~0u : (1u << tile_k % 32) - 1;
+    for (int word = first / 32 + threadIdx.x % 32; 32 * word < end; word += 32) {
+        const unsigned until = end - 32 * word >= 32 ? ~0u : (1u << end % 32) - 1;
+        const unsigned need = until & (first > 32 * word ? ~0u << first % 32 : ~0u);
         while ((get_done(done + word) & need) != need) {}
     }
     __syncwarp();
@@ -320,7 +352,7 @@ DEVICE void keep_order(const Params& p, unsigned base, int which) {
         const int where = load_word(slot_of(base, n)), tile_k = load_word(slot_of(base, n) + 4);
         if (where == END) break;
         int* done = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token + 1;
-        wait_for_turn(done, tile_k);
+        wait_for_turn(p, done, tile_k, where % tiles_of(p.n_q, BLOCK_Q));
         if (KEYS_SHARED) {
             if (leader) arrive(turn_of(base, n));
             wait(added_of(base, n), n / 2 & 1);
