@@ -474,7 +474,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered
     assert len(products) == expected
     waits = 6 if max(d, dv) <= 128 else 7  # those that are in the text: none was put in between
     assert sum("WARPGROUP.DEPBAR" in line for line in lines) == waits
-    assert sum(bool(re.search(r"\b(STL|LDL)", line)) for line in lines[products[0] : products[-1]]) <= 40
+    assert sum("Spill" in line for line in lines[products[0] : products[-1]]) <= 24
     for instruction in ("UTMALDG", "USETMAXREG", "SYNCS", "STSM", "UBLKRED" if max(d, dv) <= 128 else "RED"):
         assert instruction in text
 

@@ -49,7 +49,7 @@ class BackwardTile:
         pairs = 2 * self.block_q * chunks(self.block_k) * (2 if keys_shared(spec) else 1)
         numbers = (self.stages + self.dout_stages) * self.block_q * 4
         words = (16 + 8 + 12 + 4 * -(-self.block_k // 32)) * self.key_buffers + (16 + 12) * self.stages
-        barriers = words + 16 * self.dout_stages + 16 + 32 + 16 + 16 + 32 + 8 + 32 + 8 + 4 * (37 * 4 + 16) + 8
+        barriers = words + 16 * self.dout_stages + 16 + 32 + 16 + 16 + 32 + 8 + 32 + 8 + 4 * (38 * 4 + 16) + 8
         return 128 * (rows + pairs) + (0 if keys_shared(spec) else self.sums(spec)) + numbers + barriers
 
     def sums(self, spec: AttentionSpec) -> int:
@@ -64,7 +64,7 @@ class BackwardTile:
             right = self.block_q == 64
         else:
             numbers = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 + self.block_q + self.block_q // 4
-            right = self.block_k == 128 and (self.block_q == 64 or not (spec.score is not None or spec.dropout))
+            right = self.block_k == 128 and (self.block_q == 64 or not spec.dropout)
         return right and numbers <= 224 and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec) -> dict[str, int]:
@@ -77,16 +77,16 @@ class BackwardTile:
         }  # fmt: skip
 
 
-def backward_tile(spec: AttentionSpec) -> BackwardTile:
-    """What does well on an H200."""
+def backward_tile(spec: AttentionSpec, simple: bool | None = None) -> BackwardTile:
+    """What does well on an H200. simple: whether scores take few registers; unless said, if nothing modifies them."""
     dim = max(spec.head_dim, spec.head_dim_v)
     if keys_shared(spec):
         chunks_of_group = -(-chunks(spec.head_dim) // 2) - (-chunks(spec.head_dim_v) // 2)
         # With 96 keys ptxas does not find registers for four chunks of K.
         keys = 64 if chunks_of_group > 3 else 80 if chunks(spec.head_dim) > 3 else 96
         return BackwardTile(64, keys, key_buffers=1)
-    small = dim <= 64 and spec.score is None and not spec.dropout
-    return BackwardTile(128 if small else 64)
+    simple = spec.score is None if simple is None else simple
+    return BackwardTile(128 if dim <= 64 and simple and not spec.dropout else 64)
 
 
 def backward_candidates(spec: AttentionSpec, device: Device) -> list[BackwardTile]:
@@ -115,9 +115,6 @@ class Backward:
     """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded. `spare` takes
     the calls that its kernels cannot; `kernels`: of the backend.
     """
-
-    early = False
-    """Whether the second and the third kernel may be launched before the one before them has ended, and wait by themselves."""
 
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
@@ -158,8 +155,8 @@ class Backward:
         boxes = ("q", dim, rows), ("k", dim, keys_of_tile), ("v", dim_v, keys_of_tile), ("dout", dim_v, rows)
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in boxes]
         blocks = min(keys * every, self.device.sms)
-        self._kernel.launch(blocks, _THREADS, Launch(arguments, maps), stream, self.early)  # type: ignore[arg-type]
-        self._store.launch(queries * heads, 256, arguments, stream, self.early)
+        self._kernel.launch(blocks, _THREADS, Launch(arguments, maps), stream)  # type: ignore[arg-type]
+        self._store.launch(queries * heads, 256, arguments, stream)
         if self._rows is not None:
             self._rows.prepare(arguments, stream)
             self._rows.finish(arguments, stream)

@@ -7,9 +7,11 @@ from functools import partial
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler, hopper_backward
 from ..cuda_common.device import Device
+from ..cuda_common.form import form
 from ..cuda_common.generation import Spare
 from ..cuda_common.hopper import CHOSEN, chunks, padded
 from ..cuda_common.hopper_backward import BackwardTile, backward_tile, keys_shared
+from ..cuda_common.modification import is_small
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_products import text as products
@@ -24,11 +26,18 @@ def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
     return products(spec.dtype, [tile.block_q, dq_rows], [padded(spec.head_dim), padded(spec.head_dim_v)])
 
 
+def by_form(spec: AttentionSpec) -> bool:
+    """Whether the kernel takes the score modification by its form (sm90_backward_pairs.cuh, BY_FORM)."""
+    known = form(spec.score) if spec.score is not None and not spec.dropout and is_small(spec) else None
+    return known is not None and known.even and known.diagonal
+
+
 class Sm90Backward(hopper_backward.Backward):
     """The backward pass."""
 
     def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
-        spec, tile = problem.spec, tile or backward_tile(problem.spec)
+        spec = problem.spec
+        tile = tile or backward_tile(spec, spec.score is None or by_form(spec))
         constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
         library = specialise.library("sm90_backward", spec, constants, arch, functions(spec, tile))
         spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")

@@ -84,8 +84,8 @@ DEVICE void wait(unsigned barrier, unsigned parity) {
 }
 
 // The same where nobody is in a hurry: leaves the issue slots to others.
-DEVICE void wait_patiently(unsigned barrier, unsigned parity) {
-    while (!has_ended(barrier, parity)) asm volatile("nanosleep.u32 100;");
+DEVICE void wait_patiently(unsigned barrier, unsigned parity, int nanoseconds = 100) {
+    while (!has_ended(barrier, parity)) asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds));
 }
 
 // Barriers of a ring: one for each stage. Number n of what goes through it lies in stage n % STAGES.

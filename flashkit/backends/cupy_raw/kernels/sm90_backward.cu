@@ -83,16 +83,14 @@ struct Item { int b, head, k0; };  // head: of keys
 struct Found {
     static constexpr int MOST = 32;
     int b, h, k0, count;  // b: END if there is nothing more
+    int before;           // tiles of the heads before h
     int ends;             // whether they are the item's last
     int entry[MOST];      // tile << 8 | states
 };
 constexpr int AT_LISTS_RING = up(AT_FOUND + LISTS * (int)sizeof(Found), 8), AT_SOON = AT_LISTS_RING + 16 * LISTS;
 constexpr int AHEAD = 4;  // how many tiles before the end of an item the next one is taken
+constexpr int SLEEP = ORDERED ? 100 : 1000;  // nanoseconds of the warp that takes it, which has time, and else takes that of others
 template <int VALUE> struct Number { static constexpr int value = VALUE; };  // for generic lambdas
-
-// The next kernel of the stream may begin when all blocks have said so; it waits by itself until this one has ended.
-DEVICE void next_may_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void before_has_ended() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 DEVICE int tiles_of(long long n, int block) { return (int)((n + block - 1) / block); }
 DEVICE float* sums_of(const Params& p, int b, int h, int tile) { return row_at<float>(p.partial, b, h, tile); }
@@ -135,8 +133,6 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         barrier_init(base + AT_ROWS_CAME, 1);
         barriers_ready();
     }
-    before_has_ended();
-    next_may_begin();
     __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
@@ -158,7 +154,6 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
 // that their weights are 0. A block takes a tile of queries, and clears its sums of dQ.
 constexpr int UNITS = HEAD_DIM_V / 8, LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;
 extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
-    next_may_begin();
     const int tiles = tiles_of(p.n_q, BLOCK_Q), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
     constexpr int AT_ONCE = 256 / LANES;
     const int lane = threadIdx.x % LANES;
@@ -210,7 +205,6 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
 extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
     constexpr int PITCH = 64 * CHUNKS + 8;
     __shared__ __align__(16) unsigned short rows[BLOCK_Q * PITCH];
-    before_has_ended();
     const int tiles = tiles_of(p.n_q, BLOCK_Q), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
     const int lane = threadIdx.x % 32;
     const float scale = (float)p.scale;

@@ -134,7 +134,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
     const int tiles_q = tiles_of(p.n_q, BLOCK_Q), items = tiles_of(p.n_k, BLOCK_K) * (int)(p.heads / GROUP * p.batch);
     unsigned n = 0, number = 0;
     auto next_list = [&]() -> Found& {
-        wait_patiently(lists.empty + 8 * lists.stage(n), (n / LISTS & 1) ^ 1);
+        wait_patiently(lists.empty + 8 * lists.stage(n), (n / LISTS & 1) ^ 1, SLEEP);
         return found[n % LISTS];
     };
     auto hand_over = [&]() {
@@ -145,7 +145,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
     auto full_of = [&]() { return keys.full + 8 * keys.stage(number); };
     auto came_of = [&]() { return CLEANS_KEYS ? base + AT_K_CAME + 8 * keys.stage(number) : full_of(); };
     auto announce = [&](const Item& at) {
-        wait_patiently(keys.empty + 8 * keys.stage(number), (number / KEY_BUFFERS & 1) ^ 1);
+        keys.wait_empty(number);
         const unsigned slot = item_slot(base, number);
         if (leader) store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
     };
@@ -159,7 +159,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
 #pragma unroll 1
     for (;; ++number) {
         // Not earlier than it has to be, so that the last items are shared evenly.
-        if (number > 0) wait_patiently(base + AT_SOON, (number - 1) & 1);
+        if (number > 0) wait_patiently(base + AT_SOON, (number - 1) & 1, SLEEP);
         const int index = uniform(leader ? (int)atomicAdd(p.ticket, 1u) : 0);
         if (index >= items) break;
         const Item at = item_of(p, index);
@@ -188,7 +188,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
             if (const int lane = threadIdx.x % 32; ORDERED && lane < count)
                 list.entry[lane] = tile_of(list.entry[lane] >> 8, 1) << 8 | (list.entry[lane] & 255);
             if (leader) {
-                list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0;
+                list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0, list.before = (at.b * (int)p.heads + h) * tiles_q;
                 list.ends = next >= tiles_q && member == GROUP - 1;
             }
             hand_over();
@@ -220,10 +220,9 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
     const auto values = values_ring(base);
     const auto lists = lists_ring(base);
     const bool leader = threadIdx.x == 0;
-    const int tiles_q = tiles_of(p.n_q, BLOCK_Q);
     unsigned n = 0, number = 0, odd_tiles = 0;
     bool first = true;
-    auto load_queries = [&](int b, int h, int k0, int tile, unsigned states, bool last) {
+    auto load_queries = [&](int b, int h, int k0, int where, int tile, unsigned states, bool last) {
         const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
         const unsigned q_full = queries.full + 8 * stage, dout_full = douts.full + 8 * dout_stage;
         const bool odd = MAY_HIDE && (states & ODD);
@@ -231,13 +230,16 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
         const unsigned q = base + AT_Q + stage * BYTES_Q, dout = base + AT_DOUT + dout_stage * BYTES_DOUT;
         const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS;
         if (leader) {
+            // Numbers of rows lie one tile after the other.
+            const float *shifts = static_cast<const float*>(p.shift.data) + (long long)where * BLOCK_Q;
+            const float *deltas = static_cast<const float*>(p.delta.data) + (long long)where * BLOCK_Q;
             queries.wait_empty(n);
             const unsigned note = note_of(base, n);
             store_word(note, tile << 8 | (last ? LAST : 0) | states), store_word(note + 4, h);
-            store_word(note + 8, (b * (int)p.heads + h) * tiles_q + tile);
+            store_word(note + 8, where);
             arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (odd ? BYTES_DOUT + BYTES_ROWS : 0));
             load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, b, q_came);
-            load_numbers(shift, row_at<const float>(p.shift, b, h, tile * BLOCK_Q), BYTES_ROWS, q_came);
+            load_numbers(shift, shifts, BYTES_ROWS, q_came);
             if (first) {
                 values.wait_empty(number);
                 arrive_and_expect(values.full, BYTES_V);
@@ -246,8 +248,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
             douts.wait_empty(n);
             if (!odd) arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS);
             load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, b, dout_came);
-            const float* delta = row_at<const float>(p.delta, b, h, tile * BLOCK_Q);
-            load_numbers(base + AT_DELTA + dout_stage * BYTES_ROWS, delta, BYTES_ROWS, dout_came);
+            load_numbers(base + AT_DELTA + dout_stage * BYTES_ROWS, deltas, BYTES_ROWS, dout_came);
         }
         if (odd) {
             __syncwarp();
@@ -262,23 +263,24 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
         first = false, ++n;
     };
     // A tile is held back until it is known whether another one follows.
-    int held = 0, held_head = 0;
+    int held = 0, held_head = 0, held_where = 0;
     unsigned held_states = 0;
 #pragma unroll 1
     for (unsigned c = 0;; ++c) {
         lists.wait_full(c);
         const Found& list = found[c % LISTS];
-        const int b = list.b, h = list.h, k0 = list.k0, count = list.count;
+        const int b = list.b, h = list.h, k0 = list.k0, count = list.count, before = list.before;
         if (b == END) break;
         const int soon = list.ends ? (count > AHEAD ? count - AHEAD : 0) : -1;
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             if (!ORDERED && i == soon && leader) arrive(base + AT_SOON);
-            if (held_states != 0) load_queries(b, held_head, k0, held, held_states, false);
-            held = list.entry[i] >> 8, held_head = h, held_states = list.entry[i] & 255;
+            if (held_states != 0) load_queries(b, held_head, k0, held_where, held, held_states, false);
+            held = list.entry[i] >> 8, held_head = h, held_where = before + held, held_states = list.entry[i] & 255;
         }
         if (list.ends) {  // an item that is seen by no query takes one tile all the same, where everything is hidden
-            load_queries(b, held_states != 0 ? held_head : h, k0, held_states != 0 ? held : 0, held_states != 0 ? held_states : (unsigned)PARTIAL * 5, true);
+            if (held_states == 0) held = 0, held_head = h, held_where = before, held_states = PARTIAL * 5;
+            load_queries(b, held_head, k0, held_where, held, held_states, true);
             held_states = 0, first = true, ++number;
             // In an order the next item is taken not before all is loaded: who has waited for others would come back to one that
             // others wait for.

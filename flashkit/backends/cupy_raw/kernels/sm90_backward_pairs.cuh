@@ -112,13 +112,15 @@ DEVICE void hide(const Params& p, const Place& at, float (&s)[PAIRS]) {
         for (int i = 0; i < PAIRS; ++i) s[i] = hidden_or<int>(p, at, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_k);
         return;
     }
-    float copy[PAIRS];  // in memory, since its index is not constant
+    if constexpr (HAS_MASK) {
+        float copy[PAIRS];  // in memory, since its index is not constant
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) copy[i] = s[i];
+        for (int i = 0; i < PAIRS; ++i) copy[i] = s[i];
 #pragma unroll 1
-    for (int i = 0; i < PAIRS; ++i) copy[i] = hidden_or<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_k);
+        for (int i = 0; i < PAIRS; ++i) copy[i] = hidden_or<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_k);
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) s[i] = copy[i];
+        for (int i = 0; i < PAIRS; ++i) s[i] = copy[i];
+    }
 }
 
 // A score to its weight; in x it stays as the factor of dP - delta in dS: times the slope of the score modification. odd:
@@ -154,9 +156,15 @@ DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned 
         const int bit = at.first + key_of_lane(n, half, 0);
         return (unsigned)load_word(at.odd + bit / 32 * 4) >> bit % 32;
     };
-    float weight[PAIRS];
+    auto keep = [&](int i, float w, float v) {
+        if (HAS_DROPOUT) {
+            w = kept.has(i / 4, i / 2 % 2, 0) ? w * (float)p.kept_scale : 0.0f;
+            v = kept.has(i / 4, i / 2 % 2, 1) ? v * (float)p.kept_scale : 0.0f;
+        }
+        pairs[i / 2] = pack(w, v);
+    };
     if constexpr (IN_TURN) {
-        float copy[PAIRS];
+        float copy[PAIRS], weight[PAIRS];
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) copy[i] = s[i];
 #pragma unroll 1
@@ -168,6 +176,8 @@ DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned 
         }
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) s[i] = copy[i];
+#pragma unroll
+        for (int i = 0; i < PAIRS; i += 2) keep(i, weight[i], weight[i + 1]);
     } else {
         unsigned odd[2] = {odd_from(0, 0), odd_from(0, 1)};
 #pragma unroll
@@ -176,17 +186,15 @@ DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned 
             float lse[2][2];
             load_numbers_of(lse, shift, n);
 #pragma unroll
-            for (int i = 4 * n; i < 4 * n + 4; ++i)
-                weight[i] = weigh_one<PARTIAL_TILE, POSITION>(p, at, s[i], n, i / 2 % 2, i % 2, offset, n_k, scale, lse[i / 2 % 2][i % 2],
-                                                              odd[i / 2 % 2] >> (KEYS_SHARED ? i % 2 : 0) & 1);
+            for (int half = 0; half < 2; ++half) {
+                float w[2];
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    w[c] = weigh_one<PARTIAL_TILE, POSITION>(p, at, s[4 * n + 2 * half + c], n, half, c, offset, n_k, scale, lse[half][c],
+                                                             odd[half] >> (KEYS_SHARED ? c : 0) & 1);
+                keep(4 * n + 2 * half, w[0], w[1]);
+            }
         }
-    }
-#pragma unroll
-    for (int i = 0; i < PAIRS; i += 2) {
-        if (HAS_DROPOUT)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) weight[i + c] = kept.has(i / 4, i / 2 % 2, c) ? weight[i + c] * (float)p.kept_scale : 0.0f;
-        pairs[i / 2] = pack(weight[i], weight[i + 1]);
     }
 }
 
@@ -216,29 +224,44 @@ DEVICE void weigh_plainly(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const
 
 constexpr bool BY_FORM = HAS_SCORE && FORMED && EVEN && DIAGONAL && SMALL_SCORE && !HAS_DROPOUT;
 
-// tanh(x) / x and its slope by polynomials of x^2, for |x| up to CALM: to 2e-5 and 2e-4.
-constexpr float CALM = 0.5f, TANH_0 = 0.99997744f, TANH_1 = -0.3316915f, TANH_2 = 0.11520976f;
-constexpr float SLOPE_0 = 0.99983822f, SLOPE_1 = -0.98864075f, SLOPE_2 = 0.5423509f;
+// tanh(x) / x and its slope by polynomials of x^2, for |x| up to CALM: to 2e-4 and 1e-3 for bfloat16, else 2e-5 and 2e-4.
+constexpr bool SHORT = STORAGE == BFLOAT16;
+constexpr float CALM = SHORT ? 0.35f : 0.5f;
+constexpr float TANH_0 = SHORT ? 0.9997628f : 0.99997744f, TANH_1 = SHORT ? -0.31769618f : -0.3316915f, TANH_2 = SHORT ? 0 : 0.11520976f;
+constexpr float SLOPE_0 = SHORT ? 0.99880122f : 0.99983822f, SLOPE_1 = SHORT ? -0.92255397f : -0.98864075f, SLOPE_2 = SHORT ? 0 : 0.5423509f;
+
+// Larger ones, and all where registers are short: bfloat16 by the device's own tanh, right to 2^-11.
+constexpr bool BY_POLYNOMIAL = PAIRS <= 32;
+DEVICE float tanh_steep(float x) {
+    if constexpr (!SHORT) return fk_tanh(x);
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // What makes exponents of a warp's rows and keys.
 struct Line {
     bool known;            // whether this is such a tile
-    float gain, rate;      // of the score, and of the product
+    float gain, rate;      // rate: of the product
+    float slope;           // where f does not bend
     float first[2], step;  // the bias in base 2: of the lane's first pair of each half; from key to key
 };
 
 constexpr int LINE_ROWS = KEYS_SHARED ? 16 : BLOCK_Q, LINE_KEYS = KEYS_SHARED ? GROUP_KEYS : 16;  // of a warp
 
+// A number that is the same in all lanes; said so to the compiler.
+DEVICE float same(float x) { return __int_as_float(uniform(__float_as_int(x))); }
+
 DEVICE Line line_of(const Params& p, unsigned base, unsigned n, unsigned number, int note, int group, int warp, int lane, bool even) {
-    Line line{false, 1, 1, {0, 0}, 0};
+    Line line{false, 1, 1, 1, {0, 0}, 0};
     if constexpr (BY_FORM) {
         if ((note >> 2 * group & 3) != FULL || (note & ODD) || !even) return line;
         const Place at = place_of(base, n, number, group);
         const long long offset = offset_of(p, at.b);
         const int row = at.row0 + (KEYS_SHARED ? warp % 4 * 16 : 0), k = at.k0 + (KEYS_SHARED ? 0 : warp % 4 * 16), q = row + (int)offset;
         constexpr int STEPS = LINE_ROWS + LINE_KEYS - 2;
-        line.gain = score_gain<int>(at.b, at.h, row, q, p);
-        if (CAPPED) line.rate = score_rate<int>(at.b, at.h, row, q, p) * (float)p.scale;
+        const float gain = score_gain<int>(at.b, at.h, row, q, p), rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, p) : 1;
+        line.gain = same(gain), line.slope = same(gain * rate), line.rate = same(rate * (float)p.scale);
         const float far = score_bias<int>(at.b, at.h, row, q + LINE_ROWS - 1, k, p) * LOG2E;
         const float near = SLOPED ? score_bias<int>(at.b, at.h, row, q, k + LINE_KEYS - 1, p) * LOG2E : far;
         line.step = SLOPED ? (near - far) * (1.0f / STEPS) : 0.0f;
@@ -262,8 +285,9 @@ DEVICE bool is_calm(const float (&s)[PAIRS], const Line& line) {
 template <bool CALM_TILE, int EARLY>
 DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2][2], unsigned shift, float unit,
                          const Line& line) {
-    const float gain = CAPPED ? line.gain * LOG2E : line.gain * unit, slope = CAPPED ? line.gain * line.rate : line.gain;
-    const float rate = line.rate, square = rate * rate;
+    const float gain = line.gain * (CAPPED ? LOG2E : unit), slope = line.slope, rate = line.rate, square = rate * rate;
+    const float tanh_0 = TANH_0 * gain * rate, tanh_1 = TANH_1 * gain * rate * square, tanh_2 = TANH_2 * gain * rate * square * square;
+    const float slope_0 = SLOPE_0 * slope, slope_1 = SLOPE_1 * slope * square, slope_2 = SLOPE_2 * slope * square * square;
 #pragma unroll
     for (int n = 0; n < PAIRS / 4; ++n) {
         float l[2][2];
@@ -283,10 +307,10 @@ DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const 
                     x = w[c] * slope;
                 } else if constexpr (CALM_TILE) {
                     const float y = x * x;
-                    w[c] = exp2_fast(fmaf(x, fmaf(fmaf(TANH_2 * gain * rate * square * square, y, TANH_1 * gain * rate * square), y, TANH_0 * gain * rate), bias));
-                    x = w[c] * fmaf(fmaf(SLOPE_2 * slope * square * square, y, SLOPE_1 * slope * square), y, SLOPE_0 * slope);
+                    w[c] = exp2_fast(fmaf(x, fmaf(SHORT ? tanh_1 : fmaf(tanh_2, y, tanh_1), y, tanh_0), bias));
+                    x = w[c] * fmaf(SHORT ? slope_1 : fmaf(slope_2, y, slope_1), y, slope_0);
                 } else {
-                    const float t = fk_tanh(x * rate);
+                    const float t = tanh_steep(x * rate);
                     w[c] = exp2_fast(fmaf(t, gain, bias));
                     x = w[c] * fmaf(-slope * t, t, slope);
                 }
@@ -317,7 +341,7 @@ DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number,
     }
     if constexpr (BY_FORM) {
         if (line.known) {
-            if (!CAPPED || is_calm(s, line)) weigh_formed<true>(s, pairs, early, shift, unit, line);
+            if (!CAPPED || (BY_POLYNOMIAL && is_calm(s, line))) weigh_formed<true>(s, pairs, early, shift, unit, line);
             else weigh_formed<false>(s, pairs, early, shift, unit, line);
             return true;
         }
