@@ -439,7 +439,7 @@ def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.Mon
 
 def sm90_backward_binary(spec: AttentionSpec, tile: hopper_backward.BackwardTile | None = None) -> compiler.Binary:
     """A serialised wgmma makes this raise CompileError."""
-    tile = tile or hopper_backward.backward_tile(spec)
+    tile = tile or sm90_backward.tile_of(spec)
     assert tile.fits(spec, HOPPER)
     source = specialise.source("sm90_backward", spec, tile.constants(spec), sm90_backward.functions(spec, tile))
     return compiler.binary(source, "sm_90a")
@@ -477,6 +477,31 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered
     assert sum("Spill" in line for line in lines[products[0] : products[-1]]) <= 24
     for instruction in ("UTMALDG", "USETMAXREG", "SYNCS", "STSM", "UBLKRED" if max(d, dv) <= 128 else "RED"):
         assert instruction in text
+
+
+@pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))])
+@pytest.mark.parametrize("what", ["softcap", "alibi"])
+def test_sm90_gradients_take_modifications_by_their_form(what: str, d: int) -> None:
+    """In tiles as large as without one, and hardly anything is spilled within the loop."""
+    plain, spec = AttentionSpec("bfloat16", d, d), spec_of([SCORES[what]], [], d, "bfloat16")
+    assert sm90_backward.by_form(spec) and sm90_backward.tile_of(spec) == sm90_backward.tile_of(plain)
+    text = disassembled(sm90_backward_binary(spec).path)
+    text = text[text.index(".text.sm90_backward:") :]
+    lines = text[: text.find(".section", 10)].splitlines()
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    assert sum("Spill" in line for line in lines[products[0] : products[-1]]) <= 24
+    assert ("MUFU.TANH" in text) == (what == "softcap")
+
+
+def test_sm90_gradients_take_other_modifications_as_their_graphs_say() -> None:
+    def modified(score: Any, **features: bool) -> AttentionSpec:
+        return AttentionSpec("bfloat16", 64, 64, 1, score, **features)  # type: ignore[arg-type]
+
+    assert sm90_backward.by_form(modified(expr.S * 1.1 - 0.5))
+    assert not sm90_backward.by_form(modified(expr.S * 1.1 - 0.5, dropout=True))
+    assert not sm90_backward.by_form(modified(expr.S * expr.S))
+    assert not sm90_backward.by_form(modified(expr.S + expr.K * 0.5))  # the bias is not of the distance
+    assert not sm90_backward.by_form(AttentionSpec("bfloat16", 64, 64))
 
 
 @pytest.mark.slow

@@ -32,12 +32,16 @@ def by_form(spec: AttentionSpec) -> bool:
     return known is not None and known.even and known.diagonal
 
 
+def tile_of(spec: AttentionSpec) -> BackwardTile:
+    """What does well on an H200."""
+    return backward_tile(spec, spec.score is None or by_form(spec))
+
+
 class Sm90Backward(hopper_backward.Backward):
     """The backward pass."""
 
     def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
-        spec = problem.spec
-        tile = tile or backward_tile(spec, spec.score is None or by_form(spec))
+        spec, tile = problem.spec, tile or tile_of(problem.spec)
         constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
         library = specialise.library("sm90_backward", spec, constants, arch, functions(spec, tile))
         spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
