@@ -15,6 +15,7 @@ from .rows import RowKernels
 from .sm90_maps import Launch, Tickets, addressable, tensor_map
 
 _CACHED = 12_000_000  # bytes of the heads that blocks work at together, well within half of the L2 cache
+_CACHED_IN_ORDER = 34_000_000
 _LEAST_HEADS, _MOST_HEADS = 4, 8
 _THREADS = 384
 
@@ -99,6 +100,24 @@ def backward_candidates(spec: AttentionSpec, device: Device) -> list[BackwardTil
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
 
 
+def heads_in_order(arguments: Arguments, tile: BackwardTile, sms: int) -> int:
+    """Key/value heads that blocks work at together where they add in an order and, with a mask, each begins at its
+    diagonal: as many as are twice the work that there are blocks for, or once where each begins at queries of its own,
+    and as stay in the L2 cache.
+    """
+    spec, every = arguments.spec, arguments.batch * arguments.heads_kv
+    queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
+    round_ = spec.mask is None and 2 * keys <= queries and keys <= 32
+    return heads_together(every, min((1 if round_ else 2) * sms // keys, _CACHED_IN_ORDER // _bytes_of_head(arguments)))
+
+
+def _bytes_of_head(arguments: Arguments) -> int:
+    """What is read of and added to the rows of a key/value head."""
+    spec = arguments.spec
+    row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4 * spec.head_dim
+    return max(arguments.n_q, 1) * spec.group * row
+
+
 def heads_at_a_time(arguments: Arguments) -> int:
     """Key/value heads that blocks work at together. What they read and add to should stay in the L2 cache; in an order,
     blocks at one head wait for each other, so that there should be several heads all the same.
@@ -106,8 +125,7 @@ def heads_at_a_time(arguments: Arguments) -> int:
     spec, every = arguments.spec, arguments.batch * arguments.heads_kv
     if spec.mask is None and not spec.deterministic:
         return 1
-    row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4 * spec.head_dim
-    even = heads_together(every, _CACHED // (arguments.n_q * spec.group * row))
+    even = heads_together(every, _CACHED // _bytes_of_head(arguments))
     return min(every, max(_LEAST_HEADS, min(even, _MOST_HEADS)) if spec.deterministic else min(even, _MOST_HEADS))
 
 
@@ -130,6 +148,10 @@ class Backward:
         self._store = library.kernel("store_queries", device)
         self._tickets, self._spare = Tickets.of(device), spare
 
+    def heads(self, arguments: Arguments) -> int:
+        """Key/value heads that blocks work at together."""
+        return heads_at_a_time(arguments)
+
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile = arguments.spec, self.tile
         names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
@@ -148,7 +170,7 @@ class Backward:
         sums = scratch((*of_heads, queries, tile.sums(spec) // 4), "float32")
         marks = scratch((*of_heads, queries, 1 + -(-keys // 32)), "int32")
         arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums, partial_lse=marks)
-        arguments.set(splits=heads_at_a_time(arguments), ticket=self._tickets.next())
+        arguments.set(splits=self.heads(arguments), ticket=self._tickets.next())
         self._prepare.launch(queries * heads, 256, arguments, stream)
         dim, dim_v = spec.head_dim, spec.head_dim_v
         rows, keys_of_tile = tile.block_q, tile.block_k
