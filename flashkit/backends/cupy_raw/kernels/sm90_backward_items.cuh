@@ -151,7 +151,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
     };
     auto load_keys = [&](const Item& at) {
         announce(at);
-        if (leader) {
+        if (elected()) {
             arrive_and_expect(came_of(), BYTES_K);
             load_tile<1, CHUNKS, BLOCK_K>(base + AT_K + keys.stage(number) * BYTES_K, k_map, at.k0, at.head, at.b, came_of());
         }
@@ -229,7 +229,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
         const unsigned q_came = odd ? base + AT_ROWS_CAME : q_full, dout_came = odd ? base + AT_ROWS_CAME : dout_full;
         const unsigned q = base + AT_Q + stage * BYTES_Q, dout = base + AT_DOUT + dout_stage * BYTES_DOUT;
         const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS;
-        if (leader) {
+        if (elected()) {
             // Numbers of rows lie one tile after the other.
             const float *shifts = static_cast<const float*>(p.shift.data) + (long long)where * BLOCK_Q;
             const float *deltas = static_cast<const float*>(p.delta.data) + (long long)where * BLOCK_Q;
