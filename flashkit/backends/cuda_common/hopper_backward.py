@@ -83,8 +83,8 @@ def backward_tile(spec: AttentionSpec, simple: bool | None = None) -> BackwardTi
     dim = max(spec.head_dim, spec.head_dim_v)
     if keys_shared(spec):
         chunks_of_group = -(-chunks(spec.head_dim) // 2) - (-chunks(spec.head_dim_v) // 2)
-        # With 96 keys ptxas does not find registers for four chunks of K.
-        keys = 64 if chunks_of_group > 3 else 80 if chunks(spec.head_dim) > 3 else 96
+        # With 96 keys ptxas does not find registers for four chunks of K, and four of V do not fit shared memory.
+        keys = 64 if chunks_of_group > 3 else 80 if max(chunks(spec.head_dim), chunks(spec.head_dim_v)) > 3 else 96
         return BackwardTile(64, keys, key_buffers=1)
     simple = spec.score is None if simple is None else simple
     return BackwardTile(128 if dim <= 64 and simple and not spec.dropout else 64)
