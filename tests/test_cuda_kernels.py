@@ -522,6 +522,12 @@ def test_sm90_gradients_compile_with_every_feature(feature: str, d: int) -> None
     sm90_backward_binary(AttentionSpec("bfloat16", d, d, **{feature: 4 if feature == "group" else True}))
 
 
+def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
+    dims = range(8, 257, 8)
+    specs = [AttentionSpec("bfloat16", d, dv) for d in dims for dv in dims]
+    assert [spec for spec in specs if not sm90_backward.tile_of(spec).fits(spec, HOPPER)] == []
+
+
 def test_an_impossible_sm90_backward_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="block_q is 64 or 128"):
         hopper_backward.BackwardTile(96)

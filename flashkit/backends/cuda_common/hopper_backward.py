@@ -102,13 +102,11 @@ def backward_candidates(spec: AttentionSpec, device: Device) -> list[BackwardTil
 
 def heads_in_order(arguments: Arguments, tile: BackwardTile, sms: int) -> int:
     """Key/value heads that blocks work at together where they add in an order and, with a mask, each begins at its
-    diagonal: as many as are twice the work that there are blocks for, or once where each begins at queries of its own,
-    and as stay in the L2 cache.
+    diagonal: as many as are two items for each block, and as stay in the L2 cache.
     """
-    spec, every = arguments.spec, arguments.batch * arguments.heads_kv
-    queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
-    round_ = spec.mask is None and 2 * keys <= queries and keys <= 32
-    return heads_together(every, min((1 if round_ else 2) * sms // keys, _CACHED_IN_ORDER // _bytes_of_head(arguments)))
+    keys = -(-arguments.n_k // tile.block_k)
+    most = min(2 * sms // keys, _CACHED_IN_ORDER // _bytes_of_head(arguments))
+    return heads_together(arguments.batch * arguments.heads_kv, most)
 
 
 def _bytes_of_head(arguments: Arguments) -> int:

@@ -28,14 +28,6 @@ DEVICE Item item_of(const Params& p, int index) {
     return {turn.bh / heads, turn.bh % heads, (FROM_DIAGONAL ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
 }
 
-// Without a mask, where all tiles of keys of the heads in work fit the blocks: each begins at a tile of queries of its own, two
-// or more from the next one's, goes round, and adds in the order in which they come by. Then nobody has to wait even at first.
-DEVICE bool goes_round(const Params& p) {
-    const int tiles = tiles_of(p.n_k, BLOCK_K);
-    return ORDERED && !HAS_MASK && tiles <= 32 && tiles * 2 <= tiles_of(p.n_q, BLOCK_Q) && tiles * (int)p.splits <= (int)gridDim.x;
-}
-DEVICE int round_start(const Params& p, int tile_k) { return tile_k * tiles_of(p.n_q, BLOCK_Q) / tiles_of(p.n_k, BLOCK_K); }
-
 // --- which tiles, and the keys ----------------------------------------------------------------------------------------
 
 DEVICE uint4 load_unit(unsigned address) {
@@ -165,16 +157,11 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         const Item at = item_of(p, index);
         const int n_k = (int)keys_of(p, at.b);
         if (KEY_BUFFERS > 1) load_keys(at);
-        const bool round = goes_round(p);
-        const int start = round_start(p, at.k0 / BLOCK_K);
         bool first = true;
 #pragma unroll 1
         for (int member = 0, next = 0; member < GROUP;) {
             const int h = at.head * GROUP + member;
-            auto tile_of = [&](int place, int many) {
-                if (round) return (place + start) % tiles_q;
-                return ORDERED && !FROM_DIAGONAL ? tiles_q - place - many : place;
-            };
+            auto tile_of = [&](int place, int many) { return ORDERED && !FROM_DIAGONAL ? tiles_q - place - many : place; };
             auto look = [&](int place, int many) {
                 const int from = tile_of(place, many);
                 const unsigned states = states_of(p, at, h, n_k, from, many);
@@ -314,15 +301,7 @@ DEVICE void set_done(int* word, int tile_k) {
 DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Until all tiles of keys whose turn comes before tile_k's are done; by a warp.
-DEVICE void wait_for_turn(const Params& p, const int* done, int tile_k, int tile) {
-    if (goes_round(p)) {
-        const int tiles = tiles_of(p.n_q, BLOCK_Q), other = threadIdx.x % 32;
-        auto step = [&](int tile_k) { return (tile + tiles - round_start(p, tile_k)) % tiles; };
-        const unsigned need = __ballot_sync(~0u, other < tiles_of(p.n_k, BLOCK_K) && step(other) < step(tile_k));
-        while ((get_done(done) & need) != need) {}
-        __syncwarp();
-        return;
-    }
+DEVICE void wait_for_turn(const Params& p, const int* done, int tile_k) {
     const int first = FROM_DIAGONAL ? tile_k + 1 : 0, end = FROM_DIAGONAL ? tiles_of(p.n_k, BLOCK_K) : tile_k;
 #pragma unroll 1
     for (int word = first / 32 + threadIdx.x % 32; 32 * word < end; word += 32) {
@@ -354,7 +333,7 @@ DEVICE void keep_order(const Params& p, unsigned base, int which) {
         const int where = load_word(slot_of(base, n)), tile_k = load_word(slot_of(base, n) + 4);
         if (where == END) break;
         int* done = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token + 1;
-        wait_for_turn(p, done, tile_k, where % tiles_of(p.n_q, BLOCK_Q));
+        wait_for_turn(p, done, tile_k);
         if (KEYS_SHARED) {
             if (leader) arrive(turn_of(base, n));
             wait(added_of(base, n), n / 2 & 1);
