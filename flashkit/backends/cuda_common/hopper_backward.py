@@ -102,10 +102,10 @@ def backward_candidates(spec: AttentionSpec, device: Device) -> list[BackwardTil
 
 def heads_in_order(arguments: Arguments, tile: BackwardTile, sms: int) -> int:
     """Key/value heads that blocks work at together where they add in an order and, with a mask, each begins at its
-    diagonal: as many as are two items for each block, and as stay in the L2 cache.
+    diagonal: as many as are one item for each block, or two where items have fewer steps, and as stay in the L2 cache.
     """
-    keys = -(-arguments.n_k // tile.block_k)
-    most = min(2 * sms // keys, _CACHED_IN_ORDER // _bytes_of_head(arguments))
+    queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
+    most = min((1 if queries > keys else 2) * sms // keys, _CACHED_IN_ORDER // _bytes_of_head(arguments))
     return heads_together(arguments.batch * arguments.heads_kv, most)
 
 
