@@ -1,4 +1,4 @@
-# parts: tiles tensor sm90 sm90_tile_backward softmax sm90_items_backward sm90_pairs sm90_queries
+# parts: tiles tensor sm90 sm90_tile_backward softmax sm90_items_backward sm90_order sm90_pairs sm90_queries
 # Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2; warp groups with roles as in
 # FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper: weights recomputed from the log-sum-exp, five
 # products.

@@ -1,4 +1,4 @@
-# parts: tiles tensor sm90 sm90_tile sm90_items softmax
+# parts: tiles tensor sm90 sm90_tile sm90_items softmax sm90_softmax
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1; warp groups with roles and softmax beside
 # products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper. docs/numba_hopper.md walks through
 # it.
@@ -170,29 +170,6 @@ def after(x):
     return 1 if as_int(x) == 0x7FA12345 else 0
 
 
-# How much less earlier weights may count than thought, and the reference still be trusted. float16 weights have no room
-# above the greatest, so there a reference is not guessed.
-STEADY, GUESSES = np.float32(1e-6), STORAGE != "float16"
-
-
-@device
-def guess(s, unit):
-    """A reference from a tile's first 16 columns, and whether all rows of the warp have one. Whether it is near enough
-    the weights' sums will tell.
-    """
-    m = scaled(across_row(greater, row_max(part(s, 0, 8), UNKNOWN)), unit)
-    return m, GUESSES and all_lanes(repeat(is_begun, ROWS, True, m))
-
-
-@device
-def lasts(j, so_far, rest):
-    """Whether row j has a reference, and one that has not just grown by much: it may grow again, and another first look
-    would be in vain.
-    """
-    m, rescale, fresh = rest
-    return so_far and m[j] != HIDDEN and (fresh or rescale[j] >= STEADY)
-
-
 @device
 def step(p, base, group, lane, unit, pending, usual, fresh, full, tile, state):
     """Tile n from its scores to its weights. pending: meanwhile the product of the weights before. usual: all rows of
@@ -213,7 +190,7 @@ def step(p, base, group, lane, unit, pending, usual, fresh, full, tile, state):
         products_wait(1)
     else:
         products_wait(0)
-    s = modify_tile(p, at, usual or full, settle(s), k0)
+    s = modified(p, at, usual or full, settle(s), k0)
     first = not usual and fresh
     if first:
         m, begun = guess(s, unit)
