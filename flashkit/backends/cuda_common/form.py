@@ -36,6 +36,11 @@ class Form:
     straight: Expr = expr.TRUE
     """Whether it does so evenly for keys k0 ... k1."""
 
+    @property
+    def biased(self) -> bool:
+        """Whether there is a bias."""
+        return self.bias is not _ZERO
+
 
 @lru_cache(maxsize=512)
 def form(score: Expr) -> Form | None:

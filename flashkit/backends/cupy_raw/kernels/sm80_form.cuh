@@ -4,6 +4,7 @@
 #include "positions.cuh"
 
 constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && !WIDE;
+constexpr bool SCALED = BY_FORM && EVEN && !BIASED;  // tanh or nothing, times a number that is the same for all
 
 // Of a row and the keys of a tile. What depends on the score alone, and the bias, in base 2: at the lane's first key, and from
 // key to key.

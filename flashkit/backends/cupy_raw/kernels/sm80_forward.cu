@@ -206,8 +206,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                     copies_end();
                 }
                 const bool plain = !HAS_SCORE && full && k0 + BLOCK_K <= at.n_k && scale > 0;
-                if (!plain) modify_tile(p, at, full, s, k0);
-                online_softmax(s, output, plain ? scale : 1.0f);
+                float factor = 1;
+                if (!plain) modify_tile(p, at, full, s, k0, factor);
+                online_softmax(s, output, plain ? scale : factor);
                 if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
                 if constexpr (WARPS_K > 1) store_weights(s, shared_weights);
                 join_warps();

@@ -42,12 +42,15 @@ DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS
         }
 }
 
-// By form; false where that does not do.
-DEVICE bool form_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
+// By form; false where that does not do. factor: what is left to be multiplied by.
+DEVICE bool form_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0, float& factor) {
     Line line[TILES][2];
     if (!lines_of<BLOCK_K, 16 * TILES, PACK>(p, at.b, at.h, at.offset, at.rows, at.row0 + at.row_of_warp(), k0, at.key(0), line,
                                              [&](int i, int half) { return at.row(i, half); }))
         return false;
+    const bool scaled = SCALED && line[0][0].gain > 0;
+    if (scaled) factor = line[0][0].gain;
+    if (scaled && !CAPPED) return true;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -55,18 +58,20 @@ DEVICE bool form_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float slope;
-                s[i][n][e] = formed(s[i][n][e], line[i][e / 2], 8 * n + e % 2, slope);
+                if (scaled) s[i][n][e] = tanh_of(s[i][n][e] * line[0][0].rate);
+                else s[i][n][e] = formed(s[i][n][e], line[i][e / 2], 8 * n + e % 2, slope);
             }
     return true;
 }
 
-DEVICE void modify_tile(const Params& p, const Place& at, bool full, float (&s)[TILES][KEYS][4], int k0) {
+// The same for any tile.
+DEVICE void modify_tile(const Params& p, const Place& at, bool full, float (&s)[TILES][KEYS][4], int k0, float& factor) {
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, needed or not
     if constexpr (!HAS_SCORE && !HAS_MASK) {
         modify_tile<false, int>(p, at, s, k0);
     } else if (at.narrow()) {
         if constexpr (BY_FORM)
-            if (full && k0 + BLOCK_K <= at.n_k && form_tile(p, at, s, k0)) return;
+            if (full && k0 + BLOCK_K <= at.n_k && form_tile(p, at, s, k0, factor)) return;
         if (HAS_MASK && !full) modify_tile<true, int>(p, at, s, k0);
         else modify_tile<false, int>(p, at, s, k0);
     } else {
