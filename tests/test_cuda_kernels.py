@@ -299,7 +299,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     """
     spec = AttentionSpec("float32", d, d, mask=expr.K <= expr.Q if causal else None, precision=precision)
     found = sm90_binary(spec)
-    assert found.resources["sm90_forward"].spills <= (700 if precision and d == 64 else 32)  # where tiles are loaded
+    assert found.resources["sm90_forward"].spills <= (800 if precision and d == 64 else 32)  # where tiles are loaded
     sass = disassembled(found.path)
     products = -(-d // 16) + sm90.forward_tile(long(spec)).block_k // 16
     assert len(re.findall(r"\bHGMMA\b", sass)) == 3 * products

@@ -22,8 +22,9 @@
 //                   asked for before the softmax, not after it: 3 to 5 % faster if causal, else as fast.
 //     128 columns   128 x 64. 128 x 32 in three stages: 1 to 2 % slower; 64 x 64 and 8 warps: 15 to 30 %.
 //      64 columns   128 x 128, 5 to 9 % faster than 128 x 64, but not with a score modification, which spills then.
-//     by form       Times of a plain call with soft-capping 1.26 (128 columns), 1.42 (64), with ALiBi 1.20, 1.36; 3.3 and 2.0 as
-//                   functions of each pair with 64-bit positions. In the backward pass 1.14 and 1.07 to 1.13; 1.7 before.
+//     by form       Times of a plain call with soft-capping 1.22 (128 columns), 1.42 (64), with ALiBi 1.20, 1.36, a factor 1.06,
+//                   1.10; 3.3 and 2.0 as functions of each pair with 64-bit positions. In the backward pass 1.14 and 1.07 to
+//                   1.13; 1.7 before. Soft-capping by tiles of 128 x 128, 64 columns: 1.37, but causal 1.55 instead of 1.49.
 //     1,024 tokens  What begins and ends a block is a tenth of its time: hence the guess at the first tile, the outputs in 16
 //                   bytes, and numbers of the grid that the host knows.
 //     decoding      16 x 128 in three stages, one block to a multiprocessor, 1 to 2 % faster than two blocks of 16 x 64; more

@@ -98,6 +98,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     bool fresh = false;          // whether the tile that comes is the first of another item
     int number = -1;             // of the item that the tile belongs to among the block's
     bool pending = false;        // whether weights of the tile before wait for their values,
+    float frame = 0;             // the exponent of the unit that the item's sums are in: of values
     int sum = 0, exist = 0;      // to be added to the output (sum), not to start it; keys of that tile that exist
 
     auto buffer_of = [&](int number) { return base + (number % Q_BUFFERS * GROUPS + group) * BYTES_Q; };
@@ -189,6 +190,16 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             for (int i = 0; WIDE && HAS_SCORE && i < BLOCK_K / 2; ++i) s[i] *= units.score[i / 2 % 2];
         };
         scale_scores();
+        // Sums follow the unit of the values, or weights of a tile in a much smaller one would lose their bits.
+        float change = 0, change_factor = 1;
+        if constexpr (WIDE) {
+            if (!USUAL && fresh) frame = shift;
+            if (__any_sync(~0u, fabsf(shift - frame) > 4)) {
+                change = shift - frame, change_factor = exp2_fast(-change), frame = shift;
+                bring(change);
+                level[0] += change, level[1] += change, l[0] *= change_factor, l[1] *= change_factor;
+            }
+        }
         bring(-shift);
         const Tanh tanh;
         if (!BY_FORM && USUAL) calm = modify_usual(p, at, s, k0, scale);
@@ -206,7 +217,8 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             if (!USUAL && fresh) m[0] = m[1] = HIDDEN;
             else if (BY_FORM && SLOPED && guessed) {
                 m[0] = m_before[0], m[1] = m_before[1], l[0] = l_before[0], l[1] = l_before[1];
-                bring(-shift);
+                bring(change - shift);
+                if (WIDE) l[0] *= change_factor, l[1] *= change_factor;
             }
             online_softmax(s, m, total, rescale, factor);
             l[0] *= rescale[0], l[1] *= rescale[1];
@@ -230,9 +242,10 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         if (!USUAL && fresh) {
             if (PENDING && Q_BUFFERS > 1)
                 finish(p, before, m_before, l_before, output, buffer_of(number - 1), done_of(number - 1), group);
-        } else if (exact) {
+        } else if (exact || (WIDE && change != 0)) {
+            if (WIDE && !exact) rescale[0] = rescale[1] = 1;
 #pragma unroll
-            for (int i = 0; i < COLUMNS / 2; ++i) output[i] *= rescale[i / 2 % 2];
+            for (int i = 0; i < COLUMNS / 2; ++i) output[i] *= WIDE ? rescale[i / 2 % 2] * change_factor : rescale[i / 2 % 2];
         }
         if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
 #pragma unroll

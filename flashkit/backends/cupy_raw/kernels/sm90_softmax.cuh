@@ -6,8 +6,10 @@
 constexpr bool HALVES = STORAGE != BFLOAT16;  // weights are float16
 constexpr float LIMIT = HALVES ? 32768.0f : 1e18f;
 
-// How far above what it is guessed from a reference is, in base 2: so that float16 has room for greater scores.
-constexpr float HEADROOM = WIDE ? 6 : 0;
+// Whether an item's first reference is guessed, and how far above what it is guessed from, in base 2: so that float16 has room
+// for greater scores. With more than 64 columns it is no faster there.
+constexpr bool GUESSES = STORAGE != FLOAT16 || HEAD_DIM <= 64;
+constexpr float HEADROOM = HALVES ? 6 : 0;
 
 constexpr float STEADY = 1e-6f;  // how much less earlier weights may count than thought, and the reference still be trusted
 
@@ -203,14 +205,14 @@ DEVICE float formed(float x, const Line& line, int half, float bias, float edge,
 
 // A reference from the first columns of a tile: see guess(). Or none.
 DEVICE bool guess_formed(const float (&s)[BLOCK_K / 2], float (&m)[2], const Line& line) {
-    if (STORAGE == FLOAT16) return false;
+    if (!GUESSES) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float top = HIDDEN, far;
 #pragma unroll
         for (int i = 0; i < 4; ++i) top = fmaxf(top, formed(s[i / 2 * 4 + 2 * half + i % 2], line, half, 0, line.edge[half], SHORT, far));
         m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) + line.top[half];
-        if (WIDE) m[half] += HEADROOM;
+        if (HALVES) m[half] += HEADROOM;
     }
     return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
 }
@@ -223,7 +225,7 @@ DEVICE constexpr bool is_fast(int n) { return SHORT && HEAD_DIM > 64 && n % 4 ==
 // for the polynomial.
 template <bool STEEP>
 DEVICE bool formed_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], const Line& line, bool guessed, bool& calm) {
-    constexpr float LEAST = WIDE ? 5e-4f : HALVES ? 0.03f : 1e-18f;
+    constexpr float LEAST = !HALVES ? 1e-18f : GUESSES ? 5e-4f : 0.03f;
     unsigned signs[2] = {~0u, ~0u};  // those of x^2 - CALM^2, and-ed: LOP3 takes two at once, where a maximum takes one
     float total[4] = {0, 0, 0, 0}, edge[2] = {line.edge[0], line.edge[1]}, far[2] = {-1, -1};
     const float base[2] = {line.first[0] - m[0], line.first[1] - m[1]};
@@ -269,15 +271,14 @@ DEVICE void lift(const Line& line, float (&m)[2], const float (&level)[2], float
     }
 }
 
-// A reference from the first columns of a tile. False where a row has none, all of these being hidden, or where weights
-// are float16, which has no room above a reference that is not the greatest.
+// A reference from the first columns of a tile. False where a row has none, all of these being hidden.
 DEVICE bool guess(const float (&s)[BLOCK_K / 2], float (&m)[2], const float (&unit)[2]) {
-    if (STORAGE == FLOAT16) return false;
+    if (!GUESSES) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float top = fmaxf(fmaxf(s[2 * half], s[2 * half + 1]), fmaxf(s[4 + 2 * half], s[4 + 2 * half + 1]));
         m[half] = across_lanes(top, [](float x, float y) { return fmaxf(x, y); }) * unit[half];
-        if (WIDE) m[half] += HEADROOM;
+        if (HALVES) m[half] += HEADROOM;
     }
     return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
 }
