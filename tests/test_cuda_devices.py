@@ -256,6 +256,23 @@ def test_tf32_has_eleven_bits(d: int, generation: str) -> None:
     assert error <= (8e-7 if generation == "simt" else 8e-4)
 
 
+@pytest.mark.parametrize("kind", ["zeros", "one", "steps"])
+def test_tf32_of_uneven_values(kind: str, generation: str) -> None:
+    """A token's result is as exact where tiles of values are zeros, or hold others that are far greater or smaller."""
+    q, k, v = tensors(*[(2, 8, 500, 64)] * 3)
+    if kind == "zeros":
+        v[:, :, 350:] = 0
+    elif kind == "one":
+        v[:, :, -1] *= 1e5
+    else:
+        v[:, :, :128] *= 1e-4
+        v[:, :, 256:384] *= 1e3
+    right = flashkit.attention(*(x.get().astype(np.float64) for x in (q, k, v)), causal=True, backend="reference")
+    got = flashkit.attention(q, k, v, causal=True, precision="tf32", backend=NAME).get().astype(np.float64)
+    errors = ((got - right) ** 2).mean(-1) / (right**2).mean(-1)
+    assert np.sqrt(errors.mean()) <= 1e-3
+
+
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
     """Backward, a head at a time in the cache, the last one in the other order; odd tiles, rows that see nothing."""
     if generation != "sm80":
