@@ -6,17 +6,20 @@ test_numba_cuda.py.
 from __future__ import annotations
 
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import cases
 import numpy as np
 import pytest
 from cases import FACTORS, with_
+from filelock import FileLock
 
 import flashkit
 from flashkit import dispatch, mods, reference
@@ -524,7 +527,15 @@ def test_a_numpy_array_in_a_captured_call_is_an_error() -> None:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def in_turn() -> Iterator[None]:
+    """For tests that take much of a device's memory: one after the other, whichever processes they run in."""
+    with FileLock(Path(tempfile.gettempdir()) / "flashkit-tests-large.lock"):
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_turn")
 def test_more_than_2_to_the_31_elements(generation: str) -> None:
     """Offsets beyond 32 bits in every tensor: the last head of a long batch, against the same head alone."""
     import cupy
