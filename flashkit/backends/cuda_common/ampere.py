@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...spec import ITEMSIZE, AttentionSpec
+from ...spec import AttentionSpec
 from . import compiler
 from .arguments import Arguments
 from .device import Device
 from .generation import Kernels
-from .hopper import heads_together
 from .launch import MAX_GRID, scratch
 from .rows import RowKernels
+from .together import bytes_of_queries, heads_together
 
 _CACHED = 40_000_000  # bytes of the heads that blocks work at together
 _STORING = 256  # threads
@@ -36,7 +36,7 @@ class OrderedBackward:
         self._store = library.kernel("store_queries", device)
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        spec, tile = arguments.spec, self.tile
+        tile = self.tile
         self.rows.prepare(arguments, stream, tile.block_q)
         keys, queries = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
         heads = arguments.batch, arguments.heads
@@ -46,13 +46,12 @@ class OrderedBackward:
         marks = scratch(4 + math.prod(heads) * queries * words, "int32", zeros=True)
         arguments.tensors(partial=sums, partial_lse=marks[4:].reshape((*heads, queries, words)))
         # Heads at a time: what they read and add to should stay in the L2 cache. All groups have about as many.
-        row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4 * spec.head_dim
         every = arguments.batch * arguments.heads_kv
         blocks, tiles = keys * every, queries * math.prod(heads)
         if max(blocks, tiles) > MAX_GRID:
             raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
         if blocks:
-            arguments.set(splits=heads_together(every, _CACHED // max(1, arguments.n_q * spec.group * row)))
+            arguments.set(splits=heads_together(every, _CACHED // bytes_of_queries(arguments)))
             self._kernel.launch(blocks, 32 * tile.warps, arguments, stream)
         if tiles:
             self._store.launch(tiles, _STORING, arguments, stream)

@@ -101,16 +101,21 @@ class Spare:
         self._pass.run(arguments, stream)
 
 
-def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool]) -> tuple[Tile | None, str]:
-    """The tile of a profile's row and the row's reason; or None, and why it is not followed.
+def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool], own: str = "") -> tuple[Tile | None, str]:
+    """The tile of a profile's row and the row's reason; or None, `own`, the reason of a generation's own tile, and why
+    the row is not followed.
 
     kind: the dataclass of the tile, whose own checks count too. What it is not made with, such as rows that are always
     128, it has to have as the row says.
     """
+
+    def none(why: str | None) -> tuple[None, str]:
+        return None, "; ".join(filter(None, (own, why)))
+
     if row is None:
-        return None, ""
+        return none(None)
     if row.options.get(OWN_CHOICE):
-        return None, row.why or ""
+        return none(row.why)
     numbers = {name: value for name in IN_ROW if (value := getattr(row, name)) is not None}
     numbers |= {name: value for name, value in row.options.items() if name != "generation"}
     given = {field.name for field in fields(kind)} & numbers.keys()  # type: ignore[arg-type]
@@ -121,5 +126,5 @@ def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool]) -> tuple[Ti
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
     except (TypeError, ValueError) as error:
-        return None, f"the profile's row is no tile: {error}"
-    return (tile, row.why or "the profile's row") if fits(tile) else (None, f"the profile's tile {tile} does not fit")
+        return none(f"the profile's row is no tile: {error}")
+    return (tile, row.why or "the profile's row") if fits(tile) else none(f"the profile's tile {tile} does not fit")

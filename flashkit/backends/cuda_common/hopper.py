@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...spec import ITEMSIZE, AttentionSpec, Problem, Verdict
 from .arguments import Arguments
@@ -14,6 +14,7 @@ from .device import Device
 from .generation import Spare
 from .launch import MAX_GRID, Library
 from .sm90_maps import Launch, Tickets, addressable, tensor_map
+from .together import heads_together
 
 FEW_ROWS = 64
 MANY_KEYS = 1024
@@ -87,16 +88,27 @@ class ForwardTile:
         }  # fmt: skip
 
 
+Tile = TypeVar("Tile", bound=ForwardTile)
+
+
+def usual_tile(kind: type[Tile], problem: Problem, modified: bool) -> Tile:
+    """What does well on an H200 with 16 bits. modified: whether what happens to scores takes many registers."""
+    spec = problem.spec
+    dim, dim_v = spec.head_dim, spec.head_dim_v
+    if max(dim, dim_v) <= 64:  # of short sequences, masked, larger tiles waste more
+        return kind(128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192, 128)
+    if max(dim, dim_v) <= 128:
+        return kind(128, 128)
+    if dim <= 192 and dim_v <= 128:
+        return kind(128, 96)
+    keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64
+    return kind(128, keys, q_buffers=1)
+
+
 def packed(problem: Problem) -> int:
     """Query heads whose rows share a tile: all of a group where there are few queries."""
     group = problem.spec.group
     return group if problem.n_q <= 256 and 64 % group == 0 else 1
-
-
-def heads_together(heads: int, most: int) -> int:
-    """Heads that blocks work at together, `most` at most: in parts that are as even as may be."""
-    most = max(1, min(heads, most))
-    return -(-heads // -(-heads // most))
 
 
 def work_enough(problem: Problem, device: Device, block_q: int) -> Verdict:

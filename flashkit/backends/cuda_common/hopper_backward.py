@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...spec import ITEMSIZE, AttentionSpec
+from ...spec import AttentionSpec
 from . import modification
 from .arguments import Arguments
 from .device import Device
 from .generation import Kernels, Spare
-from .hopper import WATCHDOG, chunks, heads_together, padded
+from .hopper import WATCHDOG, chunks, padded
 from .launch import MAX_GRID, Library, scratch
 from .rows import RowKernels
 from .sm90_maps import Launch, Tickets, addressable, tensor_map
+from .together import bytes_of_queries, heads_together
 
 _CACHED = 12_000_000  # bytes of the heads that blocks work at together, well within half of the L2 cache
 _CACHED_IN_ORDER = 34_000_000
@@ -90,9 +91,9 @@ def backward_tile(spec: AttentionSpec, simple: bool | None = None) -> BackwardTi
     return BackwardTile(128 if dim <= 64 and simple and not spec.dropout else 64)
 
 
-def backward_candidates(spec: AttentionSpec, device: Device) -> list[BackwardTile]:
-    """Tiles worth trying, the one of `backward_tile` first."""
-    tiles = [backward_tile(spec)]
+def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile | None = None) -> list[BackwardTile]:
+    """Tiles worth trying, first the one that is taken otherwise: unless given, that of `backward_tile`."""
+    tiles = [first or backward_tile(spec)]
     if keys_shared(spec):
         tiles += [BackwardTile(64, keys, 2, douts, 1) for keys in (112, 96, 80, 64) for douts in (2, 1)]
     else:
@@ -105,15 +106,8 @@ def heads_in_order(arguments: Arguments, tile: BackwardTile, sms: int) -> int:
     diagonal: as many as are one item for each block, or two where items have fewer steps, and as stay in the L2 cache.
     """
     queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
-    most = min((1 if queries > keys else 2) * sms // keys, _CACHED_IN_ORDER // _bytes_of_head(arguments))
+    most = min((1 if queries > keys else 2) * sms // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments))
     return heads_together(arguments.batch * arguments.heads_kv, most)
-
-
-def _bytes_of_head(arguments: Arguments) -> int:
-    """What is read of and added to the rows of a key/value head."""
-    spec = arguments.spec
-    row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4 * spec.head_dim
-    return max(arguments.n_q, 1) * spec.group * row
 
 
 def heads_at_a_time(arguments: Arguments) -> int:
@@ -123,7 +117,7 @@ def heads_at_a_time(arguments: Arguments) -> int:
     spec, every = arguments.spec, arguments.batch * arguments.heads_kv
     if spec.mask is None and not spec.deterministic:
         return 1
-    even = heads_together(every, _CACHED // _bytes_of_head(arguments))
+    even = heads_together(every, _CACHED // bytes_of_queries(arguments))
     return min(every, max(_LEAST_HEADS, min(even, _MOST_HEADS)) if spec.deterministic else min(even, _MOST_HEADS))
 
 

@@ -70,6 +70,10 @@ NEAR = 2**20
 """Positions up to this have short cuts."""
 
 
+POSITIONS = "any", "integers", "floats"
+"""What `positions` says, as kernels number it."""
+
+
 def positions(spec: AttentionSpec) -> str:
     """What the integers of the score modification may be computed with where positions are NEAR: "floats", which hold
     them exactly, "integers" of 32 bits, or "any" where they may become large on the way.

@@ -133,11 +133,9 @@ def _resident(tile: SimtTile, part: Part, spec: AttentionSpec, device: Device) -
 
 def by_profile(part: Part, row: Any, spec: AttentionSpec, device: Device) -> tuple[SimtTile, str]:
     """The tile of a profile's row, or the model's choice where there is none or it does not fit; and the reason."""
-    tile, why = tile_of(SimtTile, row, lambda tile: tile.cost(part, spec, device) < float("inf"))
-    if tile is None:
-        model = "least cost by the model of registers and shared memory"
-        return choose(part, spec, device), f"{model}; {why}" if why else model
-    return _resident(tile, part, spec, device), why
+    model = "least cost by the model of registers and shared memory"
+    tile, why = tile_of(SimtTile, row, lambda tile: tile.cost(part, spec, device) < float("inf"), model)
+    return _resident(tile, part, spec, device) if tile else choose(part, spec, device), why
 
 
 class _Kernel:

@@ -12,8 +12,8 @@ from ..cuda_common.ampere import OrderedBackward
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
-from ..cuda_common.hopper import heads_together
 from ..cuda_common.launch import MAX_GRID, scratch
+from ..cuda_common.together import heads_together
 from . import specialise
 
 MAX_DIM = 256
@@ -43,7 +43,7 @@ def _of_scores(spec: AttentionSpec) -> dict[str, int]:
     positions = modification.positions(spec)
     near = spec.score is not None and positions != "any"
     return {
-        "BRIEF": ITEMSIZE[spec.dtype] == 2, "POSITIONS": ("any", "integers", "floats").index(positions),
+        "BRIEF": ITEMSIZE[spec.dtype] == 2, "POSITIONS": modification.POSITIONS.index(positions),
         "FAR": modification.NEAR if near else 2**31 - 1,
     }  # fmt: skip
 
@@ -311,12 +311,7 @@ class Sm80(Generation):
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Sm80Forward | Sm80Backward:
         spec = problem.spec
         if direction == "forward":
-            tile, why = tile_of(Sm80Tile, row, lambda x: x.fits(spec, device))
-            return Sm80Forward(problem, device, tile, why=_told(tile, why))
-        found, why = tile_of(Sm80BackwardTile, row, lambda x: x.shared_memory(spec) <= device.shared_per_block)
-        return Sm80Backward(problem, device, found, why=_told(found, why))
-
-
-def _told(tile: Any, why: str) -> str:
-    """The reason of a profile's tile; without one, that of this file's, and why the profile's is not followed."""
-    return why if tile else "; ".join(filter(None, (_OWN, why)))
+            tile, why = tile_of(Sm80Tile, row, lambda x: x.fits(spec, device), _OWN)
+            return Sm80Forward(problem, device, tile, why=why)
+        found, why = tile_of(Sm80BackwardTile, row, lambda x: x.shared_memory(spec) <= device.shared_per_block, _OWN)
+        return Sm80Backward(problem, device, found, why=why)

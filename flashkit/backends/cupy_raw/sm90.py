@@ -18,12 +18,11 @@ from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.form import form
 from ..cuda_common.generation import Generation, Pass, Spare, tile_of
-from ..cuda_common.hopper import CHOSEN, SHORT, ForwardTile, chunks, packed, padded, work_enough
+from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, usual_tile, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
 from ..cuda_common.sm90_maps import tensor_map
-from . import sm90_float32, specialise
+from . import sm90_backward, sm90_float32, specialise
 from .sm80 import LEAST_SPLIT, Sm80Forward
-from .sm90_backward import Sm90Backward
 from .sm90_float32 import Split, parts
 from .sm90_products import text as products
 
@@ -52,10 +51,10 @@ class Sm90Tile(ForwardTile):
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
             **self.common(spec, pack, _finding(spec)),
-            "CHUNK_BYTES": _CHUNK,  "BRIEF": parts(spec) == 1, "PARTS": parts(spec),
+            "CHUNK_BYTES": _CHUNK, "BRIEF": parts(spec) == 1, "PARTS": parts(spec),
             "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
-            "POSITIONS": ("any", "integers", "floats").index(modification.positions(spec)),
+            "POSITIONS": modification.POSITIONS.index(modification.positions(spec)),
         }  # fmt: skip
 
 
@@ -67,18 +66,10 @@ def _finding(spec: AttentionSpec) -> bool:
 def forward_tile(problem: Problem) -> Sm90Tile:
     """What does well on an H200."""
     spec = problem.spec
-    dim, dim_v = spec.head_dim, spec.head_dim_v
     modified = spec.dropout or (spec.score is not None and (parts(spec) > 1 or form(spec.score) is None))
-    if max(dim, dim_v) <= 64:  # a modification takes registers; of short sequences, masked, larger tiles waste more
-        return Sm90Tile(128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192, 128)
-    if max(dim, dim_v) <= 128 and spec.dtype == "float32":
+    if spec.dtype == "float32" and max(spec.head_dim, spec.head_dim_v) > 64:
         return Sm90Tile(128, 128 if parts(spec) == 1 else 64, q_buffers=1)
-    if max(dim, dim_v) <= 128:
-        return Sm90Tile(128, 128)
-    if dim <= 192 and dim_v <= 128:
-        return Sm90Tile(128, 96)
-    keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64
-    return Sm90Tile(128, keys, q_buffers=1)
+    return usual_tile(Sm90Tile, problem, modified)
 
 
 def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
@@ -167,7 +158,7 @@ class Sm90(Generation):
         if direction == "backward" and problem.spec.dtype == "float32":
             return list(sm90_float32.backward_candidates(problem.spec, device))
         if direction == "backward":
-            return list(backward_candidates(problem.spec, device))
+            return list(backward_candidates(problem.spec, device, sm90_backward.tile_of(problem.spec)))
         return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
@@ -178,6 +169,5 @@ class Sm90(Generation):
         elif problem.spec.dtype == "float32":
             kind, made = sm90_float32.Sm90Float32BackwardTile, sm90_float32.Sm90Float32Backward
         else:
-            kind, made = BackwardTile, Sm90Backward
-        tile, why = tile_of(kind, row, lambda x: x.fits(problem.spec, device))
-        return made(problem, device, tile, why if tile else "; ".join(filter(None, (CHOSEN, why))))
+            kind, made = BackwardTile, sm90_backward.Sm90Backward
+        return made(problem, device, *tile_of(kind, row, lambda x: x.fits(problem.spec, device), CHOSEN))

@@ -12,10 +12,11 @@ from ..cuda_common import compiler
 from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Spare
-from ..cuda_common.hopper import CHOSEN, WATCHDOG, chunks, heads_together, padded
+from ..cuda_common.hopper import CHOSEN, WATCHDOG, chunks, padded
 from ..cuda_common.launch import MAX_GRID, Block, scratch
 from ..cuda_common.rows import RowKernels
 from ..cuda_common.sm90_maps import Launch, Tickets, encode
+from ..cuda_common.together import heads_together
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_products import text as products

@@ -12,9 +12,9 @@ from ..cuda_common.ampere import OrderedBackward
 from ..cuda_common.arguments import AT, Arguments, in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
-from ..cuda_common.hopper import heads_together
 from ..cuda_common.launch import MAX_GRID
-from .sm80_decode import Decode, DecodeTile, decode_tiles
+from ..cuda_common.together import heads_together
+from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
 MAX_DIM = 256
@@ -205,8 +205,7 @@ class Sm80(Generation):
                 return able
         elif not (able := sixteen_bits(spec, MAX_DIM)):
             return able
-        tiles: Any = self.candidates(problem, device, direction)
-        if not tiles:
+        if not self.candidates(problem, device, direction):
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")
         return Verdict(True)
 
@@ -219,12 +218,10 @@ class Sm80(Generation):
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward | Decode:
         if direction == "backward":
-            followed, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device))
-            why = why if followed else "; ".join(filter(None, (_OWN_BACKWARD, why)))
+            followed, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device), _OWN_BACKWARD)
             return Backward(self, problem, device, followed or backward_tiles(problem.spec, device)[0], why)
         if splits(problem, device):
-            narrow, why = tile_of(DecodeTile, row, lambda x: x.fits(problem.spec, device))
+            narrow, why = tile_of(DecodeTile, row, lambda x: x.fits(problem.spec, device), OWN_DECODE)
             return Decode(self.kernels, self.below, problem, device, narrow, why)
-        tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device))
-        why = why if tile else "; ".join(filter(None, (_OWN, why)))
+        tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device), _OWN)
         return Forward(self, problem, device, tile or forward_tiles(problem.spec, device)[0], why)

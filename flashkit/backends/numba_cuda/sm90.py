@@ -16,7 +16,7 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, hopper, hopper_backward
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Pass, Spare, sixteen_bits, tile_of
-from ..cuda_common.hopper import CHOSEN, SHORT, ForwardTile, chunks, packed, padded, work_enough
+from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, usual_tile, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
 
 MAX_DIM = 256
@@ -49,17 +49,7 @@ def _finding(spec: AttentionSpec) -> bool:
 
 def forward_tile(problem: Problem) -> Tile:
     """What does well on an H200."""
-    spec = problem.spec
-    dim, dim_v = spec.head_dim, spec.head_dim_v
-    if max(dim, dim_v) <= 64:  # a modification takes registers; of short sequences, masked, larger tiles waste more
-        small = spec.score is not None or spec.dropout or (spec.mask is not None and problem.n_q <= SHORT)
-        return Tile(128 if small else 192, 128)
-    if max(dim, dim_v) <= 128:
-        return Tile(128, 128)
-    if dim <= 192 and dim_v <= 128:
-        return Tile(128, 96)
-    keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64
-    return Tile(128, keys, q_buffers=1)
+    return usual_tile(Tile, problem, problem.spec.score is not None or problem.spec.dropout)
 
 
 def forward_candidates(problem: Problem, device: Device) -> list[Tile]:
@@ -134,7 +124,6 @@ class Sm90(Generation):
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
         if direction == "backward":
-            found, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device))
-            return Backward(self, problem, device, found, why if found else "; ".join(filter(None, (CHOSEN, why))))
-        tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device))
-        return Forward(self, problem, device, tile, why if tile else "; ".join(filter(None, (CHOSEN, why))))
+            found, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device), CHOSEN)
+            return Backward(self, problem, device, found, why)
+        return Forward(self, problem, device, *tile_of(Tile, row, lambda x: x.fits(problem.spec, device), CHOSEN))
