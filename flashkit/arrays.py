@@ -75,19 +75,24 @@ def addressable(array: Any) -> Any:
     return array if contiguous and aligned else namespace(kind_of(array) or "numpy").array(array, order="C", copy=True)
 
 
+_of_cupy = set[type]()  # types of arrays of CuPy that were seen
+
+
 def form(array: Any) -> tuple[Any, ...]:
     """Type, shape, strides, dtype and place: what a prepared call depends on. Arrays of equal forms lie in memory
     alike. The place: whether elements are aligned, or on which device they are.
     """
-    if type(array) is np.ndarray:  # the quickest way, for calls of microseconds
-        return np.ndarray, array.shape, array.strides, array.dtype, array.flags.aligned
     kind = type(array)
-    if kind.__module__ == "cupy" and kind is sys.modules["cupy"].ndarray:
-        return kind, array.shape, array.strides, array.dtype, array.data.device_id
-    if kind_of(array) is None:
-        return (type(array),)
-    place = array.flags.aligned if isinstance(array, np.ndarray) else array.data.device_id
-    return type(array), array.shape, array.strides, array.dtype, place
+    if kind is np.ndarray:  # the quickest ways, for calls of microseconds
+        return kind, array.shape, array.strides, array.dtype, array.flags.aligned
+    if kind not in _of_cupy:
+        found = kind_of(array)
+        if found is None:
+            return (kind,)
+        if found == "numpy":
+            return kind, array.shape, array.strides, array.dtype, array.flags.aligned
+        _of_cupy.add(kind)
+    return kind, array.shape, array.strides, array.dtype, array.data.device_id
 
 
 def describe_place(array: Any) -> str:

@@ -7,7 +7,7 @@ single words and the values of the modification.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from ... import dropout
 from ...spec import AttentionSpec, Gradients, Operands
 from . import modification
-from .launch import Block
+from .launch import Block, nowhere
 
 TENSORS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "shift", "delta", "partial", "partial_lse",
@@ -29,6 +29,9 @@ WORDS = (
 AT = {name: 4 * i for i, name in enumerate(TENSORS)} | {name: 4 * len(TENSORS) + i for i, name in enumerate(WORDS)}
 VALUES = 4 * len(TENSORS) + len(WORDS)
 """Index of the first value of the modification."""
+
+
+_PLACES = 4096  # of 8 numbers each, that a log-sum-exp may go to if nobody wants it
 
 
 def size(spec: AttentionSpec) -> int:
@@ -70,7 +73,21 @@ class Arguments(Block):
             )  # fmt: skip
         if spec.slots:
             words[VALUES:] = self._values(operands)
+        self._known: dict[Any, Any] = {}
         super().__init__(words)
+
+    def known(self, key: Any, find: Callable[[Arguments], Any]) -> Any:
+        """What `find` says of shapes and strides; asked once under this key, also for copies, which differ in addresses
+        alone.
+        """
+        if key not in self._known:
+            self._known[key] = find(self)
+        return self._known[key]
+
+    def unread_lse(self, ordinal: int) -> None:
+        """Let rows' log-sum-exp, which nobody wants, go to memory that no one reads: one place for each head."""
+        apart = 8 if self.heads <= _PLACES else 0
+        self.words[AT["lse"] : AT["lse"] + 4] = [nowhere(ordinal, 64 * _PLACES).data.ptr, 0, apart, 0]
 
     def gradients(self, gradients: Gradients) -> None:
         """What the backward pass reads and writes beyond the operands."""
@@ -79,7 +96,7 @@ class Arguments(Block):
             self.set(dsinks=self.address(gradients.dsinks))
 
     def copy(self) -> Arguments:
-        """The same words in memory of their own."""
+        """The same words in memory of their own, of which addresses may be changed."""
         new = object.__new__(Arguments)
         new.__dict__.update(self.__dict__)
         Block.__init__(new, list(self.words))

@@ -155,24 +155,27 @@ class CudaBackend:
 
         here, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(here, "forward").run, Arguments(plan.problem.spec, operands)
-        spare: deque[Arguments] = deque(maxlen=8)
+        templates = template, template.copy()
+        templates[1].unread_lse(here.ordinal)
+        spares: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
         q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
-        stream_of, lse_bytes = launch.stream, max(operands.lse.nbytes, 1)
+        stream_of, ordinal = launch.stream, here.ordinal
         _keep(stream_of(), operands)
 
         def call(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
-            if current() != here.ordinal:
-                raise ValueError(_ELSEWHERE.format(here.ordinal, current()))
+            if current() != ordinal:
+                raise ValueError(_ELSEWHERE.format(ordinal, current()))
+            spare = spares[lse is None]
             try:
                 arguments = spare.pop()  # its own, until it is put back
             except IndexError:
-                arguments = template.copy()
+                arguments = templates[lse is None].copy()
             words = arguments.words
-            stream = stream_of()
-            memory = launch.unread(lse_bytes, stream) if lse is None else lse.data
             words[q_at], words[k_at], words[v_at] = q.data.ptr, k.data.ptr, v.data.ptr
-            words[out_at], words[lse_at] = out.data.ptr, memory.ptr
-            run(arguments, stream)
+            words[out_at] = out.data.ptr
+            if lse is not None:
+                words[lse_at] = lse.data.ptr
+            run(arguments, stream_of())
             spare.append(arguments)
 
         return call

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ...spec import ITEMSIZE, AttentionSpec, Problem, Verdict
-from .arguments import Arguments
+from .arguments import AT, Arguments
 from .device import Device
 from .generation import Spare
-from .launch import MAX_GRID, Library
-from .sm90_maps import Launch, Tickets, addressable, tensor_map
+from .launch import MAX_GRID, Library, TensorMap
+from .sm90_maps import Maps, Tickets, aligned, maps_of, strides_fit
 from .together import heads_together
 
 FEW_ROWS = 64
 MANY_KEYS = 1024
 _CACHED = 34_000_000  # bytes of keys and values that blocks work at together, well within the L2 cache
 SHORT = 1536  # queries: of fewer under a mask, tiles of 192 rows would mostly be empty
+_TOGETHER, _TICKET = AT["splits"], AT["ticket"]
 CHOSEN = "chosen for an H200"
 WATCHDOG = bool(int(os.environ.get("FLASHKIT_CUDA_WATCHDOG") or 0))
 """Whether a barrier that is waited for too long stops the kernel, to find mistakes in protocols."""
@@ -122,43 +123,67 @@ def work_enough(problem: Problem, device: Device, block_q: int) -> Verdict:
     return Verdict(True)
 
 
-class Forward:
-    """The forward pass; `spare` takes the calls that its kernel cannot."""
+class Shaped(NamedTuple):
+    """What a launch takes from the shapes and strides of its arrays."""
 
-    addressed: tuple[str, ...] = ("q", "k", "v", "out")
-    """What the copy engine moves as it lies."""
+    blocks: int
+    together: int
+    """Heads that blocks work at together."""
+
+    maps: tuple[tuple[int, Maps], ...]
+    """For each tensor that the copy engine moves where its address stands, and its maps."""
+
+
+class Forward:
+    """The forward pass; `spare` takes the calls that its kernel cannot; the copy engine moves what is `addressed` as it
+    lies.
+    """
 
     def __init__(
-        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Spare
-    ) -> None:
+        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Spare,
+        addressed: tuple[str, ...] = ("q", "k", "v", "out"),
+    ) -> None:  # fmt: skip
         self.device, self.tile, self.why, self.spare = device, tile, why, spare
         self.pack, self.libraries = packed(problem), [library]
         self._kernel = library.kernel("sm90_forward", device, tile.shared_memory(problem.spec))
-        self._tickets = Tickets.of(device)
+        self._tickets, self._threads = Tickets.of(device), tile.threads
+        self._addressed, self._addresses = addressed, [AT[name] for name in addressed]
 
     def takes(self, arguments: Arguments) -> bool:
+        """Whether the kernel can do with arrays of these shapes and strides."""
         # With a scale that is not positive a hidden pair's -inf would change its sign.
-        return bool(arguments.n_k) and arguments.scale > 1e-30 and addressable(arguments, self.addressed)
+        return bool(arguments.n_k) and arguments.scale > 1e-30 and strides_fit(arguments, self._addressed)
 
-    def maps(self, arguments: Arguments, stream: int) -> tuple[list[Any], Any]:
+    def boxes(self, spec: AttentionSpec) -> list[tuple[str, int, int, int]]:
+        """Of each tensor that the copy engine moves as it lies the name, the columns, and heads and rows of a box."""
+        keys, dim, dim_v = self.tile.block_k, spec.head_dim, spec.head_dim_v
+        return [("q", dim, self.pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys), ("out", dim_v, self.pack, 64)]
+
+    def maps(self, arguments: Arguments, shaped: Shaped, stream: int) -> tuple[list[TensorMap], Any]:
         """Tensor maps of q, k, v and the output, and what has to live until the kernel is enqueued."""
-        spec, keys = arguments.spec, self.tile.block_k
-        boxes = ("q", spec.head_dim, self.pack, 64), ("k", spec.head_dim, 1, keys), ("v", spec.head_dim_v, 1, keys)
-        return [tensor_map(arguments, *box) for box in (*boxes, ("out", spec.head_dim_v, self.pack, 64))], None
+        return [maps[arguments.words[at]] for at, maps in shaped.maps], None
 
-    def run(self, arguments: Arguments, stream: int) -> None:
+    def shaped(self, arguments: Arguments) -> Shaped | None:
+        """What shapes and strides say; None: another pass is needed."""
         if not self.takes(arguments):
-            return self.spare.run(arguments, stream)
-        spec, tile = arguments.spec, self.tile
-        heads, rows = arguments.batch * arguments.heads // self.pack, arguments.n_q * self.pack
-        items = -(-rows // tile.block_q) * heads
-        if not items:
             return None
+        spec = arguments.spec
+        heads, rows = arguments.batch * arguments.heads // self.pack, arguments.n_q * self.pack
+        items = -(-rows // self.tile.block_q) * heads
         if items > MAX_GRID:
             raise ValueError(f"{items} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
         bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
-        arguments.set(splits=heads_together(heads, _CACHED // bytes_of_head), ticket=self._tickets.next())
-        maps, held = self.maps(arguments, stream)
-        self._kernel.launch(min(items, self.device.sms), tile.threads, Launch(arguments, maps), stream)  # type: ignore[arg-type]
+        maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(spec) if box[0] in self._addressed]
+        return Shaped(min(items, self.device.sms), heads_together(heads, _CACHED // bytes_of_head), tuple(maps))
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        shaped = arguments.known(self, self.shaped)
+        if shaped is None or not aligned(arguments, self._addresses):
+            return self.spare.run(arguments, stream)
+        if not shaped.blocks:
+            return None
+        arguments.words[_TOGETHER], arguments.words[_TICKET] = shaped.together, self._tickets.next(stream)
+        maps, held = self.maps(arguments, shaped, stream)
+        self._kernel.launch(shaped.blocks, self._threads, arguments.with_maps(maps), stream)
         del held
         return None

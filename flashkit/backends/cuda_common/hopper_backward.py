@@ -12,7 +12,7 @@ from .generation import Kernels, Spare
 from .hopper import WATCHDOG, chunks, padded
 from .launch import MAX_GRID, Library, scratch
 from .rows import RowKernels
-from .sm90_maps import Launch, Tickets, addressable, tensor_map
+from .sm90_maps import Tickets, addressable, tensor_map
 from .together import bytes_of_queries, heads_together
 
 _CACHED = 12_000_000  # bytes of the heads that blocks work at together, well within half of the L2 cache
@@ -162,14 +162,14 @@ class Backward:
         sums = scratch((*of_heads, queries, tile.sums(spec) // 4), "float32")
         marks = scratch((*of_heads, queries, 1 + -(-keys // 32)), "int32")
         arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums, partial_lse=marks)
-        arguments.set(splits=self.heads(arguments), ticket=self._tickets.next())
+        arguments.set(splits=self.heads(arguments), ticket=self._tickets.next(stream))
         self._prepare.launch(queries * heads, 256, arguments, stream)
         dim, dim_v = spec.head_dim, spec.head_dim_v
         rows, keys_of_tile = tile.block_q, tile.block_k
         boxes = ("q", dim, rows), ("k", dim, keys_of_tile), ("v", dim_v, keys_of_tile), ("dout", dim_v, rows)
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in boxes]
         blocks = min(keys * every, self.device.sms)
-        self._kernel.launch(blocks, _THREADS, Launch(arguments, maps), stream)  # type: ignore[arg-type]
+        self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream)
         self._store.launch(queries * heads, 256, arguments, stream)
         if self._rows is not None:
             self._rows.prepare(arguments, stream)

@@ -18,6 +18,8 @@ from .device import Device
 
 _STATIC_SHARED_ALWAYS = 48 * 1024  # what a block may use without asking
 
+MOST_MAPS = 4  # that a kernel takes
+
 MAX_GRID = 2**31 - 1
 """Blocks of a grid of one axis."""
 
@@ -101,13 +103,28 @@ def _early() -> Any:
     return attribute
 
 
+class TensorMap:
+    """What the copy engine is told of a tensor."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self.pointer = handle, int(handle.getPtr())
+
+
 class Block:
-    """Arguments of a kernel: 64-bit words, one structure in C++."""
+    """Arguments of a kernel: 64-bit words, one structure in C++, then tensor maps where it takes any."""
 
     def __init__(self, words: Sequence[int]) -> None:
         self.words = (ctypes.c_longlong * len(words))(*words)
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
+        self._pointers = (ctypes.c_void_p * (1 + MOST_MAPS))(ctypes.addressof(self.words))
         self.pointers = ctypes.addressof(self._pointers)
+        self._maps: Sequence[TensorMap] = ()
+
+    def with_maps(self, maps: Sequence[TensorMap]) -> Block:
+        """The same block, for a kernel that takes these beside the words."""
+        for i, each in enumerate(maps, 1):
+            self._pointers[i] = each.pointer
+        self._maps = maps  # alive as long as they may be launched with
+        return self
 
 
 @cache
@@ -126,6 +143,11 @@ def stream() -> int:
     return int(cupy.cuda.get_current_stream().ptr)
 
 
+def capturing(stream: int) -> bool:
+    """Whether a graph records what is enqueued on the stream."""
+    return bool(stream and _cupy().cuda.runtime.streamIsCapturing(stream))  # 0, the default one, cannot be captured
+
+
 def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
     """Memory for a kernel's intermediate results, from CuPy's pool; as it is, or filled with zeros. See `keep`."""
     cupy = _cupy()
@@ -134,11 +156,13 @@ def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
     return memory
 
 
-def unread(size: int, stream: int) -> Any:
-    """As many bytes that kernels write and nobody reads; has a `ptr`. See `keep`."""
-    memory = _cupy().cuda.alloc(size)
-    keep(stream, memory)
-    return memory
+@cache
+def nowhere(ordinal: int, size: int) -> Any:
+    """As many bytes on a device, that kernels write and nobody reads; never given back, as graphs may have recorded it.
+    """
+    cupy = _cupy()
+    with cupy.cuda.Device(ordinal):
+        return cupy.ndarray(size, "int8")
 
 
 def keep(stream: int, *memory: Any) -> None:
@@ -147,5 +171,5 @@ def keep(stream: int, *memory: Any) -> None:
     Otherwise it may be given back to the pool once all is enqueued, and serves others when what was enqueued is done. A
     graph that recorded a call uses the memory again whenever it is launched, and nobody can tell when that ends.
     """
-    if stream and _cupy().cuda.runtime.streamIsCapturing(stream):  # 0, the default stream, cannot be captured
+    if capturing(stream):
         _recorded.append(memory)

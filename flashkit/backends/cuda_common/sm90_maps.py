@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -11,7 +10,7 @@ from typing import Any
 from ...spec import ITEMSIZE
 from .arguments import AT, Arguments
 from .device import Device
-from .launch import call, scratch
+from .launch import TensorMap, call, capturing, scratch
 
 _ALIGNED = 16  # bytes, of addresses and strides
 _CHUNK = 128  # bytes of a box along the columns
@@ -19,11 +18,22 @@ _CHUNK = 128  # bytes of a box along the columns
 
 def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
     """Whether the copy engine can address these tensors: whole 16 bytes, no stride of 0 or below."""
+    return aligned(arguments, [AT[name] for name in names]) and strides_fit(arguments, names)
+
+
+def aligned(arguments: Arguments, at: Sequence[int]) -> bool:
+    """Whether the addresses in these words are of whole 16 bytes."""
+    bits, words = 0, arguments.words
+    for each in at:
+        bits |= words[each]
+    return bits % _ALIGNED == 0
+
+
+def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
+    """What is to be said of that without the addresses."""
     words, itemsize = arguments.words, ITEMSIZE[arguments.spec.dtype]
     for name in names:
         at = AT[name]
-        if words[at] % _ALIGNED:
-            return False
         heads = arguments.heads_kv if name in ("k", "v", "dk", "dv") else arguments.heads
         tokens = arguments.n_k if name in ("k", "v", "dk", "dv") else arguments.n_q
         for stride, size in zip(words[at + 1 : at + 4], (arguments.batch, heads, tokens)):
@@ -32,21 +42,43 @@ def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
     return True
 
 
-def tensor_map(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Any:
+def tensor_map(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> TensorMap:
     """The map of a tensor for boxes of `rows` rows of 128 bytes: (batch, head / pack, token, member of a pack, dim);
     without packs (batch, head, 1, token, dim).
     """
+    return maps_of(arguments, name, dim, pack, rows)[arguments.words[AT[name]]]
+
+
+class Maps(dict[int, TensorMap]):
+    """Maps of tensors of one form, by their addresses."""
+
+    MOST = 256
+
+    def __init__(self, *form: Any) -> None:
+        super().__init__()
+        self._form = form
+
+    def __missing__(self, address: int) -> TensorMap:
+        if len(self) >= self.MOST:
+            self.clear()
+        made = self[address] = encode(*self._form, address)
+        return made
+
+
+def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Maps:
+    """Those of all tensors of the form of this one."""
     of_keys = name in ("k", "v", "dk", "dv")
     at, words = AT[name], arguments.words
     heads, tokens = (arguments.heads_kv, arguments.n_k) if of_keys else (arguments.heads, arguments.n_q)
-    return encode(arguments.spec.dtype, *words[at : at + 4], dim, pack, heads, tokens, arguments.batch, rows)
+    strides = words[at + 1 : at + 4]
+    return Maps(arguments.spec.dtype, *strides, dim, pack, heads, tokens, arguments.batch, rows)
 
 
 @lru_cache(maxsize=4096)
 def encode(
-    dtype: str, address: int, batch: int, head: int, token: int, dim: int, pack: int, heads: int, tokens: int,
-    batches: int, rows: int,
-) -> Any:  # fmt: skip
+    dtype: str, batch: int, head: int, token: int, dim: int, pack: int, heads: int, tokens: int, batches: int,
+    rows: int, address: int,
+) -> TensorMap:  # fmt: skip
     """The map of an array; batch, head, token: its strides in elements."""
     from cuda.bindings import driver
 
@@ -56,7 +88,7 @@ def encode(
     inner = [(pack, head, pack), (tokens, token, rows // pack)]
     inner = inner[::-1] if pack == 1 else inner
     axes = (*inner, (heads // pack, pack * head, 1), (batches, batch, 1))
-    return call(
+    handle = call(
         "cuTensorMapEncodeTiled",
         getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
         5, address,
@@ -70,17 +102,7 @@ def encode(
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
-
-
-class Launch:
-    """The arguments of one launch: the block, then tensor maps."""
-
-    def __init__(self, arguments: Arguments, maps: Sequence[Any]) -> None:
-        self._alive = arguments, maps
-        self._pointers = (ctypes.c_void_p * (1 + len(maps)))(
-            ctypes.addressof(arguments.words), *(int(each.getPtr()) for each in maps)
-        )
-        self.pointers = ctypes.addressof(self._pointers)
+    return TensorMap(handle)
 
 
 class Tickets:
@@ -94,15 +116,13 @@ class Tickets:
         with cupy.cuda.Stream(non_blocking=True) as stream:
             self._memory = cupy.zeros((self.COUNT, 2), "int32")
             stream.synchronize()
-        self._next = itertools.count()
+        self._first, self._next = int(self._memory.data.ptr), itertools.count()
 
-    def next(self) -> int:
+    def next(self, stream: int) -> int:
         """The address of a pair that no kernel in flight uses; a graph, which may run at any time, has its own."""
-        import cupy
-
-        if cupy.cuda.get_current_stream().is_capturing():
+        if capturing(stream):
             return int(scratch((2,), "int32", zeros=True).data.ptr)
-        return int(self._memory.data.ptr) + next(self._next) % self.COUNT * 8
+        return self._first + next(self._next) % self.COUNT * 8
 
     @staticmethod
     def of(device: Device) -> Tickets:

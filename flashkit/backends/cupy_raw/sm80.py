@@ -9,7 +9,7 @@ from typing import Any
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification
 from ..cuda_common.ampere import OrderedBackward
-from ..cuda_common.arguments import Arguments
+from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
 from ..cuda_common.launch import MAX_GRID, scratch
@@ -20,6 +20,7 @@ MAX_DIM = 256
 LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
 _LIST = 4 * 512  # bytes of kernels/sm80_work.cuh: TileList
 _CACHED = 24_000_000  # bytes of keys and values that blocks work at together
+_SPLITS = AT["splits"]
 _OWN = "measured on an H200"
 
 
@@ -134,33 +135,37 @@ class Sm80Forward:
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)
-        self._early = device.capability >= (9, 0)
+        self._early, self._threads = device.capability >= (9, 0), 32 * self.tile.warps
 
     def _blocks(self, batch: int, heads: int, n_q: int) -> int:
         return -(-n_q * self.pack // self.tile.block_q) * (heads // self.pack) * batch
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        blocks = self._blocks(arguments.batch, arguments.heads, arguments.n_q)
-        if not blocks:
-            return
-        spec = arguments.spec
-        if self.split:
+    def shaped(self, arguments: Arguments) -> tuple[int, int]:
+        """Blocks, and in how many parts keys are taken or how many heads are worked at together."""
+        blocks, spec = self._blocks(arguments.batch, arguments.heads, arguments.n_q), arguments.spec
+        if self.split and blocks:
             most = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
             parts = max(1, min(self.tile.waves * self.slots // blocks, most))
-            shape = parts * arguments.batch, arguments.heads, arguments.n_q
-            partial, partial_lse = scratch((*shape, spec.head_dim_v), "float32"), scratch(shape, "float32")
-            arguments.tensors(partial=partial, partial_lse=partial_lse)
-            arguments.set(splits=parts)
-            _launch(self._kernel, blocks * parts, 32 * self.tile.warps, arguments, stream, self._early)
-            rows = arguments.batch * arguments.heads * arguments.n_q
-            columns = padded(spec.head_dim_v, 32)
-            groups = 8 if columns <= 64 else 512 // columns
-            _launch(self._combine, rows, columns * groups, arguments, stream, self._early)
-        else:
-            bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
-            heads = arguments.batch * (arguments.heads // self.pack)
-            arguments.set(splits=heads_together(heads, _CACHED // max(1, bytes_of_head)))
-            _launch(self._kernel, blocks, 32 * self.tile.warps, arguments, stream)
+            return blocks * parts, parts
+        bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
+        heads = arguments.batch * (arguments.heads // self.pack)
+        return blocks, heads_together(heads, _CACHED // max(1, bytes_of_head))
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        blocks, splits = arguments.known(self, self.shaped)
+        if not blocks:
+            return
+        arguments.words[_SPLITS] = splits
+        if not self.split:
+            _launch(self._kernel, blocks, self._threads, arguments, stream)
+            return
+        shape, columns = (splits * arguments.batch, arguments.heads, arguments.n_q), arguments.spec.head_dim_v
+        partial, partial_lse = scratch((*shape, columns), "float32"), scratch(shape, "float32")
+        arguments.tensors(partial=partial, partial_lse=partial_lse)
+        _launch(self._kernel, blocks, self._threads, arguments, stream, self._early)
+        rows, columns = arguments.batch * arguments.heads * arguments.n_q, padded(columns, 32)
+        groups = 8 if columns <= 64 else 512 // columns
+        _launch(self._combine, rows, columns * groups, arguments, stream, self._early)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.form import form
 from ..cuda_common.generation import Generation, Pass, Spare, tile_of
-from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, usual_tile, work_enough
+from ..cuda_common.hopper import CHOSEN, ForwardTile, Shaped, chunks, packed, padded, usual_tile, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
-from ..cuda_common.sm90_maps import tensor_map
+from ..cuda_common.launch import TensorMap
 from . import sm90_backward, sm90_float32, specialise
 from .sm80 import LEAST_SPLIT, Sm80Forward
 from .sm90_float32 import Split, parts
@@ -97,23 +97,23 @@ class Sm90Forward(hopper.Forward):
         arch = compiler.target(device.capability)
         library = specialise.library("sm90_forward", spec, tuple(constants.items()), arch, functions)
         spare = Spare(partial(Sm80Forward, problem, device), spec, device, "forward")
-        super().__init__(problem, device, tile, why, library, spare)
-        self.split = Split(spec, tile.block_k, device) if spec.dtype == "float32" else None
+        wide = {"addressed": ("out",)} if spec.dtype == "float32" else {}
+        super().__init__(problem, device, tile, why, library, spare, **wide)
+        self.split = Split(spec, tile.block_k, device) if wide else None
         if self.split:
             self.libraries.append(self.split.library)
-            self.addressed = ("out",)
 
     def takes(self, arguments: Arguments) -> bool:
         # A score modification of more would count in 64 bits, one pair at a time.
         most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
         return super().takes(arguments) and (arguments.spec.score is None or most < modification.NEAR)
 
-    def maps(self, arguments: Arguments, stream: int) -> tuple[list[Any], Any]:
-        if self.split is None:
-            return super().maps(arguments, stream)
-        (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), "q")
-        out = tensor_map(arguments, "out", arguments.spec.head_dim_v, self.pack, 64)
-        return [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k), out], held
+    def maps(self, arguments: Arguments, shaped: Shaped, stream: int) -> tuple[list[TensorMap], Any]:
+        (*maps, out), held = super().maps(arguments, shaped, stream)
+        if self.split is not None:
+            (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), "q")
+            maps = [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k)]
+        return [*maps, out], held
 
 
 class Sm90(Generation):

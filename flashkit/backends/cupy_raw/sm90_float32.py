@@ -13,9 +13,9 @@ from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Spare
 from ..cuda_common.hopper import CHOSEN, WATCHDOG, chunks, padded
-from ..cuda_common.launch import MAX_GRID, Block, scratch
+from ..cuda_common.launch import MAX_GRID, Block, TensorMap, scratch
 from ..cuda_common.rows import RowKernels
-from ..cuda_common.sm90_maps import Launch, Tickets, encode
+from ..cuda_common.sm90_maps import Tickets, encode
 from ..cuda_common.together import heads_together
 from . import specialise
 from .sm80 import Sm80Backward
@@ -98,9 +98,10 @@ class Terms:
         """Address and strides, in elements."""
         return self.address, self.heads * self.tokens * self.columns, self.tokens * self.columns, self.columns
 
-    def map(self, rows: int, pack: int = 1) -> Any:
+    def map(self, rows: int, pack: int = 1) -> TensorMap:
         """The tensor map for boxes of `rows` rows, of `pack` heads."""
-        return encode("float16", *self.place, self.columns, pack, self.heads, self.tokens, self.batch, rows)
+        address, *strides = self.place
+        return encode("float16", *strides, self.columns, pack, self.heads, self.tokens, self.batch, rows, address)
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,10 @@ class Sm90Float32Backward:
             maps = [*(each.map(64) for each in rows), *(each.map(block) for each in columns)]
             bytes_of_head = sum(2 * each.columns * each.tokens for each in columns) * columns[0].heads // rows[0].heads
             together = heads_together(heads, _CACHED // bytes_of_head) if arguments.spec.mask is not None else 1
-            arguments.set(splits=together, ticket=self._tickets.next())
+            arguments.set(splits=together, ticket=self._tickets.next(stream))
             if items:
                 blocks = min(items, self.device.sms)
-                kernel.launch(blocks, _THREADS_BACKWARD, Launch(arguments, maps), stream)  # type: ignore[arg-type]
+                kernel.launch(blocks, _THREADS_BACKWARD, arguments.with_maps(maps), stream)
         self.rows.finish(arguments, stream)
         del held  # what the kernels read, until they are enqueued
         return None
