@@ -133,13 +133,27 @@ class Arguments(Block):
         return words
 
 
+def addresses(names: Sequence[str]) -> list[int]:
+    """The words where the addresses of these tensors stand."""
+    return [AT[name] for name in names]
+
+
+def aligned(arguments: Arguments, at: Sequence[int]) -> bool:
+    """Whether the addresses in these words are of whole 16 bytes."""
+    bits, words = 0, arguments.words
+    for each in at:
+        bits |= words[each]
+    return bits % 16 == 0
+
+
+def strides_in_units(arguments: Arguments, names: Sequence[str]) -> bool:
+    """Whether every row of these tensors, of two bytes an element, begins whole 16 bytes after the first."""
+    return not any(stride % 8 for at in addresses(names) for stride in arguments.words[at + 1 : at + 4])
+
+
 def in_units(arguments: Arguments, names: Sequence[str]) -> bool:
     """Whether every row of these tensors, of two bytes an element, begins on 16 bytes."""
-    bits = 0
-    for name in names:
-        address, batch, head, token = arguments.words[AT[name] : AT[name] + 4]
-        bits |= address | (batch | head | token) * 2
-    return bits % 16 == 0
+    return aligned(arguments, addresses(names)) and strides_in_units(arguments, names)
 
 
 def _tensor(array: Any) -> tuple[int, int, int, int]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ...spec import ITEMSIZE, AttentionSpec, Problem, Verdict
-from .arguments import AT, Arguments
+from .arguments import AT, Arguments, addresses, aligned
 from .device import Device
 from .generation import Spare
 from .launch import MAX_GRID, Library, TensorMap
-from .sm90_maps import Maps, Tickets, aligned, maps_of, strides_fit
+from .sm90_maps import Maps, Tickets, maps_of, strides_fit
 from .together import heads_together
 
 FEW_ROWS = 64
@@ -147,7 +147,7 @@ class Forward:
         self.pack, self.libraries = packed(problem), [library]
         self._kernel = library.kernel("sm90_forward", device, tile.shared_memory(problem.spec))
         self._tickets, self._threads = Tickets.of(device), tile.threads
-        self._addressed, self._addresses = addressed, [AT[name] for name in addressed]
+        self._addressed, self._addresses = addressed, addresses(addressed)
 
     def takes(self, arguments: Arguments) -> bool:
         """Whether the kernel can do with arrays of these shapes and strides."""

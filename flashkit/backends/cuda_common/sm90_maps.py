@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from ...spec import ITEMSIZE
-from .arguments import AT, Arguments
+from .arguments import AT, Arguments, addresses, aligned
 from .device import Device
 from .launch import TensorMap, call, capturing, scratch
 
@@ -18,19 +18,11 @@ _CHUNK = 128  # bytes of a box along the columns
 
 def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
     """Whether the copy engine can address these tensors: whole 16 bytes, no stride of 0 or below."""
-    return aligned(arguments, [AT[name] for name in names]) and strides_fit(arguments, names)
-
-
-def aligned(arguments: Arguments, at: Sequence[int]) -> bool:
-    """Whether the addresses in these words are of whole 16 bytes."""
-    bits, words = 0, arguments.words
-    for each in at:
-        bits |= words[each]
-    return bits % _ALIGNED == 0
+    return aligned(arguments, addresses(names)) and strides_fit(arguments, names)
 
 
 def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
-    """What is to be said of that without the addresses."""
+    """Whether strides are such; addresses are not looked at."""
     words, itemsize = arguments.words, ITEMSIZE[arguments.spec.dtype]
     for name in names:
         at = AT[name]

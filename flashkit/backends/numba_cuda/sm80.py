@@ -9,7 +9,7 @@ from typing import Any
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
 from ..cuda_common.ampere import OrderedBackward
-from ..cuda_common.arguments import AT, Arguments, in_units
+from ..cuda_common.arguments import AT, Arguments, addresses, aligned, in_units, strides_in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
 from ..cuda_common.launch import MAX_GRID
@@ -17,6 +17,8 @@ from ..cuda_common.together import heads_together
 from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
+_MOVED = "q", "k", "v", "out"
+_ADDRESSES, _SPLITS = addresses(_MOVED), AT["splits"]
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
@@ -86,22 +88,27 @@ class Forward:
         older = partial(generation.below.plan, problem, None, device, "forward")
         self._spare = Spare(older, spec, device, "forward")  # for arrays whose rows do not begin on 16 bytes
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        spec = arguments.spec
+    def shaped(self, arguments: Arguments) -> tuple[int, int] | None:
+        """Blocks, and how many heads are worked at together, of shapes and strides; None: another pass is needed."""
         # With a scale that is not positive a hidden pair's -inf would change its sign.
         usual = arguments.n_k and arguments.scale > 1e-30
-        if not (usual and in_units(arguments, ("q", "k", "v", "out"))):
-            return self._spare.run(arguments, stream)
-        heads = arguments.batch * arguments.heads
-        blocks = -(-arguments.n_q // self.tile.block_q) * heads
-        if not blocks:
+        if not (usual and strides_in_units(arguments, _MOVED)):
             return None
+        spec, heads = arguments.spec, arguments.batch * arguments.heads
+        blocks = -(-arguments.n_q // self.tile.block_q) * heads
         if blocks > MAX_GRID:
             raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
         # Heads at a time, of even numbers, whose keys and values stay in the L2 cache.
         bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
-        arguments.words[AT["splits"]] = heads_together(heads, _CACHED // bytes_of_head)
-        self._kernel.launch(blocks, THREADS, arguments, stream)
+        return blocks, heads_together(heads, _CACHED // bytes_of_head)
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        shaped = arguments.known(self, self.shaped)
+        if shaped is None or not aligned(arguments, _ADDRESSES):
+            return self._spare.run(arguments, stream)
+        blocks, arguments.words[_SPLITS] = shaped
+        if blocks:
+            self._kernel.launch(blocks, THREADS, arguments, stream)
         return None
 
 
