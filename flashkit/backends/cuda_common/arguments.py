@@ -16,7 +16,7 @@ import numpy as np
 from ... import dropout
 from ...spec import AttentionSpec, Gradients, Operands
 from . import modification
-from .launch import Block, nowhere
+from .launch import Block, nowhere, scratch
 
 TENSORS = (
     "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "shift", "delta", "partial", "partial_lse",
@@ -114,6 +114,18 @@ class Arguments(Block):
         for name, array in arrays.items():
             if array is not None:
                 self.words[AT[name] : AT[name] + 4] = list(_tensor(array))
+
+    def partial_results(self, parts: int) -> Any:
+        """Memory, which has to live until kernels are enqueued, for what each of so many parts of the keys gives."""
+        columns, rows = self.spec.head_dim_v, self.heads * self.n_q
+        numbers = parts * self.batch * rows
+        memory = scratch(numbers * (columns + 1), "float32")
+        at, address = AT["partial"], memory.data.ptr
+        self.words[at : at + 8] = [
+            address, rows * columns, self.n_q * columns, columns,
+            address + 4 * numbers * columns, rows, self.n_q, 1,
+        ]  # fmt: skip
+        return memory
 
     def address(self, array: Any) -> int:
         self.alive.append(array)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from .compiler import Binary
@@ -83,24 +83,24 @@ class Kernel:
             raise CudaError(f"launching {self.name}, {blocks} blocks of {threads} threads: {status.name}")
 
     def _launch_early(self, blocks: int, threads: int, arguments: Block, stream: int) -> Any:
-        from cuda.bindings.driver import CUlaunchConfig, cuLaunchKernelEx
+        from cuda.bindings.driver import cuLaunchKernelEx
 
-        config = CUlaunchConfig()
-        config.gridDimX, config.blockDimX, config.sharedMemBytes, config.hStream = blocks, threads, self.shared, stream
-        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        config.attrs, config.numAttrs = [_early()], 1
+        config = _early(blocks, threads, self.shared, stream)
         return cuLaunchKernelEx(config, self._function, arguments.pointers, 0)[0]
 
 
-@cache
-def _early() -> Any:
-    """The attribute of a launch that may begin early."""
-    from cuda.bindings.driver import CUlaunchAttribute, CUlaunchAttributeID
+@lru_cache(maxsize=256)
+def _early(blocks: int, threads: int, shared: int, stream: int) -> Any:
+    """The configuration of a launch that may begin early."""
+    from cuda.bindings.driver import CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig
 
-    attribute = CUlaunchAttribute()
+    attribute, config = CUlaunchAttribute(), CUlaunchConfig()
     attribute.id = CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
+    config.gridDimX, config.blockDimX, config.sharedMemBytes, config.hStream = blocks, threads, shared, stream
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 class TensorMap:

@@ -12,7 +12,7 @@ from ..cuda_common.ampere import OrderedBackward
 from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
-from ..cuda_common.launch import MAX_GRID, scratch
+from ..cuda_common.launch import MAX_GRID
 from ..cuda_common.together import heads_together
 from . import specialise
 
@@ -159,13 +159,12 @@ class Sm80Forward:
         if not self.split:
             _launch(self._kernel, blocks, self._threads, arguments, stream)
             return
-        shape, columns = (splits * arguments.batch, arguments.heads, arguments.n_q), arguments.spec.head_dim_v
-        partial, partial_lse = scratch((*shape, columns), "float32"), scratch(shape, "float32")
-        arguments.tensors(partial=partial, partial_lse=partial_lse)
+        held = arguments.partial_results(splits)
         _launch(self._kernel, blocks, self._threads, arguments, stream, self._early)
-        rows, columns = arguments.batch * arguments.heads * arguments.n_q, padded(columns, 32)
+        rows, columns = arguments.batch * arguments.heads * arguments.n_q, padded(arguments.spec.head_dim_v, 32)
         groups = 8 if columns <= 64 else 512 // columns
         _launch(self._combine, rows, columns * groups, arguments, stream, self._early)
+        del held
 
 
 @dataclass(frozen=True)

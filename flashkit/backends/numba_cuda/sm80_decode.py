@@ -10,7 +10,7 @@ from ..cuda_common import compiler
 from ..cuda_common.arguments import AT, Arguments, in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare
-from ..cuda_common.launch import MAX_GRID, scratch
+from ..cuda_common.launch import MAX_GRID
 
 ROWS = 16  # of a warp
 LEAST_TILES = 2  # of keys, for a warp
@@ -94,10 +94,9 @@ class Decode:
         parts = -(-max(1, min(self._slots // items, most)) // tile.warps) * tile.warps
         if max(items * parts // tile.warps, rows * self._shares) > MAX_GRID:
             raise ValueError(f"{rows} rows are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
-        shape = parts * arguments.batch, arguments.heads, arguments.n_q
-        sums, sums_lse = scratch((*shape, spec.head_dim_v), "float32"), scratch(shape, "float32")
-        arguments.tensors(partial=sums, partial_lse=sums_lse)
+        held = arguments.partial_results(parts)
         arguments.words[AT["splits"]] = parts
         self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream)
         self._combine.launch(rows * self._shares, _COMBINERS, arguments, stream)
+        del held
         return None
