@@ -11,7 +11,7 @@ from . import compiler
 from .arguments import Arguments
 from .device import Device
 from .generation import Kernels
-from .launch import MAX_GRID, scratch
+from .launch import check_grid, scratch
 from .rows import RowKernels
 from .together import bytes_of_queries, heads_together
 
@@ -48,8 +48,7 @@ class OrderedBackward:
         # Heads at a time: what they read and add to should stay in the L2 cache. All groups have about as many.
         every = arguments.batch * arguments.heads_kv
         blocks, tiles = keys * every, queries * math.prod(heads)
-        if max(blocks, tiles) > MAX_GRID:
-            raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        check_grid(blocks, tiles)
         if blocks:
             arguments.set(splits=heads_together(every, _CACHED // bytes_of_queries(arguments)))
             self._kernel.launch(blocks, 32 * tile.warps, arguments, stream)

@@ -12,7 +12,7 @@ from ...spec import ITEMSIZE, AttentionSpec, Problem, Verdict
 from .arguments import AT, Arguments, addresses, aligned
 from .device import Device
 from .generation import Spare
-from .launch import MAX_GRID, Library, TensorMap
+from .launch import Library, TensorMap, check_grid
 from .sm90_maps import Maps, Tickets, maps_of, strides_fit
 from .together import heads_together
 
@@ -170,8 +170,7 @@ class Forward:
         spec = arguments.spec
         heads, rows = arguments.batch * arguments.heads // self.pack, arguments.n_q * self.pack
         items = -(-rows // self.tile.block_q) * heads
-        if items > MAX_GRID:
-            raise ValueError(f"{items} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        check_grid(items)
         bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
         maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(spec) if box[0] in self._addressed]
         return Shaped(min(items, self.device.sms), heads_together(heads, _CACHED // bytes_of_head), tuple(maps))

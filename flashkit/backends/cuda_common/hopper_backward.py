@@ -10,7 +10,7 @@ from .arguments import Arguments
 from .device import Device
 from .generation import Kernels, Spare
 from .hopper import WATCHDOG, chunks, padded
-from .launch import MAX_GRID, Library, scratch
+from .launch import Library, check_grid, scratch
 from .rows import RowKernels
 from .sm90_maps import Tickets, addressable, tensor_map
 from .together import bytes_of_queries, heads_together
@@ -154,9 +154,7 @@ class Backward:
         queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
         if not heads:
             return None
-        if max(queries * heads, keys * every) > MAX_GRID:
-            tiles = max(queries * heads, keys * every)
-            raise ValueError(f"{tiles} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        check_grid(queries * heads, keys * every)
         of_heads = arguments.batch, arguments.heads
         numbers = scratch((2, *of_heads, queries * tile.block_q), "float32")
         sums = scratch((*of_heads, queries, tile.sums(spec) // 4), "float32")

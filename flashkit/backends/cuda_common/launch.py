@@ -27,6 +27,12 @@ _thread = threading.local()
 _recorded: list[Any] = []
 
 
+def check_grid(*tiles: int) -> None:
+    """Raise where there are more tiles than a launch takes blocks, or than kernels count."""
+    if max(tiles) > MAX_GRID:
+        raise ValueError(f"{max(tiles)} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+
+
 class CudaError(RuntimeError):
     """A call of the driver failed; the message names both."""
 

@@ -13,7 +13,7 @@ from . import compiler
 from .arguments import Arguments
 from .device import Device
 from .generation import Generation, Kernels, tile_of
-from .launch import MAX_GRID, Kernel
+from .launch import Kernel, check_grid
 from .rows import RowKernels
 
 Part = str
@@ -150,8 +150,7 @@ class _Kernel:
     def launch(self, arguments: Arguments, tokens: int, block: int, heads: int, stream: int) -> None:
         """A block of threads for each tile of `tokens`, head and batch entry."""
         blocks = -(-tokens // block) * heads * arguments.batch
-        if blocks > MAX_GRID:
-            raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        check_grid(blocks)
         if blocks:
             self.kernel.launch(blocks, self.tile.threads, arguments, stream)
 

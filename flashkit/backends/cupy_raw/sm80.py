@@ -12,7 +12,7 @@ from ..cuda_common.ampere import OrderedBackward
 from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
-from ..cuda_common.launch import MAX_GRID
+from ..cuda_common.launch import check_grid
 from ..cuda_common.together import heads_together
 from . import specialise
 
@@ -143,6 +143,8 @@ class Sm80Forward:
     def shaped(self, arguments: Arguments) -> tuple[int, int]:
         """Blocks, and in how many parts keys are taken or how many heads are worked at together."""
         blocks, spec = self._blocks(arguments.batch, arguments.heads, arguments.n_q), arguments.spec
+        rows = arguments.batch * arguments.heads * arguments.n_q
+        check_grid(blocks, rows if self.split else 0)
         if self.split and blocks:
             most = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
             parts = max(1, min(self.tile.waves * self.slots // blocks, most))
@@ -157,13 +159,13 @@ class Sm80Forward:
             return
         arguments.words[_SPLITS] = splits
         if not self.split:
-            _launch(self._kernel, blocks, self._threads, arguments, stream)
+            self._kernel.launch(blocks, self._threads, arguments, stream)
             return
         held = arguments.partial_results(splits)
-        _launch(self._kernel, blocks, self._threads, arguments, stream, self._early)
+        self._kernel.launch(blocks, self._threads, arguments, stream, self._early)
         rows, columns = arguments.batch * arguments.heads * arguments.n_q, padded(arguments.spec.head_dim_v, 32)
         groups = 8 if columns <= 64 else 512 // columns
-        _launch(self._combine, rows, columns * groups, arguments, stream, self._early)
+        self._combine.launch(rows, columns * groups, arguments, stream, self._early)
         del held
 
 
@@ -275,12 +277,6 @@ def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm80Backwar
     ]  # fmt: skip
     tiles = [first, *(Sm80BackwardTile(*each) for each in numbers)] if first else []
     return list(dict.fromkeys(tile for tile in tiles if tile.shared_memory(spec) <= device.shared_per_block))
-
-
-def _launch(kernel: Any, blocks: int, threads: int, arguments: Arguments, stream: int, early: bool = False) -> None:
-    if blocks > MAX_GRID:
-        raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
-    kernel.launch(blocks, threads, arguments, stream, early)
 
 
 class Sm80(Generation):

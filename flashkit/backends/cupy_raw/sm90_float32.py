@@ -13,7 +13,7 @@ from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Spare
 from ..cuda_common.hopper import CHOSEN, WATCHDOG, chunks, padded
-from ..cuda_common.launch import MAX_GRID, Block, TensorMap, scratch
+from ..cuda_common.launch import Block, TensorMap, check_grid, scratch
 from ..cuda_common.rows import RowKernels
 from ..cuda_common.sm90_maps import Tickets, encode
 from ..cuda_common.together import heads_together
@@ -67,8 +67,7 @@ class Split:
             at = unit + -(-4 * batch * heads * numbers // _ALIGNED) * _ALIGNED
             blocks += batch * heads * tiles
             ends[i:] = [blocks] * (_TENSORS - i)
-        if blocks > MAX_GRID:
-            raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        check_grid(blocks)
         memory = scratch(at, "int8")
         block, base = list[int](), memory.data.ptr
         for name, (terms, unit, numbers) in zip(names, found):
@@ -190,8 +189,7 @@ class Sm90Float32Backward:
             rows, columns = ((q, dout), (k, v)) if of_queries else ((k, v), (q, dout))
             heads = rows[0].heads * batch
             items = -(-rows[0].tokens // _ROWS) * heads
-            if items > MAX_GRID:
-                raise ValueError(f"{items} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+            check_grid(items)
             maps = [*(each.map(64) for each in rows), *(each.map(block) for each in columns)]
             bytes_of_head = sum(2 * each.columns * each.tokens for each in columns) * columns[0].heads // rows[0].heads
             together = heads_together(heads, _CACHED // bytes_of_head) if arguments.spec.mask is not None else 1

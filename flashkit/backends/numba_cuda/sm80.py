@@ -12,7 +12,7 @@ from ..cuda_common.ampere import OrderedBackward
 from ..cuda_common.arguments import AT, Arguments, addresses, aligned, in_units, strides_in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
-from ..cuda_common.launch import MAX_GRID
+from ..cuda_common.launch import check_grid
 from ..cuda_common.together import heads_together
 from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
@@ -96,8 +96,7 @@ class Forward:
             return None
         spec, heads = arguments.spec, arguments.batch * arguments.heads
         blocks = -(-arguments.n_q // self.tile.block_q) * heads
-        if blocks > MAX_GRID:
-            raise ValueError(f"{blocks} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        check_grid(blocks)
         # Heads at a time, of even numbers, whose keys and values stay in the L2 cache.
         bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
         return blocks, heads_together(heads, _CACHED // bytes_of_head)

@@ -10,7 +10,7 @@ from ..cuda_common import compiler
 from ..cuda_common.arguments import AT, Arguments, in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare
-from ..cuda_common.launch import MAX_GRID
+from ..cuda_common.launch import check_grid
 
 ROWS = 16  # of a warp
 LEAST_TILES = 2  # of keys, for a warp
@@ -92,8 +92,7 @@ class Decode:
         items = -(-arguments.n_q * spec.group // ROWS) * arguments.heads_kv * arguments.batch
         most = -(-arguments.n_k // (LEAST_TILES * tile.block_k))
         parts = -(-max(1, min(self._slots // items, most)) // tile.warps) * tile.warps
-        if max(items * parts // tile.warps, rows * self._shares) > MAX_GRID:
-            raise ValueError(f"{rows} rows are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
+        check_grid(items * parts // tile.warps, rows * self._shares)
         held = arguments.partial_results(parts)
         arguments.words[AT["splits"]] = parts
         self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream)
