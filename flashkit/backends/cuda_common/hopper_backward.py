@@ -51,7 +51,7 @@ class BackwardTile:
         pairs = 2 * self.block_q * chunks(self.block_k) * (2 if keys_shared(spec) else 1)
         numbers = (self.stages + self.dout_stages) * self.block_q * 4
         words = (16 + 8 + 12 + 4 * -(-self.block_k // 32)) * self.key_buffers + (16 + 12) * self.stages
-        barriers = words + 16 * self.dout_stages + 16 + 32 + 16 + 16 + 32 + 8 + 32 + 8 + 4 * (38 * 4 + 16) + 8
+        barriers = words + 16 * self.dout_stages + 16 + 32 + 16 + 16 + 32 + 8 + 32 + 8 + 16 + 4 * (38 * 4 + 16) + 8
         return 128 * (rows + pairs) + (0 if keys_shared(spec) else self.sums(spec)) + numbers + barriers
 
     def sums(self, spec: AttentionSpec) -> int:

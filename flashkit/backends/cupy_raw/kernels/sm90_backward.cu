@@ -19,7 +19,7 @@
 // the keys, and each has half the columns of dK, dV and dQ (sm90_backward_columns.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
 //
 // The sums of dQ lie as the warps hold them, 64 columns of dQ^T in four warps: [tile][part][warp][16 bytes][lane].
-// prepare_rows() clears them, store_queries() makes dQ of them.
+// prepare_rows() clears them, unless there is an order: then the first to add stores. store_queries() makes dQ of them.
 //
 // With ORDERED a tile is added to by one block after the other, in the order of their keys, so the bits never change: `done`
 // has a bit for each pair of tiles. Blocks take their work in that order, so whoever waits, waits for a block that runs.
@@ -40,10 +40,10 @@
 // REGISTERS_LOADING, WATCHDOG, HAS_LENGTHS, SMALL_SCORE (modification.is_small).
 #include "sm90.cuh"
 
-constexpr int GROUPS = 2, WARPS = 4 * GROUPS, THREADS = 128 * (GROUPS + 1), GROUP_KEYS = BLOCK_K / GROUPS;
+constexpr int GROUPS = 2, WARPS = 4 * GROUPS, THREADS = 128 * (GROUPS + 1), GROUP_KEYS = 64;
 constexpr int COLUMNS = padded(HEAD_DIM), COLUMNS_V = padded(HEAD_DIM_V), CHUNKS = chunks(HEAD_DIM), CHUNKS_V = chunks(HEAD_DIM_V);
-static_assert(KEYS_SHARED ? BLOCK_Q == 64 && CHUNKS <= 4 && CHUNKS_V <= 4 && BLOCK_K % 16 == 0
-                          : GROUP_KEYS == 64 && CHUNKS <= 2 && CHUNKS_V <= 2, "dK and dV fit the registers");
+static_assert(KEYS_SHARED ? BLOCK_Q == 64 && BLOCK_K == 64 && CHUNKS <= 4 && CHUNKS_V <= 4
+                          : BLOCK_K == 128 && CHUNKS <= 2 && CHUNKS_V <= 2, "dK and dV fit the registers");
 
 // A part of dQ^T is 64 columns of all rows; where there are no more than 64, of half the rows, so that both groups have one.
 constexpr bool BY_COLUMNS = CHUNKS > 1 || KEYS_SHARED;
@@ -52,22 +52,26 @@ constexpr int BYTES_WARP = PART_ROWS * 16 * 4, BYTES_PART = 4 * BYTES_WARP, BYTE
 
 constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * CHUNKS, BYTES_V = BLOCK_K * CHUNK_ROW * CHUNKS_V;
 constexpr int BYTES_Q = BLOCK_Q * CHUNK_ROW * CHUNKS, BYTES_DOUT = BLOCK_Q * CHUNK_ROW * CHUNKS_V, BYTES_ROWS = BLOCK_Q * 4;
-constexpr int BYTES_PAIRS = BLOCK_Q * CHUNK_ROW * chunks(BLOCK_K) * (KEYS_SHARED ? 2 : 1);  // P and dS, or dS alone, of a tile
+constexpr int BYTES_PAIRS = BLOCK_Q * CHUNK_ROW * chunks(BLOCK_K);  // dS of a tile
+
+constexpr int BYTES_WEIGHTS = BLOCK_Q * BLOCK_K * 4;  // what one group hands to the other
 
 constexpr int AT_K = 0, AT_V = AT_K + KEY_BUFFERS * BYTES_K, AT_Q = AT_V + BYTES_V, AT_DOUT = AT_Q + STAGES * BYTES_Q;
 constexpr int AT_PAIRS = AT_DOUT + DOUT_STAGES * BYTES_DOUT, AT_SUMS = AT_PAIRS + 2 * BYTES_PAIRS;
-constexpr int AT_SHIFT = AT_SUMS + (KEYS_SHARED ? 0 : BYTES_SUMS), AT_DELTA = AT_SHIFT + STAGES * BYTES_ROWS;
+constexpr int AT_SHIFT = AT_SUMS + (KEYS_SHARED ? BYTES_WEIGHTS : BYTES_SUMS), AT_DELTA = AT_SHIFT + STAGES * BYTES_ROWS;
 constexpr int AT_Q_RING = AT_DELTA + DOUT_STAGES * BYTES_ROWS, AT_DOUT_RING = AT_Q_RING + 16 * STAGES;
 constexpr int AT_K_RING = AT_DOUT_RING + 16 * DOUT_STAGES, AT_V_RING = AT_K_RING + 16 * KEY_BUFFERS;
 constexpr int AT_PAIRS_RING = AT_V_RING + 16, AT_ADDED = AT_PAIRS_RING + 32, AT_TURN = AT_ADDED + 16, AT_ASKED = AT_TURN + 16;
 constexpr int AT_K_CAME = AT_ASKED + 32, AT_ROWS_CAME = AT_K_CAME + 8 * KEY_BUFFERS;
-constexpr int AT_NOTES = AT_ROWS_CAME + 8;              // for each stage of Q: tile << 8 | ODD, LAST, states of the groups; head;
+constexpr int AT_WEIGHTS_RING = AT_ROWS_CAME + 8;
+constexpr int AT_NOTES = AT_WEIGHTS_RING + 16;              // for each stage of Q: tile << 8 | ODD, LAST, states of the groups; head;
 constexpr int AT_ITEMS = AT_NOTES + 12 * STAGES;        // number among all tiles of Q. For each buffer of K: an Item
 constexpr int AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS;     // for each buffer of K: a bit for each key that was cleared
 constexpr int ODD_WORDS = (BLOCK_K + 31) / 32;
 constexpr int AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS;  // for four tiles of dQ: which they are
 constexpr int AT_FOUND = AT_SLOTS + 32, LISTS = 4;
 constexpr unsigned ODD = 16, LAST = 64;  // some rows' numbers are not finite; the last tile of an item
+constexpr int IS_ODD = 1, WRITTEN = 2;   // of a tile of queries
 constexpr int END = -1;
 
 // A hidden pair has the weight and the gradient 0, but 0 times NaN is NaN. So rows of Q, dO and K that are not finite are
@@ -107,7 +111,7 @@ DEVICE float load_number(unsigned address) {
 #include "sm90_backward_items.cuh"
 #include "sm90_backward_pairs.cuh"
 #ifdef KEYS_ARE_SHARED
-#include "sm90_backward_columns.cuh"
+#include "sm90_backward_products.cuh"
 #else
 #include "sm90_backward_keys.cuh"
 #endif
@@ -123,8 +127,9 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         rows_ring(base).init(1, WARPS);
         douts_ring(base).init(1, WARPS);
         keys_ring(base).init(1, WARPS);
-        values_ring(base).init(1, WARPS);
-        pairs_ring(base).init(WARPS, WARPS);
+        values_ring(base).init(1, KEYS_SHARED ? 4 : WARPS);
+        pairs_ring(base).init(KEYS_SHARED ? 4 : WARPS, KEYS_SHARED ? 4 : WARPS);
+        weights_ring(base).init(4, 4);
         lists_ring(base).init(1, 1);
         barrier_init(base + AT_SOON, 1);
         for (int i = 0; i < 2; ++i) barrier_init(base + AT_ADDED + 8 * i, WARPS), barrier_init(base + AT_TURN + 8 * i, 1);
@@ -159,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     const int lane = threadIdx.x % LANES;
     float4* sums = reinterpret_cast<float4*>(sums_of(p, b, h, tile));
 #pragma unroll 4
-    for (int i = threadIdx.x; i < BYTES_SUMS / 16; i += 256) sums[i] = float4{0, 0, 0, 0};
+    for (int i = threadIdx.x; !ORDERED && i < BYTES_SUMS / 16; i += 256) sums[i] = float4{0, 0, 0, 0};
     bool odd = false;
 #pragma unroll
     for (int from = 0; from < BLOCK_Q; from += AT_ONCE) {
@@ -196,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     }
     odd = __syncthreads_or(odd);
     int* marks = marks_of(p, b, h, tile);
-    if (threadIdx.x == 0) marks[0] = odd;
+    if (threadIdx.x == 0) marks[0] = odd ? IS_ODD : 0;
     if (ORDERED)
         for (int i = threadIdx.x; i < tiles_of(p.n_k, 32 * BLOCK_K); i += 256) marks[1 + i] = 0;
 }
@@ -208,6 +213,7 @@ extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
     const int tiles = tiles_of(p.n_q, BLOCK_Q), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
     const int lane = threadIdx.x % 32;
     const float scale = (float)p.scale;
+    const bool written = !ORDERED || (marks_of(p, b, h, tile)[0] & WRITTEN);
 #pragma unroll
     for (int first = 0; first < PARTS; first += 2) {
         const int part = first + threadIdx.x / 128;
@@ -216,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
         const int column = (BY_COLUMNS ? 64 * part : 0) + threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < PART_ROWS / 8; ++i) {
-            const float4 x = sums[32 * i];
+            const float4 x = written ? sums[32 * i] : float4{0, 0, 0, 0};
             unsigned short* at = rows + ((BY_COLUMNS ? 0 : part * PART_ROWS) + 8 * i + lane % 4 * 2) * PITCH + column;
             const unsigned low = pack(x.x * scale, x.y * scale), high = pack(x.z * scale, x.w * scale);
             at[0] = (unsigned short)low, at[PITCH] = (unsigned short)(low >> 16);

@@ -6,10 +6,11 @@ DEVICE Ring<STAGES> rows_ring(unsigned base) { return {base + AT_Q_RING, base + 
 DEVICE Ring<DOUT_STAGES> douts_ring(unsigned base) { return {base + AT_DOUT_RING, base + AT_DOUT_RING + 8 * DOUT_STAGES}; }
 DEVICE Ring<KEY_BUFFERS> keys_ring(unsigned base) { return {base + AT_K_RING, base + AT_K_RING + 8 * KEY_BUFFERS}; }
 DEVICE Ring<1> values_ring(unsigned base) { return {base + AT_V_RING, base + AT_V_RING + 8}; }
+DEVICE Ring<1> weights_ring(unsigned base) { return {base + AT_WEIGHTS_RING, base + AT_WEIGHTS_RING + 8}; }
 DEVICE Ring<LISTS> lists_ring(unsigned base) { return {base + AT_LISTS_RING, base + AT_LISTS_RING + 8 * LISTS}; }
 DEVICE Ring<2> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + AT_PAIRS_RING + 16}; }
 
-// Of a tile of queries: whether it is odd; then bits of the tiles of keys that are done with it.
+// Of a tile of queries: whether it is odd, and whether its dQ is WRITTEN; then bits of the tiles of keys that are done with it.
 DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.partial_lse, b, h, tile); }
 
 DEVICE unsigned note_of(unsigned base, unsigned n) { return base + AT_NOTES + 12 * (n % STAGES); }
@@ -21,11 +22,19 @@ DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 
 // Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask the first
 // keys are seen by most; of the last ones a quarter is left to the end, where they even out when blocks finish. Not where the
 // mask is an array: its last keys have as much to do, and what all heads read and add to does not stay in the L2 cache.
-// FROM_DIAGONAL: in descending order.
+// FROM_DIAGONAL: in descending order; but of the last heads all at a time and in ascending order, the items with most to do
+// first, so that blocks finish together.
+DEVICE int heads_at_last(const Params& p) { return p.splits < 2 ? 2 : (int)p.splits; }
+DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < (int)p.heads / GROUP * (int)p.batch - heads_at_last(p); }
+
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);
-    const Turn turn = turn_of(index, HAS_MASK && CLASSIFY_MANY && !ORDERED ? tiles - tiles / 4 : tiles, all, (int)p.splits);
-    return {turn.bh / heads, turn.bh % heads, (FROM_DIAGONAL ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
+    const int last = heads_at_last(p) < all ? heads_at_last(p) : all, first = all - last;
+    const bool at_last = FROM_DIAGONAL && index >= first * tiles;
+    const Turn turn = at_last ? turn_of(index - first * tiles, tiles, last, last)
+                              : turn_of(index, HAS_MASK && CLASSIFY_MANY && !ORDERED ? tiles - tiles / 4 : tiles, FROM_DIAGONAL ? first : all, (int)p.splits);
+    const int bh = at_last ? first + turn.bh : turn.bh;
+    return {bh / heads, bh % heads, (FROM_DIAGONAL && !at_last ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
 }
 
 // --- which tiles, and the keys ----------------------------------------------------------------------------------------
@@ -62,12 +71,12 @@ DEVICE unsigned states_of(const Params& p, const Item& at, int h, int n_k, int t
     const int all = look(at.k0, at.k0 + BLOCK_K);
     unsigned states = 0;
 #pragma unroll 1
-    for (int g = 0; g < GROUPS; ++g) {
+    for (int g = 0; g < BLOCK_K / GROUP_KEYS; ++g) {
         int state = all;
         if (all == PARTIAL && many == 1) state = look(at.k0 + GROUP_KEYS * g, at.k0 + GROUP_KEYS * (g + 1));
         states |= state << 2 * g;
     }
-    if (MAY_HIDE && states != 0 && many == 1 && marks_of(p, at.b, h, tile)[0] != 0) states |= ODD;
+    if (MAY_HIDE && states != 0 && many == 1 && (marks_of(p, at.b, h, tile)[0] & IS_ODD)) states |= ODD;
     return states;
 }
 
@@ -156,12 +165,13 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         if (index >= items) break;
         const Item at = item_of(p, index);
         const int n_k = (int)keys_of(p, at.b);
+        const bool descending = is_descending(p, at.b * ((int)p.heads / GROUP) + at.head);
         if (KEY_BUFFERS > 1) load_keys(at);
         bool first = true;
 #pragma unroll 1
         for (int member = 0, next = 0; member < GROUP;) {
             const int h = at.head * GROUP + member;
-            auto tile_of = [&](int place, int many) { return ORDERED && !FROM_DIAGONAL ? tiles_q - place - many : place; };
+            auto tile_of = [&](int place, int many) { return ORDERED && !descending ? tiles_q - place - many : place; };
             auto look = [&](int place, int many) {
                 const int from = tile_of(place, many);
                 const unsigned states = states_of(p, at, h, n_k, from, many);
@@ -285,6 +295,13 @@ DEVICE void add_bulk(float* target, unsigned source, int bytes) {
                  ::"l"(target), "r"(source), "r"(bytes) : "memory");
     stores_end();
 }
+DEVICE void store_bulk(float* target, unsigned source, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
+    stores_end();
+}
+DEVICE void store_four(float* target, const float* x) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
 DEVICE void add_four(float* target, const float* x) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                  ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
@@ -298,11 +315,12 @@ DEVICE unsigned get_done(const int* word) {
 DEVICE void set_done(int* word, int tile_k) {
     asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile_k / 32), "r"(1u << tile_k % 32) : "memory");
 }
+DEVICE void set_written(int* word) { asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(word), "r"(WRITTEN) : "memory"); }
 DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Until all tiles of keys whose turn comes before tile_k's are done; by a warp.
-DEVICE void wait_for_turn(const Params& p, const int* done, int tile_k) {
-    const int first = FROM_DIAGONAL ? tile_k + 1 : 0, end = FROM_DIAGONAL ? tiles_of(p.n_k, BLOCK_K) : tile_k;
+DEVICE void wait_for_turn(const Params& p, const int* done, int tile_k, bool descending) {
+    const int first = descending ? tile_k + 1 : 0, end = descending ? tiles_of(p.n_k, BLOCK_K) : tile_k;
 #pragma unroll 1
     for (int word = first / 32 + threadIdx.x % 32; 32 * word < end; word += 32) {
         const unsigned until = end - 32 * word >= 32 ? ~0u : (1u << end % 32) - 1;
@@ -327,21 +345,26 @@ DEVICE unsigned added_of(unsigned base, unsigned n) { return base + AT_ADDED + 8
 
 DEVICE void keep_order(const Params& p, unsigned base, int which) {
     const bool leader = threadIdx.x % 32 == 0;
+    const int tiles_q = tiles_of(p.n_q, BLOCK_Q);
 #pragma unroll 1
     for (unsigned n = which;; n += 2) {
         wait(asked_of(base, n), n / 4 & 1);
         const int where = load_word(slot_of(base, n)), tile_k = load_word(slot_of(base, n) + 4);
         if (where == END) break;
         int* done = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token + 1;
-        wait_for_turn(p, done, tile_k);
+        wait_for_turn(p, done, tile_k, FROM_DIAGONAL && is_descending(p, where / tiles_q / GROUP));
+        const bool written = get_done(done - 1) & WRITTEN;  // who is the first to add need not have zeros there
+        if (!written && leader) set_written(done - 1);
         if (KEYS_SHARED) {
-            if (leader) arrive(turn_of(base, n));
+            if (leader) store_word(slot_of(base, n), written), arrive(turn_of(base, n));
             wait(added_of(base, n), n / 2 & 1);
             if (leader) set_done(done, tile_k);
         } else if (leader) {
+            float* sums = static_cast<float*>(p.partial.data) + where * p.partial.token;
             wait(added_of(base, n), n / 2 & 1);
             fence_all_proxies();
-            add_bulk(static_cast<float*>(p.partial.data) + where * p.partial.token, base + AT_SUMS, BYTES_SUMS);
+            if (written) add_bulk(sums, base + AT_SUMS, BYTES_SUMS);
+            else store_bulk(sums, base + AT_SUMS, BYTES_SUMS);
             stores_wait_read();
             arrive(turn_of(base, n));  // the next one may come
             stores_wait();

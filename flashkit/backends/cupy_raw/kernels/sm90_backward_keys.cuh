@@ -15,30 +15,6 @@
 #pragma once
 #include "sm90.cuh"
 
-// dK or dV of a warp group's keys, 16 bytes at a time.
-template <int DIM>
-DEVICE void store_keys(const Params& p, const Tensor& tensor, const Item& at, int group, const float (&x)[padded(DIM) / 2], float factor) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int k = at.k0 + 64 * group + first_of_lane(half), t = threadIdx.x % 4;
-        storage* row = row_at<storage>(tensor, at.b, at.head, k);
-#pragma unroll
-        for (int four = 0; four < (padded(DIM) + 31) / 32; ++four) {
-            unsigned words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int n = 4 * four + i;
-                words[i] = 8 * n < padded(DIM) ? pack(x[(4 * n + 2 * half) % (padded(DIM) / 2)] * factor,
-                                                      x[(4 * n + 2 * half + 1) % (padded(DIM) / 2)] * factor) : 0;
-            }
-            turn_four(words);
-            const int column = 32 * four + 8 * t;
-            if (k < (int)p.n_k && column < DIM)
-                *reinterpret_cast<uint4*>(row + column) = uint4{words[0], words[1], words[2], words[3]};
-        }
-    }
-}
-
 DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const auto queries = rows_ring(base);
     const auto douts = douts_ring(base);
@@ -51,7 +27,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const unsigned part = base + AT_SUMS + warp * BYTES_WARP + lane * 16;  // a lane's place in what the warp sends of dQ
     const unsigned turned = here(base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW +
                                  swizzled(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2));  // of dS, where a lane's matrices go
-    const unsigned own = base + own_row(warp, lane);
+    const unsigned own = base + own_row(lane);
     float dk[COLUMNS / 2], dv[COLUMNS_V / 2], s[PAIRS];
     unsigned n = 0;  // tiles so far
 
@@ -115,7 +91,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             last = note & LAST;
             if (ORDERED && warp == 0 && lane == 0) ask(base, n, where, load_word(slot + 8) / BLOCK_K);
             constexpr int EARLY = PAIRS / 4 < 8 ? PAIRS / 4 : 8;
-            float early[EARLY][2][2];
+            float early[EARLY][2];
 #pragma unroll
             for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);
             const Line line = line_of(p, base, n, number, note, group, warp, lane, even);

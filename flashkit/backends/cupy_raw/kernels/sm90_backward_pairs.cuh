@@ -1,32 +1,21 @@
 // What happens to pairs in the Hopper backward pass: scores to weights, dP to dS.
 //
-// Numbers lie as wgmma leaves them. Element 4 n + 2 half + c of a lane is at
+// Numbers lie as wgmma leaves them, keys being the rows. Element 4 n + 2 half + c of a lane is at
 //
-//     KEYS_SHARED   row row_of_lane(half),      key key_of_lane(n) + c
-//     else          row row_of_lane(n) + c,     key key_of_lane(half)
+//     key key_of_lane(half),     row row_of_lane(n, c) of the tile of queries
 //
-// of its group's rows and keys: there are four lanes for each element of the first axis.
+// of its group's keys: there are four lanes for each key.
 #pragma once
 #include "sm90.cuh"
 
-constexpr int PAIRS = KEYS_SHARED ? GROUP_KEYS / 2 : BLOCK_Q / 2;  // elements of a lane
+constexpr int PAIRS = BLOCK_Q / 2;  // elements of a lane
 
-DEVICE int first_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
-DEVICE int second_of_lane(int n) { return 8 * n + threadIdx.x % 4 * 2; }
-DEVICE int row_of_lane(int n, int half, int c) { return KEYS_SHARED ? first_of_lane(half) : second_of_lane(n) + c; }
-DEVICE int key_of_lane(int n, int half, int c) { return KEYS_SHARED ? second_of_lane(n) + c : first_of_lane(half); }
+DEVICE int key_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
+DEVICE int row_of_lane(int n, int c) { return 8 * n + threadIdx.x % 4 * 2 + c; }
 
-// Numbers of the rows of a lane's elements 4 n ...: [half][c]. address: of the lane's first one, own_row() bytes into the tile's.
-DEVICE unsigned own_row(int warp, int lane) { return KEYS_SHARED ? warp % 4 * 64 + lane / 4 * 4 : lane % 4 * 8; }
-DEVICE void load_numbers_of(float (&x)[2][2], unsigned address, int n) {
-    if constexpr (KEYS_SHARED) {
-        x[0][0] = x[0][1] = load_number(address);
-        x[1][0] = x[1][1] = load_number(address + 32);
-    } else {
-        load_two(x[0], address + 32 * n);
-        x[1][0] = x[0][0], x[1][1] = x[0][1];
-    }
-}
+// Numbers of the rows of a lane's elements 4 n ...: [c]. address: of the lane's first one, own_row() bytes into the tile's.
+DEVICE unsigned own_row(int lane) { return lane % 4 * 8; }
+DEVICE void load_numbers_of(float (&x)[2], unsigned address, int n) { load_two(x, address + 32 * n); }
 
 // --- dropout ----------------------------------------------------------------------------------------------------------
 
@@ -42,33 +31,22 @@ struct Kept {
         for (int j = 0; j < 4; ++j) kept |= (words.word[j] >= (unsigned)p.threshold ? 1u : 0u) << j;
         return kept;
     }
-    // Keys are lanes: of rows 4 m + i (in the order of elements) lane i of four has bits 16 * half + 4 m + key % 4. Rows are
-    // lanes: the even one of two has bits 4 n + key % 4 of half 0, the odd one of half 1.
+    // Of rows 4 m + i (in the order of elements) lane i of four has bits 16 * half + 4 m + key % 4.
     __device__ __forceinline__ void fill(const Params& p, int b, int h, int row0, int k0) {
         static_assert(!HAS_DROPOUT || PAIRS <= 32, "a lane's bits of a part of the rows fit a word");
         unsigned own = 0;
-        if constexpr (KEYS_SHARED) {
-            const int half = threadIdx.x % 2;
+        const int part = threadIdx.x % 16 / 4;
 #pragma unroll
-            for (int n = 0; n < PAIRS / 4; ++n)
-                own |= four(p, b, h, row0 + first_of_lane(half), k0 + (second_of_lane(n) & ~3)) << 4 * n;
-            const unsigned other = __shfl_xor_sync(~0u, own, 1);
-            bits[0] = (half == 0 ? own : other) >> 2 * half, bits[1] = (half == 0 ? other : own) >> 2 * half;
-        } else {
-            const int part = threadIdx.x % 16 / 4;
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int m = 0; m < PAIRS / 8; ++m) {
+                const int e = 4 * m + part;
+                own |= four(p, b, h, row0 + row_of_lane(e / 2, e % 2), k0 + key_of_lane(half)) << (16 * half + 4 * m);
+            }
 #pragma unroll
-                for (int m = 0; m < PAIRS / 8; ++m) {
-                    const int e = 4 * m + part;
-                    own |= four(p, b, h, row0 + second_of_lane(e / 2) + e % 2, k0 + first_of_lane(half)) << (16 * half + 4 * m);
-                }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) bits[i] = __shfl_sync(~0u, own, (threadIdx.x % 32 & ~12) | 4 * i) >> part;
-        }
+        for (int i = 0; i < 4; ++i) bits[i] = __shfl_sync(~0u, own, (threadIdx.x % 32 & ~12) | 4 * i) >> part;
     }
     __device__ __forceinline__ bool has(int n, int half, int c) const {
-        if constexpr (KEYS_SHARED) return bits[half] >> (4 * n + c) & 1;
         const int e = 2 * n + c;
         return bits[e % 4] >> (16 * half + e / 4 * 4) & 1;
     }
@@ -99,7 +77,7 @@ DEVICE Place place_of(unsigned base, unsigned n, unsigned number, int group) {
 // Element 4 n + 2 half + c: -inf where it is hidden.
 template <typename POSITION>
 DEVICE float hidden_or(const Params& p, const Place& at, float x, int n, int half, int c, POSITION offset, int n_k) {
-    const int k = at.k0 + key_of_lane(n, half, c), own = at.row0 + row_of_lane(n, half, c), last = (int)p.n_q - 1, row = own < last ? own : last;
+    const int k = at.k0 + key_of_lane(half), own = at.row0 + row_of_lane(n, c), last = (int)p.n_q - 1, row = own < last ? own : last;
     return k < n_k ? modify<true, POSITION>(x, at.b, at.h, row, (POSITION)row + offset, k, p) : HIDDEN;
 }
 
@@ -128,7 +106,7 @@ DEVICE void hide(const Params& p, const Place& at, float (&s)[PAIRS]) {
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE float weigh_one(const Params& p, const Place& at, float& x, int n, int half, int c, long long offset, int n_k, float scale,
                        float lse, bool odd) {
-    const int k = at.k0 + key_of_lane(n, half, c), row = at.row0 + row_of_lane(n, half, c);
+    const int k = at.k0 + key_of_lane(half), row = at.row0 + row_of_lane(n, c);
     float slope = 1;
     x *= scale;
     if (k < n_k && row < (int)p.n_q) {
@@ -152,8 +130,8 @@ DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned 
     const int n_k = (int)keys_of(p, at.b);
     const long long offset = offset_of(p, at.b);
     const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
-    auto odd_from = [&](int n, int half) {  // bits of keys that are not finite, from that of element 4 n + 2 half on
-        const int bit = at.first + key_of_lane(n, half, 0);
+    auto odd_from = [&](int half) {  // bits of keys that are not finite, from that of the half's key on
+        const int bit = at.first + key_of_lane(half);
         return (unsigned)load_word(at.odd + bit / 32 * 4) >> bit % 32;
     };
     auto keep = [&](int i, float w, float v) {
@@ -170,28 +148,27 @@ DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned 
 #pragma unroll 1
         for (int i = 0; i < PAIRS; ++i) {
             const int n = i / 4, half = i / 2 % 2, c = i % 2;
-            const float lse = load_number(shift + (KEYS_SHARED ? 32 * half : 32 * n + 4 * c));
+            const float lse = load_number(shift + 32 * n + 4 * c);
             weight[i] = weigh_one<PARTIAL_TILE, POSITION>(p, at, copy[i], n, half, c, offset, n_k, scale, lse,
-                                                          odd_from(n, half) >> (KEYS_SHARED ? c : 0) & 1);
+                                                          odd_from(half) & 1);
         }
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) s[i] = copy[i];
 #pragma unroll
         for (int i = 0; i < PAIRS; i += 2) keep(i, weight[i], weight[i + 1]);
     } else {
-        unsigned odd[2] = {odd_from(0, 0), odd_from(0, 1)};
+        const unsigned odd[2] = {odd_from(0), odd_from(1)};
 #pragma unroll
         for (int n = 0; n < PAIRS / 4; ++n) {
-            if (KEYS_SHARED) odd[0] = odd[1] = odd_from(n, 0);
-            float lse[2][2];
+            float lse[2];
             load_numbers_of(lse, shift, n);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float w[2];
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
-                    w[c] = weigh_one<PARTIAL_TILE, POSITION>(p, at, s[4 * n + 2 * half + c], n, half, c, offset, n_k, scale, lse[half][c],
-                                                             odd[half] >> (KEYS_SHARED ? c : 0) & 1);
+                    w[c] = weigh_one<PARTIAL_TILE, POSITION>(p, at, s[4 * n + 2 * half + c], n, half, c, offset, n_k, scale, lse[c],
+                                                             odd[half] & 1);
                 keep(4 * n + 2 * half, w[0], w[1]);
             }
         }
@@ -200,17 +177,17 @@ DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned 
 
 // The same where nothing is hidden or hide() has been there. early: numbers of the first rows, loaded before.
 template <int EARLY>
-DEVICE void weigh_plainly(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2][2], unsigned shift, float unit) {
+DEVICE void weigh_plainly(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2], unsigned shift, float unit) {
 #pragma unroll
     for (int n = 0; n < PAIRS / 4; ++n) {
-        float l[2][2];
-        if (!KEYS_SHARED && n >= EARLY) load_numbers_of(l, shift, n);
+        float l[2];
+        if (n >= EARLY) load_numbers_of(l, shift, n);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
-                x = exp2_fast(fmaf(x, unit, -(n < EARLY || KEYS_SHARED ? early[KEYS_SHARED ? 0 : n % EARLY][half][c] : l[half][c])));
+                x = exp2_fast(fmaf(x, unit, -(n < EARLY ? early[n % EARLY][c] : l[c])));
             }
             pairs[2 * n + half] = pack(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
         }
@@ -247,7 +224,7 @@ struct Line {
     float first[2], step;  // the bias in base 2: of the lane's first pair of each half; from key to key
 };
 
-constexpr int LINE_ROWS = KEYS_SHARED ? 16 : BLOCK_Q, LINE_KEYS = KEYS_SHARED ? GROUP_KEYS : 16;  // of a warp
+constexpr int LINE_ROWS = BLOCK_Q, LINE_KEYS = 16;  // of a warp
 
 // A number that is the same in all lanes; said so to the compiler.
 DEVICE float same(float x) { return __int_as_float(uniform(__float_as_int(x))); }
@@ -258,16 +235,16 @@ DEVICE Line line_of(const Params& p, unsigned base, unsigned n, unsigned number,
         if ((note >> 2 * group & 3) != FULL || (note & ODD) || !even) return line;
         const Place at = place_of(base, n, number, group);
         const long long offset = offset_of(p, at.b);
-        const int row = at.row0 + (KEYS_SHARED ? warp % 4 * 16 : 0), k = at.k0 + (KEYS_SHARED ? 0 : warp % 4 * 16), q = row + (int)offset;
+        const int row = at.row0, k = at.k0 + warp % 4 * 16, q = row + (int)offset;
         constexpr int STEPS = LINE_ROWS + LINE_KEYS - 2;
         const float gain = score_gain<int>(at.b, at.h, row, q, p), rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, p) : 1;
         line.gain = same(gain), line.slope = same(gain * rate), line.rate = same(rate * (float)p.scale);
         const float far = score_bias<int>(at.b, at.h, row, q + LINE_ROWS - 1, k, p) * LOG2E;
         const float near = SLOPED ? score_bias<int>(at.b, at.h, row, q, k + LINE_KEYS - 1, p) * LOG2E : far;
         line.step = SLOPED ? (near - far) * (1.0f / STEPS) : 0.0f;
-        const int steps = KEYS_SHARED ? LINE_ROWS - 1 - lane / 4 + lane % 4 * 2 : LINE_ROWS - 1 - lane % 4 * 2 + lane / 4;
+        const int steps = LINE_ROWS - 1 - lane % 4 * 2 + lane / 4;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) line.first[half] = SLOPED ? fmaf(line.step, steps + (KEYS_SHARED ? -8 : 8) * half, far) : far;
+        for (int half = 0; half < 2; ++half) line.first[half] = SLOPED ? fmaf(line.step, steps + 8 * half, far) : far;
         const bool straight = !SLOPED || bias_is_straight<int>(at.b, at.h, row, q, k - (LINE_ROWS - 1), k + LINE_KEYS - 1, p);
         line.known = is_near(p, offset) && __all_sync(~0u, straight);
     }
@@ -283,25 +260,24 @@ DEVICE bool is_calm(const float (&s)[PAIRS], const Line& line) {
 }
 
 template <bool CALM_TILE, int EARLY>
-DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2][2], unsigned shift, float unit,
+DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2], unsigned shift, float unit,
                          const Line& line) {
     const float gain = line.gain * (CAPPED ? LOG2E : unit), slope = line.slope, rate = line.rate, square = rate * rate;
     const float tanh_0 = TANH_0 * gain * rate, tanh_1 = TANH_1 * gain * rate * square, tanh_2 = TANH_2 * gain * rate * square * square;
     const float slope_0 = SLOPE_0 * slope, slope_1 = SLOPE_1 * slope * square, slope_2 = SLOPE_2 * slope * square * square;
 #pragma unroll
     for (int n = 0; n < PAIRS / 4; ++n) {
-        float l[2][2];
-        if (!KEYS_SHARED && n >= EARLY) load_numbers_of(l, shift, n);
+        float l[2];
+        if (n >= EARLY) load_numbers_of(l, shift, n);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float w[2];
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
-                const float lse = n < EARLY || KEYS_SHARED ? early[KEYS_SHARED ? 0 : n % EARLY][half][c] : l[half][c];
+                const float lse = n < EARLY ? early[n % EARLY][c] : l[c];
                 // Of the two numbers one is the same for both halves, the other for all n.
-                const float bias = KEYS_SHARED ? fmaf(line.step, 8 * n + c, line.first[half] - lse)
-                                               : fmaf(line.step, -8 * n - c, -lse) + line.first[half];
+                const float bias = fmaf(line.step, -8 * n - c, -lse) + line.first[half];
                 if constexpr (!CAPPED) {
                     w[c] = exp2_fast(fmaf(x, gain, bias));
                     x = w[c] * slope;
@@ -323,7 +299,7 @@ DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const 
 // Scores to weights, whichever way fits; whether nothing is hidden.
 template <int EARLY>
 DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number, int note, int group, bool even, float (&s)[PAIRS],
-                    unsigned (&pairs)[PAIRS / 2], float (&early)[EARLY][2][2], unsigned shift, float unit, Kept& kept,
+                    unsigned (&pairs)[PAIRS / 2], float (&early)[EARLY][2], unsigned shift, float unit, Kept& kept,
                     const Line& line) {
     const bool full = (note >> 2 * group & 3) == FULL;
     if constexpr (!HAS_SCORE && !HAS_DROPOUT) {
@@ -362,7 +338,7 @@ DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIR
                       const Kept& kept) {
 #pragma unroll
     for (int n = 0; n < PAIRS / 4; ++n) {
-        float d[2][2];
+        float d[2];
         load_numbers_of(d, delta, n);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -371,7 +347,7 @@ DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIR
             for (int c = 0; c < 2; ++c) {
                 const int i = 4 * n + 2 * half + c;
                 if (HAS_DROPOUT) dp[i] = kept.has(n, half, c) ? dp[i] * (float)p.kept_scale : 0.0f;
-                x[c] = s[i] * (dp[i] - d[half][c]);
+                x[c] = s[i] * (dp[i] - d[c]);
                 if (!PLAIN && s[i] == 0) x[c] = 0;
             }
             pairs[2 * n + half] = pack(x[0], x[1]);
@@ -390,4 +366,28 @@ DEVICE void turn_four(unsigned (&x)[4]) {
     a = __shfl_xor_sync(~0u, high ? x[0] : x[2], 2), b = __shfl_xor_sync(~0u, high ? x[1] : x[3], 2);
     if (high) x[0] = a, x[1] = b;
     else x[2] = a, x[3] = b;
+}
+
+// dK or dV of a warp group's keys, 16 bytes at a time.
+template <int DIM>
+DEVICE void store_keys(const Params& p, const Tensor& tensor, const Item& at, int group, const float (&x)[padded(DIM) / 2], float factor) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int k = at.k0 + 64 * group + key_of_lane(half), t = threadIdx.x % 4;
+        storage* row = row_at<storage>(tensor, at.b, at.head, k);
+#pragma unroll
+        for (int four = 0; four < (padded(DIM) + 31) / 32; ++four) {
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int n = 4 * four + i;
+                words[i] = 8 * n < padded(DIM) ? pack(x[(4 * n + 2 * half) % (padded(DIM) / 2)] * factor,
+                                                      x[(4 * n + 2 * half + 1) % (padded(DIM) / 2)] * factor) : 0;
+            }
+            turn_four(words);
+            const int column = 32 * four + 8 * t;
+            if (k < (int)p.n_k && column < DIM)
+                *reinterpret_cast<uint4*>(row + column) = uint4{words[0], words[1], words[2], words[3]};
+        }
+    }
 }
