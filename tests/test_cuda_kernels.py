@@ -457,7 +457,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered
     d, dv = map(int, (dims.split("/") * 2)[:2])
     spec = spec_of([], [mods.causal()] if causal else [], d, "bfloat16")
     spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=ordered)
-    tile = hopper_backward.backward_tile(spec)
+    tile, shared = sm90_backward.tile_of(spec), hopper_backward.keys_shared(spec)
     found = sm90_backward_binary(spec)
     assert found.resources["prepare_rows"].spills == found.resources["store_queries"].spills == 0
     assert found.resources["sm90_backward"].spills <= 320
@@ -466,16 +466,17 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered
     lines = text[: text.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
     steps, steps_v, keys, rows = -(-d // 16), -(-dv // 16), tile.block_k // 16, tile.block_q // 16
-    if max(d, dv) <= 128:  # scores twice, for the first tile and the next one; dQ twice, in the loop and after it
-        expected = 2 * steps + steps_v + 2 * rows + 2 * keys
-    else:
-        own, own_v = -(-d // 128), -(-dv // 128)
-        expected = 2 * steps + steps_v + (own + own_v) * rows + own * keys
+    if shared:  # S and dP, for the first tile and the next one; dQ of the first group in the loop and after it
+        first, chunks = -(-d // 128), -(-d // 64)
+        expected, waits = 2 * (steps + steps_v + rows) + (first + chunks) * keys, 8 + first
+    else:  # scores twice, for the first tile and the next one; dQ twice, in the loop and after it
+        expected, waits = 2 * steps + steps_v + 2 * rows + 2 * keys, 6
     assert len(products) == expected
-    waits = 6 if max(d, dv) <= 128 else 7  # those that are in the text: none was put in between
+    # Waits are those that are in the text: none was put in between.
     assert sum("WARPGROUP.DEPBAR" in line for line in lines) == waits
     assert sum("Spill" in line for line in lines[products[0] : products[-1]]) <= 24
-    for instruction in ("UTMALDG", "USETMAXREG", "SYNCS", "STSM", "UBLKRED" if max(d, dv) <= 128 else "RED"):
+    adding = "UBLKRED" if not shared and (causal or ordered) else "RED"
+    for instruction in ("UTMALDG", "USETMAXREG", "SYNCS", "STSM", adding):
         assert instruction in text
 
 

@@ -49,9 +49,8 @@ def tile_of(spec: AttentionSpec) -> Sm90BackwardTile:
 
 def candidates(spec: AttentionSpec, device: Device) -> list[Sm90BackwardTile]:
     """Tiles worth trying, the one of `tile_of` first."""
-    first = tile_of(spec)
-    tiles = (Sm90BackwardTile(*astuple(tile)) for tile in backward_candidates(spec, device, first))
-    return [tile for tile in tiles if tile.fits(spec, device)]
+    tiles = (Sm90BackwardTile(*astuple(tile)) for tile in [tile_of(spec), *backward_candidates(spec, device)])
+    return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
 
 
 class Sm90Backward(hopper_backward.Backward):

@@ -9,17 +9,18 @@
 //     V            [BLOCK_K][..]                shared memory
 //     Q            [STAGES][BLOCK_Q][..]        shared memory, a ring; with a log-sum-exp for each row
 //     dO           [DOUT_STAGES][BLOCK_Q][..]   shared memory, a ring; with a delta for each row
-//     S, P, dP, dS [BLOCK_Q][BLOCK_K]           registers; what both warp groups need of P and dS in shared memory
+//     S, P, dP, dS [BLOCK_Q][BLOCK_K]           registers; dS also in shared memory, for dQ
 //     dK, dV       [BLOCK_K][..]                registers
 //     dQ           [BLOCK_Q][..]                registers, then added to float32 sums in global memory
 //
 // Warp group 0: warp 0 loads tiles of queries, warp 1 finds them, loads the keys and looks through these, warps 2 and 3 keep
-// the order in which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys, with all that
-// belongs to them (sm90_backward_keys.cuh); or, where dK and dV of 64 keys do not fit the registers of a group, both share
-// the keys, and each has half the columns of dK, dV and dQ (sm90_backward_columns.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
+// the order in which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys,
+// with all that belongs to them (sm90_backward_keys.cuh); or, where dK and dV of 64 keys do not fit the registers of a group,
+// both share the keys, one has S and dV, the other dP and dK (sm90_backward_products.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
 //
-// The sums of dQ lie as the warps hold them, 64 columns of dQ^T in four warps: [tile][part][warp][16 bytes][lane].
-// prepare_rows() clears them, unless there is an order: then the first to add stores. store_queries() makes dQ of them.
+// The sums of dQ lie as the warps hold them, 64 columns of dQ^T in four warps: [tile][part][warp][16 bytes][lane]. They are
+// cleared ahead of those who add (clear_ahead()), unless there is an order: then the first to add stores. store_queries()
+// makes dQ of them.
 //
 // With ORDERED a tile is added to by one block after the other, in the order of their keys, so the bits never change: `done`
 // has a bit for each pair of tiles. Blocks take their work in that order, so whoever waits, waits for a block that runs.
@@ -32,9 +33,8 @@
 //
 // Measured on an H200, bfloat16. In order, with the next item asked for while the last one is worked at: 1.3 to 2 times
 // slower, for who has waited at one item then comes late to another that others wait for. 4, 8 or 16 heads at a time: the
-// same within 5 %; under a causal mask, in any order, 1 or as many as 12 or 30 MB hold: the same. Two tiles of P and dS
-// and one meeting, instead of one and two: 4 % faster under a causal mask. Compiled with ptxas 13.0: 80 keys of 256
-// columns find no registers; nor do 128 keys under a mask with 232 registers for those that multiply.
+// same within 5 %; under a causal mask, in any order, 1 or as many as 12 or 30 MB hold: the same. Compiled with ptxas 13.0:
+// 128 keys under a mask find no registers with 232 of them for those that multiply.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, STAGES, DOUT_STAGES, KEY_BUFFERS, KEYS_SHARED, ORDERED, REGISTERS,
 // REGISTERS_LOADING, WATCHDOG, HAS_LENGTHS, SMALL_SCORE (modification.is_small).
@@ -163,8 +163,9 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     constexpr int AT_ONCE = 256 / LANES;
     const int lane = threadIdx.x % LANES;
     float4* sums = reinterpret_cast<float4*>(sums_of(p, b, h, tile));
+    const bool clears = !ORDERED && blockIdx.x < clearing_of(p).before;
 #pragma unroll 4
-    for (int i = threadIdx.x; !ORDERED && i < BYTES_SUMS / 16; i += 256) sums[i] = float4{0, 0, 0, 0};
+    for (int i = threadIdx.x; clears && i < BYTES_SUMS / 16; i += 256) sums[i] = float4{0, 0, 0, 0};
     bool odd = false;
 #pragma unroll
     for (int from = 0; from < BLOCK_Q; from += AT_ONCE) {
@@ -202,8 +203,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     odd = __syncthreads_or(odd);
     int* marks = marks_of(p, b, h, tile);
     if (threadIdx.x == 0) marks[0] = odd ? IS_ODD : 0;
-    if (ORDERED)
-        for (int i = threadIdx.x; i < tiles_of(p.n_k, 32 * BLOCK_K); i += 256) marks[1 + i] = 0;
+    for (int i = threadIdx.x; i < (ORDERED ? tiles_of(p.n_k, 32 * BLOCK_K) : 1); i += 256) marks[1 + i] = 0;
 }
 
 // The sums of dQ to dq; a block takes a tile. In shared memory they become rows again.

@@ -13,6 +13,13 @@ DEVICE Ring<2> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + 
 // Of a tile of queries: whether it is odd, and whether its dQ is WRITTEN; then bits of the tiles of keys that are done with it.
 DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.partial_lse, b, h, tile); }
 
+DEVICE unsigned get_acquired(const int* word) {
+    unsigned x;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
+    return x;
+}
+DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 DEVICE unsigned note_of(unsigned base, unsigned n) { return base + AT_NOTES + 12 * (n % STAGES); }
 DEVICE unsigned item_slot(unsigned base, unsigned number) { return base + AT_ITEMS + 12 * (number % KEY_BUFFERS); }
 DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 4 * ODD_WORDS * (number % KEY_BUFFERS); }
@@ -27,14 +34,62 @@ DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 
 DEVICE int heads_at_last(const Params& p) { return p.splits < 2 ? 2 : (int)p.splits; }
 DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < (int)p.heads / GROUP * (int)p.batch - heads_at_last(p); }
 
+// How many tiles of keys of a head come before what is left to the end.
+DEVICE int early_tiles(const Params& p) {
+    const int tiles = tiles_of(p.n_k, BLOCK_K);
+    return HAS_MASK && CLASSIFY_MANY && !ORDERED ? tiles - tiles / 4 : tiles;
+}
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);
     const int last = heads_at_last(p) < all ? heads_at_last(p) : all, first = all - last;
     const bool at_last = FROM_DIAGONAL && index >= first * tiles;
     const Turn turn = at_last ? turn_of(index - first * tiles, tiles, last, last)
-                              : turn_of(index, HAS_MASK && CLASSIFY_MANY && !ORDERED ? tiles - tiles / 4 : tiles, FROM_DIAGONAL ? first : all, (int)p.splits);
+                              : turn_of(index, early_tiles(p), FROM_DIAGONAL ? first : all, (int)p.splits);
     const int bh = at_last ? first + turn.bh : turn.bh;
     return {bh / heads, bh % heads, (FROM_DIAGONAL && !at_last ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
+}
+
+// --- clearing the sums of dQ -------------------------------------------------------------------------------------------
+// Without an order tiles of dQ are cleared before anybody adds to them: those of the first heads by prepare_rows(), then some
+// with each item by the warp that takes it, so far ahead that hardly anybody waits. Tiles count as sums_of() has them, so a
+// key/value head has `of_head` in a row. A head's count stands behind the mark of its first tile.
+
+struct Clearing {
+    long long before, with_item;  // tiles that prepare_rows() clears, and that come with an item
+    int of_head;
+};
+DEVICE Clearing clearing_of(const Params& p) {
+    const int of_head = tiles_of(p.n_q, BLOCK_Q) * GROUP, with_item = tiles_of(of_head, early_tiles(p));
+    return {(long long)p.splits * of_head + 300ll * with_item, with_item, of_head};
+}
+DEVICE int* cleared_of(const Params& p, int b, int head) { return marks_of(p, b, head * GROUP, 0) + 1; }
+
+// By a warp that has taken item `index`.
+DEVICE void clear_ahead(const Params& p, int index) {
+    const Clearing clearing = clearing_of(p);
+    const int heads = (int)p.heads / GROUP, all = clearing.of_head * heads * (int)p.batch, lane = threadIdx.x % 32;
+    const long long from = clearing.before + index * clearing.with_item;
+#pragma unroll 1
+    for (long long where = from; where < from + clearing.with_item && where < all; ++where) {
+        float4* sums = reinterpret_cast<float4*>(p.partial.data) + where * (BYTES_SUMS / 16) + lane;
+#pragma unroll 8
+        for (int i = 0; i < BYTES_SUMS / 512; ++i) sums[32 * i] = float4{0, 0, 0, 0};
+        fence_all_proxies();
+        __syncwarp();
+        const int head = (int)where / clearing.of_head;
+        if (lane == 0)
+            asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(cleared_of(p, head / heads, head % heads)) : "memory");
+    }
+}
+
+// Until all tiles of a head are cleared.
+DEVICE void wait_until_cleared(const Params& p, const Item& at) {
+    const Clearing clearing = clearing_of(p);
+    const long long end = (long long)(at.b * ((int)p.heads / GROUP) + at.head + 1) * clearing.of_head - clearing.before;
+    const long long ahead = end < clearing.of_head ? end : clearing.of_head;
+    const int* count = cleared_of(p, at.b, at.head);
+    while ((int)get_acquired(count) < ahead) {}
+    fence_all_proxies();
 }
 
 // --- which tiles, and the keys ----------------------------------------------------------------------------------------
@@ -163,6 +218,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         if (number > 0) wait_patiently(base + AT_SOON, (number - 1) & 1, SLEEP);
         const int index = uniform(leader ? (int)atomicAdd(p.ticket, 1u) : 0);
         if (index >= items) break;
+        if (!ORDERED) clear_ahead(p, index);
         const Item at = item_of(p, index);
         const int n_k = (int)keys_of(p, at.b);
         const bool descending = is_descending(p, at.b * ((int)p.heads / GROUP) + at.head);
@@ -188,6 +244,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
                 list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0, list.before = (at.b * (int)p.heads + h) * tiles_q;
                 list.ends = next >= tiles_q && member == GROUP - 1;
             }
+            if (!ORDERED && first) wait_until_cleared(p, at);
             hand_over();
             if (next >= tiles_q) next = 0, ++member;
             if (!first) continue;
@@ -307,16 +364,10 @@ DEVICE void add_four(float* target, const float* x) {
                  ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
-DEVICE unsigned get_done(const int* word) {
-    unsigned x;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
-    return x;
-}
 DEVICE void set_done(int* word, int tile_k) {
     asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile_k / 32), "r"(1u << tile_k % 32) : "memory");
 }
 DEVICE void set_written(int* word) { asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(word), "r"(WRITTEN) : "memory"); }
-DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Until all tiles of keys whose turn comes before tile_k's are done; by a warp.
 DEVICE void wait_for_turn(const Params& p, const int* done, int tile_k, bool descending) {
@@ -325,7 +376,7 @@ DEVICE void wait_for_turn(const Params& p, const int* done, int tile_k, bool des
     for (int word = first / 32 + threadIdx.x % 32; 32 * word < end; word += 32) {
         const unsigned until = end - 32 * word >= 32 ? ~0u : (1u << end % 32) - 1;
         const unsigned need = until & (first > 32 * word ? ~0u << first % 32 : ~0u);
-        while ((get_done(done + word) & need) != need) {}
+        while ((get_acquired(done + word) & need) != need) {}
     }
     __syncwarp();
 }
@@ -353,7 +404,7 @@ DEVICE void keep_order(const Params& p, unsigned base, int which) {
         if (where == END) break;
         int* done = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token + 1;
         wait_for_turn(p, done, tile_k, FROM_DIAGONAL && is_descending(p, where / tiles_q / GROUP));
-        const bool written = get_done(done - 1) & WRITTEN;  // who is the first to add need not have zeros there
+        const bool written = get_acquired(done - 1) & WRITTEN;  // who is the first to add need not have zeros there
         if (!written && leader) set_written(done - 1);
         if (KEYS_SHARED) {
             if (leader) store_word(slot_of(base, n), written), arrive(turn_of(base, n));

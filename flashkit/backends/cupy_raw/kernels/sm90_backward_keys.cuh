@@ -3,7 +3,7 @@
 //     S^T, P^T     [64][BLOCK_Q]     registers
 //     dP^T, dS^T   [64][BLOCK_Q]     registers; dS also in shared memory, two tiles, for dQ
 //     dK, dV       [64][..]          registers
-//     dQ^T         a part            registers, then shared memory, from where the copy engine adds it
+//     dQ^T         a part            registers, from where it is added, or else shared memory, from where the copy engine adds it
 //
 // A step, for the tile of queries number n:
 //
@@ -11,9 +11,11 @@
 //     dP^T = V dO^T        is begun; meanwhile S becomes weights,
 //     dV += P^T dO         is begun; meanwhile dP becomes dS, which goes to shared memory,
 //     dQ^T = K^T dS^T      of the tile before, so that nobody waits for the other group's dS,
-//     dK += dS^T Q         and the next tile's scores are begun; meanwhile dQ goes to shared memory.
+//     dK += dS^T Q         and the next tile's scores are begun; meanwhile dQ leaves.
 #pragma once
 #include "sm90.cuh"
+
+constexpr bool STAGED = ORDERED || MAY_HIDE;  // whether dQ leaves through shared memory
 
 DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const auto queries = rows_ring(base);
@@ -56,10 +58,17 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             for (int k = 1; k < BLOCK_K / 16; ++k) product<1, 0>(dq, a + along_columns(k), b + along_rows(k, BLOCK_Q), 1);
             products_end();
         };
-        // dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or in
-        // order by a warp that makes its own.
-        auto stage_sums = [&](unsigned n, const float (&dq)[PART_ROWS / 2]) {
+        // dQ leaves from the registers. Where masks or modifications need these, and in an order, it does so in two steps: to
+        // shared memory at once; from there when the next proxy fence has been made anyway, or in order by a warp that makes
+        // its own.
+        auto add_sums = [&](unsigned n, int where, const float (&dq)[PART_ROWS / 2]) {
             pairs.release(n, lane);
+            if constexpr (!STAGED) {
+                float* sums = static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + warp * (BYTES_WARP / 4) + lane * 4;
+#pragma unroll
+                for (int i = 0; i < PART_ROWS / 8; ++i) add_four(sums + i * 128, dq + 4 * i);
+                return;
+            }
             if (ORDERED) wait(turn_of(base, n - 1), (n - 1) / 2 & 1);
             else stores_wait_read();
             __syncwarp();
@@ -131,7 +140,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             fence_async();
             __syncwarp();
             arrive_once(pairs.full + 8 * (n % 2), lane);
-            if (staged >= 0) send_sums(staged);
+            if (STAGED && staged >= 0) send_sums(staged);
             products_wait<0>();  // dV
             settle(p_pairs);
             float dq[PART_ROWS / 2];
@@ -148,7 +157,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             scores(last ? n : n + 1);  // likewise
             products_wait<1>();  // dQ, dK
             settle(dq), settle(ds);
-            if (!first) stage_sums(n - 1, dq);
+            if (!first) add_sums(n - 1, before, dq);
             staged = before, before = where;
             first = false, ++n;
         } while (!last);
@@ -161,14 +170,14 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         query_gradients(n - 1, dq);
         fence_async();
         __syncwarp();
-        if (staged >= 0) send_sums(staged);
+        if (STAGED && staged >= 0) send_sums(staged);
         products_wait<0>();
         settle(dq);
-        stage_sums(n - 1, dq);
+        add_sums(n - 1, before, dq);
         const Item at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
         fence_async();
         __syncwarp();
-        send_sums(before);
+        if (STAGED) send_sums(before);
         keys.release(number, lane);
         store_keys<HEAD_DIM_V>(p, p.dv, at, group, dv, 1.0f);
         store_keys<HEAD_DIM>(p, p.dk, at, group, dk, (float)p.scale);
