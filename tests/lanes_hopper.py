@@ -113,7 +113,7 @@ def has_ended(barrier: int, parity: int) -> bool:
     return _barriers()[int(barrier)].ended & 1 != parity
 
 
-def nap() -> None:
+def nap(nanoseconds: int) -> None:
     _go_on()
     time.sleep(0.01)
 
@@ -293,6 +293,10 @@ def ones(bits: int) -> int:
 
 def lowest_one(bits: int) -> int:
     return (int(bits) & -int(bits)).bit_length() - 1
+
+
+def elect() -> bool:
+    return bool(_lane.thread % 32 == 0)
 
 
 # --- products of warp groups ------------------------------------------------------------------------------------------

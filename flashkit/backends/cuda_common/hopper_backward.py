@@ -17,7 +17,7 @@ from .together import bytes_of_queries, heads_together
 
 _CACHED = 12_000_000  # bytes of the heads that blocks work at together, well within half of the L2 cache
 _CACHED_IN_ORDER = 34_000_000
-_LEAST_HEADS, _MOST_HEADS = 4, 8
+_MOST_HEADS = 8
 _THREADS = 384
 
 
@@ -101,24 +101,19 @@ def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
 
 
-def heads_in_order(arguments: Arguments, tile: BackwardTile, sms: int) -> int:
-    """Key/value heads that blocks work at together where they add in an order and, with a mask, each begins at its
-    diagonal: as many as are one item for each block, or two where items have fewer steps, and as stay in the L2 cache.
-    """
-    queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
-    most = min((1 if queries > keys else 2) * sms // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments))
-    return heads_together(arguments.batch * arguments.heads_kv, most)
-
-
-def heads_at_a_time(arguments: Arguments) -> int:
-    """Key/value heads that blocks work at together. What they read and add to should stay in the L2 cache; in an order,
-    blocks at one head wait for each other, so that there should be several heads all the same.
+def heads_at_a_time(arguments: Arguments, tile: BackwardTile, sms: int) -> int:
+    """Key/value heads that blocks work at together. What they read and add to should stay in the L2 cache. Where they
+    add in an order, and with a mask each begins at its diagonal: as many heads as are one item for each block, or two
+    where items have fewer steps.
     """
     spec, every = arguments.spec, arguments.batch * arguments.heads_kv
-    if spec.mask is None and not spec.deterministic:
+    if spec.deterministic:
+        queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
+        items = (1 if queries > keys else 2) * sms
+        return heads_together(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
+    if spec.mask is None:
         return 1
-    even = heads_together(every, _CACHED // bytes_of_queries(arguments))
-    return min(every, max(_LEAST_HEADS, min(even, _MOST_HEADS)) if spec.deterministic else min(even, _MOST_HEADS))
+    return min(every, heads_together(every, _CACHED // bytes_of_queries(arguments)), _MOST_HEADS)
 
 
 class Backward:
@@ -140,10 +135,6 @@ class Backward:
         self._store = library.kernel("store_queries", device)
         self._tickets, self._spare = Tickets.of(device), spare
 
-    def heads(self, arguments: Arguments) -> int:
-        """Key/value heads that blocks work at together."""
-        return heads_at_a_time(arguments)
-
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile = arguments.spec, self.tile
         names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
@@ -160,7 +151,7 @@ class Backward:
         sums = scratch((*of_heads, queries, tile.sums(spec) // 4), "float32")
         marks = scratch((*of_heads, queries, 1 + -(-keys // 32)), "int32")
         arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums, partial_lse=marks)
-        arguments.set(splits=self.heads(arguments), ticket=self._tickets.next(stream))
+        arguments.set(splits=heads_at_a_time(arguments, tile, self.device.sms), ticket=self._tickets.next(stream))
         self._prepare.launch(queries * heads, 256, arguments, stream)
         dim, dim_v = spec.head_dim, spec.head_dim_v
         rows, keys_of_tile = tile.block_q, tile.block_k

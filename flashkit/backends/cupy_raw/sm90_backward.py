@@ -7,7 +7,6 @@ from functools import partial
 
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler, hopper_backward
-from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.form import form
 from ..cuda_common.generation import Spare
@@ -62,8 +61,3 @@ class Sm90Backward(hopper_backward.Backward):
         library = specialise.library("sm90_backward", spec, constants, arch, functions(spec, tile))
         spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
         super().__init__(spec, device, tile, why, library, specialise.library, spare)
-
-    def heads(self, arguments: Arguments) -> int:
-        if arguments.spec.deterministic:
-            return hopper_backward.heads_in_order(arguments, self.tile, self.device.sms)
-        return super().heads(arguments)

@@ -114,14 +114,6 @@ if WIDE:
         return top, total
 
     @device
-    def reference_of(row, _):
-        return row[0]
-
-    @device
-    def sum_of(row, _):
-        return row[1]
-
-    @device
     def is_infinite(j, so_far, l):
         return so_far or not abs(l[j]) < INFINITE
 
@@ -132,5 +124,5 @@ def finite_sums(p, at, m, l):
     if WIDE:
         if any_lane(repeat(is_infinite, ROWS, False, l)):
             rows = listed(row_carefully, ROWS, (p, at))
-            m, l = alike(reference_of, rows, 0), alike(sum_of, rows, 0)
+            m, l = alike(first_of, rows, 0), alike(second_of, rows, 0)
     return m, l

@@ -43,6 +43,13 @@ def await_barrier(barrier, parity):
 
 
 @device
+def wait_patiently(barrier, parity, nanoseconds):
+    """The same where nobody is in a hurry: leaves the issue slots to others."""
+    while not has_ended(barrier, parity):
+        nap(nanoseconds)
+
+
+@device
 def wait_full(ring, n, stages):
     await_barrier(ring + 8 * stage_of(n, stages), u32(n) // u32(stages) & 1)
 

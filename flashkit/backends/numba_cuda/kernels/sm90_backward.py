@@ -15,12 +15,29 @@
 #     dQ             [BLOCK_Q][..]                registers, then added to float32 sums in memory: prepare_rows() clears
 #                                                 them, store_queries() makes dQ of them
 #
-# Warp group 0: warp 0 finds the tiles and loads them, warp 1 looks through the keys, warps 2 and 3 keep the order in
-# which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys, with all
-# that belongs to them (sm90_backward_keys.py); or, where dK and dV of 64 keys do not fit the registers of a group, both
-# share the keys, and each has half the columns of dK, dV and dQ (sm90_backward_columns.py, KEYS_SHARED).
+# Warp group 0: warp 0 loads tiles of queries, warp 1 finds them, loads the keys and looks through these, warps 2 and 3
+# keep the order in which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of
+# the keys, with all that belongs to them (sm90_backward_keys.py); or, where dK and dV of 64 keys do not fit the
+# registers of a group, both share the keys, and each has half the columns of dK, dV and dQ (sm90_backward_columns.py,
+# KEYS_SHARED).
 #
 # With ORDERED a tile is added to by one block after the other, in the order of their keys, so the bits never change.
+# Without a mask keys ascend and all go from the last queries to the first; with one keys descend and queries ascend:
+# under a causal mask a block then begins at its diagonal, where it is the first to add.
+
+
+dq_product = wgmma(
+    STORAGE, PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
+)  # fmt: skip
+
+
+@device
+def query_gradients(keys, ds):
+    """dQ^T = K^T dS of a tile, a chunk of columns or a part of the rows."""
+    products_begin()
+    dq = dq_product(descriptor(keys, 16), descriptor(ds, 16))
+    products_end()
+    return dq
 
 
 @device
@@ -44,6 +61,8 @@ def sm90_backward(p):
         ring_init(base + AT_K_RING, KEY_BUFFERS, 1, WARPS)
         ring_init(base + AT_V_RING, 1, 1, WARPS)
         ring_init(base + AT_PAIRS_RING, 2, WARPS, WARPS)
+        ring_init(base + AT_LISTS_RING, LISTS, 1, 1)
+        barrier_init(base + AT_SOON, 1)
         for i in range(2):
             barrier_init(base + AT_ADDED + 8 * i, WARPS)
             barrier_init(base + AT_TURN + 8 * i, 1)
@@ -59,8 +78,8 @@ def sm90_backward(p):
         give_registers(REGISTERS_LOADING)
         if warp == 0:
             load_items(p, base)
-        elif warp == 1 and CLEANS_KEYS:
-            clean_keys(p, base)
+        elif warp == 1:
+            find_items(p, base)
         elif warp >= 2 and ORDERED:
             keep_order(p, base, warp - 2)
     else:

@@ -29,9 +29,7 @@ values_product = wgmma(
 along_queries, of_chunks = (along_columns(BLOCK_Q),) * 2, BLOCK_Q * CHUNK_ROW >> 4
 dv_product = wgmma(STORAGE, BLOCK_K, *along_queries, turned_a=True, turned_b=True, tiles=HAS_V, apart=of_chunks)
 dk_product = wgmma(STORAGE, BLOCK_K, *along_queries, turned_a=True, turned_b=True, tiles=HAS, apart=of_chunks)
-dq_product = wgmma(
-    STORAGE, BLOCK_Q, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
-)  # fmt: skip
+BYTES_CHUNK = BLOCK_K * CHUNK_ROW  # of K
 
 
 @device
@@ -48,14 +46,6 @@ def gradients_of_weights(values_of_group, dout):
     dp = values_product(descriptor(dout, 16), descriptor(values_of_group, 16))
     products_end()
     return dp
-
-
-@device
-def query_gradients(k_tile, chunk, ds):
-    products_begin()
-    dq = dq_product(descriptor(k_tile + chunk * BLOCK_K * CHUNK_ROW, 16), descriptor(ds, 16))
-    products_end()
-    return dq
 
 
 # --- P and dS to shared memory, dQ to memory --------------------------------------------------------------------------
@@ -157,7 +147,7 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     a = descriptor(dout_tile + group * HAS_V * BLOCK_Q * CHUNK_ROW, 16)
     dv = dv_product(dv, a, descriptor(p_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
     products_end()
-    dq = query_gradients(k_tile, group * HAS, ds_tile)
+    dq = query_gradients(k_tile + group * HAS * BYTES_CHUNK, ds_tile)
     products_wait(1)  # dV
     release(base + AT_DOUT_RING, n, DOUT_STAGES, lane)
     if not last:
@@ -169,7 +159,7 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
         await_barrier(turn_to_add(base, n), u32(n) // u32(2) & 1)
     add_sums(p, where, group * HAS, dq, part_of_lane)
     if TWO:
-        late = query_gradients(k_tile, group * HAS + 1, ds_tile)
+        late = query_gradients(k_tile + (group * HAS + 1) * BYTES_CHUNK, ds_tile)
     products_begin()
     a = descriptor(q_tile + group * HAS * BLOCK_Q * CHUNK_ROW, 16)
     dk = dk_product(dk, a, descriptor(ds_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)

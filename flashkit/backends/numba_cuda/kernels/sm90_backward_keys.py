@@ -18,9 +18,8 @@ scores_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM, BLOCK_K), along_ro
 values_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM_V, BLOCK_K), along_rows(HEAD_DIM_V, BLOCK_Q), fresh=True)
 dv_product = wgmma_registers(STORAGE, COLUMNS_V, along_columns(BLOCK_Q), turned_b=True)
 dk_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_Q), turned_b=True)
-dq_product = wgmma(
-    STORAGE, PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
-)  # fmt: skip
+# Where a group's part of dQ begins in K and in dS.
+K_OF_GROUP, DS_OF_GROUP = (BLOCK_K * CHUNK_ROW, 0) if BY_COLUMNS else (0, PART_ROWS * CHUNK_ROW)
 
 
 @device
@@ -41,16 +40,9 @@ def gradients_of_weights(base, group, dout):
 
 
 @device
-def query_gradients(base, k_tile, group, n):
+def query_gradients_of(base, k_tile, group, n):
     ds = base + AT_PAIRS + stage_of(n, 2) * BYTES_PAIRS
-    if BY_COLUMNS:
-        k_tile = k_tile + group * BLOCK_K * CHUNK_ROW
-    else:
-        ds = ds + group * PART_ROWS * CHUNK_ROW
-    products_begin()
-    dq = dq_product(descriptor(k_tile, 16), descriptor(ds, 16))
-    products_end()
-    return dq
+    return query_gradients(k_tile + group * K_OF_GROUP, ds + group * DS_OF_GROUP)
 
 
 # --- dS to shared memory, dQ to memory --------------------------------------------------------------------------------
@@ -163,7 +155,7 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     if not first:
         wait_full(base + AT_PAIRS_RING, n - 1, 2)
     # Always begun, or the compiler makes it wait; of an item's first tile nothing comes of it.
-    dq = query_gradients(base, k_tile, group, n + 1)
+    dq = query_gradients_of(base, k_tile, group, n + 1)
     products_begin()
     dk = dk_product(dk, ds, descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
     products_end()
@@ -215,7 +207,7 @@ def multiply_tiles(p, base, group):
         release(base + AT_DOUT_RING, n - 1, DOUT_STAGES, lane)
         release(base + AT_V_RING, number, 1, lane)
         wait_full(base + AT_PAIRS_RING, n - 1, 2)
-        dq = query_gradients(base, k_tile, group, n - 1)
+        dq = query_gradients_of(base, k_tile, group, n - 1)
         fence_async()
         lanes_sync()
         if staged >= 0:

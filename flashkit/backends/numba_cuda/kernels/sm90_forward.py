@@ -299,7 +299,7 @@ def sm90_forward(p):
         ring_init(base + AT_Q_RING, Q_BUFFERS, 1, 1)
         ring_init(base + AT_K_RING, STAGES, 1, 4 * GROUPS)
         ring_init(base + AT_V_RING, STAGES, 1, 4 * GROUPS)
-        ring_init(base + AT_LIST_RING, 2, 1, 1)
+        ring_init(base + AT_LISTS_RING, LISTS, 1, 1)
         for i in range(GROUPS * Q_BUFFERS):
             barrier_init(base + AT_DONE + 8 * i, 4)
         barriers_ready()
@@ -309,10 +309,11 @@ def sm90_forward(p):
         give_registers(REGISTERS_LOADING)
         if warp == 2:
             find_items(p, base)
-        elif thread() == 0:
-            load_items(p, base)
-        elif thread() == 32:
-            store_items(p, base)
+        elif elect():
+            if warp == 0:
+                load_items(p, base)
+            elif warp == 1:
+                store_items(p, base)
     else:
         take_registers(REGISTERS)
         multiply_tiles(p, base, role - 1)

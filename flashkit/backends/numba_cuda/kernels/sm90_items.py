@@ -1,3 +1,4 @@
+# parts: sm90_lists
 # Which work the blocks of the Hopper forward pass take, and its coming and going: the roles of warp group 0.
 #
 # An item is (batch entry, first of its heads, first of its rows).
@@ -12,86 +13,36 @@ def state_of(p, item, n_k, row0, row1, tile, many):
     PARTIAL.
     """
     b, h, _ = item
-    k0, whole = tile * BLOCK_K, (tile + many) * BLOCK_K
-    first, last, k1, offset = row0 // PACK, (row1 + PACK - 1) // PACK, min(whole, n_k), offset_of(p, b)
-    state = tile_state(p, b, h, offset, first, last, k0, k1)
+    k0, whole = i32(tile * BLOCK_K), i32((tile + many) * BLOCK_K)
+    first, last, k1 = i32(row0 // PACK), i32((row1 + PACK - 1) // PACK), i32(min(whole, n_k))
+    offset = offset_of(p, b)
+    state = i32(tile_state(p, b, h, offset, first, last, k0, k1))
     if HAS_MASK:
         for other in range(1, PACK):
-            if tile_state(p, b, h + other, offset, first, last, k0, k1) != state:
-                state = PARTIAL
-    if state == FULL and whole > n_k:
-        state = PARTIAL
-    return state
+            if tile_state(p, b, i32(h + other), offset, first, last, k0, k1) != state:
+                state = i32(PARTIAL)
+    return i32(PARTIAL) if state == FULL and whole > n_k else state
 
 
 @device
 def states_of(p, item, n_k, tile, many):
     """States of the groups' rows and a tile of keys, two bits a group."""
-    rows, row0 = i32(p.n_q) * PACK, item[2]
-    end = min(row0 + BLOCK_Q, rows)
-    every = state_of(p, item, n_k, row0, end, tile, many)
-    states = 0
+    row0 = item[2]
+    end = i32(min(row0 + BLOCK_Q, i32(p.n_q) * PACK))
+    every, states = state_of(p, item, n_k, row0, end, tile, many), i32(0)
     for g in range(GROUPS):
-        first = row0 + 64 * g
-        state = every if first < end else EMPTY
+        first = i32(row0 + 64 * g)
+        state = every if first < end else i32(EMPTY)
         if HAS_MASK and state == PARTIAL and many == 1:
-            state = state_of(p, item, n_k, first, min(first + 64, end), tile, 1)
-        states |= state << 2 * g
+            state = state_of(p, item, n_k, first, i32(min(first + 64, end)), tile, many)
+        states = i32(states | state << 2 * g)
     return states
 
 
 @device
-def list_of(base, c):
-    return base + AT_LISTS + stage_of(c, 2) * BYTES_LIST
-
-
-@device
-def fill(p, entries, item, n_k, next_place, tiles):
-    """Write the next of the tiles that exist to a list, the last keys first, as place << 8 | states: by one warp, 32
-    at a time and before that, where one look may cover so many, 32 groups of 32. How many; where to go on; all
-    states.
-    """
-    lane, count, seen = thread() % 32, 0, 0
-    lanes_sync()
-    while next_place < tiles and count + 32 <= MOST:
-        if HAS_MASK and CLASSIFY_MANY and tiles - next_place > 32:
-            first = next_place + 32 * lane
-            many = min(tiles - first, 32)
-            groups = vote(many > 0 and states_of(p, item, n_k, tiles - first - many, many) != 0)
-            if groups == 0:
-                next_place += 1024
-                continue
-            next_place += 32 * lowest_one(groups)
-        place = next_place + lane
-        states = 0
-        if place < tiles:
-            states = states_of(p, item, n_k, tiles - place - 1, 1)
-        live = vote(states != 0)
-        if states != 0:
-            store_word(entries + 4 * (count + ones(live & ((1 << lane) - 1))), place << 8 | states)
-        seen |= or_lanes(states)
-        count += ones(live)
-        next_place += 32
-    lanes_sync()
-    return count, next_place, seen
-
-
-@device
-def wait_patiently(barrier, parity):
-    while not has_ended(barrier, parity):
-        nap()
-
-
-@device
-def await_list(base, c):
-    """Until list number c may be filled."""
-    wait_patiently(base + AT_LIST_RING + 16 + 8 * stage_of(c, 2), u32(c) // u32(2) & 1 ^ 1)
-
-
-@device
-def hand_over(base, c):
-    lanes_sync()
-    arrive_once(base + AT_LIST_RING + 8 * stage_of(c, 2), i32(thread() % 32))
+def look(p, item, n_k, tiles, place, many):
+    """The last keys come first."""
+    return states_of(p, item, n_k, i32(tiles - place - many), many)
 
 
 @device
@@ -102,13 +53,12 @@ def find_items(p, base):
         item = item_of(p, index)
         if leader:
             index = I(fetch_add(p.ticket, 1)) + blocks()
-        n_k = keys_of(p, item[0])
-        tiles = (n_k + BLOCK_K - 1) // BLOCK_K
-        next_place, first, more = I(0), True, True
+        n_k = i32(keys_of(p, item[0]))
+        tiles = i32((n_k + BLOCK_K - 1) // BLOCK_K)
+        place, first, more = i32(0), True, True
         while more:
-            await_list(base, c)
-            at = list_of(base, c)
-            count, next_place, seen = fill(p, at + IN_LIST, item, n_k, next_place, tiles)
+            at = await_list(base, c)
+            count, place, seen = fill(p, at + IN_LIST, item, n_k, place, tiles)
             more = count > 0 or first
             if more:
                 # Groups that see nothing take a tile all the same, where everything is hidden from them.
@@ -129,9 +79,9 @@ def find_items(p, base):
                 hand_over(base, c)
                 first, c = False, u32(c + 1)
         index = I(uniform(index))
-    await_list(base, c)
+    at = await_list(base, c)
     if leader:
-        store_word(list_of(base, c) + 12, 0)
+        store_word(at + 12, 0)
     hand_over(base, c)
     if leader:
         if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
@@ -191,7 +141,7 @@ def load_items(p, base):
     c, n, number = u32(0), u32(0), u32(0)  # lists, tiles, items so far
     tile, head, b = i32(0), i32(0), i32(0)  # of the values that are to come
     while True:
-        wait_full(base + AT_LIST_RING, c, 2)
+        wait_full(base + AT_LISTS_RING, c, LISTS)
         at = list_of(base, c)
         count, last, extra = load_word(at + 12), load_word(at + 16), load_word(at + 20)
         if count == 0:
@@ -207,7 +157,7 @@ def load_items(p, base):
             if extra != 0:
                 load_queries(p, base, number, item)
                 extra, number = i32(0), u32(number + 1)
-        arrive(base + AT_LIST_RING + 16 + 8 * stage_of(c, 2))
+        arrive(base + AT_LISTS_RING + 8 * LISTS + 8 * stage_of(c, LISTS))
         c = u32(c + 1)
     if n > 0:
         load_values(p, base, n - 1, tile, head, b)
@@ -236,7 +186,7 @@ def store_items(p, base):
             break
         for g in range(GROUPS):
             row0, place = load_word(slot + 8) + 64 * g, buffer * GROUPS + g
-            wait_patiently(base + AT_DONE + 8 * place, parity)
+            wait_patiently(base + AT_DONE + 8 * place, parity, SLEEP)
             if row0 < p.n_q * PACK:
                 for c in range(chunks_v):
                     source = base + place * BYTES_Q + c * 64 * CHUNK_ROW

@@ -35,11 +35,15 @@ def ask(base, n, where, tile_k):
 
 
 @device
-def wait_for_turn(done, tile_k):
-    """Until all tiles of keys before tile_k are done, by a warp."""
-    for word in range(thread() % 32, (tile_k + 31) // 32, 32):
-        left = tile_k - 32 * word
+def wait_for_turn(p, done, tile_k):
+    """Until all tiles of keys whose turn comes before tile_k's are done, by a warp."""
+    first, end = (tile_k + 1, tiles_along(p.n_k, BLOCK_K)) if FROM_DIAGONAL else (0, tile_k)
+    for word in range(first // 32 + thread() % 32, (end + 31) // 32, 32):
+        left = end - 32 * word
         need = u32(0xFFFFFFFF) if left >= 32 else u32((u32(1) << u32(left)) - u32(1))
+        if FROM_DIAGONAL:
+            if first > 32 * word:
+                need = u32(need & u32(u32(0xFFFFFFFF) << u32(first % 32)))
         while load_acquired(done + 4 * word) & need != need:
             pass
     lanes_sync()
@@ -54,7 +58,7 @@ def keep_order(p, base, which):
         if where == END:
             break
         done = p.partial_lse.data + 4 * (I(where) * p.partial_lse.token + 1)
-        wait_for_turn(done, tile_k)
+        wait_for_turn(p, done, tile_k)
         if leader:
             if KEYS_SHARED:
                 arrive(turn_to_add(base, n))

@@ -148,16 +148,6 @@ def weigh_four(i, s, rest):
     )  # fmt: skip
 
 
-@device
-def first_of(x, _):
-    return x[0]
-
-
-@device
-def second_of(x, _):
-    return x[1]
-
-
 # Which of a lane's weights are kept, a bit for each. A call of the generator is for four keys of a query, which several
 # lanes have; each of them makes the words for a part of the queries. Where keys are lanes: of queries 4 m + i, in the
 # order of a lane's elements, lane i of four has bits 16 * half + 4 m + key % 4. Where queries are: the even one of two

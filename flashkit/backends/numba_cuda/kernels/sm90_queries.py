@@ -71,7 +71,7 @@ def store_numbers(i, odd, rest):
     return odd
 
 
-@kernel(256)
+@kernel(256, 8)
 def prepare_rows(p):
     """delta = rowsum(dO * O) - dlse, and the log-sum-exp in base 2, +inf for rows without keys, whose weights so become
     0; NaN where a row's numbers are not finite, for which its tile is noted as odd. Rows past the end get such that

@@ -1,5 +1,6 @@
 # The tile of Hopper's forward pass, its registers, and the map of a block's shared memory, in bytes.
 
+LISTS, SLEEP = 2, 100  # of tiles that exist; nanoseconds of those who are not in a hurry
 BLOCK_Q, THREADS, COLUMNS, COLUMNS_QK = 64 * GROUPS, 128 * (GROUPS + 1), padded(HEAD_DIM_V), padded(HEAD_DIM)
 chunks_q, chunks_v = chunks(HEAD_DIM), chunks(HEAD_DIM_V)
 SUMS, SCORES, PACKED = COLUMNS // 2, BLOCK_K // 2, BLOCK_K // 4  # registers of a lane: output, scores, weights
@@ -10,11 +11,11 @@ AT_V = AT_K + STAGES * BYTES_K
 AT_Q_RING = AT_V + STAGES * BYTES_V
 AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS
 AT_V_RING = AT_K_RING + 16 * STAGES
-AT_LIST_RING = AT_V_RING + 16 * STAGES
-AT_DONE = AT_LIST_RING + 32  # for each buffer and group: its output is in the buffer
+AT_LISTS_RING = AT_V_RING + 16 * STAGES
+AT_DONE = AT_LISTS_RING + 16 * LISTS  # for each buffer and group: its output is in the buffer
 AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS  # for each stage of K: tile << 8 | first of its item << 6 | groups' states
 AT_ITEMS = AT_NOTES + 4 * STAGES  # for each buffer of Q: an item
-AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS  # two lists of tiles that exist
+AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS
 # A list: an item's three words; how many tiles, 0 for no more items; the last tile of all keys; bits of the first
 # tile's note; then place << 8 | states of each tile.
 MOST, IN_LIST = 224, 24

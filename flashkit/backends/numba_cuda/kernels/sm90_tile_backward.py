@@ -50,6 +50,17 @@ ODD_WORDS = (BLOCK_K + 31) // 32
 AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS  # for four tiles of dQ: which they are
 ODD, LAST_TILE, END = 16, 64, -1  # some rows' numbers are not finite; the last tile of an item
 
+# A list of tiles: batch entry or END, head of queries, first key, how many, whether it is the item's last; the tiles.
+LISTS, MOST, IN_LIST = 4, 32, 20
+BYTES_LIST = IN_LIST + 4 * MOST
+AT_LISTS = AT_SLOTS + 32
+AT_LISTS_RING = -(-(AT_LISTS + LISTS * BYTES_LIST) // 8) * 8
+AT_SOON = AT_LISTS_RING + 16 * LISTS  # the next item is taken
+AHEAD = 4  # tiles before the end of an item, when that is
+SLEEP = 100 if ORDERED else 1000  # nanoseconds of the warp that takes it, which has time, and else takes that of others
+
+FROM_DIAGONAL = ORDERED and HAS_MASK  # keys in descending order, queries in ascending: a block is first at its diagonal
+
 # A hidden pair has the weight and the gradient 0, but 0 times NaN is NaN. So rows of Q, dO and K that are not finite
 # are cleared before they are multiplied, by who loads them, and what they would have done to visible pairs is said
 # otherwise: of a row by its log-sum-exp, which is NaN then, of a key by a bit (weigh).

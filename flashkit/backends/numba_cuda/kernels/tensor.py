@@ -55,6 +55,16 @@ def swizzled(row, unit):
 
 
 @device
+def first_of(x, _):
+    return x[0]
+
+
+@device
+def second_of(x, _):
+    return x[1]
+
+
+@device
 def uniform(x):
     """A number that is the same in all lanes of a warp; said so to the assembler, which keeps what depends on it in
     uniform registers."""

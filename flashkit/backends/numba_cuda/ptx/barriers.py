@@ -47,8 +47,8 @@ wait = instruction(
 )  # fmt: skip
 """wait(barrier, parity): for the end of a phase"""
 
-nap = instruction("nanosleep.u32 100;", NOTHING)
-"""Leaves the issue slots to others."""
+nap = instruction("nanosleep.u32 $0;", NOTHING, uint32)
+"""nap(nanoseconds): leaves the issue slots to others"""
 
 threads_sync = instruction("bar.sync 0;", NOTHING)
 """For all threads of the block."""
