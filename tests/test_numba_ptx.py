@@ -58,7 +58,7 @@ HOPPER = {
     "fence.mbarrier_init": "barriers_ready()",
     "mbarrier.arrive.shared": "arrive(shared_address()); arrive_once(shared_address(), i[0])",
     "mbarrier.arrive.expect_tx": "arrive_and_expect(shared_address(), 128)",
-    "mbarrier.try_wait.parity": "wait(shared_address(), 0)\n    while not has_ended(0, 1): nap()",
+    "mbarrier.try_wait.parity": "wait(shared_address(), 0)\n    while not has_ended(0, 1): nap(1000)",
     "fence.proxy.async": "fence_async()",
     "setmaxnreg.dec.sync.aligned.u32 24": "give_registers(24)",
     "setmaxnreg.inc.sync.aligned.u32 240": "take_registers(240)",
