@@ -3,28 +3,23 @@
 
 
 @device
-def all_finite(unit):
-    """Of 16 bytes of elements: a number that is not has an exponent of ones."""
-    exponent, finite = u32(0x7C00 if STORAGE == "float16" else 0x7F80), True
+def still_finite(u, finite, rest):
+    """Whether 16 bytes of elements are, too: a number that is not has an exponent of ones."""
+    row, lane = rest
+    unit, exponent = load_unit(row + (u ^ lane & 7) * UNIT), u32(0x7C00 if STORAGE == "float16" else 0x7F80)
     for i in range(4):
-        finite = finite and unit[i] & exponent != exponent and unit[i] >> u32(16) & exponent != exponent
+        finite = finite & (unit[i] & exponent != exponent) & (unit[i] >> u32(16) & exponent != exponent)
     return finite
 
 
 @device
 def odd_keys(tile, word, lane):
-    """A bit for each of 32 keys that is not finite; eight lanes look at a key."""
-    odd = u32(0)
-    for i in range(i32(8)):
-        row, finite = i32(32 * word + 4 * i + lane // 8), True
-        if row < BLOCK_K:
-            for c in range(chunks_q):
-                finite = finite and all_finite(load_unit(tile + (c * BLOCK_K + row) * CHUNK_ROW + lane % 8 * UNIT))
-        found = vote(not finite)
-        for r in range(i32(4)):
-            if found >> u32(8 * r) & u32(255) != 0:
-                odd |= u32(1) << u32(4 * i + r)
-    return u32(odd)
+    """A bit for each of 32 keys that is not finite; a lane looks at one."""
+    row, finite = i32(32 * word + lane), YES
+    if row < BLOCK_K:
+        for c in range(i32(chunks_q)):
+            finite = repeat(still_finite, 8, finite, (u32(tile + (c * BLOCK_K + row) * CHUNK_ROW), lane))
+    return vote(not finite)
 
 
 @device
