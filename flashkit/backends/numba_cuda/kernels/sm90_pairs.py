@@ -269,8 +269,8 @@ def gradients(p, s, dp, plain, early, delta, kept):
     """dP to dS, rounded. plain: nothing is hidden."""
     if HAS_DROPOUT:
         dp = groups(keep_four, 4, dp, (kept, np.float32(p.kept_scale)))
-    # Each way reads its numbers of queries itself, which leaves registers for reading some ahead; `settle` lets LLVM not
-    # take what both begin with together again.
+    # Each way reads its numbers of queries itself, which leaves registers for reading some ahead; with `settle` LLVM
+    # does not take together what both begin with.
     if plain or not CLEANS_KEYS:
         return join(pack, both(times, s, groups(less_delta, 4, settle(dp), (early, delta))))
     return join(pack, both(unless_zero, s, groups(less_delta, 4, dp, (early, delta))))
