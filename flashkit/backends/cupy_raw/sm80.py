@@ -197,7 +197,7 @@ class Sm80BackwardTile:
         size = ITEMSIZE[spec.dtype]
         rows = sum(pitch(dim, size, self.granule, _apart(spec)) for dim in (spec.head_dim, spec.head_dim_v))
         pairs = 2 * self.block_q * (self.block_k * size + 16)
-        return self.block_k * (rows + 1) + 2 * self.block_q * (rows + 8) + pairs + _LIST
+        return self.block_k * rows + 2 * self.block_q * (rows + 8) + pairs + _LIST
 
     def constants(self, spec: AttentionSpec, ordered: bool = True) -> dict[str, int]:
         """What kernels/sm80_backward.cu asks for."""

@@ -29,7 +29,6 @@
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_S, WARPS_KV, WARPS_Q, ORDERED, BLOCKS_PER_SM, POSITIONS and FAR.
 #include "sm80.cuh"
-#include "sm80_form.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int S_TILES = BLOCK_Q / (16 * WARPS_S), S_KEYS = BLOCK_K * WARPS_S / WARPS / 8;
@@ -47,185 +46,14 @@ constexpr int SIZE = sizeof(storage), PITCH = pitch(HEAD_DIM), PITCH_V = pitch(H
 constexpr int AT_V = BLOCK_K * PITCH, AT_QUERIES = AT_V + BLOCK_K * PITCH_V;
 constexpr int AT_ROWS = BLOCK_Q * (PITCH + PITCH_V), BYTES_STAGE = AT_ROWS + BLOCK_Q * 8;  // shift, then delta
 constexpr int AT_P = AT_QUERIES + 2 * BYTES_STAGE;
-constexpr int AT_DS = AT_P + BLOCK_Q * PITCH_S, AT_ODD = AT_DS + BLOCK_Q * PITCH_S, AT_LIST = AT_ODD + BLOCK_K;
+constexpr int AT_DS = AT_P + BLOCK_Q * PITCH_S, AT_LIST = AT_DS + BLOCK_Q * PITCH_S;
 
-// A hidden pair has the weight and the gradient 0, but 0 times NaN is NaN. So rows of right operands that are not finite
-// are zeroed before they are multiplied by weights, and what they would have done to visible pairs is said otherwise.
+// A hidden pair has the weight and the gradient 0, but 0 times NaN is NaN: then sums are not finite, and are made once more.
 constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT;
 
-struct Place {
-    int b, h, k0, k1, n_q, n_k;
-    long long offset;
-    static __device__ __forceinline__ int row(int i, int half) {  // of S that a lane holds, within the tile
-        return threadIdx.x / 32 / (WARPS / WARPS_S) * 16 * S_TILES + 16 * i + 8 * half + threadIdx.x % 32 / 4;
-    }
-    static __device__ __forceinline__ int key(int n) {  // and the next
-        return threadIdx.x / 32 % (WARPS / WARPS_S) * 8 * S_KEYS + 8 * n + threadIdx.x % 4 * 2;
-    }
-    // Whether positions fit 32 bits, and what a score modification computes with them: that takes half the instructions then.
-    __device__ __forceinline__ bool narrow() const { return offset >= -FAR && offset + n_q < FAR && (!HAS_SCORE || n_k < FAR); }
-};
-
-// A lane's two numbers of a row and neighbouring keys to a tile in shared memory.
-DEVICE void store_weights(unsigned target, int row, int key, float x, float y) {
-    target += row * PITCH_S + key * SIZE;
-    if constexpr (WIDE) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(x), "f"(y) : "memory");
-    else asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(pack(x, y)) : "memory");
-}
-
-// Scores to weights, which go to shared memory, dropped ones as 0. They stay in s times the slope of the score
-// modification, as the factor of dP - delta in dS. PLAIN: all pairs are visible, and a score modification goes by `line`.
-template <bool PLAIN, bool PARTIAL_TILE, typename POSITION>
-DEVICE void weights(const Params& p, const Place& at, const unsigned char* odd, float (&s)[S_TILES][S_KEYS][4],
-                    const float (&shift)[S_TILES][2], Line (&line)[S_TILES][2], int row0, unsigned target) {
-    const Tanh tanh;
-    const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
-#pragma unroll
-    for (int i = 0; i < S_TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = row0 + at.row(i, half);
-            const int end = PARTIAL_TILE || HAS_SCORE ? row < at.n_q ? at.n_k : 0 : at.n_k;
-            const POSITION q = (POSITION)(row + at.offset);
-            using I = typename Chosen<sizeof(POSITION) == 4, position, long long>::type;  // of the score modification
-            const float reference = shift[i][half] * LOG2E;
-            if (PLAIN && HAS_SCORE) line[i][half].first -= reference;
-            const int first = at.k0 + at.key(0);
-            const I k_first = (I)first, distance = (I)(q - first);
-#pragma unroll
-            for (int n = 0; n < S_KEYS; ++n) {
-                float w[2];
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    float& x = s[i][n][2 * half + c];
-                    if constexpr (PLAIN && HAS_SCORE) {
-                        float slope;
-                        w[c] = exp2_fast(formed(x, line[i][half], 8 * n + c, slope));
-                        x = w[c] * slope;
-                        continue;
-                    } else if constexpr (PLAIN) {
-                        x = w[c] = exp2_fast(fmaf(x, scale, -reference));
-                        continue;
-                    }
-                    const int key = at.key(n) + c, k = at.k0 + key;
-                    float slope = 1;
-                    x *= scale;
-                    if (k >= end) {
-                        x = HIDDEN;
-                    } else if (HAS_SCORE || PARTIAL_TILE) {
-                        if (HAS_SCORE) slope = score_slope(x, at.b, at.h, row, q, k, p);
-                        const I step = (I)(8 * n + c);
-                        if constexpr (HAS_SCORE) x = modified_score<I>(x, at.b, at.h, row, q, k_first + step, distance - step, tanh, p) * LOG2E;
-                        if constexpr (HAS_MASK && PARTIAL_TILE) x = visible(at.b, at.h, row, q, k, p) ? x : HIDDEN;
-                    }
-                    w[c] = x == HIDDEN ? 0.0f : exp2_fast(x - reference);
-                    // A score of a key that is not finite is -inf or has made its row's sum infinite or NaN.
-                    if (MAY_HIDE && sizeof(POSITION) == 8 && odd != nullptr && odd[key])
-                        w[c] = x == HIDDEN || is_finite(reference) ? 0.0f : fk_special(0);
-                    x = HAS_SCORE && w[c] != 0 ? w[c] * slope : w[c];
-                }
-                if constexpr (HAS_DROPOUT) drop_pair(w[0], w[1], p, at.b, at.h, row, at.k0 + at.key(n));
-                store_weights(target, at.row(i, half), at.key(n), w[0], w[1]);
-            }
-        }
-}
-
-// dP to dS, into shared memory. PLAIN: nothing is hidden.
-template <bool PLAIN>
-DEVICE void gradients(const Params& p, const Place& at, const float (&s)[S_TILES][S_KEYS][4],
-                      float (&dp)[S_TILES][S_KEYS][4], const float (&delta)[S_TILES][2], int row0, unsigned target) {
-#pragma unroll
-    for (int i = 0; i < S_TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int n = 0; n < S_KEYS; ++n) {
-                if constexpr (HAS_DROPOUT)
-                    drop_pair(dp[i][n][2 * half], dp[i][n][2 * half + 1], p, at.b, at.h, row0 + at.row(i, half),
-                              at.k0 + at.key(n));
-                float d[2];
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const float w = s[i][n][2 * half + c];
-                    d[c] = w * (dp[i][n][2 * half + c] - delta[i][half]);
-                    if (!PLAIN && w == 0) d[c] = 0;
-                }
-                store_weights(target, at.row(i, half), at.key(n), d[0], d[1]);
-            }
-}
-
-// Zero what is not finite in a row of a tile; whether there was any.
-template <int DIM>
-DEVICE bool clean_row(void* tile, int row) {
-    bool odd = false;
-#pragma unroll 1
-    for (int d = 0; d < DIM; ++d) {
-        storage& x = element<DIM>(tile, row, d);
-        if (!is_finite((float)widen(x))) x = storage{}, odd = true;
-    }
-    return odd;
-}
-
-// Whether 16 bytes of elements are: a number that is not has an exponent of ones.
-DEVICE bool all_finite(const void* elements) {
-    const uint4 x = *static_cast<const uint4*>(elements);
-    const unsigned words[4] = {x.x, x.y, x.z, x.w}, ones = STORAGE == FLOAT16 ? 0x7c00u : STORAGE == BFLOAT16 ? 0x7f80u : 0x7f800000u;
-    bool finite = true;
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-        finite &= (words[e] & ones) != ones && (WIDE || (words[e] >> 16 & ones) != ones);
-    return finite;
-}
-
-DEVICE unsigned* done_of(const Params& p, int b, int h, int tile) { return row_at<unsigned>(p.partial_lse, b, h, tile); }
-DEVICE void set_nothing(unsigned* word, int tile) {  // for a tile that nothing is added to
-    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile / 32), "r"(1u << tile % 32) : "memory");
-}
-DEVICE void set_done(unsigned* word, int tile) {  // what the block's threads have added before a barrier is there then
-    asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile / 32), "r"(1u << tile % 32) : "memory");
-}
-DEVICE unsigned get_done(const unsigned* word) {
-    unsigned x;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
-    return x;
-}
-// Bits of word number `word` that tiles low ... high - 1 have.
-DEVICE unsigned bits_of(int low, int high, int word) {
-    const auto below = [&](int tile) { return tile >= 32 * word + 32 ? ~0u : tile <= 32 * word ? 0u : (1u << tile % 32) - 1; };
-    return below(high) & ~below(low);
-}
-// Until tiles low ... high - 1 have their bits set; `seen`: the lane's first word, from a while ago. What comes next acts
-// where memory is and after a branch, so later than what the bits stand for, without an acquiring load.
-DEVICE void wait_for(const unsigned* done, unsigned seen, int low, int high) {
-    for (int word = low / 32 + threadIdx.x % 32; 32 * word < high; word += 32) {
-        const unsigned need = bits_of(low, high, word);
-        while ((seen & need) != need) seen = get_done(done + word);
-        seen = 0;
-    }
-    __syncwarp();
-}
-
-DEVICE void add(float* target, const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-                 "f"(x[3]) : "memory");
-#else
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-        asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(target + e), "f"(x[e]) : "memory");
-#endif
-}
-
-// dK or dV, through the shared memory of what was multiplied.
-template <int DIM, int COLUMNS>
-DEVICE void store_keys(const Params& p, const Tensor& tensor, const Place& at, int head, const float (&x)[KV_TILES][COLUMNS][4],
-                       float factor, unsigned char* shared) {
-    constexpr int ACROSS = WARPS / WARPS_KV, STAGED = 8 * larger(K_COLUMNS, V_COLUMNS), BYTES = 16 * KV_TILES * pitch(STAGED);
-    static_assert(WARPS * BYTES <= AT_LIST, "all warps' keys fit");
-    const int warp = threadIdx.x / 32, k0 = at.k0 + warp / ACROSS * 16 * KV_TILES;
-    store_tile<DIM, STAGED>(x, factor, shared + warp * BYTES, 0, warp % ACROSS * COLUMNS * 8, Rows<>(tensor, at.b, head), k0,
-                            (int)p.n_k);
-}
+#include "sm80_backward_pairs.cuh"
+#include "sm80_backward_order.cuh"
+#include "sm80_backward_finish.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backward(KERNEL_PARAMS) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -266,20 +94,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
         load_tile<BLOCK_K, HEAD_DIM, THREADS>(Rows<>(p.k, b, head), at.k0, n_k, base);
         load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(Rows<>(p.v, b, head), at.k0, n_k, base + AT_V);
         copies_end();
-        bool odd_keys = false;
-        unsigned char* odd = shared + AT_ODD;
-        if constexpr (MAY_HIDE) {
-            copies_wait<0>();
-            __syncthreads();
-            // Scores of such a key are not finite; that it is zeroed here as well is made good in weights().
-            for (int i = threadIdx.x; i < BLOCK_K * pieces(HEAD_DIM); i += THREADS)
-                odd_keys |= !all_finite(shared + place<HEAD_DIM>(i / pieces(HEAD_DIM), i % pieces(HEAD_DIM)));
-            odd_keys = __syncthreads_or(odd_keys);
-            if (odd_keys) {
-                for (int k = threadIdx.x; k < BLOCK_K; k += THREADS) odd[k] = clean_row<HEAD_DIM>(shared, k);
-                __syncthreads();
-            }
-        }
 
 #pragma unroll 1
         for (at.h = head * GROUP; at.h < (head + 1) * GROUP; ++at.h) {
@@ -344,16 +158,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         if (SPREAD && k == 0) copy_q.start(q, next_row0, at.n_q, next, copied);
                         if (SPREAD) copy_q.copy(k, steps);
                     });
-                    bool plain = (!HAS_SCORE || BY_FORM) && full && !odd_keys && at.k0 + BLOCK_K <= n_k;
+                    bool plain = (!HAS_SCORE || BY_FORM) && full && at.k0 + BLOCK_K <= n_k;
                     Line line[S_TILES][2];
                     if constexpr (BY_FORM)
                         plain = plain && at.narrow() &&
                                 lines_of<BLOCK_K, 16 * S_TILES, 1>(p, b, at.h, at.offset, at.n_q, row0 + of_rows, at.k0, at.key(0), line,
                                                                    [&](int i, int half) { return row0 + at.row(i, half); });
-                    if (plain) weights<true, false, int>(p, at, nullptr, s, shift, line, row0, base + AT_P);
-                    else if (!MAY_HIDE || (at.narrow() && !odd_keys))
-                        weights<false, HAS_MASK, int>(p, at, nullptr, s, shift, line, row0, base + AT_P);
-                    else weights<false, HAS_MASK, long long>(p, at, odd_keys ? odd : nullptr, s, shift, line, row0, base + AT_P);
+                    if constexpr (HAS_SCORE) {
+                        if (plain) weights<true>(p, at, s, shift, line, row0, base + AT_P);
+                        else if (at.narrow()) weights<false>(p, at, s, shift, line, row0, base + AT_P);
+                        else weights<false, long long>(p, at, s, shift, line, row0, base + AT_P);
+                    } else {
+                        if (!plain) hide(p, at, s, row0);
+                        weights<true>(p, at, s, shift, line, row0, base + AT_P);
+                    }
                     clear(dp);
                     multiply_rows<HEAD_DIM_V>(
                         dp, stage + BLOCK_Q * PITCH + of_rows * PITCH_V, base + AT_V + of_keys * PITCH_V, [&](int k, int steps) {
@@ -363,26 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                             if (SPREAD && k == steps - 1) load_rows(next_row0, next, more);
                         });
                     if (SPREAD) copies_end();
-                    if (plain && !HAS_DROPOUT) gradients<true>(p, at, s, dp, delta, row0, base + AT_DS);
-                    else gradients<false>(p, at, s, dp, delta, row0, base + AT_DS);
-                    bool odd_rows = false;
-#pragma unroll
-                    for (int j = 0; j < S_TILES; ++j)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half)
-                            odd_rows |= !is_finite(shift[j][half]) || !is_finite(delta[j][half]);
-                    if (!MAY_HIDE) {
-                        __syncthreads();  // P and dS are there
-                    } else if (__syncthreads_or(odd_rows)) {
-                        for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
-                            clean_row<HEAD_DIM>(shared + at_stage, row);
-                            if (!clean_row<HEAD_DIM_V>(shared + at_stage + BLOCK_Q * PITCH, row)) continue;
-                            storage* w = reinterpret_cast<storage*>(shared + AT_P + row * PITCH_S);
-                            for (int k = 0; k < BLOCK_K; ++k)
-                                if ((float)widen(w[k]) != 0) w[k] = narrow(fk_special(0));
-                        }
-                        __syncthreads();
-                    }
+                    gradients(p, at, s, dp, delta, row0, base + AT_DS);
+                    __syncthreads();  // P and dS are there
 
                     if (ORDERED) {  // what was added a while ago is there by now, so this hardly waits
                         if (before >= 0 && threadIdx.x == THREADS - 1) set_done(done_of(p, b, at.h, before), tile_k);
@@ -424,32 +224,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     }
     copies_wait_all();  // of keys that no tile of queries waited for
     __syncthreads();
-    store_keys<HEAD_DIM>(p, p.dk, at, head, dk, (float)p.scale, shared);
-    store_keys<HEAD_DIM_V>(p, p.dv, at, head, dv, 1.0f, shared);
-}
-
-// The sums of dQ, which lie as the warps hold them, to dq. A block takes a tile, a thread eight columns of two rows: what
-// the four lanes had that shared these rows.
-extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
-    const int tiles = (int)((p.n_q + BLOCK_Q - 1) / BLOCK_Q);
-    const int tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
-    const float* sums = row_at<const float>(p.partial, b, h, tile);
-    const float scale = (float)p.scale;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < BLOCK_Q * padded(HEAD_DIM) / 16; i += 256) {
-        const int n = i % Q_COLUMNS, g = i / Q_COLUMNS % 8, j = i / Q_COLUMNS / 8 % Q_TILES, warp = i / Q_COLUMNS / 8 / Q_TILES;
-        const int row = tile * BLOCK_Q + (warp / (WARPS / WARPS_Q) * Q_TILES + j) * 16 + g;
-        const int column = (warp % (WARPS / WARPS_Q) * Q_COLUMNS + n) * 8;
-        const float4* four = reinterpret_cast<const float4*>(sums + ((warp * Q_TILES + j) * Q_COLUMNS + n) * 128) + 4 * g;
-        float x[2][8];
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-            const float4 y = four[t];
-            x[0][2 * t] = y.x * scale, x[0][2 * t + 1] = y.y * scale;
-            x[1][2 * t] = y.z * scale, x[1][2 * t + 1] = y.w * scale;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (row + 8 * half < p.n_q) store_eight<HEAD_DIM>(row_at<storage>(p.dq, b, h, row + 8 * half), column, x[half]);
-    }
+    store_keys<DK, HEAD_DIM>(p, p.dk, at, head, dk, (float)p.scale, shared);
+    store_keys<DV, HEAD_DIM_V>(p, p.dv, at, head, dv, 1.0f, shared);
 }
