@@ -175,6 +175,7 @@ class Sm90Float32Backward:
             self.libraries.append(library)
             shared = self.tile.shared_memory(spec, of_queries)
             self._kernels.append((of_queries, library.kernel("sm90_float32_backward", device, shared)))
+        self._numbers = library.kernel("sm90_float32_numbers", device)
         self._tickets = Tickets.of(device)
         self._spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
 
@@ -185,6 +186,10 @@ class Sm90Float32Backward:
         block, batch = self.tile.block_k, arguments.batch
         self.rows.prepare(arguments, stream, block)
         (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
+        queries = -(-arguments.n_q // block) * block
+        numbers = scratch((batch, arguments.heads, queries, _NUMBERS), "float32")
+        arguments.tensors(partial=numbers)
+        self._numbers.launch(-(-batch * arguments.heads * queries // 256), 256, arguments, stream)
         for of_queries, kernel in self._kernels:
             rows, columns = ((q, dout), (k, v)) if of_queries else ((k, v), (q, dout))
             heads = rows[0].heads * batch
@@ -198,5 +203,5 @@ class Sm90Float32Backward:
                 blocks = min(items, self.device.sms)
                 kernel.launch(blocks, _THREADS_BACKWARD, arguments.with_maps(maps), stream)
         self.rows.finish(arguments, stream)
-        del held  # what the kernels read, until they are enqueued
+        del held, numbers  # what the kernels read, until they are enqueued
         return None

@@ -11,7 +11,7 @@
 //
 //     A1, A2      [ROW_BUFFERS][GROUPS][64][..]   shared memory, as terms
 //     B1, B2      [STAGES][BLOCK][..]             shared memory, a ring
-//     numbers     [STAGES][3][BLOCK]              log-sum-exp, delta, and unit of dO, of columns that are queries: with them
+//     numbers     [STAGES][3][BLOCK]              of columns that are queries, with them: kernel sm90_float32_numbers
 //     S, dP, W    [64][BLOCK]                     registers of a warp group
 //     sums, part  [64][COLUMNS]                   registers: ordinary sums, and those of wgmma for one tile
 //
@@ -27,10 +27,10 @@ constexpr int SLICE = 64;                                                       
 constexpr int CHUNKS_1 = PARTS * chunks(HEAD_DIM), CHUNKS_2 = PARTS * chunks(HEAD_DIM_V);
 constexpr int BYTES_A1 = 64 * CHUNK_ROW * CHUNKS_1, BYTES_A2 = 64 * CHUNK_ROW * CHUNKS_2;
 constexpr int BYTES_B1 = BLOCK * CHUNK_ROW * CHUNKS_1, BYTES_B2 = BLOCK * CHUNK_ROW * CHUNKS_2;
-constexpr int BYTES_NUMBERS = OF_QUERIES ? 0 : 4 * BLOCK;
+constexpr int BYTES_NUMBERS = OF_QUERIES ? 0 : 3 * 4 * BLOCK;
 constexpr int AT_A2 = ROW_BUFFERS * GROUPS * BYTES_A1, AT_B1 = AT_A2 + ROW_BUFFERS * GROUPS * BYTES_A2;
 constexpr int AT_B2 = AT_B1 + STAGES * BYTES_B1, AT_NUMBERS = AT_B2 + STAGES * BYTES_B2;
-constexpr int AT_RING = AT_NUMBERS + STAGES * 3 * BYTES_NUMBERS, AT_ROWS_RING = AT_RING + 16 * STAGES;
+constexpr int AT_RING = AT_NUMBERS + STAGES * BYTES_NUMBERS, AT_ROWS_RING = AT_RING + 16 * STAGES;
 constexpr int AT_NOTES = AT_ROWS_RING + 16 * ROW_BUFFERS;   // tile << 5 | FIRST | states, two bits a group; query head
 constexpr int AT_ITEMS = AT_NOTES + 8 * STAGES, AT_LIST = AT_ITEMS + 12 * ROW_BUFFERS;
 constexpr int FIRST = 16;  // the first tile of an item
@@ -47,116 +47,32 @@ DEVICE float2 load_floats(unsigned address) {
 
 template <int VALUE> struct Number { static constexpr int value = VALUE; };  // for generic lambdas
 
-// An item: its first row, of how many. h: of queries, or of keys.
-struct Item { int b, h, row0, rows, n_k; long long offset; };
-
-DEVICE Item item_at(const Params& p, int b, int h, int row0) {
-    const int n_k = (int)keys_of(p, b);
-    return {b, h, row0, OF_QUERIES ? (int)p.n_q : n_k, n_k, offset_of(p, b)};
-}
+#include "sm90_float32_load.cuh"
 
 DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
 
-// --- loading ----------------------------------------------------------------------------------------------------------
+// --- numbers of queries -----------------------------------------------------------------------------------------------
 
-// Item number `index`: tiles with most to do first, under a causal mask of queries the last, of keys the first ones, of
-// p.splits heads at a time; of those with least to do a quarter is left to the end, where they even out when blocks finish.
-DEVICE Item item_of(const Params& p, int index) {
-    const int heads = (int)p.heads / (OF_QUERIES ? 1 : GROUP), all = heads * (int)p.batch;
-    const int tiles = ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS;
-    const Turn turn = turn_of(index, HAS_MASK ? tiles - tiles / 4 : tiles, all, (int)p.splits);
-    return item_at(p, turn.bh / heads, turn.bh % heads, (OF_QUERIES ? tiles - 1 - turn.tile : turn.tile) * ROWS);
+// A log-sum-exp in base 2 as a fraction, which weights are relative to, and a whole number, which goes into a unit: power = 2^-whole.
+// Fifteen and a fraction would cost a weight four of its bits. `unit` times `power` is to be a normal number.
+struct Reference { float fraction, power; };
+DEVICE Reference reference_of(float lse, float unit) {
+    constexpr float REST = (float)(1.4426950408889634 - LOG2E);
+    const float whole = fminf(fminf(fmaxf(rintf(lse * LOG2E), -16.0f), 16.0f), exponent_of(unit) + 126);
+    return {fmaf(lse, REST, fmaf(lse, LOG2E, -whole)), __int_as_float((127 - (int)whole) << 23)};
 }
 
-DEVICE int items_of(const Params& p) {
-    return ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS * ((int)p.heads / (OF_QUERIES ? 1 : GROUP)) * (int)p.batch;
-}
-
-// By a warp.
-DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, const TensorMap& b1, const TensorMap& b2,
-                 unsigned base, TileList& list) {
-    const Ring<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
-    const Ring<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
-    const bool leader = threadIdx.x == 0;
-    const int items = items_of(p);
-    unsigned n = 0, number = 0;  // tiles and items so far
-    auto note = [&](int first, int second) {
-        ring.wait_empty(n);
-        store_word(base + AT_NOTES + 8 * (n % STAGES), first), store_word(base + AT_NOTES + 8 * (n % STAGES) + 4, second);
-    };
-    auto load_rows = [&](const Item& at) {
-        rows.wait_empty(number);
-        const unsigned buffer = number % ROW_BUFFERS, slot = base + AT_ITEMS + 12 * buffer, full = rows.full + 8 * buffer;
-        store_word(slot, at.b), store_word(slot + 4, at.h), store_word(slot + 8, at.row0);
-        arrive_and_expect(full, GROUPS * (BYTES_A1 + BYTES_A2));
-#pragma unroll 1
-        for (int g = 0; g < GROUPS; ++g) {
-            const unsigned place = buffer * GROUPS + g;
-            load_tile<1, CHUNKS_1, 64>(base + place * BYTES_A1, a1, at.row0 + 64 * g, at.h, at.b, full);
-            load_tile<1, CHUNKS_2, 64>(base + AT_A2 + place * BYTES_A2, a2, at.row0 + 64 * g, at.h, at.b, full);
-        }
-        ++number;
-    };
-#pragma unroll 1
-    for (int index = blockIdx.x; index < items;) {
-        const Item at = item_of(p, index);
-        if (leader) index = atomicAdd(p.ticket, 1u) + gridDim.x;
-        const int columns = OF_QUERIES ? at.n_k : (int)p.n_q, tiles = (columns + BLOCK - 1) / BLOCK;
-        bool first = true;
-#pragma unroll 1
-        for (int i = 0; i < (OF_QUERIES ? 1 : GROUP) && at.row0 < at.rows; ++i) {
-            const int h = OF_QUERIES ? at.h : at.h * GROUP + i, head = OF_QUERIES ? at.h / GROUP : h;
-            // States of the groups' rows; a tile that is not whole is PARTIAL.
-            auto look = [&](int place, int many) {
-                const int from = place * BLOCK, whole = from + many * BLOCK, to = whole < columns ? whole : columns;
-                auto state_of = [&](int row0, int row1) {
-                    if (row0 >= at.rows) return (int)EMPTY;
-                    const int end = row1 < at.rows ? row1 : at.rows;
-                    const int state = OF_QUERIES ? tile_state(p, at.b, h, at.offset, row0, end, from, to)
-                                                 : tile_state(p, at.b, h, at.offset, from, to, row0, end);
-                    return state == FULL && (whole > columns || row1 > at.rows) ? (int)PARTIAL : state;
-                };
-                const int all = state_of(at.row0, at.row0 + ROWS);
-                unsigned states = 0;
-#pragma unroll 1
-                for (int g = 0; g < GROUPS; ++g)
-                    states |= (all == PARTIAL && many == 1 ? state_of(at.row0 + 64 * g, at.row0 + 64 * (g + 1)) : all) << 2 * g;
-                return states;
-            };
-            int next = 0;
-            unsigned seen;
-#pragma unroll 1
-            for (int count; (count = fill(list, next, tiles, seen, look)) > 0; first = false) {
-                if (!leader) continue;
-#pragma unroll 1
-                for (int e = 0; e < count; ++e, ++n) {
-                    const int tile = list.entry[e] >> 8, stage = n % STAGES;
-                    const unsigned full = ring.full + 8 * stage, numbers = base + AT_NUMBERS + stage * 3 * BYTES_NUMBERS;
-                    note(tile << 5 | (first && e == 0 ? FIRST : 0) | (list.entry[e] & 15), h);
-                    arrive_and_expect(full, BYTES_B1 + BYTES_B2 + 3 * BYTES_NUMBERS);
-                    load_tile<1, CHUNKS_1, BLOCK>(base + AT_B1 + stage * BYTES_B1, b1, tile * BLOCK, head, at.b, full);
-                    load_tile<1, CHUNKS_2, BLOCK>(base + AT_B2 + stage * BYTES_B2, b2, tile * BLOCK, head, at.b, full);
-                    if constexpr (!OF_QUERIES) {  // there is memory for whole tiles
-                        auto load_from = [&](int number, const Tensor& source) {
-                            const float* rows = row_at<const float>(source, at.b, h, tile * BLOCK);
-                            load_numbers(numbers + number * BYTES_NUMBERS, rows, BYTES_NUMBERS, full);
-                        };
-                        load_from(0, p.shift), load_from(1, p.delta), load_from(2, p.dout_unit);
-                    }
-                    if (first && e == 0) load_rows(at);
-                }
-            }
-        }
-        if (leader && first) {  // nothing is seen
-            note(FIRST, 0);
-            arrive(ring.full + 8 * (n++ % STAGES));
-            load_rows(at);
-        }
-        index = uniform(index);
-    }
-    if (!leader) return;
-    note(END, 0), arrive(ring.full + 8 * (n % STAGES));
-    if (atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
+// Of each query: fraction, delta and unit of dO, these times power; BLOCK of each after the other. There is memory for whole tiles.
+extern "C" __global__ void __launch_bounds__(256) sm90_float32_numbers(KERNEL_PARAMS) {
+    const long long index = (long long)blockIdx.x * 256 + threadIdx.x, rows = p.shift.head;
+    if (index >= p.batch * p.heads * rows) return;
+    const long long row = index % rows, h = index / rows % p.heads, b = index / rows / p.heads;
+    const float unit = *row_at<const float>(p.dout_unit, b, h, row);
+    const Reference reference = reference_of(*row_at<const float>(p.shift, b, h, row), unit);
+    float* target = row_at<float>(p.partial, b, h, row / BLOCK * BLOCK) + row % BLOCK;
+    target[0] = reference.fraction;
+    target[BLOCK] = *row_at<const float>(p.delta, b, h, row) * reference.power;
+    target[2 * BLOCK] = unit * reference.power;
 }
 
 // --- pairs ------------------------------------------------------------------------------------------------------------
@@ -165,7 +81,7 @@ DEVICE float dropped(float x, const Params& p, const Item& at, int h, int query,
     return HAS_DROPOUT ? drop(x, p, at.b, h, query, key) : x;
 }
 
-// A score, of which 1 stands for `unit`, to a weight; 0 where the pair is hidden. lse: of the query, in base 2.
+// A score, of which 1 stands for `unit`, to a weight; 0 where the pair is hidden. lse: of the query, in base 2, or its fraction.
 template <bool WHOLE>
 DEVICE float weigh(const Params& p, const Item& at, int h, int query, int key, float s, float unit, float lse, float& slope) {
     if constexpr (WHOLE && !HAS_SCORE) return exp2_fast(fmaf(s, unit, -lse));
@@ -392,9 +308,9 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
                 unit_1[half] = *row_at<const float>(units_1, at.b, at.h, row / BLOCK) * scale;
                 unit_2[half] = *row_at<const float>(units_2, at.b, at.h, OF_QUERIES ? row : row / BLOCK);
                 if (OF_QUERIES) {
-                    lse_of[half] = *row_at<const float>(p.shift, at.b, at.h, row) * LOG2E;
+                    const Reference reference = reference_of(*row_at<const float>(p.shift, at.b, at.h, row), unit_2[half]);
+                    lse_of[half] = reference.fraction, factor[half] = unit_2[half] * reference.power;
                     delta_of[half] = *row_at<const float>(p.delta, at.b, at.h, row) / unit_2[half];
-                    factor[half] = unit_2[half];
                 }
             }
 #pragma unroll
@@ -424,15 +340,15 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             of_s[half] = unit_1[half] * column_1;
             odd |= !(of_s[half] <= FAR_UNIT);  // also NaN
         }
-        auto numbers = [&](int which, int column) {
-            return load_floats(base + AT_NUMBERS + (3 * stage + which) * BYTES_NUMBERS + 4 * column);
+        auto numbers = [&](int which, int column) {  // addressed so; by stages of BYTES_NUMBERS ptxas spilled three times as much
+            return load_floats(base + AT_NUMBERS + (3 * stage + which) * (4 * BLOCK) + 4 * column);
         };
         auto weigh_tile = [&](auto whole) {
 #pragma unroll
             for (int i = 0; i < BLOCK / 8; ++i) {
                 const int column = 8 * i + threadIdx.x % 4 * 2;
                 float2 lse{};
-                if constexpr (!OF_QUERIES) lse = numbers(0, column), lse.x *= LOG2E, lse.y *= LOG2E;
+                if constexpr (!OF_QUERIES) lse = numbers(0, column);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int half = e / 2, row = first + row_of_lane(half), other = tile * BLOCK + column + e % 2;
