@@ -28,8 +28,8 @@ def keys_shared(spec: AttentionSpec) -> bool:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A tile of the backward pass: rows, and keys, 64 for each of two warp groups or, where these share them, fewer in
-    all; how many tiles of Q, dO and K are in shared memory at once. kernels/sm90_backward.
+    """A tile of the backward pass: rows, and keys, 64 for each of two warp groups or, where these share them, in all; how
+    many tiles of Q, dO and K are in shared memory at once. kernels/sm90_backward.
     """
 
     block_q: int
@@ -48,11 +48,12 @@ class BackwardTile:
         """Bytes of a block."""
         q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
         rows = self.block_k * (self.key_buffers * q + v) + self.block_q * (self.stages * q + self.dout_stages * v)
-        pairs = 2 * self.block_q * chunks(self.block_k) * (2 if keys_shared(spec) else 1)
+        pairs = 2 * self.block_q * chunks(self.block_k)
         numbers = (self.stages + self.dout_stages) * self.block_q * 4
         words = (16 + 8 + 12 + 4 * -(-self.block_k // 32)) * self.key_buffers + (16 + 12) * self.stages
         barriers = words + 16 * self.dout_stages + 16 + 32 + 16 + 16 + 32 + 8 + 32 + 8 + 16 + 4 * (38 * 4 + 16) + 8
-        return 128 * (rows + pairs) + (0 if keys_shared(spec) else self.sums(spec)) + numbers + barriers
+        handed = self.block_q * self.block_k * 4 if keys_shared(spec) else self.sums(spec)
+        return 128 * (rows + pairs) + handed + numbers + barriers
 
     def sums(self, spec: AttentionSpec) -> int:
         """Bytes of the sums of dQ of a tile."""
@@ -60,12 +61,12 @@ class BackwardTile:
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and pairs tell, in registers."""
-        q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
+        dim, dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         if keys_shared(spec):
-            numbers = (-(-q // 2) - (-v // 2)) * self.block_k // 2 + self.block_q // 2 + self.block_k // 4
-            right = self.block_q == 64
+            numbers = max(dim, dim_v) // 2 + self.block_q + self.block_q // 4
+            right = self.block_q == self.block_k == 64
         else:
-            numbers = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 + self.block_q + self.block_q // 4
+            numbers = (dim + dim_v) // 2 + self.block_q + self.block_q // 4
             right = self.block_k == 128 and (self.block_q == 64 or not spec.dropout)
         return right and numbers <= 224 and self.shared_memory(spec) <= device.shared_per_block
 
@@ -81,12 +82,9 @@ class BackwardTile:
 
 def backward_tile(spec: AttentionSpec, simple: bool | None = None) -> BackwardTile:
     """What does well on an H200. simple: whether scores take few registers; unless said, if nothing modifies them."""
-    dim = max(spec.head_dim, spec.head_dim_v)
     if keys_shared(spec):
-        chunks_of_group = -(-chunks(spec.head_dim) // 2) - (-chunks(spec.head_dim_v) // 2)
-        # With 96 keys ptxas does not find registers for four chunks of K, and four of V do not fit shared memory.
-        keys = 64 if chunks_of_group > 3 else 80 if max(chunks(spec.head_dim), chunks(spec.head_dim_v)) > 3 else 96
-        return BackwardTile(64, keys, key_buffers=1)
+        return BackwardTile(64, 64, key_buffers=1)
+    dim = max(spec.head_dim, spec.head_dim_v)
     simple = spec.score is None if simple is None else simple
     return BackwardTile(128 if dim <= 64 and simple and not spec.dropout else 64)
 
@@ -95,7 +93,7 @@ def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile
     """Tiles worth trying, first the one that is taken otherwise: unless given, that of `backward_tile`."""
     tiles = [first or backward_tile(spec)]
     if keys_shared(spec):
-        tiles += [BackwardTile(64, keys, 2, douts, 1) for keys in (112, 96, 80, 64) for douts in (2, 1)]
+        tiles += [BackwardTile(64, 64, 2, douts, 1) for douts in (2, 1)]
     else:
         tiles += [BackwardTile(rows, key_buffers=buffers) for rows in (128, 64) for buffers in (2, 1)]
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))

@@ -19,6 +19,7 @@ from ..cuda_common.device import Device
 from ..cuda_common.form import form
 from ..cuda_common.generation import Generation, Pass, Spare, tile_of
 from ..cuda_common.hopper import CHOSEN, ForwardTile, Shaped, chunks, packed, padded, usual_tile, work_enough
+from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
 from ..cuda_common.launch import TensorMap
 from . import sm90_backward, sm90_float32, specialise
 from .sm80 import LEAST_SPLIT, Sm80Forward
@@ -157,7 +158,7 @@ class Sm90(Generation):
         if direction == "backward" and problem.spec.dtype == "float32":
             return list(sm90_float32.backward_candidates(problem.spec, device))
         if direction == "backward":
-            return list(sm90_backward.candidates(problem.spec, device))
+            return list(backward_candidates(problem.spec, device, sm90_backward.tile_of(problem.spec)))
         return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
@@ -168,5 +169,5 @@ class Sm90(Generation):
         elif problem.spec.dtype == "float32":
             kind, made = sm90_float32.Sm90Float32BackwardTile, sm90_float32.Sm90Float32Backward
         else:
-            kind, made = sm90_backward.Sm90BackwardTile, sm90_backward.Sm90Backward
+            kind, made = BackwardTile, sm90_backward.Sm90Backward
         return made(problem, device, *tile_of(kind, row, lambda x: x.fits(problem.spec, device), CHOSEN))

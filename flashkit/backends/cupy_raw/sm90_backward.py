@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
 from functools import partial
 
 from ...spec import AttentionSpec, Problem
@@ -11,19 +10,11 @@ from ..cuda_common.device import Device
 from ..cuda_common.form import form
 from ..cuda_common.generation import Spare
 from ..cuda_common.hopper import CHOSEN, chunks, padded
-from ..cuda_common.hopper_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
+from ..cuda_common.hopper_backward import BackwardTile, backward_tile, keys_shared
 from ..cuda_common.modification import is_small
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_products import text as products
-
-
-@dataclass(frozen=True)
-class Sm90BackwardTile(BackwardTile):
-    """Where warp groups share keys, these are the 64 rows of their products."""
-
-    def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        return super().fits(spec, device) and (self.block_k == 64 or not keys_shared(spec))
 
 
 def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
@@ -39,17 +30,9 @@ def by_form(spec: AttentionSpec) -> bool:
     return known is not None and known.even and known.diagonal
 
 
-def tile_of(spec: AttentionSpec) -> Sm90BackwardTile:
+def tile_of(spec: AttentionSpec) -> BackwardTile:
     """What does well on an H200."""
-    if keys_shared(spec):
-        return Sm90BackwardTile(64, 64, key_buffers=1)
-    return Sm90BackwardTile(*astuple(backward_tile(spec, spec.score is None or by_form(spec))))
-
-
-def candidates(spec: AttentionSpec, device: Device) -> list[Sm90BackwardTile]:
-    """Tiles worth trying, the one of `tile_of` first."""
-    tiles = (Sm90BackwardTile(*astuple(tile)) for tile in [tile_of(spec), *backward_candidates(spec, device)])
-    return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
+    return backward_tile(spec, spec.score is None or by_form(spec))
 
 
 class Sm90Backward(hopper_backward.Backward):

@@ -76,7 +76,7 @@ class Forward(hopper.Forward):
 
 def backward_kernel(spec: AttentionSpec) -> str:
     """Of two ways to share the work of the backward pass among warp groups: the file of kernels/."""
-    return "sm90_backward_columns" if keys_shared(spec) else "sm90_backward_keys"
+    return "sm90_backward_products" if keys_shared(spec) else "sm90_backward_keys"
 
 
 class Backward(hopper_backward.Backward):

@@ -10,7 +10,7 @@
 #     V              [BLOCK_K][..]                shared memory
 #     Q              [STAGES][BLOCK_Q][..]        shared memory, a ring; with a log-sum-exp for each row
 #     dO             [DOUT_STAGES][BLOCK_Q][..]   shared memory, a ring; with a delta for each row
-#     S, P, dP, dS   [BLOCK_Q][BLOCK_K]           registers; what both warp groups need of P and dS in shared memory
+#     S, P, dP, dS   [BLOCK_Q][BLOCK_K]           registers; dS also in shared memory, for dQ
 #     dK, dV         [BLOCK_K][..]                registers
 #     dQ             [BLOCK_Q][..]                registers, then added to float32 sums in memory: prepare_rows() clears
 #                                                 them, store_queries() makes dQ of them
@@ -18,7 +18,7 @@
 # Warp group 0: warp 0 loads tiles of queries, warp 1 finds them, loads the keys and looks through these, warps 2 and 3
 # keep the order in which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of
 # the keys, with all that belongs to them (sm90_backward_keys.py); or, where dK and dV of 64 keys do not fit the
-# registers of a group, both share the keys, and each has half the columns of dK, dV and dQ (sm90_backward_columns.py,
+# registers of a group, both share the keys, one has S and dV, the other dP and dK (sm90_backward_products.py,
 # KEYS_SHARED).
 #
 # With ORDERED a tile is added to by one block after the other, in the order of their keys, so the bits never change.
@@ -26,9 +26,30 @@
 # under a causal mask a block then begins at its diagonal, where it is the first to add.
 
 
+scores_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM, BLOCK_K), along_rows(HEAD_DIM, BLOCK_Q), fresh=True)
+values_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM_V, BLOCK_K), along_rows(HEAD_DIM_V, BLOCK_Q), fresh=True)
+dv_product = wgmma_registers(STORAGE, COLUMNS_V, along_columns(BLOCK_Q), turned_b=True)
+dk_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_Q), turned_b=True)
 dq_product = wgmma(
     STORAGE, PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
 )  # fmt: skip
+
+
+@device
+def scores(base, k_tile, group, n):
+    q = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
+    products_begin()
+    s = scores_product(descriptor(k_tile + group * 64 * CHUNK_ROW, 16), descriptor(q, 16))
+    products_end()
+    return s
+
+
+@device
+def gradients_of_weights(base, group, dout):
+    products_begin()
+    dp = values_product(descriptor(base + AT_V + group * 64 * CHUNK_ROW, 16), descriptor(dout, 16))
+    products_end()
+    return dp
 
 
 @device
@@ -38,6 +59,17 @@ def query_gradients(keys, ds):
     dq = dq_product(descriptor(keys, 16), descriptor(ds, 16))
     products_end()
     return dq
+
+
+@device
+def store_sixteen(i, words, target):
+    """16 queries of a warp's keys, as rows of queries."""
+    store_matrices_turned(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
+
+
+# --- an item's end ----------------------------------------------------------------------------------------------------
+
+MISSING, MISSING_V = ((u32(0),) * (-SUMS // 2 % 8) for SUMS in (SUMS, SUMS_V))
 
 
 @device
@@ -52,6 +84,30 @@ def turn_four(a, b, c, d):
     return u32(a), u32(b), u32(c), u32(d)
 
 
+@device
+def store_columns(i, words, rest):
+    """32 columns of a lane's two keys."""
+    rows, keys, n_k, dim = rest
+    column = 32 * i + i32(thread() % 4 * 8)
+    for half in range(2):
+        four = turn_four(i32(words[half]), i32(words[2 + half]), i32(words[4 + half]), i32(words[6 + half]))
+        if keys[half] < n_k and column < dim:
+            store_unit(rows[half] + column * ITEM, four)
+
+
+@device
+def store_keys(p, tensor, at, group, x, factor, dim, missing):
+    """dK or dV of a warp group's keys, 16 bytes at a time; missing: registers to whole 32 columns."""
+    k0 = at[2] + 64 * group
+    keys = k0 + first_of_lane(0), k0 + first_of_lane(1)
+    rows = row_address(tensor, I(at[0]), I(at[1]), I(keys[0])), row_address(tensor, I(at[0]), I(at[1]), I(keys[1]))
+    words = join(pack, scaled(x, factor)) + missing
+    groups(store_columns, 8, words, (rows, keys, i32(p.n_k), dim))
+
+
+# --- roles ------------------------------------------------------------------------------------------------------------
+
+
 @kernel(THREADS, 1, maps=("map_q", "map_k", "map_v", "map_dout"))
 def sm90_backward(p):
     base = u32(uniform(shared_address()))
@@ -59,8 +115,9 @@ def sm90_backward(p):
         ring_init(base + AT_Q_RING, STAGES, 1, WARPS)
         ring_init(base + AT_DOUT_RING, DOUT_STAGES, 1, WARPS)
         ring_init(base + AT_K_RING, KEY_BUFFERS, 1, WARPS)
-        ring_init(base + AT_V_RING, 1, 1, WARPS)
-        ring_init(base + AT_PAIRS_RING, 2, WARPS, WARPS)
+        ring_init(base + AT_V_RING, 1, 1, 4 if KEYS_SHARED else WARPS)
+        ring_init(base + AT_PAIRS_RING, 2, 4 if KEYS_SHARED else WARPS, 4 if KEYS_SHARED else WARPS)
+        ring_init(base + AT_WEIGHTS_RING, 1, 4, 4)
         ring_init(base + AT_LISTS_RING, LISTS, 1, 1)
         barrier_init(base + AT_SOON, 1)
         for i in range(2):

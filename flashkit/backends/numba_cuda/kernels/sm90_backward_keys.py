@@ -14,29 +14,8 @@
 #     dQ^T = K^T dS        of the tile before, so that nobody waits for the other group's dS,
 #     dK += dS Q           and the next tile's scores are begun; meanwhile dQ goes to shared memory.
 
-scores_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM, BLOCK_K), along_rows(HEAD_DIM, BLOCK_Q), fresh=True)
-values_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM_V, BLOCK_K), along_rows(HEAD_DIM_V, BLOCK_Q), fresh=True)
-dv_product = wgmma_registers(STORAGE, COLUMNS_V, along_columns(BLOCK_Q), turned_b=True)
-dk_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_Q), turned_b=True)
 # Where a group's part of dQ begins in K and in dS.
 K_OF_GROUP, DS_OF_GROUP = (BLOCK_K * CHUNK_ROW, 0) if BY_COLUMNS else (0, PART_ROWS * CHUNK_ROW)
-
-
-@device
-def scores(base, k_tile, group, n):
-    q = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
-    products_begin()
-    s = scores_product(descriptor(k_tile + group * 64 * CHUNK_ROW, 16), descriptor(q, 16))
-    products_end()
-    return s
-
-
-@device
-def gradients_of_weights(base, group, dout):
-    products_begin()
-    dp = values_product(descriptor(base + AT_V + group * 64 * CHUNK_ROW, 16), descriptor(dout, 16))
-    products_end()
-    return dp
 
 
 @device
@@ -46,12 +25,6 @@ def query_gradients_of(base, k_tile, group, n):
 
 
 # --- dS to shared memory, dQ to memory --------------------------------------------------------------------------------
-
-
-@device
-def store_sixteen(i, words, target):
-    """16 queries of a warp's keys, as rows of queries."""
-    store_matrices_turned(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
 
 
 @device
@@ -85,34 +58,7 @@ def send_sums(p, base, where, lane, part_of_warp):
         stores_end()
 
 
-# --- an item's end ----------------------------------------------------------------------------------------------------
-
-
-@device
-def store_columns(i, words, rest):
-    """32 columns of a lane's two keys."""
-    rows, keys, n_k, dim = rest
-    column = 32 * i + i32(thread() % 4 * 8)
-    for half in range(2):
-        four = turn_four(i32(words[half]), i32(words[2 + half]), i32(words[4 + half]), i32(words[6 + half]))
-        if keys[half] < n_k and column < dim:
-            store_unit(rows[half] + column * ITEM, four)
-
-
-@device
-def store_keys(p, tensor, at, group, x, factor, dim, missing):
-    """dK or dV of a warp group's keys, 16 bytes at a time; missing: registers to whole 32 columns."""
-    k0 = at[2] + 64 * group
-    keys = k0 + first_of_lane(0), k0 + first_of_lane(1)
-    rows = row_address(tensor, I(at[0]), I(at[1]), I(keys[0])), row_address(tensor, I(at[0]), I(at[1]), I(keys[1]))
-    words = join(pack, scaled(x, factor)) + missing
-    groups(store_columns, 8, words, (rows, keys, i32(p.n_k), dim))
-
-
 # --- multiplying ------------------------------------------------------------------------------------------------------
-
-MISSING, MISSING_V = ((u32(0),) * (-SUMS // 2 % 8) for SUMS in (SUMS, SUMS_V))
-
 
 @device
 def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
@@ -142,7 +88,7 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     dv = dv_product(dv, w, descriptor(dout_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
     products_end()
     products_wait(1)  # dP
-    ds = gradients(p, s, settle(dp), plain, early, delta, kept)
+    ds = gradients(p, s, settle(dp), plain, delta, kept)
     wait_empty(base + AT_PAIRS_RING, n, 2)
     groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_PAIRS))
     fence_async()

@@ -1,59 +1,35 @@
 # What happens to pairs in the Hopper backward pass: scores to weights, dP to dS, in the registers of a warp group.
 #
-# Numbers lie as wgmma leaves them. Element 4 i + 2 half + c of a lane is
-#
-#     KEYS_SHARED   query first_of_lane(half),       key 8 i + 2 (lane % 4) + c
-#     else          query 8 i + 2 (lane % 4) + c,    key first_of_lane(half)
-#
-# of its group's rows and keys. What belongs to queries lies in shared memory; `shift` and `delta`: where the number of
-# a lane's first query is.
-
+# Numbers lie as wgmma leaves them, keys being the rows. Element 4 i + 2 half + c of a lane is key first_of_lane(half) of
+# its group's and query 8 i + 2 (lane % 4) + c of the tile. What belongs to queries lies in shared memory; `shift` and
+# `delta`: where the number of a lane's first query is.
 
 FAR = 1 << 26
+EARLY = min(PAIRS // 4, 8)  # of the numbers of queries, those that are read before they are needed
 
 
-if KEYS_SHARED:
-    EARLY = 1  # of the numbers of queries, those that are read before they are needed: all
+@device
+def own_row():
+    """Where a lane's first query has its number."""
+    return thread() % 4 * 8
 
-    @device
-    def own_row():
-        """Where a lane's first query has its number."""
-        return thread() % 128 // 32 * 64 + thread() % 32 // 4 * 4
 
-    @device
-    def numbers_of(_, address):
-        """Of the queries of a lane's elements 4 i ... 4 i + 3."""
-        a, b = load_number(address), load_number(address + 32)
-        return a, a, b, b
+@device
+def numbers_of(i, address):
+    """Of the queries of a lane's elements 4 i ... 4 i + 3."""
+    a, b = load_two(address + 32 * i)
+    return a, b, a, b
 
-    @device
-    def early_of(_, early, address):
-        return early[0]
 
-    @device
-    def place_of(pairs, line, column):
-        """Query and key of an element in one of a lane's two lines, `column` after its first."""
-        return line, i32(pairs.first + column)
+@device
+def early_of(i, early, address):
+    return early[i] if i < EARLY else numbers_of(i, address)
 
-else:
-    EARLY = min(PAIRS // 4, 8)
 
-    @device
-    def own_row():
-        return thread() % 4 * 8
-
-    @device
-    def numbers_of(i, address):
-        a, b = load_two(address + 32 * i)
-        return a, b, a, b
-
-    @device
-    def early_of(i, early, address):
-        return early[i] if i < EARLY else numbers_of(i, address)
-
-    @device
-    def place_of(pairs, line, column):
-        return i32(pairs.first + column), line
+@device
+def place_of(pairs, line, column):
+    """Query and key of an element of one of a lane's two keys, `column` after its first query."""
+    return i32(pairs.first + column), line
 
 
 # --- nothing is hidden, or -inf is there already ----------------------------------------------------------------------
@@ -69,9 +45,9 @@ def usual_weights(i, s, rest):
     )  # fmt: skip
 
 
-# What of Params and of the place of a group's pairs a pair needs: lines: a lane's two along the first axis; first: its
-# first one along the second; last: query of all; n_k: of the batch entry; odd: where the bits of keys that are not
-# finite are, of the tile of keys from k0 on.
+# What of Params and of the place of a group's pairs a pair needs: lines: a lane's two keys; first: its first query;
+# last: query of all; n_k: of the batch entry; odd: where the bits of keys that are not finite are, of the tile of keys
+# from k0 on.
 Pairs = namedtuple("Pairs", "values scale b h lines first last n_k offset odd k0")
 
 
@@ -82,9 +58,8 @@ def pairs_of(p, base, n, number, group):
     """
     note, slot = note_of(base, n), item_slot(base, number)
     b, h, k0 = load_word(slot), load_word(note + 4), load_word(slot + 8)
-    row0, key0, across_lane = (load_word(note) >> 8) * BLOCK_Q, k0 + GROUP_KEYS * group, i32(thread() % 4 * 2)
-    line0, first = (row0, key0 + across_lane) if KEYS_SHARED else (key0, row0 + across_lane)
-    lines = i32(line0 + first_of_lane(0)), i32(line0 + first_of_lane(1))
+    first, key0 = (load_word(note) >> 8) * BLOCK_Q + i32(thread() % 4 * 2), k0 + GROUP_KEYS * group
+    lines = i32(key0 + first_of_lane(0)), i32(key0 + first_of_lane(1))
     n_k, offset = i32(keys_of(p, I(b))), offset_of(p, I(b))
     return Pairs(p.values, p.scale, b, h, lines, i32(first), i32(p.n_q - 1), n_k, offset, odd_of(base, number), k0)
 
@@ -149,12 +124,11 @@ def weigh_four(i, s, rest):
 
 
 # Which of a lane's weights are kept, a bit for each. A call of the generator is for four keys of a query, which several
-# lanes have; each of them makes the words for a part of the queries. Where keys are lanes: of queries 4 m + i, in the
-# order of a lane's elements, lane i of four has bits 16 * half + 4 m + key % 4. Where queries are: the even one of two
-# lanes has bits 4 i + key % 4 of the query of half 0, the odd one those of half 1.
+# lanes have; each of them makes the words for a part of the queries: of queries 4 m + i, in the order of a lane's
+# elements, lane i of four has bits 16 * half + 4 m + key % 4.
 
 
-ALL_KEPT = (u32(0),) * (2 if KEYS_SHARED else 4)  # where nobody asks
+ALL_KEPT = (u32(0),) * 4  # where nobody asks
 CALLS = PAIRS // 4  # of the generator, by a lane
 
 
@@ -167,49 +141,30 @@ def four_bits(seed, threshold, pairs, query, key):
     return u32(bits)
 
 
-if KEYS_SHARED:
+@device
+def keep_some(j, own, rest):
+    seed, threshold, pairs = rest
+    half, m, i = j // (PAIRS // 8), j % (PAIRS // 8), i32(thread() % 16 // 4)
+    query = pairs.first + (4 * m + i) // 2 * 8 + i % 2
+    return u32(own | four_bits(seed, threshold, pairs, query, pairs.lines[half]) << u32(16 * half + 4 * m))
 
-    @device
-    def keep_some(i, own, rest):
-        seed, threshold, pairs = rest
-        query = pairs.lines[1] if thread() % 2 != 0 else pairs.lines[0]
-        return u32(own | four_bits(seed, threshold, pairs, query, (pairs.first & ~3) + 8 * i) << u32(4 * i))
 
-    @device
-    def kept_bits(p, pairs):
-        own = i32(repeat(keep_some, CALLS, u32(0), (p.seed, p.threshold, pairs)))
-        odd = i32(thread() % 2)  # of the lane's four keys it has the second two
-        other = from_lane(own, i32(thread() % 32) ^ 1)
-        low, high = (other, own) if odd != 0 else (own, other)
-        return u32(u32(low) >> u32(2 * odd)), u32(u32(high) >> u32(2 * odd))
+@device
+def kept_of(i, own):
+    lane = i32(thread() % 32)
+    return u32(from_lane(i32(own), (lane & ~12) | 4 * i)) >> u32(lane % 16 // 4)
 
-    @device
-    def keep(x, kept, i, half, c, factor):
-        return x * factor if kept[half] >> u32(4 * i + c) & u32(1) != 0 else ZERO
 
-else:
+@device
+def kept_bits(p, pairs):
+    return listed(kept_of, 4, repeat(keep_some, CALLS, u32(0), (p.seed, p.threshold, pairs)))
 
-    @device
-    def keep_some(j, own, rest):
-        seed, threshold, pairs = rest
-        half, m, i = j // (PAIRS // 8), j % (PAIRS // 8), i32(thread() % 16 // 4)
-        query = pairs.first + (4 * m + i) // 2 * 8 + i % 2
-        return u32(own | four_bits(seed, threshold, pairs, query, pairs.lines[half]) << u32(16 * half + 4 * m))
 
-    @device
-    def kept_of(i, own):
-        lane = i32(thread() % 32)
-        return u32(from_lane(i32(own), (lane & ~12) | 4 * i)) >> u32(lane % 16 // 4)
-
-    @device
-    def kept_bits(p, pairs):
-        return listed(kept_of, 4, repeat(keep_some, CALLS, u32(0), (p.seed, p.threshold, pairs)))
-
-    @device
-    def keep(x, kept, i, half, c, factor):
-        """Element 4 i + 2 half + c, dropped or scaled."""
-        e = 2 * i + c
-        return x * factor if kept[e % 4] >> u32(16 * half + e // 4 * 4) & u32(1) != 0 else ZERO
+@device
+def keep(x, kept, i, half, c, factor):
+    """Element 4 i + 2 half + c, dropped or scaled."""
+    e = 2 * i + c
+    return x * factor if kept[e % 4] >> u32(16 * half + e // 4 * 4) & u32(1) != 0 else ZERO
 
 
 @device
@@ -252,9 +207,8 @@ def weights(p, base, n, number, note, group, even, s, early, shift, unit):
 
 
 @device
-def less_delta(i, dp, rest):
-    early, delta = rest
-    d = early_of(i, early, delta) if KEYS_SHARED else numbers_of(i, delta)
+def less_delta(i, dp, delta):
+    d = numbers_of(i, delta)
     return dp[0] - d[0], dp[1] - d[1], dp[2] - d[2], dp[3] - d[3]
 
 
@@ -265,12 +219,12 @@ def unless_zero(weight, x):
 
 
 @device
-def gradients(p, s, dp, plain, early, delta, kept):
+def gradients(p, s, dp, plain, delta, kept):
     """dP to dS, rounded. plain: nothing is hidden."""
     if HAS_DROPOUT:
         dp = groups(keep_four, 4, dp, (kept, np.float32(p.kept_scale)))
     # Each way reads its numbers of queries itself, which leaves registers for reading some ahead; with `settle` LLVM
     # does not take together what both begin with.
     if plain or not CLEANS_KEYS:
-        return join(pack, both(times, s, groups(less_delta, 4, settle(dp), (early, delta))))
-    return join(pack, both(unless_zero, s, groups(less_delta, 4, dp, (early, delta))))
+        return join(pack, both(times, s, groups(less_delta, 4, settle(dp), delta)))
+    return join(pack, both(unless_zero, s, groups(less_delta, 4, dp, delta)))

@@ -1,17 +1,12 @@
 # The tile of Hopper's backward pass, its registers, and the map of a block's shared memory, in bytes.
 
 GROUPS = 2
-WARPS, THREADS, GROUP_KEYS = 4 * GROUPS, 128 * (GROUPS + 1), BLOCK_K // GROUPS
+WARPS, THREADS, GROUP_KEYS = 4 * GROUPS, 128 * (GROUPS + 1), 64
 COLUMNS, COLUMNS_V, chunks_q, chunks_v = padded(HEAD_DIM), padded(HEAD_DIM_V), chunks(HEAD_DIM), chunks(HEAD_DIM_V)
 
-# KEYS_SHARED: both warp groups work at the same keys, with half of them each for the scores, and half the columns each
-# for the gradients. Else each has 64 of the keys, with all that belongs to them.
-PAIRS = GROUP_KEYS // 2 if KEYS_SHARED else BLOCK_Q // 2  # registers of a lane: scores
-if KEYS_SHARED:
-    HAS, HAS_V = (chunks_q + 1) // 2, (chunks_v + 1) // 2  # chunks of dK and dV of a group
-    SUMS, SUMS_V = HAS * BLOCK_K // 2, HAS_V * BLOCK_K // 2  # registers of a lane: dK, dV
-else:
-    SUMS, SUMS_V = COLUMNS // 2, COLUMNS_V // 2
+# KEYS_SHARED: both warp groups work at the same keys, with different products. Else each has 64 of the keys, with all
+# that belongs to them.
+PAIRS, SUMS, SUMS_V = BLOCK_Q // 2, COLUMNS // 2, COLUMNS_V // 2  # registers of a lane: scores, dK, dV
 
 # A part of dQ^T is 64 columns of all rows; where there are no more than 64, of half the rows, so that both groups have
 # one. The sums lie as the warps hold them: [part][warp][16 bytes][lane].
@@ -22,8 +17,8 @@ BYTES_PART, BYTES_SUMS = 4 * BYTES_WARP, PARTS * 4 * BYTES_WARP
 
 BYTES_K, BYTES_V = BLOCK_K * CHUNK_ROW * chunks_q, BLOCK_K * CHUNK_ROW * chunks_v
 BYTES_Q, BYTES_DOUT, BYTES_ROWS = BLOCK_Q * CHUNK_ROW * chunks_q, BLOCK_Q * CHUNK_ROW * chunks_v, BLOCK_Q * 4
-BYTES_TILE = BLOCK_Q * CHUNK_ROW * chunks(BLOCK_K)  # P or dS of a tile
-BYTES_PAIRS = BYTES_TILE * (2 if KEYS_SHARED else 1)  # both, or dS alone
+BYTES_PAIRS = BLOCK_Q * CHUNK_ROW * chunks(BLOCK_K)  # dS of a tile
+BYTES_WEIGHTS = BLOCK_Q * BLOCK_K * 4  # what one group hands to the other
 
 AT_K = 0
 AT_V = AT_K + KEY_BUFFERS * BYTES_K
@@ -31,7 +26,7 @@ AT_Q = AT_V + BYTES_V
 AT_DOUT = AT_Q + STAGES * BYTES_Q
 AT_PAIRS = AT_DOUT + DOUT_STAGES * BYTES_DOUT
 AT_SUMS = AT_PAIRS + 2 * BYTES_PAIRS
-AT_SHIFT = AT_SUMS + (0 if KEYS_SHARED else BYTES_SUMS)
+AT_SHIFT = AT_SUMS + (BYTES_WEIGHTS if KEYS_SHARED else BYTES_SUMS)
 AT_DELTA = AT_SHIFT + STAGES * BYTES_ROWS
 AT_Q_RING = AT_DELTA + DOUT_STAGES * BYTES_ROWS
 AT_DOUT_RING = AT_Q_RING + 16 * STAGES
@@ -43,7 +38,8 @@ AT_TURN = AT_ADDED + 16  # its place in shared memory is free again, or it may b
 AT_ASKED = AT_TURN + 16  # it is said which it is
 AT_K_CAME = AT_ASKED + 32
 AT_ROWS_CAME = AT_K_CAME + 8 * KEY_BUFFERS
-AT_NOTES = AT_ROWS_CAME + 8  # of each stage of Q: tile << 8 | ODD, LAST, states of the groups; head; number of all
+AT_WEIGHTS_RING = AT_ROWS_CAME + 8
+AT_NOTES = AT_WEIGHTS_RING + 16  # of each stage of Q: tile << 8 | ODD, LAST, states of the groups; head; number of all
 AT_ITEMS = AT_NOTES + 12 * STAGES  # for each buffer of K: an item
 AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS  # for each buffer of K: a bit for each key that was cleared
 ODD_WORDS = (BLOCK_K + 31) // 32
