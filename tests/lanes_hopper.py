@@ -200,6 +200,10 @@ def set_bits(address: int, bits: int) -> None:
 set_bits_after = set_bits
 
 
+def add_after(address: int, n: int) -> None:
+    fetch_add(address, n)
+
+
 def load_acquired(address: int) -> int:
     return int(_word(address).value)
 

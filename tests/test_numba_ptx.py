@@ -34,6 +34,7 @@ AMPERE = {
     "red.relaxed.gpu.global.add.f32": "add_to(l, x[0])",
     "red.relaxed.gpu.global.or": "set_bits(l, i[0])",
     "red.release.gpu.global.or": "set_bits_after(l, i[0])",
+    "red.release.gpu.global.add": "add_after(l, i[0])",
     "ld.relaxed.gpu.global": "i[0] = load_now(l)",
     "ld.global.nc.b32": "x[0] = load_from('global', float32, True)(l)",
     "ld.shared.b32": "i[0] = load_word(shared_address() + 4)",

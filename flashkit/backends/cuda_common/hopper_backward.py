@@ -28,8 +28,8 @@ def keys_shared(spec: AttentionSpec) -> bool:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A tile of the backward pass: rows, and keys, 64 for each of two warp groups or, where these share them, in all; how
-    many tiles of Q, dO and K are in shared memory at once. kernels/sm90_backward.
+    """A tile of the backward pass: rows, and keys, 64 for each of two warp groups or, where these share them, in all;
+    how many tiles of Q, dO and K are in shared memory at once. kernels/sm90_backward.
     """
 
     block_q: int

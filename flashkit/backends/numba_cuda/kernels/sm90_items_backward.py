@@ -1,4 +1,4 @@
-# parts: sm90_clean sm90_lists
+# parts: sm90_clean sm90_ahead sm90_lists
 # Which work the blocks of the Hopper backward pass take, and its coming: roles of warp group 0.
 #
 # An item is (batch entry, head of keys, first of its BLOCK_K keys).
@@ -10,16 +10,21 @@ def key_items(p):
 
 
 @device
+def early_tiles(p):
+    """How many tiles of keys of a head come before what is left to the end."""
+    tiles = u32(tiles_along(p.n_k, BLOCK_K))
+    return u32(tiles - tiles // u32(4)) if HAS_MASK and CLASSIFY_MANY and not ORDERED else tiles
+
+
+@device
 def key_item(p, index):
     """Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask
     the first keys are seen by most; of the last ones a quarter is left to the end, where they even out when blocks
     finish. Not where the mask is an array: its last keys have as much to do, and what all heads read and add to does
     not stay in the L2 cache. FROM_DIAGONAL: in descending order.
     """
-    heads = u32(u32(p.heads) // u32(GROUP))
-    tiles = u32(tiles_along(p.n_k, BLOCK_K))
-    early = u32(tiles - tiles // u32(4)) if HAS_MASK and CLASSIFY_MANY and not ORDERED else tiles
-    tile, head = turn_of(u32(index), early, u32(heads * p.batch), u32(p.splits))
+    heads, tiles = u32(u32(p.heads) // u32(GROUP)), u32(tiles_along(p.n_k, BLOCK_K))
+    tile, head = turn_of(u32(index), early_tiles(p), u32(heads * p.batch), u32(p.splits))
     if FROM_DIAGONAL:
         tile = u32(tiles - u32(1) - tile)
     return i32(head // heads), i32(head % heads), i32(tile * BLOCK_K)
@@ -124,6 +129,8 @@ def find_items(p, base):
         index = uniform(index)
         if index >= items:
             break
+        if not ORDERED:
+            clear_ahead(p, index)
         at = key_item(p, index)
         n_k = i32(keys_of(p, I(at[0])))
         if KEY_BUFFERS > 1:
@@ -140,6 +147,9 @@ def find_items(p, base):
                 store_word(found + 8, at[2])
                 store_word(found + 12, count)
                 store_word(found + 16, 1 if over and member == GROUP - 1 else 0)
+            if not ORDERED:
+                if first:
+                    await_cleared(p, at)
             hand_over(base, c)
             c = u32(c + 1)
             if over:

@@ -1,8 +1,8 @@
 # What happens to pairs in the Hopper backward pass: scores to weights, dP to dS, in the registers of a warp group.
 #
-# Numbers lie as wgmma leaves them, keys being the rows. Element 4 i + 2 half + c of a lane is key first_of_lane(half) of
-# its group's and query 8 i + 2 (lane % 4) + c of the tile. What belongs to queries lies in shared memory; `shift` and
-# `delta`: where the number of a lane's first query is.
+# Numbers lie as wgmma leaves them, keys being the rows. Element 4 i + 2 half + c of a lane is key first_of_lane(half)
+# of its group's and query 8 i + 2 (lane % 4) + c of the tile. What belongs to queries lies in shared memory; `shift`
+# and `delta`: where the number of a lane's first query is.
 
 FAR = 1 << 26
 EARLY = min(PAIRS // 4, 8)  # of the numbers of queries, those that are read before they are needed

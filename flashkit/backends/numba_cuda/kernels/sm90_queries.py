@@ -3,7 +3,7 @@
 UNITS = HEAD_DIM_V // 8
 LANES = 32 if UNITS > 16 else 16 if UNITS > 8 else 8  # that take a row
 AT_ONCE = 256 // LANES
-ROUNDS, ROWS_OF_LANE, ZEROS = (UNITS + LANES - 1) // LANES, BLOCK_Q // AT_ONCE, (u32(0),) * 4
+ROUNDS, ROWS_OF_LANE = (UNITS + LANES - 1) // LANES, BLOCK_Q // AT_ONCE
 
 
 @device
@@ -75,21 +75,21 @@ def store_numbers(i, odd, rest):
 def prepare_rows(p):
     """delta = rowsum(dO * O) - dlse, and the log-sum-exp in base 2, +inf for rows without keys, whose weights so become
     0; NaN where a row's numbers are not finite, for which its tile is noted as odd. Rows past the end get such that
-    their weights are 0. Clears the sums of dQ, and in an order which tiles of keys are done.
+    their weights are 0. Clears the sums of dQ, or those of the first heads, and which tiles of keys are done.
     """
     at = tile_of_block(p)
     sums, b, h, row = sums_of(p, at), I(at[0]), I(at[1]), I(at[2] * BLOCK_Q + thread() // LANES)
-    for i in range(BYTES_SUMS // 4096):  # rounds are as many for all threads, so that they need not be counted
-        store_unit(sums + 16 * I(thread() + 256 * i), ZEROS)
+    if ORDERED or block() < clearing_of(p)[2]:
+        for i in range(BYTES_SUMS // 4096):  # rounds are as many for all threads, so that they need not be counted
+            store_unit(sums + 16 * I(thread() + 256 * i), ZEROS)
     totals = listed(lane_sum, ROWS_OF_LANE, (p.out, p.dout, p.n_q, b, h, row))
     tensors = Numbers(p.lse, p.dlse, p.shift, p.delta)
     odd = all_threads_or(repeat(store_numbers, ROWS_OF_LANE, False, (tensors, totals, p.n_q, b, h, row)))
     marks = marks_of(p, b, h, at[2])
     if thread() == 0:
         store(np.int32, marks, 0, i32(1 if odd else 0))
-    if ORDERED:
-        for i in range(thread(), tiles_along(p.n_k, 32 * BLOCK_K), 256):
-            store(np.int32, marks, 1 + i, i32(0))
+    for i in range(thread(), tiles_along(p.n_k, 32 * BLOCK_K) if ORDERED else 1, 256):
+        store(np.int32, marks, 1 + i, i32(0))
 
 
 @device

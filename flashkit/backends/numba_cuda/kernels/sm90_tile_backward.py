@@ -62,7 +62,7 @@ FROM_DIAGONAL = ORDERED and HAS_MASK  # keys in descending order, queries in asc
 # otherwise: of a row by its log-sum-exp, which is NaN then, of a key by a bit (weigh).
 CLEANS_KEYS = HAS_MASK or HAS_SCORE or HAS_DROPOUT or HAS_LENGTHS
 
-load_number, NAN = load_from("shared", float32), F(np.nan)
+load_number, NAN, ZEROS = load_from("shared", float32), F(np.nan), (u32(0),) * 4
 
 
 @device

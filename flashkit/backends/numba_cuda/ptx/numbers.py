@@ -11,6 +11,7 @@ from .asm import NOTHING, instruction
 
 __all__ = [
     "across",
+    "add_after",
     "add_to",
     "add_to_four",
     "all_lanes",
@@ -103,6 +104,8 @@ add_to_four = instruction(f"{_ADD}.v4.f32 [$0], {{$1, $2, $3, $4}};", NOTHING, u
 set_bits = instruction("red.relaxed.gpu.global.or.b32 [$0], $1;", NOTHING, uint64, uint32)
 set_bits_after = instruction("red.release.gpu.global.or.b32 [$0], $1;", NOTHING, uint64, uint32)
 """set_bits(address, bits): in a word of memory; set_bits_after: what was written before is there when they are."""
+add_after = instruction("red.release.gpu.global.add.u32 [$0], $1;", NOTHING, uint64, uint32)
+"""add_after(address, n): to a word of memory; what was written before is there when it is."""
 load_now = instruction("ld.relaxed.gpu.global.b32 $0, [$1];", uint32, uint64)
 """A word of memory that others change."""
 load_acquired = instruction("ld.acquire.gpu.global.b32 $0, [$1];", uint32, uint64)
