@@ -233,9 +233,6 @@ def store_matrices(address: int, *words: int) -> None:
     _store(address, words, row_of)
 
 
-store_two_matrices = store_matrices
-
-
 def store_matrices_turned(address: int, *words: int) -> None:
     """Given as their columns."""
     _store(address, words, lambda given, i, row: [_half(given[4 * k + row // 2][i], row) for k in range(8)])
@@ -243,12 +240,6 @@ def store_matrices_turned(address: int, *words: int) -> None:
 
 def _half(word: int, which: int) -> int:
     return int(word) >> 16 * (which % 2) & 0xFFFF
-
-
-def turned(word: int, _: int) -> int:
-    given, (g, t) = told(word), divmod(_lane.thread % 32, 4)
-    low, high = (_half(given[4 * (2 * t + c) + g // 2], g) for c in range(2))
-    return low | high << 16
 
 
 class Meeting:
@@ -351,7 +342,7 @@ def _sums(given: Sequence[Any], n: int, add: int) -> np.ndarray:
 
 def wgmma(
     kind: str, n: int, a_steps: Sequence[int], b_steps: Sequence[int], *, turned_a: bool = False,
-    turned_b: bool = False, fresh: bool = False, tiles: int = 1, apart: int = 0,
+    turned_b: bool = False, fresh: bool = False,
 ) -> Any:  # fmt: skip
     def of_shared(a: int, b: int, sums: np.ndarray) -> np.ndarray:
         for a_step, b_step in zip(a_steps, b_steps, strict=True):
@@ -359,12 +350,7 @@ def wgmma(
         return sums.astype(np.float32)
 
     def product(sums: Sequence[Any], a: int, b: int, add: int) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = ()
-        for tile in range(tiles):
-            own = sums[tile * n // 2 : (tile + 1) * n // 2]
-            start = a + tile * apart
-            made += _together(own, lambda given, start=start: of_shared(start, b, _sums(given, n, add)))
-        return made
+        return _together(sums, lambda given: of_shared(a, b, _sums(given, n, add)))
 
     if fresh:
         return lambda a, b: _together(None, lambda _: of_shared(a, b, np.zeros((64, n), np.float32)))

@@ -87,11 +87,12 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     code = code[code.index(".text.sm90_backward:") :]
     lines = code[: code.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    # Scores twice, for the first tile and the next one; dQ twice, in the loop and after it. Where groups share the keys dP
-    # twice too, and dQ after the loop for half the chunks.
-    wide, chunks, rows, keys = hopper_backward.keys_shared(spec), -(-d // 64), tile.block_q // 16, tile.block_k // 16
+    # Scores twice, for the first tile and the next one; dQ twice, in the loop and after it. Where groups share the keys
+    # dP twice too, and dQ after the loop for half the chunks.
+    wide, chunks = hopper_backward.keys_shared(spec), -(-d // 64)
     of_queries = chunks + (chunks + 1) // 2 if wide else 2
-    assert len(products) == (4 if wide else 3) * -(-d // 16) + 2 * rows + of_queries * keys
+    expected = (4 if wide else 3) * -(-d // 16) + 2 * tile.block_q // 16 + of_queries * tile.block_k // 16
+    assert len(products) == expected
     assert sum("WARPGROUP.DEPBAR" in line for line in lines) == (10 if wide else 6)
     spilled = [line for line in lines[products[0] : products[-1]] if re.search(r"\b(STL|LDL)", line)]
     assert len(spilled) <= 60

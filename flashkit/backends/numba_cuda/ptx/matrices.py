@@ -22,7 +22,7 @@ from .asm import CONSTANT, NOTHING, _emit, instruction, parts
 
 __all__ = [
     "load_matrices", "load_matrices_turned", "mma", "products_begin", "products_end", "products_wait", "settle",
-    "store_matrices", "store_matrices_turned", "store_two_matrices", "turned", "wgmma", "wgmma_registers",
+    "store_matrices", "store_matrices_turned", "wgmma", "wgmma_registers",
 ]  # fmt: skip
 
 KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
@@ -43,12 +43,6 @@ store_matrices_turned = instruction(
     "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
     NOTHING, uint32, uint32, uint32, uint32, uint32,
 )  # fmt: skip
-
-store_two_matrices = instruction(
-    "stmatrix.sync.aligned.m8n8.x2.shared.b16 [$0], {$1, $2};", NOTHING, uint32, uint32, uint32
-)
-turned = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", uint32, uint32, int32)
-"""turned(x, 0): a matrix of 8 x 8 that lies as products leave it, its rows for columns"""
 
 # --- of a warp --------------------------------------------------------------------------------------------------------
 
@@ -75,26 +69,22 @@ products_wait = instruction("wgmma.wait_group.sync.aligned #0;", NOTHING, CONSTA
 @lru_cache
 def wgmma(
     kind: str, n: int, a_steps: tuple[int, ...], b_steps: tuple[int, ...], *, turned_a: bool = False,
-    turned_b: bool = False, fresh: bool = False, tiles: int = 1, apart: int = 0,
+    turned_b: bool = False, fresh: bool = False,
 ) -> Any:  # fmt: skip
     """product(sums, a, b, add): sums, if add, plus a b, 64 x n; both operands in shared memory, by descriptors.
 
     a_steps, b_steps: how far the descriptors move on for each 16 along the summed axis. turned: an operand is read
-    along columns. fresh: product(a, b), whatever was in the registers. tiles: so many products one after the other,
-    each with 64 rows of its own, their descriptors so far apart."""
-    one = _tile(n)
-    all_tiles = UniTuple(float32, tiles * one.count)
-    a, b, p = (f"${(1 if fresh else 2) * all_tiles.count + i}" for i in range(3))
+    along columns. fresh: product(a, b), whatever was in the registers."""
+    tile, head = _tile(n), _head(kind, n)
+    a, b, p = (f"${(1 if fresh else 2) * tile.count + i}" for i in range(3))
     lines = [f"{{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, {'0, 0' if fresh else f'{p}, 0'};"]
-    for tile in range(tiles):
-        head = _head(kind, n, tile * one.count)
-        for i, (a_step, b_step) in enumerate(zip(a_steps, b_steps, strict=True)):
-            lines.append(f"add.s64 a, {a}, {tile * apart + a_step}; add.s64 b, {b}, {b_step};")
-            lines.append(f"{head}, a, b, {'p' if i == 0 else 1}, 1, 1, {int(turned_a)}, {int(turned_b)};")
+    for i, (a_step, b_step) in enumerate(zip(a_steps, b_steps, strict=True)):
+        lines.append(f"add.s64 a, {a}, {a_step}; add.s64 b, {b}, {b_step};")
+        lines.append(f"{head}, a, b, {'p' if i == 0 else 1}, 1, 1, {int(turned_a)}, {int(turned_b)};")
     text = "\n".join([*lines, "}"])
     if fresh:
-        return instruction(text, all_tiles, uint64, uint64)
-    return instruction(text, all_tiles, all_tiles, uint64, uint64, int32, tied=True)
+        return instruction(text, tile, uint64, uint64)
+    return instruction(text, tile, tile, uint64, uint64, int32, tied=True)
 
 
 @lru_cache
@@ -116,8 +106,8 @@ def _tile(n: int) -> Any:
     return UniTuple(float32, n // 2)
 
 
-def _head(kind: str, n: int, first: int = 0) -> str:
-    sums = ", ".join(f"${first + i}" for i in range(n // 2))
+def _head(kind: str, n: int) -> str:
+    sums = ", ".join(f"${i}" for i in range(n // 2))
     return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{KINDS[kind]}.{KINDS[kind]} {{{sums}}}"
 
 
