@@ -30,6 +30,7 @@ FORMS = {
     "both": [mods.softcap(3.0), mods.alibi(SLOPES)],
     "affine": [mods.score(lambda s, b, h, q, k: 1.1 * s - 0.5)],
     "negative": [mods.score(lambda s, b, h, q, k: 0.5 - s)],
+    "nothing of the score": [mods.score(lambda s, b, h, q, k: s * 0.0 - 0.5 * expr.to_float(q - k))],
     "by row": [mods.score(lambda s, b, h, q, k: where(q > 100, s * 2.0, s) / (1.0 + abs(expr.to_float(q))))],
     "windows": [mods.score(_windows)],
     "clipped": [mods.score(_clipped)],

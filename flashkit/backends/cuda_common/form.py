@@ -94,7 +94,7 @@ def _combined(node: Expr, parts: list[tuple[Expr, Expr] | None]) -> tuple[Expr, 
     if any(part is None for part in parts):
         return None
     gains, biases = [part[0] for part in parts if part], [part[1] for part in parts if part]
-    if all(gain is _ZERO for gain in gains):
+    if all(gain is _ZERO for gain in gains) and not expr.uses(node, expr.S):
         return _ZERO, node
     if node.op in ("add", "sub", "neg", "where") and (node.op != "where" or gains[0] is _ZERO):
         shared = [node.args[0]] if node.op == "where" else []

@@ -27,7 +27,7 @@ from .sm90_float32 import Split, parts
 from .sm90_products import text as products
 
 MAX_DIM = 256
-_CHUNK = 24 + 4 * 224  # bytes of kernels/sm90_items.cuh: Chunk
+_CHUNK = 28 + 4 * 224  # bytes of kernels/sm90_items.cuh: Chunk
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sm90Tile(ForwardTile):
         """Bytes of a block."""
         q, v = (parts(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
-        return self.buffers(q, v, out) + 32 + 2 * _CHUNK + 8
+        return self.buffers(q, v, out) + 40 + 2 * _CHUNK + 8
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""

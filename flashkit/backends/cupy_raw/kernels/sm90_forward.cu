@@ -38,12 +38,13 @@ constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);
 constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * CHUNKS_K, BYTES_V = BLOCK_K * CHUNK_ROW * CHUNKS_V;
 constexpr int AT_K = Q_BUFFERS * GROUPS * BYTES_Q, AT_V = AT_K + STAGES * BYTES_K, AT_BARRIERS = AT_V + STAGES * BYTES_V;
 constexpr int AT_Q_RING = AT_BARRIERS, AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS, AT_V_RING = AT_K_RING + 16 * STAGES;
-constexpr int AT_LIST_RING = AT_V_RING + 16 * STAGES;
-constexpr int AT_DONE = AT_LIST_RING + 32;         // for each buffer and group: its output is in the buffer
+constexpr int AT_LIST_RING = AT_V_RING + 16 * STAGES, AT_SOON = AT_LIST_RING + 32;
+constexpr int AT_DONE = AT_SOON + 8;         // for each buffer and group: its output is in the buffer
 constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
 constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
 constexpr int FIRST = 64, END = -1;
+constexpr int AHEAD = 4;  // how many tiles before the end of an item the next one is taken
 enum NamedBarrier { TURN = 1, MEETING = TURN + GROUPS };  // of each group
 
 struct Item {
@@ -300,6 +301,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         Ring<STAGES>{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}.init(1, 4 * GROUPS);
         Ring<STAGES>{base + AT_V_RING, base + AT_V_RING + 8 * STAGES}.init(1, 4 * GROUPS);
         Ring<2>{base + AT_LIST_RING, base + AT_LIST_RING + 16}.init(1, 1);
+        barrier_init(base + AT_SOON, 1);
         for (int i = 0; i < GROUPS * Q_BUFFERS; ++i) barrier_init(base + AT_DONE + 8 * i, 4);
         barriers_ready();
     }
@@ -309,8 +311,8 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         give_registers<REGISTERS_LOADING>();
         Chunk* found = reinterpret_cast<Chunk*>(shared + AT_LISTS);
         if (warp == 2) find(p, base, found, p.ticket);
-        else if (warp == 0 && threadIdx.x == 0) load(p, q_map, k_map, v_map, base, found);
-        else if (warp == 1 && threadIdx.x == 32) store(p, out_map, base);
+        else if (warp == 0 && elected()) load(p, q_map, k_map, v_map, base, found);
+        else if (warp == 1 && elected()) store(p, out_map, base);
     } else {
         take_registers<REGISTERS>();
         if constexpr (EXACT) multiply_float32(p, base, role - 1);

@@ -54,18 +54,24 @@ DEVICE unsigned states_of(const Params& p, const Item& at, int n_k, int tile, in
 
 // What the warp that finds tiles hands to the one that loads: tiles of one item, perhaps not all of them.
 struct Chunk {
-    int b, h, row0;          // of the item
-    int count, last, first;  // 0 tiles: no more items; the last tile of all keys; bits of the first tile's note
+    int b, h, row0;          // of the item; b: END after the last one
+    int count, last, first;  // how many tiles here; the last tile of all keys; bits of the first tile's note
+    int ends;                // whether there are no more of the item
     TileList list;
 };
 static_assert(sizeof(Chunk) == CHUNK_BYTES, "sm90.py and Chunk differ");
+
+// Whether the next item is taken not before the end of this one is near, so that the last ones are shared evenly: where they
+// are long enough for it.
+DEVICE bool takes_late(const Params& p) { return p.n_k > 4 * AHEAD * BLOCK_K; }
 
 // By a warp. It works ahead of the one that loads, as classifying may take as long as a tile's products.
 DEVICE void find(const Params& p, unsigned base, Chunk* found, unsigned* ticket) {
     const Ring<2> lists{base + AT_LIST_RING, base + AT_LIST_RING + 16};
     const bool leader = threadIdx.x % 32 == 0;
     const int items = items_of(p);
-    unsigned n = 0;
+    const bool late = takes_late(p);
+    unsigned n = 0, number = 0;
     auto hand_over = [&]() {
         __syncwarp();
         if (leader) arrive(lists.full + 8 * (n % 2));
@@ -78,30 +84,30 @@ DEVICE void find(const Params& p, unsigned base, Chunk* found, unsigned* ticket)
 #pragma unroll 1
     for (int index = blockIdx.x; index < items;) {
         const Item at = item_of(p, index);
-        if (leader) index = atomicAdd(ticket, 1) + gridDim.x;
         const int n_k = (int)keys_of(p, at.b), tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
         int next = 0;
         unsigned seen;
         auto look = [&](int place, int many) { return states_of(p, at, n_k, tiles - place - many, many); };  // the last keys first
 #pragma unroll 1
-        for (bool first = true;; first = false) {
+        for (bool first = true; first || next < tiles; first = false) {
             Chunk& chunk = next_chunk();
             const int count = fill(chunk.list, next, tiles, seen, look);
-            if (count == 0 && !first) break;
             // Groups that see nothing take a tile all the same, where everything is hidden from them.
             unsigned blind = 0;
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) blind |= (seen >> 2 * g & 3) == EMPTY ? PARTIAL << 2 * g : 0;
             if (leader) {
                 if (count == 0) chunk.list.entry[0] = (tiles - 1) << 8;  // tile 0
-                chunk.b = at.b, chunk.h = at.h, chunk.row0 = at.row0, chunk.count = count ? count : 1, chunk.last = tiles - 1, chunk.first = first ? FIRST | blind : 0;
+                chunk.b = at.b, chunk.h = at.h, chunk.row0 = at.row0, chunk.last = tiles - 1, chunk.ends = next >= tiles;
+                chunk.count = first && count == 0 ? 1 : count, chunk.first = first ? FIRST | blind : 0;
             }
             hand_over();
         }
-        index = uniform(index);
+        if (late) wait_patiently(base + AT_SOON, number++ & 1);
+        index = uniform(leader ? (int)(atomicAdd(ticket, 1) + gridDim.x) : 0);
     }
     Chunk& chunk = next_chunk();
-    if (leader) chunk.count = 0;
+    if (leader) chunk.b = END;
     hand_over();
     if (leader && atomicAdd(ticket + 1, 1u) == gridDim.x - 1) ticket[0] = 0, ticket[1] = 0;  // as they were found
 }
@@ -114,6 +120,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
     const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
     const Ring<2> lists{base + AT_LIST_RING, base + AT_LIST_RING + 16};
+    const bool late = takes_late(p);
     unsigned n = 0, number = 0;  // tiles and items so far
     int value_tile = 0, value_head = 0, value_b = 0;
     auto load_values = [&]() {  // of tile n - 1
@@ -141,13 +148,15 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
     for (unsigned c = 0;; ++c) {
         lists.wait_full(c);
         const Chunk& chunk = found[c % 2];
-        const int count = chunk.count;
-        if (count == 0) break;
-        const int b = chunk.b, head = chunk.h / GROUP;
+        const int b = chunk.b, count = chunk.count, head = chunk.h / GROUP;
+        if (b == END) break;
+        const int soon = !late || !chunk.ends ? -1 : count > AHEAD ? count - AHEAD : 0;
+        if (soon == count) arrive(base + AT_SOON);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const int entry = chunk.list.entry[i], tile = chunk.last - (entry >> 8), first = i == 0 ? chunk.first : 0;
             const unsigned stage = n % STAGES, full = keys.full + 8 * stage;
+            if (i == soon) arrive(base + AT_SOON);
             keys.wait_empty(n);
             store_word(base + AT_NOTES + 4 * stage, tile << 8 | first | (entry & 63));
             arrive_and_expect(full, BYTES_K);
