@@ -38,8 +38,8 @@ constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);
 constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * CHUNKS_K, BYTES_V = BLOCK_K * CHUNK_ROW * CHUNKS_V;
 constexpr int AT_K = Q_BUFFERS * GROUPS * BYTES_Q, AT_V = AT_K + STAGES * BYTES_K, AT_BARRIERS = AT_V + STAGES * BYTES_V;
 constexpr int AT_Q_RING = AT_BARRIERS, AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS, AT_V_RING = AT_K_RING + 16 * STAGES;
-constexpr int AT_LIST_RING = AT_V_RING + 16 * STAGES, AT_SOON = AT_LIST_RING + 32;
-constexpr int AT_DONE = AT_SOON + 8;         // for each buffer and group: its output is in the buffer
+constexpr int AT_LIST_RING = AT_V_RING + 16 * STAGES, AT_SOON = AT_LIST_RING + 32;  // soon: the item is near its end
+constexpr int AT_DONE = AT_SOON + 8;               // for each buffer and group: its output is in the buffer
 constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
 constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
