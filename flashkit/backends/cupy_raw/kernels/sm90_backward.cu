@@ -70,7 +70,7 @@ constexpr int AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS;     // for each buffer of K:
 constexpr int ODD_WORDS = (BLOCK_K + 31) / 32;
 constexpr int AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS;  // for four tiles of dQ: which they are
 constexpr int AT_FOUND = AT_SLOTS + 32, LISTS = 4;
-constexpr unsigned ODD = 16, LAST = 64;  // some rows' numbers are not finite; the last tile of an item
+constexpr unsigned ODD = 16, NOTHING = 32, LAST = 64;  // some rows' numbers are not finite; taken though nobody sees it; the last tile of an item
 constexpr int IS_ODD = 1, WRITTEN = 2;   // of a tile of queries
 constexpr int END = -1;
 

@@ -333,7 +333,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
             held = list.entry[i] >> 8, held_head = h, held_where = before + held, held_states = list.entry[i] & 255;
         }
         if (list.ends) {  // an item that is seen by no query takes one tile all the same, where everything is hidden
-            if (held_states == 0) held = 0, held_head = h, held_where = before, held_states = PARTIAL * 5;
+            if (held_states == 0) held = 0, held_head = h, held_where = before, held_states = PARTIAL * 5 | NOTHING;
             load_queries(b, held_head, k0, held_where, held, held_states, true);
             held_states = 0, first = true, ++number;
             // In an order the next item is taken not before all is loaded: who has waited for others would come back to one that
@@ -391,9 +391,11 @@ DEVICE void ask(unsigned base, unsigned n, int where, int tile_k) {
     store_word(slot_of(base, n), where), store_word(slot_of(base, n) + 4, tile_k);
     arrive(asked_of(base, n));
 }
+DEVICE void ask_for(unsigned base, unsigned n, int note, int where, int k0) { ask(base, n, where, note & NOTHING ? END : k0 / BLOCK_K); }
 DEVICE unsigned turn_of(unsigned base, unsigned n) { return base + AT_TURN + 8 * (n % 2); }
 DEVICE unsigned added_of(unsigned base, unsigned n) { return base + AT_ADDED + 8 * (n % 2); }
 
+enum Adding { ADDS_NOTHING, STORES, ADDS };  // who is the first to add stores: sums were not cleared
 DEVICE void keep_order(const Params& p, unsigned base, int which) {
     const bool leader = threadIdx.x % 32 == 0;
     const int tiles_q = tiles_of(p.n_q, BLOCK_Q);
@@ -403,24 +405,32 @@ DEVICE void keep_order(const Params& p, unsigned base, int which) {
         const int where = load_word(slot_of(base, n)), tile_k = load_word(slot_of(base, n) + 4);
         if (where == END) break;
         int* done = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token + 1;
-        wait_for_turn(p, done, tile_k, FROM_DIAGONAL && is_descending(p, where / tiles_q / GROUP));
-        const bool written = get_acquired(done - 1) & WRITTEN;  // who is the first to add need not have zeros there
-        if (!written && leader) set_written(done - 1);
+        // Of an item that is seen by no query nobody waits for the tile that it takes all the same: it leaves nothing there.
+        Adding adding = ADDS_NOTHING;
+        if (tile_k != END) {
+            wait_for_turn(p, done, tile_k, FROM_DIAGONAL && is_descending(p, where / tiles_q / GROUP));
+            adding = get_acquired(done - 1) & WRITTEN ? ADDS : STORES;
+            if (adding == STORES && leader) set_written(done - 1);
+        }
         if (KEYS_SHARED) {
-            if (leader) store_word(slot_of(base, n), written), arrive(turn_of(base, n));
+            if (leader) store_word(slot_of(base, n), adding), arrive(turn_of(base, n));
             wait(added_of(base, n), n / 2 & 1);
-            if (leader) set_done(done, tile_k);
+            if (leader && adding != ADDS_NOTHING) set_done(done, tile_k);
         } else if (leader) {
             float* sums = static_cast<float*>(p.partial.data) + where * p.partial.token;
             wait(added_of(base, n), n / 2 & 1);
-            fence_all_proxies();
-            if (written) add_bulk(sums, base + AT_SUMS, BYTES_SUMS);
-            else store_bulk(sums, base + AT_SUMS, BYTES_SUMS);
-            stores_wait_read();
+            if (adding != ADDS_NOTHING) {
+                fence_all_proxies();
+                if (adding == ADDS) add_bulk(sums, base + AT_SUMS, BYTES_SUMS);
+                else store_bulk(sums, base + AT_SUMS, BYTES_SUMS);
+                stores_wait_read();
+            }
             arrive(turn_of(base, n));  // the next one may come
-            stores_wait();
-            fence_all_proxies();
-            set_done(done, tile_k);
+            if (adding != ADDS_NOTHING) {
+                stores_wait();
+                fence_all_proxies();
+                set_done(done, tile_k);
+            }
         }
         __syncwarp();
     }
