@@ -5,6 +5,7 @@
 # and `delta`: where the number of a lane's first query is.
 
 FAR = 1 << 26
+EACH_WAY = KEYS_SHARED or PAIRS > 32  # whether registers are short
 EARLY = min(PAIRS // 4, 8)  # of the numbers of queries, those that are read before they are needed
 
 
@@ -223,8 +224,12 @@ def gradients(p, s, dp, plain, delta, kept):
     """dP to dS, rounded. plain: nothing is hidden."""
     if HAS_DROPOUT:
         dp = groups(keep_four, 4, dp, (kept, np.float32(p.kept_scale)))
-    # Each way reads its numbers of queries itself, which leaves registers for reading some ahead; with `settle` LLVM
-    # does not take together what both begin with.
+    # Where registers are short each way reads its numbers of queries itself, which leaves some for reading ahead; with
+    # `settle` LLVM does not take together what both begin with.
+    if not EACH_WAY:
+        dp = groups(less_delta, 4, dp, delta)
     if plain or not CLEANS_KEYS:
-        return join(pack, both(times, s, groups(less_delta, 4, settle(dp), delta)))
-    return join(pack, both(unless_zero, s, groups(less_delta, 4, dp, delta)))
+        dp = groups(less_delta, 4, settle(dp), delta) if EACH_WAY else dp
+        return join(pack, both(times, s, dp))
+    dp = groups(less_delta, 4, dp, delta) if EACH_WAY else dp
+    return join(pack, both(unless_zero, s, dp))
