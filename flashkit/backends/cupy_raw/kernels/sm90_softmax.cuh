@@ -127,6 +127,10 @@ DEVICE float tanh_fast(float x) {
 
 constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && PACK == 1;
 
+// Whether what makes exponents is kept for all tiles of an item: it has nothing to do with keys, and to find it anew between two
+// products holds these up. With larger head dims it is no gain, without a cap a loss: the compiler then orders the softmax worse.
+constexpr bool LASTING = BY_FORM && CAPPED && !SLOPED && HEAD_DIM <= 64;
+
 // What makes exponents of a tile, for each of a lane's rows.
 struct Line {
     float gain[2], rate[2];       // of products; where f is nothing, the gain is all
