@@ -58,6 +58,13 @@ DEVICE unsigned piece_at(unsigned tile, unsigned row, unsigned first, int n) {
 }
 
 DEVICE unsigned address_of(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
+// A number that is the same in all lanes of a warp, got by an instruction whose result lies in a uniform register; and a number that
+// is kept: where shared memory begins the compiler asks anew for each tile (S2R), and the answer comes behind all stores to it.
+DEVICE unsigned uniform(unsigned x) { return __reduce_or_sync(~0u, x); }
+DEVICE unsigned kept(unsigned x) {
+    asm volatile("mov.b32 %0, %0;" : "+r"(x));
+    return x;
+}
 
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
 

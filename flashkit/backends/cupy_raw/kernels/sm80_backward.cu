@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned ticket;
     TileList& list = *reinterpret_cast<TileList*>(shared + AT_LIST);
-    const unsigned base = address_of(shared);
+    const unsigned base = HAS_MASK && HEAD_DIM <= 64 ? kept(address_of(shared)) : address_of(shared) & 0xffffff;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (ORDERED) {
@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     const int tiles_k = (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), all = heads * (int)p.batch, most = (int)p.splits;
     const Work work = work_of(index, tiles_k, all, most);
     const bool down = HAS_MASK && all > most && work.bh >= (all - 1) / most * most;  // the last heads, the other way
-    const int tile_k = down ? work.tile : tiles_k - 1 - work.tile;
-    const int b = work.bh / heads, head = work.bh % heads, n_k = (int)keys_of(p, b);
+    const int tile_k = uniform(down ? work.tile : tiles_k - 1 - work.tile);
+    const int b = uniform(work.bh / heads), head = uniform(work.bh % heads), n_k = uniform((int)keys_of(p, b));
     const int before_low = down ? 0 : tile_k + 1, before_high = down ? tile_k : (n_k + BLOCK_K - 1) / BLOCK_K;  // add before
     Place at{b, head * GROUP, tile_k * BLOCK_K, 0, (int)p.n_q, n_k, offset_of(p, b)};
     at.k1 = at.k0 + BLOCK_K < n_k ? at.k0 + BLOCK_K : n_k;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
             for (bool once = tiles_q > 0;; once = false) {
                 if (!(LISTED ? fill<BLOCK_Q, false, 1>(list, p, b, at.h, at.k0, at.k1, 0, tiles_q, at.n_q, down) : once)) break;
                 const int count = LISTED ? list.count : tiles_q;
-                const auto entry_of = [&](int i) { return LISTED ? list.entry[i] : 2 * i + 1; };
+                const auto entry_of = [&](int i) { return LISTED ? (int)load_word(base + AT_LIST + 4 * i) : 2 * i + 1; };
                 const auto row_of = [&](int i) { return entry_of(i) / 2 * BLOCK_Q; };
                 if (!LISTED) __syncthreads();  // all are done with the head before
                 const auto stage_of = [&](int i) { return base + AT_QUERIES + i % 2 * BYTES_STAGE; };
@@ -143,13 +143,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         load_rows(next_row0, next, more);
                         copies_end();
                     }
-                    const float* rows = reinterpret_cast<const float*>(shared + at_stage + AT_ROWS);
+                    const auto number = [&](int i) { return __uint_as_float(load_word(stage + AT_ROWS + 4 * i)); };
                     float shift[S_TILES][2], delta[S_TILES][2];
 #pragma unroll
                     for (int j = 0; j < S_TILES; ++j)
 #pragma unroll
                         for (int half = 0; half < 2; ++half)
-                            shift[j][half] = rows[at.row(j, half)], delta[j][half] = rows[BLOCK_Q + at.row(j, half)];
+                            shift[j][half] = number(at.row(j, half)), delta[j][half] = number(BLOCK_Q + at.row(j, half));
 
                     float s[S_TILES][S_KEYS][4], dp[S_TILES][S_KEYS][4];
                     const int of_rows = warp / (WARPS / WARPS_S) * 16 * S_TILES, of_keys = warp % (WARPS / WARPS_S) * 8 * S_KEYS;

@@ -74,6 +74,7 @@ DEVICE void store_keys(const Params& p, const Tensor& tensor, const Place& at, i
 #pragma unroll
         for (int i = 0; i < KV_TILES * COLUMNS * 4; ++i) odd |= !is_finite(x[i / COLUMNS / 4][i / 4 % COLUMNS][i % 4]);
         if (__any_sync(~0u, odd)) {
+            __syncwarp();  // all have stored
 #pragma unroll 1
             for (int key = k0; key < k0 + 16 * KV_TILES && key < at.n_k; ++key) once_more<WHICH>(p, at.b, head, key, first, 8 * COLUMNS, factor);
         }

@@ -144,6 +144,10 @@ DEVICE void rows_carefully(const Params& p, const Item& at, int first, float (&s
 
 // --- multiplying ------------------------------------------------------------------------------------------------------
 
+// What a sum of DIM products has on average when tensor cores have rounded it toward zero after each 16 of them, as a share: half a
+// unit of the last place, 0.72 2^-24 of a number, for the last step, and for those before as much of it as the sum was then.
+template <int DIM> constexpr double WHAT_IS_LOST = 0.36 / 16777216 * (padded(DIM) / 16 + 1);
+
 // X = A B^T by terms; a step is 16 of the summed columns, of which there are DIM.
 template <int DIM>
 DEVICE void multiply_rows(float (&x)[BLOCK / 2], unsigned a_at, unsigned b_at) {
@@ -277,7 +281,9 @@ DEVICE void finish(const Params& p, const Item& at, int group, float (&sums_1)[S
 DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const Ring<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
     const Ring<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
-    const float scale = __int_as_float(uniform(__float_as_int((float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634))));
+    constexpr double MORE = 1 + WHAT_IS_LOST<HEAD_DIM>;
+    constexpr float MORE_V = 1 + WHAT_IS_LOST<HEAD_DIM_V>;
+    const float scale = __int_as_float(uniform(__float_as_int((float)(p.scale * (HAS_SCORE ? MORE : MORE * 1.4426950408889634)))));
     float sums_1[SUMS_1 / 2 + 1], sums_2[SUMS_2 / 2 + 1], s[BLOCK / 2], dp[BLOCK / 2];
     float unit_1[2], unit_2[2], lse_of[2] = {}, delta_of[2] = {}, factor[2] = {1, 1};
     Item at;          // whose sums are in registers,
@@ -306,7 +312,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             for (int half = 0; half < 2; ++half) {
                 const int own = at.row0 + 64 * group + row_of_lane(half), row = own < at.rows ? own : larger(at.rows - 1, 0);
                 unit_1[half] = *row_at<const float>(units_1, at.b, at.h, row / BLOCK) * scale;
-                unit_2[half] = *row_at<const float>(units_2, at.b, at.h, OF_QUERIES ? row : row / BLOCK);
+                unit_2[half] = *row_at<const float>(units_2, at.b, at.h, OF_QUERIES ? row : row / BLOCK) * (OF_QUERIES ? 1.0f : MORE_V);
                 if (OF_QUERIES) {
                     const Reference reference = reference_of(*row_at<const float>(p.shift, at.b, at.h, row), unit_2[half]);
                     lse_of[half] = reference.fraction, factor[half] = unit_2[half] * reference.power;
@@ -331,7 +337,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         multiply_rows<HEAD_DIM_V>(dp, base + AT_A2 + (number % ROW_BUFFERS * GROUPS + group) * BYTES_A2, b2);
         products_end();
         const float column_1 = *row_at<const float>(columns_1, at.b, head, tile);
-        const float column_2 = OF_QUERIES ? *row_at<const float>(p.v_unit, at.b, head, tile) : 1.0f;
+        const float column_2 = OF_QUERIES ? *row_at<const float>(p.v_unit, at.b, head, tile) * MORE_V : 1.0f;
         products_wait<1>();
         settle(s);
         float of_s[2], slope[HAS_SCORE ? BLOCK / 2 : 1];
