@@ -39,6 +39,7 @@ constexpr int Q_TILES = BLOCK_Q / (16 * WARPS_Q), Q_COLUMNS = padded(HEAD_DIM) *
 // Where registers leave room, the next tile is copied among the steps of the first two products; and dQ comes first, so
 // that there are more steps to add it among.
 constexpr bool SPREAD = !WIDE && HEAD_DIM > 64, DQ_FIRST = !WIDE && (HEAD_DIM <= 64 || HEAD_DIM > 128);
+constexpr bool SOON = DQ_FIRST && HAS_MASK && HEAD_DIM > 128;  // all of it beside the first product after it: who waits, waits less
 constexpr bool LISTED = HAS_MASK || WIDE;  // float32: in place of the numbers on the list others would be spilled
 static_assert(S_KEYS % 2 == 0 && K_COLUMNS % 2 == 0 && V_COLUMNS % 2 == 0 && Q_COLUMNS % 2 == 0, "operands come in pairs");
 
@@ -210,12 +211,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                     multiply_turned<BLOCK_Q / STEP, true, PITCH_S, HEAD_DIM_V>(
                         dv, base + AT_P + of_key * SIZE, stage + BLOCK_Q * PITCH, share,
                         [&](int k, int steps) {
-                            if constexpr (DQ_FIRST) add_dq(k, 2 * steps);
+                            if constexpr (DQ_FIRST) add_dq(k, SOON ? steps : 2 * steps);
                         });
                     if constexpr (!DQ_FIRST) multiply_dq();
                     multiply_turned<BLOCK_Q / STEP, true, PITCH_S, HEAD_DIM>(
                         dk, base + AT_DS + of_key * SIZE, stage, share,
-                        [&](int k, int steps) { add_dq(DQ_FIRST ? steps + k : k, DQ_FIRST ? 2 * steps : steps); });
+                        [&](int k, int steps) { if constexpr (!SOON) add_dq(DQ_FIRST ? steps + k : k, DQ_FIRST ? 2 * steps : steps); });
                 }
             }
             if (ORDERED && !LISTED) __syncthreads();  // all have added to the last tile, too
