@@ -46,6 +46,7 @@ constexpr int Q_TILES = BLOCK_Q / (16 * WARPS_Q), Q_COLUMNS = padded(HEAD_DIM) *
 // that there are more steps to add it among.
 constexpr bool SPREAD = !WIDE && HEAD_DIM > 64, DQ_FIRST = !WIDE && (HEAD_DIM <= 64 || HEAD_DIM > 128);
 constexpr bool SOON = DQ_FIRST && HAS_MASK && HEAD_DIM > 128;  // all of it beside the first product after it: who waits, waits less
+constexpr bool LEAN = !HAS_MASK && HEAD_DIM > 128;  // where neither uniform registers nor one address for all are faster
 constexpr bool LISTED = HAS_MASK || WIDE;  // float32: in place of the numbers on the list others would be spilled
 static_assert(S_KEYS % 2 == 0 && K_COLUMNS % 2 == 0 && V_COLUMNS % 2 == 0 && Q_COLUMNS % 2 == 0, "operands come in pairs");
 
@@ -66,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned ticket;
     TileList& list = *reinterpret_cast<TileList*>(shared + AT_LIST);
-    const unsigned base = HAS_MASK && HEAD_DIM <= 64 ? kept(address_of(shared)) : address_of(shared) & 0xffffff;
+    const unsigned begin = address_of(shared), base = LEAN ? begin : HAS_MASK && HEAD_DIM <= 64 ? kept(begin) : begin & 0xffffff;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (ORDERED) {
@@ -78,8 +79,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     const int tiles_k = (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), all = heads * (int)p.batch, most = (int)p.splits;
     const Work work = work_of(index, tiles_k, all, most);
     const bool down = HAS_MASK && all > most && work.bh >= (all - 1) / most * most;  // the last heads, the other way
-    const int tile_k = uniform(down ? work.tile : tiles_k - 1 - work.tile);
-    const int b = uniform(work.bh / heads), head = uniform(work.bh % heads), n_k = uniform((int)keys_of(p, b));
+    const auto known = [](int x) { return LEAN ? x : (int)uniform(x); };
+    const int tile_k = known(down ? work.tile : tiles_k - 1 - work.tile);
+    const int b = known(work.bh / heads), head = known(work.bh % heads), n_k = known((int)keys_of(p, b));
     const int before_low = down ? 0 : tile_k + 1, before_high = down ? tile_k : (n_k + BLOCK_K - 1) / BLOCK_K;  // add before
     Place at{b, head * GROUP, tile_k * BLOCK_K, 0, (int)p.n_q, n_k, offset_of(p, b)};
     at.k1 = at.k0 + BLOCK_K < n_k ? at.k0 + BLOCK_K : n_k;
@@ -150,7 +152,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         load_rows(next_row0, next, more);
                         copies_end();
                     }
-                    const auto number = [&](int i) { return __uint_as_float(load_word(stage + AT_ROWS + 4 * i)); };
+                    const auto number = [&](int i) {
+                        return LEAN ? reinterpret_cast<const float*>(shared + at_stage + AT_ROWS)[i] : __uint_as_float(load_word(stage + AT_ROWS + 4 * i));
+                    };
                     float shift[S_TILES][2], delta[S_TILES][2];
 #pragma unroll
                     for (int j = 0; j < S_TILES; ++j)
