@@ -92,10 +92,11 @@ def attention(
     definition.
     """
     key = None
-    plain = alibi_slopes is bias is mask is block_mask is score_mod is mask_mod is kv_lengths is sinks is None
-    if plain and _fixed(q_offset, window, dropout_p) and (out is None or arrays.contiguous(out)):
+    plain = alibi_slopes is bias is mask is score_mod is mask_mod is kv_lengths is sinks is None
+    plain = plain and planned.may_keep(block_mask) and _fixed(q_offset, window, dropout_p)
+    if plain and (out is None or arrays.contiguous(out)):
         options = scale, causal, q_offset, window, softcap, seed, layout, return_lse, deterministic, precision, backend
-        key = planned.key((q, k, v), options)
+        key = planned.key((q, k, v), (*options, block_mask))
         if key is not None and (repeated := planned.kept(key)) is not None:
             return repeated.run(q, k, v, out)
     problem, operands, shape = prepare(

@@ -1,7 +1,7 @@
 """Calls that are repeated: everything that depends on the form of arrays and on options, done once.
 
 `Planned` is such a call, and flashkit.plan() makes one. attention() keeps those of its plain calls (`kept`), by the
-form of the arrays and by the options, so that a repeated call costs a look-up.
+form of the arrays, the options and the block mask, so that a repeated call costs a look-up.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import numpy as np
 from . import arrays, dispatch
 from .arguments import Shape, check_out
 from .backends.base import Backend, Bound
+from .sparsity import BlockMask
 from .spec import Operands, Problem
 
 _MOST_KEPT = 256
+_MOST_OF_MASK = 1 << 20  # bytes of a block mask that a kept call keeps alive
 _kept: OrderedDict[Any, Planned] = OrderedDict()
 _kept_lock = threading.Lock()
 
@@ -117,12 +119,23 @@ def _bound(backend: Backend, plan: Any, operands: Operands, shape: Shape) -> Bou
 # --- the plain calls of attention() -----------------------------------------------------------------------------------
 
 
+def may_keep(block_mask: Any) -> bool:
+    """Whether a call with this block mask, or with None, may be kept by it: its arrays, which do not change, live as
+    long as the call does, so they have to be small.
+    """
+    if block_mask is None:
+        return True
+    if not isinstance(block_mask, BlockMask):
+        return False
+    return sum(array.nbytes for array in block_mask.mod.arrays.values()) <= _MOST_OF_MASK
+
+
 def key(arguments: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Any:
     """A name for a call of attention() that determines all of it but the contents of the arrays; None if there is
     none.
 
-    options: numbers, flags, strings and None, or tuples of them. Types belong to the key since True == 1. So does all
-    that chooses the backend.
+    options: numbers, flags, strings and None, tuples of them, and block masks, of which each equals itself alone. Types
+    belong to the key since True == 1. So does all that chooses the backend.
     """
     q, k, v = arguments
     if not type(q) is type(k) is type(v) or (type(q) is not np.ndarray and arrays.kind_of(q) != "cupy"):

@@ -353,6 +353,33 @@ def test_forgotten_plans_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(made) == 2
 
 
+def test_calls_are_kept_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the mask itself: not by what it looks like, and not where it holds much."""
+    from flashkit import BlockMask, api
+
+    q, k, v = operands()
+    grids = [np.eye(5, dtype=bool), ~np.eye(5, dtype=bool)]
+    masks = [BlockMask.from_dense(grid, 8, 8) for grid in grids]
+    expected = [full(q, k, v, mask=grid.repeat(8, 0).repeat(8, 1), return_lse=True) for grid in grids]
+    dispatch.forget()
+    prepared: list[Any] = []
+    prepare: Any = api.prepare
+    monkeypatch.setattr(api, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+    for _ in range(3):
+        for block_mask, (out, lse) in zip(masks, expected, strict=True):
+            got = attention(q, k, v, block_mask=block_mask, return_lse=True)
+            np.testing.assert_allclose(got[0], out, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(got[1], lse, rtol=2e-5, atol=2e-6)
+    assert len(prepared) == 2
+    with pytest.raises(TypeError, match="block_mask is a list"):
+        attention(q, k, v, block_mask=[True])
+    prepared.clear()
+    monkeypatch.setattr(planned, "_MOST_OF_MASK", 24)
+    for _ in range(2):
+        attention(q, k, v, block_mask=masks[0], return_lse=True)
+    assert len(prepared) == 2
+
+
 def test_few_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "_MOST_KEPT", 5)
     q, k, v = operands()
