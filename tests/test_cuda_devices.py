@@ -5,6 +5,7 @@ test_numba_cuda.py.
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 import threading
@@ -478,6 +479,29 @@ def test_a_planned_call_in_a_graph(generation: str) -> None:
         graph.launch()
         stream.synchronize()
     np.testing.assert_array_equal(out.get(), flashkit.attention(q, k, v, causal=True, backend=NAME).get())
+
+
+def test_a_graph_outlives_the_plan(generation: str) -> None:
+    """And so do the copies of NumPy arrays that it made."""
+    import cupy
+
+    q, k, v = tensors((2, 4, 128, 64), (2, 4, 192, 64), (2, 4, 192, 64), dtype="float16")
+    grid = np.array([[True, False, True], [False, True, False]])
+    planned = flashkit.plan(q, k, v, block_mask=flashkit.BlockMask.from_dense(grid, 64, 64), backend=NAME)
+    right, out = planned(q, k, v).get(), cupy.empty_like(q)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        planned(q, k, v, out=out)
+        graph = stream.end_capture()
+    del planned
+    gc.collect()
+    others = [cupy.full(128, 7, np.int32) for _ in range(1000)]  # as CuPy's pool hands memory out again
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(out.get(), right)
+    assert len(others) == 1000
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -159,7 +159,7 @@ class CudaBackend:
         templates[1].unread_lse(here.ordinal)
         spares: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
         q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
-        stream_of, ordinal = launch.stream, here.ordinal
+        stream_of, ordinal, copies = launch.stream, here.ordinal, template.alive
         _keep(stream_of(), operands)
 
         def call(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
@@ -175,7 +175,10 @@ class CudaBackend:
             words[out_at] = out.data.ptr
             if lse is not None:
                 words[lse_at] = lse.data.ptr
-            run(arguments, stream_of())
+            stream = stream_of()
+            if copies:  # of arrays of the caller's: a graph that records this call may outlive the plan
+                launch.keep(stream, copies)
+            run(arguments, stream)
             spare.append(arguments)
 
         return call
