@@ -27,6 +27,9 @@ WORDS = (
     "scale", "seed", "threshold", "kept_scale",
 )  # fmt: skip
 AT = {name: 4 * i for i, name in enumerate(TENSORS)} | {name: 4 * len(TENSORS) + i for i, name in enumerate(WORDS)}
+MOVED = "q", "k", "v", "out"
+"""Tensors of which the forward pass moves whole rows."""
+
 VALUES = 4 * len(TENSORS) + len(WORDS)
 """Index of the first value of the modification."""
 

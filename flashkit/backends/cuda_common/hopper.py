@@ -8,13 +8,13 @@ import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ...spec import ITEMSIZE, AttentionSpec, Problem, Verdict
-from .arguments import AT, Arguments, addresses, aligned
+from ...spec import AttentionSpec, Problem, Verdict
+from .arguments import AT, MOVED, Arguments, addresses, aligned
 from .device import Device
 from .generation import Spare
 from .launch import Library, TensorMap, check_grid
 from .sm90_maps import Maps, Tickets, maps_of, strides_fit
-from .together import heads_together
+from .together import bytes_of_keys, heads_together
 
 FEW_ROWS = 64
 MANY_KEYS = 1024
@@ -141,7 +141,7 @@ class Forward:
 
     def __init__(
         self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Spare,
-        addressed: tuple[str, ...] = ("q", "k", "v", "out"),
+        addressed: tuple[str, ...] = MOVED,
     ) -> None:  # fmt: skip
         self.device, self.tile, self.why, self.spare = device, tile, why, spare
         self.pack, self.libraries = packed(problem), [library]
@@ -171,9 +171,9 @@ class Forward:
         heads, rows = arguments.batch * arguments.heads // self.pack, arguments.n_q * self.pack
         items = -(-rows // self.tile.block_q) * heads
         check_grid(items)
-        bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
         maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(spec) if box[0] in self._addressed]
-        return Shaped(min(items, self.device.sms), heads_together(heads, _CACHED // bytes_of_head), tuple(maps))
+        together = heads_together(heads, _CACHED // bytes_of_keys(arguments))
+        return Shaped(min(items, self.device.sms), together, tuple(maps))
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped = arguments.known(self, self.shaped)

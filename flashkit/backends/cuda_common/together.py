@@ -12,6 +12,12 @@ def heads_together(heads: int, most: int) -> int:
     return -(-heads // -(-heads // most))
 
 
+def bytes_of_keys(arguments: Arguments) -> int:
+    """What the forward pass reads of the keys and values of a head."""
+    spec = arguments.spec
+    return max(arguments.n_k, 1) * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
+
+
 def bytes_of_queries(arguments: Arguments) -> int:
     """What the backward pass reads of the rows of a key/value head, and adds to dQ for them."""
     spec = arguments.spec

@@ -13,7 +13,7 @@ from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
 from ..cuda_common.launch import check_grid
-from ..cuda_common.together import heads_together
+from ..cuda_common.together import bytes_of_keys, heads_together
 from . import specialise
 
 MAX_DIM = 256
@@ -142,16 +142,15 @@ class Sm80Forward:
 
     def shaped(self, arguments: Arguments) -> tuple[int, int]:
         """Blocks, and in how many parts keys are taken or how many heads are worked at together."""
-        blocks, spec = self._blocks(arguments.batch, arguments.heads, arguments.n_q), arguments.spec
+        blocks = self._blocks(arguments.batch, arguments.heads, arguments.n_q)
         rows = arguments.batch * arguments.heads * arguments.n_q
         check_grid(blocks, rows if self.split else 0)
         if self.split and blocks:
             most = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
             parts = max(1, min(self.tile.waves * self.slots // blocks, most))
             return blocks * parts, parts
-        bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
         heads = arguments.batch * (arguments.heads // self.pack)
-        return blocks, heads_together(heads, _CACHED // max(1, bytes_of_head))
+        return blocks, heads_together(heads, _CACHED // bytes_of_keys(arguments))
 
     def run(self, arguments: Arguments, stream: int) -> None:
         blocks, splits = arguments.known(self, self.shaped)

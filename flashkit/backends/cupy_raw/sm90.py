@@ -14,7 +14,7 @@ from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, hopper, modification
-from ..cuda_common.arguments import Arguments
+from ..cuda_common.arguments import MOVED, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.form import form
 from ..cuda_common.generation import Generation, Pass, Spare, tile_of
@@ -97,8 +97,8 @@ class Sm90Forward(hopper.Forward):
         arch = compiler.target(device.capability)
         library = specialise.library("sm90_forward", spec, tuple(constants.items()), arch, functions)
         spare = Spare(partial(Sm80Forward, problem, device), spec, device, "forward")
-        wide = {"addressed": ("out",)} if spec.dtype == "float32" else {}
-        super().__init__(problem, device, tile, why, library, spare, **wide)
+        wide = spec.dtype == "float32"
+        super().__init__(problem, device, tile, why, library, spare, ("out",) if wide else MOVED)
         self.split = Split(spec, tile.block_k, device) if wide else None
         if self.split:
             self.libraries.append(self.split.library)

@@ -9,16 +9,15 @@ from typing import Any
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
 from ..cuda_common.ampere import OrderedBackward
-from ..cuda_common.arguments import AT, Arguments, addresses, aligned, in_units, strides_in_units
+from ..cuda_common.arguments import AT, MOVED, Arguments, addresses, aligned, in_units, strides_in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
 from ..cuda_common.launch import check_grid
-from ..cuda_common.together import heads_together
+from ..cuda_common.together import bytes_of_keys, heads_together
 from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
-_MOVED = "q", "k", "v", "out"
-_ADDRESSES, _SPLITS = addresses(_MOVED), AT["splits"]
+_ADDRESSES, _SPLITS = addresses(MOVED), AT["splits"]
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
@@ -92,14 +91,13 @@ class Forward:
         """Blocks, and how many heads are worked at together, of shapes and strides; None: another pass is needed."""
         # With a scale that is not positive a hidden pair's -inf would change its sign.
         usual = arguments.n_k and arguments.scale > 1e-30
-        if not (usual and strides_in_units(arguments, _MOVED)):
+        if not (usual and strides_in_units(arguments, MOVED)):
             return None
-        spec, heads = arguments.spec, arguments.batch * arguments.heads
+        heads = arguments.batch * arguments.heads
         blocks = -(-arguments.n_q // self.tile.block_q) * heads
         check_grid(blocks)
         # Heads at a time, of even numbers, whose keys and values stay in the L2 cache.
-        bytes_of_head = arguments.n_k * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
-        return blocks, heads_together(heads, _CACHED // bytes_of_head)
+        return blocks, heads_together(heads, _CACHED // bytes_of_keys(arguments))
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped = arguments.known(self, self.shaped)
