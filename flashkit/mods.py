@@ -124,7 +124,9 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
         )
     values = dict(function.keywords) if isinstance(function, partial) else {}
     plain = function.func if isinstance(function, partial) and not function.args else function
-    values = {**_keyword_defaults(plain), **values}
+    ready_made = getattr(plain, "__module__", None) == __name__
+    if not ready_made:  # those have no defaults, and to ask takes longer than all else here
+        values = {**_keyword_defaults(plain), **values}
     params: dict[str, int | float] = {}
     arrays: dict[str, Any] = {}
     slots: list[tuple[str, int | None, Kind]] = []
@@ -141,7 +143,7 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
             slots.append((name, value.ndim, _value_kind(name, value)))
     # A plain function is traced anew for each call: what it closes over may have changed since. The ready-made ones
     # are pure.
-    make = _trace_pure if getattr(plain, "__module__", None) == __name__ else _trace
+    make = _trace_pure if ready_made else _trace
     return Mod(kind, make(plain, kind, tuple(slots)), params, arrays)
 
 

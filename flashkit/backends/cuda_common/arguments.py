@@ -48,7 +48,11 @@ def bits(value: float) -> int:
 
 
 class Arguments(Block):
-    """The block of one call. Keeps alive what its addresses point to."""
+    """The block of one call. Keeps alive what its addresses point to.
+
+    What of the operands lies in the host's memory is copied to the device, and the copy put in its place: the backward
+    pass of the same call, made as often as anybody likes, sends nothing.
+    """
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
         self.spec, self.alive, self.scale = spec, list[Any](), operands.scale
@@ -65,9 +69,11 @@ class Arguments(Block):
         if isinstance(offset, np.ndarray) and (len(offset) == 1 or (offset == offset[0]).all()):
             words[AT["offset"]] = int(offset[0])
         else:
-            words[AT["q_offset"]] = self.address(_on_device(offset, np.int64))
+            operands.q_offset = _on_device(offset, np.int64)
+            words[AT["q_offset"]] = self.address(operands.q_offset)
         if spec.kv_lengths:
-            words[AT["kv_lengths"]] = self.address(_on_device(operands.kv_lengths, np.int64))
+            operands.kv_lengths = _on_device(operands.kv_lengths, np.int64)
+            words[AT["kv_lengths"]] = self.address(operands.kv_lengths)
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:
@@ -75,6 +81,7 @@ class Arguments(Block):
                 operands.seed, dropout.threshold(operands.dropout_p), bits(1 / (1 - operands.dropout_p))
             )  # fmt: skip
         if spec.slots:
+            operands.arrays = {name: _on_device(array) for name, array in operands.arrays.items()}
             words[VALUES:] = self._values(operands)
         self._known: dict[Any, Any] = {}
         super().__init__(words)
@@ -142,7 +149,7 @@ class Arguments(Block):
                 value = operands.params[slot.name]
                 words.append(int(value) if slot.kind == "int" else bits(value))
             else:
-                array = _on_device(operands.arrays[slot.name])
+                array = operands.arrays[slot.name]
                 itemsize = array.dtype.itemsize
                 words += [self.address(array), *(stride // itemsize for stride in array.strides)]
         return words
@@ -178,7 +185,7 @@ def _tensor(array: Any) -> tuple[int, int, int, int]:
 
 
 def _on_device(array: Any, dtype: Any = None) -> Any:
-    """The array itself where it lies on the device already, else a copy there, made anew for each call."""
+    """The array itself where it lies on the device already, else a copy there."""
     if not isinstance(array, np.ndarray):
         return array
     import cupy
