@@ -1,7 +1,7 @@
 """Calls that are repeated: everything that depends on the form of arrays and on options, done once.
 
-`Planned` is such a call, and flashkit.plan() makes one. attention() keeps those of its plain calls (`kept`), by the
-form of the arrays, the options and the block mask, so that a repeated call costs a look-up.
+`Planned` is such a call, and flashkit.plan() makes one. attention() keeps those of its calls (`kept`), by the form of
+the arrays, the options and the block mask, so that a repeated call costs a look-up.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,20 +34,29 @@ class Planned:
 
     def __init__(
         self, problem: Problem, operands: Operands, shape: Shape, given: tuple[Any, Any, Any], backend: str | None,
-        return_lse: bool,
+        return_lse: bool, anew: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
+        """anew: names of the operands' arrays that `run` gets with each call."""
         chosen, plan = dispatch.plan(problem, backend)
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
-        self._return_lse, self._shape, self._values = return_lse, shape, tuple(operands.arrays.values())
+        self._return_lse, self._shape = return_lse, shape
+        self._values = tuple(array for name, array in operands.arrays.items() if name not in anew)
         self._forms = tuple(map(arrays.form, given))
         fours = operands.q, operands.k, operands.v
-        # Others are copied in each call, as attention() does.
-        self._in_place = all(map(arrays.same_address, given, fours))
+        binds = hasattr(chosen, "bind") and (not anew or getattr(chosen, "takes_arrays", False))
+        # A bound call reads addresses. What is not addressable is copied in each call, as attention() does.
+        self._copies = binds and not all(map(arrays.same_address, given, fours))
         out, lse = shape.like(operands.out), shape.rows(operands.lse)
         self._out, self._lse, self._dtype = out.shape, (lse.shape, lse.dtype), out.dtype
         self._empty: Any = arrays.namespace(problem.array_kind).ndarray  # quicker than its `empty`
-        self._spares_lse = not return_lse and getattr(chosen, "spares_lse", False)
-        self._run = _bound(chosen, plan, operands, shape)
+        self._spares_lse = binds and not return_lse and getattr(chosen, "spares_lse", False)
+        self._run: Bound
+        if 0 in operands.q.shape[:3]:
+            self._run = _nothing
+        elif binds:
+            self._run = chosen.bind(plan, operands, *([anew] if anew else []))  # type: ignore[attr-defined]
+        else:
+            self._run = _forward(chosen, plan, operands, shape, anew)
 
     def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
         """out, or (out, lse) with return_lse=True: attention of these arrays with the options given to plan().
@@ -60,24 +70,24 @@ class Planned:
             self._check(q, k, v)
         return self.run(q, k, v, out)
 
-    def run(self, q: Any, k: Any, v: Any, out: Any) -> Any:
+    def run(self, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
         """The call for arrays that are known to fit."""
-        target = out if out is not None and self._fits(out, q, k, v) else self._empty(self._out, self._dtype)
+        target = out if out is not None and self._fits(out, q, k, v, *anew) else self._empty(self._out, self._dtype)
         lse = None if self._spares_lse else self._empty(*self._lse)
-        if not self._in_place:
+        if self._copies:
             q, k, v = map(self._shape.to_four, (q, k, v))
-        self._run(q, k, v, target, lse)
+        self._run(q, k, v, target, lse, *anew)
         if out is None:
             out = target
         elif out is not target:
             out[...] = target
         return (out, lse) if self._return_lse else out
 
-    def _fits(self, out: Any, q: Any, k: Any, v: Any) -> bool:
+    def _fits(self, out: Any, *read: Any) -> bool:
         """Whether a kernel may write into `out`; raises where it cannot hold the result at all."""
         if type(out) is not np.ndarray or out.shape != self._out or out.dtype != self._dtype or not out.flags.carray:
             check_out(out, self.problem.array_kind, self.problem.spec.dtype, self._out)
-        return arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (q, k, v, *self._values))
+        return arrays.contiguous(out) and not any(arrays.may_share(out, x) for x in (*read, *self._values))
 
     def _check(self, q: Any, k: Any, v: Any) -> None:
         for name, array, planned in zip(("q", "k", "v"), (q, k, v), self._forms, strict=True):
@@ -99,24 +109,25 @@ class Planned:
                 )
 
 
-def _bound(backend: Backend, plan: Any, operands: Operands, shape: Shape) -> Bound:
-    """The backend's own bound call, or its forward pass for one that does not bind."""
-    if 0 in operands.q.shape[:3]:  # no query: nothing to run
-        return lambda q, k, v, out, lse: None
-    if hasattr(backend, "bind"):
-        bound: Bound = backend.bind(plan, operands)
-        return bound
-    rows = operands.lse.shape
-    rest = replace(operands, q=None, k=None, v=None, out=None, lse=None)
+def _nothing(*tensors: Any) -> None:
+    """The call without a query."""
 
-    def forward(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+
+def _forward(backend: Backend, plan: Any, operands: Operands, shape: Shape, anew: tuple[str, ...]) -> Bound:
+    """The forward pass of a backend that does not bind, or not while these arrays are open."""
+    rows = operands.lse.shape
+    fixed = {name: array for name, array in operands.arrays.items() if name not in anew}
+    rest = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
+
+    def forward(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
         q, k, v, out = map(shape.to_four, (q, k, v, out))
-        backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows)))
+        named = fixed | dict(zip(anew, arrays, strict=True))
+        backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named))
 
     return forward
 
 
-# --- the plain calls of attention() -----------------------------------------------------------------------------------
+# --- the calls of attention() -----------------------------------------------------------------------------------------
 
 
 def may_keep(block_mask: Any) -> bool:
@@ -130,22 +141,36 @@ def may_keep(block_mask: Any) -> bool:
     return sum(array.nbytes for array in block_mask.mod.arrays.values()) <= _MOST_OF_MASK
 
 
-def key(arguments: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Any:
+def key(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """A name for a call of attention() that determines all of it but the contents of the arrays; None if there is
     none.
 
-    options: numbers, flags, strings and None, tuples of them, and block masks, of which each equals itself alone. Types
-    belong to the key since True == 1. So does all that chooses the backend.
+    arguments: q, k, v, and arrays of modifications or None. options: numbers, flags, strings and None, tuples of
+    them, and block masks, of which each equals itself alone. Types belong to the key since True == 1. So does all that
+    chooses the backend.
     """
-    q, k, v = arguments
-    if not type(q) is type(k) is type(v) or (type(q) is not np.ndarray and arrays.kind_of(q) != "cupy"):
+    kind = type(arguments[0])
+    if kind is not np.ndarray and arrays.kind_of(arguments[0]) != "cupy":
         return None
-    made = arrays.form(q), arrays.form(k), arrays.form(v), options, tuple(map(type, options)), dispatch.state()
+    if any(type(array) is not kind for array in arguments if array is not None):
+        return None
+    forms = tuple([None if array is None else arrays.form(array) for array in arguments])
+    made = forms, options, tuple(map(type, options)), dispatch.state()
     try:
         hash(made)
     except TypeError:
         return None
     return made
+
+
+def names_of(given: tuple[Any, ...], operands: Operands) -> tuple[str, ...] | None:
+    """What the operands call each of these arrays; None where one of them was copied, or may be either of two."""
+    found = [
+        [name for name, own in operands.arrays.items() if type(own) is type(array) and arrays.same_address(array, own)]
+        for array in given
+    ]
+    names = tuple(chain.from_iterable(found))
+    return names if all(len(each) == 1 for each in found) and len(set(names)) == len(names) else None
 
 
 def kept(name: Any) -> Planned | None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import numpy as np
@@ -479,6 +480,48 @@ def test_a_planned_call_in_a_graph(generation: str) -> None:
         graph.launch()
         stream.synchronize()
     np.testing.assert_array_equal(out.get(), flashkit.attention(q, k, v, causal=True, backend=NAME).get())
+
+
+def test_a_kept_call_reads_the_arrays_that_it_gets(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes, biases and masks of one form, each time others; a graph that recorded such a call needs no one to hold
+    them.
+    """
+    import cupy
+
+    from flashkit import api, planned
+
+    rng, shape = np.random.default_rng(3), (2, 4, 128, 64)
+    q, k, v = tensors(shape, shape, shape, dtype="float16")
+    blocks = flashkit.BlockMask.from_dense(np.array([[True, False], [True, True]]), 64, 64)
+
+    def arrays() -> dict[str, Any]:
+        mask = cupy.asarray(rng.random((2, 1, 128, 128)) < 0.8)
+        bias, slopes = (cupy.asarray(rng.standard_normal(n, dtype=np.float32)) for n in ((4, 1, 128), 4))
+        return {"alibi_slopes": slopes, "bias": bias, "mask": mask}
+
+    first = arrays()
+    flashkit.attention(q, k, v, block_mask=blocks, backend=NAME, **first)
+    monkeypatch.setattr(api, "prepare", None)
+    given = arrays()
+    got = flashkit.attention(q, k, v, block_mask=blocks, backend=NAME, **given).get()
+    stream, out = cupy.cuda.Stream(non_blocking=True), cupy.empty_like(q)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        flashkit.attention(q, k, v, block_mask=blocks, backend=NAME, out=out, **given)
+        graph = stream.end_capture()
+    monkeypatch.undo()
+    with mock.patch.object(planned, "key", return_value=None):
+        right = flashkit.attention(q, k, v, block_mask=blocks, backend=NAME, **given).get()
+    np.testing.assert_array_equal(got, right)
+    del given
+    gc.collect()
+    others = [arrays() for _ in range(100)]  # as CuPy's pool hands memory out again
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(out.get(), right)
+    assert len(others) == 100
 
 
 def test_a_graph_outlives_the_plan(generation: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -57,8 +59,8 @@ def same(a: Any, b: Any) -> None:
 
 def full(*args: Any, **options: Any) -> Any:
     """attention() by its full path."""
-    dispatch.forget()
-    return attention(*args, **options)
+    with mock.patch.object(planned, "key", return_value=None):
+        return attention(*args, **options)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -200,7 +202,10 @@ def test_out_that_is_a_bias() -> None:
     q, k, v = operands(40, 40, d=40)
     bias = rng.standard_normal((2, 4, 40, 40)).astype("float32")
     expected = full(q, k, v, bias=bias)
+    given = bias.copy()
     same(plan(q, k, v, bias=bias)(q, k, v, out=bias), expected)
+    attention(q, k, v, bias=given.copy())
+    same(attention(q, k, v, bias=given, out=given), expected)
 
 
 # --- what a planned call keeps, and what it reads ---------------------------------------------------------------------
@@ -380,6 +385,72 @@ def test_calls_are_kept_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(prepared) == 2
 
 
+def pairwise(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+WITH_ARRAYS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "slopes": lambda i: {"alibi_slopes": pairwise(i, 4) ** 2},
+    "bias": lambda i: {"bias": pairwise(i, 40, 40)},
+    "bias of rows": lambda i: {"bias": pairwise(i, 40, 80)[:, ::2], "softcap": 3.0},
+    "bool mask": lambda i: {"mask": pairwise(i, 2, 1, 40, 40) > 0},
+    "float mask": lambda i: {"mask": pairwise(i, 4, 1, 40), "causal": True},
+    "all": lambda i: {"alibi_slopes": pairwise(i, 2, 4) ** 2, "bias": pairwise(i, 40), "mask": pairwise(i + 9, 40, 40)},
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", WITH_ARRAYS)
+def test_calls_are_kept_by_the_form_of_their_arrays(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other arrays of the same form are read anew; a result goes where it was asked for."""
+    from flashkit import api
+
+    prepared: list[Any] = []
+    prepare: Any = api.prepare
+    monkeypatch.setattr(api, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+    for i in range(1, 4):
+        q, k, v = operands()
+        options = WITH_ARRAYS[name](i)
+        expected = full(q, k, v, return_lse=True, backend=backend, **options)
+        before = len(prepared)
+        same(attention(q, k, v, return_lse=True, backend=backend, **options), expected)
+        assert len(prepared) - before == (i == 1)
+        changed = next(iter(options))
+        options[changed][..., 0] = 0  # the same array, with other contents
+        expected = full(q, k, v, backend=backend, **options)
+        same(attention(q, k, v, out=q, backend=backend, **options), expected)
+
+
+def test_arrays_of_kept_calls() -> None:
+    """They are not kept alive; one that stands for two is no key; other forms and kinds are other calls."""
+    q, k, v = operands()
+    table = np.zeros((40, 40), np.float32)
+    attention(q, k, v, bias=table)
+    reference = weakref.ref(table)
+    del table
+    gc.collect()
+    assert reference() is None
+    twice = pairwise(1, 40, 40)
+    same(attention(q, k, v, bias=twice, mask=twice), full(q, k, v, bias=twice, mask=twice))
+    bias, mask = pairwise(2, 40, 40), pairwise(3, 40, 40)
+    same(attention(q, k, v, bias=bias, mask=mask), full(q, k, v, bias=bias, mask=mask))
+    for other in (bias.astype(np.float64), bias[:1], bias.T, np.broadcast_to(bias, (4, 40, 40)), list(pairwise(4, 4))):
+        name = "alibi_slopes" if isinstance(other, list) else "bias"
+        same(attention(q, k, v, **{name: other}), full(q, k, v, **{name: other}))
+    with pytest.raises(ValueError, match=r"bias has shape \(40, 39\)"):
+        attention(q, k, v, bias=pairwise(2, 40, 39))
+    with pytest.raises(TypeError, match="bias is a MaskedArray"):
+        attention(q, k, v, bias=np.ma.masked_array(pairwise(2, 40, 40)))
+
+
+def test_what_is_not_addressable_is_turned_once() -> None:
+    """By a backend that does not bind, too."""
+    q, k, v = (np.repeat(as_bnhd(x), 2, -1)[..., ::2] for x in operands())
+    assert q.strides[-1] != q.itemsize
+    call = plan(q, k, v, layout="bnhd", backend="reference")
+    same(call(q, k, v), full(q, k, v, layout="bnhd", backend="reference"))
+
+
 def test_few_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "_MOST_KEPT", 5)
     q, k, v = operands()
@@ -388,7 +459,7 @@ def test_few_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(planned._kept) == 5
     attention(q, k, v, scale=1 + 25 / 8)  # used last, so others go
     attention(q, k, v, scale=9.0)
-    assert (1 + 25 / 8) in [name[3][0] for name in planned._kept]
+    assert (1 + 25 / 8) in [name[1][0] for name in planned._kept]
     for i in range(30):
         same(attention(q, k, v, scale=1 + i / 8), full(q, k, v, scale=1 + i / 8))
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..spec import Direction, Gradients, Operands, Problem, Verdict
@@ -45,16 +45,17 @@ class Chooses(Protocol):
         """The profile's row that plan() follows, or None. The problem is one that `supports` said yes to."""
 
 
-Bound = Callable[[Any, Any, Any, Any, Any], None]
-"""f(q, k, v, out, lse): see Binds."""
+Bound = Callable[..., None]
+"""f(q, k, v, out, lse, *arrays): see Binds."""
 
 
 class Binds(Protocol):
     """What a backend may offer beyond `Backend`, for calls that are repeated on arrays of one form."""
 
     spares_lse: bool  # whether f takes None for an lse that nobody wants
+    takes_arrays: bool  # whether `anew` may name any
 
-    def bind(self, plan: Any, operands: Operands) -> Bound:
+    def bind(self, plan: Any, operands: Operands, anew: Sequence[str] = ()) -> Bound:
         """All that `forward(plan, operands)` does before it starts a kernel, done once: f(q, k, v, out, lse).
 
         f computes what `forward` would with these five arrays in place of the operands' own. They have the
@@ -66,4 +67,7 @@ class Binds(Protocol):
         with f, and what is in those arrays when f is called counts. f may be called from several threads at once and
         again while it runs, so what a call writes (argument block, scratch memory) is its own. On a GPU it launches
         on the stream that is current when it is called.
+
+        anew: names of operands.arrays that f gets with each call, f(q, k, v, out, lse, *arrays), and keeps no reference
+        to either; they have the form of the operands' own.
         """

@@ -141,15 +141,22 @@ class Arguments(Block):
         self.alive.append(array)
         return int(array.data.ptr)
 
+    def release(self, name: str, operands: Operands) -> int:
+        """Keep this array of a modification alive no longer; the word where the address of another may be put."""
+        self.alive = [each for each in self.alive if each is not operands.arrays[name]]
+        return self._places[name]
+
     def _values(self, operands: Operands) -> list[int]:
         """The modification's scalars and arrays in the order of the spec's slots; modify.py reads them."""
         words: list[int] = []
+        self._places: dict[str, int] = {}
         for slot in self.spec.slots:
             if slot.ndim is None:
                 value = operands.params[slot.name]
                 words.append(int(value) if slot.kind == "int" else bits(value))
             else:
                 array = operands.arrays[slot.name]
+                self._places[slot.name] = VALUES + len(words)
                 itemsize = array.dtype.itemsize
                 words += [self.address(array), *(stride // itemsize for stride in array.strides)]
         return words

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class CudaBackend:
     array_kinds = ("cupy",)
     device_kind = "cuda"
     efficiency = 0.5
-    spares_lse = True
+    spares_lse = takes_arrays = True
 
     def check(self) -> None:
         """Raise, with a sentence, where what compiles is too old or cannot be loaded."""
@@ -150,11 +150,12 @@ class CudaBackend:
         _keep(stream, operands)
         launch.keep(stream, gradients.dlse)
 
-    def bind(self, plan: CudaPlan, operands: Operands) -> Bound:
+    def bind(self, plan: CudaPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
         import cupy
 
         here, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(here, "forward").run, Arguments(plan.problem.spec, operands)
+        places = [template.release(name, operands) for name in anew]
         templates = template, template.copy()
         templates[1].unread_lse(here.ordinal)
         spares: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
@@ -162,7 +163,7 @@ class CudaBackend:
         stream_of, ordinal, copies = launch.stream, here.ordinal, template.alive
         _keep(stream_of(), operands)
 
-        def call(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        def call(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
             if current() != ordinal:
                 raise ValueError(_ELSEWHERE.format(ordinal, current()))
             spare = spares[lse is None]
@@ -175,9 +176,11 @@ class CudaBackend:
             words[out_at] = out.data.ptr
             if lse is not None:
                 words[lse_at] = lse.data.ptr
+            for at, array in zip(places, arrays, strict=True):
+                words[at] = array.data.ptr
             stream = stream_of()
-            if copies:  # of arrays of the caller's: a graph that records this call may outlive the plan
-                launch.keep(stream, copies)
+            if copies or arrays:  # arrays of the caller's, or made of them: a graph that records this may outlive them
+                launch.keep(stream, copies, arrays)
             run(arguments, stream)
             spare.append(arguments)
 
