@@ -95,28 +95,24 @@ def attention(
     fixed = score_mod is mask_mod is kv_lengths is sinks is None and _fixed(q_offset, window, dropout_p)
     if fixed and planned.may_keep(block_mask) and (out is None or arrays.contiguous(out)):
         options = scale, causal, q_offset, window, softcap, seed, layout, return_lse, deterministic, precision, backend
-        key = planned.key((q, k, v, alibi_slopes, bias, mask), (*options, block_mask))
+        others = () if alibi_slopes is bias is mask is None else (alibi_slopes, bias, mask)
+        key = planned.key((q, k, v), others, (*options, block_mask))
+        given = [array for array in others if array is not None] if others else ()
         if key is not None and (repeated := planned.kept(key)) is not None:
-            return repeated.run(q, k, v, out, *_given(alibi_slopes, bias, mask))
+            return repeated.run(q, k, v, out, *given)
     problem, operands, shape = prepare(
         q, k, v, scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod,
         kv_lengths=kv_lengths, dropout_p=dropout_p, seed=seed, sinks=sinks, layout=layout, out=out,
         deterministic=deterministic, precision=precision,
     )  # fmt: skip
-    if key is not None:
-        given = _given(alibi_slopes, bias, mask)
-        if (names := planned.names_of(given, operands)) is not None:
-            repeated = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names)
-            planned.keep(key, repeated)
-            return repeated.run(q, k, v, out, *given)
+    if key is not None and (names := planned.names_of(given, operands)) is not None:
+        repeated = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names)
+        planned.keep(key, repeated)
+        return repeated.run(q, k, v, out, *given)
     _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
     return (result, shape.rows(operands.lse)) if return_lse else result
-
-
-def _given(*arguments: Any) -> tuple[Any, ...]:
-    return tuple([each for each in arguments if each is not None])
 
 
 def _fixed(q_offset: Any, window: Any, dropout_p: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -141,20 +142,22 @@ def may_keep(block_mask: Any) -> bool:
     return sum(array.nbytes for array in block_mask.mod.arrays.values()) <= _MOST_OF_MASK
 
 
-def key(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+def key(tensors: tuple[Any, Any, Any], others: Sequence[Any], options: tuple[Any, ...]) -> Any:
     """A name for a call of attention() that determines all of it but the contents of the arrays; None if there is
     none.
 
-    arguments: q, k, v, and arrays of modifications or None. options: numbers, flags, strings and None, tuples of
+    tensors: q, k, v. others: arrays of modifications or None. options: numbers, flags, strings and None, tuples of
     them, and block masks, of which each equals itself alone. Types belong to the key since True == 1. So does all that
     chooses the backend.
     """
-    kind = type(arguments[0])
-    if kind is not np.ndarray and arrays.kind_of(arguments[0]) != "cupy":
+    q, k, v = tensors
+    kind = type(q)
+    if not kind is type(k) is type(v) or (kind is not np.ndarray and arrays.kind_of(q) != "cupy"):
         return None
-    if any(type(array) is not kind for array in arguments if array is not None):
+    if others and not {kind, type(None)}.issuperset(map(type, others)):
         return None
-    forms = tuple([None if array is None else arrays.form(array) for array in arguments])
+    of_others = tuple([None if array is None else arrays.form(array) for array in others]) if others else ()
+    forms = arrays.form(q), arrays.form(k), arrays.form(v), of_others
     made = forms, options, tuple(map(type, options)), dispatch.state()
     try:
         hash(made)
@@ -163,7 +166,7 @@ def key(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     return made
 
 
-def names_of(given: tuple[Any, ...], operands: Operands) -> tuple[str, ...] | None:
+def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None:
     """What the operands call each of these arrays; None where one of them was copied, or may be either of two."""
     found = [
         [name for name, own in operands.arrays.items() if type(own) is type(array) and arrays.same_address(array, own)]

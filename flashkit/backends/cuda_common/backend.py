@@ -176,8 +176,9 @@ class CudaBackend:
             words[out_at] = out.data.ptr
             if lse is not None:
                 words[lse_at] = lse.data.ptr
-            for at, array in zip(places, arrays, strict=True):
-                words[at] = array.data.ptr
+            if arrays:
+                for at, array in zip(places, arrays, strict=True):
+                    words[at] = array.data.ptr
             stream = stream_of()
             if copies or arrays:  # arrays of the caller's, or made of them: a graph that records this may outlive them
                 launch.keep(stream, copies, arrays)
