@@ -18,6 +18,8 @@ from .together import bytes_of_keys, heads_together
 
 FEW_ROWS = 64
 MANY_KEYS = 1024
+LIST = 28 + 4 * 224
+"""Bytes of a list of tiles: Chunk of kernels/sm90_items.cuh, kernels/sm90_tile.py."""
 _CACHED = 34_000_000  # bytes of keys and values that blocks work at together, well within the L2 cache
 SHORT = 1536  # queries: of fewer under a mask, tiles of 192 rows would mostly be empty
 _TOGETHER, _TICKET = AT["splits"], AT["ticket"]
@@ -63,9 +65,9 @@ class ForwardTile:
         return 128 * (self.groups + 1)
 
     def buffers(self, q: int, v: int, out: int) -> int:
-        """Bytes of the tiles in shared memory and of their barriers; q, v, out: chunks of 128 bytes of a row."""
+        """Bytes of the tiles in shared memory, their barriers and lists; q, v, out: chunks of 128 bytes of a row."""
         rows = self.q_buffers * self.block_q * max(q, out) + self.stages * self.block_k * (q + v)
-        return 128 * rows + (16 + 8 * self.groups + 12) * self.q_buffers + (32 + 4) * self.stages
+        return 128 * rows + (16 + 8 * self.groups + 12) * self.q_buffers + (32 + 4) * self.stages + 40 + 2 * LIST
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block."""

@@ -18,7 +18,7 @@ from ..cuda_common.arguments import MOVED, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.form import form
 from ..cuda_common.generation import Generation, Pass, Spare, tile_of
-from ..cuda_common.hopper import CHOSEN, ForwardTile, Shaped, chunks, packed, padded, usual_tile, work_enough
+from ..cuda_common.hopper import CHOSEN, LIST, ForwardTile, Shaped, chunks, packed, padded, usual_tile, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
 from ..cuda_common.launch import TensorMap
 from . import sm90_backward, sm90_float32, specialise
@@ -27,7 +27,6 @@ from .sm90_float32 import Split, parts
 from .sm90_products import text as products
 
 MAX_DIM = 256
-_CHUNK = 28 + 4 * 224  # bytes of kernels/sm90_items.cuh: Chunk
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Sm90Tile(ForwardTile):
         """Bytes of a block."""
         q, v = (parts(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
-        return self.buffers(q, v, out) + 40 + 2 * _CHUNK + 8
+        return self.buffers(q, v, out) + 8
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""
@@ -51,7 +50,7 @@ class Sm90Tile(ForwardTile):
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
             **self.common(spec, pack, _finding(spec)),
-            "CHUNK_BYTES": _CHUNK, "BRIEF": parts(spec) == 1, "PARTS": parts(spec),
+            "CHUNK_BYTES": LIST, "BRIEF": parts(spec) == 1, "PARTS": parts(spec),
             "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
             "POSITIONS": modification.POSITIONS.index(modification.positions(spec)),

@@ -20,7 +20,6 @@ from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, us
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
 
 MAX_DIM = 256
-_LIST = 24 + 4 * 224  # bytes of a list of tiles, kernels/sm90_tile.py
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Tile(ForwardTile):
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block."""
         q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
-        return self.buffers(q, v, v) + 32 + 2 * _LIST
+        return self.buffers(q, v, v)
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""

@@ -300,6 +300,7 @@ def sm90_forward(p):
         ring_init(base + AT_K_RING, STAGES, 1, 4 * GROUPS)
         ring_init(base + AT_V_RING, STAGES, 1, 4 * GROUPS)
         ring_init(base + AT_LISTS_RING, LISTS, 1, 1)
+        barrier_init(base + AT_SOON, 1)
         for i in range(GROUPS * Q_BUFFERS):
             barrier_init(base + AT_DONE + 8 * i, 4)
         barriers_ready()

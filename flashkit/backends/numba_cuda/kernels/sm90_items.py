@@ -46,42 +46,54 @@ def look(p, item, n_k, tiles, place, many):
 
 
 @device
+def takes_late(p):
+    """Whether the next item is taken not before the end of this one is near, so that the last ones are shared evenly:
+    where they are long enough for it.
+    """
+    return p.n_k > 4 * AHEAD * BLOCK_K
+
+
+@device
 def find_items(p, base):
     """The finding warp, ahead of the one that loads, as classifying may take as long as a tile's products."""
-    leader, items, index, c = thread() % 32 == 0, items_of(p), I(block()), u32(0)
+    leader, late, items, index = thread() % 32 == 0, takes_late(p), items_of(p), I(block())
+    c, number = u32(0), u32(0)  # lists, items so far
     while index < items:
         item = item_of(p, index)
-        if leader:
-            index = I(fetch_add(p.ticket, 1)) + blocks()
         n_k = i32(keys_of(p, item[0]))
         tiles = i32((n_k + BLOCK_K - 1) // BLOCK_K)
-        place, first, more = i32(0), True, True
-        while more:
+        place, first = i32(0), True
+        while first or place < tiles:
             at = await_list(base, c)
             count, place, seen = fill(p, at + IN_LIST, item, n_k, place, tiles)
-            more = count > 0 or first
-            if more:
-                # Groups that see nothing take a tile all the same, where everything is hidden from them.
-                extra = FIRST if first else 0
-                if first:
-                    for g in range(GROUPS):
-                        if seen >> 2 * g & 3 == EMPTY:
-                            extra |= PARTIAL << 2 * g
-                if leader:
-                    store_word(at, item[0])
-                    store_word(at + 4, item[1])
-                    store_word(at + 8, item[2])
-                    store_word(at + 12, max(count, 1))
-                    store_word(at + 16, tiles - 1)
-                    store_word(at + 20, extra)
-                    if count == 0:
-                        store_word(at + IN_LIST, tiles - 1 << 8)  # tile 0
-                hand_over(base, c)
-                first, c = False, u32(c + 1)
-        index = I(uniform(index))
+            # Groups that see nothing take a tile all the same, where everything is hidden from them.
+            extra = FIRST if first else 0
+            if first:
+                for g in range(GROUPS):
+                    if seen >> 2 * g & 3 == EMPTY:
+                        extra |= PARTIAL << 2 * g
+            if leader:
+                store_word(at, item[0])
+                store_word(at + 4, item[1])
+                store_word(at + 8, item[2])
+                store_word(at + 12, 1 if first and count == 0 else count)
+                store_word(at + 16, tiles - 1)
+                store_word(at + 20, extra)
+                store_word(at + 24, 1 if place >= tiles else 0)
+                if count == 0:
+                    store_word(at + IN_LIST, tiles - 1 << 8)  # tile 0
+            hand_over(base, c)
+            first, c = False, u32(c + 1)
+        if late:
+            wait_patiently(base + AT_SOON, number & 1, SLEEP)
+            number = u32(number + 1)
+        taken = i32(0)
+        if leader:
+            taken = i32(fetch_add(p.ticket, 1))
+        index = I(uniform(taken)) + blocks()
     at = await_list(base, c)
     if leader:
-        store_word(at + 12, 0)
+        store_word(at, END)
     hand_over(base, c)
     if leader:
         if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
@@ -138,16 +150,21 @@ def load_queries(p, base, number, item):
 @device
 def load_items(p, base):
     """The loading thread: brings the keys of each tile, queries with the first of an item and, a tile later, values."""
-    c, n, number = u32(0), u32(0), u32(0)  # lists, tiles, items so far
+    late, c, n, number = takes_late(p), u32(0), u32(0), u32(0)  # lists, tiles, items so far
     tile, head, b = i32(0), i32(0), i32(0)  # of the values that are to come
     while True:
         wait_full(base + AT_LISTS_RING, c, LISTS)
         at = list_of(base, c)
-        count, last, extra = load_word(at + 12), load_word(at + 16), load_word(at + 20)
-        if count == 0:
-            break
         item = load_word(at), load_word(at + 4), load_word(at + 8)
+        count, last, extra, ends = load_word(at + 12), load_word(at + 16), load_word(at + 20), load_word(at + 24)
+        if item[0] == END:
+            break
+        soon = i32(max(count - AHEAD, 0) if late and ends != 0 else -1)
+        if soon == count:
+            arrive(base + AT_SOON)
         for i in range(count):
+            if i == soon:
+                arrive(base + AT_SOON)
             entry = load_word(at + IN_LIST + 4 * i)
             found = i32(last - (entry >> 8))
             load_keys(p, base, n, found << 8 | entry & 63 | extra, found, item[1] // GROUP, item[0])

@@ -12,13 +12,15 @@ AT_Q_RING = AT_V + STAGES * BYTES_V
 AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS
 AT_V_RING = AT_K_RING + 16 * STAGES
 AT_LISTS_RING = AT_V_RING + 16 * STAGES
-AT_DONE = AT_LISTS_RING + 16 * LISTS  # for each buffer and group: its output is in the buffer
+AT_SOON = AT_LISTS_RING + 16 * LISTS  # the item is near its end
+AT_DONE = AT_SOON + 8  # for each buffer and group: its output is in the buffer
 AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS  # for each stage of K: tile << 8 | first of its item << 6 | groups' states
 AT_ITEMS = AT_NOTES + 4 * STAGES  # for each buffer of Q: an item
 AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS
-# A list: an item's three words; how many tiles, 0 for no more items; the last tile of all keys; bits of the first
-# tile's note; then place << 8 | states of each tile.
-MOST, IN_LIST = 224, 24
+# A list: an item's three words, of which the first is END after the last one; how many tiles here; the last tile of all
+# keys; bits of the first tile's note; whether there are no more of the item; then place << 8 | states of each tile.
+MOST, IN_LIST = 224, 28
 BYTES_LIST = IN_LIST + 4 * MOST
 FIRST, END = 64, -1
+AHEAD = 4  # how many tiles before the end of an item the next one is taken
 TURN, MEETING = 1, 1 + GROUPS  # numbers of barriers among warps, of each group; 0 is the block's
