@@ -232,6 +232,9 @@ def copy_unit_if(target: Any, source: Any, place: int, end: int, wanted: int) ->
 def copies_end() -> None: ...
 
 
+def kernel_before() -> None: ...
+
+
 def copies_wait(pending: int) -> None: ...
 
 

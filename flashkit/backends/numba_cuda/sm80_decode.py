@@ -49,8 +49,13 @@ class DecodeTile:
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
             "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages, "HAS_LENGTHS": spec.kv_lengths,
-            "BLOCKS_PER_SM": self.resident(spec, device), "BRIEF": True,
+            "BLOCKS_PER_SM": self.resident(spec, device), "BRIEF": True, "EARLY": _early(device),
         }  # fmt: skip
+
+
+def _early(device: Device) -> bool:
+    """Whether kernels are launched while those before them still run."""
+    return device.capability >= (9, 0)
 
 
 def decode_tiles(spec: AttentionSpec, device: Device) -> list[DecodeTile]:
@@ -77,6 +82,7 @@ class Decode:
         self._kernel = library.kernel("sm80_decode", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device, 16 * _COMBINERS)
         self._shares = -(-spec.head_dim_v // 128)  # blocks of a row of `combine`
+        self._early = _early(device)
         self._slots = device.sms * self.tile.resident(spec, device) * self.tile.warps
         self._spare = Spare(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
 
@@ -95,7 +101,7 @@ class Decode:
         check_grid(items * parts // tile.warps, rows * self._shares)
         held = arguments.partial_results(parts)
         arguments.words[AT["splits"]] = parts
-        self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream)
-        self._combine.launch(rows * self._shares, _COMBINERS, arguments, stream)
+        self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream, self._early)
+        self._combine.launch(rows * self._shares, _COMBINERS, arguments, stream, self._early)
         del held
         return None

@@ -47,26 +47,30 @@ def carefully(p, b, h, row, reference, column):
 
 @kernel(32 * COMBINERS)
 def combine(p):
-    index, lane, warp = I(block()) // SHARES, I(thread() % 32), I(thread() // 32)
-    row, h, b = index % p.n_q, index // p.n_q % p.heads, index // p.n_q // p.heads
+    if EARLY:
+        kernel_before()
+    index, lane, warp, parts = u32(block() // u32(SHARES)), i32(thread() % 32), i32(thread() // 32), i32(p.splits)
+    many, heads = u32(p.n_q), u32(p.heads)
+    row, h, b = I(index % many), I(index // many % heads), I(index // many // heads)
     top = HIDDEN
-    for part in range(lane, p.splits, 32):
+    for part in range(lane, parts, 32):
         top = greater(top, lse_of(p, part, b, h, row))
     top = across_warp(greater, top)
     shift = ZERO if top == HIDDEN else top
     total = ZERO
-    for part in range(lane, p.splits, 32):
+    for part in range(lane, parts, 32):
         total += exp2_fast(lse_of(p, part, b, h, row) - shift)
     total = across_warp(add, total)
 
-    column, base = I(block()) % SHARES * 128 + 4 * lane, shared_address()
+    column, base = I(block() % u32(SHARES)) * 128 + 4 * lane, shared_address()
     x0, x1, x2, x3 = ZERO, ZERO, ZERO, ZERO
     if column < HEAD_DIM_V:
-        for part in range(warp, p.splits, COMBINERS):
+        for part in range(warp, parts, COMBINERS):
+            y0, y1, y2, y3 = load4(np.float32, number_address(p.partial, I(part) * p.batch + b, h, row), column)
             weight = exp2_fast(lse_of(p, part, b, h, row) - shift)
-            if weight != ZERO:
-                y0, y1, y2, y3 = load4(np.float32, number_address(p.partial, part * p.batch + b, h, row), column)
-                x0, x1, x2, x3 = x0 + weight * y0, x1 + weight * y1, x2 + weight * y2, x3 + weight * y3
+            used = weight != ZERO
+            x0, x1 = x0 + weight * y0 if used else x0, x1 + weight * y1 if used else x1
+            x2, x3 = x2 + weight * y2 if used else x2, x3 + weight * y3 if used else x3
     mine = base + 16 * thread()
     store_word(mine, as_int(x0))
     store_word(mine + 4, as_int(x1))

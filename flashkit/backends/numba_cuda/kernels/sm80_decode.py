@@ -99,6 +99,8 @@ def store_two(x, y, column, row, first):
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def sm80_decode(p):
+    if EARLY:
+        kernel_before()
     warp, index = i32(thread() // 32), i32(block())
     parts, tiles_q = i32(p.splits), i32((p.n_q * PACK + 15) // 16)
     blocks = parts // WARPS

@@ -12,7 +12,8 @@ from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
     "arrive", "arrive_and_expect", "arrive_once", "barrier_init", "barriers_ready", "fence_async", "fence_proxies",
-    "give_registers", "has_ended", "nap", "take_registers", "threads_sync", "wait", "warps_arrive", "warps_sync",
+    "give_registers", "has_ended", "kernel_before", "nap", "take_registers", "threads_sync", "wait", "warps_arrive",
+    "warps_sync",
 ]  # fmt: skip
 
 barrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", NOTHING, uint32, int32)
@@ -64,6 +65,10 @@ fence_async = instruction("fence.proxy.async.shared::cta;", NOTHING)
 
 fence_proxies = instruction("fence.proxy.async;", NOTHING)
 """The same of memory, both ways."""
+
+kernel_before = instruction("griddepcontrol.wait; griddepcontrol.launch_dependents;", NOTHING)
+"""For a kernel that is launched early (launch.py): waits for the end of the one before, and lets the next one begin to
+wait for this one."""
 
 give_registers = instruction("setmaxnreg.dec.sync.aligned.u32 #0;", NOTHING, CONSTANT)
 """give_registers(n): this warp keeps n registers a thread."""
