@@ -1,7 +1,7 @@
 # What Hopper's kernels share: descriptors, rings of stages.
 #
 # Number n of what goes through a ring lies in stage n % STAGES. Whoever fills a stage waits until it is empty, whoever
-# reads it until it is full.
+# reads it until it is full. What only comes, and never goes, is a ring without the second half of its barriers.
 
 ROWS, WARP_ROWS, GROUP_THREADS = 2, 16, 128  # a warp group has 64 rows, a warp 16 of them, a lane 2 of these
 
@@ -32,6 +32,17 @@ def stage_of(n, stages):
 
 
 @device
+def full_of(ring, n, stages):
+    """The barrier at which number n's stage becomes full."""
+    return ring + 8 * stage_of(n, stages)
+
+
+@device
+def empty_of(ring, n, stages):
+    return full_of(ring + 8 * stages, n, stages)
+
+
+@device
 def await_barrier(barrier, parity):
     if WATCHDOG:  # stop the kernel instead of hanging: a debugging aid
         begin = clock()
@@ -51,18 +62,18 @@ def wait_patiently(barrier, parity, nanoseconds):
 
 @device
 def wait_full(ring, n, stages):
-    await_barrier(ring + 8 * stage_of(n, stages), u32(n) // u32(stages) & 1)
+    await_barrier(full_of(ring, n, stages), u32(n) // u32(stages) & 1)
 
 
 @device
 def wait_empty(ring, n, stages):
-    await_barrier(ring + 8 * stages + 8 * stage_of(n, stages), u32(n) // u32(stages) & 1 ^ 1)
+    await_barrier(empty_of(ring, n, stages), u32(n) // u32(stages) & 1 ^ 1)
 
 
 @device
 def release(ring, n, stages, lane):
     """By a warp that is done with it."""
-    arrive_once(ring + 8 * stages + 8 * stage_of(n, stages), lane)
+    arrive_once(empty_of(ring, n, stages), lane)
 
 
 @device

@@ -67,6 +67,16 @@ def store_sixteen(i, words, target):
     store_matrices_turned(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
 
 
+@device
+def hand_pairs(base, n, ds, pairs_of_lane, lane):
+    """A warp's dS to shared memory, for dQ."""
+    wait_empty(base + AT_PAIRS_RING, n, 2)
+    groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_PAIRS))
+    fence_async()
+    lanes_sync()
+    arrive_once(full_of(base + AT_PAIRS_RING, n, 2), lane)
+
+
 # --- an item's end ----------------------------------------------------------------------------------------------------
 
 MISSING, MISSING_V = ((u32(0),) * (-SUMS // 2 % 8) for SUMS in (SUMS, SUMS_V))

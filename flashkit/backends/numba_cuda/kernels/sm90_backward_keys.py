@@ -39,14 +39,14 @@ def stage_sums(base, n, dq, lane, part_of_lane):
     """
     release(base + AT_PAIRS_RING, n, 2, lane)
     if ORDERED:
-        await_barrier(turn_to_add(base, u32(n - 1)), u32(n - 1) // u32(2) & 1)
+        wait_full(base + AT_TURN, u32(n - 1), 2)
     else:
         stores_wait_read()
     lanes_sync()
     groups(stage_four, 4, dq, part_of_lane)
     if ORDERED:
         lanes_sync()
-        arrive_once(added_of(base, n), lane)
+        arrive_once(full_of(base + AT_ADDED, n, 2), lane)
 
 
 @device
@@ -89,11 +89,7 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
     products_end()
     products_wait(1)  # dP
     ds = gradients(p, s, settle(dp), plain, delta, kept)
-    wait_empty(base + AT_PAIRS_RING, n, 2)
-    groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_PAIRS))
-    fence_async()
-    lanes_sync()
-    arrive_once(base + AT_PAIRS_RING + 8 * stage_of(n, 2), lane)
+    hand_pairs(base, n, ds, pairs_of_lane, lane)
     if staged >= 0:
         send_sums(p, base, staged, lane, part_of_warp)
     products_wait(0)  # dV
@@ -169,7 +165,7 @@ def multiply_tiles(p, base, group):
         store_keys(p, p.dk, at, group, dk, np.float32(p.scale), HEAD_DIM, MISSING)
         number = u32(number + 1)
     if ORDERED:
-        await_barrier(turn_to_add(base, u32(n - 1)), u32(n - 1) // u32(2) & 1)
+        wait_full(base + AT_TURN, u32(n - 1), 2)
         if thread() == 128:
             ask(base, n, END, 0)
             ask(base, n + 1, END, 0)

@@ -55,14 +55,14 @@ def add_sums(p, where, chunk, dq, part_of_lane):
 def await_order(base, n):
     """Until dQ of tile n may be added."""
     if ORDERED:
-        await_barrier(turn_to_add(base, n), u32(n) // u32(2) & 1)
+        wait_full(base + AT_TURN, n, 2)
 
 
 @device
 def all_added(base, n, lane):
     if ORDERED:
         lanes_sync()
-        arrive_once(added_of(base, n), lane)
+        arrive_once(full_of(base + AT_ADDED, n, 2), lane)
 
 
 # --- the first group --------------------------------------------------------------------------------------------------
@@ -177,11 +177,7 @@ def step_of_gradients(p, base, k_tile, number, even, lane_places, tile, state):
     products_wait(0)  # dP
     delta = own + AT_DELTA + stage_of(n, DOUT_STAGES) * BYTES_ROWS
     ds = gradients(p, s, settle(dp), plain, delta, kept)
-    wait_empty(base + AT_PAIRS_RING, n, 2)
-    groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_PAIRS))
-    fence_async()
-    lanes_sync()
-    arrive_once(base + AT_PAIRS_RING + 8 * stage_of(n, 2), lane)
+    hand_pairs(base, n, ds, pairs_of_lane, lane)
     release(base + AT_WEIGHTS_RING, n, 1, lane)
     release(base + AT_DOUT_RING, n, DOUT_STAGES, lane)
     wait_full(base + AT_PAIRS_RING, n, 2)

@@ -174,17 +174,17 @@ def load_items(p, base):
             if extra != 0:
                 load_queries(p, base, number, item)
                 extra, number = i32(0), u32(number + 1)
-        arrive(base + AT_LISTS_RING + 8 * LISTS + 8 * stage_of(c, LISTS))
+        arrive(empty_of(base + AT_LISTS_RING, c, LISTS))
         c = u32(c + 1)
     if n > 0:
         load_values(p, base, n - 1, tile, head, b)
     # The others are told to stop.
     wait_empty(base + AT_K_RING, n, STAGES)
     store_word(base + AT_NOTES + 4 * stage_of(n, STAGES), END)
-    arrive(base + AT_K_RING + 8 * stage_of(n, STAGES))
+    arrive(full_of(base + AT_K_RING, n, STAGES))
     wait_empty(base + AT_Q_RING, number, Q_BUFFERS)
     store_word(base + AT_ITEMS + 12 * stage_of(number, Q_BUFFERS), END)
-    arrive(base + AT_Q_RING + 8 * stage_of(number, Q_BUFFERS))
+    arrive(full_of(base + AT_Q_RING, number, Q_BUFFERS))
 
 
 # --- storing ----------------------------------------------------------------------------------------------------------

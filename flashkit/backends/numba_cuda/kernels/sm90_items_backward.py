@@ -161,7 +161,7 @@ def find_items(p, base):
                 if CLEANS_KEYS:
                     clean_keys(p, base, at, number)
                     if leader:
-                        arrive(base + AT_K_RING + 8 * stage_of(number, KEY_BUFFERS))
+                        arrive(full_of(base + AT_K_RING, number, KEY_BUFFERS))
         number = u32(number + 1)
     found = await_list(base, c)  # the others are told to stop
     if leader:
@@ -170,7 +170,7 @@ def find_items(p, base):
     wait_empty(base + AT_K_RING, number, KEY_BUFFERS)
     if leader:
         store_word(item_slot(base, number), END)
-        arrive(base + AT_K_RING + 8 * stage_of(number, KEY_BUFFERS))
+        arrive(full_of(base + AT_K_RING, number, KEY_BUFFERS))
         if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
             store(np.int32, p.ticket, 0, i32(0))
             store(np.int32, p.ticket, 1, i32(0))
@@ -267,5 +267,5 @@ def load_items(p, base):
                 arrive(base + AT_SOON)
         lanes_sync()
         if elect():
-            arrive(base + AT_LISTS_RING + 8 * LISTS + 8 * stage_of(c, LISTS))
+            arrive(empty_of(base + AT_LISTS_RING, c, LISTS))
         c = u32(c + 1)

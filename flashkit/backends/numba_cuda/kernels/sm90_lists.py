@@ -42,12 +42,11 @@ def fill(p, entries, item, n_k, place, tiles):
 @device
 def await_list(base, c):
     """List number c, once it may be filled."""
-    empty = base + AT_LISTS_RING + 8 * LISTS + 8 * stage_of(c, LISTS)
-    wait_patiently(empty, u32(c) // u32(LISTS) & 1 ^ 1, SLEEP)
+    wait_patiently(empty_of(base + AT_LISTS_RING, c, LISTS), u32(c) // u32(LISTS) & 1 ^ 1, SLEEP)
     return list_of(base, c)
 
 
 @device
 def hand_over(base, c):
     lanes_sync()
-    arrive_once(base + AT_LISTS_RING + 8 * stage_of(c, LISTS), i32(thread() % 32))
+    arrive_once(full_of(base + AT_LISTS_RING, c, LISTS), i32(thread() % 32))

@@ -12,26 +12,11 @@ def slot_of(base, n):
 
 
 @device
-def asked_of(base, n):
-    return base + AT_ASKED + 8 * stage_of(n, 4)
-
-
-@device
-def turn_to_add(base, n):
-    return base + AT_TURN + 8 * stage_of(n, 2)
-
-
-@device
-def added_of(base, n):
-    return base + AT_ADDED + 8 * stage_of(n, 2)
-
-
-@device
 def ask(base, n, where, tile_k):
     """where: the tile of queries among all."""
     store_word(slot_of(base, n), where)
     store_word(slot_of(base, n) + 4, tile_k)
-    arrive(asked_of(base, n))
+    arrive(full_of(base + AT_ASKED, n, 4))
 
 
 @device
@@ -53,7 +38,7 @@ def wait_for_turn(p, done, tile_k):
 def keep_order(p, base, which):
     n, leader = u32(which), thread() % 32 == 0
     while True:
-        await_barrier(asked_of(base, n), n // u32(4) & 1)
+        wait_full(base + AT_ASKED, n, 4)
         where, tile_k = load_word(slot_of(base, n)), load_word(slot_of(base, n) + 4)
         if where == END:
             break
@@ -61,15 +46,15 @@ def keep_order(p, base, which):
         wait_for_turn(p, done, tile_k)
         if leader:
             if KEYS_SHARED:
-                arrive(turn_to_add(base, n))
-                await_barrier(added_of(base, n), n // u32(2) & 1)
+                arrive(full_of(base + AT_TURN, n, 2))
+                wait_full(base + AT_ADDED, n, 2)
             else:
-                await_barrier(added_of(base, n), n // u32(2) & 1)
+                wait_full(base + AT_ADDED, n, 2)
                 fence_proxies()
                 add_bulk(p.partial.data + I(where) * BYTES_SUMS, base + AT_SUMS, BYTES_SUMS)
                 stores_end()
                 stores_wait_read()
-                arrive(turn_to_add(base, n))  # the next one may come
+                arrive(full_of(base + AT_TURN, n, 2))  # the next one may come
                 stores_wait()
                 fence_proxies()
             set_bits_after(done + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
