@@ -77,6 +77,40 @@ def hand_pairs(base, n, ds, pairs_of_lane, lane):
     arrive_once(full_of(base + AT_PAIRS_RING, n, 2), lane)
 
 
+# --- from item to item ------------------------------------------------------------------------------------------------
+
+
+@device
+def is_even(base, number, group):
+    """Whether all keys of an item, those of a group, are finite."""
+    if not MAY_HIDE:
+        return True
+    odd = odd_of(base, number) + 8 * group
+    return uniform(load_word(odd) | load_word(odd + 4)) == 0
+
+
+@device
+def multiply_items(p, base, sums, begin, step, finish, rest):
+    """All items of the block, one after the other, by a warp group: what is begun before an item's first tile, a step
+    for each tile, what is done after the last. sums: in registers, to be begun anew with each item. rest: what these
+    need beside; which keys are the group's. How many tiles there were.
+    """
+    n, number = u32(0), u32(0)  # tiles, items so far
+    while True:
+        wait_full(base + AT_K_RING, number, KEY_BUFFERS)
+        if uniform(load_word(item_slot(base, number))) == END:
+            break
+        k_tile, even = base + AT_K + stage_of(number, KEY_BUFFERS) * BYTES_K, is_even(base, number, rest[0])
+        state, first, last = begin(base, k_tile, number, n, sums, rest), YES, NO
+        while not last:
+            state, last = step(p, base, k_tile, number, even, (n, first), state, rest)
+            first, n = NO, u32(n + 1)
+        products_wait(0)
+        sums = finish(p, base, k_tile, number, n, state, rest)
+        number = u32(number + 1)
+    return n
+
+
 # --- an item's end ----------------------------------------------------------------------------------------------------
 
 MISSING, MISSING_V = ((u32(0),) * (-SUMS // 2 % 8) for SUMS in (SUMS, SUMS_V))

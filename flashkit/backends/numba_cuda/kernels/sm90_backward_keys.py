@@ -61,10 +61,18 @@ def send_sums(p, base, where, lane, part_of_warp):
 # --- multiplying ------------------------------------------------------------------------------------------------------
 
 @device
-def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
+def begin(base, k_tile, number, n, sums, rest):
+    wait_full(base + AT_Q_RING, n, STAGES)
+    s = scores(base, k_tile, rest[0], n)
+    wait_full(base + AT_V_RING, number, 1)
+    return s, sums[0], sums[1], i32(-1), i32(-1)  # tiles of dQ: in shared memory, and the one that is next
+
+
+@device
+def step(p, base, k_tile, number, even, tile, state, rest):
     """Tile n, whose scores have been begun: to its dV and dK, and dQ of the tile before. first, last: of the item."""
     n, first = tile
-    own, part_of_lane, pairs_of_lane, part_of_warp, lane = lane_places
+    group, (own, part_of_lane, pairs_of_lane, part_of_warp, lane), unit = rest
     s, dk, dv, staged, before = state
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
     shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
@@ -112,58 +120,46 @@ def step(p, base, group, k_tile, number, unit, even, lane_places, tile, state):
 
 
 @device
+def finish(p, base, k_tile, number, n, state, rest):
+    group, (_, part_of_lane, _, part_of_warp, lane), _ = rest
+    s, dk, dv, staged, before = state
+    s, dk, dv = settle(s), settle(dk), settle(dv)
+    release(base + AT_Q_RING, n - 1, STAGES, lane)
+    release(base + AT_DOUT_RING, n - 1, DOUT_STAGES, lane)
+    release(base + AT_V_RING, number, 1, lane)
+    wait_full(base + AT_PAIRS_RING, n - 1, 2)
+    dq = query_gradients_of(base, k_tile, group, n - 1)
+    fence_async()
+    lanes_sync()
+    if staged >= 0:
+        send_sums(p, base, staged, lane, part_of_warp)
+    products_wait(0)
+    stage_sums(base, n - 1, settle(dq), lane, part_of_lane)
+    at = read_item(base, number)
+    fence_async()
+    lanes_sync()
+    send_sums(p, base, before, lane, part_of_warp)
+    release(base + AT_K_RING, number, KEY_BUFFERS, lane)
+    store_keys(p, p.dv, at, group, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
+    store_keys(p, p.dk, at, group, dk, np.float32(p.scale), HEAD_DIM, MISSING)
+    return dk, dv
+
+
+@device
 def multiply_tiles(p, base, group):
     unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
     # What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
     lane, warp = here(thread() % 32), u32(uniform(thread() // 32)) - u32(4)
-    part_of_warp = i32(warp * BYTES_WARP)
     # Where a lane's numbers of queries are, its part of dQ in shared memory, and its matrices of dS; its warp's part.
     lane_places = (
         u32(here(base + own_row())),
         u32(base + AT_SUMS + warp * BYTES_WARP + lane * 16),
         u32(here(base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW
                  + swizzled(lane % 8 + lane // 16 * 8, warp % 4 * 2 + lane // 8 % 2))),
-        part_of_warp, lane,
+        i32(warp * BYTES_WARP), lane,
     )  # fmt: skip
-    dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
-    n, number = u32(0), u32(0)  # tiles so far, items
-    while True:
-        wait_full(base + AT_K_RING, number, KEY_BUFFERS)
-        if uniform(load_word(item_slot(base, number))) == END:
-            break
-        k_tile, odd, even = base + AT_K + stage_of(number, KEY_BUFFERS) * BYTES_K, odd_of(base, number), True
-        if MAY_HIDE:
-            even = uniform(load_word(odd + 8 * group) | load_word(odd + 8 * group + 4)) == 0
-        wait_full(base + AT_Q_RING, n, STAGES)
-        s = scores(base, k_tile, group, n)
-        wait_full(base + AT_V_RING, number, 1)
-        # Tiles of dQ: in shared memory, and the one that is next.
-        state, first, last = (s, dk, dv, i32(-1), i32(-1)), YES, NO
-        while not last:
-            state, last = step(p, base, group, k_tile, number, unit, even, lane_places, (n, first), state)
-            first, n = NO, u32(n + 1)
-        products_wait(0)
-        s, dk, dv, staged, before = state
-        s, dk, dv = settle(s), settle(dk), settle(dv)
-        release(base + AT_Q_RING, n - 1, STAGES, lane)
-        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES, lane)
-        release(base + AT_V_RING, number, 1, lane)
-        wait_full(base + AT_PAIRS_RING, n - 1, 2)
-        dq = query_gradients_of(base, k_tile, group, n - 1)
-        fence_async()
-        lanes_sync()
-        if staged >= 0:
-            send_sums(p, base, staged, lane, part_of_warp)
-        products_wait(0)
-        stage_sums(base, n - 1, settle(dq), lane, lane_places[1])
-        at = read_item(base, number)
-        fence_async()
-        lanes_sync()
-        send_sums(p, base, before, lane, part_of_warp)
-        release(base + AT_K_RING, number, KEY_BUFFERS, lane)
-        store_keys(p, p.dv, at, group, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
-        store_keys(p, p.dk, at, group, dk, np.float32(p.scale), HEAD_DIM, MISSING)
-        number = u32(number + 1)
+    sums = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
+    n = multiply_items(p, base, sums, begin, step, finish, (group, lane_places, unit))
     if ORDERED:
         wait_full(base + AT_TURN, u32(n - 1), 2)
         if thread() == 128:

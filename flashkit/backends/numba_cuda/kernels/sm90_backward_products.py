@@ -69,10 +69,16 @@ def all_added(base, n, lane):
 
 
 @device
-def step_of_weights(p, base, k_tile, number, unit, even, lane_places, tile, state):
+def begin_weights(base, k_tile, number, n, dv, rest):
+    wait_full(base + AT_Q_RING, n, STAGES)
+    return scores(base, k_tile, 0, n), dv, i32(0)
+
+
+@device
+def step_of_weights(p, base, k_tile, number, even, tile, state, rest):
     """Tile n, whose scores have been begun: to its weights and dV, and dQ of the tile before. first: of the item."""
     n, first = tile
-    own, part_of_lane, place, _, lane = lane_places
+    _, (own, part_of_lane, place, _, lane), unit = rest
     s, dv, before = state
     dout_tile = base + AT_DOUT + stage_of(n, DOUT_STAGES) * BYTES_DOUT
     note, where = uniform(load_word(note_of(base, n))), load_word(note_of(base, n) + 8)
@@ -120,49 +126,39 @@ def step_of_weights(p, base, k_tile, number, unit, even, lane_places, tile, stat
 
 
 @device
-def multiply_weights(p, base, lane_places):
-    unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
-    part_of_lane, lane = lane_places[1], lane_places[4]
-    dv, n, number = filled(ZERO, SUMS_V), u32(0), u32(0)  # tiles so far, items
-    while True:
-        wait_full(base + AT_K_RING, number, KEY_BUFFERS)
-        if uniform(load_word(item_slot(base, number))) == END:
-            break
-        k_tile, even = base + AT_K + stage_of(number, KEY_BUFFERS) * BYTES_K, is_even(base, number)
-        wait_full(base + AT_Q_RING, n, STAGES)
-        state, first, last = (scores(base, k_tile, 0, n), dv, i32(0)), YES, NO
-        while not last:
-            state, last = step_of_weights(p, base, k_tile, number, unit, even, lane_places, (n, first), state)
-            first, n = NO, u32(n + 1)
+def finish_weights(p, base, k_tile, number, n, state, rest):
+    _, part_of_lane, _, _, lane = rest[1]
+    s, dv, before = state
+    s, dv = settle(s), settle(dv)
+    wait_full(base + AT_PAIRS_RING, n - 1, 2)
+    await_order(base, u32(n - 1))
+    for chunk in range(HAS):
+        dq = query_gradients(k_tile + chunk * BYTES_CHUNK, ds_of(base, n - 1))
         products_wait(0)
-        s, dv, before = state
-        s, dv = settle(s), settle(dv)
-        wait_full(base + AT_PAIRS_RING, n - 1, 2)
-        await_order(base, u32(n - 1))
-        for chunk in range(HAS):
-            dq = query_gradients(k_tile + chunk * BYTES_CHUNK, ds_of(base, n - 1))
-            products_wait(0)
-            add_sums(p, before, chunk, settle(dq), part_of_lane)
-        all_added(base, u32(n - 1), lane)
-        release(base + AT_PAIRS_RING, n - 1, 2, lane)
-        at = read_item(base, number)
-        release(base + AT_K_RING, number, KEY_BUFFERS, lane)
-        store_keys(p, p.dv, at, 0, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
-        number = u32(number + 1)
-    if ORDERED:
-        if thread() == 128:
-            ask(base, n, END, 0)
-            ask(base, n + 1, END, 0)
+        add_sums(p, before, chunk, settle(dq), part_of_lane)
+    all_added(base, u32(n - 1), lane)
+    release(base + AT_PAIRS_RING, n - 1, 2, lane)
+    at = read_item(base, number)
+    release(base + AT_K_RING, number, KEY_BUFFERS, lane)
+    store_keys(p, p.dv, at, 0, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
+    return dv
 
 
 # --- the second group -------------------------------------------------------------------------------------------------
 
 
 @device
-def step_of_gradients(p, base, k_tile, number, even, lane_places, tile, state):
+def begin_gradients(base, k_tile, number, n, dk, rest):
+    wait_full(base + AT_V_RING, number, 1)
+    wait_full(base + AT_DOUT_RING, n, DOUT_STAGES)
+    return gradients_of_weights(base, 0, base + AT_DOUT + stage_of(n, DOUT_STAGES) * BYTES_DOUT), dk
+
+
+@device
+def step_of_gradients(p, base, k_tile, number, even, tile, state, rest):
     """Tile n, whose dP has been begun: to its dS, dK and dQ."""
     n, first = tile
-    own, part_of_lane, place, pairs_of_lane, lane = lane_places
+    own, part_of_lane, place, pairs_of_lane, lane = rest[1]
     dp, dk = state
     q_tile = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
     wait_full(base + AT_Q_RING, n, STAGES)
@@ -209,38 +205,18 @@ def step_of_gradients(p, base, k_tile, number, even, lane_places, tile, state):
 
 
 @device
-def multiply_gradients(p, base, lane_places):
-    lane = lane_places[4]
-    dk, n, number = filled(ZERO, SUMS), u32(0), u32(0)  # tiles so far, items
-    while True:
-        wait_full(base + AT_K_RING, number, KEY_BUFFERS)
-        if uniform(load_word(item_slot(base, number))) == END:
-            break
-        k_tile, even = base + AT_K + stage_of(number, KEY_BUFFERS) * BYTES_K, is_even(base, number)
-        wait_full(base + AT_V_RING, number, 1)
-        wait_full(base + AT_DOUT_RING, n, DOUT_STAGES)
-        dp = gradients_of_weights(base, 0, base + AT_DOUT + stage_of(n, DOUT_STAGES) * BYTES_DOUT)
-        state, first, last = (dp, dk), YES, NO
-        while not last:
-            state, last = step_of_gradients(p, base, k_tile, number, even, lane_places, (n, first), state)
-            first, n = NO, u32(n + 1)
-        products_wait(0)
-        dp, dk = state
-        dp, dk = settle(dp), settle(dk)
-        release(base + AT_V_RING, number, 1, lane)
-        at = read_item(base, number)
-        release(base + AT_K_RING, number, KEY_BUFFERS, lane)
-        store_keys(p, p.dk, at, 0, dk, np.float32(p.scale), HEAD_DIM, MISSING)
-        number = u32(number + 1)
+def finish_gradients(p, base, k_tile, number, n, state, rest):
+    lane = rest[1][4]
+    dp, dk = state
+    dp, dk = settle(dp), settle(dk)
+    release(base + AT_V_RING, number, 1, lane)
+    at = read_item(base, number)
+    release(base + AT_K_RING, number, KEY_BUFFERS, lane)
+    store_keys(p, p.dk, at, 0, dk, np.float32(p.scale), HEAD_DIM, MISSING)
+    return dk
 
 
-@device
-def is_even(base, number):
-    """Whether all keys of an item are finite."""
-    if not MAY_HIDE:
-        return True
-    odd = odd_of(base, number)
-    return uniform(load_word(odd) | load_word(odd + 4)) == 0
+# --- both -------------------------------------------------------------------------------------------------------------
 
 
 @device
@@ -256,6 +232,13 @@ def multiply_tiles(p, base, group):
         lane,
     )  # fmt: skip
     if group == 0:
-        multiply_weights(p, base, lane_places)
+        unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
+        rest, sums = (0, lane_places, unit), filled(ZERO, SUMS_V)
+        n = multiply_items(p, base, sums, begin_weights, step_of_weights, finish_weights, rest)
+        if ORDERED:
+            if thread() == 128:
+                ask(base, n, END, 0)
+                ask(base, n + 1, END, 0)
     else:
-        multiply_gradients(p, base, lane_places)
+        sums = filled(ZERO, SUMS)
+        multiply_items(p, base, sums, begin_gradients, step_of_gradients, finish_gradients, (0, lane_places))
