@@ -279,6 +279,10 @@ def load_now(address: Any) -> int:
     return int(_changed(address, np.uint32, lambda x: x))
 
 
+def store_four(address: Any, four: Sequence[Any]) -> None:
+    _bytes(address, 16)[:] = np.array(four, np.float32).view(np.uint8)
+
+
 def store_unit(address: Any, four: Sequence[Any]) -> None:
     assert int(address) % 16 == 0
     ctypes.memmove(int(address), np.array(four, np.uint32).tobytes(), 16)

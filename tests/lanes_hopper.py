@@ -208,10 +208,6 @@ def load_acquired(address: int) -> int:
     return int(_word(address).value)
 
 
-def store_four(address: int, four: Sequence[Any]) -> None:
-    _bytes(address, 16)[:] = np.array(four, np.float32).view(np.uint8)
-
-
 def store_zeros(address: int, zero: int) -> None:
     _bytes(address, 16)[:] = 0
 

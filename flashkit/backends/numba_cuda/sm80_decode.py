@@ -14,7 +14,7 @@ from ..cuda_common.launch import check_grid
 
 ROWS = 16  # of a warp
 LEAST_TILES = 2  # of keys, for a warp
-_COMBINERS = 256  # threads
+_COMBINERS = 512  # threads: kernels/sm80_combine.py
 OWN_DECODE = "measured on an H200; split along the keys"
 
 
@@ -80,7 +80,7 @@ class Decode:
         library = kernels("sm80_decode", spec, constants, compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_decode", device, self.tile.shared_memory(spec))
-        self._combine = library.kernel("combine", device, 16 * _COMBINERS)
+        self._combine = library.kernel("combine", device, 16 * _COMBINERS + _COMBINERS // 8)
         self._shares = -(-spec.head_dim_v // 128)  # blocks of a row of `combine`
         self._early = _early(device)
         self._slots = device.sms * self.tile.resident(spec, device) * self.tile.warps

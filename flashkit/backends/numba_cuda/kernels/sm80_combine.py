@@ -1,8 +1,10 @@
 # parts: tiles tensor
-# Parts of a row of output, whose keys other warps went over, made one. A block takes up to 128 columns of a row: each
-# of its warps some of the parts, a lane four columns. Sums are in the order of the parts.
+# Parts of a row of output, whose keys other warps went over, made one: each weighs as much as its sum of weights. A block
+# takes up to 128 columns of a row: each of its warps some of the parts, a lane four columns. Sums are in an order that
+# does not change.
 
-COMBINERS = 8  # warps
+COMBINERS = 16  # warps
+AT_ONCE = 4  # parts that are asked for before one is needed: beyond the last they are the last, with the weight 0
 SHARES = -(-HEAD_DIM_V // 128)  # blocks of a row
 load_number = load_from("shared", types.float32)
 
@@ -47,41 +49,44 @@ def carefully(p, b, h, row, reference, column):
 
 @kernel(32 * COMBINERS)
 def combine(p):
+    lane, warp, parts = i32(thread() % 32), i32(thread() // 32), i32(p.splits)
+    index, rows, heads = u32(block() // u32(SHARES)), u32(p.n_q), u32(p.heads)
+    head = u32(index // rows)
+    b = u32(head // heads)
+    row, h, b = I(index - head * rows), I(head - b * heads), I(b)
     if EARLY:
         kernel_before()
-    index, lane, warp, parts = u32(block() // u32(SHARES)), i32(thread() % 32), i32(thread() // 32), i32(p.splits)
-    many, heads = u32(p.n_q), u32(p.heads)
-    row, h, b = I(index % many), I(index // many % heads), I(index // many // heads)
     top = HIDDEN
-    for part in range(lane, parts, 32):
-        top = greater(top, lse_of(p, part, b, h, row))
+    for first in range(lane, parts, 32 * AT_ONCE):
+        for i in range(AT_ONCE):
+            top = greater(top, lse_of(p, min(first + 32 * i, parts - 1), b, h, row))
     top = across_warp(greater, top)
     shift = ZERO if top == HIDDEN else top
-    total = ZERO
-    for part in range(lane, parts, 32):
-        total += exp2_fast(lse_of(p, part, b, h, row) - shift)
-    total = across_warp(add, total)
 
-    column, base = I(block() % u32(SHARES)) * 128 + 4 * lane, shared_address()
+    column, base, total = I(block() % u32(SHARES)) * 128 + 4 * lane, shared_address(), ZERO
     x0, x1, x2, x3 = ZERO, ZERO, ZERO, ZERO
-    if column < HEAD_DIM_V:
-        for part in range(warp, parts, COMBINERS):
-            y0, y1, y2, y3 = load4(np.float32, number_address(p.partial, I(part) * p.batch + b, h, row), column)
-            weight = exp2_fast(lse_of(p, part, b, h, row) - shift)
-            used = weight != ZERO
+    for first in range(warp, parts, COMBINERS * AT_ONCE):
+        for i in range(AT_ONCE):
+            part = first + COMBINERS * i
+            there = min(part, parts - 1)
+            source = number_address(p.partial, I(there) * p.batch + b, h, row)
+            y0, y1, y2, y3 = load4(np.float32, source, min(column, HEAD_DIM_V - 4))
+            weight = exp2_fast(lse_of(p, there, b, h, row) - shift)
+            weight = weight if part < parts else ZERO
+            used, total = weight != ZERO, total + weight
             x0, x1 = x0 + weight * y0 if used else x0, x1 + weight * y1 if used else x1
             x2, x3 = x2 + weight * y2 if used else x2, x3 + weight * y3 if used else x3
-    mine = base + 16 * thread()
-    store_word(mine, as_int(x0))
-    store_word(mine + 4, as_int(x1))
-    store_word(mine + 8, as_int(x2))
-    store_word(mine + 12, as_int(x3))
+    mine, totals = base + 16 * thread(), base + 512 * COMBINERS
+    store_four(mine, (x0, x1, x2, x3))
+    if lane == 0:
+        store_word(totals + 4 * warp, as_int(total))
     threads_sync()
     if warp == 0:
         for other in range(1, COMBINERS):
-            theirs = mine + 512 * other
-            x0, x1 = x0 + load_number(theirs), x1 + load_number(theirs + 4)
-            x2, x3 = x2 + load_number(theirs + 8), x3 + load_number(theirs + 12)
+            y = load_unit(mine + 512 * other)
+            x0, x1 = x0 + as_float(i32(y[0])), x1 + as_float(i32(y[1]))
+            x2, x3 = x2 + as_float(i32(y[2])), x3 + as_float(i32(y[3]))
+            total += load_number(totals + 4 * other)
         factor, reference = np.float32(1), shift
         if HAS_SINKS:
             top, total, factor = with_sink(p, h, top, total)

@@ -15,13 +15,13 @@
 @device
 def load_rows(target, p, at):
     """The warp's rows of q to shared memory; those that do not exist become zeros."""
-    lane = i32(thread() % 32)
+    lane, pack = i32(thread() % 32), u32(PACK)
     for chunk in range((COLUMNS_QK + 63) // 64):
         for i in range(0, 16, 4):
             row, unit = i + lane // 8, lane % 8
-            index = at[2] + row
-            source = row_address(p.q, I(at[0]), I(at[1] + index % PACK), I(index // PACK)) + (8 * chunk + unit) * UNIT
-            wanted = index < i32(p.n_q) * PACK and 64 * chunk + 8 * unit < HEAD_DIM
+            index = u32(at[2] + row)
+            source = row_address(p.q, I(at[0]), at[1] + I(index % pack), I(index // pack)) + (8 * chunk + unit) * UNIT
+            wanted = index < u32(p.n_q * PACK) and 64 * chunk + 8 * unit < HEAD_DIM
             copy_unit(target + 16 * chunk * CHUNK_ROW + swizzled(row, unit), source, 0, 1 if wanted else 0)
 
 
@@ -99,19 +99,20 @@ def store_two(x, y, column, row, first):
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def sm80_decode(p):
+    warp, parts, heads = u32(thread() // u32(32)), u32(p.splits), u32(u32(p.heads) // u32(GROUP))
+    blocks, tiles_q = u32(parts // u32(WARPS)), u32(u32(p.n_q * PACK + 15) // u32(16))
+    item = u32(block() // blocks)
+    head = u32(item // tiles_q)
+    b = u32(head // heads)
+    part = u32(u32(block() - item * blocks) * u32(WARPS) + warp)
+    at = i32(b), i32(u32(head - b * heads) * u32(GROUP)), i32(u32(item - head * tiles_q) * u32(16))
     if EARLY:
         kernel_before()
-    warp, index = i32(thread() // 32), i32(block())
-    parts, tiles_q = i32(p.splits), i32((p.n_q * PACK + 15) // 16)
-    blocks = parts // WARPS
-    part, item = index % blocks * WARPS + warp, index // blocks
-    heads = i32(p.heads) // GROUP
-    at = item // tiles_q // heads, item // tiles_q % heads * GROUP, item % tiles_q * 16
     n_k, unit, base = i32(keys_of(p, I(at[0]))), base_2(p), shared_address() + warp * BYTES_WARP
-    tiles = (n_k + BLOCK_K - 1) // BLOCK_K
-    each_part = (tiles + parts - 1) // parts
-    tile = part * each_part
-    last = min(tile + each_part, tiles)
+    tiles = u32(u32(n_k + BLOCK_K - 1) // u32(BLOCK_K))
+    each_part = u32(u32(tiles + parts - u32(1)) // parts)
+    tile = i32(part * each_part)
+    last = i32(min(tile + each_part, tiles))
 
     load_rows(base, p, at)
     for i in range(AHEAD):
