@@ -1,7 +1,7 @@
 # parts: tiles tensor
-# Parts of a row of output, whose keys other warps went over, made one: each weighs as much as its sum of weights. A block
-# takes up to 128 columns of a row: each of its warps some of the parts, a lane four columns. Sums are in an order that
-# does not change.
+# Parts of a row of output, whose keys other warps went over, made one: each weighs as much as its sum of weights. A
+# block takes up to 128 columns of a row: each of its warps some of the parts, a lane four columns. Sums are in an order
+# that does not change.
 
 COMBINERS = 16  # warps
 AT_ONCE = 4  # parts that are asked for before one is needed: beyond the last they are the last, with the weight 0
