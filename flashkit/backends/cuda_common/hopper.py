@@ -99,7 +99,9 @@ def usual_tile(kind: type[Tile], problem: Problem, modified: bool) -> Tile:
     spec = problem.spec
     dim, dim_v = spec.head_dim, spec.head_dim_v
     if max(dim, dim_v) <= 64:  # of short sequences, masked, larger tiles waste more
-        return kind(128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192, 128)
+        rows = 128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192
+        # Products are short here, and with two stages loads are late. Terms of float32 leave no room for three.
+        return kind(rows, 128, 2 if spec.dtype == "float32" else 3)
     if max(dim, dim_v) <= 128:
         return kind(128, 128)
     if dim <= 192 and dim_v <= 128:

@@ -68,10 +68,7 @@ def forward_tile(problem: Problem) -> Sm90Tile:
     modified = spec.dropout or (spec.score is not None and (parts(spec) > 1 or form(spec.score) is None))
     if spec.dtype == "float32" and max(spec.head_dim, spec.head_dim_v) > 64:
         return Sm90Tile(128, 128 if parts(spec) == 1 else 64, q_buffers=1)
-    tile = usual_tile(Sm90Tile, problem, modified)
-    # Where products are short, loads are late with two stages.
-    short = max(spec.head_dim, spec.head_dim_v) <= 64 and spec.dtype != "float32"
-    return replace(tile, stages=3) if short else tile
+    return usual_tile(Sm90Tile, problem, modified)
 
 
 def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:

@@ -163,6 +163,14 @@ def read_item(base, number, group):
 
 
 @device
+def note_of(base, n):
+    """When its keys are there."""
+    n = u32(n)
+    wait_full(base + AT_K_RING, n, STAGES)
+    return load_word(base + AT_NOTES + 4 * stage_of(n, STAGES))
+
+
+@device
 def after(x):
     """0, which the compiler does not know: what uses it is not moved before x is there. No computation gives this
     NaN.
@@ -222,7 +230,8 @@ def step(p, base, group, lane, unit, pending, usual, fresh, full, tile, state):
         output = rows_scaled(output, rescale)
     if HAS_DROPOUT:
         s = drop_tile(p, at, s, k0)
-    return at, output, join(pack, s), m, l, begun
+    next_note = note_of(base, n + 1)  # its latencies pass while weights are packed
+    return (at, output, join(pack, s), m, l, begun), next_note
 
 
 @device
@@ -242,15 +251,14 @@ def multiply_tiles(p, base, group):
     continued, exist = i32(0), i32(0)  # to be added to the output, not to start it; keys of that tile that exist
     if TURNS and group == GROUPS - 1:
         pass_turn(group)
-    n = u32(0)
+    n, next_note = u32(0), note_of(base, u32(0))
     while True:
-        wait_full(base + AT_K_RING, n, STAGES)
-        note = uniform(load_word(base + AT_NOTES + 4 * stage_of(n, STAGES)))
+        note = uniform(next_note)
         k0 = i32((note >> 8) * BLOCK_K)
         # Both END and the first tile of an item have the bit FIRST.
         if pending and state[5] and i32(note & mine) == whole:
             tile = n, k0, number, rows, continued, exist
-            state = step(p, base, group, lane, unit, True, True, False, True, tile, state)
+            state, next_note = step(p, base, group, lane, unit, True, True, False, True, tile, state)
             continued = i32(1)
         else:
             if note & FIRST:
@@ -275,13 +283,14 @@ def multiply_tiles(p, base, group):
                 release(base + AT_K_RING, n, STAGES, lane)
                 wait_full(base + AT_V_RING, n, STAGES)
                 release(base + AT_V_RING, n, STAGES, lane)
+                next_note = note_of(base, n + 1)
             else:
                 full = kind == FULL
                 tile = n, k0, number, rows, continued, exist
                 if pending:
-                    state = step(p, base, group, lane, unit, True, False, fresh, full, tile, state)
+                    state, next_note = step(p, base, group, lane, unit, True, False, fresh, full, tile, state)
                 else:
-                    state = step(p, base, group, lane, unit, False, False, fresh, full, tile, state)
+                    state, next_note = step(p, base, group, lane, unit, False, False, fresh, full, tile, state)
                 pending, open_item, continued, fresh = True, True, i32(0 if fresh else 1), False
         if HAS_LENGTHS:
             if pending:
