@@ -96,8 +96,8 @@ def arrive(barrier: int) -> None:
     _barriers()[int(barrier)].take(1, 0)
 
 
-def arrive_once(barrier: int, lane: int) -> None:
-    if lane == 0:
+def arrive_once(barrier: int) -> None:
+    if elect():
         arrive(barrier)
 
 
@@ -176,8 +176,8 @@ def add_bulk(target: int, source: int, count: int) -> None:
         sums += _lane.block.memory[int(source) : int(source) + count].view(np.float32)
 
 
-def add_bulk_once(target: int, source: int, lane: int, count: int) -> None:
-    if lane == 0:
+def add_bulk_once(target: int, source: int, count: int) -> None:
+    if elect():
         add_bulk(target, source, count)
 
 

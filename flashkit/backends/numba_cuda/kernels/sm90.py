@@ -18,9 +18,10 @@ def along_columns(keys):
 
 @device
 def descriptor(address, chunk):
-    """An operand's: its address and, for one that is read along columns, the distance from chunk to chunk; then what is
-    the same for all, eight rows every 1024 bytes and the swizzle of 128 bytes. Shared memory ends before 2^18."""
-    return 0x4000004000000000 | u32(u32(chunk >> 4 << 16) | u32(u32(address) >> u32(4)))
+    """An operand's: its address and, for one that is read along columns, the distance from chunk to chunk. Shared memory
+    ends before 2^18.
+    """
+    return u32(u32(chunk >> 4 << 16) | u32(u32(address) >> u32(4)))
 
 
 # --- rings ------------------------------------------------------------------------------------------------------------
@@ -71,9 +72,9 @@ def wait_empty(ring, n, stages):
 
 
 @device
-def release(ring, n, stages, lane):
+def release(ring, n, stages):
     """By a warp that is done with it."""
-    arrive_once(empty_of(ring, n, stages), lane)
+    arrive_once(empty_of(ring, n, stages))
 
 
 @device

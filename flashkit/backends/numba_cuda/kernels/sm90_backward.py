@@ -68,13 +68,13 @@ def store_sixteen(i, words, target):
 
 
 @device
-def hand_pairs(base, n, ds, pairs_of_lane, lane):
+def hand_pairs(base, n, ds, pairs_of_lane):
     """A warp's dS to shared memory, for dQ."""
     wait_empty(base + AT_PAIRS_RING, n, 2)
     groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_PAIRS))
     fence_async()
     lanes_sync()
-    arrive_once(full_of(base + AT_PAIRS_RING, n, 2), lane)
+    arrive_once(full_of(base + AT_PAIRS_RING, n, 2))
 
 
 # --- from item to item ------------------------------------------------------------------------------------------------

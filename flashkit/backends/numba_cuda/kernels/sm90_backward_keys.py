@@ -33,11 +33,11 @@ def stage_four(i, four, target):
 
 
 @device
-def stage_sums(base, n, dq, lane, part_of_lane):
+def stage_sums(base, n, dq, part_of_lane):
     """dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or
     in order by a warp that makes its own.
     """
-    release(base + AT_PAIRS_RING, n, 2, lane)
+    release(base + AT_PAIRS_RING, n, 2)
     if ORDERED:
         wait_full(base + AT_TURN, u32(n - 1), 2)
     else:
@@ -46,15 +46,15 @@ def stage_sums(base, n, dq, lane, part_of_lane):
     groups(stage_four, 4, dq, part_of_lane)
     if ORDERED:
         lanes_sync()
-        arrive_once(full_of(base + AT_ADDED, n, 2), lane)
+        arrive_once(full_of(base + AT_ADDED, n, 2))
 
 
 @device
-def send_sums(p, base, where, lane, part_of_warp):
+def send_sums(p, base, where, part_of_warp):
     """After a fence and lanes_sync(). where: the tile of queries among all."""
     if not ORDERED:
         target = p.partial.data + I(where) * BYTES_SUMS + part_of_warp
-        add_bulk_once(target, base + AT_SUMS + part_of_warp, lane, BYTES_WARP)
+        add_bulk_once(target, base + AT_SUMS + part_of_warp, BYTES_WARP)
         stores_end()
 
 
@@ -72,7 +72,7 @@ def begin(base, k_tile, number, n, sums, rest):
 def step(p, base, k_tile, number, even, tile, state, rest):
     """Tile n, whose scores have been begun: to its dV and dK, and dQ of the tile before. first, last: of the item."""
     n, first = tile
-    group, (own, part_of_lane, pairs_of_lane, part_of_warp, lane), unit = rest
+    group, (own, part_of_lane, pairs_of_lane, part_of_warp), unit = rest
     s, dk, dv, staged, before = state
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
     shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
@@ -88,8 +88,8 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     s = settle(s)
     dp = gradients_of_weights(base, group, dout_tile)
     if not first:
-        release(base + AT_Q_RING, n - 1, STAGES, lane)
-        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES, lane)
+        release(base + AT_Q_RING, n - 1, STAGES)
+        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES)
 
     s, w, kept, plain = weights(p, base, n, number, note, group, even, s, early, shift, unit)
     products_begin()
@@ -97,9 +97,9 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     products_end()
     products_wait(1)  # dP
     ds = gradients(p, s, settle(dp), plain, delta, kept)
-    hand_pairs(base, n, ds, pairs_of_lane, lane)
+    hand_pairs(base, n, ds, pairs_of_lane)
     if staged >= 0:
-        send_sums(p, base, staged, lane, part_of_warp)
+        send_sums(p, base, staged, part_of_warp)
     products_wait(0)  # dV
     w = settle(w)
     if not first:
@@ -115,31 +115,31 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     products_wait(1)  # dQ, dK
     dq, ds = settle(dq), settle(ds)
     if not first:
-        stage_sums(base, n - 1, dq, lane, part_of_lane)
+        stage_sums(base, n - 1, dq, part_of_lane)
     return (s, dk, dv, before, where), last
 
 
 @device
 def finish(p, base, k_tile, number, n, state, rest):
-    group, (_, part_of_lane, _, part_of_warp, lane), _ = rest
+    group, (_, part_of_lane, _, part_of_warp), _ = rest
     s, dk, dv, staged, before = state
     s, dk, dv = settle(s), settle(dk), settle(dv)
-    release(base + AT_Q_RING, n - 1, STAGES, lane)
-    release(base + AT_DOUT_RING, n - 1, DOUT_STAGES, lane)
-    release(base + AT_V_RING, number, 1, lane)
+    release(base + AT_Q_RING, n - 1, STAGES)
+    release(base + AT_DOUT_RING, n - 1, DOUT_STAGES)
+    release(base + AT_V_RING, number, 1)
     wait_full(base + AT_PAIRS_RING, n - 1, 2)
     dq = query_gradients_of(base, k_tile, group, n - 1)
     fence_async()
     lanes_sync()
     if staged >= 0:
-        send_sums(p, base, staged, lane, part_of_warp)
+        send_sums(p, base, staged, part_of_warp)
     products_wait(0)
-    stage_sums(base, n - 1, settle(dq), lane, part_of_lane)
+    stage_sums(base, n - 1, settle(dq), part_of_lane)
     at = read_item(base, number)
     fence_async()
     lanes_sync()
-    send_sums(p, base, before, lane, part_of_warp)
-    release(base + AT_K_RING, number, KEY_BUFFERS, lane)
+    send_sums(p, base, before, part_of_warp)
+    release(base + AT_K_RING, number, KEY_BUFFERS)
     store_keys(p, p.dv, at, group, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
     store_keys(p, p.dk, at, group, dk, np.float32(p.scale), HEAD_DIM, MISSING)
     return dk, dv
@@ -156,7 +156,7 @@ def multiply_tiles(p, base, group):
         u32(base + AT_SUMS + warp * BYTES_WARP + lane * 16),
         u32(here(base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW
                  + swizzled(lane % 8 + lane // 16 * 8, warp % 4 * 2 + lane // 8 % 2))),
-        i32(warp * BYTES_WARP), lane,
+        i32(warp * BYTES_WARP),
     )  # fmt: skip
     sums = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
     n = multiply_items(p, base, sums, begin, step, finish, (group, lane_places, unit))

@@ -59,10 +59,10 @@ def await_order(base, n):
 
 
 @device
-def all_added(base, n, lane):
+def all_added(base, n):
     if ORDERED:
         lanes_sync()
-        arrive_once(full_of(base + AT_ADDED, n, 2), lane)
+        arrive_once(full_of(base + AT_ADDED, n, 2))
 
 
 # --- the first group --------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def begin_weights(base, k_tile, number, n, dv, rest):
 def step_of_weights(p, base, k_tile, number, even, tile, state, rest):
     """Tile n, whose scores have been begun: to its weights and dV, and dQ of the tile before. first: of the item."""
     n, first = tile
-    _, (own, part_of_lane, place, _, lane), unit = rest
+    _, (own, part_of_lane, place, _), unit = rest
     s, dv, before = state
     dout_tile = base + AT_DOUT + stage_of(n, DOUT_STAGES) * BYTES_DOUT
     note, where = uniform(load_word(note_of(base, n))), load_word(note_of(base, n) + 8)
@@ -93,8 +93,8 @@ def step_of_weights(p, base, k_tile, number, even, tile, state, rest):
     wait_empty(base + AT_WEIGHTS_RING, n, 1)
     groups(hand_four, 4, s, place)
     lanes_sync()
-    arrive_once(base + AT_WEIGHTS_RING, lane)
-    release(base + AT_Q_RING, n, STAGES, lane)
+    arrive_once(base + AT_WEIGHTS_RING)
+    release(base + AT_Q_RING, n, STAGES)
     wait_full(base + AT_DOUT_RING, n, DOUT_STAGES)
     if not first:
         wait_full(base + AT_PAIRS_RING, n - 1, 2)
@@ -116,18 +116,18 @@ def step_of_weights(p, base, k_tile, number, even, tile, state, rest):
     s = scores(base, k_tile, 0, n if last else n + 1)  # likewise, of the last
     products_wait(1)  # dV, dQ
     w, dq = settle(w), settle(dq)
-    release(base + AT_DOUT_RING, n, DOUT_STAGES, lane)
+    release(base + AT_DOUT_RING, n, DOUT_STAGES)
     if not first:
         if HAS > 1:
             add_sums(p, before, 1, dq, part_of_lane)
-        all_added(base, u32(n - 1), lane)
-        release(base + AT_PAIRS_RING, n - 1, 2, lane)
+        all_added(base, u32(n - 1))
+        release(base + AT_PAIRS_RING, n - 1, 2)
     return (s, dv, where), last
 
 
 @device
 def finish_weights(p, base, k_tile, number, n, state, rest):
-    _, part_of_lane, _, _, lane = rest[1]
+    part_of_lane = rest[1][1]
     s, dv, before = state
     s, dv = settle(s), settle(dv)
     wait_full(base + AT_PAIRS_RING, n - 1, 2)
@@ -136,10 +136,10 @@ def finish_weights(p, base, k_tile, number, n, state, rest):
         dq = query_gradients(k_tile + chunk * BYTES_CHUNK, ds_of(base, n - 1))
         products_wait(0)
         add_sums(p, before, chunk, settle(dq), part_of_lane)
-    all_added(base, u32(n - 1), lane)
-    release(base + AT_PAIRS_RING, n - 1, 2, lane)
+    all_added(base, u32(n - 1))
+    release(base + AT_PAIRS_RING, n - 1, 2)
     at = read_item(base, number)
-    release(base + AT_K_RING, number, KEY_BUFFERS, lane)
+    release(base + AT_K_RING, number, KEY_BUFFERS)
     store_keys(p, p.dv, at, 0, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
     return dv
 
@@ -158,7 +158,7 @@ def begin_gradients(base, k_tile, number, n, dk, rest):
 def step_of_gradients(p, base, k_tile, number, even, tile, state, rest):
     """Tile n, whose dP has been begun: to its dS, dK and dQ."""
     n, first = tile
-    own, part_of_lane, place, pairs_of_lane, lane = rest[1]
+    own, part_of_lane, place, pairs_of_lane = rest[1]
     dp, dk = state
     q_tile = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
     wait_full(base + AT_Q_RING, n, STAGES)
@@ -173,9 +173,9 @@ def step_of_gradients(p, base, k_tile, number, even, tile, state, rest):
     products_wait(0)  # dP
     delta = own + AT_DELTA + stage_of(n, DOUT_STAGES) * BYTES_ROWS
     ds = gradients(p, s, settle(dp), plain, delta, kept)
-    hand_pairs(base, n, ds, pairs_of_lane, lane)
-    release(base + AT_WEIGHTS_RING, n, 1, lane)
-    release(base + AT_DOUT_RING, n, DOUT_STAGES, lane)
+    hand_pairs(base, n, ds, pairs_of_lane)
+    release(base + AT_WEIGHTS_RING, n, 1)
+    release(base + AT_DOUT_RING, n, DOUT_STAGES)
     wait_full(base + AT_PAIRS_RING, n, 2)
     ds_tile, keys = ds_of(base, n), k_tile + HAS * BYTES_CHUNK
     dq = filled(ZERO, PAIRS)
@@ -197,21 +197,20 @@ def step_of_gradients(p, base, k_tile, number, even, tile, state, rest):
     dp = gradients_of_weights(base, 0, dout)  # always begun, as above
     products_wait(1)  # dK, dQ
     ds = settle(ds)
-    release(base + AT_Q_RING, n, STAGES, lane)
+    release(base + AT_Q_RING, n, STAGES)
     if HAS_TOO > 1:
         add_sums(p, where, HAS + 1, settle(dq), part_of_lane)
-    all_added(base, n, lane)
+    all_added(base, n)
     return (dp, dk), last
 
 
 @device
 def finish_gradients(p, base, k_tile, number, n, state, rest):
-    lane = rest[1][4]
     dp, dk = state
     dp, dk = settle(dp), settle(dk)
-    release(base + AT_V_RING, number, 1, lane)
+    release(base + AT_V_RING, number, 1)
     at = read_item(base, number)
-    release(base + AT_K_RING, number, KEY_BUFFERS, lane)
+    release(base + AT_K_RING, number, KEY_BUFFERS)
     store_keys(p, p.dk, at, 0, dk, np.float32(p.scale), HEAD_DIM, MISSING)
     return dk
 
@@ -223,13 +222,12 @@ def finish_gradients(p, base, k_tile, number, n, state, rest):
 def multiply_tiles(p, base, group):
     lane, warp = here(thread() % 32), u32(uniform(thread() // 32 % 4))
     # Where a lane's numbers of queries are, its part of a chunk of dQ, the weights it hands over or takes, its matrices
-    # of dS; the lane.
+    # of dS.
     lane_places = (
         u32(here(base + own_row())),
         u32(warp * BYTES_WARP + lane * 16),
         u32(here(base + AT_SUMS + (warp * 32 + lane) * 16)),
         u32(here(base + AT_PAIRS + swizzled(lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2))),
-        lane,
     )  # fmt: skip
     if group == 0:
         unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64

@@ -85,10 +85,10 @@ def accumulate(base, group, n, output, weights, continued, exist):
 
 
 @device
-def accumulated(base, n, output, weights, lane):
+def accumulated(base, n, output, weights):
     products_wait(0)
     output, weights = settle(output), settle(weights)
-    release(base + AT_V_RING, n, STAGES, lane)
+    release(base + AT_V_RING, n, STAGES)
     return output, weights
 
 
@@ -148,7 +148,7 @@ def finish(p, base, at, number, group, m, l, output):
             accumulate_carefully(p, at, m, factor, staged, 64)
     fence_async()
     lanes_sync()
-    arrive_once(done_of(base, number, group), lane)
+    arrive_once(done_of(base, number, group))
 
 
 # --- multiplying ------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def after(x):
 
 
 @device
-def step(p, base, group, lane, unit, pending, usual, fresh, full, tile, state):
+def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
     """Tile n from its scores to its weights. pending: meanwhile the product of the weights before. usual: all rows of
     this warp have a reference, and all pairs are visible. Both are known to the compiler where this is put in place, or
     it would make products wait for each other."""
@@ -218,11 +218,11 @@ def step(p, base, group, lane, unit, pending, usual, fresh, full, tile, state):
         begun = all_lanes(repeat(lasts, ROWS, True, (m, rescale, first)))
     l = both(add, l, total)
     if usual:
-        release(base + AT_K_RING, n, STAGES, lane)
+        release(base + AT_K_RING, n, STAGES)
     else:  # or exponentials are computed after the next wait
-        release(base + AT_K_RING, n + after(total[0]) + after(total[1]), STAGES, lane)
+        release(base + AT_K_RING, n + after(total[0]) + after(total[1]), STAGES)
     if pending:
-        output, weights = accumulated(base, n - 1, output, weights, lane)
+        output, weights = accumulated(base, n - 1, output, weights)
     if not usual and fresh:
         if pending and Q_BUFFERS > 1:
             finish(p, base, before, number - 1, group, m_before, l_before, output)
@@ -237,7 +237,7 @@ def step(p, base, group, lane, unit, pending, usual, fresh, full, tile, state):
 @device
 def multiply_tiles(p, base, group):
     unit = as_float(uniform(as_int(base_2(p))))  # or it is computed anew, in float64
-    nothing, group, lane = i32(0), i32(group), here(thread() % 32)
+    nothing, group = i32(0), i32(group)
     mine, whole = i32(FIRST | 3 << 2 * group), i32(FULL << 2 * group)  # of a note: what a usual step looks at
     state = (
         (nothing, nothing, nothing),                       # the item whose output is in registers,
@@ -246,7 +246,7 @@ def multiply_tiles(p, base, group):
     )  # fmt: skip
     open_item = False  # whether there is such an item,
     fresh = False  # whether the tile that comes is the first of another,
-    number, rows = i32(-1), u64(0)  # of the item that the tile belongs to among the block's; its rows of Q
+    number, rows = i32(-1), u32(0)  # of the item that the tile belongs to among the block's; its rows of Q
     pending = False  # whether weights of the tile before wait for their values,
     continued, exist = i32(0), i32(0)  # to be added to the output, not to start it; keys of that tile that exist
     if TURNS and group == GROUPS - 1:
@@ -258,18 +258,18 @@ def multiply_tiles(p, base, group):
         # Both END and the first tile of an item have the bit FIRST.
         if pending and state[5] and i32(note & mine) == whole:
             tile = n, k0, number, rows, continued, exist
-            state, next_note = step(p, base, group, lane, unit, True, True, False, True, tile, state)
+            state, next_note = step(p, base, group, unit, True, True, False, True, tile, state)
             continued = i32(1)
         else:
             if note & FIRST:
                 fresh, number = True, i32(number + 1)
-                rows = u64(descriptor(buffer_of(base, number, group), 16))
+                rows = descriptor(buffer_of(base, number, group), 16)
             kind = EMPTY if note == END else note >> 2 * group & 3
             # What is pending is done by itself where no scores go with it, or where the next item's rows have no room.
             if pending and (kind == EMPTY or (Q_BUFFERS == 1 and fresh)):
                 at, output, weights, m, l, begun = state
                 output = accumulate(base, group, n - 1, output, weights, continued, exist)
-                output, weights = accumulated(base, n - 1, output, weights, lane)
+                output, weights = accumulated(base, n - 1, output, weights)
                 state, pending = (at, output, weights, m, l, begun), False
             if fresh and open_item and not pending:
                 at, output, weights, m, l, begun = state
@@ -280,17 +280,17 @@ def multiply_tiles(p, base, group):
             if kind == EMPTY:
                 take_turn(group)
                 pass_turn(group)
-                release(base + AT_K_RING, n, STAGES, lane)
+                release(base + AT_K_RING, n, STAGES)
                 wait_full(base + AT_V_RING, n, STAGES)
-                release(base + AT_V_RING, n, STAGES, lane)
+                release(base + AT_V_RING, n, STAGES)
                 next_note = note_of(base, n + 1)
             else:
                 full = kind == FULL
                 tile = n, k0, number, rows, continued, exist
                 if pending:
-                    state, next_note = step(p, base, group, lane, unit, True, False, fresh, full, tile, state)
+                    state, next_note = step(p, base, group, unit, True, False, fresh, full, tile, state)
                 else:
-                    state, next_note = step(p, base, group, lane, unit, False, False, fresh, full, tile, state)
+                    state, next_note = step(p, base, group, unit, False, False, fresh, full, tile, state)
                 pending, open_item, continued, fresh = True, True, i32(0 if fresh else 1), False
         if HAS_LENGTHS:
             if pending:

@@ -49,4 +49,4 @@ def await_list(base, c):
 @device
 def hand_over(base, c):
     lanes_sync()
-    arrive_once(full_of(base + AT_LISTS_RING, c, LISTS), i32(thread() % 32))
+    arrive_once(full_of(base + AT_LISTS_RING, c, LISTS))

@@ -25,10 +25,10 @@ barriers_ready = instruction("fence.mbarrier_init.release.cluster;", NOTHING)
 arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", NOTHING, uint32)
 
 arrive_once = instruction(
-    "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", NOTHING, uint32, int32
+    "{ .reg .pred p; elect.sync _|p, -1; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", NOTHING, uint32
 )
-"""arrive_once(barrier, lane): the same by lane 0 of a warp. After a branch instead the assembler would not know what is
-the same in all lanes; the lane is asked for before, as the answer comes behind all stores to shared memory."""
+"""The same by one lane of a warp. After a branch instead the assembler would not know what is the same in all lanes; a
+lane's number would take a register always."""
 
 arrive_and_expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", NOTHING, uint32, int32)
 """arrive_and_expect(barrier, bytes): arrives, and announces what the copy engine will bring."""

@@ -63,11 +63,11 @@ add_bulk = instruction(
 """add_bulk(target, source, bytes): adds float32 numbers of shared memory to those in memory, as they lie"""
 
 add_bulk_once = instruction(
-    "{ .reg .pred p; setp.eq.s32 p, $2, 0;"
+    "{ .reg .pred p; elect.sync _|p, -1;"
     " @p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0; }",
-    NOTHING, uint64, uint32, int32, CONSTANT,
+    NOTHING, uint64, uint32, CONSTANT,
 )  # fmt: skip
-"""add_bulk_once(target, source, lane, bytes): the same by lane 0 of a warp, without a branch, see `arrive_once`."""
+"""The same by one lane of a warp, without a branch, see `arrive_once`."""
 
 stores_end = instruction("cp.async.bulk.commit_group;", NOTHING)
 """What was begun since the last one is a group."""

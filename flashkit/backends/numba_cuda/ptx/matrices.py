@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from numba.cuda.extending import intrinsic
-from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
+from numba.cuda.types import UniTuple, float32, int32, uint32
 
 from .asm import CONSTANT, NOTHING, _emit, instruction, parts
 
@@ -77,14 +77,14 @@ def wgmma(
     along columns. fresh: product(a, b), whatever was in the registers."""
     tile, head = _tile(n), _head(kind, n)
     a, b, p = (f"${(1 if fresh else 2) * tile.count + i}" for i in range(3))
-    lines = [f"{{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, {'0, 0' if fresh else f'{p}, 0'};"]
+    lines = [f"{{ .reg .pred p; {_REGISTERS} setp.ne.b32 p, {'0, 0' if fresh else f'{p}, 0'};"]
     for i, (a_step, b_step) in enumerate(zip(a_steps, b_steps, strict=True)):
-        lines.append(f"add.s64 a, {a}, {a_step}; add.s64 b, {b}, {b_step};")
+        lines.append(_moved("a", a, a_step) + _moved("b", b, b_step))
         lines.append(f"{head}, a, b, {'p' if i == 0 else 1}, 1, 1, {int(turned_a)}, {int(turned_b)};")
     text = "\n".join([*lines, "}"])
     if fresh:
-        return instruction(text, tile, uint64, uint64)
-    return instruction(text, tile, tile, uint64, uint64, int32, tied=True)
+        return instruction(text, tile, uint32, uint32)
+    return instruction(text, tile, tile, uint32, uint32, int32, tied=True)
 
 
 @lru_cache
@@ -92,12 +92,20 @@ def wgmma_registers(kind: str, n: int, b_steps: tuple[int, ...], *, turned_b: bo
     """product(sums, a, b, add): the same with the left operand in registers, four for each step."""
     tile, left = _tile(n), UniTuple(uint32, 4 * len(b_steps))
     start, head = 2 * tile.count, _head(kind, n)
-    lines = [f"{{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, ${start + left.count + 1}, 0;"]
+    lines = [f"{{ .reg .pred p; {_REGISTERS} setp.ne.b32 p, ${start + left.count + 1}, 0;"]
     for i, b_step in enumerate(b_steps):
         operand = ", ".join(f"${start + 4 * i + j}" for j in range(4))
-        lines.append(f"add.s64 b, ${start + left.count}, {b_step};")
+        lines.append(_moved("b", f"${start + left.count}", b_step))
         lines.append(f"{head}, {{{operand}}}, b, {'p' if i == 0 else 1}, 1, 1, {int(turned_b)};")
-    return instruction("\n".join([*lines, "}"]), tile, tile, left, uint64, int32, tied=True)
+    return instruction("\n".join([*lines, "}"]), tile, tile, left, uint32, int32, tied=True)
+
+
+# A descriptor's upper half is the same for all: eight rows every 1024 bytes and the swizzle of 128 bytes.
+_REGISTERS = ".reg .b64 a, b; .reg .b32 low, high; mov.b32 high, 0x40000040;"
+
+
+def _moved(name: str, low: str, step: int) -> str:
+    return f"add.u32 low, {low}, {step}; mov.b64 {name}, {{low, high}};"
 
 
 def _tile(n: int) -> Any:
