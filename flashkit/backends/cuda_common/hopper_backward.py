@@ -147,7 +147,7 @@ class Backward:
         of_heads = arguments.batch, arguments.heads
         numbers = scratch((2, *of_heads, queries * tile.block_q), "float32")
         sums = scratch((*of_heads, queries, tile.sums(spec) // 4), "float32")
-        marks = scratch((*of_heads, queries, 1 + -(-keys // 32)), "int32")
+        marks = scratch((*of_heads, queries, 1 + -(-keys // 31)), "int32")
         arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums, partial_lse=marks)
         arguments.set(splits=heads_at_a_time(arguments, tile, self.device.sms), ticket=self._tickets.next(stream))
         self._prepare.launch(queries * heads, 256, arguments, stream)

@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     odd = __syncthreads_or(odd);
     int* marks = marks_of(p, b, h, tile);
     if (threadIdx.x == 0) marks[0] = odd ? IS_ODD : 0;
-    for (int i = threadIdx.x; i < (ORDERED ? tiles_of(p.n_k, 32 * BLOCK_K) : 1); i += 256) marks[1 + i] = 0;
+    for (int i = threadIdx.x; i < (ORDERED ? tiles_of(p.n_k, ORDER_BITS * BLOCK_K) : 1); i += 256) marks[1 + i] = 0;
 }
 
 // The sums of dQ to dq; a block takes a tile. In shared memory they become rows again.

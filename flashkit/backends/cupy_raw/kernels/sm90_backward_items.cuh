@@ -10,7 +10,10 @@ DEVICE Ring<1> weights_ring(unsigned base) { return {base + AT_WEIGHTS_RING, bas
 DEVICE Ring<LISTS> lists_ring(unsigned base) { return {base + AT_LISTS_RING, base + AT_LISTS_RING + 8 * LISTS}; }
 DEVICE Ring<2> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + AT_PAIRS_RING + 16}; }
 
-// Of a tile of queries: whether it is odd, and whether its dQ is WRITTEN; then bits of the tiles of keys that are done with it.
+// Of a tile of queries: whether it is odd, and whether its dQ is WRITTEN; then words with bits of ORDER_BITS tiles of keys each
+// that are done with it, and a bit for whether one of them has WRITTEN_HERE: who waits so learns at once if sums are there.
+constexpr int ORDER_BITS = 31;
+constexpr unsigned WRITTEN_HERE = 1u << ORDER_BITS;
 DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.partial_lse, b, h, tile); }
 
 DEVICE unsigned get_acquired(const int* word) {
@@ -139,7 +142,7 @@ DEVICE unsigned states_of(const Params& p, const Item& at, int h, int n_k, int t
 DEVICE void set_nothing(const Params& p, const Item& at, int h, int tile) {
     const int tile_k = at.k0 / BLOCK_K;
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;"
-                 ::"l"(marks_of(p, at.b, h, tile) + 1 + tile_k / 32), "r"(1u << tile_k % 32) : "memory");
+                 ::"l"(marks_of(p, at.b, h, tile) + 1 + tile_k / ORDER_BITS), "r"(1u << tile_k % ORDER_BITS) : "memory");
 }
 
 // Whether 16 bytes of elements are finite: a number that is not has an exponent of ones.
@@ -365,20 +368,24 @@ DEVICE void add_four(float* target, const float* x) {
 }
 
 DEVICE void set_done(int* word, int tile_k) {
-    asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile_k / 32), "r"(1u << tile_k % 32) : "memory");
+    asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile_k / ORDER_BITS), "r"(WRITTEN_HERE | 1u << tile_k % ORDER_BITS) : "memory");
 }
 DEVICE void set_written(int* word) { asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(word), "r"(WRITTEN) : "memory"); }
 
-// Until all tiles of keys whose turn comes before tile_k's are done; by a warp.
-DEVICE void wait_for_turn(const Params& p, const int* done, int tile_k, bool descending) {
+// Until all tiles of keys whose turn comes before tile_k's are done; by a warp. Returns whether one of them has written.
+DEVICE bool wait_for_turn(const Params& p, const int* done, int tile_k, bool descending) {
     const int first = descending ? tile_k + 1 : 0, end = descending ? tiles_of(p.n_k, BLOCK_K) : tile_k;
+    unsigned seen = 0;
 #pragma unroll 1
-    for (int word = first / 32 + threadIdx.x % 32; 32 * word < end; word += 32) {
-        const unsigned until = end - 32 * word >= 32 ? ~0u : (1u << end % 32) - 1;
-        const unsigned need = until & (first > 32 * word ? ~0u << first % 32 : ~0u);
-        while ((get_acquired(done + word) & need) != need) {}
+    for (int word = first / ORDER_BITS + threadIdx.x % 32; ORDER_BITS * word < end; word += 32) {
+        const int from = first - ORDER_BITS * word, to = end - ORDER_BITS * word;
+        const unsigned need = ((1u << (to < ORDER_BITS ? to : ORDER_BITS)) - 1) & ~0u << (from > 0 ? from : 0);
+        unsigned x;
+        while (((x = get_acquired(done + word)) & need) != need) {}
+        seen |= x;
     }
     __syncwarp();
+    return __any_sync(~0u, seen & WRITTEN_HERE);
 }
 
 // The order of adding, by a warp. Those that multiply say at once which tile their number n is, as sums_of() counts, and the
@@ -408,8 +415,7 @@ DEVICE void keep_order(const Params& p, unsigned base, int which) {
         // Of an item that is seen by no query nobody waits for the tile that it takes all the same: it leaves nothing there.
         Adding adding = ADDS_NOTHING;
         if (tile_k != END) {
-            wait_for_turn(p, done, tile_k, FROM_DIAGONAL && is_descending(p, where / tiles_q / GROUP));
-            adding = get_acquired(done - 1) & WRITTEN ? ADDS : STORES;
+            adding = wait_for_turn(p, done, tile_k, FROM_DIAGONAL && is_descending(p, where / tiles_q / GROUP)) ? ADDS : STORES;
             if (adding == STORES && leader) set_written(done - 1);
         }
         if (KEYS_SHARED) {
