@@ -15,9 +15,7 @@
 //     dQ^T, 64 more columns                    dQ^T, 64 more columns
 //     S^T = K Q^T of the next tile             dP^T = V dO^T of the next tile
 //
-// So the first group is ahead by about half a step, and each one's small steps take place beside the other's products. In order
-// dV and dK come before the first product for dQ, and S and dP between the two: as fast or up to 1.1 times as fast there, so
-// that tiles of queries are sent for earlier, and 1.04 to 1.09 times slower else.
+// So the first group is ahead by about half a step, and each one's small steps take place beside the other's products.
 #pragma once
 #include "sm90.cuh"
 
@@ -101,7 +99,6 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
         if constexpr (FIRST_GROUP) queries.wait_full(n);
         else values.wait_full(number), douts.wait_full(n);
         begin(n);
-        if constexpr (ORDERED) products_wait<0>(), settle(x);
 #pragma unroll 1
         do {
             const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
@@ -118,7 +115,7 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
                 for (int i = 0; i < PAIRS / 4; ++i) load_numbers_of(early[i], shift, i);
                 const Line line = line_of(p, base, n, number, note, 0, warp, lane, even);
                 Kept kept;
-                if constexpr (!ORDERED) products_wait<0>(), settle(x);  // S
+                products_wait<0>(), settle(x);  // S
                 weights(p, base, n, number, note, 0, even, x, left, early, shift, unit, kept, line);
                 handed.wait_empty(n);
 #pragma unroll
@@ -142,7 +139,7 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
                 for (int i = 0; i < PAIRS / 4; ++i)
                     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(s[4 * i]), "=f"(s[4 * i + 1]), "=f"(s[4 * i + 2]),
                                  "=f"(s[4 * i + 3]) : "r"(hand + i * 2048) : "memory");
-                if constexpr (!ORDERED) products_wait<0>(), settle(x);  // dP
+                products_wait<0>(), settle(x);  // dP
                 const bool plain = !HAS_SCORE && !HAS_DROPOUT && (note & 3) == FULL && !(note & ODD) && even;
                 if (plain || !CLEANS_KEYS) gradients<true>(p, s, x, left, delta, kept);
                 else gradients<false>(p, s, x, left, delta, kept);
@@ -159,45 +156,28 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
             const bool adds = !FIRST_GROUP || !first;
             const int to = FIRST_GROUP ? before : where;
             Adding adding = ADDS;
-            auto multiply = [&]() { accumulate(left, FIRST_GROUP ? dout_tile : q_tile, !first); };
-            auto release = [&]() {
-                settle(left);
-                if constexpr (FIRST_GROUP) douts.release(n, lane);
-                else queries.release(n, lane);
-            };
-            auto add_first = [&]() {
-                products_wait<1>();  // dQ
-                settle(dq);
-                if (!adds) return;
-                adding = wait_for_turn(of);
-                add_sums(to, CHUNK, dq, adding);
-            };
-            if constexpr (ORDERED) multiply();
             if (adds) pairs.wait_full(of);
             if constexpr (HAS > 0) query_gradients(CHUNK, of, dq);  // always begun, or the compiler makes it wait
-            if constexpr (ORDERED) {
-                products_wait<(HAS > 0)>();  // dV or dK
-                release();
-            } else {
-                multiply();
-                if constexpr (HAS > 0) add_first();
-                if constexpr (HAS > 1) query_gradients(CHUNK + 1, of, dq);
+            accumulate(left, FIRST_GROUP ? dout_tile : q_tile, !first);
+            if constexpr (HAS > 0) {
+                products_wait<1>();  // dQ
+                settle(dq);
+                if (adds) {
+                    adding = wait_for_turn(of);
+                    add_sums(to, CHUNK, dq, adding);
+                }
             }
+            if constexpr (HAS > 1) query_gradients(CHUNK + 1, of, dq);
             if constexpr (FIRST_GROUP) {
                 if (!last) queries.wait_full(n + 1);
             } else {
                 if (!last) douts.wait_full(n + 1);
             }
             begin(last ? n : n + 1);  // likewise
-            if constexpr (ORDERED) {
-                if constexpr (HAS > 0) add_first();
-                if constexpr (HAS > 1) query_gradients(CHUNK + 1, of, dq);
-                products_wait<0>();  // S or dP, dQ
-                settle(x);
-            } else {
-                products_wait<1>();  // dV or dK, dQ
-                release();
-            }
+            products_wait<1>();       // dV or dK, dQ
+            settle(left);
+            if constexpr (FIRST_GROUP) douts.release(n, lane);
+            else queries.release(n, lane);
             if constexpr (HAS > 1) settle(dq);
             if (adds) {
                 if constexpr (HAS > 1) add_sums(to, CHUNK + 1, dq, adding);
@@ -207,8 +187,8 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
             before = where;
             first = false, ++n;
         } while (!last);
-        if constexpr (!ORDERED) products_wait<0>(), settle(x);
-        settle(sums);
+        products_wait<0>();
+        settle(x), settle(sums);
         if constexpr (FIRST_GROUP) {
             pairs.wait_full(n - 1);
             const Adding adding = wait_for_turn(n - 1);
