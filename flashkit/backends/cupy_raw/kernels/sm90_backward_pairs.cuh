@@ -215,11 +215,10 @@ constexpr float TANH_0 = SHORT ? 0.9997628f : 0.99997744f, TANH_1 = SHORT ? -0.3
 constexpr float SLOPE_0 = SHORT ? 0.99880122f : 0.99983822f, SLOPE_1 = SHORT ? -0.92255397f : -0.98864075f, SLOPE_2 = SHORT ? 0 : 0.5423509f;
 
 // Whether it is found beside the weights that all scores are so small, and scores made anew where they were not; then a tile
-// that is hidden in part is taken by form, too. 6 to 12 % faster up to 128 columns; not measured with more, or with a bias.
-constexpr bool HOPEFUL = BY_FORM && CAPPED && !BIASED && !KEYS_SHARED;
+// that is hidden in part is taken by form, too. With a cap and up to 128 columns 6 to 12 % faster; not measured with more.
+constexpr bool HOPEFUL = BY_FORM && CAPPED && !KEYS_SHARED;
 
-// Larger ones, and else all where registers are short: bfloat16 by the device's own tanh, right to 2^-11.
-constexpr bool BY_POLYNOMIAL = PAIRS <= 32;
+// Larger ones: bfloat16 by the device's own tanh, right to 2^-11.
 DEVICE float tanh_steep(float x) {
     if constexpr (!SHORT) return fk_tanh(x);
     float y;
@@ -246,7 +245,7 @@ DEVICE Line line_of(const Params& p, unsigned base, unsigned n, unsigned number,
     if constexpr (BY_FORM) {
         if ((!HOPEFUL && (note >> 2 * group & 3) != FULL) || (note & ODD) || !even) return line;
         const Place at = place_of(base, n, number, group);
-        const long long offset = HOPEFUL ? 0 : offset_of(p, at.b);  // without a bias nothing asks for positions
+        const long long offset = HOPEFUL && !SLOPED ? 0 : offset_of(p, at.b);  // what is the same for all pairs asks for no position
         const int row = at.row0, k = at.k0 + warp % 4 * 16, q = row + (int)offset;
         constexpr int STEPS = LINE_ROWS + LINE_KEYS - 2;
         const float gain = score_gain<int>(at.b, at.h, row, q, p), rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, p) : 1;
@@ -334,8 +333,9 @@ DEVICE bool weigh_hopefully(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], con
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
                 const float lse = n < EARLY ? early[n % EARLY][c] : l[c];
+                const float bias = BIASED ? fmaf(line.step, -8 * n - c, -lse) + line.first[half] : -lse;
                 y[c] = fmaf(x, x, zero);
-                w[c] = exp2_fast(fmaf(x, fmaf(SHORT ? line.tanh[1] : fmaf(line.tanh[2], y[c], line.tanh[1]), y[c], line.tanh[0]), -lse));
+                w[c] = exp2_fast(fmaf(x, fmaf(SHORT ? line.tanh[1] : fmaf(line.tanh[2], y[c], line.tanh[1]), y[c], line.tanh[0]), bias));
                 x = w[c] * fmaf(SHORT ? line.bend[1] : fmaf(line.bend[2], y[c], line.bend[1]), y[c], line.bend[0]);
             }
             greatest = __vimax3_u32(greatest, __float_as_uint(y[0]), __float_as_uint(y[1]));
@@ -389,7 +389,7 @@ DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number,
         if (line.known) {
             auto all = [](int, int, int) { return true; };
             if constexpr (!HOPEFUL) {
-                if (!CAPPED || (BY_POLYNOMIAL && is_calm(s, line))) weigh_formed<true>(s, pairs, early, shift, unit, line, all);
+                if (!CAPPED || is_calm(s, line)) weigh_formed<true>(s, pairs, early, shift, unit, line, all);
                 else weigh_formed<false>(s, pairs, early, shift, unit, line, all);
                 return true;
             } else if (full) {
