@@ -483,19 +483,15 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered
 @pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))])
 @pytest.mark.parametrize("what", ["softcap", "alibi"])
 def test_sm90_gradients_take_modifications_by_their_form(what: str, d: int) -> None:
-    """In tiles as large as without one. Hardly anything is spilled within the loop; beside polynomials for 128 rows
-    some of what else the loop knows is, and more where these do not do.
-    """
+    """In tiles as large as without one, and hardly anything is spilled within the loop."""
     plain, spec = AttentionSpec("bfloat16", d, d), spec_of([SCORES[what]], [], d, "bfloat16")
     assert sm90_backward.by_form(spec) and sm90_backward.tile_of(spec) == sm90_backward.tile_of(plain)
     text = disassembled(sm90_backward_binary(spec).path)
     text = text[text.index(".text.sm90_backward:") :]
     lines = text[: text.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    most = 96 if (what, d) == ("softcap", 64) else 24
-    assert sum("Spill" in line for line in lines[products[0] : products[-1]]) <= most
+    assert sum("Spill" in line for line in lines[products[0] : products[-1]]) <= 24
     assert ("MUFU.TANH" in text) == (what == "softcap")
-    assert ("VIMNMX3" in text) == (what == "softcap" and d <= 128)  # whether polynomials did, found beside them
 
 
 def test_sm90_gradients_take_other_modifications_as_their_graphs_say() -> None:

@@ -91,7 +91,6 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 
         queries.wait_full(n);
         scores(n);
-        int calm = true;
         values.wait_full(number);
         bool first = true, last;
         int staged = -1, before = -1;  // tiles of dQ: in shared memory, and the one that is next
@@ -103,7 +102,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             const int note = uniform(load_word(note_of(base, n))), where = load_word(note_of(base, n) + 8);
             last = note & LAST;
             if (ORDERED && warp == 0 && lane == 0) ask_for(base, n, note, where, load_word(slot + 8));
-            constexpr int EARLY = HOPEFUL ? 2 : PAIRS / 4 < 8 ? PAIRS / 4 : 8;  // polynomials need registers
+            constexpr int EARLY = PAIRS / 4 < 8 ? PAIRS / 4 : 8;
             float early[EARLY][2];
 #pragma unroll
             for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);
@@ -124,8 +123,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 
             unsigned p_pairs[PAIRS / 2];
             Kept kept;
-            const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept, line, calm,
-                                       k_tile + (group * 64 + warp % 4 * 16) * CHUNK_ROW, q_tile);
+            const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept, line);
             {
                 const unsigned long long b = descriptor(dout_tile, BLOCK_Q * CHUNK_ROW);
                 products_begin();

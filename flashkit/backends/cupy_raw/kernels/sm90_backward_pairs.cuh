@@ -74,14 +74,7 @@ DEVICE Place place_of(unsigned base, unsigned n, unsigned number, int group) {
             odd_of(base, number), GROUP_KEYS * group};
 }
 
-// Whether element 4 n + 2 half + c is visible.
-template <typename POSITION>
-DEVICE bool is_shown(const Params& p, const Place& at, int n, int half, int c, POSITION offset, int n_k) {
-    const int k = at.k0 + key_of_lane(half), own = at.row0 + row_of_lane(n, c), last = (int)p.n_q - 1, row = own < last ? own : last;
-    return k < n_k && (!HAS_MASK || visible(at.b, at.h, row, (POSITION)row + offset, k, p));
-}
-
-// The score, modified, or -inf where it is hidden.
+// Element 4 n + 2 half + c: -inf where it is hidden.
 template <typename POSITION>
 DEVICE float hidden_or(const Params& p, const Place& at, float x, int n, int half, int c, POSITION offset, int n_k) {
     const int k = at.k0 + key_of_lane(half), own = at.row0 + row_of_lane(n, c), last = (int)p.n_q - 1, row = own < last ? own : last;
@@ -214,11 +207,8 @@ constexpr float CALM = SHORT ? 0.35f : 0.5f;
 constexpr float TANH_0 = SHORT ? 0.9997628f : 0.99997744f, TANH_1 = SHORT ? -0.31769618f : -0.3316915f, TANH_2 = SHORT ? 0 : 0.11520976f;
 constexpr float SLOPE_0 = SHORT ? 0.99880122f : 0.99983822f, SLOPE_1 = SHORT ? -0.92255397f : -0.98864075f, SLOPE_2 = SHORT ? 0 : 0.5423509f;
 
-// Whether it is found beside the weights that all scores are so small, and scores made anew where they were not; then a tile
-// that is hidden in part is taken by form, too. With a cap and up to 128 columns 6 to 12 % faster; not measured with more.
-constexpr bool HOPEFUL = BY_FORM && CAPPED && !KEYS_SHARED;
-
-// Larger ones: bfloat16 by the device's own tanh, right to 2^-11.
+// Larger ones, and all where registers are short: bfloat16 by the device's own tanh, right to 2^-11.
+constexpr bool BY_POLYNOMIAL = PAIRS <= 32;
 DEVICE float tanh_steep(float x) {
     if constexpr (!SHORT) return fk_tanh(x);
     float y;
@@ -232,7 +222,6 @@ struct Line {
     float gain, rate;      // rate: of the product
     float slope;           // where f does not bend
     float first[2], step;  // the bias in base 2: of the lane's first pair of each half; from key to key
-    float tanh[3], bend[3], limit;  // if HOPEFUL: the polynomials, gain and slope in them; for squares of products up to this
 };
 
 constexpr int LINE_ROWS = BLOCK_Q, LINE_KEYS = 16;  // of a warp
@@ -241,22 +230,15 @@ constexpr int LINE_ROWS = BLOCK_Q, LINE_KEYS = 16;  // of a warp
 DEVICE float same(float x) { return __int_as_float(uniform(__float_as_int(x))); }
 
 DEVICE Line line_of(const Params& p, unsigned base, unsigned n, unsigned number, int note, int group, int warp, int lane, bool even) {
-    Line line{false, 1, 1, 1, {0, 0}, 0, {}, {}, 0};
+    Line line{false, 1, 1, 1, {0, 0}, 0};
     if constexpr (BY_FORM) {
-        if ((!HOPEFUL && (note >> 2 * group & 3) != FULL) || (note & ODD) || !even) return line;
+        if ((note >> 2 * group & 3) != FULL || (note & ODD) || !even) return line;
         const Place at = place_of(base, n, number, group);
-        const long long offset = HOPEFUL && !SLOPED ? 0 : offset_of(p, at.b);  // what is the same for all pairs asks for no position
+        const long long offset = offset_of(p, at.b);
         const int row = at.row0, k = at.k0 + warp % 4 * 16, q = row + (int)offset;
         constexpr int STEPS = LINE_ROWS + LINE_KEYS - 2;
         const float gain = score_gain<int>(at.b, at.h, row, q, p), rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, p) : 1;
         line.gain = same(gain), line.slope = same(gain * rate), line.rate = same(rate * (float)p.scale);
-        if constexpr (HOPEFUL) {
-            const float product = rate * (float)p.scale, square = product * product, high = gain * LOG2E * product, slope = gain * rate;
-            line.limit = same(CALM * CALM / square);
-            line.tanh[0] = same(TANH_0 * high), line.tanh[1] = same(TANH_1 * high * square);
-            line.bend[0] = same(SLOPE_0 * slope), line.bend[1] = same(SLOPE_1 * slope * square);
-            if (!SHORT) line.tanh[2] = same(TANH_2 * high * square * square), line.bend[2] = same(SLOPE_2 * slope * square * square);
-        }
         const float far = score_bias<int>(at.b, at.h, row, q + LINE_ROWS - 1, k, p) * LOG2E;
         const float near = SLOPED ? score_bias<int>(at.b, at.h, row, q, k + LINE_KEYS - 1, p) * LOG2E : far;
         line.step = SLOPED ? (near - far) * (1.0f / STEPS) : 0.0f;
@@ -277,24 +259,23 @@ DEVICE bool is_calm(const float (&s)[PAIRS], const Line& line) {
     return __all_sync(~0u, greatest * fabsf(line.rate) <= CALM);
 }
 
-// shown(n, half, c): whether element 4 n + 2 half + c is visible; asked if HOPEFUL.
-template <bool CALM_TILE, int EARLY, typename Shown>
+template <bool CALM_TILE, int EARLY>
 DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2], unsigned shift, float unit,
-                         const Line& line, Shown shown) {
+                         const Line& line) {
     const float gain = line.gain * (CAPPED ? LOG2E : unit), slope = line.slope, rate = line.rate, square = rate * rate;
     const float tanh_0 = TANH_0 * gain * rate, tanh_1 = TANH_1 * gain * rate * square, tanh_2 = TANH_2 * gain * rate * square * square;
     const float slope_0 = SLOPE_0 * slope, slope_1 = SLOPE_1 * slope * square, slope_2 = SLOPE_2 * slope * square * square;
 #pragma unroll
     for (int n = 0; n < PAIRS / 4; ++n) {
         float l[2];
-        if (HOPEFUL || n >= EARLY) load_numbers_of(l, shift, n);
+        if (n >= EARLY) load_numbers_of(l, shift, n);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float w[2];
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
-                const float lse = !HOPEFUL && n < EARLY ? early[n % EARLY][c] : l[c];
+                const float lse = n < EARLY ? early[n % EARLY][c] : l[c];
                 // Of the two numbers one is the same for both halves, the other for all n.
                 const float bias = fmaf(line.step, -8 * n - c, -lse) + line.first[half];
                 if constexpr (!CAPPED) {
@@ -306,7 +287,7 @@ DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const 
                     x = w[c] * fmaf(SHORT ? slope_1 : fmaf(slope_2, y, slope_1), y, slope_0);
                 } else {
                     const float t = tanh_steep(x * rate);
-                    w[c] = shown(n, half, c) ? exp2_fast(fmaf(t, gain, bias)) : 0.0f;
+                    w[c] = exp2_fast(fmaf(t, gain, bias));
                     x = w[c] * fmaf(-slope * t, t, slope);
                 }
             }
@@ -315,62 +296,11 @@ DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const 
     }
 }
 
-// By polynomials; returns whether these do for all scores of the lane. Two columns of rows wait for weights of those before,
-// times zero: or all squares come first, and exponentials and what is spilled last.
-template <int EARLY>
-DEVICE bool weigh_hopefully(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2], unsigned shift,
-                            const Line& line) {
-    unsigned greatest = 0;  // bits of a square
-#pragma unroll
-    for (int n = 0; n < PAIRS / 4; ++n) {
-        float l[2];
-        if (n >= EARLY) load_numbers_of(l, shift, n);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float zero = n < 2 ? 0.0f : __uint_as_float(pairs[2 * (n - 2) + half]) * 0.0f;
-            float w[2], y[2];
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float& x = s[4 * n + 2 * half + c];
-                const float lse = n < EARLY ? early[n % EARLY][c] : l[c];
-                const float bias = BIASED ? fmaf(line.step, -8 * n - c, -lse) + line.first[half] : -lse;
-                y[c] = fmaf(x, x, zero);
-                w[c] = exp2_fast(fmaf(x, fmaf(SHORT ? line.tanh[1] : fmaf(line.tanh[2], y[c], line.tanh[1]), y[c], line.tanh[0]), bias));
-                x = w[c] * fmaf(SHORT ? line.bend[1] : fmaf(line.bend[2], y[c], line.bend[1]), y[c], line.bend[0]);
-            }
-            greatest = __vimax3_u32(greatest, __float_as_uint(y[0]), __float_as_uint(y[1]));
-            pairs[2 * n + half] = pack(w[0], w[1]);
-        }
-    }
-    return greatest <= __float_as_uint(line.limit);
-}
-
-// Scores of a warp's keys by instructions of the warp alone. keys, rows: its tiles in shared memory, from the warp's first key on.
-DEVICE void scores_again(float (&s)[PAIRS], unsigned keys, unsigned rows) {
-    const int lane = here(threadIdx.x % 32), key = lane % 16, row = lane / 16 * 8 + lane % 8;
-    const float zero = __int_as_float(here(0));
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) s[i] = zero;
-#pragma unroll 1
-    for (int step = 0; step < COLUMNS / 16; ++step) {
-        const int chunk = step / 4, unit = step % 4 * 2;
-        unsigned left[4];
-        load_matrices(left, keys + chunk * BLOCK_K * CHUNK_ROW + swizzled(key, unit + lane / 16));
-#pragma unroll
-        for (int n = 0; n < BLOCK_Q / 16; ++n) {
-            unsigned right[4];
-            load_matrices(right, rows + (chunk * BLOCK_Q + 16 * n) * CHUNK_ROW + swizzled(row, unit + lane / 8 % 2));
-            multiply(s + 8 * n, left, right[0], right[1]);
-            multiply(s + 8 * n + 4, left, right[2], right[3]);
-        }
-    }
-}
-
 // Scores to weights, whichever way fits; whether nothing is hidden.
 template <int EARLY>
 DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number, int note, int group, bool even, float (&s)[PAIRS],
                     unsigned (&pairs)[PAIRS / 2], float (&early)[EARLY][2], unsigned shift, float unit, Kept& kept,
-                    const Line& line, int& calm, unsigned keys, unsigned rows) {
+                    const Line& line) {
     const bool full = (note >> 2 * group & 3) == FULL;
     if constexpr (!HAS_SCORE && !HAS_DROPOUT) {
         if (!full) {
@@ -387,33 +317,9 @@ DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number,
     }
     if constexpr (BY_FORM) {
         if (line.known) {
-            auto all = [](int, int, int) { return true; };
-            if constexpr (!HOPEFUL) {
-                if (!CAPPED || is_calm(s, line)) weigh_formed<true>(s, pairs, early, shift, unit, line, all);
-                else weigh_formed<false>(s, pairs, early, shift, unit, line, all);
-                return true;
-            } else if (full) {
-                if (calm) {
-                    calm = __all_sync(~0u, weigh_hopefully(s, pairs, early, shift, line));
-                    if (!calm) {
-                        scores_again(s, keys, rows);
-                        weigh_formed<false>(s, pairs, early, shift, unit, line, all);
-                    }
-                } else {
-                    weigh_formed<false>(s, pairs, early, shift, unit, line, all);
-                }
-                return true;
-            } else {
-                const Place at = place_of(base, n, number, group);
-                const long long offset = offset_of(p, at.b);
-                if (is_near(p, offset)) {
-                    const int n_k = (int)keys_of(p, at.b);
-                    weigh_formed<false>(s, pairs, early, shift, unit, line, [&](int n, int half, int c) {
-                        return is_shown<int>(p, at, n, half, c, (int)offset, n_k);
-                    });
-                    return false;
-                }
-            }
+            if (!CAPPED || (BY_POLYNOMIAL && is_calm(s, line))) weigh_formed<true>(s, pairs, early, shift, unit, line);
+            else weigh_formed<false>(s, pairs, early, shift, unit, line);
+            return true;
         }
     }
     const Place own = place_of(base, n, number, group);

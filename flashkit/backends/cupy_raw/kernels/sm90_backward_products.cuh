@@ -115,9 +115,8 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
                 for (int i = 0; i < PAIRS / 4; ++i) load_numbers_of(early[i], shift, i);
                 const Line line = line_of(p, base, n, number, note, 0, warp, lane, even);
                 Kept kept;
-                int calm = true;
                 products_wait<0>(), settle(x);  // S
-                weights(p, base, n, number, note, 0, even, x, left, early, shift, unit, kept, line, calm, k_tile, q_tile);
+                weights(p, base, n, number, note, 0, even, x, left, early, shift, unit, kept, line);
                 handed.wait_empty(n);
 #pragma unroll
                 for (int i = 0; i < PAIRS / 4; ++i)
