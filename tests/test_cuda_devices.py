@@ -499,20 +499,18 @@ def test_a_kept_call_reads_the_arrays_that_it_gets(generation: str, monkeypatch:
         bias, slopes = (cupy.asarray(rng.standard_normal(n, dtype=np.float32)) for n in ((4, 1, 128), 4))
         return {"alibi_slopes": slopes, "bias": bias, "mask": mask}
 
-    first = arrays()
-    flashkit.attention(q, k, v, block_mask=blocks, backend=NAME, **first)
-    monkeypatch.setattr(api, "prepare", None)
-    given = arrays()
-    got = flashkit.attention(q, k, v, block_mask=blocks, backend=NAME, **given).get()
-    stream, out = cupy.cuda.Stream(non_blocking=True), cupy.empty_like(q)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        flashkit.attention(q, k, v, block_mask=blocks, backend=NAME, out=out, **given)
-        graph = stream.end_capture()
-    monkeypatch.undo()
+    options = {"block_mask": blocks, "backend": NAME}
+    flashkit.attention(q, k, v, **arrays(), **options)
+    given, stream, out = arrays(), cupy.cuda.Stream(non_blocking=True), cupy.empty_like(q)
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "prepare", None)
+        got = flashkit.attention(q, k, v, **given, **options).get()
+        with stream:
+            stream.begin_capture()
+            flashkit.attention(q, k, v, out=out, **given, **options)
+            graph = stream.end_capture()
     with mock.patch.object(planned, "key", return_value=None):
-        right = flashkit.attention(q, k, v, block_mask=blocks, backend=NAME, **given).get()
+        right = flashkit.attention(q, k, v, **given, **options).get()
     np.testing.assert_array_equal(got, right)
     del given
     gc.collect()
