@@ -136,13 +136,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             unsigned ds[PAIRS / 2];
             if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, delta, kept);
             else gradients<false>(p, s, dp, ds, delta, kept);
-            pairs.wait_empty(n);
-#pragma unroll
-            for (int k = 0; k < BLOCK_Q / 16; ++k)
-                store_matrices<true>(turned + n % 2 * BYTES_PAIRS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
-            fence_async();
-            __syncwarp();
-            arrive_once(pairs.full + 8 * (n % 2), lane);
+            hand_over(pairs, n, turned, ds, lane);
             if (STAGED && staged >= 0) send_sums(staged);
             products_wait<0>();  // dV
             settle(p_pairs);

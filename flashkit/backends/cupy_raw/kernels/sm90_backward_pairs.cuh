@@ -355,6 +355,17 @@ DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIR
     }
 }
 
+// dS of tile n to shared memory, turned, for dQ. place: where the lane's matrices go in the first of the two tiles there.
+DEVICE void hand_over(const Ring<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2], int lane) {
+    pairs.wait_empty(n);
+#pragma unroll
+    for (int k = 0; k < BLOCK_Q / 16; ++k)
+        store_matrices<true>(place + n % 2 * BYTES_PAIRS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    fence_async();
+    __syncwarp();
+    arrive_once(pairs.full + 8 * (n % 2), lane);
+}
+
 // --- storing ----------------------------------------------------------------------------------------------------------
 
 // Lane t of four that share a row ends with all four words of number t.

@@ -143,13 +143,7 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
                 const bool plain = !HAS_SCORE && !HAS_DROPOUT && (note & 3) == FULL && !(note & ODD) && even;
                 if (plain || !CLEANS_KEYS) gradients<true>(p, s, x, left, delta, kept);
                 else gradients<false>(p, s, x, left, delta, kept);
-                pairs.wait_empty(n);
-#pragma unroll
-                for (int k = 0; k < BLOCK_Q / 16; ++k)
-                    store_matrices<true>(turned + n % 2 * BYTES_PAIRS + k * 16 * CHUNK_ROW, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3]);
-                fence_async();
-                __syncwarp();
-                arrive_once(pairs.full + 8 * (n % 2), lane);
+                hand_over(pairs, n, turned, left, lane);
                 handed.release(n, lane), douts.release(n, lane);
             }
             const unsigned of = FIRST_GROUP ? n - 1 : n;
