@@ -55,7 +55,8 @@ class Planned:
         if 0 in operands.q.shape[:3]:
             self._run = _nothing
         elif binds:
-            self._run = chosen.bind(plan, operands, *([anew] if anew else []))  # type: ignore[attr-defined]
+            bind: Any = chosen.bind  # type: ignore[attr-defined]
+            self._run = bind(plan, operands, anew) if anew else bind(plan, operands)
         else:
             self._run = _forward(chosen, plan, operands, shape, anew)
 

@@ -70,6 +70,24 @@ def numpy_dtype(name: Any) -> np.dtype:
     return np.dtype(name)
 
 
+class OnDevice:
+    """A NumPy array as host code sees one of CuPy."""
+
+    device_id = 0
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.strides, self.dtype = array, array.shape, array.strides, array.dtype
+        self.data, self.ptr, self.nbytes = self, array.ctypes.data, array.nbytes
+
+    def __getitem__(self, index: Any) -> OnDevice:
+        return OnDevice(self.array[index])
+
+
+def on_device(array: Any, dtype: Any = None) -> Any:
+    """What an array becomes where host code sends it to the device."""
+    return OnDevice(np.ascontiguousarray(array, dtype)) if isinstance(array, np.ndarray) else array
+
+
 def _alibi(rng: np.random.Generator, batch: int, heads: int, n_q: int, n_k: int) -> dict[str, Any]:
     return {"score": mods.alibi(rng.uniform(0.05, 0.5, heads))}
 

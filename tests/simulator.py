@@ -13,6 +13,7 @@ from typing import Any
 
 import cases
 import numpy as np
+from operands import OnDevice
 
 from flashkit import dispatch
 from flashkit.backends.cuda_common import rows, simt
@@ -22,17 +23,6 @@ from flashkit.backends.numba_cuda import params, specialise
 from flashkit.spec import AttentionSpec, Gradients, Operands, Problem, Verdict
 
 TILE = simt.SimtTile(8, 16, 8, 4, 8, 8)
-
-
-class OnDevice:
-    """A NumPy array as host code sees one of CuPy."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array, self.shape, self.strides, self.dtype = array, array.shape, array.strides, array.dtype
-        self.data, self.ptr, self.nbytes = self, array.ctypes.data, array.nbytes
-
-    def __getitem__(self, index: Any) -> OnDevice:
-        return OnDevice(self.array[index])
 
 
 class Simulated:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from operands import OnDevice, on_device
 
 from flashkit import BlockMask
 from flashkit.arguments import prepare
@@ -22,30 +23,41 @@ from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 
 
-class OnDevice:
-    """An array as kernels' arguments read CuPy's."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array, self.strides, self.dtype, self.shape = array, array.strides, array.dtype, array.shape
-        self.data = SimpleNamespace(ptr=array.ctypes.data, device_id=0)
-
-
-def moved(array: Any, dtype: Any = None) -> Any:
-    return OnDevice(np.ascontiguousarray(array, dtype)) if isinstance(array, np.ndarray) else array
-
-
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Memory that is kept for graphs, where any records; all else of CuPy that binding asks for is put in place."""
     found: list[Any] = []
     runtime = SimpleNamespace(getDevice=lambda: 0)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    monkeypatch.setattr(arguments, "_on_device", moved)
+    monkeypatch.setattr(arguments, "_on_device", on_device)
     monkeypatch.setattr(backend, "_device_of", lambda operands: replace(MODELS["sm_90a"], ordinal=0))
     monkeypatch.setattr(launch, "stream", lambda: 7)
     monkeypatch.setattr(launch, "keep", lambda stream, *memory: found.extend(memory))
     monkeypatch.setattr(arguments, "nowhere", lambda ordinal, size: OnDevice(np.zeros(8, np.int8)))
     return found
+
+
+SHAPE = 2, 4, 128, 64
+BLOCKS = BlockMask.from_dense(np.array([[True, False], [True, True]]), 64, 64)
+
+
+def operands_of(**options: Any) -> tuple[Any, Any]:
+    """A problem, and operands of which the five tensors lie on the device."""
+    problem, operands, _ = prepare(*(np.zeros(SHAPE, np.float16) for _ in range(3)), **options)
+    tensors = {name: on_device(getattr(operands, name)) for name in ("q", "k", "v", "out", "lse")}
+    return problem, replace(operands, **tensors)
+
+
+def five() -> list[Any]:
+    """q, k, v, out and lse of another call."""
+    return [*(OnDevice(np.zeros(SHAPE, np.float16)) for _ in range(4)), OnDevice(np.zeros(SHAPE[:3], np.float32))]
+
+
+def watched(problem: Any) -> tuple[Any, list[list[int]]]:
+    """A plan, and the words that its kernels have got."""
+    seen: list[list[int]] = []
+    made = SimpleNamespace(run=lambda block, stream: seen.append(list(block.words)))
+    return SimpleNamespace(problem=problem, on=lambda here, direction: made), seen
 
 
 def given(seed: int) -> dict[str, np.ndarray]:
@@ -58,23 +70,11 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
     """Their addresses stand where those of the first ones did, nothing else differs from a call made for them alone,
     and the first ones are not kept alive.
     """
-    q, k, v = (np.zeros((2, 4, 128, 64), np.float16) for _ in range(3))
-    blocks = BlockMask.from_dense(np.array([[True, False], [True, True]]), 64, 64)
-
-    def operands_of(arrays: dict[str, np.ndarray]) -> tuple[Any, Any]:
-        problem, operands, _ = prepare(q, k, v, block_mask=blocks, **arrays)
-        tensors = {name: moved(getattr(operands, name)) for name in ("q", "k", "v", "out", "lse")}
-        return problem, replace(operands, **tensors)
-
     arrays = given(0)
-    problem, operands = operands_of(arrays)
+    problem, operands = operands_of(block_mask=BLOCKS, **arrays)
     names = [next(n for n, own in operands.arrays.items() if own is array) for array in arrays.values()]
-    seen: list[list[int]] = []
-    plan = SimpleNamespace(
-        problem=problem,
-        on=lambda here, direction: SimpleNamespace(run=lambda block, stream: seen.append(list(block.words))),
-    )
-    bound = CupyRawBackend().bind(plan, operands, names)  # type: ignore[arg-type]
+    plan, seen = watched(problem)
+    bound = CupyRawBackend().bind(plan, operands, names)
     own = [weakref.ref(operands.arrays[name]) for name in names]
     of_blocks = [array for name, array in operands.arrays.items() if name not in names]
     operands.arrays = {}
@@ -84,46 +84,36 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
 
     for seed in (1, 2, 1):
         arrays = given(seed)
-        five = [OnDevice(np.zeros_like(x)) for x in (q, k, v, q, np.zeros(q.shape[:3], np.float32))]
-        others = [moved(array) for array in arrays.values()]
-        bound(*five, *others)
+        tensors = five()
+        others = [on_device(array) for array in arrays.values()]
+        bound(*tensors, *others)
         assert set(map(id, kept[-1])) == set(map(id, others)), "a graph needs them as long as it lives"
 
-        _, alone = operands_of(arrays)
+        _, alone = operands_of(block_mask=BLOCKS, **arrays)
         placed = dict(zip(names, others, strict=True))
         rest = iter(of_blocks)
         named = {name: placed.get(name) or next(rest) for name in alone.arrays}
-        alone = replace(alone, **dict(zip(("q", "k", "v", "out", "lse"), five, strict=True)), arrays=named)
+        alone = replace(alone, **dict(zip(("q", "k", "v", "out", "lse"), tensors, strict=True)), arrays=named)
         assert seen[-1] == list(Arguments(problem.spec, alone).words)
         assert {x.data.ptr for x in others} <= set(seen[-1][arguments.VALUES :])
 
 
 def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:
-    q, k, v = (np.zeros((2, 4, 128, 64), np.float16) for _ in range(3))
-    problem, operands, _ = prepare(q, k, v)
-    tensors = {name: moved(getattr(operands, name)) for name in ("q", "k", "v", "out", "lse")}
-    seen: list[list[int]] = []
-    plan = SimpleNamespace(
-        problem=problem,
-        on=lambda here, direction: SimpleNamespace(run=lambda block, stream: seen.append(list(block.words))),
-    )
-    bound = CupyRawBackend().bind(plan, replace(operands, **tensors))  # type: ignore[arg-type]
-    five = [OnDevice(np.zeros_like(x)) for x in (q, k, v, q, np.zeros(q.shape[:3], np.float32))]
-    bound(*five)
-    bound(*five[:4], None)
+    problem, operands = operands_of()
+    plan, seen = watched(problem)
+    bound, tensors = CupyRawBackend().bind(plan, operands), five()
+    bound(*tensors)
+    bound(*tensors[:4], None)
     wanted, unread = (words[AT["lse"] : AT["lse"] + 4] for words in seen)
-    assert wanted[0] == five[4].data.ptr != unread[0]
+    assert wanted[0] == tensors[4].data.ptr != unread[0]
     assert unread[1:] == [0, 8, 0], "one place for each head"
-    bound(*five)
+    bound(*tensors)
     assert seen[2] == seen[0]
 
 
 def test_a_pull_back_finds_what_was_sent(kept: list[Any]) -> None:
     """Arguments put the copies that they make into the operands."""
-    q, k, v = (np.zeros((2, 4, 128, 64), np.float16) for _ in range(3))
-    blocks = BlockMask.from_dense(np.array([[True, False], [True, True]]), 64, 64)
-    problem, operands, _ = prepare(q, k, v, block_mask=blocks, kv_lengths=np.array([100, 128]))
-    operands = replace(operands, **{name: moved(getattr(operands, name)) for name in ("q", "k", "v", "out", "lse")})
+    problem, operands = operands_of(block_mask=BLOCKS, kv_lengths=np.array([100, 128]))
     first = Arguments(problem.spec, operands)
     sent = operands.kv_lengths, operands.q_offset, *operands.arrays.values()
     assert len(sent) > 2 and all(isinstance(array, OnDevice) for array in sent)

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lanes
 import lanes_hopper
 import numpy as np
 import pytest
+from operands import OnDevice, on_device
 from test_cuda_kernels import disassembled
 
 import flashkit
@@ -291,14 +291,6 @@ GRADIENTS = BY_LANES | {
 }  # fmt: skip
 
 
-class Device:
-    """An array as Arguments reads CuPy's."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array, self.strides, self.dtype, self.shape = array, array.strides, array.dtype, array.shape
-        self.data = SimpleNamespace(ptr=array.ctypes.data)
-
-
 @dataclass
 class Call:
     """A case's arrays by name, all results poisoned, its arguments, and the same in float64 for the definition."""
@@ -338,11 +330,10 @@ def call_of(case: tuple, monkeypatch: pytest.MonkeyPatch) -> Call:
     given_dtype = np.float32 if dtype == "float32" else np.float16
     problem, operands, _ = prepare(*(arrays[name].astype(given_dtype) for name in ("q", "k", "v")), **options)
     spec = replace(problem.spec, dtype=dtype)
-    on_device = lambda x, dtype=None: x if isinstance(x, Device) else Device(np.ascontiguousarray(x, dtype))
     monkeypatch.setattr(block, "_on_device", on_device)
-    placed = {name: Device(arrays[name]) for name in ("q", "k", "v", "out", "lse")}
-    of_mods = {name: Device(np.asarray(x)) for name, x in operands.arrays.items()}
-    sinks = Device(operands.sinks.astype(np.float32)) if spec.sinks else None
+    placed = {name: OnDevice(arrays[name]) for name in ("q", "k", "v", "out", "lse")}
+    of_mods = {name: OnDevice(np.asarray(x)) for name, x in operands.arrays.items()}
+    sinks = OnDevice(operands.sinks.astype(np.float32)) if spec.sinks else None
     arguments = block.Arguments(spec, replace(operands, **placed, sinks=sinks, arrays=of_mods))
     arguments.set(splits=batch * heads)
     return Call(arrays, spec, arguments, options, [arrays[name].astype(np.float64) for name in ("q", "k", "v")])
@@ -391,11 +382,11 @@ def test_few_queries_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPa
     (batch, heads, n_q, _), (_, heads_kv, _, _) = call.arrays["q"].shape, call.arrays["k"].shape
     partial = np.full((parts * batch, heads, n_q, call.spec.head_dim_v), np.nan, np.float32)
     partial_lse = partial[..., 0].copy()
-    call.arguments.tensors(partial=Device(partial), partial_lse=Device(partial_lse))
+    call.arguments.tensors(partial=OnDevice(partial), partial_lse=OnDevice(partial_lse))
     call.arguments.set(splits=parts)
     items, shares = -(-n_q * (heads // heads_kv) // 16) * heads_kv * batch, -(-call.spec.head_dim_v // 128)
     for kernel, blocks in (("sm80_decode", items * parts), ("combine", batch * heads * n_q * shares)):
-        room = shared if kernel == "sm80_decode" else 8256
+        room = shared if kernel == "sm80_decode" else sm80_decode.COMBINED_BYTES
         lanes.launch("sm80_decode", call.spec, constants, room, list(call.arguments.words), blocks, kernel)
 
     truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
@@ -422,7 +413,7 @@ def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mo
     marks = np.zeros(4 + batch * heads * tiles, np.int32)
     tensors = {name: call.arrays[name] for name in ("dout", "dq", "dk", "dv")} | {"shift": shift, "delta": delta}
     tensors |= {"partial": sums, "partial_lse": marks[4:].reshape(batch, heads, tiles, 1)}
-    call.arguments.tensors(**{name: Device(x) for name, x in tensors.items()})
+    call.arguments.tensors(**{name: OnDevice(x) for name, x in tensors.items()})
     call.arguments.set(splits=1)  # heads at a time; the last one goes the other way round
     constants, shared = tile.constants(call.spec, HOPPER), tile.shared_memory(call.spec)
     of_keys, of_queries = -(-n_k // 64) * heads_kv * batch, tiles * heads * batch
@@ -512,7 +503,7 @@ def hoppers_backward_pass(
         "partial_lse": np.full((batch, heads, tiles, 1 + -(-n_k // tile.block_k // 32)), -1, np.int32),
     }  # fmt: skip
     ticket = np.zeros(2, np.int32)
-    call.arguments.tensors(**{name: Device(x) for name, x in tensors.items()})
+    call.arguments.tensors(**{name: OnDevice(x) for name, x in tensors.items()})
     call.arguments.set(ticket=ticket.ctypes.data, splits=batch * heads)
     for name, count in (("q", 64), ("dout", 64), ("k", tile.block_k), ("v", tile.block_k)):
         lanes_hopper.maps[f"map_{name}"] = lanes_hopper.Map(call.arrays[name].view(np.uint16), count)

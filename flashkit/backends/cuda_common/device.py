@@ -19,6 +19,11 @@ class Device:
     registers_per_sm: int = 65536
     ordinal: int = 0
 
+    @property
+    def launches_early(self) -> bool:
+        """Whether a kernel may be launched while the one before still runs, see launch.Kernel."""
+        return self.capability >= (9, 0)
+
 
 MODELS = {
     "sm_80": Device("Ampere (A100)", (8, 0), 108, 166912, 167936),

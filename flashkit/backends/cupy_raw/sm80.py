@@ -135,7 +135,7 @@ class Sm80Forward:
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)
-        self._early, self._threads = device.capability >= (9, 0), 32 * self.tile.warps
+        self._early, self._threads = device.launches_early, 32 * self.tile.warps
 
     def _blocks(self, batch: int, heads: int, n_q: int) -> int:
         return -(-n_q * self.pack // self.tile.block_q) * (heads // self.pack) * batch

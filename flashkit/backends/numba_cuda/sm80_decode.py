@@ -14,7 +14,8 @@ from ..cuda_common.launch import check_grid
 
 ROWS = 16  # of a warp
 LEAST_TILES = 2  # of keys, for a warp
-_COMBINERS = 512  # threads: kernels/sm80_combine.py
+COMBINERS = 16  # warps that join the parts of a row
+COMBINED_BYTES = COMBINERS * (32 * 16 + 4)  # of shared memory: sums of four columns a lane, and of weights
 OWN_DECODE = "measured on an H200; split along the keys"
 
 
@@ -49,13 +50,9 @@ class DecodeTile:
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
             "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages, "HAS_LENGTHS": spec.kv_lengths,
-            "BLOCKS_PER_SM": self.resident(spec, device), "BRIEF": True, "EARLY": _early(device),
+            "BLOCKS_PER_SM": self.resident(spec, device), "BRIEF": True, "EARLY": device.launches_early,
+            "COMBINERS": COMBINERS,
         }  # fmt: skip
-
-
-def _early(device: Device) -> bool:
-    """Whether kernels are launched while those before them still run."""
-    return device.capability >= (9, 0)
 
 
 def decode_tiles(spec: AttentionSpec, device: Device) -> list[DecodeTile]:
@@ -80,9 +77,9 @@ class Decode:
         library = kernels("sm80_decode", spec, constants, compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_decode", device, self.tile.shared_memory(spec))
-        self._combine = library.kernel("combine", device, 16 * _COMBINERS + _COMBINERS // 8)
+        self._combine = library.kernel("combine", device, COMBINED_BYTES)
         self._shares = -(-spec.head_dim_v // 128)  # blocks of a row of `combine`
-        self._early = _early(device)
+        self._early = device.launches_early
         self._slots = device.sms * self.tile.resident(spec, device) * self.tile.warps
         self._spare = Spare(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
 
@@ -102,6 +99,6 @@ class Decode:
         held = arguments.partial_results(parts)
         arguments.words[AT["splits"]] = parts
         self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream, self._early)
-        self._combine.launch(rows * self._shares, _COMBINERS, arguments, stream, self._early)
+        self._combine.launch(rows * self._shares, 32 * COMBINERS, arguments, stream, self._early)
         del held
         return None

@@ -136,7 +136,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             unsigned ds[PAIRS / 2];
             if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, delta, kept);
             else gradients<false>(p, s, dp, ds, delta, kept);
-            hand_over(pairs, n, turned, ds, lane);
+            hand_pairs(pairs, n, turned, ds, lane);
             if (STAGED && staged >= 0) send_sums(staged);
             products_wait<0>();  // dV
             settle(p_pairs);

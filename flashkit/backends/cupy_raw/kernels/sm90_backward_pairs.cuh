@@ -356,7 +356,7 @@ DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIR
 }
 
 // dS of tile n to shared memory, turned, for dQ. place: where the lane's matrices go in the first of the two tiles there.
-DEVICE void hand_over(const Ring<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2], int lane) {
+DEVICE void hand_pairs(const Ring<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2], int lane) {
     pairs.wait_empty(n);
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; ++k)

@@ -143,7 +143,7 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
                 const bool plain = !HAS_SCORE && !HAS_DROPOUT && (note & 3) == FULL && !(note & ODD) && even;
                 if (plain || !CLEANS_KEYS) gradients<true>(p, s, x, left, delta, kept);
                 else gradients<false>(p, s, x, left, delta, kept);
-                hand_over(pairs, n, turned, left, lane);
+                hand_pairs(pairs, n, turned, left, lane);
                 handed.release(n, lane), douts.release(n, lane);
             }
             const unsigned of = FIRST_GROUP ? n - 1 : n;

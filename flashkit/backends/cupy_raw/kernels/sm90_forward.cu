@@ -105,11 +105,11 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 
     auto buffer_of = [&](int number) { return base + (number % Q_BUFFERS * GROUPS + group) * BYTES_Q; };
     auto done_of = [&](int number) { return base + AT_DONE + 8 * (number % Q_BUFFERS * GROUPS + group); };
-    auto note_of = [&](unsigned n) {  // when its keys are there
+    auto await_note = [&](unsigned n) {  // it comes with the tile's keys
         keys.wait_full(n);
         return load_word(base + AT_NOTES + 4 * (n % STAGES));
     };
-    int next_note = note_of(0);
+    int next_note = await_note(0);
     auto take_turn = [&]() { if (TURNS) warps_sync(TURN + group, 256); };
     auto pass_turn = [&]() { if (TURNS) warps_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256); };
     auto scores = [&](unsigned n) {
@@ -257,7 +257,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             for (int i = 0; i < COLUMNS / 2; ++i) output[i] *= WIDE ? rescale[i / 2 % 2] * change_factor : rescale[i / 2 % 2];
         }
         if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
-        next_note = note_of(n + 1);  // its latencies pass while weights are packed
+        next_note = await_note(n + 1);  // its latencies pass while weights are packed
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 4; ++i) weights[i] = pack(s[2 * i], s[2 * i + 1]);
         pending = open = true, sum = USUAL || !fresh, fresh = false;
@@ -289,7 +289,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             keys.release(n);
             values.wait_full(n);
             values.release(n);
-            next_note = note_of(n + 1);
+            next_note = await_note(n + 1);
         } else if (pending) {
             step(Constant<true>{}, Constant<false>{}, n, state == FULL, k0);
         } else {

@@ -3,7 +3,6 @@
 # block takes up to 128 columns of a row: each of its warps some of the parts, a lane four columns. Sums are in an order
 # that does not change.
 
-COMBINERS = 16  # warps
 AT_ONCE = 4  # parts that are asked for before one is needed: beyond the last they are the last, with the weight 0
 SHARES = -(-HEAD_DIM_V // 128)  # blocks of a row
 load_number = load_from("shared", types.float32)

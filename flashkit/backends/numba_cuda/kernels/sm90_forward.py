@@ -163,8 +163,8 @@ def read_item(base, number, group):
 
 
 @device
-def note_of(base, n):
-    """When its keys are there."""
+def await_note(base, n):
+    """The note of tile n, which comes with its keys."""
     n = u32(n)
     wait_full(base + AT_K_RING, n, STAGES)
     return load_word(base + AT_NOTES + 4 * stage_of(n, STAGES))
@@ -230,7 +230,7 @@ def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
         output = rows_scaled(output, rescale)
     if HAS_DROPOUT:
         s = drop_tile(p, at, s, k0)
-    next_note = note_of(base, n + 1)  # its latencies pass while weights are packed
+    next_note = await_note(base, n + 1)  # its latencies pass while weights are packed
     return (at, output, join(pack, s), m, l, begun), next_note
 
 
@@ -251,7 +251,7 @@ def multiply_tiles(p, base, group):
     continued, exist = i32(0), i32(0)  # to be added to the output, not to start it; keys of that tile that exist
     if TURNS and group == GROUPS - 1:
         pass_turn(group)
-    n, next_note = u32(0), note_of(base, u32(0))
+    n, next_note = u32(0), await_note(base, u32(0))
     while True:
         note = uniform(next_note)
         k0 = i32((note >> 8) * BLOCK_K)
@@ -283,7 +283,7 @@ def multiply_tiles(p, base, group):
                 release(base + AT_K_RING, n, STAGES)
                 wait_full(base + AT_V_RING, n, STAGES)
                 release(base + AT_V_RING, n, STAGES)
-                next_note = note_of(base, n + 1)
+                next_note = await_note(base, n + 1)
             else:
                 full = kind == FULL
                 tile = n, k0, number, rows, continued, exist
