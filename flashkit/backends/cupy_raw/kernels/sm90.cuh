@@ -128,7 +128,8 @@ DEVICE void store_box(const TensorMap& map, const Box& box, unsigned source) {
                  "r"(box.head), "r"(box.batch) : "memory");
 }
 DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-DEVICE void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // shared memory is free
+template <int PENDING = 0>
+DEVICE void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }  // shared memory is free
 DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 DEVICE void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 

@@ -120,7 +120,8 @@ DEVICE float load_number(unsigned address) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-              const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map) {
+              const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
+              const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
@@ -148,7 +149,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         else if (ORDERED && warp >= 2) keep_order(p, base, warp - 2);
     } else {
         take_registers<REGISTERS>();
-        multiply_tiles(p, base, role - 1);
+        multiply_tiles(p, dk_map, dv_map, base, role - 1);
     }
 }
 

@@ -221,7 +221,6 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         if (number > 0) wait_patiently(base + AT_SOON, (number - 1) & 1, SLEEP);
         const int index = uniform(leader ? (int)atomicAdd(p.ticket, 1u) : 0);
         if (index >= items) break;
-        if (!ORDERED) clear_ahead(p, index);
         const Item at = item_of(p, index);
         const int n_k = (int)keys_of(p, at.b);
         const bool descending = is_descending(p, at.b * ((int)p.heads / GROUP) + at.head);
@@ -259,6 +258,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
                 if (leader) arrive(full_of());
             }
         }
+        if (!ORDERED) clear_ahead(p, index);
     }
     Found& list = next_list();  // and the others are told to stop
     if (leader) list.b = END;

@@ -20,7 +20,7 @@ constexpr bool STAGED = ORDERED || MAY_HIDE;  // whether dQ leaves through share
 // hidden (1.01 to 1.06); else 0.96 to 1.03.
 constexpr bool EARLY_RELEASE = ORDERED || (CHUNKS == 2 && !STAGED);
 
-DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
+DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base, int group) {
     const auto queries = rows_ring(base);
     const auto douts = douts_ring(base);
     const auto keys = keys_ring(base);
@@ -29,7 +29,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const float unit = __int_as_float(uniform(__float_as_int((float)(p.scale * 1.4426950408889634))));
     // What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
     const int lane = here(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 - 4);
-    const unsigned part = base + AT_SUMS + warp * BYTES_WARP + lane * 16;  // a lane's place in what the warp sends of dQ
+    const unsigned warp_part = base + AT_SUMS + warp * BYTES_WARP, part = warp_part + lane * 16;  // a lane's place in what the warp sends of dQ
     const unsigned turned = here(base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW +
                                  swizzled(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2));  // of dS, where a lane's matrices go
     const unsigned own = base + own_row(lane);
@@ -64,16 +64,16 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         // dQ leaves from the registers. Where masks or modifications need these, and in an order, it does so in two steps: to
         // shared memory at once; from there when the next proxy fence has been made anyway, or in order by a warp that makes
         // its own.
-        auto add_sums = [&](unsigned n, int where, const float (&dq)[PART_ROWS / 2]) {
+        auto add_sums = [&](unsigned n, int where, const float (&dq)[PART_ROWS / 2], auto staged) {
             pairs.release(n, lane);
-            if constexpr (!STAGED) {
+            if constexpr (!staged.value) {
                 float* sums = static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + warp * (BYTES_WARP / 4) + lane * 4;
 #pragma unroll
                 for (int i = 0; i < PART_ROWS / 8; ++i) add_four(sums + i * 128, dq + 4 * i);
                 return;
             }
             if (ORDERED) wait(turn_of(base, n - 1), (n - 1) / 2 & 1);
-            else stores_wait_read();
+            stores_wait_read();
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < PART_ROWS / 8; ++i)
@@ -86,7 +86,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         };
         auto send_sums = [&](int where) {  // after a fence and __syncwarp()
             if (!ORDERED && lane == 0)
-                add_bulk(static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + warp * (BYTES_WARP / 4), part, BYTES_WARP);
+                add_bulk(static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + warp * (BYTES_WARP / 4), warp_part, BYTES_WARP);
         };
 
         queries.wait_full(n);
@@ -155,7 +155,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             products_wait<1>();  // dQ, dK
             settle(dq), settle(ds);
             if (EARLY_RELEASE) queries.release(n, lane), douts.release(n, lane);
-            if (!first) add_sums(n - 1, before, dq);
+            if (!first) add_sums(n - 1, before, dq, Constant<STAGED>{});
             staged = before, before = where;
             first = false, ++n;
         } while (!last);
@@ -166,24 +166,21 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         pairs.wait_full(n - 1);
         float dq[PART_ROWS / 2];
         query_gradients(n - 1, dq);
-        fence_async();
-        __syncwarp();
-        if (STAGED && staged >= 0) send_sums(staged);
+        if constexpr (STAGED && !ORDERED) {
+            fence_async();
+            __syncwarp();
+            if (staged >= 0) send_sums(staged);
+        }
         products_wait<0>();
         settle(dq);
-        add_sums(n - 1, before, dq);
+        add_sums(n - 1, before, dq, Constant<ORDERED>{});
         const Item at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
-        fence_async();
-        __syncwarp();
-        if (STAGED) send_sums(before);
         keys.release(number, lane);
-        store_keys<HEAD_DIM_V>(p, p.dv, at, group, dv, 1.0f);
-        store_keys<HEAD_DIM>(p, p.dk, at, group, dk, (float)p.scale);
+        if (ORDERED) wait(turn_of(base, n - 1), (n - 1) / 2 & 1);  // the sums have left
+        constexpr int PIECES = BYTES_WARP / BYTES_PIECE;
+        send_keys<HEAD_DIM_V, 0, PIECES, BYTES_PIECE>(dv_map, at, 16 * warp, lane, warp_part, dv, 1.0f);
+        send_keys<HEAD_DIM, CHUNKS_V, PIECES, BYTES_PIECE>(dk_map, at, 16 * warp, lane, warp_part, dk, (float)p.scale);
     }
-    if constexpr (ORDERED) {
-        wait(turn_of(base, n - 1), (n - 1) / 2 & 1);
-        if (warp == 0 && lane == 0) ask(base, n, END, 0), ask(base, n + 1, END, 0);
-    } else {
-        stores_wait();
-    }
+    if (ORDERED && warp == 0 && lane == 0) ask(base, n, END, 0), ask(base, n + 1, END, 0);
+    stores_wait();
 }

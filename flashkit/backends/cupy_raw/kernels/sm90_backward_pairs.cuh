@@ -368,37 +368,28 @@ DEVICE void hand_pairs(const Ring<2>& pairs, unsigned n, unsigned place, const u
 
 // --- storing ----------------------------------------------------------------------------------------------------------
 
-// Lane t of four that share a row ends with all four words of number t.
-DEVICE void turn_four(unsigned (&x)[4]) {
-    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-    unsigned a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
-    if (odd) x[0] = a, x[2] = b;
-    else x[1] = a, x[3] = b;
-    a = __shfl_xor_sync(~0u, high ? x[0] : x[2], 2), b = __shfl_xor_sync(~0u, high ? x[1] : x[3], 2);
-    if (high) x[0] = a, x[1] = b;
-    else x[2] = a, x[3] = b;
-}
-
-// dK or dV of a warp group's keys, 16 bytes at a time.
-template <int DIM>
-DEVICE void store_keys(const Params& p, const Tensor& tensor, const Item& at, int group, const float (&x)[padded(DIM) / 2], float factor) {
+// dK or dV of a warp's 16 keys, from key `first` of the item's on, leaves by the copy engine, 64 columns at a time, through one
+// of PIECES places in shared memory, APART bytes from each other. BEFORE: how many pieces went there before these; at the first
+// one all else that was sent from there has left. Straight from registers, eight lines a store, it took as long as a tile.
+constexpr int BYTES_PIECE = 16 * CHUNK_ROW;
+template <int DIM, int BEFORE, int PIECES, int APART>
+DEVICE void send_keys(const TensorMap& map, const Item& at, int first, int lane, unsigned place, const float (&x)[padded(DIM) / 2],
+                      float factor) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int k = at.k0 + 64 * group + key_of_lane(half), t = threadIdx.x % 4;
-        storage* row = row_at<storage>(tensor, at.b, at.head, k);
+    for (int chunk = 0; chunk < chunks(DIM); ++chunk) {
+        const unsigned target = place + (BEFORE + chunk) % PIECES * APART;
+        if (BEFORE + chunk == 0) stores_wait_read();
+        else stores_wait_read<PIECES - 1>();
+        __syncwarp();
 #pragma unroll
-        for (int four = 0; four < (padded(DIM) + 31) / 32; ++four) {
+        for (int n = 8 * chunk; n < 8 * chunk + 8 && 8 * n < padded(DIM); n += 2) {
             unsigned words[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int n = 4 * four + i;
-                words[i] = 8 * n < padded(DIM) ? pack(x[(4 * n + 2 * half) % (padded(DIM) / 2)] * factor,
-                                                      x[(4 * n + 2 * half + 1) % (padded(DIM) / 2)] * factor) : 0;
-            }
-            turn_four(words);
-            const int column = 32 * four + 8 * t;
-            if (k < (int)p.n_k && column < DIM)
-                *reinterpret_cast<uint4*>(row + column) = uint4{words[0], words[1], words[2], words[3]};
+            for (int i = 0; i < 4; ++i) words[i] = pack(x[4 * n + 2 * i] * factor, x[4 * n + 2 * i + 1] * factor);
+            store_matrices<false>(target + swizzled(lane % 16, n % 8 + lane / 16), words[0], words[1], words[2], words[3]);
         }
+        fence_async();
+        __syncwarp();
+        if (elected()) store_box<1>(map, {64 * chunk, at.k0 + first, at.head, at.b}, target), stores_end();
     }
 }

@@ -20,7 +20,7 @@
 #include "sm90.cuh"
 
 template <bool FIRST_GROUP>
-DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
+DEVICE void multiply_tiles_of(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base) {
     constexpr int GROUP_COLUMNS = FIRST_GROUP ? COLUMNS_V : COLUMNS, SUMMED = FIRST_GROUP ? COLUMNS : COLUMNS_V;
     constexpr int CHUNK = FIRST_GROUP ? 0 : (CHUNKS + 1) / 2, HAS = FIRST_GROUP ? (CHUNKS + 1) / 2 : CHUNKS / 2;  // of dQ: the group's first, how many
     const auto queries = rows_ring(base);
@@ -96,15 +96,22 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
         bool first = true, last;
         int before = 0;  // the tile of dQ that the first group adds to
 
-        if constexpr (FIRST_GROUP) queries.wait_full(n);
-        else values.wait_full(number), douts.wait_full(n);
+        // The note of a tile is read when the tile comes: later the answer would come behind dQ's additions.
+        int next_note, next_where;
+        auto wait_for_tile = [&](unsigned n) {
+            if constexpr (!FIRST_GROUP) douts.wait_full(n);
+            queries.wait_full(n);
+        };
+        auto read_note = [&](unsigned n) { next_note = uniform(load_word(note_of(base, n))), next_where = load_word(note_of(base, n) + 8); };
+        if constexpr (!FIRST_GROUP) values.wait_full(number);
+        wait_for_tile(n);
         begin(n);
+        read_note(n);
 #pragma unroll 1
         do {
             const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
             const unsigned q_tile = base + AT_Q + stage * BYTES_Q, dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
-            if constexpr (!FIRST_GROUP) queries.wait_full(n);
-            const int note = uniform(load_word(note_of(base, n))), where = load_word(note_of(base, n) + 8);
+            const int note = next_note, where = next_where;
             last = note & LAST;
             unsigned left[PAIRS / 2];  // P or dS
             if constexpr (FIRST_GROUP) {
@@ -162,12 +169,9 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
                 }
             }
             if constexpr (HAS > 1) query_gradients(CHUNK + 1, of, dq);
-            if constexpr (FIRST_GROUP) {
-                if (!last) queries.wait_full(n + 1);
-            } else {
-                if (!last) douts.wait_full(n + 1);
-            }
+            if (!last) wait_for_tile(n + 1);
             begin(last ? n : n + 1);  // likewise
+            read_note(last ? n : n + 1);
             products_wait<1>();       // dV or dK, dQ
             settle(left);
             if constexpr (FIRST_GROUP) douts.release(n, lane);
@@ -185,28 +189,38 @@ DEVICE void multiply_tiles_of(const Params& p, unsigned base) {
         settle(x), settle(sums);
         if constexpr (FIRST_GROUP) {
             pairs.wait_full(n - 1);
-            const Adding adding = wait_for_turn(n - 1);
-#pragma unroll
-            for (int c = 0; c < HAS; ++c) {
-                query_gradients(c, n - 1, dq);
-                products_wait<0>();
-                settle(dq);
-                add_sums(before, c, dq, adding);
-            }
-            added(n - 1);
+            query_gradients(0, n - 1, dq);
+            if constexpr (HAS > 1) query_gradients(1, n - 1, x);
+            products_wait<0>();
+            settle(dq), settle(x);
             pairs.release(n - 1, lane);
-        } else {
-            values.release(number, lane);
         }
         const Item at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
-        keys.release(number, lane);
-        if constexpr (FIRST_GROUP) store_keys<HEAD_DIM_V>(p, p.dv, at, 0, sums, 1.0f);
-        else store_keys<HEAD_DIM>(p, p.dk, at, 0, sums, (float)p.scale);
+        keys.release(number, lane);  // as soon as can be: the next item waits for its own
+        if constexpr (FIRST_GROUP) {
+            const Adding adding = wait_for_turn(n - 1);
+            add_sums(before, 0, dq, adding);
+            if constexpr (HAS > 1) add_sums(before, 1, x, adding);
+            added(n - 1);
+        }
+        // Through the weights' place, which nobody reads any more, and V's, which only this group has read.
+        if constexpr (FIRST_GROUP) {
+            send_keys<HEAD_DIM_V, 0, 2, BYTES_PIECE>(dv_map, at, 16 * warp, lane, base + AT_SUMS + warp * 2 * BYTES_PIECE, sums, 1.0f);
+            stores_wait_read();
+            warps_sync(1, 128);
+        } else {
+            warps_sync(2, 128);
+            send_keys<HEAD_DIM, 0, CHUNKS_V, BLOCK_K * CHUNK_ROW>(dk_map, at, 16 * warp, lane, base + AT_V + warp * BYTES_PIECE, sums, (float)p.scale);
+            stores_wait_read();
+            __syncwarp();
+            values.release(number, lane);
+        }
     }
     if (ORDERED && FIRST_GROUP && warp == 0 && lane == 0) ask(base, n, END, 0), ask(base, n + 1, END, 0);
+    stores_wait();
 }
 
-DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
-    if (group == 0) multiply_tiles_of<true>(p, base);
-    else multiply_tiles_of<false>(p, base);
+DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base, int group) {
+    if (group == 0) multiply_tiles_of<true>(p, dk_map, dv_map, base);
+    else multiply_tiles_of<false>(p, dk_map, dv_map, base);
 }
