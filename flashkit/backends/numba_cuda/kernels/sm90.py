@@ -21,7 +21,7 @@ def descriptor(address, chunk):
     """An operand's, but for what all have in common: its address and, for one that is read along columns, the distance
     from chunk to chunk. Shared memory ends before 2^18.
     """
-    return u32(u32(chunk >> 4 << 16) | u32(u32(address) >> u32(4)))
+    return u32(u32(u32(address) >> u32(4)) + u32(chunk >> 4 << 16))
 
 
 # --- rings ------------------------------------------------------------------------------------------------------------

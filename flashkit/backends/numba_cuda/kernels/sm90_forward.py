@@ -51,7 +51,7 @@ output_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_K), turne
 
 @device
 def scores(base, rows, n):
-    keys = descriptor(base + AT_K, 16) + stage_of(n, STAGES) * (BYTES_K >> 4)  # sixteen bytes are one
+    keys = descriptor(base, 16) + (AT_K >> 4) + stage_of(n, STAGES) * (BYTES_K >> 4)  # sixteen bytes are one
     products_begin()
     s = scores_product(rows, keys)
     products_end()
@@ -77,7 +77,7 @@ def accumulate(base, group, n, output, weights, continued, exist):
         if exist < BLOCK_K:
             clear_rows(tile, max(exist, 0))
             warps_sync(MEETING + group, 128)
-    values = descriptor(base + AT_V, BLOCK_K * CHUNK_ROW) + stage_of(n, STAGES) * (BYTES_V >> 4)
+    values = descriptor(base, BLOCK_K * CHUNK_ROW) + (AT_V >> 4) + stage_of(n, STAGES) * (BYTES_V >> 4)
     products_begin()
     output = output_product(output, weights, values, continued)
     products_end()
@@ -163,11 +163,14 @@ def read_item(base, number, group):
 
 
 @device
-def await_note(base, n):
-    """The note of tile n, which comes with its keys."""
+def await_note(base, n, mine):
+    """When its keys are there; and 0 if its bits `mine`, the group's, say that the tile is FULL and not the first of an
+    item.
+    """
     n = u32(n)
     wait_full(base + AT_K_RING, n, STAGES)
-    return load_word(base + AT_NOTES + 4 * stage_of(n, STAGES))
+    note = uniform(load_word(base + AT_NOTES + 4 * stage_of(n, STAGES)))
+    return note, i32((note ^ 21 * FULL) & mine)
 
 
 @device
@@ -179,7 +182,7 @@ def after(x):
 
 
 @device
-def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
+def step(p, base, group, mine, unit, pending, usual, fresh, full, tile, state):
     """Tile n from its scores to its weights. pending: meanwhile the product of the weights before. usual: all rows of
     this warp have a reference, and all pairs are visible. Both are known to the compiler where this is put in place, or
     it would make products wait for each other."""
@@ -230,7 +233,7 @@ def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
         output = rows_scaled(output, rescale)
     if HAS_DROPOUT:
         s = drop_tile(p, at, s, k0)
-    next_note = await_note(base, n + 1)  # its latencies pass while weights are packed
+    next_note = await_note(base, n + 1, mine)  # its latencies pass while weights are packed
     return (at, output, join(pack, s), m, l, begun), next_note
 
 
@@ -238,7 +241,7 @@ def step(p, base, group, unit, pending, usual, fresh, full, tile, state):
 def multiply_tiles(p, base, group):
     unit = as_float(uniform(as_int(base_2(p))))  # or it is computed anew, in float64
     nothing, group = i32(0), i32(group)
-    mine, whole = i32(FIRST | 3 << 2 * group), i32(FULL << 2 * group)  # of a note: what a usual step looks at
+    mine = i32(FIRST | 3 << 2 * group)  # of a note: what a usual step looks at
     state = (
         (nothing, nothing, nothing),                       # the item whose output is in registers,
         filled(ZERO, SUMS), filled(u32(0), PACKED), UNKNOWN, NOTHING,
@@ -251,14 +254,14 @@ def multiply_tiles(p, base, group):
     continued, exist = i32(0), i32(0)  # to be added to the output, not to start it; keys of that tile that exist
     if TURNS and group == GROUPS - 1:
         pass_turn(group)
-    n, next_note = u32(0), await_note(base, u32(0))
+    n, next_note = u32(0), await_note(base, u32(0), mine)
     while True:
-        note = uniform(next_note)
+        note, unusual = next_note
         k0 = i32((note >> 8) * BLOCK_K)
         # Both END and the first tile of an item have the bit FIRST.
-        if pending and state[5] and i32(note & mine) == whole:
+        if pending and state[5] and unusual == 0:
             tile = n, k0, number, rows, continued, exist
-            state, next_note = step(p, base, group, unit, True, True, False, True, tile, state)
+            state, next_note = step(p, base, group, mine, unit, True, True, False, True, tile, state)
             continued = i32(1)
         else:
             if note & FIRST:
@@ -283,14 +286,14 @@ def multiply_tiles(p, base, group):
                 release(base + AT_K_RING, n, STAGES)
                 wait_full(base + AT_V_RING, n, STAGES)
                 release(base + AT_V_RING, n, STAGES)
-                next_note = await_note(base, n + 1)
+                next_note = await_note(base, n + 1, mine)
             else:
                 full = kind == FULL
                 tile = n, k0, number, rows, continued, exist
                 if pending:
-                    state, next_note = step(p, base, group, unit, True, False, fresh, full, tile, state)
+                    state, next_note = step(p, base, group, mine, unit, True, False, fresh, full, tile, state)
                 else:
-                    state, next_note = step(p, base, group, unit, False, False, fresh, full, tile, state)
+                    state, next_note = step(p, base, group, mine, unit, False, False, fresh, full, tile, state)
                 pending, open_item, continued, fresh = True, True, i32(0 if fresh else 1), False
         if HAS_LENGTHS:
             if pending:
