@@ -96,8 +96,9 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     assert sum("WARPGROUP.DEPBAR" in line for line in lines) == (10 if wide else 6)
     spilled = [line for line in lines[products[0] : products[-1]] if re.search(r"\b(STL|LDL)", line)]
     assert len(spilled) <= 60
-    adding = "REDG.E.ADD.F32" if wide else "UBLKRED"
-    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", adding, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
+    staged = not wide and (spec.deterministic or spec.mask or spec.score or spec.dropout)
+    leaving = ["UBLKRED" if staged else "REDG.E.ADD.F32"] + ["UTMASTG.5D"] * (not wide)
+    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", *leaving, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
         assert instruction in code
 
 
@@ -505,7 +506,8 @@ def hoppers_backward_pass(
     ticket = np.zeros(2, np.int32)
     call.arguments.tensors(**{name: OnDevice(x) for name, x in tensors.items()})
     call.arguments.set(ticket=ticket.ctypes.data, splits=batch * heads)
-    for name, count in (("q", 64), ("dout", 64), ("k", tile.block_k), ("v", tile.block_k)):
+    boxes = ("q", 64), ("dout", 64), ("k", tile.block_k), ("v", tile.block_k), ("dk", 16), ("dv", 16)
+    for name, count in boxes:
         lanes_hopper.maps[f"map_{name}"] = lanes_hopper.Map(call.arrays[name].view(np.uint16), count)
 
     words, shared, every = list(call.arguments.words), tile.shared_memory(spec), tiles * heads * batch

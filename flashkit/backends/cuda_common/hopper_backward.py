@@ -119,9 +119,6 @@ class Backward:
     the calls that its kernels cannot; `kernels`: of the backend.
     """
 
-    stores_boxes = False
-    """Whether the kernel has maps of dK and dV, too, for boxes of 16 keys."""
-
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
         spare: Spare,
@@ -156,9 +153,10 @@ class Backward:
         self._prepare.launch(queries * heads, 256, arguments, stream)
         dim, dim_v = spec.head_dim, spec.head_dim_v
         rows, keys_of_tile = tile.block_q, tile.block_k
-        boxes = [("q", dim, rows), ("k", dim, keys_of_tile), ("v", dim_v, keys_of_tile), ("dout", dim_v, rows)]
-        if self.stores_boxes:
-            boxes += [("dk", dim, 16), ("dv", dim_v, 16)]
+        boxes = (
+            ("q", dim, rows), ("k", dim, keys_of_tile), ("v", dim_v, keys_of_tile), ("dout", dim_v, rows),
+            ("dk", dim, 16), ("dv", dim_v, 16),
+        )  # fmt: skip
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in boxes]
         blocks = min(keys * every, self.device.sms)
         self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream)

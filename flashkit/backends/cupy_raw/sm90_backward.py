@@ -38,8 +38,6 @@ def tile_of(spec: AttentionSpec) -> BackwardTile:
 class Sm90Backward(hopper_backward.Backward):
     """The backward pass."""
 
-    stores_boxes = True
-
     def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
         spec, tile = problem.spec, tile or tile_of(problem.spec)
         constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)

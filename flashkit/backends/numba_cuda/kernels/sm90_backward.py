@@ -149,10 +149,51 @@ def store_keys(p, tensor, at, group, x, factor, dim, missing):
     groups(store_columns, 8, words, (rows, keys, i32(p.n_k), dim))
 
 
+BYTES_PIECE = 16 * CHUNK_ROW
+
+
+@device
+def store_four_units(i, words, rest):
+    """16 columns of a warp's 16 keys."""
+    target, lane = rest
+    store_matrices(target + swizzled(lane % 16, 2 * i + lane // 16), words[0], words[1], words[2], words[3])
+
+
+def keys_sender(columns, before, pieces, apart):
+    """send_keys(tensor, at, first, lane, place, x, factor): so many columns of dK or dV of a warp's 16 keys, from key
+    `first` of the item's on, leave by the copy engine, 64 columns at a time, through one of `pieces` places in shared
+    memory, `apart` bytes from each other. before: how many pieces went there before these; at the first one all else
+    that was sent from there has left. Straight from registers, eight lines a store, it took as long as a tile.
+    """
+    pending, missing = pieces - 1, (u32(0),) * (-columns // 4 % 16)
+
+    @device
+    def send_piece(i, words, rest):
+        tensor, at, first, lane, place = rest
+        target = place + (before + i) % pieces * apart
+        if before + i == 0:
+            stores_wait_read(0)
+        else:
+            stores_wait_read(pending)
+        lanes_sync()
+        groups(store_four_units, 4, words, (target, lane))
+        fence_async()
+        lanes_sync()
+        if elect():
+            store_box(tensor, target, 64 * i, at[2] + first, 0, at[1], at[0])
+            stores_end()
+
+    @device
+    def send_keys(tensor, at, first, lane, place, x, factor):
+        groups(send_piece, 16, join(pack, scaled(x, factor)) + missing, (tensor, at, first, lane, place))
+
+    return send_keys
+
+
 # --- roles ------------------------------------------------------------------------------------------------------------
 
 
-@kernel(THREADS, 1, maps=("map_q", "map_k", "map_v", "map_dout"))
+@kernel(THREADS, 1, maps=("map_q", "map_k", "map_v", "map_dout", "map_dk", "map_dv"))
 def sm90_backward(p):
     base = u32(uniform(shared_address()))
     if thread() == 0:

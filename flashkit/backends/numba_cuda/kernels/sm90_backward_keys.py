@@ -4,7 +4,8 @@
 #     S, P         [64][BLOCK_Q]   registers
 #     dP, dS       [64][BLOCK_Q]   registers; dS also in shared memory, two tiles, for dQ
 #     dK, dV       [64][..]        registers
-#     dQ           a part          registers, then shared memory, from where the copy engine adds it
+#     dQ           a part          registers, from where it is added, or else shared memory, from where the copy engine
+#                                  adds it
 #
 # A step, for the tile of queries number n:
 #
@@ -12,7 +13,16 @@
 #     dP = V dO^T          is begun; meanwhile S becomes weights,
 #     dV += P dO           is begun; meanwhile dP becomes dS, which goes to shared memory,
 #     dQ^T = K^T dS        of the tile before, so that nobody waits for the other group's dS,
-#     dK += dS Q           and the next tile's scores are begun; meanwhile dQ goes to shared memory.
+#     dK += dS Q           and the next tile's scores are begun; meanwhile dQ leaves.
+
+STAGED = ORDERED or MAY_HIDE  # whether dQ leaves through shared memory
+# Whether stages are released before dQ leaves: see sm90_backward_keys.cuh.
+EARLY_RELEASE = ORDERED or (chunks_q == 2 and not STAGED)
+
+PIECES = BYTES_WARP // BYTES_PIECE
+send_dv, send_dk = (
+    keys_sender(columns, before, PIECES, BYTES_PIECE) for columns, before in ((COLUMNS_V, 0), (COLUMNS, chunks_v))
+)
 
 # Where a group's part of dQ begins in K and in dS.
 K_OF_GROUP, DS_OF_GROUP = (BLOCK_K * CHUNK_ROW, 0) if BY_COLUMNS else (0, PART_ROWS * CHUNK_ROW)
@@ -24,7 +34,18 @@ def query_gradients_of(base, k_tile, group, n):
     return query_gradients(k_tile + group * K_OF_GROUP, ds + group * DS_OF_GROUP)
 
 
+@device
+def release_tile(base, n):
+    release(base + AT_Q_RING, n, STAGES)
+    release(base + AT_DOUT_RING, n, DOUT_STAGES)
+
+
 # --- dS to shared memory, dQ to memory --------------------------------------------------------------------------------
+
+
+@device
+def add_four(i, four, target):
+    add_to_four(target + 512 * i, four)
 
 
 @device
@@ -33,28 +54,37 @@ def stage_four(i, four, target):
 
 
 @device
-def stage_sums(base, n, dq, part_of_lane):
-    """dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or
-    in order by a warp that makes its own.
+def part_of_sums(p, where, part):
+    """A part of a tile of dQ. where: the tile of queries among all."""
+    return p.partial.data + I(where) * BYTES_SUMS + part
+
+
+@device
+def add_sums(p, base, n, where, dq, staged, lane_part):
+    """dQ leaves from the registers. Where masks or modifications need these, and in an order, it does so in two steps:
+    to shared memory at once; from there when the next proxy fence has been made anyway, or in order by a warp that
+    makes its own.
     """
     release(base + AT_PAIRS_RING, n, 2)
+    if not staged:
+        groups(add_four, 4, dq, part_of_sums(p, where, lane_part))
+        return
     if ORDERED:
         wait_full(base + AT_TURN, u32(n - 1), 2)
-    else:
-        stores_wait_read()
+    stores_wait_read(0)
     lanes_sync()
-    groups(stage_four, 4, dq, part_of_lane)
+    groups(stage_four, 4, dq, base + AT_SUMS + lane_part)
     if ORDERED:
         lanes_sync()
         arrive_once(full_of(base + AT_ADDED, n, 2))
 
 
 @device
-def send_sums(p, base, where, part_of_warp):
-    """After a fence and lanes_sync(). where: the tile of queries among all."""
+def send_sums(p, base, where, warp):
+    """After a fence and lanes_sync()."""
     if not ORDERED:
-        target = p.partial.data + I(where) * BYTES_SUMS + part_of_warp
-        add_bulk_once(target, base + AT_SUMS + part_of_warp, BYTES_WARP)
+        part = BYTES_WARP * warp
+        add_bulk_once(part_of_sums(p, where, part), base + AT_SUMS + part, BYTES_WARP)
         stores_end()
 
 
@@ -72,7 +102,7 @@ def begin(base, k_tile, number, n, sums, rest):
 def step(p, base, k_tile, number, even, tile, state, rest):
     """Tile n, whose scores have been begun: to its dV and dK, and dQ of the tile before. first, last: of the item."""
     n, first = tile
-    group, (own, part_of_lane, pairs_of_lane, part_of_warp), unit = rest
+    group, (own, lane_part, pairs_of_lane, warp), unit = rest
     s, dk, dv, staged, before = state
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
     shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
@@ -87,9 +117,8 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     products_wait(0)  # S, and dK of the tile before
     s = settle(s)
     dp = gradients_of_weights(base, group, dout_tile)
-    if not first:
-        release(base + AT_Q_RING, n - 1, STAGES)
-        release(base + AT_DOUT_RING, n - 1, DOUT_STAGES)
+    if not EARLY_RELEASE and not first:
+        release_tile(base, n - 1)
 
     s, w, kept, plain = weights(p, base, n, number, note, group, even, s, early, shift, unit)
     products_begin()
@@ -98,8 +127,8 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     products_wait(1)  # dP
     ds = gradients(p, s, settle(dp), plain, delta, kept)
     hand_pairs(base, n, ds, pairs_of_lane)
-    if staged >= 0:
-        send_sums(p, base, staged, part_of_warp)
+    if STAGED and staged >= 0:
+        send_sums(p, base, staged, warp)
     products_wait(0)  # dV
     w = settle(w)
     if not first:
@@ -114,34 +143,37 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     s = scores(base, k_tile, group, n if last else n + 1)  # likewise, of the last
     products_wait(1)  # dQ, dK
     dq, ds = settle(dq), settle(ds)
+    if EARLY_RELEASE:
+        release_tile(base, n)
     if not first:
-        stage_sums(base, n - 1, dq, part_of_lane)
+        add_sums(p, base, n - 1, before, dq, STAGED, lane_part)
     return (s, dk, dv, before, where), last
 
 
 @device
 def finish(p, base, k_tile, number, n, state, rest):
-    group, (_, part_of_lane, _, part_of_warp), _ = rest
+    group, (_, lane_part, _, warp), _ = rest
     s, dk, dv, staged, before = state
     s, dk, dv = settle(s), settle(dk), settle(dv)
-    release(base + AT_Q_RING, n - 1, STAGES)
-    release(base + AT_DOUT_RING, n - 1, DOUT_STAGES)
+    if not EARLY_RELEASE:
+        release_tile(base, n - 1)
     release(base + AT_V_RING, number, 1)
     wait_full(base + AT_PAIRS_RING, n - 1, 2)
     dq = query_gradients_of(base, k_tile, group, n - 1)
-    fence_async()
-    lanes_sync()
-    if staged >= 0:
-        send_sums(p, base, staged, part_of_warp)
+    if STAGED and not ORDERED:
+        fence_async()
+        lanes_sync()
+        if staged >= 0:
+            send_sums(p, base, staged, warp)
     products_wait(0)
-    stage_sums(base, n - 1, settle(dq), part_of_lane)
+    add_sums(p, base, n - 1, before, settle(dq), ORDERED, lane_part)
     at = read_item(base, number)
-    fence_async()
-    lanes_sync()
-    send_sums(p, base, before, part_of_warp)
     release(base + AT_K_RING, number, KEY_BUFFERS)
-    store_keys(p, p.dv, at, group, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
-    store_keys(p, p.dk, at, group, dk, np.float32(p.scale), HEAD_DIM, MISSING)
+    if ORDERED:
+        wait_full(base + AT_TURN, u32(n - 1), 2)  # the sums have left
+    lane, first, place = here(thread() % 32), 16 * warp, base + AT_SUMS + BYTES_WARP * warp
+    send_dv(map_address("map_dv"), at, first, lane, place, dv, np.float32(1))
+    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.scale))
     return dk, dv
 
 
@@ -149,21 +181,19 @@ def finish(p, base, k_tile, number, n, state, rest):
 def multiply_tiles(p, base, group):
     unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
     # What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
-    lane, warp = here(thread() % 32), u32(uniform(thread() // 32)) - u32(4)
-    # Where a lane's numbers of queries are, its part of dQ in shared memory, and its matrices of dS; its warp's part.
+    lane, warp = here(thread() % 32), i32(uniform(thread() // 32) - 4)
+    # Where a lane's numbers of queries are, its part of a tile of dQ, and its matrices of dS; its warp.
     lane_places = (
         u32(here(base + own_row())),
-        u32(base + AT_SUMS + warp * BYTES_WARP + lane * 16),
+        u32(BYTES_WARP * warp + 16 * lane),
         u32(here(base + AT_PAIRS + group * BLOCK_Q * CHUNK_ROW
                  + swizzled(lane % 8 + lane // 16 * 8, warp % 4 * 2 + lane // 8 % 2))),
-        i32(warp * BYTES_WARP),
+        warp,
     )  # fmt: skip
     sums = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
     n = multiply_items(p, base, sums, begin, step, finish, (group, lane_places, unit))
     if ORDERED:
-        wait_full(base + AT_TURN, u32(n - 1), 2)
         if thread() == 128:
             ask(base, n, END, 0)
             ask(base, n + 1, END, 0)
-    else:
-        stores_wait()
+    stores_wait()

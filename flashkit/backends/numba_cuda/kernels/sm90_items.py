@@ -212,7 +212,7 @@ def store_items(p, base):
                     else:
                         store_box(map_address("map_out"), source, 64 * c, row0, 0, h, b)
             stores_end()
-        stores_wait_read()
+        stores_wait_read(0)
         arrive(base + AT_Q_RING + 8 * Q_BUFFERS + 8 * buffer)
         number = u32(number + 1)
     stores_wait()

@@ -129,8 +129,6 @@ def find_items(p, base):
         index = uniform(index)
         if index >= items:
             break
-        if not ORDERED:
-            clear_ahead(p, index)
         at = key_item(p, index)
         n_k = i32(keys_of(p, I(at[0])))
         if KEY_BUFFERS > 1:
@@ -162,6 +160,8 @@ def find_items(p, base):
                     clean_keys(p, base, at, number)
                     if leader:
                         arrive(full_of(base + AT_K_RING, number, KEY_BUFFERS))
+        if not ORDERED:
+            clear_ahead(p, index)
         number = u32(number + 1)
     found = await_list(base, c)  # the others are told to stop
     if leader:

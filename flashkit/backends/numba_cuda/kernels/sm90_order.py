@@ -53,7 +53,7 @@ def keep_order(p, base, which):
                 fence_proxies()
                 add_bulk(p.partial.data + I(where) * BYTES_SUMS, base + AT_SUMS, BYTES_SUMS)
                 stores_end()
-                stores_wait_read()
+                stores_wait_read(0)
                 arrive(full_of(base + AT_TURN, n, 2))  # the next one may come
                 stores_wait()
                 fence_proxies()

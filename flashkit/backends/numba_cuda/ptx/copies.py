@@ -71,8 +71,8 @@ add_bulk_once = instruction(
 
 stores_end = instruction("cp.async.bulk.commit_group;", NOTHING)
 """What was begun since the last one is a group."""
-stores_wait_read = instruction("cp.async.bulk.wait_group.read 0;", NOTHING)
-"""Until shared memory is free again."""
+stores_wait_read = instruction("cp.async.bulk.wait_group.read #0;", NOTHING, CONSTANT)
+"""stores_wait_read(n): until shared memory that all but the last n groups of this thread read is free again"""
 stores_wait = instruction("cp.async.bulk.wait_group 0;", NOTHING)
 """Until all is in memory."""
 prefetch_map = instruction("prefetch.tensormap [$0];", NOTHING, uint64)
