@@ -96,7 +96,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     assert sum("WARPGROUP.DEPBAR" in line for line in lines) == (10 if wide else 6)
     spilled = [line for line in lines[products[0] : products[-1]] if re.search(r"\b(STL|LDL)", line)]
     assert len(spilled) <= 60
-    staged = not wide and (spec.deterministic or spec.mask or spec.score or spec.dropout)
+    staged = not wide and (spec.mask is not None or spec.score is not None or spec.deterministic or spec.dropout)
     leaving = ["UBLKRED" if staged else "REDG.E.ADD.F32"] + ["UTMASTG.5D"] * (not wide)
     for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", *leaving, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
         assert instruction in code
