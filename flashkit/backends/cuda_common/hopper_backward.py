@@ -22,14 +22,21 @@ _THREADS = 384
 
 
 def keys_shared(spec: AttentionSpec) -> bool:
-    """Whether both warp groups work at the same keys: where dK and dV of 64 keys do not fit the registers of one."""
+    """Whether both warp groups work at the same keys: where dK and dV of 64 keys do not fit the registers of one. Two
+    blocks share an item then.
+    """
     return max(spec.head_dim, spec.head_dim_v) > 128
+
+
+def blocks_together(spec: AttentionSpec) -> int:
+    """Blocks of a cluster, which shares an item."""
+    return 2 if keys_shared(spec) else 1
 
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A tile of the backward pass: rows, and keys, 64 for each of two warp groups or, where these share them, in all;
-    how many tiles of Q, dO and K are in shared memory at once. kernels/sm90_backward.
+    """A tile of the backward pass: rows, and keys, 64 for each of two warp groups or, where these share them, of two
+    blocks; how many tiles of Q, dO and K are in shared memory at once. kernels/sm90_backward.
     """
 
     block_q: int
@@ -39,21 +46,24 @@ class BackwardTile:
     key_buffers: int = 2
 
     def __post_init__(self) -> None:
-        if self.block_q not in (64, 128) or self.block_k % 16 or not 32 <= self.block_k <= 128:
-            raise ValueError(f"{self=}: block_q is 64 or 128, block_k a multiple of 16 from 32 to 128")
+        if self.block_q not in (64, 128) or self.block_k != 128:
+            raise ValueError(f"{self=}: block_q is 64 or 128, block_k 128")
         if self.stages < 2 or self.dout_stages < 1 or self.key_buffers not in (1, 2):
             raise ValueError(f"{self=}: stages are two or more, dout_stages one or more, key_buffers one or two")
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Bytes of a block."""
-        q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
-        rows = self.block_k * (self.key_buffers * q + v) + self.block_q * (self.stages * q + self.dout_stages * v)
-        pairs = 2 * self.block_q * chunks(self.block_k)
-        numbers = (self.stages + self.dout_stages) * self.block_q * 4
-        words = (16 + 8 + 12 + 4 * -(-self.block_k // 32)) * self.key_buffers + (16 + 12) * self.stages
-        barriers = words + 16 * self.dout_stages + 16 + 32 + 16 + 16 + 32 + 8 + 32 + 8 + 16 + 4 * (38 * 4 + 16) + 8
-        handed = self.block_q * self.block_k * 4 if keys_shared(spec) else self.sums(spec)
-        return 128 * (rows + pairs) + handed + numbers + barriers
+        q, v, held = chunks(spec.head_dim), chunks(spec.head_dim_v), self.held(spec)
+        rows = held * (self.key_buffers * q + v) + self.block_q * (self.stages * q + self.dout_stages * v)
+        rows += held * -(-q // 2) if keys_shared(spec) else 0
+        pairs, numbers = 2 * self.block_q * held * 2, (self.stages + self.dout_stages) * self.block_q * 4
+        words = (16 + 8 + 12 + held // 8) * self.key_buffers + (16 + 12) * self.stages + 16 * self.dout_stages
+        barriers = words + 16 + 32 + 16 + 16 + 32 + 8 + 24 + 16 + 24 + 32 + 8 + 4 * (38 * 4 + 16) + 8
+        return 128 * rows + pairs + numbers + barriers + (0 if keys_shared(spec) else self.sums(spec))
+
+    def held(self, spec: AttentionSpec) -> int:
+        """Keys of a block."""
+        return self.block_k // blocks_together(spec)
 
     def sums(self, spec: AttentionSpec) -> int:
         """Bytes of the sums of dQ of a tile."""
@@ -64,10 +74,10 @@ class BackwardTile:
         dim, dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         if keys_shared(spec):
             numbers = max(dim, dim_v) // 2 + self.block_q + self.block_q // 4
-            right = self.block_q == self.block_k == 64
+            right = self.block_q == 64
         else:
             numbers = (dim + dim_v) // 2 + self.block_q + self.block_q // 4
-            right = self.block_k == 128 and (self.block_q == 64 or not spec.dropout)
+            right = self.block_q == 64 or not spec.dropout
         return right and numbers <= 224 and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec) -> dict[str, int]:
@@ -83,7 +93,7 @@ class BackwardTile:
 def backward_tile(spec: AttentionSpec, simple: bool | None = None) -> BackwardTile:
     """What does well on an H200. simple: whether scores take few registers; unless said, if nothing modifies them."""
     if keys_shared(spec):
-        return BackwardTile(64, 64, key_buffers=1)
+        return BackwardTile(64, key_buffers=1)
     dim = max(spec.head_dim, spec.head_dim_v)
     simple = spec.score is None if simple is None else simple
     return BackwardTile(128 if dim <= 64 and simple and not spec.dropout else 64)
@@ -93,7 +103,7 @@ def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile
     """Tiles worth trying, first the one that is taken otherwise: unless given, that of `backward_tile`."""
     tiles = [first or backward_tile(spec)]
     if keys_shared(spec):
-        tiles += [BackwardTile(64, 64, 2, douts, 1) for douts in (2, 1)]
+        tiles += [BackwardTile(64, dout_stages=douts, key_buffers=1) for douts in (2, 1)]
     else:
         tiles += [BackwardTile(rows, key_buffers=buffers) for rows in (128, 64) for buffers in (2, 1)]
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
@@ -107,7 +117,7 @@ def heads_at_a_time(arguments: Arguments, tile: BackwardTile, sms: int) -> int:
     spec, every = arguments.spec, arguments.batch * arguments.heads_kv
     if spec.deterministic:
         queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
-        items = (1 if queries > keys else 2) * sms
+        items = (1 if queries > keys else 2) * sms // blocks_together(spec)
         return heads_together(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
     if spec.mask is None:
         return 1
@@ -147,18 +157,19 @@ class Backward:
         of_heads = arguments.batch, arguments.heads
         numbers = scratch((2, *of_heads, queries * tile.block_q), "float32")
         sums = scratch((*of_heads, queries, tile.sums(spec) // 4), "float32")
-        marks = scratch((*of_heads, queries, 1 + -(-keys // 31)), "int32")
+        together = blocks_together(spec)
+        marks = scratch((*of_heads, queries, 1 + together * -(-keys // 31)), "int32")
         arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums, partial_lse=marks)
         arguments.set(splits=heads_at_a_time(arguments, tile, self.device.sms), ticket=self._tickets.next(stream))
         self._prepare.launch(queries * heads, 256, arguments, stream)
         dim, dim_v = spec.head_dim, spec.head_dim_v
-        rows, keys_of_tile = tile.block_q, tile.block_k
+        rows, held = tile.block_q, tile.held(spec)
         boxes = (
-            ("q", dim, rows), ("k", dim, keys_of_tile), ("v", dim_v, keys_of_tile), ("dout", dim_v, rows),
+            ("q", dim, rows), ("k", dim, held), ("v", dim_v, held), ("dout", dim_v, rows),
             ("dk", dim, 16), ("dv", dim_v, 16),
         )  # fmt: skip
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in boxes]
-        blocks = min(keys * every, self.device.sms)
+        blocks = together * min(keys * every, self.device.sms // together)
         self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream)
         self._store.launch(queries * heads, 256, arguments, stream)
         if self._rows is not None:

@@ -19,9 +19,10 @@ from .sm90_products import text as products
 
 def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
     """Text that goes before the kernel: its products."""
-    dq_rows = tile.block_q if keys_shared(spec) or chunks(spec.head_dim) == 2 else tile.block_q // 2
-    text = products(spec.dtype, [tile.block_q, dq_rows], [padded(spec.head_dim), padded(spec.head_dim_v)])
-    return "#define KEYS_ARE_SHARED\n" + text if keys_shared(spec) else text
+    dim, dim_v, rows = padded(spec.head_dim), padded(spec.head_dim_v), tile.block_q
+    if keys_shared(spec):
+        return "#define KEYS_ARE_SHARED\n" + products(spec.dtype, [rows, dim], [dim_v])
+    return products(spec.dtype, [rows, rows if chunks(dim) == 2 else rows // 2], [dim, dim_v])
 
 
 def by_form(spec: AttentionSpec) -> bool:

@@ -72,7 +72,7 @@ DEVICE bool has_ended(unsigned barrier, unsigned parity) {
 DEVICE void wait(unsigned barrier, unsigned parity) {
     if constexpr (WATCHDOG) {  // stop the kernel instead of hanging: a debugging aid
         for (long long begin = clock64(); !has_ended(barrier, parity);)
-            if (clock64() - begin > 4000000000ll) *(volatile int*)0 = 0;  // with a trap here products would be serialised
+            if (clock64() - begin > 4000000000ll) *(volatile int*)(unsigned long long)(barrier & ~3u) = 0;  // with a trap here products would be serialised
     } else {
         asm volatile(
             "{ .reg .pred p;\n"
@@ -103,6 +103,34 @@ struct Ring {
     }
 };
 
+// --- clusters ---------------------------------------------------------------------------------------------------------
+// Blocks of a cluster run at the same time, and reach each other's shared memory. Nobody may end before that is over.
+
+DEVICE int rank_in_cluster() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+DEVICE unsigned mapped(unsigned address, int rank) {  // what lies at that address in the shared memory of block `rank`
+    unsigned x;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(address), "r"(rank));
+    return x;
+}
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// By one lane of a warp, at a mapped barrier. It says that something was read, so nothing has to be written before it: with
+// .release.cluster it would wait for all that the warp has added to global memory.
+DEVICE void arrive_across(unsigned barrier, int lane) {
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0]; }"
+                 ::"r"(barrier), "r"(lane) : "memory");
+}
+// A word to a mapped address; its four bytes are announced and counted there.
+DEVICE void store_across(unsigned address, int x, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
+                 ::"r"(address), "r"(x), "r"(barrier) : "memory");
+}
+
 // Barriers among warps, by number; 0 is __syncthreads'.
 DEVICE void warps_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 DEVICE void warps_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
@@ -127,6 +155,11 @@ DEVICE void store_box(const TensorMap& map, const Box& box, unsigned source) {
                  ::"l"(&map), "r"(source), "r"(box.column), "r"(PACK > 1 ? 0 : box.token), "r"(PACK > 1 ? box.token : 0),
                  "r"(box.head), "r"(box.batch) : "memory");
 }
+// From this block's shared memory to that of another block of the cluster: addresses there are mapped ones.
+DEVICE void copy_across(unsigned target, unsigned source, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(target), "r"(source), "r"(bytes), "r"(barrier) : "memory");
+}
 DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING = 0>
 DEVICE void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }  // shared memory is free
@@ -135,9 +168,9 @@ DEVICE void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%
 
 // A tile of ROWS rows: its chunks side by side.
 template <int PACK, int CHUNKS, int ROWS>
-DEVICE void load_tile(unsigned target, const TensorMap& map, int token, int head, int batch, unsigned barrier) {
+DEVICE void load_tile(unsigned target, const TensorMap& map, int token, int head, int batch, unsigned barrier, int column = 0) {
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) load_box<PACK>(target + c * ROWS * CHUNK_ROW, map, {64 * c, token, head, batch}, barrier);
+    for (int c = 0; c < CHUNKS; ++c) load_box<PACK>(target + c * ROWS * CHUNK_ROW, map, {column + 64 * c, token, head, batch}, barrier);
 }
 
 // What was written to shared memory before is seen by the copy engine and wgmma after; by every thread that wrote.

@@ -5,18 +5,19 @@
 // As many blocks as multiprocessors take items one after the other, each BLOCK_K keys of a key/value head, and go over the
 // tiles of queries that see them.
 //
-//     K            [KEY_BUFFERS][BLOCK_K][..]   shared memory
-//     V            [BLOCK_K][..]                shared memory
+//     K            [KEY_BUFFERS][HELD][..]      shared memory; HELD: of BLOCK_K keys those of the block
+//     V            [HELD][..]                   shared memory
 //     Q            [STAGES][BLOCK_Q][..]        shared memory, a ring; with a log-sum-exp for each row
 //     dO           [DOUT_STAGES][BLOCK_Q][..]   shared memory, a ring; with a delta for each row
-//     S, P, dP, dS [BLOCK_Q][BLOCK_K]           registers; dS also in shared memory, for dQ
-//     dK, dV       [BLOCK_K][..]                registers
+//     S, P, dP, dS [BLOCK_Q][HELD]              registers; dS also in shared memory, for dQ
+//     dK, dV       [HELD][..]                   registers
 //     dQ           [BLOCK_Q][..]                registers, then added to float32 sums in global memory
 //
 // Warp group 0: warp 0 loads tiles of queries, warp 1 finds them, loads the keys and looks through these, warps 2 and 3 keep
 // the order in which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys,
 // with all that belongs to them (sm90_backward_keys.cuh); or, where dK and dV of 64 keys do not fit the registers of a group,
-// both share the keys, one has S and dV, the other dP and dK (sm90_backward_products.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
+// a cluster of two blocks has 64 of the keys each, of which one group makes dS and dV, the other dK and dQ, whose columns the
+// blocks share (sm90_backward_products.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
 //
 // The sums of dQ lie as the warps hold them, 64 columns of dQ^T in four warps: [tile][part][warp][16 bytes][lane]. They are
 // cleared ahead of those who add (clear_ahead()), unless there is an order: then the first to add stores. store_queries()
@@ -41,33 +42,36 @@
 #include "sm90.cuh"
 
 constexpr int GROUPS = 2, WARPS = 4 * GROUPS, THREADS = 128 * (GROUPS + 1), GROUP_KEYS = 64;
+constexpr int SIDE = KEYS_SHARED ? 4 : WARPS;  // warps that do the same
 constexpr int COLUMNS = padded(HEAD_DIM), COLUMNS_V = padded(HEAD_DIM_V), CHUNKS = chunks(HEAD_DIM), CHUNKS_V = chunks(HEAD_DIM_V);
-static_assert(KEYS_SHARED ? BLOCK_Q == 64 && BLOCK_K == 64 && CHUNKS <= 4 && CHUNKS_V <= 4
-                          : BLOCK_K == 128 && CHUNKS <= 2 && CHUNKS_V <= 2, "dK and dV fit the registers");
+constexpr int BLOCKS = KEYS_SHARED ? 2 : 1, HELD = BLOCK_K / BLOCKS;  // blocks of a cluster, which share an item; keys of each
+static_assert(BLOCK_K == 128 && (KEYS_SHARED ? BLOCK_Q == 64 && CHUNKS <= 4 && CHUNKS_V <= 4 : CHUNKS <= 2 && CHUNKS_V <= 2),
+              "dK and dV fit the registers");
+constexpr int SHARE = (CHUNKS + BLOCKS - 1) / BLOCKS;  // chunks of dQ of a block
 
 // A part of dQ^T is 64 columns of all rows; where there are no more than 64, of half the rows, so that both groups have one.
 constexpr bool BY_COLUMNS = CHUNKS > 1 || KEYS_SHARED;
 constexpr int PARTS = BY_COLUMNS ? CHUNKS : GROUPS, PART_ROWS = BY_COLUMNS ? BLOCK_Q : BLOCK_Q / GROUPS;
 constexpr int BYTES_WARP = PART_ROWS * 16 * 4, BYTES_PART = 4 * BYTES_WARP, BYTES_SUMS = PARTS * BYTES_PART;
 
-constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * CHUNKS, BYTES_V = BLOCK_K * CHUNK_ROW * CHUNKS_V;
+constexpr int BYTES_K = HELD * CHUNK_ROW * CHUNKS, BYTES_V = HELD * CHUNK_ROW * CHUNKS_V;
+constexpr int BYTES_OTHERS = KEYS_SHARED ? HELD * CHUNK_ROW * SHARE : 0;  // the other block's keys, for the columns of dQ
 constexpr int BYTES_Q = BLOCK_Q * CHUNK_ROW * CHUNKS, BYTES_DOUT = BLOCK_Q * CHUNK_ROW * CHUNKS_V, BYTES_ROWS = BLOCK_Q * 4;
-constexpr int BYTES_PAIRS = BLOCK_Q * CHUNK_ROW * chunks(BLOCK_K);  // dS of a tile
+constexpr int BYTES_PAIRS = BLOCK_Q * HELD * 2;  // dS of a tile: of two tiles, or of one and that of the other block
 
-constexpr int BYTES_WEIGHTS = BLOCK_Q * BLOCK_K * 4;  // what one group hands to the other
-
-constexpr int AT_K = 0, AT_V = AT_K + KEY_BUFFERS * BYTES_K, AT_Q = AT_V + BYTES_V, AT_DOUT = AT_Q + STAGES * BYTES_Q;
-constexpr int AT_PAIRS = AT_DOUT + DOUT_STAGES * BYTES_DOUT, AT_SUMS = AT_PAIRS + 2 * BYTES_PAIRS;
-constexpr int AT_SHIFT = AT_SUMS + (KEYS_SHARED ? BYTES_WEIGHTS : BYTES_SUMS), AT_DELTA = AT_SHIFT + STAGES * BYTES_ROWS;
+constexpr int AT_K = 0, AT_OTHERS = AT_K + KEY_BUFFERS * BYTES_K, AT_V = AT_OTHERS + BYTES_OTHERS, AT_Q = AT_V + BYTES_V;
+constexpr int AT_DOUT = AT_Q + STAGES * BYTES_Q, AT_PAIRS = AT_DOUT + DOUT_STAGES * BYTES_DOUT, AT_SUMS = AT_PAIRS + 2 * BYTES_PAIRS;
+constexpr int AT_SHIFT = AT_SUMS + (KEYS_SHARED ? 0 : BYTES_SUMS), AT_DELTA = AT_SHIFT + STAGES * BYTES_ROWS;
 constexpr int AT_Q_RING = AT_DELTA + DOUT_STAGES * BYTES_ROWS, AT_DOUT_RING = AT_Q_RING + 16 * STAGES;
 constexpr int AT_K_RING = AT_DOUT_RING + 16 * DOUT_STAGES, AT_V_RING = AT_K_RING + 16 * KEY_BUFFERS;
 constexpr int AT_PAIRS_RING = AT_V_RING + 16, AT_ADDED = AT_PAIRS_RING + 32, AT_TURN = AT_ADDED + 16, AT_ASKED = AT_TURN + 16;
 constexpr int AT_K_CAME = AT_ASKED + 32, AT_ROWS_CAME = AT_K_CAME + 8 * KEY_BUFFERS;
-constexpr int AT_WEIGHTS_RING = AT_ROWS_CAME + 8;
-constexpr int AT_NOTES = AT_WEIGHTS_RING + 16;              // for each stage of Q: tile << 8 | ODD, LAST, states of the groups; head;
+constexpr int AT_OTHERS_RING = AT_ROWS_CAME + 8, AT_OTHERS_CAME = AT_OTHERS_RING + 16, AT_ACROSS_RING = AT_OTHERS_CAME + 8;
+constexpr int AT_TAKEN = AT_ACROSS_RING + 16;           // for two items: a barrier; behind these which they are
+constexpr int AT_NOTES = AT_TAKEN + 24;                 // for each stage of Q: tile << 8 | ODD, LAST, states of the groups; head;
 constexpr int AT_ITEMS = AT_NOTES + 12 * STAGES;        // number among all tiles of Q. For each buffer of K: an Item
 constexpr int AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS;     // for each buffer of K: a bit for each key that was cleared
-constexpr int ODD_WORDS = (BLOCK_K + 31) / 32;
+constexpr int ODD_WORDS = HELD / 32;
 constexpr int AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS;  // for four tiles of dQ: which they are
 constexpr int AT_FOUND = AT_SLOTS + 32, LISTS = 4;
 constexpr unsigned ODD = 16, NOTHING = 32, LAST = 64;  // some rows' numbers are not finite; taken though nobody sees it; the last tile of an item
@@ -118,7 +122,7 @@ DEVICE float load_number(unsigned address) {
 
 // --- roles ------------------------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
 sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
               const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
               const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map) {
@@ -126,20 +130,23 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
         rows_ring(base).init(1, WARPS);
-        douts_ring(base).init(1, WARPS);
+        douts_ring(base).init(1, SIDE);
         keys_ring(base).init(1, WARPS);
-        values_ring(base).init(1, KEYS_SHARED ? 4 : WARPS);
-        pairs_ring(base).init(KEYS_SHARED ? 4 : WARPS, KEYS_SHARED ? 4 : WARPS);
-        weights_ring(base).init(4, 4);
+        values_ring(base).init(1, SIDE);
+        pairs_ring(base).init(SIDE, SIDE);
+        others_ring(base).init(1, SIDE);
+        across_ring(base).init(1, SIDE);
         lists_ring(base).init(1, 1);
-        barrier_init(base + AT_SOON, 1);
-        for (int i = 0; i < 2; ++i) barrier_init(base + AT_ADDED + 8 * i, WARPS), barrier_init(base + AT_TURN + 8 * i, 1);
+        barrier_init(base + AT_SOON, 1), barrier_init(base + AT_OTHERS_CAME, 1);
+        for (int i = 0; i < 2; ++i) barrier_init(base + AT_ADDED + 8 * i, SIDE), barrier_init(base + AT_TURN + 8 * i, 1);
+        for (int i = 0; i < 2; ++i) barrier_init(base + AT_TAKEN + 8 * i, 1);
         for (int i = 0; i < 4; ++i) barrier_init(base + AT_ASKED + 8 * i, 1);
         for (int i = 0; i < KEY_BUFFERS; ++i) barrier_init(base + AT_K_CAME + 8 * i, 1);
         barrier_init(base + AT_ROWS_CAME, 1);
         barriers_ready();
     }
-    __syncthreads();
+    if (BLOCKS > 1) cluster_sync();
+    else __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
         give_registers<REGISTERS_LOADING>();
@@ -151,6 +158,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         take_registers<REGISTERS>();
         multiply_tiles(p, dk_map, dv_map, base, role - 1);
     }
+    if (BLOCKS > 1) cluster_sync();  // what the other block sends has come
 }
 
 // --- before and after -------------------------------------------------------------------------------------------------
@@ -204,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     odd = __syncthreads_or(odd);
     int* marks = marks_of(p, b, h, tile);
     if (threadIdx.x == 0) marks[0] = odd ? IS_ODD : 0;
-    for (int i = threadIdx.x; i < (ORDERED ? tiles_of(p.n_k, ORDER_BITS * BLOCK_K) : 1); i += 256) marks[1 + i] = 0;
+    for (int i = threadIdx.x; i < (ORDERED ? BLOCKS * order_words(p) : 1); i += 256) marks[1 + i] = 0;
 }
 
 // The sums of dQ to dq; a block takes a tile. In shared memory they become rows again.

@@ -6,15 +6,21 @@ DEVICE Ring<STAGES> rows_ring(unsigned base) { return {base + AT_Q_RING, base + 
 DEVICE Ring<DOUT_STAGES> douts_ring(unsigned base) { return {base + AT_DOUT_RING, base + AT_DOUT_RING + 8 * DOUT_STAGES}; }
 DEVICE Ring<KEY_BUFFERS> keys_ring(unsigned base) { return {base + AT_K_RING, base + AT_K_RING + 8 * KEY_BUFFERS}; }
 DEVICE Ring<1> values_ring(unsigned base) { return {base + AT_V_RING, base + AT_V_RING + 8}; }
-DEVICE Ring<1> weights_ring(unsigned base) { return {base + AT_WEIGHTS_RING, base + AT_WEIGHTS_RING + 8}; }
+DEVICE Ring<1> others_ring(unsigned base) { return {base + AT_OTHERS_RING, base + AT_OTHERS_RING + 8}; }
 DEVICE Ring<LISTS> lists_ring(unsigned base) { return {base + AT_LISTS_RING, base + AT_LISTS_RING + 8 * LISTS}; }
-DEVICE Ring<2> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + AT_PAIRS_RING + 16}; }
+DEVICE Ring<BLOCKS == 1 ? 2 : 1> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + AT_PAIRS_RING + 16}; }
+// Between two blocks: full when the other one's dS is here, empty when what was sent there is no longer needed.
+DEVICE Ring<1> across_ring(unsigned base) { return {base + AT_ACROSS_RING, base + AT_ACROSS_RING + 8}; }
 
 // Of a tile of queries: whether it is odd, and whether its dQ is WRITTEN; then words with bits of ORDER_BITS tiles of keys each
 // that are done with it, and a bit for whether one of them has WRITTEN_HERE: who waits so learns at once if sums are there.
 constexpr int ORDER_BITS = 31;
 constexpr unsigned WRITTEN_HERE = 1u << ORDER_BITS;
 DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.partial_lse, b, h, tile); }
+DEVICE int order_words(const Params& p) { return tiles_of(p.n_k, ORDER_BITS * BLOCK_K); }
+// The words behind a tile's mark; each block of a cluster has its own, as it has its own columns of dQ.
+DEVICE int rank_of_block() { return BLOCKS > 1 ? rank_in_cluster() : 0; }
+DEVICE int* order_of(const Params& p, int* marks) { return marks + 1 + rank_of_block() * order_words(p); }
 
 DEVICE unsigned get_acquired(const int* word) {
     unsigned x;
@@ -23,6 +29,8 @@ DEVICE unsigned get_acquired(const int* word) {
 }
 DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// The first of an item's keys that the block has.
+DEVICE int held_from(const Item& at) { return at.k0 + HELD * rank_of_block(); }
 DEVICE unsigned note_of(unsigned base, unsigned n) { return base + AT_NOTES + 12 * (n % STAGES); }
 DEVICE unsigned item_slot(unsigned base, unsigned number) { return base + AT_ITEMS + 12 * (number % KEY_BUFFERS); }
 DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 4 * ODD_WORDS * (number % KEY_BUFFERS); }
@@ -63,17 +71,17 @@ struct Clearing {
 };
 DEVICE Clearing clearing_of(const Params& p) {
     const int of_head = tiles_of(p.n_q, BLOCK_Q) * GROUP, with_item = tiles_of(of_head, early_tiles(p));
-    return {(long long)p.splits * of_head + 300ll * with_item, with_item, of_head};
+    return {(long long)p.splits * of_head + 300ll / BLOCKS * with_item, with_item, of_head};
 }
 DEVICE int* cleared_of(const Params& p, int b, int head) { return marks_of(p, b, head * GROUP, 0) + 1; }
 
-// By a warp that has taken item `index`.
+// By a warp that has taken item `index`; blocks that share it clear in turn.
 DEVICE void clear_ahead(const Params& p, int index) {
     const Clearing clearing = clearing_of(p);
     const int heads = (int)p.heads / GROUP, all = clearing.of_head * heads * (int)p.batch, lane = threadIdx.x % 32;
     const long long from = clearing.before + index * clearing.with_item;
 #pragma unroll 1
-    for (long long where = from; where < from + clearing.with_item && where < all; ++where) {
+    for (long long where = from + rank_of_block(); where < from + clearing.with_item && where < all; where += BLOCKS) {
         float4* sums = reinterpret_cast<float4*>(p.partial.data) + where * (BYTES_SUMS / 16) + lane;
 #pragma unroll 8
         for (int i = 0; i < BYTES_SUMS / 512; ++i) sums[32 * i] = float4{0, 0, 0, 0};
@@ -142,7 +150,7 @@ DEVICE unsigned states_of(const Params& p, const Item& at, int h, int n_k, int t
 DEVICE void set_nothing(const Params& p, const Item& at, int h, int tile) {
     const int tile_k = at.k0 / BLOCK_K;
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;"
-                 ::"l"(marks_of(p, at.b, h, tile) + 1 + tile_k / ORDER_BITS), "r"(1u << tile_k % ORDER_BITS) : "memory");
+                 ::"l"(order_of(p, marks_of(p, at.b, h, tile)) + tile_k / ORDER_BITS), "r"(1u << tile_k % ORDER_BITS) : "memory");
 }
 
 // Whether 16 bytes of elements are finite: a number that is not has an exponent of ones.
@@ -154,10 +162,11 @@ DEVICE bool all_finite(const uint4& x) {
     return finite;
 }
 
-// Of item `number`: keys past the length, and those that are not finite, are cleared; the others go by as they are.
-DEVICE void clean_keys(const Params& p, unsigned base, const Item& at, unsigned number) {
-    const int lane = threadIdx.x % 32, exist = (int)keys_of(p, at.b) - at.k0;
-    const unsigned tile = base + AT_K + number % KEY_BUFFERS * BYTES_K, bits = odd_of(base, number);
+// In a tile of keys, of which `exist` are not past the length: the others, and those that are not finite, are cleared. bits:
+// where a bit for each of the latter goes, or 0.
+template <int TILE_CHUNKS>
+DEVICE void clean_keys(unsigned tile, int exist, unsigned bits) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int word = 0; word < ODD_WORDS; ++word) {
         unsigned odd = 0;  // of 32 keys; a lane looks at units of every fourth
@@ -167,21 +176,35 @@ DEVICE void clean_keys(const Params& p, unsigned base, const Item& at, unsigned 
                 const int row = 32 * word + 4 * i + lane / 8;
                 bool finite = true;
 #pragma unroll
-                for (int c = 0; c < CHUNKS; ++c)
-                    finite &= row >= BLOCK_K || all_finite(load_unit(tile + (c * BLOCK_K + row) * CHUNK_ROW + lane % 8 * UNIT));
+                for (int c = 0; c < TILE_CHUNKS; ++c)
+                    finite &= all_finite(load_unit(tile + (c * HELD + row) * CHUNK_ROW + lane % 8 * UNIT));
                 const unsigned ballot = __ballot_sync(~0u, !finite);
 #pragma unroll
                 for (int r = 0; r < 4; ++r) odd |= (ballot >> 8 * r & 255) != 0 ? 1u << 4 * i + r : 0;
             }
         }
-        if (lane == 0) store_word(bits + 4 * word, (int)odd);
+        if (bits != 0 && lane == 0) store_word(bits + 4 * word, (int)odd);
         if (odd != 0 || exist < 32 * word + 32)
-            clear_rows_of<BLOCK_K, CHUNKS>(tile, [&](int row) {
+            clear_rows_of<HELD, TILE_CHUNKS>(tile, [&](int row) {
                 return row / 32 == word && ((odd >> row % 32 & 1) || row >= exist);
             });
     }
     fence_async();
     __syncwarp();
+}
+
+// The number of a block's next item, by one lane. Of blocks that share items the first one takes them and tells the other, which
+// by the next but one has read it: it has added its part to tiles that the first could not end without.
+DEVICE int take_item(const Params& p, unsigned base, unsigned number) {
+    const unsigned barrier = base + AT_TAKEN + number % 2 * 8, word = base + AT_TAKEN + 16 + number % 2 * 4;
+    if (rank_of_block() == 0) {
+        const int index = (int)atomicAdd(p.ticket, 1u);
+        if (BLOCKS > 1) store_across(mapped(word, 1), index, mapped(barrier, 1));
+        return index;
+    }
+    arrive_and_expect(barrier, 4);
+    wait(barrier, number / 2 & 1);
+    return load_word(word);
 }
 
 // By a warp, which works ahead of the one that loads: classifying 32 tiles may take as long as the products of a few. So its
@@ -202,6 +225,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         ++n;
     };
     auto full_of = [&]() { return keys.full + 8 * keys.stage(number); };
+    auto k_tile = [&]() { return base + AT_K + keys.stage(number) * BYTES_K; };
     auto came_of = [&]() { return CLEANS_KEYS ? base + AT_K_CAME + 8 * keys.stage(number) : full_of(); };
     auto announce = [&](const Item& at) {
         keys.wait_empty(number);
@@ -212,14 +236,35 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         announce(at);
         if (elected()) {
             arrive_and_expect(came_of(), BYTES_K);
-            load_tile<1, CHUNKS, BLOCK_K>(base + AT_K + keys.stage(number) * BYTES_K, k_map, at.k0, at.head, at.b, came_of());
+            load_tile<1, CHUNKS, HELD>(k_tile(), k_map, held_from(at), at.head, at.b, came_of());
+        }
+    };
+    auto clean = [&](const Item& at) {
+        wait(came_of(), number / KEY_BUFFERS & 1);
+        clean_keys<CHUNKS>(k_tile(), (int)keys_of(p, at.b) - held_from(at), odd_of(base, number));
+        if (leader) arrive(full_of());
+    };
+    // The keys of the other block, in the columns of this block's part of dQ.
+    auto load_others = [&](const Item& at) {
+        const auto others = others_ring(base);
+        const unsigned came = CLEANS_KEYS ? base + AT_OTHERS_CAME : others.full;
+        const int rank = rank_of_block(), from = at.k0 + HELD * (1 - rank);
+        others.wait_empty(number);
+        if (elected()) {
+            arrive_and_expect(came, BYTES_OTHERS);
+            load_tile<1, SHARE, HELD>(base + AT_OTHERS, k_map, from, at.head, at.b, came, 64 * SHARE * rank);
+        }
+        if constexpr (CLEANS_KEYS) {
+            wait(came, number & 1);
+            clean_keys<SHARE>(base + AT_OTHERS, (int)keys_of(p, at.b) - from, 0);
+            if (leader) arrive(others.full);
         }
     };
 #pragma unroll 1
     for (;; ++number) {
         // Not earlier than it has to be, so that the last items are shared evenly.
         if (number > 0) wait_patiently(base + AT_SOON, (number - 1) & 1, SLEEP);
-        const int index = uniform(leader ? (int)atomicAdd(p.ticket, 1u) : 0);
+        const int index = uniform(leader ? take_item(p, base, number) : 0);
         if (index >= items) break;
         const Item at = item_of(p, index);
         const int n_k = (int)keys_of(p, at.b);
@@ -252,11 +297,8 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
             if (!first) continue;
             first = false;
             if (KEY_BUFFERS == 1) load_keys(at);
-            if constexpr (CLEANS_KEYS) {
-                wait(came_of(), number / KEY_BUFFERS & 1);
-                clean_keys(p, base, at, number);
-                if (leader) arrive(full_of());
-            }
+            if (CLEANS_KEYS) clean(at);
+            if (BLOCKS > 1) load_others(at);
         }
         if (!ORDERED) clear_ahead(p, index);
     }
@@ -300,7 +342,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
             if (first) {
                 values.wait_empty(number);
                 arrive_and_expect(values.full, BYTES_V);
-                load_tile<1, CHUNKS_V, BLOCK_K>(base + AT_V, v_map, k0, h / GROUP, b, values.full);
+                load_tile<1, CHUNKS_V, HELD>(base + AT_V, v_map, held_from({b, h, k0}), h / GROUP, b, values.full);
             }
             douts.wait_empty(n);
             if (!odd) arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS);
@@ -411,12 +453,13 @@ DEVICE void keep_order(const Params& p, unsigned base, int which) {
         wait(asked_of(base, n), n / 4 & 1);
         const int where = load_word(slot_of(base, n)), tile_k = load_word(slot_of(base, n) + 4);
         if (where == END) break;
-        int* done = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token + 1;
+        int* marks = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token;
+        int* done = order_of(p, marks);
         // Of an item that is seen by no query nobody waits for the tile that it takes all the same: it leaves nothing there.
         Adding adding = ADDS_NOTHING;
         if (tile_k != END) {
             adding = wait_for_turn(p, done, tile_k, FROM_DIAGONAL && is_descending(p, where / tiles_q / GROUP)) ? ADDS : STORES;
-            if (adding == STORES && leader) set_written(done - 1);
+            if (adding == STORES && leader) set_written(marks);
         }
         if (KEYS_SHARED) {
             if (leader) store_word(slot_of(base, n), adding), arrive(turn_of(base, n));

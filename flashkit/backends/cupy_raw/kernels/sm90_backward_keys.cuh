@@ -20,6 +20,17 @@ constexpr bool STAGED = ORDERED || MAY_HIDE;  // whether dQ leaves through share
 // hidden (1.01 to 1.06); else 0.96 to 1.03.
 constexpr bool EARLY_RELEASE = ORDERED || (CHUNKS == 2 && !STAGED);
 
+// dS of tile n to shared memory, turned, for dQ. place: where the lane's matrices go in the first of the two tiles there.
+DEVICE void hand_pairs(const Ring<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2], int lane) {
+    pairs.wait_empty(n);
+#pragma unroll
+    for (int k = 0; k < BLOCK_Q / 16; ++k)
+        store_matrices<true>(place + n % 2 * BYTES_PAIRS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    fence_async();
+    __syncwarp();
+    arrive_once(pairs.full + 8 * (n % 2), lane);
+}
+
 DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base, int group) {
     const auto queries = rows_ring(base);
     const auto douts = douts_ring(base);

@@ -61,17 +61,17 @@ DEVICE bool is_near(const Params& p, long long offset) {
     return __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
 }
 
-// The place of a group's pairs.
+// The place of a group's pairs; where blocks share an item, `group` is the block's number.
 struct Place {
     int b, h, row0, k0;
-    unsigned odd;  // address of bits of keys that are not finite, from k0's tile on
+    unsigned odd;  // address of bits of the block's keys that are not finite
     int first;     // of the group's keys within that
 };
 // Of tile `n` of queries, item `number`: from shared memory, since it is asked for rarely and would take registers always.
 DEVICE Place place_of(unsigned base, unsigned n, unsigned number, int group) {
     const unsigned note = note_of(base, n), slot = item_slot(base, number);
     return {load_word(slot), load_word(note + 4), (load_word(note) >> 8) * BLOCK_Q, load_word(slot + 8) + GROUP_KEYS * group,
-            odd_of(base, number), GROUP_KEYS * group};
+            odd_of(base, number), KEYS_SHARED ? 0 : GROUP_KEYS * group};
 }
 
 // Element 4 n + 2 half + c: -inf where it is hidden.
@@ -353,17 +353,6 @@ DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIR
             pairs[2 * n + half] = pack(x[0], x[1]);
         }
     }
-}
-
-// dS of tile n to shared memory, turned, for dQ. place: where the lane's matrices go in the first of the two tiles there.
-DEVICE void hand_pairs(const Ring<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2], int lane) {
-    pairs.wait_empty(n);
-#pragma unroll
-    for (int k = 0; k < BLOCK_Q / 16; ++k)
-        store_matrices<true>(place + n % 2 * BYTES_PAIRS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
-    fence_async();
-    __syncwarp();
-    arrive_once(pairs.full + 8 * (n % 2), lane);
 }
 
 // --- storing ----------------------------------------------------------------------------------------------------------
