@@ -33,13 +33,14 @@ _HELPERS = ("memory.py", "params.py", "compile.py", "assemble.py", "fragments.py
 _compiling = threading.local()
 
 
-def kernel(threads: int, blocks: int = 1, maps: Sequence[str] = ()) -> Callable[[Any], Any]:
+def kernel(threads: int, blocks: int = 1, maps: Sequence[str] = (), cluster: int = 1) -> Callable[[Any], Any]:
     """Mark a function of Params as a kernel: for blocks of so many threads, of which so many are to fit on a
-    multiprocessor by their registers; `maps`: names of tensor maps, which are further parameters of 128 bytes by value.
+    multiprocessor by their registers; `maps`: names of tensor maps, which are further parameters of 128 bytes by value;
+    `cluster`: how many blocks make a cluster.
     """
 
     def mark(function: Any) -> Any:
-        function.kernel = (threads, blocks), tuple(maps)
+        function.kernel = (threads, blocks), tuple(maps), cluster
         return function
 
     return mark
@@ -83,7 +84,7 @@ def kernels_of(module: dict[str, Any]) -> dict[str, Any]:
 def _ptx(function: Any, values: int, arch: str) -> str:
     from numba import cuda
 
-    bounds, maps = function.kernel
+    bounds, maps, cluster = function.kernel
     number, specific = re.fullmatch(r"sm_(\d+)(a?)", arch).groups()  # type: ignore[union-attr]
     capability = int(number) // 10, int(number) % 10
     kind = params.numba_type(values)
@@ -93,10 +94,10 @@ def _ptx(function: Any, values: int, arch: str) -> str:
             text, _ = cuda.compile_ptx(function, (kind,), cc=target, launch_bounds=bounds)
         except Exception as error:  # Numba has many kinds
             raise CompileError(f"{function.__name__} does not compile for {arch}: {error}") from error
-    return one_structure(text, function.__name__, maps)
+    return one_structure(text, function.__name__, maps, cluster)
 
 
-def one_structure(text: str, name: str, maps: Sequence[str]) -> str:
+def one_structure(text: str, name: str, maps: Sequence[str], cluster: int = 1) -> str:
     """PTX of a kernel called `name` that takes what Numba's takes word by word as one structure of 64-bit words."""
     entry = re.search(r"\.visible \.entry (\S+)\(([^)]*)\)", text)
     if entry is None:
@@ -104,7 +105,8 @@ def one_structure(text: str, name: str, maps: Sequence[str]) -> str:
     numbas, words = entry[1], entry[2].count(".param")
     declared = [f".param .align 64 .b8 {name}_params[{8 * words}]"]
     declared += [f".param .align 64 .b8 {each}[{_MAP_BYTES}]" for each in maps]
-    text = text.replace(entry[0], f".visible .entry {numbas}({', '.join(declared)})")
+    together = f"\n.explicitcluster\n.reqnctapercluster {cluster}, 1, 1" if cluster > 1 else ""
+    text = text.replace(entry[0], f".visible .entry {numbas}({', '.join(declared)}){together}")
     text = re.sub(rf"\[{re.escape(numbas)}_param_(\d+)\]", lambda m: f"[{name}_params+{8 * int(m[1])}]", text)
     # What Numba's own runtime would look for; several kernels have the same ones.
     text = re.sub(r"^\.common \.global .*NumbaEnv.*;$", "", text, flags=re.MULTILINE)

@@ -9,7 +9,7 @@ def clearing_of(p):
     """Tiles of a head of keys, tiles that come with an item, and tiles that prepare_rows() clears."""
     of_head, early = u32(tiles_along(p.n_q, BLOCK_Q) * GROUP), early_tiles(p)
     with_item = u32(u32(of_head + early - u32(1)) // early)
-    return I(of_head), I(with_item), p.splits * I(of_head) + 300 * I(with_item)
+    return I(of_head), I(with_item), p.splits * I(of_head) + 300 // BLOCKS * I(with_item)
 
 
 @device
@@ -19,11 +19,11 @@ def count_of_cleared(p, b, head):
 
 @device
 def clear_ahead(p, index):
-    """By a warp that has taken item `index`."""
+    """By a warp that has taken item `index`; blocks that share it clear in turn."""
     of_head, with_item, before = clearing_of(p)
     heads, lane = i32(p.heads // GROUP), here(thread() % 32)
-    where = before + index * with_item
-    end = min(where + with_item, of_head * heads * p.batch)
+    first = before + index * with_item
+    where, end = first + rank_of_block(), min(first + with_item, of_head * heads * p.batch)
     while where < end:
         target = p.partial.data + where * BYTES_SUMS + 16 * I(lane)
         for i in range(i32(BYTES_SUMS // 512)):
@@ -33,7 +33,7 @@ def clear_ahead(p, index):
         if lane == 0:
             head = i32(u32(where) // u32(of_head))
             add_after(count_of_cleared(p, i32(u32(head) // u32(heads)), i32(u32(head) % u32(heads))), 1)
-        where += 1
+        where += BLOCKS
 
 
 @device

@@ -6,33 +6,29 @@
 # As many blocks as multiprocessors take items one after the other, each BLOCK_K keys of a key/value head, and go over
 # the tiles of queries that see them.
 #
-#     K              [KEY_BUFFERS][BLOCK_K][..]   shared memory
-#     V              [BLOCK_K][..]                shared memory
+#     K              [KEY_BUFFERS][HELD][..]      shared memory; HELD: of BLOCK_K keys those of the block
+#     V              [HELD][..]                   shared memory
 #     Q              [STAGES][BLOCK_Q][..]        shared memory, a ring; with a log-sum-exp for each row
 #     dO             [DOUT_STAGES][BLOCK_Q][..]   shared memory, a ring; with a delta for each row
-#     S, P, dP, dS   [BLOCK_Q][BLOCK_K]           registers; dS also in shared memory, for dQ
-#     dK, dV         [BLOCK_K][..]                registers
+#     S, P, dP, dS   [BLOCK_Q][HELD]              registers; dS also in shared memory, for dQ
+#     dK, dV         [HELD][..]                   registers
 #     dQ             [BLOCK_Q][..]                registers, then added to float32 sums in memory: prepare_rows() clears
 #                                                 them, store_queries() makes dQ of them
 #
 # Warp group 0: warp 0 loads tiles of queries, warp 1 finds them, loads the keys and looks through these, warps 2 and 3
 # keep the order in which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of
 # the keys, with all that belongs to them (sm90_backward_keys.py); or, where dK and dV of 64 keys do not fit the
-# registers of a group, both share the keys, one has S and dV, the other dP and dK (sm90_backward_products.py,
-# KEYS_SHARED).
+# registers of a group, a cluster of two blocks has 64 of the keys each, of which one group makes dS and dV, the other
+# dK and dQ, whose columns the blocks share (sm90_backward_products.py, KEYS_SHARED).
 #
 # With ORDERED a tile is added to by one block after the other, in the order of their keys, so the bits never change.
 # Without a mask keys ascend and all go from the last queries to the first; with one keys descend and queries ascend:
 # under a causal mask a block then begins at its diagonal, where it is the first to add.
 
 
-scores_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM, BLOCK_K), along_rows(HEAD_DIM, BLOCK_Q), fresh=True)
-values_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM_V, BLOCK_K), along_rows(HEAD_DIM_V, BLOCK_Q), fresh=True)
+scores_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM, HELD), along_rows(HEAD_DIM, BLOCK_Q), fresh=True)
+values_product = wgmma(STORAGE, BLOCK_Q, along_rows(HEAD_DIM_V, HELD), along_rows(HEAD_DIM_V, BLOCK_Q), fresh=True)
 dv_product = wgmma_registers(STORAGE, COLUMNS_V, along_columns(BLOCK_Q), turned_b=True)
-dk_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_Q), turned_b=True)
-dq_product = wgmma(
-    STORAGE, PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
-)  # fmt: skip
 
 
 @device
@@ -53,28 +49,14 @@ def gradients_of_weights(base, group, dout):
 
 
 @device
-def query_gradients(keys, ds):
-    """dQ^T = K^T dS of a tile, a chunk of columns or a part of the rows."""
-    products_begin()
-    dq = dq_product(descriptor(keys, 16), descriptor(ds, 16))
-    products_end()
-    return dq
+def add_four(i, four, target):
+    add_to_four(target + 512 * i, four)
 
 
 @device
-def store_sixteen(i, words, target):
-    """16 queries of a warp's keys, as rows of queries."""
-    store_matrices_turned(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
-
-
-@device
-def hand_pairs(base, n, ds, pairs_of_lane):
-    """A warp's dS to shared memory, for dQ."""
-    wait_empty(base + AT_PAIRS_RING, n, 2)
-    groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_PAIRS))
-    fence_async()
-    lanes_sync()
-    arrive_once(full_of(base + AT_PAIRS_RING, n, 2))
+def part_of_sums(p, where, part):
+    """A part of a tile of dQ. where: the tile of queries among all."""
+    return p.partial.data + I(where) * BYTES_SUMS + part
 
 
 # --- from item to item ------------------------------------------------------------------------------------------------
@@ -112,42 +94,6 @@ def multiply_items(p, base, sums, begin, step, finish, rest):
 
 
 # --- an item's end ----------------------------------------------------------------------------------------------------
-
-MISSING, MISSING_V = ((u32(0),) * (-SUMS // 2 % 8) for SUMS in (SUMS, SUMS_V))
-
-
-@device
-def turn_four(a, b, c, d):
-    """Lane t of four that share a row ends with all four words of number t."""
-    lane = i32(thread() % 32)
-    odd, high = lane & 1 != 0, lane & 2 != 0
-    x, y = from_lane(a if odd else b, lane ^ 1), from_lane(c if odd else d, lane ^ 1)
-    a, b, c, d = (x, b, y, d) if odd else (a, x, c, y)
-    x, y = from_lane(a if high else c, lane ^ 2), from_lane(b if high else d, lane ^ 2)
-    a, b, c, d = (x, y, c, d) if high else (a, b, x, y)
-    return u32(a), u32(b), u32(c), u32(d)
-
-
-@device
-def store_columns(i, words, rest):
-    """32 columns of a lane's two keys."""
-    rows, keys, n_k, dim = rest
-    column = 32 * i + i32(thread() % 4 * 8)
-    for half in range(2):
-        four = turn_four(i32(words[half]), i32(words[2 + half]), i32(words[4 + half]), i32(words[6 + half]))
-        if keys[half] < n_k and column < dim:
-            store_unit(rows[half] + column * ITEM, four)
-
-
-@device
-def store_keys(p, tensor, at, group, x, factor, dim, missing):
-    """dK or dV of a warp group's keys, 16 bytes at a time; missing: registers to whole 32 columns."""
-    k0 = at[2] + 64 * group
-    keys = k0 + first_of_lane(0), k0 + first_of_lane(1)
-    rows = row_address(tensor, I(at[0]), I(at[1]), I(keys[0])), row_address(tensor, I(at[0]), I(at[1]), I(keys[1]))
-    words = join(pack, scaled(x, factor)) + missing
-    groups(store_columns, 8, words, (rows, keys, i32(p.n_k), dim))
-
 
 BYTES_PIECE = 16 * CHUNK_ROW
 
@@ -193,28 +139,34 @@ def keys_sender(columns, before, pieces, apart):
 # --- roles ------------------------------------------------------------------------------------------------------------
 
 
-@kernel(THREADS, 1, maps=("map_q", "map_k", "map_v", "map_dout", "map_dk", "map_dv"))
+@kernel(THREADS, 1, maps=("map_q", "map_k", "map_v", "map_dout", "map_dk", "map_dv"), cluster=BLOCKS)
 def sm90_backward(p):
     base = u32(uniform(shared_address()))
     if thread() == 0:
         ring_init(base + AT_Q_RING, STAGES, 1, WARPS)
-        ring_init(base + AT_DOUT_RING, DOUT_STAGES, 1, WARPS)
+        ring_init(base + AT_DOUT_RING, DOUT_STAGES, 1, SIDE)
         ring_init(base + AT_K_RING, KEY_BUFFERS, 1, WARPS)
-        ring_init(base + AT_V_RING, 1, 1, 4 if KEYS_SHARED else WARPS)
-        ring_init(base + AT_PAIRS_RING, 2, 4 if KEYS_SHARED else WARPS, 4 if KEYS_SHARED else WARPS)
-        ring_init(base + AT_WEIGHTS_RING, 1, 4, 4)
+        ring_init(base + AT_V_RING, 1, 1, SIDE)
+        ring_init(base + AT_PAIRS_RING, PAIRS_HELD, SIDE, SIDE)
+        ring_init(base + AT_OTHERS_RING, 1, 1, SIDE)
+        ring_init(base + AT_ACROSS_RING, 1, 1, SIDE)
         ring_init(base + AT_LISTS_RING, LISTS, 1, 1)
         barrier_init(base + AT_SOON, 1)
+        barrier_init(base + AT_OTHERS_CAME, 1)
         for i in range(2):
-            barrier_init(base + AT_ADDED + 8 * i, WARPS)
+            barrier_init(base + AT_ADDED + 8 * i, SIDE)
             barrier_init(base + AT_TURN + 8 * i, 1)
+            barrier_init(base + AT_TAKEN + 8 * i, 1)
         for i in range(4):
             barrier_init(base + AT_ASKED + 8 * i, 1)
         for i in range(KEY_BUFFERS):
             barrier_init(base + AT_K_CAME + 8 * i, 1)
         barrier_init(base + AT_ROWS_CAME, 1)
         barriers_ready()
-    threads_sync()
+    if BLOCKS > 1:
+        cluster_sync()
+    else:
+        threads_sync()
     role, warp = uniform(thread() // 128), uniform(thread() // 32)
     if role == 0:
         give_registers(REGISTERS_LOADING)
@@ -227,3 +179,5 @@ def sm90_backward(p):
     else:
         take_registers(REGISTERS)
         multiply_tiles(p, base, role - 1)
+    if BLOCKS > 1:
+        cluster_sync()  # what the other block sends has come

@@ -24,14 +24,23 @@ send_dv, send_dk = (
     keys_sender(columns, before, PIECES, BYTES_PIECE) for columns, before in ((COLUMNS_V, 0), (COLUMNS, chunks_v))
 )
 
+dk_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_Q), turned_b=True)
+dq_product = wgmma(
+    STORAGE, PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
+)  # fmt: skip
+
 # Where a group's part of dQ begins in K and in dS.
 K_OF_GROUP, DS_OF_GROUP = (BLOCK_K * CHUNK_ROW, 0) if BY_COLUMNS else (0, PART_ROWS * CHUNK_ROW)
 
 
 @device
-def query_gradients_of(base, k_tile, group, n):
+def query_gradients(base, k_tile, group, n):
+    """dQ^T = K^T dS of a tile, a chunk of columns or a part of the rows."""
     ds = base + AT_PAIRS + stage_of(n, 2) * BYTES_PAIRS
-    return query_gradients(k_tile + group * K_OF_GROUP, ds + group * DS_OF_GROUP)
+    products_begin()
+    dq = dq_product(descriptor(k_tile + group * K_OF_GROUP, 16), descriptor(ds + group * DS_OF_GROUP, 16))
+    products_end()
+    return dq
 
 
 @device
@@ -44,19 +53,24 @@ def release_tile(base, n):
 
 
 @device
-def add_four(i, four, target):
-    add_to_four(target + 512 * i, four)
+def store_sixteen(i, words, target):
+    """16 queries of a warp's keys, as rows of queries."""
+    store_matrices_turned(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
+
+
+@device
+def hand_pairs(base, n, ds, pairs_of_lane):
+    """A warp's dS to shared memory, for dQ."""
+    wait_empty(base + AT_PAIRS_RING, n, 2)
+    groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_PAIRS))
+    fence_async()
+    lanes_sync()
+    arrive_once(full_of(base + AT_PAIRS_RING, n, 2))
 
 
 @device
 def stage_four(i, four, target):
     store_four(target + 512 * i, four)
-
-
-@device
-def part_of_sums(p, where, part):
-    """A part of a tile of dQ. where: the tile of queries among all."""
-    return p.partial.data + I(where) * BYTES_SUMS + part
 
 
 @device
@@ -134,7 +148,7 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     if not first:
         wait_full(base + AT_PAIRS_RING, n - 1, 2)
     # Always begun, or the compiler makes it wait; of an item's first tile nothing comes of it.
-    dq = query_gradients_of(base, k_tile, group, n + 1)
+    dq = query_gradients(base, k_tile, group, n + 1)
     products_begin()
     dk = dk_product(dk, ds, descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
     products_end()
@@ -159,7 +173,7 @@ def finish(p, base, k_tile, number, n, state, rest):
         release_tile(base, n - 1)
     release(base + AT_V_RING, number, 1)
     wait_full(base + AT_PAIRS_RING, n - 1, 2)
-    dq = query_gradients_of(base, k_tile, group, n - 1)
+    dq = query_gradients(base, k_tile, group, n - 1)
     if STAGED and not ORDERED:
         fence_async()
         lanes_sync()

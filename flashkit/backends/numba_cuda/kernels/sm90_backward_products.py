@@ -1,217 +1,208 @@
 # parts: sm90_backward
-# Products of the Hopper backward pass where dK and dV of 64 keys do not fit the registers of a warp group: one has dV,
-# and makes the weights, the other dK, and makes their gradients. All are turned: keys are the rows.
+# Products of the Hopper backward pass where dK and dV of 64 keys do not fit the registers of a warp group. A cluster of
+# two blocks has an item, 64 keys each; of a block's groups one has what is of pairs, the other the sums over them. All
+# are turned: keys are the rows.
 #
-#     S, P     [64][64]   registers of the first group, which hands P to the other through shared memory, in float32
-#     dP, dS   [64][64]   registers of the second; dS also in shared memory, two tiles, for dQ
-#     dV, dK   [64][..]   registers of the first, of the second
-#     dQ       half the columns each, 64 at a time: registers, from where they are added
+#     S, P, dP, dS  [64][64]   registers of the first group; dS also in shared memory, of both blocks
+#     dV            [64][..]   registers of the first
+#     dK            [64][..]   registers of the second
+#     dQ^T          half the columns, of the keys of both blocks: registers of the second, from where they are added
 #
-# A step, for the tile of queries number n, of one group and of the other:
+# What limited one block alone is the way to the L2 cache: dQ, in float32, took more of it than all that is read. So
+# blocks send each other dS, in 16 bits, and each adds half the columns, once for 128 keys.
 #
-#     weights of S                          dS of dP, and of the weights that the first group hands over
-#     dQ^T = K^T dS of the tile before      dQ^T = K^T dS, 64 columns
-#     dV += P dO                            dK += dS Q
-#     dQ^T, 64 more columns                 dQ^T, 64 more columns
-#     S = K Q^T of the next tile            dP = V dO^T of the next tile
+# A step, for the tile of queries number n, of the first group and of the second:
 #
-# So the first group is ahead by about half a step, and each one's small steps take place beside the other's products.
+#     S = K Q^T was begun in the step before     dK += dS Q
+#     dP = V dO^T, meanwhile weights of S        dQ^T = K^T dS of the block's own keys
+#     dV += P dO, meanwhile dS of dP,            the other block's dS is waited for
+#         which goes to both blocks              dQ^T += K^T dS of its keys
+#     S of the next tile                         dQ leaves
 
-BYTES_CHUNK = BLOCK_K * CHUNK_ROW  # of K
-HAS, HAS_TOO = (chunks_q + 1) // 2, chunks_q // 2  # chunks of dQ of the first group and of the second
+BYTES_HANDED = BYTES_PAIRS // SIDE  # what a warp's dS of a tile is, to shared memory of both blocks: 16 rows of keys
+PART, PARTS_OF_DQ = BLOCK_Q // 2, SHARE * BLOCK_Q // 2  # registers of a lane: 64 columns of dQ, those of a block
+
+send_dv = keys_sender(COLUMNS_V, 0, chunks_v, HELD * CHUNK_ROW)
+send_dk = keys_sender(COLUMNS, 0, SHARE, HELD * CHUNK_ROW)
+
+dk_product = wgmma(STORAGE, COLUMNS, along_rows(BLOCK_Q, HELD), along_columns(BLOCK_Q), turned_b=True)
+dq_product, dq_fresh = (
+    wgmma(
+        STORAGE, BLOCK_Q, along_columns(HELD), along_columns(HELD), turned_a=True, turned_b=True, fresh=fresh
+    ) for fresh in (False, True)
+)  # fmt: skip
 
 
-@device
-def ds_of(base, n):
-    return base + AT_PAIRS + stage_of(n, 2) * BYTES_PAIRS
-
-
-# --- weights from group to group, dQ to memory ------------------------------------------------------------------------
-
-
-@device
-def hand_four(i, four, place):
-    store_four(place + 2048 * i, four)
-
-
-@device
-def take_four(i, _, place):
-    x = load_unit(place + 2048 * i)
-    return as_float(i32(x[0])), as_float(i32(x[1])), as_float(i32(x[2])), as_float(i32(x[3]))
+# --- the first group: what is of pairs --------------------------------------------------------------------------------
 
 
 @device
-def add_four(i, four, address):
-    add_to_four(address + 512 * i, four)
+def store_sixteen(i, words, place):
+    """16 queries of a warp's keys, as rows of keys."""
+    store_matrices(u32(place ^ u32(2 * UNIT * i)), words[0], words[1], words[2], words[3])
 
 
 @device
-def add_sums(p, where, chunk, dq, part_of_lane):
-    """A chunk of dQ. where: the tile of queries among all."""
-    groups(add_four, 4, dq, p.partial.data + I(where) * BYTES_SUMS + chunk * BYTES_PART + part_of_lane)
+def hand_pairs(base, n, ds, places):
+    """A warp's dS to shared memory, and from there to the other block's."""
+    hand, place, there, told = places
+    wait_empty(base + AT_PAIRS_RING, n, 1)
+    wait_empty(base + AT_ACROSS_RING, n, 1)
+    groups(store_sixteen, 4, ds, place)
+    fence_async()
+    lanes_sync()
+    copy_across(there, hand, BYTES_HANDED, told)
+    arrive_once(base + AT_PAIRS_RING)
 
 
 @device
-def await_order(base, n):
-    """Until dQ of tile n may be added."""
-    if ORDERED:
-        wait_full(base + AT_TURN, n, 2)
-
-
-@device
-def all_added(base, n):
-    if ORDERED:
-        lanes_sync()
-        arrive_once(full_of(base + AT_ADDED, n, 2))
-
-
-# --- the first group --------------------------------------------------------------------------------------------------
-
-
-@device
-def begin_weights(base, k_tile, number, n, dv, rest):
+def begin_pairs(base, k_tile, number, n, dv, rest):
     wait_full(base + AT_Q_RING, n, STAGES)
-    return scores(base, k_tile, 0, n), dv, i32(0)
+    s = scores(base, k_tile, 0, n)
+    wait_full(base + AT_V_RING, number, 1)
+    return s, dv
 
 
 @device
-def step_of_weights(p, base, k_tile, number, even, tile, state, rest):
-    """Tile n, whose scores have been begun: to its weights and dV, and dQ of the tile before. first: of the item."""
+def step_of_pairs(p, base, k_tile, number, even, tile, state, rest):
+    """Tile n, whose scores have been begun: to its dS, and dV. first, last: of the item."""
     n, first = tile
-    _, (own, part_of_lane, place, _), unit = rest
-    s, dv, before = state
-    dout_tile = base + AT_DOUT + stage_of(n, DOUT_STAGES) * BYTES_DOUT
-    note, where = uniform(load_word(note_of(base, n))), load_word(note_of(base, n) + 8)
+    _, rank, _, own, places, unit = rest
+    s, dv = state
+    stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
+    shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
+    dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT
+    note = uniform(load_word(note_of(base, n)))
     last = note & LAST_TILE != 0
     if ORDERED:
         if thread() == 128:
-            ask(base, n, where, load_word(item_slot(base, number) + 8) // BLOCK_K)
-    shift = own + AT_SHIFT + stage_of(n, STAGES) * BYTES_ROWS
+            ask(base, n, load_word(note_of(base, n) + 8), load_word(item_slot(base, number) + 8) // BLOCK_K)
     early = listed(numbers_of, EARLY, shift)
-    products_wait(0)  # S
-    s, w, _, _ = weights(p, base, n, number, note, 0, even, settle(s), early, shift, unit)
-    wait_empty(base + AT_WEIGHTS_RING, n, 1)
-    groups(hand_four, 4, s, place)
-    lanes_sync()
-    arrive_once(base + AT_WEIGHTS_RING)
-    release(base + AT_Q_RING, n, STAGES)
     wait_full(base + AT_DOUT_RING, n, DOUT_STAGES)
-    if not first:
-        wait_full(base + AT_PAIRS_RING, n - 1, 2)
-    # Always begun, or the compiler makes it wait; of an item's first tile nothing comes of it.
-    ds = ds_of(base, n + 1)
-    dq = query_gradients(k_tile, ds)
+    products_wait(0)  # S
+    s = settle(s)
+    dp = gradients_of_weights(base, 0, dout_tile)
+    s, w, kept, plain = weights(p, base, n, number, note, rank, even, s, early, shift, unit)
     products_begin()
     dv = dv_product(dv, w, descriptor(dout_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
     products_end()
-    products_wait(1)  # dQ
-    dq = settle(dq)
-    if not first:
-        await_order(base, u32(n - 1))
-        add_sums(p, before, 0, dq, part_of_lane)
-    if HAS > 1:
-        dq = query_gradients(k_tile + BYTES_CHUNK, ds)
+    products_wait(1)  # dP
+    ds = gradients(p, s, settle(dp), plain, delta, kept)
+    hand_pairs(base, n, ds, places)
+    release(base + AT_Q_RING, n, STAGES)
     if not last:
         wait_full(base + AT_Q_RING, n + 1, STAGES)
-    s = scores(base, k_tile, 0, n if last else n + 1)  # likewise, of the last
-    products_wait(1)  # dV, dQ
-    w, dq = settle(w), settle(dq)
+    s = scores(base, k_tile, 0, n if last else n + 1)  # always begun, or the compiler makes it wait: of the last nothing comes
+    products_wait(1)  # dV
+    w = settle(w)
     release(base + AT_DOUT_RING, n, DOUT_STAGES)
-    if not first:
-        if HAS > 1:
-            add_sums(p, before, 1, dq, part_of_lane)
-        all_added(base, u32(n - 1))
-        release(base + AT_PAIRS_RING, n - 1, 2)
-    return (s, dv, where), last
+    return (s, dv), last
 
 
 @device
-def finish_weights(p, base, k_tile, number, n, state, rest):
-    part_of_lane = rest[1][1]
-    s, dv, before = state
+def finish_pairs(p, base, k_tile, number, n, state, rest):
+    _, rank, warp, _, _, _ = rest
+    s, dv = state
     s, dv = settle(s), settle(dv)
-    wait_full(base + AT_PAIRS_RING, n - 1, 2)
-    await_order(base, u32(n - 1))
-    for chunk in range(HAS):
-        dq = query_gradients(k_tile + chunk * BYTES_CHUNK, ds_of(base, n - 1))
-        products_wait(0)
-        add_sums(p, before, chunk, settle(dq), part_of_lane)
-    all_added(base, u32(n - 1))
-    release(base + AT_PAIRS_RING, n - 1, 2)
     at = read_item(base, number)
     release(base + AT_K_RING, number, KEY_BUFFERS)
-    store_keys(p, p.dv, at, 0, dv, np.float32(1), HEAD_DIM_V, MISSING_V)
+    warps_sync(1, 128)  # nobody reads V any more: dV leaves through its place
+    lane, first, place = here(thread() % 32), HELD * rank + 16 * warp, base + AT_V + BYTES_PIECE * warp
+    send_dv(map_address("map_dv"), at, first, lane, place, dv, np.float32(1))
+    stores_wait_read(0)
+    lanes_sync()
+    release(base + AT_V_RING, number, 1)
     return dv
 
 
-# --- the second group -------------------------------------------------------------------------------------------------
+# --- the second group: sums over pairs --------------------------------------------------------------------------------
 
 
 @device
-def begin_gradients(base, k_tile, number, n, dk, rest):
-    wait_full(base + AT_V_RING, number, 1)
-    wait_full(base + AT_DOUT_RING, n, DOUT_STAGES)
-    return gradients_of_weights(base, 0, base + AT_DOUT + stage_of(n, DOUT_STAGES) * BYTES_DOUT), dk
+def begin_part(c, _, rest):
+    keys, ds = rest
+    return dq_fresh(descriptor(keys + c * HELD * CHUNK_ROW, 16), descriptor(ds, 16))
 
 
 @device
-def step_of_gradients(p, base, k_tile, number, even, tile, state, rest):
-    """Tile n, whose dP has been begun: to its dS, dK and dQ."""
+def add_part(c, dq, rest):
+    keys, ds = rest
+    return dq_product(dq, descriptor(keys + c * HELD * CHUNK_ROW, 16), descriptor(ds, 16), 1)
+
+
+@device
+def query_gradients(part, dq, keys, ds):
+    """dQ^T = K^T dS of a block's keys, or that added; 64 columns after the other, each by part()."""
+    products_begin()
+    dq = groups(part, PART, dq, (keys, ds))
+    products_end()
+    return dq
+
+
+@device
+def send_part(c, dq, rest):
+    target, first = rest
+    if chunks_q % SHARE == 0 or first + c < chunks_q:
+        groups(add_four, 4, dq, target + c * BYTES_PART)
+
+
+@device
+def begin_sums(base, k_tile, number, n, dk, rest):
+    return dk, read_item(base, number)
+
+
+@device
+def step_of_sums(p, base, k_tile, number, even, tile, state, rest):
+    """Tile n, whose dS comes from both blocks: to dK and dQ."""
     n, first = tile
-    own, part_of_lane, place, pairs_of_lane = rest[1]
-    dp, dk = state
-    q_tile = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
+    _, rank, warp, part_of_lane, room = rest
+    dk, at = state
+    q_tile, pairs_here = base + AT_Q + stage_of(n, STAGES) * BYTES_Q, base + AT_PAIRS
     wait_full(base + AT_Q_RING, n, STAGES)
     note, where = uniform(load_word(note_of(base, n))), load_word(note_of(base, n) + 8)
-    last, kept, plain = note & LAST_TILE != 0, ALL_KEPT, note & 3 == FULL
-    if HAS_DROPOUT:
-        kept = kept_bits(p, pairs_of(p, base, n, number, 0))
-    if MAY_HIDE:
-        plain = plain and not HAS_SCORE and not HAS_DROPOUT and even and note & ODD == 0
-    wait_full(base + AT_WEIGHTS_RING, n, 1)
-    s = groups(take_four, 4, filled(ZERO, PAIRS), place)
-    products_wait(0)  # dP
-    delta = own + AT_DELTA + stage_of(n, DOUT_STAGES) * BYTES_ROWS
-    ds = gradients(p, s, settle(dp), plain, delta, kept)
-    hand_pairs(base, n, ds, pairs_of_lane)
-    release(base + AT_WEIGHTS_RING, n, 1)
-    release(base + AT_DOUT_RING, n, DOUT_STAGES)
-    wait_full(base + AT_PAIRS_RING, n, 2)
-    ds_tile, keys = ds_of(base, n), k_tile + HAS * BYTES_CHUNK
-    dq = filled(ZERO, PAIRS)
-    if HAS_TOO > 0:
-        dq = query_gradients(keys, ds_tile)
+    last = note & LAST_TILE != 0
+    wait_full(base + AT_PAIRS_RING, n, 1)
     products_begin()
-    dk = dk_product(dk, ds, descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
+    dk = dk_product(dk, descriptor(pairs_here, 16), descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
     products_end()
-    if HAS_TOO > 0:
-        products_wait(1)  # dQ
-        dq = settle(dq)
-        await_order(base, n)
-        add_sums(p, where, HAS, dq, part_of_lane)
-    if HAS_TOO > 1:
-        dq = query_gradients(keys + BYTES_CHUNK, ds_tile)
-    if not last:
-        wait_full(base + AT_DOUT_RING, n + 1, DOUT_STAGES)
-    dout = base + AT_DOUT + stage_of(n if last else n + 1, DOUT_STAGES) * BYTES_DOUT
-    dp = gradients_of_weights(base, 0, dout)  # always begun, as above
-    products_wait(1)  # dK, dQ
-    ds = settle(ds)
+    own_tile = k_tile + SHARE * HELD * CHUNK_ROW * rank
+    dq = query_gradients(begin_part, filled(ZERO, PARTS_OF_DQ), own_tile, pairs_here)
+    products_wait(1)  # dK
     release(base + AT_Q_RING, n, STAGES)
-    if HAS_TOO > 1:
-        add_sums(p, where, HAS + 1, settle(dq), part_of_lane)
-    all_added(base, n)
-    return (dp, dk), last
+    if first:
+        wait_full(base + AT_OTHERS_RING, number, 1)
+    wait_full(base + AT_ACROSS_RING, n, 1)
+    dq = query_gradients(add_part, dq, base + AT_OTHERS, pairs_here + BYTES_PAIRS)
+    products_wait(1)  # dQ of the block's own keys
+    release(base + AT_PAIRS_RING, n, 1)
+    products_wait(0)
+    dq = settle(dq)
+    if warp == 0:
+        arrive_and_expect_once(base + AT_ACROSS_RING, BYTES_PAIRS)  # of the next tile
+    arrive_across(room)
+    if ORDERED:
+        wait_full(base + AT_TURN, n, 2)
+    if last:
+        release(base + AT_K_RING, number, KEY_BUFFERS)
+    chunk = SHARE * rank
+    groups(send_part, PART, dq, (part_of_sums(p, where, chunk * BYTES_PART + part_of_lane), chunk))
+    if ORDERED:
+        lanes_sync()
+        arrive_once(full_of(base + AT_ADDED, n, 2))
+    return (dk, at), last
 
 
 @device
-def finish_gradients(p, base, k_tile, number, n, state, rest):
-    dp, dk = state
-    dp, dk = settle(dp), settle(dk)
-    release(base + AT_V_RING, number, 1)
-    at = read_item(base, number)
-    release(base + AT_K_RING, number, KEY_BUFFERS)
-    store_keys(p, p.dk, at, 0, dk, np.float32(p.scale), HEAD_DIM, MISSING)
+def finish_sums(p, base, k_tile, number, n, state, rest):
+    _, rank, warp, _, _ = rest
+    dk, at = state
+    dk = settle(dk)
+    warps_sync(2, 128)  # nobody reads the other block's keys any more: dK leaves through their place
+    lane, first, place = here(thread() % 32), HELD * rank + 16 * warp, base + AT_OTHERS + BYTES_PIECE * warp
+    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.scale))
+    stores_wait_read(0)
+    lanes_sync()
+    release(base + AT_OTHERS_RING, number, 1)
     return dk
 
 
@@ -219,24 +210,35 @@ def finish_gradients(p, base, k_tile, number, n, state, rest):
 
 
 @device
+def multiply_pairs(p, base, rank, warp, lane):
+    unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
+    # Where a lane's numbers of queries are; a warp's dS, a lane's matrices of it, its place in the other block, and the
+    # barrier there.
+    own, hand = u32(here(base + own_row())), u32(base + AT_PAIRS + warp * BYTES_HANDED)
+    place = u32(here(hand + swizzled(lane % 16, lane // 16)))
+    there, told = mapped(u32(hand + BYTES_PAIRS), 1 - rank), mapped(u32(base + AT_ACROSS_RING), 1 - rank)
+    rest = 0, rank, warp, own, (hand, place, there, told), unit
+    n = multiply_items(p, base, filled(ZERO, SUMS_V), begin_pairs, step_of_pairs, finish_pairs, rest)
+    if ORDERED:
+        if thread() == 128:
+            ask(base, n, END, 0)
+            ask(base, n + 1, END, 0)
+
+
+@device
+def multiply_sums(p, base, rank, warp, lane):
+    if warp == 0:
+        arrive_and_expect_once(base + AT_ACROSS_RING, BYTES_PAIRS)
+    room = mapped(u32(base + AT_ACROSS_RING + 8), 1 - rank)
+    rest = 0, rank, warp, u32(BYTES_WARP * warp + 16 * lane), room  # its part of a chunk of dQ
+    multiply_items(p, base, filled(ZERO, SUMS), begin_sums, step_of_sums, finish_sums, rest)
+
+
+@device
 def multiply_tiles(p, base, group):
-    lane, warp = here(thread() % 32), u32(uniform(thread() // 32 % 4))
-    # Where a lane's numbers of queries are, its part of a chunk of dQ, the weights it hands over or takes, its matrices
-    # of dS.
-    lane_places = (
-        u32(here(base + own_row())),
-        u32(warp * BYTES_WARP + lane * 16),
-        u32(here(base + AT_SUMS + (warp * 32 + lane) * 16)),
-        u32(here(base + AT_PAIRS + swizzled(lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2))),
-    )  # fmt: skip
+    rank, warp, lane = uniform(rank_of_block()), i32(uniform(thread() // 32 % 4)), here(thread() % 32)
     if group == 0:
-        unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
-        rest, sums = (0, lane_places, unit), filled(ZERO, SUMS_V)
-        n = multiply_items(p, base, sums, begin_weights, step_of_weights, finish_weights, rest)
-        if ORDERED:
-            if thread() == 128:
-                ask(base, n, END, 0)
-                ask(base, n + 1, END, 0)
+        multiply_pairs(p, base, rank, warp, lane)
     else:
-        sums = filled(ZERO, SUMS)
-        multiply_items(p, base, sums, begin_gradients, step_of_gradients, finish_gradients, (0, lane_places))
+        multiply_sums(p, base, rank, warp, lane)
+    stores_wait()

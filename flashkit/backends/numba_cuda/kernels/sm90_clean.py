@@ -13,12 +13,11 @@ def still_finite(u, finite, rest):
 
 
 @device
-def odd_keys(tile, word, lane):
+def odd_keys(tile, many, word, lane):
     """A bit for each of 32 keys that is not finite; a lane looks at one."""
     row, finite = i32(32 * word + lane), YES
-    if row < BLOCK_K:
-        for c in range(i32(chunks_q)):
-            finite = repeat(still_finite, 8, finite, (u32(tile + (c * BLOCK_K + row) * CHUNK_ROW), lane))
+    for c in range(i32(many)):
+        finite = repeat(still_finite, 8, finite, (u32(tile + (c * HELD + row) * CHUNK_ROW), lane))
     return vote(not finite)
 
 
@@ -30,21 +29,21 @@ def clear_row(tile, row, rows, many, lane):
 
 
 @device
-def clean_keys(p, base, at, number):
-    """Keys past the length, and those that are not finite, are cleared, by a warp; the others go by as they are."""
-    lane, buffer, bits = here(thread() % 32), stage_of(number, KEY_BUFFERS), odd_of(base, number)
-    tile, exist = base + AT_K + buffer * BYTES_K, i32(keys_of(p, I(at[0]))) - at[2]
-    await_barrier(base + AT_K_CAME + 8 * buffer, u32(number) // u32(KEY_BUFFERS) & 1)
+def clean_keys(tile, many, exist, bits):
+    """In a tile of keys, `many` chunks of them, of which `exist` are not past the length: the others, and those that are
+    not finite, are cleared, by a warp. bits: where a bit for each of the latter goes, or 0.
+    """
+    lane = here(thread() % 32)
     for word in range(i32(ODD_WORDS)):
         odd = u32(0)
         if MAY_HIDE:
-            odd = odd_keys(tile, word, lane)
-        if lane == 0:
+            odd = odd_keys(tile, many, word, lane)
+        if bits != 0 and lane == 0:
             store_word(bits + 4 * word, i32(odd))
         if odd != 0 or exist < 32 * word + 32:
-            for row in range(i32(32 * word + lane // 8), i32(min(32 * word + 32, BLOCK_K)), i32(4)):
+            for row in range(i32(32 * word + lane // 8), i32(32 * word + 32), i32(4)):
                 if odd >> u32(row % 32) & u32(1) != 0 or row >= exist:
-                    clear_row(tile, row, BLOCK_K, chunks_q, lane)
+                    clear_row(tile, row, HELD, many, lane)
     fence_async()
     lanes_sync()
 

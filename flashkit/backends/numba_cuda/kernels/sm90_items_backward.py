@@ -80,7 +80,8 @@ def nothing_added(p, item, tile):
     """By a tile that sees nothing of the item."""
     b, h, k0 = item
     tile_k = k0 // BLOCK_K
-    set_bits(marks_of(p, b, h, tile) + 4 + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
+    word = rank_of_block() * order_words(p) + tile_k // 32
+    set_bits(marks_of(p, b, h, tile) + 4 + word * 4, u32(1) << u32(tile_k % 32))
 
 
 @device
@@ -98,6 +99,12 @@ def look(p, item, n_k, tiles, place, many):
 
 
 @device
+def held_from(at):
+    """The first of an item's keys that the block has."""
+    return i32(at[2] + HELD * rank_of_block())
+
+
+@device
 def load_keys(base, at, number):
     """An item, as it is announced, and its keys."""
     buffer = stage_of(number, KEY_BUFFERS)
@@ -109,7 +116,50 @@ def load_keys(base, at, number):
         store_word(slot + 4, at[1])
         store_word(slot + 8, at[2])
         arrive_and_expect(came, BYTES_K)
-        load_tile(base + AT_K + buffer * BYTES_K, map_address("map_k"), chunks_q, BLOCK_K, at[2], at[1], at[0], came)
+        tile = base + AT_K + buffer * BYTES_K
+        load_tile(tile, map_address("map_k"), chunks_q, HELD, held_from(at), at[1], at[0], came, 0)
+
+
+@device
+def clean_own(p, base, at, number):
+    """The block's keys, when they have come."""
+    buffer = stage_of(number, KEY_BUFFERS)
+    await_barrier(base + AT_K_CAME + 8 * buffer, u32(number) // u32(KEY_BUFFERS) & 1)
+    exist = i32(i32(keys_of(p, I(at[0]))) - held_from(at))
+    clean_keys(base + AT_K + buffer * BYTES_K, chunks_q, exist, odd_of(base, number))
+    arrive_once(full_of(base + AT_K_RING, number, KEY_BUFFERS))
+
+
+@device
+def load_others(p, base, at, number):
+    """The keys of the other block, in the columns of this block's part of dQ."""
+    came, rank = base + (AT_OTHERS_CAME if CLEANS_KEYS else AT_OTHERS_RING), rank_of_block()
+    first = i32(at[2] + HELD * (1 - rank))
+    wait_empty(base + AT_OTHERS_RING, number, 1)
+    if elect():
+        arrive_and_expect(came, BYTES_OTHERS)
+        tile, column = base + AT_OTHERS, 64 * SHARE * rank
+        load_tile(tile, map_address("map_k"), SHARE, HELD, first, at[1], at[0], came, column)
+    if CLEANS_KEYS:
+        await_barrier(came, u32(number) & 1)
+        clean_keys(base + AT_OTHERS, SHARE, i32(i32(keys_of(p, I(at[0]))) - first), u32(0))
+        arrive_once(base + AT_OTHERS_RING)
+
+
+@device
+def take_item(p, base, number):
+    """The number of a block's next item, by one lane. Of blocks that share items the first one takes them and tells the
+    other, which by the next but one has read it: it has added its part to tiles that the first could not end without.
+    """
+    barrier, word = full_of(base + AT_TAKEN, number, 2), base + AT_TAKEN + 16 + 4 * stage_of(number, 2)
+    if rank_of_block() == 0:
+        index = i32(fetch_add(p.ticket, 1))
+        if BLOCKS > 1:
+            store_across(mapped(word, 1), index, mapped(barrier, 1))
+        return index
+    arrive_and_expect(barrier, 4)
+    wait_full(base + AT_TAKEN, number, 2)
+    return load_word(word)
 
 
 @device
@@ -125,7 +175,7 @@ def find_items(p, base):
             wait_patiently(base + AT_SOON, u32(number - u32(1)) & 1, SLEEP)
         index = i32(0)
         if leader:
-            index = i32(fetch_add(p.ticket, 1))
+            index = take_item(p, base, number)
         index = uniform(index)
         if index >= items:
             break
@@ -157,9 +207,9 @@ def find_items(p, base):
                 if KEY_BUFFERS == 1:
                     load_keys(base, at, number)
                 if CLEANS_KEYS:
-                    clean_keys(p, base, at, number)
-                    if leader:
-                        arrive(full_of(base + AT_K_RING, number, KEY_BUFFERS))
+                    clean_own(p, base, at, number)
+                if BLOCKS > 1:
+                    load_others(p, base, at, number)
         if not ORDERED:
             clear_ahead(p, index)
         number = u32(number + 1)
@@ -180,9 +230,10 @@ def find_items(p, base):
 
 
 @device
-def load_tile(target, tensor, many, rows, token, head, b, barrier):
+def load_tile(target, tensor, many, rows, token, head, b, barrier, column):
+    """Chunks of columns from `column` on, side by side."""
     for c in range(many):
-        load_box(target + c * rows * CHUNK_ROW, tensor, barrier, 64 * c, token, 0, head, b)
+        load_box(target + c * rows * CHUNK_ROW, tensor, barrier, column + 64 * c, token, 0, head, b)
 
 
 @device
@@ -206,17 +257,18 @@ def load_queries(p, base, found, number, n, odd_tiles, first, entry, h, last):
         store_word(note + 4, h)
         store_word(note + 8, where)
         arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (BYTES_DOUT + BYTES_ROWS if odd else 0))
-        load_tile(q, map_address("map_q"), chunks_q, BLOCK_Q, row0, h, b, q_came)
+        load_tile(q, map_address("map_q"), chunks_q, BLOCK_Q, row0, h, b, q_came, 0)
         load_bulk(shift, p.shift.data + numbers, BYTES_ROWS, q_came)
         if first:
             v_full, head = base + AT_V_RING, i32(u32(h) // u32(GROUP))
             wait_empty(v_full, number, 1)
             arrive_and_expect(v_full, BYTES_V)
-            load_tile(base + AT_V, map_address("map_v"), chunks_v, BLOCK_K, load_word(found + 8), head, b, v_full)
+            token = held_from((b, head, load_word(found + 8)))
+            load_tile(base + AT_V, map_address("map_v"), chunks_v, HELD, token, head, b, v_full, 0)
         wait_empty(base + AT_DOUT_RING, n, DOUT_STAGES)
         if not odd:
             arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS)
-        load_tile(dout, map_address("map_dout"), chunks_v, BLOCK_Q, row0, h, b, dout_came)
+        load_tile(dout, map_address("map_dout"), chunks_v, BLOCK_Q, row0, h, b, dout_came, 0)
         load_bulk(base + AT_DELTA + dout_stage * BYTES_ROWS, p.delta.data + numbers, BYTES_ROWS, dout_came)
     if odd:
         lanes_sync()

@@ -42,7 +42,7 @@ def keep_order(p, base, which):
         where, tile_k = load_word(slot_of(base, n)), load_word(slot_of(base, n) + 4)
         if where == END:
             break
-        done = p.partial_lse.data + 4 * (I(where) * p.partial_lse.token + 1)
+        done = p.partial_lse.data + 4 * (I(where) * p.partial_lse.token + 1 + rank_of_block() * order_words(p))
         wait_for_turn(p, done, tile_k)
         if leader:
             if KEYS_SHARED:

@@ -47,7 +47,7 @@ def usual_weights(i, s, rest):
 
 
 # What of Params and of the place of a group's pairs a pair needs: lines: a lane's two keys; first: its first query;
-# last: query of all; n_k: of the batch entry; odd: where the bits of keys that are not finite are, of the tile of keys
+# last: query of all; n_k: of the batch entry; odd: where the bits of keys that are not finite are, of the block's keys,
 # from k0 on.
 Pairs = namedtuple("Pairs", "values scale b h lines first last n_k offset odd k0")
 
@@ -55,11 +55,12 @@ Pairs = namedtuple("Pairs", "values scale b h lines first last n_k offset odd k0
 @device
 def pairs_of(p, base, n, number, group):
     """Of tile n of queries, item `number`: from shared memory, since it is asked for rarely, or once a tile, and would
-    take registers always.
+    take registers always. group: where blocks share an item, the block's number.
     """
     note, slot = note_of(base, n), item_slot(base, number)
     b, h, k0 = load_word(slot), load_word(note + 4), load_word(slot + 8)
     first, key0 = (load_word(note) >> 8) * BLOCK_Q + i32(thread() % 4 * 2), k0 + GROUP_KEYS * group
+    k0 = i32(key0 if KEYS_SHARED else k0)
     lines = i32(key0 + first_of_lane(0)), i32(key0 + first_of_lane(1))
     n_k, offset = i32(keys_of(p, I(b))), offset_of(p, I(b))
     return Pairs(p.values, p.scale, b, h, lines, i32(first), i32(p.n_q - 1), n_k, offset, odd_of(base, number), k0)

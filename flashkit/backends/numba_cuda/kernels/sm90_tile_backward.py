@@ -4,8 +4,11 @@ GROUPS = 2
 WARPS, THREADS, GROUP_KEYS = 4 * GROUPS, 128 * (GROUPS + 1), 64
 COLUMNS, COLUMNS_V, chunks_q, chunks_v = padded(HEAD_DIM), padded(HEAD_DIM_V), chunks(HEAD_DIM), chunks(HEAD_DIM_V)
 
-# KEYS_SHARED: both warp groups work at the same keys, with different products. Else each has 64 of the keys, with all
-# that belongs to them.
+# KEYS_SHARED: both warp groups work at the same keys, with different products, and a cluster of two blocks shares an
+# item. Else each group has 64 of the keys, with all that belongs to them.
+BLOCKS = 2 if KEYS_SHARED else 1
+SIDE, HELD = 4 if KEYS_SHARED else WARPS, BLOCK_K // BLOCKS  # warps that do the same; keys of a block
+SHARE = (chunks_q + BLOCKS - 1) // BLOCKS  # chunks of dQ of a block
 PAIRS, SUMS, SUMS_V = BLOCK_Q // 2, COLUMNS // 2, COLUMNS_V // 2  # registers of a lane: scores, dK, dV
 
 # A part of dQ^T is 64 columns of all rows; where there are no more than 64, of half the rows, so that both groups have
@@ -15,18 +18,19 @@ PARTS, PART_ROWS = (chunks_q, BLOCK_Q) if BY_COLUMNS else (GROUPS, BLOCK_Q // GR
 BYTES_WARP = PART_ROWS * 16 * 4
 BYTES_PART, BYTES_SUMS = 4 * BYTES_WARP, PARTS * 4 * BYTES_WARP
 
-BYTES_K, BYTES_V = BLOCK_K * CHUNK_ROW * chunks_q, BLOCK_K * CHUNK_ROW * chunks_v
+BYTES_K, BYTES_V = HELD * CHUNK_ROW * chunks_q, HELD * CHUNK_ROW * chunks_v
+BYTES_OTHERS = HELD * CHUNK_ROW * SHARE if KEYS_SHARED else 0  # the other block's keys, for the columns of dQ
 BYTES_Q, BYTES_DOUT, BYTES_ROWS = BLOCK_Q * CHUNK_ROW * chunks_q, BLOCK_Q * CHUNK_ROW * chunks_v, BLOCK_Q * 4
-BYTES_PAIRS = BLOCK_Q * CHUNK_ROW * chunks(BLOCK_K)  # dS of a tile
-BYTES_WEIGHTS = BLOCK_Q * BLOCK_K * 4  # what one group hands to the other
+BYTES_PAIRS, PAIRS_HELD = BLOCK_Q * HELD * 2, 2 // BLOCKS  # dS of a tile: of two, or of one and that of the other block
 
 AT_K = 0
-AT_V = AT_K + KEY_BUFFERS * BYTES_K
+AT_OTHERS = AT_K + KEY_BUFFERS * BYTES_K
+AT_V = AT_OTHERS + BYTES_OTHERS
 AT_Q = AT_V + BYTES_V
 AT_DOUT = AT_Q + STAGES * BYTES_Q
 AT_PAIRS = AT_DOUT + DOUT_STAGES * BYTES_DOUT
 AT_SUMS = AT_PAIRS + 2 * BYTES_PAIRS
-AT_SHIFT = AT_SUMS + (BYTES_WEIGHTS if KEYS_SHARED else BYTES_SUMS)
+AT_SHIFT = AT_SUMS + (0 if KEYS_SHARED else BYTES_SUMS)
 AT_DELTA = AT_SHIFT + STAGES * BYTES_ROWS
 AT_Q_RING = AT_DELTA + DOUT_STAGES * BYTES_ROWS
 AT_DOUT_RING = AT_Q_RING + 16 * STAGES
@@ -38,11 +42,15 @@ AT_TURN = AT_ADDED + 16  # its place in shared memory is free again, or it may b
 AT_ASKED = AT_TURN + 16  # it is said which it is
 AT_K_CAME = AT_ASKED + 32
 AT_ROWS_CAME = AT_K_CAME + 8 * KEY_BUFFERS
-AT_WEIGHTS_RING = AT_ROWS_CAME + 8
-AT_NOTES = AT_WEIGHTS_RING + 16  # of each stage of Q: tile << 8 | ODD, LAST, states of the groups; head; number of all
+AT_OTHERS_RING = AT_ROWS_CAME + 8
+AT_OTHERS_CAME = AT_OTHERS_RING + 16
+# Between two blocks: full when the other one's dS is here, empty when what was sent there is no longer needed.
+AT_ACROSS_RING = AT_OTHERS_CAME + 8
+AT_TAKEN = AT_ACROSS_RING + 16  # for two items: a barrier; behind these which they are
+AT_NOTES = AT_TAKEN + 24  # of each stage of Q: tile << 8 | ODD, LAST, states of the groups; head; number of all
 AT_ITEMS = AT_NOTES + 12 * STAGES  # for each buffer of K: an item
 AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS  # for each buffer of K: a bit for each key that was cleared
-ODD_WORDS = (BLOCK_K + 31) // 32
+ODD_WORDS = HELD // 32
 AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS  # for four tiles of dQ: which they are
 ODD, LAST_TILE, END = 16, 64, -1  # some rows' numbers are not finite; the last tile of an item
 
@@ -97,6 +105,20 @@ def odd_of(base, number):
 
 
 @device
+def rank_of_block():
+    """Which of the blocks that share items it is."""
+    return rank_in_cluster() if BLOCKS > 1 else i32(0)
+
+
+@device
+def order_words(p):
+    """Words with a bit for each tile of keys."""
+    return tiles_along(p.n_k, 32 * BLOCK_K)
+
+
+@device
 def marks_of(p, b, h, tile):
-    """Of a tile of queries: a word, whether it is odd; then bits of the tiles of keys that are done with it."""
+    """Of a tile of queries: a word, whether it is odd; then, for each block of a cluster, as each has its own columns
+    of dQ, order_words() with bits of the tiles of keys that are done with it.
+    """
     return number_address(p.partial_lse, I(b), I(h), I(tile))

@@ -11,7 +11,7 @@ from numba.cuda.types import boolean, int32, uint32
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "arrive", "arrive_and_expect", "arrive_once", "barrier_init", "barriers_ready", "fence_async", "fence_proxies",
+    "arrive", "arrive_and_expect", "arrive_and_expect_once", "arrive_once", "barrier_init", "barriers_ready", "fence_async", "fence_proxies",
     "give_registers", "has_ended", "kernel_before", "nap", "take_registers", "threads_sync", "wait", "warps_arrive",
     "warps_sync",
 ]  # fmt: skip
@@ -32,6 +32,12 @@ lane's number would take a register always."""
 
 arrive_and_expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", NOTHING, uint32, int32)
 """arrive_and_expect(barrier, bytes): arrives, and announces what the copy engine will bring."""
+
+arrive_and_expect_once = instruction(
+    "{ .reg .pred p; elect.sync _|p, -1; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; }",
+    NOTHING, uint32, int32,
+)  # fmt: skip
+"""The same by one lane of a warp."""
 
 has_ended = instruction(
     "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }",
