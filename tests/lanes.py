@@ -22,35 +22,43 @@ _lane: Any = threading.local()
 
 
 class Block:
-    """A block of threads: its shared memory, poisoned, and where its threads meet."""
+    """A block of threads: its shared memory, poisoned, and where its threads meet. cluster: all blocks that run at the
+    same time, itself among them.
+    """
 
-    def __init__(self, number: int, threads: int, shared: int) -> None:
-        self.number, self.memory = number, np.full(shared, 0xAB, np.uint8)
+    def __init__(self, cluster: list[Block], number: int, threads: int, shared: int) -> None:
+        self.cluster, self.number, self.memory = cluster, number, np.full(shared, 0xAB, np.uint8)
         self.meeting = threading.Barrier(threads)
         self.warps = [threading.Barrier(32) for _ in range(threads // 32)]
         self.tables: list[list[Any]] = [[None] * 32 for _ in self.warps]
         self.meetings, self.failed = [self.meeting, *self.warps], list[BaseException]()
 
-    def run(self, kernel: Callable[[Any], None], p: Any) -> None:
-        def thread(number: int) -> None:
-            _lane.block, _lane.thread = self, number
-            try:
-                with np.errstate(all="ignore"):
-                    kernel(p)
-            except threading.BrokenBarrierError:
-                pass
-            except BaseException as error:
-                self.failed.append(error)
-                for barrier in self.meetings:
+
+def run(first: int, blocks: int, threads: int, shared: int, kernel: Callable[[Any], None], p: Any) -> None:
+    """Blocks of a cluster, from number `first` on."""
+    cluster: list[Block] = []
+    cluster += [Block(cluster, first + i, threads, shared) for i in range(blocks)]
+
+    def thread(block: Block, number: int) -> None:
+        _lane.block, _lane.thread = block, number
+        try:
+            with np.errstate(all="ignore"):
+                kernel(p)
+        except threading.BrokenBarrierError:
+            pass
+        except BaseException as error:
+            for each in cluster:
+                each.failed.append(error)
+                for barrier in each.meetings:
                     barrier.abort()
 
-        threads = [threading.Thread(target=thread, args=(i,)) for i in range(self.meeting.parties)]
-        for each_thread in threads:
-            each_thread.start()
-        for each_thread in threads:
-            each_thread.join()
-        if self.failed:
-            raise self.failed[0]
+    lanes = [threading.Thread(target=thread, args=(block, i)) for block in cluster for i in range(threads)]
+    for lane in lanes:
+        lane.start()
+    for lane in lanes:
+        lane.join()
+    if cluster[0].failed:
+        raise cluster[0].failed[0]
 
 
 def launch(
@@ -68,9 +76,10 @@ def launch(
     names: dict[str, Any] = {"__name__": "lanes_kernel"}
     exec(compile(text, f"<{name}, lane by lane>", "exec"), names)
     names |= {"thread_here": thread, "ballot": vote, "all_threads_or": all_threads_or}
-    p, kernel = params.of(words), kernel or name
-    for number in range(blocks):
-        Block(number, names[kernel].kernel[0][0], shared).run(names[kernel], p)
+    p, function = params.of(words), names[kernel or name]
+    (threads, _), _, cluster = function.kernel
+    for number in range(0, blocks, cluster):
+        run(number, cluster, threads, shared, function, p)
 
 
 # --- lanes ------------------------------------------------------------------------------------------------------------

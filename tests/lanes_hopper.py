@@ -105,6 +105,11 @@ def arrive_and_expect(barrier: int, count: int) -> None:
     _barriers()[int(barrier)].take(1, count)
 
 
+def arrive_and_expect_once(barrier: int, count: int) -> None:
+    if elect():
+        arrive_and_expect(barrier, count)
+
+
 def wait(barrier: int, parity: int) -> None:
     _barriers()[int(barrier)].wait(parity)
 
@@ -129,11 +134,66 @@ def settle(registers: Any) -> Any:
     return registers
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- clusters ---------------------------------------------------------------------------------------------------------
+
+MAPPED = 24
+"""Above these bits of an address stands which block it is of, from 1 on."""
 
 
 def blocks() -> int:
-    return 1
+    return len(_lane.block.cluster)
+
+
+def rank_in_cluster() -> int:
+    return int(_lane.block.number % blocks())
+
+
+def mapped(address: int, rank: int) -> int:
+    return int(address) | (int(rank) + 1) << MAPPED
+
+
+def _mapped(address: int) -> tuple[lanes.Block, int]:
+    rank, own = divmod(int(address), 1 << MAPPED)
+    assert rank > 0
+    return _lane.block.cluster[rank - 1], own
+
+
+def cluster_sync() -> None:
+    first = _lane.block.cluster[0]
+    with _lock:
+        meeting = first.__dict__.setdefault("together", threading.Barrier(blocks() * first.meeting.parties))
+        if meeting not in first.meetings:
+            first.meetings.append(meeting)
+    meeting.wait()
+
+
+def _take_across(barrier: int, arrivals: int, announced: int) -> None:
+    there, own = _mapped(barrier)
+    there.__dict__["barriers"][own].take(arrivals, announced)
+
+
+def arrive_across(barrier: int) -> None:
+    if elect():
+        _take_across(barrier, 1, 0)
+
+
+def _write_across(address: int, data: np.ndarray, barrier: int) -> None:
+    there, own = _mapped(address)
+    there.memory[own : own + data.size] = data
+    _take_across(barrier, 0, -data.size)
+
+
+def store_across(address: int, x: int, barrier: int) -> None:
+    _write_across(address, np.array([x], np.int32).view(np.uint8), barrier)
+
+
+def copy_across(target: int, source: int, count: int, barrier: int) -> None:
+    if elect():
+        assert int(source) % 16 == int(target) % 16 == 0
+        _write_across(target, _lane.block.memory[int(source) : int(source) + count], barrier)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def map_address(name: str) -> Map:

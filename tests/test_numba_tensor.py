@@ -480,8 +480,8 @@ def wide(case: tuple, dv: int) -> tuple:
 def test_hoppers_backward_pass_of_wide_heads_lane_by_lane(
     name: str, ordered: bool, dv: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both warp groups at the same keys: with three chunks of columns and four, or three and two."""
-    tile = hopper_backward.BackwardTile(64, 64, key_buffers=1)
+    """Both warp groups at the same keys, two blocks at an item: with three chunks of columns and four, or three and two."""
+    tile = hopper_backward.BackwardTile(64, key_buffers=1)
     hoppers_backward_pass(wide(HOPPERS[name], dv), tile, ordered, monkeypatch)
 
 
@@ -498,20 +498,21 @@ def hoppers_backward_pass(
     call.arrays["lse"][...] = lse
 
     tiles, rows = -(-n_q // 64), (batch, heads, -(-n_q // 64) * 64)
+    together, held = hopper_backward.blocks_together(spec), tile.held(spec)
     tensors = {name: call.arrays[name] for name in ("dout", "dq", "dk", "dv")} | {
         "dlse": dlse, "shift": np.full(rows, np.nan, np.float32), "delta": np.full(rows, np.nan, np.float32),
         "partial": np.full((batch, heads, tiles, tile.sums(spec) // 4), np.nan, np.float32),
-        "partial_lse": np.full((batch, heads, tiles, 1 + -(-n_k // tile.block_k // 32)), -1, np.int32),
+        "partial_lse": np.full((batch, heads, tiles, 1 + together * -(-n_k // tile.block_k // 32)), -1, np.int32),
     }  # fmt: skip
     ticket = np.zeros(2, np.int32)
     call.arguments.tensors(**{name: OnDevice(x) for name, x in tensors.items()})
     call.arguments.set(ticket=ticket.ctypes.data, splits=batch * heads)
-    boxes = ("q", 64), ("dout", 64), ("k", tile.block_k), ("v", tile.block_k), ("dk", 16), ("dv", 16)
+    boxes = ("q", 64), ("dout", 64), ("k", held), ("v", held), ("dk", 16), ("dv", 16)
     for name, count in boxes:
         lanes_hopper.maps[f"map_{name}"] = lanes_hopper.Map(call.arrays[name].view(np.uint16), count)
 
     words, shared, every = list(call.arguments.words), tile.shared_memory(spec), tiles * heads * batch
-    for kernel, blocks in (("prepare_rows", every), ("sm90_backward", 1), ("store_queries", every)):
+    for kernel, blocks in (("prepare_rows", every), ("sm90_backward", together), ("store_queries", every)):
         own = kernel, "lanes_hopper"
         lanes.launch(backward_kernel(spec), spec, tile.constants(spec), shared, words, blocks, *own)
 
