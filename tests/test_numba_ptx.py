@@ -59,6 +59,13 @@ HOPPER = {
     "fence.mbarrier_init": "barriers_ready()",
     "mbarrier.arrive.shared": "arrive(shared_address()); arrive_once(shared_address())",
     "mbarrier.arrive.expect_tx": "arrive_and_expect(shared_address(), 128)",
+    "@p mbarrier.arrive.expect_tx": "arrive_and_expect_once(shared_address(), 128)",
+    "%cluster_ctarank": "i[0] = rank_in_cluster()",
+    "mapa.shared::cluster": "i[0] = mapped(shared_address(), 1)",
+    "barrier.cluster.wait.acquire": "cluster_sync()",
+    "mbarrier.arrive.shared::cluster": "arrive_across(mapped(shared_address(), 1))",
+    "st.async.weak.shared::cluster": "store_across(mapped(shared_address(), 1), 7, mapped(shared_address() + 8, 1))",
+    "cp.async.bulk.shared::cluster.shared::cta": "copy_across(i[0], shared_address(), 256, i[1])",
     "mbarrier.try_wait.parity": "wait(shared_address(), 0)\n    while not has_ended(0, 1): nap(1000)",
     "fence.proxy.async": "fence_async()",
     "setmaxnreg.dec.sync.aligned.u32 24": "give_registers(24)",
@@ -130,6 +137,18 @@ def test_an_instruction_is_what_it_says(instruction, body, capability):
     assert instruction in text
     code, _ = assemble.machine_code("instruction", [text], "sm_" + "".join(map(str, capability)))
     assert code.startswith(b"\x7fELF")
+
+
+def test_a_kernel_says_how_many_blocks_make_a_cluster():
+    from flashkit.backends.numba_cuda import assemble
+    from flashkit.backends.numba_cuda import compile as ours
+
+    text = ptx_of("cluster_sync()", (9, 0, "a"))
+    name = re.search(r"\.visible \.entry (\S+)\(", text)[1]
+    text = ours.one_structure(text, "kernel", (), 2)
+    assert name not in text
+    assert ".explicitcluster\n.reqnctapercluster 2, 1, 1" in text
+    assert assemble.machine_code("cluster", [text], "sm_90a")[0].startswith(b"\x7fELF")
 
 
 def test_sums_of_products_stay_where_they_are():

@@ -87,18 +87,20 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     code = code[code.index(".text.sm90_backward:") :]
     lines = code[: code.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    # Scores twice, for the first tile and the next one; dQ twice, in the loop and after it. Where groups share the keys
-    # dP twice too, and dQ after the loop for half the chunks.
+    # Scores twice, for the first tile and the next one; dQ twice, in the loop and after it. Where blocks share the keys
+    # dQ of half the chunks, of the keys of each.
     wide, chunks = hopper_backward.keys_shared(spec), -(-d // 64)
-    of_queries = chunks + (chunks + 1) // 2 if wide else 2
-    expected = (4 if wide else 3) * -(-d // 16) + 2 * tile.block_q // 16 + of_queries * tile.block_k // 16
+    of_queries = (chunks + 1) // 2 if wide else 2
+    expected = 3 * -(-d // 16) + 2 * tile.block_q // 16 + of_queries * tile.block_k // 16
     assert len(products) == expected
-    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == (10 if wide else 6)
+    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == (8 if wide else 6)
+    assert not any("MEMBAR.ALL.GPU" in line for line in lines[products[0] : products[-1]])
     spilled = [line for line in lines[products[0] : products[-1]] if re.search(r"\b(STL|LDL)", line)]
     assert len(spilled) <= 60
     staged = not wide and (spec.mask is not None or spec.score is not None or spec.deterministic or spec.dropout)
-    leaving = ["UBLKRED" if staged else "REDG.E.ADD.F32"] + ["UTMASTG.5D"] * (not wide)
-    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", *leaving, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
+    leaving = ["UBLKRED" if staged else "REDG.E.ADD.F32", "UTMASTG.5D"]
+    across = ["UBLKCP.S.S", "UCGABAR_ARV", "SYNCS.ARRIVE.TRANS64.RED"] if wide else []
+    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", *leaving, *across, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
         assert instruction in code
 
 
@@ -480,7 +482,7 @@ def wide(case: tuple, dv: int) -> tuple:
 def test_hoppers_backward_pass_of_wide_heads_lane_by_lane(
     name: str, ordered: bool, dv: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both warp groups at the same keys, two blocks at an item: with three chunks of columns and four, or three and two."""
+    """Two blocks at an item, both warp groups at its keys: with three chunks of columns and four, or three and two."""
     tile = hopper_backward.BackwardTile(64, key_buffers=1)
     hoppers_backward_pass(wide(HOPPERS[name], dv), tile, ordered, monkeypatch)
 

@@ -92,7 +92,8 @@ def step_of_pairs(p, base, k_tile, number, even, tile, state, rest):
     release(base + AT_Q_RING, n, STAGES)
     if not last:
         wait_full(base + AT_Q_RING, n + 1, STAGES)
-    s = scores(base, k_tile, 0, n if last else n + 1)  # always begun, or the compiler makes it wait: of the last nothing comes
+    # Always begun, or the compiler makes it wait; after the last tile nothing comes of it.
+    s = scores(base, k_tile, 0, n if last else n + 1)
     products_wait(1)  # dV
     w = settle(w)
     release(base + AT_DOUT_RING, n, DOUT_STAGES)

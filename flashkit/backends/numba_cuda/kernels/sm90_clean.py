@@ -30,8 +30,8 @@ def clear_row(tile, row, rows, many, lane):
 
 @device
 def clean_keys(tile, many, exist, bits):
-    """In a tile of keys, `many` chunks of them, of which `exist` are not past the length: the others, and those that are
-    not finite, are cleared, by a warp. bits: where a bit for each of the latter goes, or 0.
+    """In a tile of keys, `many` chunks of columns, of which keys `exist` are not past the length: the others, and those
+    that are not finite, are cleared, by a warp. bits: where a bit for each of the latter goes, or 0.
     """
     lane = here(thread() % 32)
     for word in range(i32(ODD_WORDS)):

@@ -11,8 +11,8 @@ from numba.cuda.types import boolean, int32, uint32
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "arrive", "arrive_and_expect", "arrive_and_expect_once", "arrive_once", "barrier_init", "barriers_ready", "fence_async", "fence_proxies",
-    "give_registers", "has_ended", "kernel_before", "nap", "take_registers", "threads_sync", "wait", "warps_arrive",
+    "arrive", "arrive_and_expect", "arrive_and_expect_once", "arrive_once", "barrier_init", "barriers_ready",
+    "fence_async", "fence_proxies", "give_registers", "has_ended", "kernel_before", "nap", "take_registers", "threads_sync", "wait", "warps_arrive",
     "warps_sync",
 ]  # fmt: skip
 

@@ -36,5 +36,5 @@ copy_across = instruction(
     " @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], #0, [$2]; }",
     NOTHING, uint32, uint32, CONSTANT, uint32,
 )  # fmt: skip
-"""copy_across(target, source, bytes, barrier): by one lane of a warp, from this block's shared memory to that of another
-block of the cluster: addresses there are mapped ones."""
+"""copy_across(target, source, bytes, barrier): by one lane of a warp, from this block's shared memory to that of
+another block of the cluster: addresses there are mapped ones."""
