@@ -12,8 +12,8 @@ from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
     "arrive", "arrive_and_expect", "arrive_and_expect_once", "arrive_once", "barrier_init", "barriers_ready",
-    "fence_async", "fence_proxies", "give_registers", "has_ended", "kernel_before", "nap", "take_registers", "threads_sync", "wait", "warps_arrive",
-    "warps_sync",
+    "fence_async", "fence_proxies", "give_registers", "has_ended", "kernel_before", "nap", "take_registers",
+    "threads_sync", "wait", "warps_arrive", "warps_sync",
 ]  # fmt: skip
 
 barrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", NOTHING, uint32, int32)
