@@ -19,9 +19,9 @@ def along_columns(keys):
 @device
 def descriptor(address, chunk):
     """An operand's, but for what all have in common: its address and, for one that is read along columns, the distance
-    from chunk to chunk. Shared memory ends before 2^18.
+    from chunk to chunk. Shared memory ends before 2^18; what is above says whose it is, of the blocks of a cluster.
     """
-    return u32(u32(u32(address) >> u32(4)) + u32(chunk >> 4 << 16))
+    return u32(u32((u32(address) & u32(0x3FFFF)) >> u32(4)) + u32(chunk >> 4 << 16))
 
 
 # --- rings ------------------------------------------------------------------------------------------------------------
