@@ -19,9 +19,11 @@ def along_columns(keys):
 @device
 def descriptor(address, chunk):
     """An operand's, but for what all have in common: its address and, for one that is read along columns, the distance
-    from chunk to chunk. Shared memory ends before 2^18; what is above says whose it is, of the blocks of a cluster.
+    from chunk to chunk. Shared memory ends before 2^18; above that stands whose it is, of the BLOCKS of a cluster.
     """
-    return u32(u32((u32(address) & u32(0x3FFFF)) >> u32(4)) + u32(chunk >> 4 << 16))
+    if BLOCKS > 1:
+        address = u32(address) & u32(0x3FFFF)
+    return u32(u32(u32(address) >> u32(4)) + u32(chunk >> 4 << 16))
 
 
 # --- rings ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 # The tile of Hopper's forward pass, its registers, and the map of a block's shared memory, in bytes.
 
+BLOCKS = 1  # of a cluster
 LISTS, SLEEP = 2, 100  # of tiles that exist; nanoseconds of those who are not in a hurry
 BLOCK_Q, THREADS, COLUMNS, COLUMNS_QK = 64 * GROUPS, 128 * (GROUPS + 1), padded(HEAD_DIM_V), padded(HEAD_DIM)
 chunks_q, chunks_v = chunks(HEAD_DIM), chunks(HEAD_DIM_V)
