@@ -23,11 +23,12 @@ _lane: Any = threading.local()
 
 class Block:
     """A block of threads: its shared memory, poisoned, and where its threads meet. cluster: all blocks that run at the
-    same time, itself among them.
+    same time, itself among them; above 2^24 addresses say whose they are.
     """
 
-    def __init__(self, cluster: list[Block], number: int, threads: int, shared: int) -> None:
-        self.cluster, self.number, self.memory = cluster, number, np.full(shared, 0xAB, np.uint8)
+    def __init__(self, cluster: list[Block], rank: int, number: int, threads: int, shared: int) -> None:
+        self.cluster, self.rank, self.base, self.number = cluster, rank, rank << 24, number
+        self.memory = np.full(shared, 0xAB, np.uint8)
         self.meeting = threading.Barrier(threads)
         self.warps = [threading.Barrier(32) for _ in range(threads // 32)]
         self.tables: list[list[Any]] = [[None] * 32 for _ in self.warps]
@@ -37,7 +38,7 @@ class Block:
 def run(first: int, blocks: int, threads: int, shared: int, kernel: Callable[[Any], None], p: Any) -> None:
     """Blocks of a cluster, from number `first` on."""
     cluster: list[Block] = []
-    cluster += [Block(cluster, first + i, threads, shared) for i in range(blocks)]
+    cluster += [Block(cluster, i, first + i, threads, shared) for i in range(blocks)]
 
     def thread(block: Block, number: int) -> None:
         _lane.block, _lane.thread = block, number
@@ -204,11 +205,11 @@ def widen_bfloat16(x: Any) -> Any:
 
 
 def shared_address() -> int:
-    return 0
+    return int(_lane.block.base)
 
 
 def _bytes(address: Any, size: int) -> Any:
-    at = int(address)
+    at = int(address) - shared_address()
     assert at >= 0 and at + size <= len(_lane.block.memory) and at % size == 0
     return _lane.block.memory[at : at + size]
 

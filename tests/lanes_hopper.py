@@ -17,7 +17,7 @@ from typing import Any
 import lanes
 import numpy as np
 from lanes import *  # noqa: F403
-from lanes import _bytes, _lane, lanes_sync, told
+from lanes import _bytes, _lane, lanes_sync, shared_address, told
 
 PATIENCE = 120
 """Seconds that a barrier is waited for."""
@@ -136,26 +136,16 @@ def settle(registers: Any) -> Any:
 
 # --- clusters ---------------------------------------------------------------------------------------------------------
 
-MAPPED = 24
-"""Above these bits of an address stands which block it is of, from 1 on."""
-
-
 def blocks() -> int:
     return len(_lane.block.cluster)
 
 
 def rank_in_cluster() -> int:
-    return int(_lane.block.number % blocks())
+    return int(_lane.block.rank)
 
 
 def mapped(address: int, rank: int) -> int:
-    return int(address) | (int(rank) + 1) << MAPPED
-
-
-def _mapped(address: int) -> tuple[lanes.Block, int]:
-    rank, own = divmod(int(address), 1 << MAPPED)
-    assert rank > 0
-    return _lane.block.cluster[rank - 1], own
+    return int(address) - shared_address() + int(_lane.block.cluster[rank].base)
 
 
 def cluster_sync() -> None:
@@ -167,9 +157,12 @@ def cluster_sync() -> None:
     meeting.wait()
 
 
+def _whose(address: int) -> lanes.Block:
+    return next(block for block in _lane.block.cluster if 0 <= int(address) - block.base < block.memory.size)
+
+
 def _take_across(barrier: int, arrivals: int, announced: int) -> None:
-    there, own = _mapped(barrier)
-    there.__dict__["barriers"][own].take(arrivals, announced)
+    _whose(barrier).__dict__["barriers"][int(barrier)].take(arrivals, announced)
 
 
 def arrive_across(barrier: int) -> None:
@@ -178,8 +171,9 @@ def arrive_across(barrier: int) -> None:
 
 
 def _write_across(address: int, data: np.ndarray, barrier: int) -> None:
-    there, own = _mapped(address)
-    there.memory[own : own + data.size] = data
+    there = _whose(address)
+    start = int(address) - there.base
+    there.memory[start : start + data.size] = data
     _take_across(barrier, 0, -data.size)
 
 
@@ -190,10 +184,16 @@ def store_across(address: int, x: int, barrier: int) -> None:
 def copy_across(target: int, source: int, count: int, barrier: int) -> None:
     if elect():
         assert int(source) % 16 == int(target) % 16 == 0
-        _write_across(target, _lane.block.memory[int(source) : int(source) + count], barrier)
+        _write_across(target, _part(source, count), barrier)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _part(address: int, count: int) -> np.ndarray:
+    start = int(address) - shared_address()
+    assert start >= 0 and start + count <= _lane.block.memory.size
+    return _lane.block.memory[start : start + count]
 
 
 def map_address(name: str) -> Map:
@@ -225,15 +225,14 @@ def store_box(target: Map, source: int, *corner: int) -> None:
 
 def load_bulk(target: int, source: int, count: int, barrier: int) -> None:
     assert int(source) % 16 == int(target) % 16 == 0
-    data = np.frombuffer(ctypes.string_at(int(source), count), np.uint8)
-    _lane.block.memory[int(target) : int(target) + count] = data
+    _part(target, count)[:] = np.frombuffer(ctypes.string_at(int(source), count), np.uint8)
     _barriers()[int(barrier)].take(0, -count)
 
 
 def add_bulk(target: int, source: int, count: int) -> None:
     with _lock:
         sums = np.ctypeslib.as_array((ctypes.c_float * (count // 4)).from_address(int(target)))
-        sums += _lane.block.memory[int(source) : int(source) + count].view(np.float32)
+        sums += _part(source, count).view(np.float32)
 
 
 def add_bulk_once(target: int, source: int, count: int) -> None:
