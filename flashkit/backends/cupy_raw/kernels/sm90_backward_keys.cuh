@@ -108,7 +108,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
 #pragma unroll 1
         do {
             const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
-            const unsigned shift = own + AT_SHIFT + stage * BYTES_ROWS, delta = own + AT_DELTA + dout_stage * BYTES_ROWS;
+            const unsigned shift = own + AT_SHIFT + stage * BYTES_ROWS;
             const unsigned q_tile = base + AT_Q + stage * BYTES_Q, dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
             const int note = uniform(load_word(note_of(base, n))), where = load_word(note_of(base, n) + 8);
             last = note & LAST;
@@ -135,6 +135,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             unsigned p_pairs[PAIRS / 2];
             Kept kept;
             const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept, line);
+            const Deltas deltas(own + AT_DELTA + dout_stage * BYTES_ROWS);
             {
                 const unsigned long long b = descriptor(dout_tile, BLOCK_Q * CHUNK_ROW);
                 products_begin();
@@ -145,8 +146,8 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             products_wait<1>();  // dP
             settle(dp);
             unsigned ds[PAIRS / 2];
-            if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, delta, kept);
-            else gradients<false>(p, s, dp, ds, delta, kept);
+            if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, deltas, kept);
+            else gradients<false>(p, s, dp, ds, deltas, kept);
             hand_pairs(pairs, n, turned, ds, lane);
             if (STAGED && staged >= 0) send_sums(staged);
             products_wait<0>();  // dV

@@ -332,14 +332,31 @@ DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number,
     return false;
 }
 
+// Deltas of a lane's rows. Shared memory, which products read all the time, answers late: so where there are registers the first
+// ones are loaded before they are needed, except by products, which would wait for them.
+constexpr int EARLY_DELTAS = HAS_SCORE ? 0 : KEYS_SHARED || COLUMNS <= 64 ? 4 : 0;
+struct Deltas {
+    unsigned address;
+    float early[larger(EARLY_DELTAS, 1)][2];
+
+    __device__ __forceinline__ explicit Deltas(unsigned address) : address(address) {
+#pragma unroll
+        for (int i = 0; i < EARLY_DELTAS; ++i) load_numbers_of(early[i], address, i);
+    }
+    __device__ __forceinline__ void of(float (&x)[2], int n) const {
+        if (n < EARLY_DELTAS) x[0] = early[n % larger(EARLY_DELTAS, 1)][0], x[1] = early[n % larger(EARLY_DELTAS, 1)][1];
+        else load_numbers_of(x, address, n);
+    }
+};
+
 // dP to dS, rounded in `pairs`. PLAIN: nothing is hidden.
 template <bool PLAIN>
-DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIRS], unsigned (&pairs)[PAIRS / 2], unsigned delta,
-                      const Kept& kept) {
+DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIRS], unsigned (&pairs)[PAIRS / 2],
+                      const Deltas& deltas, const Kept& kept) {
 #pragma unroll
     for (int n = 0; n < PAIRS / 4; ++n) {
         float d[2];
-        load_numbers_of(d, delta, n);
+        deltas.of(d, n);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float x[2];

@@ -70,7 +70,7 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
 #pragma unroll 1
         do {
             const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
-            const unsigned shift = own + AT_SHIFT + stage * BYTES_ROWS, delta = own + AT_DELTA + dout_stage * BYTES_ROWS;
+            const unsigned shift = own + AT_SHIFT + stage * BYTES_ROWS;
             const int note = uniform(load_word(note_of(base, n)));
             last = note & LAST;
             if (ORDERED && warp == 0 && lane == 0) ask_for(base, n, note, load_word(note_of(base, n) + 8), load_word(slot + 8));
@@ -82,6 +82,7 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
             products_wait<0>();  // S
             settle(s);
             weight_gradients(n);
+            const Deltas deltas(own + AT_DELTA + dout_stage * BYTES_ROWS);
             unsigned p_pairs[PAIRS / 2], ds[PAIRS / 2];
             Kept kept;
             const bool plain = weights(p, base, n, number, note, rank, even, s, p_pairs, early, shift, unit, kept, line);
@@ -94,8 +95,8 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
             }
             products_wait<1>();  // dP
             settle(dp);
-            if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, delta, kept);
-            else gradients<false>(p, s, dp, ds, delta, kept);
+            if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, deltas, kept);
+            else gradients<false>(p, s, dp, ds, deltas, kept);
             pairs.wait_empty(n), across.wait_empty(n);
 #pragma unroll
             for (int k = 0; k < BLOCK_Q / 16; ++k)
