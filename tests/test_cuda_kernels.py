@@ -533,8 +533,11 @@ def test_an_impossible_sm90_backward_tile_is_refused() -> None:
         hopper_backward.BackwardTile(96)
     with pytest.raises(ValueError, match="stages are two or more"):
         hopper_backward.BackwardTile(64, stages=1)
+    with pytest.raises(ValueError, match="block_k 128"):
+        hopper_backward.BackwardTile(64, 64)
     wide = AttentionSpec("bfloat16", 256, 256)
-    assert not hopper_backward.BackwardTile(64, 96, key_buffers=1).fits(wide, HOPPER)
+    assert not hopper_backward.BackwardTile(128, key_buffers=1).fits(wide, HOPPER)
+    assert not hopper_backward.BackwardTile(64, key_buffers=2).fits(wide, HOPPER)
     assert hopper_backward.backward_tile(wide) in hopper_backward.backward_candidates(wide, HOPPER)
 
 

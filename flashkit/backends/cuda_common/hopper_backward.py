@@ -169,7 +169,7 @@ class Backward:
             ("dk", dim, 16), ("dv", dim_v, 16),
         )  # fmt: skip
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in boxes]
-        blocks = together * min(keys * every, self.device.sms // together)
+        blocks = together * min(keys * every, max(1, self.device.sms // together))
         self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream)
         self._store.launch(queries * heads, 256, arguments, stream)
         if self._rows is not None:
