@@ -103,6 +103,9 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
         queries.wait_full(n);
         scores(n);
         values.wait_full(number);
+        // Here, not in the step: or ptxas takes registers of dQ, as soon as it is on its way, for numbers of the next tile, which
+        // then wait until all of it has left. Head dim 64, causal, 0 to 3 % faster.
+        float dq[PART_ROWS / 2];
         bool first = true, last;
         int staged = -1, before = -1;  // tiles of dQ: in shared memory, and the one that is next
 #pragma unroll 1
@@ -120,7 +123,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             const Line line = line_of(p, base, n, number, note, group, warp, lane, even);
             douts.wait_full(n);
             products_wait<0>();  // S, and dK of the tile before
-            settle(s);
+            settle(s), settle(dq);
             float dp[PAIRS];
             {
                 const unsigned long long a = descriptor(base + AT_V + group * 64 * CHUNK_ROW), b = descriptor(dout_tile);
@@ -152,7 +155,6 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             if (STAGED && staged >= 0) send_sums(staged);
             products_wait<0>();  // dV
             settle(p_pairs);
-            float dq[PART_ROWS / 2];
             if (!first) pairs.wait_full(n - 1);
             query_gradients(n - 1, dq);  // always begun, or the compiler makes it wait; of the first tile nothing comes of it
             {
@@ -176,7 +178,6 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
         if (!EARLY_RELEASE) queries.release(n - 1, lane), douts.release(n - 1, lane);
         values.release(number, lane);
         pairs.wait_full(n - 1);
-        float dq[PART_ROWS / 2];
         query_gradients(n - 1, dq);
         if constexpr (STAGED && !ORDERED) {
             fence_async();
