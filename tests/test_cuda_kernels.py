@@ -466,7 +466,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered
     lines = text[: text.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
     steps, steps_v, keys, rows = -(-d // 16), -(-dv // 16), tile.block_k // 16, tile.block_q // 16
-    if shared:  # scores twice, for the first tile and the next one; dQ of half the columns and of the keys of two blocks
+    if shared:  # scores twice, for the first tile and the next one; dQ of half the columns, keys of two blocks
         expected, waits = 2 * steps + steps_v + 2 * rows + -(-d // 128) * keys, 7
     else:  # scores twice, for the first tile and the next one; dQ twice, in the loop and after it
         expected, waits = 2 * steps + steps_v + 2 * rows + 2 * keys, 6
