@@ -73,7 +73,7 @@ HOPPER = {
     "cp.async.bulk.tensor.5d.shared": "load_box(shared_address(), l, shared_address(), 0, 1, 2, 3, 4)",
     "cp.async.bulk.tensor.5d.global": "store_box(l, shared_address(), 0, 1, 2, 3, 4)",
     "cp.async.bulk.commit_group": "stores_end()",
-    "cp.async.bulk.wait_group.read 0": "stores_wait_read()",
+    "cp.async.bulk.wait_group.read 1": "stores_wait_read(1)",
     "cp.async.bulk.wait_group 0": "stores_wait()",
     "prefetch.tensormap": "prefetch_map(l)",
     "fence.proxy.async;": "fence_proxies()",

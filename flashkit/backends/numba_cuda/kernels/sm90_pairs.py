@@ -197,7 +197,7 @@ def weights(p, base, n, number, note, group, even, s, early, shift, unit):
     """Scores to weights, and these rounded, dropped ones as 0; which are kept, and whether nothing is hidden. With a
     score modification the weights stay as what dP - delta is multiplied by, times its slope.
     """
-    full, kept = note >> 2 * group & 3 == FULL, ALL_KEPT
+    full, kept = i32(note & 3 << 2 * group) == i32(FULL << 2 * group), ALL_KEPT
     if MAY_HIDE:
         if HAS_SCORE or HAS_DROPOUT or not even or note & ODD != 0:
             s, w, kept = any_weights(p, pairs_of(p, base, n, number, group), s, shift)
