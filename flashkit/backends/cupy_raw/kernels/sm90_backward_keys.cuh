@@ -56,12 +56,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
         const bool even = !MAY_HIDE || uniform(load_word(odd_keys + 8 * group) | load_word(odd_keys + 8 * group + 4)) == 0;
 
         auto scores = [&](unsigned n) {
-            const unsigned long long a = descriptor(k_tile + group * 64 * CHUNK_ROW), b = descriptor(base + AT_Q + n % STAGES * BYTES_Q);
-            products_begin();
-            product_fresh<0, 0>(s, a, b);
-#pragma unroll
-            for (int k = 1; k < COLUMNS / 16; ++k) product<0, 0>(s, a + along_rows(k, BLOCK_K), b + along_rows(k, BLOCK_Q), 1);
-            products_end();
+            begin_pairs<COLUMNS>(s, k_tile + group * 64 * CHUNK_ROW, base + AT_Q + n % STAGES * BYTES_Q);
         };
         auto query_gradients = [&](unsigned n, float (&dq)[PART_ROWS / 2]) {
             const unsigned long long a = descriptor(k_tile + (BY_COLUMNS ? group * BLOCK_K * CHUNK_ROW : 0));
@@ -125,27 +120,14 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             products_wait<0>();  // S, and dK of the tile before
             settle(s), settle(dq);
             float dp[PAIRS];
-            {
-                const unsigned long long a = descriptor(base + AT_V + group * 64 * CHUNK_ROW), b = descriptor(dout_tile);
-                products_begin();
-                product_fresh<0, 0>(dp, a, b);
-#pragma unroll
-                for (int k = 1; k < COLUMNS_V / 16; ++k) product<0, 0>(dp, a + along_rows(k, BLOCK_K), b + along_rows(k, BLOCK_Q), 1);
-                products_end();
-            }
+            begin_pairs<COLUMNS_V>(dp, base + AT_V + group * 64 * CHUNK_ROW, dout_tile);
             if (!EARLY_RELEASE && !first) queries.release(n - 1, lane), douts.release(n - 1, lane);
 
             unsigned p_pairs[PAIRS / 2];
             Kept kept;
             const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept, line);
             const Deltas deltas(own + AT_DELTA + dout_stage * BYTES_ROWS);
-            {
-                const unsigned long long b = descriptor(dout_tile, BLOCK_Q * CHUNK_ROW);
-                products_begin();
-#pragma unroll
-                for (int k = 0; k < BLOCK_Q / 16; ++k) product_weights<1>(dv, p_pairs, 4 * k, b + along_columns(k), k > 0 || !first);
-                products_end();
-            }
+            begin_sums(dv, p_pairs, dout_tile, !first);
             products_wait<1>();  // dP
             settle(dp);
             unsigned ds[PAIRS / 2];
@@ -157,13 +139,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             settle(p_pairs);
             if (!first) pairs.wait_full(n - 1);
             query_gradients(n - 1, dq);  // always begun, or the compiler makes it wait; of the first tile nothing comes of it
-            {
-                const unsigned long long b = descriptor(q_tile, BLOCK_Q * CHUNK_ROW);
-                products_begin();
-#pragma unroll
-                for (int k = 0; k < BLOCK_Q / 16; ++k) product_weights<1>(dk, ds, 4 * k, b + along_columns(k), k > 0 || !first);
-                products_end();
-            }
+            begin_sums(dk, ds, q_tile, !first);
             if (!last) queries.wait_full(n + 1);
             scores(last ? n : n + 1);  // likewise
             products_wait<1>();  // dQ, dK

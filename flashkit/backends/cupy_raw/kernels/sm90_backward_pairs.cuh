@@ -372,6 +372,29 @@ DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIR
     }
 }
 
+// --- products that both ways to share the work have; they are begun here, and awaited by who needs them -----------------
+
+// S^T = K Q^T or dP^T = V dO^T, of 64 of the block's keys.
+template <int SUMMED>
+DEVICE void begin_pairs(float (&x)[PAIRS], unsigned keys, unsigned rows) {
+    const unsigned long long a = descriptor(keys), b = descriptor(rows);
+    products_begin();
+    product_fresh<0, 0>(x, a, b);
+#pragma unroll
+    for (int k = 1; k < SUMMED / 16; ++k) product<0, 0>(x, a + along_rows(k, HELD), b + along_rows(k, BLOCK_Q), 1);
+    products_end();
+}
+
+// dV += P^T dO or dK += dS^T Q, from the registers where P^T or dS^T is.
+template <int N>
+DEVICE void begin_sums(float (&sums)[N], const unsigned (&left)[PAIRS / 2], unsigned rows, bool add) {
+    const unsigned long long b = descriptor(rows, BLOCK_Q * CHUNK_ROW);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < BLOCK_Q / 16; ++k) product_weights<1>(sums, left, 4 * k, b + along_columns(k), k > 0 || add);
+    products_end();
+}
+
 // --- storing ----------------------------------------------------------------------------------------------------------
 
 // dK or dV of a warp's 16 keys, from key `first` of the item's on, leaves by the copy engine, 64 columns at a time, through one

@@ -47,20 +47,7 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
         const bool even = !MAY_HIDE || uniform(load_word(odd_keys) | load_word(odd_keys + 4)) == 0;
 
         auto scores = [&](unsigned n) {
-            const unsigned long long a = descriptor(k_tile), b = descriptor(base + AT_Q + n % STAGES * BYTES_Q);
-            products_begin();
-            product_fresh<0, 0>(s, a, b);
-#pragma unroll
-            for (int k = 1; k < COLUMNS / 16; ++k) product<0, 0>(s, a + along_rows(k, HELD), b + along_rows(k, BLOCK_Q), 1);
-            products_end();
-        };
-        auto weight_gradients = [&](unsigned n) {  // dP
-            const unsigned long long a = descriptor(v_tile), b = descriptor(base + AT_DOUT + n % DOUT_STAGES * BYTES_DOUT);
-            products_begin();
-            product_fresh<0, 0>(dp, a, b);
-#pragma unroll
-            for (int k = 1; k < COLUMNS_V / 16; ++k) product<0, 0>(dp, a + along_rows(k, HELD), b + along_rows(k, BLOCK_Q), 1);
-            products_end();
+            begin_pairs<COLUMNS>(s, k_tile, base + AT_Q + n % STAGES * BYTES_Q);
         };
 
         queries.wait_full(n);
@@ -81,18 +68,12 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
             douts.wait_full(n);
             products_wait<0>();  // S
             settle(s);
-            weight_gradients(n);
+            begin_pairs<COLUMNS_V>(dp, v_tile, base + AT_DOUT + dout_stage * BYTES_DOUT);
             const Deltas deltas(own + AT_DELTA + dout_stage * BYTES_ROWS);
             unsigned p_pairs[PAIRS / 2], ds[PAIRS / 2];
             Kept kept;
             const bool plain = weights(p, base, n, number, note, rank, even, s, p_pairs, early, shift, unit, kept, line);
-            {
-                const unsigned long long b = descriptor(base + AT_DOUT + dout_stage * BYTES_DOUT, BLOCK_Q * CHUNK_ROW);
-                products_begin();
-#pragma unroll
-                for (int k = 0; k < BLOCK_Q / 16; ++k) product_weights<1>(dv, p_pairs, 4 * k, b + along_columns(k), k > 0 || !first);
-                products_end();
-            }
+            begin_sums(dv, p_pairs, base + AT_DOUT + dout_stage * BYTES_DOUT, !first);
             products_wait<1>();  // dP
             settle(dp);
             if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, deltas, kept);
