@@ -88,7 +88,7 @@ def prepare_rows(p):
     marks = marks_of(p, b, h, at[2])
     if thread() == 0:
         store(np.int32, marks, 0, i32(1 if odd else 0))
-    for i in range(thread(), i32(BLOCKS * order_words(p)) if ORDERED else i32(1), 256):
+    for i in range(i32(thread()), i32(BLOCKS * order_words(p)) if ORDERED else i32(1), i32(256)):
         store(np.int32, marks, 1 + i, i32(0))
 
 
