@@ -347,7 +347,7 @@ def some(names: Iterable[str], often: Sequence[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in often else pytest.mark.exhaustive) for name in names]
 
 
-@pytest.mark.parametrize("name", some(BY_LANES | OF_FLOAT32, ("plain", "lengths", "infinity")))
+@pytest.mark.parametrize("name", some(BY_LANES | OF_FLOAT32, ("plain", "lengths", "wide", "infinity")))
 def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel as Python (lanes.py), in tiles of 16 keys, against the definition in float64."""
     call = call_of((BY_LANES | OF_FLOAT32)[name], monkeypatch)

@@ -70,9 +70,9 @@ DEVICE bool has_ended(unsigned barrier, unsigned parity) {
     return ended;
 }
 DEVICE void wait(unsigned barrier, unsigned parity) {
-    if constexpr (WATCHDOG) {  // stop the kernel instead of hanging: a debugging aid
+    if constexpr (WATCHDOG) {  // stop the kernel instead of hanging: a debugging aid; the address that faults is the barrier's
         for (long long begin = clock64(); !has_ended(barrier, parity);)
-            if (clock64() - begin > 4000000000ll) *(volatile int*)(unsigned long long)(barrier & ~3u) = 0;  // with a trap here products would be serialised
+            if (clock64() - begin > 4000000000ll) *(volatile int*)(unsigned long long)barrier = 0;  // with a trap here products would be serialised
     } else {
         asm volatile(
             "{ .reg .pred p;\n"

@@ -102,6 +102,10 @@ template <int VALUE> struct Number { static constexpr int value = VALUE; };  // 
 
 DEVICE int tiles_of(long long n, int block) { return (int)((n + block - 1) / block); }
 DEVICE float* sums_of(const Params& p, int b, int h, int tile) { return row_at<float>(p.partial, b, h, tile); }
+// A part of a tile's, from byte `part` on. where: the tile among all.
+DEVICE float* part_of_sums(const Params& p, int where, int part) {
+    return static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + part / 4;
+}
 
 DEVICE void load_two(float (&x)[2], unsigned address) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");

@@ -73,7 +73,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
         auto add_sums = [&](unsigned n, int where, const float (&dq)[PART_ROWS / 2], auto staged) {
             pairs.release(n, lane);
             if constexpr (!staged.value) {
-                float* sums = static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + warp * (BYTES_WARP / 4) + lane * 4;
+                float* sums = part_of_sums(p, where, warp * BYTES_WARP) + lane * 4;
 #pragma unroll
                 for (int i = 0; i < PART_ROWS / 8; ++i) add_four(sums + i * 128, dq + 4 * i);
                 return;
@@ -92,7 +92,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
         };
         auto send_sums = [&](int where) {  // after a fence and __syncwarp()
             if (!ORDERED && lane == 0)
-                add_bulk(static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + warp * (BYTES_WARP / 4), warp_part, BYTES_WARP);
+                add_bulk(part_of_sums(p, where, warp * BYTES_WARP), warp_part, BYTES_WARP);
         };
 
         queries.wait_full(n);

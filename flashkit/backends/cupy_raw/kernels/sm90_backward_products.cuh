@@ -144,8 +144,7 @@ DEVICE void multiply_sums(const Params& p, const TensorMap& dk_map, unsigned bas
             products_end();
         };
         auto add_sums = [&](int where, Adding adding) {
-            float* sums = static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + SHARE * rank * (BYTES_PART / 4) +
-                          warp * (BYTES_WARP / 4) + lane * 4;
+            float* sums = part_of_sums(p, where, SHARE * rank * BYTES_PART) + warp * (BYTES_WARP / 4) + lane * 4;
             if (ORDERED && adding == ADDS_NOTHING) return;
 #pragma unroll
             for (int c = 0; c < SHARE; ++c) {
