@@ -19,7 +19,7 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
     `functions`: text that goes before it."""
     numbers = {
         "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GROUP": spec.group,
-        "CLASSIFY_MANY": not modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
+        "LOOKED_UP": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
         "VALUES": modification.values_of(spec), "PARAMS_WORDS": arguments.size(spec), "BRIEF": False, **constants,
     }  # fmt: skip

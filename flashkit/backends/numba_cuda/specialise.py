@@ -29,7 +29,7 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int], memory: s
     """The module's text; `memory`: what memory, numbers and warps are taken from, for devices or simulated."""
     numbers = {
         "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GROUP": spec.group,
-        "CLASSIFY_MANY": not modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
+        "LOOKED_UP": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
         "STORAGE": spec.dtype, "ITEM": ITEMSIZE[spec.dtype], "BRIEF": False, **constants,
     }  # fmt: skip

@@ -17,7 +17,8 @@
 //     BLOCK_Q, BLOCK_K        rows and keys of a tile
 //     HAS_SCORE, HAS_MASK     whether there is a score modification, a mask
 //     HAS_DROPOUT, HAS_SINKS
-//     CLASSIFY_MANY           whether one call of classify() may cover many tiles: it reads no array over a range
+//     LOOKED_UP               whether classify() looks tiles up in arrays, over ranges: one call may not cover many then,
+//                             and where tiles lie says nothing of how many of them exist
 //     VALUES                  64-bit entries of Params::values
 //     BRIEF                   whether functions in a score modification may be off by some units of the last place
 //

@@ -283,7 +283,7 @@ DEVICE int fill(List& list, int& next, int tiles, unsigned& seen, Look look) {
     __syncwarp();
 #pragma unroll 1
     while (next < tiles && count + 32 <= List::MOST) {
-        if (HAS_MASK && CLASSIFY_MANY && tiles - next > 32) {
+        if (HAS_MASK && !LOOKED_UP && tiles - next > 32) {
             const int first = next + 32 * lane, many = tiles - first < 32 ? tiles - first : 32;
             const unsigned groups = __ballot_sync(~0u, many > 0 && look(first, many) != 0);
             if (groups == 0) {

@@ -73,7 +73,7 @@ constexpr int AT_ITEMS = AT_NOTES + 12 * STAGES;        // number among all tile
 constexpr int AT_ODD = AT_ITEMS + 12 * KEY_BUFFERS;     // for each buffer of K: a bit for each key that was cleared
 constexpr int ODD_WORDS = HELD / 32;
 constexpr int AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS;  // for four tiles of dQ: which they are
-constexpr int AT_FOUND = AT_SLOTS + 32, LISTS = 4;
+constexpr int AT_FOUND = AT_SLOTS + 32, LISTS = LOOKED_UP ? 2 : 4;
 constexpr unsigned ODD = 16, NOTHING = 32, LAST = 64;  // some rows' numbers are not finite; taken though nobody sees it; the last tile of an item
 constexpr int IS_ODD = 1, WRITTEN = 2;   // of a tile of queries
 constexpr int END = -1;
@@ -89,15 +89,16 @@ struct Item { int b, head, k0; };  // head: of keys
 
 // What the warp that finds tiles hands to the one that loads: some of an item's.
 struct Found {
-    static constexpr int MOST = 32;
+    static constexpr int MOST = LOOKED_UP ? 72 : 32;
     int b, h, k0, count;  // b: END if there is nothing more
     int before;           // tiles of the heads before h
     int ends;             // whether they are the item's last
     int entry[MOST];      // tile << 8 | states
 };
 constexpr int AT_LISTS_RING = up(AT_FOUND + LISTS * (int)sizeof(Found), 8), AT_SOON = AT_LISTS_RING + 16 * LISTS;
-constexpr int AHEAD = 4;  // how many tiles before the end of an item the next one is taken
-constexpr int SLEEP = ORDERED ? 100 : 1000;  // nanoseconds of the warp that takes it, which has time, and else takes that of others
+constexpr int AHEAD = LOOKED_UP ? 20 : 4;  // how many tiles before the end of an item the next one is taken
+// Nanoseconds of the warp that takes it, which mostly has time, and else takes that of others.
+constexpr int SLEEP = ORDERED ? 100 : LOOKED_UP ? 200 : 1000;
 template <int VALUE> struct Number { static constexpr int value = VALUE; };  // for generic lambdas
 
 DEVICE int tiles_of(long long n, int block) { return (int)((n + block - 1) / block); }

@@ -48,7 +48,7 @@ DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh 
 // How many tiles of keys of a head come before what is left to the end.
 DEVICE int early_tiles(const Params& p) {
     const int tiles = tiles_of(p.n_k, BLOCK_K);
-    return HAS_MASK && CLASSIFY_MANY && !ORDERED ? tiles - tiles / 4 : tiles;
+    return HAS_MASK && !LOOKED_UP && !ORDERED ? tiles - tiles / 4 : tiles;
 }
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);

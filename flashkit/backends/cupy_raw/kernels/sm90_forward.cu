@@ -44,7 +44,7 @@ constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
 constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
 constexpr int FIRST = 64, END = -1;
-constexpr int AHEAD = 4;  // how many tiles before the end of an item the next one is taken
+constexpr int AHEAD = LOOKED_UP ? 12 : 4;  // how many tiles before the end of an item the next one is taken
 enum NamedBarrier { TURN = 1, MEETING = TURN + GROUPS };  // of each group
 
 struct Item {

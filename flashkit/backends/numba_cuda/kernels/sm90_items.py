@@ -50,7 +50,7 @@ def takes_late(p):
     """Whether the next item is taken not before the end of this one is near, so that the last ones are shared evenly:
     where they are long enough for it.
     """
-    return p.n_k > 4 * AHEAD * BLOCK_K
+    return p.n_k > 16 * BLOCK_K
 
 
 @device

@@ -13,7 +13,7 @@ def key_items(p):
 def early_tiles(p):
     """How many tiles of keys of a head come before what is left to the end."""
     tiles = u32(tiles_along(p.n_k, BLOCK_K))
-    return u32(tiles - tiles // u32(4)) if HAS_MASK and CLASSIFY_MANY and not ORDERED else tiles
+    return u32(tiles - tiles // u32(4)) if HAS_MASK and not LOOKED_UP and not ORDERED else tiles
 
 
 @device

@@ -18,7 +18,7 @@ def fill(p, entries, item, n_k, place, tiles):
     lane, count, seen = i32(thread() % 32), i32(0), u32(0)
     lanes_sync()
     while place < tiles and count + 32 <= MOST:
-        if HAS_MASK and CLASSIFY_MANY and tiles - place > 32:
+        if HAS_MASK and not LOOKED_UP and tiles - place > 32:
             first = i32(place + 32 * lane)
             many = i32(min(tiles - first, 32))
             live = vote(many > 0 and look(p, item, n_k, tiles, first, many) != 0)

@@ -23,5 +23,5 @@ AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS
 MOST, IN_LIST = 224, 28
 BYTES_LIST = IN_LIST + 4 * MOST
 FIRST, END = 64, -1
-AHEAD = 4  # how many tiles before the end of an item the next one is taken
+AHEAD = 12 if LOOKED_UP else 4  # how many tiles before the end of an item the next one is taken
 TURN, MEETING = 1, 1 + GROUPS  # numbers of barriers among warps, of each group; 0 is the block's

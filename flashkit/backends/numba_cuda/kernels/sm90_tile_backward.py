@@ -55,13 +55,14 @@ AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS  # for four tiles of dQ: which t
 ODD, LAST_TILE, END = 16, 64, -1  # some rows' numbers are not finite; the last tile of an item
 
 # A list of tiles: batch entry or END, head of queries, first key, how many, whether it is the item's last; the tiles.
-LISTS, MOST, IN_LIST = 4, 32, 20
+LISTS, MOST = (2, 72) if LOOKED_UP else (4, 32)
+IN_LIST = 20
 BYTES_LIST = IN_LIST + 4 * MOST
 AT_LISTS = AT_SLOTS + 32
 AT_LISTS_RING = -(-(AT_LISTS + LISTS * BYTES_LIST) // 8) * 8
 AT_SOON = AT_LISTS_RING + 16 * LISTS  # the next item is taken
-AHEAD = 4  # tiles before the end of an item, when that is
-SLEEP = 100 if ORDERED else 1000  # nanoseconds of the warp that takes it, which has time, and else takes that of others
+AHEAD = 20 if LOOKED_UP else 4  # tiles before the end of an item, when that is
+SLEEP = 100 if ORDERED else 200 if LOOKED_UP else 1000  # nanoseconds of the warp that takes it: it mostly has time
 
 FROM_DIAGONAL = ORDERED and HAS_MASK  # keys in descending order, queries in ascending: a block is first at its diagonal
 
