@@ -3,7 +3,7 @@
 //     S^T, P^T     [64][BLOCK_Q]     registers
 //     dP^T, dS^T   [64][BLOCK_Q]     registers; dS also in shared memory, two tiles, for dQ
 //     dK, dV       [64][..]          registers
-//     dQ^T         a part            registers, from where it is added, or else shared memory, from where the copy engine adds it
+//     dQ^T         a part            registers, then shared memory, from where the copy engine adds it
 //
 // A step, for the tile of queries number n:
 //
@@ -11,14 +11,13 @@
 //     dP^T = V dO^T        is begun; meanwhile S becomes weights,
 //     dV += P^T dO         is begun; meanwhile dP becomes dS, which goes to shared memory,
 //     dQ^T = K^T dS^T      of the tile before, so that nobody waits for the other group's dS,
-//     dK += dS^T Q         and the next tile's scores are begun; meanwhile dQ leaves.
+//     dK += dS^T Q         (up to 64 columns before dQ) and the next tile's scores are begun; meanwhile dQ leaves.
 #pragma once
 #include "sm90.cuh"
 
-constexpr bool STAGED = ORDERED || MAY_HIDE;  // whether dQ leaves through shared memory
-// Whether stages are released before dQ leaves. In order 1.00 to 1.12 times as fast, and so with two chunks if nothing is
-// hidden (1.01 to 1.06); else 0.96 to 1.03.
-constexpr bool EARLY_RELEASE = ORDERED || (CHUNKS == 2 && !STAGED);
+// Found by timing some 300 orders of what does not depend on each other (docs/hopper.md).
+constexpr bool KEYS_FIRST = CHUNKS == 1;  // dK is begun before dQ
+constexpr int EARLY = PAIRS <= 32 ? PAIRS / 4 : 4;  // log-sum-exps that are loaded before scores are there, for each of a lane's rows
 
 // dS of tile n to shared memory, turned, for dQ. place: where the lane's matrices go in the first of the two tiles there.
 DEVICE void hand_pairs(const Ring<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2], int lane) {
@@ -67,17 +66,13 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             for (int k = 1; k < BLOCK_K / 16; ++k) product<1, 0>(dq, a + along_columns(k), b + along_rows(k, BLOCK_Q), 1);
             products_end();
         };
-        // dQ leaves from the registers. Where masks or modifications need these, and in an order, it does so in two steps: to
-        // shared memory at once; from there when the next proxy fence has been made anyway, or in order by a warp that makes
-        // its own.
-        auto add_sums = [&](unsigned n, int where, const float (&dq)[PART_ROWS / 2], auto staged) {
+        auto key_gradients = [&](unsigned n, const unsigned (&ds)[PAIRS / 2], bool first) {
+            begin_sums(dk, ds, base + AT_Q + n % STAGES * BYTES_Q, !first);
+        };
+        // dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or in
+        // order by a warp that makes its own.
+        auto stage_sums = [&](unsigned n, const float (&dq)[PART_ROWS / 2]) {
             pairs.release(n, lane);
-            if constexpr (!staged.value) {
-                float* sums = part_of_sums(p, where, warp * BYTES_WARP) + lane * 4;
-#pragma unroll
-                for (int i = 0; i < PART_ROWS / 8; ++i) add_four(sums + i * 128, dq + 4 * i);
-                return;
-            }
             if (ORDERED) wait(turn_of(base, n - 1), (n - 1) / 2 & 1);
             stores_wait_read();
             __syncwarp();
@@ -98,31 +93,25 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
         queries.wait_full(n);
         scores(n);
         values.wait_full(number);
-        // Here, not in the step: or ptxas takes registers of dQ, as soon as it is on its way, for numbers of the next tile, which
-        // then wait until all of it has left. Head dim 64, causal, 0 to 3 % faster.
-        float dq[PART_ROWS / 2];
         bool first = true, last;
         int staged = -1, before = -1;  // tiles of dQ: in shared memory, and the one that is next
 #pragma unroll 1
         do {
             const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
             const unsigned shift = own + AT_SHIFT + stage * BYTES_ROWS;
-            const unsigned q_tile = base + AT_Q + stage * BYTES_Q, dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
+            const unsigned dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
             const int note = uniform(load_word(note_of(base, n))), where = load_word(note_of(base, n) + 8);
             last = note & LAST;
             if (ORDERED && warp == 0 && lane == 0) ask_for(base, n, note, where, load_word(slot + 8));
-            constexpr int EARLY = PAIRS / 4 < 8 ? PAIRS / 4 : 8;
             float early[EARLY][2];
 #pragma unroll
             for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);
             const Line line = line_of(p, base, n, number, note, group, warp, lane, even);
             douts.wait_full(n);
             products_wait<0>();  // S, and dK of the tile before
-            settle(s), settle(dq);
-            float dp[PAIRS];
+            settle(s);
+            float dp[PAIRS], dq[PART_ROWS / 2];
             begin_pairs<COLUMNS_V>(dp, base + AT_V + group * 64 * CHUNK_ROW, dout_tile);
-            if (!EARLY_RELEASE && !first) queries.release(n - 1, lane), douts.release(n - 1, lane);
-
             unsigned p_pairs[PAIRS / 2];
             Kept kept;
             const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept, line);
@@ -134,35 +123,43 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, deltas, kept);
             else gradients<false>(p, s, dp, ds, deltas, kept);
             hand_pairs(pairs, n, turned, ds, lane);
-            if (STAGED && staged >= 0) send_sums(staged);
+            if (staged >= 0) send_sums(staged);
             products_wait<0>();  // dV
             settle(p_pairs);
+            if (KEYS_FIRST) key_gradients(n, ds, first);
             if (!first) pairs.wait_full(n - 1);
             query_gradients(n - 1, dq);  // always begun, or the compiler makes it wait; of the first tile nothing comes of it
-            begin_sums(dk, ds, q_tile, !first);
+            if (!KEYS_FIRST) key_gradients(n, ds, first);
             if (!last) queries.wait_full(n + 1);
             scores(last ? n : n + 1);  // likewise
             products_wait<1>();  // dQ, dK
             settle(dq), settle(ds);
-            if (EARLY_RELEASE) queries.release(n, lane), douts.release(n, lane);
-            if (!first) add_sums(n - 1, before, dq, Constant<STAGED>{});
+            queries.release(n, lane), douts.release(n, lane);
+            if (!first) stage_sums(n - 1, dq);
             staged = before, before = where;
             first = false, ++n;
         } while (!last);
         products_wait<0>();
         settle(s), settle(dk), settle(dv);
-        if (!EARLY_RELEASE) queries.release(n - 1, lane), douts.release(n - 1, lane);
         values.release(number, lane);
         pairs.wait_full(n - 1);
+        float dq[PART_ROWS / 2];
         query_gradients(n - 1, dq);
-        if constexpr (STAGED && !ORDERED) {
+        if constexpr (!ORDERED) {
             fence_async();
             __syncwarp();
             if (staged >= 0) send_sums(staged);
         }
         products_wait<0>();
         settle(dq);
-        add_sums(n - 1, before, dq, Constant<ORDERED>{});
+        if constexpr (ORDERED) {
+            stage_sums(n - 1, dq);
+        } else {  // from registers, while what leaves through shared memory does so
+            pairs.release(n - 1, lane);
+            float* sums = part_of_sums(p, before, warp * BYTES_WARP) + lane * 4;
+#pragma unroll
+            for (int i = 0; i < PART_ROWS / 8; ++i) add_four(sums + i * 128, dq + 4 * i);
+        }
         const Item at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
         keys.release(number, lane);
         if (ORDERED) wait(turn_of(base, n - 1), (n - 1) / 2 & 1);  // the sums have left

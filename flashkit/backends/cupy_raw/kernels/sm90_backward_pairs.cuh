@@ -334,7 +334,7 @@ DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number,
 
 // Deltas of a lane's rows. Shared memory, which products read all the time, answers late: so where there are registers the first
 // ones are loaded before they are needed. Over 128 columns it was 8 to 12 % slower so, in order 1 % faster to 5 % slower.
-constexpr int EARLY_DELTAS = !HAS_SCORE && COLUMNS <= 64 ? 4 : 0;
+constexpr int EARLY_DELTAS = !HAS_SCORE && COLUMNS <= 64 ? 2 : 0;
 struct Deltas {
     unsigned address;
     float early[larger(EARLY_DELTAS, 1)][2];

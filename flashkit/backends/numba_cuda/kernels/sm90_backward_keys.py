@@ -4,8 +4,7 @@
 #     S, P         [64][BLOCK_Q]   registers
 #     dP, dS       [64][BLOCK_Q]   registers; dS also in shared memory, two tiles, for dQ
 #     dK, dV       [64][..]        registers
-#     dQ           a part          registers, from where it is added, or else shared memory, from where the copy engine
-#                                  adds it
+#     dQ           a part          registers, then shared memory, from where the copy engine adds it
 #
 # A step, for the tile of queries number n:
 #
@@ -13,11 +12,9 @@
 #     dP = V dO^T          is begun; meanwhile S becomes weights,
 #     dV += P dO           is begun; meanwhile dP becomes dS, which goes to shared memory,
 #     dQ^T = K^T dS        of the tile before, so that nobody waits for the other group's dS,
-#     dK += dS Q           and the next tile's scores are begun; meanwhile dQ leaves.
+#     dK += dS Q           (up to 64 columns before dQ) and the next tile's scores are begun; meanwhile dQ leaves.
 
-STAGED = ORDERED or MAY_HIDE  # whether dQ leaves through shared memory
-# Whether stages are released before dQ leaves: see sm90_backward_keys.cuh.
-EARLY_RELEASE = ORDERED or (chunks_q == 2 and not STAGED)
+KEYS_FIRST = chunks_q == 1  # dK is begun before dQ
 
 PIECES = BYTES_WARP // BYTES_PIECE
 send_dv, send_dk = (
@@ -41,6 +38,16 @@ def query_gradients(base, k_tile, group, n):
     dq = dq_product(descriptor(k_tile + group * K_OF_GROUP, 16), descriptor(ds + group * DS_OF_GROUP, 16))
     products_end()
     return dq
+
+
+@device
+def key_gradients(base, dk, ds, n, first):
+    """dK += dS Q."""
+    q_tile = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
+    products_begin()
+    dk = dk_product(dk, ds, descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
+    products_end()
+    return dk
 
 
 @device
@@ -74,15 +81,11 @@ def stage_four(i, four, target):
 
 
 @device
-def add_sums(p, base, n, where, dq, staged, lane_part):
-    """dQ leaves from the registers. Where masks or modifications need these, and in an order, it does so in two steps:
-    to shared memory at once; from there when the next proxy fence has been made anyway, or in order by a warp that
-    makes its own.
+def stage_sums(base, n, dq, lane_part):
+    """dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or
+    in order by a warp that makes its own.
     """
     release(base + AT_PAIRS_RING, n, 2)
-    if not staged:
-        groups(add_four, 4, dq, part_of_sums(p, where, lane_part))
-        return
     if ORDERED:
         wait_full(base + AT_TURN, u32(n - 1), 2)
     stores_wait_read(0)
@@ -120,7 +123,7 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     s, dk, dv, staged, before = state
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
     shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
-    q_tile, dout_tile = base + AT_Q + stage * BYTES_Q, base + AT_DOUT + dout_stage * BYTES_DOUT
+    dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT
     note, where = uniform(load_word(note_of(base, n))), load_word(note_of(base, n) + 8)
     last = note & LAST_TILE != 0
     if ORDERED:
@@ -131,9 +134,6 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     products_wait(0)  # S, and dK of the tile before
     s = settle(s)
     dp = gradients_of_weights(base, group, dout_tile)
-    if not EARLY_RELEASE and not first:
-        release_tile(base, n - 1)
-
     s, w, kept, plain = weights(p, base, n, number, note, group, even, s, early, shift, unit)
     products_begin()
     dv = dv_product(dv, w, descriptor(dout_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
@@ -141,26 +141,26 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     products_wait(1)  # dP
     ds = gradients(p, s, settle(dp), plain, delta, kept)
     hand_pairs(base, n, ds, pairs_of_lane)
-    if STAGED and staged >= 0:
+    if staged >= 0:
         send_sums(p, base, staged, warp)
     products_wait(0)  # dV
     w = settle(w)
+    if KEYS_FIRST:
+        dk = key_gradients(base, dk, ds, n, first)
     if not first:
         wait_full(base + AT_PAIRS_RING, n - 1, 2)
     # Always begun, or the compiler makes it wait; of an item's first tile nothing comes of it.
     dq = query_gradients(base, k_tile, group, n + 1)
-    products_begin()
-    dk = dk_product(dk, ds, descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
-    products_end()
+    if not KEYS_FIRST:
+        dk = key_gradients(base, dk, ds, n, first)
     if not last:
         wait_full(base + AT_Q_RING, n + 1, STAGES)
     s = scores(base, k_tile, group, n if last else n + 1)  # likewise, of the last
     products_wait(1)  # dQ, dK
     dq, ds = settle(dq), settle(ds)
-    if EARLY_RELEASE:
-        release_tile(base, n)
+    release_tile(base, n)
     if not first:
-        add_sums(p, base, n - 1, before, dq, STAGED, lane_part)
+        stage_sums(base, n - 1, dq, lane_part)
     return (s, dk, dv, before, where), last
 
 
@@ -169,18 +169,21 @@ def finish(p, base, k_tile, number, n, state, rest):
     group, (_, lane_part, _, warp), _ = rest
     s, dk, dv, staged, before = state
     s, dk, dv = settle(s), settle(dk), settle(dv)
-    if not EARLY_RELEASE:
-        release_tile(base, n - 1)
     release(base + AT_V_RING, number, 1)
     wait_full(base + AT_PAIRS_RING, n - 1, 2)
     dq = query_gradients(base, k_tile, group, n - 1)
-    if STAGED and not ORDERED:
+    if not ORDERED:
         fence_async()
         lanes_sync()
         if staged >= 0:
             send_sums(p, base, staged, warp)
     products_wait(0)
-    add_sums(p, base, n - 1, before, settle(dq), ORDERED, lane_part)
+    dq = settle(dq)
+    if ORDERED:
+        stage_sums(base, n - 1, dq, lane_part)
+    else:  # from registers, while what leaves through shared memory does so
+        release(base + AT_PAIRS_RING, n - 1, 2)
+        groups(add_four, 4, dq, part_of_sums(p, before, lane_part))
     at = read_item(base, number)
     release(base + AT_K_RING, number, KEY_BUFFERS)
     if ORDERED:
