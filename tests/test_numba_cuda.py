@@ -4,11 +4,13 @@ architectures in use, within their registers. On a device they run with test_cud
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +23,7 @@ from test_cuda_kernels import MASKS, SCORES, disassembled, spec_of
 from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler, simt
 from flashkit.backends.cuda_common.device import MODELS
-from flashkit.backends.numba_cuda import assemble, params, specialise
+from flashkit.backends.numba_cuda import assemble, modify, params, specialise
 from flashkit.backends.numba_cuda import compile as numbas
 from flashkit.spec import AttentionSpec
 
@@ -67,6 +69,26 @@ SIMULATED = [
     small(sizes="1x70", heads="4:1", block_mask="from_dense", score_mod="array by distance", mask_mod="array"),
     small(sizes="33x33", dims="40", block_mask="strided", mask_mod="document", bias="with -inf"),
 ]  # fmt: skip
+
+
+def defined(text: str) -> Iterator[str]:
+    """Names that a module's text gives a meaning to."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (x.id for target in node.targets for x in ast.walk(target) if isinstance(x, ast.Name))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in specialise.FOLDER.glob("*.py") if path.stem != "scalar"))
+def test_a_name_means_one_thing_in_a_kernel(name: str) -> None:
+    """Its files and the generated functions are one module, whose functions look names up when they are compiled: a
+    second meaning would be that of the first file's functions, too.
+    """
+    generated = modify.text(spec_of(list(SCORES.values()), list(MASKS.values())))
+    files = [(specialise.FOLDER / f"{part}.py").read_text() for part in ("scalar", *specialise.parts(name))]
+    found = Counter(name for text in [generated, *files] for name in defined(text))
+    assert [name for name, times in found.items() if times > 1] == []
 
 
 @pytest.mark.exhaustive

@@ -97,8 +97,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     assert not any("MEMBAR.ALL.GPU" in line for line in lines[products[0] : products[-1]])
     spilled = [line for line in lines[products[0] : products[-1]] if re.search(r"\b(STL|LDL)", line)]
     assert len(spilled) <= 60
-    staged = not wide and (spec.mask is not None or spec.score is not None or spec.deterministic or spec.dropout)
-    leaving = ["UBLKRED" if staged else "REDG.E.ADD.F32", "UTMASTG.5D"]
+    leaving = ["UTMASTG.5D", *([] if wide else ["UBLKRED"]), *([] if spec.deterministic else ["REDG.E.ADD.F32"])]
     across = ["UBLKCP.S.S", "UCGABAR_ARV", "SYNCS.ARRIVE.TRANS64.RED"] if wide else []
     for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", *leaving, *across, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
         assert instruction in code

@@ -78,7 +78,7 @@ def _extreme(axes: int) -> str:
     corners = ", ".join(f"first{axis}, last{axis}" for axis in range(axes))
     offset = " + ".join(f"i{axis} * stride{axis}" for axis in range(axes))
     lines = [f"@device\ndef extreme{axes}(least, kind, address, {strides}, {corners}):"]
-    lines += ["    best = I(LAST) if least else I(FIRST)"]
+    lines += ["    best = I(GREATEST_INTEGER) if least else I(LEAST_INTEGER)"]
     lines += [f"{'    ' * (axis + 1)}for i{axis} in range(first{axis}, last{axis} + 1):" for axis in range(axes)]
     inside = "    " * (axes + 1)
     lines += [

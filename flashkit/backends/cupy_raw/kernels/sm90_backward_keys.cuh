@@ -16,7 +16,7 @@
 #include "sm90.cuh"
 
 // Found by timing some 300 orders of what does not depend on each other (docs/hopper.md).
-constexpr bool KEYS_FIRST = CHUNKS == 1;  // dK is begun before dQ
+constexpr bool KEYS_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // dK is begun before dQ; not where others wait for dQ at once
 constexpr int EARLY = PAIRS <= 32 ? PAIRS / 4 : 4;  // log-sum-exps that are loaded before scores are there, for each of a lane's rows
 
 // dS of tile n to shared memory, turned, for dQ. place: where the lane's matrices go in the first of the two tiles there.

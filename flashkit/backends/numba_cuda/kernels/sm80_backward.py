@@ -237,7 +237,7 @@ def key_of_lane(j, first):
 
 
 @device
-def is_odd(j, so_far, zero):
+def sum_is_odd(j, so_far, zero):
     return so_far or zero[j] != ZERO
 
 
@@ -258,7 +258,7 @@ def finish(p, which, b, head, tile_k, n_k, sums, factor, staged):
             four = load_unit(staged + (unit >> 3) * CHUNK_K + swizzled(row, unit & 7))
             store_unit(address + row * target.token * ITEM + UNIT * unit, four)
     if MAY_HIDE:  # what is not finite may have met a weight of 0
-        if any_lane(repeat(is_odd, ROWS, False, row_sum(scaled(sums, ZERO), NOTHING))):
+        if any_lane(repeat(sum_is_odd, ROWS, False, row_sum(scaled(sums, ZERO), NOTHING))):
             for r in range(32):
                 once_more(p, which, b, head, row0 + r, first, columns, n_k, factor)
 

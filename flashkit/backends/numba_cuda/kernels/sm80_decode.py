@@ -75,7 +75,7 @@ def scores(q, k):
 
 
 @device
-def finish_row(j, rest):
+def finish_part(j, rest):
     """Where a lane's row of this part goes, or 0, and the factor of its output; its log-sum-exp in base 2 to memory."""
     p, at, part, m, total = rest
     index = at[2] + row_of_lane(j)
@@ -134,5 +134,5 @@ def sm80_decode(p):
             output = accumulate(output, operand(s), k + BYTES_K, CHUNK_K)
         stage, tile = stage + 1 if stage + 1 < STAGES else I(0), tile + 1
     copies_wait(0)
-    rows = listed(finish_row, ROWS, (p, at, part, m, across_row(add, l)))
+    rows = listed(finish_part, ROWS, (p, at, part, m, across_row(add, l)))
     pairs_at(store_two, output, rows, i32(thread() % 4 * 2))

@@ -14,7 +14,7 @@
 #     dQ^T = K^T dS        of the tile before, so that nobody waits for the other group's dS,
 #     dK += dS Q           (up to 64 columns before dQ) and the next tile's scores are begun; meanwhile dQ leaves.
 
-KEYS_FIRST = chunks_q == 1  # dK is begun before dQ
+KEYS_FIRST = chunks_q == 1 and not FROM_DIAGONAL  # dK is begun before dQ; not where others wait for dQ at once
 
 PIECES = BYTES_WARP // BYTES_PIECE
 send_dv, send_dk = (

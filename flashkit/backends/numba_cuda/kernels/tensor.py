@@ -14,7 +14,7 @@ from flashkit.backends.numba_cuda.ptx import *
 
 i32, u32, u64 = np.int32, np.uint32, np.uint64
 YES, NO = np.bool_(True), np.bool_(False)  # of a type: for True and False what is called is compiled apart
-ZERO, LOG2E, LN2 = map(np.float32, (0, 1.4426950408889634, 0.6931471805599453))
+LN2 = np.float32(0.6931471805599453)
 
 CHUNK_ROW, UNIT = 128, 16  # bytes
 PER_UNIT, PER_CHUNK, WIDE = UNIT // ITEM, CHUNK_ROW // ITEM, ITEM == 4  # elements; float32

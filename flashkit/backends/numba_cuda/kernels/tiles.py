@@ -86,7 +86,7 @@ def tile_state(p, b, h, offset, row0, row1, k0, k1):
 
 
 @device
-def look(p, walk, first, last):
+def look_along(p, walk, first, last):
     """State of the tiles at places first ... last - 1 of the way."""
     block = BLOCK_K if walk.along_keys else BLOCK_Q
     if walk.turn >= 0:
@@ -114,7 +114,7 @@ if HAS_MASK:
                     over = not exists(walk, first_group * 32)
                     if not over:
                         group = (first_group + lane) * 32
-                        groups = ballot(look(p, walk, group, group + 32) != EMPTY)
+                        groups = ballot(look_along(p, walk, group, group + 32) != EMPTY)
                 if not over:
                     chunk = (first_group + lowest_bit(groups)) * 32
                     groups &= groups - 1
@@ -122,7 +122,7 @@ if HAS_MASK:
                 chunk += 32
                 over = not exists(walk, chunk)
             if not over:
-                state = look(p, walk, chunk + lane, chunk + lane + 1)
+                state = look_along(p, walk, chunk + lane, chunk + lane + 1)
                 live = ballot(state != EMPTY)
                 full = ballot(state == FULL)
         tile, state = -1, EMPTY
