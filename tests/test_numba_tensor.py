@@ -438,12 +438,9 @@ MANY_KEYS = {
 }
 
 
-@pytest.mark.parametrize("name", some(BY_LANES | MANY_KEYS, ("a mask of groups", "many keys")))
-def test_hoppers_forward_pass_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def hoppers_forward_pass(call: Call, pack: int = 1) -> None:
     """The kernel as Python (lanes_hopper.py), one block, in tiles of 32 keys, against the definition in float64."""
-    call, tile = call_of((BY_LANES | MANY_KEYS)[name], monkeypatch), sm90.Tile(128, 32)
-    pack = 2 if name == "a mask of groups" else 1
-    ticket = np.zeros(2, np.int32)
+    tile, ticket = sm90.Tile(128, 32), np.zeros(2, np.int32)
     call.arguments.set(ticket=ticket.ctypes.data)
     for of, rows, heads in (("q", 64, pack), ("k", 32, 1), ("v", 32, 1), ("out", 64, pack)):
         lanes_hopper.maps[f"map_{of}"] = lanes_hopper.Map(call.arrays[of].view(np.uint16), rows, heads)
@@ -456,6 +453,21 @@ def test_hoppers_forward_pass_lane_by_lane(name: str, monkeypatch: pytest.Monkey
     scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
     np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", some(BY_LANES | MANY_KEYS, ("a mask of groups", "many keys")))
+def test_hoppers_forward_pass_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hoppers_forward_pass(call_of((BY_LANES | MANY_KEYS)[name], monkeypatch), 2 if name == "a mask of groups" else 1)
+
+
+def test_tiles_that_an_array_hides_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, boxes = np.array([[True, False, False, True, False, False, True]]), []
+    mask = flashkit.BlockMask.from_dense(grid, 128, 32, 70, 200)
+    box = lanes_hopper.Map.box
+    monkeypatch.setattr(lanes_hopper.Map, "box", lambda own, *at: boxes.append((own, at)) or box(own, *at))
+    hoppers_forward_pass(call_of(((1, 1, 1, 70, 200, 16, 16), {"block_mask": mask}), monkeypatch))
+    loaded = {token for own, (_, token, *_) in boxes if own is lanes_hopper.maps["map_k"]}
+    assert loaded == {0, 96, 192}
 
 
 # Where a row's delta is NaN its weights are taken for NaN too, as in CUDA C++: dv is NaN where it need not be.
