@@ -92,12 +92,13 @@ class Candidate:
     verdict: Verdict
     seconds: float = float("inf")
     row: Any = None  # of the profile, where one applies
+    waits: bool = False  # comes after all others that can, whatever time they take
 
 
 def candidates(problem: Problem, direction: Direction = "forward", only: str | None = None) -> list[Candidate]:
-    """Every backend's answer, the fastest that can do it first, those that cannot last."""
+    """Every backend's answer, the fastest that can do it first, then those of last resort, those that cannot last."""
     answers = [_ask(backend, problem, direction) for name, backend in registry().items() if only in (None, name)]
-    return sorted(answers, key=lambda c: (not c.verdict.ok, c.seconds, c.name))
+    return sorted(answers, key=lambda c: (not c.verdict.ok, c.waits, c.seconds, c.name))
 
 
 def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
@@ -118,12 +119,13 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         row = backend.row(problem, profile, direction)
     else:
         row = profile.tile(f"{backend.name}.{direction}", spec.dtype, spec.head_dim, spec.masked)
-    rate = measured_rate(row)
+    rate, waits = measured_rate(row), False
     if rate is None:
+        waits = getattr(backend, "last_resort", False)
         # Nobody measured: what the backend usually reaches of the device's peak; of a common core's where that is
         # unknown too.
         rate = backend.efficiency * (profile.peak(spec.dtype) or 0.1) * 1e12
-    return Candidate(backend.name, Verdict(True), problem.flops(direction) / rate, row)
+    return Candidate(backend.name, Verdict(True), problem.flops(direction) / rate, row, waits)
 
 
 def measured_rate(row: Any) -> float | None:

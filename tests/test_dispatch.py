@@ -33,6 +33,7 @@ class FakeBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.01
+    last_resort = False
     verdict = Verdict(True)
     here = Verdict(True)
 
@@ -298,8 +299,18 @@ def test_ranked_by_what_they_usually_reach(fake: FakeBackend) -> None:
     assert dispatch.candidates(problem())[0].name == "cpu"
 
 
+def test_a_last_resort_comes_after_all_others(fake: FakeBackend) -> None:
+    fake.efficiency, fake.last_resort = 0.99, True
+    able = [c for c in dispatch.candidates(problem()) if c.verdict]
+    assert able[0].name == "cpu" and able[-1].name == "fake"
+    assert able[-1].seconds < able[0].seconds, "it is not said to be slow"
+
+
 def test_ranked_by_the_rates_in_the_profile(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A measured row goes before a guess, for the problems that it is for; its rate gives the time."""
+    """A measured row goes before a guess, for the problems that it is for, even a last resort's; its rate gives the
+    time.
+    """
+    fake.last_resort = True
     row = "{{dtype: {}, head_dim: 8, block_q: 16, block_k: 16, why: measured here, measured: {{gflops: {}}}}}"
     (tmp_path / "mine.yaml").write_text(
         "schema: 1\ndevice: {kind: cpu}\ntiles:\n"

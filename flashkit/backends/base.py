@@ -38,6 +38,12 @@ class Backend(Protocol):
         """Fill gradients.dq, dk, dv and dsinks, given operands.out and operands.lse of the forward pass."""
 
 
+class Waits(Protocol):
+    """What a backend may say beyond `Backend`."""
+
+    last_resort: bool  # whether it is chosen only where a profile has measured it, or where no other backend can
+
+
 class Chooses(Protocol):
     """What a backend may offer beyond `Backend`, where the first row of its tables that matches need not be the one."""
 

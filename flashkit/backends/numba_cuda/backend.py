@@ -22,7 +22,7 @@ class NumbaCudaBackend(CudaBackend):
     name = "numba_cuda"
     generations = (Sm90(specialise.library, _SM80, _SIMT), _SM80, _SIMT)
     needs = dict.fromkeys(("cupy", "cuda.bindings", "numba_cuda"), _HINT)
-    efficiency = 1e-6  # chosen where a profile has measured it, or where no other backend can
+    last_resort = True
 
     def check(self) -> None:
         compile.check()
