@@ -16,8 +16,8 @@
 #include "sm90.cuh"
 
 // Found by timing some 300 orders of what does not depend on each other (docs/hopper.md).
-constexpr bool KEYS_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // dK is begun before dQ; not where others wait for dQ at once
-constexpr int EARLY = PAIRS <= 32 ? PAIRS / 4 : 4;  // log-sum-exps that are loaded before scores are there, for each of a lane's rows
+constexpr bool KEYS_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // dK before dQ; not where others wait for dQ at once
+constexpr int EARLY = PAIRS <= 32 ? PAIRS / 4 : 4;     // log-sum-exps, of two rows each, that are loaded before scores are there
 
 // dS of tile n to shared memory, turned, for dQ. place: where the lane's matrices go in the first of the two tiles there.
 DEVICE void hand_pairs(const Ring<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2], int lane) {
