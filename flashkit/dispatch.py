@@ -119,9 +119,9 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         row = backend.row(problem, profile, direction)
     else:
         row = profile.tile(f"{backend.name}.{direction}", spec.dtype, spec.head_dim, spec.masked)
-    rate, waits = measured_rate(row), False
+    rate = measured_rate(row)
+    waits = rate is None and getattr(backend, "last_resort", False)
     if rate is None:
-        waits = getattr(backend, "last_resort", False)
         # Nobody measured: what the backend usually reaches of the device's peak; of a common core's where that is
         # unknown too.
         rate = backend.efficiency * (profile.peak(spec.dtype) or 0.1) * 1e12

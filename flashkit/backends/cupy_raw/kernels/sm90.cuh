@@ -319,6 +319,10 @@ DEVICE Turn turn_of(int index, int early, int all, int most) {
     return {tile, first + rest - tile * size};
 }
 
+// How many of a head's tiles come early: under a mask, where those that come first have most to do, a quarter does not. Not of tiles
+// that are looked up: the last ones have as much to do, and what all heads read and add to does not stay in the L2 cache.
+DEVICE int come_early(int tiles) { return HAS_MASK && !LOOKED_UP ? tiles - tiles / 4 : tiles; }
+
 // Numbers of rows, in bulk: `bytes` of them, a multiple of 16.
 DEVICE void load_numbers(unsigned target, const float* source, int bytes, unsigned barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

@@ -99,7 +99,6 @@ constexpr int AT_LISTS_RING = up(AT_FOUND + LISTS * (int)sizeof(Found), 8), AT_S
 constexpr int AHEAD = LOOKED_UP ? 20 : 4;  // how many tiles before the end of an item the next one is taken
 // Nanoseconds of the warp that takes it, which mostly has time, and else takes that of others.
 constexpr int SLEEP = ORDERED ? 100 : LOOKED_UP ? 200 : 1000;
-template <int VALUE> struct Number { static constexpr int value = VALUE; };  // for generic lambdas
 
 DEVICE int tiles_of(long long n, int block) { return (int)((n + block - 1) / block); }
 DEVICE float* sums_of(const Params& p, int b, int h, int tile) { return row_at<float>(p.partial, b, h, tile); }

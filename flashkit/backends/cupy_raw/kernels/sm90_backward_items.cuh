@@ -38,8 +38,7 @@ DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 
 // --- which work -------------------------------------------------------------------------------------------------------
 
 // Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask the first
-// keys are seen by most; of the last ones a quarter is left to the end, where they even out when blocks finish. Not where the
-// mask is an array: its last keys have as much to do, and what all heads read and add to does not stay in the L2 cache.
+// keys are seen by most; of the last ones a quarter is left to the end (come_early), where they even out when blocks finish.
 // FROM_DIAGONAL: in descending order; but of the last heads all at a time and in ascending order, the items with most to do
 // first, so that blocks finish together.
 DEVICE int heads_at_last(const Params& p) { return p.splits < 2 ? 2 : (int)p.splits; }
@@ -48,7 +47,7 @@ DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh 
 // How many tiles of keys of a head come before what is left to the end.
 DEVICE int early_tiles(const Params& p) {
     const int tiles = tiles_of(p.n_k, BLOCK_K);
-    return HAS_MASK && !LOOKED_UP && !ORDERED ? tiles - tiles / 4 : tiles;
+    return ORDERED ? tiles : come_early(tiles);
 }
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);

@@ -13,15 +13,14 @@ def key_items(p):
 def early_tiles(p):
     """How many tiles of keys of a head come before what is left to the end."""
     tiles = u32(tiles_along(p.n_k, BLOCK_K))
-    return u32(tiles - tiles // u32(4)) if HAS_MASK and not LOOKED_UP and not ORDERED else tiles
+    return tiles if ORDERED else come_early(tiles)
 
 
 @device
 def key_item(p, index):
     """Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask
-    the first keys are seen by most; of the last ones a quarter is left to the end, where they even out when blocks
-    finish. Not where the mask is an array: its last keys have as much to do, and what all heads read and add to does
-    not stay in the L2 cache. FROM_DIAGONAL: in descending order.
+    the first keys are seen by most; of the last ones a quarter is left to the end (come_early), where they even out
+    when blocks finish. FROM_DIAGONAL: in descending order.
     """
     heads, tiles = u32(u32(p.heads) // u32(GROUP)), u32(tiles_along(p.n_k, BLOCK_K))
     tile, head = turn_of(u32(index), early_tiles(p), u32(heads * p.batch), u32(p.splits))

@@ -107,15 +107,23 @@ def turn_of(index, early, every, most):
 
 
 @device
+def come_early(tiles):
+    """How many of a head's tiles come early: under a mask, where those that come first have most to do, a quarter does
+    not. Not of tiles that are looked up: the last ones have as much to do, and what all heads read and add to does not
+    stay in the L2 cache.
+    """
+    return u32(tiles - tiles // u32(4)) if HAS_MASK and not LOOKED_UP else tiles
+
+
+@device
 def item_of(p, index):
     """Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least
-    to do a quarter is left to the end, where they even out when blocks finish; not of tiles that are looked up, as all
-    heads' keys do not stay in the L2 cache. Else one head after the other, the ragged tiles last.
+    to do a quarter is left to the end (come_early). Else one head after the other, the ragged tiles last.
     """
     heads, rows, index = u32(u32(p.heads) // u32(PACK)), u32(p.n_q * PACK), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
     if HAS_MASK:
-        tile, head = turn_of(index, tiles if LOOKED_UP else u32(tiles - tiles // u32(4)), every, u32(p.splits))
+        tile, head = turn_of(index, come_early(tiles), every, u32(p.splits))
         tile = u32(tiles - u32(1) - tile)
     else:
         whole = u32(rows // u32(BLOCK_Q))
