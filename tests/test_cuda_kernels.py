@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -487,17 +487,21 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered
 @pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))])
 @pytest.mark.parametrize("what", ["softcap", "alibi"])
 def test_sm90_gradients_take_modifications_by_their_form(what: str, d: int) -> None:
-    """In tiles as large as without one, and hardly anything is spilled within the loop."""
+    """In tiles as large as without one, and hardly anything is spilled on the way of tiles whose pairs are all visible:
+    that is the text between products, up to where it joins another way.
+    """
     plain, spec = AttentionSpec("bfloat16", d, d), spec_of([SCORES[what]], [], d, "bfloat16")
-    assert sm90_backward.by_form(spec) and sm90_backward.tile_of(spec) == sm90_backward.tile_of(plain)
+    tile = sm90_backward.tile_of(spec)
+    assert sm90_backward.by_form(spec) and tile == sm90_backward.tile_of(plain)
     text = disassembled(sm90_backward_binary(spec).path)
     text = text[text.index(".text.sm90_backward:") :]
     lines = text[: text.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    parts = [lines[i:j] for i, j in pairwise(products)]
+    parts = [list(takewhile(lambda line: not re.search(r"/ +BRA", line), lines[i:j])) for i, j in pairwise(products)]
     if d > 128:  # the loops of two warp groups, between which items end
         parts = [part for part in parts if not any("UTMASTG" in line for line in part)]
-    assert sum(map(spilled, parts)) <= 24
+    assert sum("MUFU.EX2" in line for part in parts for line in part) == tile.block_q // 2  # each weight once
+    assert sum(map(spilled, parts)) <= 8
     assert ("MUFU.TANH" in text) == (what == "softcap")
 
 

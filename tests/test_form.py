@@ -101,3 +101,13 @@ def test_biases_from_arrays_have_no_form() -> None:
     assert _parts([mods.bias(np.zeros((1, 4, 8, 1), np.float32))])[1] == Form(
         bias=_parts([mods.bias(np.zeros((1, 4, 8, 1), np.float32))])[1].bias  # type: ignore[union-attr]
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "unit_slope", "per_head"),
+    [("softcap", True, False), ("alibi", True, True), ("both", True, True), ("affine", False, False), ("by row", False, False)],
+)
+def test_what_is_known_of_slopes_and_heads(name: str, unit_slope: bool, per_head: bool) -> None:
+    known = _parts(FORMS[name])[1]
+    assert known is not None
+    assert known.unit_slope == unit_slope and known.per_head == per_head

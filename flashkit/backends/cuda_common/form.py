@@ -41,6 +41,16 @@ class Form:
         """Whether there is a bias."""
         return self.bias is not _ZERO
 
+    @property
+    def unit_slope(self) -> bool:
+        """Whether gain * rate is known to be 1."""
+        return self.gain * self.rate is _ONE or self.rate is 1.0 / self.gain
+
+    @property
+    def per_head(self) -> bool:
+        """Whether any of it differs from head to head."""
+        return any(expr.uses(part, expr.H) for part in (self.gain, self.rate, self.bias))
+
 
 @lru_cache(maxsize=512)
 def form(score: Expr) -> Form | None:

@@ -43,7 +43,7 @@ def text(spec: AttentionSpec) -> str:
     parts = known or Form()
     facts = {
         "FORMED": known is not None, "CAPPED": parts.capped, "SLOPED": parts.sloped, "EVEN": parts.even,
-        "BIASED": parts.biased, "DIAGONAL": parts.diagonal,
+        "BIASED": parts.biased, "DIAGONAL": parts.diagonal, "UNIT_SLOPE": parts.unit_slope, "PER_HEAD": parts.per_head,
     }  # fmt: skip
     return "\n".join([
         _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)], "typename I, typename T")

@@ -118,6 +118,8 @@ DEVICE float load_number(unsigned address) {
 
 #include "sm90_backward_items.cuh"
 #include "sm90_backward_pairs.cuh"
+#include "sm90_backward_form.cuh"
+#include "sm90_backward_weights.cuh"
 #ifdef KEYS_ARE_SHARED
 #include "sm90_backward_products.cuh"
 #else

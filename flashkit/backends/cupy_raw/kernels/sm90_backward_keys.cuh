@@ -92,6 +92,8 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
 
         queries.wait_full(n);
         scores(n);
+        Line line{};
+        if (!AT_ONCE) line = line_of(p, base, n, number, group, warp, lane);
         values.wait_full(number);
         bool first = true, last;
         int staged = -1, before = -1;  // tiles of dQ: in shared memory, and the one that is next
@@ -106,7 +108,8 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             float early[EARLY][2];
 #pragma unroll
             for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);
-            const Line line = line_of(p, base, n, number, note, group, warp, lane, even);
+            if (AT_ONCE) line = line_of(p, base, n, number, group, warp, lane);
+            lower(line, early);
             douts.wait_full(n);
             products_wait<0>();  // S, and dK of the tile before
             settle(s);
@@ -132,6 +135,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             if (!KEYS_FIRST) key_gradients(n, ds, first);
             if (!last) queries.wait_full(n + 1);
             scores(last ? n : n + 1);  // likewise
+            if (BEFOREHAND && !last) line = line_of(p, base, n + 1, number, group, warp, lane);
             products_wait<1>();  // dQ, dK
             settle(dq), settle(ds);
             queries.release(n, lane), douts.release(n, lane);

@@ -52,6 +52,8 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
 
         queries.wait_full(n);
         scores(n);
+        Line line{};
+        if (!AT_ONCE) line = line_of(p, base, n, number, rank, warp, lane);
         values.wait_full(number);
         bool first = true, last;
 #pragma unroll 1
@@ -64,7 +66,8 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
             float early[PAIRS / 4][2];
 #pragma unroll
             for (int i = 0; i < PAIRS / 4; ++i) load_numbers_of(early[i], shift, i);
-            const Line line = line_of(p, base, n, number, note, rank, warp, lane, even);
+            if (AT_ONCE) line = line_of(p, base, n, number, rank, warp, lane);
+            lower(line, early);
             douts.wait_full(n);
             products_wait<0>();  // S
             settle(s);
@@ -89,6 +92,7 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
             queries.release(n, lane);
             if (!last) queries.wait_full(n + 1);
             scores(last ? n : n + 1);  // always begun, or the compiler makes it wait; after the last tile nothing comes of it
+            if (BEFOREHAND && !last) line = line_of(p, base, n + 1, number, rank, warp, lane);
             products_wait<1>();        // dV
             settle(p_pairs);
             douts.release(n, lane);
