@@ -465,7 +465,7 @@ DEVICE void keep_order(const Params& p, unsigned base, int which) {
             wait(added_of(base, n), n / 2 & 1);
             if (leader && adding != ADDS_NOTHING) set_done(done, tile_k);
         } else if (leader) {
-            float* sums = static_cast<float*>(p.partial.data) + where * p.partial.token;
+            float* sums = part_of_sums(p, where, 0);
             wait(added_of(base, n), n / 2 & 1);
             if (adding != ADDS_NOTHING) {
                 fence_all_proxies();

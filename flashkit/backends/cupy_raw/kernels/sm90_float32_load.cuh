@@ -10,11 +10,12 @@ DEVICE Item item_at(const Params& p, int b, int h, int row0) {
 }
 
 // Item number `index`: tiles with most to do first, under a causal mask of queries the last, of keys the first ones, of
-// p.splits heads at a time; of those with least to do a quarter is left to the end, where they even out when blocks finish.
+// p.splits heads at a time; of those with least to do a quarter is left to the end (come_early), where they even out when blocks
+// finish.
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / (OF_QUERIES ? 1 : GROUP), all = heads * (int)p.batch;
     const int tiles = ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS;
-    const Turn turn = turn_of(index, HAS_MASK ? tiles - tiles / 4 : tiles, all, (int)p.splits);
+    const Turn turn = turn_of(index, come_early(tiles), all, (int)p.splits);
     return item_at(p, turn.bh / heads, turn.bh % heads, (OF_QUERIES ? tiles - 1 - turn.tile : turn.tile) * ROWS);
 }
 
