@@ -86,7 +86,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             }
         };
         auto send_sums = [&](int where) {  // after a fence and __syncwarp()
-            if (!ORDERED && lane == 0)
+            if (!ORDERED && elected())
                 add_bulk(part_of_sums(p, where, warp * BYTES_WARP), warp_part, BYTES_WARP);
         };
 
