@@ -445,7 +445,7 @@ DEVICE unsigned added_of(unsigned base, unsigned n) { return base + AT_ADDED + 8
 
 enum Adding { ADDS_NOTHING, STORES, ADDS };  // who is the first to add stores: sums were not cleared
 DEVICE void keep_order(const Params& p, unsigned base, int which) {
-    const bool leader = threadIdx.x % 32 == 0;
+    const bool leader = elected();
     const int tiles_q = tiles_of(p.n_q, BLOCK_Q);
 #pragma unroll 1
     for (unsigned n = which;; n += 2) {
