@@ -9,7 +9,7 @@ import pytest
 
 from flashkit import expr, mods
 from flashkit.arguments import _compose
-from flashkit.backends.cuda_common.form import Form, form
+from flashkit.backends.cuda_common.form import Form, form, of_head
 from flashkit.expr import where
 
 N = 300
@@ -117,3 +117,15 @@ def test_what_is_known_of_slopes_and_heads(name: str, unit_slope: bool, per_head
     known = _parts(FORMS[name])[1]
     assert known is not None
     assert known.unit_slope == unit_slope and known.per_head == per_head
+
+
+def test_what_is_read_once_for_a_head() -> None:
+    """Slopes of heads are; what is read by position stays where it is."""
+    known = _parts(FORMS["both"])[1]
+    assert known is not None
+    numbers, (gain, bias) = of_head([known.gain, known.bias])
+    assert [node.op for node in numbers] == ["load"] and gain is known.gain
+    assert not any(node.op == "load" for node in expr.walk([bias]))
+    array = expr.Array("w", 1, "float")
+    numbers, (left,) = of_head([array[expr.H] + array[expr.K]])
+    assert len(numbers) == 1 and [node.args for node in expr.walk([left]) if node.op == "load"] == [(expr.K,)]

@@ -8,7 +8,7 @@ exponent of a weight in one or two instructions more than without a modification
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -75,6 +75,17 @@ def form(score: Expr) -> Form | None:
     even = not any(expr.uses(part, expr.ROW, expr.Q) for part in (gain, rate))
     diagonal = not expr.uses(by_distance(bias), expr.ROW, expr.Q, expr.K)
     return Form(gain, rate, bool(caps), bias, expr.uses(bias, expr.K), even, diagonal, straight)
+
+
+def of_head(graphs: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:
+    """What is read from arrays and is the same for all pairs of a head, as a slope of ALiBi, so that it is read once:
+    the numbers; and the graphs, with head.number[i] in the place of number i.
+    """
+    positions = [expr.S, expr.ROW, expr.Q, expr.K, expr.K0, expr.K1]
+    loads = [node for node in expr.walk(graphs) if node.op == "load" and node.kind == "float"]
+    numbers = [node for node in loads if not expr.uses(node, *positions)]
+    places = {id(node): expr.symbol(f"head.number[{i}]", "float") for i, node in enumerate(numbers)}
+    return numbers, expr.substitute(graphs, lambda node: places.get(id(node), node))
 
 
 def by_distance(graph: Expr) -> Expr:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ... import expr
 from ...expr import Expr
 from ...spec import AttentionSpec
-from ..cuda_common.form import Form, by_distance, form
+from ..cuda_common.form import Form, by_distance, form, of_head
 from ..cuda_common.modification import entries
 
 _ELEMENTS = {
@@ -22,7 +22,8 @@ _ELEMENTS = {
 }  # fmt: skip
 
 _SCORE = "fk_float s, I b, I h, I row, I q, I k, I distance, T& tanh, const Params& p"
-_ROW = "long long b, long long h, I row, I q"
+_HEAD = "long long b, long long h, const Params& p"
+_ROW = "long long b, long long h, I row, I q, const Head& head"
 _PAIR = "long long b, long long h, long long row, long long q, long long k, const Params& p"
 _CORNERS = (
     "long long b, long long h, long long row0, long long row1, long long q0, long long q1, long long k0, long long k1, "
@@ -33,7 +34,8 @@ _CORNERS = (
 def text(spec: AttentionSpec) -> str:
     """The functions that kernels/tiles.cuh names; without a modification they say what goes without saying.
 
-    The parts of a score modification of a known form (cuda_common/form.py) are functions of their own.
+    The parts of a score modification of a known form (cuda_common/form.py) are functions of their own; a `Head` is what
+    they read from arrays once for a head.
     `I` is the type of the integers in a score modification, what `modification.positions` says where they are NEAR;
     `T` that of its tanh, which kernels/scalar.cuh has two of.
     """
@@ -45,14 +47,18 @@ def text(spec: AttentionSpec) -> str:
         "FORMED": known is not None, "CAPPED": parts.capped, "SLOPED": parts.sloped, "EVEN": parts.even,
         "BIASED": parts.biased, "DIAGONAL": parts.diagonal, "UNIT_SLOPE": parts.unit_slope, "PER_HEAD": parts.per_head,
     }  # fmt: skip
+    numbers, (gain, rate, bias, straight) = of_head([parts.gain, parts.rate, parts.bias, parts.straight])
+    read = f"{{{{{', '.join(f'{{{i}}}' for i in range(len(numbers)))}}}}}"  # of one: {{{0}}}
     return "\n".join([
         _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)], "typename I, typename T")
         .replace("fk_tanh(", "tanh("),
         f"constexpr bool {', '.join(f'{name} = {int(value)}' for name, value in facts.items())};",
-        _template(spec, "fk_float score_gain", f"{_ROW}, const Params& p", [parts.gain]),
-        _template(spec, "fk_float score_rate", f"{_ROW}, const Params& p", [parts.rate]),
-        _template(spec, "fk_float score_bias", f"{_ROW}, I k, const Params& p", [parts.bias]),
-        _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [parts.straight]),
+        f"struct Head {{ {f'fk_float number[{len(numbers)}];' if numbers else ''} }};",
+        _function(spec, "Head head_of", _HEAD, numbers, read),
+        _template(spec, "fk_float score_gain", f"{_ROW}, const Params& p", [gain]),
+        _template(spec, "fk_float score_rate", f"{_ROW}, const Params& p", [rate]),
+        _template(spec, "fk_float score_bias", f"{_ROW}, I k, const Params& p", [bias]),
+        _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [straight]),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
         _function(spec, "bool visible", _PAIR, [mask]),
         _function(spec, "int classify", _CORNERS, list(expr.classify(mask)), "{0} ? EMPTY : {1} ? FULL : PARTIAL"),

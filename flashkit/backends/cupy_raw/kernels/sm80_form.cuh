@@ -25,10 +25,11 @@ DEVICE bool lines_of(const Params& p, int b, int h, long long offset, int rows, 
     float step = 0, corner = 0;
     if (SLOPED && ALIKE) {
         const start q0 = (start)(row0 + offset);
-        corner = score_bias<position>(b, h, row0, q0 + (SPAN - 1), k0, p) * LOG2E;
-        const float last = score_bias<position>(b, h, row0, q0, k0 + KEYS - 1, p) * LOG2E;
+        const Head numbers = head_of(b, h, p);
+        corner = score_bias<position>(b, h, row0, q0 + (SPAN - 1), numbers, k0, p) * LOG2E;
+        const float last = score_bias<position>(b, h, row0, q0, numbers, k0 + KEYS - 1, p) * LOG2E;
         step = last == corner ? 0.0f : (last - corner) * (1.0f / (KEYS + SPAN - 2));
-        straight = bias_is_straight<position>(b, h, row0, q0, k0 - (SPAN - 1), k0 + KEYS - 1, p);
+        straight = bias_is_straight<position>(b, h, row0, q0, numbers, k0 - (SPAN - 1), k0 + KEYS - 1, p);
     }
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -37,17 +38,19 @@ DEVICE bool lines_of(const Params& p, int b, int h, long long offset, int rows, 
             Line& at = line[i][half];
             const int own = row_of(i, half), index = own < rows ? own : rows - 1, row = index / PACK, head = h + index % PACK;
             const start q = (start)(row + offset);
-            const float gain = score_gain<position>(b, head, row, q, p), rate = CAPPED ? score_rate<position>(b, head, row, q, p) : 1.0f;
+            const Head numbers = head_of(b, head, p);
+            const float gain = score_gain<position>(b, head, row, q, numbers, p);
+            const float rate = CAPPED ? score_rate<position>(b, head, row, q, numbers, p) : 1.0f;
             at.gain = gain * (CAPPED ? LOG2E : scale * LOG2E), at.rate = rate * scale, at.slope = gain * rate;
             if (SLOPED && ALIKE) {
                 at.first = fmaf(step, (float)(SPAN - 1 - (own - row0) + key), corner), at.step = step;
             } else {
-                at.first = score_bias<position>(b, head, row, q, k0, p) * LOG2E, at.step = 0;
+                at.first = score_bias<position>(b, head, row, q, numbers, k0, p) * LOG2E, at.step = 0;
                 if constexpr (SLOPED) {
-                    const float last = score_bias<position>(b, head, row, q, k0 + KEYS - 1, p) * LOG2E;
+                    const float last = score_bias<position>(b, head, row, q, numbers, k0 + KEYS - 1, p) * LOG2E;
                     at.step = last == at.first ? 0.0f : (last - at.first) * (1.0f / (KEYS - 1));
                     at.first = fmaf(at.step, (float)key, at.first);
-                    straight &= bias_is_straight<position>(b, head, row, q, k0, k0 + KEYS - 1, p);
+                    straight &= bias_is_straight<position>(b, head, row, q, numbers, k0, k0 + KEYS - 1, p);
                 }
             }
         }

@@ -32,14 +32,15 @@ DEVICE Line line_of(const Params& p, unsigned base, unsigned n, unsigned number,
         const Place at = place_of(base, n, number, group);
         const long long offset = offset_of(p, at.b);
         const int row = at.row0, k = at.k0 + warp % 4 * KEYS, q = row + (int)offset;
-        const float gain = score_gain<int>(at.b, at.h, row, q, p), rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, p) : 1;
+        const Head head = head_of(at.b, at.h, p);
+        const float gain = score_gain<int>(at.b, at.h, row, q, head, p), rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, head, p) : 1;
         line.gain = same(gain * (CAPPED ? 1.0f : (float)p.scale) * LOG2E);
         line.slope = UNIT_SLOPE ? 1.0f : same(gain * rate), line.rate = same(rate * (float)p.scale);
-        const float far = score_bias<int>(at.b, at.h, row, q + ROWS - 1, k, p) * LOG2E;
-        const float near = SLOPED ? score_bias<int>(at.b, at.h, row, q, k + KEYS - 1, p) * LOG2E : far;
+        const float far = score_bias<int>(at.b, at.h, row, q + ROWS - 1, head, k, p) * LOG2E;
+        const float near = SLOPED ? score_bias<int>(at.b, at.h, row, q, head, k + KEYS - 1, p) * LOG2E : far;
         line.step = SLOPED ? (near - far) * (1.0f / (ROWS + KEYS - 2)) : 0.0f;
         line.first = SLOPED ? fmaf(line.step, ROWS - 1 - lane % 4 * 2 + lane / 4, far) : far;
-        const bool straight = !SLOPED || bias_is_straight<int>(at.b, at.h, row, q, k - (ROWS - 1), k + KEYS - 1, p);
+        const bool straight = !SLOPED || bias_is_straight<int>(at.b, at.h, row, q, head, k - (ROWS - 1), k + KEYS - 1, p);
         line.known = is_near(p, offset) && __all_sync(~0u, straight);
     }
     return line;

@@ -99,6 +99,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     bool fresh = false;          // whether the tile that comes is the first of another item
     int number = -1;             // of the item that the tile belongs to among the block's
     bool pending = false;        // whether weights of the tile before wait for their values,
+    Head head{};                 // what its score modification reads once for a head,
     Line lasting;                // what makes exponents of its scores, where that is the same for all its tiles
     float frame = 0;             // the exponent of the unit that the item's sums are in: of values
     int sum = 0, exist = 0;      // to be added to the output (sum), not to start it; keys of that tile that exist
@@ -160,7 +161,8 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             at.offset = (start)offset_of(p, at.b);
             m[0] = m[1] = level[0] = level[1] = HIDDEN, l[0] = l[1] = 0;
             usual = gentle = true;
-            if (LASTING && (usual = is_near(p, offset_of(p, at.b)))) line_of(p, at, 0, scale, lasting);
+            if constexpr (BY_FORM) head = head_of(at.b, at.h, p);
+            if (LASTING && (usual = is_near(p, offset_of(p, at.b)))) line_of(p, at, head, 0, scale, lasting);
 #pragma unroll
             for (int half = 0; WIDE && half < 2; ++half) {
                 const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
@@ -168,10 +170,13 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             }
         }
         const Units units = units_of(p, at, q_unit, k0 / BLOCK_K);
+        auto multiply_before = [&]() {
+            if (PENDING) accumulate(n - 1);
+            pass_turn();
+        };
         take_turn();
         scores(n);
-        if (PENDING) accumulate(n - 1);
-        pass_turn();
+        if (!BETWEEN) multiply_before();
         // Whether exponents come by form, without the modified scores.
         float total[2], rescale[2];
         bool exact = false, near = true, calm = true, guessed = !USUAL && fresh;
@@ -179,13 +184,14 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         Line& line = LASTING ? lasting : passing;
         bool by_form = BY_FORM && full && usual && (USUAL || LASTING || is_near(p, offset_of(p, at.b)));
         if (BY_FORM && !LASTING && by_form) {
-            by_form = line_of(p, at, k0, scale, line);
+            by_form = line_of(p, at, head, k0, scale, line);
             if (SLOPED && by_form && (USUAL || !fresh) && __any_sync(~0u, is_low(line, m, level))) {
                 lift(line, m, level, rescale);
                 l[0] *= rescale[0], l[1] *= rescale[1];
                 guessed = exact = true;
             }
         }
+        if (BETWEEN) multiply_before();
         products_wait_loads_pass<PENDING>();
         settle(s);
         const float factor[2] = {WIDE && !HAS_SCORE ? units.score[0] * unit : unit, WIDE && !HAS_SCORE ? units.score[1] * unit : unit};
