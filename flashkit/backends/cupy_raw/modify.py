@@ -48,7 +48,7 @@ def text(spec: AttentionSpec) -> str:
         "BIASED": parts.biased, "DIAGONAL": parts.diagonal, "UNIT_SLOPE": parts.unit_slope, "PER_HEAD": parts.per_head,
     }  # fmt: skip
     numbers, (gain, rate, bias, straight) = of_head([parts.gain, parts.rate, parts.bias, parts.straight])
-    read = f"{{{{{', '.join(f'{{{i}}}' for i in range(len(numbers)))}}}}}"  # of one: {{{0}}}
+    read = "{{" + ", ".join(f"{{{i}}}" for i in range(len(numbers))) + "}}"
     return "\n".join([
         _template(spec, "fk_float modified_score", _SCORE, [by_distance(score)], "typename I, typename T")
         .replace("fk_tanh(", "tanh("),

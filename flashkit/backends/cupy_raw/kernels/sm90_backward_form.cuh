@@ -61,8 +61,8 @@ DEVICE void lower(const Line& line, float (&numbers)[EARLY][2]) {
         for (int c = 0; c < 2; ++c) numbers[n][c] = lowered(line, numbers[n][c], n, 0, c);
 }
 
-// tanh with bfloat16 is the device's own, right to 2^-11: all by polynomials is 1 % slower, up to 128 columns. With float16, tanh(x) / x
-// and the slope by polynomials of x^2 for |x| up to CALM, to 2e-5 and 2e-4; beyond, and where registers are short, tanh as it is.
+// With bfloat16 tanh is the device's own, right to 2^-11: up to 128 columns polynomials are 1 % slower. With float16, tanh(x) / x and
+// the slope by polynomials of x^2 for |x| up to CALM, to 2e-5 and 2e-4; beyond, and where registers are short, tanh as it is.
 constexpr bool BY_POLYNOMIAL = CAPPED && STORAGE != BFLOAT16 && PAIRS <= 32;
 constexpr float CALM = 0.5f, TANH[3] = {0.99997744f, -0.3316915f, 0.11520976f}, SLOPE[3] = {0.99983822f, -0.98864075f, 0.5423509f};
 

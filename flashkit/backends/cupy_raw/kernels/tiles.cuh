@@ -12,6 +12,12 @@
 //     fk_float score_slope(fk_float s, b, h, row, q, k, p)         d modified_score / d s
 //     bool visible(b, h, row, q, k, p)
 //     int classify(b, h, row0, row1, q0, q1, k0, k1, p)            a State
+//
+// and of a score modification of a known form, gain * f(rate * s) + bias (cuda_common/form.py):
+//
+//     Head head_of(b, h, p)                                        what the others read from arrays, the same for a head
+//     fk_float score_gain<I>, score_rate<I>(b, h, row, q, head, p), score_bias<I>(b, h, row, q, head, k, p)
+//     bool bias_is_straight<I>(b, h, row, q, head, k0, k1, p)      whether it grows evenly from key k0 to k1
 
 // State of rows row0 ... row1 - 1 and keys k0 ... k1 - 1, at least one of each.
 DEVICE int tile_state(const Params& p, long long b, long long h, long long offset, long long row0, long long row1,
