@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import msgspec
 from rich.console import Console
@@ -33,6 +33,7 @@ from . import dispatch, profiles, timing
 from .profile_schema import Kind
 from .spec import ITEMSIZE, Direction
 from .timing import Timing
+from .tune_log import Log, Rates, Stage, Trial
 
 DROP = 2.0
 """A tile that takes so many times as long as the best is timed no further, nor are the other tiles of a generation of
@@ -149,87 +150,6 @@ FULL = Effort(
 )
 
 
-# --- the log ----------------------------------------------------------------------------------------------------------
-
-Stage = Literal["in use", "blocks", "shapes", "final"]
-T = TypeVar("T")
-
-
-class Trial(msgspec.Struct, Generic[T], frozen=True, tag="trial"):
-    """One tile on one target. Not timed: numbers are None.
-
-    seconds: median. ratio, high: to the tile in use, the median and the 80 % quantile of the rounds.
-    """
-
-    target: str
-    stage: Stage
-    tile: T
-    status: Literal["ok", "wrong", "failed"]
-    seconds: float | None = None
-    ratio: float | None = None
-    high: float | None = None
-    gflops: float | None = None
-    rounds: int = 0
-    note: str = ""  # what was wrong
-    date: str = ""
-
-
-class Rates(msgspec.Struct, frozen=True, tag="rates"):
-    """Bandwidths in 1e9 bytes/s and peak rates in 1e12 FLOP/s of the whole device. l1: of a GPU shared memory."""
-
-    bandwidth_gbs: float
-    l2_bandwidth_gbs: float
-    l1_bandwidth_gbs: float
-    peak_tflops: dict[str, float]
-    date: str = ""
-
-
-class Log:
-    """Trials, of tiles of this type, and rates as JSON lines in a file, read back when it is opened."""
-
-    def __init__(self, path: Path, tile: Any, resume: bool = True) -> None:
-        self.path = path
-        self.trials: list[Trial[Any]] = []
-        self.rates: Rates | None = None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            path.unlink(missing_ok=True)
-        entries: Any = Trial[tile] | Rates
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        for line in text.splitlines():
-            try:
-                self._take(msgspec.json.decode(line, type=entries))
-            except msgspec.DecodeError:  # cut short when its process was killed: tried again
-                continue
-        if text and not text.endswith("\n"):
-            self._write("\n")
-
-    def add(self, entry: Trial[Any] | Rates) -> None:
-        self._write(msgspec.json.encode(entry).decode() + "\n")
-        self._take(entry)
-
-    def of(self, target: Target) -> list[Trial[Any]]:
-        return [trial for trial in self.trials if trial.target == target.key]
-
-    def _take(self, entry: Trial[Any] | Rates) -> None:
-        if isinstance(entry, Rates):
-            self.rates = entry
-        else:
-            self.trials.append(entry)
-
-    def _write(self, text: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
-
-
-def log_path(subject: Subject) -> Path:
-    """The log of this device with these versions of flashkit's kernels and of what they depend on."""
-    identity = repr(subject.identity())
-    slug = re.sub(r"[^a-z0-9]+", "-", str(profiles.criteria(subject.kind)["name"]).lower()).strip("-")
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
-    return profiles.user_dir().parent / "autotune" / f"{subject.backend}-{slug}-{digest}.jsonl"
-
-
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +197,14 @@ class Subject(Protocol):
 
     def identity(self) -> Any:
         """The device, versions and sources: trials count for these."""
+
+
+def log_path(subject: Subject) -> Path:
+    """The log of this device with these versions of flashkit's kernels and of what they depend on."""
+    identity = repr(subject.identity())
+    slug = re.sub(r"[^a-z0-9]+", "-", str(profiles.criteria(subject.kind)["name"]).lower()).strip("-")
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
+    return profiles.user_dir().parent / "autotune" / f"{subject.backend}-{slug}-{digest}.jsonl"
 
 
 def subjects(backend: str | None = None) -> list[Subject]:
@@ -341,7 +269,7 @@ class Search:
 
     def run(self) -> Found | None:
         """None where not even the tile in use could be timed before the time was up."""
-        logged = self.log.of(self.target)
+        logged = self.log.of(self.target.key)
         # The log's, where it has one: a resumed search compares with the same tile, whatever a profile says by now.
         self.before = next((t.tile for t in logged if t.stage == "in use"), None) or self.bench.in_use(self.target)
         ranked = self.bench.candidates(self.target)
@@ -381,7 +309,7 @@ class Search:
 
     def stage(self, stage: Stage, wanted: Sequence[Any]) -> bool:
         """Verify and time the tiles that the log does not have yet. False where the time was up first."""
-        past = [t for t in self.log.of(self.target) if (t.stage == "final") == (stage == "final")]
+        past = [t for t in self.log.of(self.target.key) if (t.stage == "final") == (stage == "final")]
         logged = {t.tile for t in past if stage != "final" or t.rounds >= LEAST_ROUNDS}
         left = [tile for tile in wanted if tile not in logged]
         while left:
@@ -420,10 +348,9 @@ class Search:
 
     def timed(self, stage: Stage | None = None) -> list[Trial[Any]]:
         """Trials with a time, the fastest first; those of the last round apart, by asking for it."""
-        trials = [
-            t for t in self.log.of(self.target) if t.ratio is not None and (t.stage == "final") == (stage == "final")
-        ]
-        return sorted(trials, key=lambda t: t.ratio or 0.0)
+        timed = [t for t in self.log.of(self.target.key) if t.ratio is not None]
+        of_round = [t for t in timed if (t.stage == "final") == (stage == "final")]
+        return sorted(of_round, key=lambda t: t.ratio or 0.0)
 
     def leader(self, shape: Hashable = None) -> Any:
         """The fastest so far, of all or of that shape.
@@ -442,7 +369,7 @@ class Search:
         if best is None:
             return None
         tried = {t.tile for t in timed} - {self.before}
-        wrong = {t.tile for t in self.log.of(self.target) if t.status != "ok"}
+        wrong = {t.tile for t in self.log.of(self.target.key) if t.status != "ok"}
         gain, gflops = 1 / (best.ratio or 1.0), best.gflops or 0.0
         return Found(self.target, self.before, best.tile, gain, gflops, len(tried), len(wrong), complete)
 
@@ -591,7 +518,7 @@ def _report(
         best = max(faster, key=lambda f: f.gain)
         console.print(f"{len(faster)} of {len(found)} got faster, most of all {best.target}: {best.gain:.2f} x")
     done = [f.target for f in found]
-    hopeless = [t for t in targets if t not in done and any(trial.status != "ok" for trial in log.of(t))]
+    hopeless = [t for t in targets if t not in done and any(trial.status != "ok" for trial in log.of(t.key))]
     for target in hopeless:
         console.print(f"{target}: every tile tried gives wrong results; the log says which, please report it")
     unfinished = len(targets) - len(hopeless) - sum(f.complete for f in found)

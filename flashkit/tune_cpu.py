@@ -19,7 +19,8 @@ from .spec import ITEMSIZE, Gradients
 from .tiles import CpuTile
 from .timing import Timing
 from .trials import Truth
-from .tune import DROP, Effort, Rates, Target, digits
+from .tune import DROP, Effort, Target, digits
+from .tune_log import Rates
 
 VERIFIED_TOKENS = 777
 """A number of tokens that no tile divides: the last tile of each row and column is a partial one."""

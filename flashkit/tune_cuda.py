@@ -25,7 +25,8 @@ from .profile_schema import TileRow
 from .spec import ITEMSIZE, Gradients, Problem
 from .timing import Timing
 from .trials import Truth
-from .tune import DROP, Effort, Rates, Target, digits
+from .tune import DROP, Effort, Target, digits
+from .tune_log import Rates
 
 QUICK = Effort(("bfloat16", "float16", "float32"), (64, 128), tokens=2048, blocks=12, shapes=0, rounds=7, budget=150.0)
 FULL = Effort(

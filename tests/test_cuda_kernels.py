@@ -501,7 +501,7 @@ def test_sm90_gradients_take_modifications_by_their_form(what: str, d: int) -> N
     if d > 128:  # the loops of two warp groups, between which items end
         parts = [part for part in parts if not any("UTMASTG" in line for line in part)]
     assert sum("MUFU.EX2" in line for part in parts for line in part) == tile.block_q // 2  # each weight once
-    assert sum(map(spilled, parts)) <= 8
+    assert sum(map(spilled, parts)) <= 12
     assert ("MUFU.TANH" in text) == (what == "softcap")
 
 

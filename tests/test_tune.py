@@ -15,7 +15,8 @@ import flashkit
 from flashkit import cli, dispatch, profiles, tiles, timing, tune, tune_cpu
 from flashkit.tiles import CpuTile
 from flashkit.timing import Timing
-from flashkit.tune import Effort, Found, Log, Rates, Search, Target
+from flashkit.tune import Effort, Found, Search, Target
+from flashkit.tune_log import Log, Rates
 
 MEMORY = {"l1d": 32 << 10, "l2": 1 << 20}
 pytestmark = pytest.mark.usefixtures("own_profiles")
