@@ -487,8 +487,8 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered
 @pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))])
 @pytest.mark.parametrize("what", ["softcap", "alibi"])
 def test_sm90_gradients_take_modifications_by_their_form(what: str, d: int) -> None:
-    """In tiles as large as without one, and hardly anything is spilled on the way of tiles whose pairs are all visible:
-    that is the text between products, up to where it joins another way.
+    """In tiles as large as without one, and hardly anything is spilled within the loop, least on the way of tiles whose
+    pairs are all visible: that is the text between products, up to where it joins another way.
     """
     plain, spec = AttentionSpec("bfloat16", d, d), spec_of([SCORES[what]], [], d, "bfloat16")
     tile = sm90_backward.tile_of(spec)
@@ -497,11 +497,14 @@ def test_sm90_gradients_take_modifications_by_their_form(what: str, d: int) -> N
     text = text[text.index(".text.sm90_backward:") :]
     lines = text[: text.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    parts = [list(takewhile(lambda line: not re.search(r"/ +BRA", line), lines[i:j])) for i, j in pairwise(products)]
+    parts = [lines[i:j] for i, j in pairwise(products)]
     if d > 128:  # the loops of two warp groups, between which items end
         parts = [part for part in parts if not any("UTMASTG" in line for line in part)]
-    assert sum("MUFU.EX2" in line for part in parts for line in part) == tile.block_q // 2  # each weight once
-    assert sum(map(spilled, parts)) <= 12
+    usual = [list(takewhile(lambda line: not re.search(r"/ +BRA", line), part)) for part in parts]
+    assert sum("MUFU.EX2" in line for part in usual for line in part) == tile.block_q // 2  # each weight once
+    assert sum(map(spilled, usual)) <= 12
+    # Where other tiles are dealt with, too: what is kept for all tiles of an item is kept there as well.
+    assert sum(map(spilled, parts)) <= (36 if what == "softcap" and d == 64 else 24)
     assert ("MUFU.TANH" in text) == (what == "softcap")
 
 

@@ -107,6 +107,16 @@ DEVICE float fk_tanh(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(y + 1.0f));
     return fmaf(-2.0f, y, 1.0f);
 }
+DEVICE float tanh_fast(float x) {  // in one instruction, right to 2^-11
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// The one that will do where weights are rounded to 8 bits, else the other.
+DEVICE float tanh_of(float x) {
+    if constexpr (STORAGE != BFLOAT16) return fk_tanh(x);
+    return tanh_fast(x);
+}
 
 // tanh in a score modification: as it is, or
 struct Tanh {

@@ -57,14 +57,6 @@ DEVICE bool lines_of(const Params& p, int b, int h, long long offset, int rows, 
     return !SLOPED || __all_sync(~0u, straight);
 }
 
-// tanh to 2^-11, in one instruction, where weights are rounded to 8 bits.
-DEVICE float tanh_of(float x) {
-    if constexpr (STORAGE != BFLOAT16) return fk_tanh(x);
-    float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // The exponent of a product's weight, `keys` past the lane's first; `slope`: of the modified score.
 DEVICE float formed(float x, const Line& line, int keys, float& slope) {
     const float bias = SLOPED ? fmaf(line.step, (float)keys, line.first) : line.first;

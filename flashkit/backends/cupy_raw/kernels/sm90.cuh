@@ -227,6 +227,7 @@ template <int REGISTERS> DEVICE void take_registers() { asm volatile("setmaxnreg
 // A number that is the same in all lanes of a warp; said so to the compiler, which then keeps what depends on it in
 // uniform registers.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+DEVICE float uniform_float(float x) { return __int_as_float(uniform(__float_as_int(x))); }
 
 // Whether the calling lane is the one of its warp that acts for all, always the same. ptxas knows that it is alone: what such a
 // one has the copy engine do takes half as many instructions.

@@ -21,9 +21,6 @@ struct Line {
     float first, step;  // the bias in base 2: of the lane's first pair, from key to key
 };
 
-// A number that is the same in all lanes; said so to the compiler.
-DEVICE float same(float x) { return __int_as_float(uniform(__float_as_int(x))); }
-
 // Of tile `n`, item `number`.
 DEVICE Line line_of(const Params& p, unsigned base, unsigned n, unsigned number, int group, int warp, int lane) {
     Line line{false, 1, 1, 1, 0, 0};
@@ -34,8 +31,8 @@ DEVICE Line line_of(const Params& p, unsigned base, unsigned n, unsigned number,
         const int row = at.row0, k = at.k0 + warp % 4 * KEYS, q = row + (int)offset;
         const Head head = head_of(at.b, at.h, p);
         const float gain = score_gain<int>(at.b, at.h, row, q, head, p), rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, head, p) : 1;
-        line.gain = same(gain * (CAPPED ? 1.0f : (float)p.scale) * LOG2E);
-        line.slope = UNIT_SLOPE ? 1.0f : same(gain * rate), line.rate = same(rate * (float)p.scale);
+        line.gain = uniform_float(gain * (CAPPED ? 1.0f : (float)p.scale) * LOG2E);
+        line.slope = UNIT_SLOPE ? 1.0f : uniform_float(gain * rate), line.rate = uniform_float(rate * (float)p.scale);
         const float far = score_bias<int>(at.b, at.h, row, q + ROWS - 1, head, k, p) * LOG2E;
         const float near = SLOPED ? score_bias<int>(at.b, at.h, row, q, head, k + KEYS - 1, p) * LOG2E : far;
         line.step = SLOPED ? (near - far) * (1.0f / (ROWS + KEYS - 2)) : 0.0f;
@@ -66,13 +63,6 @@ DEVICE void lower(const Line& line, float (&numbers)[EARLY][2]) {
 constexpr bool BY_POLYNOMIAL = CAPPED && STORAGE != BFLOAT16 && PAIRS <= 32;
 constexpr float CALM = 0.5f, TANH[3] = {0.99997744f, -0.3316915f, 0.11520976f}, SLOPE[3] = {0.99983822f, -0.98864075f, 0.5423509f};
 
-DEVICE float tanh_steep(float x) {
-    if constexpr (STORAGE != BFLOAT16) return fk_tanh(x);
-    float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Whether polynomials do for all scores of a warp's tile.
 DEVICE bool is_calm(const float (&s)[PAIRS], const Line& line) {
     float greatest[4] = {};
@@ -87,32 +77,21 @@ template <bool CALM_TILE, int EARLY>
 DEVICE void weigh_formed(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2], unsigned shift,
                          const Line& line) {
     const float gain = line.gain, slope = line.slope, rate = line.rate, square = rate * rate, eight = 8 * line.step;
-#pragma unroll
-    for (int n = 0; n < PAIRS / 4; ++n) {
-        float l[2];
-        if (n >= EARLY) load_numbers_of(l, shift, n);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float w[2];
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float& x = s[4 * n + 2 * half + c];
-                const float number = n < EARLY ? early[n % EARLY][c] : l[c];
-                const float bias = !BEFOREHAND ? lowered(line, number, n, half, c) : SLOPED && half == 1 ? number + eight : number;
-                if constexpr (!CAPPED) {
-                    w[c] = exp2_fast(fmaf(x, gain, bias));
-                    x = UNIT_SLOPE ? w[c] : w[c] * slope;
-                } else if constexpr (CALM_TILE) {
-                    const float y = x * x, high = gain * rate;
-                    w[c] = exp2_fast(fmaf(x, fmaf(fmaf(TANH[2] * high * square * square, y, TANH[1] * high * square), y, TANH[0] * high), bias));
-                    x = w[c] * fmaf(fmaf(SLOPE[2] * slope * square * square, y, SLOPE[1] * slope * square), y, SLOPE[0] * slope);
-                } else {
-                    const float t = tanh_steep(x * rate);
-                    w[c] = exp2_fast(fmaf(t, gain, bias));
-                    x = w[c] * (UNIT_SLOPE ? fmaf(-t, t, 1.0f) : fmaf(-slope * t, t, slope));
-                }
-            }
-            pairs[2 * n + half] = pack(w[0], w[1]);
+    weigh_each(s, pairs, early, shift, [&](float& x, float number, int n, int half, int c) {
+        const float bias = !BEFOREHAND ? lowered(line, number, n, half, c) : SLOPED && half == 1 ? number + eight : number;
+        float w;
+        if constexpr (!CAPPED) {
+            w = exp2_fast(fmaf(x, gain, bias));
+            x = UNIT_SLOPE ? w : w * slope;
+        } else if constexpr (CALM_TILE) {
+            const float y = x * x, high = gain * rate;
+            w = exp2_fast(fmaf(x, fmaf(fmaf(TANH[2] * high * square * square, y, TANH[1] * high * square), y, TANH[0] * high), bias));
+            x = w * fmaf(fmaf(SLOPE[2] * slope * square * square, y, SLOPE[1] * slope * square), y, SLOPE[0] * slope);
+        } else {
+            const float t = tanh_of(x * rate);
+            w = exp2_fast(fmaf(t, gain, bias));
+            x = w * (UNIT_SLOPE ? fmaf(-t, t, 1.0f) : fmaf(-slope * t, t, slope));
         }
-    }
+        return w;
+    });
 }

@@ -36,7 +36,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
     const auto keys = keys_ring(base);
     const auto values = values_ring(base);
     const auto pairs = pairs_ring(base);
-    const float unit = __int_as_float(uniform(__float_as_int((float)(p.scale * 1.4426950408889634))));
+    const float unit = uniform_float((float)(p.scale * 1.4426950408889634));
     // What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
     const int lane = here(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 - 4);
     const unsigned warp_part = base + AT_SUMS + warp * BYTES_WARP, part = warp_part + lane * 16;  // a lane's place in what the warp sends of dQ

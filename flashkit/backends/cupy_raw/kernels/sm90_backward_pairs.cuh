@@ -74,6 +74,24 @@ DEVICE Place place_of(unsigned base, unsigned n, unsigned number, int group) {
             odd_of(base, number), KEYS_SHARED ? 0 : GROUP_KEYS * group};
 }
 
+// Scores to weights, rounded in `pairs`; weight(x, number of its row, n, half, c) leaves in x what dP - delta is multiplied by. early:
+// numbers of the first rows, loaded before.
+template <int EARLY, typename F>
+DEVICE void weigh_each(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2], unsigned shift, F weight) {
+#pragma unroll
+    for (int n = 0; n < PAIRS / 4; ++n) {
+        float l[2];
+        if (n >= EARLY) load_numbers_of(l, shift, n);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float w[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) w[c] = weight(s[4 * n + 2 * half + c], n < EARLY ? early[n % EARLY][c] : l[c], n, half, c);
+            pairs[2 * n + half] = pack(w[0], w[1]);
+        }
+    }
+}
+
 // --- dP to dS ---------------------------------------------------------------------------------------------------------
 
 // Deltas of a lane's rows. Shared memory, which products read all the time, answers late: so where there are registers the first

@@ -30,7 +30,7 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
     const auto values = values_ring(base);
     const auto pairs = pairs_ring(base);
     const auto across = across_ring(base);
-    const float unit = __int_as_float(uniform(__float_as_int((float)(p.scale * 1.4426950408889634))));
+    const float unit = uniform_float((float)(p.scale * 1.4426950408889634));
     const int lane = here(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 % 4);
     const unsigned hand = base + AT_PAIRS + warp * BYTES_HANDED, place = here(hand + swizzled(lane % 16, lane / 16));
     const unsigned there = mapped(hand + BYTES_PAIRS, 1 - rank), told = mapped(across.full, 1 - rank);
@@ -67,7 +67,6 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
 #pragma unroll
             for (int i = 0; i < PAIRS / 4; ++i) load_numbers_of(early[i], shift, i);
             if (AT_ONCE) line = line_of(p, base, n, number, rank, warp, lane);
-            lower(line, early);
             douts.wait_full(n);
             products_wait<0>();  // S
             settle(s);
@@ -92,7 +91,6 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
             queries.release(n, lane);
             if (!last) queries.wait_full(n + 1);
             scores(last ? n : n + 1);  // always begun, or the compiler makes it wait; after the last tile nothing comes of it
-            if (BEFOREHAND && !last) line = line_of(p, base, n + 1, number, rank, warp, lane);
             products_wait<1>();        // dV
             settle(p_pairs);
             douts.release(n, lane);

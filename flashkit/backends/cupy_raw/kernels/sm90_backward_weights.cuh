@@ -106,20 +106,7 @@ DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned 
 // The same where nothing is hidden or hide() has been there. early: numbers of the first rows, loaded before.
 template <int EARLY>
 DEVICE void weigh_plainly(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2], unsigned shift, float unit) {
-#pragma unroll
-    for (int n = 0; n < PAIRS / 4; ++n) {
-        float l[2];
-        if (n >= EARLY) load_numbers_of(l, shift, n);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float& x = s[4 * n + 2 * half + c];
-                x = exp2_fast(fmaf(x, unit, -(n < EARLY ? early[n % EARLY][c] : l[c])));
-            }
-            pairs[2 * n + half] = pack(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
-        }
-    }
+    weigh_each(s, pairs, early, shift, [&](float& x, float lse, int, int, int) { return x = exp2_fast(fmaf(x, unit, -lse)); });
 }
 
 // Scores to weights, whichever way fits; whether nothing is hidden.

@@ -27,7 +27,7 @@ constexpr float TOP = HAS_DROPOUT ? 7 : 14;
 DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
     const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
-    const float scale = __int_as_float(uniform(__float_as_int(HAS_SCORE ? 1.0f : base_2(p))));
+    const float scale = uniform_float(HAS_SCORE ? 1.0f : base_2(p));
     float output[COLUMNS / 2], part[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2], q_unit[2];
     unsigned high[BLOCK_K / 4], low[BLOCK_K / 4];
     Item at;                // the item whose output is in registers,

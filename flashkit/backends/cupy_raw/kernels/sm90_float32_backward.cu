@@ -284,7 +284,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const Ring<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
     constexpr double MORE = 1 + WHAT_IS_LOST<HEAD_DIM>;
     constexpr float MORE_V = 1 + WHAT_IS_LOST<HEAD_DIM_V>;
-    const float scale = __int_as_float(uniform(__float_as_int((float)(p.scale * (HAS_SCORE ? MORE : MORE * 1.4426950408889634)))));
+    const float scale = uniform_float((float)(p.scale * (HAS_SCORE ? MORE : MORE * 1.4426950408889634)));
     float sums_1[SUMS_1 / 2 + 1], sums_2[SUMS_2 / 2 + 1], s[BLOCK / 2], dp[BLOCK / 2];
     float unit_1[2], unit_2[2], lse_of[2] = {}, delta_of[2] = {}, factor[2] = {1, 1};
     Item at;          // whose sums are in registers,

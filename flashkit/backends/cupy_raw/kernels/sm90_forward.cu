@@ -67,7 +67,7 @@ DEVICE float kept(float x, unsigned address) {
         __syncwarp();
         return __int_as_float(uniform(load_word(address)));
     }
-    return __int_as_float(uniform(__float_as_int(x)));
+    return uniform_float(x);
 }
 
 // What a tile's products stand for, in powers of two; 1 where elements are what they are.

@@ -119,12 +119,6 @@ constexpr bool SHORT = STORAGE == BFLOAT16;
 constexpr float CALM = SHORT ? 0.35f : 0.65f, TERM_0 = SHORT ? 0.9608449935913086f : 0.8795788288116455f,
                 TERM_1 = SHORT ? -0.3176961839199066f : -0.2405111938714981f, TERM_2 = SHORT ? 0.0f : 0.10479581356048584f;
 
-DEVICE float tanh_fast(float x) {
-    float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && PACK == 1;
 
 // Whether what makes exponents is kept for all tiles of an item: it has nothing to do with keys, and to find it anew between two
@@ -144,7 +138,7 @@ struct Line {
 };
 
 // A number that is the same for all rows where EVEN, and so may be told to be.
-DEVICE float even(float x) { return EVEN ? __int_as_float(uniform(__float_as_int(x))) : x; }
+DEVICE float even(float x) { return EVEN ? uniform_float(x) : x; }
 
 // The part of a line that depends on the score alone.
 DEVICE void gain_of(const Params& p, const Item& at, const Head& head, int row, start q, float scale, Line& line, int half) {
