@@ -707,6 +707,28 @@ def test_maxima_that_change_hugely_along_the_keys(d: int, falling: bool, generat
         assert np.abs(got.astype(np.float64) - right.astype(np.float64)).max() < 8e-3
 
 
+@pytest.mark.parametrize("dims", ["64", "128", "256", "128/64"])
+@pytest.mark.parametrize("cap", [1.0, 50.0, 60.0, 400.0, None], ids=lambda cap: f"cap {cap or 'of each row'}")
+def test_soft_capping_of_any_size(cap: float | None, dims: str, generation: str) -> None:
+    """Caps that bound weights and caps that do not; scores far below and at them; values that weights far above 1 would
+    make infinite.
+    """
+    d, d_v = map(int, (dims.split("/") * 2)[:2])
+    of_row = mods.score(lambda s, b, h, q, k: flashkit.tanh(s / (30.0 + (q & 15))) * (30.0 + (q & 15)) - (q & 7) * 0.5)
+    capped = {"softcap": cap} if cap else {"score_mod": of_row}
+    for scores, values in ((1, 1), (40, 1e33)):
+        q, k, v = tensors((1, 4, 500, d), (1, 2, 900, d), (1, 2, 900, d_v))
+        arrays = [x.astype(cases.numpy_dtype("bfloat16")) for x in (q * scores, k, v * values)]
+        wide = [x.get().astype(np.float64) for x in arrays]
+        exponents = 6e-4 * min(cap or 45, 6 * scores)  # what the device's tanh may be off by, in scores
+        for options in ({}, {"causal": True, "q_offset": 400}, {"kv_lengths": np.array([777])}):
+            options = options | capped | {"return_lse": True}
+            right, right_lse = flashkit.attention(*wide, **options, backend="cpu")
+            out, lse = flashkit.attention(*arrays, **options, backend=NAME)
+            assert np.abs(out.get().astype(np.float64) / values - right / values).max() < 8e-3 + 4 * exponents
+            assert np.abs(lse.get() - right_lse).max() < 2.0**-8 + exponents  # weights may be summed as rounded
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (70, 0)}], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_many_tiles_for_each_block_of_threads(d: int, options: dict[str, Any], generation: str) -> None:

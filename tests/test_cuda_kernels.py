@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,19 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 6  # a wait for each: none was put in between
     for instruction in ("UTMALDG", "UTMASTG", "USETMAXREG", "SYNCS"):
         assert instruction in sass
+
+
+@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
+def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
+    """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
+    spec = spec_of([SCORES["softcap"]], [MASKS["causal"]], d, dtype)
+    sass = disassembled(sm90_binary(spec).path)
+    tile = sm90.forward_tile(long(spec))
+    summed = dtype == "bfloat16" and d % 64 == 0
+    assert sm90.sums_with_values(spec, tile) == summed
+    with_values = re.findall(rf"HGMMA\.64x{d + 8 * summed}x16\.F32(?:\.BF16)? R\d+, R\d+", sass)
+    assert len(with_values) == 3 * tile.block_k // 16
+    assert not sm90.sums_with_values(replace(spec, dropout=True), tile)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

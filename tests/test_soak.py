@@ -36,6 +36,9 @@ KINDS: list[dict[str, Any]] = [
 LARGEST_ERROR = {"float32": 5e-5, "float16": 4e-3, "bfloat16": 2e-2}
 """Of the sum of the magnitudes that a result is the sum of."""
 
+LARGEST_LSE_ERROR = {"cap": 4e-3}
+"""By kind, 2e-3 for others: soft-capped weights are summed as rounded to bfloat16, to 2^-9."""
+
 BLOCK = 64
 """Of a block mask."""
 
@@ -158,7 +161,8 @@ def test_random_calls(monkeypatch: pytest.MonkeyPatch) -> None:
             for x, (y, size) in zip((got, *gradients), right, strict=True)
         ]
         same = cupy.isneginf(lse) == cupy.isneginf(right_lse)
-        near_lse = cupy.where(cupy.isneginf(right_lse), 0, abs(lse - right_lse)).max() < 2e-3
+        largest = max(LARGEST_LSE_ERROR.get(name, 2e-3) for name in kind)
+        near_lse = cupy.where(cupy.isneginf(right_lse), 0, abs(lse - right_lse)).max() < largest
         if not (max(errors) < allowed and same.all() and near_lse):  # NaN is not less
             wrong.append((kind, q.shape, k.shape, options, errors))
     dispatch.forget()

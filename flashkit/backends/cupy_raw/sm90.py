@@ -37,7 +37,7 @@ class Sm90Tile(ForwardTile):
         """Bytes of a block."""
         q, v = (parts(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
-        return self.buffers(q, v, out) + 8
+        return self.buffers(q, v, out) + 8 + (self.block_k * 128 if sums_with_values(spec, self) else 0)
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""
@@ -50,11 +50,23 @@ class Sm90Tile(ForwardTile):
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
             **self.common(spec, pack, _finding(spec)),
+            "SUMMED": sums_with_values(spec, self),
             "CHUNK_BYTES": LIST, "BRIEF": parts(spec) == 1, "PARTS": parts(spec),
             "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
             "POSITIONS": modification.POSITIONS.index(modification.positions(spec)),
         }  # fmt: skip
+
+
+def sums_with_values(spec: AttentionSpec, tile: ForwardTile) -> bool:
+    """Whether the product with the values sums the weights, too, by columns of ones: where soft-capping bounds weights,
+    nothing has to be known of their sum before.
+    """
+    known = form(spec.score) if spec.score is not None else None
+    if known is None or not known.capped or known.sloped or spec.dtype != "bfloat16" or spec.dropout:
+        return False
+    q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
+    return spec.head_dim_v % 64 == 0 and (v == 1 or (q == v == 2 and tile.stages == 2))
 
 
 def _finding(spec: AttentionSpec) -> bool:
@@ -84,7 +96,8 @@ def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
 def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict[str, int], str]:
     """Constants and generated functions of kernels/sm90_forward.cu."""
     dtype = "float16" if spec.dtype == "float32" else spec.dtype
-    return tile.constants(spec, pack), products(dtype, [tile.block_k], [padded(spec.head_dim_v)])
+    columns = padded(spec.head_dim_v) + 8 * sums_with_values(spec, tile)
+    return tile.constants(spec, pack), products(dtype, [tile.block_k], [columns])
 
 
 class Sm90Forward(hopper.Forward):

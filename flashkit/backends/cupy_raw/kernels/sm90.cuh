@@ -168,9 +168,10 @@ DEVICE void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%
 
 // A tile of ROWS rows: its chunks side by side.
 template <int PACK, int CHUNKS, int ROWS>
-DEVICE void load_tile(unsigned target, const TensorMap& map, int token, int head, int batch, unsigned barrier, int column = 0) {
+DEVICE void load_tile(unsigned target, const TensorMap& map, int token, int head, int batch, unsigned barrier, int column = 0,
+                      int chunk = ROWS * CHUNK_ROW) {
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) load_box<PACK>(target + c * ROWS * CHUNK_ROW, map, {column + 64 * c, token, head, batch}, barrier);
+    for (int c = 0; c < CHUNKS; ++c) load_box<PACK>(target + c * chunk, map, {column + 64 * c, token, head, batch}, barrier);
 }
 
 // What was written to shared memory before is seen by the copy engine and wgmma after; by every thread that wrote.
@@ -178,11 +179,11 @@ DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "m
 
 // Zeros in the rows of a tile from `first` on, by a warp group that then meets.
 template <int DIM, int ROWS>
-DEVICE void clear_rows(unsigned tile, int first) {
+DEVICE void clear_rows(unsigned tile, int first, int chunk_bytes) {
     first = first < 0 ? 0 : first;
     for (int i = threadIdx.x % 128; i < (ROWS - first) * chunks(DIM) * 8; i += 128) {
         const int unit = i % 8, chunk = i / 8 % chunks(DIM), row = first + i / 8 / chunks(DIM);
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + (chunk * ROWS + row) * CHUNK_ROW + unit * UNIT), "r"(0) : "memory");
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + chunk * chunk_bytes + row * CHUNK_ROW + unit * UNIT), "r"(0) : "memory");
     }
     fence_async();
 }

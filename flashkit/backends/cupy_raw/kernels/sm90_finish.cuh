@@ -9,11 +9,12 @@ DEVICE void accumulate_carefully(const Params& p, const Item& at, const float (&
     const int lane = here(threadIdx.x % 32), row0 = here(uniform(threadIdx.x % 128 / 32)) * 16;
     const int n_k = uniform((int)keys_of(p, at.b)), last = (int)p.n_q * PACK - 1;
     const long long offset = offset_of(p, at.b);
+    // Weights are at most 1 so: those of the tiles may be far above, and with great values have been what was not finite.
+    const float exact[2] = {factor[0] == 0 ? -HIDDEN : m[0] - log2_fast(factor[0]), factor[1] == 0 ? -HIDDEN : m[1] - log2_fast(factor[1])};
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {
         const int index = at.row0 + row0 + r < last ? at.row0 + row0 + r : last, row = index / PACK, h = at.h + index % PACK;
-        const float reference = __shfl_sync(~0u, r < 8 ? m[0] : m[1], r % 8 * 4);
-        const float scale = __shfl_sync(~0u, r < 8 ? factor[0] : factor[1], r % 8 * 4);
+        const float reference = __shfl_sync(~0u, r < 8 ? exact[0] : exact[1], r % 8 * 4);
         const storage* q = row_at<const storage>(p.q, at.b, h, row);
         float sums[OWN] = {};
 #pragma unroll 1
@@ -42,7 +43,7 @@ DEVICE void accumulate_carefully(const Params& p, const Item& at, const float (&
         for (int i = 0; i < OWN; ++i) {
             const int column = lane + 32 * i;
             const unsigned target = staged + column / 64 * 64 * CHUNK_ROW + swizzled(row0 + r, column % 64 / 8) + column % 8 * 2;
-            asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"((unsigned short)pack(sums[i] * scale, 0.0f)) : "memory");
+            asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"((unsigned short)pack(sums[i], 0.0f)) : "memory");
         }
     }
 }
@@ -103,7 +104,7 @@ DEVICE void rows_carefully(const Params& p, const Item& at, unsigned staged) {
 
 // Divide by the sums; log-sum-exp to memory, output to shared memory. Sums that are not finite say that the row's terms of
 // float32 are not what they stand for.
-DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const float (&l)[2], float (&output)[COLUMNS / 2],
+DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const float (&l)[2], float (&output)[SUMS],
                    unsigned staged, unsigned done, int group) {
     const Item at{here(item.b), here(item.h), here(item.row0), item.offset};
     float factor[2];
@@ -111,7 +112,8 @@ DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int index = at.row0 + row_of_lane(half), row = index / PACK, h = at.h + index % PACK;
-        float top = m[half], sum = across_lanes(l[half], [](float x, float y) { return x + y; });
+        // Where SUMMED each lane of a row has its whole sum.
+        float top = m[half], sum = SUMMED ? output[COLUMNS / 2 + 2 * half] : across_lanes(l[half], [](float x, float y) { return x + y; });
         factor[half] = 1;
         const bool exists = index < (int)p.n_q * PACK;
         if (HAS_SINKS && exists) {  // one more logit in the sum, without a value

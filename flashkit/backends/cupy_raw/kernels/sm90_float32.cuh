@@ -28,7 +28,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
     const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
     const float scale = uniform_float(HAS_SCORE ? 1.0f : base_2(p));
-    float output[COLUMNS / 2], part[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2], q_unit[2];
+    float output[SUMS], part[SUMS], s[BLOCK_K / 2], m[2], l[2], q_unit[2];
     unsigned high[BLOCK_K / 4], low[BLOCK_K / 4];
     Item at;                // the item whose output is in registers,
     int number = -1;        // and its number among the block's
@@ -63,7 +63,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
         }
         // scores
         {
-            const unsigned long long q = descriptor(buffer()), k = descriptor(base + AT_K + n % STAGES * BYTES_K);
+            const unsigned long long q = descriptor(buffer()), k = descriptor(base + at_k(n % STAGES));
             constexpr int STEPS = padded(HEAD_DIM) / 16;
             auto terms = [&](unsigned long long q, unsigned long long k, bool first) {
 #pragma unroll
@@ -115,7 +115,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
         // accumulate
         values.wait_full(n);
         {
-            const unsigned long long v = descriptor(base + AT_V + n % STAGES * BYTES_V, BLOCK_K * CHUNK_ROW);
+            const unsigned long long v = descriptor(base + at_v(n % STAGES), BLOCK_K * CHUNK_ROW);
             auto terms = [&](const unsigned (&weights)[BLOCK_K / 4], unsigned long long v, bool first) {
 #pragma unroll
                 for (int step = 0; step < BLOCK_K / 16; ++step)

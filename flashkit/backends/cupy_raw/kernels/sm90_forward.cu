@@ -36,7 +36,8 @@ constexpr int CHUNKS_K = PARTS * chunks(HEAD_DIM), CHUNKS_V = PARTS * chunks(HEA
 constexpr int OUT_COLUMNS = WIDE ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
 constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);
 constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * CHUNKS_K, BYTES_V = BLOCK_K * CHUNK_ROW * CHUNKS_V;
-constexpr int AT_K = Q_BUFFERS * GROUPS * BYTES_Q, AT_V = AT_K + STAGES * BYTES_K, AT_BARRIERS = AT_V + STAGES * BYTES_V;
+constexpr int AT_K = Q_BUFFERS * GROUPS * BYTES_Q, AT_V = AT_K + STAGES * BYTES_K, AT_ONES = AT_V + STAGES * BYTES_V;
+constexpr int CHUNK = BLOCK_K * CHUNK_ROW, AT_BARRIERS = AT_ONES + SUMMED * CHUNK;
 constexpr int AT_Q_RING = AT_BARRIERS, AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS, AT_V_RING = AT_K_RING + 16 * STAGES;
 constexpr int AT_LIST_RING = AT_V_RING + 16 * STAGES, AT_SOON = AT_LIST_RING + 32;  // soon: the item is near its end
 constexpr int AT_DONE = AT_SOON + 8;               // for each buffer and group: its output is in the buffer
@@ -45,6 +46,15 @@ constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an I
 constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
 constexpr int FIRST = 64, END = -1;
 constexpr int AHEAD = LOOKED_UP ? 12 : 4;  // how many tiles before the end of an item the next one is taken
+constexpr int SUMS = COLUMNS / 2 + 4 * SUMMED;  // of a lane; the last four are of weights alone
+
+// Where stages of K and V lie, and how far the chunks of V are from each other. Where SUMMED, V has a chunk of ones after its own,
+// the same for all stages: so stages have them at different distances, and one stage of K lies between two chunks of V.
+static_assert(!SUMMED || CHUNKS_V == 1 || (CHUNKS_V == 2 && CHUNKS_K == 2 && STAGES == 2), "no room for ones");
+DEVICE constexpr int at_k(int stage) { return SUMMED && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK : AT_K + stage * BYTES_K; }
+DEVICE constexpr int chunk_v(int stage) { return SUMMED ? (1 + CHUNKS_V * stage) * CHUNK : CHUNK; }
+DEVICE constexpr int at_v(int stage) { return SUMMED ? AT_ONES - CHUNKS_V * chunk_v(stage) : AT_V + stage * BYTES_V; }
+
 enum NamedBarrier { TURN = 1, MEETING = TURN + GROUPS };  // of each group
 
 struct Item {
@@ -89,12 +99,13 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
     const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
     const float unit = kept(base_2(p), base + AT_UNIT), scale = HAS_SCORE ? kept((float)p.scale, base + AT_UNIT + 4) : 1.0f;
-    float output[COLUMNS / 2], s[BLOCK_K / 2], m[2], l[2], level[2], q_unit[2];
+    float output[SUMS], s[BLOCK_K / 2], m[2], l[2], level[2], q_unit[2];
     unsigned weights[BLOCK_K / 4];
     Item at;                     // the item whose output is in registers,
     bool open = false;           // if there is one,
     bool begun = false;          // and whether all rows of this warp have a reference that is likely to last
     bool usual = true;           // and whether its positions and scores are as usual steps expect them
+    bool bounded = false;        // and whether its scores are near enough to each other for one reference, m
     bool gentle = true;          // and whether its scores are as the polynomial in place of tanh expects them
     bool fresh = false;          // whether the tile that comes is the first of another item
     int number = -1;             // of the item that the tile belongs to among the block's
@@ -114,7 +125,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     auto take_turn = [&]() { if (TURNS) warps_sync(TURN + group, 256); };
     auto pass_turn = [&]() { if (TURNS) warps_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256); };
     auto scores = [&](unsigned n) {
-        const unsigned long long q = descriptor(buffer_of(number)), k = descriptor(base + AT_K + n % STAGES * BYTES_K);
+        const unsigned long long q = descriptor(buffer_of(number)), k = descriptor(base + at_k(n % STAGES));
         products_begin();
         product_fresh<0, 0>(s, q, k);
 #pragma unroll
@@ -123,11 +134,11 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         products_end();
     };
     auto accumulate = [&](unsigned n) {
-        const unsigned stage = base + AT_V + n % STAGES * BYTES_V;
-        const unsigned long long v = descriptor(stage, BLOCK_K * CHUNK_ROW);
+        const unsigned stage = base + at_v(n % STAGES);
+        const unsigned long long v = descriptor(stage, chunk_v(n % STAGES));
         values.wait_full(n);
         if (HAS_LENGTHS && !WIDE && exist < BLOCK_K) {  // what lies past the length must not matter
-            clear_rows<HEAD_DIM_V, BLOCK_K>(stage, exist);
+            clear_rows<HEAD_DIM_V, BLOCK_K>(stage, exist, chunk_v(n % STAGES));
             warps_sync(MEETING + group, 128);
         }
         products_begin();
@@ -143,9 +154,12 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         pending = false;
     };
     auto weigh_formed = [&](float (&s)[BLOCK_K / 2], float (&total)[2], const Line& line, bool guessed, bool& calm) {
+        if constexpr (BOUNDABLE)
+            if (bounded) return gentle ? formed_softmax<false, true>(s, m, total, line, guessed, calm)
+                                       : formed_softmax<true, true>(s, m, total, line, guessed, calm);
         if constexpr (CAPPED && SHORT)
-            if (!gentle) return formed_softmax<true>(s, m, total, line, guessed, calm);
-        return formed_softmax<false>(s, m, total, line, guessed, calm);
+            if (!gentle) return formed_softmax<true, false>(s, m, total, line, guessed, calm);
+        return formed_softmax<false, false>(s, m, total, line, guessed, calm);
     };
     // Tile n from its scores to its weights. PENDING: meanwhile the product of the weights before. USUAL: all rows of this
     // warp have a reference, and all pairs are visible. Both have to be known to the compiler, or it makes products wait
@@ -162,7 +176,8 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             m[0] = m[1] = level[0] = level[1] = HIDDEN, l[0] = l[1] = 0;
             usual = gentle = true;
             if constexpr (BY_FORM) head = head_of(at.b, at.h, p);
-            if (LASTING && (usual = is_near(p, offset_of(p, at.b)))) line_of(p, at, head, 0, scale, lasting);
+            if ((LASTING || BOUNDABLE) && (usual = is_near(p, offset_of(p, at.b)))) line_of(p, at, head, 0, scale, lasting);
+            if constexpr (BOUNDABLE) begun = bounded = usual && is_bounded(lasting, m);
 #pragma unroll
             for (int half = 0; WIDE && half < 2; ++half) {
                 const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
@@ -182,7 +197,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         bool exact = false, near = true, calm = true, guessed = !USUAL && fresh;
         Line passing;
         Line& line = LASTING ? lasting : passing;
-        bool by_form = BY_FORM && full && usual && (USUAL || LASTING || is_near(p, offset_of(p, at.b)));
+        bool by_form = BY_FORM && (full || bounded) && usual && (USUAL || LASTING || is_near(p, offset_of(p, at.b)));
         if (BY_FORM && !LASTING && by_form) {
             by_form = line_of(p, at, head, k0, scale, line);
             if (SLOPED && by_form && (USUAL || !fresh) && __any_sync(~0u, is_low(line, m, level))) {
@@ -219,17 +234,17 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         const Tanh tanh;
         if (!BY_FORM && USUAL) calm = modify_usual(p, at, s, k0, scale);
         else if (!USUAL && !by_form) near = modify_tile(p, at, full, s, k0, scale);
-        if (!USUAL && fresh) begun = BY_FORM && by_form ? guess_formed(s, m, line) : guess(s, m, factor);
+        if (!USUAL && fresh && !bounded) begun = BY_FORM && by_form ? guess_formed(s, m, line) : guess(s, m, factor);
         const bool hopeful = USUAL ? by_form || !BY_FORM : begun;
         if (!hopeful || !(BY_FORM && by_form ? weigh_formed(s, total, line, guessed, calm) : optimistic_softmax(s, m, total, factor, calm))) {
             if (hopeful) {  // the optimism was misplaced, and has cost the scores
-                scores_again(s, buffer_of(number), base + AT_K + n % STAGES * BYTES_K);
+                scores_again(s, buffer_of(number), base + at_k(n % STAGES));
                 scale_scores();
-                if (!BY_FORM || !(USUAL || by_form)) modify_tile(p, at, full, s, k0, scale);
                 if (USUAL || by_form) (BY_FORM && SHORT ? gentle : usual) &= __all_sync(~0u, calm);
             }
-            if (BY_FORM && (USUAL || by_form)) modify_near<false>(p, at, at.offset, s, k0, scale, tanh);
-            if (!USUAL && fresh) m[0] = m[1] = HIDDEN;
+            if (BY_FORM && (USUAL || (by_form && full))) modify_near<false>(p, at, at.offset, s, k0, scale, tanh);
+            else if (hopeful || by_form) modify_tile(p, at, full, s, k0, scale);
+            if (!USUAL && fresh && !bounded) m[0] = m[1] = HIDDEN;
             else if (BY_FORM && SLOPED && guessed) {
                 m[0] = m_before[0], m[1] = m_before[1], l[0] = l_before[0], l[1] = l_before[1];
                 bring(change - shift);
@@ -239,9 +254,11 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             l[0] *= rescale[0], l[1] *= rescale[1];
             // Where a reference has just grown by much, it may again: another first look would be in vain.
             const bool grows = !fresh && !(BY_FORM && SLOPED) && (rescale[0] < STEADY || rescale[1] < STEADY);
-            begun = __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN && !grows);
+            begun = bounded || __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN && !grows);
             if (BY_FORM && SLOPED) level[0] = level[1] = HIDDEN;
             exact = true;
+        } else if (BOUNDABLE && !USUAL && by_form && !full) {
+            hide(p, at, s, k0);
         }
         bring(shift);
         if (BY_FORM && SLOPED && by_form) find_level(line, m, level);
@@ -260,7 +277,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         } else if (exact || (WIDE && change != 0)) {
             if (WIDE && !exact) rescale[0] = rescale[1] = 1;
 #pragma unroll
-            for (int i = 0; i < COLUMNS / 2; ++i) output[i] *= WIDE ? rescale[i / 2 % 2] * change_factor : rescale[i / 2 % 2];
+            for (int i = 0; i < SUMS; ++i) output[i] *= WIDE ? rescale[i / 2 % 2] * change_factor : rescale[i / 2 % 2];
         }
         if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
         next_note = await_note(n + 1);  // its latencies pass while weights are packed
@@ -304,6 +321,13 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     }
 }
 
+// Ones in the chunk after those of V, by all threads of a block.
+DEVICE void fill_ones(unsigned target) {
+    for (int i = threadIdx.x; i < CHUNK / UNIT; i += THREADS)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target + i * UNIT), "r"(pack(1.0f, 1.0f)) : "memory");
+    fence_async();
+}
+
 // --- roles ------------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -320,6 +344,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         for (int i = 0; i < GROUPS * Q_BUFFERS; ++i) barrier_init(base + AT_DONE + 8 * i, 4);
         barriers_ready();
     }
+    if (SUMMED) fill_ones(base + AT_ONES);
     __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {

@@ -127,7 +127,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
         values.wait_empty(n - 1);
         const unsigned stage = (n - 1) % STAGES, full = values.full + 8 * stage;
         arrive_and_expect(full, BYTES_V);
-        load_tile<1, CHUNKS_V, BLOCK_K>(base + AT_V + stage * BYTES_V, v_map, value_tile * BLOCK_K, value_head, value_b, full);
+        load_tile<1, CHUNKS_V, BLOCK_K>(base + at_v(stage), v_map, value_tile * BLOCK_K, value_head, value_b, full, 0, chunk_v(stage));
     };
     auto load_queries = [&](int b, int h, int row0) {
         queries.wait_empty(number);
@@ -160,7 +160,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
             keys.wait_empty(n);
             store_word(base + AT_NOTES + 4 * stage, tile << 8 | first | (entry & 63));
             arrive_and_expect(full, BYTES_K);
-            load_tile<1, CHUNKS_K, BLOCK_K>(base + AT_K + stage * BYTES_K, k_map, tile * BLOCK_K, head, b, full);
+            load_tile<1, CHUNKS_K, BLOCK_K>(base + at_k(stage), k_map, tile * BLOCK_K, head, b, full);
             if (n > 0) load_values();
             value_tile = tile, value_head = head, value_b = b;
             ++n;

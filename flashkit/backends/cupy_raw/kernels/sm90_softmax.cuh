@@ -56,6 +56,26 @@ DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s
     }
 }
 
+// Weights 0 where hidden.
+DEVICE void hide(const Params& p, const Item& at, float (&s)[BLOCK_K / 2], int k0) {
+    const int n_k = (int)keys_of(p, at.b);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int own = here(at.row0) + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
+        const int row = index / PACK, h = at.h + index % PACK, first = k0 + threadIdx.x % 4 * 2;
+        const start q = row + at.offset;
+#pragma unroll
+        for (int n = 0; n < BLOCK_K / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int k = first + 8 * n + c, inside = READS_ARRAYS ? key_inside(k, n_k) : k;
+                const bool shown = !HAS_MASK || visible(at.b, h, row, q, inside, p);
+                float& x = s[4 * n + 2 * half + c];
+                x = k < n_k && shown ? x : 0.0f;
+            }
+    }
+}
+
 // The same for positions of any size, one pair after the other.
 DEVICE void modify_far(const Params& p, const Item& at, long long offset, bool full, float (&s)[BLOCK_K / 2], int k0) {
     const int n_k = (int)keys_of(p, at.b);
@@ -120,6 +140,9 @@ constexpr float CALM = SHORT ? 0.35f : 0.65f, TERM_0 = SHORT ? 0.960844993591308
                 TERM_1 = SHORT ? -0.3176961839199066f : -0.2405111938714981f, TERM_2 = SHORT ? 0.0f : 0.10479581356048584f;
 
 constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && PACK == 1;
+
+// Whether one reference may do for all scores of an item, as soft-capping bounds them. Their sum need not be looked at then.
+constexpr bool BOUNDABLE = BY_FORM && SUMMED;
 
 // Whether what makes exponents is kept for all tiles of an item: it has nothing to do with keys, and to find it anew between two
 // products holds these up. With larger head dims it is no gain, without a cap a loss: the compiler then orders the softmax worse.
@@ -205,6 +228,18 @@ DEVICE float formed(float x, const Line& line, int half, float bias, float edge,
     return fmaf(x, fmaf(far, inner, line.factor[half][0]), bias);
 }
 
+// Whether the bias alone is a reference for all scores of an item, which are at most the gain away from it: then weights are
+// no further from 1 than 2^MOST.
+constexpr float MOST = 80, FARTHEST = 1e6f;
+DEVICE bool is_bounded(const Line& line, float (&m)[2]) {
+    bool bounded = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) bounded &= fabsf(line.gain[half]) <= MOST && fabsf(line.first[half]) <= FARTHEST;
+    if (!__all_sync(~0u, bounded)) return false;
+    m[0] = line.first[0], m[1] = line.first[1];
+    return true;
+}
+
 // A reference from the first columns of a tile: see guess(). Or none.
 DEVICE bool guess_formed(const float (&s)[BLOCK_K / 2], float (&m)[2], const Line& line) {
     if (!GUESSES) return false;
@@ -219,16 +254,17 @@ DEVICE bool guess_formed(const float (&s)[BLOCK_K / 2], float (&m)[2], const Lin
     return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
 }
 
-// Which scores go through the device's tanh all the same, as far as its unit has room: one in eight, a score of a pair.
-DEVICE constexpr bool is_fast(int n) { return SHORT && HEAD_DIM > 64 && n % 4 == 1; }
+// Which scores go through the device's tanh all the same, as far as its unit has room: one in eight, a score of a pair. It is no
+// faster where weights are not summed here.
+template <bool BOUNDED> DEVICE constexpr bool is_fast(int n) { return SHORT && HEAD_DIM > 64 && !BOUNDED && n % 4 == 1; }
 
 // Scores as they come from the product to weights; their sums. False where they are needed anew: the reference was not
 // near enough, which it may have missed on either side where it is `guessed`, or, which calm says, products are too large
-// for the polynomial.
-template <bool STEEP>
+// for the polynomial. STEEP: tanh is the device's own. BOUNDED: the reference is near enough, and nobody asks for sums.
+template <bool STEEP, bool BOUNDED>
 DEVICE bool formed_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], const Line& line, bool guessed, bool& calm) {
     constexpr float LEAST = !HALVES ? 1e-18f : GUESSES ? 5e-4f : 0.03f;
-    unsigned signs[2] = {~0u, ~0u};  // those of x^2 - CALM^2, and-ed: LOP3 takes two at once, where a maximum takes one
+    unsigned signs = ~0u;  // those of x^2 - CALM^2, and-ed: LOP3 takes two at once, where a maximum takes one
     float total[4] = {0, 0, 0, 0}, edge[2] = {line.edge[0], line.edge[1]}, far[2] = {-1, -1};
     const float base[2] = {line.first[0] - m[0], line.first[1] - m[1]};
 #pragma unroll
@@ -239,16 +275,17 @@ DEVICE bool formed_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (
             for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
                 const float bias = SLOPED ? fmaf(line.step[half], 8 * n + c, base[half]) : base[half];
-                x = exp2_fast(formed(x, line, half, bias, edge[half], STEEP || (c == 1 && is_fast(n)), far[c]));
-                total[2 * half + c] += x;
+                x = exp2_fast(formed(x, line, half, bias, edge[half], STEEP || (c == 1 && is_fast<BOUNDED>(n)), far[c]));
+                if (!BOUNDED) total[2 * half + c] += x;
             }
-            if (CAPPED && !STEEP) signs[half] &= __float_as_uint(far[0]) & (is_fast(n) ? ~0u : __float_as_uint(far[1]));
+            if (CAPPED && !STEEP) signs &= __float_as_uint(far[0]) & (is_fast<BOUNDED>(n) ? ~0u : __float_as_uint(far[1]));
         }
         // So that exponentials begin before the rest is done for all scores: what follows depends on one of them.
-        if (CAPPED && !STEEP && SHORT && n % 2 == 1) edge[0] = fmaf(s[4 * n - 4], 0.0f, edge[0]), edge[1] = EVEN ? edge[0] : fmaf(s[4 * n - 2], 0.0f, edge[1]);
+        if (CAPPED && !STEEP && SHORT) edge[0] = fmaf(s[4 * n + 1], 0.0f, edge[0]), edge[1] = EVEN ? edge[0] : fmaf(s[4 * n + 1], 0.0f, edge[1]);
     }
     sum[0] = total[0] + total[1], sum[1] = total[2] + total[3];
-    calm = !CAPPED || STEEP || (int)(signs[0] & signs[1]) < 0;
+    calm = !CAPPED || STEEP || (int)signs < 0;
+    if constexpr (BOUNDED) return STEEP || __all_sync(~0u, calm);
     const float least = SLOPED && guessed ? LEAST : 0.0f;
     return __all_sync(~0u, sum[0] <= LIMIT && sum[1] <= LIMIT && (!SLOPED || (sum[0] >= least && sum[1] >= least)) && calm);
 }

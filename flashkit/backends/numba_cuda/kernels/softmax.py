@@ -226,6 +226,9 @@ def accumulate_carefully(p, at, m, factor, staged, tile_rows):
         row, h = index // PACK, at[1] + index % PACK
         reference = if_any(from_lane_float(m[r // 8], r % 8 * 4), 0)  # of a row that sees nothing, too
         scale = from_lane_float(factor[r // 8], r % 8 * 4)
+        if not WIDE:  # weights as they are in the end: far above 1 they may have been what was not finite
+            reference -= ZERO if scale == ZERO else log2_fast(scale)
+            scale = ZERO if scale == ZERO else np.float32(1)
         q = row_address(p.q, b, h, row)
         for i in range((COLUMNS + 31) // 32):
             column, total = lane + 32 * i, ZERO
