@@ -5,9 +5,9 @@
 // of the PACK query heads that share a key/value head, at one token.
 //
 //     Q, then O   [Q_BUFFERS][GROUPS][64][..]   shared memory, an item's rows; its output on the way out
-//     K, V        [STAGES][BLOCK_K][..]         shared memory, two rings
+//     K, V        [STAGES][BLOCK_K][..]         shared memory, two rings; where SUMMED, a chunk of ones that all V share
 //     S, P        [64][BLOCK_K]                 registers of a warp group
-//     O           [64][HEAD_DIM_V]              registers of a warp group, unscaled
+//     O           [64][HEAD_DIM_V]              registers of a warp group, unscaled; where SUMMED, eight columns more: l
 //     m, l        [64]                          a row's reference, in base 2, and its sum of weights: registers
 //
 // Warp group 0: warp 0 loads tiles, warp 1 stores outputs, warp 2 finds the tiles to load. Warp groups 1 ... GROUPS, with
@@ -22,7 +22,7 @@
 // with precision="tf32", is multiplied here, in units (sm90_split.cu) that are put back as the scores' factor, and of values
 // by way of the weights.
 //
-// Constants of the head: PARTS, BLOCK_K, GROUPS, STAGES, Q_BUFFERS, PACK, TURNS, REGISTERS, REGISTERS_LOADING,
+// Constants of the head: PARTS, SUMMED, BLOCK_K, GROUPS, STAGES, Q_BUFFERS, PACK, TURNS, REGISTERS, REGISTERS_LOADING,
 // WATCHDOG, HAS_LENGTHS, CHUNK_BYTES, POSITIONS and FAR (modification.positions).
 #include "sm90.cuh"
 #include "sm90_terms.cuh"
