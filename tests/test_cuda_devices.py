@@ -711,17 +711,19 @@ def test_maxima_that_change_hugely_along_the_keys(d: int, falling: bool, generat
 @pytest.mark.parametrize("cap", [1.0, 50.0, 60.0, 400.0, None], ids=lambda cap: f"cap {cap or 'of each row'}")
 def test_soft_capping_of_any_size(cap: float | None, dims: str, generation: str) -> None:
     """Caps that bound weights and caps that do not; scores far below and at them; values that weights far above 1 would
-    make infinite.
+    make infinite; rows of one head and of several in a tile.
     """
     d, d_v = map(int, (dims.split("/") * 2)[:2])
     of_row = mods.score(lambda s, b, h, q, k: flashkit.tanh(s / (30.0 + (q & 15))) * (30.0 + (q & 15)) - (q & 7) * 0.5)
     capped = {"softcap": cap} if cap else {"score_mod": of_row}
-    for scores, values in ((1, 1), (40, 1e33)):
-        q, k, v = tensors((1, 4, 500, d), (1, 2, 900, d), (1, 2, 900, d_v))
+    seen = np.random.default_rng(0).random((8, 15)) < 0.5
+    for scores, values, n_q in ((1, 1, 500), (40, 1e33, 500), (1, 1, 100)):
+        q, k, v = tensors((1, 4, n_q, d), (1, 2, 900, d), (1, 2, 900, d_v))
+        blocks = flashkit.BlockMask.from_dense(seen[: -(-n_q // 64)], 64, 64, n_q, 900)
         arrays = [x.astype(cases.numpy_dtype("bfloat16")) for x in (q * scores, k, v * values)]
         wide = [x.get().astype(np.float64) for x in arrays]
         exponents = 6e-4 * min(cap or 45, 6 * scores)  # what the device's tanh may be off by, in scores
-        for options in ({}, {"causal": True, "q_offset": 400}, {"kv_lengths": np.array([777])}):
+        for options in ({}, {"causal": True, "q_offset": 400}, {"kv_lengths": np.array([777])}, {"block_mask": blocks}):
             options = options | capped | {"return_lse": True}
             right, right_lse = flashkit.attention(*wide, **options, backend="cpu")
             out, lse = flashkit.attention(*arrays, **options, backend=NAME)
