@@ -115,7 +115,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
         // accumulate
         values.wait_full(n);
         {
-            const unsigned long long v = descriptor(base + at_v(n % STAGES), BLOCK_K * CHUNK_ROW);
+            const unsigned long long v = descriptor(base + at_v(n % STAGES), chunk_v(n % STAGES));
             auto terms = [&](const unsigned (&weights)[BLOCK_K / 4], unsigned long long v, bool first) {
 #pragma unroll
                 for (int step = 0; step < BLOCK_K / 16; ++step)

@@ -258,7 +258,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             if (BY_FORM && SLOPED) level[0] = level[1] = HIDDEN;
             exact = true;
         } else if (BOUNDABLE && !USUAL && by_form && !full) {
-            hide(p, at, s, k0);
+            modify_near<true, true>(p, at, at.offset, s, k0, scale, tanh);
         }
         bring(shift);
         if (BY_FORM && SLOPED && by_form) find_level(line, m, level);

@@ -27,8 +27,9 @@ DEVICE float base_2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.scal
 // A key past the end, which is hidden after all, is taken for the last one: nothing is read beyond the end of an array.
 DEVICE int key_inside(int k, int n_k) { return k < n_k ? k : n_k > 0 ? n_k - 1 : 0; }
 
-// Scores as they come from the product, modified; -inf where hidden. Rows past the end are taken for the last one.
-template <bool PARTIAL_TILE, typename T>
+// Scores as they come from the product, modified; -inf where hidden. Or WEIGHTS, which are 0 there. Rows past the end are taken for
+// the last one.
+template <bool PARTIAL_TILE, bool WEIGHTS = false, typename T>
 DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s)[BLOCK_K / 2], int k0, float scale, T& tanh) {
     const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
@@ -47,31 +48,11 @@ DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s
                 const position step = (position)(8 * n + c);
                 const position k_of = CLAMPED ? (position)inside : k_first + step;
                 const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
-                if constexpr (HAS_SCORE) x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, tanh, p);
+                if constexpr (HAS_SCORE && !WEIGHTS) x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, tanh, p);
                 if constexpr (PARTIAL_TILE) {
                     const bool shown = !HAS_MASK || visible(at.b, h, row, q, inside, p);
-                    x = k < n_k && shown ? x : HIDDEN;
+                    x = k < n_k && shown ? x : WEIGHTS ? 0.0f : HIDDEN;
                 }
-            }
-    }
-}
-
-// Weights 0 where hidden.
-DEVICE void hide(const Params& p, const Item& at, float (&s)[BLOCK_K / 2], int k0) {
-    const int n_k = (int)keys_of(p, at.b);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int own = here(at.row0) + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
-        const int row = index / PACK, h = at.h + index % PACK, first = k0 + threadIdx.x % 4 * 2;
-        const start q = row + at.offset;
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int k = first + 8 * n + c, inside = READS_ARRAYS ? key_inside(k, n_k) : k;
-                const bool shown = !HAS_MASK || visible(at.b, h, row, q, inside, p);
-                float& x = s[4 * n + 2 * half + c];
-                x = k < n_k && shown ? x : 0.0f;
             }
     }
 }
