@@ -731,6 +731,29 @@ def test_soft_capping_of_any_size(cap: float | None, dims: str, generation: str)
             assert np.abs(lse.get() - right_lse).max() < 2.0**-8 + exponents  # weights may be summed as rounded
 
 
+BESIDE_A_CAP = [
+    (factor, level)
+    for factor, levels in FACTORS.items()
+    if factor not in ("dtype", "dims", "sizes", "batch", "layout", "storage", "out", "softcap")
+    for level in levels[1:]
+]
+
+
+@pytest.mark.parametrize(
+    ("factor", "level", "d"),
+    [
+        (*pair, d)
+        for i, pair in enumerate(BESIDE_A_CAP)
+        for d in (64, 128)
+        if d == (64, 128)[i % 2] or pair[0] == "sinks"
+    ],
+)
+def test_soft_capping_beside_another_feature(factor: str, level: str, d: int, generation: str) -> None:
+    """In bfloat16, where kernels may sum and bound weights in a way of their own (sm90's sums_with_values)."""
+    capped = {"softcap": "yes", "dtype": "bfloat16", "sizes": "130x200", "heads": "4:2", "out": "poisoned"}
+    check(with_(**{**capped, "dims": f"{d}", factor: level}))
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (70, 0)}], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_many_tiles_for_each_block_of_threads(d: int, options: dict[str, Any], generation: str) -> None:
