@@ -163,6 +163,15 @@ def skip_unless(backend: str, call: Call | None = None) -> None:
         pytest.skip(f"{backend}: {verdict.reason}")
 
 
+def never_in_order_unasked(monkeypatch: Any) -> None:
+    """Have Hopper's kernels add dQ in any order with short sequences, too, as they do with long ones."""
+    from flashkit.backends.cupy_raw import sm90_backward
+
+    monkeypatch.setattr(sm90_backward, "SHORT", 0)
+    monkeypatch.setattr(sm90_backward, "SHORT_NARROW", 0)
+    dispatch.forget()
+
+
 @cache
 def compiled(backend: str, dtype: str) -> None:
     """Have a backend's kernels for a dtype compiled once, not by each worker of a parallel run at the same time.

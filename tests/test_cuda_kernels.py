@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flashkit import arguments, expr, mods
+from flashkit import BlockMask, arguments, expr, mods
 from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler, hopper_backward, modification, simt, sm90_maps
 from flashkit.backends.cuda_common.backend import VARIABLE
@@ -450,6 +450,18 @@ def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.Mon
     assert chosen(512, 64, "backward", "bfloat16")[0] == "sm90"
     monkeypatch.setenv(VARIABLE, "sm90")
     assert chosen(512, 64, "backward")[0] == "sm90"
+
+
+def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
+    def ordered(n_q: int, n_k: int, dim: int, **options: Any) -> bool:
+        q, k = (np.zeros((1, 1, n, dim), np.float16) for n in (n_q, n_k))
+        return sm90_backward.in_order(arguments.prepare(q, k, k, **options)[0])
+
+    blocks = BlockMask.from_dense(np.eye(4, dtype=bool), 128, 128)
+    assert ordered(2048, 2048, 128, causal=True) and ordered(512, 512, 64, causal=True, window=(70, 0))
+    assert not ordered(2048, 2049, 128, causal=True) and not ordered(513, 512, 64, causal=True)
+    assert not ordered(512, 512, 128) and not ordered(512, 512, 128, block_mask=blocks)
+    assert ordered(4096, 4096, 64, deterministic=True)
 
 
 def sm90_backward_binary(spec: AttentionSpec, tile: hopper_backward.BackwardTile | None = None) -> compiler.Binary:

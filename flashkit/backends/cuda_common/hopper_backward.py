@@ -109,12 +109,12 @@ def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
 
 
-def heads_at_a_time(arguments: Arguments, tile: BackwardTile, sms: int) -> int:
+def heads_at_a_time(spec: AttentionSpec, arguments: Arguments, tile: BackwardTile, sms: int) -> int:
     """Key/value heads that blocks work at together. What they read and add to should stay in the L2 cache. Where they
     add in an order, and with a mask each begins at its diagonal: as many heads as are one item for each block, or two
     where items have fewer steps.
     """
-    spec, every = arguments.spec, arguments.batch * arguments.heads_kv
+    every = arguments.batch * arguments.heads_kv
     if spec.deterministic:
         queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
         items = (1 if queries > keys else 2) * sms // blocks_together(spec)
@@ -126,14 +126,14 @@ def heads_at_a_time(arguments: Arguments, tile: BackwardTile, sms: int) -> int:
 
 class Backward:
     """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded. `spare` takes
-    the calls that its kernels cannot; `kernels`: of the backend.
+    the calls that its kernels cannot; `kernels`: of the backend. `spec` may be deterministic where calls need not be.
     """
 
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
         spare: Spare,
     ) -> None:  # fmt: skip
-        self.device, self.tile, self.why, self.libraries = device, tile, why, [library]
+        self.spec, self.device, self.tile, self.why, self.libraries = spec, device, tile, why, [library]
         self._rows: RowKernels | None = None
         if spec.sinks:
             self._rows = RowKernels(kernels, spec, device)
@@ -144,7 +144,7 @@ class Backward:
         self._tickets, self._spare = Tickets.of(device), spare
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        spec, tile = arguments.spec, self.tile
+        spec, tile = self.spec, self.tile
         names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
         # With a scale that is not positive a hidden pair's -inf would change its sign.
         if not (arguments.n_k and arguments.scale > 1e-30 and addressable(arguments, names)):
@@ -160,7 +160,7 @@ class Backward:
         together = blocks_together(spec)
         marks = scratch((*of_heads, queries, 1 + together * -(-keys // 31)), "int32")
         arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums, partial_lse=marks)
-        arguments.set(splits=heads_at_a_time(arguments, tile, self.device.sms), ticket=self._tickets.next(stream))
+        arguments.set(splits=heads_at_a_time(spec, arguments, tile, self.device.sms), ticket=self._tickets.next(stream))
         self._prepare.launch(queries * heads, 256, arguments, stream)
         dim, dim_v = spec.head_dim, spec.head_dim_v
         rows, held = tile.block_q, tile.held(spec)
