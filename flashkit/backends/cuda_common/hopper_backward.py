@@ -111,13 +111,13 @@ def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile
 
 def heads_at_a_time(spec: AttentionSpec, arguments: Arguments, tile: BackwardTile, sms: int) -> int:
     """Key/value heads that blocks work at together. What they read and add to should stay in the L2 cache. Where they
-    add in an order, and with a mask each begins at its diagonal: as many heads as are one item for each block, or two
-    where items have fewer steps.
+    add in an order, and with a mask each begins at its diagonal: as many heads as are one item for each block, or
+    three where items have fewer steps.
     """
     every = arguments.batch * arguments.heads_kv
     if spec.deterministic:
         queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
-        items = (1 if queries > keys else 2) * sms // blocks_together(spec)
+        items = (1 if queries > keys else 3) * sms // blocks_together(spec)
         return heads_together(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
     if spec.mask is None:
         return 1
