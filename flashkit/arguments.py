@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, expr, mods
+from . import arrays, codegen, expr, mods
 from .expr import Expr
 from .mods import Mod
 from .spec import MAX_HEAD_DIM, AttentionSpec, Operands, Problem, Slot
@@ -448,5 +448,5 @@ def check_indices(
 
 
 def _extremes(bounds: tuple[Expr, Expr], env: dict[str, Any]) -> tuple[int, int]:
-    low, high = (np.asarray(expr.evaluate(bound, env)) for bound in bounds)
+    low, high = (np.asarray(codegen.evaluate(bound, env)) for bound in bounds)
     return int(low.min()), int(high.max())

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from . import expr
+from . import codegen, expr
 from .expr import Array, Expr, Kind
 
 ModKind = Literal["mask", "score"]
@@ -90,7 +90,7 @@ class Mod:
             for name, x in (("b", b), ("h", h), ("q", q), ("k", k), ("row", q if row is None else row))
         }
         scores = {} if s is None else {"s": np.asarray(s, np.float64)}
-        return expr.evaluate(self.expr, {**positions, **scores, **self.params, **self.arrays})
+        return codegen.evaluate(self.expr, {**positions, **scores, **self.params, **self.arrays})
 
     def __repr__(self) -> str:
         return f"<{self.kind} mod {self.key}>"

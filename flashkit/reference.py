@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import dropout, expr
+from . import codegen, dropout, expr
 from .expr import Expr
 from .spec import AttentionSpec, Operands
 
@@ -409,7 +409,7 @@ class Head:
     def evaluate(self, graph: Expr, rows: slice, keys: slice, s: np.ndarray | None = None) -> np.ndarray:
         """A modification on the pairs of a tile, (rows, keys), in the computing precision."""
         row, k = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)
-        value = expr.evaluate(graph, {**self.env, "s": s, "row": row, "q": row + self.offset, "k": k}, self.dtype)
+        value = codegen.evaluate(graph, {**self.env, "s": s, "row": row, "q": row + self.offset, "k": k}, self.dtype)
         return np.broadcast_to(np.asarray(value, bool if graph.kind == "bool" else self.dtype), (row.size, k.size))
 
 
@@ -450,7 +450,7 @@ def tile_states(head: Head, block_q: int, block_k: int) -> np.ndarray:
     row1, k1 = np.minimum(row0 + block_q, head.n_q) - 1, np.minimum(k0 + block_k, head.n_k) - 1
     env = {**head.env, **{name: Bounded(x) for name, x in head.operands.arrays.items()}, "row0": row0, "row1": row1}
     env |= {"q0": row0 + head.offset, "q1": row1 + head.offset, "k0": k0, "k1": k1}
-    empty, full = (expr.evaluate(graph, env) for graph in expr.classify(head.spec.mask))
+    empty, full = (codegen.evaluate(graph, env) for graph in expr.classify(head.spec.mask))
     return np.broadcast_to(np.where(full, FULL, np.where(empty, EMPTY, PARTIAL)), (row0.size, k0.size))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from . import expr, mods
+from . import codegen, expr, mods
 from .expr import Expr
 from .mods import Mod
 from .patterns import Patterns, integer
@@ -283,7 +283,7 @@ class BlockMask(Patterns):
 
     def _evaluate(self, b: Any, h: Any, row: Any, k: Any) -> Any:
         positions = {"b": b, "h": h, "row": row, "k": k}
-        return expr.evaluate(self.mod.expr, {**positions, **self.mod.params, **self._arrays})
+        return codegen.evaluate(self.mod.expr, {**positions, **self.mod.params, **self._arrays})
 
     def _classify(self, level: int, b: Any, h: Any, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         """States of squares of 2**level tiles a side."""
@@ -292,7 +292,7 @@ class BlockMask(Patterns):
             "row0": i * height, "row1": np.minimum(i * height + height, self.n_q) - 1,
             "k0": j * width, "k1": np.minimum(j * width + width, self.n_k) - 1,
         }  # fmt: skip
-        state = expr.evaluate(self._state, {"b": b, "h": h, **corners, **self.mod.params, **self._tables})
+        state = codegen.evaluate(self._state, {"b": b, "h": h, **corners, **self.mod.params, **self._tables})
         return np.broadcast_to(np.asarray(state, np.uint8), i.shape)
 
     def _squares(self) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -17,7 +17,7 @@ import random_exprs as random_
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from flashkit import expr
+from flashkit import codegen, expr
 from flashkit.expr import FALSE, ROW, TRUE, Array, B, Expr, H, K, Q, S, const, param, where
 from flashkit.ranges import RangeTable
 
@@ -28,7 +28,7 @@ N, M, CAP = param("n", "int"), param("m", "int"), param("cap", "float")
 
 
 def evaluate(graph: Expr, env: dict) -> object:
-    return expr.evaluate(graph, {**env, **random_.ARRAYS})
+    return codegen.evaluate(graph, {**env, **random_.ARRAYS})
 
 
 def agree(kind: str, result: object, wanted: object) -> bool:
@@ -97,7 +97,7 @@ def check_numba(seed: int, count: int) -> None:
     """One compiled function for all expressions: it is compiling that takes the time."""
     pytest.importorskip("numba")
     cases = some_cases(seed, count)
-    lines, results = expr.render([case.graph for _, case in cases], "numba", "    ")
+    lines, results = codegen.render([case.graph for _, case in cases], "numba", "    ")
     arguments = ["b", "h", "q", "k", "row", "s", *random_.PARAMS, *random_.ARRAYS]
     stores = [
         f"    out{'_float' if case.graph.kind == 'float' else ''}[{n}] = {text}"
@@ -172,7 +172,7 @@ def compile_cpp(tmp_path, cases):
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
-    lines, results = expr.render([case.graph for _, case in cases], "cuda", "    ")
+    lines, results = codegen.render([case.graph for _, case in cases], "cuda", "    ")
     integers = [f"long long {name}" for name in ("b", "h", "q", "k", "row")]
     params = [
         f"{'double' if isinstance(value, float) else 'long long'} {name}" for name, value in random_.PARAMS.items()
@@ -223,7 +223,7 @@ def test_cuda_text_means_the_same_more(tmp_path, seed):
 def test_cuda_text_is_one_typed_line_per_operation():
     ids = Array("ids", 1, "int")
     graph = where((K <= Q) & (ids[Q] == ids[K]), S * 0.5, -math.inf)
-    lines, (result,) = expr.render([graph], "cuda")
+    lines, (result,) = codegen.render([graph], "cuda")
     operations = [node for node in expr.walk([graph]) if node.args]
     assert len(lines) == len(operations)
     assert result == f"t{len(lines) - 1}"
@@ -240,43 +240,43 @@ def test_cuda_text_is_one_typed_line_per_operation():
 
 def test_shared_parts_are_computed_once():
     shared = expr.exp(S)
-    lines, results = expr.render([shared + 1.0, shared * shared], "numpy")
+    lines, results = codegen.render([shared + 1.0, shared * shared], "numpy")
     assert sum("exp" in line for line in lines) == 1
     assert len(results) == 2
 
 
 @pytest.mark.parametrize("language", ["cuda", "numba", "numpy"])
 def test_a_leaf_needs_no_line(language):
-    assert expr.render([S, Q, TRUE], language)[0] == []
+    assert codegen.render([S, Q, TRUE], language)[0] == []
 
 
 def test_floats_have_the_precision_asked_for():
     graph = expr.tanh(S * 0.1) + expr.to_float(Q) / 3.0
-    assert expr.evaluate(graph, {"s": np.float32(2), "q": 1}, np.float32).dtype == np.float32
-    assert expr.evaluate(graph, {"s": np.float32(2), "q": 1}).dtype == np.float64
+    assert codegen.evaluate(graph, {"s": np.float32(2), "q": 1}, np.float32).dtype == np.float32
+    assert codegen.evaluate(graph, {"s": np.float32(2), "q": 1}).dtype == np.float64
 
 
 def test_integers_are_64_bits_wide():
-    assert expr.evaluate(Q * Q, {"q": np.int32(1 << 20)}) == 1 << 40
-    assert expr.evaluate(Q - K, {"q": np.uint8(1), "k": np.uint8(2)}) == -1
+    assert codegen.evaluate(Q * Q, {"q": np.int32(1 << 20)}) == 1 << 40
+    assert codegen.evaluate(Q - K, {"q": np.uint8(1), "k": np.uint8(2)}) == -1
 
 
 def test_scalars_alone_behave_as_in_kernels():
     """Python's own numbers would invert a bool to -2 and refuse to divide by zero."""
-    assert expr.evaluate(~(N < M), {"n": 1, "m": 2}) == False  # noqa: E712
-    assert expr.evaluate(CAP / param("other", "float"), {"cap": 1.0, "other": 0.0}) == math.inf
-    assert expr.evaluate(N // M, {"n": 1, "m": 0}) == 0
+    assert codegen.evaluate(~(N < M), {"n": 1, "m": 2}) == False  # noqa: E712
+    assert codegen.evaluate(CAP / param("other", "float"), {"cap": 1.0, "other": 0.0}) == math.inf
+    assert codegen.evaluate(N // M, {"n": 1, "m": 0}) == 0
 
 
 def test_specials():
     for value in (math.inf, -math.inf):
-        assert expr.evaluate(where(K <= Q, S, value), {"k": 1, "q": 0, "s": 1.0}) == value
-    assert math.isnan(expr.evaluate(S + math.nan, {"s": 1.0}))
+        assert codegen.evaluate(where(K <= Q, S, value), {"k": 1, "q": 0, "s": 1.0}) == value
+    assert math.isnan(codegen.evaluate(S + math.nan, {"s": 1.0}))
 
 
 def test_missing_values_are_named():
     with pytest.raises(KeyError, match="no value given for k, n"):
-        expr.evaluate(K + N + Q, {"q": 1})
+        codegen.evaluate(K + N + Q, {"q": 1})
 
 
 # --- derivative -------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_every_derivative_rule_is_tried():
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivative_of_each_operation(name, s):
     graph = DERIVATIVES[name](S)
-    assert expr.evaluate(expr.derivative(graph), {"s": s}) == pytest.approx(
+    assert codegen.evaluate(expr.derivative(graph), {"s": s}) == pytest.approx(
         slope(graph, {"s": s}, 1e-6), rel=1e-6, abs=1e-6
     )
 
@@ -361,7 +361,7 @@ def test_derivative_of_each_operation(name, s):
     ],
 )
 def test_derivative_at_a_kink_is_that_of_the_side_taken(graph, wanted):
-    assert expr.evaluate(expr.derivative(graph), {"s": 0.0}) == wanted
+    assert codegen.evaluate(expr.derivative(graph), {"s": 0.0}) == wanted
 
 
 def test_derivative_of_what_does_not_vary_is_zero():
@@ -379,9 +379,9 @@ def test_derivative_of_what_does_not_vary_is_zero():
 
 def test_derivative_does_not_multiply_zero_by_infinity():
     graph = where(K <= Q, S, -math.inf)
-    assert expr.evaluate(expr.derivative(graph), {"s": 1.0, "k": 2, "q": 1}) == 0.0
+    assert codegen.evaluate(expr.derivative(graph), {"s": 1.0, "k": 2, "q": 1}) == 0.0
     assert (
-        expr.evaluate(expr.derivative(S * math.inf - S * math.inf * 0.0), {"s": 0.0}) != 0
+        codegen.evaluate(expr.derivative(S * math.inf - S * math.inf * 0.0), {"s": 0.0}) != 0
     )  # the rule is the graph's own, not a guess
 
 
@@ -411,11 +411,11 @@ def check_bounds(r: Random, kind: str) -> None:
         }
         env = {**corners, **random_.PARAMS, **tables}
         if kind == "bool":
-            empty, full = (bool(expr.evaluate(e, env)) for e in expr.classify(case.graph))
+            empty, full = (bool(codegen.evaluate(e, env)) for e in expr.classify(case.graph))
             assert not (empty and values.any()), f"a visible pair would be skipped: {case.graph}"
             assert not (full and not values.all()), f"a hidden pair would be shown: {case.graph}"
         elif expr.bounds(case.graph) is not None:
-            low, high = (int(expr.evaluate(e, env)) for e in expr.bounds(case.graph))
+            low, high = (int(codegen.evaluate(e, env)) for e in expr.bounds(case.graph))
             assert low <= values.min(), case.graph
             assert values.max() <= high, case.graph
 
@@ -472,11 +472,11 @@ LOOSE = {"mod", "mod negative"}  # all remainders where the turn ends within the
 def test_bounds_of_each_operation_on_every_small_tile(name):
     graph = ONE_OF_EACH[name]
     q, k = np.ogrid[-4:5, -4:5]
-    values = np.broadcast_to(expr.evaluate(graph, {"q": q, "k": k}), (9, 9))
+    values = np.broadcast_to(codegen.evaluate(graph, {"q": q, "k": k}), (9, 9))
     q0, q1, k0, k1 = (x.ravel() - 4 for x in np.indices((9, 9, 9, 9)))
     some = (q0 <= q1) & (k0 <= k1)
     corners = dict(zip(("q0", "q1", "k0", "k1"), (x[some] for x in (q0, q1, k0, k1))))
-    bounds = [np.broadcast_to(expr.evaluate(e, corners), some.sum()) for e in expr.bounds(graph)]
+    bounds = [np.broadcast_to(codegen.evaluate(e, corners), some.sum()) for e in expr.bounds(graph)]
     for a, b, c, d, low, high in zip(*corners.values(), *bounds):
         inside = values[a + 4 : b + 5, c + 4 : d + 5]
         if name in LOOSE:
@@ -486,7 +486,7 @@ def test_bounds_of_each_operation_on_every_small_tile(name):
 
 
 def test_a_remainder_is_exact_within_one_turn():
-    assert [int(expr.evaluate(e, {"q0": 33, "q1": 37})) for e in expr.bounds(Q % 16)] == [1, 5]
+    assert [int(codegen.evaluate(e, {"q0": 33, "q1": 37})) for e in expr.bounds(Q % 16)] == [1, 5]
 
 
 def test_floats_have_no_bounds():
@@ -642,11 +642,11 @@ def test_a_thousand_terms_are_no_trouble():
     graph = FALSE
     for i in range(3000):
         graph = graph | (K == 3 * i)  # noqa: SIM300
-    assert expr.evaluate(graph, {"k": np.arange(5)}).tolist() == [True, False, False, True, False]
+    assert codegen.evaluate(graph, {"k": np.arange(5)}).tolist() == [True, False, False, True, False]
     assert len(expr.key(graph)) > 3000
     assert expr.derivative(where(graph, S, 0.0)).kind == "float"
-    assert bool(expr.evaluate(expr.classify(graph)[0], {"k0": 1, "k1": 2}))
-    assert bool(expr.evaluate(expr.classify(graph)[1], {"k0": 3, "k1": 3}))
+    assert bool(codegen.evaluate(expr.classify(graph)[0], {"k0": 1, "k1": 2}))
+    assert bool(codegen.evaluate(expr.classify(graph)[1], {"k0": 3, "k1": 3}))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

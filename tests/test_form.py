@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashkit import expr, mods
+from flashkit import codegen, expr, mods
 from flashkit.arguments import _compose
 from flashkit.backends.cuda_common.form import Form, form, of_head
 from flashkit.expr import where
@@ -67,9 +67,9 @@ def test_the_parts_are_the_modification(name: str) -> None:
     rng = np.random.default_rng(0)
     q, k, h = np.arange(N)[:, None, None], np.arange(N)[None, :, None], np.arange(4)
     env = {**values, "s": rng.standard_normal((N, N, 4)), "b": 0, "h": h, "q": q + 5, "row": q, "k": k}
-    gain, rate, bias = (expr.evaluate(part, env) for part in (found.gain, found.rate, found.bias))
+    gain, rate, bias = (codegen.evaluate(part, env) for part in (found.gain, found.rate, found.bias))
     core = np.tanh(rate * env["s"]) if found.capped else rate * env["s"]
-    np.testing.assert_allclose(gain * core + bias, expr.evaluate(score, env), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(gain * core + bias, codegen.evaluate(score, env), rtol=1e-9, atol=1e-9)
     assert found.even == (name != "by row")
 
 
@@ -80,8 +80,8 @@ def test_where_it_is_straight_the_bias_is_a_line(name: str) -> None:
     shape, length, straight = np.ones((N, 4)), 32, 0
     for first in range(0, N - length, 13):
         env = {**values, "b": 0, "h": np.arange(4), "q": np.arange(N)[:, None] + 5, "row": np.arange(N)[:, None]}
-        whole = shape * expr.evaluate(found.straight, {**env, "k0": first, "k1": first + length}) > 0
-        biases = [shape * expr.evaluate(found.bias, {**env, "k": first + i}) for i in range(length + 1)]
+        whole = shape * codegen.evaluate(found.straight, {**env, "k0": first, "k1": first + length}) > 0
+        biases = [shape * codegen.evaluate(found.bias, {**env, "k": first + i}) for i in range(length + 1)]
         for i, bias in enumerate(biases):
             line = biases[0] + (biases[-1] - biases[0]) * (i / length)
             np.testing.assert_allclose(line[whole], bias[whole], rtol=1e-9, atol=1e-9)

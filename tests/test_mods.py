@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flashkit import expr, mods, where
+from flashkit import codegen, expr, mods, where
 from flashkit.mods import Mod
 
 BATCH, HEADS, ROWS, KEYS, OFFSET = 2, 3, 9, 13, 3
@@ -254,7 +254,7 @@ def test_names_that_the_code_uses_itself_are_safe(name):
     assert np.array_equal(on_all_pairs(near), wanted)
     assert list(near.params.values()) == [4]
     empty, full = (
-        expr.evaluate(e, {"q0": 3, "q1": 4, "k0": 5, "k1": 19, **near.params}) for e in expr.classify(near.expr)
+        codegen.evaluate(e, {"q0": 3, "q1": 4, "k0": 5, "k1": 19, **near.params}) for e in expr.classify(near.expr)
     )
     assert not empty
     assert not full

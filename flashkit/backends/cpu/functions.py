@@ -1,5 +1,5 @@
 """What kernels and generated code are compiled with: Numba's options, the mark of their entries, and scalar functions
-under the names that expr.render uses.
+under the names that codegen.render uses.
 """
 
 from __future__ import annotations

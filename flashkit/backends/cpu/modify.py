@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 
-from ... import expr
+from ... import codegen, expr
 from ...expr import Expr
 from ...spec import AttentionSpec, Slot
 from . import specialise
@@ -114,7 +114,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     wanted = _results(spec)
     if with_slope:
         wanted.append(expr.derivative(wanted[0]))
-    steps, results = expr.assignments(wanted, "numba")
+    steps, results = codegen.assignments(wanted, "numba")
     lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
     before: list[str] = []
     if keys_outside:
@@ -147,7 +147,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
 
 def _classify_function(spec: AttentionSpec) -> str:
     empty, full = expr.classify(spec.mask)
-    lines, (is_empty, is_full) = expr.render([empty, full], "numba", "    ")
+    lines, (is_empty, is_full) = codegen.render([empty, full], "numba", "    ")
     return "\n".join([
         "@entry(types.int64(*[types.int64] * 9))",
         "def classify(b, h, row0, row1, q0, q1, k0, k1, values):",

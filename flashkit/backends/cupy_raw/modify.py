@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ... import expr
+from ... import codegen, expr
 from ...expr import Expr
 from ...spec import AttentionSpec
 from ..cuda_common.form import Form, by_distance, form, of_head
@@ -72,7 +72,7 @@ def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
 
 def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
     used = {node.value for node in expr.walk(graphs) if node.op == "param" or node.op.startswith("load")}
-    lines, results = expr.render(graphs, "cuda", "    ")
+    lines, results = codegen.render(graphs, "cuda", "    ")
     body = [*_prelude(spec, used), *lines, f"    return {result.format(*results)};"]
     return "\n".join([f"DEVICE {name}({parameters}) {{", *body, "}", ""])
 

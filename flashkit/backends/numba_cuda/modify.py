@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ... import expr
+from ... import codegen, expr
 from ...expr import Expr
 from ...spec import AttentionSpec, Slot
 from ..cuda_common.modification import entries
@@ -52,7 +52,7 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
         element = _NUMBERS.get(str(slot.dtype), "{0}").format(f"load({stored}, p.values[{place}], {offset})")
         return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
 
-    steps, results = expr.assignments(graphs, "numba", load)
+    steps, results = codegen.assignments(graphs, "numba", load)
     used = {node.value for node in expr.walk(graphs) if node.op == "param"}
     lines = [
         f"{name} = {f'p.values[{place}]' if slot.kind == 'int' else f'F(double_of(p.values[{place}]))'}"
