@@ -109,21 +109,6 @@ def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
 
 
-def heads_at_a_time(spec: AttentionSpec, arguments: Arguments, tile: BackwardTile, sms: int) -> int:
-    """Key/value heads that blocks work at together. What they read and add to should stay in the L2 cache. Where they
-    add in an order, and with a mask each begins at its diagonal: as many heads as are one item for each block, or
-    three where items have fewer steps.
-    """
-    every = arguments.batch * arguments.heads_kv
-    if spec.deterministic:
-        queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
-        items = (1 if queries > keys else 3) * sms // blocks_together(spec)
-        return heads_together(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
-    if spec.mask is None:
-        return 1
-    return min(every, heads_together(every, _CACHED // bytes_of_queries(arguments)), _MOST_HEADS)
-
-
 class Backward:
     """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded. `spare` takes
     the calls that its kernels cannot; `kernels`: of the backend. `spec` may be deterministic where calls need not be.
@@ -160,7 +145,7 @@ class Backward:
         together = blocks_together(spec)
         marks = scratch((*of_heads, queries, 1 + together * -(-keys // 31)), "int32")
         arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums, partial_lse=marks)
-        arguments.set(splits=heads_at_a_time(spec, arguments, tile, self.device.sms), ticket=self._tickets.next(stream))
+        arguments.set(splits=self.heads_at_a_time(arguments), ticket=self._tickets.next(stream))
         self._prepare.launch(queries * heads, 256, arguments, stream)
         dim, dim_v = spec.head_dim, spec.head_dim_v
         rows, held = tile.block_q, tile.held(spec)
@@ -176,3 +161,17 @@ class Backward:
             self._rows.prepare(arguments, stream)
             self._rows.finish(arguments, stream)
         return None
+
+    def heads_at_a_time(self, arguments: Arguments) -> int:
+        """Key/value heads that blocks work at together. What they read and add to should stay in the L2 cache. Where
+        they add in an order, and with a mask each begins at its diagonal: as many heads as are one item for each block,
+        or three where items have fewer steps.
+        """
+        spec, tile, every = self.spec, self.tile, arguments.batch * arguments.heads_kv
+        if spec.deterministic:
+            queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
+            items = (1 if queries > keys else 3) * self.device.sms // blocks_together(spec)
+            return heads_together(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
+        if spec.mask is None:
+            return 1
+        return min(every, heads_together(every, _CACHED // bytes_of_queries(arguments)), _MOST_HEADS)
