@@ -35,6 +35,17 @@ def _load_text(node: Expr, operands: list[str], language: Language) -> str:
     return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
 
 
+def _bits_of_divisor(node: Expr) -> int | None:
+    """The power of two that an integer is divided by, if it is one and known: shifts and masks round towards minus
+    infinity, as Python's // and % do, and compilers see through them.
+    """
+    if node.op not in ("floordiv", "mod") or node.kind != "int":
+        return None
+    divisor = node.args[1]
+    known = divisor.op == "const" and divisor.value > 0 and divisor.value & (divisor.value - 1) == 0
+    return divisor.value.bit_length() - 1 if known else None
+
+
 def assignments(
     exprs: Sequence[Expr], language: Language, load: Callable[[Expr, list[str]], str] | None = None
 ) -> tuple[list[tuple[Expr, str, str]], list[str]]:
@@ -57,6 +68,8 @@ def assignments(
             is_load = node.op.startswith("load")
             if is_load:
                 text = load(node, operands) if load else _load_text(node, operands, language)
+            elif language == "cuda" and (bits := _bits_of_divisor(node)) is not None:
+                text = f"{operands[0]} >> {bits}" if node.op == "floordiv" else f"{operands[0]} & {2**bits - 1}"
             else:
                 text = getattr(OPS[node.op], language).format(*operands)
             names[id(node)] = f"t{len(steps)}"

@@ -220,6 +220,16 @@ def test_cuda_text_means_the_same_more(tmp_path, seed):
     check_compiled(compile_cpp(tmp_path, cases), seed, cases)
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 128, 2**40, 100, -128])
+def test_cuda_text_divides_by_powers_of_two_as_python_does(tmp_path, divisor):
+    graphs = [(Q - K) // divisor, (Q - K) % divisor]
+    values = [lambda env: (env["q"] - env["k"]) // divisor, lambda env: (env["q"] - env["k"]) % divisor]
+    text = "\n".join(codegen.render(graphs, "cuda")[0])
+    assert (">>" in text and "&" in text) == (divisor not in (100, -128)) == ("fk_" not in text)
+    cases = [("int", random_.Case(graph, value)) for graph, value in zip(graphs, values)]
+    check_compiled(compile_cpp(tmp_path, cases), 5, cases)
+
+
 def test_cuda_text_is_one_typed_line_per_operation():
     ids = Array("ids", 1, "int")
     graph = where((K <= Q) & (ids[Q] == ids[K]), S * 0.5, -math.inf)
