@@ -88,8 +88,8 @@ def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
     first = forward_tile(problem)
     tiles = [first, replace(first, turns=0)]
     for rows, keys in itertools.product((192, 128), (128, 112, 96, 160, 80, 64)):
-        pair = Sm90Tile(rows, keys), Sm90Tile(rows, keys, q_buffers=1)
-        tiles += [tile for tile in pair if tile.fits(problem.spec, device)][:1]
+        some = (Sm90Tile(rows, keys, q_buffers=buffers) for buffers in (3, 2, 1))
+        tiles += [tile for tile in some if tile.fits(problem.spec, device)][:1]
     return list(dict.fromkeys(tiles))
 
 

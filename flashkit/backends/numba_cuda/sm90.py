@@ -53,10 +53,11 @@ def forward_tile(problem: Problem) -> Tile:
 
 def forward_candidates(problem: Problem, device: Device) -> list[Tile]:
     """Tiles worth trying, the one of `forward_tile` first."""
-    spec, tiles = problem.spec, [forward_tile(problem)]
-    for rows, keys, buffers, turns in itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (2, 1), (1, 0)):
-        tiles.append(Tile(rows, keys, 2, buffers, turns))
-    return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
+    tiles = [forward_tile(problem)]
+    for rows, keys, turns in itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (1, 0)):
+        some = (Tile(rows, keys, 2, buffers, turns) for buffers in (3, 2, 1))
+        tiles += [tile for tile in some if tile.fits(problem.spec, device)][:1]
+    return list(dict.fromkeys(tiles))
 
 
 class Forward(hopper.Forward):

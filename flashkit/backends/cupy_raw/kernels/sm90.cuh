@@ -37,6 +37,9 @@ DEVICE void store_float(unsigned address, float x) { asm volatile("st.shared.f32
 DEVICE void store_floats(unsigned address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
+DEVICE void store_if(int condition, float* target, float x) {  // to global memory, without a branch
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2; }" ::"r"(condition), "l"(target), "f"(x) : "memory");
+}
 DEVICE int load_word(unsigned address) {
     int x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");

@@ -3,14 +3,14 @@
 #include "sm90.cuh"
 
 // Output of a warp's 16 rows once more, from memory and pair by pair, leaving out the values of weights that are 0. No
-// branch here differs between lanes, or the compiler would take nothing after it as uniform.
-DEVICE void accumulate_carefully(const Params& p, const Item& at, const float (&m)[2], const float (&factor)[2], unsigned staged) {
+// branch here differs between lanes, or the compiler would take nothing after it as uniform. lse: in base 2.
+DEVICE void accumulate_carefully(const Params& p, const Item& at, const float (&lse)[2], unsigned staged) {
     constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
     const int lane = here(threadIdx.x % 32), row0 = here(uniform(threadIdx.x % 128 / 32)) * 16;
     const int n_k = uniform((int)keys_of(p, at.b)), last = (int)p.n_q * PACK - 1;
     const long long offset = offset_of(p, at.b);
     // Weights are at most 1 so: those of the tiles may be far above, and with great values have been what was not finite.
-    const float exact[2] = {factor[0] == 0 ? -HIDDEN : m[0] - log2_fast(factor[0]), factor[1] == 0 ? -HIDDEN : m[1] - log2_fast(factor[1])};
+    const float exact[2] = {lse[0] == HIDDEN ? -HIDDEN : lse[0], lse[1] == HIDDEN ? -HIDDEN : lse[1]};
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {
         const int index = at.row0 + row0 + r < last ? at.row0 + row0 + r : last, row = index / PACK, h = at.h + index % PACK;
@@ -102,12 +102,12 @@ DEVICE void rows_carefully(const Params& p, const Item& at, unsigned staged) {
     }
 }
 
-// Divide by the sums; log-sum-exp to memory, output to shared memory. Sums that are not finite say that the row's terms of
-// float32 are not what they stand for.
-DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const float (&l)[2], float (&output)[SUMS],
-                   unsigned staged, unsigned done, int group) {
-    const Item at{here(item.b), here(item.h), here(item.row0), item.offset};
-    float factor[2];
+// Divide by the sums of item number `number`; log-sum-exp to memory, output to shared memory. Sums that are not finite say that
+// the row's terms of float32 are not what they stand for.
+DEVICE void finish(const Params& p, unsigned base, int number, const float (&m)[2], const float (&l)[2], float (&output)[SUMS], int group) {
+    const Item at = item_of_number(p, base, number, group);
+    const unsigned staged = buffer_of(base, number, group);
+    float factor[2], lse[2];  // lse: in base 2
     bool odd = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -126,8 +126,9 @@ DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const
         }
         const bool empty = sum == 0;  // no key is visible
         factor[half] = empty ? 0.0f : EXACT ? factor[half] / sum : factor[half] * reciprocal(sum);
-        if (exists && threadIdx.x % 4 == 0)
-            *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : EXACT ? fmaf(top, LN2, logf(sum)) : LN2 * (top + log2_fast(sum));
+        lse[half] = empty ? HIDDEN : top + log2_fast(sum);
+        if (WIDE && exists && threadIdx.x % 4 == 0)
+            *row_at<float>(p.lse, at.b, h, row) = !empty && EXACT ? fmaf(top, LN2, logf(sum)) : LN2 * lse[half];
         float zero = WIDE ? 0 * sum : 0;  // NaN if an element is not finite
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; ++n)
@@ -163,9 +164,15 @@ DEVICE void finish(const Params& p, const Item& item, const float (&m)[2], const
     if ((WIDE || MAY_HIDE) && __any_sync(~0u, odd)) {
         __syncwarp();
         if constexpr (WIDE) rows_carefully(p, at, staged);
-        else accumulate_carefully(p, at, m, factor, staged);
+        else accumulate_carefully(p, at, lse, staged);
     }
     fence_async();
     __syncwarp();
-    arrive_once(done);
+    arrive_once(done_of(base, number, group));
+    // After the fence, which would wait for it; and without a branch, or the compiler would make products wait for each other.
+#pragma unroll
+    for (int half = 0; !WIDE && half < 2; ++half) {
+        const int index = at.row0 + row_of_lane(half), writes = index < (int)p.n_q * PACK && threadIdx.x % 4 == 0;
+        store_if(writes, row_at<float>(p.lse, at.b, at.h + index % PACK, index / PACK), LN2 * lse[half]);
+    }
 }

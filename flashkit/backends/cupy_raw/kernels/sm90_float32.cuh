@@ -32,19 +32,16 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
     unsigned high[BLOCK_K / 4], low[BLOCK_K / 4];
     Item at;                // the item whose output is in registers,
     int number = -1;        // and its number among the block's
-    auto buffer = [&]() { return base + (number % Q_BUFFERS * GROUPS + group) * BYTES_Q; };
 
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
         keys.wait_full(n);
         const int note = uniform(load_word(base + AT_NOTES + 4 * (n % STAGES)));
         if (note & FIRST) {  // of another item, or END
-            if (number >= 0) finish(p, at, m, l, output, buffer(), base + AT_DONE + 8 * (number % Q_BUFFERS * GROUPS + group), group);
+            if (number >= 0) finish(p, base, number, m, l, output, group);
             if (note == END) break;
             queries.wait_full(++number);
-            const unsigned slot = base + AT_ITEMS + 12 * (number % Q_BUFFERS);
-            at.b = uniform(load_word(slot)), at.h = uniform(load_word(slot + 4)), at.row0 = uniform(load_word(slot + 8)) + 64 * group;
-            at.offset = (start)offset_of(p, at.b);
+            at = item_of_number(p, base, number, group);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
@@ -63,7 +60,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
         }
         // scores
         {
-            const unsigned long long q = descriptor(buffer()), k = descriptor(base + at_k(n % STAGES));
+            const unsigned long long q = descriptor(buffer_of(base, number, group)), k = descriptor(base + at_k(n % STAGES));
             constexpr int STEPS = padded(HEAD_DIM) / 16;
             auto terms = [&](unsigned long long q, unsigned long long k, bool first) {
 #pragma unroll

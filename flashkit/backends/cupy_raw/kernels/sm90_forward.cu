@@ -44,7 +44,7 @@ constexpr int AT_DONE = AT_SOON + 8;               // for each buffer and group:
 constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
 constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
-constexpr int FIRST = 64, END = -1;
+constexpr int FIRST = 64, END = -1, NEVER = -2;
 constexpr int AHEAD = LOOKED_UP ? 12 : 4;  // how many tiles before the end of an item the next one is taken
 constexpr int SUMS = COLUMNS / 2 + 4 * SUMMED;  // of a lane; the last four are of weights alone
 
@@ -61,6 +61,15 @@ struct Item {
     int b, h, row0;  // h: the first of PACK heads
     start offset;    // position of the head's row 0, where it is not FAR
 };
+
+// What lies where for item number `number` of a block and a group: its rows and then its output, a barrier for that, itself.
+DEVICE unsigned buffer_of(unsigned base, int number, int group) { return base + (number % Q_BUFFERS * GROUPS + group) * BYTES_Q; }
+DEVICE unsigned done_of(unsigned base, int number, int group) { return base + AT_DONE + 8 * (number % Q_BUFFERS * GROUPS + group); }
+DEVICE Item item_of_number(const Params& p, unsigned base, int number, int group) {
+    const unsigned slot = base + AT_ITEMS + 12 * (number % Q_BUFFERS);
+    const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)), row0 = uniform(load_word(slot + 8)) + 64 * group;
+    return {b, h, row0, (start)offset_of(p, b)};
+}
 
 #include "sm90_items.cuh"
 #include "sm90_softmax.cuh"
@@ -101,8 +110,8 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const float unit = kept(base_2(p), base + AT_UNIT), scale = HAS_SCORE ? kept((float)p.scale, base + AT_UNIT + 4) : 1.0f;
     float output[SUMS], s[BLOCK_K / 2], m[2], l[2], level[2], q_unit[2];
     unsigned weights[BLOCK_K / 4];
-    Item at;                     // the item whose output is in registers,
-    bool open = false;           // if there is one,
+    Item at;                     // the item of the tile before,
+    bool open = false;           // whether an item's output is in registers,
     bool begun = false;          // and whether all rows of this warp have a reference that is likely to last
     bool usual = true;           // and whether its positions and scores are as usual steps expect them
     bool bounded = false;        // and whether its scores are near enough to each other for one reference, m
@@ -110,13 +119,12 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     bool fresh = false;          // whether the tile that comes is the first of another item
     int number = -1;             // of the item that the tile belongs to among the block's
     bool pending = false;        // whether weights of the tile before wait for their values,
+    int expected = NEVER;        // what the note of a tile says of this group that a usual step is for
     Head head{};                 // what its score modification reads once for a head,
     Line lasting;                // what makes exponents of its scores, where that is the same for all its tiles
     float frame = 0;             // the exponent of the unit that the item's sums are in: of values
     int sum = 0, exist = 0;      // to be added to the output (sum), not to start it; keys of that tile that exist
 
-    auto buffer_of = [&](int number) { return base + (number % Q_BUFFERS * GROUPS + group) * BYTES_Q; };
-    auto done_of = [&](int number) { return base + AT_DONE + 8 * (number % Q_BUFFERS * GROUPS + group); };
     auto await_note = [&](unsigned n) {  // it comes with the tile's keys
         keys.wait_full(n);
         return load_word(base + AT_NOTES + 4 * (n % STAGES));
@@ -125,7 +133,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     auto take_turn = [&]() { if (TURNS) warps_sync(TURN + group, 256); };
     auto pass_turn = [&]() { if (TURNS) warps_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256); };
     auto scores = [&](unsigned n) {
-        const unsigned long long q = descriptor(buffer_of(number)), k = descriptor(base + at_k(n % STAGES));
+        const unsigned long long q = descriptor(buffer_of(base, number, group)), k = descriptor(base + at_k(n % STAGES));
         products_begin();
         product_fresh<0, 0>(s, q, k);
 #pragma unroll
@@ -166,13 +174,10 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     // for each other.
     auto step = [&](auto with_pending, auto is_usual, unsigned n, bool full, int k0) {
         constexpr bool PENDING = decltype(with_pending)::value, USUAL = decltype(is_usual)::value;
-        const Item before = at;
         const float m_before[2] = {m[0], m[1]}, l_before[2] = {l[0], l[1]};
         if (!USUAL && fresh) {
             queries.wait_full(number);
-            const unsigned slot = base + AT_ITEMS + 12 * (number % Q_BUFFERS);
-            at.b = uniform(load_word(slot)), at.h = uniform(load_word(slot + 4)), at.row0 = uniform(load_word(slot + 8)) + 64 * group;
-            at.offset = (start)offset_of(p, at.b);
+            at = item_of_number(p, base, number, group);
             m[0] = m[1] = level[0] = level[1] = HIDDEN, l[0] = l[1] = 0;
             usual = gentle = true;
             if constexpr (BY_FORM) head = head_of(at.b, at.h, p);
@@ -238,7 +243,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         const bool hopeful = USUAL ? by_form || !BY_FORM : begun;
         if (!hopeful || !(BY_FORM && by_form ? weigh_formed(s, total, line, guessed, calm) : optimistic_softmax(s, m, total, factor, calm))) {
             if (hopeful) {  // the optimism was misplaced, and has cost the scores
-                scores_again(s, buffer_of(number), base + at_k(n % STAGES));
+                scores_again(s, buffer_of(base, number, group), base + at_k(n % STAGES));
                 scale_scores();
                 if (USUAL || by_form) (BY_FORM && SHORT ? gentle : usual) &= __all_sync(~0u, calm);
             }
@@ -257,6 +262,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             begun = bounded || __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN && !grows);
             if (BY_FORM && SLOPED) level[0] = level[1] = HIDDEN;
             exact = true;
+            if (USUAL && !(begun && usual)) expected = NEVER;
         } else if (BOUNDABLE && !USUAL && by_form && !full) {
             modify_near<true, true>(p, at, at.offset, s, k0, scale, tanh);
         }
@@ -272,8 +278,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         keys.release(USUAL ? n : n + after(total[0]) + after(total[1]));  // or exponentials are computed after the next wait
         if (PENDING) accumulated(n - 1);
         if (!USUAL && fresh) {
-            if (PENDING && Q_BUFFERS > 1)
-                finish(p, before, m_before, l_before, output, buffer_of(number - 1), done_of(number - 1), group);
+            if (PENDING && Q_BUFFERS > 1) finish(p, base, number - 1, m_before, l_before, output, group);
         } else if (exact || (WIDE && change != 0)) {
             if (WIDE && !exact) rescale[0] = rescale[1] = 1;
 #pragma unroll
@@ -284,6 +289,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 4; ++i) weights[i] = pack(s[2 * i], s[2 * i + 1]);
         pending = open = true, sum = USUAL || !fresh, fresh = false;
+        if (!USUAL) expected = begun && usual ? FULL << 2 * group : NEVER;
         if (HAS_LENGTHS) exist = (int)keys_of(p, at.b) - k0;
     };
 
@@ -293,16 +299,19 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         const int note = uniform(next_note);
         const int k0 = (note >> 8) * BLOCK_K;
         // Both END and the first tile of an item have the bit FIRST.
-        if (pending && begun && usual && (note & (FIRST | 3 << 2 * group)) == FULL << 2 * group) {
+        if ((note & (FIRST | 3 << 2 * group)) == expected) {
             step(Constant<true>{}, Constant<true>{}, n, true, k0);
             continue;
         }
         if (note & FIRST) fresh = true, begun = false, ++number;
         const int state = note == END ? (int)EMPTY : note >> 2 * group & 3;
         // What is pending is done by itself where there are no scores to go with it, or no room for the next item's rows.
-        if (pending && (state == EMPTY || (Q_BUFFERS == 1 && fresh))) accumulate(n - 1), accumulated(n - 1);
+        if (pending && (state == EMPTY || (Q_BUFFERS == 1 && fresh))) {
+            accumulate(n - 1), accumulated(n - 1);
+            expected = NEVER;
+        }
         if (fresh && open && !pending) {
-            finish(p, at, m, l, output, buffer_of(number - 1), done_of(number - 1), group);
+            finish(p, base, number - 1, m, l, output, group);
             open = false;
         }
         if (note == END) break;
