@@ -102,10 +102,10 @@ DEVICE void rows_carefully(const Params& p, const Item& at, unsigned staged) {
     }
 }
 
-// Divide by the sums of item number `number`; log-sum-exp to memory, output to shared memory. Sums that are not finite say that
+// Divide by the sums of an item, the block's number `number`; log-sum-exp to memory, output to shared memory. Sums that are not finite say that
 // the row's terms of float32 are not what they stand for.
-DEVICE void finish(const Params& p, unsigned base, int number, const float (&m)[2], const float (&l)[2], float (&output)[SUMS], int group) {
-    const Item at = item_of_number(p, base, number, group);
+DEVICE void finish(const Params& p, const Item& at, unsigned base, int number, const float (&m)[2], const float (&l)[2],
+                   float (&output)[SUMS], int group) {
     const unsigned staged = buffer_of(base, number, group);
     float factor[2], lse[2];  // lse: in base 2
     bool odd = false;

@@ -38,7 +38,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
         keys.wait_full(n);
         const int note = uniform(load_word(base + AT_NOTES + 4 * (n % STAGES)));
         if (note & FIRST) {  // of another item, or END
-            if (number >= 0) finish(p, base, number, m, l, output, group);
+            if (number >= 0) finish(p, item_of_number(p, base, number, group), base, number, m, l, output, group);
             if (note == END) break;
             queries.wait_full(++number);
             at = item_of_number(p, base, number, group);

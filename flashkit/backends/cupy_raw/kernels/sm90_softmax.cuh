@@ -31,37 +31,30 @@ DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
 // the last one.
 template <bool PARTIAL_TILE, bool WEIGHTS = false, typename T>
 DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s)[BLOCK_K / 2], int k0, float scale, T& tanh) {
-    const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0, first = k0 + threadIdx.x % 4 * 2;
+    const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
-    const position k_first = (position)first;
-    int row[2], h[2];
-    start q[2];
-    position distance_first[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int own = here(at.row0) + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
-        row[half] = index / PACK, h[half] = at.h + index % PACK;
-        q[half] = row[half] + offset, distance_first[half] = (position)(q[half] - first);
-    }
-    // Key by key for both rows: what is found for a key would else be kept for the second one.
+        const int row = index / PACK, h = at.h + index % PACK, first = k0 + threadIdx.x % 4 * 2;
+        const start q = row + offset;
+        const position k_first = (position)first, distance_first = (position)(q - first);
 #pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n)
+        for (int n = 0; n < BLOCK_K / 8; ++n)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int k = first + 8 * n + c, inside = CLAMPED ? key_inside(k, n_k) : k;
-            const position step = (position)(8 * n + c), k_of = CLAMPED ? (position)inside : k_first + step;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int c = 0; c < 2; ++c) {
                 float& x = s[4 * n + 2 * half + c];
-                const position distance = CLAMPED ? (position)(q[half] - inside) : distance_first[half] - step;
-                if constexpr (HAS_SCORE && !WEIGHTS)
-                    x = modified_score<position>(x * scale, at.b, h[half], row[half], q[half], k_of, distance, tanh, p);
+                const int k = first + 8 * n + c, inside = CLAMPED ? key_inside(k, n_k) : k;
+                const position step = (position)(8 * n + c);
+                const position k_of = CLAMPED ? (position)inside : k_first + step;
+                const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
+                if constexpr (HAS_SCORE && !WEIGHTS) x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, tanh, p);
                 if constexpr (PARTIAL_TILE) {
-                    const bool shown = !HAS_MASK || visible(at.b, h[half], row[half], q[half], inside, p);
+                    const bool shown = !HAS_MASK || visible(at.b, h, row, q, inside, p);
                     x = k < n_k && shown ? x : WEIGHTS ? 0.0f : HIDDEN;
                 }
             }
-        }
+    }
 }
 
 // The same for positions of any size, one pair after the other.
