@@ -292,6 +292,19 @@ def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
         assert instruction in sass
 
 
+@pytest.mark.parametrize(
+    ("d", "tokens", "scores", "buffers"),
+    [(128, 4096, [], 3), (96, 4096, [], 3), (64, 512, [], 3), (64, 4096, [], 2), (128, 4096, ["alibi"], 3),
+     (128, 4096, ["softcap"], 2), (192, 4096, [], 1), (256, 4096, [], 1)],
+)  # fmt: skip
+def test_sm90_rows_have_three_buffers_where_there_is_room(d: int, tokens: int, scores: list[str], buffers: int) -> None:
+    """Not beside the columns of ones that sum weights, nor in tiles of 192 rows."""
+    spec = spec_of([SCORES[score] for score in scores], [mods.causal()], d, "bfloat16")
+    tile = sm90.forward_tile(Problem(spec, 4, 16, tokens, tokens))
+    assert tile.q_buffers == buffers
+    assert tile.shared_memory(spec) <= HOPPER.shared_per_block
+
+
 @pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
 def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
     """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
