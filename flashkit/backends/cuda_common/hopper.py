@@ -76,6 +76,10 @@ class ForwardTile:
         """Bytes of a block."""
         raise NotImplementedError
 
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        """In shared memory and, as far as sums and weights tell, in registers."""
+        raise NotImplementedError
+
     def registers(self, finding: bool) -> tuple[int, int]:
         """Of a thread that multiplies and of one that loads; together they are what a multiprocessor has. finding:
         whether the latter have to find the tiles.
@@ -120,6 +124,12 @@ def _buffered(tile: Tile, spec: AttentionSpec) -> Tile:
     """
     more = replace(tile, q_buffers=3)
     return more if tile.block_q <= 128 and more.shared_memory(spec) <= _SHARED else tile
+
+
+def with_most_buffers(tile: Tile, spec: AttentionSpec, device: Device) -> list[Tile]:
+    """The tile with as many buffers of rows as fit; nothing where none do."""
+    some = (replace(tile, q_buffers=buffers) for buffers in (3, 2, 1))
+    return [each for each in some if each.fits(spec, device)][:1]
 
 
 def packed(problem: Problem) -> int:

@@ -18,7 +18,18 @@ from ..cuda_common.arguments import MOVED, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.form import form
 from ..cuda_common.generation import Generation, Pass, Spare, tile_of
-from ..cuda_common.hopper import CHOSEN, LIST, ForwardTile, Shaped, chunks, packed, padded, usual_tile, work_enough
+from ..cuda_common.hopper import (
+    CHOSEN,
+    LIST,
+    ForwardTile,
+    Shaped,
+    chunks,
+    packed,
+    padded,
+    usual_tile,
+    with_most_buffers,
+    work_enough,
+)
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
 from ..cuda_common.launch import TensorMap
 from . import sm90_backward, sm90_float32, specialise
@@ -88,8 +99,7 @@ def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
     first = forward_tile(problem)
     tiles = [first, replace(first, turns=0)]
     for rows, keys in itertools.product((192, 128), (128, 112, 96, 160, 80, 64)):
-        some = (Sm90Tile(rows, keys, q_buffers=buffers) for buffers in (3, 2, 1))
-        tiles += [tile for tile in some if tile.fits(problem.spec, device)][:1]
+        tiles += with_most_buffers(Sm90Tile(rows, keys), problem.spec, device)
     return list(dict.fromkeys(tiles))
 
 

@@ -16,7 +16,7 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, hopper, hopper_backward
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Pass, Spare, sixteen_bits, tile_of
-from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, usual_tile, work_enough
+from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, usual_tile, with_most_buffers, work_enough
 from ..cuda_common.hopper_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
 
 MAX_DIM = 256
@@ -55,8 +55,7 @@ def forward_candidates(problem: Problem, device: Device) -> list[Tile]:
     """Tiles worth trying, the one of `forward_tile` first."""
     tiles = [forward_tile(problem)]
     for rows, keys, turns in itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (1, 0)):
-        some = (Tile(rows, keys, 2, buffers, turns) for buffers in (3, 2, 1))
-        tiles += [tile for tile in some if tile.fits(problem.spec, device)][:1]
+        tiles += with_most_buffers(Tile(rows, keys, turns=turns), problem.spec, device)
     return list(dict.fromkeys(tiles))
 
 

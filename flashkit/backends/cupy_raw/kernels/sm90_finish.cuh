@@ -102,11 +102,11 @@ DEVICE void rows_carefully(const Params& p, const Item& at, unsigned staged) {
     }
 }
 
-// Divide by the sums of an item, the block's number `number`; log-sum-exp to memory, output to shared memory. Sums that are not finite say that
-// the row's terms of float32 are not what they stand for.
+// Divide by the sums of an item, the block's number `number`; log-sum-exp to memory, output to shared memory. Sums that are
+// not finite say that the row's terms of float32 are not what they stand for.
 DEVICE void finish(const Params& p, const Item& at, unsigned base, int number, const float (&m)[2], const float (&l)[2],
                    float (&output)[SUMS], int group) {
-    const unsigned staged = buffer_of(base, number, group);
+    const unsigned staged = rows_at(base, number % Q_BUFFERS, group);
     float factor[2], lse[2];  // lse: in base 2
     bool odd = false;
 #pragma unroll
@@ -127,7 +127,7 @@ DEVICE void finish(const Params& p, const Item& at, unsigned base, int number, c
         const bool empty = sum == 0;  // no key is visible
         factor[half] = empty ? 0.0f : EXACT ? factor[half] / sum : factor[half] * reciprocal(sum);
         lse[half] = empty ? HIDDEN : top + log2_fast(sum);
-        if (WIDE && exists && threadIdx.x % 4 == 0)
+        if (WIDE && exists && threadIdx.x % 4 == 0)  // at once, for rows that are done again write their own
             *row_at<float>(p.lse, at.b, h, row) = !empty && EXACT ? fmaf(top, LN2, logf(sum)) : LN2 * lse[half];
         float zero = WIDE ? 0 * sum : 0;  // NaN if an element is not finite
 #pragma unroll
@@ -168,7 +168,7 @@ DEVICE void finish(const Params& p, const Item& at, unsigned base, int number, c
     }
     fence_async();
     __syncwarp();
-    arrive_once(done_of(base, number, group));
+    arrive_once(done_at(base, number % Q_BUFFERS, group));
     // After the fence, which would wait for it; and without a branch, or the compiler would make products wait for each other.
 #pragma unroll
     for (int half = 0; !WIDE && half < 2; ++half) {

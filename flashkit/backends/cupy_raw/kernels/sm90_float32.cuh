@@ -60,7 +60,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
         }
         // scores
         {
-            const unsigned long long q = descriptor(buffer_of(base, number, group)), k = descriptor(base + at_k(n % STAGES));
+            const unsigned long long q = descriptor(rows_at(base, number % Q_BUFFERS, group)), k = descriptor(base + at_k(n % STAGES));
             constexpr int STEPS = padded(HEAD_DIM) / 16;
             auto terms = [&](unsigned long long q, unsigned long long k, bool first) {
 #pragma unroll

@@ -62,11 +62,12 @@ struct Item {
     start offset;    // position of the head's row 0, where it is not FAR
 };
 
-// What lies where for item number `number` of a block and a group: its rows and then its output, a barrier for that, itself.
-DEVICE unsigned buffer_of(unsigned base, int number, int group) { return base + (number % Q_BUFFERS * GROUPS + group) * BYTES_Q; }
-DEVICE unsigned done_of(unsigned base, int number, int group) { return base + AT_DONE + 8 * (number % Q_BUFFERS * GROUPS + group); }
+// What an item has in a buffer of Q: a group's rows, and then their output; a barrier that says it is there; which item it is.
+DEVICE unsigned rows_at(unsigned base, int buffer, int group) { return base + (buffer * GROUPS + group) * BYTES_Q; }
+DEVICE unsigned done_at(unsigned base, int buffer, int group) { return base + AT_DONE + 8 * (buffer * GROUPS + group); }
+DEVICE unsigned item_slot(unsigned base, int buffer) { return base + AT_ITEMS + 12 * buffer; }
 DEVICE Item item_of_number(const Params& p, unsigned base, int number, int group) {
-    const unsigned slot = base + AT_ITEMS + 12 * (number % Q_BUFFERS);
+    const unsigned slot = item_slot(base, number % Q_BUFFERS);
     const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)), row0 = uniform(load_word(slot + 8)) + 64 * group;
     return {b, h, row0, (start)offset_of(p, b)};
 }
@@ -138,7 +139,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     auto take_turn = [&]() { if (TURNS) warps_sync(TURN + group, 256); };
     auto pass_turn = [&]() { if (TURNS) warps_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256); };
     auto scores = [&](unsigned n) {
-        const unsigned long long q = descriptor(buffer_of(base, number, group)), k = descriptor(base + at_k(n % STAGES));
+        const unsigned long long q = descriptor(rows_at(base, number % Q_BUFFERS, group)), k = descriptor(base + at_k(n % STAGES));
         products_begin();
         product_fresh<0, 0>(s, q, k);
 #pragma unroll
@@ -249,7 +250,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         const bool hopeful = USUAL ? by_form || !BY_FORM : begun;
         if (!hopeful || !(BY_FORM && by_form ? weigh_formed(s, total, line, guessed, calm) : optimistic_softmax(s, m, total, factor, calm))) {
             if (hopeful) {  // the optimism was misplaced, and has cost the scores
-                scores_again(s, buffer_of(base, number, group), base + at_k(n % STAGES));
+                scores_again(s, rows_at(base, number % Q_BUFFERS, group), base + at_k(n % STAGES));
                 scale_scores();
                 if (USUAL || by_form) (BY_FORM && SHORT ? gentle : usual) &= __all_sync(~0u, calm);
             }

@@ -131,7 +131,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
     };
     auto load_queries = [&](int b, int h, int row0) {
         queries.wait_empty(number);
-        const unsigned buffer = number % Q_BUFFERS, slot = base + AT_ITEMS + 12 * buffer, full = queries.full + 8 * buffer;
+        const unsigned buffer = number % Q_BUFFERS, slot = item_slot(base, buffer), full = queries.full + 8 * buffer;
         store_word(slot, b), store_word(slot + 4, h), store_word(slot + 8, row0);
         if (b == END) {
             arrive(full);
@@ -139,7 +139,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& k_map
             arrive_and_expect(full, GROUPS * 64 * CHUNK_ROW * CHUNKS_K);
 #pragma unroll 1
             for (int g = 0; g < GROUPS; ++g)
-                load_tile<PACK, CHUNKS_K, 64>(base + (buffer * GROUPS + g) * BYTES_Q, q_map, (row0 + 64 * g) / PACK,
+                load_tile<PACK, CHUNKS_K, 64>(rows_at(base, buffer, g), q_map, (row0 + 64 * g) / PACK,
                                               h / PACK, b, full);
         }
         ++number;
@@ -182,19 +182,19 @@ DEVICE void store(const Params& p, const TensorMap& out_map, unsigned base) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
-        const unsigned buffer = number % Q_BUFFERS, slot = base + AT_ITEMS + 12 * buffer;
+        const unsigned buffer = number % Q_BUFFERS, slot = item_slot(base, buffer);
         queries.wait_full(number);
         const int b = load_word(slot), h = load_word(slot + 4);
         if (b == END) break;
 #pragma unroll 1
         for (int g = 0; g < GROUPS; ++g) {
             const int row0 = load_word(slot + 8) + 64 * g;
-            wait_patiently(base + AT_DONE + 8 * (buffer * GROUPS + g), number / Q_BUFFERS & 1);
+            wait_patiently(done_at(base, buffer, g), number / Q_BUFFERS & 1);
             if (row0 < (int)p.n_q * PACK) {
 #pragma unroll
                 for (int c = 0; c < CHUNKS_OUT; ++c)
                     store_box<PACK>(out_map, {OUT_COLUMNS * c, row0 / PACK, h / PACK, b},
-                                    base + (buffer * GROUPS + g) * BYTES_Q + c * 64 * CHUNK_ROW);
+                                    rows_at(base, buffer, g) + c * 64 * CHUNK_ROW);
             }
             stores_end();
         }
