@@ -167,7 +167,6 @@ DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memor
 template <int PENDING = 0>
 DEVICE void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }  // shared memory is free
 DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-DEVICE void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // A tile of ROWS rows: its chunks side by side.
 template <int PACK, int CHUNKS, int ROWS>
@@ -279,15 +278,16 @@ struct TileList {
     int entry[MOST];  // place << 8 | states
 };
 
-// Fill the list with the next of `tiles` tiles; returns how many, moves `next` on. seen: all states of these, or-ed.
+// Fill the list with the next of `tiles` tiles; returns how many, moves `next` on. seen: all states of these, or-ed. hurry: what the
+// first look finds is enough, for all wait for it.
 template <typename List, typename Look>
-DEVICE int fill(List& list, int& next, int tiles, unsigned& seen, Look look) {
+DEVICE int fill(List& list, int& next, int tiles, unsigned& seen, Look look, bool hurry = false) {
     const int lane = threadIdx.x % 32;
     int count = 0;
     seen = 0;
     __syncwarp();
 #pragma unroll 1
-    while (next < tiles && count + 32 <= List::MOST) {
+    while (next < tiles && count + 32 <= List::MOST && !(hurry && count > 0)) {
         if (HAS_MASK && !LOOKED_UP && tiles - next > 32) {
             const int first = next + 32 * lane, many = tiles - first < 32 ? tiles - first : 32;
             const unsigned groups = __ballot_sync(~0u, many > 0 && look(first, many) != 0);

@@ -98,7 +98,7 @@ DEVICE void wait_until_cleared(const Params& p, const Item& at) {
     const long long end = (long long)(at.b * ((int)p.heads / GROUP) + at.head + 1) * clearing.of_head - clearing.before;
     const long long ahead = end < clearing.of_head ? end : clearing.of_head;
     const int* count = cleared_of(p, at.b, at.head);
-    while ((int)get_acquired(count) < ahead) {}
+    while (ahead > 0 && (int)get_acquired(count) < ahead) {}
     fence_all_proxies();
 }
 
@@ -283,7 +283,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
             };
             Found& list = next_list();
             unsigned seen;
-            const int count = fill(list, next, tiles_q, seen, look);
+            const int count = fill(list, next, tiles_q, seen, look, n == 0);
             if (const int lane = threadIdx.x % 32; ORDERED && lane < count)
                 list.entry[lane] = tile_of(list.entry[lane] >> 8, 1) << 8 | (list.entry[lane] & 255);
             if (leader) {

@@ -91,7 +91,7 @@ DEVICE void find(const Params& p, unsigned base, Chunk* found, unsigned* ticket)
 #pragma unroll 1
         for (bool first = true; first || next < tiles; first = false) {
             Chunk& chunk = next_chunk();
-            const int count = fill(chunk.list, next, tiles, seen, look);
+            const int count = fill(chunk.list, next, tiles, seen, look, n == 0);
             // Groups that see nothing take a tile all the same, where everything is hidden from them.
             unsigned blind = 0;
 #pragma unroll

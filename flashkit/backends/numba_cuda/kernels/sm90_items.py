@@ -65,7 +65,7 @@ def find_items(p, base):
         place, first = i32(0), True
         while first or place < tiles:
             at = await_list(base, c)
-            count, place, seen = fill(p, at + IN_LIST, item, n_k, place, tiles)
+            count, place, seen = fill(p, c, at + IN_LIST, item, n_k, place, tiles)
             # Groups that see nothing take a tile all the same, where everything is hidden from them.
             extra = FIRST if first else 0
             if first:

@@ -186,7 +186,7 @@ def find_items(p, base):
         while member < GROUP:
             h = i32(at[1] * GROUP + member)
             found = await_list(base, c)
-            count, place, _ = fill(p, found + IN_LIST, (at[0], h, at[2]), n_k, place, tiles)
+            count, place, _ = fill(p, c, found + IN_LIST, (at[0], h, at[2]), n_k, place, tiles)
             over = place >= tiles
             if leader:
                 store_word(found, at[0])

@@ -11,13 +11,14 @@ def list_of(base, c):
 
 
 @device
-def fill(p, entries, item, n_k, place, tiles):
-    """Write the next of the tiles that exist to a list: by one warp, 32 at a time and before that, where one look may
-    cover so many, 32 groups of 32. How many; where to go on; all states.
+def fill(p, c, entries, item, n_k, place, tiles):
+    """Write the next of the tiles that exist to list number c: by one warp, 32 at a time and before that, where one
+    look may cover so many, 32 groups of 32. For the first list all wait, so it takes what the first look finds. How
+    many; where to go on; all states.
     """
     lane, count, seen = i32(thread() % 32), i32(0), u32(0)
     lanes_sync()
-    while place < tiles and count + 32 <= MOST:
+    while place < tiles and count + 32 <= MOST and (c > 0 or count == 0):
         if HAS_MASK and not LOOKED_UP and tiles - place > 32:
             first = i32(place + 32 * lane)
             many = i32(min(tiles - first, 32))

@@ -8,7 +8,7 @@ from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
     "add_bulk", "add_bulk_once", "copies_end", "copies_wait", "copy_unit", "copy_unit_if", "load_box", "load_bulk",
-    "load_two", "load_unit", "prefetch_map", "store_box", "store_four", "store_unit", "stores_end", "stores_wait",
+    "load_two", "load_unit", "store_box", "store_four", "store_unit", "stores_end", "stores_wait",
     "stores_wait_read",
 ]  # fmt: skip
 
@@ -75,4 +75,3 @@ stores_wait_read = instruction("cp.async.bulk.wait_group.read #0;", NOTHING, CON
 """stores_wait_read(n): until shared memory that all but the last n groups of this thread read is free again"""
 stores_wait = instruction("cp.async.bulk.wait_group 0;", NOTHING)
 """Until all is in memory."""
-prefetch_map = instruction("prefetch.tensormap [$0];", NOTHING, uint64)
