@@ -10,24 +10,24 @@
 //     S^T = K Q^T          was begun in the step before,
 //     dP^T = V dO^T        is begun; meanwhile S becomes weights,
 //     dV += P^T dO         is begun; meanwhile dP becomes dS, which goes to shared memory,
-//     dQ^T = K^T dS^T      of the tile before, so that nobody waits for the other group's dS,
-//     dK += dS^T Q         (up to 64 columns before dQ) and the next tile's scores are begun; meanwhile dQ leaves.
+//     dQ^T = K^T dS^T      of the tile before, so that nobody waits for the other group's dS, and
+//     dK += dS^T Q         are begun; meanwhile dS is handed over (up to 64 columns first, then dK, then dQ),
+//     S^T = K Q^T          of the next tile is begun; meanwhile dQ leaves.
 #pragma once
 #include "sm90.cuh"
 
-// Found by timing some 300 orders of what does not depend on each other (docs/hopper.md).
-constexpr bool KEYS_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // dK before dQ; not where others wait for dQ at once
+// Found by timing some 400 orders of what does not depend on each other (docs/hopper.md).
+constexpr bool KEYS_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // dS handed over, then dK, then dQ; not where others wait for dQ at once
+constexpr bool TURNS = HAS_SCORE && !KEYS_FIRST && !ORDERED;  // groups take turns at beginning dV, dQ and dK
+constexpr int TURN = 1;  // and the group's number: its named barrier
 constexpr int EARLY = PAIRS <= 32 ? PAIRS / 4 : 4;     // log-sum-exps, of two rows each, that are loaded before scores are there
 
 // dS of tile n to shared memory, turned, for dQ. place: where the lane's matrices go in the first of the two tiles there.
-DEVICE void hand_pairs(const Ring<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2], int lane) {
+DEVICE void store_pairs(const Ring<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2]) {
     pairs.wait_empty(n);
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; ++k)
         store_matrices<true>(place + n % 2 * BYTES_PAIRS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
-    fence_async();
-    __syncwarp();
-    arrive_once(pairs.full + 8 * (n % 2), lane);
 }
 
 DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base, int group) {
@@ -46,6 +46,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
     float dk[COLUMNS / 2], dv[COLUMNS_V / 2], s[PAIRS];
     unsigned n = 0;  // tiles so far
 
+    if (TURNS && group == 1) warps_arrive(TURN, 128 * GROUPS);  // the first turn
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
         keys.wait_full(number);
@@ -89,6 +90,8 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             if (!ORDERED && elected())
                 add_bulk(part_of_sums(p, where, warp * BYTES_WARP), warp_part, BYTES_WARP);
         };
+        auto take_turn = [&]() { if (TURNS) warps_sync(TURN + group, 128 * GROUPS); };
+        auto pass_turn = [&]() { if (TURNS) warps_arrive(TURN + 1 - group, 128 * GROUPS); };
 
         queries.wait_full(n);
         scores(n);
@@ -119,22 +122,40 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             Kept kept;
             const bool plain = weights(p, base, n, number, note, group, even, s, p_pairs, early, shift, unit, kept, line);
             const Deltas deltas(own + AT_DELTA + dout_stage * BYTES_ROWS);
+            take_turn();
             begin_sums(dv, p_pairs, dout_tile, !first);
             products_wait<1>();  // dP
             settle(dp);
             unsigned ds[PAIRS / 2];
             if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, deltas, kept);
             else gradients<false>(p, s, dp, ds, deltas, kept);
-            hand_pairs(pairs, n, turned, ds, lane);
-            if (staged >= 0) send_sums(staged);
-            products_wait<0>();  // dV
-            settle(p_pairs);
-            if (KEYS_FIRST) key_gradients(n, ds, first);
-            if (!first) pairs.wait_full(n - 1);
-            query_gradients(n - 1, dq);  // always begun, or the compiler makes it wait; of the first tile nothing comes of it
-            if (!KEYS_FIRST) key_gradients(n, ds, first);
+            auto begin_gradients = [&]() {  // dQ's always, or the compiler makes it wait; of the first tile nothing comes of it
+                if (KEYS_FIRST) key_gradients(n, ds, first);
+                if (!first) pairs.wait_full(n - 1);
+                query_gradients(n - 1, dq);
+                if (!KEYS_FIRST) key_gradients(n, ds, first);
+            };
+            auto hand_over = [&]() {  // dS of this tile to the other group, dQ that is in shared memory to where it is added
+                fence_async();
+                __syncwarp();
+                arrive_once(pairs.full + 8 * (n % 2), lane);
+                if (staged >= 0) send_sums(staged);
+            };
+            store_pairs(pairs, n, turned, ds);
+            if constexpr (KEYS_FIRST) {
+                hand_over();
+                products_wait<0>();  // dV
+                settle(p_pairs);
+                begin_gradients();
+            } else {
+                begin_gradients();
+                pass_turn();
+                hand_over();
+                products_wait<2>();  // dV
+                settle(p_pairs);
+            }
             if (!last) queries.wait_full(n + 1);
-            scores(last ? n : n + 1);  // likewise
+            scores(last ? n : n + 1);  // as dQ's
             if (BEFOREHAND && !last) line = line_of(p, base, n + 1, number, group, warp, lane);
             products_wait<1>();  // dQ, dK
             settle(dq), settle(ds);
