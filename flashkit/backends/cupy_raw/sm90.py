@@ -48,7 +48,8 @@ class Sm90Tile(ForwardTile):
         """Bytes of a block."""
         q, v = (parts(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
-        return self.buffers(q, v, out) + 8 + (self.block_k * 128 if sums_with_values(spec, self) else 0)
+        scales, gains = 8, 24 * 4 * self.groups
+        return self.buffers(q, v, out) + scales + gains + (self.block_k * 128 if sums_with_values(spec, self) else 0)
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""

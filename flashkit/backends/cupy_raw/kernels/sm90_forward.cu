@@ -44,6 +44,7 @@ constexpr int AT_DONE = AT_SOON + 8;               // for each buffer and group:
 constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
 constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
+constexpr int AT_GAINS = AT_UNIT + 8;              // for each warp that multiplies: six numbers of a Line
 constexpr int FIRST = 64, END = -1, NEVER = -2;
 constexpr int AHEAD = LOOKED_UP ? 12 : 4;  // how many tiles before the end of an item the next one is taken
 constexpr int SUMS = COLUMNS / 2 + 4 * SUMMED;  // of a lane; the last four are of weights alone
@@ -122,7 +123,8 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     bool pending = false;        // whether weights of the tile before wait for their values,
     int expected = NEVER;        // what the note of a tile says of this group that a usual step is for
     Head head{};                 // what its score modification reads once for a head,
-    Line lasting;                // what makes exponents of its scores, where that is the same for all its tiles
+    Line lasting;                // what makes exponents of its scores, where that is the same for all its tiles,
+    const unsigned gains = base + AT_GAINS + 24 * uniform(threadIdx.x / 32 - 4);  // and where some of it is STORED
     float frame = 0;             // the exponent of the unit that the item's sums are in: of values
     int sum = 0, exist = 0;      // to be added to the output (sum), not to start it; keys of that tile that exist
 
@@ -188,7 +190,10 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             m[0] = m[1] = level[0] = level[1] = HIDDEN, l[0] = l[1] = 0;
             usual = gentle = true;
             if constexpr (BY_FORM) head = head_of(at.b, at.h, p);
-            if ((LASTING || BOUNDABLE) && (usual = is_near(p, offset_of(p, at.b)))) line_of(p, at, head, 0, scale, lasting);
+            if ((FOUND_ONCE || BOUNDABLE) && (usual = is_near(p, offset_of(p, at.b)))) {
+                line_of(p, at, head, 0, scale, lasting);
+                if (STORED) store_gain(lasting, gains);
+            }
             if constexpr (BOUNDABLE) begun = bounded = usual && is_bounded(lasting, m);
 #pragma unroll
             for (int half = 0; WIDE && half < 2; ++half) {
@@ -203,14 +208,15 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         };
         take_turn();
         scores(n);
+        Line passing;
+        if (STORED) passing = lasting, load_gain(passing, gains);  // while scores are multiplied
         if (!BETWEEN) multiply_before();
         // Whether exponents come by form, without the modified scores.
         float total[2], rescale[2];
         bool exact = false, near = true, calm = true, guessed = !USUAL && fresh;
-        Line passing;
         Line& line = LASTING ? lasting : passing;
-        bool by_form = BY_FORM && (full || bounded) && usual && (USUAL || LASTING || is_near(p, offset_of(p, at.b)));
-        if (BY_FORM && !LASTING && by_form) {
+        bool by_form = BY_FORM && (full || bounded) && usual && (USUAL || FOUND_ONCE || is_near(p, offset_of(p, at.b)));
+        if (BY_FORM && !FOUND_ONCE && by_form) {
             by_form = line_of(p, at, head, k0, scale, line);
             if (SLOPED && by_form && (USUAL || !fresh) && __any_sync(~0u, is_low(line, m, level))) {
                 lift(line, m, level, rescale);
