@@ -75,7 +75,6 @@ HOPPER = {
     "cp.async.bulk.commit_group": "stores_end()",
     "cp.async.bulk.wait_group.read 1": "stores_wait_read(1)",
     "cp.async.bulk.wait_group 0": "stores_wait()",
-    "prefetch.tensormap": "prefetch_map(l)",
     "fence.proxy.async;": "fence_proxies()",
     "cp.async.bulk.shared::cluster.global.mbarrier": "load_bulk(shared_address(), l, 256, shared_address())",
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": "add_bulk(l, shared_address(), 1024); stores_end()",
