@@ -95,6 +95,7 @@ class ForwardTile:
             "BLOCK_K": self.block_k, "GROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
             "TURNS": bool(self.turns) and self.groups > 1, "PACK": pack, "REGISTERS": multiplying,
             "REGISTERS_LOADING": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
+            "SHARED_BYTES": self.shared_memory(spec),
         }  # fmt: skip
 
 

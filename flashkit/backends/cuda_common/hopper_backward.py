@@ -86,7 +86,7 @@ class BackwardTile:
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
             "KEY_BUFFERS": self.key_buffers, "KEYS_SHARED": keys_shared(spec), "ORDERED": spec.deterministic,
             "REGISTERS": 240, "REGISTERS_LOADING": 24, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "SMALL_SCORE": modification.is_small(spec), "BRIEF": True,
+            "SMALL_SCORE": modification.is_small(spec), "BRIEF": True, "SHARED_BYTES": self.shared_memory(spec),
         }  # fmt: skip
 
 

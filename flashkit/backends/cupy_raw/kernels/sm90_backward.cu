@@ -38,7 +38,7 @@
 // 128 keys under a mask find no registers with 232 of them for those that multiply.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, STAGES, DOUT_STAGES, KEY_BUFFERS, KEYS_SHARED, ORDERED, REGISTERS,
-// REGISTERS_LOADING, WATCHDOG, HAS_LENGTHS, SMALL_SCORE (modification.is_small).
+// REGISTERS_LOADING, WATCHDOG, HAS_LENGTHS, SHARED_BYTES, SMALL_SCORE (modification.is_small).
 #include "sm90.cuh"
 
 constexpr int GROUPS = 2, WARPS = 4 * GROUPS, THREADS = 128 * (GROUPS + 1), GROUP_KEYS = 64;
@@ -96,6 +96,7 @@ struct Found {
     int entry[MOST];      // tile << 8 | states
 };
 constexpr int AT_LISTS_RING = up(AT_FOUND + LISTS * (int)sizeof(Found), 8), AT_SOON = AT_LISTS_RING + 16 * LISTS;
+static_assert(AT_SOON + 8 <= SHARED_BYTES, "hopper_backward.py gives less shared memory than there is to lie in it");
 constexpr int AHEAD = LOOKED_UP ? 20 : 4;  // how many tiles before the end of an item the next one is taken
 // Nanoseconds of the warp that takes it, which mostly has time, and else takes that of others.
 constexpr int SLEEP = ORDERED ? 100 : LOOKED_UP ? 200 : 1000;

@@ -23,7 +23,7 @@
 // by way of the weights.
 //
 // Constants of the head: PARTS, SUMMED, BLOCK_K, GROUPS, STAGES, Q_BUFFERS, PACK, TURNS, REGISTERS, REGISTERS_LOADING,
-// WATCHDOG, HAS_LENGTHS, CHUNK_BYTES, POSITIONS and FAR (modification.positions).
+// WATCHDOG, HAS_LENGTHS, SHARED_BYTES, CHUNK_BYTES, POSITIONS and FAR (modification.positions).
 #include "sm90.cuh"
 #include "sm90_terms.cuh"
 #include "positions.cuh"
@@ -45,6 +45,7 @@ constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
 constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
 constexpr int AT_GAINS = AT_UNIT + 8;              // for each warp that multiplies: six numbers of a Line
+static_assert(AT_GAINS + 24 * 4 * GROUPS <= SHARED_BYTES, "sm90.py gives less shared memory than there is to lie in it");
 constexpr int FIRST = 64, END = -1, NEVER = -2;
 constexpr int AHEAD = LOOKED_UP ? 12 : 4;  // how many tiles before the end of an item the next one is taken
 constexpr int SUMS = COLUMNS / 2 + 4 * SUMMED;  // of a lane; the last four are of weights alone

@@ -22,6 +22,7 @@ AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS
 # keys; bits of the first tile's note; whether there are no more of the item; then place << 8 | states of each tile.
 MOST, IN_LIST = 224, 28
 BYTES_LIST = IN_LIST + 4 * MOST
+assert AT_LISTS + LISTS * BYTES_LIST <= SHARED_BYTES  # which the host gives
 FIRST, END = 64, -1
 AHEAD = 12 if LOOKED_UP else 4  # how many tiles before the end of an item the next one is taken
 TURN, MEETING = 1, 1 + GROUPS  # numbers of barriers among warps, of each group; 0 is the block's

@@ -61,6 +61,7 @@ BYTES_LIST = IN_LIST + 4 * MOST
 AT_LISTS = AT_SLOTS + 32
 AT_LISTS_RING = -(-(AT_LISTS + LISTS * BYTES_LIST) // 8) * 8
 AT_SOON = AT_LISTS_RING + 16 * LISTS  # the next item is taken
+assert AT_SOON + 8 <= SHARED_BYTES  # which the host gives
 AHEAD = 20 if LOOKED_UP else 4  # tiles before the end of an item, when that is
 SLEEP = 100 if ORDERED else 200 if LOOKED_UP else 1000  # nanoseconds of the warp that takes it: it mostly has time
 
