@@ -167,9 +167,11 @@ FACTORS = {
 DESIGN = cases.pairwise(FACTORS, seed=5, tries=2)
 
 
+OFTEN = [[], pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.slow]  # each takes seconds
+
+
 @pytest.mark.parametrize(
-    "choice",
-    [pytest.param(c, id=cases.name(c), marks=[] if i % 5 == 0 else pytest.mark.slow) for i, c in enumerate(DESIGN)],
+    "choice", [pytest.param(c, id=cases.name(c), marks=OFTEN[i % len(OFTEN)]) for i, c in enumerate(DESIGN)]
 )
 def test_every_feature_with_few_queries(choice: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of two tiles, however few keys there are."""

@@ -437,7 +437,7 @@ def test_bounds_hold(kind, r):
     check_bounds(r, kind)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["int", "bool"])
 @settings(thorough, max_examples=2000)
 @given(r=randoms)

@@ -210,7 +210,7 @@ def test_random_masks(r):
     check_random(r)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @thorough
 @given(r=randoms)
 def test_random_masks_more(r):
