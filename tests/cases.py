@@ -172,6 +172,16 @@ def never_in_order_unasked(monkeypatch: Any) -> None:
     dispatch.forget()
 
 
+def rows_beside_products(monkeypatch: Any) -> None:
+    """Have Hopper's backward kernels prepare rows themselves, all but the first heads', however few there are."""
+    from flashkit.backends.cuda_common import hopper_backward
+
+    monkeypatch.setattr(hopper_backward, "sees_most", lambda _: True)
+    monkeypatch.setattr(hopper_backward, "many_steps", lambda *_: True)
+    monkeypatch.setattr(hopper_backward, "_LEAD", 0)
+    dispatch.forget()
+
+
 @cache
 def compiled(backend: str, dtype: str) -> None:
     """Have a backend's kernels for a dtype compiled once, not by each worker of a parallel run at the same time.

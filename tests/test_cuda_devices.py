@@ -88,12 +88,49 @@ def test_pairs_of_features(row: int, generation: str) -> None:
     check(DESIGN[row])
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["before", "beside"])
 @pytest.mark.parametrize("row", [i for i, row in enumerate(DESIGN) if row["dtype"] in ("float16", "bfloat16")])
-def test_pairs_of_features_in_any_order(row: int, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_features_in_any_order(
+    row: int, beside: bool, generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows prepared before the kernel or beside its products."""
     if (NAME, generation) != ("cupy_raw", "sm90"):
         pytest.skip("others never keep an order unasked")
     cases.never_in_order_unasked(monkeypatch)
+    if beside:
+        cases.rows_beside_products(monkeypatch)
     check(DESIGN[row])
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["finite", "NaN"])
+@pytest.mark.parametrize(("d", "d_v", "group"), [(64, 64, 1), (40, 24, 2), (128, 128, 1), (96, 80, 4), (128, 64, 1)])
+def test_rows_beside_products(
+    d: int, d_v: int, group: int, odd: bool, generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of many heads have the bits that they have with rows prepared before, but for what delta's order of
+    summing changes; a row that is not finite shows where it is seen alone.
+    """
+    if (NAME, generation) != ("cupy_raw", "sm90"):
+        pytest.skip("others prepare rows before")
+    n = 777
+    q, dout = tensors((2, 16, n, d), (2, 16, n, d_v), dtype="bfloat16")
+    k, v = tensors((2, 16 // group, n, d), (2, 16 // group, n, d_v), dtype="bfloat16", seed=1)
+    if odd:
+        q[1, 7, 300, 0] = np.nan
+    cases.never_in_order_unasked(monkeypatch)
+
+    dlse = tensors((2, 16, n), seed=2)[0]
+
+    def gradients() -> list[Any]:
+        vjp = flashkit.attention_vjp(q, k, v, causal=True, return_lse=True, backend=NAME)[1]
+        return [x.get().astype(np.float64) for x in vjp(dout, dlse)]
+
+    before = gradients()
+    cases.rows_beside_products(monkeypatch)
+    for got, right in zip(gradients(), before):
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(right))
+        assert np.isnan(got).any() == odd
+        np.testing.assert_allclose(np.nan_to_num(got), np.nan_to_num(right), rtol=2**-6, atol=2**-7 * np.nanstd(right))
 
 
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])

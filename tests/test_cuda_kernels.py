@@ -477,32 +477,35 @@ def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
     assert ordered(4096, 4096, 64, deterministic=True)
 
 
-def sm90_backward_binary(spec: AttentionSpec, tile: hopper_backward.BackwardTile | None = None) -> compiler.Binary:
-    """A serialised wgmma makes this raise CompileError."""
-    tile = tile or sm90_backward.tile_of(spec)
+def sm90_backward_binary(spec: AttentionSpec, beside: bool | None = None) -> compiler.Binary:
+    """A serialised wgmma makes this raise CompileError. beside: rows are prepared in it; else where they may be."""
+    tile = sm90_backward.tile_of(spec)
     assert tile.fits(spec, HOPPER)
-    source = specialise.source("sm90_backward", spec, tile.constants(spec), sm90_backward.functions(spec, tile))
-    return compiler.binary(source, "sm_90a")
+    beside = sm90_backward.room_beside(spec, tile) if beside is None else beside
+    constants, functions = sm90_backward.source(spec, tile, beside)
+    return compiler.binary(specialise.source("sm90_backward", spec, constants, functions), "sm_90a")
 
 
 def spilled(lines: list[str]) -> int:
     return sum("Spill" in line for line in lines)
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+@pytest.mark.parametrize("way", ["any order", "ordered", "rows beside"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     "dims", [pytest.param(d, marks=[pytest.mark.slow] * (d != "128")) for d in ("64", "96", "128", "192/128", "256")]
 )
-def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, ordered: bool) -> None:
+def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: str) -> None:
     """Nothing serialised, and within the loop over tiles hardly anything spilled; the rest is in code that runs once an
     item, or in warps that load.
     """
     d, dv = map(int, (dims.split("/") * 2)[:2])
     spec = spec_of([], [mods.causal()] if causal else [], d, "bfloat16")
-    spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=ordered)
-    tile, shared = sm90_backward.tile_of(spec), hopper_backward.keys_shared(spec)
-    found = sm90_backward_binary(spec)
+    spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=way == "ordered")
+    tile, shared, beside = sm90_backward.tile_of(spec), hopper_backward.keys_shared(spec), way == "rows beside"
+    if beside and not sm90_backward.room_beside(spec, tile):
+        pytest.skip("there is no room")
+    found = sm90_backward_binary(spec, beside)
     assert found.resources["prepare_rows"].spills == found.resources["store_queries"].spills == 0
     assert found.resources["sm90_backward"].spills <= 320
     text = disassembled(found.path)
@@ -574,6 +577,21 @@ def test_sm90_gradients_compile_with_every_modification(what: str, dims: str) ->
 @pytest.mark.parametrize("feature", ["dropout", "sinks", "kv_lengths", "group"])
 def test_sm90_gradients_compile_with_every_feature(feature: str, d: int) -> None:
     sm90_backward_binary(AttentionSpec("bfloat16", d, d, **{feature: 4 if feature == "group" else True}))
+
+
+def test_sm90_prepares_rows_beside_long_items() -> None:
+    def beside(n_q: int, n_k: int, dim: int = 128, dim_v: int = 0, **options: Any) -> bool:
+        q, k, v = (np.zeros((1, 1, n, d), np.float16) for n, d in ((n_q, dim), (n_k, dim), (n_k, dim_v or dim)))
+        spec = arguments.prepare(q, k, v, **options)[0].spec
+        room = sm90_backward.room_beside(spec, sm90_backward.tile_of(spec))
+        return room and hopper_backward.sees_most(spec) and hopper_backward.many_steps(spec, n_q, n_k)
+
+    assert beside(1024, 1024) and beside(2048, 2048, 64, causal=True) and beside(4096, 2048, causal=True, softcap=9.0)
+    assert not beside(1023, 4096) and not beside(4096, 1023) and not beside(1024, 1024, 64, causal=True)
+    assert not beside(2048, 4096, causal=True)  # of the last keys nobody may see any
+    assert not beside(4096, 4096, causal=True, window=(70, 0)) and not beside(4096, 4096, kv_lengths=np.array([9]))
+    assert not beside(4096, 4096, deterministic=True) and not beside(4096, 4096, 64, softcap=9.0)
+    assert not beside(4096, 4096, 192) and not beside(4096, 4096, 64, 128)
 
 
 def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:

@@ -23,8 +23,8 @@ TENSORS = (
     "q_unit", "k_unit", "v_unit", "dout_unit",
 )  # fmt: skip
 WORDS = (
-    "sinks", "dsinks", "q_offset", "kv_lengths", "offset", "batch", "heads", "n_q", "n_k", "splits", "ticket",
-    "scale", "seed", "threshold", "kept_scale",
+    "sinks", "dsinks", "q_offset", "kv_lengths", "offset", "batch", "heads", "n_q", "n_k", "splits", "before",
+    "ticket", "scale", "seed", "threshold", "kept_scale",
 )  # fmt: skip
 AT = {name: 4 * i for i, name in enumerate(TENSORS)} | {name: 4 * len(TENSORS) + i for i, name in enumerate(WORDS)}
 MOVED = "q", "k", "v", "out"
@@ -62,7 +62,7 @@ class Arguments(Block):
         five = (operands.q, operands.k, operands.v, operands.out, operands.lse)
         words[: 4 * len(five)] = chain.from_iterable(map(_tensor, five))
         words[AT["batch"] : AT["scale"] + 1] = (
-            self.batch, self.heads, self.n_q, self.n_k, 1, 0, bits(operands.scale)
+            self.batch, self.heads, self.n_q, self.n_k, 1, 0, 0, bits(operands.scale)
         )  # fmt: skip
         offset = operands.q_offset
         # One number where all entries agree, which costs no transfer; else an array on the device.

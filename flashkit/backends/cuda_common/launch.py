@@ -18,7 +18,7 @@ from .device import Device
 
 _STATIC_SHARED_ALWAYS = 48 * 1024  # what a block may use without asking
 
-MOST_MAPS = 6  # that a kernel takes
+MOST_MAPS = 8  # that a kernel takes
 
 MAX_GRID = 2**31 - 1
 """Blocks of a grid of one axis."""

@@ -49,6 +49,7 @@ struct Params {
     long long offset;
     long long batch, heads, n_q, n_k;                    // heads: of q
     long long splits;                                    // parts that the keys are split into, or heads at a time
+    long long before;                                    // tiles of queries that are prepared before the backward kernel
     unsigned* ticket;                                    // counters of work that is handed out
     double scale;
     unsigned long long seed, threshold;                  // dropout: words below the threshold are dropped

@@ -136,6 +136,12 @@ DEVICE void store_across(unsigned address, int x, unsigned barrier) {
 
 // Barriers among warps, by number; 0 is __syncthreads'.
 DEVICE void warps_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+DEVICE bool warps_any(int number, int threads, bool x) {
+    int any;
+    asm volatile("{ .reg .pred p, q; setp.ne.s32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.s32 %0, 1, 0, q; }"
+                 : "=r"(any) : "r"(number), "r"(threads), "r"((int)x) : "memory");
+    return any;
+}
 DEVICE void warps_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
 // --- the copy engine --------------------------------------------------------------------------------------------------

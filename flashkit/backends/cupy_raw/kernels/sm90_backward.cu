@@ -76,7 +76,7 @@ constexpr int AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS;  // for four tile
 constexpr int AT_FOUND = AT_SLOTS + 32, LISTS = LOOKED_UP ? 2 : 4;
 constexpr unsigned ODD = 16, NOTHING = 32, LAST = 64;  // some rows' numbers are not finite; taken though nobody sees it; the last tile of an item
 constexpr int IS_ODD = 1, WRITTEN = 2;   // of a tile of queries
-constexpr int END = -1;
+constexpr int END = -1, AMONG_ROWS = 3;  // AMONG_ROWS: a barrier among warps
 
 // A hidden pair has the weight and the gradient 0, but 0 times NaN is NaN. So rows of Q, dO and K that are not finite are
 // cleared before they are multiplied, by who loads them, and what they would have done to visible pairs is said otherwise:
@@ -96,7 +96,9 @@ struct Found {
     int entry[MOST];      // tile << 8 | states
 };
 constexpr int AT_LISTS_RING = up(AT_FOUND + LISTS * (int)sizeof(Found), 8), AT_SOON = AT_LISTS_RING + 16 * LISTS;
-static_assert(AT_SOON + 8 <= SHARED_BYTES, "hopper_backward.py gives less shared memory than there is to lie in it");
+constexpr int AT_ROWS_READ = AT_SOON + 8, AT_PLACE = AT_ROWS_READ + 8;
+constexpr int AT_SAID = AT_PLACE + 8, AT_ZEROS = up(AT_SAID + 8, 16), BYTES_ZEROS = 512;
+static_assert(AT_ZEROS + BYTES_ZEROS <= SHARED_BYTES, "hopper_backward.py gives less shared memory than there is to lie in it");
 constexpr int AHEAD = LOOKED_UP ? 20 : 4;  // how many tiles before the end of an item the next one is taken
 // Nanoseconds of the warp that takes it, which mostly has time, and else takes that of others.
 constexpr int SLEEP = ORDERED ? 100 : LOOKED_UP ? 200 : 1000;
@@ -132,7 +134,8 @@ DEVICE float load_number(unsigned address) {
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
 sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
               const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
-              const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map) {
+              const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map,
+              const __grid_constant__ TensorMap out_rows_map, const __grid_constant__ TensorMap dout_rows_map) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
@@ -149,9 +152,10 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         for (int i = 0; i < 2; ++i) barrier_init(base + AT_TAKEN + 8 * i, 1);
         for (int i = 0; i < 4; ++i) barrier_init(base + AT_ASKED + 8 * i, 1);
         for (int i = 0; i < KEY_BUFFERS; ++i) barrier_init(base + AT_K_CAME + 8 * i, 1);
-        barrier_init(base + AT_ROWS_CAME, 1);
+        barrier_init(base + AT_ROWS_CAME, 1), barrier_init(base + AT_ROWS_READ, 1), barrier_init(base + AT_PLACE, 1);
         barriers_ready();
     }
+    if (threadIdx.x < BYTES_ZEROS / UNIT) clear_unit(base + AT_ZEROS + threadIdx.x * UNIT), fence_async();
     if (BLOCKS > 1) cluster_sync();
     else __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
@@ -160,6 +164,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         Found* found = reinterpret_cast<Found*>(shared + AT_FOUND);
         if (warp == 0) load(p, q_map, v_map, dout_map, base, found);
         else if (warp == 1) find(p, k_map, base, found);
+        else if (BESIDE) prepare_beside(p, out_rows_map, dout_rows_map, base, threadIdx.x - 64);
         else if (ORDERED && warp >= 2) keep_order(p, base, warp - 2);
     } else {
         take_registers<REGISTERS>();
@@ -168,59 +173,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
     if (BLOCKS > 1) cluster_sync();  // what the other block sends has come
 }
 
-// --- before and after -------------------------------------------------------------------------------------------------
-
-// Numbers of rows: delta = rowsum(dO * O) - dlse, and the log-sum-exp in base 2, +inf for rows without keys, whose weights
-// so become 0; NaN where a row's numbers are not finite, for which its tile is noted as odd. Rows past the end get such
-// that their weights are 0. A block takes a tile of queries, and clears its sums of dQ.
-constexpr int UNITS = HEAD_DIM_V / 8, LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;
-extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
-    const int tiles = tiles_of(p.n_q, BLOCK_Q), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
-    constexpr int AT_ONCE = 256 / LANES;
-    const int lane = threadIdx.x % LANES;
-    float4* sums = reinterpret_cast<float4*>(sums_of(p, b, h, tile));
-    const bool clears = !ORDERED && blockIdx.x < clearing_of(p).before;
-#pragma unroll 4
-    for (int i = threadIdx.x; clears && i < BYTES_SUMS / 16; i += 256) sums[i] = float4{0, 0, 0, 0};
-    bool odd = false;
-#pragma unroll
-    for (int from = 0; from < BLOCK_Q; from += AT_ONCE) {
-        const int row = tile * BLOCK_Q + from + threadIdx.x / LANES;
-        const bool exists = row < (int)p.n_q;
-        float total = 0;
-        if (exists) {
-            const uint4* out = reinterpret_cast<const uint4*>(row_at<const storage>(p.out, b, h, row));
-            const uint4* dout = reinterpret_cast<const uint4*>(row_at<const storage>(p.dout, b, h, row));
-#pragma unroll
-            for (int i = 0; i < (UNITS + LANES - 1) / LANES; ++i) {
-                const int at = lane + i * LANES;
-                if (at >= UNITS) break;
-                const uint4 x = out[at], y = dout[at];
-                const storage *a = reinterpret_cast<const storage*>(&x), *c = reinterpret_cast<const storage*>(&y);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) total += widen(a[e]) * widen(c[e]);
-            }
-        }
-#pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-        if (lane != 0) continue;
-        float shift = 1e30f;
-        if (exists) {
-            const float lse = *row_at<const float>(p.lse, b, h, row);
-            if (p.dlse.data != nullptr) total -= *row_at<const float>(p.dlse, b, h, row);
-            const bool empty = lse == HIDDEN;
-            shift = empty ? INFINITE : is_finite(lse) && is_finite(total) ? lse * LOG2E : fk_special(0);
-            if (empty) total = 0;
-            odd |= !is_finite(shift);
-        }
-        *row_at<float>(p.delta, b, h, row) = total;
-        *row_at<float>(p.shift, b, h, row) = shift;
-    }
-    odd = __syncthreads_or(odd);
-    int* marks = marks_of(p, b, h, tile);
-    if (threadIdx.x == 0) marks[0] = odd ? IS_ODD : 0;
-    for (int i = threadIdx.x; i < (ORDERED ? BLOCKS * order_words(p) : 1); i += 256) marks[1 + i] = 0;
-}
+// --- after ------------------------------------------------------------------------------------------------------------
 
 // The sums of dQ to dq; a block takes a tile. In shared memory they become rows again.
 extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {

@@ -59,49 +59,6 @@ DEVICE Item item_of(const Params& p, int index) {
     return {bh / heads, bh % heads, (FROM_DIAGONAL && !at_last ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
 }
 
-// --- clearing the sums of dQ -------------------------------------------------------------------------------------------
-// Without an order tiles of dQ are cleared before anybody adds to them: those of the first heads by prepare_rows(), then some
-// with each item by the warp that takes it, so far ahead that hardly anybody waits. Tiles count as sums_of() has them, so a
-// key/value head has `of_head` in a row. A head's count stands behind the mark of its first tile.
-
-struct Clearing {
-    long long before, with_item;  // tiles that prepare_rows() clears, and that come with an item
-    int of_head;
-};
-DEVICE Clearing clearing_of(const Params& p) {
-    const int of_head = tiles_of(p.n_q, BLOCK_Q) * GROUP, with_item = tiles_of(of_head, early_tiles(p));
-    return {(long long)p.splits * of_head + 300ll / BLOCKS * with_item, with_item, of_head};
-}
-DEVICE int* cleared_of(const Params& p, int b, int head) { return marks_of(p, b, head * GROUP, 0) + 1; }
-
-// By a warp that has taken item `index`; blocks that share it clear in turn.
-DEVICE void clear_ahead(const Params& p, int index) {
-    const Clearing clearing = clearing_of(p);
-    const int heads = (int)p.heads / GROUP, all = clearing.of_head * heads * (int)p.batch, lane = threadIdx.x % 32;
-    const long long from = clearing.before + index * clearing.with_item;
-#pragma unroll 1
-    for (long long where = from + rank_of_block(); where < from + clearing.with_item && where < all; where += BLOCKS) {
-        float4* sums = reinterpret_cast<float4*>(p.partial.data) + where * (BYTES_SUMS / 16) + lane;
-#pragma unroll 8
-        for (int i = 0; i < BYTES_SUMS / 512; ++i) sums[32 * i] = float4{0, 0, 0, 0};
-        fence_all_proxies();
-        __syncwarp();
-        const int head = (int)where / clearing.of_head;
-        if (lane == 0)
-            asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(cleared_of(p, head / heads, head % heads)) : "memory");
-    }
-}
-
-// Until all tiles of a head are cleared.
-DEVICE void wait_until_cleared(const Params& p, const Item& at) {
-    const Clearing clearing = clearing_of(p);
-    const long long end = (long long)(at.b * ((int)p.heads / GROUP) + at.head + 1) * clearing.of_head - clearing.before;
-    const long long ahead = end < clearing.of_head ? end : clearing.of_head;
-    const int* count = cleared_of(p, at.b, at.head);
-    while (ahead > 0 && (int)get_acquired(count) < ahead) {}
-    fence_all_proxies();
-}
-
 // --- which tiles, and the keys ----------------------------------------------------------------------------------------
 
 DEVICE uint4 load_unit(unsigned address) {
@@ -122,6 +79,12 @@ DEVICE void clear_rows_of(unsigned tile, F odd) {
 #pragma unroll
             for (int c = 0; c < TILE_CHUNKS; ++c) clear_unit(tile + (c * ROWS + i / 8) * CHUNK_ROW + i % 8 * UNIT);
 }
+
+DEVICE void copy_bulk(float* target, unsigned source, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
+}
+
+#include "sm90_backward_rows.cuh"
 
 // States of the groups' keys and the rows of `many` tiles of queries, two bits a group; a tile that is not whole along the
 // keys is PARTIAL.
@@ -232,7 +195,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         if (leader) store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
     };
     auto load_keys = [&](const Item& at) {
-        announce(at);
+        if (!BESIDE) announce(at);
         if (elected()) {
             arrive_and_expect(came_of(), BYTES_K);
             load_tile<1, CHUNKS, HELD>(k_tile(), k_map, held_from(at), at.head, at.b, came_of());
@@ -267,7 +230,17 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         if (index >= items) break;
         const Item at = item_of(p, index);
         const int n_k = (int)keys_of(p, at.b);
-        const bool descending = is_descending(p, at.b * ((int)p.heads / GROUP) + at.head);
+        const int bh = at.b * ((int)p.heads / GROUP) + at.head;
+        const bool descending = is_descending(p, bh);
+        if (BESIDE) {
+            announce(at);
+            __syncwarp();
+            if (leader) arrive(base + AT_TAKEN);
+            wait(base + AT_PLACE, number & 1);
+        } else if (!ORDERED) {
+            while (!is_ready(p, bh)) {}
+            fence_all_proxies();
+        }
         if (KEY_BUFFERS > 1) load_keys(at);
         bool first = true;
 #pragma unroll 1
@@ -290,7 +263,6 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
                 list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0, list.before = (at.b * (int)p.heads + h) * tiles_q;
                 list.ends = next >= tiles_q && member == GROUP - 1;
             }
-            if (!ORDERED && first) wait_until_cleared(p, at);
             hand_over();
             if (next >= tiles_q) next = 0, ++member;
             if (!first) continue;
@@ -299,13 +271,14 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
             if (CLEANS_KEYS) clean(at);
             if (BLOCKS > 1) load_others(at);
         }
-        if (!ORDERED) clear_ahead(p, index);
+        if (!ORDERED && !BESIDE) clear_some(p);
     }
     Found& list = next_list();  // and the others are told to stop
     if (leader) list.b = END;
     hand_over();
     announce({END, 0, 0});
     if (leader) arrive(full_of());
+    if (BESIDE && leader) arrive(base + AT_TAKEN);
     if (leader && atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
 }
 
@@ -396,10 +369,6 @@ DEVICE void add_bulk(float* target, unsigned source, int bytes) {
                  ::"l"(target), "r"(source), "r"(bytes) : "memory");
     stores_end();
 }
-DEVICE void store_bulk(float* target, unsigned source, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
-    stores_end();
-}
 DEVICE void store_four(float* target, const float* x) {
     asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
@@ -470,7 +439,7 @@ DEVICE void keep_order(const Params& p, unsigned base, int which) {
             if (adding != ADDS_NOTHING) {
                 fence_all_proxies();
                 if (adding == ADDS) add_bulk(sums, base + AT_SUMS, BYTES_SUMS);
-                else store_bulk(sums, base + AT_SUMS, BYTES_SUMS);
+                else copy_bulk(sums, base + AT_SUMS, BYTES_SUMS), stores_end();
                 stores_wait_read();
             }
             arrive(turn_of(base, n));  // the next one may come
