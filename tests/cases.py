@@ -172,10 +172,19 @@ def never_in_order_unasked(monkeypatch: Any) -> None:
     dispatch.forget()
 
 
-def rows_beside_products(monkeypatch: Any) -> None:
-    """Have Hopper's backward kernels prepare rows themselves, all but the first heads', however few there are."""
+def rows_beside_products(monkeypatch: Any, sms: int = 0) -> None:
+    """Have Hopper's backward kernels prepare rows themselves, all but the first head's, however few there are. sms: as
+    if the device had so many, so that each block has much to do.
+    """
     from flashkit.backends.cuda_common import hopper_backward
 
+    begin = hopper_backward.Backward.__init__
+
+    def begin_small(self: Any, spec: Any, device: Any, *others: Any) -> None:
+        begin(self, spec, dataclasses.replace(device, sms=sms or device.sms), *others)
+
+    monkeypatch.setattr(hopper_backward.Backward, "__init__", begin_small)
+    monkeypatch.setattr(hopper_backward.Backward, "heads_at_a_time", lambda *_: 1)
     monkeypatch.setattr(hopper_backward, "sees_most", lambda _: True)
     monkeypatch.setattr(hopper_backward, "many_steps", lambda *_: True)
     monkeypatch.setattr(hopper_backward, "_LEAD", 0)

@@ -98,7 +98,7 @@ def test_pairs_of_features_in_any_order(
         pytest.skip("others never keep an order unasked")
     cases.never_in_order_unasked(monkeypatch)
     if beside:
-        cases.rows_beside_products(monkeypatch)
+        cases.rows_beside_products(monkeypatch, sms=3)
     check(DESIGN[row])
 
 
