@@ -14,14 +14,14 @@
 //     dQ           [BLOCK_Q][..]                registers, then added to float32 sums in global memory
 //
 // Warp group 0: warp 0 loads tiles of queries, warp 1 finds them, loads the keys and looks through these, warps 2 and 3 keep
-// the order in which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys,
+// the order in which dQ is added, if it matters, or prepare rows of heads to come (BESIDE). Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys,
 // with all that belongs to them (sm90_backward_keys.cuh); or, where dK and dV of 64 keys do not fit the registers of a group,
 // a cluster of two blocks has 64 of the keys each, of which one group makes dS and dV, the other dK and dQ, whose columns the
 // blocks share (sm90_backward_products.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
 //
 // The sums of dQ lie as the warps hold them, 64 columns of dQ^T in four warps: [tile][part][warp][16 bytes][lane]. They are
-// cleared ahead of those who add (clear_ahead()), unless there is an order: then the first to add stores. store_queries()
-// makes dQ of them.
+// cleared ahead of those who add (sm90_backward_rows.cuh), unless there is an order: then the first to add stores.
+// store_queries() makes dQ of them.
 //
 // With ORDERED a tile is added to by one block after the other, in the order of their keys, so the bits never change: `done`
 // has a bit for each pair of tiles. Blocks take their work in that order, so whoever waits, waits for a block that runs.
@@ -38,7 +38,7 @@
 // 128 keys under a mask find no registers with 232 of them for those that multiply.
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, STAGES, DOUT_STAGES, KEY_BUFFERS, KEYS_SHARED, ORDERED, REGISTERS,
-// REGISTERS_LOADING, WATCHDOG, HAS_LENGTHS, SHARED_BYTES, SMALL_SCORE (modification.is_small).
+// REGISTERS_LOADING, WATCHDOG, HAS_LENGTHS, SHARED_BYTES, SMALL_SCORE (modification.is_small), BESIDE.
 #include "sm90.cuh"
 
 constexpr int GROUPS = 2, WARPS = 4 * GROUPS, THREADS = 128 * (GROUPS + 1), GROUP_KEYS = 64;

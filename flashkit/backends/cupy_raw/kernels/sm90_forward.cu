@@ -44,8 +44,8 @@ constexpr int AT_DONE = AT_SOON + 8;               // for each buffer and group:
 constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
 constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
 constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
-constexpr int AT_GAINS = AT_UNIT + 8;              // for each warp that multiplies: six numbers of a Line
-static_assert(AT_GAINS + 24 * 4 * GROUPS <= SHARED_BYTES, "sm90.py gives less shared memory than there is to lie in it");
+constexpr int AT_GAINS = AT_UNIT + 8, BYTES_GAINS = 24;  // for each warp that multiplies: six numbers of a Line
+static_assert(AT_GAINS + BYTES_GAINS * 4 * GROUPS <= SHARED_BYTES, "sm90.py gives less shared memory than there is to lie in it");
 constexpr int FIRST = 64, END = -1, NEVER = -2;
 constexpr int AHEAD = LOOKED_UP ? 12 : 4;  // how many tiles before the end of an item the next one is taken
 constexpr int SUMS = COLUMNS / 2 + 4 * SUMMED;  // of a lane; the last four are of weights alone
@@ -125,7 +125,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     int expected = NEVER;        // what the note of a tile says of this group that a usual step is for
     Head head{};                 // what its score modification reads once for a head,
     Line lasting;                // what makes exponents of its scores, where that is the same for all its tiles,
-    const unsigned gains = base + AT_GAINS + 24 * uniform(threadIdx.x / 32 - 4);  // and where some of it is STORED
+    const unsigned gains = base + AT_GAINS + BYTES_GAINS * uniform(threadIdx.x / 32 - 4);  // and where some of it is STORED
     float frame = 0;             // the exponent of the unit that the item's sums are in: of values
     int sum = 0, exist = 0;      // to be added to the output (sum), not to start it; keys of that tile that exist
 
