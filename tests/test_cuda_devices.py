@@ -107,24 +107,23 @@ def test_pairs_of_features_in_any_order(
 def test_rows_beside_products(
     d: int, d_v: int, group: int, odd: bool, generation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of many heads have the bits that they have with rows prepared before, but for what delta's order of
-    summing changes; a row that is not finite shows where it is seen alone.
+    """Gradients of many heads are those with rows prepared before, but for what the order of delta's and dQ's sums
+    changes; a row that is not finite shows where it is seen alone.
     """
     if (NAME, generation) != ("cupy_raw", "sm90"):
         pytest.skip("others prepare rows before")
     n = 777
     q, dout = tensors((2, 16, n, d), (2, 16, n, d_v), dtype="bfloat16")
     k, v = tensors((2, 16 // group, n, d), (2, 16 // group, n, d_v), dtype="bfloat16", seed=1)
+    dlse = tensors((2, 16, n), seed=2)[0]
     if odd:
         q[1, 7, 300, 0] = np.nan
-    cases.never_in_order_unasked(monkeypatch)
-
-    dlse = tensors((2, 16, n), seed=2)[0]
 
     def gradients() -> list[Any]:
         vjp = flashkit.attention_vjp(q, k, v, causal=True, return_lse=True, backend=NAME)[1]
         return [x.get().astype(np.float64) for x in vjp(dout, dlse)]
 
+    cases.never_in_order_unasked(monkeypatch)
     before = gradients()
     cases.rows_beside_products(monkeypatch)
     for got, right in zip(gradients(), before):

@@ -20,7 +20,7 @@ _CACHED = 12_000_000  # bytes of the heads that blocks work at together, well wi
 _CACHED_IN_ORDER = 34_000_000
 _MOST_HEADS = 8
 _LEAD = 220  # items of which queries are prepared before the kernel
-_CAUSAL = expr.key(mods.causal().expr)
+_CAUSAL = mods.causal().key
 _THREADS = 384
 
 

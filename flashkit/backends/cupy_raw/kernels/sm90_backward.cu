@@ -14,10 +14,10 @@
 //     dQ           [BLOCK_Q][..]                registers, then added to float32 sums in global memory
 //
 // Warp group 0: warp 0 loads tiles of queries, warp 1 finds them, loads the keys and looks through these, warps 2 and 3 keep
-// the order in which dQ is added, if it matters, or prepare rows of heads to come (BESIDE). Warp groups 1 and 2 multiply, in one of two ways: each has 64 of the keys,
-// with all that belongs to them (sm90_backward_keys.cuh); or, where dK and dV of 64 keys do not fit the registers of a group,
-// a cluster of two blocks has 64 of the keys each, of which one group makes dS and dV, the other dK and dQ, whose columns the
-// blocks share (sm90_backward_products.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
+// the order in which dQ is added, if it matters, or prepare rows of heads to come (BESIDE). Warp groups 1 and 2 multiply, in
+// one of two ways: each has 64 of the keys, with all that belongs to them (sm90_backward_keys.cuh); or, where dK and dV of 64
+// keys do not fit the registers of a group, a cluster of two blocks has 64 of the keys each, of which one group makes dS and
+// dV, the other dK and dQ, whose columns the blocks share (sm90_backward_products.cuh, KEYS_SHARED, KEYS_ARE_SHARED defined).
 //
 // The sums of dQ lie as the warps hold them, 64 columns of dQ^T in four warps: [tile][part][warp][16 bytes][lane]. They are
 // cleared ahead of those who add (sm90_backward_rows.cuh), unless there is an order: then the first to add stores.
