@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flashkit import BlockMask, arguments, expr, mods
+from flashkit import BlockMask, arguments, codegen, expr, mods
 from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler, hopper_backward, modification, simt, sm90_maps
 from flashkit.backends.cuda_common.backend import VARIABLE
@@ -650,6 +650,31 @@ def test_integers_of_small_score_modifications() -> None:
     assert modification.is_small(AttentionSpec("float16", 64, 64))
     assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
     assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
+
+
+@pytest.mark.parametrize(
+    ("mask", "known"),
+    [
+        (mods.causal(), True),
+        (mods.sliding_window(5, 3) & mods.causal(), True),
+        (mods.mask(lambda b, h, q, k, *, reach: abs(q - k) < reach[h], reach=np.arange(2, 9)), True),
+        (mods.mask(lambda b, h, q, k: expr.minimum(q, k + 3) <= k), True),
+        (mods.mask(lambda b, h, q, k: q + k < 30), False),
+        (mods.mask(lambda b, h, q, k: (k < 5) | (k <= q)), False),
+        (mods.mask(lambda b, h, q, k: 2 * k <= q), False),
+        (mods.mask(lambda b, h, q, k: q // 8 == k // 8), False),
+        (mods.mask(lambda b, h, q, k, *, document: document[q] == document[k], document=np.arange(40) // 7), False),
+    ],
+    ids=str,
+)
+def test_masks_of_positions_counted_from_elsewhere(mask: mods.Mod, known: bool) -> None:
+    """Kernels count positions from a tile's first one where the mask is the same for these; it is, then."""
+    assert modification.shifts(mask.expr) == known
+    if known:
+        q, k = np.ogrid[:20, :20]
+        given = {"b": 0, "h": 3, "row": q, **mask.params, **mask.arrays}
+        of = [codegen.evaluate(mask.expr, {**given, "q": q + n, "k": k + n}) for n in (0, 1, -50, 1000)]
+        assert 0 < np.count_nonzero(of[0]) < 400 and all(np.array_equal(of[0], each) for each in of)
 
 
 def test_what_positions_are_computed_with() -> None:

@@ -211,6 +211,6 @@ class Forward:
             return None
         arguments.words[_TOGETHER], arguments.words[_TICKET] = shaped.together, self._tickets.next(stream)
         maps, held = self.maps(arguments, shaped, stream)
-        self._kernel.launch(shaped.blocks, self._threads, arguments.with_maps(maps), stream)
+        self._kernel.launch(shaped.blocks, self._threads, arguments.with_maps(maps), stream, early=True)
         del held
         return None

@@ -51,6 +51,26 @@ def looks_at_ranges(spec: AttentionSpec) -> bool:
     )
 
 
+def shifts(mask: Expr) -> bool:
+    """Whether a mask is known to be the same for q + n and k + n as for q and k, as where these are compared with each
+    other, or their distance with something.
+    """
+    moved: dict[Expr, int] = {}  # how far a node moves when n is 1
+    for node in expr.walk([mask]):
+        by = [moved[arg] for arg in node.args]
+        if node.op == "symbol":
+            moved[node] = node is expr.Q or node is expr.K
+        elif node.op in ("add", "sub", "neg"):
+            moved[node] = sum(by) if node.op == "add" else by[0] - by[1] if node.op == "sub" else -by[0]
+        elif node.op in ("lt", "le", "eq", "min", "max") and by[0] == by[1]:
+            moved[node] = by[0] if node.op in ("min", "max") else 0
+        elif any(by):
+            return False
+        else:
+            moved[node] = 0
+    return not moved[mask]
+
+
 _SMALL = ("add", "sub", "neg", "abs", "min", "max", "where", "lt", "le", "eq", "ne", "and", "or", "not", "float")
 _SUMS = 3
 

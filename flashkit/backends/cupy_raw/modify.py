@@ -12,7 +12,7 @@ from ... import codegen, expr
 from ...expr import Expr
 from ...spec import AttentionSpec
 from ..cuda_common.form import Form, by_distance, form, of_head
-from ..cuda_common.modification import entries
+from ..cuda_common.modification import entries, shifts
 
 _ELEMENTS = {
     "bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
@@ -46,6 +46,7 @@ def text(spec: AttentionSpec) -> str:
     facts = {
         "FORMED": known is not None, "CAPPED": parts.capped, "SLOPED": parts.sloped, "EVEN": parts.even,
         "BIASED": parts.biased, "DIAGONAL": parts.diagonal, "UNIT_SLOPE": parts.unit_slope, "PER_HEAD": parts.per_head,
+        "SHIFTS": shifts(mask),
     }  # fmt: skip
     numbers, (gain, rate, bias, straight) = of_head([parts.gain, parts.rate, parts.bias, parts.straight])
     read = "{{" + ", ".join(f"{{{i}}}" for i in range(len(numbers))) + "}}"

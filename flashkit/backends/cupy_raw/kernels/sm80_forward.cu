@@ -89,15 +89,6 @@ struct Place {
 #include "sm80_softmax.cuh"
 #include "sm80_finish.cuh"
 
-// Kernels of split calls are launched while those before them still run; what they need is there when this returns. Without
-// that a call of 40 us takes 2 more.
-DEVICE void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forward(KERNEL_PARAMS) {
     if constexpr (SPLIT) wait_for_kernel_before();
     TileList& list = *reinterpret_cast<TileList*>(shared + AT_LIST);

@@ -2,11 +2,14 @@
 #pragma once
 #include "sm90.cuh"
 
-// Element 4 n + 2 half + c: -inf where it is hidden.
+// Element 4 n + 2 half + c: -inf where it is hidden. Where the mask SHIFTS, queries are counted from the lane's first one: so each is
+// a number in the instruction that compares it.
 template <typename POSITION>
 DEVICE float hidden_or(const Params& p, const Place& at, float x, int n, int half, int c, POSITION offset, int n_k) {
     const int k = at.k0 + key_of_lane(half), own = at.row0 + row_of_lane(n, c), last = (int)p.n_q - 1, row = own < last ? own : last;
-    return k < n_k ? modify<true, POSITION>(x, at.b, at.h, row, (POSITION)row + offset, k, p) : HIDDEN;
+    const POSITION first = at.row0 + row_of_lane(0, 0) + offset;
+    const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
+    return k < n_k && (!HAS_MASK || visible(at.b, at.h, row, q, key, p)) ? x : HIDDEN;
 }
 
 // Scores of a tile of which a part is hidden. Far positions are dealt with one after the other, which takes few registers.

@@ -27,8 +27,17 @@ DEVICE float base_2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.scal
 // A key past the end, which is hidden after all, is taken for the last one: nothing is read beyond the end of an array.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
 
+// Scores of which only so many of the tile's keys exist, -inf for the others; or WEIGHTS, 0.
+template <bool WEIGHTS>
+DEVICE void hide_past(float (&s)[BLOCK_K / 2], int keys) {
+    const int left = keys - threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / 2; ++i) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : WEIGHTS ? 0.0f : HIDDEN;
+}
+
 // Scores as they come from the product, modified; -inf where hidden. Or WEIGHTS, which are 0 there. Rows past the end are taken for
-// the last one.
+// the last one. Where the mask SHIFTS, keys are counted from the lane's first one: so each is a number in the instruction that
+// compares it.
 template <bool PARTIAL_TILE, bool WEIGHTS = false, typename T>
 DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s)[BLOCK_K / 2], int k0, float scale, T& tanh) {
     const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0;
@@ -50,11 +59,12 @@ DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s
                 const position distance = CLAMPED ? (position)(q - inside) : distance_first - step;
                 if constexpr (HAS_SCORE && !WEIGHTS) x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, tanh, p);
                 if constexpr (PARTIAL_TILE) {
-                    const bool shown = !HAS_MASK || visible(at.b, h, row, q, inside, p);
-                    x = k < n_k && shown ? x : WEIGHTS ? 0.0f : HIDDEN;
+                    const bool shown = HAS_MASK ? visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p) : k < n_k;
+                    x = shown ? x : WEIGHTS ? 0.0f : HIDDEN;
                 }
             }
     }
+    if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K) hide_past<WEIGHTS>(s, n_k - k0);
 }
 
 // The same for positions of any size, one pair after the other.
@@ -92,12 +102,13 @@ DEVICE bool is_near(const Params& p, long long offset) {
     return POSITIONS == ANY || __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
 }
 
-// Any tile. Returns whether positions are near.
+// Any tile. Returns whether positions are near, as far as that matters for one of which all is visible.
 DEVICE bool modify_tile(const Params& p, const Item& at, bool full, float (&s)[BLOCK_K / 2], int k0, float scale) {
     const Tanh tanh;
     bool near = true;
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, needed or not
     if constexpr (HAS_SCORE || HAS_MASK) {
+        if (!HAS_SCORE && full) return true;
         const long long offset = offset_of(p, at.b);
         near = is_near(p, offset);
         if (!near) modify_far(p, at, offset, full, s, k0);
@@ -106,7 +117,7 @@ DEVICE bool modify_tile(const Params& p, const Item& at, bool full, float (&s)[B
     } else if (!full) {
         modify_near<true>(p, at, 0, s, k0, scale, tanh);
     }
-    return near;
+    return near || !HAS_SCORE;
 }
 
 // --- modifications of a known form ------------------------------------------------------------------------------------

@@ -316,6 +316,7 @@ def sm90_forward(p):
         for i in range(GROUPS * Q_BUFFERS):
             barrier_init(base + AT_DONE + 8 * i, 4)
         barriers_ready()
+    kernel_before()
     threads_sync()
     role, warp = uniform(thread() // 128), uniform(thread() // 32)
     if role == 0:
