@@ -152,10 +152,11 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         for (int i = 0; i < 2; ++i) barrier_init(base + AT_TAKEN + 8 * i, 1);
         for (int i = 0; i < 4; ++i) barrier_init(base + AT_ASKED + 8 * i, 1);
         for (int i = 0; i < KEY_BUFFERS; ++i) barrier_init(base + AT_K_CAME + 8 * i, 1);
-        barrier_init(base + AT_ROWS_CAME, 1), barrier_init(base + AT_ROWS_READ, 1), barrier_init(base + AT_PLACE, 1);
+        barrier_init(base + AT_ROWS_CAME, 1);
+        if (BESIDE) barrier_init(base + AT_ROWS_READ, 1), barrier_init(base + AT_PLACE, 1);
         barriers_ready();
     }
-    if (threadIdx.x < BYTES_ZEROS / UNIT) clear_unit(base + AT_ZEROS + threadIdx.x * UNIT), fence_async();
+    if (BESIDE && threadIdx.x < BYTES_ZEROS / UNIT) clear_unit(base + AT_ZEROS + threadIdx.x * UNIT), fence_async();
     if (BLOCKS > 1) cluster_sync();
     else __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
@@ -179,7 +180,7 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
 extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
     constexpr int PITCH = 64 * CHUNKS + 8;
     __shared__ __align__(16) unsigned short rows[BLOCK_Q * PITCH];
-    const int tiles = tiles_of(p.n_q, BLOCK_Q), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
+    const auto [b, h, tile] = tile_number(p, blockIdx.x);
     const int lane = threadIdx.x % 32;
     const float scale = (float)p.scale;
     const bool written = !ORDERED || (marks_of(p, b, h, tile)[0] & WRITTEN);

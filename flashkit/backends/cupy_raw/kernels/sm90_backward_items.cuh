@@ -1,90 +1,9 @@
-// Which work the blocks of the Hopper backward pass take, its coming, and the order of adding: the roles of warp group 0.
+// The coming of a block's work in the Hopper backward pass, and the order of adding: the roles of warp group 0.
 #pragma once
-#include "sm90.cuh"
-
-DEVICE Ring<STAGES> rows_ring(unsigned base) { return {base + AT_Q_RING, base + AT_Q_RING + 8 * STAGES}; }
-DEVICE Ring<DOUT_STAGES> douts_ring(unsigned base) { return {base + AT_DOUT_RING, base + AT_DOUT_RING + 8 * DOUT_STAGES}; }
-DEVICE Ring<KEY_BUFFERS> keys_ring(unsigned base) { return {base + AT_K_RING, base + AT_K_RING + 8 * KEY_BUFFERS}; }
-DEVICE Ring<1> values_ring(unsigned base) { return {base + AT_V_RING, base + AT_V_RING + 8}; }
-DEVICE Ring<1> others_ring(unsigned base) { return {base + AT_OTHERS_RING, base + AT_OTHERS_RING + 8}; }
-DEVICE Ring<LISTS> lists_ring(unsigned base) { return {base + AT_LISTS_RING, base + AT_LISTS_RING + 8 * LISTS}; }
-DEVICE Ring<BLOCKS == 1 ? 2 : 1> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + AT_PAIRS_RING + 16}; }
-// Between two blocks: full when the other one's dS is here, empty when what was sent there is no longer needed.
-DEVICE Ring<1> across_ring(unsigned base) { return {base + AT_ACROSS_RING, base + AT_ACROSS_RING + 8}; }
-
-// Of a tile of queries: whether it is odd, and whether its dQ is WRITTEN; then words with bits of ORDER_BITS tiles of keys each
-// that are done with it, and a bit for whether one of them has WRITTEN_HERE: who waits so learns at once if sums are there.
-constexpr int ORDER_BITS = 31;
-constexpr unsigned WRITTEN_HERE = 1u << ORDER_BITS;
-DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.partial_lse, b, h, tile); }
-DEVICE int order_words(const Params& p) { return tiles_of(p.n_k, ORDER_BITS * BLOCK_K); }
-// The words behind a tile's mark; each block of a cluster has its own, as it has its own columns of dQ.
-DEVICE int rank_of_block() { return BLOCKS > 1 ? rank_in_cluster() : 0; }
-DEVICE int* order_of(const Params& p, int* marks) { return marks + 1 + rank_of_block() * order_words(p); }
-
-DEVICE unsigned get_acquired(const int* word) {
-    unsigned x;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
-    return x;
-}
-DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
-// The first of an item's keys that the block has.
-DEVICE int held_from(const Item& at) { return at.k0 + HELD * rank_of_block(); }
-DEVICE unsigned note_of(unsigned base, unsigned n) { return base + AT_NOTES + 12 * (n % STAGES); }
-DEVICE unsigned item_slot(unsigned base, unsigned number) { return base + AT_ITEMS + 12 * (number % KEY_BUFFERS); }
-DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 4 * ODD_WORDS * (number % KEY_BUFFERS); }
-
-// --- which work -------------------------------------------------------------------------------------------------------
-
-// Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask the first
-// keys are seen by most; of the last ones a quarter is left to the end (come_early), where they even out when blocks finish.
-// FROM_DIAGONAL: in descending order; but of the last heads all at a time and in ascending order, the items with most to do
-// first, so that blocks finish together.
-DEVICE int heads_at_last(const Params& p) { return p.splits < 2 ? 2 : (int)p.splits; }
-DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < (int)p.heads / GROUP * (int)p.batch - heads_at_last(p); }
-
-// How many tiles of keys of a head come before what is left to the end.
-DEVICE int early_tiles(const Params& p) {
-    const int tiles = tiles_of(p.n_k, BLOCK_K);
-    return ORDERED ? tiles : come_early(tiles);
-}
-DEVICE Item item_of(const Params& p, int index) {
-    const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);
-    const int last = heads_at_last(p) < all ? heads_at_last(p) : all, first = all - last;
-    const bool at_last = FROM_DIAGONAL && index >= first * tiles;
-    const Turn turn = at_last ? turn_of(index - first * tiles, tiles, last, last)
-                              : turn_of(index, early_tiles(p), FROM_DIAGONAL ? first : all, (int)p.splits);
-    const int bh = at_last ? first + turn.bh : turn.bh;
-    return {bh / heads, bh % heads, (FROM_DIAGONAL && !at_last ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
-}
+#include "sm90_backward_rows.cuh"
+#include "sm90_backward_work.cuh"
 
 // --- which tiles, and the keys ----------------------------------------------------------------------------------------
-
-DEVICE uint4 load_unit(unsigned address) {
-    uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
-    return x;
-}
-DEVICE void clear_unit(unsigned address) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
-}
-
-// Zeros in those rows of a tile whose `odd` is true, by one warp.
-template <int ROWS, int TILE_CHUNKS, typename F>
-DEVICE void clear_rows_of(unsigned tile, F odd) {
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < ROWS * 8; i += 32)
-        if (odd(i / 8))
-#pragma unroll
-            for (int c = 0; c < TILE_CHUNKS; ++c) clear_unit(tile + (c * ROWS + i / 8) * CHUNK_ROW + i % 8 * UNIT);
-}
-
-DEVICE void copy_bulk(float* target, unsigned source, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
-}
-
-#include "sm90_backward_rows.cuh"
 
 // States of the groups' keys and the rows of `many` tiles of queries, two bits a group; a tile that is not whole along the
 // keys is PARTIAL.

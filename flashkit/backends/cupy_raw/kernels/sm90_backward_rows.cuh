@@ -9,7 +9,7 @@
 // Tiles count as sums_of() has them, so a key/value head has tiles_of_head() in a row. Before the marks lie the number of the
 // next tile to be prepared and, backwards, how many of each such head are ready.
 #pragma once
-#include "sm90.cuh"
+#include "sm90_backward_work.cuh"
 
 constexpr int AT_A_TIME = 64, BYTES_AT_A_TIME = AT_A_TIME * CHUNK_ROW * CHUNKS_V;  // rows of O, and of dO
 static_assert(!BESIDE || (!ORDERED && CHUNKS_V <= CHUNKS && KEY_BUFFERS == 2), "O and dO take the place of keys");
