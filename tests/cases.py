@@ -180,8 +180,8 @@ def rows_beside_products(monkeypatch: Any, sms: int = 0) -> None:
 
     begin = hopper_backward.Backward.__init__
 
-    def begin_small(self: Any, spec: Any, device: Any, *others: Any) -> None:
-        begin(self, spec, dataclasses.replace(device, sms=sms or device.sms), *others)
+    def begin_small(self: Any, spec: Any, device: Any, *others: Any, **named: Any) -> None:
+        begin(self, spec, dataclasses.replace(device, sms=sms or device.sms), *others, **named)
 
     monkeypatch.setattr(hopper_backward.Backward, "__init__", begin_small)
     monkeypatch.setattr(hopper_backward.Backward, "heads_at_a_time", lambda *_: 1)

@@ -132,6 +132,29 @@ def test_rows_beside_products(
         np.testing.assert_allclose(np.nan_to_num(got), np.nan_to_num(right), rtol=2**-6, atol=2**-7 * np.nanstd(right))
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "blocks"])
+@pytest.mark.parametrize(("d", "group", "n_q", "n_k"), [(64, 1, 700, 900), (128, 2, 2300, 1500), (192, 1, 900, 700)])
+def test_finished_items_are_counted(
+    d: int, group: int, n_q: int, n_k: int, masked: bool, generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each head all are when the kernel has ended: what rounds sums before that goes by it."""
+    if (NAME, generation) != ("cupy_raw", "sm90"):
+        pytest.skip("others do not count them")
+    from flashkit.backends.cuda_common import hopper_backward, launch
+
+    cases.never_in_order_unasked(monkeypatch)
+    kept: list[Any] = []
+    monkeypatch.setattr(hopper_backward, "scratch", lambda *form: kept.append(launch.scratch(*form)) or kept[-1])
+    q, dout = tensors(*[(3, 8, n_q, d)] * 2, dtype="bfloat16")
+    k, v = tensors(*[(3, 8 // group, n_k, d)] * 2, dtype="bfloat16", seed=1)
+    grid = np.random.default_rng(0).random((-(-n_q // 64), -(-n_k // 64))) < 0.3
+    mask = flashkit.BlockMask.from_dense(grid, 64, 64, n_q, n_k) if masked else None
+    flashkit.attention_vjp(q, k, v, block_mask=mask, backend=NAME)[1](dout)
+    (marks,) = [x for x in kept if x.dtype == np.int32][-1:]
+    items, heads = -(-n_k // 128) * (2 if d > 128 else 1), 3 * 8 // group
+    assert marks[:heads].get().tolist() == [items] * heads
+
+
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])
 @pytest.mark.parametrize("d", [1, 8, 40, 64, 80, 96, 128, 160, 192, 256, 512])
 def test_head_dims(d: int, dtype: str, generation: str) -> None:

@@ -61,7 +61,7 @@ class BackwardTile:
         rows += held * -(-q // 2) if keys_shared(spec) else 0
         pairs, numbers = 2 * self.block_q * held * 2, (self.stages + self.dout_stages) * self.block_q * 4
         words = (16 + 8 + 12 + held // 8) * self.key_buffers + (16 + 12) * self.stages + 16 * self.dout_stages
-        barriers = words + 16 + 32 + 16 + 16 + 32 + 8 + 24 + 16 + 24 + 32 + 8 + 4 * (38 * 4 + 16) + 32 + 16 + 512
+        barriers = words + 16 + 32 + 16 + 16 + 32 + 8 + 24 + 16 + 24 + 32 + 8 + 4 * (38 * 4 + 16) + 32 + 16 + 24 + 512
         return 128 * rows + pairs + numbers + barriers + (0 if keys_shared(spec) else self.sums(spec))
 
     def held(self, spec: AttentionSpec) -> int:
@@ -127,14 +127,15 @@ def many_steps(spec: AttentionSpec, n_q: int, n_k: int) -> bool:
 class Backward:
     """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded. `spare` takes
     the calls that its kernels cannot; `kernels`: of the backend. `spec` may be deterministic where calls need not be.
-    beside: whether the kernel prepares rows itself, but the first.
+    beside: whether the kernel prepares rows itself, but the first. counts: whether it counts items that are finished,
+    so that sums of finished heads may be rounded where blocks of it have ended.
     """
 
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
-        spare: Spare, beside: bool = False,
+        spare: Spare, beside: bool = False, counts: bool = False,
     ) -> None:  # fmt: skip
-        self._beside = beside
+        self._beside, self._counts = beside, counts
         self.spec, self.device, self.tile, self.why, self.libraries = spec, device, tile, why, [library]
         self._rows: RowKernels | None = None
         if spec.sinks:
@@ -162,10 +163,11 @@ class Backward:
         together = blocks_together(spec)
         words = 1 + together * -(-keys // 31)
         at_a_time, of_head, tiles = self.heads_at_a_time(arguments), queries * spec.group, queries * heads
-        marks, ahead = scratch((1 + every + tiles * words,), "int32"), 4 * (1 + every)  # numbers of tiles before them
+        ahead = 1 + 2 * every  # numbers before the marks: kernels/sm90_backward_rows.cuh
+        marks = scratch((ahead + tiles * words,), "int32")
         arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums)
         arguments.words[AT["partial_lse"] : AT["partial_lse"] + 4] = [
-            marks.data.ptr + ahead, arguments.heads * queries * words, queries * words, words
+            marks.data.ptr + 4 * ahead, arguments.heads * queries * words, queries * words, words
         ]  # fmt: skip
         before = min(tiles, at_a_time * of_head + _LEAD // together * -(-of_head // keys))
         if self._beside and not many_steps(spec, arguments.n_q, arguments.n_k):
@@ -175,7 +177,7 @@ class Backward:
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in self.boxes()]
         blocks = together * min(keys * every, max(1, self.device.sms // together))
         self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream)
-        self._store.launch(tiles, 256, arguments, stream)
+        self._store.launch(tiles, 256, arguments, stream, early=self._counts and not spec.deterministic)
         if self._rows is not None:
             self._rows.prepare(arguments, stream)
             self._rows.finish(arguments, stream)

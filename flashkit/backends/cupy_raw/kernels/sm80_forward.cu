@@ -90,7 +90,7 @@ struct Place {
 #include "sm80_finish.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forward(KERNEL_PARAMS) {
-    if constexpr (SPLIT) wait_for_kernel_before();
+    if constexpr (SPLIT) await_kernel_before(), allow_next_kernel();
     TileList& list = *reinterpret_cast<TileList*>(shared + AT_LIST);
     storage* shared_weights = reinterpret_cast<storage*>(shared + AT_P);
     const unsigned q_shared = address_of(shared), stages = q_shared + BYTES_Q;
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
 constexpr int JOIN_COLUMNS = up(HEAD_DIM_V, 32), JOIN_GROUPS = JOIN_COLUMNS <= 64 ? 8 : 512 / JOIN_COLUMNS;
 extern "C" __global__ void __launch_bounds__(JOIN_COLUMNS * JOIN_GROUPS) combine(KERNEL_PARAMS) {
     __shared__ float totals[JOIN_GROUPS][JOIN_COLUMNS], sums[JOIN_GROUPS];
-    wait_for_kernel_before();
+    await_kernel_before(), allow_next_kernel();
     const long long row = blockIdx.x % p.n_q, h = blockIdx.x / p.n_q % p.heads, b = blockIdx.x / p.n_q / p.heads;
     const int column = threadIdx.x % JOIN_COLUMNS, group = threadIdx.x / JOIN_COLUMNS, parts = (int)p.splits;
     const float* lse = row_at<const float>(p.partial_lse, b, h, row);

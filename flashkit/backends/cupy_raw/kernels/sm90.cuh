@@ -172,7 +172,8 @@ DEVICE void copy_across(unsigned target, unsigned source, int bytes, unsigned ba
 DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING = 0>
 DEVICE void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }  // shared memory is free
-DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+template <int PENDING = 0>
+DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }  // they have come
 
 // A tile of ROWS rows: its chunks side by side.
 template <int PACK, int CHUNKS, int ROWS>

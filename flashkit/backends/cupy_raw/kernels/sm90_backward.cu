@@ -97,7 +97,8 @@ struct Found {
 };
 constexpr int AT_LISTS_RING = up(AT_FOUND + LISTS * (int)sizeof(Found), 8), AT_SOON = AT_LISTS_RING + 16 * LISTS;
 constexpr int AT_ROWS_READ = AT_SOON + 8, AT_PLACE = AT_ROWS_READ + 8;
-constexpr int AT_SAID = AT_PLACE + 8, AT_ZEROS = up(AT_SAID + 8, 16), BYTES_ZEROS = 512;
+constexpr int AT_OVER = AT_PLACE + 8, AT_HEADS = AT_OVER + 8;  // all that the block adds to dQ has come; heads of four items
+constexpr int AT_SAID = AT_HEADS + 16, AT_ZEROS = up(AT_SAID + 8, 16), BYTES_ZEROS = 512;
 static_assert(AT_ZEROS + BYTES_ZEROS <= SHARED_BYTES, "hopper_backward.py gives less shared memory than there is to lie in it");
 constexpr int AHEAD = LOOKED_UP ? 20 : 4;  // how many tiles before the end of an item the next one is taken
 // Nanoseconds of the warp that takes it, which mostly has time, and else takes that of others.
@@ -154,11 +155,13 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         for (int i = 0; i < KEY_BUFFERS; ++i) barrier_init(base + AT_K_CAME + 8 * i, 1);
         barrier_init(base + AT_ROWS_CAME, 1);
         if (BESIDE) barrier_init(base + AT_ROWS_READ, 1), barrier_init(base + AT_PLACE, 1);
+        if (!ORDERED) barrier_init(base + AT_OVER, SIDE);
         barriers_ready();
     }
     if (BESIDE && threadIdx.x < BYTES_ZEROS / UNIT) clear_unit(base + AT_ZEROS + threadIdx.x * UNIT), fence_async();
     if (BLOCKS > 1) cluster_sync();
     else __syncthreads();
+    if (!ORDERED) allow_next_kernel();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
         give_registers<REGISTERS_LOADING>();
@@ -176,13 +179,15 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
 
 // --- after ------------------------------------------------------------------------------------------------------------
 
-// The sums of dQ to dq; a block takes a tile. In shared memory they become rows again.
+// The sums of dQ to dq; a block takes a tile. In shared memory they become rows again. Unless ORDERED this kernel begins where blocks
+// of the one before have ended, and takes tiles of heads that are finished; the last block ends after that one in any case.
 extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
     constexpr int PITCH = 64 * CHUNKS + 8;
     __shared__ __align__(16) unsigned short rows[BLOCK_Q * PITCH];
     const auto [b, h, tile] = tile_number(p, blockIdx.x);
     const int lane = threadIdx.x % 32;
     const float scale = (float)p.scale;
+    if (!ORDERED && (!is_finished(p, b * ((int)p.heads / GROUP) + h / GROUP) || blockIdx.x + 1 == gridDim.x)) await_kernel_before();
     const bool written = !ORDERED || (marks_of(p, b, h, tile)[0] & WRITTEN);
 #pragma unroll
     for (int first = 0; first < PARTS; first += 2) {
@@ -192,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
         const int column = (BY_COLUMNS ? 64 * part : 0) + threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < PART_ROWS / 8; ++i) {
-            const float4 x = written ? sums[32 * i] : float4{0, 0, 0, 0};
+            const float4 x = written ? __ldcg(sums + 32 * i) : float4{0, 0, 0, 0};
             unsigned short* at = rows + ((BY_COLUMNS ? 0 : part * PART_ROWS) + 8 * i + lane % 4 * 2) * PITCH + column;
             const unsigned low = pack(x.x * scale, x.y * scale), high = pack(x.z * scale, x.w * scale);
             at[0] = (unsigned short)low, at[PITCH] = (unsigned short)(low >> 16);

@@ -108,6 +108,12 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
     auto full_of = [&]() { return keys.full + 8 * keys.stage(number); };
     auto k_tile = [&]() { return base + AT_K + keys.stage(number) * BYTES_K; };
     auto came_of = [&]() { return CLEANS_KEYS ? base + AT_K_CAME + 8 * keys.stage(number) : full_of(); };
+    // Who releases an item's keys has seen to it that all of the item before has been added to dQ. So with the buffer for an item's
+    // keys being empty, all of the item before the one that lay there has been. Counted after that item's tiles are handed over,
+    // as it takes its time, by the leader, with heads in shared memory.
+    auto head_of = [&](unsigned number) { return base + AT_HEADS + 4 * (number % 4); };
+    auto count_finished = [&](unsigned number) { fence_all_proxies(), add_one(finished_of(p, load_word(head_of(number)))); };
+    constexpr unsigned BEHIND = KEY_BUFFERS + 1;
     auto announce = [&](const Item& at) {
         keys.wait_empty(number);
         const unsigned slot = item_slot(base, number);
@@ -191,6 +197,10 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
             if (BLOCKS > 1) load_others(at);
         }
         if (!ORDERED && !BESIDE) clear_some(p);
+        if (!ORDERED && leader) {
+            store_word(head_of(number), bh);
+            if (number >= BEHIND) count_finished(number - BEHIND);
+        }
     }
     Found& list = next_list();  // and the others are told to stop
     if (leader) list.b = END;
@@ -198,6 +208,10 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
     announce({END, 0, 0});
     if (leader) arrive(full_of());
     if (BESIDE && leader) arrive(base + AT_TAKEN);
+    if (!ORDERED && leader) {
+        wait_patiently(base + AT_OVER, 0);
+        for (unsigned i = number < BEHIND ? 0 : number - BEHIND; i < number; ++i) count_finished(i);
+    }
     if (leader && atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
 }
 

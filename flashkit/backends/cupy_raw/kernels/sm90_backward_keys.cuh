@@ -164,6 +164,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             staged = before, before = where;
             first = false, ++n;
         } while (!last);
+        if (!ORDERED) stores_wait<CHUNKS + CHUNKS_V>();  // so the item before has been added; after its dQ came its dV and dK
         products_wait<0>();
         settle(s), settle(dk), settle(dv);
         values.release(number, lane);
@@ -194,4 +195,6 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
     }
     if (ORDERED && warp == 0 && lane == 0) ask(base, n, END, 0), ask(base, n + 1, END, 0);
     stores_wait();
+    __syncwarp();
+    if (!ORDERED) arrive_once(base + AT_OVER, lane);
 }

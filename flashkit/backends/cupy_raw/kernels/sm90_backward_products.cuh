@@ -209,6 +209,8 @@ DEVICE void multiply_sums(const Params& p, const TensorMap& dk_map, unsigned bas
         others.release(number, lane);
     }
     stores_wait();
+    __syncwarp();
+    if (!ORDERED) arrive_once(base + AT_OVER, lane);
 }
 
 DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base, int group) {

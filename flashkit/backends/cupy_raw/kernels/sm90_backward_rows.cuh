@@ -7,7 +7,7 @@
 // first prepare what is left of these.
 //
 // Tiles count as sums_of() has them, so a key/value head has tiles_of_head() in a row. Before the marks lie the number of the
-// next tile to be prepared and, backwards, how many of each such head are ready.
+// next tile to be prepared and, backwards, how many of each such head are ready, then how many items of each are finished.
 #pragma once
 #include "sm90_backward_work.cuh"
 
@@ -16,6 +16,7 @@ static_assert(!BESIDE || (!ORDERED && CHUNKS_V <= CHUNKS && KEY_BUFFERS == 2), "
 
 DEVICE int* next_tile(const Params& p) { return static_cast<int*>(p.partial_lse.data) - 1; }
 DEVICE int* ready_of(const Params& p, int bh) { return next_tile(p) - 1 - bh; }  // bh: of keys
+DEVICE int* finished_of(const Params& p, int bh) { return ready_of(p, bh) - (int)(p.heads / GROUP * p.batch); }
 DEVICE int tiles_of_head(const Params& p) { return tiles_of(p.n_q, BLOCK_Q) * GROUP; }
 DEVICE int tiles_with_item(const Params& p) { return tiles_of(tiles_of_head(p), BLOCKS * early_tiles(p)); }
 
@@ -95,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
         const int of_head = tiles_of_head(p), heads = (int)p.heads / GROUP * (int)p.batch;
         for (int bh = blockIdx.x * 256 + threadIdx.x; bh < heads; bh += gridDim.x * 256) {
             const long long ready = p.before - (long long)bh * of_head;
-            *ready_of(p, bh) = ready < 0 ? 0 : ready < of_head ? (int)ready : of_head;
+            *ready_of(p, bh) = ready < 0 ? 0 : ready < of_head ? (int)ready : of_head, *finished_of(p, bh) = 0;
         }
         if (blockIdx.x == 0 && threadIdx.x == 0) *next_tile(p) = (int)p.before;
     }
@@ -112,10 +113,12 @@ DEVICE void begin_to_clear(const Params& p, int where, unsigned base) {
     for (int i = 0; i < BYTES_SUMS; i += BYTES_ZEROS) copy_bulk(sums + i / 4, base + AT_ZEROS, BYTES_ZEROS);
     stores_end();
 }
-DEVICE void set_ready(const Params& p, int where) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(ready_of(p, where / tiles_of_head(p))) : "memory");
-}
+DEVICE void add_one(int* word) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(word) : "memory"); }
+DEVICE void set_ready(const Params& p, int where) { add_one(ready_of(p, where / tiles_of_head(p))); }
 DEVICE bool is_ready(const Params& p, int bh) { return uniform((int)get_acquired(ready_of(p, bh))) == tiles_of_head(p); }
+
+// Whether all that a head's dQ is the sum of has been added. Each block of a cluster counts its items.
+DEVICE bool is_finished(const Params& p, int bh) { return (int)get_acquired(finished_of(p, bh)) == BLOCKS * tiles_of(p.n_k, BLOCK_K); }
 
 // Sums alone, by a warp, with each item.
 DEVICE void clear_some(const Params& p) {

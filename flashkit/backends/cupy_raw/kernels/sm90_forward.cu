@@ -369,7 +369,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
         barriers_ready();
     }
     if (SUMMED) fill_ones(base + AT_ONES);
-    wait_for_kernel_before();
+    await_kernel_before(), allow_next_kernel();
     __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
