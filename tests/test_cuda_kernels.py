@@ -653,6 +653,19 @@ def test_integers_of_small_score_modifications() -> None:
 
 
 @pytest.mark.parametrize(
+    ("direction", "mask", "tile"),
+    [("forward", mods.causal(), 128), ("forward", mods.sliding_window(300), 128), ("backward", mods.causal(), 64)],
+    ids=["forward, causal", "forward, window", "backward, causal"],
+)
+def test_sm90_compares_hidden_pairs_with_numbers(direction: Direction, mask: mods.Mod, tile: int) -> None:
+    """Which of a lane's pairs of a tile are hidden takes no instruction to find out where each of them is."""
+    spec = spec_of([], [mask], 128, "bfloat16")
+    binary = sm90_binary(spec) if direction == "forward" else sm90_backward_binary(spec)
+    numbers = re.findall(r"ISETP\.\w+\.\w+ P\d, PT, R\d+(?:\.reuse)?, (0x\w+)", disassembled(binary.path))
+    assert {int(x, 16) for x in numbers} >= {8 * n + c for n in range(1, tile // 8) for c in (0, 1)}
+
+
+@pytest.mark.parametrize(
     ("mask", "known"),
     [
         (mods.causal(), True),
