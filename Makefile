@@ -24,7 +24,7 @@ demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
 
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 fast: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
