@@ -13,6 +13,7 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test fast matrix lint clean help
 .DELETE_ON_ERROR:
@@ -24,10 +25,10 @@ demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
 
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 fast: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 # Each width and each threading layer once. Numba finds TBB by the loader's path; $(PIP) tbb brings it.
 matrix: $(VENV)/.stamp-test
@@ -36,7 +37,7 @@ matrix: $(VENV)/.stamp-test
 	  set -- $$setting; echo "== $$1 lanes, $$2"; \
 	  LD_LIBRARY_PATH=$(abspath $(VENV))/lib:$$LD_LIBRARY_PATH FLASHKIT_CPU_LANES=$$1 NUMBA_THREADING_LAYER=$$2 \
 	  FLASHKIT_TEST_THREADS=4 NUMBA_NUM_THREADS=2 \
-	  $(BIN)/python -m pytest -n 2 tests/test_conformance.py -k "cpu" $(PYTEST_ARGS); \
+	  $(PYTEST) tests/test_conformance.py -k "cpu" $(PYTEST_ARGS); \
 	done
 
 lint: $(VENV)/.stamp-test

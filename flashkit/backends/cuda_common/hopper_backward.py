@@ -177,7 +177,7 @@ class Backward:
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in self.boxes()]
         blocks = together * min(keys * every, max(1, self.device.sms // together))
         self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream)
-        self._store.launch(tiles, 256, arguments, stream, early=self._counts and not spec.deterministic)
+        self._store.launch(tiles, 256, arguments, stream, early=self._counts)
         if self._rows is not None:
             self._rows.prepare(arguments, stream)
             self._rows.finish(arguments, stream)

@@ -75,7 +75,8 @@ class Sm90Backward(hopper_backward.Backward):
         constants, products = source(spec, tile, beside)
         library = specialise.library("sm90_backward", spec, tuple(constants.items()), arch, products)
         spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
-        super().__init__(spec, device, tile, why, library, specialise.library, spare, beside, counts=True)
+        counts = not spec.deterministic
+        super().__init__(spec, device, tile, why, library, specialise.library, spare, beside, counts)
 
     def boxes(self) -> list[tuple[str, int, int]]:
         dim_v = self.spec.head_dim_v

@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
     const auto [b, h, tile] = tile_number(p, blockIdx.x);
     const int lane = threadIdx.x % 32;
     const float scale = (float)p.scale;
-    if (!ORDERED && (!is_finished(p, b * ((int)p.heads / GROUP) + h / GROUP) || blockIdx.x + 1 == gridDim.x)) await_kernel_before();
+    if (!ORDERED && (!is_finished(p, number_of_head(p, b, h / GROUP)) || blockIdx.x + 1 == gridDim.x)) await_kernel_before();
     const bool written = !ORDERED || (marks_of(p, b, h, tile)[0] & WRITTEN);
 #pragma unroll
     for (int first = 0; first < PARTS; first += 2) {

@@ -94,7 +94,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
     const auto lists = lists_ring(base);
     const auto keys = keys_ring(base);
     const bool leader = threadIdx.x % 32 == 0;
-    const int tiles_q = tiles_of(p.n_q, BLOCK_Q), items = tiles_of(p.n_k, BLOCK_K) * (int)(p.heads / GROUP * p.batch);
+    const int tiles_q = tiles_of(p.n_q, BLOCK_Q), items = tiles_of(p.n_k, BLOCK_K) * heads_of_keys(p);
     unsigned n = 0, number = 0;
     auto next_list = [&]() -> Found& {
         wait_patiently(lists.empty + 8 * lists.stage(n), (n / LISTS & 1) ^ 1, SLEEP);
@@ -155,7 +155,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         if (index >= items) break;
         const Item at = item_of(p, index);
         const int n_k = (int)keys_of(p, at.b);
-        const int bh = at.b * ((int)p.heads / GROUP) + at.head;
+        const int bh = number_of_head(p, at.b, at.head);
         const bool descending = is_descending(p, bh);
         if (BESIDE) {
             announce(at);

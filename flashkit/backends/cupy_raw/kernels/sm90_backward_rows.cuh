@@ -16,7 +16,7 @@ static_assert(!BESIDE || (!ORDERED && CHUNKS_V <= CHUNKS && KEY_BUFFERS == 2), "
 
 DEVICE int* next_tile(const Params& p) { return static_cast<int*>(p.partial_lse.data) - 1; }
 DEVICE int* ready_of(const Params& p, int bh) { return next_tile(p) - 1 - bh; }  // bh: of keys
-DEVICE int* finished_of(const Params& p, int bh) { return ready_of(p, bh) - (int)(p.heads / GROUP * p.batch); }
+DEVICE int* finished_of(const Params& p, int bh) { return ready_of(p, bh) - heads_of_keys(p); }
 DEVICE int tiles_of_head(const Params& p) { return tiles_of(p.n_q, BLOCK_Q) * GROUP; }
 DEVICE int tiles_with_item(const Params& p) { return tiles_of(tiles_of_head(p), BLOCKS * early_tiles(p)); }
 
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     odd = __syncthreads_or(odd);
     set_marks(p, at, odd, threadIdx.x, 256);
     if constexpr (!ORDERED) {
-        const int of_head = tiles_of_head(p), heads = (int)p.heads / GROUP * (int)p.batch;
+        const int of_head = tiles_of_head(p), heads = heads_of_keys(p);
         for (int bh = blockIdx.x * 256 + threadIdx.x; bh < heads; bh += gridDim.x * 256) {
             const long long ready = p.before - (long long)bh * of_head;
             *ready_of(p, bh) = ready < 0 ? 0 : ready < of_head ? (int)ready : of_head, *finished_of(p, bh) = 0;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
 
 // --- beside -----------------------------------------------------------------------------------------------------------
 
-DEVICE bool exists(const Params& p, int where) { return where < tiles_of_head(p) * (int)(p.heads / GROUP * p.batch); }
+DEVICE bool exists(const Params& p, int where) { return where < tiles_of_head(p) * heads_of_keys(p); }
 
 // By one thread, which has to wait for the end of its stores.
 DEVICE void begin_to_clear(const Params& p, int where, unsigned base) {
@@ -191,7 +191,7 @@ DEVICE void prepare_beside(const Params& p, const TensorMap& out_map, const Tens
         wait_patiently(base + AT_TAKEN, number & 1);
         const int b = uniform(load_word(item_slot(base, number)));
         if (b == END) break;
-        const int bh = b * ((int)p.heads / GROUP) + uniform(load_word(item_slot(base, number) + 4));
+        const int bh = number_of_head(p, b, uniform(load_word(item_slot(base, number) + 4)));
         int where;
 #pragma unroll 1
         while ((where = agree(!first || is_ready(p, bh)                                        ? NO_TILE

@@ -41,6 +41,8 @@ DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 
 // keys are seen by most; of the last ones a quarter is left to the end (come_early), where they even out when blocks finish.
 // FROM_DIAGONAL: in descending order; but of the last heads all at a time and in ascending order, the items with most to do
 // first, so that blocks finish together.
+DEVICE int heads_of_keys(const Params& p) { return (int)(p.heads / GROUP * p.batch); }  // of all batch entries
+DEVICE int number_of_head(const Params& p, int b, int head) { return b * ((int)p.heads / GROUP) + head; }
 DEVICE int heads_at_last(const Params& p) { return p.splits < 2 ? 2 : (int)p.splits; }
 DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < (int)p.heads / GROUP * (int)p.batch - heads_at_last(p); }
 
