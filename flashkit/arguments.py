@@ -138,7 +138,7 @@ def prepare(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else _number("scale", scale), offsets, lengths, params, values,
         _sinks(sinks, kind, heads, spec.lse_dtype), float(dropout_p), _seed(seed, dropout_p),
         shape.to_four(out) if direct else shape.empty(xp, batch, heads, n_q, dv, q.dtype),
-        xp.empty((batch, heads, n_q), spec.lse_dtype),
+        xp.empty((batch, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None,
     )  # fmt: skip
     return problem, operands, shape
 

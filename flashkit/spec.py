@@ -137,7 +137,7 @@ class Operands:
 
     q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), out (B, Hq, Nq, Dv): any strides, the last axis
     contiguous. lse (B, Hq, Nq). q_offset and kv_lengths: int64, (B,). params and arrays: the values of the spec's
-    slots by name. sinks: (Hq,).
+    slots by name. sinks: (Hq,). blocks: the BlockMask that is all that hides pairs, if there is one.
     """
 
     q: Any
@@ -153,6 +153,7 @@ class Operands:
     seed: int = 0
     out: Any = None
     lse: Any = None
+    blocks: Any = None
 
 
 @dataclass

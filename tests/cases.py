@@ -185,8 +185,7 @@ def rows_beside_products(monkeypatch: Any, sms: int = 0) -> None:
 
     monkeypatch.setattr(hopper_backward.Backward, "__init__", begin_small)
     monkeypatch.setattr(hopper_backward.Backward, "heads_at_a_time", lambda *_: 1)
-    monkeypatch.setattr(hopper_backward, "sees_most", lambda _: True)
-    monkeypatch.setattr(hopper_backward, "many_steps", lambda *_: True)
+    monkeypatch.setattr(hopper_backward, "many_steps", lambda *_, **named: True)
     monkeypatch.setattr(hopper_backward, "_LEAD", 0)
     dispatch.forget()
 

@@ -584,10 +584,14 @@ def test_sm90_prepares_rows_beside_long_items() -> None:
         q, k, v = (np.zeros((1, 1, n, d), np.float16) for n, d in ((n_q, dim), (n_k, dim), (n_k, dim_v or dim)))
         spec = arguments.prepare(q, k, v, **options)[0].spec
         room = sm90_backward.room_beside(spec, sm90_backward.tile_of(spec))
-        return room and hopper_backward.sees_most(spec) and hopper_backward.many_steps(spec, n_q, n_k)
+        density = options["block_mask"].density if "block_mask" in options else 0
+        return room and hopper_backward.many_steps(spec, n_q, n_k, density)
 
     assert beside(1024, 1024) and beside(2048, 2048, 64, causal=True) and beside(4096, 2048, causal=True, softcap=9.0)
     assert not beside(1023, 4096) and not beside(4096, 1023) and not beside(1024, 1024, 64, causal=True)
+    quarter, eighth = (BlockMask.from_dense(np.arange(64).reshape(64, 1) % n == 0, 64, 4096) for n in (4, 8))
+    assert beside(4096, 4096, block_mask=quarter) and not beside(4096, 4096, block_mask=eighth)
+    assert not beside(4096, 4096, block_mask=quarter, kv_lengths=np.array([9]))
     assert not beside(2048, 4096, causal=True)  # of the last keys nobody may see any
     assert not beside(4096, 4096, causal=True, window=(70, 0)) and not beside(4096, 4096, kv_lengths=np.array([9]))
     assert not beside(4096, 4096, deterministic=True) and not beside(4096, 4096, 64, softcap=9.0)

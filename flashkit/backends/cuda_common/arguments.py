@@ -6,6 +6,7 @@ single words and the values of the modification.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -34,6 +35,7 @@ VALUES = 4 * len(TENSORS) + len(WORDS)
 """Index of the first value of the modification."""
 
 
+_MOST_COUNTED = 1 << 18  # tiles of a mask of blocks: 50 ms, once for the mask
 _PLACES = 4096  # of 8 numbers each, that a log-sum-exp may go to if nobody wants it
 
 
@@ -55,7 +57,7 @@ class Arguments(Block):
     """
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
-        self.spec, self.alive, self.scale = spec, list[Any](), operands.scale
+        self.spec, self.alive, self.scale, self._blocks = spec, list[Any](), operands.scale, operands.blocks
         self.batch, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
         words = [0] * size(spec)
@@ -93,6 +95,13 @@ class Arguments(Block):
         if key not in self._known:
             self._known[key] = find(self)
         return self._known[key]
+
+    @property
+    def density(self) -> float:
+        """The share of all tiles that a mask of blocks has; 0 without one, or where counting takes long."""
+        mask = self._blocks
+        small = mask is not None and math.prod((mask.batch, mask.heads, *mask.tiles)) <= _MOST_COUNTED
+        return mask.density if small else 0.0
 
     def unread_lse(self, ordinal: int) -> None:
         """Let rows' log-sum-exp, which nobody wants, go to memory that no one reads: one place for each head."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from ... import expr, mods
 from ...spec import AttentionSpec
-from . import modification
 from .arguments import AT, Arguments
 from .device import Device
 from .generation import Kernels, Spare
 from .hopper import WATCHDOG, chunks, padded
 from .launch import Library, check_grid, scratch
+from .modification import is_small, looks_at_ranges
 from .rows import RowKernels
 from .sm90_maps import Tickets, addressable, tensor_map
 from .together import bytes_of_queries, heads_together
@@ -22,6 +22,7 @@ _MOST_HEADS = 8
 _LEAD = 220  # items of which queries are prepared before the kernel
 _CAUSAL = mods.causal().key
 _THREADS = 384
+_ROUNDING = 0.2  # the time to round sums of a tile, over that of a step, one of each on a multiprocessor
 
 
 def keys_shared(spec: AttentionSpec) -> bool:
@@ -89,7 +90,7 @@ class BackwardTile:
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
             "KEY_BUFFERS": self.key_buffers, "KEYS_SHARED": keys_shared(spec), "ORDERED": spec.deterministic,
             "REGISTERS": 240, "REGISTERS_LOADING": 24, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "SMALL_SCORE": modification.is_small(spec), "BRIEF": True, "SHARED_BYTES": self.shared_memory(spec),
+            "SMALL_SCORE": is_small(spec), "BRIEF": True, "SHARED_BYTES": self.shared_memory(spec),
         }  # fmt: skip
 
 
@@ -112,30 +113,56 @@ def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
 
 
-def sees_most(spec: AttentionSpec) -> bool:
-    """Whether a key is known to be seen by all queries or, under a causal mask, all from its position on."""
-    return not spec.kv_lengths and (spec.mask is None or expr.key(spec.mask) == _CAUSAL)
+def _is_causal(spec: AttentionSpec) -> bool:
+    """Whether the mask is the causal one and nothing else."""
+    return spec.mask is not None and expr.key(spec.mask) == _CAUSAL
 
 
-def many_steps(spec: AttentionSpec, n_q: int, n_k: int) -> bool:
-    """Whether items of keys that most queries see have steps enough for rows to be prepared beside their products. On
-    an H200 that is 1.01 to 1.07 times as fast then; with 512 tokens, or 1,024 under a causal mask, 0.92 to 0.95.
+def rows_seen_by(spec: AttentionSpec, n_q: int, n_k: int, density: float = 0) -> float:
+    """How many queries a key is seen by, on average; 0 where nobody knows. density: the share of all tiles that a mask
+    of blocks is known to have.
     """
-    return min(n_q, n_k) >= 1024 if spec.mask is None else n_q >= n_k >= 2048
+    if spec.kv_lengths:
+        return 0
+    if spec.mask is None:
+        return n_q
+    if _is_causal(spec):
+        return n_k / 2 if n_q >= n_k else 0  # with more keys than queries it depends on where these are
+    return n_q * density if looks_at_ranges(spec) else 0
+
+
+def many_steps(spec: AttentionSpec, n_q: int, n_k: int, density: float = 0) -> bool:
+    """Whether items are known to have steps enough for rows to be prepared beside their products. On an H200 that is
+    1.01 to 1.07 times as fast then; with 512 tokens, or 1,024 under a causal mask, 0.92 to 0.95.
+    """
+    return n_k >= 1024 and rows_seen_by(spec, n_q, n_k, density) >= 1024
+
+
+def left_alone(spec: AttentionSpec, n_k: int, items: int, most: int) -> int:
+    """Of `most` multiprocessors, or pairs that share an item, those left to who rounds sums of dQ while the others
+    multiply. Without a mask as many as nobody misses, as half of all would have nothing to do in the last round; under
+    a causal mask as many as keep up.
+    """
+    if spec.kv_lengths or items <= most:
+        return 0
+    if spec.mask is None:
+        rounds = int(items / most + 0.5)  # if it is one more than that, the last has few items, and many have time then
+        return max(0, most - -(-items // rounds))
+    return int(_ROUNDING * most / (n_k / 2 / 128)) if _is_causal(spec) else 0
 
 
 class Backward:
     """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded. `spare` takes
     the calls that its kernels cannot; `kernels`: of the backend. `spec` may be deterministic where calls need not be.
-    beside: whether the kernel prepares rows itself, but the first. counts: whether it counts items that are finished,
-    so that sums of finished heads may be rounded where blocks of it have ended.
+    beside: whether the kernel prepares rows itself, but the first. early: whether kernels begin while the one before
+    runs; the second says which sums are complete, and the third rounds these.
     """
 
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
-        spare: Spare, beside: bool = False, counts: bool = False,
+        spare: Spare, beside: bool = False, early: bool = False,
     ) -> None:  # fmt: skip
-        self._beside, self._counts = beside, counts
+        self._beside, self._early = beside, early
         self.spec, self.device, self.tile, self.why, self.libraries = spec, device, tile, why, [library]
         self._rows: RowKernels | None = None
         if spec.sinks:
@@ -170,14 +197,16 @@ class Backward:
             marks.data.ptr + 4 * ahead, arguments.heads * queries * words, queries * words, words
         ]  # fmt: skip
         before = min(tiles, at_a_time * of_head + _LEAD // together * -(-of_head // keys))
-        if self._beside and not many_steps(spec, arguments.n_q, arguments.n_k):
+        if self._beside and not many_steps(spec, arguments.n_q, arguments.n_k, arguments.density):
             before = tiles
         arguments.set(splits=at_a_time, before=before, ticket=self._tickets.next(stream))
         self._prepare.launch(before if self._beside else tiles, 256, arguments, stream)
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in self.boxes()]
-        blocks = together * min(keys * every, max(1, self.device.sms // together))
-        self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream)
-        self._store.launch(tiles, 256, arguments, stream, early=self._counts)
+        items, most = keys * every, max(1, self.device.sms // together)
+        left = left_alone(spec, arguments.n_k, items, most) if self._early else 0
+        blocks = together * min(items, most - left)
+        self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream, early=self._early)
+        self._store.launch(tiles, 256, arguments, stream, early=self._early)
         if self._rows is not None:
             self._rows.prepare(arguments, stream)
             self._rows.finish(arguments, stream)

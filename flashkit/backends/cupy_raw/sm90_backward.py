@@ -70,13 +70,12 @@ class Sm90Backward(hopper_backward.Backward):
 
     def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
         spec, tile = replace(problem.spec, deterministic=in_order(problem)), tile or tile_of(problem.spec)
-        long = hopper_backward.sees_most(spec) and hopper_backward.many_steps(spec, problem.n_q, problem.n_k)
+        long = hopper_backward.many_steps(spec, problem.n_q, problem.n_k, density=1)  # of blocks each call has its own
         beside, arch = long and room_beside(spec, tile), compiler.target(device.capability)
         constants, products = source(spec, tile, beside)
         library = specialise.library("sm90_backward", spec, tuple(constants.items()), arch, products)
         spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
-        counts = not spec.deterministic
-        super().__init__(spec, device, tile, why, library, specialise.library, spare, beside, counts)
+        super().__init__(spec, device, tile, why, library, specialise.library, spare, beside, early=True)
 
     def boxes(self) -> list[tuple[str, int, int]]:
         dim_v = self.spec.head_dim_v

@@ -161,7 +161,8 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
     if (BESIDE && threadIdx.x < BYTES_ZEROS / UNIT) clear_unit(base + AT_ZEROS + threadIdx.x * UNIT), fence_async();
     if (BLOCKS > 1) cluster_sync();
     else __syncthreads();
-    if (!ORDERED) allow_next_kernel();
+    await_kernel_before();
+    allow_next_kernel();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
         give_registers<REGISTERS_LOADING>();
@@ -179,16 +180,37 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
 
 // --- after ------------------------------------------------------------------------------------------------------------
 
-// The sums of dQ to dq; a block takes a tile. In shared memory they become rows again. Unless ORDERED this kernel begins where blocks
-// of the one before have ended, and takes tiles of heads that are finished; the last block ends after that one in any case.
+// By a block, when all blocks of the kernel run: until all has been added that a tile's dQ is the sum of. In an order each tile of
+// keys says so of each tile of queries, else each block of a cluster counts its finished items of a head.
+DEVICE void await_sums(const Params& p, int b, int h, int tile) {
+    const int tiles = tiles_of(p.n_k, BLOCK_K);
+    auto ask_again = [] { asm volatile("nanosleep.u32 500;"); };
+    if constexpr (ORDERED) {
+        const int words = order_words(p);
+        const int* done = marks_of(p, b, h, tile) + 1;
+        for (int i = threadIdx.x; i < BLOCKS * words; i += blockDim.x) {
+            const int left = tiles - i % words * ORDER_BITS;
+            const unsigned need = left < ORDER_BITS ? (1u << left) - 1 : ~WRITTEN_HERE;
+            while ((get_acquired(done + i) & need) != need) ask_again();
+        }
+    } else if (threadIdx.x == 0) {
+        const int* finished = finished_of(p, number_of_head(p, b, h / GROUP));
+        while ((int)get_acquired(finished) != BLOCKS * tiles) ask_again();
+    }
+    __syncthreads();
+}
+
+// The sums of dQ to dq; a block takes a tile. In shared memory they become rows again. This kernel begins while the one before runs,
+// on multiprocessors that are left to it or where blocks have ended; the last block ends after that kernel in any case.
 extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
     constexpr int PITCH = 64 * CHUNKS + 8;
     __shared__ __align__(16) unsigned short rows[BLOCK_Q * PITCH];
     const auto [b, h, tile] = tile_number(p, blockIdx.x);
     const int lane = threadIdx.x % 32;
     const float scale = (float)p.scale;
-    if (!ORDERED && (!is_finished(p, number_of_head(p, b, h / GROUP)) || blockIdx.x + 1 == gridDim.x)) await_kernel_before();
-    const bool written = !ORDERED || (marks_of(p, b, h, tile)[0] & WRITTEN);
+    if (blockIdx.x + 1 == gridDim.x) await_kernel_before();
+    else await_sums(p, b, h, tile);
+    const bool written = !ORDERED || (__ldcg(marks_of(p, b, h, tile)) & WRITTEN);
 #pragma unroll
     for (int first = 0; first < PARTS; first += 2) {
         const int part = first + threadIdx.x / 128;

@@ -126,6 +126,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
             begin_sums(dv, p_pairs, dout_tile, !first);
             products_wait<1>();  // dP
             settle(dp);
+            if (last) values.release(number, lane);  // the next item's may come while this one ends
             unsigned ds[PAIRS / 2];
             if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, deltas, kept);
             else gradients<false>(p, s, dp, ds, deltas, kept);
@@ -167,7 +168,6 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
         if (!ORDERED) stores_wait<CHUNKS + CHUNKS_V>();  // so the item before has been added; after its dQ came its dV and dK
         products_wait<0>();
         settle(s), settle(dk), settle(dv);
-        values.release(number, lane);
         pairs.wait_full(n - 1);
         float dq[PART_ROWS / 2];
         query_gradients(n - 1, dq);

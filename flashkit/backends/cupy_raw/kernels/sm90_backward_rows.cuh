@@ -18,7 +18,7 @@ DEVICE int* next_tile(const Params& p) { return static_cast<int*>(p.partial_lse.
 DEVICE int* ready_of(const Params& p, int bh) { return next_tile(p) - 1 - bh; }  // bh: of keys
 DEVICE int* finished_of(const Params& p, int bh) { return ready_of(p, bh) - heads_of_keys(p); }
 DEVICE int tiles_of_head(const Params& p) { return tiles_of(p.n_q, BLOCK_Q) * GROUP; }
-DEVICE int tiles_with_item(const Params& p) { return tiles_of(tiles_of_head(p), BLOCKS * early_tiles(p)); }
+DEVICE int tiles_with_item(const Params& p) { return tiles_of(tiles_of_head(p), BLOCKS * tiles_of(p.n_k, BLOCK_K)); }
 
 struct QueryTile { int b, h, tile; };
 DEVICE QueryTile tile_number(const Params& p, int where) {
@@ -70,6 +70,7 @@ DEVICE void set_marks(const Params& p, const QueryTile& at, bool odd, int thread
 
 constexpr int UNITS = HEAD_DIM_V / 8, LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;  // LANES take a row
 extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
+    allow_next_kernel();
     const QueryTile at = tile_number(p, blockIdx.x);
     constexpr int AT_ONCE = 256 / LANES;
     const int lane = threadIdx.x % LANES;
@@ -116,9 +117,6 @@ DEVICE void begin_to_clear(const Params& p, int where, unsigned base) {
 DEVICE void add_one(int* word) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(word) : "memory"); }
 DEVICE void set_ready(const Params& p, int where) { add_one(ready_of(p, where / tiles_of_head(p))); }
 DEVICE bool is_ready(const Params& p, int bh) { return uniform((int)get_acquired(ready_of(p, bh))) == tiles_of_head(p); }
-
-// Whether all that a head's dQ is the sum of has been added. Each block of a cluster counts its items.
-DEVICE bool is_finished(const Params& p, int bh) { return (int)get_acquired(finished_of(p, bh)) == BLOCKS * tiles_of(p.n_k, BLOCK_K); }
 
 // Sums alone, by a warp, with each item.
 DEVICE void clear_some(const Params& p) {

@@ -37,26 +37,24 @@ DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 
 
 // --- which work -------------------------------------------------------------------------------------------------------
 
-// Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask the first
-// keys are seen by most; of the last ones a quarter is left to the end (come_early), where they even out when blocks finish.
-// FROM_DIAGONAL: in descending order; but of the last heads all at a time and in ascending order, the items with most to do
-// first, so that blocks finish together.
 DEVICE int heads_of_keys(const Params& p) { return (int)(p.heads / GROUP * p.batch); }  // of all batch entries
 DEVICE int number_of_head(const Params& p, int b, int head) { return b * ((int)p.heads / GROUP) + head; }
-DEVICE int heads_at_last(const Params& p) { return p.splits < 2 ? 2 : (int)p.splits; }
-DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < (int)p.heads / GROUP * (int)p.batch - heads_at_last(p); }
 
-// How many tiles of keys of a head come before what is left to the end.
-DEVICE int early_tiles(const Params& p) {
-    const int tiles = tiles_of(p.n_k, BLOCK_K);
-    return ORDERED ? tiles : come_early(tiles);
+// Item number `index`: one head's tiles after the other's. With a mask that is not looked up, p.splits heads at a time, their first
+// tiles, then their second, for under a causal mask the first keys are seen by most; of the last heads (EVENS_OUT) all at a time, so
+// that the items with least to do come last of all and blocks finish together. FROM_DIAGONAL: in descending order, but for those.
+constexpr bool EVENS_OUT = HAS_MASK && (ORDERED || !LOOKED_UP);
+DEVICE int heads_at_last(const Params& p) {
+    if constexpr (!EVENS_OUT) return 0;
+    const int all = heads_of_keys(p), two_each = tiles_of(2 * (gridDim.x / BLOCKS), tiles_of(p.n_k, BLOCK_K));
+    const int last = !ORDERED ? two_each : p.splits < 2 ? 2 : (int)p.splits;
+    return last < all ? last : all;
 }
+DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < heads_of_keys(p) - heads_at_last(p); }
 DEVICE Item item_of(const Params& p, int index) {
-    const int heads = (int)p.heads / GROUP, all = heads * (int)p.batch, tiles = tiles_of(p.n_k, BLOCK_K);
-    const int last = heads_at_last(p) < all ? heads_at_last(p) : all, first = all - last;
-    const bool at_last = FROM_DIAGONAL && index >= first * tiles;
-    const Turn turn = at_last ? turn_of(index - first * tiles, tiles, last, last)
-                              : turn_of(index, early_tiles(p), FROM_DIAGONAL ? first : all, (int)p.splits);
+    const int heads = (int)p.heads / GROUP, tiles = tiles_of(p.n_k, BLOCK_K), last = heads_at_last(p), first = heads_of_keys(p) - last;
+    const bool at_last = EVENS_OUT && index >= first * tiles;
+    const Turn turn = at_last ? turn_of(index - first * tiles, tiles, last, last) : turn_of(index, tiles, first, (int)p.splits);
     const int bh = at_last ? first + turn.bh : turn.bh;
     return {bh / heads, bh % heads, (FROM_DIAGONAL && !at_last ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
 }

@@ -139,6 +139,8 @@ def step(p, base, k_tile, number, even, tile, state, rest):
     dv = dv_product(dv, w, descriptor(dout_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
     products_end()
     products_wait(1)  # dP
+    if last:  # the next item's values may come while this one ends
+        release(base + AT_V_RING, number, 1)
     ds = gradients(p, s, settle(dp), plain, delta, kept)
     hand_pairs(base, n, ds, pairs_of_lane)
     if staged >= 0:
@@ -169,7 +171,6 @@ def finish(p, base, k_tile, number, n, state, rest):
     group, (_, lane_part, _, warp), _ = rest
     s, dk, dv, staged, before = state
     s, dk, dv = settle(s), settle(dk), settle(dv)
-    release(base + AT_V_RING, number, 1)
     wait_full(base + AT_PAIRS_RING, n - 1, 2)
     dq = query_gradients(base, k_tile, group, n - 1)
     if not ORDERED:
