@@ -592,10 +592,22 @@ def test_sm90_prepares_rows_beside_long_items() -> None:
     quarter, eighth = (BlockMask.from_dense(np.arange(64).reshape(64, 1) % n == 0, 64, 4096) for n in (4, 8))
     assert beside(4096, 4096, block_mask=quarter) and not beside(4096, 4096, block_mask=eighth)
     assert not beside(4096, 4096, block_mask=quarter, kv_lengths=np.array([9]))
+    assert not beside(4096, 4096, block_mask=BlockMask.from_mod(mods.visible(np.ones((4096, 4096), bool)), 4096, 4096))
     assert not beside(2048, 4096, causal=True)  # of the last keys nobody may see any
     assert not beside(4096, 4096, causal=True, window=(70, 0)) and not beside(4096, 4096, kv_lengths=np.array([9]))
     assert not beside(4096, 4096, deterministic=True) and not beside(4096, 4096, 64, softcap=9.0)
     assert not beside(4096, 4096, 192) and not beside(4096, 4096, 64, 128)
+
+
+def test_multiprocessors_are_left_alone_where_that_costs_little() -> None:
+    """To who rounds sums of dQ while the others multiply."""
+    plain, causal = AttentionSpec("bfloat16", 128, 128), spec_of([], [mods.causal()], 128, "bfloat16")
+    left = hopper_backward.left_alone
+    assert [left(plain, 4096, items, 132) for items in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
+    assert [left(causal, n, 2048, 132) for n in (1024, 2048, 4096, 8192, 16384)] == [7, 3, 2, 1, 0]
+    windowed = spec_of([], [mods.causal(), mods.sliding_window(100, None)], 128, "bfloat16")
+    assert left(windowed, 1024, 2048, 132) == 0  # nobody knows how many steps items have
+    assert left(replace(plain, kv_lengths=True), 4096, 2048, 132) == 0  # items are not alike
 
 
 def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:

@@ -11,7 +11,7 @@ from .device import Device
 from .generation import Kernels, Spare
 from .hopper import WATCHDOG, chunks, padded
 from .launch import Library, check_grid, scratch
-from .modification import is_small, looks_at_ranges
+from .modification import is_of_blocks, is_small
 from .rows import RowKernels
 from .sm90_maps import Tickets, addressable, tensor_map
 from .together import bytes_of_queries, heads_together
@@ -128,7 +128,7 @@ def rows_seen_by(spec: AttentionSpec, n_q: int, n_k: int, density: float = 0) ->
         return n_q
     if _is_causal(spec):
         return n_k / 2 if n_q >= n_k else 0  # with more keys than queries it depends on where these are
-    return n_q * density if looks_at_ranges(spec) else 0
+    return n_q * density if is_of_blocks(spec) else 0
 
 
 def many_steps(spec: AttentionSpec, n_q: int, n_k: int, density: float = 0) -> bool:
@@ -148,7 +148,7 @@ def left_alone(spec: AttentionSpec, n_k: int, items: int, most: int) -> int:
     if spec.mask is None:
         rounds = int(items / most + 0.5)  # if it is one more than that, the last has few items, and many have time then
         return max(0, most - -(-items // rounds))
-    return int(_ROUNDING * most / (n_k / 2 / 128)) if _is_causal(spec) else 0
+    return round(_ROUNDING * most / (n_k / 2 / 128)) if _is_causal(spec) else 0
 
 
 class Backward:

@@ -51,6 +51,12 @@ def looks_at_ranges(spec: AttentionSpec) -> bool:
     )
 
 
+def is_of_blocks(spec: AttentionSpec) -> bool:
+    """Whether all that the mask looks up is the same for blocks of queries or keys."""
+    loads = [] if spec.mask is None else [node for node in expr.walk([spec.mask]) if node.op == "load"]
+    return looks_at_ranges(spec) and all(any(arg.op == "floordiv" for arg in node.args) for node in loads)
+
+
 def shifts(mask: Expr) -> bool:
     """Whether a mask is known to be the same for q + n and k + n as for q and k, as where these are compared with each
     other, or their distance with something.
