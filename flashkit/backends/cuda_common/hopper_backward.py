@@ -141,14 +141,14 @@ def many_steps(spec: AttentionSpec, n_q: int, n_k: int, density: float = 0) -> b
 def left_alone(spec: AttentionSpec, n_k: int, items: int, most: int) -> int:
     """Of `most` multiprocessors, or pairs that share an item, those left to who rounds sums of dQ while the others
     multiply. Without a mask as many as nobody misses, as half of all would have nothing to do in the last round; under
-    a causal mask as many as keep up.
+    a causal mask as many as keep up, but few.
     """
     if spec.kv_lengths or items <= most:
         return 0
     if spec.mask is None:
         rounds = int(items / most + 0.5)  # if it is one more than that, the last has few items, and many have time then
         return max(0, most - -(-items // rounds))
-    return round(_ROUNDING * most / (n_k / 2 / 128)) if _is_causal(spec) else 0
+    return min(most // 16, round(_ROUNDING * most / (n_k / 2 / 128))) if _is_causal(spec) else 0
 
 
 class Backward:
