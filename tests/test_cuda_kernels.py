@@ -605,7 +605,8 @@ def test_multiprocessors_are_left_alone_where_that_costs_little() -> None:
     left = hopper_backward.left_alone
     assert [left(plain, 4096, items, 132) for items in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
     assert [left(causal, n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
-    assert all(0 <= left(spec, n, 7, sms) < sms for spec in (plain, causal) for n in (1, 99, 4096) for sms in range(1, 40))
+    for spec, n, sms in itertools.product((plain, causal), (1, 99, 4096), range(1, 40)):
+        assert 0 <= left(spec, n, 7, sms) < sms
     windowed = spec_of([], [mods.causal(), mods.sliding_window(100, None)], 128, "bfloat16")
     assert left(windowed, 1024, 2048, 132) == 0  # nobody knows how many steps items have
     assert left(replace(plain, kv_lengths=True), 4096, 2048, 132) == 0  # items are not alike
