@@ -4,6 +4,7 @@ text of modifications says what the graphs say.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess

@@ -46,8 +46,9 @@ DEVICE int number_of_head(const Params& p, int b, int head) { return b * ((int)p
 constexpr bool EVENS_OUT = HAS_MASK && (ORDERED || !LOOKED_UP);
 DEVICE int heads_at_last(const Params& p) {
     if constexpr (!EVENS_OUT) return 0;
-    const int all = heads_of_keys(p), two_each = tiles_of(2 * (gridDim.x / BLOCKS), tiles_of(p.n_k, BLOCK_K));
-    const int last = !ORDERED ? two_each : p.splits < 2 ? 2 : (int)p.splits;
+    // In any order as many as are an item for each block: more would have to wait until their sums are cleared.
+    const int all = heads_of_keys(p), one_each = tiles_of(gridDim.x / BLOCKS, tiles_of(p.n_k, BLOCK_K));
+    const int last = !ORDERED ? one_each : p.splits < 2 ? 2 : (int)p.splits;
     return last < all ? last : all;
 }
 DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < heads_of_keys(p) - heads_at_last(p); }
