@@ -549,7 +549,7 @@ def test_sm90_gradients_take_modifications_by_their_form(what: str, d: int) -> N
     assert sum("MUFU.EX2" in line for part in usual for line in part) == tile.block_q // 2  # each weight once
     assert sum(map(spilled, usual)) <= 12
     # Where other tiles are dealt with, too: what is kept for all tiles of an item is kept there as well.
-    assert sum(map(spilled, parts)) <= (52 if what == "softcap" and d == 64 else 24)
+    assert sum(map(spilled, parts)) <= (52 if what == "softcap" and d == 64 else 26)
     assert ("MUFU.TANH" in text) == (what == "softcap")
 
 
