@@ -586,7 +586,7 @@ def test_sm90_prepares_rows_beside_long_items() -> None:
         spec = arguments.prepare(q, k, v, **options)[0].spec
         room = sm90_backward.room_beside(spec, sm90_backward.tile_of(spec))
         density = options["block_mask"].density if "block_mask" in options else 0
-        return room and hopper_backward.many_steps(spec, n_q, n_k, density)
+        return room and hopper_backward.many_steps(hopper_backward.seen(spec), n_q, n_k, density)
 
     assert beside(1024, 1024) and beside(2048, 2048, 64, causal=True) and beside(4096, 2048, causal=True, softcap=9.0)
     assert not beside(1023, 4096) and not beside(4096, 1023) and not beside(1024, 1024, 64, causal=True)
@@ -602,15 +602,16 @@ def test_sm90_prepares_rows_beside_long_items() -> None:
 
 def test_multiprocessors_are_left_alone_where_that_costs_little() -> None:
     """To who rounds sums of dQ while the others multiply."""
-    plain, causal = AttentionSpec("bfloat16", 128, 128), spec_of([], [mods.causal()], 128, "bfloat16")
     left = hopper_backward.left_alone
-    assert [left(plain, 4096, items, 132) for items in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
-    assert [left(causal, n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
-    for spec, n, sms in itertools.product((plain, causal), (1, 99, 4096), range(1, 40)):
-        assert 0 <= left(spec, n, 7, sms) < sms
-    windowed = spec_of([], [mods.causal(), mods.sliding_window(100, None)], 128, "bfloat16")
-    assert left(windowed, 1024, 2048, 132) == 0  # nobody knows how many steps items have
-    assert left(replace(plain, kv_lengths=True), 4096, 2048, 132) == 0  # items are not alike
+    assert [left("by all", 4096, items, 132) for items in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
+    assert [left("causally", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
+    assert left("somehow", 1024, 2048, 132) == left("in blocks", 1024, 2048, 132) == 0  # items are not alike
+    kinds: tuple[hopper_backward.Seen, ...] = "by all", "causally"
+    for kind, n, sms in itertools.product(kinds, (1, 99, 4096), range(1, 40)):
+        assert 0 <= left(kind, n, 7, sms) < sms
+    causal, windowed = (spec_of([], [mods.causal(), *more]) for more in ([], [mods.sliding_window(100, None)]))
+    assert [hopper_backward.seen(spec) for spec in (causal, windowed)] == ["causally", "somehow"]
+    assert hopper_backward.seen(replace(causal, mask=None, kv_lengths=True)) == "somehow"
 
 
 def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:

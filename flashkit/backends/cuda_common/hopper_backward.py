@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ... import expr, mods
 from ...spec import AttentionSpec
@@ -114,42 +115,41 @@ def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
 
 
-def _is_causal(spec: AttentionSpec) -> bool:
-    """Whether the mask is the causal one and nothing else."""
-    return spec.mask is not None and expr.key(spec.mask) == _CAUSAL
+Seen = Literal["by all", "causally", "in blocks", "somehow"]
 
 
-def rows_seen_by(spec: AttentionSpec, n_q: int, n_k: int, density: float = 0) -> float:
-    """How many queries a key is seen by, on average; 0 where nobody knows. density: the share of all tiles that a mask
-    of blocks is known to have.
-    """
+def seen(spec: AttentionSpec) -> Seen:
+    """What is known of which queries see a key."""
     if spec.kv_lengths:
-        return 0
+        return "somehow"
     if spec.mask is None:
-        return n_q
-    if _is_causal(spec):
-        return n_k / 2 if n_q >= n_k else 0  # with more keys than queries it depends on where these are
-    return n_q * density if is_of_blocks(spec) else 0
+        return "by all"
+    if expr.key(spec.mask) == _CAUSAL:
+        return "causally"
+    return "in blocks" if is_of_blocks(spec) else "somehow"
 
 
-def many_steps(spec: AttentionSpec, n_q: int, n_k: int, density: float = 0) -> bool:
+def many_steps(seen: Seen, n_q: int, n_k: int, density: float = 0) -> bool:
     """Whether items are known to have steps enough for rows to be prepared beside their products. On an H200 that is
-    1.01 to 1.07 times as fast then; with 512 tokens, or 1,024 under a causal mask, 0.92 to 0.95.
+    1.01 to 1.07 times as fast then; with 512 tokens, or 1,024 under a causal mask, 0.92 to 0.95. density: the share of
+    all tiles that a mask of blocks is known to have.
     """
-    return n_k >= 1024 and rows_seen_by(spec, n_q, n_k, density) >= 1024
+    # Under a causal mask with more keys than queries it depends on where these are.
+    rows = {"by all": n_q, "causally": n_k / 2 if n_q >= n_k else 0, "in blocks": n_q * density, "somehow": 0}
+    return n_k >= 1024 and rows[seen] >= 1024
 
 
-def left_alone(spec: AttentionSpec, n_k: int, items: int, most: int) -> int:
+def left_alone(seen: Seen, n_k: int, items: int, most: int) -> int:
     """Of `most` multiprocessors, or pairs that share an item, those left to who rounds sums of dQ while the others
     multiply. Without a mask as many as nobody misses, as half of all would have nothing to do in the last round; under
     a causal mask as many as keep up, but few.
     """
-    if spec.kv_lengths or items <= most:
+    if items <= most:
         return 0
-    if spec.mask is None:
+    if seen == "by all":
         rounds = int(items / most + 0.5)  # if it is one more than that, the last has few items, and many have time then
         return max(0, most - -(-items // rounds))
-    return min(most // 16, round(_ROUNDING * most / (n_k / 2 / 128))) if _is_causal(spec) else 0
+    return min(most // 16, round(_ROUNDING * most / (n_k / 2 / 128))) if seen == "causally" else 0
 
 
 class Backward:
@@ -163,7 +163,7 @@ class Backward:
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
         spare: Spare, beside: bool = False, early: bool = False,
     ) -> None:  # fmt: skip
-        self._beside, self._early = beside, early
+        self._beside, self._early, self._seen = beside, early, seen(spec)
         self.spec, self.device, self.tile, self.why, self.libraries = spec, device, tile, why, [library]
         self._rows: RowKernels | None = None
         if spec.sinks:
@@ -198,7 +198,7 @@ class Backward:
             marks.data.ptr + 4 * ahead, arguments.heads * queries * words, queries * words, words
         ]  # fmt: skip
         before = min(tiles, at_a_time * of_head + _LEAD // together * -(-of_head // keys))
-        if self._beside and not many_steps(spec, arguments.n_q, arguments.n_k, arguments.density):
+        if self._beside and not many_steps(self._seen, arguments.n_q, arguments.n_k, arguments.density):
             before = tiles
         arguments.set(splits=at_a_time, before=before, ticket=self._tickets.next(stream))
         self._prepare.launch(before if self._beside else tiles, 256, arguments, stream)
@@ -206,7 +206,7 @@ class Backward:
         items, most = keys * every, max(1, self.device.sms // together)
         # With 16,384 tokens, 64 columns and in an order it was 1.13 instead of 1.06 times the time in any order, once.
         early = self._early and not (spec.deterministic and max(arguments.n_q, arguments.n_k) > _LONG)
-        left = left_alone(spec, arguments.n_k, items, most) if early else 0
+        left = left_alone(self._seen, arguments.n_k, items, most) if early else 0
         blocks = together * min(items, most - left)
         self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream, early)
         self._store.launch(tiles, 256, arguments, stream, early)

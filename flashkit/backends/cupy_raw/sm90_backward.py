@@ -70,7 +70,8 @@ class Sm90Backward(hopper_backward.Backward):
 
     def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
         spec, tile = replace(problem.spec, deterministic=in_order(problem)), tile or tile_of(problem.spec)
-        long = hopper_backward.many_steps(spec, problem.n_q, problem.n_k, density=1)  # of blocks each call has its own
+        seen = hopper_backward.seen(spec)
+        long = hopper_backward.many_steps(seen, problem.n_q, problem.n_k, density=1)  # of blocks each call has its own
         beside, arch = long and room_beside(spec, tile), compiler.target(device.capability)
         constants, products = source(spec, tile, beside)
         library = specialise.library("sm90_backward", spec, tuple(constants.items()), arch, products)
