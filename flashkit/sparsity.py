@@ -160,6 +160,11 @@ class BlockMask(Patterns):
         """Rows and columns of tiles."""
         return -(-self.n_q // self.block_q), -(-self.n_k // self.block_k)
 
+    @property
+    def tile_count(self) -> int:
+        """How many tiles there are, existing or not, in all batch entries and heads that the mask tells apart."""
+        return self.batch * self.heads * math.prod(self.tiles)
+
     def rows(self, b: int | None = None, h: int | None = None) -> TileLists:
         """For each row of tiles, the runs of tiles it has (compressed sparse rows): the loops of the forward pass and
         of dQ.
@@ -203,8 +208,7 @@ class BlockMask(Patterns):
     def density(self) -> float:
         """Fraction of the tiles that exist, which is the fraction of the work left; not of the pairs, see
         `visible_pairs`. 0 without tiles."""
-        tiles = self.batch * self.heads * math.prod(self.tiles)
-        return sum(runs.total for runs in self._rows) / tiles if tiles else 0.0
+        return sum(runs.total for runs in self._rows) / self.tile_count if self.tile_count else 0.0
 
     @cached_property
     def visible_pairs(self) -> int:
@@ -252,7 +256,7 @@ class BlockMask(Patterns):
     def __repr__(self) -> str:
         each = "".join(f", {name} {n}" for name, n in (("batch", self.batch), ("heads", self.heads)) if n > 1)
         # Not worth minutes of work in a debugger: the density is shown where it is known or quickly found.
-        small = self.batch * self.heads * math.prod(self.tiles) <= 1 << 16
+        small = self.tile_count <= 1 << 16
         kept = f", {self.density:.1%} kept" if small or "_rows" in self.__dict__ else ""
         tiles = f"{self.tiles[0]} x {self.tiles[1]} tiles of {self.block_q} x {self.block_k}"
         return f"<BlockMask {self.n_q} x {self.n_k}{each}: {tiles}{kept}>"

@@ -6,7 +6,6 @@ single words and the values of the modification.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -99,9 +98,8 @@ class Arguments(Block):
     @property
     def density(self) -> float:
         """The share of all tiles that a mask of blocks has; 0 without one, or where counting takes long."""
-        mask = self._blocks
-        small = mask is not None and math.prod((mask.batch, mask.heads, *mask.tiles)) <= _MOST_COUNTED
-        return mask.density if small else 0.0
+        small = self._blocks is not None and self._blocks.tile_count <= _MOST_COUNTED
+        return self._blocks.density if small else 0.0
 
     def unread_lse(self, ordinal: int) -> None:
         """Let rows' log-sum-exp, which nobody wants, go to memory that no one reads: one place for each head."""

@@ -23,7 +23,7 @@ _MOST_HEADS = 8
 _LEAD = 220  # items of which queries are prepared before the kernel
 _CAUSAL = mods.causal().key
 _THREADS = 384
-_LONG = 4096  # tokens; in an order kernels are launched early up to these
+_LONG = 4096  # tokens; in an order kernels are launched early up to these: 16,384 were slower, once (docs/hopper.md)
 _ROUNDING = 0.2  # the time to round sums of a tile, over that of a step, one of each on a multiprocessor
 
 
@@ -204,7 +204,6 @@ class Backward:
         self._prepare.launch(before if self._beside else tiles, 256, arguments, stream)
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in self.boxes()]
         items, most = keys * every, max(1, self.device.sms // together)
-        # With 16,384 tokens, 64 columns and in an order it was 1.13 instead of 1.06 times the time in any order, once.
         early = self._early and not (spec.deterministic and max(arguments.n_q, arguments.n_k) > _LONG)
         left = left_alone(self._seen, arguments.n_k, items, most) if early else 0
         blocks = together * min(items, most - left)

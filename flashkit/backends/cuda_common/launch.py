@@ -76,8 +76,8 @@ class Kernel:
 
     def launch(self, blocks: int, threads: int, arguments: Block, stream: int, early: bool = False) -> None:
         """Enqueue `blocks` blocks of `threads` threads; `arguments` may be changed as soon as this returns. early: the
-        blocks may begin when all of the kernel before have begun and allow it; this kernel then waits by itself until
-        that one has ended (griddepcontrol, from Hopper on).
+        blocks may begin when all of the kernel before have begun and allow it; this kernel then waits by itself for
+        what it needs, and does not end before that one (griddepcontrol, from Hopper on).
         """
         if early:
             status = self._launch_early(blocks, threads, arguments, stream)
