@@ -13,6 +13,11 @@ import pytest
 
 import flashkit
 
+if "FLASHKIT_TEST_EMULATED" in os.environ:
+    import emulator
+
+    emulator.install(sms=int(os.environ["FLASHKIT_TEST_EMULATED"]))
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. OpenMP's idle threads would spin on those that another worker needs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

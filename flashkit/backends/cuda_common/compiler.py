@@ -161,8 +161,8 @@ def _refuse_serialised(name: str, arch: str, log: str) -> None:
         raise CompileError(f"{name} for {arch}: {serialised[0].strip()}")
 
 
-def _compile(source: Source, arch: str) -> tuple[bytes, str]:
-    """Machine code and the compiler's log."""
+def _compile(source: Source, arch: str, form: str = "CUBIN") -> tuple[bytes, str]:
+    """Machine code, or what NVRTC makes in another form, and the compiler's log."""
     from cuda.bindings import nvrtc
 
     used = _included(source)
@@ -177,8 +177,8 @@ def _compile(source: Source, arch: str) -> tuple[bytes, str]:
         text = log.decode(errors="replace").rstrip("\0\n ")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"{source.name} does not compile for {arch}:\n{text[:8000]}")
-        code = bytearray(_call("nvrtcGetCUBINSize", program)[0])
-        _call("nvrtcGetCUBIN", program, code)
+        code = bytearray(_call(f"nvrtcGet{form}Size", program)[0])
+        _call(f"nvrtcGet{form}", program, code)
         return bytes(code), text
     finally:
         nvrtc.nvrtcDestroyProgram(program)

@@ -1,0 +1,257 @@
+"""What flashkit and its tests use of CuPy, on an emulated device."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+
+from .device import BASE, Device
+
+DEVICE = Device()
+FACTS = {"name": b"emulated", "major": 9, "minor": 0}
+
+
+class _Memory:
+    """An allocation; given back when no array is left."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.start = size, DEVICE.memory.take(size)
+        weakref.finalize(self, DEVICE.memory.give, self.start, size)
+
+
+class _Pointer:
+    device_id = 0
+
+    def __init__(self, memory: _Memory, address: int) -> None:
+        self.mem, self.ptr = memory, address
+
+
+def _unwrapped(x: Any) -> Any:
+    if isinstance(x, ndarray):
+        return x._host()
+    if isinstance(x, (list, tuple)):
+        return type(x)(_unwrapped(each) for each in x)
+    if isinstance(x, dict):
+        return {name: _unwrapped(each) for name, each in x.items()}
+    return x
+
+
+def _wrapped(x: Any, near: tuple[Any, ...] = ()) -> Any:
+    """A result as an array on the device: a view of one of `near`, or a copy."""
+    if isinstance(x, tuple):
+        return tuple(_wrapped(each, near) for each in x)
+    if not isinstance(x, np.ndarray | np.generic):
+        return x
+    for each in near:
+        if isinstance(each, ndarray) and isinstance(x, np.ndarray) and x.size and np.may_share_memory(x, each._view):
+            return ndarray._of(x, each._memory)
+    return _copied(np.asarray(x))
+
+
+def _copied(x: np.ndarray) -> ndarray:
+    made = ndarray(x.shape, x.dtype)
+    made._view[...] = x
+    return made
+
+
+class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
+    _memory: _Memory
+    _view: np.ndarray
+
+    def __init__(self, shape: Any, dtype: Any = float, **_: Any) -> None:
+        shape = (shape,) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
+        dtype = np.dtype(dtype)
+        size = int(np.prod(shape)) * dtype.itemsize
+        self._memory = _Memory(size)
+        start = self._memory.start
+        self._view = DEVICE.memory.bytes[start : start + size].view(dtype).reshape(shape)
+
+    @classmethod
+    def _of(cls, view: np.ndarray, memory: _Memory) -> ndarray:
+        made = cls.__new__(cls)
+        made._view, made._memory = view, memory
+        return made
+
+    def _host(self) -> np.ndarray:
+        DEVICE.flush()
+        return self._view
+
+    shape = property(lambda self: self._view.shape)
+    strides = property(lambda self: self._view.strides)
+    dtype = property(lambda self: self._view.dtype)
+    ndim = property(lambda self: self._view.ndim)
+    size = property(lambda self: self._view.size)
+    nbytes = property(lambda self: self._view.nbytes)
+    flags = property(lambda self: self._view.flags)
+    itemsize = property(lambda self: self._view.itemsize)
+    T = property(lambda self: ndarray._of(self._view.T, self._memory))
+    device = property(lambda self: cuda.Device(0))
+
+    @property
+    def data(self) -> _Pointer:
+        start = (
+            self._view.__array_interface__["data"][0] - DEVICE.memory.bytes.ctypes.data
+            if self._view.size
+            else self._memory.start
+        )
+        return _Pointer(self._memory, start + BASE)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {**self._view.__array_interface__, "data": (self.data.ptr, False)}
+
+    @property
+    def base(self) -> Any:
+        return self if self._view.base is not None else None
+
+    def get(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._host().copy()
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("an array of a device is not one of NumPy; x.get() is")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **more: Any) -> Any:
+        inner = _unwrapped(inputs)
+        if out is not None:
+            getattr(ufunc, method)(*inner, out=_unwrapped(out), **_unwrapped(more))
+            return out[0]
+        with np.errstate(all="ignore"):
+            return _wrapped(getattr(ufunc, method)(*inner, **_unwrapped(more)))
+
+    def __array_function__(self, function: Any, _: Any, args: Any, more: Any) -> Any:
+        return _call(function, args, more)
+
+    def __getitem__(self, index: Any) -> Any:
+        DEVICE.flush()
+        return _wrapped(self._view[_unwrapped(index)], (self,))
+
+    def __setitem__(self, index: Any, x: Any) -> None:
+        self._host()[_unwrapped(index)] = _unwrapped(x)
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def __float__(self) -> float:
+        return float(self._host())
+
+    def __int__(self) -> int:
+        return int(self._host())
+
+    def __bool__(self) -> bool:
+        return bool(self._host())
+
+    def __repr__(self) -> str:
+        return f"emulated {self._host()!r}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(np.ndarray, name):
+            raise AttributeError(name)
+
+        def method(*args: Any, **more: Any) -> Any:
+            with np.errstate(all="ignore"):
+                return _wrapped(getattr(self._host(), name)(*_unwrapped(args), **_unwrapped(more)), (self,))
+
+        return method
+
+
+def _call(function: Any, args: Any, more: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return _wrapped(function(*_unwrapped(args), **_unwrapped(more)), args)
+
+
+def asarray(x: Any, dtype: Any = None, order: Any = None) -> ndarray:
+    if isinstance(x, ndarray) and (dtype is None or x.dtype == dtype):
+        return x
+    return _copied(np.asarray(_unwrapped(x), dtype))
+
+
+def array(x: Any, dtype: Any = None, copy: bool = True, order: Any = None, **_: Any) -> ndarray:
+    return _copied(np.array(_unwrapped(x), dtype))
+
+
+def empty(shape: Any, dtype: Any = float, **_: Any) -> ndarray:
+    return ndarray(shape, dtype)
+
+
+def empty_like(x: Any, dtype: Any = None, **_: Any) -> ndarray:
+    return ndarray(x.shape, dtype or x.dtype)
+
+
+def asnumpy(x: Any) -> np.ndarray:
+    return _unwrapped(x).copy()
+
+
+def __getattr__(name: str) -> Any:
+    found = getattr(np, name)
+    if not callable(found) or isinstance(found, type):
+        return found
+    return lambda *args, **more: _call(found, args, more)
+
+
+# --- cupy.cuda --------------------------------------------------------------------------------------------------------
+
+
+class _Device:
+    def __init__(self, number: int = 0) -> None:
+        self.id = number
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        return {
+            "MultiProcessorCount": DEVICE.sms, "MaxSharedMemoryPerBlockOptin": 232448, "MaxSharedMemoryPerBlock": 49152,
+            "MaxSharedMemoryPerMultiprocessor": 233472, "MaxRegistersPerMultiprocessor": 65536,
+        }  # fmt: skip
+
+    mem_info = property(lambda self: (len(DEVICE.memory.bytes), len(DEVICE.memory.bytes)))
+    compute_capability = "90"
+
+    def use(self) -> None: ...
+
+    def synchronize(self) -> None:
+        DEVICE.flush()
+
+    def __enter__(self) -> _Device:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __int__(self) -> int:
+        return self.id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Device) and other.id == self.id
+
+    __hash__ = object.__hash__
+
+
+class _Stream:
+    def __init__(self, *_: Any, ptr: int = 0, **__: Any) -> None:
+        self.ptr = ptr
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        DEVICE.flush()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    use = __enter__
+
+
+_Stream.null = _Stream()  # type: ignore[attr-defined]
+_runtime = types.SimpleNamespace(
+    getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: FACTS,
+    streamIsCapturing=lambda stream: False, deviceSynchronize=DEVICE.flush, CUDARuntimeError=RuntimeError,
+    runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
+)  # fmt: skip
+cuda = types.SimpleNamespace(Device=_Device, Stream=_Stream, get_current_stream=_Stream, runtime=_runtime)

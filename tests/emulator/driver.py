@@ -1,0 +1,79 @@
+"""The functions of the driver that flashkit calls, for an emulated device. A status comes first; 0 is success."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from . import ptx
+from .device import BASE, MACHINE, Device, Launch
+
+WIDTHS = {"FLOAT16": 2, "BFLOAT16": 2, "FLOAT32": 4}
+
+
+class TensorMap:
+    """128 bytes: the tensor's address, five sizes, four strides, the box's five sizes, bytes of an element."""
+
+    def __init__(self, address: int, sizes: list[int], strides: list[int], box: list[int], width: int) -> None:
+        def pairs(n: list[int]) -> list[int]:
+            return [n[0] | n[1] << 32, n[2] | n[3] << 32, n[4]]
+
+        self._words = (ctypes.c_longlong * 16)(address, *pairs(sizes), *strides, *pairs(box), width)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._words)
+
+
+class Driver:
+    def __init__(self, device: Device) -> None:
+        self._device, self._handles = device, list[Any]()
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """By the names of cuda.bindings.driver."""
+        return {
+            "cuInit": lambda _: (0,), "cuLibraryLoadData": self._load, "cuLibraryGetKernel": self._kernel,
+            "cuKernelSetAttribute": lambda *_: (0,), "cuLaunchKernel": self._launch,
+            "cuLaunchKernelEx": self._launch_early, "cuTensorMapEncodeTiled": self._encode, "CUfunction": int,
+        }  # fmt: skip
+
+    def _kept(self, x: Any) -> tuple[int, int]:
+        self._handles.append(x)
+        return 0, len(self._handles) - 1
+
+    def _load(self, code: bytes, *_: Any) -> tuple[int, int]:
+        entries: dict[str, ptx.Entry] = {}
+        for text in code.decode().split("\f"):
+            start = self._device.memory.take(ptx.image_size(text))
+            module = ptx.module(text, MACHINE.number, start + BASE)
+            self._device.memory.bytes[start : start + len(module.image)] = list(module.image)
+            entries |= module.entries
+        return self._kept(entries)
+
+    def _kernel(self, library: int, name: bytes) -> tuple[int, int]:
+        return self._kept(self._handles[library][name.decode()])
+
+    def _launch(
+        self, function: int, x: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int,
+        pointers: int, extra: int, early: bool = False,
+    ) -> tuple[int]:  # fmt: skip
+        assert y == z == ty == tz == 1
+        entry: ptx.Entry = self._handles[function]
+        addresses = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
+        words = bytearray(sum(entry.parameters[-1]) if entry.parameters else 0)
+        for i, (start, size) in enumerate(entry.parameters):
+            words[start : start + size] = ctypes.string_at(addresses[i], size)
+        self._device.enqueue(Launch(entry, x, threads, shared, bytes(words), early))
+        return (0,)
+
+    def _launch_early(self, config: Any, function: int, pointers: int, extra: int) -> tuple[int]:
+        sizes = config.gridDimX, 1, 1, config.blockDimX, 1, 1, config.sharedMemBytes
+        return self._launch(function, *sizes, 0, pointers, extra, early=True)
+
+    def _encode(
+        self, kind: Any, rank: int, address: int, sizes: Any, strides: Any, box: Any, *_: Any
+    ) -> tuple[int, TensorMap]:
+        n, apart, moved = ([int(x) for x in each] for each in (sizes, strides, box))
+        width = WIDTHS[kind.name.rpartition("_")[2]]
+        assert rank == 5 and address % 16 == 0 and all(x % 16 == 0 and x > 0 for x in apart) and moved[0] * width <= 128
+        return 0, TensorMap(address, n, apart, moved, width)
