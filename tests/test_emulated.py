@@ -25,7 +25,7 @@ from flashkit.backends.cupy_raw import specialise
 
 HERE = Path(__file__).parent
 WITHIN = "FLASHKIT_TEST_EMULATED" in os.environ
-ROWS = [f"sm90-{row}" for row in (5, 31)] + ["sm80-3", "simt-9"]
+ROWS = "sm90-5", "sm90-31"
 
 within = pytest.mark.skipif(not WITHIN, reason="runs where the device is emulated")
 pytestmark = pytest.mark.skipif(not find_spec("cuda"), reason="cuda-bindings is not installed")
@@ -37,7 +37,8 @@ def test_kernels_on_an_emulated_device() -> None:
     nodes = [f"{HERE}/test_cuda_devices.py::test_pairs_of_features[cupy_raw-{row}]" for row in ROWS]
     nodes += [f"{HERE}/test_soak.py", __file__]
     options = ["-q", "-m", "gpu or not gpu", "-n", "0", "-p", "no:cacheprovider"]
-    settings = {"FLASHKIT_TEST_EMULATED": "3", "FLASHKIT_SOAK": "5", "FLASHKIT_SOAK_SEED": "1"}
+    settings = {"FLASHKIT_TEST_EMULATED": "3", "FLASHKIT_SOAK": "2", "FLASHKIT_SOAK_SEED": "1"}
+    settings |= {"NUMBA_OPT": "1", "NUMBA_LOOP_VECTORIZE": "0", "NUMBA_SLP_VECTORIZE": "0"}  # compiled sooner
     command = [sys.executable, "-m", "pytest", *options, *nodes]
     done = subprocess.run(command, env={**os.environ, **settings}, cwd=HERE.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:]
