@@ -28,12 +28,12 @@ def install(sms: int = 3, seed: int = 1) -> Any:
     sys.modules["cupy"] = cupy
     for name, function in Driver(cupy.DEVICE).functions().items():
         setattr(driver, name, function)
-    compile_, others = compiler._compile, {"--define-macro=EMULATED"}  # so what is kept on disk is told apart
+    compile_, mark = compiler._compile, "--define-macro=EMULATED"  # tells what is kept on disk apart
     compiler._compile = lambda source, arch: (
         compile_(source, arch.replace("sm", "compute"), "PTX")[0].rstrip(b"\0"),
         "",
     )
-    compiler.OPTIONS = (*(option for option in compiler.OPTIONS if "ptxas" not in option), *others)
+    compiler.OPTIONS = (*(option for option in compiler.OPTIONS if "ptxas" not in option), mark)
     assemble.machine_code = lambda name, texts, arch: ("\f".join(texts).encode(), "")
     assemble.identity = lambda: ("emulated",)
     return cupy.DEVICE

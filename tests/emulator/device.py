@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -95,44 +95,67 @@ class Launch:
         return self.ended == self.blocks
 
 
+class Turn(NamedTuple):
+    """What the interpreter knows of a block; its numbers and small arrays are laid out as interpreter.py says."""
+
+    code: np.ndarray
+    operands: np.ndarray
+    hits: np.ndarray
+    registers: np.ndarray
+    counters: np.ndarray
+    state: np.ndarray
+    products: np.ndarray
+    local: np.ndarray
+    shared: np.ndarray  # of all blocks of the cluster
+    rank: int
+    barriers: np.ndarray
+    cluster: np.ndarray
+    queue: np.ndarray
+    parts: np.ndarray  # of the queue's stores what was read
+    groups: np.ndarray
+    flags: np.ndarray
+    memory: np.ndarray
+    base: int
+    allowed: np.ndarray
+    halves: np.ndarray
+    rng: np.ndarray
+    info: np.ndarray  # of an error
+    left: np.ndarray
+    right: np.ndarray
+
+
 class Block:
     """Of a launch, on a multiprocessor."""
 
     def __init__(
-        self, launch: Launch, number: int, rank: int, shared: np.ndarray, cluster: np.ndarray, sm: Multiprocessor
-    ) -> None:
-        entry = launch.entry
-        self.launch, self.number, self.rank, self.shared, self.cluster, self.sm = (
-            launch,
-            number,
-            rank,
-            shared,
-            cluster,
-            sm,
-        )
+        self, device: Device, launch: Launch, number: int, rank: int, shared: np.ndarray, cluster: np.ndarray,
+        sm: Multiprocessor,
+    ) -> None:  # fmt: skip
+        self.launch, self.number, self.sm, entry = launch, number, sm, launch.entry
         warps = -(-launch.threads // 32)
-        self.registers = np.full((warps, entry.registers, 32), 0xA5A5A5A5A5A5A5A5, np.uint64)
+        registers = np.full((warps, entry.registers, 32), 0xA5A5A5A5A5A5A5A5, np.uint64)
         threads = np.arange(warps * 32, dtype=np.uint64).reshape(warps, 32)
-        set_ = dict(zip(ptx.SPECIAL, range(len(ptx.SPECIAL))))
         values: dict[str, Any] = {
             "%tid.x": threads, "%ntid.x": launch.threads, "%ctaid.x": number, "%nctaid.x": launch.blocks,
             "%laneid": threads % 32, "%warpid": threads // 32, "%cluster_ctarank": rank, "%smid": sm.number,
             "PARAMETERS": launch.place + BASE, "SHARED": rank << 24,
         }  # fmt: skip
-        for name, register in set_.items():
-            self.registers[:, register] = values.get(name, 0)
+        for register, name in enumerate(ptx.SPECIAL):
+            registers[:, register] = values.get(name, 0)
         for register, bits in entry.constants:
-            self.registers[:, register] = np.uint64(bits)
+            registers[:, register] = np.uint64(bits)
         self.counters = np.zeros((warps, 32), np.int32)
         self.counters[threads >= launch.threads] = -1
-        self.state = np.zeros((warps, 8), np.int64)
-        self.products = np.zeros((warps, 96, 8), np.int64)
-        self.local = np.full((warps, 32, max(8, entry.local)), 0xFF, np.uint8)
-        self.barriers = np.zeros((16, 4), np.int64)
-        self.queue = np.zeros((128, 16), np.int64)
-        self.parts = np.zeros((128, 32768), np.uint8)
-        self.groups = np.zeros((warps, 32), np.int64)
-        self.flags = np.zeros(2, np.int64)
+        self.flags = np.zeros(2, np.int64)  # whether the kernel before has ended; whether the next one may begin
+        self.turn = Turn(
+            entry.code, entry.operands, entry.hits, registers, self.counters,
+            state=np.zeros((warps, 8), np.int64), products=np.zeros((warps, 96, 8), np.int64),
+            local=np.full((warps, 32, max(8, entry.local)), 0xFF, np.uint8), shared=shared, rank=rank,
+            barriers=np.zeros((16, 4), np.int64), cluster=cluster, queue=np.zeros((128, 16), np.int64),
+            parts=np.zeros((128, 32768), np.uint8), groups=np.zeros((warps, 32), np.int64), flags=self.flags,
+            memory=device.memory.bytes, base=BASE, allowed=device.memory.allowed, halves=HALVES, rng=device.rng,
+            info=device.info, left=device.left, right=device.right,
+        )  # fmt: skip
 
 
 @dataclass
@@ -160,6 +183,8 @@ class Device:
 
     def __init__(self, sms: int = 3, size: int = 1 << 31, seed: int = 1) -> None:
         self.memory, self.sms, self.pending = Memory(size), sms, list[Launch]()
+        self.info = np.zeros(16, np.int64)
+        self.left, self.right = np.zeros((16, 16), np.float32), np.zeros((256, 16), np.float32)  # of a product
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
@@ -183,7 +208,6 @@ class Device:
     def _run(self, launches: list[Launch]) -> None:
         sms = [Multiprocessor(i, 233472) for i in range(self.sms)]
         resident: list[Block] = []
-        info, left, right = np.zeros(16, np.int64), np.zeros((16, 16), np.float32), np.zeros((256, 16), np.float32)
         haste = int(self.random.choice([0, 1, 5, 50]))  # of 100 turns, in how many a copy goes on
         run, last = MACHINE.run, time.monotonic()
         for launch in launches:
@@ -210,17 +234,11 @@ class Device:
             if not resident:
                 raise EmulationError(f"no block of {launches[0].entry.name} finds room")
             block = resident[int(self.random.integers(len(resident)))]
-            entry = block.launch.entry
-            found = run(
-                int(self.random.integers(1, 80)), haste, entry.code, entry.operands, block.registers, block.counters,
-                block.state, block.products, block.local, block.shared, block.rank, block.barriers, block.cluster,
-                block.queue, block.parts, block.groups, self.memory.bytes, BASE, self.memory.allowed, HALVES,
-                block.flags, self.rng, info, entry.hits, left, right,
-            )  # fmt: skip
+            found = run(int(self.random.integers(1, 80)), haste, block.turn)
             if block.flags[1]:
                 block.launch.allowed.add(block.number)
             if found < 0:
-                raise EmulationError(self._said(block, info, found))
+                raise EmulationError(self._said(block, self.info, found))
             if found == 2:
                 last = time.monotonic()
                 resident.remove(block)
@@ -245,7 +263,7 @@ class Device:
             size = -(-(launch.entry.shared + launch.shared) // 8) * 8 + 8
             shared, cluster = np.full((together, size), 0xFF, np.uint8), np.zeros(4, np.int64)
             for rank, sm in enumerate(found):
-                block = Block(launch, launch.begun, rank, shared, cluster, sm)
+                block = Block(self, launch, launch.begun, rank, shared, cluster, sm)
                 block.flags[0] = first
                 launch.begun += 1
                 resident.append(block)

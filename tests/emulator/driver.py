@@ -44,8 +44,8 @@ class Driver:
     def _load(self, code: bytes, *_: Any) -> tuple[int, int]:
         entries: dict[str, ptx.Entry] = {}
         for text in code.decode().split("\f"):
-            start = self._device.memory.take(ptx.image_size(text))
-            module = ptx.module(text, MACHINE.number, start + BASE)
+            module = ptx.module(text, MACHINE.number, self._device.allocate)
+            start = module.place - BASE
             self._device.memory.bytes[start : start + len(module.image)] = list(module.image)
             entries |= module.entries
         return self._kept(entries)

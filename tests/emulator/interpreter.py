@@ -246,7 +246,7 @@ def place(address, size, base, allowed):
 
 
 @njit
-def spot(address, size, shared, own):
+def spot(address, size, shared):
     """Of an address in shared memory: block of the cluster, offset; an offset of OUTSIDE or MISALIGNED."""
     block, at = address >> 24, address & 0xFFFFFF
     if block < 0 or block >= shared.shape[0] or at + size > shared.shape[1]:
@@ -296,7 +296,13 @@ LOAD_BOX, STORE_BOX, LOAD, STORE, ADD, ACROSS = 1, 2, 3, 4, 5, 6
 
 
 @njit
-def box_of(words, at, coordinates, queue, entry, part, shared, base, allowed, memory, loads, block, offset):
+def bytes_of_box(words, at):
+    b = words[(at >> 3) + 8 : (at >> 3) + 12]  # sizes, two in a word, and bytes of an element
+    return (b[0] & 0xFFFFFFFF) * (b[0] >> 32) * (b[1] & 0xFFFFFFFF) * (b[1] >> 32) * b[2] * b[3]
+
+
+@njit
+def box_of(words, at, coordinates, part, shared, base, allowed, memory, loads, block, offset):
     """Move the box of a tensor map between memory and shared memory, or a place for what was read there."""
     start = words[at >> 3]
     size0, size1, size2 = (
@@ -335,7 +341,7 @@ def box_of(words, at, coordinates, queue, entry, part, shared, base, allowed, me
                             for e in range(width):
                                 shared[block, there + e] = 0
                     line += 1
-    return b0 * b1 * b2 * b3 * b4 * width
+    return bytes_of_box(words, at)
 
 
 @njit
@@ -350,8 +356,6 @@ def advance(entry, part, shared, shared8, memory, words, floats, base, allowed):
             words,
             place(source, 8, base, allowed),
             entry[6:11],
-            entry,
-            entry,
             part,
             shared,
             base,
@@ -367,7 +371,7 @@ def advance(entry, part, shared, shared8, memory, words, floats, base, allowed):
         return signal(shared8, entry[5], 0, -moved)
     if kind == LOAD:
         at = place(source, count, base, allowed)
-        block, offset = spot(target, count, shared, 0)
+        block, offset = spot(target, count, shared)
         if at < 0 or offset < 0:
             return OUTSIDE
         if at & 15 or offset & 15 or count & 15:
@@ -377,8 +381,8 @@ def advance(entry, part, shared, shared8, memory, words, floats, base, allowed):
         entry[0] = 0
         return signal(shared8, entry[5], 0, -count)
     if kind == ACROSS:
-        from_, at = spot(source, count, shared, 0)
-        block, offset = spot(target, count, shared, 0)
+        from_, at = spot(source, count, shared)
+        block, offset = spot(target, count, shared)
         if at < 0 or offset < 0:
             return OUTSIDE
         for i in range(count):
@@ -391,13 +395,7 @@ def advance(entry, part, shared, shared8, memory, words, floats, base, allowed):
             at = place(target, 8, base, allowed)
             if offset & 127:
                 return MISALIGNED
-            b0, b1, b2 = (
-                words[(at >> 3) + 8] & 0xFFFFFFFF,
-                words[(at >> 3) + 8] >> 32,
-                words[(at >> 3) + 9] & 0xFFFFFFFF,
-            )
-            b3, b4, width = words[(at >> 3) + 9] >> 32, words[(at >> 3) + 10], words[(at >> 3) + 11]
-            count = b0 * b1 * b2 * b3 * b4 * width
+            count = bytes_of_box(words, at)
             for i in range(count):
                 there = offset + i
                 part[i] = shared[block, there ^ (there >> 7 & 7) << 4]
@@ -416,8 +414,6 @@ def advance(entry, part, shared, shared8, memory, words, floats, base, allowed):
             words,
             place(target, 8, base, allowed),
             entry[6:11],
-            entry,
-            entry,
             part,
             shared,
             base,
@@ -457,7 +453,7 @@ def element(shared, block, at, form, halves):
 
 
 @njit
-def product(form, n, k, s, count, operands, described, R, F, U, H, shared, rank, warp, halves, left, right):
+def product(form, n, k, s, operands, described, F, U, H, shared, rank, warp, halves, left, right):
     """A warp's sixteen rows of a warp group's product. described: a (or 0), b, whether sums go on, which are turned."""
     da, db, goes_on, turns_a, turns_b = described[1], described[2], described[3], described[4], described[5]
     width, WIDE = 4 if form == 2 else 2, U.shape[1] >> 1
@@ -508,7 +504,7 @@ def product(form, n, k, s, count, operands, described, R, F, U, H, shared, rank,
 
 
 @njit
-def settle(w, before, code, operands, state, products, R, F, U, H, shared, rank, halves, left, right):
+def settle(w, before, code, operands, state, products, F, U, H, shared, rank, halves, left, right):
     """Do a warp's pending products of groups before one."""
     done = 0
     while done < state[w, 3] and products[w, done, 6] < before:
@@ -519,10 +515,8 @@ def settle(w, before, code, operands, state, products, R, F, U, H, shared, rank,
             code[p, 4],
             code[p, 5],
             code[p, 2],
-            code[p, 3],
             operands,
             products[w, done],
-            R,
             F,
             U,
             H,
@@ -589,13 +583,12 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
                         V[d, l] = memory[at + i]
                     if code[p, 4] < 0 and width < 8:
                         L[d, l] = extended(L[d, l], width)
-        pass
     elif op == LD_SHARED:
         width, n = np.int64(abs(code[p, 4])), np.int64(code[p, 5] >> 1)
         r, offset = operands[s + count - 2], np.int64(operands[s + count - 1])
         for l in range(WIDE):
             if m >> l & 1:
-                block, at = spot(np.int64(U[r, 2 * l]) + offset, width * n, shared, rank)
+                block, at = spot(np.int64(U[r, 2 * l]) + offset, width * n, shared)
                 if at < 0:
                     error, info[3], info[4] = at, l, np.int64(U[r, 2 * l]) + offset
                     break
@@ -651,7 +644,7 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
         r, offset = operands[s], np.int64(operands[s + 1])
         for l in range(WIDE):
             if m >> l & 1:
-                block, at = spot(np.int64(U[r, 2 * l]) + offset, width * n, shared, rank)
+                block, at = spot(np.int64(U[r, 2 * l]) + offset, width * n, shared)
                 if at < 0:
                     error, info[3], info[4] = at, l, np.int64(U[r, 2 * l]) + offset
                     break
@@ -801,7 +794,7 @@ def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, ra
         for i in range(n):
             for r in range(8):
                 l = 8 * i + r
-                block, at = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], 16, shared, rank)
+                block, at = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], 16, shared)
                 if at < 0:
                     error, info[3], info[4] = at, l, np.int64(U[operands[s + 1], 2 * l])
                     break
@@ -815,7 +808,7 @@ def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, ra
         for i in range(n):
             for r in range(8):
                 l = 8 * i + r
-                block, at = spot(np.int64(U[r0, 2 * l]) + operands[s + count - 1], 16, shared, rank)
+                block, at = spot(np.int64(U[r0, 2 * l]) + operands[s + count - 1], 16, shared)
                 if at < 0:
                     error, info[3], info[4] = at, l, np.int64(U[operands[s + 1], 2 * l])
                     break
@@ -883,10 +876,6 @@ def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, ra
                 products[w, n, 4], products[w, n, 5] = 0, L[operands[rest + 4], 0]
             products[w, n, 6], products[w, n, 7] = state[w, 4], form
             state[w, 3] += 1
-            if state[w, 7]:
-                settle(
-                    w, np.int64(1 << 40), code, operands, state, products, R, F, U, H, shared, rank, halves, left, right
-                )
     elif op == WGMMA_COMMIT_GROUP_SYNC:
         state[w, 4] += 1
     elif op == WGMMA_WAIT_GROUP_SYNC:
@@ -897,7 +886,6 @@ def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, ra
             operands,
             state,
             products,
-            R,
             F,
             U,
             H,
@@ -920,7 +908,7 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
     if op == MBARRIER_INIT:
         for l in range(WIDE):
             if m >> l & 1:
-                block, at = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], 8, shared, rank)
+                block, at = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], 8, shared)
                 if at < 0:
                     error, info[3], info[4] = at, l, np.int64(U[operands[s + 1], 2 * l])
                     break
@@ -941,7 +929,7 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
     elif op == MBARRIER_TRY_WAIT_PARITY:
         for l in range(WIDE):
             if m >> l & 1:
-                block, at = spot(np.int64(U[operands[s + 1], 2 * l]) + operands[s + 2], 8, shared, rank)
+                block, at = spot(np.int64(U[operands[s + 1], 2 * l]) + operands[s + 2], 8, shared)
                 if at < 0:
                     error, info[3], info[4] = at, l, np.int64(U[operands[s + 1], 2 * l])
                     break
@@ -1015,7 +1003,7 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
     elif op == ST_ASYNC:
         for l in range(WIDE):
             if m >> l & 1 and error == 0:
-                block, at = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], 4, shared, rank)
+                block, at = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], 4, shared)
                 if at < 0:
                     error, info[3], info[4] = at, l, np.int64(U[operands[s + 1], 2 * l])
                     break
@@ -1026,7 +1014,7 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
         for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 n = np.int64(U[operands[s + 4], 2 * l])
-                block, to = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], n, shared, rank)
+                block, to = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], n, shared)
                 taken = n
                 if code[p, 4] == 1:
                     taken = n if V[operands[s + 5], l] == 0 else np.int64(0)
@@ -1054,42 +1042,22 @@ DONE, WAITS, GOES_ON = 2, 1, 0
 
 
 @njit
-def step(
-    w,
-    budget,
-    code,
-    operands,
-    registers,
-    counters,
-    state,
-    products,
-    local,
-    shared,
-    rank,
-    barriers,
-    cluster,
-    queue,
-    parts,
-    groups,
-    memory,
-    base,
-    allowed,
-    halves,
-    flags,
-    rng,
-    info,
-    hits,
-    left,
-    right,
-):
-    R = registers[w]
+def step(w, budget, block):
+    code, operands, counter, state, products, local = (
+        block.code, block.operands, block.counters[w], block.state, block.products, block.local
+    )  # fmt: skip
+    shared, rank, barriers, cluster, queue, groups = (
+        block.shared, block.rank, block.barriers, block.cluster, block.queue, block.groups
+    )  # fmt: skip
+    memory, base, allowed, halves = block.memory, block.base, block.allowed, block.halves
+    flags, info, hits, left, right = block.flags, block.info, block.hits, block.left, block.right
+    R = block.registers[w]
     U, I, V, L = R.view(np.uint32), R.view(np.int32), R, R.view(np.int64)
     F, D, H, S = R.view(np.float32), R.view(np.float64), R.view(np.uint16), R.view(np.int16)
     shared2, shared4, shared8 = shared.view(np.uint16), shared.view(np.uint32), shared.view(np.int64)
     AH, AU, AL = memory.view(np.uint16), memory.view(np.uint32), memory.view(np.int64)
     AI, AV, AF, AD = memory.view(np.int32), memory.view(np.uint64), memory.view(np.float32), memory.view(np.float64)
-    counter = counters[w]
-    warps = registers.shape[0]
+    warps = block.registers.shape[0]
     WIDE = np.int64(counter.size)  # 32, which the compiler shall not know: it would write everything out 32 times
     waiting = np.int64(0)  # lanes that wait for others to come where they are
     while True:
@@ -1314,37 +1282,12 @@ def step(
 
 
 @njit
-def run(
-    slices,
-    haste,
-    code,
-    operands,
-    registers,
-    counters,
-    state,
-    products,
-    local,
-    shared,
-    rank,
-    barriers,
-    cluster,
-    queue,
-    parts,
-    groups,
-    memory,
-    base,
-    allowed,
-    halves,
-    flags,
-    rng,
-    info,
-    hits,
-    left,
-    right,
-):
+def run(slices, haste, block):
     """Give warps of a block turns. haste: of 100 turns, in how many a copy goes on, too. DONE, GOES_ON or an error."""
+    state, queue, parts, memory, rng = block.state, block.queue, block.parts, block.memory, block.rng
+    shared, base, allowed, info = block.shared, block.base, block.allowed, block.info
     shared8, words, floats = shared.view(np.int64), memory.view(np.int64), memory.view(np.float32)
-    warps, idle = registers.shape[0], 0
+    warps, idle = state.shape[0], 0
     for _ in range(slices):
         if chance(rng, 100) < haste or idle > 2 * warps:
             pending = 0
@@ -1366,34 +1309,7 @@ def run(
         if state[w, 5]:
             idle += 1
             continue
-        found = step(
-            w,
-            1 + chance(rng, 400),
-            code,
-            operands,
-            registers,
-            counters,
-            state,
-            products,
-            local,
-            shared,
-            rank,
-            barriers,
-            cluster,
-            queue,
-            parts,
-            groups,
-            memory,
-            base,
-            allowed,
-            halves,
-            flags,
-            rng,
-            info,
-            hits,
-            left,
-            right,
-        )
+        found = step(w, 1 + chance(rng, 400), block)
         if found < 0:
             return found
         idle = idle + 1 if found == WAITS else 0

@@ -241,7 +241,7 @@ GROUPS = {
     }.items()
 }
 SPECIAL = [name for group in GROUPS.values() for name in group]
-"""Operations that `interpreter.py.in` does itself."""
+"""Operations that interpreter.py does itself."""
 
 
 ATOMIC = """\
@@ -281,7 +281,7 @@ class Machine:
     """Operations by number, and `run`, compiled for those that are known when it is first asked for."""
 
     def __init__(self) -> None:
-        known = (FOLDER / "operations.txt").read_text().split() if (FOLDER / "operations.txt").exists() else []
+        known = (FOLDER / "operations.txt").read_text().split()
         self.numbers = {name: i for i, name in enumerate([*SPECIAL, *known])}
         self._run: Any = None
 

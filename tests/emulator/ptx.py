@@ -49,8 +49,8 @@ class Entry:
 @dataclass
 class Module:
     entries: dict[str, Entry]
-    globals: dict[str, tuple[int, bytes]]  # where each begins in `image`, its bytes
-    image: bytes
+    place: int  # the address of its global variables
+    image: bytes  # their contents
 
 
 Number = Callable[[str], int]
@@ -65,28 +65,28 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def module(text: str, number: Number, place: int) -> Module:
-    """Parsed; `place`: the address that the image of its global variables gets."""
-    text = _strip(text)
-    image, found = bytearray(), dict[str, tuple[int, bytes]]()
-    head, bodies = _kernels(text)
+def module(text: str, number: Number, allocate: Callable[[int], int]) -> Module:
+    """Parsed; `allocate`: the address of so many bytes, for its global variables."""
+    image, found = bytearray(), dict[str, int]()
+    head, bodies = _kernels(_strip(text))
     for align, kind, name, count, values in re.findall(
         r"\.(?:global|const) \.align (\d+) \.(\w+) (\w+)(?:\[(\d*)\])?(?: = ([^;]+))?;", head
     ):
         width = WIDTHS[kind]
-        listed = re.findall(r"[\w.]+", values or "")
+        listed = re.findall(r"-?[\w.]+", values or "")
         size = width * int(count or len(listed) or 1)
         data = b"".join((_literal(x, kind) & (1 << 8 * width) - 1).to_bytes(width, "little") for x in listed)
         at = _up(len(image), max(16, int(align)))
         image += bytes(at - len(image)) + data.ljust(size, b"\0")
-        found[name] = at, data
-    places = {name: place + at for name, (at, _) in found.items()}
+        found[name] = at
+    place = allocate(len(image))
+    places = {name: place + at for name, at in found.items()}
     outside = _shared(head)
     entries = {}
     for name, parameters, directives, body in bodies:
         used = {symbol: at for symbol, at in outside.items() if re.search(rf"\b{symbol}\b", body)}
         entries[name] = _Body(name, parameters, directives, body, places, used, number).entry()
-    return Module(entries, found, bytes(image))
+    return Module(entries, place, bytes(image))
 
 
 def _kernels(text: str) -> tuple[str, list[tuple[str, str, str, str]]]:
@@ -101,11 +101,6 @@ def _kernels(text: str) -> tuple[str, list[tuple[str, str, str, str]]]:
             depth, at = depth + (1 if brace[0] == "{" else -1), brace.end()
         found.append((*match.groups(), text[match.end() : at - 1]))
     return head + text[at:], found
-
-
-def image_size(text: str) -> int:
-    """Bytes that the global variables of a module take."""
-    return len(module(text, lambda name: 0, 0).image)
 
 
 def _shared(text: str) -> dict[str, tuple[int, int]]:
@@ -199,12 +194,9 @@ class _Body:
             )
         return Entry(
             self.name, np.array(self.rows, np.int32).reshape(-1, 6), np.array([*self.operands, *[0] * 8], np.int32),
-            len(self.registers) + len(self.constants), [(r, bits) for bits, r in self._numbered()],
+            len(self.registers) + len(self.constants), [(r, bits) for bits, r in self.constants.items()],
             self.sizes, self.shared_size, self.local, self.threads, self.together, self.cluster, self.text,
         )  # fmt: skip
-
-    def _numbered(self) -> list[tuple[int, int]]:
-        return [(bits, register) for bits, register in self.constants.items()]
 
     def _read(self, body: str) -> None:
         scopes, numbers = [dict[str, str]()], [0]
@@ -429,8 +421,7 @@ def _normal(name: str) -> tuple[str, str, int, int]:
     if base == "setmaxnreg":
         return "whole", "s32", 0, 0
     if base == "cvt":
-        kept = [p for p in parts if p not in ("sat", "rn", "ftz")] if parts[1] != "rni" else parts
-        return ".".join(parts), kept[-1], 0, 0
+        return name, kind, 0, 0
     if base == "cvta":
         return "mov.b64" if kind.endswith("64") else "mov.b32", kind, 0, 0
     if base == "mov":
