@@ -37,7 +37,7 @@ matrix: $(VENV)/.stamp-test
 	  set -- $$setting; echo "== $$1 lanes, $$2"; \
 	  LD_LIBRARY_PATH=$(abspath $(VENV))/lib:$$LD_LIBRARY_PATH FLASHKIT_CPU_LANES=$$1 NUMBA_THREADING_LAYER=$$2 \
 	  FLASHKIT_TEST_THREADS=4 NUMBA_NUM_THREADS=2 \
-	  $(PYTEST) tests/test_conformance.py -k "cpu" $(PYTEST_ARGS); \
+	  $(PYTEST) tests/conformance/test_conformance.py -k "cpu" $(PYTEST_ARGS); \
 	done
 
 lint: $(VENV)/.stamp-test

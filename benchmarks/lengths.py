@@ -29,7 +29,7 @@ def measure(output: Path | None) -> Path:
     import plain
 
     import flashkit
-    from flashkit import timing
+    from flashkit.devices import timing
 
     machine = timing.cuda_machine()
     target = output or RESULTS / f"{machine['device'].split()[-1].lower()}.jsonl"

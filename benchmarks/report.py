@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import figures
 
-from flashkit.bench import Line, read
+from flashkit.tools.bench.run import Line, read
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, README = ROOT / "benchmarks" / "results", ROOT / "README.md"

@@ -7,7 +7,7 @@ Forward pass, float16, head dim 64, tokens times heads constant; bytes are those
 standard attention in plain CuPy (plain.py), and flashkit's sm80 kernels with two tiles, the larger of which takes more
 shared memory. "memory" is what leaves and reaches device memory, each kernel starting with empty caches; results that
 still lie in L2 when it ends are not counted. "sram" is what multiprocessors read from and write to L2 and beyond: the
-traffic between slow and fast memory of the model (flashkit.tiles.traffic), whose fast memory is shared memory.
+traffic between slow and fast memory of the model (flashkit.devices.io_model.traffic), whose fast memory is shared memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def work() -> None:
     import cupy
     from plain import forward
 
-    from flashkit.arguments import prepare
+    from flashkit.call.arguments import prepare
     from flashkit.backends.cuda_common import device, launch
     from flashkit.backends.cuda_common.arguments import Arguments
     from flashkit.backends.cupy_raw.sm80 import Sm80Forward, Sm80Tile
@@ -74,7 +74,7 @@ def work() -> None:
 
 
 def measure(output: Path | None) -> Path:
-    from flashkit import timing
+    from flashkit.devices import timing
 
     wanted = ",".join(name for names in COUNTERS.values() for name in names)
     options = ["--clock-control", "none", "--cache-control", "all", "--csv", "--print-units", "base"]
@@ -122,11 +122,11 @@ def shared_memory(who: str) -> int | None:
 
 def modelled(n: int, who: str) -> dict[str, float]:
     """Bytes a head by the IO model."""
-    from flashkit import tiles
+    from flashkit.devices import io_model
 
     if who == "standard":
-        return {"model": ITEMSIZE * tiles.standard_traffic(n, n, DIM, DIM)}
-    moved = tiles.traffic(2, "forward", n, n, DIM, DIM, *TILES[who][:2])
+        return {"model": ITEMSIZE * io_model.standard_traffic(n, n, DIM, DIM)}
+    moved = io_model.traffic(2, "forward", n, n, DIM, DIM, *TILES[who][:2])
     return {"model": sum(elements * (4 if name == "lse" else ITEMSIZE) for name, elements in moved.items())}
 
 

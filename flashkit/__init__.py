@@ -13,9 +13,9 @@ from . import mods
 from .api import attention, attention_vjp, explain, plan
 from .dispatch import use_backend
 from .errors import ProfileError, UnsupportedError
-from .expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
-from .planned import Planned
-from .sparsity import BlockMask
+from .mods.expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
+from .call.planned import Planned
+from .mods.block_mask import BlockMask
 
 __version__ = "0.1.0"
 

@@ -12,9 +12,9 @@ import sys
 def main() -> int:
     """Run the command line; returns the exit status."""
     try:
-        from .cli import run
+        from .tools.cli import run
     except ImportError as error:
-        from . import doctor
+        from .tools import doctor
 
         if sys.argv[1:2] != ["doctor"]:
             print(f"error: the command line does not load: {error}\n", file=sys.stderr)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import arrays, dispatch, planned
-from .arguments import Shape, prepare
+from .call import arrays, planned
+from . import dispatch
+from .call.arguments import Shape, prepare
 from .backends.base import Backend
-from .planned import Planned
+from .call.planned import Planned
 from .spec import Gradients, Operands, Problem
 
 WRT = ("q", "k", "v", "sinks")
@@ -260,7 +261,7 @@ def explain(
     Computes nothing, unless `measure` asks for the time that both passes take on these NumPy arrays, and so for how far
     they are from the roofline. str() of the result is a page for people, `.as_dict()` one for programs.
     """
-    from .explanation import explain_problem
+    from .call.explanation import explain_problem
 
     problem, operands, _ = prepare(q, k, v, **options)
     return explain_problem(problem, operands, backend, measure)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from . import host
+from .devices import host
 from .backends.base import Backend
 from .errors import UnsupportedError
 from .spec import Direction, Problem, Verdict
@@ -112,7 +112,7 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         verdict = Verdict(False, f"it failed when asked: {error!r}")
     if not verdict:
         return Candidate(backend.name, verdict)
-    from . import profiles
+    from .devices import profiles
 
     profile, spec = profiles.for_device(backend.device_kind), problem.spec
     if hasattr(backend, "row"):
@@ -159,7 +159,7 @@ def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
         answers = "; ".join(f"{c.name}: {c.verdict.reason}" for c in ranked) or "none is installed"
         raise UnsupportedError(f"no backend can compute attention of {problem.describe()}. {answers}")
     chosen = registry()[ranked[0].name]
-    from . import profiles
+    from .devices import profiles
 
     made = chosen, chosen.plan(problem, profiles.for_device(chosen.device_kind))
     with _plans_lock:

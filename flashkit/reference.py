@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import codegen, dropout, expr
-from .expr import Expr
+from .mods import codegen, dropout, expr
+from .mods.expr import Expr
 from .spec import AttentionSpec, Operands
 
 

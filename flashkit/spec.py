@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from . import expr
-from .expr import Expr, Kind
+from .mods import expr
+from .mods.expr import Expr, Kind
 
 Direction = Literal["forward", "backward"]
 

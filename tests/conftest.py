@@ -84,7 +84,8 @@ def program() -> Callable[..., str]:
 @pytest.fixture
 def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither reads nor writes the user's own profiles."""
-    from flashkit import dispatch, profiles
+    from flashkit import dispatch
+    from flashkit.devices import profiles
 
     monkeypatch.setattr(profiles, "user_dir", lambda: tmp_path / "user")
     monkeypatch.delenv("FLASHKIT_PROFILE_DIR", raising=False)

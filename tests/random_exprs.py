@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashkit import expr
-from flashkit.expr import Array, Expr
+from flashkit.mods import expr
+from flashkit.mods.expr import Array, Expr
 
 Env = dict[str, Any]
 

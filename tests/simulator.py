@@ -16,7 +16,7 @@ import numpy as np
 from operands import OnDevice
 
 from flashkit import dispatch
-from flashkit.backends.cuda_common import rows, simt
+from flashkit.backends.cuda_common import bwd_preprocess, simt
 from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import params, specialise
@@ -91,7 +91,7 @@ def complaint(choice: cases.Choice) -> str:
 def main() -> None:
     dispatch.registry()["simulator"] = SimulatorBackend()
     simt.choose = lambda part, spec, device: TILE  # type: ignore[assignment]
-    rows.scratch = lambda shape, dtype: OnDevice(np.full(shape, np.nan, dtype))  # type: ignore[assignment]
+    bwd_preprocess.scratch = lambda shape, dtype: OnDevice(np.full(shape, np.nan, dtype))  # type: ignore[assignment]
     for line in sys.stdin:
         print(json.dumps(complaint(json.loads(line))), flush=True)
 

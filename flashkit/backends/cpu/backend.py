@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import ITEMSIZE, MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
-from ...tiles import CpuTile
+from ...spec import Direction, Gradients, ITEMSIZE, MAX_HEAD_DIM, Operands, Problem, Verdict
+from ...devices.io_model import CpuTile
 from ..base import Bound
 from . import arguments as at
 from . import bf16
@@ -278,7 +278,7 @@ def decodes(problem: Problem) -> bool:
 def _decode_form(plan: CpuPlan, block: Block, workers: int) -> tuple[np.ndarray, int, int]:
     """As _forward_form."""
     from . import scratch, threads
-    from .micro import addresses
+    from .micro.compile import addresses
 
     spec, args = plan.problem.spec, block.args.copy()
     size = ITEMSIZE[spec.lse_dtype]
@@ -319,16 +319,16 @@ def _worth_threads(operands: Operands, flops_a_pair: int) -> bool:
 
 def choose_tile(problem: Problem, profile: Any, direction: Direction, *, amx: bool = False) -> tuple[CpuTile, str]:
     """The tile of the profile's row for the spec, or the model's choice, and the reason. amx: rows for AMX go first."""
-    from ... import tiles
+    from ...devices import io_model
 
     spec = problem.spec
     tables = [f"cpu_amx.{direction}"] * amx + [f"cpu.{direction}"]
     found = (profile.tile(table, spec.dtype, spec.head_dim, spec.masked) for table in tables)
     row = next(filter(None, found), None)
     if row is not None:
-        shape = tiles.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction)
+        shape = io_model.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction)
         lanes, rows, vectors = row.lanes or shape.lanes, row.rows or shape.rows, row.vectors or shape.vectors
         return CpuTile(row.block_q, row.block_k, lanes, rows, vectors), row.why or "the profile's row"
-    return tiles.default_cpu(
+    return io_model.default_cpu(
         profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction
     ), "no row of the profile applies; the model's choice"

@@ -14,7 +14,7 @@ import os
 from functools import cache
 from typing import NamedTuple
 
-from ... import host
+from ...devices import host
 from ...errors import UnsupportedError
 
 VARIABLE = "FLASHKIT_CPU_BF16"
@@ -59,7 +59,7 @@ def _obstacle(name: str) -> str:
     if missing:
         return f"this CPU has no {', '.join(missing)}"
     if name == "amx":
-        from . import amx
+        from .micro import amx
 
         return amx.permitted()
     return ""

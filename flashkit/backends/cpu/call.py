@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ... import dropout
+from ...mods import dropout
 from ...spec import AttentionSpec, Operands
-from ...tiles import CpuTile
+from ...devices.io_model import CpuTile
 from . import arguments as at
 
 if TYPE_CHECKING:
     from .backend import CpuPlan
-    from .vector import Block as RegisterBlock
+    from .micro.vector import Block as RegisterBlock
 
 MICRO_KERNELS = {
     at.PRODUCT: "product", at.PRODUCT_ADD: "product_add", at.COLUMN_MAX: "column_max",
@@ -35,7 +35,7 @@ def rounded(n: int, step: int) -> int:
 
 def register_block(spec: AttentionSpec, tile: CpuTile, pairs: str = "") -> RegisterBlock:
     """What micro-kernels are compiled for."""
-    from .vector import Block
+    from .micro.vector import Block
 
     storage = spec.dtype if spec.dtype in ("float16", "bfloat16") else ""
     if spec.lse_dtype == "float64":
@@ -52,7 +52,7 @@ class Block:
     """
 
     def __init__(self, plan: CpuPlan, operands: Operands, tile: CpuTile, modify: int, *, scores_whole: bool) -> None:
-        from .micro import addresses
+        from .micro.compile import addresses
 
         self.args = args = np.zeros(at.SIZE, np.int64)
         self.alive: list[np.ndarray] = []

@@ -10,8 +10,8 @@ import re
 
 import numpy as np
 
-from ... import codegen, expr
-from ...expr import Expr
+from ...mods import codegen, expr
+from ...mods.expr import Expr
 from ...spec import AttentionSpec, Slot
 from . import specialise
 from .arguments import EMPTY, FULL, PARTIAL, STRIP

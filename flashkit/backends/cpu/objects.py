@@ -21,7 +21,7 @@ import llvmlite
 import numpy as np
 from llvmlite import binding
 
-from ... import cachedir
+from ...devices import kernel_cache
 
 _HERE = Path(__file__).parent
 _lock = threading.RLock()
@@ -67,7 +67,7 @@ def _numba_version() -> str:
 
 def folder() -> Path:
     """Where this backend keeps what it compiles."""
-    return cachedir.folder("cpu")
+    return kernel_cache.folder("cpu")
 
 
 def functions(kind: str, text: str, make: Callable[[], Object]) -> dict[str, int]:
@@ -90,13 +90,13 @@ def functions(kind: str, text: str, make: Callable[[], Object]) -> dict[str, int
 def _read_or_make(path: Path, make: Callable[[], Object]) -> Object:
     if (kept := _read(path)) is not None:
         return kept
-    with cachedir.alone(path):
+    with kernel_cache.alone(path):
         if (kept := _read(path)) is not None:
             return kept
         made = make()
         about = {"functions": made.functions, "needs_numba": made.needs_numba, "sha256": _hash(made.code)}
         with suppress(OSError):  # a full disk: this process has it all the same
-            cachedir.write(path, json.dumps(about).encode() + b"\n" + made.code)
+            kernel_cache.write(path, json.dumps(about).encode() + b"\n" + made.code)
         return made
 
 

@@ -15,10 +15,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...tiles import CpuTile
-from .gemv import LINE
-from .micro import addresses, kernels
-from .vector import Block
+from ...devices.io_model import CpuTile
+from .micro.gemv import LINE
+from .micro.compile import addresses, kernels
+from .micro.vector import Block
 
 SAMPLE = 0.02
 """Seconds of one measurement, about."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import host
+from ...devices import host
 from . import specialise
 from .arguments import PARALLEL_FOR, SHARE, TASKS, WORKER
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ... import dropout as philox
+from ...mods import dropout as philox
 from .arguments import (
     CLASSIFY,
     FULL,
@@ -139,7 +139,7 @@ def modify(args: Any, state: int, tile: Any, beside: int, b: int, h: int, row0: 
 
 @njit(**options)
 def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """flashkit.dropout.philox on one counter; 32-bit words in 64-bit integers."""
+    """flashkit.mods.dropout.philox on one counter; 32-bit words in 64-bit integers."""
     for _ in range(ROUNDS):
         p0, p1 = MULTIPLIER_0 * c0, MULTIPLIER_1 * c2
         c0, c1, c2, c3 = (p1 >> SHIFT32) ^ c1 ^ k0, p1 & LOW32, (p0 >> SHIFT32) ^ c3 ^ k1, p0 & LOW32

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import dropout
+from ...mods import dropout
 from ...spec import AttentionSpec, Gradients, Operands
 from . import modification
 from .launch import Block, nowhere, scratch

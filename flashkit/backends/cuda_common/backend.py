@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ...errors import UnsupportedError
-from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
+from ...spec import Direction, Gradients, MAX_HEAD_DIM, Operands, Problem, Verdict
 from ..base import Bound
 from . import compiler, device, launch, modification, verify
 from .arguments import AT, Arguments
@@ -213,7 +213,7 @@ class CudaPlan:
         except compiler.CompileError as error:
             if row is None:
                 raise
-            from ...profile_schema import ProfileWarning
+            from ...devices.schema import ProfileWarning
 
             # A profile chooses, it cannot stop attention.
             message = f"{row.origin}: not followed, its kernels do not compile: {error}"

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from ... import cachedir
+from ...devices import kernel_cache
 
 OPTIONS = (
     "-std=c++17",
@@ -121,18 +121,18 @@ def target(capability: tuple[int, int]) -> str:
 def binary(source: Compilable, arch: str) -> Binary:
     """The machine code of a source, compiled now or before by any process."""
     digest = hashlib.sha256(repr((source.made_from(), arch)).encode()).hexdigest()[:20]
-    path = cachedir.folder("cuda") / f"{source.name}_{arch}_{digest}.cubin"
+    path = kernel_cache.folder("cuda") / f"{source.name}_{arch}_{digest}.cubin"
     found = _read(path)
     if found is None:
-        with cachedir.alone(path):
+        with kernel_cache.alone(path):
             found = _read(path)  # another process may have made it meanwhile
             if found is None:
                 code, log = source.compile(arch)
                 _refuse_serialised(source.name, arch, log)
                 found = Binary(path, code, resources(log))
                 report = {name: asdict(numbers) for name, numbers in found.resources.items()}
-                cachedir.write(path.with_suffix(".json"), json.dumps(report).encode())
-                cachedir.write(path, code)
+                kernel_cache.write(path.with_suffix(".json"), json.dumps(report).encode())
+                kernel_cache.write(path, code)
     return found
 
 

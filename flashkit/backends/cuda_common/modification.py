@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, prod
 
-from ... import expr
-from ...expr import Expr
+from ...mods import expr
+from ...mods.expr import Expr
 from ...spec import AttentionSpec, Slot
 
 MAX_NDIM = 8

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
+from ...spec import AttentionSpec, Direction, ITEMSIZE, Problem, Verdict
 from . import compiler
 from .arguments import Arguments
 from .device import Device
 from .generation import Generation, Kernels, tile_of
 from .launch import Kernel, check_grid
-from .rows import RowKernels
+from .bwd_preprocess import RowKernels
 
 Part = str
 """A kernel: "forward", or of the backward pass "keys" or "queries"."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ... import codegen, expr
-from ...expr import Expr
+from ...mods import codegen, expr
+from ...mods.expr import Expr
 from ...spec import AttentionSpec
-from ..cuda_common.form import Form, by_distance, form, of_head
+from ..cuda_common.affine_score import Form, by_distance, form, of_head
 from ..cuda_common.modification import entries, shifts
 
 _ELEMENTS = {

@@ -6,14 +6,14 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
+from ...spec import AttentionSpec, Direction, ITEMSIZE, Problem, Verdict
 from ..cuda_common import compiler, modification
-from ..cuda_common.ampere import OrderedBackward
+from ..cuda_common.sm80 import OrderedBackward
 from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
 from ..cuda_common.launch import check_grid
-from ..cuda_common.together import bytes_of_keys, heads_together
+from ..cuda_common.l2_swizzle import bytes_of_keys, heads_together
 from . import specialise
 
 MAX_DIM = 256

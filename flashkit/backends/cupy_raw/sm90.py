@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler, hopper, modification
-from ..cuda_common.arguments import MOVED, Arguments
+from ...spec import AttentionSpec, Direction, ITEMSIZE, Problem, Verdict
+from ..cuda_common import compiler, modification, sm90
+from ..cuda_common.arguments import Arguments, MOVED
 from ..cuda_common.device import Device
-from ..cuda_common.form import form
+from ..cuda_common.affine_score import form
 from ..cuda_common.generation import Generation, Pass, Spare, tile_of
-from ..cuda_common.hopper import (
+from ..cuda_common.sm90 import (
     CHOSEN,
-    LIST,
     ForwardTile,
+    LIST,
     Shaped,
     chunks,
     packed,
@@ -30,12 +30,12 @@ from ..cuda_common.hopper import (
     with_most_buffers,
     work_enough,
 )
-from ..cuda_common.hopper_backward import BackwardTile, backward_candidates
+from ..cuda_common.sm90_backward import BackwardTile, backward_candidates
 from ..cuda_common.launch import TensorMap
-from . import sm90_backward, sm90_float32, specialise
+from . import sm90_backward, sm90_fp16x2, specialise
 from .sm80 import LEAST_SPLIT, Sm80Forward
-from .sm90_float32 import Split, parts
-from .sm90_products import text as products
+from .sm90_fp16x2 import Split, parts
+from .sm90_wgmma import text as products
 
 MAX_DIM = 256
 
@@ -111,7 +111,7 @@ def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict
     return tile.constants(spec, pack), products(dtype, [tile.block_k], [columns])
 
 
-class Sm90Forward(hopper.Forward):
+class Sm90Forward(sm90.Forward):
     """The forward pass."""
 
     def __init__(self, problem: Problem, device: Device, tile: Sm90Tile | None = None, why: str = CHOSEN) -> None:
@@ -153,7 +153,7 @@ class Sm90(Generation):
         if spec.dtype == "float64":
             return Verdict(False, "float64 is not for these tensor cores")
         wide = spec.dtype == "float32"
-        most = sm90_float32.MAX_DIM if wide else MAX_DIM
+        most = sm90_fp16x2.MAX_DIM if wide else MAX_DIM
         if max(spec.head_dim, spec.head_dim_v) > most:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
         if parts(spec) > 1 and spec.head_dim < LEAST_SPLIT:
@@ -171,15 +171,15 @@ class Sm90(Generation):
         spec, scores = problem.spec, problem.pairs
         if spec.dtype != "float32":
             return Verdict(True)
-        if scores < sm90_float32.LEAST_SCORES:
+        if scores < sm90_fp16x2.LEAST_SCORES:
             return Verdict(False, f"{scores} scores do not repay splitting float32 into terms")
-        if direction == "forward" and spec.head_dim < sm90_float32.LEAST_DIM:
+        if direction == "forward" and spec.head_dim < sm90_fp16x2.LEAST_DIM:
             return Verdict(False, f"products of head dim {spec.head_dim} do not repay splitting float32 into terms")
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:
         if direction == "backward" and problem.spec.dtype == "float32":
-            return list(sm90_float32.backward_candidates(problem.spec, device))
+            return list(sm90_fp16x2.backward_candidates(problem.spec, device))
         if direction == "backward":
             return list(backward_candidates(problem.spec, device, sm90_backward.tile_of(problem.spec)))
         return list(forward_candidates(problem, device))
@@ -190,7 +190,7 @@ class Sm90(Generation):
         if direction == "forward":
             kind, made = Sm90Tile, Sm90Forward
         elif problem.spec.dtype == "float32":
-            kind, made = sm90_float32.Sm90Float32BackwardTile, sm90_float32.Sm90Float32Backward
+            kind, made = sm90_fp16x2.Sm90Float32BackwardTile, sm90_fp16x2.Sm90Float32Backward
         else:
             kind, made = BackwardTile, sm90_backward.Sm90Backward
         return made(problem, device, *tile_of(kind, row, lambda x: x.fits(problem.spec, device), CHOSEN))

@@ -6,16 +6,16 @@ from dataclasses import replace
 from functools import partial
 
 from ...spec import AttentionSpec, Problem
-from ..cuda_common import compiler, hopper_backward
+from ..cuda_common import compiler, sm90_backward
 from ..cuda_common.device import Device
-from ..cuda_common.form import form
+from ..cuda_common.affine_score import form
 from ..cuda_common.generation import Spare
-from ..cuda_common.hopper import CHOSEN, chunks, padded
-from ..cuda_common.hopper_backward import BackwardTile, backward_tile, keys_shared
+from ..cuda_common.sm90 import CHOSEN, chunks, padded
+from ..cuda_common.sm90_backward import BackwardTile, backward_tile, keys_shared
 from ..cuda_common.modification import is_small, looks_at_ranges
 from . import specialise
 from .sm80 import Sm80Backward
-from .sm90_products import text as products_of
+from .sm90_wgmma import text as products_of
 
 
 def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
@@ -65,13 +65,13 @@ def source(spec: AttentionSpec, tile: BackwardTile, beside: bool) -> tuple[dict[
     return {**tile.constants(spec), "BESIDE": beside}, functions(spec, tile)
 
 
-class Sm90Backward(hopper_backward.Backward):
+class Sm90Backward(sm90_backward.Backward):
     """The backward pass."""
 
     def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
         spec, tile = replace(problem.spec, deterministic=in_order(problem)), tile or tile_of(problem.spec)
-        seen = hopper_backward.seen(spec)
-        long = hopper_backward.many_steps(seen, problem.n_q, problem.n_k, density=1)  # of blocks each call has its own
+        seen = sm90_backward.seen(spec)
+        long = sm90_backward.many_steps(seen, problem.n_q, problem.n_k, density=1)  # of blocks each call has its own
         beside, arch = long and room_beside(spec, tile), compiler.target(device.capability)
         constants, products = source(spec, tile, beside)
         library = specialise.library("sm90_backward", spec, tuple(constants.items()), arch, products)

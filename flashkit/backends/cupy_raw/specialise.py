@@ -26,11 +26,11 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
     lines = [f"constexpr {'bool' if isinstance(x, bool) else 'int'} {n} = {int(x)};" for n, x in numbers.items()]
     text = [
         *lines,
-        '#include "params.cuh"',
+        '#include "common/params.cuh"',
         f"constexpr int STORAGE = {spec.dtype.upper()};",
-        '#include "scalar.cuh"',
+        '#include "common/scalar.cuh"',
         modify.text(spec),
-        '#include "tiles.cuh"',
+        '#include "common/tiles.cuh"',
         functions,
         f'#include "{name}.cu"',
     ]

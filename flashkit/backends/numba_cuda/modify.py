@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ... import codegen, expr
-from ...expr import Expr
+from ...mods import codegen, expr
+from ...mods.expr import Expr
 from ...spec import AttentionSpec, Slot
 from ..cuda_common.modification import entries
 
@@ -73,7 +73,7 @@ def _places(spec: AttentionSpec) -> dict[str, tuple[Slot, int]]:
 
 
 def _extreme(axes: int) -> str:
-    """Least or greatest element within a box of inclusive corners (flashkit.expr.bounds); a loop for each axis."""
+    """Least or greatest element within a box of inclusive corners (flashkit.mods.expr.bounds); a loop for each axis."""
     strides = ", ".join(f"stride{axis}" for axis in range(axes))
     corners = ", ".join(f"first{axis}, last{axis}" for axis in range(axes))
     offset = " + ".join(f"i{axis} * stride{axis}" for axis in range(axes))

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from ...spec import AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler, hopper, hopper_backward
+from ..cuda_common import compiler, sm90, sm90_backward
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Pass, Spare, sixteen_bits, tile_of
-from ..cuda_common.hopper import CHOSEN, ForwardTile, chunks, packed, padded, usual_tile, with_most_buffers, work_enough
-from ..cuda_common.hopper_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
+from ..cuda_common.sm90 import CHOSEN, ForwardTile, chunks, packed, padded, usual_tile, with_most_buffers, work_enough
+from ..cuda_common.sm90_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
 
 MAX_DIM = 256
 
@@ -59,7 +59,7 @@ def forward_candidates(problem: Problem, device: Device) -> list[Tile]:
     return list(dict.fromkeys(tiles))
 
 
-class Forward(hopper.Forward):
+class Forward(sm90.Forward):
     """The forward pass."""
 
     def __init__(
@@ -78,7 +78,7 @@ def backward_kernel(spec: AttentionSpec) -> str:
     return "sm90_backward_products" if keys_shared(spec) else "sm90_backward_keys"
 
 
-class Backward(hopper_backward.Backward):
+class Backward(sm90_backward.Backward):
     """The backward pass."""
 
     def __init__(

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ...spec import ITEMSIZE, AttentionSpec
+from ...spec import AttentionSpec, ITEMSIZE
 from ..cuda_common import compiler, modification
 from ..cuda_common.launch import Library
 from . import modify

@@ -1,0 +1,1 @@
+"""Micro-kernels of the CPU backend, emitted as LLVM IR."""

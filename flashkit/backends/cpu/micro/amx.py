@@ -1,0 +1,277 @@
+"""Products of bfloat16 pairs by AMX: 16 x 16 tiles in registers (Intel SDM, volume 1, chapter 18).
+
+    tiles 0-3   sums, 2 x 2 tiles of c          rows of c         x columns of c
+    tiles 4, 5  two blocks of rows of a         rows of a         x words
+    tiles 6, 7  two blocks of columns of b      words             x columns of b
+
+A tile is as large as the configuration says, up to 16 rows of 16 words. So rests of any size need no padding: a
+product is cut into at most eight regions (whole tiles and a rest along each axis), each with its configuration.
+Every product configures the tiles it uses and releases them in the end; nothing is left to the thread.
+
+The instructions are behind `Instructions`; `Emulation` does the same on memory, so that all of this runs, and is
+tested, on any CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+
+from .vector import Block, I32, I64, I8, Loop, Memory, declared, fill, fma, splat
+
+EDGE = 16
+"""Rows of a tile, and words of a row."""
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+_CONFIGURATION = 64  # bytes: palette at 0, bytes a row at 16 + 2 tile, rows at 48 + tile
+_COLUMNS_AT, _ROWS_AT = 16, 48
+
+
+@cache
+def permitted() -> str:
+    """Ask Linux for the use of the tile registers, once a process: "" or why not.
+
+    The kernel saves 8 KB more for a thread that uses them, and so grants them on request alone
+    (Documentation/arch/x86/xstate.rst).
+    """
+    if not sys.platform.startswith("linux"):
+        return f"AMX is asked for in Linux's way, and this is {sys.platform}"
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
+        return ""
+    return f"the kernel refuses the tile registers of AMX (arch_prctl: errno {ctypes.get_errno()})"
+
+
+class Instructions:
+    """The tile instructions of the CPU."""
+
+    @staticmethod
+    def state(b: ir.IRBuilder) -> ir.Value:
+        """Memory that a product hands to its regions: here the configuration alone."""
+        return b.ptrtoint(b.alloca(ir.ArrayType(I8, _CONFIGURATION)), I64)
+
+    def __init__(self, b: ir.IRBuilder, state: ir.Value) -> None:
+        self.b, self.state_at = b, state
+
+    def _call(self, name: str, *args: ir.Value) -> None:
+        kind = ir.FunctionType(ir.VoidType(), [a.type for a in args])
+        self.b.call(declared(self.b.module, f"llvm.x86.{name}", kind), args)
+
+    def _pointer(self, address: ir.Value) -> ir.Value:
+        return self.b.inttoptr(address, I8.as_pointer())
+
+    def configure(self) -> None:
+        self._call("ldtilecfg", self._pointer(self.state_at))
+
+    def zero(self, tile: int) -> None:
+        self._call("tilezero", I8(tile))
+
+    def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
+        self._call("tileloadd64", I8(tile), self._pointer(address), stride)
+
+    def store(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
+        self._call("tilestored64", I8(tile), self._pointer(address), stride)
+
+    def dot(self, c: int, a: int, b: int) -> None:
+        self._call("tdpbf16ps", I8(c), I8(a), I8(b))
+
+    def release(self) -> None:
+        self._call("tilerelease")
+
+
+class Emulation:
+    """The same on memory: the state is the configuration and behind it eight tiles of 1 KB. What would raise #UD on
+    the CPU (shapes that do not fit each other, a tile that is not configured) ends in a trap here too.
+    """
+
+    @staticmethod
+    def state(b: ir.IRBuilder) -> ir.Value:
+        return b.ptrtoint(b.alloca(ir.ArrayType(I8, _CONFIGURATION + 8 * 1024)), I64)
+
+    def __init__(self, b: ir.IRBuilder, state: ir.Value) -> None:
+        self.b, self.state_at = b, state
+        self.memory = Memory(b, ir.FloatType(), EDGE)
+
+    def _tile(self, tile: int) -> ir.Value:
+        return self.b.add(self.state_at, I64(_CONFIGURATION + 1024 * tile))
+
+    def _shape(self, tile: int) -> tuple[ir.Value, ir.Value]:
+        """Rows, and words of a row."""
+        b = self.b
+        sizes = []
+        for at, kind in ((_ROWS_AT + tile, I8), (_COLUMNS_AT + 2 * tile, ir.IntType(16))):
+            pointer = b.inttoptr(b.add(self.state_at, I64(at)), kind.as_pointer())
+            sizes.append(b.zext(b.load(pointer), I64))
+        return sizes[0], b.lshr(sizes[1], I64(2))
+
+    def _require(self, condition: ir.Value) -> None:
+        with self.b.if_then(self.b.not_(condition)):
+            self.b.call(declared(self.b.module, "llvm.trap", ir.FunctionType(ir.VoidType(), [])), [])
+
+    def configure(self) -> None:
+        for tile in range(8):
+            for value in self._shape(tile):
+                self._require(self.b.icmp_unsigned("<=", value, I64(EDGE)))
+            self.zero(tile)
+
+    def zero(self, tile: int) -> None:
+        for row in range(EDGE):
+            self.memory.store(fill(self.memory.vector, 0.0), self.b.add(self._tile(tile), I64(64 * row)))
+
+    def _move(self, tile: int, address: ir.Value, stride: ir.Value, to_tile: bool) -> None:
+        b = self.b
+        rows, columns = self._shape(tile)
+        self._require(b.icmp_unsigned(">", b.mul(rows, columns), I64(0)))
+        if to_tile:
+            self.zero(tile)
+        with Loop(b, I64(0), rows, 1) as (i, _, _), Loop(b, I64(0), columns, 1) as (j, _, _):
+            inside = b.add(self._tile(tile), b.add(b.shl(i, I64(6)), b.shl(j, I64(2))))
+            outside = b.add(address, b.add(b.mul(i, stride), b.shl(j, I64(2))))
+            source, target = (outside, inside) if to_tile else (inside, outside)
+            word = b.load(b.inttoptr(source, I32.as_pointer()), align=1)
+            b.store(word, b.inttoptr(target, I32.as_pointer()), align=1)
+
+    def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
+        self._move(tile, address, stride, True)
+
+    def store(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
+        self._move(tile, address, stride, False)
+
+    def dot(self, c: int, a: int, b_: int) -> None:
+        b = self.b
+        (rows, columns), (a_rows, words), (b_rows, b_columns) = map(self._shape, (c, a, b_))
+        for one, other in ((rows, a_rows), (columns, b_columns), (words, b_rows)):
+            self._require(b.icmp_unsigned("==", one, other))
+        self._require(b.icmp_unsigned(">", b.mul(b.mul(rows, columns), words), I64(0)))
+        word = ir.VectorType(I32, EDGE)
+
+        def halves(x: ir.Value) -> list[ir.Value]:
+            low, high = b.shl(x, fill(word, 16)), b.and_(x, fill(word, 0xFFFF0000))
+            return [b.bitcast(half, self.memory.vector) for half in (low, high)]
+
+        with Loop(b, I64(0), rows, 1) as (i, _, _):
+            sums_at = b.add(self._tile(c), b.shl(i, I64(6)))
+            loop = Loop(b, I64(0), words, 1, [self.memory.load(sums_at)])
+            with loop as (k, (sums,), advance):
+                at = b.add(self._tile(a), b.add(b.shl(i, I64(6)), b.shl(k, I64(2))))
+                left = halves(b.bitcast(splat(b, self.memory.load_scalar(at), EDGE), word))
+                right = halves(b.bitcast(self.memory.load(b.add(self._tile(b_), b.shl(k, I64(6)))), word))
+                for x, y in zip(left, right, strict=True):
+                    sums = fma(b, x, y, sums)
+                advance([sums])
+            self.memory.store(loop.results[0], sums_at)
+
+    def release(self) -> None:
+        pass
+
+
+def emit_product(
+    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block, *, accumulate: bool,
+    emulated: bool = False,
+) -> None:  # fmt: skip
+    """c (+)= a @ b, see pairs.py; a_col is 4, for tiles are loaded by whole rows."""
+    b = builder
+    a, a_row, _, b_, b_row, c, c_row, m, n, k = args
+    tiles = Emulation if emulated else Instructions
+    region = _region(b.module, tiles)
+    state = tiles.state(b)
+
+    def parts(extent: ir.Value) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ...]:
+        """(start, tiles, elements of a tile) of the whole tiles and of the rest."""
+        whole = b.lshr(extent, I64(4))
+        start = b.shl(whole, I64(4))
+        rest = b.sub(extent, start)
+        return (I64(0), whole, I64(EDGE)), (start, b.zext(b.icmp_signed(">", rest, I64(0)), I64), rest)
+
+    before: ir.Value = I64(int(accumulate))
+    for index, (word, steps, words) in enumerate(parts(k)):
+        # An empty sum is 0 too, and is written.
+        used = b.icmp_signed(">", steps, I64(0))
+        if index == 0:
+            used = b.or_(used, b.icmp_signed("==", k, I64(0)))
+        for i, m_tiles, rows in parts(m):
+            for j, n_tiles, columns in parts(n):
+                some = b.icmp_signed(">", b.mul(m_tiles, n_tiles), I64(0))
+                with b.if_then(b.and_(used, some)):
+                    a_at = b.add(b.add(a, b.mul(i, a_row)), b.shl(word, I64(2)))
+                    b_at = b.add(b.add(b_, b.mul(word, b_row)), b.shl(j, I64(2)))
+                    c_at = b.add(b.add(c, b.mul(i, c_row)), b.shl(j, I64(2)))
+                    counts = [m_tiles, n_tiles, steps, rows, columns, words]
+                    b.call(region, [state, a_at, a_row, b_at, b_row, c_at, c_row, *counts, before])
+        before = b.select(used, I64(1), before)
+    tiles(b, state).release()
+
+
+def _region(module: ir.Module, tiles: Any) -> ir.Function:
+    """A product of whole tiles of one shape: function (state, a, a_row, b, b_row, c, c_row, tiles along m, n and k,
+    rows, columns, words, whether c is added to).
+    """
+    name = f"amx_region_{tiles.__name__}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 14), name)
+    function.linkage = "internal"
+    function.attributes.add("nounwind")
+    function.attributes.add("noinline")
+    b = ir.IRBuilder(function.append_basic_block("entry"))
+    state, a, a_row, b_, b_row, c, c_row, m_tiles, n_tiles, steps, rows, columns, words, add = function.args
+    layer = tiles(b, state)
+    sums, left, right = range(4), (4, 5), (6, 7)
+
+    def put(kind: ir.IntType, at: int, value: ir.Value) -> None:
+        b.store(b.trunc(value, kind) if kind != I64 else value, b.inttoptr(b.add(state, I64(at)), kind.as_pointer()))
+
+    for at in range(0, _CONFIGURATION, 8):
+        put(I64, at, I64(0))
+    put(I8, 0, I64(1))  # the palette that exists
+    for group, height, width in ((sums, rows, columns), (left, rows, words), (right, words, columns)):
+        for tile in group:
+            put(I8, _ROWS_AT + tile, height)
+            put(ir.IntType(16), _COLUMNS_AT + 2 * tile, b.shl(width, I64(2)))
+    layer.configure()
+
+    def block(high: int, wide: int, i: ir.Value, j: ir.Value) -> None:
+        """high x wide tiles of c."""
+        each = [(y, x, 2 * y + x) for y in range(high) for x in range(wide)]
+        first, along = b.mul(i, rows), b.shl(b.mul(j, columns), I64(2))
+        a_rows = [b.add(a, b.mul(b.add(first, b.mul(I64(y), rows)), a_row)) for y in range(high)]
+        shifts = [b.add(along, b.shl(b.mul(I64(x), columns), I64(2))) for x in range(wide)]
+        c_at = {
+            tile: b.add(b.add(c, b.mul(b.add(first, b.mul(I64(y), rows)), c_row)), shifts[x]) for y, x, tile in each
+        }
+        with b.if_else(b.icmp_signed("!=", add, I64(0))) as (then, otherwise):
+            with then:
+                for _, _, tile in each:
+                    layer.load(tile, c_at[tile], c_row)
+            with otherwise:
+                for _, _, tile in each:
+                    layer.zero(tile)
+        with Loop(b, I64(0), steps, 1, [I64(0), b_]) as (_, (a_step, b_step), advance):
+            # Each operand is loaded just before the first product that needs it.
+            for y, x, tile in each:
+                if x == 0:
+                    layer.load(left[y], b.add(a_rows[y], a_step), a_row)
+                if y == 0:
+                    layer.load(right[x], b.add(b_step, shifts[x]), b_row)
+                layer.dot(tile, left[y], right[x])
+            advance([b.add(a_step, I64(4 * EDGE)), b.add(b_step, b.mul(I64(EDGE), b_row))])
+        for _, _, tile in each:
+            layer.store(tile, c_at[tile], c_row)
+
+    def row_of_blocks(high: int, i: ir.Value) -> None:
+        with Loop(b, I64(0), b.sub(n_tiles, I64(1)), 2) as (j, _, _):
+            block(high, 2, i, j)
+        with Loop(b, b.and_(n_tiles, I64(-2)), n_tiles, 1) as (j, _, _):
+            block(high, 1, i, j)
+
+    with Loop(b, I64(0), b.sub(m_tiles, I64(1)), 2) as (i, _, _):
+        row_of_blocks(2, i)
+    with Loop(b, b.and_(m_tiles, I64(-2)), m_tiles, 1) as (i, _, _):
+        row_of_blocks(1, i)
+    b.ret_void()
+    return function

@@ -1,0 +1,259 @@
+"""Micro-kernels for products of bfloat16 in pairs: two neighbours along the summed axis, one 32-bit word.
+
+CPUs multiply bfloat16 a pair at a time and add into float32: c[i, j] += a[i, 2k] b[2k, j] + a[i, 2k+1] b[2k+1, j]. So
+a is bfloat16 with contiguous rows, read as words, and b has the rows 2k and 2k+1 interleaved: word [k][j] holds
+b[2k, j] and, in its upper half, b[2k+1, j]. Where the count is odd the last half is 0. Arguments are as in vector.py,
+counts of words where it says so.
+
+    product, product_add (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
+        c = a @ b, c += a @ b in float32; k words. By vectors (AVX512-BF16) here, by tiles in amx.py
+    pack_columns (source, source_row, target, target_row, m, n, scale)
+        word [j][i] of target = scale * source[i, 2j], source[i, 2j+1]: rows become columns; scale is a power of two
+    pack_rows (source, source_row, target, target_row, m, n)
+        word [i][j] of target = source[2i, j], source[2i+1, j]
+    pack_rows_t (source, source_row, target, target_row, m, n)
+        word [j][i] of target = source[2i, j], source[2i+1, j]
+    weights_in_pairs (s, s_row, m, n, top, total, rate)
+        p[i, j] = 2^(rate * (s[i, j] - top[j])); total[j] += sum_i p[i, j];
+        word [i][j] of s = p[2i, j], p[2i+1, j]
+    round_pairs (s, s_row, m, n, target, target_row, rows, rows_row)
+        word [i][j] of target = s[2i, j], s[2i+1, j]; rows, unless 0: the same, rows as they are, in bfloat16
+
+Packed targets are padded with zeros to whole squares of 16 words (of `lanes`, on CPUs with shorter vectors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from . import amx
+from .product import emit_product
+from .vector import (
+    Block,
+    I16,
+    I32,
+    I64,
+    Loop,
+    Memory,
+    column_groups,
+    declared,
+    exp2,
+    fill,
+    from_bits,
+    load_halves,
+    narrow,
+    splat,
+    transposed,
+)
+
+# 2^r on [-1/2, 1/2] by Chebyshev interpolation, relative error 3.5e-6: weights are rounded to bfloat16 (4e-3), their
+# sum alone is not.
+EXP2_SHORT = (1.0, 0.6931210452034274, 0.24022349038020416, 0.05592197584225006, 0.009666368515383477)
+
+
+class Bfloat16(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+def dot(b: ir.IRBuilder, x: ir.Value, y: ir.Value, sums: ir.Value) -> ir.Value:
+    """sums + x * y, x and y vectors of 16 pairs carried as float32: vdpbf16ps, which takes denormals for 0."""
+    pairs = ir.VectorType(Bfloat16(), 32)
+    kind = ir.FunctionType(sums.type, [sums.type, pairs, pairs])
+    function = declared(b.module, "llvm.x86.avx512bf16.dpbf16ps.512", kind)
+    return b.call(function, [sums, b.bitcast(x, pairs), b.bitcast(y, pairs)])
+
+
+def words(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    """Vectors of 16-bit numbers to the vector of their pairs."""
+    kind = ir.VectorType(I32, low.type.count)
+    return b.or_(b.zext(low, kind), b.shl(b.zext(high, kind), fill(kind, 16)))
+
+
+def rounded(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """float32 to bits of bfloat16."""
+    if _native(b, x):
+        result = ir.VectorType(Bfloat16(), 16)
+        function = declared(b.module, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.FunctionType(result, [x.type]))
+        return b.bitcast(b.call(function, [x]), ir.VectorType(I16, 16))
+    return narrow(b, x, "bfloat16")
+
+
+def rounded_pairs(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two vectors of float32 to words."""
+    if _native(b, low):
+        result = ir.VectorType(Bfloat16(), 32)
+        kind = ir.FunctionType(result, [low.type] * 2)
+        function = declared(b.module, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind)
+        halves = ir.VectorType(I16, 32)
+        both = b.bitcast(b.call(function, [high, low]), halves)
+        order = ir.Constant(ir.VectorType(I32, 32), [lane // 2 + 16 * (lane % 2) for lane in range(32)])
+        return b.bitcast(b.shuffle_vector(both, ir.Constant(halves, ir.Undefined), order), ir.VectorType(I32, 16))
+    return words(b, narrow(b, low, "bfloat16"), narrow(b, high, "bfloat16"))
+
+
+def _native(b: ir.IRBuilder, x: ir.Value) -> bool:
+    return getattr(b.module, "avx512bf16", False) and x.type.count == 16
+
+
+def _emit_pack_columns(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+    source, source_row, target, target_row, m, n, scale_bits = args
+    lanes = shape.lanes
+    memory, word = Memory(b, element, lanes), ir.VectorType(I32, lanes)
+    scale = splat(b, from_bits(b, scale_bits, element), lanes)
+    upper, sixteen = fill(word, 0xFFFF0000), fill(word, 16)
+
+    def scaled(row: ir.Value) -> ir.Value:
+        # Exact: a power of two moves the exponent alone.
+        low = b.bitcast(b.fmul(b.bitcast(b.shl(row, sixteen), memory.vector), scale), word)
+        high = b.bitcast(b.fmul(b.bitcast(b.and_(row, upper), memory.vector), scale), word)
+        return b.bitcast(b.or_(b.lshr(low, sixteen), b.and_(high, upper)), memory.vector)
+
+    with Loop(b, I64(0), m, lanes) as (i, _, _), Loop(b, I64(0), n, 2 * lanes) as (j, _, _):
+        rows = []
+        for x in range(lanes):
+            row = b.add(i, I64(x))
+            remaining = b.select(b.icmp_signed("<", row, m), b.sub(n, j), I64(0))
+            at = b.add(b.add(source, b.mul(row, source_row)), b.shl(j, I64(1)))
+            rows.append(scaled(b.bitcast(load_halves(b, at, 2 * lanes, remaining), word)))
+        to = b.add(b.add(target, b.mul(b.lshr(j, I64(1)), target_row)), b.shl(i, I64(2)))
+        for x, row in enumerate(transposed(b, rows)):
+            memory.store(row, b.add(to, b.mul(I64(x), target_row)))
+
+
+def _two_rows(
+    b: ir.IRBuilder, source: ir.Value, source_row: ir.Value, i: ir.Value, j: ir.Value, m: ir.Value, n: ir.Value,
+    lanes: int,
+) -> ir.Value:  # fmt: skip
+    """Words of the rows 2i and 2i+1 from column j on."""
+
+    def row(index: ir.Value) -> ir.Value:
+        remaining = b.select(b.icmp_signed("<", index, m), b.sub(n, j), I64(0))
+        at = b.add(b.add(source, b.mul(index, source_row)), b.shl(j, I64(1)))
+        return load_halves(b, at, lanes, remaining)
+
+    first = b.shl(i, I64(1))
+    return words(b, row(first), row(b.add(first, I64(1))))
+
+
+def _emit_pack_rows(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+    source, source_row, target, target_row, m, n = args
+    memory = Memory(b, element, shape.lanes)
+    half = b.lshr(b.add(m, I64(1)), I64(1))
+    with Loop(b, I64(0), half, 1) as (i, _, _), Loop(b, I64(0), n, shape.lanes) as (j, _, _):
+        row = b.bitcast(_two_rows(b, source, source_row, i, j, m, n, shape.lanes), memory.vector)
+        memory.store(row, b.add(b.add(target, b.mul(i, target_row)), b.shl(j, I64(2))))
+
+
+def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+    source, source_row, target, target_row, m, n = args
+    lanes = shape.lanes
+    memory = Memory(b, element, lanes)
+    half = b.lshr(b.add(m, I64(1)), I64(1))
+    with Loop(b, I64(0), half, lanes) as (i, _, _), Loop(b, I64(0), n, lanes) as (j, _, _):
+        rows = [
+            b.bitcast(_two_rows(b, source, source_row, b.add(i, I64(x)), j, m, n, lanes), memory.vector)
+            for x in range(lanes)
+        ]
+        to = b.add(b.add(target, b.mul(j, target_row)), b.shl(i, I64(2)))
+        for x, row in enumerate(transposed(b, rows)):
+            memory.store(row, b.add(to, b.mul(I64(x), target_row)))
+
+
+def _emit_weights(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+    s, row, count, columns, top, total, rate_bits = args
+    lanes = shape.lanes
+    memory = Memory(b, element, lanes)
+    rate, zero = splat(b, from_bits(b, rate_bits, element), lanes), fill(memory.vector, 0.0)
+
+    def group(j: ir.Value, width: int) -> None:
+        offsets = [b.shl(b.add(j, I64(v * lanes)), I64(2)) for v in range(width)]
+        shifts = [memory.load(b.add(top, o)) for o in offsets]
+
+        def weight(at: ir.Value, v: int) -> ir.Value:
+            return exp2(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), shifts[v]), rate), EXP2_SHORT)
+
+        start = [memory.load(b.add(total, o)) for o in offsets]
+        # Words are written over scores that have been read: word i over row i, after the rows 2i and 2i+1.
+        loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, s])
+        with loop as (_, carried, advance):
+            *sums, at, to = carried
+            new = []
+            for v in range(width):
+                low, high = weight(at, v), weight(b.add(at, row), v)
+                memory.store(b.bitcast(rounded_pairs(b, low, high), memory.vector), b.add(to, offsets[v]))
+                new.append(b.fadd(sums[v], b.fadd(low, high)))
+            advance([*new, b.add(at, b.shl(row, I64(1))), b.add(to, row)])
+        last = Loop(b, I64(0), b.and_(count, I64(1)), 1, loop.results[:width])
+        with last as (_, sums, advance):
+            at, to = loop.results[width:]
+            new = []
+            for v in range(width):
+                low = weight(at, v)
+                memory.store(b.bitcast(rounded_pairs(b, low, zero), memory.vector), b.add(to, offsets[v]))
+                new.append(b.fadd(sums[v], low))
+            advance(new)
+        for v in range(width):
+            memory.store(last.results[v], b.add(total, offsets[v]))
+
+    column_groups(b, columns, shape.vectors, lanes, group)
+
+
+def _emit_round_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+    s, s_row, count, columns, target, target_row, rows, rows_row = args
+    lanes = shape.lanes
+    memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
+    zero = fill(memory.vector, 0.0)
+    keep_rows = b.icmp_signed("!=", rows, I64(0))
+
+    def pair(i: ir.Value, two: bool) -> None:
+        with Loop(b, I64(0), columns, lanes) as (j, _, _):
+            at = b.add(b.add(s, b.mul(i, s_row)), b.shl(j, I64(2)))
+            values = [memory.load(at), memory.load(b.add(at, s_row)) if two else zero]
+            to = b.add(b.add(target, b.mul(b.lshr(i, I64(1)), target_row)), b.shl(j, I64(2)))
+            memory.store(b.bitcast(rounded_pairs(b, *values), memory.vector), to)
+            with b.if_then(keep_rows):
+                for x, value in enumerate(values[: 1 + two]):
+                    line = b.add(rows, b.mul(b.add(i, I64(x)), rows_row))
+                    halves.store(rounded(b, value), b.add(line, b.shl(j, I64(1))))
+
+    with Loop(b, I64(0), b.sub(count, I64(1)), 2) as (i, _, _):
+        pair(i, True)
+    even = b.and_(count, I64(-2))
+    with Loop(b, even, count, 1) as (i, _, _):
+        pair(i, False)
+
+
+KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
+    "pack_columns": (7, _emit_pack_columns),
+    "pack_rows": (6, _emit_pack_rows),
+    "pack_rows_t": (6, _emit_pack_rows_t),
+    "weights_in_pairs": (7, _emit_weights),
+    "round_pairs": (8, _emit_round_pairs),
+}
+
+
+def kernels(path: str) -> dict[str, tuple[int, Callable[..., None]]]:
+    """Name: number of arguments, emitter. path: "avx512bf16", "amx" or "emulate" (bf16.py)."""
+
+    def product(*args: Any, accumulate: bool) -> None:
+        if path == "avx512bf16":
+            emit_product(*args, accumulate=accumulate, multiply=dot)
+        else:
+            amx.emit_product(*args, accumulate=accumulate, emulated=path == "emulate")
+
+    return KERNELS | {
+        "pair_product": (10, lambda *args: product(*args, accumulate=False)),
+        "pair_product_add": (10, lambda *args: product(*args, accumulate=True)),
+    }

@@ -1,0 +1,177 @@
+// Numbers: stored elements and the precision of computing, and what expressions of flashkit.mods.expr are rendered to.
+// No header of the toolkit is needed, so NVRTC compiles this wherever it is.
+#pragma once
+
+// --- stored elements --------------------------------------------------------------------------------------------------
+
+struct half_t { unsigned short bits; };
+struct bfloat16_t { unsigned short bits; };
+
+template <int> struct storage_of { using type = float; using compute = float; };
+template <> struct storage_of<FLOAT64> { using type = double; using compute = double; };
+template <> struct storage_of<FLOAT16> { using type = half_t; using compute = float; };
+template <> struct storage_of<BFLOAT16> { using type = bfloat16_t; using compute = float; };
+
+using storage = storage_of<STORAGE>::type;    // an element of q, k, v, out
+using fk_float = storage_of<STORAGE>::compute;  // what is computed in
+
+DEVICE fk_float fk_special(int which) {  // 1: inf, -1: -inf, 0: NaN
+    const float inf = __int_as_float(0x7f800000);
+    return which == 0 ? (fk_float)__int_as_float(0x7fffffff) : which > 0 ? (fk_float)inf : (fk_float)-inf;
+}
+#define INFINITE (fk_special(1))
+#define HIDDEN (fk_special(-1))
+
+DEVICE float widen(half_t x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+DEVICE float widen(bfloat16_t x) { return __int_as_float((int)x.bits << 16); }
+template <typename T> DEVICE T widen(T x) { return x; }
+
+template <typename T> struct Narrow { static __device__ __forceinline__ T from(fk_float x) { return (T)x; } };
+template <> struct Narrow<half_t> {
+    static __device__ __forceinline__ half_t from(fk_float x) {
+        half_t y;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"((float)x));
+        return y;
+    }
+};
+template <> struct Narrow<bfloat16_t> {
+    static __device__ __forceinline__ bfloat16_t from(fk_float x) {  // to nearest, ties to even
+        const unsigned bits = __float_as_uint((float)x);
+        const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        return bfloat16_t{(unsigned short)(nan ? (bits >> 16) | 64u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+    }
+};
+DEVICE storage narrow(fk_float x) { return Narrow<storage>::from(x); }
+
+// --- functions that generated code calls (OPS of flashkit/mods/expr.py) -----------------------------------------------------
+
+template <typename T> DEVICE T fk_abs(T x) { return x < 0 ? -x : x; }
+template <> __device__ __forceinline__ float fk_abs(float x) { return fabsf(x); }
+template <> __device__ __forceinline__ double fk_abs(double x) { return fabs(x); }
+// NaN wins, as in NumPy. Of integers one may be wider, or one a float that holds an integer.
+template <typename T, typename U> DEVICE auto fk_min(T x, U y) -> decltype(x + y) { return y < x || y != y ? y : x; }
+template <typename T, typename U> DEVICE auto fk_max(T x, U y) -> decltype(x + y) { return y > x || y != y ? y : x; }
+
+// Python's // and %: rounded towards minus infinity, so a remainder has the sign of the divisor. 0 for division by 0.
+DEVICE long long fk_floordiv(long long x, long long y) {
+    if (y == 0) return 0;
+    if (((x | y) >> 31) == 0) return (unsigned)x / (unsigned)y;
+    const long long quotient = x / y;
+    return quotient - (quotient * y != x && (x < 0) != (y < 0));
+}
+DEVICE long long fk_mod(long long x, long long y) { return y == 0 ? 0 : x - fk_floordiv(x, y) * y; }
+DEVICE float fk_floordiv(float x, float y) { return floorf(x / y); }
+DEVICE double fk_floordiv(double x, double y) { return floor(x / y); }
+DEVICE float fk_mod(float x, float y) {
+    const float r = fmodf(x, y);
+    return r != 0 && (r < 0) != (y < 0) ? r + y : r;
+}
+DEVICE double fk_mod(double x, double y) {
+    const double r = fmod(x, y);
+    return r != 0 && (r < 0) != (y < 0) ? r + y : r;
+}
+
+// 2^x; what is below the smallest normal number is 0.
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float log2_fast(float x) {  // to 2^-22
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float reciprocal(float x) {  // to one unit of the last place
+    float y;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// BRIEF: scores of 16-bit elements are right to three digits, and a few units of the last place of float32 may be spared.
+DEVICE double fk_div(double x, double y) { return x / y; }
+DEVICE float fk_div(float x, float y) {
+    if constexpr (!BRIEF) return x / y;
+    return x * reciprocal(y);  // once for all scores where y is a parameter
+}
+
+DEVICE double fk_tanh(double x) { return tanh(x); }
+DEVICE float fk_tanh(float x) {
+    if constexpr (!BRIEF) return tanhf(x);
+    float y = exp2_fast(x * 2.8853900817779268f);  // 1 - 2 / (exp(2 x) + 1), to 2e-7
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(y + 1.0f));
+    return fmaf(-2.0f, y, 1.0f);
+}
+DEVICE float tanh_fast(float x) {  // in one instruction, right to 2^-11
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// The one that will do where weights are rounded to 8 bits, else the other.
+DEVICE float tanh_of(float x) {
+    if constexpr (STORAGE != BFLOAT16) return fk_tanh(x);
+    return tanh_fast(x);
+}
+
+// tanh in a score modification: as it is, or
+struct Tanh {
+    __device__ __forceinline__ fk_float operator()(fk_float x) const { return fk_tanh(x); }
+};
+// by a polynomial, to 1e-5 up to CALM; `greatest` says whether that was so. The exponential and the division would take
+// two instructions more of the unit that the softmax waits for already.
+struct CalmTanh {
+    static constexpr float CALM = 0.75f;
+    float greatest;
+    __device__ __forceinline__ float operator()(float x) {
+        greatest = fmaxf(greatest, fabsf(x));
+        const float y = x * x;
+        return x * fmaf(fmaf(fmaf(-0.0354525842f, y, 0.127426786f), y, -0.332696662f), y, 0.999988981f);
+    }
+};
+
+#define FK_FUNCTION(name)                                    \
+    DEVICE float fk_##name(float x) { return name##f(x); }   \
+    DEVICE double fk_##name(double x) { return name(x); }
+FK_FUNCTION(exp) FK_FUNCTION(exp2) FK_FUNCTION(log) FK_FUNCTION(log2) FK_FUNCTION(sqrt)
+FK_FUNCTION(sin) FK_FUNCTION(cos) FK_FUNCTION(floor)
+#undef FK_FUNCTION
+
+// An array of a modification: where it is and its strides in elements.
+template <typename T, int AXES>
+struct View {
+    const T* data;
+    long long stride[AXES > 0 ? AXES : 1];
+};
+template <typename T, int N> DEVICE fk_float fk_load_float(const View<T, N>& a, long long at) {
+    return (fk_float)widen(a.data[at]);
+}
+template <typename T, int N> DEVICE long long fk_load_int(const View<T, N>& a, long long at) {
+    return (long long)a.data[at];
+}
+template <typename T, int N> DEVICE bool fk_load_bool(const View<T, N>& a, long long at) { return a.data[at] != 0; }
+
+// Least (LEAST) or greatest element within a box of inclusive corners (flashkit.mods.expr.bounds); a loop for each axis.
+template <bool LEAST, int AXIS, typename T, int N>
+DEVICE long long fk_extreme(const View<T, N>& a, const T* at, const long long (&corner)[2 * N]) {
+    long long best = LEAST ? 0x7fffffffffffffffll : -0x7fffffffffffffffll - 1;
+    for (long long i = corner[2 * AXIS]; i <= corner[2 * AXIS + 1]; ++i) {
+        long long value;
+        if constexpr (AXIS + 1 < N) value = fk_extreme<LEAST, AXIS + 1>(a, at + i * a.stride[AXIS], corner);
+        else value = (long long)at[i * a.stride[AXIS]];
+        best = (LEAST ? value < best : value > best) ? value : best;
+    }
+    return best;
+}
+template <typename T, int N, typename... C> DEVICE long long fk_load_min(const View<T, N>& a, C... corners) {
+    const long long corner[2 * N] = {corners...};
+    return fk_extreme<true, 0>(a, a.data, corner);
+}
+template <typename T, int N, typename... C> DEVICE long long fk_load_max(const View<T, N>& a, C... corners) {
+    const long long corner[2 * N] = {corners...};
+    return fk_extreme<false, 0>(a, a.data, corner);
+}

@@ -1,0 +1,59 @@
+# Numbers: conversion of stored elements, and what expressions of flashkit.mods.expr are rendered to.
+#
+# STORED is what an element of q, k, v and out is read as: its bits where Numba has no such number.
+
+EMPTY, PARTIAL, FULL = 0, 1, 2  # a tile's pairs: none is visible, some may be, all are
+
+STORED = np.int16 if STORAGE in ("float16", "bfloat16") else F
+LOG2E, ZERO, ONE = F(1.4426950408889634), F(0), F(1)
+LEAST_INTEGER, GREATEST_INTEGER = -(2**63), 2**63 - 1
+exp, exp2, log, log2, sqrt, tanh, sin, cos, floor = functions_of(F)
+
+if STORAGE == "float16":
+
+    @device
+    def widen(bits):
+        return half_of(bits)
+
+    @device
+    def narrow(x):
+        return bits_of_half(x)
+
+elif STORAGE == "bfloat16":
+
+    @device
+    def widen(bits):
+        return single_of(np.int32(np.int64(bits) << np.int64(16)))
+
+    @device
+    def narrow(x):  # to nearest, ties to even
+        bits = np.int64(bits_of_single(x))
+        if (bits & 0x7FFFFFFF) > 0x7F800000:  # NaN, which rounding could make infinite
+            return np.int16((bits >> 16) | 64)
+        return np.int16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+else:
+
+    @device
+    def widen(x):
+        return x
+
+    @device
+    def narrow(x):
+        return x
+
+
+@device
+def minimum(x, y):  # NaN wins, as in NumPy
+    return y if y < x or y != y else x
+
+
+@device
+def maximum(x, y):
+    return y if y > x or y != y else x
+
+
+@device
+def weight_of(x):
+    """2^x for a weight: what is below the smallest normal number, relative to the row's largest weight, may be 0."""
+    return exp2(x)

@@ -1,0 +1,1 @@
+"""From the arguments of attention() to a Problem, and back."""

@@ -1,0 +1,131 @@
+"""What the public functions need to know of arrays: their kind, dtype name, and a form that kernels can address.
+
+An array of a library can only exist if the library is imported, so nothing is imported here to recognise one.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..spec import ITEMSIZE
+
+
+def kind_of(array: Any) -> str | None:
+    """ "numpy", "cupy", or None for anything else."""
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    cupy = sys.modules.get("cupy")
+    return "cupy" if cupy is not None and isinstance(array, cupy.ndarray) else None
+
+
+def namespace(kind: str) -> Any:
+    return np if kind == "numpy" else sys.modules["cupy"]
+
+
+def require(name: str, array: Any, kind: str | None = None) -> str:
+    """The kind of an argument that has to be an array, of the given kind where one is given."""
+    found = kind_of(array)
+    if isinstance(array, np.ma.MaskedArray | np.matrix):
+        # Their own rules of arithmetic would be ignored without a word.
+        hint = "; give x.filled(...) and mask=" if isinstance(array, np.ma.MaskedArray) else "; numpy.asarray(x) fits"
+        raise TypeError(f"{name} is a {type(array).__name__}; a plain numpy.ndarray fits{hint}")
+    if found is None:
+        hint = (
+            "; convert it, numpy.asarray(x) or numpy.from_dlpack(x)"
+            if hasattr(array, "__dlpack__") or isinstance(array, (list, tuple))
+            else ""
+        )
+        raise TypeError(
+            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; "
+            f"a numpy.ndarray or cupy.ndarray fits{hint}"
+        )
+    if kind is not None and found != kind:
+        raise TypeError(f"{name} is a {found} array, but q is a {kind} one; all arrays of a call live in one library")
+    return found
+
+
+def dtype_name(name: str, array: Any) -> str:
+    """The name of a dtype that attention takes."""
+    dtype = array.dtype
+    known = _known_dtype(dtype)
+    if known not in ITEMSIZE:
+        raise TypeError(f"{name} has dtype {dtype}; {', '.join(ITEMSIZE)} fit (bfloat16 is ml_dtypes.bfloat16)")
+    if not dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {dtype.str}, whose bytes are not in this machine's order; "
+            f"{name}.astype({name}.dtype.newbyteorder('=')) fits"
+        )
+    return known
+
+
+@cache
+def _known_dtype(dtype: Any) -> str:
+    return str(dtype.name)  # NumPy computes it anew each time, for microseconds
+
+
+def addressable(array: Any) -> Any:
+    """The array itself where its last axis is contiguous and its elements are aligned, else a copy."""
+    itemsize = array.dtype.itemsize
+    contiguous = array.shape[-1] <= 1 or array.strides[-1] == itemsize
+    aligned = not isinstance(array, np.ndarray) or array.flags.aligned
+    return array if contiguous and aligned else namespace(kind_of(array) or "numpy").array(array, order="C", copy=True)
+
+
+_of_cupy = set[type]()  # types of arrays of CuPy that were seen
+
+
+def form(array: Any) -> tuple[Any, ...]:
+    """Type, shape, strides, dtype and place: what a prepared call depends on. Arrays of equal forms lie in memory
+    alike. The place: whether elements are aligned, or on which device they are.
+    """
+    kind = type(array)
+    if kind not in _of_cupy:
+        found = "numpy" if kind is np.ndarray else kind_of(array)  # the quickest first, for calls of microseconds
+        if found == "numpy":
+            return kind, array.shape, array.strides, array.dtype, array.flags.aligned
+        if found is None:
+            return (kind,)
+        _of_cupy.add(kind)
+    return kind, array.shape, array.strides, array.dtype, array.data.device_id
+
+
+def describe_place(array: Any) -> str:
+    """The last of an array's form in words."""
+    if isinstance(array, np.ndarray):
+        return "aligned" if array.flags.aligned else "not aligned"
+    return f"on device {array.data.device_id}"
+
+
+def contiguous(array: Any) -> bool:
+    """Whether it is an array whose elements lie as in a new one, so that a kernel may write it in place of that."""
+    if isinstance(array, np.ndarray):
+        return array.flags.carray
+    return kind_of(array) is not None and bool(array.flags.c_contiguous)
+
+
+def same_address(a: Any, b: Any) -> bool:
+    """Whether two arrays of one library have their first elements in one place."""
+    if isinstance(a, np.ndarray):
+        return bool(a.__array_interface__["data"] == b.__array_interface__["data"])
+    return bool(a.data.ptr == b.data.ptr)
+
+
+def may_share(a: Any, b: Any) -> bool:
+    """Whether two arrays may have an element in common: they do not where this is False."""
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and np.may_share_memory(a, b)
+    return not isinstance(b, np.ndarray) and a.data.mem is b.data.mem
+
+
+def share_memory(a: Any, b: Any) -> bool:
+    """Whether two arrays of one library have an element in common; False where that takes too long to find out."""
+    if not isinstance(a, np.ndarray):
+        return bool(sys.modules["cupy"].shares_memory(a, b))
+    try:
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]  # NumPy's stubs know -1 and 0 alone
+    except np.exceptions.TooHardError:
+        return False

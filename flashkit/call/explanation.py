@@ -1,0 +1,182 @@
+"""The account of a call: which backend would run it, on which tile, by which row of which profile, how long it should
+take at least, and, where it is asked to measure, how far the call is from that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import dispatch
+from ..mods import expr
+from ..devices import profiles, timing
+from ..errors import UnsupportedError
+from ..mods.expr import Expr
+from ..mods import Mod
+from ..mods.block_mask import BlockMask
+from ..spec import Gradients, Operands, Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What attention() would do with a call. str() is for people, as_dict() for programs; times are in seconds."""
+
+    problem: str
+    spec_key: str
+    visible_fraction: float
+    flops: dict[str, float]
+    bytes: dict[str, int]
+    roofline_seconds: dict[str, float | None]
+    predicted_seconds: float | None
+    device: str
+    candidates: list[dict[str, Any]]
+    backend: str | None
+    tile: dict[str, Any] | None
+    why: str | None
+    row: str | None
+    measured_seconds: dict[str, float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __str__(self) -> str:
+        lines = [self.problem, f"  device     {self.device}", "  backends"]
+        for c in self.candidates:
+            verdict = _time(c["predicted_seconds"]) if c["ok"] else f"no: {c['reason']}"
+            lines.append(f"    {'->' if c['name'] == self.backend else '  '} {c['name']:<12} {verdict}")
+        if self.tile is not None:
+            tile = ", ".join(f"{name} {value}" for name, value in self.tile.items())
+            lines += [
+                f"  tile       {tile}",
+                f"  because    {self.why}",
+                f"  profile    {self.row or 'no row applies: the model in tiles.py chose'}",
+            ]
+        if self.visible_fraction < 1:
+            lines.append(f"  visible    {100 * self.visible_fraction:.3g} % of the query-key pairs")
+        for direction in ("forward", "backward"):
+            roofline = self.roofline_seconds[direction]
+            bound = (
+                "peak rate or bandwidth not known; flashkit autotune measures them"
+                if roofline is None
+                else f"at least {_time(roofline)} (roofline)"
+            )
+            lines.append(
+                f"  {direction:<10} {self.flops[direction]:.3g} FLOPs, {self.bytes[direction]:.3g} bytes, {bound}"
+            )
+        if self.predicted_seconds is not None and self.roofline_seconds["forward"]:
+            ratio = self.predicted_seconds / self.roofline_seconds["forward"]
+            lines.append(f"  predicted  {_time(self.predicted_seconds)}, {ratio:.2f} x the roofline")
+        for direction, seconds in (self.measured_seconds or {}).items():
+            roofline, rate = self.roofline_seconds[direction], self.flops[direction] / seconds / 1e9
+            distance = f", {seconds / roofline:.2f} x the roofline" if roofline else ""
+            lines.append(f"  measured   {direction} {_time(seconds)}, {rate:.3g} GFLOP/s{distance}")
+        return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def _in_entry(mask: Expr, b: int) -> Expr:
+    """The mask of one batch entry."""
+    return expr.substitute([mask], lambda node: expr.const(b) if node is expr.B else node)[0]
+
+
+def visible_pairs(problem: Problem, operands: Operands) -> int:
+    """Pairs that the masks and lengths leave, counted from the tile lists."""
+    if 0 in (problem.batch, problem.heads, problem.n_q, problem.n_k):
+        return 0
+    spec, total = problem.spec, 0
+    for b in range(problem.batch):
+        length = int(operands.kv_lengths[b])
+        if spec.mask is None:
+            total += problem.heads * problem.n_q * length
+        elif length:
+            here = _in_entry(spec.mask, b)
+            mod = Mod("mask", here, operands.params, operands.arrays)
+            seen = BlockMask.from_mod(mod, problem.n_q, length, q_offset=operands.q_offset[b], heads=problem.heads)
+            total += seen.visible_pairs * (problem.heads if seen.heads == 1 else 1)
+    return total
+
+
+def _on_host(operands: Operands) -> Operands:
+    """The operands with the arrays that decide what is visible in NumPy."""
+
+    def host(x: Any) -> Any:
+        return x.get() if hasattr(x, "__cuda_array_interface__") else x
+
+    named = {name: host(x) for name, x in operands.arrays.items()}
+    return replace(operands, q_offset=host(operands.q_offset), kv_lengths=host(operands.kv_lengths), arrays=named)
+
+
+MEASURED_ROUNDS, MEASURED_SECONDS = 10, 1.0
+"""Rounds, and seconds after which no further one starts, when a call is measured."""
+
+
+def _measured(problem: Problem, operands: Operands, backend: str | None) -> dict[str, float]:
+    """Median seconds of a forward and of a backward pass alone."""
+    if problem.array_kind != "numpy":
+        raise ValueError(f"measure=True times calls on NumPy arrays; {problem.array_kind} arrays came")
+    if 0 in (problem.batch, problem.heads, problem.n_q):
+        return {}
+    chosen, plan = dispatch.plan(problem, backend)
+    inputs = operands.q, operands.k, operands.v
+    bound: Any = partial(chosen.forward, plan, operands)
+    if hasattr(chosen, "bind"):  # what a repeated call does
+        bound = partial(chosen.bind(plan, operands), *inputs, operands.out, operands.lse)
+    gradients = Gradients(np.ones_like(operands.out), None, *(np.empty(x.shape, x.dtype) for x in inputs))
+    calls = {
+        "forward": bound,
+        "backward": lambda: chosen.backward(plan, operands, gradients),
+    }
+    taken = timing.interleaved(calls, rounds=MEASURED_ROUNDS, budget=MEASURED_SECONDS)
+    return {direction: t.median for direction, t in taken.items()}
+
+
+def explain_problem(problem: Problem, operands: Operands, backend: str | None, measure: bool = False) -> Explanation:
+    """See flashkit.explain."""
+    operands = _on_host(operands)
+    pairs = visible_pairs(problem, operands)
+    flops = {d: problem.flops(d, pairs) for d in ("forward", "backward")}
+    moved = {d: problem.bytes(d) for d in ("forward", "backward")}
+    only = dispatch.forced(backend)
+    ranked = dispatch.candidates(problem, only=only)
+    share = pairs / problem.pairs if problem.pairs else 0.0
+    profile = profiles.for_device("cuda" if problem.array_kind == "cupy" else "cpu")
+    peak, bandwidth = profile.peak(problem.spec.dtype), profile.bandwidth_gbs
+    # A row's rate is that of products; nothing is done before its operands have been read.
+    least = moved["forward"] / (bandwidth * 1e9) if bandwidth else 0.0
+    answers: list[dict[str, Any]] = [
+        {
+            "name": c.name,
+            "ok": c.verdict.ok,
+            "reason": c.verdict.reason,
+            "predicted_seconds": max(c.seconds * share, least) if c.verdict.ok else None,
+        }
+        for c in ranked
+    ]
+    roofline = {
+        d: max(flops[d] / (peak * 1e12), moved[d] / (bandwidth * 1e9)) if peak and bandwidth else None for d in flops
+    }
+    tile: dict[str, Any] | None = None
+    name = why = row = None
+    predicted: float | None = None
+    try:
+        chosen, plan = dispatch.plan(problem, backend)
+        name, why, predicted = chosen.name, plan.why, answers[0]["predicted_seconds"]
+        tile = plan.tile._asdict() if hasattr(plan.tile, "_asdict") else dict(vars(plan.tile))
+        row = next((c.row.origin for c in ranked if c.name == name and c.row is not None), None)
+    except UnsupportedError:
+        pass  # the answers say why
+    return Explanation(
+        problem=problem.describe(), spec_key=problem.spec.key, visible_fraction=share, flops=flops, bytes=moved,
+        roofline_seconds=roofline, predicted_seconds=predicted, device=profile.device.name or profile.device.kind,
+        candidates=answers, backend=name, tile=tile, why=why, row=row,
+        measured_seconds=_measured(problem, operands, backend) if measure and name is not None else None,
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""Expression graphs as code: in CUDA C++, in Python for Numba and for NumPy, and computed with NumPy right away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from .expr import Expr, OPS, walk
+
+Language = Literal["cuda", "numba", "numpy"]
+
+_TYPES = {"bool": "bool", "int": "long long", "float": "fk_float"}
+_LITERALS: dict[str, Callable[[Any], str]] = {
+    "bool": lambda v: str(v), "int": repr, "float": lambda v: f"F({v!r})" if np.isfinite(v) else f"F(float('{v!r}'))",
+}  # fmt: skip
+_CUDA_LITERALS: dict[str, Callable[[Any], str]] = {
+    "bool": lambda v: str(v).lower(), "int": lambda v: f"{v}ll",
+    # fk_special(1), (-1) and (0): inf, -inf and NaN
+    "float": lambda v: f"(fk_float)({v!r})" if np.isfinite(v) else f"fk_special({0 if v != v else int(np.sign(v))})",
+}  # fmt: skip
+
+
+def _load_text(node: Expr, operands: list[str], language: Language) -> str:
+    if node.op != "load":  # load_min, load_max
+        text = f"{node.op}{len(operands) // 2 if language == 'numba' else ''}({node.value}, {', '.join(operands)})"
+        return f"fk_{text}" if language == "cuda" else f"({text} != 0)" if node.kind == "bool" else text
+    if language == "cuda":
+        offset = " + ".join(f"(long long)({i}) * {node.value}_stride{axis}" for axis, i in enumerate(operands)) or "0"
+        return f"fk_load_{node.kind}({node.value}, {offset})"
+    scalar = "0" if language == "numba" else "()"  # an array without axes; Numba's views have at least one
+    element = f"{node.value}[{', '.join(operands) or scalar}]"
+    return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
+
+
+def _bits_of_divisor(node: Expr) -> int | None:
+    """The power of two that an integer is divided by, if it is one and known: shifts and masks round towards minus
+    infinity, as Python's // and % do, and compilers see through them.
+    """
+    if node.op not in ("floordiv", "mod") or node.kind != "int":
+        return None
+    divisor = node.args[1]
+    known = divisor.op == "const" and divisor.value > 0 and divisor.value & (divisor.value - 1) == 0
+    return divisor.value.bit_length() - 1 if known else None
+
+
+def assignments(
+    exprs: Sequence[Expr], language: Language, load: Callable[[Expr, list[str]], str] | None = None
+) -> tuple[list[tuple[Expr, str, str]], list[str]]:
+    """The operations in order, each once, as (node, name, text), and the text of each result. `load`: writes the text
+    that reads an array, or its least or greatest element, at indices, where it is not the language's.
+
+    The text refers to symbols, params and arrays by name, and to helpers that each language's prelude defines: `F`
+    (to the computing precision) and `I` (to 64-bit integer) in Python, `fk_...` functions in CUDA C++.
+    """
+    names: dict[int, str] = {}
+    steps: list[tuple[Expr, str, str]] = []
+    literals = _CUDA_LITERALS if language == "cuda" else _LITERALS
+    for node in walk(exprs):
+        if node.op == "const":
+            names[id(node)] = literals[node.kind](node.value)
+        elif node.op in ("symbol", "param"):
+            names[id(node)] = node.value
+        else:
+            operands = [f"({text})" if text.startswith("-") else text for text in (names[id(a)] for a in node.args)]
+            is_load = node.op.startswith("load")
+            if is_load:
+                text = load(node, operands) if load else _load_text(node, operands, language)
+            elif language == "cuda" and (bits := _bits_of_divisor(node)) is not None:
+                text = f"{operands[0]} >> {bits}" if node.op == "floordiv" else f"{operands[0]} & {2**bits - 1}"
+            else:
+                text = getattr(OPS[node.op], language).format(*operands)
+            names[id(node)] = f"t{len(steps)}"
+            steps.append((node, f"t{len(steps)}", text))
+    return steps, [names[id(e)] for e in exprs]
+
+
+def render(exprs: Sequence[Expr], language: Language, indent: str = "") -> tuple[list[str], list[str]]:
+    """Code for the expressions: the lines that compute them and the text of each result; see `assignments`."""
+    steps, results = assignments(exprs, language)
+    if language == "cuda":
+        return [f"{indent}const {_TYPES[node.kind]} {name} = {text};" for node, name, text in steps], results
+    return [f"{indent}{name} = {text}" for _, name, text in steps], results
+
+
+@lru_cache(maxsize=512)
+def _numpy_function(expr: Expr, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    lines, (result,) = render([expr], "numpy", "    ")
+    source = f"def f({', '.join(arguments)}):\n" + "\n".join([*lines, f"    return {result}"])
+    scope: dict[str, Any] = {"np": np}
+    exec(compile(source, "<flashkit expression>", "exec"), scope)
+    return scope["f"]
+
+
+def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
+    """Compute the expression with NumPy. `env` maps the names of symbols, params and arrays to scalars or arrays
+    that broadcast.
+    """
+    kinds = {node.value: node.op in ("symbol", "param") and node.kind
+             for node in walk([expr]) if node.op in ("symbol", "param") or node.op.startswith("load")}  # fmt: skip
+    names = sorted(kinds)
+    missing = [name for name in names if name not in env]
+    if missing:
+        raise KeyError(f"no value given for {', '.join(missing)}")
+    helpers: dict[str, Callable[..., Any]] = {
+        "F": lambda x: np.asarray(x, dtype)[()], "I": lambda x: np.asarray(x, np.int64)[()],
+        "load_min": lambda a, *corners: a.bounds(0, corners), "load_max": lambda a, *corners: a.bounds(1, corners),
+    }  # fmt: skip
+    # Plain Python numbers would divide by zero with an exception, int32 positions would wrap: a kernel's do neither.
+    scalars: dict[Any, Callable[..., Any]] = {
+        "float": helpers["F"], "int": helpers["I"], "bool": lambda x: np.asarray(x, bool)[()],
+        False: lambda array: array,
+    }  # fmt: skip
+    values = [scalars[kinds[name]](env[name]) for name in names]
+    with np.errstate(all="ignore"):
+        return _numpy_function(expr, (*names, *helpers))(*values, *helpers.values())

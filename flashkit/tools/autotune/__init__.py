@@ -1,0 +1,1 @@
+"""`flashkit autotune`."""

@@ -1,0 +1,321 @@
+"""Trials on a CUDA device for `flashkit autotune`: the candidates of each generation of kernels, held against the
+definition and timed; bandwidths and peak rates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ... import dispatch
+from ...devices import host, profiles, timing
+from ...call.arguments import prepare
+from ...backends.cuda_common import device, launch
+from ...backends.cuda_common.arguments import Arguments
+from ...backends.cuda_common.backend import CudaBackend
+from ...backends.cuda_common.device import Device
+from ...backends.cuda_common.generation import Generation, IN_ROW, OWN_CHOICE, Pass
+from ...call.explanation import visible_pairs
+from ..bench.baselines import Case
+from ...devices.schema import TileRow
+from ...spec import Gradients, ITEMSIZE, Problem
+from ...devices.timing import Timing
+from .trials import Truth
+from .search import DROP, Effort, Target, digits
+from .log import Rates
+
+QUICK = Effort(("bfloat16", "float16", "float32"), (64, 128), tokens=2048, blocks=12, shapes=0, rounds=7, budget=150.0)
+FULL = Effort(
+    ("bfloat16", "float16", "float32", "float64"), (64, 96, 128, 192, 256), tokens=4096, blocks=24, shapes=0, rounds=9,
+    budget=1200.0,
+)  # fmt: skip
+
+TOKENS, WIDTH = 16384, 2048
+"""Tokens of all batch entries together, and heads times head dim, of what is timed: enough to fill a device."""
+
+VERIFIED_TOKENS = 777
+"""A number of tokens that no tile divides: the last tile of each row and column is a partial one."""
+
+DECODED_KEYS = 32768
+
+
+@dataclass(frozen=True)
+class CudaTile:
+    """A tile of a generation, as logs and profiles have it: its numbers by name, in order."""
+
+    generation: str
+    numbers: tuple[tuple[str, int], ...]
+    own: bool = field(default=False, compare=False)
+    """Whether the generation takes it by itself, by rules finer than a profile's."""
+
+    @classmethod
+    def of(cls, generation: str, tile: Any, own: bool = False) -> CudaTile:
+        numbers = {"block_q": tile.block_q, "block_k": tile.block_k, **asdict(tile)}
+        return cls(generation, tuple(numbers.items()), own)
+
+    @property
+    def block_q(self) -> int:
+        return dict(self.numbers)["block_q"]
+
+    @property
+    def block_k(self) -> int:
+        return dict(self.numbers)["block_k"]
+
+    @property
+    def shape(self) -> str:
+        return self.generation
+
+    @property
+    def row(self) -> dict[str, Any]:
+        inside = {name: value for name, value in self.numbers if name in IN_ROW}
+        if self.own:
+            return {**inside, "options": {"generation": self.generation, OWN_CHOICE: True}}
+        rest = {name: value for name, value in self.numbers if name not in IN_ROW}
+        return {**inside, "options": {"generation": self.generation, **rest}}
+
+    def __str__(self) -> str:
+        rest = ", ".join(f"{name} {n}" for name, n in self.numbers if name not in ("block_q", "block_k"))
+        return f"{self.block_q} x {self.block_k}, {rest}"
+
+
+class Cuda:
+    """A backend of CUDA kernels; see tune.Subject."""
+
+    kind, tile = "cuda", CudaTile
+    levels = "device memory", "L2", "shared memory"
+    sram = "l1"
+
+    def __init__(self, kernels: CudaBackend) -> None:
+        self.kernels, self.backend = kernels, kernels.name
+
+    def effort(self, quick: bool) -> Effort:
+        return QUICK if quick else FULL
+
+    def targets(self, effort: Effort, dtypes: Sequence[str] | None) -> list[Target]:
+        """Each generation that can do it, newest first, since the others are left where they are far behind it."""
+        here = device.current()
+        decoding = [
+            Target("forward", dtype, head_dim, few=True) for dtype in dtypes or effort.dtypes
+            for head_dim in effort.head_dims
+        ]  # fmt: skip
+        found = []
+        for target in [*effort.targets(dtypes), *decoding]:
+            problem = problem_of(target, effort.tokens)
+            for generation in self.kernels.allowed(target.direction):
+                if generation.supports(problem, here, target.direction):
+                    found.append(Target(**{**vars(target), "generation": generation.name}))
+        return found
+
+    def bench(self, effort: Effort, targets: Sequence[Target]) -> CudaBench:
+        return CudaBench(self.kernels, effort, targets)
+
+    def rates(self) -> Rates:
+        return measure_rates(device.current())
+
+    def note(self, target: Target) -> str:
+        if target.few:
+            return f"1 query, {DECODED_KEYS} keys, 32 heads on 8"
+        return f"{TOKENS} tokens in all, {WIDTH} columns of all heads"
+
+    def versions(self) -> dict[str, str]:
+        from ... import __version__
+
+        return {"flashkit": __version__, **timing.cuda_versions()}
+
+    def identity(self) -> Any:
+        return host.cuda_device(), self.versions(), self.kernels.sources()
+
+
+def case_of(target: Target, tokens: int, small: bool = False) -> Case:
+    """The problem that is timed, or a small one that is verified."""
+    d, dtype = target.head_dim, target.dtype
+    if target.few and small:
+        return Case(1, d, 4, dtype, n_k=3333, heads_kv=1)
+    if target.few:
+        return Case(1, d, 32, dtype, n_k=DECODED_KEYS, heads_kv=8)
+    if small:
+        return Case(VERIFIED_TOKENS, d, 2, dtype, target.causal)
+    return Case(tokens, d, max(1, WIDTH // d), dtype, target.causal, batch=max(1, TOKENS // tokens))
+
+
+def problem_of(target: Target, tokens: int) -> Problem:
+    """What kernels are chosen and compiled for."""
+    case = case_of(target, tokens)
+    one = np.ones(target.head_dim, np_dtype(target.dtype))
+    heads = case.heads // case.group
+    shapes = (case.heads, case.n_q), (heads, case.keys), (heads, case.keys)
+    stand_ins = (np.broadcast_to(one, (case.batch, *shape, target.head_dim)) for shape in shapes)
+    return replace(prepare(*stand_ins, **case.options)[0], array_kind="cupy")
+
+
+def np_dtype(name: str) -> Any:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+class CudaBench:
+    """Verifies and times tiles of a backend on the current device.
+
+    Candidates are compiled in threads, those of the next target while this one's are timed.
+    """
+
+    def __init__(self, kernels: CudaBackend, effort: Effort, targets: Sequence[Target]) -> None:
+        self.kernels = kernels
+        self.profile, self.device, self.tokens = profiles.for_device("cuda"), device.current(), effort.tokens
+        self.following = dict(itertools.pairwise(targets))
+        self.compiled: dict[tuple[Target, CudaTile], Future[Pass]] = {}
+        self.pool = ThreadPoolExecutor(host.cpu_count(), initializer=launch.stream)
+        self.problems: dict[Target, Problem] = {}
+        self.tasks: dict[tuple[Any, bool], _Task] = {}
+
+    def in_use(self, target: Target) -> CudaTile:
+        problem, generation = self.problem(target), self.generation(target)
+        row = self.kernels.rows_of(problem, self.profile, target.direction).get(generation.name)
+        used = CudaTile.of(generation.name, generation.plan(problem, row, self.device, target.direction).tile)
+        return next((tile for tile in self.listed(target) if tile == used), used)
+
+    def candidates(self, target: Target) -> list[CudaTile]:
+        found = self.listed(target)
+        for each in (target, self.following.get(target)):
+            for tile in self.listed(each) if each else ():
+                self.start(each, tile)  # type: ignore[arg-type]
+        return found
+
+    def listed(self, target: Target) -> list[CudaTile]:
+        generation = self.generation(target)
+        tiles = generation.candidates(self.problem(target), self.device, target.direction)
+        return [CudaTile.of(generation.name, tile, generation.judges and i == 0) for i, tile in enumerate(tiles)]
+
+    def generation(self, target: Target) -> Generation:
+        return next(g for g in self.kernels.generations if g.name == target.generation)
+
+    def flops(self, target: Target) -> float:
+        return self.task(target).flops
+
+    def verify(self, target: Target, tile: CudaTile) -> str:
+        return self.task(target, small=True).complaint(self.made(target, tile))
+
+    def time(self, target: Target, tiles: Sequence[CudaTile], rounds: int, budget: float) -> dict[CudaTile, Timing]:
+        calls = {tile: self.task(target).call(self.made(target, tile)) for tile in tiles}
+        import cupy
+
+        wait = cupy.cuda.get_current_stream().synchronize
+        return timing.interleaved(calls, rounds=rounds, budget=budget, drop=DROP, finish=wait)
+
+    def problem(self, target: Target) -> Problem:
+        if target not in self.problems:
+            self.problems[target] = problem_of(target, self.tokens)
+        return self.problems[target]
+
+    def start(self, target: Target, tile: CudaTile) -> Future[Pass]:
+        """Compile and load a tile's kernels, in a thread."""
+        key = target, tile
+        if key not in self.compiled:
+            row, problem = TileRow(**tile.row), self.problem(target)
+            plan = self.generation(target).plan
+            self.compiled[key] = self.pool.submit(plan, problem, row, self.device, target.direction)
+        return self.compiled[key]
+
+    def made(self, target: Target, tile: CudaTile) -> Pass:
+        """A tile's kernels. ValueError where the generation takes another tile in its place."""
+        made = self.start(target, tile).result()
+        if CudaTile.of(tile.generation, made.tile) != tile:
+            raise ValueError(f"{tile} is not followed: {made.why}")
+        return made
+
+    def task(self, target: Target, small: bool = False) -> _Task:
+        key = target.problem, small
+        if key not in self.tasks:
+            # One problem after the other: the arrays of the last one are let go.
+            self.tasks = {k: task for k, task in self.tasks.items() if k[0] == target.problem}
+            self.tasks[key] = _Task(self.kernels.name, case_of(target, self.tokens, small), target, small)
+        return self.tasks[key]
+
+
+class _Task:
+    """A target's problem with its arrays on the device and, for a small one, what its results should be."""
+
+    def __init__(self, name: str, case: Case, target: Target, small: bool) -> None:
+        import cupy
+
+        self.direction = target.direction
+        if small:
+            host_arrays = case.arrays()
+            arrays = [cupy.asarray(x) for x in host_arrays]
+        else:
+            rng, heads = cupy.random.default_rng(0), case.heads // case.group
+            shapes = (case.heads, case.n_q), (heads, case.keys), (heads, case.keys), (case.heads, case.n_q)
+            kind = np_dtype(case.dtype)
+            arrays = [
+                rng.standard_normal((case.batch, *shape, case.head_dim), dtype=cupy.float32).astype(kind)
+                for shape in shapes
+            ]
+        *inputs, dout = arrays
+        self.problem, self.operands, _ = prepare(*inputs, **case.options)
+        self.gradients = Gradients(dout, None, *(cupy.empty_like(x) for x in inputs))
+        if self.direction == "backward":  # which reads the results of the forward pass
+            backend, plan = dispatch.plan(self.problem, name)
+            backend.forward(plan, self.operands)
+        if small:
+            q, k, v, dout = host_arrays
+            out, lse = (x.get() for x in (self.operands.out, self.operands.lse))
+            operands = replace(self.operands, q=q, k=k, v=v, out=out, lse=lse)
+            self.truth = Truth(self.problem.spec, operands, self.direction, dout)
+
+    @property
+    def flops(self) -> float:
+        return self.problem.flops(self.direction, visible_pairs(self.problem, self.operands))
+
+    def call(self, made: Pass) -> Callable[[], None]:
+        """What is timed."""
+        spec = self.problem.spec
+
+        def run() -> None:
+            arguments = Arguments(spec, self.operands)
+            if self.direction == "backward":
+                arguments.gradients(self.gradients)
+            made.run(arguments, launch.stream())
+
+        return run
+
+    @property
+    def results(self) -> dict[str, Any]:
+        op, g = self.operands, self.gradients
+        return {"out": op.out, "lse": op.lse} if self.direction == "forward" else {"dq": g.dq, "dk": g.dk, "dv": g.dv}
+
+    def complaint(self, made: Pass) -> str:
+        """Which of the pass's results is wrong, or nothing."""
+        for array in self.results.values():
+            array.fill(np.nan)  # what is not written shows
+        self.call(made)()
+        return self.truth.complaint({name: array.get() for name, array in self.results.items()})
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def measure_rates(here: Device, rounds: int = 5) -> Rates:
+    """Bandwidths by loops that read, peak rates by cuBLAS."""
+    import cupy
+
+    from ...backends.cuda_common import rates
+
+    free, l2 = cupy.cuda.Device(here.ordinal).mem_info[0], (host.cuda_device() or {}).get("l2", 4 << 20)
+    readers = rates.Readers(here)
+    size = min(max(32 * l2, 1 << 30), free // 4) // 4096 * 4096
+    main, middle, fast = readers.memory(size), readers.memory(l2 // 3 // 4096 * 4096, 50), readers.shared()
+    wait = cupy.cuda.get_current_stream().synchronize
+
+    def rate(work: tuple[Callable[[], None], float]) -> float:
+        taken = timing.interleaved({"": work[0]}, rounds=rounds, finish=wait)
+        return work[1] / taken[""].best
+
+    peaks = {dtype: digits(rate(rates.product(np_dtype(dtype))) / 1e12) for dtype in ITEMSIZE}
+    main_gbs, l2_gbs, shared_gbs = (digits(rate(work) / 1e9) for work in (main, middle, fast))
+    return Rates(main_gbs, l2_gbs, shared_gbs, peaks, timing.now())

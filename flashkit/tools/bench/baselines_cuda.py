@@ -1,0 +1,198 @@
+"""The same attention by PyTorch and by JAX on a CUDA device, for `flashkit bench --device cuda`: the kernels of
+FlashAttention-2, of cuDNN and the memory-efficient ones of xFormers, each asked for by name; FlexAttention; Pallas.
+
+A peer is what peers.py says, on CuPy arrays. PyTorch's tensors share their memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ... import dispatch
+from ...devices import timing
+from ...api import attention, attention_vjp
+from ...errors import UnsupportedError
+from .baselines import BLOCK, Case, Entry, Peer, Yardstick, dense, dense_flops, torch_entry
+from ...spec import Direction
+
+BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+
+
+def arrays_of(case: Case, seed: int = 0) -> tuple[Any, ...]:
+    """q, k, v and dout, normally distributed, made on the device."""
+    import cupy
+    import ml_dtypes
+
+    rng = cupy.random.default_rng(seed)
+    kind = np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))
+    queries = case.batch, case.heads, case.n_q, case.head_dim
+    keys = case.batch, case.heads // case.group, case.keys, case.head_dim
+    return tuple(
+        rng.standard_normal(shape, dtype=cupy.float32).astype(kind, copy=False)
+        for shape in (queries, keys, keys, queries)
+    )
+
+
+def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threads: int, **options: Any) -> Entry:
+    """The backward pass is timed alone: the pull-back of a forward pass made before. options: more of `attention`'s."""
+    q, k, v, dout = arrays
+    options |= case.options
+    if direction == "forward":
+        forward = partial(attention, q, k, v, **options)
+        return Entry(forward, lambda: (first(case, forward()),))
+    _, vjp = attention_vjp(q, k, v, **options)
+    return Entry(partial(vjp, dout), lambda: tuple(first(case, x) for x in vjp(dout)))
+
+
+def first(case: Case, x: Any) -> np.ndarray:
+    """What belongs to the first key/value head of the first batch entry, in NumPy: all is gigabytes."""
+    return np.asarray(x[:1, : case.group if x.shape[1] == case.heads else 1].get())
+
+
+def _in_numpy(case: Case, x: Any) -> np.ndarray:
+    import cupy
+
+    return first(case, cupy.from_dlpack(x.detach().contiguous()))
+
+
+def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
+    """scaled_dot_product_attention with one of its backends; None where that cannot do the case."""
+    import torch
+    from torch.nn import attention as choices
+
+    if case.masked or (case.causal and case.n_q != case.keys):
+        return None  # its causal mask is aligned at the top left
+    backend = getattr(choices.SDPBackend, BACKENDS[name])
+    q, k, v, dout = (torch.from_dlpack(x) for x in arrays)
+    if case.group > 1 and name == "efficient":  # which knows no grouped queries: as many keys as it would read
+        return None
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        with choices.sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, enable_gqa=case.group > 1
+            )
+
+    try:
+        attend(q, k, v)
+    except RuntimeError:  # no kernel of this backend
+        return None
+    return torch_entry(attend, (q, k, v), dout, partial(_in_numpy, case), direction)
+
+
+def _with_flex(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
+    """FlexAttention, compiled, with the block mask of the case; of masked cases alone: each is compiled anew."""
+    import torch
+    from torch.nn.attention import flex_attention as flex
+
+    if not case.masked or case.n_q != case.keys:
+        return None
+    *qkv, dout = (torch.from_dlpack(x) for x in arrays)
+    grid = None if case.kept is None else torch.from_numpy(case.grid).to(dout.device)
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        pair = j <= i if case.causal or case.window is not None else j == j
+        if case.window is not None:
+            pair &= j > i - case.window
+        return pair if grid is None else pair & grid[i // BLOCK, j // BLOCK]
+
+    mask = flex.create_block_mask(seen, None, None, case.n_q, case.keys, device=dout.device, BLOCK_SIZE=BLOCK)
+    attend = partial(torch.compile(flex.flex_attention, dynamic=False), block_mask=mask, enable_gqa=case.group > 1)
+    return torch_entry(attend, tuple(qkv), dout, partial(_in_numpy, case), direction)
+
+
+def _with_pallas(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
+    """JAX's attention for Hopper, written in Pallas, with the fastest of its own benchmark's tiles. In float16, for it
+    knows nothing else, and on queries that are multiplied by the scale before, which it leaves out.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes three quarters of all memory
+    import jax
+    from jax.experimental.pallas.ops.gpu.attention_mgpu import TuningConfig, attention
+
+    plain = not case.masked and case.group == 1 and case.n_q == case.keys and case.n_q % max(_PALLAS_TILES) == 0
+    if direction == "backward" or not plain or case.dtype not in ("float16", "bfloat16") or case.head_dim % 64:
+        return None
+    q, k, v, _ = arrays
+    scaled = q.astype("float32") * case.head_dim**-0.5
+    q, k, v = (jax.dlpack.from_dlpack(x.swapaxes(1, 2).astype("float16", order="C")) for x in (scaled, k, v))
+
+    def attend(keys: int) -> Callable[[], Any]:
+        config = TuningConfig(block_q=64, block_kv=keys, max_concurrent_steps=2, causal=case.causal)
+        compiled = jax.jit(partial(attention, config=config))  # else it is traced anew in each call
+        return partial(compiled, q, k, v)
+
+    call = attend(_pallas_tile(case, attend))
+
+    def result() -> tuple[np.ndarray]:
+        return (np.asarray(call()[:1, :, :1]).swapaxes(1, 2).astype(arrays[0].dtype),)
+
+    return Entry(call, result)
+
+
+_PALLAS_TILES = 256, 128, 64
+_pallas_best: dict[tuple[int, bool], int] = {}
+
+
+def _pallas_tile(case: Case, attend: Callable[[int], Callable[[], Any]]) -> int:
+    """Keys of the tile that is the fastest in the first case of a kind. ValueError where none runs."""
+    import cupy
+
+    kind = case.head_dim, case.causal
+    if kind not in _pallas_best:
+        able = {}
+        for keys in _PALLAS_TILES:
+            with contextlib.suppress(ValueError):  # too large for shared memory
+                able[keys] = attend(keys)
+                able[keys]()
+        found = timing.interleaved(able, rounds=3, finish=cupy.cuda.runtime.deviceSynchronize)
+        _pallas_best[kind] = min(found, key=lambda keys: found[keys].median)
+    return _pallas_best[kind]
+
+
+MODIFIED = 4096
+"""Tokens at which it is measured what a score modification takes."""
+
+
+def yardsticks(
+    case: Case, arrays: Sequence[Any], direction: Direction, peers: Collection[str], threads: int
+) -> dict[str, Yardstick]:
+    """What flashkit itself takes otherwise, in turns with the case.
+
+    dense: without the mask, beside masked cases. softcap, alibi: with such a score modification. deterministic: the
+    backward pass with the same bits each time. tf32: float32 with one product of shortened numbers. numba_cuda: the
+    kernels in Python.
+    """
+    import cupy
+
+    if case.masked:
+        return {"dense": Yardstick(with_flashkit(dense(case), arrays, direction, 0).call, dense_flops(case, direction))}
+    if case.n_q == 1:
+        return {}
+    wanted: dict[str, dict[str, Any]] = {}
+    if case.dtype == "float32":
+        wanted["tf32"] = {"precision": "tf32"}
+    else:
+        wanted["numba_cuda"] = {"backend": "numba_cuda"}
+        if direction == "backward":
+            wanted["deterministic"] = {"deterministic": True}
+        if (case.n_q, case.head_dim) == (MODIFIED, 128):
+            slopes = cupy.asarray(np.geomspace(0.5, 2**-8, case.heads), np.float32)
+            wanted |= {"softcap": {"softcap": 30.0}, "alibi": {"alibi_slopes": slopes}}
+    found = {}
+    for name, options in wanted.items():
+        if options.get("backend", "cupy_raw") not in dispatch.registry():
+            continue
+        with contextlib.suppress(UnsupportedError):
+            found[name] = Yardstick(with_flashkit(case, arrays, direction, threads, **options).call)
+    return found
+
+
+PEERS: dict[str, Peer] = {name: partial(_with_torch, name) for name in BACKENDS} | {"flex": _with_flex}
+REQUIRES = dict.fromkeys(PEERS, ("torch",)) | {"pallas": ("jax",)}
+PEERS["pallas"] = _with_pallas

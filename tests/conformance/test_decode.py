@@ -1,0 +1,312 @@
+"""Decoding on the CPU: its micro-kernels alone against NumPy, and attention of few queries against the definition."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from typing import Any
+
+import cases
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit.devices import host
+from flashkit import mods, reference
+from flashkit.call.arguments import prepare
+from flashkit.backends.cpu import backend
+from flashkit.backends.cpu.micro.compile import compile as micro
+from flashkit.backends.cpu.micro.compile.vector import Block
+from flashkit.devices.io_model import CpuTile
+
+BLOCKS = [
+    Block("float", 1, 1, lanes, storage) for lanes in (4, 8, 16) for storage in ("", "float16", "bfloat16")
+] + [Block("double", 1, 1, lanes) for lanes in (2, 4, 8)]  # fmt: skip
+PAIRED = pytest.param(
+    Block("float", 1, 1, 16, "bfloat16", "avx512bf16"),
+    marks=pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16"),
+)
+ROWS = (1, 2, 3, 4, 7, 13)
+KEYS = (0, 1, 5, 8, 37)
+DIMS = (1, 7, 40, 64, 100, 128, 193)
+
+
+def run(block: Block, name: str, *arguments: int) -> None:
+    function = micro.addresses(block, True)[name]
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(function)(*arguments)
+
+
+def at(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def computed(block: Block) -> Any:
+    return np.float32 if block.element == "float" else np.float64
+
+
+def stored(block: Block) -> Any:
+    return {"": computed(block), "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[block.storage]
+
+
+def sizes(seed: int) -> list[tuple[int, int, int]]:
+    """Every extent with every other one, in some shapes only."""
+    every = list(itertools.product(ROWS, KEYS, DIMS))
+    return [every[i] for i in np.random.default_rng(seed).permutation(len(every))[:60]]
+
+
+def apart(rng: np.random.Generator, rows: int, columns: int, dtype: Any) -> np.ndarray:
+    """Rows with NaN between them."""
+    memory = np.full((rows + 1, columns + 5), np.nan, dtype)
+    memory[:rows, 2 : columns + 2] = rng.standard_normal((rows, columns))
+    return memory[:rows, 2 : columns + 2]
+
+
+def near(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, terms: int) -> bool:
+    """Within what rounding after each term comes to, of the magnitude of the terms."""
+    unit = np.finfo(got.dtype).eps
+    return bool((np.abs(got - want) <= (4 + np.sqrt(terms)) * unit * magnitude).all())
+
+
+@pytest.mark.parametrize("block", [*BLOCKS, PAIRED], ids=str)
+def test_row_scores(block: Block) -> None:
+    rng, dtype = np.random.default_rng(0), computed(block)
+    queries, elements = (ml_dtypes.bfloat16, 2 * block.lanes) if block.pairs else (dtype, block.lanes)
+    scale = -0.3
+    for m, n, d in sizes(1):
+        k = apart(rng, n, d, stored(block))
+        q = np.zeros((m, -(-d // elements) * elements), queries)
+        q[:, :d] = rng.standard_normal((m, d))
+        s = np.full((m, n + 3), 7, dtype)
+        run(
+            block, "row_scores", at(q), q.strides[0], at(k), k.strides[0], at(s), s.strides[0], m, n, d,
+            int(np.float64(scale).view(np.int64)),
+        )  # fmt: skip
+        exact, wide = scale * q[:, :d].astype(np.float64), k.astype(np.float64)
+        assert near(s[:, :n], exact @ wide.T, np.abs(exact) @ np.abs(wide).T, d), (m, n, d)
+        assert (s[:, n:] == 7).all()
+
+
+@pytest.mark.parametrize("block", [*BLOCKS, PAIRED], ids=str)
+def test_row_values(block: Block) -> None:
+    rng, dtype = np.random.default_rng(1), computed(block)
+    for m, n, d in sizes(2):
+        v = apart(rng, n, d, stored(block))
+        p = rng.random((m, n + 2)).astype(dtype)
+        factor = rng.random(m).astype(dtype)
+        around = rng.standard_normal((m, d + 9)).astype(dtype)
+        before, o = around.copy(), around[:, 4 : d + 4]
+        weights = p[:, :n].astype(ml_dtypes.bfloat16) if block.pairs else p[:, :n]
+        want = o.astype(np.float64) * factor[:, None] + weights.astype(np.float64) @ v.astype(np.float64)
+        size = np.abs(o) * factor[:, None] + p[:, :n] @ np.abs(v.astype(dtype))
+        run(
+            block, "row_values", at(p), p.strides[0], at(v), v.strides[0], at(o), o.strides[0], at(factor),
+            m, n, d,
+        )  # fmt: skip
+        assert near(o, want, size, n), (m, n, d)
+        assert np.array_equal(around[:, :4], before[:, :4]) and np.array_equal(around[:, d + 4 :], before[:, d + 4 :])
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if not b.storage], ids=str)
+def test_row_weights(block: Block) -> None:
+    rng, dtype = np.random.default_rng(2), computed(block)
+    unit = np.finfo(dtype).eps
+    for m, n in itertools.product((1, 3, 6), (0, 1, 7, 16, 50)):
+        s = np.full((m, -(-n // block.lanes) * block.lanes + 2), 7, dtype)
+        s[:, :n] = rng.standard_normal((m, n)) * 20
+        s[0, : n // 2] = -np.inf
+        top, total = rng.standard_normal(m).astype(dtype), rng.random(m).astype(dtype)
+        top[-1], total[-1] = -np.inf, 0
+        if m > 3:
+            s[2, :n], top[2], total[2] = -np.inf, -np.inf, 0  # nothing seen, before or now
+            s[3, :1] = np.nan
+        factor = np.full(m, 7, dtype)
+        scores, old, sums = s[:, :n].astype(np.float64), top.astype(np.float64), total.astype(np.float64)
+        run(block, "row_weights", at(s), s.strides[0], m, n, at(top), at(total), at(factor))
+        greatest = np.fmax.reduce(np.column_stack([scores, old]), axis=1)
+        shift = np.where(greatest == -np.inf, 0, greatest)[:, None]
+        weights = np.exp(scores - shift)
+        assert np.array_equal(top, greatest)
+        assert np.allclose(factor, np.exp(old - shift[:, 0]), rtol=60 * unit, atol=0)
+        assert np.allclose(s[:, :n], weights, rtol=200 * unit, atol=np.finfo(dtype).tiny, equal_nan=True)
+        assert np.allclose(
+            total, sums * np.exp(old - shift[:, 0]) + weights.sum(axis=1), rtol=100 * unit, atol=0, equal_nan=True
+        )
+        if m > 3 and n:
+            assert np.isnan(total[3]) and total[2] == 0 and (s[2, :n] == 0).all()
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if not b.storage], ids=str)
+def test_read_takes_in_every_line(block: Block) -> None:
+    for lines in (0, 1, 3, 4, 9):
+        memory = np.zeros((lines + 1, 64), np.uint8)
+        memory[-1] = 0xFF  # past the end
+        for line, byte in itertools.product(range(lines), (0, 31, 63)):
+            memory[line, byte] = 1
+            total = np.full(64, 7, np.uint8)
+            run(block, "read", at(memory), lines, 2, 4096, at(total))
+            assert total[byte] == 1 and total.sum() == 1
+            memory[line, byte] = 0
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+FACTORS = {
+    **{name: levels[:3] for name, levels in cases.FACTORS.items()},
+    "dtype": cases.FACTORS["dtype"],
+    "sizes": ("1x70", "1x9", "3x257", "7x131", "2x1500", "5x640"),
+    "heads": ("2:2", "4:2", "8:1"),
+    "dims": ("8", "1", "40", "64", "128", "192/128", "7/13"),
+    "storage": cases.FACTORS["storage"],
+    "bias": ("no", "full", "with -inf"),
+    "mask": ("no", "full", "float with -inf"),
+    "block_mask": ("no", "from_mod", "from_dense"),
+    "score_mod": ("no", "plain", "array by distance"),
+    "mask_mod": ("no", "plain", "array"),
+    "dlse": ("no",),
+}
+DESIGN = cases.pairwise(FACTORS, seed=5, tries=2)
+
+
+OFTEN = [[], pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.slow]  # each takes seconds
+
+
+@pytest.mark.parametrize(
+    "choice", [pytest.param(c, id=cases.name(c), marks=OFTEN[i % len(OFTEN)]) for i, c in enumerate(DESIGN)]
+)
+def test_every_feature_with_few_queries(choice: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of two tiles, however few keys there are."""
+    monkeypatch.setattr(backend, "PART_KEYS", 2 * backend.DECODE_KEYS)
+    cases.assert_conforms(cases.run(cases.build(choice), "cpu"), *cases.expected(cases.build(choice)))
+
+
+def decoded(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    return flashkit.attention(q, k, v, return_lse=True, backend="cpu", **options)
+
+
+def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    problem, operands, _ = prepare(q, k, v, **options)
+    return reference.standard(problem.spec, operands, np.float64)
+
+
+def tensors(heads: int, heads_kv: int, n_q: int, n_k: int, d: int, batch: int = 1) -> list[np.ndarray]:
+    rng = np.random.default_rng(7)
+    shapes = (batch, heads, n_q, d), (batch, heads_kv, n_k, d), (batch, heads_kv, n_k, d)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def assert_near(got: tuple[np.ndarray, np.ndarray], want: tuple[np.ndarray, np.ndarray]) -> None:
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6)
+
+
+def test_few_queries_decode_and_many_do_not() -> None:
+    def why(n_q: int) -> str:
+        return str(flashkit.explain(*tensors(4, 2, n_q, 100, 16), backend="cpu").why)
+
+    assert all("kernels/decode.py" in why(n) for n in (1, 7)) and "kernels/decode.py" not in why(8)
+
+
+def test_one_key_has_its_value_as_gradient_too() -> None:
+    q, k, v = tensors(4, 2, 1, 1, 192)
+    out, vjp = flashkit.attention_vjp(q, k, v, backend="cpu")
+    dout = np.random.default_rng(3).standard_normal(out.shape).astype(np.float32)
+    assert np.array_equal(out, np.repeat(v, 2, 1))
+    _, _, dv = vjp(dout)
+    np.testing.assert_allclose(dv[0, :, 0], dout[0, :, 0].reshape(2, 2, -1).sum(1), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_width_decodes(lanes: int, dtype: str) -> None:
+    q, k, v = (x.astype(dtype) for x in tensors(6, 2, 2, 700, 40))
+    problem, operands, _ = prepare(q, k, v, softcap=4.0)
+    tile = CpuTile(64, 64, lanes, 2, 2)
+    cpu = backend.CpuBackend()
+    cpu.forward(backend.CpuPlan(problem, tile, tile, "forced"), operands)
+    out, lse = reference.standard(problem.spec, operands)
+    tolerance = 50 * np.finfo(dtype).eps
+    assert np.abs(operands.out - out).max() < tolerance and np.abs(operands.lse - lse).max() < tolerance
+
+
+@pytest.mark.parametrize("n_k", [0, 1, 63, 64, 65, 511, 513, 4097])
+def test_parts_of_any_number_of_keys(n_k: int) -> None:
+    q, k, v = tensors(4, 2, 1, n_k, 24)
+    assert_near(decoded(q, k, v), exact(q, k, v))
+
+
+def test_lengths_leave_parts_without_keys() -> None:
+    q, k, v = tensors(4, 2, 2, 3000, 16, batch=4)
+    lengths = np.array([0, 1, 700, 3000])
+    k[2, :, 700:], v[2, :, 700:] = np.nan, np.nan
+    got = decoded(q, k, v, kv_lengths=lengths)
+    assert_near(got, exact(q, k, v, kv_lengths=lengths))
+    assert (got[0][0] == 0).all() and (got[1][0] == -np.inf).all()
+
+
+def test_a_mask_hides_whole_parts_whatever_they_hold() -> None:
+    q, k, v = tensors(4, 1, 1, 5000, 16)
+    k[:, :, :4000], v[:, :, :4000] = np.nan, np.inf
+    options = {"causal": True, "window": (499, 0)}
+    got = decoded(q, k, v, **options)
+    assert np.isfinite(got[0]).all()
+    assert_near(got, exact(q[:], k, v, **options))
+    hidden = np.zeros((1, 1, 1, 5000), bool)
+    out, lse = decoded(q, k, v, mask=hidden)
+    assert (out == 0).all() and (lse == -np.inf).all()
+
+
+def test_heads_of_a_group_see_different_parts() -> None:
+    q, k, v = tensors(4, 1, 3, 3000, 16)
+    mask = np.zeros((4, 1, 3000), bool)
+    for h in range(3):  # the last head sees nothing
+        mask[h, :, 900 * h : 900 * h + 500] = True
+    assert_near(decoded(q, k, v, mask=mask), exact(q, k, v, mask=mask))
+    by_head = mods.mask(lambda b, h, q, k: (k >= 900 * h) & (k < 900 * h + 70))
+    assert_near(decoded(q, k, v, mask_mod=by_head), exact(q, k, v, mask_mod=by_head))
+
+
+def test_hidden_infinities_beside_visible_keys_are_left_out() -> None:
+    q, k, v = tensors(2, 1, 1, 2000, 8)
+    visible = np.arange(2000) % 3 != 1
+    v[:, :, ~visible] = np.inf
+    got = decoded(q, k, v, mask=visible[None])
+    v[:, :, ~visible] = 0
+    assert_near(got, exact(q, k, v, mask=visible[None]))
+
+
+@pytest.mark.parametrize("where", [3, 1800])
+def test_nan_shows_in_the_rows_that_see_it(where: int) -> None:
+    q, k, v = tensors(4, 2, 2, 2000, 8)
+    k[0, 0, where, 2] = np.nan
+    out, lse = decoded(q, k, v)
+    assert np.isnan(out[0, :2]).all() and np.isnan(lse[0, :2]).all() and np.isfinite(out[0, 2:]).all()
+    q, k, v = tensors(4, 2, 2, 2000, 8)
+    v[0, 1, where, 5] = np.nan
+    out, lse = decoded(q, k, v)
+    assert np.isnan(out[0, 2:, :, 5]).all() and np.isnan(out).sum() == 4 and np.isfinite(lse).all()
+
+
+def test_a_part_of_nan_scores_alone_shows() -> None:
+    """Its maximum stays -inf, as if it had no key."""
+    q, k, v = tensors(1, 1, 1, 2000, 8)
+    k[0, 0, 1024:] = np.nan
+    assert np.isnan(decoded(q, k, v)[0]).all()
+
+
+def test_two_runs_give_the_same_bits_on_any_thread() -> None:
+    q, k, v = tensors(8, 2, 1, 6000, 64)
+    out, lse = decoded(q, k, v)
+    results: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def again() -> None:
+        results.extend(decoded(q, k, v) for _ in range(10))
+
+    callers = [threading.Thread(target=again) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(results) == 40
+    assert all(np.array_equal(out, x) and np.array_equal(lse, y) for x, y in results)

@@ -1,0 +1,696 @@
+"""What happens at the edges: rows without keys, empty sizes, NaN and infinity, odd memory, one seed, the same bits.
+
+The rules are in flashkit/reference.py ("At the edges") and hold for every backend; tests that say `backend` run on all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit import attention, attention_vjp, mods
+from flashkit.mods import dropout
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+BACKENDS = [b for b in cases.backends() if not b.marks]
+DTYPES = ["float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float64", "float16", "bfloat16"))]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    cases.skip_unless(request.param)
+    cases.compiled(request.param, "float32")
+    with flashkit.use_backend(request.param):
+        yield request.param
+
+
+def qkv(
+    batch: int = 2, heads: int = 2, n_q: int = 9, n_k: int = 12, d: int = 8, dv: int = 6, group: int = 1,
+    dtype: Any = "float32", seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    shapes = (batch, heads, n_q, d), (batch, heads // group, n_k, d), (batch, heads // group, n_k, dv)
+    return tuple(rng.standard_normal(s).astype(cases.numpy_dtype(dtype)) for s in shapes)  # type: ignore[return-value]
+
+
+def everything(q: Any, k: Any, v: Any, *, dout: Any = None, dlse: Any = None, **options: Any) -> dict[str, np.ndarray]:
+    """out, lse and all gradients, for random dout and dlse where none are given."""
+    wrt = ("q", "k", "v") + (("sinks",) if options.get("sinks") is not None else ())
+    (out, lse), vjp = attention_vjp(q, k, v, return_lse=True, **options)
+    rng = np.random.default_rng(1)
+    dout = rng.standard_normal(out.shape).astype(out.dtype) if dout is None else dout
+    dlse = rng.standard_normal(lse.shape).astype(lse.dtype) if dlse is None else dlse
+    return {"out": out, "lse": lse, **{f"d{n}": g for n, g in zip(wrt, vjp(dout, dlse, wrt=wrt))}}
+
+
+def same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """The same numbers, to the last few bits: leaving out what is hidden may add in another order."""
+    for name, x in expected.items():
+        tolerance = 64 * cases.epsilon(str(x.dtype))
+        wide = [a.astype(np.float64) for a in (got[name], x)]
+        np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+# --- rows without keys, and nothing at all ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_keys(backend: str, dtype: str) -> None:
+    """With more queries than keys, causal attention leaves the first rows nothing to see."""
+    q, k, v = qkv(n_q=150, n_k=40, dtype=dtype)
+    got = everything(q, k, v, causal=True)
+    empty = slice(0, 110)
+    assert (got["out"][:, :, empty] == 0).all() and (got["lse"][:, :, empty] == -np.inf).all()
+    assert (got["dq"][:, :, empty] == 0).all()
+    assert np.isfinite(got["lse"][:, :, 110:]).all()
+    assert all(np.isfinite(got[n].astype(np.float64)).all() for n in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": np.zeros((9, 12), bool)},
+        {"bias": np.full((1, 1, 1, 1), -np.inf, np.float32)},
+        {"kv_lengths": np.zeros(2, int)},
+        {"causal": True, "q_offset": -100},
+        {"window": (0, 0), "q_offset": 1000},
+        {"mask_mod": lambda b, h, q, k: k < 0},
+        {"score_mod": lambda s, b, h, q, k: s - np.inf},
+        {"block_mask": flashkit.BlockMask.from_dense(np.zeros((3, 3), bool), 4, 4, 9, 12)},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_no_key_at_all(backend: str, options: dict[str, Any]) -> None:
+    got = everything(*qkv(), **options)
+    assert (got["lse"] == -np.inf).all()
+    assert all((got[n] == 0).all() for n in ("out", "dq", "dk", "dv"))
+
+
+def test_no_key_but_a_sink(backend: str) -> None:
+    """The sink takes all the weight: lse is its logit, and the gradient by lse is its gradient."""
+    q, k, v = qkv(n_q=70)
+    sinks = np.array([0.5, -2.0], np.float32)
+    dlse = np.random.default_rng(3).standard_normal((2, 2, 70)).astype(np.float32)
+    got = everything(q, k, v, sinks=sinks, mask=np.zeros((1, 1), bool), dlse=dlse)
+    np.testing.assert_allclose(got["lse"], np.broadcast_to(sinks[:, None], (2, 2, 70)), rtol=1e-6)
+    np.testing.assert_allclose(got["dsinks"], dlse.sum((0, 2)), rtol=1e-5)
+    assert all((got[n] == 0).all() for n in ("out", "dq", "dk", "dv"))
+
+
+def test_gradients_of_sinks_need_not_be_asked_for(backend: str) -> None:
+    q, k, v = qkv()
+    _, vjp = attention_vjp(q, k, v, sinks=np.array([0.5, -1.0], np.float32))
+    dout = np.ones((2, 2, 9, 6), np.float32)
+    for few, all_of_them in zip(vjp(dout), vjp(dout, wrt=("q", "k", "v", "sinks"))):
+        np.testing.assert_array_equal(few, all_of_them)
+
+
+def test_a_sink_of_minus_infinity_is_none(backend: str) -> None:
+    q, k, v = qkv(n_q=20, n_k=12)
+    plain = everything(q, k, v, causal=True)
+    got = everything(q, k, v, causal=True, sinks=np.full(2, -np.inf, np.float32))
+    same(got, plain)
+    assert (got["dsinks"] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"n_k": 0}, {"n_q": 0}, {"batch": 0}, {"heads": 0}, {"n_q": 0, "n_k": 0}, {"batch": 0, "n_k": 0}],
+    ids=lambda sizes: "+".join(sizes),
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"bias": True}, {"kv_lengths": True}, {"sinks": True}, {"dropout_p": 0.5}],
+    ids="+".join,
+)
+def test_empty_sizes(backend: str, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    q, k, v = qkv(**sizes)
+    batch, heads, n_q, _ = q.shape
+    make = {
+        "bias": np.ones((1, 1, n_q, k.shape[2]), np.float32),
+        "kv_lengths": np.full(batch, k.shape[2]),
+        "sinks": np.ones(heads, np.float32),
+    }
+    got = everything(q, k, v, **{n: make[n] if x is True and n in make else x for n, x in options.items()})
+    assert got["out"].shape == (batch, heads, n_q, 6) and got["lse"].shape == (batch, heads, n_q)
+    assert [got[n].shape for n in ("dq", "dk", "dv")] == [q.shape, k.shape, v.shape]
+    assert all((got[n] == 0).all() for n in ("out", "dq", "dk", "dv"))
+    assert (got["lse"] == (1 if "sinks" in options else -np.inf)).all()
+
+
+def test_empty_sizes_of_other_layouts(backend: str) -> None:
+    for shape_q, shape_k, layout in [
+        ((0, 4), (5, 4), "bhnd"),
+        ((5, 4), (0, 4), "bnhd"),
+        ((3, 0, 2, 4), (3, 6, 2, 4), "bnhd"),
+        ((3, 5, 2, 4), (3, 0, 2, 4), "bnhd"),
+        ((0, 3, 2, 5, 4), (0, 3, 2, 7, 4), "bhnd"),
+        ((3, 2, 0, 5, 4), (3, 2, 0, 7, 4), "bhnd"),
+        ((0, 5, 4), (0, 7, 4), "bhnd"),
+        ((2, 0, 5, 2, 4), (2, 0, 7, 2, 4), "bnhd"),
+    ]:
+        q, k = np.zeros(shape_q, np.float32), np.zeros(shape_k, np.float32)
+        out, vjp = attention_vjp(q, k, k, layout=layout)
+        assert out.shape == shape_q and [g.shape for g in vjp(out)] == [shape_q, shape_k, shape_k]
+        assert (out == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_axes_of_length_one(backend: str, dtype: str) -> None:
+    """One of everything: the result is v, the log-sum-exp the score."""
+    q, k, v = qkv(1, 1, 1, 1, 1, 1, dtype=dtype)
+    for options in (
+        {},
+        {"causal": True},
+        {"mask": np.ones((1, 1, 1, 1), bool)},
+        {"bias": np.zeros(1, np.float32)},
+        {"window": (0, 0)},
+        {"kv_lengths": [1]},
+        {"block_mask": flashkit.BlockMask.from_dense(np.ones((1, 1), bool), 1, 1)},
+    ):
+        got = everything(q, k, v, **options)
+        np.testing.assert_array_equal(got["out"], v)
+        np.testing.assert_allclose(
+            got["lse"].item(), q.item() * k.item(), rtol=4 * cases.epsilon(str(got["lse"].dtype))
+        )
+    for squeezed in ((0,), (0, 1)):
+        np.testing.assert_array_equal(attention(*(x.squeeze(squeezed) for x in (q, k, v))), v.squeeze(squeezed))
+
+
+# --- what is hidden never shows ---------------------------------------------------------------------------------------
+
+POISON = [np.nan, np.inf, -np.inf]
+N_Q, N_K = 70, 130  # more than a tile in the reference backend and in parts of the CPU's
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_poison_past_kv_lengths(backend: str, dtype: str, poison: float) -> None:
+    q, k, v = qkv(3, 2, N_Q, N_K, dtype=dtype)
+    lengths = np.array([N_K, 50, 0])
+    clean = everything(q, k, v, kv_lengths=lengths, causal=True)
+    for b, n in enumerate(lengths):
+        k[b, :, n:] = poison
+        v[b, :, n:] = poison
+    got = everything(q, k, v, kv_lengths=lengths, causal=True)
+    for name, x in clean.items():
+        np.testing.assert_array_equal(got[name], x, err_msg=name)
+    assert (got["dk"][1, :, 50:] == 0).all() and (got["dv"][2] == 0).all()
+
+
+HIDING: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
+"""Options by name, and the pairs (row, key) that they show. Not among them is a bias of -inf: it adds, and NaN + -inf
+is NaN."""
+
+
+def _hiding() -> None:
+    row, key = np.ogrid[:N_Q, :N_K]
+    at = row + N_K - N_Q
+    rng = np.random.default_rng(5)
+    dense = rng.random((N_Q, N_K)) < 0.5
+    grid = rng.random((5, 9)) < 0.5
+    HIDING["causal"] = {"causal": True}, key <= at
+    HIDING["window"] = {"window": (20, 3)}, (at - 20 <= key) & (key <= at + 3)
+    HIDING["bool mask"] = {"mask": dense}, dense
+    HIDING["block mask"] = (
+        {"block_mask": flashkit.BlockMask.from_dense(grid, 16, 16, N_Q, N_K)},
+        grid.repeat(16, 0)[:N_Q].repeat(16, 1)[:, :N_K],
+    )
+    HIDING["mask mod"] = {"mask_mod": lambda b, h, q, k: (k + q) % 3 != 0}, (key + at) % 3 != 0
+    HIDING["score mod"] = (
+        {"score_mod": lambda s, b, h, q, k: flashkit.where((q + k) % 2 == 0, s, -np.inf)},
+        (at + key) % 2 == 0,
+    )
+
+
+_hiding()
+
+
+@pytest.mark.parametrize("where", ["k", "v", "k and v"])
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("hiding", HIDING)
+def test_poison_in_masked_keys(backend: str, hiding: str, poison: float, where: str) -> None:
+    """Rows that do not see the key have the results that they have without the poison, the gradients too."""
+    options, shown = HIDING[hiding]
+    q, k, v = qkv(1, 2, N_Q, N_K)
+    bad = 61
+    blind = ~shown[:, bad]
+    assert blind.any() and (~blind).any()
+    rng = np.random.default_rng(8)
+    dout = rng.standard_normal((1, 2, N_Q, 6)).astype(np.float32)
+    dout[:, :, ~blind] = 0  # so that what the others see has no part in the gradients of the keys
+    dlse = rng.standard_normal((1, 2, N_Q)).astype(np.float32)
+    dlse[:, :, ~blind] = 0
+    clean = everything(q, k, v, dout=dout, dlse=dlse, **options)
+    for name, x in (("k", k), ("v", v)):
+        if name in where:
+            x[:, :, bad] = poison
+    with np.errstate(invalid="ignore"):
+        got = everything(q, k, v, dout=dout, dlse=dlse, **options)
+    for name in ("out", "lse", "dq"):
+        same({name: got[name][:, :, blind]}, {name: clean[name][:, :, blind]})
+    unseen = ~shown[~blind].any(axis=0)  # by any row that sees the bad key
+    for name in ("dk", "dv"):
+        same({name: got[name][:, :, unseen]}, {name: clean[name][:, :, unseen]})
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("hiding", HIDING)
+def test_poison_in_keys_hidden_from_all(backend: str, hiding: str, poison: float) -> None:
+    options, _ = HIDING[hiding]
+    q, k, v = qkv(1, 2, N_Q, N_K)
+    hidden = np.ones((1, 1, 1, N_K), bool)
+    hidden[..., 40:50] = False
+    options = dict(options)
+    hide = mods.visible(hidden)
+    options["mask_mod"] = hide if "mask_mod" not in options else mods.mask(options["mask_mod"]) & hide
+    clean = everything(q, k, v, **options)
+    k[:, :, 40:50] = poison
+    v[:, :, 40:50] = poison
+    got = everything(q, k, v, **options)
+    same(got, clean)
+    assert (got["dk"][:, :, 40:50] == 0).all() and (got["dv"][:, :, 40:50] == 0).all()
+
+
+def test_poison_behind_dropout_and_sinks(backend: str) -> None:
+    """A dropped weight is 0, and 0 leaves its value out whatever that is."""
+    q, k, v = qkv(1, 1, 40, 30)
+    options = {"dropout_p": 0.5, "seed": 11, "sinks": np.zeros(1, np.float32)}
+    kept = dropout.keep(11, 0.5, 0, 0, np.arange(40)[:, None], np.arange(30))
+    clean = attention(q, k, v, **options)
+    v[0, 0, 7] = np.nan
+    got = attention(q, k, v, **options)
+    assert np.isnan(got[0, 0, kept[:, 7]]).all()
+    np.testing.assert_allclose(got[0, 0, ~kept[:, 7]], clean[0, 0, ~kept[:, 7]], rtol=1e-5, atol=1e-6)
+
+
+# --- what is visible shows, in its rows alone -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hiding", [None, *HIDING])
+def test_nan_in_a_query_shows_in_its_row(backend: str, hiding: str | None) -> None:
+    options, shown = HIDING[hiding] if hiding else ({}, np.ones((N_Q, N_K), bool))
+    q, k, v = qkv(1, 2, N_Q, N_K)
+    clean = everything(q, k, v, **options)
+    row = 33
+    q[0, 1, row, 2] = np.nan
+    got = everything(q, k, v, **options)
+    assert (
+        np.isnan(got["out"][0, 1, row]).all()
+        and np.isnan(got["lse"][0, 1, row])
+        and np.isnan(got["dq"][0, 1, row]).all()
+    )
+    others = np.arange(N_Q) != row
+    for name in ("out", "lse", "dq"):
+        same({name: got[name][0, 0]}, {name: clean[name][0, 0]})
+        same({name: got[name][0, 1, others]}, {name: clean[name][0, 1, others]})
+    for name in ("dk", "dv"):
+        same({name: got[name][0, 0]}, {name: clean[name][0, 0]})
+        assert np.isnan(got[name][0, 1, shown[row]]).any(axis=-1).all()
+        same({name: got[name][0, 1, ~shown[row]]}, {name: clean[name][0, 1, ~shown[row]]})
+
+
+@pytest.mark.parametrize("hiding", [None, *HIDING])
+def test_nan_in_a_key_shows_where_it_is_seen(backend: str, hiding: str | None) -> None:
+    options, shown = HIDING[hiding] if hiding else ({}, np.ones((N_Q, N_K), bool))
+    q, k, v = qkv(1, 2, N_Q, N_K)
+    clean = everything(q, k, v, **options)
+    k[0, 0, 61, 5] = np.nan
+    got = everything(q, k, v, **options)
+    sees = shown[:, 61]
+    for name in ("out", "lse", "dq"):
+        assert np.isnan(got[name][0, 0, sees]).all()
+        same({name: got[name][0, 0, ~sees]}, {name: clean[name][0, 0, ~sees]})
+        same({name: got[name][0, 1]}, {name: clean[name][0, 1]})
+
+
+@pytest.mark.parametrize("hiding", [None, *HIDING])
+def test_nan_in_a_value_shows_where_it_is_seen(backend: str, hiding: str | None) -> None:
+    """In its column of out, and not in lse, for the weights do not depend on it."""
+    options, shown = HIDING[hiding] if hiding else ({}, np.ones((N_Q, N_K), bool))
+    q, k, v = qkv(1, 2, N_Q, N_K)
+    clean = everything(q, k, v, **options)
+    v[0, 0, 61, 4] = np.nan
+    got = everything(q, k, v, **options)
+    sees, column = shown[:, 61], np.arange(6) == 4
+    assert np.isnan(got["out"][0, 0, sees][:, column]).all()
+    same({"out": got["out"][0, 0, ~sees]}, {"out": clean["out"][0, 0, ~sees]})
+    same({"out": got["out"][0, 0][:, ~column]}, {"out": clean["out"][0, 0][:, ~column]})
+    same({n: got[n] for n in ("lse", "dv")}, {n: clean[n] for n in ("lse", "dv")})
+    assert np.isnan(got["dq"][0, 0, sees]).all()
+    same({"dq": got["dq"][0, 0, ~sees]}, {"dq": clean["dq"][0, 0, ~sees]})
+
+
+def test_poison_in_values_behind_a_bias(backend: str) -> None:
+    """A bias of -inf adds, and so does not hide a NaN score; a weight of 0 hides any value."""
+    q, k, v = qkv(1, 2, N_Q, N_K)
+    shown = np.random.default_rng(5).random((N_Q, N_K)) < 0.5
+    bias = np.where(shown, 0, -np.inf).astype(np.float32)
+    clean = attention(q, k, v, bias=bias)
+    v[0, 0, 61] = np.nan
+    got = attention(q, k, v, bias=bias)
+    assert np.isnan(got[0, 0, shown[:, 61]]).all()
+    same({"out": got[0, 0, ~shown[:, 61]]}, {"out": clean[0, 0, ~shown[:, 61]]})
+    k[0, 0, 61] = np.nan
+    assert np.isnan(attention(q, k, v, bias=bias)[0, 0]).all()
+
+
+def test_nan_in_dout(backend: str) -> None:
+    q, k, v = qkv(1, 2, N_Q, N_K)
+    out, vjp = attention_vjp(q, k, v, causal=True)
+    dout = np.ones_like(out)
+    clean = vjp(dout)
+    dout[0, 1, 20] = np.nan
+    dq, dk, dv = vjp(dout)
+    seen = np.arange(N_K) <= 20 + N_K - N_Q
+    assert np.isnan(dq[0, 1, 20]).all() and np.isnan(dk[0, 1, seen]).all() and np.isnan(dv[0, 1, seen]).all()
+    others = np.arange(N_Q) != 20
+    same({"dq": dq[0, 1, others]}, {"dq": clean[0][0, 1, others]})
+    for got, expected in ((dk, clean[1]), (dv, clean[2])):
+        same({"dkv": got[0, 1, ~seen]}, {"dkv": expected[0, 1, ~seen]})
+        same({"dkv": got[0, 0]}, {"dkv": expected[0, 0]})
+
+
+# --- great and infinite scores ----------------------------------------------------------------------------------------
+
+
+def test_a_score_of_infinity(backend: str) -> None:
+    """+inf - inf: its row is NaN, as in the definition; others are not."""
+    q, k, v = qkv(1, 1, 20, 30)
+    bias = np.zeros((20, 30), np.float32)
+    clean = attention(q, k, v, bias=bias, return_lse=True)
+    bias[4, 7] = np.inf
+    out, lse = attention(q, k, v, bias=bias, return_lse=True)
+    assert np.isnan(out[0, 0, 4]).all() and np.isnan(lse[0, 0, 4])
+    rest = np.arange(20) != 4
+    same({"out": out[:, :, rest], "lse": lse[:, :, rest]}, {"out": clean[0][:, :, rest], "lse": clean[1][:, :, rest]})
+    out, lse = attention(q, k, v, bias=bias, mask=bias < np.inf, return_lse=True)  # hidden, it does nothing
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_scores_beyond_the_range_of_exp(backend: str, dtype: str, sign: int) -> None:
+    """e^1000 is no float64, but weights are taken relative to the greatest score."""
+    q, k, v = qkv(1, 2, 20, 40, dtype=dtype)
+    base = everything(q, k, v)
+    shifted = everything(q, k, v, bias=np.full((1, 1), sign * 1e4, dtype))
+    scale = cases.epsilon(dtype) * 1e4
+    np.testing.assert_allclose(shifted["lse"], base["lse"] + sign * 1e4, rtol=2 * cases.epsilon(dtype))
+    for name in ("out", "dq", "dk", "dv"):
+        np.testing.assert_allclose(shifted[name], base[name], rtol=50 * scale, atol=50 * scale)
+
+
+def test_one_score_above_all_others(backend: str) -> None:
+    """Where one score is far above the rest, attention is a look-up."""
+    q, k, v = qkv(1, 1, 30, 50)
+    best = np.random.default_rng(2).integers(0, 50, 30)
+    bias = np.zeros((30, 50), np.float32)
+    bias[np.arange(30), best] = 1e6
+    got = everything(q, k, v, bias=bias, dlse=np.zeros((1, 1, 30), np.float32))
+    np.testing.assert_array_equal(got["out"][0, 0], v[0, 0, best])
+    assert np.abs(got["dq"]).max() < 1e-4
+
+
+def test_scores_that_overflow(backend: str) -> None:
+    """A product too great for the computing precision is an infinite score, and the row NaN, never an exception."""
+    q, k, v = qkv(1, 1, 5, 6)
+    q[0, 0, 2] = k[0, 0, 3] = 1e30
+    with np.errstate(all="ignore"):
+        out = attention(q, k, v)
+    assert np.isnan(out[0, 0, 2]).all() and np.isfinite(out[0, 0, [0, 1, 3, 4]]).all()
+
+
+def test_scale_of_zero_and_below(backend: str) -> None:
+    q, k, v = qkv(1, 2, 9, 12, dtype="float64")
+    got = everything(q, k, v, scale=0)
+    np.testing.assert_allclose(
+        got["out"], np.broadcast_to(v.mean(2, keepdims=True), got["out"].shape), rtol=1e-14, atol=1e-15
+    )
+    np.testing.assert_allclose(got["lse"], np.log(12), rtol=1e-15)
+    assert (got["dq"] == 0).all() and (got["dk"] == 0).all()
+    same(
+        everything(-q, k, v, scale=-0.5) | {"dq": None},
+        {n: x for n, x in everything(q, k, v, scale=0.5).items() if n != "dq"},
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_lse_is_the_log_of_the_sum(backend: str, dtype: str) -> None:
+    q, k, v = qkv(2, 4, 33, 57, d=16, group=2, dtype=dtype)
+    _, lse = attention(q, k, v, scale=0.3, return_lse=True)
+    s = 0.3 * q.astype(np.float64) @ k.astype(np.float64).repeat(2, axis=1).swapaxes(2, 3)
+    assert lse.dtype == dtype and lse.shape == (2, 4, 33)
+    np.testing.assert_allclose(lse, np.logaddexp.reduce(s, axis=-1), rtol=20 * cases.epsilon(dtype))
+
+
+def test_partial_results_merge_by_lse(backend: str) -> None:
+    """Halves of the keys, weighted by exp(lse - lse of all), make the whole: what caches and shards build on."""
+    q, k, v = qkv(2, 2, 20, 64, dtype="float64")
+    halves = [attention(q, k[:, :, at], v[:, :, at], return_lse=True) for at in (slice(0, 25), slice(25, 64))]
+    whole, lse = attention(q, k, v, return_lse=True)
+    np.testing.assert_allclose(np.logaddexp(*(x for _, x in halves)), lse, rtol=1e-14)
+    np.testing.assert_allclose(
+        sum(np.exp(x - lse)[..., None] * out for out, x in halves), whole, rtol=1e-12, atol=1e-14
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_of_stride_zero(backend: str) -> None:
+    """Everything broadcast from little memory: one token, one head, one number."""
+    one = np.float32(0.5)
+    for source in ((2, 2, 1, 8), (2, 1, 12, 8), (1, 2, 12, 8), (1, 1, 1, 8), (2, 2, 12, 1), (1, 1, 1, 1)):
+        x = np.random.default_rng(1).standard_normal(source).astype(np.float32)
+        view = np.broadcast_to(x, (2, 2, 12, 8))
+        same(everything(view, view, view, causal=True), everything(view.copy(), view.copy(), view.copy(), causal=True))
+    flat = np.broadcast_to(one, (2, 2, 12, 8))
+    np.testing.assert_allclose(attention(flat, flat, flat), flat, rtol=1e-6)
+    q, k, v = qkv()
+    out, vjp = attention_vjp(q, k, v)
+    shared = np.broadcast_to(np.float32(1), out.shape)
+    for a, b in zip(vjp(shared), vjp(np.ones_like(out))):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_small_arguments_of_odd_memory(backend: str) -> None:
+    """Bias, masks, slopes, sinks, arrays of a modification: any strides, any byte order, misaligned, read-only."""
+    q, k, v = qkv(2, 2, 20, 30)
+    rng = np.random.default_rng(4)
+    bias, mask = rng.standard_normal((2, 2, 20, 30)).astype(np.float32), rng.random((2, 1, 20, 30)) < 0.8
+    slopes, sinks = rng.random(2).astype(np.float32), rng.standard_normal(2).astype(np.float32)
+    table = rng.standard_normal(30).astype(np.float32)
+
+    def call(change: Any) -> dict[str, np.ndarray]:
+        tabled = mods.score(lambda s, b, h, q, k, *, table: s + table[k], table=change(table))
+        options = {"bias": change(bias), "mask": change(mask), "alibi_slopes": change(slopes), "sinks": change(sinks)}
+        return everything(q, k, v, **options, score_mod=tabled)
+
+    plain = call(lambda x: x)
+
+    def frozen(x: np.ndarray) -> np.ndarray:
+        x = x.copy()
+        x.flags.writeable = False
+        return x
+
+    changes = {
+        "misaligned": lambda x: cases.stored(np, x, "misaligned"),
+        "strided": lambda x: x.repeat(2, axis=-1)[..., ::2],
+        "reversed": lambda x: x[..., ::-1].copy()[..., ::-1],
+        "transposed": lambda x: x.T.copy().T,
+        "swapped bytes": lambda x: x.astype(x.dtype.newbyteorder()),
+        "read-only": frozen,
+        "float64": lambda x: x if x.dtype == bool else x.astype(np.float64),
+    }
+    for what, change in changes.items():
+        got = call(change)
+        for name, x in plain.items():
+            np.testing.assert_allclose(got[name], x, rtol=1e-6, atol=1e-6, err_msg=f"{what} {name}")
+
+
+def test_read_only_inputs(backend: str) -> None:
+    q, k, v = qkv()
+    expected = everything(q, k, v, causal=True)
+    dout, dlse = (np.random.default_rng(1).standard_normal(s).astype(np.float32) for s in ((2, 2, 9, 6), (2, 2, 9)))
+    for x in (q, k, v, dout, dlse):
+        x.flags.writeable = False
+    got = everything(q, k, v, causal=True)
+    same(got, expected)
+    out, vjp = attention_vjp(q, k, v, causal=True)
+    assert all(x.flags.writeable for x in (out, *vjp(dout)))
+
+
+def test_inputs_are_not_changed(backend: str) -> None:
+    q, k, v = qkv(2, 4, 40, 50, group=2)
+    copies = [x.copy() for x in (q, k, v)]
+    everything(q, k, v, causal=True, softcap=2.0, dropout_p=0.2, seed=1, sinks=np.zeros(4, np.float32))
+    for x, copy in zip((q, k, v), copies):
+        np.testing.assert_array_equal(x, copy)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.1, "seed": 3}], ids="+".join)
+def test_out_may_be_an_input(backend: str, options: dict[str, Any]) -> None:
+    """The result goes where an input lies, or half over it, and is what it is elsewhere."""
+    q, k, v = qkv(1, 2, 50, 50, 8, 8)
+    expected = attention(q, k, v, **options)
+    for target in range(3):
+        inputs = [x.copy() for x in (q, k, v)]
+        got = attention(*inputs, **options, out=inputs[target])
+        assert got is inputs[target]
+        np.testing.assert_array_equal(got, expected)
+    memory = np.zeros((1, 2, 75, 8), np.float32)
+    memory[:, :, :50] = q
+    np.testing.assert_array_equal(attention(memory[:, :, :50], k, v, **options, out=memory[:, :, 25:]), expected)
+
+
+def test_out_may_be_the_bias(backend: str) -> None:
+    q, k, v = qkv(1, 2, 64, 64, 64, 64)
+    bias = np.random.default_rng(0).standard_normal((1, 2, 64, 64)).astype(np.float32)
+    expected = attention(q, k, v, bias=bias)
+    np.testing.assert_array_equal(attention(q, k, v, bias=bias, out=bias), expected)
+
+
+@pytest.mark.parametrize("how", ["packed", "swapped", "gaps", "reversed", "misaligned", "last axis apart"])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_out_of_any_strides(backend: str, layout: str, how: str) -> None:
+    q, k, v = qkv(2, 2, 33, 20)
+    if layout == "bnhd":
+        q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
+    expected = attention(q, k, v, layout=layout)
+    out = cases.stored(np, np.full(expected.shape, np.nan, np.float32), how)
+    around = out.base.copy() if how == "gaps" else None
+    assert attention(q, k, v, layout=layout, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    if around is not None:  # nothing is written between the elements
+        np.testing.assert_array_equal(np.isnan(out.base), np.isnan(around) & ~_places(out))
+    out[...] = np.nan
+    result, vjp = attention_vjp(q, k, v, layout=layout, out=out)
+    assert result is out
+    for a, b in zip(vjp(expected), attention_vjp(q, k, v, layout=layout)[1](expected)):
+        np.testing.assert_array_equal(a, b)
+
+
+def _places(view: np.ndarray) -> np.ndarray:
+    """Where in its base a view has its elements."""
+    flags = np.zeros(view.base.shape, bool)
+    itemsize = view.itemsize
+    offset = view.__array_interface__["data"][0] - view.base.__array_interface__["data"][0]
+    flat = np.lib.stride_tricks.as_strided(
+        flags.reshape(-1)[offset // itemsize :], view.shape, [s // itemsize for s in view.strides]
+    )
+    flat[...] = True
+    return flags
+
+
+def far_apart(path: Path, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> np.ndarray:
+    """An array whose elements lie gigabytes apart in a file that is all hole: disk and memory hold what is touched."""
+    reach = start + sum(abs(s) * (n - 1) for s, n in zip(strides, shape)) + 4096
+    with path.open("wb") as file:
+        file.truncate(reach)
+    memory = np.memmap(path, np.uint8, "r+")
+    first = start + sum(-s * (n - 1) for s, n in zip(strides, shape) if s < 0)
+    return np.ndarray(shape, dtype, memory, first, strides)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs files with holes")
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis", ["batch", "heads", "tokens", "tokens backwards"])
+def test_more_than_2_to_31_bytes_apart(backend: str, tmp_path: Path, axis: str, dtype: str) -> None:
+    """Offsets beyond 2^31 bytes and 2^31 elements, for every tensor and every axis."""
+    q, k, v = qkv(2, 2, 3, 4, 8, 8, dtype=dtype)
+    mask = np.random.default_rng(0).random((2, 2, 3, 4)) < 0.8
+    rng = np.random.default_rng(1)
+    dout, dlse = rng.standard_normal(q.shape).astype(q.dtype), rng.standard_normal(q.shape[:3]).astype(np.float32)
+    expected = everything(q, k, v, mask=mask, dout=dout, dlse=dlse)
+    item = q.dtype.itemsize
+    far = ((1 << 31) + 4096) * item
+    strides = {
+        "batch": (far, 256, 64, item),
+        "heads": (256, far, 64, item),
+        "tokens": (512, 256, far, item),
+        "tokens backwards": (512, 256, -far, item),
+    }[axis]
+    stored = []
+    for i, x in enumerate((q, k, v, dout, np.zeros_like(q))):
+        stored.append(far_apart(tmp_path / f"{i}", x.dtype, x.shape, strides))
+        stored[-1][...] = x
+    far_mask = far_apart(tmp_path / "mask", bool, mask.shape, (*(s // item * 1 for s in strides[:3]), 1))
+    far_mask[...] = mask
+    *inputs, far_dout, out = stored
+    got = everything(*inputs, mask=far_mask, out=out, dout=far_dout, dlse=dlse)
+    assert got["out"] is out
+    same(got, expected)
+
+
+# --- the same again ---------------------------------------------------------------------------------------------------
+
+REPEATED = {
+    "causal": {"causal": True},
+    "dropout": {"dropout_p": 0.3, "seed": 9},
+    "grouped, softcap": {"softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("what", REPEATED)
+@pytest.mark.parametrize("n", [50, pytest.param(600, marks=pytest.mark.slow)])
+def test_the_same_bits_again(backend: str, what: str, n: int) -> None:
+    q, k, v = qkv(1, 4, n, n, 32, 32, group=2)
+    first = everything(q, k, v, **REPEATED[what])
+    for _ in range(3):
+        for name, x in everything(q, k, v, **REPEATED[what]).items():
+            np.testing.assert_array_equal(x, first[name], err_msg=name)
+
+
+@pytest.mark.parametrize("what", REPEATED)
+def test_the_same_bits_on_any_number_of_threads(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(1, 4, 300, 400, 32, 32, group=2)
+    results = []
+    for threads in ("1", "2", "4"):
+        monkeypatch.setenv("FLASHKIT_NUM_THREADS", threads)
+        results.append(attention(q, k, v, **REPEATED[what], return_lse=True, backend="cpu"))
+    for (out, lse), (out2, lse2) in itertools.pairwise(results):
+        np.testing.assert_array_equal(out, out2)
+        np.testing.assert_array_equal(lse, lse2)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345, 2**32, 2**63, 2**64 - 1])
+def test_a_seed_drops_the_same_everywhere(seed: int) -> None:
+    """With weights and values of 1, out counts the kept weights: exact for any order of adding."""
+    n_q, n_k = 37, 131
+    q, k = np.zeros((2, 3, n_q, 4), np.float32), np.zeros((2, 3, n_k, 4), np.float32)
+    v = np.ones((2, 3, n_k, 1), np.float32)
+    kept = dropout.keep(seed, 0.4, *np.ogrid[:2, :3, :n_q, :n_k])
+    assert abs(kept.mean() - 0.6) < 0.02
+    for backend in (b.values[0] for b in BACKENDS):
+        out = attention(q, k, v, dropout_p=0.4, seed=seed, backend=backend)
+        np.testing.assert_allclose(out[..., 0], kept.sum(-1) / (0.6 * n_k), rtol=1e-5)
+
+
+def test_without_a_seed_each_call_drops_others(backend: str) -> None:
+    q, k, v = qkv(1, 1, 40, 40)
+    assert not np.array_equal(attention(q, k, v, dropout_p=0.5), attention(q, k, v, dropout_p=0.5))
+    out, vjp = attention_vjp(q, k, v, dropout_p=0.5)  # but the gradients drop what the call dropped
+    eye = np.zeros_like(out)
+    eye[0, 0, 3, 2] = 1
+    _, _, dv = vjp(eye)
+    np.testing.assert_allclose((dv * v).sum(), out[0, 0, 3, 2], rtol=1e-4)
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.999, 1 - 1e-12])
+def test_little_and_much_dropout(backend: str, p: float) -> None:
+    q, k, v = qkv(1, 1, 20, 30)
+    got = everything(q, k, v, dropout_p=p, seed=1)
+    assert all(np.isfinite(x).all() for x in got.values())
+    np.testing.assert_allclose(
+        got["lse"], attention(q, k, v, return_lse=True)[1], rtol=1e-6
+    )  # which dropout leaves alone

@@ -1,0 +1,120 @@
+"""What a bound call of the CUDA backends hands to its kernels, word by word. No device is needed: NumPy's memory stands
+for a device's.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from operands import OnDevice, on_device
+
+from flashkit import BlockMask
+from flashkit.call.arguments import prepare
+from flashkit.backends.cuda_common import arguments, backend, launch
+from flashkit.backends.cuda_common.arguments import AT, Arguments
+from flashkit.backends.cuda_common.device import MODELS
+from flashkit.backends.cupy_raw.backend import CupyRawBackend
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Memory that is kept for graphs, where any records; all else of CuPy that binding asks for is put in place."""
+    found: list[Any] = []
+    runtime = SimpleNamespace(getDevice=lambda: 0)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(arguments, "_on_device", on_device)
+    monkeypatch.setattr(backend, "_device_of", lambda operands: replace(MODELS["sm_90a"], ordinal=0))
+    monkeypatch.setattr(launch, "stream", lambda: 7)
+    monkeypatch.setattr(launch, "keep", lambda stream, *memory: found.extend(memory))
+    monkeypatch.setattr(arguments, "nowhere", lambda ordinal, size: OnDevice(np.zeros(8, np.int8)))
+    return found
+
+
+SHAPE = 2, 4, 128, 64
+BLOCKS = BlockMask.from_dense(np.array([[True, False], [True, True]]), 64, 64)
+
+
+def operands_of(**options: Any) -> tuple[Any, Any]:
+    """A problem, and operands of which the five tensors lie on the device."""
+    problem, operands, _ = prepare(*(np.zeros(SHAPE, np.float16) for _ in range(3)), **options)
+    tensors = {name: on_device(getattr(operands, name)) for name in ("q", "k", "v", "out", "lse")}
+    return problem, replace(operands, **tensors)
+
+
+def five() -> list[Any]:
+    """q, k, v, out and lse of another call."""
+    return [*(OnDevice(np.zeros(SHAPE, np.float16)) for _ in range(4)), OnDevice(np.zeros(SHAPE[:3], np.float32))]
+
+
+def watched(problem: Any) -> tuple[Any, list[list[int]]]:
+    """A plan, and the words that its kernels have got."""
+    seen: list[list[int]] = []
+    made = SimpleNamespace(run=lambda block, stream: seen.append(list(block.words)))
+    return SimpleNamespace(problem=problem, on=lambda here, direction: made), seen
+
+
+def given(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    bias, slopes = (rng.standard_normal(shape, dtype=np.float32) for shape in ((4, 1, 128), 4))
+    return {"alibi_slopes": slopes, "bias": bias, "mask": rng.random((2, 1, 128, 128)) < 0.8}
+
+
+def test_arrays_that_come_anew(kept: list[Any]) -> None:
+    """Their addresses stand where those of the first ones did, nothing else differs from a call made for them alone,
+    and the first ones are not kept alive.
+    """
+    arrays = given(0)
+    problem, operands = operands_of(block_mask=BLOCKS, **arrays)
+    names = [next(n for n, own in operands.arrays.items() if own is array) for array in arrays.values()]
+    plan, seen = watched(problem)
+    bound = CupyRawBackend().bind(plan, operands, names)
+    own = [weakref.ref(operands.arrays[name]) for name in names]
+    of_blocks = [array for name, array in operands.arrays.items() if name not in names]
+    operands.arrays = {}
+    kept.clear()
+    gc.collect()
+    assert [ref() for ref in own] == [None] * 3
+
+    for seed in (1, 2, 1):
+        arrays = given(seed)
+        tensors = five()
+        others = [on_device(array) for array in arrays.values()]
+        bound(*tensors, *others)
+        assert set(map(id, kept[-1])) == set(map(id, others)), "a graph needs them as long as it lives"
+
+        _, alone = operands_of(block_mask=BLOCKS, **arrays)
+        placed = dict(zip(names, others, strict=True))
+        rest = iter(of_blocks)
+        named = {name: placed.get(name) or next(rest) for name in alone.arrays}
+        alone = replace(alone, **dict(zip(("q", "k", "v", "out", "lse"), tensors, strict=True)), arrays=named)
+        assert seen[-1] == list(Arguments(problem.spec, alone).words)
+        assert {x.data.ptr for x in others} <= set(seen[-1][arguments.VALUES :])
+
+
+def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:
+    problem, operands = operands_of()
+    plan, seen = watched(problem)
+    bound, tensors = CupyRawBackend().bind(plan, operands), five()
+    bound(*tensors)
+    bound(*tensors[:4], None)
+    wanted, unread = (words[AT["lse"] : AT["lse"] + 4] for words in seen)
+    assert wanted[0] == tensors[4].data.ptr != unread[0]
+    assert unread[1:] == [0, 8, 0], "one place for each head"
+    bound(*tensors)
+    assert seen[2] == seen[0]
+
+
+def test_a_pull_back_finds_what_was_sent(kept: list[Any]) -> None:
+    """Arguments put the copies that they make into the operands."""
+    problem, operands = operands_of(block_mask=BLOCKS, kv_lengths=np.array([100, 128]))
+    first = Arguments(problem.spec, operands)
+    sent = operands.kv_lengths, operands.q_offset, *operands.arrays.values()
+    assert len(sent) > 2 and all(isinstance(array, OnDevice) for array in sent)
+    assert list(Arguments(problem.spec, operands).words) == list(first.words)

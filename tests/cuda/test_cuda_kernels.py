@@ -1,0 +1,728 @@
+"""The CUDA kernels without a device: every one compiles for the architectures in use, within its registers, and the
+text of modifications says what the graphs say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import replace
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flashkit import BlockMask, mods
+from flashkit.call import arguments
+from flashkit.mods import codegen, expr
+from flashkit.backends.cuda_common import arguments as block
+from flashkit.backends.cuda_common import compiler, modification, simt, sm90_backward, tensor_maps
+from flashkit.backends.cuda_common.backend import VARIABLE
+from flashkit.backends.cuda_common.device import Device, MODELS
+from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
+from flashkit.backends.cupy_raw.backend import CupyRawBackend
+from flashkit.devices.schema import TileRow
+from flashkit.spec import AttentionSpec, Direction, Problem
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install cuda-bindings nvidia-cuda-nvrtc")
+
+OLD = Device("Turing (T4)", (7, 5), 40, 65536, 65536)
+SMALL = Device("48 KB a block", (8, 6), 20, 49152, 102400)
+
+
+def compiled(name: str, spec: AttentionSpec, constants: dict[str, int], arch: str) -> compiler.Resources:
+    found = compiler.binary(specialise.source(name, spec, constants), arch)
+    return found.resources[name]
+
+
+def simt_kernel(part: simt.Part, spec: AttentionSpec, device: Device) -> compiler.Resources:
+    tile = simt.choose(part, spec, device)
+    assert tile.shared_memory(part, spec) <= device.shared_per_block
+    name = "simt_forward" if part == "forward" else "simt_backward"
+    return compiled(name, spec, dict(tile.constants(part)), compiler.target(device.capability))
+
+
+@pytest.mark.parametrize("arch", MODELS)
+@pytest.mark.parametrize("part", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 64)) for d in (64, 96, 128, 256)])
+def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None:
+    found = simt_kernel(part, AttentionSpec("float32", d, d), MODELS[arch])
+    assert 0 < found.registers <= 255
+    assert found.spills == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("dims", ["3/300", "192/128", "512/512"])
+def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part: simt.Part) -> None:
+    d, dv = map(int, dims.split("/"))
+    found = simt_kernel(part, AttentionSpec(dtype, d, dv, group=2, dropout=True, sinks=True), MODELS["sm_80"])
+    assert found.spills <= 512  # bytes, outside of the products: dropout of many weights at once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [OLD, SMALL], ids=lambda device: device.name)
+@pytest.mark.parametrize("d", [8, 128, 512])
+def test_simt_fits_small_devices(d: int, device: Device) -> None:
+    for part in ("forward", "keys", "queries"):
+        simt_kernel(part, AttentionSpec("float32", d, d), device)
+
+
+def test_a_profiles_row_decides_where_it_fits() -> None:
+    spec, device = AttentionSpec("float32", 64, 64), MODELS["sm_90a"]
+    model = simt.choose("forward", spec, device)
+
+    def chosen(block_q: int, **options: int) -> tuple[simt.SimtTile, str]:
+        row = TileRow(block_q, 64, options={"generation": "simt", **options}, why="measured")
+        return simt.by_profile("forward", row, spec, device)
+
+    tile, why = chosen(64, threads_x=8, threads_y=16)
+    assert (tile.block_q, tile.threads, why) == (64, 128, "measured")
+    for wrong in (chosen(65, threads_x=8, threads_y=16), chosen(64, threads_x=7, threads_y=16), chosen(64)):
+        assert wrong[0] == model
+        assert "least cost" in wrong[1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_kernels_of_rows_compile(dtype: str) -> None:
+    source = specialise.source("rows", AttentionSpec(dtype, 80, 72, sinks=True), {})
+    found = compiler.binary(source, "sm_80").resources
+    assert set(found) == {"prepare", "sink_gradients"}
+    assert all(kernel.spills == 0 for kernel in found.values())
+
+
+# --- modifications ----------------------------------------------------------------------------------------------------
+
+SCORES = {
+    "softcap": mods.softcap(3.0),
+    "alibi": mods.alibi(np.ones((2, 4), np.float32)),
+    "bias": mods.bias(np.ones((4, 1, 100), np.float16)),
+    "bfloat16 bias": mods.bias(np.ones((1, 4, 50, 100), ml_dtypes.bfloat16)),
+}
+MASKS = {
+    "causal": mods.causal(),
+    "window": mods.sliding_window(5, 3),
+    "document": mods.document(np.zeros((2, 100), np.int32)),
+    "bool": mods.visible(np.ones((2, 1, 50, 100), bool)),
+    "dilated": mods.dilated(3) & ~mods.prefix_lm(7),
+}
+
+
+def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: str = "float16") -> AttentionSpec:
+    score, mask, slots, _, _ = arguments._compose(scores, masks)
+    return AttentionSpec(dtype, d, d, 1, score, mask, slots)
+
+
+@pytest.mark.parametrize("what", [*SCORES, *MASKS])
+def test_a_modification_compiles(what: str) -> None:
+    spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [])
+    assert modification.unsupported(spec) == ""
+    compiler.binary(specialise.source("rows", spec, {}), "sm_80")
+
+
+def test_all_modifications_together_compile_in_both_passes() -> None:
+    spec = spec_of(list(SCORES.values()), list(MASKS.values()))
+    assert modification.looks_at_ranges(spec)
+    for part in ("forward", "keys", "queries"):
+        simt_kernel(part, spec, MODELS["sm_90a"])
+
+
+def test_too_many_values_are_refused_with_a_sentence() -> None:
+    many = mods.causal()
+    for step in range(2, modification.MAX_VALUES + 3):
+        many = many & mods.dilated(step)
+    assert "up to 384 fit" in modification.unsupported(spec_of([], [many]))
+
+
+def test_the_block_of_arguments_is_the_structure() -> None:
+    """Names, order and offsets of Params in C++ and of the words in Python; its size is asserted by every kernel."""
+    text = (specialise.FOLDER / "params.cuh").read_text()
+    body = text[text.index("struct Params {") : text.index("// Kernel arguments lie")]
+    fields = []
+    for line in re.findall(r"^    ([^/\n]+);", body, re.MULTILINE):
+        kind = "Tensor " if line.startswith("Tensor") else ""
+        declared = re.sub(r"^((const|unsigned|long|double|void|Tensor)\b *)+|\*", "", line)
+        fields += [kind + re.sub(r"\[.*", "", name).strip() for name in declared.split(",")]
+    expected = [f"Tensor {name}" for name in block.TENSORS] + [*block.WORDS, "values"]
+    assert fields == expected
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def test_a_binary_is_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
+    first = compiler.binary(source, "sm_80")
+    monkeypatch.setattr(compiler.Source, "compile", lambda *_: pytest.fail("compiled again"))
+    assert compiler.binary(source, "sm_80") == first
+    assert first.resources["tiny"].registers > 0
+
+
+def test_a_damaged_binary_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    source = compiler.Source("tiny", 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2; }')
+    first = compiler.binary(source, "sm_80")
+    first.path.with_suffix(".json").write_text("{")
+    assert compiler.binary(source, "sm_80").code == first.code
+
+
+def test_what_is_included_is_part_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    text = '#include "a.cuh"\nextern "C" __global__ void tiny(float* x) { x[0] = A; }'
+    paths = {
+        compiler.binary(compiler.Source("tiny", text, (("a.cuh", f"#define A {a}"), ("b.cuh", b))), "sm_80").path
+        for a, b in ((1, ""), (2, ""), (2, "not included"))
+    }
+    assert len(paths) == 2
+
+
+def test_an_error_has_the_compilers_words() -> None:
+    with pytest.raises(compiler.CompileError, match="nonsense"):
+        compiler.binary(compiler.Source("broken", "nonsense"), "sm_80")
+
+
+def test_targets() -> None:
+    assert compiler.target((8, 0)) == "sm_80"
+    assert compiler.target((9, 0)) == "sm_90a"
+    with pytest.raises(compiler.CompileError, match="sm_35"):
+        compiler.target((3, 5))
+
+
+# --- machine code -----------------------------------------------------------------------------------------------------
+
+
+def disassembled(code: Path) -> str:
+    """SASS of a binary; skips the test where nvdisasm is not installed."""
+    folder = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    tool = shutil.which("nvdisasm") or next(map(str, folder.glob("cu*/bin/nvdisasm")), None)
+    if tool is None:
+        pytest.skip("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
+    return subprocess.run([tool, "-c", str(code)], capture_output=True, text=True, check=True).stdout
+
+
+def test_simt_products_are_fused_and_copies_asynchronous() -> None:
+    spec = AttentionSpec("float32", 128, 128)
+    tile = simt.choose("forward", spec, MODELS["sm_80"])
+    sass = disassembled(
+        compiler.binary(specialise.source("simt_forward", spec, dict(tile.constants("forward"))), "sm_80").path
+    )
+    assert len(re.findall(r"\bFFMA\b", sass)) > 500
+    assert "LDGSTS" in sass
+
+
+SM80 = [("bfloat16", 64), ("bfloat16", 128), ("float32", 64), ("float32", 128), ("bfloat16", 256)]
+
+
+@pytest.mark.parametrize("arch", MODELS)
+@pytest.mark.parametrize("name", ["sm80_forward", "sm80_backward"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize(("dtype", "d"), [SM80[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SM80[1:])])
+def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool, name: str, arch: str) -> None:
+    """Both passes: their tiles fit, operands come 16 bytes at a time, and what is spilled is less than one of the
+    smallest sums, some addresses and bounds.
+    """
+    spec, device = AttentionSpec(dtype, d, d, mask=expr.K <= expr.Q if causal else None), MODELS[arch]
+    tile = sm80.forward_tile(spec, 4096, device) if name == "sm80_forward" else sm80.backward_tile(spec, device)
+    assert tile is not None and tile.shared_memory(spec) <= device.shared_per_block
+    constants = tile.constants(spec, device) if isinstance(tile, sm80.Sm80Tile) else tile.constants(spec)
+    found = compiler.binary(specialise.source(name, spec, constants), arch)
+    assert found.resources[name].registers <= 255
+    assert found.resources[name].spills <= 240
+    sass = disassembled(found.path)
+    assert len(re.findall(r"\bHMMA\b", sass)) >= 32
+    assert len(re.findall(r"\bLDGSTS\S*\.128\b", sass)) >= 8
+    assert "LDSM" in sass
+    assert bool(re.search(r"\bREDG?\.E\.ADD", sass)) == (name == "sm80_backward")
+
+
+@pytest.mark.parametrize("name", ["sm80_forward", "sm80_backward"])
+@pytest.mark.parametrize("what", ["softcap", "alibi"])
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_sm80_takes_scores_by_form(d: int, what: str, name: str) -> None:
+    """What a lane knows of its rows leaves room for the sums; what spills is where pairs are looked at one by one."""
+    spec, device = spec_of([SCORES[what]], [], d, "bfloat16"), MODELS["sm_80"]
+    tile = sm80.forward_tile(spec, 4096, device) if name == "sm80_forward" else sm80.backward_tile(spec, device)
+    assert tile is not None
+    constants = tile.constants(spec, device) if isinstance(tile, sm80.Sm80Tile) else tile.constants(spec)
+    found = compiler.binary(specialise.source(name, spec, constants), "sm_80")
+    assert found.resources[name].spills <= 288
+    assert ("MUFU.TANH" in disassembled(found.path)) == (what == "softcap")
+
+
+def test_an_impossible_sm80_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_q is a multiple of 64"):
+        sm80.Sm80Tile(96, 64, 4)
+
+
+# --- Hopper -----------------------------------------------------------------------------------------------------------
+
+HOPPER = MODELS["sm_90a"]
+
+
+def long(spec: AttentionSpec) -> Problem:
+    return Problem(spec, 4, 16, 4096, 4096)
+
+
+def sm90_binary(spec: AttentionSpec, tile: sm90.Sm90Tile | None = None, pack: int = 1) -> compiler.Binary:
+    """A serialised wgmma makes this raise CompileError."""
+    tile = tile or sm90.forward_tile(long(spec))
+    assert tile.fits(spec, HOPPER)
+    return compiler.binary(specialise.source("sm90_forward", spec, *sm90.forward_source(spec, tile, pack)), "sm_90a")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 128)) for d in (64, 96, 128, 192, 256)])
+def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
+    """Warp-group products, copies by the engine, registers handed over; no spills to speak of where tiles are usual."""
+    found = sm90_binary(spec_of([], [mods.causal()] if causal else [], d, "bfloat16"))
+    assert found.resources["sm90_forward"].spills <= (640 if d == 64 else 128)  # in code that hardly ever runs
+    sass = disassembled(found.path)
+    steps = -(-d // 16)
+    products = len(re.findall(r"\bHGMMA\b", sass))
+    tile = sm90.forward_tile(long(spec_of([], [mods.causal()] if causal else [], d, "bfloat16")))
+    assert products == 3 * steps + 3 * tile.block_k // 16  # three kinds of steps, and what is pending by itself
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 6  # a wait for each: none was put in between
+    for instruction in ("UTMALDG", "UTMASTG", "USETMAXREG", "SYNCS"):
+        assert instruction in sass
+
+
+@pytest.mark.parametrize(
+    ("d", "tokens", "scores", "buffers"),
+    [(128, 4096, [], 3), (96, 4096, [], 3), (64, 512, [], 3), (64, 4096, [], 2), (128, 4096, ["alibi"], 3),
+     (128, 4096, ["softcap"], 2), (192, 4096, [], 1), (256, 4096, [], 1)],
+)  # fmt: skip
+def test_sm90_rows_have_three_buffers_where_there_is_room(d: int, tokens: int, scores: list[str], buffers: int) -> None:
+    """Not beside the columns of ones that sum weights, nor in tiles of 192 rows."""
+    spec = spec_of([SCORES[score] for score in scores], [mods.causal()], d, "bfloat16")
+    tile = sm90.forward_tile(Problem(spec, 4, 16, tokens, tokens))
+    assert tile.q_buffers == buffers
+    assert tile.shared_memory(spec) <= HOPPER.shared_per_block
+
+
+@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
+def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
+    """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
+    spec = spec_of([SCORES["softcap"]], [MASKS["causal"]], d, dtype)
+    sass = disassembled(sm90_binary(spec).path)
+    tile = sm90.forward_tile(long(spec))
+    summed = dtype == "bfloat16" and d % 64 == 0
+    assert sm90.sums_with_values(spec, tile) == summed
+    with_values = re.findall(rf"HGMMA\.64x{d + 8 * summed}x16\.F32(?:\.BF16)? R\d+, R\d+", sass)
+    assert len(with_values) == 3 * tile.block_k // 16
+    assert not sm90.sums_with_values(replace(spec, dropout=True), tile)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("precision", [None, "tf32"])
+@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 128)) for d in (64, 96, 128)])
+def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal: bool) -> None:
+    """Three products for one, of a tile into sums of its own: none waits for another. With "tf32" one product, and the
+    steps of 16-bit elements, of three kinds.
+    """
+    spec = AttentionSpec("float32", d, d, mask=expr.K <= expr.Q if causal else None, precision=precision)
+    found = sm90_binary(spec)
+    assert found.resources["sm90_forward"].spills <= (800 if precision and d == 64 else 32)  # where tiles are loaded
+    sass = disassembled(found.path)
+    products = -(-d // 16) + sm90.forward_tile(long(spec)).block_k // 16
+    assert len(re.findall(r"\bHGMMA\b", sass)) == 3 * products
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == (6 if precision else 2)
+    split = specialise.source("sm90_split", spec, {"PARTS": 1 if precision else 2, "ROWS": 64})
+    assert compiler.binary(split, "sm_90a").resources["sm90_split"].spills <= 24  # of addresses
+
+
+@pytest.mark.parametrize("of_queries", [True, False])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec("float32", 128, 128),
+        *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+            AttentionSpec("float32", 64, 64, mask=expr.K <= expr.Q), AttentionSpec("float32", 96, 128, 4, dropout=True),
+            AttentionSpec("float32", 128, 128, precision="tf32", kv_lengths=True, sinks=True),
+            spec_of([SCORES["softcap"], SCORES["alibi"]], [MASKS["window"]], 64, "float32"),
+        ))
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sm90_gradients_in_float32(spec: AttentionSpec, of_queries: bool) -> None:
+    """The sums of a tile and of all tiles lie in registers; what spills is what finds and loads tiles."""
+    tile = sm90_fp16x2.backward_tile(spec)
+    assert tile.shared_memory(spec, of_queries) <= HOPPER.shared_per_block
+    found = compiler.binary(specialise.source("sm90_float32_backward", spec, *tile.source(spec, of_queries)), "sm_90a")
+    assert found.resources["sm90_float32_backward"].spills <= 256
+    dims = [spec.head_dim, spec.head_dim_v]  # summed over for S and dP; then those of the gradients, 64 columns at once
+    slices = sum(-(-dim // 64) for dim in dims[: 1 if of_queries else 2])
+    products = sum(-(-dim // 16) for dim in dims) + slices * tile.block_k // 16
+    sass = disassembled(found.path)
+    assert len(re.findall(r"\bHGMMA\b", sass)) == products * (1 if spec.precision else 3)
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 2 + slices
+
+
+SM90_DIMS = ["8", "40", "64", "128", "192/128", "64/128", "256"]
+SM90_MODIFIED = [  # the dilated mask takes as long as four others
+    pytest.param(what, SM90_DIMS[i % len(SM90_DIMS)], marks=[pytest.mark.exhaustive] * (what == "dilated"))
+    for i, what in enumerate([*SCORES, *MASKS])
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "dims"), SM90_MODIFIED)
+def test_sm90_compiles_with_every_modification(what: str, dims: str) -> None:
+    """Head dims in turn."""
+    d, dv = map(int, (dims.split("/") * 2)[:2])
+    spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [], d)
+    sm90_binary(AttentionSpec("float16", d, dv, 1, spec.score, spec.mask, spec.slots))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", ["dropout", "sinks", "kv_lengths", "group"])
+def test_sm90_compiles_with_every_feature(feature: str) -> None:
+    for dtype in ("bfloat16", "float32"):
+        spec = AttentionSpec(dtype, 64, 64, **{feature: 4 if feature == "group" else True})
+        sm90_binary(spec, pack=spec.group)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 64)])
+def test_most_sm90_candidates_compile(dtype: str, d: int) -> None:
+    """Autotune leaves out those whose products the compiler would serialise."""
+    spec = AttentionSpec(dtype, d, d)
+
+    def compiles(tile: sm90.Sm90Tile) -> bool:
+        try:
+            return bool(sm90_binary(spec, tile))
+        except compiler.CompileError:
+            return False
+
+    tiles = sm90.forward_candidates(long(spec), HOPPER)
+    assert sum(map(compiles, tiles)) >= 0.7 * len(tiles)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"causal": True}, {"dropout_p": 0.1, "seed": 1}])
+def test_modified_scores_have_sm90_tiles_too(options: dict[str, Any], d: int, direction: Direction) -> None:
+    q = np.zeros((1, 1, 4096, d), np.float16)
+    problem = arguments.prepare(q, q, q, **options)[0]
+    tiles = sm90.Sm90().candidates(problem, HOPPER, direction)
+    assert tiles
+    assert all(tile.fits(problem.spec, HOPPER) for tile in tiles)
+
+
+def test_an_impossible_sm90_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_q is 64, 128 or 192"):
+        sm90.Sm90Tile(96, 128)
+    with pytest.raises(ValueError, match="stages are two or more"):
+        sm90.Sm90Tile(128, 128, stages=1)
+    assert not sm90.Sm90Tile(192, 176).fits(AttentionSpec("bfloat16", 128, 128), HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"dtype": "float64"}, "float64 is not for these tensor cores"),
+        ({"dtype": "float32"}, ""),
+        ({"dtype": "float32", "head_dim": 192}, "over 128"),
+        ({"dtype": "float32", "head_dim": 8}, "exacter without terms"),
+        ({"dtype": "float32", "head_dim_v": 30}, "not whole 16 bytes"),
+        ({"head_dim": 20}, "not whole 16 bytes"),
+        ({"head_dim": 264}, "over 256"),
+        ({"n_q": 16}, "16 rows share keys"),
+        ({"batch": 1, "heads": 2}, "the keys should be split"),
+        ({}, ""),
+    ],
+)
+def test_sm90_says_why_not(changes: dict[str, object], sentence: str) -> None:
+    given = {"dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "batch": 4, "heads": 16, "n_q": 2048, **changes}
+    spec = AttentionSpec(*(given.pop(name) for name in ("dtype", "head_dim", "head_dim_v")))  # type: ignore[arg-type]
+    verdict = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "forward")  # type: ignore[arg-type]
+    assert bool(verdict) == (not sentence) and sentence in verdict.reason
+    assert "sm_80" in sm90.Sm90().supports(Problem(spec, 4, 16, 2048, 4096), MODELS["sm_80"], "forward").reason
+    backward = sm90.Sm90().supports(Problem(spec, **given, n_k=4096), HOPPER, "backward")  # type: ignore[arg-type]
+    if "n_q" not in changes and "heads" not in changes:  # the backward pass goes along the queries
+        assert backward == verdict
+
+
+def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    backend, profile = CupyRawBackend(), mock.Mock(rows=lambda *_: [])
+
+    def chosen(n: int, dim: int, direction: Direction, dtype: str = "float32") -> tuple[str, str]:
+        problem = Problem(AttentionSpec(dtype, dim, dim), 2, 8, n, n)
+        choice = backend.choose(problem, profile, HOPPER, direction)
+        assert choice.generation is not None
+        return choice.generation.name, "; ".join(choice.said)
+
+    assert chosen(2048, 64, "forward")[0] == chosen(1024, 128, "backward")[0] == "sm90"
+    name, said = chosen(512, 64, "backward")
+    assert name == "sm80" and "4194304 scores do not repay splitting" in said
+    assert chosen(2048, 16, "forward")[0] == "sm80" and chosen(2048, 16, "backward")[0] == "sm90"
+    assert chosen(512, 64, "backward", "bfloat16")[0] == "sm90"
+    monkeypatch.setenv(VARIABLE, "sm90")
+    assert chosen(512, 64, "backward")[0] == "sm90"
+
+
+def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
+    def ordered(n_q: int, n_k: int, dim: int, **options: Any) -> bool:
+        q, k = (np.zeros((1, 1, n, dim), np.float16) for n in (n_q, n_k))
+        return sm90_backward.in_order(arguments.prepare(q, k, k, **options)[0])
+
+    blocks = BlockMask.from_dense(np.eye(4, dtype=bool), 128, 128)
+    assert ordered(2048, 2048, 128, causal=True) and ordered(512, 512, 64, causal=True, window=(70, 0))
+    assert not ordered(2048, 2049, 128, causal=True) and not ordered(513, 512, 64, causal=True)
+    assert not ordered(512, 512, 128) and not ordered(512, 512, 128, block_mask=blocks)
+    assert ordered(4096, 4096, 64, deterministic=True)
+
+
+def sm90_backward_binary(spec: AttentionSpec, beside: bool | None = None) -> compiler.Binary:
+    """A serialised wgmma makes this raise CompileError. beside: rows are prepared in it; else where they may be."""
+    tile = sm90_backward.tile_of(spec)
+    assert tile.fits(spec, HOPPER)
+    beside = sm90_backward.room_beside(spec, tile) if beside is None else beside
+    constants, functions = sm90_backward.source(spec, tile, beside)
+    return compiler.binary(specialise.source("sm90_backward", spec, constants, functions), "sm_90a")
+
+
+def spilled(lines: list[str]) -> int:
+    return sum("Spill" in line for line in lines)
+
+
+@pytest.mark.parametrize("way", ["any order", "ordered", "rows beside"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "dims", [pytest.param(d, marks=[pytest.mark.slow] * (d != "128")) for d in ("64", "96", "128", "192/128", "256")]
+)
+def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: str) -> None:
+    """Nothing serialised, and within the loop over tiles hardly anything spilled; the rest is in code that runs once an
+    item, or in warps that load.
+    """
+    d, dv = map(int, (dims.split("/") * 2)[:2])
+    spec = spec_of([], [mods.causal()] if causal else [], d, "bfloat16")
+    spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=way == "ordered")
+    tile, shared, beside = sm90_backward.tile_of(spec), sm90_backward.keys_shared(spec), way == "rows beside"
+    if beside and not sm90_backward.room_beside(spec, tile):
+        pytest.skip("there is no room")
+    found = sm90_backward_binary(spec, beside)
+    assert found.resources["prepare_rows"].spills == found.resources["store_queries"].spills == 0
+    assert found.resources["sm90_backward"].spills <= 320
+    text = disassembled(found.path)
+    text = text[text.index(".text.sm90_backward:") :]
+    lines = text[: text.find(".section", 10)].splitlines()
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    steps, steps_v, keys, rows = -(-d // 16), -(-dv // 16), tile.block_k // 16, tile.block_q // 16
+    if shared:  # scores twice, for the first tile and the next one; dQ of half the columns, keys of two blocks
+        expected, waits = 2 * steps + steps_v + 2 * rows + -(-d // 128) * keys, 7
+    else:  # scores twice, for the first tile and the next one; dQ twice, in the loop and after it
+        expected, waits = 2 * steps + steps_v + 2 * rows + 2 * keys, 6
+    assert len(products) == expected
+    # Waits are those that are in the text: none was put in between.
+    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == waits
+    assert spilled(lines[products[0] : products[-1]]) <= 24
+    adding = "RED" if shared else "UBLKRED"
+    for instruction in ("UTMALDG", "USETMAXREG", "SYNCS", "STSM", adding):
+        assert instruction in text
+
+
+@pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))])
+@pytest.mark.parametrize("what", ["softcap", "alibi"])
+def test_sm90_gradients_take_modifications_by_their_form(what: str, d: int) -> None:
+    """In tiles as large as without one, and hardly anything is spilled within the loop, least on the way of tiles whose
+    pairs are all visible: that is the text between products, up to where it joins another way.
+    """
+    plain, spec = AttentionSpec("bfloat16", d, d), spec_of([SCORES[what]], [], d, "bfloat16")
+    tile = sm90_backward.tile_of(spec)
+    assert sm90_backward.by_form(spec) and tile == sm90_backward.tile_of(plain)
+    text = disassembled(sm90_backward_binary(spec).path)
+    text = text[text.index(".text.sm90_backward:") :]
+    lines = text[: text.find(".section", 10)].splitlines()
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    parts = [lines[i:j] for i, j in pairwise(products)]
+    if d > 128:  # the loops of two warp groups, between which items end
+        parts = [part for part in parts if not any("UTMASTG" in line for line in part)]
+    usual = [list(takewhile(lambda line: not re.search(r"/ +BRA", line), part)) for part in parts]
+    assert sum("MUFU.EX2" in line for part in usual for line in part) == tile.block_q // 2  # each weight once
+    assert sum(map(spilled, usual)) <= 12
+    # Where other tiles are dealt with, too: what is kept for all tiles of an item is kept there as well.
+    assert sum(map(spilled, parts)) <= (52 if what == "softcap" and d == 64 else 26)
+    assert ("MUFU.TANH" in text) == (what == "softcap")
+
+
+def test_sm90_gradients_take_other_modifications_as_their_graphs_say() -> None:
+    def modified(score: Any, **features: bool) -> AttentionSpec:
+        return AttentionSpec("bfloat16", 64, 64, 1, score, **features)  # type: ignore[arg-type]
+
+    assert sm90_backward.by_form(modified(expr.S * 1.1 - 0.5))
+    assert not sm90_backward.by_form(modified(expr.S * 1.1 - 0.5, dropout=True))
+    assert not sm90_backward.by_form(modified(expr.S * expr.S))
+    assert not sm90_backward.by_form(modified(expr.S + expr.K * 0.5))  # the bias is not of the distance
+    assert not sm90_backward.by_form(AttentionSpec("bfloat16", 64, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "dims"), SM90_MODIFIED)
+def test_sm90_gradients_compile_with_every_modification(what: str, dims: str) -> None:
+    """Head dims in turn."""
+    d, dv = map(int, (dims.split("/") * 2)[:2])
+    spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [], d)
+    sm90_backward_binary(AttentionSpec("float16", d, dv, 1, spec.score, spec.mask, spec.slots))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("feature", ["dropout", "sinks", "kv_lengths", "group"])
+def test_sm90_gradients_compile_with_every_feature(feature: str, d: int) -> None:
+    sm90_backward_binary(AttentionSpec("bfloat16", d, d, **{feature: 4 if feature == "group" else True}))
+
+
+def test_sm90_prepares_rows_beside_long_items() -> None:
+    def beside(n_q: int, n_k: int, dim: int = 128, dim_v: int = 0, **options: Any) -> bool:
+        q, k, v = (np.zeros((1, 1, n, d), np.float16) for n, d in ((n_q, dim), (n_k, dim), (n_k, dim_v or dim)))
+        spec = arguments.prepare(q, k, v, **options)[0].spec
+        room = sm90_backward.room_beside(spec, sm90_backward.tile_of(spec))
+        density = options["block_mask"].density if "block_mask" in options else 0
+        return room and sm90_backward.many_steps(sm90_backward.seen(spec), n_q, n_k, density)
+
+    assert beside(1024, 1024) and beside(2048, 2048, 64, causal=True) and beside(4096, 2048, causal=True, softcap=9.0)
+    assert not beside(1023, 4096) and not beside(4096, 1023) and not beside(1024, 1024, 64, causal=True)
+    quarter, eighth = (BlockMask.from_dense(np.arange(64).reshape(64, 1) % n == 0, 64, 4096) for n in (4, 8))
+    assert beside(4096, 4096, block_mask=quarter) and not beside(4096, 4096, block_mask=eighth)
+    assert not beside(4096, 4096, block_mask=quarter, kv_lengths=np.array([9]))
+    assert not beside(4096, 4096, block_mask=BlockMask.from_mod(mods.visible(np.ones((4096, 4096), bool)), 4096, 4096))
+    assert not beside(2048, 4096, causal=True)  # of the last keys nobody may see any
+    assert not beside(4096, 4096, causal=True, window=(70, 0)) and not beside(4096, 4096, kv_lengths=np.array([9]))
+    assert not beside(4096, 4096, deterministic=True) and not beside(4096, 4096, 64, softcap=9.0)
+    assert not beside(4096, 4096, 192) and not beside(4096, 4096, 64, 128)
+
+
+def test_multiprocessors_are_left_alone_where_that_costs_little() -> None:
+    """To who rounds sums of dQ while the others multiply."""
+    left = sm90_backward.left_alone
+    assert [left("by all", 4096, items, 132) for items in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
+    assert [left("causally", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
+    assert left("somehow", 1024, 2048, 132) == left("in blocks", 1024, 2048, 132) == 0  # items are not alike
+    kinds: tuple[sm90_backward.Seen, ...] = "by all", "causally"
+    for kind, n, sms in itertools.product(kinds, (1, 99, 4096), range(1, 40)):
+        assert 0 <= left(kind, n, 7, sms) < sms
+    causal, windowed = (spec_of([], [mods.causal(), *more]) for more in ([], [mods.sliding_window(100, None)]))
+    assert [sm90_backward.seen(spec) for spec in (causal, windowed)] == ["causally", "somehow"]
+    assert sm90_backward.seen(replace(causal, mask=None, kv_lengths=True)) == "somehow"
+
+
+def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
+    dims = range(8, 257, 8)
+    specs = [AttentionSpec("bfloat16", d, dv) for d in dims for dv in dims]
+    assert [spec for spec in specs if not sm90_backward.tile_of(spec).fits(spec, HOPPER)] == []
+
+
+def test_an_impossible_sm90_backward_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_q is 64 or 128"):
+        sm90_backward.BackwardTile(96)
+    with pytest.raises(ValueError, match="stages are two or more"):
+        sm90_backward.BackwardTile(64, stages=1)
+    with pytest.raises(ValueError, match="block_k 128"):
+        sm90_backward.BackwardTile(64, 64)
+    wide = AttentionSpec("bfloat16", 256, 256)
+    assert not sm90_backward.BackwardTile(128, key_buffers=1).fits(wide, HOPPER)
+    assert not sm90_backward.BackwardTile(64, key_buffers=2).fits(wide, HOPPER)
+    assert sm90_backward.backward_tile(wide) in sm90_backward.backward_candidates(wide, HOPPER)
+
+
+def test_what_the_copy_engine_can_address() -> None:
+    class Tensors:
+        """Words as Arguments has them, of k alone."""
+
+        spec = AttentionSpec("float16", 64, 64)
+        batch, heads, heads_kv, n_q, n_k = 2, 4, 4, 100, 100
+
+        def __init__(self, *words: int) -> None:
+            self.words = [0] * 64
+            self.words[block.AT["k"] : block.AT["k"] + 4] = words
+
+    def addressable(*words: int, **sizes: int) -> bool:
+        tensors = Tensors(*words)
+        vars(tensors).update(sizes)
+        return tensor_maps.addressable(tensors, ["k"])  # type: ignore[arg-type]
+
+    assert addressable(1 << 20, 25600, 6400, 64)
+    assert not addressable((1 << 20) + 8, 25600, 6400, 64)  # begins on 8 bytes
+    assert not addressable(1 << 20, 25600, 6400, 68)  # rows begin on 8 bytes
+    assert not addressable(1 << 20, 0, 6400, 64)  # one batch entry for all
+    assert addressable(1 << 20, 0, 6400, 64, batch=1)
+    assert not addressable(1 << 20, 25600, 6400, -64)
+
+
+def test_products_name_every_sum_once() -> None:
+    text = sm90_wgmma.text("float16", [128], [64, 64])
+    assert text.count("DEVICE") == 3
+    assert text.count("m64n128k16.f32.f16.f16") == 2 and text.count("m64n64k16") == 1
+    assert all(f'"+f"(c[{i}])' in text for i in range(64)) and '"+f"(c[64])' not in text
+
+
+def test_integers_of_small_score_modifications() -> None:
+    """ALiBi's distances fit 32 bits where positions do; products of positions, or what numbers hold, may not."""
+    assert modification.is_small(spec_of([mods.alibi(np.ones((2, 4), np.float32))], []))
+    assert modification.is_small(AttentionSpec("float16", 64, 64))
+    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k: s - q * k)], []))
+    assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
+
+
+@pytest.mark.parametrize(
+    ("direction", "mask", "tile"),
+    [("forward", mods.causal(), 128), ("forward", mods.sliding_window(300), 128), ("backward", mods.causal(), 64)],
+    ids=["forward, causal", "forward, window", "backward, causal"],
+)
+def test_sm90_compares_hidden_pairs_with_numbers(direction: Direction, mask: mods.Mod, tile: int) -> None:
+    """Which of a lane's pairs of a tile are hidden takes no instruction to find out where each of them is."""
+    spec = spec_of([], [mask], 128, "bfloat16")
+    binary = sm90_binary(spec) if direction == "forward" else sm90_backward_binary(spec)
+    numbers = re.findall(r"ISETP\.\w+\.\w+ P\d, PT, R\d+(?:\.reuse)?, (0x\w+)", disassembled(binary.path))
+    assert {int(x, 16) for x in numbers} >= {8 * n + c for n in range(1, tile // 8) for c in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("mask", "known"),
+    [
+        (mods.causal(), True),
+        (mods.sliding_window(5, 3) & mods.causal(), True),
+        (mods.mask(lambda b, h, q, k, *, reach: abs(q - k) < reach[h], reach=np.arange(2, 9)), True),
+        (mods.mask(lambda b, h, q, k: expr.minimum(q, k + 3) <= k), True),
+        (mods.mask(lambda b, h, q, k: q + k < 30), False),
+        (mods.mask(lambda b, h, q, k: (k < 5) | (k <= q)), False),
+        (mods.mask(lambda b, h, q, k: 2 * k <= q), False),
+        (mods.mask(lambda b, h, q, k: q // 8 == k // 8), False),
+        (mods.mask(lambda b, h, q, k, *, document: document[q] == document[k], document=np.arange(40) // 7), False),
+    ],
+    ids=str,
+)
+def test_masks_of_positions_counted_from_elsewhere(mask: mods.Mod, known: bool) -> None:
+    """Kernels count positions from a tile's first one where the mask is the same for these; it is, then."""
+    assert modification.shifts(mask.expr) == known
+    if known:
+        q, k = np.ogrid[:20, :20]
+        given = {"b": 0, "h": 3, "row": q, **mask.params, **mask.arrays}
+        of = [codegen.evaluate(mask.expr, {**given, "q": q + n, "k": k + n}) for n in (0, 1, -50, 1000)]
+        assert 0 < np.count_nonzero(of[0]) < 400 and all(np.array_equal(of[0], each) for each in of)
+
+
+def test_what_positions_are_computed_with() -> None:
+    """Floats where they hold every integer on the way; integers where arrays are looked up; 64 bits where in doubt."""
+
+    def found(score: object) -> str:
+        return modification.positions(spec_of([score], []))
+
+    assert modification.positions(AttentionSpec("float16", 64, 64)) == "integers"
+    assert found(mods.softcap(3.0)) == found(mods.alibi(np.ones((2, 4), np.float32))) == "floats"
+    assert found(mods.score(lambda s, b, h, q, k: s - expr.minimum(8 * (q - k), 5))) == "floats"
+    assert found(mods.score(lambda s, b, h, q, k: s - 9 * (q - k))) == "integers"
+    assert found(mods.bias(np.ones((4, 50, 100), np.float16))) == "integers"
+    assert found(mods.score(lambda s, b, h, q, k: s - 1025 * (q - k))) == "any"
+    assert found(mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))) == "any"
+    assert found(mods.score(lambda s, b, h, q, k: s - (q - k) // 2)) == "any"

@@ -1,0 +1,352 @@
+"""What the documents say is run: Python blocks, links, paths, commands, YAML, environment variables.
+
+A fence says how its block is treated. Blocks tagged `python` run in order in one namespace a file; a `text` block right
+after one is what it must have printed. `python notest` and `text example` are left alone; a `python excerpt` is of a
+kernel, whose tests look for it there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import io
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Context, Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flashkit
+from flashkit import dispatch
+from flashkit.devices import profiles
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+SLOW = {"README.md", "docs/mods.md", "docs/numerics.md"}
+"""Documents whose blocks take over two seconds where no kernel is in the cache yet."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the words after the fence, its text, and the line of the file that it starts on."""
+
+    info: str
+    text: str
+    line: int
+
+
+@functools.cache
+def blocks(file: Path) -> list[Block]:
+    found, inside, start, info = [], False, 0, ""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.startswith("```"):
+            if inside:
+                found.append(Block(info, "\n".join(lines[start : number - 1]) + "\n", start + 1))
+            inside, start, info = not inside, number, line[3:].strip()
+    assert not inside, f"{file.name}: the block of line {start} has no end"
+    return found
+
+
+@functools.cache
+def prose(file: Path) -> str:
+    """The text without its blocks."""
+    return re.sub(r"^```.*?^```$", "", file.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def inline_code(file: Path) -> list[str]:
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(file))
+
+
+def relative(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def documents(*marked: str) -> list[Any]:
+    """Every document as a parameter, those named as slow."""
+    marks = {name: [pytest.mark.slow] for name in marked}
+    return [pytest.param(file, id=relative(file), marks=marks.get(relative(file), [])) for file in FILES]
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks run in an empty folder, and leave no backend and no profile behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(profiles, "user_dir", lambda: tmp_path / "user")
+    monkeypatch.delenv("FLASHKIT_PROFILE_DIR", raising=False)
+    monkeypatch.delenv("FLASHKIT_BACKEND", raising=False)
+    before = dict(dispatch.registry())
+    profiles.forget()
+    dispatch.forget()
+    yield
+    dispatch.registry().clear()
+    dispatch.registry().update(before)
+    profiles.forget()
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("file", documents(*SLOW))
+@pytest.mark.usefixtures("untouched")
+def test_python_blocks_run_and_print_what_they_say(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType(f"docs_{file.stem.lower()}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for what annotations mean
+    all_blocks = [*blocks(file), Block("", "", 0)]
+    for block, following in itertools.pairwise(all_blocks):
+        if block.info != "python":
+            if block.info.startswith("python"):
+                assert block.info in ("python notest", "python excerpt"), f"{relative(file)}:{block.line}"
+            continue
+        printed = io.StringIO()
+        # As many lines before it as in the document, so that a traceback names the document's line.
+        code = compile("\n" * (block.line - 1) + block.text, str(file), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, vars(module))
+        if following.info == "text" and adjacent(file, block, following):
+            assert printed.getvalue() == following.text, f"{relative(file)}:{following.line}"
+
+
+def adjacent(file: Path, block: Block, following: Block) -> bool:
+    """Whether nothing but blank lines lies between two blocks."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    between = lines[block.line + block.text.count("\n") : following.line - 2]
+    return not any(line.strip() for line in between)
+
+
+def test_most_python_is_run() -> None:
+    infos = [block.info for file in FILES for block in blocks(file) if block.info.startswith("python")]
+    assert infos.count("python") > 20
+    assert infos.count("python notest") <= 3
+
+
+# --- the backend of docs/backends.md, installed as a package would be -------------------------------------------------
+
+
+def test_the_example_backend_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    document = ROOT / "docs" / "backends.md"
+    source = next(block.text for block in blocks(document) if block.info == "python" and "class " in block.text)
+    table = next(block.text for block in blocks(document) if block.info == "toml")
+    [(name, where)] = re.findall(r'^(\w+) = "([\w.:]+)"$', table, re.MULTILINE)
+    (tmp_path / f"{where.partition(':')[0]}.py").write_text(source, encoding="utf-8")
+    folder = tmp_path / "flashkit_example-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: flashkit-example\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(f"[flashkit.backends]\n{name} = {where}\n")
+    code = f"""
+import json, numpy as np, flashkit
+q, k, v = (np.random.default_rng(i).standard_normal((2, 3, 20, 8)) for i in range(3))
+out = flashkit.attention(q, k, v, backend={name!r})
+same = np.abs(out - flashkit.attention(q, k, v, backend="reference")).max() < 1e-12
+print(json.dumps([bool(same), flashkit.explain(q, k, v, causal=True).as_dict()["candidates"]]))
+"""
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    same, candidates = json.loads(done.stdout)
+    assert same
+    assert next(c for c in candidates if c["name"] == name)["reason"]
+
+
+# --- what documents point at ------------------------------------------------------------------------------------------
+
+
+def slug(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("file", documents())
+def test_links_resolve(file: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(file)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (file.parent / path).resolve() if path else file
+        assert other.exists(), f"{relative(file)}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+\s+(.*)$", prose(other), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{relative(file)}: {target}"
+
+
+FOLDERS = "flashkit|docs|tests|examples|device_profiles|benchmarks|\\.ci"
+
+
+@pytest.mark.parametrize("file", documents())
+def test_paths_exist(file: Path) -> None:
+    """Every `path/like/this.py` in inline code: of the repository, or, in a table of places, of the package."""
+    for code in inline_code(file):
+        if re.fullmatch(rf"({FOLDERS})/[\w./-]*", code) and not re.search(r"\.jsonl$", code):
+            assert (ROOT / code).exists(), f"{relative(file)}: {code}"
+
+
+def test_the_table_of_places_names_files_that_exist() -> None:
+    text = prose(ROOT / "docs" / "architecture.md")
+    table = re.search(r"^\| I want to .*?(?=\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
+    assert table is not None
+    rows = table[0].splitlines()[2:]
+    assert len(rows) >= 15
+    for row in rows:
+        places = re.findall(r"`([\w./-]+/[\w./-]*)`", row)
+        assert places, row
+        for place in places:
+            assert (ROOT / place).exists(), row
+
+
+def test_imports_point_the_way_that_the_document_says() -> None:
+    block = next(block for block in blocks(ROOT / "docs" / "architecture.md") if block.info == "text layers")
+    layer = {name: number for number, line in enumerate(block.text.splitlines()) for name in line.split()}
+    found = {path.stem for path in ROOT.glob("flashkit/*.py")} - {"__init__", "__main__"}
+    assert found | {"backends"} <= set(layer), "a new module takes its place in the document's list"
+    for file in ROOT.glob("flashkit/**/*.py"):
+        parts = file.relative_to(ROOT / "flashkit").with_suffix("").parts
+        if parts[0] not in layer:
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == len(parts):  # relative to the package itself
+                names = [node.module.partition(".")[0]] if node.module else [alias.name for alias in node.names]
+                for name in names:
+                    where = f"{relative(file)}:{node.lineno} imports {name}"
+                    assert layer.get(name, 0) <= layer[parts[0]], where
+
+
+def test_numbers_in_the_readme_have_their_place() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("<!-- bench:start -->") == text.count("<!-- bench:end -->") == 1
+    assert text.index("<!-- bench:start -->") < text.index("<!-- bench:end -->")
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def commands(file: Path) -> Iterator[list[str]]:
+    """Command lines of shell blocks and of inline code that begins with a command's name."""
+    shell = [line for block in blocks(file) if block.info in ("sh", "console") for line in block.text.splitlines()]
+    for line in [*shell, *inline_code(file)]:
+        line = line.removeprefix("$ ").partition(" #")[0].partition("|")[0]
+        if re.match(r"(\w+=\S+ )*(flashkit|make|python -m flashkit)( |$)", line):
+            words = shlex.split(line)
+            yield [word for i, word in enumerate(words) if "=" not in word or i > 1]
+
+
+@pytest.mark.parametrize("file", documents())
+def test_commands_exist(file: Path) -> None:
+    import typer
+
+    from flashkit.tools import cli
+
+    root: Any = typer.main.get_command(cli.app)
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands(file):
+        if words[0] == "make":
+            assert all(word in targets for word in words[1:] if word.isidentifier() and word.islower()), words
+            continue
+        words = words[3:] if words[0] == "python" else words[1:]
+        command = root
+        while words and hasattr(command, "commands"):
+            if words[0].startswith("-"):
+                break
+            assert words[0] in command.commands, f"{relative(file)}: {words}"
+            command, words = command.commands[words[0]], words[1:]
+        known = {option for p in command.params for option in (*p.opts, *p.secondary_opts)} | {"--help"}
+        if command.name == "demo":
+            known |= {"--limit", "--top", "--batch-size", "--model", "--json"}
+        for word in words:
+            option = word.partition("=")[0]
+            assert not option.startswith("--") or option in known, f"{relative(file)}: {option} of {command.name}"
+
+
+def test_every_command_is_documented() -> None:
+    import typer
+
+    from flashkit.tools import cli
+
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    root: Any = typer.main.get_command(cli.app)
+    for name, command in root.commands.items():
+        for line in [f"{name} {inner}" for inner in getattr(command, "commands", [])] or [name]:
+            assert f"flashkit {line}" in text, line
+
+
+def test_the_demos_options_are_those_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    from flashkit.tools import cli
+
+    assert cli.run(["demo", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--limit", "--top", "--batch-size", "--model", "--json"))
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_the_exponentials() -> None:
+    """The polynomials' errors that numerics.md states, computed in exact arithmetic."""
+    from flashkit.backends.cpu.micro.compile.vector import EXP2_COEFFICIENTS
+
+    text = prose(ROOT / "docs" / "numerics.md")
+    for (element, coefficients), bound in zip(EXP2_COEFFICIENTS.items(), ("3e-9", "2e-17")):
+        assert bound in text
+        for i in range(-500, 501):
+            r, value = Fraction(i, 1000), Fraction(0)
+            for c in reversed(coefficients):
+                value = value * r + Fraction(c)
+            power = Fraction(Context(prec=40).power(2, Decimal(i) / 1000))
+            assert abs(value / power - 1) < Fraction(bound), (element, i)
+
+
+@pytest.mark.parametrize("file", documents())
+def test_environment_variables_exist(file: Path) -> None:
+    sources = [*ROOT.glob("flashkit/**/*.py"), *ROOT.glob("tests/*.py")]
+    known = set(re.findall(r"FLASHKIT_[A-Z_]+", "\n".join(s.read_text(encoding="utf-8") for s in sources)))
+    assert set(re.findall(r"FLASHKIT_[A-Z_]+", file.read_text(encoding="utf-8"))) <= known
+
+
+def test_every_argument_of_attention_is_in_the_table_of_numerics() -> None:
+    import inspect
+
+    text = prose(ROOT / "docs" / "numerics.md")
+    for name in list(inspect.signature(flashkit.attention).parameters)[3:]:
+        assert f"`{name}`" in text, name
+
+
+def test_every_ready_made_mod_and_pattern_is_in_the_document_of_mods() -> None:
+    import inspect
+
+    from flashkit import mods
+
+    text = prose(ROOT / "docs" / "mods.md")
+    general = {"mask", "score", "trace", "combine", "visible"}
+    made = {n for n, f in vars(mods).items() if getattr(f, "__annotations__", {}).get("return") == "Mod"} - general
+    assert len(made) >= 8
+    mask = flashkit.BlockMask
+    patterns = {n for n in dir(mask) if isinstance(inspect.getattr_static(mask, n), classmethod)}
+    assert len(patterns) >= 9
+    for name in (n for n in made | patterns if not n.startswith("_")):
+        assert re.search(rf"\b{name}\b", text), name
+
+
+@pytest.mark.parametrize("file", documents())
+def test_profiles_in_the_documents_fit_the_schema(file: Path) -> None:
+    for block in blocks(file):
+        if block.info == "yaml" and "schema:" in block.text:
+            profiles.parse(block.text, f"{relative(file)}:{block.line}")
+
+
+def test_the_examples_need_numpy_alone() -> None:
+    used = {name for file in FILES for block in blocks(file) if block.info == "python"
+            for name in re.findall(r"^\s*(?:import|from) (\w+)", block.text, re.MULTILINE)}  # fmt: skip
+    assert used - set(sys.stdlib_module_names) <= {"numpy", "flashkit"}

@@ -1,0 +1,298 @@
+"""Calls from several Python threads at once, after a fork, and on a chosen number of threads."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashkit import attention, attention_vjp, mods
+from flashkit.devices import host
+
+THREADS = 6
+
+VARIANTS: list[tuple[tuple[int, int], str, dict[str, Any]]] = [
+    ((40, 40), "float32", {}),
+    ((300, 300), "float32", {"causal": True}),
+    ((257, 700), "float64", {"window": (90, 3)}),
+    ((64, 500), "float32", {"softcap": 3.0, "dropout_p": 0.2, "seed": 5}),
+    ((500, 64), "float32", {"score_mod": lambda s, b, h, q, k: s - 0.01 * abs(q - k)}),
+    ((200, 333), "float64", {"mask_mod": mods.prefix_lm(40)}),
+    ((1, 900), "float32", {"sinks": np.zeros(4, np.float32)}),
+    ((128, 128), "float64", {"kv_lengths": [50, 128]}),
+]
+
+
+def everything(variant: int) -> list[np.ndarray]:
+    (n_q, n_k), dtype, options = VARIANTS[variant]
+    rng = np.random.default_rng(variant)
+    q, k, v = (rng.standard_normal((2, h, n, 32)).astype(dtype) for h, n in ((4, n_q), (2, n_k), (2, n_k)))
+    (out, lse), vjp = attention_vjp(q, k, v, return_lse=True, backend="cpu", **options)
+    return [out, lse, *vjp(out)]
+
+
+def in_threads(rounds: int) -> None:
+    """Every thread runs every variant, in an order of its own; all get what one thread alone got."""
+    expected = [everything(variant) for variant in range(len(VARIANTS))]
+
+    def work(thread: int) -> None:
+        for variant in np.random.default_rng(thread).permutation(np.repeat(np.arange(len(VARIANTS)), rounds)):
+            for name, got, x in zip(("out", "lse", "dq", "dk", "dv"), everything(variant), expected[variant]):
+                np.testing.assert_array_equal(got, x, err_msg=f"{name} of variant {variant}")
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, range(THREADS)))
+
+
+@pytest.mark.slow
+def test_threads_with_different_calls() -> None:
+    in_threads(rounds=3)
+
+
+PROGRAM = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    import test_concurrency
+    test_concurrency.in_threads({rounds})
+    from flashkit.backends.cpu import threads
+    print(threads.layer())
+"""
+
+
+def has_layer(layer: str) -> bool:
+    from importlib import import_module
+
+    name = {"omp": "omppool", "tbb": "tbbpool", "workqueue": "workqueue"}[layer]
+    try:
+        import_module(f"numba.np.ufunc.{name}")
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["workqueue", "omp", "tbb"])
+def test_threads_on_each_layer(program: Callable[..., str], layer: str) -> None:
+    """Numba's workqueue ends the process when two threads enter it; flashkit does not let them."""
+    if not has_layer(layer):
+        pytest.skip(f"this Numba has no {layer} layer")
+    text = PROGRAM.format(tests=os.path.dirname(__file__), rounds=2)
+    assert program(text, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=4).split()[-1] == layer
+
+
+CONFORM = """
+    import os, sys
+    sys.path.insert(0, {tests!r})
+    import cases, test_conformance
+    from flashkit.backends.cpu import threads
+    from flashkit import host, profiles
+    choices = [row for row in test_conformance.DESIGN if row["sizes"] != "130x200"][::8]
+    for choice in choices:
+        test_conformance.check("cpu", choice)
+    print(len(choices) > 5, threads.layer(), host.lanes_of(profiles.for_device("cpu").device.features))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lanes", "layer"), [(4, "workqueue"), (8, "tbb"), (16, "omp")])
+def test_each_width_and_layer_conforms(program: Callable[..., str], lanes: int, layer: str) -> None:
+    """A sample of the conformance suite from four threads at once; `make matrix` runs all of it."""
+    if lanes > host.lanes_of(host.cpu_features()):
+        pytest.skip(f"the vectors of this CPU have fewer than {lanes} lanes")
+    folder = os.path.join(sys.prefix, "lib")  # where pip puts TBB, and the loader does not look
+    if layer == "tbb" and not glob.glob(os.path.join(folder, "libtbb.so.12")):
+        pytest.skip("pip install tbb")
+    if layer != "tbb" and not has_layer(layer):
+        pytest.skip(f"this Numba has no {layer} layer")
+    library = os.pathsep.join(filter(None, [folder, os.environ.get("LD_LIBRARY_PATH")]))
+    settings = {"FLASHKIT_CPU_LANES": lanes, "NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": 2}
+    text = CONFORM.format(tests=os.path.dirname(__file__))
+    said = program(text, **settings, FLASHKIT_TEST_THREADS=4, LD_LIBRARY_PATH=library)
+    assert said.split() == ["True", layer, str(lanes)]
+
+
+@pytest.mark.slow
+def test_the_first_calls_of_all_threads_at_once(program: Callable[..., str], tmp_path: Any) -> None:
+    """Nothing compiled, nothing loaded: all threads compile and start at the same time."""
+    text = """
+        import threading
+        import numpy as np, flashkit
+        q = np.random.default_rng(0).standard_normal((2, 2, 200, 16)).astype(np.float32)
+        results, start = [None] * 5, threading.Barrier(5)
+
+        def work(i):
+            start.wait()
+            out, vjp = flashkit.attention_vjp(q, q, q, causal=True)
+            results[i] = (out, *vjp(out))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        for other in results[1:]:
+            for a, b in zip(results[0], other):
+                np.testing.assert_array_equal(a, b)
+        print("right")
+    """
+    assert program(text, FLASHKIT_CACHE_DIR=tmp_path).split() == ["right"]
+
+
+# --- fork -------------------------------------------------------------------------------------------------------------
+
+FORK = """
+    import os, sys
+    import numpy as np, flashkit
+    q = np.random.default_rng(0).standard_normal((2, 4, 300, 32)).astype(np.float32)
+
+    def everything():
+        out, vjp = flashkit.attention_vjp(q, q, q, causal=True)
+        return (out, *vjp(out))
+
+    expected = everything()  # the parent's threads are running now
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        try:
+            for a, b in zip(everything(), expected):
+                np.testing.assert_array_equal(a, b)
+            grandchild = os.fork()
+            if grandchild == 0:
+                everything()
+                os._exit(17)
+            assert os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) == 17
+            os._exit(23)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 23
+    for a, b in zip(everything(), expected):  # the parent goes on as before
+        np.testing.assert_array_equal(a, b)
+    from flashkit.backends.cpu import threads
+    print("right", threads.layer())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize(
+    "layer", ["default", *(pytest.param(layer, marks=pytest.mark.slow) for layer in ("workqueue", "omp"))]
+)
+def test_a_forked_child_computes(program: Callable[..., str], layer: str) -> None:
+    """OpenMP's threads do not survive a fork, and its runtime would end the child without a word."""
+    if layer != "default" and not has_layer(layer):
+        pytest.skip(f"this Numba has no {layer} layer")
+    said = program(FORK, timeout=120, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=2).split()
+    assert said[0] == "right"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_multiprocessing_by_fork(program: Callable[..., str]) -> None:
+    text = """
+        import multiprocessing, sys
+        import numpy as np, flashkit
+        q = np.random.default_rng(0).standard_normal((1, 4, 200, 16)).astype(np.float32)
+
+        def work(i):
+            return float(flashkit.attention(q + i, q, q).sum())
+
+        expected = [work(i) for i in range(4)]
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            np.testing.assert_allclose(pool.map(work, range(4)), expected, rtol=1e-4)
+        print("right")
+    """
+    assert program(text, timeout=120, NUMBA_NUM_THREADS=2).split() == ["right"]
+
+
+# --- how many threads -------------------------------------------------------------------------------------------------
+
+COUNTED = """
+    import os, psutil
+    import numpy as np, flashkit
+    from flashkit.backends.cpu import threads
+    q = np.random.default_rng(0).standard_normal((1, 8, 500, 64)).astype(np.float32)
+    before = psutil.Process().num_threads()
+    out, vjp = flashkit.attention_vjp(q, q, q)
+    vjp(out)
+    print(threads.count(), psutil.Process().num_threads() - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_number_of_threads(program: Callable[..., str]) -> None:
+    """FLASHKIT_NUM_THREADS, at most what Numba was started with; 1 starts none."""
+    for wanted, started, expected in (("1", "4", 1), ("2", "4", 2), ("3", "2", 2), ("", "3", 3)):
+        count, new = map(int, program(COUNTED, FLASHKIT_NUM_THREADS=wanted, NUMBA_NUM_THREADS=started).split())
+        assert count == expected, (wanted, started)
+        assert new == 0 if expected == 1 else new >= 1
+
+
+@pytest.mark.parametrize("wanted", ["0", "-1", "two", "1.5", " "])
+def test_a_number_of_threads_that_is_none(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    x = np.zeros((1, 4, 300, 64), np.float32)
+    monkeypatch.setenv("FLASHKIT_NUM_THREADS", wanted)
+    with pytest.raises(ValueError) as caught:
+        attention(x, x, x, backend="cpu")
+    assert all(word in str(caught.value) for word in ("FLASHKIT_NUM_THREADS", repr(wanted), "1 or more"))
+
+
+@pytest.mark.parametrize("first", ["numba", "flashkit"])
+def test_one_pool_with_numba(program: Callable[..., str], first: str) -> None:
+    """Whoever starts the pool, both use it, and numba.set_num_threads counts on the thread that called it."""
+    text = f"""
+        import threading
+        import numpy as np, flashkit
+        from flashkit.backends.cpu import threads
+        q = np.random.default_rng(0).standard_normal((1, 8, 400, 64)).astype(np.float32)
+        if {first == "flashkit"}:
+            expected = flashkit.attention(q, q, q)
+        import numba
+
+        @numba.njit(parallel=True)
+        def total(x):
+            sum = 0.0
+            for i in numba.prange(len(x)):
+                sum += x[i]
+            return sum
+
+        assert total(np.ones(1000)) == 1000
+        numba.set_num_threads(2)
+        expected = flashkit.attention(q, q, q)
+        counts, others = [threads.count()], []
+        other = threading.Thread(target=lambda: others.append(threads.count()))
+        numba.set_num_threads(1)
+        other.start()
+        other.join()
+        np.testing.assert_array_equal(flashkit.attention(q, q, q), expected)
+        print(*counts, threads.count(), *others, threads.layer() == numba.threading_layer())
+    """
+    assert program(text, NUMBA_NUM_THREADS=3).split() == ["2", "1", "3", "True"]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"NUMBA_THREADING_LAYER": "forksafe"}, {"NUMBA_THREADING_LAYER_PRIORITY": "workqueue omp tbb"},
+                {"NUMBA_THREADING_LAYER_PRIORITY": "omp workqueue tbb"}, {"NUMBA_NUM_THREADS": "many"}]
+)  # fmt: skip
+def test_the_layer_is_the_one_that_numba_would_choose(program: Callable[..., str], setting: dict[str, str]) -> None:
+    ours = "from flashkit.backends.cpu import threads; print(threads.pool().layer, threads.count())"
+    numbas = "import numba; n = numba.get_num_threads(); print(numba.threading_layer(), n)"
+    assert program(ours, **setting) == program(numbas, **setting)
+
+
+def test_numba_set_num_threads_is_heeded() -> None:
+    import numba
+
+    from flashkit.backends.cpu import threads
+
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("needs two threads")
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        assert threads.count() == 1
+    finally:
+        numba.set_num_threads(before)
+    assert threads.count() == before

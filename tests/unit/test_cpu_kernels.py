@@ -1,0 +1,326 @@
+"""The CPU backend's own parts, each alone: micro-kernels against NumPy for every vector width, conversions, the
+caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit.call.arguments import prepare
+from flashkit.backends.cpu.micro.compile import compile as micro
+from flashkit.backends.cpu.backend import CpuBackend, CpuPlan
+from flashkit.backends.cpu.micro.compile.vector import Block
+from flashkit.reference import standard, standard_gradients
+from flashkit.spec import Gradients
+from flashkit.devices.io_model import CpuTile
+
+FLOATS = {"float": np.float32, "double": np.float64}
+BLOCKS = [
+    Block("float", 6, 4, 16), Block("float", 8, 3, 16), Block("float", 12, 2, 16), Block("float", 4, 3, 8),
+    Block("float", 6, 2, 8), Block("float", 8, 3, 4), Block("float", 1, 1, 4), Block("double", 8, 3, 8),
+    Block("double", 4, 3, 4), Block("double", 8, 3, 2),
+]  # fmt: skip
+SHAPES = [
+    (96, 64, 48),
+    (1, 1, 1),
+    (13, 7, 50),
+    (65, 40, 40),
+    (100, 33, 17),
+    (0, 3, 5),
+    (3, 0, 5),
+    (3, 5, 0),
+    (7, 128, 97),
+]
+
+
+def run(block: Block, name: str, *arguments: int) -> None:
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(micro.addresses(block)[name])(*arguments)
+
+
+def at(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def bits(x: float) -> int:
+    return int(np.float64(x).view(np.int64))
+
+
+def padded(rng: np.random.Generator, rows: int, columns: int, block: Block) -> np.ndarray:
+    """A tile whose rows are padded to whole vectors, as the kernels' are."""
+    width = -(-columns // block.lanes) * block.lanes
+    return rng.standard_normal((rows, width)).astype(FLOATS[block.element])
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_product(block: Block) -> None:
+    rng, dtype = np.random.default_rng(0), FLOATS[block.element]
+    for m, k, n in SHAPES:
+        for order in "CF":
+            a = np.asarray(rng.standard_normal((m, k)), dtype, order=order)
+            b = rng.standard_normal((k, n + 3)).astype(dtype)[:, :n]
+            surrounding = np.full((m, n + block.lanes + 3), 7, dtype)
+            c = surrounding[:, 2 : n + 2]
+            want = a.astype(np.float64) @ b
+            tolerance = 4 * (k + 1) * np.finfo(dtype).eps * max(1, np.abs(want).max(initial=0))
+            for name, times in (("product", 1), ("product_add", 2)):
+                run(block, name, at(a), *a.strides, at(b), b.strides[0], at(c), c.strides[0], m, n, k)
+                assert np.abs(c - times * want).max(initial=0) <= tolerance
+            assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing beside c is touched
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_softmax_steps(block: Block) -> None:
+    rng, dtype = np.random.default_rng(1), FLOATS[block.element]
+    for rows, columns in ((1, 1), (50, 97), (7, 48), (3, 16)):
+        s = padded(rng, rows, columns, block) * 9
+        width = s.shape[1]
+        top, total = np.full(width, -1.0, dtype), np.ones(width, dtype)
+        run(block, "column_max", at(s), s.strides[0], rows, columns, at(top))
+        assert (top[:columns] == np.maximum(s.max(0), -1)[:columns]).all()
+        want = np.exp(s.astype(np.float64) - top)
+        given = s.copy()
+        run(block, "exponentials", at(s), s.strides[0], rows, columns, at(top), at(total))
+        # The difference is rounded once, which its size multiplies.
+        allowed = want * np.finfo(dtype).eps * (2 + np.abs(given - top) / 2)
+        assert (np.abs(s - want) <= allowed)[:, :columns].all()
+        assert np.allclose(total[:columns], 1 + want.sum(0)[:columns], rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_exponentials_at_the_edges(block: Block) -> None:
+    dtype = FLOATS[block.element]
+    s = np.zeros((1, 16), dtype)
+    least = {"float": -126, "double": -1022}[block.element] * np.log(2)
+    s[0, :7] = [-np.inf, np.nan, 0, -1e30, least * 0.999, least * 1.001, -0.0]
+    top, total = np.zeros(16, dtype), np.zeros(16, dtype)
+    run(block, "exponentials", at(s), s.strides[0], 1, 16, at(top), at(total))
+    assert s[0, 0] == 0 and np.isnan(s[0, 1]) and s[0, 2] == 1 and s[0, 3] == 0 and s[0, 6] == 1
+    assert s[0, 4] >= np.finfo(dtype).tiny and s[0, 5] == 0  # no denormals
+    assert np.isnan(total[1]) and np.isfinite(np.delete(total, 1)).all()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_weights(block: Block) -> None:
+    rng, dtype = np.random.default_rng(2), FLOATS[block.element]
+    s, dp = padded(rng, 9, 37, block), padded(rng, 9, 37, block)
+    lse, delta = rng.standard_normal((2, 9)).astype(dtype)
+    s[3, 5], dp[3, 5] = -np.inf, np.nan  # hidden: no gradient, whatever dO v gives
+    lse[4] = np.inf  # a row without keys
+    p = np.exp(s.astype(np.float64) - lse[:, None])
+    want = 0.3 * np.where(p == 0, 0, p * (dp - delta[:, None].astype(np.float64)))
+    run(block, "weights", at(s), s.strides[0], 9, 37, at(dp), at(lse), at(delta), bits(0.3))
+    assert np.allclose(s[:, :37], p[:, :37], rtol=1e-5, atol=0)
+    assert np.allclose(dp[:, :37], want[:, :37], rtol=1e-4, atol=1e-6)
+
+
+STORED = [(block, "") for block in BLOCKS] + [
+    (Block("float", 4, 2, lanes, storage), storage) for lanes in (4, 8, 16) for storage in ("float16", "bfloat16")
+]
+
+
+def stored(x: np.ndarray, block: Block) -> np.ndarray:
+    return x.astype({"": FLOATS[block.element], "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[block.storage])
+
+
+@pytest.mark.parametrize(("block", "storage"), STORED, ids=str)
+def test_pack_and_unpack(block: Block, storage: str) -> None:
+    rng, dtype, lanes = np.random.default_rng(3), FLOATS[block.element], block.lanes
+    for m, n in ((lanes, lanes), (48, 64), (1, 1), (13, 7), (50, 40), (17, 33), (0, 5), (5, 0)):
+        source = stored(rng.standard_normal((m, n + 3)), block)[:, :n]
+        width = -(-m // lanes) * lanes
+        target = np.full((n, width + 5), 7, dtype)
+        run(block, "pack", at(source), source.strides[0], at(target), target.strides[0], m, n, bits(0.3))
+        assert np.array_equal(target[:, :m], source.T.astype(dtype) * dtype(0.3))
+        assert (target[:, m:width] == 0).all() and (target[:, width:] == 7).all()
+
+        tile = rng.standard_normal((n, width)).astype(dtype)
+        factor, check = rng.standard_normal(width).astype(dtype), np.zeros(lanes, dtype)
+        back = np.full((m, n + 3), 7, source.dtype)
+        call = (at(tile), tile.strides[0], at(back), back.strides[0], m, n, at(factor), at(check))
+        run(block, "unpack", *call)
+        assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block)) and (check == 0).all()
+        assert (back[:, n:] == 7).all()
+        if m and n:
+            for value, where in ((np.nan, (0, 0)), (np.inf, (n - 1, m - 1))):
+                tile[where] = value
+                run(block, "unpack", *call)
+                assert np.isnan(check).any()
+                assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block), equal_nan=True)
+                tile[where], check[:] = 1, 0
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_transpose(block: Block) -> None:
+    rng = np.random.default_rng(4)
+    for size in (1, 4, 8):
+        for m, n in ((16, 16), (64, 48), (1, 1), (13, 50), (33, 17), (0, 5), (5, 0)):
+            source = rng.integers(0, 100, (m, n + 3)).astype(f"u{size}")[:, :n]
+            target = np.full((n, m + 2), 7, source.dtype)
+            run(block, f"transpose{size}", at(source), source.strides[0], at(target), target.strides[0], m, n)
+            assert np.array_equal(target[:, :m], source.T) and (target[:, m:] == 7).all()
+
+
+@pytest.mark.parametrize("name", ["exp", "tanh"])
+def test_functions_of_single_precision(name: str) -> None:
+    """Within two units in the last place everywhere, denormals and infinities included."""
+    from numba import njit
+
+    from flashkit.backends.cpu import functions
+
+    function = getattr(functions, name)
+
+    @njit(error_model="numpy")
+    def run(x, y):  # type: ignore[no-untyped-def]
+        for i in range(x.size):
+            y[i] = function(x[i])
+
+    edges = [0, np.inf, -np.inf, np.nan, 1e-30, -1e-38, 88.7, 88.73, -87.4, -103.9, -104.1, 1e-45, 1e30, -1e30]
+    x = np.concatenate([np.linspace(-110, 95, 200_001), np.linspace(-1.5, 1.5, 100_001), edges]).astype(np.float32)
+    y = np.empty_like(x)
+    run(x, y)
+    with np.errstate(over="ignore", under="ignore"):
+        want = getattr(np, name)(x.astype(np.float64))
+        nearest = want.astype(np.float32)
+    finite = np.isfinite(nearest)
+    assert np.array_equal(y[~finite], nearest[~finite], equal_nan=True)
+    assert (np.abs(y[finite] - want[finite]) <= 2 * np.spacing(np.abs(nearest[finite])).astype(np.float64)).all()
+
+
+def test_neon_code_uses_fused_products_and_does_not_spill() -> None:
+    from llvmlite import binding
+
+    try:
+        binding.initialize_all_targets()
+        binding.initialize_all_asmprinters()
+        binding.Target.from_triple("aarch64-unknown-linux-gnu")
+    except RuntimeError as error:
+        pytest.skip(f"this LLVM has no AArch64 target: {error}")
+    module, target = micro.assemble(Block("float", 6, 4, 4), "aarch64-unknown-linux-gnu", "neoverse-n1", "+neon")
+    text = target.emit_assembly(module)
+    body = text[text.index("product_add:") : text.index("column_max:")]
+    assert body.count("fmla") >= 24
+    # The innermost loop of the 6 x 4 block: its 24 products and nothing stored to the stack among them.
+    labels_and_code = re.split(r"^(\.LBB\w+):.*$", body, flags=re.MULTILINE)[1:]
+    blocks = zip(labels_and_code[::2], labels_and_code[1::2], strict=True)
+    loops = [code for label, code in blocks if re.search(rf"\tb\.?\w*\t{re.escape(label)}$", code, re.MULTILINE)]
+    widest = max(loops, key=lambda code: code.count("fmla"))
+    assert widest.count("fmla") == 24 and "[sp" not in widest
+
+
+@pytest.mark.parametrize(("lanes", "rows", "vectors"), [(4, 4, 3), (8, 4, 3), (16, 8, 3), (16, 6, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_width_computes_attention(lanes: int, rows: int, vectors: int, dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    q, k, v, dout = (rng.standard_normal((1, 2, n, 24)).astype(dtype) for n in (70, 131, 131, 70))
+    problem, operands, _ = prepare(q, k, v, causal=True, softcap=4.0)
+    tile = CpuTile(2 * vectors * lanes, 40, lanes, rows, vectors)
+    backend, plan = CpuBackend(), CpuPlan(problem, tile, CpuTile(32, 48, lanes, rows, vectors), "forced")
+    backend.forward(plan, operands)
+    out, lse = standard(problem.spec, operands)
+    tolerance = 50 * np.finfo(dtype).eps
+    assert np.abs(operands.out - out).max() < tolerance and np.abs(operands.lse - lse).max() < tolerance
+    gradients = Gradients(dout, None, *(np.full_like(x, np.nan) for x in (q, k, v)))
+    backend.backward(plan, operands, gradients)
+    want = standard_gradients(problem.spec, operands, dout)
+    for name in ("dq", "dk", "dv"):
+        assert np.abs(getattr(gradients, name) - getattr(want, name)).max() < tolerance
+
+
+def test_sixteen_bit_conversions_round_like_numpy() -> None:
+    from numba import njit
+
+    from flashkit.backends.cpu import memory
+
+    bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    wide = np.concatenate(
+        [
+            np.random.default_rng(4).standard_normal(4096) * 10.0 ** np.arange(-40, 24).repeat(64),
+            [0, -0.0, np.inf, -np.inf, 65519, 65520],
+        ]
+    )
+    for dtype, widen, narrow in (
+        (np.float16, memory.float16_to_float32, memory.float32_to_float16),
+        (ml_dtypes.bfloat16, memory.bfloat16_to_float32, memory.float32_to_bfloat16),
+    ):
+
+        @njit
+        def convert(bits, single, widen=widen, narrow=narrow):  # type: ignore[no-untyped-def]
+            return np.array([widen(x) for x in bits]), np.array([narrow(x) for x in single])
+
+        widened, narrowed = convert(bits, wide.astype(np.float32))
+        assert np.array_equal(widened, bits.view(dtype).astype(np.float32), equal_nan=True)
+        with np.errstate(over="ignore"):
+            assert np.array_equal(narrowed.view(dtype), wide.astype(np.float32).astype(dtype))
+        assert np.isnan(convert(bits[:1], np.array([np.nan], np.float32))[1].view(dtype)[0])
+
+
+def test_a_changed_micro_kernel_is_a_new_file(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """The names of cached files carry the fingerprint of the sources, so stale machine code is never loaded."""
+    from flashkit.backends.cpu import objects
+
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    for source in ("one", "two"):
+        monkeypatch.setattr(objects, "fingerprint", lambda source=source: source)
+        micro.addresses.__wrapped__(Block("float", 1, 1, 4))
+    assert len(list(tmp_path.rglob("micro_*.o"))) == 2
+
+
+def test_tail_of_a_mapped_page_is_not_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Operands that end where the next page cannot be read: in-place vector loads must stop with the row."""
+    code = """
+import ctypes, mmap, numpy as np, flashkit
+page = mmap.PAGESIZE
+libc = ctypes.CDLL(None, use_errno=True)
+def at_the_end(shape):
+    n = int(np.prod(shape)) * 4
+    size = -(-n // page) * page
+    memory = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert libc.mprotect(ctypes.c_void_p(start + size), page, 0) == 0
+    array = np.frombuffer(memory, np.float32, n // 4, size - n).reshape(shape)
+    return memory, array
+rng = np.random.default_rng(0)
+keep = []
+for n, d in ((33, 40), (7, 1), (50, 13)):
+    arrays = []
+    for _ in range(4):
+        memory, array = at_the_end((1, n, d))
+        array[...] = rng.standard_normal(array.shape)
+        keep.append(memory); arrays.append(array)
+    q, k, v, dout = arrays
+    memory, out = at_the_end((1, n, d)); keep.append(memory)
+    out, vjp = flashkit.attention_vjp(q, k, v, out=out, causal=True)
+    assert np.isfinite(vjp(dout)[0]).all()
+print("fine", flush=True)
+import os
+os._exit(0)  # the mappings may not be torn down while exported
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_plan_is_shared_by_sizes_of_one_bucket() -> None:
+    from flashkit import dispatch
+
+    def plan_of(n: int) -> object:
+        q = np.zeros((1, 2, n, 8), np.float32)
+        return dispatch.plan(prepare(q, q, q)[0], "cpu")[1]
+
+    assert plan_of(65) is plan_of(127) and plan_of(65) is not plan_of(128)
+    assert flashkit.attention(
+        np.zeros((1, 2, 65, 8), np.float32), *[np.zeros((1, 2, 65, 8), np.float32)] * 2
+    ).shape == (1, 2, 65, 8)
+
+
+def test_vector_table_names_every_kernel() -> None:
+    assert set(micro.KERNELS) == set(
+        micro.addresses(Block("float", 8, 3, 16 if "avx512f" in micro.machine()[2] else 8))
+    )

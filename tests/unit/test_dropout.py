@@ -1,0 +1,124 @@
+"""Dropout: the generator against its authors' known answers, and what a mask of dropped weights must be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashkit.mods import dropout
+
+ONES = 0xFFFFFFFF
+# The known answers that Random123 ships for philox4x32 with ten rounds: counter, key (low word, high word), result.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def everywhere(seed: int, p: float, shape=(2, 3, 64, 64)) -> np.ndarray:
+    return dropout.keep(seed, p, *np.ogrid[tuple(map(slice, shape))])
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_known_answers(counter, key, words):
+    assert tuple(map(int, dropout.philox(counter, key[0] | key[1] << 32))) == words
+
+
+def test_many_counters_at_once():
+    counters = [np.array([c[i] for c, _, _ in KNOWN[:1]] * 3) for i in range(4)]
+    for word, wanted in zip(dropout.philox(counters, 0), KNOWN[0][2]):
+        assert word.dtype == np.uint32
+        assert word.tolist() == [wanted] * 3
+
+
+def test_the_words_are_those_of_the_pair():
+    """Key k takes word k % 4 of the counter (k // 4, row, h, b): what every kernel computes."""
+    seed, p = 0x0123456789ABCDEF, 0.4
+    kept = everywhere(seed, p, (2, 2, 3, 11))
+    for b, h, row, k in np.ndindex(kept.shape):
+        word = int(dropout.philox((k // 4, row, h, b), seed)[k % 4])
+        assert kept[b, h, row, k] == (word >= round(0.4 * 2**32))
+
+
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
+def test_the_fraction_dropped_is_p(p):
+    kept = everywhere(1234, p, (1, 2, 512, 1024))
+    deviation = np.sqrt(p * (1 - p) / kept.size)
+    assert abs(1 - kept.mean() - p) < 5 * deviation
+    # and so along every axis: no row, no key, no lane stands out
+    for axis in (2, 3):
+        means = kept.mean(axis=tuple(a for a in range(4) if a != axis))
+        assert np.abs(1 - means - p).max() < 5.5 * np.sqrt(p * (1 - p) / (kept.size / kept.shape[axis]))
+
+
+def test_words_are_uniform():
+    words = np.stack(dropout.philox(np.ogrid[:64, :64, :2, :4], 99))
+    counts = np.bincount((words >> np.uint32(24)).ravel(), minlength=256)
+    chi2 = ((counts - words.size / 256) ** 2 / (words.size / 256)).sum()
+    assert 255 - 6 * np.sqrt(2 * 255) < chi2 < 255 + 6 * np.sqrt(2 * 255)
+    bits = np.unpackbits(words.ravel().view(np.uint8)).reshape(-1, 32).mean(axis=0)
+    assert np.abs(bits - 0.5).max() < 5 * 0.5 / np.sqrt(words.size)
+
+
+def test_neighbours_are_independent():
+    kept = everywhere(7, 0.5, (2, 2, 256, 512)) * 2.0 - 1
+    limit = 5 / np.sqrt(kept.size)
+    for axis in range(4):
+        for shift in (1, 2, 4) if axis >= 2 else (1,):
+            first = np.take(kept, range(kept.shape[axis] - shift), axis)
+            second = np.take(kept, range(shift, kept.shape[axis]), axis)
+            assert abs((first * second).mean()) < 2 * limit
+
+
+def test_every_part_of_the_place_matters():
+    base = everywhere(7, 0.5, (1, 1, 64, 64))
+    b, h, row, k = np.ogrid[:1, :1, :64, :64]
+    others = [
+        dropout.keep(8, 0.5, b, h, row, k),
+        dropout.keep(7 + (1 << 32), 0.5, b, h, row, k),
+        dropout.keep(7, 0.5, b + 1, h, row, k),
+        dropout.keep(7, 0.5, b, h + 1, row, k),
+        dropout.keep(7, 0.5, b, h, row + 64, k),
+        dropout.keep(7, 0.5, b, h, row, k + 64),
+    ]
+    for other in others:
+        assert 0.4 < (base == other).mean() < 0.6
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (3, 5), (16, 64), (64, 7)])
+def test_any_order_of_tiles_drops_the_same(tile):
+    """A weight's fate depends on its place alone, so tiles may be cut anywhere and come in any order."""
+    seed, p, shape = 42, 0.3, (64, 96)
+    whole = dropout.keep(seed, p, 1, 2, *np.ogrid[: shape[0], : shape[1]])
+    pieces = np.zeros(shape, bool)
+    corners = [(i, j) for i in range(0, shape[0], tile[0]) for j in range(0, shape[1], tile[1])]
+    np.random.default_rng(0).shuffle(corners)
+    for i, j in corners[:400] if tile == (1, 1) else corners:
+        rows, keys = slice(i, min(i + tile[0], shape[0])), slice(j, min(j + tile[1], shape[1]))
+        pieces[rows, keys] = dropout.keep(seed, p, 1, 2, *np.ogrid[rows, keys])
+        assert np.array_equal(pieces[rows, keys], whole[rows, keys])
+
+
+def test_the_same_seed_drops_the_same_and_the_kept_sets_nest():
+    assert np.array_equal(everywhere(5, 0.3), everywhere(5, 0.3))
+    assert not (everywhere(5, 0.6) & ~everywhere(5, 0.3)).any()
+
+
+def test_thresholds():
+    assert dropout.threshold(0.0) == 0
+    assert dropout.threshold(0.5) == 1 << 31
+    assert dropout.threshold(1.0) == ONES
+    assert everywhere(3, 0.0).all()
+    assert not everywhere(3, 1.0).any()
+
+
+def test_far_positions_are_distinct():
+    """Rows and keys beyond 2^16, and seeds of all 64 bits."""
+    k = np.arange(1 << 20, (1 << 20) + 256)
+    near, far = dropout.keep(2**64 - 1, 0.5, 0, 0, 0, k), dropout.keep(2**64 - 1, 0.5, 0, 0, 1 << 20, k)
+    assert 0.3 < (near == far).mean() < 0.7

@@ -1,0 +1,290 @@
+"""The IO model against the reference's counted traffic; which tiles are possible, and which come first."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operands import make
+
+from flashkit import mods, reference
+from flashkit.devices import io_model
+from flashkit.reference import Traffic
+from flashkit.spec import AttentionSpec, Operands
+from flashkit.devices.io_model import CpuTile, GpuTile
+
+H200 = {"sram_per_block": 232_448, "registers_per_sm": 65_536}
+CPUS = [  # lanes, L1d, L2 in bytes
+    (16, 32 << 10, 1 << 20),
+    (16, 48 << 10, 2 << 20),
+    (8, 32 << 10, 256 << 10),
+    (4, 128 << 10, 12 << 20),
+]
+
+
+# --- the IO model -----------------------------------------------------------------------------------------------------
+
+
+def counted(
+    order: int, direction: str, spec: AttentionSpec, operands: Operands, block_q: int, block_k: int
+) -> Traffic:
+    traffic = Traffic()
+    forward = (reference.flash_attention_1, reference.flash_attention_2)[order - 1]
+    backward = (reference.flash_attention_1_backward, reference.flash_attention_2_backward)[order - 1]
+    if direction == "forward":
+        forward(spec, operands, block_q, block_k, traffic=traffic)
+    else:
+        operands.out, operands.lse = forward(spec, operands, block_q, block_k)
+        dout = np.ones_like(operands.out)
+        backward(spec, operands, dout, None, block_q, block_k, traffic=traffic)
+    return traffic
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("order", [1, 2])
+@settings(max_examples=25, deadline=None)
+@given(
+    n_q=st.integers(1, 20), n_k=st.integers(1, 20), d=st.integers(1, 5), dv=st.integers(1, 5),
+    block_q=st.integers(1, 24), block_k=st.integers(1, 24), kv_heads=st.integers(1, 2), group=st.integers(1, 3),
+)  # fmt: skip
+def test_counted_traffic_equals_the_formula(
+    order: Any, direction: Any, n_q: int, n_k: int, d: int, dv: int, block_q: int, block_k: int,
+    kv_heads: int, group: int,
+) -> None:  # fmt: skip
+    spec, operands = make(2, kv_heads * group, n_q, n_k, d, dv, group)
+    traffic = counted(order, direction, spec, operands, block_q, block_k)
+    formula = io_model.traffic(order, direction, n_q, n_k, d, dv, block_q, block_k, group=group)
+    assert traffic.by_array == {name: 2 * kv_heads * n for name, n in formula.items()}
+
+
+BLOCK_MASKS = {
+    "causal": lambda rng: mods.causal(),
+    "window": lambda rng: mods.sliding_window(16, 0),
+    "random blocks": lambda rng: block_mask(rng.random((8, 8)) < 0.4),
+    "nothing": lambda rng: mods.mask(lambda b, h, q, k: k < 0),
+}
+
+
+def block_mask(grid: np.ndarray) -> mods.Mod:
+    """Tiles of 8 x 8 of which `grid` says whether they are visible."""
+    return mods.mask(lambda b, h, q, k, *, grid: grid[q // 8, k // 8], grid=grid)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", BLOCK_MASKS)
+def test_counted_traffic_equals_the_formula_under_a_block_mask(name: str, order: Any, direction: Any) -> None:
+    spec, operands = make(1, 1, 64, 64, 4, 3, mask=BLOCK_MASKS[name](np.random.default_rng(3)))
+    head = next(reference.groups(spec, operands, np.float64))[0]
+    kept = float((reference.tile_states(head, 8, 8) != reference.EMPTY).mean())
+    assert kept < 1
+    traffic = counted(order, direction, spec, operands, 8, 8)
+    formula = io_model.traffic(order, direction, 64, 64, 4, 3, 8, 8, kept)
+    assert traffic.by_array == {name: n for name, n in formula.items() if n}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_traffic_falls_as_one_over_the_memory(order: Any, direction: Any) -> None:
+    """Counted, with the paper's tile: twice the fast memory, half the traffic beyond what moves once in any case."""
+    n, d = 512, 16
+    spec, operands = make(1, 1, n, n, d, d)
+    memories = (1024, 2048, 4096, 8192)
+    growing = []
+    for memory in memories:
+        # Both papers have K and V outside in the backward pass.
+        block_q, block_k = io_model.paper_tile(memory, d, order if direction == "forward" else 1)
+        assert max(block_q, block_k) == memory // (4 * d)
+        once = sum(io_model.traffic(order, direction, n, n, d, d, block_q, block_k, kept=0).values())
+        growing.append(counted(order, direction, spec, operands, block_q, block_k).total - once)
+        assert once < 12 * n * d
+    # The asymptotic law with one constant for all sizes of memory.
+    constants = [x / io_model.asymptotic_traffic(n, n, d, memory) for x, memory in zip(growing, memories)]
+    np.testing.assert_allclose(constants, constants[0])
+    assert 4 < constants[0] < 30
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_traffic_falls_with_the_kept_fraction(order: Any, direction: Any) -> None:
+    """Counted under random block masks: linear in the fraction of tiles that exist."""
+    rng = np.random.default_rng(0)
+    points = []
+    for share in (1.0, 0.5, 0.25, 0.125, 0.0):
+        grid = np.zeros(32 * 32, bool)
+        grid[rng.permutation(grid.size)[: round(share * grid.size)]] = True
+        spec, operands = make(1, 1, 256, 256, 8, 8, mask=block_mask(grid.reshape(32, 32)))
+        points.append((share, counted(order, direction, spec, operands, 8, 8).total))
+    shares, totals = np.array(points).T
+    slope, constant = np.polyfit(shares, totals, 1)
+    np.testing.assert_allclose(totals, slope * shares + constant, rtol=1e-9)
+    assert slope > 10 * constant
+
+
+def test_paper_tile() -> None:
+    assert io_model.paper_tile(100_000, 64) == (64, 391)
+    assert io_model.paper_tile(1_000, 64) == (4, 4)
+    assert io_model.paper_tile(100_000, 64, order=2) == (391, 64)
+    with pytest.raises(ValueError, match="memory=0"):
+        io_model.paper_tile(0, 64)
+
+
+@given(st.integers(1, 10**7), st.integers(1, 512))
+def test_the_papers_tile_fits_the_memory(memory: int, d: int) -> None:
+    block_q, block_k = io_model.paper_tile(memory, d)
+    assert block_k == math.ceil(memory / (4 * d))
+    assert (block_k - 1) * 4 * d < memory
+    assert block_q * block_k <= block_k * d
+
+
+def test_flash_moves_less_than_standard_attention_when_memory_exceeds_d_squared() -> None:
+    """The paper's comparison: N^2 d^2 / M against N d + N^2, with d = 64 and 100 KB of float16."""
+    n, d, memory = 4096, 64, 50_000
+    flash = sum(io_model.traffic(1, "forward", n, n, d, d, *io_model.paper_tile(memory, d)).values())
+    assert flash < io_model.standard_traffic(n, n, d, d) / 3
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0, 96, 16, 8, 3), "block_q=0"),
+        ((96, -1, 16, 8, 3), "block_k=-1"),
+        ((96, 96.0, 16, 8, 3), r"block_k=96\.0"),
+        ((96, 96, 12, 8, 3), "self.lanes=12"),
+        ((96, 96, 16, 10, 3), r"self.rows=10 x self.vectors=3 .* take 34 vector registers.*16 there are 32"),
+        ((96, 96, 8, 5, 3), "take 19 vector registers.*8 there are 16"),
+    ],
+)
+def test_impossible_cpu_tiles(values: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CpuTile(*values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((120, 64, 2, 8), "self.block_q=120"),
+        ((64, 64, 2, 8), "self.warps=8"),
+        ((128, 72, 2, 8), "self.block_k=72"),
+        ((128, 64, 0, 8), "stages=0"),
+        ((128, 64, 2, 8, 0), "splits=0"),
+        ((640, 64, 2, 40), "1280 threads"),
+    ],
+)
+def test_impossible_gpu_tiles(values: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GpuTile(*values)
+
+
+def test_register_blocks_that_are_in_use() -> None:
+    for lanes, rows, vectors in ((16, 8, 3), (16, 12, 2), (8, 4, 3), (8, 6, 2), (4, 8, 3)):
+        assert CpuTile(96, 96, lanes, rows, vectors).registers_used <= (16 if lanes == 8 else 32)
+    assert CpuTile(192, 96, 16, 8, 3).panel() == 48
+    assert CpuTile(192, 96, 16, 8, 3).panel(itemsize=8) == 24
+
+
+def test_working_set() -> None:
+    tile = CpuTile(192, 96, 16, 8, 3)
+    l1, l2 = tile.working_set("forward", 64, 64)
+    assert l1 == 4 * (96 * 48 + 64 * 48)
+    assert l2 == 4 * (96 * 48 + (192 + 96) * 128)
+    l1, _ = tile.working_set("backward", 64, 32, itemsize=8)
+    assert l1 == 8 * 2 * 192 * 96
+
+
+@pytest.mark.parametrize(("d", "values"), [(64, (192, 128, 2, 12)), (128, (128, 176, 2, 8)), (256, (128, 80, 2, 8))])
+def test_gpu_tiles_known_to_work_on_hopper_are_within_its_budgets(d: int, values: tuple[int, ...]) -> None:
+    tile = GpuTile(*values)
+    assert tile.shared_memory(d, d, 2) <= H200["sram_per_block"]
+    assert tile.registers(d) <= tile.register_budget(H200["registers_per_sm"])
+    assert tile in io_model.candidates("cuda", H200, "bfloat16", d, d)
+
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(CPUS), st.sampled_from(["float64", "float32", "float16", "bfloat16"]), st.integers(1, 512),
+    st.integers(1, 512), st.sampled_from(["forward", "backward"]),
+)  # fmt: skip
+def test_cpu_candidates(cpu: tuple[int, int, int], dtype: str, d: int, dv: int, direction: Any) -> None:
+    lanes, l1, l2 = cpu
+    found = io_model.candidates("cpu", {"l1d": l1, "l2": l2}, dtype, d, dv, direction, lanes=lanes)
+    assert found == io_model.candidates("cpu", {"l1d": l1, "l2": l2}, dtype, d, dv, direction, lanes=lanes)
+    assert found[0] == io_model.default("cpu", {"l1d": l1, "l2": l2}, dtype, d, dv, direction, lanes=lanes)
+    assert len(set(found)) == len(found)
+    itemsize = 8 if dtype == "float64" else 4
+    for tile in found:
+        assert tile.lanes == lanes
+        assert tile.block_q % tile.panel() == 0
+        assert tile.registers_used <= tile.registers
+        if direction == "forward":
+            assert tile.block_k * tile.panel(itemsize) * itemsize <= l1
+        assert tile.working_set(direction, d, dv, itemsize)[1] <= l2 or tile.block_k == 32
+
+
+def test_more_cache_never_takes_a_candidate_away() -> None:
+    for d in (64, 256):
+        small = io_model.candidates("cpu", {"l1d": 32 << 10, "l2": 256 << 10}, "float32", d, d)
+        large = io_model.candidates("cpu", {"l1d": 48 << 10, "l2": 2 << 20}, "float32", d, d)
+        assert set(small) <= set(large)
+
+
+def test_the_model_prefers_what_was_measured_to_be_fast() -> None:
+    """AVX-512, head dim 64: register blocks 8x3 with hundreds of queries and about a hundred keys; AVX2: 4x3."""
+    best = io_model.default("cpu", {"l1d": 48 << 10, "l2": 2 << 20}, "float32", 64, 64, lanes=16)
+    assert (best.rows, best.vectors) in ((8, 3), (6, 4))
+    assert 96 <= best.block_q <= 384
+    assert 64 <= best.block_k <= 192
+    best = io_model.default("cpu", {"l1d": 32 << 10, "l2": 512 << 10}, "float32", 64, 64, lanes=8)
+    assert (best.rows, best.vectors) in ((4, 3), (6, 2))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 512), st.integers(1, 256), st.sampled_from(["float16", "bfloat16"]))
+def test_gpu_candidates(d: int, dv: int, dtype: str) -> None:
+    found = io_model.candidates("cuda", H200, dtype, d, dv)
+    assert found == io_model.candidates("cuda", H200, dtype, d, dv)
+    for tile in found:
+        assert tile.shared_memory(d, dv, 2) <= H200["sram_per_block"]
+        assert tile.registers(dv) <= 255
+    assert found[0].stages > 1 or all(tile.stages == 1 for tile in found)
+
+
+def test_default_for_a_profile() -> None:
+    def profile(features: list[str] | None, l1d: int | None, l2: int | None) -> Any:
+        return SimpleNamespace(device=SimpleNamespace(features=features), memory=SimpleNamespace(l1d=l1d, l2=l2))
+
+    avx512 = profile(["avx2", "fma", "avx512f", "avx512vl"], 48 << 10, 2 << 20)
+    assert io_model.default_cpu(avx512, "float32", 64, 64).lanes == 16
+    assert io_model.default_cpu(profile(["avx2", "fma"], 32768, 1 << 20), "float64", 64, 64).lanes == 8
+    assert io_model.default_cpu(profile(None, None, None), "bfloat16", 512, 512, "backward").lanes == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "tpu"}, "kind 'tpu' is none of cpu, cuda"),
+        ({"memory": {"l1d": 32768}}, r"memory\['l2'\] is None"),
+        ({"memory": {"l1d": 0, "l2": 1}}, r"memory\['l1d'\] is 0"),
+        ({"dtype": "int8"}, "dtype 'int8' is none of"),
+        ({"head_dim": 513}, "head_dim is 1 to 512, not 513"),
+        ({"head_dim_v": 0}, "head_dim_v is 1 to 512, not 0"),
+        ({"memory": {"l1d": 512, "l2": 1024}}, "no tile of float32, head dims 64/64, fits a cpu device with l1d=512"),
+        ({"kind": "cuda", "memory": H200, "direction": "backward"}, "forward pass only"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    memory = {"l1d": 32768, "l2": 1 << 20}
+    good = {"kind": "cpu", "memory": memory, "dtype": "float32", "head_dim": 64, "head_dim_v": 64}
+    with pytest.raises(ValueError, match=message):
+        io_model.candidates(**{**good, **change})

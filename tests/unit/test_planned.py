@@ -1,0 +1,577 @@
+"""Calls prepared once: flashkit.plan(), and the plain calls of attention() that are kept by their form."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit import attention, dispatch, mods, plan
+from flashkit.call import planned
+
+rng = np.random.default_rng(0)
+
+
+def operands(
+    n_q: int = 40, n_k: int = 40, *, lead: tuple[int, ...] = (2, 4), kv: int = 4, d: int = 16, dtype: str = "float32"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    *batch, heads = lead
+    q, k, v = ((*batch, h, n, d) for h, n in ((heads, n_q), (kv, n_k), (kv, n_k)))
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in (q, k, v))  # type: ignore[return-value]
+
+
+def as_bnhd(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array.swapaxes(-3, -2))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "lse": {"return_lse": True, "causal": True},
+    "window": {"window": (9, 2), "scale": 0.3},
+    "scores": {"softcap": 3.0, "alibi_slopes": np.array([0.5, 0.25, 0.1, 0.05], np.float32)},
+    "arrays": {"bias": rng.standard_normal((4, 40, 40)).astype("float16"), "mask": rng.random((40, 40)) < 0.8},
+    "lengths": {"kv_lengths": [17, 33], "return_lse": True},
+    "sinks": {"sinks": np.zeros(4, np.float32)},
+    "dropout": {"dropout_p": 0.3, "seed": 7},
+    "functions": {
+        "score_mod": lambda s, b, h, q, k: s - 0.01 * abs(q - k),
+        "mask_mod": mods.prefix_lm(5),
+    },
+    "table": {
+        "score_mod": mods.score(lambda s, b, h, q, k, *, t, i: s + t[i[q % 40]], t=np.ones(3), i=np.arange(40) % 3)
+    },
+}  # fmt: skip
+
+
+def same(a: Any, b: Any) -> None:
+    for x, y in zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_array_equal(x, y)
+
+
+def full(*args: Any, **options: Any) -> Any:
+    """attention() by its full path."""
+    with mock.patch.object(planned, "key", return_value=None):
+        return attention(*args, **options)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_planned_call_is_attention(name: str, backend: str) -> None:
+    """The same bits, for other arrays than those it was planned with."""
+    call = plan(*operands(), backend=backend, **OPTIONS[name])
+    assert call.backend == backend
+    for _ in range(3):
+        given = operands()
+        same(call(*given), full(*given, backend=backend, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("lead", [(4,), (2, 4), (2, 3, 4)])
+def test_shapes_and_layouts(lead: tuple[int, ...], layout: str, dtype: str) -> None:
+    def made() -> Any:
+        given = operands(70, 90, lead=lead, kv=2, dtype=dtype)
+        return given if layout == "bhnd" else tuple(map(as_bnhd, given))
+
+    call = plan(*made(), layout=layout, causal=True, return_lse=True)
+    given = made()
+    same(call(*given), full(*given, layout=layout, causal=True, return_lse=True))
+    kept = attention(*given, layout=layout, causal=True, return_lse=True)  # the call that `full` kept
+    same(kept, call(*given))
+
+
+def test_two_axes() -> None:
+    x = rng.standard_normal((30, 8))
+    same(plan(x, x, x)(x + 1, x, x), full(x + 1, x, x))
+
+
+def test_no_queries_and_no_keys() -> None:
+    q, k, v = operands()
+    assert plan(q[:, :, :0], k, v)(q[:, :, :0], k, v).shape == (2, 4, 0, 16)
+    out, lse = plan(q, k[:, :, :0], v[:, :, :0], return_lse=True)(q, k[:, :, :0], v[:, :, :0])
+    assert not out.any() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("view", ["every other key", "a slice of a cache", "last axis apart", "swapped axes"])
+def test_views(view: str) -> None:
+    def look(x: np.ndarray) -> np.ndarray:
+        if view == "every other key":
+            return x[:, :, ::2]
+        if view == "a slice of a cache":
+            return x[:, :, 3:31]
+        return x[..., ::2] if view == "last axis apart" else x.swapaxes(1, 2)
+
+    call = plan(*map(look, operands()))
+    given = tuple(map(look, operands()))
+    same(call(*given), full(*given))
+    same(call(*given), attention(*given))
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def unaligned(x: np.ndarray) -> np.ndarray:
+    memory = np.empty(x.nbytes + 1, np.uint8)
+    array = memory[1:].view(x.dtype).reshape(x.shape)
+    array[...] = x
+    return array
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "says"),
+    [
+        ("q", lambda x: x[:, :, :39], ValueError, "shape (2, 4, 39, 16); (2, 4, 40, 16)"),
+        ("k", lambda x: x.astype("float64"), TypeError, "dtype float64; float32"),
+        ("v", lambda x: x.swapaxes(2, 3).copy().swapaxes(2, 3), ValueError, "strides"),
+        ("q", lambda x: x.tolist(), TypeError, "list"),
+        ("k", unaligned, ValueError, "not aligned"),
+        ("v", lambda x: np.ma.masked_array(x), TypeError, "MaskedArray"),
+        ("q", lambda x: x.astype(">f4"), TypeError, ">f4"),
+        ("k", lambda x: None, TypeError, "NoneType"),
+    ],
+)
+def test_arrays_that_do_not_fit(name: str, change: Any, error: type[Exception], says: str) -> None:
+    given = dict(zip("qkv", operands(), strict=True))
+    call = plan(**given)
+    with pytest.raises(error) as caught:
+        call(**(given | {name: change(given[name])}))
+    assert str(caught.value).startswith(f"{name} ") and says in str(caught.value)
+
+
+def test_arrays_that_fit_all_the_same(tmp_path: Any) -> None:
+    q, k, v = operands(1, lead=(1, 4))
+    call = plan(q, k, v)
+    expected = full(q, k, v)
+    same(call(np.lib.stride_tricks.as_strided(q, q.shape, (999, *q.strides[1:])), k, v), expected)  # axes of length 1
+    mapped = np.memmap(tmp_path / "k", k.dtype, "w+", shape=k.shape)
+    mapped[...] = k
+    same(np.asarray(call(q, mapped, v)), expected)
+
+
+def test_options_that_do_not_fit() -> None:
+    q, k, v = operands()
+    with pytest.raises(TypeError, match="plan\\(\\) takes no out"):
+        plan(q, k, v, out=q)
+    with pytest.raises(ValueError, match="dropout_p without seed"):
+        plan(q, k, v, dropout_p=0.5)
+    with pytest.raises(ValueError, match="window"):
+        plan(q, k, v, window=(-1, 0))
+    with pytest.raises(ValueError, match="no backend 'none'"):
+        plan(q, k, v, backend="none")
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["planned", "kept"])
+def test_out(kept: bool) -> None:
+    given = q, k, v = operands()
+    expected = full(q, k, v, causal=True)
+    call: Any = (lambda *a, **o: attention(*a, causal=True, **o)) if kept else plan(q, k, v, causal=True)
+    out = np.empty_like(q)
+    assert call(*given, out=out) is out
+    same(out, expected)
+    apart = np.zeros((2, 4, 40, 32), np.float32)[..., ::2]
+    assert call(*given, out=apart) is apart
+    same(apart.copy(), expected)
+    for shared in range(3):  # an input as the result
+        copies = tuple(x.copy() for x in given)
+        same(call(*copies, out=copies[shared]), expected)
+    read_only = np.empty_like(q)
+    read_only.flags.writeable = False
+    for wrong, error in (
+        (q[:1], ValueError),
+        (q.astype("f8"), TypeError),
+        (q.tolist(), TypeError),
+        (read_only, ValueError),
+    ):
+        with pytest.raises(error, match="out"):
+            call(*given, out=wrong)
+
+
+def test_out_that_is_a_bias() -> None:
+    q, k, v = operands(40, 40, d=40)
+    bias = rng.standard_normal((2, 4, 40, 40)).astype("float32")
+    expected = full(q, k, v, bias=bias)
+    given = bias.copy()
+    same(plan(q, k, v, bias=bias)(q, k, v, out=bias), expected)
+    attention(q, k, v, bias=given.copy())
+    same(attention(q, k, v, bias=given, out=given), expected)
+
+
+# --- what a planned call keeps, and what it reads ---------------------------------------------------------------------
+
+
+def test_nothing_of_the_callers_is_kept_alive() -> None:
+    """Neither by a planned call nor by those that attention() keeps."""
+    given = operands()
+    call = plan(*given, causal=True)
+    result = attention(*given, causal=True, out=np.empty_like(given[0]))
+    kept = [weakref.ref(x) for x in (*given, result)]
+    call(*given)
+    del given, result
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 4
+    assert call(*operands()).shape == (2, 4, 40, 16)
+
+
+def test_integers_are_read_once() -> None:
+    """What would lead a kernel astray if it changed is copied."""
+    q, k, v = operands()
+    lengths, offset, index = np.array([17, 33]), np.array([3, 1]), np.arange(40) % 3
+    table = np.array([0.0, 1.0, 2.0])
+    score = mods.score(lambda s, b, h, q, k, *, t, i: s + t[i[k]], t=table, i=index)
+    call = plan(q, k, v, kv_lengths=lengths, q_offset=offset, causal=True, score_mod=score)
+    expected = call(q, k, v)
+    lengths[:], offset[:], index[:] = 10**9, 10**9, 10**9
+    same(call(q, k, v), expected)
+
+
+def test_arrays_are_kept_by_reference() -> None:
+    q, k, v = operands()
+    bias = np.zeros((40, 40), np.float32)
+    call = plan(q, k, v, bias=bias)
+    same(call(q, k, v), full(q, k, v))
+    reference = weakref.ref(bias)
+    del bias
+    gc.collect()
+    assert reference() is not None
+    same(call(q, k, v), full(q, k, v, bias=np.zeros((40, 40), np.float32)))
+
+
+# --- what attention() keeps -------------------------------------------------------------------------------------------
+
+
+def test_equal_keys_of_other_types_are_other_calls() -> None:
+    """True == 1 == 1.0, but an argument's type is checked."""
+    q, k, v = operands()
+    attention(q, k, v, causal=True, window=(1, 2), q_offset=1, seed=1)
+    for wrong in ({"causal": 1}, {"deterministic": 0}, {"window": (True, 2)}, {"window": (1.0, 2)}, {"seed": True},
+                  {"q_offset": 1.0}):  # fmt: skip
+        with pytest.raises(TypeError):
+            attention(q, k, v, **({"causal": True, "window": (1, 2), "q_offset": 1, "seed": 1} | wrong))
+
+
+def test_calls_that_differ_do_not_meet() -> None:
+    """Each option alone, twice and in turn, against the full path."""
+    q, k, v = operands()
+    every = [
+        {}, {"causal": True}, {"scale": 0.5}, {"scale": 1}, {"scale": np.float32(0.25)},
+        {"q_offset": 5, "causal": True}, {"q_offset": [3, 9], "causal": True},
+        {"q_offset": np.array([4, 8]), "causal": True}, {"window": (3, 1)},
+        {"window": (None, 1)}, {"window": [3, 1]}, {"softcap": 2.0}, {"softcap": 4}, {"return_lse": True},
+        {"kv_lengths": [3, 40]}, {"kv_lengths": np.array([40, 5])}, {"bias": np.ones((40, 40))},
+        {"mask": np.tri(40, dtype=bool)}, {"sinks": np.ones(4)}, {"dropout_p": 0.5, "seed": 1},
+        {"dropout_p": 0.5, "seed": 2}, {"alibi_slopes": [0.1] * 4}, {"precision": "highest"}, {"deterministic": True},
+        {"backend": "reference"}, {"score_mod": lambda s, b, h, q, k: 2 * s}, {"mask_mod": mods.causal()},
+    ]  # fmt: skip
+    expected = [full(q, k, v, **options) for options in every]
+    for _ in range(2):
+        for options, result in zip(every, expected, strict=True):
+            same(attention(q, k, v, **options), result)
+
+
+def test_values_that_change_are_seen() -> None:
+    """Arrays among the options are read by each call of attention()."""
+    q, k, v = operands()
+    for name, values in {
+        "kv_lengths": np.array([40, 40]), "q_offset": np.array([0, 0]), "mask": np.ones((40, 40), bool),
+        "bias": np.zeros((40, 40), np.float32), "sinks": np.zeros(4, np.float32),
+        "alibi_slopes": np.zeros(4, np.float32),
+    }.items():  # fmt: skip
+        options = {name: values, "causal": name == "q_offset"}
+        before = attention(q, k, v, **options)
+        values[0] = 7 if values.dtype.kind == "i" else not values.flat[0]
+        after = attention(q, k, v, **options)
+        assert (before != after).any(), name
+        same(after, full(q, k, v, **{name: values.copy(), "causal": name == "q_offset"}))
+
+
+def test_dropout_without_a_seed_is_new_each_time() -> None:
+    q, k, v = operands()
+    assert (attention(q, k, v, dropout_p=0.5) != attention(q, k, v, dropout_p=0.5)).any()
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The backends whose bound calls run from now on."""
+    calls = []
+    for name, backend in dispatch.registry().items():
+        if hasattr(backend, "bind"):
+
+            def bind(p: Any, o: Any, name: str = name, bind: Any = backend.bind) -> Any:
+                bound = bind(p, o)
+                return lambda *a: (calls.append(name), bound(*a))[1]
+
+            monkeypatch.setattr(backend, "bind", bind, raising=False)
+
+        def forward(p: Any, o: Any, name: str = name, run: Any = backend.forward) -> None:
+            calls.append(f"{name}.forward")
+            run(p, o)
+
+        if not hasattr(backend, "bind"):
+            monkeypatch.setattr(backend, "forward", forward)
+    dispatch.forget()
+    return calls
+
+
+def test_what_chooses_the_backend_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spied(monkeypatch)
+    q, k, v = operands()
+    for _ in range(2):
+        attention(q, k, v)
+        with flashkit.use_backend("reference"):
+            attention(q, k, v)
+            with flashkit.use_backend(None):
+                attention(q, k, v)
+        attention(q, k, v, backend="reference")
+        monkeypatch.setenv("FLASHKIT_BACKEND", "reference")
+        attention(q, k, v)
+        monkeypatch.setenv("FLASHKIT_BACKEND", "absent")
+        with pytest.raises(ValueError, match="FLASHKIT_BACKEND"):
+            attention(q, k, v)
+        monkeypatch.delenv("FLASHKIT_BACKEND")
+    assert calls == ["cpu", "reference.forward", "cpu", "reference.forward", "reference.forward"] * 2
+
+
+def test_forgotten_plans_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a profile changed."""
+    q, k, v = operands()
+    made = []
+    backend = dispatch.registry()["cpu"]
+    make: Any = backend.plan
+    monkeypatch.setattr(backend, "plan", lambda *a: (made.append(1), make(*a))[1])
+    dispatch.forget()
+    for _ in range(3):
+        attention(q, k, v, backend="cpu")
+    assert len(made) == 1
+    dispatch.forget()
+    attention(q, k, v, backend="cpu")
+    assert len(made) == 2
+
+
+def test_calls_are_kept_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the mask itself: not by what it looks like, and not where it holds much."""
+    from flashkit import BlockMask, api
+
+    q, k, v = operands()
+    grids = [np.eye(5, dtype=bool), ~np.eye(5, dtype=bool)]
+    masks = [BlockMask.from_dense(grid, 8, 8) for grid in grids]
+    expected = [full(q, k, v, mask=grid.repeat(8, 0).repeat(8, 1), return_lse=True) for grid in grids]
+    dispatch.forget()
+    prepared: list[Any] = []
+    prepare: Any = api.prepare
+    monkeypatch.setattr(api, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+    for _ in range(3):
+        for block_mask, (out, lse) in zip(masks, expected, strict=True):
+            got = attention(q, k, v, block_mask=block_mask, return_lse=True)
+            np.testing.assert_allclose(got[0], out, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(got[1], lse, rtol=2e-5, atol=2e-6)
+    assert len(prepared) == 2
+    with pytest.raises(TypeError, match="block_mask is a list"):
+        attention(q, k, v, block_mask=[True])
+    prepared.clear()
+    monkeypatch.setattr(planned, "_MOST_OF_MASK", 24)
+    for _ in range(2):
+        attention(q, k, v, block_mask=masks[0], return_lse=True)
+    assert len(prepared) == 2
+
+
+def pairwise(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+WITH_ARRAYS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "slopes": lambda i: {"alibi_slopes": pairwise(i, 4) ** 2},
+    "bias": lambda i: {"bias": pairwise(i, 40, 40)},
+    "bias of rows": lambda i: {"bias": pairwise(i, 40, 80)[:, ::2], "softcap": 3.0},
+    "bool mask": lambda i: {"mask": pairwise(i, 2, 1, 40, 40) > 0},
+    "float mask": lambda i: {"mask": pairwise(i, 4, 1, 40), "causal": True},
+    "all": lambda i: {"alibi_slopes": pairwise(i, 2, 4) ** 2, "bias": pairwise(i, 40), "mask": pairwise(i + 9, 40, 40)},
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", WITH_ARRAYS)
+def test_calls_are_kept_by_the_form_of_their_arrays(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other arrays of the same form are read anew; a result goes where it was asked for."""
+    from flashkit import api
+
+    prepared: list[Any] = []
+    prepare: Any = api.prepare
+    monkeypatch.setattr(api, "prepare", lambda *a, **o: (prepared.append(1), prepare(*a, **o))[1])
+    for i in range(1, 4):
+        q, k, v = operands()
+        options = WITH_ARRAYS[name](i)
+        expected = full(q, k, v, return_lse=True, backend=backend, **options)
+        before = len(prepared)
+        same(attention(q, k, v, return_lse=True, backend=backend, **options), expected)
+        assert len(prepared) - before == (i == 1)
+        changed = next(iter(options))
+        options[changed][..., 0] = 0  # the same array, with other contents
+        expected = full(q, k, v, backend=backend, **options)
+        same(attention(q, k, v, out=q, backend=backend, **options), expected)
+
+
+def test_arrays_of_kept_calls() -> None:
+    """They are not kept alive; one that stands for two is no key; other forms and kinds are other calls."""
+    q, k, v = operands()
+    table = np.zeros((40, 40), np.float32)
+    attention(q, k, v, bias=table)
+    reference = weakref.ref(table)
+    del table
+    gc.collect()
+    assert reference() is None
+    twice = pairwise(1, 40, 40)
+    same(attention(q, k, v, bias=twice, mask=twice), full(q, k, v, bias=twice, mask=twice))
+    bias, mask = pairwise(2, 40, 40), pairwise(3, 40, 40)
+    same(attention(q, k, v, bias=bias, mask=mask), full(q, k, v, bias=bias, mask=mask))
+    for other in (bias.astype(np.float64), bias[:1], bias.T, np.broadcast_to(bias, (4, 40, 40)), list(pairwise(4, 4))):
+        name = "alibi_slopes" if isinstance(other, list) else "bias"
+        same(attention(q, k, v, **{name: other}), full(q, k, v, **{name: other}))
+    with pytest.raises(ValueError, match=r"bias has shape \(40, 39\)"):
+        attention(q, k, v, bias=pairwise(2, 40, 39))
+    with pytest.raises(TypeError, match="bias is a MaskedArray"):
+        attention(q, k, v, bias=np.ma.masked_array(pairwise(2, 40, 40)))
+
+
+def test_what_is_not_addressable_is_turned_once() -> None:
+    """By a backend that does not bind, too."""
+    q, k, v = (np.repeat(as_bnhd(x), 2, -1)[..., ::2] for x in operands())
+    assert q.strides[-1] != q.itemsize
+    call = plan(q, k, v, layout="bnhd", backend="reference")
+    same(call(q, k, v), full(q, k, v, layout="bnhd", backend="reference"))
+
+
+def test_few_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "_MOST_KEPT", 5)
+    q, k, v = operands()
+    for i in range(30):
+        attention(q, k, v, scale=1 + i / 8)
+    assert len(planned._kept) == 5
+    attention(q, k, v, scale=1 + 25 / 8)  # used last, so others go
+    attention(q, k, v, scale=9.0)
+    assert (1 + 25 / 8) in [name[1][0] for name in planned._kept]
+    for i in range(30):
+        same(attention(q, k, v, scale=1 + i / 8), full(q, k, v, scale=1 + i / 8))
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [24, 300], ids=["serial", "parallel"])
+def test_one_planned_call_from_many_threads(n: int) -> None:
+    """Each call in flight has an argument block and scratch memory of its own."""
+    given = [operands(n, n, d=32) for _ in range(6)]
+    call = plan(*given[0], causal=True, backend="cpu")
+    expected = [call(*x) for x in given]
+    barrier = threading.Barrier(len(given))
+
+    def work(i: int) -> None:
+        barrier.wait()
+        out = np.empty_like(expected[i])
+        for round in range(40):
+            same(call(*given[i], out=out if round % 2 else None), expected[i])
+
+    with ThreadPoolExecutor(len(given)) as pool:
+        list(pool.map(work, range(len(given))))
+
+
+def test_kept_calls_from_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the kept ones are pushed out all the time."""
+    monkeypatch.setattr(planned, "_MOST_KEPT", 2)
+    given = operands(24, 24)
+    scales = [0.1 * i for i in range(1, 6)]
+    expected = [full(*given, scale=s) for s in scales]
+
+    def work(i: int) -> None:
+        for j in np.random.default_rng(i).integers(0, len(scales), 60):
+            same(attention(*given, scale=scales[j]), expected[j])
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+
+
+def test_a_changed_number_of_threads_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashkit.backends.cpu import threads
+
+    if threads.count() < 2:
+        pytest.skip("needs two threads")
+    seen: list[int] = []
+    entry: Any = threads.entry
+    monkeypatch.setattr(
+        threads,
+        "entry",
+        lambda name: lambda *a: (seen.append(a[2]), entry(name)(*a))[1] if name == "call" else entry(name),
+    )
+    given = operands(300, 300, d=64)
+    call = plan(*given, backend="cpu")
+    expected = call(*given)
+    for wanted in ("1", "2", "1"):
+        monkeypatch.setenv("FLASHKIT_NUM_THREADS", wanted)
+        same(call(*given), expected)
+    assert seen[1:] == [1, 2, 1]
+    monkeypatch.setenv("FLASHKIT_NUM_THREADS", "none")
+    with pytest.raises(ValueError, match="FLASHKIT_NUM_THREADS"):
+        call(*given)
+    monkeypatch.delenv("FLASHKIT_NUM_THREADS")
+    import numba
+
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        same(call(*given), expected)
+    finally:
+        numba.set_num_threads(before)
+    assert seen[4:] == [1]
+
+
+def test_a_call_within_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler or a finaliser may call attention while a call is being made."""
+    from flashkit.backends.cpu import backend
+
+    given, others = operands(64, 64), operands(64, 64)
+    call = plan(*given, backend="cpu")
+    expected, within = call(*given), call(*others)
+    taken, results = [], []
+    take, give_back = backend.take, backend.give_back
+
+    def interrupted(taking: bool, step: Any, argument: Any) -> Any:
+        result = step(argument)
+        taken.append(taking)
+        if len(taken) < 6:
+            results.append(call(*others))
+        return result
+
+    monkeypatch.setattr(backend, "take", lambda size: interrupted(True, take, size))
+    monkeypatch.setattr(backend, "give_back", lambda memory: interrupted(False, give_back, memory))
+    same(call(*given), expected)
+    assert len(results) == 5 and len(taken) == 12
+    for result in results:
+        same(result, within)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_no_memory_for_a_log_sum_exp_that_nobody_wants(return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that says that it can do without gets None, one that does not always gets an array."""
+    backend, got = type(dispatch.registry()["cpu"]), []
+    q, k, v = operands()
+
+    def bind(self: Any, p: Any, o: Any) -> Any:
+        return lambda q, k, v, out, lse: got.append(lse)
+
+    monkeypatch.setattr(backend, "bind", bind)
+    for spares in (False, True):
+        monkeypatch.setattr(backend, "spares_lse", spares, raising=False)
+        plan(q, k, v, return_lse=return_lse, backend="cpu")(q, k, v)
+    assert got[0] is not None
+    assert (got[1] is None) == (not return_lse)

@@ -1,0 +1,412 @@
+"""The definition against finite differences and at its edges; both tiled orders against the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from operands import FEATURES, featured, make, numpy_dtype, problem
+
+from flashkit.mods import expr
+from flashkit import mods, reference
+from flashkit.backends.reference.backend import ReferenceBackend
+from flashkit.reference import Traffic, standard, standard_gradients
+from flashkit.spec import AttentionSpec, Gradients, Operands, Problem
+
+ORDERS = {
+    1: (reference.flash_attention_1, reference.flash_attention_1_backward),
+    2: (reference.flash_attention_2, reference.flash_attention_2_backward),
+}
+SIZES = {
+    "odd": {"n_q": 13, "n_k": 17},
+    "grouped": {"n_q": 9, "n_k": 11, "heads": 4, "group": 2},
+    "tall": {"n_q": 19, "n_k": 5, "batch": 1},
+    "single": {"n_q": 1, "n_k": 1, "heads": 1, "head_dim": 1, "head_dim_v": 1},
+}
+
+
+def output_gradients(operands: Operands, seed: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal(operands.out.shape), rng.standard_normal(operands.lse.shape)
+
+
+def backward(
+    spec: AttentionSpec, operands: Operands, order: int, dout: Any, dlse: Any = None, **kwargs: Any
+) -> reference.Grads:
+    forward, gradients = ORDERS[order]
+    operands.out, operands.lse = forward(spec, operands, **kwargs)
+    return gradients(spec, operands, dout, dlse, **kwargs)
+
+
+def assert_same(got: reference.Grads, expected: reference.Grads, **kwargs: Any) -> None:
+    for name, a, b in zip(got._fields, got, expected):
+        if b is None:
+            assert a is None
+        else:
+            np.testing.assert_allclose(a, b, err_msg=name, **{"rtol": 1e-9, "atol": 1e-12, **kwargs})
+
+
+# --- the tiled algorithm is the definition ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_both_orders_equal_the_definition(feature: str, sizes: str, order: int) -> None:
+    spec, operands = featured(feature, **SIZES[sizes])
+    tile = {"block_q": 4, "block_k": 3}
+    out, lse = ORDERS[order][0](spec, operands, **tile)
+    expected_out, expected_lse = standard(spec, operands)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-13)
+    assert np.isfinite(out).all()
+    dout, dlse = output_gradients(operands)
+    assert_same(backward(spec, operands, order, dout, dlse, **tile), standard_gradients(spec, operands, dout, dlse))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tile", [(1, 1), (5, 2), (2, 7), (64, 64)])
+def test_the_tile_does_not_matter(tile: tuple[int, int], order: int) -> None:
+    spec, operands = featured("all at once", n_q=11, n_k=14, heads=4, group=2)
+    dout, dlse = output_gradients(operands)
+    got = backward(spec, operands, order, dout, dlse, block_q=tile[0], block_k=tile[1])
+    np.testing.assert_allclose(operands.out, standard(spec, operands)[0], rtol=1e-12, atol=1e-13)
+    assert_same(got, standard_gradients(spec, operands, dout, dlse))
+
+
+def test_the_definition_by_another_way() -> None:
+    """Plain attention with NumPy's einsum and logaddexp, which share nothing with the reference's steps."""
+    spec, o = make(heads=4, group=2, n_q=6, n_k=9, mask=mods.causal(), sinks=[0.5, -1.0, 2.0, 0.0])
+    k, v = (np.repeat(x, 2, axis=1) for x in (o.k, o.v))
+    s = np.einsum("bhid,bhjd->bhij", o.q, k) * o.scale
+    s[..., np.arange(9)[None, :] > np.arange(6)[:, None] + 3] = -np.inf
+    lse = np.logaddexp(np.logaddexp.reduce(s, axis=-1), o.sinks[:, None])
+    out, got_lse = standard(spec, o)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-13)
+    np.testing.assert_allclose(out, np.einsum("bhij,bhjd->bhid", np.exp(s - lse[..., None]), v), rtol=1e-12)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gradients_by_finite_differences(feature: str) -> None:
+    spec, operands = featured(feature, n_q=5, n_k=6, heads=4, group=2, head_dim=3, head_dim_v=2)
+    dout, dlse = output_gradients(operands)
+
+    def loss() -> float:
+        out, lse = standard(spec, operands)
+        return float((out * dout).sum() + (np.where(np.isfinite(lse), lse, 0) * dlse).sum())
+
+    grads = standard_gradients(spec, operands, dout, dlse)
+    inputs = {"dq": operands.q, "dk": operands.k, "dv": operands.v} | ({"dsinks": operands.sinks} if spec.sinks else {})
+    rng = np.random.default_rng(0)
+    for name, x in inputs.items():
+        step = 1e-5
+        # Along random directions, and along one axis, where an error in a single element cannot hide.
+        single = np.zeros_like(x)
+        single.flat[rng.integers(x.size)] = 1.0
+        for direction in (*rng.standard_normal((3, *x.shape)), single):
+            x += step * direction
+            above = loss()
+            x -= 2 * step * direction
+            below = loss()
+            x += step * direction
+            expected = (above - below) / (2 * step)
+            assert (getattr(grads, name) * direction).sum() == pytest.approx(expected, rel=1e-6, abs=1e-7), name
+
+
+def test_gradient_without_dlse() -> None:
+    spec, operands = featured("all at once")
+    dout, dlse = output_gradients(operands)
+    plain = standard_gradients(spec, operands, dout)
+    assert_same(plain, standard_gradients(spec, operands, dout, np.zeros_like(dlse)))
+    for order in ORDERS:
+        assert_same(backward(spec, operands, order, dout, block_q=4, block_k=3), plain)
+
+
+# --- edges ------------------------------------------------------------------------------------------------------------
+
+
+Result = tuple[np.ndarray, np.ndarray, reference.Grads]
+
+
+def everywhere(spec: AttentionSpec, operands: Operands, dout: Any = None, dlse: Any = None) -> list[Result]:
+    """(out, lse, gradients) of the definition and of both orders."""
+    if dout is None:
+        dout, dlse = output_gradients(operands)
+    results = [(*standard(spec, operands), standard_gradients(spec, operands, dout, dlse))]
+    for order in ORDERS:
+        grads = backward(spec, operands, order, dout, dlse, block_q=4, block_k=3)
+        results.append((operands.out, operands.lse, grads))
+    return results
+
+
+@pytest.mark.parametrize("feature", ["plain", "all at once"])
+@pytest.mark.parametrize("empty", ["batch", "heads", "n_q", "n_k"])
+def test_empty_sizes(empty: str, feature: str) -> None:
+    spec, operands = featured("plain", **{empty: 0})
+    if feature == "all at once" and empty in ("n_q", "n_k"):
+        spec, operands = featured(feature, **{empty: 0})
+    for out, lse, grads in everywhere(spec, operands):
+        assert out.shape == operands.out.shape
+        assert not out.any()
+        if empty == "n_k":
+            expected = operands.sinks[None, :, None] if spec.sinks else -np.inf
+            np.testing.assert_array_equal(lse, np.broadcast_to(expected, lse.shape))
+        for name, x in (("dq", operands.q), ("dk", operands.k), ("dv", operands.v)):
+            assert getattr(grads, name).shape == x.shape
+            assert not getattr(grads, name).any()
+
+
+def test_rows_without_keys() -> None:
+    """causal with fewer keys than queries: the first rows see nothing."""
+    spec, operands = make(n_q=9, n_k=4, mask=mods.causal())
+    for out, lse, grads in everywhere(spec, operands):
+        assert not out[:, :, :5].any()
+        assert (lse[:, :, :5] == -np.inf).all()
+        assert not grads.dq[:, :, :5].any()
+        assert np.isfinite(lse[:, :, 5:]).all()
+        assert all(np.isfinite(x).all() for x in grads[:3])
+
+
+def test_a_row_without_keys_has_the_sinks_lse() -> None:
+    spec, operands = make(n_q=9, n_k=4, mask=mods.causal(), sinks=[0.25, -np.inf])
+    dout, dlse = output_gradients(operands)
+    for out, lse, grads in everywhere(spec, operands, dout, dlse):
+        assert not out[:, :, :5].any()
+        assert (lse[:, 0, :5] == 0.25).all()
+        assert (lse[:, 1, :5] == -np.inf).all()
+        assert np.isfinite(grads.dsinks).all()
+        assert grads.dsinks[1] == 0
+
+
+def test_what_lies_past_kv_lengths_does_not_matter() -> None:
+    bias = mods.bias(np.random.default_rng(1).standard_normal((2, 1, 13, 17)))
+    spec, operands = make(kv_lengths=[5, 0], score=bias)
+    expected = everywhere(spec, operands)
+    for x in (operands.k, operands.v, operands.arrays["score_array"].swapaxes(-1, -2)):
+        x[0, :, 5:], x[1] = np.nan, np.inf
+    for got, want in zip(everywhere(spec, operands), expected):
+        for a, b in zip((*got[:2], *got[2][:3]), (*want[:2], *want[2][:3])):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_bad_numbers_show_in_the_rows_that_see_them_and_in_no_other(name: str, bad: float) -> None:
+    spec, operands = make(mask=mods.causal(), heads=4, group=2, dropout_p=0.1)
+    clean = everywhere(spec, operands)
+    at = 8
+    getattr(operands, name)[0, 0, at, 1] = bad
+    seen = np.zeros((2, 4, 13), bool)  # rows that see it
+    if name == "q":
+        seen[0, 0, at] = True
+    else:
+        seen[0, :2, at - 4 :] = True  # the key at 8 is the position of row 4
+    touched_keys = np.zeros((2, 2, 17), bool)  # keys that a touched row sees
+    touched_keys[0, 0, : at + 5 if name == "q" else 17] = True
+    for (out, lse, grads), (clean_out, clean_lse, clean_grads) in zip(everywhere(spec, operands), clean):
+        np.testing.assert_allclose(out[~seen], clean_out[~seen], rtol=1e-12)
+        np.testing.assert_allclose(lse[~seen], clean_lse[~seen], rtol=1e-12)
+        np.testing.assert_allclose(grads.dq[~seen], clean_grads.dq[~seen], rtol=1e-9, atol=1e-12)
+        for got, want in ((grads.dk, clean_grads.dk), (grads.dv, clean_grads.dv)):
+            np.testing.assert_allclose(got[~touched_keys], want[~touched_keys], rtol=1e-9, atol=1e-12)
+        if np.isnan(bad):
+            if name == "v":  # a dropped weight takes the value with it, and no weight depends on a value
+                assert np.isnan(out[seen]).any(axis=-1).mean() > 0.5
+            else:
+                assert np.isnan(out[seen]).all()
+                assert np.isnan(lse[seen]).all()
+
+
+def test_a_score_of_plus_infinity_makes_its_row_nan() -> None:
+    spec, operands = make(mask=mods.causal(), n_q=6, n_k=6)
+    operands.q[0, 0, 3], operands.k[0, 0, 2], operands.k[0, 0, 5] = 1.0, np.inf, np.inf
+    for out, lse, _ in everywhere(spec, operands):
+        assert np.isnan(out[0, 0, 3]).all()
+        assert np.isnan(lse[0, 0, 3])
+        assert np.isfinite(out[0, 0, :2]).all()
+
+
+def test_a_score_of_minus_infinity_hides_the_key() -> None:
+    array = np.zeros((1, 1, 13, 17))
+    array[..., 4:9] = -np.inf
+    array[:, :, 6] = -np.inf  # a whole row
+    spec, operands = make(score=mods.bias(array))
+    operands.v[:, :, 4:9] = np.nan
+    for out, lse, grads in everywhere(spec, operands):
+        assert np.isfinite(out).all()
+        assert not out[:, :, 6].any()
+        assert (lse[:, :, 6] == -np.inf).all()
+        assert all(np.isfinite(x).all() for x in grads[:3])
+        assert not grads.dk[:, :, 4:9].any()
+
+
+def test_a_sink_of_minus_infinity_is_no_sink() -> None:
+    spec, operands = make(sinks=[-np.inf, -np.inf])
+    without, _ = make()
+    plain_results = everywhere(without, operands)
+    for (out, lse, grads), (plain_out, plain_lse, plain) in zip(everywhere(spec, operands), plain_results):
+        np.testing.assert_array_equal(out, plain_out)
+        np.testing.assert_array_equal(lse, plain_lse)
+        np.testing.assert_array_equal(grads.dq, plain.dq)
+        assert not grads.dsinks.any()
+
+
+def test_dropout_leaves_lse_and_drops_the_share_asked_for() -> None:
+    spec, operands = make(n_q=64, n_k=64, dropout_p=0.25, batch=1, head_dim_v=64)
+    operands.v[:] = np.eye(64)  # then out is the matrix of weights
+    plain, _ = make(n_q=64, n_k=64, batch=1, head_dim_v=64)
+    out, lse = standard(spec, operands)
+    weights, plain_lse = standard(plain, operands)
+    np.testing.assert_array_equal(lse, plain_lse)
+    kept = out != 0
+    assert abs(kept.mean() - 0.75) < 0.02
+    np.testing.assert_allclose(out[kept], weights[kept] / 0.75, rtol=1e-12)
+
+
+def test_strides_do_not_matter() -> None:
+    spec, operands = make(batch=2, heads=2, n_q=5, n_k=7)
+    expected = standard(spec, operands)[0]
+    operands.q = np.ascontiguousarray(operands.q.swapaxes(1, 2)).swapaxes(1, 2)
+    np.testing.assert_array_equal(reference.flash_attention_2(spec, operands)[0].round(12), expected.round(12))
+    operands.k = np.broadcast_to(operands.k[:1, :1], operands.k.shape)
+    same, _ = standard(spec, operands)
+    operands.k = operands.k.copy()
+    np.testing.assert_array_equal(standard(spec, operands)[0], same)
+
+
+# --- other precisions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_plain_computation_in_lower_precision(dtype: str, feature: str) -> None:
+    """It stays in its dtype from end to end and is as far from the definition as its precision says."""
+    spec, operands = featured(feature, dtype=dtype)
+    kind = numpy_dtype(dtype)
+    dout, dlse = output_gradients(operands)
+    out, lse = standard(spec, operands, kind)
+    grads = standard_gradients(spec, operands, dout.astype(kind), dlse.astype(np.float32), kind)
+    assert out.dtype == kind
+    assert lse.dtype == np.float32
+    assert all(x.dtype == kind for x in grads if x is not None)
+    unit = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
+    exact, exact_lse = standard(spec, operands)
+    exact_grads = standard_gradients(spec, operands, dout.astype(kind).astype(float), dlse.astype(np.float32))
+    pairs = [(out, exact), (np.where(np.isfinite(lse), lse, 0), np.where(np.isfinite(exact_lse), exact_lse, 0))]
+    pairs += [(a, b) for a, b in zip(grads, exact_grads) if b is not None]
+    for got, want in pairs:
+        error = np.abs(np.asarray(got, np.float64) - want).max()
+        assert error < 40 * unit * max(1.0, np.abs(want).max())
+    flash_out, _ = reference.flash_attention_2(spec, operands, 4, 3)
+    assert flash_out.dtype == np.float32
+    error = np.abs(flash_out - exact).max()
+    assert error < 40 * 2**-24 * max(1.0, np.abs(exact).max())
+
+
+def test_sums_of_bfloat16_are_carried_in_float32() -> None:
+    """4096 equal weights: carried in bfloat16 their sum would stop at 256."""
+    kind = numpy_dtype("bfloat16")
+    assert reference.row_sum(np.ones((1, 4096), kind))[0] == 4096
+    assert reference.matmul(np.ones((1, 4096), kind), np.ones((4096, 1), kind))[0, 0] == 4096
+
+
+# --- which tiles exist ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_tile_states_agree_with_every_pair(feature: str) -> None:
+    spec, operands = featured(feature, n_q=13, n_k=17)
+    for head in (head for group in reference.groups(spec, operands, np.float64) for head in group):
+        states = reference.tile_states(head, 4, 3)
+        for i, rows in enumerate(reference.blocks(head.n_q, 4)):
+            for j, keys in enumerate(reference.blocks(head.n_k, 3)):
+                visible = True if spec.mask is None else head.evaluate(spec.mask, rows, keys)
+                if states[i, j] == reference.EMPTY:
+                    assert not np.any(visible)
+                if states[i, j] == reference.FULL:
+                    assert np.all(visible)
+
+
+def test_causal_and_window_leave_out_what_they_can() -> None:
+    spec, operands = make(n_q=64, n_k=64, batch=1, heads=1, mask=mods.causal())
+    head = next(reference.groups(spec, operands, np.float64))[0]
+    states = reference.tile_states(head, 16, 16)
+    np.testing.assert_array_equal(states, [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]])
+    spec, operands = make(n_q=64, n_k=64, batch=1, heads=1, mask=mods.sliding_window(16, 0))
+    head = next(reference.groups(spec, operands, np.float64))[0]
+    assert (reference.tile_states(head, 16, 16) > 0).sum() == 7
+
+
+def test_array_bounds() -> None:
+    array = reference.Bounded(np.arange(24).reshape(4, 6) % 7)
+    for which, function in ((0, np.min), (1, np.max)):
+        low, high = np.array([0, 3]), np.array([2, 5])
+        expected = [function(array.array[1:3, 0:3]), function(array.array[1:3, 3:6])]
+        np.testing.assert_array_equal(array.bounds(which, (1, 2, low, high)), expected)
+        # An index whose bounds leave the array may be anything in it.
+        assert array.bounds(which, (0, 3, -1, 2))[()] == function(array.array)
+
+
+def test_masks_that_hide_everything_move_nothing_but_the_results() -> None:
+    never = mods.mask(lambda b, h, q, k: k < 0)
+    spec, operands = make(batch=1, heads=1, n_q=8, n_k=8, mask=never)
+    traffic = Traffic()
+    out, lse = reference.flash_attention_2(spec, operands, 4, 4, traffic=traffic)
+    assert not out.any()
+    assert (lse == -np.inf).all()
+    assert traffic.reads["k"] == traffic.reads["v"] == 0
+
+
+# --- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def test_weighted_sum_selects() -> None:
+    w = np.array([[0.0, 1.0, 2.0], [0.5, 0.0, 0.0], [np.nan, 0.0, 1.0]])
+    x = np.array([[1.0, 2.0], [np.nan, 3.0], [4.0, -np.inf]])
+    with np.errstate(invalid="ignore"):
+        got = reference.weighted_sum(w, x)
+    np.testing.assert_array_equal(got, [[np.nan, -np.inf], [0.5, 1.0], [np.nan, np.nan]])
+
+
+def test_derivative_of_the_features_is_not_constant_where_it_should_not_be() -> None:
+    spec, _ = featured("softcap")
+    assert expr.uses(expr.derivative(spec.score), expr.S)
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_the_backend_writes_in_place(dtype: str) -> None:
+    spec, operands = featured("all at once", dtype=dtype, heads=4, group=2)
+    dout, dlse = output_gradients(operands)
+    dout, dlse = dout.astype(operands.out.dtype), dlse.astype(operands.lse.dtype)
+    backend = ReferenceBackend()
+    case = problem(spec, operands)
+    assert backend.available()
+    assert backend.supports(case)
+    plan = backend.plan(case, None)
+    out, lse = operands.out, operands.lse
+    backend.forward(plan, operands)
+    assert operands.out is out
+    expected_out, expected_lse = reference.flash_attention_2(spec, operands)
+    np.testing.assert_array_equal(out, expected_out.astype(out.dtype))
+    np.testing.assert_array_equal(lse, expected_lse)
+    dq, dk, dv = (np.empty_like(x) for x in (operands.q, operands.k, operands.v))
+    gradients = Gradients(dout, dlse, dq, dk, dv, np.empty_like(operands.sinks))
+    backend.backward(plan, operands, gradients)
+    expected = reference.flash_attention_2_backward(spec, operands, dout, dlse)
+    for name, x in (("dq", dq), ("dk", dk), ("dv", dv), ("dsinks", gradients.dsinks)):
+        np.testing.assert_array_equal(x, getattr(expected, name).astype(x.dtype))
+
+
+def test_the_backend_says_why_not() -> None:
+    spec, operands = make()
+    verdict = ReferenceBackend().supports(Problem(spec, *operands.q.shape[:3], 17, array_kind="cupy"))
+    assert not verdict
+    assert "cupy" in verdict.reason
