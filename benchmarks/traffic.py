@@ -7,7 +7,8 @@ Forward pass, float16, head dim 64, tokens times heads constant; bytes are those
 standard attention in plain CuPy (plain.py), and flashkit's sm80 kernels with two tiles, the larger of which takes more
 shared memory. "memory" is what leaves and reaches device memory, each kernel starting with empty caches; results that
 still lie in L2 when it ends are not counted. "sram" is what multiprocessors read from and write to L2 and beyond: the
-traffic between slow and fast memory of the model (flashkit.devices.io_model.traffic), whose fast memory is shared memory.
+traffic between slow and fast memory of the model (flashkit.devices.io_model.traffic), whose fast memory is shared
+memory.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def work() -> None:
     import cupy
     from plain import forward
 
-    from flashkit.call.arguments import prepare
     from flashkit.backends.cuda_common import device, launch
     from flashkit.backends.cuda_common.arguments import Arguments
     from flashkit.backends.cupy_raw.sm80 import Sm80Forward, Sm80Tile
+    from flashkit.call.arguments import prepare
 
     mark = cupy.RawKernel('extern "C" __global__ void mark() {}', "mark")
     rng = cupy.random.default_rng(0)

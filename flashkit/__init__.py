@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from . import mods
 from .api import attention, attention_vjp, explain, plan
+from .call.planned import Planned
 from .dispatch import use_backend
 from .errors import ProfileError, UnsupportedError
-from .mods.expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
-from .call.planned import Planned
 from .mods.block_mask import BlockMask
+from .mods.expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
 
 __version__ = "0.1.0"
 

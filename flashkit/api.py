@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call import arrays, planned
 from . import dispatch
-from .call.arguments import Shape, prepare
 from .backends.base import Backend
+from .call import arrays, planned
+from .call.arguments import Shape, prepare
 from .call.planned import Planned
 from .spec import Gradients, Operands, Problem
 

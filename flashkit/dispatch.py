@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from .devices import host
 from .backends.base import Backend
+from .devices import host
 from .errors import UnsupportedError
 from .spec import Direction, Problem, Verdict
 

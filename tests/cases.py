@@ -20,10 +20,10 @@ from unittest import mock
 import numpy as np
 
 import flashkit
-from flashkit.devices import kernel_cache
 from flashkit import dispatch, mods, reference
-from flashkit.mods import expr
 from flashkit.call.arguments import prepare
+from flashkit.devices import kernel_cache
+from flashkit.mods import expr
 from flashkit.spec import AttentionSpec, Operands
 
 Choice = Mapping[str, str]
@@ -178,17 +178,17 @@ def rows_beside_products(monkeypatch: Any, sms: int = 0) -> None:
     """Have Hopper's backward kernels prepare rows themselves, all but the first head's, however few there are. sms: as
     if the device had so many, so that each block has much to do.
     """
-    from flashkit.backends.cuda_common import sm90_backward
+    from flashkit.backends.cuda_common import sm90_bwd_launch
 
-    begin = sm90_backward.Backward.__init__
+    begin = sm90_bwd_launch.Backward.__init__
 
     def begin_small(self: Any, spec: Any, device: Any, *others: Any, **named: Any) -> None:
         begin(self, spec, dataclasses.replace(device, sms=sms or device.sms), *others, **named)
 
-    monkeypatch.setattr(sm90_backward.Backward, "__init__", begin_small)
-    monkeypatch.setattr(sm90_backward.Backward, "heads_at_a_time", lambda *_: 1)
-    monkeypatch.setattr(sm90_backward, "many_steps", lambda *_, **named: True)
-    monkeypatch.setattr(sm90_backward, "_LEAD", 0)
+    monkeypatch.setattr(sm90_bwd_launch.Backward, "__init__", begin_small)
+    monkeypatch.setattr(sm90_bwd_launch.Backward, "heads_at_a_time", lambda *_: 1)
+    monkeypatch.setattr(sm90_bwd_launch, "many_steps", lambda *_, **named: True)
+    monkeypatch.setattr(sm90_bwd_launch, "_LEAD", 0)
     dispatch.forget()
 
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays
-from ..mods import codegen, expr
 from .. import mods
+from ..mods import Mod, codegen, expr
 from ..mods.expr import Expr
-from ..mods import Mod
-from ..spec import AttentionSpec, MAX_HEAD_DIM, Operands, Problem, Slot
+from ..spec import MAX_HEAD_DIM, AttentionSpec, Operands, Problem, Slot
+from . import arrays
 
 LAYOUTS = ("bhnd", "bnhd")
 PRECISIONS = (None, "highest", "tf32")

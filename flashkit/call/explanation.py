@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from .. import dispatch
-from ..mods import expr
 from ..devices import profiles, timing
 from ..errors import UnsupportedError
-from ..mods.expr import Expr
-from ..mods import Mod
+from ..mods import Mod, expr
 from ..mods.block_mask import BlockMask
+from ..mods.expr import Expr
 from ..spec import Gradients, Operands, Problem
 
 

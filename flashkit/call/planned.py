@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays
 from .. import dispatch
-from .arguments import Shape, check_out
 from ..backends.base import Backend, Bound
 from ..mods.block_mask import BlockMask
 from ..spec import Operands, Problem
+from . import arrays
+from .arguments import Shape, check_out
 
 _MOST_KEPT = 256
 _MOST_OF_MASK = 1 << 20  # bytes of a block mask that a kept call keeps alive

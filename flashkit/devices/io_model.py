@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from ..spec import ITEMSIZE, MAX_HEAD_DIM, Direction
 from .host import lanes_of
-from ..spec import Direction, ITEMSIZE, MAX_HEAD_DIM
 
 Order = Literal[1, 2]
 

@@ -31,15 +31,15 @@ from typing import Any
 import msgspec
 import yaml
 
-from . import host
 from ..errors import ProfileError
+from . import host
 from .schema import (
+    SCHEMA,
     Device,
     Memory,
     Profile,
     ProfileWarning,
     Rate,
-    SCHEMA,
     SchemaError,
     TileRow,
     known_fields,
@@ -101,7 +101,7 @@ def _merge(layers: list[_Layer]) -> Profile:
 
 def shipped_dir() -> Path:
     """The profiles that come with flashkit: inside the package in a wheel, beside it in a source tree."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     inside = package / "device_profiles"
     return inside if inside.is_dir() else package.parent / "device_profiles"
 

@@ -180,8 +180,8 @@ def numpy_blas() -> str | None:
 
 def machine(*peers: str) -> dict[str, Any]:
     """What a figure of this CPU means little without; peers: distributions whose versions belong to it too."""
-    from . import host, profiles
     from ..backends.cpu import threads
+    from . import host, profiles
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from . import codegen, expr, library as mods
+from . import codegen, expr
+from . import library as mods
 from .expr import Expr
 from .library import Mod
 from .patterns import Patterns, integer

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .expr import Expr, OPS, walk
+from .expr import OPS, Expr, walk
 
 Language = Literal["cuda", "numba", "numpy"]
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import expr, library as mods
+from . import expr
+from . import library as mods
 from .expr import Expr
 
 if TYPE_CHECKING:

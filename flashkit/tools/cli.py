@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -357,7 +358,7 @@ def cache_path(as_json: Json = False) -> None:
 
     if as_json:
         used = kernel_cache.usage()
-        _print_json({"path": str(kernel_cache.path()), "files": used.files, "kernels": used.kernels, "bytes": used.bytes})
+        _print_json({"path": str(kernel_cache.path()), **asdict(used)})
     else:
         print(kernel_cache.path())
 
@@ -383,8 +384,8 @@ def cache_warm(
     as_json: Json = False,
 ) -> None:
     """Compile the usual kernels now, in parallel, instead of in the first calls."""
-    from . import warm
     from ..spec import ITEMSIZE, MAX_HEAD_DIM
+    from . import warm
 
     for name in dtype or ():
         if name not in ITEMSIZE:
@@ -409,13 +410,6 @@ def cache_warm(
 # ---- measuring -----------------------------------------------------------------------------------------------------
 
 
-def _part(name: str) -> ModuleType:
-    """A module of flashkit that a build may lack, or a clear message."""
-    if importlib.util.find_spec(f"flashkit.{name}") is None:
-        raise _fail(f"this build of flashkit has no flashkit.{name}")
-    return importlib.import_module(f"flashkit.{name}")
-
-
 @app.command()
 def autotune(
     quick: Annotated[bool, typer.Option("--quick", help="Few candidates, the most used sizes.")] = False,
@@ -426,7 +420,8 @@ def autotune(
     backend: Annotated[str | None, typer.Option(help="cpu, cupy_raw or numba_cuda [the first two].")] = None,
 ) -> None:
     """Measure this machine, find its best tiles, and write them to a profile. Ctrl-C keeps what was measured."""
-    tune = _part("tune")
+    from .autotune import search as tune
+
     try:
         done = tune.autotune(quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend)
     except KeyboardInterrupt:
@@ -450,12 +445,16 @@ def bench(
 ) -> None:
     """Time attention, forward and backward, interleaved with its peers in the same run."""
     lengths = None if sizes is None else [int(n) for n in _numbers(sizes, "--sizes") if n is not None]
-    suites, names = (
-        None if given is None else [name.strip() for name in given.split(",") if name.strip()]
-        for given in (suite, peers)
+    names = None if peers is None else _words(peers)
+    from .bench import run as bench
+
+    raise typer.Exit(
+        bench.main(quick=quick, output=output, peers=names, sizes=lengths, suites=_words(suite), device=device)
     )
-    done = _part("bench").main(quick=quick, output=output, peers=names, sizes=lengths, suites=suites, device=device)
-    raise typer.Exit(done if isinstance(done, int) else 0)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 # ---- the demo ------------------------------------------------------------------------------------------------------
@@ -463,7 +462,7 @@ def bench(
 
 def _example(name: str) -> ModuleType:
     """The example of that name as a package, from inside the wheel or from beside the package in a source tree."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     folders = [package / "examples" / name, package.parent / "examples" / name]
     folder = next((folder for folder in folders if (folder / "__init__.py").is_file()), None)
     if folder is None:

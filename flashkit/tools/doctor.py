@@ -19,7 +19,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+_PACKAGE = Path(__file__).parents[1]
 
 BASE = ("numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "PyYAML", "platformdirs", "filelock", "typer", "rich")
 GPU = ("cupy-cuda12x", "cupy-cuda13x", "cupy", "numba-cuda", "cuda-core", "cuda-bindings")
@@ -71,7 +74,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _flashkit() -> Report:
-    return {"version": _version("flashkit") or "not installed", "path": os.path.dirname(os.path.abspath(__file__))}
+    return {"version": _version("flashkit") or "not installed", "path": str(_PACKAGE)}
 
 
 def _python() -> Report:
@@ -246,7 +249,7 @@ print(f"{time.perf_counter() - start:.2f} s", "with Numba" if "numba" in sys.mod
 
 def _first_call() -> str:
     """How long a new process takes from `import flashkit` to its first result, NumPy being imported before."""
-    path = os.pathsep.join([os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *sys.path])
+    path = os.pathsep.join([str(_PACKAGE.parent), *sys.path])
     for _ in range(2):  # the first one may have to compile
         command = [sys.executable, "-c", _FIRST_CALL]
         done = subprocess.run(

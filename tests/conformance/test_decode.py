@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit.devices import host
 from flashkit import mods, reference
-from flashkit.call.arguments import prepare
 from flashkit.backends.cpu import backend
-from flashkit.backends.cpu.micro.compile import compile as micro
-from flashkit.backends.cpu.micro.compile.vector import Block
+from flashkit.backends.cpu.micro import compile as micro
+from flashkit.backends.cpu.micro.vector import Block
+from flashkit.call.arguments import prepare
+from flashkit.devices import host
 from flashkit.devices.io_model import CpuTile
 
 BLOCKS = [

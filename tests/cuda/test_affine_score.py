@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashkit.mods import codegen, expr
 from flashkit import mods
-from flashkit.call.arguments import _compose
 from flashkit.backends.cuda_common.affine_score import Form, form, of_head
+from flashkit.call.arguments import _compose
+from flashkit.mods import codegen, expr
 from flashkit.mods.expr import where
 
 N = 300

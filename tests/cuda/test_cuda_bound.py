@@ -16,11 +16,11 @@ import pytest
 from operands import OnDevice, on_device
 
 from flashkit import BlockMask
-from flashkit.call.arguments import prepare
 from flashkit.backends.cuda_common import arguments, backend, launch
 from flashkit.backends.cuda_common.arguments import AT, Arguments
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
+from flashkit.call.arguments import prepare
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from filelock import FileLock
 
 import flashkit
 from flashkit import dispatch, mods, reference
-from flashkit.backends.cuda_common import sm80, verify
+from flashkit.backends.cuda_common import sm80_bwd_launch, verify
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
@@ -140,11 +140,11 @@ def test_finished_items_are_counted(
     """Of each head all are when the kernel has ended: what rounds sums before that goes by it."""
     if (NAME, generation) != ("cupy_raw", "sm90"):
         pytest.skip("others do not count them")
-    from flashkit.backends.cuda_common import launch, sm90_backward
+    from flashkit.backends.cuda_common import launch, sm90_bwd_launch
 
     cases.never_in_order_unasked(monkeypatch)
     kept: list[Any] = []
-    monkeypatch.setattr(sm90_backward, "scratch", lambda *form: kept.append(launch.scratch(*form)) or kept[-1])
+    monkeypatch.setattr(sm90_bwd_launch, "scratch", lambda *form: kept.append(launch.scratch(*form)) or kept[-1])
     q, dout = tensors(*[(3, 8, n_q, d)] * 2, dtype="bfloat16")
     k, v = tensors(*[(3, 8 // group, n_k, d)] * 2, dtype="bfloat16", seed=1)
     grid = np.random.default_rng(0).random((-(-n_q // 64), -(-n_k // 64))) < 0.3
@@ -371,7 +371,7 @@ def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch, generation: str) -> No
         return [x.get() for x in flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)[1](dout)]
 
     together = gradients()
-    monkeypatch.setattr(sm80, "_CACHED", 0)
+    monkeypatch.setattr(sm80_bwd_launch, "_CACHED", 0)
     apart = gradients()
     for one, other, again in zip(together, apart, gradients()):
         np.testing.assert_array_equal(other, again)

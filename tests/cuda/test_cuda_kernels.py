@@ -20,15 +20,15 @@ import numpy as np
 import pytest
 
 from flashkit import BlockMask, mods
-from flashkit.call import arguments
-from flashkit.mods import codegen, expr
 from flashkit.backends.cuda_common import arguments as block
-from flashkit.backends.cuda_common import compiler, modification, simt, sm90_backward, tensor_maps
+from flashkit.backends.cuda_common import compiler, modification, simt, sm90_bwd_launch, tensor_maps
 from flashkit.backends.cuda_common.backend import VARIABLE
-from flashkit.backends.cuda_common.device import Device, MODELS
+from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
+from flashkit.call import arguments
 from flashkit.devices.schema import TileRow
+from flashkit.mods import codegen, expr
 from flashkit.spec import AttentionSpec, Direction, Problem
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install cuda-bindings nvidia-cuda-nvrtc")
@@ -93,7 +93,7 @@ def test_a_profiles_row_decides_where_it_fits() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_kernels_of_rows_compile(dtype: str) -> None:
-    source = specialise.source("rows", AttentionSpec(dtype, 80, 72, sinks=True), {})
+    source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})
     found = compiler.binary(source, "sm_80").resources
     assert set(found) == {"prepare", "sink_gradients"}
     assert all(kernel.spills == 0 for kernel in found.values())
@@ -125,7 +125,7 @@ def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: s
 def test_a_modification_compiles(what: str) -> None:
     spec = spec_of([SCORES[what]] if what in SCORES else [], [MASKS[what]] if what in MASKS else [])
     assert modification.unsupported(spec) == ""
-    compiler.binary(specialise.source("rows", spec, {}), "sm_80")
+    compiler.binary(specialise.source("common/bwd_preprocess", spec, {}), "sm_80")
 
 
 def test_all_modifications_together_compile_in_both_passes() -> None:
@@ -144,7 +144,7 @@ def test_too_many_values_are_refused_with_a_sentence() -> None:
 
 def test_the_block_of_arguments_is_the_structure() -> None:
     """Names, order and offsets of Params in C++ and of the words in Python; its size is asserted by every kernel."""
-    text = (specialise.FOLDER / "params.cuh").read_text()
+    text = (specialise.FOLDER / "common/params.cuh").read_text()
     body = text[text.index("struct Params {") : text.index("// Kernel arguments lie")]
     fields = []
     for line in re.findall(r"^    ([^/\n]+);", body, re.MULTILINE):
@@ -213,7 +213,7 @@ def test_simt_products_are_fused_and_copies_asynchronous() -> None:
     spec = AttentionSpec("float32", 128, 128)
     tile = simt.choose("forward", spec, MODELS["sm_80"])
     sass = disassembled(
-        compiler.binary(specialise.source("simt_forward", spec, dict(tile.constants("forward"))), "sm_80").path
+        compiler.binary(specialise.source("simt/forward", spec, dict(tile.constants("forward"))), "sm_80").path
     )
     assert len(re.findall(r"\bFFMA\b", sass)) > 500
     assert "LDGSTS" in sass
@@ -276,7 +276,7 @@ def sm90_binary(spec: AttentionSpec, tile: sm90.Sm90Tile | None = None, pack: in
     """A serialised wgmma makes this raise CompileError."""
     tile = tile or sm90.forward_tile(long(spec))
     assert tile.fits(spec, HOPPER)
-    return compiler.binary(specialise.source("sm90_forward", spec, *sm90.forward_source(spec, tile, pack)), "sm_90a")
+    return compiler.binary(specialise.source("sm90/forward", spec, *sm90.forward_source(spec, tile, pack)), "sm_90a")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -335,7 +335,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     products = -(-d // 16) + sm90.forward_tile(long(spec)).block_k // 16
     assert len(re.findall(r"\bHGMMA\b", sass)) == 3 * products
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == (6 if precision else 2)
-    split = specialise.source("sm90_split", spec, {"PARTS": 1 if precision else 2, "ROWS": 64})
+    split = specialise.source("sm90/fp16x2_split", spec, {"PARTS": 1 if precision else 2, "ROWS": 64})
     assert compiler.binary(split, "sm_90a").resources["sm90_split"].spills <= 24  # of addresses
 
 
@@ -356,7 +356,7 @@ def test_sm90_gradients_in_float32(spec: AttentionSpec, of_queries: bool) -> Non
     """The sums of a tile and of all tiles lie in registers; what spills is what finds and loads tiles."""
     tile = sm90_fp16x2.backward_tile(spec)
     assert tile.shared_memory(spec, of_queries) <= HOPPER.shared_per_block
-    found = compiler.binary(specialise.source("sm90_float32_backward", spec, *tile.source(spec, of_queries)), "sm_90a")
+    found = compiler.binary(specialise.source("sm90/fp16x2_backward", spec, *tile.source(spec, of_queries)), "sm_90a")
     assert found.resources["sm90_float32_backward"].spills <= 256
     dims = [spec.head_dim, spec.head_dim_v]  # summed over for S and dP; then those of the gradients, 64 columns at once
     slices = sum(-(-dim // 64) for dim in dims[: 1 if of_queries else 2])
@@ -473,7 +473,7 @@ def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.Mon
 def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
     def ordered(n_q: int, n_k: int, dim: int, **options: Any) -> bool:
         q, k = (np.zeros((1, 1, n, dim), np.float16) for n in (n_q, n_k))
-        return sm90_backward.in_order(arguments.prepare(q, k, k, **options)[0])
+        return sm90_bwd_launch.in_order(arguments.prepare(q, k, k, **options)[0])
 
     blocks = BlockMask.from_dense(np.eye(4, dtype=bool), 128, 128)
     assert ordered(2048, 2048, 128, causal=True) and ordered(512, 512, 64, causal=True, window=(70, 0))
@@ -488,7 +488,7 @@ def sm90_backward_binary(spec: AttentionSpec, beside: bool | None = None) -> com
     assert tile.fits(spec, HOPPER)
     beside = sm90_backward.room_beside(spec, tile) if beside is None else beside
     constants, functions = sm90_backward.source(spec, tile, beside)
-    return compiler.binary(specialise.source("sm90_backward", spec, constants, functions), "sm_90a")
+    return compiler.binary(specialise.source("sm90/backward", spec, constants, functions), "sm_90a")
 
 
 def spilled(lines: list[str]) -> int:
@@ -507,7 +507,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
     d, dv = map(int, (dims.split("/") * 2)[:2])
     spec = spec_of([], [mods.causal()] if causal else [], d, "bfloat16")
     spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=way == "ordered")
-    tile, shared, beside = sm90_backward.tile_of(spec), sm90_backward.keys_shared(spec), way == "rows beside"
+    tile, shared, beside = sm90_backward.tile_of(spec), sm90_bwd_launch.keys_shared(spec), way == "rows beside"
     if beside and not sm90_backward.room_beside(spec, tile):
         pytest.skip("there is no room")
     found = sm90_backward_binary(spec, beside)
@@ -588,7 +588,7 @@ def test_sm90_prepares_rows_beside_long_items() -> None:
         spec = arguments.prepare(q, k, v, **options)[0].spec
         room = sm90_backward.room_beside(spec, sm90_backward.tile_of(spec))
         density = options["block_mask"].density if "block_mask" in options else 0
-        return room and sm90_backward.many_steps(sm90_backward.seen(spec), n_q, n_k, density)
+        return room and sm90_bwd_launch.many_steps(sm90_bwd_launch.seen(spec), n_q, n_k, density)
 
     assert beside(1024, 1024) and beside(2048, 2048, 64, causal=True) and beside(4096, 2048, causal=True, softcap=9.0)
     assert not beside(1023, 4096) and not beside(4096, 1023) and not beside(1024, 1024, 64, causal=True)
@@ -604,16 +604,16 @@ def test_sm90_prepares_rows_beside_long_items() -> None:
 
 def test_multiprocessors_are_left_alone_where_that_costs_little() -> None:
     """To who rounds sums of dQ while the others multiply."""
-    left = sm90_backward.left_alone
+    left = sm90_bwd_launch.left_alone
     assert [left("by all", 4096, items, 132) for items in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
     assert [left("causally", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
     assert left("somehow", 1024, 2048, 132) == left("in blocks", 1024, 2048, 132) == 0  # items are not alike
-    kinds: tuple[sm90_backward.Seen, ...] = "by all", "causally"
+    kinds: tuple[sm90_bwd_launch.Seen, ...] = "by all", "causally"
     for kind, n, sms in itertools.product(kinds, (1, 99, 4096), range(1, 40)):
         assert 0 <= left(kind, n, 7, sms) < sms
     causal, windowed = (spec_of([], [mods.causal(), *more]) for more in ([], [mods.sliding_window(100, None)]))
-    assert [sm90_backward.seen(spec) for spec in (causal, windowed)] == ["causally", "somehow"]
-    assert sm90_backward.seen(replace(causal, mask=None, kv_lengths=True)) == "somehow"
+    assert [sm90_bwd_launch.seen(spec) for spec in (causal, windowed)] == ["causally", "somehow"]
+    assert sm90_bwd_launch.seen(replace(causal, mask=None, kv_lengths=True)) == "somehow"
 
 
 def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
@@ -624,15 +624,15 @@ def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
 
 def test_an_impossible_sm90_backward_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="block_q is 64 or 128"):
-        sm90_backward.BackwardTile(96)
+        sm90_bwd_launch.BackwardTile(96)
     with pytest.raises(ValueError, match="stages are two or more"):
-        sm90_backward.BackwardTile(64, stages=1)
+        sm90_bwd_launch.BackwardTile(64, stages=1)
     with pytest.raises(ValueError, match="block_k 128"):
-        sm90_backward.BackwardTile(64, 64)
+        sm90_bwd_launch.BackwardTile(64, 64)
     wide = AttentionSpec("bfloat16", 256, 256)
-    assert not sm90_backward.BackwardTile(128, key_buffers=1).fits(wide, HOPPER)
-    assert not sm90_backward.BackwardTile(64, key_buffers=2).fits(wide, HOPPER)
-    assert sm90_backward.backward_tile(wide) in sm90_backward.backward_candidates(wide, HOPPER)
+    assert not sm90_bwd_launch.BackwardTile(128, key_buffers=1).fits(wide, HOPPER)
+    assert not sm90_bwd_launch.BackwardTile(64, key_buffers=2).fits(wide, HOPPER)
+    assert sm90_bwd_launch.backward_tile(wide) in sm90_bwd_launch.backward_candidates(wide, HOPPER)
 
 
 def test_what_the_copy_engine_can_address() -> None:

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from flashkit.mods import expr
-from flashkit.devices import schema
-from flashkit.tools.autotune import cuda as tune_cuda
 from flashkit.backends.cuda_common import backend, generation
 from flashkit.backends.cuda_common.compiler import CompileError
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cupy_raw import sm80
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
+from flashkit.devices import schema
 from flashkit.devices.schema import TileRow
+from flashkit.mods import expr
 from flashkit.spec import AttentionSpec, Direction, Problem, Verdict
+from flashkit.tools.autotune import cuda as tune_cuda
 
 HOPPER = MODELS["sm_90a"]
 SPEC = AttentionSpec("bfloat16", 64, 64)

@@ -38,7 +38,7 @@ PARTS = "forward", "keys", "queries"
 @pytest.fixture(scope="module")
 def simulator() -> Iterator[Callable[[cases.Choice], str]]:
     """Runs a choice of cases.py and says what is wrong; simulator.py in a process of its own."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     path = os.pathsep.join([str(here.parent), str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path}
     command = [sys.executable, str(here / "simulator.py")]
@@ -86,7 +86,7 @@ def test_a_name_means_one_thing_in_a_kernel(name: str) -> None:
     second meaning would be that of the first file's functions, too.
     """
     generated = modify.text(spec_of(list(SCORES.values()), list(MASKS.values())))
-    files = [(specialise.FOLDER / f"{part}.py").read_text() for part in ("scalar", *specialise.parts(name))]
+    files = [(specialise.FOLDER / f"{part}.py").read_text() for part in ("common/scalar", *specialise.parts(name))]
     found = Counter(name for text in [generated, *files] for name in defined(text))
     assert [name for name, times in found.items() if times > 1] == []
 
@@ -114,9 +114,9 @@ def test_params_are_the_block_of_arguments() -> None:
 
 def simt_kernel(part: simt.Part, spec: AttentionSpec, arch: str) -> tuple[compiler.Binary, compiler.Resources]:
     tile = simt.choose(part, spec, MODELS[arch])
-    name = "simt_forward" if part == "forward" else "simt_backward"
+    name = "simt/forward" if part == "forward" else "simt/backward"
     found = compiler.binary(specialise.source(name, spec, dict(tile.constants(part))), arch)
-    return found, found.resources[name]
+    return found, found.resources[name.replace("/", "_")]
 
 
 @pytest.mark.exhaustive
@@ -150,7 +150,8 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dtype: str, dims: str, part:
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("float64", marks=pytest.mark.exhaustive)])
 def test_kernels_of_rows_compile(dtype: str) -> None:
-    found = compiler.binary(specialise.source("rows", AttentionSpec(dtype, 80, 72, sinks=True), {}), "sm_80").resources
+    source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})
+    found = compiler.binary(source, "sm_80").resources
     assert set(found) == {"prepare", "sink_gradients"}
     assert all(kernel.spills == kernel.stack == 0 for kernel in found.values())
 
@@ -228,7 +229,7 @@ def test_without_an_assembler_the_sentence_says_what_brings_one(monkeypatch: pyt
 
 
 def test_a_file_builds_on_its_parts_once_and_in_order() -> None:
-    assert specialise.parts("simt_forward") == ["tiles", "simt", "simt_forward"]
+    assert specialise.parts("simt/forward") == ["common/tiles", "simt/tile", "simt/forward"]
 
 
 def test_files_of_kernels_stay_readable() -> None:
@@ -241,7 +242,7 @@ def test_a_number_is_rounded_as_numpy_rounds_it() -> None:
     import ml_dtypes
 
     spec = AttentionSpec("bfloat16", 8, 8)
-    module = specialise.simulated("tiles", spec, {"BLOCK_Q": 8, "BLOCK_K": 8})
+    module = specialise.simulated("common/tiles", spec, {"BLOCK_Q": 8, "BLOCK_K": 8})
     rng = np.random.default_rng(0)
     numbers = np.concatenate([rng.standard_normal(200) * 10.0 ** rng.integers(-40, 38, 200), [0, -0.0, np.inf, np.nan]])
     for x in numbers.astype(np.float32):

@@ -193,7 +193,7 @@ def test_names_do_not_take_those_of_the_kernels_head():
 
     own = {name for module in vars(ptx).values() for name in getattr(module, "__all__", ())} | set(fragments.__all__)
     others = set(memory.__all__)
-    for part in ("scalar", "tiles"):
+    for part in ("common/scalar", "common/tiles"):
         found = re.findall(r"^(?: {4})?def (\w+)|^(\w+) = ", specialise._part(part), re.MULTILINE)
         others |= {function or constant for function, constant in found}
     assert own

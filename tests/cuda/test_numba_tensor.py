@@ -20,12 +20,12 @@ from operands import OnDevice, on_device
 from test_cuda_kernels import disassembled
 
 import flashkit
-from flashkit.call.arguments import prepare
 from flashkit.backends.cuda_common import arguments as block
-from flashkit.backends.cuda_common import compiler, sm90_backward
+from flashkit.backends.cuda_common import compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import sm80, sm80_decode, sm90, specialise
 from flashkit.backends.numba_cuda.sm90 import backward_kernel
+from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec, Problem
 
 pytestmark = pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
@@ -52,7 +52,7 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
     """Products are not serialised (or `binary` raises); little is spilled, in code that runs once an item."""
     spec = spec_of(dtype, d, **options)
     constants = sm90.forward_tile(Problem(spec, 1, 2, 300, 300)).constants(spec, 1)
-    binary = compiler.binary(specialise.source("sm90_forward", spec, constants), "sm_90a")
+    binary = compiler.binary(specialise.source("sm90/forward", spec, constants), "sm_90a")
     resources = binary.resources["sm90_forward"]
     assert resources.registers in (128, 168)
     assert resources.spills <= spilled
@@ -79,7 +79,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     loop over tiles hardly anything is spilled: the rest is in code that runs once an item, or in warps that load.
     """
     spec = spec_of(dtype, d, **options)
-    tile = sm90_backward.backward_tile(spec)
+    tile = sm90_bwd_launch.backward_tile(spec)
     binary = compiler.binary(specialise.source(backward_kernel(spec), spec, tile.constants(spec)), "sm_90a")
     assert binary.resources["prepare_rows"].spills == binary.resources["store_queries"].spills == 0
     assert binary.resources["sm90_backward"].spills <= (128 if not options else 640)
@@ -89,7 +89,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
     # Scores twice, for the first tile and the next one; dQ twice, in the loop and after it. Where blocks share the keys
     # dQ of half the chunks, of the keys of each.
-    wide, chunks = sm90_backward.keys_shared(spec), -(-d // 64)
+    wide, chunks = sm90_bwd_launch.keys_shared(spec), -(-d // 64)
     of_queries = (chunks + 1) // 2 if wide else 2
     expected = 3 * -(-d // 16) + 2 * tile.block_q // 16 + of_queries * tile.block_k // 16
     assert len(products) == expected
@@ -118,7 +118,7 @@ ARCHS = "sm_80", pytest.param("sm_90a", marks=pytest.mark.exhaustive)
 def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
     tile, *_ = sm80.forward_tiles(spec, device)
-    binary = compiler.binary(specialise.source("sm80_forward", spec, tile.constants(spec, device)), arch)
+    binary = compiler.binary(specialise.source("sm80/forward", spec, tile.constants(spec, device)), arch)
     assert binary.resources["sm80_forward"].spills <= 192
     code = disassembled(binary.path)
     for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
@@ -130,7 +130,7 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
 def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
     tile, *_ = sm80_decode.decode_tiles(spec, device)
-    binary = compiler.binary(specialise.source("sm80_decode", spec, tile.constants(spec, device)), arch)
+    binary = compiler.binary(specialise.source("sm80/decode", spec, tile.constants(spec, device)), arch)
     assert [binary.resources[kernel].spills for kernel in ("sm80_decode", "combine")] == [0, 0]
     code = disassembled(binary.path)
     for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
@@ -153,7 +153,7 @@ def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: in
         pytest.skip("its shared memory holds a small tile alone, whose sums are spilled")
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
     tile, *_ = sm80.backward_tiles(spec, device)
-    binary = compiler.binary(specialise.source("sm80_backward", spec, tile.constants(spec, device)), arch)
+    binary = compiler.binary(specialise.source("sm80/backward", spec, tile.constants(spec, device)), arch)
     assert binary.resources["sm80_backward"].spills <= spilled
     # The rare part, where a hidden pair may have met NaN, makes do with what leaves room for many threads.
     assert binary.resources["store_queries"].spills <= (192 if options else 0)
@@ -246,7 +246,7 @@ def test_tiles_are_checked() -> None:
 
 
 def test_the_tutorial_shows_the_kernels_own_lines() -> None:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     folder = root / "flashkit" / "backends" / "numba_cuda"
     texts = [path.read_text() for path in sorted(folder.rglob("*.py"))]
     excerpts = re.findall(r"^```python excerpt\n(.*?)^```$", (root / "docs/numba_hopper.md").read_text(), re.S | re.M)
@@ -482,7 +482,7 @@ HOPPERS = {name: case for name, case in GRADIENTS.items() if name not in LEFT_OU
 @pytest.mark.parametrize("name", some(HOPPERS, ("causal, two blocks",)))
 @pytest.mark.parametrize("ordered", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_hoppers_backward_pass_lane_by_lane(name: str, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    hoppers_backward_pass(HOPPERS[name], sm90_backward.BackwardTile(64), ordered, monkeypatch)
+    hoppers_backward_pass(HOPPERS[name], sm90_bwd_launch.BackwardTile(64), ordered, monkeypatch)
 
 
 def wide(case: tuple, dv: int) -> tuple:
@@ -498,12 +498,12 @@ def test_hoppers_backward_pass_of_wide_heads_lane_by_lane(
     name: str, ordered: bool, dv: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two blocks at an item, both warp groups at its keys: with three chunks of columns and four, or three and two."""
-    tile = sm90_backward.BackwardTile(64, key_buffers=1)
+    tile = sm90_bwd_launch.BackwardTile(64, key_buffers=1)
     hoppers_backward_pass(wide(HOPPERS[name], dv), tile, ordered, monkeypatch)
 
 
 def hoppers_backward_pass(
-    case: tuple, tile: sm90_backward.BackwardTile, ordered: bool, monkeypatch: pytest.MonkeyPatch
+    case: tuple, tile: sm90_bwd_launch.BackwardTile, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its three kernels as Python (lanes_hopper.py) against the definition in float64."""
     call = call_of(case, monkeypatch)
@@ -515,7 +515,7 @@ def hoppers_backward_pass(
     call.arrays["lse"][...] = lse
 
     tiles, rows = -(-n_q // 64), (batch, heads, -(-n_q // 64) * 64)
-    together, held = sm90_backward.blocks_together(spec), tile.held(spec)
+    together, held = sm90_bwd_launch.blocks_together(spec), tile.held(spec)
     tensors = {name: call.arrays[name] for name in ("dout", "dq", "dk", "dv")} | {
         "dlse": dlse, "shift": np.full(rows, np.nan, np.float32), "delta": np.full(rows, np.nan, np.float32),
         "partial": np.full((batch, heads, tiles, tile.sums(spec) // 4), np.nan, np.float32),

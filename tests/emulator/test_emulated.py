@@ -23,7 +23,7 @@ from flashkit import dispatch
 from flashkit.backends.cuda_common import backend, compiler, verify
 from flashkit.backends.cupy_raw import specialise
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 WITHIN = "FLASHKIT_TEST_EMULATED" in os.environ
 ROWS = "sm90-5", "sm90-31"
 
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.skipif(not find_spec("cuda"), reason="cuda-bindings is 
 @pytest.mark.skipif(WITHIN, reason="starts the others")
 @pytest.mark.slow
 def test_kernels_on_an_emulated_device() -> None:
-    nodes = [f"{HERE}/test_cuda_devices.py::test_pairs_of_features[cupy_raw-{row}]" for row in ROWS]
-    nodes += [f"{HERE}/test_soak.py", __file__]
+    nodes = [f"{TESTS}/cuda/test_cuda_devices.py::test_pairs_of_features[cupy_raw-{row}]" for row in ROWS]
+    nodes += [f"{TESTS}/conformance/test_soak.py", __file__]
     options = ["-q", "-m", "gpu or not gpu", "-n", "0", "-p", "no:cacheprovider"]
     settings = {"FLASHKIT_TEST_EMULATED": "3", "FLASHKIT_SOAK": "2", "FLASHKIT_SOAK_SEED": "1"}
     settings |= {"NUMBA_OPT": "1", "NUMBA_LOOP_VECTORIZE": "0", "NUMBA_SLP_VECTORIZE": "0"}  # compiled sooner
     command = [sys.executable, "-m", "pytest", *options, *nodes]
-    done = subprocess.run(command, env={**os.environ, **settings}, cwd=HERE.parent, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **settings}, cwd=TESTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:]
     assert f"{len(ROWS) + 1 + len(FAULTS) + 1} passed" in done.stdout, done.stdout[-2000:]
 
@@ -56,18 +56,19 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 FAULTS = {
-    "values are not awaited": ("sm90_forward.cu", "values.wait_full(n);"),
-    "values are not released": ("sm90_forward.cu", "values.release(n);"),
-    "dO is not awaited": ("sm90_backward_keys.cuh", "douts.wait_full(n);"),
-    "dP is not awaited": ("sm90_backward_keys.cuh", "products_wait<1>();  // dP"),
-    "queries are not released": ("sm90_backward_keys.cuh", "queries.release(n, lane), "),
-    "sums are rounded before they are complete": ("sm90_backward.cu", "else await_sums(p, b, h, tile);"),
+    "values are not awaited": ("sm90/forward.cu", "values.wait_full(n);"),
+    "values are not released": ("sm90/forward.cu", "values.release(n);"),
+    "dO is not awaited": ("sm90/bwd_mainloop.cuh", "douts.wait_full(n);"),
+    "dP is not awaited": ("sm90/bwd_mainloop.cuh", "products_wait<1>();  // dP"),
+    "queries are not released": ("sm90/bwd_mainloop.cuh", "queries.release(n, lane), "),
+    "sums are rounded before they are complete": ("sm90/backward.cu", "else await_sums(p, b, h, tile);"),
 }
 
 
 def differs() -> bool:
     """Whether results of some orders of events are wrong, or nothing comes of them."""
     import cupy
+
     from emulator import device
 
     rng = np.random.default_rng(0)

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 import report
 
-from flashkit.tools.bench import baselines, run as bench
-from flashkit.tools import cli
 from flashkit.devices import timing
-from flashkit.tools.bench.run import Line
-from flashkit.tools.bench.baselines import Case
 from flashkit.devices.timing import Timing, interleaved
+from flashkit.tools import cli
+from flashkit.tools.bench import baselines
+from flashkit.tools.bench import run as bench
+from flashkit.tools.bench.baselines import Case
+from flashkit.tools.bench.run import Line
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------

@@ -469,7 +469,7 @@ def test_the_wheel_holds_profiles_and_examples(tmp_path: Path) -> None:
     """What a wheel install finds, from the wheel's own list of files."""
     from hatchling.builders.wheel import WheelBuilder
 
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / "pyproject.toml").exists():
         pytest.skip("not in a source tree")
     builder = WheelBuilder(str(root))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "semantic_search"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "semantic_search"
 EPS = float(np.finfo(np.float32).eps)
 
 SENTENCES = [

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit.tools import cli
 from flashkit import dispatch
 from flashkit.devices import io_model, profiles, timing
-from flashkit.tools.autotune import cpu as tune_cpu, search as tune
 from flashkit.devices.io_model import CpuTile
 from flashkit.devices.timing import Timing
-from flashkit.tools.autotune.search import Effort, Found, Search, Target
+from flashkit.tools import cli
+from flashkit.tools.autotune import cpu as tune_cpu
+from flashkit.tools.autotune import search as tune
 from flashkit.tools.autotune.log import Log, Rates
+from flashkit.tools.autotune.search import Effort, Found, Search, Target
 
 MEMORY = {"l1d": 32 << 10, "l2": 1 << 20}
 pytestmark = pytest.mark.usefixtures("own_profiles")

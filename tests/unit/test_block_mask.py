@@ -13,12 +13,11 @@ import random_exprs as random_
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashkit.mods import block_mask, expr
 from flashkit import mods
-from flashkit.mods import Mod
+from flashkit.mods import Mod, block_mask, expr
+from flashkit.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from flashkit.mods.ranges import RangeTable
 from flashkit.mods.tile_lists import Runs
-from flashkit.mods.block_mask import BlockMask, EMPTY, FULL, PARTIAL
 
 randoms = st.randoms(use_true_random=False)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -82,7 +82,7 @@ def test_threads_on_each_layer(program: Callable[..., str], layer: str) -> None:
     """Numba's workqueue ends the process when two threads enter it; flashkit does not let them."""
     if not has_layer(layer):
         pytest.skip(f"this Numba has no {layer} layer")
-    text = PROGRAM.format(tests=os.path.dirname(__file__), rounds=2)
+    text = PROGRAM.format(tests=os.path.dirname(os.path.dirname(__file__)), rounds=2)
     assert program(text, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=4).split()[-1] == layer
 
 
@@ -112,7 +112,7 @@ def test_each_width_and_layer_conforms(program: Callable[..., str], lanes: int, 
         pytest.skip(f"this Numba has no {layer} layer")
     library = os.pathsep.join(filter(None, [folder, os.environ.get("LD_LIBRARY_PATH")]))
     settings = {"FLASHKIT_CPU_LANES": lanes, "NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": 2}
-    text = CONFORM.format(tests=os.path.dirname(__file__))
+    text = CONFORM.format(tests=os.path.dirname(os.path.dirname(__file__)))
     said = program(text, **settings, FLASHKIT_TEST_THREADS=4, LD_LIBRARY_PATH=library)
     assert said.split() == ["True", layer, str(lanes)]
 

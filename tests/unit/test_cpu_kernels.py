@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import flashkit
-from flashkit.call.arguments import prepare
-from flashkit.backends.cpu.micro.compile import compile as micro
 from flashkit.backends.cpu.backend import CpuBackend, CpuPlan
-from flashkit.backends.cpu.micro.compile.vector import Block
+from flashkit.backends.cpu.micro import compile as micro
+from flashkit.backends.cpu.micro.vector import Block
+from flashkit.call.arguments import prepare
+from flashkit.devices.io_model import CpuTile
 from flashkit.reference import standard, standard_gradients
 from flashkit.spec import Gradients
-from flashkit.devices.io_model import CpuTile
 
 FLOATS = {"float": np.float32, "double": np.float64}
 BLOCKS = [

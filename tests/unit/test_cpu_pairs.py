@@ -14,11 +14,12 @@ from test_cpu_kernels import at, bits, run
 
 import flashkit
 from flashkit import dispatch
-from flashkit.tools import doctor
-from flashkit.devices import host
-from flashkit.backends.cpu.micro.compile import amx, compile as micro
 from flashkit.backends.cpu import bf16
-from flashkit.backends.cpu.micro.compile.vector import Block
+from flashkit.backends.cpu.micro import amx
+from flashkit.backends.cpu.micro import compile as micro
+from flashkit.backends.cpu.micro.vector import Block
+from flashkit.devices import host
+from flashkit.tools import doctor
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HERE = pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16")

@@ -13,8 +13,8 @@ import pytest
 
 import flashkit
 from flashkit import attention, attention_vjp, dispatch, use_backend
-from flashkit.devices import profiles
 from flashkit.call.arguments import prepare
+from flashkit.devices import profiles
 from flashkit.errors import UnsupportedError
 from flashkit.reference import standard, standard_gradients
 from flashkit.spec import AttentionSpec, Direction, Gradients, Operands, Problem, Verdict

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from flashkit.mods import codegen, expr
-from flashkit.mods.expr import Array, B, Expr, FALSE, H, K, Q, ROW, S, TRUE, const, param, where
+from flashkit.mods.expr import FALSE, ROW, TRUE, Array, B, Expr, H, K, Q, S, const, param, where
 from flashkit.mods.ranges import RangeTable
 
 randoms = st.randoms(use_true_random=False)

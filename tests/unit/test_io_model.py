@@ -14,9 +14,9 @@ from operands import make
 
 from flashkit import mods, reference
 from flashkit.devices import io_model
+from flashkit.devices.io_model import CpuTile, GpuTile
 from flashkit.reference import Traffic
 from flashkit.spec import AttentionSpec, Operands
-from flashkit.devices.io_model import CpuTile, GpuTile
 
 H200 = {"sram_per_block": 232_448, "registers_per_sm": 65_536}
 CPUS = [  # lanes, L1d, L2 in bytes

@@ -9,9 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flashkit.mods import codegen, expr
 from flashkit import mods, where
-from flashkit.mods import Mod
+from flashkit.mods import Mod, codegen, expr
 
 BATCH, HEADS, ROWS, KEYS, OFFSET = 2, 3, 9, 13, 3
 POSITIONS = (BATCH, HEADS, ROWS, KEYS)

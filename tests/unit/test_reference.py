@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from operands import FEATURES, featured, make, numpy_dtype, problem
 
-from flashkit.mods import expr
 from flashkit import mods, reference
 from flashkit.backends.reference.backend import ReferenceBackend
+from flashkit.mods import expr
 from flashkit.reference import Traffic, standard, standard_gradients
 from flashkit.spec import AttentionSpec, Gradients, Operands, Problem
 

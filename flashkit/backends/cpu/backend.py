@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import Direction, Gradients, ITEMSIZE, MAX_HEAD_DIM, Operands, Problem, Verdict
 from ...devices.io_model import CpuTile
+from ...spec import ITEMSIZE, MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound
 from . import arguments as at
 from . import bf16

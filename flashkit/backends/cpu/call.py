@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...devices.io_model import CpuTile
 from ...mods import dropout
 from ...spec import AttentionSpec, Operands
-from ...devices.io_model import CpuTile
 from . import arguments as at
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ def machine() -> tuple[str, str, str]:
 def fingerprint() -> str:
     """Of all sources that end up in machine code, and of the compilers."""
     digest = hashlib.sha256(f"{llvmlite.__version__} {np.__version__} {_numba_version()}".encode())
-    for path in sorted(_HERE.glob("*.py")):
+    for path in sorted(_HERE.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

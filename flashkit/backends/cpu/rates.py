@@ -16,8 +16,8 @@ from itertools import pairwise
 import numpy as np
 
 from ...devices.io_model import CpuTile
-from .micro.gemv import LINE
 from .micro.compile import addresses, kernels
+from .micro.gemv import LINE
 from .micro.vector import Block
 
 SAMPLE = 0.02

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ...errors import UnsupportedError
-from ...spec import Direction, Gradients, MAX_HEAD_DIM, Operands, Problem, Verdict
+from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound
 from . import compiler, device, launch, modification, verify
 from .arguments import AT, Arguments

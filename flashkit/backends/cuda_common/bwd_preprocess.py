@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 
-from ...spec import AttentionSpec, ITEMSIZE
+from ...spec import ITEMSIZE, AttentionSpec
 from . import compiler
 from .arguments import AT, Arguments
 from .device import Device
 from .generation import Kernels
 from .launch import scratch
 
-_THREADS = 128  # of a block: kernels/rows
+_THREADS = 128  # of a block: kernels/common/bwd_preprocess
 
 
 class RowKernels:
-    """kernels/rows for a spec."""
+    """kernels/common/bwd_preprocess for a spec."""
 
     def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device) -> None:
-        self.library = kernels("rows", spec, (), compiler.target(device.capability))
+        self.library = kernels("common/bwd_preprocess", spec, (), compiler.target(device.capability))
         self._prepare = self.library.kernel("prepare", device)
         self._sinks = self.library.kernel("sink_gradients", device)
         units = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)

@@ -85,8 +85,9 @@ class Source:
 
 @cache
 def headers(folder: Path) -> tuple[tuple[str, str], ...]:
-    """The .cuh and .cu files of a folder, for `#include "name"`."""
-    return tuple((path.name, path.read_text()) for path in sorted(folder.iterdir()) if path.suffix in (".cuh", ".cu"))
+    """The .cuh and .cu files below a folder, for `#include "folder/name"`."""
+    found = (path for path in sorted(folder.rglob("*")) if path.suffix in (".cuh", ".cu"))
+    return tuple((path.relative_to(folder).as_posix(), path.read_text()) for path in found)
 
 
 @cache

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ...spec import AttentionSpec, Direction, ITEMSIZE, Problem, Verdict
+from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from . import compiler
 from .arguments import Arguments
+from .bwd_preprocess import RowKernels
 from .device import Device
 from .generation import Generation, Kernels, tile_of
 from .launch import Kernel, check_grid
-from .bwd_preprocess import RowKernels
 
 Part = str
 """A kernel: "forward", or of the backward pass "keys" or "queries"."""
@@ -143,9 +143,10 @@ class _Kernel:
 
     def __init__(self, kernels: Kernels, part: Part, spec: AttentionSpec, device: Device, tile: SimtTile) -> None:
         self.tile = tile
-        name = "simt_forward" if part == "forward" else "simt_backward"
-        self.library = kernels(name, spec, self.tile.constants(part), compiler.target(device.capability))
-        self.kernel: Kernel = self.library.kernel(name, device, self.tile.shared_memory(part, spec))
+        direction = "forward" if part == "forward" else "backward"
+        arch = compiler.target(device.capability)
+        self.library = kernels(f"simt/{direction}", spec, self.tile.constants(part), arch)
+        self.kernel: Kernel = self.library.kernel(f"simt_{direction}", device, self.tile.shared_memory(part, spec))
 
     def launch(self, arguments: Arguments, tokens: int, block: int, heads: int, stream: int) -> None:
         """A block of threads for each tile of `tokens`, head and batch entry."""

@@ -6,14 +6,14 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from ...spec import AttentionSpec, Direction, ITEMSIZE, Problem, Verdict
+from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification
-from ..cuda_common.sm80 import OrderedBackward
 from ..cuda_common.arguments import AT, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
-from ..cuda_common.launch import check_grid
 from ..cuda_common.l2_swizzle import bytes_of_keys, heads_together
+from ..cuda_common.launch import check_grid
+from ..cuda_common.sm80_bwd_launch import OrderedBackward
 from . import specialise
 
 MAX_DIM = 256
@@ -131,7 +131,7 @@ class Sm80Forward:
         )
         self.why = why + ("; split along the keys" if self.split else "")
         constants = self.tile.constants(spec, device, self.pack, self.split)
-        library = specialise.library("sm80_forward", spec, tuple(constants.items()), compiler.target(device.capability))
+        library = specialise.library("sm80/forward", spec, tuple(constants.items()), compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)

@@ -12,16 +12,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...spec import AttentionSpec, Direction, ITEMSIZE, Problem, Verdict
-from ..cuda_common import compiler, modification, sm90
-from ..cuda_common.arguments import Arguments, MOVED
-from ..cuda_common.device import Device
+from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
+from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.affine_score import form
+from ..cuda_common.arguments import MOVED, Arguments
+from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Pass, Spare, tile_of
-from ..cuda_common.sm90 import (
+from ..cuda_common.launch import TensorMap
+from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
+from ..cuda_common.sm90_launch import (
     CHOSEN,
-    ForwardTile,
     LIST,
+    ForwardTile,
     Shaped,
     chunks,
     packed,
@@ -30,8 +32,6 @@ from ..cuda_common.sm90 import (
     with_most_buffers,
     work_enough,
 )
-from ..cuda_common.sm90_backward import BackwardTile, backward_candidates
-from ..cuda_common.launch import TensorMap
 from . import sm90_backward, sm90_fp16x2, specialise
 from .sm80 import LEAST_SPLIT, Sm80Forward
 from .sm90_fp16x2 import Split, parts
@@ -111,14 +111,14 @@ def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict
     return tile.constants(spec, pack), products(dtype, [tile.block_k], [columns])
 
 
-class Sm90Forward(sm90.Forward):
+class Sm90Forward(sm90_launch.Forward):
     """The forward pass."""
 
     def __init__(self, problem: Problem, device: Device, tile: Sm90Tile | None = None, why: str = CHOSEN) -> None:
         spec, tile = problem.spec, tile or forward_tile(problem)
         constants, functions = forward_source(spec, tile, packed(problem))
         arch = compiler.target(device.capability)
-        library = specialise.library("sm90_forward", spec, tuple(constants.items()), arch, functions)
+        library = specialise.library("sm90/forward", spec, tuple(constants.items()), arch, functions)
         spare = Spare(partial(Sm80Forward, problem, device), spec, device, "forward")
         wide = spec.dtype == "float32"
         super().__init__(problem, device, tile, why, library, spare, ("out",) if wide else MOVED)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 from ...spec import AttentionSpec, Problem
-from ..cuda_common import compiler, sm90_backward
-from ..cuda_common.device import Device
+from ..cuda_common import compiler, sm90_bwd_launch
 from ..cuda_common.affine_score import form
+from ..cuda_common.device import Device
 from ..cuda_common.generation import Spare
-from ..cuda_common.sm90 import CHOSEN, chunks, padded
-from ..cuda_common.sm90_backward import BackwardTile, backward_tile, keys_shared
 from ..cuda_common.modification import is_small, looks_at_ranges
+from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tile, keys_shared
+from ..cuda_common.sm90_launch import CHOSEN, chunks, padded
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_wgmma import text as products_of
@@ -65,16 +65,16 @@ def source(spec: AttentionSpec, tile: BackwardTile, beside: bool) -> tuple[dict[
     return {**tile.constants(spec), "BESIDE": beside}, functions(spec, tile)
 
 
-class Sm90Backward(sm90_backward.Backward):
+class Sm90Backward(sm90_bwd_launch.Backward):
     """The backward pass."""
 
     def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
         spec, tile = replace(problem.spec, deterministic=in_order(problem)), tile or tile_of(problem.spec)
-        seen = sm90_backward.seen(spec)
-        long = sm90_backward.many_steps(seen, problem.n_q, problem.n_k, density=1)  # of blocks each call has its own
+        seen = sm90_bwd_launch.seen(spec)
+        long = sm90_bwd_launch.many_steps(seen, problem.n_q, problem.n_k, density=1)  # of blocks each call has its own
         beside, arch = long and room_beside(spec, tile), compiler.target(device.capability)
         constants, products = source(spec, tile, beside)
-        library = specialise.library("sm90_backward", spec, tuple(constants.items()), arch, products)
+        library = specialise.library("sm90/backward", spec, tuple(constants.items()), arch, products)
         spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
         super().__init__(spec, device, tile, why, library, specialise.library, spare, beside, early=True)
 

@@ -10,13 +10,13 @@ from typing import Any
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler
 from ..cuda_common.arguments import AT, Arguments
+from ..cuda_common.bwd_preprocess import RowKernels
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Spare
-from ..cuda_common.sm90 import CHOSEN, WATCHDOG, chunks, padded
-from ..cuda_common.launch import Block, TensorMap, check_grid, scratch
-from ..cuda_common.bwd_preprocess import RowKernels
-from ..cuda_common.tensor_maps import Tickets, encode
 from ..cuda_common.l2_swizzle import heads_together
+from ..cuda_common.launch import Block, TensorMap, check_grid, scratch
+from ..cuda_common.sm90_launch import CHOSEN, WATCHDOG, chunks, padded
+from ..cuda_common.tensor_maps import Tickets, encode
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_wgmma import text as products
@@ -47,7 +47,7 @@ class Split:
     def __init__(self, spec: AttentionSpec, rows: int, device: Device) -> None:
         self.spec, self.rows, self.parts = spec, rows, parts(spec)
         constants = ("PARTS", self.parts), ("ROWS", rows)
-        self.library = specialise.library("sm90_split", spec, constants, compiler.target(device.capability))
+        self.library = specialise.library("sm90/fp16x2_split", spec, constants, compiler.target(device.capability))
         self._kernel = self.library.kernel("sm90_split", device)
 
     def terms(self, arguments: Arguments, stream: int, names: Sequence[str], by_row: str) -> tuple[list[Terms], Any]:
@@ -171,7 +171,7 @@ class Sm90Float32Backward:
         self.libraries, self._kernels = [self.split.library, self.rows.library], []
         for of_queries in (True, False):
             constants, text = self.tile.source(spec, of_queries)
-            library = specialise.library("sm90_float32_backward", spec, tuple(constants.items()), arch, text)
+            library = specialise.library("sm90/fp16x2_backward", spec, tuple(constants.items()), arch, text)
             self.libraries.append(library)
             shared = self.tile.shared_memory(spec, of_queries)
             self._kernels.append((of_queries, library.kernel("sm90_float32_backward", device, shared)))

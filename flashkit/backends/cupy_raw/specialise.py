@@ -34,7 +34,7 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         functions,
         f'#include "{name}.cu"',
     ]
-    return compiler.Source(name, "\n".join(text) + "\n", compiler.headers(FOLDER))
+    return compiler.Source(name.replace("/", "_"), "\n".join(text) + "\n", compiler.headers(FOLDER))
 
 
 @lru_cache(maxsize=4096)

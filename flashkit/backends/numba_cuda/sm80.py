@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...spec import AttentionSpec, Direction, ITEMSIZE, Problem, Verdict
+from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
-from ..cuda_common.sm80 import OrderedBackward
-from ..cuda_common.arguments import AT, Arguments, MOVED, addresses, aligned, in_units, strides_in_units
+from ..cuda_common.arguments import AT, MOVED, Arguments, addresses, aligned, in_units, strides_in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
-from ..cuda_common.launch import check_grid
 from ..cuda_common.l2_swizzle import bytes_of_keys, heads_together
-from .sm80_decode import Decode, DecodeTile, OWN_DECODE, decode_tiles
+from ..cuda_common.launch import check_grid
+from ..cuda_common.sm80_bwd_launch import OrderedBackward
+from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
 _ADDRESSES, _SPLITS = addresses(MOVED), AT["splits"]
@@ -81,7 +81,7 @@ class Forward:
         self.generation, self.problem, self.device = generation, problem, device
         self.tile, self.why = tile, why
         constants = tuple(tile.constants(spec, device).items())
-        library = generation.kernels("sm80_forward", spec, constants, compiler.target(device.capability))
+        library = generation.kernels("sm80/forward", spec, constants, compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
         older = partial(generation.below.plan, problem, None, device, "forward")

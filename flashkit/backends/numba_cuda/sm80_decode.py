@@ -74,7 +74,7 @@ class Decode:
         self.tile = tile or decode_tiles(spec, device)[0]  # supports() has asked
         self.why = why
         constants = tuple(self.tile.constants(spec, device).items())
-        library = kernels("sm80_decode", spec, constants, compiler.target(device.capability))
+        library = kernels("sm80/decode", spec, constants, compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_decode", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device, COMBINED_BYTES)

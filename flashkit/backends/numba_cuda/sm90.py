@@ -13,11 +13,20 @@ from functools import partial
 from typing import Any
 
 from ...spec import AttentionSpec, Direction, Problem, Verdict
-from ..cuda_common import compiler, sm90, sm90_backward
+from ..cuda_common import compiler, sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Pass, Spare, sixteen_bits, tile_of
-from ..cuda_common.sm90 import CHOSEN, ForwardTile, chunks, packed, padded, usual_tile, with_most_buffers, work_enough
-from ..cuda_common.sm90_backward import BackwardTile, backward_candidates, backward_tile, keys_shared
+from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, backward_tile, keys_shared
+from ..cuda_common.sm90_launch import (
+    CHOSEN,
+    ForwardTile,
+    chunks,
+    packed,
+    padded,
+    usual_tile,
+    with_most_buffers,
+    work_enough,
+)
 
 MAX_DIM = 256
 
@@ -59,7 +68,7 @@ def forward_candidates(problem: Problem, device: Device) -> list[Tile]:
     return list(dict.fromkeys(tiles))
 
 
-class Forward(sm90.Forward):
+class Forward(sm90_launch.Forward):
     """The forward pass."""
 
     def __init__(
@@ -67,7 +76,7 @@ class Forward(sm90.Forward):
     ) -> None:
         spec, tile = problem.spec, tile or forward_tile(problem)
         constants = tuple(tile.constants(spec, packed(problem)).items())
-        library = generation.kernels("sm90_forward", spec, constants, compiler.target(device.capability))
+        library = generation.kernels("sm90/forward", spec, constants, compiler.target(device.capability))
 
         spare = Spare(partial(generation.older, problem, device, "forward"), spec, device, "forward")
         super().__init__(problem, device, tile, why, library, spare)
@@ -75,10 +84,10 @@ class Forward(sm90.Forward):
 
 def backward_kernel(spec: AttentionSpec) -> str:
     """Of two ways to share the work of the backward pass among warp groups: the file of kernels/."""
-    return "sm90_backward_products" if keys_shared(spec) else "sm90_backward_keys"
+    return "sm90/bwd_mainloop_cluster" if keys_shared(spec) else "sm90/bwd_mainloop"
 
 
-class Backward(sm90_backward.Backward):
+class Backward(sm90_bwd_launch.Backward):
     """The backward pass."""
 
     def __init__(

@@ -1,17 +1,18 @@
 """Kernels for a spec: a head of constants, the generated functions and files of kernels/ as one text, compiled.
 
-A file of kernels/ names the files that it builds on in its first line, `# parts: ...`, and finds their names beside its
-own, as all of the text is one module. What it does not define there, the head does.
+A file of kernels/ names the files that it builds on in its first lines, `# parts: ...`, and finds their names beside
+its own, as all of the text is one module. What it does not define there, the head does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache, lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ...spec import AttentionSpec, ITEMSIZE
+from ...spec import ITEMSIZE, AttentionSpec
 from ..cuda_common import compiler, modification
 from ..cuda_common.launch import Library
 from . import modify
@@ -22,7 +23,7 @@ FOLDER = Path(__file__).parent / "kernels"
 
 def source(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> PythonSource:
     """The text of kernels/<name>.py for a spec; `constants`: those that the file asks for beyond the spec's own."""
-    return PythonSource(name, text(name, spec, constants), modification.values_of(spec) or 1)
+    return PythonSource(name.replace("/", "_"), text(name, spec, constants), modification.values_of(spec) or 1)
 
 
 def text(name: str, spec: AttentionSpec, constants: Mapping[str, int], memory: str = "memory") -> str:
@@ -46,16 +47,15 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int], memory: s
         "I, HIDDEN, INFINITE = np.int64, F(-np.inf), F(np.inf)",
         *(f"{name} = {value!r}" for name, value in numbers.items()),
     ]
-    return "\n".join([*head, *map(_part, ("scalar",)), modify.text(spec), *map(_part, parts(name))])
+    return "\n".join([*head, *map(_part, ("common/scalar",)), modify.text(spec), *map(_part, parts(name))])
 
 
 def parts(name: str) -> list[str]:
     """The files of kernels/ that make up a kernel, those that others build on first."""
-    first, _, _ = _part(name).partition("\n")
-    builds_on = first.removeprefix("# parts: ").replace(".py", "").split() if first.startswith("# parts: ") else []
     found: dict[str, None] = {}
-    for other in builds_on:
-        found.update(dict.fromkeys(parts(other)))
+    for line in takewhile(lambda line: line.startswith("# parts: "), _part(name).splitlines()):
+        for other in line.removeprefix("# parts: ").split():
+            found.update(dict.fromkeys(parts(other)))
     return [*found, name]
 
 
@@ -72,4 +72,4 @@ def library(name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ..
 
 def simulated(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> dict[str, Any]:
     """The module's names, as functions that run as Python."""
-    return module_of(name, text(name, spec, constants, "simulated"))
+    return module_of(name.replace("/", "_"), text(name, spec, constants, "simulated"))

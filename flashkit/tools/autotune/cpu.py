@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from ...devices import host, io_model, profiles, timing
-from . import search as tune
-from ...call.arguments import prepare
 from ...backends.cpu import objects, rates, threads
 from ...backends.cpu.backend import CpuBackend
+from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
-from ..bench.baselines import Case
-from ...spec import Gradients, ITEMSIZE
+from ...devices import host, io_model, profiles, timing
 from ...devices.io_model import CpuTile
 from ...devices.timing import Timing
-from .trials import Truth
-from .search import DROP, Effort, Target, digits
+from ...spec import ITEMSIZE, Gradients
+from ..bench.baselines import Case
+from . import search as tune
 from .log import Rates
+from .search import DROP, Effort, Target, digits
+from .trials import Truth
 
 VERIFIED_TOKENS = 777
 """A number of tokens that no tile divides: the last tile of each row and column is a partial one."""

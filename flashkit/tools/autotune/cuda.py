@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 
 from ... import dispatch
-from ...devices import host, profiles, timing
-from ...call.arguments import prepare
 from ...backends.cuda_common import device, launch
 from ...backends.cuda_common.arguments import Arguments
 from ...backends.cuda_common.backend import CudaBackend
 from ...backends.cuda_common.device import Device
-from ...backends.cuda_common.generation import Generation, IN_ROW, OWN_CHOICE, Pass
+from ...backends.cuda_common.generation import IN_ROW, OWN_CHOICE, Generation, Pass
+from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
-from ..bench.baselines import Case
+from ...devices import host, profiles, timing
 from ...devices.schema import TileRow
-from ...spec import Gradients, ITEMSIZE, Problem
 from ...devices.timing import Timing
-from .trials import Truth
-from .search import DROP, Effort, Target, digits
+from ...spec import ITEMSIZE, Gradients, Problem
+from ..bench.baselines import Case
 from .log import Rates
+from .search import DROP, Effort, Target, digits
+from .trials import Truth
 
 QUICK = Effort(("bfloat16", "float16", "float32"), (64, 128), tokens=2048, blocks=12, shapes=0, rounds=7, budget=150.0)
 FULL = Effort(

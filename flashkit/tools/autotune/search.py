@@ -32,8 +32,8 @@ from rich.table import Table
 from ... import dispatch
 from ...devices import profiles, timing
 from ...devices.schema import Kind
-from ...spec import Direction, ITEMSIZE
 from ...devices.timing import Timing
+from ...spec import ITEMSIZE, Direction
 from .log import Log, Rates, Stage, Trial
 
 DROP = 2.0

@@ -333,8 +333,8 @@ def yardsticks(
 
 def _read(arrays: Arrays, threads: int) -> Callable[[], object]:
     """All threads read these arrays, a part each."""
-    from ...devices import host
     from ...backends.cpu.rates import reader
+    from ...devices import host
 
     lanes = host.lanes_of(host.cpu_features())
     parts = [np.array_split(array.view(np.uint8).reshape(-1), threads) for array in arrays]

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from ... import dispatch
-from ...devices import timing
 from ...api import attention, attention_vjp
+from ...devices import timing
 from ...errors import UnsupportedError
-from .baselines import BLOCK, Case, Entry, Peer, Yardstick, dense, dense_flops, torch_entry
 from ...spec import Direction
+from .baselines import BLOCK, Case, Entry, Peer, Yardstick, dense, dense_flops, torch_entry
 
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 

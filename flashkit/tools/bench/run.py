@@ -27,9 +27,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...devices import timing
-from .baselines import Case, Entry, PEERS, Peer, REQUIRES, Yardstick, missing, with_flashkit, yardsticks
-from ...spec import Direction, Verdict
 from ...devices.timing import Timing
+from ...spec import Direction, Verdict
+from .baselines import PEERS, REQUIRES, Case, Entry, Peer, Yardstick, missing, with_flashkit, yardsticks
 
 SCHEMA = 1
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -124,8 +124,9 @@ def on_cuda() -> Place:
     import cupy
 
     return Place(
-        CUDA_SUITES, CUDA_QUICK, baselines_cuda.PEERS, baselines_cuda.REQUIRES, baselines_cuda.with_flashkit, baselines_cuda.arrays_of,
-        timing.cuda_machine, baselines_cuda.yardsticks, cupy.cuda.runtime.deviceSynchronize, on_cpu=False,
+        CUDA_SUITES, CUDA_QUICK, baselines_cuda.PEERS, baselines_cuda.REQUIRES, baselines_cuda.with_flashkit,
+        baselines_cuda.arrays_of, timing.cuda_machine, baselines_cuda.yardsticks,
+        cupy.cuda.runtime.deviceSynchronize, on_cpu=False,
     )  # fmt: skip
 
 

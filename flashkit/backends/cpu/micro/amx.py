@@ -22,7 +22,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .vector import Block, I32, I64, I8, Loop, Memory, declared, fill, fma, splat
+from .vector import I8, I32, I64, Block, Loop, Memory, declared, fill, fma, splat
 
 EDGE = 16
 """Rows of a tile, and words of a row."""

@@ -32,10 +32,10 @@ from llvmlite import ir
 from . import amx
 from .product import emit_product
 from .vector import (
-    Block,
     I16,
     I32,
     I64,
+    Block,
     Loop,
     Memory,
     column_groups,

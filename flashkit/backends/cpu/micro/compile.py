@@ -12,9 +12,9 @@ from typing import Any
 
 from llvmlite import binding
 
-from . import bf16_pairs, gemv, product, softmax, transposes, vector
 from .. import objects
 from ..objects import Object, machine
+from . import bf16_pairs, gemv, product, softmax, transposes, vector
 from .vector import Block
 
 KERNELS: dict[str, tuple[int, Callable[..., None]]] = {

@@ -30,15 +30,15 @@ from llvmlite import ir
 
 from .bf16_pairs import EXP2_SHORT, dot, rounded
 from .vector import (
-    Block,
     I16,
     I32,
     I64,
     LOG2E,
-    Loop,
-    Memory,
     SIZE,
     STORED,
+    Block,
+    Loop,
+    Memory,
     exp,
     exp2,
     fill,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from .vector import Block, I64, Loop, Memory, fill, fma, splat
+from .vector import I64, Block, Loop, Memory, fill, fma, splat
 
 Multiply = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from .vector import Block, I64, Loop, Memory, column_groups, exp, fill, from_bits, splat
+from .vector import I64, Block, Loop, Memory, column_groups, exp, fill, from_bits, splat
 
 
 def emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from .vector import (
-    Block,
     I32,
     I64,
-    Loop,
-    Memory,
     SIZE,
     STORED,
+    Block,
+    Loop,
+    Memory,
     fill,
     fma,
     from_bits,

@@ -1,4 +1,5 @@
-# parts: common/tiles common/fragment sm90/pipeline sm90/bwd_layout common/softmax sm90/bwd_tile_scheduler sm90/dq_semaphore sm90/bwd_softmax sm90/bwd_preprocess
+# parts: common/tiles common/fragment sm90/pipeline sm90/bwd_layout common/softmax
+# parts: sm90/bwd_tile_scheduler sm90/dq_semaphore sm90/bwd_softmax sm90/bwd_preprocess
 # Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2; warp groups with roles as in
 # FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper: weights recomputed from the log-sum-exp, five
 # products.

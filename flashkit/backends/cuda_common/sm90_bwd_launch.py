@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...mods import expr
 from ... import mods
+from ...mods import expr
 from ...spec import AttentionSpec
 from .arguments import AT, Arguments
+from .bwd_preprocess import RowKernels
 from .device import Device
 from .generation import Kernels, Spare
-from .sm90 import WATCHDOG, chunks, padded
+from .l2_swizzle import bytes_of_queries, heads_together
 from .launch import Library, check_grid, scratch
 from .modification import is_of_blocks, is_small
-from .bwd_preprocess import RowKernels
+from .sm90_launch import WATCHDOG, chunks, padded
 from .tensor_maps import Tickets, addressable, tensor_map
-from .l2_swizzle import bytes_of_queries, heads_together
 
 _CACHED = 12_000_000  # bytes of the heads that blocks work at together, well within half of the L2 cache
 _CACHED_IN_ORDER = 34_000_000

@@ -9,11 +9,11 @@ from typing import Any
 from ...spec import AttentionSpec
 from . import compiler
 from .arguments import Arguments
+from .bwd_preprocess import RowKernels
 from .device import Device
 from .generation import Kernels
-from .launch import check_grid, scratch
-from .bwd_preprocess import RowKernels
 from .l2_swizzle import bytes_of_queries, heads_together
+from .launch import check_grid, scratch
 
 _CACHED = 40_000_000  # bytes of the heads that blocks work at together
 _STORING = 256  # threads
@@ -29,7 +29,7 @@ class OrderedBackward:
         constants: Mapping[str, int], columns: int,
     ) -> None:  # fmt: skip
         self.tile, self.why, self._columns = tile, why, columns
-        library = kernels("sm80_backward", spec, tuple(constants.items()), compiler.target(device.capability))
+        library = kernels("sm80/backward", spec, tuple(constants.items()), compiler.target(device.capability))
         self.rows = RowKernels(kernels, spec, device)
         self.libraries = [library, self.rows.library]
         self._kernel = library.kernel("sm80_backward", device, tile.shared_memory(spec))

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
-from .arguments import AT, Arguments, MOVED, addresses, aligned
-from .device import Device, MODELS
+from .arguments import AT, MOVED, Arguments, addresses, aligned
+from .device import MODELS, Device
 from .generation import Spare
+from .l2_swizzle import bytes_of_keys, heads_together
 from .launch import Library, TensorMap, check_grid
 from .tensor_maps import Maps, Tickets, maps_of, strides_fit
-from .l2_swizzle import bytes_of_keys, heads_together
 
 FEW_ROWS = 64
 MANY_KEYS = 1024
