@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from flashkit import BlockMask, mods
-from flashkit.backends.cuda_common import arguments as block
-from flashkit.backends.cuda_common import compiler, modification, simt, sm90_bwd_launch, tensor_maps
+from flashkit.backends.cuda_common import compiler, modification, params, simt, sm90_bwd_launch, tensor_maps
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
@@ -143,16 +142,16 @@ def test_too_many_values_are_refused_with_a_sentence() -> None:
 
 
 def test_the_block_of_arguments_is_the_structure() -> None:
-    """Names, order and offsets of Params in C++ and of the words in Python; its size is asserted by every kernel."""
-    text = (specialise.FOLDER / "common/params.cuh").read_text()
-    body = text[text.index("struct Params {") : text.index("// Kernel arguments lie")]
-    fields = []
-    for line in re.findall(r"^    ([^/\n]+);", body, re.MULTILINE):
-        kind = "Tensor " if line.startswith("Tensor") else ""
-        declared = re.sub(r"^((const|unsigned|long|double|void|Tensor)\b *)+|\*", "", line)
-        fields += [kind + re.sub(r"\[.*", "", name).strip() for name in declared.split(",")]
-    expected = [f"Tensor {name}" for name in block.TENSORS] + [*block.WORDS, "values"]
-    assert fields == expected
+    """Names and order of the fields in C++ and of the words that the host writes; every kernel asserts the size."""
+    body = params.cuda_header().split("struct Params {")[1]
+    declared = re.findall(r"^    (.*[ *])(\w+);  //", body, re.MULTILINE)
+    assert [name for _, name in declared] == [field.name for field in params.FIELDS]
+    assert [kind == "Tensor " for kind, _ in declared] == [field.kind == "tensor" for field in params.FIELDS]
+    at = 0
+    for field in params.FIELDS:
+        assert params.AT[field.name] == at
+        at += 4 if field.kind == "tensor" else 1
+    assert at == params.VALUES
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------

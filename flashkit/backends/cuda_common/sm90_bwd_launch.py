@@ -8,13 +8,14 @@ from typing import Literal
 from ... import mods
 from ...mods import expr
 from ...spec import AttentionSpec
-from .arguments import AT, Arguments
+from .arguments import Arguments
 from .bwd_preprocess import RowKernels
 from .device import Device
 from .generation import Kernels, Spare
-from .l2_swizzle import bytes_of_queries, heads_together
+from .l2_swizzle import bytes_of_queries, heads_per_l2_group
 from .launch import Library, check_grid, scratch
 from .modification import is_of_blocks, is_small
+from .params import AT
 from .sm90_launch import WATCHDOG, chunks, padded
 from .tensor_maps import Tickets, addressable, tensor_map
 
@@ -192,16 +193,19 @@ class Backward:
         together = blocks_together(spec)
         words = 1 + together * -(-keys // 31)
         at_a_time, of_head, tiles = self.heads_at_a_time(arguments), queries * spec.group, queries * heads
-        ahead = 1 + 2 * every  # numbers before the marks: kernels/sm90_backward_rows.cuh
-        marks = scratch((ahead + tiles * words,), "int32")
-        arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums)
-        arguments.words[AT["partial_lse"] : AT["partial_lse"] + 4] = [
-            marks.data.ptr + 4 * ahead, arguments.heads * queries * words, queries * words, words
+        n_counters = 1 + 2 * every  # kernels/sm90/bwd_preprocess.cuh
+        semaphore = scratch((n_counters + tiles * words,), "int32")
+        arguments.tensors(bwd_lse=numbers[0], delta=numbers[1], dq_accum=sums)
+        arguments.words[AT["dq_semaphore"] : AT["dq_semaphore"] + 4] = [
+            semaphore.data.ptr + 4 * n_counters, arguments.heads * queries * words, queries * words, words
         ]  # fmt: skip
         before = min(tiles, at_a_time * of_head + _LEAD // together * -(-of_head // keys))
         if self._beside and not many_steps(self._seen, arguments.n_q, arguments.n_k, arguments.density):
             before = tiles
-        arguments.set(splits=at_a_time, before=before, ticket=self._tickets.next(stream))
+        arguments.set(
+            heads_per_l2_group=at_a_time, preprocessed_tiles=before, preprocess_counters=semaphore.data.ptr,
+            tile_counter=self._tickets.next(stream),
+        )  # fmt: skip
         self._prepare.launch(before if self._beside else tiles, 256, arguments, stream)
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in self.boxes()]
         items, most = keys * every, max(1, self.device.sms // together)
@@ -230,7 +234,7 @@ class Backward:
         if spec.deterministic:
             queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
             items = (1 if queries > keys else 3) * self.device.sms // blocks_together(spec)
-            return heads_together(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
+            return heads_per_l2_group(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
         if spec.mask is None:
             return 1
-        return min(every, heads_together(every, _CACHED // bytes_of_queries(arguments)), _MOST_HEADS)
+        return min(every, heads_per_l2_group(every, _CACHED // bytes_of_queries(arguments)), _MOST_HEADS)

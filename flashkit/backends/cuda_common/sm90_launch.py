@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
-from .arguments import AT, MOVED, Arguments, addresses, aligned
+from .arguments import MOVED, Arguments, addresses, aligned
 from .device import MODELS, Device
 from .generation import Spare
-from .l2_swizzle import bytes_of_keys, heads_together
+from .l2_swizzle import bytes_of_keys, heads_per_l2_group
 from .launch import Library, TensorMap, check_grid
+from .params import AT
 from .tensor_maps import Maps, Tickets, maps_of, strides_fit
 
 FEW_ROWS = 64
@@ -25,7 +26,7 @@ _CACHED = 34_000_000  # bytes of keys and values that blocks work at together, w
 _CACHED_LOOKED_UP = 9_000_000  # where each block has tiles of its own: 2 % faster with a tenth of blocks at random
 _SHARED = MODELS["sm_90a"].shared_per_block
 SHORT = 1536  # queries: of fewer under a mask, tiles of 192 rows would mostly be empty
-_TOGETHER, _TICKET = AT["splits"], AT["ticket"]
+_TOGETHER, _TICKET = AT["heads_per_l2_group"], AT["tile_counter"]
 CHOSEN = "chosen for an H200"
 WATCHDOG = bool(int(os.environ.get("FLASHKIT_CUDA_WATCHDOG") or 0))
 """Whether a barrier that is waited for too long stops the kernel, to find mistakes in protocols."""
@@ -200,7 +201,7 @@ class Forward:
         check_grid(items)
         maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(spec) if box[0] in self._addressed]
         cached = _CACHED_LOOKED_UP if modification.looks_at_ranges(spec) else _CACHED
-        together = heads_together(heads, cached // bytes_of_keys(arguments))
+        together = heads_per_l2_group(heads, cached // bytes_of_keys(arguments))
         return Shaped(min(items, self.device.sms), together, tuple(maps))
 
     def run(self, arguments: Arguments, stream: int) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler
-from ..cuda_common.arguments import AT, Arguments
+from ..cuda_common.arguments import Arguments
 from ..cuda_common.bwd_preprocess import RowKernels
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Spare
-from ..cuda_common.l2_swizzle import heads_together
+from ..cuda_common.l2_swizzle import heads_per_l2_group
 from ..cuda_common.launch import Block, TensorMap, check_grid, scratch
+from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import CHOSEN, WATCHDOG, chunks, padded
 from ..cuda_common.tensor_maps import Tickets, encode
 from . import specialise
@@ -188,7 +189,7 @@ class Sm90Float32Backward:
         (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
         queries = -(-arguments.n_q // block) * block
         numbers = scratch((batch, arguments.heads, queries, _NUMBERS), "float32")
-        arguments.tensors(partial=numbers)
+        arguments.tensors(row_factors=numbers)
         self._numbers.launch(-(-batch * arguments.heads * queries // 256), 256, arguments, stream)
         for of_queries, kernel in self._kernels:
             rows, columns = ((q, dout), (k, v)) if of_queries else ((k, v), (q, dout))
@@ -197,8 +198,8 @@ class Sm90Float32Backward:
             check_grid(items)
             maps = [*(each.map(64) for each in rows), *(each.map(block) for each in columns)]
             bytes_of_head = sum(2 * each.columns * each.tokens for each in columns) * columns[0].heads // rows[0].heads
-            together = heads_together(heads, _CACHED // bytes_of_head) if arguments.spec.mask is not None else 1
-            arguments.set(splits=together, ticket=self._tickets.next(stream))
+            together = heads_per_l2_group(heads, _CACHED // bytes_of_head) if arguments.spec.mask is not None else 1
+            arguments.set(heads_per_l2_group=together, tile_counter=self._tickets.next(stream))
             if items:
                 blocks = min(items, self.device.sms)
                 kernel.launch(blocks, _THREADS_BACKWARD, arguments.with_maps(maps), stream)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ...spec import AttentionSpec
-from ..cuda_common import arguments, compiler, modification
+from ..cuda_common import arguments, compiler, modification, params
 from ..cuda_common.launch import Library
 from . import modify
 
@@ -26,6 +26,7 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
     lines = [f"constexpr {'bool' if isinstance(x, bool) else 'int'} {n} = {int(x)};" for n, x in numbers.items()]
     text = [
         *lines,
+        f'#include "{params.HEADER}"',
         '#include "common/params.cuh"',
         f"constexpr int STORAGE = {spec.dtype.upper()};",
         '#include "common/scalar.cuh"',
@@ -34,7 +35,7 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         functions,
         f'#include "{name}.cu"',
     ]
-    return compiler.Source(name.replace("/", "_"), "\n".join(text) + "\n", compiler.headers(FOLDER))
+    return compiler.Source(name.replace("/", "_"), "\n".join(text) + "\n", (*compiler.headers(FOLDER), (params.HEADER, params.cuda_header())))
 
 
 @lru_cache(maxsize=4096)

@@ -7,10 +7,11 @@ from functools import partial
 
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler
-from ..cuda_common.arguments import AT, Arguments, in_units
+from ..cuda_common.arguments import Arguments, in_units
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, Kernels, Spare
 from ..cuda_common.launch import check_grid
+from ..cuda_common.params import AT
 
 ROWS = 16  # of a warp
 LEAST_TILES = 2  # of keys, for a warp
@@ -97,7 +98,7 @@ class Decode:
         parts = -(-max(1, min(self._slots // items, most)) // tile.warps) * tile.warps
         check_grid(items * parts // tile.warps, rows * self._shares)
         held = arguments.partial_results(parts)
-        arguments.words[AT["splits"]] = parts
+        arguments.words[AT["num_splits"]] = parts
         self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream, self._early)
         self._combine.launch(rows * self._shares, 32 * COMBINERS, arguments, stream, self._early)
         del held

@@ -7,7 +7,7 @@ constexpr int PER_UNIT = 16 / sizeof(storage), UNITS = (HEAD_DIM_V + PER_UNIT - 
 constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;
 constexpr float NO_ROW = 1e30f;
 extern "C" __global__ void __launch_bounds__(128) prepare(KERNEL_PARAMS) {
-    const long long index = ((long long)blockIdx.x * 128 + threadIdx.x) / LANES, rows = p.shift.head;
+    const long long index = ((long long)blockIdx.x * 128 + threadIdx.x) / LANES, rows = p.bwd_lse.head;
     const int lane = threadIdx.x % LANES;
     const bool exists = index < p.batch * p.heads * rows;
     const long long row = index % rows, h = index / rows % p.heads, b = exists ? index / rows / p.heads : 0;
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(128) prepare(KERNEL_PARAMS) {
         const bool empty = lse == HIDDEN;
         if (p.dlse.data != nullptr && row < p.n_q) total -= *row_at<const fk_float>(p.dlse, b, h, row);
         *row_at<fk_float>(p.delta, b, h, row) = empty ? (fk_float)0 : total;
-        *row_at<fk_float>(p.shift, b, h, row) = empty ? INFINITE : lse;
+        *row_at<fk_float>(p.bwd_lse, b, h, row) = empty ? INFINITE : lse;
     }
 }
 
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256) sink_gradients(KERNEL_PARAMS) 
         const fk_float sink = static_cast<const fk_float*>(p.sinks)[h];
         for (long long index = threadIdx.x; index < p.batch * p.n_q; index += 256) {
             const long long b = index / p.n_q, row = index % p.n_q;
-            const fk_float weight = fk_exp(sink - *row_at<const fk_float>(p.shift, b, h, row));
+            const fk_float weight = fk_exp(sink - *row_at<const fk_float>(p.bwd_lse, b, h, row));
             if (weight != 0) total -= (double)(weight * *row_at<const fk_float>(p.delta, b, h, row));
         }
     }

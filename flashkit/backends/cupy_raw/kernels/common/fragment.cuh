@@ -37,6 +37,6 @@ DEVICE void drop_pair(float& w0, float& w1, const Params& p, int b, int h, int r
     const Words words = philox(p.seed, key >> 2, row, h, b);
     const bool upper = key & 2;
     const unsigned word0 = upper ? words.word[2] : words.word[0], word1 = upper ? words.word[3] : words.word[1];
-    w0 = word0 >= (unsigned)p.threshold ? w0 * (float)p.kept_scale : 0;
-    w1 = word1 >= (unsigned)p.threshold ? w1 * (float)p.kept_scale : 0;
+    w0 = word0 >= (unsigned)p.dropout_threshold ? w0 * (float)p.dropout_scale : 0;
+    w1 = word1 >= (unsigned)p.dropout_threshold ? w1 * (float)p.dropout_scale : 0;
 }

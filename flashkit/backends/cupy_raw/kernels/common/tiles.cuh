@@ -118,5 +118,5 @@ DEVICE fk_float drop(fk_float weight, const Params& p, long long b, long long h,
     const Words words = philox(p.seed, key >> 2, row, h, b);
     const int lane = key & 3;
     const unsigned word = lane == 0 ? words.word[0] : lane == 1 ? words.word[1] : lane == 2 ? words.word[2] : words.word[3];
-    return word >= (unsigned)p.threshold ? weight * (fk_float)p.kept_scale : (fk_float)0;
+    return word >= (unsigned)p.dropout_threshold ? weight * (fk_float)p.dropout_scale : (fk_float)0;
 }

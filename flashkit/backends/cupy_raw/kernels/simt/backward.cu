@@ -33,7 +33,7 @@ DEVICE void weights_and_gradients(const Params& p, int state, fk_float (&s)[ROWS
 #pragma unroll
     for (int i = 0; i < ROWS_EACH; ++i)
 #pragma unroll
-        for (int j = 0; j < COLUMNS_EACH; ++j) s[i][j] *= (fk_float)p.scale;
+        for (int j = 0; j < COLUMNS_EACH; ++j) s[i][j] *= (fk_float)p.softmax_scale;
     modify_tile<ROWS, COLUMNS, BACKWARD_KEYS, true>(p, state, s, slope, b, h, row0, p.n_q, k0, n_k);
     if constexpr (HAS_DROPOUT) drop_tile<ROWS, COLUMNS, BACKWARD_KEYS>(p, dp, b, h, row0, k0);
     constexpr int QUERIES_EACH = BACKWARD_KEYS ? COLUMNS_EACH : ROWS_EACH;
@@ -41,7 +41,7 @@ DEVICE void weights_and_gradients(const Params& p, int state, fk_float (&s)[ROWS
 #pragma unroll
     for (int x = 0; x < QUERIES_EACH; ++x) {
         const long long row = row0 + (BACKWARD_KEYS ? tx + x * TX : ty + x * TY);
-        shift[x] = row < p.n_q ? *row_at<const fk_float>(p.shift, b, h, row) : INFINITE;
+        shift[x] = row < p.n_q ? *row_at<const fk_float>(p.bwd_lse, b, h, row) : INFINITE;
         delta[x] = row < p.n_q ? *row_at<const fk_float>(p.delta, b, h, row) : (fk_float)0;
     }
 #pragma unroll
@@ -50,7 +50,7 @@ DEVICE void weights_and_gradients(const Params& p, int state, fk_float (&s)[ROWS
         for (int j = 0; j < COLUMNS_EACH; ++j) {
             const int x = BACKWARD_KEYS ? j : i;
             s[i][j] = weight_of((s[i][j] - shift[x]) * LOG2E);
-            fk_float gradient = s[i][j] * (dp[i][j] - delta[x]) * (fk_float)p.scale;
+            fk_float gradient = s[i][j] * (dp[i][j] - delta[x]) * (fk_float)p.softmax_scale;
             if constexpr (HAS_SCORE) gradient *= slope[i][j];
             dp[i][j] = s[i][j] == 0 ? (fk_float)0 : gradient;
         }

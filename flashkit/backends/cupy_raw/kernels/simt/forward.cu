@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
 #pragma unroll
             for (int i = 0; i < ROWS_EACH; ++i)
 #pragma unroll
-                for (int j = 0; j < KEYS_EACH; ++j) s[i][j] *= (fk_float)p.scale;
+                for (int j = 0; j < KEYS_EACH; ++j) s[i][j] *= (fk_float)p.softmax_scale;
             modify_tile<BLOCK_Q, BLOCK_K, false, false>(p, walk.state, s, s, b, h, row0, p.n_q, k0, n_k);
             online_softmax(s, m, l, output);
             if constexpr (HAS_DROPOUT) drop_tile<BLOCK_Q, BLOCK_K, false>(p, s, b, h, row0, k0);

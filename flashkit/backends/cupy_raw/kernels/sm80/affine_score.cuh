@@ -20,7 +20,7 @@ template <int KEYS, int SPAN, int PACK, int TILES, typename F>
 DEVICE bool lines_of(const Params& p, int b, int h, long long offset, int rows, int row0, int k0, int key,
                    Line (&line)[TILES][2], F row_of) {
     constexpr bool ALIKE = DIAGONAL && PACK == 1;  // a step along a row is one from row to row, the other way
-    const float scale = (float)p.scale;
+    const float scale = (float)p.softmax_scale;
     bool straight = true;
     float step = 0, corner = 0;
     if (SLOPED && ALIKE) {

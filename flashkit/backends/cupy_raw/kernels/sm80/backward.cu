@@ -14,7 +14,7 @@
 //
 // dQ is summed over blocks. With ORDERED a block adds to a tile of queries when all blocks before it are done with it, so
 // the bits never change: `done` has a bit for each pair of tiles. Blocks take their work by ticket in that order, so
-// whoever waits, waits for a block that runs. Blocks work at p.splits heads at a time, whose rows and sums the L2 cache
+// whoever waits, waits for a block that runs. Blocks work at p.heads_per_l2_group heads at a time, whose rows and sums the L2 cache
 // holds; so many blocks are at one head, and the order has to be one in which they follow each other at the distance of
 // a tile: the last keys come first, and a block goes over its queries from the first on. Under a causal mask it begins at
 // its diagonal, where it is the first to add, and nobody waits. Only the last heads go the other way round: their blocks
@@ -71,12 +71,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (ORDERED) {
-        if (threadIdx.x == 0) ticket = atomicAdd(static_cast<unsigned*>(p.partial_lse.data) - 4, 1u);
+        if (threadIdx.x == 0) ticket = atomicAdd(p.tile_counter, 1u);
         __syncthreads();
     }
     const unsigned index = ORDERED ? ticket : blockIdx.x;
     const int heads = (int)p.heads / GROUP;
-    const int tiles_k = (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), all = heads * (int)p.batch, most = (int)p.splits;
+    const int tiles_k = (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), all = heads * (int)p.batch, most = (int)p.heads_per_l2_group;
     const Work work = work_of(index, tiles_k, all, most);
     const bool down = HAS_MASK && all > most && work.bh >= (all - 1) / most * most;  // the last heads, the other way
     const auto known = [](int x) { return LEAN ? x : (int)uniform(x); };
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                 const auto stage_of = [&](int i) { return base + AT_QUERIES + i % 2 * BYTES_STAGE; };
                 const auto load_rows = [&](int row0, unsigned stage, bool wanted) {  // pieces of shift, then of delta
                     const bool first = threadIdx.x < BLOCK_Q / 4;
-                    const float* rows = row_at<const float>(first ? p.shift : p.delta, b, at.h, row0);
+                    const float* rows = row_at<const float>(first ? p.bwd_lse : p.delta, b, at.h, row0);
                     copy_async(stage + AT_ROWS + threadIdx.x * 16, rows + threadIdx.x % (BLOCK_Q / 4) * 4, 0, 1,
                                wanted && threadIdx.x < BLOCK_Q / 2);
                 };
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                             dq, base + AT_DS + warp / (WARPS / WARPS_Q) * 16 * Q_TILES * PITCH_S, base, warp % (WARPS / WARPS_Q));
                         if (ORDERED) wait_for(done, seen, before_low, before_high);
                     };
-                    float* sums = row_at<float>(p.partial, b, at.h, tile) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
+                    float* sums = row_at<float>(p.dq_accum, b, at.h, tile) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
                     const auto add_dq = [&](int k, int steps) {
 #pragma unroll
                         for (int j = 0; j < Q_TILES * Q_COLUMNS; ++j)
@@ -235,6 +235,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     }
     copies_wait_all();  // of keys that no tile of queries waited for
     __syncthreads();
-    store_keys<DK, HEAD_DIM>(p, p.dk, at, head, dk, (float)p.scale, shared);
+    store_keys<DK, HEAD_DIM>(p, p.dk, at, head, dk, (float)p.softmax_scale, shared);
     store_keys<DV, HEAD_DIM_V>(p, p.dv, at, head, dv, 1.0f, shared);
 }

@@ -16,8 +16,8 @@ DEVICE float dot(const storage* x, const storage* y) {
 template <Gradient WHICH>
 DEVICE float pair(const Params& p, int b, int h, int query, int key) {
     const long long q = query + offset_of(p, b);
-    const float s = dot<HEAD_DIM>(row_at<storage>(p.q, b, h, query), row_at<storage>(p.k, b, h / GROUP, key)) * (float)p.scale;
-    const float lse = *row_at<float>(p.shift, b, h, query), x = modify<true>(s, b, h, query, q, key, p);
+    const float s = dot<HEAD_DIM>(row_at<storage>(p.q, b, h, query), row_at<storage>(p.k, b, h / GROUP, key)) * (float)p.softmax_scale;
+    const float lse = *row_at<float>(p.bwd_lse, b, h, query), x = modify<true>(s, b, h, query, q, key, p);
     const float w = x == HIDDEN ? 0.0f : exp2_fast((x - lse) * LOG2E);
     if (w == 0) return 0;
     if constexpr (WHICH == DV) return HAS_DROPOUT ? drop(w, p, b, h, query, key) : w;
@@ -109,8 +109,8 @@ struct Eights {
 extern "C" __global__ void __launch_bounds__(256, 6) store_queries(KERNEL_PARAMS) {
     const int tiles = (int)((p.n_q + BLOCK_Q - 1) / BLOCK_Q);
     const int tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
-    const float* sums = row_at<const float>(p.partial, b, h, tile);
-    const float scale = (float)p.scale;
+    const float* sums = row_at<const float>(p.dq_accum, b, h, tile);
+    const float scale = (float)p.softmax_scale;
     constexpr int EIGHTS = BLOCK_Q * padded(HEAD_DIM) / 16;
     bool odd = false;
 #pragma unroll 2

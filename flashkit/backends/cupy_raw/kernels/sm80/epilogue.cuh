@@ -80,11 +80,11 @@ DEVICE void finish(const Params& p, const Place& at, int part, const float (&m)[
             for (int n = 0; n < COLUMNS; ++n) output[i][n][2 * half] *= factor, output[i][n][2 * half + 1] *= factor;
             if (index >= at.rows) continue;
             if (threadIdx.x % 4 == 0 && at.share() == 0) {
-                if constexpr (SPLIT) *row_at<float>(p.partial_lse, part * p.batch + at.b, h, row) = lse;
+                if constexpr (SPLIT) *row_at<float>(p.lse_partial, part * p.batch + at.b, h, row) = lse;
                 else *row_at<float>(p.lse, at.b, h, row) = lse;
             }
             if constexpr (SPLIT) {
-                float* target = row_at<float>(p.partial, part * p.batch + at.b, h, row);
+                float* target = row_at<float>(p.o_partial, part * p.batch + at.b, h, row);
 #pragma unroll
                 for (int n = 0; n < COLUMNS; ++n) {
                     const int column = at.column(n);

@@ -2,7 +2,7 @@
 //
 // A block of WARPS warps takes BLOCK_Q rows and goes over the tiles of keys that they see. With PACK > 1 a row is one
 // of the PACK query heads that share a key/value head, at one token: all of them use what is loaded once. With SPLIT a
-// block takes one of p.splits parts of the keys, and `combine` joins the parts (FlashDecoding).
+// block takes one of p.num_splits parts of the keys, and `combine` joins the parts (FlashDecoding).
 //
 //     Q          [BLOCK_Q][HEAD_DIM]            shared memory
 //     K, V       [STAGES][BLOCK_K][..]          shared memory, filled STAGES - 1 tiles ahead
@@ -97,12 +97,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     const unsigned q_of_warp = q_shared + Place::row_of_warp() * pitch(HEAD_DIM);
 
     const int heads = (int)p.heads / PACK, rows = (int)p.n_q * PACK, tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
-    const unsigned parts = SPLIT ? (unsigned)p.splits : 1, part = blockIdx.x % parts;
-    // Tiles with most to do first, of p.splits heads at a time, whose keys and values are in the L2 cache together; of
+    const unsigned parts = SPLIT ? (unsigned)p.num_splits : 1, part = blockIdx.x % parts;
+    // Tiles with most to do first, of p.heads_per_l2_group heads at a time, whose keys and values are in the L2 cache together; of
     // the tiles with least to do a quarter is left to the end, where they even out when blocks finish.
     const unsigned all = heads * (unsigned)p.batch, index = blockIdx.x / parts, early = HAS_MASK ? tiles - tiles / 4 : tiles;
     Work work;
-    if (!HAS_MASK || index < early * all) work = work_of(index, early, all, SPLIT ? all : (unsigned)p.splits);
+    if (!HAS_MASK || index < early * all) work = work_of(index, early, all, SPLIT ? all : (unsigned)p.heads_per_l2_group);
     else work = {(int)(index / all), (int)(index % all)};
     const int b = work.bh / heads, h = work.bh % heads * PACK, row0 = (tiles - 1 - work.tile) * BLOCK_Q;
     const Place at{b, h, row0, rows, (int)keys_of(p, b), offset_of(p, b)};
@@ -245,10 +245,10 @@ extern "C" __global__ void __launch_bounds__(JOIN_COLUMNS * JOIN_GROUPS) combine
     __shared__ float totals[JOIN_GROUPS][JOIN_COLUMNS], sums[JOIN_GROUPS];
     await_kernel_before(), allow_next_kernel();
     const long long row = blockIdx.x % p.n_q, h = blockIdx.x / p.n_q % p.heads, b = blockIdx.x / p.n_q / p.heads;
-    const int column = threadIdx.x % JOIN_COLUMNS, group = threadIdx.x / JOIN_COLUMNS, parts = (int)p.splits;
-    const float* lse = row_at<const float>(p.partial_lse, b, h, row);
-    const float* partial = row_at<const float>(p.partial, b, h, row) + column;
-    const long long lse_step = p.batch * p.partial_lse.batch, step = p.batch * p.partial.batch;
+    const int column = threadIdx.x % JOIN_COLUMNS, group = threadIdx.x / JOIN_COLUMNS, parts = (int)p.num_splits;
+    const float* lse = row_at<const float>(p.lse_partial, b, h, row);
+    const float* partial = row_at<const float>(p.o_partial, b, h, row) + column;
+    const long long lse_step = p.batch * p.lse_partial.batch, step = p.batch * p.o_partial.batch;
 
     const float sink = HAS_SINKS ? static_cast<const float*>(p.sinks)[h] : HIDDEN;
     float top = sink;

@@ -3,13 +3,13 @@
 #include "sm80/layout.cuh"
 
 // The scale to base 2; in float32 it is rounded once.
-DEVICE float base_2(const Params& p) { return WIDE ? (float)(p.scale * 1.4426950408889634) : (float)p.scale * LOG2E; }
+DEVICE float base_2(const Params& p) { return WIDE ? (float)(p.softmax_scale * 1.4426950408889634) : (float)p.softmax_scale * LOG2E; }
 
 // Scores as they come from the product to scores in base 2, -inf where hidden. POSITION: the type that positions fit.
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
     using I = typename Chosen<sizeof(POSITION) == 4, position, long long>::type;  // of the score modification
-    const float scale = HAS_SCORE ? (float)p.scale : base_2(p);
+    const float scale = HAS_SCORE ? (float)p.softmax_scale : base_2(p);
     const Tanh tanh;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)

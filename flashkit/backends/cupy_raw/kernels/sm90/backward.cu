@@ -105,10 +105,10 @@ constexpr int AHEAD = LOOKED_UP ? 20 : 4;  // how many tiles before the end of a
 constexpr int SLEEP = ORDERED ? 100 : LOOKED_UP ? 200 : 1000;
 
 DEVICE int tiles_of(long long n, int block) { return (int)((n + block - 1) / block); }
-DEVICE float* sums_of(const Params& p, int b, int h, int tile) { return row_at<float>(p.partial, b, h, tile); }
+DEVICE float* sums_of(const Params& p, int b, int h, int tile) { return row_at<float>(p.dq_accum, b, h, tile); }
 // A part of a tile's, from byte `part` on. where: the tile among all.
 DEVICE float* part_of_sums(const Params& p, int where, int part) {
-    return static_cast<float*>(p.partial.data) + (long long)where * (BYTES_SUMS / 4) + part / 4;
+    return static_cast<float*>(p.dq_accum.data) + (long long)where * (BYTES_SUMS / 4) + part / 4;
 }
 
 DEVICE void load_two(float (&x)[2], unsigned address) {
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(256) store_queries(KERNEL_PARAMS) {
     __shared__ __align__(16) unsigned short rows[BLOCK_Q * PITCH];
     const auto [b, h, tile] = tile_number(p, blockIdx.x);
     const int lane = threadIdx.x % 32;
-    const float scale = (float)p.scale;
+    const float scale = (float)p.softmax_scale;
     if (blockIdx.x + 1 == gridDim.x) await_kernel_before();
     else await_sums(p, b, h, tile);
     const bool written = !ORDERED || (__ldcg(marks_of(p, b, h, tile)) & WRITTEN);

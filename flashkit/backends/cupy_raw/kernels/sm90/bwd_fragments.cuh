@@ -28,7 +28,7 @@ struct Kept {
         const Words words = philox(p.seed, key >> 2, row, h, b);
         unsigned kept = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) kept |= (words.word[j] >= (unsigned)p.threshold ? 1u : 0u) << j;
+        for (int j = 0; j < 4; ++j) kept |= (words.word[j] >= (unsigned)p.dropout_threshold ? 1u : 0u) << j;
         return kept;
     }
     // Of rows 4 m + i (in the order of elements) lane i of four has bits 16 * half + 4 m + key % 4.
@@ -125,7 +125,7 @@ DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIR
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int i = 4 * n + 2 * half + c;
-                if (HAS_DROPOUT) dp[i] = kept.has(n, half, c) ? dp[i] * (float)p.kept_scale : 0.0f;
+                if (HAS_DROPOUT) dp[i] = kept.has(n, half, c) ? dp[i] * (float)p.dropout_scale : 0.0f;
                 x[c] = s[i] * (dp[i] - d[c]);
                 if (!PLAIN && s[i] == 0) x[c] = 0;
             }

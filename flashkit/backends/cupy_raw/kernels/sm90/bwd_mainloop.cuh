@@ -36,7 +36,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
     const auto keys = keys_ring(base);
     const auto values = values_ring(base);
     const auto pairs = pairs_ring(base);
-    const float unit = uniform_float((float)(p.scale * 1.4426950408889634));
+    const float unit = uniform_float((float)(p.softmax_scale * 1.4426950408889634));
     // What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
     const int lane = here(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 - 4);
     const unsigned warp_part = base + AT_SUMS + warp * BYTES_WARP, part = warp_part + lane * 16;  // a lane's place in what the warp sends of dQ
@@ -191,7 +191,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap& dk_map, const Tenso
         if (ORDERED) wait(turn_of(base, n - 1), (n - 1) / 2 & 1);  // the sums have left
         constexpr int PIECES = BYTES_WARP / BYTES_PIECE;
         send_keys<HEAD_DIM_V, 0, PIECES, BYTES_PIECE>(dv_map, at, 16 * warp, lane, warp_part, dv, 1.0f);
-        send_keys<HEAD_DIM, CHUNKS_V, PIECES, BYTES_PIECE>(dk_map, at, 16 * warp, lane, warp_part, dk, (float)p.scale);
+        send_keys<HEAD_DIM, CHUNKS_V, PIECES, BYTES_PIECE>(dk_map, at, 16 * warp, lane, warp_part, dk, (float)p.softmax_scale);
     }
     if (ORDERED && warp == 0 && lane == 0) ask(base, n, END, 0), ask(base, n + 1, END, 0);
     stores_wait();

@@ -30,7 +30,7 @@ DEVICE void multiply_pairs(const Params& p, const TensorMap& dv_map, unsigned ba
     const auto values = values_ring(base);
     const auto pairs = pairs_ring(base);
     const auto across = across_ring(base);
-    const float unit = uniform_float((float)(p.scale * 1.4426950408889634));
+    const float unit = uniform_float((float)(p.softmax_scale * 1.4426950408889634));
     const int lane = here(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 % 4);
     const unsigned hand = base + AT_PAIRS + warp * BYTES_HANDED, place = here(hand + swizzled(lane % 16, lane / 16));
     const unsigned there = mapped(hand + BYTES_PAIRS, 1 - rank), told = mapped(across.full, 1 - rank);
@@ -203,7 +203,7 @@ DEVICE void multiply_sums(const Params& p, const TensorMap& dk_map, unsigned bas
         } while (!last);
         settle(dk);
         warps_sync(2, 128);  // nobody reads the other block's keys any more: dK leaves through their place
-        send_keys<HEAD_DIM, 0, SHARE, HELD * CHUNK_ROW>(dk_map, at, HELD * rank + 16 * warp, lane, others_tile + warp * BYTES_PIECE, dk, (float)p.scale);
+        send_keys<HEAD_DIM, 0, SHARE, HELD * CHUNK_ROW>(dk_map, at, HELD * rank + 16 * warp, lane, others_tile + warp * BYTES_PIECE, dk, (float)p.softmax_scale);
         stores_wait_read();
         __syncwarp();
         others.release(number, lane);

@@ -1,6 +1,6 @@
 // What the Hopper backward pass has to know of rows, delta and the log-sum-exp in base 2, and sums of dQ that are zero.
 //
-// prepare_rows() does that before the kernel, for tiles of queries below p.before. Sums of the others are cleared by the kernel
+// prepare_rows() does that before the kernel, for tiles of queries below p.preprocessed_tiles. Sums of the others are cleared by the kernel
 // (unless ORDERED: then who adds first stores), some with each item, so far ahead that hardly anybody waits. Where BESIDE, rows
 // of the others are prepared by it, too: by two warps that have nothing else to do, with O and dO in the place of the next item's
 // keys, until these come, which is four tiles before the end of an item. If the tiles of an item's head are not ready then, they
@@ -14,9 +14,9 @@
 constexpr int AT_A_TIME = 64, BYTES_AT_A_TIME = AT_A_TIME * CHUNK_ROW * CHUNKS_V;  // rows of O, and of dO
 static_assert(!BESIDE || (!ORDERED && CHUNKS_V <= CHUNKS && KEY_BUFFERS == 2), "O and dO take the place of keys");
 
-DEVICE int* next_tile(const Params& p) { return static_cast<int*>(p.partial_lse.data) - 1; }
-DEVICE int* ready_of(const Params& p, int bh) { return next_tile(p) - 1 - bh; }  // bh: of keys
-DEVICE int* finished_of(const Params& p, int bh) { return ready_of(p, bh) - heads_of_keys(p); }
+DEVICE int* next_tile(const Params& p) { return p.preprocess_counters; }
+DEVICE int* ready_of(const Params& p, int bh) { return p.preprocess_counters + 1 + bh; }  // bh: of keys
+DEVICE int* finished_of(const Params& p, int bh) { return ready_of(p, bh) + heads_of_keys(p); }
 DEVICE int tiles_of_head(const Params& p) { return tiles_of(p.n_q, BLOCK_Q) * GROUP; }
 DEVICE int tiles_with_item(const Params& p) { return tiles_of(tiles_of_head(p), BLOCKS * tiles_of(p.n_k, BLOCK_K)); }
 
@@ -50,7 +50,7 @@ DEVICE bool store_numbers(const Params& p, int b, int h, int row, const Known& k
         shift = empty ? INFINITE : is_finite(known.lse) && is_finite(total) ? known.lse * LOG2E : fk_special(0);
     }
     *row_at<float>(p.delta, b, h, row) = total;
-    *row_at<float>(p.shift, b, h, row) = shift;
+    *row_at<float>(p.bwd_lse, b, h, row) = shift;
     return !is_finite(shift);
 }
 
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     const QueryTile at = tile_number(p, blockIdx.x);
     constexpr int AT_ONCE = 256 / LANES;
     const int lane = threadIdx.x % LANES;
-    if (!ORDERED && blockIdx.x < p.before) clear_sums(p, blockIdx.x, threadIdx.x, 256);
+    if (!ORDERED && blockIdx.x < p.preprocessed_tiles) clear_sums(p, blockIdx.x, threadIdx.x, 256);
     bool odd = false;
 #pragma unroll
     for (int from = 0; from < BLOCK_Q; from += AT_ONCE) {
@@ -96,10 +96,10 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     if constexpr (!ORDERED) {
         const int of_head = tiles_of_head(p), heads = heads_of_keys(p);
         for (int bh = blockIdx.x * 256 + threadIdx.x; bh < heads; bh += gridDim.x * 256) {
-            const long long ready = p.before - (long long)bh * of_head;
+            const long long ready = p.preprocessed_tiles - (long long)bh * of_head;
             *ready_of(p, bh) = ready < 0 ? 0 : ready < of_head ? (int)ready : of_head, *finished_of(p, bh) = 0;
         }
-        if (blockIdx.x == 0 && threadIdx.x == 0) *next_tile(p) = (int)p.before;
+        if (blockIdx.x == 0 && threadIdx.x == 0) *next_tile(p) = (int)p.preprocessed_tiles;
     }
 }
 

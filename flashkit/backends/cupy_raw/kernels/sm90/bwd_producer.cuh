@@ -79,7 +79,7 @@ DEVICE void clean_keys(unsigned tile, int exist, unsigned bits) {
 DEVICE int take_item(const Params& p, unsigned base, unsigned number) {
     const unsigned barrier = base + AT_TAKEN + number % 2 * 8, word = base + AT_TAKEN + 16 + number % 2 * 4;
     if (rank_of_block() == 0) {
-        const int index = (int)atomicAdd(p.ticket, 1u);
+        const int index = (int)atomicAdd(p.tile_counter, 1u);
         if (BLOCKS > 1) store_across(mapped(word, 1), index, mapped(barrier, 1));
         return index;
     }
@@ -212,7 +212,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         wait_patiently(base + AT_OVER, 0);
         for (unsigned i = number < BEHIND ? 0 : number - BEHIND; i < number; ++i) count_finished(i);
     }
-    if (leader && atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
+    if (leader && atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;  // as they were found
 }
 
 // --- loading ----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
         const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS;
         if (elected()) {
             // Numbers of rows lie one tile after the other.
-            const float *shifts = static_cast<const float*>(p.shift.data) + (long long)where * BLOCK_Q;
+            const float *shifts = static_cast<const float*>(p.bwd_lse.data) + (long long)where * BLOCK_Q;
             const float *deltas = static_cast<const float*>(p.delta.data) + (long long)where * BLOCK_Q;
             queries.wait_empty(n);
             const unsigned note = note_of(base, n);
@@ -354,7 +354,7 @@ DEVICE void keep_order(const Params& p, unsigned base, int which) {
         wait(asked_of(base, n), n / 4 & 1);
         const int where = load_word(slot_of(base, n)), tile_k = load_word(slot_of(base, n) + 4);
         if (where == END) break;
-        int* marks = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token;
+        int* marks = static_cast<int*>(p.dq_semaphore.data) + where * p.dq_semaphore.token;
         int* done = order_of(p, marks);
         // Of an item that is seen by no query nobody waits for the tile that it takes all the same: it leaves nothing there.
         Adding adding = ADDS_NOTHING;

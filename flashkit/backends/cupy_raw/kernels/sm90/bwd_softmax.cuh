@@ -60,15 +60,15 @@ DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned 
     constexpr bool IN_TURN = SMALL_SCORE && sizeof(POSITION) == 8;  // far positions, as in hide()
     const int n_k = (int)keys_of(p, at.b);
     const long long offset = offset_of(p, at.b);
-    const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
+    const float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
     auto odd_from = [&](int half) {  // bits of keys that are not finite, from that of the half's key on
         const int bit = at.first + key_of_lane(half);
         return (unsigned)load_word(at.odd + bit / 32 * 4) >> bit % 32;
     };
     auto keep = [&](int i, float w, float v) {
         if (HAS_DROPOUT) {
-            w = kept.has(i / 4, i / 2 % 2, 0) ? w * (float)p.kept_scale : 0.0f;
-            v = kept.has(i / 4, i / 2 % 2, 1) ? v * (float)p.kept_scale : 0.0f;
+            w = kept.has(i / 4, i / 2 % 2, 0) ? w * (float)p.dropout_scale : 0.0f;
+            v = kept.has(i / 4, i / 2 % 2, 1) ? v * (float)p.dropout_scale : 0.0f;
         }
         pairs[i / 2] = pack(w, v);
     };

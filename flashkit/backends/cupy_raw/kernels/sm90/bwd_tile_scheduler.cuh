@@ -16,7 +16,7 @@ DEVICE Ring<1> across_ring(unsigned base) { return {base + AT_ACROSS_RING, base 
 // that are done with it, and a bit for whether one of them has WRITTEN_HERE: who waits so learns at once if sums are there.
 constexpr int ORDER_BITS = 31;
 constexpr unsigned WRITTEN_HERE = 1u << ORDER_BITS;
-DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.partial_lse, b, h, tile); }
+DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.dq_semaphore, b, h, tile); }
 DEVICE int order_words(const Params& p) { return tiles_of(p.n_k, ORDER_BITS * BLOCK_K); }
 // The words behind a tile's mark; each block of a cluster has its own, as it has its own columns of dQ.
 DEVICE int rank_of_block() { return BLOCKS > 1 ? rank_in_cluster() : 0; }
@@ -40,7 +40,7 @@ DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 
 DEVICE int heads_of_keys(const Params& p) { return (int)(p.heads / GROUP * p.batch); }  // of all batch entries
 DEVICE int number_of_head(const Params& p, int b, int head) { return b * ((int)p.heads / GROUP) + head; }
 
-// Item number `index`: one head's tiles after the other's. With a mask that is not looked up, p.splits heads at a time, their first
+// Item number `index`: one head's tiles after the other's. With a mask that is not looked up, p.heads_per_l2_group heads at a time, their first
 // tiles, then their second, for under a causal mask the first keys are seen by most; of the last heads (EVENS_OUT) all at a time, so
 // that the items with least to do come last of all and blocks finish together. FROM_DIAGONAL: in descending order, but for those.
 constexpr bool EVENS_OUT = HAS_MASK && (ORDERED || !LOOKED_UP);
@@ -48,14 +48,14 @@ DEVICE int heads_at_last(const Params& p) {
     if constexpr (!EVENS_OUT) return 0;
     // In any order as many as are an item for each block: more would have to wait until their sums are cleared.
     const int all = heads_of_keys(p), one_each = tiles_of(gridDim.x / BLOCKS, tiles_of(p.n_k, BLOCK_K));
-    const int last = !ORDERED ? one_each : p.splits < 2 ? 2 : (int)p.splits;
+    const int last = !ORDERED ? one_each : p.heads_per_l2_group < 2 ? 2 : (int)p.heads_per_l2_group;
     return last < all ? last : all;
 }
 DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < heads_of_keys(p) - heads_at_last(p); }
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / GROUP, tiles = tiles_of(p.n_k, BLOCK_K), last = heads_at_last(p), first = heads_of_keys(p) - last;
     const bool at_last = EVENS_OUT && index >= first * tiles;
-    const Turn turn = at_last ? turn_of(index - first * tiles, tiles, last, last) : turn_of(index, tiles, first, (int)p.splits);
+    const Turn turn = at_last ? turn_of(index - first * tiles, tiles, last, last) : turn_of(index, tiles, first, (int)p.heads_per_l2_group);
     const int bh = at_last ? first + turn.bh : turn.bh;
     return {bh / heads, bh % heads, (FROM_DIAGONAL && !at_last ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
 }

@@ -24,7 +24,7 @@ DEVICE void accumulate_carefully(const Params& p, const Item& at, const float (&
             float w = 0;
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) w += widen(q[d]) * widen(key[d]);
-            w = modify<true>(w * (float)p.scale, at.b, h, row, row + offset, k, p);
+            w = modify<true>(w * (float)p.softmax_scale, at.b, h, row, row + offset, k, p);
             w = exp2_fast(fmaf(w, LOG2E, -reference));
             if constexpr (HAS_DROPOUT) w = drop(w, p, at.b, h, row, k);
 #pragma unroll 1
@@ -64,7 +64,7 @@ DEVICE void rows_carefully(const Params& p, const Item& at, unsigned staged) {
             float s = 0;
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
-            return k < n_k ? modify<true>(s * (float)p.scale, at.b, h, row, row + offset, k, p) * LOG2E : HIDDEN;
+            return k < n_k ? modify<true>(s * (float)p.softmax_scale, at.b, h, row, row + offset, k, p) * LOG2E : HIDDEN;
         };
         float top = HIDDEN, sum = 0;
 #pragma unroll 1

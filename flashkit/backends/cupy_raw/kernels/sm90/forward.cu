@@ -100,8 +100,8 @@ struct Units {
 };
 DEVICE Units units_of(const Params& p, const Item& at, const float (&q_unit)[2], int tile) {
     if constexpr (!WIDE) return {{1, 1}, 1, true};
-    const float k_unit = *row_at<const float>(p.k_unit, at.b, at.h / GROUP, tile);
-    const float values = *row_at<const float>(p.v_unit, at.b, at.h / GROUP, tile);
+    const float k_unit = *row_at<const float>(p.k_scale, at.b, at.h / GROUP, tile);
+    const float values = *row_at<const float>(p.v_scale, at.b, at.h / GROUP, tile);
     const float score[2] = {q_unit[0] * k_unit, q_unit[1] * k_unit};
     return {{fmaxf(score[0], LEAST_UNIT), fmaxf(score[1], LEAST_UNIT)}, values,
             score[0] <= FAR_UNIT && score[1] <= FAR_UNIT && values <= FAR_UNIT};
@@ -110,7 +110,7 @@ DEVICE Units units_of(const Params& p, const Item& at, const float (&q_unit)[2],
 DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
     const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
-    const float unit = kept(base_2(p), base + AT_UNIT), scale = HAS_SCORE ? kept((float)p.scale, base + AT_UNIT + 4) : 1.0f;
+    const float unit = kept(base_2(p), base + AT_UNIT), scale = HAS_SCORE ? kept((float)p.softmax_scale, base + AT_UNIT + 4) : 1.0f;
     float output[SUMS], s[BLOCK_K / 2], m[2], l[2], level[2], q_unit[2];
     unsigned weights[BLOCK_K / 4];
     Item at;                     // the item of the tile before,
@@ -199,7 +199,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 #pragma unroll
             for (int half = 0; WIDE && half < 2; ++half) {
                 const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
-                q_unit[half] = *row_at<const float>(p.q_unit, at.b, at.h + index % PACK, index / PACK);
+                q_unit[half] = *row_at<const float>(p.q_scale, at.b, at.h + index % PACK, index / PACK);
             }
         }
         const Units units = units_of(p, at, q_unit, k0 / BLOCK_K);
@@ -375,7 +375,7 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
     if (role == 0) {
         give_registers<REGISTERS_LOADING>();
         Chunk* found = reinterpret_cast<Chunk*>(shared + AT_LISTS);
-        if (warp == 2) find(p, base, found, p.ticket);
+        if (warp == 2) find(p, base, found, p.tile_counter);
         else if (warp == 0 && elected()) load(p, q_map, k_map, v_map, base, found);
         else if (warp == 1 && elected()) store(p, out_map, base);
     } else {

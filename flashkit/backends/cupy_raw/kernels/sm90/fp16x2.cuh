@@ -46,7 +46,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
             for (int half = 0; half < 2; ++half) {
                 const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
                 m[half] = HIDDEN, l[half] = 0;
-                q_unit[half] = *row_at<const float>(p.q_unit, at.b, at.h + index % PACK, index / PACK);
+                q_unit[half] = *row_at<const float>(p.q_scale, at.b, at.h + index % PACK, index / PACK);
             }
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; ++i) output[i] = 0;
@@ -73,8 +73,8 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
             terms(q + LOW_Q, k, true), terms(q, k + LOW_K, false), terms(q, k, false);
             products_end();
         }
-        const float k_unit = *row_at<const float>(p.k_unit, at.b, at.h / GROUP, tile);
-        const float v_unit = *row_at<const float>(p.v_unit, at.b, at.h / GROUP, tile);
+        const float k_unit = *row_at<const float>(p.k_scale, at.b, at.h / GROUP, tile);
+        const float v_unit = *row_at<const float>(p.v_scale, at.b, at.h / GROUP, tile);
         products_wait<0>();
         settle(s);
         keys.release(n);
@@ -91,7 +91,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
                 unit[half] = LOG2E;
             }
         }
-        modify_tile(p, at, state == FULL, s, k0, (float)p.scale);
+        modify_tile(p, at, state == FULL, s, k0, (float)p.softmax_scale);
         // online_softmax
         float rescale[2];
 #pragma unroll

@@ -64,12 +64,12 @@ DEVICE Reference reference_of(float lse, float unit) {
 
 // Of each query: fraction, delta and unit of dO, these times power; BLOCK of each after the other. There is memory for whole tiles.
 extern "C" __global__ void __launch_bounds__(256) sm90_float32_numbers(KERNEL_PARAMS) {
-    const long long index = (long long)blockIdx.x * 256 + threadIdx.x, rows = p.shift.head;
+    const long long index = (long long)blockIdx.x * 256 + threadIdx.x, rows = p.bwd_lse.head;
     if (index >= p.batch * p.heads * rows) return;
     const long long row = index % rows, h = index / rows % p.heads, b = index / rows / p.heads;
-    const float unit = *row_at<const float>(p.dout_unit, b, h, row);
-    const Reference reference = reference_of(*row_at<const float>(p.shift, b, h, row), unit);
-    float* target = row_at<float>(p.partial, b, h, row / BLOCK * BLOCK) + row % BLOCK;
+    const float unit = *row_at<const float>(p.dout_scale, b, h, row);
+    const Reference reference = reference_of(*row_at<const float>(p.bwd_lse, b, h, row), unit);
+    float* target = row_at<float>(p.row_factors, b, h, row / BLOCK * BLOCK) + row % BLOCK;
     target[0] = reference.fraction;
     target[BLOCK] = *row_at<const float>(p.delta, b, h, row) * reference.power;
     target[2 * BLOCK] = unit * reference.power;
@@ -116,8 +116,8 @@ DEVICE void rows_carefully(const Params& p, const Item& at, int first, float (&s
                 for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(q[d], k[d], s);
 #pragma unroll 1
                 for (int d = 0; d < HEAD_DIM_V; ++d) dp = fmaf(dout[d], v[d], dp);
-                const float lse = *row_at<const float>(p.shift, at.b, h, query) * LOG2E, delta = *row_at<const float>(p.delta, at.b, h, query);
-                const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
+                const float lse = *row_at<const float>(p.bwd_lse, at.b, h, query) * LOG2E, delta = *row_at<const float>(p.delta, at.b, h, query);
+                const float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
                 float slope = 1;
                 const float w = own_column < columns ? weigh<false>(p, at, h, query, key, s, scale, lse, slope) : 0.0f;
                 const float ds = w == 0 ? 0.0f : w * slope * (dropped(dp, p, at, h, query, key) - delta);
@@ -273,7 +273,7 @@ DEVICE void finish(const Params& p, const Item& at, int group, float (&sums_1)[S
     if (__any_sync(~0u, odd)) rows_carefully(p, at, first, sums_1, sums_2);
     warps_sync(1 + group, 128);  // all are done with the rows
     staged += 16 * warp * CHUNK_ROW;
-    store_rows<HEAD_DIM>(OF_QUERIES ? p.dq : p.dk, at, first, all, sums_1, (float)p.scale, staged);
+    store_rows<HEAD_DIM>(OF_QUERIES ? p.dq : p.dk, at, first, all, sums_1, (float)p.softmax_scale, staged);
     if constexpr (!OF_QUERIES) store_rows<HEAD_DIM_V>(p.dv, at, first, all, sums_2, 1.0f, staged);
     fence_async();
     __syncwarp();
@@ -284,15 +284,15 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     const Ring<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
     constexpr double MORE = 1 + WHAT_IS_LOST<HEAD_DIM>;
     constexpr float MORE_V = 1 + WHAT_IS_LOST<HEAD_DIM_V>;
-    const float scale = uniform_float((float)(p.scale * (HAS_SCORE ? MORE : MORE * 1.4426950408889634)));
+    const float scale = uniform_float((float)(p.softmax_scale * (HAS_SCORE ? MORE : MORE * 1.4426950408889634)));
     float sums_1[SUMS_1 / 2 + 1], sums_2[SUMS_2 / 2 + 1], s[BLOCK / 2], dp[BLOCK / 2];
     float unit_1[2], unit_2[2], lse_of[2] = {}, delta_of[2] = {}, factor[2] = {1, 1};
     Item at;          // whose sums are in registers,
     int number = -1;  // its number among the block's,
     bool odd = false; // and whether it is to be done again
-    const Tensor& units_1 = OF_QUERIES ? p.q_unit : p.k_unit;
-    const Tensor& units_2 = OF_QUERIES ? p.dout_unit : p.v_unit;
-    const Tensor& columns_1 = OF_QUERIES ? p.k_unit : p.q_unit;
+    const Tensor& units_1 = OF_QUERIES ? p.q_scale : p.k_scale;
+    const Tensor& units_2 = OF_QUERIES ? p.dout_scale : p.v_scale;
+    const Tensor& columns_1 = OF_QUERIES ? p.k_scale : p.q_scale;
 
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
@@ -315,7 +315,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
                 unit_1[half] = *row_at<const float>(units_1, at.b, at.h, row / BLOCK) * scale;
                 unit_2[half] = *row_at<const float>(units_2, at.b, at.h, OF_QUERIES ? row : row / BLOCK) * (OF_QUERIES ? 1.0f : MORE_V);
                 if (OF_QUERIES) {
-                    const Reference reference = reference_of(*row_at<const float>(p.shift, at.b, at.h, row), unit_2[half]);
+                    const Reference reference = reference_of(*row_at<const float>(p.bwd_lse, at.b, at.h, row), unit_2[half]);
                     lse_of[half] = reference.fraction, factor[half] = unit_2[half] * reference.power;
                     delta_of[half] = *row_at<const float>(p.delta, at.b, at.h, row) / unit_2[half];
                 }
@@ -338,7 +338,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         multiply_rows<HEAD_DIM_V>(dp, base + AT_A2 + (number % ROW_BUFFERS * GROUPS + group) * BYTES_A2, b2);
         products_end();
         const float column_1 = *row_at<const float>(columns_1, at.b, head, tile);
-        const float column_2 = OF_QUERIES ? *row_at<const float>(p.v_unit, at.b, head, tile) * MORE_V : 1.0f;
+        const float column_2 = OF_QUERIES ? *row_at<const float>(p.v_scale, at.b, head, tile) * MORE_V : 1.0f;
         products_wait<1>();
         settle(s);
         float of_s[2], slope[HAS_SCORE ? BLOCK / 2 : 1];

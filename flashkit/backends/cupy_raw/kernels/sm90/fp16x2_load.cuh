@@ -10,12 +10,12 @@ DEVICE Item item_at(const Params& p, int b, int h, int row0) {
 }
 
 // Item number `index`: tiles with most to do first, under a causal mask of queries the last, of keys the first ones, of
-// p.splits heads at a time; of those with least to do a quarter is left to the end (come_early), where they even out when blocks
+// p.heads_per_l2_group heads at a time; of those with least to do a quarter is left to the end (come_early), where they even out when blocks
 // finish.
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / (OF_QUERIES ? 1 : GROUP), all = heads * (int)p.batch;
     const int tiles = ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS;
-    const Turn turn = turn_of(index, come_early(tiles), all, (int)p.splits);
+    const Turn turn = turn_of(index, come_early(tiles), all, (int)p.heads_per_l2_group);
     return item_at(p, turn.bh / heads, turn.bh % heads, (OF_QUERIES ? tiles - 1 - turn.tile : turn.tile) * ROWS);
 }
 
@@ -50,7 +50,7 @@ DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, cons
 #pragma unroll 1
     for (int index = blockIdx.x; index < items;) {
         const Item at = item_of(p, index);
-        if (leader) index = atomicAdd(p.ticket, 1u) + gridDim.x;
+        if (leader) index = atomicAdd(p.tile_counter, 1u) + gridDim.x;
         const int columns = OF_QUERIES ? at.n_k : (int)p.n_q, tiles = (columns + BLOCK - 1) / BLOCK;
         bool first = true;
 #pragma unroll 1
@@ -88,7 +88,7 @@ DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, cons
                         load_tile<1, CHUNKS_1, BLOCK>(base + AT_B1 + stage * BYTES_B1, b1, tile * BLOCK, head, at.b, full);
                         load_tile<1, CHUNKS_2, BLOCK>(base + AT_B2 + stage * BYTES_B2, b2, tile * BLOCK, head, at.b, full);
                         if constexpr (!OF_QUERIES)
-                            load_numbers(base + AT_NUMBERS + stage * BYTES_NUMBERS, row_at<const float>(p.partial, at.b, h, tile * BLOCK),
+                            load_numbers(base + AT_NUMBERS + stage * BYTES_NUMBERS, row_at<const float>(p.row_factors, at.b, h, tile * BLOCK),
                                          BYTES_NUMBERS, full);
                         if (begins) load_rows(at);
                     }
@@ -108,5 +108,5 @@ DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, cons
     }
     if (!elected()) return;
     note(END, 0), arrive(ring.full + 8 * (n % STAGES));
-    if (atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
+    if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;  // as they were found
 }

@@ -22,7 +22,7 @@ DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half
 // --- modify ------------------------------------------------------------------------------------------------------------
 
 // What scores are multiplied by to be in base 2; where there is a score modification they are scaled before it.
-DEVICE float base_2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.scale * 1.4426950408889634); }
+DEVICE float base_2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634); }
 
 // A key past the end, which is hidden after all, is taken for the last one: nothing is read beyond the end of an array.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
@@ -80,7 +80,7 @@ DEVICE void modify_far(const Params& p, const Item& at, long long offset, bool f
         const int row = index / PACK, h = at.h + index % PACK, key = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
         const int k = READS_ARRAYS ? key_inside(key, n_k) : key;
         float x = copy[i];
-        if constexpr (HAS_SCORE) x = modified_score<long long>(x * (float)p.scale, at.b, h, row, row + offset, k, row + offset - k, tanh, p);
+        if constexpr (HAS_SCORE) x = modified_score<long long>(x * (float)p.softmax_scale, at.b, h, row, row + offset, k, row + offset - k, tanh, p);
         if constexpr (HAS_MASK) x = full || visible(at.b, h, row, row + offset, k, p) ? x : HIDDEN;
         copy[i] = key < n_k ? x : HIDDEN;
     }

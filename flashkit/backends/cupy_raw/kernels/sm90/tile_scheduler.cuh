@@ -8,14 +8,14 @@ DEVICE int items_of(const Params& p) {
     return (int)((p.n_q * PACK + BLOCK_Q - 1) / BLOCK_Q * (p.heads / PACK) * p.batch);
 }
 
-// Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least to do a
+// Item number `index`. With a mask: tiles with most to do first, of p.heads_per_l2_group heads at a time; of those with least to do a
 // quarter is left to the end (come_early). Else one head after the other, the ragged tiles last.
 DEVICE Item item_of(const Params& p, int index) {
     const int heads = (int)p.heads / PACK, all = heads * (int)p.batch, rows = (int)p.n_q * PACK;
     const int tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     int tile, bh;
     if constexpr (HAS_MASK) {
-        const Turn turn = turn_of(index, come_early(tiles), all, (int)p.splits);
+        const Turn turn = turn_of(index, come_early(tiles), all, (int)p.heads_per_l2_group);
         tile = tiles - 1 - turn.tile, bh = turn.bh;
     } else {
         const int whole = rows / BLOCK_Q;

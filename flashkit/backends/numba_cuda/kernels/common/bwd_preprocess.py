@@ -27,9 +27,9 @@ def prepare(p):
     """delta = rowsum(dO * O) - dlse, and the log-sum-exp with +inf for rows without keys, whose weights so become 0.
     There may be memory for more rows than n_q; of those the weights become 0 too, by a number that is finite.
     """
-    rows, heads = U(p.shift.head), U(p.heads)  # signed quotients take more instructions
+    rows, heads = U(p.bwd_lse.head), U(p.heads)  # signed quotients take more instructions
     index, lane = (U(cuda.blockIdx.x) * U(128) + U(cuda.threadIdx.x)) // U(LANES), I(cuda.threadIdx.x) % LANES
-    exists = I(index) < p.batch * p.heads * p.shift.head
+    exists = I(index) < p.batch * p.heads * p.bwd_lse.head
     head = index // rows
     row, h, b = I(index - head * rows), I(head % heads), I(head // heads) if exists else I(0)
     total = ZERO
@@ -53,7 +53,7 @@ def prepare(p):
                 total -= load(F, number_address(p.dlse, b, h, row), 0)
         empty = lse == HIDDEN
         store(F, number_address(p.delta, b, h, row), 0, ZERO if empty else total)
-        store(F, number_address(p.shift, b, h, row), 0, INFINITE if empty else lse)
+        store(F, number_address(p.bwd_lse, b, h, row), 0, INFINITE if empty else lse)
 
 
 @kernel(256)
@@ -68,7 +68,7 @@ def sink_gradients(p):
         sink = load(F, p.sinks, h)
         for index in range(thread, p.batch * p.n_q, 256):
             b, row = index // p.n_q, index % p.n_q
-            weight = exp(sink - load(F, number_address(p.shift, b, h, row), 0))
+            weight = exp(sink - load(F, number_address(p.bwd_lse, b, h, row), 0))
             if weight != ZERO:
                 total -= np.float64(weight * load(F, number_address(p.delta, b, h, row), 0))
     part[thread] = total

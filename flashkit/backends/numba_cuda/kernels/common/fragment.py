@@ -117,13 +117,13 @@ def come_early(tiles):
 
 @device
 def item_of(p, index):
-    """Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least
+    """Item number `index`. With a mask: tiles with most to do first, of p.heads_per_l2_group heads at a time; of those with least
     to do a quarter is left to the end (come_early). Else one head after the other, the ragged tiles last.
     """
     heads, rows, index = u32(u32(p.heads) // u32(PACK)), u32(p.n_q * PACK), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
     if HAS_MASK:
-        tile, head = turn_of(index, come_early(tiles), every, u32(p.splits))
+        tile, head = turn_of(index, come_early(tiles), every, u32(p.heads_per_l2_group))
         tile = u32(tiles - u32(1) - tile)
     else:
         whole = u32(rows // u32(BLOCK_Q))

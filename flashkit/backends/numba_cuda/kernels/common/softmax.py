@@ -17,7 +17,7 @@ def base_2(p):
     """What scores are multiplied by to be in base 2; where there is a score modification they are scaled before it."""
     if HAS_SCORE:
         return LOG2E
-    return np.float32(p.scale * 1.4426950408889634)
+    return np.float32(p.softmax_scale * 1.4426950408889634)
 
 
 Modification = namedtuple("Modification", "values scale")  # what of Params an element needs: fewer arguments to compile
@@ -27,7 +27,7 @@ Modification = namedtuple("Modification", "values scale")  # what of Params an e
 def modify_full(x, column, row, rest):
     p, b, key, _ = rest
     h, r, q = row
-    return modify(x * np.float32(p.scale) if HAS_SCORE else x, FULL, b, h, r, q, key + column, p)
+    return modify(x * np.float32(p.softmax_scale) if HAS_SCORE else x, FULL, b, h, r, q, key + column, p)
 
 
 @device
@@ -36,7 +36,7 @@ def modify_partial(x, column, row, rest):
     h, r, q = row
     k = key + column
     inside = min(k, max(n_k, 1) - 1)  # of what is hidden after all nothing is read beyond an array's end
-    x = modify(x * np.float32(p.scale) if HAS_SCORE else x, PARTIAL, b, h, r, q, inside, p)
+    x = modify(x * np.float32(p.softmax_scale) if HAS_SCORE else x, PARTIAL, b, h, r, q, inside, p)
     return x if k < n_k else HIDDEN
 
 
@@ -56,7 +56,7 @@ def modify_tile(p, at, full, s, k0):
         return s
     offset, k0 = offset_of(p, at[0]), here(k0)  # or what depends on k0 alone is computed for every tile, needed or not
     rows = listed(row_of_item, ROWS, (p, at, offset))
-    rest = Modification(p.values, p.scale), at[0], k0 + thread() % 4 * 2, keys_of(p, at[0])
+    rest = Modification(p.values, p.softmax_scale), at[0], k0 + thread() % 4 * 2, keys_of(p, at[0])
     if HAS_SCORE and full:
         return each_at(modify_full, s, rows, rest)
     return each_at(modify_partial, s, rows, rest)
@@ -127,7 +127,7 @@ def drop_two(x, y, column, row, rest):
 @device
 def drop_tile(p, at, s, k0):
     rows = listed(row_of_item, ROWS, (p, at, 0))
-    rest = p.seed, p.threshold, np.float32(p.kept_scale), at[0], k0 + thread() % 4 * 2
+    rest = p.seed, p.dropout_threshold, np.float32(p.dropout_scale), at[0], k0 + thread() % 4 * 2
     return pairs_at(drop_two, s, rows, rest)
 
 
@@ -237,7 +237,7 @@ def accumulate_carefully(p, at, m, factor, staged, tile_rows):
                 key, w = row_address(p.k, b, h // GROUP, k), ZERO
                 for d in range(HEAD_DIM):
                     w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
-                w = modify(w * np.float32(p.scale), PARTIAL, b, h, row, row + offset, k, p)
+                w = modify(w * np.float32(p.softmax_scale), PARTIAL, b, h, row, row + offset, k, p)
                 w = exp2_fast(w * LOG2E - reference)
                 if HAS_DROPOUT:
                     w = drop(w, p, b, h, row, k)

@@ -33,7 +33,7 @@ def keys_of(p, b):
 @device
 def offset_of(p, b):
     """Position of row 0 on the axis of the keys."""
-    return p.offset if p.q_offset == 0 else load(np.int64, p.q_offset, b)
+    return p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
 
 
 # --- the walk over tiles ----------------------------------------------------------------------------------------------
@@ -196,4 +196,4 @@ def drop(weight, p, b, h, row, key):
     word0, word1, word2, word3 = philox(p.seed, key >> 2, row, h, b)
     lane = key & 3
     word = word0 if lane == 0 else word1 if lane == 1 else word2 if lane == 2 else word3
-    return weight * F(p.kept_scale) if word >= p.threshold else ZERO
+    return weight * F(p.dropout_scale) if word >= p.dropout_threshold else ZERO

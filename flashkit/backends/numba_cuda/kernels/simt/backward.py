@@ -24,10 +24,10 @@ def weights_and_gradients(p, state, s, dp, slope, b, h, row0, k0, n_k):
             row = row0 + (tx + j * TX if BACKWARD_KEYS else ty + i * TY)
             shift, delta = INFINITE, ZERO
             if row < p.n_q:
-                shift = load(F, number_address(p.shift, b, h, row), 0)
+                shift = load(F, number_address(p.bwd_lse, b, h, row), 0)
                 delta = load(F, number_address(p.delta, b, h, row), 0)
             weight = weight_of((s[i, j] - shift) * LOG2E)
-            gradient = weight * (dp[i, j] - delta) * F(p.scale)
+            gradient = weight * (dp[i, j] - delta) * F(p.softmax_scale)
             if HAS_SCORE:
                 gradient *= slope[i, j]
             s[i, j], dp[i, j] = weight, ZERO if weight == ZERO else gradient

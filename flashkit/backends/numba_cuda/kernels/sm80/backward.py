@@ -24,7 +24,7 @@ load_number = load_from("shared", types.float32)
 def copy_numbers(stage, p, b, h, row0, wanted):
     """Numbers of a tile's queries on their way: there is memory for whole tiles of them."""
     i = i32(thread())
-    numbers = p.shift if i < BLOCK_Q // 4 else p.delta
+    numbers = p.bwd_lse if i < BLOCK_Q // 4 else p.delta
     source = number_address(numbers, I(b), I(h), I(row0)) + UNIT * (i & (BLOCK_Q // 4 - 1))
     copy_unit_if(stage + AT_NUMBERS + UNIT * i, source, 0, 1, 1 if wanted and i < BLOCK_Q // 2 else 0)
 
@@ -301,7 +301,7 @@ def sm80_backward(p):
             full = walk.state == FULL and k0 + BLOCK_K <= n_k
             # The first key is got here, or what follows from it would be kept in registers through all tiles.
             pairs = Pairs(
-                p.values, p.scale, p.seed, p.threshold, p.kept_scale, I(b), h, i32(p.n_q), n_k, offset,
+                p.values, p.softmax_scale, p.seed, p.dropout_threshold, p.dropout_scale, I(b), h, i32(p.n_q), n_k, offset,
                 i32(walk.tile) * BLOCK_Q, here(k0 + keys + i32(thread() % 4 * 2)), walk.state,
             )  # fmt: skip
             staged = base + AT_P + (rows + lane // 4) * PITCH + 2 * keys + lane % 4 * 4
@@ -335,5 +335,5 @@ def sm80_backward(p):
     copies_end()
     copies_wait(0)  # of a block that sees nothing
     threads_sync()
-    finish(p, DK, b, head, tile_k, n_k, dk, np.float32(p.scale), base)
+    finish(p, DK, b, head, tile_k, n_k, dk, np.float32(p.softmax_scale), base)
     finish(p, DV, b, head, tile_k, n_k, dv, np.float32(1), base + AT_V)

@@ -17,8 +17,8 @@ def dot(x, y, dim):
 def pair(p, b, h, query, key):
     """Weight of a pair, after dropout, and its gradient, from memory."""
     q, k = row_address(p.q, b, h, query), row_address(p.k, b, h // GROUP, key)
-    s, position = dot(q, k, HEAD_DIM) * np.float32(p.scale), query + offset_of(p, b)
-    shift = load(np.float32, number_address(p.shift, b, h, query), 0)
+    s, position = dot(q, k, HEAD_DIM) * np.float32(p.softmax_scale), query + offset_of(p, b)
+    shift = load(np.float32, number_address(p.bwd_lse, b, h, query), 0)
     delta = load(np.float32, number_address(p.delta, b, h, query), 0)
     x = modify(s, PARTIAL, b, h, query, position, key, p)
     w = ZERO if x == HIDDEN else exp2_fast(x * LOG2E - shift * LOG2E)

@@ -23,7 +23,7 @@ def finite_eight(x):
 def store_queries(p):
     tiles, index = i32((p.n_q + BLOCK_Q - 1) // BLOCK_Q), i32(block())
     tile, h, b = index % tiles, index // tiles % i32(p.heads), index // tiles // i32(p.heads)
-    sums, scale = number_address(p.partial, I(b), I(h), I(tile)), np.float32(p.scale)
+    sums, scale = number_address(p.dq_accum, I(b), I(h), I(tile)), np.float32(p.softmax_scale)
     for i in range(i32(thread()), BLOCK_Q * WHOLE // 16, 256):
         four, g, of_warp = i // 8, i % 8, SUMS_Q // 4  # fours of a warp: two of the upper rows, two of the lower
         warp, number = four // of_warp, four % of_warp

@@ -11,7 +11,7 @@ load_number = load_from("shared", types.float32)
 @device
 def lse_of(p, part, b, h, row):
     """Of a part, in base 2."""
-    return load(np.float32, number_address(p.partial_lse, I(part) * p.batch + b, h, row), 0)
+    return load(np.float32, number_address(p.lse_partial, I(part) * p.batch + b, h, row), 0)
 
 
 @device
@@ -31,7 +31,7 @@ def carefully(p, b, h, row, reference, column):
         key, w = row_address(p.k, b, h // GROUP, k), ZERO
         for d in range(HEAD_DIM):
             w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
-        w = modify(w * np.float32(p.scale), PARTIAL, b, h, row, position, k, p)
+        w = modify(w * np.float32(p.softmax_scale), PARTIAL, b, h, row, position, k, p)
         w = exp2_fast(w * LOG2E - reference)
         if HAS_DROPOUT:
             w = drop(w, p, b, h, row, k)
@@ -48,7 +48,7 @@ def carefully(p, b, h, row, reference, column):
 
 @kernel(32 * COMBINERS)
 def combine(p):
-    lane, warp, parts = i32(thread() % 32), i32(thread() // 32), i32(p.splits)
+    lane, warp, parts = i32(thread() % 32), i32(thread() // 32), i32(p.num_splits)
     index, rows, heads = u32(block() // u32(SHARES)), u32(p.n_q), u32(p.heads)
     head = u32(index // rows)
     b = u32(head // heads)
@@ -68,7 +68,7 @@ def combine(p):
         for i in range(AT_ONCE):
             part = first + COMBINERS * i
             there = min(part, parts - 1)
-            source = number_address(p.partial, I(there) * p.batch + b, h, row)
+            source = number_address(p.o_partial, I(there) * p.batch + b, h, row)
             y0, y1, y2, y3 = load4(np.float32, source, min(column, HEAD_DIM_V - 4))
             weight = exp2_fast(lse_of(p, there, b, h, row) - shift)
             weight = weight if part < parts else ZERO

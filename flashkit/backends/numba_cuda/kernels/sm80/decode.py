@@ -2,7 +2,7 @@
 # Few queries on tensor cores by mma.sync (FlashDecoding: Dao, Haziza, Massa, Sizov 2023): what takes time is reading
 # keys and values, so each is read once for all heads that share it, by as many warps as the device holds.
 #
-# A warp takes 16 rows and one of p.splits parts of their keys, by itself; kernels/sm80_combine.py joins the parts.
+# A warp takes 16 rows and one of p.num_splits parts of their keys, by itself; kernels/sm80_combine.py joins the parts.
 #
 #     Q           [16][HEAD_DIM]          shared memory of the warp
 #     K, V        [STAGES][BLOCK_K][..]   shared memory of the warp, filled STAGES - 1 tiles ahead
@@ -83,9 +83,9 @@ def finish_part(j, rest):
     exists = index < i32(p.n_q) * PACK
     if exists and thread() % 4 == 0:
         lse = HIDDEN if total[j] == ZERO else m[j] + log2(total[j])
-        store(np.float32, number_address(p.partial_lse, place, head, row), 0, lse)
+        store(np.float32, number_address(p.lse_partial, place, head, row), 0, lse)
     factor = ZERO if total[j] == ZERO else reciprocal(total[j])
-    return number_address(p.partial, place, head, row) if exists else I(0), factor
+    return number_address(p.o_partial, place, head, row) if exists else I(0), factor
 
 
 @device
@@ -99,7 +99,7 @@ def store_two(x, y, column, row, first):
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def sm80_decode(p):
-    warp, parts, heads = u32(thread() // u32(32)), u32(p.splits), u32(u32(p.heads) // u32(GROUP))
+    warp, parts, heads = u32(thread() // u32(32)), u32(p.num_splits), u32(u32(p.heads) // u32(GROUP))
     blocks, tiles_q = u32(parts // u32(WARPS)), u32(u32(p.n_q * PACK + 15) // u32(16))
     item = u32(block() // blocks)
     head = u32(item // tiles_q)

@@ -94,7 +94,7 @@ if WIDE:
         q, k, x = row_address(p.q, b, h, row), row_address(p.k, b, h // GROUP, key), ZERO
         for d in range(HEAD_DIM):
             x += load(F, q, d) * load(F, k, d)
-        return modify(x * np.float32(p.scale), PARTIAL, b, h, row, row + offset_of(p, b), key, p) * LOG2E
+        return modify(x * np.float32(p.softmax_scale), PARTIAL, b, h, row, row + offset_of(p, b), key, p) * LOG2E
 
     @device
     def row_carefully(j, rest):

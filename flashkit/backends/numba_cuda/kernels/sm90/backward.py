@@ -57,7 +57,7 @@ def add_four(i, four, target):
 @device
 def part_of_sums(p, where, part):
     """A part of a tile of dQ. where: the tile of queries among all."""
-    return p.partial.data + I(where) * BYTES_SUMS + part
+    return p.dq_accum.data + I(where) * BYTES_SUMS + part
 
 
 # --- from item to item ------------------------------------------------------------------------------------------------

@@ -123,4 +123,4 @@ def marks_of(p, b, h, tile):
     """Of a tile of queries: a word, whether it is odd; then, for each block of a cluster, as each has its own columns
     of dQ, order_words() with bits of the tiles of keys that are done with it.
     """
-    return number_address(p.partial_lse, I(b), I(h), I(tile))
+    return number_address(p.dq_semaphore, I(b), I(h), I(tile))

@@ -191,13 +191,13 @@ def finish(p, base, k_tile, number, n, state, rest):
         wait_full(base + AT_TURN, u32(n - 1), 2)  # the sums have left
     lane, first, place = here(thread() % 32), 16 * warp, base + AT_SUMS + BYTES_WARP * warp
     send_dv(map_address("map_dv"), at, first, lane, place, dv, np.float32(1))
-    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.scale))
+    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.softmax_scale))
     return dk, dv
 
 
 @device
 def multiply_tiles(p, base, group):
-    unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
+    unit = as_float(uniform(as_int(np.float32(p.softmax_scale * 1.4426950408889634))))  # or it is computed anew, in float64
     # What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
     lane, warp = here(thread() % 32), i32(uniform(thread() // 32) - 4)
     # Where a lane's numbers of queries are, its part of a tile of dQ, and its matrices of dS; its warp.

@@ -200,7 +200,7 @@ def finish_sums(p, base, k_tile, number, n, state, rest):
     dk = settle(dk)
     warps_sync(2, 128)  # nobody reads the other block's keys any more: dK leaves through their place
     lane, first, place = here(thread() % 32), HELD * rank + 16 * warp, base + AT_OTHERS + BYTES_PIECE * warp
-    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.scale))
+    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.softmax_scale))
     stores_wait_read(0)
     lanes_sync()
     release(base + AT_OTHERS_RING, number, 1)
@@ -212,7 +212,7 @@ def finish_sums(p, base, k_tile, number, n, state, rest):
 
 @device
 def multiply_pairs(p, base, rank, warp, lane):
-    unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
+    unit = as_float(uniform(as_int(np.float32(p.softmax_scale * 1.4426950408889634))))  # or it is computed anew, in float64
     # Where a lane's numbers of queries are; a warp's dS, a lane's matrices of it, its place in the other block, and the
     # barrier there.
     own, hand = u32(here(base + own_row())), u32(base + AT_PAIRS + warp * BYTES_HANDED)

@@ -16,7 +16,7 @@ def tile_of_block(p):
 
 @device
 def sums_of(p, at):
-    return p.partial.data + I(at[0] * i32(p.heads) + at[1]) * p.partial.head * 4 + I(at[2]) * BYTES_SUMS
+    return p.dq_accum.data + I(at[0] * i32(p.heads) + at[1]) * p.dq_accum.head * 4 + I(at[2]) * BYTES_SUMS
 
 
 @device
@@ -83,7 +83,7 @@ def prepare_rows(p):
         for i in range(BYTES_SUMS // 4096):  # rounds are as many for all threads, so that they need not be counted
             store_unit(sums + 16 * I(thread() + 256 * i), ZEROS)
     totals = listed(lane_sum, ROWS_OF_LANE, (p.out, p.dout, p.n_q, b, h, row))
-    tensors = Numbers(p.lse, p.dlse, p.shift, p.delta)
+    tensors = Numbers(p.lse, p.dlse, p.bwd_lse, p.delta)
     odd = all_threads_or(repeat(store_numbers, ROWS_OF_LANE, False, (tensors, totals, p.n_q, b, h, row)))
     marks = marks_of(p, b, h, at[2])
     if thread() == 0:
@@ -101,7 +101,7 @@ def sum_of(g, rest):
 @kernel(256)
 def store_queries(p):
     """The sums of dQ, which lie turned, rounded to dq: a thread takes 8 columns of a row."""
-    at, scale = tile_of_block(p), F(p.scale)
+    at, scale = tile_of_block(p), F(p.softmax_scale)
     sums = sums_of(p, at)
     for turn in range(BLOCK_Q * chunks_q // 32):
         i = u32(thread() + 256 * turn)

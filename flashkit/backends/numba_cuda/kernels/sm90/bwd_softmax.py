@@ -63,7 +63,7 @@ def pairs_of(p, base, n, number, group):
     k0 = i32(key0 if KEYS_SHARED else k0)
     lines = i32(key0 + first_of_lane(0)), i32(key0 + first_of_lane(1))
     n_k, offset = i32(keys_of(p, I(b))), offset_of(p, I(b))
-    return Pairs(p.values, p.scale, b, h, lines, i32(first), i32(p.n_q - 1), n_k, offset, odd_of(base, number), k0)
+    return Pairs(p.values, p.softmax_scale, b, h, lines, i32(first), i32(p.n_q - 1), n_k, offset, odd_of(base, number), k0)
 
 
 @device
@@ -159,7 +159,7 @@ def kept_of(i, own):
 
 @device
 def kept_bits(p, pairs):
-    return listed(kept_of, 4, repeat(keep_some, CALLS, u32(0), (p.seed, p.threshold, pairs)))
+    return listed(kept_of, 4, repeat(keep_some, CALLS, u32(0), (p.seed, p.dropout_threshold, pairs)))
 
 
 @device
@@ -188,7 +188,7 @@ def any_weights(p, pairs, s, shift):
     w, s = alike(first_of, both_numbers, 0), alike(second_of, both_numbers, 0)
     if HAS_DROPOUT:
         kept = kept_bits(p, pairs)
-        w = groups(keep_four, 4, w, (kept, np.float32(p.kept_scale)))
+        w = groups(keep_four, 4, w, (kept, np.float32(p.dropout_scale)))
     return s, join(pack, w), kept
 
 
@@ -224,7 +224,7 @@ def unless_zero(weight, x):
 def gradients(p, s, dp, plain, delta, kept):
     """dP to dS, rounded. plain: nothing is hidden."""
     if HAS_DROPOUT:
-        dp = groups(keep_four, 4, dp, (kept, np.float32(p.kept_scale)))
+        dp = groups(keep_four, 4, dp, (kept, np.float32(p.dropout_scale)))
     # Where registers are short each way reads its numbers of queries itself, which leaves some for reading ahead; with
     # `settle` LLVM does not take together what both begin with.
     if not EACH_WAY:

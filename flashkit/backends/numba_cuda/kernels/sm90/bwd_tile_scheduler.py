@@ -18,12 +18,12 @@ def early_tiles(p):
 
 @device
 def key_item(p, index):
-    """Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask
+    """Item number `index`. With a mask: tiles in ascending order, of p.heads_per_l2_group heads at a time, for under a causal mask
     the first keys are seen by most; of the last ones a quarter is left to the end (come_early), where they even out
     when blocks finish. FROM_DIAGONAL: in descending order.
     """
     heads, tiles = u32(u32(p.heads) // u32(GROUP)), u32(tiles_along(p.n_k, BLOCK_K))
-    tile, head = turn_of(u32(index), early_tiles(p), u32(heads * p.batch), u32(p.splits))
+    tile, head = turn_of(u32(index), early_tiles(p), u32(heads * p.batch), u32(p.heads_per_l2_group))
     if FROM_DIAGONAL:
         tile = u32(tiles - u32(1) - tile)
     return i32(head // heads), i32(head % heads), i32(tile * BLOCK_K)
@@ -152,7 +152,7 @@ def take_item(p, base, number):
     """
     barrier, word = full_of(base + AT_TAKEN, number, 2), base + AT_TAKEN + 16 + 4 * stage_of(number, 2)
     if rank_of_block() == 0:
-        index = i32(fetch_add(p.ticket, 1))
+        index = i32(fetch_add(p.tile_counter, 1))
         if BLOCKS > 1:
             store_across(mapped(word, 1), index, mapped(barrier, 1))
         return index
@@ -220,9 +220,9 @@ def find_items(p, base):
     if leader:
         store_word(item_slot(base, number), END)
         arrive(full_of(base + AT_K_RING, number, KEY_BUFFERS))
-        if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
-            store(np.int32, p.ticket, 0, i32(0))
-            store(np.int32, p.ticket, 1, i32(0))
+        if fetch_add(p.tile_counter + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
+            store(np.int32, p.tile_counter, 0, i32(0))
+            store(np.int32, p.tile_counter, 1, i32(0))
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def load_queries(p, base, found, number, n, odd_tiles, first, entry, h, last):
         store_word(note + 8, where)
         arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (BYTES_DOUT + BYTES_ROWS if odd else 0))
         load_tile(q, map_address("map_q"), chunks_q, BLOCK_Q, row0, h, b, q_came, 0)
-        load_bulk(shift, p.shift.data + numbers, BYTES_ROWS, q_came)
+        load_bulk(shift, p.bwd_lse.data + numbers, BYTES_ROWS, q_came)
         if first:
             v_full, head = base + AT_V_RING, i32(u32(h) // u32(GROUP))
             wait_empty(v_full, number, 1)

@@ -9,7 +9,7 @@ def clearing_of(p):
     """Tiles of a head of keys, tiles that come with an item, and tiles that prepare_rows() clears."""
     of_head, early = u32(tiles_along(p.n_q, BLOCK_Q) * GROUP), early_tiles(p)
     with_item = u32(u32(of_head + early - u32(1)) // early)
-    return I(of_head), I(with_item), p.splits * I(of_head) + 300 // BLOCKS * I(with_item)
+    return I(of_head), I(with_item), p.heads_per_l2_group * I(of_head) + 300 // BLOCKS * I(with_item)
 
 
 @device
@@ -25,7 +25,7 @@ def clear_ahead(p, index):
     first = before + index * with_item
     where, end = first + rank_of_block(), min(first + with_item, of_head * heads * p.batch)
     while where < end:
-        target = p.partial.data + where * BYTES_SUMS + 16 * I(lane)
+        target = p.dq_accum.data + where * BYTES_SUMS + 16 * I(lane)
         for i in range(i32(BYTES_SUMS // 512)):
             store_unit(target + 512 * i, ZEROS)
         fence_proxies()

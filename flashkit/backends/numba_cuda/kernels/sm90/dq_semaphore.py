@@ -42,7 +42,7 @@ def keep_order(p, base, which):
         where, tile_k = load_word(slot_of(base, n)), load_word(slot_of(base, n) + 4)
         if where == END:
             break
-        done = p.partial_lse.data + 4 * (I(where) * p.partial_lse.token + 1 + rank_of_block() * order_words(p))
+        done = p.dq_semaphore.data + 4 * (I(where) * p.dq_semaphore.token + 1 + rank_of_block() * order_words(p))
         wait_for_turn(p, done, tile_k)
         if leader:
             if KEYS_SHARED:
@@ -51,7 +51,7 @@ def keep_order(p, base, which):
             else:
                 wait_full(base + AT_ADDED, n, 2)
                 fence_proxies()
-                add_bulk(p.partial.data + I(where) * BYTES_SUMS, base + AT_SUMS, BYTES_SUMS)
+                add_bulk(p.dq_accum.data + I(where) * BYTES_SUMS, base + AT_SUMS, BYTES_SUMS)
                 stores_end()
                 stores_wait_read(0)
                 arrive(full_of(base + AT_TURN, n, 2))  # the next one may come

@@ -89,16 +89,16 @@ def find_items(p, base):
             number = u32(number + 1)
         taken = i32(0)
         if leader:
-            taken = i32(fetch_add(p.ticket, 1))
+            taken = i32(fetch_add(p.tile_counter, 1))
         index = I(uniform(taken)) + blocks()
     at = await_list(base, c)
     if leader:
         store_word(at, END)
     hand_over(base, c)
     if leader:
-        if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
-            store(np.int32, p.ticket, 0, i32(0))
-            store(np.int32, p.ticket, 1, i32(0))
+        if fetch_add(p.tile_counter + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
+            store(np.int32, p.tile_counter, 0, i32(0))
+            store(np.int32, p.tile_counter, 1, i32(0))
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
