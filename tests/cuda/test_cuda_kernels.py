@@ -335,7 +335,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     assert len(re.findall(r"\bHGMMA\b", sass)) == 3 * products
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == (6 if precision else 2)
     split = specialise.source("sm90/fp16x2_split", spec, {"PARTS": 1 if precision else 2, "ROWS": 64})
-    assert compiler.binary(split, "sm_90a").resources["sm90_split"].spills <= 24  # of addresses
+    assert compiler.binary(split, "sm_90a").resources["fp16x2_split"].spills <= 24  # of addresses
 
 
 @pytest.mark.parametrize("of_queries", [True, False])
@@ -356,7 +356,7 @@ def test_sm90_gradients_in_float32(spec: AttentionSpec, of_queries: bool) -> Non
     tile = sm90_fp16x2.backward_tile(spec)
     assert tile.shared_memory(spec, of_queries) <= HOPPER.shared_per_block
     found = compiler.binary(specialise.source("sm90/fp16x2_backward", spec, *tile.source(spec, of_queries)), "sm_90a")
-    assert found.resources["sm90_float32_backward"].spills <= 256
+    assert found.resources["fp16x2_backward"].spills <= 256
     dims = [spec.head_dim, spec.head_dim_v]  # summed over for S and dP; then those of the gradients, 64 columns at once
     slices = sum(-(-dim // 64) for dim in dims[: 1 if of_queries else 2])
     products = sum(-(-dim // 16) for dim in dims) + slices * tile.block_k // 16
@@ -510,7 +510,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
     if beside and not sm90_backward.room_beside(spec, tile):
         pytest.skip("there is no room")
     found = sm90_backward_binary(spec, beside)
-    assert found.resources["prepare_rows"].spills == found.resources["store_queries"].spills == 0
+    assert found.resources["bwd_preprocess"].spills == found.resources["bwd_postprocess"].spills == 0
     assert found.resources["sm90_backward"].spills <= 320
     text = disassembled(found.path)
     text = text[text.index(".text.sm90_backward:") :]
@@ -603,7 +603,7 @@ def test_sm90_prepares_rows_beside_long_items() -> None:
 
 def test_multiprocessors_are_left_alone_where_that_costs_little() -> None:
     """To who rounds sums of dQ while the others multiply."""
-    left = sm90_bwd_launch.left_alone
+    left = sm90_bwd_launch.reserved_sms
     assert [left("by all", 4096, items, 132) for items in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
     assert [left("causally", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
     assert left("somehow", 1024, 2048, 132) == left("in blocks", 1024, 2048, 132) == 0  # items are not alike
@@ -643,7 +643,7 @@ def test_what_the_copy_engine_can_address() -> None:
 
         def __init__(self, *words: int) -> None:
             self.words = [0] * 64
-            self.words[block.AT["k"] : block.AT["k"] + 4] = words
+            self.words[params.AT["k"] : params.AT["k"] + 4] = words
 
     def addressable(*words: int, **sizes: int) -> bool:
         tensors = Tensors(*words)

@@ -90,7 +90,7 @@ class CudaBackend:
         for generation in allowed:
             verdict = generation.supports(problem, on, direction)
             if verdict and len(allowed) > 1:
-                verdict = generation.repays(problem, direction)
+                verdict = generation.profitable(problem, direction)
             if verdict:
                 able.append(generation)
             else:

@@ -15,7 +15,7 @@ from .params import AT
 _THREADS = 128  # of a block: kernels/common/bwd_preprocess
 
 
-class RowKernels:
+class BwdPreprocess:
     """kernels/common/bwd_preprocess for a spec."""
 
     def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device) -> None:

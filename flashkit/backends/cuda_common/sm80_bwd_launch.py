@@ -9,7 +9,7 @@ from typing import Any
 from ...spec import AttentionSpec
 from . import compiler
 from .arguments import Arguments
-from .bwd_preprocess import RowKernels
+from .bwd_preprocess import BwdPreprocess
 from .device import Device
 from .generation import Kernels
 from .l2_swizzle import bytes_of_queries, heads_per_l2_group
@@ -30,10 +30,10 @@ class OrderedBackward:
     ) -> None:  # fmt: skip
         self.tile, self.why, self._columns = tile, why, columns
         library = kernels("sm80/backward", spec, tuple(constants.items()), compiler.target(device.capability))
-        self.rows = RowKernels(kernels, spec, device)
+        self.rows = BwdPreprocess(kernels, spec, device)
         self.libraries = [library, self.rows.library]
         self._kernel = library.kernel("sm80_backward", device, tile.shared_memory(spec))
-        self._store = library.kernel("store_queries", device)
+        self._store = library.kernel("bwd_postprocess", device)
 
     def run(self, arguments: Arguments, stream: int) -> None:
         tile = self.tile

@@ -12,7 +12,7 @@ from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
 from .arguments import MOVED, Arguments, addresses, aligned
 from .device import MODELS, Device
-from .generation import Spare
+from .generation import Fallback
 from .l2_swizzle import bytes_of_keys, heads_per_l2_group
 from .launch import Library, TensorMap, check_grid
 from .params import AT
@@ -93,9 +93,9 @@ class ForwardTile:
         """Constants of the kernel."""
         multiplying, loading = self.registers(finding)
         return {
-            "BLOCK_K": self.block_k, "GROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
-            "TURNS": bool(self.turns) and self.groups > 1, "PACK": pack, "REGISTERS": multiplying,
-            "REGISTERS_LOADING": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
+            "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
+            "PING_PONG": bool(self.turns) and self.groups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": multiplying,
+            "PRODUCER_REGISTERS": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
             "SHARED_BYTES": self.shared_memory(spec),
         }  # fmt: skip
 
@@ -168,7 +168,7 @@ class Forward:
     """
 
     def __init__(
-        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Spare,
+        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Fallback,
         addressed: tuple[str, ...] = MOVED,
     ) -> None:  # fmt: skip
         self.device, self.tile, self.why, self.spare = device, tile, why, spare

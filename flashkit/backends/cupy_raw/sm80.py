@@ -45,7 +45,7 @@ def _of_scores(spec: AttentionSpec) -> dict[str, int]:
     positions = modification.positions(spec)
     near = spec.score is not None and positions != "any"
     return {
-        "BRIEF": ITEMSIZE[spec.dtype] == 2, "POSITIONS": modification.POSITIONS.index(positions),
+        "FAST_MATH": ITEMSIZE[spec.dtype] == 2, "POSITIONS": modification.POSITIONS.index(positions),
         "FAR": modification.NEAR if near else 2**31 - 1,
     }  # fmt: skip
 
@@ -94,7 +94,7 @@ class Sm80Tile:
         """What kernels/sm80_forward.cu asks for."""
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_K": self.warps_k,
-            "STAGES": self.stages, "GRANULE": self.granule, "PACK": pack, "SPLIT": split, "TERMS": terms(spec),
+            "STAGES": self.stages, "GRANULE": self.granule, "PACK_GQA": pack, "SPLIT": split, "TERMS": terms(spec),
             "PADDED": ITEMSIZE[spec.dtype] == 4, **_of_scores(spec),
             "BLOCKS_PER_SM": max(1, min(self.resident(spec, device), 8 // self.warps)),
         }  # fmt: skip

@@ -18,10 +18,10 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
     """The text of kernels/<name>.cu for a spec; `constants`: those that the file asks for beyond the spec's own;
     `functions`: text that goes before it."""
     numbers = {
-        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GROUP": spec.group,
-        "LOOKED_UP": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
+        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
+        "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
-        "VALUES": modification.values_of(spec), "PARAMS_WORDS": arguments.size(spec), "BRIEF": False, **constants,
+        "VALUES": modification.values_of(spec), "PARAMS_WORDS": arguments.size(spec), "FAST_MATH": False, **constants,
     }  # fmt: skip
     lines = [f"constexpr {'bool' if isinstance(x, bool) else 'int'} {n} = {int(x)};" for n, x in numbers.items()]
     text = [

@@ -9,7 +9,7 @@ from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments, in_units
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Generation, Kernels, Spare
+from ..cuda_common.generation import Fallback, Generation, Kernels
 from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
 
@@ -51,7 +51,7 @@ class DecodeTile:
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
             "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages, "HAS_LENGTHS": spec.kv_lengths,
-            "BLOCKS_PER_SM": self.resident(spec, device), "BRIEF": True, "EARLY": device.launches_early,
+            "BLOCKS_PER_SM": self.resident(spec, device), "FAST_MATH": True, "EARLY": device.launches_early,
             "COMBINERS": COMBINERS,
         }  # fmt: skip
 
@@ -82,7 +82,7 @@ class Decode:
         self._shares = -(-spec.head_dim_v // 128)  # blocks of a row of `combine`
         self._early = device.launches_early
         self._slots = device.sms * self.tile.resident(spec, device) * self.tile.warps
-        self._spare = Spare(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
+        self._spare = Fallback(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile = arguments.spec, self.tile

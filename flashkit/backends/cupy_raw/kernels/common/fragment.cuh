@@ -13,12 +13,12 @@ DEVICE unsigned pack(float low, float high) {
 // For kernels that are launched early (launch.py), while the one before still runs: what they need is there when the first returns;
 // from the second on the next one may begin, where there is room. A split call of 40 us takes 2 less so, one of Hopper's forward
 // pass 1 or 2.
-DEVICE void await_kernel_before() {
+DEVICE void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-DEVICE void allow_next_kernel() {
+DEVICE void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

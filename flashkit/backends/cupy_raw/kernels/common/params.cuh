@@ -12,15 +12,15 @@
 // Constants of the head (constexpr):
 //
 //     HEAD_DIM, HEAD_DIM_V    of q and k; of v and out
-//     GROUP                   query heads that share one key/value head
+//     GQA_GROUP                   query heads that share one key/value head
 //     STORAGE                 dtype of the tensors, one of FLOAT64, FLOAT32, FLOAT16, BFLOAT16
 //     BLOCK_Q, BLOCK_K        rows and keys of a tile
 //     HAS_SCORE, HAS_MASK     whether there is a score modification, a mask
 //     HAS_DROPOUT, HAS_SINKS
-//     LOOKED_UP               whether classify() looks tiles up in arrays, over ranges: one call may not cover many then,
+//     MASK_READS_ARRAYS               whether classify() looks tiles up in arrays, over ranges: one call may not cover many then,
 //                             and where tiles lie says nothing of how many of them exist
 //     VALUES                  64-bit entries of Params::values
-//     BRIEF                   whether functions in a score modification may be off by some units of the last place
+//     FAST_MATH                   whether functions in a score modification may be off by some units of the last place
 //
 // and whatever constants a generation adds for its own kernels.
 #pragma once

@@ -58,7 +58,7 @@ DEVICE void weights_and_gradients(const Params& p, int state, fk_float (&s)[ROWS
 
 // dK and dV of one tile of keys.
 DEVICE void keys_tile(const Params& p, fk_float* stages, fk_float* weights) {
-    const long long heads_kv = p.heads / GROUP;
+    const long long heads_kv = p.heads / GQA_GROUP;
     const long long head_kv = blockIdx.x % heads_kv, b = blockIdx.x / heads_kv % p.batch;
     const long long k0 = blockIdx.x / (heads_kv * p.batch) * BLOCK_K, n_k = keys_of(p, b);
     const long long k1 = k0 + BLOCK_K < n_k ? k0 + BLOCK_K : n_k;
@@ -69,7 +69,7 @@ DEVICE void keys_tile(const Params& p, fk_float* stages, fk_float* weights) {
         fk_float dk[ROWS_EACH][WIDTH], dv[ROWS_EACH][WIDTH_V];
         clear(dk);
         clear(dv);
-        for (long long h = head_kv * GROUP; h < (head_kv + 1) * GROUP && k0 < n_k; ++h) {
+        for (long long h = head_kv * GQA_GROUP; h < (head_kv + 1) * GQA_GROUP && k0 < n_k; ++h) {
             TileWalk<BLOCK_Q, false> walk(p, b, h, k0, k1, p.n_q);
 #pragma unroll 1
             while (walk.next()) {
@@ -100,7 +100,7 @@ DEVICE void keys_tile(const Params& p, fk_float* stages, fk_float* weights) {
 // dQ of one tile of queries.
 DEVICE void queries_tile(const Params& p, fk_float* stages, fk_float* weights) {
     const long long tiles = (p.n_q + BLOCK_Q - 1) / BLOCK_Q;
-    const long long h = blockIdx.x % p.heads, b = blockIdx.x / p.heads % p.batch, head_kv = h / GROUP;
+    const long long h = blockIdx.x % p.heads, b = blockIdx.x / p.heads % p.batch, head_kv = h / GQA_GROUP;
     const long long row0 = (tiles - 1 - blockIdx.x / (p.heads * p.batch)) * BLOCK_Q, n_k = keys_of(p, b);
     const long long row1 = row0 + BLOCK_Q < p.n_q ? row0 + BLOCK_Q : p.n_q;
     const Rows q = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q), dout = rows_of(p.dout, b, h, row0, p.n_q, BLOCK_Q);

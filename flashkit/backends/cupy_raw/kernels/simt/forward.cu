@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
     fk_float* weights = stages + 2 * stage_size(BLOCK_Q, BLOCK_K, HEAD_DIM_V);
 
     const long long heads = p.heads, tiles = (p.n_q + BLOCK_Q - 1) / BLOCK_Q;
-    const long long b = blockIdx.x / heads % p.batch, h = blockIdx.x % heads, head_kv = h / GROUP;
+    const long long b = blockIdx.x / heads % p.batch, h = blockIdx.x % heads, head_kv = h / GQA_GROUP;
     const long long row0 = (tiles - 1 - blockIdx.x / (heads * p.batch)) * BLOCK_Q, n_k = keys_of(p, b);
     const long long row1 = row0 + BLOCK_Q < p.n_q ? row0 + BLOCK_Q : p.n_q;
     const Rows q = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q);

@@ -44,10 +44,10 @@ constexpr int Q_TILES = BLOCK_Q / (16 * WARPS_Q), Q_COLUMNS = padded(HEAD_DIM) *
 
 // Where registers leave room, the next tile is copied among the steps of the first two products; and dQ comes first, so
 // that there are more steps to add it among.
-constexpr bool SPREAD = !WIDE && HEAD_DIM > 64, DQ_FIRST = !WIDE && (HEAD_DIM <= 64 || HEAD_DIM > 128);
+constexpr bool SPREAD = !IS_FLOAT32 && HEAD_DIM > 64, DQ_FIRST = !IS_FLOAT32 && (HEAD_DIM <= 64 || HEAD_DIM > 128);
 constexpr bool SOON = DQ_FIRST && HAS_MASK && HEAD_DIM > 128;  // all of it beside the first product after it: who waits, waits less
 constexpr bool LEAN = !HAS_MASK && HEAD_DIM > 128;  // where neither uniform registers nor one address for all are faster
-constexpr bool LISTED = HAS_MASK || WIDE;  // float32: in place of the numbers on the list others would be spilled
+constexpr bool LISTED = HAS_MASK || IS_FLOAT32;  // float32: in place of the numbers on the list others would be spilled
 static_assert(S_KEYS % 2 == 0 && K_COLUMNS % 2 == 0 && V_COLUMNS % 2 == 0 && Q_COLUMNS % 2 == 0, "operands come in pairs");
 
 constexpr int SIZE = sizeof(storage), PITCH = pitch(HEAD_DIM), PITCH_V = pitch(HEAD_DIM_V), PITCH_S = BLOCK_K * SIZE + 16;
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
         __syncthreads();
     }
     const unsigned index = ORDERED ? ticket : blockIdx.x;
-    const int heads = (int)p.heads / GROUP;
+    const int heads = (int)p.heads / GQA_GROUP;
     const int tiles_k = (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), all = heads * (int)p.batch, most = (int)p.heads_per_l2_group;
     const Work work = work_of(index, tiles_k, all, most);
     const bool down = HAS_MASK && all > most && work.bh >= (all - 1) / most * most;  // the last heads, the other way
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     const int tile_k = known(down ? work.tile : tiles_k - 1 - work.tile);
     const int b = known(work.bh / heads), head = known(work.bh % heads), n_k = known((int)keys_of(p, b));
     const int before_low = down ? 0 : tile_k + 1, before_high = down ? tile_k : (n_k + BLOCK_K - 1) / BLOCK_K;  // add before
-    Place at{b, head * GROUP, tile_k * BLOCK_K, 0, (int)p.n_q, n_k, offset_of(p, b)};
+    Place at{b, head * GQA_GROUP, tile_k * BLOCK_K, 0, (int)p.n_q, n_k, offset_of(p, b)};
     at.k1 = at.k0 + BLOCK_K < n_k ? at.k0 + BLOCK_K : n_k;
     const int tiles_q = (at.n_q + BLOCK_Q - 1) / BLOCK_Q;
 
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
 
     if (at.k0 < n_k) {
         if (ORDERED && HAS_MASK) {  // tiles that see nothing of these keys are done
-            for (int h = at.h; h < at.h + GROUP; ++h)
+            for (int h = at.h; h < at.h + GQA_GROUP; ++h)
                 for (int tile = threadIdx.x; tile < tiles_q; tile += THREADS) {
                     const int end = tile * BLOCK_Q + BLOCK_Q < at.n_q ? tile * BLOCK_Q + BLOCK_Q : at.n_q;
                     if (tile_state(p, b, h, at.offset, tile * BLOCK_Q, end, at.k0, at.k1) == EMPTY)
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
         copies_end();
 
 #pragma unroll 1
-        for (at.h = head * GROUP; at.h < (head + 1) * GROUP; ++at.h) {
+        for (at.h = head * GQA_GROUP; at.h < (head + 1) * GQA_GROUP; ++at.h) {
             const Rows<> q(p.q, b, at.h), dout(p.dout, b, at.h);
             if (threadIdx.x == 0) list.next = 0;
             int before = -1;  // the tile of queries that was added to last

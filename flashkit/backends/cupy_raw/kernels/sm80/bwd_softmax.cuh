@@ -18,7 +18,7 @@ struct Place {
 // A lane's two numbers of a row and neighbouring keys to a tile in shared memory.
 DEVICE void store_weights(unsigned target, int row, int key, float x, float y) {
     target += row * PITCH_S + key * SIZE;
-    if constexpr (WIDE) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(x), "f"(y) : "memory");
+    if constexpr (IS_FLOAT32) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(x), "f"(y) : "memory");
     else asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(pack(x, y)) : "memory");
 }
 

@@ -10,7 +10,7 @@ constexpr bool BY_FORM = HAS_SCORE && FORMED && EVEN && DIAGONAL && SMALL_SCORE 
 // for an item where they are the same for all its tiles (LASTING: 4 to 7 % faster), or for the next tile while sums are
 // multiplied, where there are registers to keep them (BEFOREHAND: 3 to 5 %; with tiles of 128 queries 1 to 4 % slower, where blocks
 // share items 6 %).
-constexpr bool LASTING = BY_FORM && !SLOPED && (!PER_HEAD || GROUP == 1);
+constexpr bool LASTING = BY_FORM && !SLOPED && (!PER_HEAD || GQA_GROUP == 1);
 constexpr bool BEFOREHAND = BY_FORM && !LASTING && PAIRS <= 32 && !KEYS_SHARED, AT_ONCE = BY_FORM && !LASTING && !BEFOREHAND;
 
 // What makes exponents of a warp's rows and keys.

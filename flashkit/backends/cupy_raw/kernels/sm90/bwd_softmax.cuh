@@ -114,17 +114,17 @@ DEVICE void weigh_plainly(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const
 
 // Scores to weights, whichever way fits; whether nothing is hidden.
 template <int EARLY>
-DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number, int note, int group, bool even, float (&s)[PAIRS],
+DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number, int tile_desc, int group, bool even, float (&s)[PAIRS],
                     unsigned (&pairs)[PAIRS / 2], float (&early)[EARLY][2], unsigned shift, float unit, Kept& kept,
                     const Line& line) {
-    const bool full = (note >> 2 * group & 3) == FULL;
+    const bool full = (tile_desc >> 2 * group & 3) == FULL;
     if constexpr (!HAS_SCORE && !HAS_DROPOUT) {
         if (!full) {
             hide(p, place_of(base, n, number, group), s);
 #pragma unroll
             for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);  // anew: that took all registers
         }
-        if (!MAY_HIDE || (even && !(note & ODD))) {
+        if (!MAY_HIDE || (even && !(tile_desc & ODD))) {
             weigh_plainly(s, pairs, early, shift, unit);
             return full;
         }
@@ -132,7 +132,7 @@ DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number,
         return false;
     }
     if constexpr (BY_FORM) {
-        if (full && even && !(note & ODD) && line.known) {
+        if (full && even && !(tile_desc & ODD) && line.known) {
             if (BY_POLYNOMIAL && is_calm(s, line)) weigh_formed<true>(s, pairs, early, shift, line);
             else weigh_formed<false>(s, pairs, early, shift, line);
             return true;

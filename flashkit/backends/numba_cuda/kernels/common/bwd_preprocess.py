@@ -1,9 +1,9 @@
 # parts: common/tiles
 # What the backward passes of every generation begin and end with: numbers of a row, and gradients of the sinks.
 
-PER_UNIT = 16 // ITEM
-UNITS = -(-HEAD_DIM_V // PER_UNIT)
-LANES = 32 if UNITS > 16 else 16 if UNITS > 8 else 8  # that take a row
+VEC_ELEMENTS = 16 // ITEM
+ROW_VECS = -(-HEAD_DIM_V // VEC_ELEMENTS)
+LANES = 32 if ROW_VECS > 16 else 16 if ROW_VECS > 8 else 8  # that take a row
 NO_ROW = F(1e30)
 
 
@@ -17,7 +17,7 @@ def of_unit(x, y, unit):
             total += widen(np.int16(a[i])) * widen(np.int16(c[i]))
             total += widen(np.int16(a[i] >> 16)) * widen(np.int16(c[i] >> 16))
     else:
-        for d in range(PER_UNIT * unit, PER_UNIT * unit + PER_UNIT):
+        for d in range(VEC_ELEMENTS * unit, VEC_ELEMENTS * unit + VEC_ELEMENTS):
             total += widen(load(STORED, x, d)) * widen(load(STORED, y, d))
     return total
 
@@ -35,8 +35,8 @@ def prepare(p):
     total = ZERO
     if exists and row < p.n_q:
         out, dout = row_address(p.out, b, h, row), row_address(p.dout, b, h, row)
-        if HEAD_DIM_V % PER_UNIT == 0 and (out | dout) % 16 == 0:
-            for unit in range(lane, UNITS, LANES):
+        if HEAD_DIM_V % VEC_ELEMENTS == 0 and (out | dout) % 16 == 0:
+            for unit in range(lane, ROW_VECS, LANES):
                 total += of_unit(out, dout, unit)
         else:
             for d in range(lane, HEAD_DIM_V, LANES):

@@ -39,7 +39,7 @@ def offset_of(p, b):
 # --- the walk over tiles ----------------------------------------------------------------------------------------------
 #
 # Along an axis, over the tiles that are not EMPTY. Every warp of a block walks by itself, all in step: the lanes of a
-# warp classify 32 tiles at once, after 32 groups of 32 unless tiles are LOOKED_UP, so a long run of EMPTY tiles costs a
+# warp classify 32 tiles at once, after 32 groups of 32 unless tiles are MASK_READS_ARRAYS, so a long run of EMPTY tiles costs a
 # few looks at the mask. A walk is a value; next_tile() gives the next one. Call it with all lanes of a warp.
 #
 #     walk = walk_keys(p, b, h, row0, row1, n_k)
@@ -108,7 +108,7 @@ if HAS_MASK:
         chunk, live, full, first_group, groups = walk.chunk, walk.live, walk.full, walk.first_group, walk.groups
         over = False
         while live == 0 and not over:
-            if not LOOKED_UP:
+            if not MASK_READS_ARRAYS:
                 while groups == 0 and not over:
                     first_group += 32
                     over = not exists(walk, first_group * 32)

@@ -14,7 +14,7 @@ def take_work(p, base):
     if thread() == 0:
         store_word(base + AT_TICKET, i32(fetch_add(p.tile_counter, 1)))
     threads_sync()
-    index, heads = u32(load_word(base + AT_TICKET)), u32(u32(p.heads) // u32(GROUP))
+    index, heads = u32(load_word(base + AT_TICKET)), u32(u32(p.heads) // u32(GQA_GROUP))
     tiles, every = u32((u32(p.n_k) + u32(BLOCK_K - 1)) // u32(BLOCK_K)), u32(heads * u32(p.batch))
     most = u32(p.heads_per_l2_group)
     first = u32(index // u32(most * tiles) * most)
@@ -38,7 +38,7 @@ def leave_out(p, b, head, tile_k, n_k):
     if HAS_MASK:
         k0, tiles, offset = I(tile_k) * BLOCK_K, i32((p.n_q + BLOCK_Q - 1) // BLOCK_Q), offset_of(p, I(b))
         k1 = min(k0 + BLOCK_K, I(n_k))
-        for h in range(head * GROUP, head * GROUP + GROUP):
+        for h in range(head * GQA_GROUP, head * GQA_GROUP + GQA_GROUP):
             for tile in range(i32(thread()), tiles, THREADS):
                 row0 = I(tile) * BLOCK_Q
                 if tile_state(p, I(b), I(h), offset, row0, min(row0 + BLOCK_Q, p.n_q), k0, k1) == EMPTY:
