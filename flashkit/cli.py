@@ -261,7 +261,7 @@ def profile_list(as_json: Json = False) -> None:
         for file in sorted(directory.glob("*.yaml")):
             entry: dict[str, Any] = {"name": file.stem, "where": where, "file": str(file), "used": str(file) in used}
             try:
-                profile = profiles.load_file(file)
+                profile = profiles.read(file)
                 rows = {table: len(rows) for table, rows in profile.tiles.items()}
                 entry.update(kind=profile.device.kind, device=profile.device.name, tiles=rows, error=None)
             except (OSError, ValueError) as error:
@@ -293,7 +293,7 @@ def profile_show(
             kinds = ("cpu", "cuda") if name is None else (name,)
             read = profiles.for_device if name is None else profiles.by_name
             found = {kind: read(kind) for kind in kinds}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise _fail(error) from None
     if as_json:
         _print_json({kind: profile.as_dict() for kind, profile in found.items()})
@@ -355,11 +355,15 @@ def cache_path(as_json: Json = False) -> None:
     """Where compiled kernels are kept."""
     from . import cachedir
 
+    try:
+        path = str(cachedir.path())
+    except OSError as error:
+        raise _fail(error) from None
     if as_json:
         used = cachedir.usage()
-        _print_json({"path": str(cachedir.path()), "files": used.files, "kernels": used.kernels, "bytes": used.bytes})
+        _print_json({"path": path, "files": used.files, "kernels": used.kernels, "bytes": used.bytes})
     else:
-        print(cachedir.path())
+        print(path)
 
 
 @cache_app.command("clear")
@@ -367,7 +371,10 @@ def cache_clear(as_json: Json = False) -> None:
     """Remove all compiled kernels; they are compiled again when needed."""
     from . import cachedir, doctor
 
-    removed = cachedir.clear()
+    try:
+        removed = cachedir.clear()
+    except OSError as error:
+        raise _fail(error) from None
     if as_json:
         path = str(cachedir.path())
         _print_json({"path": path, "files": removed.files, "kernels": removed.kernels, "bytes": removed.bytes})
@@ -425,6 +432,8 @@ def autotune(
     backend: Annotated[str | None, typer.Option(help="cpu, cupy_raw or numba_cuda [the first two].")] = None,
 ) -> None:
     """Measure this machine, find its best tiles, and write them to a profile. Ctrl-C keeps what was measured."""
+    from . import trust
+
     tune = _part("tune")
     try:
         done = tune.autotune(quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend)
@@ -433,6 +442,8 @@ def autotune(
         raise typer.Exit(130) from None
     except ValueError as error:
         raise _fail(error, 2) from None
+    except trust.UntrustedError as error:  # the log's directory, or the profiles'
+        raise _fail(error) from None
     raise typer.Exit(done if isinstance(done, int) else 0)
 
 

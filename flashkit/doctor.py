@@ -216,20 +216,21 @@ def _cupy_problem() -> str:
 
 
 def _cache() -> Report:
-    from . import cachedir
+    from . import cachedir, trust
 
-    root = cachedir.path()
-    used = cachedir.usage()
-    nearest = root
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    writable = os.access(nearest, os.W_OK)
+    problem, used = cachedir.problem(), cachedir.usage()
+    try:
+        path = str(cachedir.path())
+    except OSError:
+        path = "none"
     return {
-        "path": str(root),
+        "path": path,
         "files": used.files,
         "kernels": used.kernels,
         "bytes": used.bytes,
-        "writable": writable,
+        "trusted": not isinstance(problem, trust.UntrustedError),
+        "writable": problem is None,
+        "problem": str(problem or ""),
         "first_call": _first_call() if used.kernels else "nothing is compiled yet",
     }
 
@@ -331,7 +332,7 @@ def _missing(found: Report) -> list[dict[str, str]]:
     cache = found["cache"]
     if cache.get("writable") is False:
         brings = "kernels compiled once, not in every process"
-        want("a writable cache directory", brings, "export FLASHKIT_CACHE_DIR=...")
+        want("a cache directory that this user alone can write", brings, "export FLASHKIT_CACHE_DIR=...")
     return wanted
 
 
@@ -398,8 +399,10 @@ def _threading_rows(threading: Report) -> _Rows:
 
 def _cache_rows(cache: Report) -> _Rows:
     contents = f"{cache['kernels']} compiled kernels, {cache['files']} files, {size(cache['bytes'])}"
-    writable = "yes" if cache["writable"] else "NO"
-    rows = [("path", cache["path"]), ("contents", contents), ("writable", writable)]
+    rows = [("path", cache["path"]), ("contents", contents)]
+    rows += [(name, "yes" if cache[name] else "NO") for name in ("trusted", "writable")]
+    if cache["problem"]:
+        rows.append(("new kernels", f"stay in the memory of each process: {cache['problem']}"))
     return [*rows, ("first call", cache["first_call"])]
 
 

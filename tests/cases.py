@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 
 import flashkit
-from flashkit import cachedir, dispatch, expr, mods, reference
+from flashkit import cachedir, dispatch, expr, mods, reference, trust
 from flashkit.arguments import prepare
 from flashkit.spec import AttentionSpec, Operands
 
@@ -201,8 +201,7 @@ def compiled(backend: str, dtype: str) -> None:
     from filelock import FileLock, Timeout
 
     def compile_(other: str, timeout: float) -> None:
-        folder = cachedir.path()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = trust.directory(cachedir.path(), make=True)
         with FileLock(folder / f"tests-{other}.lock", timeout=timeout):
             x = np.ones((1, 1, 1, 1), numpy_dtype(other))
             out, vjp = flashkit.attention_vjp(x, x, x, backend=backend)
