@@ -27,15 +27,11 @@ def path() -> Path:
     that flashkit alone writes. UntrustedError where it is a relative path, or where there is no home directory.
     """
     override = os.environ.get("FLASHKIT_CACHE_DIR")
-    if override:
-        found = os.path.join(os.path.expanduser(override), "flashkit-kernels")
-    else:
-        import platformdirs
-
-        found = platformdirs.user_cache_dir("flashkit", appauthor=False)
+    if not override:
+        return trust.of_user("cache")
+    found = os.path.join(os.path.expanduser(override), "flashkit-kernels")
     if not os.path.isabs(found):
-        said = f"FLASHKIT_CACHE_DIR={override} is" if override else "there is no home directory:"
-        raise trust.UntrustedError(f"{said} {'' if override else f'{found} is '}not an absolute path")
+        raise trust.UntrustedError(f"FLASHKIT_CACHE_DIR={override} is not an absolute path")
     return Path(found)
 
 
@@ -88,12 +84,13 @@ def problem() -> OSError | None:
     """Why new kernels cannot be kept: an UntrustedError, or that a directory cannot be written. Changes nothing."""
     try:
         for folder in ("cpu", "cuda"):
-            wanted = nearest = path() / folder
-            while not os.path.lexists(nearest):
-                nearest = nearest.parent
-            found = trust.directory(nearest) if nearest == wanted else trust.resolve(nearest)
-            if not os.access(found, os.W_OK):
-                raise PermissionError(f"{found} cannot be written")
+            with suppress(FileNotFoundError):
+                trust.directory(path() / folder)
+            for nearest in (path() / folder, *path().parents):
+                with suppress(FileNotFoundError):
+                    if not os.access(trust.resolve(nearest), os.W_OK):
+                        raise PermissionError(f"{nearest} cannot be written")
+                    break
     except OSError as error:
         return error
     return None

@@ -25,6 +25,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,23 +109,24 @@ def shipped_dir() -> Path:
 
 
 def user_dir() -> Path:
-    """Where `flashkit autotune` writes; not created."""
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("flashkit", appauthor=False)) / "device_profiles"
+    """Where `flashkit autotune` writes; not created. UntrustedError without a home directory."""
+    return trust.of_user("data") / "device_profiles"
 
 
 def directories() -> dict[str, Path]:
     """Where profiles are looked for, in order: "FLASHKIT_PROFILE_DIR" (if set), "user", "shipped".
 
-    The first two are used only where they are absolute paths that no other user can write.
+    The first is left out where it is no absolute path, the second where there is no home directory.
     """
     override = os.environ.get("FLASHKIT_PROFILE_DIR")
-    first = {"FLASHKIT_PROFILE_DIR": Path(os.path.expanduser(override))} if override else {}
-    if override and not first["FLASHKIT_PROFILE_DIR"].is_absolute():
+    found = {}
+    if override and os.path.isabs(os.path.expanduser(override)):
+        found["FLASHKIT_PROFILE_DIR"] = Path(os.path.expanduser(override))
+    elif override:
         _skip(trust.UntrustedError(f"FLASHKIT_PROFILE_DIR={override} is not an absolute path"))
-    found = {**first, "user": user_dir(), "shipped": shipped_dir()}  # without a home directory, the user's is relative
-    return {name: directory for name, directory in found.items() if directory.is_absolute()}
+    with suppress(trust.UntrustedError):
+        found["user"] = user_dir()
+    return {**found, "shipped": shipped_dir()}
 
 
 def paths() -> list[Path]:
@@ -353,7 +355,7 @@ def write_user_profile(profile: dict[str, Any]) -> Path:
             try:
                 old = read(target)
                 layers.append(("old", known_fields(old), old.tiles))
-            except (ProfileError, OSError, RecursionError) as error:  # someone's edit went wrong: keep it, out of the way
+            except (ProfileError, OSError, RecursionError) as error:  # an edit went wrong: keep it, out of the way
                 target.replace(target.with_suffix(".yaml.bad"))
                 warnings.warn(f"moved to {target.name}.bad: {error}", ProfileWarning, stacklevel=2)
         merged = _merge(layers)

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 _LINKS = 40  # as many as Linux follows
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -52,6 +53,8 @@ def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
             entry = os.path.join(here, name)
             found = _made(entry) if make else os.lstat(entry)
             if not stat.S_ISLNK(found.st_mode):
+                if left and not stat.S_ISDIR(found.st_mode):
+                    raise NotADirectoryError(f"{entry} is not a directory")
                 here, sticky = entry, _check(entry, found)
                 continue
             _check_owner(entry, found)
@@ -73,6 +76,21 @@ def directory(path: str | os.PathLike[str], make: bool = False) -> Path:
         raise NotADirectoryError(f"{found} is not a directory")
     if hasattr(os, "geteuid") and mode & _OTHERS:  # sticky: others can still put files there first
         raise UntrustedError(f"{found} can be written by other users: chmod go-w {found}, or choose a folder in it")
+    return Path(found)
+
+
+def of_user(kind: Literal["cache", "data"]) -> Path:
+    """Where this user's files of flashkit are by this platform's custom. UntrustedError without a home directory, where
+    `~` would mean another place in every directory.
+    """
+    import platformdirs
+
+    try:
+        found = getattr(platformdirs, f"user_{kind}_dir")("flashkit", appauthor=False)
+    except RuntimeError as error:
+        raise UntrustedError(f"there is no home directory: {error}") from None
+    if not os.path.isabs(found):
+        raise UntrustedError(f"there is no home directory: {found} is not an absolute path")
     return Path(found)
 
 
@@ -140,6 +158,8 @@ def _check(path: str, found: os.stat_result) -> bool:
     """UntrustedError where others own the path or can write it. Returns whether it is a directory that all may write
     and that is sticky."""
     _check_owner(path, found)
+    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+        raise UntrustedError(f"{path} is not a regular file")
     if not found.st_mode & _OTHERS:
         return False
     if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
@@ -150,7 +170,8 @@ def _check(path: str, found: os.stat_result) -> bool:
 
 def _check_owner(path: str, found: os.stat_result) -> None:
     if found.st_uid not in (0, os.geteuid()):
-        raise UntrustedError(f"{path} belongs to user {found.st_uid}, not to this user ({os.geteuid()}): remove it")
+        users = f"user {found.st_uid}, not to this user ({os.geteuid()})"
+        raise UntrustedError(f"{path} belongs to {users}: use a path of your own")
 
 
 def _content(path: str, most: int | None, trusted: bool) -> bytes:
@@ -158,10 +179,10 @@ def _content(path: str, most: int | None, trusted: bool) -> bytes:
     with os.fdopen(os.open(path, os.O_RDONLY | flags), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise UntrustedError(f"{path} is not a regular file: remove it")
+            raise UntrustedError(f"{path} is not a regular file")
         if trusted and hasattr(os, "geteuid"):
             _check(path, found)
-            if found.st_nlink != 1:
+            if found.st_nlink > 1:  # 0: replaced meanwhile
                 raise UntrustedError(f"{path} is one of {found.st_nlink} hard links of a file: remove it")
         if most is not None and found.st_size > most:
             raise UntrustedError(f"{path} has {found.st_size} bytes, more than {most}: remove it")
