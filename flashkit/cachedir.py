@@ -84,9 +84,10 @@ def problem() -> OSError | None:
     """Why new kernels cannot be kept: an UntrustedError, or that a directory cannot be written. Changes nothing."""
     try:
         for folder in ("cpu", "cuda"):
+            wanted = path() / folder
             with suppress(FileNotFoundError):
-                trust.directory(path() / folder)
-            for nearest in (path() / folder, *path().parents):
+                trust.directory(wanted)
+            for nearest in (wanted, *wanted.parents):
                 with suppress(FileNotFoundError):
                     if not os.access(trust.resolve(nearest), os.W_OK):
                         raise PermissionError(f"{nearest} cannot be written")

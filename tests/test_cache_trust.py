@@ -343,6 +343,11 @@ def test_a_cuda_binary_that_is_none_is_compiled_again(monkeypatch: pytest.Monkey
     assert compiler.binary(source, "sm_80") == made and source.compiled == 2
 
 
+def beside(text: str) -> str:
+    """A program that can import this file."""
+    return f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n{textwrap.dedent(text)}"
+
+
 # --- files of this user that are no kernels ---------------------------------------------------------------------------
 
 
@@ -375,21 +380,17 @@ def test_junk_is_compiled_again_and_does_not_crash(program: Callable[..., str], 
         objects._loaded.clear()
         print(run())
     """
-    tests = os.path.dirname(__file__)
-    assert program(f"import sys; sys.path.insert(0, {tests!r})\n{textwrap.dedent(text)}",
-                   FLASHKIT_CACHE_DIR=tmp_path).split() == [str(PLANTED)]  # fmt: skip
+    assert program(beside(text), FLASHKIT_CACHE_DIR=tmp_path).split() == [str(PLANTED)]
 
 
 # --- where nothing can be kept ----------------------------------------------------------------------------------------
 
 CALL = """
-    import warnings
-    import numpy as np, flashkit
-    q = np.ones((1, 1, 20, 8), np.float32)
+    from test_cache_trust import *
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert np.allclose(flashkit.attention(q, q, q, causal=True), 1)
-        assert np.allclose(flashkit.attention(q, q, q, softcap=3.0), 1)
+        assert run("one") == run("two") == compiler.binary(Source(), "sm_80").checked + 1
+        profiles.for_device("cpu")
     print(len(caught), *(warning.message for warning in caught))
 """
 
@@ -406,7 +407,7 @@ def test_no_directory_is_left_behind(
         (tmp_path / "untrusted").mkdir(mode=0o700)
         (tmp_path / "untrusted").chmod(0o777)
         wanted = str(tmp_path / "untrusted")
-    said = program(CALL, FLASHKIT_CACHE_DIR=wanted, TMPDIR=temporary)
+    said = program(beside(CALL), FLASHKIT_CACHE_DIR=wanted, TMPDIR=temporary)
     assert said.startswith("1 compiled kernels cannot be kept"), said
     assert list(temporary.iterdir()) == [] and list(here.iterdir()) == []
 
@@ -523,6 +524,10 @@ def test_commands_refuse_a_relative_cache(
 def test_doctor_tells_whether_the_cache_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = doctor.report("cache")
     assert (found["cache"]["trusted"], found["cache"]["writable"]) == (True, True)
+    cachedir.path().mkdir(parents=True)
+    cachedir.path().chmod(0o777)
+    assert not doctor.report("cache")["cache"]["trusted"]
+    shutil.rmtree(tmp_path / "cache")
     tmp_path.chmod(0o777)
     found = doctor.report("cache")
     assert (found["cache"]["trusted"], found["cache"]["writable"]) == (False, False)
