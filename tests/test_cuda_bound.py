@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from operands import OnDevice, on_device
 
-from flashkit import BlockMask
+from flashkit import BlockMask, planned
 from flashkit.arguments import prepare
 from flashkit.backends.cuda_common import arguments, backend, launch
 from flashkit.backends.cuda_common.arguments import AT, Arguments
@@ -72,7 +72,8 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
     """
     arrays = given(0)
     problem, operands = operands_of(block_mask=BLOCKS, **arrays)
-    names = [next(n for n, own in operands.arrays.items() if own is array) for array in arrays.values()]
+    names = planned.names_of(list(arrays.values()), operands)
+    assert names is not None
     plan, seen = watched(problem)
     bound = CupyRawBackend().bind(plan, operands, names)
     own = [weakref.ref(operands.arrays[name]) for name in names]
