@@ -99,6 +99,18 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
         assert {x.data.ptr for x in others} <= set(seen[-1][arguments.VALUES :])
 
 
+@pytest.mark.parametrize("change", [lambda x: x[None], lambda x: x[:, :64], lambda x: x.view(np.int32)])
+def test_arrays_of_another_form_are_refused(change: Any, kept: list[Any]) -> None:
+    bias = np.zeros((4, 128, 128), np.float32)
+    problem, operands = operands_of(bias=bias)
+    plan, seen = watched(problem)
+    bound = CupyRawBackend().bind(plan, operands, list(operands.arrays))
+    bound(*five(), OnDevice(bias))
+    with pytest.raises(ValueError, match="an array of a modification has the form"):
+        bound(*five(), OnDevice(change(bias)))
+    assert len(seen) == 1
+
+
 def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:
     problem, operands = operands_of()
     plan, seen = watched(problem)
