@@ -180,11 +180,14 @@ def test_exchanged_values_of_a_modification(what: str) -> None:
             close(call(backend="cpu"), call(backend="reference"))
 
 
-def test_exchanged_arrays_of_a_block_mask() -> None:
+@pytest.mark.parametrize(
+    ("other", "error"), [(np.zeros((64, 64), int), TypeError), (np.zeros(64), TypeError), (np.arange(20), ValueError)]
+)
+def test_exchanged_arrays_of_a_block_mask(other: np.ndarray, error: type[Exception]) -> None:
     (q,) = tensors((1, 2, 64, D))
     mask = BlockMask.from_mod(mods.document(np.arange(64) // 9), 64, 64)
-    mask.mod.arrays["ids"] = mask.mod.arrays["ids"][:20]  # type: ignore[index]
-    with pytest.raises(ValueError, match="ids"):
+    mask.mod.arrays["ids"] = other  # type: ignore[index]
+    with pytest.raises(error, match="ids"):
         attention(q, q, q, block_mask=mask, backend="cpu")
 
 
