@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 from .mods import expr
@@ -18,6 +18,12 @@ ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one element, for every dtype that attention takes."""
 
 MAX_HEAD_DIM = 512
+
+
+@cache
+def name_of(dtype: Any) -> str:
+    """The name of a dtype, which NumPy computes anew each time, for microseconds."""
+    return str(dtype.name)
 
 
 class Verdict(NamedTuple):
@@ -154,6 +160,18 @@ class Operands:
     out: Any = None
     lse: Any = None
     blocks: Any = None
+
+    def array(self, slot: Slot) -> Any:
+        """The array of a slot. Kernels are compiled for the slot: they would read another dtype, or an address with
+        another number of strides, out of bounds.
+        """
+        array = self.arrays[slot.name]
+        if len(array.strides) != slot.ndim or name_of(array.dtype) != slot.dtype:
+            raise ValueError(
+                f"{slot.name}, an array of a modification, has {len(array.strides)} axes and dtype {array.dtype}; "
+                f"{slot.ndim} axes of {slot.dtype}, which the kernel is compiled for, fit"
+            )
+        return array
 
 
 @dataclass

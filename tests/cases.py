@@ -22,7 +22,7 @@ import numpy as np
 import flashkit
 from flashkit import dispatch, mods, reference
 from flashkit.call.arguments import prepare
-from flashkit.devices import kernel_cache
+from flashkit.devices import kernel_cache, trust
 from flashkit.mods import expr
 from flashkit.spec import AttentionSpec, Operands
 
@@ -203,8 +203,7 @@ def compiled(backend: str, dtype: str) -> None:
     from filelock import FileLock, Timeout
 
     def compile_(other: str, timeout: float) -> None:
-        folder = kernel_cache.path()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = trust.directory(kernel_cache.path(), make=True)
         with FileLock(folder / f"tests-{other}.lock", timeout=timeout):
             x = np.ones((1, 1, 1, 1), numpy_dtype(other))
             out, vjp = flashkit.attention_vjp(x, x, x, backend=backend)

@@ -76,7 +76,12 @@ def prepare(
     kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
     out: Any = None, deterministic: bool = False, precision: str | None = None,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
-    """Problem, operands (with new or given out, new lse) and the way back to the caller's shapes."""
+    """Problem, operands (with new or given out, new lse) and the way back to the caller's shapes.
+
+    Addresses are computed from lengths, offsets, integers of modifications, shapes and strides. The operands have
+    these to themselves, copied before they are checked: the caller's arrays may change at any time. Lengths on a device
+    stay where they are, and kernels bound them.
+    """
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
         arrays.require(name, array, kind)
@@ -85,21 +90,21 @@ def prepare(
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
     shape = _shape(q, k, v, layout)
-    q4, k4, v4 = map(shape.to_four, (q, k, v))
+    q4, k4, v4 = (shape.to_four(x).view() for x in (q, k, v))
     batch, heads, n_q, d = q4.shape
     heads_kv, n_k, dv = v4.shape[1:]
     xp = arrays.namespace(kind)
 
     lengths = _lengths(kv_lengths, kind, shape, batch, n_k)
-    offsets = _offsets(q_offset, kind, shape, batch, lengths, n_q)
+    offsets = _offsets(q_offset, kind, shape, batch, lengths, n_q, n_k)
     full = (batch, heads, n_q, n_k)
     scores, masks = [], []
     if softcap is not None:
         scores.append(mods.softcap(_number("softcap", softcap)))
     if alibi_slopes is not None:
-        scores.append(mods.alibi(_slopes(alibi_slopes, kind, batch, heads)))
+        scores.append(mods.alibi(_slopes(alibi_slopes, kind, batch, heads)).snapshot())
     if bias is not None:
-        scores.append(mods.bias(_pairwise("bias", bias, kind, shape, full, "f")))
+        scores.append(mods.bias(_pairwise("bias", bias, kind, shape, full, "f")).snapshot())
     if _flag("causal", causal, ", and mask= for an array of pairs"):
         masks.append(mods.causal())
     if window is not None:
@@ -108,16 +113,16 @@ def prepare(
         # A floating mask is added to the scores, as in other libraries.
         array = _pairwise("mask", mask, kind, shape, full, "bf")
         if array.dtype.kind == "b":
-            masks.append(mods.visible(array))
+            masks.append(mods.visible(array).snapshot())
         else:
-            scores.append(mods.bias(array))
-    given = [] if score_mod is None else [mods.trace(score_mod, "score")]
+            scores.append(mods.bias(array).snapshot())
+    given = [] if score_mod is None else [mods.trace(score_mod, "score").snapshot()]
     scores += given
     if block_mask is not None:
-        given.append(_block_mask(block_mask, batch, heads, n_q, n_k))
+        given.append(_block_mask(block_mask, batch, heads, n_q, n_k).snapshot())
         masks.append(given[-1])
     if mask_mod is not None:
-        given.append(mods.trace(mask_mod, "mask"))
+        given.append(mods.trace(mask_mod, "mask").snapshot())
         masks.append(given[-1])
     for mod in given:
         check_indices(mod, batch, heads, n_q, n_k, *_reach(offsets, q_offset is not None, batch, n_q, n_k))
@@ -197,17 +202,16 @@ def _pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, .
     if array.ndim > len(wanted) or any(n not in (1, m) for n, m in zip(array.shape, axes, strict=True)):
         raise ValueError(f"{name} has shape {array.shape}; what broadcasts to (..., Hq, Nq, Nk) = {wanted} fits")
     if array.ndim > 3 and len(shape.batch) != 1:
-        array = (
-            array.reshape((-1, *array.shape[-3:]))
-            if math.prod(array.shape[:-3]) == 1
-            else np.broadcast_to(array, (*shape.batch, *array.shape[-3:])).reshape((-1, *array.shape[-3:]))
-        )
+        rest = array.shape[-3:]
+        if any(n != 1 for n in array.shape[:-3]):
+            array = arrays.namespace(kind).broadcast_to(array, (*shape.batch, *rest))
+        array = array.reshape((math.prod(array.shape[:-3]), *rest))
     return array if array.ndim else array.reshape(1)
 
 
 def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what: str) -> Any:
-    """int64 (B,) from an integer or integers, one for each batch entry. On the device where q and they are: reading
-    them here would wait for all that was enqueued before.
+    """int64 (B,) from an integer or integers, one for each batch entry: a copy of its own. On the device where q and
+    they are, since reading them here would wait for all that was enqueued before; there it may be the caller's array.
     """
     stays = kind != "numpy" and arrays.kind_of(value) == kind
     try:
@@ -218,8 +222,11 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
         raise TypeError(f"{name} is {value!r}; {what} fits")
     if array.ndim and array.shape not in ((batch,), shape.batch):
         raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
-    xp = arrays.namespace(kind) if stays else np
-    return xp.ascontiguousarray(xp.broadcast_to(array.reshape(-1) if array.ndim else array, (batch,)), np.int64)
+    flat = array.reshape(-1) if array.ndim else array
+    if not stays:
+        return np.broadcast_to(flat, (batch,)).astype(np.int64, order="C")
+    xp = arrays.namespace(kind)
+    return xp.ascontiguousarray(xp.broadcast_to(flat, (batch,)), np.int64)
 
 
 def _lengths(value: Any, kind: str, shape: Shape, batch: int, n_k: int) -> Any:
@@ -234,11 +241,21 @@ def _lengths(value: Any, kind: str, shape: Shape, batch: int, n_k: int) -> Any:
     return lengths
 
 
-def _offsets(value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: int) -> Any:
+def _offsets(value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: int, n_k: int) -> Any:
+    """Where each batch entry's first query is; what lies on the device is brought within the bounds that are errors
+    elsewhere.
+    """
     if value is None:
-        return lengths - n_q
+        if isinstance(lengths, np.ndarray):
+            return lengths - n_q
+        offsets = arrays.namespace(kind).clip(lengths, 0, n_k)  # as kernels take them
+        offsets -= n_q  # in place: a graph that records this writes to no memory that others may get
+        return offsets
     offsets = _per_entry("q_offset", value, kind, shape, batch, "an integer, or integers (B,),")
-    if isinstance(offsets, np.ndarray) and offsets.size and np.abs(offsets).max() > _FARTHEST:
+    if not isinstance(offsets, np.ndarray):
+        own = None if arrays.same_address(offsets, value) else offsets
+        return arrays.namespace(kind).clip(offsets, -_FARTHEST, _FARTHEST, out=own)
+    if offsets.size and not (offsets.min() >= -_FARTHEST and offsets.max() <= _FARTHEST):
         raise ValueError(f"q_offset is {value!r}; positions within 2^48 fit")
     return offsets
 

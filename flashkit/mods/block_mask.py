@@ -44,7 +44,7 @@ class BlockMask(Patterns):
 
     mod: the mask over b, h, row and k that it stands for, elementwise; block_q, block_k: rows and keys of a tile, the
     last of an axis may be shorter. batch and heads: entries that the mask tells apart, 1 where it is the same for all.
-    The arrays of the mod must not change afterwards.
+    The mask has the mod's arrays as copies that cannot be written: its tiles are found once.
     """
 
     mod: Mod
@@ -58,7 +58,12 @@ class BlockMask(Patterns):
     def __post_init__(self) -> None:
         for name, least in (("n_q", 0), ("n_k", 0), ("block_q", 1), ("block_k", 1), ("batch", 1), ("heads", 1)):
             object.__setattr__(self, name, integer(name, getattr(self, name), least))
-        if expr.uses(self.mod.expr, expr.Q):
+        mod = self.mod.snapshot(whole=True)
+        for array in mod.arrays.values():
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
+        object.__setattr__(self, "mod", mod)
+        if expr.uses(mod.expr, expr.Q):
             raise ValueError("the mod depends on the position q; BlockMask.from_mod says where the queries are")
 
     # --- making one -----------------------------------------------------------------------------------------------

@@ -78,6 +78,25 @@ class Mod:
         """The score mod that applies this one first and `other` to its result."""
         return combine(after, "score", self, other)
 
+    def snapshot(self, *, whole: bool = False) -> Mod:
+        """The same modification with values of its own, as one call takes it, so that what is checked of them is what
+        a kernel reads: integers, and bools that an index depends on, are copies; of other arrays it has views, whose
+        contents alone can change. whole: all arrays are copies.
+
+        Raises TypeError where a value is no longer of the kind or of the number of axes that the function was traced
+        with.
+        """
+        params, arrays = dict(self.params), dict(self.arrays)
+        traced, indexing = _values_of(self.expr)
+        for name, ndim, kind in traced:
+            if ndim is None:
+                if not isinstance(params.get(name), int if kind == "int" else int | float):
+                    raise TypeError(f"{name} of a {self.kind} mod is {params.get(name)!r}; {kind}, as traced, fits")
+            else:
+                copied = whole or kind == "int" or (kind == "bool" and name in indexing)
+                arrays[name] = _own(f"{name} of a {self.kind} mod", arrays.get(name), ndim, kind, copied)
+        return Mod(self.kind, self.expr, params, arrays)
+
     @property
     def key(self) -> str:
         """Canonical text of the graph; the values are no part of it."""
@@ -190,6 +209,29 @@ def _trace(function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[st
 
 
 _trace_pure = lru_cache(maxsize=None)(_trace)
+
+
+@lru_cache(maxsize=1024)
+def _values_of(graph: Expr) -> tuple[tuple[tuple[str, int | None, Kind], ...], frozenset[str]]:
+    """The values that a graph names, each with its number of axes (None: a scalar) and kind, and the names of the
+    arrays that indices are computed from.
+    """
+    nodes = [node for node in expr.walk([graph]) if node.op in ("param", "load")]
+    traced = {node.value: (node.value, len(node.args) if node.op == "load" else None, node.kind) for node in nodes}
+    within = (inner for node in nodes for inner in expr.walk(node.args))
+    return tuple(traced.values()), frozenset(inner.value for inner in within if inner.op == "load")
+
+
+def _own(name: str, array: Any, ndim: int, kind: Kind, copied: bool) -> Any:
+    """The array as a call may keep it; see Mod.snapshot."""
+    if not hasattr(array, "dtype"):
+        raise TypeError(f"{name} is a {type(array).__name__}; an array of {ndim} axes, as traced, fits")
+    own = array.view()  # its shape and dtype are no longer the caller's to change
+    if own.ndim != ndim or _value_kind(name, own) != kind:
+        raise TypeError(f"{name} has {own.ndim} axes and dtype {own.dtype}; {ndim} axes and {kind}s, as traced, fit")
+    if not own.dtype.isnative:
+        return own.astype(own.dtype.newbyteorder("="))
+    return own.copy() if copied else own
 
 
 def after(first: Expr, second: Expr) -> Expr:

@@ -421,12 +421,34 @@ def test_lengths_and_offsets_on_the_device() -> None:
         np.testing.assert_array_equal(here.get(), there.get())
 
 
-def test_lengths_on_the_device_beyond_the_keys_are_clamped() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("n_q", [1, 70])
+def test_lengths_on_the_device_are_bounded(n_q: int, dtype: str, generation: str) -> None:
+    """By the kernels of both passes, which read the same lengths, and in the offset that follows from lengths."""
+    import cupy
+
+    n_k, wrong = 100, [10**6, 2**32 + 7, -4, -(2**32) + 2**31 - 1]
+    lengths, shape_q, shape_k = cupy.asarray(wrong), (4, 2, n_q, 64), (4, 1, n_k, 64)
+    q, k, v, dout = tensors(shape_q, shape_k, shape_k, shape_q, dtype=dtype)
+    options = {"causal": True, "deterministic": True, "backend": NAME}
+    right, right_vjp = flashkit.attention_vjp(q, k, v, kv_lengths=[n_k, n_k, 0, 0], **options)
+    out, vjp = flashkit.attention_vjp(q, k, v, kv_lengths=lengths, **options)
+    plain = flashkit.attention(q, k, v, kv_lengths=lengths, **options)
+    lengths[...] = [1, 2, 3, 4]
+    np.testing.assert_array_equal(out.get(), right.get())
+    np.testing.assert_array_equal(plain.get(), right.get())
+    for got, expected in zip(vjp(dout), right_vjp(dout), strict=True):
+        np.testing.assert_array_equal(got.get(), expected.get())
+
+
+def test_positions_on_the_device_stay_within_tables() -> None:
+    """An index that is in range for all lengths that fit is so for those that do not."""
     import cupy
 
     q, k, v = tensors((2, 1, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8))
-    got = flashkit.attention(q, k, v, kv_lengths=cupy.asarray([100, -4]), backend=NAME).get()
-    right = flashkit.attention(q, k, v, kv_lengths=[7, 0], backend=NAME).get()
+    score = mods.score(lambda s, b, h, q, k, *, t: s + t[q + 5], t=cupy.arange(12.0))
+    got = flashkit.attention(q, k, v, kv_lengths=cupy.asarray([2**40, -(2**40)]), score_mod=score, backend=NAME).get()
+    right = flashkit.attention(q, k, v, kv_lengths=[7, 0], score_mod=score, backend=NAME).get()
     np.testing.assert_array_equal(got, right)
 
 

@@ -126,7 +126,7 @@ class Block:
                 value = operands.params[slot.name]
                 entries.append(int(value) if slot.kind == "int" else int(np.float64(value).view(np.int64)))
             else:
-                array = operands.arrays[slot.name]
+                array = operands.array(slot)
                 stored = modify.stored_dtype(str(slot.dtype))
                 array = array.view(np.uint8) if slot.kind == "bool" else array.astype(stored, copy=False)
                 entries += [self.address(array), *array.shape, *array.strides]

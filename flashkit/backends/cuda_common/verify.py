@@ -31,7 +31,7 @@ class MiscompiledError(RuntimeError):
 
 def trusted(made: Pass, spec: AttentionSpec, device: Device, direction: Direction) -> None:
     """Return if the kernels of the pass are known to be right, now or from before. MiscompiledError if they are not."""
-    fresh = [library.binary for library in made.libraries if not library.binary.checked.exists()]
+    fresh = [library.binary for library in made.libraries if not library.binary.checked]
     if not fresh:
         return
     try:
@@ -48,10 +48,10 @@ def trusted(made: Pass, spec: AttentionSpec, device: Device, direction: Directio
         if not (difference <= TOLERANCE[precision] * scale).all():
             raise MiscompiledError(
                 f"{name} of the freshly compiled {direction} pass {made.tile} for {spec} on {device.name} is off by "
-                f"{difference.max():.3g} of {scale:.3g}; binaries: {', '.join(str(b.path) for b in fresh)}"
+                f"{difference.max():.3g} of {scale:.3g}; binaries: {', '.join(b.name for b in fresh)}"
             )
     for binary in fresh:
-        binary.checked.touch()
+        binary.mark_checked()
 
 
 def small_problem(spec: AttentionSpec) -> Operands:
