@@ -46,13 +46,20 @@ def _bits_of_divisor(node: Expr) -> int | None:
     return divisor.value.bit_length() - 1 if known else None
 
 
+_UNSIGNED = "np.int64(np.uint64(I({0})) %s np.uint64(I({1})))"
+_NEGATED = "np.int64(np.uint64(0) - np.uint64(I({0})))"
+_WRAPPING = {
+    "add": _UNSIGNED % "+", "sub": _UNSIGNED % "-", "mul": _UNSIGNED % "*", "neg": _NEGATED,
+    "abs": f"{_NEGATED} if {{0}} < 0 else I({{0}})", "floordiv": f"{_NEGATED} if {{1}} == -1 else {{0}} // {{1}}",
+}  # fmt: skip
+
+
 def _wrapping_text(node: Expr, operands: list[str], language: Language) -> str:
-    """The text of an operation that may overflow, where the language's own would not wrap."""
-    if language == "cuda" and node.op != "floordiv":  # signed overflow has no meaning in C++
+    """The text of an operation that may overflow. In C++, and in LLVM as Numba uses it, only unsigned integers wrap."""
+    if language == "cuda" and node.op != "floordiv":  # fk_floordiv does
         return f"fk_wrapping_{node.op}({', '.join(operands)})"
-    if language == "numba" and node.op == "floordiv":  # Numba gives 0
-        return f"-{operands[0]} if {operands[1]} == -1 else {operands[0]} // {operands[1]}"
-    return getattr(OPS[node.op], language).format(*operands)
+    text = _WRAPPING[node.op] if language == "numba" else getattr(OPS[node.op], language)
+    return text.format(*operands)
 
 
 def assignments(

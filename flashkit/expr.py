@@ -201,13 +201,18 @@ def _fold(op: str, args: tuple[Expr, ...], kind: Kind) -> Expr:
     """Make the node, or compute it where all is known. Only exact integer and logical folding: floats keep the
     kernel's rounding.
     """
-    if all(a.op == "const" and a.kind != "float" for a in args) and kind != "float":
-        try:
-            value = OPS[op].fold(*(a.value for a in args))
-            return const(wrapped(value) if kind == "int" else value)
-        except ZeroDivisionError:
-            raise ZeroDivisionError(f"division by zero in a modification: {op} of {args[0]!r} by 0") from None
-    return Expr(op, args, None, kind)
+    try:
+        return _folded(Expr(op, args, None, kind))
+    except ZeroDivisionError:
+        raise ZeroDivisionError(f"division by zero in a modification: {op} of {args[0]!r} by 0") from None
+
+
+def _folded(node: Expr) -> Expr:
+    known = node.op in OPS and node.args and all(a.op == "const" and a.kind != "float" for a in node.args)
+    if not known or node.kind == "float":
+        return node
+    value = OPS[node.op].fold(*(a.value for a in node.args))
+    return const(wrapped(value) if node.kind == "int" else value)
 
 
 def _arithmetic(op: str, *operands: Any) -> Expr:
@@ -383,6 +388,11 @@ def _is_bool(x: Any) -> bool:
     return x.kind == "bool" if isinstance(x, Expr) else isinstance(x, bool)
 
 
+def _is_zero(x: Any) -> bool:
+    """Whether a divisor is known to be 0: x // 0 and x % 0 are 0 in kernels, as in NumPy."""
+    return _is(x, 0) if isinstance(x, Expr) else x == 0
+
+
 def _hull(values: Sequence[Any]) -> Range:
     low = high = values[0]
     for value in values[1:]:
@@ -399,15 +409,16 @@ def _mul_bounds(a: tuple[Any, Any], b: tuple[Any, Any]) -> Range:
 
 
 def _floordiv_bounds(a: tuple[Any, Any], b: tuple[Any, Any]) -> Range:
+    if _is_zero(b[0]) and _point(b):
+        return b
     if _point(b):
-        # x // 0 is 0 in kernels, as in NumPy.
-        return (0, 0) if isinstance(b[0], int) and b[0] == 0 else _hull([a[0] // b[0], a[1] // b[0]])
+        return _hull([a[0] // b[0], a[1] // b[0]])
     return _least(_least(a[0], -a[1]), 0), _most(_most(a[1], -a[0]), 0)
 
 
 def _mod_bounds(a: tuple[Any, Any], b: tuple[Any, Any]) -> Range:
     low, high = _least(b[0] + 1, 0), _most(b[1] - 1, 0)
-    if not _point(b) or (isinstance(b[0], int) and b[0] == 0):
+    if not _point(b) or _is_zero(b[0]):
         return low, high
     divisor = b[0]
     same_turn = (a[0] // divisor) == (a[1] // divisor)  # then the remainder grows with the number
@@ -526,8 +537,15 @@ def substitute(exprs: Sequence[Expr], change: Callable[[Expr], Expr]) -> list[Ex
     for node in walk(exprs):
         args = tuple(new[id(a)] for a in node.args)
         same = all(new_one is old for new_one, old in zip(args, node.args, strict=True))
-        new[id(node)] = change(node if same else Expr(node.op, args, node.value, node.kind))
+        new[id(node)] = change(node if same else _rebuilt(node, args))
     return [new[id(e)] for e in exprs]
+
+
+def _rebuilt(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    try:
+        return _folded(Expr(node.op, args, node.value, node.kind))
+    except ZeroDivisionError:
+        return const(0)
 
 
 def uses(expr: Expr, *symbols: Expr) -> bool:

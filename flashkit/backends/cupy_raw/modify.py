@@ -30,6 +30,9 @@ _CORNERS = (
     "const Params& p"
 )
 
+STATE = "{0} ? EMPTY : {1} ? FULL : PARTIAL"
+"""The state of a tile from what `spec.tile_state` says of it."""
+
 
 def text(spec: AttentionSpec) -> str:
     """The functions that kernels/tiles.cuh names; without a modification they say what goes without saying.
@@ -62,7 +65,7 @@ def text(spec: AttentionSpec) -> str:
         _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [straight]),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
         _function(spec, "bool visible", _PAIR, [mask]),
-        _function(spec, "int classify", _CORNERS, list(spec.tile_state), "{0} ? EMPTY : {1} ? FULL : PARTIAL"),
+        _function(spec, "int classify", _CORNERS, list(spec.tile_state), STATE),
     ])  # fmt: skip
 
 
