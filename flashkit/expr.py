@@ -427,7 +427,7 @@ def _mod_bounds(a: tuple[Any, Any], b: tuple[Any, Any]) -> Range:
 
 def _where_bounds(c: tuple[Any, Any], x: tuple[Any, Any], y: tuple[Any, Any]) -> Range:
     low, high = (x[0] & y[0], x[1] | y[1]) if _is_bool(x[0]) else (_least(x[0], y[0]), _most(x[1], y[1]))
-    return tuple(_choose(c[0], x[i], _choose(c[1], either, y[i])) for i, either in enumerate((low, high)))  # type: ignore[return-value]
+    return tuple(_choose(c[0], x[i], _choose(c[1], either, y[i])) for i, either in enumerate((low, high)))
 
 
 def _integer_op(rule: Callable[..., Range]) -> Callable[..., Range]:

@@ -139,8 +139,8 @@ def test_numba_text_means_the_same_more(seed):
 
 
 SCALARS = Path(expr.__file__).parent / "backends/cupy_raw/kernels/scalar.cuh"
-WRAPPING = "\n".join(line for line in SCALARS.read_text().splitlines() if line.startswith("DEVICE long long fk_wrapping"))
-CPP_PRELUDE = WRAPPING.replace("DEVICE", "static") + """
+WRAPPING = [line for line in SCALARS.read_text().splitlines() if line.startswith("DEVICE long long fk_wrapping")]
+CPP_PRELUDE = "\n".join(WRAPPING).replace("DEVICE", "static") + """
 #include <cmath>
 #include <algorithm>
 typedef double fk_float;

@@ -154,7 +154,9 @@ def _straight(bias: Expr) -> Expr | None:
         if not any(varying):
             continue
         kinks = _KINKS.get(node.op)
-        if kinks is None or node in overflowing or (node.op == "mul" and all(varying)) or (node.op == "div" and varying[1]):
+        if kinks is None or node in overflowing:
+            return None
+        if (node.op == "mul" and all(varying)) or (node.op == "div" and varying[1]):
             return None
         if node.op in ("lt", "le", "eq") and node.args[0].kind == "float":
             return None  # which side of a jump a key is on must not be a matter of rounding
