@@ -79,6 +79,16 @@ class AttentionSpec:
         rest = [getattr(self, f.name) for f in fields(self) if f.name not in ("score", "mask")]
         return hashlib.sha256(repr((graphs, rest)).encode()).hexdigest()[:16]
 
+    @cached_property
+    def narrow(self) -> frozenset[str]:
+        """Names of arrays of narrow integers; see `expr.narrow`."""
+        return expr.narrow({slot.name: slot.dtype for slot in self.slots if slot.ndim is not None})
+
+    @cached_property
+    def tile_state(self) -> tuple[Expr, Expr]:
+        """(empty, full) of a tile of the mask; see `expr.classify`."""
+        return expr.classify(expr.TRUE if self.mask is None else self.mask, self.narrow)
+
     def features(self) -> list[str]:
         """Names of what goes beyond plain attention, for messages."""
         flags = {

@@ -13,7 +13,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -496,6 +496,15 @@ def computed(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np
     """The plain computation, in `dtype` throughout; in float64 it is the definition."""
     out, lse = reference.standard(spec, operands, dtype)
     return Results(out, lse, *reference.standard_gradients(spec, operands, dout, dlse, dtype))
+
+
+def definition(*tensors: Any, **options: Any) -> tuple[tuple[np.ndarray, np.ndarray], Callable[..., Any]]:
+    """(out, lse) of attention on NumPy's q, k and v by the definition, which evaluates a mask at every pair; and the
+    function of (dout, dlse) that gives the gradients.
+    """
+    problem, operands, _ = prepare(*tensors, **options)
+    gradients = partial(reference.standard_gradients, problem.spec, operands)
+    return reference.standard(problem.spec, operands), gradients
 
 
 def expected(call: Call) -> tuple[Results, Results]:

@@ -16,13 +16,12 @@ import numpy as np
 
 from .. import mods
 from ..mods import Mod, codegen, expr
-from ..mods.expr import Expr
+from ..mods.expr import INT64, MAX_POSITION, Expr
 from ..spec import MAX_HEAD_DIM, AttentionSpec, Operands, Problem, Slot
 from . import arrays
 
 LAYOUTS = ("bhnd", "bnhd")
 PRECISIONS = (None, "highest", "tf32")
-_FARTHEST = 2**48  # position
 
 
 class Shape:
@@ -222,6 +221,8 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
         raise TypeError(f"{name} is {value!r}; {what} fits")
     if array.ndim and array.shape not in ((batch,), shape.batch):
         raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
+    if not stays and array.size and array.max() > INT64[1]:
+        raise ValueError(f"{name} is {value!r}; {what} fits, within 64 bits with a sign")
     flat = array.reshape(-1) if array.ndim else array
     if not stays:
         return np.broadcast_to(flat, (batch,)).astype(np.int64, order="C")
@@ -254,8 +255,8 @@ def _offsets(value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q:
     offsets = _per_entry("q_offset", value, kind, shape, batch, "an integer, or integers (B,),")
     if not isinstance(offsets, np.ndarray):
         own = None if arrays.same_address(offsets, value) else offsets
-        return arrays.namespace(kind).clip(offsets, -_FARTHEST, _FARTHEST, out=own)
-    if offsets.size and not (offsets.min() >= -_FARTHEST and offsets.max() <= _FARTHEST):
+        return arrays.namespace(kind).clip(offsets, -MAX_POSITION, MAX_POSITION, out=own)
+    if offsets.size and not (offsets.min() >= -MAX_POSITION and offsets.max() <= MAX_POSITION):
         raise ValueError(f"q_offset is {value!r}; positions within 2^48 fit")
     return offsets
 
@@ -264,7 +265,7 @@ def _reach(offsets: Any, given: bool, batch: int, n_q: int, n_k: int) -> tuple[n
     """The least and the greatest offset that each batch entry may have; on the device they are not looked at."""
     if isinstance(offsets, np.ndarray):
         return offsets, offsets
-    low, high = (-_FARTHEST, _FARTHEST) if given else (-n_q, n_k - n_q)
+    low, high = (-MAX_POSITION, MAX_POSITION) if given else (-n_q, n_k - n_q)
     return np.full(batch, low), np.full(batch, high)
 
 
@@ -302,8 +303,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
             raise TypeError(f"window is {window!r}; {fits}")
         if side is not None and side < 0:
             raise ValueError(f"window is {window!r}; {fits}, 0 or more")
-    # Positions lie within 2^48: what reaches further bounds nothing, and could overflow when a position is added.
-    left, right = (None if side is None or side >= 2**50 else int(side) for side in window)
+    left, right = (None if side is None else int(side) for side in window)
     return left, right
 
 
@@ -438,6 +438,8 @@ def check_indices(
 ) -> None:  # fmt: skip
     """Every index that a modification computes lies within its array, for all positions of the call; kernels do not
     check. least, greatest: offset of each batch entry, (B,).
+
+    An index that may overflow reaches all of int64, unless what follows brings it back, as clip() and % do.
     """
     loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
     if not loads or 0 in (batch, heads, n_q, n_k):
@@ -458,7 +460,11 @@ def check_indices(
             n, bounds = array.shape[axis], expr.bounds(index)
             low, high = (0, n) if bounds is None else _extremes(bounds, env)
             if low < 0 or high >= n:
-                reach = "cannot be bounded" if bounds is None else f"runs from {low} to {high}"
+                reach = f"runs from {low} to {high}"
+                if bounds is None:
+                    reach = "cannot be bounded"
+                elif INT64[0] == low or INT64[1] == high:
+                    reach += " (it may overflow, or its bounds do)"
                 raise ValueError(
                     f"{mod.kind}_mod: the index of axis {axis} of {node.value} (shape {array.shape}) {reach} in this "
                     f"call; 0 to {n - 1} fits, for instance {node.value}[clip(index, 0, {n - 1})]"
