@@ -4,8 +4,9 @@
     python benchmarks/compare.py ../before --device cuda --output compare.jsonl
     python benchmarks/compare.py ../before --backend cpu --suite float32,bfloat16
 
-Each cell is the median over rounds of old over new, forward and backward apart, on random data; above 1 this checkout is
-faster. Programs timed one after the other meet other clocks and neighbours, which moves a GPU's figures by up to 10 %.
+Each cell is the median over rounds of old over new, forward and backward apart, on random data; above 1 this checkout
+is faster. Programs timed one after the other meet other clocks and neighbours, which moves a GPU's figures by up to
+10 %.
 """
 
 from __future__ import annotations
@@ -144,10 +145,10 @@ def timed(old: Callable[[], Any], new: Callable[[], Any], backend: str, seconds:
 def warm(checkout: str, name: str, backend: str, case: Case) -> str:
     """Compile a case's kernels in a process of its own; the cache keeps them."""
     package = load(Path(checkout), name, backend)
-    small = {**case, "batch": 1} if backend != "cpu" else case
     try:
+        tensors = arrays(case, backend)  # all of it: how much there is to do chooses kernels, too
         for direction in directions(case):
-            calls(small, package, arrays(small, backend), direction)()
+            calls(case, package, tensors, direction)()
     except Exception as error:
         return f"{name} {case}: {error!r}"
     return ""
@@ -164,7 +165,8 @@ def main() -> int:
     parser.add_argument("--backend", default="cupy_raw", choices=list(BACKENDS))
     parser.add_argument("--suite", default="cuda", help="cuda, or dtypes of the CPU's cases: float32,bfloat16")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each cell")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile beforehand")
+    workers = max(1, (os.cpu_count() or 2) - 1)
+    parser.add_argument("--workers", type=int, default=workers, help="processes that compile beforehand")
     parser.add_argument("--output", type=Path, help="append a JSON line of each cell")
     given = parser.parse_args()
     every = [case for suite in given.suite.split(",") for case in cases(suite)]
@@ -179,7 +181,8 @@ def main() -> int:
     for case in every:
         tensors = arrays(case, given.backend)
         for direction in directions(case):
-            ratios = timed(*(calls(case, each, tensors, direction) for each in (old, new)), given.backend, given.seconds)
+            both_calls = (calls(case, each, tensors, direction) for each in (old, new))
+            ratios = timed(*both_calls, given.backend, given.seconds)
             middle, low, high = (float(np.quantile(ratios, at)) for at in (0.5, 0.2, 0.8))
             medians.append(middle)
             words = " ".join(f"{name}={value}" for name, value in case.items() if value is not False)
@@ -188,7 +191,8 @@ def main() -> int:
                 line = {"case": case, "direction": direction, "old_over_new": middle, "low": low, "high": high}
                 with given.output.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-    print(f"geometric mean {float(np.exp(np.mean(np.log(medians)))):.4f}, least {min(medians):.3f}, {len(medians)} cells")
+    mean = float(np.exp(np.mean(np.log(medians))))
+    print(f"geometric mean {mean:.4f}, least {min(medians):.3f}, {len(medians)} cells")
     return 0
 
 
