@@ -57,11 +57,11 @@ def cases(suite: str) -> list[Case]:
     ]
 
 
-def options(case: Case, package: Any) -> dict[str, Any]:
-    """Keyword arguments of attention."""
+def options(case: Case, package: Any, xp: Any) -> dict[str, Any]:
+    """Keyword arguments of attention; xp: whose arrays they are."""
     found = {name: case[name] for name in ("causal", "softcap", "window", "deterministic") if case.get(name)}
     if case.get("alibi"):
-        found["alibi_slopes"] = np.geomspace(0.5, 0.004, case["heads"]).astype(np.float32)
+        found["alibi_slopes"] = xp.asarray(np.geomspace(0.5, 0.004, case["heads"]), np.float32)
     if "kept" in case:
         blocks = case["n"] // 128
         grid = np.random.default_rng(0).random((blocks, blocks)) < case["kept"]
@@ -83,12 +83,18 @@ def load(checkout: Path, name: str, backend: str) -> Any:
     return package
 
 
+def array_library(backend: str) -> Any:
+    if backend == "cpu":
+        return np
+    import cupy
+
+    return cupy
+
+
 def arrays(case: Case, backend: str) -> tuple[Any, ...]:
     import ml_dtypes
 
-    xp: Any = np
-    if backend != "cpu":
-        import cupy as xp
+    xp = array_library(backend)
     rng, dtype = np.random.default_rng(1), np.dtype(getattr(ml_dtypes, case["dtype"], case["dtype"]))
     n_k, heads_kv = case.get("n_k", case["n"]), case.get("heads_kv", case["heads"])
     shapes = [(case["heads"], case["n"]), (heads_kv, n_k), (heads_kv, n_k), (case["heads"], case["n"])]
@@ -100,7 +106,7 @@ def arrays(case: Case, backend: str) -> tuple[Any, ...]:
 
 def calls(case: Case, package: Any, given: tuple[Any, ...], direction: str) -> Callable[[], Any]:
     q, k, v, dout = given
-    named = options(case, package)
+    named = options(case, package, np if isinstance(q, np.ndarray) else array_library(""))
     if direction == "forward":
         return partial(package.attention, q, k, v, **named)
     return partial(package.attention_vjp(q, k, v, **named)[1], dout)
