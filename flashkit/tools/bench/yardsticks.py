@@ -37,9 +37,7 @@ def yardsticks(
         a, b, out = torch.randn(3, SGEMM, SGEMM).unbind()
         found["sgemm"] = Yardstick(partial(torch.matmul, a, b, out=out), 2.0 * SGEMM**3)
     if case.masked:
-        found["dense"] = Yardstick(
-            with_flashkit(dense(case), arrays, direction, 0).call, dense_flops(case, direction)
-        )
+        found["dense"] = Yardstick(with_flashkit(dense(case), arrays, direction, 0).call, dense_flops(case, direction))
     if max(case.n_q, case.keys) <= SMALL and direction == "forward" and not case.masked:
         q, k, v, _ = arrays
         found["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v))

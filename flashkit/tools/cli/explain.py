@@ -15,10 +15,10 @@ LAYOUTS = ("bhnd", "bnhd")
 
 
 def explain(
-    shape: Annotated[str, typer.Option(help="Of q: batch,heads,queries,head_dim (or fewer axes).")] = "1,8,2048,64",
-    keys: Annotated[int | None, typer.Option(help="Number of keys [as many as queries].", min=0)] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Heads of k and v [as many as q].", min=1)] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Head dim of v and out [as q].", min=1)] = None,
+    shape: Annotated[str, typer.Option(help="Of q: batch, heads, queries, head dim (or fewer axes).")] = "1,8,2048,64",
+    keys: Annotated[int | None, typer.Option(help="Number of keys (default: as many as queries).", min=0)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of k and v (default: as many as q).", min=1)] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Head dim of v and out (default: as q).", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16.")] = "float32",
     array: Annotated[str, typer.Option(help="numpy or cupy.")] = "numpy",
     layout: Annotated[str, typer.Option(help="bhnd or bnhd, the order of the axes in --shape.")] = "bhnd",

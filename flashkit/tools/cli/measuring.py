@@ -16,8 +16,10 @@ def autotune(
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
     budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.", min=0)] = None,
     resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = True,
-    output: Annotated[Path | None, typer.Option(help="Write the profile here [the user's profile directory].")] = None,
-    backend: Annotated[str | None, typer.Option(help="cpu, cupy_raw or numba_cuda [the first two].")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the profile here (default: the user's profile directory).")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="cpu, cupy_raw or numba_cuda (default: the first two).")] = None,
 ) -> None:
     """Measure this machine, find its best tiles, and write them to a profile. Ctrl-C keeps what was measured.
 
@@ -43,10 +45,14 @@ def autotune(
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes, few rounds.")] = False,
     output: Annotated[Path | None, typer.Option(help="Append the results to this file, as lines of JSON.")] = None,
-    suite: Annotated[str, typer.Option(help="Cases: float32,bfloat16,float16,float64,masks,decode,small.")] = "all",
+    suite: Annotated[
+        str, typer.Option(help="Cases: float32, bfloat16, float16, float64, masks, decode, small.")
+    ] = "all",
     baselines: Annotated[
         str | None,
-        typer.Option(help="Compare with these: numpy,torch,jax,onnxruntime; flash,cudnn,efficient,flex,pallas."),
+        typer.Option(
+            help="Compare with these: numpy, torch, jax, onnxruntime; on a GPU flash, cudnn, efficient, flex, pallas."
+        ),
     ] = None,
     peers: Annotated[str | None, typer.Option(hidden=True, help="The former name of --baselines.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Numbers of tokens, joined by commas: 512,2048.")] = None,

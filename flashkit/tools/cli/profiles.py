@@ -47,7 +47,7 @@ def profile_list(as_json: Json = False) -> None:
 
 @app.command("show")
 def profile_show(
-    name: Annotated[str | None, typer.Argument(help="A profile's name [the devices of this machine].")] = None,
+    name: Annotated[str | None, typer.Argument(help="A profile's name (default: the devices of this machine).")] = None,
     as_json: Json = False,
 ) -> None:
     """A merged profile, with the origin of every field.
@@ -90,7 +90,9 @@ def _short(value: Any) -> str:
 
 @app.command("validate")
 def profile_validate(
-    files: Annotated[list[Path] | None, typer.Argument(help="YAML files [all that would be read here].")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="YAML files (default: all that would be read here).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check files against the schema. Exit status 1 if one is malformed; its line and field are named.
