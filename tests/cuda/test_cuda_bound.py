@@ -17,8 +17,9 @@ from operands import OnDevice, on_device
 
 from flashkit import BlockMask
 from flashkit.backends.cuda_common import arguments, backend, launch
-from flashkit.backends.cuda_common.arguments import AT, Arguments
+from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.device import MODELS
+from flashkit.backends.cuda_common.params import AT, VALUES
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call.arguments import prepare
 
@@ -38,7 +39,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 SHAPE = 2, 4, 128, 64
-BLOCKS = BlockMask.from_dense(np.array([[True, False], [True, True]]), 64, 64)
+CLUSTER_SIZE = BlockMask.from_dense(np.array([[True, False], [True, True]]), 64, 64)
 
 
 def operands_of(**options: Any) -> tuple[Any, Any]:
@@ -71,7 +72,7 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
     and the first ones are not kept alive.
     """
     arrays = given(0)
-    problem, operands = operands_of(block_mask=BLOCKS, **arrays)
+    problem, operands = operands_of(block_mask=CLUSTER_SIZE, **arrays)
     names = [next(n for n, own in operands.arrays.items() if own is array) for array in arrays.values()]
     plan, seen = watched(problem)
     bound = CupyRawBackend().bind(plan, operands, names)
@@ -89,13 +90,13 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
         bound(*tensors, *others)
         assert set(map(id, kept[-1])) == set(map(id, others)), "a graph needs them as long as it lives"
 
-        _, alone = operands_of(block_mask=BLOCKS, **arrays)
+        _, alone = operands_of(block_mask=CLUSTER_SIZE, **arrays)
         placed = dict(zip(names, others, strict=True))
         rest = iter(of_blocks)
         named = {name: placed.get(name) or next(rest) for name in alone.arrays}
         alone = replace(alone, **dict(zip(("q", "k", "v", "out", "lse"), tensors, strict=True)), arrays=named)
         assert seen[-1] == list(Arguments(problem.spec, alone).words)
-        assert {x.data.ptr for x in others} <= set(seen[-1][arguments.VALUES :])
+        assert {x.data.ptr for x in others} <= set(seen[-1][VALUES :])
 
 
 def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:
@@ -113,7 +114,7 @@ def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:
 
 def test_a_pull_back_finds_what_was_sent(kept: list[Any]) -> None:
     """Arguments put the copies that they make into the operands."""
-    problem, operands = operands_of(block_mask=BLOCKS, kv_lengths=np.array([100, 128]))
+    problem, operands = operands_of(block_mask=CLUSTER_SIZE, kv_lengths=np.array([100, 128]))
     first = Arguments(problem.spec, operands)
     sent = operands.kv_lengths, operands.q_offset, *operands.arrays.values()
     assert len(sent) > 2 and all(isinstance(array, OnDevice) for array in sent)

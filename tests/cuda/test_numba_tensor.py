@@ -81,7 +81,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     spec = spec_of(dtype, d, **options)
     tile = sm90_bwd_launch.backward_tile(spec)
     binary = compiler.binary(specialise.source(backward_kernel(spec), spec, tile.constants(spec)), "sm_90a")
-    assert binary.resources["prepare_rows"].spills == binary.resources["store_queries"].spills == 0
+    assert binary.resources["bwd_preprocess"].spills == binary.resources["bwd_postprocess"].spills == 0
     assert binary.resources["sm90_backward"].spills <= (128 if not options else 640)
     code = disassembled(binary.path)
     code = code[code.index(".text.sm90_backward:") :]
@@ -156,7 +156,7 @@ def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: in
     binary = compiler.binary(specialise.source("sm80/backward", spec, tile.constants(spec, device)), arch)
     assert binary.resources["sm80_backward"].spills <= spilled
     # The rare part, where a hidden pair may have met NaN, makes do with what leaves room for many threads.
-    assert binary.resources["store_queries"].spills <= (192 if options else 0)
+    assert binary.resources["bwd_postprocess"].spills <= (192 if options else 0)
     code = disassembled(binary.path)
     for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
         assert instruction in code
@@ -423,7 +423,7 @@ def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mo
     call.arguments.set(splits=1)  # heads at a time; the last one goes the other way round
     constants, shared = tile.constants(call.spec, HOPPER), tile.shared_memory(call.spec)
     of_keys, of_queries = -(-n_k // 64) * heads_kv * batch, tiles * heads * batch
-    for kernel, blocks in (("sm80_backward", of_keys), ("store_queries", of_queries)):
+    for kernel, blocks in (("sm80_backward", of_keys), ("bwd_postprocess", of_queries)):
         lanes.launch("sm80_backward", call.spec, constants, shared, list(call.arguments.words), blocks, kernel)
 
     precision = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
@@ -529,7 +529,7 @@ def hoppers_backward_pass(
         lanes_hopper.maps[f"map_{name}"] = lanes_hopper.Map(call.arrays[name].view(np.uint16), count)
 
     words, shared, every = list(call.arguments.words), tile.shared_memory(spec), tiles * heads * batch
-    for kernel, blocks in (("prepare_rows", every), ("sm90_backward", together), ("store_queries", every)):
+    for kernel, blocks in (("bwd_preprocess", every), ("sm90_backward", together), ("bwd_postprocess", every)):
         own = kernel, "lanes_hopper"
         lanes.launch(backward_kernel(spec), spec, tile.constants(spec), shared, words, blocks, *own)
 

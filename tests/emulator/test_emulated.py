@@ -56,11 +56,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 FAULTS = {
-    "values are not awaited": ("sm90/forward.cu", "values.wait_full(n);"),
-    "values are not released": ("sm90/forward.cu", "values.release(n);"),
-    "dO is not awaited": ("sm90/bwd_mainloop.cuh", "douts.wait_full(n);"),
-    "dP is not awaited": ("sm90/bwd_mainloop.cuh", "products_wait<1>();  // dP"),
-    "queries are not released": ("sm90/bwd_mainloop.cuh", "queries.release(n, lane), "),
+    "values are not awaited": ("sm90/forward.cu", "values.consumer_wait(n);"),
+    "values are not released": ("sm90/forward.cu", "values.consumer_release(n);"),
+    "dO is not awaited": ("sm90/bwd_mainloop.cuh", "douts.consumer_wait(n);"),
+    "dP is not awaited": ("sm90/bwd_mainloop.cuh", "wgmma_wait<1>();  // dP"),
+    "queries are not released": ("sm90/bwd_mainloop.cuh", "queries.consumer_release(n, lane), "),
     "sums are rounded before they are complete": ("sm90/backward.cu", "else await_sums(p, b, h, tile);"),
 }
 

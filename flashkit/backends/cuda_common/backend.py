@@ -19,9 +19,10 @@ from ...errors import UnsupportedError
 from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound
 from . import compiler, device, launch, modification, verify
-from .arguments import AT, Arguments
+from .arguments import Arguments
 from .device import Device
 from .generation import Generation, Pass
+from .params import AT
 
 VARIABLE = "FLASHKIT_CUDA_GENERATION"
 NAMES = "sm90", "sm80", "simt"
@@ -89,7 +90,7 @@ class CudaBackend:
         for generation in allowed:
             verdict = generation.supports(problem, on, direction)
             if verdict and len(allowed) > 1:
-                verdict = generation.repays(problem, direction)
+                verdict = generation.profitable(problem, direction)
             if verdict:
                 able.append(generation)
             else:

@@ -93,16 +93,16 @@ DEVICE float reciprocal(float x) {  // to one unit of the last place
     return y;
 }
 
-// BRIEF: scores of 16-bit elements are right to three digits, and a few units of the last place of float32 may be spared.
+// FAST_MATH: scores of 16-bit elements are right to three digits, and a few units of the last place of float32 may be spared.
 DEVICE double fk_div(double x, double y) { return x / y; }
 DEVICE float fk_div(float x, float y) {
-    if constexpr (!BRIEF) return x / y;
+    if constexpr (!FAST_MATH) return x / y;
     return x * reciprocal(y);  // once for all scores where y is a parameter
 }
 
 DEVICE double fk_tanh(double x) { return tanh(x); }
 DEVICE float fk_tanh(float x) {
-    if constexpr (!BRIEF) return tanhf(x);
+    if constexpr (!FAST_MATH) return tanhf(x);
     float y = exp2_fast(x * 2.8853900817779268f);  // 1 - 2 / (exp(2 x) + 1), to 2e-7
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(y + 1.0f));
     return fmaf(-2.0f, y, 1.0f);

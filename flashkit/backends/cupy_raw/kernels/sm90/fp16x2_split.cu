@@ -129,7 +129,7 @@ DEVICE void split_tile(const Split& at, int index) {
 
 // So many blocks at once that what they wait for keeps memory busy.
 constexpr int AT_ONCE = (HEAD_DIM > 64 || HEAD_DIM_V > 64 ? 1024 : 1536) / (32 * WARPS);
-extern "C" __global__ void __launch_bounds__(32 * WARPS, AT_ONCE) sm90_split(const __grid_constant__ Splits splits) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, AT_ONCE) fp16x2_split(const __grid_constant__ Splits splits) {
     const int block = blockIdx.x;
     if (block < splits.blocks[1]) {  // q, k
         const int i = block >= splits.blocks[0];
