@@ -88,7 +88,7 @@ def peak(call: Callable[[], Any], pool: Any) -> int | None:
     return int(most - before)
 
 
-def plot(file: Path) -> Path:
+def plot(file: Path, folder: Path | None = None) -> Path:
     lines = [json.loads(text) for text in file.read_text().splitlines()]
     figure = figures.new(9, 4)
     left, right = figure.subplots(1, 2)
@@ -107,7 +107,7 @@ def plot(file: Path) -> Path:
         figures.over_tokens(axes)
         axes.set_xlabel("tokens")
     left.legend()
-    return figures.save(figure, figures.PLOTS / f"{file.stem}-lengths.svg")
+    return figures.save(figure, (folder or figures.PLOTS) / f"{file.stem}-lengths.svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,13 +1,13 @@
-"""The README's tables, plots and the list of goals from the result files of `flashkit bench`.
+"""Tables, plots and the list of goals from the result files of `flashkit bench`.
 
     flashkit bench --output benchmarks/results/cpu.jsonl     measure; with --device cuda on a GPU
-    python benchmarks/report.py                              put the tables between the README's markers
-    python benchmarks/report.py --plots docs/plots           and draw plots (pip install "flashkit[plot]")
+    python benchmarks/report.py                              write all tables to docs/benchmarks.md, a summary to README.md
+    python benchmarks/report.py --plots docs/plots           draw the plots as well (pip install ".[plot]")
     python benchmarks/report.py --check                      say which goals are met; exit status 1 if one is not
 
-Of each file in benchmarks/results the last run counts. The tables hold ratios, errors and memory: how long something
-takes on one CPU says little about another, how many times as fast it is than a peer that runs in turns with it says
-more. GPUs of one name are alike, so their tables have rates too.
+Of each file in benchmarks/results the last run counts. The tables hold ratios, errors and memory: a time measured on one
+CPU says little about another; the ratio to a baseline that took turns in the same process says more. GPUs of one name are
+alike, so their tables have rates too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import figures
+import lengths
+import traffic
 
 from flashkit.tools.bench.run import Line, read
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, README = ROOT / "benchmarks" / "results", ROOT / "README.md"
+RESULTS, README, TABLES = ROOT / "benchmarks" / "results", ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
 PEERS = {"numpy": "plain NumPy", "torch": "PyTorch", "jax": "JAX", "onnxruntime": "ONNX Runtime"}
@@ -40,21 +42,21 @@ def runs(results: Path = RESULTS) -> list[list[Line]]:
     return [lines for file in sorted(results.glob("*.jsonl")) if (lines := read(file))]
 
 
-EXPLANATION = """How many times as fast flashkit is: the median over rounds in which all took turns in one process;
-"backward" is the pull-back alone. Four figures are of head dims 64, 64 causal, 128, 128 causal, 8 heads; one figure is
-their geometric mean. Shares are of a rate measured in the same rounds: sgemm is PyTorch's matrix product, dense is
-flashkit without the mask (for the visible pairs), read is a loop that reads as many bytes. Memory is what resident
-memory grows by at its peak, results included, in a forward pass, or in a forward and a backward pass. Errors are the
-root mean square of the difference from float64, over that of the values, the largest of all sizes."""
+EXPLANATION = """On CPUs: a ratio is how many times as fast flashkit is as the baseline, the median over rounds in which
+all of them took turns in one process. "Backward" is the pull-back alone. Four figures are head dims 64, 64 causal, 128 and
+128 causal with 8 heads; one figure is their geometric mean. A share is of a rate measured in the same rounds: sgemm is
+PyTorch's matrix product, dense is flashkit without the mask (per visible pair), read is a loop that reads as many bytes.
+Memory is the growth of resident memory at its peak, results included, in a forward pass or in a forward and a backward
+pass. An error is the root mean square of the difference from float64 over the root mean square of the values, the largest
+over all sizes."""
 
-CUDA_EXPLANATION = """On GPUs: TFLOP/s of flashkit, and how many times as fast it is as PyTorch's
-scaled_dot_product_attention with one of its backends, or JAX's attention in Pallas (float16), each in turns with the
-others in one process; a figure for each number of tokens. 16,384 tokens in all, 2048 columns of all heads. Shares are
-of flashkit's own rate otherwise: dense is without the mask (for the visible pairs), softcap and alibi with such a
-modification, deterministic with the same bits in each run, tf32 with that precision, numba_cuda with the kernels in
-Python. Decoding is one query for 32 heads on 8; GB/s are those of keys and values. Errors are the root mean square of
-the difference from float64, over that of the values, the largest of all cases of 1024 tokens and of decoding, on the
-same inputs."""
+CUDA_EXPLANATION = """On GPUs: TFLOP/s of flashkit, and how many times as fast it is as a kernel of PyTorch's
+scaled_dot_product_attention or as JAX's attention in Pallas (float16), each in turns with the others in one process, one
+figure per sequence length. All cases have 16,384 tokens in total and 2,048 columns over all heads. A share relates two
+rates of flashkit: dense is without the mask (per visible pair), softcap and alibi are with that modification, deterministic
+is with deterministic=True, tf32 is with that precision, numba_cuda is the backend in Python. Decoding is one query for 32
+query heads on 8 key/value heads; GB/s count keys and values. An error is the root mean square of the difference from
+float64 over that of the values, the largest over all cases of 1,024 tokens and of decoding, on the same inputs."""
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -233,7 +235,7 @@ def mean(ratios: Iterable[float]) -> float:
 
 
 def markdown(results: Path = RESULTS) -> str:
-    """What stands between the README's markers."""
+    """All tables: what stands between the markers of docs/benchmarks.md."""
     parts, explanations = [], dict[str, None]()
     for lines in runs(results):
         machine = lines[0].machine
@@ -244,10 +246,10 @@ def markdown(results: Path = RESULTS) -> str:
         explanations[EXPLANATION] = None
         versions = machine["versions"]
         packages = [f"{name} {versions[name]}" for name in ("flashkit", *PEERS, "numba", "blas") if name in versions]
-        device = f"**{machine['device']}**, {_vectors(machine['features'])}{machine['threads']} threads"
+        heading = f"## {machine['device']}, {_vectors(machine['features'])}{machine['threads']} threads"
         tables = (table_by_length(lines), table_of_others(lines), table_of_errors(lines), table_of_memory(lines))
-        parts += [f"{device}; {', '.join(packages)}; {lines[0].run[:10]}.", *filter(None, tables)]
-    return "\n\n".join([*parts, *explanations]) if parts else "No results are stored yet."
+        parts += [heading, f"{', '.join(packages)}; {lines[0].run[:10]}.", *filter(None, tables)]
+    return "\n\n".join([*explanations, *parts]) if parts else "No results are stored yet."
 
 
 CUDA_TABLES = cuda_table, cuda_table_of_masks, cuda_table_of_shares, cuda_table_of_decoding, cuda_table_of_errors
@@ -259,13 +261,69 @@ def _cuda_heading(lines: Sequence[Line]) -> str:
     shown = ("flashkit", "cupy", "nvrtc", "torch", "cudnn", "driver")
     text = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
     forced = "".join(f", {name}={value}" for name, value in machine.get("forced", {}).items())
-    return f"**{machine['device']}**{forced}; {text}; {lines[0].run[:10]}."
+    return f"## {machine['device']}{forced}, {lines[0].run[:10]}\n\n{text}."
 
 
 def _vectors(features: Sequence[str]) -> str:
     """The widest vectors among a CPU's features, by their usual name."""
     names = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
     return next((f"{name}, " for feature, name in names.items() if feature in features), "")
+
+
+# --- the summary ------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A row of the README's table: which line of which kind of device, and the baselines that it names."""
+
+    workload: str
+    kind: str
+    direction: str
+    case: Mapping[str, object]
+    baselines: Sequence[str]
+
+
+_GPU = {"dtype": "bfloat16", "causal": True, "n_q": 4096, "window": None, "kept": None}
+_CPU = {"causal": True, "n_q": 2048, "head_dim": 64, "window": None, "kept": None}
+_DECODING = {"n_q": 1, "n_k": 32768, "dtype": "bfloat16", "batch": 1}
+SUMMARY = (
+    *(
+        Row(f"{direction}, bfloat16, causal, 4,096 tokens, head dim {d}", "cuda", direction, {**_GPU, "head_dim": d},
+            ("cudnn", "flash"))
+        for direction in ("forward", "backward") for d in (64, 128)
+    ),
+    Row("forward, float32, causal, 2,048 tokens, head dim 64", "cpu", "forward", {**_CPU, "dtype": "float32"}, ("torch",)),
+    Row("forward, bfloat16, causal, 2,048 tokens, head dim 64", "cpu", "forward", {**_CPU, "dtype": "bfloat16"}, ("torch",)),
+    Row("decoding, bfloat16, 32,768 keys", "cuda", "forward", _DECODING, ("cudnn", "flash")),
+    Row("decoding, bfloat16, 32,768 keys", "cpu", "forward", _DECODING, ("torch",)),
+)  # fmt: skip
+
+
+def summary(results: Path = RESULTS) -> str:
+    """What stands between the README's markers: of each kind of device the latest run whose kernels nothing forced."""
+    latest: dict[str, list[Line]] = {}
+    for lines in sorted(runs(results), key=lambda lines: lines[0].run):
+        if not lines[0].machine.get("forced"):
+            latest[lines[0].machine["kind"]] = lines
+    rows = []
+    for row in SUMMARY:
+        for line in latest.get(row.kind, ()):
+            matches = all(getattr(line.case, name) == value for name, value in row.case.items())
+            if matches and line.direction == row.direction:
+                ratios = [
+                    f"{line.times_as_fast[name]['median']:.2f} x {({**PEERS, **CUDA_PEERS})[name]}"
+                    for name in row.baselines if name in line.times_as_fast
+                ]  # fmt: skip
+                device = line.machine["device"].removeprefix("NVIDIA ")
+                rows.append([device, row.workload, _rate(line), ", ".join(ratios)])
+    return markdown_table(["device", "workload", "flashkit", "times as fast"], rows, 2) if rows else "No results yet."
+
+
+def _rate(line: Line) -> str:
+    if line.case.n_q == 1:
+        return f"{line.bytes / line.timings['flashkit']['median'] / 1e9:.0f} GB/s"
+    gflops = line.gflops("flashkit")
+    return f"{gflops / 1000:.0f} TFLOP/s" if gflops >= 10_000 else f"{gflops:.0f} GFLOP/s"
 
 
 def insert(text: str, content: str) -> str:
@@ -481,24 +539,59 @@ def check(results: Path = RESULTS) -> bool:
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
+CPU_PANELS = [("float32", "forward"), ("float32", "backward"), ("bfloat16", "forward"), ("bfloat16", "backward")]
+
+
 def plots(folder: Path, results: Path = RESULTS) -> list[Path]:
-    """speed.svg and memory.svg for each run, named after its result file; returns what was written."""
+    """All plots of the stored results, each named after its result file; returns what was written."""
     written = []
     for file in sorted(results.glob("*.jsonl")):
         lines = read(file)
-        if lines[0].machine["kind"] == "cuda":
-            continue  # lengths.py and traffic.py draw a GPU's
-        for name, draw in (("speed", _draw_speed), ("memory", _draw_memory)):
-            written.append(figures.save(draw(lines), folder / f"{file.stem}-{name}.svg"))
+        cuda = lines[0].machine["kind"] == "cuda"
+        drawn = [("speed", _draw_cuda_speed)] if cuda else [("speed", _draw_speed), ("memory", _draw_memory)]
+        for name, draw in drawn:
+            if (figure := draw(lines)) is not None:
+                written.append(figures.save(figure, folder / f"{file.stem}-{name}.svg"))
+    for module in (lengths, traffic):
+        written += [module.plot(file, folder) for file in sorted((results / module.RESULTS.name).glob("*.jsonl"))]
     return written
 
 
+def _draw_cuda_speed(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
+    """TFLOP/s over the number of tokens, causal bfloat16: a panel for each pass and head dim. None where
+    FlashAttention-2 did not run beside it, or an older generation of kernels was forced."""
+    lines = [line for line in lines if line.case.n_k is None and line.case.causal and line.case.dtype == "bfloat16"]
+    panels = [(direction, d) for direction in ("forward", "backward") for d in (64, 128)]
+    if not any("flash" in line.times_as_fast for line in lines) or lines[0].machine.get("forced"):
+        return None
+    figure = figures.new(9, 2.9)
+    handles = {}
+    for axes, (direction, d) in zip(figure.subplots(1, len(panels), sharey=True), panels):
+        for name, colour in (("flashkit", "C0"), ("cudnn", "C1"), ("flash", "C2")):
+            points = sorted(
+                (line.case.n_q, line.gflops(name) / 1000)
+                for line in lines
+                if (line.direction, line.case.head_dim) == (direction, d) and name in line.timings
+            )
+            if points:
+                label = CUDA_PEERS.get(name, name)
+                handles[label] = axes.plot(*zip(*points), "o-", color=colour, markersize=3)[0]
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+        axes.set_title(f"{direction}, head dim {d}")
+        axes.set_xlabel("tokens")
+    figure.axes[0].set_ylim(bottom=0)  # once: it ends the shared axis' own scaling
+    figure.axes[0].set_ylabel("TFLOP/s")
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles))
+    return figure
+
+
 def _draw_speed(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
-    """How many times as fast as each peer over the number of tokens, with the 20 and 80 % quantiles: a row of panels
-    for each dtype and pass, a column for each head dim and causality."""
+    """How many times as fast as each baseline over the number of tokens: a row of panels for each dtype and pass, a
+    column for each head dim and causality."""
     lines = [line for line in lines if in_grid(line)]
-    rows = list(dict.fromkeys((line.case.dtype, line.direction) for line in lines))
-    figure = figures.new(11, 2.1 * max(len(rows), 1) + 0.6)
+    rows = [key for key in CPU_PANELS if any((line.case.dtype, line.direction) == key for line in lines)]
+    figure = figures.new(9, 1.7 * max(len(rows), 1) + 0.6)
     if not rows:
         return figure
     panels = figure.subplots(len(rows), len(SHAPES), sharex=True, sharey="row", squeeze=False)
@@ -508,15 +601,13 @@ def _draw_speed(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
             axes = panels[i, j]
             for colour, peer in enumerate(PEERS):
                 points = sorted(
-                    (line.case.n_q, *(line.times_as_fast[peer][x] for x in ("median", "low", "high")))
+                    (line.case.n_q, line.times_as_fast[peer]["median"])
                     for line in lines
                     if peer in line.times_as_fast
                     and (line.case.dtype, line.direction, line.case.head_dim, line.case.causal) == (*key, d, causal)
                 )
                 if points:
-                    n, median, low, high = zip(*points)
-                    handles[PEERS[peer]] = axes.plot(n, median, "o-", color=f"C{colour}", markersize=3)[0]
-                    axes.fill_between(n, low, high, color=f"C{colour}", alpha=0.2, linewidth=0)
+                    handles[PEERS[peer]] = axes.plot(*zip(*points), color=f"C{colour}")[0]
             axes.axhline(1, color="black", linewidth=0.8)
             figures.over_tokens(axes, base=2)
             axes.yaxis.set_major_formatter("{x:g}")
@@ -524,14 +615,14 @@ def _draw_speed(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
                 axes.set_title(f"head dim {d}{', causal' if causal else ''}")
         panels[i, 0].set_ylabel(" ".join(key))
     figure.supxlabel("tokens")
-    figure.suptitle("times as fast as")
-    figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=len(handles))
+    figure.supylabel("times as fast as")
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles))
     return figure
 
 
 def _draw_memory(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
     """Growth of resident memory by the number of tokens, for each pass of the float32 cases without a mask."""
-    figure = figures.new(6, 4)
+    figure = figures.new(5, 3.2)
     axes = figure.subplots()
     for direction, style in (("forward", "-"), ("backward", "--")):
         for name, colour in (("flashkit", "C0"), ("numpy", "C1")):
@@ -548,27 +639,27 @@ def _draw_memory(lines: Sequence[Line]):  # type: ignore[no-untyped-def]
         figures.over_tokens(axes, base=2)
         axes.legend()
     axes.set_xlabel("tokens")
-    axes.set_ylabel("MiB a head at the peak")
+    axes.set_ylabel("MiB per head at the peak")
     return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
-    parser.add_argument("--readme", type=Path, default=README, help="file to put the tables into")
+    parser.add_argument("--readme", type=Path, default=README, help="file for the summary")
+    parser.add_argument("--tables", type=Path, default=TABLES, help="file for all tables")
     parser.add_argument("--plots", type=Path, help="folder to draw plots into")
     parser.add_argument("--check", action="store_true", help="say which goals are met, and write nothing")
     options = parser.parse_args(arguments)
     if options.check:
         return 0 if check(options.results) else 1
-    content = markdown(options.results)
-    try:
-        text = options.readme.read_text(encoding="utf-8")
-        options.readme.write_text(insert(text, content), encoding="utf-8")
-        print(f"tables written to {options.readme}")
-    except (OSError, ValueError) as error:
-        print(f"{content}\n\nnot written to {options.readme}: {error}", file=sys.stderr)
-        return 1
+    for file, content in ((options.readme, summary(options.results)), (options.tables, markdown(options.results))):
+        try:
+            file.write_text(insert(file.read_text(encoding="utf-8"), content), encoding="utf-8")
+            print(f"tables written to {file}")
+        except (OSError, ValueError) as error:
+            print(f"{content}\n\nnot written to {file}: {error}", file=sys.stderr)
+            return 1
     for file in plots(options.plots, options.results) if options.plots else ():
         print(f"plot written to {file}")
     return 0

@@ -134,7 +134,7 @@ def modelled(n: int, who: str) -> dict[str, float]:
 # --- the plot ---------------------------------------------------------------------------------------------------------
 
 
-def plot(file: Path) -> Path:
+def plot(file: Path, folder: Path | None = None) -> Path:
     lines = [json.loads(text) for text in file.read_text().splitlines()]
     figure = figures.new(9, 4)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -148,13 +148,13 @@ def plot(file: Path) -> Path:
         for axes in (left, right) if who == "standard" else (right,):
             axes.plot(n, [line["model"] for line in own], "--", color=colour, linewidth=0.9)
     left.set_title("device memory")
-    right.set_title("of multiprocessors; dashed: the IO model")
+    right.set_title("SMs to L2; dashed: the IO model")
     for axes in (left, right):
         figures.over_tokens(axes)
         axes.set_xlabel("tokens")
-    left.set_ylabel("bytes a head, forward, float16, head dim 64")
+    left.set_ylabel("bytes per head, forward, float16, head dim 64")
     left.legend()
-    return figures.save(figure, figures.PLOTS / f"{file.stem}-traffic.svg")
+    return figures.save(figure, (folder or figures.PLOTS) / f"{file.stem}-traffic.svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
