@@ -126,9 +126,7 @@ def cpu_goals(features: Iterable[str]) -> list[Goal]:
         return lambda result: in_grid(result) and (result.case.dtype, result.direction) == (dtype, direction)
 
     def small(*lengths: int, directions: Sequence[str] = ("forward", "backward")) -> Callable[[Result], bool]:
-        return lambda result: (
-            result.case.n_q in lengths and result.case.n_k is None and result.direction in directions
-        )
+        return lambda result: result.case.n_q in lengths and result.case.n_k is None and result.direction in directions
 
     torch, sixteen = faster_than("torch"), small(16, directions=("forward",))
     found = []

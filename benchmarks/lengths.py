@@ -3,8 +3,9 @@
     python benchmarks/lengths.py measure    needs a CUDA device and CuPy
     python benchmarks/lengths.py plot       docs/plots/<name>-lengths.svg, from stored results
 
-float16, batch 1, 12 heads, head dim 64, without a mask: flashkit, and standard attention in plain CuPy (plain.py) as far
-as it fits in memory. Memory is the peak of CuPy's pool beyond the inputs. The field "who" of a stored line is the method.
+float16, batch 1, 12 heads, head dim 64, without a mask: flashkit, and standard attention in plain CuPy (plain.py) as
+far as it fits in memory. Memory is the peak of CuPy's pool beyond the inputs. The field "who" of a stored line is the
+method.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def plot(file: Path, folder: Path | None = None) -> Path:
             sizes = [line["memory"] / 2**20 for line in held]
             right.plot([line["tokens"] for line in held], sizes, style, color=colour, markersize=3)
     left.set_ylabel("ms")
-    right.set_ylabel("peak memory beyond the inputs, MiB")
+    right.set_ylabel("MiB at the peak, beyond the inputs")
     for axes in (left, right):
         figures.over_tokens(axes)
         axes.set_xlabel("tokens")

@@ -3,11 +3,11 @@
     python benchmarks/traffic.py measure    needs a CUDA device, CuPy, and Nsight Compute (ncu) that may read counters
     python benchmarks/traffic.py plot       docs/plots/<name>-traffic.svg, from stored results
 
-Forward pass, float16, head dim 64, tokens times heads constant; bytes are those of one head. Three methods are measured:
-standard attention in plain CuPy (plain.py), and flashkit's sm80 kernels with a large and a small tile. "memory" is the
-traffic with device memory, of kernels that start with empty caches; results that are still in L2 at the end are not
-counted. "sram" is the traffic of the SMs with L2 and beyond, which the model calls the traffic between slow and fast
-memory (flashkit.devices.io_model.traffic). The field "who" of a stored line is the method.
+Forward pass, float16, head dim 64, tokens times heads constant; bytes are those of one head. Three methods are
+measured: standard attention in plain CuPy (plain.py), and flashkit's sm80 kernels with a large and a small tile.
+"memory" is the traffic with device memory, of kernels that start with empty caches; results that are still in L2 at the
+end are not counted. "sram" is the traffic of the SMs with L2 and beyond, which the model calls the traffic between slow
+and fast memory (flashkit.devices.io_model.traffic). The field "who" of a stored line is the method.
 """
 
 from __future__ import annotations
