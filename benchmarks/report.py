@@ -1,13 +1,13 @@
 """Tables, plots and the list of goals from the result files of `flashkit bench`.
 
     flashkit bench --output benchmarks/results/cpu.jsonl     measure; with --device cuda on a GPU
-    python benchmarks/report.py                              write all tables to docs/benchmarks.md, a summary to README.md
+    python benchmarks/report.py                              tables to docs/benchmarks.md, a summary to README.md
     python benchmarks/report.py --plots docs/plots           draw the plots as well (pip install ".[plot]")
     python benchmarks/report.py --check                      say which goals are met; exit status 1 if one is not
 
-Of each file in benchmarks/results the last run counts. The tables hold ratios, errors and memory: a time measured on one
-CPU says little about another; the ratio to a baseline that took turns in the same process says more. GPUs of one name are
-alike, so their tables have rates too.
+Of each file in benchmarks/results the last run counts. The tables hold ratios, errors and memory: a time measured on
+one CPU says little about another; the ratio to a baseline that took turns in the same process says more. GPUs of one
+name are alike, so their tables have rates too.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ def runs(results: Path = RESULTS) -> list[list[Line]]:
     return [lines for file in sorted(results.glob("*.jsonl")) if (lines := read(file))]
 
 
-EXPLANATION = """On CPUs: a ratio is how many times as fast flashkit is as the baseline, the median over rounds in which
-all of them took turns in one process. "Backward" is the pull-back alone. Four figures are head dims 64, 64 causal, 128 and
-128 causal with 8 heads; one figure is their geometric mean. A share is of a rate measured in the same rounds: sgemm is
-PyTorch's matrix product, dense is flashkit without the mask (per visible pair), read is a loop that reads as many bytes.
-Memory is the growth of resident memory at its peak, results included, in a forward pass or in a forward and a backward
-pass. An error is the root mean square of the difference from float64 over the root mean square of the values, the largest
-over all sizes."""
+EXPLANATION = """On CPUs: a ratio is how many times as fast flashkit is as the baseline, the median over rounds in
+which all of them took turns in one process. "Backward" is the pull-back alone. Four figures are head dims 64, 64
+causal, 128 and 128 causal with 8 heads; one figure is their geometric mean. A share is of a rate measured in the same
+rounds: sgemm is PyTorch's matrix product, dense is flashkit without the mask (per visible pair), read is a loop that
+reads as many bytes. Memory is the growth of resident memory at its peak, results included, in a forward pass or in a
+forward and a backward pass. An error is the root mean square of the difference from float64 over the root mean square
+of the values, the largest over all sizes."""
 
 CUDA_EXPLANATION = """On GPUs: TFLOP/s of flashkit, and how many times as fast it is as a kernel of PyTorch's
-scaled_dot_product_attention or as JAX's attention in Pallas (float16), each in turns with the others in one process, one
-figure per sequence length. All cases have 16,384 tokens in total and 2,048 columns over all heads. A share relates two
-rates of flashkit: dense is without the mask (per visible pair), softcap and alibi are with that modification, deterministic
-is with deterministic=True, tf32 is with that precision, numba_cuda is the backend in Python. Decoding is one query for 32
-query heads on 8 key/value heads; GB/s count keys and values. An error is the root mean square of the difference from
-float64 over that of the values, the largest over all cases of 1,024 tokens and of decoding, on the same inputs."""
+scaled_dot_product_attention or as JAX's attention in Pallas (float16), each in turns with the others in one process,
+one figure per sequence length. All cases have 16,384 tokens in total and 2,048 columns over all heads. A share
+relates two rates of flashkit: dense is without the mask (per visible pair), softcap and alibi are with that
+modification, deterministic is with deterministic=True, tf32 is with that precision, numba_cuda is the backend in
+Python. Decoding is one query for 32 query heads on 8 key/value heads; GB/s count keys and values. An error is the
+root mean square of the difference from float64 over that of the values, the largest over all cases of 1,024 tokens
+and of decoding, on the same inputs."""
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int
 
 
 def table_by_length(lines: Sequence[Line]) -> str:
-    """Self-attention: a row for each dtype, pass and length; all four figures for PyTorch, a mean for other peers."""
+    """Self-attention: a row for each dtype, pass and length; four figures for PyTorch, a mean for other baselines."""
     groups: dict[tuple[str, str, int], list[Line]] = {}
     for line in filter(in_grid, lines):
         groups.setdefault((line.case.dtype, line.direction, line.case.n_q), []).append(line)
@@ -188,7 +189,7 @@ def cuda_table_of_shares(lines: Sequence[Line]) -> str:
 
 
 def _against(peers: Sequence[str], lines: Sequence[Line]) -> list[str]:
-    """For each peer how many times as fast flashkit is, a figure a line; nothing where it can do none of them."""
+    """For each baseline how many times as fast flashkit is, a figure a line; nothing where it can do none of them."""
     found = []
     for peer in peers:
         ratios = [f"{x.times_as_fast[peer]['median']:.2f}" if peer in x.times_as_fast else "-" for x in lines]
@@ -292,8 +293,11 @@ SUMMARY = (
             ("cudnn", "flash"))
         for direction in ("forward", "backward") for d in (64, 128)
     ),
-    Row("forward, float32, causal, 2,048 tokens, head dim 64", "cpu", "forward", {**_CPU, "dtype": "float32"}, ("torch",)),
-    Row("forward, bfloat16, causal, 2,048 tokens, head dim 64", "cpu", "forward", {**_CPU, "dtype": "bfloat16"}, ("torch",)),
+    *(
+        Row(f"forward, {dtype}, causal, 2,048 tokens, head dim 64", "cpu", "forward", {**_CPU, "dtype": dtype},
+            ("torch",))
+        for dtype in ("float32", "bfloat16")
+    ),
     Row("decoding, bfloat16, 32,768 keys", "cuda", "forward", _DECODING, ("cudnn", "flash")),
     Row("decoding, bfloat16, 32,768 keys", "cpu", "forward", _DECODING, ("torch",)),
 )  # fmt: skip
