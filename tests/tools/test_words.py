@@ -51,8 +51,8 @@ The form of an array. A peer-reviewed paper. Communicate across hosts. The rest 
 """
 EXAMPLES = """
 take_item(p) the next item AT_NOTES multiply_tiles Ring<2> TURNS come_early heads_together partial_lse marks_of
-left_alone somehow rows_beside prepare_rows hand_pairs carefully CALM hopeful optimistic form.py settle(s) products_begin
-give_registers wait_across Spare whoever who multiplies kept call its peers
+left_alone somehow rows_beside prepare_rows hand_pairs carefully CALM hopeful optimistic form.py settle(s)
+products_begin give_registers wait_across Spare whoever who multiplies kept call its peers
 """
 
 DOCUMENTS = {
