@@ -192,7 +192,9 @@ def test_memory_growth_is_the_allocated_memory() -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_table_and_appends_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_appends_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = measure.measure
     growth = lambda case, direction, name: 1 << 20
     monkeypatch.setattr(measure, "measure", lambda *a, **k: real(*a, **k, time=fake_time, growth=growth))

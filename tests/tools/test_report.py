@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import report
-import stored
 from simulated_bench import SMALL, measured
 
 from flashkit.tools.bench import cases
@@ -18,7 +18,22 @@ from flashkit.tools.bench.results import Result, append
 # --- tables and plots -------------------------------------------------------------------------------------------------
 
 
-def test_the_table_is_made_of_the_last_run(tmp_path: Path) -> None:
+@pytest.fixture
+def documents(tmp_path: Path) -> list[Path]:
+    """A README and a file of tables, with markers."""
+    files = [tmp_path / "README.md", tmp_path / "benchmarks.md"]
+    for file in files:
+        file.write_text(f"# Title\n{report.START}\nold\n{report.END}\nend\n")
+    return files
+
+
+def write(documents: list[Path]) -> int:
+    """Run the report on the results beside these documents."""
+    readme, tables = documents
+    return report.main(["--results", str(readme.parent), "--readme", str(readme), "--tables", str(tables)])
+
+
+def test_the_tables_are_made_of_the_last_run(tmp_path: Path, documents: list[Path]) -> None:
     file = tmp_path / "cpu.jsonl"
     shapes = [Case(512, d, causal=causal) for d in (64, 128) for causal in (False, True)]
     for run, factor in (("first", 1), ("second", 2)):
@@ -28,12 +43,11 @@ def test_the_table_is_made_of_the_last_run(tmp_path: Path) -> None:
             result.times_as_fast["torch"] = {"median": factor + case.head_dim / 1000, "low": 1.0, "high": 3.0}
             result.errors["torch"] = {"out": 2 * result.errors["flashkit"]["out"]}
             append(file, result)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# Title\n{report.START}\nold\n{report.END}\nend\n")
-    assert report.main(["--results", str(tmp_path), "--readme", str(readme)]) == 0
-    text = readme.read_text()
-    assert text.startswith(f"# Title\n{report.START}\n**")
+    assert write(documents) == 0
+    text = documents[1].read_text()
+    assert text.startswith(f"# Title\n{report.START}\nOn CPUs: ")
     assert text.endswith(f"{report.END}\nend\n")
+    assert "\n## " in text
     assert "| heads 2, 33 x 33, head dim 8, float32 | forward | 3.00 | 2.01 |  |" in text
     assert "| float32 | forward | 512 | 2.06, 2.06, 2.13, 2.13 | 3.0 |  |" in text
     assert "| heads 2, 33 x 33, head dim 8, float32 | forward | 2.0 MiB | 10 MiB, 5 times |" in text
@@ -43,13 +57,35 @@ def test_the_table_is_made_of_the_last_run(tmp_path: Path) -> None:
     assert report.insert(text, report.markdown(tmp_path)) == text
 
 
-def test_a_text_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "README.md").write_text("# Title\n")
-    assert report.main(["--results", str(tmp_path), "--readme", str(tmp_path / "README.md")]) == 1
-    assert "No results are stored yet." in capsys.readouterr().err
+def test_the_summary_names_the_baselines_of_its_workloads(tmp_path: Path, documents: list[Path]) -> None:
+    result = measured()
+    result.case, result.flops = Case(2048, causal=True), 5e8  # in 1 ms
+    result.times_as_fast = {"torch": {"median": 1.25}, "numpy": {"median": 9.0}}
+    append(tmp_path / "cpu.jsonl", result)
+    for forced, rate in (({}, 4e2), ({"FLASHKIT_CUDA_GENERATION": "sm80"}, 3e2)):
+        of_gpu = cuda_result(Case(4096, 64, 32, "bfloat16", causal=True, batch=4), "forward", rate, flash=1.5)
+        of_gpu.machine["forced"], of_gpu.run = forced, "later" if forced else "now"
+        append(tmp_path / f"gpu{len(forced)}.jsonl", of_gpu)
+    assert write(documents) == 0
+    device = result.machine["device"]
+    rows = documents[0].read_text().splitlines()
+    shape = "tokens, head dim 64"
+    assert f"| H200 | forward, bfloat16, causal, 4,096 {shape} | 400 TFLOP/s | 1.50 x FlashAttention-2 |" in rows
+    assert f"| {device} | forward, float32, causal, 2,048 {shape} | 500 GFLOP/s | 1.25 x PyTorch |" in rows
+    assert len([row for row in rows if row.startswith("|")]) == 4
 
 
-def test_plots(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_text_without_markers(documents: list[Path], missing: int, capsys: pytest.CaptureFixture[str]) -> None:
+    documents[missing].write_text("# Title\n")
+    assert write(documents) == 1
+    shown = capsys.readouterr().err
+    assert ("No results yet.", "No results are stored yet.")[missing] in shown
+    assert f"not written to {documents[missing]}" in shown
+    assert documents[missing].read_text() == "# Title\n"
+
+
+def test_plots_of_a_cpu(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for direction in ("forward", "backward"):
         result = measured(Case(33, heads=2), direction)
@@ -63,7 +99,7 @@ def test_plots(tmp_path: Path) -> None:
 
 
 def test_the_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is met by a run in which all is as it should be, and by none where it was not measured."""
+    """Good figures meet every goal and bad ones miss some; a figure that was not measured does not count as met."""
 
     def stored(case: Case, direction: Any, ratio: float, share: float, late: float, error: float) -> Result:
         result = measured()
@@ -75,11 +111,10 @@ def test_the_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         result.errors = {"flashkit": {"out": error}, "torch": {"out": 1.0}}
         return result
 
-    cases = [case for suite in cases.SUITES.values() for case in suite]
     for good, figures in ((True, (5.0, 0.96, 3e-6, 0.9)), (False, (0.9, 0.5, 2e-5, 1.1))):
         file = tmp_path / "cpu.jsonl"
         file.write_text("")
-        for case in cases:
+        for case in (case for suite in cases.SUITES.values() for case in suite):
             for direction in cases.directions(case):
                 append(file, stored(case, direction, *figures))
         assert report.main(["--check", "--results", str(tmp_path)]) == (0 if good else 1)
@@ -91,17 +126,17 @@ def test_the_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "NOT MEASURED  decoding" in capsys.readouterr().out
 
 
-def test_the_readme_has_the_table_of_the_stored_results() -> None:
-    text = report.README.read_text(encoding="utf-8") if report.README.exists() else ""
-    if report.START not in text or not report.runs():
-        pytest.skip("there is no README with markers, or no stored result")
-    assert report.insert(text, report.markdown()) == text
+@pytest.mark.parametrize(
+    ("file", "content"), [(report.README, report.summary), (report.TABLES, report.markdown)], ids=lambda x: str(x)[-12:]
+)
+def test_the_documents_have_the_tables_of_the_stored_results(file: Path, content: Callable[[], str]) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert report.insert(text, content()) == text
 
 
 def test_every_stored_result_reads() -> None:
-    for lines in report.runs():
-        assert lines
-        assert all("flashkit" in result.timings for result in lines)
+    assert len(report.runs()) >= 2
+    assert all("flashkit" in result.timings for results in report.runs() for result in results)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -125,10 +160,11 @@ def test_the_tables_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         append(file, cuda_result(Case(n, 128, 16, "bfloat16", batch=16384 // n), "forward", rate, flash=1.5))
     append(file, cuda_result(cases.CUDA_SUITES["decode"][0], "forward", 3000.0, flash=1.25, cudnn=1.125))
     text = report.markdown(tmp_path)
-    assert text.startswith("**NVIDIA H200**; driver 580; ")
+    assert text.startswith("On GPUs: ")
+    assert "\n\n## NVIDIA H200, now\n\ndriver 580.\n\n" in text
     assert "| bfloat16 | forward | 128 | 1024, 4096 | 300, 500 | 1.50, 1.50 |" in text
     assert "| bfloat16 | 1 | 32768 | 3000 | 1.25 | 1.12 |" in text
-    assert "| bfloat16 | out | 2e-07 | 4e-07 | 4e-07 |\n" in text
+    assert text.endswith("| bfloat16 | out | 2e-07 | 4e-07 | 4e-07 |")
     assert "TFLOP/s of flashkit" in text
     assert "plain NumPy" not in text
     assert report.main(["--check", "--results", str(tmp_path)]) == 1
@@ -136,10 +172,21 @@ def test_the_tables_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "met           bfloat16 forward, times as fast as the best of PyTorch's: 1.5, at least 1" in shown
     assert "NOT MEASURED  blocks and windows, times as fast as FlexAttention" in shown
     assert "NOT MEASURED  float32 forward" in shown
-    assert report.plots(tmp_path / "plots", tmp_path) == []
 
 
-def test_masks_shares_and_what_is_forced_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plot_of_a_gpu_needs_flash_attention_and_no_forced_generation(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = cuda_result(Case(4096, 64, 32, "bfloat16", causal=True, batch=4), "forward", 500.0, flash=1.5)
+    result.timings["flash"] = result.timings["flashkit"]
+    for run, forced, ratios in (("1", {}, {}), ("2", {"X_GENERATION": "sm80"}, result.times_as_fast)):
+        result.run, result.machine["forced"] = run, forced
+        append(tmp_path / "h200.jsonl", msgspec.structs.replace(result, times_as_fast=ratios))
+        assert report.plots(tmp_path / "plots", tmp_path) == []
+    append(tmp_path / "gpu.jsonl", msgspec.structs.replace(result, machine={**result.machine, "forced": {}}))
+    assert [file.name for file in report.plots(tmp_path / "plots", tmp_path)] == ["gpu-speed.svg"]
+
+
+def test_masks_shares_and_a_forced_generation_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = cuda_result(cases.CUDA_SUITES["masks"][0], "forward", 500.0, flex=1.5)
     result.yardsticks = {"dense": {"median": 0.95}}
     plain = cuda_result(Case(4096, 128, 16, "bfloat16", batch=4), "backward", 500.0, flash=0.97)
@@ -148,7 +195,7 @@ def test_masks_shares_and_what_is_forced_on_a_gpu(tmp_path: Path, capsys: pytest
         x.machine["forced"] = {"FLASHKIT_CUDA_GENERATION": "sm80"}
         append(tmp_path / "h200.jsonl", x)
     text = report.markdown(tmp_path)
-    assert text.startswith("**NVIDIA H200**, FLASHKIT_CUDA_GENERATION=sm80; driver 580")
+    assert "\n\n## NVIDIA H200, FLASHKIT_CUDA_GENERATION=sm80, now\n\ndriver 580.\n\n" in text
     assert "| heads 16, 16384 x 16384, head dim 128, bfloat16, 50% of blocks | forward | 2 | 1.50 | 0.95 |" in text
     assert "| deterministic | bfloat16 | backward | 1 | 1.05 to 1.05 |" in text
     report.check(tmp_path)
