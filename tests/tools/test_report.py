@@ -64,7 +64,7 @@ def test_the_summary_names_the_baselines_of_its_workloads(tmp_path: Path, docume
     append(tmp_path / "cpu.jsonl", result)
     for forced, rate in (({}, 4e2), ({"FLASHKIT_CUDA_GENERATION": "sm80"}, 3e2)):
         of_gpu = cuda_result(Case(4096, 64, 32, "bfloat16", causal=True, batch=4), "forward", rate, flash=1.5)
-        of_gpu.machine["forced"], of_gpu.run = forced, "later" if forced else "now"
+        of_gpu.machine["forced"], of_gpu.run = forced, "tomorrow" if forced else "now"
         append(tmp_path / f"gpu{len(forced)}.jsonl", of_gpu)
     assert write(documents) == 0
     device = result.machine["device"]
