@@ -16,7 +16,7 @@ import typer
 import flashkit
 from flashkit import __main__
 from flashkit.devices import kernel_cache, profiles
-from flashkit.tools import cli
+from flashkit.tools import cli, doctor
 from flashkit.tools.cli import demo
 
 
@@ -52,6 +52,12 @@ def test_info(run: Any) -> None:
     status, out, _ = run("info", "--json")
     assert status == 0
     assert set(json.loads(out)) == {"flashkit", "backends", "profiles", "cache"}
+
+
+def test_info_prints_brackets_as_they_are(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [{"name": "gpu", "ok": False, "reason": 'pip install "package[extra]"', "arrays": []}]
+    monkeypatch.setitem(doctor.PROBES, "backends", lambda: found)
+    assert 'gpu: not available, pip install "package[extra]"' in run("info")[1]
 
 
 def test_version_and_module_entry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,5 +201,3 @@ def test_masks_shares_and_a_forced_generation_on_a_gpu(tmp_path: Path, capsys: p
     report.check(tmp_path)
     shown = capsys.readouterr().out
     assert "met           bfloat16 backward, times as fast as FlashAttention-2: 0.97, at least 0.95" in shown
-
-

@@ -17,6 +17,7 @@ from ... import dispatch
 from ...devices import profiles
 from ...spec import ITEMSIZE
 from ..bench.environment import BackgroundLoad, background_warning
+from ..console import stdout
 from . import profile
 from .cpu import TunableCpu
 from .cuda import TunableCuda
@@ -161,8 +162,7 @@ def _report(
     outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path, tunable: TunableBackend, warning: str
 ) -> None:
     """Print the measured peaks, a table of the outcomes, what is unfinished, and the paths that were written."""
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=200)
+    console = stdout()
     if log.peaks is not None:
         p, (slow, middle, fast) = log.peaks, tunable.levels
         flops = ", ".join(f"{dtype} {1000 * value:.0f}" for dtype, value in p.peak_tflops.items())

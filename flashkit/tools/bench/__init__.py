@@ -1,5 +1,7 @@
 """`flashkit bench`: attention against its baselines, interleaved in one process.
 
+The modules, lower ones first:
+
     cases           attention problems and their suites
     contender       what is timed: a contender, and a yardstick
     baselines       NumPy, PyTorch, JAX, ONNX Runtime on a CPU; baselines_cuda, PyTorch and JAX on a GPU

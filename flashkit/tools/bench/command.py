@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..console import stdout
 from . import measure
 from .baselines import missing
 from .cases import Case, directions
@@ -88,8 +89,7 @@ def main(
             if output is not None:
                 append(output, result)
             progress.advance(task)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=200)
+    console = stdout()
     console.print(table(results, names))
     console.print(describe(results[-1].machine))
     if warning := background_warning(max(result.background_load or 0.0 for result in results)):

@@ -10,15 +10,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def console() -> Console:
-    """A console on stdout. If that is not a terminal, it is wide enough that a table is not cut."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def print_json(value: Any) -> None:

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from .common import Json, console, fail, print_json, warnings_on_stderr
+from ..console import stdout
+from .common import Json, fail, print_json, warnings_on_stderr
 
 app = typer.Typer(help="Device profiles: list them, show the ones in use, validate files.")
 
@@ -41,7 +42,7 @@ def profile_list(as_json: Json = False) -> None:
         device = f"malformed: {entry['error']}" if entry["error"] else entry["device"]
         mark = "*" if entry["used"] else ""
         table.add_row(mark, entry["name"], entry["kind"], device, str(count or ""), entry["where"])
-    console().print(table)
+    stdout().print(table)
     print("\n* in use on this machine")
 
 
@@ -76,7 +77,7 @@ def profile_show(
         table = Table("field", "value", "from", box=None, padding=(0, 2, 0, 0), title=kind, title_justify="left")
         for dotted, value, origin in profile.fields():
             table.add_row(dotted, _short(value), os.path.basename(origin) if os.path.isabs(origin) else origin)
-        console().print(table)
+        stdout().print(table)
         print()
 
 

@@ -9,7 +9,8 @@ import sys
 from rich.table import Table
 
 from .. import doctor as examination
-from .common import Json, console, print_json
+from ..console import stdout
+from .common import Json, print_json
 
 
 def info(as_json: Json = False) -> None:
@@ -32,7 +33,7 @@ def info(as_json: Json = False) -> None:
     cache = found["cache"]
     size = examination.size(cache.get("bytes", 0))
     table.add_row("cache", f"{cache.get('path')} ({cache.get('kernels')} kernels, {size})")
-    console().print(table)
+    stdout().print(table)
 
 
 def doctor(as_json: Json = False) -> None:
