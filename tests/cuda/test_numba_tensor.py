@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+import cases
 import lanes
 import lanes_hopper
 import numpy as np
@@ -346,7 +347,7 @@ def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mon
     words = list(call.arguments.words)
     lanes.launch("sm80_forward", call.spec, constants, shared, words, -(-n_q // tile.block_q) * batch * heads)
 
-    truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
+    (truth, true_lse), _ = cases.definition(*call.wide, **call.options)
     scale = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 5e-7}[call.spec.dtype]
     np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
@@ -381,7 +382,7 @@ def test_few_queries_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPa
         room = shared if kernel == "sm80_decode" else sm80_decode.COMBINED_BYTES
         lanes.launch("sm80_decode", call.spec, constants, room, list(call.arguments.words), blocks, kernel)
 
-    truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
+    (truth, true_lse), _ = cases.definition(*call.wide, **call.options)
     scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
     np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
@@ -394,7 +395,7 @@ def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mo
     tile = sm80.BackwardTile(64, 64, 8 if name == "wide" else 4)
     (batch, heads, n_q, _), (_, heads_kv, n_k, _) = call.arrays["q"].shape, call.arrays["k"].shape
     dout, dlse = call.arrays["dout"].astype(np.float64), np.random.default_rng(1).standard_normal((batch, heads, n_q))
-    (out, lse), vjp = flashkit.attention_vjp(*call.wide, **call.options, return_lse=True, backend="reference")
+    (out, lse), vjp = cases.definition(*call.wide, **call.options)
     # What kernels/rows makes of them.
     tiles = -(-n_q // tile.block_q)
     rows = batch, heads, tiles * tile.block_q
@@ -439,7 +440,7 @@ def hoppers_forward_pass(call: Call, pack: int = 1) -> None:
     lanes.launch("sm90_forward", call.spec, constants, shared, list(call.arguments.words), 1, *own)
 
     assert not ticket.any(), "the counters are left as they were found"
-    truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
+    (truth, true_lse), _ = cases.definition(*call.wide, **call.options)
     scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
     np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
@@ -496,7 +497,7 @@ def hoppers_backward_pass(
     spec = replace(call.spec, deterministic=ordered)
     (batch, heads, n_q, _), n_k = call.arrays["q"].shape, call.arrays["k"].shape[2]
     dlse = np.random.default_rng(1).standard_normal((batch, heads, n_q)).astype(np.float32)
-    (out, lse), vjp = flashkit.attention_vjp(*call.wide, **call.options, return_lse=True, backend="reference")
+    (out, lse), vjp = cases.definition(*call.wide, **call.options)
     call.arrays["out"][...] = out.astype(lanes.NUMPYS[spec.dtype]).view(np.uint16)
     call.arrays["lse"][...] = lse
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
+
+from ...devices import trust
 
 Stage = Literal["in use", "blocks", "shapes", "final"]
 T = TypeVar("T")
@@ -51,27 +54,32 @@ class Log:
         Type of the tiles in its trials.
     resume
         False: begin with an empty file.
+
+    Raises
+    ------
+    UntrustedError
+        If another user could have written the file or can put files into its directory.
     """
 
     def __init__(self, path: Path, tile: Any, resume: bool = True) -> None:
-        self.path = path
+        self.path = trust.directory(path.parent, make=True) / path.name
         self.trials: list[Trial[Any]] = []
         self.peaks: MeasuredPeaks | None = None
-        path.parent.mkdir(parents=True, exist_ok=True)
         if not resume:
-            path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         entries: Any = Trial[tile] | MeasuredPeaks
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        for line in text.splitlines():
-            try:
+        content = b""
+        with suppress(FileNotFoundError):
+            content = trust.read(self.path)
+        for line in content.splitlines():
+            # A line that was truncated when its process was killed, or is no text, is skipped: its trial is repeated.
+            with suppress(msgspec.DecodeError, ValueError, RecursionError):
                 self._take(msgspec.json.decode(line, type=entries))
-            except msgspec.DecodeError:  # truncated when the process was killed: that trial is repeated
-                continue
-        if text and not text.endswith("\n"):
-            self._write("\n")
+        if content and not content.endswith(b"\n"):
+            trust.append(self.path, b"\n")
 
     def add(self, entry: Trial[Any] | MeasuredPeaks) -> None:
-        self._write(msgspec.json.encode(entry).decode() + "\n")
+        trust.append(self.path, msgspec.json.encode(entry) + b"\n")
         self._take(entry)
 
     def of(self, target: str) -> list[Trial[Any]]:
@@ -83,10 +91,6 @@ class Log:
             self.peaks = entry
         else:
             self.trials.append(entry)
-
-    def _write(self, text: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
 
 
 def four_digits(x: float) -> float:

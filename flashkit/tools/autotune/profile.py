@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...devices import profiles
+from ...devices import profiles, trust
 from ..bench.environment import now
 from .log import MeasuredPeaks, four_digits
 from .search import Outcome
@@ -46,7 +45,5 @@ def write(profile: dict[str, Any], output: Path | None) -> Path:
     text = yaml.safe_dump(profile, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
     profiles.parse(text, str(output))
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, output)
+    trust.write(output, text.encode())
     return output

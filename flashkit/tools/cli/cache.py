@@ -15,23 +15,44 @@ app = typer.Typer(help="Compiled kernels on disk.")
 
 @app.command("path")
 def cache_path(as_json: Json = False) -> None:
-    """Print the directory of the compiled kernels; with --json also their number and size."""
+    """Print the directory of the compiled kernels; with --json also their number and size.
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if the directory is invalid or another user can write it.
+    """
     from ...devices import kernel_cache
 
+    try:
+        path = str(kernel_cache.path())
+    except OSError as error:
+        raise fail(error) from None
     if as_json:
         used = kernel_cache.usage()
-        print_json({"path": str(kernel_cache.path()), **asdict(used)})
+        print_json({"path": path, **asdict(used)})
     else:
-        print(kernel_cache.path())
+        print(path)
 
 
 @app.command("clear")
 def cache_clear(as_json: Json = False) -> None:
-    """Remove all compiled kernels; they are compiled again when they are needed."""
+    """Remove all compiled kernels; they are compiled again when they are needed.
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if the directory is invalid or another user can write it.
+    """
     from ...devices import kernel_cache
     from .. import doctor
 
-    removed = kernel_cache.clear()
+    try:
+        removed = kernel_cache.clear()
+    except OSError as error:
+        raise fail(error) from None
     if as_json:
         path = str(kernel_cache.path())
         print_json({"path": path, "files": removed.files, "kernels": removed.kernels, "bytes": removed.bytes})

@@ -29,8 +29,10 @@ def autotune(
     Raises
     ------
     typer.Exit
-        Status 2 for an unknown dtype or backend, 130 if interrupted.
+        Status 1 if another user can write the log or the profiles, 2 for an unknown dtype or backend, 130 if
+        interrupted.
     """
+    from ...devices.trust import UntrustedError
     from ..autotune import command
 
     try:
@@ -40,6 +42,8 @@ def autotune(
         raise typer.Exit(130) from None
     except ValueError as error:
         raise fail(error, 2) from None
+    except UntrustedError as error:  # the directory of the log or of the profiles
+        raise fail(error) from None
 
 
 def bench(

@@ -27,7 +27,7 @@ def profile_list(as_json: Json = False) -> None:
         for file in sorted(directory.glob("*.yaml")):
             entry: dict[str, Any] = {"name": file.stem, "where": where, "file": str(file), "used": str(file) in used}
             try:
-                profile = profiles.load_file(file)
+                profile = profiles.read(file)
                 rows = {table: len(rows) for table, rows in profile.tiles.items()}
                 entry.update(kind=profile.device.kind, device=profile.device.name, tiles=rows, error=None)
             except (OSError, ValueError) as error:
@@ -59,7 +59,7 @@ def profile_show(
     Raises
     ------
     typer.Exit
-        Status 1 if there is no profile of this name.
+        Status 1 if there is no profile of this name or it cannot be read.
     """
     from ...devices import profiles
 
@@ -68,7 +68,7 @@ def profile_show(
             kinds = ("cpu", "cuda") if name is None else (name,)
             read = profiles.for_device if name is None else profiles.by_name
             found = {kind: read(kind) for kind in kinds}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise fail(error) from None
     if as_json:
         print_json({kind: profile.as_dict() for kind, profile in found.items()})

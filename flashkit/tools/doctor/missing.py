@@ -44,5 +44,5 @@ def missing(found: dict[str, Any]) -> list[dict[str, str]]:
     cache = found["cache"]
     if cache.get("writable") is False:
         brings = "kernels compiled once instead of in every process"
-        want("a writable cache directory", brings, "export FLASHKIT_CACHE_DIR=...")
+        want("a cache directory that this user alone can write", brings, "export FLASHKIT_CACHE_DIR=...")
     return wanted

@@ -126,19 +126,21 @@ def threading() -> Report:
 
 
 def cache() -> Report:
-    from ...devices import kernel_cache
+    from ...devices import kernel_cache, trust
 
-    root = kernel_cache.path()
-    used = kernel_cache.usage()
-    nearest = root
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+    problem, used = kernel_cache.problem(), kernel_cache.usage()
+    try:
+        path = str(kernel_cache.path())
+    except OSError:
+        path = "none"
     return {
-        "path": str(root),
+        "path": path,
         "files": used.files,
         "kernels": used.kernels,
         "bytes": used.bytes,
-        "writable": os.access(nearest, os.W_OK),
+        "trusted": not isinstance(problem, trust.UntrustedError),
+        "writable": problem is None,
+        "problem": str(problem or ""),
         "first_call": _first_call() if used.kernels else "nothing is compiled yet",
     }
 

@@ -74,8 +74,10 @@ def _threading_rows(threading: Report) -> Rows:
 
 def _cache_rows(cache: Report) -> Rows:
     contents = f"{cache['kernels']} compiled kernels, {cache['files']} files, {size(cache['bytes'])}"
-    writable = "yes" if cache["writable"] else "NO"
-    rows = [("path", cache["path"]), ("contents", contents), ("writable", writable)]
+    rows = [("path", cache["path"]), ("contents", contents)]
+    rows += [(name, "yes" if cache[name] else "NO") for name in ("trusted", "writable")]
+    if cache["problem"]:
+        rows.append(("new kernels", f"stay in the memory of each process: {cache['problem']}"))
     return [*rows, ("first call", cache["first_call"])]
 
 

@@ -11,9 +11,23 @@ from numba.cuda.types import boolean, int32, uint32
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "mbarrier_arrive", "mbarrier_arrive_expect_tx", "arrive_and_expect_once", "mbarrier_arrive_once", "mbarrier_init", "fence_mbarrier_init",
-    "fence_proxy_async", "fence_proxies", "setmaxnreg_dec", "mbarrier_try_wait", "griddepcontrol_wait", "nap", "setmaxnreg_inc",
-    "threads_sync", "mbarrier_wait_spin", "named_barrier_arrive", "named_barrier_sync",
+    "arrive_and_expect_once",
+    "fence_mbarrier_init",
+    "fence_proxies",
+    "fence_proxy_async",
+    "griddepcontrol_wait",
+    "mbarrier_arrive",
+    "mbarrier_arrive_expect_tx",
+    "mbarrier_arrive_once",
+    "mbarrier_init",
+    "mbarrier_try_wait",
+    "mbarrier_wait_spin",
+    "named_barrier_arrive",
+    "named_barrier_sync",
+    "nap",
+    "setmaxnreg_dec",
+    "setmaxnreg_inc",
+    "threads_sync",
 ]  # fmt: skip
 
 mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", NOTHING, uint32, int32)

@@ -8,7 +8,7 @@ from numba.cuda.types import int32, uint32
 
 from .asm import CONSTANT, NOTHING, instruction
 
-__all__ = ["dsmem_arrive", "cluster_sync", "dsmem_copy", "mapa", "cluster_ctarank", "dsmem_store"]
+__all__ = ["cluster_ctarank", "cluster_sync", "dsmem_arrive", "dsmem_copy", "dsmem_store", "mapa"]
 
 cluster_ctarank = instruction("mov.u32 $0, %cluster_ctarank;", int32, pure=True)
 

@@ -21,8 +21,17 @@ from numba.cuda.types import UniTuple, float32, int32, uint32
 from .asm import CONSTANT, NOTHING, _emit, instruction, parts
 
 __all__ = [
-    "ldmatrix_x4", "load_matrices_turned", "mma", "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_operand",
-    "stmatrix_x4", "store_matrices_turned", "wgmma", "wgmma_registers",
+    "fence_operand",
+    "ldmatrix_x4",
+    "load_matrices_turned",
+    "mma",
+    "stmatrix_x4",
+    "store_matrices_turned",
+    "wgmma",
+    "wgmma_commit",
+    "wgmma_fence",
+    "wgmma_registers",
+    "wgmma_wait",
 ]  # fmt: skip
 
 KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
