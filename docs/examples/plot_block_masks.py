@@ -7,6 +7,8 @@ literature for 1,024 queries and keys in tiles of 32: white tiles are EMPTY and 
 masking, and the others are PARTIAL.
 """
 
+from time import perf_counter
+
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import ListedColormap
@@ -40,8 +42,6 @@ plt.show()
 
 # %%
 # The percentage is the share of tiles that are left. Fewer tiles take less time:
-
-from time import perf_counter
 
 x = np.random.default_rng(0).standard_normal((8, n, 64), dtype=np.float32)
 for name, mask in {"all pairs": None, **masks}.items():

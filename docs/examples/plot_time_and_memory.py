@@ -21,20 +21,20 @@ def formula(q, k, v):
     return p / p.sum(-1, keepdims=True) @ v
 
 
-def peak_memory(call):
+def peak_memory(function, *arrays):
     """Bytes that NumPy allocates at once during a call."""
     tracemalloc.start()
-    call()
+    function(*arrays)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak
 
 
-def best_time(call):
+def best_time(function, *arrays):
     times = []
     for _ in range(3):
         start = perf_counter()
-        call()
+        function(*arrays)
         times.append(perf_counter() - start)
     return min(times)
 
@@ -47,8 +47,8 @@ seconds, bytes_ = {"formula": [], "flashkit": []}, {"formula": [], "flashkit": [
 for n in lengths:
     q, k, v = rng.standard_normal((3, 4, n, 64), dtype=np.float32)
     for name, function in (("formula", formula), ("flashkit", flashkit.attention)):
-        seconds[name].append(best_time(lambda f=function: f(q, k, v)))
-        bytes_[name].append(peak_memory(lambda f=function: f(q, k, v)))
+        seconds[name].append(best_time(function, q, k, v))
+        bytes_[name].append(peak_memory(function, q, k, v))
 
 # %%
 # Both axes are logarithmic: a steeper line means a higher power of the number of tokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -406,11 +407,14 @@ def test_the_table_is_made_of_the_last_run(tmp_path: Path) -> None:
             line.times_as_fast["torch"] = {"median": factor + case.head_dim / 1000, "low": 1.0, "high": 3.0}
             line.errors["torch"] = {"out": 2 * line.errors["flashkit"]["out"]}
             bench.append(file, line)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# Title\n{report.START}\nold\n{report.END}\nend\n")
-    assert report.main(["--results", str(tmp_path), "--readme", str(readme)]) == 0
-    text = readme.read_text()
-    assert text.startswith(f"# Title\n{report.START}\n**")
+    readme, tables = tmp_path / "README.md", tmp_path / "benchmarks.md"
+    for target in (readme, tables):
+        target.write_text(f"# Title\n{report.START}\nold\n{report.END}\nend\n")
+    assert report.main(["--results", str(tmp_path), "--readme", str(readme), "--tables", str(tables)]) == 0
+    assert readme.read_text() == f"# Title\n{report.START}\nNo results yet.\n{report.END}\nend\n"
+    text = tables.read_text()
+    assert text.startswith(f"# Title\n{report.START}\nOn CPUs: ")
+    assert "\n## " in text
     assert text.endswith(f"{report.END}\nend\n")
     assert "| heads 2, 33 x 33, head dim 8, float32 | forward | 3.00 | 2.01 |  |" in text
     assert "| float32 | forward | 512 | 2.06, 2.06, 2.13, 2.13 | 3.0 |  |" in text
@@ -423,8 +427,41 @@ def test_the_table_is_made_of_the_last_run(tmp_path: Path) -> None:
 
 def test_a_text_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "README.md").write_text("# Title\n")
-    assert report.main(["--results", str(tmp_path), "--readme", str(tmp_path / "README.md")]) == 1
-    assert "No results are stored yet." in capsys.readouterr().err
+    tables = tmp_path / "benchmarks.md"
+    tables.write_text(f"{report.START}\n{report.END}\n")
+    given = ["--results", str(tmp_path), "--readme", str(tmp_path / "README.md"), "--tables", str(tables)]
+    assert report.main(given) == 1
+    assert "README.md: the text has no <!-- bench:start -->" in capsys.readouterr().err
+
+
+def test_the_summary_has_a_row_for_each_workload_of_the_latest_unforced_run(tmp_path: Path) -> None:
+    """On a CPU and on a GPU; an older run and one of forced kernels do not count."""
+    case = Case(4096, 64, 32, "bfloat16", causal=True, batch=4)
+    for name, run, rate, forced in (("a", "2", 500.0, {}), ("b", "1", 100.0, {}), ("c", "3", 200.0, {"X": "sm80"})):
+        line = cuda_line(case, "forward", rate, flash=1.5, cudnn=1.25)
+        line.run, line.machine["forced"] = run, forced
+        bench.append(tmp_path / f"{name}.jsonl", line)
+        decoding = cuda_line(bench.CUDA_SUITES["decode"][0], "forward", 3000.0, cudnn=1.125)
+        decoding.run, decoding.machine["forced"] = run, forced
+        bench.append(tmp_path / f"{name}.jsonl", decoding)
+    cpu = measure()
+    cpu.case, cpu.flops, cpu.timings = Case(2048, 64, 8, causal=True), 10**9, {"flashkit": {"median": 0.01}}
+    cpu.times_as_fast = {"torch": {"median": 1.5}, "numpy": {"median": 9.0}}
+    bench.append(tmp_path / "cpu.jsonl", cpu)
+    rows = [line for line in report.summary(tmp_path).splitlines() if "H200" in line or "head dim" in line]
+    assert rows == [
+        "| H200 | forward, bfloat16, causal, 4,096 tokens, head dim 64 | 500 TFLOP/s "
+        "| 1.25 x cuDNN, 1.50 x FlashAttention-2 |",
+        f"| {cpu.machine['device']} | forward, float32, causal, 2,048 tokens, head dim 64 | 100 GFLOP/s "
+        "| 1.50 x PyTorch |",
+        "| H200 | decoding, bfloat16, 32,768 keys | 3000 GB/s | 1.12 x cuDNN |",
+    ]
+
+
+def test_the_stored_results_fill_the_summary() -> None:
+    if not report.runs():
+        pytest.skip("no result is stored")
+    assert len(report.summary().splitlines()) == 2 + len(report.SUMMARY)
 
 
 def test_plots(tmp_path: Path) -> None:
@@ -469,11 +506,14 @@ def test_the_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "NOT MEASURED  decoding" in capsys.readouterr().out
 
 
-def test_the_readme_has_the_table_of_the_stored_results() -> None:
-    text = report.README.read_text(encoding="utf-8") if report.README.exists() else ""
+@pytest.mark.parametrize(
+    ("file", "content"), [(report.README, report.summary), (report.TABLES, report.markdown)], ids=["README", "tables"]
+)
+def test_the_documents_have_the_tables_of_the_stored_results(file: Path, content: Any) -> None:
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
     if report.START not in text or not report.runs():
-        pytest.skip("there is no README with markers, or no stored result")
-    assert report.insert(text, report.markdown()) == text
+        pytest.skip(f"there is no {file.name} with markers, or no stored result")
+    assert report.insert(text, content()) == text
 
 
 def test_every_stored_result_reads() -> None:
@@ -503,10 +543,10 @@ def test_the_tables_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         bench.append(file, cuda_line(Case(n, 128, 16, "bfloat16", batch=16384 // n), "forward", rate, flash=1.5))
     bench.append(file, cuda_line(bench.CUDA_SUITES["decode"][0], "forward", 3000.0, flash=1.25, cudnn=1.125))
     text = report.markdown(tmp_path)
-    assert text.startswith("**NVIDIA H200**; driver 580; ")
+    assert re.search(r"^## NVIDIA H200, .*\n\ndriver 580\.$", text, re.MULTILINE)
     assert "| bfloat16 | forward | 128 | 1024, 4096 | 300, 500 | 1.50, 1.50 |" in text
     assert "| bfloat16 | 1 | 32768 | 3000 | 1.25 | 1.12 |" in text
-    assert "| bfloat16 | out | 2e-07 | 4e-07 | 4e-07 |\n" in text
+    assert "| bfloat16 | out | 2e-07 | 4e-07 | 4e-07 |" in text
     assert "TFLOP/s of flashkit" in text
     assert "plain NumPy" not in text
     assert report.main(["--check", "--results", str(tmp_path)]) == 1
@@ -514,6 +554,25 @@ def test_the_tables_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "met           bfloat16 forward, times as fast as the best of PyTorch's: 1.5, at least 1" in shown
     assert "NOT MEASURED  blocks and windows, times as fast as FlexAttention" in shown
     assert "NOT MEASURED  float32 forward" in shown
+    assert report.plots(tmp_path / "plots", tmp_path) == []  # nothing causal
+
+
+def test_the_plot_of_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for n in (1024, 4096):
+        for direction in ("forward", "backward"):
+            case = Case(n, 64, 32, "bfloat16", causal=True, batch=16384 // n)
+            line = cuda_line(case, direction, 500.0, flash=1.5, cudnn=1.25)
+            line.timings |= {"flash": {"median": 1.5 / 500}, "cudnn": {"median": 1.25 / 500}}
+            bench.append(tmp_path / "h200.jsonl", line)
+    (plot,) = report.plots(tmp_path / "plots", tmp_path)
+    assert plot.name == "h200-speed.svg"
+    assert "cuDNN" in plot.read_text()
+    for line in (lines := bench.read(tmp_path / "h200.jsonl")):
+        line.machine["forced"] = {"FLASHKIT_CUDA_GENERATION": "sm80"}
+    (tmp_path / "h200.jsonl").unlink()
+    for line in lines:
+        bench.append(tmp_path / "h200.jsonl", line)
     assert report.plots(tmp_path / "plots", tmp_path) == []
 
 
@@ -526,7 +585,7 @@ def test_masks_shares_and_what_is_forced_on_a_gpu(tmp_path: Path, capsys: pytest
         x.machine["forced"] = {"FLASHKIT_CUDA_GENERATION": "sm80"}
         bench.append(tmp_path / "h200.jsonl", x)
     text = report.markdown(tmp_path)
-    assert text.startswith("**NVIDIA H200**, FLASHKIT_CUDA_GENERATION=sm80; driver 580")
+    assert re.search(r"^## NVIDIA H200, FLASHKIT_CUDA_GENERATION=sm80, .*\n\ndriver 580\.$", text, re.MULTILINE)
     assert "| heads 16, 16384 x 16384, head dim 128, bfloat16, 50% of blocks | forward | 2 | 1.50 | 0.95 |" in text
     assert "| deterministic | bfloat16 | backward | 1 | 1.05 to 1.05 |" in text
     report.check(tmp_path)
