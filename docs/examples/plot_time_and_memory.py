@@ -39,7 +39,7 @@ def best_time(function, *arrays):
     return min(times)
 
 
-lengths = [256, 512, 1024, 2048, 4096]
+lengths = [128, 256, 512, 1024, 2048]
 rng = np.random.default_rng(0)
 flashkit.attention(*rng.standard_normal((3, 1, 8, 64), dtype=np.float32))  # compiles
 
