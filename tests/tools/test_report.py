@@ -57,22 +57,30 @@ def test_the_tables_are_made_of_the_last_run(tmp_path: Path, documents: list[Pat
     assert report.insert(text, report.markdown(tmp_path)) == text
 
 
-def test_the_summary_names_the_baselines_of_its_workloads(tmp_path: Path, documents: list[Path]) -> None:
-    result = measured()
-    result.case, result.flops = Case(2048, causal=True), 5e8  # in 1 ms
-    result.times_as_fast = {"torch": {"median": 1.25}, "numpy": {"median": 9.0}}
-    append(tmp_path / "cpu.jsonl", result)
-    for forced, rate in (({}, 4e2), ({"FLASHKIT_CUDA_GENERATION": "sm80"}, 3e2)):
-        of_gpu = cuda_result(Case(4096, 64, 32, "bfloat16", causal=True, batch=4), "forward", rate, flash=1.5)
-        of_gpu.machine["forced"], of_gpu.run = forced, "tomorrow" if forced else "now"
-        append(tmp_path / f"gpu{len(forced)}.jsonl", of_gpu)
-    assert write(documents) == 0
-    device = result.machine["device"]
-    rows = documents[0].read_text().splitlines()
-    shape = "tokens, head dim 64"
-    assert f"| H200 | forward, bfloat16, causal, 4,096 {shape} | 400 TFLOP/s | 1.50 x FlashAttention-2 |" in rows
-    assert f"| {device} | forward, float32, causal, 2,048 {shape} | 500 GFLOP/s | 1.25 x PyTorch |" in rows
-    assert len([row for row in rows if row.startswith("|")]) == 4
+def test_the_summary_has_a_row_for_each_workload_of_the_latest_unforced_run(tmp_path: Path) -> None:
+    """On a CPU and on a GPU; an older run and a run with a forced kernel generation do not count."""
+    case = Case(4096, 64, 32, "bfloat16", causal=True, batch=4)
+    for name, run, rate, forced in (("a", "2", 500.0, {}), ("b", "1", 100.0, {}), ("c", "3", 200.0, {"X": "sm80"})):
+        result = cuda_result(case, "forward", rate, flash=1.5, cudnn=1.25)
+        decoding = cuda_result(cases.CUDA_SUITES["decode"][0], "forward", 3000.0, cudnn=1.125)
+        for each in (result, decoding):
+            each.run, each.machine["forced"] = run, forced
+            append(tmp_path / f"{name}.jsonl", each)
+    cpu = measured()
+    cpu.case, cpu.flops, cpu.timings = Case(2048, 64, 8, causal=True), 10**9, {"flashkit": {"median": 0.01}}
+    cpu.times_as_fast = {"torch": {"median": 1.5}, "numpy": {"median": 9.0}}
+    append(tmp_path / "cpu.jsonl", cpu)
+    assert report.summary(tmp_path).splitlines()[2:] == [
+        "| H200 | forward, bfloat16, causal, 4,096 tokens, head dim 64 | 500 TFLOP/s "
+        "| 1.25 x cuDNN, 1.50 x FlashAttention-2 |",
+        f"| {cpu.machine['device']} | forward, float32, causal, 2,048 tokens, head dim 64 | 100 GFLOP/s "
+        "| 1.50 x PyTorch |",
+        "| H200 | decoding, bfloat16, 32,768 keys | 3000 GB/s | 1.12 x cuDNN |",
+    ]
+
+
+def test_the_stored_results_fill_the_summary() -> None:
+    assert len(report.summary().splitlines()) == 2 + len(report.SUMMARY)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
