@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import cases
@@ -244,19 +243,6 @@ def test_tiles_are_checked() -> None:
     tiles = sm90.forward_candidates(problem(), HOPPER)
     assert tiles[0] == sm90.forward_tile(problem())
     assert all(tile.shared_memory(problem().spec) <= HOPPER.shared_per_block for tile in tiles)
-
-
-def test_the_tutorial_shows_the_kernels_own_lines() -> None:
-    root = Path(__file__).resolve().parents[2]
-    folder = root / "flashkit" / "backends" / "numba_cuda"
-    texts = [path.read_text() for path in sorted(folder.rglob("*.py"))]
-    excerpts = re.findall(r"^```python excerpt\n(.*?)^```$", (root / "docs/numba_hopper.md").read_text(), re.S | re.M)
-    assert len(excerpts) > 5
-    for excerpt in excerpts:
-        missing = [line for line in excerpt.splitlines() if not any(line in text for text in texts)]
-        assert not missing, missing
-        together = excerpt in "\n".join(texts) or len(excerpt.splitlines()) <= 2
-        assert together, excerpt
 
 
 # --- lane by lane -----------------------------------------------------------------------------------------------------
