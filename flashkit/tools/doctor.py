@@ -127,7 +127,7 @@ def _bfloat16() -> str:
     """How the CPU backend multiplies bfloat16, and why not better."""
     from ..backends.cpu import bf16
 
-    return ": ".join(bf16.way())
+    return ": ".join(bf16.select())
 
 
 def _llvm_cpu() -> Any:

@@ -405,12 +405,12 @@ def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rates_of_this_machine() -> None:
-    from flashkit.backends.cpu import rates
+    from flashkit.backends.cpu import measured_peaks
 
     tile = io_model.default_cpu(profiles.for_device("cpu"), "float32", 64, 64)
-    assert rates.multiply("float32", tile, threads=1, samples=2) > 1e9
-    assert rates.multiply("float64", tile, threads=2, samples=2) > 5e8
-    assert rates.read(1 << 20, tile.lanes, threads=1, samples=2) > 1e8
+    assert measured_peaks.multiply("float32", tile, threads=1, samples=2) > 1e9
+    assert measured_peaks.multiply("float64", tile, threads=2, samples=2) > 5e8
+    assert measured_peaks.read(1 << 20, tile.lanes, threads=1, samples=2) > 1e8
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...backends.cpu import objects, rates, threads
+from ...backends.cpu import measured_peaks, objects, threads
 from ...backends.cpu.backend import CpuBackend
 from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
@@ -145,13 +145,14 @@ def measure_rates(samples: int = 15) -> Rates:
     profile, count = profiles.for_device("cpu"), threads.count()
     memory, lanes = profile.memory, host.lanes_of(profile.device.features)
     l1, l2, l3 = memory.l1d or 32 << 10, memory.l2 or 256 << 10, memory.l3 or 8 << 20
-    peaks = {dtype: max(rates.multiply(dtype, tile, count, samples=samples) for tile in _blocks(dtype, lanes, l1, l2))
+    flops, bandwidth = measured_peaks.multiply, measured_peaks.read
+    peaks = {dtype: max(flops(dtype, tile, count, samples=samples) for tile in _blocks(dtype, lanes, l1, l2))
              for dtype in ("float32", "float64")}  # fmt: skip
     # 16-bit numbers are widened and computed with in float32.
     peaks |= {dtype: peaks["float32"] for dtype in ITEMSIZE if dtype not in peaks}
     main = min(max(8 * l3, 256 << 20), 2 << 30)  # of four times the last cache a part was still found in it
     main_gbs, l2_gbs, l1_gbs = (
-        rates.read(size, lanes, count, samples=samples) / 1e9 for size in (main, l2 // 2 * count, l1 // 2 * count)
+        bandwidth(size, lanes, count, samples=samples) / 1e9 for size in (main, l2 // 2 * count, l1 // 2 * count)
     )
     peak_tflops = {dtype: digits(rate / 1e12) for dtype, rate in peaks.items()}
     return Rates(digits(main_gbs), digits(l2_gbs), digits(l1_gbs), peak_tflops, timing.now())

@@ -1,8 +1,8 @@
-"""How fast this CPU multiplies and reads, by the same micro-kernels that attention uses: the roofline of a profile.
+"""Measured peaks of this CPU, FLOP/s and bandwidth: the roofline of a profile.
 
-Multiplying is measured by `product`, c = a @ b, with one repeated row of a and c (strides of 0) and b in L1: its
-multiply-adds are the limit. Reading is measured by `read`, which asks for each line of memory long before its turn, as
-decoding does: without that one thread reads at two thirds of the rate.
+FLOP/s are those of the micro-kernel `gemm` with b in L1 and one repeated row of `a` and c (strides of 0), so that
+multiply-adds are the limit. The bandwidth is that of the micro-kernel `read`, which prefetches each cache line: without
+prefetching one thread does not reach it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy as np
 
 from ...devices.io_model import CpuTile
 from .micro.compile import addresses, kernels
-from .micro.gemv import LINE
-from .micro.vector import Block
+from .micro.read import LINE
+from .micro.register_block import RegisterBlock
 
 SAMPLE = 0.02
-"""Seconds of one measurement, about."""
+"""Seconds of one sample, about."""
 
 LONGEST = 0.5
-"""Seconds after which no further sample of a measurement is taken: a busy machine would make it long."""
+"""Seconds after which no further sample is taken, for busy machines."""
 
-AHEAD = 8192
-"""Bytes between what is read and what is fetched."""
+PREFETCH_DISTANCE = 8192
+"""Bytes."""
 
 
 def multiply(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, samples: int = 15) -> float:
-    """FLOP/s of `product` in the tile's register block on all threads at once, operands in L1; the best of `samples`.
+    """FLOP/s of `gemm` in the tile's register block on all threads at once, operands in L1; the best of `samples`.
 
-    dtype: what is computed in, "float64" or "float32". depth: length of the sums, as head dims are.
+    dtype: of the accumulators, "float64" or "float32". depth: length of the sums, as head dims are.
     """
     block, kind = _block(dtype, tile.rows, tile.vectors, tile.lanes)
     width = block.vectors * block.lanes
@@ -42,7 +42,7 @@ def multiply(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, sampl
     def work() -> tuple[Callable[[], None], object]:
         a, b, c = np.ones(depth, kind), np.ones((depth, width), kind), np.empty(width, kind)
         strides = (0, a.itemsize), b.strides[0], 0
-        return _product(block, a, b, c, *strides, rows, width, depth), (a, b, c)
+        return _gemm(block, a, b, c, *strides, rows, width, depth), (a, b, c)
 
     return 2.0 * rows * width * depth * threads / min(_together(work, threads, samples))
 
@@ -63,33 +63,35 @@ def read(nbytes: int, lanes: int, threads: int, *, samples: int = 15) -> float:
 
 
 def reader(array: np.ndarray, lanes: int, times: int = 1) -> Callable[[], None]:
-    """A function that reads a contiguous array, but for a last piece of less than a line, so many times."""
-    function = _function("read", Block("float", 1, 1, lanes), True)
+    """A function that reads the whole cache lines of a contiguous array `times` times."""
+    function = _function("read", RegisterBlock("float", 1, 1, lanes), gemv_kernels=True)
     seen = np.empty(LINE, np.uint8)
-    arguments = array.ctypes.data, array.nbytes // LINE, times, AHEAD, seen.ctypes.data
+    arguments = array.ctypes.data, array.nbytes // LINE, times, PREFETCH_DISTANCE, seen.ctypes.data
     return lambda keep=(array, seen): function(*arguments)  # type: ignore[misc]
 
 
-def _block(dtype: str, rows: int, vectors: int, lanes: int) -> tuple[Block, np.dtype]:
+def _block(dtype: str, rows: int, vectors: int, lanes: int) -> tuple[RegisterBlock, np.dtype]:
     double = dtype == "float64"
-    return Block("double" if double else "float", rows, vectors, lanes // 2 if double else lanes), np.dtype(dtype)
+    element, lanes = ("double", lanes // 2) if double else ("float", lanes)
+    return RegisterBlock(element, rows, vectors, lanes), np.dtype(dtype)
 
 
-def _product(
-    block: Block, a: np.ndarray, b: np.ndarray, c: np.ndarray, a_strides: tuple[int, int], b_row: int, c_row: int,
-    m: int, n: int, k: int,
+def _gemm(
+    block: RegisterBlock, a: np.ndarray, b: np.ndarray, c: np.ndarray,
+    a_strides: tuple[int, int], b_row: int, c_row: int, m: int, n: int, k: int,
 ) -> Callable[[], None]:  # fmt: skip
     """A call of the micro-kernel; ctypes lets other threads run during it."""
-    function = _function("product", block, False)
+    function = _function("gemm", block)
     return lambda: function(a.ctypes.data, *a_strides, b.ctypes.data, b_row, c.ctypes.data, c_row, m, n, k)
 
 
-def _function(name: str, block: Block, few: bool) -> Callable[..., None]:
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * kernels(block, few)[name][0])(addresses(block, few)[name])
+def _function(name: str, block: RegisterBlock, gemv_kernels: bool = False) -> Callable[..., None]:
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * kernels(block, gemv_kernels)[name][0])
+    return kind(addresses(block, gemv_kernels)[name])
 
 
 def _together(work: Callable[[], tuple[Callable[[], None], object]], threads: int, samples: int) -> list[float]:
-    """Seconds that all threads together take, each with a work of its own, for each of up to `samples` rounds."""
+    """Seconds that all threads take together, each with its own arrays, in each of up to `samples` rounds."""
     times: list[float] = []
     barrier = threading.Barrier(threads, action=lambda: times.append(time.perf_counter()))
 
@@ -97,7 +99,7 @@ def _together(work: Callable[[], tuple[Callable[[], None], object]], threads: in
         call, _arrays = work()
         call()
         barrier.wait()
-        # No time is added before all have come to the barrier again, so all see the same ones here.
+        # `times` grows only when all threads have reached the barrier, so all threads read the same values here.
         while len(times) <= samples and times[-1] - times[0] < LONGEST:
             call()
             barrier.wait()
