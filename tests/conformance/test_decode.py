@@ -57,7 +57,7 @@ def sizes(seed: int) -> list[tuple[int, int, int]]:
     return [every[i] for i in np.random.default_rng(seed).permutation(len(every))[:60]]
 
 
-def apart(rng: np.random.Generator, rows: int, columns: int, dtype: Any) -> np.ndarray:
+def with_gaps(rng: np.random.Generator, rows: int, columns: int, dtype: Any) -> np.ndarray:
     """Rows with NaN between them."""
     memory = np.full((rows + 1, columns + 5), np.nan, dtype)
     memory[:rows, 2 : columns + 2] = rng.standard_normal((rows, columns))
@@ -76,7 +76,7 @@ def test_gemv_qk(block: RegisterBlock) -> None:
     queries, elements = (ml_dtypes.bfloat16, 2 * block.lanes) if block.bf16_pairs else (dtype, block.lanes)
     scale = -0.3
     for m, n, d in sizes(1):
-        k = apart(rng, n, d, stored(block))
+        k = with_gaps(rng, n, d, stored(block))
         q = np.zeros((m, -(-d // elements) * elements), queries)
         q[:, :d] = rng.standard_normal((m, d))
         s = np.full((m, n + 3), 7, dtype)
@@ -93,16 +93,16 @@ def test_gemv_qk(block: RegisterBlock) -> None:
 def test_gemv_pv(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(1), computed(block)
     for m, n, d in sizes(2):
-        v = apart(rng, n, d, stored(block))
+        v = with_gaps(rng, n, d, stored(block))
         p = rng.random((m, n + 2)).astype(dtype)
-        factor = rng.random(m).astype(dtype)
+        rescale = rng.random(m).astype(dtype)
         around = rng.standard_normal((m, d + 9)).astype(dtype)
         before, o = around.copy(), around[:, 4 : d + 4]
-        weights = p[:, :n].astype(ml_dtypes.bfloat16) if block.bf16_pairs else p[:, :n]
-        want = o.astype(np.float64) * factor[:, None] + weights.astype(np.float64) @ v.astype(np.float64)
-        size = np.abs(o) * factor[:, None] + p[:, :n] @ np.abs(v.astype(dtype))
+        rounded = p[:, :n].astype(ml_dtypes.bfloat16) if block.bf16_pairs else p[:, :n]
+        want = o.astype(np.float64) * rescale[:, None] + rounded.astype(np.float64) @ v.astype(np.float64)
+        size = np.abs(o) * rescale[:, None] + p[:, :n] @ np.abs(v.astype(dtype))
         run(
-            block, "gemv_pv", at(p), p.strides[0], at(v), v.strides[0], at(o), o.strides[0], at(factor),
+            block, "gemv_pv", at(p), p.strides[0], at(v), v.strides[0], at(o), o.strides[0], at(rescale),
             m, n, d,
         )  # fmt: skip
         assert near(o, want, size, n), (m, n, d)
@@ -113,33 +113,31 @@ def test_gemv_pv(block: RegisterBlock) -> None:
 def test_gemv_softmax(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(2), computed(block)
     unit = np.finfo(dtype).eps
-    for m, n in itertools.product((1, 3, 6), (0, 1, 7, 16, 50)):
-        s = np.full((m, -(-n // block.lanes) * block.lanes + 2), 7, dtype)
-        s[:, :n] = rng.standard_normal((m, n)) * 20
+    for rows, n in itertools.product((1, 3, 6), (0, 1, 7, 16, 50)):
+        s = np.full((rows, -(-n // block.lanes) * block.lanes + 2), 7, dtype)
+        s[:, :n] = rng.standard_normal((rows, n)) * 20
         s[0, : n // 2] = -np.inf
-        top, total = rng.standard_normal(m).astype(dtype), rng.random(m).astype(dtype)
-        top[-1], total[-1] = -np.inf, 0
-        if m > 3:
-            s[2, :n], top[2], total[2] = -np.inf, -np.inf, 0  # nothing seen, before or now
+        m, l = rng.standard_normal(rows).astype(dtype), rng.random(rows).astype(dtype)
+        m[-1], l[-1] = -np.inf, 0
+        if rows > 3:
+            s[2, :n], m[2], l[2] = -np.inf, -np.inf, 0  # no visible key, before or now
             s[3, :1] = np.nan
-        factor = np.full(m, 7, dtype)
-        scores, old, sums = s[:, :n].astype(np.float64), top.astype(np.float64), total.astype(np.float64)
-        run(block, "gemv_softmax", at(s), s.strides[0], m, n, at(top), at(total), at(factor))
-        greatest = np.fmax.reduce(np.column_stack([scores, old]), axis=1)
-        shift = np.where(greatest == -np.inf, 0, greatest)[:, None]
-        weights = np.exp(scores - shift)
-        assert np.array_equal(top, greatest)
-        assert np.allclose(factor, np.exp(old - shift[:, 0]), rtol=60 * unit, atol=0)
-        assert np.allclose(s[:, :n], weights, rtol=200 * unit, atol=np.finfo(dtype).tiny, equal_nan=True)
-        assert np.allclose(
-            total, sums * np.exp(old - shift[:, 0]) + weights.sum(axis=1), rtol=100 * unit, atol=0, equal_nan=True
-        )
-        if m > 3 and n:
-            assert np.isnan(total[3]) and total[2] == 0 and (s[2, :n] == 0).all()
+        rescale = np.full(rows, 7, dtype)
+        scores, m_old, l_old = s[:, :n].astype(np.float64), m.astype(np.float64), l.astype(np.float64)
+        run(block, "gemv_softmax", at(s), s.strides[0], rows, n, at(m), at(l), at(rescale))
+        m_new = np.fmax.reduce(np.column_stack([scores, m_old]), axis=1)
+        m_safe = np.where(m_new == -np.inf, 0, m_new)
+        p, factor = np.exp(scores - m_safe[:, None]), np.exp(m_old - m_safe)
+        assert np.array_equal(m, m_new)
+        assert np.allclose(rescale, factor, rtol=60 * unit, atol=0)
+        assert np.allclose(s[:, :n], p, rtol=200 * unit, atol=np.finfo(dtype).tiny, equal_nan=True)
+        assert np.allclose(l, l_old * factor + p.sum(axis=1), rtol=100 * unit, atol=0, equal_nan=True)
+        if rows > 3 and n:
+            assert np.isnan(l[3]) and l[2] == 0 and (s[2, :n] == 0).all()
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if not b.storage], ids=str)
-def test_read_takes_in_every_line(block: RegisterBlock) -> None:
+def test_read_reads_every_line(block: RegisterBlock) -> None:
     for lines in (0, 1, 3, 4, 9):
         memory = np.zeros((lines + 1, 64), np.uint8)
         memory[-1] = 0xFF  # past the end

@@ -1,5 +1,5 @@
-"""The CPU backend's own parts, each alone: micro-kernels against NumPy for every vector width, conversions, the
-caches.
+"""Parts of the CPU backend, each alone: micro-kernels against NumPy for every vector width, the tile scheduler,
+conversions, the caches.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import ctypes
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -237,6 +238,67 @@ def test_every_width_computes_attention(lanes: int, rows: int, vectors: int, dty
     want = standard_gradients(problem.spec, operands, dout)
     for name in ("dq", "dk", "dv"):
         assert np.abs(getattr(gradients, name) - getattr(want, name)).max() < tolerance
+
+
+def test_words_of_the_argument_block_do_not_overlap() -> None:
+    from flashkit.backends.cpu import arguments
+
+    words = {name: int(value) for name, value in vars(arguments).items() if isinstance(value, np.int64)}
+    for constant in ("EMPTY", "PARTIAL", "FULL", "STRIP", "TILES_PER_STRETCH"):
+        del words[constant]
+    tensors = ("Q", "K", "V", "OUT", "LSE", "DOUT", "DLSE", "DQ", "DK", "DV", "DQ_ACCUM", "BWD_LSE", "DELTA")
+    taken = [words[name] + i for name in words for i in range(4 if name in tensors else 1) if name != "SIZE"]
+    assert sorted(taken) == list(range(words["SIZE"]))
+
+
+def test_only_seq_info_reads_the_sizes_of_a_sequence() -> None:
+    from flashkit.backends.cpu import seq_info
+
+    folder = Path(seq_info.__file__).parent
+    modules = ("tiling", "tile_ops", "tile_scheduler")
+    sources = [*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in modules)]
+    assert len(sources) == 11
+    for path in sources:
+        assert not re.search(r"args\[(N_Q|N_K|KV_LENGTHS|Q_OFFSETS)\]", path.read_text()), path
+
+
+@pytest.mark.parametrize("kind", ["q", "kv"])
+def test_the_scheduler_hands_out_every_work_tile_once(kind: str) -> None:
+    from numba import njit
+
+    from flashkit.backends.cpu import arguments, tile_scheduler
+    from flashkit.backends.cpu.functions import options
+
+    following = tile_scheduler.next_q_tile if kind == "q" else tile_scheduler.next_kv_split
+
+    @njit(**options)
+    def draw(args, tiles):  # type: ignore[no-untyped-def]
+        work_tile, n = following(args), 0
+        while work_tile.valid:
+            tiles[n, 0], tiles[n, 1], tiles[n, 2] = work_tile.b, work_tile.head, work_tile.block
+            work_tile, n = following(args), n + 1
+        return n
+
+    batch, heads, group, q_tiles, splits = 2, 6, 3, 5, 4
+    args = np.zeros(arguments.SIZE, np.int64)
+    args[arguments.BATCH], args[arguments.HEADS], args[arguments.GROUP] = batch, heads, group
+    args[arguments.Q_TILES], args[arguments.NUM_SPLITS] = q_tiles, splits
+    count = batch * heads * q_tiles if kind == "q" else batch * heads // group * splits
+    args[arguments.WORK_TILES] = count
+    tiles = np.zeros((count, 3), np.int64)
+
+    @njit
+    def call(args, tiles):  # type: ignore[no-untyped-def]
+        return draw(args, tiles)
+
+    assert call(args, tiles) == count
+    extents = (batch, heads, q_tiles) if kind == "q" else (batch, heads // group, splits)
+    assert {tuple(tile) for tile in tiles.tolist()} == set(np.ndindex(extents))
+    blocks = tiles[:, 2].tolist()
+    if kind == "q":  # longest first under a causal mask: the last rows of every head
+        assert blocks == sorted(blocks, reverse=True)
+    else:  # all splits of a head follow each other
+        assert blocks == list(range(splits)) * (count // splits)
 
 
 def test_sixteen_bit_conversions_round_like_numpy() -> None:
