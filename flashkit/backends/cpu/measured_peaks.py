@@ -35,7 +35,7 @@ def multiply(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, sampl
 
     dtype: of the accumulators, "float64" or "float32". depth: length of the sums, as head dims are.
     """
-    block, kind = _block(dtype, tile.rows, tile.vectors, tile.lanes)
+    block, kind = RegisterBlock.of(dtype, tile), np.dtype(dtype)
     width = block.vectors * block.lanes
     rows = max(1, round(SAMPLE * 1e11 / (2 * width * depth * block.rows))) * block.rows
 
@@ -68,12 +68,6 @@ def reader(array: np.ndarray, lanes: int, times: int = 1) -> Callable[[], None]:
     seen = np.empty(LINE, np.uint8)
     arguments = array.ctypes.data, array.nbytes // LINE, times, PREFETCH_DISTANCE, seen.ctypes.data
     return lambda keep=(array, seen): function(*arguments)  # type: ignore[misc]
-
-
-def _block(dtype: str, rows: int, vectors: int, lanes: int) -> tuple[RegisterBlock, np.dtype]:
-    double = dtype == "float64"
-    element, lanes = ("double", lanes // 2) if double else ("float", lanes)
-    return RegisterBlock(element, rows, vectors, lanes), np.dtype(dtype)
 
 
 def _gemm(

@@ -1,4 +1,4 @@
-"""Plans of the CPU backend: tiles, the way that bfloat16 is multiplied, compiled kernels and generated functions."""
+"""Plans of the CPU backend: tiles, how bfloat16 is multiplied, compiled kernels and generated functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ...devices.io_model import CpuTile
-from ...spec import DTYPES, Direction, Problem
+from ...spec import Direction, Problem
 from . import bf16, modify, specialise
 from .micro.register_block import RegisterBlock
 
@@ -88,12 +88,7 @@ class CpuPlan:
 
     def register_block(self, tile: CpuTile, bf16_pairs: str) -> RegisterBlock:
         """What micro-kernels are compiled for."""
-        dtype = self.problem.spec.dtype
-        accumulator = DTYPES[dtype].accumulator
-        storage = dtype if dtype != accumulator else ""
-        if accumulator == "float64":
-            return RegisterBlock("double", tile.rows, tile.vectors, tile.lanes // 2, storage, bf16_pairs)
-        return RegisterBlock("float", tile.rows, tile.vectors, tile.lanes, storage, bf16_pairs)
+        return RegisterBlock.of(self.problem.spec.dtype, tile, bf16_pairs)
 
 
 def make_plan(problem: Problem, profile: Any) -> CpuPlan:

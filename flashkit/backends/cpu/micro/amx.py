@@ -1,8 +1,8 @@
 """Products of bf16 pairs by AMX: 16 x 16 tiles in registers (Intel SDM, volume 1, chapter 18).
 
-    tiles 0-3   accumulators, 2 x 2 of c         rows of c         x columns of c
-    tiles 4, 5  two blocks of rows of a         rows of a         x words
-    tiles 6, 7  two blocks of columns of b      words             x columns of b
+    tiles 0-3   accumulators, 2 x 2 tiles of c      rows of c    x columns of c
+    tiles 4, 5  two tiles of rows of a              rows of a    x words
+    tiles 6, 7  two tiles of columns of b           words        x columns of b
 
 The configuration sets the shape of each tile, up to 16 rows of 16 words, so remainders need no padding: a product
 consists of at most eight regions (whole tiles and a remainder along each axis), each with its configuration. Every
@@ -182,23 +182,24 @@ def emit_gemm(
     region = _region(b.module, tiles)
     state = tiles.state(b)
 
-    def parts(extent: ir.Value) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ...]:
+    def whole_and_remainder(extent: ir.Value) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ...]:
         """(start, tiles, elements per tile) of the whole tiles and of the remainder."""
         whole = b.lshr(extent, I64(4))
         start = b.shl(whole, I64(4))
-        rest = b.sub(extent, start)
-        return (I64(0), whole, I64(EDGE)), (start, b.zext(b.icmp_signed(">", rest, I64(0)), I64), rest)
+        remainder = b.sub(extent, start)
+        has_remainder = b.zext(b.icmp_signed(">", remainder, I64(0)), I64)
+        return (I64(0), whole, I64(EDGE)), (start, has_remainder, remainder)
 
     before: ir.Value = I64(int(accumulate))
-    for index, (word, steps, words) in enumerate(parts(k)):
+    for index, (word, steps, words) in enumerate(whole_and_remainder(k)):
         # With k = 0 the result is 0, and is stored.
         used = b.icmp_signed(">", steps, I64(0))
         if index == 0:
             used = b.or_(used, b.icmp_signed("==", k, I64(0)))
-        for i, m_tiles, rows in parts(m):
-            for j, n_tiles, columns in parts(n):
-                some = b.icmp_signed(">", b.mul(m_tiles, n_tiles), I64(0))
-                with b.if_then(b.and_(used, some)):
+        for i, m_tiles, rows in whole_and_remainder(m):
+            for j, n_tiles, columns in whole_and_remainder(n):
+                nonempty = b.icmp_signed(">", b.mul(m_tiles, n_tiles), I64(0))
+                with b.if_then(b.and_(used, nonempty)):
                     a_at = b.add(b.add(a, b.mul(i, a_row)), b.shl(word, I64(2)))
                     b_at = b.add(b.add(b_, b.mul(word, b_row)), b.shl(j, I64(2)))
                     c_at = b.add(b.add(c, b.mul(i, c_row)), b.shl(j, I64(2)))

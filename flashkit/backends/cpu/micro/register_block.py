@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
+from ....devices.io_model import CpuTile
+from ....spec import DTYPES
 from .vector import I64
 
 
@@ -20,6 +22,14 @@ class RegisterBlock:
     lanes: int
     storage: str = ""  # "float16" or "bfloat16" where operands are stored in 16 bits
     bf16_pairs: str = ""  # the instructions that multiply bf16 pairs (bf16.py); "" where operands are widened
+
+    @classmethod
+    def of(cls, dtype: str, tile: CpuTile, bf16_pairs: str = "") -> RegisterBlock:
+        """The register block of a tile, whose lanes are those of float32, for operands of a dtype."""
+        accumulator = DTYPES[dtype].accumulator
+        element, lanes = ("double", tile.lanes // 2) if accumulator == "float64" else ("float", tile.lanes)
+        storage = "" if dtype == accumulator else dtype
+        return cls(element, tile.rows, tile.vectors, lanes, storage, bf16_pairs)
 
 
 class MicroModule(ir.Module):  # type: ignore[misc]
