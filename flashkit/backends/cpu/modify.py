@@ -22,8 +22,8 @@ MAX_NDIM = 4
 TRANSPOSED_SIZES = (1, 4, 8)
 """Element sizes with a transposing micro-kernel; their addresses follow the slots in VALUES."""
 _VIEWS = {0: "vector", 1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
-_STORED = {"bool": "uint8", "bfloat16": "float32", "float16": "float32"}
-"""The dtypes that arrays of other dtypes are converted to."""
+_STORED = {"bool": "uint8", "uint64": "int64", "bfloat16": "float32", "float16": "float32"}
+"""The dtypes that arrays of other dtypes are passed as. Modifications compute with int64, so uint64 wraps."""
 
 
 def stored_dtype(dtype: str) -> str:
@@ -116,7 +116,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     wanted = _results(spec)
     if with_slope:
         wanted.append(expr.derivative(wanted[0]))
-    steps, results = codegen.assignments(wanted, "numba")
+    steps, results = codegen.assignments(wanted, "numba", narrow=spec.narrow)
     lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
     before: list[str] = []
     if keys_outside:
@@ -160,8 +160,8 @@ def visit_ds(p_at, ds_at, slopes_at, row_stride, count, width, b, h, row0, q0, k
 
 
 def _classify_function(spec: AttentionSpec) -> str:
-    empty, full = expr.classify(spec.mask)
-    lines, (is_empty, is_full) = codegen.render([empty, full], "numba", "    ")
+    empty, full = spec.tile_state
+    lines, (is_empty, is_full) = codegen.render([empty, full], "numba", "    ", spec.narrow)
     return "\n".join([
         "@entry(types.int64(*[types.int64] * 9))",
         "def classify(b, h, row0, row1, q0, q1, k0, k1, values):",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .arguments import KV_LENGTHS, N_Q, Q_OFFSETS
+from .arguments import KV_LENGTHS, N_K, N_Q, Q_OFFSETS
 from .functions import options
 from .views import integer_at, matrix, vector
 
@@ -24,7 +24,7 @@ class SeqInfo(NamedTuple):
 
 @njit(**options)
 def seq_info(args: Any, b: int, h: int) -> SeqInfo:
-    n_k = integer_at(args[KV_LENGTHS] + 8 * b)
+    n_k = min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])  # never more keys than there are
     return SeqInfo(np.int64(0), args[N_Q], np.int64(0), n_k, integer_at(args[Q_OFFSETS] + 8 * b))
 
 
