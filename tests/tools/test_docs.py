@@ -304,7 +304,7 @@ def test_the_demos_options_are_those_it_has(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_error_of_the_exponentials() -> None:
     """The polynomials' errors that numerics.md states, computed in exact arithmetic."""
-    from flashkit.backends.cpu.micro.vector import EXP2_COEFFICIENTS
+    from flashkit.backends.cpu.micro.exponentials import EXP2_COEFFICIENTS
 
     text = prose(ROOT / "docs" / "numerics.md")
     for (element, coefficients), bound in zip(EXP2_COEFFICIENTS.items(), ("3e-9", "2e-17")):

@@ -1,6 +1,6 @@
 """Measured peaks of this CPU: FLOP/s and bandwidth, by the micro-kernels that attention uses.
 
-`peak_flops` times `product`, c = a @ b, with one row of a and c (strides of 0) and b in L1, so that its multiply-adds
+`peak_flops` times `gemm`, c = a @ b, with one row of a and c (strides of 0) and b in L1, so that its multiply-adds
 are the limit. `bandwidth` times `read`, which prefetches far ahead as the decode kernel does; without prefetching one
 thread does not reach the bandwidth.
 """
@@ -17,8 +17,8 @@ import numpy as np
 
 from ...devices.io_model import CpuTile
 from .micro.compile import addresses, kernels
-from .micro.gemv import LINE
-from .micro.vector import Block
+from .micro.read import LINE
+from .micro.register_block import RegisterBlock
 
 SAMPLE = 0.02
 """Seconds of one sample, approximately."""
@@ -31,7 +31,7 @@ PREFETCH_DISTANCE = 8192
 
 
 def peak_flops(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, samples: int = 15) -> float:
-    """Measure the FLOP/s of `product` in the tile's register block on all threads at once, operands in L1.
+    """Measure the FLOP/s of `gemm` in the tile's register block on all threads at once, operands in L1.
 
     Parameters
     ----------
@@ -51,14 +51,14 @@ def peak_flops(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, sam
     float
         FLOP/s of all threads together.
     """
-    block, kind = _block(dtype, tile.rows, tile.vectors, tile.lanes)
+    block, kind = RegisterBlock.of(dtype, tile), np.dtype(dtype)
     width = block.vectors * block.lanes
     rows = max(1, round(SAMPLE * 1e11 / (2 * width * depth * block.rows))) * block.rows
 
     def work() -> tuple[Callable[[], None], object]:
         a, b, c = np.ones(depth, kind), np.ones((depth, width), kind), np.empty(width, kind)
         strides = (0, a.itemsize), b.strides[0], 0
-        return _product(block, a, b, c, *strides, rows, width, depth), (a, b, c)
+        return _gemm(block, a, b, c, *strides, rows, width, depth), (a, b, c)
 
     return 2.0 * rows * width * depth * threads / min(_in_parallel(work, threads, samples))
 
@@ -95,29 +95,25 @@ def bandwidth(nbytes: int, lanes: int, threads: int, *, samples: int = 15) -> fl
 
 
 def reader(array: np.ndarray, lanes: int, times: int = 1) -> Callable[[], None]:
-    """A function that reads a contiguous array `times` times, except for a last piece of less than a cache line."""
-    function = _function("read", Block("float", 1, 1, lanes), True)
+    """A function that reads the whole cache lines of a contiguous array `times` times."""
+    function = _function("read", RegisterBlock("float", 1, 1, lanes), gemv_kernels=True)
     seen = np.empty(LINE, np.uint8)
     arguments = array.ctypes.data, array.nbytes // LINE, times, PREFETCH_DISTANCE, seen.ctypes.data
     return lambda keep=(array, seen): function(*arguments)  # type: ignore[misc]
 
 
-def _block(dtype: str, rows: int, vectors: int, lanes: int) -> tuple[Block, np.dtype]:
-    double = dtype == "float64"
-    return Block("double" if double else "float", rows, vectors, lanes // 2 if double else lanes), np.dtype(dtype)
-
-
-def _product(
-    block: Block, a: np.ndarray, b: np.ndarray, c: np.ndarray, a_strides: tuple[int, int], b_row: int, c_row: int,
-    m: int, n: int, k: int,
+def _gemm(
+    block: RegisterBlock, a: np.ndarray, b: np.ndarray, c: np.ndarray,
+    a_strides: tuple[int, int], b_row: int, c_row: int, m: int, n: int, k: int,
 ) -> Callable[[], None]:  # fmt: skip
     """A call of the micro-kernel; ctypes releases the GIL during it."""
-    function = _function("product", block, False)
+    function = _function("gemm", block)
     return lambda: function(a.ctypes.data, *a_strides, b.ctypes.data, b_row, c.ctypes.data, c_row, m, n, k)
 
 
-def _function(name: str, block: Block, few: bool) -> Callable[..., None]:
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * kernels(block, few)[name][0])(addresses(block, few)[name])
+def _function(name: str, block: RegisterBlock, gemv_kernels: bool = False) -> Callable[..., None]:
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * kernels(block, gemv_kernels)[name][0])
+    return kind(addresses(block, gemv_kernels)[name])
 
 
 def _in_parallel(work: Callable[[], tuple[Callable[[], None], object]], threads: int, samples: int) -> list[float]:

@@ -66,13 +66,12 @@ def _read(arrays: Arrays, threads: int) -> Callable[[], object]:
 
 def _kernel(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Callable[[], object]:
     """The compiled kernel alone, launched with the argument block that a call has left in its scratch memory."""
-    from ...backends.cpu import arguments, threads
-    from ...backends.cpu.call import take
+    from ...backends.cpu import arguments, scratch_pool, threads
 
     out, planned = np.empty_like(q), plan(q, k, v, return_lse=True, backend="cpu", **case.options)
     expected, _ = planned(q, k, v)
     _, lse = planned(q, k, v, out=out)
-    memory = take(0)  # the scratch memory that was returned last
+    memory = scratch_pool.acquire(0)  # the scratch memory that was returned last
     block = (ctypes.c_int64 * int(arguments.SIZE)).from_address(memory.address)
     workers = threads.count() if block[int(arguments.PARALLEL_FOR)] else 1
     launch, address = threads.entry("launch"), memory.address

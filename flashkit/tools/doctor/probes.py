@@ -89,7 +89,7 @@ def bfloat16() -> str:
     """How the CPU backend multiplies bfloat16, and why it does not use a faster instruction."""
     from ...backends.cpu import bf16
 
-    return ": ".join(bf16.way())
+    return ": ".join(bf16.select())
 
 
 def _llvm_cpu() -> str:

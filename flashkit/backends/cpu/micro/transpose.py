@@ -1,13 +1,12 @@
-"""Tiles turned about, and numbers as they are stored turned into those that are computed with, and back; conventions:
-vector.py.
+"""Transposes of tiles, with conversion between the stored and the accumulators' dtype; conventions: vector.py.
 
-    pack (source, source_row, target, target_row, m, n, scale)
+    pack_transposed (source, source_row, target, target_row, m, n, scale)
         target[j, i] = scale * source[i, j]; source in storage precision, rows of target padded to whole vectors with 0
-    unpack (source, source_row, target, target_row, m, n, factor, check)
-        target[i, j] = source[j, i] * factor[i], target in storage precision; check[:] += 0 * target[:], NaN if one
-        is not finite
+    unpack_transposed (source, source_row, target, target_row, m, n, factor, check)
+        target[i, j] = source[j, i] * factor[i], target in storage precision; check[:] += 0 * target[:], NaN where an
+        element is not finite
     transpose1, transpose4, transpose8 (source, source_row, target, target_row, m, n)
-        target[j, i] = source[i, j] for elements of so many bytes
+        target[j, i] = source[i, j] for elements of 1, 4 or 8 bytes
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
+from .register_block import RegisterBlock
 from .vector import (
     I32,
     I64,
     SIZE,
     STORED,
-    Block,
     Loop,
     Memory,
     fill,
@@ -35,7 +34,9 @@ from .vector import (
 )
 
 
-def emit_pack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+def emit_pack_transposed(
+    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock
+) -> None:
     b = builder
     source, source_row, target, target_row, m, n, scale_bits = args
     lanes = shape.lanes
@@ -52,7 +53,7 @@ def emit_pack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type,
             at = b.add(b.add(source, b.mul(i, source_row)), b.mul(j, I64(stored.size)))
             rows = []
             for x in range(lanes):
-                # Past the last row its own address again: never outside the source.
+                # Past the last row, the first row of the square again: no load leaves the source.
                 inside = b.icmp_signed("<", b.add(i, I64(x)), m)
                 offset = b.select(inside, b.mul(I64(x), source_row), I64(0))
                 row = b.fmul(widen(b, stored.load(b.add(at, offset)), shape.storage, element), scales)
@@ -70,7 +71,9 @@ def emit_pack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type,
             memory.store(column, b.add(b.add(target, b.mul(j, target_row)), b.mul(i, I64(memory.size))))
 
 
-def emit_unpack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+def emit_unpack_transposed(
+    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock
+) -> None:
     b = builder
     source, source_row, target, target_row, m, n, factor, check = args
     lanes = shape.lanes
@@ -78,7 +81,7 @@ def emit_unpack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
     zero = fill(memory.vector, 0.0)
 
     def scaled(i: ir.Value, j: ir.Value) -> ir.Value:
-        """Column j's values of the rows from i on, ready to be stored; what is not finite marks `check`."""
+        """Column j of the rows from i on, scaled; non-finite elements mark `check`."""
         at = b.add(b.add(source, b.mul(j, source_row)), b.mul(i, I64(memory.size)))
         value = b.fmul(memory.load(at), memory.load(b.add(factor, b.mul(i, I64(memory.size)))))
         memory.store(fma(b, value, zero, memory.load(check)), check)
@@ -107,7 +110,7 @@ def emit_unpack(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
 
 
 def emit_transpose(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block, *, size: int
+    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, size: int
 ) -> None:
     b = builder
     source, source_row, target, target_row, m, n = args
@@ -121,8 +124,8 @@ def emit_transpose(
         with Loop(b, j, j_end, 1) as (x, _, _):
             memory.store_scalar(memory.load_scalar(at(source, source_row, i, x)), at(target, target_row, x, i))
 
-    # Rows lie far apart, so the hardware foresees nothing: while one square of rows is turned the next is fetched, at
-    # the end the first of the tile that follows along the row.
+    # Rows lie too far apart for the hardware prefetcher: each square prefetches the next one, the last square the first
+    # one of the tile that follows along the rows.
     whole_m, whole_n = (b.mul(b.sdiv(extent, I64(square)), I64(square)) for extent in (m, n))
     with Loop(b, I64(0), whole_m, square) as (i, _, _):
         with Loop(b, I64(0), whole_n, square) as (j, _, _):

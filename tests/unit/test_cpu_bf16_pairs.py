@@ -1,4 +1,4 @@
-"""Products of bfloat16 in pairs on the CPU: micro-kernels against NumPy, AMX's tiles emulated and as machine code."""
+"""bf16 pairs on the CPU: micro-kernels against NumPy, AMX tiles emulated and as machine code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flashkit import dispatch
 from flashkit.backends.cpu import bf16
 from flashkit.backends.cpu.micro import amx
 from flashkit.backends.cpu.micro import compile as micro
-from flashkit.backends.cpu.micro.vector import Block
+from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.devices import host
 from flashkit.tools.doctor import probes
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HERE = pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16")
-PATHS = ["emulate", pytest.param("avx512bf16", marks=HERE)]
+METHODS = ["emulate", pytest.param("avx512bf16", marks=HERE)]
 NATIVE = pytest.param("avx512bf16", 16, marks=HERE)
 SHAPES = [
     (32, 32, 32), (96, 64, 48), (1, 1, 1), (13, 7, 50), (65, 40, 40), (100, 33, 17), (48, 80, 16), (31, 130, 33),
@@ -31,9 +31,9 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def block(path: str, lanes: int = 16) -> Block:
+def block(method: str, lanes: int = 16) -> RegisterBlock:
     rows, vectors = (6, 4) if lanes == 16 else (4, 2)
-    return Block("float", rows, vectors, lanes, "bfloat16", path)
+    return RegisterBlock("float", rows, vectors, lanes, "bfloat16", method)
 
 
 def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -47,12 +47,12 @@ def interleaved(x: np.ndarray) -> np.ndarray:
     return halves[::2] | halves[1::2] << 16
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_product(path: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_gemm(method: str) -> None:
     rng = np.random.default_rng(0)
     for m, k, n in SHAPES:
         even = -(-k // 2) * 2
-        a = np.full((m, even + 6), np.nan, BF16)[:, :even]  # what lies beside the rows is not read
+        a = np.full((m, even + 6), np.nan, BF16)[:, :even]  # memory outside the rows is not read
         a[:, :k], a[:, k:] = draw(rng, m, k), 0
         b = draw(rng, k, n)
         packed = np.full((even // 2, n + 3), 0x7FC07FC0, np.uint32)[:, :n]
@@ -61,13 +61,13 @@ def test_product(path: str) -> None:
         c = surrounding[:, 2 : n + 2]
         want = a[:, :k].astype(np.float64) @ b.astype(np.float64)
         tolerance = 4 * (k + 1) * 2.0**-24 * max(1, np.abs(want).max(initial=0))
-        for name, times in (("pair_product", 1), ("pair_product_add", 2)):
+        for name, times in (("gemm_bf16_pairs", 1), ("gemm_add_bf16_pairs", 2)):
             run(
-                block(path), name, at(a), a.strides[0], 4, at(packed), packed.strides[0], at(c), c.strides[0],
+                block(method), name, at(a), a.strides[0], 4, at(packed), packed.strides[0], at(c), c.strides[0],
                 m, n, even // 2,
             )  # fmt: skip
             assert np.abs(c - times * want).max(initial=0) <= tolerance, (m, k, n, name)
-        assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing beside c is touched
+        assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing outside c is touched
 
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
@@ -99,14 +99,15 @@ def test_packing(lanes: int) -> None:
         assert np.array_equal(by_rows[:, :n], interleaved(source))
         assert (by_rows[:, n : up(n)] == 0).all() and (by_rows[:, up(n) :] == 7).all()
 
-        turned = np.full((up(n), up(half_m) + 2), 7, np.uint32)
-        run(block("emulate", lanes), "pack_rows_t", at(source), source.strides[0], at(turned), turned.strides[0], m, n)
-        assert np.array_equal(turned[:n, :half_m], interleaved(source).T)
-        assert (turned[:n, half_m : up(half_m)] == 0).all() and (turned[:, up(half_m) :] == 7).all()
+        packed_t = np.full((up(n), up(half_m) + 2), 7, np.uint32)
+        call = (at(source), source.strides[0], at(packed_t), packed_t.strides[0], m, n)
+        run(block("emulate", lanes), "pack_rows_t", *call)
+        assert np.array_equal(packed_t[:n, :half_m], interleaved(source).T)
+        assert (packed_t[:n, half_m : up(half_m)] == 0).all() and (packed_t[:, up(half_m) :] == 7).all()
 
 
-@pytest.mark.parametrize(("path", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
-def test_weights_in_pairs(path: str, lanes: int) -> None:
+@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
+def test_exp_sum_bf16_pairs(method: str, lanes: int) -> None:
     rng = np.random.default_rng(2)
     for rows, columns in ((1, 16), (50, 64), (7, 48), (2, 16), (0, 16)):
         s = (9 * rng.standard_normal((rows, columns))).astype(np.float32)
@@ -114,7 +115,7 @@ def test_weights_in_pairs(path: str, lanes: int) -> None:
         top = np.where(np.isinf(s.max(0, initial=-np.inf)), 0, s.max(0, initial=-np.inf)).astype(np.float32)
         total, given = np.ones(columns, np.float32), s.copy()
         run(
-            block(path, lanes), "weights_in_pairs", at(s), s.strides[0], rows, columns, at(top), at(total),
+            block(method, lanes), "exp_sum_bf16_pairs", at(s), s.strides[0], rows, columns, at(top), at(total),
             bits(1.3 * np.log2(np.e)),
         )  # fmt: skip
         want = np.exp(1.3 * (given.astype(np.float64) - top))
@@ -125,14 +126,14 @@ def test_weights_in_pairs(path: str, lanes: int) -> None:
         assert np.allclose(total, 1 + want.sum(0), rtol=2e-5)
 
 
-def test_weights_keep_a_nan_in_the_sum() -> None:
+def test_exp_sum_bf16_pairs_keeps_nan_in_the_sum() -> None:
     s, top, total = np.full((3, 16), np.nan, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
-    run(block("emulate"), "weights_in_pairs", at(s), 64, 3, 16, at(top), at(total), bits(1.0))
+    run(block("emulate"), "exp_sum_bf16_pairs", at(s), 64, 3, 16, at(top), at(total), bits(1.0))
     assert np.isnan(total).all()
 
 
-@pytest.mark.parametrize(("path", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
-def test_round_pairs(path: str, lanes: int) -> None:
+@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
+def test_round_bf16_pairs(method: str, lanes: int) -> None:
     rng = np.random.default_rng(3)
     for rows, columns in ((1, 16), (50, 64), (7, 48), (0, 16)):
         s = (rng.standard_normal((rows, columns)) * 10.0 ** rng.integers(-30, 30, (rows, columns))).astype(np.float32)
@@ -140,12 +141,12 @@ def test_round_pairs(path: str, lanes: int) -> None:
         target = np.full((-(-rows // 2), columns + 4), 7, np.uint32)
         lines = np.full((rows, columns + 2), 7, np.uint16)
         call = (at(s), s.strides[0], rows, columns, at(target), target.strides[0])
-        run(block(path, lanes), "round_pairs", *call, at(lines), lines.strides[0])
+        run(block(method, lanes), "round_bf16_pairs", *call, at(lines), lines.strides[0])
         assert np.array_equal(target[:, :columns], interleaved(s.astype(BF16)))
         assert np.array_equal(lines[:, :columns].view(BF16), s.astype(BF16))
         assert (target[:, columns:] == 7).all() and (lines[:, columns:] == 7).all()
         target[...] = 0
-        run(block(path, lanes), "round_pairs", *call, 0, 0)
+        run(block(method, lanes), "round_bf16_pairs", *call, 0, 0)
         assert np.array_equal(target[:, :columns], interleaved(s.astype(BF16)))
 
 
@@ -159,7 +160,7 @@ def innermost_loops(text: str) -> list[str]:
     return loops
 
 
-def assembly(path: str, cpu: str, features: str) -> str:
+def assembly(method: str, cpu: str, features: str) -> str:
     from llvmlite import binding
 
     try:
@@ -168,7 +169,7 @@ def assembly(path: str, cpu: str, features: str) -> str:
         binding.Target.from_triple("x86_64-unknown-linux-gnu")
     except RuntimeError as error:
         pytest.skip(f"this LLVM has no x86 target: {error}")
-    module, target = micro.assemble(block(path), "x86_64-unknown-linux-gnu", cpu, features)
+    module, target = micro.assemble(block(method), "x86_64-unknown-linux-gnu", cpu, features)
     return str(target.emit_assembly(module))
 
 
@@ -185,24 +186,24 @@ def test_amx_code_is_tile_instructions() -> None:
     assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)}
     assert all("(%rsp" not in code for code in loops if code.count("tdpbf16ps") == 4)
     assert region.count("ldtilecfg") == 1 and "tilezero" in region
-    for name in ("pair_product", "pair_product_add"):
+    for name in ("gemm_bf16_pairs", "gemm_add_bf16_pairs"):
         body = text[text.index(f"{name}:") :]
         assert "tilerelease" in body[: body.index("retq")]
 
 
 def test_dot_products_fill_the_registers_and_do_not_spill() -> None:
     text = assembly("avx512bf16", "znver4", "+avx512f,+avx512dq,+avx512bw,+avx512vl,+avx512bf16")
-    body = text[text.index("pair_product_add:") :]
+    body = text[text.index("gemm_add_bf16_pairs:") :]
     widest = max(innermost_loops(body), key=lambda code: code.count("vdpbf16ps"))
     assert widest.count("vdpbf16ps") == 24 and "zmm" not in "".join(re.findall(r".*\(%rsp.*", widest))
 
 
-# --- which way --------------------------------------------------------------------------------------------------------
+# --- which method -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """What was found out about this machine, and plans made for it, are forgotten before and after."""
+def methods(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Facts about this machine and plans for it are forgotten before and after."""
 
     def forget() -> None:
         bf16._best.cache_clear()
@@ -216,7 +217,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     forget()
 
 
-def test_the_best_way_is_taken_and_the_reason_told(ways: pytest.MonkeyPatch) -> None:
+def test_the_best_method_is_selected_with_its_reason(methods: pytest.MonkeyPatch) -> None:
     everything = frozenset({"avx512_bf16", "amx_tile", "amx_bf16"})
     for features, refusal, name, reason in (
         (everything, "", "amx", "the fastest here"),
@@ -226,27 +227,27 @@ def test_the_best_way_is_taken_and_the_reason_told(ways: pytest.MonkeyPatch) -> 
     ):
         bf16._best.cache_clear()
         bf16._obstacle.cache_clear()
-        ways.setattr(host, "cpu_features", lambda features=features: features)
-        ways.setattr(amx, "permitted", lambda refusal=refusal: refusal)
-        way = bf16.way()
-        assert way.name == name and reason in way.why
-        assert ": ".join(way) == probes.bfloat16()
+        methods.setattr(host, "cpu_features", lambda features=features: features)
+        methods.setattr(amx, "request_permission", lambda refusal=refusal: refusal)
+        method = bf16.select()
+        assert method.name == name and reason in method.why
+        assert ": ".join(method) == probes.bfloat16()
 
 
-def test_ways_that_cannot_be_gone_are_refused(ways: pytest.MonkeyPatch) -> None:
+def test_methods_without_their_instructions_are_refused(methods: pytest.MonkeyPatch) -> None:
     x = np.ones((1, 1, 4, 8), BF16)
-    ways.setenv(bf16.VARIABLE, "fast")
+    methods.setenv(bf16.VARIABLE, "fast")
     with pytest.raises(ValueError, match="FLASHKIT_CPU_BF16 is one of amx, avx512bf16, widen, emulate; got 'fast'"):
         flashkit.attention(x, x, x, backend="cpu")
-    ways.setenv(bf16.VARIABLE, "amx")
-    ways.setattr(host, "cpu_features", lambda: frozenset({"avx2"}))
+    methods.setenv(bf16.VARIABLE, "amx")
+    methods.setattr(host, "cpu_features", lambda: frozenset({"avx2"}))
     with pytest.raises(flashkit.UnsupportedError, match="FLASHKIT_CPU_BF16=amx: this CPU has no amx_tile"):
         flashkit.attention(x, x, x, backend="cpu")
 
 
 def test_permission_is_asked_of_the_kernel() -> None:
-    """Without AMX the kernel refuses, with it grants; either way a sentence or nothing comes back."""
-    refusal = amx.permitted.__wrapped__()
+    """Without AMX the kernel refuses, with it it grants; the answer is a sentence or nothing."""
+    refusal = amx.request_permission.__wrapped__()
     if "amx_tile" not in host.cpu_features():
         assert refusal
     assert refusal == "" or "AMX" in refusal
@@ -265,18 +266,18 @@ FORCED = [
 
 
 @pytest.mark.parametrize("choice", FORCED, ids=lambda choice: cases.name(choice))
-@pytest.mark.parametrize("path", [*PATHS, "widen"])
-def test_every_way_conforms(ways: pytest.MonkeyPatch, path: str, choice: dict[str, str]) -> None:
-    ways.setenv(bf16.VARIABLE, path)
+@pytest.mark.parametrize("method", [*METHODS, "widen"])
+def test_every_method_conforms(methods: pytest.MonkeyPatch, method: str, choice: dict[str, str]) -> None:
+    methods.setenv(bf16.VARIABLE, method)
     call = cases.build(choice)
     cases.assert_conforms(cases.run(call, "cpu"), *cases.expected(call))
-    assert f"bfloat16 by {path}" in flashkit.explain(call.q, call.k, call.v, backend="cpu", **call.options).why
+    assert f"bfloat16 by {method}" in flashkit.explain(call.q, call.k, call.v, backend="cpu", **call.options).why
 
 
-@pytest.mark.parametrize("path", [*PATHS, "widen"])
-def test_hidden_keys_may_hold_anything(ways: pytest.MonkeyPatch, path: str) -> None:
-    """Zero weights leave out what they are multiplied by, NaN included: the careful way."""
-    ways.setenv(bf16.VARIABLE, path)
+@pytest.mark.parametrize("method", [*METHODS, "widen"])
+def test_masked_keys_may_hold_anything(methods: pytest.MonkeyPatch, method: str) -> None:
+    """Where P is 0 the non-finite fallback skips the product, NaN included."""
+    methods.setenv(bf16.VARIABLE, method)
     rng = np.random.default_rng(5)
     q, k, v, dout = (draw(rng, 1, 2, n, 9) for n in (40, 51, 51, 40))
     clean = flashkit.attention_vjp(q, k, v, kv_lengths=[51], mask=np.arange(51) < 33, backend="cpu")
@@ -289,8 +290,8 @@ def test_hidden_keys_may_hold_anything(ways: pytest.MonkeyPatch, path: str) -> N
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e30, 1e-30])
-def test_the_scale_is_not_rounded(ways: pytest.MonkeyPatch, scale: float) -> None:
-    ways.setenv(bf16.VARIABLE, "emulate")
+def test_the_scale_is_not_rounded(methods: pytest.MonkeyPatch, scale: float) -> None:
+    methods.setenv(bf16.VARIABLE, "emulate")
     q, k, v = (draw(np.random.default_rng(i), 1, 1, 20, 16) for i in range(3))
     if scale == 1e30:
         q = (q.astype(np.float32) * np.float32(1e-30)).astype(BF16)
