@@ -442,7 +442,7 @@ EMPTY, PARTIAL, FULL = range(3)
 def tile_states(head: Head, block_q: int, block_k: int) -> np.ndarray:
     """(tiles of rows, tiles of keys): EMPTY where no pair is visible, FULL where all are, else PARTIAL.
 
-    Bounds of the mask over each tile decide (`expr.classify`); no pair is looked at.
+    Bounds of the mask over each tile decide (`expr.classify`); no pair is looked at. `standard` does without.
     """
     row0, k0 = np.arange(0, head.n_q, block_q)[:, None], np.arange(0, head.n_k, block_k)
     if head.spec.mask is None:
@@ -450,7 +450,7 @@ def tile_states(head: Head, block_q: int, block_k: int) -> np.ndarray:
     row1, k1 = np.minimum(row0 + block_q, head.n_q) - 1, np.minimum(k0 + block_k, head.n_k) - 1
     env = {**head.env, **{name: Bounded(x) for name, x in head.operands.arrays.items()}, "row0": row0, "row1": row1}
     env |= {"q0": row0 + head.offset, "q1": row1 + head.offset, "k0": k0, "k1": k1}
-    empty, full = (codegen.evaluate(graph, env) for graph in expr.classify(head.spec.mask))
+    empty, full = (codegen.evaluate(graph, env) for graph in head.spec.tile_state)
     return np.broadcast_to(np.where(full, FULL, np.where(empty, EMPTY, PARTIAL)), (row0.size, k0.size))
 
 
@@ -466,14 +466,15 @@ class Bounded:
     def bounds(self, which: int, corners: tuple[Any, ...]) -> np.ndarray:
         """The least (which 0) or greatest (1) element; corners: lowest and highest index of each axis, broadcast."""
         corners = np.broadcast_arrays(*corners)
-        result = np.empty(corners[0].shape, bool if self.array.dtype.kind == "b" else np.int64)
+        array = self.array if self.array.dtype.kind == "b" else self.array.astype(np.int64)  # as modifications compute
+        result = np.empty(corners[0].shape, array.dtype)
         for i in np.ndindex(result.shape):
             # Bounds of an index can be wider than the values it takes; the whole axis is a safe answer then.
             box = tuple(
                 slice(low[i], high[i] + 1) if 0 <= low[i] <= high[i] < n else slice(None)
-                for low, high, n in zip(corners[::2], corners[1::2], self.array.shape)
+                for low, high, n in zip(corners[::2], corners[1::2], array.shape)
             )
-            result[i] = (np.min, np.max)[which](self.array[box])
+            result[i] = (np.min, np.max)[which](array[box])
         return result
 
 

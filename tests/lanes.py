@@ -89,9 +89,9 @@ def launch(
 def told(x: Any) -> list[Any]:
     """x of all lanes of the warp."""
     warp = _lane.thread // 32
-    _lane.block.warps[warp].wait()
+    _lane.block.warps[warp].mbarrier_wait()
     _lane.block.tables[warp][_lane.thread % 32] = x
-    _lane.block.warps[warp].wait()
+    _lane.block.warps[warp].mbarrier_wait()
     return list(_lane.block.tables[warp])
 
 
@@ -135,19 +135,19 @@ def lanes_sync() -> None:
 
 
 def threads_sync() -> None:
-    _lane.block.meeting.wait()
+    _lane.block.meeting.mbarrier_wait()
 
 
 def all_threads_or(condition: Any) -> bool:
     _lane.block.any = False
-    _lane.block.meeting.wait()
+    _lane.block.meeting.mbarrier_wait()
     if condition:
         _lane.block.any = True
-    _lane.block.meeting.wait()
+    _lane.block.meeting.mbarrier_wait()
     return bool(_lane.block.any)
 
 
-def here(x: Any) -> Any:
+def opaque(x: Any) -> Any:
     return x
 
 
@@ -242,13 +242,13 @@ def copy_unit_if(target: Any, source: Any, place: int, end: int, wanted: int) ->
 def copies_end() -> None: ...
 
 
-def kernel_before() -> None: ...
+def griddepcontrol_wait() -> None: ...
 
 
 def copies_wait(pending: int) -> None: ...
 
 
-def load_unit(address: Any) -> tuple[Any, ...]:
+def load_vec(address: Any) -> tuple[Any, ...]:
     return tuple(_bytes(address, 16).view(np.uint32))
 
 
@@ -293,7 +293,7 @@ def store_four(address: Any, four: Sequence[Any]) -> None:
     _bytes(address, 16)[:] = np.array(four, np.float32).view(np.uint8)
 
 
-def store_unit(address: Any, four: Sequence[Any]) -> None:
+def store_vec(address: Any, four: Sequence[Any]) -> None:
     assert int(address) % 16 == 0
     ctypes.memmove(int(address), np.array(four, np.uint32).tobytes(), 16)
 
@@ -307,7 +307,7 @@ def _matrices(address: Any) -> Any:
     return np.array(rows).reshape(4, 8, 8)
 
 
-def load_matrices(address: Any) -> tuple[int, ...]:
+def ldmatrix_x4(address: Any) -> tuple[int, ...]:
     g, t = divmod(_lane.thread % 32, 4)
     return tuple(int(m[g, 2 * t]) | int(m[g, 2 * t + 1]) << 16 for m in _matrices(address))
 

@@ -62,7 +62,7 @@ class Barrier:
                 self.missing, self.ended = self.arrivals, self.ended + 1
                 self.changed.notify_all()
 
-    def wait(self, parity: int) -> None:
+    def mbarrier_wait(self, parity: int) -> None:
         with _lock:
             _await(self.changed, lambda: self.ended & 1 != parity)
 
@@ -88,33 +88,33 @@ def _barriers() -> dict[int, Barrier]:
 # --- barriers, fences, registers --------------------------------------------------------------------------------------
 
 
-def barrier_init(barrier: int, arrivals: int) -> None:
+def mbarrier_init(barrier: int, arrivals: int) -> None:
     _barriers()[int(barrier)] = Barrier(arrivals)
 
 
-def arrive(barrier: int) -> None:
+def mbarrier_arrive(barrier: int) -> None:
     _barriers()[int(barrier)].take(1, 0)
 
 
-def arrive_once(barrier: int) -> None:
-    if elect():
-        arrive(barrier)
+def mbarrier_arrive_once(barrier: int) -> None:
+    if elect_one():
+        mbarrier_arrive(barrier)
 
 
-def arrive_and_expect(barrier: int, count: int) -> None:
+def mbarrier_arrive_expect_tx(barrier: int, count: int) -> None:
     _barriers()[int(barrier)].take(1, count)
 
 
 def arrive_and_expect_once(barrier: int, count: int) -> None:
-    if elect():
-        arrive_and_expect(barrier, count)
+    if elect_one():
+        mbarrier_arrive_expect_tx(barrier, count)
 
 
-def wait(barrier: int, parity: int) -> None:
-    _barriers()[int(barrier)].wait(parity)
+def mbarrier_wait(barrier: int, parity: int) -> None:
+    _barriers()[int(barrier)].mbarrier_wait(parity)
 
 
-def has_ended(barrier: int, parity: int) -> bool:
+def mbarrier_try_wait(barrier: int, parity: int) -> bool:
     return _barriers()[int(barrier)].ended & 1 != parity
 
 
@@ -126,8 +126,8 @@ def nap(nanoseconds: int) -> None:
 def nothing(*_: Any) -> None: ...
 
 
-barriers_ready = fence_async = fence_proxies = give_registers = take_registers = clock = nothing
-products_begin = products_end = products_wait = stores_end = stores_wait = stores_wait_read = nothing
+fence_mbarrier_init = fence_proxy_async = fence_proxies = setmaxnreg_dec = setmaxnreg_inc = clock = nothing
+wgmma_fence = wgmma_commit = wgmma_wait = bulk_commit = bulk_wait = bulk_wait_read = nothing
 
 
 def settle(registers: Any) -> Any:
@@ -140,7 +140,7 @@ def blocks() -> int:
     return len(_lane.block.cluster)
 
 
-def rank_in_cluster() -> int:
+def cluster_ctarank() -> int:
     return int(_lane.block.rank)
 
 
@@ -154,7 +154,7 @@ def cluster_sync() -> None:
         meeting = first.__dict__.setdefault("together", threading.Barrier(blocks() * first.meeting.parties))
         if meeting not in first.meetings:
             first.meetings.append(meeting)
-    meeting.wait()
+    meeting.mbarrier_wait()
 
 
 def _whose(address: int) -> lanes.Block:
@@ -165,8 +165,8 @@ def _take_across(barrier: int, arrivals: int, announced: int) -> None:
     _whose(barrier).__dict__["barriers"][int(barrier)].take(arrivals, announced)
 
 
-def arrive_across(barrier: int) -> None:
-    if elect():
+def dsmem_arrive(barrier: int) -> None:
+    if elect_one():
         _take_across(barrier, 1, 0)
 
 
@@ -177,12 +177,12 @@ def _write_across(address: int, data: np.ndarray, barrier: int) -> None:
     _take_across(barrier, 0, -data.size)
 
 
-def store_across(address: int, x: int, barrier: int) -> None:
+def dsmem_store(address: int, x: int, barrier: int) -> None:
     _write_across(address, np.array([x], np.int32).view(np.uint8), barrier)
 
 
-def copy_across(target: int, source: int, count: int, barrier: int) -> None:
-    if elect():
+def dsmem_copy(target: int, source: int, count: int, barrier: int) -> None:
+    if elect_one():
         assert int(source) % 16 == int(target) % 16 == 0
         _write_across(target, _part(source, count), barrier)
 
@@ -207,7 +207,7 @@ def _units(start: int, rows: int) -> Any:
             yield row, slice(8 * unit, 8 * unit + 8), _bytes(swizzle(start + row * 128 + unit * 16), 16)
 
 
-def load_box(target: int, source: Map, barrier: int, *corner: int) -> None:
+def tma_load(target: int, source: Map, barrier: int, *corner: int) -> None:
     box = np.zeros((source.rows // source.pack, source.pack, 64), np.uint16)
     there = source.box(*corner)
     box[: there.shape[0], :, : there.shape[2]] = there
@@ -216,7 +216,7 @@ def load_box(target: int, source: Map, barrier: int, *corner: int) -> None:
     _barriers()[int(barrier)].take(0, -box.nbytes)
 
 
-def store_box(target: Map, source: int, *corner: int) -> None:
+def tma_store(target: Map, source: int, *corner: int) -> None:
     box, there = np.zeros((target.rows // target.pack, target.pack, 64), np.uint16), target.box(*corner)
     for row, columns, place in _units(source, target.rows):
         box.reshape(-1, 64)[row, columns] = place.view(np.uint16)
@@ -229,15 +229,15 @@ def load_bulk(target: int, source: int, count: int, barrier: int) -> None:
     _barriers()[int(barrier)].take(0, -count)
 
 
-def add_bulk(target: int, source: int, count: int) -> None:
+def bulk_reduce_add(target: int, source: int, count: int) -> None:
     with _lock:
         sums = np.ctypeslib.as_array((ctypes.c_float * (count // 4)).from_address(int(target)))
         sums += _part(source, count).view(np.float32)
 
 
 def add_bulk_once(target: int, source: int, count: int) -> None:
-    if elect():
-        add_bulk(target, source, count)
+    if elect_one():
+        bulk_reduce_add(target, source, count)
 
 
 def _word(address: int) -> Any:
@@ -281,7 +281,7 @@ def _store(address: int, words: Sequence[int], row_of: Callable[[list[Any], int,
     lanes_sync()
 
 
-def store_matrices(address: int, *words: int) -> None:
+def stmatrix_x4(address: int, *words: int) -> None:
     def row_of(given: list[Any], matrix: int, row: int) -> Any:
         return np.array([given[4 * row + k][matrix] for k in range(4)], np.uint32).view(np.uint16)
 
@@ -318,11 +318,11 @@ def _meeting(number: int) -> Meeting:
         return _lane.block.__dict__.setdefault("named", {}).setdefault(int(number), Meeting())
 
 
-def warps_sync(number: int, threads: int) -> None:
+def named_barrier_sync(number: int, threads: int) -> None:
     _meeting(number).come(threads, True)
 
 
-def warps_arrive(number: int, threads: int) -> None:
+def named_barrier_arrive(number: int, threads: int) -> None:
     _meeting(number).come(threads, False)
 
 
@@ -345,7 +345,7 @@ def lowest_one(bits: int) -> int:
     return (int(bits) & -int(bits)).bit_length() - 1
 
 
-def elect() -> bool:
+def elect_one() -> bool:
     return bool(_lane.thread % 32 == 0)
 
 
@@ -376,10 +376,10 @@ def _together(value: Any, compute: Callable[[list[Any]], np.ndarray]) -> tuple[A
         barrier, table = groups.setdefault(thread // 128, (threading.Barrier(128), [None] * 129))
         block.meetings.append(barrier)
     table[thread % 128] = value
-    barrier.wait()
+    barrier.mbarrier_wait()
     if thread % 128 == 0:
         table[128] = compute(table[:128])
-    barrier.wait()
+    barrier.mbarrier_wait()
     result, (g, t), row = table[128], divmod(thread % 32, 4), thread % 128 // 32 * 16
     parts = result.reshape(64, -1, 4, 2)[[row + g, row + g + 8], :, t]  # (half, i, c)
     return tuple(parts.transpose(1, 0, 2).ravel())

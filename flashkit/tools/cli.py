@@ -262,7 +262,7 @@ def profile_list(as_json: Json = False) -> None:
         for file in sorted(directory.glob("*.yaml")):
             entry: dict[str, Any] = {"name": file.stem, "where": where, "file": str(file), "used": str(file) in used}
             try:
-                profile = profiles.load_file(file)
+                profile = profiles.read(file)
                 rows = {table: len(rows) for table, rows in profile.tiles.items()}
                 entry.update(kind=profile.device.kind, device=profile.device.name, tiles=rows, error=None)
             except (OSError, ValueError) as error:
@@ -294,7 +294,7 @@ def profile_show(
             kinds = ("cpu", "cuda") if name is None else (name,)
             read = profiles.for_device if name is None else profiles.by_name
             found = {kind: read(kind) for kind in kinds}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise _fail(error) from None
     if as_json:
         _print_json({kind: profile.as_dict() for kind, profile in found.items()})
@@ -356,11 +356,15 @@ def cache_path(as_json: Json = False) -> None:
     """Where compiled kernels are kept."""
     from ..devices import kernel_cache
 
+    try:
+        path = str(kernel_cache.path())
+    except OSError as error:
+        raise _fail(error) from None
     if as_json:
         used = kernel_cache.usage()
-        _print_json({"path": str(kernel_cache.path()), **asdict(used)})
+        _print_json({"path": path, **asdict(used)})
     else:
-        print(kernel_cache.path())
+        print(path)
 
 
 @cache_app.command("clear")
@@ -369,7 +373,10 @@ def cache_clear(as_json: Json = False) -> None:
     from ..devices import kernel_cache
     from . import doctor
 
-    removed = kernel_cache.clear()
+    try:
+        removed = kernel_cache.clear()
+    except OSError as error:
+        raise _fail(error) from None
     if as_json:
         path = str(kernel_cache.path())
         _print_json({"path": path, "files": removed.files, "kernels": removed.kernels, "bytes": removed.bytes})
@@ -420,6 +427,7 @@ def autotune(
     backend: Annotated[str | None, typer.Option(help="cpu, cupy_raw or numba_cuda [the first two].")] = None,
 ) -> None:
     """Measure this machine, find its best tiles, and write them to a profile. Ctrl-C keeps what was measured."""
+    from ..devices import trust
     from .autotune import search as tune
 
     try:
@@ -429,6 +437,8 @@ def autotune(
         raise typer.Exit(130) from None
     except ValueError as error:
         raise _fail(error, 2) from None
+    except trust.UntrustedError as error:  # the log's directory, or the profiles'
+        raise _fail(error) from None
     raise typer.Exit(done if isinstance(done, int) else 0)
 
 

@@ -219,20 +219,21 @@ def _cupy_problem() -> str:
 
 
 def _cache() -> Report:
-    from ..devices import kernel_cache
+    from ..devices import kernel_cache, trust
 
-    root = kernel_cache.path()
-    used = kernel_cache.usage()
-    nearest = root
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    writable = os.access(nearest, os.W_OK)
+    problem, used = kernel_cache.problem(), kernel_cache.usage()
+    try:
+        path = str(kernel_cache.path())
+    except OSError:
+        path = "none"
     return {
-        "path": str(root),
+        "path": path,
         "files": used.files,
         "kernels": used.kernels,
         "bytes": used.bytes,
-        "writable": writable,
+        "trusted": not isinstance(problem, trust.UntrustedError),
+        "writable": problem is None,
+        "problem": str(problem or ""),
         "first_call": _first_call() if used.kernels else "nothing is compiled yet",
     }
 
@@ -334,7 +335,7 @@ def _missing(found: Report) -> list[dict[str, str]]:
     cache = found["cache"]
     if cache.get("writable") is False:
         brings = "kernels compiled once, not in every process"
-        want("a writable cache directory", brings, "export FLASHKIT_CACHE_DIR=...")
+        want("a cache directory that this user alone can write", brings, "export FLASHKIT_CACHE_DIR=...")
     return wanted
 
 
@@ -401,8 +402,10 @@ def _threading_rows(threading: Report) -> _Rows:
 
 def _cache_rows(cache: Report) -> _Rows:
     contents = f"{cache['kernels']} compiled kernels, {cache['files']} files, {size(cache['bytes'])}"
-    writable = "yes" if cache["writable"] else "NO"
-    rows = [("path", cache["path"]), ("contents", contents), ("writable", writable)]
+    rows = [("path", cache["path"]), ("contents", contents)]
+    rows += [(name, "yes" if cache[name] else "NO") for name in ("trusted", "writable")]
+    if cache["problem"]:
+        rows.append(("new kernels", f"stay in the memory of each process: {cache['problem']}"))
     return [*rows, ("first call", cache["first_call"])]
 
 

@@ -17,9 +17,11 @@ from operands import OnDevice, on_device
 
 from flashkit import BlockMask
 from flashkit.backends.cuda_common import arguments, backend, launch
-from flashkit.backends.cuda_common.arguments import AT, Arguments
+from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.device import MODELS
+from flashkit.backends.cuda_common.params import AT, VALUES
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
+from flashkit.call import planned
 from flashkit.call.arguments import prepare
 
 
@@ -72,7 +74,8 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
     """
     arrays = given(0)
     problem, operands = operands_of(block_mask=BLOCKS, **arrays)
-    names = [next(n for n, own in operands.arrays.items() if own is array) for array in arrays.values()]
+    names = planned.names_of(list(arrays.values()), operands)
+    assert names is not None
     plan, seen = watched(problem)
     bound = CupyRawBackend().bind(plan, operands, names)
     own = [weakref.ref(operands.arrays[name]) for name in names]
@@ -95,7 +98,19 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
         named = {name: placed.get(name) or next(rest) for name in alone.arrays}
         alone = replace(alone, **dict(zip(("q", "k", "v", "out", "lse"), tensors, strict=True)), arrays=named)
         assert seen[-1] == list(Arguments(problem.spec, alone).words)
-        assert {x.data.ptr for x in others} <= set(seen[-1][arguments.VALUES :])
+        assert {x.data.ptr for x in others} <= set(seen[-1][VALUES :])
+
+
+@pytest.mark.parametrize("change", [lambda x: x[None], lambda x: x[:, :64], lambda x: x.view(np.int32)])
+def test_arrays_of_another_form_are_refused(change: Any, kept: list[Any]) -> None:
+    bias = np.zeros((4, 128, 128), np.float32)
+    problem, operands = operands_of(bias=bias)
+    plan, seen = watched(problem)
+    bound = CupyRawBackend().bind(plan, operands, list(operands.arrays))
+    bound(*five(), OnDevice(bias))
+    with pytest.raises(ValueError, match="an array of a modification has the form"):
+        bound(*five(), OnDevice(change(bias)))
+    assert len(seen) == 1
 
 
 def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:

@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from flashkit import BlockMask, mods
-from flashkit.backends.cuda_common import arguments as block
-from flashkit.backends.cuda_common import compiler, modification, simt, sm90_bwd_launch, tensor_maps
+from flashkit.backends.cuda_common import compiler, modification, params, simt, sm90_bwd_launch, tensor_maps
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
@@ -143,16 +142,16 @@ def test_too_many_values_are_refused_with_a_sentence() -> None:
 
 
 def test_the_block_of_arguments_is_the_structure() -> None:
-    """Names, order and offsets of Params in C++ and of the words in Python; its size is asserted by every kernel."""
-    text = (specialise.FOLDER / "common/params.cuh").read_text()
-    body = text[text.index("struct Params {") : text.index("// Kernel arguments lie")]
-    fields = []
-    for line in re.findall(r"^    ([^/\n]+);", body, re.MULTILINE):
-        kind = "Tensor " if line.startswith("Tensor") else ""
-        declared = re.sub(r"^((const|unsigned|long|double|void|Tensor)\b *)+|\*", "", line)
-        fields += [kind + re.sub(r"\[.*", "", name).strip() for name in declared.split(",")]
-    expected = [f"Tensor {name}" for name in block.TENSORS] + [*block.WORDS, "values"]
-    assert fields == expected
+    """Names and order of the fields in C++ and of the words that the host writes; every kernel asserts the size."""
+    body = params.cuda_header().split("struct Params {")[1]
+    declared = re.findall(r"^    (.*[ *])(\w+);  //", body, re.MULTILINE)
+    assert [name for _, name in declared] == [field.name for field in params.FIELDS]
+    assert [kind == "Tensor " for kind, _ in declared] == [field.kind == "tensor" for field in params.FIELDS]
+    at = 0
+    for field in params.FIELDS:
+        assert params.AT[field.name] == at
+        at += 4 if field.kind == "tensor" else 1
+    assert at == params.VALUES
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------
@@ -336,7 +335,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     assert len(re.findall(r"\bHGMMA\b", sass)) == 3 * products
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == (6 if precision else 2)
     split = specialise.source("sm90/fp16x2_split", spec, {"PARTS": 1 if precision else 2, "ROWS": 64})
-    assert compiler.binary(split, "sm_90a").resources["sm90_split"].spills <= 24  # of addresses
+    assert compiler.binary(split, "sm_90a").resources["fp16x2_split"].spills <= 24  # of addresses
 
 
 @pytest.mark.parametrize("of_queries", [True, False])
@@ -357,7 +356,7 @@ def test_sm90_gradients_in_float32(spec: AttentionSpec, of_queries: bool) -> Non
     tile = sm90_fp16x2.backward_tile(spec)
     assert tile.shared_memory(spec, of_queries) <= HOPPER.shared_per_block
     found = compiler.binary(specialise.source("sm90/fp16x2_backward", spec, *tile.source(spec, of_queries)), "sm_90a")
-    assert found.resources["sm90_float32_backward"].spills <= 256
+    assert found.resources["fp16x2_backward"].spills <= 256
     dims = [spec.head_dim, spec.head_dim_v]  # summed over for S and dP; then those of the gradients, 64 columns at once
     slices = sum(-(-dim // 64) for dim in dims[: 1 if of_queries else 2])
     products = sum(-(-dim // 16) for dim in dims) + slices * tile.block_k // 16
@@ -511,7 +510,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
     if beside and not sm90_backward.room_beside(spec, tile):
         pytest.skip("there is no room")
     found = sm90_backward_binary(spec, beside)
-    assert found.resources["prepare_rows"].spills == found.resources["store_queries"].spills == 0
+    assert found.resources["bwd_preprocess"].spills == found.resources["bwd_postprocess"].spills == 0
     assert found.resources["sm90_backward"].spills <= 320
     text = disassembled(found.path)
     text = text[text.index(".text.sm90_backward:") :]
@@ -604,7 +603,7 @@ def test_sm90_prepares_rows_beside_long_items() -> None:
 
 def test_multiprocessors_are_left_alone_where_that_costs_little() -> None:
     """To who rounds sums of dQ while the others multiply."""
-    left = sm90_bwd_launch.left_alone
+    left = sm90_bwd_launch.reserved_sms
     assert [left("by all", 4096, items, 132) for items in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
     assert [left("causally", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
     assert left("somehow", 1024, 2048, 132) == left("in blocks", 1024, 2048, 132) == 0  # items are not alike
@@ -644,7 +643,7 @@ def test_what_the_copy_engine_can_address() -> None:
 
         def __init__(self, *words: int) -> None:
             self.words = [0] * 64
-            self.words[block.AT["k"] : block.AT["k"] + 4] = words
+            self.words[params.AT["k"] : params.AT["k"] + 4] = words
 
     def addressable(*words: int, **sizes: int) -> bool:
         tensors = Tensors(*words)

@@ -22,6 +22,7 @@ from test_cuda_kernels import MASKS, SCORES, disassembled, spec_of
 
 from flashkit.backends.cuda_common import arguments as block
 from flashkit.backends.cuda_common import compiler, simt
+from flashkit.backends.cuda_common import params as fields
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.numba_cuda import assemble, modify, params, specialise
 from flashkit.backends.numba_cuda import compile as numbas
@@ -100,12 +101,12 @@ def test_the_algorithm_as_python(choice: cases.Choice, simulator: Callable[[case
 
 def test_params_are_the_block_of_arguments() -> None:
     """A word is the same number in Params as in the block, for Numba's type and for the simulator."""
-    assert params.Params._fields == (*block.TENSORS, *block.WORDS, "values")
-    words = list(range(block.VALUES + 3))
-    words[block.AT["scale"]], words[block.AT["seed"]] = block.bits(0.25), -1
+    assert params.Params._fields == (*(field.name for field in fields.FIELDS), "values")
+    words = list(range(fields.VALUES + 3))
+    words[fields.AT["softmax_scale"]], words[fields.AT["seed"]] = block.bits(0.25), -1
     p = params.of(words)
-    assert (p.k.data, p.k.token, p.n_q) == (4, 7, block.AT["n_q"])
-    assert (p.scale, p.seed, p.values) == (0.25, 2**64 - 1, tuple(words[-3:]))
+    assert (p.k.data, p.k.token, p.n_q) == (4, 7, fields.AT["n_q"])
+    assert (p.softmax_scale, p.seed, p.values) == (0.25, 2**64 - 1, tuple(words[-3:]))
     assert [str(kind) for kind in params.numba_type(3).types][-1] == "UniTuple(int64 x 3)"
 
 
@@ -188,11 +189,11 @@ def test_a_kernel_takes_one_structure_and_its_maps(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
     (function,) = numbas.kernels_of(numbas.module_of("tiny", tiny(2).text)).values()
     text = numbas._ptx(function, 1, "sm_90a")
-    size = 8 * (block.VALUES + 1)
+    size = 8 * (fields.VALUES + 1)
     entry = f"tiny(.param .align 64 .b8 tiny_params[{size}], .param .align 64 .b8 map_k[128])"
     assert f".visible .entry {entry}" in text
-    assert f"[tiny_params+{8 * block.AT['k']}]" in text
-    assert f"[tiny_params+{8 * block.AT['scale']}]" in text
+    assert f"[tiny_params+{8 * fields.AT['k']}]" in text
+    assert f"[tiny_params+{8 * fields.AT['softmax_scale']}]" in text
     assert ".maxntid 64" in text and ".target sm_90a" in text
     found = compiler.binary(tiny(2), "sm_90a")
     assert found.resources["tiny"].registers > 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+import cases
 import lanes
 import lanes_hopper
 import numpy as np
@@ -80,7 +81,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     spec = spec_of(dtype, d, **options)
     tile = sm90_bwd_launch.backward_tile(spec)
     binary = compiler.binary(specialise.source(backward_kernel(spec), spec, tile.constants(spec)), "sm_90a")
-    assert binary.resources["prepare_rows"].spills == binary.resources["store_queries"].spills == 0
+    assert binary.resources["bwd_preprocess"].spills == binary.resources["bwd_postprocess"].spills == 0
     assert binary.resources["sm90_backward"].spills <= (128 if not options else 640)
     code = disassembled(binary.path)
     code = code[code.index(".text.sm90_backward:") :]
@@ -155,7 +156,7 @@ def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: in
     binary = compiler.binary(specialise.source("sm80/backward", spec, tile.constants(spec, device)), arch)
     assert binary.resources["sm80_backward"].spills <= spilled
     # The rare part, where a hidden pair may have met NaN, makes do with what leaves room for many threads.
-    assert binary.resources["store_queries"].spills <= (192 if options else 0)
+    assert binary.resources["bwd_postprocess"].spills <= (192 if options else 0)
     code = disassembled(binary.path)
     for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS"):
         assert instruction in code
@@ -346,7 +347,7 @@ def test_the_forward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mon
     words = list(call.arguments.words)
     lanes.launch("sm80_forward", call.spec, constants, shared, words, -(-n_q // tile.block_q) * batch * heads)
 
-    truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
+    (truth, true_lse), _ = cases.definition(*call.wide, **call.options)
     scale = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 5e-7}[call.spec.dtype]
     np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
@@ -381,7 +382,7 @@ def test_few_queries_by_mma_lane_by_lane(name: str, monkeypatch: pytest.MonkeyPa
         room = shared if kernel == "sm80_decode" else sm80_decode.COMBINED_BYTES
         lanes.launch("sm80_decode", call.spec, constants, room, list(call.arguments.words), blocks, kernel)
 
-    truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
+    (truth, true_lse), _ = cases.definition(*call.wide, **call.options)
     scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
     np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
@@ -394,7 +395,7 @@ def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mo
     tile = sm80.BackwardTile(64, 64, 8 if name == "wide" else 4)
     (batch, heads, n_q, _), (_, heads_kv, n_k, _) = call.arrays["q"].shape, call.arrays["k"].shape
     dout, dlse = call.arrays["dout"].astype(np.float64), np.random.default_rng(1).standard_normal((batch, heads, n_q))
-    (out, lse), vjp = flashkit.attention_vjp(*call.wide, **call.options, return_lse=True, backend="reference")
+    (out, lse), vjp = cases.definition(*call.wide, **call.options)
     # What kernels/rows makes of them.
     tiles = -(-n_q // tile.block_q)
     rows = batch, heads, tiles * tile.block_q
@@ -409,7 +410,7 @@ def test_the_backward_pass_by_mma_lane_by_lane(name: str, monkeypatch: pytest.Mo
     call.arguments.set(splits=1)  # heads at a time; the last one goes the other way round
     constants, shared = tile.constants(call.spec, HOPPER), tile.shared_memory(call.spec)
     of_keys, of_queries = -(-n_k // 64) * heads_kv * batch, tiles * heads * batch
-    for kernel, blocks in (("sm80_backward", of_keys), ("store_queries", of_queries)):
+    for kernel, blocks in (("sm80_backward", of_keys), ("bwd_postprocess", of_queries)):
         lanes.launch("sm80_backward", call.spec, constants, shared, list(call.arguments.words), blocks, kernel)
 
     precision = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
@@ -439,7 +440,7 @@ def hoppers_forward_pass(call: Call, pack: int = 1) -> None:
     lanes.launch("sm90_forward", call.spec, constants, shared, list(call.arguments.words), 1, *own)
 
     assert not ticket.any(), "the counters are left as they were found"
-    truth, true_lse = flashkit.attention(*call.wide, **call.options, return_lse=True, backend="reference")
+    (truth, true_lse), _ = cases.definition(*call.wide, **call.options)
     scale = {"float16": 1e-3, "bfloat16": 8e-3}[call.spec.dtype]
     np.testing.assert_allclose(call.stored("out"), truth, rtol=4 * scale, atol=4 * scale)
     np.testing.assert_allclose(call.arrays["lse"], true_lse, rtol=1e-4, atol=1e-4)
@@ -496,7 +497,7 @@ def hoppers_backward_pass(
     spec = replace(call.spec, deterministic=ordered)
     (batch, heads, n_q, _), n_k = call.arrays["q"].shape, call.arrays["k"].shape[2]
     dlse = np.random.default_rng(1).standard_normal((batch, heads, n_q)).astype(np.float32)
-    (out, lse), vjp = flashkit.attention_vjp(*call.wide, **call.options, return_lse=True, backend="reference")
+    (out, lse), vjp = cases.definition(*call.wide, **call.options)
     call.arrays["out"][...] = out.astype(lanes.NUMPYS[spec.dtype]).view(np.uint16)
     call.arrays["lse"][...] = lse
 
@@ -515,7 +516,7 @@ def hoppers_backward_pass(
         lanes_hopper.maps[f"map_{name}"] = lanes_hopper.Map(call.arrays[name].view(np.uint16), count)
 
     words, shared, every = list(call.arguments.words), tile.shared_memory(spec), tiles * heads * batch
-    for kernel, blocks in (("prepare_rows", every), ("sm90_backward", together), ("store_queries", every)):
+    for kernel, blocks in (("bwd_preprocess", every), ("sm90_backward", together), ("bwd_postprocess", every)):
         own = kernel, "lanes_hopper"
         lanes.launch(backward_kernel(spec), spec, tile.constants(spec), shared, words, blocks, *own)
 

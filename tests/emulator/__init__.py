@@ -34,6 +34,7 @@ def install(sms: int = 3, seed: int = 1) -> Any:
         "",
     )
     compiler.OPTIONS = (*(option for option in compiler.OPTIONS if "ptxas" not in option), mark)
+    compiler._is_machine_code = lambda code: True  # PTX
     assemble.machine_code = lambda name, texts, arch: ("\f".join(texts).encode(), "")
     assemble.identity = lambda: ("emulated",)
     return cupy.DEVICE

@@ -16,7 +16,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from flashkit.devices import kernel_cache
+from flashkit.devices import kernel_cache, trust
 
 FOLDER = Path(__file__).parent
 
@@ -300,9 +300,9 @@ class Machine:
         if self._run is None:
             text = self._text()
             name = f"emulator_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-            path = kernel_cache.folder("emulator") / f"{name}.py"
+            path = trust.directory(kernel_cache.path() / "emulator", make=True) / f"{name}.py"
             if not path.exists():
-                kernel_cache.write(path, text.encode())
+                trust.write(path, text.encode())
             spec = importlib.util.spec_from_file_location(name, path)
             assert spec and spec.loader
             sys.modules[name] = module = importlib.util.module_from_spec(spec)

@@ -26,6 +26,10 @@ from flashkit.backends.cupy_raw import specialise
 TESTS = Path(__file__).parents[1]
 WITHIN = "FLASHKIT_TEST_EMULATED" in os.environ
 ROWS = "sm90-5", "sm90-31"
+BOUNDS = (
+    *(f"test_lengths_on_the_device_are_bounded[cupy_raw-{each}]" for each in ("sm90-70-float32", "sm80-1-float16")),
+    "test_positions_on_the_device_stay_within_tables[cupy_raw]",
+)
 
 within = pytest.mark.skipif(not WITHIN, reason="runs where the device is emulated")
 pytestmark = pytest.mark.skipif(not find_spec("cuda"), reason="cuda-bindings is not installed")
@@ -35,6 +39,7 @@ pytestmark = pytest.mark.skipif(not find_spec("cuda"), reason="cuda-bindings is 
 @pytest.mark.slow
 def test_kernels_on_an_emulated_device() -> None:
     nodes = [f"{TESTS}/cuda/test_cuda_devices.py::test_pairs_of_features[cupy_raw-{row}]" for row in ROWS]
+    nodes += [f"{TESTS}/cuda/test_cuda_devices.py::{name}" for name in BOUNDS]
     nodes += [f"{TESTS}/conformance/test_soak.py", __file__]
     options = ["-q", "-m", "gpu or not gpu", "-n", "0", "-p", "no:cacheprovider"]
     settings = {"FLASHKIT_TEST_EMULATED": "3", "FLASHKIT_SOAK": "2", "FLASHKIT_SOAK_SEED": "1"}
@@ -42,7 +47,7 @@ def test_kernels_on_an_emulated_device() -> None:
     command = [sys.executable, "-m", "pytest", *options, *nodes]
     done = subprocess.run(command, env={**os.environ, **settings}, cwd=TESTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:]
-    assert f"{len(ROWS) + 1 + len(FAULTS) + 1} passed" in done.stdout, done.stdout[-2000:]
+    assert f"{len(ROWS) + len(BOUNDS) + 1 + len(FAULTS) + 1} passed" in done.stdout, done.stdout[-2000:]
 
 
 @pytest.fixture
@@ -56,11 +61,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 FAULTS = {
-    "values are not awaited": ("sm90/forward.cu", "values.wait_full(n);"),
-    "values are not released": ("sm90/forward.cu", "values.release(n);"),
-    "dO is not awaited": ("sm90/bwd_mainloop.cuh", "douts.wait_full(n);"),
-    "dP is not awaited": ("sm90/bwd_mainloop.cuh", "products_wait<1>();  // dP"),
-    "queries are not released": ("sm90/bwd_mainloop.cuh", "queries.release(n, lane), "),
+    "values are not awaited": ("sm90/forward.cu", "values.consumer_wait(n);"),
+    "values are not released": ("sm90/forward.cu", "values.consumer_release(n);"),
+    "dO is not awaited": ("sm90/bwd_mainloop.cuh", "douts.consumer_wait(n);"),
+    "dP is not awaited": ("sm90/bwd_mainloop.cuh", "wgmma_wait<1>();  // dP"),
+    "queries are not released": ("sm90/bwd_mainloop.cuh", "queries.consumer_release(n, lane), "),
     "sums are rounded before they are complete": ("sm90/backward.cu", "else await_sums(p, b, h, tile);"),
 }
 

@@ -91,7 +91,7 @@ CONFORM = """
     sys.path.insert(0, {tests!r})
     import cases, test_conformance
     from flashkit.backends.cpu import threads
-    from flashkit import host, profiles
+    from flashkit.devices import host, profiles
     choices = [row for row in test_conformance.DESIGN if row["sizes"] != "130x200"][::8]
     for choice in choices:
         test_conformance.check("cpu", choice)

@@ -27,7 +27,7 @@ CALLS = """
     from pathlib import Path
     import numpy as np
     import flashkit
-    from flashkit import cachedir
+    from flashkit.devices import kernel_cache as cachedir
 
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 70, 16)).astype(np.float32) for _ in range(3))

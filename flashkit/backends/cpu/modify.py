@@ -20,8 +20,8 @@ MAX_NDIM = 4
 TRANSPOSED_SIZES = (1, 4, 8)
 """Bytes of the elements for which a micro-kernel transposes; their addresses follow the slots in the block."""
 _VIEWS = {0: "vector", 1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
-_STORED = {"bool": "uint8", "bfloat16": "float32", "float16": "float32"}
-"""What arrays of these dtypes are handed over as."""
+_STORED = {"bool": "uint8", "uint64": "int64", "bfloat16": "float32", "float16": "float32"}
+"""What arrays of these dtypes are handed over as. Integers are int64 in a modification, so that is their order too."""
 
 
 def stored_dtype(dtype: str) -> str:
@@ -114,7 +114,7 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     wanted = _results(spec)
     if with_slope:
         wanted.append(expr.derivative(wanted[0]))
-    steps, results = codegen.assignments(wanted, "numba")
+    steps, results = codegen.assignments(wanted, "numba", narrow=spec.narrow)
     lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
     before: list[str] = []
     if keys_outside:
@@ -146,8 +146,8 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
 
 
 def _classify_function(spec: AttentionSpec) -> str:
-    empty, full = expr.classify(spec.mask)
-    lines, (is_empty, is_full) = codegen.render([empty, full], "numba", "    ")
+    empty, full = spec.tile_state
+    lines, (is_empty, is_full) = codegen.render([empty, full], "numba", "    ", spec.narrow)
     return "\n".join([
         "@entry(types.int64(*[types.int64] * 9))",
         "def classify(b, h, row0, row1, q0, q1, k0, k1, values):",

@@ -2,14 +2,14 @@
 
 What makes an object (micro.py, specialise.py) may take seconds and need Numba; loading one takes a millisecond and
 needs llvmlite alone. A file is a line that describes the object (its functions, its hash, whether Numba has to be
-imported for what it refers to) and the object as LLVM emitted it.
+imported for what it refers to) and the object as LLVM emitted it. LLVM trusts what it is given and crashes on anything
+else, so all of that is checked first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,10 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import llvmlite
+import msgspec
 import numpy as np
 from llvmlite import binding
 
 from ...devices import kernel_cache
+from .. import headers
+
+FOLDER = "cpu"
+"""Of the cache directory."""
 
 _HERE = Path(__file__).parent
 _lock = threading.RLock()
@@ -35,6 +40,14 @@ class Object(NamedTuple):
     code: bytes
     functions: tuple[str, ...]
     needs_numba: bool = False  # it refers to functions that are there once Numba is imported
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """The first line of a file, as JSON."""
+
+    functions: tuple[str, ...]
+    needs_numba: bool
+    sha256: str
 
 
 @cache
@@ -65,11 +78,6 @@ def _numba_version() -> str:
     return str(numba.__version__)
 
 
-def folder() -> Path:
-    """Where this backend keeps what it compiles."""
-    return kernel_cache.folder("cpu")
-
-
 def functions(kind: str, text: str, make: Callable[[], Object]) -> dict[str, int]:
     """Addresses of the functions of an object that `text` and the sources of this package determine.
 
@@ -83,31 +91,35 @@ def functions(kind: str, text: str, make: Callable[[], Object]) -> dict[str, int
         with _lock:
             known = _loaded.get(name)
             if known is None:
-                known = _loaded[name] = _load(_read_or_make(folder() / f"{name}.o", make))
+                known = _loaded[name] = _read_or_make(f"{name}.o", make)
     return known
 
 
-def _read_or_make(path: Path, make: Callable[[], Object]) -> Object:
-    if (kept := _read(path)) is not None:
+def _read_or_make(name: str, make: Callable[[], Object]) -> dict[str, int]:
+    if (kept := _read(name)) is not None:
         return kept
-    with kernel_cache.alone(path):
-        if (kept := _read(path)) is not None:
+    with kernel_cache.alone(FOLDER, name):
+        if (kept := _read(name)) is not None:
             return kept
         made = make()
-        about = {"functions": made.functions, "needs_numba": made.needs_numba, "sha256": _hash(made.code)}
-        with suppress(OSError):  # a full disk: this process has it all the same
-            kernel_cache.write(path, json.dumps(about).encode() + b"\n" + made.code)
-        return made
+        header = _Header(made.functions, made.needs_numba, _hash(made.code))
+        kernel_cache.write(FOLDER, name, msgspec.json.encode(header) + b"\n" + made.code)
+        return _load(made)
 
 
-def _read(path: Path) -> Object | None:
-    """None where there is no such file, or what a full disk or a killed process left of it."""
+def _read(name: str) -> dict[str, int] | None:
+    """None where there is no such file, or what a full disk or a killed process left of it, or anything else."""
+    line, _, code = (kernel_cache.read(FOLDER, name) or b"").partition(b"\n")
     try:
-        line, code = path.read_bytes().split(b"\n", 1)
-        about = json.loads(line)
-        return Object(code, tuple(about["functions"]), about["needs_numba"]) if about["sha256"] == _hash(code) else None
-    except (OSError, ValueError, KeyError):
+        header = msgspec.json.decode(line, type=_Header)
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None
+    if header.sha256 != _hash(code) or not headers.alike(code, _model()):
+        return None
+    if not header.functions or not all(map(str.isidentifier, header.functions)):
+        return None
+    found = _load(Object(code, header.functions, header.needs_numba))
+    return found if all(found.values()) else None  # 0: the object has no such function
 
 
 def _hash(code: bytes) -> str:
@@ -119,12 +131,20 @@ def _load(kept: Object) -> dict[str, int]:
         import numba.core.registry
 
         numba.core.registry.cpu_target.target_context.refresh()  # tells LLVM where Numba's own functions are
-    triple, cpu, features = machine()
-    target = binding.Target.from_triple(triple).create_target_machine(
-        cpu=cpu, features=features, codemodel="jitdefault"
-    )
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target())
     engine.add_object_file(binding.ObjectFileRef.from_data(kept.code))
     engine.finalize_object()
     _engines.append(engine)
     return {name: engine.get_function_address(name) for name in kept.functions}
+
+
+def _target() -> Any:
+    """LLVM's, for objects that are loaded here. An engine takes it over, so each has its own."""
+    triple, cpu, features = machine()
+    return binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, codemodel="jitdefault")
+
+
+@cache
+def _model() -> bytes:
+    """An object with nothing in it, whose header all objects of this machine share."""
+    return bytes(_target().emit_object(binding.parse_assembly("")))

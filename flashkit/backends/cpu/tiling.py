@@ -16,8 +16,10 @@ from .arguments import (
     FULL,
     HAS_SCORE,
     KEPT_SCALE,
+    LENGTHS,
     MAX_GROUP,
     MODIFY,
+    N_K,
     OFFSETS,
     PARTIAL,
     SEED,
@@ -42,6 +44,12 @@ def tokens(
     """Tokens first ... first + count - 1 of one head of an operand, in place: (count, width)."""
     at = args[tensor] + b * args[tensor + 1] + h * args[tensor + 2] + first * args[tensor + 3]
     return matrix(at, count, width, args[tensor + 3], itemsize, dtype)
+
+
+@njit(**options)
+def keys_of(args: Any, b: int) -> int:
+    """Keys of a batch entry, never more than there are."""
+    return min(max(integer_at(args[LENGTHS] + 8 * b), 0), args[N_K])
 
 
 @njit(**options)

@@ -1,8 +1,4 @@
-"""The block of arguments that kernels get: `Params` of kernels/params.cuh as 64-bit words.
-
-A tensor takes four words, its address and the strides, in elements, of its batch, head and token axes; then come
-single words and the values of the modification.
-"""
+"""The block of arguments of one call: `Params` (params.py) as 64-bit words, and what keeps its addresses alive."""
 
 from __future__ import annotations
 
@@ -17,22 +13,10 @@ from ...mods import dropout
 from ...spec import AttentionSpec, Gradients, Operands
 from . import modification
 from .launch import Block, nowhere, scratch
+from .params import AT, VALUES, WORDS_OF_TENSOR
 
-TENSORS = (
-    "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "shift", "delta", "partial", "partial_lse",
-    "q_unit", "k_unit", "v_unit", "dout_unit",
-)  # fmt: skip
-WORDS = (
-    "sinks", "dsinks", "q_offset", "kv_lengths", "offset", "batch", "heads", "n_q", "n_k", "splits", "before",
-    "ticket", "scale", "seed", "threshold", "kept_scale",
-)  # fmt: skip
-AT = {name: 4 * i for i, name in enumerate(TENSORS)} | {name: 4 * len(TENSORS) + i for i, name in enumerate(WORDS)}
 MOVED = "q", "k", "v", "out"
 """Tensors of which the forward pass moves whole rows."""
-
-VALUES = 4 * len(TENSORS) + len(WORDS)
-"""Index of the first value of the modification."""
-
 
 _MOST_COUNTED = 1 << 18  # tiles of a mask of blocks: 50 ms, once for the mask
 _PLACES = 4096  # of 8 numbers each, that a log-sum-exp may go to if nobody wants it
@@ -61,24 +45,23 @@ class Arguments(Block):
         self.heads_kv, self.n_k = operands.k.shape[1:3]
         words = [0] * size(spec)
         five = (operands.q, operands.k, operands.v, operands.out, operands.lse)
-        words[: 4 * len(five)] = chain.from_iterable(map(_tensor, five))
-        words[AT["batch"] : AT["scale"] + 1] = (
-            self.batch, self.heads, self.n_q, self.n_k, 1, 0, 0, bits(operands.scale)
-        )  # fmt: skip
+        words[: WORDS_OF_TENSOR * len(five)] = chain.from_iterable(map(_tensor, five))
+        words[AT["batch"] : AT["num_splits"] + 1] = self.batch, self.heads, self.n_q, self.n_k, 1
+        words[AT["softmax_scale"]] = bits(operands.scale)
         offset = operands.q_offset
         # One number where all entries agree, which costs no transfer; else an array on the device.
         if isinstance(offset, np.ndarray) and (len(offset) == 1 or (offset == offset[0]).all()):
-            words[AT["offset"]] = int(offset[0])
+            words[AT["q_offset"]] = int(offset[0])
         else:
             operands.q_offset = _on_device(offset, np.int64)
-            words[AT["q_offset"]] = self.address(operands.q_offset)
+            words[AT["q_offsets"]] = self.address(operands.q_offset)
         if spec.kv_lengths:
             operands.kv_lengths = _on_device(operands.kv_lengths, np.int64)
             words[AT["kv_lengths"]] = self.address(operands.kv_lengths)
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:
-            words[AT["seed"] : AT["kept_scale"] + 1] = (
+            words[AT["seed"] : AT["dropout_scale"] + 1] = (
                 operands.seed, dropout.threshold(operands.dropout_p), bits(1 / (1 - operands.dropout_p))
             )  # fmt: skip
         if spec.slots:
@@ -137,11 +120,9 @@ class Arguments(Block):
         columns, rows = self.spec.head_dim_v, self.heads * self.n_q
         numbers = parts * self.batch * rows
         memory = scratch(numbers * (columns + 1), "float32")
-        at, address = AT["partial"], memory.data.ptr
-        self.words[at : at + 8] = [
-            address, rows * columns, self.n_q * columns, columns,
-            address + 4 * numbers * columns, rows, self.n_q, 1,
-        ]  # fmt: skip
+        o_at, lse_at, address = AT["o_partial"], AT["lse_partial"], memory.data.ptr
+        self.words[o_at : o_at + 4] = [address, rows * columns, self.n_q * columns, columns]
+        self.words[lse_at : lse_at + 4] = [address + 4 * numbers * columns, rows, self.n_q, 1]
         return memory
 
     def address(self, array: Any) -> int:
@@ -162,7 +143,7 @@ class Arguments(Block):
                 value = operands.params[slot.name]
                 words.append(int(value) if slot.kind == "int" else bits(value))
             else:
-                array = operands.arrays[slot.name]
+                array = operands.array(slot)
                 self._places[slot.name] = VALUES + len(words)
                 itemsize = array.dtype.itemsize
                 words += [self.address(array), *(stride // itemsize for stride in array.strides)]

@@ -19,9 +19,10 @@ from ...errors import UnsupportedError
 from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound
 from . import compiler, device, launch, modification, verify
-from .arguments import AT, Arguments
+from .arguments import Arguments
 from .device import Device
 from .generation import Generation, Pass
+from .params import AT
 
 VARIABLE = "FLASHKIT_CUDA_GENERATION"
 NAMES = "sm90", "sm80", "simt"
@@ -89,7 +90,7 @@ class CudaBackend:
         for generation in allowed:
             verdict = generation.supports(problem, on, direction)
             if verdict and len(allowed) > 1:
-                verdict = generation.repays(problem, direction)
+                verdict = generation.profitable(problem, direction)
             if verdict:
                 able.append(generation)
             else:
@@ -155,7 +156,7 @@ class CudaBackend:
 
         here, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(here, "forward").run, Arguments(plan.problem.spec, operands)
-        places = [template.release(name, operands) for name in anew]
+        places = [(template.release(name, operands), _form(operands.arrays[name])) for name in anew]
         templates = template, template.copy()
         templates[1].unread_lse(here.ordinal)
         spares: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
@@ -177,7 +178,9 @@ class CudaBackend:
             if lse is not None:
                 words[lse_at] = lse.data.ptr
             if arrays:
-                for at, array in zip(places, arrays, strict=True):
+                for (at, form), array in zip(places, arrays, strict=True):
+                    if _form(array) != form:
+                        raise ValueError(f"an array of a modification has the form {_form(array)}; {form} fits")
                     words[at] = array.data.ptr
             stream = stream_of()
             if copies or arrays:  # arrays of the caller's, or made of them: a graph that records this may outlive them
@@ -239,6 +242,10 @@ def _absent(name: str) -> bool:
         return find_spec(name) is None
     except ModuleNotFoundError:
         return True
+
+
+def _form(array: Any) -> tuple[Any, ...]:
+    return array.shape, array.strides, array.dtype
 
 
 def _keep(stream: int, operands: Operands) -> None:

@@ -6,15 +6,16 @@ import math
 
 from ...spec import ITEMSIZE, AttentionSpec
 from . import compiler
-from .arguments import AT, Arguments
+from .arguments import Arguments
 from .device import Device
 from .generation import Kernels
 from .launch import scratch
+from .params import AT
 
 _THREADS = 128  # of a block: kernels/common/bwd_preprocess
 
 
-class RowKernels:
+class BwdPreprocess:
     """kernels/common/bwd_preprocess for a spec."""
 
     def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device) -> None:
@@ -25,13 +26,13 @@ class RowKernels:
         self._rows = _THREADS // (32 if units > 16 else 16 if units > 8 else 8)
 
     def prepare(self, arguments: Arguments, stream: int, multiple: int = 1) -> None:
-        """Compute `shift` and `delta` (of Params), with room for a multiple of so many rows in each head, in
+        """Compute `bwd_lse` and `delta` (of Params), with room for a multiple of so many rows in each head, in
         memory that lives as long as the arguments.
         """
         rows = arguments.batch, arguments.heads, -(-arguments.n_q // multiple) * multiple
         memory = scratch((2, *rows), arguments.spec.lse_dtype)
         arguments.alive.append(memory)
-        arguments.tensors(shift=memory[0], delta=memory[1])
+        arguments.tensors(bwd_lse=memory[0], delta=memory[1])
         if blocks := -(-math.prod(rows) // self._rows):
             self._prepare.launch(blocks, _THREADS, arguments, stream)
 

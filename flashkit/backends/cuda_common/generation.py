@@ -50,7 +50,7 @@ class Generation(Protocol):
     name: str
     directions: tuple[Direction, ...]
 
-    judges: bool = False
+    has_heuristic: bool = False
     """Whether the tile that it takes by itself, the first of `candidates`, depends on more than a profile's row says,
     such as lengths, precision and modifications: then autotune leaves it the choice where no other tile was faster.
     """
@@ -58,7 +58,7 @@ class Generation(Protocol):
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can do it, and have the work to do it well, or the sentence that says why not."""
 
-    def repays(self, problem: Problem, direction: Direction) -> Verdict:
+    def profitable(self, problem: Problem, direction: Direction) -> Verdict:
         """Whether it is faster than those that come after it, which is asked where these are allowed."""
         return Verdict(True)
 
@@ -80,7 +80,7 @@ def sixteen_bits(spec: AttentionSpec, most: int) -> Verdict:
     return Verdict(True)
 
 
-class Spare:
+class Fallback:
     """The pass of an older generation, for calls that the kernels of a newer one cannot take, such as arrays that begin
     on odd addresses: planned, and checked, when the first of them comes.
     """

@@ -6,7 +6,7 @@ from ...spec import ITEMSIZE
 from .arguments import Arguments
 
 
-def heads_together(heads: int, most: int) -> int:
+def heads_per_l2_group(heads: int, most: int) -> int:
     """Heads that blocks work at together, `most` at most: in parts that are as even as may be."""
     most = max(1, min(heads, most))
     return -(-heads // -(-heads // most))

@@ -11,7 +11,7 @@ from typing import Any
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from . import compiler
 from .arguments import Arguments
-from .bwd_preprocess import RowKernels
+from .bwd_preprocess import BwdPreprocess
 from .device import Device
 from .generation import Generation, Kernels, tile_of
 from .launch import Kernel, check_grid
@@ -175,7 +175,7 @@ class SimtBackward:
         self.tile, self.why = by_profile("keys", row, spec, device)
         self.keys = _Kernel(kernels, "keys", spec, device, self.tile)
         self.queries = _Kernel(kernels, "queries", spec, device, choose("queries", spec, device))
-        self.rows = RowKernels(kernels, spec, device)
+        self.rows = BwdPreprocess(kernels, spec, device)
         self.libraries = [self.keys.library, self.queries.library, self.rows.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:

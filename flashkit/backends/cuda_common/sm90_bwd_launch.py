@@ -8,13 +8,14 @@ from typing import Literal
 from ... import mods
 from ...mods import expr
 from ...spec import AttentionSpec
-from .arguments import AT, Arguments
-from .bwd_preprocess import RowKernels
+from .arguments import Arguments
+from .bwd_preprocess import BwdPreprocess
 from .device import Device
-from .generation import Kernels, Spare
-from .l2_swizzle import bytes_of_queries, heads_together
+from .generation import Fallback, Kernels
+from .l2_swizzle import bytes_of_queries, heads_per_l2_group
 from .launch import Library, check_grid, scratch
 from .modification import is_of_blocks, is_small
+from .params import AT
 from .sm90_launch import WATCHDOG, chunks, padded
 from .tensor_maps import Tickets, addressable, tensor_map
 
@@ -92,8 +93,8 @@ class BackwardTile:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
             "KEY_BUFFERS": self.key_buffers, "KEYS_SHARED": keys_shared(spec), "ORDERED": spec.deterministic,
-            "REGISTERS": 240, "REGISTERS_LOADING": 24, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "SMALL_SCORE": is_small(spec), "BRIEF": True, "SHARED_BYTES": self.shared_memory(spec),
+            "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
+            "SMALL_SCORE": is_small(spec), "FAST_MATH": True, "SHARED_BYTES": self.shared_memory(spec),
         }  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def many_steps(seen: Seen, n_q: int, n_k: int, density: float = 0) -> bool:
     return n_k >= 1024 and rows[seen] >= 1024
 
 
-def left_alone(seen: Seen, n_k: int, items: int, most: int) -> int:
+def reserved_sms(seen: Seen, n_k: int, items: int, most: int) -> int:
     """Of `most` multiprocessors, or pairs that share an item, those left to who rounds sums of dQ while the others
     multiply. Without a mask as many as nobody misses, as half of all would have nothing to do in the last round; under
     a causal mask as many as keep up, but few.
@@ -162,17 +163,17 @@ class Backward:
 
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
-        spare: Spare, beside: bool = False, early: bool = False,
+        spare: Fallback, beside: bool = False, early: bool = False,
     ) -> None:  # fmt: skip
         self._beside, self._early, self._seen = beside, early, seen(spec)
         self.spec, self.device, self.tile, self.why, self.libraries = spec, device, tile, why, [library]
-        self._rows: RowKernels | None = None
+        self._rows: BwdPreprocess | None = None
         if spec.sinks:
-            self._rows = RowKernels(kernels, spec, device)
+            self._rows = BwdPreprocess(kernels, spec, device)
             self.libraries.append(self._rows.library)
-        self._prepare = library.kernel("prepare_rows", device)
+        self._prepare = library.kernel("bwd_preprocess", device)
         self._kernel = library.kernel("sm90_backward", device, tile.shared_memory(spec))
-        self._store = library.kernel("store_queries", device)
+        self._store = library.kernel("bwd_postprocess", device)
         self._tickets, self._spare = Tickets.of(device), spare
 
     def run(self, arguments: Arguments, stream: int) -> None:
@@ -192,21 +193,24 @@ class Backward:
         together = blocks_together(spec)
         words = 1 + together * -(-keys // 31)
         at_a_time, of_head, tiles = self.heads_at_a_time(arguments), queries * spec.group, queries * heads
-        ahead = 1 + 2 * every  # numbers before the marks: kernels/sm90_backward_rows.cuh
-        marks = scratch((ahead + tiles * words,), "int32")
-        arguments.tensors(shift=numbers[0], delta=numbers[1], partial=sums)
-        arguments.words[AT["partial_lse"] : AT["partial_lse"] + 4] = [
-            marks.data.ptr + 4 * ahead, arguments.heads * queries * words, queries * words, words
+        n_counters = 1 + 2 * every  # kernels/sm90/bwd_preprocess.cuh
+        semaphore = scratch((n_counters + tiles * words,), "int32")
+        arguments.tensors(bwd_lse=numbers[0], delta=numbers[1], dq_accum=sums)
+        arguments.words[AT["dq_semaphore"] : AT["dq_semaphore"] + 4] = [
+            semaphore.data.ptr + 4 * n_counters, arguments.heads * queries * words, queries * words, words
         ]  # fmt: skip
         before = min(tiles, at_a_time * of_head + _LEAD // together * -(-of_head // keys))
         if self._beside and not many_steps(self._seen, arguments.n_q, arguments.n_k, arguments.density):
             before = tiles
-        arguments.set(splits=at_a_time, before=before, ticket=self._tickets.next(stream))
+        arguments.set(
+            heads_per_l2_group=at_a_time, preprocessed_tiles=before, preprocess_counters=semaphore.data.ptr,
+            tile_counter=self._tickets.next(stream),
+        )  # fmt: skip
         self._prepare.launch(before if self._beside else tiles, 256, arguments, stream)
         maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in self.boxes()]
         items, most = keys * every, max(1, self.device.sms // together)
         early = self._early and not (spec.deterministic and max(arguments.n_q, arguments.n_k) > _LONG)
-        left = left_alone(self._seen, arguments.n_k, items, most) if early else 0
+        left = reserved_sms(self._seen, arguments.n_k, items, most) if early else 0
         blocks = together * min(items, most - left)
         self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream, early)
         self._store.launch(tiles, 256, arguments, stream, early)
@@ -230,7 +234,7 @@ class Backward:
         if spec.deterministic:
             queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
             items = (1 if queries > keys else 3) * self.device.sms // blocks_together(spec)
-            return heads_together(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
+            return heads_per_l2_group(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
         if spec.mask is None:
             return 1
-        return min(every, heads_together(every, _CACHED // bytes_of_queries(arguments)), _MOST_HEADS)
+        return min(every, heads_per_l2_group(every, _CACHED // bytes_of_queries(arguments)), _MOST_HEADS)

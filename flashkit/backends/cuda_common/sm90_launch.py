@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
-from .arguments import AT, MOVED, Arguments, addresses, aligned
+from .arguments import MOVED, Arguments, addresses, aligned
 from .device import MODELS, Device
-from .generation import Spare
-from .l2_swizzle import bytes_of_keys, heads_together
+from .generation import Fallback
+from .l2_swizzle import bytes_of_keys, heads_per_l2_group
 from .launch import Library, TensorMap, check_grid
+from .params import AT
 from .tensor_maps import Maps, Tickets, maps_of, strides_fit
 
 FEW_ROWS = 64
@@ -25,7 +26,7 @@ _CACHED = 34_000_000  # bytes of keys and values that blocks work at together, w
 _CACHED_LOOKED_UP = 9_000_000  # where each block has tiles of its own: 2 % faster with a tenth of blocks at random
 _SHARED = MODELS["sm_90a"].shared_per_block
 SHORT = 1536  # queries: of fewer under a mask, tiles of 192 rows would mostly be empty
-_TOGETHER, _TICKET = AT["splits"], AT["ticket"]
+_TOGETHER, _TICKET = AT["heads_per_l2_group"], AT["tile_counter"]
 CHOSEN = "chosen for an H200"
 WATCHDOG = bool(int(os.environ.get("FLASHKIT_CUDA_WATCHDOG") or 0))
 """Whether a barrier that is waited for too long stops the kernel, to find mistakes in protocols."""
@@ -92,9 +93,9 @@ class ForwardTile:
         """Constants of the kernel."""
         multiplying, loading = self.registers(finding)
         return {
-            "BLOCK_K": self.block_k, "GROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
-            "TURNS": bool(self.turns) and self.groups > 1, "PACK": pack, "REGISTERS": multiplying,
-            "REGISTERS_LOADING": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
+            "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
+            "PING_PONG": bool(self.turns) and self.groups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": multiplying,
+            "PRODUCER_REGISTERS": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
             "SHARED_BYTES": self.shared_memory(spec),
         }  # fmt: skip
 
@@ -167,7 +168,7 @@ class Forward:
     """
 
     def __init__(
-        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Spare,
+        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Fallback,
         addressed: tuple[str, ...] = MOVED,
     ) -> None:  # fmt: skip
         self.device, self.tile, self.why, self.spare = device, tile, why, spare
@@ -200,7 +201,7 @@ class Forward:
         check_grid(items)
         maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(spec) if box[0] in self._addressed]
         cached = _CACHED_LOOKED_UP if modification.looks_at_ranges(spec) else _CACHED
-        together = heads_together(heads, cached // bytes_of_keys(arguments))
+        together = heads_per_l2_group(heads, cached // bytes_of_keys(arguments))
         return Shaped(min(items, self.device.sms), together, tuple(maps))
 
     def run(self, arguments: Arguments, stream: int) -> None:

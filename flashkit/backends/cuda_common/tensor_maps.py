@@ -8,9 +8,10 @@ from functools import cache, lru_cache
 from typing import Any
 
 from ...spec import ITEMSIZE
-from .arguments import AT, Arguments, addresses, aligned
+from .arguments import Arguments, addresses, aligned
 from .device import Device
 from .launch import TensorMap, call, capturing, scratch
+from .params import AT
 
 _ALIGNED = 16  # bytes, of addresses and strides
 _CHUNK = 128  # bytes of a box along the columns

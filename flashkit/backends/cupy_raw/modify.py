@@ -30,6 +30,9 @@ _CORNERS = (
     "const Params& p"
 )
 
+STATE = "{0} ? EMPTY : {1} ? FULL : PARTIAL"
+"""The state of a tile from what `spec.tile_state` says of it."""
+
 
 def text(spec: AttentionSpec) -> str:
     """The functions that kernels/tiles.cuh names; without a modification they say what goes without saying.
@@ -62,7 +65,7 @@ def text(spec: AttentionSpec) -> str:
         _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [straight]),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
         _function(spec, "bool visible", _PAIR, [mask]),
-        _function(spec, "int classify", _CORNERS, list(expr.classify(mask)), "{0} ? EMPTY : {1} ? FULL : PARTIAL"),
+        _function(spec, "int classify", _CORNERS, list(spec.tile_state), STATE),
     ])  # fmt: skip
 
 
@@ -73,7 +76,7 @@ def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
 
 def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
     used = {node.value for node in expr.walk(graphs) if node.op == "param" or node.op.startswith("load")}
-    lines, results = codegen.render(graphs, "cuda", "    ")
+    lines, results = codegen.render(graphs, "cuda", "    ", spec.narrow)
     body = [*_prelude(spec, used), *lines, f"    return {result.format(*results)};"]
     return "\n".join([f"DEVICE {name}({parameters}) {{", *body, "}", ""])
 

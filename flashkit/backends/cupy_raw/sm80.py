@@ -8,11 +8,12 @@ from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification
-from ..cuda_common.arguments import AT, Arguments
+from ..cuda_common.arguments import Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Generation, tile_of
-from ..cuda_common.l2_swizzle import bytes_of_keys, heads_together
+from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
 from ..cuda_common.launch import check_grid
+from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward
 from . import specialise
 
@@ -20,7 +21,7 @@ MAX_DIM = 256
 LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
 _LIST = 4 * 512  # bytes of kernels/sm80_work.cuh: TileList
 _CACHED = 24_000_000  # bytes of keys and values that blocks work at together
-_SPLITS = AT["splits"]
+_NUM_SPLITS, _HEADS_PER_L2_GROUP = AT["num_splits"], AT["heads_per_l2_group"]
 _OWN = "measured on an H200"
 
 
@@ -44,7 +45,7 @@ def _of_scores(spec: AttentionSpec) -> dict[str, int]:
     positions = modification.positions(spec)
     near = spec.score is not None and positions != "any"
     return {
-        "BRIEF": ITEMSIZE[spec.dtype] == 2, "POSITIONS": modification.POSITIONS.index(positions),
+        "FAST_MATH": ITEMSIZE[spec.dtype] == 2, "POSITIONS": modification.POSITIONS.index(positions),
         "FAR": modification.NEAR if near else 2**31 - 1,
     }  # fmt: skip
 
@@ -93,7 +94,7 @@ class Sm80Tile:
         """What kernels/sm80_forward.cu asks for."""
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "WARPS_K": self.warps_k,
-            "STAGES": self.stages, "GRANULE": self.granule, "PACK": pack, "SPLIT": split, "TERMS": terms(spec),
+            "STAGES": self.stages, "GRANULE": self.granule, "PACK_GQA": pack, "SPLIT": split, "TERMS": terms(spec),
             "PADDED": ITEMSIZE[spec.dtype] == 4, **_of_scores(spec),
             "BLOCKS_PER_SM": max(1, min(self.resident(spec, device), 8 // self.warps)),
         }  # fmt: skip
@@ -150,13 +151,13 @@ class Sm80Forward:
             parts = max(1, min(self.tile.waves * self.slots // blocks, most))
             return blocks * parts, parts
         heads = arguments.batch * (arguments.heads // self.pack)
-        return blocks, heads_together(heads, _CACHED // bytes_of_keys(arguments))
+        return blocks, heads_per_l2_group(heads, _CACHED // bytes_of_keys(arguments))
 
     def run(self, arguments: Arguments, stream: int) -> None:
         blocks, splits = arguments.known(self, self.shaped)
         if not blocks:
             return
-        arguments.words[_SPLITS] = splits
+        arguments.words[_NUM_SPLITS if self.split else _HEADS_PER_L2_GROUP] = splits
         if not self.split:
             self._kernel.launch(blocks, self._threads, arguments, stream)
             return

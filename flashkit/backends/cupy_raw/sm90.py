@@ -17,7 +17,7 @@ from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.affine_score import form
 from ..cuda_common.arguments import MOVED, Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Generation, Pass, Spare, tile_of
+from ..cuda_common.generation import Fallback, Generation, Pass, tile_of
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
 from ..cuda_common.sm90_launch import (
@@ -62,8 +62,8 @@ class Sm90Tile(ForwardTile):
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
             **self.common(spec, pack, _finding(spec)),
-            "SUMMED": sums_with_values(spec, self),
-            "CHUNK_BYTES": LIST, "BRIEF": parts(spec) == 1, "PARTS": parts(spec),
+            "ROW_SUM_BY_MMA": sums_with_values(spec, self),
+            "CHUNK_BYTES": LIST, "FAST_MATH": parts(spec) == 1, "PARTS": parts(spec),
             "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
             "POSITIONS": modification.POSITIONS.index(modification.positions(spec)),
@@ -119,7 +119,7 @@ class Sm90Forward(sm90_launch.Forward):
         constants, functions = forward_source(spec, tile, packed(problem))
         arch = compiler.target(device.capability)
         library = specialise.library("sm90/forward", spec, tuple(constants.items()), arch, functions)
-        spare = Spare(partial(Sm80Forward, problem, device), spec, device, "forward")
+        spare = Fallback(partial(Sm80Forward, problem, device), spec, device, "forward")
         wide = spec.dtype == "float32"
         super().__init__(problem, device, tile, why, library, spare, ("out",) if wide else MOVED)
         self.split = Split(spec, tile.block_k, device) if wide else None
@@ -143,7 +143,7 @@ class Sm90(Generation):
     """Kernels for Hopper with float16, bfloat16 and, as terms of float16, float32."""
 
     name = "sm90"
-    judges = True
+    has_heuristic = True
     directions: tuple[Direction, ...] = ("forward", "backward")
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
@@ -166,7 +166,7 @@ class Sm90(Generation):
             return Verdict(True)
         return work_enough(problem, device, forward_tile(problem).block_q)
 
-    def repays(self, problem: Problem, direction: Direction) -> Verdict:
+    def profitable(self, problem: Problem, direction: Direction) -> Verdict:
         """Whether splitting float32 into terms beforehand is made up for; measured on an H200."""
         spec, scores = problem.spec, problem.pairs
         if spec.dtype != "float32":

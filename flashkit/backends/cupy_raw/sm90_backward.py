@@ -9,7 +9,7 @@ from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler, sm90_bwd_launch
 from ..cuda_common.affine_score import form
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Spare
+from ..cuda_common.generation import Fallback
 from ..cuda_common.modification import is_small, looks_at_ranges
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tile, keys_shared
 from ..cuda_common.sm90_launch import CHOSEN, chunks, padded
@@ -75,7 +75,7 @@ class Sm90Backward(sm90_bwd_launch.Backward):
         beside, arch = long and room_beside(spec, tile), compiler.target(device.capability)
         constants, products = source(spec, tile, beside)
         library = specialise.library("sm90/backward", spec, tuple(constants.items()), arch, products)
-        spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
+        spare = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
         super().__init__(spec, device, tile, why, library, specialise.library, spare, beside, early=True)
 
     def boxes(self) -> list[tuple[str, int, int]]:

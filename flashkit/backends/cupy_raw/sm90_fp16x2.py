@@ -1,4 +1,4 @@
-"""float32 for Hopper's tensor cores: tensors as terms of float16, by kernels/sm90_split.cu."""
+"""float32 for Hopper's tensor cores: tensors as terms of float16, by kernels/fp16x2_split.cu."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler
-from ..cuda_common.arguments import AT, Arguments
-from ..cuda_common.bwd_preprocess import RowKernels
+from ..cuda_common.arguments import Arguments
+from ..cuda_common.bwd_preprocess import BwdPreprocess
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Spare
-from ..cuda_common.l2_swizzle import heads_together
+from ..cuda_common.generation import Fallback
+from ..cuda_common.l2_swizzle import heads_per_l2_group
 from ..cuda_common.launch import Block, TensorMap, check_grid, scratch
+from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import CHOSEN, WATCHDOG, chunks, padded
 from ..cuda_common.tensor_maps import Tickets, encode
 from . import specialise
@@ -29,9 +30,9 @@ LEAST_SCORES, LEAST_DIM = 2**23, 32
 
 _ALIGNED = 256  # bytes
 _CACHED = 24_000_000  # bytes that blocks read from together, well within the L2 cache
-_TOKENS = 8  # of a warp: kernels/sm90_split.cu
+_TOKENS = 8  # of a warp: kernels/fp16x2_split.cu
 _TENSORS = 4  # at most
-_NUMBERS = 3  # of each query: kernels/sm90_float32_backward.cu
+_NUMBERS = 3  # of each query: kernels/fp16x2_backward.cu
 _ROWS, _THREADS_BACKWARD = 128, 384  # of a block
 _LIST = 4 * 224  # bytes of kernels/sm90.cuh: TileList
 
@@ -48,7 +49,7 @@ class Split:
         self.spec, self.rows, self.parts = spec, rows, parts(spec)
         constants = ("PARTS", self.parts), ("ROWS", rows)
         self.library = specialise.library("sm90/fp16x2_split", spec, constants, compiler.target(device.capability))
-        self._kernel = self.library.kernel("sm90_split", device)
+        self._kernel = self.library.kernel("fp16x2_split", device)
 
     def terms(self, arguments: Arguments, stream: int, names: Sequence[str], by_row: str) -> tuple[list[Terms], Any]:
         """Enqueue the splitting of q, k, v and perhaps dout; their terms, and the memory of these, to be held until all
@@ -106,7 +107,7 @@ class Terms:
 @dataclass(frozen=True)
 class Sm90Float32BackwardTile:
     """Rows that a block of threads keeps and tokens that it loads at once; how many of such tiles, and of rows, are in
-    shared memory: kernels/sm90_float32_backward.cu. Rows are queries for dQ, keys for dK and dV.
+    shared memory: kernels/fp16x2_backward.cu. Rows are queries for dQ, keys for dK and dV.
     """
 
     block_k: int
@@ -134,11 +135,11 @@ class Sm90Float32BackwardTile:
         return all(self.shared_memory(spec, of_queries) <= device.shared_per_block for of_queries in (True, False))
 
     def source(self, spec: AttentionSpec, of_queries: bool) -> tuple[dict[str, int], str]:
-        """Constants and generated functions of kernels/sm90_float32_backward.cu."""
+        """Constants and generated functions of kernels/fp16x2_backward.cu."""
         dims = [padded(dim) for dim in (spec.head_dim, *[spec.head_dim_v] * (not of_queries))]
         constants = {
             "OF_QUERIES": of_queries, "BLOCK": self.block_k, "STAGES": self.stages, "ROW_BUFFERS": self.row_buffers,
-            "PARTS": parts(spec), "REGISTERS": 232, "REGISTERS_LOADING": 40, "WATCHDOG": WATCHDOG,
+            "PARTS": parts(spec), "CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40, "WATCHDOG": WATCHDOG,
         }  # fmt: skip
         widths = {min(64, dim - first) for dim in dims for first in range(0, dim, 64)}
         return constants, products("float16", [self.block_k], widths)
@@ -167,17 +168,17 @@ class Sm90Float32Backward:
         self.problem, self.device, self.tile, self.why = problem, device, tile or backward_tile(spec), why
         arch, block = compiler.target(device.capability), self.tile.block_k
         self.split = Split(spec, block, device)
-        self.rows = RowKernels(specialise.library, spec, device)
+        self.rows = BwdPreprocess(specialise.library, spec, device)
         self.libraries, self._kernels = [self.split.library, self.rows.library], []
         for of_queries in (True, False):
             constants, text = self.tile.source(spec, of_queries)
             library = specialise.library("sm90/fp16x2_backward", spec, tuple(constants.items()), arch, text)
             self.libraries.append(library)
             shared = self.tile.shared_memory(spec, of_queries)
-            self._kernels.append((of_queries, library.kernel("sm90_float32_backward", device, shared)))
-        self._numbers = library.kernel("sm90_float32_numbers", device)
+            self._kernels.append((of_queries, library.kernel("fp16x2_backward", device, shared)))
+        self._numbers = library.kernel("fp16x2_row_factors", device)
         self._tickets = Tickets.of(device)
-        self._spare = Spare(partial(Sm80Backward, problem, device), spec, device, "backward")
+        self._spare = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         # With a scale that is not positive a hidden pair's -inf would change its sign.
@@ -188,7 +189,7 @@ class Sm90Float32Backward:
         (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
         queries = -(-arguments.n_q // block) * block
         numbers = scratch((batch, arguments.heads, queries, _NUMBERS), "float32")
-        arguments.tensors(partial=numbers)
+        arguments.tensors(row_factors=numbers)
         self._numbers.launch(-(-batch * arguments.heads * queries // 256), 256, arguments, stream)
         for of_queries, kernel in self._kernels:
             rows, columns = ((q, dout), (k, v)) if of_queries else ((k, v), (q, dout))
@@ -197,8 +198,8 @@ class Sm90Float32Backward:
             check_grid(items)
             maps = [*(each.map(64) for each in rows), *(each.map(block) for each in columns)]
             bytes_of_head = sum(2 * each.columns * each.tokens for each in columns) * columns[0].heads // rows[0].heads
-            together = heads_together(heads, _CACHED // bytes_of_head) if arguments.spec.mask is not None else 1
-            arguments.set(splits=together, ticket=self._tickets.next(stream))
+            together = heads_per_l2_group(heads, _CACHED // bytes_of_head) if arguments.spec.mask is not None else 1
+            arguments.set(heads_per_l2_group=together, tile_counter=self._tickets.next(stream))
             if items:
                 blocks = min(items, self.device.sms)
                 kernel.launch(blocks, _THREADS_BACKWARD, arguments.with_maps(maps), stream)

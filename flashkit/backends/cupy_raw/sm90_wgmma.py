@@ -2,8 +2,8 @@
 each of a lane's N / 2 sums, so it cannot be written once for all N.
 
     product(c, a, b, sum)                c = a b, plus c if sum: both operands in shared memory, by their descriptors
-    product_fresh(c, a, b)               c = a b, whatever c holds
-    product_weights(c, a, i, b, sum)     the left operand in registers a[i] ... a[i + 3]
+    wgmma_zero_init(c, a, b)               c = a b, whatever c holds
+    wgmma_rs(c, a, i, b, sum)     the left operand in registers a[i] ... a[i + 3]
 
 Template arguments say which operands are read along columns (kernels/sm90.cuh).
 """
@@ -33,7 +33,7 @@ def _shared(kind: str, n: int, fresh: bool) -> str:
     head, flags = _instruction(kind, n)
     a, b, total, turned_a, turned_b = (f"%{count + i}" for i in range(5))
     outputs = ", ".join(f'"{"=" if fresh else "+"}f"(c[{i}])' for i in range(count))
-    name, parameters, value = ("product_fresh", "", '"n"(0)') if fresh else ("product", ", int sum", '"r"(sum)')
+    name, parameters, value = ("wgmma_zero_init", "", '"n"(0)') if fresh else ("product", ", int sum", '"r"(sum)')
     return (
         "template <int TURNED_A, int TURNED_B>\n"
         f"DEVICE void {name}(float (&c)[{count}], unsigned long long a, unsigned long long b{parameters}) {{\n"
@@ -52,7 +52,7 @@ def _weights(kind: str, n: int) -> str:
     inputs = ", ".join(f'"r"(a[i + {i}])' for i in range(4))
     return (
         "template <int TURNED_B, int M>\n"
-        f"DEVICE void product_weights(float (&c)[{count}], const unsigned (&a)[M], int i, unsigned long long b, "
+        f"DEVICE void wgmma_rs(float (&c)[{count}], const unsigned (&a)[M], int i, unsigned long long b, "
         "int sum) {\n"
         f'    asm volatile("{{ .reg .pred p; setp.ne.b32 p, {total}, 0;\\n"\n'
         f'        "{head}, {{{left}}}, {b}, {flags}, {turned_b}; }}"\n'

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ...spec import AttentionSpec
-from ..cuda_common import arguments, compiler, modification
+from ..cuda_common import arguments, compiler, modification, params
 from ..cuda_common.launch import Library
 from . import modify
 
@@ -18,14 +18,15 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
     """The text of kernels/<name>.cu for a spec; `constants`: those that the file asks for beyond the spec's own;
     `functions`: text that goes before it."""
     numbers = {
-        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GROUP": spec.group,
-        "LOOKED_UP": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
+        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
+        "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
-        "VALUES": modification.values_of(spec), "PARAMS_WORDS": arguments.size(spec), "BRIEF": False, **constants,
+        "VALUES": modification.values_of(spec), "PARAMS_WORDS": arguments.size(spec), "FAST_MATH": False, **constants,
     }  # fmt: skip
     lines = [f"constexpr {'bool' if isinstance(x, bool) else 'int'} {n} = {int(x)};" for n, x in numbers.items()]
     text = [
         *lines,
+        f'#include "{params.HEADER}"',
         '#include "common/params.cuh"',
         f"constexpr int STORAGE = {spec.dtype.upper()};",
         '#include "common/scalar.cuh"',
@@ -34,7 +35,7 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         functions,
         f'#include "{name}.cu"',
     ]
-    return compiler.Source(name.replace("/", "_"), "\n".join(text) + "\n", compiler.headers(FOLDER))
+    return compiler.Source(name.replace("/", "_"), "\n".join(text) + "\n", (*compiler.headers(FOLDER), (params.HEADER, params.cuda_header())))
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""`Params` of kernels/params.cuh in Python: what a kernel's argument p holds.
+"""`Params` (cuda_common/params.py) for Numba: what a kernel's argument p holds.
 
 The same words in the same order as `Arguments`: the host writes integers, and some of them are read as other numbers.
 """
@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ..cuda_common.arguments import TENSORS, VALUES, WORDS
+from ..cuda_common.params import FIELDS, SCALARS, TENSORS, VALUES
 
 Tensor = namedtuple("Tensor", "data batch head token")
 """Address in bytes; strides in elements."""
 
-Params = namedtuple("Params", (*TENSORS, *WORDS, "values"))  # type: ignore[misc]
+Params = namedtuple("Params", (*(field.name for field in FIELDS), "values"))  # type: ignore[misc]
 
-_KINDS = {"scale": "float64", "kept_scale": "float64", "seed": "uint64", "threshold": "uint64"}  # others: int64
 
 
 def numba_type(n_values: int) -> Any:
@@ -27,15 +26,20 @@ def numba_type(n_values: int) -> Any:
     from numba.cuda import types
 
     tensor = types.NamedUniTuple(types.int64, 4, Tensor)
-    words = [getattr(types, _KINDS.get(name, "int64")) for name in WORDS]
+    words = [getattr(types, _kind(field.kind)) for field in SCALARS]
     return types.NamedTuple([*[tensor] * len(TENSORS), *words, types.UniTuple(types.int64, n_values)], Params)
 
 
 def of(words: Sequence[int]) -> Any:
     """Params of a block's words, for kernels that run as Python."""
     tensors = [Tensor(*words[i : i + 4]) for i in range(0, 4 * len(TENSORS), 4)]
-    single = [_read(_KINDS.get(name, ""), word) for name, word in zip(WORDS, words[4 * len(TENSORS) : VALUES])]
+    single = [_read(_kind(field.kind), word) for field, word in zip(SCALARS, words[4 * len(TENSORS) : VALUES])]
     return Params._make([*tensors, *single, tuple(words[VALUES:])])
+
+
+def _kind(kind: str) -> str:
+    """Addresses are integers."""
+    return kind if kind in ("float64", "uint64") else "int64"
 
 
 def _read(kind: str, word: int) -> Any:

@@ -8,16 +8,17 @@ from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
-from ..cuda_common.arguments import AT, MOVED, Arguments, addresses, aligned, in_units, strides_in_units
+from ..cuda_common.arguments import MOVED, Arguments, addresses, aligned, in_units, strides_in_units
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Generation, Kernels, Spare, sixteen_bits, tile_of
-from ..cuda_common.l2_swizzle import bytes_of_keys, heads_together
+from ..cuda_common.generation import Fallback, Generation, Kernels, sixteen_bits, tile_of
+from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
 from ..cuda_common.launch import check_grid
+from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward
 from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
-_ADDRESSES, _SPLITS = addresses(MOVED), AT["splits"]
+_ADDRESSES, _HEADS_PER_L2_GROUP = addresses(MOVED), AT["heads_per_l2_group"]
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
@@ -57,7 +58,7 @@ class Tile:
         resident = device.shared_per_sm // (self.shared_memory(spec) + 1024)
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages,
-            "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "BRIEF": True,
+            "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "FAST_MATH": True,
         }  # fmt: skip
 
 
@@ -85,7 +86,7 @@ class Forward:
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
         older = partial(generation.below.plan, problem, None, device, "forward")
-        self._spare = Spare(older, spec, device, "forward")  # for arrays whose rows do not begin on 16 bytes
+        self._spare = Fallback(older, spec, device, "forward")  # for arrays whose rows do not begin on 16 bytes
 
     def shaped(self, arguments: Arguments) -> tuple[int, int] | None:
         """Blocks, and how many heads are worked at together, of shapes and strides; None: another pass is needed."""
@@ -97,13 +98,13 @@ class Forward:
         blocks = -(-arguments.n_q // self.tile.block_q) * heads
         check_grid(blocks)
         # Heads at a time, of even numbers, whose keys and values stay in the L2 cache.
-        return blocks, heads_together(heads, _CACHED // bytes_of_keys(arguments))
+        return blocks, heads_per_l2_group(heads, _CACHED // bytes_of_keys(arguments))
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped = arguments.known(self, self.shaped)
         if shaped is None or not aligned(arguments, _ADDRESSES):
             return self._spare.run(arguments, stream)
-        blocks, arguments.words[_SPLITS] = shaped
+        blocks, arguments.words[_HEADS_PER_L2_GROUP] = shaped
         if blocks:
             self._kernel.launch(blocks, THREADS, arguments, stream)
         return None
@@ -139,7 +140,7 @@ class BackwardTile:
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "HAS_LENGTHS": spec.kv_lengths,
-            "VECTOR_ADDS": device.capability >= (9, 0), "BRIEF": True,
+            "VECTOR_ADDS": device.capability >= (9, 0), "FAST_MATH": True,
         }  # fmt: skip
 
 
@@ -161,7 +162,7 @@ class Backward(OrderedBackward):
         columns = 64 * -(-spec.head_dim // 64)
         super().__init__(generation.kernels, spec, device, tile, why, tile.constants(spec, device), columns)
         older = partial(generation.below.plan, problem, None, device, "backward")
-        self._spare = Spare(older, spec, device, "backward")  # for arrays whose rows do not begin on 16 bytes
+        self._spare = Fallback(older, spec, device, "backward")  # for arrays whose rows do not begin on 16 bytes
 
     def run(self, arguments: Arguments, stream: int) -> None:
         usual = arguments.n_k and in_units(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))

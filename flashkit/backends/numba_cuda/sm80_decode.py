@@ -7,10 +7,11 @@ from functools import partial
 
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler
-from ..cuda_common.arguments import AT, Arguments, in_units
+from ..cuda_common.arguments import Arguments, in_units
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Generation, Kernels, Spare
+from ..cuda_common.generation import Fallback, Generation, Kernels
 from ..cuda_common.launch import check_grid
+from ..cuda_common.params import AT
 
 ROWS = 16  # of a warp
 LEAST_TILES = 2  # of keys, for a warp
@@ -50,7 +51,7 @@ class DecodeTile:
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
             "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages, "HAS_LENGTHS": spec.kv_lengths,
-            "BLOCKS_PER_SM": self.resident(spec, device), "BRIEF": True, "EARLY": device.launches_early,
+            "BLOCKS_PER_SM": self.resident(spec, device), "FAST_MATH": True, "EARLY": device.launches_early,
             "COMBINERS": COMBINERS,
         }  # fmt: skip
 
@@ -81,7 +82,7 @@ class Decode:
         self._shares = -(-spec.head_dim_v // 128)  # blocks of a row of `combine`
         self._early = device.launches_early
         self._slots = device.sms * self.tile.resident(spec, device) * self.tile.warps
-        self._spare = Spare(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
+        self._spare = Fallback(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile = arguments.spec, self.tile
@@ -97,7 +98,7 @@ class Decode:
         parts = -(-max(1, min(self._slots // items, most)) // tile.warps) * tile.warps
         check_grid(items * parts // tile.warps, rows * self._shares)
         held = arguments.partial_results(parts)
-        arguments.words[AT["splits"]] = parts
+        arguments.words[AT["num_splits"]] = parts
         self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream, self._early)
         self._combine.launch(rows * self._shares, 32 * COMBINERS, arguments, stream, self._early)
         del held

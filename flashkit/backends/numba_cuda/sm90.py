@@ -15,7 +15,7 @@ from typing import Any
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Generation, Kernels, Pass, Spare, sixteen_bits, tile_of
+from ..cuda_common.generation import Fallback, Generation, Kernels, Pass, sixteen_bits, tile_of
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, backward_tile, keys_shared
 from ..cuda_common.sm90_launch import (
     CHOSEN,
@@ -47,7 +47,7 @@ class Tile(ForwardTile):
         return self.shared_memory(spec) <= device.shared_per_block and numbers <= room
 
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
-        return {**self.common(spec, pack, _finding(spec)), "BRIEF": True}
+        return {**self.common(spec, pack, _finding(spec)), "FAST_MATH": True}
 
 
 def _finding(spec: AttentionSpec) -> bool:
@@ -78,7 +78,7 @@ class Forward(sm90_launch.Forward):
         constants = tuple(tile.constants(spec, packed(problem)).items())
         library = generation.kernels("sm90/forward", spec, constants, compiler.target(device.capability))
 
-        spare = Spare(partial(generation.older, problem, device, "forward"), spec, device, "forward")
+        spare = Fallback(partial(generation.older, problem, device, "forward"), spec, device, "forward")
         super().__init__(problem, device, tile, why, library, spare)
 
 
@@ -96,7 +96,7 @@ class Backward(sm90_bwd_launch.Backward):
         spec, tile = problem.spec, tile or backward_tile(problem.spec)
         constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
         library = generation.kernels(backward_kernel(spec), spec, constants, arch)
-        spare = Spare(partial(generation.older, problem, device, "backward"), spec, device, "backward")
+        spare = Fallback(partial(generation.older, problem, device, "backward"), spec, device, "backward")
         super().__init__(spec, device, tile, why, library, generation.kernels, spare)
 
 
@@ -104,7 +104,7 @@ class Sm90(Generation):
     """Kernels for Hopper with float16 and bfloat16. `below`: of these the first that can takes what is left."""
 
     name = "sm90"
-    judges = True
+    has_heuristic = True
     directions: tuple[Direction, ...] = ("forward", "backward")
 
     def __init__(self, kernels: Kernels, *below: Generation) -> None:

@@ -29,10 +29,10 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> Pyth
 def text(name: str, spec: AttentionSpec, constants: Mapping[str, int], memory: str = "memory") -> str:
     """The module's text; `memory`: what memory, numbers and warps are taken from, for devices or simulated."""
     numbers = {
-        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GROUP": spec.group,
-        "LOOKED_UP": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
+        "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
+        "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
-        "STORAGE": spec.dtype, "ITEM": ITEMSIZE[spec.dtype], "BRIEF": False, **constants,
+        "STORAGE": spec.dtype, "ITEM": ITEMSIZE[spec.dtype], "FAST_MATH": False, **constants,
     }  # fmt: skip
     double = spec.dtype == "float64"
     head = [

@@ -190,7 +190,7 @@ class CudaBench:
     def listed(self, target: Target) -> list[CudaTile]:
         generation = self.generation(target)
         tiles = generation.candidates(self.problem(target), self.device, target.direction)
-        return [CudaTile.of(generation.name, tile, generation.judges and i == 0) for i, tile in enumerate(tiles)]
+        return [CudaTile.of(generation.name, tile, generation.has_heuristic and i == 0) for i, tile in enumerate(tiles)]
 
     def generation(self, target: Target) -> Generation:
         return next(g for g in self.kernels.generations if g.name == target.generation)

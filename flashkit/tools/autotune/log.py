@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
+
+from ...devices import trust
 
 Stage = Literal["in use", "blocks", "shapes", "final"]
 T = TypeVar("T")
@@ -41,27 +44,30 @@ class Rates(msgspec.Struct, frozen=True, tag="rates"):
 
 
 class Log:
-    """Trials, of tiles of this type, and rates as JSON lines in a file, read back when it is opened."""
+    """Trials, of tiles of this type, and rates as JSON lines in a file, read back when it is opened.
+
+    UntrustedError where another user could have written the file or can put files into its directory.
+    """
 
     def __init__(self, path: Path, tile: Any, resume: bool = True) -> None:
-        self.path = path
+        self.path = trust.directory(path.parent, make=True) / path.name
         self.trials: list[Trial[Any]] = []
         self.rates: Rates | None = None
-        path.parent.mkdir(parents=True, exist_ok=True)
         if not resume:
-            path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         entries: Any = Trial[tile] | Rates
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        for line in text.splitlines():
-            try:
+        content = b""
+        with suppress(FileNotFoundError):
+            content = trust.read(self.path)
+        for line in content.splitlines():
+            # A line may be cut short, when its process was killed, or be no text: that tile is tried again.
+            with suppress(msgspec.DecodeError, ValueError, RecursionError):
                 self._take(msgspec.json.decode(line, type=entries))
-            except msgspec.DecodeError:  # cut short when its process was killed: tried again
-                continue
-        if text and not text.endswith("\n"):
-            self._write("\n")
+        if content and not content.endswith(b"\n"):
+            trust.append(self.path, b"\n")
 
     def add(self, entry: Trial[Any] | Rates) -> None:
-        self._write(msgspec.json.encode(entry).decode() + "\n")
+        trust.append(self.path, msgspec.json.encode(entry) + b"\n")
         self._take(entry)
 
     def of(self, target: str) -> list[Trial[Any]]:
@@ -72,7 +78,3 @@ class Log:
             self.rates = entry
         else:
             self.trials.append(entry)
-
-    def _write(self, text: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from ... import dispatch
-from ...devices import profiles, timing
+from ...devices import profiles, timing, trust
 from ...devices.schema import Kind
 from ...devices.timing import Timing
 from ...spec import ITEMSIZE, Direction
@@ -414,16 +414,12 @@ def _write(profile: dict[str, Any], output: Path | None) -> Path:
     """To the user's profiles, or to a file that the user names, replaced in one step."""
     if output is None:
         return profiles.write_user_profile(profile)
-    import os
-
     import yaml
 
     text = yaml.safe_dump(profile, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
     profiles.parse(text, str(output))
     output.parent.mkdir(parents=True, exist_ok=True)
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, output)
+    trust.write(output, text.encode())
     return output
 
 

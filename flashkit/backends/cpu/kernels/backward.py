@@ -21,13 +21,12 @@ from flashkit.backends.cpu.memory import (
     call_pack,
     call_product,
     call_weights,
-    integer_at,
     matrix,
     next_task,
     vector,
 )
 from flashkit.backends.cpu.scratch import backward_layout
-from flashkit.backends.cpu.tiling import drop, modify, next_group, next_run, scale_tile, tokens
+from flashkit.backends.cpu.tiling import drop, keys_of, modify, next_group, next_run, scale_tile, tokens
 
 ONE = np.float64(1).view(np.int64)
 
@@ -86,7 +85,7 @@ def backward_keys(args, b, head_kv, part, key_tile, scratch):
     )
     row_bytes = block_k * COMPUTE_SIZE
     k0 = key_tile * block_k
-    n = min(block_k, integer_at(args[LENGTHS] + 8 * b) - k0)
+    n = min(block_k, keys_of(args, b) - k0)
 
     k_t = matrix(scratch, (d + UNIT - 1) // UNIT, n, row_bytes, COMPUTE_SIZE, COMPUTE)
     v_t = matrix(scratch + values_t, (dv + UNIT - 1) // UNIT, n, row_bytes, COMPUTE_SIZE, COMPUTE)
@@ -166,7 +165,7 @@ def worker(address, thread):
             + ((part * args[BATCH] + b) * args[HEADS] + head_kv * args[GROUP]) * args[N_Q] * args[DIM] * COMPUTE_SIZE
         )
         vector(dq_at, size, COMPUTE_SIZE, COMPUTE)[:] = 0
-        tiles = (integer_at(args[LENGTHS] + 8 * b) + args[BLOCK_K] - 1) // args[BLOCK_K]
+        tiles = (keys_of(args, b) + args[BLOCK_K] - 1) // args[BLOCK_K]
         for key_tile in range(part, tiles, args[SPLITS]):
             if not backward_keys(args, b, head_kv, part, key_tile, scratch):
                 args[NON_FINITE] = 1

@@ -21,13 +21,12 @@ from flashkit.backends.cpu.memory import (
     call_row_scores,
     call_row_values,
     call_row_weights,
-    integer_at,
     matrix,
     next_task,
     vector,
 )
 from flashkit.backends.cpu.scratch import decode_layout, part_layout
-from flashkit.backends.cpu.tiling import drop, modify, next_group, tokens
+from flashkit.backends.cpu.tiling import drop, keys_of, modify, next_group, tokens
 
 
 @njit(**options)
@@ -176,7 +175,7 @@ def worker(address, thread):
             break
         b, head_kv = divmod(task // parts, heads_kv)
         start = task % parts * args[PART_KEYS]
-        stop = min(start + args[PART_KEYS], integer_at(args[LENGTHS] + 8 * b))
+        stop = min(start + args[PART_KEYS], keys_of(args, b))
         place = thread if parts == 1 else task
         # A zero weight times an infinity hidden by the mask would be NaN: such a part, rare, is done again the
         # careful way.

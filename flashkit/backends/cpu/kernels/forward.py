@@ -23,13 +23,12 @@ from flashkit.backends.cpu.memory import (
     call_product,
     call_unpack,
     double_from_bits,
-    integer_at,
     matrix,
     next_task,
     vector,
 )
 from flashkit.backends.cpu.scratch import forward_layout
-from flashkit.backends.cpu.tiling import drop, modify, next_group, next_run, scale_tile, tokens
+from flashkit.backends.cpu.tiling import drop, keys_of, modify, next_group, next_run, scale_tile, tokens
 
 
 @njit(**options)
@@ -134,7 +133,7 @@ def forward_block(args, b, h, first, count, scratch, careful):
         load_queries(args, q, q_t)
 
     head_kv = h // args[GROUP]
-    n_k = integer_at(args[LENGTHS] + 8 * b)
+    n_k = keys_of(args, b)
     tiles = (n_k + block_k - 1) // block_k
     tile = np.int64(0)
     while tile < tiles:

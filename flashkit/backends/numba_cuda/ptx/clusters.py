@@ -1,4 +1,4 @@
-"""Clusters (Hopper): blocks that run at the same time and reach each other's shared memory, by mapped addresses. Nobody
+"""Clusters (Hopper): blocks that run at the same time and reach each other's shared memory, by mapa addresses. Nobody
 may end before that is over.
 """
 
@@ -8,33 +8,33 @@ from numba.cuda.types import int32, uint32
 
 from .asm import CONSTANT, NOTHING, instruction
 
-__all__ = ["arrive_across", "cluster_sync", "copy_across", "mapped", "rank_in_cluster", "store_across"]
+__all__ = ["cluster_ctarank", "cluster_sync", "dsmem_arrive", "dsmem_copy", "dsmem_store", "mapa"]
 
-rank_in_cluster = instruction("mov.u32 $0, %cluster_ctarank;", int32, pure=True)
+cluster_ctarank = instruction("mov.u32 $0, %cluster_ctarank;", int32, pure=True)
 
-mapped = instruction("mapa.shared::cluster.u32 $0, $1, $2;", uint32, uint32, int32, pure=True)
-"""mapped(address, rank): what lies at that address in the shared memory of block `rank`"""
+mapa = instruction("mapa.shared::cluster.u32 $0, $1, $2;", uint32, uint32, int32, pure=True)
+"""mapa(address, rank): what lies at that address in the shared memory of block `rank`"""
 
 cluster_sync = instruction(
     "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;", NOTHING
 )  # fmt: skip
 """For all threads of the cluster."""
 
-arrive_across = instruction(
+dsmem_arrive = instruction(
     "{ .reg .pred p; elect.sync _|p, -1; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }", NOTHING, uint32
 )
-"""By one lane of a warp, at a mapped barrier. It says that something was read, so nothing has to be written before it:
+"""By one lane of a warp, at a mapa barrier. It says that something was read, so nothing has to be written before it:
 with .release.cluster it would wait for all that the warp has added to memory."""
 
-store_across = instruction(
+dsmem_store = instruction(
     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [$0], $1, [$2];", NOTHING, uint32, int32, uint32
 )
-"""store_across(address, x, barrier): a word to a mapped address; its four bytes are announced and counted there."""
+"""dsmem_store(address, x, barrier): a word to a mapa address; its four bytes are announced and counted there."""
 
-copy_across = instruction(
+dsmem_copy = instruction(
     "{ .reg .pred p; elect.sync _|p, -1;"
     " @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], #0, [$2]; }",
     NOTHING, uint32, uint32, CONSTANT, uint32,
 )  # fmt: skip
-"""copy_across(target, source, bytes, barrier): by one lane of a warp, from this block's shared memory to that of
-another block of the cluster: addresses there are mapped ones."""
+"""dsmem_copy(target, source, bytes, barrier): by one lane of a warp, from this block's shared memory to that of
+another block of the cluster: addresses there are mapa ones."""

@@ -7,9 +7,22 @@ from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "add_bulk", "add_bulk_once", "copies_end", "copies_wait", "copy_unit", "copy_unit_if", "load_box", "load_bulk",
-    "load_two", "load_unit", "store_box", "store_four", "store_unit", "stores_end", "stores_wait",
-    "stores_wait_read",
+    "add_bulk_once",
+    "bulk_commit",
+    "bulk_reduce_add",
+    "bulk_wait",
+    "bulk_wait_read",
+    "copies_end",
+    "copies_wait",
+    "copy_unit",
+    "copy_unit_if",
+    "load_bulk",
+    "load_two",
+    "load_vec",
+    "store_four",
+    "store_vec",
+    "tma_load",
+    "tma_store",
 ]  # fmt: skip
 
 copy_unit = instruction(
@@ -25,12 +38,12 @@ copy_unit_if = instruction(
 )  # fmt: skip
 """copy_unit_if(target, source, place, end, wanted): the same if wanted is not 0"""
 FOUR = UniTuple(uint32, 4)
-load_unit = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
-"""load_unit(address): 16 bytes of shared memory"""
+load_vec = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
+"""load_vec(address): 16 bytes of shared memory"""
 load_two = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", UniTuple(float32, 2), uint32)
 """load_two(address): two numbers of shared memory"""
-store_unit = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", NOTHING, uint64, FOUR)
-"""store_unit(address, four): 16 bytes to memory"""
+store_vec = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", NOTHING, uint64, FOUR)
+"""store_vec(address, four): 16 bytes to memory"""
 store_four = instruction("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", NOTHING, uint32, UniTuple(float32, 4))
 """store_four(address, four): four numbers to shared memory"""
 copies_end = instruction("cp.async.commit_group;", NOTHING)
@@ -38,40 +51,40 @@ copies_end = instruction("cp.async.commit_group;", NOTHING)
 copies_wait = instruction("cp.async.wait_group #0;", NOTHING, CONSTANT)
 """copies_wait(n): until all but the last n groups of this thread are there"""
 
-load_box = instruction(
+tma_load = instruction(
     "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
     "[$0], [$1, {$3, $4, $5, $6, $7}], [$2];",
     NOTHING, uint32, uint64, uint32, int32, int32, int32, int32, int32,
 )  # fmt: skip
-"""load_box(target, map, barrier, c0, ..., c4): a box of a tensor, its corner at these coordinates, innermost first; its
+"""tma_load(target, map, barrier, c0, ..., c4): a box of a tensor, its corner at these coordinates, innermost first; its
 bytes arrive at the barrier. What lies outside the tensor is zeros."""
 
-store_box = instruction(
+tma_store = instruction(
     "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5, $6}], [$1];",
     NOTHING, uint64, uint32, int32, int32, int32, int32, int32,
 )  # fmt: skip
-"""store_box(map, source, c0, ..., c4): the other way; what lies outside is not written."""
+"""tma_store(map, source, c0, ..., c4): the other way; what lies outside is not written."""
 
 load_bulk = instruction(
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], #0, [$2];",
     NOTHING, uint32, uint64, CONSTANT, uint32,
 )  # fmt: skip
 """load_bulk(target, source, bytes, barrier): bytes as they lie, which arrive at the barrier"""
-add_bulk = instruction(
+bulk_reduce_add = instruction(
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0;", NOTHING, uint64, uint32, CONSTANT
 )
-"""add_bulk(target, source, bytes): adds float32 numbers of shared memory to those in memory, as they lie"""
+"""bulk_reduce_add(target, source, bytes): adds float32 numbers of shared memory to those in memory, as they lie"""
 
 add_bulk_once = instruction(
     "{ .reg .pred p; elect.sync _|p, -1;"
     " @p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], #0; }",
     NOTHING, uint64, uint32, CONSTANT,
 )  # fmt: skip
-"""The same by one lane of a warp, without a branch, see `arrive_once`."""
+"""The same by one lane of a warp, without a branch, see `mbarrier_arrive_once`."""
 
-stores_end = instruction("cp.async.bulk.commit_group;", NOTHING)
+bulk_commit = instruction("cp.async.bulk.commit_group;", NOTHING)
 """What was begun since the last one is a group."""
-stores_wait_read = instruction("cp.async.bulk.wait_group.read #0;", NOTHING, CONSTANT)
-"""stores_wait_read(n): until shared memory that all but the last n groups of this thread read is free again"""
-stores_wait = instruction("cp.async.bulk.wait_group 0;", NOTHING)
+bulk_wait_read = instruction("cp.async.bulk.wait_group.read #0;", NOTHING, CONSTANT)
+"""bulk_wait_read(n): until shared memory that all but the last n groups of this thread read is free again"""
+bulk_wait = instruction("cp.async.bulk.wait_group 0;", NOTHING)
 """Until all is in memory."""

@@ -21,8 +21,17 @@ from numba.cuda.types import UniTuple, float32, int32, uint32
 from .asm import CONSTANT, NOTHING, _emit, instruction, parts
 
 __all__ = [
-    "load_matrices", "load_matrices_turned", "mma", "products_begin", "products_end", "products_wait", "settle",
-    "store_matrices", "store_matrices_turned", "wgmma", "wgmma_registers",
+    "fence_operand",
+    "ldmatrix_x4",
+    "load_matrices_turned",
+    "mma",
+    "stmatrix_x4",
+    "store_matrices_turned",
+    "wgmma",
+    "wgmma_commit",
+    "wgmma_fence",
+    "wgmma_registers",
+    "wgmma_wait",
 ]  # fmt: skip
 
 KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
@@ -30,15 +39,15 @@ KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
 # --- pieces of matrices between shared memory and registers -----------------------------------------------------------
 
 FOUR = UniTuple(uint32, 4)
-load_matrices = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
-"""load_matrices(address): four of 8 rows x 16 bytes; lane i says where row i % 8 of number i / 8 is"""
+ldmatrix_x4 = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
+"""ldmatrix_x4(address): four of 8 rows x 16 bytes; lane i says where row i % 8 of number i / 8 is"""
 load_matrices_turned = instruction(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32
 )
-store_matrices = instruction(
+stmatrix_x4 = instruction(
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", NOTHING, uint32, uint32, uint32, uint32, uint32
 )
-"""store_matrices(address, a, b, c, d): the other way (Hopper)"""
+"""stmatrix_x4(address, a, b, c, d): the other way (Hopper)"""
 store_matrices_turned = instruction(
     "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
     NOTHING, uint32, uint32, uint32, uint32, uint32,
@@ -60,10 +69,10 @@ def mma(kind: str) -> Any:
 
 # --- of a warp group --------------------------------------------------------------------------------------------------
 
-products_begin = instruction("wgmma.fence.sync.aligned;", NOTHING)
-products_end = instruction("wgmma.commit_group.sync.aligned;", NOTHING)
-products_wait = instruction("wgmma.wait_group.sync.aligned #0;", NOTHING, CONSTANT)
-"""products_wait(n): until all but the last n ends are reached"""
+wgmma_fence = instruction("wgmma.fence.sync.aligned;", NOTHING)
+wgmma_commit = instruction("wgmma.commit_group.sync.aligned;", NOTHING)
+wgmma_wait = instruction("wgmma.wait_group.sync.aligned #0;", NOTHING, CONSTANT)
+"""wgmma_wait(n): until all but the last n ends are reached"""
 
 
 @lru_cache
@@ -120,8 +129,8 @@ def _head(kind: str, n: int) -> str:
 
 
 @intrinsic
-def settle(typing: Any, registers: Any) -> Any:
-    """settle(x): x, after a wait; the compiler may not use these registers before it."""
+def fence_operand(typing: Any, registers: Any) -> Any:
+    """fence_operand(x): x, after a wait; the compiler may not use these registers before it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         operands = [(part, registers.dtype) for part in parts(builder, arguments[0], registers)]

@@ -19,14 +19,13 @@ __all__ = [
     "block",
     "blocks",
     "clock",
-    "elect",
+    "elect_one",
     "exp2_fast",
     "fetch_add",
     "fma",
     "from_lane",
     "from_lane_float",
     "greater",
-    "here",
     "lanes_sync",
     "load_acquired",
     "load_from",
@@ -35,6 +34,7 @@ __all__ = [
     "lowest_one",
     "multiply_high",
     "ones",
+    "opaque",
     "or_lanes",
     "pack_bfloat16",
     "pack_float16",
@@ -68,7 +68,7 @@ pack_bfloat16 = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", uint32, float32, fl
 widen_float16 = instruction("cvt.f32.f16 $0, $1;", float32, uint16, pure=True)
 widen_bfloat16 = instruction("{ .reg .b16 z; mov.b16 z, 0; mov.b32 $0, {z, $1}; }", float32, uint16, pure=True)
 
-here = instruction("{ .reg .b32 l; mov.u32 l, %laneid; shfl.sync.idx.b32 $0, $1, l, 31, -1; }", int32, int32)
+opaque = instruction("{ .reg .b32 l; mov.u32 l, %laneid; shfl.sync.idx.b32 $0, $1, l, 31, -1; }", int32, int32)
 """The number itself, got by an instruction that the compiler leaves where it is: in code that hardly ever runs, whose
 beginnings would else be computed beforehand, each time."""
 
@@ -135,7 +135,7 @@ any_lane = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }", boolean, boolean
 )
 or_lanes = instruction("redux.sync.or.b32 $0, $1, -1;", uint32, uint32)
-elect = instruction("{ .reg .pred p; elect.sync _|p, -1; selp.b32 $0, 1, 0, p; }", boolean)
+elect_one = instruction("{ .reg .pred p; elect.sync _|p, -1; selp.b32 $0, 1, 0, p; }", boolean)
 """True in one lane of the warp."""
 ones = instruction("popc.b32 $0, $1;", int32, uint32, pure=True)
 lowest_one = instruction("{ .reg .b32 r; brev.b32 r, $1; bfind.shiftamt.u32 $0, r; }", int32, uint32, pure=True)

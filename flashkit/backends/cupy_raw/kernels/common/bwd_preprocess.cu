@@ -3,11 +3,11 @@
 // delta = rowsum(dO * O) - dlse, and the log-sum-exp with +inf for rows without keys, whose weights so become 0. LANES
 // lanes take a row, 16 bytes at a time where they can. There may be memory for more rows than n_q; of those the weights
 // become 0 too, by a number that is finite.
-constexpr int PER_UNIT = 16 / sizeof(storage), UNITS = (HEAD_DIM_V + PER_UNIT - 1) / PER_UNIT;
-constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;
+constexpr int VEC_ELEMENTS = 16 / sizeof(storage), ROW_VECS = (HEAD_DIM_V + VEC_ELEMENTS - 1) / VEC_ELEMENTS;
+constexpr int LANES = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
 constexpr float NO_ROW = 1e30f;
 extern "C" __global__ void __launch_bounds__(128) prepare(KERNEL_PARAMS) {
-    const long long index = ((long long)blockIdx.x * 128 + threadIdx.x) / LANES, rows = p.shift.head;
+    const long long index = ((long long)blockIdx.x * 128 + threadIdx.x) / LANES, rows = p.bwd_lse.head;
     const int lane = threadIdx.x % LANES;
     const bool exists = index < p.batch * p.heads * rows;
     const long long row = index % rows, h = index / rows % p.heads, b = exists ? index / rows / p.heads : 0;
@@ -15,13 +15,13 @@ extern "C" __global__ void __launch_bounds__(128) prepare(KERNEL_PARAMS) {
     if (exists && row < p.n_q) {
         const storage* out = row_at<const storage>(p.out, b, h, row);
         const storage* dout = row_at<const storage>(p.dout, b, h, row);
-        if (HEAD_DIM_V % PER_UNIT == 0 && (((unsigned long long)out | (unsigned long long)dout) & 15) == 0) {
+        if (HEAD_DIM_V % VEC_ELEMENTS == 0 && (((unsigned long long)out | (unsigned long long)dout) & 15) == 0) {
 #pragma unroll
-            for (int unit = lane; unit < UNITS; unit += LANES) {
+            for (int unit = lane; unit < ROW_VECS; unit += LANES) {
                 const uint4 x = reinterpret_cast<const uint4*>(out)[unit], y = reinterpret_cast<const uint4*>(dout)[unit];
                 const storage *a = reinterpret_cast<const storage*>(&x), *c = reinterpret_cast<const storage*>(&y);
 #pragma unroll
-                for (int e = 0; e < PER_UNIT; ++e) total += (fk_float)widen(a[e]) * (fk_float)widen(c[e]);
+                for (int e = 0; e < VEC_ELEMENTS; ++e) total += (fk_float)widen(a[e]) * (fk_float)widen(c[e]);
             }
         } else {
             for (int d = lane; d < HEAD_DIM_V; d += LANES) total += (fk_float)widen(out[d]) * (fk_float)widen(dout[d]);
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(128) prepare(KERNEL_PARAMS) {
         const bool empty = lse == HIDDEN;
         if (p.dlse.data != nullptr && row < p.n_q) total -= *row_at<const fk_float>(p.dlse, b, h, row);
         *row_at<fk_float>(p.delta, b, h, row) = empty ? (fk_float)0 : total;
-        *row_at<fk_float>(p.shift, b, h, row) = empty ? INFINITE : lse;
+        *row_at<fk_float>(p.bwd_lse, b, h, row) = empty ? INFINITE : lse;
     }
 }
 
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256) sink_gradients(KERNEL_PARAMS) 
         const fk_float sink = static_cast<const fk_float*>(p.sinks)[h];
         for (long long index = threadIdx.x; index < p.batch * p.n_q; index += 256) {
             const long long b = index / p.n_q, row = index % p.n_q;
-            const fk_float weight = fk_exp(sink - *row_at<const fk_float>(p.shift, b, h, row));
+            const fk_float weight = fk_exp(sink - *row_at<const fk_float>(p.bwd_lse, b, h, row));
             if (weight != 0) total -= (double)(weight * *row_at<const fk_float>(p.delta, b, h, row));
         }
     }

@@ -13,12 +13,12 @@ DEVICE unsigned pack(float low, float high) {
 // For kernels that are launched early (launch.py), while the one before still runs: what they need is there when the first returns;
 // from the second on the next one may begin, where there is room. A split call of 40 us takes 2 less so, one of Hopper's forward
 // pass 1 or 2.
-DEVICE void await_kernel_before() {
+DEVICE void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-DEVICE void allow_next_kernel() {
+DEVICE void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -37,6 +37,6 @@ DEVICE void drop_pair(float& w0, float& w1, const Params& p, int b, int h, int r
     const Words words = philox(p.seed, key >> 2, row, h, b);
     const bool upper = key & 2;
     const unsigned word0 = upper ? words.word[2] : words.word[0], word1 = upper ? words.word[3] : words.word[1];
-    w0 = word0 >= (unsigned)p.threshold ? w0 * (float)p.kept_scale : 0;
-    w1 = word1 >= (unsigned)p.threshold ? w1 * (float)p.kept_scale : 0;
+    w0 = word0 >= (unsigned)p.dropout_threshold ? w0 * (float)p.dropout_scale : 0;
+    w1 = word1 >= (unsigned)p.dropout_threshold ? w1 * (float)p.dropout_scale : 0;
 }

@@ -12,50 +12,20 @@
 // Constants of the head (constexpr):
 //
 //     HEAD_DIM, HEAD_DIM_V    of q and k; of v and out
-//     GROUP                   query heads that share one key/value head
+//     GQA_GROUP                   query heads that share one key/value head
 //     STORAGE                 dtype of the tensors, one of FLOAT64, FLOAT32, FLOAT16, BFLOAT16
 //     BLOCK_Q, BLOCK_K        rows and keys of a tile
 //     HAS_SCORE, HAS_MASK     whether there is a score modification, a mask
 //     HAS_DROPOUT, HAS_SINKS
-//     LOOKED_UP               whether classify() looks tiles up in arrays, over ranges: one call may not cover many then,
+//     MASK_READS_ARRAYS               whether classify() looks tiles up in arrays, over ranges: one call may not cover many then,
 //                             and where tiles lie says nothing of how many of them exist
 //     VALUES                  64-bit entries of Params::values
-//     BRIEF                   whether functions in a score modification may be off by some units of the last place
+//     FAST_MATH                   whether functions in a score modification may be off by some units of the last place
 //
 // and whatever constants a generation adds for its own kernels.
 #pragma once
 
 enum Storage { FLOAT64, FLOAT32, FLOAT16, BFLOAT16 };
-
-// Four axes in place: strides are in elements, the last axis is contiguous. For lse and other numbers of a row the
-// token stride is that of the row.
-struct Tensor {
-    void* data;
-    long long batch, head, token;
-};
-
-// One block of arguments for every kernel; a pass fills what its kernels read. 64-bit fields alone, so that the host
-// writes it as an array of them (cuda_common/launch.py: `Block`).
-struct Params {
-    Tensor q, k, v, out, lse;                            // (B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), ...
-    Tensor dout, dlse, dq, dk, dv;                       // backward; dlse.data may be null
-    Tensor shift, delta;                                 // backward: log-sum-exp with +inf for empty rows; rowsum(dO * O) - dlse
-    Tensor partial, partial_lse;                         // split keys: results of the parts, float, part the first axis
-    Tensor q_unit, k_unit, v_unit, dout_unit;            // float32 as terms of float16: what 1 stands for in a row or tile
-    const void* sinks;                                   // (Hq,) in computing precision
-    void* dsinks;                                        // (Hq,) in computing precision, or null
-    const long long* q_offset;                           // (B,), or null: `offset` for all
-    const long long* kv_lengths;                         // (B,), or null: n_k for all
-    long long offset;
-    long long batch, heads, n_q, n_k;                    // heads: of q
-    long long splits;                                    // parts that the keys are split into, or heads at a time
-    long long before;                                    // tiles of queries that are prepared before the backward kernel
-    unsigned* ticket;                                    // counters of work that is handed out
-    double scale;
-    unsigned long long seed, threshold;                  // dropout: words below the threshold are dropped
-    double kept_scale;                                   // 1 / (1 - p)
-    long long values[VALUES > 0 ? VALUES : 1];           // of the modification, in the order of the spec's slots
-};
 
 // Kernel arguments lie in constant memory; from sm_70 on their address may be taken without a copy being made.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
@@ -66,8 +36,6 @@ struct Params {
 
 // A tile's pairs: none is visible, some may be, all are.
 enum State { EMPTY, PARTIAL, FULL };
-
-static_assert(sizeof(Params) == 8 * PARAMS_WORDS, "arguments.py and Params differ");
 
 #define DEVICE static __device__ __forceinline__
 
@@ -85,4 +53,4 @@ DEVICE long long keys_of(const Params& p, long long b) {
 }
 
 // Position of row 0 on the axis of the keys.
-DEVICE long long offset_of(const Params& p, long long b) { return p.q_offset == nullptr ? p.offset : p.q_offset[b]; }
+DEVICE long long offset_of(const Params& p, long long b) { return p.q_offsets == nullptr ? p.q_offset : p.q_offsets[b]; }

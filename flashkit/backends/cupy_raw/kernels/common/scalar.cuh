@@ -60,10 +60,13 @@ template <typename T, typename U> DEVICE auto fk_max(T x, U y) -> decltype(x + y
 DEVICE long long fk_floordiv(long long x, long long y) {
     if (y == 0) return 0;
     if (((x | y) >> 31) == 0) return (unsigned)x / (unsigned)y;
+    if (y == -1) return (long long)(0 - (unsigned long long)x);  // -2^63 wraps
     const long long quotient = x / y;
     return quotient - (quotient * y != x && (x < 0) != (y < 0));
 }
-DEVICE long long fk_mod(long long x, long long y) { return y == 0 ? 0 : x - fk_floordiv(x, y) * y; }
+DEVICE long long fk_mod(long long x, long long y) {
+    return y == 0 || y == -1 ? 0 : x - fk_floordiv(x, y) * y;
+}
 DEVICE float fk_floordiv(float x, float y) { return floorf(x / y); }
 DEVICE double fk_floordiv(double x, double y) { return floor(x / y); }
 DEVICE float fk_mod(float x, float y) {
@@ -74,6 +77,13 @@ DEVICE double fk_mod(double x, double y) {
     const double r = fmod(x, y);
     return r != 0 && (r < 0) != (y < 0) ? r + y : r;
 }
+
+// Integers that may overflow: they wrap, for which C++ has unsigned ones.
+DEVICE long long fk_wrapping_add(long long x, long long y) { return (unsigned long long)x + (unsigned long long)y; }
+DEVICE long long fk_wrapping_sub(long long x, long long y) { return (unsigned long long)x - (unsigned long long)y; }
+DEVICE long long fk_wrapping_mul(long long x, long long y) { return (unsigned long long)x * (unsigned long long)y; }
+DEVICE long long fk_wrapping_neg(long long x) { return 0 - (unsigned long long)x; }
+DEVICE long long fk_wrapping_abs(long long x) { return x < 0 ? fk_wrapping_neg(x) : x; }
 
 // 2^x; what is below the smallest normal number is 0.
 DEVICE float exp2_fast(float x) {
@@ -93,16 +103,16 @@ DEVICE float reciprocal(float x) {  // to one unit of the last place
     return y;
 }
 
-// BRIEF: scores of 16-bit elements are right to three digits, and a few units of the last place of float32 may be spared.
+// FAST_MATH: scores of 16-bit elements are right to three digits, and a few units of the last place of float32 may be spared.
 DEVICE double fk_div(double x, double y) { return x / y; }
 DEVICE float fk_div(float x, float y) {
-    if constexpr (!BRIEF) return x / y;
+    if constexpr (!FAST_MATH) return x / y;
     return x * reciprocal(y);  // once for all scores where y is a parameter
 }
 
 DEVICE double fk_tanh(double x) { return tanh(x); }
 DEVICE float fk_tanh(float x) {
-    if constexpr (!BRIEF) return tanhf(x);
+    if constexpr (!FAST_MATH) return tanhf(x);
     float y = exp2_fast(x * 2.8853900817779268f);  // 1 - 2 / (exp(2 x) + 1), to 2e-7
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(y + 1.0f));
     return fmaf(-2.0f, y, 1.0f);

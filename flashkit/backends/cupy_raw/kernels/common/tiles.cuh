@@ -27,7 +27,7 @@ DEVICE int tile_state(const Params& p, long long b, long long h, long long offse
 }
 
 // Walks along an axis over the tiles that are not EMPTY. Every warp of a block walks by itself, all in step: the lanes
-// of a warp classify 32 tiles at once, after 32 groups of 32 unless tiles are LOOKED_UP, so a long run of EMPTY tiles
+// of a warp classify 32 tiles at once, after 32 groups of 32 unless tiles are MASK_READS_ARRAYS, so a long run of EMPTY tiles
 // costs a few looks at the mask. Call next() with all lanes of a warp.
 //
 //     TileWalk<BLOCK_K, true> walk(p, b, h, row0, row1, n_keys);
@@ -58,7 +58,7 @@ struct TileWalk {
         if constexpr (!HAS_MASK) return ++tile < tiles;
         const int lane = threadIdx.x % 32;
         while (live == 0) {
-            if constexpr (!LOOKED_UP) {
+            if constexpr (!MASK_READS_ARRAYS) {
                 while (groups == 0) {
                     first_group += 32;
                     if (first_group * 32 >= tiles) return false;
@@ -118,5 +118,5 @@ DEVICE fk_float drop(fk_float weight, const Params& p, long long b, long long h,
     const Words words = philox(p.seed, key >> 2, row, h, b);
     const int lane = key & 3;
     const unsigned word = lane == 0 ? words.word[0] : lane == 1 ? words.word[1] : lane == 2 ? words.word[2] : words.word[3];
-    return word >= (unsigned)p.threshold ? weight * (fk_float)p.kept_scale : (fk_float)0;
+    return word >= (unsigned)p.dropout_threshold ? weight * (fk_float)p.dropout_scale : (fk_float)0;
 }

@@ -33,7 +33,7 @@ DEVICE void weights_and_gradients(const Params& p, int state, fk_float (&s)[ROWS
 #pragma unroll
     for (int i = 0; i < ROWS_EACH; ++i)
 #pragma unroll
-        for (int j = 0; j < COLUMNS_EACH; ++j) s[i][j] *= (fk_float)p.scale;
+        for (int j = 0; j < COLUMNS_EACH; ++j) s[i][j] *= (fk_float)p.softmax_scale;
     modify_tile<ROWS, COLUMNS, BACKWARD_KEYS, true>(p, state, s, slope, b, h, row0, p.n_q, k0, n_k);
     if constexpr (HAS_DROPOUT) drop_tile<ROWS, COLUMNS, BACKWARD_KEYS>(p, dp, b, h, row0, k0);
     constexpr int QUERIES_EACH = BACKWARD_KEYS ? COLUMNS_EACH : ROWS_EACH;
@@ -41,7 +41,7 @@ DEVICE void weights_and_gradients(const Params& p, int state, fk_float (&s)[ROWS
 #pragma unroll
     for (int x = 0; x < QUERIES_EACH; ++x) {
         const long long row = row0 + (BACKWARD_KEYS ? tx + x * TX : ty + x * TY);
-        shift[x] = row < p.n_q ? *row_at<const fk_float>(p.shift, b, h, row) : INFINITE;
+        shift[x] = row < p.n_q ? *row_at<const fk_float>(p.bwd_lse, b, h, row) : INFINITE;
         delta[x] = row < p.n_q ? *row_at<const fk_float>(p.delta, b, h, row) : (fk_float)0;
     }
 #pragma unroll
@@ -50,7 +50,7 @@ DEVICE void weights_and_gradients(const Params& p, int state, fk_float (&s)[ROWS
         for (int j = 0; j < COLUMNS_EACH; ++j) {
             const int x = BACKWARD_KEYS ? j : i;
             s[i][j] = weight_of((s[i][j] - shift[x]) * LOG2E);
-            fk_float gradient = s[i][j] * (dp[i][j] - delta[x]) * (fk_float)p.scale;
+            fk_float gradient = s[i][j] * (dp[i][j] - delta[x]) * (fk_float)p.softmax_scale;
             if constexpr (HAS_SCORE) gradient *= slope[i][j];
             dp[i][j] = s[i][j] == 0 ? (fk_float)0 : gradient;
         }
@@ -58,7 +58,7 @@ DEVICE void weights_and_gradients(const Params& p, int state, fk_float (&s)[ROWS
 
 // dK and dV of one tile of keys.
 DEVICE void keys_tile(const Params& p, fk_float* stages, fk_float* weights) {
-    const long long heads_kv = p.heads / GROUP;
+    const long long heads_kv = p.heads / GQA_GROUP;
     const long long head_kv = blockIdx.x % heads_kv, b = blockIdx.x / heads_kv % p.batch;
     const long long k0 = blockIdx.x / (heads_kv * p.batch) * BLOCK_K, n_k = keys_of(p, b);
     const long long k1 = k0 + BLOCK_K < n_k ? k0 + BLOCK_K : n_k;
@@ -69,7 +69,7 @@ DEVICE void keys_tile(const Params& p, fk_float* stages, fk_float* weights) {
         fk_float dk[ROWS_EACH][WIDTH], dv[ROWS_EACH][WIDTH_V];
         clear(dk);
         clear(dv);
-        for (long long h = head_kv * GROUP; h < (head_kv + 1) * GROUP && k0 < n_k; ++h) {
+        for (long long h = head_kv * GQA_GROUP; h < (head_kv + 1) * GQA_GROUP && k0 < n_k; ++h) {
             TileWalk<BLOCK_Q, false> walk(p, b, h, k0, k1, p.n_q);
 #pragma unroll 1
             while (walk.next()) {
@@ -100,7 +100,7 @@ DEVICE void keys_tile(const Params& p, fk_float* stages, fk_float* weights) {
 // dQ of one tile of queries.
 DEVICE void queries_tile(const Params& p, fk_float* stages, fk_float* weights) {
     const long long tiles = (p.n_q + BLOCK_Q - 1) / BLOCK_Q;
-    const long long h = blockIdx.x % p.heads, b = blockIdx.x / p.heads % p.batch, head_kv = h / GROUP;
+    const long long h = blockIdx.x % p.heads, b = blockIdx.x / p.heads % p.batch, head_kv = h / GQA_GROUP;
     const long long row0 = (tiles - 1 - blockIdx.x / (p.heads * p.batch)) * BLOCK_Q, n_k = keys_of(p, b);
     const long long row1 = row0 + BLOCK_Q < p.n_q ? row0 + BLOCK_Q : p.n_q;
     const Rows q = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q), dout = rows_of(p.dout, b, h, row0, p.n_q, BLOCK_Q);

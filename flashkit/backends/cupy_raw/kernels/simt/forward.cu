@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
     fk_float* weights = stages + 2 * stage_size(BLOCK_Q, BLOCK_K, HEAD_DIM_V);
 
     const long long heads = p.heads, tiles = (p.n_q + BLOCK_Q - 1) / BLOCK_Q;
-    const long long b = blockIdx.x / heads % p.batch, h = blockIdx.x % heads, head_kv = h / GROUP;
+    const long long b = blockIdx.x / heads % p.batch, h = blockIdx.x % heads, head_kv = h / GQA_GROUP;
     const long long row0 = (tiles - 1 - blockIdx.x / (heads * p.batch)) * BLOCK_Q, n_k = keys_of(p, b);
     const long long row1 = row0 + BLOCK_Q < p.n_q ? row0 + BLOCK_Q : p.n_q;
     const Rows q = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q);
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
 #pragma unroll
             for (int i = 0; i < ROWS_EACH; ++i)
 #pragma unroll
-                for (int j = 0; j < KEYS_EACH; ++j) s[i][j] *= (fk_float)p.scale;
+                for (int j = 0; j < KEYS_EACH; ++j) s[i][j] *= (fk_float)p.softmax_scale;
             modify_tile<BLOCK_Q, BLOCK_K, false, false>(p, walk.state, s, s, b, h, row0, p.n_q, k0, n_k);
             online_softmax(s, m, l, output);
             if constexpr (HAS_DROPOUT) drop_tile<BLOCK_Q, BLOCK_K, false>(p, s, b, h, row0, k0);

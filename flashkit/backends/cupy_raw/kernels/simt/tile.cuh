@@ -77,8 +77,8 @@ DEVICE void wait_async() {
 // not exist becomes 0. In fours where addresses allow it, else one by one.
 template <int ROWS, int WIDTH, int DIM, int PITCH>
 DEVICE void load_tile(const Rows& source, int first, int column, fk_float* target) {
-    constexpr int BYTES = 4 * (int)sizeof(storage), UNIT = BYTES < 16 ? BYTES : 16;
-    if (DIM % 4 == 0 && ((size_t)source.data | (size_t)(source.token * (long long)sizeof(storage))) % UNIT == 0) {
+    constexpr int BYTES = 4 * (int)sizeof(storage), VEC_BYTES = BYTES < 16 ? BYTES : 16;
+    if (DIM % 4 == 0 && ((size_t)source.data | (size_t)(source.token * (long long)sizeof(storage))) % VEC_BYTES == 0) {
         // A thread stays in its column and goes down in steps, so an address is one addition.
         constexpr int ACROSS = power_of_two(WIDTH / 4), STEP = THREADS / ACROSS;
         const int row = threadIdx.x / ACROSS, at = threadIdx.x % ACROSS * 4;

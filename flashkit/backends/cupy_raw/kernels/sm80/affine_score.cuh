@@ -3,7 +3,7 @@
 #pragma once
 #include "common/positions.cuh"
 
-constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && !WIDE;
+constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && !IS_FLOAT32;
 constexpr bool SCALED = BY_FORM && EVEN && !BIASED;  // tanh or nothing, times a number that is the same for all
 
 // Of a row and the keys of a tile. What depends on the score alone, and the bias, in base 2: at the lane's first key, and from
@@ -16,11 +16,11 @@ struct Line {
 // Lines of a lane's rows row_of(i, half), which may be past the last of `rows`; a warp has SPAN of them one after the other, from
 // `row0` on. key: the lane's first among the tile's KEYS keys, which begin at k0. False where the bias does not grow evenly from
 // key to key within the tile, for a row of this warp.
-template <int KEYS, int SPAN, int PACK, int TILES, typename F>
+template <int KEYS, int SPAN, int PACK_GQA, int TILES, typename F>
 DEVICE bool lines_of(const Params& p, int b, int h, long long offset, int rows, int row0, int k0, int key,
                    Line (&line)[TILES][2], F row_of) {
-    constexpr bool ALIKE = DIAGONAL && PACK == 1;  // a step along a row is one from row to row, the other way
-    const float scale = (float)p.scale;
+    constexpr bool ALIKE = DIAGONAL && PACK_GQA == 1;  // a step along a row is one from row to row, the other way
+    const float scale = (float)p.softmax_scale;
     bool straight = true;
     float step = 0, corner = 0;
     if (SLOPED && ALIKE) {
@@ -36,7 +36,7 @@ DEVICE bool lines_of(const Params& p, int b, int h, long long offset, int rows, 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Line& at = line[i][half];
-            const int own = row_of(i, half), index = own < rows ? own : rows - 1, row = index / PACK, head = h + index % PACK;
+            const int own = row_of(i, half), index = own < rows ? own : rows - 1, row = index / PACK_GQA, head = h + index % PACK_GQA;
             const start q = (start)(row + offset);
             const Head numbers = head_of(b, head, p);
             const float gain = score_gain<position>(b, head, row, q, numbers, p);

@@ -14,7 +14,7 @@
 //
 // dQ is summed over blocks. With ORDERED a block adds to a tile of queries when all blocks before it are done with it, so
 // the bits never change: `done` has a bit for each pair of tiles. Blocks take their work by ticket in that order, so
-// whoever waits, waits for a block that runs. Blocks work at p.splits heads at a time, whose rows and sums the L2 cache
+// whoever waits, waits for a block that runs. Blocks work at p.heads_per_l2_group heads at a time, whose rows and sums the L2 cache
 // holds; so many blocks are at one head, and the order has to be one in which they follow each other at the distance of
 // a tile: the last keys come first, and a block goes over its queries from the first on. Under a causal mask it begins at
 // its diagonal, where it is the first to add, and nobody waits. Only the last heads go the other way round: their blocks
@@ -44,10 +44,10 @@ constexpr int Q_TILES = BLOCK_Q / (16 * WARPS_Q), Q_COLUMNS = padded(HEAD_DIM) *
 
 // Where registers leave room, the next tile is copied among the steps of the first two products; and dQ comes first, so
 // that there are more steps to add it among.
-constexpr bool SPREAD = !WIDE && HEAD_DIM > 64, DQ_FIRST = !WIDE && (HEAD_DIM <= 64 || HEAD_DIM > 128);
+constexpr bool SPREAD = !IS_FLOAT32 && HEAD_DIM > 64, DQ_FIRST = !IS_FLOAT32 && (HEAD_DIM <= 64 || HEAD_DIM > 128);
 constexpr bool SOON = DQ_FIRST && HAS_MASK && HEAD_DIM > 128;  // all of it beside the first product after it: who waits, waits less
 constexpr bool LEAN = !HAS_MASK && HEAD_DIM > 128;  // where neither uniform registers nor one address for all are faster
-constexpr bool LISTED = HAS_MASK || WIDE;  // float32: in place of the numbers on the list others would be spilled
+constexpr bool LISTED = HAS_MASK || IS_FLOAT32;  // float32: in place of the numbers on the list others would be spilled
 static_assert(S_KEYS % 2 == 0 && K_COLUMNS % 2 == 0 && V_COLUMNS % 2 == 0 && Q_COLUMNS % 2 == 0, "operands come in pairs");
 
 constexpr int SIZE = sizeof(storage), PITCH = pitch(HEAD_DIM), PITCH_V = pitch(HEAD_DIM_V), PITCH_S = BLOCK_K * SIZE + 16;
@@ -71,19 +71,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (ORDERED) {
-        if (threadIdx.x == 0) ticket = atomicAdd(static_cast<unsigned*>(p.partial_lse.data) - 4, 1u);
+        if (threadIdx.x == 0) ticket = atomicAdd(p.tile_counter, 1u);
         __syncthreads();
     }
     const unsigned index = ORDERED ? ticket : blockIdx.x;
-    const int heads = (int)p.heads / GROUP;
-    const int tiles_k = (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), all = heads * (int)p.batch, most = (int)p.splits;
+    const int heads = (int)p.heads / GQA_GROUP;
+    const int tiles_k = (int)((p.n_k + BLOCK_K - 1) / BLOCK_K), all = heads * (int)p.batch, most = (int)p.heads_per_l2_group;
     const Work work = work_of(index, tiles_k, all, most);
     const bool down = HAS_MASK && all > most && work.bh >= (all - 1) / most * most;  // the last heads, the other way
     const auto known = [](int x) { return LEAN ? x : (int)uniform(x); };
     const int tile_k = known(down ? work.tile : tiles_k - 1 - work.tile);
     const int b = known(work.bh / heads), head = known(work.bh % heads), n_k = known((int)keys_of(p, b));
     const int before_low = down ? 0 : tile_k + 1, before_high = down ? tile_k : (n_k + BLOCK_K - 1) / BLOCK_K;  // add before
-    Place at{b, head * GROUP, tile_k * BLOCK_K, 0, (int)p.n_q, n_k, offset_of(p, b)};
+    Place at{b, head * GQA_GROUP, tile_k * BLOCK_K, 0, (int)p.n_q, n_k, offset_of(p, b)};
     at.k1 = at.k0 + BLOCK_K < n_k ? at.k0 + BLOCK_K : n_k;
     const int tiles_q = (at.n_q + BLOCK_Q - 1) / BLOCK_Q;
 
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
 
     if (at.k0 < n_k) {
         if (ORDERED && HAS_MASK) {  // tiles that see nothing of these keys are done
-            for (int h = at.h; h < at.h + GROUP; ++h)
+            for (int h = at.h; h < at.h + GQA_GROUP; ++h)
                 for (int tile = threadIdx.x; tile < tiles_q; tile += THREADS) {
                     const int end = tile * BLOCK_Q + BLOCK_Q < at.n_q ? tile * BLOCK_Q + BLOCK_Q : at.n_q;
                     if (tile_state(p, b, h, at.offset, tile * BLOCK_Q, end, at.k0, at.k1) == EMPTY)
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
         copies_end();
 
 #pragma unroll 1
-        for (at.h = head * GROUP; at.h < (head + 1) * GROUP; ++at.h) {
+        for (at.h = head * GQA_GROUP; at.h < (head + 1) * GQA_GROUP; ++at.h) {
             const Rows<> q(p.q, b, at.h), dout(p.dout, b, at.h);
             if (threadIdx.x == 0) list.next = 0;
             int before = -1;  // the tile of queries that was added to last
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                 const auto stage_of = [&](int i) { return base + AT_QUERIES + i % 2 * BYTES_STAGE; };
                 const auto load_rows = [&](int row0, unsigned stage, bool wanted) {  // pieces of shift, then of delta
                     const bool first = threadIdx.x < BLOCK_Q / 4;
-                    const float* rows = row_at<const float>(first ? p.shift : p.delta, b, at.h, row0);
+                    const float* rows = row_at<const float>(first ? p.bwd_lse : p.delta, b, at.h, row0);
                     copy_async(stage + AT_ROWS + threadIdx.x * 16, rows + threadIdx.x % (BLOCK_Q / 4) * 4, 0, 1,
                                wanted && threadIdx.x < BLOCK_Q / 2);
                 };
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                             dq, base + AT_DS + warp / (WARPS / WARPS_Q) * 16 * Q_TILES * PITCH_S, base, warp % (WARPS / WARPS_Q));
                         if (ORDERED) wait_for(done, seen, before_low, before_high);
                     };
-                    float* sums = row_at<float>(p.partial, b, at.h, tile) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
+                    float* sums = row_at<float>(p.dq_accum, b, at.h, tile) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
                     const auto add_dq = [&](int k, int steps) {
 #pragma unroll
                         for (int j = 0; j < Q_TILES * Q_COLUMNS; ++j)
@@ -235,6 +235,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     }
     copies_wait_all();  // of keys that no tile of queries waited for
     __syncthreads();
-    store_keys<DK, HEAD_DIM>(p, p.dk, at, head, dk, (float)p.scale, shared);
+    store_keys<DK, HEAD_DIM>(p, p.dk, at, head, dk, (float)p.softmax_scale, shared);
     store_keys<DV, HEAD_DIM_V>(p, p.dv, at, head, dv, 1.0f, shared);
 }

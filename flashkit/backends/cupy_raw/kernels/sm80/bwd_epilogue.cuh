@@ -16,12 +16,12 @@ DEVICE float dot(const storage* x, const storage* y) {
 template <Gradient WHICH>
 DEVICE float pair(const Params& p, int b, int h, int query, int key) {
     const long long q = query + offset_of(p, b);
-    const float s = dot<HEAD_DIM>(row_at<storage>(p.q, b, h, query), row_at<storage>(p.k, b, h / GROUP, key)) * (float)p.scale;
-    const float lse = *row_at<float>(p.shift, b, h, query), x = modify<true>(s, b, h, query, q, key, p);
+    const float s = dot<HEAD_DIM>(row_at<storage>(p.q, b, h, query), row_at<storage>(p.k, b, h / GQA_GROUP, key)) * (float)p.softmax_scale;
+    const float lse = *row_at<float>(p.bwd_lse, b, h, query), x = modify<true>(s, b, h, query, q, key, p);
     const float w = x == HIDDEN ? 0.0f : exp2_fast((x - lse) * LOG2E);
     if (w == 0) return 0;
     if constexpr (WHICH == DV) return HAS_DROPOUT ? drop(w, p, b, h, query, key) : w;
-    float dp = dot<HEAD_DIM_V>(row_at<storage>(p.dout, b, h, query), row_at<storage>(p.v, b, h / GROUP, key));
+    float dp = dot<HEAD_DIM_V>(row_at<storage>(p.dout, b, h, query), row_at<storage>(p.v, b, h / GQA_GROUP, key));
     if constexpr (HAS_DROPOUT) dp = drop(dp, p, b, h, query, key);
     const float slope = HAS_SCORE ? (float)score_slope(s, b, h, query, q, key, p) : 1.0f;
     return w * slope * (dp - *row_at<float>(p.delta, b, h, query));
@@ -30,7 +30,7 @@ DEVICE float pair(const Params& p, int b, int h, int query, int key) {
 // Columns first ... of one row, leaving out what meets a 0. By a warp. head: of queries for dQ, else of keys.
 template <Gradient WHICH>
 DEVICE void once_more(const Params& p, int b, int head, int row, int first, int columns, float factor) {
-    constexpr int DIM = WHICH == DV ? HEAD_DIM_V : HEAD_DIM, HEADS = WHICH == DQ ? 1 : GROUP;
+    constexpr int DIM = WHICH == DV ? HEAD_DIM_V : HEAD_DIM, HEADS = WHICH == DQ ? 1 : GQA_GROUP;
     const Tensor& target = WHICH == DQ ? p.dq : WHICH == DK ? p.dk : p.dv;
     const Tensor& other = WHICH == DQ ? p.k : WHICH == DK ? p.q : p.dout;
     const int lane = threadIdx.x % 32, n = WHICH == DQ ? (int)keys_of(p, b) : (int)p.n_q;
@@ -47,7 +47,7 @@ DEVICE void once_more(const Params& p, int b, int head, int row, int first, int 
 #pragma unroll 1
                 for (int i = 0; i < 32 && start + i < n; ++i) {
                     const float w = __shfl_sync(~0u, mine, i);
-                    const storage* x = row_at<storage>(other, b, WHICH == DQ ? h / GROUP : h, start + i);
+                    const storage* x = row_at<storage>(other, b, WHICH == DQ ? h / GQA_GROUP : h, start + i);
                     if (w != 0 && exists) total = fmaf(w, (float)widen(x[first + c]), total);
                 }
             }
@@ -106,11 +106,11 @@ struct Eights {
 };
 
 // The sums of dQ to dq. A block takes a tile.
-extern "C" __global__ void __launch_bounds__(256, 6) store_queries(KERNEL_PARAMS) {
+extern "C" __global__ void __launch_bounds__(256, 6) bwd_postprocess(KERNEL_PARAMS) {
     const int tiles = (int)((p.n_q + BLOCK_Q - 1) / BLOCK_Q);
     const int tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
-    const float* sums = row_at<const float>(p.partial, b, h, tile);
-    const float scale = (float)p.scale;
+    const float* sums = row_at<const float>(p.dq_accum, b, h, tile);
+    const float scale = (float)p.softmax_scale;
     constexpr int EIGHTS = BLOCK_Q * padded(HEAD_DIM) / 16;
     bool odd = false;
 #pragma unroll 2

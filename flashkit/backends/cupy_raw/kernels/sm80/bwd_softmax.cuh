@@ -18,13 +18,13 @@ struct Place {
 // A lane's two numbers of a row and neighbouring keys to a tile in shared memory.
 DEVICE void store_weights(unsigned target, int row, int key, float x, float y) {
     target += row * PITCH_S + key * SIZE;
-    if constexpr (WIDE) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(x), "f"(y) : "memory");
+    if constexpr (IS_FLOAT32) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(x), "f"(y) : "memory");
     else asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(pack(x, y)) : "memory");
 }
 
 // Scores of a tile of which a part is hidden. Far positions are dealt with one after the other, which takes few registers.
 DEVICE void hide(const Params& p, const Place& at, float (&s)[S_TILES][S_KEYS][4], int row0) {
-    const float hidden = p.scale < 0 ? INFINITE : HIDDEN;  // before it is multiplied
+    const float hidden = p.softmax_scale < 0 ? INFINITE : HIDDEN;  // before it is multiplied
     const auto is_seen = [&](auto q0, int i, int half, int key) {
         const int row = row0 + at.row(i, half), k = at.k0 + key;
         if (row >= at.n_q || k >= at.n_k) return false;
@@ -58,7 +58,7 @@ template <bool PLAIN, typename POSITION = int>
 DEVICE void weights(const Params& p, const Place& at, float (&s)[S_TILES][S_KEYS][4],
                     const float (&shift)[S_TILES][2], Line (&line)[S_TILES][2], int row0, unsigned target) {
     const Tanh tanh;
-    const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
+    const float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
 #pragma unroll
     for (int i = 0; i < S_TILES; ++i)
 #pragma unroll

@@ -1,7 +1,7 @@
 // Sums of dQ in global memory (sm80_backward.cu), to which blocks add one after the other.
 #pragma once
 
-DEVICE unsigned* done_of(const Params& p, int b, int h, int tile) { return row_at<unsigned>(p.partial_lse, b, h, tile); }
+DEVICE unsigned* done_of(const Params& p, int b, int h, int tile) { return row_at<unsigned>(p.dq_semaphore, b, h, tile); }
 DEVICE void set_nothing(unsigned* word, int tile) {  // for a tile that nothing is added to
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile / 32), "r"(1u << tile % 32) : "memory");
 }

@@ -3,7 +3,7 @@
 #include "sm80/layout.cuh"
 
 // S = Q K^T on the ordinary units.
-DEVICE void scores_carefully(float (&s)[TILES][KEYS][4], unsigned char* q, unsigned char* k) {
+DEVICE void scores_nonfinite(float (&s)[TILES][KEYS][4], unsigned char* q, unsigned char* k) {
 #pragma unroll 1
     for (int d = 0; d < HEAD_DIM; ++d)
 #pragma unroll
@@ -21,7 +21,7 @@ DEVICE void scores_carefully(float (&s)[TILES][KEYS][4], unsigned char* q, unsig
 }
 
 // O += P V, leaving out the values of weights that are 0.
-DEVICE void accumulate_carefully(float (&output)[TILES][COLUMNS][4], const float (&s)[TILES][KEYS][4],
+DEVICE void accumulate_nonfinite(float (&output)[TILES][COLUMNS][4], const float (&s)[TILES][KEYS][4],
                                  const storage* weights, unsigned char* v) {
     float own[TILES][KEYS][4];  // indexed by the loop below, so in memory
     if constexpr (WARPS_K == 1) {
@@ -62,7 +62,7 @@ DEVICE void finish(const Params& p, const Place& at, int part, const float (&m)[
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int index = at.row(i, half), row = index / PACK, h = at.h + index % PACK;
+            const int index = at.row(i, half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
             float top = m[i][half], sum = l[i][half], factor = 1;
             if (HAS_SINKS && !SPLIT) {  // one more logit in the sum, without a value
                 const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
@@ -74,17 +74,17 @@ DEVICE void finish(const Params& p, const Place& at, int part, const float (&m)[
             }
             const bool empty = sum == 0;  // no key is visible
             // Of 16-bit elements the last bits of float32 make no difference, and finding them takes 2 % of a short call.
-            const float lse = empty ? HIDDEN : WIDE ? fmaf(top, LN2, logf(sum)) : (top + log2_fast(sum)) * LN2;
-            factor = empty ? 0.0f : WIDE ? factor / sum : factor * reciprocal(sum);
+            const float lse = empty ? HIDDEN : IS_FLOAT32 ? fmaf(top, LN2, logf(sum)) : (top + log2_fast(sum)) * LN2;
+            factor = empty ? 0.0f : IS_FLOAT32 ? factor / sum : factor * reciprocal(sum);
 #pragma unroll
             for (int n = 0; n < COLUMNS; ++n) output[i][n][2 * half] *= factor, output[i][n][2 * half + 1] *= factor;
             if (index >= at.rows) continue;
             if (threadIdx.x % 4 == 0 && at.share() == 0) {
-                if constexpr (SPLIT) *row_at<float>(p.partial_lse, part * p.batch + at.b, h, row) = lse;
+                if constexpr (SPLIT) *row_at<float>(p.lse_partial, part * p.batch + at.b, h, row) = lse;
                 else *row_at<float>(p.lse, at.b, h, row) = lse;
             }
             if constexpr (SPLIT) {
-                float* target = row_at<float>(p.partial, part * p.batch + at.b, h, row);
+                float* target = row_at<float>(p.o_partial, part * p.batch + at.b, h, row);
 #pragma unroll
                 for (int n = 0; n < COLUMNS; ++n) {
                     const int column = at.column(n);
@@ -100,7 +100,7 @@ DEVICE void finish(const Params& p, const Place& at, int part, const float (&m)[
         }
     if constexpr (STAGED) {
         const int column = at.share() * COLUMNS * 8;
-        store_tile<HEAD_DIM_V, HEAD_DIM>(output, 1.0f, q_of_warp, column, column, Rows<PACK>(p.out, at.b, at.h),
+        store_tile<HEAD_DIM_V, HEAD_DIM>(output, 1.0f, q_of_warp, column, column, Rows<PACK_GQA>(p.out, at.b, at.h),
                                          at.row0 + at.row_of_warp(), at.rows);
     }
 }

@@ -1,8 +1,8 @@
 // Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on tensor cores by mma.sync.
 //
-// A block of WARPS warps takes BLOCK_Q rows and goes over the tiles of keys that they see. With PACK > 1 a row is one
-// of the PACK query heads that share a key/value head, at one token: all of them use what is loaded once. With SPLIT a
-// block takes one of p.splits parts of the keys, and `combine` joins the parts (FlashDecoding).
+// A block of WARPS warps takes BLOCK_Q rows and goes over the tiles of keys that they see. With PACK_GQA > 1 a row is one
+// of the PACK_GQA query heads that share a key/value head, at one token: all of them use what is loaded once. With SPLIT a
+// block takes one of p.num_splits parts of the keys, and `combine` joins the parts (FlashDecoding).
 //
 //     Q          [BLOCK_Q][HEAD_DIM]            shared memory
 //     K, V       [STAGES][BLOCK_K][..]          shared memory, filled STAGES - 1 tiles ahead
@@ -39,7 +39,7 @@
 //                   integers, to find the greatest: no faster, and takes registers. Heads one at a time without a mask: as
 //                   fast.
 //
-// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, PACK, SPLIT, BLOCKS_PER_SM, POSITIONS and FAR.
+// Constants of the head: BLOCK_Q, BLOCK_K, WARPS, WARPS_K, STAGES, PACK_GQA, SPLIT, BLOCKS_PER_SM, POSITIONS and FAR.
 #include "sm80/layout.cuh"
 #include "sm80/affine_score.cuh"
 
@@ -51,8 +51,8 @@ constexpr int COLUMNS = padded(HEAD_DIM_V) / WARPS_K / 8;
 // next keys from then on.
 constexpr int AHEAD = STAGES - 1, NEXT = larger(AHEAD, 1);
 // Whether a tile is copied among the steps of a product: where registers leave room, and it is not needed soon.
-constexpr bool SPREAD = AHEAD > 0 && (WIDE || !HAS_MASK || HEAD_DIM <= 64);
-constexpr bool EARLY = !WIDE && HEAD_DIM > 64;  // of operands; with 64 columns it makes a call 3 to 8 % slower
+constexpr bool SPREAD = AHEAD > 0 && (IS_FLOAT32 || !HAS_MASK || HEAD_DIM <= 64);
+constexpr bool EARLY = !IS_FLOAT32 && HEAD_DIM > 64;  // of operands; with 64 columns it makes a call 3 to 8 % slower
 static_assert(KEYS % 2 == 0 && COLUMNS % 2 == 0, "operands come in pairs");
 constexpr int BYTES_Q = BLOCK_Q * pitch(HEAD_DIM), BYTES_K = BLOCK_K * pitch(HEAD_DIM);
 constexpr int BYTES_STAGE = BYTES_K + BLOCK_K * pitch(HEAD_DIM_V), AT_LIST = BYTES_Q + STAGES * BYTES_STAGE;
@@ -68,11 +68,11 @@ DEVICE RowState& state_of_lane() { return reinterpret_cast<RowState*>(shared + A
 
 // A hidden pair has the weight 0, but 0 times NaN is NaN. So where an output is not finite though its sum is, the block
 // is done again, product by product. So it is where float32 is split, which at first makes infinity NaN.
-constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT, SPLITS = WIDE && TERMS == 3;
+constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT, SPLITS = IS_FLOAT32 && TERMS == 3;
 
 // What a block works at, and the place of its lanes in it.
 struct Place {
-    int b, h, row0, rows, n_k;  // h: the first of PACK heads; rows: PACK rows for a token, of which this block's start at row0
+    int b, h, row0, rows, n_k;  // h: the first of PACK_GQA heads; rows: PACK_GQA rows for a token, of which this block's start at row0
     long long offset;
 
     __device__ __forceinline__ int row(int i, int half) const {  // that a lane holds; of the block's head and token
@@ -90,27 +90,27 @@ struct Place {
 #include "sm80/epilogue.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forward(KERNEL_PARAMS) {
-    if constexpr (SPLIT) await_kernel_before(), allow_next_kernel();
+    if constexpr (SPLIT) griddepcontrol_wait(), griddepcontrol_launch_dependents();
     TileList& list = *reinterpret_cast<TileList*>(shared + AT_LIST);
     storage* shared_weights = reinterpret_cast<storage*>(shared + AT_P);
     const unsigned q_shared = address_of(shared), stages = q_shared + BYTES_Q;
     const unsigned q_of_warp = q_shared + Place::row_of_warp() * pitch(HEAD_DIM);
 
-    const int heads = (int)p.heads / PACK, rows = (int)p.n_q * PACK, tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
-    const unsigned parts = SPLIT ? (unsigned)p.splits : 1, part = blockIdx.x % parts;
-    // Tiles with most to do first, of p.splits heads at a time, whose keys and values are in the L2 cache together; of
+    const int heads = (int)p.heads / PACK_GQA, rows = (int)p.n_q * PACK_GQA, tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
+    const unsigned parts = SPLIT ? (unsigned)p.num_splits : 1, part = blockIdx.x % parts;
+    // Tiles with most to do first, of p.heads_per_l2_group heads at a time, whose keys and values are in the L2 cache together; of
     // the tiles with least to do a quarter is left to the end, where they even out when blocks finish.
     const unsigned all = heads * (unsigned)p.batch, index = blockIdx.x / parts, early = HAS_MASK ? tiles - tiles / 4 : tiles;
     Work work;
-    if (!HAS_MASK || index < early * all) work = work_of(index, early, all, SPLIT ? all : (unsigned)p.splits);
+    if (!HAS_MASK || index < early * all) work = work_of(index, early, all, SPLIT ? all : (unsigned)p.heads_per_l2_group);
     else work = {(int)(index / all), (int)(index % all)};
-    const int b = work.bh / heads, h = work.bh % heads * PACK, row0 = (tiles - 1 - work.tile) * BLOCK_Q;
+    const int b = work.bh / heads, h = work.bh % heads * PACK_GQA, row0 = (tiles - 1 - work.tile) * BLOCK_Q;
     const Place at{b, h, row0, rows, (int)keys_of(p, b), offset_of(p, b)};
-    const int from = row0 / PACK, to = ((row0 + BLOCK_Q < rows ? row0 + BLOCK_Q : rows) + PACK - 1) / PACK;
+    const int from = row0 / PACK_GQA, to = ((row0 + BLOCK_Q < rows ? row0 + BLOCK_Q : rows) + PACK_GQA - 1) / PACK_GQA;
     const long long key_tiles = (at.n_k + BLOCK_K - 1) / BLOCK_K;
     const int first = (int)(key_tiles * part / parts), last = (int)(key_tiles * (part + 1) / parts);
-    const Rows<> k(p.k, b, h / GROUP), v(p.v, b, h / GROUP);
-    const float scale = base_2(p);
+    const Rows<> k(p.k, b, h / GQA_GROUP), v(p.v, b, h / GQA_GROUP);
+    const float scale = softmax_scale_log2(p);
 
     float output[TILES][COLUMNS][4];
     RowState now;
@@ -122,8 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
         state_of_lane() = now;
         if (threadIdx.x == 0) list.next = 0;
         if (!careful) {
-            if constexpr (PACK == 1) load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<>(p.q, b, h), row0, rows, q_shared);
-            else load_packed<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK>(p.q, b, h), row0, rows, q_shared);
+            if constexpr (PACK_GQA == 1) load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<>(p.q, b, h), row0, rows, q_shared);
+            else load_packed<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK_GQA>(p.q, b, h), row0, rows, q_shared);
         }
         const auto load_keys = [&](int tile, int stage) {
             load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, tile * BLOCK_K, at.n_k, stages + stage * BYTES_STAGE);
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
 
 #pragma unroll 1
         for (bool once = first < last;; once = false) {
-            if (!(HAS_MASK ? fill<BLOCK_K, true, PACK>(list, p, b, h, from, to, first, last, at.n_k) : once)) break;
+            if (!(HAS_MASK ? fill<BLOCK_K, true, PACK_GQA>(list, p, b, h, from, to, first, last, at.n_k) : once)) break;
             const int count = HAS_MASK ? list.count : last - first;
             const auto entry_of = [&](int i) { return HAS_MASK ? list.entry[i] : 2 * (first + i) + 1; };
             const auto key_of = [&](int i) { return entry_of(i) / 2 * BLOCK_K; };
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 clear(s);
                 if (SPLITS && careful) {
                     if (SPREAD) copy_next(0, 1);
-                    scores_carefully(s, shared, shared + BYTES_Q + at_stage);
+                    scores_nonfinite(s, shared, shared + BYTES_Q + at_stage);
                 } else {
                     const unsigned keys = stage + at.share() * 8 * KEYS * pitch(HEAD_DIM);
                     const auto between = [&](int step, int steps) {
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 if (AHEAD > 0) copies_end();
                 begun = true;
                 if ((MAY_HIDE || SPLITS) && careful)
-                    accumulate_carefully(output, s, shared_weights, shared + BYTES_Q + at_stage + BYTES_K);
+                    accumulate_nonfinite(output, s, shared_weights, shared + BYTES_Q + at_stage + BYTES_K);
                 else if constexpr (WARPS_K == 1)
                     multiply_weights<HEAD_DIM_V>(output, s, stage + BYTES_K);
                 else
@@ -243,12 +243,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
 constexpr int JOIN_COLUMNS = up(HEAD_DIM_V, 32), JOIN_GROUPS = JOIN_COLUMNS <= 64 ? 8 : 512 / JOIN_COLUMNS;
 extern "C" __global__ void __launch_bounds__(JOIN_COLUMNS * JOIN_GROUPS) combine(KERNEL_PARAMS) {
     __shared__ float totals[JOIN_GROUPS][JOIN_COLUMNS], sums[JOIN_GROUPS];
-    await_kernel_before(), allow_next_kernel();
+    griddepcontrol_wait(), griddepcontrol_launch_dependents();
     const long long row = blockIdx.x % p.n_q, h = blockIdx.x / p.n_q % p.heads, b = blockIdx.x / p.n_q / p.heads;
-    const int column = threadIdx.x % JOIN_COLUMNS, group = threadIdx.x / JOIN_COLUMNS, parts = (int)p.splits;
-    const float* lse = row_at<const float>(p.partial_lse, b, h, row);
-    const float* partial = row_at<const float>(p.partial, b, h, row) + column;
-    const long long lse_step = p.batch * p.partial_lse.batch, step = p.batch * p.partial.batch;
+    const int column = threadIdx.x % JOIN_COLUMNS, group = threadIdx.x / JOIN_COLUMNS, parts = (int)p.num_splits;
+    const float* lse = row_at<const float>(p.lse_partial, b, h, row);
+    const float* partial = row_at<const float>(p.o_partial, b, h, row) + column;
+    const long long lse_step = p.batch * p.lse_partial.batch, step = p.batch * p.o_partial.batch;
 
     const float sink = HAS_SINKS ? static_cast<const float*>(p.sinks)[h] : HIDDEN;
     float top = sink;

@@ -20,10 +20,10 @@
 
 #include "common/fragment.cuh"
 
-constexpr bool WIDE = sizeof(storage) == 4;  // float32
+constexpr bool IS_FLOAT32 = sizeof(storage) == 4;  // float32
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr int STEP = WIDE ? 8 : 16;          // columns that an instruction multiplies
-constexpr int PER_UNIT = 16 / sizeof(storage);  // elements of 16 bytes
+constexpr int STEP = IS_FLOAT32 ? 8 : 16;          // columns that an instruction multiplies
+constexpr int VEC_ELEMENTS = 16 / sizeof(storage);  // elements of 16 bytes
 
 constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
@@ -34,7 +34,7 @@ constexpr int larger(int a, int b) { return a > b ? a : b; }
 // sectors, each of which is fetched twice; but one address serves all columns, which is faster where operands are loaded a
 // word at a time (float32) or registers are few.
 constexpr int padded(int dim) { return up(dim, GRANULE); }
-constexpr int pieces(int dim) { return padded(dim) / PER_UNIT; }
+constexpr int pieces(int dim) { return padded(dim) / VEC_ELEMENTS; }
 constexpr int pitch(int dim) { return (pieces(dim) + PADDED) * 16; }  // bytes
 constexpr int among(int dim) { return PADDED ? 1 : pieces(dim) % 8 == 0 ? 8 : pieces(dim) % 4 == 0 ? 4 : 2; }
 
@@ -46,7 +46,7 @@ DEVICE unsigned place(unsigned row, unsigned piece) { return row * pitch(DIM) + 
 // An element.
 template <int DIM>
 DEVICE storage& element(void* tile, int row, int column) {
-    return reinterpret_cast<storage*>(static_cast<char*>(tile) + place<DIM>(row, column / PER_UNIT))[column % PER_UNIT];
+    return reinterpret_cast<storage*>(static_cast<char*>(tile) + place<DIM>(row, column / VEC_ELEMENTS))[column % VEC_ELEMENTS];
 }
 // Address of piece first + n of a row, where a warp goes over a share of SHARE pieces in twos: first is the share's first
 // piece or the one after, n even. Mostly one address serves all n.

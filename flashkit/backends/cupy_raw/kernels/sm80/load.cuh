@@ -9,7 +9,7 @@ DEVICE void copy_async(unsigned target, const void* source, int place, int left,
                  "r"(left), "r"((int)wanted));
 }
 DEVICE void store_element(unsigned target, storage x) {
-    if constexpr (WIDE) asm volatile("st.shared.f32 [%0], %1;" ::"r"(target), "f"((float)widen(x)) : "memory");
+    if constexpr (IS_FLOAT32) asm volatile("st.shared.f32 [%0], %1;" ::"r"(target), "f"((float)widen(x)) : "memory");
     else asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"(*reinterpret_cast<unsigned short*>(&x)) : "memory");
 }
 DEVICE void copies_end() { asm volatile("cp.async.commit_group;"); }
@@ -19,8 +19,8 @@ DEVICE void copies_wait() {  // until all groups but the last PENDING are there
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Rows of one head: row r at data + r * token elements. PACK > 1: rows of PACK heads, interleaved.
-template <int PACK = 1>
+// Rows of one head: row r at data + r * token elements. PACK_GQA > 1: rows of PACK_GQA heads, interleaved.
+template <int PACK_GQA = 1>
 struct Rows {
     const Tensor& tensor;  // strides are read from constant memory when needed
     storage* data;
@@ -28,12 +28,12 @@ struct Rows {
 
     __device__ __forceinline__ Rows(const Tensor& tensor, long long b, long long h)
         : tensor(tensor), data(row_at<storage>(tensor, b, h, 0)) {
-        const long long all = tensor.token | (PACK > 1 ? tensor.head : 0);
+        const long long all = tensor.token | (PACK_GQA > 1 ? tensor.head : 0);
         aligned = (((unsigned long long)data | all * (long long)sizeof(storage)) & 15) == 0;
     }
     __device__ __forceinline__ storage* at(int row) const {
-        if constexpr (PACK == 1) return data + row * tensor.token;
-        return data + row / PACK * tensor.token + row % PACK * tensor.head;
+        if constexpr (PACK_GQA == 1) return data + row * tensor.token;
+        return data + row / PACK_GQA * tensor.token + row % PACK_GQA * tensor.head;
     }
 };
 
@@ -43,8 +43,8 @@ struct Rows {
 template <int ROWS, int DIM, int THREADS>
 struct TileCopy {
     // Threads lie across a row, and further ones on the next rows.
-    static constexpr int UNITS = pieces(DIM), ACROSS = UNITS < THREADS ? UNITS : THREADS, DOWN = THREADS / ACROSS;
-    static constexpr int DEEP = up(ROWS, DOWN) / DOWN, PIECES = DIM % PER_UNIT != 0 ? 0 : up(UNITS, ACROSS) / ACROSS * DEEP;
+    static constexpr int ROW_VECS = pieces(DIM), ACROSS = ROW_VECS < THREADS ? ROW_VECS : THREADS, DOWN = THREADS / ACROSS;
+    static constexpr int DEEP = up(ROWS, DOWN) / DOWN, PIECES = DIM % VEC_ELEMENTS != 0 ? 0 : up(ROW_VECS, ACROSS) / ACROSS * DEEP;
     const storage* from;  // of the next piece
     long long step;       // bytes from a piece to the one below
     unsigned to;          // the tile
@@ -62,12 +62,12 @@ struct TileCopy {
             const int r = i / padded(DIM), d = i % padded(DIM);
             storage x{};
             if (first + r < count && d < DIM) x = source.at(first + r)[d];
-            store_element(target + place<DIM>(r, d / PER_UNIT) + d % PER_UNIT * (int)sizeof(storage), x);
+            store_element(target + place<DIM>(r, d / VEC_ELEMENTS) + d % VEC_ELEMENTS * (int)sizeof(storage), x);
         }
     }
 
     __device__ __forceinline__ void start(const Rows<>& source, int first, int count, unsigned target, bool wanted) {
-        from = source.at(first + row()) + unit() * PER_UNIT;
+        from = source.at(first + row()) + unit() * VEC_ELEMENTS;
         step = DOWN * source.tensor.token * (long long)sizeof(storage);
         to = target;
         left = count - first - row();
@@ -80,8 +80,8 @@ struct TileCopy {
         for (int i = 0; i < PIECES; ++i) {
             if (i * parts / larger(PIECES, 1) != k) continue;
             const int column = i / DEEP * ACROSS, down = i % DEEP * DOWN;
-            const bool here = (UNITS % ACROSS == 0 || unit() + column < UNITS) && (ROWS % DOWN == 0 || row() + down < ROWS);
-            const bool inside = DIM == padded(DIM) || (unit() + column) * PER_UNIT < DIM;
+            const bool here = (ROW_VECS % ACROSS == 0 || unit() + column < ROW_VECS) && (ROWS % DOWN == 0 || row() + down < ROWS);
+            const bool inside = DIM == padded(DIM) || (unit() + column) * VEC_ELEMENTS < DIM;
             // With DOWN a power of two one address serves all pieces.
             const unsigned target = (DOWN & (DOWN - 1)) != 0 ? place<DIM>(row() + down, unit() + column) + to
                 : ((to + place<DIM>(row(), unit())) ^ swap_of<DIM>(down) * 16) + down * pitch(DIM) + column * 16;
@@ -104,18 +104,18 @@ DEVICE void load_tile(const Rows<>& source, int first, int count, unsigned targe
     copy.copy(0, 1);
 }
 
-// The same for rows of PACK heads.
-template <int ROWS, int DIM, int THREADS, int PACK>
-DEVICE void load_packed(const Rows<PACK>& source, int first, int count, unsigned target) {
+// The same for rows of PACK_GQA heads.
+template <int ROWS, int DIM, int THREADS, int PACK_GQA>
+DEVICE void load_packed(const Rows<PACK_GQA>& source, int first, int count, unsigned target) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * pieces(DIM); i += THREADS) {
-        const int row = i / pieces(DIM), column = i % pieces(DIM) * PER_UNIT;
+        const int row = i / pieces(DIM), column = i % pieces(DIM) * VEC_ELEMENTS;
         const unsigned to = target + place<DIM>(row, i % pieces(DIM));
         const storage* from = source.at(first + row < count ? first + row : 0) + column;
-        if (DIM % PER_UNIT == 0 && source.aligned) {
+        if (DIM % VEC_ELEMENTS == 0 && source.aligned) {
             copy_async(to, from, row, column < DIM ? count - first : 0, true);
         } else {
-            for (int d = 0; d < PER_UNIT; ++d)
+            for (int d = 0; d < VEC_ELEMENTS; ++d)
                 store_element(to + d * (int)sizeof(storage), first + row < count && column + d < DIM ? from[d] : storage{});
         }
     }

@@ -2,7 +2,7 @@
 #pragma once
 
 template <bool TRANSPOSED>
-DEVICE void load_matrices(unsigned (&r)[4], unsigned address) {  // four of 8 x 16 bytes
+DEVICE void ldmatrix_x4(unsigned (&r)[4], unsigned address) {  // four of 8 x 16 bytes
     if constexpr (TRANSPOSED)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
@@ -39,10 +39,10 @@ DEVICE void split(unsigned x, unsigned& high, unsigned& low) {
 // Left operands of one step, ready to be multiplied.
 template <int TILES>
 struct Left {
-    unsigned high[TILES][4], low[WIDE && TERMS == 3 ? TILES : 1][4];
+    unsigned high[TILES][4], low[IS_FLOAT32 && TERMS == 3 ? TILES : 1][4];
 
     __device__ __forceinline__ void ready() {
-        if constexpr (WIDE) {
+        if constexpr (IS_FLOAT32) {
 #pragma unroll
             for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -57,7 +57,7 @@ struct Left {
 // One step: c += a b for the rows of all left tiles and 8 columns.
 template <int TILES, int N>
 DEVICE void step(float (&c)[TILES][N][4], int n, const Left<TILES>& a, unsigned b0, unsigned b1) {
-    if constexpr (!WIDE) {
+    if constexpr (!IS_FLOAT32) {
 #pragma unroll
         for (int i = 0; i < TILES; ++i) multiply(c[i][n], a.high[i], b0, b1);
     } else if constexpr (TERMS == 1) {
@@ -78,7 +78,7 @@ DEVICE void step(float (&c)[TILES][N][4], int n, const Left<TILES>& a, unsigned 
     }
 }
 
-// Where a lane points for load_matrices: rows 0 ... 15 of one piece, then of the next;
+// Where a lane points for ldmatrix_x4: rows 0 ... 15 of one piece, then of the next;
 DEVICE unsigned row_first() { return threadIdx.x % 16; }
 DEVICE unsigned piece_second() { return threadIdx.x / 16 % 2; }
 // or rows 0 ... 7 of two pieces, then rows 8 ... 15.
@@ -96,10 +96,10 @@ DEVICE unsigned load_word(unsigned address) {
 // conflicts of banks; left operands do likewise.
 template <int DIM, int N>
 DEVICE void load_turned(unsigned (&right)[4], unsigned b, int share, int k, int n) {
-    constexpr int WIDTH = 8 / PER_UNIT, SHARE = N * WIDTH;
-    if constexpr (!WIDE) {
+    constexpr int WIDTH = 8 / VEC_ELEMENTS, SHARE = N * WIDTH;
+    if constexpr (!IS_FLOAT32) {
         const unsigned piece = piece_at<DIM, SHARE>(b, row_first(), share * SHARE + piece_second(), n);
-        load_matrices<true>(right, piece + k * STEP * pitch(DIM));
+        ldmatrix_x4<true>(right, piece + k * STEP * pitch(DIM));
     } else {
         const unsigned row = threadIdx.x % 4 * 2, g = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -113,8 +113,8 @@ DEVICE void load_turned(unsigned (&right)[4], unsigned b, int share, int k, int 
 // like the right ones there, else from rows that remain.
 template <bool TURNED, int PITCH>
 DEVICE void load_left(unsigned (&left)[4], unsigned a) {
-    if constexpr (!WIDE) {
-        load_matrices<TURNED>(left, a + (TURNED ? row_second() * PITCH + piece_first() * 16
+    if constexpr (!IS_FLOAT32) {
+        ldmatrix_x4<TURNED>(left, a + (TURNED ? row_second() * PITCH + piece_first() * 16
                                                 : row_first() * PITCH + piece_second() * 16));
     } else {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -163,13 +163,13 @@ DEVICE void multiply_rows(float (&c)[TILES][N][4], unsigned a, unsigned b, F bet
         const unsigned of_a = piece_at<DIM, pieces(DIM)>(a, row_first(), piece_second(), 2 * k);
         const unsigned of_b = piece_at<DIM, pieces(DIM)>(b, row_second(), piece_first(), 2 * k);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) load_matrices<false>(left.high[i], of_a + i * 16 * pitch(DIM));
+        for (int i = 0; i < TILES; ++i) ldmatrix_x4<false>(left.high[i], of_a + i * 16 * pitch(DIM));
         between(k, STEPS);
         left.ready();
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             unsigned right[4];
-            load_matrices<false>(right, of_b + n * 8 * pitch(DIM));
+            ldmatrix_x4<false>(right, of_b + n * 8 * pitch(DIM));
             step(c, n, left, right[0], right[1]);
             step(c, n + 1, left, right[2], right[3]);
         }
@@ -186,9 +186,9 @@ DEVICE void multiply_rows_early(float (&c)[TILES][N][4], unsigned a, unsigned b,
         const unsigned of_a = piece_at<DIM, pieces(DIM)>(a, row_first(), piece_second(), 2 * k);
         const unsigned of_b = piece_at<DIM, pieces(DIM)>(b, row_second(), piece_first(), 2 * k);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) load_matrices<false>(left[k % 2].high[i], of_a + i * 16 * pitch(DIM));
+        for (int i = 0; i < TILES; ++i) ldmatrix_x4<false>(left[k % 2].high[i], of_a + i * 16 * pitch(DIM));
 #pragma unroll
-        for (int n = 0; n < N; n += 2) load_matrices<false>(right[k % 2][n / 2], of_b + n * 8 * pitch(DIM));
+        for (int n = 0; n < N; n += 2) ldmatrix_x4<false>(right[k % 2][n / 2], of_b + n * 8 * pitch(DIM));
     };
     load(0);
 #pragma unroll
@@ -211,7 +211,7 @@ DEVICE void multiply_weights(float (&c)[TILES][N][4], const float (&w)[TILES][K]
         Left<TILES> left;
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
-            if constexpr (WIDE) {  // columns 2t, 2t + 1 stand for t, t + 4, as in load_turned()
+            if constexpr (IS_FLOAT32) {  // columns 2t, 2t + 1 stand for t, t + 4, as in load_turned()
                 left.high[i][0] = __float_as_uint(w[i][k][0]), left.high[i][2] = __float_as_uint(w[i][k][1]);
                 left.high[i][1] = __float_as_uint(w[i][k][2]), left.high[i][3] = __float_as_uint(w[i][k][3]);
             } else {

@@ -3,13 +3,13 @@
 #include "sm80/layout.cuh"
 
 // The scale to base 2; in float32 it is rounded once.
-DEVICE float base_2(const Params& p) { return WIDE ? (float)(p.scale * 1.4426950408889634) : (float)p.scale * LOG2E; }
+DEVICE float softmax_scale_log2(const Params& p) { return IS_FLOAT32 ? (float)(p.softmax_scale * 1.4426950408889634) : (float)p.softmax_scale * LOG2E; }
 
 // Scores as they come from the product to scores in base 2, -inf where hidden. POSITION: the type that positions fit.
 template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0) {
     using I = typename Chosen<sizeof(POSITION) == 4, position, long long>::type;  // of the score modification
-    const float scale = HAS_SCORE ? (float)p.scale : base_2(p);
+    const float scale = HAS_SCORE ? (float)p.softmax_scale : softmax_scale_log2(p);
     const Tanh tanh;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -17,7 +17,7 @@ DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS
         for (int half = 0; half < 2; ++half) {
             int index = at.row(i, half);
             if (HAS_SCORE) asm volatile("" : "+r"(index));  // or what depends on the row alone is kept for every tile
-            const int row = index / PACK, h = at.h + index % PACK;
+            const int row = index / PACK_GQA, h = at.h + index % PACK_GQA;
             const POSITION q = (POSITION)(row + at.offset);
             const int end = index < at.rows ? at.n_k : 0;  // rows that do not exist: what is hidden has no effect
             const int first = k0 + at.key(0);
@@ -45,7 +45,7 @@ DEVICE void modify_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS
 // By form; false where that does not do. factor: what is left to be multiplied by.
 DEVICE bool form_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][4], int k0, float& factor) {
     Line line[TILES][2];
-    if (!lines_of<BLOCK_K, 16 * TILES, PACK>(p, at.b, at.h, at.offset, at.rows, at.row0 + at.row_of_warp(), k0, at.key(0), line,
+    if (!lines_of<BLOCK_K, 16 * TILES, PACK_GQA>(p, at.b, at.h, at.offset, at.rows, at.row0 + at.row_of_warp(), k0, at.key(0), line,
                                              [&](int i, int half) { return at.row(i, half); }))
         return false;
     const bool scaled = SCALED && line[0][0].gain > 0;
@@ -163,7 +163,7 @@ DEVICE void drop_tile(const Params& p, const Place& at, float (&s)[TILES][KEYS][
             const int index = at.row(i, half);
 #pragma unroll
             for (int n = 0; n < KEYS; ++n)
-                drop_pair(s[i][n][2 * half], s[i][n][2 * half + 1], p, at.b, at.h + index % PACK, index / PACK,
+                drop_pair(s[i][n][2 * half], s[i][n][2 * half + 1], p, at.b, at.h + index % PACK_GQA, index / PACK_GQA,
                           k0 + at.key(n));
         }
 }
@@ -178,7 +178,7 @@ DEVICE void store_weights(const float (&s)[TILES][KEYS][4], storage* weights) {
                 const int row = Place::row_of_warp() + 16 * i + 8 * half + threadIdx.x % 32 / 4;
                 char* target = reinterpret_cast<char*>(weights) + row * PITCH_P + Place::key(n) * (int)sizeof(storage);
                 const float x = s[i][n][2 * half], y = s[i][n][2 * half + 1];
-                if constexpr (WIDE) *reinterpret_cast<float2*>(target) = float2{x, y};
+                if constexpr (IS_FLOAT32) *reinterpret_cast<float2*>(target) = float2{x, y};
                 else *reinterpret_cast<unsigned*>(target) = pack(x, y);
             }
 }

@@ -6,7 +6,7 @@ template <int DIM>
 DEVICE void store_pair(storage* row, int column, float x, float y) {
     if (DIM != padded(DIM) && column + 1 >= DIM) {
         if (column < DIM) row[column] = narrow(x);
-    } else if constexpr (WIDE) {
+    } else if constexpr (IS_FLOAT32) {
         row[column] = narrow(x), row[column + 1] = narrow(y);
     } else {
         const unsigned both = pack(x, y);
@@ -24,7 +24,7 @@ template <int DIM>
 DEVICE void store_eight(storage* row, int column, const float (&x)[8]) {
     if (DIM % 8 == 0 && ((unsigned long long)row & 15) == 0) {
         if (DIM != padded(DIM) && column >= DIM) return;
-        if constexpr (WIDE) {
+        if constexpr (IS_FLOAT32) {
             reinterpret_cast<float4*>(row + column)[0] = float4{x[0], x[1], x[2], x[3]};
             reinterpret_cast<float4*>(row + column)[1] = float4{x[4], x[5], x[6], x[7]};
         } else {
@@ -39,9 +39,9 @@ DEVICE void store_eight(storage* row, int column, const float (&x)[8]) {
 // A warp's accumulator of 16 TILES rows and 8 N columns, from `column` on, to rows of DIM in global memory, 16 bytes at a
 // time: rows row ... of `target`, without those at or past `count`. They go through rows of the warp's own in shared memory,
 // which lie as those of STAGED columns do, from column `first` there on.
-template <int DIM, int STAGED, int PACK, int TILES, int N>
+template <int DIM, int STAGED, int PACK_GQA, int TILES, int N>
 DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned char* staging, int first, int column,
-                       const Rows<PACK>& target, int row, int count) {
+                       const Rows<PACK_GQA>& target, int row, int count) {
     const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
@@ -52,11 +52,11 @@ DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned cha
             for (int n = 0; n < N; ++n) {
                 void* at = &element<STAGED>(staging, 16 * i + 8 * half + lane / 4, first + 8 * n + lane % 4 * 2);
                 const float a = x[i][n][2 * half] * factor, b = x[i][n][2 * half + 1] * factor;
-                if constexpr (WIDE) *static_cast<float2*>(at) = float2{a, b};
+                if constexpr (IS_FLOAT32) *static_cast<float2*>(at) = float2{a, b};
                 else *static_cast<unsigned*>(at) = pack(a, b);
             }
     __syncwarp();
-    if (DIM % PER_UNIT != 0 || !target.aligned) {
+    if (DIM % VEC_ELEMENTS != 0 || !target.aligned) {
 #pragma unroll 1
         for (int i = lane; i < 16 * TILES * N * 8; i += 32) {
             const int r = i / (N * 8), d = i % (N * 8);
@@ -65,11 +65,11 @@ DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned cha
         return;
     }
     // Lanes lie across a row, and further ones on the next rows.
-    constexpr int UNITS = N * 8 / PER_UNIT, ACROSS = UNITS < 32 ? UNITS : 32, DOWN = 32 / ACROSS;
+    constexpr int ROW_VECS = N * 8 / VEC_ELEMENTS, ACROSS = ROW_VECS < 32 ? ROW_VECS : 32, DOWN = 32 / ACROSS;
     const int below = lane / ACROSS;
 #pragma unroll
-    for (int across = 0; across < UNITS; across += ACROSS) {
-        const int d = (across + lane % ACROSS) * PER_UNIT;
+    for (int across = 0; across < ROW_VECS; across += ACROSS) {
+        const int d = (across + lane % ACROSS) * VEC_ELEMENTS;
         if (below >= DOWN || d >= N * 8 || column + d >= DIM) continue;
 #pragma unroll
         for (int r = 0; r < 16 * TILES; r += DOWN) {

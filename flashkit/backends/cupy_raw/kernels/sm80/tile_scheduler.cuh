@@ -35,7 +35,7 @@ DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to
         };
         int count = 0, place = list.next;
         while (place < tiles && count + 32 <= TileList::MOST) {
-            if (HAS_MASK && !LOOKED_UP && tiles - place > 32) {
+            if (HAS_MASK && !MASK_READS_ARRAYS && tiles - place > 32) {
                 const unsigned groups = __ballot_sync(~0u, look(place + 32 * lane, 32) != EMPTY);
                 if (groups == 0) {
                     place += 1024;

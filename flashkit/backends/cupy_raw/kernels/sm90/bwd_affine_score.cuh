@@ -10,7 +10,7 @@ constexpr bool BY_FORM = HAS_SCORE && FORMED && EVEN && DIAGONAL && SMALL_SCORE 
 // for an item where they are the same for all its tiles (LASTING: 4 to 7 % faster), or for the next tile while sums are
 // multiplied, where there are registers to keep them (BEFOREHAND: 3 to 5 %; with tiles of 128 queries 1 to 4 % slower, where blocks
 // share items 6 %).
-constexpr bool LASTING = BY_FORM && !SLOPED && (!PER_HEAD || GROUP == 1);
+constexpr bool LASTING = BY_FORM && !SLOPED && (!PER_HEAD || GQA_GROUP == 1);
 constexpr bool BEFOREHAND = BY_FORM && !LASTING && PAIRS <= 32 && !KEYS_SHARED, AT_ONCE = BY_FORM && !LASTING && !BEFOREHAND;
 
 // What makes exponents of a warp's rows and keys.
@@ -31,8 +31,8 @@ DEVICE Line line_of(const Params& p, unsigned base, unsigned n, unsigned number,
         const int row = at.row0, k = at.k0 + warp % 4 * KEYS, q = row + (int)offset;
         const Head head = head_of(at.b, at.h, p);
         const float gain = score_gain<int>(at.b, at.h, row, q, head, p), rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, head, p) : 1;
-        line.gain = uniform_float(gain * (CAPPED ? 1.0f : (float)p.scale) * LOG2E);
-        line.slope = UNIT_SLOPE ? 1.0f : uniform_float(gain * rate), line.rate = uniform_float(rate * (float)p.scale);
+        line.gain = uniform_float(gain * (CAPPED ? 1.0f : (float)p.softmax_scale) * LOG2E);
+        line.slope = UNIT_SLOPE ? 1.0f : uniform_float(gain * rate), line.rate = uniform_float(rate * (float)p.softmax_scale);
         const float far = score_bias<int>(at.b, at.h, row, q + ROWS - 1, head, k, p) * LOG2E;
         const float near = SLOPED ? score_bias<int>(at.b, at.h, row, q, head, k + KEYS - 1, p) * LOG2E : far;
         line.step = SLOPED ? (near - far) * (1.0f / (ROWS + KEYS - 2)) : 0.0f;

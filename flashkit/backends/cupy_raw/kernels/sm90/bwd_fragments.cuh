@@ -28,7 +28,7 @@ struct Kept {
         const Words words = philox(p.seed, key >> 2, row, h, b);
         unsigned kept = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) kept |= (words.word[j] >= (unsigned)p.threshold ? 1u : 0u) << j;
+        for (int j = 0; j < 4; ++j) kept |= (words.word[j] >= (unsigned)p.dropout_threshold ? 1u : 0u) << j;
         return kept;
     }
     // Of rows 4 m + i (in the order of elements) lane i of four has bits 16 * half + 4 m + key % 4.
@@ -69,8 +69,8 @@ struct Place {
 };
 // Of tile `n` of queries, item `number`: from shared memory, since it is asked for rarely and would take registers always.
 DEVICE Place place_of(unsigned base, unsigned n, unsigned number, int group) {
-    const unsigned note = note_of(base, n), slot = item_slot(base, number);
-    return {load_word(slot), load_word(note + 4), (load_word(note) >> 8) * BLOCK_Q, load_word(slot + 8) + GROUP_KEYS * group,
+    const unsigned tile_desc = tile_desc_of(base, n), slot = work_tile_slot(base, number);
+    return {load_word(slot), load_word(tile_desc + 4), (load_word(tile_desc) >> 8) * BLOCK_Q, load_word(slot + 8) + GROUP_KEYS * group,
             odd_of(base, number), KEYS_SHARED ? 0 : GROUP_KEYS * group};
 }
 
@@ -125,7 +125,7 @@ DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIR
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int i = 4 * n + 2 * half + c;
-                if (HAS_DROPOUT) dp[i] = kept.has(n, half, c) ? dp[i] * (float)p.kept_scale : 0.0f;
+                if (HAS_DROPOUT) dp[i] = kept.has(n, half, c) ? dp[i] * (float)p.dropout_scale : 0.0f;
                 x[c] = s[i] * (dp[i] - d[c]);
                 if (!PLAIN && s[i] == 0) x[c] = 0;
             }
@@ -137,24 +137,24 @@ DEVICE void gradients(const Params& p, const float (&s)[PAIRS], float (&dp)[PAIR
 // --- products that both ways to share the work have; they are begun here, and awaited by who needs them -----------------
 
 // S^T = K Q^T or dP^T = V dO^T, of 64 of the block's keys.
-template <int SUMMED>
+template <int ROW_SUM_BY_MMA>
 DEVICE void begin_pairs(float (&x)[PAIRS], unsigned keys, unsigned rows) {
     const unsigned long long a = descriptor(keys), b = descriptor(rows);
-    products_begin();
-    product_fresh<0, 0>(x, a, b);
+    wgmma_fence();
+    wgmma_zero_init<0, 0>(x, a, b);
 #pragma unroll
-    for (int k = 1; k < SUMMED / 16; ++k) product<0, 0>(x, a + along_rows(k, HELD), b + along_rows(k, BLOCK_Q), 1);
-    products_end();
+    for (int k = 1; k < ROW_SUM_BY_MMA / 16; ++k) product<0, 0>(x, a + along_rows(k, HELD), b + along_rows(k, BLOCK_Q), 1);
+    wgmma_commit();
 }
 
 // dV += P^T dO or dK += dS^T Q, from the registers where P^T or dS^T is.
 template <int N>
 DEVICE void begin_sums(float (&sums)[N], const unsigned (&left)[PAIRS / 2], unsigned rows, bool add) {
     const unsigned long long b = descriptor(rows, BLOCK_Q * CHUNK_ROW);
-    products_begin();
+    wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BLOCK_Q / 16; ++k) product_weights<1>(sums, left, 4 * k, b + along_columns(k), k > 0 || add);
-    products_end();
+    for (int k = 0; k < BLOCK_Q / 16; ++k) wgmma_rs<1>(sums, left, 4 * k, b + along_columns(k), k > 0 || add);
+    wgmma_commit();
 }
 
 // --- storing ----------------------------------------------------------------------------------------------------------
@@ -164,23 +164,23 @@ DEVICE void begin_sums(float (&sums)[N], const unsigned (&left)[PAIRS / 2], unsi
 // one all else that was sent from there has left. Straight from registers, eight lines a store, it took as long as a tile.
 constexpr int BYTES_PIECE = 16 * CHUNK_ROW;
 template <int DIM, int BEFORE, int PIECES, int APART>
-DEVICE void send_keys(const TensorMap& map, const Item& at, int first, int lane, unsigned place, const float (&x)[padded(DIM) / 2],
+DEVICE void send_keys(const TensorMap& map, const WorkTile& at, int first, int lane, unsigned place, const float (&x)[padded(DIM) / 2],
                       float factor) {
 #pragma unroll
     for (int chunk = 0; chunk < chunks(DIM); ++chunk) {
         const unsigned target = place + (BEFORE + chunk) % PIECES * APART;
-        if (BEFORE + chunk == 0) stores_wait_read();
-        else stores_wait_read<PIECES - 1>();
+        if (BEFORE + chunk == 0) bulk_wait_read();
+        else bulk_wait_read<PIECES - 1>();
         __syncwarp();
 #pragma unroll
         for (int n = 8 * chunk; n < 8 * chunk + 8 && 8 * n < padded(DIM); n += 2) {
             unsigned words[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) words[i] = pack(x[4 * n + 2 * i] * factor, x[4 * n + 2 * i + 1] * factor);
-            store_matrices<false>(target + swizzled(lane % 16, n % 8 + lane / 16), words[0], words[1], words[2], words[3]);
+            stmatrix_x4<false>(target + swizzled(lane % 16, n % 8 + lane / 16), words[0], words[1], words[2], words[3]);
         }
-        fence_async();
+        fence_proxy_async();
         __syncwarp();
-        if (elected()) store_box<1>(map, {64 * chunk, at.k0 + first, at.head, at.b}, target), stores_end();
+        if (elect_one()) tma_store<1>(map, {64 * chunk, at.k0 + first, at.head, at.b}, target), bulk_commit();
     }
 }

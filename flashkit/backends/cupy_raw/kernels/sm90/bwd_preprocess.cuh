@@ -1,6 +1,6 @@
 // What the Hopper backward pass has to know of rows, delta and the log-sum-exp in base 2, and sums of dQ that are zero.
 //
-// prepare_rows() does that before the kernel, for tiles of queries below p.before. Sums of the others are cleared by the kernel
+// bwd_preprocess() does that before the kernel, for tiles of queries below p.preprocessed_tiles. Sums of the others are cleared by the kernel
 // (unless ORDERED: then who adds first stores), some with each item, so far ahead that hardly anybody waits. Where BESIDE, rows
 // of the others are prepared by it, too: by two warps that have nothing else to do, with O and dO in the place of the next item's
 // keys, until these come, which is four tiles before the end of an item. If the tiles of an item's head are not ready then, they
@@ -14,11 +14,11 @@
 constexpr int AT_A_TIME = 64, BYTES_AT_A_TIME = AT_A_TIME * CHUNK_ROW * CHUNKS_V;  // rows of O, and of dO
 static_assert(!BESIDE || (!ORDERED && CHUNKS_V <= CHUNKS && KEY_BUFFERS == 2), "O and dO take the place of keys");
 
-DEVICE int* next_tile(const Params& p) { return static_cast<int*>(p.partial_lse.data) - 1; }
-DEVICE int* ready_of(const Params& p, int bh) { return next_tile(p) - 1 - bh; }  // bh: of keys
-DEVICE int* finished_of(const Params& p, int bh) { return ready_of(p, bh) - heads_of_keys(p); }
-DEVICE int tiles_of_head(const Params& p) { return tiles_of(p.n_q, BLOCK_Q) * GROUP; }
-DEVICE int tiles_with_item(const Params& p) { return tiles_of(tiles_of_head(p), BLOCKS * tiles_of(p.n_k, BLOCK_K)); }
+DEVICE int* next_tile(const Params& p) { return p.preprocess_counters; }
+DEVICE int* ready_of(const Params& p, int bh) { return p.preprocess_counters + 1 + bh; }  // bh: of keys
+DEVICE int* finished_of(const Params& p, int bh) { return ready_of(p, bh) + heads_of_keys(p); }
+DEVICE int tiles_of_head(const Params& p) { return tiles_of(p.n_q, BLOCK_Q) * GQA_GROUP; }
+DEVICE int tiles_with_item(const Params& p) { return tiles_of(tiles_of_head(p), CLUSTER_SIZE * tiles_of(p.n_k, BLOCK_K)); }
 
 struct QueryTile { int b, h, tile; };
 DEVICE QueryTile tile_number(const Params& p, int where) {
@@ -50,7 +50,7 @@ DEVICE bool store_numbers(const Params& p, int b, int h, int row, const Known& k
         shift = empty ? INFINITE : is_finite(known.lse) && is_finite(total) ? known.lse * LOG2E : fk_special(0);
     }
     *row_at<float>(p.delta, b, h, row) = total;
-    *row_at<float>(p.shift, b, h, row) = shift;
+    *row_at<float>(p.bwd_lse, b, h, row) = shift;
     return !is_finite(shift);
 }
 
@@ -61,20 +61,20 @@ DEVICE void clear_sums(const Params& p, int where, int thread, int threads) {
     for (int i = thread; i < BYTES_SUMS / 16; i += threads) sums[i] = float4{0, 0, 0, 0};
 }
 DEVICE void set_marks(const Params& p, const QueryTile& at, bool odd, int thread, int threads) {
-    int* marks = marks_of(p, at.b, at.h, at.tile);
+    int* marks = dq_semaphore_of(p, at.b, at.h, at.tile);
     if (thread == 0) marks[0] = odd ? IS_ODD : 0;
-    for (int i = thread; ORDERED && i < BLOCKS * order_words(p); i += threads) marks[1 + i] = 0;
+    for (int i = thread; ORDERED && i < CLUSTER_SIZE * order_words(p); i += threads) marks[1 + i] = 0;
 }
 
 // --- before -----------------------------------------------------------------------------------------------------------
 
-constexpr int UNITS = HEAD_DIM_V / 8, LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;  // LANES take a row
-extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
-    allow_next_kernel();
+constexpr int ROW_VECS = HEAD_DIM_V / 8, LANES = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;  // LANES take a row
+extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) {
+    griddepcontrol_launch_dependents();
     const QueryTile at = tile_number(p, blockIdx.x);
     constexpr int AT_ONCE = 256 / LANES;
     const int lane = threadIdx.x % LANES;
-    if (!ORDERED && blockIdx.x < p.before) clear_sums(p, blockIdx.x, threadIdx.x, 256);
+    if (!ORDERED && blockIdx.x < p.preprocessed_tiles) clear_sums(p, blockIdx.x, threadIdx.x, 256);
     bool odd = false;
 #pragma unroll
     for (int from = 0; from < BLOCK_Q; from += AT_ONCE) {
@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
             const uint4* out = reinterpret_cast<const uint4*>(row_at<const storage>(p.out, at.b, at.h, row));
             const uint4* dout = reinterpret_cast<const uint4*>(row_at<const storage>(p.dout, at.b, at.h, row));
 #pragma unroll
-            for (int i = 0; i < (UNITS + LANES - 1) / LANES; ++i)
-                if (lane + i * LANES < UNITS) total += sum_of_products(out[lane + i * LANES], dout[lane + i * LANES]);
+            for (int i = 0; i < (ROW_VECS + LANES - 1) / LANES; ++i)
+                if (lane + i * LANES < ROW_VECS) total += sum_of_products(out[lane + i * LANES], dout[lane + i * LANES]);
         }
 #pragma unroll
         for (int step = LANES / 2; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
@@ -96,10 +96,10 @@ extern "C" __global__ void __launch_bounds__(256) prepare_rows(KERNEL_PARAMS) {
     if constexpr (!ORDERED) {
         const int of_head = tiles_of_head(p), heads = heads_of_keys(p);
         for (int bh = blockIdx.x * 256 + threadIdx.x; bh < heads; bh += gridDim.x * 256) {
-            const long long ready = p.before - (long long)bh * of_head;
+            const long long ready = p.preprocessed_tiles - (long long)bh * of_head;
             *ready_of(p, bh) = ready < 0 ? 0 : ready < of_head ? (int)ready : of_head, *finished_of(p, bh) = 0;
         }
-        if (blockIdx.x == 0 && threadIdx.x == 0) *next_tile(p) = (int)p.before;
+        if (blockIdx.x == 0 && threadIdx.x == 0) *next_tile(p) = (int)p.preprocessed_tiles;
     }
 }
 
@@ -111,8 +111,8 @@ DEVICE bool exists(const Params& p, int where) { return where < tiles_of_head(p)
 DEVICE void begin_to_clear(const Params& p, int where, unsigned base) {
     float* sums = part_of_sums(p, where, 0);
 #pragma unroll 1
-    for (int i = 0; i < BYTES_SUMS; i += BYTES_ZEROS) copy_bulk(sums + i / 4, base + AT_ZEROS, BYTES_ZEROS);
-    stores_end();
+    for (int i = 0; i < BYTES_SUMS; i += BYTES_ZEROS) bulk_store(sums + i / 4, base + AT_ZEROS, BYTES_ZEROS);
+    bulk_commit();
 }
 DEVICE void add_one(int* word) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(word) : "memory"); }
 DEVICE void set_ready(const Params& p, int where) { add_one(ready_of(p, where / tiles_of_head(p))); }
@@ -138,7 +138,7 @@ DEVICE float product_of_rows(unsigned out, unsigned dout, int row) {
 #pragma unroll 4
         for (int i = 0; i < 8; ++i) {
             const unsigned unit = c * AT_A_TIME * CHUNK_ROW + swizzled(row, i);
-            total += sum_of_products(load_unit(out + unit), load_unit(dout + unit));
+            total += sum_of_products(load_vec(out + unit), load_vec(dout + unit));
         }
     return total;
 }
@@ -146,7 +146,7 @@ DEVICE float product_of_rows(unsigned out, unsigned dout, int row) {
 // By two warps, of which each thread has one of AT_A_TIME rows. With each item they see to it that the rows of its head are
 // ready, after which its keys may come; then they prepare some more, where the next item's keys will lie.
 DEVICE void prepare_beside(const Params& p, const TensorMap& out_map, const TensorMap& dout_map, unsigned base, int thread) {
-    const auto keys = keys_ring(base);
+    const auto keys = k_pipe(base);
     const bool first = uniform(thread / 32) == 0, leads = thread == 0;
     const unsigned came = base + AT_ROWS_READ;
     unsigned pieces = 0, words = 0;
@@ -156,27 +156,27 @@ DEVICE void prepare_beside(const Params& p, const TensorMap& out_map, const Tens
     auto agree = [&](int x) {  // what the first thread says
         const unsigned word = base + AT_SAID + 4 * (words++ & 1);
         if (leads) store_word(word, x);
-        warps_sync(AMONG_ROWS, AT_A_TIME);
+        named_barrier_sync(AMONG_ROWS, AT_A_TIME);
         return uniform(load_word(word));
     };
     auto prepare = [&](int where, unsigned number) {
         const unsigned out = base + AT_K + keys.stage(number) * BYTES_K, dout = out + BYTES_AT_A_TIME;
         const QueryTile at = tile_number(p, where);
-        if (!first && elected()) begin_to_clear(p, where, base);
+        if (!first && elect_one()) begin_to_clear(p, where, base);
         bool odd = false;
 #pragma unroll 1
         for (int from = at.tile * BLOCK_Q; from < (at.tile + 1) * BLOCK_Q; from += AT_A_TIME) {
-            if (first && elected()) {
-                arrive_and_expect(came, 2 * BYTES_AT_A_TIME);
+            if (first && elect_one()) {
+                mbarrier_arrive_expect_tx(came, 2 * BYTES_AT_A_TIME);
                 load_tile<1, CHUNKS_V, AT_A_TIME>(out, out_map, from, at.h, at.b, came);
                 load_tile<1, CHUNKS_V, AT_A_TIME>(dout, dout_map, from, at.h, at.b, came);
             }
             const Known known = known_of(p, at.b, at.h, from + thread);
-            wait(came, pieces++ & 1);
+            mbarrier_wait(came, pieces++ & 1);
             odd |= store_numbers(p, at.b, at.h, from + thread, known, product_of_rows(out, dout, thread));
-            stores_wait();
+            bulk_wait();
             fence_all_proxies();
-            odd = warps_any(AMONG_ROWS, AT_A_TIME, odd);
+            odd = named_barrier_any(AMONG_ROWS, AT_A_TIME, odd);
         }
         if (leads) {
             set_marks(p, at, odd, 0, 1);
@@ -186,10 +186,10 @@ DEVICE void prepare_beside(const Params& p, const TensorMap& out_map, const Tens
 
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
-        wait_patiently(base + AT_TAKEN, number & 1);
-        const int b = uniform(load_word(item_slot(base, number)));
+        mbarrier_wait_backoff(base + AT_TAKEN, number & 1);
+        const int b = uniform(load_word(work_tile_slot(base, number)));
         if (b == END) break;
-        const int bh = number_of_head(p, b, uniform(load_word(item_slot(base, number) + 4)));
+        const int bh = number_of_head(p, b, uniform(load_word(work_tile_slot(base, number) + 4)));
         int where;
 #pragma unroll 1
         while ((where = agree(!first || is_ready(p, bh)                                        ? NO_TILE
@@ -197,11 +197,11 @@ DEVICE void prepare_beside(const Params& p, const TensorMap& out_map, const Tens
                                                                                                : NOTHING_YET)) != NO_TILE)
             if (exists(p, where)) prepare(where, number);
         fence_all_proxies();
-        if (leads) arrive(base + AT_PLACE);
-        wait_patiently(keys.empty + 8 * keys.stage(number + 1), ((number + 1) / KEY_BUFFERS & 1) ^ 1, SLEEP);
+        if (leads) mbarrier_arrive(base + AT_PLACE);
+        mbarrier_wait_backoff(keys.empty + 8 * keys.stage(number + 1), ((number + 1) / KEY_BUFFERS & 1) ^ 1, SLEEP);
         owed += tiles_with_item(p);
 #pragma unroll 1
-        while ((where = agree(leads && owed > 0 && !has_ended(base + AT_SOON, number & 1) ? atomicAdd(next_tile(p), 1) : NO_TILE)) != NO_TILE) {
+        while ((where = agree(leads && owed > 0 && !mbarrier_try_wait(base + AT_SOON, number & 1) ? atomicAdd(next_tile(p), 1) : NO_TILE)) != NO_TILE) {
             if (exists(p, where)) prepare(where, number + 1);
             owed = exists(p, where) ? owed - 1 : NONE_LEFT;
         }

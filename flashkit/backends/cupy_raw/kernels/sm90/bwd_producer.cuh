@@ -7,7 +7,7 @@
 
 // States of the groups' keys and the rows of `many` tiles of queries, two bits a group; a tile that is not whole along the
 // keys is PARTIAL.
-DEVICE unsigned states_of(const Params& p, const Item& at, int h, int n_k, int tile, int many) {
+DEVICE unsigned states_of(const Params& p, const WorkTile& at, int h, int n_k, int tile, int many) {
     const long long offset = offset_of(p, at.b);
     const int row0 = tile * BLOCK_Q, end = row0 + many * BLOCK_Q, row1 = end < (int)p.n_q ? end : (int)p.n_q;
     auto look = [&](int k0, int k1) {
@@ -23,15 +23,15 @@ DEVICE unsigned states_of(const Params& p, const Item& at, int h, int n_k, int t
         if (all == PARTIAL && many == 1) state = look(at.k0 + GROUP_KEYS * g, at.k0 + GROUP_KEYS * (g + 1));
         states |= state << 2 * g;
     }
-    if (MAY_HIDE && states != 0 && many == 1 && (marks_of(p, at.b, h, tile)[0] & IS_ODD)) states |= ODD;
+    if (MAY_HIDE && states != 0 && many == 1 && (dq_semaphore_of(p, at.b, h, tile)[0] & IS_ODD)) states |= ODD;
     return states;
 }
 
 // For a tile that nothing is added to.
-DEVICE void set_nothing(const Params& p, const Item& at, int h, int tile) {
+DEVICE void set_nothing(const Params& p, const WorkTile& at, int h, int tile) {
     const int tile_k = at.k0 / BLOCK_K;
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;"
-                 ::"l"(order_of(p, marks_of(p, at.b, h, tile)) + tile_k / ORDER_BITS), "r"(1u << tile_k % ORDER_BITS) : "memory");
+                 ::"l"(order_of(p, dq_semaphore_of(p, at.b, h, tile)) + tile_k / ORDER_BITS), "r"(1u << tile_k % ORDER_BITS) : "memory");
 }
 
 // Whether 16 bytes of elements are finite: a number that is not has an exponent of ones.
@@ -58,7 +58,7 @@ DEVICE void clean_keys(unsigned tile, int exist, unsigned bits) {
                 bool finite = true;
 #pragma unroll
                 for (int c = 0; c < TILE_CHUNKS; ++c)
-                    finite &= all_finite(load_unit(tile + (c * HELD + row) * CHUNK_ROW + lane % 8 * UNIT));
+                    finite &= all_finite(load_vec(tile + (c * HELD + row) * CHUNK_ROW + lane % 8 * VEC_BYTES));
                 const unsigned ballot = __ballot_sync(~0u, !finite);
 #pragma unroll
                 for (int r = 0; r < 4; ++r) odd |= (ballot >> 8 * r & 255) != 0 ? 1u << 4 * i + r : 0;
@@ -70,7 +70,7 @@ DEVICE void clean_keys(unsigned tile, int exist, unsigned bits) {
                 return row / 32 == word && ((odd >> row % 32 & 1) || row >= exist);
             });
     }
-    fence_async();
+    fence_proxy_async();
     __syncwarp();
 }
 
@@ -79,89 +79,89 @@ DEVICE void clean_keys(unsigned tile, int exist, unsigned bits) {
 DEVICE int take_item(const Params& p, unsigned base, unsigned number) {
     const unsigned barrier = base + AT_TAKEN + number % 2 * 8, word = base + AT_TAKEN + 16 + number % 2 * 4;
     if (rank_of_block() == 0) {
-        const int index = (int)atomicAdd(p.ticket, 1u);
-        if (BLOCKS > 1) store_across(mapped(word, 1), index, mapped(barrier, 1));
+        const int index = (int)atomicAdd(p.tile_counter, 1u);
+        if (CLUSTER_SIZE > 1) dsmem_store(mapa(word, 1), index, mapa(barrier, 1));
         return index;
     }
-    arrive_and_expect(barrier, 4);
-    wait(barrier, number / 2 & 1);
+    mbarrier_arrive_expect_tx(barrier, 4);
+    mbarrier_wait(barrier, number / 2 & 1);
     return load_word(word);
 }
 
 // By a warp, which works ahead of the one that loads: classifying 32 tiles may take as long as the products of a few. So its
 // own are the items: it takes them, finds their tiles, loads their keys and looks through these.
 DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* found) {
-    const auto lists = lists_ring(base);
-    const auto keys = keys_ring(base);
+    const auto lists = list_pipe(base);
+    const auto keys = k_pipe(base);
     const bool leader = threadIdx.x % 32 == 0;
     const int tiles_q = tiles_of(p.n_q, BLOCK_Q), items = tiles_of(p.n_k, BLOCK_K) * heads_of_keys(p);
     unsigned n = 0, number = 0;
     auto next_list = [&]() -> Found& {
-        wait_patiently(lists.empty + 8 * lists.stage(n), (n / LISTS & 1) ^ 1, SLEEP);
+        mbarrier_wait_backoff(lists.empty + 8 * lists.stage(n), (n / LISTS & 1) ^ 1, SLEEP);
         return found[n % LISTS];
     };
     auto hand_over = [&]() {
         __syncwarp();
-        if (leader) arrive(lists.full + 8 * lists.stage(n));
+        if (leader) mbarrier_arrive(lists.full + 8 * lists.stage(n));
         ++n;
     };
-    auto full_of = [&]() { return keys.full + 8 * keys.stage(number); };
+    auto full_barrier = [&]() { return keys.full + 8 * keys.stage(number); };
     auto k_tile = [&]() { return base + AT_K + keys.stage(number) * BYTES_K; };
-    auto came_of = [&]() { return CLEANS_KEYS ? base + AT_K_CAME + 8 * keys.stage(number) : full_of(); };
+    auto came_of = [&]() { return CLEANS_KEYS ? base + AT_K_CAME + 8 * keys.stage(number) : full_barrier(); };
     // Who releases an item's keys has seen to it that all of the item before has been added to dQ. So with the buffer for an item's
     // keys being empty, all of the item before the one that lay there has been. Counted after that item's tiles are handed over,
     // as it takes its time, by the leader, with heads in shared memory.
     auto head_of = [&](unsigned number) { return base + AT_HEADS + 4 * (number % 4); };
     auto count_finished = [&](unsigned number) { fence_all_proxies(), add_one(finished_of(p, load_word(head_of(number)))); };
     constexpr unsigned BEHIND = KEY_BUFFERS + 1;
-    auto announce = [&](const Item& at) {
-        keys.wait_empty(number);
-        const unsigned slot = item_slot(base, number);
+    auto announce = [&](const WorkTile& at) {
+        keys.producer_acquire(number);
+        const unsigned slot = work_tile_slot(base, number);
         if (leader) store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
     };
-    auto load_keys = [&](const Item& at) {
+    auto load_keys = [&](const WorkTile& at) {
         if (!BESIDE) announce(at);
-        if (elected()) {
-            arrive_and_expect(came_of(), BYTES_K);
+        if (elect_one()) {
+            mbarrier_arrive_expect_tx(came_of(), BYTES_K);
             load_tile<1, CHUNKS, HELD>(k_tile(), k_map, held_from(at), at.head, at.b, came_of());
         }
     };
-    auto clean = [&](const Item& at) {
-        wait(came_of(), number / KEY_BUFFERS & 1);
+    auto clean = [&](const WorkTile& at) {
+        mbarrier_wait(came_of(), number / KEY_BUFFERS & 1);
         clean_keys<CHUNKS>(k_tile(), (int)keys_of(p, at.b) - held_from(at), odd_of(base, number));
-        if (leader) arrive(full_of());
+        if (leader) mbarrier_arrive(full_barrier());
     };
     // The keys of the other block, in the columns of this block's part of dQ.
-    auto load_others = [&](const Item& at) {
-        const auto others = others_ring(base);
+    auto load_others = [&](const WorkTile& at) {
+        const auto others = peer_k_pipe(base);
         const unsigned came = CLEANS_KEYS ? base + AT_OTHERS_CAME : others.full;
         const int rank = rank_of_block(), from = at.k0 + HELD * (1 - rank);
-        others.wait_empty(number);
-        if (elected()) {
-            arrive_and_expect(came, BYTES_OTHERS);
+        others.producer_acquire(number);
+        if (elect_one()) {
+            mbarrier_arrive_expect_tx(came, BYTES_OTHERS);
             load_tile<1, SHARE, HELD>(base + AT_OTHERS, k_map, from, at.head, at.b, came, 64 * SHARE * rank);
         }
         if constexpr (CLEANS_KEYS) {
-            wait(came, number & 1);
+            mbarrier_wait(came, number & 1);
             clean_keys<SHARE>(base + AT_OTHERS, (int)keys_of(p, at.b) - from, 0);
-            if (leader) arrive(others.full);
+            if (leader) mbarrier_arrive(others.full);
         }
     };
 #pragma unroll 1
     for (;; ++number) {
         // Not earlier than it has to be, so that the last items are shared evenly.
-        if (number > 0) wait_patiently(base + AT_SOON, (number - 1) & 1, SLEEP);
+        if (number > 0) mbarrier_wait_backoff(base + AT_SOON, (number - 1) & 1, SLEEP);
         const int index = uniform(leader ? take_item(p, base, number) : 0);
         if (index >= items) break;
-        const Item at = item_of(p, index);
+        const WorkTile at = work_tile(p, index);
         const int n_k = (int)keys_of(p, at.b);
         const int bh = number_of_head(p, at.b, at.head);
         const bool descending = is_descending(p, bh);
         if (BESIDE) {
             announce(at);
             __syncwarp();
-            if (leader) arrive(base + AT_TAKEN);
-            wait(base + AT_PLACE, number & 1);
+            if (leader) mbarrier_arrive(base + AT_TAKEN);
+            mbarrier_wait(base + AT_PLACE, number & 1);
         } else if (!ORDERED) {
             while (!is_ready(p, bh)) {}
             fence_all_proxies();
@@ -169,8 +169,8 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
         if (KEY_BUFFERS > 1) load_keys(at);
         bool first = true;
 #pragma unroll 1
-        for (int member = 0, next = 0; member < GROUP;) {
-            const int h = at.head * GROUP + member;
+        for (int member = 0, next = 0; member < GQA_GROUP;) {
+            const int h = at.head * GQA_GROUP + member;
             auto tile_of = [&](int place, int many) { return ORDERED && !descending ? tiles_q - place - many : place; };
             auto look = [&](int place, int many) {
                 const int from = tile_of(place, many);
@@ -186,7 +186,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
                 list.entry[lane] = tile_of(list.entry[lane] >> 8, 1) << 8 | (list.entry[lane] & 255);
             if (leader) {
                 list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0, list.before = (at.b * (int)p.heads + h) * tiles_q;
-                list.ends = next >= tiles_q && member == GROUP - 1;
+                list.ends = next >= tiles_q && member == GQA_GROUP - 1;
             }
             hand_over();
             if (next >= tiles_q) next = 0, ++member;
@@ -194,7 +194,7 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
             first = false;
             if (KEY_BUFFERS == 1) load_keys(at);
             if (CLEANS_KEYS) clean(at);
-            if (BLOCKS > 1) load_others(at);
+            if (CLUSTER_SIZE > 1) load_others(at);
         }
         if (!ORDERED && !BESIDE) clear_some(p);
         if (!ORDERED && leader) {
@@ -206,23 +206,23 @@ DEVICE void find(const Params& p, const TensorMap& k_map, unsigned base, Found* 
     if (leader) list.b = END;
     hand_over();
     announce({END, 0, 0});
-    if (leader) arrive(full_of());
-    if (BESIDE && leader) arrive(base + AT_TAKEN);
+    if (leader) mbarrier_arrive(full_barrier());
+    if (BESIDE && leader) mbarrier_arrive(base + AT_TAKEN);
     if (!ORDERED && leader) {
-        wait_patiently(base + AT_OVER, 0);
+        mbarrier_wait_backoff(base + AT_OVER, 0);
         for (unsigned i = number < BEHIND ? 0 : number - BEHIND; i < number; ++i) count_finished(i);
     }
-    if (leader && atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
+    if (leader && atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;  // as they were found
 }
 
 // --- loading ----------------------------------------------------------------------------------------------------------
 
 DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map, const TensorMap& dout_map, unsigned base,
                  const Found* found) {
-    const auto queries = rows_ring(base);
-    const auto douts = douts_ring(base);
-    const auto values = values_ring(base);
-    const auto lists = lists_ring(base);
+    const auto queries = q_pipe(base);
+    const auto douts = dout_pipe(base);
+    const auto values = v_pipe(base);
+    const auto lists = list_pipe(base);
     const bool leader = threadIdx.x == 0;
     unsigned n = 0, number = 0, odd_tiles = 0;
     bool first = true;
@@ -233,36 +233,36 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
         const unsigned q_came = odd ? base + AT_ROWS_CAME : q_full, dout_came = odd ? base + AT_ROWS_CAME : dout_full;
         const unsigned q = base + AT_Q + stage * BYTES_Q, dout = base + AT_DOUT + dout_stage * BYTES_DOUT;
         const unsigned shift = base + AT_SHIFT + stage * BYTES_ROWS;
-        if (elected()) {
+        if (elect_one()) {
             // Numbers of rows lie one tile after the other.
-            const float *shifts = static_cast<const float*>(p.shift.data) + (long long)where * BLOCK_Q;
+            const float *shifts = static_cast<const float*>(p.bwd_lse.data) + (long long)where * BLOCK_Q;
             const float *deltas = static_cast<const float*>(p.delta.data) + (long long)where * BLOCK_Q;
-            queries.wait_empty(n);
-            const unsigned note = note_of(base, n);
-            store_word(note, tile << 8 | (last ? LAST : 0) | states), store_word(note + 4, h);
-            store_word(note + 8, where);
-            arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (odd ? BYTES_DOUT + BYTES_ROWS : 0));
+            queries.producer_acquire(n);
+            const unsigned tile_desc = tile_desc_of(base, n);
+            store_word(tile_desc, tile << 8 | (last ? LAST : 0) | states), store_word(tile_desc + 4, h);
+            store_word(tile_desc + 8, where);
+            mbarrier_arrive_expect_tx(q_came, BYTES_Q + BYTES_ROWS + (odd ? BYTES_DOUT + BYTES_ROWS : 0));
             load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, b, q_came);
-            load_numbers(shift, shifts, BYTES_ROWS, q_came);
+            bulk_load(shift, shifts, BYTES_ROWS, q_came);
             if (first) {
-                values.wait_empty(number);
-                arrive_and_expect(values.full, BYTES_V);
-                load_tile<1, CHUNKS_V, HELD>(base + AT_V, v_map, held_from({b, h, k0}), h / GROUP, b, values.full);
+                values.producer_acquire(number);
+                mbarrier_arrive_expect_tx(values.full, BYTES_V);
+                load_tile<1, CHUNKS_V, HELD>(base + AT_V, v_map, held_from({b, h, k0}), h / GQA_GROUP, b, values.full);
             }
-            douts.wait_empty(n);
-            if (!odd) arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS);
+            douts.producer_acquire(n);
+            if (!odd) mbarrier_arrive_expect_tx(dout_came, BYTES_DOUT + BYTES_ROWS);
             load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, b, dout_came);
-            load_numbers(base + AT_DELTA + dout_stage * BYTES_ROWS, deltas, BYTES_ROWS, dout_came);
+            bulk_load(base + AT_DELTA + dout_stage * BYTES_ROWS, deltas, BYTES_ROWS, dout_came);
         }
         if (odd) {
             __syncwarp();
-            wait(base + AT_ROWS_CAME, odd_tiles++ & 1);
+            mbarrier_wait(base + AT_ROWS_CAME, odd_tiles++ & 1);
             const auto is_odd = [&](int row) { return !is_finite(load_number(shift + 4 * row)); };
             clear_rows_of<BLOCK_Q, CHUNKS>(q, is_odd);
             clear_rows_of<BLOCK_Q, CHUNKS_V>(dout, is_odd);
-            fence_async();
+            fence_proxy_async();
             __syncwarp();
-            if (leader) arrive(q_full), arrive(dout_full);
+            if (leader) mbarrier_arrive(q_full), mbarrier_arrive(dout_full);
         }
         first = false, ++n;
     };
@@ -271,14 +271,14 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
     unsigned held_states = 0;
 #pragma unroll 1
     for (unsigned c = 0;; ++c) {
-        lists.wait_full(c);
+        lists.consumer_wait(c);
         const Found& list = found[c % LISTS];
         const int b = list.b, h = list.h, k0 = list.k0, count = list.count, before = list.before;
         if (b == END) break;
         const int soon = list.ends ? (count > AHEAD ? count - AHEAD : 0) : -1;
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            if (!ORDERED && i == soon && leader) arrive(base + AT_SOON);
+            if (!ORDERED && i == soon && leader) mbarrier_arrive(base + AT_SOON);
             if (held_states != 0) load_queries(b, held_head, k0, held_where, held, held_states, false);
             held = list.entry[i] >> 8, held_head = h, held_where = before + held, held_states = list.entry[i] & 255;
         }
@@ -288,19 +288,19 @@ DEVICE void load(const Params& p, const TensorMap& q_map, const TensorMap& v_map
             held_states = 0, first = true, ++number;
             // In an order the next item is taken not before all is loaded: who has waited for others would come back to one that
             // others wait for.
-            if ((ORDERED || soon == count) && leader) arrive(base + AT_SOON);
+            if ((ORDERED || soon == count) && leader) mbarrier_arrive(base + AT_SOON);
         }
         __syncwarp();
-        if (leader) arrive(lists.empty + 8 * lists.stage(c));
+        if (leader) mbarrier_arrive(lists.empty + 8 * lists.stage(c));
     }
 }
 
 // --- adding dQ --------------------------------------------------------------------------------------------------------
 
-DEVICE void add_bulk(float* target, unsigned source, int bytes) {
+DEVICE void bulk_reduce_add(float* target, unsigned source, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(target), "r"(source), "r"(bytes) : "memory");
-    stores_end();
+    bulk_commit();
 }
 DEVICE void store_four(float* target, const float* x) {
     asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
@@ -339,45 +339,45 @@ DEVICE unsigned slot_of(unsigned base, unsigned n) { return base + AT_SLOTS + 8 
 DEVICE unsigned asked_of(unsigned base, unsigned n) { return base + AT_ASKED + 8 * (n % 4); }
 DEVICE void ask(unsigned base, unsigned n, int where, int tile_k) {
     store_word(slot_of(base, n), where), store_word(slot_of(base, n) + 4, tile_k);
-    arrive(asked_of(base, n));
+    mbarrier_arrive(asked_of(base, n));
 }
-DEVICE void ask_for(unsigned base, unsigned n, int note, int where, int k0) { ask(base, n, where, note & NOTHING ? END : k0 / BLOCK_K); }
-DEVICE unsigned turn_of(unsigned base, unsigned n) { return base + AT_TURN + 8 * (n % 2); }
+DEVICE void ask_for(unsigned base, unsigned n, int tile_desc, int where, int k0) { ask(base, n, where, tile_desc & NOTHING ? END : k0 / BLOCK_K); }
+DEVICE unsigned tile_coord(unsigned base, unsigned n) { return base + AT_TURN + 8 * (n % 2); }
 DEVICE unsigned added_of(unsigned base, unsigned n) { return base + AT_ADDED + 8 * (n % 2); }
 
 enum Adding { ADDS_NOTHING, STORES, ADDS };  // who is the first to add stores: sums were not cleared
 DEVICE void keep_order(const Params& p, unsigned base, int which) {
-    const bool leader = elected();
+    const bool leader = elect_one();
     const int tiles_q = tiles_of(p.n_q, BLOCK_Q);
 #pragma unroll 1
     for (unsigned n = which;; n += 2) {
-        wait(asked_of(base, n), n / 4 & 1);
+        mbarrier_wait(asked_of(base, n), n / 4 & 1);
         const int where = load_word(slot_of(base, n)), tile_k = load_word(slot_of(base, n) + 4);
         if (where == END) break;
-        int* marks = static_cast<int*>(p.partial_lse.data) + where * p.partial_lse.token;
+        int* marks = static_cast<int*>(p.dq_semaphore.data) + where * p.dq_semaphore.token;
         int* done = order_of(p, marks);
         // Of an item that is seen by no query nobody waits for the tile that it takes all the same: it leaves nothing there.
         Adding adding = ADDS_NOTHING;
         if (tile_k != END) {
-            adding = wait_for_turn(p, done, tile_k, FROM_DIAGONAL && is_descending(p, where / tiles_q / GROUP)) ? ADDS : STORES;
+            adding = wait_for_turn(p, done, tile_k, FROM_DIAGONAL && is_descending(p, where / tiles_q / GQA_GROUP)) ? ADDS : STORES;
             if (adding == STORES && leader) set_written(marks);
         }
         if (KEYS_SHARED) {
-            if (leader) store_word(slot_of(base, n), adding), arrive(turn_of(base, n));
-            wait(added_of(base, n), n / 2 & 1);
+            if (leader) store_word(slot_of(base, n), adding), mbarrier_arrive(tile_coord(base, n));
+            mbarrier_wait(added_of(base, n), n / 2 & 1);
             if (leader && adding != ADDS_NOTHING) set_done(done, tile_k);
         } else if (leader) {
             float* sums = part_of_sums(p, where, 0);
-            wait(added_of(base, n), n / 2 & 1);
+            mbarrier_wait(added_of(base, n), n / 2 & 1);
             if (adding != ADDS_NOTHING) {
                 fence_all_proxies();
-                if (adding == ADDS) add_bulk(sums, base + AT_SUMS, BYTES_SUMS);
-                else copy_bulk(sums, base + AT_SUMS, BYTES_SUMS), stores_end();
-                stores_wait_read();
+                if (adding == ADDS) bulk_reduce_add(sums, base + AT_SUMS, BYTES_SUMS);
+                else bulk_store(sums, base + AT_SUMS, BYTES_SUMS), bulk_commit();
+                bulk_wait_read();
             }
-            arrive(turn_of(base, n));  // the next one may come
+            mbarrier_arrive(tile_coord(base, n));  // the next one may come
             if (adding != ADDS_NOTHING) {
-                stores_wait();
+                bulk_wait();
                 fence_all_proxies();
                 set_done(done, tile_k);
             }

@@ -60,15 +60,15 @@ DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned 
     constexpr bool IN_TURN = SMALL_SCORE && sizeof(POSITION) == 8;  // far positions, as in hide()
     const int n_k = (int)keys_of(p, at.b);
     const long long offset = offset_of(p, at.b);
-    const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
+    const float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
     auto odd_from = [&](int half) {  // bits of keys that are not finite, from that of the half's key on
         const int bit = at.first + key_of_lane(half);
         return (unsigned)load_word(at.odd + bit / 32 * 4) >> bit % 32;
     };
     auto keep = [&](int i, float w, float v) {
         if (HAS_DROPOUT) {
-            w = kept.has(i / 4, i / 2 % 2, 0) ? w * (float)p.kept_scale : 0.0f;
-            v = kept.has(i / 4, i / 2 % 2, 1) ? v * (float)p.kept_scale : 0.0f;
+            w = kept.has(i / 4, i / 2 % 2, 0) ? w * (float)p.dropout_scale : 0.0f;
+            v = kept.has(i / 4, i / 2 % 2, 1) ? v * (float)p.dropout_scale : 0.0f;
         }
         pairs[i / 2] = pack(w, v);
     };
@@ -114,17 +114,17 @@ DEVICE void weigh_plainly(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const
 
 // Scores to weights, whichever way fits; whether nothing is hidden.
 template <int EARLY>
-DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number, int note, int group, bool even, float (&s)[PAIRS],
+DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number, int tile_desc, int group, bool even, float (&s)[PAIRS],
                     unsigned (&pairs)[PAIRS / 2], float (&early)[EARLY][2], unsigned shift, float unit, Kept& kept,
                     const Line& line) {
-    const bool full = (note >> 2 * group & 3) == FULL;
+    const bool full = (tile_desc >> 2 * group & 3) == FULL;
     if constexpr (!HAS_SCORE && !HAS_DROPOUT) {
         if (!full) {
             hide(p, place_of(base, n, number, group), s);
 #pragma unroll
             for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);  // anew: that took all registers
         }
-        if (!MAY_HIDE || (even && !(note & ODD))) {
+        if (!MAY_HIDE || (even && !(tile_desc & ODD))) {
             weigh_plainly(s, pairs, early, shift, unit);
             return full;
         }
@@ -132,7 +132,7 @@ DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number,
         return false;
     }
     if constexpr (BY_FORM) {
-        if (full && even && !(note & ODD) && line.known) {
+        if (full && even && !(tile_desc & ODD) && line.known) {
             if (BY_POLYNOMIAL && is_calm(s, line)) weigh_formed<true>(s, pairs, early, shift, line);
             else weigh_formed<false>(s, pairs, early, shift, line);
             return true;

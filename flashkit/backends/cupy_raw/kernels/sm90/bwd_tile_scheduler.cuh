@@ -2,24 +2,24 @@
 #pragma once
 #include "sm90/pipeline.cuh"
 
-DEVICE Ring<STAGES> rows_ring(unsigned base) { return {base + AT_Q_RING, base + AT_Q_RING + 8 * STAGES}; }
-DEVICE Ring<DOUT_STAGES> douts_ring(unsigned base) { return {base + AT_DOUT_RING, base + AT_DOUT_RING + 8 * DOUT_STAGES}; }
-DEVICE Ring<KEY_BUFFERS> keys_ring(unsigned base) { return {base + AT_K_RING, base + AT_K_RING + 8 * KEY_BUFFERS}; }
-DEVICE Ring<1> values_ring(unsigned base) { return {base + AT_V_RING, base + AT_V_RING + 8}; }
-DEVICE Ring<1> others_ring(unsigned base) { return {base + AT_OTHERS_RING, base + AT_OTHERS_RING + 8}; }
-DEVICE Ring<LISTS> lists_ring(unsigned base) { return {base + AT_LISTS_RING, base + AT_LISTS_RING + 8 * LISTS}; }
-DEVICE Ring<BLOCKS == 1 ? 2 : 1> pairs_ring(unsigned base) { return {base + AT_PAIRS_RING, base + AT_PAIRS_RING + 16}; }
+DEVICE Pipeline<STAGES> q_pipe(unsigned base) { return {base + AT_Q_PIPE, base + AT_Q_PIPE + 8 * STAGES}; }
+DEVICE Pipeline<DOUT_STAGES> dout_pipe(unsigned base) { return {base + AT_DOUT_PIPE, base + AT_DOUT_PIPE + 8 * DOUT_STAGES}; }
+DEVICE Pipeline<KEY_BUFFERS> k_pipe(unsigned base) { return {base + AT_K_PIPE, base + AT_K_PIPE + 8 * KEY_BUFFERS}; }
+DEVICE Pipeline<1> v_pipe(unsigned base) { return {base + AT_V_PIPE, base + AT_V_PIPE + 8}; }
+DEVICE Pipeline<1> peer_k_pipe(unsigned base) { return {base + AT_PEER_K_PIPE, base + AT_PEER_K_PIPE + 8}; }
+DEVICE Pipeline<LISTS> list_pipe(unsigned base) { return {base + AT_LISTS_PIPE, base + AT_LISTS_PIPE + 8 * LISTS}; }
+DEVICE Pipeline<CLUSTER_SIZE == 1 ? 2 : 1> ds_pipe(unsigned base) { return {base + AT_DS_PIPE, base + AT_DS_PIPE + 16}; }
 // Between two blocks: full when the other one's dS is here, empty when what was sent there is no longer needed.
-DEVICE Ring<1> across_ring(unsigned base) { return {base + AT_ACROSS_RING, base + AT_ACROSS_RING + 8}; }
+DEVICE Pipeline<1> dsmem_pipe(unsigned base) { return {base + AT_DSMEM_PIPE, base + AT_DSMEM_PIPE + 8}; }
 
 // Of a tile of queries: whether it is odd, and whether its dQ is WRITTEN; then words with bits of ORDER_BITS tiles of keys each
 // that are done with it, and a bit for whether one of them has WRITTEN_HERE: who waits so learns at once if sums are there.
 constexpr int ORDER_BITS = 31;
 constexpr unsigned WRITTEN_HERE = 1u << ORDER_BITS;
-DEVICE int* marks_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.partial_lse, b, h, tile); }
+DEVICE int* dq_semaphore_of(const Params& p, int b, int h, int tile) { return row_at<int>(p.dq_semaphore, b, h, tile); }
 DEVICE int order_words(const Params& p) { return tiles_of(p.n_k, ORDER_BITS * BLOCK_K); }
 // The words behind a tile's mark; each block of a cluster has its own, as it has its own columns of dQ.
-DEVICE int rank_of_block() { return BLOCKS > 1 ? rank_in_cluster() : 0; }
+DEVICE int rank_of_block() { return CLUSTER_SIZE > 1 ? cluster_ctarank() : 0; }
 DEVICE int* order_of(const Params& p, int* marks) { return marks + 1 + rank_of_block() * order_words(p); }
 
 DEVICE unsigned get_acquired(const int* word) {
@@ -30,44 +30,44 @@ DEVICE unsigned get_acquired(const int* word) {
 DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // The first of an item's keys that the block has.
-DEVICE int held_from(const Item& at) { return at.k0 + HELD * rank_of_block(); }
-DEVICE unsigned note_of(unsigned base, unsigned n) { return base + AT_NOTES + 12 * (n % STAGES); }
-DEVICE unsigned item_slot(unsigned base, unsigned number) { return base + AT_ITEMS + 12 * (number % KEY_BUFFERS); }
+DEVICE int held_from(const WorkTile& at) { return at.k0 + HELD * rank_of_block(); }
+DEVICE unsigned tile_desc_of(unsigned base, unsigned n) { return base + AT_TILE_DESCS + 12 * (n % STAGES); }
+DEVICE unsigned work_tile_slot(unsigned base, unsigned number) { return base + AT_WORK_TILES + 12 * (number % KEY_BUFFERS); }
 DEVICE unsigned odd_of(unsigned base, unsigned number) { return base + AT_ODD + 4 * ODD_WORDS * (number % KEY_BUFFERS); }
 
 // --- which work -------------------------------------------------------------------------------------------------------
 
-DEVICE int heads_of_keys(const Params& p) { return (int)(p.heads / GROUP * p.batch); }  // of all batch entries
-DEVICE int number_of_head(const Params& p, int b, int head) { return b * ((int)p.heads / GROUP) + head; }
+DEVICE int heads_of_keys(const Params& p) { return (int)(p.heads / GQA_GROUP * p.batch); }  // of all batch entries
+DEVICE int number_of_head(const Params& p, int b, int head) { return b * ((int)p.heads / GQA_GROUP) + head; }
 
-// Item number `index`: one head's tiles after the other's. With a mask that is not looked up, p.splits heads at a time, their first
+// WorkTile number `index`: one head's tiles after the other's. With a mask that is not looked up, p.heads_per_l2_group heads at a time, their first
 // tiles, then their second, for under a causal mask the first keys are seen by most; of the last heads (EVENS_OUT) all at a time, so
 // that the items with least to do come last of all and blocks finish together. FROM_DIAGONAL: in descending order, but for those.
-constexpr bool EVENS_OUT = HAS_MASK && (ORDERED || !LOOKED_UP);
+constexpr bool EVENS_OUT = HAS_MASK && (ORDERED || !MASK_READS_ARRAYS);
 DEVICE int heads_at_last(const Params& p) {
     if constexpr (!EVENS_OUT) return 0;
     // In any order as many as are an item for each block: more would have to wait until their sums are cleared.
-    const int all = heads_of_keys(p), one_each = tiles_of(gridDim.x / BLOCKS, tiles_of(p.n_k, BLOCK_K));
-    const int last = !ORDERED ? one_each : p.splits < 2 ? 2 : (int)p.splits;
+    const int all = heads_of_keys(p), one_each = tiles_of(gridDim.x / CLUSTER_SIZE, tiles_of(p.n_k, BLOCK_K));
+    const int last = !ORDERED ? one_each : p.heads_per_l2_group < 2 ? 2 : (int)p.heads_per_l2_group;
     return last < all ? last : all;
 }
 DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < heads_of_keys(p) - heads_at_last(p); }
-DEVICE Item item_of(const Params& p, int index) {
-    const int heads = (int)p.heads / GROUP, tiles = tiles_of(p.n_k, BLOCK_K), last = heads_at_last(p), first = heads_of_keys(p) - last;
+DEVICE WorkTile work_tile(const Params& p, int index) {
+    const int heads = (int)p.heads / GQA_GROUP, tiles = tiles_of(p.n_k, BLOCK_K), last = heads_at_last(p), first = heads_of_keys(p) - last;
     const bool at_last = EVENS_OUT && index >= first * tiles;
-    const Turn turn = at_last ? turn_of(index - first * tiles, tiles, last, last) : turn_of(index, tiles, first, (int)p.splits);
+    const TileCoord turn = at_last ? tile_coord(index - first * tiles, tiles, last, last) : tile_coord(index, tiles, first, (int)p.heads_per_l2_group);
     const int bh = at_last ? first + turn.bh : turn.bh;
     return {bh / heads, bh % heads, (FROM_DIAGONAL && !at_last ? tiles - 1 - turn.tile : turn.tile) * BLOCK_K};
 }
 
 // --- units of shared memory ------------------------------------------------------------------------------------------
 
-DEVICE uint4 load_unit(unsigned address) {
+DEVICE uint4 load_vec(unsigned address) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
     return x;
 }
-DEVICE void clear_unit(unsigned address) {
+DEVICE void clear_vec(unsigned address) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
@@ -78,9 +78,9 @@ DEVICE void clear_rows_of(unsigned tile, F odd) {
     for (int i = threadIdx.x % 32; i < ROWS * 8; i += 32)
         if (odd(i / 8))
 #pragma unroll
-            for (int c = 0; c < TILE_CHUNKS; ++c) clear_unit(tile + (c * ROWS + i / 8) * CHUNK_ROW + i % 8 * UNIT);
+            for (int c = 0; c < TILE_CHUNKS; ++c) clear_vec(tile + (c * ROWS + i / 8) * CHUNK_ROW + i % 8 * VEC_BYTES);
 }
 
-DEVICE void copy_bulk(float* target, unsigned source, int bytes) {
+DEVICE void bulk_store(float* target, unsigned source, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
 }

@@ -1,16 +1,16 @@
 // Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1; warp groups with roles and softmax beside
 // products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper. docs/hopper.md walks through it.
 //
-// As many blocks as multiprocessors take items one after the other, each BLOCK_Q rows of a head. With PACK > 1 a row is one
-// of the PACK query heads that share a key/value head, at one token.
+// As many blocks as multiprocessors take items one after the other, each BLOCK_Q rows of a head. With PACK_GQA > 1 a row is one
+// of the PACK_GQA query heads that share a key/value head, at one token.
 //
-//     Q, then O   [Q_BUFFERS][GROUPS][64][..]   shared memory, an item's rows; its output on the way out
-//     K, V        [STAGES][BLOCK_K][..]         shared memory, two rings; where SUMMED, a chunk of ones that all V share
+//     Q, then O   [Q_BUFFERS][MMA_WARPGROUPS][64][..]   shared memory, an item's rows; its output on the way out
+//     K, V        [STAGES][BLOCK_K][..]         shared memory, two rings; where ROW_SUM_BY_MMA, a chunk of ones that all V share
 //     S, P        [64][BLOCK_K]                 registers of a warp group
-//     O           [64][HEAD_DIM_V]              registers of a warp group, unscaled; where SUMMED, eight columns more: l
+//     O           [64][HEAD_DIM_V]              registers of a warp group, unscaled; where ROW_SUM_BY_MMA, eight columns more: l
 //     m, l        [64]                          a row's reference, in base 2, and its sum of weights: registers
 //
-// Warp group 0: warp 0 loads tiles, warp 1 stores outputs, warp 2 finds the tiles to load. Warp groups 1 ... GROUPS, with
+// Warp group 0: warp 0 loads tiles, warp 1 stores outputs, warp 2 finds the tiles to load. Warp groups 1 ... MMA_WARPGROUPS, with
 // 64 rows each, multiply. A step of such a group, for the tile of keys number n of all that the block loads:
 //
 //     scores      S = Q K_n^T          is begun,
@@ -19,57 +19,57 @@
 //     and the first tile of an item is begun before the last item is finished.
 //
 // float32 goes through the same roles, as terms of float16: sm90_float32.cuh has what multiplies two for each element. One,
-// with precision="tf32", is multiplied here, in units (sm90_split.cu) that are put back as the scores' factor, and of values
+// with precision="tf32", is multiplied here, in units (fp16x2_split.cu) that are put back as the scores' factor, and of values
 // by way of the weights.
 //
-// Constants of the head: PARTS, SUMMED, BLOCK_K, GROUPS, STAGES, Q_BUFFERS, PACK, TURNS, REGISTERS, REGISTERS_LOADING,
+// Constants of the head: PARTS, ROW_SUM_BY_MMA, BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
 // WATCHDOG, HAS_LENGTHS, SHARED_BYTES, CHUNK_BYTES, POSITIONS and FAR (modification.positions).
 #include "sm90/pipeline.cuh"
 #include "sm90/fp16x2_terms.cuh"
 #include "common/positions.cuh"
 
-constexpr int BLOCK_Q = 64 * GROUPS, THREADS = 128 * (GROUPS + 1), COLUMNS = padded(HEAD_DIM_V);
-constexpr bool WIDE = STORAGE == FLOAT32;  // elements come as PARTS numbers of float16, and leave as float32
-constexpr bool EXACT = WIDE && PARTS == 2;
+constexpr int BLOCK_Q = 64 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1), COLUMNS = padded(HEAD_DIM_V);
+constexpr bool IS_FLOAT32 = STORAGE == FLOAT32;  // elements come as PARTS numbers of float16, and leave as float32
+constexpr bool EXACT = IS_FLOAT32 && PARTS == 2;
 constexpr float FAR_UNIT = 1.2089258e24f, LEAST_UNIT = 1.1754944e-38f;  // 2^80: scores stay finite; 2^-126: -inf stays itself
 constexpr int CHUNKS_K = PARTS * chunks(HEAD_DIM), CHUNKS_V = PARTS * chunks(HEAD_DIM_V);  // of Q and K, of V
-constexpr int OUT_COLUMNS = WIDE ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
+constexpr int OUT_COLUMNS = IS_FLOAT32 ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
 constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);
 constexpr int BYTES_K = BLOCK_K * CHUNK_ROW * CHUNKS_K, BYTES_V = BLOCK_K * CHUNK_ROW * CHUNKS_V;
-constexpr int AT_K = Q_BUFFERS * GROUPS * BYTES_Q, AT_V = AT_K + STAGES * BYTES_K, AT_ONES = AT_V + STAGES * BYTES_V;
-constexpr int CHUNK = BLOCK_K * CHUNK_ROW, AT_BARRIERS = AT_ONES + SUMMED * CHUNK;
-constexpr int AT_Q_RING = AT_BARRIERS, AT_K_RING = AT_Q_RING + 16 * Q_BUFFERS, AT_V_RING = AT_K_RING + 16 * STAGES;
-constexpr int AT_LIST_RING = AT_V_RING + 16 * STAGES, AT_SOON = AT_LIST_RING + 32;  // soon: the item is near its end
+constexpr int AT_K = Q_BUFFERS * MMA_WARPGROUPS * BYTES_Q, AT_V = AT_K + STAGES * BYTES_K, AT_ONES = AT_V + STAGES * BYTES_V;
+constexpr int CHUNK = BLOCK_K * CHUNK_ROW, AT_BARRIERS = AT_ONES + ROW_SUM_BY_MMA * CHUNK;
+constexpr int AT_Q_PIPE = AT_BARRIERS, AT_K_PIPE = AT_Q_PIPE + 16 * Q_BUFFERS, AT_V_PIPE = AT_K_PIPE + 16 * STAGES;
+constexpr int AT_LIST_PIPE = AT_V_PIPE + 16 * STAGES, AT_SOON = AT_LIST_PIPE + 32;  // soon: the item is near its end
 constexpr int AT_DONE = AT_SOON + 8;               // for each buffer and group: its output is in the buffer
-constexpr int AT_NOTES = AT_DONE + 8 * GROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
-constexpr int AT_ITEMS = AT_NOTES + 4 * STAGES;    // for each buffer of Q: an Item
-constexpr int AT_LISTS = AT_ITEMS + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
+constexpr int AT_TILE_DESCS = AT_DONE + 8 * MMA_WARPGROUPS * Q_BUFFERS;  // for each stage of K: tile << 8 | first of its item << 6 | states of the groups
+constexpr int AT_WORK_TILES = AT_TILE_DESCS + 4 * STAGES;    // for each buffer of Q: an WorkTile
+constexpr int AT_LISTS = AT_WORK_TILES + 12 * Q_BUFFERS, AT_UNIT = AT_LISTS + 2 * CHUNK_BYTES;
 constexpr int AT_GAINS = AT_UNIT + 8, BYTES_GAINS = 24;  // for each warp that multiplies: six numbers of a Line
-static_assert(AT_GAINS + BYTES_GAINS * 4 * GROUPS <= SHARED_BYTES, "sm90.py gives less shared memory than there is to lie in it");
+static_assert(AT_GAINS + BYTES_GAINS * 4 * MMA_WARPGROUPS <= SHARED_BYTES, "sm90.py gives less shared memory than there is to lie in it");
 constexpr int FIRST = 64, END = -1, NEVER = -2;
-constexpr int AHEAD = LOOKED_UP ? 12 : 4;  // how many tiles before the end of an item the next one is taken
-constexpr int SUMS = COLUMNS / 2 + 4 * SUMMED;  // of a lane; the last four are of weights alone
+constexpr int AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // how many tiles before the end of an item the next one is taken
+constexpr int SUMS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA;  // of a lane; the last four are of weights alone
 
-// Where stages of K and V lie, and how far the chunks of V are from each other. Where SUMMED, V has a chunk of ones after its own,
+// Where stages of K and V lie, and how far the chunks of V are from each other. Where ROW_SUM_BY_MMA, V has a chunk of ones after its own,
 // the same for all stages: so stages have them at different distances, and one stage of K lies between two chunks of V.
-static_assert(!SUMMED || CHUNKS_V == 1 || (CHUNKS_V == 2 && CHUNKS_K == 2 && STAGES == 2), "no room for ones");
-DEVICE constexpr int at_k(int stage) { return SUMMED && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK : AT_K + stage * BYTES_K; }
-DEVICE constexpr int chunk_v(int stage) { return SUMMED ? (1 + CHUNKS_V * stage) * CHUNK : CHUNK; }
-DEVICE constexpr int at_v(int stage) { return SUMMED ? AT_ONES - CHUNKS_V * chunk_v(stage) : AT_V + stage * BYTES_V; }
+static_assert(!ROW_SUM_BY_MMA || CHUNKS_V == 1 || (CHUNKS_V == 2 && CHUNKS_K == 2 && STAGES == 2), "no room for ones");
+DEVICE constexpr int at_k(int stage) { return ROW_SUM_BY_MMA && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK : AT_K + stage * BYTES_K; }
+DEVICE constexpr int chunk_v(int stage) { return ROW_SUM_BY_MMA ? (1 + CHUNKS_V * stage) * CHUNK : CHUNK; }
+DEVICE constexpr int at_v(int stage) { return ROW_SUM_BY_MMA ? AT_ONES - CHUNKS_V * chunk_v(stage) : AT_V + stage * BYTES_V; }
 
-enum NamedBarrier { TURN = 1, MEETING = TURN + GROUPS };  // of each group
+enum NamedBarrier { TURN = 1, MEETING = TURN + MMA_WARPGROUPS };  // of each group
 
-struct Item {
-    int b, h, row0;  // h: the first of PACK heads
+struct WorkTile {
+    int b, h, row0;  // h: the first of PACK_GQA heads
     start offset;    // position of the head's row 0, where it is not FAR
 };
 
 // What an item has in a buffer of Q: a group's rows, and then their output; a barrier that says it is there; which item it is.
-DEVICE unsigned rows_at(unsigned base, int buffer, int group) { return base + (buffer * GROUPS + group) * BYTES_Q; }
-DEVICE unsigned done_at(unsigned base, int buffer, int group) { return base + AT_DONE + 8 * (buffer * GROUPS + group); }
-DEVICE unsigned item_slot(unsigned base, int buffer) { return base + AT_ITEMS + 12 * buffer; }
-DEVICE Item item_of_number(const Params& p, unsigned base, int number, int group) {
-    const unsigned slot = item_slot(base, number % Q_BUFFERS);
+DEVICE unsigned rows_at(unsigned base, int buffer, int group) { return base + (buffer * MMA_WARPGROUPS + group) * BYTES_Q; }
+DEVICE unsigned done_at(unsigned base, int buffer, int group) { return base + AT_DONE + 8 * (buffer * MMA_WARPGROUPS + group); }
+DEVICE unsigned work_tile_slot(unsigned base, int buffer) { return base + AT_WORK_TILES + 12 * buffer; }
+DEVICE WorkTile work_tile_of_number(const Params& p, unsigned base, int number, int group) {
+    const unsigned slot = work_tile_slot(base, number % Q_BUFFERS);
     const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)), row0 = uniform(load_word(slot + 8)) + 64 * group;
     return {b, h, row0, (start)offset_of(p, b)};
 }
@@ -98,22 +98,22 @@ struct Units {
     float values;
     bool known;      // whether they are numbers to be multiplied
 };
-DEVICE Units units_of(const Params& p, const Item& at, const float (&q_unit)[2], int tile) {
-    if constexpr (!WIDE) return {{1, 1}, 1, true};
-    const float k_unit = *row_at<const float>(p.k_unit, at.b, at.h / GROUP, tile);
-    const float values = *row_at<const float>(p.v_unit, at.b, at.h / GROUP, tile);
+DEVICE Units units_of(const Params& p, const WorkTile& at, const float (&q_unit)[2], int tile) {
+    if constexpr (!IS_FLOAT32) return {{1, 1}, 1, true};
+    const float k_unit = *row_at<const float>(p.k_scale, at.b, at.h / GQA_GROUP, tile);
+    const float values = *row_at<const float>(p.v_scale, at.b, at.h / GQA_GROUP, tile);
     const float score[2] = {q_unit[0] * k_unit, q_unit[1] * k_unit};
     return {{fmaxf(score[0], LEAST_UNIT), fmaxf(score[1], LEAST_UNIT)}, values,
             score[0] <= FAR_UNIT && score[1] <= FAR_UNIT && values <= FAR_UNIT};
 }
 
-DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
-    const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
-    const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
-    const float unit = kept(base_2(p), base + AT_UNIT), scale = HAS_SCORE ? kept((float)p.scale, base + AT_UNIT + 4) : 1.0f;
+DEVICE void consumer(const Params& p, unsigned base, int group) {
+    const Pipeline<Q_BUFFERS> queries{base + AT_Q_PIPE, base + AT_Q_PIPE + 8 * Q_BUFFERS};
+    const Pipeline<STAGES> keys{base + AT_K_PIPE, base + AT_K_PIPE + 8 * STAGES}, values{base + AT_V_PIPE, base + AT_V_PIPE + 8 * STAGES};
+    const float unit = kept(softmax_scale_log2(p), base + AT_UNIT), scale = HAS_SCORE ? kept((float)p.softmax_scale, base + AT_UNIT + 4) : 1.0f;
     float output[SUMS], s[BLOCK_K / 2], m[2], l[2], level[2], q_unit[2];
     unsigned weights[BLOCK_K / 4];
-    Item at;                     // the item of the tile before,
+    WorkTile at;                     // the item of the tile before,
     bool open = false;           // whether an item's output is in registers,
     bool begun = false;          // and whether all rows of this warp have a reference that is likely to last
     bool usual = true;           // and whether its positions and scores are as usual steps expect them
@@ -122,7 +122,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     bool fresh = false;          // whether the tile that comes is the first of another item
     int number = -1;             // of the item that the tile belongs to among the block's
     bool pending = false;        // whether weights of the tile before wait for their values,
-    int expected = NEVER;        // what the note of a tile says of this group that a usual step is for
+    int expected = NEVER;        // what the tile_desc of a tile says of this group that a usual step is for
     Head head{};                 // what its score modification reads once for a head,
     Line lasting;                // what makes exponents of its scores, where that is the same for all its tiles,
     const unsigned gains = base + AT_GAINS + BYTES_GAINS * uniform(threadIdx.x / 32 - 4);  // and where some of it is STORED
@@ -131,43 +131,43 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 
     // The item before this one, kept or read again, which takes no registers meanwhile. But with a score modification the compiler
     // then orders the softmax worse, and with `expected`: ALiBi was 6 to 8 % slower, soft-capping 2 %. So neither is done there.
-    auto item_before = [&](const Item& kept) {
-        return HAS_SCORE ? Item{here(kept.b), here(kept.h), here(kept.row0), kept.offset} : item_of_number(p, base, number - 1, group);
+    auto item_before = [&](const WorkTile& kept) {
+        return HAS_SCORE ? WorkTile{opaque(kept.b), opaque(kept.h), opaque(kept.row0), kept.offset} : work_tile_of_number(p, base, number - 1, group);
     };
-    auto await_note = [&](unsigned n) {  // it comes with the tile's keys
-        keys.wait_full(n);
-        return load_word(base + AT_NOTES + 4 * (n % STAGES));
+    auto await_tile_desc = [&](unsigned n) {  // it comes with the tile's keys
+        keys.consumer_wait(n);
+        return load_word(base + AT_TILE_DESCS + 4 * (n % STAGES));
     };
-    int next_note = await_note(0);
-    auto take_turn = [&]() { if (TURNS) warps_sync(TURN + group, 256); };
-    auto pass_turn = [&]() { if (TURNS) warps_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256); };
+    int next_tile_desc = await_tile_desc(0);
+    auto warpgroup_barrier_sync = [&]() { if (PING_PONG) named_barrier_sync(TURN + group, 256); };
+    auto warpgroup_barrier_arrive = [&]() { if (PING_PONG) named_barrier_arrive(TURN + (group + 1 == MMA_WARPGROUPS ? 0 : group + 1), 256); };
     auto scores = [&](unsigned n) {
         const unsigned long long q = descriptor(rows_at(base, number % Q_BUFFERS, group)), k = descriptor(base + at_k(n % STAGES));
-        products_begin();
-        product_fresh<0, 0>(s, q, k);
+        wgmma_fence();
+        wgmma_zero_init<0, 0>(s, q, k);
 #pragma unroll
         for (int step = 1; step < padded(HEAD_DIM) / 16; ++step)
             product<0, 0>(s, q + along_rows(step, 64), k + along_rows(step, BLOCK_K), 1);
-        products_end();
+        wgmma_commit();
     };
     auto accumulate = [&](unsigned n) {
         const unsigned stage = base + at_v(n % STAGES);
         const unsigned long long v = descriptor(stage, chunk_v(n % STAGES));
-        values.wait_full(n);
-        if (HAS_LENGTHS && !WIDE && exist < BLOCK_K) {  // what lies past the length must not matter
+        values.consumer_wait(n);
+        if (HAS_LENGTHS && !IS_FLOAT32 && exist < BLOCK_K) {  // what lies past the length must not matter
             clear_rows<HEAD_DIM_V, BLOCK_K>(stage, exist, chunk_v(n % STAGES));
-            warps_sync(MEETING + group, 128);
+            named_barrier_sync(MEETING + group, 128);
         }
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_K / 16; ++step)
-            product_weights<1>(output, weights, 4 * step, v + along_columns(step), step > 0 ? 1 : sum);
-        products_end();
+            wgmma_rs<1>(output, weights, 4 * step, v + along_columns(step), step > 0 ? 1 : sum);
+        wgmma_commit();
     };
     auto accumulated = [&](unsigned n) {
-        products_wait<0>();
-        settle(output), settle(weights);
-        values.release(n);
+        wgmma_wait<0>();
+        fence_operand(output), fence_operand(weights);
+        values.consumer_release(n);
         pending = false;
     };
     auto weigh_formed = [&](float (&s)[BLOCK_K / 2], float (&total)[2], const Line& line, bool guessed, bool& calm) {
@@ -183,11 +183,11 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
     // for each other.
     auto step = [&](auto with_pending, auto is_usual, unsigned n, bool full, int k0) {
         constexpr bool PENDING = decltype(with_pending)::value, USUAL = decltype(is_usual)::value;
-        const Item before = at;
+        const WorkTile before = at;
         const float m_before[2] = {m[0], m[1]}, l_before[2] = {l[0], l[1]};
         if (!USUAL && fresh) {
-            queries.wait_full(number);
-            at = item_of_number(p, base, number, group);
+            queries.consumer_wait(number);
+            at = work_tile_of_number(p, base, number, group);
             m[0] = m[1] = level[0] = level[1] = HIDDEN, l[0] = l[1] = 0;
             usual = gentle = true;
             if constexpr (BY_FORM) head = head_of(at.b, at.h, p);
@@ -197,17 +197,17 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             }
             if constexpr (BOUNDABLE) begun = bounded = usual && is_bounded(lasting, m);
 #pragma unroll
-            for (int half = 0; WIDE && half < 2; ++half) {
-                const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
-                q_unit[half] = *row_at<const float>(p.q_unit, at.b, at.h + index % PACK, index / PACK);
+            for (int half = 0; IS_FLOAT32 && half < 2; ++half) {
+                const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK_GQA - 1, index = own < last ? own : last;
+                q_unit[half] = *row_at<const float>(p.q_scale, at.b, at.h + index % PACK_GQA, index / PACK_GQA);
             }
         }
         const Units units = units_of(p, at, q_unit, k0 / BLOCK_K);
         auto multiply_before = [&]() {
             if (PENDING) accumulate(n - 1);
-            pass_turn();
+            warpgroup_barrier_arrive();
         };
-        take_turn();
+        warpgroup_barrier_sync();
         scores(n);
         Line passing;
         if (STORED) passing = lasting, load_gain(passing, gains);  // while scores are multiplied
@@ -226,22 +226,22 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             }
         }
         if (BETWEEN) multiply_before();
-        products_wait_loads_pass<PENDING>();
-        settle(s);
-        const float factor[2] = {WIDE && !HAS_SCORE ? units.score[0] * unit : unit, WIDE && !HAS_SCORE ? units.score[1] * unit : unit};
-        const float shift = WIDE ? exponent_of(units.values) : 0.0f;  // of this tile's weights, which bring the unit of its values
+        wgmma_wait_loads_pass<PENDING>();
+        fence_operand(s);
+        const float factor[2] = {IS_FLOAT32 && !HAS_SCORE ? units.score[0] * unit : unit, IS_FLOAT32 && !HAS_SCORE ? units.score[1] * unit : unit};
+        const float shift = IS_FLOAT32 ? exponent_of(units.values) : 0.0f;  // of this tile's weights, which bring the unit of its values
         auto bring = [&](float x) {
 #pragma unroll
-            for (int half = 0; WIDE && half < 2; ++half) m[half] += x;
+            for (int half = 0; IS_FLOAT32 && half < 2; ++half) m[half] += x;
         };
         auto scale_scores = [&]() {
 #pragma unroll
-            for (int i = 0; WIDE && HAS_SCORE && i < BLOCK_K / 2; ++i) s[i] *= units.score[i / 2 % 2];
+            for (int i = 0; IS_FLOAT32 && HAS_SCORE && i < BLOCK_K / 2; ++i) s[i] *= units.score[i / 2 % 2];
         };
         scale_scores();
         // Sums follow the unit of the values, or weights of a tile in a much smaller one would lose their bits.
         float change = 0, change_factor = 1;
-        if constexpr (WIDE) {
+        if constexpr (IS_FLOAT32) {
             if (!USUAL && fresh) frame = shift;
             if (__any_sync(~0u, fabsf(shift - frame) > 4)) {
                 change = shift - frame, change_factor = exp2_fast(-change), frame = shift;
@@ -255,7 +255,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         else if (!USUAL && !by_form) near = modify_tile(p, at, full, s, k0, scale);
         if (!USUAL && fresh && !bounded) begun = BY_FORM && by_form ? guess_formed(s, m, line) : guess(s, m, factor);
         const bool hopeful = USUAL ? by_form || !BY_FORM : begun;
-        if (!hopeful || !(BY_FORM && by_form ? weigh_formed(s, total, line, guessed, calm) : optimistic_softmax(s, m, total, factor, calm))) {
+        if (!hopeful || !(BY_FORM && by_form ? weigh_formed(s, total, line, guessed, calm) : speculative_softmax(s, m, total, factor, calm))) {
             if (hopeful) {  // the optimism was misplaced, and has cost the scores
                 scores_again(s, rows_at(base, number % Q_BUFFERS, group), base + at_k(n % STAGES));
                 scale_scores();
@@ -267,7 +267,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             else if (BY_FORM && SLOPED && guessed) {
                 m[0] = m_before[0], m[1] = m_before[1], l[0] = l_before[0], l[1] = l_before[1];
                 bring(change - shift);
-                if (WIDE) l[0] *= change_factor, l[1] *= change_factor;
+                if (IS_FLOAT32) l[0] *= change_factor, l[1] *= change_factor;
             }
             online_softmax(s, m, total, rescale, factor);
             l[0] *= rescale[0], l[1] *= rescale[1];
@@ -283,23 +283,23 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         bring(shift);
         if (BY_FORM && SLOPED && by_form) find_level(line, m, level);
         if (!near) usual = false;
-        if constexpr (WIDE) {
+        if constexpr (IS_FLOAT32) {
             const float back = units.known ? inverse_of(units.values) : fk_special(0);
             l[0] = fmaf(total[0], back, l[0]), l[1] = fmaf(total[1], back, l[1]);
         } else {
             l[0] += total[0], l[1] += total[1];
         }
-        keys.release(USUAL ? n : n + after(total[0]) + after(total[1]));  // or exponentials are computed after the next wait
+        keys.consumer_release(USUAL ? n : n + depends_on(total[0]) + depends_on(total[1]));  // or exponentials are computed after the next wait
         if (PENDING) accumulated(n - 1);
         if (!USUAL && fresh) {
             if (PENDING && Q_BUFFERS > 1) finish(p, item_before(before), base, number - 1, m_before, l_before, output, group);
-        } else if (exact || (WIDE && change != 0)) {
-            if (WIDE && !exact) rescale[0] = rescale[1] = 1;
+        } else if (exact || (IS_FLOAT32 && change != 0)) {
+            if (IS_FLOAT32 && !exact) rescale[0] = rescale[1] = 1;
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) output[i] *= WIDE ? rescale[i / 2 % 2] * change_factor : rescale[i / 2 % 2];
+            for (int i = 0; i < SUMS; ++i) output[i] *= IS_FLOAT32 ? rescale[i / 2 % 2] * change_factor : rescale[i / 2 % 2];
         }
         if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
-        next_note = await_note(n + 1);  // its latencies pass while weights are packed
+        next_tile_desc = await_tile_desc(n + 1);  // its latencies pass while weights are packed
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 4; ++i) weights[i] = pack(s[2 * i], s[2 * i + 1]);
         pending = open = true, sum = USUAL || !fresh, fresh = false;
@@ -307,19 +307,19 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         if (HAS_LENGTHS) exist = (int)keys_of(p, at.b) - k0;
     };
 
-    if (TURNS && group == GROUPS - 1) pass_turn();
+    if (PING_PONG && group == MMA_WARPGROUPS - 1) warpgroup_barrier_arrive();
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
-        const int note = uniform(next_note);
-        const int k0 = (note >> 8) * BLOCK_K;
+        const int tile_desc = uniform(next_tile_desc);
+        const int k0 = (tile_desc >> 8) * BLOCK_K;
         // Both END and the first tile of an item have the bit FIRST.
-        const int asked = note & (FIRST | 3 << 2 * group);
+        const int asked = tile_desc & (FIRST | 3 << 2 * group);
         if (HAS_SCORE ? pending && begun && usual && asked == FULL << 2 * group : asked == expected) {
             step(Constant<true>{}, Constant<true>{}, n, true, k0);
             continue;
         }
-        if (note & FIRST) fresh = true, begun = false, ++number;
-        const int state = note == END ? (int)EMPTY : note >> 2 * group & 3;
+        if (tile_desc & FIRST) fresh = true, begun = false, ++number;
+        const int state = tile_desc == END ? (int)EMPTY : tile_desc >> 2 * group & 3;
         // What is pending is done by itself where there are no scores to go with it, or no room for the next item's rows.
         if (pending && (state == EMPTY || (Q_BUFFERS == 1 && fresh))) {
             accumulate(n - 1), accumulated(n - 1);
@@ -329,14 +329,14 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
             finish(p, item_before(at), base, number - 1, m, l, output, group);
             open = false;
         }
-        if (note == END) break;
+        if (tile_desc == END) break;
         if (state == EMPTY) {
-            take_turn();
-            pass_turn();
-            keys.release(n);
-            values.wait_full(n);
-            values.release(n);
-            next_note = await_note(n + 1);
+            warpgroup_barrier_sync();
+            warpgroup_barrier_arrive();
+            keys.consumer_release(n);
+            values.consumer_wait(n);
+            values.consumer_release(n);
+            next_tile_desc = await_tile_desc(n + 1);
         } else if (pending) {
             step(Constant<true>{}, Constant<false>{}, n, state == FULL, k0);
         } else {
@@ -347,9 +347,9 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 
 // Ones in the chunk after those of V, by all threads of a block.
 DEVICE void fill_ones(unsigned target) {
-    for (int i = threadIdx.x; i < CHUNK / UNIT; i += THREADS)
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target + i * UNIT), "r"(pack(1.0f, 1.0f)) : "memory");
-    fence_async();
+    for (int i = threadIdx.x; i < CHUNK / VEC_BYTES; i += THREADS)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target + i * VEC_BYTES), "r"(pack(1.0f, 1.0f)) : "memory");
+    fence_proxy_async();
 }
 
 // --- roles ------------------------------------------------------------------------------------------------------------
@@ -360,27 +360,27 @@ sm90_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gri
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
-        Ring<Q_BUFFERS>{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS}.init(1, 1);
-        Ring<STAGES>{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}.init(1, 4 * GROUPS);
-        Ring<STAGES>{base + AT_V_RING, base + AT_V_RING + 8 * STAGES}.init(1, 4 * GROUPS);
-        Ring<2>{base + AT_LIST_RING, base + AT_LIST_RING + 16}.init(1, 1);
-        barrier_init(base + AT_SOON, 1);
-        for (int i = 0; i < GROUPS * Q_BUFFERS; ++i) barrier_init(base + AT_DONE + 8 * i, 4);
-        barriers_ready();
+        Pipeline<Q_BUFFERS>{base + AT_Q_PIPE, base + AT_Q_PIPE + 8 * Q_BUFFERS}.init(1, 1);
+        Pipeline<STAGES>{base + AT_K_PIPE, base + AT_K_PIPE + 8 * STAGES}.init(1, 4 * MMA_WARPGROUPS);
+        Pipeline<STAGES>{base + AT_V_PIPE, base + AT_V_PIPE + 8 * STAGES}.init(1, 4 * MMA_WARPGROUPS);
+        Pipeline<2>{base + AT_LIST_PIPE, base + AT_LIST_PIPE + 16}.init(1, 1);
+        mbarrier_init(base + AT_SOON, 1);
+        for (int i = 0; i < MMA_WARPGROUPS * Q_BUFFERS; ++i) mbarrier_init(base + AT_DONE + 8 * i, 4);
+        fence_mbarrier_init();
     }
-    if (SUMMED) fill_ones(base + AT_ONES);
-    await_kernel_before(), allow_next_kernel();
+    if (ROW_SUM_BY_MMA) fill_ones(base + AT_ONES);
+    griddepcontrol_wait(), griddepcontrol_launch_dependents();
     __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
-        give_registers<REGISTERS_LOADING>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         Chunk* found = reinterpret_cast<Chunk*>(shared + AT_LISTS);
-        if (warp == 2) find(p, base, found, p.ticket);
-        else if (warp == 0 && elected()) load(p, q_map, k_map, v_map, base, found);
-        else if (warp == 1 && elected()) store(p, out_map, base);
+        if (warp == 2) find(p, base, found, p.tile_counter);
+        else if (warp == 0 && elect_one()) load(p, q_map, k_map, v_map, base, found);
+        else if (warp == 1 && elect_one()) store(p, out_map, base);
     } else {
-        take_registers<REGISTERS>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         if constexpr (EXACT) multiply_float32(p, base, role - 1);
-        else multiply_tiles(p, base, role - 1);
+        else consumer(p, base, role - 1);
     }
 }

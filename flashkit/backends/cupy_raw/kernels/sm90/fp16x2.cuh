@@ -1,7 +1,7 @@
 // float32 by products of two float16 terms: the warp groups of the Hopper forward pass that multiply (sm90_forward.cu).
 //
 // The tiles of Q, K and V hold an element x as two numbers of float16, x = unit (high + low), high in the first half of a
-// row's chunks, low in the second (sm90_split.cu): 23 bits and a sign, all but one of float32's. A product of two such is
+// row's chunks, low in the second (fp16x2_split.cu): 23 bits and a sign, all but one of float32's. A product of two such is
 // low high + high low + high high, three products at float16's rate; low low is under what float32 rounds.
 //
 // Tensor cores round float32 sums toward zero (Ootomo and Yokota 2022, arXiv 2203.03341), and errors of one sign do not
@@ -25,37 +25,37 @@ constexpr int LOW_V = chunks(HEAD_DIM_V) * BLOCK_K * CHUNK_ROW >> 4;  // from a 
 constexpr float TOP = HAS_DROPOUT ? 7 : 14;
 
 DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
-    const Ring<Q_BUFFERS> queries{base + AT_Q_RING, base + AT_Q_RING + 8 * Q_BUFFERS};
-    const Ring<STAGES> keys{base + AT_K_RING, base + AT_K_RING + 8 * STAGES}, values{base + AT_V_RING, base + AT_V_RING + 8 * STAGES};
-    const float scale = uniform_float(HAS_SCORE ? 1.0f : base_2(p));
+    const Pipeline<Q_BUFFERS> queries{base + AT_Q_PIPE, base + AT_Q_PIPE + 8 * Q_BUFFERS};
+    const Pipeline<STAGES> keys{base + AT_K_PIPE, base + AT_K_PIPE + 8 * STAGES}, values{base + AT_V_PIPE, base + AT_V_PIPE + 8 * STAGES};
+    const float scale = uniform_float(HAS_SCORE ? 1.0f : softmax_scale_log2(p));
     float output[SUMS], part[SUMS], s[BLOCK_K / 2], m[2], l[2], q_unit[2];
     unsigned high[BLOCK_K / 4], low[BLOCK_K / 4];
-    Item at;                // the item whose output is in registers,
+    WorkTile at;                // the item whose output is in registers,
     int number = -1;        // and its number among the block's
 
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
-        keys.wait_full(n);
-        const int note = uniform(load_word(base + AT_NOTES + 4 * (n % STAGES)));
-        if (note & FIRST) {  // of another item, or END
-            if (number >= 0) finish(p, item_of_number(p, base, number, group), base, number, m, l, output, group);
-            if (note == END) break;
-            queries.wait_full(++number);
-            at = item_of_number(p, base, number, group);
+        keys.consumer_wait(n);
+        const int tile_desc = uniform(load_word(base + AT_TILE_DESCS + 4 * (n % STAGES)));
+        if (tile_desc & FIRST) {  // of another item, or END
+            if (number >= 0) finish(p, work_tile_of_number(p, base, number, group), base, number, m, l, output, group);
+            if (tile_desc == END) break;
+            queries.consumer_wait(++number);
+            at = work_tile_of_number(p, base, number, group);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
+                const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK_GQA - 1, index = own < last ? own : last;
                 m[half] = HIDDEN, l[half] = 0;
-                q_unit[half] = *row_at<const float>(p.q_unit, at.b, at.h + index % PACK, index / PACK);
+                q_unit[half] = *row_at<const float>(p.q_scale, at.b, at.h + index % PACK_GQA, index / PACK_GQA);
             }
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; ++i) output[i] = 0;
         }
-        const int state = note >> 2 * group & 3, tile = note >> 8, k0 = tile * BLOCK_K;
+        const int state = tile_desc >> 2 * group & 3, tile = tile_desc >> 8, k0 = tile * BLOCK_K;
         if (state == EMPTY) {
-            keys.release(n);
-            values.wait_full(n);
-            values.release(n);
+            keys.consumer_release(n);
+            values.consumer_wait(n);
+            values.consumer_release(n);
             continue;
         }
         // scores
@@ -65,19 +65,19 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
             auto terms = [&](unsigned long long q, unsigned long long k, bool first) {
 #pragma unroll
                 for (int step = 0; step < STEPS; ++step) {
-                    if (first && step == 0) product_fresh<0, 0>(s, q, k);
+                    if (first && step == 0) wgmma_zero_init<0, 0>(s, q, k);
                     else product<0, 0>(s, q + along_rows(step, 64), k + along_rows(step, BLOCK_K), 1);
                 }
             };
-            products_begin();
+            wgmma_fence();
             terms(q + LOW_Q, k, true), terms(q, k + LOW_K, false), terms(q, k, false);
-            products_end();
+            wgmma_commit();
         }
-        const float k_unit = *row_at<const float>(p.k_unit, at.b, at.h / GROUP, tile);
-        const float v_unit = *row_at<const float>(p.v_unit, at.b, at.h / GROUP, tile);
-        products_wait<0>();
-        settle(s);
-        keys.release(n);
+        const float k_unit = *row_at<const float>(p.k_scale, at.b, at.h / GQA_GROUP, tile);
+        const float v_unit = *row_at<const float>(p.v_scale, at.b, at.h / GQA_GROUP, tile);
+        wgmma_wait<0>();
+        fence_operand(s);
+        keys.consumer_release(n);
         // modify
         float unit[2];
 #pragma unroll
@@ -91,7 +91,7 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
                 unit[half] = LOG2E;
             }
         }
-        modify_tile(p, at, state == FULL, s, k0, (float)p.scale);
+        modify_tile(p, at, state == FULL, s, k0, (float)p.softmax_scale);
         // online_softmax
         float rescale[2];
 #pragma unroll
@@ -110,25 +110,25 @@ DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 4; ++i) split(s[2 * i], s[2 * i + 1], high[i], low[i]);
         // accumulate
-        values.wait_full(n);
+        values.consumer_wait(n);
         {
             const unsigned long long v = descriptor(base + at_v(n % STAGES), chunk_v(n % STAGES));
             auto terms = [&](const unsigned (&weights)[BLOCK_K / 4], unsigned long long v, bool first) {
 #pragma unroll
                 for (int step = 0; step < BLOCK_K / 16; ++step)
-                    product_weights<1>(part, weights, 4 * step, v + along_columns(step), first && step == 0 ? 0 : 1);
+                    wgmma_rs<1>(part, weights, 4 * step, v + along_columns(step), first && step == 0 ? 0 : 1);
             };
-            products_begin();
+            wgmma_fence();
             terms(low, v, true), terms(high, v + LOW_V, false), terms(high, v, false);
-            products_end();
+            wgmma_commit();
         }
         if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; ++i) output[i] *= rescale[i / 2 % 2];
         }
-        products_wait<0>();
-        settle(part), settle(high), settle(low);
-        values.release(n);
+        wgmma_wait<0>();
+        fence_operand(part), fence_operand(high), fence_operand(low);
+        values.consumer_release(n);
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) output[i] = fmaf(part[i], v_unit, output[i]);
     }

@@ -9,30 +9,30 @@
 // As many blocks run as there are multiprocessors. Each takes items, 128 rows of a head, for keys of all query heads of the
 // group, until none is left, and goes over the tiles of columns.
 //
-//     A1, A2      [ROW_BUFFERS][GROUPS][64][..]   shared memory, as terms
+//     A1, A2      [ROW_BUFFERS][MMA_WARPGROUPS][64][..]   shared memory, as terms
 //     B1, B2      [STAGES][BLOCK][..]             shared memory, a ring
-//     numbers     [STAGES][3][BLOCK]              of columns that are queries, with them: kernel sm90_float32_numbers
+//     numbers     [STAGES][3][BLOCK]              of columns that are queries, with them: kernel fp16x2_row_factors
 //     S, dP, W    [64][BLOCK]                     registers of a warp group
 //     sums, part  [64][COLUMNS]                   registers: ordinary sums, and those of wgmma for one tile
 //
 // Warp 0 finds the tiles and loads them, warp groups 1 and 2 multiply. A row of dO has a unit of its own, since gradients
 // may be of any magnitude; so does a row of W in a tile, which is put back when the tile's sums are added.
 //
-// Constants of the head: OF_QUERIES: which kernel, BLOCK, STAGES, ROW_BUFFERS, PARTS, REGISTERS, REGISTERS_LOADING, WATCHDOG.
+// Constants of the head: OF_QUERIES: which kernel, BLOCK, STAGES, ROW_BUFFERS, PARTS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG.
 #include "sm90/pipeline.cuh"
 
-constexpr int GROUPS = 2, THREADS = 128 * (GROUPS + 1), ROWS = 64 * GROUPS;
+constexpr int MMA_WARPGROUPS = 2, THREADS = 128 * (MMA_WARPGROUPS + 1), ROWS = 64 * MMA_WARPGROUPS;
 constexpr int SUMS_1 = padded(HEAD_DIM), SUMS_2 = OF_QUERIES ? 0 : padded(HEAD_DIM_V);  // columns of W B1, W B2
 constexpr int SLICE = 64;                                                               // of a product
 constexpr int CHUNKS_1 = PARTS * chunks(HEAD_DIM), CHUNKS_2 = PARTS * chunks(HEAD_DIM_V);
 constexpr int BYTES_A1 = 64 * CHUNK_ROW * CHUNKS_1, BYTES_A2 = 64 * CHUNK_ROW * CHUNKS_2;
 constexpr int BYTES_B1 = BLOCK * CHUNK_ROW * CHUNKS_1, BYTES_B2 = BLOCK * CHUNK_ROW * CHUNKS_2;
 constexpr int BYTES_NUMBERS = OF_QUERIES ? 0 : 3 * 4 * BLOCK;
-constexpr int AT_A2 = ROW_BUFFERS * GROUPS * BYTES_A1, AT_B1 = AT_A2 + ROW_BUFFERS * GROUPS * BYTES_A2;
+constexpr int AT_A2 = ROW_BUFFERS * MMA_WARPGROUPS * BYTES_A1, AT_B1 = AT_A2 + ROW_BUFFERS * MMA_WARPGROUPS * BYTES_A2;
 constexpr int AT_B2 = AT_B1 + STAGES * BYTES_B1, AT_NUMBERS = AT_B2 + STAGES * BYTES_B2;
 constexpr int AT_RING = AT_NUMBERS + STAGES * BYTES_NUMBERS, AT_ROWS_RING = AT_RING + 16 * STAGES;
-constexpr int AT_NOTES = AT_ROWS_RING + 16 * ROW_BUFFERS;   // tile << 5 | FIRST | states, two bits a group; query head
-constexpr int AT_ITEMS = AT_NOTES + 8 * STAGES, AT_LIST = AT_ITEMS + 12 * ROW_BUFFERS;
+constexpr int AT_TILE_DESCS = AT_ROWS_RING + 16 * ROW_BUFFERS;   // tile << 5 | FIRST | states, two bits a group; query head
+constexpr int AT_WORK_TILES = AT_TILE_DESCS + 8 * STAGES, AT_LIST = AT_WORK_TILES + 12 * ROW_BUFFERS;
 constexpr int FIRST = 16;  // the first tile of an item
 constexpr int END = -1;
 constexpr float FAR_UNIT = 1.2089258e24f;  // 2^80
@@ -63,13 +63,13 @@ DEVICE Reference reference_of(float lse, float unit) {
 }
 
 // Of each query: fraction, delta and unit of dO, these times power; BLOCK of each after the other. There is memory for whole tiles.
-extern "C" __global__ void __launch_bounds__(256) sm90_float32_numbers(KERNEL_PARAMS) {
-    const long long index = (long long)blockIdx.x * 256 + threadIdx.x, rows = p.shift.head;
+extern "C" __global__ void __launch_bounds__(256) fp16x2_row_factors(KERNEL_PARAMS) {
+    const long long index = (long long)blockIdx.x * 256 + threadIdx.x, rows = p.bwd_lse.head;
     if (index >= p.batch * p.heads * rows) return;
     const long long row = index % rows, h = index / rows % p.heads, b = index / rows / p.heads;
-    const float unit = *row_at<const float>(p.dout_unit, b, h, row);
-    const Reference reference = reference_of(*row_at<const float>(p.shift, b, h, row), unit);
-    float* target = row_at<float>(p.partial, b, h, row / BLOCK * BLOCK) + row % BLOCK;
+    const float unit = *row_at<const float>(p.dout_scale, b, h, row);
+    const Reference reference = reference_of(*row_at<const float>(p.bwd_lse, b, h, row), unit);
+    float* target = row_at<float>(p.row_factors, b, h, row / BLOCK * BLOCK) + row % BLOCK;
     target[0] = reference.fraction;
     target[BLOCK] = *row_at<const float>(p.delta, b, h, row) * reference.power;
     target[2 * BLOCK] = unit * reference.power;
@@ -77,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(256) sm90_float32_numbers(KERNEL_PA
 
 // --- pairs ------------------------------------------------------------------------------------------------------------
 
-DEVICE float dropped(float x, const Params& p, const Item& at, int h, int query, int key) {
+DEVICE float dropped(float x, const Params& p, const WorkTile& at, int h, int query, int key) {
     return HAS_DROPOUT ? drop(x, p, at.b, h, query, key) : x;
 }
 
 // A score, of which 1 stands for `unit`, to a weight; 0 where the pair is hidden. lse: of the query, in base 2, or its fraction.
 template <bool WHOLE>
-DEVICE float weigh(const Params& p, const Item& at, int h, int query, int key, float s, float unit, float lse, float& slope) {
+DEVICE float weigh(const Params& p, const WorkTile& at, int h, int query, int key, float s, float unit, float lse, float& slope) {
     if constexpr (WHOLE && !HAS_SCORE) return exp2_fast(fmaf(s, unit, -lse));
     if (!WHOLE && (query >= (int)p.n_q || key >= at.n_k)) return 0;
     float x = s * unit;
@@ -93,15 +93,15 @@ DEVICE float weigh(const Params& p, const Item& at, int h, int query, int key, f
 }
 
 // The gradients of a warp's 16 rows from memory, on the ordinary units, leaving out weights that are 0.
-DEVICE void rows_carefully(const Params& p, const Item& at, int first, float (&sums_1)[SUMS_1 / 2 + 1], float (&sums_2)[SUMS_2 / 2 + 1]) {
+DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int first, float (&sums_1)[SUMS_1 / 2 + 1], float (&sums_2)[SUMS_2 / 2 + 1]) {
     const int lane = threadIdx.x % 32, columns = OF_QUERIES ? at.n_k : (int)p.n_q;
 #pragma unroll
     for (int i = 0; i < SUMS_1 / 2; ++i) sums_1[i] = 0;
 #pragma unroll
     for (int i = 0; i < SUMS_2 / 2; ++i) sums_2[i] = 0;
 #pragma unroll 1
-    for (int i = 0; i < (OF_QUERIES ? 1 : GROUP); ++i) {
-        const int h = OF_QUERIES ? at.h : at.h * GROUP + i, head = OF_QUERIES ? at.h / GROUP : at.h;
+    for (int i = 0; i < (OF_QUERIES ? 1 : GQA_GROUP); ++i) {
+        const int h = OF_QUERIES ? at.h : at.h * GQA_GROUP + i, head = OF_QUERIES ? at.h / GQA_GROUP : at.h;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int own = first + 8 * half + lane / 4, row = own < at.rows ? own : larger(at.rows - 1, 0);
@@ -116,8 +116,8 @@ DEVICE void rows_carefully(const Params& p, const Item& at, int first, float (&s
                 for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(q[d], k[d], s);
 #pragma unroll 1
                 for (int d = 0; d < HEAD_DIM_V; ++d) dp = fmaf(dout[d], v[d], dp);
-                const float lse = *row_at<const float>(p.shift, at.b, h, query) * LOG2E, delta = *row_at<const float>(p.delta, at.b, h, query);
-                const float scale = (float)(HAS_SCORE ? p.scale : p.scale * 1.4426950408889634);
+                const float lse = *row_at<const float>(p.bwd_lse, at.b, h, query) * LOG2E, delta = *row_at<const float>(p.delta, at.b, h, query);
+                const float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
                 float slope = 1;
                 const float w = own_column < columns ? weigh<false>(p, at, h, query, key, s, scale, lse, slope) : 0.0f;
                 const float ds = w == 0 ? 0.0f : w * slope * (dropped(dp, p, at, h, query, key) - delta);
@@ -157,7 +157,7 @@ DEVICE void multiply_rows(float (&x)[BLOCK / 2], unsigned a_at, unsigned b_at) {
     auto terms = [&](unsigned long long a, unsigned long long b, bool fresh) {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            if (fresh && step == 0) product_fresh<0, 0>(x, a, b);
+            if (fresh && step == 0) wgmma_zero_init<0, 0>(x, a, b);
             else product<0, 0>(x, a + along_rows(step, 64), b + along_rows(step, BLOCK), 1);
         }
     };
@@ -191,20 +191,20 @@ DEVICE void begin_sums(float (&part)[N], const Weights& w, unsigned b_at) {
     auto terms = [&](const unsigned (&weights)[BLOCK / 4], unsigned long long b, bool fresh) {
 #pragma unroll
         for (int step = 0; step < BLOCK / 16; ++step)
-            product_weights<1>(part, weights, 4 * step, b + along_columns(step), fresh && step == 0 ? 0 : 1);
+            wgmma_rs<1>(part, weights, 4 * step, b + along_columns(step), fresh && step == 0 ? 0 : 1);
     };
-    products_begin();
+    wgmma_fence();
     if constexpr (PARTS == 2) terms(w.low, b, true), terms(w.high, b + (chunks(DIM) * CHUNK >> 4), false);
     terms(w.high, b, PARTS == 1);
-    products_end();
+    wgmma_commit();
 }
 
 // They are there, and added: `back` is what 1 stands for in them.
 template <int FROM, int N, int M>
 DEVICE void end_sums(float (&part)[N], Weights& w, const float (&back)[2], float (&sums)[M]) {
-    products_wait<0>();
-    settle(part), settle(w.high);
-    if constexpr (PARTS == 2) settle(w.low);
+    wgmma_wait<0>();
+    fence_operand(part), fence_operand(w.high);
+    if constexpr (PARTS == 2) fence_operand(w.low);
 #pragma unroll
     for (int i = 0; i < N; ++i) sums[FROM / 2 + i] = fmaf(part[i], back[i / 2 % 2], sums[FROM / 2 + i]);
 }
@@ -225,7 +225,7 @@ DEVICE void add_slices(Weights& w, unsigned b_at, const float (&back)[2], float 
 // A gradient of a warp's 16 rows to memory, 32 columns at once by way of 2 KB of shared memory, so that whole lines are
 // written: straight from registers each store would be to eight of them. all: rows that there are, zeros from at.rows on.
 template <int DIM, int M>
-DEVICE void store_rows(const Tensor& gradient, const Item& at, int first, int all, const float (&sums)[M], float factor, unsigned staged) {
+DEVICE void store_rows(const Tensor& gradient, const WorkTile& at, int first, int all, const float (&sums)[M], float factor, unsigned staged) {
     const int lane = threadIdx.x % 32;
     const bool whole = DIM % 4 == 0 && ((unsigned long long)gradient.data & 15) == 0;  // a gradient has no gaps
 #pragma unroll
@@ -257,7 +257,7 @@ DEVICE void store_rows(const Tensor& gradient, const Item& at, int first, int al
 }
 
 // An item's gradients to memory; staged: where its rows were.
-DEVICE void finish(const Params& p, const Item& at, int group, float (&sums_1)[SUMS_1 / 2 + 1], float (&sums_2)[SUMS_2 / 2 + 1],
+DEVICE void finish(const Params& p, const WorkTile& at, int group, float (&sums_1)[SUMS_1 / 2 + 1], float (&sums_2)[SUMS_2 / 2 + 1],
                    const float (&factor)[2], bool odd, unsigned staged) {
     const int warp = uniform(threadIdx.x % 128 / 32), first = at.row0 + 64 * group + 16 * warp, all = OF_QUERIES ? (int)p.n_q : (int)p.n_k;
 #pragma unroll
@@ -270,43 +270,43 @@ DEVICE void finish(const Params& p, const Item& at, int group, float (&sums_1)[S
 #pragma unroll
         for (int i = 0; i < SUMS_2 / 4; ++i) odd |= !is_finite(sums_2[i / 2 * 4 + 2 * half + i % 2]);
     }
-    if (__any_sync(~0u, odd)) rows_carefully(p, at, first, sums_1, sums_2);
-    warps_sync(1 + group, 128);  // all are done with the rows
+    if (__any_sync(~0u, odd)) rows_nonfinite(p, at, first, sums_1, sums_2);
+    named_barrier_sync(1 + group, 128);  // all are done with the rows
     staged += 16 * warp * CHUNK_ROW;
-    store_rows<HEAD_DIM>(OF_QUERIES ? p.dq : p.dk, at, first, all, sums_1, (float)p.scale, staged);
+    store_rows<HEAD_DIM>(OF_QUERIES ? p.dq : p.dk, at, first, all, sums_1, (float)p.softmax_scale, staged);
     if constexpr (!OF_QUERIES) store_rows<HEAD_DIM_V>(p.dv, at, first, all, sums_2, 1.0f, staged);
-    fence_async();
+    fence_proxy_async();
     __syncwarp();
 }
 
-DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
-    const Ring<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
-    const Ring<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
+DEVICE void consumer(const Params& p, unsigned base, int group) {
+    const Pipeline<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
+    const Pipeline<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
     constexpr double MORE = 1 + WHAT_IS_LOST<HEAD_DIM>;
     constexpr float MORE_V = 1 + WHAT_IS_LOST<HEAD_DIM_V>;
-    const float scale = uniform_float((float)(p.scale * (HAS_SCORE ? MORE : MORE * 1.4426950408889634)));
+    const float scale = uniform_float((float)(p.softmax_scale * (HAS_SCORE ? MORE : MORE * 1.4426950408889634)));
     float sums_1[SUMS_1 / 2 + 1], sums_2[SUMS_2 / 2 + 1], s[BLOCK / 2], dp[BLOCK / 2];
     float unit_1[2], unit_2[2], lse_of[2] = {}, delta_of[2] = {}, factor[2] = {1, 1};
-    Item at;          // whose sums are in registers,
+    WorkTile at;          // whose sums are in registers,
     int number = -1;  // its number among the block's,
     bool odd = false; // and whether it is to be done again
-    const Tensor& units_1 = OF_QUERIES ? p.q_unit : p.k_unit;
-    const Tensor& units_2 = OF_QUERIES ? p.dout_unit : p.v_unit;
-    const Tensor& columns_1 = OF_QUERIES ? p.k_unit : p.q_unit;
+    const Tensor& units_1 = OF_QUERIES ? p.q_scale : p.k_scale;
+    const Tensor& units_2 = OF_QUERIES ? p.dout_scale : p.v_scale;
+    const Tensor& columns_1 = OF_QUERIES ? p.k_scale : p.q_scale;
 
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
-        ring.wait_full(n);
+        ring.consumer_wait(n);
         const unsigned stage = n % STAGES;
-        const int note = uniform(load_word(base + AT_NOTES + 8 * stage)), h = uniform(load_word(base + AT_NOTES + 8 * stage + 4));
-        if (note & FIRST) {  // of another item, or END
+        const int tile_desc = uniform(load_word(base + AT_TILE_DESCS + 8 * stage)), h = uniform(load_word(base + AT_TILE_DESCS + 8 * stage + 4));
+        if (tile_desc & FIRST) {  // of another item, or END
             if (number >= 0) {
-                finish(p, at, group, sums_1, sums_2, factor, odd, base + (number % ROW_BUFFERS * GROUPS + group) * BYTES_A1);
-                rows.release(number);
+                finish(p, at, group, sums_1, sums_2, factor, odd, base + (number % ROW_BUFFERS * MMA_WARPGROUPS + group) * BYTES_A1);
+                rows.consumer_release(number);
             }
-            if (note == END) break;
-            rows.wait_full(++number);
-            const unsigned slot = base + AT_ITEMS + 12 * (number % ROW_BUFFERS);
+            if (tile_desc == END) break;
+            rows.consumer_wait(++number);
+            const unsigned slot = base + AT_WORK_TILES + 12 * (number % ROW_BUFFERS);
             at = item_at(p, uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8)));
             odd = false;
 #pragma unroll
@@ -315,7 +315,7 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
                 unit_1[half] = *row_at<const float>(units_1, at.b, at.h, row / BLOCK) * scale;
                 unit_2[half] = *row_at<const float>(units_2, at.b, at.h, OF_QUERIES ? row : row / BLOCK) * (OF_QUERIES ? 1.0f : MORE_V);
                 if (OF_QUERIES) {
-                    const Reference reference = reference_of(*row_at<const float>(p.shift, at.b, at.h, row), unit_2[half]);
+                    const Reference reference = reference_of(*row_at<const float>(p.bwd_lse, at.b, at.h, row), unit_2[half]);
                     lse_of[half] = reference.fraction, factor[half] = unit_2[half] * reference.power;
                     delta_of[half] = *row_at<const float>(p.delta, at.b, at.h, row) / unit_2[half];
                 }
@@ -325,22 +325,22 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
 #pragma unroll
             for (int i = 0; i < SUMS_2 / 2; ++i) sums_2[i] = 0;
         }
-        const int tile = note >> 5, head = OF_QUERIES ? at.h / GROUP : h, state = note >> 2 * group & 3;
+        const int tile = tile_desc >> 5, head = OF_QUERIES ? at.h / GQA_GROUP : h, state = tile_desc >> 2 * group & 3;
         const int first = at.row0 + 64 * group;
         if (state == EMPTY) {
-            ring.release(n);
+            ring.consumer_release(n);
             continue;
         }
         const unsigned b1 = base + AT_B1 + stage * BYTES_B1, b2 = base + AT_B2 + stage * BYTES_B2;
-        products_begin();
-        multiply_rows<HEAD_DIM>(s, base + (number % ROW_BUFFERS * GROUPS + group) * BYTES_A1, b1);
-        products_end();
-        multiply_rows<HEAD_DIM_V>(dp, base + AT_A2 + (number % ROW_BUFFERS * GROUPS + group) * BYTES_A2, b2);
-        products_end();
+        wgmma_fence();
+        multiply_rows<HEAD_DIM>(s, base + (number % ROW_BUFFERS * MMA_WARPGROUPS + group) * BYTES_A1, b1);
+        wgmma_commit();
+        multiply_rows<HEAD_DIM_V>(dp, base + AT_A2 + (number % ROW_BUFFERS * MMA_WARPGROUPS + group) * BYTES_A2, b2);
+        wgmma_commit();
         const float column_1 = *row_at<const float>(columns_1, at.b, head, tile);
-        const float column_2 = OF_QUERIES ? *row_at<const float>(p.v_unit, at.b, head, tile) * MORE_V : 1.0f;
-        products_wait<1>();
-        settle(s);
+        const float column_2 = OF_QUERIES ? *row_at<const float>(p.v_scale, at.b, head, tile) * MORE_V : 1.0f;
+        wgmma_wait<1>();
+        fence_operand(s);
         float of_s[2], slope[HAS_SCORE ? BLOCK / 2 : 1];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -368,8 +368,8 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         };
         if (state == FULL) weigh_tile(Constant<true>{});
         else weigh_tile(Constant<false>{});
-        products_wait<0>();
-        settle(dp);
+        wgmma_wait<0>();
+        fence_operand(dp);
         float top_p[2] = {}, top_ds[2] = {};
 #pragma unroll
         for (int i = 0; i < BLOCK / 8; ++i) {
@@ -403,27 +403,27 @@ DEVICE void multiply_tiles(const Params& p, unsigned base, int group) {
         }
         const float back[2] = {unit_ds[0] * column_1, unit_ds[1] * column_1};
         add_slices<HEAD_DIM>(ds_terms, b1, back, sums_1, [] {});
-        ring.release(n);
+        ring.consumer_release(n);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-sm90_float32_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap a1, const __grid_constant__ TensorMap a2,
+fp16x2_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap a1, const __grid_constant__ TensorMap a2,
                       const __grid_constant__ TensorMap b1, const __grid_constant__ TensorMap b2) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = uniform(address_of(shared));
     if (threadIdx.x == 0) {
-        Ring<STAGES>{base + AT_RING, base + AT_RING + 8 * STAGES}.init(1, 4 * GROUPS);
-        Ring<ROW_BUFFERS>{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS}.init(1, 4 * GROUPS);
-        barriers_ready();
+        Pipeline<STAGES>{base + AT_RING, base + AT_RING + 8 * STAGES}.init(1, 4 * MMA_WARPGROUPS);
+        Pipeline<ROW_BUFFERS>{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS}.init(1, 4 * MMA_WARPGROUPS);
+        fence_mbarrier_init();
     }
     __syncthreads();
     const int role = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32);
     if (role == 0) {
-        give_registers<REGISTERS_LOADING>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == 0) load(p, a1, a2, b1, b2, base, *reinterpret_cast<TileList*>(shared + AT_LIST));
     } else {
-        take_registers<REGISTERS>();
-        multiply_tiles(p, base, role - 1);
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        consumer(p, base, role - 1);
     }
 }

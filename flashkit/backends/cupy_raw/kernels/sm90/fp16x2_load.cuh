@@ -1,61 +1,61 @@
-// Which items and tiles blocks of the backward pass in float32 take, and the warp that loads them (sm90_float32_backward.cu).
+// Which items and tiles blocks of the backward pass in float32 take, and the warp that loads them (fp16x2_backward.cu).
 #pragma once
 
 // An item: its first row, of how many. h: of queries, or of keys.
-struct Item { int b, h, row0, rows, n_k; long long offset; };
+struct WorkTile { int b, h, row0, rows, n_k; long long offset; };
 
-DEVICE Item item_at(const Params& p, int b, int h, int row0) {
+DEVICE WorkTile item_at(const Params& p, int b, int h, int row0) {
     const int n_k = (int)keys_of(p, b);
     return {b, h, row0, OF_QUERIES ? (int)p.n_q : n_k, n_k, offset_of(p, b)};
 }
 
-// Item number `index`: tiles with most to do first, under a causal mask of queries the last, of keys the first ones, of
-// p.splits heads at a time; of those with least to do a quarter is left to the end (come_early), where they even out when blocks
+// WorkTile number `index`: tiles with most to do first, under a causal mask of queries the last, of keys the first ones, of
+// p.heads_per_l2_group heads at a time; of those with least to do a quarter is left to the end (tiles_before_lpt_tail), where they even out when blocks
 // finish.
-DEVICE Item item_of(const Params& p, int index) {
-    const int heads = (int)p.heads / (OF_QUERIES ? 1 : GROUP), all = heads * (int)p.batch;
+DEVICE WorkTile work_tile(const Params& p, int index) {
+    const int heads = (int)p.heads / (OF_QUERIES ? 1 : GQA_GROUP), all = heads * (int)p.batch;
     const int tiles = ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS;
-    const Turn turn = turn_of(index, come_early(tiles), all, (int)p.splits);
+    const TileCoord turn = tile_coord(index, tiles_before_lpt_tail(tiles), all, (int)p.heads_per_l2_group);
     return item_at(p, turn.bh / heads, turn.bh % heads, (OF_QUERIES ? tiles - 1 - turn.tile : turn.tile) * ROWS);
 }
 
-DEVICE int items_of(const Params& p) {
-    return ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS * ((int)p.heads / (OF_QUERIES ? 1 : GROUP)) * (int)p.batch;
+DEVICE int num_work_tiles(const Params& p) {
+    return ((OF_QUERIES ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS * ((int)p.heads / (OF_QUERIES ? 1 : GQA_GROUP)) * (int)p.batch;
 }
 
-// By a warp. What the copy engine is asked for by an elected lane takes half as many instructions.
+// By a warp. What the copy engine is asked for by an elect_one lane takes half as many instructions.
 DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, const TensorMap& b1, const TensorMap& b2,
                  unsigned base, TileList& list) {
-    const Ring<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
-    const Ring<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
+    const Pipeline<STAGES> ring{base + AT_RING, base + AT_RING + 8 * STAGES};
+    const Pipeline<ROW_BUFFERS> rows{base + AT_ROWS_RING, base + AT_ROWS_RING + 8 * ROW_BUFFERS};
     const bool leader = threadIdx.x == 0;
-    const int items = items_of(p);
+    const int items = num_work_tiles(p);
     unsigned n = 0, number = 0;  // tiles and items so far
-    auto note = [&](int first, int second) {
-        ring.wait_empty(n);
-        store_word(base + AT_NOTES + 8 * (n % STAGES), first), store_word(base + AT_NOTES + 8 * (n % STAGES) + 4, second);
+    auto tile_desc = [&](int first, int second) {
+        ring.producer_acquire(n);
+        store_word(base + AT_TILE_DESCS + 8 * (n % STAGES), first), store_word(base + AT_TILE_DESCS + 8 * (n % STAGES) + 4, second);
     };
-    auto load_rows = [&](const Item& at) {
-        rows.wait_empty(number);
-        const unsigned buffer = number % ROW_BUFFERS, slot = base + AT_ITEMS + 12 * buffer, full = rows.full + 8 * buffer;
+    auto load_rows = [&](const WorkTile& at) {
+        rows.producer_acquire(number);
+        const unsigned buffer = number % ROW_BUFFERS, slot = base + AT_WORK_TILES + 12 * buffer, full = rows.full + 8 * buffer;
         store_word(slot, at.b), store_word(slot + 4, at.h), store_word(slot + 8, at.row0);
-        arrive_and_expect(full, GROUPS * (BYTES_A1 + BYTES_A2));
+        mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * (BYTES_A1 + BYTES_A2));
 #pragma unroll 1
-        for (int g = 0; g < GROUPS; ++g) {
-            const unsigned place = buffer * GROUPS + g;
+        for (int g = 0; g < MMA_WARPGROUPS; ++g) {
+            const unsigned place = buffer * MMA_WARPGROUPS + g;
             load_tile<1, CHUNKS_1, 64>(base + place * BYTES_A1, a1, at.row0 + 64 * g, at.h, at.b, full);
             load_tile<1, CHUNKS_2, 64>(base + AT_A2 + place * BYTES_A2, a2, at.row0 + 64 * g, at.h, at.b, full);
         }
     };
 #pragma unroll 1
     for (int index = blockIdx.x; index < items;) {
-        const Item at = item_of(p, index);
-        if (leader) index = atomicAdd(p.ticket, 1u) + gridDim.x;
+        const WorkTile at = work_tile(p, index);
+        if (leader) index = atomicAdd(p.tile_counter, 1u) + gridDim.x;
         const int columns = OF_QUERIES ? at.n_k : (int)p.n_q, tiles = (columns + BLOCK - 1) / BLOCK;
         bool first = true;
 #pragma unroll 1
-        for (int i = 0; i < (OF_QUERIES ? 1 : GROUP) && at.row0 < at.rows; ++i) {
-            const int h = OF_QUERIES ? at.h : at.h * GROUP + i, head = OF_QUERIES ? at.h / GROUP : h;
+        for (int i = 0; i < (OF_QUERIES ? 1 : GQA_GROUP) && at.row0 < at.rows; ++i) {
+            const int h = OF_QUERIES ? at.h : at.h * GQA_GROUP + i, head = OF_QUERIES ? at.h / GQA_GROUP : h;
             // States of the groups' rows; a tile that is not whole is PARTIAL.
             auto look = [&](int place, int many) {
                 const int from = place * BLOCK, whole = from + many * BLOCK, to = whole < columns ? whole : columns;
@@ -69,7 +69,7 @@ DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, cons
                 const int all = state_of(at.row0, at.row0 + ROWS);
                 unsigned states = 0;
 #pragma unroll 1
-                for (int g = 0; g < GROUPS; ++g)
+                for (int g = 0; g < MMA_WARPGROUPS; ++g)
                     states |= (all == PARTIAL && many == 1 ? state_of(at.row0 + 64 * g, at.row0 + 64 * (g + 1)) : all) << 2 * g;
                 return states;
             };
@@ -81,14 +81,14 @@ DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, cons
                 for (int e = 0; e < count; ++e, ++n) {
                     const int tile = list.entry[e] >> 8, states = list.entry[e] & 15, stage = n % STAGES;
                     const bool begins = first && e == 0;
-                    if (elected()) {
+                    if (elect_one()) {
                         const unsigned full = ring.full + 8 * stage;
-                        note(tile << 5 | (begins ? FIRST : 0) | states, h);
-                        arrive_and_expect(full, BYTES_B1 + BYTES_B2 + BYTES_NUMBERS);
+                        tile_desc(tile << 5 | (begins ? FIRST : 0) | states, h);
+                        mbarrier_arrive_expect_tx(full, BYTES_B1 + BYTES_B2 + BYTES_NUMBERS);
                         load_tile<1, CHUNKS_1, BLOCK>(base + AT_B1 + stage * BYTES_B1, b1, tile * BLOCK, head, at.b, full);
                         load_tile<1, CHUNKS_2, BLOCK>(base + AT_B2 + stage * BYTES_B2, b2, tile * BLOCK, head, at.b, full);
                         if constexpr (!OF_QUERIES)
-                            load_numbers(base + AT_NUMBERS + stage * BYTES_NUMBERS, row_at<const float>(p.partial, at.b, h, tile * BLOCK),
+                            bulk_load(base + AT_NUMBERS + stage * BYTES_NUMBERS, row_at<const float>(p.row_factors, at.b, h, tile * BLOCK),
                                          BYTES_NUMBERS, full);
                         if (begins) load_rows(at);
                     }
@@ -97,16 +97,16 @@ DEVICE void load(const Params& p, const TensorMap& a1, const TensorMap& a2, cons
             }
         }
         if (first) {  // nothing is seen
-            if (elected()) {
-                note(FIRST, 0);
-                arrive(ring.full + 8 * (n % STAGES));
+            if (elect_one()) {
+                tile_desc(FIRST, 0);
+                mbarrier_arrive(ring.full + 8 * (n % STAGES));
                 load_rows(at);
             }
             ++n, ++number;
         }
         index = uniform(index);
     }
-    if (!elected()) return;
-    note(END, 0), arrive(ring.full + 8 * (n % STAGES));
-    if (atomicAdd(p.ticket + 1, 1u) == gridDim.x - 1) p.ticket[0] = 0, p.ticket[1] = 0;  // as they were found
+    if (!elect_one()) return;
+    tile_desc(END, 0), mbarrier_arrive(ring.full + 8 * (n % STAGES));
+    if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;  // as they were found
 }

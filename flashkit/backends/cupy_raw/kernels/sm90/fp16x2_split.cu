@@ -33,7 +33,7 @@ DEVICE void split_tile(const Split& at, int index) {
     const int tiles = (int)((at.tokens + ROWS - 1) / ROWS), bh = index / tiles, tile = index - bh * tiles;
     const int b = bh / (int)at.heads, h = bh - b * (int)at.heads;
     const long long length = at.lengths == nullptr ? at.tokens : at.lengths[b];
-    const int tokens = (int)at.tokens, count = length < tokens ? (int)length : tokens;
+    const int tokens = (int)at.tokens, count = length < 0 ? 0 : length < tokens ? (int)length : tokens;
     const int first = tile * ROWS + warp * TOKENS + lane / ACROSS;  // and every DOWN-th after it
     const bool by_row = at.by_row, whole = DIM % 4 == 0 && (((unsigned long long)at.source.data >> 2 | at.source.batch | at.source.head | at.source.token) & 3) == 0;
 
@@ -129,7 +129,7 @@ DEVICE void split_tile(const Split& at, int index) {
 
 // So many blocks at once that what they wait for keeps memory busy.
 constexpr int AT_ONCE = (HEAD_DIM > 64 || HEAD_DIM_V > 64 ? 1024 : 1536) / (32 * WARPS);
-extern "C" __global__ void __launch_bounds__(32 * WARPS, AT_ONCE) sm90_split(const __grid_constant__ Splits splits) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, AT_ONCE) fp16x2_split(const __grid_constant__ Splits splits) {
     const int block = blockIdx.x;
     if (block < splits.blocks[1]) {  // q, k
         const int i = block >= splits.blocks[0];

@@ -22,7 +22,7 @@ DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half
 // --- modify ------------------------------------------------------------------------------------------------------------
 
 // What scores are multiplied by to be in base 2; where there is a score modification they are scaled before it.
-DEVICE float base_2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.scale * 1.4426950408889634); }
+DEVICE float softmax_scale_log2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634); }
 
 // A key past the end, which is hidden after all, is taken for the last one: nothing is read beyond the end of an array.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
@@ -39,13 +39,13 @@ DEVICE void hide_past(float (&s)[BLOCK_K / 2], int keys) {
 // the last one. Where the mask SHIFTS, keys are counted from the lane's first one: so each is a number in the instruction that
 // compares it.
 template <bool PARTIAL_TILE, bool WEIGHTS = false, typename T>
-DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s)[BLOCK_K / 2], int k0, float scale, T& tanh) {
+DEVICE void modify_near(const Params& p, const WorkTile& at, start offset, float (&s)[BLOCK_K / 2], int k0, float scale, T& tanh) {
     const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int own = here(at.row0) + row_of_lane(half), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
-        const int row = index / PACK, h = at.h + index % PACK, first = k0 + threadIdx.x % 4 * 2;
+        const int own = opaque(at.row0) + row_of_lane(half), last = (int)p.n_q * PACK_GQA - 1, index = own < last ? own : last;
+        const int row = index / PACK_GQA, h = at.h + index % PACK_GQA, first = k0 + threadIdx.x % 4 * 2;
         const start q = row + offset;
         const position k_first = (position)first, distance_first = (position)(q - first);
 #pragma unroll
@@ -68,7 +68,7 @@ DEVICE void modify_near(const Params& p, const Item& at, start offset, float (&s
 }
 
 // The same for positions of any size, one pair after the other.
-DEVICE void modify_far(const Params& p, const Item& at, long long offset, bool full, float (&s)[BLOCK_K / 2], int k0) {
+DEVICE void modify_far(const Params& p, const WorkTile& at, long long offset, bool full, float (&s)[BLOCK_K / 2], int k0) {
     const int n_k = (int)keys_of(p, at.b);
     const Tanh tanh;
     float copy[BLOCK_K / 2];  // in memory, since its index is not constant
@@ -76,11 +76,11 @@ DEVICE void modify_far(const Params& p, const Item& at, long long offset, bool f
     for (int i = 0; i < BLOCK_K / 2; ++i) copy[i] = s[i];
 #pragma unroll 1
     for (int i = 0; i < BLOCK_K / 2; ++i) {
-        const int own = here(at.row0) + row_of_lane(i / 2 % 2), last = (int)p.n_q * PACK - 1, index = own < last ? own : last;
-        const int row = index / PACK, h = at.h + index % PACK, key = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        const int own = opaque(at.row0) + row_of_lane(i / 2 % 2), last = (int)p.n_q * PACK_GQA - 1, index = own < last ? own : last;
+        const int row = index / PACK_GQA, h = at.h + index % PACK_GQA, key = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
         const int k = READS_ARRAYS ? key_inside(key, n_k) : key;
         float x = copy[i];
-        if constexpr (HAS_SCORE) x = modified_score<long long>(x * (float)p.scale, at.b, h, row, row + offset, k, row + offset - k, tanh, p);
+        if constexpr (HAS_SCORE) x = modified_score<long long>(x * (float)p.softmax_scale, at.b, h, row, row + offset, k, row + offset - k, tanh, p);
         if constexpr (HAS_MASK) x = full || visible(at.b, h, row, row + offset, k, p) ? x : HIDDEN;
         copy[i] = key < n_k ? x : HIDDEN;
     }
@@ -90,7 +90,7 @@ DEVICE void modify_far(const Params& p, const Item& at, long long offset, bool f
 
 // The tile of a usual step: all pairs are visible, all positions near. False where the scores are not calm: they have to
 // be modified anew.
-DEVICE bool modify_usual(const Params& p, const Item& at, float (&s)[BLOCK_K / 2], int k0, float scale) {
+DEVICE bool modify_usual(const Params& p, const WorkTile& at, float (&s)[BLOCK_K / 2], int k0, float scale) {
     CalmTanh tanh{0};
     if constexpr (HAS_SCORE) modify_near<false>(p, at, at.offset, s, k0, scale, tanh);
     return tanh.greatest <= CalmTanh::CALM;
@@ -103,7 +103,7 @@ DEVICE bool is_near(const Params& p, long long offset) {
 }
 
 // Any tile. Returns whether positions are near, as far as that matters for one of which all is visible.
-DEVICE bool modify_tile(const Params& p, const Item& at, bool full, float (&s)[BLOCK_K / 2], int k0, float scale) {
+DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&s)[BLOCK_K / 2], int k0, float scale) {
     const Tanh tanh;
     bool near = true;
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, needed or not
@@ -131,10 +131,10 @@ constexpr bool SHORT = STORAGE == BFLOAT16;
 constexpr float CALM = SHORT ? 0.35f : 0.65f, TERM_0 = SHORT ? 0.9608449935913086f : 0.8795788288116455f,
                 TERM_1 = SHORT ? -0.3176961839199066f : -0.2405111938714981f, TERM_2 = SHORT ? 0.0f : 0.10479581356048584f;
 
-constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && PACK == 1;
+constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && PACK_GQA == 1;
 
 // Whether one reference may do for all scores of an item, as soft-capping bounds them. Their sum need not be looked at then.
-constexpr bool BOUNDABLE = BY_FORM && SUMMED;
+constexpr bool BOUNDABLE = BY_FORM && ROW_SUM_BY_MMA;
 
 // Whether what makes exponents is kept for all tiles of an item: it has nothing to do with keys, and to find it anew between two
 // products holds these up. With larger head dims it is no gain, without a cap a loss: the compiler then orders the softmax worse.
@@ -159,7 +159,7 @@ struct Line {
 DEVICE float even(float x) { return EVEN ? uniform_float(x) : x; }
 
 // The part of a line that depends on the score alone.
-DEVICE void gain_of(const Params& p, const Item& at, const Head& head, int row, start q, float scale, Line& line, int half) {
+DEVICE void gain_of(const Params& p, const WorkTile& at, const Head& head, int row, start q, float scale, Line& line, int half) {
     const float gain = score_gain<position>(at.b, at.h, row, q, head, p) * LOG2E;
     if constexpr (CAPPED) {
         const float rate = score_rate<position>(at.b, at.h, row, q, head, p) * scale, square = rate * rate;
@@ -196,7 +196,7 @@ DEVICE void load_gain(Line& line, unsigned address) {
 DEVICE float step_of(float first, float last, int steps) { return last == first ? 0.0f : (last - first) * (1.0f / steps); }
 
 // False where the bias does not grow evenly within the tile, for a row of this warp.
-DEVICE bool line_of(const Params& p, const Item& at, const Head& head, int k0, float scale, Line& line) {
+DEVICE bool line_of(const Params& p, const WorkTile& at, const Head& head, int k0, float scale, Line& line) {
     constexpr int LAST = BLOCK_K - 1;
     const int end = (int)p.n_q - 1;
     if constexpr (SLOPED && DIAGONAL) {  // a step along a row is one from row to row, the other way
@@ -375,7 +375,7 @@ DEVICE void online_softmax(float (&s)[BLOCK_K / 2], float (&m)[2], float (&sum)[
 
 // The same without looking for the greatest: m need not be that, only near it. False where it is not near enough (or a
 // score is NaN), or the scores are not `right` anyway: then they are needed anew.
-DEVICE bool optimistic_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], const float (&unit)[2], bool right) {
+DEVICE bool speculative_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], float (&sum)[2], const float (&unit)[2], bool right) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         sum[half] = weigh(s, half, [&](float x) { return fmaf(x, unit[half], -m[half]); });
@@ -383,32 +383,32 @@ DEVICE bool optimistic_softmax(float (&s)[BLOCK_K / 2], const float (&m)[2], flo
     return __all_sync(~0u, sum[0] <= LIMIT && sum[1] <= LIMIT && right);
 }
 
-DEVICE void drop_tile(const Params& p, const Item& at, float (&s)[BLOCK_K / 2], int k0) {
+DEVICE void drop_tile(const Params& p, const WorkTile& at, float (&s)[BLOCK_K / 2], int k0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int index = at.row0 + row_of_lane(half);
 #pragma unroll
         for (int n = 0; n < BLOCK_K / 8; ++n)
-            drop_pair(s[4 * n + 2 * half], s[4 * n + 2 * half + 1], p, at.b, at.h + index % PACK, index / PACK,
+            drop_pair(s[4 * n + 2 * half], s[4 * n + 2 * half + 1], p, at.b, at.h + index % PACK_GQA, index / PACK_GQA,
                       k0 + 8 * n + threadIdx.x % 4 * 2);
     }
 }
 
 // Scores of a warp's 16 rows by instructions of the warp alone. q, k: its tiles in shared memory.
 DEVICE void scores_again(float (&s)[BLOCK_K / 2], unsigned q, unsigned k) {
-    const int lane = here(threadIdx.x % 32), row = here(threadIdx.x % 128 / 32) * 16 + lane % 16, key = lane / 16 * 8 + lane % 8;
-    const float zero = __int_as_float(here(0));
+    const int lane = opaque(threadIdx.x % 32), row = opaque(threadIdx.x % 128 / 32) * 16 + lane % 16, key = lane / 16 * 8 + lane % 8;
+    const float zero = __int_as_float(opaque(0));
 #pragma unroll
     for (int i = 0; i < BLOCK_K / 2; ++i) s[i] = zero;
 #pragma unroll 1
     for (int step = 0; step < padded(HEAD_DIM) / 16; ++step) {
         const int chunk = step / 4, unit = step % 4 * 2;
         unsigned left[4];
-        load_matrices(left, q + chunk * 64 * CHUNK_ROW + swizzled(row, unit + lane / 16));
+        ldmatrix_x4(left, q + chunk * 64 * CHUNK_ROW + swizzled(row, unit + lane / 16));
 #pragma unroll
         for (int n = 0; n < BLOCK_K / 16; ++n) {
             unsigned right[4];
-            load_matrices(right, k + (chunk * BLOCK_K + 16 * n) * CHUNK_ROW + swizzled(key, unit + lane / 8 % 2));
+            ldmatrix_x4(right, k + (chunk * BLOCK_K + 16 * n) * CHUNK_ROW + swizzled(key, unit + lane / 8 % 2));
             multiply(s + 8 * n, left, right[0], right[1]);
             multiply(s + 8 * n + 4, left, right[2], right[3]);
         }

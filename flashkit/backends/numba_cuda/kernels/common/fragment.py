@@ -16,8 +16,8 @@ i32, u32, u64 = np.int32, np.uint32, np.uint64
 YES, NO = np.bool_(True), np.bool_(False)  # of a type: for True and False what is called is compiled apart
 LN2 = np.float32(0.6931471805599453)
 
-CHUNK_ROW, UNIT = 128, 16  # bytes
-PER_UNIT, PER_CHUNK, WIDE = UNIT // ITEM, CHUNK_ROW // ITEM, ITEM == 4  # elements; float32
+CHUNK_ROW, VEC_BYTES = 128, 16  # bytes
+VEC_ELEMENTS, PER_CHUNK, IS_FLOAT32 = VEC_BYTES // ITEM, CHUNK_ROW // ITEM, ITEM == 4  # elements; float32
 
 
 def padded(dim):
@@ -34,7 +34,7 @@ load_word, store_word = load_from("shared", int32), store_to("shared", int32)
 store_half = store_to("shared", uint16)
 
 
-if WIDE:
+if IS_FLOAT32:
 
     @device
     def store_element(address, x):
@@ -51,7 +51,7 @@ else:
 @device
 def swizzled(row, unit):
     """Where a unit of a row of a chunk is."""
-    return row * CHUNK_ROW + (unit ^ (row & 7)) * UNIT
+    return row * CHUNK_ROW + (unit ^ (row & 7)) * VEC_BYTES
 
 
 @device
@@ -79,17 +79,17 @@ def row_of_lane(j):
 
 # --- which work -------------------------------------------------------------------------------------------------------
 #
-# An item is (batch entry, first of its PACK heads, first of its BLOCK_Q rows).
+# An item is (batch entry, first of its PACK_GQA heads, first of its BLOCK_Q rows).
 
 
 @device
-def items_of(p):
-    rows = (p.n_q * PACK + BLOCK_Q - 1) // BLOCK_Q
-    return i32(rows * (p.heads // PACK) * p.batch)
+def num_work_tiles(p):
+    rows = (p.n_q * PACK_GQA + BLOCK_Q - 1) // BLOCK_Q
+    return i32(rows * (p.heads // PACK_GQA) * p.batch)
 
 
 @device
-def turn_of(index, early, every, most):
+def tile_coord(index, early, every, most):
     """(tile, head among those of all batch entries) that come as number `index` of the tiles of `every` heads: `most`
     heads at a time, tile after tile. Of each head the tiles from number `early` on come at the very end, where they
     even out when blocks finish. Unsigned numbers.
@@ -107,23 +107,23 @@ def turn_of(index, early, every, most):
 
 
 @device
-def come_early(tiles):
+def tiles_before_lpt_tail(tiles):
     """How many of a head's tiles come early: under a mask, where those that come first have most to do, a quarter does
     not. Not of tiles that are looked up: the last ones have as much to do, and what all heads read and add to does not
     stay in the L2 cache.
     """
-    return u32(tiles - tiles // u32(4)) if HAS_MASK and not LOOKED_UP else tiles
+    return u32(tiles - tiles // u32(4)) if HAS_MASK and not MASK_READS_ARRAYS else tiles
 
 
 @device
-def item_of(p, index):
-    """Item number `index`. With a mask: tiles with most to do first, of p.splits heads at a time; of those with least
-    to do a quarter is left to the end (come_early). Else one head after the other, the ragged tiles last.
+def work_tile(p, index):
+    """WorkTile number `index`. With a mask: tiles with most to do first, of p.heads_per_l2_group heads at a time; of those with least
+    to do a quarter is left to the end (tiles_before_lpt_tail). Else one head after the other, the ragged tiles last.
     """
-    heads, rows, index = u32(u32(p.heads) // u32(PACK)), u32(p.n_q * PACK), u32(index)
+    heads, rows, index = u32(u32(p.heads) // u32(PACK_GQA)), u32(p.n_q * PACK_GQA), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
     if HAS_MASK:
-        tile, head = turn_of(index, come_early(tiles), every, u32(p.splits))
+        tile, head = tile_coord(index, tiles_before_lpt_tail(tiles), every, u32(p.heads_per_l2_group))
         tile = u32(tiles - u32(1) - tile)
     else:
         whole = u32(rows // u32(BLOCK_Q))
@@ -133,4 +133,4 @@ def item_of(p, index):
         else:
             head = u32(index - whole * every)
             tile = whole
-    return i32(head // heads), i32(head % heads * PACK), i32(tile * BLOCK_Q)
+    return i32(head // heads), i32(head % heads * PACK_GQA), i32(tile * BLOCK_Q)

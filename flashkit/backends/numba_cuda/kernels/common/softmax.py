@@ -6,18 +6,18 @@
 # Weights up to this much above the reference are taken as they come: they fit the type that they are rounded to.
 LIMIT = np.float32(32768.0 if STORAGE == "float16" else 1e18)
 
-MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT or WIDE  # float32 that is split makes infinity NaN
+MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT or IS_FLOAT32  # float32 that is split makes infinity NaN
 
 
 # --- modify -----------------------------------------------------------------------------------------------------------
 
 
 @device
-def base_2(p):
+def softmax_scale_log2(p):
     """What scores are multiplied by to be in base 2; where there is a score modification they are scaled before it."""
     if HAS_SCORE:
         return LOG2E
-    return np.float32(p.scale * 1.4426950408889634)
+    return np.float32(p.softmax_scale * 1.4426950408889634)
 
 
 Modification = namedtuple("Modification", "values scale")  # what of Params an element needs: fewer arguments to compile
@@ -27,7 +27,7 @@ Modification = namedtuple("Modification", "values scale")  # what of Params an e
 def modify_full(x, column, row, rest):
     p, b, key, _ = rest
     h, r, q = row
-    return modify(x * np.float32(p.scale) if HAS_SCORE else x, FULL, b, h, r, q, key + column, p)
+    return modify(x * np.float32(p.softmax_scale) if HAS_SCORE else x, FULL, b, h, r, q, key + column, p)
 
 
 @device
@@ -36,7 +36,7 @@ def modify_partial(x, column, row, rest):
     h, r, q = row
     k = key + column
     inside = min(k, max(n_k, 1) - 1)  # of what is hidden after all nothing is read beyond an array's end
-    x = modify(x * np.float32(p.scale) if HAS_SCORE else x, PARTIAL, b, h, r, q, inside, p)
+    x = modify(x * np.float32(p.softmax_scale) if HAS_SCORE else x, PARTIAL, b, h, r, q, inside, p)
     return x if k < n_k else HIDDEN
 
 
@@ -44,9 +44,9 @@ def modify_partial(x, column, row, rest):
 def row_of_item(j, rest):
     """Head, row and position of a lane's row; those past the end are taken for the last one."""
     p, at, offset = rest
-    index = min(here(at[2]) + row_of_lane(j), i32(p.n_q) * PACK - 1)
-    row = index // PACK
-    return at[1] + index % PACK, row, row + offset
+    index = min(opaque(at[2]) + row_of_lane(j), i32(p.n_q) * PACK_GQA - 1)
+    row = index // PACK_GQA
+    return at[1] + index % PACK_GQA, row, row + offset
 
 
 @device
@@ -54,9 +54,9 @@ def modify_tile(p, at, full, s, k0):
     """Scores as they come from the product, modified; -inf where hidden."""
     if not HAS_SCORE and full:
         return s
-    offset, k0 = offset_of(p, at[0]), here(k0)  # or what depends on k0 alone is computed for every tile, needed or not
+    offset, k0 = offset_of(p, at[0]), opaque(k0)  # or what depends on k0 alone is computed for every tile, needed or not
     rows = listed(row_of_item, ROWS, (p, at, offset))
-    rest = Modification(p.values, p.scale), at[0], k0 + thread() % 4 * 2, keys_of(p, at[0])
+    rest = Modification(p.values, p.softmax_scale), at[0], k0 + thread() % 4 * 2, keys_of(p, at[0])
     if HAS_SCORE and full:
         return each_at(modify_full, s, rows, rest)
     return each_at(modify_partial, s, rows, rest)
@@ -94,7 +94,7 @@ def online_softmax(s, m, unit):
 
 
 @device
-def optimistic_softmax(s, m, unit):
+def speculative_softmax(s, m, unit):
     """The same without looking for the greatest: m need not be that, only near it. The weights, their sum, and whether
     it was near enough in all rows of the warp (and no score NaN); else the scores are needed anew.
     """
@@ -127,7 +127,7 @@ def drop_two(x, y, column, row, rest):
 @device
 def drop_tile(p, at, s, k0):
     rows = listed(row_of_item, ROWS, (p, at, 0))
-    rest = p.seed, p.threshold, np.float32(p.kept_scale), at[0], k0 + thread() % 4 * 2
+    rest = p.seed, p.dropout_threshold, np.float32(p.dropout_scale), at[0], k0 + thread() % 4 * 2
     return pairs_at(drop_two, s, rows, rest)
 
 
@@ -145,7 +145,7 @@ def with_sink(p, h, top, total):
     return greatest, total * factor + exp2_fast(sink - greatest), factor
 
 
-if WIDE:
+if IS_FLOAT32:
 
     @device
     def log_of_sum(top, total):
@@ -171,7 +171,7 @@ def finish_row(j, rest):
     """A row's log-sum-exp to memory; the factor of its output, and whether its values need care."""
     p, at, m, l, tainted = rest
     index, top, total = at[2] + row_of_lane(j), m[j], l[j]
-    row, h, exists = index // PACK, at[1] + index % PACK, index < p.n_q * PACK
+    row, h, exists = index // PACK_GQA, at[1] + index % PACK_GQA, index < p.n_q * PACK_GQA
     factor = np.float32(1)
     if HAS_SINKS:
         if exists:
@@ -213,20 +213,20 @@ def finish_rows(p, at, m, l, output):
 
 
 @device
-def accumulate_carefully(p, at, m, factor, staged, tile_rows):
+def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
     """Output of a warp's rows once more, from memory and pair by pair, leaving out the values of weights that are 0,
     into the tile in shared memory from which it goes to memory. No branch here differs between lanes, or the assembler
     would take nothing after it as uniform.
     """
-    lane, row0 = here(thread() % 32), here(uniform(thread() % GROUP_THREADS // 32)) * WARP_ROWS
-    b, n_k, last = at[0], uniform(i32(keys_of(p, at[0]))), i32(p.n_q) * PACK - 1
+    lane, row0 = opaque(thread() % 32), opaque(uniform(thread() % GROUP_THREADS // 32)) * WARP_ROWS
+    b, n_k, last = at[0], uniform(i32(keys_of(p, at[0]))), i32(p.n_q) * PACK_GQA - 1
     offset = offset_of(p, b)
     for r in range(WARP_ROWS):
         index = min(at[2] + row0 + r, last)
-        row, h = index // PACK, at[1] + index % PACK
+        row, h = index // PACK_GQA, at[1] + index % PACK_GQA
         reference = if_any(from_lane_float(m[r // 8], r % 8 * 4), 0)  # of a row that sees nothing, too
         scale = from_lane_float(factor[r // 8], r % 8 * 4)
-        if not WIDE:  # weights as they are in the end: far above 1 they may have been what was not finite
+        if not IS_FLOAT32:  # weights as they are in the end: far above 1 they may have been what was not finite
             reference -= ZERO if scale == ZERO else log2_fast(scale)
             scale = ZERO if scale == ZERO else np.float32(1)
         q = row_address(p.q, b, h, row)
@@ -234,17 +234,17 @@ def accumulate_carefully(p, at, m, factor, staged, tile_rows):
             column, total = lane + 32 * i, ZERO
             for k0 in range(0, n_k, 32):
                 k = min(k0 + lane, n_k - 1)
-                key, w = row_address(p.k, b, h // GROUP, k), ZERO
+                key, w = row_address(p.k, b, h // GQA_GROUP, k), ZERO
                 for d in range(HEAD_DIM):
                     w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
-                w = modify(w * np.float32(p.scale), PARTIAL, b, h, row, row + offset, k, p)
+                w = modify(w * np.float32(p.softmax_scale), PARTIAL, b, h, row, row + offset, k, p)
                 w = exp2_fast(w * LOG2E - reference)
                 if HAS_DROPOUT:
                     w = drop(w, p, b, h, row, k)
                 for other in range(min(32, n_k - k0)):
                     weight = from_lane_float(w, other)
-                    value = row_address(p.v, b, h // GROUP, k0 + other)
+                    value = row_address(p.v, b, h // GQA_GROUP, k0 + other)
                     x = widen(load(STORED, value, min(column, HEAD_DIM_V - 1)))
                     total += ZERO if weight == ZERO else weight * x
-            unit = swizzled(row0 + r, column % PER_CHUNK // PER_UNIT) + column % PER_UNIT * ITEM
+            unit = swizzled(row0 + r, column % PER_CHUNK // VEC_ELEMENTS) + column % VEC_ELEMENTS * ITEM
             store_element(staged + column // PER_CHUNK * tile_rows * CHUNK_ROW + unit, total * scale)

@@ -33,13 +33,13 @@ def keys_of(p, b):
 @device
 def offset_of(p, b):
     """Position of row 0 on the axis of the keys."""
-    return p.offset if p.q_offset == 0 else load(np.int64, p.q_offset, b)
+    return p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
 
 
 # --- the walk over tiles ----------------------------------------------------------------------------------------------
 #
 # Along an axis, over the tiles that are not EMPTY. Every warp of a block walks by itself, all in step: the lanes of a
-# warp classify 32 tiles at once, after 32 groups of 32 unless tiles are LOOKED_UP, so a long run of EMPTY tiles costs a
+# warp classify 32 tiles at once, after 32 groups of 32 unless tiles are MASK_READS_ARRAYS, so a long run of EMPTY tiles costs a
 # few looks at the mask. A walk is a value; next_tile() gives the next one. Call it with all lanes of a warp.
 #
 #     walk = walk_keys(p, b, h, row0, row1, n_k)
@@ -108,7 +108,7 @@ if HAS_MASK:
         chunk, live, full, first_group, groups = walk.chunk, walk.live, walk.full, walk.first_group, walk.groups
         over = False
         while live == 0 and not over:
-            if not LOOKED_UP:
+            if not MASK_READS_ARRAYS:
                 while groups == 0 and not over:
                     first_group += 32
                     over = not exists(walk, first_group * 32)
@@ -196,4 +196,4 @@ def drop(weight, p, b, h, row, key):
     word0, word1, word2, word3 = philox(p.seed, key >> 2, row, h, b)
     lane = key & 3
     word = word0 if lane == 0 else word1 if lane == 1 else word2 if lane == 2 else word3
-    return weight * F(p.kept_scale) if word >= p.threshold else ZERO
+    return weight * F(p.dropout_scale) if word >= p.dropout_threshold else ZERO

@@ -24,10 +24,10 @@ def weights_and_gradients(p, state, s, dp, slope, b, h, row0, k0, n_k):
             row = row0 + (tx + j * TX if BACKWARD_KEYS else ty + i * TY)
             shift, delta = INFINITE, ZERO
             if row < p.n_q:
-                shift = load(F, number_address(p.shift, b, h, row), 0)
+                shift = load(F, number_address(p.bwd_lse, b, h, row), 0)
                 delta = load(F, number_address(p.delta, b, h, row), 0)
             weight = weight_of((s[i, j] - shift) * LOG2E)
-            gradient = weight * (dp[i, j] - delta) * F(p.scale)
+            gradient = weight * (dp[i, j] - delta) * F(p.softmax_scale)
             if HAS_SCORE:
                 gradient *= slope[i, j]
             s[i, j], dp[i, j] = weight, ZERO if weight == ZERO else gradient
@@ -42,7 +42,7 @@ def ones(factor):
 @device
 def keys_tile(p, shared):
     """dK and dV of one tile of keys."""
-    block, heads_kv = I(cuda.blockIdx.x), p.heads // GROUP
+    block, heads_kv = I(cuda.blockIdx.x), p.heads // GQA_GROUP
     head_kv, b = block % heads_kv, block // heads_kv % p.batch
     k0, n_k = block // (heads_kv * p.batch) * BLOCK_K, keys_of(p, b)
     k1 = min(k0 + BLOCK_K, n_k)
@@ -56,8 +56,8 @@ def keys_tile(p, shared):
     while again:
         clear(dk, WIDTH_QK)
         clear(dv, WIDTH_V)
-        h = head_kv * GROUP
-        while h < (head_kv + 1) * GROUP and k0 < n_k:
+        h = head_kv * GQA_GROUP
+        while h < (head_kv + 1) * GQA_GROUP and k0 < n_k:
             walk = walk_queries(p, b, h, k0, k1, p.n_q, False)
             while walk.state != EMPTY:
                 row0 = walk.tile * BLOCK_Q
@@ -86,7 +86,7 @@ def queries_tile(p, shared):
     """dQ of one tile of queries."""
     block, tiles = I(cuda.blockIdx.x), (p.n_q + BLOCK_Q - 1) // BLOCK_Q
     h, b = block % p.heads, block // p.heads % p.batch
-    row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GROUP, keys_of(p, b)
+    row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GQA_GROUP, keys_of(p, b)
     row1 = min(row0 + BLOCK_Q, p.n_q)
     q, dout = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q), rows_of(p.dout, b, h, row0, p.n_q, BLOCK_Q)
 

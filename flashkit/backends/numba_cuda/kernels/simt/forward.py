@@ -78,7 +78,7 @@ def simt_forward(p):
     shared = cuda.shared.array(0, F_TYPE)
     block, tiles = I(cuda.blockIdx.x), (p.n_q + BLOCK_Q - 1) // BLOCK_Q
     h, b = block % p.heads, block // p.heads % p.batch
-    row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GROUP, keys_of(p, b)
+    row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GQA_GROUP, keys_of(p, b)
     row1 = min(row0 + BLOCK_Q, p.n_q)
     q = rows_of(p.q, b, h, row0, p.n_q, BLOCK_Q)
 

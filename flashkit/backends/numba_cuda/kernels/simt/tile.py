@@ -217,7 +217,7 @@ def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, n_q, k0, n_k):
     with_slopes holds they become d score / d s.
     """
     tx, ty = place()
-    scale, offset = F(p.scale), offset_of(p, b)
+    scale, offset = F(p.softmax_scale), offset_of(p, b)
     for i in range(ROWS_EACH):
         for j in range(COLUMNS_EACH):
             along, across = ty + i * TY, tx + j * TX

@@ -24,9 +24,9 @@ load_number = load_from("shared", types.float32)
 def copy_numbers(stage, p, b, h, row0, wanted):
     """Numbers of a tile's queries on their way: there is memory for whole tiles of them."""
     i = i32(thread())
-    numbers = p.shift if i < BLOCK_Q // 4 else p.delta
-    source = number_address(numbers, I(b), I(h), I(row0)) + UNIT * (i & (BLOCK_Q // 4 - 1))
-    copy_unit_if(stage + AT_NUMBERS + UNIT * i, source, 0, 1, 1 if wanted and i < BLOCK_Q // 2 else 0)
+    numbers = p.bwd_lse if i < BLOCK_Q // 4 else p.delta
+    source = number_address(numbers, I(b), I(h), I(row0)) + VEC_BYTES * (i & (BLOCK_Q // 4 - 1))
+    copy_unit_if(stage + AT_NUMBERS + VEC_BYTES * i, source, 0, 1, 1 if wanted and i < BLOCK_Q // 2 else 0)
 
 
 @device
@@ -71,14 +71,14 @@ def scores_of_values(stage, values, rows, first, copy):
 def store_weights(i, words, at):
     """16 keys of 32 queries, packed, to P or dS."""
     for j in range(LEFT):
-        store_word(at + (j // 4 * 16 + j % 2 * 8) * PITCH + (2 * i + j // 2 % 2) * UNIT, i32(words[j]))
+        store_word(at + (j // 4 * 16 + j % 2 * 8) * PITCH + (2 * i + j // 2 % 2) * VEC_BYTES, i32(words[j]))
 
 
 @device
 def sixteen_queries(step, sums, rest):
     weights, b, first = rest
     at = weights + 16 * step * PITCH
-    left = load_matrices_turned(at) + load_matrices_turned(at + 2 * UNIT)
+    left = load_matrices_turned(at) + load_matrices_turned(at + 2 * VEC_BYTES)
     return groups(of_columns, SIXTEEN, sums, (left, b, CHUNK_Q, first, 16 * step))
 
 
@@ -86,7 +86,7 @@ def sixteen_queries(step, sums, rest):
 def keys_of_warp(weights):
     """Where a lane begins to read the columns of weights that are its warp's 32 keys."""
     lane = i32(thread() % 32)
-    return weights + (lane // 16 * 8 + lane % 8) * PITCH + i32(thread() // 32) // ACROSS_KV * 64 + lane // 8 % 2 * UNIT
+    return weights + (lane // 16 * 8 + lane % 8) * PITCH + i32(thread() // 32) // ACROSS_KV * 64 + lane // 8 % 2 * VEC_BYTES
 
 
 @device
@@ -111,7 +111,7 @@ def accumulate_keys_adding(sums, weights, rows, first, dq, there):
 @device
 def sixteen_keys(step, sums, rest):
     gradients, keys, first = rest
-    left = load_matrices(gradients + 32 * step) + load_matrices(gradients + 32 * step + 16 * PITCH)
+    left = ldmatrix_x4(gradients + 32 * step) + ldmatrix_x4(gradients + 32 * step + 16 * PITCH)
     return groups(of_columns, SIXTEEN, sums, (left, keys, CHUNK_K, first, 16 * step))
 
 
@@ -120,7 +120,7 @@ def gradients_of_queries(gradients, keys):
     """dq = dS K, of this block's keys, for this warp's 32 queries and its columns."""
     warp, lane = i32(thread() // 32), i32(thread() % 32)
     rows, first = warp // ACROSS_Q * 32 + lane % 16, warp % ACROSS_Q * (SUMS_Q // 8)
-    rest = gradients + rows * PITCH + lane // 16 * UNIT, keys, first
+    rest = gradients + rows * PITCH + lane // 16 * VEC_BYTES, keys, first
     return repeat(sixteen_keys, STEPS_Q, filled(ZERO, SUMS_Q), rest)
 
 
@@ -255,8 +255,8 @@ def finish(p, which, b, head, tile_k, n_k, sums, factor, staged):
     for i in range(lane, 4 * columns, 32):
         row, unit = i // (columns // 8), first // 8 + i % (columns // 8)
         if row0 + row < p.n_k and 8 * unit < dim:
-            four = load_unit(staged + (unit >> 3) * CHUNK_K + swizzled(row, unit & 7))
-            store_unit(address + row * target.token * ITEM + UNIT * unit, four)
+            four = load_vec(staged + (unit >> 3) * CHUNK_K + swizzled(row, unit & 7))
+            store_vec(address + row * target.token * ITEM + VEC_BYTES * unit, four)
     if MAY_HIDE:  # what is not finite may have met a weight of 0
         if any_lane(repeat(sum_is_odd, ROWS, False, row_sum(scaled(sums, ZERO), NOTHING))):
             for r in range(32):
@@ -267,7 +267,7 @@ def finish(p, which, b, head, tile_k, n_k, sums, factor, staged):
 def sm80_backward(p):
     base = shared_address()
     if thread() == 0:  # from where each tile loads it, or else makes it from float64, anew
-        store_word(base + AT_UNIT, as_int(base_2(p)))
+        store_word(base + AT_UNIT, as_int(softmax_scale_log2(p)))
     b, head, tile_k, down = take_work(p, base)
     warp, lane = i32(thread() // 32), i32(thread() % 32)
     n_k, offset = i32(keys_of(p, I(b))), offset_of(p, I(b))
@@ -280,8 +280,8 @@ def sm80_backward(p):
     if k0 < n_k:
         leave_out(p, b, head, tile_k, n_k)
 
-    h, stage = I(head) * GROUP, I(0)
-    last = h + GROUP if k0 < n_k else h
+    h, stage = I(head) * GQA_GROUP, I(0)
+    last = h + GQA_GROUP if k0 < n_k else h
     while h < last:
         walk, before = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), p.n_q, down), I(-1)
         if walk.state != EMPTY:
@@ -301,8 +301,8 @@ def sm80_backward(p):
             full = walk.state == FULL and k0 + BLOCK_K <= n_k
             # The first key is got here, or what follows from it would be kept in registers through all tiles.
             pairs = Pairs(
-                p.values, p.scale, p.seed, p.threshold, p.kept_scale, I(b), h, i32(p.n_q), n_k, offset,
-                i32(walk.tile) * BLOCK_Q, here(k0 + keys + i32(thread() % 4 * 2)), walk.state,
+                p.values, p.softmax_scale, p.seed, p.dropout_threshold, p.dropout_scale, I(b), h, i32(p.n_q), n_k, offset,
+                i32(walk.tile) * BLOCK_Q, opaque(k0 + keys + i32(thread() % 4 * 2)), walk.state,
             )  # fmt: skip
             staged = base + AT_P + (rows + lane // 4) * PITCH + 2 * keys + lane % 4 * 4
             s = scores(queries, base, rows, keys, of_q)
@@ -335,5 +335,5 @@ def sm80_backward(p):
     copies_end()
     copies_wait(0)  # of a block that sees nothing
     threads_sync()
-    finish(p, DK, b, head, tile_k, n_k, dk, np.float32(p.scale), base)
+    finish(p, DK, b, head, tile_k, n_k, dk, np.float32(p.softmax_scale), base)
     finish(p, DV, b, head, tile_k, n_k, dv, np.float32(1), base + AT_V)

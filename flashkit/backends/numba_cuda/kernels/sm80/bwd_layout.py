@@ -3,7 +3,7 @@
 # WARPS_KV along the keys of dK and dV, WARPS_Q along the queries of dQ, the others along the second axis. Rows of
 # operands are whole chunks of 64 columns, so that these can be shared evenly.
 
-THREADS, ROWS, WARP_ROWS, PACK = 32 * WARPS, 4, 32, 1
+THREADS, ROWS, WARP_ROWS, PACK_GQA = 32 * WARPS, 4, 32, 1
 WARPS_S, WARPS_KV, WARPS_Q = BLOCK_Q // 32, BLOCK_K // 32, BLOCK_Q // 32
 ACROSS_S, ACROSS_KV, ACROSS_Q = WARPS // WARPS_S, WARPS // WARPS_KV, WARPS // WARPS_Q
 GROUP_THREADS = THREADS
@@ -24,7 +24,7 @@ AT_QUERIES = AT_V + chunks(HEAD_DIM_V) * CHUNK_K
 AT_DOUT = chunks(HEAD_DIM) * CHUNK_Q  # within a stage; then a query's numbers
 AT_NUMBERS = AT_DOUT + chunks(HEAD_DIM_V) * CHUNK_Q
 BYTES_STAGE = AT_NUMBERS + 1024 * (-(-BLOCK_Q // 128))  # tiles begin on 1024 bytes
-PITCH = 2 * BLOCK_K + UNIT  # bytes from a row of P or dS to the next: an odd number of units, in place of permuted ones
+PITCH = 2 * BLOCK_K + VEC_BYTES  # bytes from a row of P or dS to the next: an odd number of units, in place of permuted ones
 AT_P = AT_QUERIES + 2 * BYTES_STAGE
 AT_DS = AT_P + BLOCK_Q * PITCH
 AT_TICKET = AT_DS + BLOCK_Q * PITCH  # words

@@ -8,7 +8,7 @@ def to_row(p, b, h, row, column, x):
     """Eight neighbours of a row to memory, where it exists."""
     if row < p.n_q and column < HEAD_DIM:
         words = pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])
-        store_unit(row_address(p.dq, I(b), I(h), I(row)) + ITEM * column, words)
+        store_vec(row_address(p.dq, I(b), I(h), I(row)) + ITEM * column, words)
 
 
 @device
@@ -20,10 +20,10 @@ def finite_eight(x):
 
 
 @kernel(256, 5)  # reading takes many threads, and the careful part is rare
-def store_queries(p):
+def bwd_postprocess(p):
     tiles, index = i32((p.n_q + BLOCK_Q - 1) // BLOCK_Q), i32(block())
     tile, h, b = index % tiles, index // tiles % i32(p.heads), index // tiles // i32(p.heads)
-    sums, scale = number_address(p.partial, I(b), I(h), I(tile)), np.float32(p.scale)
+    sums, scale = number_address(p.dq_accum, I(b), I(h), I(tile)), np.float32(p.softmax_scale)
     for i in range(i32(thread()), BLOCK_Q * WHOLE // 16, 256):
         four, g, of_warp = i // 8, i % 8, SUMS_Q // 4  # fours of a warp: two of the upper rows, two of the lower
         warp, number = four // of_warp, four % of_warp

@@ -11,7 +11,7 @@ load_number = load_from("shared", types.float32)
 @device
 def lse_of(p, part, b, h, row):
     """Of a part, in base 2."""
-    return load(np.float32, number_address(p.partial_lse, I(part) * p.batch + b, h, row), 0)
+    return load(np.float32, number_address(p.lse_partial, I(part) * p.batch + b, h, row), 0)
 
 
 @device
@@ -28,17 +28,17 @@ def carefully(p, b, h, row, reference, column):
     q, x0, x1, x2, x3 = row_address(p.q, b, h, row), ZERO, ZERO, ZERO, ZERO
     for k0 in range(0, n_k, 32):
         k = min(k0 + lane, n_k - 1)
-        key, w = row_address(p.k, b, h // GROUP, k), ZERO
+        key, w = row_address(p.k, b, h // GQA_GROUP, k), ZERO
         for d in range(HEAD_DIM):
             w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
-        w = modify(w * np.float32(p.scale), PARTIAL, b, h, row, position, k, p)
+        w = modify(w * np.float32(p.softmax_scale), PARTIAL, b, h, row, position, k, p)
         w = exp2_fast(w * LOG2E - reference)
         if HAS_DROPOUT:
             w = drop(w, p, b, h, row, k)
         for other in range(min(I(32), n_k - k0)):
             weight = from_lane_float(w, other)
             if weight != ZERO and column < HEAD_DIM_V:
-                value = row_address(p.v, b, h // GROUP, I(k0 + other))
+                value = row_address(p.v, b, h // GQA_GROUP, I(k0 + other))
                 x0 += weight * widen(load(STORED, value, column))
                 x1 += weight * widen(load(STORED, value, column + 1))
                 x2 += weight * widen(load(STORED, value, column + 2))
@@ -48,13 +48,13 @@ def carefully(p, b, h, row, reference, column):
 
 @kernel(32 * COMBINERS)
 def combine(p):
-    lane, warp, parts = i32(thread() % 32), i32(thread() // 32), i32(p.splits)
+    lane, warp, parts = i32(thread() % 32), i32(thread() // 32), i32(p.num_splits)
     index, rows, heads = u32(block() // u32(SHARES)), u32(p.n_q), u32(p.heads)
     head = u32(index // rows)
     b = u32(head // heads)
     row, h, b = I(index - head * rows), I(head - b * heads), I(b)
     if EARLY:
-        kernel_before()
+        griddepcontrol_wait()
     top = HIDDEN
     for first in range(lane, parts, 32 * AT_ONCE):
         for i in range(AT_ONCE):
@@ -68,7 +68,7 @@ def combine(p):
         for i in range(AT_ONCE):
             part = first + COMBINERS * i
             there = min(part, parts - 1)
-            source = number_address(p.partial, I(there) * p.batch + b, h, row)
+            source = number_address(p.o_partial, I(there) * p.batch + b, h, row)
             y0, y1, y2, y3 = load4(np.float32, source, min(column, HEAD_DIM_V - 4))
             weight = exp2_fast(lse_of(p, there, b, h, row) - shift)
             weight = weight if part < parts else ZERO
@@ -82,7 +82,7 @@ def combine(p):
     threads_sync()
     if warp == 0:
         for other in range(1, COMBINERS):
-            y = load_unit(mine + 512 * other)
+            y = load_vec(mine + 512 * other)
             x0, x1 = x0 + as_float(i32(y[0])), x1 + as_float(i32(y[1]))
             x2, x3 = x2 + as_float(i32(y[2])), x3 + as_float(i32(y[3]))
             total += load_number(totals + 4 * other)

@@ -2,7 +2,7 @@
 # Few queries on tensor cores by mma.sync (FlashDecoding: Dao, Haziza, Massa, Sizov 2023): what takes time is reading
 # keys and values, so each is read once for all heads that share it, by as many warps as the device holds.
 #
-# A warp takes 16 rows and one of p.splits parts of their keys, by itself; kernels/sm80_combine.py joins the parts.
+# A warp takes 16 rows and one of p.num_splits parts of their keys, by itself; kernels/sm80_combine.py joins the parts.
 #
 #     Q           [16][HEAD_DIM]          shared memory of the warp
 #     K, V        [STAGES][BLOCK_K][..]   shared memory of the warp, filled STAGES - 1 tiles ahead
@@ -15,13 +15,13 @@
 @device
 def load_rows(target, p, at):
     """The warp's rows of q to shared memory; those that do not exist become zeros."""
-    lane, pack = i32(thread() % 32), u32(PACK)
+    lane, pack = i32(thread() % 32), u32(PACK_GQA)
     for chunk in range((COLUMNS_QK + 63) // 64):
         for i in range(0, 16, 4):
             row, unit = i + lane // 8, lane % 8
             index = u32(at[2] + row)
-            source = row_address(p.q, I(at[0]), at[1] + I(index % pack), I(index // pack)) + (8 * chunk + unit) * UNIT
-            wanted = index < u32(p.n_q * PACK) and 64 * chunk + 8 * unit < HEAD_DIM
+            source = row_address(p.q, I(at[0]), at[1] + I(index % pack), I(index // pack)) + (8 * chunk + unit) * VEC_BYTES
+            wanted = index < u32(p.n_q * PACK_GQA) and 64 * chunk + 8 * unit < HEAD_DIM
             copy_unit(target + 16 * chunk * CHUNK_ROW + swizzled(row, unit), source, 0, 1 if wanted else 0)
 
 
@@ -30,7 +30,7 @@ def load_tile(target, tensor, b, h, first, n_k, dim, columns):
     """BLOCK_K keys or values to the warp's shared memory."""
     lane = i32(thread() % 32)
     row, unit = lane // 8, lane % 8
-    source = row_address(tensor, I(b), I(h), I(first + row)) + UNIT * unit
+    source = row_address(tensor, I(b), I(h), I(first + row)) + VEC_BYTES * unit
     for chunk in range((columns + 63) // 64):
         left = n_k - first - row if 64 * chunk + 8 * unit < dim else 0
         there = source + CHUNK_ROW * chunk
@@ -45,11 +45,11 @@ def state_of_tile(p, at, tile, last, n_k):
     if tile >= last:
         return I(EMPTY)
     start, end = I(tile) * BLOCK_K, min(I(tile) * BLOCK_K + BLOCK_K, I(n_k))
-    row0, row1 = I(at[2]) // PACK, (min(I(at[2]) + 16, p.n_q * PACK) - 1) // PACK + 1
+    row0, row1 = I(at[2]) // PACK_GQA, (min(I(at[2]) + 16, p.n_q * PACK_GQA) - 1) // PACK_GQA + 1
     offset = offset_of(p, I(at[0]))
     state = I(tile_state(p, I(at[0]), I(at[1]), offset, row0, row1, start, end))
     if HAS_MASK:
-        for head in range(1, PACK):
+        for head in range(1, PACK_GQA):
             found = I(tile_state(p, I(at[0]), I(at[1] + head), offset, row0, row1, start, end))
             state = state if found == state else I(PARTIAL)
     return state if state != FULL or end == start + BLOCK_K else I(PARTIAL)
@@ -59,7 +59,7 @@ def state_of_tile(p, at, tile, last, n_k):
 def begin_tile(p, at, target, tile, last, n_k):
     """Keys and values of a tile that is seen are on their way."""
     if state_of_tile(p, at, tile, last, n_k) != EMPTY:
-        head = at[1] // GROUP
+        head = at[1] // GQA_GROUP
         load_tile(target, p.k, at[0], head, i32(tile) * BLOCK_K, n_k, HEAD_DIM, COLUMNS_QK)
         load_tile(target + BYTES_K, p.v, at[0], head, i32(tile) * BLOCK_K, n_k, HEAD_DIM_V, COLUMNS)
     copies_end()
@@ -79,13 +79,13 @@ def finish_part(j, rest):
     """Where a lane's row of this part goes, or 0, and the factor of its output; its log-sum-exp in base 2 to memory."""
     p, at, part, m, total = rest
     index = at[2] + row_of_lane(j)
-    place, head, row = I(part) * p.batch + I(at[0]), I(at[1] + index % PACK), I(index // PACK)
-    exists = index < i32(p.n_q) * PACK
+    place, head, row = I(part) * p.batch + I(at[0]), I(at[1] + index % PACK_GQA), I(index // PACK_GQA)
+    exists = index < i32(p.n_q) * PACK_GQA
     if exists and thread() % 4 == 0:
         lse = HIDDEN if total[j] == ZERO else m[j] + log2(total[j])
-        store(np.float32, number_address(p.partial_lse, place, head, row), 0, lse)
+        store(np.float32, number_address(p.lse_partial, place, head, row), 0, lse)
     factor = ZERO if total[j] == ZERO else reciprocal(total[j])
-    return number_address(p.partial, place, head, row) if exists else I(0), factor
+    return number_address(p.o_partial, place, head, row) if exists else I(0), factor
 
 
 @device
@@ -99,16 +99,16 @@ def store_two(x, y, column, row, first):
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def sm80_decode(p):
-    warp, parts, heads = u32(thread() // u32(32)), u32(p.splits), u32(u32(p.heads) // u32(GROUP))
-    blocks, tiles_q = u32(parts // u32(WARPS)), u32(u32(p.n_q * PACK + 15) // u32(16))
+    warp, parts, heads = u32(thread() // u32(32)), u32(p.num_splits), u32(u32(p.heads) // u32(GQA_GROUP))
+    blocks, tiles_q = u32(parts // u32(WARPS)), u32(u32(p.n_q * PACK_GQA + 15) // u32(16))
     item = u32(block() // blocks)
     head = u32(item // tiles_q)
     b = u32(head // heads)
     part = u32(u32(block() - item * blocks) * u32(WARPS) + warp)
-    at = i32(b), i32(u32(head - b * heads) * u32(GROUP)), i32(u32(item - head * tiles_q) * u32(16))
+    at = i32(b), i32(u32(head - b * heads) * u32(GQA_GROUP)), i32(u32(item - head * tiles_q) * u32(16))
     if EARLY:
-        kernel_before()
-    n_k, unit, base = i32(keys_of(p, I(at[0]))), base_2(p), shared_address() + warp * BYTES_WARP
+        griddepcontrol_wait()
+    n_k, unit, base = i32(keys_of(p, I(at[0]))), softmax_scale_log2(p), shared_address() + warp * BYTES_WARP
     tiles = u32(u32(n_k + BLOCK_K - 1) // u32(BLOCK_K))
     each_part = u32(u32(tiles + parts - u32(1)) // parts)
     tile = i32(part * each_part)

@@ -1,8 +1,8 @@
 # parts: common/tiles common/fragment sm80/bwd_layout
 # Sums of dQ in memory: blocks of the backward pass by mma.sync add to a tile of queries one after the other, so the
-# bits never change. A block adds when all that come before it are done with the tile; p.partial_lse has a bit for each
+# bits never change. A block adds when all that come before it are done with the tile; p.dq_semaphore has a bit for each
 # pair of tiles. Blocks take their work by a ticket in that order, so whoever waits, waits for a block that runs. They
-# work at p.splits heads at a time, whose rows and sums the L2 cache holds. The last keys come first, and a block goes
+# work at p.heads_per_l2_group heads at a time, whose rows and sums the L2 cache holds. The last keys come first, and a block goes
 # over its queries from the first on: under a causal mask it begins at its diagonal, where it is the first to add. Only
 # the last heads go the other way round, where there is a mask: blocks with most to do come first, so that all end at
 # about the same time.
@@ -11,12 +11,12 @@
 @device
 def take_work(p, base):
     """Batch entry, head of keys and tile of keys of this block's ticket, and whether it goes the other way round."""
-    if thread() == 0:  # the counter lies before the bits
-        store_word(base + AT_TICKET, i32(fetch_add(p.partial_lse.data - 16, 1)))
+    if thread() == 0:
+        store_word(base + AT_TICKET, i32(fetch_add(p.tile_counter, 1)))
     threads_sync()
-    index, heads = u32(load_word(base + AT_TICKET)), u32(u32(p.heads) // u32(GROUP))
+    index, heads = u32(load_word(base + AT_TICKET)), u32(u32(p.heads) // u32(GQA_GROUP))
     tiles, every = u32((u32(p.n_k) + u32(BLOCK_K - 1)) // u32(BLOCK_K)), u32(heads * u32(p.batch))
-    most = u32(p.splits)
+    most = u32(p.heads_per_l2_group)
     first = u32(index // u32(most * tiles) * most)
     rest = u32(index - first * tiles)
     size = u32(min(every - first, most))
@@ -29,7 +29,7 @@ def take_work(p, base):
 @device
 def bits_at(p, b, h, tile):
     """Address of the bits of a tile of queries."""
-    return number_address(p.partial_lse, I(b), I(h), I(tile))
+    return number_address(p.dq_semaphore, I(b), I(h), I(tile))
 
 
 @device
@@ -38,7 +38,7 @@ def leave_out(p, b, head, tile_k, n_k):
     if HAS_MASK:
         k0, tiles, offset = I(tile_k) * BLOCK_K, i32((p.n_q + BLOCK_Q - 1) // BLOCK_Q), offset_of(p, I(b))
         k1 = min(k0 + BLOCK_K, I(n_k))
-        for h in range(head * GROUP, head * GROUP + GROUP):
+        for h in range(head * GQA_GROUP, head * GQA_GROUP + GQA_GROUP):
             for tile in range(i32(thread()), tiles, THREADS):
                 row0 = I(tile) * BLOCK_Q
                 if tile_state(p, I(b), I(h), offset, row0, min(row0 + BLOCK_Q, p.n_q), k0, k1) == EMPTY:
@@ -98,5 +98,5 @@ def add_four(i, four, address):
 @device
 def sums_of(p, b, h, tile, warp):
     """Where a lane's sums of dQ are: as its warp holds them, four registers of each lane after the other."""
-    head = number_address(p.partial, I(b), I(h), I(0))
+    head = number_address(p.dq_accum, I(b), I(h), I(0))
     return head + I(tile) * (4 * BLOCK_Q * WHOLE) + 128 * SUMS_Q * warp + 16 * (thread() % 32)

@@ -14,13 +14,13 @@
 @device
 def load_keys(p, base, item, n_k, tile, stage):
     at = base + BYTES_Q + stage * BYTES_STAGE
-    load_tile(at, p.k, item[0], item[1] // GROUP, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM, COLUMNS_QK)
+    load_tile(at, p.k, item[0], item[1] // GQA_GROUP, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM, COLUMNS_QK)
 
 
 @device
 def load_values(p, base, item, n_k, tile, stage):
     at = base + BYTES_Q + stage * BYTES_STAGE + BYTES_K
-    load_tile(at, p.v, item[0], item[1] // GROUP, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM_V, COLUMNS)
+    load_tile(at, p.v, item[0], item[1] // GQA_GROUP, tile * BLOCK_K, n_k, BLOCK_K, HEAD_DIM_V, COLUMNS)
 
 
 @device
@@ -46,20 +46,20 @@ def finish(p, base, item, m, l, output):
     lanes_sync()
     if MAY_HIDE:  # a value that is not finite may have met a weight of 0
         if any_lane(odd):
-            accumulate_carefully(p, item, m, factor, base, BLOCK_Q)
+            accumulate_nonfinite(p, item, m, factor, base, BLOCK_Q)
             lanes_sync()
     target = row_address(p.out, I(item[0]), I(item[1]), I(item[2] + row0))
     for i in range(lane, WARP_ROWS * UNITS_V, 32):
         row, unit = i // UNITS_V, i % UNITS_V
         if item[2] + row0 + row < p.n_q:
-            four = load_unit(staged + unit // 8 * CHUNK_Q + swizzled(row, unit % 8))
-            store_unit(target + row * p.out.token * ITEM + UNIT * unit, four)
+            four = load_vec(staged + unit // 8 * CHUNK_Q + swizzled(row, unit % 8))
+            store_vec(target + row * p.out.token * ITEM + VEC_BYTES * unit, four)
 
 
 @kernel(THREADS, BLOCKS_PER_SM)
 def sm80_forward(p):
-    base, item = shared_address(), item_of(p, block())
-    n_k, unit = i32(keys_of(p, I(item[0]))), base_2(p)
+    base, item = shared_address(), work_tile(p, block())
+    n_k, unit = i32(keys_of(p, I(item[0]))), softmax_scale_log2(p)
     q = base + thread() // 32 * WARP_ROWS * CHUNK_ROW
     load_tile(base, p.q, item[0], item[1], item[2], i32(p.n_q), BLOCK_Q, HEAD_DIM, COLUMNS_QK)
     end = min(I(item[2]) + BLOCK_Q, p.n_q)
@@ -96,7 +96,7 @@ def sm80_forward(p):
             copies_end()
         usual = begun and full and not HAS_SCORE and STAGES > 1
         if usual:
-            s, total, near = optimistic_softmax(s, m, unit)
+            s, total, near = speculative_softmax(s, m, unit)
             if not near:  # the optimism was misplaced, and has cost the scores
                 s = scores(q, k)
         if not near:

@@ -15,7 +15,7 @@ Copy = namedtuple("Copy", "target source step left wanted")
 @device
 def copy_of(target, tensor, b, h, first, count, wanted):
     row, unit = i32(thread() // 8), i32(thread() % 8)
-    source = row_address(tensor, I(b), I(h), I(first) + row) + UNIT * unit
+    source = row_address(tensor, I(b), I(h), I(first) + row) + VEC_BYTES * unit
     step = tensor.token * (ITEM * ROWS_AT_ONCE)
     return Copy(target + swizzled(row, unit), source, step, i32(count - first - row), i32(wanted))
 
@@ -23,7 +23,7 @@ def copy_of(target, tensor, b, h, first, count, wanted):
 @device
 def copy_rows(copy, chunk, row, rows, dim, columns):
     """ROWS_AT_ONCE rows, from `row` of a tile of `rows` rows on, of a chunk of the `columns`."""
-    exist, needed, column = dim - PER_CHUNK * chunk, columns - PER_CHUNK * chunk, PER_UNIT * i32(thread() % 8)
+    exist, needed, column = dim - PER_CHUNK * chunk, columns - PER_CHUNK * chunk, VEC_ELEMENTS * i32(thread() % 8)
     end = copy.left if exist >= PER_CHUNK or column < exist else 0
     wanted = copy.wanted if needed >= PER_CHUNK or column < needed else 0
     source = copy.source + row // ROWS_AT_ONCE * copy.step + CHUNK_ROW * chunk

@@ -5,9 +5,9 @@
 # the next. A lane gets from columns to further ones by flipping bits of its address, so that all addresses follow from
 # one; among a warp's share of the columns it does so where a share is a power of 2, or all of them: EVEN.
 
-SIXTEEN, LEFT = 4 * ROWS, (4 if WIDE else 2) * ROWS  # registers of a lane: of 16 columns of sums; of these as operands
+SIXTEEN, LEFT = 4 * ROWS, (4 if IS_FLOAT32 else 2) * ROWS  # registers of a lane: of 16 columns of sums; of these as operands
 
-if not WIDE and ROWS == 4:
+if not IS_FLOAT32 and ROWS == 4:
     product = mma(STORAGE)
 
     @device
@@ -21,9 +21,9 @@ if not WIDE and ROWS == 4:
 
     @device
     def load_left(at):
-        return load_matrices(at) + load_matrices(at + 16 * CHUNK_ROW)
+        return ldmatrix_x4(at) + ldmatrix_x4(at + 16 * CHUNK_ROW)
 
-elif not WIDE:
+elif not IS_FLOAT32:
     product = mma(STORAGE)
 
     @device
@@ -33,13 +33,13 @@ elif not WIDE:
 
     @device
     def load_left(at):
-        return load_matrices(at)
+        return ldmatrix_x4(at)
 
 
 @device
 def of_rows(i, sums, rest):
     left, b = rest
-    return multiply_sixteen(sums, left, load_matrices(b + 16 * i * CHUNK_ROW))
+    return multiply_sixteen(sums, left, ldmatrix_x4(b + 16 * i * CHUNK_ROW))
 
 
 @device
@@ -52,7 +52,7 @@ def sixteen_dims(step, sums, rest):
     return groups(of_rows, SIXTEEN, sums, (load_left(left), right))
 
 
-if not WIDE:
+if not IS_FLOAT32:
 
     @device
     def of_columns(i, sums, rest):

@@ -9,7 +9,7 @@
 # 2 t + 1 in place of t and t + 4, which weights in registers then are operands for, and a lane's words come from all
 # banks.
 
-if WIDE:
+if IS_FLOAT32:
     product = mma("tf32")
     load_number = load_from("shared", types.float32)
 
@@ -45,7 +45,7 @@ if WIDE:
 
     @device
     def load_left(at):
-        return split(load_matrices(at))
+        return split(ldmatrix_x4(at))
 
     @device
     def right_word(e, at):
@@ -91,10 +91,10 @@ if WIDE:
     @device
     def score_carefully(p, b, h, row, key):
         """In base 2, from memory."""
-        q, k, x = row_address(p.q, b, h, row), row_address(p.k, b, h // GROUP, key), ZERO
+        q, k, x = row_address(p.q, b, h, row), row_address(p.k, b, h // GQA_GROUP, key), ZERO
         for d in range(HEAD_DIM):
             x += load(F, q, d) * load(F, k, d)
-        return modify(x * np.float32(p.scale), PARTIAL, b, h, row, row + offset_of(p, b), key, p) * LOG2E
+        return modify(x * np.float32(p.softmax_scale), PARTIAL, b, h, row, row + offset_of(p, b), key, p) * LOG2E
 
     @device
     def row_carefully(j, rest):
@@ -121,7 +121,7 @@ if WIDE:
 @device
 def finite_sums(p, at, m, l):
     """References and sums of a lane's rows; done again where splitting has made infinity NaN."""
-    if WIDE:
+    if IS_FLOAT32:
         if any_lane(repeat(is_infinite, ROWS, False, l)):
             rows = listed(row_carefully, ROWS, (p, at))
             m, l = alike(first_of, rows, 0), alike(second_of, rows, 0)

@@ -13,8 +13,8 @@
 #     dO             [DOUT_STAGES][BLOCK_Q][..]   shared memory, a ring; with a delta for each row
 #     S, P, dP, dS   [BLOCK_Q][HELD]              registers; dS also in shared memory, for dQ
 #     dK, dV         [HELD][..]                   registers
-#     dQ             [BLOCK_Q][..]                registers, then added to float32 sums in memory: prepare_rows() clears
-#                                                 them, store_queries() makes dQ of them
+#     dQ             [BLOCK_Q][..]                registers, then added to float32 sums in memory: bwd_preprocess() clears
+#                                                 them, bwd_postprocess() makes dQ of them
 #
 # Warp group 0: warp 0 loads tiles of queries, warp 1 finds them, loads the keys and looks through these, warps 2 and 3
 # keep the order in which dQ is added, if it matters. Warp groups 1 and 2 multiply, in one of two ways: each has 64 of
@@ -35,17 +35,17 @@ dv_product = wgmma_registers(STORAGE, COLUMNS_V, along_columns(BLOCK_Q), turned_
 @device
 def scores(base, k_tile, group, n):
     q = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
-    products_begin()
+    wgmma_fence()
     s = scores_product(descriptor(k_tile + group * 64 * CHUNK_ROW, 16), descriptor(q, 16))
-    products_end()
+    wgmma_commit()
     return s
 
 
 @device
 def gradients_of_weights(base, group, dout):
-    products_begin()
+    wgmma_fence()
     dp = values_product(descriptor(base + AT_V + group * 64 * CHUNK_ROW, 16), descriptor(dout, 16))
-    products_end()
+    wgmma_commit()
     return dp
 
 
@@ -57,7 +57,7 @@ def add_four(i, four, target):
 @device
 def part_of_sums(p, where, part):
     """A part of a tile of dQ. where: the tile of queries among all."""
-    return p.partial.data + I(where) * BYTES_SUMS + part
+    return p.dq_accum.data + I(where) * BYTES_SUMS + part
 
 
 # --- from item to item ------------------------------------------------------------------------------------------------
@@ -80,15 +80,15 @@ def multiply_items(p, base, sums, begin, step, finish, rest):
     """
     n, number = u32(0), u32(0)  # tiles, items so far
     while True:
-        wait_full(base + AT_K_RING, number, KEY_BUFFERS)
-        if uniform(load_word(item_slot(base, number))) == END:
+        consumer_wait(base + AT_K_PIPE, number, KEY_BUFFERS)
+        if uniform(load_word(work_tile_slot(base, number))) == END:
             break
         k_tile, even = base + AT_K + stage_of(number, KEY_BUFFERS) * BYTES_K, is_even(base, number, rest[0])
         state, first, last = begin(base, k_tile, number, n, sums, rest), YES, NO
         while not last:
             state, last = step(p, base, k_tile, number, even, (n, first), state, rest)
             first, n = NO, u32(n + 1)
-        products_wait(0)
+        wgmma_wait(0)
         sums = finish(p, base, k_tile, number, n, state, rest)
         number = u32(number + 1)
     return n
@@ -103,7 +103,7 @@ BYTES_PIECE = 16 * CHUNK_ROW
 def store_four_units(i, words, rest):
     """16 columns of a warp's 16 keys."""
     target, lane = rest
-    store_matrices(target + swizzled(lane % 16, 2 * i + lane // 16), words[0], words[1], words[2], words[3])
+    stmatrix_x4(target + swizzled(lane % 16, 2 * i + lane // 16), words[0], words[1], words[2], words[3])
 
 
 def keys_sender(columns, before, pieces, apart):
@@ -119,16 +119,16 @@ def keys_sender(columns, before, pieces, apart):
         tensor, at, first, lane, place = rest
         target = place + (before + i) % pieces * apart
         if before + i == 0:
-            stores_wait_read(0)
+            bulk_wait_read(0)
         else:
-            stores_wait_read(pending)
+            bulk_wait_read(pending)
         lanes_sync()
         groups(store_four_units, 4, words, (target, lane))
-        fence_async()
+        fence_proxy_async()
         lanes_sync()
-        if elect():
-            store_box(tensor, target, 64 * i, at[2] + first, 0, at[1], at[0])
-            stores_end()
+        if elect_one():
+            tma_store(tensor, target, 64 * i, at[2] + first, 0, at[1], at[0])
+            bulk_commit()
 
     @device
     def send_keys(tensor, at, first, lane, place, x, factor):
@@ -140,37 +140,37 @@ def keys_sender(columns, before, pieces, apart):
 # --- roles ------------------------------------------------------------------------------------------------------------
 
 
-@kernel(THREADS, 1, maps=("map_q", "map_k", "map_v", "map_dout", "map_dk", "map_dv"), cluster=BLOCKS)
+@kernel(THREADS, 1, maps=("map_q", "map_k", "map_v", "map_dout", "map_dk", "map_dv"), cluster=CLUSTER_SIZE)
 def sm90_backward(p):
     base = u32(uniform(shared_address()))
     if thread() == 0:
-        ring_init(base + AT_Q_RING, STAGES, 1, WARPS)
-        ring_init(base + AT_DOUT_RING, DOUT_STAGES, 1, SIDE)
-        ring_init(base + AT_K_RING, KEY_BUFFERS, 1, WARPS)
-        ring_init(base + AT_V_RING, 1, 1, SIDE)
-        ring_init(base + AT_PAIRS_RING, PAIRS_HELD, SIDE, SIDE)
-        ring_init(base + AT_OTHERS_RING, 1, 1, SIDE)
-        ring_init(base + AT_ACROSS_RING, 1, 1, SIDE)
-        ring_init(base + AT_LISTS_RING, LISTS, 1, 1)
-        barrier_init(base + AT_SOON, 1)
-        barrier_init(base + AT_OTHERS_CAME, 1)
+        pipeline_init(base + AT_Q_PIPE, STAGES, 1, WARPS)
+        pipeline_init(base + AT_DOUT_PIPE, DOUT_STAGES, 1, SIDE)
+        pipeline_init(base + AT_K_PIPE, KEY_BUFFERS, 1, WARPS)
+        pipeline_init(base + AT_V_PIPE, 1, 1, SIDE)
+        pipeline_init(base + AT_DS_PIPE, PAIRS_HELD, SIDE, SIDE)
+        pipeline_init(base + AT_PEER_K_PIPE, 1, 1, SIDE)
+        pipeline_init(base + AT_DSMEM_PIPE, 1, 1, SIDE)
+        pipeline_init(base + AT_LISTS_PIPE, LISTS, 1, 1)
+        mbarrier_init(base + AT_SOON, 1)
+        mbarrier_init(base + AT_OTHERS_CAME, 1)
         for i in range(2):
-            barrier_init(base + AT_ADDED + 8 * i, SIDE)
-            barrier_init(base + AT_TURN + 8 * i, 1)
-            barrier_init(base + AT_TAKEN + 8 * i, 1)
+            mbarrier_init(base + AT_ADDED + 8 * i, SIDE)
+            mbarrier_init(base + AT_TURN + 8 * i, 1)
+            mbarrier_init(base + AT_TAKEN + 8 * i, 1)
         for i in range(4):
-            barrier_init(base + AT_ASKED + 8 * i, 1)
+            mbarrier_init(base + AT_ASKED + 8 * i, 1)
         for i in range(KEY_BUFFERS):
-            barrier_init(base + AT_K_CAME + 8 * i, 1)
-        barrier_init(base + AT_ROWS_CAME, 1)
-        barriers_ready()
-    if BLOCKS > 1:
+            mbarrier_init(base + AT_K_CAME + 8 * i, 1)
+        mbarrier_init(base + AT_ROWS_CAME, 1)
+        fence_mbarrier_init()
+    if CLUSTER_SIZE > 1:
         cluster_sync()
     else:
         threads_sync()
     role, warp = uniform(thread() // 128), uniform(thread() // 32)
     if role == 0:
-        give_registers(REGISTERS_LOADING)
+        setmaxnreg_dec(PRODUCER_REGISTERS)
         if warp == 0:
             load_items(p, base)
         elif warp == 1:
@@ -178,7 +178,7 @@ def sm90_backward(p):
         elif warp >= 2 and ORDERED:
             keep_order(p, base, warp - 2)
     else:
-        take_registers(REGISTERS)
-        multiply_tiles(p, base, role - 1)
-    if BLOCKS > 1:
+        setmaxnreg_inc(CONSUMER_REGISTERS)
+        consumer(p, base, role - 1)
+    if CLUSTER_SIZE > 1:
         cluster_sync()  # what the other block sends has come

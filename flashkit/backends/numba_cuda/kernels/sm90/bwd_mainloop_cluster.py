@@ -19,7 +19,7 @@
 #         which goes to both blocks              dQ^T += K^T dS of its keys
 #     S of the next tile                         dQ leaves
 
-BYTES_HANDED = BYTES_PAIRS // SIDE  # what a warp's dS of a tile is, to shared memory of both blocks: 16 rows of keys
+BYTES_HANDED = BYTES_DS // SIDE  # what a warp's dS of a tile is, to shared memory of both blocks: 16 rows of keys
 PART, PARTS_OF_DQ = BLOCK_Q // 2, SHARE * BLOCK_Q // 2  # registers of a lane: 64 columns of dQ, those of a block
 
 send_dv = keys_sender(COLUMNS_V, 0, chunks_v, HELD * CHUNK_ROW)
@@ -39,27 +39,27 @@ dq_product, dq_fresh = (
 @device
 def store_sixteen(i, words, place):
     """16 queries of a warp's keys, as rows of keys."""
-    store_matrices(u32(place ^ u32(2 * UNIT * i)), words[0], words[1], words[2], words[3])
+    stmatrix_x4(u32(place ^ u32(2 * VEC_BYTES * i)), words[0], words[1], words[2], words[3])
 
 
 @device
 def hand_pairs(base, n, ds, places):
     """A warp's dS to shared memory, and from there to the other block's."""
     hand, place, there, told = places
-    wait_empty(base + AT_PAIRS_RING, n, 1)
-    wait_empty(base + AT_ACROSS_RING, n, 1)
+    producer_acquire(base + AT_DS_PIPE, n, 1)
+    producer_acquire(base + AT_DSMEM_PIPE, n, 1)
     groups(store_sixteen, 4, ds, place)
-    fence_async()
+    fence_proxy_async()
     lanes_sync()
-    copy_across(there, hand, BYTES_HANDED, told)
-    arrive_once(base + AT_PAIRS_RING)
+    dsmem_copy(there, hand, BYTES_HANDED, told)
+    mbarrier_arrive_once(base + AT_DS_PIPE)
 
 
 @device
 def begin_pairs(base, k_tile, number, n, dv, rest):
-    wait_full(base + AT_Q_RING, n, STAGES)
+    consumer_wait(base + AT_Q_PIPE, n, STAGES)
     s = scores(base, k_tile, 0, n)
-    wait_full(base + AT_V_RING, number, 1)
+    consumer_wait(base + AT_V_PIPE, number, 1)
     return s, dv
 
 
@@ -72,31 +72,31 @@ def step_of_pairs(p, base, k_tile, number, even, tile, state, rest):
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
     shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
     dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT
-    note = uniform(load_word(note_of(base, n)))
-    last = note & LAST_TILE != 0
+    tile_desc = uniform(load_word(tile_desc_of(base, n)))
+    last = tile_desc & LAST_TILE != 0
     if ORDERED:
         if thread() == 128:
-            ask(base, n, load_word(note_of(base, n) + 8), load_word(item_slot(base, number) + 8) // BLOCK_K)
+            ask(base, n, load_word(tile_desc_of(base, n) + 8), load_word(work_tile_slot(base, number) + 8) // BLOCK_K)
     early = listed(numbers_of, EARLY, shift)
-    wait_full(base + AT_DOUT_RING, n, DOUT_STAGES)
-    products_wait(0)  # S
-    s = settle(s)
+    consumer_wait(base + AT_DOUT_PIPE, n, DOUT_STAGES)
+    wgmma_wait(0)  # S
+    s = fence_operand(s)
     dp = gradients_of_weights(base, 0, dout_tile)
-    s, w, kept, plain = weights(p, base, n, number, note, rank, even, s, early, shift, unit)
-    products_begin()
+    s, w, kept, plain = weights(p, base, n, number, tile_desc, rank, even, s, early, shift, unit)
+    wgmma_fence()
     dv = dv_product(dv, w, descriptor(dout_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
-    products_end()
-    products_wait(1)  # dP
-    ds = gradients(p, s, settle(dp), plain, delta, kept)
+    wgmma_commit()
+    wgmma_wait(1)  # dP
+    ds = gradients(p, s, fence_operand(dp), plain, delta, kept)
     hand_pairs(base, n, ds, places)
-    release(base + AT_Q_RING, n, STAGES)
+    consumer_release(base + AT_Q_PIPE, n, STAGES)
     if not last:
-        wait_full(base + AT_Q_RING, n + 1, STAGES)
+        consumer_wait(base + AT_Q_PIPE, n + 1, STAGES)
     # Always begun, or the compiler makes it wait; after the last tile nothing comes of it.
     s = scores(base, k_tile, 0, n if last else n + 1)
-    products_wait(1)  # dV
-    w = settle(w)
-    release(base + AT_DOUT_RING, n, DOUT_STAGES)
+    wgmma_wait(1)  # dV
+    w = fence_operand(w)
+    consumer_release(base + AT_DOUT_PIPE, n, DOUT_STAGES)
     return (s, dv), last
 
 
@@ -104,15 +104,15 @@ def step_of_pairs(p, base, k_tile, number, even, tile, state, rest):
 def finish_pairs(p, base, k_tile, number, n, state, rest):
     _, rank, warp, _, _, _ = rest
     s, dv = state
-    s, dv = settle(s), settle(dv)
+    s, dv = fence_operand(s), fence_operand(dv)
     at = read_item(base, number)
-    release(base + AT_K_RING, number, KEY_BUFFERS)
-    warps_sync(1, 128)  # nobody reads V any more: dV leaves through its place
-    lane, first, place = here(thread() % 32), HELD * rank + 16 * warp, base + AT_V + BYTES_PIECE * warp
+    consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
+    named_barrier_sync(1, 128)  # nobody reads V any more: dV leaves through its place
+    lane, first, place = opaque(thread() % 32), HELD * rank + 16 * warp, base + AT_V + BYTES_PIECE * warp
     send_dv(map_address("map_dv"), at, first, lane, place, dv, np.float32(1))
-    stores_wait_read(0)
+    bulk_wait_read(0)
     lanes_sync()
-    release(base + AT_V_RING, number, 1)
+    consumer_release(base + AT_V_PIPE, number, 1)
     return dv
 
 
@@ -134,9 +134,9 @@ def add_part(c, dq, rest):
 @device
 def query_gradients(part, dq, keys, ds):
     """dQ^T = K^T dS of a block's keys, or that added; 64 columns after the other, each by part()."""
-    products_begin()
+    wgmma_fence()
     dq = groups(part, PART, dq, (keys, ds))
-    products_end()
+    wgmma_commit()
     return dq
 
 
@@ -158,38 +158,38 @@ def step_of_sums(p, base, k_tile, number, even, tile, state, rest):
     n, first = tile
     _, rank, warp, part_of_lane, room = rest
     dk, at = state
-    q_tile, pairs_here = base + AT_Q + stage_of(n, STAGES) * BYTES_Q, base + AT_PAIRS
-    wait_full(base + AT_Q_RING, n, STAGES)
-    note, where = uniform(load_word(note_of(base, n))), load_word(note_of(base, n) + 8)
-    last = note & LAST_TILE != 0
-    wait_full(base + AT_PAIRS_RING, n, 1)
-    products_begin()
+    q_tile, pairs_here = base + AT_Q + stage_of(n, STAGES) * BYTES_Q, base + AT_DS
+    consumer_wait(base + AT_Q_PIPE, n, STAGES)
+    tile_desc, where = uniform(load_word(tile_desc_of(base, n))), load_word(tile_desc_of(base, n) + 8)
+    last = tile_desc & LAST_TILE != 0
+    consumer_wait(base + AT_DS_PIPE, n, 1)
+    wgmma_fence()
     dk = dk_product(dk, descriptor(pairs_here, 16), descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
-    products_end()
+    wgmma_commit()
     own_tile = k_tile + SHARE * HELD * CHUNK_ROW * rank
     dq = query_gradients(begin_part, filled(ZERO, PARTS_OF_DQ), own_tile, pairs_here)
-    products_wait(1)  # dK
-    release(base + AT_Q_RING, n, STAGES)
+    wgmma_wait(1)  # dK
+    consumer_release(base + AT_Q_PIPE, n, STAGES)
     if first:
-        wait_full(base + AT_OTHERS_RING, number, 1)
-    wait_full(base + AT_ACROSS_RING, n, 1)
-    dq = query_gradients(add_part, dq, base + AT_OTHERS, pairs_here + BYTES_PAIRS)
-    products_wait(1)  # dQ of the block's own keys
-    release(base + AT_PAIRS_RING, n, 1)
-    products_wait(0)
-    dq = settle(dq)
+        consumer_wait(base + AT_PEER_K_PIPE, number, 1)
+    consumer_wait(base + AT_DSMEM_PIPE, n, 1)
+    dq = query_gradients(add_part, dq, base + AT_OTHERS, pairs_here + BYTES_DS)
+    wgmma_wait(1)  # dQ of the block's own keys
+    consumer_release(base + AT_DS_PIPE, n, 1)
+    wgmma_wait(0)
+    dq = fence_operand(dq)
     if warp == 0:
-        arrive_and_expect_once(base + AT_ACROSS_RING, BYTES_PAIRS)  # of the next tile
-    arrive_across(room)
+        arrive_and_expect_once(base + AT_DSMEM_PIPE, BYTES_DS)  # of the next tile
+    dsmem_arrive(room)
     if ORDERED:
-        wait_full(base + AT_TURN, n, 2)
+        consumer_wait(base + AT_TURN, n, 2)
     if last:
-        release(base + AT_K_RING, number, KEY_BUFFERS)
+        consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
     chunk = SHARE * rank
     groups(send_part, PART, dq, (part_of_sums(p, where, chunk * BYTES_PART + part_of_lane), chunk))
     if ORDERED:
         lanes_sync()
-        arrive_once(full_of(base + AT_ADDED, n, 2))
+        mbarrier_arrive_once(full_barrier(base + AT_ADDED, n, 2))
     return (dk, at), last
 
 
@@ -197,13 +197,13 @@ def step_of_sums(p, base, k_tile, number, even, tile, state, rest):
 def finish_sums(p, base, k_tile, number, n, state, rest):
     _, rank, warp, _, _ = rest
     dk, at = state
-    dk = settle(dk)
-    warps_sync(2, 128)  # nobody reads the other block's keys any more: dK leaves through their place
-    lane, first, place = here(thread() % 32), HELD * rank + 16 * warp, base + AT_OTHERS + BYTES_PIECE * warp
-    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.scale))
-    stores_wait_read(0)
+    dk = fence_operand(dk)
+    named_barrier_sync(2, 128)  # nobody reads the other block's keys any more: dK leaves through their place
+    lane, first, place = opaque(thread() % 32), HELD * rank + 16 * warp, base + AT_OTHERS + BYTES_PIECE * warp
+    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.softmax_scale))
+    bulk_wait_read(0)
     lanes_sync()
-    release(base + AT_OTHERS_RING, number, 1)
+    consumer_release(base + AT_PEER_K_PIPE, number, 1)
     return dk
 
 
@@ -212,12 +212,12 @@ def finish_sums(p, base, k_tile, number, n, state, rest):
 
 @device
 def multiply_pairs(p, base, rank, warp, lane):
-    unit = as_float(uniform(as_int(np.float32(p.scale * 1.4426950408889634))))  # or it is computed anew, in float64
+    unit = as_float(uniform(as_int(np.float32(p.softmax_scale * 1.4426950408889634))))  # or it is computed anew, in float64
     # Where a lane's numbers of queries are; a warp's dS, a lane's matrices of it, its place in the other block, and the
     # barrier there.
-    own, hand = u32(here(base + own_row())), u32(base + AT_PAIRS + warp * BYTES_HANDED)
-    place = u32(here(hand + swizzled(lane % 16, lane // 16)))
-    there, told = mapped(u32(hand + BYTES_PAIRS), 1 - rank), mapped(u32(base + AT_ACROSS_RING), 1 - rank)
+    own, hand = u32(opaque(base + own_row())), u32(base + AT_DS + warp * BYTES_HANDED)
+    place = u32(opaque(hand + swizzled(lane % 16, lane // 16)))
+    there, told = mapa(u32(hand + BYTES_DS), 1 - rank), mapa(u32(base + AT_DSMEM_PIPE), 1 - rank)
     rest = 0, rank, warp, own, (hand, place, there, told), unit
     n = multiply_items(p, base, filled(ZERO, SUMS_V), begin_pairs, step_of_pairs, finish_pairs, rest)
     if ORDERED:
@@ -229,17 +229,17 @@ def multiply_pairs(p, base, rank, warp, lane):
 @device
 def multiply_sums(p, base, rank, warp, lane):
     if warp == 0:
-        arrive_and_expect_once(base + AT_ACROSS_RING, BYTES_PAIRS)
-    room = mapped(u32(base + AT_ACROSS_RING + 8), 1 - rank)
+        arrive_and_expect_once(base + AT_DSMEM_PIPE, BYTES_DS)
+    room = mapa(u32(base + AT_DSMEM_PIPE + 8), 1 - rank)
     rest = 0, rank, warp, u32(BYTES_WARP * warp + 16 * lane), room  # its part of a chunk of dQ
     multiply_items(p, base, filled(ZERO, SUMS), begin_sums, step_of_sums, finish_sums, rest)
 
 
 @device
-def multiply_tiles(p, base, group):
-    rank, warp, lane = uniform(rank_of_block()), i32(uniform(thread() // 32 % 4)), here(thread() % 32)
+def consumer(p, base, group):
+    rank, warp, lane = uniform(rank_of_block()), i32(uniform(thread() // 32 % 4)), opaque(thread() % 32)
     if group == 0:
         multiply_pairs(p, base, rank, warp, lane)
     else:
         multiply_sums(p, base, rank, warp, lane)
-    stores_wait()
+    bulk_wait()

@@ -6,7 +6,7 @@
 def still_finite(u, finite, rest):
     """Whether 16 bytes of elements are, too: a number that is not has an exponent of ones."""
     row, lane = rest
-    unit, exponent = load_unit(row + (u ^ lane & 7) * UNIT), u32(0x7C00 if STORAGE == "float16" else 0x7F80)
+    unit, exponent = load_vec(row + (u ^ lane & 7) * VEC_BYTES), u32(0x7C00 if STORAGE == "float16" else 0x7F80)
     for i in range(4):
         finite = finite & (unit[i] & exponent != exponent) & (unit[i] >> u32(16) & exponent != exponent)
     return finite
@@ -25,7 +25,7 @@ def odd_keys(tile, many, word, lane):
 def clear_row(tile, row, rows, many, lane):
     """Zeros in an eighth of a row, by each of eight lanes."""
     for c in range(many):
-        store_zeros(tile + (c * rows + row) * CHUNK_ROW + lane % 8 * UNIT, 0)
+        store_zeros(tile + (c * rows + row) * CHUNK_ROW + lane % 8 * VEC_BYTES, 0)
 
 
 @device
@@ -33,7 +33,7 @@ def clean_keys(tile, many, exist, bits):
     """In a tile of keys, `many` chunks of columns, of which keys `exist` are not past the length: the others, and those
     that are not finite, are cleared, by a warp. bits: where a bit for each of the latter goes, or 0.
     """
-    lane = here(thread() % 32)
+    lane = opaque(thread() % 32)
     for word in range(i32(ODD_WORDS)):
         odd = u32(0)
         if MAY_HIDE:
@@ -44,7 +44,7 @@ def clean_keys(tile, many, exist, bits):
             for row in range(i32(32 * word + lane // 8), i32(32 * word + 32), i32(4)):
                 if odd >> u32(row % 32) & u32(1) != 0 or row >= exist:
                     clear_row(tile, row, HELD, many, lane)
-    fence_async()
+    fence_proxy_async()
     lanes_sync()
 
 

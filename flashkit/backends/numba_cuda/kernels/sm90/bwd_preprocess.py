@@ -1,9 +1,9 @@
 # Before and after the Hopper backward pass: numbers of rows, and dQ of its sums. A block takes a tile of queries.
 
-UNITS = HEAD_DIM_V // 8
-LANES = 32 if UNITS > 16 else 16 if UNITS > 8 else 8  # that take a row
+ROW_VECS = HEAD_DIM_V // 8
+LANES = 32 if ROW_VECS > 16 else 16 if ROW_VECS > 8 else 8  # that take a row
 AT_ONCE = 256 // LANES
-ROUNDS, ROWS_OF_LANE = (UNITS + LANES - 1) // LANES, BLOCK_Q // AT_ONCE
+ROUNDS, ROWS_OF_LANE = (ROW_VECS + LANES - 1) // LANES, BLOCK_Q // AT_ONCE
 
 
 @device
@@ -16,7 +16,7 @@ def tile_of_block(p):
 
 @device
 def sums_of(p, at):
-    return p.partial.data + I(at[0] * i32(p.heads) + at[1]) * p.partial.head * 4 + I(at[2]) * BYTES_SUMS
+    return p.dq_accum.data + I(at[0] * i32(p.heads) + at[1]) * p.dq_accum.head * 4 + I(at[2]) * BYTES_SUMS
 
 
 @device
@@ -35,7 +35,7 @@ def lane_sum(i, rest):
         x_row, y_row = row_address(out, b, h, row), row_address(dout, b, h, row)
         for r in range(ROUNDS):
             unit = thread() % LANES + LANES * r
-            if UNITS % LANES == 0 or unit < UNITS:
+            if ROW_VECS % LANES == 0 or unit < ROW_VECS:
                 x, y = load4(np.uint32, x_row, 4 * unit), load4(np.uint32, y_row, 4 * unit)
                 for j in range(4):
                     total += product_of_word(x[j], y[j])
@@ -72,7 +72,7 @@ def store_numbers(i, odd, rest):
 
 
 @kernel(256, 8)
-def prepare_rows(p):
+def bwd_preprocess(p):
     """delta = rowsum(dO * O) - dlse, and the log-sum-exp in base 2, +inf for rows without keys, whose weights so become
     0; NaN where a row's numbers are not finite, for which its tile is noted as odd. Rows past the end get such that
     their weights are 0. Clears the sums of dQ, or those of the first heads, and which tiles of keys are done.
@@ -81,14 +81,14 @@ def prepare_rows(p):
     sums, b, h, row = sums_of(p, at), I(at[0]), I(at[1]), I(at[2] * BLOCK_Q + thread() // LANES)
     if ORDERED or block() < clearing_of(p)[2]:
         for i in range(BYTES_SUMS // 4096):  # rounds are as many for all threads, so that they need not be counted
-            store_unit(sums + 16 * I(thread() + 256 * i), ZEROS)
+            store_vec(sums + 16 * I(thread() + 256 * i), ZEROS)
     totals = listed(lane_sum, ROWS_OF_LANE, (p.out, p.dout, p.n_q, b, h, row))
-    tensors = Numbers(p.lse, p.dlse, p.shift, p.delta)
+    tensors = Numbers(p.lse, p.dlse, p.bwd_lse, p.delta)
     odd = all_threads_or(repeat(store_numbers, ROWS_OF_LANE, False, (tensors, totals, p.n_q, b, h, row)))
-    marks = marks_of(p, b, h, at[2])
+    marks = dq_semaphore_of(p, b, h, at[2])
     if thread() == 0:
         store(np.int32, marks, 0, i32(1 if odd else 0))
-    for i in range(i32(thread()), i32(BLOCKS * order_words(p)) if ORDERED else i32(1), i32(256)):
+    for i in range(i32(thread()), i32(CLUSTER_SIZE * order_words(p)) if ORDERED else i32(1), i32(256)):
         store(np.int32, marks, 1 + i, i32(0))
 
 
@@ -99,9 +99,9 @@ def sum_of(g, rest):
 
 
 @kernel(256)
-def store_queries(p):
+def bwd_postprocess(p):
     """The sums of dQ, which lie turned, rounded to dq: a thread takes 8 columns of a row."""
-    at, scale = tile_of_block(p), F(p.scale)
+    at, scale = tile_of_block(p), F(p.softmax_scale)
     sums = sums_of(p, at)
     for turn in range(BLOCK_Q * chunks_q // 32):
         i = u32(thread() + 256 * turn)
@@ -113,4 +113,4 @@ def store_queries(p):
             warp, half = unit // 2, unit % 2
             address = sums + part_of * BYTES_PART + warp * BYTES_WARP + r // 8 * 512 + r % 8 // 2 * 16
             x = listed(sum_of, 8, (address + 8 * half + r % 2 * 4, scale))
-            store_unit(row_address(p.dq, I(at[0]), I(at[1]), I(row)) + column * ITEM, join(pack, x))
+            store_vec(row_address(p.dq, I(at[0]), I(at[1]), I(row)) + column * ITEM, join(pack, x))

@@ -57,13 +57,13 @@ def pairs_of(p, base, n, number, group):
     """Of tile n of queries, item `number`: from shared memory, since it is asked for rarely, or once a tile, and would
     take registers always. group: where blocks share an item, the block's number.
     """
-    note, slot = note_of(base, n), item_slot(base, number)
-    b, h, k0 = load_word(slot), load_word(note + 4), load_word(slot + 8)
-    first, key0 = (load_word(note) >> 8) * BLOCK_Q + i32(thread() % 4 * 2), k0 + GROUP_KEYS * group
+    tile_desc, slot = tile_desc_of(base, n), work_tile_slot(base, number)
+    b, h, k0 = load_word(slot), load_word(tile_desc + 4), load_word(slot + 8)
+    first, key0 = (load_word(tile_desc) >> 8) * BLOCK_Q + i32(thread() % 4 * 2), k0 + GROUP_KEYS * group
     k0 = i32(key0 if KEYS_SHARED else k0)
     lines = i32(key0 + first_of_lane(0)), i32(key0 + first_of_lane(1))
     n_k, offset = i32(keys_of(p, I(b))), offset_of(p, I(b))
-    return Pairs(p.values, p.scale, b, h, lines, i32(first), i32(p.n_q - 1), n_k, offset, odd_of(base, number), k0)
+    return Pairs(p.values, p.softmax_scale, b, h, lines, i32(first), i32(p.n_q - 1), n_k, offset, odd_of(base, number), k0)
 
 
 @device
@@ -159,7 +159,7 @@ def kept_of(i, own):
 
 @device
 def kept_bits(p, pairs):
-    return listed(kept_of, 4, repeat(keep_some, CALLS, u32(0), (p.seed, p.threshold, pairs)))
+    return listed(kept_of, 4, repeat(keep_some, CALLS, u32(0), (p.seed, p.dropout_threshold, pairs)))
 
 
 @device
@@ -188,18 +188,18 @@ def any_weights(p, pairs, s, shift):
     w, s = alike(first_of, both_numbers, 0), alike(second_of, both_numbers, 0)
     if HAS_DROPOUT:
         kept = kept_bits(p, pairs)
-        w = groups(keep_four, 4, w, (kept, np.float32(p.kept_scale)))
+        w = groups(keep_four, 4, w, (kept, np.float32(p.dropout_scale)))
     return s, join(pack, w), kept
 
 
 @device
-def weights(p, base, n, number, note, group, even, s, early, shift, unit):
+def weights(p, base, n, number, tile_desc, group, even, s, early, shift, unit):
     """Scores to weights, and these rounded, dropped ones as 0; which are kept, and whether nothing is hidden. With a
     score modification the weights stay as what dP - delta is multiplied by, times its slope.
     """
-    full, kept = i32(note & 3 << 2 * group) == i32(FULL << 2 * group), ALL_KEPT
+    full, kept = i32(tile_desc & 3 << 2 * group) == i32(FULL << 2 * group), ALL_KEPT
     if MAY_HIDE:
-        if HAS_SCORE or HAS_DROPOUT or not even or note & ODD != 0:
+        if HAS_SCORE or HAS_DROPOUT or not even or tile_desc & ODD != 0:
             s, w, kept = any_weights(p, pairs_of(p, base, n, number, group), s, shift)
             return s, w, kept, False
     if not full:
@@ -224,13 +224,13 @@ def unless_zero(weight, x):
 def gradients(p, s, dp, plain, delta, kept):
     """dP to dS, rounded. plain: nothing is hidden."""
     if HAS_DROPOUT:
-        dp = groups(keep_four, 4, dp, (kept, np.float32(p.kept_scale)))
+        dp = groups(keep_four, 4, dp, (kept, np.float32(p.dropout_scale)))
     # Where registers are short each way reads its numbers of queries itself, which leaves some for reading ahead; with
-    # `settle` LLVM does not take together what both begin with.
+    # `fence_operand` LLVM does not take together what both begin with.
     if not EACH_WAY:
         dp = groups(less_delta, 4, dp, delta)
     if plain or not CLEANS_KEYS:
-        dp = groups(less_delta, 4, settle(dp), delta) if EACH_WAY else dp
+        dp = groups(less_delta, 4, fence_operand(dp), delta) if EACH_WAY else dp
         return join(pack, both(times, s, dp))
     dp = groups(less_delta, 4, dp, delta) if EACH_WAY else dp
     return join(pack, both(unless_zero, s, dp))

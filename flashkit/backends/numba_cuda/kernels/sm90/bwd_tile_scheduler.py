@@ -6,24 +6,24 @@
 
 @device
 def key_items(p):
-    return tiles_along(p.n_k, BLOCK_K) * i32(p.heads // GROUP * p.batch)
+    return tiles_along(p.n_k, BLOCK_K) * i32(p.heads // GQA_GROUP * p.batch)
 
 
 @device
 def early_tiles(p):
     """How many tiles of keys of a head come before what is left to the end."""
     tiles = u32(tiles_along(p.n_k, BLOCK_K))
-    return tiles if ORDERED else come_early(tiles)
+    return tiles if ORDERED else tiles_before_lpt_tail(tiles)
 
 
 @device
 def key_item(p, index):
-    """Item number `index`. With a mask: tiles in ascending order, of p.splits heads at a time, for under a causal mask
-    the first keys are seen by most; of the last ones a quarter is left to the end (come_early), where they even out
+    """WorkTile number `index`. With a mask: tiles in ascending order, of p.heads_per_l2_group heads at a time, for under a causal mask
+    the first keys are seen by most; of the last ones a quarter is left to the end (tiles_before_lpt_tail), where they even out
     when blocks finish. FROM_DIAGONAL: in descending order.
     """
-    heads, tiles = u32(u32(p.heads) // u32(GROUP)), u32(tiles_along(p.n_k, BLOCK_K))
-    tile, head = turn_of(u32(index), early_tiles(p), u32(heads * p.batch), u32(p.splits))
+    heads, tiles = u32(u32(p.heads) // u32(GQA_GROUP)), u32(tiles_along(p.n_k, BLOCK_K))
+    tile, head = tile_coord(u32(index), early_tiles(p), u32(heads * p.batch), u32(p.heads_per_l2_group))
     if FROM_DIAGONAL:
         tile = u32(tiles - u32(1) - tile)
     return i32(head // heads), i32(head % heads), i32(tile * BLOCK_K)
@@ -31,7 +31,7 @@ def key_item(p, index):
 
 @device
 def read_item(base, number):
-    slot = item_slot(base, number)
+    slot = work_tile_slot(base, number)
     return uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))
 
 
@@ -56,14 +56,14 @@ def states_of(p, item, n_k, tile, many):
     row0 = i32(tile * BLOCK_Q)
     row1 = i32(min(row0 + many * BLOCK_Q, i32(p.n_q)))
     every, states = state_of_keys(p, b, h, n_k, row0, row1, k0, i32(k0 + BLOCK_K)), i32(0)
-    for g in range(GROUPS):
+    for g in range(MMA_WARPGROUPS):
         state = every
         if every == PARTIAL and many == 1:
             first = i32(k0 + GROUP_KEYS * g)
             state = state_of_keys(p, b, h, n_k, row0, row1, first, i32(first + GROUP_KEYS))
         states = i32(states | state << 2 * g)
     if MAY_HIDE:
-        if states != 0 and many == 1 and load(np.int32, marks_of(p, b, h, tile), 0) != 0:
+        if states != 0 and many == 1 and load(np.int32, dq_semaphore_of(p, b, h, tile), 0) != 0:
             states = i32(states | ODD)
     return states
 
@@ -80,7 +80,7 @@ def nothing_added(p, item, tile):
     b, h, k0 = item
     tile_k = k0 // BLOCK_K
     word = rank_of_block() * order_words(p) + tile_k // 32
-    set_bits(marks_of(p, b, h, tile) + 4 + word * 4, u32(1) << u32(tile_k % 32))
+    set_bits(dq_semaphore_of(p, b, h, tile) + 4 + word * 4, u32(1) << u32(tile_k % 32))
 
 
 @device
@@ -107,14 +107,14 @@ def held_from(at):
 def load_keys(base, at, number):
     """An item, as it is announced, and its keys."""
     buffer = stage_of(number, KEY_BUFFERS)
-    came = base + (AT_K_CAME if CLEANS_KEYS else AT_K_RING) + 8 * buffer
-    wait_empty(base + AT_K_RING, number, KEY_BUFFERS)
-    if elect():
-        slot = item_slot(base, number)
+    came = base + (AT_K_CAME if CLEANS_KEYS else AT_K_PIPE) + 8 * buffer
+    producer_acquire(base + AT_K_PIPE, number, KEY_BUFFERS)
+    if elect_one():
+        slot = work_tile_slot(base, number)
         store_word(slot, at[0])
         store_word(slot + 4, at[1])
         store_word(slot + 8, at[2])
-        arrive_and_expect(came, BYTES_K)
+        mbarrier_arrive_expect_tx(came, BYTES_K)
         tile = base + AT_K + buffer * BYTES_K
         load_tile(tile, map_address("map_k"), chunks_q, HELD, held_from(at), at[1], at[0], came, 0)
 
@@ -123,26 +123,26 @@ def load_keys(base, at, number):
 def clean_own(p, base, at, number):
     """The block's keys, when they have come."""
     buffer = stage_of(number, KEY_BUFFERS)
-    await_barrier(base + AT_K_CAME + 8 * buffer, u32(number) // u32(KEY_BUFFERS) & 1)
+    mbarrier_wait(base + AT_K_CAME + 8 * buffer, u32(number) // u32(KEY_BUFFERS) & 1)
     exist = i32(i32(keys_of(p, I(at[0]))) - held_from(at))
     clean_keys(base + AT_K + buffer * BYTES_K, chunks_q, exist, odd_of(base, number))
-    arrive_once(full_of(base + AT_K_RING, number, KEY_BUFFERS))
+    mbarrier_arrive_once(full_barrier(base + AT_K_PIPE, number, KEY_BUFFERS))
 
 
 @device
 def load_others(p, base, at, number):
     """The keys of the other block, in the columns of this block's part of dQ."""
-    came, rank = base + (AT_OTHERS_CAME if CLEANS_KEYS else AT_OTHERS_RING), rank_of_block()
+    came, rank = base + (AT_OTHERS_CAME if CLEANS_KEYS else AT_PEER_K_PIPE), rank_of_block()
     first = i32(at[2] + HELD * (1 - rank))
-    wait_empty(base + AT_OTHERS_RING, number, 1)
-    if elect():
-        arrive_and_expect(came, BYTES_OTHERS)
+    producer_acquire(base + AT_PEER_K_PIPE, number, 1)
+    if elect_one():
+        mbarrier_arrive_expect_tx(came, BYTES_OTHERS)
         tile, column = base + AT_OTHERS, 64 * SHARE * rank
         load_tile(tile, map_address("map_k"), SHARE, HELD, first, at[1], at[0], came, column)
     if CLEANS_KEYS:
-        await_barrier(came, u32(number) & 1)
+        mbarrier_wait(came, u32(number) & 1)
         clean_keys(base + AT_OTHERS, SHARE, i32(i32(keys_of(p, I(at[0]))) - first), u32(0))
-        arrive_once(base + AT_OTHERS_RING)
+        mbarrier_arrive_once(base + AT_PEER_K_PIPE)
 
 
 @device
@@ -150,14 +150,14 @@ def take_item(p, base, number):
     """The number of a block's next item, by one lane. Of blocks that share items the first one takes them and tells the
     other, which by the next but one has read it: it has added its part to tiles that the first could not end without.
     """
-    barrier, word = full_of(base + AT_TAKEN, number, 2), base + AT_TAKEN + 16 + 4 * stage_of(number, 2)
+    barrier, word = full_barrier(base + AT_TAKEN, number, 2), base + AT_TAKEN + 16 + 4 * stage_of(number, 2)
     if rank_of_block() == 0:
-        index = i32(fetch_add(p.ticket, 1))
-        if BLOCKS > 1:
-            store_across(mapped(word, 1), index, mapped(barrier, 1))
+        index = i32(fetch_add(p.tile_counter, 1))
+        if CLUSTER_SIZE > 1:
+            dsmem_store(mapa(word, 1), index, mapa(barrier, 1))
         return index
-    arrive_and_expect(barrier, 4)
-    wait_full(base + AT_TAKEN, number, 2)
+    mbarrier_arrive_expect_tx(barrier, 4)
+    consumer_wait(base + AT_TAKEN, number, 2)
     return load_word(word)
 
 
@@ -171,7 +171,7 @@ def find_items(p, base):
     while True:
         # Not earlier than it has to be, so that the last items are shared evenly.
         if number > 0:
-            wait_patiently(base + AT_SOON, u32(number - u32(1)) & 1, SLEEP)
+            mbarrier_wait_backoff(base + AT_SOON, u32(number - u32(1)) & 1, SLEEP)
         index = i32(0)
         if leader:
             index = take_item(p, base, number)
@@ -183,8 +183,8 @@ def find_items(p, base):
         if KEY_BUFFERS > 1:
             load_keys(base, at, number)
         first, member, place = YES, i32(0), i32(0)
-        while member < GROUP:
-            h = i32(at[1] * GROUP + member)
+        while member < GQA_GROUP:
+            h = i32(at[1] * GQA_GROUP + member)
             found = await_list(base, c)
             count, place, _ = fill(p, c, found + IN_LIST, (at[0], h, at[2]), n_k, place, tiles)
             over = place >= tiles
@@ -193,7 +193,7 @@ def find_items(p, base):
                 store_word(found + 4, h)
                 store_word(found + 8, at[2])
                 store_word(found + 12, count)
-                store_word(found + 16, 1 if over and member == GROUP - 1 else 0)
+                store_word(found + 16, 1 if over and member == GQA_GROUP - 1 else 0)
             if not ORDERED:
                 if first:
                     await_cleared(p, at)
@@ -207,7 +207,7 @@ def find_items(p, base):
                     load_keys(base, at, number)
                 if CLEANS_KEYS:
                     clean_own(p, base, at, number)
-                if BLOCKS > 1:
+                if CLUSTER_SIZE > 1:
                     load_others(p, base, at, number)
         if not ORDERED:
             clear_ahead(p, index)
@@ -216,13 +216,13 @@ def find_items(p, base):
     if leader:
         store_word(found, END)
     hand_over(base, c)
-    wait_empty(base + AT_K_RING, number, KEY_BUFFERS)
+    producer_acquire(base + AT_K_PIPE, number, KEY_BUFFERS)
     if leader:
-        store_word(item_slot(base, number), END)
-        arrive(full_of(base + AT_K_RING, number, KEY_BUFFERS))
-        if fetch_add(p.ticket + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
-            store(np.int32, p.ticket, 0, i32(0))
-            store(np.int32, p.ticket, 1, i32(0))
+        store_word(work_tile_slot(base, number), END)
+        mbarrier_arrive(full_barrier(base + AT_K_PIPE, number, KEY_BUFFERS))
+        if fetch_add(p.tile_counter + 4, 1) == blocks() - 1:  # the last block leaves the counters as they were found
+            store(np.int32, p.tile_counter, 0, i32(0))
+            store(np.int32, p.tile_counter, 1, i32(0))
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def find_items(p, base):
 def load_tile(target, tensor, many, rows, token, head, b, barrier, column):
     """Chunks of columns from `column` on, side by side."""
     for c in range(many):
-        load_box(target + c * rows * CHUNK_ROW, tensor, barrier, column + 64 * c, token, 0, head, b)
+        tma_load(target + c * rows * CHUNK_ROW, tensor, barrier, column + 64 * c, token, 0, head, b)
 
 
 @device
@@ -241,46 +241,46 @@ def load_queries(p, base, found, number, n, odd_tiles, first, entry, h, last):
     found: the item's list; entry, h: the tile, its states, its head.
     """
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
-    q_full, dout_full = base + AT_Q_RING + 8 * stage, base + AT_DOUT_RING + 8 * dout_stage
+    q_full, dout_full = base + AT_Q_PIPE + 8 * stage, base + AT_DOUT_PIPE + 8 * dout_stage
     q, dout = base + AT_Q + stage * BYTES_Q, base + AT_DOUT + dout_stage * BYTES_DOUT
     shift = base + AT_SHIFT + stage * BYTES_ROWS
     odd = MAY_HIDE and entry & ODD != 0
-    if elect():
+    if elect_one():
         q_came, dout_came = (base + AT_ROWS_CAME, base + AT_ROWS_CAME) if odd else (q_full, dout_full)
         b, tile = load_word(found), i32(entry >> 8)
         row0, where = i32(tile * BLOCK_Q), i32((b * i32(p.heads) + h) * tiles_along(p.n_q, BLOCK_Q) + tile)
         numbers = I(where) * BYTES_ROWS  # they lie one tile after the other
-        wait_empty(base + AT_Q_RING, n, STAGES)
-        note = note_of(base, n)
-        store_word(note, entry | (LAST_TILE if last else 0))
-        store_word(note + 4, h)
-        store_word(note + 8, where)
-        arrive_and_expect(q_came, BYTES_Q + BYTES_ROWS + (BYTES_DOUT + BYTES_ROWS if odd else 0))
+        producer_acquire(base + AT_Q_PIPE, n, STAGES)
+        tile_desc = tile_desc_of(base, n)
+        store_word(tile_desc, entry | (LAST_TILE if last else 0))
+        store_word(tile_desc + 4, h)
+        store_word(tile_desc + 8, where)
+        mbarrier_arrive_expect_tx(q_came, BYTES_Q + BYTES_ROWS + (BYTES_DOUT + BYTES_ROWS if odd else 0))
         load_tile(q, map_address("map_q"), chunks_q, BLOCK_Q, row0, h, b, q_came, 0)
-        load_bulk(shift, p.shift.data + numbers, BYTES_ROWS, q_came)
+        load_bulk(shift, p.bwd_lse.data + numbers, BYTES_ROWS, q_came)
         if first:
-            v_full, head = base + AT_V_RING, i32(u32(h) // u32(GROUP))
-            wait_empty(v_full, number, 1)
-            arrive_and_expect(v_full, BYTES_V)
+            v_full, head = base + AT_V_PIPE, i32(u32(h) // u32(GQA_GROUP))
+            producer_acquire(v_full, number, 1)
+            mbarrier_arrive_expect_tx(v_full, BYTES_V)
             token = held_from((b, head, load_word(found + 8)))
             load_tile(base + AT_V, map_address("map_v"), chunks_v, HELD, token, head, b, v_full, 0)
-        wait_empty(base + AT_DOUT_RING, n, DOUT_STAGES)
+        producer_acquire(base + AT_DOUT_PIPE, n, DOUT_STAGES)
         if not odd:
-            arrive_and_expect(dout_came, BYTES_DOUT + BYTES_ROWS)
+            mbarrier_arrive_expect_tx(dout_came, BYTES_DOUT + BYTES_ROWS)
         load_tile(dout, map_address("map_dout"), chunks_v, BLOCK_Q, row0, h, b, dout_came, 0)
         load_bulk(base + AT_DELTA + dout_stage * BYTES_ROWS, p.delta.data + numbers, BYTES_ROWS, dout_came)
     if odd:
         lanes_sync()
-        await_barrier(base + AT_ROWS_CAME, u32(odd_tiles) & 1)
+        mbarrier_wait(base + AT_ROWS_CAME, u32(odd_tiles) & 1)
         odd_tiles = u32(odd_tiles + 1)
-        lane = here(thread() % 32)
+        lane = opaque(thread() % 32)
         clear_odd_rows(q, shift, chunks_q, lane)
         clear_odd_rows(dout, shift, chunks_v, lane)
-        fence_async()
+        fence_proxy_async()
         lanes_sync()
-        if elect():
-            arrive(q_full)
-            arrive(dout_full)
+        if elect_one():
+            mbarrier_arrive(q_full)
+            mbarrier_arrive(dout_full)
     return u32(odd_tiles)
 
 
@@ -290,7 +290,7 @@ def load_items(p, base):
     c, n, number, odd_tiles = u32(0), u32(0), u32(0), u32(0)  # lists, tiles, items so far
     first, held, held_head = YES, i32(0), i32(0)
     while True:
-        wait_full(base + AT_LISTS_RING, c, LISTS)
+        consumer_wait(base + AT_LISTS_PIPE, c, LISTS)
         found = list_of(base, c)
         if load_word(found) == END:
             break
@@ -298,8 +298,8 @@ def load_items(p, base):
         soon = i32(max(count - AHEAD, 0) if load_word(found + 16) != 0 else -1)  # of the item's last list
         while i < count:
             if not ORDERED:
-                if i == soon and elect():
-                    arrive(base + AT_SOON)
+                if i == soon and elect_one():
+                    mbarrier_arrive(base + AT_SOON)
             if held != 0:
                 odd_tiles = load_queries(p, base, found, number, n, odd_tiles, first, held, held_head, NO)
                 first, n = NO, u32(n + 1)
@@ -314,9 +314,9 @@ def load_items(p, base):
             first, held, n, number = YES, i32(0), u32(n + 1), u32(number + 1)
             # In an order the next item is taken not before all is loaded: who has waited for others would come back to
             # one that others wait for.
-            if (ORDERED or soon == count) and elect():
-                arrive(base + AT_SOON)
+            if (ORDERED or soon == count) and elect_one():
+                mbarrier_arrive(base + AT_SOON)
         lanes_sync()
-        if elect():
-            arrive(empty_of(base + AT_LISTS_RING, c, LISTS))
+        if elect_one():
+            mbarrier_arrive(empty_barrier(base + AT_LISTS_PIPE, c, LISTS))
         c = u32(c + 1)

@@ -16,7 +16,7 @@ def ask(base, n, where, tile_k):
     """where: the tile of queries among all."""
     store_word(slot_of(base, n), where)
     store_word(slot_of(base, n) + 4, tile_k)
-    arrive(full_of(base + AT_ASKED, n, 4))
+    mbarrier_arrive(full_barrier(base + AT_ASKED, n, 4))
 
 
 @device
@@ -38,24 +38,24 @@ def wait_for_turn(p, done, tile_k):
 def keep_order(p, base, which):
     n, leader = u32(which), thread() % 32 == 0
     while True:
-        wait_full(base + AT_ASKED, n, 4)
+        consumer_wait(base + AT_ASKED, n, 4)
         where, tile_k = load_word(slot_of(base, n)), load_word(slot_of(base, n) + 4)
         if where == END:
             break
-        done = p.partial_lse.data + 4 * (I(where) * p.partial_lse.token + 1 + rank_of_block() * order_words(p))
+        done = p.dq_semaphore.data + 4 * (I(where) * p.dq_semaphore.token + 1 + rank_of_block() * order_words(p))
         wait_for_turn(p, done, tile_k)
         if leader:
             if KEYS_SHARED:
-                arrive(full_of(base + AT_TURN, n, 2))
-                wait_full(base + AT_ADDED, n, 2)
+                mbarrier_arrive(full_barrier(base + AT_TURN, n, 2))
+                consumer_wait(base + AT_ADDED, n, 2)
             else:
-                wait_full(base + AT_ADDED, n, 2)
+                consumer_wait(base + AT_ADDED, n, 2)
                 fence_proxies()
-                add_bulk(p.partial.data + I(where) * BYTES_SUMS, base + AT_SUMS, BYTES_SUMS)
-                stores_end()
-                stores_wait_read(0)
-                arrive(full_of(base + AT_TURN, n, 2))  # the next one may come
-                stores_wait()
+                bulk_reduce_add(p.dq_accum.data + I(where) * BYTES_SUMS, base + AT_SUMS, BYTES_SUMS)
+                bulk_commit()
+                bulk_wait_read(0)
+                mbarrier_arrive(full_barrier(base + AT_TURN, n, 2))  # the next one may come
+                bulk_wait()
                 fence_proxies()
             set_bits_after(done + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
         lanes_sync()

@@ -3,16 +3,16 @@
 # products as in FlashAttention-3, Shah et al. 2024, arXiv 2407.08608) for Hopper. docs/numba_hopper.md walks through
 # it.
 #
-# As many blocks as multiprocessors take items one after the other, each BLOCK_Q rows of a head. With PACK > 1 a row is
-# one of the PACK query heads that share a key/value head, at one token.
+# As many blocks as multiprocessors take items one after the other, each BLOCK_Q rows of a head. With PACK_GQA > 1 a row is
+# one of the PACK_GQA query heads that share a key/value head, at one token.
 #
-#     Q, then O   [Q_BUFFERS][GROUPS][64][..]   shared memory, an item's rows; its output on the way out
+#     Q, then O   [Q_BUFFERS][MMA_WARPGROUPS][64][..]   shared memory, an item's rows; its output on the way out
 #     K, V        [STAGES][BLOCK_K][..]         shared memory, two rings
 #     s, weights  [64][BLOCK_K]                 registers of a warp group
 #     output      [64][HEAD_DIM_V]              registers of a warp group, unscaled
 #     m, l        [64]                          a row's reference, in base 2, and its sum of weights: registers
 #
-# Warp group 0: warp 0 loads tiles, warp 1 stores outputs, warp 2 finds the tiles to load. Warp groups 1 ... GROUPS,
+# Warp group 0: warp 0 loads tiles, warp 1 stores outputs, warp 2 finds the tiles to load. Warp groups 1 ... MMA_WARPGROUPS,
 # with 64 rows each, multiply. A step of such a group, for the tile of keys number n of all that the block loads:
 #
 #     scores      s = Q K_n^T          is begun,
@@ -23,24 +23,24 @@
 
 @device
 def buffer_of(base, number, group):
-    return base + (stage_of(number, Q_BUFFERS) * GROUPS + group) * BYTES_Q
+    return base + (stage_of(number, Q_BUFFERS) * MMA_WARPGROUPS + group) * BYTES_Q
 
 
 @device
 def done_of(base, number, group):
-    return base + AT_DONE + 8 * (stage_of(number, Q_BUFFERS) * GROUPS + group)
+    return base + AT_DONE + 8 * (stage_of(number, Q_BUFFERS) * MMA_WARPGROUPS + group)
 
 
 @device
-def take_turn(group):
-    if TURNS:
-        warps_sync(TURN + group, 256)
+def warpgroup_barrier_sync(group):
+    if PING_PONG:
+        named_barrier_sync(TURN + group, 256)
 
 
 @device
-def pass_turn(group):
-    if TURNS:
-        warps_arrive(TURN + (0 if group + 1 == GROUPS else group + 1), 256)
+def warpgroup_barrier_arrive(group):
+    if PING_PONG:
+        named_barrier_arrive(TURN + (0 if group + 1 == MMA_WARPGROUPS else group + 1), 256)
 
 
 # --- the products -----------------------------------------------------------------------------------------------------
@@ -52,9 +52,9 @@ output_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_K), turne
 @device
 def scores(base, rows, n):
     keys = descriptor(base, 16) + (AT_K >> 4) + stage_of(n, STAGES) * (BYTES_K >> 4)  # sixteen bytes are one
-    products_begin()
+    wgmma_fence()
     s = scores_product(rows, keys)
-    products_end()
+    wgmma_commit()
     return s
 
 
@@ -65,30 +65,30 @@ def clear_rows(tile, first):
     """
     for i in range(thread() % 128, (BLOCK_K - first) * chunks_v * 8, 128):
         unit, chunk, row = i % 8, i // 8 % chunks_v, first + i // 8 // chunks_v
-        store_zeros(tile + (chunk * BLOCK_K + row) * CHUNK_ROW + unit * UNIT, 0)
-    fence_async()
+        store_zeros(tile + (chunk * BLOCK_K + row) * CHUNK_ROW + unit * VEC_BYTES, 0)
+    fence_proxy_async()
 
 
 @device
 def accumulate(base, group, n, output, weights, continued, exist):
     tile = base + AT_V + stage_of(n, STAGES) * BYTES_V
-    wait_full(base + AT_V_RING, n, STAGES)
+    consumer_wait(base + AT_V_PIPE, n, STAGES)
     if HAS_LENGTHS:
         if exist < BLOCK_K:
             clear_rows(tile, max(exist, 0))
-            warps_sync(MEETING + group, 128)
+            named_barrier_sync(MEETING + group, 128)
     values = descriptor(base, BLOCK_K * CHUNK_ROW) + (AT_V >> 4) + stage_of(n, STAGES) * (BYTES_V >> 4)
-    products_begin()
+    wgmma_fence()
     output = output_product(output, weights, values, continued)
-    products_end()
+    wgmma_commit()
     return output
 
 
 @device
 def accumulated(base, n, output, weights):
-    products_wait(0)
-    output, weights = settle(output), settle(weights)
-    release(base + AT_V_RING, n, STAGES)
+    wgmma_wait(0)
+    output, weights = fence_operand(output), fence_operand(weights)
+    consumer_release(base + AT_V_PIPE, n, STAGES)
     return output, weights
 
 
@@ -101,9 +101,9 @@ product_of_warp = mma(STORAGE)
 def multiply_sixteen(i, sums, rest):
     """Sums of 16 keys by the instruction of a single warp."""
     left, k, unit = rest
-    lane = here(thread() % 32)
+    lane = opaque(thread() % 32)
     key = lane // 16 * 8 + lane % 8
-    right = load_matrices(k + 16 * i * CHUNK_ROW + swizzled(key, unit + lane // 8 % 2))
+    right = ldmatrix_x4(k + 16 * i * CHUNK_ROW + swizzled(key, unit + lane // 8 % 2))
     first = product_of_warp(part(sums, 0, 4), left, right[0], right[1])
     return first + product_of_warp(part(sums, 4, 4), left, right[2], right[3])
 
@@ -111,12 +111,12 @@ def multiply_sixteen(i, sums, rest):
 @device
 def scores_again(q, k):
     """Scores of a warp's 16 rows by instructions of the warp alone, from its tiles in shared memory."""
-    lane = here(thread() % 32)
-    row = here(thread() % 128 // 32) * 16 + lane % 16
-    s = filled(as_float(here(0)), SCORES)
+    lane = opaque(thread() % 32)
+    row = opaque(thread() % 128 // 32) * 16 + lane % 16
+    s = filled(as_float(opaque(0)), SCORES)
     for step in range(COLUMNS_QK // 16):
         chunk, unit = step // 4, step % 4 * 2
-        left = load_matrices(q + chunk * 64 * CHUNK_ROW + swizzled(row, unit + lane // 16))
+        left = ldmatrix_x4(q + chunk * 64 * CHUNK_ROW + swizzled(row, unit + lane // 16))
         s = groups(multiply_sixteen, 8, s, (left, k + chunk * BLOCK_K * CHUNK_ROW, unit))
     return s
 
@@ -129,26 +129,26 @@ def store_piece(i, words, rest):
     """16 columns of a warp's 16 rows to shared memory."""
     staged, row, lane = rest
     unit = swizzled(row, i % 4 * 2 + lane // 16)
-    store_matrices(staged + i // 4 * 64 * CHUNK_ROW + unit, words[0], words[1], words[2], words[3])
+    stmatrix_x4(staged + i // 4 * 64 * CHUNK_ROW + unit, words[0], words[1], words[2], words[3])
 
 
 @device
 def finish(p, base, at, number, group, m, l, output):
     """Divide by the sums; log-sum-exp to memory, output to shared memory."""
-    at = here(at[0]), here(at[1]), here(at[2])
+    at = opaque(at[0]), opaque(at[1]), opaque(at[2])
     output, factor, odd = finish_rows(p, at, m, l, output)
     staged = buffer_of(base, number, group)
-    warps_sync(MEETING + group, 128)  # all are done with Q
-    lane = here(thread() % 32)
-    row = here(thread() % 128 // 32) * 16 + lane % 16
+    named_barrier_sync(MEETING + group, 128)  # all are done with Q
+    lane = opaque(thread() % 32)
+    row = opaque(thread() % 128 // 32) * 16 + lane % 16
     groups(store_piece, 4, join(pack, output), (staged, row, lane))
     if MAY_HIDE:  # a value that is not finite may have met a weight of 0
         if any_lane(odd):
             lanes_sync()
-            accumulate_carefully(p, at, m, factor, staged, 64)
-    fence_async()
+            accumulate_nonfinite(p, at, m, factor, staged, 64)
+    fence_proxy_async()
     lanes_sync()
-    arrive_once(done_of(base, number, group))
+    mbarrier_arrive_once(done_of(base, number, group))
 
 
 # --- multiplying ------------------------------------------------------------------------------------------------------
@@ -156,25 +156,25 @@ def finish(p, base, at, number, group, m, l, output):
 
 @device
 def read_item(base, number, group):
-    wait_full(base + AT_Q_RING, number, Q_BUFFERS)
-    slot = base + AT_ITEMS + 12 * stage_of(number, Q_BUFFERS)
+    consumer_wait(base + AT_Q_PIPE, number, Q_BUFFERS)
+    slot = base + AT_WORK_TILES + 12 * stage_of(number, Q_BUFFERS)
     row0 = uniform(load_word(slot + 8)) + 64 * group
     return uniform(load_word(slot)), uniform(load_word(slot + 4)), i32(row0)
 
 
 @device
-def await_note(base, n, mine):
+def await_tile_desc(base, n, mine):
     """When its keys are there; and 0 if its bits `mine`, the group's, say that the tile is FULL and not the first of an
     item.
     """
     n = u32(n)
-    wait_full(base + AT_K_RING, n, STAGES)
-    note = uniform(load_word(base + AT_NOTES + 4 * stage_of(n, STAGES)))
-    return note, i32((note ^ 21 * FULL) & mine)
+    consumer_wait(base + AT_K_PIPE, n, STAGES)
+    tile_desc = uniform(load_word(base + AT_TILE_DESCS + 4 * stage_of(n, STAGES)))
+    return tile_desc, i32((tile_desc ^ 21 * FULL) & mine)
 
 
 @device
-def after(x):
+def depends_on(x):
     """0, which the compiler does not know: what uses it is not moved before x is there. No computation gives this
     NaN.
     """
@@ -192,23 +192,23 @@ def step(p, base, group, mine, unit, pending, usual, fresh, full, tile, state):
     if not usual and fresh:
         at = read_item(base, number, group)
         m, l = UNKNOWN, NOTHING
-    take_turn(group)
+    warpgroup_barrier_sync(group)
     s = scores(base, rows, n)
     if pending:
         output = accumulate(base, group, n - 1, output, weights, continued, exist)
-    pass_turn(group)
+    warpgroup_barrier_arrive(group)
     if pending:
-        products_wait(1)
+        wgmma_wait(1)
     else:
-        products_wait(0)
-    s = modified(p, at, usual or full, settle(s), k0)
+        wgmma_wait(0)
+    s = modified(p, at, usual or full, fence_operand(s), k0)
     first = not usual and fresh
     if first:
         m, begun = guess(s, unit)
     total, rescale, near = NOTHING, NOTHING, False
     hopeful = usual or begun
     if hopeful:
-        s, total, near = optimistic_softmax(s, m, unit)
+        s, total, near = speculative_softmax(s, m, unit)
     exact = not near
     if exact:
         if hopeful:  # the optimism was misplaced, and has cost the scores
@@ -221,9 +221,9 @@ def step(p, base, group, mine, unit, pending, usual, fresh, full, tile, state):
         begun = all_lanes(repeat(lasts, ROWS, True, (m, rescale, first)))
     l = both(add, l, total)
     if usual:
-        release(base + AT_K_RING, n, STAGES)
+        consumer_release(base + AT_K_PIPE, n, STAGES)
     else:  # or exponentials are computed after the next wait
-        release(base + AT_K_RING, n + after(total[0]) + after(total[1]), STAGES)
+        consumer_release(base + AT_K_PIPE, n + depends_on(total[0]) + depends_on(total[1]), STAGES)
     if pending:
         output, weights = accumulated(base, n - 1, output, weights)
     if not usual and fresh:
@@ -233,15 +233,15 @@ def step(p, base, group, mine, unit, pending, usual, fresh, full, tile, state):
         output = rows_scaled(output, rescale)
     if HAS_DROPOUT:
         s = drop_tile(p, at, s, k0)
-    next_note = await_note(base, n + 1, mine)  # its latencies pass while weights are packed
-    return (at, output, join(pack, s), m, l, begun), next_note
+    next_tile_desc = await_tile_desc(base, n + 1, mine)  # its latencies pass while weights are packed
+    return (at, output, join(pack, s), m, l, begun), next_tile_desc
 
 
 @device
-def multiply_tiles(p, base, group):
-    unit = as_float(uniform(as_int(base_2(p))))  # or it is computed anew, in float64
+def consumer(p, base, group):
+    unit = as_float(uniform(as_int(softmax_scale_log2(p))))  # or it is computed anew, in float64
     nothing, group = i32(0), i32(group)
-    mine = i32(FIRST | 3 << 2 * group)  # of a note: what a usual step looks at
+    mine = i32(FIRST | 3 << 2 * group)  # of a tile_desc: what a usual step looks at
     state = (
         (nothing, nothing, nothing),                       # the item whose output is in registers,
         filled(ZERO, SUMS), filled(u32(0), PACKED), UNKNOWN, NOTHING,
@@ -252,22 +252,22 @@ def multiply_tiles(p, base, group):
     number, rows = i32(-1), u32(0)  # of the item that the tile belongs to among the block's; its rows of Q
     pending = False  # whether weights of the tile before wait for their values,
     continued, exist = i32(0), i32(0)  # to be added to the output, not to start it; keys of that tile that exist
-    if TURNS and group == GROUPS - 1:
-        pass_turn(group)
-    n, next_note = u32(0), await_note(base, u32(0), mine)
+    if PING_PONG and group == MMA_WARPGROUPS - 1:
+        warpgroup_barrier_arrive(group)
+    n, next_tile_desc = u32(0), await_tile_desc(base, u32(0), mine)
     while True:
-        note, unusual = next_note
-        k0 = i32((note >> 8) * BLOCK_K)
+        tile_desc, unusual = next_tile_desc
+        k0 = i32((tile_desc >> 8) * BLOCK_K)
         # Both END and the first tile of an item have the bit FIRST.
         if pending and state[5] and unusual == 0:
             tile = n, k0, number, rows, continued, exist
-            state, next_note = step(p, base, group, mine, unit, True, True, False, True, tile, state)
+            state, next_tile_desc = step(p, base, group, mine, unit, True, True, False, True, tile, state)
             continued = i32(1)
         else:
-            if note & FIRST:
+            if tile_desc & FIRST:
                 fresh, number = True, i32(number + 1)
                 rows = descriptor(buffer_of(base, number, group), 16)
-            kind = EMPTY if note == END else note >> 2 * group & 3
+            kind = EMPTY if tile_desc == END else tile_desc >> 2 * group & 3
             # What is pending is done by itself where no scores go with it, or where the next item's rows have no room.
             if pending and (kind == EMPTY or (Q_BUFFERS == 1 and fresh)):
                 at, output, weights, m, l, begun = state
@@ -278,22 +278,22 @@ def multiply_tiles(p, base, group):
                 at, output, weights, m, l, begun = state
                 finish(p, base, at, number - 1, group, m, l, output)
                 open_item = False
-            if note == END:
+            if tile_desc == END:
                 break
             if kind == EMPTY:
-                take_turn(group)
-                pass_turn(group)
-                release(base + AT_K_RING, n, STAGES)
-                wait_full(base + AT_V_RING, n, STAGES)
-                release(base + AT_V_RING, n, STAGES)
-                next_note = await_note(base, n + 1, mine)
+                warpgroup_barrier_sync(group)
+                warpgroup_barrier_arrive(group)
+                consumer_release(base + AT_K_PIPE, n, STAGES)
+                consumer_wait(base + AT_V_PIPE, n, STAGES)
+                consumer_release(base + AT_V_PIPE, n, STAGES)
+                next_tile_desc = await_tile_desc(base, n + 1, mine)
             else:
                 full = kind == FULL
                 tile = n, k0, number, rows, continued, exist
                 if pending:
-                    state, next_note = step(p, base, group, mine, unit, True, False, fresh, full, tile, state)
+                    state, next_tile_desc = step(p, base, group, mine, unit, True, False, fresh, full, tile, state)
                 else:
-                    state, next_note = step(p, base, group, mine, unit, False, False, fresh, full, tile, state)
+                    state, next_tile_desc = step(p, base, group, mine, unit, False, False, fresh, full, tile, state)
                 pending, open_item, continued, fresh = True, True, i32(0 if fresh else 1), False
         if HAS_LENGTHS:
             if pending:
@@ -308,26 +308,26 @@ def multiply_tiles(p, base, group):
 def sm90_forward(p):
     base = u32(uniform(shared_address()))
     if thread() == 0:
-        ring_init(base + AT_Q_RING, Q_BUFFERS, 1, 1)
-        ring_init(base + AT_K_RING, STAGES, 1, 4 * GROUPS)
-        ring_init(base + AT_V_RING, STAGES, 1, 4 * GROUPS)
-        ring_init(base + AT_LISTS_RING, LISTS, 1, 1)
-        barrier_init(base + AT_SOON, 1)
-        for i in range(GROUPS * Q_BUFFERS):
-            barrier_init(base + AT_DONE + 8 * i, 4)
-        barriers_ready()
-    kernel_before()
+        pipeline_init(base + AT_Q_PIPE, Q_BUFFERS, 1, 1)
+        pipeline_init(base + AT_K_PIPE, STAGES, 1, 4 * MMA_WARPGROUPS)
+        pipeline_init(base + AT_V_PIPE, STAGES, 1, 4 * MMA_WARPGROUPS)
+        pipeline_init(base + AT_LISTS_PIPE, LISTS, 1, 1)
+        mbarrier_init(base + AT_SOON, 1)
+        for i in range(MMA_WARPGROUPS * Q_BUFFERS):
+            mbarrier_init(base + AT_DONE + 8 * i, 4)
+        fence_mbarrier_init()
+    griddepcontrol_wait()
     threads_sync()
     role, warp = uniform(thread() // 128), uniform(thread() // 32)
     if role == 0:
-        give_registers(REGISTERS_LOADING)
+        setmaxnreg_dec(PRODUCER_REGISTERS)
         if warp == 2:
             find_items(p, base)
-        elif elect():
+        elif elect_one():
             if warp == 0:
                 load_items(p, base)
             elif warp == 1:
                 store_items(p, base)
     else:
-        take_registers(REGISTERS)
-        multiply_tiles(p, base, role - 1)
+        setmaxnreg_inc(CONSUMER_REGISTERS)
+        consumer(p, base, role - 1)

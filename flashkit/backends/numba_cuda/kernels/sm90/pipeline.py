@@ -19,9 +19,9 @@ def along_columns(keys):
 @device
 def descriptor(address, chunk):
     """An operand's, but for what all have in common: its address and, for one that is read along columns, the distance
-    from chunk to chunk. Shared memory ends before 2^18; above that stands whose it is, of the BLOCKS of a cluster.
+    from chunk to chunk. Shared memory ends before 2^18; above that stands whose it is, of the CLUSTER_SIZE of a cluster.
     """
-    if BLOCKS > 1:
+    if CLUSTER_SIZE > 1:
         address = u32(address) & u32(0x3FFFF)
     return u32(u32(u32(address) >> u32(4)) + u32(chunk >> 4 << 16))
 
@@ -35,52 +35,52 @@ def stage_of(n, stages):
 
 
 @device
-def full_of(ring, n, stages):
+def full_barrier(ring, n, stages):
     """The barrier at which number n's stage becomes full."""
     return ring + 8 * stage_of(n, stages)
 
 
 @device
-def empty_of(ring, n, stages):
-    return full_of(ring + 8 * stages, n, stages)
+def empty_barrier(ring, n, stages):
+    return full_barrier(ring + 8 * stages, n, stages)
 
 
 @device
-def await_barrier(barrier, parity):
+def mbarrier_wait(barrier, parity):
     if WATCHDOG:  # stop the kernel instead of hanging: a debugging aid
         begin = clock()
-        while not has_ended(barrier, parity):
+        while not mbarrier_try_wait(barrier, parity):
             if clock() - begin > 4000000000:
                 store_word(u32(0xFFFFFFF0), 0)  # there is no such memory
     else:
-        wait(barrier, parity)
+        mbarrier_wait_spin(barrier, parity)
 
 
 @device
-def wait_patiently(barrier, parity, nanoseconds):
+def mbarrier_wait_backoff(barrier, parity, nanoseconds):
     """The same where nobody is in a hurry: leaves the issue slots to others."""
-    while not has_ended(barrier, parity):
+    while not mbarrier_try_wait(barrier, parity):
         nap(nanoseconds)
 
 
 @device
-def wait_full(ring, n, stages):
-    await_barrier(full_of(ring, n, stages), u32(n) // u32(stages) & 1)
+def consumer_wait(ring, n, stages):
+    mbarrier_wait(full_barrier(ring, n, stages), u32(n) // u32(stages) & 1)
 
 
 @device
-def wait_empty(ring, n, stages):
-    await_barrier(empty_of(ring, n, stages), u32(n) // u32(stages) & 1 ^ 1)
+def producer_acquire(ring, n, stages):
+    mbarrier_wait(empty_barrier(ring, n, stages), u32(n) // u32(stages) & 1 ^ 1)
 
 
 @device
-def release(ring, n, stages):
+def consumer_release(ring, n, stages):
     """By a warp that is done with it."""
-    arrive_once(empty_of(ring, n, stages))
+    mbarrier_arrive_once(empty_barrier(ring, n, stages))
 
 
 @device
-def ring_init(ring, stages, fillers, readers):
+def pipeline_init(ring, stages, fillers, readers):
     for i in range(stages):
-        barrier_init(ring + 8 * i, fillers)
-        barrier_init(ring + 8 * stages + 8 * i, readers)
+        mbarrier_init(ring + 8 * i, fillers)
+        mbarrier_init(ring + 8 * stages + 8 * i, readers)

@@ -29,10 +29,10 @@ def modified(p, at, full, s, k0):
         if full:
             return s
         offset = offset_of(p, at[0])
-        if all_lanes(abs(offset) < FAR and p.n_q * PACK < FAR and p.n_k < FAR):
+        if all_lanes(abs(offset) < FAR and p.n_q * PACK_GQA < FAR and p.n_k < FAR):
             rows = alike(near_row, listed(row_of_item, ROWS, (p, at, offset)), 0)
-            first, n_k = i32(here(k0) + i32(thread() % 4 * 2)), i32(keys_of(p, at[0]))
-            return each_at(hide_near, s, rows, (Modification(p.values, p.scale), at[0], first, n_k))
+            first, n_k = i32(opaque(k0) + i32(thread() % 4 * 2)), i32(keys_of(p, at[0]))
+            return each_at(hide_near, s, rows, (Modification(p.values, p.softmax_scale), at[0], first, n_k))
     return modify_tile(p, at, full, s, k0)
 
 

@@ -19,7 +19,7 @@ def fill(p, c, entries, item, n_k, place, tiles):
     lane, count, seen = i32(thread() % 32), i32(0), u32(0)
     lanes_sync()
     while place < tiles and count + 32 <= MOST and (c > 0 or count == 0):
-        if HAS_MASK and not LOOKED_UP and tiles - place > 32:
+        if HAS_MASK and not MASK_READS_ARRAYS and tiles - place > 32:
             first = i32(place + 32 * lane)
             many = i32(min(tiles - first, 32))
             live = vote(many > 0 and look(p, item, n_k, tiles, first, many) != 0)
@@ -43,11 +43,11 @@ def fill(p, c, entries, item, n_k, place, tiles):
 @device
 def await_list(base, c):
     """List number c, once it may be filled."""
-    wait_patiently(empty_of(base + AT_LISTS_RING, c, LISTS), u32(c) // u32(LISTS) & 1 ^ 1, SLEEP)
+    mbarrier_wait_backoff(empty_barrier(base + AT_LISTS_PIPE, c, LISTS), u32(c) // u32(LISTS) & 1 ^ 1, SLEEP)
     return list_of(base, c)
 
 
 @device
 def hand_over(base, c):
     lanes_sync()
-    arrive_once(full_of(base + AT_LISTS_RING, c, LISTS))
+    mbarrier_arrive_once(full_barrier(base + AT_LISTS_PIPE, c, LISTS))

@@ -1,0 +1,122 @@
+"""`Params`, the block of arguments that every CUDA kernel takes by value: defined here, once, for all languages.
+
+The host writes it as 64-bit words, one after the other. CUDA C++ gets its structure from `cuda_header`, Numba its named
+tuple from numba_cuda/params.py. A pass fills the fields that its kernels read; a field holds one thing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal, NamedTuple
+
+Kind = Literal["tensor", "int64", "float64", "uint64", "pointer to void", "pointer to const void",
+               "pointer to const int64", "pointer to int32", "pointer to uint32"]  # fmt: skip
+
+WORDS_OF_TENSOR = 4
+"""Address and the strides, in elements, of the batch, head and token axes. Of numbers of a row the token stride is the
+row's.
+"""
+
+
+class Field(NamedTuple):
+    """One field: its name, what it is, and what it means."""
+
+    name: str
+    kind: Kind
+    meaning: str
+
+    @property
+    def words(self) -> int:
+        """64-bit words that it takes."""
+        return WORDS_OF_TENSOR if self.kind == "tensor" else 1
+
+
+FIELDS = tuple(
+    Field(*each)
+    for each in (
+        ("q", "tensor", "(B, Hq, Nq, D)"),
+        ("k", "tensor", "(B, Hkv, Nk, D)"),
+        ("v", "tensor", "(B, Hkv, Nk, Dv)"),
+        ("out", "tensor", "(B, Hq, Nq, Dv)"),
+        ("lse", "tensor", "(B, Hq, Nq)"),
+        ("dout", "tensor", "like out; backward"),
+        ("dlse", "tensor", "like lse; backward, data may be null"),
+        ("dq", "tensor", "like q; backward"),
+        ("dk", "tensor", "like k; backward"),
+        ("dv", "tensor", "like v; backward"),
+        ("bwd_lse", "tensor", "(B, Hq, Nq); backward: the log-sum-exp, with +inf for rows without a visible key"),
+        ("delta", "tensor", "(B, Hq, Nq); backward: rowsum(dO * O) - dlse"),
+        ("o_partial", "tensor", "(splits * B, Hq, Nq, Dv) float32: each split's output"),
+        ("lse_partial", "tensor", "(splits * B, Hq, Nq) float32: each split's log-sum-exp, base 2"),
+        ("dq_accum", "tensor", "(B, Hq, query tiles, ..) float32: sums of dQ"),
+        ("dq_semaphore", "tensor", "(B, Hq, query tiles, words): which key tiles have been added to a tile of dQ"),
+        ("row_factors", "tensor", "(B, Hq, Nq, 3) float32: lse, delta and scale of dO for FP16x2's backward pass"),
+        ("q_scale", "tensor", "float32 as FP16x2: what 1 stands for in a row of q"),
+        ("k_scale", "tensor", "the same in a tile of k"),
+        ("v_scale", "tensor", "the same in a tile of v"),
+        ("dout_scale", "tensor", "the same in a row of dout"),
+        ("sinks", "pointer to const void", "(Hq,) in computing precision"),
+        ("dsinks", "pointer to void", "(Hq,) in computing precision, or null"),
+        ("q_offsets", "pointer to const int64", "(B,) position of row 0, or null: q_offset for all"),
+        ("kv_lengths", "pointer to const int64", "(B,), or null: n_k for all"),
+        ("q_offset", "int64", "position of row 0 on the axis of the keys"),
+        ("batch", "int64", "B"),
+        ("heads", "int64", "Hq"),
+        ("n_q", "int64", "Nq"),
+        ("n_k", "int64", "Nk"),
+        ("num_splits", "int64", "split-KV: parts that the keys are split into"),
+        ("heads_per_l2_group", "int64", "heads whose tiles CTAs work on at the same time (l2_swizzle.py)"),
+        ("preprocessed_tiles", "int64", "query tiles that bwd_preprocess prepares before the backward kernel"),
+        ("preprocess_counters", "pointer to int32", "fused preprocess: next query tile; ready tiles and finished work "
+         "tiles of each key/value head"),
+        ("tile_counter", "pointer to uint32", "work tiles handed out, CTAs that have ended"),
+        ("softmax_scale", "float64", "factor on q . k"),
+        ("seed", "uint64", "dropout"),
+        ("dropout_threshold", "uint64", "dropout: random words below it drop their pair"),
+        ("dropout_scale", "float64", "1 / (1 - p)"),
+    )
+)  # fmt: skip
+
+TENSORS = tuple(field.name for field in FIELDS if field.kind == "tensor")
+SCALARS = tuple(field for field in FIELDS if field.kind != "tensor")
+
+
+def _offsets() -> dict[str, int]:
+    ends, at = {}, 0
+    for field in FIELDS:
+        ends[field.name], at = at, at + field.words
+    return ends
+
+
+AT = _offsets()
+"""Index of each field's first word."""
+
+VALUES = sum(field.words for field in FIELDS)
+"""Index of the first value of the score and mask modification, which come after the fields."""
+
+_CUDA = {"tensor": "Tensor ", "int64": "long long ", "float64": "double ", "uint64": "unsigned long long ",
+         "pointer to void": "void* ", "pointer to const void": "const void* ",
+         "pointer to const int64": "const long long* ", "pointer to int32": "int* ", "pointer to uint32": "unsigned* "}  # fmt: skip
+
+HEADER = "generated/params.cuh"
+"""The name by which kernels include it."""
+
+
+@cache
+def cuda_header() -> str:
+    """The structure in CUDA C++."""
+    lines = [f"    {_CUDA[field.kind]}{field.name};  // {field.meaning}" for field in FIELDS]
+    return "\n".join([
+        "// Written by cuda_common/params.py.",
+        "#pragma once",
+        "struct Tensor {  // strides are in elements, the last axis is contiguous",
+        "    void* data;",
+        "    long long batch, head, token;",
+        "};",
+        "struct Params {",
+        *lines,
+        "    long long values[VALUES > 0 ? VALUES : 1];  // of the modification, in the order of the spec's slots",
+        "};",
+        'static_assert(sizeof(Params) == 8 * PARAMS_WORDS, "the compiler lays Params out otherwise than the host");',
+        "",
+    ])  # fmt: skip
