@@ -5,8 +5,8 @@
     python benchmarks/compare.py ../before --backend cpu --suite float32,bfloat16
 
 Each cell is the median over rounds of old over new, forward and backward apart, on random data; above 1 this checkout
-is faster. Programs timed one after the other meet other clocks and neighbours, which moves a GPU's figures by up to
-10 %.
+is faster. Programs timed one after the other run at other clocks and beside other processes, which changes a GPU's
+figures by up to 10 %.
 """
 
 from __future__ import annotations

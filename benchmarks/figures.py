@@ -1,4 +1,4 @@
-"""What the plots have in common: their look, axes over tokens, and small files that are the same in each run."""
+"""What the plots share: style, logarithmic axes over tokens, and small files that are the same in each run."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ belongs to one of them and cannot be written by its group or by others. In a sti
 create entries but cannot replace those of others, so there the owner of the next component decides. Symbolic links of
 this user and of root are followed, and their targets are checked alike.
 
-Then nobody else can change the path between check and use. The file is opened once, not through a link; the opened
+Then no other user can change the path between check and use. The file is opened once, not through a link; the opened
 descriptor is checked again, and what is read from it is what is used. Where the system has no owners (Windows), owners
 and modes are not checked.
 """

@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CIRCLES = {
     frozenset({"backends.cpu.backend", "backends.cpu.call"}),
     frozenset({"backends.cuda_common.generation", "backends.cuda_common.verify"}),
-    frozenset({"tools.autotune.search", "tools.autotune.cpu", "tools.autotune.cuda"}),
 }
 """Circles that are to go. The tests fail for any other, and where one of these is gone: take it off the list then."""
 

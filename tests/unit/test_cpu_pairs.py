@@ -19,7 +19,7 @@ from flashkit.backends.cpu.micro import amx
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.vector import Block
 from flashkit.devices import host
-from flashkit.tools import doctor
+from flashkit.tools.doctor import probes
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HERE = pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16")
@@ -230,7 +230,7 @@ def test_the_best_way_is_taken_and_the_reason_told(ways: pytest.MonkeyPatch) -> 
         ways.setattr(amx, "permitted", lambda refusal=refusal: refusal)
         way = bf16.way()
         assert way.name == name and reason in way.why
-        assert ": ".join(way) == doctor._bfloat16()
+        assert ": ".join(way) == probes.bfloat16()
 
 
 def test_ways_that_cannot_be_gone_are_refused(ways: pytest.MonkeyPatch) -> None:

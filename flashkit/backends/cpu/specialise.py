@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ...devices.garbage import no_collection
+from ...devices.host import no_collection
 from . import objects
 from .objects import Object
 

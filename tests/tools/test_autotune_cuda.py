@@ -11,8 +11,8 @@ import pytest
 import flashkit
 from flashkit import dispatch
 from flashkit.devices import profiles
-from flashkit.tools.autotune import search as tune
-from flashkit.tools.autotune.search import Effort, Target
+from flashkit.tools.autotune import command
+from flashkit.tools.autotune.targets import DECODE_ROWS, Effort, Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_profiles")]
 
@@ -27,36 +27,36 @@ def device() -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_wrong_results_are_noticed(direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_results_are_found(direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    (subject,) = tune.subjects("cupy_raw")
-    (target, *_) = [t for t in subject.targets(SMALL, None) if t.direction == direction]
-    bench: Any = subject.bench(SMALL, [target])
-    tile = bench.in_use(target)
-    assert bench.candidates(target)[0].generation == target.generation
-    assert bench.verify(target, tile) == ""
-    made = bench.made(target, tile)
+    (tunable,) = command.tunable_backends("cupy_raw")
+    (target, *_) = [t for t in tunable.targets(SMALL, None) if t.direction == direction]
+    runner: Any = tunable.runner(SMALL, [target])
+    tile = runner.in_use(target)
+    assert runner.candidates(target)[0].generation == target.generation
+    assert runner.verify(target, tile) == ""
+    made = runner.made(target, tile)
     run = type(made).run
 
     def spoilt(self: Any, arguments: Any, stream: int) -> None:
         run(self, arguments, stream)
-        array = next(iter(bench.task(target, small=True).results.values()))
+        array = next(iter(runner.task(target, small=True).results.values()))
         array[0, -1, -1] += cupy.ones(64, array.dtype)
 
     monkeypatch.setattr(type(made), "run", spoilt)
-    assert "is off by" in bench.verify(target, tile)
+    assert "is off by" in runner.verify(target, tile)
 
 
 def test_autotune_writes_a_profile_that_is_used_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    from flashkit.tools.autotune import cuda as tune_cuda
+    from flashkit.tools.autotune import cuda
 
-    monkeypatch.setattr(tune_cuda, "QUICK", SMALL)
+    monkeypatch.setattr(cuda, "QUICK", SMALL)
     x = cupy.asarray(np.random.default_rng(0).standard_normal((1, 8, 300, 64)).astype(cases.numpy_dtype("bfloat16")))
     right = flashkit.attention(x, x, x, causal=True).astype("float32")  # a plan by the old profile is cached
-    found = tune.autotune(quick=True, backend="cupy_raw")
+    found = command.autotune(quick=True, backend="cupy_raw")
     assert {f.target.direction for f in found} == {"forward", "backward"}
     assert any(f.target.few for f in found)
     (file,) = profiles.user_dir().glob("*.yaml")
@@ -75,12 +75,12 @@ def test_autotune_writes_a_profile_that_is_used_and_explained(monkeypatch: pytes
     assert profile.peak_tflops["bfloat16"].measured > 1
     decoding = profile.tile("cupy_raw.forward", "bfloat16", 64, False)
     assert decoding.max_rows is None
-    assert any(row.max_rows == tune.FEW_ROWS for row in profile.rows("cupy_raw.forward", "bfloat16", 64, False, 4))
+    assert any(row.max_rows == DECODE_ROWS for row in profile.rows("cupy_raw.forward", "bfloat16", 64, False, 4))
 
 
 def test_every_target_has_a_name_of_its_own() -> None:
     from flashkit.tools.autotune.cuda import FULL
 
-    (subject,) = tune.subjects("cupy_raw")
-    targets: list[Target] = subject.targets(FULL, None)
+    (tunable,) = command.tunable_backends("cupy_raw")
+    targets: list[Target] = tunable.targets(FULL, None)
     assert len({target.key for target in targets}) == len(targets)

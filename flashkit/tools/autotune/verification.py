@@ -1,4 +1,4 @@
-"""Whether results of a trial are right: held against the definition, with what plain arithmetic is off by itself."""
+"""Results of a trial against the reference, with a tolerance from the error of the plain computation."""
 
 from __future__ import annotations
 
@@ -12,29 +12,41 @@ from ... import reference
 from ...spec import AttentionSpec, Direction, Operands
 
 SLACK = 4.0
-"""How many times the plain computation's error a right result may have: its sums have another order, and the largest of
-few errors is a matter of luck. What a wrong tile does to a result is thousands of times that."""
+"""A result may have this many times the error of the plain computation: its sums are taken in another order, and the
+maximum of a few errors varies. A wrong tile is off by thousands of times that error."""
 
 
-class Truth:
-    """What a pass should give for operands in NumPy. For the backward pass they hold out and lse; dout is given too."""
+class Expected:
+    """The results that a pass should give.
+
+    Parameters
+    ----------
+    spec
+        What is computed.
+    operands
+        NumPy operands; for the backward pass with `out` and `lse` of the forward pass.
+    direction
+        "forward" or "backward".
+    dout
+        Gradient of `out`, used by the backward pass alone.
+    """
 
     def __init__(self, spec: AttentionSpec, operands: Operands, direction: Direction, dout: np.ndarray) -> None:
         self.spec, self.operands, self.direction, self.dout = spec, operands, direction, dout
 
     @cached_property
-    def allowed(self) -> dict[str, tuple[np.ndarray, float]]:
-        """By name, the definition's result in float64, and the error to be allowed.
+    def tolerances(self) -> dict[str, tuple[np.ndarray, float]]:
+        """For each result the reference in float64 and the largest absolute error that is allowed.
 
-        That is SLACK times the error of the plain computation in the same precision, and one rounding of the largest
-        value. The plain float64 computation is the definition; its error is taken from float32's.
+        The tolerance is SLACK times the error of the plain computation in the same precision, and one rounding of the
+        largest value. For float64, which the reference itself computes in, that error is scaled from float32's.
         """
         dtype = self.operands.q.dtype
         coarse = np.dtype(np.float32) if dtype == np.float64 else dtype
         exact, plain = self._computed(np.float64), self._computed(coarse)
-        unit, ratio = _unit(dtype), _unit(dtype) / _unit(coarse)
+        eps, ratio = _eps(dtype), _eps(dtype) / _eps(coarse)
         return {
-            name: (x, SLACK * ratio * _error(plain[name], x) + unit * float(np.abs(x).max()))
+            name: (x, SLACK * ratio * _error(plain[name], x) + eps * float(np.abs(x).max()))
             for name, x in exact.items()
         }
 
@@ -45,9 +57,12 @@ class Truth:
         return {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
     def complaint(self, results: Mapping[str, np.ndarray]) -> str:
-        """Which of these results is wrong, or nothing. Names: out and lse, or dq, dk and dv."""
+        """The first of these results that is wrong, in a sentence; empty if all are right.
+
+        results: by name, "out" and "lse", or "dq", "dk" and "dv".
+        """
         for name, got in results.items():
-            exact, allowed = self.allowed[name]
+            exact, allowed = self.tolerances[name]
             error = _error(got, exact)
             if not error <= allowed:
                 return f"{name} is off by {error:.3g}, {allowed:.3g} is allowed"
@@ -58,8 +73,7 @@ def _error(got: np.ndarray, exact: np.ndarray) -> float:
     return float(np.abs(got.astype(np.float64) - exact).max())
 
 
-def _unit(dtype: Any) -> float:
-    """The distance from 1 to the next number."""
+def _eps(dtype: Any) -> float:
     import ml_dtypes
 
     return float(ml_dtypes.finfo(dtype).eps)
