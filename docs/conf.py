@@ -32,6 +32,7 @@ myst_heading_anchors = 3
 # --- the API from its docstrings --------------------------------------------------------------------------------------
 
 autosummary_generate = True
+autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # numpydoc's sections give types; the signatures would take a screen
 numpydoc_show_class_members = False
 numpydoc_show_inherited_class_members = False

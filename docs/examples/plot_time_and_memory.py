@@ -45,7 +45,7 @@ flashkit.attention(*rng.standard_normal((3, 1, 8, 64), dtype=np.float32))  # com
 
 seconds, bytes_ = {"formula": [], "flashkit": []}, {"formula": [], "flashkit": []}
 for n in lengths:
-    q, k, v = rng.standard_normal((3, 4, n, 64), dtype=np.float32)
+    q, k, v = rng.standard_normal((3, 2, n, 64), dtype=np.float32)
     for name, function in (("formula", formula), ("flashkit", flashkit.attention)):
         seconds[name].append(best_time(function, q, k, v))
         bytes_[name].append(peak_memory(function, q, k, v))

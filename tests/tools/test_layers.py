@@ -10,11 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 CIRCLES = {
-    frozenset({"mods.patterns", "mods.block_mask"}),
     frozenset({"backends.cpu.backend", "backends.cpu.call"}),
     frozenset({"backends.cuda_common.generation", "backends.cuda_common.verify"}),
 }
-"""Circles that are to go; the tests fail for any other."""
+"""Circles that are to go. The tests fail for any other, and where one of these is gone: take it off the list then."""
 
 
 @functools.cache
@@ -94,7 +93,7 @@ def test_there_are_no_circles() -> None:
     graph = {name: set(found) for name, found in imports().items() if name}
     assert len(graph) > 100
     circles = {frozenset(circle) for circle in strongly_connected(graph) if len(circle) > 1}
-    assert circles <= CIRCLES, circles - CIRCLES
+    assert circles == CIRCLES, circles ^ CIRCLES
 
 
 def strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:

@@ -73,7 +73,9 @@ OLD_WORDS_LEFT = {
     "flashkit", "flashkit/call", "flashkit/backends/cpu", "flashkit/backends/cuda_common",
     "flashkit/backends/cupy_raw", "flashkit/backends/numba_cuda",
 }  # fmt: skip
-LONG_LINES_LEFT = {"flashkit/mods", "flashkit/backends/cuda_common", "flashkit/backends/cupy_raw"}
+LONG_LINES_LEFT = {
+    "flashkit/mods", "flashkit/backends/cuda_common", "flashkit/backends/cupy_raw", "flashkit/backends/numba_cuda",
+}  # fmt: skip
 """Areas that are not there yet. The tests fail when one of these is: take it off the list then."""
 
 
