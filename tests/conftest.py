@@ -16,7 +16,8 @@ import flashkit
 if "FLASHKIT_TEST_EMULATED" in os.environ:
     import emulator
 
-    emulator.install(sms=int(os.environ["FLASHKIT_TEST_EMULATED"]))
+    _emulated = emulator.emulated(sms=int(os.environ["FLASHKIT_TEST_EMULATED"]))
+    _emulated.__enter__()  # for the whole process
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. OpenMP's idle threads would spin on those that another worker needs.

@@ -11,29 +11,21 @@ import ml_dtypes
 import numpy as np
 
 from . import ptx
+from .errors import CODES, EmulationError, message
 from .machine import Machine
 
 BASE = 1 << 34
 """Address of the first byte of memory."""
 
+DONE = 2
+"""What the interpreter returns when a CTA has ended."""
+
 PATIENCE = 120
 """Seconds in which a block has to end somewhere."""
-
-WHY = {
-    -1: "an address outside of what is allocated", -2: "a misaligned address",
-    -3: "lanes that have to be together are not",
-    -4: "trap", -5: "an unknown operation", -6: "too many copies or products are pending",
-    -7: "a barrier that more come to than it is for, or that is none",
-    -8: "the block ends before a store has read its source",
-}  # fmt: skip
 
 _every = np.arange(65536, dtype=np.uint16)
 HALVES = np.stack([_every.view(t).astype(np.float32) for t in (np.float16, ml_dtypes.bfloat16)])
 MACHINE = Machine()
-
-
-class EmulationError(RuntimeError):
-    """A kernel did what a device would not."""
 
 
 class Memory:
@@ -62,7 +54,7 @@ class Memory:
         """Back, once all that was enqueued is done."""
         self.freed.append((start, size))
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         while self.freed:
             start, size = self.freed.pop()
             self.allowed[start : start + size] = False
@@ -104,14 +96,14 @@ class Turn(NamedTuple):
     registers: np.ndarray
     counters: np.ndarray
     state: np.ndarray
-    products: np.ndarray
+    wgmmas: np.ndarray
     local: np.ndarray
     shared: np.ndarray  # of all blocks of the cluster
     rank: int
     barriers: np.ndarray
     cluster: np.ndarray
     queue: np.ndarray
-    parts: np.ndarray  # of the queue's stores what was read
+    buffers: np.ndarray  # what the stores of the queue have read
     groups: np.ndarray
     flags: np.ndarray
     memory: np.ndarray
@@ -122,6 +114,7 @@ class Turn(NamedTuple):
     info: np.ndarray  # of an error
     left: np.ndarray
     right: np.ndarray
+    scratch: np.ndarray
 
 
 class Block:
@@ -149,12 +142,12 @@ class Block:
         self.flags = np.zeros(2, np.int64)  # whether the kernel before has ended; whether the next one may begin
         self.turn = Turn(
             entry.code, entry.operands, entry.hits, registers, self.counters,
-            state=np.zeros((warps, 8), np.int64), products=np.zeros((warps, 96, 8), np.int64),
+            state=np.zeros((warps, 8), np.int64), wgmmas=np.zeros((warps, 96, 8), np.int64),
             local=np.full((warps, 32, max(8, entry.local)), 0xFF, np.uint8), shared=shared, rank=rank,
             barriers=np.zeros((16, 4), np.int64), cluster=cluster, queue=np.zeros((128, 16), np.int64),
-            parts=np.zeros((128, 32768), np.uint8), groups=np.zeros((warps, 32), np.int64), flags=self.flags,
+            buffers=np.zeros((128, 32768), np.uint8), groups=np.zeros((warps, 32), np.int64), flags=self.flags,
             memory=device.memory.bytes, base=BASE, allowed=device.memory.allowed, halves=HALVES, rng=device.rng,
-            info=device.info, left=device.left, right=device.right,
+            info=device.info, left=device.left, right=device.right, scratch=device.scratch,
         )  # fmt: skip
 
 
@@ -183,8 +176,10 @@ class Device:
 
     def __init__(self, sms: int = 3, size: int = 1 << 31, seed: int = 1) -> None:
         self.memory, self.sms, self.pending = Memory(size), sms, list[Launch]()
+        self.launched: list[str] = []  # names of the kernels, in order
         self.info = np.zeros(16, np.int64)
         self.left, self.right = np.zeros((16, 16), np.float32), np.zeros((256, 16), np.float32)  # of a product
+        self.scratch = np.zeros(64, np.uint64)
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
@@ -196,6 +191,7 @@ class Device:
         return self.memory.take(size) + BASE
 
     def enqueue(self, launch: Launch) -> None:
+        self.launched.append(launch.entry.name)
         self.pending.append(launch)
 
     def flush(self) -> None:
@@ -203,13 +199,13 @@ class Device:
         if launches:
             self._run(launches)
         if self.memory.freed:
-            self.memory.settle()
+            self.memory.reclaim()
 
     def _run(self, launches: list[Launch]) -> None:
         sms = [Multiprocessor(i, 233472) for i in range(self.sms)]
         resident: list[Block] = []
-        haste = int(self.random.choice([0, 1, 5, 50]))  # of 100 turns, in how many a copy goes on
-        run, last = MACHINE.run, time.monotonic()
+        copy_rate = int(self.random.choice([0, 1, 5, 50]))  # of 100 turns, in how many a copy proceeds
+        last = 0.0
         for launch in launches:
             launch.place = self.memory.take(len(launch.parameters))
             self.memory.bytes[launch.place : launch.place + len(launch.parameters)] = np.frombuffer(
@@ -234,19 +230,21 @@ class Device:
             if not resident:
                 raise EmulationError(f"no block of {launches[0].entry.name} finds room")
             block = resident[int(self.random.integers(len(resident)))]
-            found = run(int(self.random.integers(1, 80)), haste, block.turn)
+            run = MACHINE.run(block.turn)
+            last = last or time.monotonic()  # not while the interpreter is compiled
+            found = run(int(self.random.integers(1, 80)), copy_rate, block.turn)
             if block.flags[1]:
                 block.launch.allowed.add(block.number)
             if found < 0:
-                raise EmulationError(self._said(block, self.info, found))
-            if found == 2:
+                raise EmulationError(self._describe(block, self.info, found))
+            if found == DONE:
                 last = time.monotonic()
                 resident.remove(block)
                 block.sm.room(block.launch, 1)
                 block.launch.ended += 1
                 block.launch.allowed.add(block.number)
             elif time.monotonic() - last > PATIENCE:
-                raise EmulationError("nothing ends; " + "; ".join(self._where(block) for block in resident))
+                raise EmulationError("nothing ends; " + "; ".join(self._position(block) for block in resident))
 
     def _begin(self, launch: Launch, first: bool, sms: list[Multiprocessor], resident: list[Block]) -> None:
         together = launch.entry.cluster
@@ -268,16 +266,16 @@ class Device:
                 launch.begun += 1
                 resident.append(block)
 
-    def _said(self, block: Block, info: np.ndarray, code: int) -> str:
+    def _describe(self, block: Block, info: np.ndarray, code: int) -> str:
         entry = block.launch.entry
         line = entry.text[info[1]] if 0 <= info[1] < len(entry.text) else "?"
-        if code == -3:
+        if code == CODES["DIVERGED"]:
             lines = {int(c): entry.text[c][:80] for c in block.counters[info[2]] if c >= 0}
-            return f"{entry.name}, block {block.number}, warp {info[2]}: {WHY[code]}: {lines}"
+            return f"{entry.name}, block {block.number}, warp {info[2]}: {message(code)}: {lines}"
         where = f"{entry.name}, block {block.number}, warp {info[2]}, lane {info[3]}, row {info[1]}"
-        return f"{where}: {WHY[code]} ({info[4]:#x}): {line[:200]}"
+        return f"{where}: {message(code)} ({info[4]:#x}): {line[:200]}"
 
-    def _where(self, block: Block) -> str:
+    def _position(self, block: Block) -> str:
         at = sorted({int(c) for c in block.counters.ravel() if c >= 0})
         return f"{block.launch.entry.name} {block.number}: " + ", ".join(
             block.launch.entry.text[c][:60] for c in at[:6]

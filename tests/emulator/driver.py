@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import ptx
+from .cupy import DEVICE
 from .device import BASE, MACHINE, Device, Launch
 
 WIDTHS = {"FLOAT16": 2, "BFLOAT16": 2, "FLOAT32": 4}
@@ -77,3 +78,6 @@ class Driver:
         width = WIDTHS[kind.name.rpartition("_")[2]]
         assert rank == 5 and address % 16 == 0 and all(x % 16 == 0 and x > 0 for x in apart) and moved[0] * width <= 128
         return 0, TensorMap(address, n, apart, moved, width)
+
+
+DRIVER = Driver(DEVICE)

@@ -399,6 +399,8 @@ def _normal(name: str) -> tuple[str, str, int, int]:
         )
     if (base == "bar" and parts[1] != "warp") or (base == "barrier" and parts[1] != "cluster"):
         return ".".join(["bar", *(p for p in parts[1:] if p not in ("aligned", "cta"))]), "s32", 0, 0
+    if name.startswith("mbarrier.inval"):
+        return "nop", "s32", 0, 0
     if base == "mbarrier":
         return (
             ".".join(
@@ -419,7 +421,7 @@ def _normal(name: str) -> tuple[str, str, int, int]:
     if base in ("fence", "membar"):
         return "nop", "s32", 0, 0
     if base == "setmaxnreg":
-        return "whole", "s32", 0, 0
+        return "setmaxnreg", "s32", 0, 0
     if base == "cvt":
         return name, kind, 0, 0
     if base == "cvta":
