@@ -17,8 +17,8 @@ How a launch runs:
 - A random generator picks the CTA, the warp and the number of instructions that run next. Each lane of a warp has a
   program counter; the lanes with the lowest one run together until they diverge or converge.
 - Asynchronous work is late on purpose. Copies and stores of TMA complete at a random moment, or when they are waited
-  for; wgmma computes when its group is waited for. Memory and registers start as NaN. So a missing wait shows as a wrong
-  result.
+  for; wgmma computes when its group is waited for. Memory and registers start as NaN. So a missing wait makes a result
+  wrong. (cp.async and st.async complete at once: a missing wait for these is not found.)
 - What hardware leaves undefined is an `EmulationError`: an address outside of any allocation, a misaligned access, a
   barrier with too many arrivals, lanes that never converge, CTAs that wait for each other.
 """
@@ -55,7 +55,8 @@ def emulated(sms: int = 3) -> Iterator[Device]:
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value))
 
-        stack.enter_context(mock.patch.dict(sys.modules, cupy=cupy))
+        stack.callback(_set_cupy, sys.modules.get("cupy"))
+        _set_cupy(cupy)
         replace(driver, **DRIVER.functions())
         # The options and the identity are part of a binary's name on disk: PTX and machine code never mix.
         replace(compiler, OPTIONS=options, _compile=lambda source, arch: _ptx(compile_, source, arch))
@@ -65,6 +66,12 @@ def emulated(sms: int = 3) -> Iterator[Device]:
         cupy.DEVICE.sms = sms
         cupy.DEVICE.seed(1)
         yield cupy.DEVICE
+
+
+def _set_cupy(module: object) -> None:
+    sys.modules.pop("cupy", None)
+    if module is not None:
+        sys.modules["cupy"] = module  # type: ignore[assignment]
 
 
 def _ptx(compile_: object, source: object, arch: str) -> tuple[bytes, str]:

@@ -1,4 +1,4 @@
-"""A device that runs PTX: memory, launches on streams, multiprocessors that blocks come to."""
+"""The device: global memory, a stream of launches, and SMs on which CTAs are resident."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .errors import CODES, EmulationError, message
 from .machine import Machine
 
 BASE = 1 << 34
-"""Address of the first byte of memory."""
+"""Address of the first byte of global memory."""
 
 DONE = 2
 """What the interpreter returns when a CTA has ended."""
 
 PATIENCE = 120
-"""Seconds in which a block has to end somewhere."""
+"""Seconds after which a CTA must have ended somewhere on the device."""
 
 _every = np.arange(65536, dtype=np.uint16)
 HALVES = np.stack([_every.view(t).astype(np.float32) for t in (np.float16, ml_dtypes.bfloat16)])
@@ -29,7 +29,7 @@ MACHINE = Machine()
 
 
 class Memory:
-    """Allocations, each apart from the next; what is not allocated is known."""
+    """Global memory. `allowed` marks allocated bytes; a gap separates allocations."""
 
     APART = 256
 
@@ -40,7 +40,7 @@ class Memory:
         self.freed: list[tuple[int, int]] = []
 
     def take(self, size: int) -> int:
-        """The offset of so many bytes, poisoned."""
+        """The offset of an allocation, filled with NaN."""
         wanted = -(-max(size, 1) // self.APART) * self.APART + self.APART
         for i, (start, room) in enumerate(self.free):
             if room >= wanted:
@@ -51,7 +51,7 @@ class Memory:
         raise MemoryError(f"{size} bytes of an emulated device")
 
     def give(self, start: int, size: int) -> None:
-        """Back, once all that was enqueued is done."""
+        """Free an allocation when all that was enqueued has run."""
         self.freed.append((start, size))
 
     def reclaim(self) -> None:
@@ -77,9 +77,9 @@ class Launch:
     shared: int
     parameters: bytes
     early: bool
-    begun: int = 0
+    begun: int = 0  # CTAs
     ended: int = 0
-    allowed: set[int] = field(default_factory=set)  # blocks that allow the next kernel, or have ended
+    allowed: set[int] = field(default_factory=set)  # CTAs that let the next kernel begin, or have ended
     place: int = 0
 
     @property
@@ -87,8 +87,8 @@ class Launch:
         return self.ended == self.blocks
 
 
-class Turn(NamedTuple):
-    """What the interpreter knows of a block; its numbers and small arrays are laid out as interpreter.py says."""
+class State(NamedTuple):
+    """A CTA as the interpreter sees it; the files of interpreter/ say how the small arrays are laid out."""
 
     code: np.ndarray
     operands: np.ndarray
@@ -118,7 +118,7 @@ class Turn(NamedTuple):
 
 
 class Block:
-    """Of a launch, on a multiprocessor."""
+    """A CTA, resident on an SM."""
 
     def __init__(
         self, device: Device, launch: Launch, number: int, rank: int, shared: np.ndarray, cluster: np.ndarray,
@@ -139,8 +139,8 @@ class Block:
             registers[:, register] = np.uint64(bits)
         self.counters = np.zeros((warps, 32), np.int32)
         self.counters[threads >= launch.threads] = -1
-        self.flags = np.zeros(2, np.int64)  # whether the kernel before has ended; whether the next one may begin
-        self.turn = Turn(
+        self.flags = np.zeros(2, np.int64)  # whether the previous kernel has ended; whether the next one may begin
+        self.state = State(
             entry.code, entry.operands, entry.hits, registers, self.counters,
             state=np.zeros((warps, 8), np.int64), wgmmas=np.zeros((warps, 96, 8), np.int64),
             local=np.full((warps, 32, max(8, entry.local)), 0xFF, np.uint8), shared=shared, rank=rank,
@@ -160,9 +160,9 @@ class Multiprocessor:
     blocks: int = 32
 
     def room(self, launch: Launch, sign: int = 0) -> bool:
-        """Whether a block fits; takes it (-1) or gives it back (1)."""
+        """Whether a CTA fits; sign -1 takes its room, 1 returns it."""
         shared = launch.shared + launch.entry.shared + 1024
-        registers = 65536 // max(1, launch.entry.together)
+        registers = 65536 // max(1, launch.entry.blocks_per_sm)
         fits = (
             min(self.shared - shared, self.threads - launch.threads, self.registers - registers, self.blocks - 1) >= 0
         )
@@ -172,10 +172,11 @@ class Multiprocessor:
 
 
 class Device:
-    """What it is enqueued to do it does when somebody looks (`flush`). Chance, by `seed`, orders what is concurrent."""
+    """Runs the enqueued launches when a result is read (`flush`). A generator, by `seed`, orders what is concurrent."""
 
     def __init__(self, sms: int = 3, size: int = 1 << 31, seed: int = 1) -> None:
         self.memory, self.sms, self.pending = Memory(size), sms, list[Launch]()
+        self.base = BASE
         self.launched: list[str] = []  # names of the kernels, in order
         self.info = np.zeros(16, np.int64)
         self.left, self.right = np.zeros((16, 16), np.float32), np.zeros((256, 16), np.float32)  # of a product
@@ -230,9 +231,9 @@ class Device:
             if not resident:
                 raise EmulationError(f"no block of {launches[0].entry.name} finds room")
             block = resident[int(self.random.integers(len(resident)))]
-            run = MACHINE.run(block.turn)
+            run = MACHINE.run(block.state)
             last = last or time.monotonic()  # not while the interpreter is compiled
-            found = run(int(self.random.integers(1, 80)), copy_rate, block.turn)
+            found = run(int(self.random.integers(1, 80)), copy_rate, block.state)
             if block.flags[1]:
                 block.launch.allowed.add(block.number)
             if found < 0:
@@ -247,19 +248,19 @@ class Device:
                 raise EmulationError("nothing ends; " + "; ".join(self._position(block) for block in resident))
 
     def _begin(self, launch: Launch, first: bool, sms: list[Multiprocessor], resident: list[Block]) -> None:
-        together = launch.entry.cluster
+        size_of_cluster = launch.entry.cluster
         while launch.begun < launch.blocks:
             found = []
             for sm in self.random.permutation(len(sms)):  # type: ignore[assignment]
-                while len(found) < together and sms[sm].room(launch):
+                while len(found) < size_of_cluster and sms[sm].room(launch):
                     sms[sm].room(launch, -1)
                     found.append(sms[sm])
-            if len(found) < together:
+            if len(found) < size_of_cluster:
                 for sm in found:
                     sm.room(launch, 1)
                 return
             size = -(-(launch.entry.shared + launch.shared) // 8) * 8 + 8
-            shared, cluster = np.full((together, size), 0xFF, np.uint8), np.zeros(4, np.int64)
+            shared, cluster = np.full((size_of_cluster, size), 0xFF, np.uint8), np.zeros(4, np.int64)
             for rank, sm in enumerate(found):
                 block = Block(self, launch, launch.begun, rank, shared, cluster, sm)
                 block.flags[0] = first

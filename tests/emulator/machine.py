@@ -1,4 +1,4 @@
-"""The interpreter, assembled from the files of interpreter/ and a branch for each arithmetic operation, and compiled."""
+"""The interpreter: the files of interpreter/ and a branch for each arithmetic operation, as one module, compiled."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GROUPS = {
         """,
     }.items()
 }
-"""Operations that have functions in interpreter/, numbered in this order. Up to "lanewise" each lane executes by itself;
+"""Operations that have functions in interpreter/, numbered in this order. Up to "lanewise" a lane executes by itself;
 "barriers" and "matrices" take all lanes of a warp, "shuffles" those of a mask.
 """
 

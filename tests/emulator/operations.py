@@ -1,7 +1,7 @@
 """Arithmetic and atomic operations of a lane, as statements for the interpreter.
 
-A register is read as the type that its name says: I, U: 32 bits; L, V: 64; S, H: 16; F, D: float32, float64; a predicate
-is V. d is the destination; a, b, c, e are the operands.
+A register is read as the type that its name says: I, U: 32 bits; L, V: 64; S, H: 16; F, D: float32, float64.
+Predicates are V. d is the destination; a, b, c, e are the operands.
 """
 
 from __future__ import annotations

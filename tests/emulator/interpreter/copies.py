@@ -42,15 +42,17 @@ def issue(op, p, m, w, s, operands, R, queue, groups):
                     source = L[operands[s + 2], l] + operands[s + 3]
                     i = enqueue(queue, LOAD, target, source, size, complete, w, l, -1, p)
             elif op == CP_ASYNC_BULK_TENSOR_5D_SHARED_GLOBAL_MBARRIER:
-                target, source = np.int64(U[operands[s], 2 * l]) + operands[s + 1], L[operands[s + 2], l] + operands[s + 3]
+                target = np.int64(U[operands[s], 2 * l]) + operands[s + 1]
+                source = L[operands[s + 2], l] + operands[s + 3]
                 complete, box = np.int64(U[operands[s + 9], 2 * l]) + operands[s + 10], s + 4
                 i = enqueue(queue, LOAD_BOX, target, source, 0, complete, w, l, -1, p)
             elif op == CP_ASYNC_BULK_TENSOR_5D_GLOBAL_SHARED_BULK_GROUP:
-                target, source = L[operands[s], l] + operands[s + 1], np.int64(U[operands[s + 7], 2 * l]) + operands[s + 8]
-                box = s + 2
+                target = L[operands[s], l] + operands[s + 1]
+                source, box = np.int64(U[operands[s + 7], 2 * l]) + operands[s + 8], s + 2
                 i = enqueue(queue, STORE_BOX, target, source, 0, 0, w, l, groups[w, l], p)
             else:
-                target, source = L[operands[s], l] + operands[s + 1], np.int64(U[operands[s + 2], 2 * l]) + operands[s + 3]
+                target = L[operands[s], l] + operands[s + 1]
+                source = np.int64(U[operands[s + 2], 2 * l]) + operands[s + 3]
                 kind = STORE if op == CP_ASYNC_BULK_GLOBAL_SHARED_BULK_GROUP else ADD
                 i = enqueue(queue, kind, target, source, np.int64(U[operands[s + 4], 2 * l]), 0, w, l, groups[w, l], p)
             if i < 0:
@@ -201,7 +203,7 @@ def read_source(entry, buffer, shared, memory, base, allowed):
     box = entry[KIND] == STORE_BOX
     if box:
         size = bytes_of_box(memory.view(np.int64), place(entry[TARGET], 8, base, allowed) >> 3)
-    if offset & (127 if box else 15) or size & 15 and not box:
+    if offset & (127 if box else 15) or (size & 15 and not box):
         return np.int64(MISALIGNED)
     if offset + size > shared.shape[1]:
         return np.int64(OUTSIDE)

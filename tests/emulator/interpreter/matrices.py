@@ -97,8 +97,8 @@ def stmatrix(n, transposed, s, operands, R, shared, info):
 
 
 # --- wgmma ------------------------------------------------------------------------------------------------------------
-# A pending one: row of the program, descriptor of A (0: in registers), of B, whether it accumulates, whether A and B are
-# transposed, its group, its type.
+# A pending one: its row in the program; the descriptors of A (0: in registers) and B; whether it accumulates; whether A
+# and B are transposed; its group; its type.
 
 PROGRAM_ROW, OF_A, OF_B, ACCUMULATES, TRANSPOSES_A, TRANSPOSES_B, OF_GROUP, OF_TYPE = 0, 1, 2, 3, 4, 5, 6, 7
 

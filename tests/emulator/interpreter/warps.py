@@ -105,7 +105,7 @@ def step(w, budget, block):
             if op == BRA:
                 move_to(counter, mask, p + 1)
                 move_to(counter, m, np.int64(code[p, 4]))
-                if mask != live or m != 0 and m != mask:
+                if mask != live or (m != 0 and m != mask):
                     break
                 p = p + 1 if m == 0 else np.int64(code[p, 4])
                 continue
