@@ -24,10 +24,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         pytest.skip(f"CuPy is installed: {WHOLE_PROCESS}=3 replaces it in the whole process")
     from flashkit.backends.cuda_common import verify
 
-    from . import emulated
+    from . import cupy, emulated
 
     # The tests compare with the definition themselves; the check of fresh binaries would be launches of its own.
     monkeypatch.setattr(verify, "trusted", lambda *_: None)
+    if WHOLE_PROCESS in os.environ:
+        yield cupy.DEVICE
+        return
     with emulated(sms=3) as made:
         yield made
 

@@ -130,6 +130,8 @@ def statement(name: str) -> str:
     if base == "testp":
         test = {"infinite": "np.isinf", "finite": "np.isfinite", "notanumber": "np.isnan"}[parts[0]]
         return f"V[d] = np.uint64(1) if {test}({v}[a]) else np.uint64(0)"
+    if base == "mapa":
+        return "V[d] = np.uint64(U[a] & np.uint32(0xffffff) | U[b] << np.uint32(24))"
     if base in ("nop", "prefetch", "prefetchu"):
         return "pass"
     raise NotImplementedError(name)

@@ -40,6 +40,8 @@ CUPY_OFTEN = [
 ]
 """Numba's kernels take long to compile: those of further specifications run where all tests are asked for."""
 
+EACH_UNMASKED = [("numba_cuda", "sm90"), *(each for each in CUPY_OFTEN if each.values != ("numba_cuda", "sm90"))]
+
 
 @pytest.fixture(autouse=True)
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +67,7 @@ def test_hard_data(backend: str, generation: str, data: str, launched: list[str]
 
 
 @slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize(("backend", "generation"), EACH_UNMASKED)
 def test_unmasked(backend: str, generation: str, launched: list[str]) -> None:
     """dQ summed in any order, too; and the loop that has nothing to mask, with scores that outgrow its row maximum."""
     check(PLAIN, backend)
@@ -78,9 +79,10 @@ def test_unmasked(backend: str, generation: str, launched: list[str]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("generation", ["sm80", "simt"])
 @pytest.mark.parametrize("data", ["random", "growing", "NaN"])
-def test_decode(backend: str, generation: str, data: str, launched: list[str]) -> None:
+def test_decode(backend: str, generation: str, data: str, device: Device, launched: list[str]) -> None:
     """One query; on tensor cores with the keys split among CTAs, whose results a second kernel combines."""
-    check_forward({**features(generation), "heads": "4:1", "sizes": "1x600"}, backend, data)
+    device.sms = 16  # keys are not split where other work fills the device
+    check_forward({**features(generation), "sizes": "1x600"}, backend, data)
     assert generations(launched) == {generation}
     assert ("combine" in launched) == (generation == "sm80")
 
@@ -115,7 +117,7 @@ def test_wide_heads(backend: str, generation: str, launched: list[str]) -> None:
 def test_modifications(backend: str, generation: str, launched: list[str]) -> None:
     choice = cases.with_(
         dtype="bfloat16", batch="1", heads="4:2", sizes="130x200", dims="64", window="both", softcap="yes",
-        alibi="(Hq,)", bias="full", mask="(Nq, Nk)", mask_mod="plain", dropout="yes",
+        alibi="(Hq,)", bias="full", mask="full", mask_mod="plain", dropout="yes",
     )  # fmt: skip
     check(choice, backend)
     assert generations(launched) == {generation}
@@ -128,13 +130,13 @@ def test_masked_tiles_are_not_loaded(backend: str, generation: str, device: Devi
     choice = {**PLAIN, "heads": "1:1", "sizes": "140x640"}
     call = build(choice)
     mask = flashkit.BlockMask.from_dense(np.array([[True, False, False, False, True]] * 2), 128, 128, 140, 640)
-    for options in (call.options, call.plain):
-        options["block_mask"] = mask
     for x in (call.k, call.v):  # of the three masked blocks the second: tiles may have any size
         start, row = x.data.ptr - device.base, x.strides[2]
         device.memory.allowed[start + 256 * row : start + 384 * row] = False
-    got = cases.run(call, backend)
-    cases.assert_conforms(got, *cases.expected(call))
+    out = flashkit.attention(call.q, call.k, call.v, block_mask=mask, backend=backend)
+    wide = (call.plain[name].astype(np.float64) for name in "qkv")
+    right = flashkit.attention(*wide, block_mask=mask, backend="reference")
+    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
     assert generations(launched) == {generation}
 
 
@@ -142,17 +144,13 @@ def test_masked_tiles_are_not_loaded(backend: str, generation: str, device: Devi
 @pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_more_tiles_than_a_list_holds(backend: str, generation: str, launched: list[str]) -> None:
-    choice = {**PLAIN, "heads": "1:1", "sizes": "70x26000", "mask": "(Nk,)", "dlse": "no"}
-    call = build(choice)
-    for options in (call.options, call.plain):
-        options["mask"] = np.arange(26000) % 5000 > 4700
     import cupy
 
-    mask = cupy.asarray(call.plain["mask"])
-    out = flashkit.attention(call.q, call.k, call.v, mask=mask, backend=backend)
+    call, mask = build({**PLAIN, "heads": "2:2", "sizes": "70x26000"}), np.arange(26000) % 5000 > 4700
+    out = flashkit.attention(call.q, call.k, call.v, mask=cupy.asarray(mask), backend=backend)
     wide = (call.plain[name].astype(np.float64) for name in "qkv")
-    right = flashkit.attention(*wide, mask=call.plain["mask"], backend="reference")
-    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-8 * 1.5)
+    right = flashkit.attention(*wide, mask=mask, backend="reference")
+    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
     assert generations(launched) == {generation}
 
 
