@@ -116,7 +116,8 @@ class Machine:
         """`run` of interpreter/warps.py, compiled for what describes a CTA."""
         if self._run is None:
             text = self._text()
-            name = f"emulator_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+            made_from = text, type(block).__qualname__, block._fields
+            name = f"emulator_{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}"
             path = kernel_cache.folder("emulator") / f"{name}.py"
             with FileLock(path.with_suffix(".lock")):  # compiled by one process, the others wait
                 if not path.exists():

@@ -149,19 +149,19 @@ def move_box(words, at, c, buffer, shared, base, allowed, memory, loads, cta, of
                     row = words[at] + i1 * stride1 + i2 * stride2 + i3 * stride3 + i4 * stride4
                     for i0 in range(b0):
                         packed = (line * b0 + i0) * width
-                        there = swizzled(offset + packed)
+                        in_shared = swizzled(offset + packed)
                         if inside and 0 <= c[0] + i0 < size0:
-                            here = place(row + (c[0] + i0) * width, width, base, allowed)
-                            if here < 0:
-                                return here
+                            at_element = place(row + (c[0] + i0) * width, width, base, allowed)
+                            if at_element < 0:
+                                return at_element
                             for e in range(width):
                                 if loads:
-                                    shared[cta, there + e] = memory[here + e]
+                                    shared[cta, in_shared + e] = memory[at_element + e]
                                 else:
-                                    memory[here + e] = buffer[packed + e]
+                                    memory[at_element + e] = buffer[packed + e]
                         elif loads:
                             for e in range(width):
-                                shared[cta, there + e] = 0
+                                shared[cta, in_shared + e] = 0
                     line += 1
     return bytes_of_box(words, at)
 
