@@ -25,7 +25,8 @@ PLAIN = cases.with_(dtype="bfloat16", batch="1", heads="4:2", sizes="200x330", d
 GROWTH = {"float32": 16, "float16": 16, "bfloat16": 60}
 """Of scores along the keys, in base e: past what a speculative row maximum admits."""
 
-NAN_KEY = 100
+LESS = 77
+"""By how many keys the first batch entry is shorter than the others' memory."""
 
 
 def features(generation: str) -> cases.Choice:
@@ -35,26 +36,31 @@ def features(generation: str) -> cases.Choice:
 def build(choice: cases.Choice, data: str = "random") -> cases.Call:
     """A call on the current device.
 
-    Lengths lie on the device, where host code cannot check them: one is less than the keys that there are, one more,
-    one negative. Behind them keys and values are NaN. data: "growing", where a row's maximum grows from tile to tile,
-    or "NaN", where a key and its value are NaN and some rows do not see them.
+    With lengths, keys and values behind them are NaN. They lie on the device, where host code cannot check them: one is
+    more than the keys that there are, where all rows see all keys; one is short, so that one key too many counts, and
+    its first rows see none. data: "growing", where a row's maximum grows from tile to tile, or "NaN", where a key and
+    its value are NaN and half of the rows do not see them.
     """
     import cupy
 
     call = cases.build(choice, cupy)
     arrays = {name: call.plain[name].copy() for name in "qkv"}
-    n_k = arrays["k"].shape[2]
+    n_q, n_k = arrays["q"].shape[2], arrays["k"].shape[2]
     if data == "growing":
         arrays["q"][..., 0] = arrays["q"].shape[3] ** 0.5
         arrays["k"][..., 0] = np.linspace(0, GROWTH[choice["dtype"]], n_k)
     elif data == "NaN":
-        arrays["k"][0, 0, NAN_KEY] = arrays["v"][0, 0, NAN_KEY] = np.nan
+        key = n_k - LESS - 1 - n_q // 2
+        arrays["k"][0, 0, key] = arrays["v"][0, 0, key] = np.nan
     for name, x in arrays.items():
         call.plain[name] = x
         getattr(call, name)[...] = cupy.asarray(x)
     if choice["kv_lengths"] == "yes":
-        lengths = np.array([n_k - 77, n_k + 40, -7][: len(arrays["k"])])
-        call.options["kv_lengths"], call.plain["kv_lengths"] = cupy.asarray(lengths), np.clip(lengths, 0, n_k)
+        batch = len(arrays["k"])
+        lengths = np.array([n_k - LESS, n_k + 40, 5])[:batch]
+        offsets = np.array([n_k - LESS - n_q, n_k + 40, -2])[:batch]
+        call.options |= {"kv_lengths": cupy.asarray(lengths), "q_offset": cupy.asarray(offsets)}
+        call.plain |= {"kv_lengths": np.minimum(lengths, n_k), "q_offset": offsets}
         for b, n in enumerate(call.plain["kv_lengths"]):
             call.k[b, :, n:] = call.v[b, :, n:] = np.nan
     return call
