@@ -310,7 +310,7 @@ def test_the_error_of_the_exponentials() -> None:
 
 @pytest.mark.parametrize("file", documents())
 def test_environment_variables_exist(file: Path) -> None:
-    sources = [*ROOT.glob("flashkit/**/*.py"), *ROOT.glob("tests/*.py")]
+    sources = [*ROOT.glob("flashkit/**/*.py"), *ROOT.glob("tests/**/*.py")]
     known = set(re.findall(r"FLASHKIT_[A-Z_]+", "\n".join(s.read_text(encoding="utf-8") for s in sources)))
     assert set(re.findall(r"FLASHKIT_[A-Z_]+", file.read_text(encoding="utf-8"))) <= known
 
