@@ -81,8 +81,8 @@ def test_unmasked(backend: str, generation: str, launched: list[str]) -> None:
 @pytest.mark.parametrize("data", ["random", "growing", "NaN"])
 def test_decode(backend: str, generation: str, data: str, device: Device, launched: list[str]) -> None:
     """One query; on tensor cores with the keys split among CTAs, whose results a second kernel combines."""
-    device.sms = 16  # keys are not split where other work fills the device
-    check_forward({**features(generation), "sizes": "1x600"}, backend, data)
+    device.sms = 16  # keys are split where that fills the device, and there are many
+    check_forward({**features(generation), "sizes": "1x1100"}, backend, data)
     assert generations(launched) == {generation}
     assert ("combine" in launched) == (generation == "sm80")
 
