@@ -27,7 +27,7 @@ CALLS = """
     from pathlib import Path
     import numpy as np
     import flashkit
-    from flashkit.devices import kernel_cache as cachedir
+    from flashkit.devices import kernel_cache
 
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, 70, 16)).astype(np.float32) for _ in range(3))
@@ -41,7 +41,7 @@ CALLS = """
         for options in ({}, {"window": (9, 0), "softcap": 3.0}, masked):
             out, vjp = flashkit.attention_vjp(q, k, v, score_mod=lambda s, b, h, q, k: s + 0.1 * h, **options)
             vjp(out)
-    files = {str(p): p.stat().st_mtime_ns for p in cachedir.path().rglob("*") if p.is_file()}
+    files = {str(p): p.stat().st_mtime_ns for p in kernel_cache.path().rglob("*") if p.is_file()}
     print(json.dumps({"first": first, "compiled": len(recorder.buffer), "files": files, "sum": float(out.sum())}))
 """
 
