@@ -16,12 +16,13 @@ from .generation import Fallback
 from .l2_swizzle import bytes_of_keys, heads_per_l2_group
 from .launch import Library, TensorMap, check_grid
 from .params import AT
+from .smem import SmemLayout
 from .tensor_maps import Maps, Tickets, maps_of, strides_fit
 
 FEW_ROWS = 64
 MANY_KEYS = 1024
-LIST = 28 + 4 * 224
-"""Bytes of a list of tiles: Chunk of kernels/sm90_items.cuh, kernels/sm90_tile.py."""
+TILE_LISTS, TILE_LIST_BYTES = 2, 28 + 4 * 224
+"""Lists of K/V tiles in shared memory, and their bytes: kernels/sm90/tile_scheduler, kernels/sm90/tile_lists."""
 _CACHED = 34_000_000  # bytes of keys and values that blocks work at together, well within the L2 cache
 _CACHED_LOOKED_UP = 9_000_000  # where each block has tiles of its own: 2 % faster with a tenth of blocks at random
 _SHARED = MODELS["sm_90a"].shared_per_block
@@ -61,21 +62,38 @@ class ForwardTile:
             raise ValueError(f"{self=}: stages are two or more, q_buffers one to three")
 
     @property
-    def groups(self) -> int:
+    def warpgroups(self) -> int:
         return self.block_q // 64
 
     @property
     def threads(self) -> int:
-        return 128 * (self.groups + 1)
+        return 128 * (self.warpgroups + 1)
 
-    def buffers(self, q: int, v: int, out: int) -> int:
-        """Bytes of the tiles in shared memory, their barriers and lists; q, v, out: chunks of 128 bytes of a row."""
-        rows = self.q_buffers * self.block_q * max(q, out) + self.stages * self.block_k * (q + v)
-        return 128 * rows + (16 + 8 * self.groups + 12) * self.q_buffers + (32 + 4) * self.stages + 40 + 2 * LIST
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        """The map of a CTA's shared memory: kernels/sm90/layout."""
+        raise NotImplementedError
+
+    def lay_out(self, q: int, v: int, out: int, ones: int = 0) -> SmemLayout:
+        """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row; ones: chunks of ones behind V."""
+        smem, barriers = SmemLayout(), 16  # a full and an empty one
+        smem.add("Q", 128 * self.q_buffers * self.block_q * max(q, out))
+        smem.add("K", 128 * self.stages * self.block_k * q)
+        smem.add("V", 128 * self.stages * self.block_k * v)
+        smem.add("ONES", 128 * self.block_k * ones)
+        smem.add("Q_PIPE", barriers * self.q_buffers)
+        smem.add("K_PIPE", barriers * self.stages)
+        smem.add("V_PIPE", barriers * self.stages)
+        smem.add("LIST_PIPE", barriers * TILE_LISTS)
+        smem.add("CLAIM", 8)
+        smem.add("OUT_READY", 8 * self.warpgroups * self.q_buffers)
+        smem.add("TILE_DESCS", 4 * self.stages)
+        smem.add("WORK_TILES", 12 * self.q_buffers)
+        smem.add("LISTS", TILE_LISTS * TILE_LIST_BYTES)
+        return smem
 
     def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block."""
-        raise NotImplementedError
+        """Bytes of shared memory of a CTA."""
+        return self.smem(spec).bytes
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""
@@ -85,18 +103,18 @@ class ForwardTile:
         """Of a thread that multiplies and of one that loads; together they are what a multiprocessor has. finding:
         whether the latter have to find the tiles.
         """
-        if self.groups == 3:
+        if self.warpgroups == 3:
             return (160, 32)
-        return (240, 24) if not finding else (232, 40) if self.groups == 2 else (240, 40)
+        return (240, 24) if not finding else (232, 40) if self.warpgroups == 2 else (240, 40)
 
     def common(self, spec: AttentionSpec, pack: int, finding: bool) -> dict[str, int]:
         """Constants of the kernel."""
         multiplying, loading = self.registers(finding)
         return {
-            "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
-            "PING_PONG": bool(self.turns) and self.groups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": multiplying,
+            "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.warpgroups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
+            "PING_PONG": bool(self.turns) and self.warpgroups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": multiplying,
             "PRODUCER_REGISTERS": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "SHARED_BYTES": self.shared_memory(spec),
+            "TILE_LIST_BYTES": TILE_LIST_BYTES, **self.smem(spec).constants(),
         }  # fmt: skip
 
 

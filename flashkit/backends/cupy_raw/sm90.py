@@ -22,7 +22,6 @@ from ..cuda_common.launch import TensorMap
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
 from ..cuda_common.sm90_launch import (
     CHOSEN,
-    LIST,
     ForwardTile,
     Shaped,
     chunks,
@@ -32,45 +31,48 @@ from ..cuda_common.sm90_launch import (
     with_most_buffers,
     work_enough,
 )
+from ..cuda_common.smem import SmemLayout
 from . import sm90_backward, sm90_fp16x2, specialise
 from .sm80 import LEAST_SPLIT, Sm80Forward
-from .sm90_fp16x2 import Split, parts
+from .sm90_fp16x2 import Split, num_terms
 from .sm90_wgmma import text as products
 
 MAX_DIM = 256
+_AFFINE_BYTES = 24  # of a warp: kernels/sm90/layout.cuh
 
 
 @dataclass(frozen=True)
 class Sm90Tile(ForwardTile):
     """A tile of kernels/sm90_forward.cu."""
 
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block."""
-        q, v = (parts(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        q, v = (num_terms(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
-        scales, gains = 8, 24 * 4 * self.groups
-        return self.buffers(q, v, out) + scales + gains + (self.block_k * 128 if sums_with_values(spec, self) else 0)
+        smem = self.lay_out(q, v, out, ones=int(sums_rows_by_mma(spec, self)))
+        smem.add("SCALES", 8)
+        smem.add("AFFINE", _AFFINE_BYTES * 4 * self.warpgroups)
+        return smem
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """In shared memory and, as far as sums and weights tell, in registers."""
         sums, scores = padded(spec.head_dim_v) // 2, self.block_k // 2
         # Two terms have sums of a tile beside those of all, which take the place of its scores.
-        numbers = scores + (2 * sums if parts(spec) > 1 else sums + scores // 2)
+        numbers = scores + (2 * sums if num_terms(spec) > 1 else sums + scores // 2)
         room = self.registers(_finding(spec))[0] - 24
         return self.shared_memory(spec) <= device.shared_per_block and numbers <= room
 
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
             **self.common(spec, pack, _finding(spec)),
-            "ROW_SUM_BY_MMA": sums_with_values(spec, self),
-            "CHUNK_BYTES": LIST, "FAST_MATH": parts(spec) == 1, "PARTS": parts(spec),
+            "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
+            "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
             "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
             "POSITIONS": modification.POSITIONS.index(modification.positions(spec)),
         }  # fmt: skip
 
 
-def sums_with_values(spec: AttentionSpec, tile: ForwardTile) -> bool:
+def sums_rows_by_mma(spec: AttentionSpec, tile: ForwardTile) -> bool:
     """Whether the product with the values sums the weights, too, by columns of ones: where soft-capping bounds weights,
     nothing has to be known of their sum before.
     """
@@ -89,9 +91,9 @@ def _finding(spec: AttentionSpec) -> bool:
 def forward_tile(problem: Problem) -> Sm90Tile:
     """What does well on an H200."""
     spec = problem.spec
-    modified = spec.dropout or (spec.score is not None and (parts(spec) > 1 or form(spec.score) is None))
+    modified = spec.dropout or (spec.score is not None and (num_terms(spec) > 1 or form(spec.score) is None))
     if spec.dtype == "float32" and max(spec.head_dim, spec.head_dim_v) > 64:
-        return Sm90Tile(128, 128 if parts(spec) == 1 else 64, q_buffers=1)
+        return Sm90Tile(128, 128 if num_terms(spec) == 1 else 64, q_buffers=1)
     return usual_tile(Sm90Tile, problem, modified)
 
 
@@ -107,7 +109,7 @@ def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
 def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict[str, int], str]:
     """Constants and generated functions of kernels/sm90_forward.cu."""
     dtype = "float16" if spec.dtype == "float32" else spec.dtype
-    columns = padded(spec.head_dim_v) + 8 * sums_with_values(spec, tile)
+    columns = padded(spec.head_dim_v) + 8 * sums_rows_by_mma(spec, tile)
     return tile.constants(spec, pack), products(dtype, [tile.block_k], [columns])
 
 
@@ -156,7 +158,7 @@ class Sm90(Generation):
         most = sm90_fp16x2.MAX_DIM if wide else MAX_DIM
         if max(spec.head_dim, spec.head_dim_v) > most:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
-        if parts(spec) > 1 and spec.head_dim < LEAST_SPLIT:
+        if num_terms(spec) > 1 and spec.head_dim < LEAST_SPLIT:
             return Verdict(False, f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is exacter without terms")
         if wide and spec.head_dim_v % 4:
             return Verdict(False, f"rows of head dim {spec.head_dim_v} are not whole 16 bytes")

@@ -37,7 +37,7 @@ _ROWS, _THREADS_BACKWARD = 128, 384  # of a block
 _LIST = 4 * 224  # bytes of kernels/sm90.cuh: TileList
 
 
-def parts(spec: AttentionSpec) -> int:
+def num_terms(spec: AttentionSpec) -> int:
     """Terms that an element is multiplied as; 1 also for 16-bit elements."""
     return 2 if spec.dtype == "float32" and spec.precision != "tf32" else 1
 
@@ -46,8 +46,8 @@ class Split:
     """Brings tensors into terms, in memory of CuPy's pool that is as large as they are, or half of that."""
 
     def __init__(self, spec: AttentionSpec, rows: int, device: Device) -> None:
-        self.spec, self.rows, self.parts = spec, rows, parts(spec)
-        constants = ("PARTS", self.parts), ("ROWS", rows)
+        self.spec, self.rows, self.num_terms = spec, rows, num_terms(spec)
+        constants = ("NUM_TERMS", self.num_terms), ("ROWS", rows)
         self.library = specialise.library("sm90/fp16x2_split", spec, constants, compiler.target(device.capability))
         self._kernel = self.library.kernel("fp16x2_split", device)
 
@@ -60,7 +60,7 @@ class Split:
         for i, name in enumerate(names):
             of_q = name in ("q", "dout")
             heads, tokens = (arguments.heads, arguments.n_q) if of_q else (arguments.heads_kv, arguments.n_k)
-            columns = self.parts * -(-(spec.head_dim if name in ("q", "k") else spec.head_dim_v) // 64) * 64
+            columns = self.num_terms * -(-(spec.head_dim if name in ("q", "k") else spec.head_dim_v) // 64) * 64
             tiles = -(-tokens // self.rows)
             numbers = tiles * self.rows if name == by_row else tiles  # units of a head
             unit = at + -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
@@ -126,7 +126,7 @@ class Sm90Float32BackwardTile:
 
     def shared_memory(self, spec: AttentionSpec, of_queries: bool) -> int:
         """Bytes of a block of threads."""
-        row = 128 * parts(spec) * (chunks(spec.head_dim) + chunks(spec.head_dim_v))
+        row = 128 * num_terms(spec) * (chunks(spec.head_dim) + chunks(spec.head_dim_v))
         numbers = 0 if of_queries else 4 * _NUMBERS
         tiles = self.row_buffers * (_ROWS * row + 28) + self.stages * (self.block_k * (row + numbers) + 24)
         return tiles + _LIST
@@ -139,7 +139,7 @@ class Sm90Float32BackwardTile:
         dims = [padded(dim) for dim in (spec.head_dim, *[spec.head_dim_v] * (not of_queries))]
         constants = {
             "OF_QUERIES": of_queries, "BLOCK": self.block_k, "STAGES": self.stages, "ROW_BUFFERS": self.row_buffers,
-            "PARTS": parts(spec), "CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40, "WATCHDOG": WATCHDOG,
+            "NUM_TERMS": num_terms(spec), "CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40, "WATCHDOG": WATCHDOG,
         }  # fmt: skip
         widths = {min(64, dim - first) for dim in dims for first in range(0, dim, 64)}
         return constants, products("float16", [self.block_k], widths)
@@ -149,7 +149,7 @@ def backward_tile(spec: AttentionSpec) -> Sm90Float32BackwardTile:
     """What does well on an H200."""
     if max(spec.head_dim, spec.head_dim_v) <= 64:
         return Sm90Float32BackwardTile(64)
-    return Sm90Float32BackwardTile(48, row_buffers=2 if parts(spec) == 1 else 1)
+    return Sm90Float32BackwardTile(48, row_buffers=2 if num_terms(spec) == 1 else 1)
 
 
 def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90Float32BackwardTile]:

@@ -18,13 +18,15 @@
 // Warp 0 finds the tiles and loads them, warp groups 1 and 2 multiply. A row of dO has a unit of its own, since gradients
 // may be of any magnitude; so does a row of W in a tile, which is put back when the tile's sums are added.
 //
-// Constants of the head: OF_QUERIES: which kernel, BLOCK, STAGES, ROW_BUFFERS, PARTS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG.
+// Constants of the head: OF_QUERIES: which kernel, BLOCK, STAGES, ROW_BUFFERS, NUM_TERMS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG.
+#include "common/tile_order.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/tile_lists.cuh"
 
 constexpr int MMA_WARPGROUPS = 2, THREADS = 128 * (MMA_WARPGROUPS + 1), ROWS = 64 * MMA_WARPGROUPS;
 constexpr int SUMS_1 = padded(HEAD_DIM), SUMS_2 = OF_QUERIES ? 0 : padded(HEAD_DIM_V);  // columns of W B1, W B2
 constexpr int SLICE = 64;                                                               // of a product
-constexpr int CHUNKS_1 = PARTS * chunks(HEAD_DIM), CHUNKS_2 = PARTS * chunks(HEAD_DIM_V);
+constexpr int CHUNKS_1 = NUM_TERMS * chunks(HEAD_DIM), CHUNKS_2 = NUM_TERMS * chunks(HEAD_DIM_V);
 constexpr int BYTES_A1 = 64 * CHUNK_ROW * CHUNKS_1, BYTES_A2 = 64 * CHUNK_ROW * CHUNKS_2;
 constexpr int BYTES_B1 = BLOCK * CHUNK_ROW * CHUNKS_1, BYTES_B2 = BLOCK * CHUNK_ROW * CHUNKS_2;
 constexpr int BYTES_NUMBERS = OF_QUERIES ? 0 : 3 * 4 * BLOCK;
@@ -161,8 +163,8 @@ DEVICE void multiply_rows(float (&x)[BLOCK / 2], unsigned a_at, unsigned b_at) {
             else product<0, 0>(x, a + along_rows(step, 64), b + along_rows(step, BLOCK), 1);
         }
     };
-    if constexpr (PARTS == 2) terms(a + along_rows(LOW, 64), b, true), terms(a, b + along_rows(LOW, BLOCK), false);
-    terms(a, b, PARTS == 1);
+    if constexpr (NUM_TERMS == 2) terms(a + along_rows(LOW, 64), b, true), terms(a, b + along_rows(LOW, BLOCK), false);
+    terms(a, b, NUM_TERMS == 1);
 }
 
 struct Weights {  // of a tile, as terms
@@ -172,13 +174,13 @@ struct Weights {  // of a tile, as terms
     __device__ __forceinline__ void take(float (&w)[BLOCK / 2], const float (&top)[2], float (&unit)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            unit[half] = unit_of(__float_as_uint(across_lanes(top[half], [](float x, float y) { return fmaxf(x, y); })));
+            unit[half] = scale_for(__float_as_uint(across_lanes(top[half], [](float x, float y) { return fmaxf(x, y); })));
             const float inverse = inverse_of(unit[half]);
 #pragma unroll
             for (int i = 0; i < BLOCK / 4; ++i) w[i / 2 * 4 + 2 * half + i % 2] *= inverse;
         }
 #pragma unroll
-        for (int i = 0; i < BLOCK / 4; ++i) split(w[2 * i], w[2 * i + 1], high[i], low[i]);
+        for (int i = 0; i < BLOCK / 4; ++i) to_terms(w[2 * i], w[2 * i + 1], high[i], low[i]);
     }
 };
 
@@ -194,8 +196,8 @@ DEVICE void begin_sums(float (&part)[N], const Weights& w, unsigned b_at) {
             wgmma_rs<1>(part, weights, 4 * step, b + along_columns(step), fresh && step == 0 ? 0 : 1);
     };
     wgmma_fence();
-    if constexpr (PARTS == 2) terms(w.low, b, true), terms(w.high, b + (chunks(DIM) * CHUNK >> 4), false);
-    terms(w.high, b, PARTS == 1);
+    if constexpr (NUM_TERMS == 2) terms(w.low, b, true), terms(w.high, b + (chunks(DIM) * CHUNK >> 4), false);
+    terms(w.high, b, NUM_TERMS == 1);
     wgmma_commit();
 }
 
@@ -204,7 +206,7 @@ template <int FROM, int N, int M>
 DEVICE void end_sums(float (&part)[N], Weights& w, const float (&back)[2], float (&sums)[M]) {
     wgmma_wait<0>();
     fence_operand(part), fence_operand(w.high);
-    if constexpr (PARTS == 2) fence_operand(w.low);
+    if constexpr (NUM_TERMS == 2) fence_operand(w.low);
 #pragma unroll
     for (int i = 0; i < N; ++i) sums[FROM / 2 + i] = fmaf(part[i], back[i / 2 % 2], sums[FROM / 2 + i]);
 }

@@ -7,7 +7,7 @@
 // greatest of a row or a column, beside others of the tile, is small. So an element's error is always below 2^-22 of the
 // greatest of its row and of its column. Tokens past `kv_lengths` become zeros.
 //
-// Constants of the head: PARTS, terms that are stored, 2 or 1: high alone; ROWS.
+// Constants of the head: NUM_TERMS, terms that are stored, 2 or 1: high alone; ROWS.
 #include "sm90/fp16x2_terms.cuh"
 
 struct Split {
@@ -77,12 +77,12 @@ DEVICE void split_tile(const Split& at, int index) {
     top = __reduce_max_sync(~0u, tops[lane % WARPS]);
 
     // In units. What shares no unit with its column is compared with it in its own.
-    const float tiles_unit = unit_of(top);
+    const float tiles_unit = scale_for(top);
     const float least = by_row ? 16384 * SPREAD : __uint_as_float(top) * inverse_of(tiles_unit) * SPREAD;
     float greatest[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-        const float inverse = inverse_of(by_row ? unit_of(top_of[i]) : tiles_unit);
+        const float inverse = inverse_of(by_row ? scale_for(top_of[i]) : tiles_unit);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             x[i][c] *= inverse;
@@ -117,12 +117,12 @@ DEVICE void split_tile(const Split& at, int index) {
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
         const int token = first + DOWN * i;
-        if (by_row && column == 0) *row_at<float>(at.unit, b, h, token) = said(unit_of(top_of[i]));  // there is room for whole tiles
+        if (by_row && column == 0) *row_at<float>(at.unit, b, h, token) = said(scale_for(top_of[i]));  // there is room for whole tiles
         uint2 high, low;
-        split(x[i][0], x[i][1], high.x, low.x), split(x[i][2], x[i][3], high.y, low.y);
+        to_terms(x[i][0], x[i][1], high.x, low.x), to_terms(x[i][2], x[i][3], high.y, low.y);
         if (token >= tokens) continue;
-        *reinterpret_cast<uint2*>(target + i * DOWN * 64 * PARTS * CHUNKS) = high;
-        if constexpr (PARTS == 2) *reinterpret_cast<uint2*>(target + i * DOWN * 64 * PARTS * CHUNKS + 64 * CHUNKS) = low;
+        *reinterpret_cast<uint2*>(target + i * DOWN * 64 * NUM_TERMS * CHUNKS) = high;
+        if constexpr (NUM_TERMS == 2) *reinterpret_cast<uint2*>(target + i * DOWN * 64 * NUM_TERMS * CHUNKS + 64 * CHUNKS) = low;
     }
     if (threadIdx.x == 0 && !by_row) *row_at<float>(at.unit, b, h, tile) = said(tiles_unit);
 }
