@@ -58,6 +58,9 @@ struct Block {
     bool rescales = false;     // the reference has changed: O needs `rescale`
     bool poly_ok = true, in_range = true;
     float sum[2], rescale[2];  // row sums of P; factors on O and l
+
+    __device__ __forceinline__ Block(unsigned n, int k0, bool full, bool first_tile)
+        : n(n), k0(k0), full(full), first_tile(first_tile) {}
 };
 
 struct Consumer {
@@ -67,10 +70,10 @@ struct Consumer {
     Pipeline<Q_BUFFERS> pipe_q;
     Pipeline<STAGES> pipe_k, pipe_v;
     float scale_log2, scale;
+    Accumulator acc;
     float s[S_REGS];
     SoftmaxState softmax;
     ScorePath path;
-    Accumulator acc;
     FloatTermsState terms;
     WorkTile work_tile;        // of the tile before, until begin_work_tile()
     int number = -1;           // of the work tile that the current tile belongs to, among this CTA's
@@ -199,12 +202,12 @@ struct Consumer {
 
     // --- blocks -------------------------------------------------------------------------------------------------------
 
-    // The misprediction and the block without speculation: scores modified as their graph says, and the online softmax.
+    // S as the online softmax takes it: modified as its graph says. After a misprediction, `speculative`, exponentials have
+    // overwritten S, which is computed again.
     template <bool UNMASKED>
-    __device__ __forceinline__ void online_block(Block& block, bool speculative, const float (&factor)[2], const TileScales& scales,
-                                                 const float (&m_before)[2], const float (&l_before)[2]) {
+    __device__ __forceinline__ void prepare_online(const Block& block, bool speculative, const TileScales& scales) {
         const Tanh tanh;
-        if (speculative) {  // the exponentials have overwritten S
+        if (speculative) {
             recompute_qk(s, q_rows(base, number % Q_BUFFERS, wg), base + at_k(block.n % STAGES));
             scale_scores(s, scales);
             if (UNMASKED || block.affine)
@@ -213,26 +216,13 @@ struct Consumer {
         if (AFFINE && (UNMASKED || (block.affine && block.full)))
             modify_in_range<false>(params, work_tile, work_tile.offset, s, block.k0, scale, tanh);
         else if (speculative || block.affine) modify_tile(params, work_tile, block.full, s, block.k0, scale);
-        if (!UNMASKED && first_tile && !path.bounded) {
-            softmax.m[0] = softmax.m[1] = HIDDEN;
-        } else if (AFFINE && SLOPED && block.may_be_high) {  // the reference before it was raised
-            softmax.m[0] = m_before[0], softmax.m[1] = m_before[1], softmax.l[0] = l_before[0], softmax.l[1] = l_before[1];
-            terms.restore(softmax.m, softmax.l);
-        }
-        online_softmax(s, softmax.m, block.sum, block.rescale, factor);
-        softmax.l[0] *= block.rescale[0], softmax.l[1] *= block.rescale[1];
-        const bool grows = !first_tile && !(AFFINE && SLOPED) && (block.rescale[0] < MIN_RESCALE || block.rescale[1] < MIN_RESCALE);
-        softmax.has_row_ref = path.bounded || __all_sync(~0u, softmax.m[0] != HIDDEN && softmax.m[1] != HIDDEN && !grows);
-        if (AFFINE && SLOPED) softmax.ref_minus_bias[0] = softmax.ref_minus_bias[1] = HIDDEN;
-        block.rescales = true;
-        if (UNMASKED && !(softmax.has_row_ref && path.steady)) steady_desc = NO_DESC;
     }
 
     template <bool PV_PENDING, bool UNMASKED>
     __device__ __forceinline__ void mma_block(unsigned n, bool full, int k0) {
         const WorkTile previous = work_tile;
         const float m_before[2] = {softmax.m[0], softmax.m[1]}, l_before[2] = {softmax.l[0], softmax.l[1]};
-        Block block{n, k0, full, !UNMASKED && first_tile};
+        Block block(n, k0, full, !UNMASKED && first_tile);
         if (!UNMASKED && first_tile) begin_work_tile();
         const TileScales scales = tile_scales(params, work_tile, terms.q_scale, k0 / BLOCK_K);
 
@@ -248,26 +238,41 @@ struct Consumer {
         wgmma_wait_loads_pass<PV_PENDING>();  // S is complete, PV may be in flight
         fence_operand(s);
 
+        // S to P. No function of its own: with one, the compiler copies m on the way.
+        float(&m)[2] = softmax.m, (&l)[2] = softmax.l;
         const float factor[2] = {score_factor(scales, 0, scale_log2), score_factor(scales, 1, scale_log2)};
         scale_scores(s, scales);
-        terms.begin_tile(scales, !UNMASKED && first_tile, softmax.m, softmax.l, softmax.ref_minus_bias);
+        terms.begin_tile(scales, !UNMASKED && first_tile, m, l, softmax.ref_minus_bias);
         if (!AFFINE && UNMASKED) block.poly_ok = modify_unmasked(params, work_tile, s, k0, scale);
         else if (!UNMASKED && !block.affine) block.in_range = modify_tile(params, work_tile, full, s, k0, scale);
         if (!UNMASKED && first_tile && !path.bounded)
-            softmax.has_row_ref =
-                AFFINE && block.affine ? guess_row_ref_affine(s, softmax.m, affine) : guess_row_ref(s, softmax.m, factor);
+            softmax.has_row_ref = AFFINE && block.affine ? guess_row_ref_affine(s, m, affine) : guess_row_ref(s, m, factor);
         const bool speculative = UNMASKED ? block.affine || !AFFINE : softmax.has_row_ref;
         if (!speculative || !(AFFINE && block.affine ? speculate_affine(block, affine)
-                                                     : speculative_softmax(s, softmax.m, block.sum, factor, block.poly_ok)))
-            online_block<UNMASKED>(block, speculative, factor, scales, m_before, l_before);
-        else if (BOUNDED_SCORES && !UNMASKED && block.affine && !full) {
+                                                     : speculative_softmax(s, m, block.sum, factor, block.poly_ok))) {
+            prepare_online<UNMASKED>(block, speculative, scales);
+            if (!UNMASKED && first_tile && !path.bounded) {
+                m[0] = m[1] = HIDDEN;
+            } else if (AFFINE && SLOPED && block.may_be_high) {  // the reference before it was raised
+                m[0] = m_before[0], m[1] = m_before[1], l[0] = l_before[0], l[1] = l_before[1];
+                terms.restore(m, l);
+            }
+            online_softmax(s, m, block.sum, block.rescale, factor);
+            l[0] *= block.rescale[0], l[1] *= block.rescale[1];
+            const bool grows =
+                !first_tile && !(AFFINE && SLOPED) && (block.rescale[0] < MIN_RESCALE || block.rescale[1] < MIN_RESCALE);
+            softmax.has_row_ref = path.bounded || __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN && !grows);
+            if (AFFINE && SLOPED) softmax.ref_minus_bias[0] = softmax.ref_minus_bias[1] = HIDDEN;
+            block.rescales = true;
+            if (UNMASKED && !(softmax.has_row_ref && path.steady)) steady_desc = NO_DESC;
+        } else if (BOUNDED_SCORES && !UNMASKED && block.affine && !full) {
             const Tanh tanh;
             modify_in_range<true, true>(params, work_tile, work_tile.offset, s, k0, scale, tanh);  // masks P
         }
-        terms.end_tile(softmax.m);
-        if (AFFINE && SLOPED && block.affine) find_ref_minus_bias(affine, softmax.m, softmax.ref_minus_bias);
+        terms.end_tile(m);
+        if (AFFINE && SLOPED && block.affine) find_ref_minus_bias(affine, m, softmax.ref_minus_bias);
         if (!block.in_range) path.steady = false;
-        add_row_sums(softmax.l, block.sum, scales);
+        add_row_sums(l, block.sum, scales);
 
         // The dependence keeps exponentials from being scheduled behind the next wait.
         pipe_k.consumer_release(UNMASKED ? n : n + depends_on(block.sum[0]) + depends_on(block.sum[1]));
