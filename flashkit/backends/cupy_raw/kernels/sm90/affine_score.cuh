@@ -1,13 +1,14 @@
-// Affine score modifications, gain * f(rate * s) + bias with f the identity or tanh (cuda_common/affine_score.py): exponents
-// come straight from the accumulators of Q K^T. Soft-capping, ALiBi, temperatures and sums of these are affine.
+// Affine score modifications, gain * f(rate * s) + bias with f the identity or tanh (cuda_common/affine_score.py):
+// exponents come straight from the accumulators of Q K^T. Soft-capping, ALiBi, temperatures and sums of these are
+// affine.
 #pragma once
 #include "sm90/softmax.cuh"
 
 constexpr bool AFFINE = HAS_SCORE && FORMED && POSITIONS != ANY && PACK_GQA == 1;
 
-// tanh(x) / x as a polynomial of x^2 - TANH_POLY_MAX^2, for |x| <= TANH_POLY_MAX: to 2^-13, or 2^-12 with two terms where P has 8
-// bits. With those, larger x go through the device's tanh, to 2^-11; it costs one more instruction of the unit that computes
-// the exponentials.
+// tanh(x) / x as a polynomial of x^2 - TANH_POLY_MAX^2, for |x| <= TANH_POLY_MAX: to 2^-13, or 2^-12 with two terms
+// where P has 8 bits. With those, larger x go through the device's tanh, to 2^-11; it costs one more instruction of the
+// unit that computes the exponentials.
 constexpr bool TANH_POLY_SHORT = STORAGE == BFLOAT16;
 constexpr float TANH_POLY_MAX = TANH_POLY_SHORT ? 0.35f : 0.65f,
                 TANH_POLY_0 = TANH_POLY_SHORT ? 0.9608449935913086f : 0.8795788288116455f,
@@ -17,8 +18,9 @@ constexpr float TANH_POLY_MAX = TANH_POLY_SHORT ? 0.35f : 0.65f,
 // Soft-capping bounds the scores of a work tile: one row reference may do for all its tiles, without looking at sums.
 constexpr bool BOUNDED_SCORES = AFFINE && ROW_SUM_BY_MMA;
 
-// What does not depend on keys is found once for a work tile, off the path between two products. With small head dims it
-// stays in registers. With larger ones the part that all rows share waits in shared memory, and is read while S is computed.
+// What does not depend on keys is found once for a work tile, off the path between two products. With small head dims
+// it stays in registers. With larger ones the part that all rows share waits in shared memory, and is read while S is
+// computed.
 constexpr bool AFFINE_IN_REGISTERS = AFFINE && CAPPED && !SLOPED && HEAD_DIM <= 64;
 constexpr bool AFFINE_IN_SMEM = AFFINE && CAPPED && !SLOPED && EVEN && HEAD_DIM > 64;
 constexpr bool AFFINE_PER_WORK_TILE = AFFINE_IN_REGISTERS || AFFINE_IN_SMEM;
@@ -124,8 +126,8 @@ DEVICE float affine_exponent(float x, const AffineScore& affine, int half, float
     return fmaf(x, fmaf(x2_excess, inner, affine.poly[half][0]), bias);
 }
 
-// Whether the bias is a row reference for all scores of a work tile: no score is further from it than the gain, so P stays
-// within 2^MAX_GAIN.
+// Whether the bias is a row reference for all scores of a work tile: no score is further from it than the gain, so P
+// stays within 2^MAX_GAIN.
 constexpr float MAX_GAIN = 80, MAX_BIAS = 1e6f;
 DEVICE bool bound_scores(const AffineScore& affine, float (&m)[2]) {
     bool bounded = true;
@@ -152,14 +154,15 @@ DEVICE bool guess_row_ref_affine(const float (&s)[S_REGS], float (&m)[2], const 
     return __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN);
 }
 
-// Which scores go through the device's tanh all the same, to balance the units: one in eight, where row sums are needed.
+// Which scores go through the device's tanh all the same, to balance the units: one in eight, where row sums are
+// needed.
 template <bool BOUNDED> DEVICE constexpr bool uses_tanh_unit(int n) {
     return TANH_POLY_SHORT && HEAD_DIM > 64 && !BOUNDED && n % 4 == 1;
 }
 
 // Speculative softmax from accumulators. False where S is needed again: the reference was too low, or too high where
-// `may_be_high`; or, which poly_ok tells, scores are too large for the polynomial. STEEP: all tanh by the device. BOUNDED: the
-// reference cannot be wrong, and row sums are not needed.
+// `may_be_high`; or, which poly_ok tells, scores are too large for the polynomial. STEEP: all tanh by the device.
+// BOUNDED: the reference cannot be wrong, and row sums are not needed.
 template <bool STEEP, bool BOUNDED>
 DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const AffineScore& affine, bool may_be_high,
                            bool& poly_ok) {
@@ -194,8 +197,8 @@ DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)
     return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && (!SLOPED || (sum[0] >= least && sum[1] >= least)) && poly_ok);
 }
 
-// Where the bias grows from tile to tile the row reference grows with it, before P overflows. ref_minus_bias: the reference
-// less the greatest bias of the tile that it comes from; -inf where unknown.
+// Where the bias grows from tile to tile the row reference grows with it, before P overflows. ref_minus_bias: the
+// reference less the greatest bias of the tile that it comes from; -inf where unknown.
 constexpr float MAX_LAG = P_IS_FLOAT16 ? 7 : 30;
 DEVICE void find_ref_minus_bias(const AffineScore& affine, const float (&m)[2], float (&ref_minus_bias)[2]) {
 #pragma unroll

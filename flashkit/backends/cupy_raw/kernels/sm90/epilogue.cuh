@@ -24,8 +24,8 @@ DEVICE void stage_output(const float (&o)[O_REGS], unsigned staged) {
     }
 }
 
-// O / l and the log-sum-exp of work tile `number` of this CTA. A row sum that is not finite means that the float16 terms of
-// float32 do not stand for the row's elements.
+// O / l and the log-sum-exp of work tile `number` of this CTA. A row sum that is not finite means that the float16
+// terms of float32 do not stand for the row's elements.
 DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int number, const float (&m)[2], const float (&l)[2],
                      float (&o)[O_REGS], int wg) {
     const unsigned staged = q_rows(base, number % Q_BUFFERS, wg);
@@ -74,8 +74,8 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
     fence_proxy_async();
     __syncwarp();
     mbarrier_arrive_once(out_ready(base, number % Q_BUFFERS, wg));
-    // The log-sum-exp is stored after the fence, which would wait for it, and without a branch, behind which the compiler would
-    // serialise the wgmmas.
+    // The log-sum-exp is stored after the fence, which would wait for it, and without a branch, behind which the
+    // compiler would serialise the wgmmas.
 #pragma unroll
     for (int half = 0; !IS_FLOAT32 && half < 2; ++half) {
         const int index = at.row0 + row_of_lane(half), writes = index < (int)p.n_q * PACK_GQA && threadIdx.x % 4 == 0;

@@ -1,19 +1,19 @@
 // The FP16x2 consumer: float32 attention from products of two float16 terms.
 //
-// Q, K and V come as two float16 terms for each element, x = scale (high + low), high in the first half of a row's chunks, low
-// in the second (fp16x2_split.cu): 23 bits and a sign, all but one of float32's. A product is low high + high low + high high,
-// three wgmmas; low low is below float32's rounding.
+// Q, K and V come as two float16 terms for each element, x = scale (high + low), high in the first half of a row's
+// chunks, low in the second (fp16x2_split.cu): 23 bits and a sign, all but one of float32's. A product is low high +
+// high low + high high, three wgmmas; low low is below float32's rounding.
 //
-// Tensor cores round float32 sums toward zero (Ootomo and Yokota 2022, arXiv 2203.03341), and errors of one sign add up in long
-// sums. So the small products come first, and PV of each tile has an accumulator of its own, which CUDA cores add to O. That
-// addition applies the tile's scale.
+// Tensor cores round float32 sums toward zero (Ootomo and Yokota 2022, arXiv 2203.03341), and errors of one sign add up
+// in long sums. So the small products come first, and PV of each tile has an accumulator of its own, which CUDA cores
+// add to O. That addition applies the tile's scale.
 //
 //     O         [64][HEAD_DIM_V]    registers, sums by CUDA cores
 //     PV        [64][HEAD_DIM_V]    registers, the accumulator of one tile
 //     P         [64][BLOCK_K]       registers, as terms
 //
-// Elements that are not finite, or too far from 1 for products of scales, show in the scales (NaN or huge) or in the output. A
-// warp computes such rows again on CUDA cores (nonfinite.cuh).
+// Elements that are not finite, or too far from 1 for products of scales, show in the scales (NaN or huge) or in the
+// output. A warp computes such rows again on CUDA cores (nonfinite.cuh).
 #pragma once
 #include "sm90/epilogue.cuh"
 #include "sm90/softmax.cuh"
@@ -22,7 +22,8 @@
 constexpr int LOW_Q = along_rows(4 * chunks(HEAD_DIM), 64), LOW_K = along_rows(4 * chunks(HEAD_DIM), BLOCK_K);
 constexpr int LOW_V = chunks(HEAD_DIM_V) * CHUNK_BYTES >> 4;
 
-// P is up to 2^MAX_P_LOG2: down to 2^-28 of a row's greatest it keeps all bits. Dropout scales what it keeps, and needs room.
+// P is up to 2^MAX_P_LOG2: down to 2^-28 of a row's greatest it keeps all bits. Dropout scales what it keeps, and needs
+// room.
 constexpr float MAX_P_LOG2 = HAS_DROPOUT ? 7 : 14;
 
 DEVICE void issue_qk_fp16x2(float (&s)[S_REGS], unsigned long long q, unsigned long long k) {

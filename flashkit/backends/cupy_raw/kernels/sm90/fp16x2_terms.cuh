@@ -1,8 +1,8 @@
 // FP16x2: float32 elements as NUM_TERMS float16 terms under power-of-two scales, x = scale (high + low).
 #pragma once
 
-// The scale that brings the greatest magnitude, given by its bits, to [2^14, 2^15): 1 for zeros, at least 2^-126, NaN where an
-// element is not finite.
+// The scale that brings the greatest magnitude, given by its bits, to [2^14, 2^15): 1 for zeros, at least 2^-126, NaN
+// where an element is not finite.
 DEVICE float scale_for(unsigned greatest) {
     const int exponent = (int)(greatest >> 23);  // biased by 127
     if (exponent == 255) return __int_as_float(0x7fffffff);

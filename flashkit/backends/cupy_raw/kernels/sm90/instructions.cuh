@@ -1,17 +1,20 @@
 // PTX instructions of Hopper as functions: mbarriers, clusters, TMA, wgmma, register reallocation.
 //
-// A warp group is four warps. One wgmma multiplies its 64 rows by N columns, asynchronously. B lies in shared memory, A in
-// shared memory or in registers. In the accumulator element 4 n + 2 half + c of a lane, with g = lane / 4 and t = lane % 4, is
+// A warp group is four warps. One wgmma multiplies its 64 rows by N columns, asynchronously. B lies in shared memory, A
+// in shared memory or in registers. In the accumulator element 4 n + 2 half + c of a lane, with g = lane / 4 and t =
+// lane % 4, is
 //
 //     row 16 * (warp of the warp group) + g + 8 half,  column 8 n + 2 t + c
 //
-// A packed 16-bit accumulator has the layout of an A operand in registers, so P feeds the second product without a shuffle.
+// A packed 16-bit accumulator has the layout of an A operand in registers, so P feeds the second product without a
+// shuffle.
 //
-// A tile in shared memory is [chunk][row][128 bytes], a chunk being 64 columns of 16 bits. It begins at a multiple of 1024
-// bytes. Its 16-byte vectors are permuted within eight rows, vector v of row r lying at v ^ (r % 8): the 128-byte swizzle of
-// TMA and wgmma.
+// A tile in shared memory is [chunk][row][128 bytes], a chunk being 64 columns of 16 bits. It begins at a multiple of
+// 1024 bytes. Its 16-byte vectors are permuted within eight rows, vector v of row r lying at v ^ (r % 8): the 128-byte
+// swizzle of TMA and wgmma.
 //
-// The wgmma instructions of the shapes in use are generated (cupy_raw/sm90_wgmma.py): product(), wgmma_zero_init(), wgmma_rs().
+// The wgmma instructions of the shapes in use are generated (cupy_raw/sm90_wgmma.py): product(), wgmma_zero_init(),
+// wgmma_rs().
 #pragma once
 
 #include "common/fragment.cuh"
@@ -50,8 +53,8 @@ DEVICE int load_word(unsigned address) {
 }
 
 // --- mbarriers --------------------------------------------------------------------------------------------------------
-// A phase ends when all arrivals and all expected bytes are there. mbarrier_wait(barrier, parity) waits for the end of a
-// phase. The first phase has parity 0; a wait for parity 1 on a new barrier returns at once.
+// A phase ends when all arrivals and all expected bytes are there. mbarrier_wait(barrier, parity) waits for the end of
+// a phase. The first phase has parity 0; a wait for parity 1 on a new barrier returns at once.
 
 DEVICE void mbarrier_init(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -61,8 +64,8 @@ DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cl
 DEVICE void mbarrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// One arrival for a warp, by its lane 0. It is predicated: after a branch ptxas 13.0 no longer treats wgmma descriptors as
-// uniform and moves them out of uniform registers.
+// One arrival for a warp, by its lane 0. It is predicated: after a branch ptxas 13.0 no longer treats wgmma descriptors
+// as uniform and moves them out of uniform registers.
 DEVICE void mbarrier_arrive_once(unsigned barrier, int lane = threadIdx.x % 32) {
     asm volatile("{ .reg .pred p; setp.eq.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
                  ::"r"(barrier), "r"(lane) : "memory");
@@ -112,7 +115,8 @@ DEVICE bool named_barrier_any(int number, int threads, bool x) {
 }
 
 // --- clusters ---------------------------------------------------------------------------------------------------------
-// The CTAs of a cluster are co-resident and reach each other's shared memory. No CTA may end before the last access to it.
+// The CTAs of a cluster are co-resident and reach each other's shared memory. No CTA may end before the last access to
+// it.
 
 DEVICE int cluster_ctarank() {
     int rank;
@@ -127,8 +131,8 @@ DEVICE unsigned mapa(unsigned address, int rank) {  // the same address in the s
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// One arrival for a warp, at a mapa barrier. It reports a read, so no release is needed: .release.cluster would wait for all
-// of the warp's additions to global memory.
+// One arrival for a warp, at a mapa barrier. It reports a read, so no release is needed: .release.cluster would wait
+// for all of the warp's additions to global memory.
 DEVICE void dsmem_arrive(unsigned barrier, int lane) {
     asm volatile("{ .reg .pred p; setp.eq.u32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0]; }"
                  ::"r"(barrier), "r"(lane) : "memory");
@@ -201,8 +205,8 @@ DEVICE void clear_rows(unsigned tile, int first, int chunk_bytes) {
 
 // --- wgmma ------------------------------------------------------------------------------------------------------------
 
-// An operand's descriptor: its address and, if it is read along columns and wider than a chunk, the stride from chunk to
-// chunk. Eight rows every 1024 bytes and the 128-byte swizzle are common to all.
+// An operand's descriptor: its address and, if it is read along columns and wider than a chunk, the stride from chunk
+// to chunk. Eight rows every 1024 bytes and the 128-byte swizzle are common to all.
 DEVICE unsigned long long descriptor(unsigned address, int chunk = 16) {
     return 0x4000004000000000ull | (unsigned long long)(chunk >> 4) << 16 | (address & 0x3FFFF) >> 4;
 }
@@ -268,8 +272,8 @@ template <int COUNT> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 DEVICE float uniform_float(float x) { return __int_as_float(uniform(__float_as_int(x))); }
 
-// True in one lane of the warp, always the same one. ptxas knows that a single lane runs, and issues TMA with half as many
-// instructions.
+// True in one lane of the warp, always the same one. ptxas knows that a single lane runs, and issues TMA with half as
+// many instructions.
 DEVICE bool elect_one() {
     int chosen;
     asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.s32 %0, 1, 0, p; }" : "=r"(chosen));

@@ -1,8 +1,9 @@
 // Tile shape, registers and shared memory of Hopper's forward pass.
 //
 // From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
-// CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, HAS_LENGTHS, READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES, TILE_LIST_BYTES and
-// the offsets AT_* of the parts of shared memory, which ForwardTile.smem lays out (cuda_common/sm90_launch.py):
+// CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, HAS_LENGTHS, READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES,
+// LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which ForwardTile.smem lays out
+// (cuda_common/sm90_launch.py):
 //
 //     AT_K, AT_V            [STAGES][BLOCK_K][..]; Q, and O on its way out, lie at 0: [Q_BUFFERS][MMA_WARPGROUPS][64][..]
 //     AT_ONES               a chunk of ones behind every V, where ROW_SUM_BY_MMA
@@ -35,13 +36,13 @@ constexpr int O_REGS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA, S_REGS = BLOCK_K / 2, P
 
 constexpr int AFFINE_BYTES = 24;  // of AT_AFFINE, for a warp
 
-// Tile descriptor: tile << 8 | FIRST_TILE if it begins a work tile | a State for each warp group's rows, two bits each. END has
-// the bit FIRST_TILE, too. NO_DESC equals no descriptor.
+// Tile descriptor: tile << 8 | FIRST_TILE if it begins a work tile | a State for each warp group's rows, two bits each.
+// END has the bit FIRST_TILE, too. NO_DESC equals no descriptor.
 constexpr int FIRST_TILE = 64, END = -1, NO_DESC = -2;
 
-// ROW_SUM_BY_MMA: one chunk of ones follows the chunks of V of every stage, as the last column block of the second product. A
-// descriptor has a single chunk stride, so the stages of V have different strides, and with two chunks of V a stage of K lies
-// in between.
+// ROW_SUM_BY_MMA: one chunk of ones follows the chunks of V of every stage, as the last column block of the second
+// product. A descriptor has a single chunk stride, so the stages of V have different strides, and with two chunks of V
+// a stage of K lies in between.
 static_assert(!ROW_SUM_BY_MMA || CHUNKS_V == 1 || (CHUNKS_V == 2 && CHUNKS_K == 2 && STAGES == 2), "no room for ones");
 DEVICE constexpr int at_k(int stage) {
     return ROW_SUM_BY_MMA && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK_BYTES : AT_K + stage * BYTES_K;

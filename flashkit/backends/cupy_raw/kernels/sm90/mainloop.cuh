@@ -1,19 +1,20 @@
 // The consumer's main loop: 64 rows of a work tile for each warp group, as in FlashAttention-3.
 //
-// S(n) = Q K(n)^T is issued together with O += P(n-1) V(n-1); the softmax of tile n overlaps with the second product. Two warp
-// groups ping-pong: one issues its products while the other takes exponentials. The pipeline does not drain between work
-// tiles: S of the next one is issued before the last PV of this one, and its epilogue follows in the same block.
+// S(n) = Q K(n)^T is issued together with O += P(n-1) V(n-1); the softmax of tile n overlaps with the second product.
+// Two warp groups ping-pong: one issues its products while the other takes exponentials. The pipeline does not drain
+// between work tiles: S of the next one is issued before the last PV of this one, and its epilogue follows in the same
+// block.
 //
-// A block is a K/V tile seen from a warp group. Three instances of mma_block cover all cases: the steady state (a PV is pending,
-// all rows have a reference, nothing is masked), the general block, and the block without a pending PV. Both flags are template
-// arguments, as the compiler serialises wgmmas that are issued conditionally.
+// A block is a K/V tile seen from a warp group. Three instances of mma_block cover all cases: the steady state (a PV is
+// pending, all rows have a reference, nothing is masked), the general block, and the block without a pending PV. Both
+// flags are template arguments, as the compiler serialises wgmmas that are issued conditionally.
 #pragma once
 #include "sm90/affine_score.cuh"
 #include "sm90/epilogue.cuh"
 #include "sm90/tile_scales.cuh"
 
-// A uniform float that the compiler cannot recompute. Under register pressure it would otherwise do so for each tile, in
-// float64; a load from shared memory can happen only once.
+// A uniform float that the compiler cannot recompute. Under register pressure it would otherwise do so for each tile,
+// in float64; a load from shared memory can happen only once.
 DEVICE float pinned(float x, unsigned address) {
     if constexpr (HAS_SCORE || READS_ARRAYS) {
         store_float(address, x);
@@ -144,8 +145,8 @@ struct Consumer {
         return load_word(tile_desc_slot(base, n));
     }
 
-    // The work tile before `number`: kept in registers, or read again, which needs none meanwhile. A score modification keeps
-    // it, as the compiler otherwise orders the softmax worse.
+    // The work tile before `number`: kept in registers, or read again, which needs none meanwhile. A score modification
+    // keeps it, as the compiler otherwise orders the softmax worse.
     __device__ __forceinline__ WorkTile previous_work_tile(const WorkTile& kept) const {
         return HAS_SCORE ? WorkTile{opaque(kept.b), opaque(kept.h), opaque(kept.row0), kept.offset}
                          : read_work_tile(params, base, number - 1, wg);
@@ -202,8 +203,8 @@ struct Consumer {
 
     // --- blocks -------------------------------------------------------------------------------------------------------
 
-    // S as the online softmax takes it: modified as its graph says. After a misprediction, `speculative`, exponentials have
-    // overwritten S, which is computed again.
+    // S as the online softmax takes it: modified as its graph says. After a misprediction, `speculative`, exponentials
+    // have overwritten S, which is computed again.
     template <bool UNMASKED>
     __device__ __forceinline__ void prepare_online(const Block& block, bool speculative, const TileScales& scales) {
         const Tanh tanh;
@@ -305,8 +306,8 @@ struct Consumer {
         next_desc = wait_tile_desc(n + 1);
     }
 
-    // One comparison decides: has_row_ref and path.steady are part of steady_desc. With a score modification they are asked one
-    // by one, as the compiler otherwise orders the softmax worse.
+    // One comparison decides: has_row_ref and path.steady are part of steady_desc. With a score modification they are
+    // asked one by one, as the compiler otherwise orders the softmax worse.
     __device__ __forceinline__ bool is_steady(int tile_desc) const {
         const int bits = tile_desc & (FIRST_TILE | 3 << 2 * wg);
         return HAS_SCORE ? acc.pv_pending && softmax.has_row_ref && path.steady && bits == FULL << 2 * wg : bits == steady_desc;
@@ -325,7 +326,8 @@ struct Consumer {
             }
             if (tile_desc & FIRST_TILE) first_tile = true, softmax.has_row_ref = false, ++number;  // also END
             const int state = tile_desc == END ? (int)EMPTY : tile_desc >> 2 * wg & 3;
-            // A pending PV is issued by itself where no S goes with it, or where the next Q needs this one's only buffer.
+            // A pending PV is issued by itself where no S goes with it, or where the next Q needs this one's only
+            // buffer.
             if (acc.pv_pending && (state == EMPTY || (Q_BUFFERS == 1 && first_tile))) {
                 issue_pv(n - 1), finish_pv(n - 1);
                 steady_desc = NO_DESC;

@@ -1,6 +1,6 @@
-// The non-finite fallback of the forward epilogue: rows computed again from global memory, pair by pair, where a masked pair or
-// P = 0 has met infinity or NaN in V, or where FP16X2 terms do not stand for the elements. No branch differs between the lanes
-// of a warp, as the compiler would take nothing behind it as uniform.
+// The non-finite fallback of the forward epilogue: rows computed again from global memory, pair by pair, where a masked
+// pair or P = 0 has met infinity or NaN in V, or where FP16X2 terms do not stand for the elements. No branch differs
+// between the lanes of a warp, as the compiler would take nothing behind it as uniform.
 #pragma once
 #include "sm90/score_mod.cuh"
 
@@ -10,8 +10,8 @@ DEVICE void accumulate_nonfinite(const Params& p, const WorkTile& at, const floa
     const int lane = opaque(threadIdx.x % 32), row0 = opaque(uniform(threadIdx.x % 128 / 32)) * 16;
     const int n_k = uniform((int)keys_of(p, at.b));
     const long long offset = offset_of(p, at.b);
-    // Relative to the log-sum-exp P is at most 1. In the main loop it may be far above, and a product with large V may have been
-    // what overflowed.
+    // Relative to the log-sum-exp P is at most 1. In the main loop it may be far above, and a product with large V may
+    // have been what overflowed.
     const float reference_of[2] = {lse[0] == HIDDEN ? -HIDDEN : lse[0], lse[1] == HIDDEN ? -HIDDEN : lse[1]};
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {

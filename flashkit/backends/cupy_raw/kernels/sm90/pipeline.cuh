@@ -1,10 +1,11 @@
-// A circular buffer in shared memory between a producer and its consumers, as in CUTLASS: a full and an empty mbarrier for
-// each stage.
+// A circular buffer in shared memory between a producer and its consumers, as in CUTLASS: a full and an empty mbarrier
+// for each stage.
 #pragma once
 
 #include "sm90/instructions.cuh"
 
-// Index n of the sequence lies in stage n % STAGES. The addresses are those of the first full and the first empty barrier.
+// Index n of the sequence lies in stage n % STAGES. The addresses are those of the first full and the first empty
+// barrier.
 template <int STAGES>
 struct Pipeline {
     unsigned full, empty;

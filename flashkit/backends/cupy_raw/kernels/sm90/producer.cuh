@@ -1,4 +1,5 @@
-// The producer: one thread issues TMA loads of K, V and Q for every K/V tile of every work tile that the scheduler lists.
+// The producer: one thread issues TMA loads of K, V and Q for every K/V tile of every work tile that the scheduler
+// lists.
 #pragma once
 #include "sm90/tile_scheduler.cuh"
 
@@ -33,8 +34,8 @@ DEVICE void load_q(const TensorMap& q_map, unsigned base, unsigned number, int b
     }
 }
 
-// V follows K one tile later, as consumers need it. Q follows the first K of its work tile: consumers begin with a K tile
-// before they release the previous Q, so this order cannot deadlock.
+// V follows K one tile later, as consumers need it. Q follows the first K of its work tile: consumers begin with a K
+// tile before they release the previous Q, so this order cannot deadlock.
 DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, unsigned base,
                      const WorkTileList* lists) {
     const Pipeline<STAGES> pipe_k = k_pipe(base), pipe_v = v_pipe(base);

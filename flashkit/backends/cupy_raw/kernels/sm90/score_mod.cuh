@@ -5,7 +5,8 @@
 // A masked pair has P = 0, but 0 * NaN is NaN: the epilogue detects outputs that this may have spoilt.
 constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT;
 
-// The factor that brings scores to base 2. A score modification takes scaled scores, so the softmax scale comes before it.
+// The factor that brings scores to base 2. A score modification takes scaled scores, so the softmax scale comes before
+// it.
 DEVICE float softmax_scale_log2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634); }
 
 // A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
@@ -19,9 +20,9 @@ DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
     for (int i = 0; i < S_REGS; ++i) s[i] = i / 4 * 8 + i % 2 < left ? s[i] : OF_P ? 0.0f : HIDDEN;
 }
 
-// S of a tile, modified, and -inf where masked; or P (OF_P), 0 where masked. Positions are in range (positions_in_range).
-// Where the mask SHIFTS, it depends on q - k alone, and keys count from the lane's first one: each becomes an immediate of the
-// comparison.
+// S of a tile, modified, and -inf where masked; or P (OF_P), 0 where masked. Positions are in range
+// (positions_in_range). Where the mask SHIFTS, it depends on q - k alone, and keys count from the lane's first one:
+// each becomes an immediate of the comparison.
 template <bool PARTIAL_TILE, bool OF_P = false, typename T>
 DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0, float scale, T& tanh) {
     const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0;
@@ -74,13 +75,14 @@ DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long o
     for (int i = 0; i < S_REGS; ++i) s[i] = copy[i];
 }
 
-// Whether positions are in the range that POSITIONS' types hold exactly. A vote, so that the compiler knows it is uniform.
+// Whether positions are in the range that POSITIONS' types hold exactly. A vote, so that the compiler knows it is
+// uniform.
 DEVICE bool positions_in_range(const Params& p, long long offset) {
     return POSITIONS == ANY || __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
 }
 
-// An unmasked tile with positions in range. False where the polynomial for tanh does not hold for all scores, which then have
-// to be computed again.
+// An unmasked tile with positions in range. False where the polynomial for tanh does not hold for all scores, which
+// then have to be computed again.
 DEVICE bool modify_unmasked(const Params& p, const WorkTile& at, float (&s)[S_REGS], int k0, float scale) {
     CalmTanh tanh{0};
     if constexpr (HAS_SCORE) modify_in_range<false>(p, at, at.offset, s, k0, scale, tanh);

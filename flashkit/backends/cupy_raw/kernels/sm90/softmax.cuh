@@ -1,10 +1,10 @@
-// The online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) of an S tile in the registers of a warp group, with
-// flashkit's speculative row maximum.
+// The online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) of an S tile in the registers of a warp group,
+// with flashkit's speculative row maximum.
 //
-// Exponentials are relative to a row reference m, in base 2. The online softmax takes the greatest score so far. But any m near
-// it does: a float32 or bfloat16 holds 2^60 as precisely as 1. So m is speculated to hold for the next tile, whose scores go
-// straight to exponentials; their sum, needed anyway, shows a misprediction. Then S is recomputed (recompute_qk), as the
-// exponentials have overwritten it.
+// Exponentials are relative to a row reference m, in base 2. The online softmax takes the greatest score so far. But
+// any m near it does: a float32 or bfloat16 holds 2^60 as precisely as 1. So m is speculated to hold for the next tile,
+// whose scores go straight to exponentials; their sum, needed anyway, shows a misprediction. Then S is recomputed
+// (recompute_qk), as the exponentials have overwritten it.
 #pragma once
 #include "sm90/score_mod.cuh"
 
@@ -13,11 +13,13 @@ constexpr bool P_IS_FLOAT16 = STORAGE != BFLOAT16;
 // Row sums up to this are accepted: P fits its type.
 constexpr float MAX_SUM = P_IS_FLOAT16 ? 32768.0f : 1e18f;
 
-// Whether a work tile's first reference is guessed from its first columns; float16 needs headroom above the guess, in base 2.
+// Whether a work tile's first reference is guessed from its first columns; float16 needs headroom above the guess, in
+// base 2.
 constexpr bool GUESSES_ROW_REF = STORAGE != FLOAT16 || HEAD_DIM <= 64;
 constexpr float HEADROOM = P_IS_FLOAT16 ? 6 : 0;
 
-// After a tile that rescales the row by less than this the reference may grow again, so the next tile does not speculate.
+// After a tile that rescales the row by less than this the reference may grow again, so the next tile does not
+// speculate.
 constexpr float MIN_RESCALE = 1e-6f;
 
 // A row reference from the first 16 columns of a tile. False where a row has none, all of these being masked.
@@ -47,7 +49,8 @@ DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent) {
     return total[0] + total[1];
 }
 
-// S to P relative to the row maximum so far; `rescale` brings O and l of the tiles before to it. sum: the row sums of P.
+// S to P relative to the row maximum so far; `rescale` brings O and l of the tiles before to it. sum: the row sums of
+// P.
 DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], float (&rescale)[2], const float (&scale_log2)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -68,7 +71,8 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
     }
 }
 
-// S to P relative to m as it is. False on a misprediction: m is too low, a score is NaN, or the scores are not `valid` anyway.
+// S to P relative to m as it is. False on a misprediction: m is too low, a score is NaN, or the scores are not `valid`
+// anyway.
 DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const float (&scale_log2)[2], bool valid) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -77,8 +81,8 @@ DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (
     return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && valid);
 }
 
-// After a misprediction: S of a warp's 16 rows again, by the mma instruction of a single warp, whose accumulator has wgmma's
-// layout. q, k: the warp group's rows and the K tile in shared memory.
+// After a misprediction: S of a warp's 16 rows again, by the mma instruction of a single warp, whose accumulator has
+// wgmma's layout. q, k: the warp group's rows and the K tile in shared memory.
 DEVICE void recompute_qk(float (&s)[S_REGS], unsigned q, unsigned k) {
     const int lane = opaque(threadIdx.x % 32), row = opaque(threadIdx.x % 128 / 32) * 16 + lane % 16, key = lane / 16 * 8 + lane % 8;
     const float zero = __int_as_float(opaque(0));

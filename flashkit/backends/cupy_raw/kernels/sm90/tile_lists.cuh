@@ -6,11 +6,12 @@ struct TileList {
     int entry[224];  // index << 8 | states of the warp groups' rows, two bits each
 };
 
-// Appends the next of `tiles` tiles that exist; returns how many and advances `next`. `seen` is the union of their states.
+// Appends the next of `tiles` tiles that exist; returns how many and advances `next`. `seen` is the union of their
+// states.
 //
-// states_of(index, count) gives the states of tiles index ... index + count - 1 together, 0 if all are EMPTY. The warp asks
-// for 32 tiles at a time, after 32 groups of 32 where a query may span so many. only_first: stop at the first tiles found,
-// where the pipeline is still empty.
+// states_of(index, count) gives the states of tiles index ... index + count - 1 together, 0 if all are EMPTY. The warp
+// asks for 32 tiles at a time, after 32 groups of 32 where a query may span so many. only_first: stop at the first
+// tiles found, where the pipeline is still empty.
 template <typename List, typename States>
 DEVICE int fill(List& list, int& next, int tiles, unsigned& seen, States states_of, bool only_first = false) {
     constexpr int CAPACITY = sizeof(list.entry) / sizeof(int);

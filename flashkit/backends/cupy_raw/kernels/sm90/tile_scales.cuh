@@ -1,7 +1,8 @@
-// TF32 by one float16 term: the power-of-two scales of Q, K and V tiles in the main loop. For 16-bit elements all of it is empty.
+// TF32 by one float16 term: the power-of-two scales of Q, K and V tiles in the main loop. For 16-bit elements all of it
+// is empty.
 //
-// Scales of Q and K go into the factor of a row's scores. That of a V tile goes into the tile's P, as if its row reference were
-// another one, and is taken out of the row sum.
+// Scales of Q and K go into the factor of a row's scores. That of a V tile goes into the tile's P, as if its row
+// reference were another one, and is taken out of the row sum.
 #pragma once
 #include "sm90/layout.cuh"
 
@@ -39,8 +40,8 @@ DEVICE void add_row_sums(float (&l)[2], const float (&sum)[2], const TileScales&
     }
 }
 
-// The scales of Q, and the exponent that O is relative to. O follows the scale of V where that is off by more than 2^4: P of a
-// tile in a much smaller scale would lose its bits.
+// The scales of Q, and the exponent that O is relative to. O follows the scale of V where that is off by more than 2^4:
+// P of a tile in a much smaller scale would lose its bits.
 struct FloatTermsState {
     float q_scale[2];
     float exponent = 0;                        // of O

@@ -1,5 +1,5 @@
-// The tile scheduler of the forward pass: a persistent grid takes work tiles from an atomic counter. A warp of its own claims
-// them and lists the K/V tiles that the mask leaves of each.
+// The tile scheduler of the forward pass: a persistent grid takes work tiles from an atomic counter. A warp of its own
+// claims them and lists the K/V tiles that the mask leaves of each.
 #pragma once
 #include "common/tile_order.cuh"
 #include "sm90/layout.cuh"
@@ -70,15 +70,15 @@ struct WorkTileList {
     int ends;               // whether these are the last ones of the work tile
     TileList list;
 };
-static_assert(sizeof(WorkTileList) == TILE_LIST_BYTES, "sm90_launch.py and WorkTileList differ");
+static_assert(sizeof(WorkTileList) == LIST_HEADER + 4 * LIST_CAPACITY, "sm90_launch.py and WorkTileList differ");
 
-// Long sequences: the next work tile is claimed when this one nears its end, so that the last ones are shared evenly. Short
-// ones leave no time for that.
+// Long sequences: the next work tile is claimed when this one nears its end, so that the last ones are shared evenly.
+// Short ones leave no time for that.
 DEVICE bool claims_late(const Params& p) { return p.n_k > 16 * BLOCK_K; }
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the end
 
-// The scheduler warp. It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long as the
-// products of a tile.
+// The scheduler warp. It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long
+// as the products of a tile.
 DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) {
     const Pipeline<2> pipe = list_pipe(base);
     const TileScheduler scheduler{p};
@@ -106,8 +106,8 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
         for (bool first = true; first || next < tiles; first = false) {
             WorkTileList& to = acquire();
             const int found = fill(to.list, next, tiles, seen, states_of, n == 0);
-            // A warp group without any visible key still gets one tile, as PARTIAL with every pair masked: rows without keys
-            // need no code of their own.
+            // A warp group without any visible key still gets one tile, as PARTIAL with every pair masked: rows without
+            // keys need no code of their own.
             unsigned blind = 0;
 #pragma unroll
             for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) blind |= (seen >> 2 * wg & 3) == EMPTY ? PARTIAL << 2 * wg : 0;

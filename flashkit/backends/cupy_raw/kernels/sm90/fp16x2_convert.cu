@@ -1,29 +1,30 @@
-// Tensors of float32 as terms of float16, for products on tensor cores: x = unit (high + low), where unit is a power of two
-// such that the greatest of those that share it comes to lie in [2^14, 2^15). high is x / unit rounded to float16, low the
-// rest, rounded too. Numbers down to 2^-17 of the greatest keep 23 bits, smaller ones an error of 2^-40 of the greatest.
+// FP16x2 conversion: float32 tensors to float16 terms, x = scale (high + low), for products on tensor cores. scale is a
+// power of two that brings the greatest of the elements that share it to [2^14, 2^15). high is x / scale rounded to
+// float16, low the rounded rest. Elements down to 2^-17 of the greatest keep 23 bits, smaller ones an error of 2^-40 of
+// the greatest.
 //
-// A block takes a tile: ROWS tokens of a head. All its elements share a unit, or (by_row) the elements of each row do. A unit
-// is NaN, and who multiplies has to look at it, where an element is not finite, and where that error could show: where the
-// greatest of a row or a column, beside others of the tile, is small. So an element's error is always below 2^-22 of the
-// greatest of its row and of its column. Tokens past `kv_lengths` become zeros.
+// A CTA converts a tile: ROWS tokens of a head. All its elements share a scale, or (by_row) those of each row do. A
+// scale is NaN, as a request for the non-finite fallback, where an element is not finite, or where that error could
+// show: where the greatest of a row or column is small beside others of the tile. So an element's error is always below
+// 2^-22 of the greatest of its row and of its column. Tokens past `kv_lengths` become zeros.
 //
-// Constants of the head: NUM_TERMS, terms that are stored, 2 or 1: high alone; ROWS.
+// Constants of the head: NUM_TERMS, 2 or 1 (high alone); ROWS.
 #include "sm90/fp16x2_terms.cuh"
 
-struct Split {
-    Tensor source, terms, unit;          // float32; float16, [high: 64 * chunks columns][low]; a float for each row or tile
-    const long long* lengths;            // (B,), or null
-    long long heads, tokens, by_row;     // by_row: a unit for each row
+struct Conversion {
+    Tensor source, terms, scale;       // float32; float16, [high: 64 * chunks columns][low]; a float for each row or tile
+    const long long* lengths;          // (B,), or null
+    long long heads, tokens, by_row;   // by_row: a scale for each row
 };
-struct Splits { Split of[4]; long long blocks[4]; };  // q, k, v, dO if it is split; blocks: of the first tensor, of two ...
+struct Conversions { Conversion of[4]; long long ctas[4]; };  // q, k, v and perhaps dO; ctas: of the first tensor, of two ...
 
-constexpr int TOKENS = 8, WARPS = ROWS / TOKENS;  // of a warp
+constexpr int TOKENS = 8, WARPS = ROWS / TOKENS;  // tokens of a warp
 constexpr float SPREAD = 3.8146973e-6f;  // 2^-18
 static_assert(ROWS % TOKENS == 0);
 
-// By a block, for rows of DIM columns. A warp has TOKENS tokens one after the other, a lane four columns of some of them.
+// A CTA's tile with rows of DIM columns. A warp takes TOKENS consecutive tokens, a lane four columns of some of them.
 template <int DIM>
-DEVICE void split_tile(const Split& at, int index) {
+DEVICE void convert_tile(const Conversion& at, int index) {
     constexpr int CHUNKS = (DIM + 63) / 64, ACROSS = 16 * CHUNKS, DOWN = 32 / ACROSS, STEPS = TOKENS / DOWN;
     static_assert(CHUNKS <= 2, "a row for a warp");
     __shared__ unsigned tops[WARPS];
@@ -35,7 +36,9 @@ DEVICE void split_tile(const Split& at, int index) {
     const long long length = at.lengths == nullptr ? at.tokens : at.lengths[b];
     const int tokens = (int)at.tokens, count = length < tokens ? (int)length : tokens;
     const int first = tile * ROWS + warp * TOKENS + lane / ACROSS;  // and every DOWN-th after it
-    const bool by_row = at.by_row, whole = DIM % 4 == 0 && (((unsigned long long)at.source.data >> 2 | at.source.batch | at.source.head | at.source.token) & 3) == 0;
+    const bool by_row = at.by_row;
+    const bool aligned = DIM % 4 == 0 && (((unsigned long long)at.source.data >> 2 | at.source.batch | at.source.head |
+                                           at.source.token) & 3) == 0;
 
     const float* source = row_at<const float>(at.source, b, h, first) + column;
     const long long step = DOWN * at.source.token;
@@ -45,7 +48,7 @@ DEVICE void split_tile(const Split& at, int index) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) x[i][c] = 0;
         if (first + DOWN * i < count) {
-            if (whole) {
+            if (aligned) {
                 if (column < DIM) {
                     const float4 four = *reinterpret_cast<const float4*>(source + i * step);
                     x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
@@ -57,7 +60,7 @@ DEVICE void split_tile(const Split& at, int index) {
             }
         }
     }
-    // The greatest of the tile, and of each row, as bits, in which inf and NaN are the greatest.
+    // The greatest magnitude of the tile, and of each row, as bits: inf and NaN are the greatest of all.
     unsigned top = 0, top_of[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -76,13 +79,13 @@ DEVICE void split_tile(const Split& at, int index) {
     __syncthreads();
     top = __reduce_max_sync(~0u, tops[lane % WARPS]);
 
-    // In units. What shares no unit with its column is compared with it in its own.
-    const float tiles_unit = scale_for(top);
-    const float least = by_row ? 16384 * SPREAD : __uint_as_float(top) * inverse_of(tiles_unit) * SPREAD;
+    // Scaled. by_row: an element is compared with its column in its own row's scale.
+    const float tile_scale = scale_for(top);
+    const float least = by_row ? 16384 * SPREAD : __uint_as_float(top) * inverse_of(tile_scale) * SPREAD;
     float greatest[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-        const float inverse = inverse_of(by_row ? scale_for(top_of[i]) : tiles_unit);
+        const float inverse = inverse_of(by_row ? scale_for(top_of[i]) : tile_scale);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             x[i][c] *= inverse;
@@ -97,10 +100,10 @@ DEVICE void split_tile(const Split& at, int index) {
     bool large = true;
 #pragma unroll
     for (int c = 0; c < 4; ++c) large &= greatest[c] >= least || column + c >= DIM;
-    // Mostly any one warp has something large in every column, and nobody has to look further.
-    const bool settled = __syncthreads_or(__all_sync(~0u, large));
+    // Nearly always one warp alone proves that all columns have a large element.
+    const bool all_large = __syncthreads_or(__all_sync(~0u, large));
     bool small = small_row;
-    if (!settled && tile * ROWS + 1 < count) {  // columns of one token say nothing
+    if (!all_large && tile * ROWS + 1 < count) {  // a column of one token cannot be small beside others
 #pragma unroll
         for (int c = 0; c < 4; ++c) tops_of_columns[warp * DOWN + lane / ACROSS][column + c] = greatest[c];
         __syncthreads();
@@ -112,30 +115,32 @@ DEVICE void split_tile(const Split& at, int index) {
         }
         small = __syncthreads_or(small);
     }
-    auto said = [&](float unit) { return small ? __int_as_float(0x7fffffff) : unit; };
+    auto or_nan = [&](float scale) { return small ? __int_as_float(0x7fffffff) : scale; };
     half_t* target = row_at<half_t>(at.terms, b, h, first) + column;
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
         const int token = first + DOWN * i;
-        if (by_row && column == 0) *row_at<float>(at.unit, b, h, token) = said(scale_for(top_of[i]));  // there is room for whole tiles
+        if (by_row && column == 0)  // the array holds whole tiles
+            *row_at<float>(at.scale, b, h, token) = or_nan(scale_for(top_of[i]));
         uint2 high, low;
         to_terms(x[i][0], x[i][1], high.x, low.x), to_terms(x[i][2], x[i][3], high.y, low.y);
         if (token >= tokens) continue;
         *reinterpret_cast<uint2*>(target + i * DOWN * 64 * NUM_TERMS * CHUNKS) = high;
         if constexpr (NUM_TERMS == 2) *reinterpret_cast<uint2*>(target + i * DOWN * 64 * NUM_TERMS * CHUNKS + 64 * CHUNKS) = low;
     }
-    if (threadIdx.x == 0 && !by_row) *row_at<float>(at.unit, b, h, tile) = said(tiles_unit);
+    if (threadIdx.x == 0 && !by_row) *row_at<float>(at.scale, b, h, tile) = or_nan(tile_scale);
 }
 
-// So many blocks at once that what they wait for keeps memory busy.
-constexpr int AT_ONCE = (HEAD_DIM > 64 || HEAD_DIM_V > 64 ? 1024 : 1536) / (32 * WARPS);
-extern "C" __global__ void __launch_bounds__(32 * WARPS, AT_ONCE) fp16x2_split(const __grid_constant__ Splits splits) {
-    const int block = blockIdx.x;
-    if (block < splits.blocks[1]) {  // q, k
-        const int i = block >= splits.blocks[0];
-        split_tile<HEAD_DIM>(splits.of[i], block - (i > 0 ? (int)splits.blocks[0] : 0));
+// Enough co-resident CTAs to keep memory busy.
+constexpr int MIN_CTAS = (HEAD_DIM > 64 || HEAD_DIM_V > 64 ? 1024 : 1536) / (32 * WARPS);
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
+fp16x2_convert(const __grid_constant__ Conversions conversions) {
+    const int cta = blockIdx.x;
+    if (cta < conversions.ctas[1]) {  // q, k
+        const int i = cta >= conversions.ctas[0];
+        convert_tile<HEAD_DIM>(conversions.of[i], cta - (i > 0 ? (int)conversions.ctas[0] : 0));
     } else {  // v, dO
-        const int i = block >= splits.blocks[2];
-        split_tile<HEAD_DIM_V>(splits.of[2 + i], block - (int)splits.blocks[1 + i]);
+        const int i = cta >= conversions.ctas[2];
+        convert_tile<HEAD_DIM_V>(conversions.of[2 + i], cta - (int)conversions.ctas[1 + i]);
     }
 }
