@@ -56,8 +56,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 FAULTS = {
-    "values are not awaited": ("sm90/forward.cu", "values.consumer_wait(n);"),
-    "values are not released": ("sm90/forward.cu", "values.consumer_release(n);"),
+    "values are not awaited": ("sm90/mainloop.cuh", "pipe_v.consumer_wait(n);"),
+    "values are not released": ("sm90/mainloop.cuh", "pipe_v.consumer_release(n);"),
     "dO is not awaited": ("sm90/bwd_mainloop.cuh", "douts.consumer_wait(n);"),
     "dP is not awaited": ("sm90/bwd_mainloop.cuh", "wgmma_wait<1>();  // dP"),
     "queries are not released": ("sm90/bwd_mainloop.cuh", "queries.consumer_release(n, lane), "),

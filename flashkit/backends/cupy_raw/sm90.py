@@ -25,9 +25,9 @@ from ..cuda_common.sm90_launch import (
     ForwardTile,
     Shaped,
     chunks,
+    default_tile,
     packed,
     padded,
-    default_tile,
     with_most_buffers,
     work_enough,
 )
@@ -159,11 +159,13 @@ class Sm90(Generation):
         if max(spec.head_dim, spec.head_dim_v) > most:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
         if num_terms(spec) > 1 and spec.head_dim < LEAST_SPLIT:
-            return Verdict(False, f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is more accurate without FP16x2")
+            why = f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is more accurate without FP16x2"
+            return Verdict(False, why)
         if is_float32 and spec.head_dim_v % 4:
             return Verdict(False, f"rows of head dim {spec.head_dim_v} are not a multiple of 16 bytes")
         if not is_float32 and (spec.head_dim % 8 or spec.head_dim_v % 8):
-            return Verdict(False, f"rows of head dims {spec.head_dim}, {spec.head_dim_v} are not a multiple of 16 bytes")
+            dims = f"head dims {spec.head_dim} and {spec.head_dim_v}"
+            return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
             return Verdict(True)
         return work_enough(problem, device, forward_tile(problem).block_q)

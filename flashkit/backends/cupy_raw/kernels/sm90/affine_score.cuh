@@ -40,8 +40,8 @@ struct AffineScore {
 DEVICE float row_uniform(float x) { return EVEN ? uniform_float(x) : x; }
 
 // The part that depends on the score alone.
-DEVICE void find_gain(const Params& p, const WorkTile& at, const Head& head, int row, start q, float scale, AffineScore& affine,
-                      int half) {
+DEVICE void find_gain(const Params& p, const WorkTile& at, const Head& head, int row, start q, float scale,
+                      AffineScore& affine, int half) {
     const float gain = score_gain<position>(at.b, at.h, row, q, head, p) * LOG2E;
     if constexpr (CAPPED) {
         const float rate = score_rate<position>(at.b, at.h, row, q, head, p) * scale, square = rate * rate;
@@ -76,10 +76,13 @@ DEVICE void load_gain(AffineScore& affine, unsigned address) {
     }
 }
 
-DEVICE float step_between(float first, float last, int steps) { return last == first ? 0.0f : (last - first) * (1.0f / steps); }
+DEVICE float step_between(float first, float last, int steps) {
+    return last == first ? 0.0f : (last - first) * (1.0f / steps);
+}
 
 // False where the bias is not linear in the key within the tile, for a row of this warp.
-DEVICE bool find_affine(const Params& p, const WorkTile& at, const Head& head, int k0, float scale, AffineScore& affine) {
+DEVICE bool find_affine(const Params& p, const WorkTile& at, const Head& head, int k0, float scale,
+    AffineScore& affine) {
     constexpr int LAST = BLOCK_K - 1;
     const int end = (int)p.n_q - 1;
     if constexpr (SLOPED && DIAGONAL) {  // one step along a row equals one from row to row, the other way
@@ -122,7 +125,8 @@ DEVICE float affine_exponent(float x, const AffineScore& affine, int half, float
     if constexpr (!CAPPED) return fmaf(x, affine.gain[half], bias);
     if (approx) return fmaf(tanh_fast(x * affine.rate[half]), affine.gain[half], bias);
     x2_excess = fmaf(x, x, neg_max2);
-    const float inner = TANH_POLY_SHORT ? affine.poly[half][1] : fmaf(x2_excess, affine.poly[half][2], affine.poly[half][1]);
+    const float inner = TANH_POLY_SHORT ? affine.poly[half][1]
+        : fmaf(x2_excess, affine.poly[half][2], affine.poly[half][1]);
     return fmaf(x, fmaf(x2_excess, inner, affine.poly[half][0]), bias);
 }
 
@@ -132,7 +136,8 @@ constexpr float MAX_GAIN = 80, MAX_BIAS = 1e6f;
 DEVICE bool bound_scores(const AffineScore& affine, float (&m)[2]) {
     bool bounded = true;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) bounded &= fabsf(affine.gain[half]) <= MAX_GAIN && fabsf(affine.bias[half]) <= MAX_BIAS;
+    for (int half = 0; half < 2; ++half)
+        bounded &= fabsf(affine.gain[half]) <= MAX_GAIN && fabsf(affine.bias[half]) <= MAX_BIAS;
     if (!__all_sync(~0u, bounded)) return false;
     m[0] = affine.bias[0], m[1] = affine.bias[1];
     return true;
@@ -164,8 +169,8 @@ template <bool BOUNDED> DEVICE constexpr bool uses_tanh_unit(int n) {
 // `may_be_high`; or, which poly_ok tells, scores are too large for the polynomial. STEEP: all tanh by the device.
 // BOUNDED: the reference cannot be wrong, and row sums are not needed.
 template <bool STEEP, bool BOUNDED>
-DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const AffineScore& affine, bool may_be_high,
-                           bool& poly_ok) {
+DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const AffineScore& affine,
+                           bool may_be_high, bool& poly_ok) {
     constexpr float MIN_SUM = !P_IS_FLOAT16 ? 1e-18f : GUESSES_ROW_REF ? 5e-4f : 0.03f;
     unsigned signs = ~0u;  // of the excesses, and-ed: LOP3 takes two at a time, a maximum only one
     float total[4] = {0, 0, 0, 0}, neg_max2[2] = {affine.neg_max2[0], affine.neg_max2[1]}, excess[2] = {-1, -1};
@@ -194,7 +199,8 @@ DEVICE bool affine_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)
     poly_ok = !CAPPED || STEEP || (int)signs < 0;
     if constexpr (BOUNDED) return STEEP || __all_sync(~0u, poly_ok);
     const float least = SLOPED && may_be_high ? MIN_SUM : 0.0f;
-    return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && (!SLOPED || (sum[0] >= least && sum[1] >= least)) && poly_ok);
+    return __all_sync(~0u, sum[0] <= MAX_SUM && sum[1] <= MAX_SUM &&
+        (!SLOPED || (sum[0] >= least && sum[1] >= least)) && poly_ok);
 }
 
 // Where the bias grows from tile to tile the row reference grows with it, before P overflows. ref_minus_bias: the
@@ -207,9 +213,11 @@ DEVICE void find_ref_minus_bias(const AffineScore& affine, const float (&m)[2], 
             ref_minus_bias[half] = m[half] - affine.bias_max[half];
 }
 DEVICE bool row_ref_lags(const AffineScore& affine, const float (&m)[2], const float (&ref_minus_bias)[2]) {
-    return SLOPED && (ref_minus_bias[0] + affine.bias_max[0] - m[0] > MAX_LAG || ref_minus_bias[1] + affine.bias_max[1] - m[1] > MAX_LAG);
+    return SLOPED && (ref_minus_bias[0] + affine.bias_max[0] - m[0] > MAX_LAG ||
+        ref_minus_bias[1] + affine.bias_max[1] - m[1] > MAX_LAG);
 }
-DEVICE void raise_row_ref(const AffineScore& affine, float (&m)[2], const float (&ref_minus_bias)[2], float (&rescale)[2]) {
+DEVICE void raise_row_ref(const AffineScore& affine, float (&m)[2], const float (&ref_minus_bias)[2],
+    float (&rescale)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float top = fmaxf(m[half], ref_minus_bias[half] + affine.bias_max[half]);

@@ -18,16 +18,16 @@ DEVICE void stage_output(const float (&o)[O_REGS], unsigned staged) {
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n += 2) {
             const float* x = o + 4 * n;
-            stmatrix_x4<false>(staged + n / 8 * 64 * CHUNK_ROW + swizzled(row + lane % 16, n % 8 + lane / 16), pack(x[0], x[1]),
-                               pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+            stmatrix_x4<false>(staged + n / 8 * 64 * CHUNK_ROW + swizzled(row + lane % 16, n % 8 + lane / 16),
+                               pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
         }
     }
 }
 
 // O / l and the log-sum-exp of work tile `number` of this CTA. A row sum that is not finite means that the float16
 // terms of float32 do not stand for the row's elements.
-DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int number, const float (&m)[2], const float (&l)[2],
-                     float (&o)[O_REGS], int wg) {
+DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int number, const float (&m)[2],
+                     const float (&l)[2], float (&o)[O_REGS], int wg) {
     const unsigned staged = q_rows(base, number % Q_BUFFERS, wg);
     float factor[2], lse[2];  // lse: in base 2
     bool is_nonfinite = false;
@@ -36,7 +36,8 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         const int index = at.row0 + row_of_lane(half), row = index / PACK_GQA, h = at.h + index % PACK_GQA;
         // Where ROW_SUM_BY_MMA each lane of a row has its whole sum.
         float top = m[half];
-        float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : across_lanes(l[half], [](float x, float y) { return x + y; });
+        auto add = [](float x, float y) { return x + y; };
+        float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : across_lanes(l[half], add);
         factor[half] = 1;
         const bool exists = index < (int)p.n_q * PACK_GQA;
         if (HAS_SINKS && exists) {  // one more logit in the sum, without a value

@@ -7,13 +7,13 @@
 //     Q, then O   [Q_BUFFERS][MMA_WARPGROUPS][64][..]   shared memory; O leaves through the buffer that its Q came in
 //     K, V        [STAGES][BLOCK_K][..]                 shared memory, two pipelines
 //     S, P        [64][BLOCK_K]                         registers of a warp group
-//     O           [64][HEAD_DIM_V]                      registers, not normalised; where ROW_SUM_BY_MMA, row sums in 8 columns more
+//     O           [64][HEAD_DIM_V]                      registers, not normalised; ROW_SUM_BY_MMA: and row sums
 //     m, l        [64]                                  registers: row reference in base 2, row sum
 //
 //     warp group 0     warp 0  producer (producer.cuh)
 //                      warp 1  store warp (epilogue.cuh)
 //                      warp 2  scheduler warp (tile_scheduler.cuh)
-//     warp groups 1 .. MMA_WARPGROUPS  consumers, 64 rows each (mainloop.cuh, or fp16x2.cuh for float32 as two float16 terms)
+//     warp groups 1 .. MMA_WARPGROUPS  consumers, 64 rows each (mainloop.cuh; fp16x2.cuh for float32)
 //
 // TF32 is one float16 term, multiplied by the same main loop; scales are put back into scores and P (tile_scales.cuh).
 #include "sm90/layout.cuh"
@@ -24,7 +24,8 @@
 // Writes the chunk of ones that follows V, by all threads of the CTA.
 DEVICE void fill_ones(unsigned target) {
     for (int i = threadIdx.x; i < CHUNK_BYTES / VEC_BYTES; i += THREADS)
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target + i * VEC_BYTES), "r"(pack(1.0f, 1.0f)) : "memory");
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};"
+            ::"r"(target + i * VEC_BYTES), "r"(pack(1.0f, 1.0f)) : "memory");
     fence_proxy_async();
 }
 

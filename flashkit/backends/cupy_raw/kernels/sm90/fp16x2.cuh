@@ -1,7 +1,7 @@
 // The FP16x2 consumer: float32 attention from products of two float16 terms.
 //
 // Q, K and V come as two float16 terms for each element, x = scale (high + low), high in the first half of a row's
-// chunks, low in the second (fp16x2_split.cu): 23 bits and a sign, all but one of float32's. A product is low high +
+// chunks, low in the second (fp16x2_convert.cu): 23 bits and a sign, all but one of float32's. A product is low high +
 // high low + high high, three wgmmas; low low is below float32's rounding.
 //
 // Tensor cores round float32 sums toward zero (Ootomo and Yokota 2022, arXiv 2203.03341), and errors of one sign add up
@@ -116,7 +116,8 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
             const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
             rescale[half] = exp2_fast(m[half] - shift);
             m[half] = top;
-            l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) { return fmaf(x, scale[half], -shift); });
+            l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
+                return fmaf(x, scale[half], -shift); });
         }
         if constexpr (HAS_DROPOUT) dropout_tile(p, at, s, k0);
 #pragma unroll

@@ -12,7 +12,7 @@
 //     A1, A2      [ROW_STAGES][MMA_WARPGROUPS][64][..]     shared memory, as terms
 //     B1, B2      [STAGES][BLOCK_COLUMNS][..]              shared memory, one pipeline
 //     S, dP, W    [64][BLOCK_COLUMNS]                      registers of a warp group
-//     acc, slice  [64][columns]                            registers: sums by CUDA cores; the accumulator of one tile's product
+//     acc, slice  [64][columns]                            registers: sums by CUDA cores; the product of one tile
 //
 //     warp 0              scheduler and producer (fp16x2_bwd_producer.cuh)
 //     warp groups 1, 2    consumers
@@ -56,7 +56,8 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
     const Pipeline<ROW_STAGES> pipe_rows = rows_pipe(base);
     constexpr double COMPENSATION = 1 + TRUNCATION_LOSS<HEAD_DIM>;
     constexpr float COMPENSATION_V = 1 + TRUNCATION_LOSS<HEAD_DIM_V>;
-    const float s_factor = uniform_float((float)(p.softmax_scale * (HAS_SCORE ? COMPENSATION : COMPENSATION * 1.4426950408889634)));
+    const float s_factor = uniform_float((float)(p.softmax_scale * (HAS_SCORE ? COMPENSATION
+        : COMPENSATION * 1.4426950408889634)));
     float acc_1[ACC_COLUMNS_1 / 2 + 1], acc_2[ACC_COLUMNS_2 / 2 + 1], s[BLOCK_COLUMNS / 2], dp[BLOCK_COLUMNS / 2];
     float scale_1[2], scale_2[2], lse_fraction[2] = {}, delta_scaled[2] = {}, factor[2] = {1, 1};
     WorkTile at;                // whose gradients are in registers
@@ -84,12 +85,14 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
             is_nonfinite = false;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int own = at.row0 + 64 * wg + row_of_lane(half), row = own < at.rows ? own : larger(at.rows - 1, 0);
+                const int own = at.row0 + 64 * wg + row_of_lane(half),
+                    row = own < at.rows ? own : larger(at.rows - 1, 0);
                 scale_1[half] = *row_at<const float>(row_scales_1, at.b, at.h, row / BLOCK_COLUMNS) * s_factor;
                 scale_2[half] = *row_at<const float>(row_scales_2, at.b, at.h, DQ_KERNEL ? row : row / BLOCK_COLUMNS) *
                                 (DQ_KERNEL ? 1.0f : COMPENSATION_V);
                 if (DQ_KERNEL) {
-                    const SplitLse reference = split_lse(*row_at<const float>(p.bwd_lse, at.b, at.h, row), scale_2[half]);
+                    const SplitLse reference = split_lse(*row_at<const float>(p.bwd_lse, at.b, at.h, row),
+                        scale_2[half]);
                     lse_fraction[half] = reference.fraction, factor[half] = scale_2[half] * reference.power;
                     delta_scaled[half] = *row_at<const float>(p.delta, at.b, at.h, row) / scale_2[half];
                 }
@@ -112,7 +115,8 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
         issue_abt<HEAD_DIM_V>(dp, a2_rows(base, number, wg), b2);
         wgmma_commit();
         const float column_scale_1 = *row_at<const float>(column_scales_1, at.b, head, tile);
-        const float column_scale_2 = DQ_KERNEL ? *row_at<const float>(p.v_scale, at.b, head, tile) * COMPENSATION_V : 1.0f;
+        const float column_scale_2 = DQ_KERNEL ? *row_at<const float>(p.v_scale, at.b, head, tile) * COMPENSATION_V
+            : 1.0f;
         wgmma_wait<1>();
         fence_operand(s);
         float s_scale[2], slope[HAS_SCORE ? BLOCK_COLUMNS / 2 : 1];
@@ -121,7 +125,8 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
             s_scale[half] = scale_1[half] * column_scale_1;
             is_nonfinite |= !(s_scale[half] <= MAX_SCALE);  // also NaN
         }
-        auto row_factors = [&](int which, int column) {  // with stage * BYTES_ROW_FACTORS in the address ptxas spills more
+        // With stage * BYTES_ROW_FACTORS in the address ptxas spills more.
+        auto row_factors = [&](int which, int column) {
             return load_floats(base + AT_ROW_FACTORS + (3 * stage + which) * (4 * BLOCK_COLUMNS) + 4 * column);
         };
         auto to_p = [&](auto unmasked) {
@@ -132,7 +137,8 @@ DEVICE void consumer(const Params& p, unsigned base, int wg) {
                 if constexpr (!DQ_KERNEL) lse = row_factors(0, column);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int half = e / 2, row = first + row_of_lane(half), other = tile * BLOCK_COLUMNS + column + e % 2;
+                    const int half = e / 2, row = first + row_of_lane(half),
+                        other = tile * BLOCK_COLUMNS + column + e % 2;
                     float& x = s[4 * i + e];
                     x = probability<decltype(unmasked)::value>(
                         p, at, h, DQ_KERNEL ? row : other, DQ_KERNEL ? other : row, x, s_scale[half],

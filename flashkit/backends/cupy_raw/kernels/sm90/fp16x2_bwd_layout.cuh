@@ -4,7 +4,7 @@
 // WATCHDOG, SHARED_BYTES and the offsets AT_* of shared memory, laid out by Sm90Float32BackwardTile.smem
 // (cupy_raw/sm90_fp16x2.py):
 //
-//     AT_A1, AT_A2           [ROW_STAGES][MMA_WARPGROUPS][64][..]   rows of a work tile, as terms; dQ, dK and dV leave through A1
+//     AT_A1, AT_A2           [ROW_STAGES][MMA_WARPGROUPS][64][..]   rows, as terms; gradients leave through A1
 //     AT_B1, AT_B2           [STAGES][BLOCK_COLUMNS][..]            columns
 //     AT_ROW_FACTORS         [STAGES][3][BLOCK_COLUMNS]             of columns that are queries (fp16x2_row_factors)
 //     AT_COLUMNS_PIPE, AT_ROWS_PIPE   full and empty barriers
@@ -17,7 +17,8 @@
 #include "sm90/tile_lists.cuh"
 
 constexpr int MMA_WARPGROUPS = 2, THREADS = 128 * (MMA_WARPGROUPS + 1), ROWS = 64 * MMA_WARPGROUPS;
-constexpr int ACC_COLUMNS_1 = padded(HEAD_DIM), ACC_COLUMNS_2 = DQ_KERNEL ? 0 : padded(HEAD_DIM_V);  // of W B1 and of W B2
+// Of W B1 and of W B2.
+constexpr int ACC_COLUMNS_1 = padded(HEAD_DIM), ACC_COLUMNS_2 = DQ_KERNEL ? 0 : padded(HEAD_DIM_V);
 constexpr int SLICE = 64;  // columns of a product
 constexpr int CHUNKS_1 = NUM_TERMS * chunks(HEAD_DIM), CHUNKS_2 = NUM_TERMS * chunks(HEAD_DIM_V);
 constexpr int BYTES_A1 = 64 * CHUNK_ROW * CHUNKS_1, BYTES_A2 = 64 * CHUNK_ROW * CHUNKS_2;  // of a warp group

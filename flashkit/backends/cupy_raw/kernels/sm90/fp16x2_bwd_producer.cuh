@@ -17,13 +17,14 @@ struct TileScheduler {
     // Longest first: under a causal mask the last queries, the first keys.
     __device__ __forceinline__ WorkTile work_tile(int index) const {
         const int n = tiles();
-        const TileCoord at = tile_coord(index, tiles_before_lpt_tail(n), heads() * (int)p.batch, (int)p.heads_per_l2_group);
+        const TileCoord at = tile_coord(index, tiles_before_lpt_tail(n), heads() * (int)p.batch,
+            (int)p.heads_per_l2_group);
         return work_tile_at(p, at.bh / heads(), at.bh % heads(), (DQ_KERNEL ? n - 1 - at.tile : at.tile) * ROWS);
     }
 };
 
-DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, const TensorMap& b1, const TensorMap& b2,
-                 unsigned base, TileList& list) {
+DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, const TensorMap& b1,
+    const TensorMap& b2, unsigned base, TileList& list) {
     const Pipeline<STAGES> pipe_columns = columns_pipe(base);
     const Pipeline<ROW_STAGES> pipe_rows = rows_pipe(base);
     const TileScheduler scheduler{p};
@@ -37,7 +38,8 @@ DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, 
     };
     auto load_rows = [&](const WorkTile& at) {
         pipe_rows.producer_acquire(number);
-        const unsigned buffer = number % ROW_STAGES, slot = base + AT_WORK_TILES + 12 * buffer, full = pipe_rows.full_barrier(number);
+        const unsigned buffer = number % ROW_STAGES, slot = base + AT_WORK_TILES + 12 * buffer,
+            full = pipe_rows.full_barrier(number);
         store_word(slot, at.b), store_word(slot + 4, at.h), store_word(slot + 8, at.row0);
         mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * (BYTES_A1 + BYTES_A2));
 #pragma unroll 1
@@ -57,7 +59,8 @@ DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, 
             const int h = DQ_KERNEL ? at.h : at.h * GQA_GROUP + i, head = DQ_KERNEL ? at.h / GQA_GROUP : h;
             // States of the warp groups' rows. A ragged tile is PARTIAL.
             auto states_of = [&](int first_tile, int many) {
-                const int from = first_tile * BLOCK_COLUMNS, whole = from + many * BLOCK_COLUMNS, to = whole < columns ? whole : columns;
+                const int from = first_tile * BLOCK_COLUMNS, whole = from + many * BLOCK_COLUMNS,
+                    to = whole < columns ? whole : columns;
                 auto state_of = [&](int row0, int row1) {
                     if (row0 >= at.rows) return (int)EMPTY;
                     const int end = row1 < at.rows ? row1 : at.rows;
@@ -69,7 +72,8 @@ DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, 
                 unsigned states = 0;
 #pragma unroll 1
                 for (int wg = 0; wg < MMA_WARPGROUPS; ++wg)
-                    states |= (all == PARTIAL && many == 1 ? state_of(at.row0 + 64 * wg, at.row0 + 64 * (wg + 1)) : all) << 2 * wg;
+                    states |= (all == PARTIAL && many == 1 ? state_of(at.row0 + 64 * wg, at.row0 + 64 * (wg + 1))
+                        : all) << 2 * wg;
                 return states;
             };
             int next = 0;
@@ -84,11 +88,14 @@ DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, 
                         const unsigned full = pipe_columns.full_barrier(n);
                         acquire(tile << 5 | (begins ? FIRST_TILE : 0) | states, h);
                         mbarrier_arrive_expect_tx(full, BYTES_B1 + BYTES_B2 + BYTES_ROW_FACTORS);
-                        load_tile<1, CHUNKS_1, BLOCK_COLUMNS>(base + AT_B1 + stage * BYTES_B1, b1, tile * BLOCK_COLUMNS, head, at.b, full);
-                        load_tile<1, CHUNKS_2, BLOCK_COLUMNS>(base + AT_B2 + stage * BYTES_B2, b2, tile * BLOCK_COLUMNS, head, at.b, full);
+                        load_tile<1, CHUNKS_1, BLOCK_COLUMNS>(base + AT_B1 + stage * BYTES_B1, b1, tile * BLOCK_COLUMNS,
+                            head, at.b, full);
+                        load_tile<1, CHUNKS_2, BLOCK_COLUMNS>(base + AT_B2 + stage * BYTES_B2, b2, tile * BLOCK_COLUMNS,
+                            head, at.b, full);
                         if constexpr (!DQ_KERNEL)
                             bulk_load(base + AT_ROW_FACTORS + stage * BYTES_ROW_FACTORS,
-                                      row_at<const float>(p.row_factors, at.b, h, tile * BLOCK_COLUMNS), BYTES_ROW_FACTORS, full);
+                                      row_at<const float>(p.row_factors, at.b, h, tile * BLOCK_COLUMNS),
+                                          BYTES_ROW_FACTORS, full);
                         if (begins) load_rows(at);
                     }
                     number += begins;

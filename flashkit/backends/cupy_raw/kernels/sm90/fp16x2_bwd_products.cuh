@@ -15,7 +15,8 @@ DEVICE void issue_abt(float (&x)[BLOCK_COLUMNS / 2], unsigned a_at, unsigned b_a
             else product<0, 0>(x, a + along_rows(step, 64), b + along_rows(step, BLOCK_COLUMNS), 1);
         }
     };
-    if constexpr (NUM_TERMS == 2) terms(a + along_rows(LOW, 64), b, true), terms(a, b + along_rows(LOW, BLOCK_COLUMNS), false);
+    if constexpr (NUM_TERMS == 2)
+        terms(a + along_rows(LOW, 64), b, true), terms(a, b + along_rows(LOW, BLOCK_COLUMNS), false);
     terms(a, b, NUM_TERMS == 1);
 }
 
@@ -27,7 +28,8 @@ struct Fragment {
     __device__ __forceinline__ void pack_rows(float (&w)[BLOCK_COLUMNS / 2], const float (&top)[2], float (&scale)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            scale[half] = scale_for(__float_as_uint(across_lanes(top[half], [](float x, float y) { return fmaxf(x, y); })));
+            scale[half] = scale_for(__float_as_uint(across_lanes(top[half], [](float x, float y) {
+                return fmaxf(x, y); })));
             const float inverse = inverse_of(scale[half]);
 #pragma unroll
             for (int i = 0; i < BLOCK_COLUMNS / 4; ++i) w[i / 2 * 4 + 2 * half + i % 2] *= inverse;

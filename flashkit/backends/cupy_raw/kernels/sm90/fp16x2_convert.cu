@@ -12,11 +12,13 @@
 #include "sm90/fp16x2_terms.cuh"
 
 struct Conversion {
-    Tensor source, terms, scale;       // float32; float16, [high: 64 * chunks columns][low]; a float for each row or tile
+    // float32; float16, [high: 64 * chunks columns][low]; a float for each row or tile
+    Tensor source, terms, scale;
     const long long* lengths;          // (B,), or null
     long long heads, tokens, by_row;   // by_row: a scale for each row
 };
-struct Conversions { Conversion of[4]; long long ctas[4]; };  // q, k, v and perhaps dO; ctas: of the first tensor, of two ...
+// Of q, k, v and perhaps dO; ctas: of the first tensor, of two ...
+struct Conversions { Conversion of[4]; long long ctas[4]; };
 
 constexpr int TOKENS = 8, WARPS = ROWS / TOKENS;  // tokens of a warp
 constexpr float SPREAD = 3.8146973e-6f;  // 2^-18
@@ -70,7 +72,8 @@ DEVICE void convert_tile(const Conversion& at, int index) {
         top = max(top, top_of[i]);
         if (by_row) {
 #pragma unroll
-            for (int other = 1; other < ACROSS; other *= 2) top_of[i] = max(top_of[i], __shfl_xor_sync(~0u, top_of[i], other));
+            for (int other = 1; other < ACROSS; other *= 2)
+                top_of[i] = max(top_of[i], __shfl_xor_sync(~0u, top_of[i], other));
         }
     }
     top = __reduce_max_sync(~0u, top);
@@ -126,7 +129,8 @@ DEVICE void convert_tile(const Conversion& at, int index) {
         to_terms(x[i][0], x[i][1], high.x, low.x), to_terms(x[i][2], x[i][3], high.y, low.y);
         if (token >= tokens) continue;
         *reinterpret_cast<uint2*>(target + i * DOWN * 64 * NUM_TERMS * CHUNKS) = high;
-        if constexpr (NUM_TERMS == 2) *reinterpret_cast<uint2*>(target + i * DOWN * 64 * NUM_TERMS * CHUNKS + 64 * CHUNKS) = low;
+        if constexpr (NUM_TERMS == 2)
+            *reinterpret_cast<uint2*>(target + i * DOWN * 64 * NUM_TERMS * CHUNKS + 64 * CHUNKS) = low;
     }
     if (threadIdx.x == 0 && !by_row) *row_at<float>(at.scale, b, h, tile) = or_nan(tile_scale);
 }

@@ -32,13 +32,18 @@ template <bool VALUE> struct Constant { static constexpr bool value = VALUE; }; 
 
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
-// --- shared and global memory -----------------------------------------------------------------------------------------
+// --- shared and global memory ----------------------------------------------------------------------------------------
 
 DEVICE unsigned address_of(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
-DEVICE unsigned swizzled(int row, int vec) { return row * CHUNK_ROW + ((vec ^ (row & 7)) * VEC_BYTES); }  // within a chunk
+// Of a 16-byte vector within a chunk.
+DEVICE unsigned swizzled(int row, int vec) { return row * CHUNK_ROW + ((vec ^ (row & 7)) * VEC_BYTES); }
 
-DEVICE void store_word(unsigned address, int x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
-DEVICE void store_float(unsigned address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory"); }
+DEVICE void store_word(unsigned address, int x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+DEVICE void store_float(unsigned address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
 DEVICE void store_floats(unsigned address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
@@ -52,7 +57,7 @@ DEVICE int load_word(unsigned address) {
     return x;
 }
 
-// --- mbarriers --------------------------------------------------------------------------------------------------------
+// --- mbarriers -------------------------------------------------------------------------------------------------------
 // A phase ends when all arrivals and all expected bytes are there. mbarrier_wait(barrier, parity) waits for the end of
 // a phase. The first phase has parity 0; a wait for parity 1 on a new barrier returns at once.
 
@@ -98,7 +103,7 @@ DEVICE void mbarrier_wait_backoff(unsigned barrier, unsigned parity, int nanosec
     while (!mbarrier_try_wait(barrier, parity)) asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds));
 }
 
-// --- named barriers ---------------------------------------------------------------------------------------------------
+// --- named barriers --------------------------------------------------------------------------------------------------
 // Barriers among warps, by number; 0 is __syncthreads'.
 
 DEVICE void named_barrier_sync(int number, int threads) {
@@ -114,7 +119,7 @@ DEVICE bool named_barrier_any(int number, int threads, bool x) {
     return any;
 }
 
-// --- clusters ---------------------------------------------------------------------------------------------------------
+// --- clusters --------------------------------------------------------------------------------------------------------
 // The CTAs of a cluster are co-resident and reach each other's shared memory. No CTA may end before the last access to
 // it.
 
@@ -148,7 +153,7 @@ DEVICE void dsmem_copy(unsigned target, unsigned source, int bytes, unsigned bar
                  ::"r"(target), "r"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// --- TMA --------------------------------------------------------------------------------------------------------------
+// --- TMA -------------------------------------------------------------------------------------------------------------
 
 struct __align__(64) TensorMap { unsigned long long words[16]; };  // written by cuda_common/tensor_maps.py
 
@@ -181,8 +186,8 @@ DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PEND
 
 // A tile of ROWS rows, chunk by chunk.
 template <int PACK_GQA, int CHUNKS, int ROWS>
-DEVICE void load_tile(unsigned target, const TensorMap& map, int token, int head, int batch, unsigned barrier, int column = 0,
-                      int chunk = ROWS * CHUNK_ROW) {
+DEVICE void load_tile(unsigned target, const TensorMap& map, int token, int head, int batch, unsigned barrier,
+                      int column = 0, int chunk = ROWS * CHUNK_ROW) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
         tma_load<PACK_GQA>(target + c * chunk, map, {column + 64 * c, token, head, batch}, barrier);
@@ -203,7 +208,7 @@ DEVICE void clear_rows(unsigned tile, int first, int chunk_bytes) {
     fence_proxy_async();
 }
 
-// --- wgmma ------------------------------------------------------------------------------------------------------------
+// --- wgmma -----------------------------------------------------------------------------------------------------------
 
 // An operand's descriptor: its address and, if it is read along columns and wider than a chunk, the stride from chunk
 // to chunk. Eight rows every 1024 bytes and the 128-byte swizzle are common to all.
@@ -235,7 +240,7 @@ template <int N> DEVICE void fence_operand(unsigned (&x)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i]));
 }
 
-// --- instructions of one warp -----------------------------------------------------------------------------------------
+// --- instructions of one warp ----------------------------------------------------------------------------------------
 
 DEVICE void ldmatrix_x4(unsigned (&r)[4], unsigned address) {  // four of 8 rows x 16 bytes
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -253,17 +258,17 @@ DEVICE void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, un
 
 // c += a b by one warp. The accumulator has wgmma's layout.
 DEVICE void mma_m16n8k16(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#define MMA_M16N8K16(type)                                                                                                  \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                             \
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                          \
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                           \
+#define MMA_M16N8K16(type)                                                                                             \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                        \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                     \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                      \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
     if constexpr (STORAGE == BFLOAT16) MMA_M16N8K16("bf16");
     else MMA_M16N8K16("f16");
 #undef MMA_M16N8K16
 }
 
-// --- registers --------------------------------------------------------------------------------------------------------
+// --- registers -------------------------------------------------------------------------------------------------------
 
 template <int COUNT> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }

@@ -5,7 +5,8 @@
 // LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which ForwardTile.smem lays out
 // (cuda_common/sm90_launch.py):
 //
-//     AT_K, AT_V            [STAGES][BLOCK_K][..]; Q, and O on its way out, lie at 0: [Q_BUFFERS][MMA_WARPGROUPS][64][..]
+//     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
+//     AT_K, AT_V            [STAGES][BLOCK_K][..]
 //     AT_ONES               a chunk of ones behind every V, where ROW_SUM_BY_MMA
 //     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
 //     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
@@ -23,7 +24,8 @@ constexpr int BLOCK_Q = 64 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1
 
 // float32 elements come as NUM_TERMS float16 terms and leave as float32.
 constexpr bool IS_FLOAT32 = STORAGE == FLOAT32, FP16X2 = IS_FLOAT32 && NUM_TERMS == 2;
-constexpr float MAX_SCALE = 1.2089258e24f, MIN_SCALE = 1.1754944e-38f;  // 2^80: scores stay finite; 2^-126: -inf stays -inf
+// 2^80: scores stay finite; 2^-126: -inf stays -inf.
+constexpr float MAX_SCALE = 1.2089258e24f, MIN_SCALE = 1.1754944e-38f;
 
 constexpr int CHUNKS_K = NUM_TERMS * chunks(HEAD_DIM), CHUNKS_V = NUM_TERMS * chunks(HEAD_DIM_V);  // of Q and K, of V
 constexpr int OUT_COLUMNS = IS_FLOAT32 ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
@@ -47,12 +49,15 @@ static_assert(!ROW_SUM_BY_MMA || CHUNKS_V == 1 || (CHUNKS_V == 2 && CHUNKS_K == 
 DEVICE constexpr int at_k(int stage) {
     return ROW_SUM_BY_MMA && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK_BYTES : AT_K + stage * BYTES_K;
 }
-DEVICE constexpr int chunk_stride_v(int stage) { return ROW_SUM_BY_MMA ? (1 + CHUNKS_V * stage) * CHUNK_BYTES : CHUNK_BYTES; }
+DEVICE constexpr int chunk_stride_v(int stage) {
+    return ROW_SUM_BY_MMA ? (1 + CHUNKS_V * stage) * CHUNK_BYTES : CHUNK_BYTES;
+}
 DEVICE constexpr int at_v(int stage) {
     return ROW_SUM_BY_MMA ? AT_ONES - CHUNKS_V * chunk_stride_v(stage) : AT_V + stage * BYTES_V;
 }
 
-enum NamedBarrier { PING_PONG_BARRIER = 1, WARPGROUP_BARRIER = PING_PONG_BARRIER + MMA_WARPGROUPS };  // for each warp group
+// For each warp group.
+enum NamedBarrier { PING_PONG_BARRIER = 1, WARPGROUP_BARRIER = PING_PONG_BARRIER + MMA_WARPGROUPS };
 
 struct WorkTile {
     int b, h, row0;  // h: the first of PACK_GQA query heads, whose rows alternate
@@ -66,14 +71,17 @@ DEVICE Pipeline<2> list_pipe(unsigned base) { return Pipeline<2>::at(base + AT_L
 
 // A warp group's rows of Q, later of O, in a buffer; the barrier that says O is there; the buffer's work tile.
 DEVICE unsigned q_rows(unsigned base, int buffer, int wg) { return base + (buffer * MMA_WARPGROUPS + wg) * BYTES_Q; }
-DEVICE unsigned out_ready(unsigned base, int buffer, int wg) { return base + AT_OUT_READY + 8 * (buffer * MMA_WARPGROUPS + wg); }
+DEVICE unsigned out_ready(unsigned base, int buffer, int wg) {
+    return base + AT_OUT_READY + 8 * (buffer * MMA_WARPGROUPS + wg);
+}
 DEVICE unsigned work_tile_slot(unsigned base, int buffer) { return base + AT_WORK_TILES + 12 * buffer; }
 DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) { return base + AT_TILE_DESCS + 4 * (n % STAGES); }
 
 // The rows that warp group `wg` has of work tile `number` of this CTA.
 DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int wg) {
     const unsigned slot = work_tile_slot(base, number % Q_BUFFERS);
-    const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)), row0 = uniform(load_word(slot + 8)) + 64 * wg;
+    const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)),
+        row0 = uniform(load_word(slot + 8)) + 64 * wg;
     return {b, h, row0, (start)offset_of(p, b)};
 }
 

@@ -89,7 +89,7 @@ struct Consumer {
           scale(HAS_SCORE ? pinned((float)p.softmax_scale, base + AT_SCALES + 4) : 1.0f),
           affine_slot(base + AT_AFFINE + AFFINE_BYTES * uniform(threadIdx.x / 32 - 4)) {}
 
-    // --- products -----------------------------------------------------------------------------------------------------
+    // --- products ----------------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ void ping_pong_sync() const {
         if (PING_PONG) named_barrier_sync(PING_PONG_BARRIER + wg, 256);
@@ -100,7 +100,8 @@ struct Consumer {
 
     // S = Q K(n)^T
     __device__ __forceinline__ void issue_qk(unsigned n) {
-        const unsigned long long q = descriptor(q_rows(base, number % Q_BUFFERS, wg)), k = descriptor(base + at_k(n % STAGES));
+        const unsigned long long q = descriptor(q_rows(base, number % Q_BUFFERS, wg));
+        const unsigned long long k = descriptor(base + at_k(n % STAGES));
         wgmma_fence();
         wgmma_zero_init<0, 0>(s, q, k);
 #pragma unroll
@@ -138,7 +139,7 @@ struct Consumer {
         ping_pong_arrive();
     }
 
-    // --- work tiles ---------------------------------------------------------------------------------------------------
+    // --- work tiles --------------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ int wait_tile_desc(unsigned n) const {  // it comes with K(n)
         pipe_k.consumer_wait(n);
@@ -172,17 +173,20 @@ struct Consumer {
         terms.begin_work_tile(params, work_tile);
     }
 
-    // --- softmax ------------------------------------------------------------------------------------------------------
+    // --- softmax -----------------------------------------------------------------------------------------------------
 
+    template <bool STEEP, bool BOUNDED>
+    __device__ __forceinline__ bool speculate_affine_as(Block& block, const AffineScore& affine) {
+        return affine_softmax<STEEP, BOUNDED>(s, softmax.m, block.sum, affine, block.may_be_high, block.poly_ok);
+    }
     __device__ __forceinline__ bool speculate_affine(Block& block, const AffineScore& affine) {
-        float(&m)[2] = softmax.m;
         if constexpr (BOUNDED_SCORES)
             if (path.bounded)
-                return path.tanh_poly_ok ? affine_softmax<false, true>(s, m, block.sum, affine, block.may_be_high, block.poly_ok)
-                                         : affine_softmax<true, true>(s, m, block.sum, affine, block.may_be_high, block.poly_ok);
+                return path.tanh_poly_ok ? speculate_affine_as<false, true>(block, affine)
+                                         : speculate_affine_as<true, true>(block, affine);
         if constexpr (CAPPED && TANH_POLY_SHORT)
-            if (!path.tanh_poly_ok) return affine_softmax<true, false>(s, m, block.sum, affine, block.may_be_high, block.poly_ok);
-        return affine_softmax<false, false>(s, m, block.sum, affine, block.may_be_high, block.poly_ok);
+            if (!path.tanh_poly_ok) return speculate_affine_as<true, false>(block, affine);
+        return speculate_affine_as<false, false>(block, affine);
     }
 
     // Whether exponents of this block come from accumulators, and how: by `affine`.
@@ -201,7 +205,7 @@ struct Consumer {
         }
     }
 
-    // --- blocks -------------------------------------------------------------------------------------------------------
+    // --- blocks ------------------------------------------------------------------------------------------------------
 
     // S as the online softmax takes it: modified as its graph says. After a misprediction, `speculative`, exponentials
     // have overwritten S, which is computed again.
@@ -247,7 +251,8 @@ struct Consumer {
         if (!AFFINE && UNMASKED) block.poly_ok = modify_unmasked(params, work_tile, s, k0, scale);
         else if (!UNMASKED && !block.affine) block.in_range = modify_tile(params, work_tile, full, s, k0, scale);
         if (!UNMASKED && first_tile && !path.bounded)
-            softmax.has_row_ref = AFFINE && block.affine ? guess_row_ref_affine(s, m, affine) : guess_row_ref(s, m, factor);
+            softmax.has_row_ref =
+                AFFINE && block.affine ? guess_row_ref_affine(s, m, affine) : guess_row_ref(s, m, factor);
         const bool speculative = UNMASKED ? block.affine || !AFFINE : softmax.has_row_ref;
         if (!speculative || !(AFFINE && block.affine ? speculate_affine(block, affine)
                                                      : speculative_softmax(s, m, block.sum, factor, block.poly_ok))) {
@@ -260,8 +265,8 @@ struct Consumer {
             }
             online_softmax(s, m, block.sum, block.rescale, factor);
             l[0] *= block.rescale[0], l[1] *= block.rescale[1];
-            const bool grows =
-                !first_tile && !(AFFINE && SLOPED) && (block.rescale[0] < MIN_RESCALE || block.rescale[1] < MIN_RESCALE);
+            const bool grows = !first_tile && !(AFFINE && SLOPED) &&
+                               (block.rescale[0] < MIN_RESCALE || block.rescale[1] < MIN_RESCALE);
             softmax.has_row_ref = path.bounded || __all_sync(~0u, m[0] != HIDDEN && m[1] != HIDDEN && !grows);
             if (AFFINE && SLOPED) softmax.ref_minus_bias[0] = softmax.ref_minus_bias[1] = HIDDEN;
             block.rescales = true;
@@ -310,7 +315,8 @@ struct Consumer {
     // asked one by one, as the compiler otherwise orders the softmax worse.
     __device__ __forceinline__ bool is_steady(int tile_desc) const {
         const int bits = tile_desc & (FIRST_TILE | 3 << 2 * wg);
-        return HAS_SCORE ? acc.pv_pending && softmax.has_row_ref && path.steady && bits == FULL << 2 * wg : bits == steady_desc;
+        return HAS_SCORE ? acc.pv_pending && softmax.has_row_ref && path.steady && bits == FULL << 2 * wg
+                         : bits == steady_desc;
     }
 
     __device__ __forceinline__ void run() {

@@ -44,7 +44,8 @@ DEVICE void accumulate_nonfinite(const Params& p, const WorkTile& at, const floa
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             const int column = lane + 32 * i;
-            const unsigned target = staged + column / 64 * 64 * CHUNK_ROW + swizzled(row0 + r, column % 64 / 8) + column % 8 * 2;
+            const unsigned chunk = staged + column / 64 * 64 * CHUNK_ROW;
+            const unsigned target = chunk + swizzled(row0 + r, column % 64 / 8) + column % 8 * 2;
             asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"((unsigned short)pack(sums[i], 0.0f)) : "memory");
         }
     }
@@ -65,7 +66,8 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
             float s = 0;
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
-            return k < n_k ? modify<true>(s * (float)p.softmax_scale, at.b, h, row, row + offset, k, p) * LOG2E : HIDDEN;
+            return k < n_k ? modify<true>(s * (float)p.softmax_scale, at.b, h, row, row + offset, k, p) * LOG2E
+                : HIDDEN;
         };
         float top = HIDDEN, sum = 0;
 #pragma unroll 1
@@ -83,7 +85,8 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
 #pragma unroll 1
             for (int other = 0; other < 32; ++other) {
                 const float weight = __shfl_sync(~0u, x, other);  // 0 past the last key
-                const storage* value = row_at<const storage>(p.v, at.b, h / GQA_GROUP, k0 + other < n_k ? k0 + other : n_k - 1);
+                const storage* value = row_at<const storage>(p.v, at.b, h / GQA_GROUP,
+                    k0 + other < n_k ? k0 + other : n_k - 1);
 #pragma unroll
                 for (int i = 0; i < OWN; ++i) {
                     const float v = widen(value[lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0]);
@@ -99,6 +102,7 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
             *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(shift, LN2, logf(sum));
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
-            store_float(staged + i * 64 * CHUNK_ROW + swizzled(row0 + r, lane / 4) + lane % 4 * 4, empty ? 0.0f : sums[i] / sum);
+            store_float(staged + i * 64 * CHUNK_ROW + swizzled(row0 + r, lane / 4) + lane % 4 * 4,
+                empty ? 0.0f : sums[i] / sum);
     }
 }

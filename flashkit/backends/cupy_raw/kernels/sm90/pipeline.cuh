@@ -25,6 +25,7 @@ struct Pipeline {
         mbarrier_arrive_once(empty_barrier(n), lane);
     }
     __device__ __forceinline__ void init(int producers, int consumers) const {
-        for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, producers), mbarrier_init(empty + 8 * i, consumers);
+        for (int i = 0; i < STAGES; ++i)
+            mbarrier_init(full + 8 * i, producers), mbarrier_init(empty + 8 * i, consumers);
     }
 };

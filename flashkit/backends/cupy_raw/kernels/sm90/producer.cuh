@@ -12,7 +12,8 @@ struct KvSource {
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
         load_tile<1, CHUNKS_K, BLOCK_K>(target, k_map, at.tile * BLOCK_K, at.head, at.b, barrier);
     }
-    __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride, unsigned barrier) const {
+    __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
+            unsigned barrier) const {
         mbarrier_arrive_expect_tx(barrier, BYTES_V);
         load_tile<1, CHUNKS_V, BLOCK_K>(target, v_map, at.tile * BLOCK_K, at.head, at.b, barrier, 0, chunk_stride);
     }
@@ -30,14 +31,15 @@ DEVICE void load_q(const TensorMap& q_map, unsigned base, unsigned number, int b
         mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * CHUNKS_K);
 #pragma unroll 1
         for (int wg = 0; wg < MMA_WARPGROUPS; ++wg)
-            load_tile<PACK_GQA, CHUNKS_K, 64>(q_rows(base, buffer, wg), q_map, (row0 + 64 * wg) / PACK_GQA, h / PACK_GQA, b, full);
+            load_tile<PACK_GQA, CHUNKS_K, 64>(q_rows(base, buffer, wg), q_map, (row0 + 64 * wg) / PACK_GQA,
+                h / PACK_GQA, b, full);
     }
 }
 
 // V follows K one tile later, as consumers need it. Q follows the first K of its work tile: consumers begin with a K
 // tile before they release the previous Q, so this order cannot deadlock.
-DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, unsigned base,
-                     const WorkTileList* lists) {
+DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
+                     unsigned base, const WorkTileList* lists) {
     const Pipeline<STAGES> pipe_k = k_pipe(base), pipe_v = v_pipe(base);
     const Pipeline<2> pipe_lists = list_pipe(base);
     const KvSource kv{k_map, v_map};
@@ -59,7 +61,8 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         if (claim_at == count) mbarrier_arrive(base + AT_CLAIM);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const int entry = work.list.entry[i], tile = work.last_tile - (entry >> 8), first = i == 0 ? work.first_bits : 0;
+            const int entry = work.list.entry[i], tile = work.last_tile - (entry >> 8),
+                first = i == 0 ? work.first_bits : 0;
             if (i == claim_at) mbarrier_arrive(base + AT_CLAIM);
             pipe_k.producer_acquire(n);
             store_word(tile_desc_slot(base, n), tile << 8 | first | (entry & 63));

@@ -7,7 +7,9 @@ constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT;
 
 // The factor that brings scores to base 2. A score modification takes scaled scores, so the softmax scale comes before
 // it.
-DEVICE float softmax_scale_log2(const Params& p) { return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634); }
+DEVICE float softmax_scale_log2(const Params& p) {
+    return HAS_SCORE ? LOG2E : (float)(p.softmax_scale * 1.4426950408889634);
+}
 
 // A key past the end stands for the last one, so no array is read beyond its end. Its pair is masked anyway.
 DEVICE int key_inside(int k, int n_k) { return min(k, n_k > 0 ? n_k - 1 : 0); }
@@ -24,7 +26,8 @@ DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
 // (positions_in_range). Where the mask SHIFTS, it depends on q - k alone, and keys count from the lane's first one:
 // each becomes an immediate of the comparison.
 template <bool PARTIAL_TILE, bool OF_P = false, typename T>
-DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0, float scale, T& tanh) {
+DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0, float scale,
+    T& tanh) {
     const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
 #pragma unroll
@@ -46,7 +49,8 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
                     x = modified_score<position>(x * scale, at.b, h, row, q, k_of, distance, tanh, p);
                 if constexpr (PARTIAL_TILE) {
                     const bool shown =
-                        HAS_MASK ? visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p) : k < n_k;
+                        HAS_MASK ? visible(at.b, h, row, SHIFTS ? q - first : q, SHIFTS ? 8 * n + c : inside, p)
+                            : k < n_k;
                     x = shown ? x : OF_P ? 0.0f : HIDDEN;
                 }
             }
@@ -55,7 +59,8 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
 }
 
 // The same for positions of any size, in 64 bits and one pair at a time.
-DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long offset, bool full, float (&s)[S_REGS], int k0) {
+DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long offset, bool full, float (&s)[S_REGS],
+    int k0) {
     const int n_k = (int)keys_of(p, at.b);
     const Tanh tanh;
     float copy[S_REGS];  // in local memory, as its index is not constant
@@ -67,7 +72,8 @@ DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long o
         const int key = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k = READS_ARRAYS ? key_inside(key, n_k) : key;
         const long long q = row + offset;
         float x = copy[i];
-        if constexpr (HAS_SCORE) x = modified_score<long long>(x * (float)p.softmax_scale, at.b, h, row, q, k, q - k, tanh, p);
+        if constexpr (HAS_SCORE)
+            x = modified_score<long long>(x * (float)p.softmax_scale, at.b, h, row, q, k, q - k, tanh, p);
         if constexpr (HAS_MASK) x = full || visible(at.b, h, row, q, k, p) ? x : HIDDEN;
         copy[i] = key < n_k ? x : HIDDEN;
     }

@@ -51,7 +51,8 @@ DEVICE float exp2_row(float (&s)[S_REGS], int half, F exponent) {
 
 // S to P relative to the row maximum so far; `rescale` brings O and l of the tiles before to it. sum: the row sums of
 // P.
-DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], float (&rescale)[2], const float (&scale_log2)[2]) {
+DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], float (&rescale)[2],
+    const float (&scale_log2)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float top = m[half];
@@ -73,7 +74,8 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
 
 // S to P relative to m as it is. False on a misprediction: m is too low, a score is NaN, or the scores are not `valid`
 // anyway.
-DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const float (&scale_log2)[2], bool valid) {
+DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const float (&scale_log2)[2],
+    bool valid) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         sum[half] = exp2_row(s, half, [&](float x) { return fmaf(x, scale_log2[half], -m[half]); });
@@ -84,7 +86,8 @@ DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (
 // After a misprediction: S of a warp's 16 rows again, by the mma instruction of a single warp, whose accumulator has
 // wgmma's layout. q, k: the warp group's rows and the K tile in shared memory.
 DEVICE void recompute_qk(float (&s)[S_REGS], unsigned q, unsigned k) {
-    const int lane = opaque(threadIdx.x % 32), row = opaque(threadIdx.x % 128 / 32) * 16 + lane % 16, key = lane / 16 * 8 + lane % 8;
+    const int lane = opaque(threadIdx.x % 32), row = opaque(threadIdx.x % 128 / 32) * 16 + lane % 16,
+        key = lane / 16 * 8 + lane % 8;
     const float zero = __int_as_float(opaque(0));
 #pragma unroll
     for (int i = 0; i < S_REGS; ++i) s[i] = zero;

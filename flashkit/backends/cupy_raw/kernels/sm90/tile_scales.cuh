@@ -70,7 +70,10 @@ struct FloatTermsState {
     }
     // m and l from before begin_tile() to after it.
     __device__ __forceinline__ void restore(float (&m)[2], float (&l)[2]) const {
-        if constexpr (IS_FLOAT32) m[0] += change - shift, m[1] += change - shift, l[0] *= change_factor, l[1] *= change_factor;
+        if constexpr (IS_FLOAT32) {
+            m[0] += change - shift, m[1] += change - shift;
+            l[0] *= change_factor, l[1] *= change_factor;
+        }
     }
     __device__ __forceinline__ void end_tile(float (&m)[2]) const {
         if constexpr (IS_FLOAT32) m[0] += shift, m[1] += shift;

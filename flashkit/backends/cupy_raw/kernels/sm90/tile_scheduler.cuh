@@ -39,7 +39,8 @@ struct TileScheduler {
 
 // States of the warp groups' rows in K/V tiles tile ... tile + count - 1, two bits each. A ragged tile is PARTIAL.
 DEVICE unsigned kv_tile_states(const Params& p, const WorkTile& at, int n_k, int tile, int count) {
-    const int rows = (int)p.n_q * PACK_GQA, k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K, k1 = whole < n_k ? whole : n_k;
+    const int rows = (int)p.n_q * PACK_GQA, k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K,
+        k1 = whole < n_k ? whole : n_k;
     const long long offset = offset_of(p, at.b);
     auto state_of = [&](int row0, int row1) {
         const int from = row0 / PACK_GQA, to = (row1 + PACK_GQA - 1) / PACK_GQA;
@@ -101,7 +102,8 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
         const int n_k = (int)keys_of(p, at.b), tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
         int next = 0;
         unsigned seen;
-        auto states_of = [&](int i, int many) { return kv_tile_states(p, at, n_k, tiles - i - many, many); };  // last keys first
+        // The last keys come first.
+        auto states_of = [&](int i, int many) { return kv_tile_states(p, at, n_k, tiles - i - many, many); };
 #pragma unroll 1
         for (bool first = true; first || next < tiles; first = false) {
             WorkTileList& to = acquire();

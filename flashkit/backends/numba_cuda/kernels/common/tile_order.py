@@ -8,8 +8,8 @@
 def tile_coord(index, before_tail, heads, heads_at_a_time):
     """(tile, head among those of all batch entries) at place `index` of the order, all unsigned.
 
-    `heads_at_a_time` heads come together, tile after tile, so that their K and V stay in the L2 cache. Tiles from number
-    `before_tail` on, the shortest, come after those of all heads: they even out the CTAs' ends.
+    `heads_at_a_time` heads come together, tile after tile, so that their K and V stay in the L2 cache. Tiles from
+    number `before_tail` on, the shortest, come after those of all heads: they even out the CTAs' ends.
     """
     if index < u32(before_tail * heads):
         first = u32(index // u32(heads_at_a_time * before_tail) * heads_at_a_time)
