@@ -5,7 +5,7 @@
 //
 // A CTA converts a tile: ROWS tokens of a head. All its elements share a scale, or (by_row) those of each row do. A
 // scale is NaN, as a request for the non-finite fallback, where an element is not finite, or where that error could
-// show: where the greatest of a row or column is small beside others of the tile. So an element's error is always below
+// show: where the greatest of a row or column is small compared with others of the tile. So an element's error is always below
 // 2^-22 of the greatest of its row and of its column. Tokens past `kv_lengths` become zeros.
 //
 // Constants of the head: NUM_TERMS, 2 or 1 (high alone); ROWS.
@@ -106,7 +106,7 @@ DEVICE void convert_tile(const Conversion& at, int index) {
     // Nearly always one warp alone proves that all columns have a large element.
     const bool all_large = __syncthreads_or(__all_sync(~0u, large));
     bool small = small_row;
-    if (!all_large && tile * ROWS + 1 < count) {  // a column of one token cannot be small beside others
+    if (!all_large && tile * ROWS + 1 < count) {  // a column of one token has no others to compare with
 #pragma unroll
         for (int c = 0; c < 4; ++c) tops_of_columns[warp * DOWN + lane / ACROSS][column + c] = greatest[c];
         __syncthreads();

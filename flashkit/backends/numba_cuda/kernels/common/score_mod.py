@@ -2,7 +2,7 @@
 # Score and mask modifications and dropout of an S or P tile in the registers of a warp.
 
 # A masked pair has P = 0, but 0 * NaN is NaN: the epilogue detects outputs that this may have spoilt. Float32 inputs
-# that are split into terms make NaN of infinity.
+# that are computed as TF32x3 terms make NaN of infinity.
 MAY_HIDE = HAS_MASK or HAS_SCORE or HAS_DROPOUT or IS_FLOAT32
 
 
@@ -16,7 +16,7 @@ def softmax_scale_log2(p):
     return np.float32(p.softmax_scale * 1.4426950408889634)
 
 
-Modification = namedtuple("Modification", "values scale")  # what a pair needs of Params
+Modification = namedtuple("Modification", "values softmax_scale")  # what a pair needs of Params
 
 
 @device
