@@ -670,7 +670,7 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
                 for i in range(n):
                     for e in range(width):
                         local[w, l, at + i * width + e] = V[operands[s + 2 + i], l] >> np.uint64(8 * e) & np.uint64(255)
-    elif op == PACK_GQA:
+    elif op == PACK:
         n, width = count - 1, np.int64(code[p, 4])
         for l in range(IS_FLOAT32):
             if m >> l & 1:
