@@ -185,7 +185,7 @@ class Sm90Float32Backward:
         if not (arguments.n_q and arguments.n_k and arguments.scale > 1e-30):
             return self._spare.run(arguments, stream)
         block, batch = self.tile.block_k, arguments.batch
-        self.rows.prepare(arguments, stream, block)
+        self.rows.run(arguments, stream, block)
         (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
         queries = -(-arguments.n_q // block) * block
         numbers = scratch((batch, arguments.heads, queries, _NUMBERS), "float32")
@@ -203,6 +203,6 @@ class Sm90Float32Backward:
             if items:
                 blocks = min(items, self.device.sms)
                 kernel.launch(blocks, _THREADS_BACKWARD, arguments.with_maps(maps), stream)
-        self.rows.finish(arguments, stream)
+        self.rows.sink_gradients(arguments, stream)
         del held, numbers  # what the kernels read, until they are enqueued
         return None
