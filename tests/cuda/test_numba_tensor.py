@@ -89,7 +89,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
     # Scores twice, for the first tile and the next one; dQ twice, in the loop and after it. Where blocks share the keys
     # dQ of half the chunks, of the keys of each.
-    wide, chunks = sm90_bwd_launch.keys_shared(spec), -(-d // 64)
+    wide, chunks = sm90_bwd_launch.cluster_size(spec) > 1, -(-d // 64)
     of_queries = (chunks + 1) // 2 if wide else 2
     expected = 3 * -(-d // 16) + 2 * tile.block_q // 16 + of_queries * tile.block_k // 16
     assert len(products) == expected
@@ -515,10 +515,10 @@ def hoppers_backward_pass(
     call.arrays["lse"][...] = lse
 
     tiles, rows = -(-n_q // 64), (batch, heads, -(-n_q // 64) * 64)
-    together, held = sm90_bwd_launch.blocks_together(spec), tile.held(spec)
+    together, held = sm90_bwd_launch.cluster_size(spec), tile.cta_keys(spec)
     tensors = {name: call.arrays[name] for name in ("dout", "dq", "dk", "dv")} | {
         "dlse": dlse, "shift": np.full(rows, np.nan, np.float32), "delta": np.full(rows, np.nan, np.float32),
-        "partial": np.full((batch, heads, tiles, tile.sums(spec) // 4), np.nan, np.float32),
+        "partial": np.full((batch, heads, tiles, tile.dq_accum_bytes(spec) // 4), np.nan, np.float32),
         "partial_lse": np.full((batch, heads, tiles, 1 + together * -(-n_k // tile.block_k // 32)), -1, np.int32),
     }  # fmt: skip
     ticket = np.zeros(2, np.int32)

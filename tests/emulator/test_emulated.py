@@ -58,10 +58,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 FAULTS = {
     "values are not awaited": ("sm90/forward.cu", "values.consumer_wait(n);"),
     "values are not released": ("sm90/forward.cu", "values.consumer_release(n);"),
-    "dO is not awaited": ("sm90/bwd_mainloop.cuh", "douts.consumer_wait(n);"),
+    "dO is not awaited": ("sm90/bwd_mainloop.cuh", "pipe_dout.consumer_wait(n);"),
     "dP is not awaited": ("sm90/bwd_mainloop.cuh", "wgmma_wait<1>();  // dP"),
-    "queries are not released": ("sm90/bwd_mainloop.cuh", "queries.consumer_release(n, lane), "),
-    "sums are rounded before they are complete": ("sm90/backward.cu", "else await_sums(p, b, h, tile);"),
+    "Q is not released": ("sm90/bwd_mainloop.cuh", "pipe_q.consumer_release(n, lane), "),
+    "dQ is converted before it is complete": ("sm90/bwd_postprocess.cuh", "else wait_for_dq(p, b, h, tile);"),
 }
 
 
