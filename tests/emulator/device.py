@@ -95,7 +95,7 @@ class Launch:
         return self.ended == self.blocks
 
 
-class TileCoord(NamedTuple):
+class Turn(NamedTuple):
     """What the interpreter knows of a block; its numbers and small arrays are laid out as interpreter.py says."""
 
     code: np.ndarray
@@ -147,7 +147,7 @@ class Block:
         self.counters = np.zeros((warps, 32), np.int32)
         self.counters[threads >= launch.threads] = -1
         self.flags = np.zeros(2, np.int64)  # whether the kernel before has ended; whether the next one may begin
-        self.turn = TileCoord(
+        self.turn = Turn(
             entry.code, entry.operands, entry.hits, registers, self.counters,
             state=np.zeros((warps, 8), np.int64), products=np.zeros((warps, 96, 8), np.int64),
             local=np.full((warps, 32, max(8, entry.local)), 0xFF, np.uint8), shared=shared, rank=rank,

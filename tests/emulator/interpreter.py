@@ -456,7 +456,7 @@ def element(shared, block, at, form, halves):
 def product(form, n, k, s, operands, described, F, U, H, shared, rank, warp, halves, left, right):
     """A warp's sixteen rows of a warp group's product. described: a (or 0), b, whether sums go on, which are turned."""
     da, db, goes_on, turns_a, turns_b = described[1], described[2], described[3], described[4], described[5]
-    width, IS_FLOAT32 = 4 if form == 2 else 2, U.shape[1] >> 1
+    width, WIDE = 4 if form == 2 else 2, U.shape[1] >> 1
     if da != 0:
         start, chunk, lines = (da & 0x3FFF) << 4, (da >> 16 & 0x3FFF) << 4, (da >> 32 & 0x3FFF) << 4
         for i in range(16):
@@ -470,7 +470,7 @@ def product(form, n, k, s, operands, described, F, U, H, shared, rank, warp, hal
                 left[i, j] = element(shared, rank, at, form, halves)
     else:
         first = s + n // 2
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             g, t = l >> 2, l & 3
             for half in range(2):
                 for side in range(2):
@@ -492,7 +492,7 @@ def product(form, n, k, s, operands, described, F, U, H, shared, rank, warp, hal
                 else start + (i >> 3) * lines + (i & 7) * 128 + j * width
             )
             right[i, j] = element(shared, rank, at, form, halves)
-    for l in range(IS_FLOAT32):
+    for l in range(WIDE):
         g, t = l >> 2, l & 3
         for e in range(n // 2):
             i, j = g + 8 * (e >> 1 & 1), 8 * (e >> 2) + 2 * t + (e & 1)
@@ -559,13 +559,13 @@ def free(queue):
 def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memory, base, allowed, info):
     U, I, V, L = R.view(np.uint32), R.view(np.int32), R, R.view(np.int64)
     F, D, H, S = R.view(np.float32), R.view(np.float64), R.view(np.uint16), R.view(np.int16)
-    IS_FLOAT32, error = R.shape[1], np.int64(0)
+    WIDE, error = R.shape[1], np.int64(0)
     shared2, shared4, shared8 = shared.view(np.uint16), shared.view(np.uint32), shared.view(np.int64)
     AH, AU, AV = memory.view(np.uint16), memory.view(np.uint32), memory.view(np.uint64)
     if op == LD_GLOBAL:
         width, n = np.int64(abs(code[p, 4])), np.int64(code[p, 5] >> 1)
         r, offset = operands[s + count - 2], np.int64(operands[s + count - 1])
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 at = place(L[r, l] + offset, width * n, base, allowed)
                 if at < 0:
@@ -586,7 +586,7 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
     elif op == LD_SHARED:
         width, n = np.int64(abs(code[p, 4])), np.int64(code[p, 5] >> 1)
         r, offset = operands[s + count - 2], np.int64(operands[s + count - 1])
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 block, at = spot(np.int64(U[r, 2 * l]) + offset, width * n, shared)
                 if at < 0:
@@ -607,7 +607,7 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
     elif op == LD_LOCAL:
         width, n = np.int64(abs(code[p, 4])), np.int64(code[p, 5] >> 1)
         r, offset = operands[s + count - 2], np.int64(operands[s + count - 1])
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 at = L[r, l] + offset
                 if at < 0 or at + width * n > local.shape[2]:
@@ -623,7 +623,7 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
     elif op == ST_GLOBAL:
         width, n = np.int64(abs(code[p, 4])), np.int64(code[p, 5] >> 1)
         r, offset = operands[s], np.int64(operands[s + 1])
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 at = place(L[r, l] + offset, width * n, base, allowed)
                 if at < 0:
@@ -642,7 +642,7 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
     elif op == ST_SHARED:
         width, n = np.int64(abs(code[p, 4])), np.int64(code[p, 5] >> 1)
         r, offset = operands[s], np.int64(operands[s + 1])
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 block, at = spot(np.int64(U[r, 2 * l]) + offset, width * n, shared)
                 if at < 0:
@@ -661,7 +661,7 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
     elif op == ST_LOCAL:
         width, n = np.int64(abs(code[p, 4])), np.int64(code[p, 5] >> 1)
         r, offset = operands[s], np.int64(operands[s + 1])
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 at = L[r, l] + offset
                 if at < 0 or at + width * n > local.shape[2]:
@@ -670,9 +670,9 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
                 for i in range(n):
                     for e in range(width):
                         local[w, l, at + i * width + e] = V[operands[s + 2 + i], l] >> np.uint64(8 * e) & np.uint64(255)
-    elif op == PACK_GQA:
+    elif op == PACK:
         n, width = count - 1, np.int64(code[p, 4])
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 x = np.uint64(0)
                 for i in range(n):
@@ -681,7 +681,7 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
                 V[operands[s], l] = x
     elif op == UNPACK:
         n, width = count - 1, np.int64(code[p, 4])
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 x = V[operands[s + n], l]
                 for i in range(n):
@@ -694,14 +694,14 @@ def memory_(op, p, m, w, s, count, code, operands, R, local, shared, rank, memor
 def together_(op, m, s, count, operands, R):
     U, I, V, L = R.view(np.uint32), R.view(np.int32), R, R.view(np.int64)
     F, D, H, S = R.view(np.float32), R.view(np.float64), R.view(np.uint16), R.view(np.int16)
-    IS_FLOAT32, error = R.shape[1], np.int64(0)
+    WIDE, error = R.shape[1], np.int64(0)
     if op == SHFL_SYNC_IDX_B32 or op == SHFL_SYNC_BFLY_B32 or op == SHFL_SYNC_UP_B32 or op == SHFL_SYNC_DOWN_B32:
         extra = 1 if count == 6 else 0
         d, a, b, c = operands[s], operands[s + 1 + extra], operands[s + 2 + extra], operands[s + 3 + extra]
         taken = np.zeros(32, np.uint64)
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             taken[l] = V[a, l]
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 n, form = np.int64(U[b, 2 * l]) & 31, np.int64(U[c, 2 * l])
                 clamp, segment = form & 31, form >> 8 & 31
@@ -723,18 +723,18 @@ def together_(op, m, s, count, operands, R):
                     V[operands[s + 1], l] = np.uint64(1 if inside else 0)
     elif op == VOTE_SYNC_BALLOT_B32 or op == VOTE_SYNC_ANY_PRED or op == VOTE_SYNC_ALL_PRED:
         yes = np.int64(0)
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and V[operands[s + 1], l] != 0:
                 yes |= 1 << l
         if op == VOTE_SYNC_ANY_PRED:
             yes = 1 if yes != 0 else 0
         elif op == VOTE_SYNC_ALL_PRED:
             yes = 1 if yes == m else 0
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 V[operands[s], l] = np.uint64(yes)
     elif op == ELECT_SYNC:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 V[operands[s], l] = np.uint64(lowest(m))
                 V[operands[s + 1], l] = np.uint64(1 if l == lowest(m) else 0)
@@ -746,7 +746,7 @@ def together_(op, m, s, count, operands, R):
         or op == REDUX_SYNC_ADD_U32
     ):
         x, first = np.int64(0), True
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 y = np.int64(U[operands[s + 1], 2 * l])
                 if first:
@@ -761,12 +761,12 @@ def together_(op, m, s, count, operands, R):
                     x = min(x, y)
                 else:
                     x += y
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 U[operands[s], 2 * l] = np.uint32(x & 0xFFFFFFFF)
     elif op == REDUX_SYNC_MAX_S32 or op == REDUX_SYNC_MIN_S32 or op == REDUX_SYNC_ADD_S32:
         x, first = np.int64(0), True
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 y = np.int64(I[operands[s + 1], 2 * l])
                 if first:
@@ -777,7 +777,7 @@ def together_(op, m, s, count, operands, R):
                     x = min(x, y)
                 else:
                     x += y
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 I[operands[s], 2 * l] = x
     return error
@@ -787,7 +787,7 @@ def together_(op, m, s, count, operands, R):
 def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, rank, halves, info, left, right):
     U, I, V, L = R.view(np.uint32), R.view(np.int32), R, R.view(np.int64)
     F, D, H, S = R.view(np.float32), R.view(np.float64), R.view(np.uint16), R.view(np.int16)
-    IS_FLOAT32, error = R.shape[1], np.int64(0)
+    WIDE, error = R.shape[1], np.int64(0)
     shared2, shared4, shared8 = shared.view(np.uint16), shared.view(np.uint32), shared.view(np.int64)
     if op == STMATRIX:
         n = np.int64(code[p, 4])
@@ -815,7 +815,7 @@ def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, ra
                 for j in range(8):
                     found[i, r, j] = shared2[block, (at >> 1) + j]
         for i in range(n):
-            for l in range(IS_FLOAT32):
+            for l in range(WIDE):
                 g, t = l >> 2, l & 3
                 if code[p, 5] == 0:
                     x, y = found[i, g, 2 * t], found[i, g, 2 * t + 1]
@@ -826,7 +826,7 @@ def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, ra
         # d, a, b, c
         form = 2 if op == MMA_TF32 else 1 if op == MMA_BF16 else 0
         k = 8 if form == 2 else 16
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             g, t = l >> 2, l & 3
             for half in range(2):
                 for side in range(2):
@@ -846,7 +846,7 @@ def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, ra
                     for c in range(2):
                         right[g, 8 * side + 2 * t + c] = halves[form, H[b, 4 * l + c]]
         sums = np.zeros((32, 4), np.float32)
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             g, t = l >> 2, l & 3
             for e in range(4):
                 i, j = g + 8 * (e >> 1), 2 * t + (e & 1)
@@ -854,7 +854,7 @@ def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, ra
                 for x in range(k):
                     total += np.float64(left[i, x]) * np.float64(right[j, x])
                 sums[l, e] = np.float32(total)
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             for e in range(4):
                 F[operands[s + e], 2 * l] = sums[l, e]
     elif op == WGMMA_BF16 or op == WGMMA_F16 or op == WGMMA_TF32:
@@ -902,11 +902,11 @@ def matrices_(op, p, w, s, count, code, operands, R, state, products, shared, ra
 def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, rank, memory, base, allowed, info):
     U, I, V, L = R.view(np.uint32), R.view(np.int32), R, R.view(np.int64)
     F, D, H, S = R.view(np.float32), R.view(np.float64), R.view(np.uint16), R.view(np.int16)
-    IS_FLOAT32, error = R.shape[1], np.int64(0)
+    WIDE, error = R.shape[1], np.int64(0)
     shared2, shared4, shared8 = shared.view(np.uint16), shared.view(np.uint32), shared.view(np.int64)
     waits = False
     if op == MBARRIER_INIT:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 block, at = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], 8, shared)
                 if at < 0:
@@ -917,17 +917,17 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
     elif op == MBARRIER_INVAL:
         pass
     elif op == MBARRIER_ARRIVE:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 info[3], info[4] = l, np.int64(U[operands[s + 1], 2 * l]) + operands[s + 2]
                 error = signal(shared8, info[4], 1, 0)
     elif op == MBARRIER_ARRIVE_EXPECT_TX:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 info[3], info[4] = l, np.int64(U[operands[s + 1], 2 * l]) + operands[s + 2]
                 error = signal(shared8, info[4], 1, np.int64(U[operands[s + 3], 2 * l]))
     elif op == MBARRIER_TRY_WAIT_PARITY:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 block, at = spot(np.int64(U[operands[s + 1], 2 * l]) + operands[s + 2], 8, shared)
                 if at < 0:
@@ -937,16 +937,16 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
                 V[operands[s], l] = np.uint64(1 if ended else 0)
         waits |= not ended
     elif op == MAPA_U32:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 x = np.int64(U[operands[s + 1], 2 * l]) & 0xFFFFFF | np.int64(U[operands[s + 2], 2 * l]) << 24
                 V[operands[s], l] = np.uint64(x)
     elif op == CP_ASYNC_BULK_COMMIT_GROUP:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 groups[w, l] += 1
     elif op == CP_ASYNC_BULK_SHARED_GLOBAL_MBARRIER or op == CP_ASYNC_BULK_SHARED_SHARED_MBARRIER:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 i = free(queue)
                 if i < 0:
@@ -962,7 +962,7 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
                 queue[i, 5] = np.int64(U[operands[s + 5], 2 * l]) + operands[s + 6]
                 queue[i, 11], queue[i, 12], queue[i, 13], queue[i, 14] = w, l, -1, p
     elif op == CP_ASYNC_BULK_TENSOR_5D_SHARED_GLOBAL_MBARRIER:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 i = free(queue)
                 if i < 0:
@@ -976,7 +976,7 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
                 queue[i, 5] = np.int64(U[operands[s + 9], 2 * l]) + operands[s + 10]
                 queue[i, 11], queue[i, 12], queue[i, 13], queue[i, 14] = w, l, -1, p
     elif op == CP_ASYNC_BULK_TENSOR_5D_GLOBAL_SHARED_BULK_GROUP:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 i = free(queue)
                 if i < 0:
@@ -989,7 +989,7 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
                 queue[i, 3] = np.int64(U[operands[s + 7], 2 * l]) + operands[s + 8]
                 queue[i, 11], queue[i, 12], queue[i, 13], queue[i, 14] = w, l, groups[w, l], p
     elif op == CP_ASYNC_BULK_GLOBAL_SHARED_BULK_GROUP or op == CP_REDUCE_ASYNC_BULK_GLOBAL_SHARED_BULK_GROUP_ADD_F32:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 i = free(queue)
                 if i < 0:
@@ -1001,7 +1001,7 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
                 queue[i, 4] = np.int64(U[operands[s + 4], 2 * l])
                 queue[i, 11], queue[i, 12], queue[i, 13], queue[i, 14] = w, l, groups[w, l], p
     elif op == ST_ASYNC:
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 block, at = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], 4, shared)
                 if at < 0:
@@ -1011,7 +1011,7 @@ def copies_(op, p, m, w, s, count, code, operands, R, queue, groups, shared, ran
                 error = signal(shared8, np.int64(U[operands[s + 3], 2 * l]) + operands[s + 4], 0, -4)
     elif op == CP_ASYNC_SHARED_GLOBAL:
         # Done at once. What a kernel does not wait for is not found.
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 n = np.int64(U[operands[s + 4], 2 * l])
                 block, to = spot(np.int64(U[operands[s], 2 * l]) + operands[s + 1], n, shared)
@@ -1058,11 +1058,11 @@ def step(w, budget, block):
     AH, AU, AL = memory.view(np.uint16), memory.view(np.uint32), memory.view(np.int64)
     AI, AV, AF, AD = memory.view(np.int32), memory.view(np.uint64), memory.view(np.float32), memory.view(np.float64)
     warps = block.registers.shape[0]
-    IS_FLOAT32 = np.int64(counter.size)  # 32, which the compiler shall not know: it would write everything out 32 times
+    WIDE = np.int64(counter.size)  # 32, which the compiler shall not know: it would write everything out 32 times
     waiting = np.int64(0)  # lanes that wait for others to come where they are
     while True:
         p, live = np.int64(1 << 40), np.int64(0)
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if counter[l] >= 0:
                 live |= 1 << l
                 if not waiting >> l & 1 and counter[l] < p:
@@ -1071,19 +1071,19 @@ def step(w, budget, block):
             return DONE
         if p == 1 << 40:
             info[0], info[2] = PARTED, w
-            for l in range(IS_FLOAT32):
+            for l in range(WIDE):
                 if counter[l] >= 0:
                     info[1] = counter[l]
             return PARTED
         mask = np.int64(0)
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if counter[l] == p:
                 mask |= 1 << l
         waiting &= ~mask
         apart = mask != live
         while True:
             if budget <= 0:
-                for l in range(IS_FLOAT32):
+                for l in range(WIDE):
                     if mask >> l & 1:
                         counter[l] = p
                 return GOES_ON
@@ -1093,7 +1093,7 @@ def step(w, budget, block):
             m = mask
             if guard != 0:
                 r, wanted = abs(guard) - 1, np.uint64(1 if guard > 0 else 0)
-                for l in range(IS_FLOAT32):
+                for l in range(WIDE):
                     if m >> l & 1 and (V[r, l] != 0) != (wanted != 0):
                         m &= ~(1 << l)
             error, waits = np.int64(0), False
@@ -1103,12 +1103,12 @@ def step(w, budget, block):
                 elif m == mask:
                     p = np.int64(code[p, 4])
                 else:
-                    for l in range(IS_FLOAT32):
+                    for l in range(WIDE):
                         if mask >> l & 1:
                             counter[l] = code[p, 4] if m >> l & 1 else p + 1
                     break
                 if apart:
-                    for l in range(IS_FLOAT32):
+                    for l in range(WIDE):
                         if mask >> l & 1:
                             counter[l] = p
                     break
@@ -1117,7 +1117,7 @@ def step(w, budget, block):
                 p += 1
                 continue
             if op == RET or op == EXIT:
-                for l in range(IS_FLOAT32):
+                for l in range(WIDE):
                     if mask >> l & 1:
                         counter[l] = -1 if m >> l & 1 else p + 1
                 break
@@ -1165,11 +1165,11 @@ def step(w, budget, block):
             ):
                 together, asked = True, live & np.int64(U[operands[s + count - 1], 2 * lowest(mask)])
             if together and mask & asked != asked:
-                for l in range(IS_FLOAT32):
+                for l in range(WIDE):
                     if mask >> l & 1:
                         counter[l] = p
                 here = np.int64(0)
-                for l in range(IS_FLOAT32):
+                for l in range(WIDE):
                     if counter[l] == p:
                         here |= 1 << l
                 waiting = waiting & ~here if here & asked == asked else waiting | mask
@@ -1184,7 +1184,7 @@ def step(w, budget, block):
                     state[w, 0], state[w, 1] = 1, barriers[number, 1]
                     barriers[number, 0] += 32
                     if reduces:
-                        for l in range(IS_FLOAT32):
+                        for l in range(WIDE):
                             yes = mask >> l & 1 and V[operands[s + count - 1], l] != 0
                             if op == BAR_RED_OR_PRED:
                                 barriers[number, 2] |= 1 if yes else 0
@@ -1197,13 +1197,13 @@ def step(w, budget, block):
                         barriers[number, 1] += 1
                         barriers[number, 3], barriers[number, 2] = barriers[number, 2], 0
                 if error == 0 and state[w, 1] == barriers[number, 1]:
-                    for l in range(IS_FLOAT32):
+                    for l in range(WIDE):
                         if mask >> l & 1:
                             counter[l] = p
                     return WAITS
                 state[w, 0] = 0
                 if reduces:
-                    for l in range(IS_FLOAT32):
+                    for l in range(WIDE):
                         V[operands[s], l] = np.uint64(
                             barriers[number, 3] if op == BAR_RED_OR_PRED else 1 - barriers[number, 3]
                         )
@@ -1223,7 +1223,7 @@ def step(w, budget, block):
                     cluster[1] += 1
             elif op == BARRIER_CLUSTER_WAIT:
                 if cluster[1] == state[w, 6]:
-                    for l in range(IS_FLOAT32):
+                    for l in range(WIDE):
                         if mask >> l & 1:
                             counter[l] = p
                     return WAITS
@@ -1231,7 +1231,7 @@ def step(w, budget, block):
                 pass
             elif op == GRIDDEPCONTROL_WAIT:
                 if flags[0] == 0:
-                    for l in range(IS_FLOAT32):
+                    for l in range(WIDE):
                         if mask >> l & 1:
                             counter[l] = p
                     return WAITS
@@ -1244,7 +1244,7 @@ def step(w, budget, block):
                 for i in range(queue.shape[0]):
                     if queue[i, 0] != 0 and queue[i, 11] == w and m >> queue[i, 12] & 1 and queue[i, 1] < least_state:
                         if queue[i, 13] >= 0 and queue[i, 13] < groups[w, queue[i, 12]] - n:
-                            for l in range(IS_FLOAT32):
+                            for l in range(WIDE):
                                 if mask >> l & 1:
                                     counter[l] = p
                             return WAITS
@@ -1275,7 +1275,7 @@ def step(w, budget, block):
                 return error
             p += 1
             if waits:
-                for l in range(IS_FLOAT32):
+                for l in range(WIDE):
                     if mask >> l & 1:
                         counter[l] = p
                 return WAITS

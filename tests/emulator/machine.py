@@ -189,7 +189,7 @@ def _converted(parts: list[str]) -> str:
 
 LANES = """\
     elif op == {number}:  # {name}
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1:
                 {statement}
 """
@@ -199,7 +199,7 @@ SOME = """
 def lanes_{first}(op, m, s, operands, R, HALVES):
     U, I, V, L = R.view(np.uint32), R.view(np.int32), R, R.view(np.int64)
     F, D, H, S = R.view(np.float32), R.view(np.float64), R.view(np.uint16), R.view(np.int16)
-    IS_FLOAT32 = R.shape[1]
+    WIDE = R.shape[1]
     d, a, b, c, e = operands[s], operands[s + 1], operands[s + 2], operands[s + 3], operands[s + 4]
     if op < {first}:
         pass
@@ -209,7 +209,7 @@ def lanes_{first}(op, m, s, operands, R, HALVES):
 
 A_FEW = 12
 
-MMA_WARPGROUPS = {
+GROUPS = {
     group: names.split()
     for group, names in {
         "flow": """
@@ -240,14 +240,14 @@ MMA_WARPGROUPS = {
         """,
     }.items()
 }
-SPECIAL = [name for group in MMA_WARPGROUPS.values() for name in group]
+SPECIAL = [name for group in GROUPS.values() for name in group]
 """Operations that interpreter.py does itself."""
 
 
 ATOMIC = """\
     elif op == {number}:  # {name}
         d, first = operands[s], s + {result}
-        for l in range(IS_FLOAT32):
+        for l in range(WIDE):
             if m >> l & 1 and error == 0:
                 for i in range(max(1, np.int64(code[p, 4]))):
                     at = place(L[operands[first], l] + operands[first + 1], {width}, base, allowed)
@@ -324,7 +324,7 @@ class Machine:
             calls.append(f"    elif {either}:\n        lanes_{first}(op, m, s, operands, R, halves[0])\n")
         branches = textwrap.indent("".join([*atomics, *calls]), " " * 8)
         numbers = [f"{_capitals(name)} = {self.numbers[name]}\n" for name in SPECIAL]
-        numbers += [f"LAST_{group.upper()} = {self.numbers[names[-1]]}\n" for group, names in MMA_WARPGROUPS.items()]
+        numbers += [f"LAST_{group.upper()} = {self.numbers[names[-1]]}\n" for group, names in GROUPS.items()]
         text = (FOLDER / "interpreter.py").read_text().replace("@njit\n", "@njit(cache=True, error_model='numpy')\n")
         text = re.sub(r"(?m)^# FUNCTIONS\n", lambda _: "".join(functions), text)
         return "".join(numbers) + re.sub(r"(?m)^ *# LANES\n", lambda _: branches, text)
