@@ -166,7 +166,7 @@ def skip_unless(backend: str, call: Call | None = None) -> None:
 
 
 def arbitrary_dq_order(monkeypatch: Any) -> None:
-    """Make Hopper's backward kernels accumulate dQ of short sequences in arbitrary order, as they do that of long ones."""
+    """Make Hopper's backward kernels accumulate dQ in arbitrary order for short sequences, too."""
     from flashkit.backends.cupy_raw import sm90_backward
 
     monkeypatch.setattr(sm90_backward, "ORDERED_MAX_TOKENS", 0)
@@ -175,8 +175,8 @@ def arbitrary_dq_order(monkeypatch: Any) -> None:
 
 
 def fused_preprocess(monkeypatch: Any, sms: int = 0) -> None:
-    """Make Hopper's backward kernels preprocess all but the first head themselves, however short work tiles are. sms: as
-    if the device had so many, so that each CTA has many work tiles.
+    """Make Hopper's backward kernels preprocess all but the first head themselves, however short work tiles are. sms:
+    as if the device had so many, so that each CTA has many work tiles.
     """
     from flashkit.backends.cuda_common import sm90_bwd_launch
 

@@ -304,7 +304,8 @@ class Backward:
 
     def boxes(self) -> list[tuple[str, int, int]]:
         """Of each TMA box, in the order of the kernel's parameters: the tensor, its columns, the rows of a box."""
-        dim, dim_v, rows, keys = self.spec.head_dim, self.spec.head_dim_v, self.tile.block_q, self.tile.cta_keys(self.spec)
+        dim, dim_v = self.spec.head_dim, self.spec.head_dim_v
+        rows, keys = self.tile.block_q, self.tile.cta_keys(self.spec)
         loaded = [("q", dim, rows), ("k", dim, keys), ("v", dim_v, keys), ("dout", dim_v, rows)]
         return [*loaded, ("dk", dim, 16), ("dv", dim_v, 16)]
 

@@ -53,9 +53,9 @@ def in_order(problem: Problem) -> bool:
 
 
 def can_fuse_preprocess(spec: AttentionSpec, tile: BackwardTile) -> bool:
-    """Whether the kernel can preprocess rows (kernels/sm90/bwd_fused_preprocess.cuh): O and dO fit the place of the next
-    work tile's K, and the warps have no semaphore to serve. A score modification of up to 64 columns leaves too few
-    registers.
+    """Whether the kernel can preprocess rows (kernels/sm90/bwd_fused_preprocess.cuh): O and dO fit the place of the
+    next work tile's K, and the warps have no semaphore to serve. A score modification of up to 64 columns leaves too
+    few registers.
     """
     room = tile.key_buffers > 1 and cluster_size(spec) == 1 and chunks(spec.head_dim_v) <= chunks(spec.head_dim)
     return room and not spec.deterministic and (spec.score is None or chunks(spec.head_dim) > 1)

@@ -1,8 +1,10 @@
-// Hopper's backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2; warp specialization as in FlashAttention-3,
-// Shah et al. 2024, arXiv 2407.08608): P is recomputed from the log-sum-exp, five products. docs/hopper.md walks through it.
+// Hopper's backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2; warp specialization as in
+// FlashAttention-3, Shah et al. 2024, arXiv 2407.08608): P is recomputed from the log-sum-exp, five products.
+// docs/hopper.md walks through it.
 //
-// Three kernels: bwd_preprocess, sm90_backward, bwd_postprocess. In the second a persistent grid of CTAs takes work tiles, BLOCK_K
-// keys of a key/value head each, and loops over the query tiles that see them. bwd_layout.cuh has its roles and shared memory.
+// Three kernels: bwd_preprocess, sm90_backward, bwd_postprocess. In the second a persistent grid of CTAs takes work
+// tiles, BLOCK_K keys of a key/value head each, and loops over the query tiles that see them. bwd_layout.cuh has its
+// roles and shared memory.
 //
 //     K, V         [CTA_KEYS][..]               shared memory; of BLOCK_K keys those of the CTA
 //     Q, dO        [BLOCK_Q][..]                shared memory, pipelines, with the rows' log-sum-exps and deltas
@@ -10,8 +12,8 @@
 //     dK, dV       [CTA_KEYS][..]               registers
 //     dQ           [BLOCK_Q][..]                registers, then added to dq_accum in global memory
 //
-// A warp releases a stage by lane 0's arrival. The other lanes' reads precede it, as the lanes meet in between, when dS is in
-// shared memory.
+// A warp releases a stage by lane 0's arrival. The other lanes' reads precede it, as the lanes meet in between, when dS
+// is in shared memory.
 //
 // CLUSTER_MAINLOOP is defined where CLUSTER_SIZE is 2: only the main loop in use has its wgmma shapes generated.
 #include "sm90/bwd_producer.cuh"
@@ -41,7 +43,8 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         dsmem_pipe(base).init(1, ROLE_WARPS);
         list_pipe(base).init(1, 1);
         mbarrier_init(base + AT_CLAIM, 1), mbarrier_init(base + AT_PEER_K_LOADED, 1);
-        for (int i = 0; i < 2; ++i) mbarrier_init(dq_written(base, i), ROLE_WARPS), mbarrier_init(dq_granted(base, i), 1);
+        for (int i = 0; i < 2; ++i)
+            mbarrier_init(dq_written(base, i), ROLE_WARPS), mbarrier_init(dq_granted(base, i), 1);
         for (int i = 0; i < 2; ++i) mbarrier_init(base + AT_CLAIMED + 8 * i, 1);
         for (int i = 0; i < 4; ++i) mbarrier_init(dq_requested(base, i), 1);
         for (int i = 0; i < KEY_BUFFERS; ++i) mbarrier_init(base + AT_K_LOADED + 8 * i, 1);
@@ -50,7 +53,8 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
         if (!DETERMINISTIC) mbarrier_init(base + AT_DQ_COMPLETE, ROLE_WARPS);
         fence_mbarrier_init();
     }
-    if (FUSED_PREPROCESS && threadIdx.x < BYTES_ZEROS / VEC_BYTES) clear_vec(base + AT_ZEROS + threadIdx.x * VEC_BYTES), fence_proxy_async();
+    if (FUSED_PREPROCESS && threadIdx.x < BYTES_ZEROS / VEC_BYTES)
+        clear_vec(base + AT_ZEROS + threadIdx.x * VEC_BYTES), fence_proxy_async();
     if (CLUSTER_SIZE > 1) cluster_sync();
     else __syncthreads();
     griddepcontrol_wait();

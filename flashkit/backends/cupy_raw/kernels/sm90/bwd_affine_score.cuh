@@ -1,14 +1,14 @@
-// Affine score modifications, gain * f(rate * s) + bias (cuda_common/affine_score.py), in tiles whose pairs are all visible: the
-// exponent is a multiply-add of the accumulator, and the slope comes from f. Here the bias depends on q - k alone, gain and rate on
-// nothing: then few numbers describe a warp's tile.
+// Affine score modifications, gain * f(rate * s) + bias (cuda_common/affine_score.py), in tiles whose pairs are all
+// visible: the exponent is a multiply-add of the accumulator, and the slope comes from f. Here the bias depends on
+// q - k alone, gain and rate on nothing: then few numbers describe a warp's tile.
 #pragma once
 #include "sm90/bwd_fragments.cuh"
 
 constexpr bool AFFINE_PATH = HAS_SCORE && FORMED && EVEN && DIAGONAL && SMALL_SCORE && !HAS_DROPOUT;
 
-// These numbers take a chain of some hundred instructions, for which S would wait. So they are found once for a work tile, where
-// they are the same for all its query tiles; or for the next query tile, while dV and dK are multiplied, where registers allow; or
-// in each step.
+// These numbers take a chain of some hundred instructions, for which S would wait. So they are found once for a work
+// tile, where they are the same for all its query tiles; or for the next query tile, while dV and dK are multiplied,
+// where registers allow; or in each step.
 constexpr bool AFFINE_PER_WORK_TILE = AFFINE_PATH && !SLOPED && (!PER_HEAD || GQA_GROUP == 1);
 constexpr bool AFFINE_AHEAD = AFFINE_PATH && !AFFINE_PER_WORK_TILE && S_REGS <= 32 && CLUSTER_SIZE == 1;
 constexpr bool AFFINE_PER_STEP = AFFINE_PATH && !AFFINE_PER_WORK_TILE && !AFFINE_AHEAD;
@@ -29,9 +29,11 @@ DEVICE AffineTile affine_tile(const Params& p, const FragmentId& id, int warp, i
         const long long offset = offset_of(p, at.b);
         const int row = at.row0, k = at.k0 + warp % 4 * KEYS, q = row + (int)offset;
         const Head head = head_of(at.b, at.h, p);
-        const float gain = score_gain<int>(at.b, at.h, row, q, head, p), rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, head, p) : 1;
+        const float gain = score_gain<int>(at.b, at.h, row, q, head, p);
+        const float rate = CAPPED ? score_rate<int>(at.b, at.h, row, q, head, p) : 1;
         tile.gain = uniform_float(gain * (CAPPED ? 1.0f : (float)p.softmax_scale) * LOG2E);
-        tile.slope = UNIT_SLOPE ? 1.0f : uniform_float(gain * rate), tile.rate = uniform_float(rate * (float)p.softmax_scale);
+        tile.slope = UNIT_SLOPE ? 1.0f : uniform_float(gain * rate);
+        tile.rate = uniform_float(rate * (float)p.softmax_scale);
         const float far = score_bias<int>(at.b, at.h, row, q + ROWS - 1, head, k, p) * LOG2E;
         const float near = SLOPED ? score_bias<int>(at.b, at.h, row, q, head, k + KEYS - 1, p) * LOG2E : far;
         tile.step = SLOPED ? (near - far) * (1.0f / (ROWS + KEYS - 2)) : 0.0f;
@@ -57,11 +59,12 @@ DEVICE void add_bias_early(const AffineTile& tile, float (&stats)[EARLY][2]) {
         for (int c = 0; c < 2; ++c) stats[n][c] = bias_minus_lse(tile, stats[n][c], n, 0, c);
 }
 
-// tanh. For bfloat16 the hardware's, accurate to 2^-11. For float16, up to |x| = TANH_POLY_MAX, polynomials of x^2 for tanh(x) / x
-// and for the slope, accurate to 2e-5 and 2e-4; beyond, and where registers are short, the exact tanh.
+// tanh. For bfloat16 the hardware's, accurate to 2^-11. For float16, up to |x| = TANH_POLY_MAX, polynomials of x^2 for
+// tanh(x) / x and for the slope, accurate to 2e-5 and 2e-4; beyond, and where registers are short, the exact tanh.
 constexpr bool HAS_TANH_POLY = CAPPED && STORAGE != BFLOAT16 && S_REGS <= 32;
 constexpr float TANH_POLY_MAX = 0.5f;
-constexpr float TANH_POLY[3] = {0.99997744f, -0.3316915f, 0.11520976f}, SLOPE_POLY[3] = {0.99983822f, -0.98864075f, 0.5423509f};
+constexpr float TANH_POLY[3] = {0.99997744f, -0.3316915f, 0.11520976f};
+constexpr float SLOPE_POLY[3] = {0.99983822f, -0.98864075f, 0.5423509f};
 
 DEVICE bool tanh_poly_ok(const float (&s)[S_REGS], const AffineTile& tile) {
     float greatest[4] = {};

@@ -2,8 +2,8 @@
 #pragma once
 #include "sm90/bwd_fragments.cuh"
 
-// A bit for each element of a lane. A Philox call serves four keys of a row, which lie in several lanes; so each of these lanes
-// makes the words of a part of the rows, and they exchange them.
+// A bit for each element of a lane. A Philox call serves four keys of a row, which lie in several lanes; so each of
+// these lanes makes the words of a part of the rows, and they exchange them.
 struct DropoutMask {
     unsigned bits[4];
 
@@ -24,7 +24,8 @@ struct DropoutMask {
 #pragma unroll
             for (int m = 0; m < S_REGS / 8; ++m) {
                 const int e = 4 * m + part;
-                own |= kept_of_four_keys(p, b, h, row0 + lane_row(e / 2, e % 2), k0 + lane_key(half)) << (16 * half + 4 * m);
+                const int row = row0 + lane_row(e / 2, e % 2);
+                own |= kept_of_four_keys(p, b, h, row, k0 + lane_key(half)) << (16 * half + 4 * m);
             }
 #pragma unroll
         for (int i = 0; i < 4; ++i) bits[i] = __shfl_sync(~0u, own, (threadIdx.x % 32 & ~12) | 4 * i) >> part;

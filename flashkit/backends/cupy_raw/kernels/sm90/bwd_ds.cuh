@@ -2,8 +2,8 @@
 #pragma once
 #include "sm90/bwd_dropout.cuh"
 
-// Deltas of a lane's rows. Shared memory answers late while wgmma reads it, so the first ones are loaded before they are needed
-// where registers allow.
+// Deltas of a lane's rows. Shared memory answers late while wgmma reads it, so the first ones are loaded before they
+// are needed where registers allow.
 constexpr int EARLY_DELTAS = !HAS_SCORE && PADDED_DIM <= 64 ? 2 : 0;
 struct RowDeltas {
     unsigned address;
@@ -14,13 +14,14 @@ struct RowDeltas {
         for (int i = 0; i < EARLY_DELTAS; ++i) load_row_stats(early[i], address, i);
     }
     __device__ __forceinline__ void get(float (&x)[2], int n) const {
-        if (n < EARLY_DELTAS) x[0] = early[n % larger(EARLY_DELTAS, 1)][0], x[1] = early[n % larger(EARLY_DELTAS, 1)][1];
+        if (n < EARLY_DELTAS)
+            x[0] = early[n % larger(EARLY_DELTAS, 1)][0], x[1] = early[n % larger(EARLY_DELTAS, 1)][1];
         else load_row_stats(x, address, n);
     }
 };
 
-// dS = P * slope * (dP - delta), rounded. p_slope: P times the slope of the score modification (softmax_p). UNMASKED: every pair is
-// visible; else pairs whose P is 0 get a dS of 0, whatever dP is.
+// dS = P * slope * (dP - delta), rounded. p_slope: P times the slope of the score modification (softmax_p). UNMASKED:
+// every pair is visible; else pairs whose P is 0 get a dS of 0, whatever dP is.
 template <bool UNMASKED>
 DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&dp)[S_REGS], unsigned (&ds)[S_REGS / 2],
                        const RowDeltas& deltas, const DropoutMask& dropout, const FragmentId& id) {

@@ -2,8 +2,9 @@
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
-// first_key: of the warp's keys among the work tile's. The pieces go through BUFFERS places in shared memory from `buffer` on, STRIDE
-// bytes apart; BEFORE pieces went there before these. The first one waits until all earlier bulk stores of the warp have left.
+// first_key: of the warp's keys among the work tile's. The pieces go through BUFFERS places in shared memory from
+// `buffer` on, STRIDE bytes apart; BEFORE pieces went there before these. The first one waits until all earlier bulk
+// stores of the warp have left.
 constexpr int BYTES_PIECE = 16 * CHUNK_ROW;
 template <int DIM, int BEFORE, int BUFFERS, int STRIDE>
 DEVICE void store_dkv(const TensorMap& map, const WorkTile& at, int first_key, int lane, unsigned buffer,

@@ -1,4 +1,5 @@
-// S^T, P^T, dP^T and dS^T of 64 keys in the registers of a warp group: where each element is, and the products from and into them.
+// S^T, P^T, dP^T and dS^T of 64 keys in the registers of a warp group: where each element is, and the products from and
+// into them.
 //
 // Keys are the rows, as wgmma leaves them. Element 4 n + 2 half + c of a lane is at
 //
@@ -15,7 +16,8 @@ DEVICE int lane_row(int n, int c) { return 8 * n + threadIdx.x % 4 * 2 + c; }
 DEVICE unsigned lane_stats(int lane) { return lane % 4 * 8; }
 DEVICE void load_row_stats(float (&x)[2], unsigned address, int n) { load_float2(x, address + 32 * n); }
 
-// Query tile n and work tile `number` of the CTA, and which 64 of the work tile's keys: the warp group's or, in a cluster, the CTA's.
+// Query tile n and work tile `number` of the CTA, and which 64 of the work tile's keys: the warp group's or, in a
+// cluster, the CTA's.
 struct FragmentId { unsigned base, n, number; int key_group; };
 
 struct FragmentCoord {
@@ -37,7 +39,7 @@ DEVICE bool positions_are_near(const Params& p, long long offset) {
     return __all_sync(~0u, offset >= -NEAR_POSITIONS && offset + p.n_q < NEAR_POSITIONS && p.n_k < NEAR_POSITIONS);
 }
 
-// --- products ---------------------------------------------------------------------------------------------------------
+// --- products --------------------------------------------------------------------------------------------------------
 // Issued and committed here, awaited by the main loop.
 
 // S^T = K Q^T or dP^T = V dO^T of 64 keys: both operands in shared memory.
@@ -47,7 +49,8 @@ DEVICE void issue_ss(float (&x)[S_REGS], unsigned keys, unsigned rows) {
     wgmma_fence();
     wgmma_zero_init<0, 0>(x, a, b);
 #pragma unroll
-    for (int k = 1; k < PADDED_COLUMNS / 16; ++k) product<0, 0>(x, a + along_rows(k, CTA_KEYS), b + along_rows(k, BLOCK_Q), 1);
+    for (int k = 1; k < PADDED_COLUMNS / 16; ++k)
+        product<0, 0>(x, a + along_rows(k, CTA_KEYS), b + along_rows(k, BLOCK_Q), 1);
     wgmma_commit();
 }
 

@@ -1,13 +1,15 @@
-// The fused preprocess (FUSED_PREPROCESS): two otherwise idle warps of the backward kernel preprocess the query tiles of heads to
-// come. O and dO pass through the buffer for the next work tile's K, until K is loaded: CLAIM_AHEAD query tiles before the end of a
-// work tile.
+// The fused preprocess (FUSED_PREPROCESS): two otherwise idle warps of the backward kernel preprocess the query tiles
+// of heads to come. O and dO pass through the buffer for the next work tile's K, until K is loaded: CLAIM_AHEAD query
+// tiles before the end of a work tile.
 //
-// Before K of a work tile is loaded, these warps see to it that its head's query tiles are ready, which they may have to do themselves.
+// Before K of a work tile is loaded, these warps see to it that its head's query tiles are ready, which they may have
+// to do themselves.
 #pragma once
 #include "sm90/bwd_preprocess.cuh"
 
 constexpr int ROWS_PER_LOAD = 64, BYTES_PER_LOAD = ROWS_PER_LOAD * CHUNK_ROW * CHUNKS_V;  // rows of O, and of dO
-static_assert(!FUSED_PREPROCESS || (!DETERMINISTIC && CHUNKS_V <= CHUNKS && KEY_BUFFERS == 2), "O and dO take the place of K");
+static_assert(!FUSED_PREPROCESS || (!DETERMINISTIC && CHUNKS_V <= CHUNKS && KEY_BUFFERS == 2),
+              "O and dO take the place of K");
 
 // By one thread, which has to wait for the end of its bulk stores.
 DEVICE void clear_dq_accum_bulk(const Params& p, int index, unsigned base) {
@@ -31,7 +33,8 @@ DEVICE float dot_of_rows(unsigned out, unsigned dout, int row) {
 }
 
 // By two warps; a thread has one of ROWS_PER_LOAD rows.
-DEVICE void fused_preprocess(const Params& p, const TensorMap& out_map, const TensorMap& dout_map, unsigned base, int thread) {
+DEVICE void fused_preprocess(const Params& p, const TensorMap& out_map, const TensorMap& dout_map, unsigned base,
+                             int thread) {
     const auto pipe_k = k_pipe(base);
     const bool first_warp = uniform(thread / 32) == 0, leader = thread == 0;
     const unsigned loaded = base + AT_O_LOADED;
@@ -79,7 +82,8 @@ DEVICE void fused_preprocess(const Params& p, const TensorMap& out_map, const Te
         // What is left of the work tile's own head; another CTA may be at its last tiles, for which these warps wait.
         auto next_of_head = [&]() {
             if (!first_warp || is_ready(p, bh)) return DONE;
-            const bool is_left = leader && (int)load_acquire(PreprocessCounters::next_tile(p)) < (bh + 1) * query_tiles_per_kv_head(p);
+            const bool is_left = leader &&
+                (int)load_acquire(PreprocessCounters::next_tile(p)) < (bh + 1) * query_tiles_per_kv_head(p);
             return is_left ? atomicAdd(PreprocessCounters::next_tile(p), 1) : NO_TILE;
         };
         int index;
@@ -90,7 +94,8 @@ DEVICE void fused_preprocess(const Params& p, const TensorMap& out_map, const Te
         if (leader) mbarrier_arrive(base + AT_HEAD_READY);
 
         // This work tile's share of the heads to come, while the next buffer for K is free.
-        mbarrier_wait_backoff(pipe_k.empty + 8 * pipe_k.stage(number + 1), ((number + 1) / KEY_BUFFERS & 1) ^ 1, POLL_NS);
+        mbarrier_wait_backoff(pipe_k.empty + 8 * pipe_k.stage(number + 1), ((number + 1) / KEY_BUFFERS & 1) ^ 1,
+                              POLL_NS);
         owed += query_tiles_per_work_tile(p);
         auto next_owed = [&]() {
             const bool has_time = leader && owed > 0 && !mbarrier_try_wait(base + AT_CLAIM, number & 1);

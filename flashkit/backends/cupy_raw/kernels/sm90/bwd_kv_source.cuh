@@ -3,14 +3,19 @@
 #include "sm90/bwd_nonfinite.cuh"
 #include "sm90/bwd_tile_scheduler.cuh"
 
-// K of the CTA's keys, in the buffer of work tile `number`. Keys that are to be cleared arrive at a barrier of their own first.
+// K of the CTA's keys, in the buffer of work tile `number`. Keys that are to be cleared arrive at a barrier of their
+// own first.
 struct KSource {
     const Params& p;
     const TensorMap& map;
     unsigned base;
 
-    __device__ __forceinline__ unsigned tile(unsigned number) const { return base + AT_K + k_pipe(base).stage(number) * BYTES_K; }
-    __device__ __forceinline__ unsigned full_barrier(unsigned number) const { return k_pipe(base).full + 8 * k_pipe(base).stage(number); }
+    __device__ __forceinline__ unsigned tile(unsigned number) const {
+        return base + AT_K + k_pipe(base).stage(number) * BYTES_K;
+    }
+    __device__ __forceinline__ unsigned full_barrier(unsigned number) const {
+        return k_pipe(base).full + 8 * k_pipe(base).stage(number);
+    }
     __device__ __forceinline__ unsigned loaded_barrier(unsigned number) const {
         return CLEARS_KEYS ? base + AT_K_LOADED + 8 * k_pipe(base).stage(number) : full_barrier(number);
     }
@@ -22,7 +27,8 @@ struct KSource {
     }
     __device__ __forceinline__ void clear_nonfinite(const WorkTile& at, unsigned number, bool leader) const {
         mbarrier_wait(loaded_barrier(number), number / KEY_BUFFERS & 1);
-        clear_nonfinite_keys<CHUNKS>(tile(number), (int)keys_of(p, at.b) - first_cta_key(at), nonfinite_keys_slot(base, number));
+        clear_nonfinite_keys<CHUNKS>(tile(number), (int)keys_of(p, at.b) - first_cta_key(at),
+                                     nonfinite_keys_slot(base, number));
         if (leader) mbarrier_arrive(full_barrier(number));
     }
 
@@ -34,7 +40,8 @@ struct KSource {
         pipe.producer_acquire(number);
         if (elect_one()) {
             mbarrier_arrive_expect_tx(loaded, BYTES_PEER_K);
-            load_tile<1, DQ_CHUNKS, CTA_KEYS>(base + AT_PEER_K, map, from, at.head, at.b, loaded, 64 * DQ_CHUNKS * rank);
+            load_tile<1, DQ_CHUNKS, CTA_KEYS>(base + AT_PEER_K, map, from, at.head, at.b, loaded,
+                                              64 * DQ_CHUNKS * rank);
         }
         if constexpr (CLEARS_KEYS) {
             mbarrier_wait(loaded, number & 1);

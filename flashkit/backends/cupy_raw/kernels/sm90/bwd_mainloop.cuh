@@ -1,5 +1,5 @@
-// Consumers of Hopper's backward pass where each warp group owns 64 of the work tile's 128 keys. All products are transposed: keys
-// are the rows.
+// Consumers of Hopper's backward pass where each warp group owns 64 of the work tile's 128 keys. All products are
+// transposed: keys are the rows.
 //
 //     S^T, P^T     [64][BLOCK_Q]     registers
 //     dP^T, dS^T   [64][BLOCK_Q]     registers; dS also in shared memory, two query tiles, for dQ
@@ -31,7 +31,8 @@ DEVICE void store_ds(const Pipeline<2>& pipe_ds, unsigned n, unsigned address, c
     pipe_ds.producer_acquire(n);
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; ++k)
-        stmatrix_x4<true>(address + n % 2 * BYTES_DS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+        stmatrix_x4<true>(address + n % 2 * BYTES_DS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2],
+                          ds[4 * k + 3]);
 }
 
 DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base, int wg) {
@@ -50,32 +51,36 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
     float dk_acc[PADDED_DIM / 2], dv_acc[PADDED_DIM_V / 2], s[S_REGS];
     unsigned n = 0;  // query tiles so far
 
-    if (PING_PONG && wg == 1) named_barrier_arrive(PING_PONG_BARRIER, 128 * MMA_WARPGROUPS);  // warp group 0 comes first
+    // warp group 0 comes first
+    if (PING_PONG && wg == 1) named_barrier_arrive(PING_PONG_BARRIER, 128 * MMA_WARPGROUPS);
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
         pipe_k.consumer_wait(number);
         const unsigned slot = work_tile_slot(base, number), nonfinite_keys = nonfinite_keys_slot(base, number);
         if (uniform(load_word(slot)) == END) break;
         const unsigned k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K;
-        const bool keys_finite = !MAY_HIDE || uniform(load_word(nonfinite_keys + 8 * wg) | load_word(nonfinite_keys + 8 * wg + 4)) == 0;
+        const bool keys_finite = !MAY_HIDE ||
+            uniform(load_word(nonfinite_keys + 8 * wg) | load_word(nonfinite_keys + 8 * wg + 4)) == 0;
 
         auto issue_s = [&](unsigned n) {
             issue_ss<PADDED_DIM>(s, k_tile + wg * 64 * CHUNK_ROW, base + AT_Q + n % STAGES * BYTES_Q);
         };
         auto issue_dq = [&](unsigned n, float (&dq)[DQ_PART_ROWS / 2]) {
             const unsigned long long a = descriptor(k_tile + (DQ_BY_COLUMNS ? wg * BLOCK_K * CHUNK_ROW : 0));
-            const unsigned long long b = descriptor(base + AT_DS + n % 2 * BYTES_DS + (DQ_BY_COLUMNS ? 0 : wg * DQ_PART_ROWS * CHUNK_ROW));
+            const unsigned long long b =
+                descriptor(base + AT_DS + n % 2 * BYTES_DS + (DQ_BY_COLUMNS ? 0 : wg * DQ_PART_ROWS * CHUNK_ROW));
             wgmma_fence();
             wgmma_zero_init<1, 0>(dq, a, b);
 #pragma unroll
-            for (int k = 1; k < BLOCK_K / 16; ++k) product<1, 0>(dq, a + along_columns(k), b + along_rows(k, BLOCK_Q), 1);
+            for (int k = 1; k < BLOCK_K / 16; ++k)
+                product<1, 0>(dq, a + along_columns(k), b + along_rows(k, BLOCK_Q), 1);
             wgmma_commit();
         };
         auto issue_dk = [&](unsigned n, const unsigned (&ds)[S_REGS / 2], bool first) {
             issue_rs(dk_acc, ds, base + AT_Q + n % STAGES * BYTES_Q, !first);
         };
-        // dQ leaves in two steps: to shared memory at once; from there after the next step's proxy fence or, if DETERMINISTIC, by a
-        // semaphore warp with a fence of its own.
+        // dQ leaves in two steps: to shared memory at once; from there after the next step's proxy fence or, if
+        // DETERMINISTIC, by a semaphore warp with a fence of its own.
         auto stage_dq = [&](unsigned n, const float (&dq)[DQ_PART_ROWS / 2]) {
             pipe_ds.consumer_release(n, lane);
             if (DETERMINISTIC) mbarrier_wait(dq_granted(base, n - 1), (n - 1) / 2 & 1);
@@ -94,8 +99,12 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             if (!DETERMINISTIC && elect_one())
                 bulk_reduce_add(dq_accum_at(p, index, warp * BYTES_DQ_WARP), dq_of_warp, BYTES_DQ_WARP);
         };
-        auto warpgroup_barrier_sync = [&]() { if (PING_PONG) named_barrier_sync(PING_PONG_BARRIER + wg, 128 * MMA_WARPGROUPS); };
-        auto warpgroup_barrier_arrive = [&]() { if (PING_PONG) named_barrier_arrive(PING_PONG_BARRIER + 1 - wg, 128 * MMA_WARPGROUPS); };
+        auto warpgroup_barrier_sync = [&]() {
+            if (PING_PONG) named_barrier_sync(PING_PONG_BARRIER + wg, 128 * MMA_WARPGROUPS);
+        };
+        auto warpgroup_barrier_arrive = [&]() {
+            if (PING_PONG) named_barrier_arrive(PING_PONG_BARRIER + 1 - wg, 128 * MMA_WARPGROUPS);
+        };
 
         // --- prologue
         pipe_q.consumer_wait(n);
@@ -104,7 +113,8 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         if (!AFFINE_PER_STEP) affine = affine_tile(p, {base, n, number, wg}, warp, lane);
         pipe_v.consumer_wait(number);
         bool first = true, last;
-        int staged = -1, previous = -1;  // query tiles, as indices among all: whose dQ is in shared memory, and the one before n
+        // query tiles, as indices among all: whose dQ is in shared memory, and the one before n
+        int staged = -1, previous = -1;
 
         // --- steps
 #pragma unroll 1
@@ -113,9 +123,11 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
             const unsigned lse = stats_of_lane + AT_LSE + stage * BYTES_ROW_STATS;
             const unsigned dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
-            const int tile_desc = uniform(load_word(tile_desc_slot(base, n))), index = load_word(tile_desc_slot(base, n) + TileDesc::INDEX);
+            const int tile_desc = uniform(load_word(tile_desc_slot(base, n)));
+            const int index = load_word(tile_desc_slot(base, n) + TileDesc::INDEX);
             last = tile_desc & TileDesc::LAST_TILE;
-            if (DETERMINISTIC && warp == 0 && lane == 0) request_dq_turn_for(base, n, tile_desc, index, load_word(slot + 8));
+            if (DETERMINISTIC && warp == 0 && lane == 0)
+                request_dq_turn_for(base, n, tile_desc, index, load_word(slot + 8));
             float early_lse[EARLY_LSE][2];
 #pragma unroll
             for (int i = 0; i < EARLY_LSE; ++i) load_row_stats(early_lse[i], lse, i);
@@ -128,13 +140,15 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
             issue_ss<PADDED_DIM_V>(dp, base + AT_V + wg * 64 * CHUNK_ROW, dout_tile);
             unsigned p_frag[S_REGS / 2];
             DropoutMask dropout;
-            const bool unmasked = softmax_p(p, id, tile_desc, keys_finite, s, p_frag, early_lse, lse, scale_log2, dropout, affine);
+            const bool unmasked = softmax_p(p, id, tile_desc, keys_finite, s, p_frag, early_lse, lse, scale_log2,
+                                            dropout, affine);
             const RowDeltas deltas(stats_of_lane + AT_DELTA + dout_stage * BYTES_ROW_STATS);
             warpgroup_barrier_sync();
             issue_rs(dv_acc, p_frag, dout_tile, !first);
             wgmma_wait<1>();  // dP
             fence_operand(dp);
-            if (last) pipe_v.consumer_release(number, lane);  // V of the next work tile may be loaded during the epilogue
+            // V of the next work tile may be loaded during the epilogue
+            if (last) pipe_v.consumer_release(number, lane);
             unsigned ds[S_REGS / 2];
             if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout, id);
             else compute_ds<false>(p, s, dp, ds, deltas, dropout, id);
@@ -175,7 +189,8 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         } while (!last);
 
         // --- epilogue: the last dQ, then dV and dK
-        if (!DETERMINISTIC) bulk_wait<CHUNKS + CHUNKS_V>();  // all of the work tile before is in memory: its dV and dK were sent after its dQ
+        // all of the work tile before is in memory: its dV and dK were sent after its dQ
+        if (!DETERMINISTIC) bulk_wait<CHUNKS + CHUNKS_V>();
         wgmma_wait<0>();
         fence_operand(s), fence_operand(dk_acc), fence_operand(dv_acc);
         pipe_ds.consumer_wait(n - 1);
@@ -201,7 +216,8 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         if (DETERMINISTIC) mbarrier_wait(dq_granted(base, n - 1), (n - 1) / 2 & 1);  // dQ has left shared memory
         constexpr int BUFFERS = BYTES_DQ_WARP / BYTES_PIECE;
         store_dkv<HEAD_DIM_V, 0, BUFFERS, BYTES_PIECE>(dv_map, at, 16 * warp, lane, dq_of_warp, dv_acc, 1.0f);
-        store_dkv<HEAD_DIM, CHUNKS_V, BUFFERS, BYTES_PIECE>(dk_map, at, 16 * warp, lane, dq_of_warp, dk_acc, (float)p.softmax_scale);
+        store_dkv<HEAD_DIM, CHUNKS_V, BUFFERS, BYTES_PIECE>(dk_map, at, 16 * warp, lane, dq_of_warp, dk_acc,
+                                                            (float)p.softmax_scale);
     }
     if (DETERMINISTIC && warp == 0 && lane == 0) end_dq_requests(base, n);
     bulk_wait();

@@ -1,13 +1,14 @@
-// Consumers of Hopper's backward pass where dK and dV of 64 keys do not fit the registers of a warp group. A cluster of two CTAs
-// shares a work tile, 64 keys each, and the two consumers of a CTA differ in role. All products are transposed: keys are the rows.
+// Consumers of Hopper's backward pass where dK and dV of 64 keys do not fit the registers of a warp group. A cluster of
+// two CTAs shares a work tile, 64 keys each, and the two consumers of a CTA differ in role. All products are
+// transposed: keys are the rows.
 //
 //     S^T, P^T, dP^T, dS^T  [64][64]   registers of the dS consumer; dS also in shared memory of both CTAs
 //     dV                    [64][..]   registers of the dS consumer
 //     dK                    [64][..]   registers of the dK/dQ consumer
-//     dQ^T                  half the columns, of both CTAs' keys: registers of the dK/dQ consumer, added to dq_accum from there
+//     dQ^T                  half the columns, of both CTAs' keys: registers of the dK/dQ consumer
 //
-// A single CTA would be limited by its traffic to the L2 cache, most of which is dQ in float32. So the CTAs exchange dS in 16 bits
-// and each adds half of the columns, once for all 128 keys.
+// A single CTA would be limited by its traffic to the L2 cache, most of which is dQ in float32. So the CTAs exchange dS
+// in 16 bits and each adds half of the columns, once for all 128 keys.
 //
 // A step, for query tile n:
 //
@@ -35,7 +36,8 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
     const auto pipe_dsmem = dsmem_pipe(base);
     const float scale_log2 = uniform_float((float)(p.softmax_scale * 1.4426950408889634));
     const int lane = opaque(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 % 4);
-    const unsigned ds_of_warp = base + AT_DS + warp * BYTES_DS_WARP, ds_of_lane = opaque(ds_of_warp + swizzled(lane % 16, lane / 16));
+    const unsigned ds_of_warp = base + AT_DS + warp * BYTES_DS_WARP;
+    const unsigned ds_of_lane = opaque(ds_of_warp + swizzled(lane % 16, lane / 16));
     const unsigned peer_ds = mapa(ds_of_warp + BYTES_DS, 1 - rank), peer_full = mapa(pipe_dsmem.full, 1 - rank);
     const unsigned stats_of_lane = base + lane_stats(lane), v_tile = base + AT_V;
     float dv_acc[PADDED_DIM_V / 2], s[S_REGS], dp[S_REGS];
@@ -70,7 +72,8 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             const int tile_desc = uniform(load_word(tile_desc_slot(base, n)));
             last = tile_desc & TileDesc::LAST_TILE;
             if (DETERMINISTIC && warp == 0 && lane == 0)
-                request_dq_turn_for(base, n, tile_desc, load_word(tile_desc_slot(base, n) + TileDesc::INDEX), load_word(slot + 8));
+                request_dq_turn_for(base, n, tile_desc, load_word(tile_desc_slot(base, n) + TileDesc::INDEX),
+                                    load_word(slot + 8));
             float early_lse[S_REGS / 4][2];
 #pragma unroll
             for (int i = 0; i < S_REGS / 4; ++i) load_row_stats(early_lse[i], lse, i);
@@ -82,7 +85,8 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             const RowDeltas deltas(stats_of_lane + AT_DELTA + dout_stage * BYTES_ROW_STATS);
             unsigned p_frag[S_REGS / 2], ds[S_REGS / 2];
             DropoutMask dropout;
-            const bool unmasked = softmax_p(p, id, tile_desc, keys_finite, s, p_frag, early_lse, lse, scale_log2, dropout, affine);
+            const bool unmasked = softmax_p(p, id, tile_desc, keys_finite, s, p_frag, early_lse, lse, scale_log2,
+                                            dropout, affine);
             issue_rs(dv_acc, p_frag, base + AT_DOUT + dout_stage * BYTES_DOUT, !first);
             wgmma_wait<1>();  // dP
             fence_operand(dp);
@@ -91,7 +95,8 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
             pipe_ds.producer_acquire(n), pipe_dsmem.producer_acquire(n);
 #pragma unroll
             for (int k = 0; k < BLOCK_Q / 16; ++k)
-                stmatrix_x4<false>(ds_of_lane ^ 2 * VEC_BYTES * k, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+                stmatrix_x4<false>(ds_of_lane ^ 2 * VEC_BYTES * k, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2],
+                                   ds[4 * k + 3]);
             fence_proxy_async();
             __syncwarp();
             if (elect_one()) dsmem_copy(peer_ds, ds_of_warp, BYTES_DS_WARP, peer_full);
@@ -111,8 +116,9 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
         const WorkTile at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
         pipe_k.consumer_release(number, lane);
         named_barrier_sync(DS_CONSUMER_BARRIER, 128);  // no warp reads V any more: dV leaves through its place
-        store_dkv<HEAD_DIM_V, 0, CHUNKS_V, CTA_KEYS * CHUNK_ROW>(dv_map, at, CTA_KEYS * rank + 16 * warp, lane, v_tile + warp * BYTES_PIECE,
-                                                                 dv_acc, 1.0f);
+        constexpr int STRIDE = CTA_KEYS * CHUNK_ROW;
+        store_dkv<HEAD_DIM_V, 0, CHUNKS_V, STRIDE>(dv_map, at, CTA_KEYS * rank + 16 * warp, lane,
+                                                   v_tile + warp * BYTES_PIECE, dv_acc, 1.0f);
         bulk_wait_read();
         __syncwarp();
         pipe_v.consumer_release(number, lane);
@@ -141,7 +147,8 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         const unsigned slot = work_tile_slot(base, number);
         if (uniform(load_word(slot)) == END) break;
         const WorkTile at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
-        const unsigned own_k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K + DQ_CHUNKS * rank * CTA_KEYS * CHUNK_ROW;
+        const unsigned own_k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K
+                                    + DQ_CHUNKS * rank * CTA_KEYS * CHUNK_ROW;
 
         auto issue_dq = [&](unsigned k_tile, unsigned ds, auto zero_init) {
             const unsigned long long b = descriptor(ds);
@@ -152,12 +159,14 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
                 if (zero_init.value) wgmma_zero_init<1, 1>(dq_acc[c], a, b);
                 else product<1, 1>(dq_acc[c], a, b, 1);
 #pragma unroll
-                for (int k = 1; k < CTA_KEYS / 16; ++k) product<1, 1>(dq_acc[c], a + along_columns(k), b + along_columns(k), 1);
+                for (int k = 1; k < CTA_KEYS / 16; ++k)
+                    product<1, 1>(dq_acc[c], a + along_columns(k), b + along_columns(k), 1);
             }
             wgmma_commit();
         };
         auto add_dq = [&](int index, DqWrite write) {
-            float* accum = dq_accum_at(p, index, DQ_CHUNKS * rank * BYTES_DQ_PART) + warp * (BYTES_DQ_WARP / 4) + lane * 4;
+            float* part = dq_accum_at(p, index, DQ_CHUNKS * rank * BYTES_DQ_PART);
+            float* accum = part + warp * (BYTES_DQ_WARP / 4) + lane * 4;
             if (DETERMINISTIC && write == SKIP) return;
 #pragma unroll
             for (int c = 0; c < DQ_CHUNKS; ++c) {
@@ -177,7 +186,8 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         do {
             const unsigned q_tile = base + AT_Q + n % STAGES * BYTES_Q;
             pipe_q.consumer_wait(n);
-            const int tile_desc = uniform(load_word(tile_desc_slot(base, n))), index = load_word(tile_desc_slot(base, n) + TileDesc::INDEX);
+            const int tile_desc = uniform(load_word(tile_desc_slot(base, n)));
+            const int index = load_word(tile_desc_slot(base, n) + TileDesc::INDEX);
             last = tile_desc & TileDesc::LAST_TILE;
             pipe_ds.consumer_wait(n);
             {
@@ -217,9 +227,11 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
 
         // --- epilogue
         fence_operand(dk_acc);
-        named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128);  // no warp reads the peer's keys any more: dK leaves through their place
-        store_dkv<HEAD_DIM, 0, DQ_CHUNKS, CTA_KEYS * CHUNK_ROW>(dk_map, at, CTA_KEYS * rank + 16 * warp, lane,
-                                                                peer_k_tile + warp * BYTES_PIECE, dk_acc, (float)p.softmax_scale);
+        // no warp reads the peer's keys any more: dK leaves through their place
+        named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128);
+        constexpr int STRIDE = CTA_KEYS * CHUNK_ROW;
+        store_dkv<HEAD_DIM, 0, DQ_CHUNKS, STRIDE>(dk_map, at, CTA_KEYS * rank + 16 * warp, lane,
+                                                  peer_k_tile + warp * BYTES_PIECE, dk_acc, (float)p.softmax_scale);
         bulk_wait_read();
         __syncwarp();
         pipe_peer_k.consumer_release(number, lane);

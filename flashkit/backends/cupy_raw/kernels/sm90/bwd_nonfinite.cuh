@@ -1,5 +1,5 @@
-// Rows and keys of Hopper's backward pass that are not finite, or past the end, are cleared in shared memory before they are
-// multiplied (bwd_layout.cuh, MAY_HIDE).
+// Rows and keys of Hopper's backward pass that are not finite, or past the end, are cleared in shared memory before
+// they are multiplied (bwd_layout.cuh, MAY_HIDE).
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
@@ -22,8 +22,8 @@ DEVICE bool all_finite(const uint4& x) {
     return finite;
 }
 
-// Clears the keys of a tile that are not finite, and those past the first `existing`. bits: where a bit for each of the former
-// goes, or 0.
+// Clears the keys of a tile that are not finite, and those past the first `existing`. bits: where a bit for each of the
+// former goes, or 0.
 template <int TILE_CHUNKS>
 DEVICE void clear_nonfinite_keys(unsigned tile, int existing, unsigned bits) {
     const int lane = threadIdx.x % 32;

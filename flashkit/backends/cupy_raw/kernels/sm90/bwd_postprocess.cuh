@@ -1,12 +1,12 @@
 // After Hopper's backward kernel: dq_accum to dq.
 //
-// The kernel is launched early (programmatic dependent launch) and converts each query tile as soon as its dQ is complete, on SMs
-// reserved for it or whose CTAs have ended.
+// The kernel is launched early (programmatic dependent launch) and converts each query tile as soon as its dQ is
+// complete, on SMs reserved for it or whose CTAs have ended.
 #pragma once
 #include "sm90/dq_clear.cuh"
 
-// Until a query tile's dQ is complete: DETERMINISTIC, until all key tiles have added to it; else until all work tiles of its head are
-// finished. All CTAs of the backward kernel are resident by then.
+// Until a query tile's dQ is complete: DETERMINISTIC, until all key tiles have added to it; else until all work tiles
+// of its head are finished. All CTAs of the backward kernel are resident by then.
 DEVICE void wait_for_dq(const Params& p, int b, int h, int tile) {
     const int tiles = ceil_div(p.n_k, BLOCK_K);
     auto backoff = [] { asm volatile("nanosleep.u32 500;"); };
@@ -25,8 +25,8 @@ DEVICE void wait_for_dq(const Params& p, int b, int h, int tile) {
     __syncthreads();
 }
 
-// A CTA takes a query tile, which becomes rows again in shared memory. The last CTA waits for the end of the backward kernel, so that
-// this kernel ends after it.
+// A CTA takes a query tile, which becomes rows again in shared memory. The last CTA waits for the end of the backward
+// kernel, so that this kernel ends after it.
 extern "C" __global__ void __launch_bounds__(256) bwd_postprocess(KERNEL_PARAMS) {
     constexpr int PITCH = 64 * CHUNKS + 8;
     __shared__ __align__(16) unsigned short rows[BLOCK_Q * PITCH];
@@ -40,12 +40,14 @@ extern "C" __global__ void __launch_bounds__(256) bwd_postprocess(KERNEL_PARAMS)
     for (int first = 0; first < DQ_PARTS; first += 2) {
         const int part = first + threadIdx.x / 128;
         if (DQ_PARTS % 2 && part >= DQ_PARTS) break;
-        const float4* accum = reinterpret_cast<const float4*>(dq_accum(p, b, h, tile)) + (first * 4 + threadIdx.x / 32) * (BYTES_DQ_WARP / 16) + lane;
+        const float4* accum = reinterpret_cast<const float4*>(dq_accum(p, b, h, tile))
+                              + (first * 4 + threadIdx.x / 32) * (BYTES_DQ_WARP / 16) + lane;
         const int column = (DQ_BY_COLUMNS ? 64 * part : 0) + threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < DQ_PART_ROWS / 8; ++i) {
             const float4 x = stored ? __ldcg(accum + 32 * i) : float4{0, 0, 0, 0};
-            unsigned short* at = rows + ((DQ_BY_COLUMNS ? 0 : part * DQ_PART_ROWS) + 8 * i + lane % 4 * 2) * PITCH + column;
+            const int row = (DQ_BY_COLUMNS ? 0 : part * DQ_PART_ROWS) + 8 * i + lane % 4 * 2;
+            unsigned short* at = rows + row * PITCH + column;
             const unsigned low = pack(x.x * scale, x.y * scale), high = pack(x.z * scale, x.w * scale);
             at[0] = (unsigned short)low, at[PITCH] = (unsigned short)(low >> 16);
             at[8] = (unsigned short)high, at[PITCH + 8] = (unsigned short)(high >> 16);

@@ -1,12 +1,12 @@
-// Before Hopper's backward kernel: for each row delta = rowsum(dO * O) - dlse and the log-sum-exp in base 2; zeros in dq_accum
-// (unless DETERMINISTIC: the first to add stores); dq_semaphore and the counters as the kernel expects them.
+// Before Hopper's backward kernel: for each row delta = rowsum(dO * O) - dlse and the log-sum-exp in base 2; zeros in
+// dq_accum (unless DETERMINISTIC: the first to add stores); dq_semaphore and the counters as the kernel expects them.
 //
-// bwd_preprocess does that for query tiles below p.preprocessed_tiles, those of the heads that come first. The rest is cleared
-// by the backward kernel (dq_clear.cuh) or, if FUSED_PREPROCESS, preprocessed there (bwd_fused_preprocess.cuh).
+// bwd_preprocess does that for query tiles below p.preprocessed_tiles, those of the heads that come first. The rest is
+// cleared by the backward kernel (dq_clear.cuh) or, if FUSED_PREPROCESS, preprocessed there (bwd_fused_preprocess.cuh).
 #pragma once
 #include "sm90/dq_clear.cuh"
 
-// --- row statistics ---------------------------------------------------------------------------------------------------
+// --- row statistics --------------------------------------------------------------------------------------------------
 
 DEVICE float dot(const uint4& x, const uint4& y) {
     const storage *a = reinterpret_cast<const storage*>(&x), *b = reinterpret_cast<const storage*>(&y);
@@ -22,8 +22,8 @@ DEVICE RowStats load_given_stats(const Params& p, int b, int h, int row) {
     return {exists ? *row_at<const float>(p.lse, b, h, row) : 0.0f,
             exists && p.dlse.data != nullptr ? *row_at<const float>(p.dlse, b, h, row) : 0.0f};
 }
-// Stores delta and bwd_lse of a row whose rowsum(dO * O) is `total`; returns whether the row is non-finite. bwd_lse is +inf for a row
-// without visible keys, whose P so becomes 0; NaN for a non-finite row; and great for rows past the end.
+// Stores delta and bwd_lse of a row whose rowsum(dO * O) is `total`; returns whether the row is non-finite. bwd_lse is
+// +inf for a row without visible keys, whose P so becomes 0; NaN for a non-finite row; and great for rows past the end.
 DEVICE bool store_row_stats(const Params& p, int b, int h, int row, const RowStats& given, float total) {
     float lse_log2 = 1e30f;
     if (row < (int)p.n_q) {
@@ -40,10 +40,11 @@ DEVICE bool store_row_stats(const Params& p, int b, int h, int row, const RowSta
 DEVICE void init_semaphore(const Params& p, const QueryTile& at, bool nonfinite, int thread, int threads) {
     const DqSemaphore semaphore = dq_semaphore(p, at.b, at.h, at.tile);
     if (thread == 0) semaphore.flags()[0] = nonfinite ? DqSemaphore::HAS_NONFINITE_ROWS : 0;
-    for (int i = thread; DETERMINISTIC && i < CLUSTER_SIZE * DqSemaphore::words_per_cta(p); i += threads) semaphore.words[1 + i] = 0;
+    for (int i = thread; DETERMINISTIC && i < CLUSTER_SIZE * DqSemaphore::words_per_cta(p); i += threads)
+        semaphore.words[1 + i] = 0;
 }
 
-// --- the kernel -------------------------------------------------------------------------------------------------------
+// --- the kernel ------------------------------------------------------------------------------------------------------
 
 constexpr int ROW_VECS = HEAD_DIM_V / 8, LANES_PER_ROW = ROW_VECS > 16 ? 32 : ROW_VECS > 8 ? 16 : 8;
 
@@ -64,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) 
             const uint4* dout = reinterpret_cast<const uint4*>(row_at<const storage>(p.dout, at.b, at.h, row));
 #pragma unroll
             for (int i = 0; i < (ROW_VECS + LANES_PER_ROW - 1) / LANES_PER_ROW; ++i)
-                if (lane + i * LANES_PER_ROW < ROW_VECS) total += dot(out[lane + i * LANES_PER_ROW], dout[lane + i * LANES_PER_ROW]);
+                if (lane + i * LANES_PER_ROW < ROW_VECS)
+                    total += dot(out[lane + i * LANES_PER_ROW], dout[lane + i * LANES_PER_ROW]);
         }
 #pragma unroll
         for (int step = LANES_PER_ROW / 2; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
@@ -76,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) 
         const int of_head = query_tiles_per_kv_head(p), heads = num_kv_heads(p);
         for (int bh = blockIdx.x * 256 + threadIdx.x; bh < heads; bh += gridDim.x * 256) {
             const long long ready = p.preprocessed_tiles - (long long)bh * of_head;
-            *PreprocessCounters::ready(p, bh) = ready < 0 ? 0 : ready < of_head ? (int)ready : of_head, *PreprocessCounters::finished(p, bh) = 0;
+            *PreprocessCounters::ready(p, bh) = ready < 0 ? 0 : ready < of_head ? (int)ready : of_head;
+            *PreprocessCounters::finished(p, bh) = 0;
         }
         if (blockIdx.x == 0 && threadIdx.x == 0) *PreprocessCounters::next_tile(p) = (int)p.preprocessed_tiles;
     }

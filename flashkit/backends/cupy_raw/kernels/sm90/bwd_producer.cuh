@@ -1,10 +1,10 @@
-// The producer warp of Hopper's backward pass: loads Q and dO of each query tile with their rows' log-sum-exps and deltas, and V
-// with the first tile of a work tile.
+// The producer warp of Hopper's backward pass: loads Q and dO of each query tile with their rows' log-sum-exps and
+// deltas, and V with the first tile of a work tile.
 #pragma once
 #include "sm90/bwd_kv_source.cuh"
 
-DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& v_map, const TensorMap& dout_map, unsigned base,
-                     const QueryTileList* lists) {
+DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& v_map, const TensorMap& dout_map,
+                     unsigned base, const QueryTileList* lists) {
     const auto pipe_q = q_pipe(base);
     const auto pipe_dout = dout_pipe(base);
     const auto pipe_list = list_pipe(base);
@@ -16,7 +16,8 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& v
         const unsigned q_full = pipe_q.full + 8 * stage, dout_full = pipe_dout.full + 8 * dout_stage;
         // Rows that are not finite are cleared between loading and committing the stages.
         const bool nonfinite = MAY_HIDE && (states & TileDesc::NONFINITE_ROWS);
-        const unsigned q_loaded = nonfinite ? base + AT_ROWS_LOADED : q_full, dout_loaded = nonfinite ? base + AT_ROWS_LOADED : dout_full;
+        const unsigned q_loaded = nonfinite ? base + AT_ROWS_LOADED : q_full;
+        const unsigned dout_loaded = nonfinite ? base + AT_ROWS_LOADED : dout_full;
         const unsigned q = base + AT_Q + stage * BYTES_Q, dout = base + AT_DOUT + dout_stage * BYTES_DOUT;
         const unsigned lse = base + AT_LSE + stage * BYTES_ROW_STATS;
         if (elect_one()) {
@@ -24,9 +25,10 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& v
             const float *delta_source = static_cast<const float*>(p.delta.data) + (long long)index * BLOCK_Q;
             pipe_q.producer_acquire(n);
             const unsigned desc = tile_desc_slot(base, n);
-            store_word(desc, tile << 8 | (last ? TileDesc::LAST_TILE : 0) | states), store_word(desc + TileDesc::HEAD, h);
-            store_word(desc + TileDesc::INDEX, index);
-            mbarrier_arrive_expect_tx(q_loaded, BYTES_Q + BYTES_ROW_STATS + (nonfinite ? BYTES_DOUT + BYTES_ROW_STATS : 0));
+            store_word(desc, tile << 8 | (last ? TileDesc::LAST_TILE : 0) | states);
+            store_word(desc + TileDesc::HEAD, h), store_word(desc + TileDesc::INDEX, index);
+            mbarrier_arrive_expect_tx(q_loaded,
+                                      BYTES_Q + BYTES_ROW_STATS + (nonfinite ? BYTES_DOUT + BYTES_ROW_STATS : 0));
             load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, b, q_loaded);
             bulk_load(lse, lse_source, BYTES_ROW_STATS, q_loaded);
             if (first) load_v(v_map, base, {b, h / GQA_GROUP, k0}, number);
@@ -57,15 +59,19 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& v
         for (int i = 0; i < count; ++i) {
             if (!DETERMINISTIC && i == claim_at && leader) mbarrier_arrive(base + AT_CLAIM);
             if (held_states != 0) load_q_and_dout(b, held_head, k0, held_index, held, held_states, false);
-            held = list.entry[i] >> 8, held_head = h, held_index = first_index + held, held_states = list.entry[i] & 255;
+            held = list.entry[i] >> 8, held_states = list.entry[i] & 255;
+            held_head = h, held_index = first_index + held;
         }
         if (list.ends) {
             // Consumers expect a query tile in each work tile: where there is none, one whose pairs are all masked.
-            if (held_states == 0)
-                held = 0, held_head = h, held_index = first_index, held_states = PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR;
+            if (held_states == 0) {
+                held = 0, held_head = h, held_index = first_index;
+                held_states = PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR;
+            }
             load_q_and_dout(b, held_head, k0, held_index, held, held_states, true);
             held_states = 0, first = true, ++number;
-            // DETERMINISTIC: a CTA that claimed early, while it waits for its turn, would keep others waiting for its next turns.
+            // DETERMINISTIC: a CTA that claimed early, while it waits for its turn, would keep others waiting for its
+            // next turns.
             if ((DETERMINISTIC || claim_at == count) && leader) mbarrier_arrive(base + AT_CLAIM);
         }
         __syncwarp();

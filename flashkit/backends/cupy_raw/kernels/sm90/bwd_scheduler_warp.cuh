@@ -1,11 +1,11 @@
-// The scheduler warp of Hopper's backward pass: claims work tiles, lists the query tiles that see them, loads their K. It runs
-// ahead of the producer, as classifying 32 query tiles may take as long as the products of a few.
+// The scheduler warp of Hopper's backward pass: claims work tiles, lists the query tiles that see them, loads their K.
+// It runs ahead of the producer, as classifying 32 query tiles may take as long as the products of a few.
 #pragma once
 #include "sm90/bwd_kv_source.cuh"
 #include "sm90/dq_clear.cuh"
 
-// Flags and states for a TileDesc of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. A tile that reaches past the last
-// key is PARTIAL.
+// Flags and states for a TileDesc of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. A tile that reaches
+// past the last key is PARTIAL.
 DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k, int tile, int many) {
     const long long offset = offset_of(p, at.b);
     const int row0 = tile * BLOCK_Q, end = row0 + many * BLOCK_Q, row1 = end < (int)p.n_q ? end : (int)p.n_q;
@@ -19,10 +19,12 @@ DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k,
 #pragma unroll 1
     for (int g = 0; g < BLOCK_K / WARPGROUP_KEYS; ++g) {
         int state = all;
-        if (all == PARTIAL && many == 1) state = state_of_keys(at.k0 + WARPGROUP_KEYS * g, at.k0 + WARPGROUP_KEYS * (g + 1));
+        if (all == PARTIAL && many == 1)
+            state = state_of_keys(at.k0 + WARPGROUP_KEYS * g, at.k0 + WARPGROUP_KEYS * (g + 1));
         states |= state << 2 * g;
     }
-    if (MAY_HIDE && states != 0 && many == 1 && (dq_semaphore(p, at.b, h, tile).flags()[0] & DqSemaphore::HAS_NONFINITE_ROWS))
+    if (MAY_HIDE && states != 0 && many == 1 &&
+        (dq_semaphore(p, at.b, h, tile).flags()[0] & DqSemaphore::HAS_NONFINITE_ROWS))
         states |= TileDesc::NONFINITE_ROWS;
     return states;
 }
@@ -53,9 +55,9 @@ DEVICE void scheduler(const Params& p, const TensorMap& k_map, unsigned base, Qu
         if (!FUSED_PREPROCESS) announce(at);
         k.load(at, number);
     };
-    // Consumers release K of a work tile after all of the one before has been added to dQ. So when the buffer for K of `number` is
-    // empty, the work tile BEHIND before it is finished. The leader counts it after it has listed query tiles, as the fence takes its
-    // time; heads wait in shared memory.
+    // Consumers release K of a work tile after all of the one before has been added to dQ. So when the buffer for K of
+    // `number` is empty, the work tile BEHIND before it is finished. The leader counts it after it has listed query
+    // tiles, as the fence takes its time; heads wait in shared memory.
     constexpr unsigned BEHIND = KEY_BUFFERS + 1;
     auto finished_head = [&](unsigned number) { return base + AT_FINISHED_HEADS + 4 * (number % 4); };
     auto count_finished = [&](unsigned number) {
@@ -83,7 +85,9 @@ DEVICE void scheduler(const Params& p, const TensorMap& k_map, unsigned base, Qu
 #pragma unroll 1
         for (int member = 0, next = 0; member < GQA_GROUP;) {
             const int h = at.head * GQA_GROUP + member;
-            auto tile_at = [&](int place, int many) { return DETERMINISTIC && !descending ? tiles_q - place - many : place; };
+            auto tile_at = [&](int place, int many) {
+                return DETERMINISTIC && !descending ? tiles_q - place - many : place;
+            };
             auto states_of = [&](int place, int many) {
                 const int from = tile_at(place, many);
                 const unsigned states = tile_states(p, at, h, n_k, from, many);
@@ -98,7 +102,8 @@ DEVICE void scheduler(const Params& p, const TensorMap& k_map, unsigned base, Qu
             if (const int lane = threadIdx.x % 32; DETERMINISTIC && lane < count)
                 list.entry[lane] = tile_at(list.entry[lane] >> 8, 1) << 8 | (list.entry[lane] & 255);
             if (leader) {
-                list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0, list.first_index = (at.b * (int)p.heads + h) * tiles_q;
+                list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0;
+                list.first_index = (at.b * (int)p.heads + h) * tiles_q;
                 list.ends = next >= tiles_q && member == GQA_GROUP - 1;
             }
             commit_list();

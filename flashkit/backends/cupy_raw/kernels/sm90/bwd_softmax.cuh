@@ -1,16 +1,18 @@
-// S to P = exp(S - lse). P is rounded into a fragment for dV; in the place of S stays P times the slope of the score modification,
-// by which dP - delta is multiplied. Dropped elements are 0 in the fragment.
+// S to P = exp(S - lse). P is rounded into a fragment for dV; in the place of S stays P times the slope of the score
+// modification, by which dP - delta is multiplied. Dropped elements are 0 in the fragment.
 #pragma once
 #include "sm90/bwd_affine_score.cuh"
 #include "sm90/bwd_dropout.cuh"
 
-// --- masks ------------------------------------------------------------------------------------------------------------
+// --- masks -----------------------------------------------------------------------------------------------------------
 
-// Element 4 n + 2 half + c, or -inf if it is masked. Where the mask SHIFTS, queries are counted from the lane's first one, so that
-// each comparison is with an immediate.
+// Element 4 n + 2 half + c, or -inf if it is masked. Where the mask SHIFTS, queries are counted from the lane's first
+// one, so that each comparison is with an immediate.
 template <typename POSITION>
-DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n, int half, int c, POSITION offset, int n_k) {
-    const int k = at.k0 + lane_key(half), own = at.row0 + lane_row(n, c), last = (int)p.n_q - 1, row = own < last ? own : last;
+DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n, int half, int c, POSITION offset,
+                        int n_k) {
+    const int k = at.k0 + lane_key(half), own = at.row0 + lane_row(n, c), last = (int)p.n_q - 1;
+    const int row = own < last ? own : last;
     const POSITION first = at.row0 + lane_row(0, 0) + offset;
     const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
     return k < n_k && (!HAS_MASK || visible(at.b, at.h, row, q, key, p)) ? x : HIDDEN;
@@ -30,18 +32,19 @@ DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_R
 #pragma unroll
         for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
 #pragma unroll 1
-        for (int i = 0; i < S_REGS; ++i) copy[i] = mask_score<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_k);
+        for (int i = 0; i < S_REGS; ++i)
+            copy[i] = mask_score<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_k);
 #pragma unroll
         for (int i = 0; i < S_REGS; ++i) s[i] = copy[i];
     }
 }
 
-// --- any modification, non-finite rows and keys -----------------------------------------------------------------------
+// --- any modification, non-finite rows and keys ----------------------------------------------------------------------
 
 // P of one score x, in whose place P * slope stays.
 template <bool PARTIAL_TILE, typename POSITION>
-DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, int n, int half, int c, long long offset, int n_k,
-                           float scale, float lse, bool nonfinite_key) {
+DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, int n, int half, int c, long long offset,
+                           int n_k, float scale, float lse, bool nonfinite_key) {
     const int k = at.k0 + lane_key(half), row = at.row0 + lane_row(n, c);
     float slope = 1;
     x *= scale;
@@ -61,8 +64,8 @@ DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, i
 
 // lse: address of the log-sum-exps, in base 2.
 template <bool PARTIAL_TILE, typename POSITION>
-DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2],
-                              unsigned lse_address, const DropoutMask& dropout) {
+DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&s)[S_REGS],
+                              unsigned (&p_frag)[S_REGS / 2], unsigned lse_address, const DropoutMask& dropout) {
     constexpr bool LOOPS = SMALL_SCORE && sizeof(POSITION) == 8;  // as in mask_scores()
     const int n_k = (int)keys_of(p, at.b);
     const long long offset = offset_of(p, at.b);
@@ -104,21 +107,21 @@ DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&
                 float w[2];
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
-                    w[c] = softmax_p_one<PARTIAL_TILE, POSITION>(p, at, s[4 * n + 2 * half + c], n, half, c, offset, n_k, scale, lse[c],
-                                                                 nonfinite[half] & 1);
+                    w[c] = softmax_p_one<PARTIAL_TILE, POSITION>(p, at, s[4 * n + 2 * half + c], n, half, c, offset,
+                                                                 n_k, scale, lse[c], nonfinite[half] & 1);
                 round_and_drop(4 * n + 2 * half, w[0], w[1]);
             }
         }
     }
 }
 
-// --- finite, without dropout ------------------------------------------------------------------------------------------
+// --- finite, without dropout -----------------------------------------------------------------------------------------
 
-// exponential(x, stat, n, half, c) returns P of score x and leaves P * slope there; stat: the row's log-sum-exp, of the first EARLY
-// rows as loaded before.
+// exponential(x, stat, n, half, c) returns P of score x and leaves P * slope there; stat: the row's log-sum-exp, of the
+// first EARLY rows as loaded before.
 template <int EARLY, typename F>
-DEVICE void softmax_p_each(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2], unsigned lse_address,
-                           F exponential) {
+DEVICE void softmax_p_each(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2],
+                           unsigned lse_address, F exponential) {
 #pragma unroll
     for (int n = 0; n < S_REGS / 4; ++n) {
         float l[2];
@@ -136,27 +139,31 @@ DEVICE void softmax_p_each(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], c
 
 // No score modification; masked scores are -inf.
 template <int EARLY>
-DEVICE void softmax_p_plain(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2], unsigned lse_address,
-                            float scale_log2) {
+DEVICE void softmax_p_plain(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2],
+                            unsigned lse_address, float scale_log2) {
     softmax_p_each(s, p_frag, early, lse_address,
                    [&](float& x, float lse, int, int, int) { return x = exp2_fast(fmaf(x, scale_log2, -lse)); });
 }
 
 // An affine modification; all pairs are visible.
 template <bool TANH_POLY_OK, int EARLY>
-DEVICE void softmax_p_affine(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2], unsigned lse_address,
-                             const AffineTile& tile) {
+DEVICE void softmax_p_affine(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2],
+                             unsigned lse_address, const AffineTile& tile) {
     const float gain = tile.gain, slope = tile.slope, rate = tile.rate, square = rate * rate, eight = 8 * tile.step;
     softmax_p_each(s, p_frag, early, lse_address, [&](float& x, float stat, int n, int half, int c) {
-        const float bias = !AFFINE_AHEAD ? bias_minus_lse(tile, stat, n, half, c) : SLOPED && half == 1 ? stat + eight : stat;
+        const float bias = !AFFINE_AHEAD         ? bias_minus_lse(tile, stat, n, half, c)
+                           : SLOPED && half == 1 ? stat + eight
+                                                 : stat;
         float w;
         if constexpr (!CAPPED) {
             w = exp2_fast(fmaf(x, gain, bias));
             x = UNIT_SLOPE ? w : w * slope;
         } else if constexpr (TANH_POLY_OK) {
             const float y = x * x, high = gain * rate;
-            w = exp2_fast(fmaf(x, fmaf(fmaf(TANH_POLY[2] * high * square * square, y, TANH_POLY[1] * high * square), y, TANH_POLY[0] * high), bias));
-            x = w * fmaf(fmaf(SLOPE_POLY[2] * slope * square * square, y, SLOPE_POLY[1] * slope * square), y, SLOPE_POLY[0] * slope);
+            const float tanh_tail = fmaf(TANH_POLY[2] * high * square * square, y, TANH_POLY[1] * high * square);
+            const float slope_tail = fmaf(SLOPE_POLY[2] * slope * square * square, y, SLOPE_POLY[1] * slope * square);
+            w = exp2_fast(fmaf(x, fmaf(tanh_tail, y, TANH_POLY[0] * high), bias));
+            x = w * fmaf(slope_tail, y, SLOPE_POLY[0] * slope);
         } else {
             const float t = tanh_of(x * rate);
             w = exp2_fast(fmaf(t, gain, bias));
@@ -166,7 +173,7 @@ DEVICE void softmax_p_affine(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2],
     });
 }
 
-// --- all --------------------------------------------------------------------------------------------------------------
+// --- all -------------------------------------------------------------------------------------------------------------
 
 // Takes the path that fits the tile; returns whether all pairs are visible. keys_finite: those of the fragment.
 template <int EARLY>
@@ -178,7 +185,8 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
         if (!full) {
             mask_scores(p, coord_of(id), s);
 #pragma unroll
-            for (int i = 0; i < EARLY; ++i) load_row_stats(early[i], lse_address, i);  // again: masking takes all registers
+            // again: masking takes all registers
+            for (int i = 0; i < EARLY; ++i) load_row_stats(early[i], lse_address, i);
         }
         if (!MAY_HIDE || (keys_finite && !(tile_desc & TileDesc::NONFINITE_ROWS))) {
             softmax_p_plain(s, p_frag, early, lse_address, scale_log2);
@@ -198,7 +206,8 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
     if constexpr (HAS_DROPOUT) dropout.fill(p, at.b, at.h, at.row0, at.k0);
     const long long offset = offset_of(p, at.b);
     const bool near = SMALL_SCORE && positions_are_near(p, offset);
-    if (HAS_SCORE && !AFFINE_PATH && full && near) softmax_p_general<false, int>(p, at, s, p_frag, lse_address, dropout);
+    if (HAS_SCORE && !AFFINE_PATH && full && near)
+        softmax_p_general<false, int>(p, at, s, p_frag, lse_address, dropout);
     else if (near) softmax_p_general<true, int>(p, at, s, p_frag, lse_address, dropout);
     else softmax_p_general<true, long long>(p, at, s, p_frag, lse_address, dropout);
     return false;

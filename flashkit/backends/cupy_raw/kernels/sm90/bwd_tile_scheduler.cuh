@@ -5,17 +5,18 @@
 DEVICE int num_kv_heads(const Params& p) { return (int)(p.heads / GQA_GROUP * p.batch); }  // of all batch entries
 DEVICE int kv_head_index(const Params& p, int b, int head) { return b * ((int)p.heads / GQA_GROUP) + head; }
 
-// Without a mask heads follow one another. Under a mask that is not read from arrays, p.heads_per_l2_group heads share the L2
-// cache, and first key tiles come first: under a causal mask these have most to do. The last heads (HAS_LPT_TAIL) are all
-// interleaved, so that the shortest work tiles come at the very end and CTAs finish together, yet whole heads finish early, for
-// bwd_postprocess. FROM_DIAGONAL: key tiles descend, but for those of the last heads.
+// Without a mask heads follow one another. Under a mask that is not read from arrays, p.heads_per_l2_group heads share
+// the L2 cache, and first key tiles come first: under a causal mask these have most to do. The last heads
+// (HAS_LPT_TAIL) are all interleaved, so that the shortest work tiles come at the very end and CTAs finish together,
+// yet whole heads finish early, for bwd_postprocess. FROM_DIAGONAL: key tiles descend, but for those of the last heads.
 constexpr bool HAS_LPT_TAIL = HAS_MASK && (DETERMINISTIC || !MASK_READS_ARRAYS);
 
 struct TileScheduler {
     const Params& p;
     unsigned base;
 
-    // How many heads the tail has. Unless DETERMINISTIC, one work tile for each CTA: more would wait until dq_accum is cleared.
+    // How many heads the tail has. Unless DETERMINISTIC, one work tile for each CTA: more would wait until dq_accum is
+    // cleared.
     __device__ __forceinline__ static int tail_heads(const Params& p) {
         if constexpr (!HAS_LPT_TAIL) return 0;
         const int all = num_kv_heads(p), one_each = ceil_div(gridDim.x / CLUSTER_SIZE, ceil_div(p.n_k, BLOCK_K));
@@ -23,21 +24,24 @@ struct TileScheduler {
         return tail < all ? tail : all;
     }
     __device__ __forceinline__ static WorkTile work_tile(const Params& p, int index) {
-        const int heads = (int)p.heads / GQA_GROUP, tiles = ceil_div(p.n_k, BLOCK_K), tail = tail_heads(p), first = num_kv_heads(p) - tail;
+        const int heads = (int)p.heads / GQA_GROUP, tiles = ceil_div(p.n_k, BLOCK_K), tail = tail_heads(p);
+        const int first = num_kv_heads(p) - tail;
         const bool in_tail = HAS_LPT_TAIL && index >= first * tiles;
-        const TileCoord coord = in_tail ? tile_coord(index - first * tiles, tiles, tail, tail) : tile_coord(index, tiles, first, (int)p.heads_per_l2_group);
+        const TileCoord coord = in_tail ? tile_coord(index - first * tiles, tiles, tail, tail)
+                                        : tile_coord(index, tiles, first, (int)p.heads_per_l2_group);
         const int bh = in_tail ? first + coord.bh : coord.bh;
         return {bh / heads, bh % heads, (FROM_DIAGONAL && !in_tail ? tiles - 1 - coord.tile : coord.tile) * BLOCK_K};
     }
     __device__ __forceinline__ int num_work_tiles() const { return ceil_div(p.n_k, BLOCK_K) * num_kv_heads(p); }
 
-    // The index of work tile `number` of the CTA. All but the first are claimed late, so that the last ones are shared evenly.
+    // The index of work tile `number` of the CTA. All but the first are claimed late, so that the last ones are shared
+    // evenly.
     __device__ __forceinline__ int next(unsigned number, bool leader) const {
         if (number > 0) mbarrier_wait_backoff(base + AT_CLAIM, (number - 1) & 1, POLL_NS);
         return uniform(leader ? claim(number) : 0);
     }
-    // By one lane. The first CTA of a cluster claims for both. A word may be overwritten two work tiles later: the peer CTA has
-    // read it by then, as it has sent dS of query tiles that the first CTA could not complete without.
+    // By one lane. The first CTA of a cluster claims for both. A word may be overwritten two work tiles later: the peer
+    // CTA has read it by then, as it has sent dS of query tiles that the first CTA could not complete without.
     __device__ __forceinline__ int claim(unsigned number) const {
         const unsigned barrier = base + AT_CLAIMED + number % 2 * 8, word = base + AT_CLAIMED_INDEX + number % 2 * 4;
         if (cta_rank() == 0) {
@@ -54,4 +58,6 @@ struct TileScheduler {
         if (leader && atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
     }
 };
-DEVICE bool is_descending(const Params& p, int bh) { return FROM_DIAGONAL && bh < num_kv_heads(p) - TileScheduler::tail_heads(p); }
+DEVICE bool is_descending(const Params& p, int bh) {
+    return FROM_DIAGONAL && bh < num_kv_heads(p) - TileScheduler::tail_heads(p);
+}

@@ -1,12 +1,13 @@
 // Clearing dq_accum where the order of additions is arbitrary, and the counters that say how far each head is.
 //
-// bwd_preprocess clears query tiles below p.preprocessed_tiles: those of the heads that come first. The scheduler warps, or the
-// fused preprocess, clear the others, some with each work tile and so far ahead that a CTA hardly ever waits.
+// bwd_preprocess clears query tiles below p.preprocessed_tiles: those of the heads that come first. The scheduler
+// warps, or the fused preprocess, clear the others, some with each work tile and so far ahead that a CTA hardly ever
+// waits.
 #pragma once
 #include "sm90/dq_semaphore.cuh"
 
-// p.preprocess_counters: the next query tile to clear or to preprocess; for each key/value head how many of its query tiles are
-// ready; for each how many of its work tiles are finished, times the CTAs of a cluster.
+// p.preprocess_counters: the next query tile to clear or to preprocess; for each key/value head how many of its query
+// tiles are ready; for each how many of its work tiles are finished, times the CTAs of a cluster.
 struct PreprocessCounters {
     __device__ __forceinline__ static int* next_tile(const Params& p) { return p.preprocess_counters; }
     __device__ __forceinline__ static int* ready(const Params& p, int bh) { return p.preprocess_counters + 1 + bh; }
@@ -24,7 +25,9 @@ DEVICE QueryTile query_tile(const Params& p, int index) {
     const int tiles = ceil_div(p.n_q, BLOCK_Q);
     return {index / tiles / (int)p.heads, index / tiles % (int)p.heads, index % tiles};
 }
-DEVICE bool query_tile_exists(const Params& p, int index) { return index < query_tiles_per_kv_head(p) * num_kv_heads(p); }
+DEVICE bool query_tile_exists(const Params& p, int index) {
+    return index < query_tiles_per_kv_head(p) * num_kv_heads(p);
+}
 
 // By one of `threads` threads.
 DEVICE void clear_dq_accum(const Params& p, int index, int thread, int threads) {
@@ -33,7 +36,9 @@ DEVICE void clear_dq_accum(const Params& p, int index, int thread, int threads) 
     for (int i = thread; i < BYTES_DQ / 16; i += threads) accum[i] = float4{0, 0, 0, 0};
 }
 
-DEVICE void red_release_increment(int* word) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(word) : "memory"); }
+DEVICE void red_release_increment(int* word) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(word) : "memory");
+}
 DEVICE void set_ready(const Params& p, int index) {
     red_release_increment(PreprocessCounters::ready(p, index / query_tiles_per_kv_head(p)));
 }

@@ -1,9 +1,9 @@
 // dQ in global memory: dq_accum, float32 sums of each query tile, and dq_semaphore, which puts the additions in order.
 //
-// DETERMINISTIC: a query tile is added to by one key tile after the other, so the bits never change. dq_semaphore has a bit for
-// each pair of tiles. Work tiles are claimed in the order of the additions, so a CTA only ever waits for resident CTAs.
-// Without a mask keys ascend and each CTA goes from the last queries to the first: every CTA soon follows the one before at a
-// distance, and waits no more. With one, FROM_DIAGONAL.
+// DETERMINISTIC: a query tile is added to by one key tile after the other, so the bits never change. dq_semaphore has a
+// bit for each pair of tiles. Work tiles are claimed in the order of the additions, so a CTA only ever waits for
+// resident CTAs. Without a mask keys ascend and each CTA goes from the last queries to the first: every CTA soon
+// follows the one before at a distance, and waits no more. With one, FROM_DIAGONAL.
 //
 // The first to add stores instead, so that nothing has to be cleared.
 #pragma once
@@ -13,16 +13,20 @@
 struct DqSemaphore {
     static constexpr int HAS_NONFINITE_ROWS = 1, IS_STORED = 2;    // flags
     static constexpr int TILES_PER_WORD = 31;                      // a bit for each key tile that has been added
-    static constexpr unsigned STORED = 1u << TILES_PER_WORD;       // one of the word's key tiles has stored: nothing is added before
+    static constexpr unsigned STORED = 1u << TILES_PER_WORD;       // one of the word's key tiles has stored
     int* words;
 
-    __device__ __forceinline__ static int words_per_cta(const Params& p) { return ceil_div(p.n_k, TILES_PER_WORD * BLOCK_K); }
+    __device__ __forceinline__ static int words_per_cta(const Params& p) {
+        return ceil_div(p.n_k, TILES_PER_WORD * BLOCK_K);
+    }
     __device__ __forceinline__ int* flags() const { return words; }
     // The added key tiles, for each CTA of a cluster: it has columns of dQ of its own.
     __device__ __forceinline__ int* all_added() const { return words + 1; }
     __device__ __forceinline__ int* added(const Params& p) const { return words + 1 + cta_rank() * words_per_cta(p); }
 };
-DEVICE DqSemaphore dq_semaphore(const Params& p, int b, int h, int tile) { return {row_at<int>(p.dq_semaphore, b, h, tile)}; }
+DEVICE DqSemaphore dq_semaphore(const Params& p, int b, int h, int tile) {
+    return {row_at<int>(p.dq_semaphore, b, h, tile)};
+}
 DEVICE DqSemaphore dq_semaphore(const Params& p, int index) {  // index: of the query tile among all
     return {static_cast<int*>(p.dq_semaphore.data) + index * p.dq_semaphore.token};
 }
@@ -41,7 +45,8 @@ DEVICE unsigned load_acquire(const int* word) {
 DEVICE void fence_all_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 DEVICE void bulk_store(float* target, unsigned source, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(target), "r"(source), "r"(bytes) : "memory");
 }
 DEVICE void bulk_reduce_add(float* target, unsigned source, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
@@ -49,14 +54,15 @@ DEVICE void bulk_reduce_add(float* target, unsigned source, int bytes) {
     bulk_commit();
 }
 DEVICE void store_float4(float* target, const float* x) {
-    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 DEVICE void red_add_float4(float* target, const float* x) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                  ::"l"(target), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
-// --- the semaphore ----------------------------------------------------------------------------------------------------
+// --- the semaphore ---------------------------------------------------------------------------------------------------
 
 // Key tile tile_k has been added; `added` are a CTA's words.
 DEVICE void release_dq(int* added, int tile_k) {
@@ -69,7 +75,8 @@ DEVICE void skip_dq(int* added, int tile_k) {
                  "r"(1u << tile_k % DqSemaphore::TILES_PER_WORD) : "memory");
 }
 DEVICE void set_stored(const DqSemaphore& semaphore) {
-    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(semaphore.flags()), "r"(DqSemaphore::IS_STORED) : "memory");
+    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;"
+                 ::"l"(semaphore.flags()), "r"(DqSemaphore::IS_STORED) : "memory");
 }
 
 // A warp waits until all key tiles before tile_k have been added. Returns whether one of them has stored.
@@ -89,18 +96,20 @@ DEVICE bool acquire_dq(const Params& p, const int* added, int tile_k, bool desce
     return __any_sync(~0u, found & DqSemaphore::STORED);
 }
 
-// --- between consumers and the semaphore warps ------------------------------------------------------------------------
+// --- between consumers and the semaphore warps -----------------------------------------------------------------------
 //
-// Consumers request a turn for query tile n as soon as they know it, a step before its dQ is there: the semaphore warp waits
-// meanwhile. dQ then leaves in one of two ways.
+// Consumers request a turn for query tile n as soon as they know it, a step before its dQ is there: the semaphore warp
+// waits meanwhile. dQ then leaves in one of two ways.
 //
-//     CLUSTER_SIZE == 1   consumers write dQ to shared memory (AT_DQ_WRITTEN); the semaphore warp sends it when its turn has come,
-//                         and grants the buffer to the next tile (AT_DQ_GRANTED)
-//     CLUSTER_SIZE == 2   the semaphore warp grants the turn (AT_DQ_GRANTED); consumers add from registers (AT_DQ_WRITTEN)
+//     CLUSTER_SIZE == 1   consumers write dQ to shared memory (AT_DQ_WRITTEN); the semaphore warp sends it when its
+//                         turn has come, and grants the buffer to the next tile (AT_DQ_GRANTED)
+//     CLUSTER_SIZE == 2   the semaphore warp grants the turn (AT_DQ_GRANTED); consumers add from registers
+//                         (AT_DQ_WRITTEN)
 //
 // Two warps take every second tile each. There are four slots: before tile n + 4 is requested, tile n has left.
 
-DEVICE unsigned dq_slot(unsigned base, unsigned n) { return base + AT_DQ_SLOTS + 8 * (n % 4); }  // query tile; key tile or DqWrite
+// query tile; key tile or DqWrite
+DEVICE unsigned dq_slot(unsigned base, unsigned n) { return base + AT_DQ_SLOTS + 8 * (n % 4); }
 DEVICE unsigned dq_requested(unsigned base, unsigned n) { return base + AT_DQ_REQUESTED + 8 * (n % 4); }
 DEVICE unsigned dq_granted(unsigned base, unsigned n) { return base + AT_DQ_GRANTED + 8 * (n % 2); }
 DEVICE unsigned dq_written(unsigned base, unsigned n) { return base + AT_DQ_WRITTEN + 8 * (n % 2); }
@@ -133,7 +142,8 @@ DEVICE void dq_semaphore_warp(const Params& p, unsigned base, int which) {
         int* added = semaphore.added(p);
         DqWrite write = SKIP;
         if (tile_k != END) {
-            write = acquire_dq(p, added, tile_k, FROM_DIAGONAL && is_descending(p, index / tiles_q / GQA_GROUP)) ? ADD : STORE;
+            write = acquire_dq(p, added, tile_k, FROM_DIAGONAL && is_descending(p, index / tiles_q / GQA_GROUP))
+                        ? ADD : STORE;
             if (write == STORE && leader) set_stored(semaphore);
         }
         if (CLUSTER_SIZE > 1) {

@@ -3,9 +3,9 @@
 # Hopper's backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2; warp specialization as in
 # FlashAttention-3, Shah et al. 2024, arXiv 2407.08608): P is recomputed from the log-sum-exp, five products.
 #
-# Three kernels: bwd_preprocess, sm90_backward, bwd_postprocess. In the second a persistent grid of CTAs takes work tiles,
-# BLOCK_K keys of a key/value head each, and loops over the query tiles that see them. bwd_layout has its roles and shared
-# memory; the file that has this one as a part, bwd_mainloop or bwd_mainloop_cluster, defines consumer().
+# Three kernels: bwd_preprocess, sm90_backward, bwd_postprocess. In the second a persistent grid of CTAs takes work
+# tiles, BLOCK_K keys of a key/value head each, and loops over the query tiles that see them. bwd_layout has its roles
+# and shared memory; the file that has this one as a part, bwd_mainloop or bwd_mainloop_cluster, defines consumer().
 #
 #     K, V           [CTA_KEYS][..]            shared memory; of BLOCK_K keys those of the CTA
 #     Q, dO          [BLOCK_Q][..]             shared memory, pipelines, with the rows' log-sum-exps and deltas
@@ -74,9 +74,9 @@ def all_keys_finite(base, number, wg):
 
 @device
 def consume_work_tiles(p, base, acc, prologue, mma_step, epilogue, warp_args):
-    """All work tiles of the CTA, by a warp group: a prologue, a step for each query tile, an epilogue. acc: accumulators
-    in registers, set anew by each first step. warp_args: what these three need beside; first, which keys are the warp
-    group's. Returns how many query tiles there were.
+    """All work tiles of the CTA, by a warp group: a prologue, a step for each query tile, an epilogue. acc:
+    accumulators in registers, which each first step overwrites. warp_args: what these three take of the warp; the first
+    is its key group. Returns how many query tiles there were.
     """
     n, number = u32(0), u32(0)  # query tiles and work tiles so far
     while True:

@@ -1,8 +1,8 @@
 # The dropout mask of a P fragment, regenerated as in the forward pass.
 #
-# A bit for each element of a lane. A Philox call serves four keys of a row, which lie in several lanes; so each of these
-# lanes makes the words of a part of the rows, and they exchange them: of rows 4 m + i, in the order of elements, lane i of
-# four has bits 16 * half + 4 m + key % 4.
+# A bit for each element of a lane. A Philox call serves four keys of a row, which lie in several lanes; so each of
+# these lanes makes the words of a part of the rows, and they exchange them: of rows 4 m + i, in the order of elements,
+# lane i of four has bits 16 * half + 4 m + key % 4.
 
 NO_DROPOUT = (u32(0),) * 4  # in the place of the mask
 

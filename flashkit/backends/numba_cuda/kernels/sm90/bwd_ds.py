@@ -21,11 +21,11 @@ def pack_ds(p, ds, where):
 
 @device
 def compute_ds(p, p_slope, dp, unmasked, delta, dropout, where):
-    """p_slope: of softmax_p. unmasked: whether all pairs are visible. where: for visit_ds, as fragment_coord takes it."""
+    """p_slope: of softmax_p. unmasked: all pairs are visible. where: for visit_ds, arguments of fragment_coord."""
     if HAS_DROPOUT:
         dp = groups(drop_four, 4, dp, (dropout, np.float32(p.dropout_scale)))
-    # With few registers each branch loads deltas itself, which leaves some for loading ahead; `fence_operand` keeps LLVM
-    # from merging the branches' common beginning.
+    # With few registers each branch loads deltas itself, which leaves some for loading ahead; `fence_operand` keeps
+    # LLVM from merging the branches' common beginning.
     if not FEW_REGISTERS:
         dp = groups(minus_delta, 4, dp, delta)
     if unmasked or not CLEARS_KEYS:

@@ -10,7 +10,7 @@
 # the offsets of shared memory, laid out by BackwardTile.smem (cuda_common/sm90_bwd_launch.py):
 #
 #     AT_K             [KEY_BUFFERS][CTA_KEYS][..]   K of the CTA's keys
-#     AT_PEER_K        [CTA_KEYS][64 DQ_CHUNKS]      K of the peer CTA's keys, in the columns of dQ that this CTA computes
+#     AT_PEER_K        [CTA_KEYS][64 DQ_CHUNKS]      K of the peer CTA's keys, in the CTA's columns of dQ
 #     AT_V             [CTA_KEYS][..]
 #     AT_Q, AT_DOUT    [STAGES][BLOCK_Q][..], [DOUT_STAGES][BLOCK_Q][..]
 #     AT_DS            [2][BLOCK_Q][CTA_KEYS]        dS of two query tiles; in a cluster, of one and of the peer's keys
@@ -18,9 +18,9 @@
 #     AT_LSE, AT_DELTA [STAGES][BLOCK_Q], [DOUT_STAGES][BLOCK_Q]   float32, loaded with Q and with dO
 #     AT_Q_PIPE, AT_DOUT_PIPE, AT_K_PIPE, AT_V_PIPE, AT_PEER_K_PIPE, AT_LIST_PIPE   full and empty barriers
 #     AT_DS_PIPE       consumers to consumers: dS is in shared memory
-#     AT_DSMEM_PIPE    between the CTAs of a cluster: full when the peer's dS is here, empty when the peer has read ours
+#     AT_DSMEM_PIPE    between the CTAs of a cluster: full when the peer's dS is here, empty when the peer has read dS
 #     AT_DQ_WRITTEN, AT_DQ_GRANTED, AT_DQ_REQUESTED, AT_DQ_SLOTS   DETERMINISTIC: see dq_semaphore
-#     AT_K_LOADED, AT_PEER_K_LOADED, AT_ROWS_LOADED   K, or Q and dO, are here but not cleared of non-finite values yet
+#     AT_K_LOADED, AT_PEER_K_LOADED, AT_ROWS_LOADED   K, or Q and dO, have yet to be cleared of non-finite values
 #     AT_CLAIMED, AT_CLAIMED_INDEX   a work tile that the peer CTA has claimed for both
 #     AT_CLAIM         the next work tile may be claimed
 #     AT_TILE_DESCS    a tile descriptor for each stage of Q
@@ -32,12 +32,13 @@
 
 MMA_WARPGROUPS = 2
 MMA_WARPS, THREADS, WARPGROUP_KEYS = 4 * MMA_WARPGROUPS, 128 * (MMA_WARPGROUPS + 1), 64
-ROLE_WARPS, CTA_KEYS = MMA_WARPS // CLUSTER_SIZE, BLOCK_K // CLUSTER_SIZE  # consumer warps with the same role; keys of a CTA
+ROLE_WARPS = MMA_WARPS // CLUSTER_SIZE  # consumer warps with the same role
+CTA_KEYS = BLOCK_K // CLUSTER_SIZE
 PADDED_DIM, PADDED_DIM_V, CHUNKS, CHUNKS_V = padded(HEAD_DIM), padded(HEAD_DIM_V), chunks(HEAD_DIM), chunks(HEAD_DIM_V)
 S_REGS, DK_REGS, DV_REGS = BLOCK_Q // 2, PADDED_DIM // 2, PADDED_DIM_V // 2  # registers of a lane
 
-# dQ^T of a query tile consists of parts, one for each warp group: 64 columns of all rows or, of up to 64 columns, half of
-# the rows. A CTA of a cluster computes DQ_CHUNKS of the parts. dq_accum holds a tile as the lanes do:
+# dQ^T of a query tile consists of parts, one for each warp group: 64 columns of all rows or, of up to 64 columns, half
+# of the rows. A CTA of a cluster computes DQ_CHUNKS of the parts. dq_accum holds a tile as the lanes do:
 # [part][warp][16 bytes][lane].
 DQ_BY_COLUMNS = CHUNKS > 1 or CLUSTER_SIZE > 1
 DQ_CHUNKS = (CHUNKS + CLUSTER_SIZE - 1) // CLUSTER_SIZE
@@ -77,8 +78,8 @@ END = -1  # in the place of a batch entry or tile: there is no more
 NONFINITE_ROWS, LAST_TILE = 16, 64
 DESC_HEAD, DESC_INDEX, DESC_BYTES = 4, 8, 12
 
-# A list of query tiles, from the scheduler to the producer: words at these offsets, then the tiles, as query tile << 8 |
-# flags and states. LIST_B: END if there are no more work tiles; LIST_ENDS: whether the list is the work tile's last.
+# A list of query tiles, from the scheduler to the producer: words at these offsets, then the tiles, as query tile << 8
+# | flags and states. LIST_B: END if there are no more work tiles; LIST_ENDS: whether the list is the work tile's last.
 LIST_B, LIST_HEAD, LIST_K0, LIST_COUNT, LIST_ENDS, LIST_ENTRIES = 0, 4, 8, 12, 16, 24
 assert LIST_BYTES == LIST_ENTRIES + 4 * LIST_CAPACITY
 

@@ -1,15 +1,15 @@
 # parts: sm90/backward
-# Consumers of Hopper's backward pass where dK and dV of 64 keys do not fit the registers of a warp group. A cluster of two
-# CTAs shares a work tile, 64 keys each, and the two consumers of a CTA differ in role. All products are transposed: keys
-# are the rows.
+# Consumers of Hopper's backward pass where dK and dV of 64 keys do not fit the registers of a warp group. A cluster of
+# two CTAs shares a work tile, 64 keys each, and the two consumers of a CTA differ in role. All products are transposed:
+# keys are the rows.
 #
 #     S, P, dP, dS  [64][64]   registers of the dS consumer; dS also in shared memory of both CTAs
 #     dV            [64][..]   registers of the dS consumer
 #     dK            [64][..]   registers of the dK/dQ consumer
-#     dQ^T          half the columns, of both CTAs' keys: registers of the dK/dQ consumer, added to dq_accum from there
+#     dQ^T          half the columns, of both CTAs' keys: registers of the dK/dQ consumer
 #
-# A single CTA would be limited by its traffic to the L2 cache, most of which is dQ in float32. So the CTAs exchange dS in
-# 16 bits and each adds half of the columns, once for all 128 keys.
+# A single CTA would be limited by its traffic to the L2 cache, most of which is dQ in float32. So the CTAs exchange dS
+# in 16 bits and each adds half of the columns, once for all 128 keys.
 #
 # A step, for query tile n:
 #
@@ -21,7 +21,8 @@
 #     S of the next tile                         dQ leaves
 
 BYTES_DS_WARP = BYTES_DS // ROLE_WARPS  # dS of a warp's 16 keys, which it sends to the peer
-DQ_CHUNK_REGS, DQ_REGS = BLOCK_Q // 2, DQ_CHUNKS * BLOCK_Q // 2  # registers of a lane: of 64 columns of dQ, of the CTA's
+DQ_CHUNK_REGS = BLOCK_Q // 2  # registers of a lane for 64 columns of dQ
+DQ_REGS = DQ_CHUNKS * DQ_CHUNK_REGS
 DS_CONSUMER_BARRIER, DK_DQ_CONSUMER_BARRIER = 1, 2
 
 store_dv = make_store_dkv(PADDED_DIM_V, 0, CHUNKS_V, CTA_KEYS * CHUNK_ROW)
@@ -95,7 +96,8 @@ def ds_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
     consumer_release(base + AT_Q_PIPE, n, STAGES)
     if not last:
         consumer_wait(base + AT_Q_PIPE, n + 1, STAGES)
-    s = issue_s(base, k_tile, 0, n if last else n + 1)  # unconditional, or ptxas serializes it; unused after the last step
+    # Unconditional, or ptxas serializes it; unused after the last step.
+    s = issue_s(base, k_tile, 0, n if last else n + 1)
     wgmma_wait(1)  # dV
     p_frag = fence_operand(p_frag)
     consumer_release(base + AT_DOUT_PIPE, n, DOUT_STAGES)
@@ -121,7 +123,8 @@ def ds_epilogue(p, base, k_tile, number, n, state, warp_args):
 @device
 def ds_consumer(p, base, rank, warp, lane):
     scale_log2 = scale_log2_of(p)
-    # Where a lane's row statistics are; a warp's dS, a lane's matrices of it, its place in the peer CTA, the barrier there.
+    # Where a lane's row statistics are; a warp's dS, a lane's matrices of it, its place in the peer CTA, the barrier
+    # there.
     stats_of_lane, ds_of_warp = u32(opaque(base + lane_stats())), u32(base + AT_DS + warp * BYTES_DS_WARP)
     ds_of_lane = u32(opaque(ds_of_warp + swizzled(lane % 16, lane // 16)))
     peer_ds, peer_full = mapa(u32(ds_of_warp + BYTES_DS), 1 - rank), mapa(u32(base + AT_DSMEM_PIPE), 1 - rank)
@@ -213,7 +216,8 @@ def dk_dq_epilogue(p, base, k_tile, number, n, state, warp_args):
     _, rank, warp, _, _ = warp_args
     dk_acc, at = state
     dk_acc = fence_operand(dk_acc)
-    named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128)  # no warp reads the peer's keys any more: dK leaves through their place
+    # No warp reads the peer's keys any more: dK leaves through their place.
+    named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128)
     lane, first_key, buffer = opaque(thread() % 32), CTA_KEYS * rank + 16 * warp, base + AT_PEER_K + BYTES_PIECE * warp
     store_dk(map_address("map_dk"), at, first_key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
     bulk_wait_read(0)

@@ -1,5 +1,5 @@
-# After Hopper's backward kernel: dq_accum, which lies transposed, to dq. A CTA takes a query tile, a thread 8 columns of a
-# row.
+# After Hopper's backward kernel: dq_accum, which lies transposed, to dq. A CTA takes a query tile, a thread 8 columns
+# of a row.
 
 
 @device

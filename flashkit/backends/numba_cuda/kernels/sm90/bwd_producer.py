@@ -1,5 +1,5 @@
-# The producer warp of Hopper's backward pass: loads Q and dO of each query tile with their rows' log-sum-exps and deltas,
-# and V with the first tile of a work tile.
+# The producer warp of Hopper's backward pass: loads Q and dO of each query tile with their rows' log-sum-exps and
+# deltas, and V with the first tile of a work tile.
 
 
 @device
@@ -23,7 +23,8 @@ def load_q_and_dout(p, base, tile_list, number, n, nonfinite_tiles, first, entry
         store_word(tile_desc, entry | (LAST_TILE if last else 0))
         store_word(tile_desc + DESC_HEAD, h)
         store_word(tile_desc + DESC_INDEX, index)
-        mbarrier_arrive_expect_tx(q_loaded, BYTES_Q + BYTES_ROW_STATS + (BYTES_DOUT + BYTES_ROW_STATS if nonfinite else 0))
+        more = BYTES_DOUT + BYTES_ROW_STATS if nonfinite else 0
+        mbarrier_arrive_expect_tx(q_loaded, BYTES_Q + BYTES_ROW_STATS + more)
         load_tile(q, map_address("map_q"), CHUNKS, BLOCK_Q, row0, h, b, q_loaded, 0)
         load_bulk(lse, p.bwd_lse.data + stats, BYTES_ROW_STATS, q_loaded)
         if first:

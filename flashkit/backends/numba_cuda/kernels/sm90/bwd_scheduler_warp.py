@@ -1,6 +1,6 @@
 # parts: sm90/bwd_tile_scheduler sm90/dq_semaphore sm90/dq_clear sm90/bwd_nonfinite sm90/bwd_kv_source sm90/tile_lists
-# The scheduler warp of Hopper's backward pass: claims work tiles, lists the query tiles that see them, loads their K. It
-# runs ahead of the producer, as classifying 32 query tiles may take as long as the products of a few.
+# The scheduler warp of Hopper's backward pass: claims work tiles, lists the query tiles that see them, loads their K.
+# It runs ahead of the producer, as classifying 32 query tiles may take as long as the products of a few.
 
 
 @device

@@ -2,8 +2,9 @@
 # S to P = exp(S - lse) in the registers of a warp group. P is rounded into a fragment for dV; in the place of S stays P
 # times the slope of the score modification, by which dP - delta is multiplied. Dropped elements are 0 in the fragment.
 #
-# Keys are the rows, as wgmma leaves them: element 4 i + 2 half + c of a lane is key lane_key(half) of the warp group's 64
-# and row 8 i + 2 (lane % 4) + c of the query tile. `lse` and `delta` are addresses of a lane's first row in shared memory.
+# Keys are the rows, as wgmma leaves them: element 4 i + 2 half + c of a lane is key lane_key(half) of the warp group's
+# 64 and row 8 i + 2 (lane % 4) + c of the query tile. `lse` and `delta` are addresses of a lane's first row in shared
+# memory.
 
 NEAR_POSITIONS = 1 << 26  # positions and their differences fit 32 bits
 FEW_REGISTERS = CLUSTER_SIZE > 1 or S_REGS > 32
@@ -28,8 +29,8 @@ def lse_of(i, early_lse, address):
     return early_lse[i] if i < EARLY_LSE else row_stats_of(i, address)
 
 
-# What of Params and of the fragment's place an element needs. keys: a lane's two; first_row: a lane's first; last_row: of
-# all; n_k: of the batch entry; nonfinite_keys: address of a bit for each key from nonfinite_k0 on.
+# What of Params and of the fragment's place an element needs. keys: a lane's two; first_row: a lane's first; last_row:
+# of all; n_k: of the batch entry; nonfinite_keys: address of a bit for each key from nonfinite_k0 on.
 FragmentCoord = namedtuple(
     "FragmentCoord", "values scale b h keys first_row last_row n_k q_position nonfinite_keys nonfinite_k0"
 )

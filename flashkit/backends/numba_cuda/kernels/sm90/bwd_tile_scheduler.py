@@ -14,8 +14,8 @@ def key_tiles_before_lpt_tail(p):
 
 @device
 def work_tile(p, index):
-    """Under a mask key tiles ascend, of p.heads_per_l2_group heads at a time: under a causal mask the first have most to
-    do. The last quarter of each head's is the LPT tail, which evens out the CTAs' ends. FROM_DIAGONAL: they descend.
+    """Under a mask key tiles ascend, of p.heads_per_l2_group heads at a time: under a causal mask the first have most
+    to do. The last quarter of each head's is the LPT tail, which evens out the CTAs' ends. FROM_DIAGONAL: they descend.
     """
     heads, tiles = u32(u32(p.heads) // u32(GQA_GROUP)), u32(ceil_div(p.n_k, BLOCK_K))
     tile, bh = tile_coord(
@@ -28,9 +28,9 @@ def work_tile(p, index):
 
 @device
 def claim(p, base, number):
-    """The index of work tile `number` of the CTA, by one lane. The first CTA of a cluster claims for both. A word may be
-    overwritten two work tiles later: the peer CTA has read it by then, as it has sent dS of query tiles that the first
-    CTA could not complete without.
+    """The index of work tile `number` of the CTA, by one lane. The first CTA of a cluster claims for both. A word may
+    be overwritten two work tiles later: the peer CTA has read it by then, as it has sent dS of query tiles that the
+    first CTA could not complete without.
     """
     barrier, word = full_barrier(base + AT_CLAIMED, number, 2), base + AT_CLAIMED_INDEX + 4 * stage_of(number, 2)
     if cta_rank() == 0:

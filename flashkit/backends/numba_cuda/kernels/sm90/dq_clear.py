@@ -1,5 +1,6 @@
-# Clearing dq_accum where the order of additions is arbitrary. bwd_preprocess clears the query tiles of the heads that come
-# first; the scheduler warps clear the others, some with each work tile and so far ahead that a CTA hardly ever waits.
+# Clearing dq_accum where the order of additions is arbitrary. bwd_preprocess clears the query tiles of the heads that
+# come first; the scheduler warps clear the others, some with each work tile and so far ahead that a CTA hardly ever
+# waits.
 #
 # Query tiles are numbered as they lie in dq_accum, so those of a key/value head follow one another. How many of a
 # key/value head are cleared is counted in the semaphore of its first query tile, whose bits are unused then.

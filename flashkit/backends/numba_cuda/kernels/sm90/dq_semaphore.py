@@ -1,11 +1,12 @@
 # dQ in global memory: dq_accum, float32 sums of each query tile, and dq_semaphore, which puts the additions in order.
 #
 # DETERMINISTIC: a query tile is added to by one key tile after the other, so the bits never change. dq_semaphore has a
-# bit for each pair of tiles. Work tiles are claimed in the order of the additions, so a CTA only ever waits for resident
-# CTAs. Without a mask keys ascend and each CTA goes from the last queries to the first; with one, FROM_DIAGONAL.
+# bit for each pair of tiles. Work tiles are claimed in the order of the additions, so a CTA only ever waits for
+# resident CTAs. Without a mask keys ascend and each CTA goes from the last queries to the first; with one,
+# FROM_DIAGONAL.
 
-# The words of a query tile: flags (1 if it has non-finite rows), then for each CTA of a cluster, as it has columns of dQ
-# of its own, a bit for each key tile that has been added. Offsets in bytes.
+# The words of a query tile: flags (1 if it has non-finite rows), then for each CTA of a cluster, as it has columns of
+# dQ of its own, a bit for each key tile that has been added. Offsets in bytes.
 SEMAPHORE_FLAGS, SEMAPHORE_ADDED = 0, 4
 
 
@@ -63,9 +64,10 @@ def acquire_dq(p, added, tile_k):
 # Consumers request a turn for query tile n as soon as they know it, a step before its dQ is there: the semaphore warp
 # waits meanwhile. dQ then leaves in one of two ways.
 #
-#     CLUSTER_SIZE == 1   consumers write dQ to shared memory (AT_DQ_WRITTEN); the semaphore warp sends it when its turn
-#                         has come, and grants the buffer to the next tile (AT_DQ_GRANTED)
-#     CLUSTER_SIZE == 2   the semaphore warp grants the turn (AT_DQ_GRANTED); consumers add from registers (AT_DQ_WRITTEN)
+#     CLUSTER_SIZE == 1   consumers write dQ to shared memory (AT_DQ_WRITTEN); the semaphore warp sends it when its
+#                         turn has come, and grants the buffer to the next tile (AT_DQ_GRANTED)
+#     CLUSTER_SIZE == 2   the semaphore warp grants the turn (AT_DQ_GRANTED); consumers add from registers
+#                         (AT_DQ_WRITTEN)
 #
 # Two warps take every second tile each. There are four slots: before tile n + 4 is requested, tile n has left.
 
