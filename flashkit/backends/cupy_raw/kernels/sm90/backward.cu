@@ -63,8 +63,9 @@ sm90_backward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const __gr
     if (role == 0) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         QueryTileList* lists = reinterpret_cast<QueryTileList*>(shared + AT_LISTS);
-        if (warp == 0) producer(p, q_map, v_map, dout_map, base, lists);
-        else if (warp == 1) scheduler(p, k_map, base, lists);
+        const KvSource kv{p, k_map, v_map, base};
+        if (warp == 0) producer(p, kv, q_map, dout_map, base, lists);
+        else if (warp == 1) scheduler(p, kv, base, lists);
         else if (FUSED_PREPROCESS) fused_preprocess(p, out_rows_map, dout_rows_map, base, threadIdx.x - 64);
         else if (DETERMINISTIC && warp >= 2) dq_semaphore_warp(p, base, warp - 2);
     } else {

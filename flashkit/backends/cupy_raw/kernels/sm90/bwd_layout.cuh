@@ -1,7 +1,7 @@
 // Tile shape, warp roles and shared memory of Hopper's backward pass.
 //
 // warp group 0   warp 0       producer: Q, dO and V of each query tile (bwd_producer.cuh)
-//                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_tile_scheduler.cuh)
+//                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_scheduler_warp.cuh)
 //                warps 2, 3   DETERMINISTIC: dq_semaphore.cuh; FUSED_PREPROCESS: bwd_fused_preprocess.cuh; else idle
 // warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
 //
@@ -84,7 +84,7 @@ constexpr bool FROM_DIAGONAL = DETERMINISTIC && HAS_MASK;
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 20 : 4;
 // The scheduler warp's sleep between polls.
 constexpr int POLL_NS = DETERMINISTIC ? 100 : MASK_READS_ARRAYS ? 200 : 1000;
-constexpr int END = -1;             // in the place of a batch entry or tile: there is no more
+constexpr int END = -1;  // in the place of a batch entry or tile: there is no more
 constexpr int PREPROCESS_BARRIER = 3;  // named barrier of the fused preprocess' two warps
 
 struct WorkTile { int b, head, k0; };  // head: of keys; k0: the first of BLOCK_K keys

@@ -12,7 +12,7 @@ DEVICE void wait_for_dq(const Params& p, int b, int h, int tile) {
     auto backoff = [] { asm volatile("nanosleep.u32 500;"); };
     if constexpr (DETERMINISTIC) {
         const int words = DqSemaphore::words_per_cta(p);
-        const int* added = dq_semaphore(p, b, h, tile).all_added();
+        const int* added = &dq_semaphore(p, b, h, tile).added_by_all(0);
         for (int i = threadIdx.x; i < CLUSTER_SIZE * words; i += blockDim.x) {
             const int left = tiles - i % words * DqSemaphore::TILES_PER_WORD;
             const unsigned needed = left < DqSemaphore::TILES_PER_WORD ? (1u << left) - 1 : ~DqSemaphore::STORED;
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(256) bwd_postprocess(KERNEL_PARAMS)
     const float scale = (float)p.softmax_scale;
     if (blockIdx.x + 1 == gridDim.x) griddepcontrol_wait();
     else wait_for_dq(p, b, h, tile);
-    const bool stored = !DETERMINISTIC || (__ldcg(dq_semaphore(p, b, h, tile).flags()) & DqSemaphore::IS_STORED);
+    const bool stored = !DETERMINISTIC || (__ldcg(&dq_semaphore(p, b, h, tile).flags()) & DqSemaphore::IS_STORED);
 #pragma unroll
     for (int first = 0; first < DQ_PARTS; first += 2) {
         const int part = first + threadIdx.x / 128;

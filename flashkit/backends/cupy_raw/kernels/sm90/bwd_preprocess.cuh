@@ -39,9 +39,9 @@ DEVICE bool store_row_stats(const Params& p, int b, int h, int row, const RowSta
 // By one of `threads` threads.
 DEVICE void init_semaphore(const Params& p, const QueryTile& at, bool nonfinite, int thread, int threads) {
     const DqSemaphore semaphore = dq_semaphore(p, at.b, at.h, at.tile);
-    if (thread == 0) semaphore.flags()[0] = nonfinite ? DqSemaphore::HAS_NONFINITE_ROWS : 0;
+    if (thread == 0) semaphore.flags() = nonfinite ? DqSemaphore::HAS_NONFINITE_ROWS : 0;
     for (int i = thread; DETERMINISTIC && i < CLUSTER_SIZE * DqSemaphore::words_per_cta(p); i += threads)
-        semaphore.words[1 + i] = 0;
+        semaphore.added_by_all(i) = 0;
 }
 
 // --- the kernel ------------------------------------------------------------------------------------------------------

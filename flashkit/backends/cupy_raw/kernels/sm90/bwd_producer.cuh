@@ -3,7 +3,7 @@
 #pragma once
 #include "sm90/bwd_kv_source.cuh"
 
-DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& v_map, const TensorMap& dout_map,
+DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map, const TensorMap& dout_map,
                      unsigned base, const QueryTileList* lists) {
     const auto pipe_q = q_pipe(base);
     const auto pipe_dout = dout_pipe(base);
@@ -31,7 +31,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& v
                                       BYTES_Q + BYTES_ROW_STATS + (nonfinite ? BYTES_DOUT + BYTES_ROW_STATS : 0));
             load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, b, q_loaded);
             bulk_load(lse, lse_source, BYTES_ROW_STATS, q_loaded);
-            if (first) load_v(v_map, base, {b, h / GQA_GROUP, k0}, number);
+            if (first) kv.load_v(b, h, k0, number);
             pipe_dout.producer_acquire(n);
             if (!nonfinite) mbarrier_arrive_expect_tx(dout_loaded, BYTES_DOUT + BYTES_ROW_STATS);
             load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, b, dout_loaded);

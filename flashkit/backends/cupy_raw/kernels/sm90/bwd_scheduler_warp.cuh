@@ -24,15 +24,14 @@ DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k,
         states |= state << 2 * g;
     }
     if (MAY_HIDE && states != 0 && many == 1 &&
-        (dq_semaphore(p, at.b, h, tile).flags()[0] & DqSemaphore::HAS_NONFINITE_ROWS))
+        (dq_semaphore(p, at.b, h, tile).flags() & DqSemaphore::HAS_NONFINITE_ROWS))
         states |= TileDesc::NONFINITE_ROWS;
     return states;
 }
 
-DEVICE void scheduler(const Params& p, const TensorMap& k_map, unsigned base, QueryTileList* lists) {
+DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryTileList* lists) {
     const auto pipe_list = list_pipe(base);
     const auto pipe_k = k_pipe(base);
-    const KSource k{p, k_map, base};
     const TileScheduler work{p, base};
     const bool leader = threadIdx.x % 32 == 0;
     const int tiles_q = ceil_div(p.n_q, BLOCK_Q), num_work_tiles = work.num_work_tiles();
@@ -53,7 +52,7 @@ DEVICE void scheduler(const Params& p, const TensorMap& k_map, unsigned base, Qu
     };
     auto load_k = [&](const WorkTile& at) {
         if (!FUSED_PREPROCESS) announce(at);
-        k.load(at, number);
+        kv.load_k(at, number);
     };
     // Consumers release K of a work tile after all of the one before has been added to dQ. So when the buffer for K of
     // `number` is empty, the work tile BEHIND before it is finished. The leader counts it after it has listed query
@@ -111,8 +110,8 @@ DEVICE void scheduler(const Params& p, const TensorMap& k_map, unsigned base, Qu
             if (!first) continue;
             first = false;
             if (KEY_BUFFERS == 1) load_k(at);
-            if (CLEARS_KEYS) k.clear_nonfinite(at, number, leader);
-            if (CLUSTER_SIZE > 1) k.load_peer(at, number, leader);
+            if (CLEARS_KEYS) kv.clear_nonfinite_k(at, number, leader);
+            if (CLUSTER_SIZE > 1) kv.load_peer_k(at, number, leader);
         }
         if (!DETERMINISTIC && !FUSED_PREPROCESS) clear_dq_ahead(p);
         if (!DETERMINISTIC && leader) {
@@ -125,7 +124,7 @@ DEVICE void scheduler(const Params& p, const TensorMap& k_map, unsigned base, Qu
     if (leader) list.b = END;
     commit_list();
     announce({END, 0, 0});
-    if (leader) mbarrier_arrive(k.full_barrier(number));
+    if (leader) mbarrier_arrive(kv.k_full(number));
     if (FUSED_PREPROCESS && leader) mbarrier_arrive(base + AT_CLAIMED);
     if (!DETERMINISTIC && leader) {
         mbarrier_wait_backoff(base + AT_DQ_COMPLETE, 0);

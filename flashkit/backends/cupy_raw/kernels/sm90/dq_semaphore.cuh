@@ -11,18 +11,21 @@
 
 // The words of a query tile.
 struct DqSemaphore {
-    static constexpr int HAS_NONFINITE_ROWS = 1, IS_STORED = 2;    // flags
-    static constexpr int TILES_PER_WORD = 31;                      // a bit for each key tile that has been added
-    static constexpr unsigned STORED = 1u << TILES_PER_WORD;       // one of the word's key tiles has stored
+    static constexpr int FLAGS = 0, ADDED = 1;                   // words: flags; then, for each CTA, added key tiles
+    static constexpr int HAS_NONFINITE_ROWS = 1, IS_STORED = 2;  // flags
+    static constexpr int TILES_PER_WORD = 31;                    // a bit for each key tile that has been added
+    static constexpr unsigned STORED = 1u << TILES_PER_WORD;     // one of the word's key tiles has stored
     int* words;
 
     __device__ __forceinline__ static int words_per_cta(const Params& p) {
         return ceil_div(p.n_k, TILES_PER_WORD * BLOCK_K);
     }
-    __device__ __forceinline__ int* flags() const { return words; }
-    // The added key tiles, for each CTA of a cluster: it has columns of dQ of its own.
-    __device__ __forceinline__ int* all_added() const { return words + 1; }
-    __device__ __forceinline__ int* added(const Params& p) const { return words + 1 + cta_rank() * words_per_cta(p); }
+    __device__ __forceinline__ int& flags() const { return words[FLAGS]; }
+    // Each CTA of a cluster has columns of dQ, and so words, of its own.
+    __device__ __forceinline__ int& added_by_all(int word) const { return words[ADDED + word]; }
+    __device__ __forceinline__ int* added(const Params& p) const {
+        return words + ADDED + cta_rank() * words_per_cta(p);
+    }
 };
 DEVICE DqSemaphore dq_semaphore(const Params& p, int b, int h, int tile) {
     return {row_at<int>(p.dq_semaphore, b, h, tile)};
@@ -76,7 +79,7 @@ DEVICE void skip_dq(int* added, int tile_k) {
 }
 DEVICE void set_stored(const DqSemaphore& semaphore) {
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;"
-                 ::"l"(semaphore.flags()), "r"(DqSemaphore::IS_STORED) : "memory");
+                 ::"l"(&semaphore.flags()), "r"(DqSemaphore::IS_STORED) : "memory");
 }
 
 // A warp waits until all key tiles before tile_k have been added. Returns whether one of them has stored.
