@@ -621,6 +621,24 @@ def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
     assert [spec for spec in specs if not sm90_backward.tile_of(spec).fits(spec, HOPPER)] == []
 
 
+def test_sm90_backward_shared_memory_is_aligned() -> None:
+    """Tiles for the 128-byte swizzle, what bulk copies move to 16 bytes, barriers to 8."""
+    tiles, bulk = ("K", "PEER_K", "V", "Q", "DOUT", "DS"), ("DQ", "LSE", "DELTA", "ZEROS")
+    barriers = (
+        "Q_PIPE", "DOUT_PIPE", "K_PIPE", "V_PIPE", "DS_PIPE", "PEER_K_PIPE", "DSMEM_PIPE", "LIST_PIPE", "DQ_WRITTEN",
+        "DQ_GRANTED", "DQ_REQUESTED", "K_LOADED", "ROWS_LOADED", "PEER_K_LOADED", "CLAIMED", "CLAIM", "O_LOADED",
+        "HEAD_READY", "DQ_COMPLETE",
+    )  # fmt: skip
+    array = spec_of([], [mods.visible(np.ones((64, 64), bool))], 64).mask
+    for d, dv, mask in itertools.product((8, 64, 96, 128, 256), (64, 128, 192), (None, array)):
+        spec = AttentionSpec("bfloat16", d, dv, 1, None, mask)
+        for tile in sm90_bwd_launch.backward_candidates(spec, HOPPER):
+            offsets = tile.smem(spec).offsets
+            assert [name for name in tiles if offsets[name] % 1024] == []
+            assert [name for name in bulk if offsets[name] % 16] == []
+            assert [name for name in barriers if offsets[name] % 8] == []
+
+
 def test_an_impossible_sm90_backward_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="block_q is 64 or 128"):
         sm90_bwd_launch.BackwardTile(96)
