@@ -95,7 +95,7 @@ DEVICE void fused_preprocess(const Params& p, const TensorMap& out_map, const Te
 
         // This work tile's share of the heads to come, while the next buffer for K is free.
         mbarrier_wait_backoff(pipe_k.empty + 8 * pipe_k.stage(number + 1), ((number + 1) / KEY_BUFFERS & 1) ^ 1,
-                              POLL_NS);
+                              BACKOFF_NS);
         owed += query_tiles_per_work_tile(p);
         auto next_owed = [&]() {
             const bool has_time = leader && owed > 0 && !mbarrier_try_wait(base + AT_CLAIM, number & 1);

@@ -83,7 +83,7 @@ constexpr bool FROM_DIAGONAL = DETERMINISTIC && HAS_MASK;
 // How many query tiles before a work tile's end the next one is claimed.
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 20 : 4;
 // The scheduler warp's sleep between polls.
-constexpr int POLL_NS = DETERMINISTIC ? 100 : MASK_READS_ARRAYS ? 200 : 1000;
+constexpr int BACKOFF_NS = DETERMINISTIC ? 100 : MASK_READS_ARRAYS ? 200 : 1000;
 constexpr int END = -1;  // in the place of a batch entry or tile: there is no more
 constexpr int PREPROCESS_BARRIER = 3;  // named barrier of the fused preprocess' two warps
 

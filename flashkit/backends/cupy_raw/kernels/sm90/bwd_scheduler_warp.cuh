@@ -37,7 +37,7 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
     const int tiles_q = ceil_div(p.n_q, BLOCK_Q), num_work_tiles = work.num_work_tiles();
     unsigned n = 0, number = 0;  // lists and work tiles so far
     auto acquire_list = [&]() -> QueryTileList& {
-        mbarrier_wait_backoff(pipe_list.empty + 8 * pipe_list.stage(n), (n / NUM_LISTS & 1) ^ 1, POLL_NS);
+        mbarrier_wait_backoff(pipe_list.empty + 8 * pipe_list.stage(n), (n / NUM_LISTS & 1) ^ 1, BACKOFF_NS);
         return lists[n % NUM_LISTS];
     };
     auto commit_list = [&]() {

@@ -37,7 +37,7 @@ struct TileScheduler {
     // The index of work tile `number` of the CTA. All but the first are claimed late, so that the last ones are shared
     // evenly.
     __device__ __forceinline__ int next(unsigned number, bool leader) const {
-        if (number > 0) mbarrier_wait_backoff(base + AT_CLAIM, (number - 1) & 1, POLL_NS);
+        if (number > 0) mbarrier_wait_backoff(base + AT_CLAIM, (number - 1) & 1, BACKOFF_NS);
         return uniform(leader ? claim(number) : 0);
     }
     // By one lane. The first CTA of a cluster claims for both. A word may be overwritten two work tiles later: the peer

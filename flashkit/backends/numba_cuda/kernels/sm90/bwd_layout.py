@@ -68,7 +68,7 @@ FROM_DIAGONAL = DETERMINISTIC and HAS_MASK
 # --- scheduling -------------------------------------------------------------------------------------------------------
 
 CLAIM_AHEAD = 20 if MASK_READS_ARRAYS else 4  # query tiles before a work tile's end at which the next one is claimed
-POLL_NS = 100 if DETERMINISTIC else 200 if MASK_READS_ARRAYS else 1000  # the scheduler warp's sleep between polls
+BACKOFF_NS = 100 if DETERMINISTIC else 200 if MASK_READS_ARRAYS else 1000  # the scheduler warp's sleep between polls
 END = -1  # in the place of a batch entry or tile: there is no more
 
 # A work tile is (batch entry, head of keys, first of its BLOCK_K keys).
@@ -80,13 +80,11 @@ DESC_HEAD, DESC_INDEX, DESC_BYTES = 4, 8, 12
 
 # A list of query tiles, from the scheduler to the producer: words at these offsets, then the tiles, as query tile << 8
 # | flags and states. LIST_B: END if there are no more work tiles; LIST_ENDS: whether the list is the work tile's last.
-LIST_B, LIST_HEAD, LIST_K0, LIST_COUNT, LIST_ENDS, LIST_ENTRIES = 0, 4, 8, 12, 16, 24
-assert LIST_BYTES == LIST_ENTRIES + 4 * LIST_CAPACITY
+LIST_B, LIST_HEAD, LIST_K0, LIST_COUNT, LIST_ENDS, LIST_HEADER = 0, 4, 8, 12, 16, 24
+assert LIST_BYTES == LIST_HEADER + 4 * LIST_CAPACITY
 
 # As sm90/tile_lists names them.
-LISTS, MOST, IN_LIST, BYTES_LIST, AT_LISTS_PIPE, SLEEP = (
-    NUM_LISTS, LIST_CAPACITY, LIST_ENTRIES, LIST_BYTES, AT_LIST_PIPE, POLL_NS
-)  # fmt: skip
+LISTS, MOST, BYTES_LIST, AT_LISTS_PIPE, SLEEP = NUM_LISTS, LIST_CAPACITY, LIST_BYTES, AT_LIST_PIPE, BACKOFF_NS
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def producer(p, base):
                     p, base, tile_list, number, n, nonfinite_tiles, first, held, held_head, NO
                 )  # fmt: skip
                 first, n = NO, u32(n + 1)
-            held, held_head, i = load_word(tile_list + LIST_ENTRIES + 4 * i), h, i32(i + 1)
+            held, held_head, i = load_word(tile_list + LIST_HEADER + 4 * i), h, i32(i + 1)
             if DETERMINISTIC and not FROM_DIAGONAL:
                 tiles = ceil_div(p.n_q, BLOCK_Q)
                 held = i32(query_tile_at(tiles, held >> 8, i32(1)) << 8 | held & 255)

@@ -68,7 +68,7 @@ def scheduler(p, base):
         while member < GQA_GROUP:
             h = i32(at[1] * GQA_GROUP + member)
             tile_list = await_list(base, c)
-            count, place, _ = fill(p, c, tile_list + LIST_ENTRIES, (at[0], h, at[2]), n_k, place, tiles)
+            count, place, _ = fill(p, c, tile_list + LIST_HEADER, (at[0], h, at[2]), n_k, place, tiles)
             ends = place >= tiles
             if leader:
                 store_word(tile_list + LIST_B, at[0])

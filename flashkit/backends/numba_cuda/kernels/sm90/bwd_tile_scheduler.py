@@ -47,7 +47,7 @@ def claim(p, base, number):
 def next_work_tile(p, base, number):
     """The same, by a warp. All but the first are claimed late, so that the last ones are shared evenly."""
     if number > 0:
-        mbarrier_wait_backoff(base + AT_CLAIM, u32(number - u32(1)) & 1, POLL_NS)
+        mbarrier_wait_backoff(base + AT_CLAIM, u32(number - u32(1)) & 1, BACKOFF_NS)
     index = i32(0)
     if thread() % 32 == 0:
         index = claim(p, base, number)
