@@ -54,13 +54,13 @@ def look(p, coord, n_k, tiles, place, many):
 
 @device
 def scheduler(p, base):
-    leader, tiles, work_tiles = thread() % 32 == 0, ceil_div(p.n_q, BLOCK_Q), num_work_tiles(p)
+    leader, tiles, work_tiles = thread() % 32 == 0, ceil_div(p.n_q, BLOCK_Q), num_bwd_work_tiles(p)
     c, number = u32(0), u32(0)  # lists and work tiles so far
     while True:
         index = next_work_tile(p, base, number)
         if index >= work_tiles:
             break
-        at = work_tile(p, index)
+        at = bwd_work_tile(p, index)
         n_k = i32(keys_of(p, I(at[0])))
         if KEY_BUFFERS > 1:
             load_k(base, at, number)

@@ -2,7 +2,7 @@
 
 
 @device
-def num_work_tiles(p):
+def num_bwd_work_tiles(p):
     return ceil_div(p.n_k, BLOCK_K) * i32(p.heads // GQA_GROUP * p.batch)
 
 
@@ -13,7 +13,7 @@ def key_tiles_before_lpt_tail(p):
 
 
 @device
-def work_tile(p, index):
+def bwd_work_tile(p, index):
     """Under a mask key tiles ascend, of p.heads_per_l2_group heads at a time: under a causal mask the first have most
     to do. The last quarter of each head's is the LPT tail, which evens out the CTAs' ends. FROM_DIAGONAL: they descend.
     """
