@@ -5,6 +5,7 @@
 # lane i of four has bits 16 * half + 4 m + key % 4.
 
 NO_DROPOUT = (u32(0),) * 4  # in the place of the mask
+PHILOX_CALLS = S_REGS // 4  # of a lane
 
 
 @device
@@ -32,7 +33,7 @@ def exchange_kept(i, own):
 
 @device
 def dropout_mask(p, coord):
-    return listed(exchange_kept, 4, repeat(add_kept, S_REGS // 4, u32(0), (p.seed, p.dropout_threshold, coord)))
+    return listed(exchange_kept, 4, repeat(add_kept, PHILOX_CALLS, u32(0), (p.seed, p.dropout_threshold, coord)))
 
 
 @device
