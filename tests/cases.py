@@ -165,18 +165,18 @@ def skip_unless(backend: str, call: Call | None = None) -> None:
         pytest.skip(f"{backend}: {verdict.reason}")
 
 
-def never_in_order_unasked(monkeypatch: Any) -> None:
-    """Have Hopper's kernels add dQ in any order with short sequences, too, as they do with long ones."""
+def arbitrary_dq_order(monkeypatch: Any) -> None:
+    """Make Hopper's backward kernels accumulate dQ in arbitrary order for short sequences, too."""
     from flashkit.backends.cupy_raw import sm90_backward
 
-    monkeypatch.setattr(sm90_backward, "SHORT", 0)
-    monkeypatch.setattr(sm90_backward, "SHORT_NARROW", 0)
+    monkeypatch.setattr(sm90_backward, "ORDERED_MAX_TOKENS", 0)
+    monkeypatch.setattr(sm90_backward, "ORDERED_MAX_TOKENS_NARROW", 0)
     dispatch.forget()
 
 
-def rows_beside_products(monkeypatch: Any, sms: int = 0) -> None:
-    """Have Hopper's backward kernels prepare rows themselves, all but the first head's, however few there are. sms: as
-    if the device had so many, so that each block has much to do.
+def fused_preprocess(monkeypatch: Any, sms: int = 0) -> None:
+    """Make Hopper's backward kernels preprocess all but the first head themselves, however short work tiles are. sms:
+    as if the device had so many, so that each CTA has many work tiles.
     """
     from flashkit.backends.cuda_common import sm90_bwd_launch
 
@@ -186,8 +186,8 @@ def rows_beside_products(monkeypatch: Any, sms: int = 0) -> None:
         begin(self, spec, dataclasses.replace(device, sms=sms or device.sms), *others, **named)
 
     monkeypatch.setattr(sm90_bwd_launch.Backward, "__init__", begin_small)
-    monkeypatch.setattr(sm90_bwd_launch.Backward, "heads_at_a_time", lambda *_: 1)
-    monkeypatch.setattr(sm90_bwd_launch, "many_steps", lambda *_, **named: True)
+    monkeypatch.setattr(sm90_bwd_launch.Backward, "kv_heads_in_flight", lambda *_: 1)
+    monkeypatch.setattr(sm90_bwd_launch, "has_long_work_tiles", lambda *_, **named: True)
     monkeypatch.setattr(sm90_bwd_launch, "_LEAD", 0)
     dispatch.forget()
 

@@ -88,71 +88,72 @@ def test_pairs_of_features(row: int, generation: str) -> None:
     check(DESIGN[row])
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["before", "beside"])
+@pytest.mark.parametrize("fused", [False, True], ids=["preprocess", "fused preprocess"])
 @pytest.mark.parametrize("row", [i for i, row in enumerate(DESIGN) if row["dtype"] in ("float16", "bfloat16")])
 def test_pairs_of_features_in_any_order(
-    row: int, beside: bool, generation: str, monkeypatch: pytest.MonkeyPatch
+    row: int, fused: bool, generation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With rows prepared before the kernel or beside its products."""
+    """dQ is accumulated in arbitrary order; rows are preprocessed before the kernel, or in it."""
     if (NAME, generation) != ("cupy_raw", "sm90"):
-        pytest.skip("others never keep an order unasked")
-    cases.never_in_order_unasked(monkeypatch)
-    if beside:
-        cases.rows_beside_products(monkeypatch, sms=3)
+        pytest.skip("other kernels never accumulate dQ in order unasked")
+    cases.arbitrary_dq_order(monkeypatch)
+    if fused:
+        cases.fused_preprocess(monkeypatch, sms=3)
     check(DESIGN[row])
 
 
-@pytest.mark.parametrize("odd", [False, True], ids=["finite", "NaN"])
+@pytest.mark.parametrize("nan", [False, True], ids=["finite", "NaN"])
 @pytest.mark.parametrize(("d", "d_v", "group"), [(64, 64, 1), (40, 24, 2), (128, 128, 1), (96, 80, 4), (128, 64, 1)])
-def test_rows_beside_products(
-    d: int, d_v: int, group: int, odd: bool, generation: str, monkeypatch: pytest.MonkeyPatch
+def test_fused_preprocess(
+    d: int, d_v: int, group: int, nan: bool, generation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of many heads are those with rows prepared before, but for what the order of delta's and dQ's sums
-    changes; a row that is not finite shows where it is seen alone.
+    """Gradients of many heads are those with a separate preprocess, but for the order of the sums of delta and dQ; a
+    non-finite row shows in the rows and keys that see it alone.
     """
     if (NAME, generation) != ("cupy_raw", "sm90"):
-        pytest.skip("others prepare rows before")
+        pytest.skip("other kernels have no fused preprocess")
     n = 777
     q, dout = tensors((2, 16, n, d), (2, 16, n, d_v), dtype="bfloat16")
     k, v = tensors((2, 16 // group, n, d), (2, 16 // group, n, d_v), dtype="bfloat16", seed=1)
     dlse = tensors((2, 16, n), seed=2)[0]
-    if odd:
+    if nan:
         q[1, 7, 300, 0] = np.nan
 
     def gradients() -> list[Any]:
         vjp = flashkit.attention_vjp(q, k, v, causal=True, return_lse=True, backend=NAME)[1]
         return [x.get().astype(np.float64) for x in vjp(dout, dlse)]
 
-    cases.never_in_order_unasked(monkeypatch)
-    before = gradients()
-    cases.rows_beside_products(monkeypatch)
-    for got, right in zip(gradients(), before):
+    cases.arbitrary_dq_order(monkeypatch)
+    separate = gradients()
+    cases.fused_preprocess(monkeypatch)
+    for got, right in zip(gradients(), separate):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(right))
-        assert np.isnan(got).any() == odd
+        assert np.isnan(got).any() == nan
         np.testing.assert_allclose(np.nan_to_num(got), np.nan_to_num(right), rtol=2**-6, atol=2**-7 * np.nanstd(right))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "blocks"])
 @pytest.mark.parametrize(("d", "group", "n_q", "n_k"), [(64, 1, 700, 900), (128, 2, 2300, 1500), (192, 1, 900, 700)])
-def test_finished_items_are_counted(
+def test_finished_work_tiles_are_counted(
     d: int, group: int, n_q: int, n_k: int, masked: bool, generation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each head all are when the kernel has ended: what rounds sums before that goes by it."""
+    """All of each head when the kernel has ended: bwd_postprocess waits for that."""
     if (NAME, generation) != ("cupy_raw", "sm90"):
-        pytest.skip("others do not count them")
+        pytest.skip("other kernels do not count them")
     from flashkit.backends.cuda_common import launch, sm90_bwd_launch
 
-    cases.never_in_order_unasked(monkeypatch)
-    kept: list[Any] = []
-    monkeypatch.setattr(sm90_bwd_launch, "scratch", lambda *form: kept.append(launch.scratch(*form)) or kept[-1])
+    cases.arbitrary_dq_order(monkeypatch)
+    made: list[Any] = []
+    monkeypatch.setattr(sm90_bwd_launch, "scratch", lambda *form: made.append(launch.scratch(*form)) or made[-1])
     q, dout = tensors(*[(3, 8, n_q, d)] * 2, dtype="bfloat16")
     k, v = tensors(*[(3, 8 // group, n_k, d)] * 2, dtype="bfloat16", seed=1)
     grid = np.random.default_rng(0).random((-(-n_q // 64), -(-n_k // 64))) < 0.3
     mask = flashkit.BlockMask.from_dense(grid, 64, 64, n_q, n_k) if masked else None
     flashkit.attention_vjp(q, k, v, block_mask=mask, backend=NAME)[1](dout)
-    (marks,) = [x for x in kept if x.dtype == np.int32][-1:]
-    items, heads = -(-n_k // 128) * (2 if d > 128 else 1), 3 * 8 // group
-    assert marks[:heads].get().tolist() == [items] * heads
+    (counters,) = [x for x in made if x.dtype == np.int32][-1:]
+    work_tiles, kv_heads = -(-n_k // 128) * (2 if d > 128 else 1), 3 * 8 // group
+    finished = counters[1 + kv_heads : 1 + 2 * kv_heads]  # PreprocessCounters of sm90/dq_clear.cuh
+    assert finished.get().tolist() == [work_tiles] * kv_heads
 
 
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])

@@ -472,7 +472,7 @@ def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.Mon
 def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
     def ordered(n_q: int, n_k: int, dim: int, **options: Any) -> bool:
         q, k = (np.zeros((1, 1, n, dim), np.float16) for n in (n_q, n_k))
-        return sm90_bwd_launch.in_order(arguments.prepare(q, k, k, **options)[0])
+        return sm90_backward.in_order(arguments.prepare(q, k, k, **options)[0])
 
     blocks = BlockMask.from_dense(np.eye(4, dtype=bool), 128, 128)
     assert ordered(2048, 2048, 128, causal=True) and ordered(512, 512, 64, causal=True, window=(70, 0))
@@ -481,12 +481,12 @@ def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
     assert ordered(4096, 4096, 64, deterministic=True)
 
 
-def sm90_backward_binary(spec: AttentionSpec, beside: bool | None = None) -> compiler.Binary:
-    """A serialised wgmma makes this raise CompileError. beside: rows are prepared in it; else where they may be."""
+def sm90_backward_binary(spec: AttentionSpec, fused: bool | None = None) -> compiler.Binary:
+    """A serialised wgmma makes this raise CompileError. fused: with the preprocess; by default where it fits."""
     tile = sm90_backward.tile_of(spec)
     assert tile.fits(spec, HOPPER)
-    beside = sm90_backward.room_beside(spec, tile) if beside is None else beside
-    constants, functions = sm90_backward.source(spec, tile, beside)
+    fused = sm90_backward.can_fuse_preprocess(spec, tile) if fused is None else fused
+    constants, functions = sm90_backward.source(spec, tile, fused)
     return compiler.binary(specialise.source("sm90/backward", spec, constants, functions), "sm_90a")
 
 
@@ -494,22 +494,23 @@ def spilled(lines: list[str]) -> int:
     return sum("Spill" in line for line in lines)
 
 
-@pytest.mark.parametrize("way", ["any order", "ordered", "rows beside"])
+@pytest.mark.parametrize("way", ["arbitrary order", "deterministic", "fused preprocess"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     "dims", [pytest.param(d, marks=[pytest.mark.slow] * (d != "128")) for d in ("64", "96", "128", "192/128", "256")]
 )
 def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: str) -> None:
-    """Nothing serialised, and within the loop over tiles hardly anything spilled; the rest is in code that runs once an
-    item, or in warps that load.
+    """No serialised wgmma and few spills within the loop over query tiles; the rest is in code that runs once a work
+    tile, or in the producer warp group.
     """
     d, dv = map(int, (dims.split("/") * 2)[:2])
     spec = spec_of([], [mods.causal()] if causal else [], d, "bfloat16")
-    spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=way == "ordered")
-    tile, shared, beside = sm90_backward.tile_of(spec), sm90_bwd_launch.keys_shared(spec), way == "rows beside"
-    if beside and not sm90_backward.room_beside(spec, tile):
+    spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=way == "deterministic")
+    tile, cluster = sm90_backward.tile_of(spec), sm90_bwd_launch.cluster_size(spec) > 1
+    fused = way == "fused preprocess"
+    if fused and not sm90_backward.can_fuse_preprocess(spec, tile):
         pytest.skip("there is no room")
-    found = sm90_backward_binary(spec, beside)
+    found = sm90_backward_binary(spec, fused)
     assert found.resources["bwd_preprocess"].spills == found.resources["bwd_postprocess"].spills == 0
     assert found.resources["sm90_backward"].spills <= 320
     text = disassembled(found.path)
@@ -517,28 +518,28 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
     lines = text[: text.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
     steps, steps_v, keys, rows = -(-d // 16), -(-dv // 16), tile.block_k // 16, tile.block_q // 16
-    if shared:  # scores twice, for the first tile and the next one; dQ of half the columns, keys of two blocks
+    if cluster:  # S twice, of the first tile and of the next one; dQ of half the columns, from the keys of both CTAs
         expected, waits = 2 * steps + steps_v + 2 * rows + -(-d // 128) * keys, 7
-    else:  # scores twice, for the first tile and the next one; dQ twice, in the loop and after it
+    else:  # S twice, of the first tile and of the next one; dQ twice, in the loop and after it
         expected, waits = 2 * steps + steps_v + 2 * rows + 2 * keys, 6
     assert len(products) == expected
     # Waits are those that are in the text: none was put in between.
     assert sum("WARPGROUP.DEPBAR" in line for line in lines) == waits
     assert spilled(lines[products[0] : products[-1]]) <= 24
-    adding = "RED" if shared else "UBLKRED"
-    for instruction in ("UTMALDG", "USETMAXREG", "SYNCS", "STSM", adding):
+    accumulate = "RED" if cluster else "UBLKRED"
+    for instruction in ("UTMALDG", "USETMAXREG", "SYNCS", "STSM", accumulate):
         assert instruction in text
 
 
 @pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))])
 @pytest.mark.parametrize("what", ["softcap", "alibi"])
-def test_sm90_gradients_take_modifications_by_their_form(what: str, d: int) -> None:
+def test_sm90_gradients_have_an_affine_path(what: str, d: int) -> None:
     """In tiles as large as without one, and hardly anything is spilled within the loop, least on the way of tiles whose
     pairs are all visible: that is the text between products, up to where it joins another way.
     """
     plain, spec = AttentionSpec("bfloat16", d, d), spec_of([SCORES[what]], [], d, "bfloat16")
     tile = sm90_backward.tile_of(spec)
-    assert sm90_backward.by_form(spec) and tile == sm90_backward.tile_of(plain)
+    assert sm90_backward.takes_affine_path(spec) and tile == sm90_backward.tile_of(plain)
     text = disassembled(sm90_backward_binary(spec).path)
     text = text[text.index(".text.sm90_backward:") :]
     lines = text[: text.find(".section", 10)].splitlines()
@@ -558,11 +559,11 @@ def test_sm90_gradients_take_other_modifications_as_their_graphs_say() -> None:
     def modified(score: Any, **features: bool) -> AttentionSpec:
         return AttentionSpec("bfloat16", 64, 64, 1, score, **features)  # type: ignore[arg-type]
 
-    assert sm90_backward.by_form(modified(expr.S * 1.1 - 0.5))
-    assert not sm90_backward.by_form(modified(expr.S * 1.1 - 0.5, dropout=True))
-    assert not sm90_backward.by_form(modified(expr.S * expr.S))
-    assert not sm90_backward.by_form(modified(expr.S + expr.K * 0.5))  # the bias is not of the distance
-    assert not sm90_backward.by_form(AttentionSpec("bfloat16", 64, 64))
+    assert sm90_backward.takes_affine_path(modified(expr.S * 1.1 - 0.5))
+    assert not sm90_backward.takes_affine_path(modified(expr.S * 1.1 - 0.5, dropout=True))
+    assert not sm90_backward.takes_affine_path(modified(expr.S * expr.S))
+    assert not sm90_backward.takes_affine_path(modified(expr.S + expr.K * 0.5))  # the bias is not of the distance
+    assert not sm90_backward.takes_affine_path(AttentionSpec("bfloat16", 64, 64))
 
 
 @pytest.mark.slow
@@ -581,44 +582,61 @@ def test_sm90_gradients_compile_with_every_feature(feature: str, d: int) -> None
     sm90_backward_binary(AttentionSpec("bfloat16", d, d, **{feature: 4 if feature == "group" else True}))
 
 
-def test_sm90_prepares_rows_beside_long_items() -> None:
-    def beside(n_q: int, n_k: int, dim: int = 128, dim_v: int = 0, **options: Any) -> bool:
+def test_sm90_fuses_the_preprocess_into_long_work_tiles() -> None:
+    def fused(n_q: int, n_k: int, dim: int = 128, dim_v: int = 0, **options: Any) -> bool:
         q, k, v = (np.zeros((1, 1, n, d), np.float16) for n, d in ((n_q, dim), (n_k, dim), (n_k, dim_v or dim)))
         spec = arguments.prepare(q, k, v, **options)[0].spec
-        room = sm90_backward.room_beside(spec, sm90_backward.tile_of(spec))
+        room = sm90_backward.can_fuse_preprocess(spec, sm90_backward.tile_of(spec))
         density = options["block_mask"].density if "block_mask" in options else 0
-        return room and sm90_bwd_launch.many_steps(sm90_bwd_launch.seen(spec), n_q, n_k, density)
+        return room and sm90_bwd_launch.has_long_work_tiles(sm90_bwd_launch.mask_kind(spec), n_q, n_k, density)
 
-    assert beside(1024, 1024) and beside(2048, 2048, 64, causal=True) and beside(4096, 2048, causal=True, softcap=9.0)
-    assert not beside(1023, 4096) and not beside(4096, 1023) and not beside(1024, 1024, 64, causal=True)
+    assert fused(1024, 1024) and fused(2048, 2048, 64, causal=True) and fused(4096, 2048, causal=True, softcap=9.0)
+    assert not fused(1023, 4096) and not fused(4096, 1023) and not fused(1024, 1024, 64, causal=True)
     quarter, eighth = (BlockMask.from_dense(np.arange(64).reshape(64, 1) % n == 0, 64, 4096) for n in (4, 8))
-    assert beside(4096, 4096, block_mask=quarter) and not beside(4096, 4096, block_mask=eighth)
-    assert not beside(4096, 4096, block_mask=quarter, kv_lengths=np.array([9]))
-    assert not beside(4096, 4096, block_mask=BlockMask.from_mod(mods.visible(np.ones((4096, 4096), bool)), 4096, 4096))
-    assert not beside(2048, 4096, causal=True)  # of the last keys nobody may see any
-    assert not beside(4096, 4096, causal=True, window=(70, 0)) and not beside(4096, 4096, kv_lengths=np.array([9]))
-    assert not beside(4096, 4096, deterministic=True) and not beside(4096, 4096, 64, softcap=9.0)
-    assert not beside(4096, 4096, 192) and not beside(4096, 4096, 64, 128)
+    assert fused(4096, 4096, block_mask=quarter) and not fused(4096, 4096, block_mask=eighth)
+    assert not fused(4096, 4096, block_mask=quarter, kv_lengths=np.array([9]))
+    assert not fused(4096, 4096, block_mask=BlockMask.from_mod(mods.visible(np.ones((4096, 4096), bool)), 4096, 4096))
+    assert not fused(2048, 4096, causal=True)  # the last keys may be seen by no query
+    assert not fused(4096, 4096, causal=True, window=(70, 0)) and not fused(4096, 4096, kv_lengths=np.array([9]))
+    assert not fused(4096, 4096, deterministic=True) and not fused(4096, 4096, 64, softcap=9.0)
+    assert not fused(4096, 4096, 192) and not fused(4096, 4096, 64, 128)
 
 
-def test_multiprocessors_are_left_alone_where_that_costs_little() -> None:
-    """To who rounds sums of dQ while the others multiply."""
-    left = sm90_bwd_launch.reserved_sms
-    assert [left("by all", 4096, items, 132) for items in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
-    assert [left("causally", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
-    assert left("somehow", 1024, 2048, 132) == left("in blocks", 1024, 2048, 132) == 0  # items are not alike
-    kinds: tuple[sm90_bwd_launch.Seen, ...] = "by all", "causally"
+def test_sms_are_reserved_for_the_postprocess_where_that_costs_little() -> None:
+    reserved = sm90_bwd_launch.reserved_sms
+    assert [reserved("full", 4096, work_tiles, 132) for work_tiles in (100, 132, 140, 2048, 4096)] == [0, 0, 0, 4, 0]
+    assert [reserved("causal", n, 2048, 132) for n in (1, 512, 1024, 2048, 4096, 8192, 16384)] == [8, 8, 7, 3, 2, 1, 0]
+    assert reserved("other", 1024, 2048, 132) == reserved("blocks", 1024, 2048, 132) == 0  # work tiles differ in length
+    kinds: tuple[sm90_bwd_launch.MaskKind, ...] = "full", "causal"
     for kind, n, sms in itertools.product(kinds, (1, 99, 4096), range(1, 40)):
-        assert 0 <= left(kind, n, 7, sms) < sms
+        assert 0 <= reserved(kind, n, 7, sms) < sms
     causal, windowed = (spec_of([], [mods.causal(), *more]) for more in ([], [mods.sliding_window(100, None)]))
-    assert [sm90_bwd_launch.seen(spec) for spec in (causal, windowed)] == ["causally", "somehow"]
-    assert sm90_bwd_launch.seen(replace(causal, mask=None, kv_lengths=True)) == "somehow"
+    assert [sm90_bwd_launch.mask_kind(spec) for spec in (causal, windowed)] == ["causal", "other"]
+    assert sm90_bwd_launch.mask_kind(replace(causal, mask=None, kv_lengths=True)) == "other"
 
 
 def test_sm90_backward_tiles_of_all_head_dims_fit() -> None:
     dims = range(8, 257, 8)
     specs = [AttentionSpec("bfloat16", d, dv) for d in dims for dv in dims]
     assert [spec for spec in specs if not sm90_backward.tile_of(spec).fits(spec, HOPPER)] == []
+
+
+def test_sm90_backward_shared_memory_is_aligned() -> None:
+    """Tiles for the 128-byte swizzle, what bulk copies move to 16 bytes, barriers to 8."""
+    tiles, bulk = ("K", "PEER_K", "V", "Q", "DOUT", "DS"), ("DQ", "LSE", "DELTA", "ZEROS")
+    barriers = (
+        "Q_PIPE", "DOUT_PIPE", "K_PIPE", "V_PIPE", "DS_PIPE", "PEER_K_PIPE", "DSMEM_PIPE", "LIST_PIPE", "DQ_WRITTEN",
+        "DQ_GRANTED", "DQ_REQUESTED", "K_LOADED", "ROWS_LOADED", "PEER_K_LOADED", "CLAIMED", "CLAIM", "O_LOADED",
+        "HEAD_READY", "DQ_COMPLETE",
+    )  # fmt: skip
+    array = spec_of([], [mods.visible(np.ones((64, 64), bool))], 64).mask
+    for d, dv, mask in itertools.product((8, 64, 96, 128, 256), (64, 128, 192), (None, array)):
+        spec = AttentionSpec("bfloat16", d, dv, 1, None, mask)
+        for tile in sm90_bwd_launch.backward_candidates(spec, HOPPER):
+            offsets = tile.smem(spec).offsets
+            assert [name for name in tiles if offsets[name] % 1024] == []
+            assert [name for name in bulk if offsets[name] % 16] == []
+            assert [name for name in barriers if offsets[name] % 8] == []
 
 
 def test_an_impossible_sm90_backward_tile_is_refused() -> None:

@@ -68,8 +68,9 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
     ],
 )  # fmt: skip
 def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
-    """The products meant and no more, none serialised (or `binary` raises) and none awaited where nobody asked; in the
-    loop over tiles hardly anything is spilled: the rest is in code that runs once an item, or in warps that load.
+    """The wgmmas that the text asks for and no more, none serialised (or `binary` raises), no wait added by ptxas, and
+    few spills in the loop over query tiles; the rest is in code that runs once a work tile, or in the producer warp
+    group.
     """
     spec = spec_of(dtype, d, **options)
     tile = sm90_bwd_launch.backward_tile(spec)
@@ -80,19 +81,19 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     code = code[code.index(".text.sm90_backward:") :]
     lines = code[: code.find(".section", 10)].splitlines()
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    # Scores twice, for the first tile and the next one; dQ twice, in the loop and after it. Where blocks share the keys
-    # dQ of half the chunks, of the keys of each.
-    wide, chunks = sm90_bwd_launch.keys_shared(spec), -(-d // 64)
-    of_queries = (chunks + 1) // 2 if wide else 2
+    # S twice, of the first tile and of the next one; dQ twice, in the loop and after it. In a cluster dQ of half the
+    # columns, from the keys of both CTAs.
+    cluster, chunks = sm90_bwd_launch.cluster_size(spec) > 1, -(-d // 64)
+    of_queries = (chunks + 1) // 2 if cluster else 2
     expected = 3 * -(-d // 16) + 2 * tile.block_q // 16 + of_queries * tile.block_k // 16
     assert len(products) == expected
-    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == (8 if wide else 6)
+    assert sum("WARPGROUP.DEPBAR" in line for line in lines) == (8 if cluster else 6)
     assert not any("MEMBAR.ALL.GPU" in line for line in lines[products[0] : products[-1]])
     spilled = [line for line in lines[products[0] : products[-1]] if re.search(r"\b(STL|LDL)", line)]
     assert len(spilled) <= 60
-    leaving = ["UTMASTG.5D", *([] if wide else ["UBLKRED"]), *([] if spec.deterministic else ["REDG.E.ADD.F32"])]
-    across = ["UBLKCP.S.S", "UCGABAR_ARV", "SYNCS.ARRIVE.TRANS64.RED"] if wide else []
-    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", *leaving, *across, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
+    stores = ["UTMASTG.5D", *([] if cluster else ["UBLKRED"]), *([] if spec.deterministic else ["REDG.E.ADD.F32"])]
+    dsmem = ["UBLKCP.S.S", "UCGABAR_ARV", "SYNCS.ARRIVE.TRANS64.RED"] if cluster else []
+    for instruction in ("HGMMA.64x", "UTMALDG.5D", "UBLKCP", *stores, *dsmem, "SYNCS.PHASECHK", "USETMAXREG", "STSM"):
         assert instruction in code
 
 

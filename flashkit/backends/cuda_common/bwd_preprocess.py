@@ -1,4 +1,4 @@
-"""What the backward pass of every generation begins and ends with: numbers of each row, and gradients of the sinks."""
+"""What the backward pass of every generation begins and ends with: row statistics, and gradients of the sinks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .generation import Kernels
 from .launch import scratch
 from .params import AT
 
-_THREADS = 128  # of a block: kernels/common/bwd_preprocess
+_THREADS = 128  # of a CTA: kernels/common/bwd_preprocess
 
 
 class BwdPreprocess:
@@ -20,23 +20,23 @@ class BwdPreprocess:
 
     def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device) -> None:
         self.library = kernels("common/bwd_preprocess", spec, (), compiler.target(device.capability))
-        self._prepare = self.library.kernel("prepare", device)
+        self._row_stats = self.library.kernel("prepare", device)
         self._sinks = self.library.kernel("sink_gradients", device)
-        units = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)
-        self._rows = _THREADS // (32 if units > 16 else 16 if units > 8 else 8)
+        row_vecs = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)
+        self._rows_per_cta = _THREADS // (32 if row_vecs > 16 else 16 if row_vecs > 8 else 8)
 
-    def prepare(self, arguments: Arguments, stream: int, multiple: int = 1) -> None:
-        """Compute `bwd_lse` and `delta` (of Params), with room for a multiple of so many rows in each head, in
-        memory that lives as long as the arguments.
+    def run(self, arguments: Arguments, stream: int, multiple: int = 1) -> None:
+        """Compute `bwd_lse` and `delta` (of Params). Each head gets room for a multiple of so many rows, in memory that
+        lives as long as the arguments.
         """
         rows = arguments.batch, arguments.heads, -(-arguments.n_q // multiple) * multiple
-        memory = scratch((2, *rows), arguments.spec.lse_dtype)
-        arguments.alive.append(memory)
-        arguments.tensors(bwd_lse=memory[0], delta=memory[1])
-        if blocks := -(-math.prod(rows) // self._rows):
-            self._prepare.launch(blocks, _THREADS, arguments, stream)
+        row_stats = scratch((2, *rows), arguments.spec.lse_dtype)
+        arguments.alive.append(row_stats)
+        arguments.tensors(bwd_lse=row_stats[0], delta=row_stats[1])
+        if ctas := -(-math.prod(rows) // self._rows_per_cta):
+            self._row_stats.launch(ctas, _THREADS, arguments, stream)
 
-    def finish(self, arguments: Arguments, stream: int) -> None:
-        """Gradients of the sinks, where they are asked for."""
+    def sink_gradients(self, arguments: Arguments, stream: int) -> None:
+        """Gradients of the sinks, if they are asked for."""
         if arguments.words[AT["dsinks"]]:
             self._sinks.launch(arguments.heads, 256, arguments, stream)

@@ -179,10 +179,10 @@ class SimtBackward:
         self.libraries = [self.keys.library, self.queries.library, self.rows.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        self.rows.prepare(arguments, stream)
+        self.rows.run(arguments, stream)
         self.keys.launch(arguments, arguments.n_k, self.keys.tile.block_k, arguments.heads_kv, stream)
         self.queries.launch(arguments, arguments.n_q, self.queries.tile.block_q, arguments.heads, stream)
-        self.rows.finish(arguments, stream)
+        self.rows.sink_gradients(arguments, stream)
 
 
 LISTED = 8

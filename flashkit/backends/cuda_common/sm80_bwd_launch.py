@@ -37,7 +37,7 @@ class OrderedBackward:
 
     def run(self, arguments: Arguments, stream: int) -> None:
         tile = self.tile
-        self.rows.prepare(arguments, stream, tile.block_q)
+        self.rows.run(arguments, stream, tile.block_q)
         keys, queries = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
         heads = arguments.batch, arguments.heads
         sums = scratch((*heads, queries, tile.block_q * self._columns), "float32", zeros=True)
@@ -55,4 +55,4 @@ class OrderedBackward:
             self._kernel.launch(blocks, 32 * tile.warps, arguments, stream)
         if tiles:
             self._store.launch(tiles, _STORING, arguments, stream)
-        self.rows.finish(arguments, stream)
+        self.rows.sink_gradients(arguments, stream)

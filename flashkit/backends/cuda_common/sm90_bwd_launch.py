@@ -1,4 +1,4 @@
-"""The backward pass for Hopper, in whichever language: its tiles, and how it is launched."""
+"""Hopper's backward pass in both languages: its tile, its shared memory, and how its three kernels are launched."""
 
 from __future__ import annotations
 
@@ -14,37 +14,45 @@ from .device import Device
 from .generation import Fallback, Kernels
 from .l2_swizzle import bytes_of_queries, heads_per_l2_group
 from .launch import Library, check_grid, scratch
-from .modification import is_of_blocks, is_small
+from .modification import is_of_blocks, is_small, looks_at_ranges
 from .params import AT
 from .sm90_launch import WATCHDOG, chunks, padded
+from .smem import SmemLayout
 from .tensor_maps import Tickets, addressable, tensor_map
 
-_CACHED = 12_000_000  # bytes of the heads that blocks work at together, well within half of the L2 cache
-_CACHED_IN_ORDER = 34_000_000
-_MOST_HEADS = 8
-_LEAD = 220  # items of which queries are prepared before the kernel
+_L2_BYTES = 12_000_000  # of the heads in flight: well within half of the L2 cache, which also holds dq_accum
+_L2_BYTES_DETERMINISTIC = 34_000_000
+_MAX_HEADS_IN_FLIGHT = 8
+_LEAD = 220  # work tiles whose heads bwd_preprocess completes before the backward kernel starts
 _CAUSAL = mods.causal().key
 _THREADS = 384
-_LONG = 4096  # tokens; in an order kernels are launched early up to these: 16,384 were slower, once (docs/hopper.md)
-_ROUNDING = 0.2  # the time to round sums of a tile, over that of a step, one of each on a multiprocessor
+_EARLY_LAUNCH_MAX_TOKENS = 4096  # of deterministic kernels
+_POSTPROCESS_COST = 0.2  # time to convert a query tile of dQ on one SM, over that of a step of the backward kernel
+_KEY_TILES_PER_WORD = 31  # of dq_semaphore: kernels/sm90/dq_semaphore
 
 
-def keys_shared(spec: AttentionSpec) -> bool:
-    """Whether both warp groups work at the same keys: where dK and dV of 64 keys do not fit the registers of one. Two
-    blocks share an item then.
-    """
-    return max(spec.head_dim, spec.head_dim_v) > 128
-
-
-def blocks_together(spec: AttentionSpec) -> int:
-    """Blocks of a cluster, which shares an item."""
-    return 2 if keys_shared(spec) else 1
+def cluster_size(spec: AttentionSpec) -> int:
+    """CTAs that share a work tile: two where dK and dV of 64 keys do not fit the registers of one warp group."""
+    return 2 if max(spec.head_dim, spec.head_dim_v) > 128 else 1
 
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A tile of the backward pass: rows, and keys, 64 for each of two warp groups or, where these share them, of two
-    blocks; how many tiles of Q, dO and K are in shared memory at once. kernels/sm90_backward.
+    """A tile of the backward pass.
+
+    Parameters
+    ----------
+    block_q
+        Rows of a query tile, 64 or 128.
+    block_k
+        Keys of a work tile, 128: 64 for each of two consumer warp groups or, in a cluster, for each of two CTAs.
+    stages, dout_stages, key_buffers
+        How many tiles of Q, dO and K are in shared memory at once.
+
+    Raises
+    ------
+    ValueError
+        If one of these does not fit.
     """
 
     block_q: int
@@ -59,182 +67,260 @@ class BackwardTile:
         if self.stages < 2 or self.dout_stages < 1 or self.key_buffers not in (1, 2):
             raise ValueError(f"{self=}: stages are two or more, dout_stages one or more, key_buffers one or two")
 
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block."""
-        q, v, held = chunks(spec.head_dim), chunks(spec.head_dim_v), self.held(spec)
-        rows = held * (self.key_buffers * q + v) + self.block_q * (self.stages * q + self.dout_stages * v)
-        rows += held * -(-q // 2) if keys_shared(spec) else 0
-        pairs, numbers = 2 * self.block_q * held * 2, (self.stages + self.dout_stages) * self.block_q * 4
-        words = (16 + 8 + 12 + held // 8) * self.key_buffers + (16 + 12) * self.stages + 16 * self.dout_stages
-        barriers = words + 16 + 32 + 16 + 16 + 32 + 8 + 24 + 16 + 24 + 32 + 8 + 4 * (38 * 4 + 16) + 32 + 16 + 24 + 512
-        return 128 * rows + pairs + numbers + barriers + (0 if keys_shared(spec) else self.sums(spec))
+    def cta_keys(self, spec: AttentionSpec) -> int:
+        """Keys of a CTA."""
+        return self.block_k // cluster_size(spec)
 
-    def held(self, spec: AttentionSpec) -> int:
-        """Keys of a block."""
-        return self.block_k // blocks_together(spec)
-
-    def sums(self, spec: AttentionSpec) -> int:
-        """Bytes of the sums of dQ of a tile."""
+    def dq_accum_bytes(self, spec: AttentionSpec) -> int:
+        """Bytes of a query tile in dq_accum."""
         return self.block_q * chunks(spec.head_dim) * 64 * 4
 
+    @staticmethod
+    def query_tile_lists(spec: AttentionSpec) -> tuple[int, int]:
+        """How many lists of query tiles the scheduler warp fills ahead, and how many tiles each takes. Masks that are
+        read from arrays take longer to classify, so their lists are longer.
+        """
+        return (2, 72) if looks_at_ranges(spec) else (4, 32)
+
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        """The map of shared memory, the same in both languages. kernels/sm90/bwd_layout says what each part is."""
+        row, keys, cluster, barrier = 128, self.cta_keys(spec), cluster_size(spec), 8
+        chunks_q, chunks_v = chunks(spec.head_dim), chunks(spec.head_dim_v)
+        lists, capacity = self.query_tile_lists(spec)
+        smem = SmemLayout()
+        smem.add("K", self.key_buffers * keys * row * chunks_q)
+        smem.add("PEER_K", keys * row * -(-chunks_q // 2) if cluster > 1 else 0)
+        smem.add("V", keys * row * chunks_v)
+        smem.add("Q", self.stages * self.block_q * row * chunks_q)
+        smem.add("DOUT", self.dout_stages * self.block_q * row * chunks_v)
+        smem.add("DS", 2 * self.block_q * keys * 2)
+        smem.add("DQ", 0 if cluster > 1 else self.dq_accum_bytes(spec))
+        smem.add("LSE", self.stages * self.block_q * 4)
+        smem.add("DELTA", self.dout_stages * self.block_q * 4)
+        smem.add("Q_PIPE", 2 * barrier * self.stages)
+        smem.add("DOUT_PIPE", 2 * barrier * self.dout_stages)
+        smem.add("K_PIPE", 2 * barrier * self.key_buffers)
+        smem.add("V_PIPE", 2 * barrier)
+        smem.add("DS_PIPE", 2 * barrier * 2)
+        smem.add("DQ_WRITTEN", barrier * 2)
+        smem.add("DQ_GRANTED", barrier * 2)
+        smem.add("DQ_REQUESTED", barrier * 4)
+        smem.add("K_LOADED", barrier * self.key_buffers)
+        smem.add("ROWS_LOADED", barrier)
+        smem.add("PEER_K_PIPE", 2 * barrier)
+        smem.add("PEER_K_LOADED", barrier)
+        smem.add("DSMEM_PIPE", 2 * barrier)
+        smem.add("CLAIMED", barrier * 2)
+        smem.add("CLAIMED_INDEX", 4 * 2)
+        smem.add("TILE_DESCS", 12 * self.stages)
+        smem.add("WORK_TILES", 12 * self.key_buffers)
+        smem.add("NONFINITE_KEYS", keys // 8 * self.key_buffers)
+        smem.add("DQ_SLOTS", 8 * 4)
+        smem.add("LISTS", _list_bytes(capacity) * lists)
+        smem.add("LIST_PIPE", 2 * barrier * lists, align=8)
+        smem.add("CLAIM", barrier)
+        smem.add("O_LOADED", barrier)
+        smem.add("HEAD_READY", barrier)
+        smem.add("DQ_COMPLETE", barrier)
+        smem.add("FINISHED_HEADS", 4 * 4)
+        smem.add("BROADCAST", 4 * 2)
+        smem.add("ZEROS", 512, align=16)
+        return smem
+
+    def shared_memory(self, spec: AttentionSpec) -> int:
+        """Bytes of a CTA."""
+        return self.smem(spec).bytes
+
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """In shared memory and, as far as sums and pairs tell, in registers."""
+        """Whether it fits shared memory and, as far as accumulators and fragments tell, registers."""
         dim, dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-        if keys_shared(spec):
-            numbers = max(dim, dim_v) // 2 + self.block_q + self.block_q // 4
-            right = self.block_q == 64
+        fragments = self.block_q + self.block_q // 4
+        if cluster_size(spec) > 1:
+            registers, shaped = max(dim, dim_v) // 2 + fragments, self.block_q == 64
         else:
-            numbers = (dim + dim_v) // 2 + self.block_q + self.block_q // 4
-            right = self.block_q == 64 or not spec.dropout
-        return right and numbers <= 224 and self.shared_memory(spec) <= device.shared_per_block
+            registers, shaped = (dim + dim_v) // 2 + fragments, self.block_q == 64 or not spec.dropout
+        return shaped and registers <= 224 and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec) -> dict[str, int]:
-        """What kernels/sm90_backward asks for."""
+        """Constants of the kernels' head."""
+        lists, capacity = self.query_tile_lists(spec)
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages, "DOUT_STAGES": self.dout_stages,
-            "KEY_BUFFERS": self.key_buffers, "KEYS_SHARED": keys_shared(spec), "ORDERED": spec.deterministic,
+            "KEY_BUFFERS": self.key_buffers, "CLUSTER_SIZE": cluster_size(spec), "DETERMINISTIC": spec.deterministic,
             "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "SMALL_SCORE": is_small(spec), "FAST_MATH": True, "SHARED_BYTES": self.shared_memory(spec),
+            "SMALL_SCORE": is_small(spec), "FAST_MATH": True, "NUM_LISTS": lists, "LIST_CAPACITY": capacity,
+            "LIST_BYTES": _list_bytes(capacity), **self.smem(spec).constants(),
         }  # fmt: skip
 
 
-def backward_tile(spec: AttentionSpec, simple: bool | None = None) -> BackwardTile:
-    """What does well on an H200. simple: whether scores take few registers; unless said, if nothing modifies them."""
-    if keys_shared(spec):
+def _list_bytes(capacity: int) -> int:
+    return 24 + 4 * capacity
+
+
+def backward_tile(spec: AttentionSpec, few_registers: bool | None = None) -> BackwardTile:
+    """The tile chosen for an H200. few_registers: whether scores take few; by default, if nothing modifies them."""
+    if cluster_size(spec) > 1:
         return BackwardTile(64, key_buffers=1)
     dim = max(spec.head_dim, spec.head_dim_v)
-    simple = spec.score is None if simple is None else simple
-    return BackwardTile(128 if dim <= 64 and simple and not spec.dropout else 64)
+    few_registers = spec.score is None if few_registers is None else few_registers
+    return BackwardTile(128 if dim <= 64 and few_registers and not spec.dropout else 64)
 
 
 def backward_candidates(spec: AttentionSpec, device: Device, first: BackwardTile | None = None) -> list[BackwardTile]:
-    """Tiles worth trying, first the one that is taken otherwise: unless given, that of `backward_tile`."""
+    """Tiles worth trying; the first is the one taken by default, `backward_tile` unless given."""
     tiles = [first or backward_tile(spec)]
-    if keys_shared(spec):
+    if cluster_size(spec) > 1:
         tiles += [BackwardTile(64, dout_stages=douts, key_buffers=1) for douts in (2, 1)]
     else:
         tiles += [BackwardTile(rows, key_buffers=buffers) for rows in (128, 64) for buffers in (2, 1)]
     return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
 
 
-Seen = Literal["by all", "causally", "in blocks", "somehow"]
+# --- what is known of a mask ------------------------------------------------------------------------------------------
+
+MaskKind = Literal["full", "causal", "blocks", "other"]
 
 
-def seen(spec: AttentionSpec) -> Seen:
-    """What is known of which queries see a key."""
+def mask_kind(spec: AttentionSpec) -> MaskKind:
+    """What is known of the query tiles that see a key tile."""
     if spec.kv_lengths:
-        return "somehow"
+        return "other"
     if spec.mask is None:
-        return "by all"
+        return "full"
     if expr.key(spec.mask) == _CAUSAL:
-        return "causally"
-    return "in blocks" if is_of_blocks(spec) else "somehow"
+        return "causal"
+    return "blocks" if is_of_blocks(spec) else "other"
 
 
-def many_steps(seen: Seen, n_q: int, n_k: int, density: float = 0) -> bool:
-    """Whether items are known to have steps enough for rows to be prepared beside their products. On an H200 that is
-    1.01 to 1.07 times as fast then; with 512 tokens, or 1,024 under a causal mask, 0.92 to 0.95. density: the share of
-    all tiles that a mask of blocks is known to have.
+def has_long_work_tiles(kind: MaskKind, n_q: int, n_k: int, density: float = 0) -> bool:
+    """Whether work tiles are known to have steps enough to hide the fused preprocess. density: the share of all blocks
+    that a block mask keeps.
     """
     # Under a causal mask with more keys than queries it depends on where these are.
-    rows = {"by all": n_q, "causally": n_k / 2 if n_q >= n_k else 0, "in blocks": n_q * density, "somehow": 0}
-    return n_k >= 1024 and rows[seen] >= 1024
+    rows = {"full": n_q, "causal": n_k / 2 if n_q >= n_k else 0, "blocks": n_q * density, "other": 0}
+    return n_k >= 1024 and rows[kind] >= 1024
 
 
-def reserved_sms(seen: Seen, n_k: int, items: int, most: int) -> int:
-    """Of `most` multiprocessors, or pairs that share an item, those left to who rounds sums of dQ while the others
-    multiply. Without a mask as many as nobody misses, as half of all would have nothing to do in the last round; under
-    a causal mask as many as keep up, but few.
+def reserved_sms(kind: MaskKind, n_k: int, work_tiles: int, sms: int) -> int:
+    """Of `sms` SMs, or clusters, those reserved for bwd_postprocess while the backward kernel runs.
+
+    Without a mask as many as cost nothing: those that the last wave of work tiles would leave idle. Under a causal mask
+    as many as keep up with the backward kernel, up to a sixteenth.
     """
-    if items <= most:
+    if work_tiles <= sms:
         return 0
-    if seen == "by all":
-        rounds = int(items / most + 0.5)  # if it is one more than that, the last has few items, and many have time then
-        return max(0, most - -(-items // rounds))
-    return min(most // 16, round(_ROUNDING * most / (n_k / 2 / 128))) if seen == "causally" else 0
+    if kind == "full":
+        waves = int(work_tiles / sms + 0.5)  # a last wave of few work tiles leaves most SMs idle in any case
+        return max(0, sms - -(-work_tiles // waves))
+    return min(sms // 16, round(_POSTPROCESS_COST * sms / (n_k / 2 / 128))) if kind == "causal" else 0
+
+
+# --- the launch -------------------------------------------------------------------------------------------------------
 
 
 class Backward:
-    """The backward pass: rows prepared, then all gradients by tiles of keys, then the sums of dQ rounded. `spare` takes
-    the calls that its kernels cannot; `kernels`: of the backend. `spec` may be deterministic where calls need not be.
-    beside: whether the kernel prepares rows itself, but the first. early: whether kernels begin while the one before
-    runs; the second says which sums are complete, and the third rounds these.
+    """The three kernels of the backward pass: bwd_preprocess, sm90_backward, bwd_postprocess.
+
+    Parameters
+    ----------
+    spec
+        May be deterministic where the call need not be.
+    library
+        The kernels; `kernels` compiles others of the same backend.
+    fallback
+        Takes the calls that TMA cannot address, and non-positive scales.
+    fused_preprocess
+        Whether the backward kernel does most of bwd_preprocess.
+    early
+        Whether kernels are launched while the one before runs (programmatic dependent launch): bwd_postprocess then
+        converts each query tile as soon as its dQ is complete.
     """
 
     def __init__(
         self, spec: AttentionSpec, device: Device, tile: BackwardTile, why: str, library: Library, kernels: Kernels,
-        spare: Fallback, beside: bool = False, early: bool = False,
+        fallback: Fallback, fused_preprocess: bool = False, early: bool = False,
     ) -> None:  # fmt: skip
-        self._beside, self._early, self._seen = beside, early, seen(spec)
+        self._fused_preprocess, self._early, self._mask_kind = fused_preprocess, early, mask_kind(spec)
         self.spec, self.device, self.tile, self.why, self.libraries = spec, device, tile, why, [library]
-        self._rows: BwdPreprocess | None = None
+        self._sinks: BwdPreprocess | None = None
         if spec.sinks:
-            self._rows = BwdPreprocess(kernels, spec, device)
-            self.libraries.append(self._rows.library)
-        self._prepare = library.kernel("bwd_preprocess", device)
+            self._sinks = BwdPreprocess(kernels, spec, device)
+            self.libraries.append(self._sinks.library)
+        self._preprocess = library.kernel("bwd_preprocess", device)
         self._kernel = library.kernel("sm90_backward", device, tile.shared_memory(spec))
-        self._store = library.kernel("bwd_postprocess", device)
-        self._tickets, self._spare = Tickets.of(device), spare
+        self._postprocess = library.kernel("bwd_postprocess", device)
+        self._tickets, self._fallback = Tickets.of(device), fallback
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        spec, tile = self.spec, self.tile
+        spec, tile, cluster = self.spec, self.tile, cluster_size(self.spec)
         names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-        # With a scale that is not positive a hidden pair's -inf would change its sign.
+        # A scale that is not positive would change the sign of a masked score's -inf.
         if not (arguments.n_k and arguments.scale > 1e-30 and addressable(arguments, names)):
-            return self._spare.run(arguments, stream)
-        heads, every = arguments.batch * arguments.heads, arguments.batch * arguments.heads_kv
-        queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
+            return self._fallback.run(arguments, stream)
+        heads, kv_heads = arguments.batch * arguments.heads, arguments.batch * arguments.heads_kv
+        tiles_q, tiles_k = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
+        query_tiles, work_tiles = tiles_q * heads, tiles_k * kv_heads
         if not heads:
             return None
-        check_grid(queries * heads, keys * every)
-        of_heads = arguments.batch, arguments.heads
-        numbers = scratch((2, *of_heads, queries * tile.block_q), "float32")
-        sums = scratch((*of_heads, queries, tile.sums(spec) // 4), "float32")
-        together = blocks_together(spec)
-        words = 1 + together * -(-keys // 31)
-        at_a_time, of_head, tiles = self.heads_at_a_time(arguments), queries * spec.group, queries * heads
-        n_counters = 1 + 2 * every  # kernels/sm90/bwd_preprocess.cuh
-        semaphore = scratch((n_counters + tiles * words,), "int32")
-        arguments.tensors(bwd_lse=numbers[0], delta=numbers[1], dq_accum=sums)
+        check_grid(query_tiles, work_tiles)
+
+        per_head = arguments.batch, arguments.heads
+        row_stats = scratch((2, *per_head, tiles_q * tile.block_q), "float32")
+        dq_accum = scratch((*per_head, tiles_q, tile.dq_accum_bytes(spec) // 4), "float32")
+        semaphore_words = 1 + cluster * -(-tiles_k // _KEY_TILES_PER_WORD)
+        n_counters = 1 + 2 * kv_heads  # PreprocessCounters of kernels/sm90/dq_clear.cuh
+        counters = scratch((n_counters + query_tiles * semaphore_words,), "int32")
+        arguments.tensors(bwd_lse=row_stats[0], delta=row_stats[1], dq_accum=dq_accum)
         arguments.words[AT["dq_semaphore"] : AT["dq_semaphore"] + 4] = [
-            semaphore.data.ptr + 4 * n_counters, arguments.heads * queries * words, queries * words, words
+            counters.data.ptr + 4 * n_counters, arguments.heads * tiles_q * semaphore_words,
+            tiles_q * semaphore_words, semaphore_words,
         ]  # fmt: skip
-        before = min(tiles, at_a_time * of_head + _LEAD // together * -(-of_head // keys))
-        if self._beside and not many_steps(self._seen, arguments.n_q, arguments.n_k, arguments.density):
-            before = tiles
+
+        in_flight, per_kv_head = self.kv_heads_in_flight(arguments), tiles_q * spec.group
+        preprocessed = min(query_tiles, in_flight * per_kv_head + _LEAD // cluster * -(-per_kv_head // tiles_k))
+        if self._fused_preprocess and not has_long_work_tiles(
+            self._mask_kind, arguments.n_q, arguments.n_k, arguments.density
+        ):
+            preprocessed = query_tiles
         arguments.set(
-            heads_per_l2_group=at_a_time, preprocessed_tiles=before, preprocess_counters=semaphore.data.ptr,
+            heads_per_l2_group=in_flight, preprocessed_tiles=preprocessed, preprocess_counters=counters.data.ptr,
             tile_counter=self._tickets.next(stream),
         )  # fmt: skip
-        self._prepare.launch(before if self._beside else tiles, 256, arguments, stream)
-        maps = [tensor_map(arguments, name, columns, 1, count) for name, columns, count in self.boxes()]
-        items, most = keys * every, max(1, self.device.sms // together)
-        early = self._early and not (spec.deterministic and max(arguments.n_q, arguments.n_k) > _LONG)
-        left = reserved_sms(self._seen, arguments.n_k, items, most) if early else 0
-        blocks = together * min(items, most - left)
-        self._kernel.launch(blocks, _THREADS, arguments.with_maps(maps), stream, early)
-        self._store.launch(tiles, 256, arguments, stream, early)
-        if self._rows is not None:
-            self._rows.prepare(arguments, stream)
-            self._rows.finish(arguments, stream)
+        self._preprocess.launch(preprocessed if self._fused_preprocess else query_tiles, 256, arguments, stream)
+
+        maps = [tensor_map(arguments, name, columns, 1, rows) for name, columns, rows in self.boxes()]
+        early = self._early and not (
+            spec.deterministic and max(arguments.n_q, arguments.n_k) > _EARLY_LAUNCH_MAX_TOKENS
+        )
+        clusters = max(1, self.device.sms // cluster)
+        reserved = reserved_sms(self._mask_kind, arguments.n_k, work_tiles, clusters) if early else 0
+        ctas = cluster * min(work_tiles, clusters - reserved)
+        self._kernel.launch(ctas, _THREADS, arguments.with_maps(maps), stream, early)
+        self._postprocess.launch(query_tiles, 256, arguments, stream, early)
+        if self._sinks is not None:
+            self._sinks.run(arguments, stream)
+            self._sinks.sink_gradients(arguments, stream)
         return None
 
     def boxes(self) -> list[tuple[str, int, int]]:
-        """Of tensors, in the kernel's order: columns, and rows that are moved at once."""
-        dim, dim_v, rows, held = self.spec.head_dim, self.spec.head_dim_v, self.tile.block_q, self.tile.held(self.spec)
-        moved = [("q", dim, rows), ("k", dim, held), ("v", dim_v, held), ("dout", dim_v, rows)]
-        return [*moved, ("dk", dim, 16), ("dv", dim_v, 16)]
+        """Of each TMA box, in the order of the kernel's parameters: the tensor, its columns, the rows of a box."""
+        dim, dim_v = self.spec.head_dim, self.spec.head_dim_v
+        rows, keys = self.tile.block_q, self.tile.cta_keys(self.spec)
+        loaded = [("q", dim, rows), ("k", dim, keys), ("v", dim_v, keys), ("dout", dim_v, rows)]
+        return [*loaded, ("dk", dim, 16), ("dv", dim_v, 16)]
 
-    def heads_at_a_time(self, arguments: Arguments) -> int:
-        """Key/value heads that blocks work at together. What they read and add to should stay in the L2 cache. Where
-        they add in an order, and with a mask each begins at its diagonal: as many heads as are one item for each block,
-        or three where items have fewer steps.
+    def kv_heads_in_flight(self, arguments: Arguments) -> int:
+        """Key/value heads whose work tiles run at the same time, so that what they read and add to stays in the L2
+        cache. Where additions are in order and a mask makes each CTA begin at its diagonal: as many heads as give each
+        CTA one work tile, or three where these have fewer steps.
         """
-        spec, tile, every = self.spec, self.tile, arguments.batch * arguments.heads_kv
+        spec, tile, kv_heads = self.spec, self.tile, arguments.batch * arguments.heads_kv
         if spec.deterministic:
-            queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
-            items = (1 if queries > keys else 3) * self.device.sms // blocks_together(spec)
-            return heads_per_l2_group(every, min(items // keys, _CACHED_IN_ORDER // bytes_of_queries(arguments)))
+            tiles_q, tiles_k = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
+            work_tiles = (1 if tiles_q > tiles_k else 3) * self.device.sms // cluster_size(spec)
+            most = min(work_tiles // tiles_k, _L2_BYTES_DETERMINISTIC // bytes_of_queries(arguments))
+            return heads_per_l2_group(kv_heads, most)
         if spec.mask is None:
             return 1
-        return min(every, heads_per_l2_group(every, _CACHED // bytes_of_queries(arguments)), _MOST_HEADS)
+        in_l2 = heads_per_l2_group(kv_heads, _L2_BYTES // bytes_of_queries(arguments))
+        return min(kv_heads, in_l2, _MAX_HEADS_IN_FLIGHT)

@@ -64,6 +64,7 @@ def text(spec: AttentionSpec) -> str:
         _template(spec, "fk_float score_bias", f"{_ROW}, I k, const Params& p", [bias]),
         _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [straight]),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
+        "// Called for each dS before it is rounded.\ntemplate <typename... T>\nDEVICE void visit_ds(const T&...) {}",
         _function(spec, "bool visible", _PAIR, [mask]),
         _function(spec, "int classify", _CORNERS, list(spec.tile_state), STATE),
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""The backward pass for Hopper: kernels/sm90_backward.cu."""
+"""Hopper's backward pass in CUDA C++: kernels/sm90/backward.cu."""
 
 from __future__ import annotations
 
@@ -11,58 +11,59 @@ from ..cuda_common.affine_score import form
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Fallback
 from ..cuda_common.modification import is_small, looks_at_ranges
-from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tile, keys_shared
+from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tile, cluster_size
 from ..cuda_common.sm90_launch import CHOSEN, chunks, padded
 from . import specialise
 from .sm80 import Sm80Backward
-from .sm90_wgmma import text as products_of
+from .sm90_wgmma import text as wgmma_functions
 
 
 def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
-    """Text that goes before the kernel: its products."""
+    """Text that goes before the kernel: its wgmma shapes, and which main loop."""
     dim, dim_v, rows = padded(spec.head_dim), padded(spec.head_dim_v), tile.block_q
-    if keys_shared(spec):
-        return "#define KEYS_ARE_SHARED\n" + products_of(spec.dtype, [rows, dim], [dim_v])
-    return products_of(spec.dtype, [rows, rows if chunks(dim) == 2 else rows // 2], [dim, dim_v])
+    if cluster_size(spec) > 1:
+        return "#define CLUSTER_MAINLOOP\n" + wgmma_functions(spec.dtype, [rows, dim], [dim_v])
+    return wgmma_functions(spec.dtype, [rows, rows if chunks(dim) == 2 else rows // 2], [dim, dim_v])
 
 
-def by_form(spec: AttentionSpec) -> bool:
-    """Whether the kernel takes the score modification by its form (sm90_backward_pairs.cuh, BY_FORM)."""
+def takes_affine_path(spec: AttentionSpec) -> bool:
+    """Whether the kernel has a path for the score modification (kernels/sm90/bwd_affine_score.cuh, AFFINE_PATH)."""
     known = form(spec.score) if spec.score is not None and not spec.dropout and is_small(spec) else None
     return known is not None and known.even and known.diagonal
 
 
 def tile_of(spec: AttentionSpec) -> BackwardTile:
-    """What does well on an H200."""
-    return backward_tile(spec, spec.score is None or by_form(spec))
+    """The tile chosen for an H200."""
+    return backward_tile(spec, spec.score is None or takes_affine_path(spec))
 
 
-# Tokens, with more than 64 columns and with up to 64. Powers of two, for a plan is for all lengths up to the next one.
-SHORT, SHORT_NARROW = 2048, 512
+# Up to so many tokens masked dQ is accumulated in order unasked, with more than 64 columns and with up to 64. Powers of
+# two, as a plan is for all lengths up to the next one.
+ORDERED_MAX_TOKENS, ORDERED_MAX_TOKENS_NARROW = 2048, 512
 
 
 def in_order(problem: Problem) -> bool:
-    """Whether dQ is added in an order: where that is asked for, or faster, as its sums need not be cleared then. On an
-    H200, causal, within these lengths it is 1.01 to 1.17 times as fast (0.98 with little work for each block),
-    beyond them 0.93 to 1.01, but with 96 or 192 columns 1.01 to 1.07; where tiles are looked up in arrays it is slower.
+    """Whether dQ is accumulated in order: where deterministic results are asked for, or where that is faster, as
+    dq_accum need not be cleared then.
     """
     spec, longest = problem.spec, max(problem.n_q, problem.n_k)
-    short = longest <= (SHORT if max(spec.head_dim, spec.head_dim_v) > 64 else SHORT_NARROW)
+    wide = max(spec.head_dim, spec.head_dim_v) > 64
+    short = longest <= (ORDERED_MAX_TOKENS if wide else ORDERED_MAX_TOKENS_NARROW)
     return spec.deterministic or (short and spec.mask is not None and not looks_at_ranges(spec))
 
 
-def room_beside(spec: AttentionSpec, tile: BackwardTile) -> bool:
-    """Whether the kernel could prepare rows itself (kernels/sm90_backward_rows.cuh): O and dO have the place of the
-    next item's keys, and its warps keep no order. With up to 64 columns and a modification of scores registers get
-    short: 0.98 times as fast.
+def can_fuse_preprocess(spec: AttentionSpec, tile: BackwardTile) -> bool:
+    """Whether the kernel can preprocess rows (kernels/sm90/bwd_fused_preprocess.cuh): O and dO fit the place of the
+    next work tile's K, and the warps have no semaphore to serve. A score modification of up to 64 columns leaves too
+    few registers.
     """
-    room = tile.key_buffers > 1 and not keys_shared(spec) and chunks(spec.head_dim_v) <= chunks(spec.head_dim)
+    room = tile.key_buffers > 1 and cluster_size(spec) == 1 and chunks(spec.head_dim_v) <= chunks(spec.head_dim)
     return room and not spec.deterministic and (spec.score is None or chunks(spec.head_dim) > 1)
 
 
-def source(spec: AttentionSpec, tile: BackwardTile, beside: bool) -> tuple[dict[str, int], str]:
-    """Constants and generated functions of kernels/sm90_backward.cu."""
-    return {**tile.constants(spec), "BESIDE": beside}, functions(spec, tile)
+def source(spec: AttentionSpec, tile: BackwardTile, fused_preprocess: bool) -> tuple[dict[str, int], str]:
+    """Constants and generated functions of kernels/sm90/backward.cu."""
+    return {**tile.constants(spec), "FUSED_PREPROCESS": fused_preprocess}, functions(spec, tile)
 
 
 class Sm90Backward(sm90_bwd_launch.Backward):
@@ -70,14 +71,15 @@ class Sm90Backward(sm90_bwd_launch.Backward):
 
     def __init__(self, problem: Problem, device: Device, tile: BackwardTile | None = None, why: str = CHOSEN) -> None:
         spec, tile = replace(problem.spec, deterministic=in_order(problem)), tile or tile_of(problem.spec)
-        seen = sm90_bwd_launch.seen(spec)
-        long = sm90_bwd_launch.many_steps(seen, problem.n_q, problem.n_k, density=1)  # of blocks each call has its own
-        beside, arch = long and room_beside(spec, tile), compiler.target(device.capability)
-        constants, products = source(spec, tile, beside)
-        library = specialise.library("sm90/backward", spec, tuple(constants.items()), arch, products)
-        spare = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
-        super().__init__(spec, device, tile, why, library, specialise.library, spare, beside, early=True)
+        kind = sm90_bwd_launch.mask_kind(spec)
+        # The density of a block mask is known only when the kernels are launched.
+        long = sm90_bwd_launch.has_long_work_tiles(kind, problem.n_q, problem.n_k, density=1)
+        fused, arch = long and can_fuse_preprocess(spec, tile), compiler.target(device.capability)
+        constants, wgmma = source(spec, tile, fused)
+        library = specialise.library("sm90/backward", spec, tuple(constants.items()), arch, wgmma)
+        fallback = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
+        super().__init__(spec, device, tile, why, library, specialise.library, fallback, fused, early=True)
 
     def boxes(self) -> list[tuple[str, int, int]]:
         dim_v = self.spec.head_dim_v
-        return [*super().boxes(), ("out", dim_v, 64), ("dout", dim_v, 64)]  # AT_A_TIME of sm90_backward_rows.cuh
+        return [*super().boxes(), ("out", dim_v, 64), ("dout", dim_v, 64)]  # ROWS_PER_LOAD of bwd_fused_preprocess.cuh

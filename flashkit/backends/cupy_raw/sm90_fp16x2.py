@@ -205,7 +205,7 @@ class Sm90Float32Backward:
         if not (arguments.n_q and arguments.n_k and arguments.scale > 1e-30):
             return self._fallback.run(arguments, stream)
         block, batch = self.tile.block_k, arguments.batch
-        self.preprocess.prepare(arguments, stream, block)
+        self.preprocess.run(arguments, stream, block)
         (q, k, v, dout), held = self.conversion.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
         queries = -(-arguments.n_q // block) * block
         row_factors = scratch((batch, arguments.heads, queries, _ROW_FACTORS), "float32")
@@ -223,6 +223,6 @@ class Sm90Float32Backward:
             if work_tiles:
                 ctas = min(work_tiles, self.device.sms)
                 kernel.launch(ctas, _BACKWARD_THREADS, arguments.with_maps(maps), stream)
-        self.preprocess.finish(arguments, stream)
+        self.preprocess.sink_gradients(arguments, stream)
         del held, row_factors  # kept until the kernels that read them are enqueued
         return None

@@ -32,6 +32,7 @@ def text(spec: AttentionSpec) -> str:
         *map(_extreme, sorted(axes)),
         _function(spec, "modified_score", "s, b, h, row, q, k, p", [score], "F({0})"),
         _function(spec, "score_slope", "s, b, h, row, q, k, p", [expr.derivative(score)], "F({0})"),
+        "# Called for each fragment of dS before it is rounded.\n@device\ndef visit_ds(ds, where, p):\n    pass\n",
         _function(spec, "visible", "b, h, row, q, k, p", [mask]),
         _function(spec, "classify", _CORNERS, [empty, full], "EMPTY if {0} else FULL if {1} else PARTIAL"),
     ])  # fmt: skip

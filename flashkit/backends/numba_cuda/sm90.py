@@ -15,7 +15,7 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Fallback, Generation, Kernels, Pass, sixteen_bits, tile_of
-from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, backward_tile, keys_shared
+from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, backward_tile, cluster_size
 from ..cuda_common.sm90_launch import (
     CHOSEN,
     ForwardTile,
@@ -81,8 +81,8 @@ class Forward(sm90_launch.Forward):
 
 
 def backward_kernel(spec: AttentionSpec) -> str:
-    """Of two ways to share the work of the backward pass among warp groups: the file of kernels/."""
-    return "sm90/bwd_mainloop_cluster" if keys_shared(spec) else "sm90/bwd_mainloop"
+    """The file of kernels/ that has the main loop for a spec, and the rest of the backward pass by its parts."""
+    return "sm90/bwd_mainloop_cluster" if cluster_size(spec) > 1 else "sm90/bwd_mainloop"
 
 
 class Backward(sm90_bwd_launch.Backward):
@@ -94,8 +94,8 @@ class Backward(sm90_bwd_launch.Backward):
         spec, tile = problem.spec, tile or backward_tile(problem.spec)
         constants, arch = tuple(tile.constants(spec).items()), compiler.target(device.capability)
         library = generation.kernels(backward_kernel(spec), spec, constants, arch)
-        spare = Fallback(partial(generation.older, problem, device, "backward"), spec, device, "backward")
-        super().__init__(spec, device, tile, why, library, generation.kernels, spare)
+        fallback = Fallback(partial(generation.older, problem, device, "backward"), spec, device, "backward")
+        super().__init__(spec, device, tile, why, library, generation.kernels, fallback)
 
 
 class Sm90(Generation):

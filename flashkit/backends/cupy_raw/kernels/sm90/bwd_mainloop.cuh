@@ -1,200 +1,226 @@
-// Products of the Hopper backward pass where each warp group has 64 of the keys. All are turned: keys are the rows.
+// Consumers of Hopper's backward pass where each warp group owns 64 of the work tile's 128 keys. All products are
+// transposed: keys are the rows.
 //
 //     S^T, P^T     [64][BLOCK_Q]     registers
-//     dP^T, dS^T   [64][BLOCK_Q]     registers; dS also in shared memory, two tiles, for dQ
+//     dP^T, dS^T   [64][BLOCK_Q]     registers; dS also in shared memory, two query tiles, for dQ
 //     dK, dV       [64][..]          registers
-//     dQ^T         a part            registers, then shared memory, from where the copy engine adds it
+//     dQ^T         a part            registers, then shared memory, from where it is added to dq_accum
 //
-// A step, for the tile of queries number n:
+// A step, for query tile n:
 //
-//     S^T = K Q^T          was begun in the step before,
-//     dP^T = V dO^T        is begun; meanwhile S becomes weights,
-//     dV += P^T dO         is begun; meanwhile dP becomes dS, which goes to shared memory,
-//     dQ^T = K^T dS^T      of the tile before, so that nobody waits for the other group's dS, and
-//     dK += dS^T Q         are begun; meanwhile dS is handed over (up to 64 columns first, then dK, then dQ),
-//     S^T = K Q^T          of the next tile is begun; meanwhile dQ leaves.
+//     S^T = K Q^T          issued in the step before
+//     dP^T = V dO^T        issued; S becomes P meanwhile
+//     dV += P^T dO         issued; dP becomes dS meanwhile, which goes to shared memory
+//     dQ^T = K^T dS^T      of tile n - 1, so that no warp group waits for the other's dS
+//     dK += dS^T Q         both issued; dS is committed meanwhile (up to 64 columns: commit, dK, dQ)
+//     S^T = K Q^T          of tile n + 1 issued; dQ of tile n - 1 leaves meanwhile
 #pragma once
-#include "sm90/pipeline.cuh"
+#include "sm90/bwd_ds.cuh"
+#include "sm90/bwd_epilogue.cuh"
+#include "sm90/bwd_softmax.cuh"
+#include "sm90/dq_semaphore.cuh"
 
-// Found by timing some 400 orders of what does not depend on each other (docs/hopper.md).
-constexpr bool KEYS_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // dS handed over, then dK, then dQ; not where others wait for dQ at once
-constexpr bool PING_PONG = HAS_SCORE && !KEYS_FIRST && !ORDERED;  // groups take turns at beginning dV, dQ and dK
-constexpr int TURN = 1;  // and the group's number: its named barrier
-constexpr int EARLY = PAIRS <= 32 ? PAIRS / 4 : 4;     // log-sum-exps, of two rows each, that are loaded before scores are there
+// The order of what does not depend on each other was found by timing (docs/notes/hopper-backward.md).
+constexpr bool DK_FIRST = CHUNKS == 1 && !FROM_DIAGONAL;  // not where the next CTA waits for this one's dQ at once
+constexpr bool PING_PONG = HAS_SCORE && !DK_FIRST && !DETERMINISTIC;  // warp groups alternate at issuing dV, dQ and dK
+constexpr int PING_PONG_BARRIER = 1;  // plus the warp group: its named barrier
+constexpr int EARLY_LSE = S_REGS <= 32 ? S_REGS / 4 : 4;  // pairs of log-sum-exps that are loaded before S is complete
 
-// dS of tile n to shared memory, turned, for dQ. place: where the lane's matrices go in the first of the two tiles there.
-DEVICE void store_ds(const Pipeline<2>& pairs, unsigned n, unsigned place, const unsigned (&ds)[PAIRS / 2]) {
-    pairs.producer_acquire(n);
+// dS of query tile n to shared memory, transposed. address: of the lane's matrices in the first of the two tiles.
+DEVICE void store_ds(const Pipeline<2>& pipe_ds, unsigned n, unsigned address, const unsigned (&ds)[S_REGS / 2]) {
+    pipe_ds.producer_acquire(n);
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; ++k)
-        stmatrix_x4<true>(place + n % 2 * BYTES_DS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+        stmatrix_x4<true>(address + n % 2 * BYTES_DS + k * 16 * CHUNK_ROW, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2],
+                          ds[4 * k + 3]);
 }
 
-DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base, int group) {
-    const auto queries = q_pipe(base);
-    const auto douts = dout_pipe(base);
-    const auto keys = k_pipe(base);
-    const auto values = v_pipe(base);
-    const auto pairs = ds_pipe(base);
-    const float unit = uniform_float((float)(p.softmax_scale * 1.4426950408889634));
-    // What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
+DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& dv_map, unsigned base, int wg) {
+    const auto pipe_q = q_pipe(base);
+    const auto pipe_dout = dout_pipe(base);
+    const auto pipe_k = k_pipe(base);
+    const auto pipe_v = v_pipe(base);
+    const auto pipe_ds = ds_pipe(base);
+    const float scale_log2 = uniform_float((float)(p.softmax_scale * 1.4426950408889634));
+    // Made once: reading the thread's index again would wait for all stores to shared memory before.
     const int lane = opaque(threadIdx.x % 32), warp = uniform(threadIdx.x / 32 - 4);
-    const unsigned warp_part = base + AT_SUMS + warp * BYTES_WARP, part = warp_part + lane * 16;  // a lane's place in what the warp sends of dQ
-    const unsigned turned = opaque(base + AT_DS + group * BLOCK_Q * CHUNK_ROW +
-                                 swizzled(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2));  // of dS, where a lane's matrices go
-    const unsigned own = base + own_row(lane);
-    float dk[COLUMNS / 2], dv[COLUMNS_V / 2], s[PAIRS];
-    unsigned n = 0;  // tiles so far
+    const unsigned dq_of_warp = base + AT_DQ + warp * BYTES_DQ_WARP, dq_of_lane = dq_of_warp + lane * 16;
+    const unsigned ds_of_lane = opaque(base + AT_DS + wg * BLOCK_Q * CHUNK_ROW +
+                                 swizzled(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2));
+    const unsigned stats_of_lane = base + lane_stats(lane);
+    float dk_acc[PADDED_DIM / 2], dv_acc[PADDED_DIM_V / 2], s[S_REGS];
+    unsigned n = 0;  // query tiles so far
 
-    if (PING_PONG && group == 1) named_barrier_arrive(TURN, 128 * MMA_WARPGROUPS);  // the first turn
+    // warp group 0 comes first
+    if (PING_PONG && wg == 1) named_barrier_arrive(PING_PONG_BARRIER, 128 * MMA_WARPGROUPS);
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
-        keys.consumer_wait(number);
-        const unsigned slot = work_tile_slot(base, number), odd_keys = odd_of(base, number);
+        pipe_k.consumer_wait(number);
+        const unsigned slot = work_tile_slot(base, number), nonfinite_keys = nonfinite_keys_slot(base, number);
         if (uniform(load_word(slot)) == END) break;
         const unsigned k_tile = base + AT_K + number % KEY_BUFFERS * BYTES_K;
-        const bool even = !MAY_HIDE || uniform(load_word(odd_keys + 8 * group) | load_word(odd_keys + 8 * group + 4)) == 0;
+        const bool keys_finite = !MAY_HIDE ||
+            uniform(load_word(nonfinite_keys + 8 * wg) | load_word(nonfinite_keys + 8 * wg + 4)) == 0;
 
-        auto scores = [&](unsigned n) {
-            begin_pairs<COLUMNS>(s, k_tile + group * 64 * CHUNK_ROW, base + AT_Q + n % STAGES * BYTES_Q);
+        auto issue_s = [&](unsigned n) {
+            issue_ss<PADDED_DIM>(s, k_tile + wg * 64 * CHUNK_ROW, base + AT_Q + n % STAGES * BYTES_Q);
         };
-        auto query_gradients = [&](unsigned n, float (&dq)[PART_ROWS / 2]) {
-            const unsigned long long a = descriptor(k_tile + (BY_COLUMNS ? group * BLOCK_K * CHUNK_ROW : 0));
-            const unsigned long long b = descriptor(base + AT_DS + n % 2 * BYTES_DS + (BY_COLUMNS ? 0 : group * PART_ROWS * CHUNK_ROW));
+        auto issue_dq = [&](unsigned n, float (&dq)[DQ_PART_ROWS / 2]) {
+            const unsigned long long a = descriptor(k_tile + (DQ_BY_COLUMNS ? wg * BLOCK_K * CHUNK_ROW : 0));
+            const unsigned long long b =
+                descriptor(base + AT_DS + n % 2 * BYTES_DS + (DQ_BY_COLUMNS ? 0 : wg * DQ_PART_ROWS * CHUNK_ROW));
             wgmma_fence();
             wgmma_zero_init<1, 0>(dq, a, b);
 #pragma unroll
-            for (int k = 1; k < BLOCK_K / 16; ++k) product<1, 0>(dq, a + along_columns(k), b + along_rows(k, BLOCK_Q), 1);
+            for (int k = 1; k < BLOCK_K / 16; ++k)
+                product<1, 0>(dq, a + along_columns(k), b + along_rows(k, BLOCK_Q), 1);
             wgmma_commit();
         };
-        auto key_gradients = [&](unsigned n, const unsigned (&ds)[PAIRS / 2], bool first) {
-            begin_sums(dk, ds, base + AT_Q + n % STAGES * BYTES_Q, !first);
+        auto issue_dk = [&](unsigned n, const unsigned (&ds)[S_REGS / 2], bool first) {
+            issue_rs(dk_acc, ds, base + AT_Q + n % STAGES * BYTES_Q, !first);
         };
-        // dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or in
-        // order by a warp that makes its own.
-        auto stage_sums = [&](unsigned n, const float (&dq)[PART_ROWS / 2]) {
-            pairs.consumer_release(n, lane);
-            if (ORDERED) mbarrier_wait(tile_coord(base, n - 1), (n - 1) / 2 & 1);
+        // dQ leaves in two steps: to shared memory at once; from there after the next step's proxy fence or, if
+        // DETERMINISTIC, by a semaphore warp with a fence of its own.
+        auto stage_dq = [&](unsigned n, const float (&dq)[DQ_PART_ROWS / 2]) {
+            pipe_ds.consumer_release(n, lane);
+            if (DETERMINISTIC) mbarrier_wait(dq_granted(base, n - 1), (n - 1) / 2 & 1);
             bulk_wait_read();
             __syncwarp();
 #pragma unroll
-            for (int i = 0; i < PART_ROWS / 8; ++i)
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(part + i * 512), "f"(dq[4 * i]),
+            for (int i = 0; i < DQ_PART_ROWS / 8; ++i)
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_of_lane + i * 512), "f"(dq[4 * i]),
                              "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
-            if constexpr (ORDERED) {
+            if constexpr (DETERMINISTIC) {
                 __syncwarp();
-                mbarrier_arrive_once(added_of(base, n), lane);
+                mbarrier_arrive_once(dq_written(base, n), lane);
             }
         };
-        auto send_sums = [&](int where) {  // after a fence and __syncwarp()
-            if (!ORDERED && elect_one())
-                bulk_reduce_add(part_of_sums(p, where, warp * BYTES_WARP), warp_part, BYTES_WARP);
+        auto send_dq = [&](int index) {  // after a proxy fence and __syncwarp()
+            if (!DETERMINISTIC && elect_one())
+                bulk_reduce_add(dq_accum_at(p, index, warp * BYTES_DQ_WARP), dq_of_warp, BYTES_DQ_WARP);
         };
-        auto warpgroup_barrier_sync = [&]() { if (PING_PONG) named_barrier_sync(TURN + group, 128 * MMA_WARPGROUPS); };
-        auto warpgroup_barrier_arrive = [&]() { if (PING_PONG) named_barrier_arrive(TURN + 1 - group, 128 * MMA_WARPGROUPS); };
+        auto warpgroup_barrier_sync = [&]() {
+            if (PING_PONG) named_barrier_sync(PING_PONG_BARRIER + wg, 128 * MMA_WARPGROUPS);
+        };
+        auto warpgroup_barrier_arrive = [&]() {
+            if (PING_PONG) named_barrier_arrive(PING_PONG_BARRIER + 1 - wg, 128 * MMA_WARPGROUPS);
+        };
 
-        queries.consumer_wait(n);
-        scores(n);
-        Line line{};
-        if (!AT_ONCE) line = line_of(p, base, n, number, group, warp, lane);
-        values.consumer_wait(number);
+        // --- prologue
+        pipe_q.consumer_wait(n);
+        issue_s(n);
+        AffineTile affine{};
+        if (!AFFINE_PER_STEP) affine = affine_tile(p, {base, n, number, wg}, warp, lane);
+        pipe_v.consumer_wait(number);
         bool first = true, last;
-        int staged = -1, before = -1;  // tiles of dQ: in shared memory, and the one that is next
+        // query tiles, as indices among all: whose dQ is in shared memory, and the one before n
+        int staged = -1, previous = -1;
+
+        // --- steps
 #pragma unroll 1
         do {
+            const FragmentId id{base, n, number, wg};
             const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
-            const unsigned shift = own + AT_SHIFT + stage * BYTES_ROWS;
+            const unsigned lse = stats_of_lane + AT_LSE + stage * BYTES_ROW_STATS;
             const unsigned dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT;
-            const int tile_desc = uniform(load_word(tile_desc_of(base, n))), where = load_word(tile_desc_of(base, n) + 8);
-            last = tile_desc & LAST;
-            if (ORDERED && warp == 0 && lane == 0) ask_for(base, n, tile_desc, where, load_word(slot + 8));
-            float early[EARLY][2];
+            const int tile_desc = uniform(load_word(tile_desc_slot(base, n)));
+            const int index = load_word(tile_desc_slot(base, n) + TileDesc::INDEX);
+            last = tile_desc & TileDesc::LAST_TILE;
+            if (DETERMINISTIC && warp == 0 && lane == 0)
+                request_dq_turn_for(base, n, tile_desc, index, load_word(slot + 8));
+            float early_lse[EARLY_LSE][2];
 #pragma unroll
-            for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);
-            if (AT_ONCE) line = line_of(p, base, n, number, group, warp, lane);
-            lower(line, early);
-            douts.consumer_wait(n);
-            wgmma_wait<0>();  // S, and dK of the tile before
+            for (int i = 0; i < EARLY_LSE; ++i) load_row_stats(early_lse[i], lse, i);
+            if (AFFINE_PER_STEP) affine = affine_tile(p, id, warp, lane);
+            add_bias_early(affine, early_lse);
+            pipe_dout.consumer_wait(n);
+            wgmma_wait<0>();  // S, and dK of the step before
             fence_operand(s);
-            float dp[PAIRS], dq[PART_ROWS / 2];
-            begin_pairs<COLUMNS_V>(dp, base + AT_V + group * 64 * CHUNK_ROW, dout_tile);
-            unsigned p_pairs[PAIRS / 2];
-            Kept kept;
-            const bool plain = weights(p, base, n, number, tile_desc, group, even, s, p_pairs, early, shift, unit, kept, line);
-            const Deltas deltas(own + AT_DELTA + dout_stage * BYTES_ROWS);
+            float dp[S_REGS], dq[DQ_PART_ROWS / 2];
+            issue_ss<PADDED_DIM_V>(dp, base + AT_V + wg * 64 * CHUNK_ROW, dout_tile);
+            unsigned p_frag[S_REGS / 2];
+            DropoutMask dropout;
+            const bool unmasked = softmax_p(p, id, tile_desc, keys_finite, s, p_frag, early_lse, lse, scale_log2,
+                                            dropout, affine);
+            const RowDeltas deltas(stats_of_lane + AT_DELTA + dout_stage * BYTES_ROW_STATS);
             warpgroup_barrier_sync();
-            begin_sums(dv, p_pairs, dout_tile, !first);
+            issue_rs(dv_acc, p_frag, dout_tile, !first);
             wgmma_wait<1>();  // dP
             fence_operand(dp);
-            if (last) values.consumer_release(number, lane);  // the next item's may come while this one ends
-            unsigned ds[PAIRS / 2];
-            if (plain || !CLEANS_KEYS) gradients<true>(p, s, dp, ds, deltas, kept);
-            else gradients<false>(p, s, dp, ds, deltas, kept);
-            auto begin_gradients = [&]() {  // dQ's always, or the compiler makes it wait; of the first tile nothing comes of it
-                if (KEYS_FIRST) key_gradients(n, ds, first);
-                if (!first) pairs.consumer_wait(n - 1);
-                query_gradients(n - 1, dq);
-                if (!KEYS_FIRST) key_gradients(n, ds, first);
+            // V of the next work tile may be loaded during the epilogue
+            if (last) pipe_v.consumer_release(number, lane);
+            unsigned ds[S_REGS / 2];
+            if (unmasked || !CLEARS_KEYS) compute_ds<true>(p, s, dp, ds, deltas, dropout, id);
+            else compute_ds<false>(p, s, dp, ds, deltas, dropout, id);
+            auto issue_dq_and_dk = [&]() {
+                if (DK_FIRST) issue_dk(n, ds, first);
+                if (!first) pipe_ds.consumer_wait(n - 1);
+                issue_dq(n - 1, dq);  // unconditional, or ptxas serializes it; unused in the first step
+                if (!DK_FIRST) issue_dk(n, ds, first);
             };
-            auto hand_over = [&]() {  // dS of this tile to the other group, dQ that is in shared memory to where it is added
+            auto commit_ds = [&]() {  // and send the dQ that is in shared memory: one fence serves both
                 fence_proxy_async();
                 __syncwarp();
-                mbarrier_arrive_once(pairs.full + 8 * (n % 2), lane);
-                if (staged >= 0) send_sums(staged);
+                mbarrier_arrive_once(pipe_ds.full + 8 * (n % 2), lane);
+                if (staged >= 0) send_dq(staged);
             };
-            store_ds(pairs, n, turned, ds);
-            if constexpr (KEYS_FIRST) {
-                hand_over();
+            store_ds(pipe_ds, n, ds_of_lane, ds);
+            if constexpr (DK_FIRST) {
+                commit_ds();
                 wgmma_wait<0>();  // dV
-                fence_operand(p_pairs);
-                begin_gradients();
+                fence_operand(p_frag);
+                issue_dq_and_dk();
             } else {
-                begin_gradients();
+                issue_dq_and_dk();
                 warpgroup_barrier_arrive();
-                hand_over();
+                commit_ds();
                 wgmma_wait<2>();  // dV
-                fence_operand(p_pairs);
+                fence_operand(p_frag);
             }
-            if (!last) queries.consumer_wait(n + 1);
-            scores(last ? n : n + 1);  // as dQ's
-            if (BEFOREHAND && !last) line = line_of(p, base, n + 1, number, group, warp, lane);
+            if (!last) pipe_q.consumer_wait(n + 1);
+            issue_s(last ? n : n + 1);  // unconditional as well; unused after the last step
+            if (AFFINE_AHEAD && !last) affine = affine_tile(p, {base, n + 1, number, wg}, warp, lane);
             wgmma_wait<1>();  // dQ, dK
             fence_operand(dq), fence_operand(ds);
-            queries.consumer_release(n, lane), douts.consumer_release(n, lane);
-            if (!first) stage_sums(n - 1, dq);
-            staged = before, before = where;
+            pipe_q.consumer_release(n, lane), pipe_dout.consumer_release(n, lane);
+            if (!first) stage_dq(n - 1, dq);
+            staged = previous, previous = index;
             first = false, ++n;
         } while (!last);
-        if (!ORDERED) bulk_wait<CHUNKS + CHUNKS_V>();  // so the item before has been added; after its dQ came its dV and dK
+
+        // --- epilogue: the last dQ, then dV and dK
+        // all of the work tile before is in memory: its dV and dK were sent after its dQ
+        if (!DETERMINISTIC) bulk_wait<CHUNKS + CHUNKS_V>();
         wgmma_wait<0>();
-        fence_operand(s), fence_operand(dk), fence_operand(dv);
-        pairs.consumer_wait(n - 1);
-        float dq[PART_ROWS / 2];
-        query_gradients(n - 1, dq);
-        if constexpr (!ORDERED) {
+        fence_operand(s), fence_operand(dk_acc), fence_operand(dv_acc);
+        pipe_ds.consumer_wait(n - 1);
+        float dq[DQ_PART_ROWS / 2];
+        issue_dq(n - 1, dq);
+        if constexpr (!DETERMINISTIC) {
             fence_proxy_async();
             __syncwarp();
-            if (staged >= 0) send_sums(staged);
+            if (staged >= 0) send_dq(staged);
         }
         wgmma_wait<0>();
         fence_operand(dq);
-        if constexpr (ORDERED) {
-            stage_sums(n - 1, dq);
-        } else {  // from registers, while what leaves through shared memory does so
-            pairs.consumer_release(n - 1, lane);
-            float* sums = part_of_sums(p, before, warp * BYTES_WARP) + lane * 4;
+        if constexpr (DETERMINISTIC) {
+            stage_dq(n - 1, dq);
+        } else {  // from registers, while the tile before leaves through shared memory
+            pipe_ds.consumer_release(n - 1, lane);
+            float* accum = dq_accum_at(p, previous, warp * BYTES_DQ_WARP) + lane * 4;
 #pragma unroll
-            for (int i = 0; i < PART_ROWS / 8; ++i) add_four(sums + i * 128, dq + 4 * i);
+            for (int i = 0; i < DQ_PART_ROWS / 8; ++i) red_add_float4(accum + i * 128, dq + 4 * i);
         }
         const WorkTile at{uniform(load_word(slot)), uniform(load_word(slot + 4)), uniform(load_word(slot + 8))};
-        keys.consumer_release(number, lane);
-        if (ORDERED) mbarrier_wait(tile_coord(base, n - 1), (n - 1) / 2 & 1);  // the sums have left
-        constexpr int PIECES = BYTES_WARP / BYTES_PIECE;
-        send_keys<HEAD_DIM_V, 0, PIECES, BYTES_PIECE>(dv_map, at, 16 * warp, lane, warp_part, dv, 1.0f);
-        send_keys<HEAD_DIM, CHUNKS_V, PIECES, BYTES_PIECE>(dk_map, at, 16 * warp, lane, warp_part, dk, (float)p.softmax_scale);
+        pipe_k.consumer_release(number, lane);
+        if (DETERMINISTIC) mbarrier_wait(dq_granted(base, n - 1), (n - 1) / 2 & 1);  // dQ has left shared memory
+        constexpr int BUFFERS = BYTES_DQ_WARP / BYTES_PIECE;
+        store_dkv<HEAD_DIM_V, 0, BUFFERS, BYTES_PIECE>(dv_map, at, 16 * warp, lane, dq_of_warp, dv_acc, 1.0f);
+        store_dkv<HEAD_DIM, CHUNKS_V, BUFFERS, BYTES_PIECE>(dk_map, at, 16 * warp, lane, dq_of_warp, dk_acc,
+                                                            (float)p.softmax_scale);
     }
-    if (ORDERED && warp == 0 && lane == 0) ask(base, n, END, 0), ask(base, n + 1, END, 0);
+    if (DETERMINISTIC && warp == 0 && lane == 0) end_dq_requests(base, n);
     bulk_wait();
     __syncwarp();
-    if (!ORDERED) mbarrier_arrive_once(base + AT_OVER, lane);
+    if (!DETERMINISTIC) mbarrier_arrive_once(base + AT_DQ_COMPLETE, lane);
 }

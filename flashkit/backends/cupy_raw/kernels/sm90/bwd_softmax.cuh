@@ -1,43 +1,51 @@
-// Scores to weights in the Hopper backward pass; what is said of their slopes stays in the place of the scores.
+// S to P = exp(S - lse). P is rounded into a fragment for dV; in the place of S stays P times the slope of the score
+// modification, by which dP - delta is multiplied. Dropped elements are 0 in the fragment.
 #pragma once
-#include "sm90/pipeline.cuh"
+#include "sm90/bwd_affine_score.cuh"
+#include "sm90/bwd_dropout.cuh"
 
-// Element 4 n + 2 half + c: -inf where it is hidden. Where the mask SHIFTS, queries are counted from the lane's first one: so each is
-// a number in the instruction that compares it.
+// --- masks -----------------------------------------------------------------------------------------------------------
+
+// Element 4 n + 2 half + c, or -inf if it is masked. Where the mask SHIFTS, queries are counted from the lane's first
+// one, so that each comparison is with an immediate.
 template <typename POSITION>
-DEVICE float hidden_or(const Params& p, const Place& at, float x, int n, int half, int c, POSITION offset, int n_k) {
-    const int k = at.k0 + key_of_lane(half), own = at.row0 + row_of_lane(n, c), last = (int)p.n_q - 1, row = own < last ? own : last;
-    const POSITION first = at.row0 + row_of_lane(0, 0) + offset;
+DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n, int half, int c, POSITION offset,
+                        int n_k) {
+    const int k = at.k0 + lane_key(half), own = at.row0 + lane_row(n, c), last = (int)p.n_q - 1;
+    const int row = own < last ? own : last;
+    const POSITION first = at.row0 + lane_row(0, 0) + offset;
     const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
     return k < n_k && (!HAS_MASK || visible(at.b, at.h, row, q, key, p)) ? x : HIDDEN;
 }
 
-// Scores of a tile of which a part is hidden. Far positions are dealt with one after the other, which takes few registers.
-DEVICE void hide(const Params& p, const Place& at, float (&s)[PAIRS]) {
+// A PARTIAL tile. Positions beyond 32 bits are masked in a loop, which takes few registers.
+DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_REGS]) {
     const int n_k = (int)keys_of(p, at.b);
     const long long offset = offset_of(p, at.b);
-    if (!HAS_MASK || is_near(p, offset)) {
+    if (!HAS_MASK || positions_are_near(p, offset)) {
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) s[i] = hidden_or<int>(p, at, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_k);
+        for (int i = 0; i < S_REGS; ++i) s[i] = mask_score<int>(p, at, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_k);
         return;
     }
     if constexpr (HAS_MASK) {
-        float copy[PAIRS];  // in memory, since its index is not constant
+        float copy[S_REGS];  // in local memory, as its index is not constant
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) copy[i] = s[i];
+        for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
 #pragma unroll 1
-        for (int i = 0; i < PAIRS; ++i) copy[i] = hidden_or<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_k);
+        for (int i = 0; i < S_REGS; ++i)
+            copy[i] = mask_score<long long>(p, at, copy[i], i / 4, i / 2 % 2, i % 2, offset, n_k);
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) s[i] = copy[i];
+        for (int i = 0; i < S_REGS; ++i) s[i] = copy[i];
     }
 }
 
-// A score to its weight; in x it stays as the factor of dP - delta in dS: times the slope of the score modification. odd:
-// bits of keys that are not finite.
+// --- any modification, non-finite rows and keys ----------------------------------------------------------------------
+
+// P of one score x, in whose place P * slope stays.
 template <bool PARTIAL_TILE, typename POSITION>
-DEVICE float weigh_one(const Params& p, const Place& at, float& x, int n, int half, int c, long long offset, int n_k, float scale,
-                       float lse, bool odd) {
-    const int k = at.k0 + key_of_lane(half), row = at.row0 + row_of_lane(n, c);
+DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, int n, int half, int c, long long offset,
+                           int n_k, float scale, float lse, bool nonfinite_key) {
+    const int k = at.k0 + lane_key(half), row = at.row0 + lane_row(n, c);
     float slope = 1;
     x *= scale;
     if (k < n_k && row < (int)p.n_q) {
@@ -48,102 +56,159 @@ DEVICE float weigh_one(const Params& p, const Place& at, float& x, int n, int ha
         x = HIDDEN;
     }
     float w = x == HIDDEN ? 0.0f : exp2_fast(x - lse);
-    // A score of a key that is not finite is -inf or has made its row's sum infinite or NaN.
-    if (odd) w = x == HIDDEN || is_finite(lse) ? 0.0f : fk_special(0);
+    // The score of a non-finite key was -inf, or has made the row's sum infinite or NaN.
+    if (nonfinite_key) w = x == HIDDEN || is_finite(lse) ? 0.0f : fk_special(0);
     x = HAS_SCORE && w != 0 ? w * slope : w;
     return w;
 }
 
-// Scores to weights, rounded in `pairs`, dropped ones as 0. shift: address of the log-sum-exps in base 2.
+// lse: address of the log-sum-exps, in base 2.
 template <bool PARTIAL_TILE, typename POSITION>
-DEVICE void weigh(const Params& p, const Place& at, float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], unsigned shift, const Kept& kept) {
-    constexpr bool IN_TURN = SMALL_SCORE && sizeof(POSITION) == 8;  // far positions, as in hide()
+DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&s)[S_REGS],
+                              unsigned (&p_frag)[S_REGS / 2], unsigned lse_address, const DropoutMask& dropout) {
+    constexpr bool LOOPS = SMALL_SCORE && sizeof(POSITION) == 8;  // as in mask_scores()
     const int n_k = (int)keys_of(p, at.b);
     const long long offset = offset_of(p, at.b);
     const float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
-    auto odd_from = [&](int half) {  // bits of keys that are not finite, from that of the half's key on
-        const int bit = at.first + key_of_lane(half);
-        return (unsigned)load_word(at.odd + bit / 32 * 4) >> bit % 32;
+    auto nonfinite_keys_from = [&](int half) {  // bits from that of lane_key(half) on
+        const int bit = at.first_key + lane_key(half);
+        return (unsigned)load_word(at.nonfinite_keys + bit / 32 * 4) >> bit % 32;
     };
-    auto keep = [&](int i, float w, float v) {
+    auto round_and_drop = [&](int i, float w, float v) {
         if (HAS_DROPOUT) {
-            w = kept.has(i / 4, i / 2 % 2, 0) ? w * (float)p.dropout_scale : 0.0f;
-            v = kept.has(i / 4, i / 2 % 2, 1) ? v * (float)p.dropout_scale : 0.0f;
+            w = dropout.kept(i / 4, i / 2 % 2, 0) ? w * (float)p.dropout_scale : 0.0f;
+            v = dropout.kept(i / 4, i / 2 % 2, 1) ? v * (float)p.dropout_scale : 0.0f;
         }
-        pairs[i / 2] = pack(w, v);
+        p_frag[i / 2] = pack(w, v);
     };
-    if constexpr (IN_TURN) {
-        float copy[PAIRS], weight[PAIRS];
+    if constexpr (LOOPS) {
+        float copy[S_REGS], weight[S_REGS];
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) copy[i] = s[i];
+        for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
 #pragma unroll 1
-        for (int i = 0; i < PAIRS; ++i) {
+        for (int i = 0; i < S_REGS; ++i) {
             const int n = i / 4, half = i / 2 % 2, c = i % 2;
-            const float lse = load_number(shift + 32 * n + 4 * c);
-            weight[i] = weigh_one<PARTIAL_TILE, POSITION>(p, at, copy[i], n, half, c, offset, n_k, scale, lse,
-                                                          odd_from(half) & 1);
+            const float lse = load_float(lse_address + 32 * n + 4 * c);
+            weight[i] = softmax_p_one<PARTIAL_TILE, POSITION>(p, at, copy[i], n, half, c, offset, n_k, scale, lse,
+                                                              nonfinite_keys_from(half) & 1);
         }
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) s[i] = copy[i];
+        for (int i = 0; i < S_REGS; ++i) s[i] = copy[i];
 #pragma unroll
-        for (int i = 0; i < PAIRS; i += 2) keep(i, weight[i], weight[i + 1]);
+        for (int i = 0; i < S_REGS; i += 2) round_and_drop(i, weight[i], weight[i + 1]);
     } else {
-        const unsigned odd[2] = {odd_from(0), odd_from(1)};
+        const unsigned nonfinite[2] = {nonfinite_keys_from(0), nonfinite_keys_from(1)};
 #pragma unroll
-        for (int n = 0; n < PAIRS / 4; ++n) {
+        for (int n = 0; n < S_REGS / 4; ++n) {
             float lse[2];
-            load_numbers_of(lse, shift, n);
+            load_row_stats(lse, lse_address, n);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float w[2];
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
-                    w[c] = weigh_one<PARTIAL_TILE, POSITION>(p, at, s[4 * n + 2 * half + c], n, half, c, offset, n_k, scale, lse[c],
-                                                             odd[half] & 1);
-                keep(4 * n + 2 * half, w[0], w[1]);
+                    w[c] = softmax_p_one<PARTIAL_TILE, POSITION>(p, at, s[4 * n + 2 * half + c], n, half, c, offset,
+                                                                 n_k, scale, lse[c], nonfinite[half] & 1);
+                round_and_drop(4 * n + 2 * half, w[0], w[1]);
             }
         }
     }
 }
 
-// The same where nothing is hidden or hide() has been there. early: numbers of the first rows, loaded before.
-template <int EARLY>
-DEVICE void weigh_plainly(float (&s)[PAIRS], unsigned (&pairs)[PAIRS / 2], const float (&early)[EARLY][2], unsigned shift, float unit) {
-    weigh_each(s, pairs, early, shift, [&](float& x, float lse, int, int, int) { return x = exp2_fast(fmaf(x, unit, -lse)); });
+// --- finite, without dropout -----------------------------------------------------------------------------------------
+
+// exponential(x, stat, n, half, c) returns P of score x and leaves P * slope there; stat: the row's log-sum-exp, of the
+// first EARLY rows as loaded before.
+template <int EARLY, typename F>
+DEVICE void softmax_p_each(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2],
+                           unsigned lse_address, F exponential) {
+#pragma unroll
+    for (int n = 0; n < S_REGS / 4; ++n) {
+        float l[2];
+        if (n >= EARLY) load_row_stats(l, lse_address, n);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float w[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                w[c] = exponential(s[4 * n + 2 * half + c], n < EARLY ? early[n % EARLY][c] : l[c], n, half, c);
+            p_frag[2 * n + half] = pack(w[0], w[1]);
+        }
+    }
 }
 
-// Scores to weights, whichever way fits; whether nothing is hidden.
+// No score modification; masked scores are -inf.
 template <int EARLY>
-DEVICE bool weights(const Params& p, unsigned base, unsigned n, unsigned number, int tile_desc, int group, bool even, float (&s)[PAIRS],
-                    unsigned (&pairs)[PAIRS / 2], float (&early)[EARLY][2], unsigned shift, float unit, Kept& kept,
-                    const Line& line) {
-    const bool full = (tile_desc >> 2 * group & 3) == FULL;
+DEVICE void softmax_p_plain(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2],
+                            unsigned lse_address, float scale_log2) {
+    softmax_p_each(s, p_frag, early, lse_address,
+                   [&](float& x, float lse, int, int, int) { return x = exp2_fast(fmaf(x, scale_log2, -lse)); });
+}
+
+// An affine modification; all pairs are visible.
+template <bool TANH_POLY_OK, int EARLY>
+DEVICE void softmax_p_affine(float (&s)[S_REGS], unsigned (&p_frag)[S_REGS / 2], const float (&early)[EARLY][2],
+                             unsigned lse_address, const AffineTile& tile) {
+    const float gain = tile.gain, slope = tile.slope, rate = tile.rate, square = rate * rate, eight = 8 * tile.step;
+    softmax_p_each(s, p_frag, early, lse_address, [&](float& x, float stat, int n, int half, int c) {
+        const float bias = !AFFINE_AHEAD         ? bias_minus_lse(tile, stat, n, half, c)
+                           : SLOPED && half == 1 ? stat + eight
+                                                 : stat;
+        float w;
+        if constexpr (!CAPPED) {
+            w = exp2_fast(fmaf(x, gain, bias));
+            x = UNIT_SLOPE ? w : w * slope;
+        } else if constexpr (TANH_POLY_OK) {
+            const float y = x * x, high = gain * rate;
+            const float tanh_tail = fmaf(TANH_POLY[2] * high * square * square, y, TANH_POLY[1] * high * square);
+            const float slope_tail = fmaf(SLOPE_POLY[2] * slope * square * square, y, SLOPE_POLY[1] * slope * square);
+            w = exp2_fast(fmaf(x, fmaf(tanh_tail, y, TANH_POLY[0] * high), bias));
+            x = w * fmaf(slope_tail, y, SLOPE_POLY[0] * slope);
+        } else {
+            const float t = tanh_of(x * rate);
+            w = exp2_fast(fmaf(t, gain, bias));
+            x = w * (UNIT_SLOPE ? fmaf(-t, t, 1.0f) : fmaf(-slope * t, t, slope));
+        }
+        return w;
+    });
+}
+
+// --- all -------------------------------------------------------------------------------------------------------------
+
+// Takes the path that fits the tile; returns whether all pairs are visible. keys_finite: those of the fragment.
+template <int EARLY>
+DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool keys_finite, float (&s)[S_REGS],
+                      unsigned (&p_frag)[S_REGS / 2], float (&early)[EARLY][2], unsigned lse_address, float scale_log2,
+                      DropoutMask& dropout, const AffineTile& affine) {
+    const bool full = (tile_desc >> 2 * id.key_group & 3) == FULL;
     if constexpr (!HAS_SCORE && !HAS_DROPOUT) {
         if (!full) {
-            hide(p, place_of(base, n, number, group), s);
+            mask_scores(p, coord_of(id), s);
 #pragma unroll
-            for (int i = 0; i < EARLY; ++i) load_numbers_of(early[i], shift, i);  // anew: that took all registers
+            // again: masking takes all registers
+            for (int i = 0; i < EARLY; ++i) load_row_stats(early[i], lse_address, i);
         }
-        if (!MAY_HIDE || (even && !(tile_desc & ODD))) {
-            weigh_plainly(s, pairs, early, shift, unit);
+        if (!MAY_HIDE || (keys_finite && !(tile_desc & TileDesc::NONFINITE_ROWS))) {
+            softmax_p_plain(s, p_frag, early, lse_address, scale_log2);
             return full;
         }
-        weigh<false, int>(p, place_of(base, n, number, group), s, pairs, shift, kept);
+        softmax_p_general<false, int>(p, coord_of(id), s, p_frag, lse_address, dropout);
         return false;
     }
-    if constexpr (BY_FORM) {
-        if (full && even && !(tile_desc & ODD) && line.known) {
-            if (BY_POLYNOMIAL && is_calm(s, line)) weigh_formed<true>(s, pairs, early, shift, line);
-            else weigh_formed<false>(s, pairs, early, shift, line);
+    if constexpr (AFFINE_PATH) {
+        if (full && keys_finite && !(tile_desc & TileDesc::NONFINITE_ROWS) && affine.valid) {
+            if (HAS_TANH_POLY && tanh_poly_ok(s, affine)) softmax_p_affine<true>(s, p_frag, early, lse_address, affine);
+            else softmax_p_affine<false>(s, p_frag, early, lse_address, affine);
             return true;
         }
     }
-    const Place own = place_of(base, n, number, group);
-    if constexpr (HAS_DROPOUT) kept.fill(p, own.b, own.h, own.row0, own.k0);
-    const long long offset = offset_of(p, own.b);
-    const bool near = SMALL_SCORE && is_near(p, offset);
-    if (HAS_SCORE && !BY_FORM && full && near) weigh<false, int>(p, own, s, pairs, shift, kept);
-    else if (near) weigh<true, int>(p, own, s, pairs, shift, kept);
-    else weigh<true, long long>(p, own, s, pairs, shift, kept);
+    const FragmentCoord at = coord_of(id);
+    if constexpr (HAS_DROPOUT) dropout.fill(p, at.b, at.h, at.row0, at.k0);
+    const long long offset = offset_of(p, at.b);
+    const bool near = SMALL_SCORE && positions_are_near(p, offset);
+    if (HAS_SCORE && !AFFINE_PATH && full && near)
+        softmax_p_general<false, int>(p, at, s, p_frag, lse_address, dropout);
+    else if (near) softmax_p_general<true, int>(p, at, s, p_frag, lse_address, dropout);
+    else softmax_p_general<true, long long>(p, at, s, p_frag, lse_address, dropout);
     return false;
 }

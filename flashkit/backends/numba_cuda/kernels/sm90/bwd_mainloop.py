@@ -1,217 +1,214 @@
 # parts: sm90/backward
-# Products of the Hopper backward pass where each warp group has 64 of the keys. All are turned: keys are the rows.
+# Consumers of Hopper's backward pass where each warp group owns 64 of the work tile's 128 keys. All products are
+# transposed: keys are the rows.
 #
 #     S, P         [64][BLOCK_Q]   registers
-#     dP, dS       [64][BLOCK_Q]   registers; dS also in shared memory, two tiles, for dQ
+#     dP, dS       [64][BLOCK_Q]   registers; dS also in shared memory, two query tiles, for dQ
 #     dK, dV       [64][..]        registers
-#     dQ           a part          registers, then shared memory, from where the copy engine adds it
+#     dQ           a part          registers, then shared memory, from where it is added to dq_accum
 #
-# A step, for the tile of queries number n:
+# A step, for query tile n:
 #
-#     S = K Q^T            was begun in the step before,
-#     dP = V dO^T          is begun; meanwhile S becomes weights,
-#     dV += P dO           is begun; meanwhile dP becomes dS, which goes to shared memory,
-#     dQ^T = K^T dS        of the tile before, so that nobody waits for the other group's dS,
-#     dK += dS Q           (up to 64 columns before dQ) and the next tile's scores are begun; meanwhile dQ leaves.
+#     S = K Q^T            issued in the step before
+#     dP = V dO^T          issued; S becomes P meanwhile
+#     dV += P dO           issued; dP becomes dS meanwhile, which goes to shared memory
+#     dQ^T = K^T dS        of tile n - 1, so that no warp group waits for the other's dS
+#     dK += dS Q           (up to 64 columns before dQ) and S of tile n + 1 issued; dQ of tile n - 1 leaves meanwhile
 
-KEYS_FIRST = chunks_q == 1 and not FROM_DIAGONAL  # dK is begun before dQ; not where others wait for dQ at once
+DK_FIRST = CHUNKS == 1 and not FROM_DIAGONAL  # not where the next CTA waits for this one's dQ at once
 
-PIECES = BYTES_WARP // BYTES_PIECE
-send_dv, send_dk = (
-    keys_sender(columns, before, PIECES, BYTES_PIECE) for columns, before in ((COLUMNS_V, 0), (COLUMNS, chunks_v))
+BUFFERS = BYTES_DQ_WARP // BYTES_PIECE
+store_dv, store_dk = (
+    make_store_dkv(columns, before, BUFFERS, BYTES_PIECE)
+    for columns, before in ((PADDED_DIM_V, 0), (PADDED_DIM, CHUNKS_V))
 )
 
-dk_product = wgmma_registers(STORAGE, COLUMNS, along_columns(BLOCK_Q), turned_b=True)
-dq_product = wgmma(
-    STORAGE, PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
+wgmma_dk = wgmma_registers(STORAGE, PADDED_DIM, along_columns(BLOCK_Q), turned_b=True)
+wgmma_dq = wgmma(
+    STORAGE, DQ_PART_ROWS, along_columns(BLOCK_K), along_rows(BLOCK_K, BLOCK_Q), turned_a=True, fresh=True
 )  # fmt: skip
 
-# Where a group's part of dQ begins in K and in dS.
-K_OF_GROUP, DS_OF_GROUP = (BLOCK_K * CHUNK_ROW, 0) if BY_COLUMNS else (0, PART_ROWS * CHUNK_ROW)
+# Where a warp group's part of dQ begins in K and in dS.
+K_STRIDE, DS_STRIDE = (BLOCK_K * CHUNK_ROW, 0) if DQ_BY_COLUMNS else (0, DQ_PART_ROWS * CHUNK_ROW)
 
 
 @device
-def query_gradients(base, k_tile, group, n):
-    """dQ^T = K^T dS of a tile, a chunk of columns or a part of the rows."""
+def issue_dq(base, k_tile, wg, n):
+    """dQ^T = K^T dS, the warp group's part."""
     ds = base + AT_DS + stage_of(n, 2) * BYTES_DS
     wgmma_fence()
-    dq = dq_product(descriptor(k_tile + group * K_OF_GROUP, 16), descriptor(ds + group * DS_OF_GROUP, 16))
+    dq = wgmma_dq(descriptor(k_tile + wg * K_STRIDE, 16), descriptor(ds + wg * DS_STRIDE, 16))
     wgmma_commit()
     return dq
 
 
 @device
-def key_gradients(base, dk, ds, n, first):
-    """dK += dS Q."""
+def issue_dk(base, dk_acc, ds, n, first):
+    """dK += dS Q"""
     q_tile = base + AT_Q + stage_of(n, STAGES) * BYTES_Q
     wgmma_fence()
-    dk = dk_product(dk, ds, descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
+    dk_acc = wgmma_dk(dk_acc, ds, descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
     wgmma_commit()
-    return dk
-
-
-@device
-def release_tile(base, n):
-    consumer_release(base + AT_Q_PIPE, n, STAGES)
-    consumer_release(base + AT_DOUT_PIPE, n, DOUT_STAGES)
+    return dk_acc
 
 
 # --- dS to shared memory, dQ to memory --------------------------------------------------------------------------------
 
 
 @device
-def store_sixteen(i, words, target):
-    """16 queries of a warp's keys, as rows of queries."""
+def store_ds_matrices(i, words, target):
+    """16 rows of a warp's keys, transposed."""
     store_matrices_turned(target + 16 * i * CHUNK_ROW, words[0], words[1], words[2], words[3])
 
 
 @device
-def hand_pairs(base, n, ds, pairs_of_lane):
-    """A warp's dS to shared memory, for dQ."""
+def store_ds(base, n, ds, ds_of_lane):
     producer_acquire(base + AT_DS_PIPE, n, 2)
-    groups(store_sixteen, 4, ds, pairs_of_lane + u32(stage_of(n, 2) * BYTES_DS))
+    groups(store_ds_matrices, 4, ds, ds_of_lane + u32(stage_of(n, 2) * BYTES_DS))
     fence_proxy_async()
     lanes_sync()
     mbarrier_arrive_once(full_barrier(base + AT_DS_PIPE, n, 2))
 
 
 @device
-def stage_four(i, four, target):
+def stage_dq_four(i, four, target):
     store_four(target + 512 * i, four)
 
 
 @device
-def stage_sums(base, n, dq, lane_part):
-    """dQ leaves in two steps: to shared memory at once; from there when the next proxy fence has been made anyway, or
-    in order by a warp that makes its own.
+def stage_dq(base, n, dq, lane_offset):
+    """dQ leaves in two steps: to shared memory at once; from there after the next step's proxy fence or, if
+    DETERMINISTIC, by a semaphore warp with a fence of its own.
     """
     consumer_release(base + AT_DS_PIPE, n, 2)
-    if ORDERED:
-        consumer_wait(base + AT_TURN, u32(n - 1), 2)
+    if DETERMINISTIC:
+        consumer_wait(base + AT_DQ_GRANTED, u32(n - 1), 2)
     bulk_wait_read(0)
     lanes_sync()
-    groups(stage_four, 4, dq, base + AT_SUMS + lane_part)
-    if ORDERED:
+    groups(stage_dq_four, 4, dq, base + AT_DQ + lane_offset)
+    if DETERMINISTIC:
         lanes_sync()
-        mbarrier_arrive_once(full_barrier(base + AT_ADDED, n, 2))
+        mbarrier_arrive_once(full_barrier(base + AT_DQ_WRITTEN, n, 2))
 
 
 @device
-def send_sums(p, base, where, warp):
-    """After a fence and lanes_sync()."""
-    if not ORDERED:
-        part = BYTES_WARP * warp
-        add_bulk_once(part_of_sums(p, where, part), base + AT_SUMS + part, BYTES_WARP)
+def send_dq(p, base, index, warp):
+    """After a proxy fence and lanes_sync()."""
+    if not DETERMINISTIC:
+        offset = BYTES_DQ_WARP * warp
+        add_bulk_once(dq_accum_at(p, index, offset), base + AT_DQ + offset, BYTES_DQ_WARP)
         bulk_commit()
 
 
-# --- multiplying ------------------------------------------------------------------------------------------------------
+# --- the main loop ----------------------------------------------------------------------------------------------------
+
 
 @device
-def begin(base, k_tile, number, n, sums, rest):
+def prologue(base, k_tile, number, n, acc, warp_args):
     consumer_wait(base + AT_Q_PIPE, n, STAGES)
-    s = scores(base, k_tile, rest[0], n)
+    s = issue_s(base, k_tile, warp_args[0], n)
     consumer_wait(base + AT_V_PIPE, number, 1)
-    return s, sums[0], sums[1], i32(-1), i32(-1)  # tiles of dQ: in shared memory, and the one that is next
+    # Query tiles, as indices among all: whose dQ is in shared memory, and the one before n.
+    return s, acc[0], acc[1], i32(-1), i32(-1)
 
 
 @device
-def step(p, base, k_tile, number, even, tile, state, rest):
-    """Tile n, whose scores have been begun: to its dV and dK, and dQ of the tile before. first, last: of the item."""
-    n, first = tile
-    group, (own, lane_part, pairs_of_lane, warp), unit = rest
-    s, dk, dv, staged, before = state
+def mma_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
+    n, first = step
+    wg, (stats_of_lane, dq_of_lane, ds_of_lane, warp), scale_log2 = warp_args
+    s, dk_acc, dv_acc, staged, previous = state
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
-    shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
+    lse = stats_of_lane + AT_LSE + stage * BYTES_ROW_STATS
+    delta = stats_of_lane + AT_DELTA + dout_stage * BYTES_ROW_STATS
     dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT
-    tile_desc, where = uniform(load_word(tile_desc_of(base, n))), load_word(tile_desc_of(base, n) + 8)
+    tile_desc, index = uniform(load_word(tile_desc_slot(base, n))), load_word(tile_desc_slot(base, n) + DESC_INDEX)
     last = tile_desc & LAST_TILE != 0
-    if ORDERED:
+    if DETERMINISTIC:
         if thread() == 128:
-            ask(base, n, where, load_word(work_tile_slot(base, number) + 8) // BLOCK_K)
-    early = listed(numbers_of, EARLY, shift)
+            request_dq_turn(base, n, index, load_word(work_tile_slot(base, number) + 8) // BLOCK_K)
+    early_lse = listed(row_stats_of, EARLY_LSE, lse)
     consumer_wait(base + AT_DOUT_PIPE, n, DOUT_STAGES)
-    wgmma_wait(0)  # S, and dK of the tile before
+    wgmma_wait(0)  # S, and dK of the step before
     s = fence_operand(s)
-    dp = gradients_of_weights(base, group, dout_tile)
-    s, w, kept, plain = weights(p, base, n, number, tile_desc, group, even, s, early, shift, unit)
-    wgmma_fence()
-    dv = dv_product(dv, w, descriptor(dout_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
-    wgmma_commit()
+    dp = issue_dp(base, wg, dout_tile)
+    s, p_frag, dropout, unmasked = softmax_p(
+        p, base, n, number, tile_desc, wg, keys_finite, s, early_lse, lse, scale_log2
+    )  # fmt: skip
+    dv_acc = issue_dv(dv_acc, p_frag, dout_tile, first)
     wgmma_wait(1)  # dP
-    if last:  # the next item's values may come while this one ends
+    if last:  # V of the next work tile may be loaded during the epilogue
         consumer_release(base + AT_V_PIPE, number, 1)
-    ds = gradients(p, s, fence_operand(dp), plain, delta, kept)
-    hand_pairs(base, n, ds, pairs_of_lane)
+    ds = compute_ds(p, s, fence_operand(dp), unmasked, delta, dropout, (base, n, number, wg))
+    store_ds(base, n, ds, ds_of_lane)
     if staged >= 0:
-        send_sums(p, base, staged, warp)
+        send_dq(p, base, staged, warp)
     wgmma_wait(0)  # dV
-    w = fence_operand(w)
-    if KEYS_FIRST:
-        dk = key_gradients(base, dk, ds, n, first)
+    p_frag = fence_operand(p_frag)
+    if DK_FIRST:
+        dk_acc = issue_dk(base, dk_acc, ds, n, first)
     if not first:
         consumer_wait(base + AT_DS_PIPE, n - 1, 2)
-    # Always begun, or the compiler makes it wait; of an item's first tile nothing comes of it.
-    dq = query_gradients(base, k_tile, group, n + 1)
-    if not KEYS_FIRST:
-        dk = key_gradients(base, dk, ds, n, first)
+    dq = issue_dq(base, k_tile, wg, n + 1)  # of tile n - 1; unconditional, or ptxas serializes it
+    if not DK_FIRST:
+        dk_acc = issue_dk(base, dk_acc, ds, n, first)
     if not last:
         consumer_wait(base + AT_Q_PIPE, n + 1, STAGES)
-    s = scores(base, k_tile, group, n if last else n + 1)  # likewise, of the last
+    s = issue_s(base, k_tile, wg, n if last else n + 1)  # unconditional as well; unused after the last step
     wgmma_wait(1)  # dQ, dK
     dq, ds = fence_operand(dq), fence_operand(ds)
-    release_tile(base, n)
+    consumer_release(base + AT_Q_PIPE, n, STAGES)
+    consumer_release(base + AT_DOUT_PIPE, n, DOUT_STAGES)
     if not first:
-        stage_sums(base, n - 1, dq, lane_part)
-    return (s, dk, dv, before, where), last
+        stage_dq(base, n - 1, dq, dq_of_lane)
+    return (s, dk_acc, dv_acc, previous, index), last
 
 
 @device
-def finish(p, base, k_tile, number, n, state, rest):
-    group, (_, lane_part, _, warp), _ = rest
-    s, dk, dv, staged, before = state
-    s, dk, dv = fence_operand(s), fence_operand(dk), fence_operand(dv)
+def epilogue(p, base, k_tile, number, n, state, warp_args):
+    """The last dQ, then dV and dK."""
+    wg, (_, dq_of_lane, _, warp), _ = warp_args
+    s, dk_acc, dv_acc, staged, previous = state
+    s, dk_acc, dv_acc = fence_operand(s), fence_operand(dk_acc), fence_operand(dv_acc)
     consumer_wait(base + AT_DS_PIPE, n - 1, 2)
-    dq = query_gradients(base, k_tile, group, n - 1)
-    if not ORDERED:
+    dq = issue_dq(base, k_tile, wg, n - 1)
+    if not DETERMINISTIC:
         fence_proxy_async()
         lanes_sync()
         if staged >= 0:
-            send_sums(p, base, staged, warp)
+            send_dq(p, base, staged, warp)
     wgmma_wait(0)
     dq = fence_operand(dq)
-    if ORDERED:
-        stage_sums(base, n - 1, dq, lane_part)
-    else:  # from registers, while what leaves through shared memory does so
+    if DETERMINISTIC:
+        stage_dq(base, n - 1, dq, dq_of_lane)
+    else:  # from registers, while the tile before leaves through shared memory
         consumer_release(base + AT_DS_PIPE, n - 1, 2)
-        groups(add_four, 4, dq, part_of_sums(p, before, lane_part))
-    at = read_item(base, number)
+        groups(add_dq_four, 4, dq, dq_accum_at(p, previous, dq_of_lane))
+    at = read_work_tile(base, number)
     consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
-    if ORDERED:
-        consumer_wait(base + AT_TURN, u32(n - 1), 2)  # the sums have left
-    lane, first, place = opaque(thread() % 32), 16 * warp, base + AT_SUMS + BYTES_WARP * warp
-    send_dv(map_address("map_dv"), at, first, lane, place, dv, np.float32(1))
-    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.softmax_scale))
-    return dk, dv
+    if DETERMINISTIC:
+        consumer_wait(base + AT_DQ_GRANTED, u32(n - 1), 2)  # dQ has left shared memory
+    lane, first_key, buffer = opaque(thread() % 32), 16 * warp, base + AT_DQ + BYTES_DQ_WARP * warp
+    store_dv(map_address("map_dv"), at, first_key, lane, buffer, dv_acc, np.float32(1))
+    store_dk(map_address("map_dk"), at, first_key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
+    return dk_acc, dv_acc
 
 
 @device
-def consumer(p, base, group):
-    unit = as_float(uniform(as_int(np.float32(p.softmax_scale * 1.4426950408889634))))  # or it is computed anew, in float64
-    # What follows from the thread is made once: asking again which it is waits for all stores to shared memory before.
+def consumer(p, base, wg):
+    scale_log2 = scale_log2_of(p)
+    # Made once: reading the thread's index again would wait for all stores to shared memory before.
     lane, warp = opaque(thread() % 32), i32(uniform(thread() // 32) - 4)
-    # Where a lane's numbers of queries are, its part of a tile of dQ, and its matrices of dS; its warp.
-    lane_places = (
-        u32(opaque(base + own_row())),
-        u32(BYTES_WARP * warp + 16 * lane),
-        u32(opaque(base + AT_DS + group * BLOCK_Q * CHUNK_ROW
+    # Where a lane's row statistics are, its part of a tile of dQ, and its matrices of dS; its warp.
+    places = (
+        u32(opaque(base + lane_stats())),
+        u32(BYTES_DQ_WARP * warp + 16 * lane),
+        u32(opaque(base + AT_DS + wg * BLOCK_Q * CHUNK_ROW
                  + swizzled(lane % 8 + lane // 16 * 8, warp % 4 * 2 + lane // 8 % 2))),
         warp,
     )  # fmt: skip
-    sums = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
-    n = multiply_items(p, base, sums, begin, step, finish, (group, lane_places, unit))
-    if ORDERED:
+    acc = filled(ZERO, DK_REGS), filled(ZERO, DV_REGS)
+    n = consume_work_tiles(p, base, acc, prologue, mma_step, epilogue, (wg, places, scale_log2))
+    if DETERMINISTIC:
         if thread() == 128:
-            ask(base, n, END, 0)
-            ask(base, n + 1, END, 0)
+            end_dq_requests(base, n)
     bulk_wait()

@@ -1,245 +1,245 @@
 # parts: sm90/backward
-# Products of the Hopper backward pass where dK and dV of 64 keys do not fit the registers of a warp group. A cluster of
-# two blocks has an item, 64 keys each; of a block's groups one has what is of pairs, the other the sums over them. All
-# are turned: keys are the rows.
+# Consumers of Hopper's backward pass where dK and dV of 64 keys do not fit the registers of a warp group. A cluster of
+# two CTAs shares a work tile, 64 keys each, and the two consumers of a CTA differ in role. All products are transposed:
+# keys are the rows.
 #
-#     S, P, dP, dS  [64][64]   registers of the first group; dS also in shared memory, of both blocks
-#     dV            [64][..]   registers of the first
-#     dK            [64][..]   registers of the second
-#     dQ^T          half the columns, of the keys of both blocks: registers of the second, from where they are added
+#     S, P, dP, dS  [64][64]   registers of the dS consumer; dS also in shared memory of both CTAs
+#     dV            [64][..]   registers of the dS consumer
+#     dK            [64][..]   registers of the dK/dQ consumer
+#     dQ^T          half the columns, of both CTAs' keys: registers of the dK/dQ consumer
 #
-# What limited one block alone is the way to the L2 cache: dQ, in float32, took more of it than all that is read. So
-# blocks send each other dS, in 16 bits, and each adds half the columns, once for 128 keys.
+# A single CTA would be limited by its traffic to the L2 cache, most of which is dQ in float32. So the CTAs exchange dS
+# in 16 bits and each adds half of the columns, once for all 128 keys.
 #
-# A step, for the tile of queries number n, of the first group and of the second:
+# A step, for query tile n:
 #
-#     S = K Q^T was begun in the step before     dK += dS Q
-#     dP = V dO^T, meanwhile weights of S        dQ^T = K^T dS of the block's own keys
-#     dV += P dO, meanwhile dS of dP,            the other block's dS is waited for
-#         which goes to both blocks              dQ^T += K^T dS of its keys
+#     dS consumer                                dK/dQ consumer
+#     S = K Q^T issued in the step before        dK += dS Q
+#     dP = V dO^T; S becomes P meanwhile         dQ^T = K^T dS of the CTA's keys
+#     dV += P dO; dP becomes dS meanwhile,       the peer's dS is awaited
+#         which goes to both CTAs                dQ^T += K^T dS of the peer's keys
 #     S of the next tile                         dQ leaves
 
-BYTES_HANDED = BYTES_DS // SIDE  # what a warp's dS of a tile is, to shared memory of both blocks: 16 rows of keys
-PART, PARTS_OF_DQ = BLOCK_Q // 2, SHARE * BLOCK_Q // 2  # registers of a lane: 64 columns of dQ, those of a block
+BYTES_DS_WARP = BYTES_DS // ROLE_WARPS  # dS of a warp's 16 keys, which it sends to the peer
+DQ_CHUNK_REGS = BLOCK_Q // 2  # registers of a lane for 64 columns of dQ
+DQ_REGS = DQ_CHUNKS * DQ_CHUNK_REGS
+DS_CONSUMER_BARRIER, DK_DQ_CONSUMER_BARRIER = 1, 2
 
-send_dv = keys_sender(COLUMNS_V, 0, chunks_v, HELD * CHUNK_ROW)
-send_dk = keys_sender(COLUMNS, 0, SHARE, HELD * CHUNK_ROW)
+store_dv = make_store_dkv(PADDED_DIM_V, 0, CHUNKS_V, CTA_KEYS * CHUNK_ROW)
+store_dk = make_store_dkv(PADDED_DIM, 0, DQ_CHUNKS, CTA_KEYS * CHUNK_ROW)
 
-dk_product = wgmma(STORAGE, COLUMNS, along_rows(BLOCK_Q, HELD), along_columns(BLOCK_Q), turned_b=True)
-dq_product, dq_fresh = (
+wgmma_dk = wgmma(STORAGE, PADDED_DIM, along_rows(BLOCK_Q, CTA_KEYS), along_columns(BLOCK_Q), turned_b=True)
+wgmma_dq, wgmma_dq_zero_init = (
     wgmma(
-        STORAGE, BLOCK_Q, along_columns(HELD), along_columns(HELD), turned_a=True, turned_b=True, fresh=fresh
+        STORAGE, BLOCK_Q, along_columns(CTA_KEYS), along_columns(CTA_KEYS), turned_a=True, turned_b=True, fresh=fresh
     ) for fresh in (False, True)
 )  # fmt: skip
 
 
-# --- the first group: what is of pairs --------------------------------------------------------------------------------
+# --- the dS consumer --------------------------------------------------------------------------------------------------
 
 
 @device
-def store_sixteen(i, words, place):
-    """16 queries of a warp's keys, as rows of keys."""
-    stmatrix_x4(u32(place ^ u32(2 * VEC_BYTES * i)), words[0], words[1], words[2], words[3])
+def store_ds_matrices(i, words, ds_of_lane):
+    """16 columns of a warp's keys."""
+    stmatrix_x4(u32(ds_of_lane ^ u32(2 * VEC_BYTES * i)), words[0], words[1], words[2], words[3])
 
 
 @device
-def hand_pairs(base, n, ds, places):
-    """A warp's dS to shared memory, and from there to the other block's."""
-    hand, place, there, told = places
+def store_ds(base, n, ds, places):
+    """A warp's dS to shared memory, and from there to the peer's."""
+    ds_of_warp, ds_of_lane, peer_ds, peer_full = places
     producer_acquire(base + AT_DS_PIPE, n, 1)
     producer_acquire(base + AT_DSMEM_PIPE, n, 1)
-    groups(store_sixteen, 4, ds, place)
+    groups(store_ds_matrices, 4, ds, ds_of_lane)
     fence_proxy_async()
     lanes_sync()
-    dsmem_copy(there, hand, BYTES_HANDED, told)
+    dsmem_copy(peer_ds, ds_of_warp, BYTES_DS_WARP, peer_full)
     mbarrier_arrive_once(base + AT_DS_PIPE)
 
 
 @device
-def begin_pairs(base, k_tile, number, n, dv, rest):
+def ds_prologue(base, k_tile, number, n, dv_acc, warp_args):
     consumer_wait(base + AT_Q_PIPE, n, STAGES)
-    s = scores(base, k_tile, 0, n)
+    s = issue_s(base, k_tile, 0, n)
     consumer_wait(base + AT_V_PIPE, number, 1)
-    return s, dv
+    return s, dv_acc
 
 
 @device
-def step_of_pairs(p, base, k_tile, number, even, tile, state, rest):
-    """Tile n, whose scores have been begun: to its dS, and dV. first, last: of the item."""
-    n, first = tile
-    _, rank, _, own, places, unit = rest
-    s, dv = state
+def ds_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
+    n, first = step
+    _, rank, _, stats_of_lane, places, scale_log2 = warp_args
+    s, dv_acc = state
     stage, dout_stage = stage_of(n, STAGES), stage_of(n, DOUT_STAGES)
-    shift, delta = own + AT_SHIFT + stage * BYTES_ROWS, own + AT_DELTA + dout_stage * BYTES_ROWS
+    lse = stats_of_lane + AT_LSE + stage * BYTES_ROW_STATS
+    delta = stats_of_lane + AT_DELTA + dout_stage * BYTES_ROW_STATS
     dout_tile = base + AT_DOUT + dout_stage * BYTES_DOUT
-    tile_desc = uniform(load_word(tile_desc_of(base, n)))
+    tile_desc = uniform(load_word(tile_desc_slot(base, n)))
     last = tile_desc & LAST_TILE != 0
-    if ORDERED:
+    if DETERMINISTIC:
         if thread() == 128:
-            ask(base, n, load_word(tile_desc_of(base, n) + 8), load_word(work_tile_slot(base, number) + 8) // BLOCK_K)
-    early = listed(numbers_of, EARLY, shift)
+            index, k0 = load_word(tile_desc_slot(base, n) + DESC_INDEX), load_word(work_tile_slot(base, number) + 8)
+            request_dq_turn(base, n, index, k0 // BLOCK_K)
+    early_lse = listed(row_stats_of, EARLY_LSE, lse)
     consumer_wait(base + AT_DOUT_PIPE, n, DOUT_STAGES)
     wgmma_wait(0)  # S
     s = fence_operand(s)
-    dp = gradients_of_weights(base, 0, dout_tile)
-    s, w, kept, plain = weights(p, base, n, number, tile_desc, rank, even, s, early, shift, unit)
-    wgmma_fence()
-    dv = dv_product(dv, w, descriptor(dout_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
-    wgmma_commit()
+    dp = issue_dp(base, 0, dout_tile)
+    s, p_frag, dropout, unmasked = softmax_p(
+        p, base, n, number, tile_desc, rank, keys_finite, s, early_lse, lse, scale_log2
+    )  # fmt: skip
+    dv_acc = issue_dv(dv_acc, p_frag, dout_tile, first)
     wgmma_wait(1)  # dP
-    ds = gradients(p, s, fence_operand(dp), plain, delta, kept)
-    hand_pairs(base, n, ds, places)
+    ds = compute_ds(p, s, fence_operand(dp), unmasked, delta, dropout, (base, n, number, rank))
+    store_ds(base, n, ds, places)
     consumer_release(base + AT_Q_PIPE, n, STAGES)
     if not last:
         consumer_wait(base + AT_Q_PIPE, n + 1, STAGES)
-    # Always begun, or the compiler makes it wait; after the last tile nothing comes of it.
-    s = scores(base, k_tile, 0, n if last else n + 1)
+    # Unconditional, or ptxas serializes it; unused after the last step.
+    s = issue_s(base, k_tile, 0, n if last else n + 1)
     wgmma_wait(1)  # dV
-    w = fence_operand(w)
+    p_frag = fence_operand(p_frag)
     consumer_release(base + AT_DOUT_PIPE, n, DOUT_STAGES)
-    return (s, dv), last
+    return (s, dv_acc), last
 
 
 @device
-def finish_pairs(p, base, k_tile, number, n, state, rest):
-    _, rank, warp, _, _, _ = rest
-    s, dv = state
-    s, dv = fence_operand(s), fence_operand(dv)
-    at = read_item(base, number)
+def ds_epilogue(p, base, k_tile, number, n, state, warp_args):
+    _, rank, warp, _, _, _ = warp_args
+    s, dv_acc = state
+    s, dv_acc = fence_operand(s), fence_operand(dv_acc)
+    at = read_work_tile(base, number)
     consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
-    named_barrier_sync(1, 128)  # nobody reads V any more: dV leaves through its place
-    lane, first, place = opaque(thread() % 32), HELD * rank + 16 * warp, base + AT_V + BYTES_PIECE * warp
-    send_dv(map_address("map_dv"), at, first, lane, place, dv, np.float32(1))
+    named_barrier_sync(DS_CONSUMER_BARRIER, 128)  # no warp reads V any more: dV leaves through its place
+    lane, first_key, buffer = opaque(thread() % 32), CTA_KEYS * rank + 16 * warp, base + AT_V + BYTES_PIECE * warp
+    store_dv(map_address("map_dv"), at, first_key, lane, buffer, dv_acc, np.float32(1))
     bulk_wait_read(0)
     lanes_sync()
     consumer_release(base + AT_V_PIPE, number, 1)
-    return dv
-
-
-# --- the second group: sums over pairs --------------------------------------------------------------------------------
+    return dv_acc
 
 
 @device
-def begin_part(c, _, rest):
-    keys, ds = rest
-    return dq_fresh(descriptor(keys + c * HELD * CHUNK_ROW, 16), descriptor(ds, 16))
+def ds_consumer(p, base, rank, warp, lane):
+    scale_log2 = scale_log2_of(p)
+    # Where a lane's row statistics are; a warp's dS, a lane's matrices of it, its place in the peer CTA, the barrier
+    # there.
+    stats_of_lane, ds_of_warp = u32(opaque(base + lane_stats())), u32(base + AT_DS + warp * BYTES_DS_WARP)
+    ds_of_lane = u32(opaque(ds_of_warp + swizzled(lane % 16, lane // 16)))
+    peer_ds, peer_full = mapa(u32(ds_of_warp + BYTES_DS), 1 - rank), mapa(u32(base + AT_DSMEM_PIPE), 1 - rank)
+    warp_args = 0, rank, warp, stats_of_lane, (ds_of_warp, ds_of_lane, peer_ds, peer_full), scale_log2
+    n = consume_work_tiles(p, base, filled(ZERO, DV_REGS), ds_prologue, ds_step, ds_epilogue, warp_args)
+    if DETERMINISTIC:
+        if thread() == 128:
+            end_dq_requests(base, n)
+
+
+# --- the dK/dQ consumer -----------------------------------------------------------------------------------------------
 
 
 @device
-def add_part(c, dq, rest):
-    keys, ds = rest
-    return dq_product(dq, descriptor(keys + c * HELD * CHUNK_ROW, 16), descriptor(ds, 16), 1)
+def dq_chunk_zero_init(c, _, args):
+    k_tile, ds = args
+    return wgmma_dq_zero_init(descriptor(k_tile + c * CTA_KEYS * CHUNK_ROW, 16), descriptor(ds, 16))
 
 
 @device
-def query_gradients(part, dq, keys, ds):
-    """dQ^T = K^T dS of a block's keys, or that added; 64 columns after the other, each by part()."""
+def dq_chunk(c, dq_acc, args):
+    k_tile, ds = args
+    return wgmma_dq(dq_acc, descriptor(k_tile + c * CTA_KEYS * CHUNK_ROW, 16), descriptor(ds, 16), 1)
+
+
+@device
+def issue_dq(chunk, dq_acc, k_tile, ds):
+    """dQ^T = K^T dS of a CTA's keys, or += that; 64 columns at a time, each by chunk()."""
     wgmma_fence()
-    dq = groups(part, PART, dq, (keys, ds))
+    dq_acc = groups(chunk, DQ_CHUNK_REGS, dq_acc, (k_tile, ds))
     wgmma_commit()
-    return dq
+    return dq_acc
 
 
 @device
-def send_part(c, dq, rest):
-    target, first = rest
-    if chunks_q % SHARE == 0 or first + c < chunks_q:
-        groups(add_four, 4, dq, target + c * BYTES_PART)
+def add_dq_chunk(c, dq_acc, args):
+    target, first = args
+    if CHUNKS % DQ_CHUNKS == 0 or first + c < CHUNKS:
+        groups(add_dq_four, 4, dq_acc, target + c * BYTES_DQ_PART)
 
 
 @device
-def begin_sums(base, k_tile, number, n, dk, rest):
-    return dk, read_item(base, number)
+def dk_dq_prologue(base, k_tile, number, n, dk_acc, warp_args):
+    return dk_acc, read_work_tile(base, number)
 
 
 @device
-def step_of_sums(p, base, k_tile, number, even, tile, state, rest):
-    """Tile n, whose dS comes from both blocks: to dK and dQ."""
-    n, first = tile
-    _, rank, warp, part_of_lane, room = rest
-    dk, at = state
-    q_tile, pairs_here = base + AT_Q + stage_of(n, STAGES) * BYTES_Q, base + AT_DS
+def dk_dq_step(p, base, k_tile, number, keys_finite, step, state, warp_args):
+    n, first = step
+    _, rank, warp, dq_of_lane, peer_empty = warp_args
+    dk_acc, at = state
+    q_tile, own_ds = base + AT_Q + stage_of(n, STAGES) * BYTES_Q, base + AT_DS
     consumer_wait(base + AT_Q_PIPE, n, STAGES)
-    tile_desc, where = uniform(load_word(tile_desc_of(base, n))), load_word(tile_desc_of(base, n) + 8)
+    tile_desc, index = uniform(load_word(tile_desc_slot(base, n))), load_word(tile_desc_slot(base, n) + DESC_INDEX)
     last = tile_desc & LAST_TILE != 0
     consumer_wait(base + AT_DS_PIPE, n, 1)
     wgmma_fence()
-    dk = dk_product(dk, descriptor(pairs_here, 16), descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
+    dk_acc = wgmma_dk(dk_acc, descriptor(own_ds, 16), descriptor(q_tile, BLOCK_Q * CHUNK_ROW), 0 if first else 1)
     wgmma_commit()
-    own_tile = k_tile + SHARE * HELD * CHUNK_ROW * rank
-    dq = query_gradients(begin_part, filled(ZERO, PARTS_OF_DQ), own_tile, pairs_here)
+    own_k_tile = k_tile + DQ_CHUNKS * CTA_KEYS * CHUNK_ROW * rank
+    dq_acc = issue_dq(dq_chunk_zero_init, filled(ZERO, DQ_REGS), own_k_tile, own_ds)
     wgmma_wait(1)  # dK
     consumer_release(base + AT_Q_PIPE, n, STAGES)
     if first:
         consumer_wait(base + AT_PEER_K_PIPE, number, 1)
     consumer_wait(base + AT_DSMEM_PIPE, n, 1)
-    dq = query_gradients(add_part, dq, base + AT_OTHERS, pairs_here + BYTES_DS)
-    wgmma_wait(1)  # dQ of the block's own keys
+    dq_acc = issue_dq(dq_chunk, dq_acc, base + AT_PEER_K, own_ds + BYTES_DS)
+    wgmma_wait(1)  # dQ of the CTA's own keys
     consumer_release(base + AT_DS_PIPE, n, 1)
     wgmma_wait(0)
-    dq = fence_operand(dq)
+    dq_acc = fence_operand(dq_acc)
     if warp == 0:
-        arrive_and_expect_once(base + AT_DSMEM_PIPE, BYTES_DS)  # of the next tile
-    dsmem_arrive(room)
-    if ORDERED:
-        consumer_wait(base + AT_TURN, n, 2)
+        arrive_and_expect_once(base + AT_DSMEM_PIPE, BYTES_DS)  # of the next query tile
+    dsmem_arrive(peer_empty)
+    if DETERMINISTIC:
+        consumer_wait(base + AT_DQ_GRANTED, n, 2)
     if last:
         consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
-    chunk = SHARE * rank
-    groups(send_part, PART, dq, (part_of_sums(p, where, chunk * BYTES_PART + part_of_lane), chunk))
-    if ORDERED:
+    chunk = DQ_CHUNKS * rank
+    groups(add_dq_chunk, DQ_CHUNK_REGS, dq_acc, (dq_accum_at(p, index, chunk * BYTES_DQ_PART + dq_of_lane), chunk))
+    if DETERMINISTIC:
         lanes_sync()
-        mbarrier_arrive_once(full_barrier(base + AT_ADDED, n, 2))
-    return (dk, at), last
+        mbarrier_arrive_once(full_barrier(base + AT_DQ_WRITTEN, n, 2))
+    return (dk_acc, at), last
 
 
 @device
-def finish_sums(p, base, k_tile, number, n, state, rest):
-    _, rank, warp, _, _ = rest
-    dk, at = state
-    dk = fence_operand(dk)
-    named_barrier_sync(2, 128)  # nobody reads the other block's keys any more: dK leaves through their place
-    lane, first, place = opaque(thread() % 32), HELD * rank + 16 * warp, base + AT_OTHERS + BYTES_PIECE * warp
-    send_dk(map_address("map_dk"), at, first, lane, place, dk, np.float32(p.softmax_scale))
+def dk_dq_epilogue(p, base, k_tile, number, n, state, warp_args):
+    _, rank, warp, _, _ = warp_args
+    dk_acc, at = state
+    dk_acc = fence_operand(dk_acc)
+    # No warp reads the peer's keys any more: dK leaves through their place.
+    named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128)
+    lane, first_key, buffer = opaque(thread() % 32), CTA_KEYS * rank + 16 * warp, base + AT_PEER_K + BYTES_PIECE * warp
+    store_dk(map_address("map_dk"), at, first_key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
     bulk_wait_read(0)
     lanes_sync()
     consumer_release(base + AT_PEER_K_PIPE, number, 1)
-    return dk
-
-
-# --- both -------------------------------------------------------------------------------------------------------------
+    return dk_acc
 
 
 @device
-def multiply_pairs(p, base, rank, warp, lane):
-    unit = as_float(uniform(as_int(np.float32(p.softmax_scale * 1.4426950408889634))))  # or it is computed anew, in float64
-    # Where a lane's numbers of queries are; a warp's dS, a lane's matrices of it, its place in the other block, and the
-    # barrier there.
-    own, hand = u32(opaque(base + own_row())), u32(base + AT_DS + warp * BYTES_HANDED)
-    place = u32(opaque(hand + swizzled(lane % 16, lane // 16)))
-    there, told = mapa(u32(hand + BYTES_DS), 1 - rank), mapa(u32(base + AT_DSMEM_PIPE), 1 - rank)
-    rest = 0, rank, warp, own, (hand, place, there, told), unit
-    n = multiply_items(p, base, filled(ZERO, SUMS_V), begin_pairs, step_of_pairs, finish_pairs, rest)
-    if ORDERED:
-        if thread() == 128:
-            ask(base, n, END, 0)
-            ask(base, n + 1, END, 0)
-
-
-@device
-def multiply_sums(p, base, rank, warp, lane):
+def dk_dq_consumer(p, base, rank, warp, lane):
     if warp == 0:
         arrive_and_expect_once(base + AT_DSMEM_PIPE, BYTES_DS)
-    room = mapa(u32(base + AT_DSMEM_PIPE + 8), 1 - rank)
-    rest = 0, rank, warp, u32(BYTES_WARP * warp + 16 * lane), room  # its part of a chunk of dQ
-    multiply_items(p, base, filled(ZERO, SUMS), begin_sums, step_of_sums, finish_sums, rest)
+    peer_empty = mapa(u32(base + AT_DSMEM_PIPE + 8), 1 - rank)
+    warp_args = 0, rank, warp, u32(BYTES_DQ_WARP * warp + 16 * lane), peer_empty
+    consume_work_tiles(p, base, filled(ZERO, DK_REGS), dk_dq_prologue, dk_dq_step, dk_dq_epilogue, warp_args)
 
 
 @device
-def consumer(p, base, group):
-    rank, warp, lane = uniform(rank_of_block()), i32(uniform(thread() // 32 % 4)), opaque(thread() % 32)
-    if group == 0:
-        multiply_pairs(p, base, rank, warp, lane)
+def consumer(p, base, wg):
+    rank, warp, lane = uniform(cta_rank()), i32(uniform(thread() // 32 % 4)), opaque(thread() % 32)
+    if wg == 0:
+        ds_consumer(p, base, rank, warp, lane)
     else:
-        multiply_sums(p, base, rank, warp, lane)
+        dk_dq_consumer(p, base, rank, warp, lane)
     bulk_wait()

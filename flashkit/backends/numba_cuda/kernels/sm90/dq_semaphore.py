@@ -1,62 +1,120 @@
-# The order of adding dQ in the Hopper backward pass: roles of warp group 0.
+# dQ in global memory: dq_accum, float32 sums of each query tile, and dq_semaphore, which puts the additions in order.
 #
-# Those that multiply say at once which tile of dQ their number n is, and which tile of keys, and a step later that it
-# is there: meanwhile its turn has come. If it is in shared memory it is added from there; if it is in registers they
-# are told when to add it. Two warps do this, each for every second tile. Four slots: before tile n + 4 is asked for, n
-# has left.
+# DETERMINISTIC: a query tile is added to by one key tile after the other, so the bits never change. dq_semaphore has a
+# bit for each pair of tiles. Work tiles are claimed in the order of the additions, so a CTA only ever waits for
+# resident CTAs. Without a mask keys ascend and each CTA goes from the last queries to the first; with one,
+# FROM_DIAGONAL.
+
+# The words of a query tile: flags (1 if it has non-finite rows), then for each CTA of a cluster, as it has columns of
+# dQ of its own, a bit for each key tile that has been added. Offsets in bytes.
+SEMAPHORE_FLAGS, SEMAPHORE_ADDED = 0, 4
 
 
 @device
-def slot_of(base, n):
-    return base + AT_SLOTS + 8 * stage_of(n, 4)
+def dq_semaphore(p, b, h, tile):
+    return number_address(p.dq_semaphore, I(b), I(h), I(tile))
 
 
 @device
-def ask(base, n, where, tile_k):
-    """where: the tile of queries among all."""
-    store_word(slot_of(base, n), where)
-    store_word(slot_of(base, n) + 4, tile_k)
-    mbarrier_arrive(full_barrier(base + AT_ASKED, n, 4))
+def added_words_per_cta(p):
+    return ceil_div(p.n_k, 32 * BLOCK_K)
 
 
 @device
-def wait_for_turn(p, done, tile_k):
-    """Until all tiles of keys whose turn comes before tile_k's are done, by a warp."""
-    first, end = (tile_k + 1, tiles_along(p.n_k, BLOCK_K)) if FROM_DIAGONAL else (0, tile_k)
+def added_words(p, semaphore):
+    """The CTA's words with a bit for each key tile."""
+    return semaphore + SEMAPHORE_ADDED + 4 * cta_rank() * added_words_per_cta(p)
+
+
+@device
+def dq_accum_at(p, index, offset):
+    """From byte `offset` of a query tile on. index: of the tile among all."""
+    return p.dq_accum.data + I(index) * BYTES_DQ + offset
+
+
+@device
+def skip_dq(p, semaphore, tile_k):
+    """Key tile tile_k adds nothing."""
+    set_bits(added_words(p, semaphore) + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
+
+
+@device
+def release_dq(added, tile_k):
+    """Key tile tile_k has been added."""
+    set_bits_after(added + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
+
+
+@device
+def acquire_dq(p, added, tile_k):
+    """A warp waits until all key tiles before tile_k have been added."""
+    first, end = (tile_k + 1, ceil_div(p.n_k, BLOCK_K)) if FROM_DIAGONAL else (0, tile_k)
     for word in range(first // 32 + thread() % 32, (end + 31) // 32, 32):
         left = end - 32 * word
-        need = u32(0xFFFFFFFF) if left >= 32 else u32((u32(1) << u32(left)) - u32(1))
+        needed = u32(0xFFFFFFFF) if left >= 32 else u32((u32(1) << u32(left)) - u32(1))
         if FROM_DIAGONAL:
             if first > 32 * word:
-                need = u32(need & u32(u32(0xFFFFFFFF) << u32(first % 32)))
-        while load_acquired(done + 4 * word) & need != need:
+                needed = u32(needed & u32(u32(0xFFFFFFFF) << u32(first % 32)))
+        while load_acquired(added + 4 * word) & needed != needed:
             pass
     lanes_sync()
 
 
+# --- between consumers and the semaphore warps ------------------------------------------------------------------------
+#
+# Consumers request a turn for query tile n as soon as they know it, a step before its dQ is there: the semaphore warp
+# waits meanwhile. dQ then leaves in one of two ways.
+#
+#     CLUSTER_SIZE == 1   consumers write dQ to shared memory (AT_DQ_WRITTEN); the semaphore warp sends it when its
+#                         turn has come, and grants the buffer to the next tile (AT_DQ_GRANTED)
+#     CLUSTER_SIZE == 2   the semaphore warp grants the turn (AT_DQ_GRANTED); consumers add from registers
+#                         (AT_DQ_WRITTEN)
+#
+# Two warps take every second tile each. There are four slots: before tile n + 4 is requested, tile n has left.
+
+
 @device
-def keep_order(p, base, which):
+def dq_slot(base, n):
+    """The query tile's index among all, and the key tile."""
+    return base + AT_DQ_SLOTS + 8 * stage_of(n, 4)
+
+
+@device
+def request_dq_turn(base, n, index, tile_k):
+    store_word(dq_slot(base, n), index)
+    store_word(dq_slot(base, n) + 4, tile_k)
+    mbarrier_arrive(full_barrier(base + AT_DQ_REQUESTED, n, 4))
+
+
+@device
+def end_dq_requests(base, n):
+    request_dq_turn(base, n, END, 0)
+    request_dq_turn(base, n + 1, END, 0)
+
+
+@device
+def dq_semaphore_warp(p, base, which):
+    """The semaphore warp `which` of two."""
     n, leader = u32(which), thread() % 32 == 0
     while True:
-        consumer_wait(base + AT_ASKED, n, 4)
-        where, tile_k = load_word(slot_of(base, n)), load_word(slot_of(base, n) + 4)
-        if where == END:
+        consumer_wait(base + AT_DQ_REQUESTED, n, 4)
+        index, tile_k = load_word(dq_slot(base, n)), load_word(dq_slot(base, n) + 4)
+        if index == END:
             break
-        done = p.dq_semaphore.data + 4 * (I(where) * p.dq_semaphore.token + 1 + rank_of_block() * order_words(p))
-        wait_for_turn(p, done, tile_k)
+        added = added_words(p, p.dq_semaphore.data + 4 * (I(index) * p.dq_semaphore.token))
+        acquire_dq(p, added, tile_k)
         if leader:
-            if KEYS_SHARED:
-                mbarrier_arrive(full_barrier(base + AT_TURN, n, 2))
-                consumer_wait(base + AT_ADDED, n, 2)
+            if CLUSTER_SIZE > 1:
+                mbarrier_arrive(full_barrier(base + AT_DQ_GRANTED, n, 2))
+                consumer_wait(base + AT_DQ_WRITTEN, n, 2)
             else:
-                consumer_wait(base + AT_ADDED, n, 2)
+                consumer_wait(base + AT_DQ_WRITTEN, n, 2)
                 fence_proxies()
-                bulk_reduce_add(p.dq_accum.data + I(where) * BYTES_SUMS, base + AT_SUMS, BYTES_SUMS)
+                bulk_reduce_add(dq_accum_at(p, index, 0), base + AT_DQ, BYTES_DQ)
                 bulk_commit()
                 bulk_wait_read(0)
-                mbarrier_arrive(full_barrier(base + AT_TURN, n, 2))  # the next one may come
+                mbarrier_arrive(full_barrier(base + AT_DQ_GRANTED, n, 2))
                 bulk_wait()
                 fence_proxies()
-            set_bits_after(done + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
+            release_dq(added, tile_k)
         lanes_sync()
         n = u32(n + u32(2))

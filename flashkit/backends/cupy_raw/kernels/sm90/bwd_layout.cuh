@@ -1,0 +1,162 @@
+// Tile shape, warp roles and shared memory of Hopper's backward pass.
+//
+// warp group 0   warp 0       producer: Q, dO and V of each query tile (bwd_producer.cuh)
+//                warp 1       scheduler: claims work tiles, lists their query tiles, loads K (bwd_scheduler_warp.cuh)
+//                warps 2, 3   DETERMINISTIC: dq_semaphore.cuh; FUSED_PREPROCESS: bwd_fused_preprocess.cuh; else idle
+// warp groups 1, 2            consumers: bwd_mainloop.cuh, or bwd_mainloop_cluster.cuh where CLUSTER_SIZE is 2
+//
+// From the head: BLOCK_Q, BLOCK_K, STAGES (of Q), DOUT_STAGES, KEY_BUFFERS (of K), CLUSTER_SIZE, DETERMINISTIC,
+// FUSED_PREPROCESS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, HAS_LENGTHS, SMALL_SCORE (modification.is_small),
+// NUM_LISTS, LIST_CAPACITY, LIST_BYTES, SHARED_BYTES, and the offsets of shared memory, laid out by BackwardTile.smem
+// (cuda_common/sm90_bwd_launch.py):
+//
+//     AT_K             [KEY_BUFFERS][CTA_KEYS][..]   K of the CTA's keys
+//     AT_PEER_K        [CTA_KEYS][64 DQ_CHUNKS]      K of the peer CTA's keys, in the CTA's columns of dQ
+//     AT_V             [CTA_KEYS][..]
+//     AT_Q, AT_DOUT    [STAGES][BLOCK_Q][..], [DOUT_STAGES][BLOCK_Q][..]
+//     AT_DS            [2][BLOCK_Q][CTA_KEYS]        dS of two query tiles; in a cluster, of one and of the peer's keys
+//     AT_DQ            a tile of dQ on its way to dq_accum, unless in a cluster
+//     AT_LSE, AT_DELTA [STAGES][BLOCK_Q], [DOUT_STAGES][BLOCK_Q]   float32, loaded with Q and with dO
+//     AT_Q_PIPE, AT_DOUT_PIPE, AT_K_PIPE, AT_V_PIPE, AT_PEER_K_PIPE, AT_LIST_PIPE   full and empty barriers
+//     AT_DS_PIPE       consumers to consumers: dS is in shared memory
+//     AT_DSMEM_PIPE    between the CTAs of a cluster: full when the peer's dS is here, empty when the peer has read dS
+//     AT_DQ_WRITTEN, AT_DQ_GRANTED, AT_DQ_REQUESTED, AT_DQ_SLOTS   DETERMINISTIC: see dq_semaphore.cuh
+//     AT_K_LOADED, AT_PEER_K_LOADED, AT_ROWS_LOADED   K, or Q and dO, have yet to be cleared of non-finite values
+//     AT_CLAIMED       a work tile is claimed: for the peer CTA, with AT_CLAIMED_INDEX, or for the fused preprocess
+//     AT_CLAIM         the next work tile may be claimed
+//     AT_TILE_DESCS    a TileDesc for each stage of Q
+//     AT_WORK_TILES    a WorkTile for each buffer of K
+//     AT_NONFINITE_KEYS   for each buffer of K a bit for each key that was cleared
+//     AT_LISTS         [NUM_LISTS] QueryTileList
+//     AT_DQ_COMPLETE   all that the CTA adds to dQ is in memory
+//     AT_FINISHED_HEADS   heads of the last four work tiles
+//     AT_O_LOADED, AT_HEAD_READY, AT_BROADCAST, AT_ZEROS   FUSED_PREPROCESS
+#pragma once
+#include "common/tile_order.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/tile_lists.cuh"
+
+// --- tiles -----------------------------------------------------------------------------------------------------------
+
+constexpr int MMA_WARPGROUPS = 2, MMA_WARPS = 4 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1);
+constexpr int ROLE_WARPS = MMA_WARPS / CLUSTER_SIZE;   // consumer warps with the same role
+constexpr int WARPGROUP_KEYS = 64, CTA_KEYS = BLOCK_K / CLUSTER_SIZE;
+constexpr int PADDED_DIM = padded(HEAD_DIM), PADDED_DIM_V = padded(HEAD_DIM_V);
+constexpr int CHUNKS = chunks(HEAD_DIM), CHUNKS_V = chunks(HEAD_DIM_V);
+constexpr int S_REGS = BLOCK_Q / 2;  // registers of a lane for S, P, dP or dS of 64 keys
+static_assert(BLOCK_K == 128, "two times 64 keys");
+static_assert(CLUSTER_SIZE > 1 ? BLOCK_Q == 64 && CHUNKS <= 4 && CHUNKS_V <= 4 : CHUNKS <= 2 && CHUNKS_V <= 2,
+              "dK and dV fit the registers");
+
+// dQ^T of a query tile consists of parts, one for each warp group: 64 columns of all rows or, of up to 64 columns, half
+// of the rows. A CTA of a cluster computes DQ_CHUNKS of the parts. dq_accum holds a tile as the lanes do:
+// [part][warp][16 bytes][lane].
+constexpr bool DQ_BY_COLUMNS = CHUNKS > 1 || CLUSTER_SIZE > 1;
+constexpr int DQ_CHUNKS = (CHUNKS + CLUSTER_SIZE - 1) / CLUSTER_SIZE;
+constexpr int DQ_PARTS = DQ_BY_COLUMNS ? CHUNKS : MMA_WARPGROUPS;
+constexpr int DQ_PART_ROWS = DQ_BY_COLUMNS ? BLOCK_Q : BLOCK_Q / MMA_WARPGROUPS;
+constexpr int BYTES_DQ_WARP = DQ_PART_ROWS * 16 * 4, BYTES_DQ_PART = 4 * BYTES_DQ_WARP;
+constexpr int BYTES_DQ = DQ_PARTS * BYTES_DQ_PART;
+
+constexpr int BYTES_K = CTA_KEYS * CHUNK_ROW * CHUNKS, BYTES_V = CTA_KEYS * CHUNK_ROW * CHUNKS_V;
+constexpr int BYTES_PEER_K = CLUSTER_SIZE > 1 ? CTA_KEYS * CHUNK_ROW * DQ_CHUNKS : 0;
+constexpr int BYTES_Q = BLOCK_Q * CHUNK_ROW * CHUNKS, BYTES_DOUT = BLOCK_Q * CHUNK_ROW * CHUNKS_V;
+constexpr int BYTES_ROW_STATS = BLOCK_Q * 4;
+constexpr int BYTES_DS = BLOCK_Q * CTA_KEYS * 2, BYTES_ZEROS = 512;
+static_assert(AT_PEER_K - AT_K == KEY_BUFFERS * BYTES_K && AT_V - AT_PEER_K == BYTES_PEER_K && AT_Q - AT_V == BYTES_V &&
+              AT_DOUT - AT_Q == STAGES * BYTES_Q && AT_DS - AT_DOUT == DOUT_STAGES * BYTES_DOUT &&
+              AT_DQ - AT_DS == 2 * BYTES_DS && AT_LSE - AT_DQ == (CLUSTER_SIZE > 1 ? 0 : BYTES_DQ) &&
+              AT_ZEROS + BYTES_ZEROS == SHARED_BYTES, "BackwardTile.smem and the kernel differ");
+
+// --- what is masked --------------------------------------------------------------------------------------------------
+
+// P and dS of a masked pair are 0, but 0 times NaN is NaN. So rows of Q, dO and K that are not finite are cleared in
+// shared memory before they are multiplied. The log-sum-exp of such a row is NaN and such a key has a bit in
+// AT_NONFINITE_KEYS, from which the gradients of visible pairs become NaN (softmax_p_general).
+constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT, CLEARS_KEYS = MAY_HIDE || HAS_LENGTHS;
+constexpr int NONFINITE_WORDS = CTA_KEYS / 32;
+
+// DETERMINISTIC under a mask: keys descend and queries ascend, so a CTA starts at its diagonal, where it is the first
+// to add.
+constexpr bool FROM_DIAGONAL = DETERMINISTIC && HAS_MASK;
+
+// --- scheduling ------------------------------------------------------------------------------------------------------
+
+// How many query tiles before a work tile's end the next one is claimed.
+constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 20 : 4;
+// The scheduler warp's sleep between polls.
+constexpr int BACKOFF_NS = DETERMINISTIC ? 100 : MASK_READS_ARRAYS ? 200 : 1000;
+constexpr int END = -1;  // in the place of a batch entry or tile: there is no more
+constexpr int PREPROCESS_BARRIER = 3;  // named barrier of the fused preprocess' two warps
+
+struct WorkTile { int b, head, k0; };  // head: of keys; k0: the first of BLOCK_K keys
+
+// Three words in shared memory: the descriptor proper, which is query tile << 8 | flags | a State for each 64 keys, two
+// bits each; the query head; the tile's index among all query tiles.
+struct TileDesc {
+    static constexpr unsigned NONFINITE_ROWS = 16, NO_VISIBLE_PAIR = 32, LAST_TILE = 64;
+    static constexpr int HEAD = 4, INDEX = 8, BYTES = 12;  // offsets
+};
+
+// Some of a work tile's query tiles of one head, from the scheduler to the producer.
+struct QueryTileList {
+    static constexpr int MOST = LIST_CAPACITY;
+    int b, h, k0, count;  // b: END if there are no more work tiles
+    int first_index;      // index of the head's first query tile among all
+    int ends;             // whether the list is the work tile's last
+    int entry[MOST];      // query tile << 8 | flags and states of its TileDesc
+};
+static_assert(sizeof(QueryTileList) == LIST_BYTES, "BackwardTile.smem and QueryTileList differ");
+
+// --- shared memory ---------------------------------------------------------------------------------------------------
+
+DEVICE Pipeline<STAGES> q_pipe(unsigned base) { return {base + AT_Q_PIPE, base + AT_Q_PIPE + 8 * STAGES}; }
+DEVICE Pipeline<DOUT_STAGES> dout_pipe(unsigned base) {
+    return {base + AT_DOUT_PIPE, base + AT_DOUT_PIPE + 8 * DOUT_STAGES};
+}
+DEVICE Pipeline<KEY_BUFFERS> k_pipe(unsigned base) { return {base + AT_K_PIPE, base + AT_K_PIPE + 8 * KEY_BUFFERS}; }
+DEVICE Pipeline<1> v_pipe(unsigned base) { return {base + AT_V_PIPE, base + AT_V_PIPE + 8}; }
+DEVICE Pipeline<1> peer_k_pipe(unsigned base) { return {base + AT_PEER_K_PIPE, base + AT_PEER_K_PIPE + 8}; }
+DEVICE Pipeline<NUM_LISTS> list_pipe(unsigned base) {
+    return {base + AT_LIST_PIPE, base + AT_LIST_PIPE + 8 * NUM_LISTS};
+}
+DEVICE Pipeline<CLUSTER_SIZE == 1 ? 2 : 1> ds_pipe(unsigned base) {
+    return {base + AT_DS_PIPE, base + AT_DS_PIPE + 16};
+}
+DEVICE Pipeline<1> dsmem_pipe(unsigned base) { return {base + AT_DSMEM_PIPE, base + AT_DSMEM_PIPE + 8}; }
+
+// Of query tile n of the CTA; of work tile `number` of the CTA.
+DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) {
+    return base + AT_TILE_DESCS + TileDesc::BYTES * (n % STAGES);
+}
+DEVICE unsigned work_tile_slot(unsigned base, unsigned number) {
+    return base + AT_WORK_TILES + 12 * (number % KEY_BUFFERS);
+}
+DEVICE unsigned nonfinite_keys_slot(unsigned base, unsigned number) {
+    return base + AT_NONFINITE_KEYS + 4 * NONFINITE_WORDS * (number % KEY_BUFFERS);
+}
+
+DEVICE void load_float2(float (&x)[2], unsigned address) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+DEVICE float load_float(unsigned address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+DEVICE uint4 load_vec(unsigned address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+DEVICE void clear_vec(unsigned address) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
+// --- the CTA's share -------------------------------------------------------------------------------------------------
+
+DEVICE int cta_rank() { return CLUSTER_SIZE > 1 ? cluster_ctarank() : 0; }
+DEVICE int first_cta_key(const WorkTile& at) { return at.k0 + CTA_KEYS * cta_rank(); }
+
+DEVICE int ceil_div(long long n, int block) { return (int)((n + block - 1) / block); }

@@ -1,0 +1,134 @@
+// The scheduler warp of Hopper's backward pass: claims work tiles, lists the query tiles that see them, loads their K.
+// It runs ahead of the producer, as classifying 32 query tiles may take as long as the products of a few.
+#pragma once
+#include "sm90/bwd_kv_source.cuh"
+#include "sm90/dq_clear.cuh"
+
+// Flags and states for a TileDesc of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. A tile that reaches
+// past the last key is PARTIAL.
+DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k, int tile, int many) {
+    const long long offset = offset_of(p, at.b);
+    const int row0 = tile * BLOCK_Q, end = row0 + many * BLOCK_Q, row1 = end < (int)p.n_q ? end : (int)p.n_q;
+    auto state_of_keys = [&](int k0, int k1) {
+        if (k0 >= n_k) return (int)EMPTY;
+        const int state = tile_state(p, at.b, h, offset, row0, row1, k0, k1 < n_k ? k1 : n_k);
+        return state == FULL && k1 > n_k ? (int)PARTIAL : state;
+    };
+    const int all = state_of_keys(at.k0, at.k0 + BLOCK_K);
+    unsigned states = 0;
+#pragma unroll 1
+    for (int g = 0; g < BLOCK_K / WARPGROUP_KEYS; ++g) {
+        int state = all;
+        if (all == PARTIAL && many == 1)
+            state = state_of_keys(at.k0 + WARPGROUP_KEYS * g, at.k0 + WARPGROUP_KEYS * (g + 1));
+        states |= state << 2 * g;
+    }
+    if (MAY_HIDE && states != 0 && many == 1 &&
+        (dq_semaphore(p, at.b, h, tile).flags() & DqSemaphore::HAS_NONFINITE_ROWS))
+        states |= TileDesc::NONFINITE_ROWS;
+    return states;
+}
+
+DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryTileList* lists) {
+    const auto pipe_list = list_pipe(base);
+    const auto pipe_k = k_pipe(base);
+    const TileScheduler work{p, base};
+    const bool leader = threadIdx.x % 32 == 0;
+    const int tiles_q = ceil_div(p.n_q, BLOCK_Q), num_work_tiles = work.num_work_tiles();
+    unsigned n = 0, number = 0;  // lists and work tiles so far
+    auto acquire_list = [&]() -> QueryTileList& {
+        mbarrier_wait_backoff(pipe_list.empty + 8 * pipe_list.stage(n), (n / NUM_LISTS & 1) ^ 1, BACKOFF_NS);
+        return lists[n % NUM_LISTS];
+    };
+    auto commit_list = [&]() {
+        __syncwarp();
+        if (leader) mbarrier_arrive(pipe_list.full + 8 * pipe_list.stage(n));
+        ++n;
+    };
+    auto announce = [&](const WorkTile& at) {
+        pipe_k.producer_acquire(number);
+        const unsigned slot = work_tile_slot(base, number);
+        if (leader) store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.k0);
+    };
+    auto load_k = [&](const WorkTile& at) {
+        if (!FUSED_PREPROCESS) announce(at);
+        kv.load_k(at, number);
+    };
+    // Consumers release K of a work tile after all of the one before has been added to dQ. So when the buffer for K of
+    // `number` is empty, the work tile BEHIND before it is finished. The leader counts it after it has listed query
+    // tiles, as the fence takes its time; heads wait in shared memory.
+    constexpr unsigned BEHIND = KEY_BUFFERS + 1;
+    auto finished_head = [&](unsigned number) { return base + AT_FINISHED_HEADS + 4 * (number % 4); };
+    auto count_finished = [&](unsigned number) {
+        fence_all_proxies(), red_release_increment(PreprocessCounters::finished(p, load_word(finished_head(number))));
+    };
+#pragma unroll 1
+    for (;; ++number) {
+        const int index = work.next(number, leader);
+        if (index >= num_work_tiles) break;
+        const WorkTile at = work.work_tile(p, index);
+        const int n_k = (int)keys_of(p, at.b);
+        const int bh = kv_head_index(p, at.b, at.head);
+        const bool descending = is_descending(p, bh);
+        if (FUSED_PREPROCESS) {
+            announce(at);
+            __syncwarp();
+            if (leader) mbarrier_arrive(base + AT_CLAIMED);
+            mbarrier_wait(base + AT_HEAD_READY, number & 1);
+        } else if (!DETERMINISTIC) {
+            while (!is_ready(p, bh)) {}
+            fence_all_proxies();
+        }
+        if (KEY_BUFFERS > 1) load_k(at);
+        bool first = true;
+#pragma unroll 1
+        for (int member = 0, next = 0; member < GQA_GROUP;) {
+            const int h = at.head * GQA_GROUP + member;
+            auto tile_at = [&](int place, int many) {
+                return DETERMINISTIC && !descending ? tiles_q - place - many : place;
+            };
+            auto states_of = [&](int place, int many) {
+                const int from = tile_at(place, many);
+                const unsigned states = tile_states(p, at, h, n_k, from, many);
+                if (DETERMINISTIC && states == 0)
+                    for (int tile = from; tile < from + many; ++tile)
+                        skip_dq(dq_semaphore(p, at.b, h, tile).added(p), at.k0 / BLOCK_K);
+                return states;
+            };
+            QueryTileList& list = acquire_list();
+            unsigned all_states;
+            const int count = fill(list, next, tiles_q, all_states, states_of, n == 0);
+            if (const int lane = threadIdx.x % 32; DETERMINISTIC && lane < count)
+                list.entry[lane] = tile_at(list.entry[lane] >> 8, 1) << 8 | (list.entry[lane] & 255);
+            if (leader) {
+                list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0;
+                list.first_index = (at.b * (int)p.heads + h) * tiles_q;
+                list.ends = next >= tiles_q && member == GQA_GROUP - 1;
+            }
+            commit_list();
+            if (next >= tiles_q) next = 0, ++member;
+            if (!first) continue;
+            first = false;
+            if (KEY_BUFFERS == 1) load_k(at);
+            if (CLEARS_KEYS) kv.clear_nonfinite_k(at, number, leader);
+            if (CLUSTER_SIZE > 1) kv.load_peer_k(at, number, leader);
+        }
+        if (!DETERMINISTIC && !FUSED_PREPROCESS) clear_dq_ahead(p);
+        if (!DETERMINISTIC && leader) {
+            store_word(finished_head(number), bh);
+            if (number >= BEHIND) count_finished(number - BEHIND);
+        }
+    }
+    // END to the producer, the consumers and the fused preprocess.
+    QueryTileList& list = acquire_list();
+    if (leader) list.b = END;
+    commit_list();
+    announce({END, 0, 0});
+    if (leader) mbarrier_arrive(kv.k_full(number));
+    if (FUSED_PREPROCESS && leader) mbarrier_arrive(base + AT_CLAIMED);
+    if (!DETERMINISTIC && leader) {
+        mbarrier_wait_backoff(base + AT_DQ_COMPLETE, 0);
+        for (unsigned i = number < BEHIND ? 0 : number - BEHIND; i < number; ++i) count_finished(i);
+    }
+    work.reset(leader);
+}
