@@ -54,21 +54,21 @@ _SM90, _SM80, _SIMT = (_CUPY, "sm90"), (_CUPY, "sm80"), (_CUPY, "simt")
 
 FAULTS = [
     # synchronization
-    Fault("V is not awaited", *_SM90, "sm90/forward.cu", "values.wait_full(n);"),
-    Fault("V is not released", *_SM90, "sm90/forward.cu", "values.release(n);"),
-    Fault("dO is not awaited", *_SM90, "sm90/bwd_mainloop.cuh", "douts.wait_full(n);"),
-    Fault("dP is not awaited", *_SM90, "sm90/bwd_mainloop.cuh", "products_wait<1>();  // dP"),
-    Fault("Q is not released", *_SM90, "sm90/bwd_mainloop.cuh", "queries.release(n, lane), "),
-    Fault("dQ is converted early", *_SM90, "sm90/backward.cu", "else await_sums(p, b, h, tile);", ";"),
+    Fault("V is not awaited", *_SM90, "sm90/mainloop.cuh", "pipe_v.consumer_wait(n);"),
+    Fault("V is not released", *_SM90, "sm90/mainloop.cuh", "pipe_v.consumer_release(n);"),
+    Fault("dO is not awaited", *_SM90, "sm90/bwd_mainloop.cuh", "pipe_dout.consumer_wait(n);"),
+    Fault("dP is not awaited", *_SM90, "sm90/bwd_mainloop.cuh", "wgmma_wait<1>();  // dP"),
+    Fault("Q is not released", *_SM90, "sm90/bwd_mainloop.cuh", "pipe_q.consumer_release(n, lane), "),
+    Fault("dQ is converted early", *_SM90, "sm90/bwd_postprocess.cuh", "else wait_for_dq(p, b, h, tile);", ";"),
     Fault("P and dS are not awaited", *_SM80, "sm80/backward.cu", "__syncthreads();  // P and dS are there"),
     Fault(
-        "V is not awaited", _NUMBA, "sm90", "sm90/forward.py",
-        "    wait_full(base + AT_V_RING, n, STAGES)\n    if HAS_LENGTHS:", "    if HAS_LENGTHS:", "plain forward",
+        "V is not awaited", _NUMBA, "sm90", "sm90/mainloop.py",
+        "    consumer_wait(base + AT_V_PIPE, n, STAGES)\n    if HAS_LENGTHS:", "    if HAS_LENGTHS:", "plain forward",
     ),
     # the softmax
     Fault(
-        "O is not rescaled", *_SM90, "sm90/forward.cu",
-        "output[i] *= WIDE ? rescale[i / 2 % 2] * change_factor : rescale[i / 2 % 2];", ";", "growing forward",
+        "O is not rescaled", *_SM90, "sm90/mainloop.cuh",
+        "acc.o[i] *= IS_FLOAT32 ? block.rescale[i / 2 % 2] * terms.change_factor : block.rescale[i / 2 % 2];", ";", "growing forward",
     ),
     Fault("O is not rescaled", *_SM80, "sm80/softmax.cuh", "output[i][n][e] *= factor[e / 2];", ";", "growing forward"),
     Fault("O is not rescaled", *_SIMT, "simt/forward.cu", "output[i][c] *= factor;", ";", "growing forward"),
@@ -78,7 +78,7 @@ FAULTS = [
     ),
     # masks
     Fault(
-        "one key too many", *_SM90, "sm90/softmax.cuh",
+        "one key too many", *_SM90, "sm90/score_mod.cuh",
         "const int left = keys - threadIdx.x", "const int left = keys + 1 - threadIdx.x", "features forward",
     ),
     Fault("one key too many", *_SM80, "sm80/softmax.cuh", "? at.n_k : 0;", "? at.n_k + 1 : 0;", "features forward"),
@@ -110,7 +110,7 @@ FAULTS = [
         "h * tensor.head + n * tensor.token) * ITEM", "h * tensor.token + n * tensor.head) * ITEM", "features forward",
     ),
     # gradients
-    Fault("dlse is added", *_SM90, "sm90/bwd_preprocess.cuh", "total - known.dlse", "total + known.dlse"),
+    Fault("dlse is added", *_SM90, "sm90/bwd_preprocess.cuh", "total - given.dlse", "total + given.dlse"),
     *(
         Fault(
             "dlse is added", _CUPY, generation, "common/bwd_preprocess.cu",
@@ -123,7 +123,7 @@ FAULTS = [
         "total -= load(F, number_address(p.dlse", "total += load(F, number_address(p.dlse", "features",
     ),
     Fault(
-        "dP is not awaited", _NUMBA, "sm90", "sm90/bwd_mainloop.py", "    products_wait(1)  # dP\n", "", "plain",
+        "dP is not awaited", _NUMBA, "sm90", "sm90/bwd_mainloop.py", "    wgmma_wait(1)  # dP\n", "", "plain",
         pytest.mark.exhaustive,
     ),
 ]  # fmt: skip
@@ -189,5 +189,5 @@ def test_kernels_are_right_in_any_order_of_events(
 
 
 def test_a_fault_whose_text_is_gone_is_an_error(plant: Callable[[Fault], None], device: Device) -> None:
-    with pytest.raises(AssertionError, match=r"sm90/forward\.cu has no 'nonsense': give FAULTS its present text"):
+    with pytest.raises(AssertionError, match=r"sm90/mainloop\.cuh has no 'nonsense': give FAULTS its present text"):
         plant(replace(FAULTS[0], text="nonsense"))
