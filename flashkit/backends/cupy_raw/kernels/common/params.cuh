@@ -45,12 +45,27 @@ DEVICE T* row_at(const Tensor& tensor, long long b, long long h, long long n) {
     return static_cast<T*>(tensor.data) + b * tensor.batch + h * tensor.head + n * tensor.token;
 }
 
-// Keys of a batch entry. Lengths on the device cannot be checked by the host without waiting; so they are clamped here.
-DEVICE long long keys_of(const Params& p, long long b) {
-    if (p.kv_lengths == nullptr) return p.n_k;
-    const long long n = p.kv_lengths[b];
-    return n < 0 ? 0 : n > p.n_k ? p.n_k : n;
+// Where a batch entry's tokens lie and how many there are. Unused members cost nothing: the compiler drops their loads.
+struct SeqInfo {
+    long long row_offset, n_q;  // first row in the tensors of queries, number of queries
+    long long key_offset, n_k;  // first row in the tensors of keys, number of keys
+    long long q_position;       // position of query 0 on the axis of the keys
+};
+
+// The only reader of the lengths and positions in Params, with max_n_q() and max_n_k(). Lengths in device memory are clamped
+// here: the host cannot check them without a synchronization.
+DEVICE SeqInfo seq_info(const Params& p, long long b) {
+    const auto length = [&] {
+        if (p.kv_lengths == nullptr) return p.n_k;
+        const long long n = p.kv_lengths[b];
+        return n < 0 ? 0 : n > p.n_k ? p.n_k : n;
+    };
+    return {0, p.n_q, 0, length(), p.q_offsets == nullptr ? p.q_offset : p.q_offsets[b]};
 }
 
-// Position of row 0 on the axis of the keys.
-DEVICE long long offset_of(const Params& p, long long b) { return p.q_offsets == nullptr ? p.q_offset : p.q_offsets[b]; }
+// The longest sequences of the batch: grids, schedules and the rows of gradients are sized by these.
+DEVICE long long max_n_q(const Params& p) { return p.n_q; }
+DEVICE long long max_n_k(const Params& p) { return p.n_k; }
+
+DEVICE long long keys_of(const Params& p, long long b) { return seq_info(p, b).n_k; }
+DEVICE long long offset_of(const Params& p, long long b) { return seq_info(p, b).q_position; }

@@ -20,7 +20,7 @@ def softmax_scale_log2(p):
     return np.float32(p.softmax_scale * 1.4426950408889634)
 
 
-Modification = namedtuple("Modification", "values scale")  # what of Params an element needs: fewer arguments to compile
+Modification = namedtuple("Modification", "values softmax_scale")  # what of Params an element needs: fewer arguments to compile
 
 
 @device

@@ -22,18 +22,46 @@ def number_address(tensor, b, h, n):
     return tensor.data + (b * tensor.batch + h * tensor.head + n * tensor.token) * F_ITEM
 
 
+# Where a batch entry's tokens lie and how many there are: first row in the tensors of queries, number of queries, first
+# row in the tensors of keys, number of keys, position of query 0 on the axis of the keys.
+SeqInfo = namedtuple("SeqInfo", "row_offset n_q key_offset n_k q_position")
+
+
 @device
-def keys_of(p, b):
-    """Keys of a batch entry. Lengths on the device cannot be checked by the host; so they are clamped here."""
+def kv_length(p, b):
+    """Lengths in device memory are clamped here: the host cannot check them without a synchronization."""
     if p.kv_lengths == 0:
         return p.n_k
     return min(max(load(np.int64, p.kv_lengths, b), 0), p.n_k)
 
 
 @device
+def seq_info(p, b):
+    """The only reader of the lengths and positions in Params, with max_n_q() and max_n_k()."""
+    q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
+    return SeqInfo(I(0), p.n_q, I(0), kv_length(p, b), q_position)
+
+
+@device
+def max_n_q(p):
+    """Queries of the longest sequence: grids and schedules are sized by it."""
+    return p.n_q
+
+
+@device
+def max_n_k(p):
+    """Keys of the longest sequence: grids, schedules and the rows of dK and dV are sized by it."""
+    return p.n_k
+
+
+@device
+def keys_of(p, b):
+    return seq_info(p, b).n_k
+
+
+@device
 def offset_of(p, b):
-    """Position of row 0 on the axis of the keys."""
-    return p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
+    return seq_info(p, b).q_position
 
 
 # --- the walk over tiles ----------------------------------------------------------------------------------------------
