@@ -94,7 +94,7 @@ def test_a_profiles_row_decides_where_it_fits() -> None:
 def test_kernels_of_rows_compile(dtype: str) -> None:
     source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})
     found = compiler.binary(source, "sm_80").resources
-    assert set(found) == {"prepare", "sink_gradients"}
+    assert set(found) == {"bwd_preprocess", "bwd_sinks"}
     assert all(kernel.spills == 0 for kernel in found.values())
 
 

@@ -20,8 +20,8 @@ class BwdPreprocess:
 
     def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device) -> None:
         self.library = kernels("common/bwd_preprocess", spec, (), compiler.target(device.capability))
-        self._prepare = self.library.kernel("prepare", device)
-        self._sinks = self.library.kernel("sink_gradients", device)
+        self._prepare = self.library.kernel("bwd_preprocess", device)
+        self._sinks = self.library.kernel("bwd_sinks", device)
         units = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)
         self._rows = _THREADS // (32 if units > 16 else 16 if units > 8 else 8)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, sm90_launch
-from ..cuda_common.affine_score import form
+from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import MOVED, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Fallback, Generation, Pass, tile_of
@@ -33,7 +33,7 @@ from ..cuda_common.sm90_launch import (
     work_enough,
 )
 from . import sm90_backward, sm90_fp16x2, specialise
-from .sm80 import LEAST_SPLIT, Sm80Forward
+from .sm80 import MIN_TF32X3_DIM, Sm80Forward
 from .sm90_fp16x2 import Split, parts
 from .sm90_wgmma import text as products
 
@@ -74,7 +74,7 @@ def sums_with_values(spec: AttentionSpec, tile: ForwardTile) -> bool:
     """Whether the product with the values sums the weights, too, by columns of ones: where soft-capping bounds weights,
     nothing has to be known of their sum before.
     """
-    known = form(spec.score) if spec.score is not None else None
+    known = affine_score(spec.score) if spec.score is not None else None
     if known is None or not known.capped or known.sloped or spec.dtype != "bfloat16" or spec.dropout:
         return False
     q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
@@ -89,7 +89,7 @@ def _finding(spec: AttentionSpec) -> bool:
 def forward_tile(problem: Problem) -> Sm90Tile:
     """What does well on an H200."""
     spec = problem.spec
-    modified = spec.dropout or (spec.score is not None and (parts(spec) > 1 or form(spec.score) is None))
+    modified = spec.dropout or (spec.score is not None and (parts(spec) > 1 or affine_score(spec.score) is None))
     if spec.dtype == "float32" and max(spec.head_dim, spec.head_dim_v) > 64:
         return Sm90Tile(128, 128 if parts(spec) == 1 else 64, q_buffers=1)
     return usual_tile(Sm90Tile, problem, modified)
@@ -156,8 +156,8 @@ class Sm90(Generation):
         most = sm90_fp16x2.MAX_DIM if wide else MAX_DIM
         if max(spec.head_dim, spec.head_dim_v) > most:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
-        if parts(spec) > 1 and spec.head_dim < LEAST_SPLIT:
-            return Verdict(False, f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is exacter without terms")
+        if parts(spec) > 1 and spec.head_dim < MIN_TF32X3_DIM:
+            return Verdict(False, f"float32 of head dim {spec.head_dim}, under {MIN_TF32X3_DIM}, is exacter without terms")
         if wide and spec.head_dim_v % 4:
             return Verdict(False, f"rows of head dim {spec.head_dim_v} are not whole 16 bytes")
         if not wide and (spec.head_dim % 8 or spec.head_dim_v % 8):

@@ -22,7 +22,7 @@ _ADDRESSES, _HEADS_PER_L2_GROUP = addresses(MOVED), AT["heads_per_l2_group"]
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
-LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
+MIN_TF32X3_DIM = 16  # products of a sum, for what splitting float32 leaves out to average out
 _CACHED = 24_000_000  # bytes of keys and values that blocks work at together, within the L2 cache
 _OWN = "the largest that fits"
 _OWN_BACKWARD = "as in CUDA C++"
@@ -183,8 +183,8 @@ def of_float32(problem: Problem, device: Device) -> Verdict:
     if max(spec.head_dim, spec.head_dim_v) > MAX_DIM or spec.head_dim % 4 or spec.head_dim_v % 4:
         dims = f"{spec.head_dim} and {spec.head_dim_v}"
         return Verdict(False, f"float32 of head dims {dims}, over {MAX_DIM} or not by fours")
-    if spec.head_dim < LEAST_SPLIT:
-        return Verdict(False, f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is exacter without TF32")
+    if spec.head_dim < MIN_TF32X3_DIM:
+        return Verdict(False, f"float32 of head dim {spec.head_dim}, under {MIN_TF32X3_DIM}, is exacter without TF32")
     if splits(problem, device):
         return Verdict(False, "float32 of few queries, whose keys should be split")
     return Verdict(True)

@@ -91,9 +91,9 @@ DEVICE void modify_far(const Params& p, const WorkTile& at, long long offset, bo
 // The tile of a usual step: all pairs are visible, all positions near. False where the scores are not calm: they have to
 // be modified anew.
 DEVICE bool modify_usual(const Params& p, const WorkTile& at, float (&s)[BLOCK_K / 2], int k0, float scale) {
-    CalmTanh tanh{0};
+    TanhPoly tanh{0};
     if constexpr (HAS_SCORE) modify_near<false>(p, at, at.offset, s, k0, scale, tanh);
-    return tanh.greatest <= CalmTanh::CALM;
+    return tanh.max_abs <= TanhPoly::MAX;
 }
 
 // Whether positions are near, of a call with a score modification or a mask.
