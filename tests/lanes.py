@@ -228,24 +228,24 @@ def store_to(space: str, kind: Any) -> Callable[[Any, Any], None]:
     return store
 
 
-def copy_unit(target: Any, source: Any, place: int, end: int) -> None:
+def cp_async(target: Any, source: Any, place: int, end: int) -> None:
     assert place >= end or int(source) % 16 == 0
     data = ctypes.string_at(int(source), 16) if place < end else bytes(16)
     _bytes(target, 16)[:] = np.frombuffer(data, np.uint8)
 
 
-def copy_unit_if(target: Any, source: Any, place: int, end: int, wanted: int) -> None:
+def cp_async_if(target: Any, source: Any, place: int, end: int, wanted: int) -> None:
     if wanted:
-        copy_unit(target, source, place, end)
+        cp_async(target, source, place, end)
 
 
-def copies_end() -> None: ...
+def cp_async_commit() -> None: ...
 
 
 def griddepcontrol_wait() -> None: ...
 
 
-def copies_wait(pending: int) -> None: ...
+def cp_async_wait(pending: int) -> None: ...
 
 
 def load_vec(address: Any) -> tuple[Any, ...]:
@@ -312,7 +312,7 @@ def ldmatrix_x4(address: Any) -> tuple[int, ...]:
     return tuple(int(m[g, 2 * t]) | int(m[g, 2 * t + 1]) << 16 for m in _matrices(address))
 
 
-def load_matrices_turned(address: Any) -> tuple[int, ...]:
+def ldmatrix_x4_trans(address: Any) -> tuple[int, ...]:
     g, t = divmod(_lane.thread % 32, 4)
     return tuple(int(m[2 * t, g]) | int(m[2 * t + 1, g]) << 16 for m in _matrices(address))
 

@@ -15,7 +15,7 @@ from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
 from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward
-from ..cuda_common.smem import SmemLayout
+from ..cuda_common.smem import SmemLayout, stage_constants
 from . import specialise
 
 MAX_DIM = 256
@@ -49,12 +49,6 @@ def _score_constants(spec: AttentionSpec) -> dict[str, int]:
         "FAST_MATH": ITEMSIZE[spec.dtype] == 2, "POSITIONS": modification.POSITIONS.index(positions),
         "FAR": modification.NEAR if near else 2**31 - 1,
     }  # fmt: skip
-
-
-def stage_constants(stage: SmemLayout) -> dict[str, int]:
-    """AT_<name> of the parts of a pipeline stage, relative to the stage, and STAGE_BYTES."""
-    constants = stage.constants()
-    return {**constants, "STAGE_BYTES": constants.pop("SHARED_BYTES")}
 
 
 @dataclass(frozen=True)
