@@ -143,8 +143,8 @@ def _times(x: Expr, y: Expr) -> Expr:
 
 def _straight(bias: Expr) -> Expr | None:
     """Whether the bias is linear in k from k0 to k1; None where it never is. A piecewise linear bias is linear in a
-    range where none of its conditions changes. A condition compares linear terms, so it changes at most once, and comparing
-    its value at both ends is enough.
+    range where none of its conditions changes. A condition compares linear terms, so it changes at most once, and
+    comparing its value at both ends is enough.
     """
     first, last = (lambda node, at=at: at if node is expr.K else node for at in (expr.K0, expr.K1))
     varies: dict[int, bool] = {}

@@ -1,7 +1,8 @@
 """Operations on fragments in the registers of a warp or a warp group.
 
-A fragment is a tuple of a lane's registers in the accumulator layout (ptx/tuples.py): of every eight columns a lane has two
-neighbours, in two or four rows; four lanes share a row. Values per row are tuples with an element for each row of the lane."""
+A fragment is a tuple of a lane's registers in the accumulator layout (ptx/tuples.py): of every eight columns a lane has
+two neighbours, in two or four rows; four lanes share a row. Values per row are tuples with an element for each row of
+the lane."""
 
 from __future__ import annotations
 

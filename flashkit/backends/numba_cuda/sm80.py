@@ -36,7 +36,9 @@ def row_bytes(dim: int, spec: AttentionSpec) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the forward pass: query rows, 16 or 32 for each of four warps; keys; stages of K and V in shared memory."""
+    """A tile of the forward pass: query rows, 16 or 32 for each of four warps; keys; stages of K and V in shared
+    memory.
+    """
 
     block_q: int
     block_k: int
@@ -129,7 +131,9 @@ class Forward:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A tile of the backward pass and its warps, each of which has 32 rows of every product: kernels/sm80/bwd_layout.py."""
+    """A tile of the backward pass and its warps, each of which has 32 rows of every product:
+    kernels/sm80/bwd_layout.py.
+    """
 
     block_q: int
     block_k: int
@@ -214,21 +218,22 @@ def splits(problem: Problem, device: Device) -> bool:
 
 
 def of_float32(problem: Problem, device: Device) -> Verdict:
-    """Whether TF32x3 applies: many queries, rows of whole vectors of 16 bytes, sums long enough to average out errors."""
+    """Whether TF32x3 applies: many queries, rows of whole vectors of 16 bytes, sums of enough terms."""
     spec = problem.spec
     if max(spec.head_dim, spec.head_dim_v) > MAX_DIM or spec.head_dim % 4 or spec.head_dim_v % 4:
         dims = f"{spec.head_dim} and {spec.head_dim_v}"
         return Verdict(False, f"float32 of head dims {dims}, over {MAX_DIM} or not by fours")
     if spec.head_dim < MIN_TF32X3_DIM:
-        return Verdict(False, f"float32 of head dim {spec.head_dim}, under {MIN_TF32X3_DIM}, is more accurate without TF32")
+        under = f"{spec.head_dim}, under {MIN_TF32X3_DIM},"
+        return Verdict(False, f"float32 of head dim {under} is more accurate without TF32")
     if splits(problem, device):
         return Verdict(False, "float32 of few queries, which need split-KV")
     return Verdict(True)
 
 
 class Sm80(Generation):
-    """Kernels for tensor cores: float16 and bfloat16, and the forward pass in float32 by TF32x3. `below`: the generation that
-    takes all other problems.
+    """Kernels for tensor cores: float16 and bfloat16, and the forward pass in float32 by TF32x3. `below`: the
+    generation that takes all other problems.
     """
 
     name = "sm80"

@@ -1,7 +1,7 @@
 """Kernels of a spec: a head of constants, generated functions and files of kernels/ as one module, compiled.
 
-The first lines of a file of kernels/ name the files that it builds on, `# parts: ...`. All of them are one module, so it
-uses their names directly, and those of the head.
+The first lines of a file of kernels/ name the files that it builds on, `# parts: ...`. All of them are one module, so
+it uses their names directly, and those of the head.
 """
 
 from __future__ import annotations

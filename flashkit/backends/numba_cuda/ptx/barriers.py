@@ -1,7 +1,7 @@
 """mbarriers in shared memory, which count arrivals and transaction bytes, and named barriers.
 
-The phase of an mbarrier ends when all arrivals and all expected bytes have come. The first phase has parity 0; a wait for
-parity 1 on a new barrier returns at once.
+The phase of an mbarrier ends when all arrivals and all expected bytes have come. The first phase has parity 0; a wait
+for parity 1 on a new barrier returns at once.
 """
 
 from __future__ import annotations
@@ -11,9 +11,23 @@ from numba.cuda.types import boolean, int32, uint32
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "mbarrier_arrive", "mbarrier_arrive_expect_tx", "arrive_and_expect_once", "mbarrier_arrive_once", "mbarrier_init", "fence_mbarrier_init",
-    "fence_proxy_async", "fence_proxies", "setmaxnreg_dec", "mbarrier_try_wait", "griddepcontrol_wait", "nap", "setmaxnreg_inc",
-    "threads_sync", "mbarrier_wait_spin", "named_barrier_arrive", "named_barrier_sync",
+    "arrive_and_expect_once",
+    "fence_mbarrier_init",
+    "fence_proxies",
+    "fence_proxy_async",
+    "griddepcontrol_wait",
+    "mbarrier_arrive",
+    "mbarrier_arrive_expect_tx",
+    "mbarrier_arrive_once",
+    "mbarrier_init",
+    "mbarrier_try_wait",
+    "mbarrier_wait_spin",
+    "named_barrier_arrive",
+    "named_barrier_sync",
+    "nap",
+    "setmaxnreg_dec",
+    "setmaxnreg_inc",
+    "threads_sync",
 ]  # fmt: skip
 
 mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", NOTHING, uint32, int32)
@@ -29,7 +43,9 @@ mbarrier_arrive_once = instruction(
 )
 """mbarrier_arrive() by one lane of a warp. After a branch instead, ptxas would not keep values in uniform registers."""
 
-mbarrier_arrive_expect_tx = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", NOTHING, uint32, int32)
+mbarrier_arrive_expect_tx = instruction(
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", NOTHING, uint32, int32
+)
 """mbarrier_arrive_expect_tx(barrier, bytes): arrives, and expects the bytes of a copy."""
 
 arrive_and_expect_once = instruction(

@@ -1,5 +1,5 @@
-"""Thread block clusters (Hopper): CTAs that reach each other's shared memory by mapa addresses. A CTA must not exit while
-another still accesses its shared memory.
+"""Thread block clusters (Hopper): CTAs that reach each other's shared memory by mapa addresses. A CTA must not exit
+while another still accesses its shared memory.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from numba.cuda.types import int32, uint32
 
 from .asm import CONSTANT, NOTHING, instruction
 
-__all__ = ["dsmem_arrive", "cluster_sync", "dsmem_copy", "mapa", "cluster_ctarank", "dsmem_store"]
+__all__ = ["cluster_ctarank", "cluster_sync", "dsmem_arrive", "dsmem_copy", "dsmem_store", "mapa"]
 
 cluster_ctarank = instruction("mov.u32 $0, %cluster_ctarank;", int32, pure=True)
 
@@ -23,8 +23,8 @@ cluster_sync = instruction(
 dsmem_arrive = instruction(
     "{ .reg .pred p; elect.sync _|p, -1; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }", NOTHING, uint32
 )
-"""By one lane of a warp, at a mapa barrier. It signals reads only, so it needs no .release.cluster, which would wait for all
-reductions of the warp to global memory."""
+"""By one lane of a warp, at a mapa barrier. It signals reads only, so it needs no .release.cluster, which would wait
+for all reductions of the warp to global memory."""
 
 dsmem_store = instruction(
     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [$0], $1, [$2];", NOTHING, uint32, int32, uint32

@@ -7,9 +7,22 @@ from numba.cuda.types import UniTuple, float32, int32, uint32, uint64
 from .asm import CONSTANT, NOTHING, instruction
 
 __all__ = [
-    "bulk_reduce_add", "add_bulk_once", "cp_async_commit", "cp_async_wait", "cp_async", "cp_async_if", "tma_load", "load_bulk",
-    "load_two", "load_vec", "tma_store", "store_four", "store_vec", "bulk_commit", "bulk_wait",
+    "add_bulk_once",
+    "bulk_commit",
+    "bulk_reduce_add",
+    "bulk_wait",
     "bulk_wait_read",
+    "cp_async",
+    "cp_async_commit",
+    "cp_async_if",
+    "cp_async_wait",
+    "load_bulk",
+    "load_two",
+    "load_vec",
+    "store_four",
+    "store_vec",
+    "tma_load",
+    "tma_store",
 ]  # fmt: skip
 
 cp_async = instruction(

@@ -21,8 +21,17 @@ from numba.cuda.types import UniTuple, float32, int32, uint32
 from .asm import CONSTANT, NOTHING, _emit, instruction, parts
 
 __all__ = [
-    "ldmatrix_x4", "ldmatrix_x4_trans", "mma", "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_operand",
-    "stmatrix_x4", "store_matrices_turned", "wgmma", "wgmma_registers",
+    "fence_operand",
+    "ldmatrix_x4",
+    "ldmatrix_x4_trans",
+    "mma",
+    "stmatrix_x4",
+    "store_matrices_turned",
+    "wgmma",
+    "wgmma_commit",
+    "wgmma_fence",
+    "wgmma_registers",
+    "wgmma_wait",
 ]  # fmt: skip
 
 KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
@@ -32,9 +41,7 @@ KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
 FOUR = UniTuple(uint32, 4)
 ldmatrix_x4 = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
 """ldmatrix_x4(address): four matrices of 8 rows x 16 bytes; lane i passes the address of row i % 8 of matrix i / 8"""
-ldmatrix_x4_trans = instruction(
-    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32
-)
+ldmatrix_x4_trans = instruction("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
 stmatrix_x4 = instruction(
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", NOTHING, uint32, uint32, uint32, uint32, uint32
 )

@@ -1,11 +1,12 @@
 # parts: common/dropout
-# Tiles of the score matrix: SeqInfo, mask classification, the walk over tiles that are not EMPTY, modification of scores.
+# Tiles of the score matrix: SeqInfo, mask classification, the walk over tiles that are not EMPTY, modification of
+# scores.
 #
-# The host passes no list of tiles. classify() proves from the corners of a tile that it is EMPTY (no pair is visible) or
-# FULL (all pairs are); where it proves neither, the tile is PARTIAL and visible() decides each pair. Tiles may therefore
-# have any size, and masks any length. The generated functions come before this text (numba_cuda/modify.py). b, h: batch
-# entry and query head; row: index of the query; q: its position, row + SeqInfo.q_position; k: index of the key. The
-# corners of classify() are inclusive.
+# The host passes no list of tiles. classify() proves from the corners of a tile that it is EMPTY (no pair is visible)
+# or FULL (all pairs are); where it proves neither, the tile is PARTIAL and visible() decides each pair. Tiles may
+# therefore have any size, and masks any length. The generated functions come before this text (numba_cuda/modify.py).
+# b, h: batch entry and query head; row: index of the query; q: its position, row + SeqInfo.q_position; k: index of the
+# key. The corners of classify() are inclusive.
 #
 #     modified_score(s, b, h, row, q, k, p)
 #     score_slope(s, b, h, row, q, k, p)                   d modified_score / d s
@@ -71,9 +72,9 @@ def offset_of(p, b):
 # --- the walk over tiles ----------------------------------------------------------------------------------------------
 #
 # Along one axis over the tiles that are not EMPTY. Every warp of a CTA walks by itself, in step with the others. The
-# lanes of a warp classify 32 tiles at once, and before that 32 groups of 32 tiles unless the mask reads arrays; so a long
-# run of EMPTY tiles costs few evaluations of the mask. A walk is a value; next_tile() returns the next one. All lanes of a
-# warp call it together.
+# lanes of a warp classify 32 tiles at once, and before that 32 groups of 32 tiles unless the mask reads arrays; so a
+# long run of EMPTY tiles costs few evaluations of the mask. A walk is a value; next_tile() returns the next one. All
+# lanes of a warp call it together.
 #
 #     walk = walk_keys(p, b, h, row0, row1, n_k)
 #     while walk.state != EMPTY:

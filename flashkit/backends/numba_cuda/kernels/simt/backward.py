@@ -53,9 +53,12 @@ def dkdv_tile(p, shared):
     k1 = min(k0 + BLOCK_K, n_k)
     k, v = rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K), rows_of(p.v, b, head_kv, k0, n_k, BLOCK_K)
 
-    s, dp = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE), cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
-    slope, factor = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE), cuda.local.array(ROWS_PER_THREAD, F_TYPE)
-    dk, dv = cuda.local.array((ROWS_PER_THREAD, K_COLUMNS), F_TYPE), cuda.local.array((ROWS_PER_THREAD, V_COLUMNS), F_TYPE)
+    s = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
+    dp = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
+    slope = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
+    factor = cuda.local.array(ROWS_PER_THREAD, F_TYPE)
+    dk = cuda.local.array((ROWS_PER_THREAD, K_COLUMNS), F_TYPE)
+    dv = cuda.local.array((ROWS_PER_THREAD, V_COLUMNS), F_TYPE)
     ones(factor)
     nonfinite, again = False, True
     while again:
@@ -97,8 +100,10 @@ def dq_tile(p, shared):
     q = rows_of(p.q, b, h, row0, seq_info(p, b).n_q, BLOCK_Q)
     dout = rows_of(p.dout, b, h, row0, seq_info(p, b).n_q, BLOCK_Q)
 
-    s, dp = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE), cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
-    slope, factor = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE), cuda.local.array(ROWS_PER_THREAD, F_TYPE)
+    s = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
+    dp = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
+    slope = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
+    factor = cuda.local.array(ROWS_PER_THREAD, F_TYPE)
     dq = cuda.local.array((ROWS_PER_THREAD, K_COLUMNS), F_TYPE)
     ones(factor)
     nonfinite, again = False, True

@@ -85,8 +85,8 @@ def simt_forward(p):
     s = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
     o = cuda.local.array((ROWS_PER_THREAD, V_COLUMNS), F_TYPE)
     m, l = cuda.local.array(ROWS_PER_THREAD, F_TYPE), cuda.local.array(ROWS_PER_THREAD, F_TYPE)
-    # An element of P that is 0 times an inf or NaN in a masked row of V is NaN. A CTA with a non-finite O, which is rare,
-    # repeats its work and skips the products with 0.
+    # An element of P that is 0 times an inf or NaN in a masked row of V is NaN. A CTA with a non-finite O, which is
+    # rare, repeats its work and skips the products with 0.
     nonfinite, again = False, True
     while again:
         clear(o, V_COLUMNS)

@@ -13,8 +13,8 @@
 #
 # Of a tile thread (ty, tx) holds rows ty + TY * i and columns tx + TX * j; of an accumulator the same rows and columns
 # 4 * (tx + TX * j) ... + 3. Neighbouring threads thus read neighbouring words of shared memory, and each thread
-# multiplies a small block of rows by a small block of columns. A thread's fragments are local arrays, which the compiler
-# keeps in registers as all loops over them have constant length.
+# multiplies a small block of rows by a small block of columns. A thread's fragments are local arrays, which the
+# compiler keeps in registers as all loops over them have constant length.
 
 THREADS = TX * TY
 ROWS, COLUMNS = (BLOCK_K, BLOCK_Q) if BACKWARD_KEYS else (BLOCK_Q, BLOCK_K)
@@ -47,8 +47,8 @@ def shape(dim, width, pitch):
     return Shape(dim, width, pitch, min(1 << (width // 4 - 1).bit_length(), THREADS))
 
 
-# Pitches keep the lanes of a warp on different banks: rows read as vectors of four start an odd number of vectors apart,
-# rows that a warp writes together start TX words apart.
+# Pitches keep the lanes of a warp on different banks: rows read as vectors of four start an odd number of vectors
+# apart, rows that a warp writes together start TX words apart.
 CHUNK_PITCH = CHUNK + 16 // F_ITEM
 P_PITCH = COLUMNS + (TX if TX < 32 else 0)
 CHUNK_QK, CHUNK_V = (shape(dim, CHUNK, CHUNK_PITCH) for dim in (HEAD_DIM, HEAD_DIM_V))
@@ -97,7 +97,7 @@ def load_tile(source, first, column, rows, shape, shared, start):
             address += step * source.token * ITEM
 
 
-# --- scores, accumulate ---------------------------------------------------------------------------------------------------------
+# --- scores, accumulate -----------------------------------------------------------------------------------------------
 
 
 @device
@@ -140,8 +140,8 @@ def store_tile(tile, shared):
 
 @device
 def accumulate(b, shape, acc, shared, nonfinite):
-    """acc += a b: the tile of P or dS in shared memory times COLUMNS rows of b, KEYS rows at a time. `nonfinite`: elements
-    of a that are 0 skip their row of b, which may hold inf or NaN.
+    """acc += a b: the tile of P or dS in shared memory times COLUMNS rows of b, KEYS rows at a time. `nonfinite`:
+    elements of a that are 0 skip their row of b, which may hold inf or NaN.
     """
     tx, ty = thread_coord()
     own = P_TILE + ty * P_PITCH
@@ -188,7 +188,7 @@ def clear(acc, width):
 
 @device
 def store_accumulator(acc, shape, factor, tensor, b, h, first, n):
-    """Writes an accumulator to a tensor, each row times its factor. Returns whether the thread's elements are finite."""
+    """Writes an accumulator to a tensor, each row times its factor. Returns whether they are finite."""
     tx, ty = thread_coord()
     finite = True
     for i in range(ROWS_PER_THREAD):
@@ -209,8 +209,8 @@ def store_accumulator(acc, shape, factor, tensor, b, h, first, n):
 
 @device
 def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, k0, n_k):
-    """Scales and modifies the scores of a tile; pairs past the last row or key are masked. with_slopes: also computes the
-    slope of the score modification.
+    """Scales and modifies the scores of a tile; pairs past the last row or key are masked. with_slopes: also computes
+    the slope of the score modification.
     """
     tx, ty = thread_coord()
     scale, n_q, q_position = F(p.softmax_scale), seq_info(p, b).n_q, seq_info(p, b).q_position

@@ -1,10 +1,10 @@
 # parts: common/tiles common/fragment sm80/bwd_layout sm80/load sm80/mma common/softmax sm80/bwd_tile_scheduler
 # parts: sm80/bwd_mma sm80/bwd_softmax sm80/bwd_ds sm80/bwd_epilogue sm80/bwd_postprocess
-# Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2) on tensor cores by mma.sync, from Ampere on. P is
-# recomputed from the log-sum-exp; five matrix products.
+# Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2) on tensor cores by mma.sync, from Ampere on.
+# P is recomputed from the log-sum-exp; five matrix products.
 #
-# A CTA of WARPS warps takes BLOCK_K keys of one key/value head and loops over the query tiles that see them, of all query
-# heads that share it.
+# A CTA of WARPS warps takes BLOCK_K keys of one key/value head and loops over the query tiles that see them, of all
+# query heads that share it.
 #
 #     K, V           [BLOCK_K][..]       shared memory
 #     Q, dO          [2][BLOCK_Q][..]    shared memory, double-buffered, with bwd_lse and delta of their rows
@@ -43,7 +43,8 @@ def sm80_backward(p):
     warp, lane = i32(thread() // 32), i32(thread() % 32)
     n_k, q_position = i32(seq_info(p, I(b)).n_k), seq_info(p, I(b)).q_position
     k0, tiles_k = tile_k * BLOCK_K, i32((n_k + BLOCK_K - 1) // BLOCK_K)
-    add_after, add_end = (0, tile_k) if descending else (tile_k + 1, tiles_k)  # key tiles that add to dQ before this one
+    # Key tiles add_after ... add_end - 1 add to dQ before this one.
+    add_after, add_end = (0, tile_k) if descending else (tile_k + 1, tiles_k)
     rows, keys = warp // ACROSS_S * 32, warp % ACROSS_S * KEYS_S  # of S, that this warp computes
     dk, dv = filled(ZERO, SUMS), filled(ZERO, SUMS_V)
     kv = kv_source(p, b, head, n_k)
@@ -55,7 +56,8 @@ def sm80_backward(p):
     h, stage = I(head) * GQA_GROUP, I(0)
     last = h + GQA_GROUP if k0 < n_k else h
     while h < last:
-        walk, previous = walk_qdo(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), seq_info(p, I(b)).n_q, descending), I(-1)
+        n_q, previous = seq_info(p, I(b)).n_q, I(-1)
+        walk = walk_queries(p, I(b), h, I(k0), min(I(k0) + BLOCK_K, I(n_k)), n_q, descending)
         if walk.state != EMPTY:
             load_qdo(p, base + AT_QDO + stage * STAGE_BYTES, b, h, walk.tile)
             cp_async_commit()
@@ -66,14 +68,15 @@ def sm80_backward(p):
             ahead = next_tile(p, walk)
             more = ahead.state != EMPTY
             row0 = i32(ahead.tile) * BLOCK_Q
-            copy_q = copy_of(free, p.q, b, h, row0, i32(seq_info(p, I(b)).n_q), more)
-            copy_dout = copy_of(free + AT_STAGE_DOUT, p.dout, b, h, row0, i32(seq_info(p, I(b)).n_q), more)
+            copy_q = copy_of(free, p.q, b, h, row0, i32(n_q), more)
+            copy_dout = copy_of(free + AT_STAGE_DOUT, p.dout, b, h, row0, i32(n_q), more)
             scale_log2 = load_f32(base + AT_SCALE)
             own_rows = listed(row_values, ROWS, (qdo + AT_STAGE_ROWS, rows))
             full = walk.state == FULL and k0 + BLOCK_K <= n_k
             # Opaque, else values that depend on the first key occupy registers in all tiles.
             pairs = TilePairs(
-                p.values, p.softmax_scale, p.seed, p.dropout_threshold, p.dropout_scale, I(b), h, i32(seq_info(p, I(b)).n_q), n_k, q_position,
+                p.values, p.softmax_scale, p.seed, p.dropout_threshold, p.dropout_scale, I(b), h, i32(n_q), n_k,
+                q_position,
                 i32(walk.tile) * BLOCK_Q, opaque(k0 + keys + i32(thread() % 4 * 2)), walk.state,
             )  # fmt: skip
             staged = base + AT_P + (rows + lane // 4) * PITCH + 2 * keys + lane % 4 * 4

@@ -1,7 +1,7 @@
-# The tile of the backward pass by mma.sync, how its warps share the products, and its registers. A warp has 32 rows of each
-# product: WARPS_S warps stand along the queries of S and dP, WARPS_KV along the keys of dK and dV, WARPS_Q along the queries of
-# dQ, the others along the second axis. Rows of operands are whole chunks of 64 columns, so that warps share them evenly.
-# Shared memory: numba_cuda/sm80.py, BackwardTile.smem.
+# The tile of the backward pass by mma.sync, how its warps share the products, and its registers. A warp has 32 rows of
+# each product: WARPS_S warps stand along the queries of S and dP, WARPS_KV along the keys of dK and dV, WARPS_Q along
+# the queries of dQ, the others along the second axis. Rows of operands are whole chunks of 64 columns, so that warps
+# share them evenly. Shared memory: numba_cuda/sm80.py, BackwardTile.smem.
 
 THREADS, ROWS, WARP_ROWS, PACK_GQA = 32 * WARPS, 4, 32, 1
 WARPS_S, WARPS_KV, WARPS_Q = BLOCK_Q // 32, BLOCK_K // 32, BLOCK_Q // 32
@@ -19,4 +19,5 @@ PIECES, PIECES_V = (BLOCK_Q // (THREADS // 8) * chunks(dim) for dim in (HEAD_DIM
 DQ_ADDS_PER_STEP, DQ_FIRST = SUMS_Q // STEPS_KV, HEAD_DIM <= 64 or HEAD_DIM > 128
 
 CHUNK_K, CHUNK_Q = BLOCK_K * CHUNK_ROW, BLOCK_Q * CHUNK_ROW  # bytes from one chunk of keys, of queries, to the next
-PITCH = 2 * BLOCK_K + VEC_BYTES  # bytes from a row of P or dS to the next: an odd number of vectors, instead of a swizzle
+# Bytes from a row of P or dS to the next: an odd number of vectors, instead of a swizzle.
+PITCH = 2 * BLOCK_K + VEC_BYTES

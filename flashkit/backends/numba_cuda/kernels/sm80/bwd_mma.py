@@ -48,7 +48,8 @@ def mma_step_tn(step, sums, rest):
 def key_address(p_tile):
     """The address at which a lane reads the columns of P or dS that are its warp's 32 keys."""
     lane = i32(thread() % 32)
-    return p_tile + (lane // 16 * 8 + lane % 8) * PITCH + i32(thread() // 32) // ACROSS_KV * 64 + lane // 8 % 2 * VEC_BYTES
+    row, column = lane // 16 * 8 + lane % 8, i32(thread() // 32) // ACROSS_KV * 64 + lane // 8 % 2 * VEC_BYTES
+    return p_tile + row * PITCH + column
 
 
 @device
@@ -66,7 +67,7 @@ def mma_step_tn_adding(step, dq, sums, rest):
 
 @device
 def gemm_tn_adding(sums, p_tile, rows, first, dq, target):
-    """gemm_tn() that interleaves the additions of dq to dq_accum, a few per step: many at once fill the memory queue."""
+    """gemm_tn() that interleaves the additions of dq to dq_accum, a few per step: many at once fill the queue."""
     return chain(mma_step_tn_adding, DQ_ADDS_PER_STEP, dq, sums, ((key_address(p_tile), rows, first), target))
 
 

@@ -1,6 +1,6 @@
 # parts: common/tiles common/fragment
-# Gradients that are not finite are recomputed from global memory, pair by pair: P or dS = 0 of a masked pair may have met inf or
-# NaN in a tensor core.
+# Gradients that are not finite are recomputed from global memory, pair by pair: P or dS = 0 of a masked pair may have
+# met inf or NaN in a tensor core.
 
 DQ, DK, DV = 0, 1, 2
 
@@ -36,8 +36,8 @@ def recompute_pair(p, b, h, query, key):
 
 @device
 def recompute_row(p, which, b, head, row, first, columns, end, factor):
-    """A warp recomputes columns first ... of one row before `end` of dQ, dK or dV, skipping products with 0. head: a query
-    head for dQ, else a key/value head.
+    """A warp recomputes columns first ... of one row before `end` of dQ, dK or dV, skipping products with 0. head: a
+    query head for dQ, else a key/value head.
     """
     lane, b, row = I(thread() % 32), I(b), I(row)
     if row < end:

@@ -1,6 +1,8 @@
 # parts: common/tiles common/fragment sm80/bwd_layout sm80/mma common/softmax sm80/bwd_mma
 # modify and softmax of the backward pass in registers: S to P.
 
+load_f32 = load_from("shared", types.float32)
+
 
 @device
 def row_values(j, rest):
@@ -10,8 +12,8 @@ def row_values(j, rest):
     return row, load_f32(stage_rows + 4 * row) * LOG2E, load_f32(stage_rows + 4 * BLOCK_Q + 4 * row)
 
 
-# What modifications and dropout need of Params and of the tile. row0, key0: the first query of the tile, the first key of the
-# lane.
+# What modifications and dropout need of Params and of the tile. row0, key0: the first query of the tile, the first key
+# of the lane.
 TilePairs = namedtuple(
     "TilePairs",
     "values softmax_scale seed dropout_threshold dropout_scale b h n_q n_k q_position row0 key0 state",
@@ -35,14 +37,16 @@ def p_modified(x, column, row, pairs):
     """P of a score, modified and masked."""
     query, key = pair_of(column, row, pairs)
     exists = pairs.key0 + column < pairs.n_k and pairs.row0 + row[0] < pairs.n_q
-    x = modify(x * np.float32(pairs.softmax_scale), pairs.state, pairs.b, pairs.h, query, query + pairs.q_position, key, pairs)
+    x, q = x * np.float32(pairs.softmax_scale), query + pairs.q_position
+    x = modify(x, pairs.state, pairs.b, pairs.h, query, q, key, pairs)
     return ZERO if x == HIDDEN or not exists else exp2_fast(x * LOG2E - row[1])
 
 
 @device
 def slope_of(x, column, row, pairs):
     query, key = pair_of(column, row, pairs)
-    return score_slope(x * np.float32(pairs.softmax_scale), pairs.b, pairs.h, query, query + pairs.q_position, key, pairs)
+    x, q = x * np.float32(pairs.softmax_scale), query + pairs.q_position
+    return score_slope(x, pairs.b, pairs.h, query, q, key, pairs)
 
 
 @device

@@ -1,11 +1,11 @@
 # parts: common/tiles common/fragment sm80/bwd_layout
 # Which key tile a CTA of the backward pass takes.
 #
-# CTAs take work tiles from an atomic counter in the order in which they add to dQ. A CTA therefore only ever waits for a
-# CTA that is resident. p.heads_per_l2_group heads are worked on at the same time: the L2 cache holds their operands and
-# dq_accum. The last key tiles come first, and a CTA starts with its first query tile: under a causal mask that is its
-# diagonal, where it is the first to add. With a mask the last group of heads runs in the reverse order, longest first, so
-# that all CTAs end at about the same time.
+# CTAs take work tiles from an atomic counter in the order in which they add to dQ. A CTA therefore only ever waits for
+# a CTA that is resident. p.heads_per_l2_group heads are worked on at the same time: the L2 cache holds their operands
+# and dq_accum. The last key tiles come first, and a CTA starts with its first query tile: under a causal mask that is
+# its diagonal, where it is the first to add. With a mask the last group of heads runs in the reverse order, longest
+# first, so that all CTAs end at about the same time.
 
 
 @device

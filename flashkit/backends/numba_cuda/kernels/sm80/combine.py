@@ -1,6 +1,6 @@
 # parts: common/tiles common/fragment
-# Split-KV: combines the splits of a row, weighted by the sum of their P. A CTA takes up to 128 columns of a row, each of its
-# warps some of the splits, a lane four columns. The reduction has a fixed order.
+# Split-KV: combines the splits of a row, weighted by the sum of their P. A CTA takes up to 128 columns of a row, each
+# of its warps some of the splits, a lane four columns. The reduction has a fixed order.
 
 PREFETCH = 4  # splits loaded ahead; past the last the last one again, with the weight 0
 COLUMN_BLOCKS = -(-HEAD_DIM_V // 128)  # CTAs per row

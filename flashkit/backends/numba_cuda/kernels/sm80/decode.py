@@ -1,6 +1,6 @@
 # parts: common/tiles common/fragment sm80/decode_layout sm80/mma common/softmax sm80/combine
-# Split-KV for few queries on tensor cores by mma.sync (FlashDecoding, Dao et al. 2023). Reading K and V bounds the time, so
-# all heads that share them use one load, and the splits occupy all warps that the device holds.
+# Split-KV for few queries on tensor cores by mma.sync (FlashDecoding, Dao et al. 2023). Reading K and V bounds the
+# time, so all heads that share them use one load, and the splits occupy all warps that the device holds.
 #
 # A warp takes 16 rows and one of p.num_splits parts of their keys, without other warps; combine.py reduces the splits.
 #
@@ -20,7 +20,8 @@ def load_q(target, p, at):
         for i in range(0, 16, 4):
             row, vec = i + lane // 8, lane % 8
             index = u32(at[2] + row)
-            source = row_address(p.q, I(at[0]), at[1] + I(index % pack), I(index // pack)) + (8 * chunk + vec) * VEC_BYTES
+            source = row_address(p.q, I(at[0]), at[1] + I(index % pack), I(index // pack))
+            source += (8 * chunk + vec) * VEC_BYTES
             wanted = index < u32(max_n_q(p) * PACK_GQA) and 64 * chunk + 8 * vec < HEAD_DIM
             cp_async(target + 16 * chunk * CHUNK_ROW + swizzled(row, vec), source, 0, 1 if wanted else 0)
 

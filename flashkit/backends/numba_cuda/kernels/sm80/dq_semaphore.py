@@ -1,6 +1,6 @@
 # parts: common/tiles common/fragment sm80/bwd_layout
-# The order in which CTAs add to dq_accum, which makes dQ deterministic. p.dq_semaphore has a bit for each pair of a query
-# tile and a key tile: the CTA of the key tile has added to the query tile.
+# The order in which CTAs add to dq_accum, which makes dQ deterministic. p.dq_semaphore has a bit for each pair of a
+# query tile and a key tile: the CTA of the key tile has added to the query tile.
 
 
 @device

@@ -1,17 +1,17 @@
 # parts: common/tiles common/fragment sm80/layout sm80/load sm80/mma common/softmax sm80/epilogue
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on tensor cores by mma.sync, from Ampere on.
 #
-# A CTA of four warps takes a work tile, BLOCK_Q query rows of a head, and loops over the key tiles that the mask shows them.
+# A CTA of four warps takes a work tile, BLOCK_Q query rows of a head, and loops over the key tiles that the mask shows.
 #
 #     Q, then O   [BLOCK_Q][..]           shared memory
-#     K, V        [STAGES][BLOCK_K][..]   shared memory, double-buffered; with a single stage V of a tile is loaded during
-#                                         Q K^T, and K of the next tile after it
+#     K, V        [STAGES][BLOCK_K][..]   shared memory, double-buffered; with a single stage V of a tile is loaded
+#                                         during Q K^T, and K of the next tile after it
 #     s (S, P)    [WARP_ROWS][BLOCK_K]    registers of a warp, which has 16 rows, or two tiles of 16 for the same keys
 #     output      [WARP_ROWS][HEAD_DIM_V] registers of a warp, not yet divided by the row sum
 #     m, l        [WARP_ROWS]             row reference, in base 2, and row sum: registers
 #
-# Shared memory (numba_cuda/sm80.py: Tile.smem): Q at 0, AT_KV; within a stage, of STAGE_BYTES bytes, K at 0 and AT_STAGE_V.
-# The row reference is the running row maximum, or near it (common/softmax.py: speculative_softmax).
+# Shared memory (numba_cuda/sm80.py: Tile.smem): Q at 0, AT_KV; within a stage, of STAGE_BYTES bytes, K at 0 and
+# AT_STAGE_V. The row reference is the running row maximum, or near it (common/softmax.py: speculative_softmax).
 
 
 @device

@@ -4,8 +4,8 @@
 ROWS_AT_ONCE = THREADS // 8
 
 # The copies of a thread. Eight threads copy the eight vectors of a row of a chunk, so a thread's vectors have the same
-# position in all its rows, and no index is divided in the loops. `left`: the rows that exist, from its first one on. Rows
-# past them, and columns past the head dim, become zeros.
+# position in all its rows, and no index is divided in the loops. `left`: the rows that exist, from its first one on.
+# Rows past them, and columns past the head dim, become zeros.
 Copy = namedtuple("Copy", "target source step left wanted")
 
 

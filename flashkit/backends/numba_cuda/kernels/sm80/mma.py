@@ -1,10 +1,12 @@
 # parts: common/fragment sm80/tf32x3
 # Matrix products of a warp by mma.sync: 16 rows, or 32, two tiles of 16 that use the same B operands. The layout of
 # accumulators is in ptx/tuples.py. An A operand is four registers of each tile of 16 rows. B operands are addresses in
-# shared memory and the bytes from one chunk of 64 columns to the next. A lane reaches further columns by flipping bits of
-# its address, so that all addresses follow from one; EVEN: a warp multiplies a power of two of columns, or all of them.
+# shared memory and the bytes from one chunk of 64 columns to the next. A lane reaches further columns by flipping bits
+# of its address, so that all addresses follow from one; EVEN: a warp multiplies a power of two of columns, or all of
+# them.
 
-SIXTEEN, FRAGMENT = 4 * ROWS, (4 if IS_FLOAT32 else 2) * ROWS  # registers of a lane for 16 columns: accumulator; operand
+# Registers of a lane for 16 columns of an accumulator, and of these as an operand.
+SIXTEEN, FRAGMENT = 4 * ROWS, (4 if IS_FLOAT32 else 2) * ROWS
 
 if not IS_FLOAT32 and ROWS == 4:
     mma_sync = mma(STORAGE)

@@ -1,12 +1,12 @@
 # parts: common/fragment
 # TF32x3: float32 by mma.sync in TF32, which has 11 significant bits. Each operand is the sum of two TF32 values, and a
-# product is the sum of the three larger of their four products (Ootomo and Yokota 2022, arXiv 2203.03341). The product that
-# is left out, up to 2^-22 of the result, averages out in long sums. Tensor cores round their sums towards zero; so each step
-# starts from zero, and FADD, which rounds to nearest, adds it to the accumulator.
+# product is the sum of the three larger of their four products (Ootomo and Yokota 2022, arXiv 2203.03341). The product
+# that is left out, up to 2^-22 of the result, averages out in long sums. Tensor cores round their sums towards zero; so
+# each step starts from zero, and FADD, which rounds to nearest, adds it to the accumulator.
 #
-# A step has 8 columns, as many bytes as 16 columns of 16-bit elements, so the addresses are those of mma.py. A warp has 16
-# rows. ldmatrix cannot transpose 32-bit elements: a lane takes rows 2t and 2t + 1 of B in place of t and t + 4, for which P in
-# registers is an A operand, and its words come from all banks.
+# A step has 8 columns, as many bytes as 16 columns of 16-bit elements, so the addresses are those of mma.py. A warp has
+# 16 rows. ldmatrix cannot transpose 32-bit elements: a lane takes rows 2t and 2t + 1 of B in place of t and t + 4, for
+# which P in registers is an A operand, and its words come from all banks.
 
 if IS_FLOAT32:
     mma_sync = mma("tf32")
@@ -93,7 +93,8 @@ if IS_FLOAT32:
         q, k, x = row_address(p.q, b, h, row), row_address(p.k, b, h // GQA_GROUP, key), ZERO
         for d in range(HEAD_DIM):
             x += load(F, q, d) * load(F, k, d)
-        return modify(x * np.float32(p.softmax_scale), PARTIAL, b, h, row, row + seq_info(p, b).q_position, key, p) * LOG2E
+        position = row + seq_info(p, b).q_position
+        return modify(x * np.float32(p.softmax_scale), PARTIAL, b, h, row, position, key, p) * LOG2E
 
     @device
     def row_nonfinite(j, rest):
