@@ -95,7 +95,7 @@ class Decode:
         spec = problem.spec
         self.tile = tile or decode_tiles(spec, device)[0]  # supports() refuses specs without a tile
         self.why = why
-        constants = tuple(self.tile.constants(spec, device).work_tiles())
+        constants = tuple(self.tile.constants(spec, device).items())
         library = kernels("sm80/decode", spec, constants, compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_decode", device, self.tile.shared_memory(spec))
