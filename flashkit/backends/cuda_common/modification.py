@@ -1,5 +1,5 @@
-"""Properties of a score and mask modification that kernels are specialised for: the size of its values, what kernels do not
-support, and the range of its integers.
+"""Properties of a score and mask modification that kernels are specialised for: the size of its values, what kernels do
+not support, and the range of its integers.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def is_of_blocks(spec: AttentionSpec) -> bool:
 
 
 def shifts(mask: Expr) -> bool:
-    """Whether the mask is known to be the same for (q + n, k + n) as for (q, k): it compares q with k, or depends on their
-    distance.
+    """Whether the mask is known to be the same for (q + n, k + n) as for (q, k): it compares q with k, or depends on
+    their distance.
     """
     moved: dict[Expr, int] = {}  # how much a node changes per n
     for node in expr.walk([mask]):
