@@ -37,7 +37,7 @@ SMALL = Device("48 KB a block", (8, 6), 20, 49152, 102400)
 
 
 def compiled(name: str, spec: AttentionSpec, constants: dict[str, int], arch: str) -> compiler.Resources:
-    found = compiler.binary(specialise.source(name, spec, constants), arch)
+    found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), arch)
     return found.resources[name]
 
 
@@ -233,7 +233,7 @@ def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool,
     tile = sm80.forward_tile(spec, 4096, device) if name == "sm80_forward" else sm80.backward_tile(spec, device)
     assert tile is not None and tile.shared_memory(spec) <= device.shared_per_block
     constants = tile.constants(spec, device) if isinstance(tile, sm80.Sm80Tile) else tile.constants(spec)
-    found = compiler.binary(specialise.source(name, spec, constants), arch)
+    found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), arch)
     assert found.resources[name].registers <= 255
     assert found.resources[name].spills <= 240
     sass = disassembled(found.path)
@@ -252,7 +252,7 @@ def test_sm80_takes_scores_by_form(d: int, what: str, name: str) -> None:
     tile = sm80.forward_tile(spec, 4096, device) if name == "sm80_forward" else sm80.backward_tile(spec, device)
     assert tile is not None
     constants = tile.constants(spec, device) if isinstance(tile, sm80.Sm80Tile) else tile.constants(spec)
-    found = compiler.binary(specialise.source(name, spec, constants), "sm_80")
+    found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), "sm_80")
     assert found.resources[name].spills <= 288
     assert ("MUFU.TANH" in disassembled(found.path)) == (what == "softcap")
 
