@@ -146,10 +146,7 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | Non
     if options.get("dropout_p") and options.get("seed") is None:
         raise ValueError("dropout_p without seed: a planned call drops the same pairs each time; seed=... fits")
     problem, operands, shape = prepare(q, k, v, **options)
-    operands.arrays = {
-        name: array.copy() if array.dtype.kind in "iu" else array for name, array in operands.arrays.items()
-    }
-    operands.q_offset, operands.kv_lengths = operands.q_offset.copy(), operands.kv_lengths.copy()
+    operands.kv_lengths = operands.kv_lengths.copy()  # on a device they are the caller's
     return Planned(problem, operands, shape, (q, k, v), backend, return_lse)
 
 
@@ -161,10 +158,12 @@ def attention_vjp(
 
     Takes attention()'s arguments. With return_lse=True the first result is (out, lse), and vjp(dout, dlse) takes
     the gradient of both. Weights are recomputed from the log-sum-exp, so memory stays linear in the number of
-    tokens (FlashAttention-2, Algorithm 2). q, k, v, the arrays among the options and the result are read again by
-    vjp: they must not be changed in between, and out must not lie in the memory of one of them.
+    tokens (FlashAttention-2, Algorithm 2). kv_lengths, q_offset and integers that modifications look up are read once,
+    here. q, k, v, the other arrays among the options and the result are read again by vjp: they must not be changed in
+    between, and out must not lie in the memory of one of them.
     """
     problem, operands, shape = prepare(q, k, v, out=out, **options)
+    operands.kv_lengths = operands.kv_lengths.copy()  # on a device they are the caller's; both passes read the same
     if out is not None:
         read_again = {"q": q, "k": k, "v": v, **options, **operands.arrays}
         for name, array in read_again.items():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 from .mods import expr
@@ -14,10 +14,31 @@ from .mods.expr import Expr, Kind
 
 Direction = Literal["forward", "backward"]
 
-ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of one element, for every dtype that attention takes."""
-
 MAX_HEAD_DIM = 512
+
+
+class DType(NamedTuple):
+    """An input dtype: bytes of one element, and the dtype of accumulators, the softmax and the log-sum-exp."""
+
+    size: int
+    accumulator: str
+
+
+DTYPES = {
+    "float64": DType(8, "float64"),
+    "float32": DType(4, "float32"),
+    "float16": DType(2, "float32"),
+    "bfloat16": DType(2, "float32"),
+}
+"""Every dtype that attention takes."""
+
+ITEMSIZE = {name: dtype.size for name, dtype in DTYPES.items()}
+
+
+@cache
+def name_of(dtype: Any) -> str:
+    """The name of a dtype, which NumPy computes anew each time, for microseconds."""
+    return str(dtype.name)
 
 
 class Verdict(NamedTuple):
@@ -58,8 +79,8 @@ class AttentionSpec:
 
     @property
     def lse_dtype(self) -> str:
-        """Of the log-sum-exp, and of all computing in between: float64 for float64, else float32."""
-        return "float64" if self.dtype == "float64" else "float32"
+        """The accumulators' dtype, which the log-sum-exp keeps."""
+        return DTYPES[self.dtype].accumulator
 
     @property
     def masked(self) -> bool:
@@ -72,6 +93,16 @@ class AttentionSpec:
         graphs = ["" if e is None else expr.key(e) for e in (self.score, self.mask)]
         rest = [getattr(self, f.name) for f in fields(self) if f.name not in ("score", "mask")]
         return hashlib.sha256(repr((graphs, rest)).encode()).hexdigest()[:16]
+
+    @cached_property
+    def narrow(self) -> frozenset[str]:
+        """Names of arrays of narrow integers; see `expr.narrow`."""
+        return expr.narrow({slot.name: slot.dtype for slot in self.slots if slot.ndim is not None})
+
+    @cached_property
+    def tile_state(self) -> tuple[Expr, Expr]:
+        """(empty, full) of a tile of the mask; see `expr.classify`."""
+        return expr.classify(expr.TRUE if self.mask is None else self.mask, self.narrow)
 
     def features(self) -> list[str]:
         """Names of what goes beyond plain attention, for messages."""
@@ -154,6 +185,18 @@ class Operands:
     out: Any = None
     lse: Any = None
     blocks: Any = None
+
+    def array(self, slot: Slot) -> Any:
+        """The array of a slot. Kernels are compiled for the slot: they would read another dtype, or an address with
+        another number of strides, out of bounds.
+        """
+        array = self.arrays[slot.name]
+        if len(array.strides) != slot.ndim or name_of(array.dtype) != slot.dtype:
+            raise ValueError(
+                f"{slot.name}, an array of a modification, has {len(array.strides)} axes and dtype {array.dtype}; "
+                f"{slot.ndim} axes of {slot.dtype}, which the kernel is compiled for, fit"
+            )
+        return array
 
 
 @dataclass

@@ -13,7 +13,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,7 @@ import numpy as np
 import flashkit
 from flashkit import dispatch, mods, reference
 from flashkit.call.arguments import prepare
-from flashkit.devices import kernel_cache
+from flashkit.devices import kernel_cache, trust
 from flashkit.mods import expr
 from flashkit.spec import AttentionSpec, Operands
 
@@ -203,8 +203,7 @@ def compiled(backend: str, dtype: str) -> None:
     from filelock import FileLock, Timeout
 
     def compile_(other: str, timeout: float) -> None:
-        folder = kernel_cache.path()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = trust.directory(kernel_cache.path(), make=True)
         with FileLock(folder / f"tests-{other}.lock", timeout=timeout):
             x = np.ones((1, 1, 1, 1), numpy_dtype(other))
             out, vjp = flashkit.attention_vjp(x, x, x, backend=backend)
@@ -497,6 +496,15 @@ def computed(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: np
     """The plain computation, in `dtype` throughout; in float64 it is the definition."""
     out, lse = reference.standard(spec, operands, dtype)
     return Results(out, lse, *reference.standard_gradients(spec, operands, dout, dlse, dtype))
+
+
+def definition(*tensors: Any, **options: Any) -> tuple[tuple[np.ndarray, np.ndarray], Callable[..., Any]]:
+    """(out, lse) of attention on NumPy's q, k and v by the definition, which evaluates a mask at every pair; and the
+    function of (dout, dlse) that gives the gradients.
+    """
+    problem, operands, _ = prepare(*tensors, **options)
+    gradients = partial(reference.standard_gradients, problem.spec, operands)
+    return reference.standard(problem.spec, operands), gradients
 
 
 def expected(call: Call) -> tuple[Results, Results]:

@@ -16,13 +16,12 @@ import numpy as np
 
 from .. import mods
 from ..mods import Mod, codegen, expr
-from ..mods.expr import Expr
+from ..mods.expr import INT64, MAX_POSITION, Expr
 from ..spec import MAX_HEAD_DIM, AttentionSpec, Operands, Problem, Slot
 from . import arrays
 
 LAYOUTS = ("bhnd", "bnhd")
 PRECISIONS = (None, "highest", "tf32")
-_FARTHEST = 2**48  # position
 
 
 class Shape:
@@ -76,7 +75,12 @@ def prepare(
     kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
     out: Any = None, deterministic: bool = False, precision: str | None = None,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
-    """Problem, operands (with new or given out, new lse) and the way back to the caller's shapes."""
+    """Problem, operands (with new or given out, new lse) and the way back to the caller's shapes.
+
+    Addresses are computed from lengths, offsets, integers of modifications, shapes and strides. The operands have
+    these to themselves, copied before they are checked: the caller's arrays may change at any time. Lengths on a device
+    stay where they are, and kernels bound them.
+    """
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
         arrays.require(name, array, kind)
@@ -85,21 +89,21 @@ def prepare(
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
     shape = _shape(q, k, v, layout)
-    q4, k4, v4 = map(shape.to_four, (q, k, v))
+    q4, k4, v4 = (shape.to_four(x).view() for x in (q, k, v))
     batch, heads, n_q, d = q4.shape
     heads_kv, n_k, dv = v4.shape[1:]
     xp = arrays.namespace(kind)
 
     lengths = _lengths(kv_lengths, kind, shape, batch, n_k)
-    offsets = _offsets(q_offset, kind, shape, batch, lengths, n_q)
+    offsets = _offsets(q_offset, kind, shape, batch, lengths, n_q, n_k)
     full = (batch, heads, n_q, n_k)
     scores, masks = [], []
     if softcap is not None:
         scores.append(mods.softcap(_number("softcap", softcap)))
     if alibi_slopes is not None:
-        scores.append(mods.alibi(_slopes(alibi_slopes, kind, batch, heads)))
+        scores.append(mods.alibi(_slopes(alibi_slopes, kind, batch, heads)).snapshot())
     if bias is not None:
-        scores.append(mods.bias(_pairwise("bias", bias, kind, shape, full, "f")))
+        scores.append(mods.bias(_pairwise("bias", bias, kind, shape, full, "f")).snapshot())
     if _flag("causal", causal, ", and mask= for an array of pairs"):
         masks.append(mods.causal())
     if window is not None:
@@ -108,16 +112,16 @@ def prepare(
         # A floating mask is added to the scores, as in other libraries.
         array = _pairwise("mask", mask, kind, shape, full, "bf")
         if array.dtype.kind == "b":
-            masks.append(mods.visible(array))
+            masks.append(mods.visible(array).snapshot())
         else:
-            scores.append(mods.bias(array))
-    given = [] if score_mod is None else [mods.trace(score_mod, "score")]
+            scores.append(mods.bias(array).snapshot())
+    given = [] if score_mod is None else [mods.trace(score_mod, "score").snapshot()]
     scores += given
     if block_mask is not None:
-        given.append(_block_mask(block_mask, batch, heads, n_q, n_k))
+        given.append(_block_mask(block_mask, batch, heads, n_q, n_k).snapshot())
         masks.append(given[-1])
     if mask_mod is not None:
-        given.append(mods.trace(mask_mod, "mask"))
+        given.append(mods.trace(mask_mod, "mask").snapshot())
         masks.append(given[-1])
     for mod in given:
         check_indices(mod, batch, heads, n_q, n_k, *_reach(offsets, q_offset is not None, batch, n_q, n_k))
@@ -197,17 +201,16 @@ def _pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, .
     if array.ndim > len(wanted) or any(n not in (1, m) for n, m in zip(array.shape, axes, strict=True)):
         raise ValueError(f"{name} has shape {array.shape}; what broadcasts to (..., Hq, Nq, Nk) = {wanted} fits")
     if array.ndim > 3 and len(shape.batch) != 1:
-        array = (
-            array.reshape((-1, *array.shape[-3:]))
-            if math.prod(array.shape[:-3]) == 1
-            else np.broadcast_to(array, (*shape.batch, *array.shape[-3:])).reshape((-1, *array.shape[-3:]))
-        )
+        rest = array.shape[-3:]
+        if any(n != 1 for n in array.shape[:-3]):
+            array = arrays.namespace(kind).broadcast_to(array, (*shape.batch, *rest))
+        array = array.reshape((math.prod(array.shape[:-3]), *rest))
     return array if array.ndim else array.reshape(1)
 
 
 def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what: str) -> Any:
-    """int64 (B,) from an integer or integers, one for each batch entry. On the device where q and they are: reading
-    them here would wait for all that was enqueued before.
+    """int64 (B,) from an integer or integers, one for each batch entry: a copy of its own. On the device where q and
+    they are, since reading them here would wait for all that was enqueued before; there it may be the caller's array.
     """
     stays = kind != "numpy" and arrays.kind_of(value) == kind
     try:
@@ -218,8 +221,13 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
         raise TypeError(f"{name} is {value!r}; {what} fits")
     if array.ndim and array.shape not in ((batch,), shape.batch):
         raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
-    xp = arrays.namespace(kind) if stays else np
-    return xp.ascontiguousarray(xp.broadcast_to(array.reshape(-1) if array.ndim else array, (batch,)), np.int64)
+    if not stays and array.size and array.max() > INT64[1]:
+        raise ValueError(f"{name} is {value!r}; {what} fits, within 64 bits with a sign")
+    flat = array.reshape(-1) if array.ndim else array
+    if not stays:
+        return np.broadcast_to(flat, (batch,)).astype(np.int64, order="C")
+    xp = arrays.namespace(kind)
+    return xp.ascontiguousarray(xp.broadcast_to(flat, (batch,)), np.int64)
 
 
 def _lengths(value: Any, kind: str, shape: Shape, batch: int, n_k: int) -> Any:
@@ -234,11 +242,21 @@ def _lengths(value: Any, kind: str, shape: Shape, batch: int, n_k: int) -> Any:
     return lengths
 
 
-def _offsets(value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: int) -> Any:
+def _offsets(value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: int, n_k: int) -> Any:
+    """Where each batch entry's first query is; what lies on the device is brought within the bounds that are errors
+    elsewhere.
+    """
     if value is None:
-        return lengths - n_q
+        if isinstance(lengths, np.ndarray):
+            return lengths - n_q
+        offsets = arrays.namespace(kind).clip(lengths, 0, n_k)  # as kernels take them
+        offsets -= n_q  # in place: a graph that records this writes to no memory that others may get
+        return offsets
     offsets = _per_entry("q_offset", value, kind, shape, batch, "an integer, or integers (B,),")
-    if isinstance(offsets, np.ndarray) and offsets.size and np.abs(offsets).max() > _FARTHEST:
+    if not isinstance(offsets, np.ndarray):
+        own = None if arrays.same_address(offsets, value) else offsets
+        return arrays.namespace(kind).clip(offsets, -MAX_POSITION, MAX_POSITION, out=own)
+    if offsets.size and not (offsets.min() >= -MAX_POSITION and offsets.max() <= MAX_POSITION):
         raise ValueError(f"q_offset is {value!r}; positions within 2^48 fit")
     return offsets
 
@@ -247,7 +265,7 @@ def _reach(offsets: Any, given: bool, batch: int, n_q: int, n_k: int) -> tuple[n
     """The least and the greatest offset that each batch entry may have; on the device they are not looked at."""
     if isinstance(offsets, np.ndarray):
         return offsets, offsets
-    low, high = (-_FARTHEST, _FARTHEST) if given else (-n_q, n_k - n_q)
+    low, high = (-MAX_POSITION, MAX_POSITION) if given else (-n_q, n_k - n_q)
     return np.full(batch, low), np.full(batch, high)
 
 
@@ -285,8 +303,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
             raise TypeError(f"window is {window!r}; {fits}")
         if side is not None and side < 0:
             raise ValueError(f"window is {window!r}; {fits}, 0 or more")
-    # Positions lie within 2^48: what reaches further bounds nothing, and could overflow when a position is added.
-    left, right = (None if side is None or side >= 2**50 else int(side) for side in window)
+    left, right = (None if side is None else int(side) for side in window)
     return left, right
 
 
@@ -421,6 +438,8 @@ def check_indices(
 ) -> None:  # fmt: skip
     """Every index that a modification computes lies within its array, for all positions of the call; kernels do not
     check. least, greatest: offset of each batch entry, (B,).
+
+    An index that may overflow reaches all of int64, unless what follows brings it back, as clip() and % do.
     """
     loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
     if not loads or 0 in (batch, heads, n_q, n_k):
@@ -441,7 +460,11 @@ def check_indices(
             n, bounds = array.shape[axis], expr.bounds(index)
             low, high = (0, n) if bounds is None else _extremes(bounds, env)
             if low < 0 or high >= n:
-                reach = "cannot be bounded" if bounds is None else f"runs from {low} to {high}"
+                reach = f"runs from {low} to {high}"
+                if bounds is None:
+                    reach = "cannot be bounded"
+                elif INT64[0] == low or INT64[1] == high:
+                    reach += " (it may overflow, or its bounds do)"
                 raise ValueError(
                     f"{mod.kind}_mod: the index of axis {axis} of {node.value} (shape {array.shape}) {reach} in this "
                     f"call; 0 to {n - 1} fits, for instance {node.value}[clip(index, 0, {n - 1})]"

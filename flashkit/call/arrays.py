@@ -6,12 +6,11 @@ An array of a library can only exist if the library is imported, so nothing is i
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ..spec import ITEMSIZE
+from ..spec import ITEMSIZE, name_of
 
 
 def kind_of(array: Any) -> str | None:
@@ -51,7 +50,7 @@ def require(name: str, array: Any, kind: str | None = None) -> str:
 def dtype_name(name: str, array: Any) -> str:
     """The name of a dtype that attention takes."""
     dtype = array.dtype
-    known = _known_dtype(dtype)
+    known = name_of(dtype)
     if known not in ITEMSIZE:
         raise TypeError(f"{name} has dtype {dtype}; {', '.join(ITEMSIZE)} fit (bfloat16 is ml_dtypes.bfloat16)")
     if not dtype.isnative:
@@ -60,11 +59,6 @@ def dtype_name(name: str, array: Any) -> str:
             f"{name}.astype({name}.dtype.newbyteorder('=')) fits"
         )
     return known
-
-
-@cache
-def _known_dtype(dtype: Any) -> str:
-    return str(dtype.name)  # NumPy computes it anew each time, for microseconds
 
 
 def addressable(array: Any) -> Any:

@@ -93,7 +93,7 @@ def visible_pairs(problem: Problem, operands: Operands) -> int:
         return 0
     spec, total = problem.spec, 0
     for b in range(problem.batch):
-        length = int(operands.kv_lengths[b])
+        length = min(max(int(operands.kv_lengths[b]), 0), problem.n_k)
         if spec.mask is None:
             total += problem.heads * problem.n_q * length
         elif length:

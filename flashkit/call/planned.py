@@ -169,9 +169,15 @@ def key(tensors: tuple[Any, Any, Any], others: Sequence[Any], options: tuple[Any
 
 
 def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None:
-    """What the operands call each of these arrays; None where one of them was copied, or may be either of two."""
+    """What the operands call each of these arrays; None where one of them was copied or reshaped, or may be either of
+    two: a kernel reads what it is given by the form of the operands' own.
+    """
     found = [
-        [name for name, own in operands.arrays.items() if type(own) is type(array) and arrays.same_address(array, own)]
+        [
+            name
+            for name, own in operands.arrays.items()
+            if arrays.form(own) == arrays.form(array) and arrays.same_address(array, own)
+        ]
         for array in given
     ]
     names = tuple(chain.from_iterable(found))

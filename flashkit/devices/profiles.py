@@ -12,8 +12,9 @@ generic profile of its kind. Layers, highest first, are merged field by field, n
     2. the user's files, see `user_dir`       4. the shipped files
 
 and within one directory those with more criteria come first, so the generic ones are always last. `Profile.provenance`
-says of each field where it came from. A malformed file found on the way is skipped with a warning: a bad profile must
-not stop attention. `load_file` is the strict reader, with errors that name file, line and field.
+says of each field where it came from. A malformed file found on the way is skipped with a warning, and so is one that
+another user could have written (trust.py): a bad profile must not stop attention. `load_file` is the strict reader,
+with errors that name file, line and field.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ import msgspec
 import yaml
 
 from ..errors import ProfileError
-from . import host
+from . import host, trust
 from .schema import (
+    MOST_BYTES,
     SCHEMA,
     Device,
     Memory,
@@ -51,7 +53,7 @@ from .schema import (
 
 __all__ = [
     "SCHEMA", "Profile", "ProfileWarning", "SchemaError", "TileRow", "by_name", "criteria", "directories", "for_device",
-    "forget", "load_file", "parse", "paths", "shipped_dir", "user_dir", "write_user_profile",
+    "forget", "load_file", "parse", "paths", "read", "shipped_dir", "user_dir", "write_user_profile",
 ]  # fmt: skip
 
 # ---- merging -------------------------------------------------------------------------------------------------------
@@ -107,17 +109,24 @@ def shipped_dir() -> Path:
 
 
 def user_dir() -> Path:
-    """Where `flashkit autotune` writes; not created."""
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("flashkit", appauthor=False)) / "device_profiles"
+    """Where `flashkit autotune` writes; not created. UntrustedError without a home directory."""
+    return trust.of_user("data") / "device_profiles"
 
 
 def directories() -> dict[str, Path]:
-    """Where profiles are looked for, in order: "FLASHKIT_PROFILE_DIR" (if set), "user", "shipped"."""
+    """Where profiles are looked for, in order: "FLASHKIT_PROFILE_DIR" (if set), "user", "shipped".
+
+    The first is left out where it is no absolute path, the second where there is no home directory.
+    """
     override = os.environ.get("FLASHKIT_PROFILE_DIR")
-    first = {"FLASHKIT_PROFILE_DIR": Path(os.path.expanduser(override))} if override else {}
-    return {**first, "user": user_dir(), "shipped": shipped_dir()}
+    found = {}
+    if override and os.path.isabs(os.path.expanduser(override)):
+        found["FLASHKIT_PROFILE_DIR"] = Path(os.path.expanduser(override))
+    elif override:
+        _skip(trust.UntrustedError(f"FLASHKIT_PROFILE_DIR={override} is not an absolute path"))
+    with suppress(trust.UntrustedError):
+        found["user"] = user_dir()
+    return {**found, "shipped": shipped_dir()}
 
 
 def paths() -> list[Path]:
@@ -135,17 +144,47 @@ def _files(directory: Path) -> list[Path]:
 _OTHER_KIND = {"cpu": re.compile(r"\bkind:\s*cuda\b"), "cuda": re.compile(r"\bkind:\s*cpu\b")}
 
 
+def _text(file: Path) -> str:
+    """Of a file in one of the directories. UntrustedError where another user could have written it; what is shipped is
+    as trusted as the code beside it.
+    """
+    shipped = file.parent == shipped_dir()
+    return (trust.read_any(file, MOST_BYTES) if shipped else trust.read(file, MOST_BYTES)).decode()
+
+
+def read(file: Path) -> Profile:
+    """The profile of one file in one of the directories, alone. ProfileError if it does not fit the schema, OSError if
+    it cannot be read, UntrustedError if another user could have written it.
+    """
+    try:
+        return parse(_text(file), str(file))
+    except UnicodeDecodeError as error:
+        raise SchemaError(str(file), 1, "", f"not UTF-8 text: {error.reason}") from None
+
+
+_told: set[str] = set()
+
+
+def _skip(error: Exception) -> None:
+    """Warn; of what is wrong with a whole directory once, not for each file in it."""
+    if isinstance(error, trust.UntrustedError):
+        if str(error) in _told:
+            return
+        _told.add(str(error))
+    warnings.warn(f"device profile skipped: {error}", ProfileWarning, stacklevel=3)
+
+
 def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
     """The readable profiles of one kind in a directory; those that are not are skipped with a warning."""
     for file in _files(directory):
         try:
-            text = file.read_text(encoding="utf-8")
+            text = _text(file)
             head = re.search(r"^device:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
             if head and _OTHER_KIND[kind].search(head[0]):
                 continue  # not worth a full parse
             profile = parse(text, str(file))
-        except (OSError, ValueError) as error:
-            warnings.warn(f"device profile skipped: {error}", ProfileWarning, stacklevel=2)
+        except (OSError, ValueError, RecursionError) as error:
+            _skip(error)
             continue
         if profile.device.kind == kind:
             yield file, profile
@@ -256,12 +295,13 @@ def for_device(kind: str) -> Profile:
 def by_name(name: str) -> Profile:
     """The merged profile of the device that the file `name`.yaml describes, as `for_device` would give it there.
 
-    ValueError if no directory has such a file, ProfileError if it is malformed.
+    ValueError if no directory has such a file, ProfileError if it is malformed, UntrustedError if another user could
+    have written it.
     """
     file = next((file for file in paths() if file.stem == name), None)
     if file is None:
         raise ValueError(f"no device profile is called {name!r}{suggest(name, tuple(f.stem for f in paths()))}")
-    device = msgspec.to_builtins(load_file(file).device)
+    device = msgspec.to_builtins(read(file).device)
     told = ("kind", "name", "compute_capability", "features", "cores")
     described = {key: device[key] for key in told if key in device}
     return _merge(_layers(device["kind"], {"device": described, "memory": {}}, str(file)))
@@ -271,6 +311,7 @@ def forget() -> None:
     """Drop what `for_device` has cached, so that changed files are read."""
     with _lock:
         _merged.clear()
+        _told.clear()
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
@@ -298,41 +339,30 @@ def write_user_profile(profile: dict[str, Any]) -> Path:
     profile: in the form of a profile file ({"schema": 1, "device": {...}, "tiles": {...}}); `criteria` gives the device
     section. A file that this device already has is updated: fields given replace its fields, rows replace rows of
     equal selector, the rest stays. The file is replaced in one step under a lock, so that neither a crash nor another
-    writer leaves half of it. ProfileError if the profile does not fit the schema; nothing is written then.
+    writer leaves half of it. ProfileError if the profile does not fit the schema, UntrustedError if other users can
+    write the directory; nothing is written then.
     """
-    from filelock import FileLock
-
     new = parse(_dump({"schema": SCHEMA, **profile}), "<profile>")
     device = new.device
     identity = repr((device.kind, device.match, device.compute_capability, sorted(device.features or ())))
     slug = re.sub(r"[^a-z0-9]+", "-", (device.name or device.kind).lower()).strip("-")
     digest = hashlib.sha256(identity.encode()).hexdigest()[:6]
-    target = user_dir() / f"{device.kind}-{slug}-{digest}.yaml"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = trust.directory(user_dir(), make=True) / f"{device.kind}-{slug}-{digest}.yaml"
 
-    with FileLock(target.parent / ".lock"):
+    with trust.locked(target.parent / ".lock"):
         layers: list[_Layer] = [("new", known_fields(new), new.tiles)]
         if target.exists():
             try:
-                old = load_file(target)
+                old = read(target)
                 layers.append(("old", known_fields(old), old.tiles))
-            except ProfileError as error:  # someone's edit went wrong: keep it, out of the way
+            except (ProfileError, OSError, RecursionError) as error:  # an edit went wrong: keep it, out of the way
                 target.replace(target.with_suffix(".yaml.bad"))
                 warnings.warn(f"moved to {target.name}.bad: {error}", ProfileWarning, stacklevel=2)
         merged = _merge(layers)
         text = "# Written by flashkit for this machine's device. Fields left out come from the shipped profiles.\n"
         text += _dump(_plain(merged))
         parse(text, str(target))
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                out.write(text)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        trust.write(target, text.encode(), durable=True)
     forget()
     return target
 

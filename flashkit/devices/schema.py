@@ -6,7 +6,6 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,8 +13,12 @@ import yaml
 from msgspec import Meta, Struct, field
 
 from ..errors import ProfileError
+from . import trust
 
 SCHEMA = 1
+
+MOST_BYTES = 1 << 20
+"""Of a profile file: a hundred times the largest that is shipped."""
 
 Kind = Literal["cpu", "cuda"]
 Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"]
@@ -374,9 +377,11 @@ def parse(text: str, file: str = "<text>") -> Profile:
 
 
 def load_file(path: str | os.PathLike[str]) -> Profile:
-    """The profile of one file alone. ProfileError if it does not fit the schema, OSError if it cannot be read."""
+    """The profile of one file alone. ProfileError if it does not fit the schema, OSError if it cannot be read, is
+    no regular file or has more than 1 MiB. It may be another user's, for the caller names it.
+    """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = trust.read_any(path, MOST_BYTES).decode()
     except UnicodeDecodeError as error:
         raise SchemaError(str(path), 1, "", f"not UTF-8 text: {error.reason}") from None
     profile = parse(text, str(path))

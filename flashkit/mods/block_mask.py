@@ -44,7 +44,7 @@ class BlockMask(Patterns):
 
     mod: the mask over b, h, row and k that it stands for, elementwise; block_q, block_k: rows and keys of a tile, the
     last of an axis may be shorter. batch and heads: entries that the mask tells apart, 1 where it is the same for all.
-    The arrays of the mod must not change afterwards.
+    The mask has the mod's arrays as copies that cannot be written: its tiles are found once.
     """
 
     mod: Mod
@@ -58,7 +58,15 @@ class BlockMask(Patterns):
     def __post_init__(self) -> None:
         for name, least in (("n_q", 0), ("n_k", 0), ("block_q", 1), ("block_k", 1), ("batch", 1), ("heads", 1)):
             object.__setattr__(self, name, integer(name, getattr(self, name), least))
-        if expr.uses(self.mod.expr, expr.Q):
+        for name in ("n_q", "n_k"):
+            if getattr(self, name) > expr.MAX_POSITION:
+                raise ValueError(f"{name} is {getattr(self, name)}; positions within 2^48 fit")
+        mod = self.mod.snapshot(whole=True)
+        for array in mod.arrays.values():
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
+        object.__setattr__(self, "mod", mod)
+        if expr.uses(mod.expr, expr.Q):
             raise ValueError("the mod depends on the position q; BlockMask.from_mod says where the queries are")
 
     # --- making one -----------------------------------------------------------------------------------------------
@@ -283,7 +291,8 @@ class BlockMask(Patterns):
 
     @cached_property
     def _state(self) -> Expr:
-        empty, full = expr.classify(self.mod.expr)
+        dtypes = {name: array.dtype for name, array in self.mod.arrays.items()}
+        empty, full = expr.classify(self.mod.expr, expr.narrow(dtypes))
         return expr.where(empty, EMPTY, expr.where(full, FULL, PARTIAL))
 
     def _evaluate(self, b: Any, h: Any, row: Any, k: Any) -> Any:
@@ -369,12 +378,16 @@ def _placed(mod: Mod, offset: Any) -> Mod:
     if offset.dtype.kind not in "iu" or offset.ndim > 1:
         given = f"{offset.dtype} of shape {offset.shape}"
         raise ValueError(f"q_offset is an integer or integers of shape (batch,), not {given}")
+    if offset.size and max(-int(offset.min()), int(offset.max())) > expr.MAX_POSITION:
+        raise ValueError(f"q_offset runs from {offset.min()} to {offset.max()}; positions within 2^48 fit")
     if not expr.uses(mod.expr, expr.Q):
         return mod
     name = "q_offset"
     while name in mod.params or name in mod.arrays:
         name += "_"
     if offset.ndim:
+        small = offset.astype(np.int32)  # expr.narrow: such a sum cannot overflow
+        offset = small if np.array_equal(small, offset) else offset
         shift, params, arrays = expr.Array(name, 1, "int")[expr.B], {}, {name: offset}
     else:
         shift, params, arrays = expr.param(name, "int"), {name: int(offset)}, {}

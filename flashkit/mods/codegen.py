@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .expr import OPS, Expr, walk
+from .expr import INT64, OPS, Expr, reaches, walk
 
 Language = Literal["cuda", "numba", "numpy"]
 
@@ -17,7 +17,7 @@ _LITERALS: dict[str, Callable[[Any], str]] = {
     "bool": lambda v: str(v), "int": repr, "float": lambda v: f"F({v!r})" if np.isfinite(v) else f"F(float('{v!r}'))",
 }  # fmt: skip
 _CUDA_LITERALS: dict[str, Callable[[Any], str]] = {
-    "bool": lambda v: str(v).lower(), "int": lambda v: f"{v}ll",
+    "bool": lambda v: str(v).lower(), "int": lambda v: f"{v}ll" if v > INT64[0] else f"({v + 1}ll - 1)",
     # fk_special(1), (-1) and (0): inf, -inf and NaN
     "float": lambda v: f"(fk_float)({v!r})" if np.isfinite(v) else f"fk_special({0 if v != v else int(np.sign(v))})",
 }  # fmt: skip
@@ -46,11 +46,29 @@ def _bits_of_divisor(node: Expr) -> int | None:
     return divisor.value.bit_length() - 1 if known else None
 
 
+_UNSIGNED = "np.int64(np.uint64(I({0})) %s np.uint64(I({1})))"
+_NEGATED = "np.int64(np.uint64(0) - np.uint64(I({0})))"
+_WRAPPING = {
+    "add": _UNSIGNED % "+", "sub": _UNSIGNED % "-", "mul": _UNSIGNED % "*", "neg": _NEGATED,
+    "abs": f"{_NEGATED} if {{0}} < 0 else I({{0}})", "floordiv": f"{_NEGATED} if {{1}} == -1 else {{0}} // {{1}}",
+}  # fmt: skip
+
+
+def _wrapping_text(node: Expr, operands: list[str], language: Language) -> str:
+    """The text of an operation that may overflow. In C++, and in LLVM as Numba uses it, only unsigned integers wrap."""
+    if language == "cuda" and node.op != "floordiv":  # fk_floordiv does
+        return f"fk_wrapping_{node.op}({', '.join(operands)})"
+    text = _WRAPPING[node.op] if language == "numba" else getattr(OPS[node.op], language)
+    return text.format(*operands)
+
+
 def assignments(
-    exprs: Sequence[Expr], language: Language, load: Callable[[Expr, list[str]], str] | None = None
-) -> tuple[list[tuple[Expr, str, str]], list[str]]:
+    exprs: Sequence[Expr], language: Language, load: Callable[[Expr, list[str]], str] | None = None,
+    narrow: frozenset[str] = frozenset(),
+) -> tuple[list[tuple[Expr, str, str]], list[str]]:  # fmt: skip
     """The operations in order, each once, as (node, name, text), and the text of each result. `load`: writes the text
-    that reads an array, or its least or greatest element, at indices, where it is not the language's.
+    that reads an array, or its least or greatest element, at indices, where it is not the language's. narrow: as in
+    `expr.reaches`.
 
     The text refers to symbols, params and arrays by name, and to helpers that each language's prelude defines: `F`
     (to the computing precision) and `I` (to 64-bit integer) in Python, `fk_...` functions in CUDA C++.
@@ -58,6 +76,7 @@ def assignments(
     names: dict[int, str] = {}
     steps: list[tuple[Expr, str, str]] = []
     literals = _CUDA_LITERALS if language == "cuda" else _LITERALS
+    overflowing = reaches(exprs, narrow)[1]
     for node in walk(exprs):
         if node.op == "const":
             names[id(node)] = literals[node.kind](node.value)
@@ -70,6 +89,8 @@ def assignments(
                 text = load(node, operands) if load else _load_text(node, operands, language)
             elif language == "cuda" and (bits := _bits_of_divisor(node)) is not None:
                 text = f"{operands[0]} >> {bits}" if node.op == "floordiv" else f"{operands[0]} & {2**bits - 1}"
+            elif node in overflowing:
+                text = _wrapping_text(node, operands, language)
             else:
                 text = getattr(OPS[node.op], language).format(*operands)
             names[id(node)] = f"t{len(steps)}"
@@ -77,9 +98,11 @@ def assignments(
     return steps, [names[id(e)] for e in exprs]
 
 
-def render(exprs: Sequence[Expr], language: Language, indent: str = "") -> tuple[list[str], list[str]]:
+def render(
+    exprs: Sequence[Expr], language: Language, indent: str = "", narrow: frozenset[str] = frozenset()
+) -> tuple[list[str], list[str]]:
     """Code for the expressions: the lines that compute them and the text of each result; see `assignments`."""
-    steps, results = assignments(exprs, language)
+    steps, results = assignments(exprs, language, narrow=narrow)
     if language == "cuda":
         return [f"{indent}const {_TYPES[node.kind]} {name} = {text};" for node, name, text in steps], results
     return [f"{indent}{name} = {text}" for _, name, text in steps], results

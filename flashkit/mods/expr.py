@@ -5,8 +5,8 @@ graph; code in three languages (codegen.py), the derivative by the score, the bo
 come from that graph. One row of the table `OPS` holds all there is to say about an operation, so a new one is one row.
 
 Symbols: `s` the score, `b` the batch entry, `h` the query head, `k` the key's index, `row` the query's index and
-`q` its position on the key axis, `row + q_offset`. Integers are 64 bits wide; floats have the kernel's computing
-precision.
+`q` its position on the key axis, `row + q_offset`. Integers are int64 and wrap on overflow, as NumPy's do; floats have
+the kernel's computing precision.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ import numpy as np
 
 Kind = Literal["bool", "int", "float"]
 _RANK = {"bool": 0, "int": 1, "float": 2}
+
+INT64 = -(2**63), 2**63 - 1
+MAX_POSITION = 2**48
+"""Positions, rows and keys lie within this."""
+MAX_PARAM = 2**60
+"""Integer params lie within this, so that a position and a few of them add up without overflow; see mods.trace."""
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 _intern_lock = threading.Lock()
@@ -186,16 +192,27 @@ def _number(x: Expr) -> Expr:
     return where(x, 1, 0) if x.kind == "bool" else x
 
 
+def wrapped(value: int) -> int:
+    """The int64 that integer arithmetic gives for an exact result."""
+    return (value - INT64[0]) % 2**64 + INT64[0]
+
+
 def _fold(op: str, args: tuple[Expr, ...], kind: Kind) -> Expr:
     """Make the node, or compute it where all is known. Only exact integer and logical folding: floats keep the
     kernel's rounding.
     """
-    if all(a.op == "const" and a.kind != "float" for a in args) and kind != "float":
-        try:
-            return const(OPS[op].fold(*(a.value for a in args)))
-        except ZeroDivisionError:
-            raise ZeroDivisionError(f"division by zero in a modification: {op} of {args[0]!r} by 0") from None
-    return Expr(op, args, None, kind)
+    try:
+        return _folded(Expr(op, args, None, kind))
+    except ZeroDivisionError:
+        raise ZeroDivisionError(f"division by zero in a modification: {op} of {args[0]!r} by 0") from None
+
+
+def _folded(node: Expr) -> Expr:
+    known = node.op in OPS and node.args and all(a.op == "const" and a.kind != "float" for a in node.args)
+    if not known or node.kind == "float":
+        return node
+    value = OPS[node.op].fold(*(a.value for a in node.args))
+    return const(wrapped(value) if node.kind == "int" else value)
 
 
 def _arithmetic(op: str, *operands: Any) -> Expr:
@@ -330,7 +347,8 @@ Range = tuple[Expr, Expr] | None
 """Bounds of a node over a tile, as expressions: (least, greatest) of an integer, (surely true, possibly true) of a
 bool, None: unknown.
 
-Floats have none: a bound that is rounded differently from the value in the kernel could hide a visible pair."""
+Floats have none: a bound that is rounded differently from the value in the kernel could hide a visible pair.
+The rules of the table work on expressions (`bounds`) and on Python's exact integers and bools (`reaches`) alike."""
 
 
 @dataclass(frozen=True)
@@ -350,45 +368,71 @@ def _product(x: Expr, y: Expr) -> Expr:
     return const(0.0) if _is(x, 0) or _is(y, 0) else x * y
 
 
-def _hull(values: Sequence[Expr]) -> tuple[Expr, Expr]:
+def _least(x: Any, y: Any) -> Any:
+    return minimum(x, y) if isinstance(x, Expr) or isinstance(y, Expr) else min(x, y)
+
+
+def _most(x: Any, y: Any) -> Any:
+    return maximum(x, y) if isinstance(x, Expr) or isinstance(y, Expr) else max(x, y)
+
+
+def _choose(condition: Any, x: Any, y: Any) -> Any:
+    return where(condition, x, y) if isinstance(condition, Expr) else x if condition else y
+
+
+def _opposite(x: Any) -> Any:
+    return ~x if isinstance(x, Expr) else not x
+
+
+def _is_bool(x: Any) -> bool:
+    return x.kind == "bool" if isinstance(x, Expr) else isinstance(x, bool)
+
+
+def _is_zero(x: Any) -> bool:
+    """Whether a divisor is known to be 0: x // 0 and x % 0 are 0 in kernels, as in NumPy."""
+    return _is(x, 0) if isinstance(x, Expr) else x == 0
+
+
+def _hull(values: Sequence[Any]) -> Range:
     low = high = values[0]
     for value in values[1:]:
-        low, high = minimum(low, value), maximum(high, value)
+        low, high = _least(low, value), _most(high, value)
     return low, high
 
 
-def _point(r: tuple[Expr, Expr]) -> bool:
+def _point(r: tuple[Any, Any]) -> bool:
     return r[0] is r[1]
 
 
-def _mul_bounds(a: tuple[Expr, Expr], b: tuple[Expr, Expr]) -> Range:
+def _mul_bounds(a: tuple[Any, Any], b: tuple[Any, Any]) -> Range:
     return _hull([x * y for x in dict.fromkeys(a) for y in dict.fromkeys(b)])
 
 
-def _floordiv_bounds(a: tuple[Expr, Expr], b: tuple[Expr, Expr]) -> Range:
-    return _hull([a[0] // b[0], a[1] // b[0]]) if _point(b) else None
+def _floordiv_bounds(a: tuple[Any, Any], b: tuple[Any, Any]) -> Range:
+    if _is_zero(b[0]) and _point(b):
+        return b
+    if _point(b):
+        return _hull([a[0] // b[0], a[1] // b[0]])
+    return _least(_least(a[0], -a[1]), 0), _most(_most(a[1], -a[0]), 0)
 
 
-def _mod_bounds(a: tuple[Expr, Expr], b: tuple[Expr, Expr]) -> Range:
-    if not _point(b):
-        return None
+def _mod_bounds(a: tuple[Any, Any], b: tuple[Any, Any]) -> Range:
+    low, high = _least(b[0] + 1, 0), _most(b[1] - 1, 0)
+    if not _point(b) or _is_zero(b[0]):
+        return low, high
     divisor = b[0]
     same_turn = (a[0] // divisor) == (a[1] // divisor)  # then the remainder grows with the number
-    low, high = minimum(divisor + 1, 0), maximum(divisor - 1, 0)
-    return where(same_turn, a[0] % divisor, low), where(same_turn, a[1] % divisor, high)
+    return _choose(same_turn, a[0] % divisor, low), _choose(same_turn, a[1] % divisor, high)
 
 
-def _where_bounds(c: tuple[Expr, Expr], x: tuple[Expr, Expr], y: tuple[Expr, Expr]) -> Range:
-    if x[0].kind == "bool":
-        low, high = x[0] & y[0], x[1] | y[1]
-    else:
-        low, high = minimum(x[0], y[0]), maximum(x[1], y[1])
-    return tuple(where(c[0], x[i], where(c[1], either, y[i])) for i, either in enumerate((low, high)))  # type: ignore[return-value]
+def _where_bounds(c: tuple[Any, Any], x: tuple[Any, Any], y: tuple[Any, Any]) -> Range:
+    low, high = (x[0] & y[0], x[1] | y[1]) if _is_bool(x[0]) else (_least(x[0], y[0]), _most(x[1], y[1]))
+    return tuple(_choose(c[0], x[i], _choose(c[1], either, y[i])) for i, either in enumerate((low, high)))
 
 
 def _integer_op(rule: Callable[..., Range]) -> Callable[..., Range]:
     """A rule for bools only: the same operator on integers works on bits, which has no simple bounds."""
-    return lambda *ranges: rule(*ranges) if ranges[0][0].kind == "bool" else None
+    return lambda *ranges: rule(*ranges) if _is_bool(ranges[0][0]) else None
 
 
 OPS: dict[str, Op] = {
@@ -405,13 +449,13 @@ OPS: dict[str, Op] = {
               lambda a, d: d[0] - _product(d[1], floor(a[0] / a[1])), _mod_bounds, lambda a, b: a % b),
     "neg": Op("-{0}", "-{0}", "-{0}", lambda a, d: -d[0], lambda a: (-a[1], -a[0]), lambda a: -a),
     "abs": Op("fk_abs({0})", "abs({0})", "np.abs({0})", lambda a, d: _product(where(a[0] < 0, -1.0, 1.0), d[0]),
-              lambda a: (maximum(maximum(a[0], -a[1]), 0), maximum(-a[0], a[1])), abs),
+              lambda a: (_most(_most(a[0], -a[1]), 0), _most(-a[0], a[1])), abs),
     "min": Op("fk_min({0}, {1})", "minimum({0}, {1})", "np.minimum({0}, {1})",
               lambda a, d: where(a[1] < a[0], d[1], d[0]),
-              lambda a, b: (minimum(a[0], b[0]), minimum(a[1], b[1])), min),
+              lambda a, b: (_least(a[0], b[0]), _least(a[1], b[1])), min),
     "max": Op("fk_max({0}, {1})", "maximum({0}, {1})", "np.maximum({0}, {1})",
               lambda a, d: where(a[0] < a[1], d[1], d[0]),
-              lambda a, b: (maximum(a[0], b[0]), maximum(a[1], b[1])), max),
+              lambda a, b: (_most(a[0], b[0]), _most(a[1], b[1])), max),
     "where": Op("{0} ? {1} : {2}", "{1} if {0} else {2}", "np.where({0}, {1}, {2})",
                 lambda a, d: where(a[0], d[1], d[2]),
                 _where_bounds, lambda c, a, b: a if c else b),
@@ -425,9 +469,11 @@ OPS: dict[str, Op] = {
     "or": Op("{0} | {1}", "{0} | {1}", "{0} | {1}", None,
              _integer_op(lambda a, b: (a[0] | b[0], a[1] | b[1])), lambda a, b: a | b),
     "xor": Op("{0} ^ {1}", "{0} ^ {1}", "{0} ^ {1}", None,
-              _integer_op(lambda a, b: ((a[0] & ~b[1]) | (b[0] & ~a[1]), ~((a[0] & b[0]) | (~a[1] & ~b[1])))),
+              _integer_op(lambda a, b: ((a[0] & _opposite(b[1])) | (b[0] & _opposite(a[1])),
+                                    _opposite((a[0] & b[0]) | (_opposite(a[1]) & _opposite(b[1]))))),
               lambda a, b: a ^ b),
-    "not": Op("!{0}", "not {0}", "np.logical_not({0})", None, lambda a: (~a[1], ~a[0]), lambda a: not a),
+    "not": Op("!{0}", "not {0}", "np.logical_not({0})", None,
+              lambda a: (_opposite(a[1]), _opposite(a[0])), lambda a: not a),
     "float": Op("(fk_float)({0})", "F({0})", "F({0})"),
     "exp": Op("fk_exp({0})", "exp({0})", "np.exp({0})", lambda a, d: _product(exp(a[0]), d[0])),
     "exp2": Op("fk_exp2({0})", "exp2({0})", "np.exp2({0})",
@@ -491,8 +537,15 @@ def substitute(exprs: Sequence[Expr], change: Callable[[Expr], Expr]) -> list[Ex
     for node in walk(exprs):
         args = tuple(new[id(a)] for a in node.args)
         same = all(new_one is old for new_one, old in zip(args, node.args, strict=True))
-        new[id(node)] = change(node if same else Expr(node.op, args, node.value, node.kind))
+        new[id(node)] = change(node if same else _rebuilt(node, args))
     return [new[id(e)] for e in exprs]
+
+
+def _rebuilt(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    try:
+        return _folded(Expr(node.op, args, node.value, node.kind))
+    except ZeroDivisionError:
+        return const(0)
 
 
 def uses(expr: Expr, *symbols: Expr) -> bool:
@@ -514,33 +567,89 @@ def derivative(expr: Expr) -> Expr:
     return d[id(expr)]
 
 
+def reaches(
+    exprs: Iterable[Expr], narrow: frozenset[str] = frozenset()
+) -> tuple[dict[Expr, tuple[int, int] | None], set[Expr]]:
+    """What each node can be in any call: (least, greatest) of an integer or bool, None of a float; and the nodes that
+    may overflow, whose result may be any int64. narrow: arrays whose elements have at most 32 bits.
+
+    Interval arithmetic by the rules of the table, on exact integers.
+    """
+    known: dict[Expr, tuple[int, int] | None] = {}
+    overflowing: set[Expr] = set()
+    for node in walk(exprs):
+        ranges = [known[a] for a in node.args]
+        result: tuple[int, int] | None = None
+        if node.op == "const":
+            result = None if node.kind == "float" else (node.value, node.value)
+        elif node.kind == "bool" and (node.op not in OPS or None in ranges):
+            result = False, True
+        elif node.op == "symbol" and node.kind == "int":
+            result = -2 * MAX_POSITION, 2 * MAX_POSITION
+        elif node.op == "param" and node.kind == "int":
+            result = -MAX_PARAM, MAX_PARAM
+        elif node.kind != "float":
+            narrower = node.op.startswith("load") and node.value in narrow
+            rule = OPS[node.op].bounds if node.op in OPS else None
+            result = (-(2**32), 2**32) if narrower else rule(*ranges) if rule else None  # type: ignore[assignment]
+            if result is None:
+                result = INT64
+            elif result[0] < INT64[0] or result[1] > INT64[1]:
+                overflowing.add(node)
+                result = INT64
+        known[node] = result
+    return known, overflowing
+
+
+_ANY = const(INT64[0]), const(INT64[1])
+_SURE = 2.0**62
+"""Where a result computed in floating point stays within this, the exact one is an int64."""
+
+
 @lru_cache(maxsize=512)
-def bounds(expr: Expr) -> Range:
+def bounds(expr: Expr, narrow: frozenset[str] = frozenset()) -> Range:
     """Bounds over the tile q0 <= q <= q1, k0 <= k <= k1 (row likewise), at one (b, h), as expressions in those symbols.
 
     Interval arithmetic (Moore, Interval Analysis, 1966) done on symbols, so that one rule serves the tile lists in
-    NumPy and the tile loops of every kernel.
+    NumPy and the tile loops of every kernel. They hold for integers that wrap: a node that may overflow is bounded by
+    all of int64 on the tiles where it does. narrow: as in `reaches`.
     """
+    overflowing = reaches([expr], narrow)[1]
     known: dict[int, Range] = {id(Q): (Q0, Q1), id(K): (K0, K1), id(ROW): (ROW0, ROW1)}
     for node in walk([expr]):
         if id(node) in known:
             continue
         ranges = [known[id(a)] for a in node.args]
+        if node.kind == "int" and node.op in _BOUNDING:
+            ranges = [r or _ANY for r in ranges]
         result: Range = None
         if node.kind != "float":
             if not node.args:
                 result = (node, node)
-            elif all(r is not None for r in ranges):
+            elif None not in ranges:
                 result = _load_bounds(node, ranges) if node.op == "load" else _op_bounds(node, ranges)  # type: ignore[arg-type]
+        if result is not None and node in overflowing:
+            result = _where_sure(node, ranges, result)  # type: ignore[arg-type]
         if result is None and node.kind == "bool":
             result = (FALSE, TRUE)
         known[id(node)] = result
     return known[id(expr)]
 
 
+_BOUNDING = "min", "max", "mod"
+"""Operations that bound what has no bounds."""
+
+
 def _op_bounds(node: Expr, ranges: list[tuple[Expr, Expr]]) -> Range:
     rule = OPS[node.op].bounds
     return rule(*ranges) if rule else None
+
+
+def _where_sure(node: Expr, ranges: list[tuple[Expr, Expr]], found: tuple[Expr, Expr]) -> Range:
+    """The bounds found, on tiles where the same in floating point says that nothing overflows."""
+    low, high = _op_bounds(node, [(to_float(r[0]), to_float(r[1])) for r in ranges])  # type: ignore[misc]
+    sure = (low >= -_SURE) & (high <= _SURE)
+    return where(sure, found[0], _ANY[0]), where(sure, found[1], _ANY[1])
 
 
 def _load_bounds(node: Expr, ranges: list[tuple[Expr, Expr]]) -> Range:
@@ -552,7 +661,15 @@ def _load_bounds(node: Expr, ranges: list[tuple[Expr, Expr]]) -> Range:
 
 
 @lru_cache(maxsize=512)
-def classify(mask: Expr) -> tuple[Expr, Expr]:
-    """(empty, full): bool expressions over a tile's corners that prove that no pair, or every pair, is visible."""
-    sure, possible = bounds(mask)  # type: ignore[misc]
+def classify(mask: Expr, narrow: frozenset[str] = frozenset()) -> tuple[Expr, Expr]:
+    """(empty, full): bool expressions over a tile's corners that prove that no pair, or every pair, is visible.
+
+    narrow: as in `reaches`. Fewer proofs are found without it, no wrong ones.
+    """
+    sure, possible = bounds(mask, narrow)  # type: ignore[misc]
     return ~possible, sure
+
+
+def narrow(dtypes: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the arrays, given with their dtypes, whose elements have at most 32 bits."""
+    return frozenset(name for name, dtype in dtypes.items() if str(dtype) not in ("int64", "uint64"))

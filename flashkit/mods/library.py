@@ -57,6 +57,7 @@ class Mod:
     kind: ModKind
     expr: Expr
     params: Mapping[str, int | float]
+    """By name; what lies beyond 2^60 has its upper 32 bits under fk_high_<name>."""
     arrays: Mapping[str, Any]
 
     def __and__(self, other: Mod | Callable[..., Any]) -> Mod:
@@ -77,6 +78,25 @@ class Mod:
     def then(self, other: Mod | Callable[..., Any]) -> Mod:
         """The score mod that applies this one first and `other` to its result."""
         return combine(after, "score", self, other)
+
+    def snapshot(self, *, whole: bool = False) -> Mod:
+        """The same modification with values of its own, as one call takes it, so that what is checked of them is what
+        a kernel reads: integers, and bools that an index depends on, are copies; of other arrays it has views, whose
+        contents alone can change. whole: all arrays are copies.
+
+        Raises TypeError where a value is no longer of the kind or of the number of axes that the function was traced
+        with.
+        """
+        params, arrays = dict(self.params), dict(self.arrays)
+        traced, indexing = _values_of(self.expr)
+        for name, ndim, kind in traced:
+            if ndim is None:
+                if not isinstance(params.get(name), int if kind == "int" else int | float):
+                    raise TypeError(f"{name} of a {self.kind} mod is {params.get(name)!r}; {kind}, as traced, fits")
+            else:
+                copied = whole or kind == "int" or (kind == "bool" and name in indexing)
+                arrays[name] = _own(f"{name} of a {self.kind} mod", arrays.get(name), ndim, kind, copied)
+        return Mod(self.kind, self.expr, params, arrays)
 
     @property
     def key(self) -> str:
@@ -129,18 +149,25 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
         values = {**_keyword_defaults(plain), **values}
     params: dict[str, int | float] = {}
     arrays: dict[str, Any] = {}
-    slots: list[tuple[str, int | None, Kind]] = []
+    slots: list[tuple[str, int | None, Kind, bool]] = []
     for name, value in values.items():
+        wide = False
+        if isinstance(value, (int, np.integer)) and not expr.INT64[0] <= value <= expr.INT64[1]:
+            raise ValueError(f"{name} of a modification is {value}; an integer from -2^63 to 2^63 - 1 fits")
         if np.isscalar(value) or isinstance(value, np.generic):
             scalar = np.asarray(value)
             scalar_kind = _value_kind(name, scalar)
             if scalar_kind == "bool":
                 scalar, scalar_kind = scalar.astype(np.int64), "int"
-            params[_free(name)] = scalar.item()
-            slots.append((name, None, scalar_kind))
+            number = scalar.item()
+            wide = scalar_kind == "int" and abs(number) > expr.MAX_PARAM
+            if wide:
+                params[_high(name)], number = number >> 32, number & (2**32 - 1)
+            params[_free(name)] = number
+            slots.append((name, None, scalar_kind, wide))
         else:
             arrays[_free(name)] = value = value if hasattr(value, "__cuda_array_interface__") else np.asarray(value)
-            slots.append((name, value.ndim, _value_kind(name, value)))
+            slots.append((name, value.ndim, _value_kind(name, value), False))
     # A plain function is traced anew for each call: what it closes over may have changed since. The ready-made ones
     # are pure.
     make = _trace_pure if ready_made else _trace
@@ -164,11 +191,19 @@ def _value_kind(name: str, value: Any) -> Kind:
     return _KINDS[kind]
 
 
-def _trace(function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[str, int | None, Kind]]) -> Expr:
+def _high(name: str) -> str:
+    """The name in the graph of the upper 32 bits of a wide integer."""
+    return f"fk_high_{name}"
+
+
+def _trace(function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[str, int | None, Kind, bool]]) -> Expr:
+    """slots: name, axes (None: a scalar), kind, and whether a scalar lies beyond expr.MAX_PARAM."""
     symbols = _SYMBOLS[kind]
-    named = {
-        name: expr.param(_free(name), k) if ndim is None else Array(_free(name), ndim, k) for name, ndim, k in slots
-    }
+    named: dict[str, Expr | Array] = {}
+    for name, ndim, value_kind, wide in slots:
+        named[name] = expr.param(_free(name), value_kind) if ndim is None else Array(_free(name), ndim, value_kind)
+        if wide:
+            named[name] = expr.param(_high(name), "int") * 2**32 + named[name]
     what = getattr(function, "__name__", repr(function))
     try:
         result = function(*symbols, **named)
@@ -180,6 +215,9 @@ def _trace(function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[st
     except TypeError as error:
         raise TypeError(f"{kind}_mod {what}({', '.join(s.value for s in symbols)}): {error}") from error
     graph = expr.as_expr(result)
+    for node in expr.walk([graph]):
+        if node.op == "const" and node.kind == "int" and not expr.INT64[0] <= node.value <= expr.INT64[1]:
+            raise ValueError(f"{kind}_mod {what} has the integer {node.value}; -2^63 to 2^63 - 1 fits")
     if kind == "score":
         return expr.to_float(graph)
     if graph.kind != "bool":
@@ -190,6 +228,29 @@ def _trace(function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[st
 
 
 _trace_pure = lru_cache(maxsize=None)(_trace)
+
+
+@lru_cache(maxsize=1024)
+def _values_of(graph: Expr) -> tuple[tuple[tuple[str, int | None, Kind], ...], frozenset[str]]:
+    """The values that a graph names, each with its number of axes (None: a scalar) and kind, and the names of the
+    arrays that indices are computed from.
+    """
+    nodes = [node for node in expr.walk([graph]) if node.op in ("param", "load")]
+    traced = {node.value: (node.value, len(node.args) if node.op == "load" else None, node.kind) for node in nodes}
+    within = (inner for node in nodes for inner in expr.walk(node.args))
+    return tuple(traced.values()), frozenset(inner.value for inner in within if inner.op == "load")
+
+
+def _own(name: str, array: Any, ndim: int, kind: Kind, copied: bool) -> Any:
+    """The array as a call may keep it; see Mod.snapshot."""
+    if not hasattr(array, "dtype"):
+        raise TypeError(f"{name} is a {type(array).__name__}; an array of {ndim} axes, as traced, fits")
+    own = array.view()  # its shape and dtype are no longer the caller's to change
+    if own.ndim != ndim or _value_kind(name, own) != kind:
+        raise TypeError(f"{name} has {own.ndim} axes and dtype {own.dtype}; {ndim} axes and {kind}s, as traced, fit")
+    if not own.dtype.isnative:
+        return own.astype(own.dtype.newbyteorder("="))
+    return own.copy() if copied else own
 
 
 def after(first: Expr, second: Expr) -> Expr:
@@ -234,6 +295,8 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mod:
     for name, n in sides.items():
         if n < 0:
             raise ValueError(f"{name} of a sliding window is a number of keys, 0 or more, or None; got {n}")
+    # What reaches further than positions do bounds nothing, and could overflow when a position is added.
+    sides = {name: n for name, n in sides.items() if n < 4 * expr.MAX_POSITION}
     functions: dict[tuple[str, ...], Callable[..., Any]] = {
         (): _everything, ("left",): _window_left, ("right",): _window_right, ("left", "right"): _window,
     }  # fmt: skip

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 
 from . import expr
 from . import library as mods
 from .expr import Expr
-
-if TYPE_CHECKING:
-    from .block_mask import BlockMask
 
 
 def integer(name: str, value: Any, least: int) -> int:
@@ -34,18 +31,18 @@ def integer(name: str, value: Any, least: int) -> int:
 class Patterns:
     """The constructors that BlockMask inherits."""
 
-    from_mod: Callable[..., BlockMask]
-    from_dense: Callable[..., BlockMask]
+    from_mod: Callable[..., Self]
+    from_dense: Callable[..., Self]
 
     @classmethod
-    def local(cls, n_q: int, n_k: int, left: int, right: int = 0, block: int = 128, q_offset: Any = None) -> BlockMask:
+    def local(cls, n_q: int, n_k: int, left: int, right: int = 0, block: int = 128, q_offset: Any = None) -> Self:
         """Each block sees `left` blocks before it, itself and `right` after it."""
         return cls._blockwise(
             lambda i, j: (i - left <= j) & (j <= i + right), n_q, n_k, block, q_offset, left=left, right=right
         )
 
     @classmethod
-    def dilated(cls, n_q: int, n_k: int, step: int, reach: int, block: int = 128, q_offset: Any = None) -> BlockMask:
+    def dilated(cls, n_q: int, n_k: int, step: int, reach: int, block: int = 128, q_offset: Any = None) -> Self:
         """Each block sees those at multiples of `step` blocks from it, `reach` of them to each side: the dilated window
         of Longformer (Beltagy et al. 2020, arXiv 2004.05150, section 3.1), in blocks."""
         integer("step", step, 1)
@@ -53,7 +50,7 @@ class Patterns:
         return cls._blockwise(seen, n_q, n_k, block, q_offset, reach=reach)
 
     @classmethod
-    def strided(cls, n_q: int, n_k: int, stride: int, block: int = 128, q_offset: Any = None) -> BlockMask:
+    def strided(cls, n_q: int, n_k: int, stride: int, block: int = 128, q_offset: Any = None) -> Self:
         """The last `stride` blocks and every stride-th one before: the strided pattern of Sparse Transformer (Child et
         al. 2019, arXiv 1904.10509, section 4.3), both of its sets in one mask, in blocks."""
         integer("stride", stride, 1)
@@ -63,7 +60,7 @@ class Patterns:
     @classmethod
     def fixed(
         cls, n_q: int, n_k: int, stride: int, summary: int = 1, block: int = 128, q_offset: Any = None
-    ) -> BlockMask:
+    ) -> Self:
         """The own segment of `stride` blocks and the last `summary` blocks of each earlier one: the fixed pattern of
         Sparse Transformer (arXiv 1904.10509, section 4.3; its l and c), both of its sets in one mask, in blocks."""
         integer("stride", stride, 1)
@@ -75,7 +72,7 @@ class Patterns:
     @classmethod
     def butterfly(
         cls, n_q: int, n_k: int, max_stride: int | None = None, block: int = 128, q_offset: Any = None
-    ) -> BlockMask:
+    ) -> Self:
         """Flat block butterfly of Pixelated Butterfly (Dao et al. 2022, arXiv 2112.00029): a block sees
         itself and those whose number differs from its own in one bit below `max_stride`, a power of two; all bits where
         not given."""
@@ -97,7 +94,7 @@ class Patterns:
     def bigbird(
         cls, n_q: int, n_k: int, window: int = 3, global_blocks: int = 2, random_blocks: int = 3, seed: int = 0,
         block: int = 128, q_offset: Any = None,
-    ) -> BlockMask:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """Big Bird (Zaheer et al. 2020, arXiv 2007.14062, section 2), in blocks: a window of `window` blocks around
         the own one, the first `global_blocks`, which all see and which see all, and for each other row `random_blocks`
         of the rest, drawn by `seed`."""
@@ -105,7 +102,7 @@ class Patterns:
             raise ValueError(f"window is an odd number of blocks, so that it has a middle; got {window}")
         integer("random_blocks", random_blocks, 0)
         seen = lambda i, j: (abs(i - j) <= window // 2) | ((i >= 0) & (i < global_blocks)) | (j < global_blocks)
-        base = cls._blockwise(seen, n_q, n_k, block, q_offset, global_blocks=global_blocks)
+        base: Any = cls._blockwise(seen, n_q, n_k, block, q_offset, global_blocks=global_blocks)
         rng = np.random.default_rng(seed)
         (tiles_q, tiles_k), rows = base.tiles, base.rows()
         grid = np.zeros((tiles_q, tiles_k), bool)
@@ -119,7 +116,7 @@ class Patterns:
     def longformer(
         cls, n_q: int, n_k: int, window: int, global_tokens: Any = (), dilation: int = 1,
         block: int = 128, q_offset: Any = None,
-    ) -> BlockMask:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """Longformer (Beltagy et al. 2020, arXiv 2004.05150, section 3.1), in tokens: window // 2 of them to each side,
         `dilation` apart, and the positions `global_tokens`, which all see and which see all."""
         integer("dilation", dilation, 1)
@@ -140,7 +137,7 @@ class Patterns:
     @classmethod
     def _blockwise(
         cls, seen: Callable[..., Expr], n_q: int, n_k: int, block: int, q_offset: Any, **counts: int
-    ) -> BlockMask:
+    ) -> Self:
         """The mask of a rule on the numbers of blocks; counts: arguments of the pattern that must be 0 or more."""
         for name, value in counts.items():
             integer(name, value, 0)

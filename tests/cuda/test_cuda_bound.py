@@ -21,6 +21,7 @@ from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cuda_common.params import AT, VALUES
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
+from flashkit.call import planned
 from flashkit.call.arguments import prepare
 
 
@@ -39,7 +40,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 SHAPE = 2, 4, 128, 64
-CLUSTER_SIZE = BlockMask.from_dense(np.array([[True, False], [True, True]]), 64, 64)
+BLOCKS = BlockMask.from_dense(np.array([[True, False], [True, True]]), 64, 64)
 
 
 def operands_of(**options: Any) -> tuple[Any, Any]:
@@ -72,8 +73,9 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
     and the first ones are not kept alive.
     """
     arrays = given(0)
-    problem, operands = operands_of(block_mask=CLUSTER_SIZE, **arrays)
-    names = [next(n for n, own in operands.arrays.items() if own is array) for array in arrays.values()]
+    problem, operands = operands_of(block_mask=BLOCKS, **arrays)
+    names = planned.names_of(list(arrays.values()), operands)
+    assert names is not None
     plan, seen = watched(problem)
     bound = CupyRawBackend().bind(plan, operands, names)
     own = [weakref.ref(operands.arrays[name]) for name in names]
@@ -90,13 +92,25 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
         bound(*tensors, *others)
         assert set(map(id, kept[-1])) == set(map(id, others)), "a graph needs them as long as it lives"
 
-        _, alone = operands_of(block_mask=CLUSTER_SIZE, **arrays)
+        _, alone = operands_of(block_mask=BLOCKS, **arrays)
         placed = dict(zip(names, others, strict=True))
         rest = iter(of_blocks)
         named = {name: placed.get(name) or next(rest) for name in alone.arrays}
         alone = replace(alone, **dict(zip(("q", "k", "v", "out", "lse"), tensors, strict=True)), arrays=named)
         assert seen[-1] == list(Arguments(problem.spec, alone).words)
         assert {x.data.ptr for x in others} <= set(seen[-1][VALUES :])
+
+
+@pytest.mark.parametrize("change", [lambda x: x[None], lambda x: x[:, :64], lambda x: x.view(np.int32)])
+def test_arrays_of_another_form_are_refused(change: Any, kept: list[Any]) -> None:
+    bias = np.zeros((4, 128, 128), np.float32)
+    problem, operands = operands_of(bias=bias)
+    plan, seen = watched(problem)
+    bound = CupyRawBackend().bind(plan, operands, list(operands.arrays))
+    bound(*five(), OnDevice(bias))
+    with pytest.raises(ValueError, match="an array of a modification has the form"):
+        bound(*five(), OnDevice(change(bias)))
+    assert len(seen) == 1
 
 
 def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:
@@ -114,7 +128,7 @@ def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:
 
 def test_a_pull_back_finds_what_was_sent(kept: list[Any]) -> None:
     """Arguments put the copies that they make into the operands."""
-    problem, operands = operands_of(block_mask=CLUSTER_SIZE, kv_lengths=np.array([100, 128]))
+    problem, operands = operands_of(block_mask=BLOCKS, kv_lengths=np.array([100, 128]))
     first = Arguments(problem.spec, operands)
     sent = operands.kv_lengths, operands.q_offset, *operands.arrays.values()
     assert len(sent) > 2 and all(isinstance(array, OnDevice) for array in sent)

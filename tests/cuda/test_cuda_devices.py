@@ -218,7 +218,7 @@ def test_infinity_is_not_nan(dtype: str, generation: str) -> None:
     """An infinite key hides itself from rows where its score is -inf; an infinite value makes its column infinite."""
     q, k, v = tensors((1, 2, 150, 64), (1, 2, 200, 64), (1, 2, 200, 64), dtype=dtype)
     k[0, 0, 70, 3], v[0, 1, 90, 5] = np.inf, -np.inf
-    right = flashkit.attention(*(x.get().astype(np.float64) for x in (q, k, v)), backend="reference")
+    (right, _), _ = cases.definition(*(x.get().astype(np.float64) for x in (q, k, v)))
     got = flashkit.attention(q, k, v, backend=NAME).get()
     assert 40 < np.isfinite(right[0, 0]).all(-1).sum() < 110 and np.isneginf(right[0, 1, :, 5]).all()
     np.testing.assert_allclose(got.astype(np.float64), right, rtol=1e-5, atol=1e-5 if dtype == "float32" else 4e-3)
@@ -245,7 +245,7 @@ def test_float32_is_kept_at_any_magnitude(kind: str, d: int, generation: str) ->
     elif kind == "zeros":
         q[:, :, 100:200], k[:, 0, 128:300], v[:, 1] = 0, 0, 0
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
-    right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)), causal=True, backend="reference")
+    (right, _), _ = cases.definition(*(x.astype(np.float64) for x in (q, k, v)), causal=True)
     import cupy
 
     got = flashkit.attention(*map(cupy.asarray, (q, k, v)), causal=True, backend=NAME).get().astype(np.float64)
@@ -263,7 +263,7 @@ def test_float32_gradients_are_exact(magnitude: float, d: int, generation: str) 
     q, k, v, dout = tensors((1, 4, 300, d), (1, 2, 500, d), (1, 2, 500, d), (1, 4, 300, d))
     dout *= np.float32(magnitude)
     wide = [x.get().astype(np.float64) for x in (q, k, v, dout)]
-    right = flashkit.attention_vjp(*wide[:3], causal=True, backend="reference")[1](wide[3])
+    right = cases.definition(*wide[:3], causal=True)[1](wide[3])
     got = flashkit.attention_vjp(q, k, v, causal=True, backend=NAME)[1](dout)
     for name, one, other in zip(("dq", "dk", "dv"), got, right):
         error = np.sqrt(((one.get() - other) ** 2).mean() / (other**2).mean())
@@ -328,7 +328,7 @@ def test_float32_that_is_not_finite(value: float, where: str, generation: str) -
     for options in ({}, {"causal": True}):
         with np.errstate(invalid="ignore"):
             wide = (x.get().astype(np.float64) for x in arrays.values())
-            right = flashkit.attention(*wide, **options, return_lse=True, backend="reference")
+            right, _ = cases.definition(*wide, **options)
         got = flashkit.attention(*arrays.values(), **options, return_lse=True, backend=NAME)
         for one, other in zip(got, right):
             np.testing.assert_allclose(one.get().astype(np.float64), other, rtol=1e-5, atol=1e-5)
@@ -337,7 +337,7 @@ def test_float32_that_is_not_finite(value: float, where: str, generation: str) -
 @pytest.mark.parametrize("d", [64, 128])
 def test_tf32_has_eleven_bits(d: int, generation: str) -> None:
     q, k, v = tensors((2, 2, 500, d), (2, 2, 700, d), (2, 2, 700, d))
-    right = flashkit.attention(*(x.get().astype(np.float64) for x in (q, k, v)), backend="reference")
+    (right, _), _ = cases.definition(*(x.get().astype(np.float64) for x in (q, k, v)))
     got = flashkit.attention(q, k, v, precision="tf32", backend=NAME).get().astype(np.float64)
     error = np.sqrt(((got - right) ** 2).mean() / (right**2).mean())
     assert error <= (8e-7 if generation == "simt" else 8e-4)
@@ -354,7 +354,7 @@ def test_tf32_of_uneven_values(kind: str, generation: str) -> None:
     else:
         v[:, :, :128] *= 1e-4
         v[:, :, 256:384] *= 1e3
-    right = flashkit.attention(*(x.get().astype(np.float64) for x in (q, k, v)), causal=True, backend="reference")
+    (right, _), _ = cases.definition(*(x.get().astype(np.float64) for x in (q, k, v)), causal=True)
     got = flashkit.attention(q, k, v, causal=True, precision="tf32", backend=NAME).get().astype(np.float64)
     errors = ((got - right) ** 2).mean(-1) / (right**2).mean(-1)
     assert np.sqrt(errors.mean()) <= 1e-3
@@ -421,12 +421,34 @@ def test_lengths_and_offsets_on_the_device() -> None:
         np.testing.assert_array_equal(here.get(), there.get())
 
 
-def test_lengths_on_the_device_beyond_the_keys_are_clamped() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("n_q", [1, 70])
+def test_lengths_on_the_device_are_bounded(n_q: int, dtype: str, generation: str) -> None:
+    """By the kernels of both passes, which read the same lengths, and in the offset that follows from lengths."""
+    import cupy
+
+    n_k, wrong = 100, [10**6, 2**32 + 7, -4, -(2**32) + 2**31 - 1]
+    lengths, shape_q, shape_k = cupy.asarray(wrong), (4, 2, n_q, 64), (4, 1, n_k, 64)
+    q, k, v, dout = tensors(shape_q, shape_k, shape_k, shape_q, dtype=dtype)
+    options = {"causal": True, "deterministic": True, "backend": NAME}
+    right, right_vjp = flashkit.attention_vjp(q, k, v, kv_lengths=[n_k, n_k, 0, 0], **options)
+    out, vjp = flashkit.attention_vjp(q, k, v, kv_lengths=lengths, **options)
+    plain = flashkit.attention(q, k, v, kv_lengths=lengths, **options)
+    lengths[...] = cupy.asarray([1, 2, 3, 4])
+    np.testing.assert_array_equal(out.get(), right.get())
+    np.testing.assert_array_equal(plain.get(), right.get())
+    for got, expected in zip(vjp(dout), right_vjp(dout), strict=True):
+        np.testing.assert_array_equal(got.get(), expected.get())
+
+
+def test_positions_on_the_device_stay_within_tables() -> None:
+    """An index that is in range for all lengths that fit is so for those that do not."""
     import cupy
 
     q, k, v = tensors((2, 1, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8))
-    got = flashkit.attention(q, k, v, kv_lengths=cupy.asarray([100, -4]), backend=NAME).get()
-    right = flashkit.attention(q, k, v, kv_lengths=[7, 0], backend=NAME).get()
+    score = mods.score(lambda s, b, h, q, k, *, t: s + t[q + 5], t=cupy.arange(12.0))
+    got = flashkit.attention(q, k, v, kv_lengths=cupy.asarray([2**40, -(2**40)]), score_mod=score, backend=NAME).get()
+    right = flashkit.attention(q, k, v, kv_lengths=[7, 0], score_mod=score, backend=NAME).get()
     np.testing.assert_array_equal(got, right)
 
 
@@ -832,7 +854,7 @@ BESIDE_A_CAP = [
     ],
 )
 def test_soft_capping_beside_another_feature(factor: str, level: str, d: int, generation: str) -> None:
-    """In bfloat16, where kernels may sum and bound weights in a way of their own (sm90's sums_with_values)."""
+    """In bfloat16, where kernels may sum and bound weights in a way of their own (sm90's sums_rows_by_mma)."""
     capped = {"softcap": "yes", "dtype": "bfloat16", "sizes": "130x200", "heads": "4:2", "out": "poisoned"}
     check(with_(**{**capped, "dims": f"{d}", factor: level}))
 
@@ -863,13 +885,13 @@ def test_float32_gradients_of_many_tiles(d: int, options: dict[str, Any], genera
             assert error <= 1e-6, (name, error)
 
 
-def test_the_reference_is_the_same_algorithm() -> None:
+def test_float64_is_the_definition() -> None:
     """float64 on the device agrees with the definition to the last digits."""
     q, k, v = tensors((1, 2, 70, 40), (1, 2, 90, 40), (1, 2, 90, 40), dtype="float64")
     from flashkit.call.arguments import prepare
 
     problem, operands, _ = prepare(q.get(), k.get(), v.get(), causal=True)
-    out, _ = reference.flash_attention_2(problem.spec, operands)
+    out, _ = reference.standard(problem.spec, operands)
     np.testing.assert_allclose(
         flashkit.attention(q, k, v, causal=True, backend=NAME).get(), out, rtol=1e-12, atol=1e-13
     )

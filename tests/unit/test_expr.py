@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -137,7 +138,9 @@ def test_numba_text_means_the_same_more(seed):
     check_numba(seed, count=25)
 
 
-CPP_PRELUDE = """
+SCALARS = Path(expr.__file__).parent / "backends/cupy_raw/kernels/scalar.cuh"
+WRAPPING = [line for line in SCALARS.read_text().splitlines() if line.startswith("DEVICE long long fk_wrapping")]
+CPP_PRELUDE = "\n".join(WRAPPING).replace("DEVICE", "static") + """
 #include <cmath>
 #include <algorithm>
 typedef double fk_float;
@@ -192,7 +195,7 @@ def compile_cpp(tmp_path, cases):
     source = tmp_path / "mods.cpp"
     source.write_text("\n".join([CPP_PRELUDE, head, *strides, *lines, *stores, "}"]))
     library = tmp_path / "mods.so"
-    flags = ["-std=c++17", "-O1", "-fwrapv", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
     built = subprocess.run([compiler, *flags, "-o", str(library), str(source)], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[:2000]
     function = ctypes.CDLL(str(library)).f

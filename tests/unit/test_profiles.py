@@ -329,7 +329,7 @@ def test_threads_share_one_profile(folders: dict[str, Path]) -> None:
 def test_reading_is_light() -> None:
     """Neither Numba nor CuPy is loaded to find out what the CPU is."""
     code = (
-        "import sys; from flashkit import profiles; profiles.for_device('cpu');"
+        "import sys; from flashkit.devices import profiles; profiles.for_device('cpu');"
         "print([m for m in ('numba', 'cupy', 'torch', 'typer', 'rich') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -148,14 +148,16 @@ def _straight(bias: Expr) -> Expr | None:
     """
     first, last = (lambda node, at=at: at if node is expr.K else node for at in (expr.K0, expr.K1))
     varies: dict[int, bool] = {}
-    straight = expr.TRUE
+    straight, overflowing = expr.TRUE, expr.reaches([bias])[1]
     for node in expr.walk([bias]):
         varying = [varies[id(a)] for a in node.args]
         varies[id(node)] = node is expr.K or any(varying)
         if not any(varying):
             continue
         kinks = _KINKS.get(node.op)
-        if kinks is None or (node.op == "mul" and all(varying)) or (node.op == "div" and varying[1]):
+        if kinks is None or node in overflowing:
+            return None
+        if (node.op == "mul" and all(varying)) or (node.op == "div" and varying[1]):
             return None
         if node.op in ("lt", "le", "eq") and node.args[0].kind == "float":
             return None  # rounding must not decide which side of a jump a key is on

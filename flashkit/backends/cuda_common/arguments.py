@@ -143,7 +143,7 @@ class Arguments(Block):
                 value = operands.params[slot.name]
                 words.append(int(value) if slot.kind == "int" else bits(value))
             else:
-                array = operands.arrays[slot.name]
+                array = operands.array(slot)
                 self._places[slot.name] = VALUES + len(words)
                 itemsize = array.dtype.itemsize
                 words += [self.address(array), *(stride // itemsize for stride in array.strides)]

@@ -156,7 +156,7 @@ class CudaBackend:
 
         here, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(here, "forward").run, Arguments(plan.problem.spec, operands)
-        places = [template.release(name, operands) for name in anew]
+        places = [(template.release(name, operands), _form(operands.arrays[name])) for name in anew]
         templates = template, template.copy()
         templates[1].unread_lse(here.ordinal)
         spares: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
@@ -178,7 +178,9 @@ class CudaBackend:
             if lse is not None:
                 words[lse_at] = lse.data.ptr
             if arrays:
-                for at, array in zip(places, arrays, strict=True):
+                for (at, form), array in zip(places, arrays, strict=True):
+                    if _form(array) != form:
+                        raise ValueError(f"an array of a modification has the form {_form(array)}; {form} fits")
                     words[at] = array.data.ptr
             stream = stream_of()
             if copies or arrays:  # arrays of the caller's, or made of them: a graph that records this may outlive them
@@ -240,6 +242,10 @@ def _absent(name: str) -> bool:
         return find_spec(name) is None
     except ModuleNotFoundError:
         return True
+
+
+def _form(array: Any) -> tuple[Any, ...]:
+    return array.shape, array.strides, array.dtype
 
 
 def _keep(stream: int, operands: Operands) -> None:

@@ -8,15 +8,20 @@ changed source is a new file and never a stale kernel.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from ...devices import kernel_cache
+from .. import headers as formats
+
+FOLDER = "cuda"
+"""Of the cache directory."""
 
 OPTIONS = (
     "-std=c++17",
@@ -44,14 +49,30 @@ class Resources:
 class Binary:
     """A compiled file: machine code, and the resources of each of its kernels by name."""
 
-    path: Path
+    name: str
     code: bytes
     resources: Mapping[str, Resources]
 
     @property
-    def checked(self) -> Path:
-        """Where to write that this binary has given right results on a device."""
-        return self.path.with_suffix(".checked")
+    def path(self) -> Path:
+        """Where it is kept, if the cache directory can be used. For people: kernels are loaded from `code`."""
+        return kernel_cache.path() / FOLDER / f"{self.name}.cubin"
+
+    @property
+    def checked(self) -> bool:
+        """Whether this very code has given right results on a device, now or before."""
+        return kernel_cache.read(FOLDER, f"{self.name}.checked") == _hash(self.code)
+
+    def mark_checked(self) -> None:
+        """Keep that it has."""
+        kernel_cache.write(FOLDER, f"{self.name}.checked", _hash(self.code))
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What is kept beside a binary, as JSON: the hash of its code, so that a damaged one is not loaded."""
+
+    sha256: str
+    resources: dict[str, Resources]
 
 
 class Compilable(Protocol):
@@ -122,27 +143,38 @@ def target(capability: tuple[int, int]) -> str:
 def binary(source: Compilable, arch: str) -> Binary:
     """The machine code of a source, compiled now or before by any process."""
     digest = hashlib.sha256(repr((source.made_from(), arch)).encode()).hexdigest()[:20]
-    path = kernel_cache.folder("cuda") / f"{source.name}_{arch}_{digest}.cubin"
-    found = _read(path)
+    name = f"{source.name}_{arch}_{digest}"
+    found = _read(name)
     if found is None:
-        with kernel_cache.alone(path):
-            found = _read(path)  # another process may have made it meanwhile
+        with kernel_cache.alone(FOLDER, name):
+            found = _read(name)  # another process may have made it meanwhile
             if found is None:
                 code, log = source.compile(arch)
                 _refuse_serialised(source.name, arch, log)
-                found = Binary(path, code, resources(log))
-                report = {name: asdict(numbers) for name, numbers in found.resources.items()}
-                kernel_cache.write(path.with_suffix(".json"), json.dumps(report).encode())
-                kernel_cache.write(path, code)
+                found = Binary(name, code, resources(log))
+                report = _Report(_hash(code).decode(), dict(found.resources))
+                kernel_cache.write(FOLDER, f"{name}.json", msgspec.json.encode(report))
+                kernel_cache.write(FOLDER, f"{name}.cubin", code)
     return found
 
 
-def _read(path: Path) -> Binary | None:
+def _read(name: str) -> Binary | None:
+    """None where there is none, or what a full disk or a killed process left of it, or anything else."""
     try:
-        report = json.loads(path.with_suffix(".json").read_text())
-        return Binary(path, path.read_bytes(), {name: Resources(**numbers) for name, numbers in report.items()})
-    except (OSError, ValueError, TypeError):  # not there, or cut off by a full disk
+        report = msgspec.json.decode(kernel_cache.read(FOLDER, f"{name}.json") or b"", type=_Report)
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None
+    code = kernel_cache.read(FOLDER, f"{name}.cubin") or b""
+    whole = report.sha256.encode() == _hash(code) and _is_machine_code(code)
+    return Binary(name, code, report.resources) if whole else None
+
+
+def _is_machine_code(code: bytes) -> bool:
+    return formats.alike(code, formats.CUBIN)
+
+
+def _hash(code: bytes) -> bytes:
+    return hashlib.sha256(code).hexdigest().encode()
 
 
 def _included(source: Source) -> tuple[tuple[str, str], ...]:

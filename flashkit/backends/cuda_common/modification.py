@@ -46,9 +46,7 @@ def unsupported(spec: AttentionSpec) -> str:
 
 def looks_at_ranges(spec: AttentionSpec) -> bool:
     """Whether classifying a tile reads arrays over ranges, in time proportional to the tile."""
-    return spec.mask is not None and any(
-        node.op in ("load_min", "load_max") for node in expr.walk(expr.classify(spec.mask))
-    )
+    return any(node.op in ("load_min", "load_max") for node in expr.walk(spec.tile_state))
 
 
 def is_of_blocks(spec: AttentionSpec) -> bool:
@@ -62,6 +60,7 @@ def shifts(mask: Expr) -> bool:
     their distance.
     """
     moved: dict[Expr, int] = {}  # how much a node changes per n
+    overflowing = expr.reaches([mask])[1]
     for node in expr.walk([mask]):
         by = [moved[arg] for arg in node.args]
         if node.op == "symbol":
@@ -74,6 +73,8 @@ def shifts(mask: Expr) -> bool:
             return False
         else:
             moved[node] = 0
+        if moved[node] and node in overflowing:  # it moves by 2^64 less where it wraps
+            return False
     return not moved[mask]
 
 

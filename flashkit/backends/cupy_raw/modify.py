@@ -30,6 +30,9 @@ _CORNERS = (
     "const Params& p"
 )
 
+STATE = "{0} ? EMPTY : {1} ? FULL : PARTIAL"
+"""The state of a tile from what `spec.tile_state` says of it."""
+
 
 def text(spec: AttentionSpec) -> str:
     """The functions that kernels/common/tiles.cuh names; without a modification they are the identity and TRUE.
@@ -62,7 +65,7 @@ def text(spec: AttentionSpec) -> str:
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
         f"DEVICE void visit_ds(fk_float ds, {_PAIR}) {{}}",
         _function(spec, "bool visible", _PAIR, [mask]),
-        _function(spec, "int classify", _CORNERS, list(expr.classify(mask)), "{0} ? EMPTY : {1} ? FULL : PARTIAL"),
+        _function(spec, "int classify", _CORNERS, list(spec.tile_state), STATE),
     ])  # fmt: skip
 
 
@@ -73,7 +76,7 @@ def _template(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
 
 def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[Expr], result: str = "{0}") -> str:
     used = {node.value for node in expr.walk(graphs) if node.op == "param" or node.op.startswith("load")}
-    lines, results = codegen.render(graphs, "cuda", "    ")
+    lines, results = codegen.render(graphs, "cuda", "    ", spec.narrow)
     body = [*_prelude(spec, used), *lines, f"    return {result.format(*results)};"]
     return "\n".join([f"DEVICE {name}({parameters}) {{", *body, "}", ""])
 

@@ -26,7 +26,7 @@ def text(spec: AttentionSpec) -> str:
     """The functions that kernels/common/tiles.py names; without a modification they are the identity and TRUE."""
     score = expr.S if spec.score is None else spec.score
     mask = expr.TRUE if spec.mask is None else spec.mask
-    empty, full = expr.classify(mask)
+    empty, full = spec.tile_state
     axes = {len(node.args) // 2 for node in expr.walk([empty, full]) if node.op in ("load_min", "load_max")}
     return "\n".join([
         *map(_extreme, sorted(axes)),
@@ -54,7 +54,7 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
         element = _WIDENED.get(str(slot.dtype), "{0}").format(f"load({stored}, p.values[{place}], {offset})")
         return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
 
-    steps, results = codegen.assignments(graphs, "numba", load)
+    steps, results = codegen.assignments(graphs, "numba", load, spec.narrow)
     used = {node.value for node in expr.walk(graphs) if node.op == "param"}
     lines = [
         f"{name} = {f'p.values[{place}]' if slot.kind == 'int' else f'F(double_of(p.values[{place}]))'}"

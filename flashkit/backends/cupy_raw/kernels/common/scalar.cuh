@@ -62,10 +62,13 @@ template <typename T, typename U> DEVICE auto fk_max(T x, U y) -> decltype(x + y
 DEVICE long long fk_floordiv(long long x, long long y) {
     if (y == 0) return 0;
     if (((x | y) >> 31) == 0) return (unsigned)x / (unsigned)y;
+    if (y == -1) return (long long)(0 - (unsigned long long)x);  // -2^63 wraps
     const long long quotient = x / y;
     return quotient - (quotient * y != x && (x < 0) != (y < 0));
 }
-DEVICE long long fk_mod(long long x, long long y) { return y == 0 ? 0 : x - fk_floordiv(x, y) * y; }
+DEVICE long long fk_mod(long long x, long long y) {
+    return y == 0 || y == -1 ? 0 : x - fk_floordiv(x, y) * y;
+}
 DEVICE float fk_floordiv(float x, float y) { return floorf(x / y); }
 DEVICE double fk_floordiv(double x, double y) { return floor(x / y); }
 DEVICE float fk_mod(float x, float y) {
@@ -76,6 +79,13 @@ DEVICE double fk_mod(double x, double y) {
     const double r = fmod(x, y);
     return r != 0 && (r < 0) != (y < 0) ? r + y : r;
 }
+
+// Integers that may overflow wrap, which C++ defines for unsigned types only.
+DEVICE long long fk_wrapping_add(long long x, long long y) { return (unsigned long long)x + (unsigned long long)y; }
+DEVICE long long fk_wrapping_sub(long long x, long long y) { return (unsigned long long)x - (unsigned long long)y; }
+DEVICE long long fk_wrapping_mul(long long x, long long y) { return (unsigned long long)x * (unsigned long long)y; }
+DEVICE long long fk_wrapping_neg(long long x) { return 0 - (unsigned long long)x; }
+DEVICE long long fk_wrapping_abs(long long x) { return x < 0 ? fk_wrapping_neg(x) : x; }
 
 // 2^x; subnormal results are flushed to 0.
 DEVICE float exp2_fast(float x) {

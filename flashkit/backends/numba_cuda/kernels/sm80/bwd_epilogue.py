@@ -35,6 +35,6 @@ def epilogue(p, which, b, head, tile_k, n_k, acc, factor, staged):
             vector = load_vec(staged + (vec >> 3) * CHUNK_K + swizzled(row, vec & 7))
             store_vec(address + row * target.token * ITEM + VEC_BYTES * vec, vector)
     if MAY_HIDE:  # P or dS = 0 may have met inf or NaN
-        if any_lane(repeat(is_nonfinite, ROWS, False, row_sum(scaled(acc, ZERO), NOTHING))):
+        if any_lane(repeat(is_nonfinite, ROWS, False, row_sum(scaled(acc, ZERO), ZERO_ROWS))):
             for r in range(32):
                 recompute_row(p, which, b, head, row0 + r, first, columns, n_k, factor)

@@ -1,4 +1,4 @@
-# parts: common/tiles common/fragment sm80/decode_layout sm80/mma common/softmax sm80/combine
+# parts: common/tiles common/fragment sm80/decode_layout sm80/mma common/softmax common/epilogue sm80/combine
 # Split-KV for few queries on tensor cores by mma.sync (FlashDecoding, Dao et al. 2023). Reading K and V bounds the
 # time, so all heads that share them use one load, and the splits occupy all warps that the device holds.
 #
@@ -118,7 +118,7 @@ def sm80_decode(p):
     load_q(base, p, at)
     for i in range(STAGES_AHEAD):
         load_kv(p, at, base + AT_KV + i * STAGE_BYTES, tile + i, last, n_k)
-    output, m, l, stage = filled(ZERO, SUMS), UNKNOWN, NOTHING, I(0)
+    output, m, l, stage = filled(ZERO, SUMS), NO_REFERENCE, ZERO_ROWS, I(0)
     while tile < last:
         cp_async_wait(PENDING)
         lanes_sync()  # all lanes see the tile and have finished the previous one
@@ -131,7 +131,7 @@ def sm80_decode(p):
             s, m, total, rescale = online_softmax(s, m, scale_log2)
             l, output = both(add, both(times, l, rescale), total), rows_scaled(output, rescale)
             if HAS_DROPOUT:
-                s = drop_tile(p, at, s, i32(tile * BLOCK_K))
+                s = dropout_tile(p, at, s, i32(tile * BLOCK_K))
             output = gemm_rs(output, to_operand(s), k + AT_STAGE_V, CHUNK_K)
         stage, tile = stage + 1 if stage + 1 < STAGES else I(0), tile + 1
     cp_async_wait(0)

@@ -1,4 +1,4 @@
-# parts: common/tiles common/fragment sm80/layout sm80/mma common/softmax
+# parts: common/tiles common/fragment sm80/layout sm80/mma common/softmax common/epilogue
 # The epilogue of the forward pass.
 
 
@@ -6,7 +6,7 @@
 def epilogue(p, base, at, m, l, output):
     """Divides O by the row sums; stores the log-sum-exp, and O by way of shared memory in vectors of 16 bytes."""
     m, l = finite_sums(p, at, m, l)
-    output, factor, nonfinite = finish_rows(p, at, m, l, output)
+    output, factor, nonfinite = normalize_rows(p, at, m, l, output)
     lane, row0 = thread() % 32, thread() // 32 * WARP_ROWS
     staged = base + row0 * CHUNK_ROW
     lanes_sync()

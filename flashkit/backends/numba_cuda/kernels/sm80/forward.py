@@ -1,4 +1,5 @@
-# parts: common/tiles common/fragment sm80/layout sm80/load sm80/mma common/softmax sm80/epilogue
+# parts: common/tiles common/fragment common/tile_order sm80/layout sm80/load sm80/mma common/softmax
+# parts: common/epilogue sm80/epilogue
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on tensor cores by mma.sync, from Ampere on.
 #
 # A CTA of four warps takes a work tile, BLOCK_Q query rows of a head, and loops over the key tiles that the mask shows.
@@ -43,7 +44,7 @@ def sm80_forward(p):
         cp_async_wait(0)
         threads_sync()
 
-    output, m, l = filled(ZERO, SUMS), UNKNOWN, NOTHING
+    output, m, l = filled(ZERO, SUMS), NO_REFERENCE, ZERO_ROWS
     has_row_ref, stage = False, I(0)
     while walk.state != EMPTY:
         cp_async_wait(0)
@@ -58,7 +59,7 @@ def sm80_forward(p):
         cp_async_commit()
         k0, k = walk.tile * BLOCK_K, base + AT_KV + stage * STAGE_BYTES
         full = walk.state == FULL and k0 + BLOCK_K <= n_k
-        s, near, total = scores(q, k), False, NOTHING
+        s, near, total = scores(q, k), False, ZERO_ROWS
         if STAGES == 1:
             cp_async_wait(0)
             threads_sync()  # all threads see V and have finished with K
@@ -76,10 +77,10 @@ def sm80_forward(p):
             l = both(times, l, rescale)
             if not all_lanes(repeat(is_one, ROWS, True, rescale)):
                 output = rows_scaled(output, rescale)
-            has_row_ref = all_lanes(repeat(is_begun, ROWS, True, m))
+            has_row_ref = all_lanes(repeat(has_reference, ROWS, True, m))
         l = both(add, l, total)
         if HAS_DROPOUT:
-            s = drop_tile(p, at, s, i32(k0))
+            s = dropout_tile(p, at, s, i32(k0))
         output = gemm_rs(output, to_operand(s), k + AT_STAGE_V, CHUNK_K)
         stage, walk = 1 - stage if STAGES > 1 else stage, ahead
     epilogue(p, base, at, m, l, output)

@@ -107,7 +107,7 @@ if IS_FLOAT32:
         lanes_sync()
         row_max = greater(row_max, across(row_max, 1))
         row_max = greater(row_max, across(row_max, 2))
-        finite_max = if_any(row_max, 0)
+        finite_max = shift_of(row_max, 0)
         for k in range(I(thread() % 4), n_k, 4):
             total += exp2_fast(score_nonfinite(p, b, h, row, k) - finite_max)
         lanes_sync()

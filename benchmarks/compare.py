@@ -1,0 +1,206 @@
+"""Two checkouts of flashkit against each other, in turns, in one process: is this one as fast as that one?
+
+    git worktree add ../before REVISION
+    python benchmarks/compare.py ../before --device cuda --output compare.jsonl
+    python benchmarks/compare.py ../before --backend cpu --suite float32,bfloat16
+
+Each cell is the median over rounds of old over new, forward and backward apart, on random data; above 1 this checkout
+is faster. Programs timed one after the other run at other clocks and beside other processes, which changes a GPU's
+figures by up to 10 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parents[1]
+BACKENDS = {"cpu": "CpuBackend", "cupy_raw": "CupyRawBackend", "numba_cuda": "NumbaCudaBackend"}
+
+Case = dict[str, Any]
+
+
+def cases(suite: str) -> list[Case]:
+    """Shapes and options; CUDA's have 16,384 tokens and 2048 columns of all heads, as others time attention."""
+    cuda = {"bfloat16": (64, 128, 256), "float16": (64, 128), "float32": (64, 128)}
+    found: list[Case] = []
+    if suite == "cuda":
+        for dtype, dims in cuda.items():
+            lengths = (1024, 4096, 16384) if dtype == "bfloat16" else (1024, 4096)
+            found += [
+                {"dtype": dtype, "d": d, "heads": 2048 // d, "n": n, "batch": 16384 // n, "causal": causal}
+                for d in dims for causal in (False, True) for n in lengths
+            ]
+        base = {"dtype": "bfloat16", "d": 128, "heads": 16, "n": 4096, "batch": 4, "causal": True}
+        found += [{**base, "softcap": 30.0}, {**base, "alibi": True}, {**base, "deterministic": True}]
+        found += [{**base, "window": (1024, 0), "n": 16384, "batch": 1}, {**base, "kept": 0.25, "causal": False}]
+        found += [{**base, "n": 512, "batch": 32}, {**base, "d": 64, "heads": 32, "n": 300, "batch": 50}]
+        found += [{**base, "n": 1, "n_k": 32768, "batch": 16, "heads": 32, "heads_kv": 8, "causal": False}]
+        return found
+    return [
+        {"dtype": suite, "d": d, "heads": 8, "n": n, "batch": 1, "causal": causal}
+        for d in (64, 128) for causal in (False, True) for n in (512, 2048)
+    ]
+
+
+def options(case: Case, package: Any, xp: Any) -> dict[str, Any]:
+    """Keyword arguments of attention; xp: whose arrays they are."""
+    found = {name: case[name] for name in ("causal", "softcap", "window", "deterministic") if case.get(name)}
+    if case.get("alibi"):
+        found["alibi_slopes"] = xp.asarray(np.geomspace(0.5, 0.004, case["heads"]), np.float32)
+    if "kept" in case:
+        blocks = case["n"] // 128
+        grid = np.random.default_rng(0).random((blocks, blocks)) < case["kept"]
+        found["block_mask"] = package.BlockMask.from_dense(grid, 128, 128)
+    return found
+
+
+def load(checkout: Path, name: str, backend: str) -> Any:
+    """flashkit of a checkout as a package of another name, with this backend alone."""
+    folder = Path(tempfile.mkdtemp(prefix="compare-"))
+    (folder / name).symlink_to(checkout.resolve() / "flashkit")
+    (folder / "device_profiles").symlink_to(checkout.resolve() / "device_profiles")
+    sys.path.insert(0, str(folder))
+    package = importlib.import_module(name)
+    kind = getattr(importlib.import_module(f"{name}.backends.{backend}.backend"), BACKENDS[backend])
+    found = {backend: kind()}
+    dispatch = importlib.import_module(f"{name}.dispatch")
+    dispatch.registry = lambda: found  # the entry points are of the installed one
+    return package
+
+
+def array_library(backend: str) -> Any:
+    if backend == "cpu":
+        return np
+    import cupy
+
+    return cupy
+
+
+def arrays(case: Case, backend: str) -> tuple[Any, ...]:
+    import ml_dtypes
+
+    xp = array_library(backend)
+    rng, dtype = np.random.default_rng(1), np.dtype(getattr(ml_dtypes, case["dtype"], case["dtype"]))
+    n_k, heads_kv = case.get("n_k", case["n"]), case.get("heads_kv", case["heads"])
+    shapes = [(case["heads"], case["n"]), (heads_kv, n_k), (heads_kv, n_k), (case["heads"], case["n"])]
+    return tuple(
+        xp.asarray(rng.standard_normal((case["batch"], heads, n, case["d"]), dtype=np.float32)).astype(dtype)
+        for heads, n in shapes
+    )
+
+
+def calls(case: Case, package: Any, given: tuple[Any, ...], direction: str) -> Callable[[], Any]:
+    q, k, v, dout = given
+    named = options(case, package, np if isinstance(q, np.ndarray) else array_library(""))
+    if direction == "forward":
+        return partial(package.attention, q, k, v, **named)
+    return partial(package.attention_vjp(q, k, v, **named)[1], dout)
+
+
+def timed(old: Callable[[], Any], new: Callable[[], Any], backend: str, seconds: float) -> list[float]:
+    """Ratios old / new of the rounds; each round times both, in an order that changes."""
+    if backend == "cpu":
+        def sample(call: Callable[[], Any], repeats: int) -> float:
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            return time.perf_counter() - start
+    else:
+        import cupy
+
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+
+        def sample(call: Callable[[], Any], repeats: int) -> float:
+            begin.record()
+            for _ in range(repeats):
+                call()
+            end.record()
+            end.synchronize()
+            return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+
+    for call in (old, new):
+        call()
+        sample(call, 2)
+    repeats = max(1, math.ceil(8e-3 / max(sample(new, 1), 1e-7)))
+    ratios: list[float] = []
+    stop = time.perf_counter() + seconds
+    while len(ratios) < 6 or time.perf_counter() < stop:
+        order = (old, new) if len(ratios) % 2 == 0 else (new, old)
+        taken = {call: sample(call, repeats) for call in order}
+        ratios.append(taken[old] / taken[new])
+        if backend != "cpu":
+            time.sleep(0.004)  # in pauses the chip keeps its clock
+    return ratios
+
+
+def warm(checkout: str, name: str, backend: str, case: Case) -> str:
+    """Compile a case's kernels in a process of its own; the cache keeps them."""
+    package = load(Path(checkout), name, backend)
+    try:
+        tensors = arrays(case, backend)  # all of it: how much there is to do chooses kernels, too
+        for direction in directions(case):
+            calls(case, package, tensors, direction)()
+    except Exception as error:
+        return f"{name} {case}: {error!r}"
+    return ""
+
+
+def directions(case: Case) -> tuple[str, ...]:
+    return ("forward",) if case["n"] == 1 else ("forward", "backward")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, help="the checkout to compare with")
+    parser.add_argument("--new", type=Path, default=HERE)
+    parser.add_argument("--backend", default="cupy_raw", choices=list(BACKENDS))
+    parser.add_argument("--suite", default="cuda", help="cuda, or dtypes of the CPU's cases: float32,bfloat16")
+    parser.add_argument("--seconds", type=float, default=0.6, help="of each cell")
+    workers = max(1, (os.cpu_count() or 2) - 1)
+    parser.add_argument("--workers", type=int, default=workers, help="processes that compile beforehand")
+    parser.add_argument("--output", type=Path, help="append a JSON line of each cell")
+    given = parser.parse_args()
+    every = [case for suite in given.suite.split(",") for case in cases(suite)]
+    both = [(str(given.old), "flashkit_old"), (str(given.new), "flashkit_new")]
+    with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
+        work = [pool.submit(warm, *each, given.backend, case) for case in every for each in both]
+        for done in work:
+            if complaint := done.result():
+                print(complaint, file=sys.stderr)
+    old, new = (load(Path(path), name, given.backend) for path, name in both)
+    medians: list[float] = []
+    for case in every:
+        tensors = arrays(case, given.backend)
+        for direction in directions(case):
+            both_calls = (calls(case, each, tensors, direction) for each in (old, new))
+            ratios = timed(*both_calls, given.backend, given.seconds)
+            middle, low, high = (float(np.quantile(ratios, at)) for at in (0.5, 0.2, 0.8))
+            medians.append(middle)
+            words = " ".join(f"{name}={value}" for name, value in case.items() if value is not False)
+            print(f"{middle:.3f} ({low:.3f} {high:.3f})  {direction:8} {words}", flush=True)
+            if given.output:
+                line = {"case": case, "direction": direction, "old_over_new": middle, "low": low, "high": high}
+                with given.output.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    mean = float(np.exp(np.mean(np.log(medians))))
+    print(f"geometric mean {mean:.4f}, least {min(medians):.3f}, {len(medians)} cells")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Files that another user could have planted: which may be read, and how without a race.
+
+A file is trusted if only this user and root can have written it. Every component of its path, and the file itself,
+belongs to one of them and cannot be written by its group or by others. In a sticky directory such as /tmp all users may
+create entries but cannot replace those of others, so there the owner of the next component decides. Symbolic links of
+this user and of root are followed, and their targets are checked alike.
+
+Then no other user can change the path between check and use. The file is opened once, not through a link; the opened
+descriptor is checked again, and what is read from it is what is used. Where the system has no owners (Windows), owners
+and modes are not checked.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+_LINKS = 40  # as many as Linux follows
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_SAFE = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY", "O_BINARY"))
+
+
+class UntrustedError(OSError):
+    """Another user could have written it; the message names the component, the reason and the remedy."""
+
+
+def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
+    """The path without symbolic links, of a file or directory that is trusted.
+
+    make: create missing directories, for this user alone. UntrustedError, or the OSError of a component that is not
+    there or cannot be looked at.
+    """
+    path = os.fspath(path)
+    if not os.path.isabs(path):
+        raise UntrustedError(f"{path} is a relative path, which means another place in every directory: give it whole")
+    if not hasattr(os, "geteuid"):
+        if make:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+        return os.path.realpath(path, strict=True)
+    here, left, links = "/", path.split("/")[::-1], 0
+    sticky = _check(here, os.lstat(here))
+    while left:
+        name = left.pop()
+        if name == "..":
+            here = os.path.dirname(here)
+            sticky = _check(here, os.lstat(here))
+        elif name not in ("", "."):
+            entry = os.path.join(here, name)
+            found = _made(entry) if make else os.lstat(entry)
+            if not stat.S_ISLNK(found.st_mode):
+                if left and not stat.S_ISDIR(found.st_mode):
+                    raise NotADirectoryError(f"{entry} is not a directory")
+                here, sticky = entry, _check(entry, found)
+                continue
+            _check_owner(entry, found)
+            links += 1
+            if links > _LINKS or (sticky and found.st_nlink > 1):
+                raise UntrustedError(f"{entry} is a symbolic link that leads nowhere or was linked here: remove it")
+            target = os.readlink(entry)
+            left += target.split("/")[::-1]
+            if target.startswith("/"):
+                here, sticky = "/", _check("/", os.lstat("/"))
+    return here
+
+
+def directory(path: str | os.PathLike[str], make: bool = False) -> Path:
+    """The real path of a directory in which only this user and root can create files. Errors of `resolve`."""
+    found = resolve(path, make)
+    mode = os.lstat(found).st_mode
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(f"{found} is not a directory")
+    if hasattr(os, "geteuid") and mode & _OTHERS:  # sticky: others can still put files there first
+        raise UntrustedError(f"{found} can be written by other users: chmod go-w {found}, or choose a folder in it")
+    return Path(found)
+
+
+def of_user(kind: Literal["cache", "data"]) -> Path:
+    """Where this user's files of flashkit are by this platform's custom. UntrustedError without a home directory, where
+    `~` would mean another place in every directory.
+    """
+    import platformdirs
+
+    try:
+        found = getattr(platformdirs, f"user_{kind}_dir")("flashkit", appauthor=False)
+    except RuntimeError as error:
+        raise UntrustedError(f"there is no home directory: {error}") from None
+    if not os.path.isabs(found):
+        raise UntrustedError(f"there is no home directory: {found} is not an absolute path")
+    return Path(found)
+
+
+def read(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """The content of a regular file that is trusted, of at most so many bytes.
+
+    UntrustedError, or the OSError of opening it.
+    """
+    return _content(resolve(path), most, trusted=True)
+
+
+def read_any(path: str | os.PathLike[str], most: int) -> bytes:
+    """The content of a regular file that the user names, whosever it is. OSError where it is larger or not regular."""
+    return _content(os.fspath(path), most, trusted=False)
+
+
+def write(file: Path, content: bytes, durable: bool = False) -> None:
+    """Create or replace the file, for this user alone, at once or not at all. durable: it survives a power failure."""
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as target:
+            target.write(content)
+            if durable:
+                target.flush()
+                os.fsync(target.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def append(file: Path, content: bytes) -> None:
+    """Add to the end of a file, made for this user alone where it is not there; not through a symbolic link."""
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _SAFE, 0o600), "wb") as target:
+        target.write(content)
+
+
+@contextmanager
+def locked(file: Path, timeout: float = 60) -> Iterator[None]:
+    """While one process holds this lock the others wait, but not for longer than `timeout` seconds, nor where the file
+    system has no locks: better done twice than never.
+    """
+    from filelock import FileLock
+
+    lock = FileLock(file, mode=0o600)
+    with suppress(OSError, NotImplementedError):  # Timeout is an OSError
+        lock.acquire(timeout=timeout)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _made(entry: str) -> os.stat_result:
+    try:
+        return os.lstat(entry)
+    except FileNotFoundError:
+        with suppress(FileExistsError):  # another process made it meanwhile
+            os.mkdir(entry, 0o700)
+        return os.lstat(entry)
+
+
+def _check(path: str, found: os.stat_result) -> bool:
+    """UntrustedError where others own the path or can write it. Returns whether it is a directory that all may write
+    and that is sticky."""
+    _check_owner(path, found)
+    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+        raise UntrustedError(f"{path} is not a regular file")
+    if not found.st_mode & _OTHERS:
+        return False
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+        return True
+    group = "" if found.st_mode & stat.S_IWOTH else "its group, "
+    raise UntrustedError(f"{path} can be written by {group}other users: chmod go-w {path}")
+
+
+def _check_owner(path: str, found: os.stat_result) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        users = f"user {found.st_uid}, not to this user ({os.geteuid()})"
+        raise UntrustedError(f"{path} belongs to {users}: use a path of your own")
+
+
+def _content(path: str, most: int | None, trusted: bool) -> bytes:
+    flags = _SAFE if trusted else _SAFE & ~getattr(os, "O_NOFOLLOW", 0)
+    with os.fdopen(os.open(path, os.O_RDONLY | flags), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise UntrustedError(f"{path} is not a regular file")
+        if trusted and hasattr(os, "geteuid"):
+            _check(path, found)
+            if found.st_nlink > 1:  # 0: replaced meanwhile
+                raise UntrustedError(f"{path} is one of {found.st_nlink} hard links of a file: remove it")
+        if most is not None and found.st_size > most:
+            raise UntrustedError(f"{path} has {found.st_size} bytes, more than {most}: remove it")
+        return file.read()
