@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashkit import mods
-from flashkit.backends.cuda_common.affine_score import Form, form, of_head
+from flashkit.backends.cuda_common.affine_score import AffineScore, affine_score, of_head
 from flashkit.call.arguments import _compose
 from flashkit.mods import codegen, expr
 from flashkit.mods.expr import where
@@ -56,9 +56,9 @@ OTHERS = {
 }
 
 
-def _parts(scores: list[mods.Mod]) -> tuple[expr.Expr, Form | None, dict[str, Any]]:
+def _parts(scores: list[mods.Mod]) -> tuple[expr.Expr, AffineScore | None, dict[str, Any]]:
     score, _, _, params, arrays = _compose(scores, [])
-    return score, form(score), {**params, **arrays}
+    return score, affine_score(score), {**params, **arrays}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -99,7 +99,7 @@ def test_other_modifications_have_no_form(name: str) -> None:
 
 def test_biases_from_arrays_have_no_form() -> None:
     assert _parts([mods.bias(np.zeros((1, 1, 8, 8), np.float32))])[1] is None
-    assert _parts([mods.bias(np.zeros((1, 4, 8, 1), np.float32))])[1] == Form(
+    assert _parts([mods.bias(np.zeros((1, 4, 8, 1), np.float32))])[1] == AffineScore(
         bias=_parts([mods.bias(np.zeros((1, 4, 8, 1), np.float32))])[1].bias  # type: ignore[union-attr]
     )
 

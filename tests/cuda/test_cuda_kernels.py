@@ -37,7 +37,7 @@ SMALL = Device("48 KB a block", (8, 6), 20, 49152, 102400)
 
 
 def compiled(name: str, spec: AttentionSpec, constants: dict[str, int], arch: str) -> compiler.Resources:
-    found = compiler.binary(specialise.source(name, spec, constants), arch)
+    found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), arch)
     return found.resources[name]
 
 
@@ -45,11 +45,11 @@ def simt_kernel(part: simt.Part, spec: AttentionSpec, device: Device) -> compile
     tile = simt.choose(part, spec, device)
     assert tile.shared_memory(part, spec) <= device.shared_per_block
     name = "simt_forward" if part == "forward" else "simt_backward"
-    return compiled(name, spec, dict(tile.constants(part)), compiler.target(device.capability))
+    return compiled(name, spec, dict(tile.constants(part, spec)), compiler.target(device.capability))
 
 
 @pytest.mark.parametrize("arch", MODELS)
-@pytest.mark.parametrize("part", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("part", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 64)) for d in (64, 96, 128, 256)])
 def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None:
     found = simt_kernel(part, AttentionSpec("float32", d, d), MODELS[arch])
@@ -58,7 +58,7 @@ def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("part", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("dims", ["3/300", "192/128", "512/512"])
 def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part: simt.Part) -> None:
@@ -71,7 +71,7 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dims: str, dtype: str, part:
 @pytest.mark.parametrize("device", [OLD, SMALL], ids=lambda device: device.name)
 @pytest.mark.parametrize("d", [8, 128, 512])
 def test_simt_fits_small_devices(d: int, device: Device) -> None:
-    for part in ("forward", "keys", "queries"):
+    for part in ("forward", "dkdv", "dq"):
         simt_kernel(part, AttentionSpec("float32", d, d), device)
 
 
@@ -94,7 +94,7 @@ def test_a_profiles_row_decides_where_it_fits() -> None:
 def test_kernels_of_rows_compile(dtype: str) -> None:
     source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})
     found = compiler.binary(source, "sm_80").resources
-    assert set(found) == {"prepare", "sink_gradients"}
+    assert set(found) == {"bwd_preprocess", "bwd_sinks"}
     assert all(kernel.spills == 0 for kernel in found.values())
 
 
@@ -130,7 +130,7 @@ def test_a_modification_compiles(what: str) -> None:
 def test_all_modifications_together_compile_in_both_passes() -> None:
     spec = spec_of(list(SCORES.values()), list(MASKS.values()))
     assert modification.looks_at_ranges(spec)
-    for part in ("forward", "keys", "queries"):
+    for part in ("forward", "dkdv", "dq"):
         simt_kernel(part, spec, MODELS["sm_90a"])
 
 
@@ -212,7 +212,7 @@ def test_simt_products_are_fused_and_copies_asynchronous() -> None:
     spec = AttentionSpec("float32", 128, 128)
     tile = simt.choose("forward", spec, MODELS["sm_80"])
     sass = disassembled(
-        compiler.binary(specialise.source("simt/forward", spec, dict(tile.constants("forward"))), "sm_80").path
+        compiler.binary(specialise.source("simt/forward", spec, dict(tile.constants("forward", spec))), "sm_80").path
     )
     assert len(re.findall(r"\bFFMA\b", sass)) > 500
     assert "LDGSTS" in sass
@@ -233,7 +233,7 @@ def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool,
     tile = sm80.forward_tile(spec, 4096, device) if name == "sm80_forward" else sm80.backward_tile(spec, device)
     assert tile is not None and tile.shared_memory(spec) <= device.shared_per_block
     constants = tile.constants(spec, device) if isinstance(tile, sm80.Sm80Tile) else tile.constants(spec)
-    found = compiler.binary(specialise.source(name, spec, constants), arch)
+    found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), arch)
     assert found.resources[name].registers <= 255
     assert found.resources[name].spills <= 240
     sass = disassembled(found.path)
@@ -252,7 +252,7 @@ def test_sm80_takes_scores_by_form(d: int, what: str, name: str) -> None:
     tile = sm80.forward_tile(spec, 4096, device) if name == "sm80_forward" else sm80.backward_tile(spec, device)
     assert tile is not None
     constants = tile.constants(spec, device) if isinstance(tile, sm80.Sm80Tile) else tile.constants(spec)
-    found = compiler.binary(specialise.source(name, spec, constants), "sm_80")
+    found = compiler.binary(specialise.source(name.replace("_", "/", 1), spec, constants), "sm_80")
     assert found.resources[name].spills <= 288
     assert ("MUFU.TANH" in disassembled(found.path)) == (what == "softcap")
 

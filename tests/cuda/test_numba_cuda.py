@@ -26,7 +26,7 @@ from flashkit.spec import AttentionSpec
 pytestmark = pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
 
 FOLDER = Path(specialise.__file__).parent
-PARTS = "forward", "keys", "queries"
+PARTS = "forward", "dkdv", "dq"
 
 def defined(text: str) -> Iterator[str]:
     """Names that a module's text gives a meaning to."""
@@ -63,7 +63,7 @@ def test_params_are_the_block_of_arguments() -> None:
 def simt_kernel(part: simt.Part, spec: AttentionSpec, arch: str) -> tuple[compiler.Binary, compiler.Resources]:
     tile = simt.choose(part, spec, MODELS[arch])
     name = "simt/forward" if part == "forward" else "simt/backward"
-    found = compiler.binary(specialise.source(name, spec, dict(tile.constants(part))), arch)
+    found = compiler.binary(specialise.source(name, spec, dict(tile.constants(part, spec))), arch)
     return found, found.resources[name.replace("/", "_")]
 
 
@@ -77,8 +77,8 @@ def test_simt_does_not_spill(dtype: str, d: int, part: simt.Part, arch: str) -> 
     """Local arrays are registers, which a stack frame would belie; products are fused."""
     binary, found = simt_kernel(part, AttentionSpec(dtype, d, d), arch)
     assert 0 < found.registers <= 255
-    assert found.spills <= (80 if part == "keys" else 0)  # bytes: addresses and bounds
-    assert found.stack <= (80 if part == "keys" else 0)
+    assert found.spills <= (80 if part == "dkdv" else 0)  # bytes: addresses and bounds
+    assert found.stack <= (80 if part == "dkdv" else 0)
     sass = disassembled(binary.path)
     assert len(re.findall(r"\bFFMA\b", sass)) > 200
     assert len(re.findall(r"\bLDS\.128\b", sass)) > 4
@@ -100,7 +100,7 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dtype: str, dims: str, part:
 def test_kernels_of_rows_compile(dtype: str) -> None:
     source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})
     found = compiler.binary(source, "sm_80").resources
-    assert set(found) == {"prepare", "sink_gradients"}
+    assert set(found) == {"bwd_preprocess", "bwd_sinks"}
     assert all(kernel.spills == kernel.stack == 0 for kernel in found.values())
 
 
@@ -177,7 +177,7 @@ def test_without_an_assembler_the_sentence_says_what_brings_one(monkeypatch: pyt
 
 
 def test_a_file_builds_on_its_parts_once_and_in_order() -> None:
-    assert specialise.parts("simt/forward") == ["common/tiles", "simt/tile", "simt/forward"]
+    assert specialise.parts("simt/forward") == ["common/dropout", "common/tiles", "simt/tile", "simt/forward"]
 
 
 def test_files_of_kernels_stay_readable() -> None:

@@ -15,7 +15,7 @@ AMPERE = {
     "cvt.rn.f16x2.f32": "i[0] = pack_float16(x[0], x[1])",
     "cvt.rn.bf16x2.f32": "i[0] = pack_bfloat16(x[0], x[1])",
     "cvt.f32.f16": "x[0] = widen_float16(i[0])",
-    "shfl.sync.idx": "i[0] = from_lane(i[1], 3); i[1] = here(i[2]); x[0] = from_lane_float(x[1], 1)",
+    "shfl.sync.idx": "i[0] = from_lane(i[1], 3); i[1] = opaque(i[2]); x[0] = from_lane_float(x[1], 1)",
     "shfl.sync.bfly": "x[0] = across(x[1], 2)",
     "vote.sync.ballot": "i[0] = vote(x[0] > x[1])",
     "vote.sync.all": "i[0] = all_lanes(x[0] > x[1])",
@@ -40,14 +40,14 @@ AMPERE = {
     "ld.shared.b32": "i[0] = load_word(shared_address() + 4)",
     "st.shared.b32": "store_word(shared_address(), i[0])",
     "st.shared.v4.b32": "store_zeros(shared_address(), 0)",
-    "cp.async.cg.shared.global": "copy_unit(shared_address(), l, i[0], i[1])",
-    "@q cp.async.cg.shared.global": "copy_unit_if(shared_address(), l, i[0], i[1], i[0])",
+    "cp.async.cg.shared.global": "cp_async(shared_address(), l, i[0], i[1])",
+    "@q cp.async.cg.shared.global": "cp_async_if(shared_address(), l, i[0], i[1], i[0])",
     "ld.shared.v4.b32": "store_vec(l, load_vec(shared_address()))",
     "st.global.v4.b32": "store_vec(l, load_vec(shared_address()))",
-    "cp.async.commit_group": "copies_end()",
-    "cp.async.wait_group 1": "copies_wait(1)",
+    "cp.async.commit_group": "cp_async_commit()",
+    "cp.async.wait_group 1": "cp_async_wait(1)",
     "ldmatrix.sync.aligned.m8n8.x4.shared": "r = ldmatrix_x4(shared_address()); i[0] = r[0] + r[3]",
-    "ldmatrix.sync.aligned.m8n8.x4.trans": "r = load_matrices_turned(shared_address()); i[0] = r[0] + r[3]",
+    "ldmatrix.sync.aligned.m8n8.x4.trans": "r = ldmatrix_x4_trans(shared_address()); i[0] = r[0] + r[3]",
     "m16n8k16.row.col.f32.bf16": "x[0] = mma_bf16(filled(x[0], 4), ldmatrix_x4(0), i[0], i[1])[3]",
     "m16n8k16.row.col.f32.f16": "x[0] = mma_f16(filled(x[0], 4), ldmatrix_x4(0), i[0], i[1])[3]",
     "m16n8k8.row.col.f32.tf32": "x[0] = mma_tf32(filled(x[0], 4), ldmatrix_x4(0), i[0], i[1])[3]",
@@ -57,16 +57,18 @@ HOPPER = {
     "elect.sync": "i[0] = elect_one()",
     "mbarrier.init": "mbarrier_init(shared_address(), 1)",
     "fence.mbarrier_init": "fence_mbarrier_init()",
-    "mbarrier.arrive.shared": "arrive(shared_address()); mbarrier_arrive_once(shared_address())",
+    "mbarrier.arrive.shared": "mbarrier_arrive(shared_address()); mbarrier_arrive_once(shared_address())",
     "mbarrier.arrive.expect_tx": "mbarrier_arrive_expect_tx(shared_address(), 128)",
     "@p mbarrier.arrive.expect_tx": "arrive_and_expect_once(shared_address(), 128)",
     "%cluster_ctarank": "i[0] = cluster_ctarank()",
-    "mapa.shared::cluster": "i[0] = mapped(shared_address(), 1)",
+    "mapa.shared::cluster": "i[0] = mapa(shared_address(), 1)",
     "barrier.cluster.wait.acquire": "cluster_sync()",
-    "mbarrier.arrive.shared::cluster": "dsmem_arrive(mapped(shared_address(), 1))",
-    "st.async.weak.shared::cluster": "dsmem_store(mapped(shared_address(), 1), 7, mapped(shared_address() + 8, 1))",
+    "mbarrier.arrive.shared::cluster": "dsmem_arrive(mapa(shared_address(), 1))",
+    "st.async.weak.shared::cluster": "dsmem_store(mapa(shared_address(), 1), 7, mapa(shared_address() + 8, 1))",
     "cp.async.bulk.shared::cluster.shared::cta": "dsmem_copy(i[0], shared_address(), 256, i[1])",
-    "mbarrier.try_wait.parity": "wait(shared_address(), 0)\n    while not mbarrier_try_wait(0, 1): nap(1000)",
+    "mbarrier.try_wait.parity": (
+        "mbarrier_wait_spin(shared_address(), 0)\n    while not mbarrier_try_wait(0, 1): nap(1000)"
+    ),
     "fence.proxy.async": "fence_proxy_async()",
     "setmaxnreg.dec.sync.aligned.u32 24": "setmaxnreg_dec(24)",
     "setmaxnreg.inc.sync.aligned.u32 240": "setmaxnreg_inc(240)",
@@ -77,16 +79,18 @@ HOPPER = {
     "cp.async.bulk.wait_group 0": "bulk_wait()",
     "fence.proxy.async;": "fence_proxies()",
     "cp.async.bulk.shared::cluster.global.mbarrier": "load_bulk(shared_address(), l, 256, shared_address())",
-    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": "bulk_reduce_add(l, shared_address(), 1024); bulk_commit()",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": (
+        "bulk_reduce_add(l, shared_address(), 1024); bulk_commit()"
+    ),
     "@p cp.reduce.async.bulk": "add_bulk_once(l, shared_address(), 1024); bulk_commit()",
     "st.shared.v4.f32": "store_four(shared_address(), filled(x[0], 4))",
     "ld.acquire.gpu.global.b32": "i[0] = load_acquired(l)",
     "stmatrix.sync.aligned.m8n8.x4.shared": "stmatrix_x4(shared_address(), i[0], i[1], i[2], i[3])",
     "stmatrix.sync.aligned.m8n8.x4.trans": "store_matrices_turned(shared_address(), i[0], i[1], i[2], i[3])",
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16": (
-        "wgmma_fence(); s = fresh(l, l); s = more(s, l, l, 1); wgmma_commit(); wgmma_wait(0); s = settle(s)\n"
+        "wgmma_fence(); s = fresh(l, l); s = more(s, l, l, 1); wgmma_commit(); wgmma_wait(0); s = fence_operand(s)\n"
         "    o = filled(x[0], 32); w = packed(s); wgmma_fence(); o = weigh(o, w, l, 0); wgmma_commit()\n"
-        "    wgmma_wait(0); o = settle(o); w = settle(w); x[0] = o[0] + o[31]"
+        "    wgmma_wait(0); o = fence_operand(o); w = fence_operand(w); x[0] = o[0] + o[31]"
     ),
 }  # fmt: skip
 HEAD = """

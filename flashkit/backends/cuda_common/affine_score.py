@@ -1,9 +1,9 @@
-"""Score modifications of one form: gain * f(rate * s) + bias, where f is tanh or nothing.
+"""Affine score modifications: gain * f(rate * s) + bias, where f is tanh or the identity.
 
-ALiBi, soft-capping, temperatures and windows with other weights are of it, and so are their sums. What the parts have
-to do with the keys says how cheap they are: gain and rate must not depend on the key, and where the bias grows evenly
-from key to key, which `straight` tells of a range, it is two numbers for a row of a tile. Kernels then take the
-exponent of a weight in one or two instructions more than without a modification.
+ALiBi, soft-capping, temperatures, windows with other weights and sums of these are affine. Gain and rate must not
+depend on the key. Where the bias is linear in the key, which `straight` decides for a range of keys, two values per
+row describe it in a tile. The exponent of P then costs a kernel one or two instructions more than without a
+modification.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ONE, _ZERO = expr.const(1.0), expr.const(0.0)
 
 
 @dataclass(frozen=True)
-class Form:
-    """The parts, as graphs."""
+class AffineScore:
+    """The parts of an affine score modification, as graphs."""
 
     gain: Expr = _ONE
     rate: Expr = _ONE
@@ -34,7 +34,7 @@ class Form:
     diagonal: bool = False
     """Whether the bias is the same for all pairs of one distance q - k."""
     straight: Expr = expr.TRUE
-    """Whether it does so evenly for keys k0 ... k1."""
+    """Whether the bias is linear in the key for keys k0 ... k1."""
 
     @property
     def biased(self) -> bool:
@@ -48,13 +48,13 @@ class Form:
 
     @property
     def per_head(self) -> bool:
-        """Whether any of it differs from head to head."""
+        """Whether a part depends on the head."""
         return any(expr.uses(part, expr.H) for part in (self.gain, self.rate, self.bias))
 
 
 @lru_cache(maxsize=512)
-def form(score: Expr) -> Form | None:
-    """The form of a score modification, or None where it has another one."""
+def affine_score(score: Expr) -> AffineScore | None:
+    """The parts of a score modification, or None where it is not affine."""
     caps = [node for node in expr.walk([score]) if node.op == "tanh" and expr.uses(node, expr.S)]
     rate = _ONE
     if len(caps) > 1:
@@ -74,12 +74,12 @@ def form(score: Expr) -> Form | None:
         return None
     even = not any(expr.uses(part, expr.ROW, expr.Q) for part in (gain, rate))
     diagonal = not expr.uses(by_distance(bias), expr.ROW, expr.Q, expr.K)
-    return Form(gain, rate, bool(caps), bias, expr.uses(bias, expr.K), even, diagonal, straight)
+    return AffineScore(gain, rate, bool(caps), bias, expr.uses(bias, expr.K), even, diagonal, straight)
 
 
 def of_head(graphs: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:
-    """What is read from arrays and is the same for all pairs of a head, as a slope of ALiBi, so that it is read once:
-    the numbers; and the graphs, with head.number[i] in the place of number i.
+    """Loads from arrays that are constant over a head, such as a slope of ALiBi, so that a kernel reads them once.
+    Returns these loads, and the graphs with head.number[i] in place of load i.
     """
     positions = [expr.S, expr.ROW, expr.Q, expr.K, expr.K0, expr.K1]
     loads = [node for node in expr.walk(graphs) if node.op == "load" and node.kind == "float"]
@@ -89,7 +89,7 @@ def of_head(graphs: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:
 
 
 def by_distance(graph: Expr) -> Expr:
-    """The same with a symbol for q - k."""
+    """The graph with one symbol for q - k."""
     distance = expr.symbol("distance")
     known = {expr.Q - expr.K: distance, expr.K - expr.Q: -distance}
     return expr.substitute([graph], lambda node: known.get(node, node))[0]
@@ -99,12 +99,12 @@ _OUTSIDE = expr.symbol("outside", "float")
 
 
 def _outside(node: Expr) -> Expr:
-    """s in place of the tanh, and another symbol in place of s."""
+    """Puts s in place of the tanh, and another symbol in place of s."""
     return _OUTSIDE if node is expr.S else expr.S if node.op == "tanh" and expr.uses(node, _OUTSIDE) else node
 
 
 def _linear(graph: Expr) -> tuple[Expr, Expr] | None:
-    """(gain, bias) of a graph that is gain * s + bias."""
+    """(gain, bias) of a graph that is gain * s + bias, else None."""
     known: dict[int, tuple[Expr, Expr] | None] = {}
     for node in expr.walk([graph]):
         known[id(node)] = (_ONE, _ZERO) if node is expr.S else _combined(node, [known[id(a)] for a in node.args])
@@ -142,8 +142,9 @@ def _times(x: Expr, y: Expr) -> Expr:
 
 
 def _straight(bias: Expr) -> Expr | None:
-    """Whether the bias is linear in k from k0 to k1, None where it never is: no piece changes between the two. Pieces
-    change where something changes its sign, and what is linear does so at most once.
+    """Whether the bias is linear in k from k0 to k1; None where it never is. A piecewise linear bias is linear in a
+    range where none of its conditions changes. A condition compares linear terms, so it changes at most once, and
+    comparing its value at both ends is enough.
     """
     first, last = (lambda node, at=at: at if node is expr.K else node for at in (expr.K0, expr.K1))
     varies: dict[int, bool] = {}
@@ -159,7 +160,7 @@ def _straight(bias: Expr) -> Expr | None:
         if (node.op == "mul" and all(varying)) or (node.op == "div" and varying[1]):
             return None
         if node.op in ("lt", "le", "eq") and node.args[0].kind == "float":
-            return None  # which side of a jump a key is on must not be a matter of rounding
+            return None  # rounding must not decide which side of a jump a key is on
         if node.op in ("and", "or", "xor") and node.kind == "int":
             return None
         for kink in kinks(*node.args):
@@ -173,4 +174,4 @@ _KINKS: dict[str, Callable[..., list[Expr]]] = {
     "abs": lambda x: [x < 0], "min": lambda x, y: [x < y], "max": lambda x, y: [x < y],
     "lt": lambda x, y: [x < y], "le": lambda x, y: [x <= y], "eq": lambda x, y: [x < y, y < x],
 }  # fmt: skip
-"""Operations that keep a piece linear, and the conditions by which pieces change."""
+"""Operations that keep a piece linear, and the conditions that separate its pieces."""

@@ -20,8 +20,8 @@ class BwdPreprocess:
 
     def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device) -> None:
         self.library = kernels("common/bwd_preprocess", spec, (), compiler.target(device.capability))
-        self._row_stats = self.library.kernel("prepare", device)
-        self._sinks = self.library.kernel("sink_gradients", device)
+        self._row_stats = self.library.kernel("bwd_preprocess", device)
+        self._sinks = self.library.kernel("bwd_sinks", device)
         row_vecs = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)
         self._rows_per_cta = _THREADS // (32 if row_vecs > 16 else 16 if row_vecs > 8 else 8)
 

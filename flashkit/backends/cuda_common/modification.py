@@ -1,5 +1,5 @@
-"""What kernels are told of a score and mask modification besides its text: how many words its values take, what has no
-text, and what a text may count on.
+"""Properties of a score and mask modification that kernels are specialised for: the size of its values, what kernels do
+not support, and the range of its integers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...spec import AttentionSpec, Slot
 
 MAX_NDIM = 8
 MAX_VALUES = 384
-"""64-bit entries: with the rest of the arguments they stay below the 4096 bytes that a launch takes."""
+"""64-bit entries: with the other arguments they stay below the 4096 bytes of kernel parameters."""
 
 ELEMENTS = (
     "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
@@ -33,7 +33,7 @@ def values_of(spec: AttentionSpec) -> int:
 
 
 def unsupported(spec: AttentionSpec) -> str:
-    """Why no text can be made for the spec's modification, or nothing."""
+    """Why kernels do not support the spec's modification, or an empty string."""
     for slot in spec.slots:
         if slot.ndim is not None and str(slot.dtype) not in ELEMENTS:
             return f"an array of a modification has dtype {slot.dtype}; {', '.join(ELEMENTS)} fit"
@@ -45,21 +45,21 @@ def unsupported(spec: AttentionSpec) -> str:
 
 
 def looks_at_ranges(spec: AttentionSpec) -> bool:
-    """Whether classifying a tile reads arrays over ranges, which takes time in proportion to the tile."""
+    """Whether classifying a tile reads arrays over ranges, in time proportional to the tile."""
     return any(node.op in ("load_min", "load_max") for node in expr.walk(spec.tile_state))
 
 
 def is_of_blocks(spec: AttentionSpec) -> bool:
-    """Whether all that the mask looks up is the same for blocks of queries or keys."""
+    """Whether all arrays of the mask are indexed by blocks of queries or keys."""
     loads = [] if spec.mask is None else [node for node in expr.walk([spec.mask]) if node.op == "load"]
     return looks_at_ranges(spec) and all(any(arg.op == "floordiv" for arg in node.args) for node in loads)
 
 
 def shifts(mask: Expr) -> bool:
-    """Whether a mask is known to be the same for q + n and k + n as for q and k, as where these are compared with each
-    other, or their distance with something.
+    """Whether the mask is known to be the same for (q + n, k + n) as for (q, k): it compares q with k, or depends on
+    their distance.
     """
-    moved: dict[Expr, int] = {}  # how far a node moves when n is 1
+    moved: dict[Expr, int] = {}  # how much a node changes per n
     overflowing = expr.reaches([mask])[1]
     for node in expr.walk([mask]):
         by = [moved[arg] for arg in node.args]
@@ -94,21 +94,21 @@ def is_small(spec: AttentionSpec) -> bool:
 
 
 NEAR = 2**20
-"""Positions up to this have short cuts."""
+"""Positions below this allow arithmetic in 32 bits or float."""
 
 
 POSITIONS = "any", "integers", "floats"
-"""What `positions` says, as kernels number it."""
+"""The results of `positions`, in the order of kernels/common/positions.cuh."""
 
 
 def positions(spec: AttentionSpec) -> str:
-    """What the integers of the score modification may be computed with where positions are NEAR: "floats", which hold
-    them exactly, "integers" of 32 bits, or "any" where they may become large on the way.
+    """The type for the integers of the score modification where positions are below NEAR: "floats", which hold them
+    exactly, "integers" of 32 bits, or "any" where intermediate values may overflow both.
     """
     if spec.score is None:
         return "integers"
     greatest: dict[Expr, float] = {}
-    by_position = False  # whether arrays are looked up by positions
+    by_position = False  # whether positions index arrays
     for node in expr.walk([spec.score]):
         parts = [greatest[arg] for arg in node.args if arg.kind == "int"]
         greatest[node] = _greatest(node, parts) if node.kind == "int" else 0
@@ -118,7 +118,7 @@ def positions(spec: AttentionSpec) -> str:
 
 
 def _greatest(node: Expr, parts: Sequence[float]) -> float:
-    """What an integer is at most, without its sign, where its parts are."""
+    """Upper bound of the absolute value of an integer, from those of its arguments."""
     if node.op == "symbol":
         return NEAR
     if node.op == "const":

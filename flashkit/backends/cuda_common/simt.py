@@ -1,4 +1,4 @@
-"""The generation for every CUDA device and dtype: ordinary arithmetic units, kernels/simt_*."""
+"""The generation for every CUDA device and dtype: CUDA cores, kernels/simt/."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from .bwd_preprocess import BwdPreprocess
 from .device import Device
 from .generation import Generation, Kernels, tile_of
 from .launch import Kernel, check_grid
+from .smem import SmemLayout
 
 Part = str
-"""A kernel: "forward", or of the backward pass "keys" or "queries"."""
+"""A kernel: "forward", or of the backward pass "dkdv" or "dq"."""
 
 MAX_REGISTERS = 224
 
 
 @dataclass(frozen=True)
 class SimtTile:
-    """A tile and how a block of threads shares it; kernels/simt says what the numbers are."""
+    """A tile and how the threads of a CTA share it; kernels/simt/tile documents the numbers."""
 
     block_q: int
     block_k: int
@@ -32,11 +33,11 @@ class SimtTile:
     threads_y: int
     chunk: int = 32
     keys: int = 32
-    blocks: int = 1  # that are to fit on a multiprocessor at once by their registers
+    blocks: int = 1  # CTAs per SM that their registers allow
 
     def __post_init__(self) -> None:
         if self.threads_x not in (8, 16, 32) or self.threads % 32:
-            raise ValueError(f"{self=}: threads_x is 8, 16 or 32, and the threads are whole warps")
+            raise ValueError(f"{self=}: threads_x is 8, 16 or 32, and threads_x * threads_y is a multiple of 32")
         if self.chunk < 4 or self.chunk % 4 or self.keys < 4 or self.keys % 4:
             raise ValueError(f"{self=}: chunk and keys are multiples of 4")
 
@@ -44,43 +45,50 @@ class SimtTile:
     def threads(self) -> int:
         return self.threads_x * self.threads_y
 
-    def constants(self, part: Part) -> tuple[tuple[str, int], ...]:
-        """For the head of the kernel's text."""
+    def constants(self, part: Part, spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
+        """Constants of the kernel's head."""
         names = {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "TX": self.threads_x, "TY": self.threads_y,
             "CHUNK": self.chunk, "KEYS": self.keys, "BLOCKS_PER_SM": self.blocks,
-            "FORWARD": part == "forward", "BACKWARD_KEYS": part == "keys",
+            "FORWARD": part == "forward", "BACKWARD_KEYS": part == "dkdv", **self.smem(part, spec).constants(),
         }  # fmt: skip
         return tuple(names.items())
 
     def shape(self, part: Part) -> tuple[int, int]:
-        """Rows and columns of the tile as the kernel holds it."""
-        return (self.block_k, self.block_q) if part == "keys" else (self.block_q, self.block_k)
+        """Rows and columns of the tile: query rows and keys, transposed in "dkdv"."""
+        return (self.block_k, self.block_q) if part == "dkdv" else (self.block_q, self.block_k)
 
-    def sums(self, dim: int) -> int:
-        """Columns that a row of sums is padded to."""
+    def accumulator_columns(self, dim: int) -> int:
+        """Columns that a row of an accumulator is padded to."""
         return -(-dim // (4 * self.threads_x)) * 4 * self.threads_x
 
-    def shared_memory(self, part: Part, spec: AttentionSpec) -> int:
-        """Bytes of a block: kernels/simt, "shared memory"."""
+    def smem(self, part: Part, spec: AttentionSpec) -> SmemLayout:
+        """The shared memory of a CTA: two stages of operands, then a tile of P or dS."""
         size = ITEMSIZE[spec.lse_dtype]
         rows, columns = self.shape(part)
-        dim = {"forward": spec.head_dim_v, "queries": spec.head_dim}.get(part, max(spec.head_dim, spec.head_dim_v))
-        stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * self.sums(dim))
+        dim = {"forward": spec.head_dim_v, "dq": spec.head_dim}.get(part, max(spec.head_dim, spec.head_dim_v))
+        stage = max((rows + columns) * (self.chunk + 16 // size), self.keys * self.accumulator_columns(dim))
         pitch = columns + (self.threads_x if self.threads_x < 32 else 0)
-        return (2 * stage + rows * pitch) * size
+        smem = SmemLayout()
+        smem.add("STAGES", 2 * stage * size)
+        smem.add("P", rows * pitch * size)
+        return smem
+
+    def shared_memory(self, part: Part, spec: AttentionSpec) -> int:
+        """Bytes of shared memory of a CTA."""
+        return self.smem(part, spec).bytes
 
     def registers(self, part: Part, spec: AttentionSpec) -> int:
-        """About how many a thread needs: its parts of the tiles and sums, what it multiplies at once, the rest."""
+        """Estimated registers of a thread: tiles, accumulators, operands of a step and a constant rest."""
         rows, columns = self.shape(part)
         r, c = rows // self.threads_y, columns // self.threads_x
-        widths = {"forward": (spec.head_dim_v,), "queries": (spec.head_dim,), "keys": (spec.head_dim, spec.head_dim_v)}
-        sums = sum(self.sums(dim) // self.threads_x for dim in widths[part])
-        numbers = r * c * (1 if part == "forward" else 2) + r * sums + 4 * r + 4 + 2 * r
-        return numbers * ITEMSIZE[spec.lse_dtype] // 4 + 40
+        widths = {"forward": (spec.head_dim_v,), "dq": (spec.head_dim,), "dkdv": (spec.head_dim, spec.head_dim_v)}
+        accumulators = sum(self.accumulator_columns(dim) // self.threads_x for dim in widths[part])
+        values = r * c * (1 if part == "forward" else 2) + r * accumulators + 4 * r + 4 + 2 * r
+        return values * ITEMSIZE[spec.lse_dtype] // 4 + 40
 
     def cost(self, part: Part, spec: AttentionSpec, device: Device) -> float:
-        """Instructions for a pair of query and key, over what hides their latency; infinite where it does not fit."""
+        """Instructions per pair of query and key, weighted by latency hiding; infinite where the tile does not fit."""
         rows, columns = self.shape(part)
         if rows % self.threads_y or columns % self.threads_x or columns % self.keys:
             return float("inf")
@@ -93,33 +101,33 @@ class SimtTile:
         if resident < 1:
             return float("inf")
         r, c = rows // self.threads_y, columns // self.threads_x
-        products = {"forward": (1, (spec.head_dim_v,)), "queries": (2, (spec.head_dim,)),
-                    "keys": (2, (spec.head_dim, spec.head_dim_v))}  # fmt: skip
+        products = {"forward": (1, (spec.head_dim_v,)), "dq": (2, (spec.head_dim,)),
+                    "dkdv": (2, (spec.head_dim, spec.head_dim_v))}  # fmt: skip
         scores, outputs = products[part]
-        # A multiplication of fours: r + c loads for 4 r c operations; each chunk costs a barrier besides.
+        # A step of four columns: r + c vector loads for 4 r c multiply-adds. Each chunk costs a barrier.
         chunks = -(-spec.head_dim // self.chunk) + len(outputs) * -(-columns // self.keys)
         work = scores * spec.head_dim * (1 + (r + c) / (4 * r * c) * 2)
         for dim in outputs:
-            width = self.sums(dim) // self.threads_x
-            work += self.sums(dim) * (1 + (r + width) / (4 * r * width) * 4)
+            width = self.accumulator_columns(dim) // self.threads_x
+            work += self.accumulator_columns(dim) * (1 + (r + width) / (4 * r * width) * 4)
         work += 600 * chunks / (r * c)
         return work * (1 + 1.5 / (resident * self.threads / 32))
 
 
 def candidates(part: Part) -> Iterator[SimtTile]:
-    """Tiles that the kernels can be compiled for."""
+    """All tiles for which the kernels compile."""
     for threads_x, threads, r, c in itertools.product((8, 16, 32), (128, 256), (8, 4, 2, 1), (8, 4, 2)):
         threads_y = threads // threads_x
         rows, columns = r * threads_y, c * threads_x
         for chunk, keys in ((32, 32), (32, 16), (16, 16), (16, 8), (8, 4)):
             if columns % keys == 0:
-                block_q, block_k = (columns, rows) if part == "keys" else (rows, columns)
+                block_q, block_k = (columns, rows) if part == "dkdv" else (rows, columns)
                 yield SimtTile(block_q, block_k, threads_x, threads_y, chunk, keys)
 
 
 @lru_cache(maxsize=1024)
 def choose(part: Part, spec: AttentionSpec, device: Device) -> SimtTile:
-    """The tile of least cost by the model."""
+    """The tile of least cost in the model."""
     best = min(candidates(part), key=lambda tile: tile.cost(part, spec, device))
     if best.cost(part, spec, device) == float("inf"):
         raise ValueError(f"no tile of {part} fits {device}")
@@ -127,29 +135,29 @@ def choose(part: Part, spec: AttentionSpec, device: Device) -> SimtTile:
 
 
 def _resident(tile: SimtTile, part: Part, spec: AttentionSpec, device: Device) -> SimtTile:
-    """The tile with as many blocks on a multiprocessor as its registers allow."""
+    """The tile with as many CTAs per SM as its registers allow."""
     return replace(tile, blocks=device.registers_per_sm // (tile.registers(part, spec) * tile.threads))
 
 
 def by_profile(part: Part, row: Any, spec: AttentionSpec, device: Device) -> tuple[SimtTile, str]:
-    """The tile of a profile's row, or the model's choice where there is none or it does not fit; and the reason."""
+    """The tile of a profile's row, or the choice of the model without a row that fits; and the reason."""
     model = "least cost by the model of registers and shared memory"
     tile, why = tile_of(SimtTile, row, lambda tile: tile.cost(part, spec, device) < float("inf"), model)
     return _resident(tile, part, spec, device) if tile else choose(part, spec, device), why
 
 
 class _Kernel:
-    """One kernel of a pass with its tile."""
+    """One kernel with its tile."""
 
     def __init__(self, kernels: Kernels, part: Part, spec: AttentionSpec, device: Device, tile: SimtTile) -> None:
         self.tile = tile
         direction = "forward" if part == "forward" else "backward"
         arch = compiler.target(device.capability)
-        self.library = kernels(f"simt/{direction}", spec, self.tile.constants(part), arch)
+        self.library = kernels(f"simt/{direction}", spec, self.tile.constants(part, spec), arch)
         self.kernel: Kernel = self.library.kernel(f"simt_{direction}", device, self.tile.shared_memory(part, spec))
 
     def launch(self, arguments: Arguments, tokens: int, block: int, heads: int, stream: int) -> None:
-        """A block of threads for each tile of `tokens`, head and batch entry."""
+        """Launches a CTA for each tile of `tokens`, head and batch entry."""
         blocks = -(-tokens // block) * heads * arguments.batch
         check_grid(blocks)
         if blocks:
@@ -169,24 +177,24 @@ class SimtForward:
 
 
 class SimtBackward:
-    """The backward pass: rows prepared, then dK and dV, then dQ, then the sinks."""
+    """The backward pass: preprocess, then dK and dV, then dQ, then the sinks."""
 
     def __init__(self, kernels: Kernels, spec: AttentionSpec, device: Device, row: Any = None) -> None:
-        self.tile, self.why = by_profile("keys", row, spec, device)
-        self.keys = _Kernel(kernels, "keys", spec, device, self.tile)
-        self.queries = _Kernel(kernels, "queries", spec, device, choose("queries", spec, device))
-        self.rows = BwdPreprocess(kernels, spec, device)
-        self.libraries = [self.keys.library, self.queries.library, self.rows.library]
+        self.tile, self.why = by_profile("dkdv", row, spec, device)
+        self.dkdv = _Kernel(kernels, "dkdv", spec, device, self.tile)
+        self.dq = _Kernel(kernels, "dq", spec, device, choose("dq", spec, device))
+        self.preprocess = BwdPreprocess(kernels, spec, device)
+        self.libraries = [self.dkdv.library, self.dq.library, self.preprocess.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        self.rows.run(arguments, stream)
-        self.keys.launch(arguments, arguments.n_k, self.keys.tile.block_k, arguments.heads_kv, stream)
-        self.queries.launch(arguments, arguments.n_q, self.queries.tile.block_q, arguments.heads, stream)
-        self.rows.sink_gradients(arguments, stream)
+        self.preprocess.run(arguments, stream)
+        self.dkdv.launch(arguments, arguments.n_k, self.dkdv.tile.block_k, arguments.heads_kv, stream)
+        self.dq.launch(arguments, arguments.n_q, self.dq.tile.block_q, arguments.heads, stream)
+        self.preprocess.sink_gradients(arguments, stream)
 
 
-LISTED = 8
-"""Tiles that are worth trying: the model ranks hundreds."""
+MAX_CANDIDATES = 8
+"""Tiles that the tuner tries: the best of the hundreds that the model ranks."""
 
 
 class Simt(Generation):
@@ -202,11 +210,11 @@ class Simt(Generation):
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[SimtTile]:
-        """Of the backward pass those of dK and dV: dQ's is left to the model."""
-        part = "forward" if direction == "forward" else "keys"
+        """Tiles worth trying. In the backward pass they are for dK and dV; the model chooses the tile of dQ."""
+        part = "forward" if direction == "forward" else "dkdv"
         costs = {tile: tile.cost(part, problem.spec, device) for tile in candidates(part)}
         ranked = sorted((tile for tile, cost in costs.items() if cost < float("inf")), key=lambda tile: costs[tile])
-        return [_resident(tile, part, problem.spec, device) for tile in ranked[:LISTED]]
+        return [_resident(tile, part, problem.spec, device) for tile in ranked[:MAX_CANDIDATES]]
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> SimtForward | SimtBackward:
         return (SimtForward if direction == "forward" else SimtBackward)(self._kernels, problem.spec, device, row)

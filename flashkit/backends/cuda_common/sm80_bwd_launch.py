@@ -1,4 +1,4 @@
-"""What the backward passes by mma.sync are alike in, in whichever language: kernels/sm80_backward."""
+"""The launch of the backward pass by mma.sync in both languages: kernels/sm80/backward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .generation import Kernels
 from .l2_swizzle import bytes_of_queries, heads_per_l2_group
 from .launch import check_grid, scratch
 
-_CACHED = 40_000_000  # bytes of the heads that blocks work at together
-_STORING = 256  # threads
+_L2_BYTES = 40_000_000  # of the heads that CTAs work on at the same time
+_POSTPROCESS_THREADS = 256
 
 
 class OrderedBackward:
-    """Rows prepared, then all gradients by tiles of keys, whose blocks add to sums of dQ one after the other, then
-    these sums rounded. `tile` has block_q, block_k, warps and shared_memory; columns: of a row of the sums.
+    """Preprocess; then all gradients, a CTA per key tile, which add to dq_accum in a fixed order; then postprocess.
+
+    `tile` has block_q, block_k, warps and shared_memory; columns: of a row of dq_accum.
     """
 
     def __init__(
@@ -30,29 +31,29 @@ class OrderedBackward:
     ) -> None:  # fmt: skip
         self.tile, self.why, self._columns = tile, why, columns
         library = kernels("sm80/backward", spec, tuple(constants.items()), compiler.target(device.capability))
-        self.rows = BwdPreprocess(kernels, spec, device)
-        self.libraries = [library, self.rows.library]
+        self.preprocess = BwdPreprocess(kernels, spec, device)
+        self.libraries = [library, self.preprocess.library]
         self._kernel = library.kernel("sm80_backward", device, tile.shared_memory(spec))
-        self._store = library.kernel("bwd_postprocess", device)
+        self._postprocess = library.kernel("bwd_postprocess", device)
 
     def run(self, arguments: Arguments, stream: int) -> None:
         tile = self.tile
-        self.rows.run(arguments, stream, tile.block_q)
-        keys, queries = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
+        self.preprocess.run(arguments, stream, tile.block_q)
+        tiles_k, tiles_q = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
         heads = arguments.batch, arguments.heads
-        sums = scratch((*heads, queries, tile.block_q * self._columns), "float32", zeros=True)
-        # The counter of work tiles, and for each query tile a bit for each key tile that has been added to it.
-        words = -(-keys // 32)
-        counters = scratch(4 + math.prod(heads) * queries * words, "int32", zeros=True)
-        arguments.tensors(dq_accum=sums, dq_semaphore=counters[4:].reshape((*heads, queries, words)))
+        dq_accum = scratch((*heads, tiles_q, tile.block_q * self._columns), "float32", zeros=True)
+        # The tile counter, and for each query tile a bit for each key tile that has been added to its dQ.
+        words = -(-tiles_k // 32)
+        counters = scratch(4 + math.prod(heads) * tiles_q * words, "int32", zeros=True)
+        arguments.tensors(dq_accum=dq_accum, dq_semaphore=counters[4:].reshape((*heads, tiles_q, words)))
         arguments.set(tile_counter=counters.data.ptr)
-        # Heads at a time: what they read and add to should stay in the L2 cache. All groups have about as many.
-        every = arguments.batch * arguments.heads_kv
-        blocks, tiles = keys * every, queries * math.prod(heads)
+        all_heads_kv = arguments.batch * arguments.heads_kv
+        blocks, tiles = tiles_k * all_heads_kv, tiles_q * math.prod(heads)
         check_grid(blocks, tiles)
         if blocks:
-            arguments.set(heads_per_l2_group=heads_per_l2_group(every, _CACHED // bytes_of_queries(arguments)))
+            group = heads_per_l2_group(all_heads_kv, _L2_BYTES // bytes_of_queries(arguments))
+            arguments.set(heads_per_l2_group=group)
             self._kernel.launch(blocks, 32 * tile.warps, arguments, stream)
         if tiles:
-            self._store.launch(tiles, _STORING, arguments, stream)
-        self.rows.sink_gradients(arguments, stream)
+            self._postprocess.launch(tiles, _POSTPROCESS_THREADS, arguments, stream)
+        self.preprocess.sink_gradients(arguments, stream)

@@ -32,3 +32,9 @@ class SmemLayout:
     def constants(self) -> dict[str, int]:
         """The constants of a kernel's head: AT_<name> of each part, and SHARED_BYTES."""
         return {**{f"AT_{name}": offset for name, offset in self.offsets.items()}, "SHARED_BYTES": self.bytes}
+
+
+def stage_constants(stage: SmemLayout) -> dict[str, int]:
+    """AT_<name> of the parts of a pipeline stage, relative to the stage, and STAGE_BYTES."""
+    constants = stage.constants()
+    return {**constants, "STAGE_BYTES": constants.pop("SHARED_BYTES")}

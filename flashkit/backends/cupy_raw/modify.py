@@ -1,4 +1,4 @@
-"""CUDA C++ text of a score and mask modification: what kernels/tiles.cuh calls.
+"""CUDA C++ text of a score and mask modification: the functions that kernels/common/tiles.cuh names.
 
 Rendered from the graphs of the spec: the modified score, its slope for the backward pass, whether a pair is visible,
 and the state of a tile from bounds of the mask.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ...mods import codegen, expr
 from ...mods.expr import Expr
 from ...spec import AttentionSpec
-from ..cuda_common.affine_score import Form, by_distance, form, of_head
+from ..cuda_common.affine_score import AffineScore, affine_score, by_distance, of_head
 from ..cuda_common.modification import entries, shifts
 
 _ELEMENTS = {
@@ -35,19 +35,18 @@ STATE = "{0} ? EMPTY : {1} ? FULL : PARTIAL"
 
 
 def text(spec: AttentionSpec) -> str:
-    """The functions that kernels/tiles.cuh names; without a modification they say what goes without saying.
+    """The functions that kernels/common/tiles.cuh names; without a modification they are the identity and TRUE.
 
-    The parts of a score modification of a known form (cuda_common/form.py) are functions of their own; a `Head` is what
-    they read from arrays once for a head.
-    `I` is the type of the integers in a score modification, what `modification.positions` says where they are NEAR;
-    `T` that of its tanh, which kernels/scalar.cuh has two of.
+    The parts of an affine score modification (cuda_common/affine_score.py) are functions of their own; a `Head` holds
+    what they read from arrays once for a head. `I` is the type of the integers in a score modification, which
+    `modification.positions` chooses; `T` is the type of its tanh, one of two in kernels/common/scalar.cuh.
     """
     score = expr.S if spec.score is None else spec.score
     mask = expr.TRUE if spec.mask is None else spec.mask
-    known = form(score)
-    parts = known or Form()
+    affine = affine_score(score)
+    parts = affine or AffineScore()
     facts = {
-        "FORMED": known is not None, "CAPPED": parts.capped, "SLOPED": parts.sloped, "EVEN": parts.even,
+        "FORMED": affine is not None, "CAPPED": parts.capped, "SLOPED": parts.sloped, "EVEN": parts.even,
         "BIASED": parts.biased, "DIAGONAL": parts.diagonal, "UNIT_SLOPE": parts.unit_slope, "PER_HEAD": parts.per_head,
         "SHIFTS": shifts(mask),
     }  # fmt: skip
@@ -64,7 +63,8 @@ def text(spec: AttentionSpec) -> str:
         _template(spec, "fk_float score_bias", f"{_ROW}, I k, const Params& p", [bias]),
         _template(spec, "bool bias_is_straight", f"{_ROW}, I k0, I k1, const Params& p", [straight]),
         _function(spec, "fk_float score_slope", f"fk_float s, {_PAIR}", [expr.derivative(score)]),
-        "// Called for each dS before it is rounded.\ntemplate <typename... T>\nDEVICE void visit_ds(const T&...) {}",
+        "constexpr bool VISITS_DS = false;",
+        f"DEVICE void visit_ds(fk_float ds, {_PAIR}) {{}}",
         _function(spec, "bool visible", _PAIR, [mask]),
         _function(spec, "int classify", _CORNERS, list(spec.tile_state), STATE),
     ])  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, sm90_launch
-from ..cuda_common.affine_score import form
+from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import MOVED, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Fallback, Generation, Pass, tile_of
@@ -33,7 +33,7 @@ from ..cuda_common.sm90_launch import (
 )
 from ..cuda_common.smem import SmemLayout
 from . import sm90_backward, sm90_fp16x2, specialise
-from .sm80 import LEAST_SPLIT, Sm80Forward
+from .sm80 import MIN_TF32X3_DIM, Sm80Forward
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
 from .sm90_wgmma import text as wgmma_functions
 
@@ -76,7 +76,7 @@ def sums_rows_by_mma(spec: AttentionSpec, tile: ForwardTile) -> bool:
     """Whether P V computes the row sums of P, too, with columns of ones behind V. Soft-capping bounds scores, so that
     the speculative softmax does not need the sums at once.
     """
-    known = form(spec.score) if spec.score is not None else None
+    known = affine_score(spec.score) if spec.score is not None else None
     if known is None or not known.capped or known.sloped or spec.dtype != "bfloat16" or spec.dropout:
         return False
     q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
@@ -91,7 +91,7 @@ def _classifies(spec: AttentionSpec) -> bool:
 def forward_tile(problem: Problem) -> Sm90Tile:
     """The tile that is fastest on an H200."""
     spec = problem.spec
-    modified = spec.dropout or (spec.score is not None and (num_terms(spec) > 1 or form(spec.score) is None))
+    modified = spec.dropout or (spec.score is not None and (num_terms(spec) > 1 or affine_score(spec.score) is None))
     if spec.dtype == "float32" and max(spec.head_dim, spec.head_dim_v) > 64:
         return Sm90Tile(128, 128 if num_terms(spec) == 1 else 64, q_buffers=1)
     return default_tile(Sm90Tile, problem, modified)
@@ -158,8 +158,8 @@ class Sm90(Generation):
         most = sm90_fp16x2.MAX_DIM if is_float32 else MAX_DIM
         if max(spec.head_dim, spec.head_dim_v) > most:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
-        if num_terms(spec) > 1 and spec.head_dim < LEAST_SPLIT:
-            why = f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is more accurate without FP16x2"
+        if num_terms(spec) > 1 and spec.head_dim < MIN_TF32X3_DIM:
+            why = f"float32 of head dim {spec.head_dim}, under {MIN_TF32X3_DIM}, is more accurate without FP16x2"
             return Verdict(False, why)
         if is_float32 and spec.head_dim_v % 4:
             return Verdict(False, f"rows of head dim {spec.head_dim_v} are not a multiple of 16 bytes")

@@ -7,7 +7,7 @@ from functools import partial
 
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler, sm90_bwd_launch
-from ..cuda_common.affine_score import form
+from ..cuda_common.affine_score import affine_score
 from ..cuda_common.device import Device
 from ..cuda_common.generation import Fallback
 from ..cuda_common.modification import is_small, looks_at_ranges
@@ -28,7 +28,7 @@ def functions(spec: AttentionSpec, tile: BackwardTile) -> str:
 
 def takes_affine_path(spec: AttentionSpec) -> bool:
     """Whether the kernel has a path for the score modification (kernels/sm90/bwd_affine_score.cuh, AFFINE_PATH)."""
-    known = form(spec.score) if spec.score is not None and not spec.dropout and is_small(spec) else None
+    known = affine_score(spec.score) if spec.score is not None and not spec.dropout and is_small(spec) else None
     return known is not None and known.even and known.diagonal
 
 

@@ -1,4 +1,4 @@
-"""Kernels for a spec: a head of constants, the generated functions and a file of kernels/, compiled and loaded."""
+"""Kernels of a spec: a head of constants, generated functions and a file of kernels/, compiled and loaded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ FOLDER = Path(__file__).parent / "kernels"
 
 
 def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functions: str = "") -> compiler.Source:
-    """The text of kernels/<name>.cu for a spec; `constants`: those that the file asks for beyond the spec's own;
-    `functions`: text that goes before it."""
+    """The text of kernels/<name>.cu for a spec. `constants`: what the file needs beyond the constants of the spec.
+    `functions`: text that precedes the file.
+    """
     numbers = {
         "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
         "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
@@ -32,15 +33,17 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
         '#include "common/scalar.cuh"',
         modify.text(spec),
         '#include "common/tiles.cuh"',
+        '#include "common/dropout.cuh"',
         functions,
         f'#include "{name}.cu"',
     ]
-    return compiler.Source(name.replace("/", "_"), "\n".join(text) + "\n", (*compiler.headers(FOLDER), (params.HEADER, params.cuda_header())))
+    headers = (*compiler.headers(FOLDER), (params.HEADER, params.cuda_header()))
+    return compiler.Source(name.replace("/", "_"), "\n".join(text) + "\n", headers)
 
 
 @lru_cache(maxsize=4096)
 def library(
     name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str, functions: str = ""
 ) -> Library:
-    """The kernels of kernels/<name>.cu for a spec, compiled now or before, loaded."""
+    """The loaded kernels of kernels/<name>.cu for a spec, compiled or from the cache."""
     return Library(compiler.binary(source(name, spec, dict(constants), functions), arch))

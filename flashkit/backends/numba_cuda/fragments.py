@@ -1,8 +1,8 @@
-"""Operations on tiles that lie in the registers of a warp or a warp group: what the steps of attention do to scores.
+"""Operations on fragments in the registers of a warp or a warp group.
 
-A tile is a tuple of a lane's registers, laid out as products leave it (ptx/tuples.py): of every eight columns a lane
-has two neighbours, in two or four rows; four lanes share a row. What belongs to rows comes in tuples, a number for
-each."""
+A fragment is a tuple of a lane's registers in the accumulator layout (ptx/tuples.py): of every eight columns a lane has
+two neighbours, in two or four rows; four lanes share a row. Values per row are tuples with an element for each row of
+the lane."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _times_row(x: Any, row: Any, _: Any) -> Any:
 
 
 @_device
-def _exponential(x: Any, row: Any, unit: Any) -> Any:
-    return exp2_fast(x * unit - row)
+def _exponential(x: Any, row: Any, scale: Any) -> Any:
+    return exp2_fast(x * scale - row)
 
 
 @_device
@@ -45,7 +45,7 @@ def _of_four_lanes(x: Any, f: Any) -> Any:
 
 @_device
 def scaled(tile: Any, factor: Any) -> Any:
-    """All elements times a number."""
+    """All elements times a scalar."""
     return alike(_times, tile, factor)
 
 
@@ -56,24 +56,24 @@ def rows_scaled(tile: Any, factors: Any) -> Any:
 
 
 @_device
-def exponentials(tile: Any, shifts: Any, unit: Any) -> Any:
-    """2^(x * unit - the row's shift)"""
-    return each(_exponential, tile, shifts, unit)
+def exponentials(tile: Any, references: Any, scale: Any) -> Any:
+    """2^(x * scale - reference of the row)"""
+    return each(_exponential, tile, references, scale)
 
 
 @_device
 def row_max(tile: Any, start: Any) -> Any:
-    """The greatest of a lane's elements of each row and of what is known of it, NaN left out."""
+    """Maximum of a lane's elements of each row and `start`; ignores NaN."""
     return fold(greater, tile, start)
 
 
 @_device
 def row_sum(tile: Any, start: Any) -> Any:
-    """The sum of a lane's elements of each row and of what was summed before."""
+    """Sum of a lane's elements of each row and `start`."""
     return fold(add, tile, start)
 
 
 @_device
 def across_row(f: Any, rows: Any) -> Any:
-    """What the four lanes that share a row have for it, joined by f(x, y)."""
+    """Reduces by f(x, y) over the four lanes that share a row."""
     return alike(_of_four_lanes, rows, f)

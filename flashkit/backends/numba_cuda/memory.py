@@ -1,7 +1,7 @@
-"""Memory, numbers and warps as kernels see them.
+"""Loads, stores, bit casts and warp primitives for kernels.
 
-A kernel gets addresses and strides, so that what it is compiled for does not depend on how arrays lie in memory. Types
-are NumPy's: `load(np.float32, address, i)`.
+Kernels take addresses and strides, so compiled code does not depend on the layout of arrays. Types are NumPy's:
+`load(np.float32, address, i)`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load(typing: Any, kind: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def load4(typing: Any, kind: Any, address: Any, index: Any) -> Any:
-    """Four elements from `index` on, as a tuple; they begin at a multiple of their size, or of 16 bytes."""
+    """Four elements from `index` on, as a tuple, aligned to their total size, at most 16 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         first = _pointer(context, builder, kind.dtype, *values[1:])
@@ -70,7 +70,7 @@ def store(typing: Any, kind: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 def _four(context: Any, builder: Any, kind: Any, first: Any) -> Any:
-    """Loads of four neighbours, which NVVM makes one by what it is told of their alignment."""
+    """Loads of four neighbours, which NVVM merges by their alignment."""
     size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
     loaded = []
     for i in range(4):
@@ -102,7 +102,7 @@ def at(typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def at4(typing: Any, array: Any, index: Any) -> Any:
-    """array[index : index + 4] as a tuple; they begin at 16 bytes."""
+    """array[index : index + 4] as a tuple, aligned to 16 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return _four(context, builder, signature.return_type, _element(context, builder, array, *values))
@@ -123,7 +123,7 @@ def put(typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def put4(typing: Any, array: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """array[index : index + 4] = a, b, c, d; they begin at 16 bytes."""
+    """array[index : index + 4] = a, b, c, d, aligned to 16 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         size = context.get_abi_sizeof(context.get_data_type(array.dtype))
@@ -187,31 +187,31 @@ _thread = instruction("mov.u32 $0, %tid.x;", types.int32)
 
 @device
 def thread_here() -> Any:
-    """The thread's number in its block. What follows from it is computed where this is called: the compiler would else
-    compute it once, before all loops, and then lack the registers.
+    """Thread index. The volatile read keeps the compiler from hoisting values of it out of all loops, which takes
+    registers.
     """
     return np.int64(_thread()) & np.int64(1023)
 
 
 @device
 def shuffle_xor(x: Any, step: Any) -> Any:
-    """What the lane whose number differs in the bits of `step` has for x."""
+    """x of lane ^ step."""
     return cuda.shfl_xor_sync(_ALL, x, step)
 
 
 @device
 def ballot(condition: Any) -> Any:
-    """A bit for each lane of the warp, where its condition holds."""
+    """A bit for each lane of the warp whose condition holds."""
     return np.int64(cuda.ballot_sync(_ALL, condition)) & np.int64(_ALL)
 
 
 @device
 def lowest_bit(bits: Any) -> Any:
-    """The number of the lowest bit that is set; there is one."""
+    """Index of the lowest set bit of a nonzero value."""
     return np.int64(cuda.ffs(bits)) - np.int64(1)
 
 
 @device
 def all_threads_or(condition: Any) -> Any:
-    """Whether the condition holds in any thread of the block; a barrier."""
+    """Whether the condition holds in any thread of the CTA; a barrier."""
     return cuda.syncthreads_or(np.int32(condition)) != 0

@@ -1,4 +1,4 @@
-"""Python text of a score and mask modification: what kernels/tiles.py calls.
+"""Python text of a score and mask modification: the functions that kernels/common/tiles.py names.
 
 Rendered from the graphs of the spec as in cupy_raw: the modified score, its slope for the backward pass, whether a pair
 is visible, and the state of a tile from bounds of the mask.
@@ -14,16 +14,16 @@ from ...spec import AttentionSpec, Slot
 from ..cuda_common.modification import entries
 
 _STORED = {"bool": "uint8", "float16": "int16", "bfloat16": "int16"}
-"""What elements are read as; others as themselves."""
+"""The types that elements of these dtypes are read as; others are read as themselves."""
 
-_NUMBERS = {"float16": "half_of({0})", "bfloat16": "single_of(np.int32({0}) << np.int32(16))"}
-"""The number that is read."""
+_WIDENED = {"float16": "half_of({0})", "bfloat16": "single_of(np.int32({0}) << np.int32(16))"}
+"""How the bits of an element become a float."""
 
 _CORNERS = "b, h, row0, row1, q0, q1, k0, k1, p"
 
 
 def text(spec: AttentionSpec) -> str:
-    """The functions that kernels/tiles.py names; without a modification they say what goes without saying."""
+    """The functions that kernels/common/tiles.py names; without a modification they are the identity and TRUE."""
     score = expr.S if spec.score is None else spec.score
     mask = expr.TRUE if spec.mask is None else spec.mask
     empty, full = spec.tile_state
@@ -32,7 +32,8 @@ def text(spec: AttentionSpec) -> str:
         *map(_extreme, sorted(axes)),
         _function(spec, "modified_score", "s, b, h, row, q, k, p", [score], "F({0})"),
         _function(spec, "score_slope", "s, b, h, row, q, k, p", [expr.derivative(score)], "F({0})"),
-        "# Called for each fragment of dS before it is rounded.\n@device\ndef visit_ds(ds, where, p):\n    pass\n",
+        "VISITS_DS = False\n",
+        "@device\ndef visit_ds(ds, b, h, row, q, k, p):\n    return\n",
         _function(spec, "visible", "b, h, row, q, k, p", [mask]),
         _function(spec, "classify", _CORNERS, [empty, full], "EMPTY if {0} else FULL if {1} else PARTIAL"),
     ])  # fmt: skip
@@ -50,7 +51,7 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
             found = f"extreme{len(strides)}({', '.join([least, *strides, *index])})"
             return f"({found} != 0)" if node.kind == "bool" else found
         offset = " + ".join(f"({i}) * {stride}" for i, stride in zip(index, strides)) or "I(0)"
-        element = _NUMBERS.get(str(slot.dtype), "{0}").format(f"load({stored}, p.values[{place}], {offset})")
+        element = _WIDENED.get(str(slot.dtype), "{0}").format(f"load({stored}, p.values[{place}], {offset})")
         return {"float": f"F({element})", "int": f"I({element})", "bool": f"({element} != 0)"}[node.kind]
 
     steps, results = codegen.assignments(graphs, "numba", load, spec.narrow)
@@ -65,7 +66,7 @@ def _function(spec: AttentionSpec, name: str, parameters: str, graphs: Sequence[
 
 
 def _places(spec: AttentionSpec) -> dict[str, tuple[Slot, int]]:
-    """For each value its slot and where it begins among Params.values: the scalar, or address and strides."""
+    """For each value its slot and its first index in Params.values: the scalar, or address and strides."""
     found, at = {}, 0
     for slot in spec.slots:
         found[slot.name] = slot, at
@@ -74,7 +75,7 @@ def _places(spec: AttentionSpec) -> dict[str, tuple[Slot, int]]:
 
 
 def _extreme(axes: int) -> str:
-    """Least or greatest element within a box of inclusive corners (flashkit.mods.expr.bounds); a loop for each axis."""
+    """Minimum or maximum within a box of inclusive corners (flashkit.mods.expr.bounds), one loop per axis."""
     strides = ", ".join(f"stride{axis}" for axis in range(axes))
     corners = ", ".join(f"first{axis}, last{axis}" for axis in range(axes))
     offset = " + ".join(f"i{axis} * stride{axis}" for axis in range(axes))

@@ -1,4 +1,4 @@
-"""The generation for tensor cores by mma.sync in Python, from Ampere on: kernels/sm80_forward.py, sm80_backward.py."""
+"""The generation for tensor cores by mma.sync in Python, from Ampere on: kernels/sm80/."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
 from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
 from ..cuda_common.sm80_bwd_launch import OrderedBackward
+from ..cuda_common.smem import SmemLayout, stage_constants
 from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
@@ -22,16 +23,21 @@ _ADDRESSES, _HEADS_PER_L2_GROUP = addresses(MOVED), AT["heads_per_l2_group"]
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
-LEAST_SPLIT = 16  # products of a sum, for what splitting float32 leaves out to average out
-_CACHED = 24_000_000  # bytes of keys and values that blocks work at together, within the L2 cache
-_OWN = "the largest that fits"
-_OWN_BACKWARD = "as in CUDA C++"
+MIN_TF32X3_DIM = 16  # terms of a sum that average out what TF32x3 leaves out
+_L2_BYTES = 24_000_000  # of K and V of the heads that CTAs work on at the same time
+_WHY = "the largest that fits"
+_WHY_BACKWARD = "as in CUDA C++"
+
+
+def row_bytes(dim: int, spec: AttentionSpec) -> int:
+    """Bytes of a row in shared memory: whole chunks of 128 bytes."""
+    return -(-dim * ITEMSIZE[spec.dtype] // 128) * 128
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the forward pass: rows, 16 or 32 for each of four warps, keys, and how many tiles of keys are in shared
-    memory at once.
+    """A tile of the forward pass: query rows, 16 or 32 for each of four warps; keys; stages of K and V in shared
+    memory.
     """
 
     block_q: int
@@ -44,26 +50,40 @@ class Tile:
         if self.stages not in (1, 2):
             raise ValueError(f"{self=}: stages are one or two")
 
+    def stage(self, spec: AttentionSpec) -> SmemLayout:
+        """A stage of K and V."""
+        stage = SmemLayout()
+        stage.add("STAGE_K", self.block_k * row_bytes(spec.head_dim, spec))
+        stage.add("STAGE_V", self.block_k * row_bytes(spec.head_dim_v, spec))
+        return stage
+
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        """The shared memory of a CTA. O reuses the memory of Q."""
+        smem = SmemLayout()
+        smem.add("Q", self.block_q * max(row_bytes(dim, spec) for dim in (spec.head_dim, spec.head_dim_v)))
+        smem.add("KV", self.stages * self.stage(spec).bytes)
+        return smem
+
     def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block."""
-        q, v = (-(-dim * ITEMSIZE[spec.dtype] // 128) for dim in (spec.head_dim, spec.head_dim_v))
-        return 128 * (self.block_q * max(q, v) + self.stages * self.block_k * (q + v))
+        """Bytes of shared memory of a CTA."""
+        return self.smem(spec).bytes
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """Whether there is the memory, and registers for a lane's part of the output."""
-        roomy = self.block_q == 64 or (spec.head_dim_v <= 128 and spec.dtype != "float32")
-        return roomy and self.shared_memory(spec) <= device.shared_per_block
+        """Whether shared memory suffices, and registers for a lane's part of O."""
+        registers = self.block_q == 64 or (spec.head_dim_v <= 128 and spec.dtype != "float32")
+        return registers and self.shared_memory(spec) <= device.shared_per_block
 
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         resident = device.shared_per_sm // (self.shared_memory(spec) + 1024)
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "STAGES": self.stages,
             "BLOCKS_PER_SM": min(resident, 2), "HAS_LENGTHS": spec.kv_lengths, "FAST_MATH": True,
+            **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip
 
 
 def forward_tiles(spec: AttentionSpec, device: Device) -> list[Tile]:
-    """Those that fit, the likely fastest first."""
+    """The tiles that fit; the fastest first."""
     most = max(spec.head_dim, spec.head_dim_v)
     if spec.dtype == "float32":
         tiles = [Tile(64, 32)] * (most <= 64) + [Tile(64, 16), Tile(64, 32, 1)]
@@ -85,25 +105,24 @@ class Forward:
         library = generation.kernels("sm80/forward", spec, constants, compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, tile.shared_memory(spec))
-        older = partial(generation.below.plan, problem, None, device, "forward")
-        self._spare = Fallback(older, spec, device, "forward")  # for arrays whose rows do not begin on 16 bytes
+        fallback = partial(generation.below.plan, problem, None, device, "forward")
+        self._fallback = Fallback(fallback, spec, device, "forward")  # for rows that are not aligned to 16 bytes
 
     def shaped(self, arguments: Arguments) -> tuple[int, int] | None:
-        """Blocks, and how many heads are worked at together, of shapes and strides; None: another pass is needed."""
-        # With a scale that is not positive a hidden pair's -inf would change its sign.
-        usual = arguments.n_k and arguments.scale > 1e-30
-        if not (usual and strides_in_units(arguments, MOVED)):
+        """CTAs and heads per L2 group; None: shapes or strides need the fallback."""
+        # A scale that is not positive would change the sign of a masked pair's -inf.
+        supported = arguments.n_k and arguments.scale > 1e-30
+        if not (supported and strides_in_units(arguments, MOVED)):
             return None
         heads = arguments.batch * arguments.heads
         blocks = -(-arguments.n_q // self.tile.block_q) * heads
         check_grid(blocks)
-        # Heads at a time, of even numbers, whose keys and values stay in the L2 cache.
-        return blocks, heads_per_l2_group(heads, _CACHED // bytes_of_keys(arguments))
+        return blocks, heads_per_l2_group(heads, _L2_BYTES // bytes_of_keys(arguments))
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped = arguments.known(self, self.shaped)
         if shaped is None or not aligned(arguments, _ADDRESSES):
-            return self._spare.run(arguments, stream)
+            return self._fallback.run(arguments, stream)
         blocks, arguments.words[_HEADS_PER_L2_GROUP] = shaped
         if blocks:
             self._kernel.launch(blocks, THREADS, arguments, stream)
@@ -113,7 +132,7 @@ class Forward:
 @dataclass(frozen=True)
 class BackwardTile:
     """A tile of the backward pass and its warps, each of which has 32 rows of every product:
-    kernels/sm80_tile_backward.py.
+    kernels/sm80/bwd_layout.py.
     """
 
     block_q: int
@@ -127,11 +146,31 @@ class BackwardTile:
         if self.block_k / across_s % 16 or 64 / across_kv % 16:
             raise ValueError(f"{self=}: a warp has less than 16 keys or columns")
 
+    def stage(self, spec: AttentionSpec) -> SmemLayout:
+        """A stage of Q and dO, with bwd_lse and delta of their rows; swizzled tiles begin on 1024 bytes."""
+        stage = SmemLayout()
+        stage.add("STAGE_Q", self.block_q * row_bytes(spec.head_dim, spec))
+        stage.add("STAGE_DOUT", self.block_q * row_bytes(spec.head_dim_v, spec))
+        stage.add("STAGE_ROWS", 1024 * -(-self.block_q // 128))
+        return stage
+
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        """The shared memory of a CTA; SCALE holds the softmax scale."""
+        fragments = self.block_q * (2 * self.block_k + 16)
+        smem = SmemLayout()
+        smem.add("K", self.block_k * row_bytes(spec.head_dim, spec))
+        smem.add("V", self.block_k * row_bytes(spec.head_dim_v, spec))
+        smem.add("QDO", 2 * self.stage(spec).bytes)
+        smem.add("P", fragments)
+        smem.add("DS", fragments)
+        smem.add("TILE_COUNTER", 4)
+        smem.add("SCALE", 4)
+        smem.add("END", 8)
+        return smem
+
     def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block: kernels/sm80_tile_backward.py."""
-        chunks = -(-spec.head_dim // 64) + -(-spec.head_dim_v // 64)
-        pairs = 2 * self.block_q * (2 * self.block_k + 16)
-        return 128 * chunks * self.block_k + 2 * (128 * chunks * self.block_q + 1024) + pairs + 16
+        """Bytes of shared memory of a CTA."""
+        return self.smem(spec).bytes
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         columns = 64 * -(-spec.head_dim // 64) * self.block_q / (32 * self.warps)  # of dQ for a warp
@@ -141,14 +180,15 @@ class BackwardTile:
         return {
             "BLOCK_Q": self.block_q, "BLOCK_K": self.block_k, "WARPS": self.warps, "HAS_LENGTHS": spec.kv_lengths,
             "VECTOR_ADDS": device.capability >= (9, 0), "FAST_MATH": True,
+            **self.smem(spec).constants(), **stage_constants(self.stage(spec)),
         }  # fmt: skip
 
 
 def backward_tiles(spec: AttentionSpec, device: Device) -> list[BackwardTile]:
-    """Those that fit, the likely fastest first: what modifications and dropout need takes registers."""
+    """The tiles that fit; the fastest first. Modifications and dropout take registers from the accumulators."""
     more = spec.dropout or spec.score is not None or max(spec.head_dim, spec.head_dim_v) > 64
     pairs = [(64, 128), (128, 128)] if more else [(128, 128), (64, 128)]
-    if max(spec.head_dim, spec.head_dim_v) > 128:  # registers for the sums
+    if max(spec.head_dim, spec.head_dim_v) > 128:  # registers for the accumulators
         pairs = [(64, 64)]
     tiles = [*(BackwardTile(*pair) for pair in pairs), BackwardTile(64, 64, 4), BackwardTile(32, 64, 4)]
     return [tile for tile in tiles if tile.fits(spec, device)]
@@ -161,16 +201,16 @@ class Backward(OrderedBackward):
         spec = problem.spec
         columns = 64 * -(-spec.head_dim // 64)
         super().__init__(generation.kernels, spec, device, tile, why, tile.constants(spec, device), columns)
-        older = partial(generation.below.plan, problem, None, device, "backward")
-        self._spare = Fallback(older, spec, device, "backward")  # for arrays whose rows do not begin on 16 bytes
+        fallback = partial(generation.below.plan, problem, None, device, "backward")
+        self._fallback = Fallback(fallback, spec, device, "backward")  # for rows that are not aligned to 16 bytes
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        usual = arguments.n_k and in_units(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))
-        return super().run(arguments, stream) if usual else self._spare.run(arguments, stream)
+        supported = arguments.n_k and in_units(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))
+        return super().run(arguments, stream) if supported else self._fallback.run(arguments, stream)
 
 
 def splits(problem: Problem, device: Device) -> bool:
-    """Whether keys are split: queries would leave most of a tile empty, or most of the device idle."""
+    """Whether to use split-KV: queries would leave most of a tile empty, or most SMs idle."""
     if problem.n_q <= FEW_ROWS:
         return problem.n_q > 0
     blocks = -(-problem.n_q // 128) * problem.heads * problem.batch
@@ -178,21 +218,22 @@ def splits(problem: Problem, device: Device) -> bool:
 
 
 def of_float32(problem: Problem, device: Device) -> Verdict:
-    """Whether float32 is split here: many queries, rows of whole 16 bytes, sums that average out what is left out."""
+    """Whether TF32x3 applies: many queries, rows of whole vectors of 16 bytes, sums of enough terms."""
     spec = problem.spec
     if max(spec.head_dim, spec.head_dim_v) > MAX_DIM or spec.head_dim % 4 or spec.head_dim_v % 4:
         dims = f"{spec.head_dim} and {spec.head_dim_v}"
         return Verdict(False, f"float32 of head dims {dims}, over {MAX_DIM} or not by fours")
-    if spec.head_dim < LEAST_SPLIT:
-        return Verdict(False, f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is exacter without TF32")
+    if spec.head_dim < MIN_TF32X3_DIM:
+        under = f"{spec.head_dim}, under {MIN_TF32X3_DIM},"
+        return Verdict(False, f"float32 of head dim {under} is more accurate without TF32")
     if splits(problem, device):
-        return Verdict(False, "float32 of few queries, whose keys should be split")
+        return Verdict(False, "float32 of few queries, which need split-KV")
     return Verdict(True)
 
 
 class Sm80(Generation):
-    """Kernels for tensor cores with float16 and bfloat16, the forward pass with float32 too. `below`: the generation
-    that takes what is left.
+    """Kernels for tensor cores: float16 and bfloat16, and the forward pass in float32 by TF32x3. `below`: the
+    generation that takes all other problems.
     """
 
     name = "sm80"
@@ -223,10 +264,10 @@ class Sm80(Generation):
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward | Decode:
         if direction == "backward":
-            followed, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device), _OWN_BACKWARD)
-            return Backward(self, problem, device, followed or backward_tiles(problem.spec, device)[0], why)
+            profiled, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device), _WHY_BACKWARD)
+            return Backward(self, problem, device, profiled or backward_tiles(problem.spec, device)[0], why)
         if splits(problem, device):
             narrow, why = tile_of(DecodeTile, row, lambda x: x.fits(problem.spec, device), OWN_DECODE)
             return Decode(self.kernels, self.below, problem, device, narrow, why)
-        tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device), _OWN)
+        tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device), _WHY)
         return Forward(self, problem, device, tile or forward_tiles(problem.spec, device)[0], why)

@@ -1,4 +1,4 @@
-"""Few queries on tensor cores by mma.sync, from Ampere on: the keys are split; kernels/sm80_decode.py."""
+"""Split-KV for few queries on tensor cores by mma.sync, from Ampere on: kernels/sm80/decode.py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from ..cuda_common.device import Device
 from ..cuda_common.generation import Fallback, Generation, Kernels
 from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
+from ..cuda_common.smem import SmemLayout, stage_constants
 
 ROWS = 16  # of a warp
-LEAST_TILES = 2  # of keys, for a warp
-COMBINERS = 16  # warps that join the parts of a row
-COMBINED_BYTES = COMBINERS * (32 * 16 + 4)  # of shared memory: sums of four columns a lane, and of weights
+MIN_TILES_PER_SPLIT = 2
+COMBINERS = 16  # warps of `combine`
+COMBINED_BYTES = COMBINERS * (32 * 16 + 4)  # of shared memory: four columns a lane, and a row sum a warp
 OWN_DECODE = "measured on an H200; split along the keys"
+
+
+def _row_bytes(dim: int) -> int:
+    """Bytes of a row in shared memory: whole chunks of 128 bytes."""
+    return -(-dim // 64) * 128
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """A warp's tile of keys, of which `stages` are in its shared memory, and the warps of a block."""
+    """The key tile of a warp, the stages in its shared memory, and the warps of a CTA."""
 
     block_k: int = 64
     warps: int = 2
@@ -36,70 +42,85 @@ class DecodeTile:
     def block_q(self) -> int:
         return ROWS
 
+    def stage(self, spec: AttentionSpec) -> SmemLayout:
+        """A stage of K and V."""
+        stage = SmemLayout()
+        stage.add("STAGE_K", self.block_k * _row_bytes(spec.head_dim))
+        stage.add("STAGE_V", self.block_k * _row_bytes(spec.head_dim_v))
+        return stage
+
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        """The shared memory of a warp."""
+        smem = SmemLayout()
+        smem.add("Q", ROWS * _row_bytes(spec.head_dim))
+        smem.add("KV", self.stages * self.stage(spec).bytes)
+        return smem
+
     def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block: kernels/sm80_tile_decode.py."""
-        q, v = -(-spec.head_dim // 64), -(-spec.head_dim_v // 64)
-        return self.warps * 128 * (ROWS * q + self.stages * self.block_k * (q + v))
+        """Bytes of shared memory of a CTA."""
+        return self.warps * self.smem(spec).bytes
 
     def resident(self, spec: AttentionSpec, device: Device) -> int:
-        """Blocks that a multiprocessor holds at once."""
+        """Resident CTAs per SM."""
         return min(device.shared_per_sm // (self.shared_memory(spec) + 1024), 8 // self.warps)
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         return self.shared_memory(spec) <= device.shared_per_block and self.resident(spec, device) > 0
 
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
+        constants = self.smem(spec).constants()
+        constants["BYTES_WARP"] = constants.pop("SHARED_BYTES")
         return {
             "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages, "HAS_LENGTHS": spec.kv_lengths,
             "BLOCKS_PER_SM": self.resident(spec, device), "FAST_MATH": True, "EARLY": device.launches_early,
-            "COMBINERS": COMBINERS,
+            "COMBINERS": COMBINERS, **constants, **stage_constants(self.stage(spec)),
         }  # fmt: skip
 
 
 def decode_tiles(spec: AttentionSpec, device: Device) -> list[DecodeTile]:
-    """Those that fit, the fastest on an H200 first: tiles of 32 keys are 1 to 5 % slower, four stages of them 14 %."""
-    numbers = [(64, 2, 3), (64, 1, 3), (32, 4, 3), (32, 2, 3), (32, 2, 4), (16, 2, 4), (16, 1, 2)]
+    """The tiles that fit; the fastest first."""
+    shapes = [(64, 2, 3), (64, 1, 3), (32, 4, 3), (32, 2, 3), (32, 2, 4), (16, 2, 4), (16, 1, 2)]
     if max(spec.head_dim, spec.head_dim_v) > 128:
-        numbers.insert(0, (32, 2, 3))
-    tiles = [DecodeTile(*each) for each in dict.fromkeys(numbers)]
+        shapes.insert(0, (32, 2, 3))
+    tiles = [DecodeTile(*each) for each in dict.fromkeys(shapes)]
     return [tile for tile in tiles if tile.fits(spec, device)]
 
 
 class Decode:
-    """The forward pass of few queries: a warp takes a part of the keys, a second kernel joins the parts."""
+    """The forward pass of few queries: a warp takes a split of the keys, a second kernel combines the splits."""
 
     def __init__(
         self, kernels: Kernels, below: Generation, problem: Problem, device: Device, tile: DecodeTile | None, why: str
     ) -> None:
         spec = problem.spec
-        self.tile = tile or decode_tiles(spec, device)[0]  # supports() has asked
+        self.tile = tile or decode_tiles(spec, device)[0]  # supports() refuses specs without a tile
         self.why = why
         constants = tuple(self.tile.constants(spec, device).items())
         library = kernels("sm80/decode", spec, constants, compiler.target(device.capability))
         self.libraries = [library]
         self._kernel = library.kernel("sm80_decode", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device, COMBINED_BYTES)
-        self._shares = -(-spec.head_dim_v // 128)  # blocks of a row of `combine`
-        self._early = device.launches_early
+        self._column_blocks = -(-spec.head_dim_v // 128)  # CTAs of `combine` per row
+        self._early_launch = device.launches_early
         self._slots = device.sms * self.tile.resident(spec, device) * self.tile.warps
-        self._spare = Fallback(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
+        self._fallback = Fallback(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile = arguments.spec, self.tile
-        # With a scale that is not positive a hidden pair's -inf would change its sign.
-        usual = arguments.n_k and arguments.scale > 1e-30
-        if not (usual and in_units(arguments, ("q", "k", "v"))):
-            return self._spare.run(arguments, stream)
+        # A scale that is not positive would change the sign of a masked pair's -inf.
+        supported = arguments.n_k and arguments.scale > 1e-30
+        if not (supported and in_units(arguments, ("q", "k", "v"))):
+            return self._fallback.run(arguments, stream)
         rows = arguments.batch * arguments.heads * arguments.n_q
         if not rows:
             return None
-        items = -(-arguments.n_q * spec.group // ROWS) * arguments.heads_kv * arguments.batch
-        most = -(-arguments.n_k // (LEAST_TILES * tile.block_k))
-        parts = -(-max(1, min(self._slots // items, most)) // tile.warps) * tile.warps
-        check_grid(items * parts // tile.warps, rows * self._shares)
-        held = arguments.partial_results(parts)
-        arguments.words[AT["num_splits"]] = parts
-        self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream, self._early)
-        self._combine.launch(rows * self._shares, 32 * COMBINERS, arguments, stream, self._early)
+        work_tiles = -(-arguments.n_q * spec.group // ROWS) * arguments.heads_kv * arguments.batch
+        max_splits = -(-arguments.n_k // (MIN_TILES_PER_SPLIT * tile.block_k))
+        splits = -(-max(1, min(self._slots // work_tiles, max_splits)) // tile.warps) * tile.warps
+        check_grid(work_tiles * splits // tile.warps, rows * self._column_blocks)
+        held = arguments.partial_results(splits)
+        arguments.words[AT["num_splits"]] = splits
+        self._kernel.launch(work_tiles * splits // tile.warps, 32 * tile.warps, arguments, stream, self._early_launch)
+        self._combine.launch(rows * self._column_blocks, 32 * COMBINERS, arguments, stream, self._early_launch)
         del held
         return None

@@ -1,7 +1,7 @@
-"""Kernels for a spec: a head of constants, the generated functions and files of kernels/ as one text, compiled.
+"""Kernels of a spec: a head of constants, generated functions and files of kernels/ as one module, compiled.
 
-A file of kernels/ names the files that it builds on in its first lines, `# parts: ...`, and finds their names beside
-its own, as all of the text is one module. What it does not define there, the head does.
+The first lines of a file of kernels/ name the files that it builds on, `# parts: ...`. All of them are one module, so
+it uses their names directly, and those of the head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "kernels"
 
 
 def source(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> PythonSource:
-    """The text of kernels/<name>.py for a spec; `constants`: those that the file asks for beyond the spec's own."""
+    """The text of kernels/<name>.py for a spec. `constants`: what the file needs beyond the constants of the spec."""
     return PythonSource(name.replace("/", "_"), text(name, spec, constants), modification.values_of(spec) or 1)
 
 
@@ -50,7 +50,7 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
 
 
 def parts(name: str) -> list[str]:
-    """The files of kernels/ that make up a kernel, those that others build on first."""
+    """The files of kernels/ that make up a kernel, in the order of their dependencies."""
     found: dict[str, None] = {}
     for line in takewhile(lambda line: line.startswith("# parts: "), _part(name).splitlines()):
         for other in line.removeprefix("# parts: ").split():
@@ -65,5 +65,5 @@ def _part(name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def library(name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str) -> Library:
-    """The kernels of kernels/<name>.py for a spec, compiled now or before, loaded."""
+    """The kernels of kernels/<name>.py for a spec, compiled or from the cache, loaded."""
     return Library(compiler.binary(source(name, spec, dict(constants)), arch))

@@ -1,13 +1,13 @@
-"""Instructions of NVIDIA's GPUs that Python has no words for, as functions of Numba's kernels.
+"""PTX instructions as functions of Numba kernels.
 
-asm         how an instruction becomes a function: the only file that knows LLVM
-entry       where a kernel's tensor maps and shared memory are
-numbers     single numbers and lanes
-barriers    barriers, fences, registers
-clusters    what blocks of a cluster do to each other
-copies      between memory and shared memory
-matrices    products
-tuples      functions of a number applied to a tile of registers
+asm         makes a function of an instruction; the only file that knows LLVM
+entry       addresses of tensor maps and shared memory
+numbers     scalars and lanes
+barriers    mbarriers, named barriers, fences, setmaxnreg
+clusters    clusters and distributed shared memory
+copies      cp.async, TMA and bulk copies
+matrices    ldmatrix, stmatrix, mma.sync, wgmma
+tuples      functions of a scalar, applied to a fragment
 """
 
 from .barriers import *

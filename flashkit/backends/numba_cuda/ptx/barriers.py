@@ -1,7 +1,7 @@
-"""Barriers in shared memory, which count arrivals and bytes, and barriers among warps by number.
+"""mbarriers in shared memory, which count arrivals and transaction bytes, and named barriers.
 
-A barrier's phase ends when all arrivals and all announced bytes are there. The first has parity 0; waiting for parity
-1 on a new barrier returns at once.
+The phase of an mbarrier ends when all arrivals and all expected bytes have come. The first phase has parity 0; a wait
+for parity 1 on a new barrier returns at once.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", NOTHING, 
 """mbarrier_init(barrier, arrivals)"""
 
 fence_mbarrier_init = instruction("fence.mbarrier_init.release.cluster;", NOTHING)
-"""Makes new barriers known to the copy engine."""
+"""Makes new barriers visible to TMA."""
 
 mbarrier_arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", NOTHING, uint32)
 
 mbarrier_arrive_once = instruction(
     "{ .reg .pred p; elect.sync _|p, -1; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", NOTHING, uint32
 )
-"""The same by one lane of a warp. After a branch instead the assembler would not know what is the same in all lanes; a
-lane's number would take a register always."""
+"""mbarrier_arrive() by one lane of a warp. After a branch instead, ptxas would not keep values in uniform registers."""
 
-mbarrier_arrive_expect_tx = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", NOTHING, uint32, int32)
-"""mbarrier_arrive_expect_tx(barrier, bytes): arrives, and announces what the copy engine will bring."""
+mbarrier_arrive_expect_tx = instruction(
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", NOTHING, uint32, int32
+)
+"""mbarrier_arrive_expect_tx(barrier, bytes): arrives, and expects the bytes of a copy."""
 
 arrive_and_expect_once = instruction(
     "{ .reg .pred p; elect.sync _|p, -1; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; }",
@@ -69,28 +70,27 @@ mbarrier_wait_spin = instruction(
 """mbarrier_wait_spin(barrier, parity): for the end of a phase"""
 
 nap = instruction("nanosleep.u32 $0;", NOTHING, uint32)
-"""nap(nanoseconds): leaves the issue slots to others"""
+"""nap(nanoseconds): frees the issue slots for other warps"""
 
 threads_sync = instruction("bar.sync 0;", NOTHING)
-"""For all threads of the block."""
+"""For all threads of the CTA."""
 
 named_barrier_sync = instruction("bar.sync $0, #0;", NOTHING, int32, CONSTANT)
-"""named_barrier_sync(number, threads): meet others at barrier `number`, so many threads in all"""
+"""named_barrier_sync(number, threads): barrier `number` of so many threads in all"""
 
 named_barrier_arrive = instruction("bar.arrive $0, #0;", NOTHING, int32, CONSTANT)
-"""The same without waiting for the others."""
+"""Arrives at a named barrier without waiting."""
 
 fence_proxy_async = instruction("fence.proxy.async.shared::cta;", NOTHING)
-"""What this thread wrote to shared memory is seen by the copy engine and wgmma after."""
+"""Makes this thread's writes to shared memory visible to TMA and wgmma."""
 
 fence_proxies = instruction("fence.proxy.async;", NOTHING)
-"""The same of memory, both ways."""
+"""fence_proxy_async() for global and shared memory."""
 
 griddepcontrol_wait = instruction("griddepcontrol.wait; griddepcontrol.launch_dependents;", NOTHING)
-"""For a kernel that is launched early (launch.py): waits for the end of the one before, and lets the next one begin to
-wait for this one."""
+"""Programmatic dependent launch (launch.py): waits for the end of the predecessor, and lets the successor start."""
 
 setmaxnreg_dec = instruction("setmaxnreg.dec.sync.aligned.u32 #0;", NOTHING, CONSTANT)
-"""setmaxnreg_dec(n): this warp keeps n registers a thread."""
+"""setmaxnreg_dec(n): releases registers down to n a thread."""
 setmaxnreg_inc = instruction("setmaxnreg.inc.sync.aligned.u32 #0;", NOTHING, CONSTANT)
-"""setmaxnreg_inc(n): this warp waits until it has n registers a thread."""
+"""setmaxnreg_inc(n): waits for registers up to n a thread."""

@@ -1,5 +1,5 @@
-"""Clusters (Hopper): blocks that run at the same time and reach each other's shared memory, by mapa addresses. Nobody
-may end before that is over.
+"""Thread block clusters (Hopper): CTAs that reach each other's shared memory by mapa addresses. A CTA must not exit
+while another still accesses its shared memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["cluster_ctarank", "cluster_sync", "dsmem_arrive", "dsmem_copy", "dsm
 cluster_ctarank = instruction("mov.u32 $0, %cluster_ctarank;", int32, pure=True)
 
 mapa = instruction("mapa.shared::cluster.u32 $0, $1, $2;", uint32, uint32, int32, pure=True)
-"""mapa(address, rank): what lies at that address in the shared memory of block `rank`"""
+"""mapa(address, rank): that address in the shared memory of CTA `rank`"""
 
 cluster_sync = instruction(
     "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;", NOTHING
@@ -23,8 +23,8 @@ cluster_sync = instruction(
 dsmem_arrive = instruction(
     "{ .reg .pred p; elect.sync _|p, -1; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }", NOTHING, uint32
 )
-"""By one lane of a warp, at a mapa barrier. It says that something was read, so nothing has to be written before it:
-with .release.cluster it would wait for all that the warp has added to memory."""
+"""By one lane of a warp, at a mapa barrier. It signals reads only, so it needs no .release.cluster, which would wait
+for all reductions of the warp to global memory."""
 
 dsmem_store = instruction(
     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [$0], $1, [$2];", NOTHING, uint32, int32, uint32
@@ -36,5 +36,5 @@ dsmem_copy = instruction(
     " @p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], #0, [$2]; }",
     NOTHING, uint32, uint32, CONSTANT, uint32,
 )  # fmt: skip
-"""dsmem_copy(target, source, bytes, barrier): by one lane of a warp, from this block's shared memory to that of
-another block of the cluster: addresses there are mapa ones."""
+"""dsmem_copy(target, source, bytes, barrier): by one lane of a warp, from this CTA's shared memory to that of
+another CTA of the cluster; addresses there are mapa addresses."""

@@ -1,4 +1,4 @@
-"""Copies between memory and shared memory that run beside the threads: of 16 bytes each (Ampere), of boxes (Hopper)."""
+"""Asynchronous copies between global and shared memory: cp.async of 16 bytes (Ampere), TMA and bulk copies (Hopper)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = [
     "bulk_reduce_add",
     "bulk_wait",
     "bulk_wait_read",
-    "copies_end",
-    "copies_wait",
-    "copy_unit",
-    "copy_unit_if",
+    "cp_async",
+    "cp_async_commit",
+    "cp_async_if",
+    "cp_async_wait",
     "load_bulk",
     "load_two",
     "load_vec",
@@ -25,18 +25,18 @@ __all__ = [
     "tma_store",
 ]  # fmt: skip
 
-copy_unit = instruction(
+cp_async = instruction(
     "{ .reg .pred p; setp.le.s32 p, $3, $2; cp.async.cg.shared.global.L2::128B [$0], [$1], 16, p; }",
     NOTHING, uint32, uint64, int32, int32,
 )  # fmt: skip
-"""copy_unit(target, source, place, end): 16 bytes to shared memory; zeros if place >= end, and then the source need not
-be an address"""
-copy_unit_if = instruction(
+"""cp_async(target, source, row, rows): 16 bytes to shared memory; zeros if row >= rows, and then `source` need not be a
+valid address"""
+cp_async_if = instruction(
     "{ .reg .pred p, q; setp.ne.s32 q, $4, 0; setp.le.s32 p, $3, $2; "
     "@q cp.async.cg.shared.global.L2::128B [$0], [$1], 16, p; }",
     NOTHING, uint32, uint64, int32, int32, int32,
 )  # fmt: skip
-"""copy_unit_if(target, source, place, end, wanted): the same if wanted is not 0"""
+"""cp_async_if(target, source, row, rows, wanted): the same if wanted is not 0"""
 FOUR = UniTuple(uint32, 4)
 load_vec = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
 """load_vec(address): 16 bytes of shared memory"""
@@ -46,10 +46,10 @@ store_vec = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", NOTHING, uin
 """store_vec(address, four): 16 bytes to memory"""
 store_four = instruction("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", NOTHING, uint32, UniTuple(float32, 4))
 """store_four(address, four): four numbers to shared memory"""
-copies_end = instruction("cp.async.commit_group;", NOTHING)
-"""What was begun since the last one is a group."""
-copies_wait = instruction("cp.async.wait_group #0;", NOTHING, CONSTANT)
-"""copies_wait(n): until all but the last n groups of this thread are there"""
+cp_async_commit = instruction("cp.async.commit_group;", NOTHING)
+"""Puts the copies since the last commit into a group."""
+cp_async_wait = instruction("cp.async.wait_group #0;", NOTHING, CONSTANT)
+"""cp_async_wait(n): until all but the last n groups of this thread have arrived"""
 
 tma_load = instruction(
     "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "

@@ -1,4 +1,4 @@
-"""Where a kernel's tensor maps and its shared memory are, which Numba has no words for."""
+"""Addresses of a kernel's tensor maps and of its dynamic shared memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def map_address(typing: Any, name: Any) -> Any:
 
 @intrinsic
 def shared_address(typing: Any) -> Any:
-    """Of the block's dynamic shared memory; a multiple of 1024, as the copy engine's tiles want."""
+    """Address of the CTA's dynamic shared memory, aligned to 1024 bytes as the 128-byte swizzle requires."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         name = "flashkit_shared"

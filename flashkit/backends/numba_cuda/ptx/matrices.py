@@ -1,12 +1,12 @@
-"""Products of matrices: of a warp (mma.sync, Ampere) and of a warp group of four warps (wgmma, Hopper).
+"""Matrix products of a warp (mma.sync, Ampere) and of a warp group (wgmma, Hopper).
 
-A warp's product is of 16 x 16 (8 for float32) by 16 (8) x 8 elements; a warp group's of 64 x 16 by 16 x n, and it runs
-on while the group does other things. In both the sums are a lane's registers, with g = lane / 4, t = lane % 4, element
+mma.sync multiplies 16 x 16 (8 for TF32) by 16 (8) x 8 elements; wgmma, which is asynchronous, 64 x 16 by 16 x n. Both
+accumulate in registers of a lane: with g = lane / 4, t = lane % 4, element
 4 i + 2 half + c of the tuple
 
     row 16 * (warp of the group) + g + 8 half,  column 8 i + 2 t + c
 
-and pairs of them, packed, are the left operand of a next product where they are.
+and two neighbours, packed, are an A operand of the next product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .asm import CONSTANT, NOTHING, _emit, instruction, parts
 __all__ = [
     "fence_operand",
     "ldmatrix_x4",
-    "load_matrices_turned",
+    "ldmatrix_x4_trans",
     "mma",
     "stmatrix_x4",
     "store_matrices_turned",
@@ -36,18 +36,16 @@ __all__ = [
 
 KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
 
-# --- pieces of matrices between shared memory and registers -----------------------------------------------------------
+# --- ldmatrix, stmatrix: shared memory and registers ------------------------------------------------------------------
 
 FOUR = UniTuple(uint32, 4)
 ldmatrix_x4 = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
-"""ldmatrix_x4(address): four of 8 rows x 16 bytes; lane i says where row i % 8 of number i / 8 is"""
-load_matrices_turned = instruction(
-    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32
-)
+"""ldmatrix_x4(address): four matrices of 8 rows x 16 bytes; lane i passes the address of row i % 8 of matrix i / 8"""
+ldmatrix_x4_trans = instruction("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", FOUR, uint32)
 stmatrix_x4 = instruction(
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", NOTHING, uint32, uint32, uint32, uint32, uint32
 )
-"""stmatrix_x4(address, a, b, c, d): the other way (Hopper)"""
+"""stmatrix_x4(address, a, b, c, d): the inverse (Hopper)"""
 store_matrices_turned = instruction(
     "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
     NOTHING, uint32, uint32, uint32, uint32, uint32,
@@ -58,7 +56,7 @@ store_matrices_turned = instruction(
 
 @lru_cache
 def mma(kind: str) -> Any:
-    """mma(kind)(c, a, b0, b1): c + a b, four sums of float32; a: four registers. kind: of KINDS."""
+    """mma(kind)(c, a, b0, b1): c + a b; c: four float32, a: four registers. kind: a key of KINDS."""
     shape = "m16n8k8" if kind == "tf32" else "m16n8k16"
     return instruction(
         f"mma.sync.aligned.{shape}.row.col.f32.{KINDS[kind]}.{KINDS[kind]}.f32 "
@@ -72,7 +70,7 @@ def mma(kind: str) -> Any:
 wgmma_fence = instruction("wgmma.fence.sync.aligned;", NOTHING)
 wgmma_commit = instruction("wgmma.commit_group.sync.aligned;", NOTHING)
 wgmma_wait = instruction("wgmma.wait_group.sync.aligned #0;", NOTHING, CONSTANT)
-"""wgmma_wait(n): until all but the last n ends are reached"""
+"""wgmma_wait(n): until all but the last n committed groups are complete"""
 
 
 @lru_cache

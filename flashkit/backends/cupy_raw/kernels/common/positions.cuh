@@ -1,5 +1,5 @@
-// What a score modification computes positions with, where they are not FAR: floats, which are exact for such, or integers
-// where arrays are looked up by them. ANY: they may become large on the way. POSITIONS and FAR are constants of the head
+// The type in which a score modification computes with positions below FAR: float, which is exact there, or int where
+// positions index arrays. ANY: intermediate values may overflow both. The head defines POSITIONS and FAR
 // (cuda_common/modification.py: positions).
 #pragma once
 
@@ -11,5 +11,5 @@ template <> struct Position<FLOATS> { using type = float; using start = int; };
 using position = Position<POSITIONS>::type;
 using start = Position<POSITIONS>::start;
 
-template <bool FIRST, typename A, typename B> struct Chosen { using type = A; };
-template <typename A, typename B> struct Chosen<false, A, B> { using type = B; };
+template <bool FIRST, typename A, typename B> struct Select { using type = A; };
+template <typename A, typename B> struct Select<false, A, B> { using type = B; };

@@ -1,8 +1,8 @@
-// Numbers: stored elements and the precision of computing, and what expressions of flashkit.mods.expr are rendered to.
-// No header of the toolkit is needed, so NVRTC compiles this wherever it is.
+// Scalars: stored elements, the precision of the computation, and the functions that expressions of flashkit.mods.expr
+// are rendered to. Needs no header of the toolkit, so NVRTC alone compiles it.
 #pragma once
 
-// --- stored elements --------------------------------------------------------------------------------------------------
+// --- stored elements -------------------------------------------------------------------------------------------------
 
 struct half_t { unsigned short bits; };
 struct bfloat16_t { unsigned short bits; };
@@ -12,8 +12,8 @@ template <> struct storage_of<FLOAT64> { using type = double; using compute = do
 template <> struct storage_of<FLOAT16> { using type = half_t; using compute = float; };
 template <> struct storage_of<BFLOAT16> { using type = bfloat16_t; using compute = float; };
 
-using storage = storage_of<STORAGE>::type;    // an element of q, k, v, out
-using fk_float = storage_of<STORAGE>::compute;  // what is computed in
+using storage = storage_of<STORAGE>::type;      // an element of Q, K, V, O
+using fk_float = storage_of<STORAGE>::compute;  // the type of all arithmetic
 
 DEVICE fk_float fk_special(int which) {  // 1: inf, -1: -inf, 0: NaN
     const float inf = __int_as_float(0x7f800000);
@@ -47,16 +47,18 @@ template <> struct Narrow<bfloat16_t> {
 };
 DEVICE storage narrow(fk_float x) { return Narrow<storage>::from(x); }
 
-// --- functions that generated code calls (OPS of flashkit/mods/expr.py) -----------------------------------------------------
+// --- functions that generated code calls (OPS of flashkit/mods/expr.py) ----------------------------------------------
 
 template <typename T> DEVICE T fk_abs(T x) { return x < 0 ? -x : x; }
 template <> __device__ __forceinline__ float fk_abs(float x) { return fabsf(x); }
 template <> __device__ __forceinline__ double fk_abs(double x) { return fabs(x); }
-// NaN wins, as in NumPy. Of integers one may be wider, or one a float that holds an integer.
+// NaN propagates, as in NumPy. The operands may be integers of two widths, or a float that holds an integer and an
+// integer.
 template <typename T, typename U> DEVICE auto fk_min(T x, U y) -> decltype(x + y) { return y < x || y != y ? y : x; }
 template <typename T, typename U> DEVICE auto fk_max(T x, U y) -> decltype(x + y) { return y > x || y != y ? y : x; }
 
-// Python's // and %: rounded towards minus infinity, so a remainder has the sign of the divisor. 0 for division by 0.
+// Python's // and %: the quotient is rounded towards minus infinity, the remainder has the sign of the divisor.
+// Division by 0 gives 0.
 DEVICE long long fk_floordiv(long long x, long long y) {
     if (y == 0) return 0;
     if (((x | y) >> 31) == 0) return (unsigned)x / (unsigned)y;
@@ -78,14 +80,14 @@ DEVICE double fk_mod(double x, double y) {
     return r != 0 && (r < 0) != (y < 0) ? r + y : r;
 }
 
-// Integers that may overflow: they wrap, for which C++ has unsigned ones.
+// Integers that may overflow wrap, which C++ defines for unsigned types only.
 DEVICE long long fk_wrapping_add(long long x, long long y) { return (unsigned long long)x + (unsigned long long)y; }
 DEVICE long long fk_wrapping_sub(long long x, long long y) { return (unsigned long long)x - (unsigned long long)y; }
 DEVICE long long fk_wrapping_mul(long long x, long long y) { return (unsigned long long)x * (unsigned long long)y; }
 DEVICE long long fk_wrapping_neg(long long x) { return 0 - (unsigned long long)x; }
 DEVICE long long fk_wrapping_abs(long long x) { return x < 0 ? fk_wrapping_neg(x) : x; }
 
-// 2^x; what is below the smallest normal number is 0.
+// 2^x; subnormal results are flushed to 0.
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -97,17 +99,17 @@ DEVICE float log2_fast(float x) {  // to 2^-22
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-DEVICE float reciprocal(float x) {  // to one unit of the last place
+DEVICE float reciprocal(float x) {  // to 1 ulp
     float y;
     asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// FAST_MATH: scores of 16-bit elements are right to three digits, and a few units of the last place of float32 may be spared.
+// FAST_MATH: scores of 16-bit elements have three correct digits, so a few float32 ulps do not matter.
 DEVICE double fk_div(double x, double y) { return x / y; }
 DEVICE float fk_div(float x, float y) {
     if constexpr (!FAST_MATH) return x / y;
-    return x * reciprocal(y);  // once for all scores where y is a parameter
+    return x * reciprocal(y);  // hoisted out of the loops where y is a parameter
 }
 
 DEVICE double fk_tanh(double x) { return tanh(x); }
@@ -117,28 +119,28 @@ DEVICE float fk_tanh(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(y + 1.0f));
     return fmaf(-2.0f, y, 1.0f);
 }
-DEVICE float tanh_fast(float x) {  // in one instruction, right to 2^-11
+DEVICE float tanh_fast(float x) {  // one instruction, to 2^-11
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// The one that will do where weights are rounded to 8 bits, else the other.
+// The approximation where P is rounded to the 8 bits of bfloat16, else the accurate function.
 DEVICE float tanh_of(float x) {
     if constexpr (STORAGE != BFLOAT16) return fk_tanh(x);
     return tanh_fast(x);
 }
 
-// tanh in a score modification: as it is, or
+// The tanh of a score modification, accurate;
 struct Tanh {
     __device__ __forceinline__ fk_float operator()(fk_float x) const { return fk_tanh(x); }
 };
-// by a polynomial, to 1e-5 up to CALM; `greatest` says whether that was so. The exponential and the division would take
-// two instructions more of the unit that the softmax waits for already.
-struct CalmTanh {
-    static constexpr float CALM = 0.75f;
-    float greatest;
+// or a polynomial, to 1e-5 for |x| <= MAX. The caller compares max_abs with MAX afterwards. It spares the MUFU pipe,
+// which bounds the softmax, the exponential and the division.
+struct TanhPoly {
+    static constexpr float MAX = 0.75f;
+    float max_abs;
     __device__ __forceinline__ float operator()(float x) {
-        greatest = fmaxf(greatest, fabsf(x));
+        max_abs = fmaxf(max_abs, fabsf(x));
         const float y = x * x;
         return x * fmaf(fmaf(fmaf(-0.0354525842f, y, 0.127426786f), y, -0.332696662f), y, 0.999988981f);
     }
@@ -151,7 +153,7 @@ FK_FUNCTION(exp) FK_FUNCTION(exp2) FK_FUNCTION(log) FK_FUNCTION(log2) FK_FUNCTIO
 FK_FUNCTION(sin) FK_FUNCTION(cos) FK_FUNCTION(floor)
 #undef FK_FUNCTION
 
-// An array of a modification: where it is and its strides in elements.
+// An array of a modification; strides are in elements.
 template <typename T, int AXES>
 struct View {
     const T* data;
@@ -165,7 +167,7 @@ template <typename T, int N> DEVICE long long fk_load_int(const View<T, N>& a, l
 }
 template <typename T, int N> DEVICE bool fk_load_bool(const View<T, N>& a, long long at) { return a.data[at] != 0; }
 
-// Least (LEAST) or greatest element within a box of inclusive corners (flashkit.mods.expr.bounds); a loop for each axis.
+// Minimum (LEAST) or maximum within a box of inclusive corners (flashkit.mods.expr.bounds), one loop per axis.
 template <bool LEAST, int AXIS, typename T, int N>
 DEVICE long long fk_extreme(const View<T, N>& a, const T* at, const long long (&corner)[2 * N]) {
     long long best = LEAST ? 0x7fffffffffffffffll : -0x7fffffffffffffffll - 1;

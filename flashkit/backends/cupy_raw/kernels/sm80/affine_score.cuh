@@ -1,68 +1,68 @@
-// Score modifications of a known form, gain * f(rate * s) + bias (cuda_common/form.py): of tiles whose pairs are all visible
-// the exponents of weights are taken from the products as they come, by an instruction or two for each part.
+// Affine score modifications, gain * f(rate * s) + bias with f the identity or tanh (cuda_common/affine_score.py): in
+// FULL tiles the exponents of P come straight from the accumulators of Q K^T, at one or two instructions each.
 #pragma once
 #include "common/positions.cuh"
 
-constexpr bool BY_FORM = HAS_SCORE && FORMED && POSITIONS != ANY && !IS_FLOAT32;
-constexpr bool SCALED = BY_FORM && EVEN && !BIASED;  // tanh or nothing, times a number that is the same for all
+constexpr bool AFFINE = HAS_SCORE && FORMED && POSITIONS != ANY && !IS_FLOAT32;
+constexpr bool AFFINE_SCALE_ONLY = AFFINE && EVEN && !BIASED;  // f times one gain for all rows
 
-// Of a row and the keys of a tile. What depends on the score alone, and the bias, in base 2: at the lane's first key, and from
-// key to key.
-struct Line {
-    float gain, rate, first, step;
-    float slope;  // of the modified score, but for that of f
+// A row of a tile: gain and rate, and the bias at the lane's first key and its step from key to key. Base 2.
+struct AffineScore {
+    float gain, rate, bias, bias_step;
+    float slope;  // of the modified score, without the factor f'
 };
 
-// Lines of a lane's rows row_of(i, half), which may be past the last of `rows`; a warp has SPAN of them one after the other, from
-// `row0` on. key: the lane's first among the tile's KEYS keys, which begin at k0. False where the bias does not grow evenly from
-// key to key within the tile, for a row of this warp.
+// Finds the affine scores of a lane's rows row_of(i, half), which may lie past the last of `rows`; the SPAN rows of a
+// warp are neighbours, from row0 on. key: the lane's first key among the KEYS keys of the tile, which begin at k0.
+// Returns false where the bias is not linear in the key within the tile, for a row of this warp.
 template <int KEYS, int SPAN, int PACK_GQA, int TILES, typename F>
-DEVICE bool lines_of(const Params& p, int b, int h, long long offset, int rows, int row0, int k0, int key,
-                   Line (&line)[TILES][2], F row_of) {
-    constexpr bool ALIKE = DIAGONAL && PACK_GQA == 1;  // a step along a row is one from row to row, the other way
+DEVICE bool find_affine(const Params& p, int b, int h, long long q_position, int rows, int row0, int k0, int key,
+                   AffineScore (&affine)[TILES][2], F row_of) {
+    constexpr bool SHARED = DIAGONAL && PACK_GQA == 1;  // a step of one key is a step of one row in the other direction
     const float scale = (float)p.softmax_scale;
-    bool straight = true;
+    bool linear = true;
     float step = 0, corner = 0;
-    if (SLOPED && ALIKE) {
-        const start q0 = (start)(row0 + offset);
-        const Head numbers = head_of(b, h, p);
-        corner = score_bias<position>(b, h, row0, q0 + (SPAN - 1), numbers, k0, p) * LOG2E;
-        const float last = score_bias<position>(b, h, row0, q0, numbers, k0 + KEYS - 1, p) * LOG2E;
+    if (SLOPED && SHARED) {
+        const start q0 = (start)(row0 + q_position);
+        const Head head_values = head_of(b, h, p);
+        corner = score_bias<position>(b, h, row0, q0 + (SPAN - 1), head_values, k0, p) * LOG2E;
+        const float last = score_bias<position>(b, h, row0, q0, head_values, k0 + KEYS - 1, p) * LOG2E;
         step = last == corner ? 0.0f : (last - corner) * (1.0f / (KEYS + SPAN - 2));
-        straight = bias_is_straight<position>(b, h, row0, q0, numbers, k0 - (SPAN - 1), k0 + KEYS - 1, p);
+        linear = bias_is_straight<position>(b, h, row0, q0, head_values, k0 - (SPAN - 1), k0 + KEYS - 1, p);
     }
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            Line& at = line[i][half];
-            const int own = row_of(i, half), index = own < rows ? own : rows - 1, row = index / PACK_GQA, head = h + index % PACK_GQA;
-            const start q = (start)(row + offset);
-            const Head numbers = head_of(b, head, p);
-            const float gain = score_gain<position>(b, head, row, q, numbers, p);
-            const float rate = CAPPED ? score_rate<position>(b, head, row, q, numbers, p) : 1.0f;
+            AffineScore& at = affine[i][half];
+            const int own = row_of(i, half), index = own < rows ? own : rows - 1;
+            const int row = index / PACK_GQA, head = h + index % PACK_GQA;
+            const start q = (start)(row + q_position);
+            const Head head_values = head_of(b, head, p);
+            const float gain = score_gain<position>(b, head, row, q, head_values, p);
+            const float rate = CAPPED ? score_rate<position>(b, head, row, q, head_values, p) : 1.0f;
             at.gain = gain * (CAPPED ? LOG2E : scale * LOG2E), at.rate = rate * scale, at.slope = gain * rate;
-            if (SLOPED && ALIKE) {
-                at.first = fmaf(step, (float)(SPAN - 1 - (own - row0) + key), corner), at.step = step;
+            if (SLOPED && SHARED) {
+                at.bias = fmaf(step, (float)(SPAN - 1 - (own - row0) + key), corner), at.bias_step = step;
             } else {
-                at.first = score_bias<position>(b, head, row, q, numbers, k0, p) * LOG2E, at.step = 0;
+                at.bias = score_bias<position>(b, head, row, q, head_values, k0, p) * LOG2E, at.bias_step = 0;
                 if constexpr (SLOPED) {
-                    const float last = score_bias<position>(b, head, row, q, numbers, k0 + KEYS - 1, p) * LOG2E;
-                    at.step = last == at.first ? 0.0f : (last - at.first) * (1.0f / (KEYS - 1));
-                    at.first = fmaf(at.step, (float)key, at.first);
-                    straight &= bias_is_straight<position>(b, head, row, q, numbers, k0, k0 + KEYS - 1, p);
+                    const float last = score_bias<position>(b, head, row, q, head_values, k0 + KEYS - 1, p) * LOG2E;
+                    at.bias_step = last == at.bias ? 0.0f : (last - at.bias) * (1.0f / (KEYS - 1));
+                    at.bias = fmaf(at.bias_step, (float)key, at.bias);
+                    linear &= bias_is_straight<position>(b, head, row, q, head_values, k0, k0 + KEYS - 1, p);
                 }
             }
         }
-    return !SLOPED || __all_sync(~0u, straight);
+    return !SLOPED || __all_sync(~0u, linear);
 }
 
-// The exponent of a product's weight, `keys` past the lane's first; `slope`: of the modified score.
-DEVICE float formed(float x, const Line& line, int keys, float& slope) {
-    const float bias = SLOPED ? fmaf(line.step, (float)keys, line.first) : line.first;
-    slope = line.slope;
-    if constexpr (!CAPPED) return fmaf(x, line.gain, bias);
-    const float f = tanh_of(x * line.rate);
+// The exponent of P for a score x, `keys` past the lane's first key; `slope`: of the modified score.
+DEVICE float affine_exponent(float x, const AffineScore& affine, int keys, float& slope) {
+    const float bias = SLOPED ? fmaf(affine.bias_step, (float)keys, affine.bias) : affine.bias;
+    slope = affine.slope;
+    if constexpr (!CAPPED) return fmaf(x, affine.gain, bias);
+    const float f = tanh_of(x * affine.rate);
     slope *= fmaf(-f, f, 1.0f);
-    return fmaf(f, line.gain, bias);
+    return fmaf(f, affine.gain, bias);
 }

@@ -1,67 +1,66 @@
-// Tiles on tensor cores by mma.sync, from Ampere on: how they lie in registers and shared memory. sm80_*.cuh have what is
-// done with them.
+// Tiles for mma.sync, from Ampere on: how they lie in registers and in shared memory.
 //
-// A matrix instruction multiplies fragments that lie in the registers of a warp. Of an accumulator of 16 x 8 a lane
-// holds, with g = lane / 4 and t = lane % 4,
+// A matrix instruction multiplies fragments in the registers of a warp. Of an accumulator of 16 x 8 a lane holds, with
+// g = lane / 4 and t = lane % 4,
 //
 //     element 0, 1    row g,      columns 2t, 2t + 1
 //     element 2, 3    row g + 8,  columns 2t, 2t + 1
 //
-// which for 16-bit elements is also the layout of the left operand: weights become an operand where they are.
+// For 16-bit elements that is also the layout of the A operand: P becomes an operand in the registers where it is.
 //
-// float32 goes through the same instructions in TF32, whose numbers have 11 bits. With TERMS = 3 each number is the sum
-// of two of them, and a product the sum of the three larger of their four products (Ootomo and Yokota 2022,
-// arXiv 2203.03341). What is left out, up to 2^-22 of a product, averages out in sums of many. Tensor cores round their
-// sums towards zero; so each step starts from zero and is added to the sum on the ordinary units, which round to nearest.
-//
-// Constants of the head that these kernels add to those of params.cuh: TERMS, of float32 products, 1 or 3; GRANULE, a
-// multiple of 16; PADDED, how rows lie in shared memory.
+// Constants of the head beyond those of common/params.cuh: TF32_TERMS, products of TF32 per product of float32, 1 or 3
+// (tf32x3.cuh); GRANULE, the multiple that head dims are padded to; PADDED, how rows lie in shared memory; AT_...,
+// offsets in shared memory (cupy_raw/sm80.py).
 #pragma once
 
 #include "common/fragment.cuh"
 
-constexpr bool IS_FLOAT32 = sizeof(storage) == 4;  // float32
+constexpr bool IS_FLOAT32 = sizeof(storage) == 4;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr int STEP = IS_FLOAT32 ? 8 : 16;          // columns that an instruction multiplies
-constexpr int VEC_ELEMENTS = 16 / sizeof(storage);  // elements of 16 bytes
+constexpr int STEP = IS_FLOAT32 ? 8 : 16;           // columns that one instruction multiplies
+constexpr int VEC_ELEMENTS = 16 / sizeof(storage);  // elements of a vector of 16 bytes
 
 constexpr int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-// Rows in shared memory are filled up with zeros to a multiple of GRANULE columns. Eight rows that are read at the same
-// column have to lie on different banks. Either pieces of 16 bytes are permuted within a row, among as many as divide its
-// length, up to eight; or, if PADDED, rows begin an odd number of pieces apart. Then a copy of two neighbours straddles
-// sectors, each of which is fetched twice; but one address serves all columns, which is faster where operands are loaded a
-// word at a time (float32) or registers are few.
+// Rows in shared memory are filled up with zeros to a multiple of GRANULE columns. Eight rows that a warp reads at the
+// same column have to lie on different banks. Either the vectors of a row are swizzled, among as many as divide its
+// length, up to eight; or, if PADDED, rows begin an odd number of vectors apart. A padded copy of two neighbours
+// straddles sectors, each of which is fetched twice; but one address serves all columns, which is faster where operands
+// are loaded a word at a time (float32) or registers are few.
 constexpr int padded(int dim) { return up(dim, GRANULE); }
-constexpr int pieces(int dim) { return padded(dim) / VEC_ELEMENTS; }
-constexpr int pitch(int dim) { return (pieces(dim) + PADDED) * 16; }  // bytes
-constexpr int among(int dim) { return PADDED ? 1 : pieces(dim) % 8 == 0 ? 8 : pieces(dim) % 4 == 0 ? 4 : 2; }
+constexpr int row_vecs(int dim) { return padded(dim) / VEC_ELEMENTS; }
+constexpr int pitch(int dim) { return (row_vecs(dim) + PADDED) * 16; }  // bytes
+constexpr int swizzle_span(int dim) {
+    return PADDED ? 1 : row_vecs(dim) % 8 == 0 ? 8 : row_vecs(dim) % 4 == 0 ? 4 : 2;
+}
 
 template <int DIM>
-DEVICE unsigned swap_of(unsigned row) { return row / (8 / among(DIM)) % among(DIM); }
-// Where a piece of a row is, in bytes from the tile's beginning.
+DEVICE unsigned swizzle(unsigned row) { return row / (8 / swizzle_span(DIM)) % swizzle_span(DIM); }
+// Byte offset of a vector of a row within its tile.
 template <int DIM>
-DEVICE unsigned place(unsigned row, unsigned piece) { return row * pitch(DIM) + (piece ^ swap_of<DIM>(row)) * 16; }
-// An element.
+DEVICE unsigned vec_offset(unsigned row, unsigned vec) { return row * pitch(DIM) + (vec ^ swizzle<DIM>(row)) * 16; }
+// An element of a tile.
 template <int DIM>
 DEVICE storage& element(void* tile, int row, int column) {
-    return reinterpret_cast<storage*>(static_cast<char*>(tile) + place<DIM>(row, column / VEC_ELEMENTS))[column % VEC_ELEMENTS];
+    char* vec = static_cast<char*>(tile) + vec_offset<DIM>(row, column / VEC_ELEMENTS);
+    return reinterpret_cast<storage*>(vec)[column % VEC_ELEMENTS];
 }
-// Address of piece first + n of a row, where a warp goes over a share of SHARE pieces in twos: first is the share's first
-// piece or the one after, n even. Mostly one address serves all n.
+// Address of vector first + n of a row, where a warp visits SHARE vectors in twos: `first` is the first of them or its
+// neighbour, n is even. Mostly one address serves all n.
 template <int DIM, int SHARE>
-DEVICE unsigned piece_at(unsigned tile, unsigned row, unsigned first, int n) {
-    constexpr int AMONG = among(DIM);
-    if constexpr (SHARE % AMONG != 0 && (SHARE & (SHARE - 1)) != 0) return tile + place<DIM>(row, first + n);
-    return ((tile + place<DIM>(row, first)) ^ n % AMONG * 16) + n / AMONG * AMONG * 16;
+DEVICE unsigned vec_address(unsigned tile, unsigned row, unsigned first, int n) {
+    constexpr int SPAN = swizzle_span(DIM);
+    if constexpr (SHARE % SPAN != 0 && (SHARE & (SHARE - 1)) != 0) return tile + vec_offset<DIM>(row, first + n);
+    return ((tile + vec_offset<DIM>(row, first)) ^ n % SPAN * 16) + n / SPAN * SPAN * 16;
 }
 
-DEVICE unsigned address_of(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
-// A number that is the same in all lanes of a warp, got by an instruction whose result lies in a uniform register; and a number that
-// is kept: where shared memory begins the compiler asks anew for each tile (S2R), and the answer comes behind all stores to it.
+DEVICE unsigned smem_address(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
+// A value that is the same in all lanes, from an instruction whose result lies in a uniform register.
 DEVICE unsigned uniform(unsigned x) { return __reduce_or_sync(~0u, x); }
-DEVICE unsigned kept(unsigned x) {
+// A value that the compiler must keep. It would read the base of shared memory (S2R) anew for every tile, and the read
+// waits for all earlier stores to shared memory.
+DEVICE unsigned opaque(unsigned x) {
     asm volatile("mov.b32 %0, %0;" : "+r"(x));
     return x;
 }

@@ -1,28 +1,28 @@
-// Tiles from memory to shared memory, by asynchronous copies where rows are aligned.
+// load_tile: tiles from global to shared memory, by cp.async where rows are aligned.
 #pragma once
 
-// 16 bytes, if `wanted`; zeros if left <= place, and then `source` need not be an address. Both are looked at here and not
-// before: predicates that are kept for many copies take registers.
-DEVICE void copy_async(unsigned target, const void* source, int place, int left, bool wanted) {
+// Copies 16 bytes if `wanted`; zeros if row >= rows, and then `source` need not be a valid address. The instruction
+// evaluates both predicates: predicates computed ahead for many copies take registers.
+DEVICE void cp_async(unsigned target, const void* source, int row, int rows, bool wanted) {
     asm volatile("{ .reg .pred p, q; setp.ne.s32 p, %4, 0; setp.le.s32 q, %3, %2;"
-                 "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, q; }" ::"r"(target), "l"(source), "r"(place),
-                 "r"(left), "r"((int)wanted));
+                 "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, q; }" ::"r"(target), "l"(source), "r"(row),
+                 "r"(rows), "r"((int)wanted));
 }
 DEVICE void store_element(unsigned target, storage x) {
     if constexpr (IS_FLOAT32) asm volatile("st.shared.f32 [%0], %1;" ::"r"(target), "f"((float)widen(x)) : "memory");
     else asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"(*reinterpret_cast<unsigned short*>(&x)) : "memory");
 }
-DEVICE void copies_end() { asm volatile("cp.async.commit_group;"); }
-DEVICE void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // this thread's
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // this thread's
 template <int PENDING>
-DEVICE void copies_wait() {  // until all groups but the last PENDING are there
+DEVICE void cp_async_wait() {  // until all groups but the last PENDING have arrived
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Rows of one head: row r at data + r * token elements. PACK_GQA > 1: rows of PACK_GQA heads, interleaved.
+// Rows of one head: row r at data + r * token elements. PACK_GQA > 1: interleaved rows of PACK_GQA heads.
 template <int PACK_GQA = 1>
 struct Rows {
-    const Tensor& tensor;  // strides are read from constant memory when needed
+    const Tensor& tensor;  // in constant memory: strides take no registers
     storage* data;
     bool aligned;  // whether every row begins on 16 bytes
 
@@ -37,57 +37,62 @@ struct Rows {
     }
 };
 
-// Rows first ... first + ROWS - 1 to shared memory; those at or past `count` and columns past DIM become zeros. Arrives
-// with the current group of copies. A thread's share is copied in pieces: among the instructions of a product they cost
-// little, but many at a time wait for each other, since a copy reads its address late and registers for more are not there.
+// Copies rows first ... first + ROWS - 1 to shared memory; rows at or past `count` and columns past DIM become zeros.
+// The copies belong to the current cp.async group. A thread issues its COPIES copies in parts: among the instructions
+// of a matrix product they are hidden, while many at a time stall on each other, since a copy reads its address late
+// and the registers for more addresses are taken.
 template <int ROWS, int DIM, int THREADS>
 struct TileCopy {
-    // Threads lie across a row, and further ones on the next rows.
-    static constexpr int ROW_VECS = pieces(DIM), ACROSS = ROW_VECS < THREADS ? ROW_VECS : THREADS, DOWN = THREADS / ACROSS;
-    static constexpr int DEEP = up(ROWS, DOWN) / DOWN, PIECES = DIM % VEC_ELEMENTS != 0 ? 0 : up(ROW_VECS, ACROSS) / ACROSS * DEEP;
-    const storage* from;  // of the next piece
-    long long step;       // bytes from a piece to the one below
+    // Neighbouring threads copy neighbouring vectors of a row, then of the rows below.
+    static constexpr int ROW_VECS = row_vecs(DIM), ACROSS = ROW_VECS < THREADS ? ROW_VECS : THREADS;
+    static constexpr int DOWN = THREADS / ACROSS;
+    static constexpr int COPIES_DOWN = up(ROWS, DOWN) / DOWN;
+    static constexpr int COPIES = DIM % VEC_ELEMENTS != 0 ? 0 : up(ROW_VECS, ACROSS) / ACROSS * COPIES_DOWN;
+    const storage* from;  // source of the next copy
+    long long step;       // bytes from a copy to the one below
     unsigned to;          // the tile
-    int left;             // rows from this thread's first one on
+    int left;             // rows that exist from the thread's first row on
     bool wanted;
 
     static __device__ __forceinline__ int row() { return threadIdx.x / ACROSS; }
-    static __device__ __forceinline__ int unit() { return threadIdx.x % ACROSS; }
+    static __device__ __forceinline__ int vec() { return threadIdx.x % ACROSS; }
 
-    // What cannot be copied 16 bytes at a time is stored here and now.
-    static __device__ __forceinline__ bool can(const Rows<>& source) { return PIECES > 0 && source.aligned; }
+    // Rows that are not aligned to 16 bytes are copied through registers, synchronously.
+    static __device__ __forceinline__ bool can(const Rows<>& source) { return COPIES > 0 && source.aligned; }
     static __device__ __forceinline__ void store(const Rows<>& source, int first, int count, unsigned target) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * padded(DIM); i += THREADS) {
             const int r = i / padded(DIM), d = i % padded(DIM);
             storage x{};
             if (first + r < count && d < DIM) x = source.at(first + r)[d];
-            store_element(target + place<DIM>(r, d / VEC_ELEMENTS) + d % VEC_ELEMENTS * (int)sizeof(storage), x);
+            store_element(target + vec_offset<DIM>(r, d / VEC_ELEMENTS) + d % VEC_ELEMENTS * (int)sizeof(storage), x);
         }
     }
 
     __device__ __forceinline__ void start(const Rows<>& source, int first, int count, unsigned target, bool wanted) {
-        from = source.at(first + row()) + unit() * VEC_ELEMENTS;
+        from = source.at(first + row()) + vec() * VEC_ELEMENTS;
         step = DOWN * source.tensor.token * (long long)sizeof(storage);
         to = target;
         left = count - first - row();
         this->wanted = wanted && (THREADS % ACROSS == 0 || row() < DOWN);
     }
 
-    // Piece number k of `parts`.
+    // Part k of `parts`.
     __device__ __forceinline__ void copy(int k, int parts) {
 #pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
-            if (i * parts / larger(PIECES, 1) != k) continue;
-            const int column = i / DEEP * ACROSS, down = i % DEEP * DOWN;
-            const bool here = (ROW_VECS % ACROSS == 0 || unit() + column < ROW_VECS) && (ROWS % DOWN == 0 || row() + down < ROWS);
-            const bool inside = DIM == padded(DIM) || (unit() + column) * VEC_ELEMENTS < DIM;
-            // With DOWN a power of two one address serves all pieces.
-            const unsigned target = (DOWN & (DOWN - 1)) != 0 ? place<DIM>(row() + down, unit() + column) + to
-                : ((to + place<DIM>(row(), unit())) ^ swap_of<DIM>(down) * 16) + down * pitch(DIM) + column * 16;
-            copy_async(target, from, down, inside ? left : 0, wanted && here);
-            // One address moves on: the compiler would keep one for each piece in registers.
-            const long long next = i % DEEP < DEEP - 1 ? step : ACROSS * 16 - (DEEP - 1) * step;
+        for (int i = 0; i < COPIES; ++i) {
+            if (i * parts / larger(COPIES, 1) != k) continue;
+            const int column = i / COPIES_DOWN * ACROSS, down = i % COPIES_DOWN * DOWN;
+            const bool exists = (ROW_VECS % ACROSS == 0 || vec() + column < ROW_VECS) &&
+                                (ROWS % DOWN == 0 || row() + down < ROWS);
+            const bool inside = DIM == padded(DIM) || (vec() + column) * VEC_ELEMENTS < DIM;
+            // With DOWN a power of two one address serves all copies.
+            const unsigned target = (DOWN & (DOWN - 1)) != 0
+                ? vec_offset<DIM>(row() + down, vec() + column) + to
+                : ((to + vec_offset<DIM>(row(), vec())) ^ swizzle<DIM>(down) * 16) + down * pitch(DIM) + column * 16;
+            cp_async(target, from, down, inside ? left : 0, wanted && exists);
+            // One address that advances: the compiler would keep one per copy in registers.
+            const long long next = i % COPIES_DOWN < COPIES_DOWN - 1 ? step : ACROSS * 16 - (COPIES_DOWN - 1) * step;
             const storage* at;
             asm volatile("add.s64 %0, %1, %2;" : "=l"(at) : "l"(from), "l"(next));
             from = at;
@@ -104,19 +109,20 @@ DEVICE void load_tile(const Rows<>& source, int first, int count, unsigned targe
     copy.copy(0, 1);
 }
 
-// The same for rows of PACK_GQA heads.
+// load_tile() for packed GQA: rows of PACK_GQA heads.
 template <int ROWS, int DIM, int THREADS, int PACK_GQA>
 DEVICE void load_packed(const Rows<PACK_GQA>& source, int first, int count, unsigned target) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < ROWS * pieces(DIM); i += THREADS) {
-        const int row = i / pieces(DIM), column = i % pieces(DIM) * VEC_ELEMENTS;
-        const unsigned to = target + place<DIM>(row, i % pieces(DIM));
+    for (int i = threadIdx.x; i < ROWS * row_vecs(DIM); i += THREADS) {
+        const int row = i / row_vecs(DIM), column = i % row_vecs(DIM) * VEC_ELEMENTS;
+        const unsigned to = target + vec_offset<DIM>(row, i % row_vecs(DIM));
         const storage* from = source.at(first + row < count ? first + row : 0) + column;
         if (DIM % VEC_ELEMENTS == 0 && source.aligned) {
-            copy_async(to, from, row, column < DIM ? count - first : 0, true);
+            cp_async(to, from, row, column < DIM ? count - first : 0, true);
         } else {
             for (int d = 0; d < VEC_ELEMENTS; ++d)
-                store_element(to + d * (int)sizeof(storage), first + row < count && column + d < DIM ? from[d] : storage{});
+                store_element(to + d * (int)sizeof(storage),
+                              first + row < count && column + d < DIM ? from[d] : storage{});
         }
     }
 }

@@ -1,5 +1,6 @@
-// Products of tiles in shared memory and of weights in registers, by a warp.
+// Matrix products of a warp by mma.sync: of tiles in shared memory, and of P in registers.
 #pragma once
+#include "sm80/tf32x3.cuh"
 
 template <bool TRANSPOSED>
 DEVICE void ldmatrix_x4(unsigned (&r)[4], unsigned address) {  // four of 8 x 16 bytes
@@ -11,79 +12,64 @@ DEVICE void ldmatrix_x4(unsigned (&r)[4], unsigned address) {  // four of 8 x 16
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
-DEVICE void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#define MULTIPLY(shape)                                                                                              \
+DEVICE void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#define MMA_SYNC(shape)                                                                                          \
     asm("mma.sync.aligned." shape " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                 \
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-    if constexpr (STORAGE == FLOAT16) MULTIPLY("m16n8k16.row.col.f32.f16.f16.f32");
-    else if constexpr (STORAGE == BFLOAT16) MULTIPLY("m16n8k16.row.col.f32.bf16.bf16.f32");
-    else MULTIPLY("m16n8k8.row.col.f32.tf32.tf32.f32");
-#undef MULTIPLY
+    if constexpr (STORAGE == FLOAT16) MMA_SYNC("m16n8k16.row.col.f32.f16.f16.f32");
+    else if constexpr (STORAGE == BFLOAT16) MMA_SYNC("m16n8k16.row.col.f32.bf16.bf16.f32");
+    else MMA_SYNC("m16n8k8.row.col.f32.tf32.tf32.f32");
+#undef MMA_SYNC
 }
 
-// A float32 number to the nearest of TF32.
-DEVICE unsigned round_tf32(unsigned x) {
-    unsigned y;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
-    return y;
-}
-
-// A float32 number as two of TF32; the unit ignores the last 13 bits. Adding may turn a NaN into 0, which leaves the NaN to
-// the lower part; of an infinity that is NaN too. Cutting the upper part off instead would take an instruction less, but
-// the products of two lower parts, which are left out, are too large then.
-DEVICE void split(unsigned x, unsigned& high, unsigned& low) {
-    high = (x + 0x1000u) & 0xffffe000u;
-    low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
-}
-
-// Left operands of one step, ready to be multiplied.
+// The A operands of one step.
 template <int TILES>
-struct Left {
-    unsigned high[TILES][4], low[IS_FLOAT32 && TERMS == 3 ? TILES : 1][4];
+struct FragmentA {
+    unsigned high[TILES][4], low[IS_FLOAT32 && TF32_TERMS == 3 ? TILES : 1][4];
 
-    __device__ __forceinline__ void ready() {
+    __device__ __forceinline__ void to_tf32() {
         if constexpr (IS_FLOAT32) {
 #pragma unroll
             for (int i = 0; i < TILES; ++i)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    if constexpr (TERMS == 3) split(high[i][e], high[i][e], low[i][e]);
+                    if constexpr (TF32_TERMS == 3) split_tf32(high[i][e], high[i][e], low[i][e]);
                     else high[i][e] = round_tf32(high[i][e]);
                 }
         }
     }
 };
 
-// One step: c += a b for the rows of all left tiles and 8 columns.
+// One step: c += a b for the rows of all TILES of a and 8 columns.
 template <int TILES, int N>
-DEVICE void step(float (&c)[TILES][N][4], int n, const Left<TILES>& a, unsigned b0, unsigned b1) {
+DEVICE void mma_step(float (&c)[TILES][N][4], int n, const FragmentA<TILES>& a, unsigned b0, unsigned b1) {
     if constexpr (!IS_FLOAT32) {
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) multiply(c[i][n], a.high[i], b0, b1);
-    } else if constexpr (TERMS == 1) {
+        for (int i = 0; i < TILES; ++i) mma(c[i][n], a.high[i], b0, b1);
+    } else if constexpr (TF32_TERMS == 1) {
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) multiply(c[i][n], a.high[i], round_tf32(b0), round_tf32(b1));
+        for (int i = 0; i < TILES; ++i) mma(c[i][n], a.high[i], round_tf32(b0), round_tf32(b1));
     } else {
         unsigned high0, high1, low0, low1;
-        split(b0, high0, low0), split(b1, high1, low1);
+        split_tf32(b0, high0, low0), split_tf32(b1, high1, low1);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             float sum[4] = {0, 0, 0, 0};
-            multiply(sum, a.low[i], high0, high1);
-            multiply(sum, a.high[i], low0, low1);
-            multiply(sum, a.high[i], high0, high1);
+            mma(sum, a.low[i], high0, high1);
+            mma(sum, a.high[i], low0, low1);
+            mma(sum, a.high[i], high0, high1);
 #pragma unroll
             for (int e = 0; e < 4; ++e) c[i][n][e] += sum[e];
         }
     }
 }
 
-// Where a lane points for ldmatrix_x4: rows 0 ... 15 of one piece, then of the next;
-DEVICE unsigned row_first() { return threadIdx.x % 16; }
-DEVICE unsigned piece_second() { return threadIdx.x / 16 % 2; }
-// or rows 0 ... 7 of two pieces, then rows 8 ... 15.
-DEVICE unsigned row_second() { return threadIdx.x / 16 % 2 * 8 + threadIdx.x % 8; }
-DEVICE unsigned piece_first() { return threadIdx.x / 8 % 2; }
+// The row and vector whose address a lane passes to ldmatrix_x4: rows 0 ... 15 of one vector, then of the next;
+DEVICE unsigned a_row() { return threadIdx.x % 16; }
+DEVICE unsigned a_vec() { return threadIdx.x / 16 % 2; }
+// or rows 0 ... 7 of two vectors, then rows 8 ... 15.
+DEVICE unsigned b_row() { return threadIdx.x / 16 % 2 * 8 + threadIdx.x % 8; }
+DEVICE unsigned b_vec() { return threadIdx.x / 8 % 2; }
 
 DEVICE unsigned load_word(unsigned address) {
     unsigned x;
@@ -91,141 +77,142 @@ DEVICE unsigned load_word(unsigned address) {
     return x;
 }
 
-// Right operands of one step for 16 columns, those from 8 n on of the warp's N * 8, from rows that are multiplied and
-// columns that remain. Float32 has no transposing load. There the lane takes rows 2t and 2t + 1 for t and t + 4, without
-// conflicts of banks; left operands do likewise.
+// The B operands of one step for 16 columns, those from 8 n on of the warp's N * 8, from rows along the summation axis.
+// ldmatrix cannot transpose 32-bit elements: there a lane takes rows 2t and 2t + 1 for t and t + 4, without bank
+// conflicts, and load_a() does likewise.
 template <int DIM, int N>
-DEVICE void load_turned(unsigned (&right)[4], unsigned b, int share, int k, int n) {
+DEVICE void load_b_transposed(unsigned (&b_frag)[4], unsigned b, int warp_column, int k, int n) {
     constexpr int WIDTH = 8 / VEC_ELEMENTS, SHARE = N * WIDTH;
     if constexpr (!IS_FLOAT32) {
-        const unsigned piece = piece_at<DIM, SHARE>(b, row_first(), share * SHARE + piece_second(), n);
-        ldmatrix_x4<true>(right, piece + k * STEP * pitch(DIM));
+        const unsigned piece = vec_address<DIM, SHARE>(b, a_row(), warp_column * SHARE + a_vec(), n);
+        ldmatrix_x4<true>(b_frag, piece + k * STEP * pitch(DIM));
     } else {
         const unsigned row = threadIdx.x % 4 * 2, g = threadIdx.x % 32 / 4;
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            right[e] = load_word(piece_at<DIM, SHARE>(b, row + e % 2, share * SHARE + g / 4, (n + e / 2) * WIDTH) +
-                                 k * STEP * pitch(DIM) + g % 4 * 4);
+            b_frag[e] = load_word(vec_address<DIM, SHARE>(b, row + e % 2, warp_column * SHARE + g / 4,
+                                                          (n + e / 2) * WIDTH) + k * STEP * pitch(DIM) + g % 4 * 4);
     }
 }
 
-// Left operands of one step for 16 rows of weights, whose rows are PITCH bytes apart, as load_turned() wants them: TURNED
-// like the right ones there, else from rows that remain.
-template <bool TURNED, int PITCH>
-DEVICE void load_left(unsigned (&left)[4], unsigned a) {
+// The A operands of one step for 16 rows of P or dS, PITCH bytes apart, in the order of load_b_transposed().
+// TRANSPOSED: the rows in shared memory lie along the summation axis.
+template <bool TRANSPOSED, int PITCH>
+DEVICE void load_a(unsigned (&a_frag)[4], unsigned a) {
     if constexpr (!IS_FLOAT32) {
-        ldmatrix_x4<TURNED>(left, a + (TURNED ? row_second() * PITCH + piece_first() * 16
-                                                : row_first() * PITCH + piece_second() * 16));
+        ldmatrix_x4<TRANSPOSED>(a_frag, a + (TRANSPOSED ? b_row() * PITCH + b_vec() * 16
+                                                : a_row() * PITCH + a_vec() * 16));
     } else {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        a += TURNED ? 2 * t * PITCH + g * 4 : g * PITCH + 2 * t * 4;
+        a += TRANSPOSED ? 2 * t * PITCH + g * 4 : g * PITCH + 2 * t * 4;
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            left[e] = load_word(a + (TURNED ? e / 2 * PITCH + e % 2 * 32 : e % 2 * 8 * PITCH + e / 2 * 4));
+            a_frag[e] = load_word(a + (TRANSPOSED ? e / 2 * PITCH + e % 2 * 32 : e % 2 * 8 * PITCH + e / 2 * 4));
     }
 }
 
-// What is done between the steps of a product: between(k, steps) in step k.
-struct Nothing {
+// Work that a product interleaves with its steps: interleave(k, steps) in step k.
+struct NoInterleave {
     __device__ __forceinline__ void operator()(int, int) const {}
 };
 
-// c += a b: 16 TILES rows, 8 N columns, STEPS steps. Both operands lie in shared memory, the weights a by rows, which are
-// PITCH bytes apart, or, if TURNED, by columns; b, of DIM columns, by rows. Which share of its columns is this warp's?
-template <int STEPS, bool TURNED, int PITCH, int DIM, int TILES, int N, typename F = Nothing>
-DEVICE void multiply_turned(float (&c)[TILES][N][4], unsigned a, unsigned b, int share, F between = {}) {
+// c += a b: 16 TILES rows, 8 N columns, STEPS steps. Both operands lie in shared memory. a is P or dS with rows PITCH
+// bytes apart, or its transpose; b has rows of DIM columns, of which this warp multiplies share number warp_column.
+template <int STEPS, bool TRANSPOSED, int PITCH, int DIM, int TILES, int N, typename F = NoInterleave>
+DEVICE void gemm_nn(float (&c)[TILES][N][4], unsigned a, unsigned b, int warp_column, F interleave = {}) {
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
-        Left<TILES> left;
+        FragmentA<TILES> a_frag;
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
-            load_left<TURNED, PITCH>(left.high[i], a + (TURNED ? k * STEP * PITCH + i * 16 * (int)sizeof(storage)
+            load_a<TRANSPOSED, PITCH>(a_frag.high[i], a + (TRANSPOSED ? k * STEP * PITCH + i * 16 * (int)sizeof(storage)
                                                                : i * 16 * PITCH + k * 32));
-        between(k, STEPS);
-        left.ready();
+        interleave(k, STEPS);
+        a_frag.to_tf32();
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            unsigned right[4];
-            load_turned<DIM, N>(right, b, share, k, n);
-            step(c, n, left, right[0], right[1]);
-            step(c, n + 1, left, right[2], right[3]);
+            unsigned b_frag[4];
+            load_b_transposed<DIM, N>(b_frag, b, warp_column, k, n);
+            mma_step(c, n, a_frag, b_frag[0], b_frag[1]);
+            mma_step(c, n + 1, a_frag, b_frag[2], b_frag[3]);
         }
     }
 }
 
 // c += a b^T: 16 TILES rows of a and 8 N rows of b, both with DIM columns in shared memory.
-template <int DIM, int TILES, int N, typename F = Nothing>
-DEVICE void multiply_rows(float (&c)[TILES][N][4], unsigned a, unsigned b, F between = {}) {
+template <int DIM, int TILES, int N, typename F = NoInterleave>
+DEVICE void gemm_nt(float (&c)[TILES][N][4], unsigned a, unsigned b, F interleave = {}) {
     constexpr int STEPS = up(DIM, STEP) / STEP;
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
-        Left<TILES> left;
-        const unsigned of_a = piece_at<DIM, pieces(DIM)>(a, row_first(), piece_second(), 2 * k);
-        const unsigned of_b = piece_at<DIM, pieces(DIM)>(b, row_second(), piece_first(), 2 * k);
+        FragmentA<TILES> a_frag;
+        const unsigned a_address = vec_address<DIM, row_vecs(DIM)>(a, a_row(), a_vec(), 2 * k);
+        const unsigned b_address = vec_address<DIM, row_vecs(DIM)>(b, b_row(), b_vec(), 2 * k);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) ldmatrix_x4<false>(left.high[i], of_a + i * 16 * pitch(DIM));
-        between(k, STEPS);
-        left.ready();
+        for (int i = 0; i < TILES; ++i) ldmatrix_x4<false>(a_frag.high[i], a_address + i * 16 * pitch(DIM));
+        interleave(k, STEPS);
+        a_frag.to_tf32();
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            unsigned right[4];
-            ldmatrix_x4<false>(right, of_b + n * 8 * pitch(DIM));
-            step(c, n, left, right[0], right[1]);
-            step(c, n + 1, left, right[2], right[3]);
+            unsigned b_frag[4];
+            ldmatrix_x4<false>(b_frag, b_address + n * 8 * pitch(DIM));
+            mma_step(c, n, a_frag, b_frag[0], b_frag[1]);
+            mma_step(c, n + 1, a_frag, b_frag[2], b_frag[3]);
         }
     }
 }
 
-// The same, where a step's operands are asked for while the step before is multiplied. For 16-bit elements.
-template <int DIM, int TILES, int N, typename F = Nothing>
-DEVICE void multiply_rows_early(float (&c)[TILES][N][4], unsigned a, unsigned b, F between = {}) {
+// gemm_nt() for 16-bit elements that loads the operands of a step during the step before.
+template <int DIM, int TILES, int N, typename F = NoInterleave>
+DEVICE void gemm_nt_pipelined(float (&c)[TILES][N][4], unsigned a, unsigned b, F interleave = {}) {
     constexpr int STEPS = up(DIM, STEP) / STEP;
-    Left<TILES> left[2];
-    unsigned right[2][N / 2][4];
+    FragmentA<TILES> a_frag[2];
+    unsigned b_frag[2][N / 2][4];
     const auto load = [&](int k) {
-        const unsigned of_a = piece_at<DIM, pieces(DIM)>(a, row_first(), piece_second(), 2 * k);
-        const unsigned of_b = piece_at<DIM, pieces(DIM)>(b, row_second(), piece_first(), 2 * k);
+        const unsigned a_address = vec_address<DIM, row_vecs(DIM)>(a, a_row(), a_vec(), 2 * k);
+        const unsigned b_address = vec_address<DIM, row_vecs(DIM)>(b, b_row(), b_vec(), 2 * k);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) ldmatrix_x4<false>(left[k % 2].high[i], of_a + i * 16 * pitch(DIM));
+        for (int i = 0; i < TILES; ++i) ldmatrix_x4<false>(a_frag[k % 2].high[i], a_address + i * 16 * pitch(DIM));
 #pragma unroll
-        for (int n = 0; n < N; n += 2) ldmatrix_x4<false>(right[k % 2][n / 2], of_b + n * 8 * pitch(DIM));
+        for (int n = 0; n < N; n += 2) ldmatrix_x4<false>(b_frag[k % 2][n / 2], b_address + n * 8 * pitch(DIM));
     };
     load(0);
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
         if (k + 1 < STEPS) load(k + 1);
-        between(k, STEPS);
+        interleave(k, STEPS);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const unsigned(&pair)[4] = right[k % 2][n / 2];
-            step(c, n, left[k % 2], pair[n % 2 * 2], pair[n % 2 * 2 + 1]);
+            const unsigned(&b_pair)[4] = b_frag[k % 2][n / 2];
+            mma_step(c, n, a_frag[k % 2], b_pair[n % 2 * 2], b_pair[n % 2 * 2 + 1]);
         }
     }
 }
 
-// c += w b: weights in registers, K * 8 columns of them, times as many rows of b with DIM columns in shared memory.
+// c += p b: P in registers, K * 8 columns, times as many rows of b with DIM columns in shared memory.
 template <int DIM, int TILES, int K, int N>
-DEVICE void multiply_weights(float (&c)[TILES][N][4], const float (&w)[TILES][K][4], unsigned b) {
+DEVICE void gemm_rs(float (&c)[TILES][N][4], const float (&p)[TILES][K][4], unsigned b) {
 #pragma unroll
     for (int k = 0; k < K; k += STEP / 8) {
-        Left<TILES> left;
+        FragmentA<TILES> a_frag;
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
-            if constexpr (IS_FLOAT32) {  // columns 2t, 2t + 1 stand for t, t + 4, as in load_turned()
-                left.high[i][0] = __float_as_uint(w[i][k][0]), left.high[i][2] = __float_as_uint(w[i][k][1]);
-                left.high[i][1] = __float_as_uint(w[i][k][2]), left.high[i][3] = __float_as_uint(w[i][k][3]);
+            if constexpr (IS_FLOAT32) {  // columns 2t, 2t + 1 stand for t, t + 4, as in load_b_transposed()
+                a_frag.high[i][0] = __float_as_uint(p[i][k][0]), a_frag.high[i][2] = __float_as_uint(p[i][k][1]);
+                a_frag.high[i][1] = __float_as_uint(p[i][k][2]), a_frag.high[i][3] = __float_as_uint(p[i][k][3]);
             } else {
-                left.high[i][0] = pack(w[i][k][0], w[i][k][1]), left.high[i][1] = pack(w[i][k][2], w[i][k][3]);
-                left.high[i][2] = pack(w[i][k + 1][0], w[i][k + 1][1]), left.high[i][3] = pack(w[i][k + 1][2], w[i][k + 1][3]);
+                a_frag.high[i][0] = pack(p[i][k][0], p[i][k][1]), a_frag.high[i][1] = pack(p[i][k][2], p[i][k][3]);
+                a_frag.high[i][2] = pack(p[i][k + 1][0], p[i][k + 1][1]);
+                a_frag.high[i][3] = pack(p[i][k + 1][2], p[i][k + 1][3]);
             }
         }
-        left.ready();
+        a_frag.to_tf32();
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            unsigned right[4];
-            load_turned<DIM, N>(right, b, 0, k * 8 / STEP, n);
-            step(c, n, left, right[0], right[1]);
-            step(c, n + 1, left, right[2], right[3]);
+            unsigned b_frag[4];
+            load_b_transposed<DIM, N>(b_frag, b, 0, k * 8 / STEP, n);
+            mma_step(c, n, a_frag, b_frag[0], b_frag[1]);
+            mma_step(c, n + 1, a_frag, b_frag[2], b_frag[3]);
         }
     }
 }

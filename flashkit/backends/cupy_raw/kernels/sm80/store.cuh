@@ -1,7 +1,7 @@
-// Results from registers to memory.
+// Results from registers to global memory.
 #pragma once
 
-// Two neighbouring elements of a row of DIM; those past its end are left out.
+// Stores two neighbouring elements of a row of DIM; skips elements past its end.
 template <int DIM>
 DEVICE void store_pair(storage* row, int column, float x, float y) {
     if (DIM != padded(DIM) && column + 1 >= DIM) {
@@ -19,7 +19,7 @@ DEVICE void store_pair(storage* row, int column, float x, float y) {
     }
 }
 
-// Eight neighbouring elements of a row of DIM, from a column that is a multiple of eight.
+// Stores eight neighbouring elements of a row of DIM, from a column that is a multiple of eight.
 template <int DIM>
 DEVICE void store_eight(storage* row, int column, const float (&x)[8]) {
     if (DIM % 8 == 0 && ((unsigned long long)row & 15) == 0) {
@@ -28,7 +28,8 @@ DEVICE void store_eight(storage* row, int column, const float (&x)[8]) {
             reinterpret_cast<float4*>(row + column)[0] = float4{x[0], x[1], x[2], x[3]};
             reinterpret_cast<float4*>(row + column)[1] = float4{x[4], x[5], x[6], x[7]};
         } else {
-            *reinterpret_cast<uint4*>(row + column) = uint4{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
+            *reinterpret_cast<uint4*>(row + column) =
+                uint4{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
         }
     } else {
 #pragma unroll
@@ -36,9 +37,9 @@ DEVICE void store_eight(storage* row, int column, const float (&x)[8]) {
     }
 }
 
-// A warp's accumulator of 16 TILES rows and 8 N columns, from `column` on, to rows of DIM in global memory, 16 bytes at a
-// time: rows row ... of `target`, without those at or past `count`. They go through rows of the warp's own in shared memory,
-// which lie as those of STAGED columns do, from column `first` there on.
+// Stores a warp's accumulator of 16 TILES rows and 8 N columns, from `column` on, in vectors of 16 bytes: rows row ...
+// of `target`, without rows at or past `count`. The accumulator passes through shared memory, rows of the warp's own in
+// the layout of STAGED columns, from column `first` there on.
 template <int DIM, int STAGED, int PACK_GQA, int TILES, int N>
 DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned char* staging, int first, int column,
                        const Rows<PACK_GQA>& target, int row, int count) {
@@ -60,11 +61,12 @@ DEVICE void store_tile(const float (&x)[TILES][N][4], float factor, unsigned cha
 #pragma unroll 1
         for (int i = lane; i < 16 * TILES * N * 8; i += 32) {
             const int r = i / (N * 8), d = i % (N * 8);
-            if (row + r < count && column + d < DIM) target.at(row + r)[column + d] = element<STAGED>(staging, r, first + d);
+            if (row + r < count && column + d < DIM)
+                target.at(row + r)[column + d] = element<STAGED>(staging, r, first + d);
         }
         return;
     }
-    // Lanes lie across a row, and further ones on the next rows.
+    // Neighbouring lanes store neighbouring vectors of a row, then of the rows below.
     constexpr int ROW_VECS = N * 8 / VEC_ELEMENTS, ACROSS = ROW_VECS < 32 ? ROW_VECS : 32, DOWN = 32 / ACROSS;
     const int below = lane / ACROSS;
 #pragma unroll

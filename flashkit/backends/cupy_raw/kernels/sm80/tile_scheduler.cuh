@@ -1,68 +1,88 @@
-// Which work blocks take, and which tiles there are.
+// Which work tile a CTA takes, and which tiles of it the mask leaves.
 #pragma once
 
-// Tiles along one axis that are not EMPTY, in shared memory: the registers of the loops over them are needed for sums.
-// The first warp classifies 32 tiles at once, and before that 32 groups of 32 where one look may cover so many.
+// Tiles along one axis that are not EMPTY, in shared memory: the registers of the main loops are needed for
+// accumulators. The first warp classifies 32 tiles at once, and before that 32 groups of 32 tiles where one call of
+// classify() may cover them.
 struct TileList {
-    static constexpr int MOST = 510;
-    int entry[MOST];  // 2 * tile + (state == FULL)
-    int count, next;  // entries; the first tile, in the order of going, that nobody has looked at
+    static constexpr int CAPACITY = 510;
+    int entry[CAPACITY];  // 2 * tile + (state == FULL)
+    int count, next;      // entries; the first step of the walk that is not classified yet
 };
 
-// Fill the list with the next tiles of first ... last - 1 (down: the last first); false if none is left. For all
-// threads of a block. HEADS: heads h ... that share the tile. from ... to - 1: the range on the other axis.
+// Fills the list with the next tiles of first ... last - 1, backwards if `descending`; false if none is left. For all
+// threads of a CTA. from ... to - 1: the range on the other axis. HEADS: heads h ... that share the tile.
 template <int BLOCK, bool ALONG_KEYS, int HEADS>
 DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to, int first, int last, int n,
-                 bool down = false) {
+                 bool descending = false) {
     __syncthreads();
     if (threadIdx.x < 32) {
         const int lane = threadIdx.x, tiles = last - first;
-        const long long offset = offset_of(p, b);
-        auto look = [&](int place, int many) {  // tiles at places `place` ... `place` + many - 1 of the way
-            if (place >= tiles) return (int)EMPTY;
-            const int end_place = place + many < tiles ? place + many : tiles;
-            const int low = down ? last - end_place : first + place, high = down ? last - place : first + end_place;
+        const long long q_position = seq_info(p, b).q_position;
+        auto classify_steps = [&](int step, int steps) {  // the tiles of `steps` steps of the walk
+            if (step >= tiles) return (int)EMPTY;
+            const int end_step = step + steps < tiles ? step + steps : tiles;
+            const int low = descending ? last - end_step : first + step;
+            const int high = descending ? last - step : first + end_step;
             const int start = low * BLOCK, end = high * BLOCK < n ? high * BLOCK : n;
-            int state = ALONG_KEYS ? tile_state(p, b, h, offset, from, to, start, end)
-                                   : tile_state(p, b, h, offset, start, end, from, to);
+            int state = ALONG_KEYS ? tile_state(p, b, h, q_position, from, to, start, end)
+                                   : tile_state(p, b, h, q_position, start, end, from, to);
 #pragma unroll 1
             for (int other = 1; other < HEADS; ++other) {
-                const int found = ALONG_KEYS ? tile_state(p, b, h + other, offset, from, to, start, end)
-                                             : tile_state(p, b, h + other, offset, start, end, from, to);
+                const int found = ALONG_KEYS ? tile_state(p, b, h + other, q_position, from, to, start, end)
+                                             : tile_state(p, b, h + other, q_position, start, end, from, to);
                 state = state == found ? state : (int)PARTIAL;
             }
             return state;
         };
-        int count = 0, place = list.next;
-        while (place < tiles && count + 32 <= TileList::MOST) {
-            if (HAS_MASK && !MASK_READS_ARRAYS && tiles - place > 32) {
-                const unsigned groups = __ballot_sync(~0u, look(place + 32 * lane, 32) != EMPTY);
+        int count = 0, step = list.next;
+        while (step < tiles && count + 32 <= TileList::CAPACITY) {
+            if (HAS_MASK && !MASK_READS_ARRAYS && tiles - step > 32) {
+                const unsigned groups = __ballot_sync(~0u, classify_steps(step + 32 * lane, 32) != EMPTY);
                 if (groups == 0) {
-                    place += 1024;
+                    step += 1024;
                     continue;
                 }
-                place += 32 * (__ffs(groups) - 1);
+                step += 32 * (__ffs(groups) - 1);
             }
-            const int state = look(place + lane, 1);
+            const int state = classify_steps(step + lane, 1);
             const unsigned live = __ballot_sync(~0u, state != EMPTY);
-            const int tile = down ? last - 1 - place - lane : first + place + lane;
+            const int tile = descending ? last - 1 - step - lane : first + step + lane;
             if (state != EMPTY) list.entry[count + __popc(live & ((1u << lane) - 1))] = 2 * tile + (state == FULL);
             count += __popc(live);
-            place += 32;
+            step += 32;
         }
         __syncwarp();  // all lanes have read list.next
-        if (lane == 0) list.count = count, list.next = place;
+        if (lane == 0) list.count = count, list.next = step;
     }
     __syncthreads();
     return list.count > 0;
 }
 
-// Which work is number `index`: heads in groups of `most`, and within a group all heads' first tile, then their second.
-struct Work {
-    int tile, bh;
+struct TileCoord {
+    int tile, bh;  // tile along the sequence; head, counted over all batch entries
 };
-DEVICE Work work_of(unsigned index, unsigned tiles, unsigned heads, unsigned most) {
-    const unsigned group = index / (most * tiles), rest = index - group * most * tiles;
-    const unsigned size = heads - group * most < most ? heads - group * most : most;
-    return {(int)(rest / size), (int)(group * most + rest % size)};
+// L2 swizzle: heads in groups of heads_per_group, whose operands the L2 cache holds together; within a group tile after
+// tile, each for all heads.
+DEVICE TileCoord tile_coord(unsigned index, unsigned tiles, unsigned heads, unsigned heads_per_group) {
+    const unsigned group = index / (heads_per_group * tiles), rest = index - group * heads_per_group * tiles;
+    const unsigned left = heads - group * heads_per_group, size = left < heads_per_group ? left : heads_per_group;
+    return {(int)(rest / size), (int)(group * heads_per_group + rest % size)};
 }
+
+// Forward pass: the grid has a CTA for each work tile and split, so initial() gives the only work tile of a CTA.
+//
+// Longest-processing-time-first (LPT): under a mask the last query tiles come first. The quarter of the tiles with the
+// least work forms the LPT tail, which comes after all other tiles of all heads and evens out when the CTAs finish.
+template <bool SPLIT>
+struct ForwardTileScheduler {
+    static __device__ __forceinline__ TileCoord initial(const Params& p, int heads, int tiles, unsigned index) {
+        const unsigned all = heads * (unsigned)p.batch, before_tail = HAS_MASK ? tiles - tiles / 4 : tiles;
+        TileCoord coord;
+        if (!HAS_MASK || index < before_tail * all)
+            coord = tile_coord(index, before_tail, all, SPLIT ? all : (unsigned)p.heads_per_l2_group);
+        else
+            coord = {(int)(index / all), (int)(index % all)};
+        return {tiles - 1 - coord.tile, coord.bh};
+    }
+};

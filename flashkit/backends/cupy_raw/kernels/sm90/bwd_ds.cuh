@@ -20,6 +20,15 @@ struct RowDeltas {
     }
 };
 
+// Element 4 n + 2 half + c of a lane to visit_ds. Where it lies is found only if the hook is used.
+DEVICE void visit_element(float ds, const FragmentId& id, int n, int half, int c, const Params& p) {
+    if constexpr (VISITS_DS) {
+        const FragmentCoord at = coord_of(id);
+        const int row = at.row0 + lane_row(n, c);
+        visit_ds(ds, at.b, at.h, row, row + offset_of(p, at.b), at.k0 + lane_key(half), p);
+    }
+}
+
 // dS = P * slope * (dP - delta), rounded. p_slope: P times the slope of the score modification (softmax_p). UNMASKED:
 // every pair is visible; else pairs whose P is 0 get a dS of 0, whatever dP is.
 template <bool UNMASKED>
@@ -38,7 +47,7 @@ DEVICE void compute_ds(const Params& p, const float (&p_slope)[S_REGS], float (&
                 if (HAS_DROPOUT) dp[i] = dropout.kept(n, half, c) ? dp[i] * (float)p.dropout_scale : 0.0f;
                 x[c] = p_slope[i] * (dp[i] - delta[c]);
                 if (!UNMASKED && p_slope[i] == 0) x[c] = 0;
-                visit_ds(x[c], id, n, half, c, p);
+                visit_element(x[c], id, n, half, c, p);
             }
             ds[2 * n + half] = pack(x[0], x[1]);
         }

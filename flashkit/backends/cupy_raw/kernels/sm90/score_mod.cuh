@@ -90,9 +90,9 @@ DEVICE bool positions_in_range(const Params& p, long long offset) {
 // An unmasked tile with positions in range. False where the polynomial for tanh does not hold for all scores, which
 // then have to be computed again.
 DEVICE bool modify_unmasked(const Params& p, const WorkTile& at, float (&s)[S_REGS], int k0, float scale) {
-    CalmTanh tanh{0};
+    TanhPoly tanh{0};
     if constexpr (HAS_SCORE) modify_in_range<false>(p, at, at.offset, s, k0, scale, tanh);
-    return tanh.greatest <= CalmTanh::CALM;
+    return tanh.max_abs <= TanhPoly::MAX;
 }
 
 // Any tile. Returns whether positions are in range, as far as a later unmasked tile needs it.

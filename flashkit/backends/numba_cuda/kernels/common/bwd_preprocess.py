@@ -1,43 +1,43 @@
 # parts: common/tiles
-# What the backward passes of every generation begin and end with: numbers of a row, and gradients of the sinks.
+# Backward preprocess and sink gradients, shared by all generations.
 
 VEC_ELEMENTS = 16 // ITEM
 ROW_VECS = -(-HEAD_DIM_V // VEC_ELEMENTS)
-LANES = 32 if ROW_VECS > 16 else 16 if ROW_VECS > 8 else 8  # that take a row
-NO_ROW = F(1e30)
+LANES = 32 if ROW_VECS > 16 else 16 if ROW_VECS > 8 else 8  # per row
+PADDING_LSE = F(1e30)
 
 
 @device
-def of_unit(x, y, unit):
-    """Sum of products of 16 bytes of two rows."""
+def dot_vec(x, y, vec):
+    """The dot product of 16 bytes of two rows."""
     total = ZERO
     if ITEM == 2:
-        a, c = load4(np.int32, x, 4 * unit), load4(np.int32, y, 4 * unit)
+        a, c = load4(np.int32, x, 4 * vec), load4(np.int32, y, 4 * vec)
         for i in range(4):
             total += widen(np.int16(a[i])) * widen(np.int16(c[i]))
             total += widen(np.int16(a[i] >> 16)) * widen(np.int16(c[i] >> 16))
     else:
-        for d in range(VEC_ELEMENTS * unit, VEC_ELEMENTS * unit + VEC_ELEMENTS):
+        for d in range(VEC_ELEMENTS * vec, VEC_ELEMENTS * vec + VEC_ELEMENTS):
             total += widen(load(STORED, x, d)) * widen(load(STORED, y, d))
     return total
 
 
 @kernel(128)
-def prepare(p):
-    """delta = rowsum(dO * O) - dlse, and the log-sum-exp with +inf for rows without keys, whose weights so become 0.
-    There may be memory for more rows than n_q; of those the weights become 0 too, by a number that is finite.
+def bwd_preprocess(p):
+    """delta = rowsum(dO * O) - dlse, and bwd_lse, the log-sum-exp with +inf for rows without a visible key, so that
+    their P is 0. Rows past n_q, up to a multiple of the query tile, get a finite bwd_lse that makes their P 0 as well.
     """
-    rows, heads = U(p.bwd_lse.head), U(p.heads)  # signed quotients take more instructions
+    rows, heads = U(p.bwd_lse.head), U(p.heads)  # unsigned quotients take fewer instructions
     index, lane = (U(cuda.blockIdx.x) * U(128) + U(cuda.threadIdx.x)) // U(LANES), I(cuda.threadIdx.x) % LANES
     exists = I(index) < p.batch * p.heads * p.bwd_lse.head
     head = index // rows
     row, h, b = I(index - head * rows), I(head % heads), I(head // heads) if exists else I(0)
     total = ZERO
-    if exists and row < p.n_q:
+    if exists and row < seq_info(p, b).n_q:
         out, dout = row_address(p.out, b, h, row), row_address(p.dout, b, h, row)
         if HEAD_DIM_V % VEC_ELEMENTS == 0 and (out | dout) % 16 == 0:
-            for unit in range(lane, ROW_VECS, LANES):
-                total += of_unit(out, dout, unit)
+            for vec in range(lane, ROW_VECS, LANES):
+                total += dot_vec(out, dout, vec)
         else:
             for d in range(lane, HEAD_DIM_V, LANES):
                 total += widen(load(STORED, out, d)) * widen(load(STORED, dout, d))
@@ -46,8 +46,8 @@ def prepare(p):
         total += shuffle_xor(total, step)
         step //= 2
     if lane == 0 and exists:
-        lse = NO_ROW
-        if row < p.n_q:
+        lse = PADDING_LSE
+        if row < seq_info(p, b).n_q:
             lse = load(F, number_address(p.lse, b, h, row), 0)
             if p.dlse.data != 0:
                 total -= load(F, number_address(p.dlse, b, h, row), 0)
@@ -57,20 +57,20 @@ def prepare(p):
 
 
 @kernel(256)
-def sink_gradients(p):
-    """d lse / d sink is the sink's weight, 0 in a row that sees nothing at all. A block takes a head; sums in float64,
-    in an order that does not change.
+def bwd_sinks(p):
+    """d lse / d sink is the softmax weight of the sink, 0 in rows without a visible key. One CTA per head; the float64
+    reduction has a fixed order.
     """
     part = cuda.shared.array(256, types.float64)
     h, thread = I(cuda.blockIdx.x), cuda.threadIdx.x
     total = 0.0
     if HAS_SINKS:
         sink = load(F, p.sinks, h)
-        for index in range(thread, p.batch * p.n_q, 256):
-            b, row = index // p.n_q, index % p.n_q
-            weight = exp(sink - load(F, number_address(p.bwd_lse, b, h, row), 0))
-            if weight != ZERO:
-                total -= np.float64(weight * load(F, number_address(p.delta, b, h, row), 0))
+        for index in range(thread, p.batch * max_n_q(p), 256):
+            b, row = index // max_n_q(p), index % max_n_q(p)
+            p_sink = exp(sink - load(F, number_address(p.bwd_lse, b, h, row), 0))
+            if p_sink != ZERO:
+                total -= np.float64(p_sink * load(F, number_address(p.delta, b, h, row), 0))
     part[thread] = total
     half = 128
     while half > 0:

@@ -1,8 +1,8 @@
-# Numbers: conversion of stored elements, and what expressions of flashkit.mods.expr are rendered to.
+# Scalars: conversion of stored elements, and the functions that expressions of flashkit.mods.expr are rendered to.
 #
-# STORED is what an element of q, k, v and out is read as: its bits where Numba has no such number.
+# STORED is the type in which kernels read elements of Q, K, V and O: int16 for the bits of types that Numba lacks.
 
-EMPTY, PARTIAL, FULL = 0, 1, 2  # a tile's pairs: none is visible, some may be, all are
+EMPTY, PARTIAL, FULL = 0, 1, 2  # what the mask shows of a tile: no pair, some pairs, all pairs
 
 STORED = np.int16 if STORAGE in ("float16", "bfloat16") else F
 LOG2E, ZERO, ONE = F(1.4426950408889634), F(0), F(1)
@@ -28,7 +28,7 @@ elif STORAGE == "bfloat16":
     @device
     def narrow(x):  # to nearest, ties to even
         bits = np.int64(bits_of_single(x))
-        if (bits & 0x7FFFFFFF) > 0x7F800000:  # NaN, which rounding could make infinite
+        if (bits & 0x7FFFFFFF) > 0x7F800000:  # rounding could make NaN infinite
             return np.int16((bits >> 16) | 64)
         return np.int16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
@@ -44,7 +44,7 @@ else:
 
 
 @device
-def minimum(x, y):  # NaN wins, as in NumPy
+def minimum(x, y):  # NaN propagates, as in NumPy
     return y if y < x or y != y else x
 
 
@@ -54,6 +54,6 @@ def maximum(x, y):
 
 
 @device
-def weight_of(x):
-    """2^x for a weight: what is below the smallest normal number, relative to the row's largest weight, may be 0."""
+def softmax_exp2(x):
+    """2^x of a score relative to its row maximum."""
     return exp2(x)

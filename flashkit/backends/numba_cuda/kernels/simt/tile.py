@@ -1,29 +1,33 @@
 # parts: common/tiles
-# Tiles on the ordinary arithmetic units: how they are loaded and multiplied. For every CUDA device and dtype.
+# Tiles on CUDA cores: how a CTA loads and multiplies them. For every CUDA device and dtype.
 #
-#     TX, TY           threads of a block: TX along the columns of a tile, TY along its rows
-#     CHUNK            columns of two operands that are multiplied at once in scores(); a multiple of 4
-#     KEYS             rows of an operand that are multiplied at once in accumulate(); a multiple of 4
-#     ROWS, COLUMNS    of a tile as a block of threads holds it: queries and keys, or where BACKWARD_KEYS the other way
+#     TX, TY           threads of a CTA: TX along the columns of a tile, TY along its rows
+#     CHUNK            columns of two operands that scores() multiplies at a time; a multiple of 4
+#     KEYS             rows of an operand that accumulate() multiplies at a time; a multiple of 4
+#     ROWS, COLUMNS    of a tile: query rows and keys, transposed where BACKWARD_KEYS
 #
-# Thread (ty, tx) holds of a tile the rows ty + TY * i and the columns tx + TX * j, and of sums the same rows and the
-# columns 4 * (tx + TX * j) ... + 3. So neighbouring threads read neighbouring words of shared memory, and a thread
-# multiplies a small block of rows by a small block of columns. A thread's parts are local arrays with loops of constant
-# length around them, which the compiler keeps in registers.
+# Shared memory (cuda_common/simt.py: SimtTile.smem)
+#
+#     stages    2 x [rows][pitch]     double buffer of the operands
+#     AT_P      [ROWS][pitch]         a tile of P or dS, between two products
+#
+# Of a tile thread (ty, tx) holds rows ty + TY * i and columns tx + TX * j; of an accumulator the same rows and columns
+# 4 * (tx + TX * j) ... + 3. Neighbouring threads thus read neighbouring words of shared memory, and each thread
+# multiplies a small block of rows by a small block of columns. A thread's fragments are local arrays, which the
+# compiler keeps in registers as all loops over them have constant length.
 
 THREADS = TX * TY
 ROWS, COLUMNS = (BLOCK_K, BLOCK_Q) if BACKWARD_KEYS else (BLOCK_Q, BLOCK_K)
 TX_BITS = TX.bit_length() - 1
-ROWS_EACH, COLUMNS_EACH = ROWS // TY, COLUMNS // TX
+ROWS_PER_THREAD, COLUMNS_PER_THREAD = ROWS // TY, COLUMNS // TX
 
-Rows = namedtuple(
-    "Rows", "data token count"
-)  # rows of one head: address, elements from one to the next, how many exist
-Shape = namedtuple("Shape", "dim width pitch across")  # of an operand: columns, of a stage; threads that take a row
+Rows = namedtuple("Rows", "data token count")  # rows of one head: address, elements between rows, rows that exist
+# Of an operand: columns, columns and pitch of a stage, threads per row.
+Shape = namedtuple("Shape", "dim width pitch across")
 
 
 @device
-def place():
+def thread_coord():
     """tx and ty."""
     thread = thread_here()
     return thread & (TX - 1), thread >> TX_BITS
@@ -31,7 +35,7 @@ def place():
 
 @device
 def rolled(n):
-    """n, so that the compiler does not unroll a loop of n steps: it does not know that grids have one axis."""
+    """n, opaque to the compiler, which then does not unroll the loop: blockIdx.y is 0, but the compiler cannot know."""
     return n + cuda.blockIdx.y
 
 
@@ -43,73 +47,65 @@ def shape(dim, width, pitch):
     return Shape(dim, width, pitch, min(1 << (width // 4 - 1).bit_length(), THREADS))
 
 
-# --- shared memory ----------------------------------------------------------------------------------------------------
-#
-#     stages    2 x [rows][pitch]     what is multiplied now, and what is on its way
-#     weights   [ROWS][pitch]         a tile of weights or of their gradients, between two products
-#
-# Pitches keep the lanes of a warp on different banks: rows read in fours start an odd number of fours apart, rows that
-# a warp writes side by side start TX words apart.
-
+# Pitches keep the lanes of a warp on different banks: rows read as vectors of four start an odd number of vectors
+# apart, rows that a warp writes together start TX words apart.
 CHUNK_PITCH = CHUNK + 16 // F_ITEM
-WEIGHTS_PITCH = COLUMNS + (TX if TX < 32 else 0)
+P_PITCH = COLUMNS + (TX if TX < 32 else 0)
 CHUNK_QK, CHUNK_V = (shape(dim, CHUNK, CHUNK_PITCH) for dim in (HEAD_DIM, HEAD_DIM_V))
-SUMS_QK, SUMS_V = (shape(dim, up(dim, 4 * TX), up(dim, 4 * TX)) for dim in (HEAD_DIM, HEAD_DIM_V))
-WIDTH_QK, WIDTH_V = SUMS_QK.pitch // TX, SUMS_V.pitch // TX  # of a thread's sums
-# Of what is summed up:
-WIDEST = SUMS_V.pitch if FORWARD else max(SUMS_QK.pitch, SUMS_V.pitch) if BACKWARD_KEYS else SUMS_QK.pitch
-STAGE = max((ROWS + COLUMNS) * CHUNK_PITCH, KEYS * WIDEST)
-WEIGHTS = 2 * STAGE
+ACC_QK, ACC_V = (shape(dim, up(dim, 4 * TX), up(dim, 4 * TX)) for dim in (HEAD_DIM, HEAD_DIM_V))
+K_COLUMNS, V_COLUMNS = ACC_QK.pitch // TX, ACC_V.pitch // TX  # of an accumulator, of a thread
+P_TILE = AT_P // F_ITEM  # elements
+STAGE = P_TILE // 2
 
 
 # --- load_tile --------------------------------------------------------------------------------------------------------
 
 
 @device
-def rows_of(tensor, b, h, first, n, most):
-    """Rows first ... of a head's n, `most` of them or as many as there are."""
-    return Rows(row_address(tensor, b, h, first), tensor.token, min(n - first, most))
+def rows_of(tensor, b, h, first, n, block):
+    """Rows first ... of a head's n, at most `block` of them."""
+    return Rows(row_address(tensor, b, h, first), tensor.token, min(n - first, block))
 
 
 @device
 def load_tile(source, first, column, rows, shape, shared, start):
-    """Rows first ... first + rows - 1 and columns column ... column + shape.width - 1 into shared memory from `start`
-    on; what does not exist becomes 0. Four at a time where addresses allow it.
+    """Rows first ... first + rows - 1 and columns column ... column + shape.width - 1 to shared memory from `start`
+    on; elements past the end become 0. Vectors of four elements where addresses are aligned.
     """
     thread = thread_here()
     step = THREADS // shape.across
-    row, here = thread // shape.across, (thread & (shape.across - 1)) * 4
-    if here < shape.width:
-        together = shape.dim % 4 == 0 and (source.data | source.token * ITEM) & (min(4 * ITEM, 16) - 1) == 0
-        exist = source.count - first - row  # rows from here on
-        address = source.data + ((first + row) * source.token + column + here) * ITEM
+    row, lane_column = thread // shape.across, (thread & (shape.across - 1)) * 4
+    if lane_column < shape.width:
+        vectorized = shape.dim % 4 == 0 and (source.data | source.token * ITEM) & (min(4 * ITEM, 16) - 1) == 0
+        exist = source.count - first - row  # rows from this one on
+        address = source.data + ((first + row) * source.token + column + lane_column) * ITEM
         for i in range(0, rows, step):
             if rows % step == 0 or row + i < rows:
                 x, y, z, w = ZERO, ZERO, ZERO, ZERO
                 if i < exist:
-                    if together:
-                        if column + here < shape.dim:
+                    if vectorized:
+                        if column + lane_column < shape.dim:
                             a, b, c, d = load4(STORED, address, 0)
                             x, y, z, w = widen(a), widen(b), widen(c), widen(d)
                     else:
-                        left = shape.dim - column - here
+                        left = shape.dim - column - lane_column
                         x = widen(load(STORED, address, 0)) if left > 0 else ZERO
                         y = widen(load(STORED, address, 1)) if left > 1 else ZERO
                         z = widen(load(STORED, address, 2)) if left > 2 else ZERO
                         w = widen(load(STORED, address, 3)) if left > 3 else ZERO
-                put4(shared, start + (row + i) * shape.pitch + here, x, y, z, w)
+                put4(shared, start + (row + i) * shape.pitch + lane_column, x, y, z, w)
             address += step * source.token * ITEM
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
+# --- scores, accumulate -----------------------------------------------------------------------------------------------
 
 
 @device
 def scores(a, b, shape, s, shared):
-    """s = a b^T: ROWS rows of a times COLUMNS rows of b, both with shape.dim columns; a chunk of columns at a time."""
-    tx, ty = place()
-    for i in range(ROWS_EACH):
-        for j in range(COLUMNS_EACH):
+    """s = a b^T for ROWS rows of a and COLUMNS rows of b, both with shape.dim columns; CHUNK columns at a time."""
+    tx, ty = thread_coord()
+    for i in range(ROWS_PER_THREAD):
+        for j in range(COLUMNS_PER_THREAD):
             s[i, j] = ZERO
     cuda.syncthreads()
     load_tile(a, 0, 0, ROWS, shape, shared, 0)
@@ -123,32 +119,32 @@ def scores(a, b, shape, s, shared):
             load_tile(b, 0, column + CHUNK, COLUMNS, shape, shared, other + ROWS * CHUNK_PITCH)
         rows_a, rows_b = stage + ty * CHUNK_PITCH, stage + (ROWS + tx) * CHUNK_PITCH
         for d in range(0, rolled(min(CHUNK, shape.dim - column)), 4):
-            x = cuda.local.array((ROWS_EACH, 4), F_TYPE)
-            for i in range(ROWS_EACH):
+            x = cuda.local.array((ROWS_PER_THREAD, 4), F_TYPE)
+            for i in range(ROWS_PER_THREAD):
                 x[i, 0], x[i, 1], x[i, 2], x[i, 3] = at4(shared, rows_a + i * TY * CHUNK_PITCH + d)
-            for j in range(COLUMNS_EACH):
+            for j in range(COLUMNS_PER_THREAD):
                 y = at4(shared, rows_b + j * TX * CHUNK_PITCH + d)
-                for i in range(ROWS_EACH):
+                for i in range(ROWS_PER_THREAD):
                     s[i, j] = s[i, j] + x[i, 0] * y[0] + x[i, 1] * y[1] + x[i, 2] * y[2] + x[i, 3] * y[3]
         stage = other
 
 
 @device
-def store_weights(tile, shared):
-    """Put a thread's part of a tile where all threads find it, for accumulate()."""
-    tx, ty = place()
-    for i in range(ROWS_EACH):
-        for j in range(COLUMNS_EACH):
-            put(shared, WEIGHTS + (ty + i * TY) * WEIGHTS_PITCH + tx + j * TX, tile[i, j])
+def store_tile(tile, shared):
+    """Writes a thread's part of P or dS to shared memory, for accumulate()."""
+    tx, ty = thread_coord()
+    for i in range(ROWS_PER_THREAD):
+        for j in range(COLUMNS_PER_THREAD):
+            put(shared, P_TILE + (ty + i * TY) * P_PITCH + tx + j * TX, tile[i, j])
 
 
 @device
-def accumulate(b, shape, sums, shared, careful):
-    """sums += weights b: the tile of weights that is stored times COLUMNS rows of b, KEYS of these at a time.
-    `careful`: a weight of 0 leaves out its row, whatever that holds.
+def accumulate(b, shape, acc, shared, nonfinite):
+    """acc += a b: the tile of P or dS in shared memory times COLUMNS rows of b, KEYS rows at a time. `nonfinite`:
+    elements of a that are 0 skip their row of b, which may hold inf or NaN.
     """
-    tx, ty = place()
-    own = WEIGHTS + ty * WEIGHTS_PITCH
+    tx, ty = thread_coord()
+    own = P_TILE + ty * P_PITCH
     cuda.syncthreads()
     load_tile(b, 0, 0, KEYS, shape, shared, 0)
     stage = 0
@@ -158,51 +154,51 @@ def accumulate(b, shape, sums, shared, careful):
         if first + KEYS < b.count:
             load_tile(b, first + KEYS, 0, KEYS, shape, shared, other)
         rows = stage + 4 * tx
-        if careful:
+        if nonfinite:
             for k in range(rolled(KEYS)):
-                for i in range(ROWS_EACH):
-                    weight = at(shared, own + i * TY * WEIGHTS_PITCH + first + k)
-                    if weight != ZERO:
+                for i in range(ROWS_PER_THREAD):
+                    x = at(shared, own + i * TY * P_PITCH + first + k)
+                    if x != ZERO:
                         for c in range(0, shape.pitch // TX, 4):
                             y = at4(shared, rows + k * shape.pitch + c * TX)
                             for e in range(4):
-                                sums[i, c + e] += weight * y[e]
+                                acc[i, c + e] += x * y[e]
         else:
             for k in range(0, rolled(KEYS), 4):
-                x = cuda.local.array((ROWS_EACH, 4), F_TYPE)
-                for i in range(ROWS_EACH):
-                    x[i, 0], x[i, 1], x[i, 2], x[i, 3] = at4(shared, own + i * TY * WEIGHTS_PITCH + first + k)
+                x = cuda.local.array((ROWS_PER_THREAD, 4), F_TYPE)
+                for i in range(ROWS_PER_THREAD):
+                    x[i, 0], x[i, 1], x[i, 2], x[i, 3] = at4(shared, own + i * TY * P_PITCH + first + k)
                 for e in range(4):
                     for c in range(0, shape.pitch // TX, 4):
                         y = at4(shared, rows + (k + e) * shape.pitch + c * TX)
-                        for i in range(ROWS_EACH):
-                            sums[i, c] += x[i, e] * y[0]
-                            sums[i, c + 1] += x[i, e] * y[1]
-                            sums[i, c + 2] += x[i, e] * y[2]
-                            sums[i, c + 3] += x[i, e] * y[3]
+                        for i in range(ROWS_PER_THREAD):
+                            acc[i, c] += x[i, e] * y[0]
+                            acc[i, c + 1] += x[i, e] * y[1]
+                            acc[i, c + 2] += x[i, e] * y[2]
+                            acc[i, c + 3] += x[i, e] * y[3]
         stage = other
 
 
 @device
-def clear(sums, width):
-    for i in range(ROWS_EACH):
+def clear(acc, width):
+    for i in range(ROWS_PER_THREAD):
         for c in range(width):
-            sums[i, c] = ZERO
+            acc[i, c] = ZERO
 
 
 @device
-def store_sums(sums, shape, factor, tensor, b, h, first, n):
-    """A thread's sums to a tensor, each row times its factor. Returns whether all of them are finite."""
-    tx, ty = place()
+def store_accumulator(acc, shape, factor, tensor, b, h, first, n):
+    """Writes an accumulator to a tensor, each row times its factor. Returns whether they are finite."""
+    tx, ty = thread_coord()
     finite = True
-    for i in range(ROWS_EACH):
+    for i in range(ROWS_PER_THREAD):
         row = first + ty + i * TY
         if row < n:
             target = row_address(tensor, b, h, row)
             for c in range(shape.pitch // TX):
                 column = c // 4 * 4 * TX + 4 * tx + c % 4
                 if column < shape.dim:
-                    value = sums[i, c] * factor[i]
+                    value = acc[i, c] * factor[i]
                     finite = finite and abs(value) < INFINITE
                     store(STORED, target, column, narrow(value))
     return finite
@@ -212,31 +208,31 @@ def store_sums(sums, shape, factor, tensor, b, h, first, n):
 
 
 @device
-def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, n_q, k0, n_k):
-    """The scores of a tile, scaled and modified; pairs beyond the last row or key are hidden. `slopes`: where
-    with_slopes holds they become d score / d s.
+def modify_tile(p, state, s, slopes, with_slopes, b, h, row0, k0, n_k):
+    """Scales and modifies the scores of a tile; pairs past the last row or key are masked. with_slopes: also computes
+    the slope of the score modification.
     """
-    tx, ty = place()
-    scale, offset = F(p.softmax_scale), offset_of(p, b)
-    for i in range(ROWS_EACH):
-        for j in range(COLUMNS_EACH):
+    tx, ty = thread_coord()
+    scale, n_q, q_position = F(p.softmax_scale), seq_info(p, b).n_q, seq_info(p, b).q_position
+    for i in range(ROWS_PER_THREAD):
+        for j in range(COLUMNS_PER_THREAD):
             along, across = ty + i * TY, tx + j * TX
             row, k = (row0 + across, k0 + along) if BACKWARD_KEYS else (row0 + along, k0 + across)
             if row < n_q and k < n_k:
                 scaled = s[i, j] * scale
                 if with_slopes:
-                    slopes[i, j] = score_slope(scaled, b, h, row, row + offset, k, p) if HAS_SCORE else ONE
-                s[i, j] = modify(scaled, state, b, h, row, row + offset, k, p)
+                    slopes[i, j] = score_slope(scaled, b, h, row, row + q_position, k, p) if HAS_SCORE else ONE
+                s[i, j] = modify(scaled, state, b, h, row, row + q_position, k, p)
             else:
                 s[i, j] = HIDDEN
 
 
 @device
 def drop_tile(p, tile, b, h, row0, k0):
-    """Dropout of a tile of weights, or of their gradients."""
-    tx, ty = place()
-    for i in range(ROWS_EACH):
-        for j in range(COLUMNS_EACH):
+    """Dropout of a tile of P or dP."""
+    tx, ty = thread_coord()
+    for i in range(ROWS_PER_THREAD):
+        for j in range(COLUMNS_PER_THREAD):
             along, across = ty + i * TY, tx + j * TX
             row, k = (row0 + across, k0 + along) if BACKWARD_KEYS else (row0 + along, k0 + across)
             tile[i, j] = drop(tile[i, j], p, b, h, row, k)

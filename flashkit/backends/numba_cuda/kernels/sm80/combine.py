@@ -1,17 +1,16 @@
 # parts: common/tiles common/fragment
-# Parts of a row of output, whose keys other warps went over, made one: each weighs as much as its sum of weights. A
-# block takes up to 128 columns of a row: each of its warps some of the parts, a lane four columns. Sums are in an order
-# that does not change.
+# Split-KV: combines the splits of a row, weighted by the sum of their P. A CTA takes up to 128 columns of a row, each
+# of its warps some of the splits, a lane four columns. The reduction has a fixed order.
 
-AT_ONCE = 4  # parts that are asked for before one is needed: beyond the last they are the last, with the weight 0
-SHARES = -(-HEAD_DIM_V // 128)  # blocks of a row
-load_number = load_from("shared", types.float32)
+PREFETCH = 4  # splits loaded ahead; past the last the last one again, with the weight 0
+COLUMN_BLOCKS = -(-HEAD_DIM_V // 128)  # CTAs per row
+load_f32 = load_from("shared", types.float32)
 
 
 @device
-def lse_of(p, part, b, h, row):
-    """Of a part, in base 2."""
-    return load(np.float32, number_address(p.lse_partial, I(part) * p.batch + b, h, row), 0)
+def lse_of(p, split, b, h, row):
+    """The log-sum-exp of a split, in base 2."""
+    return load(np.float32, number_address(p.lse_partial, I(split) * p.batch + b, h, row), 0)
 
 
 @device
@@ -22,9 +21,9 @@ def across_warp(f, x):
 
 
 @device
-def carefully(p, b, h, row, reference, column):
-    """Four columns of the row from memory, pair by pair, leaving out the values of weights that are 0."""
-    lane, n_k, position = I(thread() % 32), keys_of(p, b), row + offset_of(p, b)
+def recompute_columns(p, b, h, row, reference, column):
+    """Recomputes four columns of the row from Q, K and V, pair by pair, skipping rows of V whose P is 0."""
+    lane, n_k, position = I(thread() % 32), seq_info(p, b).n_k, row + seq_info(p, b).q_position
     q, x0, x1, x2, x3 = row_address(p.q, b, h, row), ZERO, ZERO, ZERO, ZERO
     for k0 in range(0, n_k, 32):
         k = min(k0 + lane, n_k - 1)
@@ -48,30 +47,30 @@ def carefully(p, b, h, row, reference, column):
 
 @kernel(32 * COMBINERS)
 def combine(p):
-    lane, warp, parts = i32(thread() % 32), i32(thread() // 32), i32(p.num_splits)
-    index, rows, heads = u32(block() // u32(SHARES)), u32(p.n_q), u32(p.heads)
+    lane, warp, splits = i32(thread() % 32), i32(thread() // 32), i32(p.num_splits)
+    index, rows, heads = u32(block() // u32(COLUMN_BLOCKS)), u32(max_n_q(p)), u32(p.heads)
     head = u32(index // rows)
     b = u32(head // heads)
     row, h, b = I(index - head * rows), I(head - b * heads), I(b)
     if EARLY:
         griddepcontrol_wait()
-    top = HIDDEN
-    for first in range(lane, parts, 32 * AT_ONCE):
-        for i in range(AT_ONCE):
-            top = greater(top, lse_of(p, min(first + 32 * i, parts - 1), b, h, row))
-    top = across_warp(greater, top)
-    shift = ZERO if top == HIDDEN else top
+    row_max = HIDDEN
+    for first in range(lane, splits, 32 * PREFETCH):
+        for i in range(PREFETCH):
+            row_max = greater(row_max, lse_of(p, min(first + 32 * i, splits - 1), b, h, row))
+    row_max = across_warp(greater, row_max)
+    finite_max = ZERO if row_max == HIDDEN else row_max
 
-    column, base, total = I(block() % u32(SHARES)) * 128 + 4 * lane, shared_address(), ZERO
+    column, base, total = I(block() % u32(COLUMN_BLOCKS)) * 128 + 4 * lane, shared_address(), ZERO
     x0, x1, x2, x3 = ZERO, ZERO, ZERO, ZERO
-    for first in range(warp, parts, COMBINERS * AT_ONCE):
-        for i in range(AT_ONCE):
-            part = first + COMBINERS * i
-            there = min(part, parts - 1)
-            source = number_address(p.o_partial, I(there) * p.batch + b, h, row)
+    for first in range(warp, splits, COMBINERS * PREFETCH):
+        for i in range(PREFETCH):
+            split = first + COMBINERS * i
+            index_clamped = min(split, splits - 1)
+            source = number_address(p.o_partial, I(index_clamped) * p.batch + b, h, row)
             y0, y1, y2, y3 = load4(np.float32, source, min(column, HEAD_DIM_V - 4))
-            weight = exp2_fast(lse_of(p, there, b, h, row) - shift)
-            weight = weight if part < parts else ZERO
+            weight = exp2_fast(lse_of(p, index_clamped, b, h, row) - finite_max)
+            weight = weight if split < splits else ZERO
             used, total = weight != ZERO, total + weight
             x0, x1 = x0 + weight * y0 if used else x0, x1 + weight * y1 if used else x1
             x2, x3 = x2 + weight * y2 if used else x2, x3 + weight * y3 if used else x3
@@ -85,20 +84,20 @@ def combine(p):
             y = load_vec(mine + 512 * other)
             x0, x1 = x0 + as_float(i32(y[0])), x1 + as_float(i32(y[1]))
             x2, x3 = x2 + as_float(i32(y[2])), x3 + as_float(i32(y[3]))
-            total += load_number(totals + 4 * other)
-        factor, reference = np.float32(1), shift
+            total += load_f32(totals + 4 * other)
+        factor, reference = np.float32(1), finite_max
         if HAS_SINKS:
-            top, total, factor = with_sink(p, h, top, total)
-        empty = total == ZERO  # no key is visible
+            row_max, total, factor = with_sink(p, h, row_max, total)
+        empty = total == ZERO  # no visible key
         factor = ZERO if empty else factor / total
         x = x0 * factor, x1 * factor, x2 * factor, x3 * factor
-        lse = HIDDEN if empty else top * LN2 + math.log(total)
+        lse = HIDDEN if empty else row_max * LN2 + math.log(total)
         if column == 0:
             store(np.float32, number_address(p.lse, b, h, row), 0, lse)
-        if MAY_HIDE:  # what is not finite may have met a weight of 0
-            odd = (x[0] + x[1] + x[2] + x[3]) * ZERO != ZERO
-            if any_lane(odd and abs(total) < INFINITE):
-                x = scaled(carefully(p, b, h, row, reference, column), factor)
+        if MAY_HIDE:  # P = 0 may have met inf or NaN in V
+            nonfinite = (x[0] + x[1] + x[2] + x[3]) * ZERO != ZERO
+            if any_lane(nonfinite and abs(total) < INFINITE):
+                x = scaled(recompute_columns(p, b, h, row, reference, column), factor)
         if column < HEAD_DIM_V:
             target = row_address(p.out, b, h, row)
             for i in range(4):

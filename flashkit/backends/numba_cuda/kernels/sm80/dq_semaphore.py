@@ -1,93 +1,71 @@
 # parts: common/tiles common/fragment sm80/bwd_layout
-# Sums of dQ in memory: blocks of the backward pass by mma.sync add to a tile of queries one after the other, so the
-# bits never change. A block adds when all that come before it are done with the tile; p.dq_semaphore has a bit for each
-# pair of tiles. Blocks take their work by a ticket in that order, so whoever waits, waits for a block that runs. They
-# work at p.heads_per_l2_group heads at a time, whose rows and sums the L2 cache holds. The last keys come first, and a block goes
-# over its queries from the first on: under a causal mask it begins at its diagonal, where it is the first to add. Only
-# the last heads go the other way round, where there is a mask: blocks with most to do come first, so that all end at
-# about the same time.
+# The order in which CTAs add to dq_accum, which makes dQ deterministic. p.dq_semaphore has a bit for each pair of a
+# query tile and a key tile: the CTA of the key tile has added to the query tile.
 
 
 @device
-def take_work(p, base):
-    """Batch entry, head of keys and tile of keys of this block's ticket, and whether it goes the other way round."""
-    if thread() == 0:
-        store_word(base + AT_TICKET, i32(fetch_add(p.tile_counter, 1)))
-    threads_sync()
-    index, heads = u32(load_word(base + AT_TICKET)), u32(u32(p.heads) // u32(GQA_GROUP))
-    tiles, every = u32((u32(p.n_k) + u32(BLOCK_K - 1)) // u32(BLOCK_K)), u32(heads * u32(p.batch))
-    most = u32(p.heads_per_l2_group)
-    first = u32(index // u32(most * tiles) * most)
-    rest = u32(index - first * tiles)
-    size = u32(min(every - first, most))
-    place = u32(rest // size)
-    head = u32(first + rest - place * size)
-    down = HAS_MASK and every > most and first >= u32(u32(every - u32(1)) // most * most)
-    return i32(head // heads), i32(head % heads), i32(place) if down else i32(tiles - u32(1) - place), down
-
-
-@device
-def bits_at(p, b, h, tile):
-    """Address of the bits of a tile of queries."""
+def semaphore_at(p, b, h, tile):
+    """Address of the bits of a query tile: one for each key tile whose CTA has added to its dQ."""
     return number_address(p.dq_semaphore, I(b), I(h), I(tile))
 
 
 @device
-def leave_out(p, b, head, tile_k, n_k):
-    """Say of tiles of queries that see none of these keys that the block is done with them."""
+def semaphore_skip_empty(p, b, head, tile_k, n_k):
+    """Sets the bits of query tiles that see none of these keys."""
     if HAS_MASK:
-        k0, tiles, offset = I(tile_k) * BLOCK_K, i32((p.n_q + BLOCK_Q - 1) // BLOCK_Q), offset_of(p, I(b))
+        k0, seq = I(tile_k) * BLOCK_K, seq_info(p, I(b))
+        tiles = i32((seq.n_q + BLOCK_Q - 1) // BLOCK_Q)
         k1 = min(k0 + BLOCK_K, I(n_k))
         for h in range(head * GQA_GROUP, head * GQA_GROUP + GQA_GROUP):
             for tile in range(i32(thread()), tiles, THREADS):
                 row0 = I(tile) * BLOCK_Q
-                if tile_state(p, I(b), I(h), offset, row0, min(row0 + BLOCK_Q, p.n_q), k0, k1) == EMPTY:
-                    set_bits(bits_at(p, b, h, tile) + 4 * (tile_k >> 5), u32(1) << u32(tile_k & 31))
+                if tile_state(p, I(b), I(h), seq.q_position, row0, min(row0 + BLOCK_Q, seq.n_q), k0, k1) == EMPTY:
+                    set_bits(semaphore_at(p, b, h, tile) + 4 * (tile_k >> 5), u32(1) << u32(tile_k & 31))
 
 
 @device
-def be_done(p, b, h, tile, tile_k):
-    """What the block's threads have added to a tile before they last met is there when the bit is."""
-    set_bits_after(bits_at(p, b, h, tile) + 4 * (tile_k >> 5), u32(1) << u32(tile_k & 31))
+def semaphore_release(p, b, h, tile, tile_k):
+    """Sets a bit; orders the CTA's additions before its last barrier."""
+    set_bits_after(semaphore_at(p, b, h, tile) + 4 * (tile_k >> 5), u32(1) << u32(tile_k & 31))
 
 
 @device
 def bits_below(end, word):
-    """Bits of word number `word` that the tiles before `end` have."""
+    """The bits of tiles before `end` in word number `word`."""
     left = end - 32 * word
     return u32(0xFFFFFFFF) if left >= 32 else u32((u32(1) << u32(max(left, 0) & 31)) - u32(1))
 
 
 @device
-def missing_at(bits, word, low, high):
-    """Of tiles low ... high - 1 those that are not done yet, in a word of their bits."""
+def missing_in_word(semaphore, word, low, high):
+    """The bits of tiles low ... high - 1 that are not set yet, in word number `word`."""
     need = u32(bits_below(high, word) & ~bits_below(low, word))
-    return u32(need & ~load_now(bits + 4 * word)) if need != u32(0) else need
+    return u32(need & ~load_now(semaphore + 4 * word)) if need != u32(0) else need
 
 
 @device
-def missing_first(bits, low, high):
-    """The same in a lane's first word: looked at a while before it matters, as memory is far."""
-    return missing_at(bits, (low >> 5) + i32(thread() % 32), low, high)
+def semaphore_missing(semaphore, low, high):
+    """missing_in_word() of a lane's first word, loaded ahead of its use."""
+    return missing_in_word(semaphore, (low >> 5) + i32(thread() % 32), low, high)
 
 
 @device
-def wait_for_turn(bits, missing, low, high):
-    """Until the blocks of tiles low ... high - 1 are done with a tile of queries. What comes next acts where memory is
-    and after a branch, so later than what the bits stand for, without a load that acquires.
+def semaphore_wait(semaphore, missing, low, high):
+    """Waits until the bits of tiles low ... high - 1 are set. A relaxed load suffices: the additions that follow are
+    performed at the L2 cache and depend on a branch on it, so they come after the additions that the bits stand for.
     """
     word = low >> 5
     while 32 * word < high:
         while missing != u32(0):
-            missing = missing_at(bits, word + i32(thread() % 32), low, high)
+            missing = missing_in_word(semaphore, word + i32(thread() % 32), low, high)
         word += 32
-        missing = missing_at(bits, word + i32(thread() % 32), low, high)
+        missing = missing_in_word(semaphore, word + i32(thread() % 32), low, high)
     lanes_sync()
 
 
 @device
-def add_four(i, four, address):
-    """Four neighbouring registers of a lane to their place among the sums."""
+def reduce_add_fragment(i, four, address):
+    """Adds four neighbouring registers of a lane to dq_accum."""
     if VECTOR_ADDS:
         add_to_four(address + 512 * i, four)
     else:
@@ -96,7 +74,7 @@ def add_four(i, four, address):
 
 
 @device
-def sums_of(p, b, h, tile, warp):
-    """Where a lane's sums of dQ are: as its warp holds them, four registers of each lane after the other."""
-    head = number_address(p.dq_accum, I(b), I(h), I(0))
-    return head + I(tile) * (4 * BLOCK_Q * WHOLE) + 128 * SUMS_Q * warp + 16 * (thread() % 32)
+def dq_accum_at(p, b, h, tile, warp):
+    """Address of a lane's part of dq_accum, which lies in memory as fragments: four registers of each lane in turn."""
+    head_accum = number_address(p.dq_accum, I(b), I(h), I(0))
+    return head_accum + I(tile) * (4 * BLOCK_Q * PADDED_QK) + 128 * SUMS_Q * warp + 16 * (thread() % 32)

@@ -1,10 +1,8 @@
-# The tile of the forward pass by mma.sync, its registers and its shared memory.
+# The tile of the forward pass by mma.sync and its registers. Shared memory: numba_cuda/sm80.py, Tile.smem.
 
 THREADS, PACK_GQA, WARP_ROWS, GROUP_THREADS, EVEN = 128, 1, BLOCK_Q // 4, 128, True
 ROWS = WARP_ROWS // 8
 COLUMNS, COLUMNS_QK, STEPS = padded(HEAD_DIM_V), padded(HEAD_DIM), padded(HEAD_DIM) * ITEM // 32
 SUMS, SCORES = COLUMNS * ROWS // 4, BLOCK_K * ROWS // 4  # registers of a lane: output, scores
 CHUNK_Q, CHUNK_K = BLOCK_Q * CHUNK_ROW, BLOCK_K * CHUNK_ROW  # bytes from one chunk of 64 columns to the next
-BYTES_Q = CHUNK_Q * max(chunks(HEAD_DIM), chunks(HEAD_DIM_V))
-BYTES_K, BYTES_V = CHUNK_K * chunks(HEAD_DIM), CHUNK_K * chunks(HEAD_DIM_V)
-BYTES_STAGE, UNITS_V = BYTES_K + BYTES_V, HEAD_DIM_V // VEC_ELEMENTS
+ROW_VECS_V = HEAD_DIM_V // VEC_ELEMENTS

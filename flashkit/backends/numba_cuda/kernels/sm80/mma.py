@@ -1,91 +1,92 @@
 # parts: common/fragment sm80/tf32x3
-# What kernels by mma.sync multiply: 16 rows of a warp, or 32, two tiles of 16 that use the same right operands. A
-# lane's sums are its ROWS rows' (ptx/tuples.py), four registers of each tile for each 8 columns; left operands are four
-# registers of each tile. Right operands are addresses in shared memory and the bytes from one chunk of 64 columns to
-# the next. A lane gets from columns to further ones by flipping bits of its address, so that all addresses follow from
-# one; among a warp's share of the columns it does so where a share is a power of 2, or all of them: EVEN.
+# Matrix products of a warp by mma.sync: 16 rows, or 32, two tiles of 16 that use the same B operands. The layout of
+# accumulators is in ptx/tuples.py. An A operand is four registers of each tile of 16 rows. B operands are addresses in
+# shared memory and the bytes from one chunk of 64 columns to the next. A lane reaches further columns by flipping bits
+# of its address, so that all addresses follow from one; EVEN: a warp multiplies a power of two of columns, or all of
+# them.
 
-SIXTEEN, LEFT = 4 * ROWS, (4 if IS_FLOAT32 else 2) * ROWS  # registers of a lane: of 16 columns of sums; of these as operands
+# Registers of a lane for 16 columns of an accumulator, and of these as an operand.
+SIXTEEN, FRAGMENT = 4 * ROWS, (4 if IS_FLOAT32 else 2) * ROWS
 
 if not IS_FLOAT32 and ROWS == 4:
-    product = mma(STORAGE)
+    mma_sync = mma(STORAGE)
 
     @device
-    def multiply_sixteen(sums, left, right):
-        """16 columns of all rows: the left operand, and the right one."""
+    def mma_16_columns(sums, left, right):
+        """sums += left right for 16 columns of all rows: an A operand and a B operand."""
         upper, lower = part(left, 0, 4), part(left, 4, 4)
-        a = product(part(sums, 0, 4), upper, right[0], right[1])
-        b = product(part(sums, 4, 4), upper, right[2], right[3])
-        c = product(part(sums, 8, 4), lower, right[0], right[1])
-        return a + b + c + product(part(sums, 12, 4), lower, right[2], right[3])
+        a = mma_sync(part(sums, 0, 4), upper, right[0], right[1])
+        b = mma_sync(part(sums, 4, 4), upper, right[2], right[3])
+        c = mma_sync(part(sums, 8, 4), lower, right[0], right[1])
+        return a + b + c + mma_sync(part(sums, 12, 4), lower, right[2], right[3])
 
     @device
-    def load_left(at):
+    def load_a(at):
         return ldmatrix_x4(at) + ldmatrix_x4(at + 16 * CHUNK_ROW)
 
 elif not IS_FLOAT32:
-    product = mma(STORAGE)
+    mma_sync = mma(STORAGE)
 
     @device
-    def multiply_sixteen(sums, left, right):
-        a = product(part(sums, 0, 4), left, right[0], right[1])
-        return a + product(part(sums, 4, 4), left, right[2], right[3])
+    def mma_16_columns(sums, left, right):
+        a = mma_sync(part(sums, 0, 4), left, right[0], right[1])
+        return a + mma_sync(part(sums, 4, 4), left, right[2], right[3])
 
     @device
-    def load_left(at):
+    def load_a(at):
         return ldmatrix_x4(at)
 
 
 @device
-def of_rows(i, sums, rest):
+def mma_columns_nt(i, sums, rest):
     left, b = rest
-    return multiply_sixteen(sums, left, ldmatrix_x4(b + 16 * i * CHUNK_ROW))
+    return mma_16_columns(sums, left, ldmatrix_x4(b + 16 * i * CHUNK_ROW))
 
 
 @device
-def sixteen_dims(step, sums, rest):
-    """sums += a b^T: 16 columns of a's rows and of b's rows."""
+def mma_step_nt(step, sums, rest):
+    """One step of sums += a b^T: 16 columns of the rows of a and of b."""
     a, chunk_a, b, chunk_b = rest
     lane = thread() % 32
     left = ((a + swizzled(lane % 16, lane // 16)) ^ step % 4 * 32) + step // 4 * chunk_a
     right = ((b + swizzled(lane // 16 * 8 + lane % 8, lane // 8 % 2)) ^ step % 4 * 32) + step // 4 * chunk_b
-    return groups(of_rows, SIXTEEN, sums, (load_left(left), right))
+    return groups(mma_columns_nt, SIXTEEN, sums, (load_a(left), right))
 
 
 if not IS_FLOAT32:
 
     @device
-    def of_columns(i, sums, rest):
-        """16 columns of b from unit `first` on, of 16 of its rows from `row` on."""
+    def mma_columns_nn(i, sums, rest):
+        """sums += left b for 16 columns of b from vector `first` on, and 16 of its rows from `row` on."""
         left, b, chunk_b, first, row = rest
-        lane, unit = thread() % 32, first + 2 * i
+        lane, vec = thread() % 32, first + 2 * i
         if EVEN:
             at = b + (first >> 3) * chunk_b + swizzled(lane % 16, (first & 7) + lane // 16)
             at = (at ^ i % 4 * 32) + i // 4 * chunk_b
         else:
-            at = b + (unit >> 3) * chunk_b + swizzled(lane % 16, (unit & 7) + lane // 16)
-        return multiply_sixteen(sums, left, load_matrices_turned(at + row * CHUNK_ROW))
+            at = b + (vec >> 3) * chunk_b + swizzled(lane % 16, (vec & 7) + lane // 16)
+        return mma_16_columns(sums, left, ldmatrix_x4_trans(at + row * CHUNK_ROW))
 
     @device
-    def sixteen_weights(step, weights, output, rest):
+    def mma_step_rs(step, p_tile, output, rest):
         v, chunk = rest
-        return groups(of_columns, SIXTEEN, output, (weights, v, chunk, 0, 16 * step))
+        return groups(mma_columns_nn, SIXTEEN, output, (p_tile, v, chunk, 0, 16 * step))
 
     @device
-    def accumulate(output, weights, v, chunk):
-        """output += weights V, the weights in registers, packed."""
-        return chain(sixteen_weights, LEFT, weights, output, (v, chunk))
+    def gemm_rs(output, p_tile, v, chunk):
+        """output += P V, with P packed in registers."""
+        return chain(mma_step_rs, FRAGMENT, p_tile, output, (v, chunk))
 
     @device
-    def operand(weights):
-        """Weights as they are multiplied, and outputs as they are stored."""
-        return join(pack, weights)
+    def to_operand(fragment):
+        """P as an operand, or O as it is stored."""
+        return join(pack, fragment)
 
     @device
-    def store_piece(i, words, rest):
-        """16 columns of all rows, packed, to shared memory, from unit `first` of a row on."""
+    def store_o_fragment(i, words, rest):
+        """16 columns of all rows, packed, to shared memory, from vector `first` of a row on."""
         staged, chunk, first = rest
         lane = i32(thread() % 32)
-        for j in range(LEFT):
-            row, unit = j // 4 * 16 + j % 2 * 8 + lane // 4, first + 2 * i + j // 2 % 2
-            store_word(staged + (unit >> 3) * chunk + swizzled(row, unit & 7) + lane % 4 * 4, i32(words[j]))
+        for j in range(FRAGMENT):
+            row, vec = j // 4 * 16 + j % 2 * 8 + lane // 4, first + 2 * i + j // 2 % 2
+            store_word(staged + (vec >> 3) * chunk + swizzled(row, vec & 7) + lane % 4 * 4, i32(words[j]))

@@ -14,8 +14,20 @@ def times_unless_zero(p_slope, x):
 
 
 @device
+def visit_four(i, ds, rest):
+    """Elements 4 i ... 4 i + 3 of a lane to visit_ds: two query rows of two keys."""
+    p, at = rest
+    for half in range(2):
+        for c in range(2):
+            row = i32(at.first_row + 8 * i + c)
+            visit_ds(ds[2 * half + c], at.b, at.h, row, row + at.q_position, at.keys[half], p)
+    return ds
+
+
+@device
 def pack_ds(p, ds, where):
-    visit_ds(ds, where, p)
+    if VISITS_DS:
+        ds = groups(visit_four, 4, ds, (p, fragment_coord(p, *where)))
     return join(pack, ds)
 
 

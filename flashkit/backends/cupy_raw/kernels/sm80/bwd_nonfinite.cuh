@@ -1,0 +1,58 @@
+// Gradients that are not finite are recomputed from global memory, pair by pair: P or dS = 0 of a masked pair may have
+// met inf or NaN in a tensor core.
+#pragma once
+
+enum Gradient { DQ, DK, DV };
+
+template <int DIM>
+DEVICE float dot(const storage* x, const storage* y) {
+    float sum = 0;
+#pragma unroll 1
+    for (int d = 0; d < DIM; ++d) sum = fmaf((float)widen(x[d]), (float)widen(y[d]), sum);
+    return sum;
+}
+
+// P of a pair after dropout (DV), or its dS (DQ, DK).
+template <Gradient WHICH>
+DEVICE float recompute_pair(const Params& p, int b, int h, int query, int key) {
+    const long long q = query + seq_info(p, b).q_position;
+    const storage *q_row = row_at<storage>(p.q, b, h, query), *k_row = row_at<storage>(p.k, b, h / GQA_GROUP, key);
+    const float s = dot<HEAD_DIM>(q_row, k_row) * (float)p.softmax_scale;
+    const float lse = *row_at<float>(p.bwd_lse, b, h, query), x = modify<true>(s, b, h, query, q, key, p);
+    const float p_pair = x == HIDDEN ? 0.0f : exp2_fast((x - lse) * LOG2E);
+    if (p_pair == 0) return 0;
+    if constexpr (WHICH == DV) return HAS_DROPOUT ? drop(p_pair, p, b, h, query, key) : p_pair;
+    float dp = dot<HEAD_DIM_V>(row_at<storage>(p.dout, b, h, query), row_at<storage>(p.v, b, h / GQA_GROUP, key));
+    if constexpr (HAS_DROPOUT) dp = drop(dp, p, b, h, query, key);
+    const float slope = HAS_SCORE ? (float)score_slope(s, b, h, query, q, key, p) : 1.0f;
+    return p_pair * slope * (dp - *row_at<float>(p.delta, b, h, query));
+}
+
+// A warp recomputes columns first ... of one row of dQ, dK or dV, skipping products with 0. head: a query head for dQ,
+// else a key/value head.
+template <Gradient WHICH>
+DEVICE void recompute_row(const Params& p, int b, int head, int row, int first, int columns, float factor) {
+    constexpr int DIM = WHICH == DV ? HEAD_DIM_V : HEAD_DIM, HEADS = WHICH == DQ ? 1 : GQA_GROUP;
+    const Tensor& target = WHICH == DQ ? p.dq : WHICH == DK ? p.dk : p.dv;
+    const Tensor& other = WHICH == DQ ? p.k : WHICH == DK ? p.q : p.dout;
+    const int lane = threadIdx.x % 32, n = WHICH == DQ ? (int)seq_info(p, b).n_k : (int)seq_info(p, b).n_q;
+#pragma unroll 1
+    for (int c = lane; c - lane < columns; c += 32) {
+        const bool exists = c < columns && first + c < DIM;
+        float sum = 0;
+#pragma unroll 1
+        for (int h = head * HEADS; h < (head + 1) * HEADS; ++h)
+#pragma unroll 1
+            for (int start = 0; start < n; start += 32) {
+                const int own = start + lane < n ? start + lane : n - 1;
+                const float mine = recompute_pair<WHICH>(p, b, h, WHICH == DQ ? row : own, WHICH == DQ ? own : row);
+#pragma unroll 1
+                for (int i = 0; i < 32 && start + i < n; ++i) {
+                    const float factor_i = __shfl_sync(~0u, mine, i);
+                    const storage* x = row_at<storage>(other, b, WHICH == DQ ? h / GQA_GROUP : h, start + i);
+                    if (factor_i != 0 && exists) sum = fmaf(factor_i, (float)widen(x[first + c]), sum);
+                }
+            }
+        if (exists) row_at<storage>(target, b, head, row)[first + c] = narrow(sum * factor);
+    }
+}

@@ -1,0 +1,62 @@
+// The postprocess of the backward pass: dQ from its float32 accumulators.
+#pragma once
+#include "sm80/bwd_nonfinite.cuh"
+
+// Eight columns of two rows of a dQ accumulator, which lies in memory as fragments: the part of the four lanes that
+// share the rows.
+struct EightColumns {
+    int row, column;  // of the upper row; the lower one is 8 further
+    float x[2][8];
+
+    __device__ __forceinline__ EightColumns(const float* accum, int i, float scale) {
+        const int n = i % Q_COLUMNS, g = i / Q_COLUMNS % 8, j = i / Q_COLUMNS / 8 % Q_TILES;
+        const int warp = i / Q_COLUMNS / 8 / Q_TILES;
+        row = (warp / (WARPS / WARPS_Q) * Q_TILES + j) * 16 + g;
+        column = (warp % (WARPS / WARPS_Q) * Q_COLUMNS + n) * 8;
+        const float* fragment = accum + ((warp * Q_TILES + j) * Q_COLUMNS + n) * 128;
+        const float4* four = reinterpret_cast<const float4*>(fragment) + 4 * g;
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            const float4 y = four[t];
+            x[0][2 * t] = y.x * scale, x[0][2 * t + 1] = y.y * scale;
+            x[1][2 * t] = y.z * scale, x[1][2 * t + 1] = y.w * scale;
+        }
+    }
+    __device__ __forceinline__ bool is_nonfinite() const {
+        bool nonfinite = false;
+#pragma unroll
+        for (int c = 0; c < 16; ++c) nonfinite |= !is_finite(x[c / 8][c % 8]);
+        return nonfinite;
+    }
+};
+
+// Scales and rounds dq_accum to dq. A CTA takes a query tile.
+extern "C" __global__ void __launch_bounds__(256, 6) bwd_postprocess(KERNEL_PARAMS) {
+    const int tiles = (int)((max_n_q(p) + BLOCK_Q - 1) / BLOCK_Q);
+    const int tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
+    const float* accum = row_at<const float>(p.dq_accum, b, h, tile);
+    const float scale = (float)p.softmax_scale;
+    constexpr int VECS = BLOCK_Q * padded(HEAD_DIM) / 16;
+    bool nonfinite = false;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < VECS; i += 256) {
+        const EightColumns each(accum, i, scale);
+        if constexpr (MAY_HIDE) nonfinite |= each.is_nonfinite();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = tile * BLOCK_Q + each.row + 8 * half;
+            if (row < seq_info(p, b).n_q)
+                store_eight<HEAD_DIM>(row_at<storage>(p.dq, b, h, row), each.column, each.x[half]);
+        }
+    }
+    if (!MAY_HIDE || !__syncthreads_or(nonfinite)) return;
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < VECS; i += 8) {  // a warp each
+        const EightColumns each(accum, i, scale);
+        if (!each.is_nonfinite()) continue;
+#pragma unroll 1
+        for (int row = tile * BLOCK_Q + each.row, last = row + 8; row <= last && row < (int)seq_info(p, b).n_q;
+             row += 8)
+            recompute_row<DQ>(p, b, h, row, each.column, 8, scale);
+    }
+}
