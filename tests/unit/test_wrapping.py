@@ -240,7 +240,7 @@ def test_the_cpu_classifies_tiles() -> None:
 
 def cuda_helpers() -> str:
     """The parts of scalar.cuh that integers need, as C++."""
-    text = (Path(expr.__file__).parent / "backends/cupy_raw/kernels/scalar.cuh").read_text()
+    text = (Path(flashkit.__file__).parent / "backends/cupy_raw/kernels/common/scalar.cuh").read_text()
     parts = [
         r"template <typename T> DEVICE T fk_abs.*\n",
         r"template <typename T, typename U> DEVICE auto fk_m(?:in|ax).*\n",
