@@ -21,7 +21,7 @@ from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cuda_common.params import AT, VALUES
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
-from flashkit.call import planned
+from flashkit.call import plan_cache
 from flashkit.call.arguments import prepare
 
 
@@ -74,7 +74,7 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
     """
     arrays = given(0)
     problem, operands = operands_of(block_mask=BLOCKS, **arrays)
-    names = planned.names_of(list(arrays.values()), operands)
+    names = plan_cache.names_of(list(arrays.values()), operands)
     assert names is not None
     plan, seen = watched(problem)
     bound = CupyRawBackend().bind(plan, operands, names)

@@ -26,6 +26,7 @@ from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call import arguments
+from flashkit.call.compose import compose
 from flashkit.devices.schema import TileRow
 from flashkit.mods import codegen, expr
 from flashkit.spec import AttentionSpec, Direction, Problem
@@ -116,7 +117,7 @@ MASKS = {
 
 
 def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: str = "float16") -> AttentionSpec:
-    score, mask, slots, _, _ = arguments._compose(scores, masks)
+    score, mask, slots, _, _ = compose(scores, masks)
     return AttentionSpec(dtype, d, d, 1, score, mask, slots)
 
 
