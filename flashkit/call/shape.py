@@ -12,7 +12,10 @@ LAYOUTS = ("bhnd", "bnhd")
 
 
 class Shape:
-    """How the caller's arrays map to (B, H, N, D). Axes before the last three are batch axes; missing ones have length 1."""
+    """How the caller's arrays map to (B, H, N, D).
+
+    Axes before the last three are batch axes; missing axes have length 1.
+    """
 
     def __init__(self, ndim: int, batch: tuple[int, ...], layout: str) -> None:
         self.ndim, self.batch, self.layout = ndim, batch, layout

@@ -35,7 +35,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(backend, "_device_of", lambda operands: replace(MODELS["sm_90a"], ordinal=0))
     monkeypatch.setattr(launch, "stream", lambda: 7)
     monkeypatch.setattr(launch, "keep", lambda stream, *memory: found.extend(memory))
-    monkeypatch.setattr(arguments, "nowhere", lambda ordinal, size: OnDevice(np.zeros(8, np.int8)))
+    monkeypatch.setattr(arguments, "dummy_slot", lambda ordinal, size: OnDevice(np.zeros(8, np.int8)))
     return found
 
 

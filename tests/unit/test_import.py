@@ -54,7 +54,10 @@ def test_import_is_quick_and_light(program: Callable[..., str], tmp_path: Path) 
         assert module not in runs[0]["new"], f"import flashkit imports {module}"
 
 
-@pytest.mark.parametrize("module", ["mods", "mods.block_mask", "reference", "dispatch", "devices.profiles", "devices.io_model", "call.explanation"])
+MODULES = "mods", "mods.block_mask", "reference", "dispatch", "devices.profiles", "devices.io_model", "call.explanation"
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_no_module_loads_a_compiler(program: Callable[..., str], module: str) -> None:
     """Nor does any module that the public functions are made of, before a call needs it."""
     loaded = program(f"import sys, flashkit.{module}; print(*sys.modules)").split()

@@ -249,7 +249,7 @@ def test_arrays_are_kept_by_reference() -> None:
     same(call(q, k, v), full(q, k, v, bias=np.zeros((40, 40), np.float32)))
 
 
-# --- plans that attention() caches -------------------------------------------------------------------------------------------
+# --- plans that attention() caches ------------------------------------------------------------------------------------
 
 
 def test_equal_keys_of_other_types_are_other_calls() -> None:

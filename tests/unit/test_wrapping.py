@@ -386,7 +386,7 @@ def test_a_fresh_kernel_is_held_against_the_definition(monkeypatch: pytest.Monke
     """Not against an algorithm with tiles, which could be wrong about them as the kernel is."""
     monkeypatch.setattr(reference, "tile_states", None)
     spec, _ = problem_of(mods.mask(HASHES["below"]))
-    problem = verify.small_problem(spec)
+    problem = verify.sample_problem(spec)
     out, _ = reference.standard(spec, problem)
     np.testing.assert_array_equal(verify._expected(spec, problem, "forward")["out"], out)
     assert set(verify._expected(spec, problem, "backward")) == {"dq", "dk", "dv"}

@@ -1,4 +1,4 @@
-"""`Params`, the block of arguments that every CUDA kernel takes by value: defined here, once, for all languages.
+"""`Params`, the argument block that every CUDA kernel takes by value: defined here, once, for all languages.
 
 The host writes it as 64-bit words, one after the other. CUDA C++ gets its structure from `cuda_header`, Numba its named
 tuple from numba_cuda/params.py. A pass fills the fields that its kernels read; a field holds one thing.
@@ -13,13 +13,11 @@ Kind = Literal["tensor", "int64", "float64", "uint64", "pointer to void", "point
                "pointer to const int64", "pointer to int32", "pointer to uint32"]  # fmt: skip
 
 WORDS_OF_TENSOR = 4
-"""Address and the strides, in elements, of the batch, head and token axes. Of numbers of a row the token stride is the
-row's.
-"""
+"""The address and the strides, in elements, of the batch, head and token axes."""
 
 
 class Field(NamedTuple):
-    """One field: its name, what it is, and what it means."""
+    """One field: its name, its type, and what it holds."""
 
     name: str
     kind: Kind

@@ -30,7 +30,7 @@ class Readers:
 
         array, found = cupy.zeros(size // 4, cupy.uint32), cupy.zeros(1, cupy.uint32)
         words, blocks = size // _WORD, 4 * self.device.sms
-        block = launch.Block([array.data.ptr, words, repeats, found.data.ptr])
+        block = launch.KernelArguments([array.data.ptr, words, repeats, found.data.ptr])
 
         def read() -> None:
             self._global.launch(blocks, 512, block, launch.stream())
@@ -43,7 +43,7 @@ class Readers:
         import cupy
 
         found, threads, blocks = cupy.zeros(1, cupy.uint32), 1024, 2 * self.device.sms
-        block = launch.Block([0, 0, repeats, found.data.ptr])
+        block = launch.KernelArguments([0, 0, repeats, found.data.ptr])
 
         def read() -> None:
             self._shared.launch(blocks, threads, block, launch.stream())

@@ -11,13 +11,14 @@ from ...spec import AttentionSpec
 from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
-from .generation import Fallback, Kernels
+from .fallback import Fallback
+from .generation import Kernels
 from .l2_swizzle import bytes_of_queries, heads_per_l2_group
 from .launch import Library, check_grid, scratch
 from .modification import is_of_blocks, is_small
 from .params import AT
 from .sm90_launch import WATCHDOG, chunks, padded
-from .tensor_maps import Tickets, addressable, tensor_map
+from .tensor_maps import TileCounters, addressable, tensor_map
 
 _CACHED = 12_000_000  # bytes of the heads that blocks work at together, well within half of the L2 cache
 _CACHED_IN_ORDER = 34_000_000
@@ -174,13 +175,12 @@ class Backward:
         self._prepare = library.kernel("bwd_preprocess", device)
         self._kernel = library.kernel("sm90_backward", device, tile.shared_memory(spec))
         self._store = library.kernel("bwd_postprocess", device)
-        self._tickets, self._spare = Tickets.of(device), spare
+        self._tickets, self._spare = TileCounters.of(device), spare
 
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile = self.spec, self.tile
         names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-        # With a scale that is not positive a hidden pair's -inf would change its sign.
-        if not (arguments.n_k and arguments.scale > 1e-30 and addressable(arguments, names)):
+        if not (arguments.n_k and arguments.positive_scale and addressable(arguments, names)):
             return self._spare.run(arguments, stream)
         heads, every = arguments.batch * arguments.heads, arguments.batch * arguments.heads_kv
         queries, keys = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)

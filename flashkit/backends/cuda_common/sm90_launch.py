@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
-from .arguments import MOVED, Arguments, addresses, aligned
+from .arguments import ROW_TENSORS, Arguments, addresses, aligned
 from .device import MODELS, Device
-from .generation import Fallback
+from .fallback import Fallback
 from .l2_swizzle import bytes_of_keys, heads_per_l2_group
 from .launch import Library, TensorMap, check_grid
 from .params import AT
-from .tensor_maps import Maps, Tickets, maps_of, strides_fit
+from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
 
 FEW_ROWS = 64
 MANY_KEYS = 1024
@@ -169,18 +169,17 @@ class Forward:
 
     def __init__(
         self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Fallback,
-        addressed: tuple[str, ...] = MOVED,
+        addressed: tuple[str, ...] = ROW_TENSORS,
     ) -> None:  # fmt: skip
         self.device, self.tile, self.why, self.spare = device, tile, why, spare
         self.pack, self.libraries = packed(problem), [library]
         self._kernel = library.kernel("sm90_forward", device, tile.shared_memory(problem.spec))
-        self._tickets, self._threads = Tickets.of(device), tile.threads
+        self._tickets, self._threads = TileCounters.of(device), tile.threads
         self._addressed, self._addresses = addressed, addresses(addressed)
 
     def takes(self, arguments: Arguments) -> bool:
         """Whether the kernel can do with arrays of these shapes and strides."""
-        # With a scale that is not positive a hidden pair's -inf would change its sign.
-        return bool(arguments.n_k) and arguments.scale > 1e-30 and strides_fit(arguments, self._addressed)
+        return bool(arguments.n_k) and arguments.positive_scale and strides_fit(arguments, self._addressed)
 
     def boxes(self, spec: AttentionSpec) -> list[tuple[str, int, int, int]]:
         """Of each tensor that the copy engine moves as it lies the name, the columns, and heads and rows of a box."""
@@ -212,6 +211,6 @@ class Forward:
             return None
         arguments.words[_TOGETHER], arguments.words[_TICKET] = shaped.together, self._tickets.next(stream)
         maps, held = self.maps(arguments, shaped, stream)
-        self._kernel.launch(shaped.blocks, self._threads, arguments.with_maps(maps), stream, early=True)
+        self._kernel.launch(shaped.blocks, self._threads, arguments.with_maps(maps), stream, pdl=True)
         del held
         return None

@@ -12,12 +12,12 @@ from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.bwd_preprocess import BwdPreprocess
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Fallback
+from ..cuda_common.fallback import Fallback
 from ..cuda_common.l2_swizzle import heads_per_l2_group
 from ..cuda_common.launch import Block, TensorMap, check_grid, scratch
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import CHOSEN, WATCHDOG, chunks, padded
-from ..cuda_common.tensor_maps import Tickets, encode
+from ..cuda_common.tensor_maps import TileCounters, encode
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_wgmma import text as products
@@ -177,12 +177,11 @@ class Sm90Float32Backward:
             shared = self.tile.shared_memory(spec, of_queries)
             self._kernels.append((of_queries, library.kernel("fp16x2_backward", device, shared)))
         self._numbers = library.kernel("fp16x2_row_factors", device)
-        self._tickets = Tickets.of(device)
+        self._tickets = TileCounters.of(device)
         self._spare = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        # With a scale that is not positive a hidden pair's -inf would change its sign.
-        if not (arguments.n_q and arguments.n_k and arguments.scale > 1e-30):
+        if not (arguments.n_q and arguments.n_k and arguments.positive_scale):
             return self._spare.run(arguments, stream)
         block, batch = self.tile.block_k, arguments.batch
         self.rows.prepare(arguments, stream, block)

@@ -8,9 +8,17 @@ from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
-from ..cuda_common.arguments import MOVED, Arguments, addresses, aligned, in_units, strides_in_units
+from ..cuda_common.arguments import (
+    ROW_TENSORS,
+    Arguments,
+    addresses,
+    aligned,
+    rows_are_vector_aligned,
+    strides_are_vector_multiples,
+)
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Fallback, Generation, Kernels, sixteen_bits, tile_of
+from ..cuda_common.fallback import Fallback
+from ..cuda_common.generation import Generation, Kernels, supports_16bit, tile_of
 from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
 from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
@@ -18,7 +26,7 @@ from ..cuda_common.sm80_bwd_launch import OrderedBackward
 from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
-_ADDRESSES, _HEADS_PER_L2_GROUP = addresses(MOVED), AT["heads_per_l2_group"]
+_ADDRESSES, _HEADS_PER_L2_GROUP = addresses(ROW_TENSORS), AT["heads_per_l2_group"]
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
@@ -90,9 +98,8 @@ class Forward:
 
     def shaped(self, arguments: Arguments) -> tuple[int, int] | None:
         """Blocks, and how many heads are worked at together, of shapes and strides; None: another pass is needed."""
-        # With a scale that is not positive a hidden pair's -inf would change its sign.
-        usual = arguments.n_k and arguments.scale > 1e-30
-        if not (usual and strides_in_units(arguments, MOVED)):
+        usual = arguments.n_k and arguments.positive_scale
+        if not (usual and strides_are_vector_multiples(arguments, ROW_TENSORS)):
             return None
         heads = arguments.batch * arguments.heads
         blocks = -(-arguments.n_q // self.tile.block_q) * heads
@@ -165,7 +172,7 @@ class Backward(OrderedBackward):
         self._spare = Fallback(older, spec, device, "backward")  # for arrays whose rows do not begin on 16 bytes
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        usual = arguments.n_k and in_units(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))
+        usual = arguments.n_k and rows_are_vector_aligned(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))
         return super().run(arguments, stream) if usual else self._spare.run(arguments, stream)
 
 
@@ -208,7 +215,7 @@ class Sm80(Generation):
         if spec.dtype == "float32" and direction == "forward":
             if not (able := of_float32(problem, device)):
                 return able
-        elif not (able := sixteen_bits(spec, MAX_DIM)):
+        elif not (able := supports_16bit(spec, MAX_DIM)):
             return able
         if not self.candidates(problem, device, direction):
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")

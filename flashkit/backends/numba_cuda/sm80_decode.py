@@ -7,9 +7,10 @@ from functools import partial
 
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler
-from ..cuda_common.arguments import Arguments, in_units
+from ..cuda_common.arguments import Arguments, rows_are_vector_aligned
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Fallback, Generation, Kernels
+from ..cuda_common.fallback import Fallback
+from ..cuda_common.generation import Generation, Kernels
 from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
 
@@ -51,7 +52,7 @@ class DecodeTile:
     def constants(self, spec: AttentionSpec, device: Device) -> dict[str, int]:
         return {
             "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages, "HAS_LENGTHS": spec.kv_lengths,
-            "BLOCKS_PER_SM": self.resident(spec, device), "FAST_MATH": True, "EARLY": device.launches_early,
+            "BLOCKS_PER_SM": self.resident(spec, device), "FAST_MATH": True, "EARLY": device.supports_pdl,
             "COMBINERS": COMBINERS,
         }  # fmt: skip
 
@@ -80,15 +81,14 @@ class Decode:
         self._kernel = library.kernel("sm80_decode", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device, COMBINED_BYTES)
         self._shares = -(-spec.head_dim_v // 128)  # blocks of a row of `combine`
-        self._early = device.launches_early
+        self._early = device.supports_pdl
         self._slots = device.sms * self.tile.resident(spec, device) * self.tile.warps
         self._spare = Fallback(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile = arguments.spec, self.tile
-        # With a scale that is not positive a hidden pair's -inf would change its sign.
-        usual = arguments.n_k and arguments.scale > 1e-30
-        if not (usual and in_units(arguments, ("q", "k", "v"))):
+        usual = arguments.n_k and arguments.positive_scale
+        if not (usual and rows_are_vector_aligned(arguments, ("q", "k", "v"))):
             return self._spare.run(arguments, stream)
         rows = arguments.batch * arguments.heads * arguments.n_q
         if not rows:
@@ -97,7 +97,7 @@ class Decode:
         most = -(-arguments.n_k // (LEAST_TILES * tile.block_k))
         parts = -(-max(1, min(self._slots // items, most)) // tile.warps) * tile.warps
         check_grid(items * parts // tile.warps, rows * self._shares)
-        held = arguments.partial_results(parts)
+        held = arguments.allocate_partials(parts)
         arguments.words[AT["num_splits"]] = parts
         self._kernel.launch(items * parts // tile.warps, 32 * tile.warps, arguments, stream, self._early)
         self._combine.launch(rows * self._shares, 32 * COMBINERS, arguments, stream, self._early)
