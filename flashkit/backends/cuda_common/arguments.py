@@ -117,7 +117,7 @@ class Arguments(KernelArguments):
             self.words[AT[name]] = value
 
     def tensors(self, **arrays: Any) -> None:
-        """Set tensors by name, with axes batch, head, token, and elements unless a token has one number; None: absent."""
+        """Set tensors by name: (batch, head, token, element), or (batch, head, token). None: absent."""
         for name, array in arrays.items():
             if array is not None:
                 self.words[AT[name] : AT[name] + 4] = list(_tensor(array))

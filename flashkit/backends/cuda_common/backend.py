@@ -29,8 +29,8 @@ NAMES = "sm90", "sm80", "simt"
 _ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` fits"
 
 MANY_ROWS = 64
-"""With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: the tiles of others would
-be mostly empty."""
+"""With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: the tiles of others are
+mostly empty."""
 
 
 class Choice(NamedTuple):
@@ -104,7 +104,8 @@ class CudaBackend:
         best = able[0]
         if best.name in rates:
             best = max(able, key=lambda g: rates.get(g.name, 0.0))
-            rejected += [f"{name}: {rate:g} TFLOP/s in the profile" for name, rate in rates.items() if name != best.name]
+            others = ((name, rate) for name, rate in rates.items() if name != best.name)
+            rejected += [f"{name}: {rate:g} TFLOP/s in the profile" for name, rate in others]
         return Choice(best, rows.get(best.name), rejected)
 
     def available(self) -> Verdict:

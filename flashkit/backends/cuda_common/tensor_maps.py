@@ -38,8 +38,8 @@ def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
 def tensor_map(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> TensorMap:
     """The tensor map for boxes of `rows` rows of 128 bytes.
 
-    Its axes are (batch, head / pack, token, head % pack, dim), with `pack` query heads that share a key/value head (pack
-    GQA); for pack 1 (batch, head, 1, token, dim).
+    Its axes are (batch, head / pack, token, head % pack, dim), with `pack` query heads that share a key/value head
+    (pack-GQA); for pack 1 (batch, head, 1, token, dim).
     """
     return maps_of(arguments, name, dim, pack, rows)[arguments.words[AT[name]]]
 

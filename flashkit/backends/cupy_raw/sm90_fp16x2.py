@@ -14,7 +14,7 @@ from ..cuda_common.bwd_preprocess import BwdPreprocess
 from ..cuda_common.device import Device
 from ..cuda_common.fallback import Fallback
 from ..cuda_common.l2_swizzle import heads_per_l2_group
-from ..cuda_common.launch import Block, TensorMap, check_grid, scratch
+from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, scratch
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import CHOSEN, WATCHDOG, chunks, padded
 from ..cuda_common.tensor_maps import TileCounters, encode
@@ -79,7 +79,7 @@ class Split:
             block += [*words[AT[name] : AT[name] + 4], *terms.place, *units, lengths, terms.heads, terms.tokens]
             block.append(name == by_row)
         block += [0] * (len(block) // len(names) * (_TENSORS - len(names)))
-        self._kernel.launch(blocks, 32 * self.rows // _TOKENS, Block([*block, *ends]), stream)
+        self._kernel.launch(blocks, 32 * self.rows // _TOKENS, KernelArguments([*block, *ends]), stream)
         return [terms for terms, _, _ in found], memory
 
 
