@@ -17,19 +17,19 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
     Integers on the device of q stay there, because reading them synchronizes with the device. The result may be the
     caller's array then.
     """
-    stays = kind != "numpy" and arrays.kind_of(value) == kind
+    on_device = kind != "numpy" and arrays.kind_of(value) == kind
     try:
-        array = value if stays else np.asarray(value)
+        array = value if on_device else np.asarray(value)
     except ValueError:  # lists of different lengths
         array = np.array(None)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} is {value!r}; {what} fits")
     if array.ndim and array.shape not in ((batch,), shape.batch):
         raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
-    if not stays and array.size and array.max() > INT64[1]:
+    if not on_device and array.size and array.max() > INT64[1]:
         raise ValueError(f"{name} is {value!r}; {what} fits, within 64 bits with a sign")
     flat = array.reshape(-1) if array.ndim else array
-    if not stays:
+    if not on_device:
         return np.broadcast_to(flat, (batch,)).astype(np.int64, order="C")
     xp = arrays.namespace(kind)
     return xp.ascontiguousarray(xp.broadcast_to(flat, (batch,)), np.int64)

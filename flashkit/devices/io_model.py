@@ -99,7 +99,7 @@ def traffic(
     >>> io_model.traffic(2, "forward", 1024, 1024, 64, 64, block_q=128, block_k=128)
     {'q': 65536, 'k': 524288, 'v': 524288, 'out': 65536, 'lse': 1024}
     """
-    rounds = kept * -(-n_k // block_k)  # how often each row of Q takes part, on average
+    rounds = kept * -(-n_k // block_k)  # times each row of Q is read, on average
     q, o, row = n_q * head_dim, n_q * head_dim_v, n_q
     k, v = n_k * head_dim, n_k * head_dim_v
     if direction == "forward" and order == 1:
@@ -107,7 +107,7 @@ def traffic(
         per_head |= {"l": per_head["m"], "lse": row}
         shared: dict[str, float] = {}
     elif direction == "forward":
-        rounds = kept * -(-n_q // block_q)  # how often each row of K takes part
+        rounds = kept * -(-n_q // block_q)  # times each row of K is read
         per_head, shared = {"q": q, "k": rounds * k, "v": rounds * v, "out": o, "lse": row}, {}
     else:
         per_head = {"q": rounds * q, "dq": q + 2 * rounds * q, "lse": rounds * row}

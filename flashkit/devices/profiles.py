@@ -323,8 +323,8 @@ def by_name(name: str) -> Profile:
     if file is None:
         raise ValueError(f"no device profile is called {name!r}{suggest(name, tuple(f.stem for f in paths()))}")
     device = msgspec.to_builtins(read(file).device)
-    told = ("kind", "name", "compute_capability", "features", "cores")
-    described = {key: device[key] for key in told if key in device}
+    names = ("kind", "name", "compute_capability", "features", "cores")
+    described = {key: device[key] for key in names if key in device}
     return _merge(_layers(device["kind"], {"device": described, "memory": {}}, str(file)))
 
 

@@ -148,7 +148,7 @@ class TileRow(_Section, frozen=True):
         return dtype, head_dim, self.max_head_dim, self.causal, self.max_rows, self.options.get("generation")
 
     def matches(self, dtype: str, head_dim: int, causal: bool, rows: int | None = None) -> bool:
-        """Whether the row applies. rows: query rows that share the keys of a head; None excludes rows with `max_rows`."""
+        """Whether the row applies. rows: query rows that share keys of a head; None excludes rows with `max_rows`."""
         return (
             (self.dtype is None or dtype in listed(self.dtype))
             and (self.head_dim is None or head_dim in listed(self.head_dim))

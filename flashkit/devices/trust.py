@@ -64,20 +64,20 @@ def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
         if make:
             os.makedirs(path, mode=0o700, exist_ok=True)
         return os.path.realpath(path, strict=True)
-    here, left, links = "/", path.split("/")[::-1], 0
-    sticky = _check(here, os.lstat(here))
+    resolved, left, links = "/", path.split("/")[::-1], 0
+    sticky = _check(resolved, os.lstat(resolved))
     while left:
         name = left.pop()
         if name == "..":
-            here = os.path.dirname(here)
-            sticky = _check(here, os.lstat(here))
+            resolved = os.path.dirname(resolved)
+            sticky = _check(resolved, os.lstat(resolved))
         elif name not in ("", "."):
-            entry = os.path.join(here, name)
+            entry = os.path.join(resolved, name)
             found = _made(entry) if make else os.lstat(entry)
             if not stat.S_ISLNK(found.st_mode):
                 if left and not stat.S_ISDIR(found.st_mode):
                     raise NotADirectoryError(f"{entry} is not a directory")
-                here, sticky = entry, _check(entry, found)
+                resolved, sticky = entry, _check(entry, found)
                 continue
             _check_owner(entry, found)
             links += 1
@@ -86,8 +86,8 @@ def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
             target = os.readlink(entry)
             left += target.split("/")[::-1]
             if target.startswith("/"):
-                here, sticky = "/", _check("/", os.lstat("/"))
-    return here
+                resolved, sticky = "/", _check("/", os.lstat("/"))
+    return resolved
 
 
 def directory(path: str | os.PathLike[str], make: bool = False) -> Path:

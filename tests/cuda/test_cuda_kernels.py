@@ -459,7 +459,7 @@ def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.Mon
         problem = Problem(AttentionSpec(dtype, dim, dim), 2, 8, n, n)
         choice = backend.choose(problem, profile, HOPPER, direction)
         assert choice.generation is not None
-        return choice.generation.name, "; ".join(choice.said)
+        return choice.generation.name, "; ".join(choice.rejected)
 
     assert chosen(2048, 64, "forward")[0] == chosen(1024, 128, "backward")[0] == "sm90"
     name, said = chosen(512, 64, "backward")

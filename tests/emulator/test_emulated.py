@@ -54,7 +54,7 @@ def test_kernels_on_an_emulated_device() -> None:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hopper's kernels, whatever is kept of plans."""
     monkeypatch.setenv(backend.VARIABLE, "sm90")
-    monkeypatch.setattr(verify, "trusted", lambda *_: None)
+    monkeypatch.setattr(verify, "check", lambda *_: None)
     dispatch.forget()
     yield
     dispatch.forget()

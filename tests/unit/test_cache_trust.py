@@ -550,7 +550,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "a" / "b" / "x.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(PROFILE % (os.cpu_count() or 1))
-    monkeypatch.setattr("flashkit.host.cpu_count", lambda: os.cpu_count() or 1)
+    monkeypatch.setattr("flashkit.devices.host.cpu_count", lambda: os.cpu_count() or 1)
     monkeypatch.setenv("FLASHKIT_PROFILE_DIR", str(file.parent))
     return file
 

@@ -442,10 +442,10 @@ def test_ready_made_masks_cannot_overflow(name: str, monkeypatch: pytest.MonkeyP
     languages: list[codegen.Language] = ["cuda", "numba", "numpy"]
     texts = [codegen.render(graphs, language, "", narrow) for language in languages for graphs in (found, [mod.expr])]
     assert not expr.reaches([mod.expr, *found], narrow)[1]
-    monkeypatch.setattr(expr, "reaches", lambda *_: ({}, set()))
+    monkeypatch.setattr(expr.intervals, "reaches", lambda *_: ({}, set()))
     monkeypatch.setattr(codegen, "reaches", lambda *_: ({}, set()))
     plain = expr.classify.__wrapped__, expr.bounds.__wrapped__
-    monkeypatch.setattr(expr, "bounds", plain[1])
+    monkeypatch.setattr(expr.intervals, "bounds", plain[1])
     empty, full = plain[0](mod.expr)
     assert empty is found[0] and full is found[1]
     assert texts == [codegen.render(graphs, lang, "", narrow) for lang in languages for graphs in (found, [mod.expr])]

@@ -29,7 +29,7 @@ NAMES = "sm90", "sm80", "simt"
 _ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` fits"
 
 MANY_ROWS = 64
-"""With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: the tiles of others are
+"""With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: tiles of others are
 mostly empty."""
 
 
