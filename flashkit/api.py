@@ -97,9 +97,9 @@ def attention(
 
     Notes
     -----
-    `attention` caches the plan of a call and reuses it for later calls on arrays of the same shapes, strides and
-    dtypes, unless lengths, sinks, seeds or functions are passed; see `plan`. The definition is reference.py of this
-    package.
+    `attention` caches the plan of a call (see `plan`) and reuses it for later calls on arrays of the same shapes,
+    strides and dtypes, unless kv_lengths, sinks, dropout, functions or an array of offsets are passed. The definition
+    is reference.py of this package.
 
     References
     ----------

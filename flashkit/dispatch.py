@@ -55,7 +55,7 @@ def load_all() -> dict[str, Backend | Exception]:
 def use_backend(name: str | None) -> Iterator[None]:
     """Within the `with` block, attention runs on this backend, in this thread or asyncio task.
 
-    `backend=` of a call has precedence, FLASHKIT_BACKEND has not.
+    `backend=` of a call takes precedence over it, and it takes precedence over FLASHKIT_BACKEND.
 
     Parameters
     ----------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,8 +56,8 @@ def test_public_names_have_numpydoc_sections(name: str, member: Any) -> None:
     assert "Returns\n-------\n" in text
     assert not parameters or "Parameters\n----------\n" in text
     described = text.partition("Parameters\n----------\n")[2].partition("\n\n")[0]
-    for parameter in parameters:
-        assert any(parameter in line for line in described.splitlines() if not line.startswith(" ")), parameter
+    heads = "\n".join(line for line in described.splitlines() if not line.startswith(" "))
+    assert [parameter for parameter in parameters if parameter not in re.findall(r"\w+", heads)] == []
 
 
 def test_explanations_describe_every_attribute() -> None:
