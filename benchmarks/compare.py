@@ -4,8 +4,9 @@
     python benchmarks/compare.py ../before --device cuda --output compare.jsonl
     python benchmarks/compare.py ../before --backend cpu --suite float32,bfloat16
 
-Each cell is the median over rounds of old over new, forward and backward apart, on random data; above 1 this checkout is
-faster. Programs timed one after the other meet other clocks and neighbours, which moves a GPU's figures by up to 10 %.
+Each cell is the median over rounds of old over new, forward and backward apart, on random data; above 1 this checkout
+is faster. Programs timed one after the other run at other clocks and beside other processes, which changes a GPU's
+figures by up to 10 %.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ def cases(suite: str) -> list[Case]:
     ]
 
 
-def options(case: Case, package: Any) -> dict[str, Any]:
-    """Keyword arguments of attention."""
+def options(case: Case, package: Any, xp: Any) -> dict[str, Any]:
+    """Keyword arguments of attention; xp: whose arrays they are."""
     found = {name: case[name] for name in ("causal", "softcap", "window", "deterministic") if case.get(name)}
     if case.get("alibi"):
-        found["alibi_slopes"] = np.geomspace(0.5, 0.004, case["heads"]).astype(np.float32)
+        found["alibi_slopes"] = xp.asarray(np.geomspace(0.5, 0.004, case["heads"]), np.float32)
     if "kept" in case:
         blocks = case["n"] // 128
         grid = np.random.default_rng(0).random((blocks, blocks)) < case["kept"]
@@ -82,12 +83,18 @@ def load(checkout: Path, name: str, backend: str) -> Any:
     return package
 
 
+def array_library(backend: str) -> Any:
+    if backend == "cpu":
+        return np
+    import cupy
+
+    return cupy
+
+
 def arrays(case: Case, backend: str) -> tuple[Any, ...]:
     import ml_dtypes
 
-    xp: Any = np
-    if backend != "cpu":
-        import cupy as xp
+    xp = array_library(backend)
     rng, dtype = np.random.default_rng(1), np.dtype(getattr(ml_dtypes, case["dtype"], case["dtype"]))
     n_k, heads_kv = case.get("n_k", case["n"]), case.get("heads_kv", case["heads"])
     shapes = [(case["heads"], case["n"]), (heads_kv, n_k), (heads_kv, n_k), (case["heads"], case["n"])]
@@ -99,7 +106,7 @@ def arrays(case: Case, backend: str) -> tuple[Any, ...]:
 
 def calls(case: Case, package: Any, given: tuple[Any, ...], direction: str) -> Callable[[], Any]:
     q, k, v, dout = given
-    named = options(case, package)
+    named = options(case, package, np if isinstance(q, np.ndarray) else array_library(""))
     if direction == "forward":
         return partial(package.attention, q, k, v, **named)
     return partial(package.attention_vjp(q, k, v, **named)[1], dout)
@@ -144,10 +151,10 @@ def timed(old: Callable[[], Any], new: Callable[[], Any], backend: str, seconds:
 def warm(checkout: str, name: str, backend: str, case: Case) -> str:
     """Compile a case's kernels in a process of its own; the cache keeps them."""
     package = load(Path(checkout), name, backend)
-    small = {**case, "batch": 1} if backend != "cpu" else case
     try:
+        tensors = arrays(case, backend)  # all of it: how much there is to do chooses kernels, too
         for direction in directions(case):
-            calls(small, package, arrays(small, backend), direction)()
+            calls(case, package, tensors, direction)()
     except Exception as error:
         return f"{name} {case}: {error!r}"
     return ""
@@ -164,7 +171,8 @@ def main() -> int:
     parser.add_argument("--backend", default="cupy_raw", choices=list(BACKENDS))
     parser.add_argument("--suite", default="cuda", help="cuda, or dtypes of the CPU's cases: float32,bfloat16")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each cell")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile beforehand")
+    workers = max(1, (os.cpu_count() or 2) - 1)
+    parser.add_argument("--workers", type=int, default=workers, help="processes that compile beforehand")
     parser.add_argument("--output", type=Path, help="append a JSON line of each cell")
     given = parser.parse_args()
     every = [case for suite in given.suite.split(",") for case in cases(suite)]
@@ -179,7 +187,8 @@ def main() -> int:
     for case in every:
         tensors = arrays(case, given.backend)
         for direction in directions(case):
-            ratios = timed(*(calls(case, each, tensors, direction) for each in (old, new)), given.backend, given.seconds)
+            both_calls = (calls(case, each, tensors, direction) for each in (old, new))
+            ratios = timed(*both_calls, given.backend, given.seconds)
             middle, low, high = (float(np.quantile(ratios, at)) for at in (0.5, 0.2, 0.8))
             medians.append(middle)
             words = " ".join(f"{name}={value}" for name, value in case.items() if value is not False)
@@ -188,7 +197,8 @@ def main() -> int:
                 line = {"case": case, "direction": direction, "old_over_new": middle, "low": low, "high": high}
                 with given.output.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-    print(f"geometric mean {float(np.exp(np.mean(np.log(medians)))):.4f}, least {min(medians):.3f}, {len(medians)} cells")
+    mean = float(np.exp(np.mean(np.log(medians))))
+    print(f"geometric mean {mean:.4f}, least {min(medians):.3f}, {len(medians)} cells")
     return 0
 
 

@@ -1,10 +1,11 @@
 """Time and peak memory against the number of tokens: the figure of the FlashAttention paper, to 65,536 tokens.
 
     python benchmarks/lengths.py measure    needs a CUDA device and CuPy
-    python benchmarks/lengths.py plot       docs/plots/<name>-lengths.svg, of what is stored
+    python benchmarks/lengths.py plot       docs/plots/<name>-lengths.svg, from stored results
 
-float16, batch 1, 12 heads, head dim 64, without a mask; standard attention in plain CuPy (plain.py) as far as it fits,
-and flashkit. Memory is the most that CuPy's pool has handed out at once beyond the inputs.
+float16, batch 1, 12 heads, head dim 64, without a mask: flashkit, and standard attention in plain CuPy (plain.py) as
+far as it fits in memory. Memory is the peak of CuPy's pool beyond the inputs. The field "who" of a stored line is the
+method.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ import figures
 RESULTS = Path(__file__).resolve().parent / "results" / "lengths"
 HEADS, DIM = 12, 64
 LENGTHS = tuple(1 << i for i in range(9, 17))
+METHODS = "standard", "flashkit"
 PASSES = "forward", "forward and backward"
 
 
 def measure(output: Path | None) -> Path:
+    """Measure and store all lengths; returns the result file."""
     import cupy
     import plain
 
     import flashkit
     from flashkit.devices import timing
+    from flashkit.tools.bench.environment import cuda_machine
 
-    machine = timing.cuda_machine()
+    machine = cuda_machine()
     target = output or RESULTS / f"{machine['device'].split()[-1].lower()}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
     pool, rng = cupy.get_default_memory_pool(), cupy.random.default_rng(0)
@@ -52,10 +56,11 @@ def measure(output: Path | None) -> Path:
         }
         peaks = {key: peak(call, pool) for key, call in calls.items()}
         fits = {key: calls[key] for key, bytes_ in peaks.items() if bytes_ is not None}
-        taken = timing.interleaved(fits, rounds=7, budget=4.0, least=3, finish=cupy.cuda.runtime.deviceSynchronize)
-        for (who, passes), bytes_ in peaks.items():
-            seconds = taken[who, passes].as_dict() if (who, passes) in taken else None
-            line = {"tokens": n, "who": who, "pass": passes, "seconds": seconds, "memory": bytes_}
+        synchronize = cupy.cuda.runtime.deviceSynchronize
+        taken = timing.interleaved(fits, rounds=7, budget=4.0, min_rounds=3, synchronize=synchronize)
+        for (method, passes), bytes_ in peaks.items():
+            seconds = taken[method, passes].as_dict() if (method, passes) in taken else None
+            line = {"tokens": n, "who": method, "pass": passes, "seconds": seconds, "memory": bytes_}
             lines.append({**line, "machine": machine})
         target.write_text("".join(json.dumps(line) + "\n" for line in lines))
         pool.free_all_blocks()
@@ -63,7 +68,7 @@ def measure(output: Path | None) -> Path:
 
 
 def peak(call: Callable[[], Any], pool: Any) -> int | None:
-    """The most bytes at once that a call takes from the pool; None where there is not so much memory."""
+    """The peak of the pool during a call, in bytes beyond what is in use before; None if memory does not suffice."""
     import cupy
 
     most = before = pool.used_bytes()
@@ -88,15 +93,16 @@ def peak(call: Callable[[], Any], pool: Any) -> int | None:
     return int(most - before)
 
 
-def plot(file: Path) -> Path:
+def plot(file: Path, folder: Path | None = None) -> Path:
+    """Draw a result file; returns the plot, in docs/plots or in this folder."""
     lines = [json.loads(text) for text in file.read_text().splitlines()]
     figure = figures.new(9, 4)
     left, right = figure.subplots(1, 2)
-    for who, colour in (("standard", "C3"), ("flashkit", "C0")):
+    for method, colour in zip(METHODS, ("C3", "C0")):
         for passes, style in zip(PASSES, ("o-", "o--")):
-            own = [line for line in lines if (line["who"], line["pass"]) == (who, passes)]
+            own = [line for line in lines if (line["who"], line["pass"]) == (method, passes)]
             timed, held = ([line for line in own if line[what] is not None] for what in ("seconds", "memory"))
-            label = f"{who}, {passes}"
+            label = f"{method}, {passes}"
             times = [1e3 * line["seconds"]["median"] for line in timed]
             left.plot([line["tokens"] for line in timed], times, style, color=colour, label=label, markersize=3)
             sizes = [line["memory"] / 2**20 for line in held]
@@ -107,7 +113,7 @@ def plot(file: Path) -> Path:
         figures.over_tokens(axes)
         axes.set_xlabel("tokens")
     left.legend()
-    return figures.save(figure, figures.PLOTS / f"{file.stem}-lengths.svg")
+    return figures.save(figure, (folder or figures.PLOTS) / f"{file.stem}-lengths.svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

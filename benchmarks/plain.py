@@ -1,4 +1,4 @@
-"""Standard attention in plain CuPy: what anyone would write, with the matrix of scores in memory."""
+"""Standard attention in plain CuPy, with the matrix of scores in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def weights(q: Any, k: Any) -> Any:
-    """softmax(q k^T / sqrt(d)), as far as possible in place. q, k: (..., tokens, d)."""
+    """softmax(q k^T / sqrt(d)), in place as far as possible. q, k: (..., tokens, d)."""
     import cupy
 
     s = cupy.matmul(q * q.dtype.type(q.shape[-1] ** -0.5), k.swapaxes(-1, -2))
@@ -23,7 +23,7 @@ def forward(q: Any, k: Any, v: Any) -> Any:
 
 
 def forward_and_backward(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
-    """out, dq, dk, dv; the weights are kept from the one to the other."""
+    """out, dq, dk, dv; the backward pass uses the weights of the forward pass."""
     import cupy
 
     p = weights(q, k)

@@ -1,14 +1,13 @@
-"""What attention moves, counted by the GPU's own counters, beside the IO model.
+"""Memory traffic of attention by the GPU's hardware counters, compared with the IO model.
 
     python benchmarks/traffic.py measure    needs a CUDA device, CuPy, and Nsight Compute (ncu) that may read counters
-    python benchmarks/traffic.py plot       docs/plots/<name>-traffic.svg, of what is stored
+    python benchmarks/traffic.py plot       docs/plots/<name>-traffic.svg, from stored results
 
-Forward pass, float16, head dim 64, tokens times heads constant; bytes are those of one head. Three are measured:
-standard attention in plain CuPy (plain.py), and flashkit's sm80 kernels with two tiles, the larger of which takes more
-shared memory. "memory" is what leaves and reaches device memory, each kernel starting with empty caches; results that
-still lie in L2 when it ends are not counted. "sram" is what multiprocessors read from and write to L2 and beyond: the
-traffic between slow and fast memory of the model (flashkit.devices.io_model.traffic), whose fast memory is shared
-memory.
+Forward pass, float16, head dim 64, tokens times heads constant; bytes are those of one head. Three methods are
+measured: standard attention in plain CuPy (plain.py), and flashkit's sm80 kernels with a large and a small tile.
+"memory" is the traffic with device memory, of kernels that start with empty caches; results that are still in L2 at the
+end are not counted. "sram" is the traffic of the SMs with L2 and beyond, which the model calls the traffic between slow
+and fast memory (flashkit.devices.io_model.traffic). The field "who" of a stored line is the method.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ COUNTERS = {
 
 
 def cases() -> list[tuple[int, str]]:
-    """(tokens, who)."""
-    return [(n, who) for n in LENGTHS for who in ("standard", *TILES)]
+    """(tokens, method) of each case, in order."""
+    return [(n, method) for n in LENGTHS for method in ("standard", *TILES)]
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def work() -> None:
-    """Every case once, under ncu; before each a kernel called `mark`, with as many blocks as the case's number."""
+    """Run every case once, under ncu; before each, a kernel called `mark` whose grid size is the case's number."""
     import cupy
     from plain import forward
 
@@ -58,24 +57,25 @@ def work() -> None:
 
     mark = cupy.RawKernel('extern "C" __global__ void mark() {}', "mark")
     rng = cupy.random.default_rng(0)
-    for number, (n, who) in enumerate(cases(), 1):
+    for number, (n, method) in enumerate(cases(), 1):
         shape = 1, TOKENS_TIMES_HEADS // n, n, DIM
         q, k, v = (rng.standard_normal(shape, dtype=cupy.float32).astype(cupy.float16) for _ in range(3))
-        if who == "standard":
+        if method == "standard":
             mark((number,), (1,), ())
             forward(q, k, v)
         else:
             problem, operands, _ = prepare(q, k, v)
-            made = Sm80Forward(problem, device.current(), Sm80Tile(*TILES[who]))
+            made = Sm80Forward(problem, device.current(), Sm80Tile(*TILES[method]))
             arguments = Arguments(problem.spec, operands)
             mark((number,), (1,), ())
             made.run(arguments, launch.stream())
-        mark((len(cases()) + 1,), (1,), ())  # what follows belongs to no case
+        mark((len(cases()) + 1,), (1,), ())  # ends the case
         cupy.get_default_memory_pool().free_all_blocks()
 
 
 def measure(output: Path | None) -> Path:
-    from flashkit.devices import timing
+    """Run `work` under ncu and store its counters; returns the result file."""
+    from flashkit.tools.bench.environment import cuda_machine
 
     wanted = ",".join(name for names in COUNTERS.values() for name in names)
     options = ["--clock-control", "none", "--cache-control", "all", "--csv", "--print-units", "base"]
@@ -84,12 +84,12 @@ def measure(output: Path | None) -> Path:
     counted = read(done.stdout)
     if not counted:
         raise RuntimeError(f"ncu counted nothing:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    machine = timing.cuda_machine()
+    machine = cuda_machine()
     target = output or RESULTS / f"{machine['device'].split()[-1].lower()}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
     lines = [
-        {"tokens": n, "who": who, "shared_memory": shared_memory(who), **counted[number], **modelled(n, who)}
-        for number, (n, who) in enumerate(cases(), 1)
+        {"tokens": n, "who": method, "shared_memory": shared_memory(method), **counted[number], **modelled(n, method)}
+        for number, (n, method) in enumerate(cases(), 1)
         if number in counted
     ]
     target.write_text("".join(json.dumps({**line, "machine": machine}) + "\n" for line in lines))
@@ -97,7 +97,7 @@ def measure(output: Path | None) -> Path:
 
 
 def read(text: str) -> dict[int, dict[str, float]]:
-    """Bytes a head by kind, of each case by its number, from the lines that ncu prints."""
+    """Bytes per head by kind of traffic, for each case by its number, from the output of ncu."""
     start = text.find('"ID"')
     found: dict[int, dict[str, float]] = {}
     number = 0
@@ -113,48 +113,49 @@ def read(text: str) -> dict[int, dict[str, float]]:
     return found
 
 
-def shared_memory(who: str) -> int | None:
-    """Bytes of a block."""
+def shared_memory(method: str) -> int | None:
+    """Bytes of a thread block; None for standard attention."""
     from flashkit.backends.cupy_raw.sm80 import Sm80Tile
     from flashkit.spec import AttentionSpec
 
-    return Sm80Tile(*TILES[who]).shared_memory(AttentionSpec("float16", DIM, DIM)) if who in TILES else None
+    return Sm80Tile(*TILES[method]).shared_memory(AttentionSpec("float16", DIM, DIM)) if method in TILES else None
 
 
-def modelled(n: int, who: str) -> dict[str, float]:
-    """Bytes a head by the IO model."""
+def modelled(n: int, method: str) -> dict[str, float]:
+    """Bytes per head by the IO model."""
     from flashkit.devices import io_model
 
-    if who == "standard":
+    if method == "standard":
         return {"model": ITEMSIZE * io_model.standard_traffic(n, n, DIM, DIM)}
-    moved = io_model.traffic(2, "forward", n, n, DIM, DIM, *TILES[who][:2])
+    moved = io_model.traffic(2, "forward", n, n, DIM, DIM, *TILES[method][:2])
     return {"model": sum(elements * (4 if name == "lse" else ITEMSIZE) for name, elements in moved.items())}
 
 
 # --- the plot ---------------------------------------------------------------------------------------------------------
 
 
-def plot(file: Path) -> Path:
+def plot(file: Path, folder: Path | None = None) -> Path:
+    """Draw a result file; returns the plot, in docs/plots or in this folder."""
     lines = [json.loads(text) for text in file.read_text().splitlines()]
     figure = figures.new(9, 4)
     left, right = figure.subplots(1, 2, sharey=True)
     colours = dict(zip(("standard", *TILES), ("C3", "C0", "C2")))
-    for who, colour in colours.items():
-        own = [line for line in lines if line["who"] == who]
+    for method, colour in colours.items():
+        own = [line for line in lines if line["who"] == method]
         n = [line["tokens"] for line in own]
-        label = "standard" if who == "standard" else f"tile {who}, {own[0]['shared_memory'] / 1024:.0f} KiB"
+        label = "standard" if method == "standard" else f"tile {method}, {own[0]['shared_memory'] / 1024:.0f} KiB"
         for axes, kind in ((left, "memory"), (right, "sram")):
             axes.plot(n, [line[kind] for line in own], "o-", color=colour, label=label, markersize=3)
-        for axes in (left, right) if who == "standard" else (right,):
+        for axes in (left, right) if method == "standard" else (right,):
             axes.plot(n, [line["model"] for line in own], "--", color=colour, linewidth=0.9)
     left.set_title("device memory")
-    right.set_title("of multiprocessors; dashed: the IO model")
+    right.set_title("SMs to L2; dashed: the IO model")
     for axes in (left, right):
         figures.over_tokens(axes)
         axes.set_xlabel("tokens")
-    left.set_ylabel("bytes a head, forward, float16, head dim 64")
+    left.set_ylabel("bytes per head, forward, float16, head dim 64")
     left.legend()
-    return figures.save(figure, figures.PLOTS / f"{file.stem}-traffic.svg")
+    return figures.save(figure, (folder or figures.PLOTS) / f"{file.stem}-traffic.svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,26 +1,38 @@
-"""The definition of attention, and FlashAttention in plain NumPy. All else in flashkit is tested against this file.
+"""The definition of attention, and FlashAttention in plain NumPy. Everything in flashkit is tested against this file.
 
-    s = scale * q k^T    s' = modify(s), -inf where a key is hidden    p = softmax(s')    out = p v   lse = log sum e^s'
+Attention of one head, for queries q (Nq, D), keys k (Nk, D), values v (Nk, Dv):
 
-`standard` computes just that and stores the matrix of scores, Nq x Nk numbers. FlashAttention gives the same result
-with one tile of it at a time, because the softmax of a row can be computed piece by piece: of the keys seen so far keep
-their greatest score m, the sum l of exp(s' - m) and the sum acc of exp(s' - m) * v. A new tile that raises m multiplies
-both sums by exp(m_old - m_new) first. At the end out = acc / l and lse = m + log(l). The backward pass stores no p
-either: it computes s' again, tile by tile, and p = exp(s' - lse).
+    S = scale * q k^T        scores
+    S = modify(S)            the score modification; -inf where the mask hides a key
+    P = softmax(S)           over the keys
+    O = P v                  lse = log(rowsum(exp(S)))
 
-Two loop orders do this. FlashAttention-1 (Dao et al. 2022, arXiv 2205.14135, Algorithms 1 and 4) has the tiles of K and
-V in the outer loop, so the running results of all queries are read and written in every round. FlashAttention-2 (Dao
-2023, arXiv 2307.08691, Algorithms 1 and 2) has the tiles of Q outside: a result stays in fast memory until it is done,
-is divided by l once, and of m and l only lse is saved. Here fast memory is a local variable, slow memory an array
-behind `load_tile` and `store_tile`, and `Traffic` counts what moves between the two.
+`standard` computes these formulas and stores the Nq x Nk matrix S. FlashAttention gets the same result with one tile of
+S at a time, by an online softmax. Of the keys seen so far each row keeps
 
-The steps have the same names in every backend: load_tile, scores, modify, online_softmax, accumulate, finish.
+    m        row_max, the greatest score
+    l        row_sum, the sum of exp(S - m)
+    o_acc    the sum of exp(S - m) * v
+
+A new tile that raises m multiplies l and o_acc by exp(m_old - m_new). At the end O = o_acc / l and lse = m + log(l).
+The backward pass does not store P either. It recomputes S tile by tile, and P = exp(S - lse). With
+delta = rowsum(dO * O):
+
+    dP = dO v^T    dS = P * (dP - delta)    dq = scale * dS k    dk = scale * dS^T q    dv = P^T dO
+
+FlashAttention-1 (Dao et al. 2022, arXiv 2205.14135, Algorithms 1 and 4) loops over tiles of K and V outside and of Q
+inside, so O, m and l of all queries are read and written for each tile of keys. FlashAttention-2 (Dao 2023, arXiv
+2307.08691, Algorithms 1 and 2) loops over tiles of Q outside: o_acc, m and l stay in fast memory until the row is done,
+and only O and lse are written. Here fast memory is a local variable, slow memory an array behind `load_tile` and
+`store_tile`, and `Traffic` counts what moves between them.
+
+The steps have the same names in every backend: load_tile, scores, modify, online_softmax, accumulate, epilogue.
 
 At the edges, here and in every backend:
-- A row with no visible key has out 0, lse -inf (with a sink: the sink's logit) and gradients 0.
-- What is hidden is selected away, never multiplied by 0: NaN and inf in hidden keys or past kv_lengths do not show.
-- NaN in a visible input shows in out and lse of the rows that see it, and nowhere else. A score of +inf makes NaN
-  of its row (inf - inf).
+- A row without a visible key has O = 0, lse = -inf (with a sink: the sink's logit) and gradients 0.
+- Masked keys never affect the result, even if they hold NaN or inf; nor do keys past kv_lengths.
+- NaN in a visible input gives NaN in O and lse of the rows that see it, and in no other. A score of +inf gives NaN in
+  its row (inf - inf).
 """
 
 from __future__ import annotations
@@ -40,7 +52,7 @@ from .spec import AttentionSpec, Operands
 
 
 class Grads(NamedTuple):
-    """Gradients by q, k, v and the sinks, in their shapes; dsinks is None where there are no sinks."""
+    """Gradients with respect to q, k, v and the sinks, in their shapes; dsinks is None where there are no sinks."""
 
     dq: np.ndarray
     dk: np.ndarray
@@ -48,7 +60,7 @@ class Grads(NamedTuple):
     dsinks: np.ndarray | None
 
 
-quiet = np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore")  # log(0) and inf - inf are meant
+quiet = np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore")  # log(0) and inf - inf occur
 
 
 # --- standard attention: the definition -------------------------------------------------------------------------------
@@ -56,10 +68,45 @@ quiet = np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ign
 
 @quiet
 def standard(spec: AttentionSpec, operands: Operands, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
-    """Attention by its formula: out (B, Hq, Nq, Dv) in `dtype`, and lse (B, Hq, Nq) in float32, or float64 for float64.
+    """Attention by its formulas, with the whole matrix of scores.
 
-    In float64 this is the definition. In another dtype it is the plain computation in that precision, every
-    intermediate result rounded to it: the yardstick for the error of a kernel.
+    In float64 this is the definition. In another dtype every intermediate result is rounded to it, and the error is the
+    yardstick for the error of a kernel.
+
+    Parameters
+    ----------
+    spec
+        Features of the call: modifications, grouped heads, dropout, sinks.
+    operands
+        Arrays and numbers of the call: q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv). out and lse are not
+        read.
+    dtype
+        Of the computation.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        (B, Hq, Nq, Dv), of `dtype`.
+    lse : numpy.ndarray
+        (B, Hq, Nq), natural logarithm; float64 for float64, else float32.
+
+    Raises
+    ------
+    MemoryError
+        The matrix of scores does not fit into memory.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import standard
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 4))
+    >>> problem, operands, _ = prepare(q, k, v, causal=True)
+    >>> out, lse = standard(problem.spec, operands)
+    >>> out.shape, lse.shape
+    ((1, 2, 5, 4), (1, 2, 5))
+    >>> bool(np.allclose(out[0, :, 0], v[0, :, 0]))  # the first row sees one key
+    True
     """
     out, lse = _empty_results(spec, operands, dtype)
     for head in chain.from_iterable(groups(spec, operands, dtype)):
@@ -74,7 +121,38 @@ def standard(spec: AttentionSpec, operands: Operands, dtype: Any = np.float64) -
 def standard_gradients(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, dtype: Any = np.float64
 ) -> Grads:
-    """Gradients of sum(dout * out) + sum(dlse * lse) by the formulas, in `dtype` throughout."""
+    """Gradients by the formulas, with the whole matrices P and dS.
+
+    Parameters
+    ----------
+    spec, operands, dtype
+        As for `standard`.
+    dout
+        Gradient with respect to out, (B, Hq, Nq, Dv).
+    dlse
+        Gradient with respect to lse, (B, Hq, Nq), or None for 0.
+
+    Returns
+    -------
+    Grads
+        Gradients of sum(dout * out) + sum(dlse * lse), of `dtype`.
+
+    Raises
+    ------
+    MemoryError
+        A matrix of Nq x Nk elements does not fit into memory.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import standard_gradients
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 4))
+    >>> problem, operands, _ = prepare(q, k, v)
+    >>> grads = standard_gradients(problem.spec, operands, dout=np.ones_like(q))
+    >>> bool(np.allclose(grads.dv.sum(axis=2), 5))  # rows of P sum to 1
+    True
+    """
     grads = _zero_gradients(spec, operands, dtype)
     for head in chain.from_iterable(groups(spec, operands, dtype, dout=dout, dlse=dlse)):
         q, k, v, do = (load_tile(head, name) for name in ("q", "k", "v", "dout"))
@@ -91,7 +169,7 @@ def standard_gradients(
 
 
 def softmax(s: np.ndarray, sink: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(p, lse) of each row. The sink is one more logit, which takes its share of the weight and has no value."""
+    """(P, lse) of each row. The sink is one more logit in the sum, without a value."""
     m = np.maximum(row_max(s), sink)
     e = np.exp(s - finite(m)[:, None])
     l = row_sum(e) + np.exp(sink - finite(m))
@@ -103,25 +181,25 @@ def softmax(s: np.ndarray, sink: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def load_tile(head: Head, name: str, rows: slice = slice(None)) -> np.ndarray:
-    """Bring rows of an array from slow to fast memory, in the computing precision."""
+    """Copy rows of an array from slow to fast memory, converted to the dtype of the computation."""
     tile = head.memory[name][rows].astype(head.dtype)
     head.traffic.reads[name] += tile.size
     return tile
 
 
 def store_tile(head: Head, name: str, rows: slice, tile: np.ndarray) -> None:
-    """Write rows of an array back to slow memory."""
+    """Copy rows to slow memory."""
     head.memory[name][rows] = tile
     head.traffic.writes[name] += tile.size
 
 
 def scores(q: np.ndarray, k: np.ndarray, scale: Any) -> np.ndarray:
-    """s = scale * q k^T, (rows, keys)."""
+    """S = scale * q k^T, (rows, keys)."""
     return matmul(q, k.T) * scale
 
 
 def modify(head: Head, s: np.ndarray, rows: slice, keys: slice, state: int = 1) -> np.ndarray:
-    """s': the score modification, then -inf where the mask hides a key. A FULL tile has nothing to hide."""
+    """The score modification, then -inf where the mask hides a key. A FULL tile has no hidden pair."""
     if head.spec.score is not None:
         s = head.evaluate(head.spec.score, rows, keys, s)
     if head.spec.mask is not None and state != FULL:
@@ -130,25 +208,25 @@ def modify(head: Head, s: np.ndarray, rows: slice, keys: slice, state: int = 1) 
 
 
 def online_softmax(s: np.ndarray, m: np.ndarray, l: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Take in one more tile of scores: (p, m, l, correction), p = exp(s - m_new), correction = exp(m_old - m_new)."""
+    """(P, m_new, l_new, rescale) of one more tile of scores: P = exp(S - m_new), rescale = exp(m_old - m_new)."""
     m_new = np.maximum(m, row_max(s))
     p = np.exp(s - finite(m_new)[:, None])
-    correction = np.exp(m - finite(m_new))
-    return p, m_new, correction * l + row_sum(p), correction
+    rescale = np.exp(m - finite(m_new))
+    return p, m_new, rescale * l + row_sum(p), rescale
 
 
-def accumulate(acc: np.ndarray, correction: np.ndarray, p: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """The sum of weighted values so far, made relative to the new maximum, plus this tile's."""
-    return acc * correction[:, None] + weighted_sum(p, v)
+def accumulate(o_acc: np.ndarray, rescale: np.ndarray, p: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """o_acc relative to the new row_max, plus P v."""
+    return o_acc * rescale[:, None] + weighted_sum(p, v)
 
 
-def finish(acc: np.ndarray, m: np.ndarray, l: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of rows that have seen all their keys."""
-    return acc / select(l != 0, l, otherwise=1)[:, None], finite(m) + np.log(l)
+def epilogue(o_acc: np.ndarray, m: np.ndarray, l: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(O, lse) of rows that have seen all their keys."""
+    return o_acc / select(l != 0, l, otherwise=1)[:, None], finite(m) + np.log(l)
 
 
-def start(head: Head, rows: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(acc, m, l) of rows that have seen no key yet, only the sink: it comes first and brings no value."""
+def initial(head: Head, rows: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(o_acc, m, l) of rows that have seen no key: the sink is their first logit."""
     m = np.full(rows.stop - rows.start, head.sink)
     return np.zeros((m.size, head.spec.head_dim_v), head.dtype), m, np.exp(m - finite(m))
 
@@ -161,16 +239,48 @@ def flash_attention_1(
     spec: AttentionSpec, operands: Operands, block_q: int = 64, block_k: int = 64,
     dtype: Any = None, traffic: Traffic | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """K and V outside: a tile of them is read once; out, m, l of all queries pass through slow memory every time.
+    """FlashAttention-1, forward: K and V in the outer loop.
 
-    (out, lse) as from `standard`, computed in `dtype`: by default float64 for float64 operands, else float32.
+    A tile of K and V is read once; O, m and l of all queries are read and written for each of them.
+
+    Parameters
+    ----------
+    spec, operands
+        As for `standard`.
+    block_q, block_k
+        Rows and keys of a tile.
+    dtype
+        Of the computation; by default float64 for float64 operands, else float32.
+    traffic
+        Counts the elements that move between slow and fast memory.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        As from `standard`.
+
+    Raises
+    ------
+    ValueError
+        A block size is 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import flash_attention_1, standard
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 50, 4))
+    >>> problem, operands, _ = prepare(q, k, v, causal=True)
+    >>> out, lse = flash_attention_1(problem.spec, operands, block_q=16, block_k=8)
+    >>> bool(np.allclose(out, standard(problem.spec, operands)[0]))
+    True
     """
     out, lse = _empty_results(spec, operands, dtype or spec.lse_dtype)
     m, l = np.empty_like(lse), np.empty_like(lse)
     for head in chain.from_iterable(groups(spec, operands, out.dtype, traffic, out=out, lse=lse, m=m, l=l)):
         states = tile_states(head, block_q, block_k)
         for rows in blocks(head.n_q, block_q):
-            for name, tile in zip(("out", "m", "l"), start(head, rows)):
+            for name, tile in zip(("out", "m", "l"), initial(head, rows)):
                 store_tile(head, name, rows, tile)
         for j, keys in enumerate(blocks(head.n_k, block_k)):
             k, v = load_tile(head, "k", keys), load_tile(head, "v", keys)
@@ -179,10 +289,10 @@ def flash_attention_1(
                     continue
                 q, o_i, m_i, l_i = (load_tile(head, name, rows) for name in ("q", "out", "m", "l"))
                 s = modify(head, scores(q, k, head.scale), rows, keys, states[i, j])
-                acc = o_i * l_i[:, None]
-                p, m_i, l_i, correction = online_softmax(s, m_i, l_i)
-                acc = accumulate(acc, correction, drop(head, p, rows, keys), v)
-                for name, tile in (("out", finish(acc, m_i, l_i)[0]), ("m", m_i), ("l", l_i)):
+                o_acc = o_i * l_i[:, None]
+                p, m_i, l_i, rescale = online_softmax(s, m_i, l_i)
+                o_acc = accumulate(o_acc, rescale, drop(head, p, rows, keys), v)
+                for name, tile in (("out", epilogue(o_acc, m_i, l_i)[0]), ("m", m_i), ("l", l_i)):
                     store_tile(head, name, rows, tile)
         for rows in blocks(head.n_q, block_q):
             m_i, l_i = load_tile(head, "m", rows), load_tile(head, "l", rows)
@@ -195,24 +305,51 @@ def flash_attention_2(
     spec: AttentionSpec, operands: Operands, block_q: int = 64, block_k: int = 64,
     dtype: Any = None, traffic: Traffic | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Q outside: acc, m, l stay in fast memory; the tiles of K and V are read again for each tile of Q.
+    """FlashAttention-2, forward: Q in the outer loop.
 
-    (out, lse) as from `standard`, computed in `dtype`: by default float64 for float64 operands, else float32.
+    o_acc, m and l stay in fast memory; the tiles of K and V are read once per tile of Q.
+
+    Parameters
+    ----------
+    spec, operands, block_q, block_k, dtype, traffic
+        As for `flash_attention_1`.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        As from `standard`.
+
+    Raises
+    ------
+    ValueError
+        A block size is 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import Traffic, flash_attention_2
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 64, 8))
+    >>> problem, operands, _ = prepare(q, k, v)
+    >>> traffic = Traffic()
+    >>> out, lse = flash_attention_2(problem.spec, operands, block_q=16, block_k=16, traffic=traffic)
+    >>> traffic.reads["q"] == q.size, traffic.reads["k"] == 4 * k.size  # four tiles of Q
+    (True, True)
     """
     out, lse = _empty_results(spec, operands, dtype or spec.lse_dtype)
     for head in chain.from_iterable(groups(spec, operands, out.dtype, traffic, out=out, lse=lse)):
         states = tile_states(head, block_q, block_k)
         for i, rows in enumerate(blocks(head.n_q, block_q)):
             q = load_tile(head, "q", rows)
-            acc, m, l = start(head, rows)
+            o_acc, m, l = initial(head, rows)
             for j, keys in enumerate(blocks(head.n_k, block_k)):
                 if states[i, j] == EMPTY:
                     continue
                 k, v = load_tile(head, "k", keys), load_tile(head, "v", keys)
                 s = modify(head, scores(q, k, head.scale), rows, keys, states[i, j])
-                p, m, l, correction = online_softmax(s, m, l)
-                acc = accumulate(acc, correction, drop(head, p, rows, keys), v)
-            for name, tile in zip(("out", "lse"), finish(acc, m, l)):
+                p, m, l, rescale = online_softmax(s, m, l)
+                o_acc = accumulate(o_acc, rescale, drop(head, p, rows, keys), v)
+            for name, tile in zip(("out", "lse"), epilogue(o_acc, m, l)):
                 store_tile(head, name, rows, tile)
     return out, lse
 
@@ -225,11 +362,43 @@ def flash_attention_1_backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, block_q: int = 64, block_k: int = 64,
     dtype: Any = None, traffic: Traffic | None = None,
 ) -> Grads:  # fmt: skip
-    """Gradients from operands.out and .lse. The rows' delta is computed from out and dout again in each tile.
+    """FlashAttention-1, backward: delta is recomputed from O and dO in each tile.
 
-    Algorithm 4 reads m and l; p needs no more than lse = m + log(l), so that is what is read here.
+    Algorithm 4 reads m and l. P depends on lse = m + log(l) alone, so this reads lse.
+
+    Parameters
+    ----------
+    spec, operands
+        As for `standard`; operands.out and operands.lse are results of the forward pass.
+    dout, dlse
+        As for `standard_gradients`.
+    block_q, block_k, dtype, traffic
+        As for `flash_attention_1`.
+
+    Returns
+    -------
+    Grads
+        As from `standard_gradients`.
+
+    Raises
+    ------
+    ValueError
+        A block size is 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import flash_attention_1, flash_attention_1_backward, standard_gradients
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 50, 4))
+    >>> problem, operands, _ = prepare(q, k, v, causal=True)
+    >>> operands.out, operands.lse = flash_attention_1(problem.spec, operands)
+    >>> dout = np.ones_like(q)
+    >>> grads = flash_attention_1_backward(problem.spec, operands, dout, block_q=16, block_k=8)
+    >>> bool(np.allclose(grads.dq, standard_gradients(problem.spec, operands, dout).dq))
+    True
     """
-    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, keep_delta=False)
+    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, store_delta=False)
 
 
 @quiet
@@ -237,15 +406,48 @@ def flash_attention_2_backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any = None, block_q: int = 64, block_k: int = 64,
     dtype: Any = None, traffic: Traffic | None = None,
 ) -> Grads:  # fmt: skip
-    """Gradients from operands.out and .lse. The rows' delta is computed once, before all else, and kept."""
-    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, keep_delta=True)
+    """FlashAttention-2, backward: delta is computed once, before the loops.
+
+    Parameters
+    ----------
+    spec, operands
+        As for `standard`; operands.out and operands.lse are results of the forward pass.
+    dout, dlse
+        As for `standard_gradients`.
+    block_q, block_k, dtype, traffic
+        As for `flash_attention_1`.
+
+    Returns
+    -------
+    Grads
+        As from `standard_gradients`.
+
+    Raises
+    ------
+    ValueError
+        A block size is 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.call.arguments import prepare
+    >>> from flashkit.reference import flash_attention_2, flash_attention_2_backward, standard_gradients
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 50, 4))
+    >>> problem, operands, _ = prepare(q, k, v, causal=True)
+    >>> operands.out, operands.lse = flash_attention_2(problem.spec, operands)
+    >>> dout = np.ones_like(q)
+    >>> grads = flash_attention_2_backward(problem.spec, operands, dout, block_q=16, block_k=8)
+    >>> bool(np.allclose(grads.dq, standard_gradients(problem.spec, operands, dout).dq))
+    True
+    """
+    return _backward(spec, operands, dout, dlse, block_q, block_k, dtype, traffic, store_delta=True)
 
 
 def _backward(
     spec: AttentionSpec, operands: Operands, dout: Any, dlse: Any, block_q: int, block_k: int,
-    dtype: Any, traffic: Traffic | None, keep_delta: bool,
+    dtype: Any, traffic: Traffic | None, store_delta: bool,
 ) -> Grads:  # fmt: skip
-    """Both papers have K and V outside: dk and dv of a tile stay in fast memory, and dq passes through slow memory."""
+    """Both papers loop over K and V outside: dk and dv of a tile stay in fast memory, dq goes through slow memory."""
     grads = _zero_gradients(spec, operands, dtype or spec.lse_dtype)
     memory = {"out": operands.out, "lse": operands.lse, "dout": dout, "dlse": dlse, **grads._asdict()}
     memory["delta"] = np.empty(operands.lse.shape, grads.dq.dtype)
@@ -254,9 +456,9 @@ def _backward(
         for head in group:
             for rows in blocks(head.n_q, block_q):
                 store_tile(head, "dq", rows, np.zeros_like(head.memory["dq"][rows]))
-                if keep_delta or spec.sinks:
+                if store_delta or spec.sinks:
                     delta = row_delta(head, load_tile(head, "dout", rows), rows)
-                if keep_delta:
+                if store_delta:
                     store_tile(head, "delta", rows, delta)
                 if spec.sinks:
                     add_sink_gradient(head, grads.dsinks, load_tile(head, "lse", rows), delta)
@@ -268,9 +470,9 @@ def _backward(
                     if states[g][i, j] == EMPTY:
                         continue
                     q, do, dq, lse = (load_tile(head, name, rows) for name in ("q", "dout", "dq", "lse"))
-                    delta = load_tile(head, "delta", rows) if keep_delta else row_delta(head, do, rows)
+                    delta = load_tile(head, "delta", rows) if store_delta else row_delta(head, do, rows)
                     s = scores(q, k, head.scale)
-                    p = weights(modify(head, s, rows, keys, states[g][i, j]), lse)
+                    p = recompute_p(modify(head, s, rows, keys, states[g][i, j]), lse)
                     tile_dq, tile_dk, tile_dv = tile_gradients(head, q, k, v, do, s, p, delta, rows, keys)
                     store_tile(head, "dq", rows, dq + tile_dq)
                     dk, dv = dk + tile_dk, dv + tile_dv
@@ -279,13 +481,13 @@ def _backward(
     return grads
 
 
-def weights(s: np.ndarray, lse: np.ndarray) -> np.ndarray:
-    """p = exp(s' - lse): the weights once more, from the scores and what the forward pass saved."""
+def recompute_p(s: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """P = exp(S - lse), from modified scores and the lse of the forward pass."""
     return select(s != -np.inf, np.exp(s - finite(lse)[:, None]))
 
 
 def row_delta(head: Head, do: np.ndarray, rows: slice) -> np.ndarray:
-    """delta = rowsum(dout * out) - dlse. The gradient by lse joins here: d lse / ds' = p; ds' = p * (dp - delta)."""
+    """delta = rowsum(dO * O) - dlse. dlse belongs here since d lse / dS = P, and dS = P * (dP - delta)."""
     delta = row_sum(do * load_tile(head, "out", rows))
     return delta - load_tile(head, "dlse", rows) if "dlse" in head.memory else delta
 
@@ -294,9 +496,9 @@ def tile_gradients(
     head: Head, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray,
     s: np.ndarray, p: np.ndarray, delta: np.ndarray, rows: slice, keys: slice,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """A tile's part of (dq, dk, dv). s: the scores before modification; p: the weights before dropout.
+    """What a tile adds to (dq, dk, dv). s: the scores before modification; p: P before dropout.
 
-    Softmax gives ds' = p * (dp - rowsum(p * dp)), and rowsum(p * dp) = rowsum(dout * out), for which no p is needed.
+    The softmax gives dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(dO * O) = delta.
     """
     dp = drop(head, matmul(do, v.T), rows, keys)
     ds = p * (dp - delta[:, None])
@@ -307,12 +509,12 @@ def tile_gradients(
 
 
 def add_sink_gradient(head: Head, dsinks: np.ndarray | None, lse: np.ndarray, delta: np.ndarray) -> None:
-    """The sink's weight is exp(sink - lse), and its dp is 0, for it has no value."""
+    """P of the sink is exp(sink - lse), and its dP is 0, since it has no value."""
     if dsinks is not None and head.sink != -np.inf:
         dsinks[head.h] -= row_sum(np.exp(head.sink - lse) * delta)
 
 
-# --- arithmetic that keeps hidden what is hidden ----------------------------------------------------------------------
+# --- arithmetic in which masked elements have no effect ---------------------------------------------------------------
 
 
 def select(condition: Any, x: np.ndarray, otherwise: float = 0.0) -> np.ndarray:
@@ -321,7 +523,7 @@ def select(condition: Any, x: np.ndarray, otherwise: float = 0.0) -> np.ndarray:
 
 
 def finite(m: np.ndarray) -> np.ndarray:
-    """m, with 0 for -inf: then exp(s - m) of a row that has seen no key is exp(-inf - 0) = 0, not NaN."""
+    """m, with 0 for -inf: exp(s - m) of a row that has seen no key is then exp(-inf - 0) = 0, not NaN."""
     return select(m != -np.inf, m)
 
 
@@ -330,30 +532,30 @@ def row_max(s: np.ndarray) -> np.ndarray:
 
 
 def row_sum(x: np.ndarray) -> np.ndarray:
-    """Sum over the last axis; sums of 16-bit numbers are carried in float32 and rounded once."""
+    """Sum over the last axis; 16-bit dtypes are accumulated in float32 and rounded once."""
     return x.sum(axis=-1, dtype=x.dtype if x.dtype.itemsize >= 4 else np.float32).astype(x.dtype)
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b in their dtype, sums carried as in `row_sum`."""
+    """a @ b in their dtype, accumulated as in `row_sum`."""
     if a.dtype.itemsize >= 4:
         return a @ b
     return (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype)
 
 
 def weighted_sum(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """w @ x, in which a weight of exactly 0 leaves a row of x out whatever it holds: 0 * NaN counts as 0."""
-    usual = np.isfinite(x).all(axis=1)
-    if usual.all():
+    """w @ x, in which a weight of 0 skips a row of x whatever it holds: 0 * NaN and 0 * inf count as 0."""
+    is_finite = np.isfinite(x).all(axis=1)
+    if is_finite.all():
         return matmul(w, x)
-    total = matmul(w[:, usual], x[usual])
-    for j in np.flatnonzero(~usual):
+    total = matmul(w[:, is_finite], x[is_finite])
+    for j in np.flatnonzero(~is_finite):
         total += select(w[:, j : j + 1] != 0, w[:, j : j + 1] * x[j])
     return total
 
 
 def drop(head: Head, x: np.ndarray, rows: slice, keys: slice) -> np.ndarray:
-    """Dropout of weights, or of their gradients dp: some become 0, the others grow by 1 / (1 - dropout_p)."""
+    """Dropout of P, or of dP: dropped elements become 0, kept ones are multiplied by 1 / (1 - dropout_p)."""
     if not head.spec.dropout:
         return x
     operands, row, key = head.operands, np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)
@@ -361,12 +563,12 @@ def drop(head: Head, x: np.ndarray, rows: slice, keys: slice) -> np.ndarray:
     return select(keep, x / x.dtype.type(1 - operands.dropout_p))
 
 
-# --- slow memory: one head's part of the arrays, and its tiles --------------------------------------------------------
+# --- slow memory: the arrays of one head, and its tiles ---------------------------------------------------------------
 
 
 @dataclass
 class Traffic:
-    """Elements that moved between slow and fast memory, by the name of the array."""
+    """Elements that move between slow and fast memory, by the name of the array."""
 
     reads: Counter[str] = field(default_factory=Counter)
     writes: Counter[str] = field(default_factory=Counter)
@@ -382,7 +584,7 @@ class Traffic:
 
 @dataclass
 class Head:
-    """One query head of one batch entry. memory: its part of each array, rows first, without keys that do not exist."""
+    """One query head of one batch entry. memory: its slice of each array, rows first, keys up to kv_lengths."""
 
     spec: AttentionSpec
     operands: Operands
@@ -402,12 +604,12 @@ class Head:
 
     @cached_property
     def env(self) -> dict[str, Any]:
-        """What the symbols, params and arrays of a modification stand for, except those that vary within the head."""
+        """Values of a modification's symbols, scalars and arrays, except positions."""
         params = {name: x if isinstance(x, int) else self.dtype.type(x) for name, x in self.operands.params.items()}
         return {"b": self.b, "h": self.h, **params, **self.operands.arrays}
 
     def evaluate(self, graph: Expr, rows: slice, keys: slice, s: np.ndarray | None = None) -> np.ndarray:
-        """A modification on the pairs of a tile, (rows, keys), in the computing precision."""
+        """A modification's graph on the pairs of a tile, (rows, keys), in the dtype of the computation."""
         row, k = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)
         value = codegen.evaluate(graph, {**self.env, "s": s, "row": row, "q": row + self.offset, "k": k}, self.dtype)
         return np.broadcast_to(np.asarray(value, bool if graph.kind == "bool" else self.dtype), (row.size, k.size))
@@ -416,7 +618,7 @@ class Head:
 def groups(
     spec: AttentionSpec, operands: Operands, dtype: Any, traffic: Traffic | None = None, **more: np.ndarray | None
 ) -> Iterator[list[Head]]:
-    """For each key/value head of each batch entry, the query heads that share it. more: more arrays of slow memory."""
+    """For each key/value head of each batch entry, its query heads. more: further arrays in slow memory."""
     arrays = {"q": operands.q, "k": operands.k, "v": operands.v, **more}
     traffic = traffic or Traffic()
     for b, kv_head in np.ndindex(operands.k.shape[:2]):
@@ -432,7 +634,7 @@ def groups(
 
 
 def blocks(n: int, size: int) -> Iterator[slice]:
-    """0 .. n in pieces of `size`, the last as long as is left."""
+    """Slices of `size` that cover 0 .. n; the last may be shorter."""
     return (slice(first, min(first + size, n)) for first in range(0, n, size))
 
 
@@ -442,7 +644,7 @@ EMPTY, PARTIAL, FULL = range(3)
 def tile_states(head: Head, block_q: int, block_k: int) -> np.ndarray:
     """(tiles of rows, tiles of keys): EMPTY where no pair is visible, FULL where all are, else PARTIAL.
 
-    Bounds of the mask over each tile decide (`expr.classify`); no pair is looked at. `standard` does without.
+    Bounds of the mask over each tile decide (`expr.classify`), without evaluating pairs. `standard` does not use it.
     """
     row0, k0 = np.arange(0, head.n_q, block_q)[:, None], np.arange(0, head.n_k, block_k)
     if head.spec.mask is None:
@@ -456,7 +658,7 @@ def tile_states(head: Head, block_q: int, block_k: int) -> np.ndarray:
 
 @dataclass
 class Bounded:
-    """An array that answers what `expr.bounds` asks of it: its least and its greatest element in a box of indices."""
+    """An array with the least and the greatest element in a box of indices, for `expr.bounds`."""
 
     array: np.ndarray
 
@@ -469,7 +671,7 @@ class Bounded:
         array = self.array if self.array.dtype.kind == "b" else self.array.astype(np.int64)  # as modifications compute
         result = np.empty(corners[0].shape, array.dtype)
         for i in np.ndindex(result.shape):
-            # Bounds of an index can be wider than the values it takes; the whole axis is a safe answer then.
+            # Bounds of an index can exceed the array; then the whole axis bounds the element.
             box = tuple(
                 slice(low[i], high[i] + 1) if 0 <= low[i] <= high[i] < n else slice(None)
                 for low, high, n in zip(corners[::2], corners[1::2], array.shape)

@@ -14,10 +14,25 @@ from .mods.expr import Expr, Kind
 
 Direction = Literal["forward", "backward"]
 
-ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of one element, for every dtype that attention takes."""
-
 MAX_HEAD_DIM = 512
+
+
+class DType(NamedTuple):
+    """An input dtype: bytes of one element, and the dtype of accumulators, the softmax and the log-sum-exp."""
+
+    size: int
+    accumulator: str
+
+
+DTYPES = {
+    "float64": DType(8, "float64"),
+    "float32": DType(4, "float32"),
+    "float16": DType(2, "float32"),
+    "bfloat16": DType(2, "float32"),
+}
+"""Every dtype that attention takes."""
+
+ITEMSIZE = {name: dtype.size for name, dtype in DTYPES.items()}
 
 
 @cache
@@ -64,8 +79,8 @@ class AttentionSpec:
 
     @property
     def lse_dtype(self) -> str:
-        """Of the log-sum-exp and of all intermediate results: float64 for float64, else float32."""
-        return "float64" if self.dtype == "float64" else "float32"
+        """The accumulators' dtype, which the log-sum-exp keeps."""
+        return DTYPES[self.dtype].accumulator
 
     @property
     def masked(self) -> bool:

@@ -6,13 +6,15 @@ that of an environment variable that does not fit.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +162,15 @@ def cuda_device() -> dict[str, Any] | None:
         if facts.get(theirs, 0) > 0:
             found[ours] = int(facts[theirs])
     return found
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector is disabled inside the `with` block and restored after it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,4 +1,4 @@
-"""The kernels that most calls need, compiled before the first of them: what `flashkit cache warm` does."""
+"""`flashkit cache warm`: compile the kernels of plain and causal attention before the first call needs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD_DIMS = (64, 128)
 
 
 class Warmed(NamedTuple):
-    """One kind of call: forward and backward pass compiled and run once, or the error that this gave."""
+    """One kind of call whose forward and backward pass were compiled and run once, or the error of that."""
 
     backend: str
     label: str
@@ -27,19 +27,39 @@ class Warmed(NamedTuple):
 
 
 def warm(dtypes: Sequence[str] = DTYPES, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Warmed]:
-    """Compile for plain and causal attention of these dtypes and head dims, on the backends of `_compiling`, in
-    parallel; yields each as it is done.
+    """Compile plain and causal attention for every combination of these, in parallel, on every available backend.
+
+    numba_cuda, which takes minutes and is never chosen by default, is left out unless FLASHKIT_BACKEND selects it.
+
+    Parameters
+    ----------
+    dtypes
+        Names of dtypes.
+    head_dims
+        Head dims of q, k and v.
+
+    Yields
+    ------
+    Warmed
+        For each kind of call, as it is done. An error of one does not end the others.
+
+    Examples
+    --------
+    >>> from flashkit.tools.warm import warm
+    >>> for one in warm(["float32"], [64]):  # doctest: +SKIP
+    ...     print(one.label, one.error or "compiled")
     """
-    calls = [(name, *what) for name in _compiling() for what in itertools.product(dtypes, head_dims, (False, True))]
+    calls = [(name, *what) for name in _compiled() for what in itertools.product(dtypes, head_dims, (False, True))]
     with ThreadPoolExecutor(host.cpu_count()) as pool:
         for done in as_completed([pool.submit(_one, *call) for call in calls]):
             yield done.result()
 
 
-def _compiling() -> list[str]:
-    """Backends that compile; numba_cuda, which takes minutes and is not chosen by itself, where it is asked for."""
-    left = {"reference", "numba_cuda"} - {dispatch.forced()}
-    return [name for name, backend in sorted(dispatch.registry().items()) if name not in left and backend.available()]
+def _compiled() -> list[str]:
+    """The available backends that compile kernels."""
+    excluded = {"reference", "numba_cuda"} - {dispatch.forced()}
+    backends = sorted(dispatch.registry().items())
+    return [name for name, backend in backends if name not in excluded and backend.available()]
 
 
 def _one(name: str, dtype: str, head_dim: int, causal: bool) -> Warmed:
@@ -47,22 +67,19 @@ def _one(name: str, dtype: str, head_dim: int, causal: bool) -> Warmed:
     started = time.perf_counter()
     try:
         x = _array(dispatch.registry()[name].array_kinds[0], dtype, head_dim)
-        _, pull = api.attention_vjp(x, x, x, causal=causal, backend=name)
-        pull(x)
-    except Exception as error:  # the others may still be compiled
+        _, vjp = api.attention_vjp(x, x, x, causal=causal, backend=name)
+        vjp(x)
+    except Exception as error:
         return Warmed(name, label, time.perf_counter() - started, f"{type(error).__name__}: {error}")
     return Warmed(name, label, time.perf_counter() - started)
 
 
 def _array(kind: str, dtype: str, head_dim: int) -> Any:
-    if dtype == "bfloat16":
-        import ml_dtypes
+    import ml_dtypes
 
-        numbers = np.ones((1, 1, 16, head_dim), ml_dtypes.bfloat16)
-    else:
-        numbers = np.ones((1, 1, 16, head_dim), dtype)
+    array = np.ones((1, 1, 16, head_dim), getattr(ml_dtypes, dtype, dtype))
     if kind == "numpy":
-        return numbers
+        return array
     import cupy
 
-    return cupy.asarray(numbers)
+    return cupy.asarray(array)

@@ -1,4 +1,4 @@
-"""Decoding on the CPU: its micro-kernels alone against NumPy, and attention of few queries against the definition."""
+"""Decoding on the CPU: the gemv micro-kernels against NumPy, and attention of few queries against the definition."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import pytest
 
 import flashkit
 from flashkit import mods, reference
-from flashkit.backends.cpu import backend
+from flashkit.backends.cpu import launch, plan
+from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
-from flashkit.backends.cpu.micro.vector import Block
+from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.call.arguments import prepare
 from flashkit.devices import host
 from flashkit.devices.io_model import CpuTile
 
 BLOCKS = [
-    Block("float", 1, 1, lanes, storage) for lanes in (4, 8, 16) for storage in ("", "float16", "bfloat16")
-] + [Block("double", 1, 1, lanes) for lanes in (2, 4, 8)]  # fmt: skip
-PAIRED = pytest.param(
-    Block("float", 1, 1, 16, "bfloat16", "avx512bf16"),
+    RegisterBlock("float", 1, 1, lanes, storage) for lanes in (4, 8, 16) for storage in ("", "float16", "bfloat16")
+] + [RegisterBlock("double", 1, 1, lanes) for lanes in (2, 4, 8)]  # fmt: skip
+BF16_PAIRS = pytest.param(
+    RegisterBlock("float", 1, 1, 16, "bfloat16", "avx512bf16"),
     marks=pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16"),
 )
 ROWS = (1, 2, 3, 4, 7, 13)
@@ -33,7 +34,7 @@ KEYS = (0, 1, 5, 8, 37)
 DIMS = (1, 7, 40, 64, 100, 128, 193)
 
 
-def run(block: Block, name: str, *arguments: int) -> None:
+def run(block: RegisterBlock, name: str, *arguments: int) -> None:
     function = micro.addresses(block, True)[name]
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(function)(*arguments)
 
@@ -42,11 +43,11 @@ def at(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def computed(block: Block) -> Any:
+def computed(block: RegisterBlock) -> Any:
     return np.float32 if block.element == "float" else np.float64
 
 
-def stored(block: Block) -> Any:
+def stored(block: RegisterBlock) -> Any:
     return {"": computed(block), "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[block.storage]
 
 
@@ -56,7 +57,7 @@ def sizes(seed: int) -> list[tuple[int, int, int]]:
     return [every[i] for i in np.random.default_rng(seed).permutation(len(every))[:60]]
 
 
-def apart(rng: np.random.Generator, rows: int, columns: int, dtype: Any) -> np.ndarray:
+def with_gaps(rng: np.random.Generator, rows: int, columns: int, dtype: Any) -> np.ndarray:
     """Rows with NaN between them."""
     memory = np.full((rows + 1, columns + 5), np.nan, dtype)
     memory[:rows, 2 : columns + 2] = rng.standard_normal((rows, columns))
@@ -69,18 +70,18 @@ def near(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, terms: int) -
     return bool((np.abs(got - want) <= (4 + np.sqrt(terms)) * unit * magnitude).all())
 
 
-@pytest.mark.parametrize("block", [*BLOCKS, PAIRED], ids=str)
-def test_row_scores(block: Block) -> None:
+@pytest.mark.parametrize("block", [*BLOCKS, BF16_PAIRS], ids=str)
+def test_gemv_qk(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(0), computed(block)
-    queries, elements = (ml_dtypes.bfloat16, 2 * block.lanes) if block.pairs else (dtype, block.lanes)
+    queries, elements = (ml_dtypes.bfloat16, 2 * block.lanes) if block.bf16_pairs else (dtype, block.lanes)
     scale = -0.3
     for m, n, d in sizes(1):
-        k = apart(rng, n, d, stored(block))
+        k = with_gaps(rng, n, d, stored(block))
         q = np.zeros((m, -(-d // elements) * elements), queries)
         q[:, :d] = rng.standard_normal((m, d))
         s = np.full((m, n + 3), 7, dtype)
         run(
-            block, "row_scores", at(q), q.strides[0], at(k), k.strides[0], at(s), s.strides[0], m, n, d,
+            block, "gemv_qk", at(q), q.strides[0], at(k), k.strides[0], at(s), s.strides[0], m, n, d,
             int(np.float64(scale).view(np.int64)),
         )  # fmt: skip
         exact, wide = scale * q[:, :d].astype(np.float64), k.astype(np.float64)
@@ -88,20 +89,20 @@ def test_row_scores(block: Block) -> None:
         assert (s[:, n:] == 7).all()
 
 
-@pytest.mark.parametrize("block", [*BLOCKS, PAIRED], ids=str)
-def test_row_values(block: Block) -> None:
+@pytest.mark.parametrize("block", [*BLOCKS, BF16_PAIRS], ids=str)
+def test_gemv_pv(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(1), computed(block)
     for m, n, d in sizes(2):
-        v = apart(rng, n, d, stored(block))
+        v = with_gaps(rng, n, d, stored(block))
         p = rng.random((m, n + 2)).astype(dtype)
-        factor = rng.random(m).astype(dtype)
+        rescale = rng.random(m).astype(dtype)
         around = rng.standard_normal((m, d + 9)).astype(dtype)
         before, o = around.copy(), around[:, 4 : d + 4]
-        weights = p[:, :n].astype(ml_dtypes.bfloat16) if block.pairs else p[:, :n]
-        want = o.astype(np.float64) * factor[:, None] + weights.astype(np.float64) @ v.astype(np.float64)
-        size = np.abs(o) * factor[:, None] + p[:, :n] @ np.abs(v.astype(dtype))
+        rounded = p[:, :n].astype(ml_dtypes.bfloat16) if block.bf16_pairs else p[:, :n]
+        want = o.astype(np.float64) * rescale[:, None] + rounded.astype(np.float64) @ v.astype(np.float64)
+        size = np.abs(o) * rescale[:, None] + p[:, :n] @ np.abs(v.astype(dtype))
         run(
-            block, "row_values", at(p), p.strides[0], at(v), v.strides[0], at(o), o.strides[0], at(factor),
+            block, "gemv_pv", at(p), p.strides[0], at(v), v.strides[0], at(o), o.strides[0], at(rescale),
             m, n, d,
         )  # fmt: skip
         assert near(o, want, size, n), (m, n, d)
@@ -109,36 +110,34 @@ def test_row_values(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if not b.storage], ids=str)
-def test_row_weights(block: Block) -> None:
+def test_gemv_softmax(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(2), computed(block)
     unit = np.finfo(dtype).eps
-    for m, n in itertools.product((1, 3, 6), (0, 1, 7, 16, 50)):
-        s = np.full((m, -(-n // block.lanes) * block.lanes + 2), 7, dtype)
-        s[:, :n] = rng.standard_normal((m, n)) * 20
+    for rows, n in itertools.product((1, 3, 6), (0, 1, 7, 16, 50)):
+        s = np.full((rows, -(-n // block.lanes) * block.lanes + 2), 7, dtype)
+        s[:, :n] = rng.standard_normal((rows, n)) * 20
         s[0, : n // 2] = -np.inf
-        top, total = rng.standard_normal(m).astype(dtype), rng.random(m).astype(dtype)
-        top[-1], total[-1] = -np.inf, 0
-        if m > 3:
-            s[2, :n], top[2], total[2] = -np.inf, -np.inf, 0  # nothing seen, before or now
+        m, l = rng.standard_normal(rows).astype(dtype), rng.random(rows).astype(dtype)
+        m[-1], l[-1] = -np.inf, 0
+        if rows > 3:
+            s[2, :n], m[2], l[2] = -np.inf, -np.inf, 0  # no visible key, before or now
             s[3, :1] = np.nan
-        factor = np.full(m, 7, dtype)
-        scores, old, sums = s[:, :n].astype(np.float64), top.astype(np.float64), total.astype(np.float64)
-        run(block, "row_weights", at(s), s.strides[0], m, n, at(top), at(total), at(factor))
-        greatest = np.fmax.reduce(np.column_stack([scores, old]), axis=1)
-        shift = np.where(greatest == -np.inf, 0, greatest)[:, None]
-        weights = np.exp(scores - shift)
-        assert np.array_equal(top, greatest)
-        assert np.allclose(factor, np.exp(old - shift[:, 0]), rtol=60 * unit, atol=0)
-        assert np.allclose(s[:, :n], weights, rtol=200 * unit, atol=np.finfo(dtype).tiny, equal_nan=True)
-        assert np.allclose(
-            total, sums * np.exp(old - shift[:, 0]) + weights.sum(axis=1), rtol=100 * unit, atol=0, equal_nan=True
-        )
-        if m > 3 and n:
-            assert np.isnan(total[3]) and total[2] == 0 and (s[2, :n] == 0).all()
+        rescale = np.full(rows, 7, dtype)
+        scores, m_old, l_old = s[:, :n].astype(np.float64), m.astype(np.float64), l.astype(np.float64)
+        run(block, "gemv_softmax", at(s), s.strides[0], rows, n, at(m), at(l), at(rescale))
+        m_new = np.fmax.reduce(np.column_stack([scores, m_old]), axis=1)
+        m_safe = np.where(m_new == -np.inf, 0, m_new)
+        p, factor = np.exp(scores - m_safe[:, None]), np.exp(m_old - m_safe)
+        assert np.array_equal(m, m_new)
+        assert np.allclose(rescale, factor, rtol=60 * unit, atol=0)
+        assert np.allclose(s[:, :n], p, rtol=200 * unit, atol=np.finfo(dtype).tiny, equal_nan=True)
+        assert np.allclose(l, l_old * factor + p.sum(axis=1), rtol=100 * unit, atol=0, equal_nan=True)
+        if rows > 3 and n:
+            assert np.isnan(l[3]) and l[2] == 0 and (s[2, :n] == 0).all()
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if not b.storage], ids=str)
-def test_read_takes_in_every_line(block: Block) -> None:
+def test_read_reads_every_line(block: RegisterBlock) -> None:
     for lines in (0, 1, 3, 4, 9):
         memory = np.zeros((lines + 1, 64), np.uint8)
         memory[-1] = 0xFF  # past the end
@@ -176,8 +175,8 @@ OFTEN = [[], pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.exhaustive, p
     "choice", [pytest.param(c, id=cases.name(c), marks=OFTEN[i % len(OFTEN)]) for i, c in enumerate(DESIGN)]
 )
 def test_every_feature_with_few_queries(choice: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts of two tiles, however few keys there are."""
-    monkeypatch.setattr(backend, "PART_KEYS", 2 * backend.DECODE_KEYS)
+    """In splits of two tiles, however few keys there are."""
+    monkeypatch.setattr(launch, "MIN_SPLIT_KEYS", 2 * plan.DECODE_BLOCK_K)
     cases.assert_conforms(cases.run(cases.build(choice), "cpu"), *cases.expected(cases.build(choice)))
 
 
@@ -223,20 +222,20 @@ def test_every_width_decodes(lanes: int, dtype: str) -> None:
     q, k, v = (x.astype(dtype) for x in tensors(6, 2, 2, 700, 40))
     problem, operands, _ = prepare(q, k, v, softcap=4.0)
     tile = CpuTile(64, 64, lanes, 2, 2)
-    cpu = backend.CpuBackend()
-    cpu.forward(backend.CpuPlan(problem, tile, tile, "forced"), operands)
+    cpu = CpuBackend()
+    cpu.forward(plan.CpuPlan(problem, tile, tile, "forced"), operands)
     out, lse = reference.standard(problem.spec, operands)
     tolerance = 50 * np.finfo(dtype).eps
     assert np.abs(operands.out - out).max() < tolerance and np.abs(operands.lse - lse).max() < tolerance
 
 
 @pytest.mark.parametrize("n_k", [0, 1, 63, 64, 65, 511, 513, 4097])
-def test_parts_of_any_number_of_keys(n_k: int) -> None:
+def test_splits_of_any_number_of_keys(n_k: int) -> None:
     q, k, v = tensors(4, 2, 1, n_k, 24)
     assert_near(decoded(q, k, v), exact(q, k, v))
 
 
-def test_lengths_leave_parts_without_keys() -> None:
+def test_lengths_leave_splits_without_keys() -> None:
     q, k, v = tensors(4, 2, 2, 3000, 16, batch=4)
     lengths = np.array([0, 1, 700, 3000])
     k[2, :, 700:], v[2, :, 700:] = np.nan, np.nan
@@ -245,7 +244,7 @@ def test_lengths_leave_parts_without_keys() -> None:
     assert (got[0][0] == 0).all() and (got[1][0] == -np.inf).all()
 
 
-def test_a_mask_hides_whole_parts_whatever_they_hold() -> None:
+def test_a_mask_hides_whole_splits_whatever_they_hold() -> None:
     q, k, v = tensors(4, 1, 1, 5000, 16)
     k[:, :, :4000], v[:, :, :4000] = np.nan, np.inf
     options = {"causal": True, "window": (499, 0)}
@@ -257,7 +256,7 @@ def test_a_mask_hides_whole_parts_whatever_they_hold() -> None:
     assert (out == 0).all() and (lse == -np.inf).all()
 
 
-def test_heads_of_a_group_see_different_parts() -> None:
+def test_heads_of_a_group_see_different_splits() -> None:
     q, k, v = tensors(4, 1, 3, 3000, 16)
     mask = np.zeros((4, 1, 3000), bool)
     for h in range(3):  # the last head sees nothing
@@ -267,7 +266,7 @@ def test_heads_of_a_group_see_different_parts() -> None:
     assert_near(decoded(q, k, v, mask_mod=by_head), exact(q, k, v, mask_mod=by_head))
 
 
-def test_hidden_infinities_beside_visible_keys_are_left_out() -> None:
+def test_hidden_infinities_next_to_visible_keys_are_skipped() -> None:
     q, k, v = tensors(2, 1, 1, 2000, 8)
     visible = np.arange(2000) % 3 != 1
     v[:, :, ~visible] = np.inf
@@ -288,7 +287,7 @@ def test_nan_shows_in_the_rows_that_see_it(where: int) -> None:
     assert np.isnan(out[0, 2:, :, 5]).all() and np.isnan(out).sum() == 4 and np.isfinite(lse).all()
 
 
-def test_a_part_of_nan_scores_alone_shows() -> None:
+def test_a_split_of_nan_scores_alone_shows() -> None:
     """Its maximum stays -inf, as if it had no key."""
     q, k, v = tensors(1, 1, 1, 2000, 8)
     k[0, 0, 1024:] = np.nan

@@ -434,7 +434,7 @@ def test_lengths_on_the_device_are_bounded(n_q: int, dtype: str, generation: str
     right, right_vjp = flashkit.attention_vjp(q, k, v, kv_lengths=[n_k, n_k, 0, 0], **options)
     out, vjp = flashkit.attention_vjp(q, k, v, kv_lengths=lengths, **options)
     plain = flashkit.attention(q, k, v, kv_lengths=lengths, **options)
-    lengths[...] = [1, 2, 3, 4]
+    lengths[...] = cupy.asarray([1, 2, 3, 4])
     np.testing.assert_array_equal(out.get(), right.get())
     np.testing.assert_array_equal(plain.get(), right.get())
     for got, expected in zip(vjp(dout), right_vjp(dout), strict=True):
@@ -854,7 +854,7 @@ BESIDE_A_CAP = [
     ],
 )
 def test_soft_capping_beside_another_feature(factor: str, level: str, d: int, generation: str) -> None:
-    """In bfloat16, where kernels may sum and bound weights in a way of their own (sm90's sums_with_values)."""
+    """In bfloat16, where kernels may sum and bound weights in a way of their own (sm90's sums_rows_by_mma)."""
     capped = {"softcap": "yes", "dtype": "bfloat16", "sizes": "130x200", "heads": "4:2", "out": "poisoned"}
     check(with_(**{**capped, "dims": f"{d}", factor: level}))
 

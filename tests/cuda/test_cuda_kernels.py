@@ -315,10 +315,10 @@ def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
     sass = disassembled(sm90_binary(spec).path)
     tile = sm90.forward_tile(long(spec))
     summed = dtype == "bfloat16" and d % 64 == 0
-    assert sm90.sums_with_values(spec, tile) == summed
+    assert sm90.sums_rows_by_mma(spec, tile) == summed
     with_values = re.findall(rf"HGMMA\.64x{d + 8 * summed}x16\.F32(?:\.BF16)? R\d+, R\d+", sass)
     assert len(with_values) == 3 * tile.block_k // 16
-    assert not sm90.sums_with_values(replace(spec, dropout=True), tile)
+    assert not sm90.sums_rows_by_mma(replace(spec, dropout=True), tile)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -335,11 +335,11 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     products = -(-d // 16) + sm90.forward_tile(long(spec)).block_k // 16
     assert len(re.findall(r"\bHGMMA\b", sass)) == 3 * products
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == (6 if precision else 2)
-    split = specialise.source("sm90/fp16x2_split", spec, {"PARTS": 1 if precision else 2, "ROWS": 64})
-    assert compiler.binary(split, "sm_90a").resources["fp16x2_split"].spills <= 24  # of addresses
+    split = specialise.source("sm90/fp16x2_convert", spec, {"NUM_TERMS": 1 if precision else 2, "ROWS": 64})
+    assert compiler.binary(split, "sm_90a").resources["fp16x2_convert"].spills <= 24  # of addresses
 
 
-@pytest.mark.parametrize("of_queries", [True, False])
+@pytest.mark.parametrize("dq_kernel", [True, False])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -352,14 +352,14 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     ],
     ids=str,
 )  # fmt: skip
-def test_sm90_gradients_in_float32(spec: AttentionSpec, of_queries: bool) -> None:
+def test_sm90_gradients_in_float32(spec: AttentionSpec, dq_kernel: bool) -> None:
     """The sums of a tile and of all tiles lie in registers; what spills is what finds and loads tiles."""
     tile = sm90_fp16x2.backward_tile(spec)
-    assert tile.shared_memory(spec, of_queries) <= HOPPER.shared_per_block
-    found = compiler.binary(specialise.source("sm90/fp16x2_backward", spec, *tile.source(spec, of_queries)), "sm_90a")
+    assert tile.shared_memory(spec, dq_kernel) <= HOPPER.shared_per_block
+    found = compiler.binary(specialise.source("sm90/fp16x2_backward", spec, *tile.source(spec, dq_kernel)), "sm_90a")
     assert found.resources["fp16x2_backward"].spills <= 256
     dims = [spec.head_dim, spec.head_dim_v]  # summed over for S and dP; then those of the gradients, 64 columns at once
-    slices = sum(-(-dim // 64) for dim in dims[: 1 if of_queries else 2])
+    slices = sum(-(-dim // 64) for dim in dims[: 1 if dq_kernel else 2])
     products = sum(-(-dim // 16) for dim in dims) + slices * tile.block_k // 16
     sass = disassembled(found.path)
     assert len(re.findall(r"\bHGMMA\b", sass)) == products * (1 if spec.precision else 3)
@@ -428,12 +428,12 @@ def test_an_impossible_sm90_tile_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"dtype": "float64"}, "float64 is not for these tensor cores"),
+        ({"dtype": "float64"}, "these tensor cores do not support float64"),
         ({"dtype": "float32"}, ""),
         ({"dtype": "float32", "head_dim": 192}, "over 128"),
-        ({"dtype": "float32", "head_dim": 8}, "exacter without terms"),
-        ({"dtype": "float32", "head_dim_v": 30}, "not whole 16 bytes"),
-        ({"head_dim": 20}, "not whole 16 bytes"),
+        ({"dtype": "float32", "head_dim": 8}, "more accurate without FP16x2"),
+        ({"dtype": "float32", "head_dim_v": 30}, "not a multiple of 16 bytes"),
+        ({"head_dim": 20}, "not a multiple of 16 bytes"),
         ({"head_dim": 264}, "over 256"),
         ({"n_q": 16}, "16 rows share keys"),
         ({"batch": 1, "heads": 2}, "the keys should be split"),
@@ -463,7 +463,7 @@ def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.Mon
 
     assert chosen(2048, 64, "forward")[0] == chosen(1024, 128, "backward")[0] == "sm90"
     name, said = chosen(512, 64, "backward")
-    assert name == "sm80" and "4194304 scores do not repay splitting" in said
+    assert name == "sm80" and "4194304 scores are too few to convert" in said
     assert chosen(2048, 16, "forward")[0] == "sm80" and chosen(2048, 16, "backward")[0] == "sm90"
     assert chosen(512, 64, "backward", "bfloat16")[0] == "sm90"
     monkeypatch.setenv(VARIABLE, "sm90")

@@ -156,16 +156,16 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
 # --- what is tuned ----------------------------------------------------------------------------------------------------
 
 
-def test_every_target_is_of_a_generation_that_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_target_is_of_a_generation_that_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
-    subject = tune_cuda.Cuda(CupyRawBackend())
-    targets = subject.targets(tune_cuda.FULL, None)
+    tunable = tune_cuda.TunableCuda(CupyRawBackend())
+    targets = tunable.targets(tune_cuda.FULL, None)
     assert len({target.key for target in targets}) == len(targets)
     assert {target.generation for target in targets if target.dtype == "float64"} == {"simt"}
     of = [t.generation for t in targets if t.problem == ("forward", "bfloat16", "64", "full")]
     assert of == [each.name for each in CupyRawBackend().allowed()]  # newest first: the others are held against it
     assert {t.direction for t in targets if t.few} == {"forward"}
-    assert {t.dtype for t in subject.targets(tune_cuda.QUICK, ["float16"])} == {"float16"}
+    assert {t.dtype for t in tunable.targets(tune_cuda.QUICK, ["float16"])} == {"float16"}
 
 
 def test_what_is_timed_fills_a_device() -> None:
@@ -212,9 +212,9 @@ def test_a_row_may_leave_the_tile_to_the_generation() -> None:
 
 def test_autotune_marks_what_a_generation_chooses_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_cuda.device, "current", lambda: HOPPER)
-    subject = tune_cuda.Cuda(CupyRawBackend())
-    targets = [target for target in subject.targets(tune_cuda.QUICK, ["bfloat16"]) if not target.few]
-    bench = subject.bench(tune_cuda.QUICK, targets)
+    tunable = tune_cuda.TunableCuda(CupyRawBackend())
+    targets = [target for target in tunable.targets(tune_cuda.QUICK, ["bfloat16"]) if not target.few]
+    runner = tunable.runner(tune_cuda.QUICK, targets)
     for target in targets:
-        own = [tile.own for tile in bench.listed(target)]
+        own = [tile.own for tile in runner.listed(target)]
         assert own == [target.generation == "sm90"] + [False] * (len(own) - 1)

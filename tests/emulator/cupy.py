@@ -1,4 +1,4 @@
-"""What flashkit and its tests use of CuPy, on an emulated device."""
+"""The part of CuPy that flashkit and its tests use, for arrays on the emulated device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FACTS = {"name": b"emulated", "major": 9, "minor": 0}
 
 
 class _Memory:
-    """An allocation; given back when no array is left."""
+    """An allocation, freed with its last array."""
 
     def __init__(self, size: int) -> None:
         self.size, self.start = size, DEVICE.memory.take(size)
@@ -40,7 +40,7 @@ def _unwrapped(x: Any) -> Any:
 
 
 def _wrapped(x: Any, near: tuple[Any, ...] = ()) -> Any:
-    """A result as an array on the device: a view of one of `near`, or a copy."""
+    """A result as an array on the device: a view where it shares memory with one of `near`, else a copy."""
     if isinstance(x, tuple):
         return tuple(_wrapped(each, near) for each in x)
     if not isinstance(x, np.ndarray | np.generic):
@@ -111,7 +111,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._host().copy()
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("an array of a device is not one of NumPy; x.get() is")
+        raise TypeError("implicit conversion to a NumPy array is not allowed; x.get() fits")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **more: Any) -> Any:
         inner = _unwrapped(inputs)

@@ -1,4 +1,4 @@
-"""A device that runs PTX: memory, launches on streams, multiprocessors that blocks come to."""
+"""The device: global memory, a stream of launches, and SMs on which CTAs are resident."""
 
 from __future__ import annotations
 
@@ -11,33 +11,25 @@ import ml_dtypes
 import numpy as np
 
 from . import ptx
+from .errors import CODES, EmulationError, message
 from .machine import Machine
 
 BASE = 1 << 34
-"""Address of the first byte of memory."""
+"""Address of the first byte of global memory."""
+
+DONE = 2
+"""What the interpreter returns when a CTA has ended."""
 
 PATIENCE = 120
-"""Seconds in which a block has to end somewhere."""
-
-WHY = {
-    -1: "an address outside of what is allocated", -2: "a misaligned address",
-    -3: "lanes that have to be together are not",
-    -4: "trap", -5: "an unknown operation", -6: "too many copies or products are pending",
-    -7: "a barrier that more come to than it is for, or that is none",
-    -8: "the block ends before a store has read its source",
-}  # fmt: skip
+"""Seconds after which a CTA must have ended somewhere on the device."""
 
 _every = np.arange(65536, dtype=np.uint16)
 HALVES = np.stack([_every.view(t).astype(np.float32) for t in (np.float16, ml_dtypes.bfloat16)])
 MACHINE = Machine()
 
 
-class EmulationError(RuntimeError):
-    """A kernel did what a device would not."""
-
-
 class Memory:
-    """Allocations, each apart from the next; what is not allocated is known."""
+    """Global memory. `allowed` marks allocated bytes; a gap separates allocations."""
 
     APART = 256
 
@@ -48,7 +40,7 @@ class Memory:
         self.freed: list[tuple[int, int]] = []
 
     def take(self, size: int) -> int:
-        """The offset of so many bytes, poisoned."""
+        """The offset of an allocation, filled with NaN."""
         wanted = -(-max(size, 1) // self.APART) * self.APART + self.APART
         for i, (start, room) in enumerate(self.free):
             if room >= wanted:
@@ -59,10 +51,10 @@ class Memory:
         raise MemoryError(f"{size} bytes of an emulated device")
 
     def give(self, start: int, size: int) -> None:
-        """Back, once all that was enqueued is done."""
+        """Free an allocation when all that was enqueued has run."""
         self.freed.append((start, size))
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         while self.freed:
             start, size = self.freed.pop()
             self.allowed[start : start + size] = False
@@ -85,9 +77,9 @@ class Launch:
     shared: int
     parameters: bytes
     early: bool
-    begun: int = 0
+    begun: int = 0  # CTAs
     ended: int = 0
-    allowed: set[int] = field(default_factory=set)  # blocks that allow the next kernel, or have ended
+    allowed: set[int] = field(default_factory=set)  # CTAs that let the next kernel begin, or have ended
     place: int = 0
 
     @property
@@ -95,8 +87,8 @@ class Launch:
         return self.ended == self.blocks
 
 
-class Turn(NamedTuple):
-    """What the interpreter knows of a block; its numbers and small arrays are laid out as interpreter.py says."""
+class State(NamedTuple):
+    """A CTA as the interpreter sees it; the files of interpreter/ say how the small arrays are laid out."""
 
     code: np.ndarray
     operands: np.ndarray
@@ -104,14 +96,14 @@ class Turn(NamedTuple):
     registers: np.ndarray
     counters: np.ndarray
     state: np.ndarray
-    products: np.ndarray
+    wgmmas: np.ndarray
     local: np.ndarray
     shared: np.ndarray  # of all blocks of the cluster
     rank: int
     barriers: np.ndarray
     cluster: np.ndarray
     queue: np.ndarray
-    parts: np.ndarray  # of the queue's stores what was read
+    buffers: np.ndarray  # what the stores of the queue have read
     groups: np.ndarray
     flags: np.ndarray
     memory: np.ndarray
@@ -122,10 +114,11 @@ class Turn(NamedTuple):
     info: np.ndarray  # of an error
     left: np.ndarray
     right: np.ndarray
+    scratch: np.ndarray
 
 
 class Block:
-    """Of a launch, on a multiprocessor."""
+    """A CTA, resident on an SM."""
 
     def __init__(
         self, device: Device, launch: Launch, number: int, rank: int, shared: np.ndarray, cluster: np.ndarray,
@@ -146,15 +139,15 @@ class Block:
             registers[:, register] = np.uint64(bits)
         self.counters = np.zeros((warps, 32), np.int32)
         self.counters[threads >= launch.threads] = -1
-        self.flags = np.zeros(2, np.int64)  # whether the kernel before has ended; whether the next one may begin
-        self.turn = Turn(
+        self.flags = np.zeros(2, np.int64)  # whether the previous kernel has ended; whether the next one may begin
+        self.state = State(
             entry.code, entry.operands, entry.hits, registers, self.counters,
-            state=np.zeros((warps, 8), np.int64), products=np.zeros((warps, 96, 8), np.int64),
+            state=np.zeros((warps, 8), np.int64), wgmmas=np.zeros((warps, 96, 8), np.int64),
             local=np.full((warps, 32, max(8, entry.local)), 0xFF, np.uint8), shared=shared, rank=rank,
             barriers=np.zeros((16, 4), np.int64), cluster=cluster, queue=np.zeros((128, 16), np.int64),
-            parts=np.zeros((128, 32768), np.uint8), groups=np.zeros((warps, 32), np.int64), flags=self.flags,
+            buffers=np.zeros((128, 32768), np.uint8), groups=np.zeros((warps, 32), np.int64), flags=self.flags,
             memory=device.memory.bytes, base=BASE, allowed=device.memory.allowed, halves=HALVES, rng=device.rng,
-            info=device.info, left=device.left, right=device.right,
+            info=device.info, left=device.left, right=device.right, scratch=device.scratch,
         )  # fmt: skip
 
 
@@ -167,9 +160,9 @@ class Multiprocessor:
     blocks: int = 32
 
     def room(self, launch: Launch, sign: int = 0) -> bool:
-        """Whether a block fits; takes it (-1) or gives it back (1)."""
+        """Whether a CTA fits; sign -1 takes its room, 1 returns it."""
         shared = launch.shared + launch.entry.shared + 1024
-        registers = 65536 // max(1, launch.entry.together)
+        registers = 65536 // max(1, launch.entry.blocks_per_sm)
         fits = (
             min(self.shared - shared, self.threads - launch.threads, self.registers - registers, self.blocks - 1) >= 0
         )
@@ -179,12 +172,15 @@ class Multiprocessor:
 
 
 class Device:
-    """What it is enqueued to do it does when somebody looks (`flush`). Chance, by `seed`, orders what is concurrent."""
+    """Runs the enqueued launches when a result is read (`flush`). A generator, by `seed`, orders what is concurrent."""
 
     def __init__(self, sms: int = 3, size: int = 1 << 31, seed: int = 1) -> None:
         self.memory, self.sms, self.pending = Memory(size), sms, list[Launch]()
+        self.base = BASE
+        self.launched: list[str] = []  # names of the kernels, in order
         self.info = np.zeros(16, np.int64)
         self.left, self.right = np.zeros((16, 16), np.float32), np.zeros((256, 16), np.float32)  # of a product
+        self.scratch = np.zeros(64, np.uint64)
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
@@ -196,6 +192,7 @@ class Device:
         return self.memory.take(size) + BASE
 
     def enqueue(self, launch: Launch) -> None:
+        self.launched.append(launch.entry.name)
         self.pending.append(launch)
 
     def flush(self) -> None:
@@ -203,13 +200,13 @@ class Device:
         if launches:
             self._run(launches)
         if self.memory.freed:
-            self.memory.settle()
+            self.memory.reclaim()
 
     def _run(self, launches: list[Launch]) -> None:
         sms = [Multiprocessor(i, 233472) for i in range(self.sms)]
         resident: list[Block] = []
-        haste = int(self.random.choice([0, 1, 5, 50]))  # of 100 turns, in how many a copy goes on
-        run, last = MACHINE.run, time.monotonic()
+        copy_rate = int(self.random.choice([0, 1, 5, 50]))  # of 100 turns, in how many a copy proceeds
+        last = 0.0
         for launch in launches:
             launch.place = self.memory.take(len(launch.parameters))
             self.memory.bytes[launch.place : launch.place + len(launch.parameters)] = np.frombuffer(
@@ -234,50 +231,52 @@ class Device:
             if not resident:
                 raise EmulationError(f"no block of {launches[0].entry.name} finds room")
             block = resident[int(self.random.integers(len(resident)))]
-            found = run(int(self.random.integers(1, 80)), haste, block.turn)
+            run = MACHINE.run(block.state)
+            last = last or time.monotonic()  # not while the interpreter is compiled
+            found = run(int(self.random.integers(1, 80)), copy_rate, block.state)
             if block.flags[1]:
                 block.launch.allowed.add(block.number)
             if found < 0:
-                raise EmulationError(self._said(block, self.info, found))
-            if found == 2:
+                raise EmulationError(self._describe(block, self.info, found))
+            if found == DONE:
                 last = time.monotonic()
                 resident.remove(block)
                 block.sm.room(block.launch, 1)
                 block.launch.ended += 1
                 block.launch.allowed.add(block.number)
             elif time.monotonic() - last > PATIENCE:
-                raise EmulationError("nothing ends; " + "; ".join(self._where(block) for block in resident))
+                raise EmulationError("nothing ends; " + "; ".join(self._position(block) for block in resident))
 
     def _begin(self, launch: Launch, first: bool, sms: list[Multiprocessor], resident: list[Block]) -> None:
-        together = launch.entry.cluster
+        size_of_cluster = launch.entry.cluster
         while launch.begun < launch.blocks:
             found = []
             for sm in self.random.permutation(len(sms)):  # type: ignore[assignment]
-                while len(found) < together and sms[sm].room(launch):
+                while len(found) < size_of_cluster and sms[sm].room(launch):
                     sms[sm].room(launch, -1)
                     found.append(sms[sm])
-            if len(found) < together:
+            if len(found) < size_of_cluster:
                 for sm in found:
                     sm.room(launch, 1)
                 return
             size = -(-(launch.entry.shared + launch.shared) // 8) * 8 + 8
-            shared, cluster = np.full((together, size), 0xFF, np.uint8), np.zeros(4, np.int64)
+            shared, cluster = np.full((size_of_cluster, size), 0xFF, np.uint8), np.zeros(4, np.int64)
             for rank, sm in enumerate(found):
                 block = Block(self, launch, launch.begun, rank, shared, cluster, sm)
                 block.flags[0] = first
                 launch.begun += 1
                 resident.append(block)
 
-    def _said(self, block: Block, info: np.ndarray, code: int) -> str:
+    def _describe(self, block: Block, info: np.ndarray, code: int) -> str:
         entry = block.launch.entry
         line = entry.text[info[1]] if 0 <= info[1] < len(entry.text) else "?"
-        if code == -3:
+        if code == CODES["DIVERGED"]:
             lines = {int(c): entry.text[c][:80] for c in block.counters[info[2]] if c >= 0}
-            return f"{entry.name}, block {block.number}, warp {info[2]}: {WHY[code]}: {lines}"
+            return f"{entry.name}, block {block.number}, warp {info[2]}: {message(code)}: {lines}"
         where = f"{entry.name}, block {block.number}, warp {info[2]}, lane {info[3]}, row {info[1]}"
-        return f"{where}: {WHY[code]} ({info[4]:#x}): {line[:200]}"
+        return f"{where}: {message(code)} ({info[4]:#x}): {line[:200]}"
 
-    def _where(self, block: Block) -> str:
+    def _position(self, block: Block) -> str:
         at = sorted({int(c) for c in block.counters.ravel() if c >= 0})
         return f"{block.launch.entry.name} {block.number}: " + ", ".join(
             block.launch.entry.text[c][:60] for c in at[:6]

@@ -1,4 +1,4 @@
-"""The functions of the driver that flashkit calls, for an emulated device. A status comes first; 0 is success."""
+"""The functions of the CUDA driver that flashkit calls. Each returns a status first; 0 is success."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from . import ptx
+from .cupy import DEVICE
 from .device import BASE, MACHINE, Device, Launch
 
 WIDTHS = {"FLOAT16": 2, "BFLOAT16": 2, "FLOAT32": 4}
 
 
 class TensorMap:
-    """128 bytes: the tensor's address, five sizes, four strides, the box's five sizes, bytes of an element."""
+    """128 bytes: the address, five sizes and four strides of the tensor, five sizes of the box, bytes of an element."""
 
     def __init__(self, address: int, sizes: list[int], strides: list[int], box: list[int], width: int) -> None:
         def pairs(n: list[int]) -> list[int]:
@@ -30,14 +31,14 @@ class Driver:
         self._device, self._handles = device, list[Any]()
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """By the names of cuda.bindings.driver."""
+        """By their names in cuda.bindings.driver."""
         return {
             "cuInit": lambda _: (0,), "cuLibraryLoadData": self._load, "cuLibraryGetKernel": self._kernel,
             "cuKernelSetAttribute": lambda *_: (0,), "cuLaunchKernel": self._launch,
             "cuLaunchKernelEx": self._launch_early, "cuTensorMapEncodeTiled": self._encode, "CUfunction": int,
         }  # fmt: skip
 
-    def _kept(self, x: Any) -> tuple[int, int]:
+    def _handle(self, x: Any) -> tuple[int, int]:
         self._handles.append(x)
         return 0, len(self._handles) - 1
 
@@ -48,10 +49,10 @@ class Driver:
             start = module.place - BASE
             self._device.memory.bytes[start : start + len(module.image)] = list(module.image)
             entries |= module.entries
-        return self._kept(entries)
+        return self._handle(entries)
 
     def _kernel(self, library: int, name: bytes) -> tuple[int, int]:
-        return self._kept(self._handles[library][name.decode()])
+        return self._handle(self._handles[library][name.decode()])
 
     def _launch(
         self, function: int, x: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int,
@@ -77,3 +78,6 @@ class Driver:
         width = WIDTHS[kind.name.rpartition("_")[2]]
         assert rank == 5 and address % 16 == 0 and all(x % 16 == 0 and x > 0 for x in apart) and moved[0] * width <= 128
         return 0, TensorMap(address, n, apart, moved, width)
+
+
+DRIVER = Driver(DEVICE)

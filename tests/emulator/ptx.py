@@ -1,8 +1,8 @@
-"""PTX as tables: what `machine` runs, and what a launch has to lay out for it.
+"""PTX parsed into tables for the interpreter (PTX ISA 9.0).
 
-Registers of a thread are numbered; constants are registers, too. An instruction is a row of `code`: operation, guard
-(n + 1 of a predicate, negative where it is negated, or 0), where its operands begin in `operands`, how many there are,
-and two numbers of its own. PTX ISA 9.0, section 9.
+A thread's registers are numbered, and constants are registers, too. An instruction is a row of `code`: its operation,
+its guard (0, or predicate register n as n + 1, negative where negated), the first of its operands in `operands`, how
+many there are, and two numbers of its own, such as the width of a load.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .mnemonics import WIDTHS, normal
+
 SPECIAL = (
     "%tid.x", "%ntid.x", "%ctaid.x", "%nctaid.x", "%laneid", "%warpid", "%cluster_ctarank", "%clock", "%clock64",
     "%globaltimer", "%smid", "%tid.y", "%tid.z", "%ctaid.y", "%ctaid.z", "PARAMETERS", "SHARED",
 )  # fmt: skip
-"""Registers that a launch sets, by number."""
-
-WIDTHS = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4}
-WIDTHS |= {"b64": 8, "u64": 8, "s64": 8, "f64": 8}
-
+"""Registers that a launch sets; the first numbers are theirs."""
 
 @dataclass
 class Entry:
@@ -37,7 +35,7 @@ class Entry:
     shared: int  # bytes, not counting what a launch asks for
     local: int  # bytes of a thread
     threads: int
-    together: int  # blocks that are to fit on a multiprocessor by their registers
+    blocks_per_sm: int  # as its registers permit
     cluster: int
     text: list[str] = field(repr=False)  # of each row
     hits: np.ndarray = field(init=False, repr=False)  # how often each row ran
@@ -54,7 +52,7 @@ class Module:
 
 
 Number = Callable[[str], int]
-"""The number of an operation, which becomes one if it was none."""
+"""The number of an operation; a new name gets the next one."""
 
 
 def _strip(text: str) -> str:
@@ -66,7 +64,7 @@ def _up(n: int, multiple: int) -> int:
 
 
 def module(text: str, number: Number, allocate: Callable[[int], int]) -> Module:
-    """Parsed; `allocate`: the address of so many bytes, for its global variables."""
+    """Parse a module. allocate: returns the address of so many bytes, for its global variables."""
     image, found = bytearray(), dict[str, int]()
     head, bodies = _kernels(_strip(text))
     for align, kind, name, count, values in re.findall(
@@ -90,7 +88,7 @@ def module(text: str, number: Number, allocate: Callable[[int], int]) -> Module:
 
 
 def _kernels(text: str) -> tuple[str, list[tuple[str, str, str, str]]]:
-    """What stands outside of kernels, and of each its name, parameters, directives and body."""
+    """The text outside of kernels, and the name, parameters, directives and body of each kernel."""
     head, found, at = "", [], 0
     for match in re.finditer(r"\.visible \.entry (\w+)\((.*?)\)([^{]*)\{", text, re.S):
         head += text[at : match.start()]
@@ -104,7 +102,7 @@ def _kernels(text: str) -> tuple[str, list[tuple[str, str, str, str]]]:
 
 
 def _shared(text: str) -> dict[str, tuple[int, int]]:
-    """Of variables in shared memory their alignment and size, -1 where a launch says it."""
+    """Alignment and size of variables in shared memory; the size is -1 for the one whose size a launch gives."""
     declared = re.findall(r"(\.extern )?\.shared \.align (\d+) \.(\w+) (\w+)(?:\[(\d*)\])?", text)
     return {
         name: (int(align), -1 if extern else WIDTHS[kind] * int(count or 1))
@@ -136,7 +134,7 @@ def _bits(x: float) -> int:
 
 
 class _Body:
-    """A kernel's body while it is read."""
+    """A kernel's body, while it is parsed."""
 
     def __init__(
         self, name: str, parameters: str, directives: str, body: str, places: dict[str, int],
@@ -145,10 +143,10 @@ class _Body:
         self.name, self.body, self.places, self.number = name, body, places, number
         self.parameters, self.sizes = self._parameters(parameters)
         threads = re.search(r"\.(?:max|req)ntid (\d+)", directives)
-        together = re.search(r"\.minnctapersm (\d+)", directives)
+        blocks = re.search(r"\.minnctapersm (\d+)", directives)
         cluster = re.search(r"\.reqnctapercluster (\d+)", directives)
         self.threads, self.cluster = int(threads[1]) if threads else 1024, int(cluster[1]) if cluster else 1
-        self.together = int(together[1]) if together else max(1, 1024 // self.threads)
+        self.blocks_per_sm = int(blocks[1]) if blocks else max(1, 1024 // self.threads)
         self.registers = {name: i for i, name in enumerate(SPECIAL)}
         self.constants: dict[int, int] = {}
         self.rows: list[list[int]] = []
@@ -195,7 +193,7 @@ class _Body:
         return Entry(
             self.name, np.array(self.rows, np.int32).reshape(-1, 6), np.array([*self.operands, *[0] * 8], np.int32),
             len(self.registers) + len(self.constants), [(r, bits) for bits, r in self.constants.items()],
-            self.sizes, self.shared_size, self.local, self.threads, self.together, self.cluster, self.text,
+            self.sizes, self.shared_size, self.local, self.threads, self.blocks_per_sm, self.cluster, self.text,
         )  # fmt: skip
 
     def _read(self, body: str) -> None:
@@ -281,14 +279,14 @@ class _Body:
         return [self._register(text, scopes)]
 
     def _place(self, base: str, offset: int, scopes: list[dict[str, str]]) -> int:
-        """A register for the sum, made before this statement."""
+        """A register with base + offset, computed by a row of its own."""
         made = self._register(f"{base}+{offset}", scopes)
         name = "add.s32" if base == "SHARED" else "add.s64"
         self._row(name, 0, [made, self.registers[base], self._constant(offset)], 0, 0, f"{name} {base}+{offset}")
         return made
 
     def _address(self, text: str, scopes: list[dict[str, str]]) -> list[int]:
-        """A base register and an offset; what follows a comma is another operand, of a tensor map's box."""
+        """A base register and an offset; after a comma, the coordinates of a tensor map's box."""
         if "," in text:
             first, rest = text.split(",", 1)
             return self._address(first.strip(), scopes) + self._operand(rest.strip(), "s32", scopes)
@@ -322,7 +320,7 @@ class _Body:
         name, _, given = rest.partition(" ") if " " in rest or "\t" not in rest else rest.partition("\t")
         name, given = (rest.split(None, 1) + [""])[:2]
         parts = _split(given)
-        name, kind, x, y = _normal(name)
+        name, kind, x, y = normal(name)
         if name == "bra":
             self.branches.append((len(self.rows), parts[0], numbers))
             self._row("bra", guard, [], 0, 0, statement)
@@ -347,85 +345,3 @@ def _split(text: str) -> list[str]:
     if text[start:].strip():
         parts.append(text[start:].strip())
     return parts
-
-
-_IGNORED = {
-    "uni", "volatile", "relaxed", "nc", "cg", "ca", "cs", "lu", "cv", "wt", "wb", "weak", "aligned", "rn", "gpu", "cta",
-    "sys",
-}  # fmt: skip
-
-
-def _normal(name: str) -> tuple[str, str, int, int]:
-    """An operation's name without what makes no difference here, the type of its operands, and its two numbers."""
-    parts = name.split(".")
-    base, kind = parts[0], parts[-1]
-    if name.startswith("st.async"):
-        return "st.async", kind, 0, 0
-    if base in ("ld", "ldu", "st"):
-        space = next(
-            (
-                s.partition("::")[0]
-                for s in parts
-                if s.partition("::")[0] in ("global", "shared", "local", "param", "const")
-            ),
-            "generic",
-        )
-        count = next((int(p[1:]) for p in parts if re.fullmatch("v[248]", p)), 1)
-        wait = "acquire" in parts or "volatile" in parts or "relaxed" in parts
-        space = {"param": "global", "const": "global"}.get(space, space)
-        base = "ld" if base == "ldu" else base
-        width = WIDTHS[kind] * (-1 if kind[0] == "s" else 1)
-        return f"{base}.{space}", kind, width, count * 2 + wait
-    if base in ("atom", "red"):
-        space = "shared" if any(p.startswith("shared") for p in parts) else "global"
-        operation = next(p for p in parts if p in ("add", "or", "and", "max", "min", "exch", "cas", "inc", "xor"))
-        count = next((int(p[1:]) for p in parts if re.fullmatch("v[248]", p)), 1)
-        return f"{base}.{space}.{operation}.{kind}", kind, count, 0
-    if base == "wgmma" and parts[1] == "mma_async":
-        shape = re.fullmatch(r"m64n(\d+)k(\d+)", parts[4])
-        assert shape, name
-        return f"wgmma.{parts[-1]}", "b32", int(shape[1]), int(shape[2])
-    if base == "mma":
-        return "mma." + ".".join(p for p in parts if p in ("f16", "bf16", "tf32"))[:4].rstrip("."), "b32", 0, 0
-    if base in ("ldmatrix", "stmatrix"):
-        count = int(next(p for p in parts if re.fullmatch(r"x[124]", p))[1:])
-        return base, "b32", count, "trans" in parts
-    if base == "cp":
-        return (
-            ".".join(p for p in (q.partition("::")[0] for q in parts) if p not in _IGNORED and not p.startswith("L2")),
-            "s64",
-            0,
-            0,
-        )
-    if (base == "bar" and parts[1] != "warp") or (base == "barrier" and parts[1] != "cluster"):
-        return ".".join(["bar", *(p for p in parts[1:] if p not in ("aligned", "cta"))]), "s32", 0, 0
-    if base == "mbarrier":
-        return (
-            ".".join(
-                p
-                for p in (q.partition("::")[0] for q in parts)
-                if p not in ("shared", "b64", "cluster", "acquire", "release", *_IGNORED)
-            ),
-            "s32",
-            0,
-            0,
-        )
-    if base == "vote":
-        return name, "s32", 0, 0  # the mask's
-    if base == "mapa":
-        return "mapa.u32", "u32", 0, 0
-    if base == "barrier":
-        return ".".join(parts[:3]), "s32", 0, 0
-    if base in ("fence", "membar"):
-        return "nop", "s32", 0, 0
-    if base == "setmaxnreg":
-        return "whole", "s32", 0, 0
-    if base == "cvt":
-        return name, kind, 0, 0
-    if base == "cvta":
-        return "mov.b64" if kind.endswith("64") else "mov.b32", kind, 0, 0
-    if base == "mov":
-        return f"mov.{kind}", kind, 0, 0
-    if base == "setp" or base == "set":
-        return ".".join(p for p in parts if p != "ftz"), kind, 0, 0
-    return ".".join(p for p in parts if p not in _IGNORED), kind if kind in WIDTHS or kind == "pred" else "s32", 0, 0

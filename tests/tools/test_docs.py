@@ -1,13 +1,12 @@
 """What the documents say is run: Python blocks, links, paths, commands, YAML, environment variables.
 
-A fence says how its block is treated. Blocks tagged `python` run in order in one namespace a file; a `text` block right
-after one is what it must have printed. `python notest` and `text example` are left alone; a `python excerpt` is of a
-kernel, whose tests look for it there.
+A fence says how its block is treated. Blocks tagged `python` run in order in one namespace per file; a `text` block
+right after one is what it must have printed. `python notest` (of another library), `python sketch` (the shape of a
+kernel) and `text example` do not run.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import io
@@ -33,8 +32,8 @@ from flashkit import dispatch
 from flashkit.devices import profiles
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
-SLOW = {"README.md", "docs/mods.md", "docs/numerics.md"}
+FILES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
+SLOW = {"README.md", "docs/mods.md", "docs/numerics.md", "docs/howto.md", "docs/coming-from.md"}
 """Documents whose blocks take over two seconds where no kernel is in the cache yet."""
 
 
@@ -109,7 +108,7 @@ def test_python_blocks_run_and_print_what_they_say(file: Path, monkeypatch: pyte
     for block, following in itertools.pairwise(all_blocks):
         if block.info != "python":
             if block.info.startswith("python"):
-                assert block.info in ("python notest", "python excerpt"), f"{relative(file)}:{block.line}"
+                assert block.info in ("python notest", "python sketch"), f"{relative(file)}:{block.line}"
             continue
         printed = io.StringIO()
         # As many lines before it as in the document, so that a traceback names the document's line.
@@ -131,6 +130,9 @@ def test_most_python_is_run() -> None:
     infos = [block.info for file in FILES for block in blocks(file) if block.info.startswith("python")]
     assert infos.count("python") > 20
     assert infos.count("python notest") <= 3
+    assert {block.info for file in FILES if file.name != "numba_hopper.md" for block in blocks(file)}.isdisjoint(
+        {"python sketch"}
+    )
 
 
 # --- the backend of docs/backends.md, installed as a package would be -------------------------------------------------
@@ -207,27 +209,34 @@ def test_the_table_of_places_names_files_that_exist() -> None:
             assert (ROOT / place).exists(), row
 
 
-def test_imports_point_the_way_that_the_document_says() -> None:
-    block = next(block for block in blocks(ROOT / "docs" / "architecture.md") if block.info == "text layers")
-    layer = {name: number for number, line in enumerate(block.text.splitlines()) for name in line.split()}
-    found = {path.stem for path in ROOT.glob("flashkit/*.py")} - {"__init__", "__main__"}
-    assert found | {"backends"} <= set(layer), "a new module takes its place in the document's list"
-    for file in ROOT.glob("flashkit/**/*.py"):
-        parts = file.relative_to(ROOT / "flashkit").with_suffix("").parts
-        if parts[0] not in layer:
-            continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.level == len(parts):  # relative to the package itself
-                names = [node.module.partition(".")[0]] if node.module else [alias.name for alias in node.names]
-                for name in names:
-                    where = f"{relative(file)}:{node.lineno} imports {name}"
-                    assert layer.get(name, 0) <= layer[parts[0]], where
-
-
-def test_numbers_in_the_readme_have_their_place() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_generated_tables_have_their_place(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
     assert text.count("<!-- bench:start -->") == text.count("<!-- bench:end -->") == 1
     assert text.index("<!-- bench:start -->") < text.index("<!-- bench:end -->")
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_tracked_plots_are_small() -> None:
+    plots = sorted((ROOT / "docs" / "plots").iterdir())
+    assert len(plots) >= 5
+    assert not [plot.name for plot in plots if plot.stat().st_size > 60_000]
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    """What no toctree names is a page that the site's reader does not find."""
+    named = set()
+    for file in FILES:
+        for block in blocks(file):
+            if block.info == "{toctree}":
+                for line in filter(None, block.text.splitlines()):
+                    if not line.startswith(":"):
+                        named.add(file.parent / (re.sub(r".*<(.*)>", r"\1", line) + ".md"))
+    pages = {file for file in FILES if file.parent != ROOT} - {ROOT / "docs" / "index.md"}
+    assert pages <= named, sorted(map(relative, pages - named))
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -295,7 +304,7 @@ def test_the_demos_options_are_those_it_has(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_error_of_the_exponentials() -> None:
     """The polynomials' errors that numerics.md states, computed in exact arithmetic."""
-    from flashkit.backends.cpu.micro.vector import EXP2_COEFFICIENTS
+    from flashkit.backends.cpu.micro.exponentials import EXP2_COEFFICIENTS
 
     text = prose(ROOT / "docs" / "numerics.md")
     for (element, coefficients), bound in zip(EXP2_COEFFICIENTS.items(), ("3e-9", "2e-17")):
@@ -310,7 +319,7 @@ def test_the_error_of_the_exponentials() -> None:
 
 @pytest.mark.parametrize("file", documents())
 def test_environment_variables_exist(file: Path) -> None:
-    sources = [*ROOT.glob("flashkit/**/*.py"), *ROOT.glob("tests/*.py")]
+    sources = [*ROOT.glob("flashkit/**/*.py"), *ROOT.glob("tests/**/*.py")]
     known = set(re.findall(r"FLASHKIT_[A-Z_]+", "\n".join(s.read_text(encoding="utf-8") for s in sources)))
     assert set(re.findall(r"FLASHKIT_[A-Z_]+", file.read_text(encoding="utf-8"))) <= known
 

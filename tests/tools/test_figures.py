@@ -48,7 +48,7 @@ def test_what_multiprocessors_moved_grows_as_the_model_says() -> None:
             assert line["memory"] < line["model"]  # L2 answers for keys that are read again
     of = {(line["tokens"], line["who"]): line for line in lines}
     longest = max(line["tokens"] for line in lines)
-    large, small = (of[longest, who]["sram"] for who in traffic.TILES)
+    large, small = (of[longest, method]["sram"] for method in traffic.TILES)
     assert small / large == pytest.approx(4, rel=0.02)  # a quarter of the queries a tile
     assert of[longest, "standard"]["memory"] > 100 * of[longest, "128 x 64"]["memory"]
 
@@ -57,7 +57,7 @@ def test_memory_grows_linearly_and_plain_attention_quadratically() -> None:
     of = {(x["who"], x["pass"], x["tokens"]): x for x in stored(lengths.RESULTS)}
     assert of["standard", lengths.PASSES[0], 65536]["memory"] is None
     for passes in lengths.PASSES:
-        ours, plain = ([of[who, passes, n]["memory"] for n in (8192, 32768)] for who in ("flashkit", "standard"))
+        ours, plain = ([of[method, passes, n]["memory"] for n in (8192, 32768)] for method in ("flashkit", "standard"))
         assert ours[1] / ours[0] == pytest.approx(4, rel=0.2)
         assert plain[1] / plain[0] == pytest.approx(16, rel=0.2)
         assert of["flashkit", passes, 65536]["seconds"]["median"] > 0

@@ -26,9 +26,9 @@ from llvmlite import binding
 from flashkit.backends.cpu import objects
 from flashkit.backends.cuda_common import compiler
 from flashkit.devices import kernel_cache, profiles
+from flashkit.devices.io_model import CpuTile
 from flashkit.tools import cli, doctor
-from flashkit.tools.autotune.cpu import CpuTile
-from flashkit.tools.autotune.log import Log, Rates
+from flashkit.tools.autotune.log import Log, MeasuredPeaks
 
 if not hasattr(os, "geteuid"):
     pytest.skip("there are no owners here", allow_module_level=True)
@@ -611,8 +611,8 @@ def test_a_profile_is_not_written_where_others_can(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plant", WAYS)
 def test_a_planted_log_is_refused(tmp_path: Path, plant: Plant) -> None:
     file = tmp_path / "a" / "b" / "log"
-    Log(file, CpuTile).add(Rates(1.0, 2.0, 3.0, {}))
-    assert Log(file, CpuTile).rates is not None
+    Log(file, CpuTile).add(MeasuredPeaks(1.0, 2.0, 3.0, {}))
+    assert Log(file, CpuTile).peaks is not None
     guilty = plant(file)
     with pytest.raises(OSError, match=rf"{guilty} ") as caught:
         Log(file, CpuTile)
@@ -621,8 +621,8 @@ def test_a_planted_log_is_refused(tmp_path: Path, plant: Plant) -> None:
 
 def test_a_log_that_is_no_text(tmp_path: Path) -> None:
     log = Log(tmp_path / "log", CpuTile)
-    log.add(Rates(1.0, 2.0, 3.0, {}))
+    log.add(MeasuredPeaks(1.0, 2.0, 3.0, {}))
     with log.path.open("ab") as file:
         file.write(b'{"type": "trial", "note": "\xff"}\n\xff\xfe\0\n' + b"[" * 100_000 + b"\n{")
-    assert Log(log.path, CpuTile).rates == log.rates
+    assert Log(log.path, CpuTile).peaks == log.peaks
     assert log.path.read_bytes().endswith(b"\n")

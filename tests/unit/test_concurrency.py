@@ -57,7 +57,7 @@ def test_threads_with_different_calls() -> None:
 
 PROGRAM = """
     import sys
-    sys.path.insert(0, {tests!r})
+    sys.path[:0] = [{tests!r}, {tests!r} + "/unit"]
     import test_concurrency
     test_concurrency.in_threads({rounds})
     from flashkit.backends.cpu import threads
@@ -88,7 +88,7 @@ def test_threads_on_each_layer(program: Callable[..., str], layer: str) -> None:
 
 CONFORM = """
     import os, sys
-    sys.path.insert(0, {tests!r})
+    sys.path[:0] = [{tests!r}, {tests!r} + "/conformance"]
     import cases, test_conformance
     from flashkit.backends.cpu import threads
     from flashkit.devices import host, profiles

@@ -1,5 +1,5 @@
-"""The CPU backend's own parts, each alone: micro-kernels against NumPy for every vector width, conversions, the
-caches.
+"""Parts of the CPU backend, each alone: micro-kernels against NumPy for every vector width, the tile scheduler,
+conversions, the caches.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ import ctypes
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import flashkit
-from flashkit.backends.cpu.backend import CpuBackend, CpuPlan
+from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
-from flashkit.backends.cpu.micro.vector import Block
+from flashkit.backends.cpu.micro.register_block import RegisterBlock
+from flashkit.backends.cpu.plan import CpuPlan
 from flashkit.call.arguments import prepare
 from flashkit.devices.io_model import CpuTile
 from flashkit.reference import standard, standard_gradients
@@ -24,9 +26,10 @@ from flashkit.spec import Gradients
 
 FLOATS = {"float": np.float32, "double": np.float64}
 BLOCKS = [
-    Block("float", 6, 4, 16), Block("float", 8, 3, 16), Block("float", 12, 2, 16), Block("float", 4, 3, 8),
-    Block("float", 6, 2, 8), Block("float", 8, 3, 4), Block("float", 1, 1, 4), Block("double", 8, 3, 8),
-    Block("double", 4, 3, 4), Block("double", 8, 3, 2),
+    RegisterBlock("float", 6, 4, 16), RegisterBlock("float", 8, 3, 16), RegisterBlock("float", 12, 2, 16),
+    RegisterBlock("float", 4, 3, 8), RegisterBlock("float", 6, 2, 8), RegisterBlock("float", 8, 3, 4),
+    RegisterBlock("float", 1, 1, 4), RegisterBlock("double", 8, 3, 8), RegisterBlock("double", 4, 3, 4),
+    RegisterBlock("double", 8, 3, 2),
 ]  # fmt: skip
 SHAPES = [
     (96, 64, 48),
@@ -41,7 +44,7 @@ SHAPES = [
 ]
 
 
-def run(block: Block, name: str, *arguments: int) -> None:
+def run(block: RegisterBlock, name: str, *arguments: int) -> None:
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(micro.addresses(block)[name])(*arguments)
 
 
@@ -53,14 +56,14 @@ def bits(x: float) -> int:
     return int(np.float64(x).view(np.int64))
 
 
-def padded(rng: np.random.Generator, rows: int, columns: int, block: Block) -> np.ndarray:
+def padded(rng: np.random.Generator, rows: int, columns: int, block: RegisterBlock) -> np.ndarray:
     """A tile whose rows are padded to whole vectors, as the kernels' are."""
     width = -(-columns // block.lanes) * block.lanes
     return rng.standard_normal((rows, width)).astype(FLOATS[block.element])
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_product(block: Block) -> None:
+def test_gemm(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(0), FLOATS[block.element]
     for m, k, n in SHAPES:
         for order in "CF":
@@ -70,74 +73,76 @@ def test_product(block: Block) -> None:
             c = surrounding[:, 2 : n + 2]
             want = a.astype(np.float64) @ b
             tolerance = 4 * (k + 1) * np.finfo(dtype).eps * max(1, np.abs(want).max(initial=0))
-            for name, times in (("product", 1), ("product_add", 2)):
+            for name, times in (("gemm", 1), ("gemm_add", 2)):
                 run(block, name, at(a), *a.strides, at(b), b.strides[0], at(c), c.strides[0], m, n, k)
                 assert np.abs(c - times * want).max(initial=0) <= tolerance
-            assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing beside c is touched
+            assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing outside c is touched
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_softmax_steps(block: Block) -> None:
+def test_online_softmax_steps(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(1), FLOATS[block.element]
     for rows, columns in ((1, 1), (50, 97), (7, 48), (3, 16)):
         s = padded(rng, rows, columns, block) * 9
         width = s.shape[1]
-        top, total = np.full(width, -1.0, dtype), np.ones(width, dtype)
-        run(block, "column_max", at(s), s.strides[0], rows, columns, at(top))
-        assert (top[:columns] == np.maximum(s.max(0), -1)[:columns]).all()
-        want = np.exp(s.astype(np.float64) - top)
+        m, l = np.full(width, -1.0, dtype), np.ones(width, dtype)
+        run(block, "column_max", at(s), s.strides[0], rows, columns, at(m))
+        assert (m[:columns] == np.maximum(s.max(0), -1)[:columns]).all()
+        want = np.exp(s.astype(np.float64) - m)
         given = s.copy()
-        run(block, "exponentials", at(s), s.strides[0], rows, columns, at(top), at(total))
-        # The difference is rounded once, which its size multiplies.
-        allowed = want * np.finfo(dtype).eps * (2 + np.abs(given - top) / 2)
+        run(block, "exp_sum", at(s), s.strides[0], rows, columns, at(m), at(l))
+        # The rounding error of s - m grows with its size.
+        allowed = want * np.finfo(dtype).eps * (2 + np.abs(given - m) / 2)
         assert (np.abs(s - want) <= allowed)[:, :columns].all()
-        assert np.allclose(total[:columns], 1 + want.sum(0)[:columns], rtol=1e-5)
+        assert np.allclose(l[:columns], 1 + want.sum(0)[:columns], rtol=1e-5)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_exponentials_at_the_edges(block: Block) -> None:
+def test_exp_sum_at_the_edges(block: RegisterBlock) -> None:
     dtype = FLOATS[block.element]
     s = np.zeros((1, 16), dtype)
     least = {"float": -126, "double": -1022}[block.element] * np.log(2)
     s[0, :7] = [-np.inf, np.nan, 0, -1e30, least * 0.999, least * 1.001, -0.0]
-    top, total = np.zeros(16, dtype), np.zeros(16, dtype)
-    run(block, "exponentials", at(s), s.strides[0], 1, 16, at(top), at(total))
+    m, l = np.zeros(16, dtype), np.zeros(16, dtype)
+    run(block, "exp_sum", at(s), s.strides[0], 1, 16, at(m), at(l))
     assert s[0, 0] == 0 and np.isnan(s[0, 1]) and s[0, 2] == 1 and s[0, 3] == 0 and s[0, 6] == 1
     assert s[0, 4] >= np.finfo(dtype).tiny and s[0, 5] == 0  # no denormals
-    assert np.isnan(total[1]) and np.isfinite(np.delete(total, 1)).all()
+    assert np.isnan(l[1]) and np.isfinite(np.delete(l, 1)).all()
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_weights(block: Block) -> None:
+def test_softmax_backward(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(2), FLOATS[block.element]
     s, dp = padded(rng, 9, 37, block), padded(rng, 9, 37, block)
     lse, delta = rng.standard_normal((2, 9)).astype(dtype)
-    s[3, 5], dp[3, 5] = -np.inf, np.nan  # hidden: no gradient, whatever dO v gives
+    s[3, 5], dp[3, 5] = -np.inf, np.nan  # masked: no gradient, whatever dO V^T gives
     lse[4] = np.inf  # a row without keys
     p = np.exp(s.astype(np.float64) - lse[:, None])
     want = 0.3 * np.where(p == 0, 0, p * (dp - delta[:, None].astype(np.float64)))
-    run(block, "weights", at(s), s.strides[0], 9, 37, at(dp), at(lse), at(delta), bits(0.3))
+    run(block, "softmax_backward", at(s), s.strides[0], 9, 37, at(dp), at(lse), at(delta), bits(0.3))
     assert np.allclose(s[:, :37], p[:, :37], rtol=1e-5, atol=0)
     assert np.allclose(dp[:, :37], want[:, :37], rtol=1e-4, atol=1e-6)
 
 
 STORED = [(block, "") for block in BLOCKS] + [
-    (Block("float", 4, 2, lanes, storage), storage) for lanes in (4, 8, 16) for storage in ("float16", "bfloat16")
+    (RegisterBlock("float", 4, 2, lanes, storage), storage)
+    for lanes in (4, 8, 16)
+    for storage in ("float16", "bfloat16")
 ]
 
 
-def stored(x: np.ndarray, block: Block) -> np.ndarray:
+def stored(x: np.ndarray, block: RegisterBlock) -> np.ndarray:
     return x.astype({"": FLOATS[block.element], "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[block.storage])
 
 
 @pytest.mark.parametrize(("block", "storage"), STORED, ids=str)
-def test_pack_and_unpack(block: Block, storage: str) -> None:
+def test_pack_and_unpack_transposed(block: RegisterBlock, storage: str) -> None:
     rng, dtype, lanes = np.random.default_rng(3), FLOATS[block.element], block.lanes
     for m, n in ((lanes, lanes), (48, 64), (1, 1), (13, 7), (50, 40), (17, 33), (0, 5), (5, 0)):
         source = stored(rng.standard_normal((m, n + 3)), block)[:, :n]
         width = -(-m // lanes) * lanes
         target = np.full((n, width + 5), 7, dtype)
-        run(block, "pack", at(source), source.strides[0], at(target), target.strides[0], m, n, bits(0.3))
+        run(block, "pack_transposed", at(source), source.strides[0], at(target), target.strides[0], m, n, bits(0.3))
         assert np.array_equal(target[:, :m], source.T.astype(dtype) * dtype(0.3))
         assert (target[:, m:width] == 0).all() and (target[:, width:] == 7).all()
 
@@ -145,20 +150,20 @@ def test_pack_and_unpack(block: Block, storage: str) -> None:
         factor, check = rng.standard_normal(width).astype(dtype), np.zeros(lanes, dtype)
         back = np.full((m, n + 3), 7, source.dtype)
         call = (at(tile), tile.strides[0], at(back), back.strides[0], m, n, at(factor), at(check))
-        run(block, "unpack", *call)
+        run(block, "unpack_transposed", *call)
         assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block)) and (check == 0).all()
         assert (back[:, n:] == 7).all()
         if m and n:
             for value, where in ((np.nan, (0, 0)), (np.inf, (n - 1, m - 1))):
                 tile[where] = value
-                run(block, "unpack", *call)
+                run(block, "unpack_transposed", *call)
                 assert np.isnan(check).any()
                 assert np.array_equal(back[:, :n], stored((tile * factor).T[:m], block), equal_nan=True)
                 tile[where], check[:] = 1, 0
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_transpose(block: Block) -> None:
+def test_transpose(block: RegisterBlock) -> None:
     rng = np.random.default_rng(4)
     for size in (1, 4, 8):
         for m, n in ((16, 16), (64, 48), (1, 1), (13, 50), (33, 17), (0, 5), (5, 0)):
@@ -203,9 +208,10 @@ def test_neon_code_uses_fused_products_and_does_not_spill() -> None:
         binding.Target.from_triple("aarch64-unknown-linux-gnu")
     except RuntimeError as error:
         pytest.skip(f"this LLVM has no AArch64 target: {error}")
-    module, target = micro.assemble(Block("float", 6, 4, 4), "aarch64-unknown-linux-gnu", "neoverse-n1", "+neon")
+    block = RegisterBlock("float", 6, 4, 4)
+    module, target = micro.assemble(block, "aarch64-unknown-linux-gnu", "neoverse-n1", "+neon")
     text = target.emit_assembly(module)
-    body = text[text.index("product_add:") : text.index("column_max:")]
+    body = text[text.index("gemm_add:") : text.index("column_max:")]
     assert body.count("fmla") >= 24
     # The innermost loop of the 6 x 4 block: its 24 products and nothing stored to the stack among them.
     labels_and_code = re.split(r"^(\.LBB\w+):.*$", body, flags=re.MULTILINE)[1:]
@@ -234,10 +240,71 @@ def test_every_width_computes_attention(lanes: int, rows: int, vectors: int, dty
         assert np.abs(getattr(gradients, name) - getattr(want, name)).max() < tolerance
 
 
+def test_words_of_the_argument_block_do_not_overlap() -> None:
+    from flashkit.backends.cpu import arguments
+
+    words = {name: int(value) for name, value in vars(arguments).items() if isinstance(value, np.int64)}
+    for constant in ("EMPTY", "PARTIAL", "FULL", "STRIP", "TILES_PER_STRETCH"):
+        del words[constant]
+    tensors = ("Q", "K", "V", "OUT", "LSE", "DOUT", "DLSE", "DQ", "DK", "DV", "DQ_ACCUM", "BWD_LSE", "DELTA")
+    taken = [words[name] + i for name in words for i in range(4 if name in tensors else 1) if name != "SIZE"]
+    assert sorted(taken) == list(range(words["SIZE"]))
+
+
+def test_only_seq_info_reads_the_sizes_of_a_sequence() -> None:
+    from flashkit.backends.cpu import seq_info
+
+    folder = Path(seq_info.__file__).parent
+    modules = ("tiling", "tile_ops", "tile_scheduler")
+    sources = [*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in modules)]
+    assert len(sources) == 11
+    for path in sources:
+        assert not re.search(r"args\[(N_Q|N_K|KV_LENGTHS|Q_OFFSETS)\]", path.read_text()), path
+
+
+@pytest.mark.parametrize("kind", ["q", "kv"])
+def test_the_scheduler_hands_out_every_work_tile_once(kind: str) -> None:
+    from numba import njit
+
+    from flashkit.backends.cpu import arguments, tile_scheduler
+    from flashkit.backends.cpu.functions import options
+
+    following = tile_scheduler.next_q_tile if kind == "q" else tile_scheduler.next_kv_split
+
+    @njit(**options)
+    def draw(args, tiles):  # type: ignore[no-untyped-def]
+        work_tile, n = following(args), 0
+        while work_tile.valid:
+            tiles[n, 0], tiles[n, 1], tiles[n, 2] = work_tile.b, work_tile.head, work_tile.block
+            work_tile, n = following(args), n + 1
+        return n
+
+    batch, heads, group, q_tiles, splits = 2, 6, 3, 5, 4
+    args = np.zeros(arguments.SIZE, np.int64)
+    args[arguments.BATCH], args[arguments.HEADS], args[arguments.GROUP] = batch, heads, group
+    args[arguments.Q_TILES], args[arguments.NUM_SPLITS] = q_tiles, splits
+    count = batch * heads * q_tiles if kind == "q" else batch * heads // group * splits
+    args[arguments.WORK_TILES] = count
+    tiles = np.zeros((count, 3), np.int64)
+
+    @njit
+    def call(args, tiles):  # type: ignore[no-untyped-def]
+        return draw(args, tiles)
+
+    assert call(args, tiles) == count
+    extents = (batch, heads, q_tiles) if kind == "q" else (batch, heads // group, splits)
+    assert {tuple(tile) for tile in tiles.tolist()} == set(np.ndindex(extents))
+    blocks = tiles[:, 2].tolist()
+    if kind == "q":  # longest first under a causal mask: the last rows of every head
+        assert blocks == sorted(blocks, reverse=True)
+    else:  # all splits of a head follow each other
+        assert blocks == list(range(splits)) * (count // splits)
+
+
 def test_sixteen_bit_conversions_round_like_numpy() -> None:
     from numba import njit
 
-    from flashkit.backends.cpu import memory
+    from flashkit.backends.cpu import storage
 
     bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
     wide = np.concatenate(
@@ -247,8 +314,8 @@ def test_sixteen_bit_conversions_round_like_numpy() -> None:
         ]
     )
     for dtype, widen, narrow in (
-        (np.float16, memory.float16_to_float32, memory.float32_to_float16),
-        (ml_dtypes.bfloat16, memory.bfloat16_to_float32, memory.float32_to_bfloat16),
+        (np.float16, storage.float16_to_float32, storage.float32_to_float16),
+        (ml_dtypes.bfloat16, storage.bfloat16_to_float32, storage.float32_to_bfloat16),
     ):
 
         @njit
@@ -269,7 +336,7 @@ def test_a_changed_micro_kernel_is_a_new_file(tmp_path, monkeypatch) -> None:  #
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
     for source in ("one", "two"):
         monkeypatch.setattr(objects, "fingerprint", lambda source=source: source)
-        micro.addresses.__wrapped__(Block("float", 1, 1, 4))
+        micro.addresses.__wrapped__(RegisterBlock("float", 1, 1, 4))
     assert len(list(tmp_path.rglob("micro_*.o"))) == 2
 
 
@@ -320,7 +387,7 @@ def test_plan_is_shared_by_sizes_of_one_bucket() -> None:
     ).shape == (1, 2, 65, 8)
 
 
-def test_vector_table_names_every_kernel() -> None:
+def test_addresses_name_every_micro_kernel() -> None:
     assert set(micro.KERNELS) == set(
-        micro.addresses(Block("float", 8, 3, 16 if "avx512f" in micro.machine()[2] else 8))
+        micro.addresses(RegisterBlock("float", 8, 3, 16 if "avx512f" in micro.machine()[2] else 8))
     )

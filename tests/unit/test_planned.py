@@ -537,13 +537,13 @@ def test_a_changed_number_of_threads_is_heeded(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_call_within_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler or a finaliser may call attention while a call is being made."""
-    from flashkit.backends.cpu import backend
+    from flashkit.backends.cpu import scratch_pool
 
     given, others = operands(64, 64), operands(64, 64)
     call = plan(*given, backend="cpu")
     expected, within = call(*given), call(*others)
     taken, results = [], []
-    take, give_back = backend.take, backend.give_back
+    acquire, release = scratch_pool.acquire, scratch_pool.release
 
     def interrupted(taking: bool, step: Any, argument: Any) -> Any:
         result = step(argument)
@@ -552,8 +552,8 @@ def test_a_call_within_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             results.append(call(*others))
         return result
 
-    monkeypatch.setattr(backend, "take", lambda size: interrupted(True, take, size))
-    monkeypatch.setattr(backend, "give_back", lambda memory: interrupted(False, give_back, memory))
+    monkeypatch.setattr(scratch_pool, "acquire", lambda size: interrupted(True, acquire, size))
+    monkeypatch.setattr(scratch_pool, "release", lambda memory: interrupted(False, release, memory))
     same(call(*given), expected)
     assert len(results) == 5 and len(taken) == 12
     for result in results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import numpy as np
@@ -360,6 +361,11 @@ def test_masks_that_hide_everything_move_nothing_but_the_results() -> None:
     assert not out.any()
     assert (lse == -np.inf).all()
     assert traffic.reads["k"] == traffic.reads["v"] == 0
+
+
+def test_the_examples_run() -> None:
+    result = doctest.testmod(reference)
+    assert result.attempted > 30 and result.failed == 0
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------------------

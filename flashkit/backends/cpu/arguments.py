@@ -1,89 +1,145 @@
-"""The block of 64-bit integers that a kernel gets: which entry means what.
+"""The argument block: one 64-bit word per entry, numbered once for the kernels and for the host.
 
-A tensor takes four entries: its address and the byte strides of its batch, head and token axes (elements of a token
-are contiguous). Numba compiles these names in as constants. They are NumPy integers because it would compile a
-function anew for each Python integer that it is called with.
+A kernel gets the address of the block. `word()` numbers a scalar. `tensor()` numbers the four words of a tensor: its
+address and the byte strides of its batch, head and token axes; elements of a token are contiguous. A float is stored as
+the bits of a float64.
+
+The numbers are NumPy integers: Numba compiles them in as constants, and would compile a function again for each Python
+integer that it is called with.
 """
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 
-(
-    Q, K, V, OUT, DOUT, DQ, DK, DV, DQ_PARTIAL, LSE, DLSE, DELTA, SHIFT,
-) = map(np.int64, range(0, 13 * 4, 4))  # fmt: skip
+_free = count()
 
-(
-    COUNTER,  # next task to be taken, shared by the threads
-    DONE,  # tasks that have ended (decoding)
-    TASKS,
-    SCRATCH,  # address of the first thread's scratch memory
-    SCRATCH_BYTES,  # of each thread
-    BATCH,
-    HEADS,
-    GROUP,  # query heads a key/value head
-    N_Q,
-    N_K,
-    DIM,
-    DIM_V,
-    BLOCK_Q,
-    BLOCK_K,
-    SPLITS,  # backward, decoding: parts that the keys of one head are split into
-    PART_KEYS,  # decoding: keys of a part, whole tiles
-    PARTS,  # decoding: bytes from SCRATCH to the outputs of parts
-    PART_BYTES,
-    SCALE,  # bits of a float64, as the three factors of it that follow and the rate
-    PACK_SCALE,  # what operands are multiplied by when they are packed
-    TILE_SCALE,  # what a tile of scores is multiplied by before it is modified
-    REST_SCALE,  # what scores are multiplied by in the softmax
-    RATE,  # log2(e) times REST_SCALE
-    LENGTHS,  # address of int64, keys of each batch entry
-    OFFSETS,  # address of int64, q_offset of each batch entry
-    SINKS,  # address of one number for each query head, or 0
-    CLASSIFY,  # address of the generated function, or 0: every tile is FULL
-    MODIFY,  # address of the generated function, or 0
-    HAS_SCORE,  # whether FULL tiles need it too
-    VALUES,  # address of the modification's params and arrays
-    TURNED,  # tiles of arrays that it reads transposed
-    MAX_GROUP,  # tiles that are classified at once
-    DROPOUT,  # whether weights are dropped at all
-    THRESHOLD,
-    KEPT_SCALE,  # 1 / (1 - p), bits of a float64
-    SEED,
-    CAREFUL,  # sums leave out weights that are zero: what they would be multiplied by is not finite
-    NON_FINITE,  # set by the kernel when a result is not finite
-    LANES,  # elements of a vector
-    PANEL,  # columns of a forward score tile: whole vectors
-    PRODUCT,  # addresses of the micro-kernels (micro.py)
-    PRODUCT_ADD,
-    COLUMN_MAX,
-    EXPONENTIALS,
-    TILE_EXPONENTIALS,  # what leaves a tile's weights as pairs
-    PACK_ROWS,
-    PACK_ROWS_T,
-    ROUND_PAIRS,
-    PACK,
-    UNPACK,
-    WEIGHTS,
-    ROW_SCORES,  # (gemv.py)
-    ROW_WEIGHTS,
-    ROW_VALUES,
-    WORKER,  # address of the kernel
-    PARALLEL_FOR,  # address of the thread pool's loop, and what it gets: a function, first, count and step of
-    SHARE,  # the threads' numbers
-    FIRST,
-    COUNT,
-    STEP,
-    SIZE,
-) = map(np.int64, range(13 * 4, 13 * 4 + 61))  # fmt: skip
 
-EMPTY, PARTIAL, FULL = map(np.int64, range(3))
+def word() -> np.int64:
+    return np.int64(next(_free))
 
-STRETCH = np.int64(16)
-"""Tiles that decoding takes at once where nothing is masked: memory is read fastest in long stretches."""
 
-STRIP = np.int64(16)
-"""Keys or rows that are looked at together inside a PARTIAL tile; tiles begin at multiples of it."""
+def tensor() -> np.int64:
+    first, *_ = word(), word(), word(), word()
+    return first
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+Q = tensor()
+K = tensor()
+V = tensor()
+OUT = tensor()
+LSE = tensor()
+DOUT = tensor()
+DLSE = tensor()
+DQ = tensor()
+DK = tensor()
+DV = tensor()
+DQ_ACCUM = tensor()  # (num_splits, B, H, N_Q, D): sums of dQ in the accumulator dtype
+BWD_LSE = tensor()  # natural logarithm; +inf in rows without a visible key, whose P is then 0
+DELTA = tensor()  # rowsum(dO * O) - dLSE
+
+# --- sizes; seq_info.py reads those of a sequence ---------------------------------------------------------------------
+
+BATCH = word()
+HEADS = word()
+GROUP = word()  # query heads per key/value head
+N_Q = word()
+N_K = word()
+KV_LENGTHS = word()  # address of int64 (B,)
+Q_OFFSETS = word()  # address of int64 (B,)
+DIM = word()
+DIM_V = word()
+
+# --- tiles and work tiles; tile_scheduler.py reads the latter ---------------------------------------------------------
+
+BLOCK_Q = word()
+BLOCK_K = word()
+PANEL = word()  # columns of a forward score tile: whole vectors
+LANES = word()  # elements per vector
+TILE_COUNTER = word()  # next work tile, shared by the threads
+SPLITS_DONE = word()  # split-KV: work tiles that are complete
+WORK_TILES = word()
+Q_TILES = word()  # query tiles per head
+NUM_SPLITS = word()  # split-KV in decoding; dQ accumulators per head in the backward pass
+SPLIT_KEYS = word()  # decoding: keys per split, whole tiles
+
+# --- scratch memory ---------------------------------------------------------------------------------------------------
+
+SCRATCH = word()  # address of the first thread's
+SCRATCH_BYTES = word()  # per thread
+PARTIALS = word()  # decoding: byte offset from SCRATCH of the splits' o_partial, m and l
+PARTIAL_BYTES = word()  # per split
+
+# --- softmax ----------------------------------------------------------------------------------------------------------
+
+SCALE = word()  # = PACK_SCALE * TILE_SCALE * SOFTMAX_SCALE
+PACK_SCALE = word()  # applied when Q or K is packed
+TILE_SCALE = word()  # applied to a tile of scores before it is modified
+SOFTMAX_SCALE = word()  # applied inside the softmax
+SOFTMAX_SCALE_LOG2 = word()  # SOFTMAX_SCALE * log2(e)
+SINKS = word()  # address of (H,), or 0
+
+# --- modifications and dropout ----------------------------------------------------------------------------------------
+
+CLASSIFY = word()  # address of the generated function, or 0: every tile is FULL
+MODIFY = word()  # address of the generated function, or 0
+VISIT_DS = word()  # address of the generated function, or 0
+HAS_SCORE = word()  # whether FULL tiles are modified too
+VALUES = word()  # address of the modification's scalars and arrays
+TRANSPOSED_TILES = word()  # tiles of arrays that `modify` transposes into scratch memory
+MAX_GROUP = word()  # tiles that are classified at once
+DROPOUT = word()  # 1 where P is dropped
+DROPOUT_THRESHOLD = word()
+DROPOUT_SCALE = word()  # 1 / (1 - p)
+SEED = word()
+
+# --- the non-finite fallback ------------------------------------------------------------------------------------------
+
+NONFINITE = word()  # backward: 1 in the second pass, whose products skip factors of 0
+IS_NONFINITE = word()  # backward: set by the kernel where a gradient is not finite
+
+# --- addresses of micro-kernels (micro/) ------------------------------------------------------------------------------
+
+GEMM = word()
+GEMM_ADD = word()
+COLUMN_MAX = word()
+EXP_SUM = word()
+EXP_SUM_BF16_PAIRS = word()
+SOFTMAX_BACKWARD = word()
+PACK_TRANSPOSED = word()
+UNPACK_TRANSPOSED = word()
+PACK_ROWS = word()
+PACK_ROWS_T = word()
+ROUND_BF16_PAIRS = word()
+GEMV_QK = word()
+GEMV_SOFTMAX = word()
+GEMV_PV = word()
+
+# --- the launch (kernels/launch.py) -----------------------------------------------------------------------------------
+
+KERNEL = word()  # address of the kernel
+PARALLEL_FOR = word()  # address of the thread pool's loop, and what it gets: a function, and three words for the
+THREAD_MAIN = word()  # first number, the count and the step of the threads' numbers
+FIRST = word()
+COUNT = word()
+STEP = word()
+
+SIZE = word()
 
 HEADER = (int(SIZE) * 8 + 63) // 64 * 64
 """Bytes of a block, in whole cache lines."""
+
+# --- constants of the kernels -----------------------------------------------------------------------------------------
+
+EMPTY, PARTIAL, FULL = map(np.int64, range(3))
+"""States of a tile: no pair visible, some, all."""
+
+STRIP = np.int64(16)
+"""Keys or rows that are classified together inside a PARTIAL tile; tiles begin at multiples of it."""
+
+TILES_PER_STRETCH = np.int64(16)
+"""FULL tiles that decoding processes at once: long contiguous reads reach the highest bandwidth."""

@@ -1,11 +1,11 @@
 """How this machine multiplies bfloat16, best way first.
 
-    amx           tiles in registers (amx.py), where the CPU has them and the kernel grants their use
-    avx512bf16    dot products of pairs by vectors (pairs.py)
-    widen         float32 products of operands widened when a tile is loaded, as float16 has them
-    emulate       amx's code with its tiles in memory: slow, for tests; never chosen by itself
+    amx           tile registers (micro/amx.py), where the CPU has them and Linux grants their use
+    avx512bf16    dot products of bf16 pairs by vectors (micro/bf16_pairs.py)
+    widen         float32 products of operands that are widened when a tile is loaded, as for float16
+    emulate       the code for AMX with its tiles in memory: slow, for tests; only by request
 
-FLASHKIT_CPU_BF16 chooses another way than the best.
+FLASHKIT_CPU_BF16 selects one by name.
 """
 
 from __future__ import annotations
@@ -18,42 +18,47 @@ from ...devices import host
 from ...errors import UnsupportedError
 
 VARIABLE = "FLASHKIT_CPU_BF16"
-WAYS = ("amx", "avx512bf16", "widen", "emulate")
+METHODS = ("amx", "avx512bf16", "widen", "emulate")
 
 
-class Way(NamedTuple):
+class Method(NamedTuple):
     name: str
     why: str
 
 
-def way() -> Way:
-    """The way that the environment asks for, or the best one, and the reason.
+def select() -> Method:
+    """The method that the environment names, or else the best one, and the reason.
 
-    ValueError: no such way. UnsupportedError: this machine cannot go it.
+    Raises
+    ------
+    ValueError
+        The environment names none of METHODS.
+    UnsupportedError
+        This machine does not have the instructions.
     """
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
         return _best()
-    if wanted not in WAYS:
-        raise ValueError(f"{VARIABLE} is one of {', '.join(WAYS)}; got {wanted!r}")
+    if wanted not in METHODS:
+        raise ValueError(f"{VARIABLE} is one of {', '.join(METHODS)}; got {wanted!r}")
     if obstacle := _obstacle(wanted):
         raise UnsupportedError(f"{VARIABLE}={wanted}: {obstacle}")
-    return Way(wanted, f"{VARIABLE} asks for it")
+    return Method(wanted, f"{VARIABLE} asks for it")
 
 
 @cache
-def _best() -> Way:
+def _best() -> Method:
     obstacles: list[str] = []
     for name in ("amx", "avx512bf16"):
         if not (obstacle := _obstacle(name)):
-            return Way(name, "; ".join(["the fastest here", *obstacles]))
+            return Method(name, "; ".join(["the fastest here", *obstacles]))
         obstacles.append(obstacle)
-    return Way("widen", "; ".join(obstacles))
+    return Method("widen", "; ".join(obstacles))
 
 
 @cache
 def _obstacle(name: str) -> str:
-    """Why this machine cannot go a way; "" where it can."""
+    """What this machine lacks for a method, "" if nothing."""
     needs = {"amx": ("amx_tile", "amx_bf16", "avx512_bf16"), "avx512bf16": ("avx512_bf16",)}.get(name, ())
     missing = [feature for feature in needs if feature not in host.cpu_features()]
     if missing:
@@ -61,5 +66,5 @@ def _obstacle(name: str) -> str:
     if name == "amx":
         from .micro import amx
 
-        return amx.permitted()
+        return amx.request_permission()
     return ""

@@ -1,4 +1,4 @@
-"""What kernels and generated code are compiled with: Numba's options, the mark of their entries, and scalar functions
+"""Numba's options for kernels and generated code, the mark of their entries, and the scalar functions and array bounds
 under the names that codegen.render uses.
 """
 
@@ -13,18 +13,18 @@ from numba import njit, types
 from numba.extending import overload, register_jitable
 
 from . import scratch
-from .memory import single_from_bits, vector
+from .views import single_from_bits, vector
 
 options = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 for layout in (
-    scratch._end, scratch.forward_layout, scratch.backward_layout, scratch.decode_layout, scratch.part_layout
+    scratch._end, scratch.forward_layout, scratch.backward_layout, scratch.decode_layout, scratch.partial_layout
 ):  # fmt: skip
     register_jitable(layout)
 
 
 def entry(signature: Any) -> Callable[[Any], Any]:
-    """Marks a function of a kernel's text that is called by address: specialise.py makes a C function of it."""
+    """Mark a function of a kernel's text that is called by address; specialise.py exports it as a C function."""
 
     def mark(function: Any) -> Any:
         function.signature = signature
@@ -43,9 +43,9 @@ def maximum(x: Any, y: Any) -> Any:
     return y if y > x or y != y else x
 
 
-# exp and tanh of float32 are written out, in operations that LLVM makes vectors of: calls of the C library, one
-# element at a time, would cost several times as much as all the rest of attention. Polynomials: Chebyshev
-# interpolation, relative error 3e-9 for exp on [-ln 2 / 2, ln 2 / 2], 1e-9 for tanh on [0, 0.625].
+# exp and tanh of float32 consist of operations that LLVM vectorises, which it cannot do with calls of the C library.
+# Polynomials: Chebyshev interpolation, relative error 3e-9 for exp on [-ln 2 / 2, ln 2 / 2], 1e-9 for tanh on
+# [0, 0.625].
 
 F32 = np.float32
 LOG2E = F32(1.4426950408889634)
@@ -76,11 +76,11 @@ def _power_of_two(n: Any) -> Any:
 @njit(**options)
 def _exp_single(x: Any) -> Any:
     inside = x if x < F32(89) else F32(89)
-    inside = inside if inside > F32(-104) else F32(-104)  # where NaN ends too, for the integers below
+    inside = inside if inside > F32(-104) else F32(-104)  # NaN too, for the conversion to an integer below
     whole = np.floor(inside * LOG2E + F32(0.5))
     r = inside - whole * LN2_HIGH
     r = r - whole * LN2_LOW
-    # 2^n in two factors: the result may be a denormal, or infinite, where each of them is an ordinary number.
+    # 2^n in two factors: each is a normal number even where the result is denormal or infinite.
     n = np.int32(whole)
     half = n >> np.int32(1)
     y = _polynomial(r, EXP) * _power_of_two(half) * _power_of_two(np.int32(n - half))
@@ -108,7 +108,7 @@ def _tanh_double(x: Any) -> Any:
 
 
 def _by_type(single: Any, double: Any) -> Any:
-    """A function that compiled code calls: `single` for float32, `double` for all else."""
+    """A function for compiled code: `single` for float32, `double` for all other types."""
 
     def called(x):  # type: ignore[no-untyped-def]  # Numba compares the names of arguments, and annotations with them
         raise NotImplementedError("only compiled code calls this")
@@ -168,13 +168,13 @@ def floor(x: Any) -> Any:
     return np.floor(x)
 
 
-# Bounds of the elements of an array inside a box of inclusive corners: what interval classification asks for
-# (expr.bounds). The loops keep the array's own type, so that many elements fit a vector.
+# Bounds of the elements of an array inside a box of inclusive corners, for interval classification (expr.bounds). The
+# loops keep the array's own dtype, so that many elements fit a vector.
 
 
 @njit(**options)
-def _stretch(a: Any, i0: int, i1: int) -> Any:
-    """Elements i0 ... i1 of contiguous ones, with a stride that the compiler knows."""
+def _contiguous(a: Any, i0: int, i1: int) -> Any:
+    """Elements i0 ... i1 of a contiguous array, with a stride that the compiler knows."""
     return vector(a.ctypes.data + i0 * a.itemsize, i1 + 1 - i0, a.itemsize, a.dtype)
 
 
@@ -196,12 +196,12 @@ def _greatest(a: Any) -> Any:
 
 @njit(**options)
 def load_min1(a: Any, i0: int, i1: int) -> Any:
-    return _least(_stretch(a, i0, i1)) if a.strides[0] == a.itemsize else _least(a[i0 : i1 + 1])
+    return _least(_contiguous(a, i0, i1)) if a.strides[0] == a.itemsize else _least(a[i0 : i1 + 1])
 
 
 @njit(**options)
 def load_max1(a: Any, i0: int, i1: int) -> Any:
-    return _greatest(_stretch(a, i0, i1)) if a.strides[0] == a.itemsize else _greatest(a[i0 : i1 + 1])
+    return _greatest(_contiguous(a, i0, i1)) if a.strides[0] == a.itemsize else _greatest(a[i0 : i1 + 1])
 
 
 @njit(**options)

@@ -1,7 +1,9 @@
-"""Generated functions for one score and mask modification: on a tile of scores, and on a tile's corners.
+"""Generated functions for one score modification and mask. Kernels call them by address, so a new modification compiles
+some lines and no kernel.
 
-Both are C functions over 64-bit integers that the kernels call by address, so a new modification compiles a few
-lines and no kernel.
+    classify    a tile's corners: EMPTY, PARTIAL or FULL
+    modify      a tile of scores in place; in the backward pass also the slopes d score / d s
+    visit_ds    a tile of dS in place, once per tile of the backward pass: dS *= slope
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from .arguments import EMPTY, FULL, PARTIAL, STRIP
 
 MAX_NDIM = 4
 TRANSPOSED_SIZES = (1, 4, 8)
-"""Bytes of the elements for which a micro-kernel transposes; their addresses follow the slots in the block."""
+"""Element sizes with a transposing micro-kernel; their addresses follow the slots in VALUES."""
 _VIEWS = {0: "vector", 1: "vector", 2: "matrix", 3: "tensor3", 4: "tensor4"}
 _STORED = {"bool": "uint8", "uint64": "int64", "bfloat16": "float32", "float16": "float32"}
-"""What arrays of these dtypes are handed over as. Integers are int64 in a modification, so that is their order too."""
+"""The dtypes that arrays of other dtypes are passed as. Modifications compute with int64, so uint64 wraps."""
 
 
 def stored_dtype(dtype: str) -> str:
@@ -29,18 +31,18 @@ def stored_dtype(dtype: str) -> str:
 
 
 def entries(slot: Slot) -> int:
-    """64-bit entries that a value takes in the block: the scalar, or address, extents and byte strides."""
+    """64-bit words of a slot in VALUES: the scalar, or address, extents and byte strides."""
     return 1 if slot.ndim is None else 1 + 2 * slot.ndim
 
 
 def _prelude(spec: AttentionSpec, used: set[str]) -> list[str]:
-    """Lines that bind each param and array that is used to its name."""
+    """Lines that bind each used scalar and array to its name."""
     lines, at = [], 0
     for slot in spec.slots:
         if slot.name in used:
             fields = [f"integer_at(values + {8 * (at + i)})" for i in range(entries(slot))]
             if slot.ndim == 0:
-                fields = [fields[0], "1", "8"]  # one element, which kernels read as name[0]
+                fields = [fields[0], "1", "8"]  # one element, read as name[0]
             if slot.ndim is None:
                 value = fields[0] if slot.kind == "int" else f"F(double_from_bits({fields[0]}))"
             else:
@@ -55,7 +57,7 @@ def _names(exprs: list[Expr]) -> set[str]:
 
 
 def _depths(steps: list[tuple[Expr, str, str]], outer: tuple[Expr, ...]) -> list[tuple[int, str]]:
-    """Each line with the loop it belongs in: 0 outside both loops, 1 in the outer one, 2 in the inner one."""
+    """Each line with its loop depth: 0 outside both loops, 1 in the outer one, 2 in the inner one."""
     depth: dict[int, int] = {}
     fixed = (expr.B, expr.H)
     lines = []
@@ -74,9 +76,9 @@ def _results(spec: AttentionSpec) -> list[Expr]:
     return [score] if spec.mask is None else [score, spec.mask]
 
 
-def turned(spec: AttentionSpec) -> list[Expr]:
-    """Elements [..., row, key] of arrays, which lie along the keys where a forward tile has rows: read one by one they
-    would cost as much as all the rest, so their tiles are transposed first.
+def transposed_loads(spec: AttentionSpec) -> list[Expr]:
+    """Loads [..., row, key] of arrays. They are contiguous along the keys where a forward tile is contiguous along the
+    rows, so their tiles are transposed before the loop.
     """
     return [node for node in expr.walk(_results(spec)) if node.op == "load" and _by_row_and_key(node.args)]
 
@@ -88,24 +90,24 @@ def _by_row_and_key(index: tuple[Expr, ...]) -> bool:
     return all(id(node) not in moving for node in expr.walk(index[:-2]))
 
 
-def _turn(spec: AttentionSpec, lines: list[tuple[int, str]]) -> tuple[list[str], list[tuple[int, str]]]:
-    """Lines that transpose the tiles of `turned` arrays, and the given ones with these tiles in the arrays' places."""
+def _transpose_first(spec: AttentionSpec, lines: list[tuple[int, str]]) -> tuple[list[str], list[tuple[int, str]]]:
+    """Lines that transpose tiles of arrays, and the given lines with these tiles in place of the arrays."""
     before = []
     dtypes = {slot.name: np.dtype(stored_dtype(str(slot.dtype))) for slot in spec.slots if slot.ndim is not None}
     transposers = 8 * sum(map(entries, spec.slots))
-    for n, node in enumerate(turned(spec)):
+    for n, node in enumerate(transposed_loads(spec)):
         dtype, last = dtypes[node.value], "row" if node.args[-2] is expr.ROW else "q"
         found = next(
             match for _, line in lines if (match := re.search(rf"{node.value}\[(.*?, )?{last}, k\]", line)) is not None
         )
         leading = f"[{found[1][:-2]}]" if found[1] else ""
         before += [
-            f"turned{n} = matrix(slopes_at, count, width, width * {dtype.itemsize}, {dtype.itemsize}, np.{dtype})",
-            "slopes_at += count * width * 8",
-            f"turn(integer_at(values + {transposers + 8 * TRANSPOSED_SIZES.index(dtype.itemsize)}), "
-            f"{node.value}{leading}[{last}0 : {last}0 + width, k0 : k0 + count], turned{n})",
+            f"transposed{n} = matrix(extra_at, count, width, width * {dtype.itemsize}, {dtype.itemsize}, np.{dtype})",
+            "extra_at += count * width * 8",
+            f"transpose(integer_at(values + {transposers + 8 * TRANSPOSED_SIZES.index(dtype.itemsize)}), "
+            f"{node.value}{leading}[{last}0 : {last}0 + width, k0 : k0 + count], transposed{n})",
         ]
-        lines = [(depth, line.replace(found[0], f"turned{n}[j, i]")) for depth, line in lines]
+        lines = [(depth, line.replace(found[0], f"transposed{n}[j, i]")) for depth, line in lines]
     return before, lines
 
 
@@ -118,18 +120,19 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
     lines = _depths(steps, (expr.K,) if keys_outside else (expr.Q, expr.ROW))
     before: list[str] = []
     if keys_outside:
-        before, lines = _turn(spec, lines)
+        before, lines = _transpose_first(spec, lines)
     at_depth = [[f"{'    ' * (depth + 1)}{line}" for d, line in lines if d == depth] for depth in range(3)]
     row, key = ("i", "j") if keys_outside else ("j", "i")
     positions = {"row": f"row = row0 + {row}; q = q0 + {row}", "key": f"k = k0 + {key}"}
     outer, inner = (positions["key"], positions["row"]) if keys_outside else (positions["row"], positions["key"])
     visible = results[0] if spec.mask is None else f"({results[0]}) if ({results[1]}) else HIDDEN"
+    slopes = ["    slopes = matrix(extra_at, count, width, row_stride, F_SIZE, F)"] if with_slope else []
     slope = [f"            slopes[j, i] = {results[-1]}"] if with_slope else []
     return "\n".join([
         "@entry(types.void(*[types.int64] * 11))",
-        "def modify(tile_at, slopes_at, row_stride, count, width, b, h, row0, q0, k0, values):",
+        "def modify(tile_at, extra_at, row_stride, count, width, b, h, row0, q0, k0, values):",
         "    tile = matrix(tile_at, count, width, row_stride, F_SIZE, F)",
-        "    slopes = matrix(slopes_at, count, width, row_stride, F_SIZE, F)",
+        *slopes,
         *_prelude(spec, _names(wanted)),
         *at_depth[0],
         *(f"    {line}" for line in before),
@@ -143,6 +146,17 @@ def _tile_function(spec: AttentionSpec, keys_outside: bool, with_slope: bool) ->
         f"            tile[j, i] = {visible}",
         *slope,
     ])  # fmt: skip
+
+
+_VISIT_DS = """@entry(types.void(*[types.int64] * 12))
+def visit_ds(p_at, ds_at, slopes_at, row_stride, count, width, b, h, row0, q0, k0, values):
+    p = matrix(p_at, count, width, row_stride, F_SIZE, F)
+    ds = matrix(ds_at, count, width, row_stride, F_SIZE, F)
+    slopes = matrix(slopes_at, count, width, row_stride, F_SIZE, F)
+    for j in range(count):
+        for i in range(width):
+            ds[j, i] = ds[j, i] * slopes[j, i] if p[j, i] != 0 else F(0)
+"""
 
 
 def _classify_function(spec: AttentionSpec) -> str:
@@ -161,28 +175,32 @@ def _head(spec: AttentionSpec) -> str:
     return f"""import numpy as np
 from numba import types
 from flashkit.backends.cpu.functions import *
-from flashkit.backends.cpu.tiling import turn
-from flashkit.backends.cpu.memory import double_from_bits, integer_at, matrix, tensor3, tensor4, vector
+from flashkit.backends.cpu.tile_ops import transpose
+from flashkit.backends.cpu.views import double_from_bits, integer_at, matrix, tensor3, tensor4, vector
 F, F_SIZE, I = np.{spec.lse_dtype}, {np.dtype(spec.lse_dtype).itemsize}, np.int64
 HIDDEN = F(-np.inf)
 
 """
 
 
-def forward_function(spec: AttentionSpec) -> int:
-    """Address of `modify` for the forward pass."""
+def forward_functions(spec: AttentionSpec) -> dict[str, int]:
+    """Address of `modify` for score tiles (keys, rows)."""
     text = _head(spec) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n"
-    return specialise.load("modify", text)["modify"]
+    return specialise.load("modify", text)
 
 
-def decode_function(spec: AttentionSpec) -> int:
+def decode_functions(spec: AttentionSpec) -> dict[str, int]:
+    """Address of `modify` for score tiles (rows, keys)."""
     text = _head(spec) + _tile_function(spec, keys_outside=False, with_slope=False) + "\n"
-    return specialise.load("modify_decode", text)["modify"]
+    return specialise.load("modify_decode", text)
 
 
-def backward_function(spec: AttentionSpec) -> int:
+def backward_functions(spec: AttentionSpec) -> dict[str, int]:
+    """Addresses of `modify` for score tiles (rows, keys) and their slopes, and of `visit_ds` where a score modification
+    needs it.
+    """
     text = _head(spec) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
-    return specialise.load("modify_backward", text)["modify"]
+    return specialise.load("modify_backward", text + ("" if spec.score is None else f"\n\n{_VISIT_DS}"))
 
 
 def classify_function(spec: AttentionSpec) -> int:
@@ -190,16 +208,16 @@ def classify_function(spec: AttentionSpec) -> int:
 
 
 def max_group(spec: AttentionSpec) -> int:
-    """How many tiles or strips may be classified at once: looking at an array costs time in proportion to the group."""
+    """Tiles or strips that are classified at once. Bounds of an array take time in proportion to the group."""
     if spec.mask is None:
         return 1 << 40
     loads = [node for node in expr.walk([spec.mask]) if node.op == "load"]
-    dense = [sum(_steps(index) for index in node.args) for node in loads]
+    dense = [sum(_moves_densely(index) for index in node.args) for node in loads]
     return 1 << 40 if not loads else 32 if max(dense) < 2 else 1
 
 
-def _steps(index: Expr) -> bool:
-    """Whether an index moves by one element, or nearly so, from a query or key to the next."""
+def _moves_densely(index: Expr) -> bool:
+    """Whether an index moves by an element or so from one query or key to the next."""
     if index.op == "floordiv" and index.args[1].op == "const" and index.args[1].value >= STRIP:
         return False
     moving = (expr.Q, expr.ROW, expr.K)

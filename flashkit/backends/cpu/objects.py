@@ -1,9 +1,8 @@
-"""Machine code kept between processes: object files in the cache directory, loaded by LLVM.
+"""Machine code on disk: object files in the cache directory, loaded by LLVM.
 
-What makes an object (micro.py, specialise.py) may take seconds and need Numba; loading one takes a millisecond and
-needs llvmlite alone. A file is a line that describes the object (its functions, its hash, whether Numba has to be
-imported for what it refers to) and the object as LLVM emitted it. LLVM trusts what it is given and crashes on anything
-else, so all of that is checked first.
+Compiling an object (micro/compile.py, specialise.py) takes up to seconds and may need Numba; loading one needs llvmlite
+alone. A file is a line of JSON (the object's functions, its hash, whether it refers to functions of Numba) and the
+object as LLVM emitted it. LLVM crashes on a malformed object, so a file is checked before LLVM gets it.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ _engines: list[Any] = []  # own the machine code
 
 
 class Object(NamedTuple):
-    """Machine code, and the names of the functions in it that are called from outside."""
+    """Machine code, and the names of the functions that it exports."""
 
     code: bytes
     functions: tuple[str, ...]
-    needs_numba: bool = False  # it refers to functions that are there once Numba is imported
+    needs_numba: bool = False  # it refers to functions that exist once Numba is imported
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -52,7 +51,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 @cache
 def machine() -> tuple[str, str, str]:
-    """Triple, name and features of this CPU by LLVM's names; LLVM is ready for it afterwards."""
+    """Triple, name and features of this CPU in LLVM's terms. Initialises LLVM for it."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding.get_process_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
@@ -60,7 +59,7 @@ def machine() -> tuple[str, str, str]:
 
 @cache
 def fingerprint() -> str:
-    """Of all sources that end up in machine code, and of the compilers."""
+    """Hash of all sources that are compiled to machine code, and of the compilers' versions."""
     digest = hashlib.sha256(f"{llvmlite.__version__} {np.__version__} {_numba_version()}".encode())
     for path in sorted(_HERE.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -68,7 +67,7 @@ def fingerprint() -> str:
 
 
 def _numba_version() -> str:
-    """What says which Numba is installed, without importing it."""
+    """Identifies the installed Numba without importing it."""
     found = importlib.util.find_spec("numba")
     places = list(found.submodule_search_locations or ()) if found else []
     with suppress(OSError, IndexError):
@@ -81,26 +80,26 @@ def _numba_version() -> str:
 def functions(kind: str, text: str, make: Callable[[], Object]) -> dict[str, int]:
     """Addresses of the functions of an object that `text` and the sources of this package determine.
 
-    It is loaded once in a process, read from the cache directory where it is there and sound, and made by `make`
-    otherwise, by one process while others wait.
+    A process loads it once: from the cache directory, or, where the file is missing or damaged, from `make`, which one
+    process runs while others wait.
     """
     key = hashlib.sha256(f"{fingerprint()} {machine()} {text}".encode()).hexdigest()[:20]
     name = f"{kind}_{key}"
-    known = _loaded.get(name)
-    if known is None:
+    loaded = _loaded.get(name)
+    if loaded is None:
         with _lock:
-            known = _loaded.get(name)
-            if known is None:
-                known = _loaded[name] = _read_or_make(f"{name}.o", make)
-    return known
+            loaded = _loaded.get(name)
+            if loaded is None:
+                loaded = _loaded[name] = _read_or_make(f"{name}.o", make)
+    return loaded
 
 
 def _read_or_make(name: str, make: Callable[[], Object]) -> dict[str, int]:
-    if (kept := _read(name)) is not None:
-        return kept
+    if (cached := _read(name)) is not None:
+        return cached
     with kernel_cache.alone(FOLDER, name):
-        if (kept := _read(name)) is not None:
-            return kept
+        if (cached := _read(name)) is not None:
+            return cached
         made = make()
         header = _Header(made.functions, made.needs_numba, _hash(made.code))
         kernel_cache.write(FOLDER, name, msgspec.json.encode(header) + b"\n" + made.code)
@@ -108,7 +107,7 @@ def _read_or_make(name: str, make: Callable[[], Object]) -> dict[str, int]:
 
 
 def _read(name: str) -> dict[str, int] | None:
-    """None where there is no such file, or what a full disk or a killed process left of it, or anything else."""
+    """None where the file is missing, or is damaged or no object file."""
     line, _, code = (kernel_cache.read(FOLDER, name) or b"").partition(b"\n")
     try:
         header = msgspec.json.decode(line, type=_Header)
@@ -126,25 +125,25 @@ def _hash(code: bytes) -> str:
     return hashlib.sha256(code).hexdigest()
 
 
-def _load(kept: Object) -> dict[str, int]:
-    if kept.needs_numba:
+def _load(made: Object) -> dict[str, int]:
+    if made.needs_numba:
         import numba.core.registry
 
-        numba.core.registry.cpu_target.target_context.refresh()  # tells LLVM where Numba's own functions are
+        numba.core.registry.cpu_target.target_context.refresh()  # registers Numba's own functions with LLVM
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target())
-    engine.add_object_file(binding.ObjectFileRef.from_data(kept.code))
+    engine.add_object_file(binding.ObjectFileRef.from_data(made.code))
     engine.finalize_object()
     _engines.append(engine)
-    return {name: engine.get_function_address(name) for name in kept.functions}
+    return {name: engine.get_function_address(name) for name in made.functions}
 
 
 def _target() -> Any:
-    """LLVM's, for objects that are loaded here. An engine takes it over, so each has its own."""
+    """A target machine for objects that this process loads. An engine takes ownership, so each has its own."""
     triple, cpu, features = machine()
     return binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, codemodel="jitdefault")
 
 
 @cache
 def _model() -> bytes:
-    """An object with nothing in it, whose header all objects of this machine share."""
+    """An empty object, whose ELF header all objects for this machine share."""
     return bytes(_target().emit_object(binding.parse_assembly("")))

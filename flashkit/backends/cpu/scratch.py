@@ -1,8 +1,12 @@
-"""How a thread's scratch memory is laid out: byte offsets, used by the kernels (functions.py tells Numba of them) and
-by the host that allocates it.
+"""Map of a thread's scratch memory: byte offsets, computed alike by the kernels (functions.py compiles these functions)
+and by the host that allocates it.
+
+The first region of every map begins at 0 and has no field. `total` is the size of all.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 ALIGNMENT = 64
 
@@ -11,70 +15,100 @@ def _end(start: int, elements: int, itemsize: int) -> int:
     return (start + elements * itemsize + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
+class ForwardLayout(NamedTuple):
+    """After the Q^T panels."""
+
+    o_acc: int  # O^T panels
+    scores: int  # one S^T tile
+    k: int  # widened K tile
+    v: int  # widened V tile
+    m: int  # row_max
+    l: int  # row_sum
+    panel_rows: int  # three vectors of one panel
+    transposed: int  # tiles of arrays that a modification reads transposed
+    total: int
+
+
 def forward_layout(
-    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, turned: int
-) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """Offsets of O^T panels (Q^T panels come first), score tile, widened K and V tiles, running maxima and sums,
-    three rows of one panel, and `turned` tiles that a modification reads transposed; last the total."""
+    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, transposed_tiles: int
+) -> ForwardLayout:
     queries = panels * panel
-    outputs = _end(0, queries * d, itemsize)
-    scores = _end(outputs, queries * dv, itemsize)
-    keys = _end(scores, block_k * panel, itemsize)
-    values = _end(keys, block_k * d, itemsize)
-    maxima = _end(values, block_k * dv, itemsize)
-    sums = _end(maxima, queries, itemsize)
-    rows = _end(sums, queries, itemsize)
-    tiles = _end(rows, 3 * panel, itemsize)
-    return outputs, scores, keys, values, maxima, sums, rows, tiles, _end(tiles, turned * block_k * panel, 8)
+    o_acc = _end(0, queries * d, itemsize)
+    scores = _end(o_acc, queries * dv, itemsize)
+    k = _end(scores, block_k * panel, itemsize)
+    v = _end(k, block_k * d, itemsize)
+    m = _end(v, block_k * dv, itemsize)
+    l = _end(m, queries, itemsize)
+    panel_rows = _end(l, queries, itemsize)
+    transposed = _end(panel_rows, 3 * panel, itemsize)
+    total = _end(transposed, transposed_tiles * block_k * panel, 8)
+    return ForwardLayout(o_acc, scores, k, v, m, l, panel_rows, transposed, total)
 
 
-def backward_layout(
-    block_q: int, block_k: int, d: int, dv: int, itemsize: int, unit: int
-) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
-    """Offsets of the K^T, V^T, K, V, Q and dO tiles (K^T first), S, dP and slopes tiles, room for dS and a transpose
-    where numbers are summed in pairs (unit 2), dK and dV sums; last the total.
+class BackwardLayout(NamedTuple):
+    """After the packed K^T tile."""
 
-    block_k is a multiple of the vector's lanes, so that rows of the score tiles are padded to whole vectors.
+    v_t: int  # packed V^T tile
+    k: int
+    q: int
+    do: int
+    scores: int  # S, then P
+    ds: int  # dP, then dS
+    slopes: int  # d score / d s
+    pairs: int  # bf16 pairs of dS, and one transposed operand
+    dk: int  # accumulators
+    dv: int
+    total: int
+
+
+def backward_layout(block_q: int, block_k: int, d: int, dv: int, itemsize: int, k_pack: int) -> BackwardLayout:
+    """block_k is a multiple of the vector's lanes, so that rows of the score tiles are padded to whole vectors.
+
+    k_pack: 2 where operands are bf16 pairs, else 1.
     """
-    values_t = _end(0, block_k * d, itemsize)
-    keys = _end(values_t, block_k * dv, itemsize)
-    queries = _end(keys, block_k * max(d, dv), itemsize)
-    douts = _end(queries, block_q * d, itemsize)
-    scores = _end(douts, block_q * dv, itemsize)
-    dscores = _end(scores, block_q * block_k, itemsize)
-    slopes = _end(dscores, block_q * block_k, itemsize)
-    spare = _end(slopes, block_q * block_k, itemsize)
+    v_t = _end(0, block_k * d, itemsize)
+    k = _end(v_t, block_k * dv, itemsize)
+    q = _end(k, block_k * max(d, dv), itemsize)
+    do = _end(q, block_q * d, itemsize)
+    scores = _end(do, block_q * dv, itemsize)
+    ds = _end(scores, block_q * block_k, itemsize)
+    slopes = _end(ds, block_q * block_k, itemsize)
+    pairs = _end(slopes, block_q * block_k, itemsize)
     rows = (block_q + 15) // 16 * 16
-    dkeys = _end(spare, (unit - 1) * rows * (block_k + max(d, dv)), itemsize)
-    dvalues = _end(dkeys, block_k * d, itemsize)
-    return (
-        values_t,
-        keys,
-        queries,
-        douts,
-        scores,
-        dscores,
-        slopes,
-        spare,
-        dkeys,
-        dvalues,
-        _end(dvalues, block_k * dv, itemsize),
-    )
+    dk = _end(pairs, (k_pack - 1) * rows * (block_k + max(d, dv)), itemsize)
+    dv_acc = _end(dk, block_k * d, itemsize)
+    total = _end(dv_acc, block_k * dv, itemsize)
+    return BackwardLayout(v_t, k, q, do, scores, ds, slopes, pairs, dk, dv_acc, total)
 
 
-def decode_layout(rows: int, group: int, keys: int, d: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """Offsets of the scores (queries come first, their d padded to whole vectors), factors, and each head's state and
-    end of its group of tiles; last the total.
-    """
+class DecodeLayout(NamedTuple):
+    """After the packed queries."""
+
+    scores: int
+    rescale: int
+    states: int  # each query head's state of the current tiles
+    ends: int  # and where it ends
+    total: int
+
+
+def decode_layout(rows: int, group: int, keys: int, d: int, itemsize: int) -> DecodeLayout:
+    """d: words per query, padded to whole vectors."""
     scores = _end(0, rows * d, itemsize)
-    factors = _end(scores, rows * keys, itemsize)
-    states = _end(factors, rows, itemsize)
+    rescale = _end(scores, rows * keys, itemsize)
+    states = _end(rescale, rows, itemsize)
     ends = _end(states, group, 8)
-    return scores, factors, states, ends, _end(ends, group, 8)
+    return DecodeLayout(scores, rescale, states, ends, _end(ends, group, 8))
 
 
-def part_layout(rows: int, dv: int, itemsize: int) -> tuple[int, int, int]:
-    """Offsets of the maxima and sums of a part of the keys (its output comes first); last the total."""
-    maxima = _end(0, rows * dv, itemsize)
-    sums = _end(maxima, rows, itemsize)
-    return maxima, sums, _end(sums, rows, itemsize)
+class PartialLayout(NamedTuple):
+    """After o_partial, the output of one split of the keys; m + log(l) is its lse_partial."""
+
+    m: int
+    l: int
+    total: int
+
+
+def partial_layout(rows: int, dv: int, itemsize: int) -> PartialLayout:
+    m = _end(0, rows * dv, itemsize)
+    l = _end(m, rows, itemsize)
+    return PartialLayout(m, l, _end(l, rows, itemsize))

@@ -1,9 +1,8 @@
-"""Kernels made at run time: a kernel's text behind a head of constants, compiled by Numba to an object file.
+"""Kernels specialised at run time: a head of constants and the kernel's texts, compiled by Numba to an object file.
 
-Numba's own disk cache would have every later process import Numba, which takes longer than all else before the
-first result. So its optimised LLVM module is taken from it and kept as an object file (objects.py), named by the
-hash of the text and of every source that is compiled into it: a changed source is a new file, and never a stale
-kernel.
+With Numba's own disk cache every later process would import Numba, which takes longer than all else before the first
+result. So Numba's optimised LLVM module is kept as an object file (objects.py), named by the hash of the text and of
+every source that is compiled into it: a changed source is a new file, never a stale kernel.
 """
 
 from __future__ import annotations
@@ -18,65 +17,63 @@ from typing import Any
 
 import numpy as np
 
-from ...devices.garbage import no_collection
+from ...devices.host import no_collection
+from ...spec import DTYPES
 from . import objects
 from .objects import Object
 
 _HERE = Path(__file__).parent
 
-_CONVERSIONS = {
-    "float64": ("float64", "float64_to_float64", "float64_to_float64"),
-    "float32": ("float32", "float32_to_float32", "float32_to_float32"),
-    "float16": ("uint16", "float16_to_float32", "float32_to_float16"),
-    "bfloat16": ("uint16", "bfloat16_to_float32", "float32_to_bfloat16"),
-}
-
 _SETTINGS = (
     "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_LOOP_VECTORIZE",
     "NUMBA_SLP_VECTORIZE", "NUMBA_DISABLE_INTEL_SVML", "NUMBA_INTEL_SVML",
 )  # fmt: skip
-"""Variables of the environment that change what Numba makes."""
+"""Environment variables that change Numba's code."""
 
 
 def load(kind: str, text: str) -> dict[str, int]:
-    """Addresses of the functions that the text marks by @entry (functions.py), compiled now or before."""
+    """Addresses of the functions that the text marks by @entry (functions.py); compiled once, then read from disk."""
     settings = [(name, os.environ[name]) for name in _SETTINGS if name in os.environ]
     return objects.functions(kind, f"{settings} {text}", lambda: compiled(kind, text))
 
 
 @cache
-def kernel(name: str, dtype: str, *, pairs: bool = False) -> dict[str, int]:
-    """kernels/<name>.py for a storage dtype. pairs: bfloat16 that is multiplied as it is (pairs.py)."""
-    storage, widen, narrow = _CONVERSIONS[dtype]
-    compute = "float64" if dtype == "float64" else "float32"
-    head = f"""
-import numpy as np
-from flashkit.backends.cpu.memory import {widen} as widen, {narrow} as narrow
-STORAGE, STORAGE_SIZE = np.{storage}, {np.dtype(storage).itemsize}
-COMPUTE, COMPUTE_SIZE = np.{compute}, {np.dtype(compute).itemsize}
-IN_PLACE = {storage == compute}
+def kernel(name: str, dtype: str, *, bf16_pairs: bool = False) -> dict[str, int]:
+    """Entries of kernels/<name>.py for a dtype. bf16_pairs: bfloat16 operands are multiplied in pairs, not widened."""
+    accumulator, size = DTYPES[dtype].accumulator, DTYPES[dtype].size
+    storage = dtype if dtype == accumulator else "uint16"
+    widen, narrow = f"{dtype}_to_{accumulator}", f"{accumulator}_to_{dtype}"
+    head = f"""import numpy as np
+from flashkit.backends.cpu.storage import {widen} as widen, {narrow} as narrow
+STORAGE, STORAGE_SIZE = np.{storage}, {size}
+ACCUM, ACCUM_SIZE = np.{accumulator}, {DTYPES[accumulator].size}
+IN_PLACE = {dtype == accumulator}
 """
-    texts = [(_HERE / "kernels" / f"{part}.py").read_text() for part in ("load_pairs" if pairs else "load", name)]
-    return load(f"{name}_{dtype}", "\n\n".join([head.lstrip(), *texts]))
+    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", name)
+    return load(f"{name}_{dtype}", "\n\n".join([head, *(_text(part) for part in parts)]))
+
+
+def _text(name: str) -> str:
+    return (_HERE / "kernels" / f"{name}.py").read_text()
 
 
 @cache
 def launcher() -> dict[str, int]:
     """kernels/launch.py for this Python."""
-    address, probe = object.__basicsize__, np.empty(1)
-    if ctypes.c_ssize_t.from_address(id(probe) + address).value != probe.ctypes.data:
+    offset, probe = object.__basicsize__, np.empty(1)
+    if ctypes.c_ssize_t.from_address(id(probe) + offset).value != probe.ctypes.data:
         raise RuntimeError(
             "this Python does not lay out NumPy arrays as CPython does; flashkit's CPU kernels need that"
         )
-    head = f"ADDRESS = {address}\n\n"
-    return load("launch", head + (_HERE / "kernels" / "launch.py").read_text())
+    head = f"ADDRESS = {offset}\n\n"
+    return load("launch", head + _text("launch"))
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------
 
 
 def compiled(kind: str, text: str) -> Object:
-    """The text's entries, each a C function under its own name, and all that they call, as one object."""
+    """One object with the text's entries, each a C function of its own name, and all that they call."""
     from llvmlite import binding, ir
     from numba.core import compiler
     from numba.core.compiler_lock import global_compiler_lock
@@ -90,12 +87,12 @@ def compiled(kind: str, text: str) -> Object:
     flags = compiler.Flags()
     flags.nrt = flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
     flags.error_model = options["error_model"]
-    # Numba makes a million objects that live to the end; looking for garbage among them takes an eighth of the time.
+    # Numba allocates many objects that live to the end, so garbage collection only costs time.
     with global_compiler_lock, no_collection():
         typing, target = cpu_target.typing_context, cpu_target.target_context
-        target.refresh()  # Numba's runtime, which is to be complete
+        target.refresh()  # completes Numba's runtime
         library = target.codegen().create_library(kind)
-        with _parts_unfinished(library):
+        with _without_intermediate_code(library):
             results = {
                 name: compiler.compile_extra(typing, target, f, f.signature.args, f.signature.return_type, flags, {})
                 for name, f in entries.items()
@@ -118,35 +115,35 @@ def compiled(kind: str, text: str) -> Object:
 
 
 @contextmanager
-def _parts_unfinished(library: Any) -> Iterator[None]:
-    """Numba optimises each function that a kernel calls and makes machine code of it, alone and then again as a part of
-    each that calls it. What counts is the last time, when all of them are together; leaving out the others saves half
-    of the time. Functions of Numba's own get their machine code as ever, for others may call them later.
+def _without_intermediate_code(library: Any) -> Iterator[None]:
+    """Numba optimises and compiles each function that a kernel calls, first alone and then inside each caller. Only the
+    last compilation, of all functions together, counts; this skips the others. Numba's own functions are compiled as
+    usual, since other code may call them later.
     """
     kind, codegen = type(library), library.codegen
-    optimise, finish, set_env = kind._optimize_final_module, kind._finalize_final_module, codegen.set_env
+    optimise, finalize, set_env = kind._optimize_final_module, kind._finalize_final_module, codegen.set_env
 
-    def finish_others(part: Any) -> None:
-        if any("flashkit" in function.name for function in part.get_defined_functions()):
-            part._finalized = True
+    def finalize_numbas_own(library: Any) -> None:
+        if any("flashkit" in function.name for function in library.get_defined_functions()):
+            library._finalized = True
         else:
-            finish(part)
+            finalize(library)
 
-    kind._optimize_final_module = lambda part: None
-    kind._finalize_final_module = finish_others
+    kind._optimize_final_module = lambda library: None
+    kind._finalize_final_module = finalize_numbas_own
     codegen.set_env = lambda name, env: None if "flashkit" in name else set_env(name, env)
     try:
         yield
     finally:
-        kind._optimize_final_module, kind._finalize_final_module = optimise, finish
+        kind._optimize_final_module, kind._finalize_final_module = optimise, finalize
         del codegen.set_env
 
 
 def _exports(ir: Any, target: Any, results: dict[str, Any]) -> Any:
-    """For each entry a C function of its name, over 64-bit integers, that calls what Numba compiled.
+    """For each entry a C function of its name, of 64-bit integers, that calls Numba's function.
 
-    Arrays in kernels are views of addresses and own nothing, so counting references to them does nothing. Kernels do
-    not raise; one that did would have computed nonsense, and ends the process with a message.
+    Arrays in kernels are views that own nothing, so reference counts are no-ops. Kernels do not raise; should one, its
+    results are invalid, and the process ends with a message.
     """
     module = ir.Module("exports")
     pointer, void = ir.IntType(8).as_pointer(), ir.VoidType()
@@ -166,16 +163,17 @@ def _exports(ir: Any, target: Any, results: dict[str, Any]) -> Any:
             builder, native, signature.return_type, signature.args, function.args
         )
         with builder.if_then(status.is_error, likely=False):
-            said = bytearray(f"flashkit: the kernel function {name} raised\0".encode())
-            text = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), len(said)), f"raised.{name}")
-            text.initializer, text.global_constant, text.linkage = ir.Constant(text.value_type, said), True, "internal"
+            message = bytearray(f"flashkit: the kernel function {name} raised\0".encode())
+            text = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), len(message)), f"raised.{name}")
+            text.initializer, text.global_constant = ir.Constant(text.value_type, message), True
+            text.linkage = "internal"
             builder.call(fatal, [builder.bitcast(text, pointer)])
         builder.ret_void() if nothing else builder.ret(value)
     return module
 
 
 def _in_process(name: str) -> bool:
-    """Whether the process has a function of this name without Numba: C's library, its mathematics, Python's."""
+    """Whether libc, libm or Python has a function of this name, so that it is found without Numba."""
     return any(hasattr(library, name) for library in _libraries())
 
 

@@ -1,10 +1,10 @@
-"""Running a kernel on the caller's thread or on several, safely from any number of Python threads.
+"""Run a kernel on the calling thread or on several, from any number of Python threads.
 
-The pool of threads is Numba's: its OpenMP or TBB layer, which take concurrent calls, or else its own workqueue, which
-does not and aborts the process, so under it a lock guards the parallel path and whoever finds it taken works alone.
-A pool is an extension module of Numba that works without the rest of it, so it is loaded alone where Numba is not
-imported anyway; a Numba that is imported later finds the same one, and its set_num_threads is heeded. After a fork the
-child's threads are gone (OpenMP would end the child without a word), so a forked child works alone too.
+The thread pool is Numba's. Its OpenMP and TBB layers take concurrent calls. Its workqueue aborts the process on one, so
+there a lock guards the parallel path, and a call that finds the lock taken runs on its own thread. A layer is an
+extension module that works without the rest of Numba, so it is loaded alone where Numba is not imported. A Numba that
+is imported later finds the same pool, and its set_num_threads applies. A forked child has no pool threads, and OpenMP
+would end it, so it runs on its own thread too.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import numpy as np
 
 from ...devices import host
 from . import specialise
-from .arguments import PARALLEL_FOR, SHARE, TASKS, WORKER
+from .arguments import KERNEL, PARALLEL_FOR, THREAD_MAIN, WORK_TILES
 
 SERIAL_FLOPS = 2e6
-"""Work below this (about 20 microseconds) is not worth waking a thread for."""
+"""A call with less work is not worth waking a thread for."""
 
 
 class Pool(NamedTuple):
-    """A threading layer that runs."""
+    """A running threading layer."""
 
     layer: str  # "omp", "tbb" or "workqueue"
     parallel_for: int  # address of its loop
-    limit: Callable[[], int]  # threads that numba.set_num_threads allows on this thread
+    limit: Callable[[], int]  # numba.get_num_threads of the calling thread
 
 
 _lock = threading.Lock()
@@ -56,7 +56,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 def count() -> int:
-    """Threads that a call uses: FLASHKIT_NUM_THREADS, at most what numba.set_num_threads allows on this thread."""
+    """Threads that a call uses: FLASHKIT_NUM_THREADS, at most what numba.set_num_threads allows the calling thread."""
     if _forked:
         return 1
     allowed = pool().limit()
@@ -69,7 +69,7 @@ def count() -> int:
 
 
 def layer() -> str | None:
-    """The threading layer once it runs, flashkit's or that of a Numba that is used beside it, else None."""
+    """The running threading layer, flashkit's or the one that Numba has started itself; else None."""
     if _pool is not None:
         return _pool.layer
     if (numba := sys.modules.get("numba")) is not None:
@@ -78,24 +78,24 @@ def layer() -> str | None:
     return None
 
 
-def run(worker: int, arguments: np.ndarray, tasks: int, threads: int) -> None:
-    """Run `worker` (address of a C function of the argument block and a thread's number) until its `tasks` are done."""
-    threads = max(1, min(threads, tasks))
-    arguments[WORKER], arguments[TASKS] = worker, tasks
+def run(kernel: int, arguments: np.ndarray, work_tiles: int, threads: int) -> None:
+    """Run `kernel`, the address of a C function of the argument block and a thread number, on all work tiles."""
+    threads = max(1, min(threads, work_tiles))
+    arguments[KERNEL], arguments[WORK_TILES] = kernel, work_tiles
     if threads > 1:
-        arguments[PARALLEL_FOR], arguments[SHARE] = parallel_for()
-    with alone(threads) as allowed:
+        arguments[PARALLEL_FOR], arguments[THREAD_MAIN] = parallel_for()
+    with exclusive(threads) as allowed:
         entry("launch")(arguments.__array_interface__["data"][0], allowed)
 
 
 def concurrent(threads: int) -> bool:
-    """Whether calls on so many threads may start while others run."""
+    """Whether a call on `threads` threads may start while others run."""
     return threads == 1 or pool().layer != "workqueue"
 
 
 @contextmanager
-def alone(threads: int) -> Iterator[int]:
-    """How many of so many threads may be used now: one where the workqueue is busy."""
+def exclusive(threads: int) -> Iterator[int]:
+    """The number of threads that the call may use: `threads`, or one while the workqueue is busy."""
     if concurrent(threads):
         yield threads
     elif _workqueue_lock.acquire(blocking=False):
@@ -108,13 +108,13 @@ def alone(threads: int) -> Iterator[int]:
 
 
 def parallel_for() -> tuple[int, int]:
-    """Addresses of the pool's loop and of the function that it gets."""
-    return pool().parallel_for, specialise.launcher()["share"]
+    """Addresses of the pool's loop and of the function that it runs."""
+    return pool().parallel_for, specialise.launcher()["thread_main"]
 
 
 @cache
 def entry(name: str) -> Callable[..., None]:
-    """A function of kernels/launch.py, of integers and then NumPy arrays. Other Python threads run meanwhile."""
+    """A function of kernels/launch.py, of integers and then NumPy arrays; it releases the GIL."""
     integers, arrays = {"launch": (2, 0), "call": (3, 5)}[name]
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
     return kind(specialise.launcher()[name])
@@ -124,7 +124,7 @@ def entry(name: str) -> Callable[..., None]:
 
 
 def pool() -> Pool:
-    """The running pool; the first question starts it."""
+    """The pool; the first call starts it."""
     global _pool
     if _pool is None:
         with _lock:
@@ -148,19 +148,18 @@ def _start() -> Pool:
         for function in (module.launch_threads, module.set_num_threads):
             ctypes.CFUNCTYPE(None, ctypes.c_int)(function)(threads)
     if running is None and name == "omp":
-        _unnest(module)
+        _disable_nesting(module)
     return Pool(name, module.parallel_for, ctypes.CFUNCTYPE(ctypes.c_int)(module.get_num_threads))
 
 
-def _unnest(omppool: Any) -> None:
-    """Take back what the start of an OpenMP pool does to the whole process.
+def _disable_nesting(omppool: Any) -> None:
+    """Restore OpenMP's default of one level of parallel regions.
 
-    Numba allows nested parallel regions. PyTorch in the same process shares the library and then runs twenty times
-    slower, so the level goes back to one, OpenMP's default, unless the user asks for more. A pool that was there
-    before is the user's own and stays as it is.
+    Starting Numba's OpenMP pool allows nested regions in the whole process, and PyTorch, which shares the library, then
+    runs many times slower. The user's environment takes precedence, and so does a pool that Numba started before.
     """
     if "OMP_NESTED" not in os.environ and "OMP_MAX_ACTIVE_LEVELS" not in os.environ:
-        # Not found where the OpenMP library is linked in or older than the function.
+        # The function is missing where the OpenMP library is linked statically or is older.
         with suppress(OSError, AttributeError):
             ctypes.CDLL(omppool.__file__).omp_set_max_active_levels(1)
 
@@ -169,7 +168,7 @@ _MODULES = {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}
 
 
 def _find() -> tuple[str, Any] | None:
-    """The layer that Numba would choose, and its module; None where Numba itself has to be asked."""
+    """The layer that Numba would choose, and its module; None where only Numba itself can tell."""
     wanted = os.environ.get("NUMBA_THREADING_LAYER", "default").lower()
     order = os.environ.get("NUMBA_THREADING_LAYER_PRIORITY", " ".join(_MODULES)).split()
     threads = os.environ.get("NUMBA_NUM_THREADS", "1")
@@ -201,6 +200,6 @@ def _numba_places() -> Iterator[Path]:
 
 
 def _tbb_fits() -> bool:
-    """Whether TBB is there, of the version (2021.6) from which on Numba takes it."""
+    """Whether TBB is installed in a version that Numba accepts, 2021.6 or later."""
     name = {"win32": "tbb12.dll", "darwin": "libtbb.12.dylib"}.get(sys.platform, "libtbb.so.12")
     return bool(ctypes.CDLL(name).TBB_runtime_interface_version() >= 12060)

@@ -1,5 +1,5 @@
-"""What kernels for Hopper are alike in, in whichever language: the forward pass's tiles, how it is launched, and which
-problems have too little work for it.
+"""Hopper's forward pass on the host, for both languages: its tiles and their shared memory, its launch, and the
+problems that have too little work for it.
 """
 
 from __future__ import annotations
@@ -16,36 +16,42 @@ from .fallback import Fallback
 from .l2_swizzle import bytes_of_keys, heads_per_l2_group
 from .launch import Library, TensorMap, check_grid
 from .params import AT
+from .smem import SmemLayout
 from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
 
+NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
+"""Lists of K/V tiles in shared memory, their entries, and the bytes before these: WorkTileList of
+kernels/sm90/tile_scheduler.cuh, kernels/sm90/tile_lists.py.
+"""
 FEW_ROWS = 64
 MANY_KEYS = 1024
-LIST = 28 + 4 * 224
-"""Bytes of a list of tiles: Chunk of kernels/sm90_items.cuh, kernels/sm90_tile.py."""
-_CACHED = 34_000_000  # bytes of keys and values that blocks work at together, well within the L2 cache
-_CACHED_LOOKED_UP = 9_000_000  # where each block has tiles of its own: 2 % faster with a tenth of blocks at random
+SHORT = 1536
+"""Queries. Under a mask, tiles of 192 rows of shorter sequences are mostly empty."""
+_L2_BYTES = 34_000_000  # of K and V that CTAs read at the same time, well within the L2 cache
+_L2_BYTES_ARRAY_MASK = 9_000_000  # the same where the mask is read from arrays, so that CTAs read different tiles
 _SHARED = MODELS["sm_90a"].shared_per_block
-SHORT = 1536  # queries: of fewer under a mask, tiles of 192 rows would mostly be empty
-_TOGETHER, _TICKET = AT["heads_per_l2_group"], AT["tile_counter"]
+_L2_GROUP, _TILE_COUNTER = AT["heads_per_l2_group"], AT["tile_counter"]
 CHOSEN = "chosen for an H200"
 WATCHDOG = bool(int(os.environ.get("FLASHKIT_CUDA_WATCHDOG") or 0))
-"""Whether a barrier that is waited for too long stops the kernel, to find mistakes in protocols."""
+"""Whether a wait that takes too long stops the kernel: an aid to find deadlocks."""
 
 
 def padded(dim: int) -> int:
-    """Columns that are multiplied."""
+    """Columns of a product: a multiple of 16."""
     return -(-dim // 16) * 16
 
 
 def chunks(dim: int) -> int:
-    """Chunks of 64 columns that a row takes in shared memory."""
+    """Chunks of 64 columns of a row in shared memory."""
     return -(-dim // 64)
 
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """A tile of the forward pass: rows, 64 for each warp group, and keys; how many tiles of keys and of rows are in
-    shared memory at once; whether warp groups take turns at beginning products.
+    """A tile of the forward pass: `block_q` rows, 64 for each consumer warp group, and `block_k` keys.
+
+    `stages` K/V tiles and `q_buffers` tiles of Q are in shared memory at the same time. `turns`: whether consumer warp
+    groups ping-pong, that is issue their products in turn.
     """
 
     block_q: int
@@ -61,55 +67,74 @@ class ForwardTile:
             raise ValueError(f"{self=}: stages are two or more, q_buffers one to three")
 
     @property
-    def groups(self) -> int:
+    def warpgroups(self) -> int:
         return self.block_q // 64
 
     @property
     def threads(self) -> int:
-        return 128 * (self.groups + 1)
+        return 128 * (self.warpgroups + 1)
 
-    def buffers(self, q: int, v: int, out: int) -> int:
-        """Bytes of the tiles in shared memory, their barriers and lists; q, v, out: chunks of 128 bytes of a row."""
-        rows = self.q_buffers * self.block_q * max(q, out) + self.stages * self.block_k * (q + v)
-        return 128 * rows + (16 + 8 * self.groups + 12) * self.q_buffers + (32 + 4) * self.stages + 40 + 2 * LIST
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        """The map of a CTA's shared memory: kernels/sm90/layout."""
+        raise NotImplementedError
+
+    def lay_out(self, q: int, v: int, out: int, ones: int = 0) -> SmemLayout:
+        """Tiles, barriers and lists. q, v, out: 128-byte chunks of a row; ones: chunks of ones behind V."""
+        smem, barriers = SmemLayout(), 16  # a full and an empty one
+        smem.add("Q", 128 * self.q_buffers * self.block_q * max(q, out))
+        smem.add("K", 128 * self.stages * self.block_k * q)
+        smem.add("V", 128 * self.stages * self.block_k * v)
+        smem.add("ONES", 128 * self.block_k * ones)
+        smem.add("Q_PIPE", barriers * self.q_buffers)
+        smem.add("K_PIPE", barriers * self.stages)
+        smem.add("V_PIPE", barriers * self.stages)
+        smem.add("LIST_PIPE", barriers * NUM_LISTS)
+        smem.add("CLAIM", 8)
+        smem.add("OUT_READY", 8 * self.warpgroups * self.q_buffers)
+        smem.add("TILE_DESCS", 4 * self.stages)
+        smem.add("WORK_TILES", 12 * self.q_buffers)
+        smem.add("LISTS", NUM_LISTS * (LIST_HEADER + 4 * LIST_CAPACITY))
+        return smem
 
     def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block."""
-        raise NotImplementedError
+        """Bytes of shared memory of a CTA."""
+        return self.smem(spec).bytes
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """In shared memory and, as far as sums and weights tell, in registers."""
+        """Whether it fits shared memory and, as far as O, S and P tell, registers."""
         raise NotImplementedError
 
-    def registers(self, finding: bool) -> tuple[int, int]:
-        """Of a thread that multiplies and of one that loads; together they are what a multiprocessor has. finding:
-        whether the latter have to find the tiles.
+    def registers(self, classifies: bool) -> tuple[int, int]:
+        """Registers of a consumer thread and of a thread of warp group 0; together they fill the SM. `classifies`:
+        whether the scheduler warp has a mask to classify tiles by.
         """
-        if self.groups == 3:
+        if self.warpgroups == 3:
             return (160, 32)
-        return (240, 24) if not finding else (232, 40) if self.groups == 2 else (240, 40)
+        return (240, 24) if not classifies else (232, 40) if self.warpgroups == 2 else (240, 40)
 
-    def common(self, spec: AttentionSpec, pack: int, finding: bool) -> dict[str, int]:
-        """Constants of the kernel."""
-        multiplying, loading = self.registers(finding)
+    def common(self, spec: AttentionSpec, pack: int, classifies: bool) -> dict[str, int]:
+        """Constants of the kernel's head in both languages."""
+        consumer, producer = self.registers(classifies)
         return {
-            "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.groups, "STAGES": self.stages, "Q_BUFFERS": self.q_buffers,
-            "PING_PONG": bool(self.turns) and self.groups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": multiplying,
-            "PRODUCER_REGISTERS": loading, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
-            "SHARED_BYTES": self.shared_memory(spec),
+            "BLOCK_K": self.block_k, "MMA_WARPGROUPS": self.warpgroups, "STAGES": self.stages,
+            "Q_BUFFERS": self.q_buffers,
+            "PING_PONG": bool(self.turns) and self.warpgroups > 1, "PACK_GQA": pack, "CONSUMER_REGISTERS": consumer,
+            "PRODUCER_REGISTERS": producer, "WATCHDOG": WATCHDOG, "HAS_LENGTHS": spec.kv_lengths,
+            "NUM_LISTS": NUM_LISTS, "LIST_HEADER": LIST_HEADER, "LIST_CAPACITY": LIST_CAPACITY,
+            **self.smem(spec).constants(),
         }  # fmt: skip
 
 
 Tile = TypeVar("Tile", bound=ForwardTile)
 
 
-def usual_tile(kind: type[Tile], problem: Problem, modified: bool) -> Tile:
-    """What does well on an H200 with 16 bits. modified: whether what happens to scores takes many registers."""
+def default_tile(kind: type[Tile], problem: Problem, modified: bool) -> Tile:
+    """The tile that is fastest on an H200 with 16-bit elements. `modified`: scores take many registers."""
     spec = problem.spec
     dim, dim_v = spec.head_dim, spec.head_dim_v
-    if max(dim, dim_v) <= 64:  # of short sequences, masked, larger tiles waste more
+    if max(dim, dim_v) <= 64:
         rows = 128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192
-        # Products are short here, and with two stages loads are late. Terms of float32 leave no room for three.
+        # Products are short, so that two stages do not hide the loads. FP16x2 leaves no room for three.
         return _buffered(kind(rows, 128, 2 if spec.dtype == "float32" else 3), spec)
     if max(dim, dim_v) <= 128:
         return _buffered(kind(128, 128), spec)
@@ -120,97 +145,96 @@ def usual_tile(kind: type[Tile], problem: Problem, modified: bool) -> Tile:
 
 
 def _buffered(tile: Tile, spec: AttentionSpec) -> Tile:
-    """Three buffers of rows where there is room: of items with one or two tiles of keys the next rows come late with
-    two, as the output before the last one has to leave first. 1.10 times as fast, causal with 256 tokens, 1.04 to 1.07
-    with 512, 1.01 to 1.02 with 1024; with longer sequences, or 192 rows, as fast.
+    """Three buffers of Q where there is room. With two the next Q waits for the O of the work tile before the last one,
+    which is late for work tiles of one or two K/V tiles.
     """
     more = replace(tile, q_buffers=3)
     return more if tile.block_q <= 128 and more.shared_memory(spec) <= _SHARED else tile
 
 
 def with_most_buffers(tile: Tile, spec: AttentionSpec, device: Device) -> list[Tile]:
-    """The tile with as many buffers of rows as fit; nothing where none do."""
+    """The tile with as many buffers of Q as fit, or nothing."""
     some = (replace(tile, q_buffers=buffers) for buffers in (3, 2, 1))
     return [each for each in some if each.fits(spec, device)][:1]
 
 
 def packed(problem: Problem) -> int:
-    """Query heads whose rows share a tile: all of a group where there are few queries."""
+    """Query heads whose rows share a tile (PACK_GQA): all of a group where there are few queries."""
     group = problem.spec.group
     return group if problem.n_q <= 256 and 64 % group == 0 else 1
 
 
 def work_enough(problem: Problem, device: Device, block_q: int) -> Verdict:
-    """Whether there are rows to fill tiles, and tiles to fill the device."""
+    """Whether there are enough rows to fill tiles, and enough work tiles to fill the device."""
     rows = problem.n_q * problem.spec.group
     if rows <= FEW_ROWS:
         return Verdict(False, f"{rows} rows share keys, most of a tile would be empty")
-    items = -(-rows // block_q) * problem.heads_kv * problem.batch
-    if 2 * items <= device.sms and problem.n_k >= MANY_KEYS:
-        return Verdict(False, f"{items} tiles of rows on {device.sms} multiprocessors, the keys should be split")
+    work_tiles = -(-rows // block_q) * problem.heads_kv * problem.batch
+    if 2 * work_tiles <= device.sms and problem.n_k >= MANY_KEYS:
+        return Verdict(False, f"{work_tiles} tiles of rows on {device.sms} multiprocessors, the keys should be split")
     return Verdict(True)
 
 
 class Shaped(NamedTuple):
-    """What a launch takes from the shapes and strides of its arrays."""
+    """What a launch derives from the shapes and strides of its arrays."""
 
-    blocks: int
-    together: int
-    """Heads that blocks work at together."""
-
+    ctas: int
+    heads_per_l2_group: int
     maps: tuple[tuple[int, Maps], ...]
-    """For each tensor that the copy engine moves where its address stands, and its maps."""
+    """For each tensor that TMA moves as it lies: the index of its address in the arguments, and its maps."""
 
 
 class Forward:
-    """The forward pass; `spare` takes the calls that its kernel cannot; the copy engine moves what is `addressed` as it
-    lies.
+    """The forward pass. `fallback` takes the calls that its kernel does not support. TMA moves the tensors `addressed`
+    as they lie.
     """
 
     def __init__(
-        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, spare: Fallback,
+        self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, fallback: Fallback,
         addressed: tuple[str, ...] = ROW_TENSORS,
     ) -> None:  # fmt: skip
-        self.device, self.tile, self.why, self.spare = device, tile, why, spare
+        self.device, self.tile, self.why, self.fallback = device, tile, why, fallback
         self.pack, self.libraries = packed(problem), [library]
         self._kernel = library.kernel("sm90_forward", device, tile.shared_memory(problem.spec))
-        self._tickets, self._threads = TileCounters.of(device), tile.threads
+        self._counters, self._threads = TileCounters.of(device), tile.threads
         self._addressed, self._addresses = addressed, addresses(addressed)
 
     def takes(self, arguments: Arguments) -> bool:
-        """Whether the kernel can do with arrays of these shapes and strides."""
+        """Whether the kernel supports arrays of these shapes and strides."""
+        # A scale that is not positive would change the sign of a masked pair's -inf.
         return bool(arguments.n_k) and arguments.positive_scale and strides_fit(arguments, self._addressed)
 
     def boxes(self, spec: AttentionSpec) -> list[tuple[str, int, int, int]]:
-        """Of each tensor that the copy engine moves as it lies the name, the columns, and heads and rows of a box."""
+        """For each tensor: its name, its columns, and the heads and rows of a TMA box."""
         keys, dim, dim_v = self.tile.block_k, spec.head_dim, spec.head_dim_v
         return [("q", dim, self.pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys), ("out", dim_v, self.pack, 64)]
 
     def maps(self, arguments: Arguments, shaped: Shaped, stream: int) -> tuple[list[TensorMap], Any]:
-        """Tensor maps of q, k, v and the output, and what has to live until the kernel is enqueued."""
+        """Tensor maps of q, k, v and the output, and an object to be kept until the kernel is enqueued."""
         return [maps[arguments.words[at]] for at, maps in shaped.maps], None
 
     def shaped(self, arguments: Arguments) -> Shaped | None:
-        """What shapes and strides say; None: another pass is needed."""
+        """What the launch derives from shapes and strides, or None where the fallback is needed."""
         if not self.takes(arguments):
             return None
         spec = arguments.spec
         heads, rows = arguments.batch * arguments.heads // self.pack, arguments.n_q * self.pack
-        items = -(-rows // self.tile.block_q) * heads
-        check_grid(items)
+        work_tiles = -(-rows // self.tile.block_q) * heads
+        check_grid(work_tiles)
         maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(spec) if box[0] in self._addressed]
-        cached = _CACHED_LOOKED_UP if modification.looks_at_ranges(spec) else _CACHED
-        together = heads_per_l2_group(heads, cached // bytes_of_keys(arguments))
-        return Shaped(min(items, self.device.sms), together, tuple(maps))
+        l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES
+        group = heads_per_l2_group(heads, l2_bytes // bytes_of_keys(arguments))
+        return Shaped(min(work_tiles, self.device.sms), group, tuple(maps))
 
     def run(self, arguments: Arguments, stream: int) -> None:
         shaped = arguments.known(self, self.shaped)
         if shaped is None or not aligned(arguments, self._addresses):
-            return self.spare.run(arguments, stream)
-        if not shaped.blocks:
+            return self.fallback.run(arguments, stream)
+        if not shaped.ctas:
             return None
-        arguments.words[_TOGETHER], arguments.words[_TICKET] = shaped.together, self._tickets.next(stream)
+        arguments.words[_L2_GROUP] = shaped.heads_per_l2_group
+        arguments.words[_TILE_COUNTER] = self._counters.next(stream)
         maps, held = self.maps(arguments, shaped, stream)
-        self._kernel.launch(shaped.blocks, self._threads, arguments.with_maps(maps), stream, pdl=True)
+        self._kernel.launch(shaped.ctas, self._threads, arguments.with_maps(maps), stream, pdl=True)
         del held
         return None

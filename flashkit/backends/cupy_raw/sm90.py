@@ -1,7 +1,7 @@
-"""The generation for Hopper: wgmma, the copy engine, warp groups with roles: kernels/sm90_*.cu, docs/hopper.md.
+"""The generation for Hopper, with wgmma, TMA and warp specialization: kernels/sm90, docs/hopper.md.
 
-Tiles come by the copy engine, which wants addresses and strides of whole 16 bytes. Calls whose arrays are not so go to
-the kernels of `sm80`, as do those with too few rows to fill the device.
+TMA needs addresses and strides that are multiples of 16 bytes. Calls with other arrays go to the kernels of `sm80`, as
+do those with too few rows to fill the device.
 """
 
 from __future__ import annotations
@@ -23,57 +23,59 @@ from ..cuda_common.launch import TensorMap
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
 from ..cuda_common.sm90_launch import (
     CHOSEN,
-    LIST,
     ForwardTile,
     Shaped,
     chunks,
+    default_tile,
     packed,
     padded,
-    usual_tile,
     with_most_buffers,
     work_enough,
 )
+from ..cuda_common.smem import SmemLayout
 from . import sm90_backward, sm90_fp16x2, specialise
 from .sm80 import LEAST_SPLIT, Sm80Forward
-from .sm90_fp16x2 import Split, parts
-from .sm90_wgmma import text as products
+from .sm90_fp16x2 import Fp16x2Conversion, num_terms
+from .sm90_wgmma import text as wgmma_functions
 
 MAX_DIM = 256
+_AFFINE_BYTES = 24  # of a warp: kernels/sm90/layout.cuh
 
 
 @dataclass(frozen=True)
 class Sm90Tile(ForwardTile):
-    """A tile of kernels/sm90_forward.cu."""
+    """A tile of kernels/sm90/forward.cu."""
 
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block."""
-        q, v = (parts(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
+        q, v = (num_terms(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
-        scales, gains = 8, 24 * 4 * self.groups
-        return self.buffers(q, v, out) + scales + gains + (self.block_k * 128 if sums_with_values(spec, self) else 0)
+        smem = self.lay_out(q, v, out, ones=int(sums_rows_by_mma(spec, self)))
+        smem.add("SCALES", 8)
+        smem.add("AFFINE", _AFFINE_BYTES * 4 * self.warpgroups)
+        return smem
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """In shared memory and, as far as sums and weights tell, in registers."""
-        sums, scores = padded(spec.head_dim_v) // 2, self.block_k // 2
-        # Two terms have sums of a tile beside those of all, which take the place of its scores.
-        numbers = scores + (2 * sums if parts(spec) > 1 else sums + scores // 2)
-        room = self.registers(_finding(spec))[0] - 24
-        return self.shared_memory(spec) <= device.shared_per_block and numbers <= room
+        """Whether it fits shared memory and, as far as O, S and P tell, registers."""
+        o, s = padded(spec.head_dim_v) // 2, self.block_k // 2
+        # FP16x2 has two accumulators, O and the PV of a tile, which takes the place of P.
+        needed = s + (2 * o if num_terms(spec) > 1 else o + s // 2)
+        available = self.registers(_classifies(spec))[0] - 24
+        return self.shared_memory(spec) <= device.shared_per_block and needed <= available
 
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
         return {
-            **self.common(spec, pack, _finding(spec)),
-            "ROW_SUM_BY_MMA": sums_with_values(spec, self),
-            "CHUNK_BYTES": LIST, "FAST_MATH": parts(spec) == 1, "PARTS": parts(spec),
+            **self.common(spec, pack, _classifies(spec)),
+            "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
+            "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
             "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
             "FAR": modification.NEAR if spec.score is not None else 2**30,
             "POSITIONS": modification.POSITIONS.index(modification.positions(spec)),
         }  # fmt: skip
 
 
-def sums_with_values(spec: AttentionSpec, tile: ForwardTile) -> bool:
-    """Whether the product with the values sums the weights, too, by columns of ones: where soft-capping bounds weights,
-    nothing has to be known of their sum before.
+def sums_rows_by_mma(spec: AttentionSpec, tile: ForwardTile) -> bool:
+    """Whether P V computes the row sums of P, too, with columns of ones behind V. Soft-capping bounds scores, so that
+    the speculative softmax does not need the sums at once.
     """
     known = form(spec.score) if spec.score is not None else None
     if known is None or not known.capped or known.sloped or spec.dtype != "bfloat16" or spec.dropout:
@@ -82,22 +84,22 @@ def sums_with_values(spec: AttentionSpec, tile: ForwardTile) -> bool:
     return spec.head_dim_v % 64 == 0 and (v == 1 or (q == v == 2 and tile.stages == 2))
 
 
-def _finding(spec: AttentionSpec) -> bool:
-    """Whether tiles are looked for."""
+def _classifies(spec: AttentionSpec) -> bool:
+    """Whether the scheduler warp classifies K/V tiles."""
     return spec.mask is not None or spec.kv_lengths
 
 
 def forward_tile(problem: Problem) -> Sm90Tile:
-    """What does well on an H200."""
+    """The tile that is fastest on an H200."""
     spec = problem.spec
-    modified = spec.dropout or (spec.score is not None and (parts(spec) > 1 or form(spec.score) is None))
+    modified = spec.dropout or (spec.score is not None and (num_terms(spec) > 1 or form(spec.score) is None))
     if spec.dtype == "float32" and max(spec.head_dim, spec.head_dim_v) > 64:
-        return Sm90Tile(128, 128 if parts(spec) == 1 else 64, q_buffers=1)
-    return usual_tile(Sm90Tile, problem, modified)
+        return Sm90Tile(128, 128 if num_terms(spec) == 1 else 64, q_buffers=1)
+    return default_tile(Sm90Tile, problem, modified)
 
 
 def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
-    """Tiles worth trying, the one of `forward_tile` first."""
+    """Tiles worth measuring, the one of `forward_tile` first."""
     first = forward_tile(problem)
     tiles = [first, replace(first, turns=0)]
     for rows, keys in itertools.product((192, 128), (128, 112, 96, 160, 80, 64)):
@@ -106,10 +108,10 @@ def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
 
 
 def forward_source(spec: AttentionSpec, tile: Sm90Tile, pack: int) -> tuple[dict[str, int], str]:
-    """Constants and generated functions of kernels/sm90_forward.cu."""
+    """Constants and generated functions of kernels/sm90/forward.cu."""
     dtype = "float16" if spec.dtype == "float32" else spec.dtype
-    columns = padded(spec.head_dim_v) + 8 * sums_with_values(spec, tile)
-    return tile.constants(spec, pack), products(dtype, [tile.block_k], [columns])
+    columns = padded(spec.head_dim_v) + 8 * sums_rows_by_mma(spec, tile)
+    return tile.constants(spec, pack), wgmma_functions(dtype, [tile.block_k], [columns])
 
 
 class Sm90Forward(sm90_launch.Forward):
@@ -120,28 +122,28 @@ class Sm90Forward(sm90_launch.Forward):
         constants, functions = forward_source(spec, tile, packed(problem))
         arch = compiler.target(device.capability)
         library = specialise.library("sm90/forward", spec, tuple(constants.items()), arch, functions)
-        spare = Fallback(partial(Sm80Forward, problem, device), spec, device, "forward")
-        wide = spec.dtype == "float32"
-        super().__init__(problem, device, tile, why, library, spare, ("out",) if wide else ROW_TENSORS)
-        self.split = Split(spec, tile.block_k, device) if wide else None
-        if self.split:
-            self.libraries.append(self.split.library)
+        fallback = Fallback(partial(Sm80Forward, problem, device), spec, device, "forward")
+        is_float32 = spec.dtype == "float32"
+        super().__init__(problem, device, tile, why, library, fallback, ("out",) if is_float32 else ROW_TENSORS)
+        self.conversion = Fp16x2Conversion(spec, tile.block_k, device) if is_float32 else None
+        if self.conversion:
+            self.libraries.append(self.conversion.library)
 
     def takes(self, arguments: Arguments) -> bool:
-        # A score modification of more would count in 64 bits, one pair at a time.
+        # A score modification of longer sequences would compute positions in 64 bits, one pair at a time.
         most = max(arguments.n_q, arguments.n_k, arguments.batch, arguments.heads)
         return super().takes(arguments) and (arguments.spec.score is None or most < modification.NEAR)
 
     def maps(self, arguments: Arguments, shaped: Shaped, stream: int) -> tuple[list[TensorMap], Any]:
         (*maps, out), held = super().maps(arguments, shaped, stream)
-        if self.split is not None:
-            (q, k, v), held = self.split.terms(arguments, stream, ("q", "k", "v"), "q")
+        if self.conversion is not None:
+            (q, k, v), held = self.conversion.terms(arguments, stream, ("q", "k", "v"), "q")
             maps = [q.map(64, self.pack), k.map(self.tile.block_k), v.map(self.tile.block_k)]
         return [*maps, out], held
 
 
 class Sm90(Generation):
-    """Kernels for Hopper with float16, bfloat16 and, as terms of float16, float32."""
+    """Kernels for Hopper with float16, bfloat16 and, as FP16x2 or TF32, float32."""
 
     name = "sm90"
     has_heuristic = True
@@ -152,30 +154,32 @@ class Sm90(Generation):
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
         if spec.dtype == "float64":
-            return Verdict(False, "float64 is not for these tensor cores")
-        wide = spec.dtype == "float32"
-        most = sm90_fp16x2.MAX_DIM if wide else MAX_DIM
+            return Verdict(False, "these tensor cores do not support float64")
+        is_float32 = spec.dtype == "float32"
+        most = sm90_fp16x2.MAX_DIM if is_float32 else MAX_DIM
         if max(spec.head_dim, spec.head_dim_v) > most:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {most}")
-        if parts(spec) > 1 and spec.head_dim < LEAST_SPLIT:
-            return Verdict(False, f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is exacter without terms")
-        if wide and spec.head_dim_v % 4:
-            return Verdict(False, f"rows of head dim {spec.head_dim_v} are not whole 16 bytes")
-        if not wide and (spec.head_dim % 8 or spec.head_dim_v % 8):
-            return Verdict(False, f"rows of head dims {spec.head_dim} and {spec.head_dim_v} are not whole 16 bytes")
+        if num_terms(spec) > 1 and spec.head_dim < LEAST_SPLIT:
+            why = f"float32 of head dim {spec.head_dim}, under {LEAST_SPLIT}, is more accurate without FP16x2"
+            return Verdict(False, why)
+        if is_float32 and spec.head_dim_v % 4:
+            return Verdict(False, f"rows of head dim {spec.head_dim_v} are not a multiple of 16 bytes")
+        if not is_float32 and (spec.head_dim % 8 or spec.head_dim_v % 8):
+            dims = f"head dims {spec.head_dim} and {spec.head_dim_v}"
+            return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
             return Verdict(True)
         return work_enough(problem, device, forward_tile(problem).block_q)
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:
-        """Whether splitting float32 into terms beforehand is made up for; measured on an H200."""
+        """Whether FP16x2 saves more time than the conversion takes."""
         spec, scores = problem.spec, problem.pairs
         if spec.dtype != "float32":
             return Verdict(True)
-        if scores < sm90_fp16x2.LEAST_SCORES:
-            return Verdict(False, f"{scores} scores do not repay splitting float32 into terms")
-        if direction == "forward" and spec.head_dim < sm90_fp16x2.LEAST_DIM:
-            return Verdict(False, f"products of head dim {spec.head_dim} do not repay splitting float32 into terms")
+        if scores < sm90_fp16x2.MIN_SCORES:
+            return Verdict(False, f"{scores} scores are too few to convert float32 into FP16x2 terms")
+        if direction == "forward" and spec.head_dim < sm90_fp16x2.MIN_DIM:
+            return Verdict(False, f"head dim {spec.head_dim} is too small to convert float32 into FP16x2 terms")
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:

@@ -1,4 +1,4 @@
-"""float32 for Hopper's tensor cores: tensors as terms of float16, by kernels/fp16x2_split.cu."""
+"""FP16x2: float32 on Hopper's tensor cores, as float16 terms that kernels/sm90/fp16x2_convert.cu makes."""
 
 from __future__ import annotations
 
@@ -17,75 +17,78 @@ from ..cuda_common.l2_swizzle import heads_per_l2_group
 from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, scratch
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import CHOSEN, WATCHDOG, chunks, padded
+from ..cuda_common.smem import SmemLayout
 from ..cuda_common.tensor_maps import TileCounters, encode
 from . import specialise
 from .sm80 import Sm80Backward
-from .sm90_wgmma import text as products
+from .sm90_wgmma import text as wgmma_functions
 
 MAX_DIM = 128
-"""Wider sums of a tile and of all tiles do not both fit in registers."""
+"""With wider heads the accumulators of a tile and of the work tile do not both fit in registers."""
 
-LEAST_SCORES, LEAST_DIM = 2**23, 32
-"""With fewer, the kernels for any tensor cores are faster."""
+MIN_SCORES, MIN_DIM = 2**23, 32
+"""With fewer, the conversion takes longer than the products save over the sm80 kernels."""
 
 _ALIGNED = 256  # bytes
-_CACHED = 24_000_000  # bytes that blocks read from together, well within the L2 cache
-_TOKENS = 8  # of a warp: kernels/fp16x2_split.cu
-_TENSORS = 4  # at most
-_NUMBERS = 3  # of each query: kernels/fp16x2_backward.cu
-_ROWS, _THREADS_BACKWARD = 128, 384  # of a block
-_LIST = 4 * 224  # bytes of kernels/sm90.cuh: TileList
+_L2_BYTES = 24_000_000  # of columns that CTAs read at the same time, well within the L2 cache
+_WARP_TOKENS = 8  # of a warp: kernels/sm90/fp16x2_convert.cu
+_MAX_TENSORS = 4
+_ROW_FACTORS = 3  # floats for each query: kernels/sm90/fp16x2_backward.cu
+_ROWS, _BACKWARD_THREADS = 128, 384  # of a CTA
+_LIST_BYTES = 4 * 224  # kernels/sm90/tile_lists.cuh: TileList
 
 
-def parts(spec: AttentionSpec) -> int:
+def num_terms(spec: AttentionSpec) -> int:
     """Terms that an element is multiplied as; 1 also for 16-bit elements."""
     return 2 if spec.dtype == "float32" and spec.precision != "tf32" else 1
 
 
-class Split:
-    """Brings tensors into terms, in memory of CuPy's pool that is as large as they are, or half of that."""
+class Fp16x2Conversion:
+    """Converts tensors to terms, in CuPy's memory pool: as many bytes as the tensors, or half of them for one term."""
 
     def __init__(self, spec: AttentionSpec, rows: int, device: Device) -> None:
-        self.spec, self.rows, self.parts = spec, rows, parts(spec)
-        constants = ("PARTS", self.parts), ("ROWS", rows)
-        self.library = specialise.library("sm90/fp16x2_split", spec, constants, compiler.target(device.capability))
-        self._kernel = self.library.kernel("fp16x2_split", device)
+        self.spec, self.rows, self.num_terms = spec, rows, num_terms(spec)
+        constants = ("NUM_TERMS", self.num_terms), ("ROWS", rows)
+        self.library = specialise.library("sm90/fp16x2_convert", spec, constants, compiler.target(device.capability))
+        self._kernel = self.library.kernel("fp16x2_convert", device)
 
     def terms(self, arguments: Arguments, stream: int, names: Sequence[str], by_row: str) -> tuple[list[Terms], Any]:
-        """Enqueue the splitting of q, k, v and perhaps dout; their terms, and the memory of these, to be held until all
-        that reads it is enqueued. The arguments get the units. by_row: of which tensor rows have units of their own.
+        """Enqueue the conversion of q, k, v and perhaps dout, and put their scales into the arguments.
+
+        Returns the terms and the memory that holds them, to be kept until all kernels that read it are enqueued.
+        Rows of the tensor `by_row` have a scale each, the others one for a tile.
         """
         spec, words, batch = self.spec, arguments.words, arguments.batch
-        found, ends, at, blocks = list[tuple[Terms, int, int]](), [0] * _TENSORS, 0, 0
+        found, ends, at, ctas = list[tuple[Terms, int, int]](), [0] * _MAX_TENSORS, 0, 0
         for i, name in enumerate(names):
-            of_q = name in ("q", "dout")
-            heads, tokens = (arguments.heads, arguments.n_q) if of_q else (arguments.heads_kv, arguments.n_k)
-            columns = self.parts * -(-(spec.head_dim if name in ("q", "k") else spec.head_dim_v) // 64) * 64
+            of_queries = name in ("q", "dout")
+            heads, tokens = (arguments.heads, arguments.n_q) if of_queries else (arguments.heads_kv, arguments.n_k)
+            columns = self.num_terms * chunks(spec.head_dim if name in ("q", "k") else spec.head_dim_v) * 64
             tiles = -(-tokens // self.rows)
-            numbers = tiles * self.rows if name == by_row else tiles  # units of a head
-            unit = at + -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
-            found.append((Terms(at, columns, heads, tokens, batch), unit, numbers))
-            at = unit + -(-4 * batch * heads * numbers // _ALIGNED) * _ALIGNED
-            blocks += batch * heads * tiles
-            ends[i:] = [blocks] * (_TENSORS - i)
-        check_grid(blocks)
+            scales = tiles * self.rows if name == by_row else tiles  # of a head
+            scale_at = at + -(-2 * batch * heads * tokens * columns // _ALIGNED) * _ALIGNED
+            found.append((Terms(at, columns, heads, tokens, batch), scale_at, scales))
+            at = scale_at + -(-4 * batch * heads * scales // _ALIGNED) * _ALIGNED
+            ctas += batch * heads * tiles
+            ends[i:] = [ctas] * (_MAX_TENSORS - i)
+        check_grid(ctas)
         memory = scratch(at, "int8")
         block, base = list[int](), memory.data.ptr
-        for name, (terms, unit, numbers) in zip(names, found):
+        for name, (terms, scale_at, scales) in zip(names, found):
             terms.address += base
-            units = base + unit, terms.heads * numbers, numbers, 1
-            words[AT[f"{name}_unit"] : AT[f"{name}_unit"] + 4] = list(units)
+            scale = base + scale_at, terms.heads * scales, scales, 1
+            words[AT[f"{name}_scale"] : AT[f"{name}_scale"] + 4] = list(scale)
             lengths = words[AT["kv_lengths"]] if name in ("k", "v") else 0
-            block += [*words[AT[name] : AT[name] + 4], *terms.place, *units, lengths, terms.heads, terms.tokens]
+            block += [*words[AT[name] : AT[name] + 4], *terms.place, *scale, lengths, terms.heads, terms.tokens]
             block.append(name == by_row)
-        block += [0] * (len(block) // len(names) * (_TENSORS - len(names)))
-        self._kernel.launch(blocks, 32 * self.rows // _TOKENS, KernelArguments([*block, *ends]), stream)
+        block += [0] * (len(block) // len(names) * (_MAX_TENSORS - len(names)))
+        self._kernel.launch(ctas, 32 * self.rows // _WARP_TOKENS, KernelArguments([*block, *ends]), stream)
         return [terms for terms, _, _ in found], memory
 
 
 @dataclass
 class Terms:
-    """Where the terms of a tensor lie."""
+    """The terms of a tensor in memory: [batch][heads][tokens][columns] of float16."""
 
     address: int
     columns: int
@@ -106,8 +109,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Sm90Float32BackwardTile:
-    """Rows that a block of threads keeps and tokens that it loads at once; how many of such tiles, and of rows, are in
-    shared memory: kernels/fp16x2_backward.cu. Rows are queries for dQ, keys for dK and dV.
+    """A tile of kernels/sm90/fp16x2_backward.cu: a CTA keeps 128 rows and loads `block_k` tokens at a time.
+
+    Rows are queries for dQ, and keys for dK and dV. `stages` tiles of columns and `row_buffers` tiles of rows are in
+    shared memory at the same time.
     """
 
     block_k: int
@@ -124,42 +129,57 @@ class Sm90Float32BackwardTile:
     def block_q(self) -> int:
         return _ROWS
 
-    def shared_memory(self, spec: AttentionSpec, of_queries: bool) -> int:
-        """Bytes of a block of threads."""
-        row = 128 * parts(spec) * (chunks(spec.head_dim) + chunks(spec.head_dim_v))
-        numbers = 0 if of_queries else 4 * _NUMBERS
-        tiles = self.row_buffers * (_ROWS * row + 28) + self.stages * (self.block_k * (row + numbers) + 24)
-        return tiles + _LIST
+    def smem(self, spec: AttentionSpec, dq_kernel: bool) -> SmemLayout:
+        """The map of a CTA's shared memory: kernels/sm90/fp16x2_bwd_layout.cuh."""
+        first, second = (128 * num_terms(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
+        smem, barriers = SmemLayout(), 16  # a full and an empty one
+        smem.add("A1", self.row_buffers * _ROWS * first)
+        smem.add("A2", self.row_buffers * _ROWS * second)
+        smem.add("B1", self.stages * self.block_k * first)
+        smem.add("B2", self.stages * self.block_k * second)
+        smem.add("ROW_FACTORS", 0 if dq_kernel else self.stages * self.block_k * 4 * _ROW_FACTORS)
+        smem.add("COLUMNS_PIPE", barriers * self.stages)
+        smem.add("ROWS_PIPE", barriers * self.row_buffers)
+        smem.add("TILE_DESCS", 8 * self.stages)
+        smem.add("WORK_TILES", 12 * self.row_buffers)
+        smem.add("LIST", _LIST_BYTES)
+        return smem
+
+    def shared_memory(self, spec: AttentionSpec, dq_kernel: bool) -> int:
+        """Bytes of shared memory of a CTA."""
+        return self.smem(spec, dq_kernel).bytes
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        return all(self.shared_memory(spec, of_queries) <= device.shared_per_block for of_queries in (True, False))
+        return all(self.shared_memory(spec, dq_kernel) <= device.shared_per_block for dq_kernel in (True, False))
 
-    def source(self, spec: AttentionSpec, of_queries: bool) -> tuple[dict[str, int], str]:
-        """Constants and generated functions of kernels/fp16x2_backward.cu."""
-        dims = [padded(dim) for dim in (spec.head_dim, *[spec.head_dim_v] * (not of_queries))]
+    def source(self, spec: AttentionSpec, dq_kernel: bool) -> tuple[dict[str, int], str]:
+        """Constants and generated functions of kernels/sm90/fp16x2_backward.cu."""
+        dims = [padded(dim) for dim in (spec.head_dim, *[spec.head_dim_v] * (not dq_kernel))]
         constants = {
-            "OF_QUERIES": of_queries, "BLOCK": self.block_k, "STAGES": self.stages, "ROW_BUFFERS": self.row_buffers,
-            "PARTS": parts(spec), "CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40, "WATCHDOG": WATCHDOG,
+            "DQ_KERNEL": dq_kernel, "BLOCK_COLUMNS": self.block_k, "STAGES": self.stages,
+            "ROW_STAGES": self.row_buffers, "NUM_TERMS": num_terms(spec), "CONSUMER_REGISTERS": 232,
+            "PRODUCER_REGISTERS": 40, "WATCHDOG": WATCHDOG, **self.smem(spec, dq_kernel).constants(),
         }  # fmt: skip
         widths = {min(64, dim - first) for dim in dims for first in range(0, dim, 64)}
-        return constants, products("float16", [self.block_k], widths)
+        return constants, wgmma_functions("float16", [self.block_k], widths)
 
 
 def backward_tile(spec: AttentionSpec) -> Sm90Float32BackwardTile:
-    """What does well on an H200."""
+    """The tile that is fastest on an H200."""
     if max(spec.head_dim, spec.head_dim_v) <= 64:
         return Sm90Float32BackwardTile(64)
-    return Sm90Float32BackwardTile(48, row_buffers=2 if parts(spec) == 1 else 1)
+    return Sm90Float32BackwardTile(48, row_buffers=2 if num_terms(spec) == 1 else 1)
 
 
 def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90Float32BackwardTile]:
+    """Tiles worth measuring, the one of `backward_tile` first."""
     chosen = backward_tile(spec)
     each = chosen, *(replace(chosen, block_k=chosen.block_k + more) for more in (32, -16))
     return [tile for tile in each if tile.fits(spec, device)]
 
 
 class Sm90Float32Backward:
-    """The backward pass: rows prepared, tensors split, then a kernel for dQ and one for dK and dV."""
+    """The backward pass: preprocess, conversion, then a kernel for dQ and one for dK and dV."""
 
     def __init__(
         self, problem: Problem, device: Device, tile: Sm90Float32BackwardTile | None = None, why: str = CHOSEN
@@ -167,41 +187,42 @@ class Sm90Float32Backward:
         spec = problem.spec
         self.problem, self.device, self.tile, self.why = problem, device, tile or backward_tile(spec), why
         arch, block = compiler.target(device.capability), self.tile.block_k
-        self.split = Split(spec, block, device)
-        self.rows = BwdPreprocess(specialise.library, spec, device)
-        self.libraries, self._kernels = [self.split.library, self.rows.library], []
-        for of_queries in (True, False):
-            constants, text = self.tile.source(spec, of_queries)
+        self.conversion = Fp16x2Conversion(spec, block, device)
+        self.preprocess = BwdPreprocess(specialise.library, spec, device)
+        self.libraries, self._kernels = [self.conversion.library, self.preprocess.library], []
+        for dq_kernel in (True, False):
+            constants, text = self.tile.source(spec, dq_kernel)
             library = specialise.library("sm90/fp16x2_backward", spec, tuple(constants.items()), arch, text)
             self.libraries.append(library)
-            shared = self.tile.shared_memory(spec, of_queries)
-            self._kernels.append((of_queries, library.kernel("fp16x2_backward", device, shared)))
-        self._numbers = library.kernel("fp16x2_row_factors", device)
-        self._tickets = TileCounters.of(device)
-        self._spare = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
+            shared = self.tile.shared_memory(spec, dq_kernel)
+            self._kernels.append((dq_kernel, library.kernel("fp16x2_backward", device, shared)))
+        self._row_factors = library.kernel("fp16x2_row_factors", device)
+        self._counters = TileCounters.of(device)
+        self._fallback = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
+        # A scale that is not positive would change the sign of a masked pair's -inf.
         if not (arguments.n_q and arguments.n_k and arguments.positive_scale):
-            return self._spare.run(arguments, stream)
+            return self._fallback.run(arguments, stream)
         block, batch = self.tile.block_k, arguments.batch
-        self.rows.prepare(arguments, stream, block)
-        (q, k, v, dout), held = self.split.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
+        self.preprocess.prepare(arguments, stream, block)
+        (q, k, v, dout), held = self.conversion.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
         queries = -(-arguments.n_q // block) * block
-        numbers = scratch((batch, arguments.heads, queries, _NUMBERS), "float32")
-        arguments.tensors(row_factors=numbers)
-        self._numbers.launch(-(-batch * arguments.heads * queries // 256), 256, arguments, stream)
-        for of_queries, kernel in self._kernels:
-            rows, columns = ((q, dout), (k, v)) if of_queries else ((k, v), (q, dout))
+        row_factors = scratch((batch, arguments.heads, queries, _ROW_FACTORS), "float32")
+        arguments.tensors(row_factors=row_factors)
+        self._row_factors.launch(-(-batch * arguments.heads * queries // 256), 256, arguments, stream)
+        for dq_kernel, kernel in self._kernels:
+            rows, columns = ((q, dout), (k, v)) if dq_kernel else ((k, v), (q, dout))
             heads = rows[0].heads * batch
-            items = -(-rows[0].tokens // _ROWS) * heads
-            check_grid(items)
+            work_tiles = -(-rows[0].tokens // _ROWS) * heads
+            check_grid(work_tiles)
             maps = [*(each.map(64) for each in rows), *(each.map(block) for each in columns)]
-            bytes_of_head = sum(2 * each.columns * each.tokens for each in columns) * columns[0].heads // rows[0].heads
-            together = heads_per_l2_group(heads, _CACHED // bytes_of_head) if arguments.spec.mask is not None else 1
-            arguments.set(heads_per_l2_group=together, tile_counter=self._tickets.next(stream))
-            if items:
-                blocks = min(items, self.device.sms)
-                kernel.launch(blocks, _THREADS_BACKWARD, arguments.with_maps(maps), stream)
-        self.rows.finish(arguments, stream)
-        del held, numbers  # what the kernels read, until they are enqueued
+            head_bytes = sum(2 * each.columns * each.tokens for each in columns) * columns[0].heads // rows[0].heads
+            group = heads_per_l2_group(heads, _L2_BYTES // head_bytes) if arguments.spec.mask is not None else 1
+            arguments.set(heads_per_l2_group=group, tile_counter=self._counters.next(stream))
+            if work_tiles:
+                ctas = min(work_tiles, self.device.sms)
+                kernel.launch(ctas, _BACKWARD_THREADS, arguments.with_maps(maps), stream)
+        self.preprocess.finish(arguments, stream)
+        del held, row_factors  # kept until the kernels that read them are enqueued
         return None

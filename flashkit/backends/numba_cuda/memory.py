@@ -1,4 +1,4 @@
-"""Memory, numbers and warps as kernels see them. simulated.py has the same names for kernels that run as Python.
+"""Memory, numbers and warps as kernels see them.
 
 A kernel gets addresses and strides, so that what it is compiled for does not depend on how arrays lie in memory. Types
 are NumPy's: `load(np.float32, address, i)`.

@@ -1,8 +1,7 @@
-"""The generation for Hopper in Python: wgmma, the copy engine, warp groups with roles: kernels/sm90_*.py,
-docs/numba_hopper.md.
+"""The generation for Hopper in Python, with wgmma, TMA and warp specialization: kernels/sm90, docs/numba_hopper.md.
 
-Tiles come by the copy engine, which wants addresses and strides of whole 16 bytes. Calls whose arrays are not so go to
-the kernels of the generation below.
+TMA needs addresses and strides that are multiples of 16 bytes. Calls with other arrays go to the kernels of an older
+generation.
 """
 
 from __future__ import annotations
@@ -22,47 +21,47 @@ from ..cuda_common.sm90_launch import (
     CHOSEN,
     ForwardTile,
     chunks,
+    default_tile,
     packed,
     padded,
-    usual_tile,
     with_most_buffers,
     work_enough,
 )
+from ..cuda_common.smem import SmemLayout
 
 MAX_DIM = 256
 
 
 @dataclass(frozen=True)
 class Tile(ForwardTile):
-    """A tile of kernels/sm90_forward.py."""
+    """A tile of kernels/sm90/forward.py."""
 
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Bytes of a block."""
+    def smem(self, spec: AttentionSpec) -> SmemLayout:
         q, v = chunks(spec.head_dim), chunks(spec.head_dim_v)
-        return self.buffers(q, v, v)
+        return self.lay_out(q, v, v)
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
-        """In shared memory and, as far as sums and weights tell, in registers."""
-        numbers = padded(spec.head_dim_v) // 2 + self.block_k // 2 + self.block_k // 4
-        room = self.registers(_finding(spec))[0] - 24
-        return self.shared_memory(spec) <= device.shared_per_block and numbers <= room
+        """Whether it fits shared memory and, as far as O, S and P tell, registers."""
+        needed = padded(spec.head_dim_v) // 2 + self.block_k // 2 + self.block_k // 4
+        available = self.registers(_classifies(spec))[0] - 24
+        return self.shared_memory(spec) <= device.shared_per_block and needed <= available
 
     def constants(self, spec: AttentionSpec, pack: int) -> dict[str, int]:
-        return {**self.common(spec, pack, _finding(spec)), "FAST_MATH": True}
+        return {**self.common(spec, pack, _classifies(spec)), "FAST_MATH": True}
 
 
-def _finding(spec: AttentionSpec) -> bool:
-    """Whether tiles are looked for, or scores modified, by threads that want more registers."""
+def _classifies(spec: AttentionSpec) -> bool:
+    """Whether warp group 0 gets more registers: it classifies K/V tiles, or scores are modified."""
     return spec.mask is not None or spec.score is not None or spec.kv_lengths
 
 
 def forward_tile(problem: Problem) -> Tile:
-    """What does well on an H200."""
-    return usual_tile(Tile, problem, problem.spec.score is not None or problem.spec.dropout)
+    """The tile that is fastest on an H200."""
+    return default_tile(Tile, problem, problem.spec.score is not None or problem.spec.dropout)
 
 
 def forward_candidates(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles worth trying, the one of `forward_tile` first."""
+    """Tiles worth measuring, the one of `forward_tile` first."""
     tiles = [forward_tile(problem)]
     for rows, keys, turns in itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (1, 0)):
         tiles += with_most_buffers(Tile(rows, keys, turns=turns), problem.spec, device)
@@ -78,9 +77,8 @@ class Forward(sm90_launch.Forward):
         spec, tile = problem.spec, tile or forward_tile(problem)
         constants = tuple(tile.constants(spec, packed(problem)).items())
         library = generation.kernels("sm90/forward", spec, constants, compiler.target(device.capability))
-
-        spare = Fallback(partial(generation.older, problem, device, "forward"), spec, device, "forward")
-        super().__init__(problem, device, tile, why, library, spare)
+        fallback = Fallback(partial(generation.older, problem, device, "forward"), spec, device, "forward")
+        super().__init__(problem, device, tile, why, library, fallback)
 
 
 def backward_kernel(spec: AttentionSpec) -> str:

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec
 from ..cuda_common import compiler, modification
 from ..cuda_common.launch import Library
 from . import modify
-from .compile import PythonSource, module_of
+from .compile import PythonSource
 
 FOLDER = Path(__file__).parent / "kernels"
 
@@ -26,8 +25,8 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> Pyth
     return PythonSource(name.replace("/", "_"), text(name, spec, constants), modification.values_of(spec) or 1)
 
 
-def text(name: str, spec: AttentionSpec, constants: Mapping[str, int], memory: str = "memory") -> str:
-    """The module's text; `memory`: what memory, numbers and warps are taken from, for devices or simulated."""
+def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
+    """The module's text."""
     numbers = {
         "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
         "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
@@ -41,7 +40,7 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int], memory: s
         "import numpy as np",
         "from numba import cuda, types",
         "from numba.types import float32, int32, int64, uint16, uint32, uint64",
-        f"from {__package__}.{memory} import *",
+        f"from {__package__}.memory import *",
         f"from {__package__}.compile import kernel",
         f"F, F_TYPE, F_ITEM = np.{spec.lse_dtype}, types.{spec.lse_dtype}, {8 if double else 4}",
         "I, HIDDEN, INFINITE = np.int64, F(-np.inf), F(np.inf)",
@@ -68,8 +67,3 @@ def _part(name: str) -> str:
 def library(name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str) -> Library:
     """The kernels of kernels/<name>.py for a spec, compiled now or before, loaded."""
     return Library(compiler.binary(source(name, spec, dict(constants)), arch))
-
-
-def simulated(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> dict[str, Any]:
-    """The module's names, as functions that run as Python."""
-    return module_of(name.replace("/", "_"), text(name, spec, constants, "simulated"))

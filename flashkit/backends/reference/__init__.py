@@ -1,1 +1,1 @@
-"""Attention in plain NumPy: slow, short, right. For small problems, for other dtypes and for comparison."""
+"""Attention in plain NumPy, for small problems and for comparison."""

@@ -1,4 +1,4 @@
-"""The tiled reference as a backend: every feature, no compiling, no speed."""
+"""The tiled reference as a backend: every feature, nothing to compile, slow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec and the tile to compute it with; why: for explain()."""
+    """A spec and the tile that computes it; why: for explain()."""
 
     spec: AttentionSpec
     tile: Tile
@@ -24,7 +24,7 @@ class Plan:
 
 
 class ReferenceBackend:
-    """FlashAttention-2 from `flashkit.reference` on NumPy arrays, in float64 for float64 and else in float32."""
+    """FlashAttention-2 of flashkit/reference.py on NumPy arrays, in the accumulators' dtype."""
 
     name = "reference"
     array_kinds = ("numpy",)
@@ -40,7 +40,8 @@ class ReferenceBackend:
         return Verdict(True)
 
     def plan(self, problem: Problem, profile: Any) -> Plan:
-        return Plan(problem.spec, Tile(), "any tile: NumPy's matrix product of 128 x 128 hides most of the interpreter")
+        why = "always 128 x 128: products of this size hide most of the interpreter's overhead"
+        return Plan(problem.spec, Tile(), why)
 
     def forward(self, plan: Plan, operands: Operands) -> None:
         operands.out[...], operands.lse[...] = flash_attention_2(plan.spec, operands, *plan.tile)
@@ -48,5 +49,5 @@ class ReferenceBackend:
     def backward(self, plan: Plan, operands: Operands, gradients: Gradients) -> None:
         result = flash_attention_2_backward(plan.spec, operands, gradients.dout, gradients.dlse, *plan.tile)
         for name, values in result._asdict().items():
-            if values is not None and getattr(gradients, name) is not None:  # the sinks' may not be asked for
+            if values is not None and getattr(gradients, name) is not None:  # dsinks is optional
                 getattr(gradients, name)[...] = values

@@ -1,1 +1,14 @@
-"""`flashkit autotune`."""
+"""`flashkit autotune`: measure a device, find its best tiles by trial, and write both to the user's profile.
+
+Nothing here runs inside attention(). A target is a row of a tile table: direction, dtype, head dim, mask, kernel
+generation. A trial is one tile on one target: verified against the reference, then timed, interleaved with the tile
+that attention uses now.
+
+    targets       what is tuned: targets, tiles, the protocols of a tunable backend and of its tile runner
+    log           trials and measured peaks as lines of JSON; a resumed run repeats none of them
+    verification  results of a trial against the reference
+    cpu, cuda     trials on a device
+    search        the search for one target
+    profile       the outcomes as a profile file
+    command       the command: all targets within a budget of time
+"""

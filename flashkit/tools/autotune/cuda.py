@@ -1,6 +1,4 @@
-"""Trials on a CUDA device for `flashkit autotune`: the candidates of each generation of kernels, held against the
-definition and timed; bandwidths and peak rates.
-"""
+"""Trials on a CUDA device: verification and timing of each kernel generation's candidates, measured peaks."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,13 +19,14 @@ from ...backends.cuda_common.generation import IN_ROW, OWN_CHOICE, Generation, P
 from ...call.arguments import prepare
 from ...call.explanation import visible_pairs
 from ...devices import host, profiles, timing
-from ...devices.schema import TileRow
+from ...devices.schema import Kind, TileRow
 from ...devices.timing import Timing
 from ...spec import ITEMSIZE, Gradients, Problem
-from ..bench.baselines import Case
-from .log import Rates
-from .search import DROP, Effort, Target, digits
-from .trials import Truth
+from ..bench import environment
+from ..bench.cases import Case
+from .log import MeasuredPeaks, four_digits
+from .targets import DROP, Effort, Target
+from .verification import Expected
 
 QUICK = Effort(("bfloat16", "float16", "float32"), (64, 128), tokens=2048, blocks=12, shapes=0, rounds=7, budget=150.0)
 FULL = Effort(
@@ -36,22 +35,24 @@ FULL = Effort(
 )  # fmt: skip
 
 TOKENS, WIDTH = 16384, 2048
-"""Tokens of all batch entries together, and heads times head dim, of what is timed: enough to fill a device."""
+"""Of the problem that is timed: tokens of all batch entries, and heads times head dim, enough to fill a device."""
 
 VERIFIED_TOKENS = 777
-"""A number of tokens that no tile divides: the last tile of each row and column is a partial one."""
+"""Tokens of the problem that is verified. No tile divides it, so the last tile of each row and column is ragged."""
 
 DECODED_KEYS = 32768
 
 
 @dataclass(frozen=True)
 class CudaTile:
-    """A tile of a generation, as logs and profiles have it: its numbers by name, in order."""
+    """A tile of a kernel generation, in the form of logs and profiles: its numbers by name, in order.
+
+    own: whether the generation chooses it by its own heuristic, which is finer than a row of a profile.
+    """
 
     generation: str
     numbers: tuple[tuple[str, int], ...]
     own: bool = field(default=False, compare=False)
-    """Whether the generation takes it by itself, by rules finer than a profile's."""
 
     @classmethod
     def of(cls, generation: str, tile: Any, own: bool = False) -> CudaTile:
@@ -83,12 +84,13 @@ class CudaTile:
         return f"{self.block_q} x {self.block_k}, {rest}"
 
 
-class Cuda:
-    """A backend of CUDA kernels; see tune.Subject."""
+class TunableCuda:
+    """A backend of CUDA kernels as a TunableBackend."""
 
-    kind, tile = "cuda", CudaTile
+    kind: Kind = "cuda"
+    tile: Any = CudaTile
     levels = "device memory", "L2", "shared memory"
-    sram = "l1"
+    sram: Literal["l1", "l2"] = "l1"
 
     def __init__(self, kernels: CudaBackend) -> None:
         self.kernels, self.backend = kernels, kernels.name
@@ -97,8 +99,10 @@ class Cuda:
         return QUICK if quick else FULL
 
     def targets(self, effort: Effort, dtypes: Sequence[str] | None) -> list[Target]:
-        """Each generation that can do it, newest first, since the others are left where they are far behind it."""
-        here = device.current()
+        """A target for each generation that supports the problem, the newest first: the search gives up an older one
+        that is far slower.
+        """
+        current = device.current()
         decoding = [
             Target("forward", dtype, head_dim, few=True) for dtype in dtypes or effort.dtypes
             for head_dim in effort.head_dims
@@ -107,17 +111,17 @@ class Cuda:
         for target in [*effort.targets(dtypes), *decoding]:
             problem = problem_of(target, effort.tokens)
             for generation in self.kernels.allowed(target.direction):
-                if generation.supports(problem, here, target.direction):
+                if generation.supports(problem, current, target.direction):
                     found.append(Target(**{**vars(target), "generation": generation.name}))
         return found
 
-    def bench(self, effort: Effort, targets: Sequence[Target]) -> CudaBench:
-        return CudaBench(self.kernels, effort, targets)
+    def runner(self, effort: Effort, targets: Sequence[Target]) -> CudaRunner:
+        return CudaRunner(self.kernels, effort, targets)
 
-    def rates(self) -> Rates:
-        return measure_rates(device.current())
+    def measure_peaks(self) -> MeasuredPeaks:
+        return measure_peaks(device.current())
 
-    def note(self, target: Target) -> str:
+    def conditions(self, target: Target) -> str:
         if target.few:
             return f"1 query, {DECODED_KEYS} keys, 32 heads on 8"
         return f"{TOKENS} tokens in all, {WIDTH} columns of all heads"
@@ -125,7 +129,7 @@ class Cuda:
     def versions(self) -> dict[str, str]:
         from ... import __version__
 
-        return {"flashkit": __version__, **timing.cuda_versions()}
+        return {"flashkit": __version__, **environment.cuda_versions()}
 
     def identity(self) -> Any:
         return host.cuda_device(), self.versions(), self.kernels.sources()
@@ -144,7 +148,7 @@ def case_of(target: Target, tokens: int, small: bool = False) -> Case:
 
 
 def problem_of(target: Target, tokens: int) -> Problem:
-    """What kernels are chosen and compiled for."""
+    """The problem that kernels are chosen and compiled for, made of arrays without memory."""
     case = case_of(target, tokens)
     one = np.ones(target.head_dim, np_dtype(target.dtype))
     heads = case.heads // case.group
@@ -159,10 +163,10 @@ def np_dtype(name: str) -> Any:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-class CudaBench:
+class CudaRunner:
     """Verifies and times tiles of a backend on the current device.
 
-    Candidates are compiled in threads, those of the next target while this one's are timed.
+    Threads compile the candidates; those of the next target while the current one is timed.
     """
 
     def __init__(self, kernels: CudaBackend, effort: Effort, targets: Sequence[Target]) -> None:
@@ -205,8 +209,8 @@ class CudaBench:
         calls = {tile: self.task(target).call(self.made(target, tile)) for tile in tiles}
         import cupy
 
-        wait = cupy.cuda.get_current_stream().synchronize
-        return timing.interleaved(calls, rounds=rounds, budget=budget, drop=DROP, finish=wait)
+        synchronize = cupy.cuda.get_current_stream().synchronize
+        return timing.interleaved(calls, rounds=rounds, budget=budget, drop=DROP, synchronize=synchronize)
 
     def problem(self, target: Target) -> Problem:
         if target not in self.problems:
@@ -214,7 +218,7 @@ class CudaBench:
         return self.problems[target]
 
     def start(self, target: Target, tile: CudaTile) -> Future[Pass]:
-        """Compile and load a tile's kernels, in a thread."""
+        """Start to compile and load a tile's kernels, in a thread."""
         key = target, tile
         if key not in self.compiled:
             row, problem = TileRow(**tile.row), self.problem(target)
@@ -223,23 +227,23 @@ class CudaBench:
         return self.compiled[key]
 
     def made(self, target: Target, tile: CudaTile) -> Pass:
-        """A tile's kernels. ValueError where the generation takes another tile in its place."""
+        """A tile's kernels. Raises ValueError if the generation replaces the tile by another one."""
         made = self.start(target, tile).result()
         if CudaTile.of(tile.generation, made.tile) != tile:
-            raise ValueError(f"{tile} is not followed: {made.why}")
+            raise ValueError(f"{tile} was replaced: {made.why}")
         return made
 
     def task(self, target: Target, small: bool = False) -> _Task:
         key = target.problem, small
         if key not in self.tasks:
-            # One problem after the other: the arrays of the last one are let go.
+            # Problems are tuned one after another, so the arrays of other problems can be freed.
             self.tasks = {k: task for k, task in self.tasks.items() if k[0] == target.problem}
             self.tasks[key] = _Task(self.kernels.name, case_of(target, self.tokens, small), target, small)
         return self.tasks[key]
 
 
 class _Task:
-    """A target's problem with its arrays on the device and, for a small one, what its results should be."""
+    """A target's problem with its arrays on the device and, if it is small, its expected results."""
 
     def __init__(self, name: str, case: Case, target: Target, small: bool) -> None:
         import cupy
@@ -259,21 +263,21 @@ class _Task:
         *inputs, dout = arrays
         self.problem, self.operands, _ = prepare(*inputs, **case.options)
         self.gradients = Gradients(dout, None, *(cupy.empty_like(x) for x in inputs))
-        if self.direction == "backward":  # which reads the results of the forward pass
+        if self.direction == "backward":  # it reads out and lse
             backend, plan = dispatch.plan(self.problem, name)
             backend.forward(plan, self.operands)
         if small:
             q, k, v, dout = host_arrays
             out, lse = (x.get() for x in (self.operands.out, self.operands.lse))
             operands = replace(self.operands, q=q, k=k, v=v, out=out, lse=lse)
-            self.truth = Truth(self.problem.spec, operands, self.direction, dout)
+            self.expected = Expected(self.problem.spec, operands, self.direction, dout)
 
     @property
     def flops(self) -> float:
         return self.problem.flops(self.direction, visible_pairs(self.problem, self.operands))
 
     def call(self, made: Pass) -> Callable[[], None]:
-        """What is timed."""
+        """The pass with these kernels."""
         spec = self.problem.spec
 
         def run() -> None:
@@ -290,32 +294,32 @@ class _Task:
         return {"out": op.out, "lse": op.lse} if self.direction == "forward" else {"dq": g.dq, "dk": g.dk, "dv": g.dv}
 
     def complaint(self, made: Pass) -> str:
-        """Which of the pass's results is wrong, or nothing."""
+        """The first result of the pass that is wrong; empty if all are right."""
         for array in self.results.values():
-            array.fill(np.nan)  # what is not written shows
+            array.fill(np.nan)  # an element that is not written fails
         self.call(made)()
-        return self.truth.complaint({name: array.get() for name, array in self.results.items()})
+        return self.expected.complaint({name: array.get() for name, array in self.results.items()})
 
 
-# --- rates ------------------------------------------------------------------------------------------------------------
+# --- measured peaks ---------------------------------------------------------------------------------------------------
 
 
-def measure_rates(here: Device, rounds: int = 5) -> Rates:
-    """Bandwidths by loops that read, peak rates by cuBLAS."""
+def measure_peaks(current: Device, rounds: int = 5) -> MeasuredPeaks:
+    """Bandwidths by kernels that read, peak FLOP/s by cuBLAS."""
     import cupy
 
-    from ...backends.cuda_common import rates
+    from ...backends.cuda_common import peaks
 
-    free, l2 = cupy.cuda.Device(here.ordinal).mem_info[0], (host.cuda_device() or {}).get("l2", 4 << 20)
-    readers = rates.Readers(here)
+    free, l2 = cupy.cuda.Device(current.ordinal).mem_info[0], (host.cuda_device() or {}).get("l2", 4 << 20)
+    readers = peaks.Readers(current)
     size = min(max(32 * l2, 1 << 30), free // 4) // 4096 * 4096
     main, middle, fast = readers.memory(size), readers.memory(l2 // 3 // 4096 * 4096, 50), readers.shared()
-    wait = cupy.cuda.get_current_stream().synchronize
+    synchronize = cupy.cuda.get_current_stream().synchronize
 
-    def rate(work: tuple[Callable[[], None], float]) -> float:
-        taken = timing.interleaved({"": work[0]}, rounds=rounds, finish=wait)
+    def per_second(work: tuple[Callable[[], None], float]) -> float:
+        taken = timing.interleaved({"": work[0]}, rounds=rounds, synchronize=synchronize)
         return work[1] / taken[""].best
 
-    peaks = {dtype: digits(rate(rates.product(np_dtype(dtype))) / 1e12) for dtype in ITEMSIZE}
-    main_gbs, l2_gbs, shared_gbs = (digits(rate(work) / 1e9) for work in (main, middle, fast))
-    return Rates(main_gbs, l2_gbs, shared_gbs, peaks, timing.now())
+    flops = {dtype: four_digits(per_second(peaks.product(np_dtype(dtype))) / 1e12) for dtype in ITEMSIZE}
+    main_gbs, l2_gbs, shared_gbs = (four_digits(per_second(work) / 1e9) for work in (main, middle, fast))
+    return MeasuredPeaks(main_gbs, l2_gbs, shared_gbs, flops, environment.now())

@@ -1,7 +1,7 @@
-"""The same attention by PyTorch and by JAX on a CUDA device, for `flashkit bench --device cuda`: the kernels of
-FlashAttention-2, of cuDNN and the memory-efficient ones of xFormers, each asked for by name; FlexAttention; Pallas.
+"""The baselines of `flashkit bench --device cuda`, on CuPy arrays whose memory they share, and its yardsticks.
 
-A peer is what peers.py says, on CuPy arrays. PyTorch's tensors share their memory.
+PyTorch's scaled_dot_product_attention with the kernels of FlashAttention-2, of cuDNN and with the memory-efficient
+kernels of xFormers, each selected by name; FlexAttention; JAX's attention in Pallas.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ...api import attention, attention_vjp
 from ...devices import timing
 from ...errors import UnsupportedError
 from ...spec import Direction
-from .baselines import BLOCK, Case, Entry, Peer, Yardstick, dense, dense_flops, torch_entry
+from .cases import BLOCK, Case, dense, dense_flops
+from .contender import Contender, Entry, Yardstick, torch_entry
 
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 
 
 def arrays_of(case: Case, seed: int = 0) -> tuple[Any, ...]:
-    """q, k, v and dout, normally distributed, made on the device."""
+    """q, k, v and dout, normally distributed, generated on the device."""
     import cupy
     import ml_dtypes
 
@@ -40,7 +41,7 @@ def arrays_of(case: Case, seed: int = 0) -> tuple[Any, ...]:
 
 
 def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threads: int, **options: Any) -> Entry:
-    """The backward pass is timed alone: the pull-back of a forward pass made before. options: more of `attention`'s."""
+    """flashkit with these further options of `attention`. The backward pass is timed alone."""
     q, k, v, dout = arrays
     options |= case.options
     if direction == "forward":
@@ -51,7 +52,7 @@ def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threa
 
 
 def first(case: Case, x: Any) -> np.ndarray:
-    """What belongs to the first key/value head of the first batch entry, in NumPy: all is gigabytes."""
+    """The heads of the first key/value head of the first batch entry, in NumPy: whole results have gigabytes."""
     return np.asarray(x[:1, : case.group if x.shape[1] == case.heads else 1].get())
 
 
@@ -62,7 +63,7 @@ def _in_numpy(case: Case, x: Any) -> np.ndarray:
 
 
 def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
-    """scaled_dot_product_attention with one of its backends; None where that cannot do the case."""
+    """scaled_dot_product_attention with one of its backends."""
     import torch
     from torch.nn import attention as choices
 
@@ -70,7 +71,7 @@ def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Directi
         return None  # its causal mask is aligned at the top left
     backend = getattr(choices.SDPBackend, BACKENDS[name])
     q, k, v, dout = (torch.from_dlpack(x) for x in arrays)
-    if case.group > 1 and name == "efficient":  # which knows no grouped queries: as many keys as it would read
+    if case.group > 1 and name == "efficient":  # it has no grouped queries
         return None
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -87,7 +88,7 @@ def _with_torch(name: str, case: Case, arrays: Sequence[Any], direction: Directi
 
 
 def _with_flex(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
-    """FlexAttention, compiled, with the block mask of the case; of masked cases alone: each is compiled anew."""
+    """FlexAttention, compiled, with the block mask of the case; for masked cases alone, since each is compiled."""
     import torch
     from torch.nn.attention import flex_attention as flex
 
@@ -96,22 +97,22 @@ def _with_flex(case: Case, arrays: Sequence[Any], direction: Direction, threads:
     *qkv, dout = (torch.from_dlpack(x) for x in arrays)
     grid = None if case.kept is None else torch.from_numpy(case.grid).to(dout.device)
 
-    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
         pair = j <= i if case.causal or case.window is not None else j == j
         if case.window is not None:
             pair &= j > i - case.window
         return pair if grid is None else pair & grid[i // BLOCK, j // BLOCK]
 
-    mask = flex.create_block_mask(seen, None, None, case.n_q, case.keys, device=dout.device, BLOCK_SIZE=BLOCK)
+    mask = flex.create_block_mask(visible, None, None, case.n_q, case.keys, device=dout.device, BLOCK_SIZE=BLOCK)
     attend = partial(torch.compile(flex.flex_attention, dynamic=False), block_mask=mask, enable_gqa=case.group > 1)
     return torch_entry(attend, tuple(qkv), dout, partial(_in_numpy, case), direction)
 
 
 def _with_pallas(case: Case, arrays: Sequence[Any], direction: Direction, threads: int) -> Entry | None:
-    """JAX's attention for Hopper, written in Pallas, with the fastest of its own benchmark's tiles. In float16, for it
-    knows nothing else, and on queries that are multiplied by the scale before, which it leaves out.
+    """JAX's attention for Hopper, written in Pallas, with the fastest of its own benchmark's tiles. It supports float16
+    alone and applies no scale, so the queries are scaled beforehand.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes three quarters of all memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise it takes most of the memory
     import jax
     from jax.experimental.pallas.ops.gpu.attention_mgpu import TuningConfig, attention
 
@@ -124,7 +125,7 @@ def _with_pallas(case: Case, arrays: Sequence[Any], direction: Direction, thread
 
     def attend(keys: int) -> Callable[[], Any]:
         config = TuningConfig(block_q=64, block_kv=keys, max_concurrent_steps=2, causal=case.causal)
-        compiled = jax.jit(partial(attention, config=config))  # else it is traced anew in each call
+        compiled = jax.jit(partial(attention, config=config))  # otherwise each call is traced
         return partial(compiled, q, k, v)
 
     call = attend(_pallas_tile(case, attend))
@@ -140,33 +141,34 @@ _pallas_best: dict[tuple[int, bool], int] = {}
 
 
 def _pallas_tile(case: Case, attend: Callable[[int], Callable[[], Any]]) -> int:
-    """Keys of the tile that is the fastest in the first case of a kind. ValueError where none runs."""
+    """Keys of the fastest tile, measured in the first case with this head dim and mask. Raises ValueError if no tile
+    runs.
+    """
     import cupy
 
     kind = case.head_dim, case.causal
     if kind not in _pallas_best:
-        able = {}
+        calls = {}
         for keys in _PALLAS_TILES:
             with contextlib.suppress(ValueError):  # too large for shared memory
-                able[keys] = attend(keys)
-                able[keys]()
-        found = timing.interleaved(able, rounds=3, finish=cupy.cuda.runtime.deviceSynchronize)
+                calls[keys] = attend(keys)
+                calls[keys]()
+        found = timing.interleaved(calls, rounds=3, synchronize=cupy.cuda.runtime.deviceSynchronize)
         _pallas_best[kind] = min(found, key=lambda keys: found[keys].median)
     return _pallas_best[kind]
 
 
 MODIFIED = 4096
-"""Tokens at which it is measured what a score modification takes."""
+"""Tokens at which the cost of a score modification is measured."""
 
 
 def yardsticks(
-    case: Case, arrays: Sequence[Any], direction: Direction, peers: Collection[str], threads: int
+    case: Case, arrays: Sequence[Any], direction: Direction, baselines: Collection[str], threads: int
 ) -> dict[str, Yardstick]:
-    """What flashkit itself takes otherwise, in turns with the case.
+    """flashkit itself with other options, by name.
 
-    dense: without the mask, beside masked cases. softcap, alibi: with such a score modification. deterministic: the
-    backward pass with the same bits each time. tf32: float32 with one product of shortened numbers. numba_cuda: the
-    kernels in Python.
+    dense: without the mask, for masked cases. softcap, alibi: with that score modification. deterministic: the backward
+    pass with reproducible bits. tf32: float32 inputs with precision="tf32". numba_cuda: the Numba CUDA backend.
     """
     import cupy
 
@@ -193,6 +195,7 @@ def yardsticks(
     return found
 
 
-PEERS: dict[str, Peer] = {name: partial(_with_torch, name) for name in BACKENDS} | {"flex": _with_flex}
-REQUIRES = dict.fromkeys(PEERS, ("torch",)) | {"pallas": ("jax",)}
-PEERS["pallas"] = _with_pallas
+BASELINES: dict[str, Contender] = {name: partial(_with_torch, name) for name in BACKENDS} | {
+    "flex": _with_flex, "pallas": _with_pallas,
+}  # fmt: skip
+REQUIRES = {name: ("jax",) if name == "pallas" else ("torch",) for name in BASELINES}

@@ -1,15 +1,14 @@
-"""Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2): weights recomputed from the
-log-sum-exp, five products.
+"""Backward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 2): P recomputed from the LSE, five products.
 
-A task is one part of the keys of one key/value head: it goes over its key tiles and, for each, over the query tiles
-that see them. The softmax is known, so keys may lie along the vector lanes: only K and V are packed, once a key
-tile, and Q, dO, dQ, dK, dV are used as they lie. Names that no import brings are the head that specialise.py puts
-before this text (see forward.py).
+A work tile is a split of the key tiles of one key/value head. It goes over its key tiles and, for each, over the query
+tiles that see them. The LSE is known, so keys lie along the vector lanes: only K and V are packed, once per key tile,
+and Q, dO, dQ, dK, dV are used where they lie. specialise.py puts common.py, the operands and the K/V loader before this
+text.
 
     K^T, V^T  [D][BLOCK_K], [DV][BLOCK_K]      scaled keys, values
-    S, dP     [BLOCK_Q][BLOCK_K]               scores, then weights P; dP, then dS
-    dK, dV    [BLOCK_K][D], [BLOCK_K][DV]      sums of the key tile
-    dQ        DQ_PARTIAL [part][B][H][N_Q][D]  sums of each part of the keys, added in a fixed order by `reduce`
+    S, dP     [BLOCK_Q][BLOCK_K]               scores, then P; dP, then dS
+    dK, dV    [BLOCK_K][D], [BLOCK_K][DV]      accumulators of the key tile
+    dQ        dq_accum [split][B][H][N_Q][D]   one accumulator per split, added in a fixed order by bwd_postprocess
 """
 
 import numpy as np
@@ -17,180 +16,164 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.memory import (
-    call_pack,
-    call_product,
-    call_weights,
-    matrix,
-    next_task,
-    vector,
-)
+from flashkit.backends.cpu.micro_calls import call_gemm, call_softmax_backward
 from flashkit.backends.cpu.scratch import backward_layout
-from flashkit.backends.cpu.tiling import drop, keys_of, modify, next_group, next_run, scale_tile, tokens
-
-ONE = np.float64(1).view(np.int64)
-
-
-@njit(**options)
-def row_values(args, tensor, b, h, first, count):
-    """A number for each query of one head: log-sum-exp, delta."""
-    return vector(
-        args[tensor] + b * args[tensor + 1] + h * args[tensor + 2] + first * args[tensor + 3],
-        count,
-        args[tensor + 3],
-        COMPUTE,
-    )
+from flashkit.backends.cpu.seq_info import seq_info
+from flashkit.backends.cpu.tile_ops import dropout, modify, scale_tile, visit_ds
+from flashkit.backends.cpu.tile_scheduler import next_kv_split, next_q_tile
+from flashkit.backends.cpu.tiling import next_group, next_run
+from flashkit.backends.cpu.views import vector
 
 
 @njit(**options)
-def backward_rows(args, b, h, part, row0, rows, k0, state, k_t, v_t, k, dk, dvs, scratch):
-    """Some queries against a key tile: adds to dQ, dK and dV."""
-    d, dv, n = args[DIM], args[DIM_V], k_t.shape[1]
-    _, _, queries, douts, scores, dscores, slopes, spare, _, _, _ = backward_layout(
-        args[BLOCK_Q], args[BLOCK_K], padded(d), padded(dv), COMPUTE_SIZE, UNIT
-    )
-    row_bytes, careful = args[BLOCK_K] * COMPUTE_SIZE, args[CAREFUL] != 0
-    q = load_tile(tokens(args, Q, b, h, row0, rows, d, STORAGE_SIZE, STORAGE), scratch + queries)
-    do = load_tile(tokens(args, DOUT, b, h, row0, rows, dv, STORAGE_SIZE, STORAGE), scratch + douts)
-    s = matrix(scratch + scores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-    dp = matrix(scratch + dscores, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-    slope = matrix(scratch + slopes, rows, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-    dq_row = ((part * args[BATCH] + b) * args[HEADS] + h) * args[N_Q] + row0
-    dq = matrix(args[DQ_PARTIAL] + dq_row * d * COMPUTE_SIZE, rows, d, d * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
+def dq_accum_at(args, seq, split, b, h, row):
+    """Address of a row of dq_accum."""
+    batch_stride, head_stride, row_stride = args[DQ_ACCUM + 1], args[DQ_ACCUM + 2], args[DQ_ACCUM + 3]
+    entry = (split * args[BATCH] + b) * batch_stride
+    return args[DQ_ACCUM] + entry + h * head_stride + (seq.row_offset + row) * row_stride
 
-    call_product(args[PRODUCT], q, k_t, s)  # scores
+
+@njit(**options)
+def scores(args, q, k_t, s):
+    """S = Q K^T."""
+    call_gemm(args[GEMM], q, k_t, s)
     scale_tile(args, s)
-    modify(args, state, s, scratch + slopes, b, h, row0, k0)
-    call_product(args[PRODUCT], do, v_t, dp)
-    if args[DROPOUT] != 0:
-        drop(args, dp, False, b, h, row0, k0)
-    shift, delta = row_values(args, SHIFT, b, h, row0, rows), row_values(args, DELTA, b, h, row0, rows)
-    call_weights(args[WEIGHTS], s, dp, shift, delta, args[SCALE])
-    if args[HAS_SCORE] != 0:
-        for i in range(rows):
-            for j in range(n):
-                dp[i, j] = dp[i, j] * slope[i, j] if s[i, j] != 0 else COMPUTE(0)
-    if args[DROPOUT] != 0:
-        drop(args, s, False, b, h, row0, k0)
-    accumulate_gradients(args, s, dp, q, do, k, dq, dk, dvs, scratch + spare, careful)
 
 
 @njit(**options)
-def backward_keys(args, b, head_kv, part, key_tile, scratch):
+def softmax_backward(args, s, dp, lse, delta):
+    """S to P = e^(S - LSE), dP to dS = scale * P * (dP - delta)."""
+    call_softmax_backward(args[SOFTMAX_BACKWARD], s, dp, lse, delta, args[SCALE])
+
+
+@njit(**options)
+def backward_q_tile(args, seq, b, h, split, row0, rows, k0, state, k_t, v_t, k, dk, dv, scratch):
+    """Some queries against a key tile: adds to dQ, dK and dV."""
+    # Tiles and scratch memory.
+    d, d_v, n, row_bytes = args[DIM], args[DIM_V], k_t.shape[1], args[BLOCK_K] * ACCUM_SIZE
+    at = backward_layout(args[BLOCK_Q], args[BLOCK_K], padded(d), padded(d_v), ACCUM_SIZE, K_PACK)
+    s = accum_tile(scratch + at.scores, rows, n, row_bytes)
+    ds = accum_tile(scratch + at.ds, rows, n, row_bytes)
+    dq = accum_tile(dq_accum_at(args, seq, split, b, h, row0), rows, d, d * ACCUM_SIZE)
+    lse, delta = q_stats(args, BWD_LSE, seq, b, h, row0, rows), q_stats(args, DELTA, seq, b, h, row0, rows)
+
+    q = load_tile(q_rows(args, Q, seq, b, h, row0, rows, d), scratch + at.q)
+    do = load_tile(q_rows(args, DOUT, seq, b, h, row0, rows, d_v), scratch + at.do)
+    scores(args, q, k_t, s)
+    modify(args, seq, state, s, scratch + at.slopes, b, h, row0, k0)
+    call_gemm(args[GEMM], do, v_t, ds)  # dP = dO V^T
+    if args[DROPOUT] != 0:
+        dropout(args, ds, False, b, h, row0, k0)
+    softmax_backward(args, s, ds, lse, delta)
+    visit_ds(args, seq, s, ds, scratch + at.slopes, b, h, row0, k0)
+    if args[DROPOUT] != 0:
+        dropout(args, s, False, b, h, row0, k0)
+    accumulate_gradients(args, s, ds, q, do, k, dq, dk, dv, scratch + at.pairs, args[NONFINITE] != 0)
+
+
+@njit(**options)
+def epilogue(args, seq, b, head_kv, k0, n, dk, dv, address):
+    """Store dK and dV of a key tile. Returns whether all of them are finite."""
+    finite = store_dkv(args, dk, kv_rows(args, DK, seq, b, head_kv, k0, n, args[DIM]), address)
+    return finite & store_dkv(args, dv, kv_rows(args, DV, seq, b, head_kv, k0, n, args[DIM_V]), address)
+
+
+@njit(**options)
+def backward_key_tile(args, seq, b, head_kv, split, key_tile, scratch):
     """One key tile against all queries that see it. Returns whether dK and dV are finite."""
-    d, dv, block_q, block_k = args[DIM], args[DIM_V], args[BLOCK_Q], args[BLOCK_K]
-    group, n_q = args[GROUP], args[N_Q]
-    values_t, keys, _, _, scores, _, _, _, dkeys, dvalues, _ = backward_layout(
-        block_q, block_k, padded(d), padded(dv), COMPUTE_SIZE, UNIT
-    )
-    row_bytes = block_k * COMPUTE_SIZE
-    k0 = key_tile * block_k
-    n = min(block_k, keys_of(args, b) - k0)
+    # Tiles and scratch memory.
+    d, d_v, block_q, block_k, n_q = args[DIM], args[DIM_V], args[BLOCK_Q], args[BLOCK_K], seq.n_q
+    row_bytes, k0 = block_k * ACCUM_SIZE, key_tile * block_k
+    n = min(block_k, seq.n_k - k0)
+    at = backward_layout(block_q, block_k, padded(d), padded(d_v), ACCUM_SIZE, K_PACK)
+    dk = zero_dkv(scratch + at.dk, n, d, row_bytes)
+    dv = zero_dkv(scratch + at.dv, n, d_v, row_bytes)
 
-    k_t = matrix(scratch, (d + UNIT - 1) // UNIT, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-    v_t = matrix(scratch + values_t, (dv + UNIT - 1) // UNIT, n, row_bytes, COMPUTE_SIZE, COMPUTE)
-    k_stored = tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE)
-    call_pack(args[PACK], k_stored, k_t, args[PACK_SCALE])
-    call_pack(args[PACK], tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE), v_t, ONE)
-    k = load_keys(args, k_stored, scratch + keys)
-    dk = key_sums(scratch + dkeys, n, d, row_bytes)
-    dvs = key_sums(scratch + dvalues, n, dv, row_bytes)
-
+    k_t = pack_k_t(args, seq, b, head_kv, k0, n, scratch)  # load_tile
+    v_t = pack_v_t(args, seq, b, head_kv, k0, n, scratch + at.v_t)
+    k = pack_k(args, seq, b, head_kv, k0, n, scratch + at.k)
     tiles = (n_q + block_q - 1) // block_q
-    for h in range(head_kv * group, (head_kv + 1) * group):
+    for h in range(head_kv * args[GROUP], (head_kv + 1) * args[GROUP]):
         tile = np.int64(0)
         while tile < tiles:
-            end, state = next_group(args, b, h, k0, k0 + n, tile, tiles, block_q, n_q, False)
+            end, state = next_group(args, seq, b, h, k0, k0 + n, tile, tiles, block_q, n_q, False)
             while state != EMPTY and tile < end:
                 row0, last = tile * block_q, min((tile + 1) * block_q, n_q)
                 while row0 < last:
                     stop, run = last, state
                     if state == PARTIAL:
-                        stop, run = next_run(args, b, h, k0, k0 + n, row0, last, n_q, False)
+                        stop, run = next_run(args, seq, b, h, k0, k0 + n, row0, last, n_q, False)
                     if run != EMPTY:
-                        backward_rows(args, b, h, part, row0, stop - row0, k0, run, k_t, v_t, k, dk, dvs, scratch)
+                        backward_q_tile(
+                            args, seq, b, h, split, row0, stop - row0, k0, run, k_t, v_t, k, dk, dv, scratch
+                        )  # fmt: skip
                     row0 = stop
                 tile += 1
             tile = end
-    dk_stored = tokens(args, DK, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE)
-    dv_stored = tokens(args, DV, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE)
-    finite = store_key_sums(args, dk, dk_stored, scratch + scores)
-    return finite & store_key_sums(args, dvs, dv_stored, scratch + scores)
+    return epilogue(args, seq, b, head_kv, k0, n, dk, dv, scratch + at.scores)
 
 
 @entry(types.void(types.int64, types.int64))
-def prepare(address, thread):
-    """delta = rowsum(dO * O) - dlse, and the log-sum-exp with +inf for rows without keys, whose weights so become 0."""
+def bwd_preprocess(address, thread):
+    """delta = rowsum(dO * O) - dLSE, and bwd_lse: the LSE with +inf for rows without a visible key."""
     args = vector(address, SIZE, 8, np.int64)
-    blocks = (args[N_Q] + args[BLOCK_Q] - 1) // args[BLOCK_Q]
-    while True:
-        task = next_task(address + 8 * COUNTER)
-        if task >= args[TASKS]:
-            break
-        head, first = task // blocks, task % blocks * args[BLOCK_Q]
-        b, h = head // args[HEADS], head % args[HEADS]
-        count = min(args[BLOCK_Q], args[N_Q] - first)
-        out = tokens(args, OUT, b, h, first, count, args[DIM_V], STORAGE_SIZE, STORAGE)
-        dout = tokens(args, DOUT, b, h, first, count, args[DIM_V], STORAGE_SIZE, STORAGE)
-        lse, shift = row_values(args, LSE, b, h, first, count), row_values(args, SHIFT, b, h, first, count)
-        delta = row_values(args, DELTA, b, h, first, count)
+    work_tile = next_q_tile(args)
+    while work_tile.valid:
+        b, h, first = work_tile.b, work_tile.head, work_tile.block * args[BLOCK_Q]
+        seq = seq_info(args, b, h)
+        count = min(args[BLOCK_Q], seq.n_q - first)
+        out = q_rows(args, OUT, seq, b, h, first, count, args[DIM_V])
+        dout = q_rows(args, DOUT, seq, b, h, first, count, args[DIM_V])
+        lse, bwd_lse = q_stats(args, LSE, seq, b, h, first, count), q_stats(args, BWD_LSE, seq, b, h, first, count)
+        delta = q_stats(args, DELTA, seq, b, h, first, count)
         for i in range(count):
-            total = COMPUTE(0)
+            total = ACCUM(0)
             for j in range(args[DIM_V]):
                 total += widen(out[i, j]) * widen(dout[i, j])
             if args[DLSE] != 0:
-                total -= row_values(args, DLSE, b, h, first, count)[i]
+                total -= q_stats(args, DLSE, seq, b, h, first, count)[i]
             empty = lse[i] == -np.inf
-            delta[i] = COMPUTE(0) if empty else total
-            shift[i] = np.inf if empty else lse[i]
+            delta[i] = ACCUM(0) if empty else total
+            bwd_lse[i] = np.inf if empty else lse[i]
+        work_tile = next_q_tile(args)
 
 
 @entry(types.void(types.int64, types.int64))
-def worker(address, thread):
-    """Draw parts of key/value heads until none is left. A part takes every SPLITS-th key tile, so causal parts
-    weigh the same.
-    """
+def backward(address, thread):
+    """A split takes every NUM_SPLITS-th key tile, which balances the splits of a causal mask."""
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
-    heads_kv = args[HEADS] // args[GROUP]
-    while True:
-        task = next_task(address + 8 * COUNTER)
-        if task >= args[TASKS]:
-            break
-        head, part = task // args[SPLITS], task % args[SPLITS]
-        b, head_kv = head // heads_kv, head % heads_kv
-        size = args[GROUP] * args[N_Q] * args[DIM]
-        dq_at = (
-            args[DQ_PARTIAL]
-            + ((part * args[BATCH] + b) * args[HEADS] + head_kv * args[GROUP]) * args[N_Q] * args[DIM] * COMPUTE_SIZE
-        )
-        vector(dq_at, size, COMPUTE_SIZE, COMPUTE)[:] = 0
-        tiles = (keys_of(args, b) + args[BLOCK_K] - 1) // args[BLOCK_K]
-        for key_tile in range(part, tiles, args[SPLITS]):
-            if not backward_keys(args, b, head_kv, part, key_tile, scratch):
-                args[NON_FINITE] = 1
+    work_tile = next_kv_split(args)
+    while work_tile.valid:
+        b, head_kv, split = work_tile.b, work_tile.head, work_tile.block
+        for h in range(head_kv * args[GROUP], (head_kv + 1) * args[GROUP]):
+            seq = seq_info(args, b, h)
+            accum_row(dq_accum_at(args, seq, split, b, h, 0), seq.n_q * args[DIM])[:] = 0
+        seq = seq_info(args, b, head_kv * args[GROUP])
+        tiles = (seq.n_k + args[BLOCK_K] - 1) // args[BLOCK_K]
+        for key_tile in range(split, tiles, args[NUM_SPLITS]):
+            if not backward_key_tile(args, seq, b, head_kv, split, key_tile, scratch):
+                args[IS_NONFINITE] = 1
+        work_tile = next_kv_split(args)
 
 
 @entry(types.void(types.int64, types.int64))
-def reduce(address, thread):
-    """dQ from the sums of the parts, always added in the same order."""
+def bwd_postprocess(address, thread):
+    """dQ from its accumulators: the splits are added in their order, and the sum is rounded."""
     args = vector(address, SIZE, 8, np.int64)
-    blocks = (args[N_Q] + args[BLOCK_Q] - 1) // args[BLOCK_Q]
     d = args[DIM]
-    part_bytes = args[BATCH] * args[HEADS] * args[N_Q] * d * COMPUTE_SIZE
-    while True:
-        task = next_task(address + 8 * COUNTER)
-        if task >= args[TASKS]:
-            break
-        head, first = task // blocks, task % blocks * args[BLOCK_Q]
-        count = min(args[BLOCK_Q], args[N_Q] - first)
-        target = tokens(args, DQ, head // args[HEADS], head % args[HEADS], first, count, d, STORAGE_SIZE, STORAGE)
-        at = args[DQ_PARTIAL] + (head * args[N_Q] + first) * d * COMPUTE_SIZE
+    work_tile = next_q_tile(args)
+    while work_tile.valid:
+        b, h, first = work_tile.b, work_tile.head, work_tile.block * args[BLOCK_Q]
+        seq = seq_info(args, b, h)
+        count = min(args[BLOCK_Q], seq.n_q - first)
+        dq = q_rows(args, DQ, seq, b, h, first, count, d)
         for i in range(count):
             for j in range(d):
-                total = COMPUTE(0)
-                for part in range(args[SPLITS]):
-                    total += vector(at + part * part_bytes, count * d, COMPUTE_SIZE, COMPUTE)[i * d + j]
+                total = ACCUM(0)
+                for split in range(args[NUM_SPLITS]):
+                    total += accum_row(dq_accum_at(args, seq, split, b, h, first), count * d)[i * d + j]
                 if not np.isfinite(total):
-                    args[NON_FINITE] = 1
-                target[i, j] = narrow(total)
+                    args[IS_NONFINITE] = 1
+                dq[i, j] = narrow(total)
+        work_tile = next_q_tile(args)

@@ -1,14 +1,15 @@
-"""Forward pass of few queries (flash-decoding: Dao, Haziza, Massa, Sizov 2023): the keys are split, each read once.
+"""Forward pass of few queries by split-KV (flash-decoding: Dao, Haziza, Massa, Sizov 2023): each key is read once.
 
-A task is a part of the keys of one key/value head, with all queries that see it: the rows of every query head of its
-group, packed. Scores have one row a query and keys along the lanes. Each part has its own sums; whoever ends the
-last part adds them all up, in the order of the parts, so that the result does not depend on who did what.
+A work tile is a split of the keys of one key/value head, with the queries of all query heads of its group packed as
+rows. Scores have one row per query and keys along the lanes. Each split leaves o_partial, m and l; the thread that
+completes the last split combines them in the order of the splits, so the result does not depend on which thread
+computed what. specialise.py puts common.py, the operands and the K/V loader before this text.
 
     Q    [rows][D]           queries, row g * n_q + i: query i of the group's head g; padded with 0
-    S    [rows][keys]        scores, then weights, of a tile, or of a stretch of them where nothing is masked
-    O    [rows][DV]          output of the part, unscaled; with m and l in the memory that parts are added up from
-    m, l [rows]              running maximum and sum of each row
-    ends, states [group]     each head's group of tiles of one state that the tile is in
+    S    [rows][keys]        scores, then P, of one tile or of a stretch of FULL tiles
+    O    [rows][DV]          o_partial of the split, before it is divided by l
+    m, l [rows]              row_max and row_sum of the split
+    states, ends [group]     state of the current tiles for each query head, and where it ends
 """
 
 import numpy as np
@@ -16,174 +17,191 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.memory import (
-    arrive,
-    call_row_scores,
-    call_row_values,
-    call_row_weights,
-    matrix,
-    next_task,
-    vector,
-)
-from flashkit.backends.cpu.scratch import decode_layout, part_layout
-from flashkit.backends.cpu.tiling import drop, keys_of, modify, next_group, tokens
+from flashkit.backends.cpu.micro_calls import call_gemv_pv, call_gemv_qk, call_gemv_softmax
+from flashkit.backends.cpu.scratch import decode_layout, partial_layout
+from flashkit.backends.cpu.seq_info import seq_info
+from flashkit.backends.cpu.tile_ops import dropout, modify
+from flashkit.backends.cpu.tile_scheduler import next_kv_split
+from flashkit.backends.cpu.tiling import next_group
+from flashkit.backends.cpu.views import atomic_arrive, vector
 
 
 @njit(**options)
-def load_queries(args, b, head_kv, target):
-    n_q, d = args[N_Q], args[DIM]
+def load_q(args, seq, b, head_kv, target):
     for g in range(args[GROUP]):
-        q = tokens(args, Q, b, head_kv * args[GROUP] + g, 0, n_q, d, STORAGE_SIZE, STORAGE)
-        for i in range(n_q):
-            load_query(q[i], target[g * n_q + i])
+        q = q_rows(args, Q, seq, b, head_kv * args[GROUP] + g, 0, seq.n_q, args[DIM])
+        for i in range(seq.n_q):
+            load_query(q[i], target[g * seq.n_q + i])
 
 
 @njit(**options)
-def careful_accumulate(p, v, factor, output):
-    """What the micro-kernel computes, where a zero weight leaves its value out, whatever it is."""
+def scores(args, q, k, s):
+    """S = scale * Q K^T."""
+    call_gemv_qk(args[GEMV_QK], q, k, s, args[DIM], args[SCALE])
+
+
+@njit(**options)
+def modify_heads(args, seq, states, s, b, head_kv, k0):
+    """modify, for the rows of each query head."""
+    for g in range(args[GROUP]):
+        rows = s[g * seq.n_q : (g + 1) * seq.n_q]
+        if states[g] == EMPTY:
+            rows[:] = -np.inf
+        else:
+            modify(args, seq, states[g], rows, 0, b, head_kv * args[GROUP] + g, 0, k0)
+
+
+@njit(**options)
+def online_softmax(args, s, m, l, rescale):
+    """S to P; l is rescaled, o_partial is left to `accumulate`."""
+    call_gemv_softmax(args[GEMV_SOFTMAX], s, m, l, rescale)
+
+
+@njit(**options)
+def accumulate_rows(args, p, v, o, rescale, nonfinite):
+    """accumulate: O = O * rescale + P V."""
+    if not nonfinite:
+        call_gemv_pv(args[GEMV_PV], p, v, o, rescale)
+        return
     for i in range(p.shape[0]):
-        for c in range(output.shape[1]):
-            output[i, c] *= factor[i]
+        for c in range(o.shape[1]):
+            o[i, c] *= rescale[i]
         for j in range(p.shape[1]):
-            if p[i, j] != 0:
-                for c in range(output.shape[1]):
-                    output[i, c] += p[i, j] * widen(v[j, c])
+            if p[i, j] != 0:  # 0 * NaN and 0 * inf count as 0
+                for c in range(o.shape[1]):
+                    o[i, c] += p[i, j] * widen(v[j, c])
 
 
 @njit(**options)
-def part_of(args, place):
-    """O, m and l of a part."""
-    rows, dv = args[GROUP] * args[N_Q], args[DIM_V]
-    at = args[SCRATCH] + args[PARTS] + place * args[PART_BYTES]
-    maxima, sums, _ = part_layout(rows, dv, COMPUTE_SIZE)
+def partials(args, slot, rows):
+    """o_partial, m and l of a split."""
+    dv = args[DIM_V]
+    address = args[SCRATCH] + args[PARTIALS] + slot * args[PARTIAL_BYTES]
+    at = partial_layout(rows, dv, ACCUM_SIZE)
     return (
-        matrix(at, rows, dv, dv * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE),
-        vector(at + maxima, rows, COMPUTE_SIZE, COMPUTE),
-        vector(at + sums, rows, COMPUTE_SIZE, COMPUTE),
+        accum_tile(address, rows, dv, dv * ACCUM_SIZE),
+        accum_row(address + at.m, rows),
+        accum_row(address + at.l, rows),
     )
 
 
 @njit(**options)
-def finish(args, b, head_kv, first, parts):
-    """Add up the parts, divide by the sums, and store output and log-sum-exp."""
-    n_q, dv = args[N_Q], args[DIM_V]
-    total_output, _, _ = part_of(args, first)
+def epilogue(args, b, head_kv, first_slot, num_splits):
+    """Combine the splits, divide by the row_sum, and store O and the LSE."""
+    seq = seq_info(args, b, head_kv * args[GROUP])
+    n_q, dv, rows = seq.n_q, args[DIM_V], args[GROUP] * seq.n_q
+    slots = range(first_slot, first_slot + num_splits)
+    o_acc, _, _ = partials(args, first_slot, rows)
     for g in range(args[GROUP]):
         h = head_kv * args[GROUP] + g
-        out = tokens(args, OUT, b, h, 0, n_q, dv, STORAGE_SIZE, STORAGE)
-        lse = vector(args[LSE] + b * args[LSE + 1] + h * args[LSE + 2], n_q, args[LSE + 3], COMPUTE)
+        out = q_rows(args, OUT, seq, b, h, 0, n_q, dv)
+        lse = q_stats(args, LSE, seq, b, h, 0, n_q)
         # The sink is one more logit in the sum, without a value.
-        sink = vector(args[SINKS], args[HEADS], COMPUTE_SIZE, COMPUTE)[h] if args[SINKS] != 0 else COMPUTE(-np.inf)
+        sink = accum_row(args[SINKS], args[HEADS])[h] if args[SINKS] != 0 else ACCUM(-np.inf)
         for i in range(n_q):
             row = g * n_q + i
-            top = sink
-            for part in range(first, first + parts):
-                _, m, _ = part_of(args, part)
-                top = max(top, m[row])
-            shift = COMPUTE(0) if top == -np.inf else top
-            total = np.exp(sink - shift)
-            for part in range(first, first + parts):
-                _, m, l = part_of(args, part)
-                total += np.exp(m[row] - shift) * l[row]
-            lse[i] = -np.inf if total == 0 else top + np.log(total)
-            for part in range(first, first + parts):
-                output, m, _ = part_of(args, part)
-                # Without a visible key there is nothing but zeros to add, and a part that weighs nothing is left out,
-                # whatever it holds.
-                weight = COMPUTE(0) if total == 0 else np.exp(m[row] - shift) / total
-                if part == first:
+            row_max = sink
+            for slot in slots:
+                _, m, _ = partials(args, slot, rows)
+                row_max = max(row_max, m[row])
+            m_safe = ACCUM(0) if row_max == -np.inf else row_max
+            row_sum = np.exp(sink - m_safe)
+            for slot in slots:
+                _, m, l = partials(args, slot, rows)
+                row_sum += np.exp(m[row] - m_safe) * l[row]
+            lse[i] = -np.inf if row_sum == 0 else row_max + np.log(row_sum)
+            for slot in slots:
+                o_partial, m, _ = partials(args, slot, rows)
+                # A split of weight 0 is skipped, whatever its o_partial holds.
+                weight = ACCUM(0) if row_sum == 0 else np.exp(m[row] - m_safe) / row_sum
+                if slot == first_slot:
                     for c in range(dv):
-                        total_output[row, c] = 0 if weight == 0 else weight * output[row, c]
+                        o_acc[row, c] = 0 if weight == 0 else weight * o_partial[row, c]
                 elif weight != 0:
                     for c in range(dv):
-                        total_output[row, c] += weight * output[row, c]
+                        o_acc[row, c] += weight * o_partial[row, c]
             for c in range(dv):
-                out[i, c] = narrow(total_output[row, c])
+                out[i, c] = narrow(o_acc[row, c])
 
 
 @njit(**options)
-def decode_part(args, b, head_kv, start, stop, place, scratch, careful):
-    """Keys start ... stop - 1 for all rows of a key/value head. Returns whether the output is finite."""
-    d, dv, n_q, group, block_k, lanes = args[DIM], args[DIM_V], args[N_Q], args[GROUP], args[BLOCK_K], args[LANES]
-    rows = group * n_q
-    padded = (d + UNIT * lanes - 1) // (UNIT * lanes) * lanes
-    scores, factors, states, ends, _ = decode_layout(rows, group, STRETCH * block_k, padded, COMPUTE_SIZE)
-    q = matrix(scratch, rows, padded, padded * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
-    factor = vector(scratch + factors, rows, COMPUTE_SIZE, COMPUTE)
-    state, end = vector(scratch + states, group, 8, np.int64), vector(scratch + ends, group, 8, np.int64)
-    output, m, l = part_of(args, place)
+def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
+    """Keys start ... stop - 1 for all rows of a key/value head. Returns whether o_partial is finite."""
+    # Tiles.
+    d, dv, n_q, group, block_k, lanes = args[DIM], args[DIM_V], seq.n_q, args[GROUP], args[BLOCK_K], args[LANES]
+    rows, stretch = group * n_q, TILES_PER_STRETCH * block_k
+    q_words = (d + K_PACK * lanes - 1) // (K_PACK * lanes) * lanes
+
+    # Scratch memory.
+    at = decode_layout(rows, group, stretch, q_words, ACCUM_SIZE)
+    q = accum_tile(scratch, rows, q_words, q_words * ACCUM_SIZE)
+    rescale = accum_row(scratch + at.rescale, rows)
+    states, ends = vector(scratch + at.states, group, 8, np.int64), vector(scratch + at.ends, group, 8, np.int64)
+    o_partial, m, l = partials(args, slot, rows)
+
     for i in range(rows):
         m[i], l[i] = -np.inf, 0
         for c in range(dv):
-            output[i, c] = 0
+            o_partial[i, c] = 0
     for g in range(group):
-        end[g] = 0
-    load_queries(args, b, head_kv, q)
+        ends[g] = 0
+    load_q(args, seq, b, head_kv, q)
 
     tile, tiles = start // block_k, (stop + block_k - 1) // block_k
     while tile < tiles:
-        following, visible, whole = tiles, False, True
+        following, visible, full = tiles, False, True
         for g in range(group):
-            if end[g] <= tile:
+            if ends[g] <= tile:
                 h = head_kv * group + g
-                end[g], state[g] = next_group(args, b, h, 0, n_q, tile, tiles, block_k, stop, True)
-            following = min(following, end[g])
-            visible |= state[g] != EMPTY
-            whole &= state[g] == FULL
+                ends[g], states[g] = next_group(args, seq, b, h, 0, n_q, tile, tiles, block_k, stop, True)
+            following = min(following, ends[g])
+            visible |= states[g] != EMPTY
+            full &= states[g] == FULL
         if not visible:
             tile = following
             continue
         k0 = tile * block_k
-        following = min(following, tile + STRETCH) if whole else tile + 1
+        following = min(following, tile + TILES_PER_STRETCH) if full else tile + 1
         n = min(following * block_k, stop) - k0
-        k = tokens(args, K, b, head_kv, k0, n, d, STORAGE_SIZE, STORAGE)
-        v = tokens(args, V, b, head_kv, k0, n, dv, STORAGE_SIZE, STORAGE)
-        s = matrix(scratch + scores, rows, n, STRETCH * block_k * COMPUTE_SIZE, COMPUTE_SIZE, COMPUTE)
-        call_row_scores(args[ROW_SCORES], q, k, s, d, args[SCALE])
-        for g in range(group):
-            head = s[g * n_q : (g + 1) * n_q]
-            if state[g] == EMPTY:
-                head[:] = -np.inf
-            else:
-                modify(args, state[g], head, 0, b, head_kv * group + g, 0, k0)
-        call_row_weights(args[ROW_WEIGHTS], s, m, l, factor)  # online_softmax
+        k = kv_rows(args, K, seq, b, head_kv, k0, n, d)  # load_tile: in place
+        v = kv_rows(args, V, seq, b, head_kv, k0, n, dv)
+        s = accum_tile(scratch + at.scores, rows, n, stretch * ACCUM_SIZE)
+        scores(args, q, k, s)
+        modify_heads(args, seq, states, s, b, head_kv, k0)
+        online_softmax(args, s, m, l, rescale)
         if args[DROPOUT] != 0:
             for g in range(group):
-                drop(args, s[g * n_q : (g + 1) * n_q], False, b, head_kv * group + g, 0, k0)
-        if careful:  # accumulate
-            careful_accumulate(s, v, factor, output)
-        else:
-            call_row_values(args[ROW_VALUES], s, v, output, factor)
+                dropout(args, s[g * n_q : (g + 1) * n_q], False, b, head_kv * group + g, 0, k0)
+        accumulate_rows(args, s, v, o_partial, rescale, nonfinite)
         tile = following
 
-    check = COMPUTE(0)
+    check = ACCUM(0)
     for i in range(rows):
         for c in range(dv):
-            check += output[i, c] * 0
+            check += o_partial[i, c] * 0
     return check == 0
 
 
 @entry(types.void(types.int64, types.int64))
-def worker(address, thread):
-    """Draw parts until none is left."""
+def decode(address, thread):
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
-    parts, heads_kv = args[SPLITS], args[HEADS] // args[GROUP]
-    while True:
-        task = next_task(address + 8 * COUNTER)
-        if task >= args[TASKS]:
-            break
-        b, head_kv = divmod(task // parts, heads_kv)
-        start = task % parts * args[PART_KEYS]
-        stop = min(start + args[PART_KEYS], keys_of(args, b))
-        place = thread if parts == 1 else task
-        # A zero weight times an infinity hidden by the mask would be NaN: such a part, rare, is done again the
-        # careful way.
-        for careful in range(2):
-            if decode_part(args, b, head_kv, start, stop, place, scratch, careful):
+    num_splits, heads_kv = args[NUM_SPLITS], args[HEADS] // args[GROUP]
+    work_tile = next_kv_split(args)
+    while work_tile.valid:
+        b, head_kv, split = work_tile.b, work_tile.head, work_tile.block
+        seq = seq_info(args, b, head_kv * args[GROUP])
+        start = split * args[SPLIT_KEYS]
+        stop = min(start + args[SPLIT_KEYS], seq.n_k)
+        slot = thread if num_splits == 1 else work_tile.number
+        # P = 0 times an infinity that the mask hides is NaN. Such a split, rare, is computed again by the non-finite
+        # fallback.
+        for nonfinite in range(2):
+            if decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
                 break
-        if parts == 1:
-            finish(args, b, head_kv, thread, 1)
-        elif arrive(address + 8 * DONE) + 1 == args[TASKS]:
+        if num_splits == 1:
+            epilogue(args, b, head_kv, thread, 1)
+        elif atomic_arrive(address + 8 * SPLITS_DONE) + 1 == args[WORK_TILES]:
             for head in range(args[BATCH] * heads_kv):
-                finish(args, head // heads_kv, head % heads_kv, head * parts, parts)
+                epilogue(args, head // heads_kv, head % heads_kv, head * num_splits, num_splits)
+        work_tile = next_kv_split(args)

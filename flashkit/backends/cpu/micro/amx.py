@@ -1,14 +1,14 @@
-"""Products of bfloat16 pairs by AMX: 16 x 16 tiles in registers (Intel SDM, volume 1, chapter 18).
+"""Products of bf16 pairs by AMX: 16 x 16 tiles in registers (Intel SDM, volume 1, chapter 18).
 
-    tiles 0-3   sums, 2 x 2 tiles of c          rows of c         x columns of c
-    tiles 4, 5  two blocks of rows of a         rows of a         x words
-    tiles 6, 7  two blocks of columns of b      words             x columns of b
+    tiles 0-3   accumulators, 2 x 2 tiles of c      rows of c    x columns of c
+    tiles 4, 5  two tiles of rows of a              rows of a    x words
+    tiles 6, 7  two tiles of columns of b           words        x columns of b
 
-A tile is as large as the configuration says, up to 16 rows of 16 words. So rests of any size need no padding: a
-product is cut into at most eight regions (whole tiles and a rest along each axis), each with its configuration.
-Every product configures the tiles it uses and releases them in the end; nothing is left to the thread.
+The configuration sets the shape of each tile, up to 16 rows of 16 words, so remainders need no padding: a product
+consists of at most eight regions (whole tiles and a remainder along each axis), each with its configuration. Every
+product configures its tiles and releases them at the end.
 
-The instructions are behind `Instructions`; `Emulation` does the same on memory, so that all of this runs, and is
+`Instructions` emits the instructions. `Emulation` emits the same operations on memory, so that the code runs, and is
 tested, on any CPU.
 """
 
@@ -22,7 +22,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from .vector import I8, I32, I64, Block, Loop, Memory, declared, fill, fma, splat
+from .register_block import RegisterBlock
+from .vector import I8, I32, I64, Loop, Memory, declared, fill, fma, splat
 
 EDGE = 16
 """Rows of a tile, and words of a row."""
@@ -33,14 +34,14 @@ _COLUMNS_AT, _ROWS_AT = 16, 48
 
 
 @cache
-def permitted() -> str:
-    """Ask Linux for the use of the tile registers, once a process: "" or why not.
+def request_permission() -> str:
+    """Ask Linux for the use of the tile registers, once per process: "" or the reason for a refusal.
 
-    The kernel saves 8 KB more for a thread that uses them, and so grants them on request alone
+    The kernel saves 8 KB more for each thread that uses them, so it grants them only on request
     (Documentation/arch/x86/xstate.rst).
     """
     if not sys.platform.startswith("linux"):
-        return f"AMX is asked for in Linux's way, and this is {sys.platform}"
+        return f"AMX is supported on Linux alone, and this is {sys.platform}"
     library = ctypes.CDLL(None, use_errno=True)
     if library.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
         return ""
@@ -52,7 +53,7 @@ class Instructions:
 
     @staticmethod
     def state(b: ir.IRBuilder) -> ir.Value:
-        """Memory that a product hands to its regions: here the configuration alone."""
+        """Memory that a product passes to its regions: the configuration."""
         return b.ptrtoint(b.alloca(ir.ArrayType(I8, _CONFIGURATION)), I64)
 
     def __init__(self, b: ir.IRBuilder, state: ir.Value) -> None:
@@ -85,8 +86,8 @@ class Instructions:
 
 
 class Emulation:
-    """The same on memory: the state is the configuration and behind it eight tiles of 1 KB. What would raise #UD on
-    the CPU (shapes that do not fit each other, a tile that is not configured) ends in a trap here too.
+    """The same operations on memory: the state is the configuration followed by eight tiles of 1 KB. What raises #UD on
+    the CPU (shapes that do not match, a tile that is not configured) traps here too.
     """
 
     @staticmethod
@@ -170,34 +171,35 @@ class Emulation:
         pass
 
 
-def emit_product(
-    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block, *, accumulate: bool,
+def emit_gemm(
+    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, accumulate: bool,
     emulated: bool = False,
 ) -> None:  # fmt: skip
-    """c (+)= a @ b, see pairs.py; a_col is 4, for tiles are loaded by whole rows."""
+    """c (+)= a @ b, see bf16_pairs.py; a_col is 4: tiles are loaded by whole rows."""
     b = builder
     a, a_row, _, b_, b_row, c, c_row, m, n, k = args
     tiles = Emulation if emulated else Instructions
     region = _region(b.module, tiles)
     state = tiles.state(b)
 
-    def parts(extent: ir.Value) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ...]:
-        """(start, tiles, elements of a tile) of the whole tiles and of the rest."""
+    def whole_and_remainder(extent: ir.Value) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ...]:
+        """(start, tiles, elements per tile) of the whole tiles and of the remainder."""
         whole = b.lshr(extent, I64(4))
         start = b.shl(whole, I64(4))
-        rest = b.sub(extent, start)
-        return (I64(0), whole, I64(EDGE)), (start, b.zext(b.icmp_signed(">", rest, I64(0)), I64), rest)
+        remainder = b.sub(extent, start)
+        has_remainder = b.zext(b.icmp_signed(">", remainder, I64(0)), I64)
+        return (I64(0), whole, I64(EDGE)), (start, has_remainder, remainder)
 
     before: ir.Value = I64(int(accumulate))
-    for index, (word, steps, words) in enumerate(parts(k)):
-        # An empty sum is 0 too, and is written.
+    for index, (word, steps, words) in enumerate(whole_and_remainder(k)):
+        # With k = 0 the result is 0, and is stored.
         used = b.icmp_signed(">", steps, I64(0))
         if index == 0:
             used = b.or_(used, b.icmp_signed("==", k, I64(0)))
-        for i, m_tiles, rows in parts(m):
-            for j, n_tiles, columns in parts(n):
-                some = b.icmp_signed(">", b.mul(m_tiles, n_tiles), I64(0))
-                with b.if_then(b.and_(used, some)):
+        for i, m_tiles, rows in whole_and_remainder(m):
+            for j, n_tiles, columns in whole_and_remainder(n):
+                nonempty = b.icmp_signed(">", b.mul(m_tiles, n_tiles), I64(0))
+                with b.if_then(b.and_(used, nonempty)):
                     a_at = b.add(b.add(a, b.mul(i, a_row)), b.shl(word, I64(2)))
                     b_at = b.add(b.add(b_, b.mul(word, b_row)), b.shl(j, I64(2)))
                     c_at = b.add(b.add(c, b.mul(i, c_row)), b.shl(j, I64(2)))
@@ -252,7 +254,7 @@ def _region(module: ir.Module, tiles: Any) -> ir.Function:
                 for _, _, tile in each:
                     layer.zero(tile)
         with Loop(b, I64(0), steps, 1, [I64(0), b_]) as (_, (a_step, b_step), advance):
-            # Each operand is loaded just before the first product that needs it.
+            # Each operand is loaded right before its first product.
             for y, x, tile in each:
                 if x == 0:
                     layer.load(left[y], b.add(a_rows[y], a_step), a_row)

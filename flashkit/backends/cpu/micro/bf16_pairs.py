@@ -1,11 +1,10 @@
-"""Micro-kernels for products of bfloat16 in pairs: two neighbours along the summed axis, one 32-bit word.
+"""Micro-kernels for bf16 pairs: two bfloat16 that follow each other along the summed axis, in one 32-bit word.
 
-CPUs multiply bfloat16 a pair at a time and add into float32: c[i, j] += a[i, 2k] b[2k, j] + a[i, 2k+1] b[2k+1, j]. So
-a is bfloat16 with contiguous rows, read as words, and b has the rows 2k and 2k+1 interleaved: word [k][j] holds
-b[2k, j] and, in its upper half, b[2k+1, j]. Where the count is odd the last half is 0. Arguments are as in vector.py,
-counts of words where it says so.
+CPUs multiply bf16 pairs and add into float32: c[i, j] += a[i, 2k] b[2k, j] + a[i, 2k+1] b[2k+1, j]. The left operand is
+bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 2k+1 interleaved (VNNI layout): word
+[k][j] holds b[2k, j] and, in its upper half, b[2k+1, j]. An odd count is padded with 0. Conventions: vector.py.
 
-    product, product_add (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
+    gemm_bf16_pairs, gemm_add_bf16_pairs (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
         c = a @ b, c += a @ b in float32; k words. By vectors (AVX512-BF16) here, by tiles in amx.py
     pack_columns (source, source_row, target, target_row, m, n, scale)
         word [j][i] of target = scale * source[i, 2j], source[i, 2j+1]: rows become columns; scale is a power of two
@@ -13,10 +12,10 @@ counts of words where it says so.
         word [i][j] of target = source[2i, j], source[2i+1, j]
     pack_rows_t (source, source_row, target, target_row, m, n)
         word [j][i] of target = source[2i, j], source[2i+1, j]
-    weights_in_pairs (s, s_row, m, n, top, total, rate)
-        p[i, j] = 2^(rate * (s[i, j] - top[j])); total[j] += sum_i p[i, j];
+    exp_sum_bf16_pairs (s, s_row, rows, columns, m, l, scale_log2)
+        p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])); l[j] += sum_i p[i, j];
         word [i][j] of s = p[2i, j], p[2i+1, j]
-    round_pairs (s, s_row, m, n, target, target_row, rows, rows_row)
+    round_bf16_pairs (s, s_row, m, n, target, target_row, rows, rows_row)
         word [i][j] of target = s[2i, j], s[2i+1, j]; rows, unless 0: the same, rows as they are, in bfloat16
 
 Packed targets are padded with zeros to whole squares of 16 words (of `lanes`, on CPUs with shorter vectors).
@@ -30,17 +29,17 @@ from typing import Any
 from llvmlite import ir
 
 from . import amx
-from .product import emit_product
+from .exponentials import exp2
+from .gemm import emit_gemm
+from .register_block import RegisterBlock
 from .vector import (
     I16,
     I32,
     I64,
-    Block,
     Loop,
     Memory,
     column_groups,
     declared,
-    exp2,
     fill,
     from_bits,
     load_halves,
@@ -49,13 +48,13 @@ from .vector import (
     transposed,
 )
 
-# 2^r on [-1/2, 1/2] by Chebyshev interpolation, relative error 3.5e-6: weights are rounded to bfloat16 (4e-3), their
-# sum alone is not.
+# 2^r on [-1/2, 1/2] by Chebyshev interpolation, relative error 3.5e-6. P is rounded to bfloat16 (4e-3); its row_sum is
+# not.
 EXP2_SHORT = (1.0, 0.6931210452034274, 0.24022349038020416, 0.05592197584225006, 0.009666368515383477)
 
 
 class Bfloat16(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no class for."""
+    """LLVM's bfloat, a type that llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -68,7 +67,7 @@ class Bfloat16(ir.Type):  # type: ignore[misc]
 
 
 def dot(b: ir.IRBuilder, x: ir.Value, y: ir.Value, sums: ir.Value) -> ir.Value:
-    """sums + x * y, x and y vectors of 16 pairs carried as float32: vdpbf16ps, which takes denormals for 0."""
+    """sums + x * y, x and y vectors of 16 bf16 pairs: vdpbf16ps, which flushes denormals to 0."""
     pairs = ir.VectorType(Bfloat16(), 32)
     kind = ir.FunctionType(sums.type, [sums.type, pairs, pairs])
     function = declared(b.module, "llvm.x86.avx512bf16.dpbf16ps.512", kind)
@@ -76,7 +75,7 @@ def dot(b: ir.IRBuilder, x: ir.Value, y: ir.Value, sums: ir.Value) -> ir.Value:
 
 
 def words(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
-    """Vectors of 16-bit numbers to the vector of their pairs."""
+    """Two vectors of 16-bit elements to one of words."""
     kind = ir.VectorType(I32, low.type.count)
     return b.or_(b.zext(low, kind), b.shl(b.zext(high, kind), fill(kind, 16)))
 
@@ -107,7 +106,7 @@ def _native(b: ir.IRBuilder, x: ir.Value) -> bool:
     return getattr(b.module, "avx512bf16", False) and x.type.count == 16
 
 
-def _emit_pack_columns(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+def _emit_pack_columns(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     source, source_row, target, target_row, m, n, scale_bits = args
     lanes = shape.lanes
     memory, word = Memory(b, element, lanes), ir.VectorType(I32, lanes)
@@ -115,7 +114,7 @@ def _emit_pack_columns(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Ty
     upper, sixteen = fill(word, 0xFFFF0000), fill(word, 16)
 
     def scaled(row: ir.Value) -> ir.Value:
-        # Exact: a power of two moves the exponent alone.
+        # Exact: a power of two changes only the exponent.
         low = b.bitcast(b.fmul(b.bitcast(b.shl(row, sixteen), memory.vector), scale), word)
         high = b.bitcast(b.fmul(b.bitcast(b.and_(row, upper), memory.vector), scale), word)
         return b.bitcast(b.or_(b.lshr(low, sixteen), b.and_(high, upper)), memory.vector)
@@ -147,7 +146,7 @@ def _two_rows(
     return words(b, row(first), row(b.add(first, I64(1))))
 
 
-def _emit_pack_rows(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+def _emit_pack_rows(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     source, source_row, target, target_row, m, n = args
     memory = Memory(b, element, shape.lanes)
     half = b.lshr(b.add(m, I64(1)), I64(1))
@@ -156,7 +155,7 @@ def _emit_pack_rows(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type,
         memory.store(row, b.add(b.add(target, b.mul(i, target_row)), b.shl(j, I64(2))))
 
 
-def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     source, source_row, target, target_row, m, n = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
@@ -171,27 +170,27 @@ def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
             memory.store(row, b.add(to, b.mul(I64(x), target_row)))
 
 
-def _emit_weights(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
-    s, row, count, columns, top, total, rate_bits = args
+def _emit_exp_sum(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    s, row, count, columns, m, l, scale_bits = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
-    rate, zero = splat(b, from_bits(b, rate_bits, element), lanes), fill(memory.vector, 0.0)
+    scale_log2, zero = splat(b, from_bits(b, scale_bits, element), lanes), fill(memory.vector, 0.0)
 
     def group(j: ir.Value, width: int) -> None:
         offsets = [b.shl(b.add(j, I64(v * lanes)), I64(2)) for v in range(width)]
-        shifts = [memory.load(b.add(top, o)) for o in offsets]
+        row_max = [memory.load(b.add(m, o)) for o in offsets]
 
-        def weight(at: ir.Value, v: int) -> ir.Value:
-            return exp2(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), shifts[v]), rate), EXP2_SHORT)
+        def p_at(at: ir.Value, v: int) -> ir.Value:
+            return exp2(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]), scale_log2), EXP2_SHORT)
 
-        start = [memory.load(b.add(total, o)) for o in offsets]
-        # Words are written over scores that have been read: word i over row i, after the rows 2i and 2i+1.
+        start = [memory.load(b.add(l, o)) for o in offsets]
+        # Words overwrite scores in place: row i of words follows the reading of rows 2i and 2i+1.
         loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, s])
         with loop as (_, carried, advance):
             *sums, at, to = carried
             new = []
             for v in range(width):
-                low, high = weight(at, v), weight(b.add(at, row), v)
+                low, high = p_at(at, v), p_at(b.add(at, row), v)
                 memory.store(b.bitcast(rounded_pairs(b, low, high), memory.vector), b.add(to, offsets[v]))
                 new.append(b.fadd(sums[v], b.fadd(low, high)))
             advance([*new, b.add(at, b.shl(row, I64(1))), b.add(to, row)])
@@ -200,22 +199,22 @@ def _emit_weights(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, s
             at, to = loop.results[width:]
             new = []
             for v in range(width):
-                low = weight(at, v)
+                low = p_at(at, v)
                 memory.store(b.bitcast(rounded_pairs(b, low, zero), memory.vector), b.add(to, offsets[v]))
                 new.append(b.fadd(sums[v], low))
             advance(new)
         for v in range(width):
-            memory.store(last.results[v], b.add(total, offsets[v]))
+            memory.store(last.results[v], b.add(l, offsets[v]))
 
     column_groups(b, columns, shape.vectors, lanes, group)
 
 
-def _emit_round_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+def _emit_round_bf16_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     s, s_row, count, columns, target, target_row, rows, rows_row = args
     lanes = shape.lanes
     memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
     zero = fill(memory.vector, 0.0)
-    keep_rows = b.icmp_signed("!=", rows, I64(0))
+    store_rows = b.icmp_signed("!=", rows, I64(0))
 
     def pair(i: ir.Value, two: bool) -> None:
         with Loop(b, I64(0), columns, lanes) as (j, _, _):
@@ -223,7 +222,7 @@ def _emit_round_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
             values = [memory.load(at), memory.load(b.add(at, s_row)) if two else zero]
             to = b.add(b.add(target, b.mul(b.lshr(i, I64(1)), target_row)), b.shl(j, I64(2)))
             memory.store(b.bitcast(rounded_pairs(b, *values), memory.vector), to)
-            with b.if_then(keep_rows):
+            with b.if_then(store_rows):
                 for x, value in enumerate(values[: 1 + two]):
                     line = b.add(rows, b.mul(b.add(i, I64(x)), rows_row))
                     halves.store(rounded(b, value), b.add(line, b.shl(j, I64(1))))
@@ -239,21 +238,21 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "pack_columns": (7, _emit_pack_columns),
     "pack_rows": (6, _emit_pack_rows),
     "pack_rows_t": (6, _emit_pack_rows_t),
-    "weights_in_pairs": (7, _emit_weights),
-    "round_pairs": (8, _emit_round_pairs),
+    "exp_sum_bf16_pairs": (7, _emit_exp_sum),
+    "round_bf16_pairs": (8, _emit_round_bf16_pairs),
 }
 
 
-def kernels(path: str) -> dict[str, tuple[int, Callable[..., None]]]:
-    """Name: number of arguments, emitter. path: "avx512bf16", "amx" or "emulate" (bf16.py)."""
+def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
+    """Name: number of arguments, emitter. method: "avx512bf16", "amx" or "emulate" (bf16.py)."""
 
-    def product(*args: Any, accumulate: bool) -> None:
-        if path == "avx512bf16":
-            emit_product(*args, accumulate=accumulate, multiply=dot)
+    def gemm(*args: Any, accumulate: bool) -> None:
+        if method == "avx512bf16":
+            emit_gemm(*args, accumulate=accumulate, multiply=dot)
         else:
-            amx.emit_product(*args, accumulate=accumulate, emulated=path == "emulate")
+            amx.emit_gemm(*args, accumulate=accumulate, emulated=method == "emulate")
 
     return KERNELS | {
-        "pair_product": (10, lambda *args: product(*args, accumulate=False)),
-        "pair_product_add": (10, lambda *args: product(*args, accumulate=True)),
+        "gemm_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=False)),
+        "gemm_add_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=True)),
     }

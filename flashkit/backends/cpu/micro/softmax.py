@@ -1,11 +1,11 @@
 """Softmax on tiles of scores, and its gradient; conventions: vector.py.
 
-    column_max (s, s_row, m, n, top)
-        top[j] = max(top[j], max_i s[i, j])
-    exponentials (s, s_row, m, n, top, total)
-        s[i, j] = exp(s[i, j] - top[j]); total[j] += sum_i s[i, j]
-    weights (s, s_row, m, n, dp, lse, delta, scale)
-        s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = scale * p * (dp[i, j] - delta[i])
+    column_max (s, s_row, rows, columns, m)
+        m[j] = max(m[j], max_i s[i, j])
+    exp_sum (s, s_row, rows, columns, m, l)
+        s[i, j] = p = exp(s[i, j] - m[j]); l[j] += sum_i p
+    softmax_backward (s, s_row, rows, columns, dp, lse, delta, scale)
+        s[i, j] = p = exp(s[i, j] - lse[i]); dp[i, j] = ds = scale * p * (dp[i, j] - delta[i])
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from .vector import I64, Block, Loop, Memory, column_groups, exp, fill, from_bits, splat
+from .exponentials import exp
+from .register_block import RegisterBlock
+from .vector import I64, Loop, Memory, column_groups, fill, from_bits, splat
 
 
-def emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+def emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     b = builder
     s, row, count, columns, m = args
     vectors, lanes = shape.vectors, shape.lanes
@@ -31,7 +33,7 @@ def emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir
             new = []
             for v in range(width):
                 value = memory.load(b.add(at, offsets[v]))
-                # NaN compares false and is passed over; it shows in the sum of the exponentials.
+                # NaN compares false and is skipped; it propagates through the sum of the exponentials.
                 new.append(b.select(b.fcmp_ordered(">", value, best[v]), value, best[v]))
             advance([*new, b.add(at, row)])
         for v in range(width):
@@ -40,60 +42,62 @@ def emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir
     column_groups(b, columns, vectors, lanes, group)
 
 
-ROWS_SUMMED = 16
+ROWS_PER_SUM = 16
+"""Rows that are summed before they are added to l, which rounds less often at the size of l."""
 
 
-def emit_exponentials(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+def emit_exp_sum(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     b = builder
-    s, row, count, columns, m, total = args
+    s, row, count, columns, m, l = args
     vectors, lanes = shape.vectors, shape.lanes
     memory = Memory(b, element, lanes)
 
     def group(j: ir.Value, width: int) -> None:
         offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
-        shifts = [memory.load(b.add(m, o)) for o in offsets]
-        # Sums of a few rows are added to the total: far fewer roundings at its size than if each weight were.
-        outer = Loop(b, I64(0), count, ROWS_SUMMED, [*(memory.load(b.add(total, o)) for o in offsets), s])
+        row_max = [memory.load(b.add(m, o)) for o in offsets]
+        outer = Loop(b, I64(0), count, ROWS_PER_SUM, [*(memory.load(b.add(l, o)) for o in offsets), s])
         with outer as (i, carried, advance_outer):
             *totals, at = carried
-            last = b.add(i, I64(ROWS_SUMMED))
+            last = b.add(i, I64(ROWS_PER_SUM))
             last = b.select(b.icmp_signed("<", last, count), last, count)
             inner = Loop(b, i, last, 1, [*[fill(memory.vector, 0.0)] * width, at])
             with inner as (_, carried, advance):
                 *sums, at = carried
                 new = []
                 for v in range(width):
-                    # The difference first: it is exact where it matters, near the maximum.
-                    p = exp(b, b.fsub(memory.load(b.add(at, offsets[v])), shifts[v]))
+                    # Subtract first: the difference is exact near the maximum, where p is large.
+                    p = exp(b, b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]))
                     memory.store(p, b.add(at, offsets[v]))
                     new.append(b.fadd(sums[v], p))
                 advance([*new, b.add(at, row)])
             *sums, at = inner.results
             advance_outer([*(b.fadd(x, y) for x, y in zip(totals, sums)), at])
         for v in range(width):
-            memory.store(outer.results[v], b.add(total, offsets[v]))
+            memory.store(outer.results[v], b.add(l, offsets[v]))
 
     column_groups(b, columns, vectors, lanes, group)
 
 
-def emit_weights(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: Block) -> None:
+def emit_softmax_backward(
+    builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock
+) -> None:
     b = builder
     s, row, count, columns, dp, lse, delta, scale_bits = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
     scale = splat(b, from_bits(b, scale_bits, element), lanes)
-    zero, hidden = (fill(memory.vector, x) for x in (0.0, float("-inf")))
+    zero, masked = (fill(memory.vector, x) for x in (0.0, float("-inf")))
     with Loop(b, I64(0), count, 1) as (i, _, _):
         at, across = b.mul(i, I64(memory.size)), b.mul(i, row)
-        shift, mean = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
+        lse_i, delta_i = (splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
         with Loop(b, I64(0), columns, lanes) as (j, _, _):
             offset = b.add(across, b.mul(j, I64(memory.size)))
             s_at, dp_at = b.add(s, offset), b.add(dp, offset)
             score = memory.load(s_at)
-            p = exp(b, b.fsub(score, shift))
-            # A row whose log-sum-exp is NaN shows it where it has a key to see, and nowhere else.
-            p = b.select(b.fcmp_ordered("==", score, hidden), zero, p)
-            ds = b.fmul(b.fmul(p, b.fsub(memory.load(dp_at), mean)), scale)
+            p = exp(b, b.fsub(score, lse_i))
+            # A NaN in the LSE reaches the visible pairs of its row and no others.
+            p = b.select(b.fcmp_ordered("==", score, masked), zero, p)
+            ds = b.fmul(b.fmul(p, b.fsub(memory.load(dp_at), delta_i)), scale)
             memory.store(p, s_at)
-            # A hidden pair has no gradient, whatever lies in its key and value.
+            # A masked pair has no gradient, whatever its key and value hold.
             memory.store(b.select(b.fcmp_ordered("==", p, zero), zero, ds), dp_at)

@@ -39,7 +39,9 @@
 //
 // Constants of the head: BLOCK_Q, BLOCK_K, STAGES, DOUT_STAGES, KEY_BUFFERS, KEYS_SHARED, ORDERED, CONSUMER_REGISTERS,
 // PRODUCER_REGISTERS, WATCHDOG, HAS_LENGTHS, SHARED_BYTES, SMALL_SCORE (modification.is_small), BESIDE.
+#include "common/tile_order.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/tile_lists.cuh"
 
 constexpr int MMA_WARPGROUPS = 2, WARPS = 4 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1), GROUP_KEYS = 64;
 constexpr int SIDE = KEYS_SHARED ? 4 : WARPS;  // warps that do the same

@@ -1,135 +1,137 @@
-// float32 by products of two float16 terms: the warp groups of the Hopper forward pass that multiply (sm90_forward.cu).
+// The FP16x2 consumer: float32 attention from products of two float16 terms.
 //
-// The tiles of Q, K and V hold an element x as two numbers of float16, x = unit (high + low), high in the first half of a
-// row's chunks, low in the second (fp16x2_split.cu): 23 bits and a sign, all but one of float32's. A product of two such is
-// low high + high low + high high, three products at float16's rate; low low is under what float32 rounds.
+// Q, K and V come as two float16 terms for each element, x = scale (high + low), high in the first half of a row's
+// chunks, low in the second (fp16x2_convert.cu): 23 bits and a sign, all but one of float32's. A product is low high +
+// high low + high high, three wgmmas; low low is below float32's rounding.
 //
-// Tensor cores round float32 sums toward zero (Ootomo and Yokota 2022, arXiv 2203.03341), and errors of one sign do not
-// average out in long sums. So the small products come first, while the sum is small; and each tile of V is multiplied into
-// sums of its own, which are then added to the output on the ordinary units. That is where a unit of each tile comes free.
+// Tensor cores round float32 sums toward zero (Ootomo and Yokota 2022, arXiv 2203.03341), and errors of one sign add up
+// in long sums. So the small products come first, and PV of each tile has an accumulator of its own, which CUDA cores
+// add to O. That addition applies the tile's scale.
 //
-//     O           [64][HEAD_DIM_V]    output: registers, ordinary sums
-//     O of a tile [64][HEAD_DIM_V]    part: registers, sums of wgmma
-//     P           [64][BLOCK_K]       weights as terms: registers
+//     O         [64][HEAD_DIM_V]    registers, sums by CUDA cores
+//     PV        [64][HEAD_DIM_V]    registers, the accumulator of one tile
+//     P         [64][BLOCK_K]       registers, as terms
 //
-// What is not finite, or far from 1 in a way that float32 could hold and products of units cannot, is found by its unit, a
-// NaN or huge; and so is what comes out not finite. A warp does such rows again on the ordinary units.
+// Elements that are not finite, or too far from 1 for products of scales, show in the scales (NaN or huge) or in the
+// output. A warp computes such rows again on CUDA cores (nonfinite.cuh).
 #pragma once
-#include "sm90/pipeline.cuh"
+#include "sm90/epilogue.cuh"
+#include "sm90/softmax.cuh"
 
+// What the low terms add to a descriptor.
 constexpr int LOW_Q = along_rows(4 * chunks(HEAD_DIM), 64), LOW_K = along_rows(4 * chunks(HEAD_DIM), BLOCK_K);
-constexpr int LOW_V = chunks(HEAD_DIM_V) * BLOCK_K * CHUNK_ROW >> 4;  // from a descriptor to that of the low parts
+constexpr int LOW_V = chunks(HEAD_DIM_V) * CHUNK_BYTES >> 4;
 
-// Weights are up to 2^14, as high in float16 as safely fits: down to 2^-28 of a row's greatest they keep all bits. What
-// is kept by dropout grows.
-constexpr float TOP = HAS_DROPOUT ? 7 : 14;
+// P is up to 2^MAX_P_LOG2: down to 2^-28 of a row's greatest it keeps all bits. Dropout scales what it keeps, and needs
+// room.
+constexpr float MAX_P_LOG2 = HAS_DROPOUT ? 7 : 14;
 
-DEVICE void multiply_float32(const Params& p, unsigned base, int group) {
-    const Pipeline<Q_BUFFERS> queries{base + AT_Q_PIPE, base + AT_Q_PIPE + 8 * Q_BUFFERS};
-    const Pipeline<STAGES> keys{base + AT_K_PIPE, base + AT_K_PIPE + 8 * STAGES}, values{base + AT_V_PIPE, base + AT_V_PIPE + 8 * STAGES};
-    const float scale = uniform_float(HAS_SCORE ? 1.0f : softmax_scale_log2(p));
-    float output[SUMS], part[SUMS], s[BLOCK_K / 2], m[2], l[2], q_unit[2];
-    unsigned high[BLOCK_K / 4], low[BLOCK_K / 4];
-    WorkTile at;                // the item whose output is in registers,
-    int number = -1;        // and its number among the block's
+DEVICE void issue_qk_fp16x2(float (&s)[S_REGS], unsigned long long q, unsigned long long k) {
+    auto term = [&](unsigned long long q, unsigned long long k, bool first) {
+#pragma unroll
+        for (int step = 0; step < padded(HEAD_DIM) / 16; ++step) {
+            if (first && step == 0) wgmma_zero_init<0, 0>(s, q, k);
+            else product<0, 0>(s, q + along_rows(step, 64), k + along_rows(step, BLOCK_K), 1);
+        }
+    };
+    wgmma_fence();
+    term(q + LOW_Q, k, true), term(q, k + LOW_K, false), term(q, k, false);
+    wgmma_commit();
+}
+
+DEVICE void issue_pv_fp16x2(float (&pv)[O_REGS], const unsigned (&high)[P_REGS], const unsigned (&low)[P_REGS],
+                            unsigned long long v) {
+    auto term = [&](const unsigned (&x)[P_REGS], unsigned long long v, bool first) {
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; ++step)
+            wgmma_rs<1>(pv, x, 4 * step, v + along_columns(step), first && step == 0 ? 0 : 1);
+    };
+    wgmma_fence();
+    term(low, v, true), term(high, v + LOW_V, false), term(high, v, false);
+    wgmma_commit();
+}
+
+DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
+    const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
+    const Pipeline<STAGES> pipe_k = k_pipe(base), pipe_v = v_pipe(base);
+    const float scale_log2 = uniform_float(HAS_SCORE ? 1.0f : softmax_scale_log2(p));
+    float o[O_REGS], pv[O_REGS], s[S_REGS], m[2], l[2], q_scale[2];
+    unsigned high[P_REGS], low[P_REGS];
+    WorkTile at;
+    int number = -1;  // of the work tile whose O is in registers
 
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
-        keys.consumer_wait(n);
-        const int tile_desc = uniform(load_word(base + AT_TILE_DESCS + 4 * (n % STAGES)));
-        if (tile_desc & FIRST) {  // of another item, or END
-            if (number >= 0) finish(p, work_tile_of_number(p, base, number, group), base, number, m, l, output, group);
+        pipe_k.consumer_wait(n);
+        const int tile_desc = uniform(load_word(tile_desc_slot(base, n)));
+        if (tile_desc & FIRST_TILE) {  // also END
+            if (number >= 0) epilogue(p, read_work_tile(p, base, number, wg), base, number, m, l, o, wg);
             if (tile_desc == END) break;
-            queries.consumer_wait(++number);
-            at = work_tile_of_number(p, base, number, group);
+            pipe_q.consumer_wait(++number);
+            at = read_work_tile(p, base, number, wg);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int own = at.row0 + row_of_lane(half), last = (int)p.n_q * PACK_GQA - 1, index = own < last ? own : last;
+                const auto [h, row] = clamped_row(p, at.h, at.row0 + row_of_lane(half));
                 m[half] = HIDDEN, l[half] = 0;
-                q_unit[half] = *row_at<const float>(p.q_scale, at.b, at.h + index % PACK_GQA, index / PACK_GQA);
+                q_scale[half] = *row_at<const float>(p.q_scale, at.b, h, row);
             }
 #pragma unroll
-            for (int i = 0; i < COLUMNS / 2; ++i) output[i] = 0;
+            for (int i = 0; i < COLUMNS / 2; ++i) o[i] = 0;
         }
-        const int state = tile_desc >> 2 * group & 3, tile = tile_desc >> 8, k0 = tile * BLOCK_K;
+        const int state = tile_desc >> 2 * wg & 3, tile = tile_desc >> 8, k0 = tile * BLOCK_K;
         if (state == EMPTY) {
-            keys.consumer_release(n);
-            values.consumer_wait(n);
-            values.consumer_release(n);
+            pipe_k.consumer_release(n);
+            pipe_v.consumer_wait(n);
+            pipe_v.consumer_release(n);
             continue;
         }
-        // scores
-        {
-            const unsigned long long q = descriptor(rows_at(base, number % Q_BUFFERS, group)), k = descriptor(base + at_k(n % STAGES));
-            constexpr int STEPS = padded(HEAD_DIM) / 16;
-            auto terms = [&](unsigned long long q, unsigned long long k, bool first) {
-#pragma unroll
-                for (int step = 0; step < STEPS; ++step) {
-                    if (first && step == 0) wgmma_zero_init<0, 0>(s, q, k);
-                    else product<0, 0>(s, q + along_rows(step, 64), k + along_rows(step, BLOCK_K), 1);
-                }
-            };
-            wgmma_fence();
-            terms(q + LOW_Q, k, true), terms(q, k + LOW_K, false), terms(q, k, false);
-            wgmma_commit();
-        }
-        const float k_unit = *row_at<const float>(p.k_scale, at.b, at.h / GQA_GROUP, tile);
-        const float v_unit = *row_at<const float>(p.v_scale, at.b, at.h / GQA_GROUP, tile);
+        issue_qk_fp16x2(s, descriptor(q_rows(base, number % Q_BUFFERS, wg)), descriptor(base + at_k(n % STAGES)));
+        const float k_scale = *row_at<const float>(p.k_scale, at.b, at.h / GQA_GROUP, tile);
+        const float v_scale = *row_at<const float>(p.v_scale, at.b, at.h / GQA_GROUP, tile);
         wgmma_wait<0>();
         fence_operand(s);
-        keys.consumer_release(n);
-        // modify
-        float unit[2];
+        pipe_k.consumer_release(n);
+        float scale[2];  // from S to base 2
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            unit[half] = q_unit[half] * k_unit * scale;
-            if (!(unit[half] <= FAR_UNIT && v_unit <= FAR_UNIT)) l[half] = fk_special(0);  // so the row is done again
-            unit[half] = fmaxf(unit[half], LEAST_UNIT);
+            scale[half] = q_scale[half] * k_scale * scale_log2;
+            if (!(scale[half] <= MAX_SCALE && v_scale <= MAX_SCALE)) l[half] = fk_special(0);  // the epilogue sees NaN
+            scale[half] = fmaxf(scale[half], MIN_SCALE);
             if (HAS_SCORE) {
 #pragma unroll
-                for (int i = 0; i < BLOCK_K / 4; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= unit[half];
-                unit[half] = LOG2E;
+                for (int i = 0; i < S_REGS / 2; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= scale[half];
+                scale[half] = LOG2E;
             }
         }
         modify_tile(p, at, state == FULL, s, k0, (float)p.softmax_scale);
-        // online_softmax
+        // The online softmax, relative to 2^-MAX_P_LOG2 of the row maximum.
         float rescale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float top = HIDDEN;
 #pragma unroll
-            for (int i = 0; i < BLOCK_K / 4; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
+            for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
             top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
-            top = fmaxf(m[half], fmaf(top, unit[half], -TOP));
+            top = fmaxf(m[half], fmaf(top, scale[half], -MAX_P_LOG2));
             const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
             rescale[half] = exp2_fast(m[half] - shift);
             m[half] = top;
-            l[half] = l[half] * rescale[half] + weigh(s, half, [&](float x) { return fmaf(x, unit[half], -shift); });
+            l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
+                return fmaf(x, scale[half], -shift); });
         }
-        if constexpr (HAS_DROPOUT) drop_tile(p, at, s, k0);
+        if constexpr (HAS_DROPOUT) dropout_tile(p, at, s, k0);
 #pragma unroll
-        for (int i = 0; i < BLOCK_K / 4; ++i) split(s[2 * i], s[2 * i + 1], high[i], low[i]);
-        // accumulate
-        values.consumer_wait(n);
-        {
-            const unsigned long long v = descriptor(base + at_v(n % STAGES), chunk_v(n % STAGES));
-            auto terms = [&](const unsigned (&weights)[BLOCK_K / 4], unsigned long long v, bool first) {
-#pragma unroll
-                for (int step = 0; step < BLOCK_K / 16; ++step)
-                    wgmma_rs<1>(part, weights, 4 * step, v + along_columns(step), first && step == 0 ? 0 : 1);
-            };
-            wgmma_fence();
-            terms(low, v, true), terms(high, v + LOW_V, false), terms(high, v, false);
-            wgmma_commit();
-        }
+        for (int i = 0; i < P_REGS; ++i) to_terms(s[2 * i], s[2 * i + 1], high[i], low[i]);
+        pipe_v.consumer_wait(n);
+        issue_pv_fp16x2(pv, high, low, descriptor(base + at_v(n % STAGES), chunk_stride_v(n % STAGES)));
         if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
-            for (int i = 0; i < COLUMNS / 2; ++i) output[i] *= rescale[i / 2 % 2];
+            for (int i = 0; i < COLUMNS / 2; ++i) o[i] *= rescale[i / 2 % 2];
         }
         wgmma_wait<0>();
-        fence_operand(part), fence_operand(high), fence_operand(low);
-        values.consumer_release(n);
+        fence_operand(pv), fence_operand(high), fence_operand(low);
+        pipe_v.consumer_release(n);
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 2; ++i) output[i] = fmaf(part[i], v_unit, output[i]);
+        for (int i = 0; i < COLUMNS / 2; ++i) o[i] = fmaf(pv[i], v_scale, o[i]);
     }
 }

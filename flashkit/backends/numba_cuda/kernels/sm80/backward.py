@@ -258,7 +258,7 @@ def finish(p, which, b, head, tile_k, n_k, sums, factor, staged):
             four = load_vec(staged + (unit >> 3) * CHUNK_K + swizzled(row, unit & 7))
             store_vec(address + row * target.token * ITEM + VEC_BYTES * unit, four)
     if MAY_HIDE:  # what is not finite may have met a weight of 0
-        if any_lane(repeat(sum_is_odd, ROWS, False, row_sum(scaled(sums, ZERO), NOTHING))):
+        if any_lane(repeat(sum_is_odd, ROWS, False, row_sum(scaled(sums, ZERO), ZERO_ROWS))):
             for r in range(32):
                 once_more(p, which, b, head, row0 + r, first, columns, n_k, factor)
 

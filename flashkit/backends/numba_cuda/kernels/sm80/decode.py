@@ -1,4 +1,4 @@
-# parts: common/tiles common/fragment sm80/decode_layout sm80/mma common/softmax sm80/combine
+# parts: common/tiles common/fragment sm80/decode_layout sm80/mma common/softmax common/epilogue sm80/combine
 # Few queries on tensor cores by mma.sync (FlashDecoding: Dao, Haziza, Massa, Sizov 2023): what takes time is reading
 # keys and values, so each is read once for all heads that share it, by as many warps as the device holds.
 #
@@ -117,7 +117,7 @@ def sm80_decode(p):
     load_rows(base, p, at)
     for i in range(AHEAD):
         begin_tile(p, at, base + BYTES_Q + i * BYTES_STAGE, tile + i, last, n_k)
-    output, m, l, stage = filled(ZERO, SUMS), UNKNOWN, NOTHING, I(0)
+    output, m, l, stage = filled(ZERO, SUMS), NO_REFERENCE, ZERO_ROWS, I(0)
     while tile < last:
         copies_wait(PENDING)
         lanes_sync()  # the tile is there for all lanes, and all are done with the one before
@@ -130,7 +130,7 @@ def sm80_decode(p):
             s, m, total, rescale = online_softmax(s, m, unit)
             l, output = both(add, both(times, l, rescale), total), rows_scaled(output, rescale)
             if HAS_DROPOUT:
-                s = drop_tile(p, at, s, i32(tile * BLOCK_K))
+                s = dropout_tile(p, at, s, i32(tile * BLOCK_K))
             output = accumulate(output, operand(s), k + BYTES_K, CHUNK_K)
         stage, tile = stage + 1 if stage + 1 < STAGES else I(0), tile + 1
     copies_wait(0)

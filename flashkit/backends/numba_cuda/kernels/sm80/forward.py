@@ -1,4 +1,4 @@
-# parts: common/tiles common/fragment sm80/layout sm80/load sm80/mma common/softmax
+# parts: common/tiles common/fragment common/tile_order sm80/layout sm80/load sm80/mma common/softmax common/epilogue
 # Forward pass (FlashAttention-2, Dao 2023, arXiv 2307.08691, Algorithm 1) on tensor cores by mma.sync, from Ampere on.
 #
 # A block of four warps takes BLOCK_Q rows of a head and goes over the tiles of keys that they see.
@@ -38,7 +38,7 @@ def is_one(j, so_far, factor):
 def finish(p, base, item, m, l, output):
     """Divide by the sums; log-sum-exp and output to memory, the output by way of shared memory, in 16 bytes."""
     m, l = finite_sums(p, item, m, l)
-    output, factor, odd = finish_rows(p, item, m, l, output)
+    output, factor, odd = normalize_rows(p, item, m, l, output)
     lane, row0 = thread() % 32, thread() // 32 * WARP_ROWS
     staged = base + row0 * CHUNK_ROW
     lanes_sync()
@@ -73,7 +73,7 @@ def sm80_forward(p):
         copies_wait(0)
         threads_sync()
 
-    output, m, l = filled(ZERO, SUMS), UNKNOWN, NOTHING
+    output, m, l = filled(ZERO, SUMS), NO_REFERENCE, ZERO_ROWS
     begun, stage = False, I(0)
     while walk.state != EMPTY:
         copies_wait(0)
@@ -87,7 +87,7 @@ def sm80_forward(p):
         copies_end()
         k0, k = walk.tile * BLOCK_K, base + BYTES_Q + stage * BYTES_STAGE
         full = walk.state == FULL and k0 + BLOCK_K <= n_k
-        s, near, total = scores(q, k), False, NOTHING
+        s, near, total = scores(q, k), False, ZERO_ROWS
         if STAGES == 1:
             copies_wait(0)
             threads_sync()  # the values are there for all, and all are done with the keys
@@ -105,10 +105,10 @@ def sm80_forward(p):
             l = both(times, l, rescale)
             if not all_lanes(repeat(is_one, ROWS, True, rescale)):
                 output = rows_scaled(output, rescale)
-            begun = all_lanes(repeat(is_begun, ROWS, True, m))
+            begun = all_lanes(repeat(has_reference, ROWS, True, m))
         l = both(add, l, total)
         if HAS_DROPOUT:
-            s = drop_tile(p, item, s, i32(k0))
+            s = dropout_tile(p, item, s, i32(k0))
         output = accumulate(output, operand(s), k + BYTES_K, CHUNK_K)
         stage, walk = 1 - stage if STAGES > 1 else stage, ahead
     finish(p, base, item, m, l, output)

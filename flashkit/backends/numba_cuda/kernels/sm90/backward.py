@@ -151,7 +151,7 @@ def sm90_backward(p):
         pipeline_init(base + AT_DS_PIPE, PAIRS_HELD, SIDE, SIDE)
         pipeline_init(base + AT_PEER_K_PIPE, 1, 1, SIDE)
         pipeline_init(base + AT_DSMEM_PIPE, 1, 1, SIDE)
-        pipeline_init(base + AT_LISTS_PIPE, LISTS, 1, 1)
+        pipeline_init(base + AT_LIST_PIPE, NUM_LISTS, 1, 1)
         mbarrier_init(base + AT_SOON, 1)
         mbarrier_init(base + AT_OTHERS_CAME, 1)
         for i in range(2):

@@ -55,15 +55,15 @@ AT_SLOTS = AT_ODD + 4 * ODD_WORDS * KEY_BUFFERS  # for four tiles of dQ: which t
 ODD, LAST_TILE, END = 16, 64, -1  # some rows' numbers are not finite; the last tile of an item
 
 # A list of tiles: batch entry or END, head of queries, first key, how many, whether it is the item's last; the tiles.
-LISTS, MOST = (2, 72) if MASK_READS_ARRAYS else (4, 32)
-IN_LIST = 20
-BYTES_LIST = IN_LIST + 4 * MOST
+NUM_LISTS, LIST_CAPACITY = (2, 72) if MASK_READS_ARRAYS else (4, 32)
+LIST_HEADER = 20
+LIST_BYTES = LIST_HEADER + 4 * LIST_CAPACITY
 AT_LISTS = AT_SLOTS + 32
-AT_LISTS_PIPE = -(-(AT_LISTS + LISTS * BYTES_LIST) // 8) * 8
-AT_SOON = AT_LISTS_PIPE + 16 * LISTS  # the next item is taken
+AT_LIST_PIPE = -(-(AT_LISTS + NUM_LISTS * LIST_BYTES) // 8) * 8
+AT_SOON = AT_LIST_PIPE + 16 * NUM_LISTS  # the next item is taken
 assert AT_SOON + 8 <= SHARED_BYTES  # which the host gives
 AHEAD = 20 if MASK_READS_ARRAYS else 4  # tiles before the end of an item, when that is
-SLEEP = 100 if ORDERED else 200 if MASK_READS_ARRAYS else 1000  # nanoseconds of the warp that takes it: it mostly has time
+BACKOFF_NS = 100 if ORDERED else 200 if MASK_READS_ARRAYS else 1000  # nanoseconds of the warp that takes it: it mostly has time
 
 FROM_DIAGONAL = ORDERED and HAS_MASK  # keys in descending order, queries in ascending: a block is first at its diagonal
 

@@ -1,4 +1,4 @@
-# parts: sm90/bwd_nonfinite sm90/dq_clear sm90/tile_lists
+# parts: sm90/bwd_nonfinite sm90/dq_clear common/tile_order sm90/tile_lists
 # Which work the blocks of the Hopper backward pass take, and its coming: roles of warp group 0.
 #
 # An item is (batch entry, head of keys, first of its BLOCK_K keys).
@@ -171,7 +171,7 @@ def find_items(p, base):
     while True:
         # Not earlier than it has to be, so that the last items are shared evenly.
         if number > 0:
-            mbarrier_wait_backoff(base + AT_SOON, u32(number - u32(1)) & 1, SLEEP)
+            mbarrier_wait_backoff(base + AT_SOON, u32(number - u32(1)) & 1, BACKOFF_NS)
         index = i32(0)
         if leader:
             index = take_item(p, base, number)
@@ -185,8 +185,8 @@ def find_items(p, base):
         first, member, place = YES, i32(0), i32(0)
         while member < GQA_GROUP:
             h = i32(at[1] * GQA_GROUP + member)
-            found = await_list(base, c)
-            count, place, _ = fill(p, c, found + IN_LIST, (at[0], h, at[2]), n_k, place, tiles)
+            found = acquire_list(base, c)
+            count, place, _ = fill(p, c, found + LIST_HEADER, (at[0], h, at[2]), n_k, place, tiles)
             over = place >= tiles
             if leader:
                 store_word(found, at[0])
@@ -197,7 +197,7 @@ def find_items(p, base):
             if not ORDERED:
                 if first:
                     await_cleared(p, at)
-            hand_over(base, c)
+            commit_list(base, c)
             c = u32(c + 1)
             if over:
                 place, member = i32(0), i32(member + 1)
@@ -212,10 +212,10 @@ def find_items(p, base):
         if not ORDERED:
             clear_ahead(p, index)
         number = u32(number + 1)
-    found = await_list(base, c)  # the others are told to stop
+    found = acquire_list(base, c)  # the others are told to stop
     if leader:
         store_word(found, END)
-    hand_over(base, c)
+    commit_list(base, c)
     producer_acquire(base + AT_K_PIPE, number, KEY_BUFFERS)
     if leader:
         store_word(work_tile_slot(base, number), END)
@@ -290,7 +290,7 @@ def load_items(p, base):
     c, n, number, odd_tiles = u32(0), u32(0), u32(0), u32(0)  # lists, tiles, items so far
     first, held, held_head = YES, i32(0), i32(0)
     while True:
-        consumer_wait(base + AT_LISTS_PIPE, c, LISTS)
+        consumer_wait(base + AT_LIST_PIPE, c, NUM_LISTS)
         found = list_of(base, c)
         if load_word(found) == END:
             break
@@ -303,7 +303,7 @@ def load_items(p, base):
             if held != 0:
                 odd_tiles = load_queries(p, base, found, number, n, odd_tiles, first, held, held_head, NO)
                 first, n = NO, u32(n + 1)
-            held, held_head, i = load_word(found + IN_LIST + 4 * i), h, i32(i + 1)
+            held, held_head, i = load_word(found + LIST_HEADER + 4 * i), h, i32(i + 1)
             if ORDERED and not FROM_DIAGONAL:
                 tiles = tiles_along(p.n_q, BLOCK_Q)
                 held = i32(tile_at(tiles, held >> 8, i32(1)) << 8 | held & 255)
@@ -318,5 +318,5 @@ def load_items(p, base):
                 mbarrier_arrive(base + AT_SOON)
         lanes_sync()
         if elect_one():
-            mbarrier_arrive(empty_barrier(base + AT_LISTS_PIPE, c, LISTS))
+            mbarrier_arrive(empty_barrier(base + AT_LIST_PIPE, c, NUM_LISTS))
         c = u32(c + 1)

@@ -1,28 +1,57 @@
-# The tile of Hopper's forward pass, its registers, and the map of a block's shared memory, in bytes.
+# Tile shape, registers and shared memory of Hopper's forward pass.
+#
+# From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, CONSUMER_REGISTERS,
+# PRODUCER_REGISTERS, WATCHDOG, HAS_LENGTHS, SHARED_BYTES, NUM_LISTS, LIST_HEADER, LIST_CAPACITY and the offsets AT_* of
+# the parts of shared memory, which ForwardTile.smem lays out (cuda_common/sm90_launch.py):
+#
+#     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
+#     AT_K, AT_V            [STAGES][BLOCK_K][..]
+#     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
+#     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
+#     AT_OUT_READY          barriers, for each buffer of Q and warp group: O is in the buffer
+#     AT_TILE_DESCS         for each stage of K its tile descriptor
+#     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0
+#     AT_LISTS              lists of K/V tiles
 
-CLUSTER_SIZE = 1  # of a cluster
-LISTS, SLEEP = 2, 100  # of tiles that exist; nanoseconds of those who are not in a hurry
-BLOCK_Q, THREADS, COLUMNS, COLUMNS_QK = 64 * MMA_WARPGROUPS, 128 * (MMA_WARPGROUPS + 1), padded(HEAD_DIM_V), padded(HEAD_DIM)
+CLUSTER_SIZE = 1
+BLOCK_Q, THREADS = 64 * MMA_WARPGROUPS, 128 * (MMA_WARPGROUPS + 1)
+COLUMNS, COLUMNS_QK = padded(HEAD_DIM_V), padded(HEAD_DIM)  # of the products P V and Q K^T
 chunks_q, chunks_v = chunks(HEAD_DIM), chunks(HEAD_DIM_V)
-SUMS, SCORES, PACKED = COLUMNS // 2, BLOCK_K // 2, BLOCK_K // 4  # registers of a lane: output, scores, weights
-BYTES_Q = 64 * CHUNK_ROW * max(chunks_q, chunks_v)
+O_REGS, S_REGS, P_REGS = COLUMNS // 2, BLOCK_K // 2, BLOCK_K // 4  # registers of a lane
+BYTES_Q = 64 * CHUNK_ROW * max(chunks_q, chunks_v)  # of a warp group; also O's
 BYTES_K, BYTES_V = BLOCK_K * CHUNK_ROW * chunks_q, BLOCK_K * CHUNK_ROW * chunks_v
-AT_K = Q_BUFFERS * MMA_WARPGROUPS * BYTES_Q
-AT_V = AT_K + STAGES * BYTES_K
-AT_Q_PIPE = AT_V + STAGES * BYTES_V
-AT_K_PIPE = AT_Q_PIPE + 16 * Q_BUFFERS
-AT_V_PIPE = AT_K_PIPE + 16 * STAGES
-AT_LISTS_PIPE = AT_V_PIPE + 16 * STAGES
-AT_SOON = AT_LISTS_PIPE + 16 * LISTS  # the item is near its end
-AT_DONE = AT_SOON + 8  # for each buffer and group: its output is in the buffer
-AT_TILE_DESCS = AT_DONE + 8 * MMA_WARPGROUPS * Q_BUFFERS  # for each stage of K: tile << 8 | first of its item << 6 | groups' states
-AT_WORK_TILES = AT_TILE_DESCS + 4 * STAGES  # for each buffer of Q: an item
-AT_LISTS = AT_WORK_TILES + 12 * Q_BUFFERS
-# A list: an item's three words, of which the first is END after the last one; how many tiles here; the last tile of all
-# keys; bits of the first tile's tile_desc; whether there are no more of the item; then place << 8 | states of each tile.
-MOST, IN_LIST = 224, 28
-BYTES_LIST = IN_LIST + 4 * MOST
-assert AT_LISTS + LISTS * BYTES_LIST <= SHARED_BYTES  # which the host gives
-FIRST, END = 64, -1
-AHEAD = 12 if MASK_READS_ARRAYS else 4  # how many tiles before the end of an item the next one is taken
-TURN, MEETING = 1, 1 + MMA_WARPGROUPS  # numbers of barriers among warps, of each group; 0 is the block's
+
+# Tile descriptor: tile << 8 | FIRST_TILE if it begins a work tile | a state for each warp group's rows, two bits each.
+# END has the bit FIRST_TILE, too.
+FIRST_TILE, END = 64, -1
+
+# A list: a work tile's three words, the first of which is END behind the last one; how many entries; the last K/V tile
+# of all keys, from which indices count down; what the descriptor of the first tile has beyond its states; whether these
+# are the last tiles of the work tile. Then the entries, index << 8 | states.
+LIST_BYTES = LIST_HEADER + 4 * LIST_CAPACITY
+
+BACKOFF_NS = 100  # of waits off the critical path
+CLAIM_AHEAD = 12 if MASK_READS_ARRAYS else 4  # K/V tiles before the end of a work tile
+PING_PONG_BARRIER, WARPGROUP_BARRIER = 1, 1 + MMA_WARPGROUPS  # named barriers, of each warp group; 0 is the CTA's
+
+
+@device
+def work_tile_slot(base, number):
+    return base + AT_WORK_TILES + 12 * stage_of(number, Q_BUFFERS)
+
+
+@device
+def tile_desc_slot(base, n):
+    return base + AT_TILE_DESCS + 4 * stage_of(n, STAGES)
+
+
+@device
+def q_rows(base, number, wg):
+    """A warp group's rows of Q, later of O."""
+    return base + (stage_of(number, Q_BUFFERS) * MMA_WARPGROUPS + wg) * BYTES_Q
+
+
+@device
+def out_ready(base, number, wg):
+    """The barrier that says O is there."""
+    return base + AT_OUT_READY + 8 * (stage_of(number, Q_BUFFERS) * MMA_WARPGROUPS + wg)

@@ -1,32 +1,32 @@
-# What Hopper's kernels share: descriptors, rings of stages.
-#
-# Number n of what goes through a ring lies in stage n % STAGES. Whoever fills a stage waits until it is empty, whoever
-# reads it until it is full. What only comes, and never goes, is a ring without the second half of its barriers.
+# Descriptors of wgmma operands, and pipelines: circular buffers in shared memory with a full and an empty mbarrier for
+# each stage, as in CUTLASS. Index n of a sequence lies in stage n % stages. A pipeline is given by the address of its
+# barriers, the full ones first. One without a consumer_release has full barriers only.
 
-ROWS, WARP_ROWS, GROUP_THREADS = 2, 16, 128  # a warp group has 64 rows, a warp 16 of them, a lane 2 of these
+ROWS, WARP_ROWS, GROUP_THREADS = 2, 16, 128  # of a lane, of a warp; the threads of a warp group
 
 
 def along_rows(dim, rows):
-    """How far a descriptor moves on for each 16 columns of a tile of `rows` rows."""
+    """What each step of 16 columns adds to the descriptor of a tile of `rows` rows."""
     return tuple((k // 4 * rows * CHUNK_ROW + k % 4 * 32) >> 4 for k in range(padded(dim) // 16))
 
 
 def along_columns(keys):
-    """The same for each 16 rows."""
+    """What each step of 16 rows adds."""
     return tuple(k * 16 * CHUNK_ROW >> 4 for k in range(keys // 16))
 
 
 @device
 def descriptor(address, chunk):
-    """An operand's, but for what all have in common: its address and, for one that is read along columns, the distance
-    from chunk to chunk. Shared memory ends before 2^18; above that stands whose it is, of the CLUSTER_SIZE of a cluster.
+    """The lower half of a descriptor: address and, if it is read along columns, the stride from chunk to chunk.
+
+    In a cluster an address above 2^18 names the CTA, which a descriptor does not hold.
     """
     if CLUSTER_SIZE > 1:
         address = u32(address) & u32(0x3FFFF)
     return u32(u32(u32(address) >> u32(4)) + u32(chunk >> 4 << 16))
 
 
-# --- rings ------------------------------------------------------------------------------------------------------------
+# --- pipelines --------------------------------------------------------------------------------------------------------
 
 
 @device
@@ -35,19 +35,18 @@ def stage_of(n, stages):
 
 
 @device
-def full_barrier(ring, n, stages):
-    """The barrier at which number n's stage becomes full."""
-    return ring + 8 * stage_of(n, stages)
+def full_barrier(pipe, n, stages):
+    return pipe + 8 * stage_of(n, stages)
 
 
 @device
-def empty_barrier(ring, n, stages):
-    return full_barrier(ring + 8 * stages, n, stages)
+def empty_barrier(pipe, n, stages):
+    return full_barrier(pipe + 8 * stages, n, stages)
 
 
 @device
 def mbarrier_wait(barrier, parity):
-    if WATCHDOG:  # stop the kernel instead of hanging: a debugging aid
+    if WATCHDOG:  # a debugging aid: a deadlock becomes a fault
         begin = clock()
         while not mbarrier_try_wait(barrier, parity):
             if clock() - begin > 4000000000:
@@ -58,29 +57,29 @@ def mbarrier_wait(barrier, parity):
 
 @device
 def mbarrier_wait_backoff(barrier, parity, nanoseconds):
-    """The same where nobody is in a hurry: leaves the issue slots to others."""
+    """A wait off the critical path: sleeps between attempts, which leaves the issue slots to other warps."""
     while not mbarrier_try_wait(barrier, parity):
         nap(nanoseconds)
 
 
 @device
-def consumer_wait(ring, n, stages):
-    mbarrier_wait(full_barrier(ring, n, stages), u32(n) // u32(stages) & 1)
+def consumer_wait(pipe, n, stages):
+    mbarrier_wait(full_barrier(pipe, n, stages), u32(n) // u32(stages) & 1)
 
 
 @device
-def producer_acquire(ring, n, stages):
-    mbarrier_wait(empty_barrier(ring, n, stages), u32(n) // u32(stages) & 1 ^ 1)
+def producer_acquire(pipe, n, stages):
+    mbarrier_wait(empty_barrier(pipe, n, stages), u32(n) // u32(stages) & 1 ^ 1)
 
 
 @device
-def consumer_release(ring, n, stages):
-    """By a warp that is done with it."""
-    mbarrier_arrive_once(empty_barrier(ring, n, stages))
+def consumer_release(pipe, n, stages):
+    """One arrival for a warp that no longer reads the stage."""
+    mbarrier_arrive_once(empty_barrier(pipe, n, stages))
 
 
 @device
-def pipeline_init(ring, stages, fillers, readers):
+def pipeline_init(pipe, stages, producers, consumers):
     for i in range(stages):
-        mbarrier_init(ring + 8 * i, fillers)
-        mbarrier_init(ring + 8 * stages + 8 * i, readers)
+        mbarrier_init(pipe + 8 * i, producers)
+        mbarrier_init(pipe + 8 * stages + 8 * i, consumers)

@@ -1,0 +1,78 @@
+"""Sphinx: `make docs` builds the site into build/docs/html."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import flashkit
+
+project, author = "flashkit", "the flashkit authors"
+project_copyright = "the flashkit authors, Apache-2.0"
+version = release = flashkit.__version__
+
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx_gallery.gen_gallery",
+]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+templates_path = ["_templates"]
+exclude_patterns = ["examples", "gallery/**/*.py", "gallery/**/*.md5"]
+nitpicky = False
+
+# --- Markdown ---------------------------------------------------------------------------------------------------------
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+# --- the API from its docstrings --------------------------------------------------------------------------------------
+
+autosummary_generate = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # numpydoc's sections give types; the signatures would take a screen
+numpydoc_show_class_members = False
+numpydoc_show_inherited_class_members = False
+
+# --- the gallery ------------------------------------------------------------------------------------------------------
+
+sphinx_gallery_conf = {
+    "examples_dirs": "examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": "plot_",
+    "download_all_examples": False,
+    "show_signature": False,
+    "remove_config_comments": True,
+    "abort_on_example_error": True,
+    "copyfile_regex": "",
+}
+
+# --- HTML -------------------------------------------------------------------------------------------------------------
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"flashkit {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_theme_options = {
+    "logo": {"text": "flashkit"},
+    "header_links_before_dropdown": 7,
+    "show_toc_level": 2,
+    "navbar_end": ["theme-switcher"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+}
+html_sidebars = {"index": [], "getting-started": [], "howto": [], "coming-from": []}
+
+
+def escape_bars(_app: object, _what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Docstrings write absolute values as |q - k|, which reStructuredText takes for a substitution."""
+    lines[:] = [re.sub(r"\|([^|`]+ [^|`]+)\|", r"\\|\1\\|", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", escape_bars, priority=400)  # before numpydoc

@@ -1,0 +1,132 @@
+"""The argument block (arguments.py) as the host fills it: what follows from the plan and the operands of one call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...devices.io_model import CpuTile
+from ...mods import dropout
+from ...spec import Operands
+from . import arguments as at
+from . import modify
+from .micro.compile import addresses
+from .plan import CpuPlan
+
+MICRO_KERNELS = {
+    at.GEMM: "gemm", at.GEMM_ADD: "gemm_add", at.COLUMN_MAX: "column_max", at.EXP_SUM: "exp_sum",
+    at.PACK_TRANSPOSED: "pack_transposed", at.UNPACK_TRANSPOSED: "unpack_transposed",
+    at.SOFTMAX_BACKWARD: "softmax_backward",
+}  # fmt: skip
+BF16_PAIR_KERNELS = {
+    at.GEMM: "gemm_bf16_pairs", at.GEMM_ADD: "gemm_add_bf16_pairs", at.EXP_SUM_BF16_PAIRS: "exp_sum_bf16_pairs",
+    at.PACK_TRANSPOSED: "pack_columns", at.PACK_ROWS: "pack_rows", at.PACK_ROWS_T: "pack_rows_t",
+    at.ROUND_BF16_PAIRS: "round_bf16_pairs",
+}  # fmt: skip
+"""These replace the ones above where bf16 pairs are multiplied."""
+
+
+class ArgumentBlock:
+    """An argument block without the addresses of q, k, v, out and lse, the tiles' sizes and the scratch memory.
+
+    functions: the pass's generated functions. scores_whole: score tiles carry all of the scale. The object keeps alive
+    what its addresses point to, and no more.
+    """
+
+    def __init__(
+        self, plan: CpuPlan, operands: Operands, tile: CpuTile, functions: dict[str, int], *, scores_whole: bool
+    ) -> None:
+        self.args = args = np.zeros(at.SIZE, np.int64)
+        self.alive: list[np.ndarray] = []
+        spec = plan.problem.spec
+        registers = plan.register_block(tile, plan.bf16_pairs)
+        args[at.LANES], args[at.PANEL] = registers.lanes, registers.vectors * registers.lanes
+        micro = addresses(registers)
+        for index, name in (MICRO_KERNELS | (BF16_PAIR_KERNELS if plan.bf16_pairs else {})).items():
+            args[index] = micro[name]
+        for index, tensor in forward_tensors(operands):
+            args[index + 1 : index + 4] = _strides(tensor)
+        batch, heads, n_q, d = operands.q.shape
+        n_k = operands.k.shape[2]
+        args[at.BATCH], args[at.HEADS], args[at.GROUP] = batch, heads, spec.group
+        args[at.N_Q], args[at.N_K], args[at.DIM], args[at.DIM_V] = n_q, n_k, d, operands.v.shape[3]
+        args[at.KV_LENGTHS], args[at.Q_OFFSETS] = self.address(operands.kv_lengths), self.address(operands.q_offset)
+        # P before dropout is not yet rounded to bf16 pairs, and its exponentials take no scale.
+        whole = scores_whole or spec.score is not None or bool(operands.dropout_p)
+        self._set_scales(operands.scale, bool(plan.bf16_pairs), whole)
+        if operands.sinks is not None:
+            args[at.SINKS] = self.address(np.ascontiguousarray(operands.sinks, spec.lse_dtype))
+        args[at.CLASSIFY] = plan.classify
+        # A group larger than all tiles would only be halved again.
+        args[at.MAX_GROUP] = min(plan.max_group, 1 << max(n_q, n_k).bit_length())
+        if functions:
+            args[at.MODIFY], args[at.VISIT_DS] = functions["modify"], functions.get("visit_ds", 0)
+            args[at.HAS_SCORE], args[at.TRANSPOSED_TILES] = spec.score is not None, plan.transposed_tiles
+            args[at.VALUES] = self.address(self._values(plan, operands, micro))
+        if operands.dropout_p:
+            args[at.DROPOUT], args[at.DROPOUT_THRESHOLD] = 1, dropout.threshold(operands.dropout_p)
+            self._set_double(at.DROPOUT_SCALE, 1 / (1 - operands.dropout_p))
+            args[at.SEED] = np.uint64(operands.seed & (2**64 - 1)).astype(np.int64)
+
+    def address(self, array: np.ndarray) -> int:
+        self.alive.append(array)
+        return int(array.__array_interface__["data"][0])
+
+    def set_tensor(self, index: Any, array: np.ndarray) -> None:
+        """Address and strides of a tensor."""
+        self.args[index : index + 4] = (self.address(array), *_strides(array))
+
+    def set_tiles(self, block_q: int, block_k: int) -> None:
+        """Tile sizes, and the query tiles per head that follow from them."""
+        self.args[at.BLOCK_Q], self.args[at.BLOCK_K] = block_q, block_k
+        self.args[at.Q_TILES] = -(-int(self.args[at.N_Q]) // max(block_q, 1))
+
+    def _set_double(self, index: Any, value: float) -> None:
+        self.args[index] = np.float64(value).view(np.int64)
+
+    def _set_scales(self, scale: float, bf16_pairs: bool, scores_whole: bool) -> None:
+        """Distribute the scale. q * scale rounded to bfloat16 would be less exact than q, so bf16 pairs are packed with
+        the scale's sign and power of two alone. Its mantissa, 1 to 2, goes to the float32 scores: inside the softmax,
+        or, where a modification has to see true scores, by a pass over the tile before it.
+        """
+        rest = 1.0
+        if bf16_pairs and scale != 0 and math.isfinite(scale):
+            rest = 2 * math.frexp(abs(scale))[0]
+        in_tile, in_softmax = (rest, 1.0) if scores_whole else (1.0, rest)
+        for index, value in (
+            (at.SCALE, scale), (at.PACK_SCALE, scale / rest), (at.TILE_SCALE, in_tile),
+            (at.SOFTMAX_SCALE, in_softmax), (at.SOFTMAX_SCALE_LOG2, in_softmax * math.log2(math.e)),
+        ):  # fmt: skip
+            self._set_double(index, value)
+
+    def _values(self, plan: CpuPlan, operands: Operands, micro: dict[str, int]) -> np.ndarray:
+        """The modification's scalars and arrays in the order of the spec's slots (modify._prelude reads them), then the
+        addresses of the transposing micro-kernels.
+        """
+        entries: list[int] = []
+        for slot in plan.problem.spec.slots:
+            if slot.ndim is None:
+                value = operands.params[slot.name]
+                entries.append(int(value) if slot.kind == "int" else int(np.float64(value).view(np.int64)))
+            else:
+                array = operands.array(slot)
+                stored = modify.stored_dtype(str(slot.dtype))
+                same_size = np.dtype(stored).itemsize == array.itemsize
+                array = array.view(stored) if same_size else array.astype(stored)
+                entries += [self.address(array), *array.shape, *array.strides]
+        entries += [micro[f"transpose{size}"] for size in modify.TRANSPOSED_SIZES]
+        return np.array(entries, np.int64)
+
+
+def forward_tensors(operands: Operands) -> tuple[tuple[Any, np.ndarray], ...]:
+    """What the forward pass reads and writes, by the word in the block."""
+    return (
+        (at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.OUT, operands.out), (at.LSE, operands.lse),
+    )  # fmt: skip
+
+
+def _strides(array: np.ndarray) -> tuple[int, ...]:
+    """Strides of the batch, head and token axes, which a leading axis of splits may precede."""
+    return array.strides[-4:-1] if array.ndim >= 4 else array.strides

@@ -1,0 +1,108 @@
+"""Operands of the products in the accumulators' dtype, and the sums over them. specialise.py puts this text before the
+kernels'; operands_bf16_pairs.py takes its place where bfloat16 is multiplied in pairs.
+"""
+
+import numpy as np
+from numba import njit
+
+from flashkit.backends.cpu.arguments import *
+from flashkit.backends.cpu.functions import options
+from flashkit.backends.cpu.micro_calls import call_exp_sum, call_gemm
+from flashkit.backends.cpu.tile_ops import nonfinite_gemm, nonfinite_gemm_t
+
+K_PACK = 1
+"""Elements along the summed axis in one element of a packed operand."""
+
+RESCALE_THRESHOLD = ACCUM(8)
+"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^8 no sum comes near
+overflow, and none loses precision.
+"""
+
+
+@njit(**options)
+def padded(n):
+    """Rows of scratch memory for a head dim."""
+    return n
+
+
+@njit(**options)
+def load_tile(source, address):
+    """Rows as a left operand: in place, or widened into scratch memory at `address`."""
+    count, width = source.shape
+    if IN_PLACE:
+        return accum_tile(source.ctypes.data, count, width, source.strides[0])
+    target = accum_tile(address, count, width, width * ACCUM_SIZE)
+    for i in range(count):
+        for j in range(width):
+            target[i, j] = widen(source[i, j])
+    return target
+
+
+@njit(**options)
+def load_tile_t(args, source, address):
+    """Rows as columns of a left operand."""
+    return load_tile(source, address).T
+
+
+@njit(**options)
+def pack_tile(args, source, address):
+    """Rows as a right operand."""
+    return load_tile(source, address)
+
+
+@njit(**options)
+def load_query(source, target):
+    """A row of Q for decoding, padded with zeros."""
+    for i in range(len(target)):
+        target[i] = widen(source[i]) if i < len(source) else 0
+
+
+@njit(**options)
+def exp_sum(args, tile, m, l):
+    """S^T to P^T = e^(S^T - m); l += column sums."""
+    call_exp_sum(args[EXP_SUM], tile, m, l)
+
+
+@njit(**options)
+def accumulate(args, v_t, p_t, count, o_acc, nonfinite):
+    """O^T += V^T P^T over `count` keys."""
+    if nonfinite:
+        nonfinite_gemm_t(v_t, p_t, o_acc)
+    else:
+        call_gemm(args[GEMM_ADD], v_t, p_t, o_acc)
+
+
+@njit(**options)
+def zero_dkv(address, count, width, row_bytes):
+    """The accumulator of dK or dV of a key tile, set to 0."""
+    acc = accum_tile(address, count, width, width * ACCUM_SIZE)
+    acc[:] = 0
+    return acc
+
+
+@njit(**options)
+def store_dkv(args, acc, target, address):
+    """Round dK or dV of a key tile. Returns whether all of it is finite."""
+    finite = True
+    for i in range(target.shape[0]):
+        for j in range(target.shape[1]):
+            finite &= np.isfinite(acc[i, j])
+            target[i, j] = narrow(acc[i, j])
+    return finite
+
+
+@njit(**options)
+def _gemm_add(args, a, b, c, nonfinite):
+    """c += a @ b."""
+    if nonfinite:
+        nonfinite_gemm(a, b, c)
+    else:
+        call_gemm(args[GEMM_ADD], a, b, c)
+
+
+@njit(**options)
+def accumulate_gradients(args, p, ds, q, do, k, dq, dk, dv, address, nonfinite):
+    """dV += P^T dO, dK += dS^T Q, dQ += dS K."""
+    _gemm_add(args, p.T, do, dv, nonfinite)
+    _gemm_add(args, ds.T, q, dk, nonfinite)
+    _gemm_add(args, ds, k, dq, nonfinite)

@@ -1,0 +1,179 @@
+"""Operands of the products as bf16 pairs (micro/bf16_pairs.py): the functions of operands.py for bfloat16 that is not
+widened. specialise.py puts this text before the kernels'.
+
+A word holds two bfloat16 that follow each other along the summed axis. It passes for float32 where only its address
+counts.
+"""
+
+from numba import njit
+
+from flashkit.backends.cpu.arguments import *
+from flashkit.backends.cpu.functions import options
+from flashkit.backends.cpu.micro_calls import (
+    call_exp_sum,
+    call_exp_sum_bf16_pairs,
+    call_gemm,
+    call_pack_rows,
+    call_round_bf16_pairs,
+    call_unpack_transposed,
+)
+from flashkit.backends.cpu.views import matrix, tensor3, vector
+
+K_PACK = 2
+
+RESCALE_THRESHOLD = ACCUM(0)
+"""P is relative to the row_max itself: then its greatest element is 1, which bfloat16 holds exactly."""
+
+
+@njit(**options)
+def padded(n):
+    """Packing writes whole squares of 16 words."""
+    return (n + 15) // 16 * 16
+
+
+@njit(**options)
+def load_tile(source, address):
+    """Rows as words: in place, or, where a row ends within a word, copied to `address` with a zero after each."""
+    count, width = source.shape
+    words = (width + 1) // 2
+    if width % 2 == 0:
+        return accum_tile(source.ctypes.data, count, words, source.strides[0])
+    copy = matrix(address, count, width + 1, words * ACCUM_SIZE, STORAGE_SIZE, STORAGE)
+    for i in range(count):
+        for j in range(width):
+            copy[i, j] = source[i, j]
+        copy[i, width] = 0
+    return accum_tile(address, count, words, words * ACCUM_SIZE)
+
+
+@njit(**options)
+def load_tile_t(args, source, address):
+    """Rows as columns of a left operand: pairs of rows."""
+    count, width = source.shape
+    words = (count + 1) // 2
+    target = accum_tile(address, width, words, padded(words) * ACCUM_SIZE)
+    call_pack_rows(args[PACK_ROWS_T], source, target)
+    return target
+
+
+@njit(**options)
+def pack_tile(args, source, address):
+    """Rows as a right operand: pairs of rows."""
+    count, width = source.shape
+    target = accum_tile(address, (count + 1) // 2, width, padded(width) * ACCUM_SIZE)
+    call_pack_rows(args[PACK_ROWS], source, target)
+    return target
+
+
+@njit(**options)
+def load_query(source, target):
+    """A row of Q for decoding, padded with zeros."""
+    halves = vector(target.ctypes.data, K_PACK * len(target), STORAGE_SIZE, STORAGE)
+    for i in range(len(halves)):
+        halves[i] = source[i] if i < len(source) else 0
+
+
+@njit(**options)
+def exp_sum(args, tile, m, l):
+    """S^T to P^T, as bf16 pairs unless dropout follows; l += column sums of the unrounded P^T."""
+    if args[DROPOUT] != 0:
+        call_exp_sum(args[EXP_SUM], tile, m, l)
+    else:
+        call_exp_sum_bf16_pairs(args[EXP_SUM_BF16_PAIRS], tile, m, l, args[SOFTMAX_SCALE_LOG2])
+
+
+@njit(**options)
+def halves(words):
+    """The numbers of words: (rows, columns, 2)."""
+    rows, columns = words.shape
+    return tensor3(words.ctypes.data, rows, columns, 2, words.strides[0], words.strides[1], STORAGE_SIZE, STORAGE)
+
+
+@njit(**options)
+def halves_t(words):
+    """The numbers of words^T: (columns, rows, 2)."""
+    rows, columns = words.shape
+    return tensor3(words.ctypes.data, columns, rows, 2, words.strides[1], words.strides[0], STORAGE_SIZE, STORAGE)
+
+
+@njit(**options)
+def nonfinite_gemm_pairs(a, b, c):
+    """c += a @ b over halves of words; a zero in `b` skips its term, so that 0 * NaN and 0 * inf count as 0."""
+    for k in range(b.shape[0]):
+        for half in range(2):
+            for j in range(b.shape[1]):
+                y = widen(b[k, j, half])
+                if y != 0:
+                    for i in range(a.shape[0]):
+                        c[i, j] += widen(a[i, k, half]) * y
+
+
+@njit(**options)
+def accumulate(args, v_t, p_t, count, o_acc, nonfinite):
+    """O^T += V^T P^T over `count` keys. p_t: bf16 pairs, or float32 after dropout."""
+    words, columns = (count + 1) // 2, o_acc.shape[1]
+    pairs = accum_tile(p_t.ctypes.data, words, columns, p_t.strides[0])
+    if args[DROPOUT] != 0:
+        call_round_bf16_pairs(args[ROUND_BF16_PAIRS], p_t, pairs, 0, 0)
+    if nonfinite:
+        nonfinite_gemm_pairs(halves(v_t), halves(pairs), o_acc)
+    else:
+        call_gemm(args[GEMM_ADD], v_t, pairs, o_acc)
+
+
+@njit(**options)
+def zero_dkv(address, count, width, row_bytes):
+    """The accumulator of dK^T or dV^T of a key tile, set to 0. Transposed, so that P and dS are right operands."""
+    acc = accum_tile(address, width, count, row_bytes)
+    acc[:] = 0
+    return acc
+
+
+@njit(**options)
+def store_dkv(args, acc, target, address):
+    """Transpose and round dK or dV of a key tile. Returns whether all of it is finite."""
+    count, lanes = target.shape[0], args[LANES]
+    check = accum_row(address, lanes)
+    ones = accum_row(address + lanes * ACCUM_SIZE, count)
+    check[:], ones[:] = 0, 1
+    call_unpack_transposed(args[UNPACK_TRANSPOSED], acc, target, ones, check)
+    finite = True
+    for i in range(lanes):
+        finite &= check[i] == 0
+    return finite
+
+
+@njit(**options)
+def _add_dkv(args, tile, rows, acc, address, nonfinite):
+    """acc += rows^T tile, summed over the rows. tile: P or dS in float32, rounded to bf16 pairs in place."""
+    count, n = tile.shape
+    words, width = (count + 1) // 2, acc.shape[0]
+    pairs = accum_tile(tile.ctypes.data, words, n, tile.strides[0])
+    source = matrix(rows.ctypes.data, count, 2 * rows.shape[1], rows.strides[0], STORAGE_SIZE, STORAGE)
+    rows_t = accum_tile(address, width, words, padded(words) * ACCUM_SIZE)
+    call_pack_rows(args[PACK_ROWS_T], source, rows_t)
+    if nonfinite:
+        nonfinite_gemm_pairs(halves(rows_t), halves(pairs), acc)
+    else:
+        call_gemm(args[GEMM_ADD], rows_t, pairs, acc)
+
+
+@njit(**options)
+def accumulate_gradients(args, p, ds, q, do, k, dq, dk, dv, address, nonfinite):
+    """dV^T += dO^T P, dK^T += Q^T dS, dQ += dS K. `address`: scratch memory for dS and one transposed operand."""
+    rows, n = ds.shape
+    row_bytes = args[BLOCK_K] * STORAGE_SIZE
+    call_round_bf16_pairs(args[ROUND_BF16_PAIRS], p, p, 0, 0)
+    call_round_bf16_pairs(args[ROUND_BF16_PAIRS], ds, ds, address, row_bytes)
+    if n % 2 != 0:
+        stored = matrix(address, rows, n + 1, row_bytes, STORAGE_SIZE, STORAGE)
+        for i in range(rows):
+            stored[i, n] = 0
+    ds_words = accum_tile(address, rows, (n + 1) // 2, row_bytes)
+    transposed = address + padded(rows) * row_bytes
+    _add_dkv(args, p, do, dv, transposed, nonfinite)
+    _add_dkv(args, ds, q, dk, transposed, nonfinite)
+    if nonfinite:
+        nonfinite_gemm_pairs(halves_t(k), halves_t(ds_words), dq.T)
+    else:
+        call_gemm(args[GEMM_ADD], ds_words, k, dq)

@@ -1,0 +1,113 @@
+"""Launches: tile sizes, work tiles and scratch memory of a kernel for a number of threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ...spec import DTYPES, Operands
+from . import arguments as at
+from . import scratch, threads
+from .argument_block import ArgumentBlock
+from .micro.compile import addresses
+from .plan import CpuPlan
+
+MIN_SPLIT_KEYS = 512
+"""The fewest keys of a split in decoding on several threads."""
+
+SPLITS_PER_THREAD = 8
+"""Work tiles per thread in decoding, about: enough for threads of unequal speed to share."""
+
+DECODE_FLOP_COST = 4
+"""Time of a FLOP in decoding, which waits for memory, over that of one whose operands are in cache."""
+
+
+class Launch(NamedTuple):
+    """A complete argument block but for the addresses of the call's arrays and of its scratch memory."""
+
+    args: np.ndarray
+    address: int
+    memory: int  # bytes that a call needs: a copy of the block, and scratch memory
+
+
+def rounded(n: int, step: int) -> int:
+    """The least multiple of step, at least one of it, that n fits in."""
+    return max(-(-n // step), 1) * step
+
+
+def per_thread(size: int) -> int:
+    """Bytes from one thread's scratch memory to the next: no shared cache line, and different cache sets."""
+    return rounded(size, 64) + 64
+
+
+def padded_dims(plan: CpuPlan) -> tuple[int, int]:
+    """Head dims as scratch memory has room for: `padded` of kernels/operands.py and operands_bf16_pairs.py."""
+    spec = plan.problem.spec
+    d, dv = spec.head_dim, spec.head_dim_v
+    return (rounded(d, 16), rounded(dv, 16)) if plan.bf16_pairs else (d, dv)
+
+
+def num_threads(operands: Operands, flops_per_pair: float) -> int:
+    """Threads that are worth waking for the call."""
+    pairs = operands.q.shape[0] * operands.q.shape[1] * operands.q.shape[2] * operands.k.shape[2]
+    return threads.count() if pairs * flops_per_pair >= threads.SERIAL_FLOPS else 1
+
+
+def forward_flops_per_pair(plan: CpuPlan) -> int:
+    spec = plan.problem.spec
+    return 2 * (spec.head_dim + spec.head_dim_v) * (DECODE_FLOP_COST if plan.decodes else 1)
+
+
+def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Launch:
+    """kernels/forward.py. Blocks of queries shrink until each thread has a few."""
+    tile, args = plan.tile, block.args.copy()
+    panel, n_q, heads = int(args[at.PANEL]), int(args[at.N_Q]), int(args[at.BATCH] * args[at.HEADS])
+    block_q, block_k = rounded(min(tile.block_q, n_q), panel), rounded(tile.block_k, int(at.STRIP))
+    block_k = min(block_k, rounded(int(args[at.N_K]), int(at.STRIP)))
+    while block_q > panel and heads * -(-n_q // block_q) < 4 * thread_count:
+        block_q -= panel
+    d, dv = padded_dims(plan)
+    size = DTYPES[plan.problem.spec.lse_dtype].size
+    layout = scratch.forward_layout(block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]))
+    q_tiles = -(-n_q // block_q)
+    args[at.BLOCK_Q], args[at.BLOCK_K], args[at.Q_TILES] = block_q, block_k, q_tiles
+    args[at.WORK_TILES], args[at.KERNEL] = heads * q_tiles, plan.forward["forward"]
+    args[at.SCRATCH_BYTES] = per_thread(layout.total)
+    return _launch(args, int(args[at.SCRATCH_BYTES]) * thread_count, thread_count)
+
+
+def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Launch:
+    """kernels/decode.py. The keys are split until each thread has a few work tiles."""
+    spec, args = plan.problem.spec, block.args.copy()
+    size = DTYPES[spec.lse_dtype].size
+    lanes, n_k, heads = int(args[at.LANES]), int(args[at.N_K]), int(args[at.BATCH] * args[at.HEADS]) // spec.group
+    rows, block_k = spec.group * int(args[at.N_Q]), rounded(plan.tile.block_k, int(at.STRIP))
+    num_splits = 1
+    if thread_count > 1:
+        num_splits = max(1, min(-(-SPLITS_PER_THREAD * thread_count // heads), n_k // MIN_SPLIT_KEYS))
+    split_keys = rounded(-(-n_k // num_splits), block_k)
+    num_splits = max(1, -(-n_k // split_keys))
+    k_pack = 2 if plan.decode_bf16_pairs else 1
+    words = rounded(spec.head_dim, k_pack * lanes) // k_pack
+    layout = scratch.decode_layout(rows, spec.group, int(at.TILES_PER_STRETCH) * block_k, words, size)
+    args[at.BLOCK_K], args[at.NUM_SPLITS], args[at.SPLIT_KEYS] = block_k, num_splits, split_keys
+    args[at.WORK_TILES], args[at.KERNEL] = heads * num_splits, plan.forward["decode"]
+    args[at.SCRATCH_BYTES] = per_thread(layout.total)
+    args[at.PARTIALS] = args[at.SCRATCH_BYTES] * thread_count
+    args[at.PARTIAL_BYTES] = per_thread(scratch.partial_layout(rows, spec.head_dim_v, size).total)
+    # The gemv micro-kernels choose their own register blocks.
+    registers = replace(plan.register_block(plan.tile, plan.decode_bf16_pairs), rows=1, vectors=1)
+    micro = addresses(registers, gemv_kernels=True)
+    args[at.GEMV_QK], args[at.GEMV_SOFTMAX], args[at.GEMV_PV] = (
+        micro["gemv_qk"], micro["gemv_softmax"], micro["gemv_pv"],
+    )  # fmt: skip
+    slots = thread_count if num_splits == 1 else heads * num_splits
+    return _launch(args, int(args[at.PARTIALS] + args[at.PARTIAL_BYTES] * slots), thread_count)
+
+
+def _launch(args: np.ndarray, scratch_bytes: int, thread_count: int) -> Launch:
+    if thread_count > 1:
+        args[at.PARALLEL_FOR], args[at.THREAD_MAIN] = threads.parallel_for()
+    return Launch(args, args.ctypes.data, at.HEADER + scratch_bytes)

@@ -1,0 +1,96 @@
+"""The matrix product of tiles; conventions: vector.py.
+
+    gemm, gemm_add (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
+        c = a @ b, c += a @ b; rows x vectors x lanes of c are held in registers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from .register_block import RegisterBlock
+from .vector import I64, Loop, Memory, fill, fma, splat
+
+Multiply = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
+
+MAX_K_BLOCK = 64
+"""Terms that are summed in registers before they are added to c. Blocked summation rounds less often at the size of the
+result than one running sum.
+"""
+
+
+def emit_gemm(
+    builder: ir.IRBuilder,
+    args: Sequence[ir.Value],
+    element: ir.Type,
+    shape: RegisterBlock,
+    *,
+    accumulate: bool,
+    multiply: Multiply = fma,
+) -> None:
+    """c[i, j] (+)= sum_k a[i, k] b[k, j], in panels of vectors x lanes columns and blocks of `rows` rows.
+
+    multiply(builder, a, b, c): a * b + c of vectors.
+    """
+    b = builder
+    a, a_row, a_col, b_, b_row, c, c_row, m, n, k = args
+    rows, vectors, lanes = shape.rows, shape.vectors, shape.lanes
+    memory = Memory(b, element, lanes)
+    width = lanes * memory.size
+
+    k_block = k
+    if multiply is fma:  # at least two blocks, of at most MAX_K_BLOCK terms
+        k_block = b.sdiv(b.add(k, I64(1)), I64(2))
+        k_block = b.select(b.icmp_signed("<", k_block, I64(MAX_K_BLOCK)), k_block, I64(MAX_K_BLOCK))
+
+    def block(height: int, columns: int, i: ir.Value, j: ir.Value, mask: ir.Value | None) -> None:
+        offset = b.mul(j, I64(memory.size))
+        c_rows = [b.add(b.add(c, offset), b.mul(b.add(i, I64(x)), c_row)) for x in range(height)]
+        a_rows = [b.add(a, b.mul(b.add(i, I64(x)), a_row)) for x in range(height)]
+        zero = fill(memory.vector, 0.0)
+        outer = Loop(b, I64(0), k, k_block, [b.add(b_, offset), I64(0)])
+        with outer as (first, (b_at, a_at), advance_outer):
+            last = b.add(first, k_block)
+            last = b.select(b.icmp_signed("<", last, k), last, k)
+            inner = Loop(b, first, last, 1, [*[zero] * (height * columns), b_at, a_at])
+            with inner as (_, carried, advance):
+                *sums, b_at, a_at = carried
+                right = [memory.load(b.add(b_at, I64(v * width)), mask) for v in range(columns)]
+                new = []
+                for x in range(height):
+                    left = splat(b, memory.load_scalar(b.add(a_rows[x], a_at)), lanes)
+                    new += [multiply(b, left, right[v], sums[x * columns + v]) for v in range(columns)]
+                advance([*new, b.add(b_at, b_row), b.add(a_at, a_col)])
+            *sums, b_at, a_at = inner.results
+            overwrite = b.icmp_signed("==", first, I64(-1 if accumulate else 0))
+            for x in range(height):
+                for v in range(columns):
+                    at = b.add(c_rows[x], I64(v * width))
+                    before = b.select(overwrite, zero, memory.load(at, mask))
+                    memory.store(b.fadd(before, sums[x * columns + v]), at, mask)
+            advance_outer([b_at, a_at])
+        if not accumulate:
+            with b.if_then(b.icmp_signed("<=", k, I64(0))):
+                for x in range(height):
+                    for v in range(columns):
+                        memory.store(zero, b.add(c_rows[x], I64(v * width)), mask)
+
+    def panel(columns: int, j: ir.Value, mask: ir.Value | None) -> None:
+        i: ir.Value = I64(0)
+        for height in dict.fromkeys((rows, 4, 1)):
+            if height > rows:
+                continue
+            stop = b.sub(m, I64(height - 1))
+            with Loop(b, i, stop, height) as (at, _, _):
+                block(height, columns, at, j, mask)
+            done = b.sdiv(b.sub(m, i), I64(height))
+            i = b.add(i, b.mul(done, I64(height)))
+
+    wide = vectors * lanes
+    with Loop(b, I64(0), b.sub(n, I64(wide - 1)), wide) as (j, _, _):
+        panel(vectors, j, None)
+    rest = b.mul(b.sdiv(n, I64(wide)), I64(wide))
+    with Loop(b, rest, n, lanes) as (j, _, _):
+        panel(1, j, memory.tail_mask(b.sub(n, j)))

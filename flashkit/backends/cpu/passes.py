@@ -1,0 +1,111 @@
+"""The forward and the backward pass of a call: argument block, scratch memory, kernels in their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...spec import Gradients, Operands
+from ..base import Bound
+from . import arguments as at
+from . import scratch, scratch_pool, threads
+from .argument_block import ArgumentBlock, forward_tensors
+from .launch import (
+    Launch,
+    decode_launch,
+    forward_flops_per_pair,
+    forward_launch,
+    num_threads,
+    padded_dims,
+    per_thread,
+    rounded,
+)
+from .plan import CpuPlan
+
+ROW_BLOCK = 256
+"""Rows of a work tile of bwd_preprocess and bwd_postprocess."""
+
+
+def bind_forward(plan: CpuPlan, operands: Operands) -> Bound:
+    """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse)."""
+    block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False)
+    parallel = num_threads(operands, forward_flops_per_pair(plan)) > 1
+    make_launch = decode_launch if plan.decodes else forward_launch
+    launches: dict[int, Launch] = {}  # by number of threads
+    call = threads.entry("call")
+
+    def bound(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        count = threads.count() if parallel else 1
+        if (launch := launches.get(count)) is None:
+            launch = launches[count] = make_launch(plan, block, count)
+        _, template, size = launch
+        memory = scratch_pool.acquire(size)
+        try:
+            if threads.concurrent(count):
+                call(template, memory.address, count, q, k, v, out, lse)
+            else:
+                with threads.exclusive(count) as allowed:
+                    call(template, memory.address, allowed, q, k, v, out, lse)
+        finally:
+            scratch_pool.release(memory)
+
+    return bound
+
+
+def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
+    """bwd_preprocess (delta), backward (dK, dV, dq_accum), bwd_postprocess (dQ), and the gradient of the sinks."""
+    block = ArgumentBlock(plan, operands, plan.backward_tile, plan.modify_backward, scores_whole=True)
+    args, tile, spec = block.args, plan.backward_tile, plan.problem.spec
+    accumulator = np.dtype(spec.lse_dtype)
+    batch, heads, n_q, _ = operands.q.shape
+    heads_kv, n_k = operands.k.shape[1:3]
+    count = num_threads(operands, 5 * (spec.head_dim + spec.head_dim_v))
+    block_k = rounded(min(tile.block_k, n_k), int(at.STRIP))
+    block_q = min(rounded(tile.block_q, int(at.STRIP)), n_q)
+
+    # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum.
+    num_splits = min(-(-n_k // block_k), -(-count // (batch * heads_kv)))
+    bwd_lse, delta = np.empty((2, batch, heads, n_q), accumulator)
+    in_place = num_splits == 1 and gradients.dq.dtype == accumulator
+    dq_accum = gradients.dq if in_place else np.empty((num_splits, *operands.q.shape), accumulator)
+    tensors = {
+        at.DOUT: gradients.dout, at.DQ: gradients.dq, at.DK: gradients.dk, at.DV: gradients.dv,
+        at.DQ_ACCUM: dq_accum, at.BWD_LSE: bwd_lse, at.DELTA: delta, at.DLSE: gradients.dlse,
+    }  # fmt: skip
+    for index, tensor in (*forward_tensors(operands), *tensors.items()):
+        if tensor is not None:
+            block.set_tensor(index, tensor)
+    args[at.NUM_SPLITS] = num_splits
+    if spec.kv_lengths:  # keys past a sequence's length are in no tile
+        gradients.dk[...], gradients.dv[...] = 0, 0
+    row_blocks = batch * heads * -(-n_q // ROW_BLOCK)
+
+    block.set_tiles(ROW_BLOCK, block_k)
+    threads.run(plan.backward["bwd_preprocess"], args, row_blocks, count)
+    d, dv = padded_dims(plan)
+    layout = scratch.backward_layout(block_q, block_k, d, dv, accumulator.itemsize, 2 if plan.bf16_pairs else 1)
+    args[at.SCRATCH_BYTES] = per_thread(layout.total)
+    memory = scratch_pool.acquire(int(args[at.SCRATCH_BYTES]) * count)
+    args[at.SCRATCH] = memory.address
+    try:
+        for nonfinite in (0, 1):
+            # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
+            # fallback, which skips such terms.
+            args[at.NONFINITE], args[at.IS_NONFINITE] = nonfinite, 0
+            block.set_tiles(block_q, block_k)
+            threads.run(plan.backward["backward"], args, batch * heads_kv * num_splits, count)
+            if in_place:
+                if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
+                    args[at.IS_NONFINITE] = 1
+            else:
+                block.set_tiles(ROW_BLOCK, block_k)
+                threads.run(plan.backward["bwd_postprocess"], args, row_blocks, count)
+            if args[at.IS_NONFINITE] == 0:
+                break
+    finally:
+        scratch_pool.release(memory)
+    if gradients.dsinks is not None:
+        # d lse / d sink is the sink's weight, 0 in a row that sees nothing at all.
+        weight = np.exp(operands.sinks[None, :, None] - bwd_lse)
+        gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)

@@ -1,0 +1,140 @@
+"""Measured peaks of this CPU: FLOP/s and bandwidth, by the micro-kernels that attention uses.
+
+`peak_flops` times `gemm`, c = a @ b, with one row of a and c (strides of 0) and b in L1, so that its multiply-adds
+are the limit. `bandwidth` times `read`, which prefetches far ahead as the decode kernel does; without prefetching one
+thread does not reach the bandwidth.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+
+from ...devices.io_model import CpuTile
+from .micro.compile import addresses, kernels
+from .micro.read import LINE
+from .micro.register_block import RegisterBlock
+
+SAMPLE = 0.02
+"""Seconds of one sample, approximately."""
+
+MAX_SECONDS = 0.5
+"""Seconds after which a measurement takes no further sample."""
+
+PREFETCH_DISTANCE = 8192
+"""Bytes between what is read and what is prefetched."""
+
+
+def peak_flops(dtype: str, tile: CpuTile, threads: int, *, depth: int = 128, samples: int = 15) -> float:
+    """Measure the FLOP/s of `gemm` in the tile's register block on all threads at once, operands in L1.
+
+    Parameters
+    ----------
+    dtype
+        The type that is computed in: "float64" or "float32".
+    tile
+        Its register block is measured.
+    threads
+        Threads that multiply at the same time.
+    depth
+        Length of the sums, a typical head dim.
+    samples
+        The most samples; the best counts.
+
+    Returns
+    -------
+    float
+        FLOP/s of all threads together.
+    """
+    block, kind = RegisterBlock.of(dtype, tile), np.dtype(dtype)
+    width = block.vectors * block.lanes
+    rows = max(1, round(SAMPLE * 1e11 / (2 * width * depth * block.rows))) * block.rows
+
+    def work() -> tuple[Callable[[], None], object]:
+        a, b, c = np.ones(depth, kind), np.ones((depth, width), kind), np.empty(width, kind)
+        strides = (0, a.itemsize), b.strides[0], 0
+        return _gemm(block, a, b, c, *strides, rows, width, depth), (a, b, c)
+
+    return 2.0 * rows * width * depth * threads / min(_in_parallel(work, threads, samples))
+
+
+def bandwidth(nbytes: int, lanes: int, threads: int, *, samples: int = 15) -> float:
+    """Measure the bytes/s that all threads together read, each from an array of its own of about nbytes / threads.
+
+    An array larger than the last-level cache is read from main memory; one that fits a core's L2 is read from there.
+
+    Parameters
+    ----------
+    nbytes
+        Size of all arrays together.
+    lanes
+        float32 lanes of the vectors that are loaded.
+    threads
+        Threads that read at the same time.
+    samples
+        The most samples; the best counts.
+
+    Returns
+    -------
+    float
+        Bytes/s of all threads together.
+    """
+    lines = max(1, nbytes // threads // LINE)
+    times = max(1, round(SAMPLE * 2e10 / (LINE * lines)))
+
+    def work() -> tuple[Callable[[], None], object]:
+        array = np.ones(lines * LINE, np.uint8)
+        return reader(array, lanes, times), array
+
+    return float(LINE) * lines * times * threads / min(_in_parallel(work, threads, samples))
+
+
+def reader(array: np.ndarray, lanes: int, times: int = 1) -> Callable[[], None]:
+    """A function that reads the whole cache lines of a contiguous array `times` times."""
+    function = _function("read", RegisterBlock("float", 1, 1, lanes), gemv_kernels=True)
+    seen = np.empty(LINE, np.uint8)
+    arguments = array.ctypes.data, array.nbytes // LINE, times, PREFETCH_DISTANCE, seen.ctypes.data
+    return lambda keep=(array, seen): function(*arguments)  # type: ignore[misc]
+
+
+def _gemm(
+    block: RegisterBlock, a: np.ndarray, b: np.ndarray, c: np.ndarray,
+    a_strides: tuple[int, int], b_row: int, c_row: int, m: int, n: int, k: int,
+) -> Callable[[], None]:  # fmt: skip
+    """A call of the micro-kernel; ctypes releases the GIL during it."""
+    function = _function("gemm", block)
+    return lambda: function(a.ctypes.data, *a_strides, b.ctypes.data, b_row, c.ctypes.data, c_row, m, n, k)
+
+
+def _function(name: str, block: RegisterBlock, gemv_kernels: bool = False) -> Callable[..., None]:
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * kernels(block, gemv_kernels)[name][0])
+    return kind(addresses(block, gemv_kernels)[name])
+
+
+def _in_parallel(work: Callable[[], tuple[Callable[[], None], object]], threads: int, samples: int) -> list[float]:
+    """Seconds that all threads together take in each of up to `samples` rounds; each thread makes its own work."""
+    times: list[float] = []
+    barrier = threading.Barrier(threads, action=lambda: times.append(time.perf_counter()))
+
+    def run() -> None:
+        call, _arrays = work()
+        call()
+        barrier.wait()
+        # The barrier's action alone appends to `times`, so every thread sees the same list here and stops in the
+        # same round.
+        while len(times) <= samples and times[-1] - times[0] < MAX_SECONDS:
+            call()
+            barrier.wait()
+
+    others = [threading.Thread(target=run) for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    run()
+    for thread in others:
+        thread.join()
+    return [end - start for start, end in pairwise(times)]

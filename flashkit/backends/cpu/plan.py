@@ -1,0 +1,128 @@
+"""Plans of the CPU backend: tiles, how bfloat16 is multiplied, compiled kernels and generated functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ...devices.io_model import CpuTile
+from ...spec import Direction, Problem
+from . import bf16, modify, specialise
+from .micro.register_block import RegisterBlock
+
+DECODE_QUERIES = 8
+"""A power of two: with fewer queries per head, kernels/decode.py computes the forward pass."""
+
+DECODE_MIN_KEYS = 16
+"""A power of two: the fewest keys for decoding. Below, the forward kernel sums scores in the order of the backward
+pass, so that P of a row that sees one key is exactly 1 in both.
+"""
+
+DECODE_BLOCK_K = 64
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """Tiles and compiled functions for one spec; functions compile on first use."""
+
+    problem: Problem
+    tile: CpuTile
+    backward_tile: CpuTile
+    why: str
+    bf16_pairs: str = ""
+    """The instructions that multiply bf16 pairs (bf16.py); "" where operands are widened, and for other dtypes."""
+
+    @cached_property
+    def forward(self) -> dict[str, int]:
+        """Entries of the kernel of the forward pass: "forward" or "decode"."""
+        if self.decodes:
+            return specialise.kernel("decode", self.problem.spec.dtype, bf16_pairs=bool(self.decode_bf16_pairs))
+        return specialise.kernel("forward", self.problem.spec.dtype, bf16_pairs=bool(self.bf16_pairs))
+
+    @cached_property
+    def backward(self) -> dict[str, int]:
+        """Entries "bwd_preprocess", "backward" and "bwd_postprocess"."""
+        return specialise.kernel("backward", self.problem.spec.dtype, bf16_pairs=bool(self.bf16_pairs))
+
+    @cached_property
+    def classify(self) -> int:
+        """Address of the function that classifies a tile; 0 without a mask."""
+        return 0 if self.problem.spec.mask is None else modify.classify_function(self.problem.spec)
+
+    @cached_property
+    def modify_forward(self) -> dict[str, int]:
+        """Functions that the forward pass calls on a tile: "modify"; empty where nothing is modified."""
+        if not self.modifies:
+            return {}
+        return (modify.decode_functions if self.decodes else modify.forward_functions)(self.problem.spec)
+
+    @cached_property
+    def modify_backward(self) -> dict[str, int]:
+        """The same for the backward pass: "modify" and, with a score modification, "visit_ds"."""
+        return modify.backward_functions(self.problem.spec) if self.modifies else {}
+
+    @cached_property
+    def max_group(self) -> int:
+        """Tiles that are classified at once."""
+        return modify.max_group(self.problem.spec)
+
+    @cached_property
+    def transposed_tiles(self) -> int:
+        """Tiles of arrays that `modify` reads transposed."""
+        return len(modify.transposed_loads(self.problem.spec))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether kernels/decode.py computes the forward pass."""
+        return decodes(self.problem)
+
+    @property
+    def decode_bf16_pairs(self) -> str:
+        """As bf16_pairs, in decoding: with few queries, AMX tiles would be nearly empty."""
+        return self.bf16_pairs if self.bf16_pairs == "avx512bf16" else ""
+
+    @property
+    def modifies(self) -> bool:
+        return self.problem.spec.mask is not None or self.problem.spec.score is not None
+
+    def register_block(self, tile: CpuTile, bf16_pairs: str) -> RegisterBlock:
+        """What micro-kernels are compiled for."""
+        return RegisterBlock.of(self.problem.spec.dtype, tile, bf16_pairs)
+
+
+def make_plan(problem: Problem, profile: Any) -> CpuPlan:
+    name, reason = bf16.select() if problem.spec.dtype == "bfloat16" else ("", "")
+    tile, why = choose_tile(problem, profile, "forward", amx=name == "amx")
+    backward_tile, _ = choose_tile(problem, profile, "backward", amx=name == "amx")
+    if decodes(problem):
+        tile = replace(tile, block_k=DECODE_BLOCK_K)
+        why = f"fewer than {DECODE_QUERIES} queries: split over the keys, which are read once (kernels/decode.py)"
+    if not name:
+        return CpuPlan(problem, tile, backward_tile, why)
+    if name == "avx512bf16" and not tile.lanes == backward_tile.lanes == 16:
+        name, reason = "widen", "the tile has shorter vectors"
+    pairs = "" if name == "widen" else name
+    return CpuPlan(problem, tile, backward_tile, f"{why}; bfloat16 by {name}: {reason}", pairs)
+
+
+def decodes(problem: Problem) -> bool:
+    """Whether there are so few queries that the time is that of reading keys and values. Problems that share a plan,
+    those of one power of two, get one answer.
+    """
+    return problem.n_q < DECODE_QUERIES and problem.n_k >= DECODE_MIN_KEYS
+
+
+def choose_tile(problem: Problem, profile: Any, direction: Direction, *, amx: bool = False) -> tuple[CpuTile, str]:
+    """The tile of the profile's row for the spec, or the model's choice, and the reason. amx: rows for AMX go first."""
+    from ...devices import io_model
+
+    spec = problem.spec
+    tables = [f"cpu_amx.{direction}"] * amx + [f"cpu.{direction}"]
+    found = (profile.tile(table, spec.dtype, spec.head_dim, spec.masked) for table in tables)
+    row = next(filter(None, found), None)
+    model = io_model.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction)
+    if row is None:
+        return model, "no row of the profile applies; the model's choice"
+    lanes, rows, vectors = row.lanes or model.lanes, row.rows or model.rows, row.vectors or model.vectors
+    return CpuTile(row.block_q, row.block_k, lanes, rows, vectors), row.why or "the profile's row"

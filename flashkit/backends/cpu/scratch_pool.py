@@ -1,0 +1,33 @@
+"""Scratch memory that calls borrow and return: fresh pages cost more than a small call."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+
+class Scratch:
+    """Memory for all threads of a call, from an address that is a multiple of 64 on."""
+
+    __slots__ = ("address", "array", "size")
+
+    def __init__(self, size: int) -> None:
+        self.array, self.size = np.empty(size + 64, np.uint8), size
+        start = int(self.array.__array_interface__["data"][0])
+        self.address = start + -start % 64
+
+
+_free: deque[Scratch] = deque(maxlen=16)
+
+
+def acquire(size: int) -> Scratch:
+    """Memory of at least this size, the caller's own until `release`. Free memory that is too small is dropped."""
+    try:
+        scratch = _free.pop()
+    except IndexError:
+        return Scratch(size)
+    return scratch if scratch.size >= size else Scratch(size)
+
+
+release = _free.append

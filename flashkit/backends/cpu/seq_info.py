@@ -1,0 +1,45 @@
+"""Where one sequence of a batch lies and how long it is. Only `seq_info` reads sizes, kv_lengths and q_offset."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from .arguments import KV_LENGTHS, N_K, N_Q, Q_OFFSETS
+from .functions import options
+from .views import integer_at, matrix, vector
+
+
+class SeqInfo(NamedTuple):
+    """Sizes and offsets of one (batch entry, head); integers of 64 bits."""
+
+    row_offset: Any  # first row of Q, O and their gradients
+    n_q: Any
+    key_offset: Any  # first row of K, V and their gradients
+    n_k: Any
+    first_position: Any  # position of row 0 among the keys, q_offset
+
+
+@njit(**options)
+def seq_info(args: Any, b: int, h: int) -> SeqInfo:
+    n_k = min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])  # never more keys than there are
+    return SeqInfo(np.int64(0), args[N_Q], np.int64(0), n_k, integer_at(args[Q_OFFSETS] + 8 * b))
+
+
+@njit(**options)
+def tokens(
+    args: Any, tensor: int, b: int, h: int, first: int, count: int, width: int, itemsize: int, dtype: Any
+) -> Any:
+    """View of tokens first ... first + count - 1 of one head of a tensor: (count, width)."""
+    address = args[tensor] + b * args[tensor + 1] + h * args[tensor + 2] + first * args[tensor + 3]
+    return matrix(address, count, width, args[tensor + 3], itemsize, dtype)
+
+
+@njit(**options)
+def row_stats(args: Any, tensor: int, seq: SeqInfo, b: int, h: int, first: int, count: int, dtype: Any) -> Any:
+    """View of one number per row of a head: LSE, dLSE, delta. (count,)"""
+    row = seq.row_offset + first
+    address = args[tensor] + b * args[tensor + 1] + h * args[tensor + 2] + row * args[tensor + 3]
+    return vector(address, count, args[tensor + 3], dtype)

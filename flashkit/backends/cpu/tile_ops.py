@@ -1,0 +1,139 @@
+"""What the kernels do to a tile of scores between the products: scale, modify, dropout; and the products of the
+non-finite fallback.
+
+`args` is the argument block (arguments.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from ...mods import dropout as philox
+from .arguments import (
+    DROPOUT_SCALE,
+    DROPOUT_THRESHOLD,
+    HAS_SCORE,
+    MODIFY,
+    PARTIAL,
+    SEED,
+    TILE_SCALE,
+    VALUES,
+    VISIT_DS,
+)
+from .functions import options
+from .micro_calls import call_modify, call_transpose, call_visit_ds
+from .seq_info import SeqInfo
+from .views import double_from_bits
+
+MULTIPLIER_0, MULTIPLIER_1 = map(np.uint64, philox.MULTIPLIERS)
+WEYL_0, WEYL_1 = map(np.uint64, philox.WEYL)
+ROUNDS = philox.ROUNDS
+LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+@njit(**options)
+def scale_tile(args: Any, tile: Any) -> None:
+    """Multiply scores by the part of the scale that neither packing nor the softmax applies."""
+    factor = tile.dtype.type(double_from_bits(args[TILE_SCALE]))
+    if factor != 1:
+        for i in range(tile.shape[0]):
+            for j in range(tile.shape[1]):
+                tile[i, j] *= factor
+
+
+@njit(**options)
+def transpose(micro_kernel: int, source: Any, target: Any) -> None:
+    """target = source^T, by the micro-kernel where rows are contiguous."""
+    if source.strides[1] == source.itemsize:
+        call_transpose(micro_kernel, source, target)
+    else:
+        for j in range(target.shape[0]):
+            for i in range(target.shape[1]):
+                target[j, i] = source[i, j]
+
+
+@njit(**options)
+def modify(args: Any, seq: SeqInfo, state: int, tile: Any, extra: int, b: int, h: int, row0: int, k0: int) -> None:
+    """Apply the score modification and the mask to a tile in place; masked pairs become -inf.
+
+    extra: address of scratch memory for transposed arrays (forward) or for d score / d s (backward).
+    """
+    if args[MODIFY] != 0 and (state == PARTIAL or args[HAS_SCORE] != 0):
+        q0 = row0 + seq.first_position
+        rows, columns = tile.shape
+        address, row_stride = tile.ctypes.data, tile.strides[0]
+        call_modify(args[MODIFY], address, extra, row_stride, rows, columns, b, h, row0, q0, k0, args[VALUES])
+
+
+@njit(**options)
+def visit_ds(args: Any, seq: SeqInfo, p: Any, ds: Any, slopes: int, b: int, h: int, row0: int, k0: int) -> None:
+    """The hook at which dS of a tile is complete: the generated function applies the chain rule of the score
+    modification, dS *= d score / d s.
+    """
+    if args[VISIT_DS] != 0:
+        q0 = row0 + seq.first_position
+        rows, columns = ds.shape
+        call_visit_ds(
+            args[VISIT_DS], p.ctypes.data, ds.ctypes.data, slopes, ds.strides[0], rows, columns, b, h, row0, q0, k0,
+            args[VALUES],
+        )  # fmt: skip
+
+
+@njit(**options)
+def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
+    """flashkit.mods.dropout.philox on one counter; 32-bit words in 64-bit integers."""
+    for _ in range(ROUNDS):
+        p0, p1 = MULTIPLIER_0 * c0, MULTIPLIER_1 * c2
+        c0, c1, c2, c3 = (p1 >> SHIFT32) ^ c1 ^ k0, p1 & LOW32, (p0 >> SHIFT32) ^ c3 ^ k1, p0 & LOW32
+        k0, k1 = (k0 + WEYL_0) & LOW32, (k1 + WEYL_1) & LOW32
+    return c0, c1, c2, c3
+
+
+@njit(**options)
+def dropout(args: Any, tile: Any, keys_first: bool, b: int, h: int, row0: int, k0: int) -> None:
+    """Multiply kept pairs by 1 / (1 - p) and set dropped ones to 0, whatever they hold.
+
+    The tile's axes are (keys, rows) where keys_first holds, else (rows, keys).
+    """
+    seed, limit = np.uint64(args[SEED]), np.uint64(args[DROPOUT_THRESHOLD])
+    key0, key1 = seed & LOW32, seed >> SHIFT32
+    factor = tile.dtype.type(double_from_bits(args[DROPOUT_SCALE]))
+    keys, rows = (tile.shape[0], tile.shape[1]) if keys_first else (tile.shape[1], tile.shape[0])
+    c2, c3 = np.uint64(h), np.uint64(b)
+    for group in range(k0 // 4, (k0 + keys + 3) // 4):
+        c0 = np.uint64(group) & LOW32
+        for i in range(rows):
+            words = _philox(c0, np.uint64(row0 + i), c2, c3, key0, key1)
+            for lane in range(4):
+                j = group * 4 + lane - k0
+                if 0 <= j < keys:
+                    kept = words[lane] >= limit
+                    if keys_first:
+                        tile[j, i] = tile[j, i] * factor if kept else 0
+                    else:
+                        tile[i, j] = tile[i, j] * factor if kept else 0
+
+
+@njit(**options)
+def nonfinite_gemm(a: Any, b: Any, c: Any) -> None:
+    """c += a @ b; a zero in `a` skips its term, so that 0 * NaN and 0 * inf count as 0."""
+    for i in range(a.shape[0]):
+        for k in range(a.shape[1]):
+            x = a[i, k]
+            if x != 0:
+                for j in range(b.shape[1]):
+                    c[i, j] += x * b[k, j]
+
+
+@njit(**options)
+def nonfinite_gemm_t(a: Any, b: Any, c: Any) -> None:
+    """c += a @ b; a zero in `b` skips its term."""
+    for k in range(b.shape[0]):
+        for j in range(b.shape[1]):
+            x = b[k, j]
+            if x != 0:
+                for i in range(a.shape[0]):
+                    c[i, j] += a[i, k] * x

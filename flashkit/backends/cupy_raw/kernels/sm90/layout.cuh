@@ -1,0 +1,96 @@
+// Tile shape, registers and shared memory of Hopper's forward pass.
+//
+// From the head: BLOCK_K, MMA_WARPGROUPS, STAGES, Q_BUFFERS, PACK_GQA, PING_PONG, ROW_SUM_BY_MMA, NUM_TERMS,
+// CONSUMER_REGISTERS, PRODUCER_REGISTERS, WATCHDOG, HAS_LENGTHS, READS_ARRAYS, POSITIONS, FAR, SHARED_BYTES,
+// LIST_HEADER, LIST_CAPACITY and the offsets AT_* of the parts of shared memory, which ForwardTile.smem lays out
+// (cuda_common/sm90_launch.py):
+//
+//     AT_Q                  [Q_BUFFERS][MMA_WARPGROUPS][64][..]; O on its way out lies there, too
+//     AT_K, AT_V            [STAGES][BLOCK_K][..]
+//     AT_ONES               a chunk of ones behind every V, where ROW_SUM_BY_MMA
+//     AT_Q_PIPE, AT_K_PIPE, AT_V_PIPE, AT_LIST_PIPE     full and empty barriers
+//     AT_CLAIM              barrier: the work tile is near its end, so the scheduler may claim the next one
+//     AT_OUT_READY          barriers, for each buffer of Q and warp group: O is in the buffer
+//     AT_TILE_DESCS         for each stage of K its tile descriptor
+//     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0
+//     AT_LISTS              two WorkTileLists
+//     AT_SCALES, AT_AFFINE  softmax scales; for each consumer warp the row-uniform part of its AffineScore
+#pragma once
+#include "sm90/pipeline.cuh"
+#include "sm90/fp16x2_terms.cuh"
+#include "common/positions.cuh"
+
+constexpr int BLOCK_Q = 64 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1), COLUMNS = padded(HEAD_DIM_V);
+
+// float32 elements come as NUM_TERMS float16 terms and leave as float32.
+constexpr bool IS_FLOAT32 = STORAGE == FLOAT32, FP16X2 = IS_FLOAT32 && NUM_TERMS == 2;
+// 2^80: scores stay finite; 2^-126: -inf stays -inf.
+constexpr float MAX_SCALE = 1.2089258e24f, MIN_SCALE = 1.1754944e-38f;
+
+constexpr int CHUNKS_K = NUM_TERMS * chunks(HEAD_DIM), CHUNKS_V = NUM_TERMS * chunks(HEAD_DIM_V);  // of Q and K, of V
+constexpr int OUT_COLUMNS = IS_FLOAT32 ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
+constexpr int CHUNK_BYTES = BLOCK_K * CHUNK_ROW;  // of K or V
+constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);  // of a warp group; also O's
+constexpr int BYTES_K = CHUNK_BYTES * CHUNKS_K, BYTES_V = CHUNK_BYTES * CHUNKS_V;
+
+// Registers of a lane. Where ROW_SUM_BY_MMA the last four of O are sums of P.
+constexpr int O_REGS = COLUMNS / 2 + 4 * ROW_SUM_BY_MMA, S_REGS = BLOCK_K / 2, P_REGS = BLOCK_K / 4;
+
+constexpr int AFFINE_BYTES = 24;  // of AT_AFFINE, for a warp
+
+// Tile descriptor: tile << 8 | FIRST_TILE if it begins a work tile | a State for each warp group's rows, two bits each.
+// END has the bit FIRST_TILE, too. NO_DESC equals no descriptor.
+constexpr int FIRST_TILE = 64, END = -1, NO_DESC = -2;
+
+// ROW_SUM_BY_MMA: one chunk of ones follows the chunks of V of every stage, as the last column block of the second
+// product. A descriptor has a single chunk stride, so the stages of V have different strides, and with two chunks of V
+// a stage of K lies in between.
+static_assert(!ROW_SUM_BY_MMA || CHUNKS_V == 1 || (CHUNKS_V == 2 && CHUNKS_K == 2 && STAGES == 2), "no room for ones");
+DEVICE constexpr int at_k(int stage) {
+    return ROW_SUM_BY_MMA && CHUNKS_V == 2 ? AT_ONES - (5 + 3 * stage) * CHUNK_BYTES : AT_K + stage * BYTES_K;
+}
+DEVICE constexpr int chunk_stride_v(int stage) {
+    return ROW_SUM_BY_MMA ? (1 + CHUNKS_V * stage) * CHUNK_BYTES : CHUNK_BYTES;
+}
+DEVICE constexpr int at_v(int stage) {
+    return ROW_SUM_BY_MMA ? AT_ONES - CHUNKS_V * chunk_stride_v(stage) : AT_V + stage * BYTES_V;
+}
+
+// For each warp group.
+enum NamedBarrier { PING_PONG_BARRIER = 1, WARPGROUP_BARRIER = PING_PONG_BARRIER + MMA_WARPGROUPS };
+
+struct WorkTile {
+    int b, h, row0;  // h: the first of PACK_GQA query heads, whose rows alternate
+    start offset;    // position of row 0, if it is in range
+};
+
+DEVICE Pipeline<Q_BUFFERS> q_pipe(unsigned base) { return Pipeline<Q_BUFFERS>::at(base + AT_Q_PIPE); }
+DEVICE Pipeline<STAGES> k_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_K_PIPE); }
+DEVICE Pipeline<STAGES> v_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_V_PIPE); }
+DEVICE Pipeline<2> list_pipe(unsigned base) { return Pipeline<2>::at(base + AT_LIST_PIPE); }
+
+// A warp group's rows of Q, later of O, in a buffer; the barrier that says O is there; the buffer's work tile.
+DEVICE unsigned q_rows(unsigned base, int buffer, int wg) { return base + (buffer * MMA_WARPGROUPS + wg) * BYTES_Q; }
+DEVICE unsigned out_ready(unsigned base, int buffer, int wg) {
+    return base + AT_OUT_READY + 8 * (buffer * MMA_WARPGROUPS + wg);
+}
+DEVICE unsigned work_tile_slot(unsigned base, int buffer) { return base + AT_WORK_TILES + 12 * buffer; }
+DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) { return base + AT_TILE_DESCS + 4 * (n % STAGES); }
+
+// The rows that warp group `wg` has of work tile `number` of this CTA.
+DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int wg) {
+    const unsigned slot = work_tile_slot(base, number % Q_BUFFERS);
+    const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)),
+        row0 = uniform(load_word(slot + 8)) + 64 * wg;
+    return {b, h, row0, (start)offset_of(p, b)};
+}
+
+// A lane's row among the 64 of its warp group.
+DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
+
+// Head and token of a packed row; rows past the end stand for the last one.
+struct HeadRow { int h, row; };
+DEVICE HeadRow clamped_row(const Params& p, int h, int row) {
+    const int last = (int)p.n_q * PACK_GQA - 1, index = row < last ? row : last;
+    return {h + index % PACK_GQA, index / PACK_GQA};
+}

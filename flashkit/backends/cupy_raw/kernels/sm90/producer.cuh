@@ -1,0 +1,82 @@
+// The producer: one thread issues TMA loads of K, V and Q for every K/V tile of every work tile that the scheduler
+// lists.
+#pragma once
+#include "sm90/tile_scheduler.cuh"
+
+struct KvTile { int tile, head, b; };
+
+// Where K and V come from: contiguous tensors.
+struct KvSource {
+    const TensorMap &k_map, &v_map;
+    __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
+        mbarrier_arrive_expect_tx(barrier, BYTES_K);
+        load_tile<1, CHUNKS_K, BLOCK_K>(target, k_map, at.tile * BLOCK_K, at.head, at.b, barrier);
+    }
+    __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
+            unsigned barrier) const {
+        mbarrier_arrive_expect_tx(barrier, BYTES_V);
+        load_tile<1, CHUNKS_V, BLOCK_K>(target, v_map, at.tile * BLOCK_K, at.head, at.b, barrier, 0, chunk_stride);
+    }
+};
+
+// Writes a work tile to its slot, and loads its rows. b: END tells consumers and the store warp to stop.
+DEVICE void load_q(const TensorMap& q_map, unsigned base, unsigned number, int b, int h, int row0) {
+    const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
+    pipe_q.producer_acquire(number);
+    const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, buffer), full = pipe_q.full_barrier(number);
+    store_word(slot, b), store_word(slot + 4, h), store_word(slot + 8, row0);
+    if (b == END) {
+        mbarrier_arrive(full);
+    } else {
+        mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * CHUNKS_K);
+#pragma unroll 1
+        for (int wg = 0; wg < MMA_WARPGROUPS; ++wg)
+            load_tile<PACK_GQA, CHUNKS_K, 64>(q_rows(base, buffer, wg), q_map, (row0 + 64 * wg) / PACK_GQA,
+                h / PACK_GQA, b, full);
+    }
+}
+
+// V follows K one tile later, as consumers need it. Q follows the first K of its work tile: consumers begin with a K
+// tile before they release the previous Q, so this order cannot deadlock.
+DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
+                     unsigned base, const WorkTileList* lists) {
+    const Pipeline<STAGES> pipe_k = k_pipe(base), pipe_v = v_pipe(base);
+    const Pipeline<2> pipe_lists = list_pipe(base);
+    const KvSource kv{k_map, v_map};
+    const bool late = claims_late(p);
+    unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
+    KvTile previous{0, 0, 0};
+    auto load_previous_v = [&]() {
+        pipe_v.producer_acquire(n - 1);
+        const unsigned stage = (n - 1) % STAGES;
+        kv.load_v(previous, base + at_v(stage), chunk_stride_v(stage), pipe_v.full_barrier(n - 1));
+    };
+#pragma unroll 1
+    for (unsigned c = 0;; ++c) {
+        pipe_lists.consumer_wait(c);
+        const WorkTileList& work = lists[c % 2];
+        const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
+        if (b == END) break;
+        const int claim_at = !late || !work.ends ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0;
+        if (claim_at == count) mbarrier_arrive(base + AT_CLAIM);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const int entry = work.list.entry[i], tile = work.last_tile - (entry >> 8),
+                first = i == 0 ? work.first_bits : 0;
+            if (i == claim_at) mbarrier_arrive(base + AT_CLAIM);
+            pipe_k.producer_acquire(n);
+            store_word(tile_desc_slot(base, n), tile << 8 | first | (entry & 63));
+            kv.load_k({tile, head, b}, base + at_k(n % STAGES), pipe_k.full_barrier(n));
+            if (n > 0) load_previous_v();
+            previous = {tile, head, b};
+            ++n;
+            if (first) load_q(q_map, base, number++, b, work.h, work.row0);
+        }
+        mbarrier_arrive(pipe_lists.empty_barrier(c));
+    }
+    if (n > 0) load_previous_v();
+    pipe_k.producer_acquire(n);
+    store_word(tile_desc_slot(base, n), END);
+    mbarrier_arrive(pipe_k.full_barrier(n));
+    load_q(q_map, base, number, END, 0, 0);
+}

@@ -1,0 +1,193 @@
+"""`flashkit autotune`: all targets of the backends that can be tuned here, within a budget of time, and a report."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ... import dispatch
+from ...devices import profiles
+from ...spec import ITEMSIZE
+from ..bench.environment import BackgroundLoad, background_warning
+from ..console import stdout
+from . import profile
+from .cpu import TunableCpu
+from .cuda import TunableCuda
+from .log import Log
+from .search import Outcome, Search
+from .targets import Effort, Target, TileRunner, TunableBackend
+
+BACKENDS = "cpu", "cupy_raw", "numba_cuda"
+DEFAULT_BACKENDS = BACKENDS[:2]
+
+MIN_TIME = 6.0
+"""Seconds that a target gets while any are left: a small budget is better spent on few targets than on all of them."""
+
+
+def autotune(
+    *, quick: bool = False, dtypes: Sequence[str] | None = None, budget: float | None = None, resume: bool = True,
+    output: Path | None = None, backend: str | None = None, clock: Callable[[], float] = time.monotonic,
+    tuned: Sequence[TunableBackend] | None = None,
+) -> list[Outcome]:  # fmt: skip
+    """Tune backends and write a profile of each device; prints a report on stdout and progress on stderr.
+
+    Parameters
+    ----------
+    quick
+        Few candidates, the most used sizes.
+    dtypes
+        Only these.
+    budget
+        Seconds for each backend, after which nothing more is started. What was found by then is written.
+    resume
+        Go on with the log of an interrupted run. False: discard it.
+    output
+        The file of the profile, instead of one in the user's profile directory.
+    backend
+        "cpu", "cupy_raw" or "numba_cuda". By default the first two, as far as they are available.
+    clock, tuned
+        For tests: a simulated clock, simulated backends.
+
+    Returns
+    -------
+    list of Outcome
+        One for each target that was timed.
+
+    Raises
+    ------
+    ValueError
+        For an unknown dtype, for a backend that is unknown or cannot be tuned here, and for one output of several
+        backends.
+
+    Examples
+    --------
+    >>> from flashkit.tools.autotune.command import autotune
+    >>> outcomes = autotune(quick=True, dtypes=["float32"], budget=60.0, backend="cpu")  # doctest: +SKIP
+    """
+    for dtype in dtypes or ():
+        if dtype not in ITEMSIZE:
+            raise ValueError(f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}")
+    backends = tunable_backends(backend) if tuned is None else tuned
+    if output is not None and len(backends) > 1:
+        names = " or ".join(tunable.backend for tunable in backends)
+        raise ValueError(f"--output is the profile of one device; choose its backend by --backend {names}")
+    return [outcome for one in backends for outcome in _tune(one, quick, dtypes, budget, resume, output, clock)]
+
+
+def tunable_backends(backend: str | None = None) -> list[TunableBackend]:
+    """The backend of this name, or by default those of DEFAULT_BACKENDS that are available.
+
+    Raises
+    ------
+    ValueError
+        If the backend is unknown or not available.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not tuned; {', '.join(BACKENDS)} are")
+    reasons = {name: _unavailable(name) for name in (DEFAULT_BACKENDS if backend is None else (backend,))}
+    if backend is not None and reasons[backend]:
+        raise ValueError(f"backend {backend!r} cannot be tuned here: {reasons[backend]}")
+    available = [name for name, reason in reasons.items() if not reason]
+    registry: Any = dispatch.registry()
+    return [TunableCpu() if name == "cpu" else TunableCuda(registry[name]) for name in available]
+
+
+def _unavailable(name: str) -> str:
+    """Why a backend cannot run here; empty if it can."""
+    if name not in dispatch.registry():
+        return "it is not installed"
+    return dispatch.registry()[name].available().reason
+
+
+def log_path(tunable: TunableBackend) -> Path:
+    """The log of this device with these versions of flashkit's kernels and of the software they depend on."""
+    identity = repr(tunable.identity())
+    slug = re.sub(r"[^a-z0-9]+", "-", str(profiles.criteria(tunable.kind)["name"]).lower()).strip("-")
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
+    return profiles.user_dir().parent / "autotune" / f"{tunable.backend}-{slug}-{digest}.jsonl"
+
+
+def _tune(
+    tunable: TunableBackend, quick: bool, dtypes: Sequence[str] | None, budget: float | None, resume: bool,
+    output: Path | None, clock: Callable[[], float],
+) -> list[Outcome]:  # fmt: skip
+    """Tune one backend."""
+    effort = tunable.effort(quick)
+    end = clock() + (effort.budget if budget is None else budget)
+    log, targets = Log(log_path(tunable), tunable.tile, resume), tunable.targets(effort, dtypes)
+    with BackgroundLoad() as load:
+        outcomes = list(_search(tunable, targets, log, effort, end, clock))
+    path = profile.write(profile.profile_of(outcomes, log.peaks, tunable), output)
+    dispatch.forget()
+    profiles.forget()
+    _report(outcomes, targets, log, path, tunable, background_warning(load.share))
+    return outcomes
+
+
+def _search(
+    tunable: TunableBackend, targets: Sequence[Target], log: Log, effort: Effort, end: float,
+    clock: Callable[[], float],
+) -> Iterator[Outcome]:  # fmt: skip
+    """Search target by target, each with an equal share of the time that is left, but no less than MIN_TIME."""
+    runner: TileRunner = tunable.runner(effort, targets)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    steps = 2 * effort.blocks + effort.shapes + 5
+    # Without auto_refresh: its thread would take a core from the timed calls ten times a second.
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("bandwidths and peak FLOP/s", total=steps * len(targets) + 1)
+        if log.peaks is None:
+            log.add(tunable.measure_peaks())
+        best: dict[tuple[str, ...], float] = {}
+        for number, target in enumerate(targets):
+            progress.update(task, description=str(target), completed=1 + number * steps, refresh=True)
+            left = end - clock()
+            deadline = clock() + min(left, max(left / (len(targets) - number), MIN_TIME))
+            step = lambda: progress.update(task, advance=1, refresh=True)
+            rival_gflops = best.get(target.problem, 0.0)
+            outcome = Search(target, runner, log, effort, deadline, clock, step, rival_gflops).run()
+            if outcome is not None:
+                best[target.problem] = max(rival_gflops, outcome.gflops)
+                yield outcome
+
+
+def _report(
+    outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path, tunable: TunableBackend, warning: str
+) -> None:
+    """Print the measured peaks, a table of the outcomes, what is unfinished, and the paths that were written."""
+    console = stdout()
+    if log.peaks is not None:
+        p, (slow, middle, fast) = log.peaks, tunable.levels
+        flops = ", ".join(f"{dtype} {1000 * value:.0f}" for dtype, value in p.peak_tflops.items())
+        console.print(
+            f"bandwidth in GB/s: {slow} {p.bandwidth_gbs:.1f}, {middle} {p.l2_bandwidth_gbs:.0f}, "
+            f"{fast} {p.l1_bandwidth_gbs:.0f}; peak GFLOP/s: {flops}"
+        )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("for", "tile", "GFLOP/s", "speed-up", "tried", "wrong"):
+        table.add_column(name, justify="left" if name in ("for", "tile") else "right", no_wrap=True)
+    for o in outcomes:
+        gain = "as before" if o.tile == o.before else f"{o.gain:.2f} x"
+        table.add_row(str(o.target), str(o.tile), f"{o.gflops:.1f}", gain, str(o.tried), str(o.wrong or ""))
+    console.print(table)
+    faster = [o for o in outcomes if o.tile != o.before]
+    if faster:
+        best = max(faster, key=lambda o: o.gain)
+        console.print(f"{len(faster)} of {len(outcomes)} got faster, most of all {best.target}: {best.gain:.2f} x")
+    done = [o.target for o in outcomes]
+    failed = [t for t in targets if t not in done and any(trial.status != "ok" for trial in log.of(t.key))]
+    for target in failed:
+        console.print(f"{target}: every tile tried gives wrong results; please report it with the log")
+    unfinished = len(targets) - len(failed) - sum(o.complete for o in outcomes)
+    if unfinished:
+        console.print(f"the time was up with {unfinished} of {len(targets)} unfinished: run again to resume")
+    if warning:
+        console.print(warning)
+    console.print(f"profile  {path}\nlog      {log.path}")

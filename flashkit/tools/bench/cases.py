@@ -1,0 +1,172 @@
+"""The attention problems of the benchmark, and the suites that `flashkit bench --suite` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...spec import Direction
+
+Arrays = tuple[np.ndarray, ...]
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+BLOCK = 128
+"""Queries and keys of a block of the random block mask."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem; arrays are (batch, heads, tokens, head_dim).
+
+    n_k, heads_kv: by default as n_q and heads. window: keys that a query sees, the last one at its own position. kept:
+    share of the blocks of BLOCK x BLOCK pairs that a random block mask keeps.
+    """
+
+    n_q: int
+    head_dim: int = 64
+    heads: int = 8
+    dtype: str = "float32"
+    causal: bool = False
+    batch: int = 1
+    n_k: int | None = None
+    heads_kv: int | None = None
+    window: int | None = None
+    kept: float | None = None
+
+    @property
+    def keys(self) -> int:
+        return self.n_q if self.n_k is None else self.n_k
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key/value head."""
+        return self.heads // (self.heads_kv or self.heads)
+
+    @property
+    def masked(self) -> bool:
+        """Whether there is a window or a block mask."""
+        return self.window is not None or self.kept is not None
+
+    @property
+    def grid(self) -> np.ndarray:
+        """The blocks that the random block mask keeps: as many in each row of blocks, the diagonal one among them."""
+        assert self.kept is not None
+        rows, columns = -(-self.n_q // BLOCK), -(-self.keys // BLOCK)
+        order = np.random.default_rng(1).random((rows, columns))
+        order[np.arange(rows), np.arange(rows) * columns // rows] = -1
+        return order.argsort(1).argsort(1) < max(1, round(self.kept * columns))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `attention`."""
+        from ...mods.block_mask import BlockMask
+
+        options: dict[str, Any] = {"causal": self.causal}
+        if self.window is not None:
+            options["window"] = (self.window - 1, 0)
+        if self.kept is not None:
+            options["block_mask"] = BlockMask.from_dense(self.grid, BLOCK, BLOCK, self.n_q, self.keys)
+        return options
+
+    @property
+    def visible(self) -> np.ndarray | None:
+        """The visible pairs as a Boolean array (queries, keys); None if all are."""
+        if not (self.causal or self.masked):
+            return None
+        positions, keys = np.arange(self.n_q)[:, None] + self.keys - self.n_q, np.arange(self.keys)
+        causal = self.causal or self.window is not None
+        visible = keys <= positions if causal else np.ones((self.n_q, self.keys), bool)
+        if self.window is not None:
+            visible &= keys > positions - self.window
+        if self.kept is not None:
+            visible &= self.grid.repeat(BLOCK, 0)[: self.n_q].repeat(BLOCK, 1)[:, : self.keys]
+        return visible
+
+    def arrays(self, seed: int = 0) -> Arrays:
+        """q, k, v and dout, normally distributed."""
+        import ml_dtypes
+
+        rng = np.random.default_rng(seed)
+        kind = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        queries = self.batch, self.heads, self.n_q, self.head_dim
+        keys = self.batch, self.heads // self.group, self.keys, self.head_dim
+        return tuple(rng.standard_normal(shape, np.float32).astype(kind) for shape in (queries, keys, keys, queries))
+
+    @property
+    def label(self) -> str:
+        heads = f"{self.heads}" if self.group == 1 else f"{self.heads}:{self.heads // self.group}"
+        batch = f"batch {self.batch}, " if self.batch > 1 else ""
+        mask = ", causal" if self.causal else ""
+        mask += f", window {self.window}" if self.window is not None else ""
+        mask += f", {self.kept:.0%} of blocks" if self.kept is not None else ""
+        return f"{batch}heads {heads}, {self.n_q} x {self.keys}, head dim {self.head_dim}, {self.dtype}{mask}"
+
+
+def dense(case: Case) -> Case:
+    """The case without a mask."""
+    return replace(case, window=None, kept=None, causal=False)
+
+
+def dense_flops(case: Case, direction: Direction) -> float:
+    """FLOPs of the case without a mask."""
+    return 4.0 * case.batch * case.heads * case.n_q * case.keys * case.head_dim * (1 if direction == "forward" else 2.5)
+
+
+def directions(case: Case) -> tuple[Direction, ...]:
+    """The passes that are timed: decoding, a single query, has no backward pass."""
+    return ("forward",) if case.n_q == 1 else DIRECTIONS
+
+
+# --- suites -----------------------------------------------------------------------------------------------------------
+
+LENGTHS = (512, 2048, 8192)
+
+
+def _grid(dtype: str, lengths: Sequence[int]) -> list[Case]:
+    return [Case(n, d, dtype=dtype, causal=causal) for n in lengths for d in (64, 128) for causal in (False, True)]
+
+
+SUITES: dict[str, list[Case]] = {
+    "float32": _grid("float32", LENGTHS),
+    "bfloat16": _grid("bfloat16", LENGTHS),
+    "float16": _grid("float16", LENGTHS[:2]),
+    "float64": _grid("float64", LENGTHS[:2]),
+    "masks": [Case(8192, causal=True, window=512), Case(8192, kept=0.25)],
+    "decode": [
+        Case(1, 128, heads=32, heads_kv=8, n_k=32768, dtype=dtype) for dtype in ("float32", "bfloat16")
+    ],
+    "small": [Case(n) for n in (16, 64, 128)],
+}  # fmt: skip
+"""The suites on a CPU, by name."""
+
+QUICK = [case for case in SUITES["float32"] if case.n_q <= 2048 and case.head_dim == 64]
+
+CUDA_SUITES: dict[str, list[Case]] = {
+    **{
+        dtype: [
+            Case(n, d, 2048 // d, dtype, causal, batch=16384 // n)
+            for d in dims for causal in (False, True) for n in lengths
+        ]
+        for dtype, dims, lengths in (
+            ("bfloat16", (64, 128, 256), (1024, 4096, 16384)),
+            ("float16", (64, 128), (1024,)),
+            ("float32", (64, 128), (1024, 4096)),
+        )
+    },
+    "decode": [
+        Case(1, 128, 32, "bfloat16", heads_kv=8, n_k=n_k, batch=batch)
+        for batch, n_k in ((1, 32768), (16, 32768), (1, 131072))
+    ],
+    "masks": [
+        *(Case(16384, 128, 16, "bfloat16", kept=kept) for kept in (0.5, 0.25, 0.1)),
+        Case(16384, 128, 16, "bfloat16", window=1024),
+    ],
+}  # fmt: skip
+"""The suites on a CUDA device: 16,384 tokens in all and heads times head dim of 2048, as in the benchmark of the
+FlashAttention-2 paper."""
+
+CUDA_QUICK = [case for case in CUDA_SUITES["bfloat16"] if case.n_q == 4096 and case.head_dim == 128]

@@ -1,0 +1,147 @@
+"""`flashkit bench`: a run over cases, its progress, its table and its result file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..console import stdout
+from . import measure
+from .baselines import missing
+from .cases import Case, directions
+from .environment import background_warning, describe, now
+from .platforms import PLATFORMS, Platform
+from .results import Result, append
+from .table import table
+
+
+def main(
+    *, quick: bool = False, output: Path | None = None, baselines: Sequence[str] | None = None,
+    sizes: Sequence[int] | None = None, suites: Sequence[str] = ("all",), device: str = "cpu",
+) -> int:  # fmt: skip
+    """Run the benchmark: a table on stdout, progress and errors on stderr.
+
+    Parameters
+    ----------
+    quick
+        Few cases, few rounds.
+    output
+        Append results to this file as lines of JSON.
+    baselines
+        Names of the platform's baselines; by default those that are installed.
+    sizes
+        Numbers of tokens, instead of a suite.
+    suites
+        Names of the platform's suites, or "all".
+    device
+        "cpu" or "cuda".
+
+    Returns
+    -------
+    int
+        The exit status: 0, 1 if a package or a device is missing, 2 for an unknown name.
+
+    Examples
+    --------
+    >>> from flashkit.tools.bench.command import main
+    >>> main(quick=True, baselines=["numpy"], sizes=[64])  # doctest: +SKIP
+    0
+    """
+    try:
+        platform = PLATFORMS[device]()
+    except (KeyError, RuntimeError) as error:
+        problem = f"{device} is none of {', '.join(PLATFORMS)}" if isinstance(error, KeyError) else str(error)
+        return _error(f"--device: {problem}", 2 if isinstance(error, KeyError) else 1)
+    options = ("--baselines", baselines or (), [*platform.baselines]), ("--suite", suites, ["all", *platform.suites])
+    for option, given, known in options:
+        if unknown := [name for name in given if name not in known]:
+            return _error(f"{option}: {', '.join(unknown)} is none of {', '.join(known)}", 2)
+    if lacking := [package for name in baselines or () for package in missing(name, platform.requires)]:
+        return _error(f"--baselines: pip install {' '.join(lacking)}", 1)
+    names = list(platform.baselines if baselines is None else dict.fromkeys(baselines))
+    for name, packages in {name: missing(name, platform.requires) for name in names}.items():
+        if packages:
+            names.remove(name)
+            print(f"{name} is left out: pip install {' '.join(packages)}", file=sys.stderr)
+    if sizes:
+        cases = [Case(n, causal=causal) for n in sizes for causal in (False, True)]
+    else:
+        named = [cases for name, cases in platform.suites.items() if {name, "all"} & set(suites)]
+        cases = list(platform.quick) if quick else [case for cases in named for case in cases]
+    rounds, budget = (7, 5.0) if quick else (20, 4.0) if platform.is_cpu else (20, 0.6)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    results: list[Result] = []
+    # Without auto_refresh: its thread would take a core from the timed calls ten times a second.
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("", total=sum(len(directions(case)) for case in cases))
+        on_start = lambda label: progress.update(task, description=label, refresh=True)
+        for result in run(cases, names, rounds=rounds, budget=budget, on_start=on_start, platform=platform):
+            results.append(result)
+            if output is not None:
+                append(output, result)
+            progress.advance(task)
+    console = stdout()
+    console.print(table(results, names))
+    console.print(describe(results[-1].machine))
+    if warning := background_warning(max(result.background_load or 0.0 for result in results)):
+        console.print(warning)
+    if output is not None:
+        console.print(f"written to {output}")
+    return 0
+
+
+def run(
+    cases: Sequence[Case], baselines: Sequence[str], *, rounds: int, budget: float, on_start: Callable[[str], None],
+    platform: Platform,
+) -> Iterator[Result]:  # fmt: skip
+    """Measure every case in its directions; on_start gets the label of each."""
+    from ...backends.cpu import threads
+
+    # Baselines are imported before flashkit starts its threads: Numba's OpenMP layer enables nested parallelism in the
+    # whole process, and a PyTorch that is imported later shares its OpenMP runtime and becomes far slower.
+    for name in baselines:
+        for package in platform.requires.get(name, ()):
+            import_module(package)
+    started, count = now(), threads.count()
+    for case in cases:
+        for direction in directions(case):
+            on_start(f"{case.label}, {direction}")
+            with _blas_threads(count) if platform.is_cpu else nullcontext():
+                yield measure.measure(
+                    case, direction, baselines, run=started, rounds=rounds, budget=budget, threads=count,
+                    platform=platform, with_memory=platform.is_cpu and _shows_memory(case),
+                )  # fmt: skip
+
+
+def _shows_memory(case: Case) -> bool:
+    """Whether memory is measured: in a few long cases, because each takes a process of its own."""
+    plain = case.dtype == "float32" and not case.causal and not case.masked
+    return plain and ((case.keys >= 2048 and case.head_dim == 64) or case.n_q == 1)
+
+
+def _blas_threads(count: int) -> AbstractContextManager[Any]:
+    """Limit NumPy's matrix product to as many threads as flashkit uses, if threadpoolctl is installed."""
+    from ...devices import host
+
+    if count == host.cpu_count():
+        return nullcontext()
+    if find_spec("threadpoolctl") is None:
+        problem = f"flashkit uses {count} of {host.cpu_count()} cores, and NumPy may use all"
+        print(f"warning: {problem}; pip install threadpoolctl, or set OPENBLAS_NUM_THREADS", file=sys.stderr)
+        return nullcontext()
+    limits: AbstractContextManager[Any] = import_module("threadpoolctl").threadpool_limits(count, user_api="blas")
+    return limits
+
+
+def _error(message: str, status: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return status

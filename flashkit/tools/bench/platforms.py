@@ -1,0 +1,66 @@
+"""The platforms of the benchmark: this CPU, and the CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...spec import Direction, Verdict
+from . import cases
+from .baselines import BASELINES, REQUIRES
+from .cases import Case
+from .contender import Contender, Yardstick, with_flashkit
+from .environment import cuda_machine, machine
+from .yardsticks import yardsticks
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What differs between the CPU and a CUDA device.
+
+    synchronize: waits for asynchronous calls. is_cpu: the load of other processes and idle threads matter, and the
+    process's memory is measured.
+    """
+
+    suites: Mapping[str, Sequence[Case]]
+    quick: Sequence[Case]
+    baselines: Mapping[str, Contender]
+    requires: Mapping[str, tuple[str, ...]]
+    flashkit: Contender
+    arrays: Callable[[Case], Any]
+    machine: Callable[..., dict[str, Any]]
+    yardsticks: Callable[[Case, Any, Direction, Sequence[str], int], dict[str, Yardstick]]
+    synchronize: Callable[[], object] = lambda: None
+    is_cpu: bool = True
+
+
+def cpu() -> Platform:
+    return Platform(cases.SUITES, cases.QUICK, BASELINES, REQUIRES, with_flashkit, Case.arrays, machine, yardsticks)
+
+
+def cuda() -> Platform:
+    """The current CUDA device.
+
+    Raises
+    ------
+    RuntimeError
+        If the CuPy backend is not available; the message says why.
+    """
+    from ... import dispatch
+    from . import baselines_cuda
+
+    backend = dispatch.registry().get("cupy_raw")
+    verdict = backend.available() if backend else Verdict(False, "cupy_raw is not installed")
+    if not verdict:
+        raise RuntimeError(verdict.reason)
+    import cupy
+
+    return Platform(
+        cases.CUDA_SUITES, cases.CUDA_QUICK, baselines_cuda.BASELINES, baselines_cuda.REQUIRES,
+        baselines_cuda.with_flashkit, baselines_cuda.arrays_of, cuda_machine, baselines_cuda.yardsticks,
+        cupy.cuda.runtime.deviceSynchronize, is_cpu=False,
+    )  # fmt: skip
+
+
+PLATFORMS = {"cpu": cpu, "cuda": cuda}

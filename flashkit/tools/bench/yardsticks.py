@@ -1,0 +1,87 @@
+"""The yardsticks of a CPU case: rates that flashkit's own rate is compared with, timed in the same rounds."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from ...api import plan
+from ...spec import Direction
+from .cases import Arrays, Case, dense, dense_flops
+from .contender import Yardstick, with_flashkit
+
+SMALL = 128
+"""Queries and keys up to which the overhead of a call over its kernel is measured."""
+
+SGEMM = 2048
+"""Rows, columns and depth of the matrix product that a float32 case is compared with."""
+
+
+def yardsticks(
+    case: Case, arrays: Arrays, direction: Direction, baselines: Collection[str], threads: int
+) -> dict[str, Yardstick]:
+    """The yardsticks of a case, by name.
+
+    sgemm: PyTorch's float32 matrix product, for long float32 cases. dense: flashkit without the mask, for masked cases.
+    read: all threads read as many bytes as keys and values have, for decoding. kernel, planned: the compiled kernel
+    alone and the call of `flashkit.plan`, for small cases.
+    """
+    found: dict[str, Yardstick] = {}
+    if "torch" in baselines and case.dtype == "float32" and case.n_q >= 2048 and not case.masked:
+        import torch
+
+        a, b, out = torch.randn(3, SGEMM, SGEMM).unbind()
+        found["sgemm"] = Yardstick(partial(torch.matmul, a, b, out=out), 2.0 * SGEMM**3)
+    if case.masked:
+        found["dense"] = Yardstick(with_flashkit(dense(case), arrays, direction, 0).call, dense_flops(case, direction))
+    if max(case.n_q, case.keys) <= SMALL and direction == "forward" and not case.masked:
+        q, k, v, _ = arrays
+        found["planned"] = Yardstick(partial(plan(q, k, v, **case.options), q, k, v))
+        found["kernel"] = Yardstick(_kernel(case, q, k, v))
+    if case.n_q == 1:
+        found["read"] = Yardstick(_read(arrays[1:3], threads), float(arrays[1].nbytes + arrays[2].nbytes), "byte")
+    return found
+
+
+def _read(arrays: Arrays, threads: int) -> Callable[[], object]:
+    """All threads together read these arrays, a part each."""
+    from ...backends.cpu.peaks import reader
+    from ...devices import host
+
+    lanes = host.lanes_of(host.cpu_features())
+    parts = [np.array_split(array.view(np.uint8).reshape(-1), threads) for array in arrays]
+    loops = [[reader(part, lanes) for part in own] for own in zip(*parts)]
+    pool = ThreadPoolExecutor(threads)
+
+    def work(own: list[Callable[[], None]]) -> None:
+        for loop in own:
+            loop()
+
+    return lambda: list(pool.map(work, loops))
+
+
+def _kernel(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Callable[[], object]:
+    """The compiled kernel alone, launched with the argument block that a call has left in its scratch memory."""
+    from ...backends.cpu import arguments, scratch_pool, threads
+
+    out, planned = np.empty_like(q), plan(q, k, v, return_lse=True, backend="cpu", **case.options)
+    expected, _ = planned(q, k, v)
+    _, lse = planned(q, k, v, out=out)
+    memory = scratch_pool.acquire(0)  # the scratch memory that was returned last
+    block = (ctypes.c_int64 * int(arguments.SIZE)).from_address(memory.address)
+    workers = threads.count() if block[int(arguments.PARALLEL_FOR)] else 1
+    launch, address = threads.entry("launch"), memory.address
+    out[...] = 0
+
+    def start() -> object:
+        launch(address, workers)
+        return memory, planned, q, k, v, out, lse  # the block points into these: the closure keeps them alive
+
+    start()
+    if not np.array_equal(out, expected):
+        raise RuntimeError("the argument block that a call leaves behind is not that of its kernel")
+    return start

@@ -1,0 +1,75 @@
+"""The command line. Each command is a thin layer over a function that a program can call as well.
+
+With --json a command prints one JSON value on stdout and nothing else there; progress, warnings and errors go to
+stderr. Exit status: 0 done, 1 the answer is no (a malformed profile, an unsupported problem, a missing package),
+2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from . import cache, demo, explain, measuring, profiles, status
+
+app = typer.Typer(
+    name="flashkit",
+    help="Exact attention on NumPy and CuPy arrays: what runs here, why, and how fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
+)
+app.command()(status.info)
+app.command()(status.doctor)
+app.command()(explain.explain)
+app.command()(measuring.autotune)
+app.command()(measuring.bench)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,  # --help is passed to the demo
+)(demo.demo)
+app.add_typer(profiles.app, name="profile", no_args_is_help=True)
+app.add_typer(cache.app, name="cache", no_args_is_help=True)
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments
+        The words after `flashkit`.
+
+    Returns
+    -------
+    int
+        The exit status.
+
+    Examples
+    --------
+    >>> from flashkit.tools import cli
+    >>> cli.run(["explain", "--shape", "5"])
+    2
+    """
+    try:
+        app(arguments, prog_name="flashkit")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(metadata.version("flashkit"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,99 @@
+"""`flashkit cache`: compiled kernels on disk."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from .common import Json, fail, print_json
+
+app = typer.Typer(help="Compiled kernels on disk.")
+
+
+@app.command("path")
+def cache_path(as_json: Json = False) -> None:
+    """Print the directory of the compiled kernels; with --json also their number and size.
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if the directory is invalid or another user can write it.
+    """
+    from ...devices import kernel_cache
+
+    try:
+        path = str(kernel_cache.path())
+    except OSError as error:
+        raise fail(error) from None
+    if as_json:
+        used = kernel_cache.usage()
+        print_json({"path": path, **asdict(used)})
+    else:
+        print(path)
+
+
+@app.command("clear")
+def cache_clear(as_json: Json = False) -> None:
+    """Remove all compiled kernels; they are compiled again when they are needed.
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if the directory is invalid or another user can write it.
+    """
+    from ...devices import kernel_cache
+    from .. import doctor
+
+    try:
+        removed = kernel_cache.clear()
+    except OSError as error:
+        raise fail(error) from None
+    if as_json:
+        path = str(kernel_cache.path())
+        print_json({"path": path, "files": removed.files, "kernels": removed.kernels, "bytes": removed.bytes})
+    else:
+        print(f"removed {removed.files} files ({removed.kernels} kernels, {doctor.size(removed.bytes)})")
+
+
+@app.command("warm")
+def cache_warm(
+    dtype: Annotated[list[str] | None, typer.Option(help="A dtype to compile for; may be repeated.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="A head dim to compile for; may be repeated.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile the kernels of plain and causal attention now, in parallel, instead of in the first calls.
+
+    Example: flashkit cache warm --dtype bfloat16 --head-dim 128
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if a kernel does not compile or run, 2 for an unknown dtype or head dim.
+    """
+    from ...spec import ITEMSIZE, MAX_HEAD_DIM
+    from .. import warm
+
+    for name in dtype or ():
+        if name not in ITEMSIZE:
+            raise fail(f"--dtype {name}: expected one of {', '.join(ITEMSIZE)}", 2)
+    for d in head_dim or ():
+        if not 1 <= d <= MAX_HEAD_DIM:
+            raise fail(f"--head-dim {d}: expected 1 to {MAX_HEAD_DIM}", 2)
+    started, failed, found = time.perf_counter(), 0, []
+    for one in warm.warm(dtype or warm.DTYPES, head_dim or warm.HEAD_DIMS):
+        failed += bool(one.error)
+        found.append(one._asdict())
+        if not as_json:
+            print(f"{one.backend}: {one.label}: {one.error or f'{one.seconds:.1f} s'}")
+    if as_json:
+        print_json(found)
+    else:
+        print(f"{len(found)} kinds of calls, {failed} failed, {time.perf_counter() - started:.1f} s")
+    if failed:
+        raise typer.Exit(1)

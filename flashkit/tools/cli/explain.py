@@ -1,0 +1,133 @@
+"""`flashkit explain`: what a call would do, described by options instead of arrays."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+
+from .common import Json, fail, numbers, print_json
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+ARRAYS = ("numpy", "cupy")
+LAYOUTS = ("bhnd", "bnhd")
+
+
+def explain(
+    shape: Annotated[str, typer.Option(help="Of q: batch, heads, queries, head dim (or fewer axes).")] = "1,8,2048,64",
+    keys: Annotated[int | None, typer.Option(help="Number of keys (default: as many as queries).", min=0)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of k and v (default: as many as q).", min=1)] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Head dim of v and out (default: as q).", min=1)] = None,
+    dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16.")] = "float32",
+    array: Annotated[str, typer.Option(help="numpy or cupy.")] = "numpy",
+    layout: Annotated[str, typer.Option(help="bhnd or bnhd, the order of the axes in --shape.")] = "bhnd",
+    causal: Annotated[bool, typer.Option(help="Keys up to the query's position.")] = False,
+    window: Annotated[str | None, typer.Option(help="left,right; none for no bound: 512,0")] = None,
+    q_offset: Annotated[int | None, typer.Option(help="Position of the first query.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="Cap scores by tanh.")] = None,
+    alibi: Annotated[bool, typer.Option(help="ALiBi slopes.")] = False,
+    bias: Annotated[bool, typer.Option(help="A bias for every pair.")] = False,
+    mask: Annotated[bool, typer.Option(help="A Boolean mask for every pair.")] = False,
+    sinks: Annotated[bool, typer.Option(help="One attention sink a head.")] = False,
+    dropout: Annotated[float, typer.Option(help="Dropout probability.", min=0, max=1)] = 0.0,
+    backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Time both passes, on random NumPy arrays.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The backend that would run a call, its tile and the reason for it, and a lower bound of its time.
+
+    Example: flashkit explain --shape 4,32,1,128 --kv-heads 8 --keys 16384 --dtype bfloat16
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if no backend supports the call or its arguments are invalid.
+    typer.BadParameter
+        For an option that is malformed; exit status 2.
+    """
+    for name, value, known in (("--dtype", dtype, DTYPES), ("--array", array, ARRAYS), ("--layout", layout, LAYOUTS)):
+        if value not in known:
+            expected = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise typer.BadParameter(f"got {value!r}, expected {expected}", param_hint=name)
+    q_shape, k_shape, v_shape = _shapes(shape, keys, kv_heads, value_dim, layout)
+    head_axis, row_axis = _axes(layout)
+    heads = q_shape[head_axis] if len(q_shape) > 2 else 1
+    batch = q_shape[:-2] if layout == "bhnd" else (q_shape[0], heads)
+    pairs = (*batch, q_shape[row_axis], k_shape[row_axis])
+    options: dict[str, Any] = {"causal": causal, "layout": layout, "softcap": softcap, "dropout_p": dropout}
+    if window is not None:
+        options["window"] = tuple(numbers(window, "--window", count=2))
+    if q_offset is not None:
+        options["q_offset"] = q_offset
+    if dropout:
+        options["seed"] = 0
+    if backend is not None:
+        options["backend"] = backend
+
+    import flashkit
+
+    try:
+        if measure:
+            q, k, v = (_random(each, dtype, array) for each in (q_shape, k_shape, v_shape))
+        else:  # the last axis of q, k and v must be contiguous
+            q, k, v = (_stand_in(each, dtype, array, axes=1) for each in (q_shape, k_shape, v_shape))
+        if alibi:
+            options["alibi_slopes"] = _stand_in((heads,), "float32", array, axes=1)
+        if sinks:
+            options["sinks"] = _stand_in((heads,), "float32", array, axes=1)
+        if bias:
+            options["bias"] = _stand_in(pairs, "float32", array)
+        if mask:
+            options["mask"] = _stand_in(pairs, "bool", array)
+        explanation = flashkit.explain(q, k, v, measure=measure, **options)
+    except (ImportError, ValueError, NotImplementedError) as error:
+        raise fail(error) from None
+    if as_json:
+        print_json(explanation.as_dict())
+    else:
+        print(explanation)
+
+
+def _axes(layout: str) -> tuple[int, int]:
+    """The axes of heads and of rows."""
+    return (2, 1) if layout == "bnhd" else (-3, -2)
+
+
+def _shapes(
+    shape: str, keys: int | None, kv_heads: int | None, value_dim: int | None, layout: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The shapes of q, k and v."""
+    q = tuple(int(n) for n in numbers(shape, "--shape") if n is not None)
+    if not 2 <= len(q) <= 4:
+        raise typer.BadParameter(f"got {len(q)} axes, expected 2 to 4", param_hint="--shape")
+    if layout == "bnhd" and len(q) != 4:
+        raise typer.BadParameter("bnhd has four axes", param_hint="--shape")
+    if kv_heads is not None and len(q) < 3:
+        raise typer.BadParameter("a shape of two axes has no heads", param_hint="--kv-heads")
+    head_axis, row_axis = _axes(layout)
+    k = list(q)
+    k[row_axis] = q[row_axis] if keys is None else keys
+    if kv_heads is not None:
+        k[head_axis] = kv_heads
+    return q, tuple(k), (*k[:-1], value_dim or q[-1])
+
+
+def _stand_in(shape: tuple[int, ...], dtype: str, kind: str, axes: int = 0) -> Any:
+    """An array of this shape that occupies the memory of its last `axes` axes only: the others have stride 0."""
+    import ml_dtypes
+
+    xp: Any = importlib.import_module(kind)
+    scalar = getattr(ml_dtypes, dtype, dtype)
+    return xp.broadcast_to(xp.ones(shape[len(shape) - axes :], dtype=scalar), shape)
+
+
+def _random(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
+    """A normally distributed array of this shape."""
+    import ml_dtypes
+    import numpy as np
+
+    if kind != "numpy":
+        raise ValueError(f"--measure times calls on NumPy arrays; --array is {kind}")
+    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(getattr(ml_dtypes, dtype, dtype))

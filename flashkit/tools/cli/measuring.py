@@ -1,0 +1,82 @@
+"""`flashkit autotune` and `flashkit bench`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import fail, numbers, words
+
+
+def autotune(
+    quick: Annotated[bool, typer.Option("--quick", help="Few candidates, the most used sizes.")] = False,
+    dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Stop after this many seconds.", min=0)] = None,
+    resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = True,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the profile here (default: the user's profile directory).")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="cpu, cupy_raw or numba_cuda (default: the first two).")] = None,
+) -> None:
+    """Measure this machine, find its best tiles, and write them to a profile. Ctrl-C keeps what was measured.
+
+    Example: flashkit autotune --quick --backend cpu
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if another user can write the log or the profiles, 2 for an unknown dtype or backend, 130 if
+        interrupted.
+    """
+    from ...devices.trust import UntrustedError
+    from ..autotune import command
+
+    try:
+        command.autotune(quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend)
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is kept, run again to resume", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except ValueError as error:
+        raise fail(error, 2) from None
+    except UntrustedError as error:  # the directory of the log or of the profiles
+        raise fail(error) from None
+
+
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes, few rounds.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Append the results to this file, as lines of JSON.")] = None,
+    suite: Annotated[
+        str, typer.Option(help="Cases: float32, bfloat16, float16, float64, masks, decode, small.")
+    ] = "all",
+    baselines: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare with these: numpy, torch, jax, onnxruntime; on a GPU flash, cudnn, efficient, flex, pallas."
+        ),
+    ] = None,
+    peers: Annotated[str | None, typer.Option(hidden=True, help="The former name of --baselines.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Numbers of tokens, joined by commas: 512,2048.")] = None,
+    device: Annotated[str, typer.Option(help="Measure on this: cpu, cuda.")] = "cpu",
+) -> None:
+    """Time attention, forward and backward, interleaved with its baselines in one process.
+
+    Example: flashkit bench --quick --baselines numpy,torch
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if a package or a device is missing, 2 for an unknown name.
+    """
+    lengths = None if sizes is None else [int(n) for n in numbers(sizes, "--sizes") if n is not None]
+    named = baselines if baselines is not None else peers
+    names = None if named is None else words(named)
+    from ..bench import command
+
+    raise typer.Exit(
+        command.main(quick=quick, output=output, baselines=names, sizes=lengths, suites=words(suite), device=device)
+    )

