@@ -1,9 +1,9 @@
-"""flashkit: exact attention for any array on any device, without PyTorch.
+"""flashkit: exact attention for NumPy and CuPy arrays, forward and backward, in linear memory, without PyTorch.
 
     out = flashkit.attention(q, k, v, causal=True)
     out, vjp = flashkit.attention_vjp(q, k, v);  dq, dk, dv = vjp(dout)
 
-Importing this package imports NumPy and nothing heavier; compilers and frameworks come with the first call that
+Importing this package imports NumPy and nothing heavier. Compilers and frameworks are imported by the first call that
 needs them.
 """
 

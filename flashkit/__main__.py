@@ -1,7 +1,7 @@
 """`flashkit ...` and `python -m flashkit ...`.
 
-The command line needs typer and rich; a broken installation may lack them, and that is when `doctor` is wanted most. So
-this file imports neither, and falls back to the doctor's own plain text.
+The command line needs typer and rich. `doctor` has to work in a broken installation without them, so this file imports
+neither and falls back to the plain text of `doctor`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def main() -> int:
 
         if sys.argv[1:2] != ["doctor"]:
             print(f"error: the command line does not load: {error}\n", file=sys.stderr)
-            print("    pip install typer rich        brings what it needs", file=sys.stderr)
-            print("    flashkit doctor               works without, and says what else is missing", file=sys.stderr)
+            print("    pip install typer rich        installs what it needs", file=sys.stderr)
+            print("    flashkit doctor               works without, and reports what else is missing", file=sys.stderr)
             return 1
         return doctor.main(sys.argv[2:])
     return run(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The public functions: attention, its vector-Jacobian product, and the account of what a call would do."""
+"""The public functions: attention, its vector-Jacobian product, cached plans, and explanations of calls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 from . import dispatch
 from .backends.base import Backend
-from .call import arrays, planned
-from .call.arguments import Shape, prepare
+from .call import arrays, plan_cache
+from .call.arguments import prepare
 from .call.planned import Planned
+from .call.shape import Shape
 from .spec import Gradients, Operands, Problem
 
 WRT = ("q", "k", "v", "sinks")
@@ -22,102 +23,125 @@ def attention(
     return_lse: bool = False, out: Any = None, deterministic: bool = False, precision: str | None = None,
     backend: str | None = None,
 ) -> Any:  # fmt: skip
-    """softmax(scale * q k^T, modified and masked) v, exactly, in memory linear in the number of tokens.
+    """Exact attention, softmax(scale * q k^T, modified and masked) v, in memory linear in the number of tokens.
+
+    A score goes through these steps: scale, softcap, ALiBi, bias, score_mod; then the masks; then softmax in float32,
+    or in float64 for float64 inputs.
 
     Parameters
     ----------
     q, k, v
-        NumPy or CuPy arrays of one dtype: float64, float32, float16 or bfloat16 (ml_dtypes). q (..., Hq, Nq, D), k
-        (..., Hkv, Nk, D), v (..., Hkv, Nk, Dv), D and Dv from 1 to 512; Hq is a multiple of Hkv (grouped queries).
-        (H, N, D) and (N, D) work too. Any strides are read in place as long as the last axis is contiguous
-        and elements are aligned; other arrays are copied.
+        NumPy or CuPy arrays of one dtype: float64, float32, float16 or bfloat16 (ml_dtypes). q is (..., Hq, Nq, D), k
+        (..., Hkv, Nk, D), v (..., Hkv, Nk, Dv), with D and Dv from 1 to 512. Hq is a multiple of Hkv (grouped-query
+        attention). (H, N, D) and (N, D) work too. Arrays with a contiguous last axis and aligned elements are read in
+        place, with any strides; others are copied.
     scale
-        Factor on the products, 1 / sqrt(D) where not given.
+        Factor on q k^T; 1 / sqrt(D) by default.
     causal
         Key j is visible to query i iff j <= i + q_offset.
     q_offset
-        Position of the first query on the key axis, an integer or one for each batch entry. Default: Nk - Nq, or
-        kv_lengths - Nq where those are given, so that the last query sees every key; 0 is the top-left alignment of
+        Position of the first query on the key axis: an integer, or one for each batch entry. By default Nk - Nq, or
+        kv_lengths - Nq if these are given, so that the last query sees every key. 0 is the top-left alignment of
         PyTorch and ONNX.
     window
-        (left, right): key j is visible to query i iff i + q_offset - left <= j <= i + q_offset + right; None is no
+        (left, right): key j is visible to query i iff i + q_offset - left <= j <= i + q_offset + right. None is no
         bound.
     softcap
         Scores become softcap * tanh(score / softcap).
     alibi_slopes
-        (Hq,) or (B, Hq): the slope of the query's head times |i + q_offset - j| is taken off the score.
+        (Hq,) or (B, Hq): slope * |i + q_offset - j| is subtracted from the score.
     bias
-        Floating, broadcasts to (..., Hq, Nq, Nk), added after softcap; -inf hides a key.
+        Floating, broadcasts to (..., Hq, Nq, Nk), added after softcap. -inf masks a pair.
     mask
-        Bool, broadcasts likewise, True = attend. A floating mask is added like a bias.
+        Bool, broadcasts to (..., Hq, Nq, Nk), True = attend. A floating mask is added like a bias.
     block_mask
-        A flashkit.BlockMask: which tiles of the score matrix exist.
+        A flashkit.BlockMask for Nq queries and Nk keys.
     score_mod, mask_mod
         A function (s, b, h, q, k) -> s or (b, h, q, k) -> bool, or a flashkit.mods.Mod; see flashkit.mods.
     kv_lengths
-        (B,) integers: keys at or past the length do not exist; what lies there in memory never matters.
+        (B,) integers: keys at or past the length do not exist, and the memory there never affects the result.
     dropout_p, seed
-        Weights are dropped with this probability, the rest scaled by 1 / (1 - p). The same seed drops the same
-        pairs on every backend; without one a new one is drawn.
+        Weights are dropped with this probability, the others scaled by 1 / (1 - dropout_p). The same seed drops the
+        same pairs on every backend. Without a seed each call draws one.
     sinks
-        (Hq,): one more logit in each row's softmax, without a value.
+        (Hq,): one more logit in the softmax of each row, without a value.
     layout
         "bhnd", or "bnhd" for (..., N, H, D) arrays.
     return_lse
-        Return (out, lse), lse (..., Hq, Nq) the natural log of each row's sum of exponentials, float32 (float64 for
-        float64 inputs).
+        Return (out, lse).
     out
-        Where to put the result, of its shape and dtype.
+        Array for the result, of its shape and dtype.
     deterministic
-        The forward pass always gives the same bits for the same inputs; with True, or where the process has
-        FLASHKIT_DETERMINISTIC=1, the backward pass does so on a GPU too.
+        Give the same bits for the same inputs in the backward pass on a GPU too. All other passes always do. The
+        environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.
     precision
-        "tf32" allows one-term TensorFloat-32 products for float32 where the device has them, which only GPUs do; None
-        or "highest" is full float32.
+        "tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full
+        float32.
     backend
-        Name of the backend to use; default: the fastest by the device's profile.
+        Name of the backend. By default the fastest one by the profile of the device.
 
     Returns
     -------
-    out (..., Hq, Nq, Dv) of q's array type and dtype, in q's layout. Rows that see no key: out 0, lse -inf.
+    out : array
+        (..., Hq, Nq, Dv), of q's array type and dtype, in q's layout. Rows without a visible key are 0.
+    lse : array
+        If return_lse: (..., Hq, Nq), the natural logarithm of each row's sum of exponentials, float32 (float64 for
+        float64 inputs). -inf for rows without a visible key.
 
     Raises
     ------
     TypeError, ValueError
-        An argument does not fit; the message names it, what came and what would fit.
+        An argument does not fit. The message names it, what came and what would fit.
     flashkit.UnsupportedError
-        No backend can compute it; the message says what each of them said.
+        No backend can compute it. The message has the reason of each backend.
 
-    Order of operations on a score: scale, softcap, ALiBi, bias, score_mod; then the masks; then softmax in float32
-    or better. Sources: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithm 1; reference.py in this package is the
-    definition.
+    Notes
+    -----
+    `attention` caches the plan of a call (see `plan`) and reuses it for later calls on arrays of the same shapes,
+    strides and dtypes, unless kv_lengths, sinks, dropout, functions or an array of offsets are passed. The definition
+    is reference.py of this package.
+
+    References
+    ----------
+    Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, arXiv 2307.08691,
+    Algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 256, 64), dtype=np.float32)
+    >>> flashkit.attention(q, k, v, causal=True).shape
+    (1, 8, 256, 64)
+    >>> out, lse = flashkit.attention(q, k[:, :2], v[:, :2], window=(128, 0), return_lse=True)
+    >>> lse.shape
+    (1, 8, 256)
     """
     key = None
-    fixed = score_mod is mask_mod is kv_lengths is sinks is None and _fixed(q_offset, window, dropout_p)
-    if fixed and planned.may_keep(block_mask) and (out is None or arrays.contiguous(out)):
+    constant = score_mod is mask_mod is kv_lengths is sinks is None and _is_constant(q_offset, window, dropout_p)
+    if constant and plan_cache.accepts(block_mask) and (out is None or arrays.contiguous(out)):
         options = scale, causal, q_offset, window, softcap, seed, layout, return_lse, deterministic, precision, backend
         others = () if alibi_slopes is bias is mask is None else (alibi_slopes, bias, mask)
-        key = planned.key((q, k, v), others, (*options, block_mask))
+        key = plan_cache.key((q, k, v), others, (*options, block_mask))
         given = [array for array in others if array is not None] if others else ()
-        if key is not None and (repeated := planned.kept(key)) is not None:
-            return repeated.run(q, k, v, out, *given)
+        if key is not None and (cached := plan_cache.get(key)) is not None:
+            return cached.run(q, k, v, out, *given)
     problem, operands, shape = prepare(
         q, k, v, scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod,
         kv_lengths=kv_lengths, dropout_p=dropout_p, seed=seed, sinks=sinks, layout=layout, out=out,
         deterministic=deterministic, precision=precision,
     )  # fmt: skip
-    if key is not None and (names := planned.names_of(given, operands)) is not None:
-        repeated = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names)
-        planned.keep(key, repeated)
-        return repeated.run(q, k, v, out, *given)
+    if key is not None and (names := plan_cache.names_of(given, operands)) is not None:
+        made = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names)
+        plan_cache.put(key, made)
+        return made.run(q, k, v, out, *given)
     _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
     return (result, shape.rows(operands.lse)) if return_lse else result
 
 
-def _fixed(q_offset: Any, window: Any, dropout_p: Any) -> bool:
-    """Whether these, which may be arrays or ask for new random numbers, are numbers that always mean the same."""
+def _is_constant(q_offset: Any, window: Any, dropout_p: Any) -> bool:
+    """Whether these are plain numbers, and not arrays, whose contents can change, or a request for random numbers."""
     return (
         (q_offset is None or type(q_offset) is int)
         and (window is None or (type(window) is tuple and all(x is None or type(x) is int for x in window)))
@@ -127,43 +151,98 @@ def _fixed(q_offset: Any, window: Any, dropout_p: Any) -> bool:
 
 
 def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Any) -> Planned:
-    """A call of attention() that is repeated: `planned = plan(q, k, v, causal=True)`, then `out = planned(q, k, v)`.
+    """Plan a call of `attention` that is repeated on arrays of the same layout.
 
-    Takes attention()'s arguments but `out`. q, k and v show the form of the arrays that the planned call will get:
-    their shapes, strides, dtypes and kind. They are not kept, and their contents do not matter. All checks, the choice
-    of the backend and of its tile, and all else that does not depend on contents happen here, so that a planned call
-    costs microseconds more than its kernel. Equal calls give the same bits as attention().
+    Everything that does not depend on the contents of q, k and v happens here: checks, the choice of the backend and of
+    its tile, compilation. The planned call costs microseconds more than its kernel, and gives the same bits as
+    `attention`.
 
-    kv_lengths, q_offset, sinks, seed, and arrays of integers that modifications look up are read once, here. Of
-    other arrays (bias, mask, alibi_slopes, those of score_mod and mask_mod) a reference is kept; they are read by
-    each call, and must not be changed: a change may be seen or not. dropout_p needs a seed, and each call drops the
-    same pairs.
+    Parameters
+    ----------
+    q, k, v
+        Arrays with the shapes, strides, dtypes and kind of those that the planned call will get. No reference to them
+        is kept, and their contents do not matter.
+    return_lse, backend
+        As for `attention`.
+    **options
+        The other arguments of `attention`, except `out`. kv_lengths, q_offset, sinks, seed, and arrays of integers that
+        modifications index are read once, here. Other arrays (bias, mask, alibi_slopes, those of score_mod and
+        mask_mod) are kept by reference and read by each call. They must not be changed: a planned call may see the
+        change or not. dropout_p needs a seed, and each call drops the same pairs.
 
-    The result, a flashkit.Planned, may be called from several threads at once.
+    Returns
+    -------
+    Planned
+        `planned(q, k, v)` computes attention. Threads may call it at the same time.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit, `out` is passed, or dropout_p without seed.
+    flashkit.UnsupportedError
+        No backend can compute it.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 64, 32), dtype=np.float32)
+    >>> planned = flashkit.plan(q, k, v, causal=True)
+    >>> bool((planned(q, k, v) == flashkit.attention(q, k, v, causal=True)).all())
+    True
     """
     if "out" in options:
         raise TypeError("plan() takes no out; the planned call does, planned(q, k, v, out=out)")
     if options.get("dropout_p") and options.get("seed") is None:
         raise ValueError("dropout_p without seed: a planned call drops the same pairs each time; seed=... fits")
     problem, operands, shape = prepare(q, k, v, **options)
-    operands.kv_lengths = operands.kv_lengths.copy()  # on a device they are the caller's
+    operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
     return Planned(problem, operands, shape, (q, k, v), backend, return_lse)
 
 
 def attention_vjp(
     q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None, **options: Any
 ) -> tuple[Any, Vjp]:
-    """attention() and the function that pulls gradients back through it: `out, vjp = attention_vjp(q, k, v)`, `dq,
-    dk, dv = vjp(dout)`.
+    """Attention and its vector-Jacobian product, in memory linear in the number of tokens.
 
-    Takes attention()'s arguments. With return_lse=True the first result is (out, lse), and vjp(dout, dlse) takes
-    the gradient of both. Weights are recomputed from the log-sum-exp, so memory stays linear in the number of
-    tokens (FlashAttention-2, Algorithm 2). kv_lengths, q_offset and integers that modifications look up are read once,
-    here. q, k, v, the other arrays among the options and the result are read again by vjp: they must not be changed in
-    between, and out must not lie in the memory of one of them.
+    Parameters
+    ----------
+    q, k, v, return_lse, out, backend
+        As for `attention`. `out` must not share memory with an array that the gradient reads.
+    **options
+        The other arguments of `attention`.
+
+    Returns
+    -------
+    out : array or (array, array)
+        What `attention` returns: out, or (out, lse).
+    vjp : Vjp
+        `dq, dk, dv = vjp(dout)`, or `vjp(dout, dlse)`. It reads q, k, v, out and the other arrays among the options
+        again, so they must not be changed in between. kv_lengths, q_offset and integers that modifications index are
+        copied here.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit.
+    flashkit.UnsupportedError
+        No backend can compute it.
+
+    References
+    ----------
+    The backward pass recomputes the weights from the log-sum-exp: Dao, "FlashAttention-2", 2023, arXiv 2307.08691,
+    Algorithm 2.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 64, 32), dtype=np.float32)
+    >>> out, vjp = flashkit.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = vjp(np.ones_like(out))
+    >>> dq.shape
+    (1, 8, 64, 32)
     """
     problem, operands, shape = prepare(q, k, v, out=out, **options)
-    operands.kv_lengths = operands.kv_lengths.copy()  # on a device they are the caller's; both passes read the same
+    operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
     if out is not None:
         read_again = {"q": q, "k": k, "v": v, **options, **operands.arrays}
         for name, array in read_again.items():
@@ -177,7 +256,7 @@ def attention_vjp(
 
 
 class Vjp:
-    """Pulls gradients back through one call of attention; see attention_vjp."""
+    """The vector-Jacobian product of one call of attention; see `attention_vjp`."""
 
     def __init__(
         self, problem: Problem, operands: Operands, shape: Shape, chosen: tuple[Backend, Any] | None, sinks: Any
@@ -188,9 +267,34 @@ class Vjp:
     def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[Any, ...]:
         """Gradients of sum(out * dout) + sum(lse * dlse).
 
-        dout: of out's shape and dtype. dlse: of lse's shape and dtype, or None for zero. wrt: what to differentiate
-        by, any of "q", "k", "v" and "sinks"; the results come in this order, each of the shape and dtype of its
-        input.
+        Parameters
+        ----------
+        dout
+            Array of out's shape and dtype.
+        dlse
+            Array of lse's shape and dtype; None is 0.
+        wrt
+            Inputs to differentiate by: any of "q", "k", "v" and "sinks".
+
+        Returns
+        -------
+        tuple of array
+            One gradient for each name in `wrt`, in this order, of the shape and dtype of the input.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit. The message names it, what came and what would fit.
+
+        Examples
+        --------
+        >>> import numpy as np, flashkit
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 16, 8), dtype=np.float32)
+        >>> sinks = np.zeros(2, np.float32)
+        >>> (out, lse), vjp = flashkit.attention_vjp(q, k, v, sinks=sinks, return_lse=True)
+        >>> dv, dsinks = vjp(np.ones_like(out), np.ones_like(lse), wrt=("v", "sinks"))
+        >>> dv.shape, dsinks.shape
+        ((1, 2, 16, 8), (2,))
         """
         op, shape = self._operands, self._shape
         for name in wrt:
@@ -232,7 +336,7 @@ class Vjp:
 
 
 def _forward(problem: Problem, operands: Operands, backend: str | None) -> tuple[Backend, Any] | None:
-    """Run the forward pass; None where there is no query and so nothing to run."""
+    """Run the forward pass and return the backend and its plan; None without queries."""
     chosen = dispatch.plan(problem, backend)
     if 0 in operands.q.shape[:3]:
         return None
@@ -241,7 +345,7 @@ def _forward(problem: Problem, operands: Operands, backend: str | None) -> tuple
 
 
 def _deliver(operands: Operands, shape: Shape, out: Any) -> Any:
-    """The result in the caller's shape, in the caller's array where one was given."""
+    """The result in the caller's shape, written to `out` if it is given."""
     result = shape.like(operands.out)
     if out is None:
         return result
@@ -254,11 +358,37 @@ def explain(
     q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, measure: bool = False,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """What attention(q, k, v, ...) would do and why: the backends' answers, the tile, the profile's row, bytes,
-    FLOPs, roofline time.
+    """Explain what a call of `attention` would do and why, without computing it.
 
-    Computes nothing, unless `measure` asks for the time that both passes take on these NumPy arrays, and so for how far
-    they are from the roofline. str() of the result is a page for people, `.as_dict()` one for programs.
+    Parameters
+    ----------
+    q, k, v, backend
+        As for `attention`.
+    return_lse
+        Accepted so that the arguments of a call can be passed; it changes nothing.
+    measure
+        Run both passes on these NumPy arrays, and report their times and the distance from the roofline.
+    **options
+        The other arguments of `attention`.
+
+    Returns
+    -------
+    Explanation
+        The answer of each backend, the tile and the row of the profile that chose it, bytes, FLOPs and roofline times.
+        `str()` of it is a page of text, `.as_dict()` the same as plain data.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit, or `measure` with CuPy arrays.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> q, k, v = np.zeros((3, 1, 8, 128, 64), np.float32)
+    >>> found = flashkit.explain(q, k, v, causal=True)
+    >>> found.flops["forward"], round(found.visible_fraction, 3)
+    (16908288.0, 0.504)
     """
     from .call.explanation import explain_problem
 

@@ -1,8 +1,8 @@
-"""From a problem to a backend and its plan: ask every backend, rank those that say yes, plan once, keep the plan.
+"""From a problem to a backend and its plan: ask every backend, rank those that support it, plan once, cache the plan.
 
-Backends are found by the entry points of the group `flashkit.backends`. A choice can be forced for a call
-(`backend=`), for a block (`with flashkit.use_backend(name)`) or for a process (FLASHKIT_BACKEND); a forced backend
-that cannot do it is an error, not a fallback.
+Backends are found by the entry points of the group `flashkit.backends`. A backend can be forced for a call
+(`backend=`), for a block (`with flashkit.use_backend(name)`) or for a process (FLASHKIT_BACKEND). If the forced backend
+does not support the problem, that is an error; there is no fallback.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .errors import UnsupportedError
 from .spec import Direction, Problem, Verdict
 
 ENTRY_POINTS = "flashkit.backends"
-_MOST_PLANS = 1024
+_MAX_PLANS = 1024
 
-_generation = 0  # of plans: counts how often they were forgotten
+_generation = 0  # counts calls of forget()
 _forced: ContextVar[str | None] = ContextVar("flashkit_backend", default=None)
 _plans: OrderedDict[Any, tuple[Backend, Any]] = OrderedDict()
 _plans_lock = threading.Lock()
@@ -33,7 +33,7 @@ _plans_lock = threading.Lock()
 
 @cache
 def registry() -> dict[str, Backend]:
-    """Every installed backend by name. One that cannot even be imported is left out; `flashkit doctor` says why."""
+    """Every installed backend by name, except those whose import fails; `flashkit doctor` reports why."""
     return {name: loaded for name, loaded in load_all().items() if not isinstance(loaded, Exception)}
 
 
@@ -46,14 +46,41 @@ def load_all() -> dict[str, Backend | Exception]:
     for point in entry_points(group=ENTRY_POINTS):
         try:
             found[point.name] = point.load()()
-        except Exception as error:  # someone else's package may fail in any way, and must not take the others down
+        except Exception as error:  # another package may fail in any way, which must not disable the other backends
             found[point.name] = error
     return found
 
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Within the block, of this thread or task, attention runs on the backend of this name (None: chosen as usual)."""
+    """Within the `with` block, attention runs on this backend, in this thread or asyncio task.
+
+    `backend=` of a call takes precedence over it, and it takes precedence over FLASHKIT_BACKEND.
+
+    Parameters
+    ----------
+    name
+        Name of an installed backend: "cpu", "cupy_raw", "numba_cuda", "reference", or of another package. None: the
+        fastest, as without the block.
+
+    Returns
+    -------
+    context manager
+
+    Raises
+    ------
+    ValueError
+        No installed backend has this name.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 16, 8))
+    >>> with flashkit.use_backend("reference"):
+    ...     right = flashkit.attention(q, k, v)
+    >>> np.allclose(flashkit.attention(q, k, v), right)
+    True
+    """
     if name is not None:
         _known(name, "use_backend")
     token = _forced.set(name)
@@ -70,12 +97,12 @@ def _known(name: str, source: str) -> str:
 
 
 def state() -> tuple[Any, ...]:
-    """All beyond a call's own arguments that its plan depends on, to compare: equal states, equal plans."""
+    """What a plan depends on besides the arguments of the call; equal states give equal plans."""
     return _generation, _forced.get(), host.variable("FLASHKIT_BACKEND"), host.variable("FLASHKIT_DETERMINISTIC")
 
 
 def forced(backend: str | None = None) -> str | None:
-    """The backend that the call, the block or the process asks for."""
+    """The backend that the call, the `with` block or the process forces; None if none does."""
     if backend is not None:
         return _known(backend, "backend")
     if (block := _forced.get()) is not None:
@@ -86,19 +113,19 @@ def forced(backend: str | None = None) -> str | None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend's answer to a problem, and the time it would take by the profile."""
+    """The answer of a backend to a problem, and the time of the call by the profile."""
 
     name: str
     verdict: Verdict
     seconds: float = float("inf")
-    row: Any = None  # of the profile, where one applies
-    waits: bool = False  # comes after all others that can, whatever time they take
+    row: Any = None  # of the profile
+    last_resort: bool = False  # ranks behind all others that support the problem
 
 
 def candidates(problem: Problem, direction: Direction = "forward", only: str | None = None) -> list[Candidate]:
-    """Every backend's answer, the fastest that can do it first, then those of last resort, those that cannot last."""
+    """The answer of every backend: the fastest first, then those of last resort, then those without support."""
     answers = [_ask(backend, problem, direction) for name, backend in registry().items() if only in (None, name)]
-    return sorted(answers, key=lambda c: (not c.verdict.ok, c.waits, c.seconds, c.name))
+    return sorted(answers, key=lambda c: (not c.verdict.ok, c.last_resort, c.seconds, c.name))
 
 
 def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
@@ -108,7 +135,7 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         )
     try:
         verdict = backend.available() and backend.supports(problem)
-    except Exception as error:  # a backend that cannot even answer must not take the others down
+    except Exception as error:  # a failing backend must not disable the others
         verdict = Verdict(False, f"it failed when asked: {error!r}")
     if not verdict:
         return Candidate(backend.name, verdict)
@@ -120,16 +147,16 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
     else:
         row = profile.tile(f"{backend.name}.{direction}", spec.dtype, spec.head_dim, spec.masked)
     rate = measured_rate(row)
-    waits = rate is None and getattr(backend, "last_resort", False)
+    last_resort = rate is None and getattr(backend, "last_resort", False)
     if rate is None:
-        # Nobody measured: what the backend usually reaches of the device's peak; of a common core's where that is
-        # unknown too.
+        # Without a measurement: the share of the device's peak that the backend usually reaches, and without a known
+        # peak, that of a common core.
         rate = backend.efficiency * (profile.peak(spec.dtype) or 0.1) * 1e12
-    return Candidate(backend.name, Verdict(True), problem.flops(direction) / rate, row, waits)
+    return Candidate(backend.name, Verdict(True), problem.flops(direction) / rate, row, last_resort)
 
 
 def measured_rate(row: Any) -> float | None:
-    """FLOP/s that a profile's row was measured at."""
+    """The measured FLOP/s of a profile's row; None if it was not measured."""
     if row is None or row.measured is None:
         return None
     if row.measured.tflops is not None:
@@ -164,13 +191,13 @@ def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
     made = chosen, chosen.plan(problem, profiles.for_device(chosen.device_kind))
     with _plans_lock:
         _plans[key] = made
-        while len(_plans) > _MOST_PLANS:
+        while len(_plans) > _MAX_PLANS:
             _plans.popitem(last=False)
     return made
 
 
 def forget() -> None:
-    """Drop all plans, so that a changed profile is used from the next call on."""
+    """Drop all plans, so that the next call reads a changed profile."""
     global _generation
     with _plans_lock:
         _generation += 1

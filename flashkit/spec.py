@@ -37,7 +37,7 @@ ITEMSIZE = {name: dtype.size for name, dtype in DTYPES.items()}
 
 @cache
 def name_of(dtype: Any) -> str:
-    """The name of a dtype, which NumPy computes anew each time, for microseconds."""
+    """The name of a dtype; cached because NumPy computes it for each access."""
     return str(dtype.name)
 
 
@@ -62,7 +62,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a kernel is compiled for. Two calls with equal specs run the same code."""
+    """What a kernel is compiled for. Calls with equal specs run the same code."""
 
     dtype: str
     head_dim: int
@@ -84,7 +84,7 @@ class AttentionSpec:
 
     @property
     def masked(self) -> bool:
-        """Whether a mask hides pairs, so that tiles are cut at its edges: what a profile's `causal` rows are for."""
+        """Whether there is a mask, so that some tiles are PARTIAL: what the `causal` rows of a profile are for."""
         return self.mask is not None
 
     @cached_property
@@ -101,11 +101,11 @@ class AttentionSpec:
 
     @cached_property
     def tile_state(self) -> tuple[Expr, Expr]:
-        """(empty, full) of a tile of the mask; see `expr.classify`."""
+        """(empty, full) of a tile; see `expr.classify`."""
         return expr.classify(expr.TRUE if self.mask is None else self.mask, self.narrow)
 
     def features(self) -> list[str]:
-        """Names of what goes beyond plain attention, for messages."""
+        """Names of the features beyond plain attention, for messages."""
         flags = {
             "score modification": self.score is not None, "mask": self.mask is not None, "dropout": self.dropout,
             "sinks": self.sinks, "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1,
@@ -164,11 +164,11 @@ class Problem:
 
 @dataclass
 class Operands:
-    """The arrays and numbers of one call in the form that backends get them: four axes, defaults filled in.
+    """The arrays and numbers of one call as backends get them: four axes, defaults filled in.
 
     q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), out (B, Hq, Nq, Dv): any strides, the last axis
     contiguous. lse (B, Hq, Nq). q_offset and kv_lengths: int64, (B,). params and arrays: the values of the spec's
-    slots by name. sinks: (Hq,). blocks: the BlockMask that is all that hides pairs, if there is one.
+    slots by name. sinks: (Hq,). blocks: the BlockMask, if it is the only mask.
     """
 
     q: Any
@@ -187,8 +187,8 @@ class Operands:
     blocks: Any = None
 
     def array(self, slot: Slot) -> Any:
-        """The array of a slot. Kernels are compiled for the slot: they would read another dtype, or an address with
-        another number of strides, out of bounds.
+        """The array of a slot, checked: a kernel compiled for the slot would read another dtype, or another number of
+        strides, out of bounds.
         """
         array = self.arrays[slot.name]
         if len(array.strides) != slot.ndim or name_of(array.dtype) != slot.dtype:

@@ -1,18 +1,18 @@
-"""Headers of machine code: loaders take what they are given at its word, so code is looked at before."""
+"""Headers of machine code, which are checked before loading: loaders do not validate what they get."""
 
 from __future__ import annotations
 
 import struct
 
 CUBIN = b"\x7fELF\x02\x01".ljust(18, b"\0") + (190).to_bytes(2, "little")
-"""How CUDA's machine code begins: 64-bit little-endian ELF for EM_CUDA."""
+"""The first bytes of a cubin: 64-bit little-endian ELF for EM_CUDA."""
 
 
 def alike(code: bytes, model: bytes) -> bool:
-    """Whether code has the format and machine of a model, which may be its first 20 bytes alone.
+    """Whether code has the format and the machine of a model, of which the first 20 bytes are enough.
 
-    ELF (System V ABI, chapter 4): class, byte order and machine, and the section table lies within the code. Other
-    formats: the first two bytes, Mach-O's magic or COFF's machine.
+    Of ELF (System V ABI, chapter 4) this compares class, byte order and machine, and checks that the section table is
+    within the code. Of other formats it compares the first two bytes: the magic of Mach-O, the machine of COFF.
     """
     if not model.startswith(b"\x7fELF"):
         return len(code) >= 20 and code[:2] == model[:2]

@@ -1,1 +1,1 @@
-"""From the arguments of attention() to a Problem, and back."""
+"""From the arguments of attention() to a problem and its operands, and back to the caller's shapes."""

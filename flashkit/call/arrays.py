@@ -1,6 +1,6 @@
-"""What the public functions need to know of arrays: their kind, dtype name, and a form that kernels can address.
+"""Facts of arrays that the public functions need: kind, dtype, memory layout.
 
-An array of a library can only exist if the library is imported, so nothing is imported here to recognise one.
+An array of a library exists only if the library is imported, so nothing is imported here to recognise one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..spec import ITEMSIZE, name_of
 
 
 def kind_of(array: Any) -> str | None:
-    """ "numpy", "cupy", or None for anything else."""
+    """The library of an array: "numpy", "cupy", or None for anything else."""
     if isinstance(array, np.ndarray):
         return "numpy"
     cupy = sys.modules.get("cupy")
@@ -22,14 +22,15 @@ def kind_of(array: Any) -> str | None:
 
 
 def namespace(kind: str) -> Any:
+    """The module of the library."""
     return np if kind == "numpy" else sys.modules["cupy"]
 
 
 def require(name: str, array: Any, kind: str | None = None) -> str:
-    """The kind of an argument that has to be an array, of the given kind where one is given."""
+    """The kind of an argument; TypeError if it is no array, or not of the given kind."""
     found = kind_of(array)
     if isinstance(array, np.ma.MaskedArray | np.matrix):
-        # Their own rules of arithmetic would be ignored without a word.
+        # These classes have their own arithmetic, which attention would silently ignore.
         hint = "; give x.filled(...) and mask=" if isinstance(array, np.ma.MaskedArray) else "; numpy.asarray(x) fits"
         raise TypeError(f"{name} is a {type(array).__name__}; a plain numpy.ndarray fits{hint}")
     if found is None:
@@ -48,7 +49,7 @@ def require(name: str, array: Any, kind: str | None = None) -> str:
 
 
 def dtype_name(name: str, array: Any) -> str:
-    """The name of a dtype that attention takes."""
+    """The name of an array's dtype; TypeError if attention does not take it."""
     dtype = array.dtype
     known = name_of(dtype)
     if known not in ITEMSIZE:
@@ -62,61 +63,61 @@ def dtype_name(name: str, array: Any) -> str:
 
 
 def addressable(array: Any) -> Any:
-    """The array itself where its last axis is contiguous and its elements are aligned, else a copy."""
+    """The array itself if its last axis is contiguous and its elements are aligned, else a copy."""
     itemsize = array.dtype.itemsize
     contiguous = array.shape[-1] <= 1 or array.strides[-1] == itemsize
     aligned = not isinstance(array, np.ndarray) or array.flags.aligned
     return array if contiguous and aligned else namespace(kind_of(array) or "numpy").array(array, order="C", copy=True)
 
 
-_of_cupy = set[type]()  # types of arrays of CuPy that were seen
+_cupy_types = set[type]()  # types known to be arrays of CuPy
 
 
-def form(array: Any) -> tuple[Any, ...]:
-    """Type, shape, strides, dtype and place: what a prepared call depends on. Arrays of equal forms lie in memory
-    alike. The place: whether elements are aligned, or on which device they are.
+def layout(array: Any) -> tuple[Any, ...]:
+    """Type, shape, strides, dtype, and whether elements are aligned (NumPy) or on which device they are (CuPy): what a
+    planned call depends on.
     """
     kind = type(array)
-    if kind not in _of_cupy:
-        found = "numpy" if kind is np.ndarray else kind_of(array)  # the quickest first, for calls of microseconds
+    if kind not in _cupy_types:
+        found = "numpy" if kind is np.ndarray else kind_of(array)  # the fastest test first
         if found == "numpy":
             return kind, array.shape, array.strides, array.dtype, array.flags.aligned
         if found is None:
             return (kind,)
-        _of_cupy.add(kind)
+        _cupy_types.add(kind)
     return kind, array.shape, array.strides, array.dtype, array.data.device_id
 
 
 def describe_place(array: Any) -> str:
-    """The last of an array's form in words."""
+    """The last part of an array's layout in words."""
     if isinstance(array, np.ndarray):
         return "aligned" if array.flags.aligned else "not aligned"
     return f"on device {array.data.device_id}"
 
 
 def contiguous(array: Any) -> bool:
-    """Whether it is an array whose elements lie as in a new one, so that a kernel may write it in place of that."""
+    """Whether it is an array with the memory layout of a new one, which a kernel may write."""
     if isinstance(array, np.ndarray):
         return array.flags.carray
     return kind_of(array) is not None and bool(array.flags.c_contiguous)
 
 
 def same_address(a: Any, b: Any) -> bool:
-    """Whether two arrays of one library have their first elements in one place."""
+    """Whether two arrays of one library begin at the same address."""
     if isinstance(a, np.ndarray):
         return bool(a.__array_interface__["data"] == b.__array_interface__["data"])
     return bool(a.data.ptr == b.data.ptr)
 
 
 def may_share(a: Any, b: Any) -> bool:
-    """Whether two arrays may have an element in common: they do not where this is False."""
+    """Whether two arrays may have an element in common; False is certain."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and np.may_share_memory(a, b)
     return not isinstance(b, np.ndarray) and a.data.mem is b.data.mem
 
 
 def share_memory(a: Any, b: Any) -> bool:
-    """Whether two arrays of one library have an element in common; False where that takes too long to find out."""
+    """Whether two arrays of one library have an element in common; False if that takes too long to decide."""
     if not isinstance(a, np.ndarray):
         return bool(sys.modules["cupy"].shares_memory(a, b))
     try:

@@ -1,5 +1,5 @@
-"""The account of a call: which backend would run it, on which tile, by which row of which profile, how long it should
-take at least, and, where it is asked to measure, how far the call is from that.
+"""`flashkit.explain`: the backend of a call, its tile and the row of the profile that chose it, the roofline time, and,
+if asked to measure, how far the call is from the roofline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,32 @@ from ..spec import Gradients, Operands, Problem
 
 @dataclass(frozen=True)
 class Explanation:
-    """What attention() would do with a call. str() is for people, as_dict() for programs; times are in seconds."""
+    """What attention() would do with a call. `str()` of it is a page of text, `as_dict()` plain data.
+
+    Attributes
+    ----------
+    problem : str
+        What is computed, in words.
+    spec_key : str
+        Equal for calls that run the same kernels.
+    visible_fraction : float
+        Visible pairs of all query-key pairs.
+    flops, bytes : dict
+        Of the "forward" and the "backward" pass: of the visible pairs, and the least memory traffic.
+    roofline_seconds : dict
+        The least time of each pass by the measured peaks; None if these are not known.
+    predicted_seconds : float or None
+        Time of the forward pass by the profile.
+    device : str
+        Name of the device.
+    candidates : list of dict
+        The answer of each backend: name, ok, reason, predicted_seconds.
+    backend, tile, why, row
+        The backend chosen, its tile, the reason for the tile, and file and line of the profile's row. None if no
+        backend can compute it.
+    measured_seconds : dict or None
+        Measured times of both passes.
+    """
 
     problem: str
     spec_key: str
@@ -39,6 +64,7 @@ class Explanation:
     measured_seconds: dict[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
+        """All attributes by name."""
         return dict(self.__dict__)
 
     def __str__(self) -> str:
@@ -51,7 +77,7 @@ class Explanation:
             lines += [
                 f"  tile       {tile}",
                 f"  because    {self.why}",
-                f"  profile    {self.row or 'no row applies: the model in tiles.py chose'}",
+                f"  profile    {self.row or 'no row applies: the model in devices/io_model.py chose'}",
             ]
         if self.visible_fraction < 1:
             lines.append(f"  visible    {100 * self.visible_fraction:.3g} % of the query-key pairs")
@@ -88,7 +114,7 @@ def _in_entry(mask: Expr, b: int) -> Expr:
 
 
 def visible_pairs(problem: Problem, operands: Operands) -> int:
-    """Pairs that the masks and lengths leave, counted from the tile lists."""
+    """Number of visible pairs, counted from the tile lists."""
     if 0 in (problem.batch, problem.heads, problem.n_q, problem.n_k):
         return 0
     spec, total = problem.spec, 0
@@ -97,15 +123,14 @@ def visible_pairs(problem: Problem, operands: Operands) -> int:
         if spec.mask is None:
             total += problem.heads * problem.n_q * length
         elif length:
-            here = _in_entry(spec.mask, b)
-            mod = Mod("mask", here, operands.params, operands.arrays)
+            mod = Mod("mask", _in_entry(spec.mask, b), operands.params, operands.arrays)
             seen = BlockMask.from_mod(mod, problem.n_q, length, q_offset=operands.q_offset[b], heads=problem.heads)
             total += seen.visible_pairs * (problem.heads if seen.heads == 1 else 1)
     return total
 
 
 def _on_host(operands: Operands) -> Operands:
-    """The operands with the arrays that decide what is visible in NumPy."""
+    """The operands with the arrays that decide visibility copied to the host."""
 
     def host(x: Any) -> Any:
         return x.get() if hasattr(x, "__cuda_array_interface__") else x
@@ -115,11 +140,11 @@ def _on_host(operands: Operands) -> Operands:
 
 
 MEASURED_ROUNDS, MEASURED_SECONDS = 10, 1.0
-"""Rounds, and seconds after which no further one starts, when a call is measured."""
+"""Rounds of a measurement, and the seconds after which no further round starts."""
 
 
 def _measured(problem: Problem, operands: Operands, backend: str | None) -> dict[str, float]:
-    """Median seconds of a forward and of a backward pass alone."""
+    """Median seconds of a forward pass and of a backward pass."""
     if problem.array_kind != "numpy":
         raise ValueError(f"measure=True times calls on NumPy arrays; {problem.array_kind} arrays came")
     if 0 in (problem.batch, problem.heads, problem.n_q):
@@ -127,7 +152,7 @@ def _measured(problem: Problem, operands: Operands, backend: str | None) -> dict
     chosen, plan = dispatch.plan(problem, backend)
     inputs = operands.q, operands.k, operands.v
     bound: Any = partial(chosen.forward, plan, operands)
-    if hasattr(chosen, "bind"):  # what a repeated call does
+    if hasattr(chosen, "bind"):  # what a cached plan runs
         bound = partial(chosen.bind(plan, operands), *inputs, operands.out, operands.lse)
     gradients = Gradients(np.ones_like(operands.out), None, *(np.empty(x.shape, x.dtype) for x in inputs))
     calls = {
@@ -149,7 +174,7 @@ def explain_problem(problem: Problem, operands: Operands, backend: str | None, m
     share = pairs / problem.pairs if problem.pairs else 0.0
     profile = profiles.for_device("cuda" if problem.array_kind == "cupy" else "cpu")
     peak, bandwidth = profile.peak(problem.spec.dtype), profile.bandwidth_gbs
-    # A row's rate is that of products; nothing is done before its operands have been read.
+    # A row's rate is of matrix products, so a call that is bound by memory takes longer.
     least = moved["forward"] / (bandwidth * 1e9) if bandwidth else 0.0
     answers: list[dict[str, Any]] = [
         {
@@ -172,7 +197,7 @@ def explain_problem(problem: Problem, operands: Operands, backend: str | None, m
         tile = plan.tile._asdict() if hasattr(plan.tile, "_asdict") else dict(vars(plan.tile))
         row = next((c.row.origin for c in ranked if c.name == name and c.row is not None), None)
     except UnsupportedError:
-        pass  # the answers say why
+        pass  # the candidates have the reasons
     return Explanation(
         problem=problem.describe(), spec_key=problem.spec.key, visible_fraction=share, flops=flops, bytes=moved,
         roofline_seconds=roofline, predicted_seconds=predicted, device=profile.device.name or profile.device.kind,

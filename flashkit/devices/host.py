@@ -1,7 +1,7 @@
-"""What this machine is: CPU features and cache sizes, the CUDA device. Standard library only at import.
+"""Facts of this machine: CPU features, cache sizes, the CUDA device. Imports only the standard library.
 
-Every function answers with what it could find and never raises but for a setting that does not fit: an unknown platform
-gives empty answers, and the generic device profile then applies.
+On an unknown platform the functions return empty results, and the generic device profile applies. The only error is
+that of an environment variable that does not fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 CPUINFO = Path("/proc/cpuinfo")
 CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
-# macOS tells features one by one; the names on the right are those of Linux, which the profiles use.
+# macOS reports features one by one; profiles use the names of Linux, on the right.
 _SYSCTL_FEATURES = {
     "hw.optional.arm64": "asimd",
     "hw.optional.avx2_0": "avx2",
@@ -58,8 +58,8 @@ LANES = "FLASHKIT_CPU_LANES"
 def cpu_features() -> frozenset[str]:
     """Instruction set extensions by Linux's names: "avx2", "fma", "avx512f", "amx_bf16", "asimd", ...
 
-    With FLASHKIT_CPU_LANES = 4, 8 or 16 those of a CPU whose vectors have so many float32 lanes: the profile, the tiles
-    and the kernels are such a CPU's then. ValueError for a width that this CPU has not.
+    FLASHKIT_CPU_LANES = 4, 8 or 16 hides wider vectors than so many float32 lanes: profile, tiles and kernels are then
+    those of such a CPU. ValueError for a width that this CPU does not have.
     """
     found, wanted = _all_features(), os.environ.get(LANES)
     if not wanted:
@@ -91,19 +91,19 @@ def _all_features() -> frozenset[str]:
 
 @functools.cache
 def cpu_name() -> str:
-    """The processor's model name, or the architecture's where the system does not tell."""
+    """The model name of the processor, or the name of the architecture if the system does not report it."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     return _cpuinfo().get("model name") or platform.processor() or platform.machine() or "unknown"
 
 
-# os.environ encodes each name that it is asked for, which takes longer than a planned call's other steps together.
+# os.environ encodes the name on each access, which takes longer than the other steps of a planned call.
 _variables: Any = getattr(os.environ, "_data", os.environ)
 _encoded: Any = functools.cache(getattr(os.environ, "encodekey", str))
 
 
 def variable(name: str) -> Any:
-    """A variable of the environment as the system stores it, bytes, text or None: good for comparing."""
+    """An environment variable as the system stores it (bytes, text or None), for comparison."""
     return _variables.get(_encoded(name))
 
 
@@ -129,7 +129,7 @@ def cpu_caches() -> dict[str, int]:
             sizes[name] = int(amount[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[amount[2]]
     if not sizes and sys.platform == "darwin":
         for name in ("l1d", "l2", "l3"):
-            # perflevel0 are the fast cores of an Apple chip; the plain name speaks of the slow ones.
+            # perflevel0 are the performance cores of an Apple chip; the plain name is of the efficiency cores.
             found = _sysctl(f"hw.perflevel0.{name}cachesize") or _sysctl(f"hw.{name}cachesize")
             if found and found.isdigit() and int(found) > 0:
                 sizes[name] = int(found)
@@ -140,7 +140,7 @@ def cuda_device() -> dict[str, Any] | None:
     """Facts of the current CUDA device, or None without CuPy, without a driver or without a device.
 
     Keys: name, compute_capability [major, minor], sms, sram_per_block, sram_per_sm, registers_per_sm, l2 (bytes);
-    those that the driver does not tell are left out.
+    those that the driver does not report are left out.
     """
     try:
         import cupy
@@ -148,7 +148,7 @@ def cuda_device() -> dict[str, Any] | None:
         device = cupy.cuda.Device()
         facts = device.attributes
         properties = cupy.cuda.runtime.getDeviceProperties(device.id)
-    except Exception:  # CuPy absent or broken, no driver, no device: every one of these means "none"
+    except Exception:  # CuPy missing or broken, no driver, no device
         return None
     capability = [properties["major"], properties["minor"]]
     found: dict[str, Any] = {"name": properties["name"].decode(), "compute_capability": capability}

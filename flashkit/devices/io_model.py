@@ -1,10 +1,10 @@
-"""Tiles: what moves through memory with them (the papers' IO model), which are possible on a device, which likely fast.
+"""Tiles: their memory traffic (the IO model of the papers), and which fit a device, ranked by an analytic cost.
 
     paper_tile, traffic, standard_traffic, asymptotic_traffic    the IO model; `reference.Traffic` counts the same
-    CpuTile, GpuTile                                             one tile; impossible ones cannot be built
-    candidates, default, default_cpu                             the possible ones, best first by an analytic cost
+    CpuTile, GpuTile                                             one tile; an impossible one is an error
+    candidates, default, default_cpu                             tiles that fit, best first by the cost
 
-The cost orders candidates for `flashkit autotune` and chooses where nothing was measured; it predicts no speed.
+The cost ranks candidates for `flashkit autotune`, and chooses without measurements. It does not predict speed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,37 @@ Order = Literal[1, 2]
 def paper_tile(memory: int, head_dim: int, order: Order = 1) -> tuple[int, int]:
     """(B_r, B_c), queries and keys of a tile, for M = `memory` elements: B_c = ceil(M / 4d), B_r = min(B_c, d).
 
-    Dao et al. 2022, Algorithm 1, line 1: tiles of Q, K, V and O share the memory, and the score tile is no larger
-    than one of them. In FlashAttention-2's order (order=2) queries and keys change places: the outer tile is the large.
+    Tiles of Q, K, V and O share the memory, and the score tile is no larger than one of them. In FlashAttention-2's
+    order (order=2) queries and keys are swapped: the tile of the outer loop is the large one.
+
+    Parameters
+    ----------
+    memory
+        Elements of fast memory.
+    head_dim
+        d.
+    order
+        1: keys in the outer loop (FlashAttention); 2: queries (FlashAttention-2).
+
+    Returns
+    -------
+    tuple of int
+        (B_r, B_c).
+
+    Raises
+    ------
+    ValueError
+        A number is below 1.
+
+    References
+    ----------
+    Dao et al., "FlashAttention", 2022, arXiv 2205.14135, Algorithm 1, line 1.
+
+    Examples
+    --------
+    >>> from flashkit.devices import io_model
+    >>> io_model.paper_tile(memory=48 * 1024, head_dim=64)
+    (64, 192)
     """
     if memory < 1 or head_dim < 1:
         raise ValueError(f"memory and head_dim count elements and are 1 or more; got {memory=}, {head_dim=}")
@@ -40,12 +69,37 @@ def traffic(
     order: Order, direction: Direction, n_q: int, n_k: int, head_dim: int, head_dim_v: int, block_q: int, block_k: int,
     kept: float = 1.0, group: int = 1,
 ) -> dict[str, int]:  # fmt: skip
-    """Elements that move between slow and fast memory, read or written, by array: what `reference.Traffic` counts.
+    """Elements that move between slow and fast memory, by array: what `reference.Traffic` counts.
 
-    For the `group` query heads that share one key/value head. kept: the fraction of tiles that are not EMPTY; exact
-    where all are kept or the tiles divide n_q and n_k. Sinks, dlse and the arrays of modifications are not counted.
+    Sinks, dlse and the arrays of modifications are not counted.
+
+    Parameters
+    ----------
+    order
+        1: keys in the outer loop (FlashAttention); 2: queries (FlashAttention-2).
+    direction
+        "forward" or "backward".
+    n_q, n_k, head_dim, head_dim_v
+        Sizes of one head.
+    block_q, block_k
+        Queries and keys of a tile.
+    kept
+        Fraction of tiles that are not EMPTY. The result is exact if it is 1 or if the tiles divide n_q and n_k.
+    group
+        Query heads that share one key/value head.
+
+    Returns
+    -------
+    dict
+        Elements read and written, by the name of the array.
+
+    Examples
+    --------
+    >>> from flashkit.devices import io_model
+    >>> io_model.traffic(2, "forward", 1024, 1024, 64, 64, block_q=128, block_k=128)
+    {'q': 65536, 'k': 524288, 'v': 524288, 'out': 65536, 'lse': 1024}
     """
-    rounds = kept * -(-n_k // block_k)  # how often each row of Q takes part, on average
+    rounds = kept * -(-n_k // block_k)  # times each row of Q is read, on average
     q, o, row = n_q * head_dim, n_q * head_dim_v, n_q
     k, v = n_k * head_dim, n_k * head_dim_v
     if direction == "forward" and order == 1:
@@ -53,7 +107,7 @@ def traffic(
         per_head |= {"l": per_head["m"], "lse": row}
         shared: dict[str, float] = {}
     elif direction == "forward":
-        rounds = kept * -(-n_q // block_q)  # how often each row of K takes part
+        rounds = kept * -(-n_q // block_q)  # times each row of K is read
         per_head, shared = {"q": q, "k": rounds * k, "v": rounds * v, "out": o, "lse": row}, {}
     else:
         per_head = {"q": rounds * q, "dq": q + 2 * rounds * q, "lse": rounds * row}
@@ -66,17 +120,17 @@ def traffic(
 
 
 def standard_traffic(n_q: int, n_k: int, head_dim: int, head_dim_v: int) -> int:
-    """Forward pass of one head that stores scores and weights, Theta(N d + N^2): S = QK^T, P = softmax(S), O = PV.
+    """Elements moved by standard attention, which stores S = QK^T and P = softmax(S): Theta(N d + N^2).
 
-    Dao et al. 2022, Algorithm 0: S is written and read, P is written and read.
+    Forward pass of one head; S and P are each written and read (Dao et al. 2022, arXiv 2205.14135, Algorithm 0).
     """
     return (n_q + n_k) * (head_dim + head_dim_v) + 4 * n_q * n_k
 
 
 def asymptotic_traffic(n_q: int, n_k: int, head_dim: int, memory: int, kept: float = 1.0) -> float:
-    """How FlashAttention's traffic grows, Theta(N^2 d^2 / M), and with a block mask kept times that.
+    """The growth of FlashAttention's traffic, Theta(N^2 d^2 / M), times `kept` for a block mask.
 
-    Dao et al. 2022, Theorem 2 and Proposition 4. memory: elements of fast memory.
+    Dao et al. 2022, arXiv 2205.14135, Theorem 2 and Proposition 4. memory: elements of fast memory, M.
     """
     return kept * n_q * n_k * head_dim**2 / memory
 
@@ -86,7 +140,7 @@ def asymptotic_traffic(n_q: int, n_k: int, head_dim: int, memory: int, kept: flo
 
 @dataclass(frozen=True, order=True)
 class CpuTile:
-    """block_q queries by block_k keys; the micro-kernel keeps rows x vectors vector registers of sums.
+    """block_q queries by block_k keys; the micro-kernel has rows x vectors vector registers of accumulators.
 
     lanes: float32 in one vector register, 4 (NEON, SSE), 8 (AVX2) or 16 (AVX-512); float64 has half as many.
     """
@@ -109,7 +163,7 @@ class CpuTile:
 
     @property
     def registers(self) -> int:
-        """Vector registers of the instruction set: AVX2 has 16, AVX-512 and NEON 32."""
+        """Vector registers of the instruction set: 16 of AVX2, 32 of AVX-512 and NEON."""
         return 16 if self.lanes == 8 else 32
 
     @property
@@ -118,26 +172,26 @@ class CpuTile:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The register block, which a micro-kernel is compiled for."""
+        """The register block that a micro-kernel is compiled for."""
         return self.lanes, self.rows, self.vectors
 
     @property
     def row(self) -> dict[str, Any]:
-        """As fields of a profile's row."""
+        """The fields of a profile's row."""
         return dict(vars(self))
 
     def __str__(self) -> str:
         return f"{self.block_q} x {self.block_k} in {self.rows} x {self.vectors} registers"
 
     def panel(self, itemsize: int = 4) -> int:
-        """Columns of one micro-kernel call: in the forward pass queries, in the backward pass keys or head dims."""
+        """Columns of one micro-kernel call: queries in the forward pass, keys or head dims in the backward pass."""
         return self.vectors * self.lanes * 4 // itemsize
 
     def working_set(self, direction: Direction, head_dim: int, head_dim_v: int, itemsize: int = 4) -> tuple[int, int]:
-        """Bytes that are best held by (L1, L2); itemsize: of the computing precision.
+        """Bytes of the working set for (L1, L2); itemsize: of the computing precision.
 
         Forward, L1: the scores of one panel and its Q^T or O^T. L2: Q^T and O^T of all panels, and the K and V tiles.
-        Backward, L1: S and dP. L2: K^T, V^T and K, the sums dK and dV, and the rows of Q, dO and dQ.
+        Backward, L1: S and dP. L2: K^T, V^T and K, the accumulators of dK and dV, and the rows of Q, dO and dQ.
         """
         d, both = head_dim, head_dim + head_dim_v
         if direction == "forward":
@@ -151,9 +205,8 @@ class CpuTile:
 
 
 def _cpu_tiles(lanes: int, registers: int) -> Iterator[CpuTile]:
-    """Register blocks that keep both multiply-add units busy, 8 sums in flight, by blocks of whole panels."""
-    # 13x2 and 14x2 fit into AVX-512's 32 registers and are fast alone, but halve the speed inside attention.
-    most = min(registers, 28)
+    """Register blocks that keep both multiply-add pipes busy (8 accumulators), times blocks of whole panels."""
+    most = min(registers, 28)  # larger register blocks fit AVX-512, but are slow within attention
     for rows, vectors in product((2, 3, 4, 6, 8, 12), (1, 2, 3, 4)):
         if rows * vectors < 8 or vectors > 0.75 * rows or rows * vectors + vectors + 1 > most:
             continue
@@ -163,12 +216,12 @@ def _cpu_tiles(lanes: int, registers: int) -> Iterator[CpuTile]:
                 yield CpuTile(panels * panel, block_k, lanes, rows, vectors)
 
 
-# Of a recent core, roughly. Besides: two multiply-adds, two loads and one store a cycle, multiply-add latency 4.
+# Of a typical recent core, with two multiply-adds, two loads and one store a cycle, and a multiply-add latency of 4.
 _L2_BYTES_A_CYCLE, _MEMORY_BYTES_A_CYCLE, _TYPICAL_LENGTH = 48.0, 8.0, 2048
 
 
 def _cpu_cost(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: int, l1: int) -> float:
-    """Cycles for one key and one vector of queries (forward), or one query and one vector of keys (backward)."""
+    """Cycles for one key and one vector of queries (forward), or for one query and one vector of keys (backward)."""
     rows, vectors, vector_bytes = tile.rows, tile.vectors, tile.lanes * 4
     sums = rows * vectors
     step = max(sums / 2, (rows + vectors) / 2, 4.0) / sums  # of one vector multiply-add
@@ -182,7 +235,7 @@ def _cpu_cost(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: in
     if direction == "forward":
         compute = step * (d * waste(tile.block_k, rows) + dv * waste(dv, rows))
         calls = call * (1 + dv / tile.block_k)
-        moves = 1 + 2 * dv / tile.block_k + 0.5 * dv / tile.block_k  # S out; O in and out; O now and then rescaled
+        moves = 1 + 2 * dv / tile.block_k + 0.5 * dv / tile.block_k  # S out; O in and out; O sometimes rescaled
         l2 = (d + dv) * itemsize / vectors + (d + 2 * dv) * vector_bytes / tile.block_k
         l2 += beyond_l1 * vector_bytes * (d + dv) / rows
         memory = (d + dv) * itemsize * (vector_bytes / itemsize) / tile.block_q
@@ -195,7 +248,7 @@ def _cpu_cost(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: in
         l2 = (2 * d + dv + 2 * (d + dv)) * vector_bytes / tile.block_q
         l2 += beyond_l1 * vector_bytes * (3 * d + 2 * dv) / rows / 2
         memory = (3 * d + dv) * vector_bytes / tile.block_k
-    # Edges: the last tile of a row is partly empty, tiles on a causal diagonal are half empty.
+    # The last tile of a row is partly empty, tiles on a causal diagonal are half empty.
     edges = 1 + (tile.block_q + tile.block_k) / (2 * _TYPICAL_LENGTH)
     return (compute + calls + moves + l2 / _L2_BYTES_A_CYCLE + memory / _MEMORY_BYTES_A_CYCLE) * edges
 
@@ -205,9 +258,9 @@ def _cpu_cost(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: in
 
 @dataclass(frozen=True, order=True)
 class GpuTile:
-    """block_q queries by block_k keys, K and V in a ring of `stages`, `warps` that compute, `splits` of the keys.
+    """block_q queries by block_k keys, a K/V pipeline of `stages`, `warps` of consumers, `splits` of the keys.
 
-    For kernels on matrix instructions: a warp owns whole groups of 16 queries, and the keys go in steps of 16.
+    For tensor core kernels: a warp has whole groups of 16 queries, and the keys are multiples of 16.
     """
 
     block_q: int
@@ -226,15 +279,15 @@ class GpuTile:
             raise ValueError(f"{self.warps=} are {32 * self.warps} threads; a block has 1024 at most")
 
     def shared_memory(self, head_dim: int, head_dim_v: int, itemsize: int) -> int:
-        """Bytes: the Q tile (the output takes its place), the ring of K and V, 1 KiB for barriers and alignment."""
+        """Bytes: the Q tile, which the output tile replaces, the K/V pipeline, 1 KiB for barriers and alignment."""
         return (self.block_q * head_dim + self.stages * self.block_k * (head_dim + head_dim_v)) * itemsize + 1024
 
     def registers(self, head_dim_v: int) -> int:
-        """32-bit registers of one computing thread: O and S in float32, half of P at a time, about 20 for all else."""
+        """32-bit registers of a consumer thread: O and S in float32, half of P at a time, about 20 for the rest."""
         return self.block_q * (head_dim_v + self.block_k + self.block_k // 4) // (32 * self.warps) + 20
 
     def register_budget(self, registers_per_sm: int) -> int:
-        """Registers a computing thread can have beside one warpgroup that loads with 24 each; given out by eights."""
+        """Registers of a consumer thread, a multiple of 8, with one producer warp group of 24 registers a thread."""
         return min(255, (registers_per_sm - 128 * 24) // (32 * self.warps) // 8 * 8)
 
 
@@ -244,12 +297,12 @@ def _gpu_tiles() -> Iterator[GpuTile]:
 
 
 def _gpu_cost(tile: GpuTile, d: int, dv: int, itemsize: int) -> float:
-    """Cycles of an SM for one pair, at Hopper's rates: 2048 multiply-adds, 16 exp2, 24 bytes from L2 a cycle."""
+    """Cycles of an SM for one pair, at Hopper's peaks: 2048 multiply-adds, 16 exp2, 24 bytes from L2 a cycle."""
     products = (d + dv) * itemsize / 2 / 2048
     softmax = 1 / 16 + dv / tile.block_k / 128
-    arithmetic = max(products, softmax) if tile.warps >= 8 else products + softmax  # two groups work in turns
+    arithmetic = max(products, softmax) if tile.warps >= 8 else products + softmax  # two warp groups in ping-pong
     loads = (d + dv) * itemsize / tile.block_q / 24
-    waiting = 300 / (tile.block_q * tile.block_k) / min(tile.stages, 2)  # barriers and latency, half hidden by a ring
+    waiting = 300 / (tile.block_q * tile.block_k) / min(tile.stages, 2)  # barriers and latency
     return (max(arithmetic, loads) if tile.stages > 1 else arithmetic + loads) + waiting
 
 
@@ -260,11 +313,33 @@ def candidates(
     kind: Literal["cpu", "cuda"], memory: Mapping[str, int | None], dtype: str, head_dim: int, head_dim_v: int,
     direction: Direction = "forward", *, lanes: int = 8,
 ) -> list[Any]:  # fmt: skip
-    """Tiles that fit the device, the likely fastest first; the same list for the same arguments.
+    """Tiles that fit the device, ranked by the cost; deterministic.
 
-    kind "cpu": CpuTiles for `memory` with "l1d" and "l2" in bytes; lanes: float32 in a vector register.
-    kind "cuda": GpuTiles for the forward pass, for `memory` with "sram_per_block" (bytes) and "registers_per_sm".
-    Raises ValueError where a number is missing or impossible, or where nothing fits.
+    Parameters
+    ----------
+    kind
+        "cpu" for CpuTiles, "cuda" for GpuTiles of the forward pass.
+    memory
+        "cpu": "l1d" and "l2" in bytes. "cuda": "sram_per_block" in bytes and "registers_per_sm".
+    dtype, head_dim, head_dim_v, direction
+        The problem.
+    lanes
+        float32 lanes of a vector register of the CPU.
+
+    Returns
+    -------
+    list of CpuTile or GpuTile
+
+    Raises
+    ------
+    ValueError
+        A number is missing or impossible, or no tile fits.
+
+    Examples
+    --------
+    >>> from flashkit.devices import io_model
+    >>> print(io_model.candidates("cpu", {"l1d": 32768, "l2": 1 << 20}, "float32", 64, 64)[0])
+    192 x 128 in 4 x 3 registers
     """
     for name, n in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if not 1 <= n <= MAX_HEAD_DIM:
@@ -307,7 +382,7 @@ def default(
 
 
 def default_cpu(profile: Any, dtype: str, head_dim: int, head_dim_v: int, direction: Direction = "forward") -> CpuTile:
-    """The tile for a CPU that a Profile describes; sizes it does not tell are those of the smallest caches in use."""
+    """The tile for the CPU of a Profile; unknown cache sizes count as 32 KiB of L1 and 256 KiB of L2."""
     memory = {"l1d": profile.memory.l1d or 32 << 10, "l2": profile.memory.l2 or 256 << 10}
     lanes = lanes_of(profile.device.features)
     tile: CpuTile = default("cpu", memory, dtype, head_dim, head_dim_v, direction, lanes=lanes)
@@ -315,12 +390,12 @@ def default_cpu(profile: Any, dtype: str, head_dim: int, head_dim_v: int, direct
 
 
 def _fits_cpu(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: int, l1: int, l2: int) -> bool:
-    """The scores of a panel in L1, which softmax passes over three times; all in L2; operands may stream past L1."""
+    """The scores of a panel fit L1, because softmax reads them three times; the working set fits L2."""
     if direction == "forward":
         in_l1 = tile.block_k * tile.panel(itemsize) * itemsize <= l1 * 3 // 4
     else:
-        in_l1 = tile.block_q * tile.block_k * itemsize <= l1 * 3 // 2  # S and dP, of which one is enough at a time
-    smallest = tile.block_q <= tile.panel() and tile.block_k <= 32  # there must be one for every head dim
+        in_l1 = tile.block_q * tile.block_k * itemsize <= l1 * 3 // 2  # S and dP, used one after the other
+    smallest = tile.block_q <= tile.panel() and tile.block_k <= 32  # every head dim needs one that fits
     return in_l1 and (tile.working_set(direction, d, dv, itemsize)[1] <= l2 * 3 // 4 or smallest)
 
 

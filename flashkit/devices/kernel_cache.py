@@ -1,10 +1,10 @@
-"""Where compiled kernels are kept between processes.
+"""The cache of compiled kernels on disk.
 
-One directory for every backend; each takes a folder of its own in it. `flashkit cache path` prints it and
-`flashkit cache clear` empties it. Deleting it is always safe: the next call compiles again.
+Every backend has a folder in one directory. `flashkit cache path` prints it and `flashkit cache clear` empties it.
+Deleting it is safe: the next call compiles again.
 
-Kernels are native code, so a file is used only where no other user could have written it (trust.py). Where they cannot
-be kept they stay in the memory of the process that compiled them, and one warning says why.
+Kernels are native code, so a file is used only if no other user could have written it (trust.py). If the directory
+cannot be used, compiled kernels stay in the memory of the process, and one warning has the reason.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from . import trust
 
 
 def path() -> Path:
-    """The cache directory (not created): below FLASHKIT_CACHE_DIR, or the user's cache directory of this platform.
+    """The cache directory, which is not created: below FLASHKIT_CACHE_DIR, or the user's cache directory.
 
-    Below, not at: whatever the variable names (a home directory, by mistake), `clear` only ever empties a directory
-    that flashkit alone writes. UntrustedError where it is a relative path, or where there is no home directory.
+    It is a folder below the variable's, so that `clear` empties only a directory that flashkit alone writes, even if
+    the variable is a home directory by mistake. UntrustedError if the variable is a relative path, or without a home
+    directory.
     """
     override = os.environ.get("FLASHKIT_CACHE_DIR")
     if not override:
@@ -37,7 +38,7 @@ def path() -> Path:
 
 @dataclass(frozen=True)
 class Usage:
-    """What lies in the cache: `kernels` compiled ones (the CPU's .o, CUDA's .cubin) among `files`, in `bytes`."""
+    """Contents of the cache: number of files, of compiled kernels among them (.o, .cubin), and bytes of all files."""
 
     files: int
     kernels: int
@@ -45,8 +46,8 @@ class Usage:
 
 
 def usage() -> Usage:
-    """Count the cache's contents: none where another user could have written them. Files that vanish meanwhile (another
-    process clears) are not counted.
+    """Count the contents of the cache. An untrusted directory counts as empty. Files that another process removes
+    meanwhile are not counted.
     """
     files = kernels = size = 0
     try:
@@ -66,9 +67,9 @@ def usage() -> Usage:
 
 
 def clear() -> Usage:
-    """Remove everything in the cache directory, the directory itself kept; returns what was there.
+    """Remove everything in the cache directory, but not the directory. Returns what was there.
 
-    UntrustedError where it may be another user's link to somewhere else; nothing is removed then.
+    UntrustedError if it may be a link of another user; nothing is removed then.
     """
     before = usage()
     with suppress(FileNotFoundError):
@@ -81,7 +82,7 @@ def clear() -> Usage:
 
 
 def problem() -> OSError | None:
-    """Why new kernels cannot be kept: an UntrustedError, or that a directory cannot be written. Changes nothing."""
+    """Why kernels cannot be cached: an UntrustedError, or a directory that cannot be written; None if they can."""
     try:
         for folder in ("cpu", "cuda"):
             wanted = path() / folder
@@ -97,16 +98,16 @@ def problem() -> OSError | None:
     return None
 
 
-# --- what backends keep there -----------------------------------------------------------------------------------------
+# --- files of backends -----------------------------------------------------------------------------------------------
 
 _memory: dict[tuple[str, str], bytes] = {}
 _warned: set[str | None] = set()
 
 
 def read(folder: str, name: str) -> bytes | None:
-    """What was written under this name; None where nothing was, or where another user could have written it."""
-    if (kept := _memory.get((folder, name))) is not None:
-        return kept
+    """The content written under this name; None if there is none, or if another user could have written it."""
+    if (content := _memory.get((folder, name))) is not None:
+        return content
     try:
         return trust.read(path() / folder / name)
     except trust.UntrustedError as error:
@@ -117,7 +118,7 @@ def read(folder: str, name: str) -> bytes | None:
 
 
 def write(folder: str, name: str, content: bytes) -> None:
-    """Keep it for all processes; in memory, for this one, where that cannot be."""
+    """Store it for all processes, or in the memory of this process if the directory cannot be used."""
     try:
         trust.write(trust.directory(path() / folder, make=True) / name, content)
     except OSError as error:
@@ -127,16 +128,16 @@ def write(folder: str, name: str, content: bytes) -> None:
 
 @contextmanager
 def alone(folder: str, name: str) -> Iterator[None]:
-    """While one process makes this file the others wait; they then find it made."""
+    """Lock this name while the file is made, so that other processes wait and then find it."""
     lock: AbstractContextManager[None] = nullcontext()
-    with suppress(OSError):  # others neither find nor keep anything there
+    with suppress(OSError):  # the directory cannot be used, so nothing is shared
         lock = trust.locked(trust.directory(path() / folder, make=True) / f"{name}.lock")
     with lock:
         yield
 
 
 def _warn(error: OSError) -> None:
-    """Once for each cache directory."""
+    """Warn once for each cache directory."""
     wanted = os.environ.get("FLASHKIT_CACHE_DIR")
     if wanted not in _warned:
         _warned.add(wanted)

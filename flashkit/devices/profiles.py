@@ -1,20 +1,19 @@
-"""Device profiles: what a device is, how fast its parts are, and which tiles to use on it. YAML in, `Profile` out.
+"""Device profiles: facts of a device, its peak rates, and its tiles. YAML in, `Profile` out.
 
-    device_profiles/h200.yaml          one file a device; docs/devices.md explains how to add one
-    profiles.for_device("cuda")        the merged profile of the device of this machine (cached)
+    device_profiles/h200.yaml          one file for each device; docs/devices.md explains how to add one
+    profiles.for_device("cuda")        the merged profile of this machine's device (cached)
     profile.tile("cpu.forward", "float32", head_dim=64, causal=True)   the row that applies
 
-A file speaks for a device when all criteria in its `device:` section hold: `match` (a regular expression searched in
-the device's name), `compute_capability` and `cores` (equal), `features` (all present). Without criteria it is the
-generic profile of its kind. Layers, highest first, are merged field by field, null meaning "not known here":
+A file applies to a device if all criteria in its `device:` section hold: `match` (a regular expression searched in the
+device's name), `compute_capability` and `cores` (equal), `features` (all present). A file without criteria is the
+generic profile of its kind. Layers, highest first, are merged field by field; null means "not known":
 
-    1. files of FLASHKIT_PROFILE_DIR          3. what the system itself reports (cache sizes, number of SMs)
+    1. files of FLASHKIT_PROFILE_DIR          3. what the system reports (cache sizes, number of SMs)
     2. the user's files, see `user_dir`       4. the shipped files
 
-and within one directory those with more criteria come first, so the generic ones are always last. `Profile.provenance`
-says of each field where it came from. A malformed file found on the way is skipped with a warning, and so is one that
-another user could have written (trust.py): a bad profile must not stop attention. `load_file` is the strict reader,
-with errors that name file, line and field.
+Within one directory, files with more criteria come first and the generic one last. `Profile.provenance` has the origin
+of each field. Malformed files, and files that another user could have written (trust.py), are skipped with a warning: a
+bad profile must not disable attention. `load_file` is the strict reader, whose errors name file, line and field.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ __all__ = [
 
 _Layer = tuple[str, dict[str, Any], dict[str, list[TileRow]]]  # origin, fields, tiles
 
-# A date belongs to the number beside it: it must not be taken from a layer that did not give that number.
+# A date describes a number: it must come from the same layer as the number.
 _BELONGS_TO = {"source": "datasheet", "date": "measured", "versions": "measured"}
 
 
@@ -102,21 +101,21 @@ def _merge(layers: list[_Layer]) -> Profile:
 
 
 def shipped_dir() -> Path:
-    """The profiles that come with flashkit: inside the package in a wheel, beside it in a source tree."""
+    """The directory of the shipped profiles: inside the package in a wheel, next to it in a source tree."""
     package = Path(__file__).parents[1]
     inside = package / "device_profiles"
     return inside if inside.is_dir() else package.parent / "device_profiles"
 
 
 def user_dir() -> Path:
-    """Where `flashkit autotune` writes; not created. UntrustedError without a home directory."""
+    """The directory where `flashkit autotune` writes. It is not created. UntrustedError without a home directory."""
     return trust.of_user("data") / "device_profiles"
 
 
 def directories() -> dict[str, Path]:
-    """Where profiles are looked for, in order: "FLASHKIT_PROFILE_DIR" (if set), "user", "shipped".
+    """The directories of profiles, in order: "FLASHKIT_PROFILE_DIR" (if set), "user", "shipped".
 
-    The first is left out where it is no absolute path, the second where there is no home directory.
+    The first is left out if it is not an absolute path, the second without a home directory.
     """
     override = os.environ.get("FLASHKIT_PROFILE_DIR")
     found = {}
@@ -145,16 +144,18 @@ _OTHER_KIND = {"cpu": re.compile(r"\bkind:\s*cuda\b"), "cuda": re.compile(r"\bki
 
 
 def _text(file: Path) -> str:
-    """Of a file in one of the directories. UntrustedError where another user could have written it; what is shipped is
-    as trusted as the code beside it.
+    """The text of a file in one of the directories. UntrustedError if another user could have written it. Shipped files
+    are as trusted as the code.
     """
     shipped = file.parent == shipped_dir()
     return (trust.read_any(file, MOST_BYTES) if shipped else trust.read(file, MOST_BYTES)).decode()
 
 
 def read(file: Path) -> Profile:
-    """The profile of one file in one of the directories, alone. ProfileError if it does not fit the schema, OSError if
-    it cannot be read, UntrustedError if another user could have written it.
+    """The profile of one file in one of the directories, not merged.
+
+    ProfileError if it does not fit the schema, OSError if it cannot be read, UntrustedError if another user could have
+    written it.
     """
     try:
         return parse(_text(file), str(file))
@@ -162,26 +163,26 @@ def read(file: Path) -> Profile:
         raise SchemaError(str(file), 1, "", f"not UTF-8 text: {error.reason}") from None
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def _skip(error: Exception) -> None:
-    """Warn; of what is wrong with a whole directory once, not for each file in it."""
+    """Warn that a file is skipped, once if the same holds for a whole directory."""
     if isinstance(error, trust.UntrustedError):
-        if str(error) in _told:
+        if str(error) in _warned:
             return
-        _told.add(str(error))
+        _warned.add(str(error))
     warnings.warn(f"device profile skipped: {error}", ProfileWarning, stacklevel=3)
 
 
 def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
-    """The readable profiles of one kind in a directory; those that are not are skipped with a warning."""
+    """The valid profiles of one kind in a directory; others are skipped with a warning."""
     for file in _files(directory):
         try:
             text = _text(file)
             head = re.search(r"^device:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
             if head and _OTHER_KIND[kind].search(head[0]):
-                continue  # not worth a full parse
+                continue  # parsing it would take longer
             profile = parse(text, str(file))
         except (OSError, ValueError, RecursionError) as error:
             _skip(error)
@@ -194,7 +195,7 @@ def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
 
 
 def _system(kind: str) -> dict[str, Any]:
-    """What the system reports of its device: {"device": {...}, "memory": {...}}, empty if there is none."""
+    """What the system reports about its device: {"device": {...}, "memory": {...}}, empty if there is none."""
     if kind == "cpu":
         features = sorted(host.cpu_features())
         device = {"kind": kind, "name": host.cpu_name(), "features": features, "cores": host.cpu_count()}
@@ -208,7 +209,7 @@ def _system(kind: str) -> dict[str, Any]:
 
 
 def _rank(criteria: Device, device: dict[str, Any]) -> tuple[int, int] | None:
-    """How closely a profile's criteria fit this device (more is closer), or None if one of them does not hold."""
+    """How specific the criteria of a profile are (more is closer), or None if one does not hold for this device."""
     if criteria.match and not re.search(criteria.match, device.get("name", ""), re.IGNORECASE):
         return None
     if criteria.compute_capability and criteria.compute_capability != _capability(device):
@@ -227,8 +228,9 @@ def _capability(device: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _contribution(profile: Profile) -> dict[str, Any]:
-    """The fields that a file gives to a merge: all but its criteria, in whose place the system's own facts stand, and
-    the sources of whole sections, which would seem to speak of those facts too."""
+    """The fields of a file that are merged: not its criteria, which the facts of the system replace, and not the
+    sources of whole sections, which do not hold for these facts.
+    """
     fields = known_fields(profile)
     fields["device"] = {k: v for k, v in fields["device"].items() if k not in {"match", "features", "cores", "source"}}
     fields["memory"] = {k: v for k, v in fields["memory"].items() if k != "source"}
@@ -236,14 +238,14 @@ def _contribution(profile: Profile) -> dict[str, Any]:
 
 
 def _relative(profile: Profile) -> dict[str, Any]:
-    """What a profile tells of another device of its compute capability: the sizes that the architecture fixes."""
+    """The fields of a profile that hold for other devices of its compute capability: sizes of the architecture."""
     memory = known_fields(profile)["memory"]
     sizes = ("sram_per_block", "sram_per_sm", "registers_per_sm")
     return {"memory": {name: memory[name] for name in sizes if name in memory}}
 
 
 def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_Layer]:
-    """All that is known of the device that `system` describes, highest layer first."""
+    """All layers for the device that `system` describes, highest first."""
     device = system.get("device", {})
     layers: list[_Layer] = []
     for name, directory in directories().items():
@@ -256,15 +258,15 @@ def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_
             if rank is not None:
                 ranked.append((rank, (str(file), _contribution(profile), profile.tiles)))
             elif name == "shipped" and capability and capability == _capability(device):
-                # A device that no file names takes the tiles of its relatives: above the generic profile (0, 0).
+                # A device without a file takes the tiles of its compute capability: above the generic profile (0, 0).
                 tiles = {
                     table: [msgspec.structs.replace(row, measured=None) for row in rows]
                     for table, rows in profile.tiles.items()
                 }
                 ranked.append(((0, 1), (f"{file} (same compute capability)", _relative(profile), tiles)))
-        ranked.sort(key=lambda item: item[0], reverse=True)
+        ranked.sort(key=lambda ranked_layer: ranked_layer[0], reverse=True)
         layers += [layer for _, layer in ranked]
-    # Without a device and with every file unreadable there is still an answer, if an empty one.
+    # An empty profile, for a machine without a device and without a readable file.
     layers.append(("built in", {"device": {"kind": kind, "name": f"unknown {kind} device"}}, {}))
     return layers
 
@@ -276,9 +278,28 @@ _lock = threading.Lock()
 def for_device(kind: str) -> Profile:
     """The merged profile of this machine's device.
 
-    kind: "cpu", or "cuda" for the device current at the first call (the generic CUDA profile if CuPy finds none).
-    Read once a process; thread-safe. Raises ValueError for another kind, or where FLASHKIT_CPU_LANES does not fit, and
-    nothing else: unreadable files are skipped with a ProfileWarning.
+    Files are read once in a process. Unreadable ones are skipped with a ProfileWarning. Threads may call it at the same
+    time.
+
+    Parameters
+    ----------
+    kind
+        "cpu", or "cuda" for the current device of the first call (the generic CUDA profile if CuPy finds none).
+
+    Returns
+    -------
+    Profile
+
+    Raises
+    ------
+    ValueError
+        For another kind, or if FLASHKIT_CPU_LANES does not fit.
+
+    Examples
+    --------
+    >>> from flashkit.devices import profiles
+    >>> profiles.for_device("cpu").device.kind
+    'cpu'
     """
     if kind not in _OTHER_KIND:
         raise ValueError(f"kind must be 'cpu' or 'cuda', got {kind!r}")
@@ -302,25 +323,25 @@ def by_name(name: str) -> Profile:
     if file is None:
         raise ValueError(f"no device profile is called {name!r}{suggest(name, tuple(f.stem for f in paths()))}")
     device = msgspec.to_builtins(read(file).device)
-    told = ("kind", "name", "compute_capability", "features", "cores")
-    described = {key: device[key] for key in told if key in device}
+    names = ("kind", "name", "compute_capability", "features", "cores")
+    described = {key: device[key] for key in names if key in device}
     return _merge(_layers(device["kind"], {"device": described, "memory": {}}, str(file)))
 
 
 def forget() -> None:
-    """Drop what `for_device` has cached, so that changed files are read."""
+    """Drop the cached profiles, so that changed files are read again."""
     with _lock:
         _merged.clear()
-        _told.clear()
+        _warned.clear()
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
 def criteria(kind: str) -> dict[str, Any]:
-    """The `device:` section with which a profile speaks for exactly this machine's device. For `flashkit autotune`.
+    """The `device:` section of a profile for exactly this machine's device. For `flashkit autotune`.
 
-    kind: "cpu" or "cuda". RuntimeError for "cuda" where CuPy finds no device.
+    kind: "cpu" or "cuda". RuntimeError for "cuda" if CuPy finds no device.
     """
     device = _system(kind).get("device")
     if device is None:
@@ -328,19 +349,33 @@ def criteria(kind: str) -> dict[str, Any]:
     section: dict[str, Any] = {"kind": kind, "name": device["name"], "match": f"^{re.escape(device['name'])}$"}
     if kind == "cuda":
         return {**section, "compute_capability": device["compute_capability"], "sms": device["sms"]}
-    # Virtual machines often hide the model behind a family name, so the features that decide about kernels join in.
+    # Virtual machines often report a family name, so the features that decide about kernels are criteria too.
     deciding = {name for _, profile in _candidates(shipped_dir(), kind) for name in profile.device.features or ()}
     return {**section, "features": sorted(deciding & set(device["features"]))}
 
 
 def write_user_profile(profile: dict[str, Any]) -> Path:
-    """Write a profile to the user's directory, where `for_device` finds it, and return its path.
+    """Write a profile to the user's directory, where `for_device` finds it.
 
-    profile: in the form of a profile file ({"schema": 1, "device": {...}, "tiles": {...}}); `criteria` gives the device
-    section. A file that this device already has is updated: fields given replace its fields, rows replace rows of
-    equal selector, the rest stays. The file is replaced in one step under a lock, so that neither a crash nor another
-    writer leaves half of it. ProfileError if the profile does not fit the schema, UntrustedError if other users can
-    write the directory; nothing is written then.
+    An existing file of this device is updated: given fields replace its fields, rows replace rows of equal selector,
+    the rest stays. The file is replaced atomically under a lock.
+
+    Parameters
+    ----------
+    profile
+        The data of a profile file: {"schema": 1, "device": {...}, "tiles": {...}}. `criteria` gives the device section.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ProfileError
+        The profile does not fit the schema. Nothing is written.
+    UntrustedError
+        Other users can write the directory. Nothing is written.
     """
     new = parse(_dump({"schema": SCHEMA, **profile}), "<profile>")
     device = new.device
@@ -355,7 +390,7 @@ def write_user_profile(profile: dict[str, Any]) -> Path:
             try:
                 old = read(target)
                 layers.append(("old", known_fields(old), old.tiles))
-            except (ProfileError, OSError, RecursionError) as error:  # an edit went wrong: keep it, out of the way
+            except (ProfileError, OSError, RecursionError) as error:  # keep a malformed file under another name
                 target.replace(target.with_suffix(".yaml.bad"))
                 warnings.warn(f"moved to {target.name}.bad: {error}", ProfileWarning, stacklevel=2)
         merged = _merge(layers)
@@ -368,7 +403,7 @@ def write_user_profile(profile: dict[str, Any]) -> Path:
 
 
 def _plain(profile: Profile) -> dict[str, Any]:
-    """A profile in the form of its file: without provenance, line numbers and empty fields."""
+    """The data of a profile file: without provenance, line numbers and empty fields."""
     data = profile.as_dict()
     del data["provenance"]
     for rows in data["tiles"].values():

@@ -1,4 +1,4 @@
-"""The form of a device profile, and its strict reader: every error names file, line and field (docs/devices.md)."""
+"""The schema of device profiles, and their strict reader: every error names file, line and field (docs/devices.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import trust
 SCHEMA = 1
 
 MOST_BYTES = 1 << 20
-"""Of a profile file: a hundred times the largest that is shipped."""
+"""Largest size of a profile file."""
 
 Kind = Literal["cpu", "cuda"]
 Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"]
@@ -27,7 +27,7 @@ Amount = Annotated[float, Meta(gt=0)]
 
 
 class SchemaError(ProfileError):
-    """Where a profile does not fit the schema: `file`, `line`, dotted `field`, and the `problem`."""
+    """A profile does not fit the schema. Attributes: `file`, `line`, dotted `field`, `problem`."""
 
     def __init__(self, file: str, line: int, field: str, problem: str) -> None:
         self.file, self.line, self.field, self.problem = file, line, field, problem
@@ -35,7 +35,7 @@ class SchemaError(ProfileError):
 
 
 class ProfileWarning(UserWarning):
-    """A profile that could not be read was skipped; another one is in use."""
+    """A profile was skipped, or a row of it not followed."""
 
 
 # ---- the schema ----------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class _Section(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class Rate(_Section, frozen=True):
-    """A rate as the maker states it and as `flashkit autotune` measured it; the section's name tells the unit."""
+    """A rate from the datasheet, and as `flashkit autotune` measured it. The name of the section has the unit."""
 
     datasheet: Amount | None = None
     source: str | None = None  # of the datasheet value
@@ -61,7 +61,7 @@ class Rate(_Section, frozen=True):
 
 
 class Device(_Section, frozen=True):
-    """Which device a profile is for. In a merged profile: which device this is."""
+    """The device that a profile is for: criteria in a file, facts in a merged profile."""
 
     kind: Kind
     name: str | None = None
@@ -69,7 +69,7 @@ class Device(_Section, frozen=True):
     compute_capability: tuple[int, int] | None = None
     features: list[str] | None = None  # CPU: by Linux's names, "avx2", "avx512f", "amx_bf16", "asimd"
     sms: Count | None = None
-    cores: Count | None = None  # that the process may run on: rates of all together are those of so many
+    cores: Count | None = None  # that the process may run on; rates are of all of them together
     source: str | None = None
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Memory(_Section, frozen=True):
 
 
 class Measured(_Section, frozen=True):
-    """What a tile reached when it was timed; all null until then."""
+    """The measured speed of a tile; null before it is measured."""
 
     tflops: Amount | None = None
     gflops: Amount | None = None
@@ -104,10 +104,10 @@ class Measured(_Section, frozen=True):
 
 
 class TileRow(_Section, frozen=True):
-    """One row of a tile table: for which problems, which tile, why, and what it reached.
+    """One row of a tile table: its selectors, the tile, the reason, and the measured speed.
 
-    A selector that is left out means "any". `block_q` x `block_k` is the tile of the score matrix. On CPUs the
-    micro-kernel keeps a block of `rows` x `vectors` vector registers with `lanes` float32 each (float64: half as many).
+    A missing selector matches everything. `block_q` x `block_k` is the tile of the score matrix. On CPUs the register
+    block of the micro-kernel is `rows` x `vectors` vector registers of `lanes` float32 (float64: half as many).
     """
 
     block_q: Count
@@ -116,12 +116,12 @@ class TileRow(_Section, frozen=True):
     head_dim: Count | list[Count] | None = None
     max_head_dim: Count | None = None
     causal: bool | None = None
-    max_rows: Count | None = None  # of queries that share the keys of a head: for calls of few, as in decoding
+    max_rows: Count | None = None  # query rows that share the keys of a head: selects calls with few, as in decoding
     lanes: Literal[4, 8, 16] | None = None
     rows: Count | None = None
     vectors: Count | None = None
     stages: Count | None = None
-    options: dict[str, int | float | str | bool] = field(default_factory=dict)  # what only one backend understands
+    options: dict[str, int | float | str | bool] = field(default_factory=dict)  # specific to one backend
     why: str | None = None
     measured: Measured | None = None
     origin: str | None = None  # file:line, written by the reader
@@ -130,8 +130,8 @@ class TileRow(_Section, frozen=True):
         if self.head_dim is not None and self.max_head_dim is not None:
             raise ValueError("give head_dim (these values) or max_head_dim (up to this one), not both")
         if self.lanes and self.rows and self.vectors:
-            # AVX2 has 16 vector registers, AVX-512 and NEON 32. One row of vectors and one broadcast are live beside
-            # the accumulators; a block that needs more spills in its innermost loop.
+            # AVX2 has 16 vector registers, AVX-512 and NEON 32. The innermost loop holds the accumulators, one row of
+            # vectors and one broadcast; a larger block would spill there.
             have = 16 if self.lanes == 8 else 32
             need = self.rows * self.vectors + self.vectors + 1
             if need > have:
@@ -142,13 +142,13 @@ class TileRow(_Section, frozen=True):
 
     @property
     def selector(self) -> tuple[Any, ...]:
-        """What this row is for; rows of equal selector replace each other."""
+        """The selectors of the row. A row of a higher layer replaces those with equal selectors."""
         dtype = tuple(sorted(listed(self.dtype))) or None
         head_dim = tuple(sorted(listed(self.head_dim))) or None
         return dtype, head_dim, self.max_head_dim, self.causal, self.max_rows, self.options.get("generation")
 
     def matches(self, dtype: str, head_dim: int, causal: bool, rows: int | None = None) -> bool:
-        """Whether the row is for such a problem; rows: of queries that share the keys of a head, where it matters."""
+        """Whether the row applies. rows: query rows that share keys of a head; None excludes rows with `max_rows`."""
         return (
             (self.dtype is None or dtype in listed(self.dtype))
             and (self.head_dim is None or head_dim in listed(self.head_dim))
@@ -159,7 +159,7 @@ class TileRow(_Section, frozen=True):
 
     @property
     def specificity(self) -> tuple[float, ...]:
-        """Sorts the most specific row first: by head dim (exact, then the nearest bound), rows, dtype, causal."""
+        """Sort key, the most specific row first: by head dim (exact, then the nearest bound), rows, dtype, causal."""
         if self.head_dim is not None:
             head = 0.0
         elif self.max_head_dim is not None:
@@ -171,9 +171,9 @@ class TileRow(_Section, frozen=True):
 
 
 class Profile(Struct, frozen=True):
-    """What is known of a device: of one file, or merged from all files that speak for it.
+    """What is known about a device: the content of one file, or merged from all files that apply to it.
 
-    `tiles[table]` is ordered: the first row that matches is the one to use.
+    `tiles[table]` is ordered: the first row that matches applies.
     """
 
     device: Device
@@ -196,13 +196,13 @@ class Profile(Struct, frozen=True):
         return next(self.rows(table, dtype, head_dim, causal), None)
 
     def peak(self, dtype: str) -> float | None:
-        """Peak matrix rate in 1e12 FLOP/s, measured if it was, else the datasheet's; None if neither is known."""
+        """Peak of matrix products in 1e12 FLOP/s: measured, else by the datasheet, else None."""
         rate = self.peak_tflops.get(dtype)
         return rate.best if rate else None
 
     @property
     def bandwidth_gbs(self) -> float | None:
-        """Main memory bandwidth in 1e9 bytes/s, measured if it was, else the datasheet's; None if neither is known."""
+        """Bandwidth of main memory in 1e9 bytes/s: measured, else by the datasheet, else None."""
         rate = self.memory.bandwidth_gbs
         return rate.best if rate else None
 
@@ -214,7 +214,7 @@ class Profile(Struct, frozen=True):
         return list(dict.fromkeys(file for file in files if file not in {"system", "built in"}))
 
     def fields(self) -> Iterator[tuple[str, Any, str]]:
-        """(dotted name, value, where it came from) of every known field, one for each row of a tile table."""
+        """(dotted name, value, origin) of every known field, and of every row of a tile table."""
         for dotted, value in leaves(known_fields(self)):
             yield dotted, value, self.provenance.get(dotted, "")
         for table, rows in self.tiles.items():
@@ -223,7 +223,7 @@ class Profile(Struct, frozen=True):
                 yield f"tiles.{table}[{index}]", value, value.pop("origin", "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and lists, in the form of a profile file plus `provenance`."""
+        """Plain dictionaries and lists: the data of a profile file, and `provenance`."""
         return {"schema": SCHEMA, **msgspec.to_builtins(self)}
 
 
@@ -248,11 +248,11 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 # ---- reading one file, strictly ------------------------------------------------------------------------------------
 
-_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
+_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is faster
 
 
 class _Loader(_BaseLoader):  # type: ignore[misc]
-    """Safe YAML in which 2026-11-20 stays text: JSON has no dates, and the schema asks for a string."""
+    """Safe YAML that reads 2026-11-20 as text: JSON has no dates, and the schema has a string."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own name and form)
         first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:timestamp"]
@@ -261,7 +261,7 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
 
 
 class _Source:
-    """A YAML text as data, together with the line of every field in it."""
+    """The data of a YAML text, and the line of every field."""
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
@@ -278,7 +278,7 @@ class _Source:
             loader.dispose()
 
     def _no_duplicates(self, node: Any, path: str = "") -> None:
-        # YAML readers keep the last of two equal keys: a silent way to lose half a tile table.
+        # YAML readers silently keep the last of two equal keys, which would drop rows of a tile table.
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
             for key, value in node.value:
@@ -292,7 +292,7 @@ class _Source:
                 self._no_duplicates(value, f"{path}[{index}]")
 
     def line(self, path: list[str | int]) -> int:
-        """Line of the field at `path`, or of the nearest one above it that the text has."""
+        """The line of the field at `path`, or of its nearest ancestor in the text."""
         node, line = self.node, 1
         for step in path:
             if isinstance(node, yaml.MappingNode):
@@ -316,14 +316,14 @@ class _Source:
         return value
 
     def convert(self, value: Any, kind: type[Any], path: list[str | int]) -> Any:
-        """`value` as `kind`; msgspec's complaint becomes one with file, line and full field name."""
+        """`value` as `kind`; SchemaError with file, line and full field name if it does not fit."""
         try:
             return msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
             problem, _, inner = str(error).partition(" - at `$")
             steps = re.findall(r"\.([^.\[\]`]+)|\[(\d+)\]", inner)
             path = [*path, *(int(index) if index else name for name, index in steps)]
-            problem = problem.replace(" | null`", "`")  # that a field may be null is no help to who gave it a value
+            problem = problem.replace(" | null`", "`")  # irrelevant for a field that has a value
             unknown = re.search(r"unknown field `(.+)`", problem)
             if unknown:
                 problem += suggest(unknown[1], kind.__struct_fields__)
@@ -344,7 +344,7 @@ _TOP_LEVEL = ("schema", "device", "memory", "peak_tflops", "tiles")
 
 
 def parse(text: str, file: str = "<text>") -> Profile:
-    """A profile from YAML text; ProfileError names `file`, line and field of the first thing that does not fit."""
+    """A profile from YAML text. The ProfileError of the first field that does not fit names `file`, line and field."""
     source = _Source(text, file)
     data = source.mapping(source.data, [])
     for key in data:
@@ -369,16 +369,18 @@ def parse(text: str, file: str = "<text>") -> Profile:
             raise source.error(path, f"expected a list of rows, got {type(rows).__name__}")
         tiles[table] = []
         for index, row in enumerate(rows):
-            here = [*path, index]
-            origin = f"{file}:{source.line(here)}"
-            tiles[table].append(msgspec.structs.replace(source.convert(row, TileRow, here), origin=origin))
+            at = [*path, index]
+            origin = f"{file}:{source.line(at)}"
+            tiles[table].append(msgspec.structs.replace(source.convert(row, TileRow, at), origin=origin))
         tiles[table].sort(key=lambda row: row.specificity)
     return Profile(device, memory, peaks, tiles)
 
 
 def load_file(path: str | os.PathLike[str]) -> Profile:
-    """The profile of one file alone. ProfileError if it does not fit the schema, OSError if it cannot be read, is
-    no regular file or has more than 1 MiB. It may be another user's, for the caller names it.
+    """The profile of one file, not merged. The file may belong to any user, since the caller names it.
+
+    ProfileError if it does not fit the schema; OSError if it cannot be read, is no regular file, or is larger than
+    1 MiB.
     """
     try:
         text = trust.read_any(path, MOST_BYTES).decode()

@@ -1,13 +1,13 @@
-"""Files that another user could have planted: which may be read, and how without a race.
+"""Which files are trusted, and how they are read without a race: other users could have planted them.
 
-A file is trusted if only this user and root can have written it. Every component of its path, and the file itself,
-belongs to one of them and cannot be written by its group or by others. In a sticky directory such as /tmp all users may
-create entries but cannot replace those of others, so there the owner of the next component decides. Symbolic links of
-this user and of root are followed, and their targets are checked alike.
+A file is trusted if only this user and root can have written it: every component of its path, and the file itself,
+belongs to one of them and is not writable by group or others. In a sticky directory such as /tmp all users may create
+entries but cannot replace those of others, so there the owner of the next component decides. Symbolic links of this
+user and of root are followed, and their targets are checked in the same way.
 
-Then no other user can change the path between check and use. The file is opened once, not through a link; the opened
-descriptor is checked again, and what is read from it is what is used. Where the system has no owners (Windows), owners
-and modes are not checked.
+No other user can then change the path between check and use. The file is opened once, not through a link, the
+descriptor is checked again, and the content comes from this descriptor. On systems without owners (Windows), owners and
+modes are not checked.
 """
 
 from __future__ import annotations
@@ -26,14 +26,36 @@ _SAFE = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONB
 
 
 class UntrustedError(OSError):
-    """Another user could have written it; the message names the component, the reason and the remedy."""
+    """Another user could have written the file. The message names the component, the reason and the remedy."""
 
 
 def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
-    """The path without symbolic links, of a file or directory that is trusted.
+    """Resolve the symbolic links of a path, and check that it is trusted.
 
-    make: create missing directories, for this user alone. UntrustedError, or the OSError of a component that is not
-    there or cannot be looked at.
+    Parameters
+    ----------
+    path
+        Absolute path of a file or directory.
+    make
+        Create missing directories, for this user alone.
+
+    Returns
+    -------
+    str
+        The path without symbolic links.
+
+    Raises
+    ------
+    UntrustedError
+        Another user could have written it.
+    OSError
+        A component does not exist or cannot be read.
+
+    Examples
+    --------
+    >>> from flashkit.devices import trust
+    >>> trust.resolve("/..")
+    '/'
     """
     path = os.fspath(path)
     if not os.path.isabs(path):
@@ -42,20 +64,20 @@ def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
         if make:
             os.makedirs(path, mode=0o700, exist_ok=True)
         return os.path.realpath(path, strict=True)
-    here, left, links = "/", path.split("/")[::-1], 0
-    sticky = _check(here, os.lstat(here))
+    resolved, left, links = "/", path.split("/")[::-1], 0
+    sticky = _check(resolved, os.lstat(resolved))
     while left:
         name = left.pop()
         if name == "..":
-            here = os.path.dirname(here)
-            sticky = _check(here, os.lstat(here))
+            resolved = os.path.dirname(resolved)
+            sticky = _check(resolved, os.lstat(resolved))
         elif name not in ("", "."):
-            entry = os.path.join(here, name)
+            entry = os.path.join(resolved, name)
             found = _made(entry) if make else os.lstat(entry)
             if not stat.S_ISLNK(found.st_mode):
                 if left and not stat.S_ISDIR(found.st_mode):
                     raise NotADirectoryError(f"{entry} is not a directory")
-                here, sticky = entry, _check(entry, found)
+                resolved, sticky = entry, _check(entry, found)
                 continue
             _check_owner(entry, found)
             links += 1
@@ -64,8 +86,8 @@ def resolve(path: str | os.PathLike[str], make: bool = False) -> str:
             target = os.readlink(entry)
             left += target.split("/")[::-1]
             if target.startswith("/"):
-                here, sticky = "/", _check("/", os.lstat("/"))
-    return here
+                resolved, sticky = "/", _check("/", os.lstat("/"))
+    return resolved
 
 
 def directory(path: str | os.PathLike[str], make: bool = False) -> Path:
@@ -80,8 +102,9 @@ def directory(path: str | os.PathLike[str], make: bool = False) -> Path:
 
 
 def of_user(kind: Literal["cache", "data"]) -> Path:
-    """Where this user's files of flashkit are by this platform's custom. UntrustedError without a home directory, where
-    `~` would mean another place in every directory.
+    """The directory of this user's files of flashkit on this platform.
+
+    UntrustedError without a home directory: `~` would be relative to the working directory.
     """
     import platformdirs
 
@@ -95,20 +118,17 @@ def of_user(kind: Literal["cache", "data"]) -> Path:
 
 
 def read(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """The content of a regular file that is trusted, of at most so many bytes.
-
-    UntrustedError, or the OSError of opening it.
-    """
+    """The content of a trusted regular file of at most `most` bytes. UntrustedError, or the OSError of opening it."""
     return _content(resolve(path), most, trusted=True)
 
 
 def read_any(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a regular file that the user names, whosever it is. OSError where it is larger or not regular."""
+    """The content of a regular file of any owner, which the user has named. OSError if it is larger or not regular."""
     return _content(os.fspath(path), most, trusted=False)
 
 
 def write(file: Path, content: bytes, durable: bool = False) -> None:
-    """Create or replace the file, for this user alone, at once or not at all. durable: it survives a power failure."""
+    """Create or replace the file atomically, for this user alone. durable: it survives a power failure."""
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as target:
@@ -124,15 +144,15 @@ def write(file: Path, content: bytes, durable: bool = False) -> None:
 
 
 def append(file: Path, content: bytes) -> None:
-    """Add to the end of a file, made for this user alone where it is not there; not through a symbolic link."""
+    """Append to a file, created for this user alone if it does not exist; not through a symbolic link."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _SAFE, 0o600), "wb") as target:
         target.write(content)
 
 
 @contextmanager
 def locked(file: Path, timeout: float = 60) -> Iterator[None]:
-    """While one process holds this lock the others wait, but not for longer than `timeout` seconds, nor where the file
-    system has no locks: better done twice than never.
+    """Hold the lock of this file. After `timeout` seconds, or on a file system without locks, go on without it: the
+    work is then done twice.
     """
     from filelock import FileLock
 
@@ -149,14 +169,15 @@ def _made(entry: str) -> os.stat_result:
     try:
         return os.lstat(entry)
     except FileNotFoundError:
-        with suppress(FileExistsError):  # another process made it meanwhile
+        with suppress(FileExistsError):  # another process created it meanwhile
             os.mkdir(entry, 0o700)
         return os.lstat(entry)
 
 
 def _check(path: str, found: os.stat_result) -> bool:
-    """UntrustedError where others own the path or can write it. Returns whether it is a directory that all may write
-    and that is sticky."""
+    """UntrustedError if others own the path or can write it. Returns whether it is a sticky directory that all users
+    can write.
+    """
     _check_owner(path, found)
     if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
         raise UntrustedError(f"{path} is not a regular file")

@@ -1,27 +1,24 @@
-"""Masks and score modifications: `flashkit.mods.causal()`, and how to make one of a function (library.py).
+"""Masks and score modifications: the ready-made ones, such as `flashkit.mods.causal()`, and `mask` and `score`, which
+make one of a function.
 
-The modules beside it hold what all of them are made of: expr.py the expression graphs, codegen.py their code, ranges.py
-bounds of arrays, block_mask.py, patterns.py and tile_lists.py block-sparse masks, dropout.py the random generator.
+library.py has the ready-made ones, mod.py `Mod`, tracing.py the trace of a function. What these stand on: expr/ the
+expression graphs, codegen.py their code, ranges.py bounds of arrays. Block-sparse masks: block_mask.py, patterns.py,
+quadtree.py and tile_lists.py. dropout.py is the random generator.
 """
 
 from .library import (
-    Mod,
-    ModKind,
-    after,
     alibi,
     bias,
     causal,
-    combine,
     dilated,
     document,
-    mask,
     prefix_lm,
-    score,
     sliding_window,
     softcap,
-    trace,
     visible,
 )
+from .mod import Mod, after, combine, mask, score, trace
+from .tracing import ModKind
 
 __all__ = [
     "Mod", "ModKind", "after", "alibi", "bias", "causal", "combine", "dilated", "document", "mask", "prefix_lm",

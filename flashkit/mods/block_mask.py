@@ -1,20 +1,16 @@
-"""BlockMask: which tiles of the score matrix exist, and which of those need their mask looked at.
+"""BlockMask: which tiles of the score matrix exist, and which of them need their mask evaluated.
 
-A BlockMask is a mask modification over (b, h, row, k) and two block sizes. Nothing else is stored: the state of a tile
-is derived from the modification by interval bounds (flashkit.mods.expr.classify), so every kernel that can run the
-modification can run the mask, with tiles of any size. Tiles are EMPTY (no pair is visible: skip), FULL (every pair is:
-no mask work) or PARTIAL. The bounds err on the side of PARTIAL alone, so no visible pair is ever skipped and no hidden
-one ever shown.
-
-The tiles are found by a quadtree: a square that is EMPTY or FULL as a whole is never looked into, and what is left is
-kept as runs of neighbouring tiles. A causal mask of a million tokens so costs a few thousand bounds, not 67 million.
+A BlockMask is a mask modification over (b, h, row, k) and two block sizes. The class of a tile follows from the
+modification by interval bounds (flashkit.mods.expr.classify), so every kernel that can evaluate the modification can
+run the mask, with tiles of any size. A tile is EMPTY (no pair is visible: skipped), FULL (every pair is visible: no
+mask needed) or PARTIAL. The bounds err only towards PARTIAL: no visible pair is skipped, no masked pair is shown.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,29 +18,51 @@ from typing import Any
 import numpy as np
 
 from . import codegen, expr
-from . import library as mods
 from .expr import Expr
-from .library import Mod
+from .mod import Mod, mask, trace
 from .patterns import Patterns, integer
+from .placement import axis_lengths, entries, placed
+from .quadtree import tile_lists
 from .ranges import RangeTable
-from .tile_lists import TileLists, compressed, finer, merged
+from .tile_lists import EMPTY, FULL, PARTIAL, TileLists
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-
-_FIRST = (
-    1024  # squares looked at before any is divided: enough that NumPy's cost per call is shared, few enough to be cheap
-)
-_CHUNK = 1 << 15  # squares looked at together: what is at work then stays within a few megabytes, whatever the mask
-_PAIRS = 1 << 22  # pairs evaluated together where a count needs them one by one
+_PAIRS = 1 << 22  # pairs that a count evaluates at once
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask(Patterns):
-    """Which tiles of n_q x n_k scores exist; made by `from_mod`, `from_dense` or one of the patterns below.
+    """A block-sparse mask: which tiles of n_q x n_k scores exist, and elementwise which pairs are visible.
 
-    mod: the mask over b, h, row and k that it stands for, elementwise; block_q, block_k: rows and keys of a tile, the
-    last of an axis may be shorter. batch and heads: entries that the mask tells apart, 1 where it is the same for all.
-    The mask has the mod's arrays as copies that cannot be written: its tiles are found once.
+    Made by `from_mod`, `from_dense` or a pattern of the literature: `local`, `dilated`, `strided`, `fixed`,
+    `butterfly`, `bigbird`, `longformer`. Block masks combine by `&`, `|` and `~`, with each other and with mods.
+
+    Parameters
+    ----------
+    mod
+        The mask over b, h, row and k, elementwise. Its arrays are copied and made read-only.
+    n_q, n_k
+        Numbers of queries and keys.
+    block_q, block_k
+        Queries and keys of a tile. The last tile of an axis may be smaller.
+    batch, heads
+        Batch entries and heads for which the mask differs; 1 where it is the same for all.
+
+    Raises
+    ------
+    ValueError
+        A size is no integer or out of range, or the mod depends on the position q (see `from_mod`).
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mask = flashkit.BlockMask.from_mod(flashkit.mods.causal(), 512, 512)
+    >>> mask
+    <BlockMask 512 x 512: 4 x 4 tiles of 128 x 128, 62.5% kept>
+    >>> mask.to_dense()[0, 0]
+    array([[1, 0, 0, 0],
+           [2, 1, 0, 0],
+           [2, 2, 1, 0],
+           [2, 2, 2, 1]], dtype=uint8)
     """
 
     mod: Mod
@@ -69,40 +87,92 @@ class BlockMask(Patterns):
         if expr.uses(mod.expr, expr.Q):
             raise ValueError("the mod depends on the position q; BlockMask.from_mod says where the queries are")
 
-    # --- making one -----------------------------------------------------------------------------------------------
+    # --- constructors -------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_mod(
         cls, mod: Mod | Callable[..., Any], n_q: int, n_k: int, block_q: int = 128, block_k: int = 128,
         q_offset: Any = None, batch: int | None = None, heads: int | None = None,
     ) -> BlockMask:  # fmt: skip
-        """The mask that `mod` (a mask mod, or a function of b, h, q, k) describes.
+        """The block mask of a mask modification.
 
-        q_offset: position of the first query, an integer or integers (batch,); n_k - n_q where not given. batch, heads:
-        how many a mod that depends on b or h is for; where not given, as many as its arrays have entries for.
-        Where that is 1, b or h is 0 for all. ValueError for sizes that do not fit.
+        Parameters
+        ----------
+        mod
+            A mask mod, or a function (b, h, q, k) -> bool.
+        n_q, n_k
+            Numbers of queries and keys.
+        block_q, block_k
+            Queries and keys of a tile.
+        q_offset
+            Position of the first query: an integer, or integers (batch,). n_k - n_q by default.
+        batch, heads
+            Numbers of batch entries and heads, if the mod depends on b or h. By default the length of the arrays that
+            it indexes by them. With 1, b or h is 0 for all.
+
+        Returns
+        -------
+        BlockMask
+
+        Raises
+        ------
+        TypeError
+            The function cannot be traced.
+        ValueError
+            A size does not fit, or an array of the mod is too short.
+
+        Examples
+        --------
+        >>> import flashkit
+        >>> window = flashkit.mods.sliding_window(100)
+        >>> flashkit.BlockMask.from_mod(window, 1024, 1024, block_q=64, block_k=64).visible_pairs
+        98374
         """
-        mod = mods.trace(mod, "mask")
+        mod = trace(mod, "mask")
         n_q, n_k = integer("n_q", n_q, 0), integer("n_k", n_k, 0)
-        mod = _placed(mod, n_k - n_q if q_offset is None else q_offset)
+        mod = placed(mod, n_k - n_q if q_offset is None else q_offset)
         for name, symbol, n in (("n_q", expr.ROW, n_q), ("n_k", expr.K, n_k)):
-            for array, length in _lengths(mod, symbol).items():
+            for array, length in axis_lengths(mod, symbol).items():
                 if length < n:
                     where = f"{length} entries along {symbol.value}"
                     raise ValueError(f"array {array} of the mask has {where}, but {name} is {n}")
-        batch, mod = _entries(mod, "batch", expr.B, batch)
-        heads, mod = _entries(mod, "heads", expr.H, heads)
+        batch, mod = entries(mod, "batch", expr.B, batch)
+        heads, mod = entries(mod, "heads", expr.H, heads)
         return cls(mod, n_q, n_k, block_q, block_k, batch, heads)
 
     @classmethod
     def from_dense(
         cls, grid: Any, block_q: int, block_k: int, n_q: int | None = None, n_k: int | None = None
     ) -> BlockMask:
-        """The mask that shows the tiles where `grid` is True, all of each.
+        """The block mask in which the tiles where `grid` is True are visible as a whole, the others masked.
 
-        grid: bool, (tiles_q, tiles_k), (heads, tiles_q, tiles_k) or (batch, heads, tiles_q, tiles_k), batch and heads
-        may be 1. n_q, n_k: rows and keys where the last tiles are not whole; ceil(n_q / block_q) must be tiles_q, keys
-        likewise.
+        Parameters
+        ----------
+        grid
+            Bools, (tiles_q, tiles_k), (heads, tiles_q, tiles_k) or (batch, heads, tiles_q, tiles_k). Batch and heads
+            may be 1.
+        block_q, block_k
+            Queries and keys of a tile.
+        n_q, n_k
+            Numbers of queries and keys. ceil(n_q / block_q) is tiles_q, and so for the keys. By default all tiles are
+            whole.
+
+        Returns
+        -------
+        BlockMask
+
+        Raises
+        ------
+        TypeError
+            The grid is not of bools.
+        ValueError
+            The grid has another number of axes, or sizes that do not match.
+
+        Examples
+        --------
+        >>> import flashkit
+        >>> flashkit.BlockMask.from_dense([[True, False], [True, True]], block_q=64, block_k=64).density
+        0.75
         """
         grid = np.array(grid)
         block_q, block_k = integer("block_q", block_q, 1), integer("block_k", block_k, 1)
@@ -128,10 +198,10 @@ class BlockMask(Patterns):
             return grid[tuple(expr.const(0) if n == 1 else i for i, n in zip(tile, shape))]
 
         shape = grid.shape
-        return cls(mods.mask(listed, grid=grid), sizes[0], sizes[1], block_q, block_k, batch, heads)
+        return cls(mask(listed, grid=grid), sizes[0], sizes[1], block_q, block_k, batch, heads)
 
     def with_blocks(self, block_q: int, block_k: int) -> BlockMask:
-        """The same mask in tiles of another size, for instance a kernel's."""
+        """The same mask with tiles of another size, for example those of a kernel."""
         return BlockMask(self.mod, self.n_q, self.n_k, block_q, block_k, self.batch, self.heads)
 
     def __and__(self, other: BlockMask | Mod) -> BlockMask:
@@ -141,11 +211,11 @@ class BlockMask(Patterns):
         return self._joined(other, operator.or_)
 
     def __invert__(self) -> BlockMask:
-        """Shows exactly the pairs that this mask hides."""
+        """The mask of exactly those pairs that this mask hides."""
         return BlockMask(~self.mod, self.n_q, self.n_k, self.block_q, self.block_k, self.batch, self.heads)
 
     def _joined(self, other: BlockMask | Mod, join: Callable[[Mod, Mod], Mod]) -> BlockMask:
-        """Elementwise, with a Mod taken at the default offset; in tiles of the greatest size that divides both."""
+        """Elementwise, a Mod at the default offset; with the greatest block sizes that divide both masks' sizes."""
         if isinstance(other, Mod):
             other = BlockMask.from_mod(other, self.n_q, self.n_k, self.block_q, self.block_k)
         if not isinstance(other, BlockMask):
@@ -162,7 +232,7 @@ class BlockMask(Patterns):
         block_q, block_k = math.gcd(self.block_q, other.block_q), math.gcd(self.block_k, other.block_k)
         return BlockMask(join(self.mod, other.mod), self.n_q, self.n_k, block_q, block_k, counts[0], counts[1])
 
-    # --- asking it ------------------------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -171,32 +241,49 @@ class BlockMask(Patterns):
 
     @property
     def tile_count(self) -> int:
-        """How many tiles there are, existing or not, in all batch entries and heads that the mask tells apart."""
+        """Number of tiles of every class, over `batch` and `heads`."""
         return self.batch * self.heads * math.prod(self.tiles)
 
     def rows(self, b: int | None = None, h: int | None = None) -> TileLists:
-        """For each row of tiles, the runs of tiles it has (compressed sparse rows): the loops of the forward pass and
-        of dQ.
+        """The tiles of each row of tiles, as compressed sparse rows of runs: the loops of the forward pass and of dQ.
 
-        Without b and h for all: lines are (b, h, row of tiles) in C order, of the `batch` and `heads` that the mask
-        tells apart.
+        Parameters
+        ----------
+        b, h
+            Batch entry and head. Without both, the lines are (b, h, row of tiles) in C order, over `batch` and `heads`.
+
+        Returns
+        -------
+        TileLists
+            Runs of FULL and of PARTIAL tiles.
+
+        Raises
+        ------
+        IndexError
+            b or h is beyond `batch` or `heads`.
+
+        Examples
+        --------
+        >>> import flashkit
+        >>> mask = flashkit.BlockMask.from_mod(flashkit.mods.causal(), 512, 512)
+        >>> full, partial = mask.rows()
+        >>> full.lines(3, 4).expand()[1], partial.lines(3, 4).expand()[1]
+        (array([0, 1, 2], dtype=int32), array([3], dtype=int32))
         """
         return self._part(self._rows, b, h)
 
     def cols(self, b: int | None = None, h: int | None = None) -> TileLists:
-        """For each column of tiles, the runs of rows that it has (compressed sparse columns): the loops of dK and dV.
-        As `rows`."""
+        """The tiles of each column of tiles, as compressed sparse columns: the loops of dK and dV. See `rows`."""
         return self._part(self._cols, b, h)
 
     def states(self, i: Any, j: Any, b: Any = 0, h: Any = 0) -> np.ndarray:
-        """State (EMPTY, PARTIAL, FULL) of the tiles in rows i and columns j: integer arrays that broadcast, each
-        classified by itself."""
+        """Class of each tile (0 EMPTY, 1 PARTIAL, 2 FULL) in rows i and columns j: integer arrays that broadcast."""
         i, j, b, h = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (i, j, b, h)))
         return self._classify(0, b, h, i, j)
 
     def to_dense(self) -> np.ndarray:
-        """The states of all tiles: uint8 (batch, heads, tiles_q, tiles_k)."""
-        # The state is added where a run starts and taken off where it stops, so that a running sum fills the grid.
+        """The classes of all tiles: uint8 (batch, heads, tiles_q, tiles_k), 0 EMPTY, 1 PARTIAL, 2 FULL."""
+        # Difference coding: the class is added where a run starts and subtracted where it stops.
         grid = np.zeros((self.batch * self.heads * self.tiles[0], self.tiles[1] + 1), np.int8)
         for state, runs in ((FULL, self._rows.full), (PARTIAL, self._rows.partial)):
             line = np.repeat(np.arange(len(grid)), np.diff(runs.indptr))
@@ -206,7 +293,7 @@ class BlockMask(Patterns):
         return grid.reshape(self.batch, self.heads, *self.tiles)
 
     def to_dense_mask(self) -> np.ndarray:
-        """The mask pair by pair: bool (batch, heads, n_q, n_k), True = visible. For small sizes, by its nature."""
+        """The mask pair by pair: bool (batch, heads, n_q, n_k), True = visible. Takes memory for all pairs."""
         shape = (self.batch, self.heads, self.n_q, self.n_k)
         if 0 in shape:
             return np.zeros(shape, bool)
@@ -215,14 +302,17 @@ class BlockMask(Patterns):
 
     @cached_property
     def density(self) -> float:
-        """Fraction of the tiles that exist, which is the fraction of the work left; not of the pairs, see
-        `visible_pairs`. 0 without tiles."""
+        """Fraction of the tiles that are not EMPTY: the fraction of the work. 0 without tiles. `visible_pairs` counts
+        pairs."""
         return sum(runs.total for runs in self._rows) / self.tile_count if self.tile_count else 0.0
 
     @cached_property
     def visible_pairs(self) -> int:
-        """Number of visible pairs, over `batch` and `heads`: what `Problem.flops` takes. FULL tiles are counted by area
-        and PARTIAL ones pair by pair, which takes its time where much of a large mask is PARTIAL."""
+        """Number of visible pairs, over `batch` and `heads`: what `Problem.flops` takes.
+
+        FULL tiles are counted by area and PARTIAL ones pair by pair, which is slow for large masks that are mostly
+        PARTIAL.
+        """
         (full, partial), tiles_q = self._rows, self.tiles[0]
         row = np.repeat(np.arange(len(full.indptr) - 1), np.diff(full.indptr)) % max(tiles_q, 1) * self.block_q
         first, past = (x.astype(np.int64) * self.block_k for x in (full.start, full.stop))
@@ -237,7 +327,7 @@ class BlockMask(Patterns):
         return total
 
     def _count(self, line: np.ndarray, j: np.ndarray) -> int:
-        """Visible pairs in the tiles on the given lines, each evaluated."""
+        """Number of visible pairs in the tiles on the given lines, every pair evaluated."""
         group, i = np.divmod(line[:, None, None], self.tiles[0])
         row = i * self.block_q + np.arange(self.block_q)[:, None]
         k = j[:, None, None] * self.block_k + np.arange(self.block_k)
@@ -246,8 +336,19 @@ class BlockMask(Patterns):
         return int(np.count_nonzero(seen & (row < self.n_q) & (k < self.n_k)))
 
     def plot(self, ax: Any = None, b: int = 0, h: int = 0) -> Any:
-        """Draw the tile states of one batch entry and head with matplotlib; returns the axes. Above 1024 tiles a side,
-        larger ones are drawn."""
+        """Draw the tiles of one batch entry and head with matplotlib, in larger tiles above 1024 a side.
+
+        Parameters
+        ----------
+        ax
+            Matplotlib axes; new ones by default.
+        b, h
+            Batch entry and head.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+        """
         import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap
 
@@ -264,13 +365,13 @@ class BlockMask(Patterns):
 
     def __repr__(self) -> str:
         each = "".join(f", {name} {n}" for name, n in (("batch", self.batch), ("heads", self.heads)) if n > 1)
-        # Not worth minutes of work in a debugger: the density is shown where it is known or quickly found.
+        # The density of a large mask takes long, and debuggers call repr().
         small = self.tile_count <= 1 << 16
         kept = f", {self.density:.1%} kept" if small or "_rows" in self.__dict__ else ""
         tiles = f"{self.tiles[0]} x {self.tiles[1]} tiles of {self.block_q} x {self.block_k}"
         return f"<BlockMask {self.n_q} x {self.n_k}{each}: {tiles}{kept}>"
 
-    # --- the quadtree ---------------------------------------------------------------------------------------------
+    # --- tile classes -----------------------------------------------------------------------------------------------
 
     @cached_property
     def _rows(self) -> TileLists:
@@ -300,7 +401,7 @@ class BlockMask(Patterns):
         return codegen.evaluate(self.mod.expr, {**positions, **self.mod.params, **self._arrays})
 
     def _classify(self, level: int, b: Any, h: Any, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """States of squares of 2**level tiles a side."""
+        """Classes of squares of 2**level tiles a side."""
         height, width = self.block_q << level, self.block_k << level
         corners = {
             "row0": i * height, "row1": np.minimum(i * height + height, self.n_q) - 1,
@@ -309,51 +410,12 @@ class BlockMask(Patterns):
         state = codegen.evaluate(self._state, {"b": b, "h": h, **corners, **self.mod.params, **self._tables})
         return np.broadcast_to(np.asarray(state, np.uint8), i.shape)
 
-    def _squares(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(level, state, squares) with squares int64 (3, n): group b * heads + h, row and column in units of 2**level
-        tiles.
-
-        Together they hold every FULL tile once, in squares as large as they come, and every PARTIAL one, at level 0.
-        """
-        tiles = self.tiles
-        groups = self.batch * self.heads
-        if 0 in tiles:
-            return
-        level = 0
-        while max(tiles) > 1 << level and groups * math.prod(-(-n >> level) for n in tiles) > _FIRST:
-            level += 1
-        first = np.indices((groups, *(-(-n >> level) for n in tiles))).reshape(3, -1)
-        stack = [(level, first)]  # depth first, so that little is at work at a time
-        while stack:
-            level, squares = stack.pop()
-            if squares.shape[1] > _CHUNK:
-                stack.append((level, squares[:, _CHUNK:]))
-                squares = squares[:, :_CHUNK]
-            group, i, j = squares
-            b, h = np.divmod(group, self.heads) if groups > 1 else (0, 0)
-            states = self._classify(level, b, h, i, j)
-            yield level, FULL, squares[:, states == FULL]
-            rest = squares[:, states == PARTIAL]
-            if level == 0:
-                yield level, PARTIAL, rest
-            elif rest.size:
-                level -= 1
-                four = np.repeat(rest, 4, axis=1)
-                four[1:] *= 2
-                four[1:] += np.tile([[0, 0, 1, 1], [0, 1, 0, 1]], rest.shape[1])
-                inside = (four[1] << level < tiles[0]) & (four[2] << level < tiles[1])
-                stack.append((level, four[:, inside]))
-
     def _lists(self, by_column: bool) -> TileLists:
-        across, along = (2, 1) if by_column else (1, 2)
-        lines, length = self.tiles[across - 1], self.tiles[along - 1]
-        groups = self.batch * self.heads
-        pieces: dict[int, list[np.ndarray]] = {FULL: [], PARTIAL: []}
-        for level, state, squares in self._squares():
-            if squares.size:
-                runs = merged(squares[0] * (-(-lines >> level)) + squares[across], squares[along], squares[along] + 1)
-                pieces[state].append(finer(runs, level, lines, length))
-        return TileLists(*(compressed(pieces[state], groups * lines) for state in (FULL, PARTIAL)))
+        def classify(level: int, group: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+            b, h = np.divmod(group, self.heads) if self.batch * self.heads > 1 else (0, 0)
+            return self._classify(level, b, h, i, j)
+
+        return tile_lists(classify, self.batch * self.heads, self.tiles, by_column)
 
     def _part(self, lists: TileLists, b: int | None, h: int | None) -> TileLists:
         if b is None and h is None:
@@ -367,53 +429,3 @@ class BlockMask(Patterns):
         lines = (len(lists.full.indptr) - 1) // (self.batch * self.heads)
         first = (position[0] * self.heads + position[1]) * lines
         return TileLists(*(runs.lines(first, first + lines) for runs in lists))
-
-
-# --- pieces ----------------------------------------------------------------------------------------------------------
-
-
-def _placed(mod: Mod, offset: Any) -> Mod:
-    """The mod with a query's position written as row + offset; the offset is given at run time, as others of a mod."""
-    offset = np.asarray(offset)
-    if offset.dtype.kind not in "iu" or offset.ndim > 1:
-        given = f"{offset.dtype} of shape {offset.shape}"
-        raise ValueError(f"q_offset is an integer or integers of shape (batch,), not {given}")
-    if offset.size and max(-int(offset.min()), int(offset.max())) > expr.MAX_POSITION:
-        raise ValueError(f"q_offset runs from {offset.min()} to {offset.max()}; positions within 2^48 fit")
-    if not expr.uses(mod.expr, expr.Q):
-        return mod
-    name = "q_offset"
-    while name in mod.params or name in mod.arrays:
-        name += "_"
-    if offset.ndim:
-        small = offset.astype(np.int32)  # expr.narrow: such a sum cannot overflow
-        offset = small if np.array_equal(small, offset) else offset
-        shift, params, arrays = expr.Array(name, 1, "int")[expr.B], {}, {name: offset}
-    else:
-        shift, params, arrays = expr.param(name, "int"), {name: int(offset)}, {}
-    graph = expr.substitute([mod.expr], lambda node: expr.ROW + shift if node is expr.Q else node)[0]
-    return Mod("mask", graph, {**mod.params, **params}, {**mod.arrays, **arrays})
-
-
-def _entries(mod: Mod, name: str, symbol: Expr, given: int | None) -> tuple[int, Mod]:
-    """How many batch entries or heads the mod tells apart, and the mod, which depends on them only if more than 1."""
-    if not expr.uses(mod.expr, symbol):
-        return 1, mod
-    lengths = _lengths(mod, symbol)
-    if given is None and not lengths:
-        raise ValueError(f"the mask depends on {symbol.value}; say how many there are: {name}=")
-    count = min(lengths.values()) if given is None else integer(name, given, 1)
-    for array, n in lengths.items():
-        if n < count or (given is None and n != count):
-            raise ValueError(f"array {array} of the mask has {n} entries along {symbol.value}, but {name} is {count}")
-    if count == 1:
-        graph = expr.substitute([mod.expr], lambda node: expr.const(0) if node is symbol else node)[0]
-        mod = Mod("mask", graph, mod.params, mod.arrays)
-    return count, mod
-
-
-def _lengths(mod: Mod, symbol: Expr) -> dict[str, int]:
-    """The length of each axis that the mod indexes by nothing but the symbol, by the name of the array."""
-    loads = (node for node in expr.walk([mod.expr]) if node.op == "load")
-    indexed = ((node.value, axis) for node in loads for axis, index in enumerate(node.args) if index is symbol)
-    return {name: mod.arrays[name].shape[axis] for name, axis in indexed}

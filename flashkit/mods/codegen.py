@@ -1,4 +1,4 @@
-"""Expression graphs as code: in CUDA C++, in Python for Numba and for NumPy, and computed with NumPy right away."""
+"""Expression graphs as code in CUDA C++, in Python for Numba and in NumPy, and their evaluation with NumPy."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def _load_text(node: Expr, operands: list[str], language: Language) -> str:
 
 
 def _bits_of_divisor(node: Expr) -> int | None:
-    """The power of two that an integer is divided by, if it is one and known: shifts and masks round towards minus
-    infinity, as Python's // and % do, and compilers see through them.
+    """log2 of the divisor of // and % on integers, if it is a literal power of two.
+
+    Shifts and bit masks round towards minus infinity, as // and % do in Python, and compilers optimize them.
     """
     if node.op not in ("floordiv", "mod") or node.kind != "int":
         return None
@@ -66,12 +67,26 @@ def assignments(
     exprs: Sequence[Expr], language: Language, load: Callable[[Expr, list[str]], str] | None = None,
     narrow: frozenset[str] = frozenset(),
 ) -> tuple[list[tuple[Expr, str, str]], list[str]]:  # fmt: skip
-    """The operations in order, each once, as (node, name, text), and the text of each result. `load`: writes the text
-    that reads an array, or its least or greatest element, at indices, where it is not the language's. narrow: as in
-    `expr.reaches`.
+    """The operations in order, each once, and the text of each result.
 
     The text refers to symbols, params and arrays by name, and to helpers that each language's prelude defines: `F`
     (to the computing precision) and `I` (to 64-bit integer) in Python, `fk_...` functions in CUDA C++.
+
+    Parameters
+    ----------
+    exprs
+        Graphs.
+    language
+        "cuda", "numba" or "numpy".
+    load
+        Gives the text that reads an array, or its least or greatest element, at indices; by default the language's.
+    narrow
+        As in `expr.reaches`.
+
+    Returns
+    -------
+    steps : list of (node, name, text)
+    results : list of str
     """
     names: dict[int, str] = {}
     steps: list[tuple[Expr, str, str]] = []
@@ -101,7 +116,7 @@ def assignments(
 def render(
     exprs: Sequence[Expr], language: Language, indent: str = "", narrow: frozenset[str] = frozenset()
 ) -> tuple[list[str], list[str]]:
-    """Code for the expressions: the lines that compute them and the text of each result; see `assignments`."""
+    """The lines of code that compute the expressions, and the text of each result; see `assignments`."""
     steps, results = assignments(exprs, language, narrow=narrow)
     if language == "cuda":
         return [f"{indent}const {_TYPES[node.kind]} {name} = {text};" for node, name, text in steps], results
@@ -118,8 +133,25 @@ def _numpy_function(expr: Expr, arguments: tuple[str, ...]) -> Callable[..., Any
 
 
 def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any:
-    """Compute the expression with NumPy. `env` maps the names of symbols, params and arrays to scalars or arrays
-    that broadcast.
+    """Compute the expression with NumPy.
+
+    Parameters
+    ----------
+    expr
+        A graph.
+    env
+        Scalars, or arrays that broadcast, by the names of symbols, params and arrays.
+    dtype
+        The computing precision of floats.
+
+    Returns
+    -------
+    numpy.ndarray or scalar
+
+    Raises
+    ------
+    KeyError
+        A name has no value.
     """
     kinds = {node.value: node.op in ("symbol", "param") and node.kind
              for node in walk([expr]) if node.op in ("symbol", "param") or node.op.startswith("load")}  # fmt: skip
@@ -131,7 +163,7 @@ def evaluate(expr: Expr, env: Mapping[str, Any], dtype: Any = np.float64) -> Any
         "F": lambda x: np.asarray(x, dtype)[()], "I": lambda x: np.asarray(x, np.int64)[()],
         "load_min": lambda a, *corners: a.bounds(0, corners), "load_max": lambda a, *corners: a.bounds(1, corners),
     }  # fmt: skip
-    # Plain Python numbers would divide by zero with an exception, int32 positions would wrap: a kernel's do neither.
+    # NumPy's 64-bit scalars: plain Python numbers raise on division by zero, and int32 positions wrap too early.
     scalars: dict[Any, Callable[..., Any]] = {
         "float": helpers["F"], "int": helpers["I"], "bool": lambda x: np.asarray(x, bool)[()],
         False: lambda array: array,

@@ -1,10 +1,9 @@
-"""Which weights dropout removes: a function of (seed, b, h, row, k) alone, so every backend and tile order drops
-the same.
+"""Which weights dropout drops: a function of (seed, b, h, row, k) alone, so the result does not depend on the backend
+or the order of tiles.
 
 Philox-4x32 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
 section 3.3). The counter is (k // 4, row, h, b), the key is the seed's two halves, and key k takes word k % 4 of
-the result; a weight is dropped where its word is below p * 2^32. A kernel that works on four keys at once so needs
-one evaluation for them.
+the result; a weight is dropped where its word is below p * 2^32. A kernel evaluates it once for four neighbouring keys.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ ROUNDS = 10
 
 
 def threshold(p: float) -> int:
-    """Words below this are dropped."""
+    """Weights whose word is below this are dropped."""
     return min(round(p * 2**32), 2**32 - 1)
 
 
@@ -37,7 +36,7 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[np.ndarray, .
 
 
 def keep(seed: int, p: float, b: Any, h: Any, row: Any, k: Any) -> np.ndarray:
-    """True where the weight of the pair stays; the arguments are integer arrays that broadcast."""
+    """True where the weight of the pair is not dropped; the arguments are integer arrays that broadcast."""
     k = np.asarray(k)
     words = philox((k // 4, row, h, b), seed)
     lane = np.broadcast_to(k % 4, words[0].shape)

@@ -1,4 +1,4 @@
-"""RangeTable: least and greatest elements of an array within boxes of indices: what bounds of a modification need."""
+"""RangeTable: least and greatest elements of an array within boxes of indices, for the bounds of a modification."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 class RangeTable:
     """Least and greatest element of an integer or bool array within boxes of indices; exact.
 
-    A binary tree over each axis that the boxes extend along, its nodes made when first asked for: a box is covered by
-    at most two nodes of each size. Stands for the array itself in `table[index]`, so one name serves both in an
-    expression's environment.
+    A binary tree over each axis that the boxes extend along, whose nodes are computed on first use. A box is covered
+    by at most two nodes of each size. `table[index]` indexes the array itself, so that one name of an expression's
+    environment serves both.
     """
 
     def __init__(self, array: Any) -> None:
@@ -24,7 +24,7 @@ class RangeTable:
             raise TypeError(
                 f"bounds of an array of {array.dtype} would be rounded; bool and integer arrays have exact ones"
             )
-        # Expressions compute in 64 bits with a sign.
+        # Expressions compute in int64.
         self.array = array.astype(np.int64) if array.dtype == np.uint64 else array
         self._trees: tuple[dict[tuple[int, ...], np.ndarray], ...] = ({}, {})
 
@@ -32,11 +32,11 @@ class RangeTable:
         return self.array[index]
 
     def bounds(self, which: int, corners: Sequence[Any]) -> Any:
-        """The least (which = 0) or greatest (1) element in each box; corners: (low, high) of each axis, inclusive,
-        arrays that broadcast.
+        """The least (which = 0) or greatest (which = 1) element in each box.
 
-        An index beyond the array cannot come from a valid modification, but bounds of one may reach there: then the
-        part inside counts, and all of the axis where an index may be negative, since those count from the end in NumPy.
+        corners: (low, high) of each axis, inclusive, arrays that broadcast. Bounds of a valid index may be outside of
+        the array. Then the part inside counts, or the whole axis if the index may be negative, since NumPy counts
+        negative indices from the end.
         """
         shape = np.broadcast_shapes(*map(np.shape, corners))
         flat = [np.broadcast_to(np.asarray(c, np.int64), shape).ravel() for c in corners]
@@ -59,7 +59,7 @@ class RangeTable:
             return self.array
         known = self._trees[which]
         if levels not in known:
-            # The last axis is the slow one to halve, being contiguous: let the others shrink the array first.
+            # Halving the contiguous last axis is slowest, so the other axes are halved first.
             axis = max(range(len(levels)), key=lambda a: (levels[a], a))
             finer = self._tree(which, tuple(level - (a == axis) for a, level in enumerate(levels)))
             finer = np.moveaxis(finer, axis, 0)
@@ -76,7 +76,7 @@ def _cover(low: np.ndarray, high: np.ndarray, n: int) -> list[tuple[int, np.ndar
         raise IndexError("a modification reads an array without elements")
     whole = (low < 0) | (low > high) | (low >= n)
     low = np.where(whole, 0, low)
-    # To the very end of the tree, past the array: one large node instead of the many that an odd length would take.
+    # Up to the end of the tree, past the array: one large node instead of many for an odd length.
     high = np.where(whole | (high >= n - 1), (1 << (n - 1).bit_length()) - 1, high)
     nodes: list[tuple[int, np.ndarray, np.ndarray]] = []
     for level in itertools.count():

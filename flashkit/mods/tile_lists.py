@@ -1,10 +1,13 @@
-"""Lists of tiles, kept as runs of neighbours: what a kernel's loop over the tiles of a block mask walks."""
+"""Lists of tiles as runs of neighbouring tiles: what the loop of a kernel over the tiles of a block mask walks."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+"""Classes of a tile: no pair is visible, some may be, every pair is."""
 
 
 class Runs(NamedTuple):
@@ -20,7 +23,7 @@ class Runs(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Tiles in all runs together."""
+        """Number of tiles in all runs."""
         return int((self.stop - self.start).sum(dtype=np.int64))
 
     def lines(self, first: int, last: int) -> Runs:
@@ -29,8 +32,9 @@ class Runs(NamedTuple):
         return Runs(self.indptr[first : last + 1] - low, self.start[low:high], self.stop[low:high])
 
     def expand(self) -> tuple[np.ndarray, np.ndarray]:
-        """One by one: (indptr int64 (lines + 1,), tiles int32 (total,)); line n holds tiles[indptr[n]:indptr[n +
-        1]]."""
+        """Tiles instead of runs: (indptr int64 (lines + 1,), tiles int32 (total,)). Line n holds
+        tiles[indptr[n]:indptr[n + 1]].
+        """
         lengths = (self.stop - self.start).astype(np.int64)
         ends = np.concatenate([[0], np.cumsum(lengths)])
         tiles = np.arange(ends[-1]) + np.repeat(self.start - ends[:-1], lengths)
@@ -38,24 +42,24 @@ class Runs(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """What a loop over tiles walks: first the FULL ones, which need no mask, then the PARTIAL ones."""
+    """The FULL tiles, which need no mask, and the PARTIAL ones."""
 
     full: Runs
     partial: Runs
 
 
 def merged(line: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Runs that do not overlap, sorted, with those that touch made one: int64 (3, n) of line, start, stop."""
+    """Sort runs that do not overlap and join those that touch: int64 (3, n) of line, start, stop."""
     order = np.lexsort((start, line))
     line, start, stop = line[order], start[order], stop[order]
-    # One opening past the end, so that each run's last piece is the one before an opening.
+    # One sentinel past the end, so that the last piece of each run is the one before a start.
     opens = np.ones(len(line) + 1, bool)
     opens[1:-1] = (line[1:] != line[:-1]) | (start[1:] != stop[:-1])
     return np.stack([line[opens[:-1]], start[opens[:-1]], stop[opens[1:]]])
 
 
 def finer(runs: np.ndarray, level: int, lines: int, length: int) -> np.ndarray:
-    """Runs of squares of 2**level tiles as runs of tiles, on each line that they cross."""
+    """Runs of squares of 2**level tiles as runs of tiles on each of their lines."""
     line, start, stop = runs
     side = 1 << level
     group, coarse = np.divmod(line, -(-lines >> level))
@@ -65,6 +69,7 @@ def finer(runs: np.ndarray, level: int, lines: int, length: int) -> np.ndarray:
 
 
 def compressed(pieces: list[np.ndarray], lines: int) -> Runs:
+    """Compressed sparse rows of these runs."""
     line, start, stop = merged(*np.concatenate(pieces, axis=1)) if pieces else np.zeros((3, 0), np.int64)
     indptr = np.searchsorted(line, np.arange(lines + 1))
     return Runs(indptr.astype(np.int64), start.astype(np.int32), stop.astype(np.int32))

@@ -65,7 +65,7 @@ def slow_if(condition: bool) -> list[Any]:
     return [pytest.mark.slow] if condition else []
 
 
-def sixteen_bits(choice: cases.Choice) -> bool:
+def supports_16bit(choice: cases.Choice) -> bool:
     return choice["dtype"] in ("float16", "bfloat16")
 
 
@@ -102,7 +102,7 @@ def test_poison_between_the_elements() -> None:
         pytest.param(
             *backend.values,
             i,
-            marks=[*backend.marks, *slow_if(i >= 12 or sixteen_bits(choice) or choice["sizes"] == "130x200")],
+            marks=[*backend.marks, *slow_if(i >= 12 or supports_16bit(choice) or choice["sizes"] == "130x200")],
         )
         for backend in cases.backends()
         for i, choice in enumerate(DESIGN)

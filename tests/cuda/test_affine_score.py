@@ -9,7 +9,7 @@ import pytest
 
 from flashkit import mods
 from flashkit.backends.cuda_common.affine_score import AffineScore, affine_score, of_head
-from flashkit.call.arguments import _compose
+from flashkit.call.compose import compose
 from flashkit.mods import codegen, expr
 from flashkit.mods.expr import where
 
@@ -57,7 +57,7 @@ OTHERS = {
 
 
 def _parts(scores: list[mods.Mod]) -> tuple[expr.Expr, AffineScore | None, dict[str, Any]]:
-    score, _, _, params, arrays = _compose(scores, [])
+    score, _, _, params, arrays = compose(scores, [])
     return score, affine_score(score), {**params, **arrays}
 
 

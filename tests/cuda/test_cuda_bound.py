@@ -21,7 +21,7 @@ from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cuda_common.params import AT, VALUES
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
-from flashkit.call import planned
+from flashkit.call import plan_cache
 from flashkit.call.arguments import prepare
 
 
@@ -35,7 +35,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(backend, "_device_of", lambda operands: replace(MODELS["sm_90a"], ordinal=0))
     monkeypatch.setattr(launch, "stream", lambda: 7)
     monkeypatch.setattr(launch, "keep", lambda stream, *memory: found.extend(memory))
-    monkeypatch.setattr(arguments, "nowhere", lambda ordinal, size: OnDevice(np.zeros(8, np.int8)))
+    monkeypatch.setattr(arguments, "dummy_slot", lambda ordinal, size: OnDevice(np.zeros(8, np.int8)))
     return found
 
 
@@ -74,7 +74,7 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
     """
     arrays = given(0)
     problem, operands = operands_of(block_mask=BLOCKS, **arrays)
-    names = planned.names_of(list(arrays.values()), operands)
+    names = plan_cache.names_of(list(arrays.values()), operands)
     assert names is not None
     plan, seen = watched(problem)
     bound = CupyRawBackend().bind(plan, operands, names)
@@ -102,18 +102,18 @@ def test_arrays_that_come_anew(kept: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda x: x[None], lambda x: x[:, :64], lambda x: x.view(np.int32)])
-def test_arrays_of_another_form_are_refused(change: Any, kept: list[Any]) -> None:
+def test_arrays_of_another_layout_are_refused(change: Any, kept: list[Any]) -> None:
     bias = np.zeros((4, 128, 128), np.float32)
     problem, operands = operands_of(bias=bias)
     plan, seen = watched(problem)
     bound = CupyRawBackend().bind(plan, operands, list(operands.arrays))
     bound(*five(), OnDevice(bias))
-    with pytest.raises(ValueError, match="an array of a modification has the form"):
+    with pytest.raises(ValueError, match="an array of a modification has the layout"):
         bound(*five(), OnDevice(change(bias)))
     assert len(seen) == 1
 
 
-def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:
+def test_an_lse_that_was_not_requested(kept: list[Any]) -> None:
     problem, operands = operands_of()
     plan, seen = watched(problem)
     bound, tensors = CupyRawBackend().bind(plan, operands), five()
@@ -121,7 +121,7 @@ def test_a_log_sum_exp_that_nobody_wants(kept: list[Any]) -> None:
     bound(*tensors[:4], None)
     wanted, unread = (words[AT["lse"] : AT["lse"] + 4] for words in seen)
     assert wanted[0] == tensors[4].data.ptr != unread[0]
-    assert unread[1:] == [0, 8, 0], "one place for each head"
+    assert unread[1:] == [0, 8, 0], "one dummy slot for each head"
     bound(*tensors)
     assert seen[2] == seen[0]
 

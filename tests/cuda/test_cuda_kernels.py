@@ -26,6 +26,7 @@ from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call import arguments
+from flashkit.call.compose import compose
 from flashkit.devices.schema import TileRow
 from flashkit.mods import codegen, expr
 from flashkit.spec import AttentionSpec, Direction, Problem
@@ -116,7 +117,7 @@ MASKS = {
 
 
 def spec_of(scores: list[mods.Mod], masks: list[mods.Mod], d: int = 64, dtype: str = "float16") -> AttentionSpec:
-    score, mask, slots, _, _ = arguments._compose(scores, masks)
+    score, mask, slots, _, _ = compose(scores, masks)
     return AttentionSpec(dtype, d, d, 1, score, mask, slots)
 
 
@@ -458,7 +459,7 @@ def test_sm90_leaves_small_problems_in_float32_to_others(monkeypatch: pytest.Mon
         problem = Problem(AttentionSpec(dtype, dim, dim), 2, 8, n, n)
         choice = backend.choose(problem, profile, HOPPER, direction)
         assert choice.generation is not None
-        return choice.generation.name, "; ".join(choice.said)
+        return choice.generation.name, "; ".join(choice.rejected)
 
     assert chosen(2048, 64, "forward")[0] == chosen(1024, 128, "backward")[0] == "sm90"
     name, said = chosen(512, 64, "backward")

@@ -53,13 +53,13 @@ def chosen(monkeypatch: pytest.MonkeyPatch, profile: Any, *generations: Fake, pr
 
 def test_the_newest_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     found = chosen(monkeypatch, rows(("simt", None)), Fake("sm80"), Fake("simt"))
-    assert (found.generation.name, found.row, found.said) == ("sm80", None, [])
+    assert (found.generation.name, found.row, found.rejected) == ("sm80", None, [])
 
 
 def test_the_fastest_of_those_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     found = chosen(monkeypatch, rows(("sm80", 10), ("simt", 20)), Fake("sm80"), Fake("simt"))
     assert (found.generation.name, found.row.options) == ("simt", {"generation": "simt"})
-    assert found.said == ["sm80: 10 TFLOP/s in the profile"]
+    assert found.rejected == ["sm80: 10 TFLOP/s in the profile"]
 
 
 def test_a_newer_one_that_was_not_measured_stays_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_newer_one_that_was_not_measured_stays_first(monkeypatch: pytest.Monke
 def test_what_cannot_do_it_is_left_out_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     cannot = Fake("sm80", "it is Sunday")
     found = chosen(monkeypatch, rows(("sm80", 90), ("simt", 20)), cannot, Fake("simt"))
-    assert (found.generation.name, found.said) == ("simt", ["sm80: it is Sunday"])
+    assert (found.generation.name, found.rejected) == ("simt", ["sm80: it is Sunday"])
     assert chosen(monkeypatch, rows(("simt", 20)), cannot).generation is None
 
 
@@ -148,7 +148,7 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
             return "its own tile"
 
     monkeypatch.setattr(CupyRawBackend, "generations", (Compiles("sm80"),))
-    monkeypatch.setattr(backend.verify, "trusted", lambda *_: None)
+    monkeypatch.setattr(backend.verify, "check", lambda *_: None)
     with pytest.warns(schema.ProfileWarning, match="<text>:5: not followed.*7 is not a multiple of 8"):
         assert backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10))).on(HOPPER, "forward") == "its own tile"
 

@@ -59,7 +59,9 @@ FAULTS = [
     Fault("dO is not awaited", *_SM90, "sm90/bwd_mainloop.cuh", "pipe_dout.consumer_wait(n);"),
     Fault("dP is not awaited", *_SM90, "sm90/bwd_mainloop.cuh", "wgmma_wait<1>();  // dP"),
     Fault("Q is not released", *_SM90, "sm90/bwd_mainloop.cuh", "pipe_q.consumer_release(n, lane), "),
-    Fault("dQ is converted early", *_SM90, "sm90/bwd_postprocess.cuh", "else wait_for_dq(p, b, h, tile);", ";"),
+    Fault(
+        "dQ is converted early", *_SM90, "sm90/bwd_postprocess.cuh", "else wait_for_dq(p, b, h, tile);", ";",
+    ),
     Fault("P and dS are not awaited", *_SM80, "sm80/backward.cu", "__syncthreads();  // P and dS are there"),
     Fault(
         "V is not awaited", _NUMBA, "sm90", "sm90/mainloop.py",

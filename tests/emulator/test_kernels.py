@@ -15,7 +15,7 @@ import pytest
 import flashkit
 from flashkit.backends.cuda_common import arguments, compiler
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common.launch import Block, Library
+from flashkit.backends.cuda_common.launch import KernelArguments, Library
 from flashkit.spec import AttentionSpec
 
 from .calls import FEATURES, PLAIN, build, check, check_forward, features, generations
@@ -181,7 +181,7 @@ def test_numba_rounds_to_bfloat16_as_numpy_does(device: Device) -> None:
     kernel = Library(compiler.binary(PythonSource("convert", text, 1), "sm_90a")).kernel("convert", current())
     arrays = {"q": cupy.asarray(x), "k": cupy.asarray(right.view(np.int16)), "v": cupy.empty(x.shape, np.float32)}
     arrays["out"] = cupy.empty(x.shape, np.int16)
-    block = Block([0] * (arguments.VALUES + 1))
+    block = KernelArguments([0] * (arguments.VALUES + 1))
     block.words[arguments.AT["n_q"]] = x.size
     for name, array in arrays.items():
         block.words[arguments.AT[name]] = array.data.ptr

@@ -390,7 +390,7 @@ def test_values_given_at_run_time_make_no_new_spec() -> None:
 
 
 def test_plans_are_forgotten_oldest_first(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_MOST_PLANS", 2)
+    monkeypatch.setattr(dispatch, "_MAX_PLANS", 2)
     with use_backend("fake"):
         for options in ({}, {"causal": True}, {}, {"softcap": 1.0}, {}):
             dispatch.plan(prepare(x(), x(), x(), **options)[0])

@@ -1,4 +1,4 @@
-"""Calls prepared once: flashkit.plan(), and the plain calls of attention() that are kept by their form."""
+"""Plans: flashkit.plan(), and the plans that attention() caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 import flashkit
 from flashkit import attention, dispatch, mods, plan
-from flashkit.call import planned
+from flashkit.call import plan_cache
 
 rng = np.random.default_rng(0)
 
@@ -60,7 +60,7 @@ def same(a: Any, b: Any) -> None:
 
 def full(*args: Any, **options: Any) -> Any:
     """attention() by its full path."""
-    with mock.patch.object(planned, "key", return_value=None):
+    with mock.patch.object(plan_cache, "key", return_value=None):
         return attention(*args, **options)
 
 
@@ -86,7 +86,7 @@ def test_shapes_and_layouts(lead: tuple[int, ...], layout: str, dtype: str) -> N
     call = plan(*made(), layout=layout, causal=True, return_lse=True)
     given = made()
     same(call(*given), full(*given, layout=layout, causal=True, return_lse=True))
-    kept = attention(*given, layout=layout, causal=True, return_lse=True)  # the call that `full` kept
+    kept = attention(*given, layout=layout, causal=True, return_lse=True)  # the plan that `full` cached
     same(kept, call(*given))
 
 
@@ -173,7 +173,7 @@ def test_options_that_do_not_fit() -> None:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["planned", "kept"])
+@pytest.mark.parametrize("kept", [False, True], ids=["planned", "cached"])
 def test_out(kept: bool) -> None:
     given = q, k, v = operands()
     expected = full(q, k, v, causal=True)
@@ -209,11 +209,11 @@ def test_out_that_is_a_bias() -> None:
     same(attention(q, k, v, bias=given, out=given), expected)
 
 
-# --- what a planned call keeps, and what it reads ---------------------------------------------------------------------
+# --- what a plan keeps alive, and what it reads -----------------------------------------------------------------------
 
 
 def test_nothing_of_the_callers_is_kept_alive() -> None:
-    """Neither by a planned call nor by those that attention() keeps."""
+    """Neither by a planned call nor by the plans that attention() caches."""
     given = operands()
     call = plan(*given, causal=True)
     result = attention(*given, causal=True, out=np.empty_like(given[0]))
@@ -249,7 +249,7 @@ def test_arrays_are_kept_by_reference() -> None:
     same(call(q, k, v), full(q, k, v, bias=np.zeros((40, 40), np.float32)))
 
 
-# --- what attention() keeps -------------------------------------------------------------------------------------------
+# --- plans that attention() caches ------------------------------------------------------------------------------------
 
 
 def test_equal_keys_of_other_types_are_other_calls() -> None:
@@ -359,7 +359,7 @@ def test_forgotten_plans_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(made) == 2
 
 
-def test_calls_are_kept_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_cached_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the mask itself: not by what it looks like, and not where it holds much."""
     from flashkit import BlockMask, api
 
@@ -380,7 +380,7 @@ def test_calls_are_kept_by_their_block_mask(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TypeError, match="block_mask is a list"):
         attention(q, k, v, block_mask=[True])
     prepared.clear()
-    monkeypatch.setattr(planned, "_MOST_OF_MASK", 24)
+    monkeypatch.setattr(plan_cache, "_MAX_MASK_BYTES", 24)
     for _ in range(2):
         attention(q, k, v, block_mask=masks[0], return_lse=True)
     assert len(prepared) == 2
@@ -402,8 +402,8 @@ WITH_ARRAYS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", WITH_ARRAYS)
-def test_calls_are_kept_by_the_form_of_their_arrays(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other arrays of the same form are read anew; a result goes where it was asked for."""
+def test_plans_are_cached_by_layout(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other arrays of the same layout are read by each call; a result is written to `out`."""
     from flashkit import api
 
     prepared: list[Any] = []
@@ -422,8 +422,8 @@ def test_calls_are_kept_by_the_form_of_their_arrays(name: str, backend: str, mon
         same(attention(q, k, v, out=q, backend=backend, **options), expected)
 
 
-def test_arrays_of_kept_calls() -> None:
-    """They are not kept alive; one that stands for two is no key; other forms and kinds are other calls."""
+def test_arrays_of_cached_plans() -> None:
+    """They are not kept alive. A call with one array for two arguments is not cached; other layouts are other keys."""
     q, k, v = operands()
     table = np.zeros((40, 40), np.float32)
     attention(q, k, v, bias=table)
@@ -452,15 +452,15 @@ def test_what_is_not_addressable_is_turned_once() -> None:
     same(call(q, k, v), full(q, k, v, layout="bnhd", backend="reference"))
 
 
-def test_few_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "_MOST_KEPT", 5)
+def test_few_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "_MAX_PLANS", 5)
     q, k, v = operands()
     for i in range(30):
         attention(q, k, v, scale=1 + i / 8)
-    assert len(planned._kept) == 5
-    attention(q, k, v, scale=1 + 25 / 8)  # used last, so others go
+    assert len(plan_cache._plans) == 5
+    attention(q, k, v, scale=1 + 25 / 8)  # most recently used
     attention(q, k, v, scale=9.0)
-    assert (1 + 25 / 8) in [name[1][0] for name in planned._kept]
+    assert (1 + 25 / 8) in [name[1][0] for name in plan_cache._plans]
     for i in range(30):
         same(attention(q, k, v, scale=1 + i / 8), full(q, k, v, scale=1 + i / 8))
 
@@ -486,9 +486,9 @@ def test_one_planned_call_from_many_threads(n: int) -> None:
         list(pool.map(work, range(len(given))))
 
 
-def test_kept_calls_from_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the kept ones are pushed out all the time."""
-    monkeypatch.setattr(planned, "_MOST_KEPT", 2)
+def test_cached_plans_from_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While plans are evicted all the time."""
+    monkeypatch.setattr(plan_cache, "_MAX_PLANS", 2)
     given = operands(24, 24)
     scales = [0.1 * i for i in range(1, 6)]
     expected = [full(*given, scale=s) for s in scales]

@@ -240,7 +240,7 @@ def test_the_cpu_classifies_tiles() -> None:
 
 def cuda_helpers() -> str:
     """The parts of scalar.cuh that integers need, as C++."""
-    text = (Path(expr.__file__).parent / "backends/cupy_raw/kernels/scalar.cuh").read_text()
+    text = (Path(flashkit.__file__).parent / "backends/cupy_raw/kernels/common/scalar.cuh").read_text()
     parts = [
         r"template <typename T> DEVICE T fk_abs.*\n",
         r"template <typename T, typename U> DEVICE auto fk_m(?:in|ax).*\n",
@@ -386,7 +386,7 @@ def test_a_fresh_kernel_is_held_against_the_definition(monkeypatch: pytest.Monke
     """Not against an algorithm with tiles, which could be wrong about them as the kernel is."""
     monkeypatch.setattr(reference, "tile_states", None)
     spec, _ = problem_of(mods.mask(HASHES["below"]))
-    problem = verify.small_problem(spec)
+    problem = verify.sample_problem(spec)
     out, _ = reference.standard(spec, problem)
     np.testing.assert_array_equal(verify._expected(spec, problem, "forward")["out"], out)
     assert set(verify._expected(spec, problem, "backward")) == {"dq", "dk", "dv"}
@@ -442,10 +442,10 @@ def test_ready_made_masks_cannot_overflow(name: str, monkeypatch: pytest.MonkeyP
     languages: list[codegen.Language] = ["cuda", "numba", "numpy"]
     texts = [codegen.render(graphs, language, "", narrow) for language in languages for graphs in (found, [mod.expr])]
     assert not expr.reaches([mod.expr, *found], narrow)[1]
-    monkeypatch.setattr(expr, "reaches", lambda *_: ({}, set()))
+    monkeypatch.setattr(expr.intervals, "reaches", lambda *_: ({}, set()))
     monkeypatch.setattr(codegen, "reaches", lambda *_: ({}, set()))
     plain = expr.classify.__wrapped__, expr.bounds.__wrapped__
-    monkeypatch.setattr(expr, "bounds", plain[1])
+    monkeypatch.setattr(expr.intervals, "bounds", plain[1])
     empty, full = plain[0](mod.expr)
     assert empty is found[0] and full is found[1]
     assert texts == [codegen.render(graphs, lang, "", narrow) for lang in languages for graphs in (found, [mod.expr])]

@@ -1,4 +1,4 @@
-"""The block of arguments of one call: `Params` (params.py) as 64-bit words, and what keeps its addresses alive."""
+"""The argument block of one call: `Params` (params.py) as 64-bit words, and the arrays that its addresses point to."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 from ...mods import dropout
 from ...spec import AttentionSpec, Gradients, Operands
 from . import modification
-from .launch import Block, nowhere, scratch
+from .launch import KernelArguments, dummy_slot, scratch
 from .params import AT, VALUES, WORDS_OF_TENSOR
 
-MOVED = "q", "k", "v", "out"
-"""Tensors of which the forward pass moves whole rows."""
+ROW_TENSORS = "q", "k", "v", "out"
+"""Tensors that the forward pass reads or writes in whole rows."""
 
-_MOST_COUNTED = 1 << 18  # tiles of a mask of blocks: 50 ms, once for the mask
-_PLACES = 4096  # of 8 numbers each, that a log-sum-exp may go to if nobody wants it
+_MAX_COUNTED_TILES = 1 << 18  # of a block mask; bounds the time to count them
+_DUMMY_SLOTS, _DUMMY_STRIDE = 4096, 8  # slots for the LSE, and elements between two of them
 
 
 def size(spec: AttentionSpec) -> int:
-    """Words of the block."""
+    """Words of the argument block."""
     return VALUES + max(1, modification.values_of(spec))
 
 
@@ -32,11 +32,11 @@ def bits(value: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-class Arguments(Block):
-    """The block of one call. Keeps alive what its addresses point to.
+class Arguments(KernelArguments):
+    """The argument block of one call. It keeps the arrays alive that its addresses point to.
 
-    What of the operands lies in the host's memory is copied to the device, and the copy put in its place: the backward
-    pass of the same call, made as often as anybody likes, sends nothing.
+    Operands in host memory are copied to the device, and the copies replace them in `operands`, so that the backward
+    pass of the same call transfers nothing.
     """
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
@@ -49,7 +49,7 @@ class Arguments(Block):
         words[AT["batch"] : AT["num_splits"] + 1] = self.batch, self.heads, self.n_q, self.n_k, 1
         words[AT["softmax_scale"]] = bits(operands.scale)
         offset = operands.q_offset
-        # One number where all entries agree, which costs no transfer; else an array on the device.
+        # Equal offsets are one number, which needs no transfer; others are an array on the device.
         if isinstance(offset, np.ndarray) and (len(offset) == 1 or (offset == offset[0]).all()):
             words[AT["q_offset"]] = int(offset[0])
         else:
@@ -71,8 +71,8 @@ class Arguments(Block):
         super().__init__(words)
 
     def known(self, key: Any, find: Callable[[Arguments], Any]) -> Any:
-        """What `find` says of shapes and strides; asked once under this key, also for copies, which differ in addresses
-        alone.
+        """The result of `find`, which depends on shapes and strides alone. It is cached by the key, for copies too:
+        they differ in addresses only.
         """
         if key not in self._known:
             self._known[key] = find(self)
@@ -80,45 +80,52 @@ class Arguments(Block):
 
     @property
     def density(self) -> float:
-        """The share of all tiles that a mask of blocks has; 0 without one, or where counting takes long."""
-        small = self._blocks is not None and self._blocks.tile_count <= _MOST_COUNTED
+        """The density of the block mask; 0 without one, or if it has too many tiles to count."""
+        small = self._blocks is not None and self._blocks.tile_count <= _MAX_COUNTED_TILES
         return self._blocks.density if small else 0.0
 
-    def unread_lse(self, ordinal: int) -> None:
-        """Let rows' log-sum-exp, which nobody wants, go to memory that no one reads: one place for each head."""
-        apart = 8 if self.heads <= _PLACES else 0
-        self.words[AT["lse"] : AT["lse"] + 4] = [nowhere(ordinal, 64 * _PLACES).data.ptr, 0, apart, 0]
+    @property
+    def positive_scale(self) -> bool:
+        """Whether -inf of a masked score stays -inf when it is multiplied by the scale.
+
+        Fast kernels mask before they apply the scale, so they need it.
+        """
+        return self.scale > 1e-30
+
+    def discard_lse(self, ordinal: int) -> None:
+        """The LSE was not requested: each head writes it to one dummy slot."""
+        head_stride = _DUMMY_STRIDE if self.heads <= _DUMMY_SLOTS else 0
+        memory = dummy_slot(ordinal, 8 * _DUMMY_STRIDE * _DUMMY_SLOTS)
+        self.words[AT["lse"] : AT["lse"] + 4] = [memory.data.ptr, 0, head_stride, 0]
 
     def gradients(self, gradients: Gradients) -> None:
-        """What the backward pass reads and writes beyond the operands."""
+        """Set the tensors that only the backward pass reads and writes."""
         self.tensors(dout=gradients.dout, dlse=gradients.dlse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
         if gradients.dsinks is not None:
             self.set(dsinks=self.address(gradients.dsinks))
 
     def copy(self) -> Arguments:
-        """The same words in memory of their own, of which addresses may be changed."""
+        """A copy of the words, in which addresses may be changed."""
         new = object.__new__(Arguments)
         new.__dict__.update(self.__dict__)
-        Block.__init__(new, list(self.words))
+        KernelArguments.__init__(new, list(self.words))
         return new
 
     def set(self, **words: int) -> None:
-        """Single words by name."""
+        """Set single words by name."""
         for name, value in words.items():
             self.words[AT[name]] = value
 
     def tensors(self, **arrays: Any) -> None:
-        """Tensors by name, with a batch, a head and a token axis and, except for numbers of a row, elements after
-        these; None: absent.
-        """
+        """Set tensors by name: (batch, head, token, element), or (batch, head, token). None: absent."""
         for name, array in arrays.items():
             if array is not None:
                 self.words[AT[name] : AT[name] + 4] = list(_tensor(array))
 
-    def partial_results(self, parts: int) -> Any:
-        """Memory, which has to live until kernels are enqueued, for what each of so many parts of the keys gives."""
+    def allocate_partials(self, splits: int) -> Any:
+        """Set o_partial and lse_partial of split-KV. Returns their memory, to be kept until kernels are enqueued."""
         columns, rows = self.spec.head_dim_v, self.heads * self.n_q
-        numbers = parts * self.batch * rows
+        numbers = splits * self.batch * rows
         memory = scratch(numbers * (columns + 1), "float32")
         o_at, lse_at, address = AT["o_partial"], AT["lse_partial"], memory.data.ptr
         self.words[o_at : o_at + 4] = [address, rows * columns, self.n_q * columns, columns]
@@ -126,51 +133,52 @@ class Arguments(Block):
         return memory
 
     def address(self, array: Any) -> int:
+        """The address of an array, which is kept alive."""
         self.alive.append(array)
         return int(array.data.ptr)
 
     def release(self, name: str, operands: Operands) -> int:
-        """Keep this array of a modification alive no longer; the word where the address of another may be put."""
+        """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced."""
         self.alive = [each for each in self.alive if each is not operands.arrays[name]]
-        return self._places[name]
+        return self._address_words[name]
 
     def _values(self, operands: Operands) -> list[int]:
-        """The modification's scalars and arrays in the order of the spec's slots; modify.py reads them."""
+        """Scalars and arrays of the modification, in the order of the spec's slots, as code of modify.py reads them."""
         words: list[int] = []
-        self._places: dict[str, int] = {}
+        self._address_words: dict[str, int] = {}
         for slot in self.spec.slots:
             if slot.ndim is None:
                 value = operands.params[slot.name]
                 words.append(int(value) if slot.kind == "int" else bits(value))
             else:
                 array = operands.array(slot)
-                self._places[slot.name] = VALUES + len(words)
+                self._address_words[slot.name] = VALUES + len(words)
                 itemsize = array.dtype.itemsize
                 words += [self.address(array), *(stride // itemsize for stride in array.strides)]
         return words
 
 
 def addresses(names: Sequence[str]) -> list[int]:
-    """The words where the addresses of these tensors stand."""
+    """Indices of the words that hold the addresses of these tensors."""
     return [AT[name] for name in names]
 
 
 def aligned(arguments: Arguments, at: Sequence[int]) -> bool:
-    """Whether the addresses in these words are of whole 16 bytes."""
-    bits, words = 0, arguments.words
+    """Whether the addresses in these words are multiples of 16 bytes."""
+    joined, words = 0, arguments.words
     for each in at:
-        bits |= words[each]
-    return bits % 16 == 0
+        joined |= words[each]
+    return joined % 16 == 0
 
 
-def strides_in_units(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether every row of these tensors, of two bytes an element, begins whole 16 bytes after the first."""
+def strides_are_vector_multiples(arguments: Arguments, names: Sequence[str]) -> bool:
+    """Whether the strides of these tensors, of 2-byte elements, are multiples of 16-byte vectors."""
     return not any(stride % 8 for at in addresses(names) for stride in arguments.words[at + 1 : at + 4])
 
 
-def in_units(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether every row of these tensors, of two bytes an element, begins on 16 bytes."""
-    return aligned(arguments, addresses(names)) and strides_in_units(arguments, names)
+def rows_are_vector_aligned(arguments: Arguments, names: Sequence[str]) -> bool:
+    """Whether every row of these tensors, of 2-byte elements, begins at a multiple of 16 bytes."""
+    return aligned(arguments, addresses(names)) and strides_are_vector_multiples(arguments, names)
 
 
 def _tensor(array: Any) -> tuple[int, int, int, int]:
@@ -180,13 +188,13 @@ def _tensor(array: Any) -> tuple[int, int, int, int]:
 
 
 def _on_device(array: Any, dtype: Any = None) -> Any:
-    """The array itself where it lies on the device already, else a copy there."""
+    """The array itself if it is on the device, else a copy there."""
     if not isinstance(array, np.ndarray):
         return array
     import cupy
 
     if cupy.cuda.get_current_stream().is_capturing():
-        # The graph would copy from memory that is gone when it runs.
+        # The graph would copy from host memory that may be freed before the graph runs.
         raise ValueError(
             "a NumPy array (of lengths, positions or a modification) cannot be part of a CUDA graph; a CuPy array fits"
         )

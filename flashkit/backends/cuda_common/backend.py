@@ -1,8 +1,8 @@
-"""What the CUDA backends are alike in: generations of kernels, the newest that can do a spec on the device first.
+"""`CudaBackend`, the base of the CUDA backends: it chooses among generations of kernels.
 
-Where the device's profile says how fast generations were measured, the fastest of these comes before the others; one
-that is newer than all of them and was not measured stays first. FLASHKIT_CUDA_GENERATION forces one for the process;
-what it cannot do is then refused instead of handed down.
+The newest generation that supports the problem on the device is chosen, unless the device's profile has measured it and
+a faster one. FLASHKIT_CUDA_GENERATION forces a generation for the process: problems that it does not support are then
+errors.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ NAMES = "sm90", "sm80", "simt"
 _ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` fits"
 
 MANY_ROWS = 64
-"""Query rows that share keys up to which only those rows of a profile count that are for few: tiles for many would be
+"""With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: tiles of others are
 mostly empty."""
 
 
 class Choice(NamedTuple):
-    """A generation, the profile's row for it, and what was said of others."""
+    """A generation, the profile's row for it, and why the others were not chosen."""
 
     generation: Generation | None
     row: Any
-    said: list[str]
+    rejected: list[str]
 
 
 class CudaBackend:
-    """Attention on CuPy arrays by compiled kernels. A backend says which, and what it needs to have them."""
+    """Attention on CuPy arrays by compiled kernels. A subclass has the generations, and the packages that they need."""
 
     name: str
     generations: tuple[Generation, ...]
-    """Newest first; the last can do everything."""
+    """Newest first; the last supports everything."""
 
     needs: Mapping[str, str]
-    """What has to be importable, and what installs it."""
+    """Modules that must be importable, and the command that installs each."""
 
     array_kinds = ("cupy",)
     device_kind = "cuda"
@@ -57,14 +57,14 @@ class CudaBackend:
     spares_lse = takes_arrays = True
 
     def check(self) -> None:
-        """Raise, with a sentence, where what compiles is too old or cannot be loaded."""
+        """Raise an error if the compiler is too old or cannot be loaded."""
 
     def sources(self) -> list[tuple[str, str]]:
-        """Names and texts that kernels are made from."""
+        """Names and texts of the sources of kernels."""
         raise NotImplementedError
 
     def allowed(self, direction: Direction = "forward") -> tuple[Generation, ...]:
-        """Those that the environment leaves; all where the one that it forces has no kernels in this direction."""
+        """The generations that the environment allows; all if the forced one has no kernels for this direction."""
         forced = os.environ.get(VARIABLE)
         if not forced:
             return self.generations
@@ -84,7 +84,7 @@ class CudaBackend:
 
     def choose(self, problem: Problem, profile: Any, on: Device, direction: Direction) -> Choice:
         """The generation to compute with; None where none can."""
-        said: list[str] = []
+        rejected: list[str] = []
         able: list[Generation] = []
         allowed = self.allowed(direction)
         for generation in allowed:
@@ -94,9 +94,9 @@ class CudaBackend:
             if verdict:
                 able.append(generation)
             else:
-                said.append(f"{generation.name}: {verdict.reason}")
+                rejected.append(f"{generation.name}: {verdict.reason}")
         if not able:
-            return Choice(None, None, said)
+            return Choice(None, None, rejected)
         rows = self.rows_of(problem, profile, direction)
         rates = {
             g.name: rate for g in able if (row := rows.get(g.name)) and row.measured and (rate := row.measured.tflops)
@@ -104,8 +104,9 @@ class CudaBackend:
         best = able[0]
         if best.name in rates:
             best = max(able, key=lambda g: rates.get(g.name, 0.0))
-            said += [f"{name}: {rate:g} TFLOP/s in the profile" for name, rate in rates.items() if name != best.name]
-        return Choice(best, rows.get(best.name), said)
+            others = ((name, rate) for name, rate in rates.items() if name != best.name)
+            rejected += [f"{name}: {rate:g} TFLOP/s in the profile" for name, rate in others]
+        return Choice(best, rows.get(best.name), rejected)
 
     def available(self) -> Verdict:
         missing = [name for name in self.needs if _absent(name)]
@@ -116,7 +117,7 @@ class CudaBackend:
             self.check()
             launch.call("cuInit", 0)
             compiler.target(device.current().capability)
-        except Exception as error:  # no driver, no device, no NVRTC: each says so in its own way
+        except Exception as error:  # a missing driver, device or NVRTC raises different exceptions
             return Verdict(False, f"no CUDA device can be used: {error}")
         return Verdict(True)
 
@@ -154,22 +155,22 @@ class CudaBackend:
     def bind(self, plan: CudaPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
         import cupy
 
-        here, current = _device_of(operands), cupy.cuda.runtime.getDevice
-        run, template = plan.on(here, "forward").run, Arguments(plan.problem.spec, operands)
-        places = [(template.release(name, operands), _form(operands.arrays[name])) for name in anew]
-        templates = template, template.copy()
-        templates[1].unread_lse(here.ordinal)
-        spares: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
+        on, current = _device_of(operands), cupy.cuda.runtime.getDevice
+        run, template = plan.on(on, "forward").run, Arguments(plan.problem.spec, operands)
+        arrays_at = [(template.release(name, operands), _layout(operands.arrays[name])) for name in anew]
+        templates = template, template.copy()  # with and without an LSE
+        templates[1].discard_lse(on.ordinal)
+        pools: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
         q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
-        stream_of, ordinal, copies = launch.stream, here.ordinal, template.alive
+        stream_of, ordinal, copies = launch.stream, on.ordinal, template.alive
         _keep(stream_of(), operands)
 
         def call(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
             if current() != ordinal:
                 raise ValueError(_ELSEWHERE.format(ordinal, current()))
-            spare = spares[lse is None]
+            pool = pools[lse is None]
             try:
-                arguments = spare.pop()  # its own, until it is put back
+                arguments = pool.pop()  # no other thread uses it until it is returned
             except IndexError:
                 arguments = templates[lse is None].copy()
             words = arguments.words
@@ -178,51 +179,51 @@ class CudaBackend:
             if lse is not None:
                 words[lse_at] = lse.data.ptr
             if arrays:
-                for (at, form), array in zip(places, arrays, strict=True):
-                    if _form(array) != form:
-                        raise ValueError(f"an array of a modification has the form {_form(array)}; {form} fits")
+                for (at, layout), array in zip(arrays_at, arrays, strict=True):
+                    if _layout(array) != layout:
+                        raise ValueError(f"an array of a modification has the layout {_layout(array)}; {layout} fits")
                     words[at] = array.data.ptr
             stream = stream_of()
-            if copies or arrays:  # arrays of the caller's, or made of them: a graph that records this may outlive them
+            if copies or arrays:  # a CUDA graph that captures this may outlive them
                 launch.keep(stream, copies, arrays)
             run(arguments, stream)
-            spare.append(arguments)
+            pool.append(arguments)
 
         return call
 
 
 @dataclass(frozen=True)
 class CudaPlan:
-    """Kernels for one spec; compiled, loaded and checked when first used on a device."""
+    """Kernels for one spec, compiled, loaded and checked on first use on a device."""
 
     backend: CudaBackend
     problem: Problem
     profile: Any
     passes: dict[tuple[int, Direction], Pass] = field(default_factory=dict)
 
-    def on(self, here: Device, direction: Direction) -> Pass:
+    def on(self, device: Device, direction: Direction) -> Pass:
         """The pass on a device."""
-        made = self.passes.get((here.ordinal, direction))
+        made = self.passes.get((device.ordinal, direction))
         if made is None:
-            made = self.passes[here.ordinal, direction] = self._made(here, direction)
+            made = self.passes[device.ordinal, direction] = self._compile(device, direction)
         return made
 
-    def _made(self, here: Device, direction: Direction) -> Pass:
-        generation, row, said = self.backend.choose(self.problem, self.profile, here, direction)
+    def _compile(self, device: Device, direction: Direction) -> Pass:
+        generation, row, rejected = self.backend.choose(self.problem, self.profile, device, direction)
         if generation is None:
-            raise UnsupportedError(f"{self.backend.name} has no {direction} pass for this: {'; '.join(said)}")
+            raise UnsupportedError(f"{self.backend.name} has no {direction} pass for this: {'; '.join(rejected)}")
         try:
-            made = generation.plan(self.problem, row, here, direction)
+            made = generation.plan(self.problem, row, device, direction)
         except compiler.CompileError as error:
             if row is None:
                 raise
             from ...devices.schema import ProfileWarning
 
-            # A profile chooses, it cannot stop attention.
+            # A bad row of a profile must not disable attention.
             message = f"{row.origin}: not followed, its kernels do not compile: {error}"
             warnings.warn(message, ProfileWarning, stacklevel=2)
-            made = generation.plan(self.problem, None, here, direction)
-        verify.trusted(made, self.problem.spec, here, direction)
+            made = generation.plan(self.problem, None, device, direction)
+        verify.check(made, self.problem.spec, device, direction)
         return made
 
     @property
@@ -231,10 +232,10 @@ class CudaPlan:
 
     @property
     def why(self) -> str:
-        here = device.current()
-        generation, _, said = self.backend.choose(self.problem, self.profile, here, "forward")
+        on = device.current()
+        generation, _, rejected = self.backend.choose(self.problem, self.profile, on, "forward")
         assert generation is not None
-        return f"{generation.name}: {self.on(here, 'forward').why}" + "".join(f"; not {line}" for line in said)
+        return f"{generation.name}: {self.on(on, 'forward').why}" + "".join(f"; not {line}" for line in rejected)
 
 
 def _absent(name: str) -> bool:
@@ -244,19 +245,19 @@ def _absent(name: str) -> bool:
         return True
 
 
-def _form(array: Any) -> tuple[Any, ...]:
+def _layout(array: Any) -> tuple[Any, ...]:
     return array.shape, array.strides, array.dtype
 
 
 def _keep(stream: int, operands: Operands) -> None:
-    """What a recorded call uses again beyond what the caller holds, who cannot know what was converted or copied."""
+    """Keep what a captured call uses again and the caller may not hold: results, and copies of operands."""
     op = operands
     launch.keep(stream, op.out, op.lse, op.q_offset, op.kv_lengths, op.sinks, *op.arrays.values())
 
 
 def _device_of(operands: Operands) -> Device:
-    """The current device, on which the operands have to lie."""
-    here, ordinal = device.current(), operands.q.data.device_id
-    if ordinal != here.ordinal:
-        raise ValueError(_ELSEWHERE.format(ordinal, here.ordinal))
-    return here
+    """The current device; ValueError if q is on another."""
+    on, ordinal = device.current(), operands.q.data.device_id
+    if ordinal != on.ordinal:
+        raise ValueError(_ELSEWHERE.format(ordinal, on.ordinal))
+    return on

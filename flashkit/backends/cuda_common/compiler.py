@@ -1,8 +1,7 @@
-"""Sources to machine code, the result kept on disk; and the compiler of CUDA C++, NVRTC.
+"""Sources to machine code, cached on disk; and the compiler of CUDA C++, NVRTC.
 
-Works without a device and without a driver, so every kernel can be compiled and looked at anywhere. A binary is named
-by the hash of everything that it was made from: text, headers, options, architecture and compiler version. So a
-changed source is a new file and never a stale kernel.
+It needs neither a device nor a driver, so every kernel can be compiled and inspected anywhere. The name of a binary has
+the hash of everything that it depends on: text, headers, options, architecture and compiler version.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from ...devices import kernel_cache
 from .. import headers as formats
 
 FOLDER = "cuda"
-"""Of the cache directory."""
+"""Folder in the cache directory."""
 
 OPTIONS = (
     "-std=c++17",
     "-default-device",
     "--diag-suppress=177",
     "--ptxas-options=-v",
-)  # 177: a constant or function is not used
+)  # 177: unused constants and functions
 
 
 class CompileError(RuntimeError):
-    """A kernel cannot be compiled here; the message has the compiler's own words."""
+    """A kernel cannot be compiled here. The message has the output of the compiler."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says of a kernel: registers of a thread; stack and spilled bytes of a thread; static shared bytes."""
+    """Resources of a kernel by ptxas: registers, stack and spilled bytes of a thread; bytes of static shared memory."""
 
     registers: int = 0
     stack: int = 0
@@ -55,21 +54,21 @@ class Binary:
 
     @property
     def path(self) -> Path:
-        """Where it is kept, if the cache directory can be used. For people: kernels are loaded from `code`."""
+        """Its file, if the cache directory can be used. Kernels are loaded from `code`."""
         return kernel_cache.path() / FOLDER / f"{self.name}.cubin"
 
     @property
     def checked(self) -> bool:
-        """Whether this very code has given right results on a device, now or before."""
+        """Whether this code has passed `verify.check`, in this process or an earlier one."""
         return kernel_cache.read(FOLDER, f"{self.name}.checked") == _hash(self.code)
 
     def mark_checked(self) -> None:
-        """Keep that it has."""
+        """Record that this code has passed `verify.check`."""
         kernel_cache.write(FOLDER, f"{self.name}.checked", _hash(self.code))
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What is kept beside a binary, as JSON: the hash of its code, so that a damaged one is not loaded."""
+    """The JSON file of a binary. The hash of the code prevents loading a damaged file."""
 
     sha256: str
     resources: dict[str, Resources]
@@ -83,15 +82,15 @@ class Compilable(Protocol):
         """For the file."""
 
     def made_from(self) -> object:
-        """All that the machine code depends on besides the architecture: text, options, compilers. Has a `repr`."""
+        """What the machine code depends on besides the architecture: text, options, compilers. `repr` identifies it."""
 
     def compile(self, arch: str) -> tuple[bytes, str]:
-        """Machine code, and what `ptxas -v` says of it. CompileError, with the compiler's words."""
+        """Machine code and the report of `ptxas -v`. CompileError with the output of the compiler."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """CUDA C++: a text and the headers that it includes by their names."""
+    """A source in CUDA C++, and the headers that it may include, by name."""
 
     name: str
     text: str
@@ -113,22 +112,22 @@ def headers(folder: Path) -> tuple[tuple[str, str], ...]:
 
 @cache
 def version() -> tuple[int, int]:
-    """Of NVRTC. Raises ImportError or RuntimeError, with a sentence, where it cannot be loaded."""
+    """The version of NVRTC. ImportError or RuntimeError if it cannot be loaded."""
     major, minor = _call("nvrtcVersion")
     return major, minor
 
 
 @cache
 def architectures() -> tuple[int, ...]:
-    """Those that NVRTC compiles for, ascending: 90 is sm_90."""
+    """The architectures that NVRTC compiles for, ascending: 90 is sm_90."""
     return tuple(_call("nvrtcGetSupportedArchs")[0])
 
 
 def target(capability: tuple[int, int]) -> str:
-    """The architecture to compile for: the device's own with its specific instructions (sm_90a), else the newest of its
-    generation that the compiler knows, whose machine code runs there too.
+    """The architecture to compile for: the device's own with its architecture-specific instructions (sm_90a), else the
+    newest of its major version that the compiler knows.
 
-    Raises CompileError where the compiler is too old or too new for the device.
+    CompileError if the compiler is too old or too new for the device.
     """
     major, minor = capability
     known = [arch for arch in architectures() if arch // 10 == major and arch % 10 <= minor]
@@ -141,13 +140,13 @@ def target(capability: tuple[int, int]) -> str:
 
 
 def binary(source: Compilable, arch: str) -> Binary:
-    """The machine code of a source, compiled now or before by any process."""
+    """The machine code of a source, from the cache or compiled now."""
     digest = hashlib.sha256(repr((source.made_from(), arch)).encode()).hexdigest()[:20]
     name = f"{source.name}_{arch}_{digest}"
     found = _read(name)
     if found is None:
         with kernel_cache.alone(FOLDER, name):
-            found = _read(name)  # another process may have made it meanwhile
+            found = _read(name)  # another process may have compiled it meanwhile
             if found is None:
                 code, log = source.compile(arch)
                 _refuse_serialised(source.name, arch, log)
@@ -159,7 +158,7 @@ def binary(source: Compilable, arch: str) -> Binary:
 
 
 def _read(name: str) -> Binary | None:
-    """None where there is none, or what a full disk or a killed process left of it, or anything else."""
+    """The cached binary; None if there is none, or if the files are damaged."""
     try:
         report = msgspec.json.decode(kernel_cache.read(FOLDER, f"{name}.json") or b"", type=_Report)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -178,7 +177,7 @@ def _hash(code: bytes) -> bytes:
 
 
 def _included(source: Source) -> tuple[tuple[str, str], ...]:
-    """The headers that the text includes, directly or through others."""
+    """The headers that the text includes, directly or indirectly."""
     known, found, waiting = dict(source.headers), {}, [source.text]
     while waiting:
         for name in re.findall(r'^\s*#include "([^"]+)"', waiting.pop(), re.MULTILINE):
@@ -189,13 +188,13 @@ def _included(source: Source) -> tuple[tuple[str, str], ...]:
 
 
 def _refuse_serialised(name: str, arch: str, log: str) -> None:
-    """ptxas says in a remark that every matrix instruction waits for the one before: right, but far too slow."""
+    """CompileError if ptxas has serialised wgmma instructions (remark C75xx): the kernel would be right but slow."""
     if serialised := re.findall(r".*\(C75\d\d\).*", log):
         raise CompileError(f"{name} for {arch}: {serialised[0].strip()}")
 
 
 def _compile(source: Source, arch: str, form: str = "CUBIN") -> tuple[bytes, str]:
-    """Machine code, or what NVRTC makes in another form, and the compiler's log."""
+    """The output of NVRTC (machine code, or another form) and its log."""
     from cuda.bindings import nvrtc
 
     used = _included(source)
@@ -218,7 +217,7 @@ def _compile(source: Source, arch: str, form: str = "CUBIN") -> tuple[bytes, str
 
 
 def _call(function: str, *arguments: Any) -> tuple[Any, ...]:
-    """A function of NVRTC, its error an exception."""
+    """Call a function of NVRTC; CompileError if it fails."""
     from cuda.bindings import nvrtc
 
     status, *results = getattr(nvrtc, function)(*arguments)
@@ -228,7 +227,7 @@ def _call(function: str, *arguments: Any) -> tuple[Any, ...]:
 
 
 def resources(log: str) -> dict[str, Resources]:
-    """The report of `ptxas -v` by kernel."""
+    """The resources of each kernel in the report of `ptxas -v`."""
     found: dict[str, Resources] = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
 

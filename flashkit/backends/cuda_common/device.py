@@ -1,4 +1,4 @@
-"""Facts of a CUDA device, as far as kernels are chosen and compiled by them."""
+"""Facts of a CUDA device that the choice and compilation of kernels depend on."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Device:
-    """What a kernel is compiled for and sized by; sizes in bytes. `ordinal` is CUDA's number of it."""
+    """A CUDA device; sizes in bytes. `ordinal` is its CUDA device number."""
 
     name: str
     capability: tuple[int, int]
     sms: int
-    shared_per_block: int  # the most that a block may ask for
+    shared_per_block: int  # the most that a CTA may use
     shared_per_sm: int
     registers_per_sm: int = 65536
     ordinal: int = 0
 
     @property
-    def launches_early(self) -> bool:
-        """Whether a kernel may be launched while the one before still runs, see launch.Kernel."""
+    def supports_pdl(self) -> bool:
+        """Whether it has programmatic dependent launch, see launch.Kernel."""
         return self.capability >= (9, 0)
 
 
@@ -29,11 +29,11 @@ MODELS = {
     "sm_80": Device("Ampere (A100)", (8, 0), 108, 166912, 167936),
     "sm_90a": Device("Hopper (H100, H200)", (9, 0), 132, 232448, 233472),
 }
-"""Devices to compile for where there is none, by the architecture's name."""
+"""Devices to compile for without one, by the name of the architecture."""
 
 
 def current() -> Device:
-    """The device that is current in this thread. Raises what CuPy raises where there is none."""
+    """The current device of this thread. Raises what CuPy raises without a device."""
     import cupy
 
     return of(cupy.cuda.runtime.getDevice())

@@ -1,9 +1,9 @@
-"""What a generation of kernels is: those for one kind of arithmetic units, newest first in a backend.
+"""A generation: kernels for one kind of arithmetic units (`sm90`, `sm80`, `simt`), newest first in a backend.
 
-A generation says which problems it can do on a device, in which direction, and plans a pass. What it cannot do goes to
-the next one down; `simt` can do everything. It lists the tiles that are worth trying, which is what `flashkit autotune`
-tries, and follows a profile's row, in which such a tile stands: `block_q`, `block_k` and `stages` in fields of the row,
-the tile's other fields in its options beside `generation`.
+A generation decides which problems it supports on a device, in which direction, and plans a pass. Problems that it does
+not support go to the next older one; `simt` supports all. It lists the tiles worth trying, which `flashkit autotune`
+times, and follows the row of a profile: `block_q`, `block_k` and `stages` are fields of the row, the other fields of a
+tile are its options, with `generation`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Tile = TypeVar("Tile")
 IN_ROW = ("block_q", "block_k", "stages")
 
 OWN_CHOICE = "own_choice"
-"""Option of a profile's row: it says how fast the generation is, which tile is the generation's own choice."""
+"""Option of a profile's row that has a measurement but no tile: the generation chooses the tile by its heuristic."""
 
 
 class Kernels(Protocol):
-    """What a backend calls to have kernels: its language is its own, names, constants and arguments are the same."""
+    """Compiles kernels in the language of a backend. Names, constants and arguments are the same in all languages."""
 
     def __call__(self, name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str, /) -> Library:
-        """The kernels of kernels/<name> for a spec, compiled now or before, loaded; `constants`: those that the file
-        asks for beyond the spec's own.
+        """The kernels of kernels/<name> for a spec, compiled (or cached) and loaded. `constants`: those that the file
+        needs besides the ones of the spec.
         """
 
 
 class Pass(Protocol):
-    """One direction of a plan: kernels, compiled and loaded, and how they are launched."""
+    """One direction of a plan: its loaded kernels, and how they are launched."""
 
     tile: Any
     why: str
     libraries: list[Library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        """Enqueue the kernels; changes nothing in `arguments` that another call of the same would not change."""
+        """Enqueue the kernels. Words of `arguments` that it changes are set again by the next call."""
 
 
 class Generation(Protocol):
@@ -51,26 +51,26 @@ class Generation(Protocol):
     directions: tuple[Direction, ...]
 
     has_heuristic: bool = False
-    """Whether the tile that it takes by itself, the first of `candidates`, depends on more than a profile's row says,
-    such as lengths, precision and modifications: then autotune leaves it the choice where no other tile was faster.
+    """Whether its own choice, the first of `candidates`, depends on more than a profile's row selects by, such as
+    lengths, precision and modifications. Then autotune leaves it the choice if no other tile was faster.
     """
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
-        """Whether these kernels can do it, and have the work to do it well, or the sentence that says why not."""
+        """Whether these kernels can compute it and have enough work for it, or the reason why not."""
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:
-        """Whether it is faster than those that come after it, which is asked where these are allowed."""
+        """Whether it is faster than older generations; asked only if these are allowed."""
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> Sequence[Any]:
-        """Tiles that fit and are worth trying, the likely fastest first: frozen dataclasses of integers."""
+        """Tiles worth trying, by expected speed: frozen dataclasses of integers."""
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
-        """A pass for the problem; row: of the device's profile, for this generation, or None."""
+        """A pass for the problem; row: the profile's row for this generation, or None."""
 
 
-def sixteen_bits(spec: AttentionSpec, most: int) -> Verdict:
-    """Whether tensor cores take the elements as they are: 16 bits, rows of whole 16 bytes, head dims up to `most`."""
+def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
+    """Whether kernels for 16-bit elements can take them: rows of whole 16-byte vectors, head dims up to `most`."""
     if spec.dtype not in ("float16", "bfloat16"):
         return Verdict(False, f"{spec.dtype} is not for these tensor cores")
     if max(spec.head_dim, spec.head_dim_v) > most:
@@ -80,33 +80,27 @@ def sixteen_bits(spec: AttentionSpec, most: int) -> Verdict:
     return Verdict(True)
 
 
-class Fallback:
-    """The pass of an older generation, for calls that the kernels of a newer one cannot take, such as arrays that begin
-    on odd addresses: planned, and checked, when the first of them comes.
-    """
-
-    def __init__(
-        self, plan: Callable[[], Pass], spec: AttentionSpec, device: Device, direction: Direction
-    ) -> None:
-        self._plan, self._for = plan, (spec, device, direction)
-        self._pass: Pass | None = None
-
-    def run(self, arguments: Arguments, stream: int) -> None:
-        if self._pass is None:
-            from . import verify
-
-            planned = self._plan()
-            verify.trusted(planned, *self._for)
-            self._pass = planned
-        self._pass.run(arguments, stream)
-
-
 def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool], own: str = "") -> tuple[Tile | None, str]:
-    """The tile of a profile's row and the row's reason; or None, `own`, the reason of a generation's own tile, and why
-    the row is not followed.
+    """The tile of a profile's row.
 
-    kind: the dataclass of the tile, whose own checks count too. What it is not made with, such as rows that are always
-    128, it has to have as the row says.
+    Parameters
+    ----------
+    kind
+        The dataclass of the tile, with its own checks. Attributes that are no fields, such as a constant block_q, must
+        equal those of the row.
+    row
+        The profile's row, or None.
+    fits
+        Whether a tile fits the spec and the device.
+    own
+        The reason of the generation's own tile.
+
+    Returns
+    -------
+    tile : Tile or None
+        None: the generation chooses.
+    why : str
+        The reason for the tile, and why the row is not followed.
     """
 
     def none(why: str | None) -> tuple[None, str]:

@@ -1,8 +1,8 @@
 """Loading compiled kernels and launching them on the caller's device and stream.
 
-A launch takes one block of arguments that was packed before: 3.2 us of host time by cuda.bindings beside an H200, where
-CuPy's RawKernel, which looks at its arguments, took 3.5 and ctypes 4.2. Libraries (cuLibraryLoadData, CUDA 12) are
-loaded once for all devices and load themselves into each context where a kernel of theirs is launched.
+A launch takes one argument block that is already packed, and goes through cuda.bindings, which has the least host time
+(docs/notes/cuda-host.md). Libraries (cuLibraryLoadData, CUDA 12) are loaded once for all devices; the driver loads them
+into each context on the first launch there.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from typing import Any
 from .compiler import Binary
 from .device import Device
 
-_STATIC_SHARED_ALWAYS = 48 * 1024  # what a block may use without asking
+_DEFAULT_SHARED_MEMORY = 48 * 1024  # bytes that a CTA may use without cuKernelSetAttribute
 
-MOST_MAPS = 8  # that a kernel takes
+MAX_TENSOR_MAPS = 8
+"""Tensor maps that a kernel takes."""
 
 MAX_GRID = 2**31 - 1
-"""Blocks of a grid of one axis."""
+"""CTAs of a one-dimensional grid."""
 
 _thread = threading.local()
-_recorded: list[Any] = []
+_captured: list[Any] = []  # memory that CUDA graphs refer to
 
 
 def check_grid(*tiles: int) -> None:
-    """Raise where there are more tiles than a launch takes blocks, or than kernels count."""
+    """ValueError if there are more tiles than a grid has CTAs."""
     if max(tiles) > MAX_GRID:
         raise ValueError(f"{max(tiles)} tiles are more than a launch takes, {MAX_GRID}; fewer batch entries fit")
 
 
 class CudaError(RuntimeError):
-    """A call of the driver failed; the message names both."""
+    """A function of the CUDA driver failed. The message names it and the error."""
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """A function of the driver: its result, or its error as an exception."""
+    """Call a function of the CUDA driver; CudaError if it fails."""
     from cuda.bindings import driver
 
     status, *results = getattr(driver, function)(*arguments)
@@ -55,18 +56,18 @@ class Library:
         self.handle = call("cuLibraryLoadData", binary.code, [], [], 0, [], [], 0)
 
     def kernel(self, name: str, device: Device, shared: int = 0) -> Kernel:
-        """The kernel of this name, allowed `shared` dynamic bytes a block on the device."""
+        """The kernel of this name, with `shared` bytes of dynamic shared memory a CTA."""
         from cuda.bindings.driver import CUfunction_attribute
 
         handle = call("cuLibraryGetKernel", self.handle, name.encode())
-        if shared > _STATIC_SHARED_ALWAYS:
+        if shared > _DEFAULT_SHARED_MEMORY:
             most = CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuKernelSetAttribute", most, shared, handle, device.ordinal)
         return Kernel(handle, name, shared)
 
 
 class Kernel:
-    """A kernel that takes one block of arguments by value."""
+    """A kernel that takes one argument block by value."""
 
     def __init__(self, handle: Any, name: str, shared: int) -> None:
         from cuda.bindings.driver import CUfunction, cuLaunchKernel
@@ -74,62 +75,78 @@ class Kernel:
         self.name, self.shared = name, shared
         self._function, self._launch = CUfunction(int(handle)), cuLaunchKernel
 
-    def launch(self, blocks: int, threads: int, arguments: Block, stream: int, early: bool = False) -> None:
-        """Enqueue `blocks` blocks of `threads` threads; `arguments` may be changed as soon as this returns. early: the
-        blocks may begin when all of the kernel before have begun and allow it; this kernel then waits by itself for
-        what it needs, and does not end before that one (griddepcontrol, from Hopper on).
+    def launch(self, ctas: int, threads: int, arguments: KernelArguments, stream: int, pdl: bool = False) -> None:
+        """Enqueue the kernel. `arguments` may be changed as soon as this returns.
+
+        Parameters
+        ----------
+        ctas, threads
+            The grid, and the threads of a CTA.
+        arguments
+            The argument block.
+        stream
+            Handle of the CUDA stream.
+        pdl
+            Programmatic dependent launch (Hopper): CTAs may start when every CTA of the kernel before has started and
+            executed griddepcontrol.launch_dependents. The kernel itself waits for the results that it reads
+            (griddepcontrol.wait), and does not end before the kernel before it.
+
+        Raises
+        ------
+        CudaError
+            The launch failed.
         """
-        if early:
-            status = self._launch_early(blocks, threads, arguments, stream)
+        if pdl:
+            status = self._launch_dependent(ctas, threads, arguments, stream)
         else:
             (status,) = self._launch(
-                self._function, blocks, 1, 1, threads, 1, 1, self.shared, stream, arguments.pointers, 0
+                self._function, ctas, 1, 1, threads, 1, 1, self.shared, stream, arguments.pointers, 0
             )
         if status:
-            raise CudaError(f"launching {self.name}, {blocks} blocks of {threads} threads: {status.name}")
+            raise CudaError(f"launching {self.name}, {ctas} CTAs of {threads} threads: {status.name}")
 
-    def _launch_early(self, blocks: int, threads: int, arguments: Block, stream: int) -> Any:
+    def _launch_dependent(self, ctas: int, threads: int, arguments: KernelArguments, stream: int) -> Any:
         from cuda.bindings.driver import cuLaunchKernelEx
 
-        config = _early(blocks, threads, self.shared, stream)
+        config = _pdl_config(ctas, threads, self.shared, stream)
         return cuLaunchKernelEx(config, self._function, arguments.pointers, 0)[0]
 
 
 @lru_cache(maxsize=256)
-def _early(blocks: int, threads: int, shared: int, stream: int) -> Any:
-    """The configuration of a launch that may begin early."""
+def _pdl_config(ctas: int, threads: int, shared: int, stream: int) -> Any:
+    """The configuration of a programmatic dependent launch."""
     from cuda.bindings.driver import CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig
 
     attribute, config = CUlaunchAttribute(), CUlaunchConfig()
     attribute.id = CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
-    config.gridDimX, config.blockDimX, config.sharedMemBytes, config.hStream = blocks, threads, shared, stream
+    config.gridDimX, config.blockDimX, config.sharedMemBytes, config.hStream = ctas, threads, shared, stream
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.attrs, config.numAttrs = [attribute], 1
     return config
 
 
 class TensorMap:
-    """What the copy engine is told of a tensor."""
+    """A CUtensorMap: layout and address of a tensor for TMA."""
 
     def __init__(self, handle: Any) -> None:
         self._handle, self.pointer = handle, int(handle.getPtr())
 
 
-class Block:
-    """Arguments of a kernel: 64-bit words, one structure in C++, then tensor maps where it takes any."""
+class KernelArguments:
+    """The argument block of a kernel: 64-bit words, one structure in C++, and the tensor maps that follow it."""
 
     def __init__(self, words: Sequence[int]) -> None:
         self.words = (ctypes.c_longlong * len(words))(*words)
-        self._pointers = (ctypes.c_void_p * (1 + MOST_MAPS))(ctypes.addressof(self.words))
+        self._pointers = (ctypes.c_void_p * (1 + MAX_TENSOR_MAPS))(ctypes.addressof(self.words))
         self.pointers = ctypes.addressof(self._pointers)
         self._maps: Sequence[TensorMap] = ()
 
-    def with_maps(self, maps: Sequence[TensorMap]) -> Block:
-        """The same block, for a kernel that takes these beside the words."""
+    def with_maps(self, maps: Sequence[TensorMap]) -> KernelArguments:
+        """The same block with these tensor maps."""
         for i, each in enumerate(maps, 1):
             self._pointers[i] = each.pointer
-        self._maps = maps  # alive as long as they may be launched with
+        self._maps = maps  # keeps them alive
         return self
 
 
@@ -141,21 +158,21 @@ def _cupy() -> Any:
 
 
 def stream() -> int:
-    """The handle of the caller's current CuPy stream; makes sure that this thread has a context."""
+    """The handle of the current CuPy stream; makes sure that this thread has a context."""
     cupy = _cupy()
     if not getattr(_thread, "ready", False):
-        cupy.cuda.Device().use()  # a new thread has no context until a call of the runtime makes one current
+        cupy.cuda.Device().use()  # a new thread has no context before its first call of the runtime
         _thread.ready = True
     return int(cupy.cuda.get_current_stream().ptr)
 
 
 def capturing(stream: int) -> bool:
-    """Whether a graph records what is enqueued on the stream."""
-    return bool(stream and _cupy().cuda.runtime.streamIsCapturing(stream))  # 0, the default one, cannot be captured
+    """Whether a CUDA graph captures the stream."""
+    return bool(stream and _cupy().cuda.runtime.streamIsCapturing(stream))  # the default stream, 0, cannot be captured
 
 
 def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
-    """Memory for a kernel's intermediate results, from CuPy's pool; as it is, or filled with zeros. See `keep`."""
+    """Memory for intermediate results of kernels, from CuPy's pool, uninitialised or zero. See `keep`."""
     cupy = _cupy()
     memory = cupy.zeros(shape, dtype) if zeros else cupy.ndarray(shape, dtype)
     keep(stream(), memory)
@@ -163,19 +180,18 @@ def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
 
 
 @cache
-def nowhere(ordinal: int, size: int) -> Any:
-    """As many bytes on a device, that kernels write and nobody reads; never given back, as graphs may have recorded it.
-    """
+def dummy_slot(ordinal: int, size: int) -> Any:
+    """Memory of `size` bytes for results that are never read. It is not freed, because CUDA graphs may refer to it."""
     cupy = _cupy()
     with cupy.cuda.Device(ordinal):
         return cupy.ndarray(size, "int8")
 
 
 def keep(stream: int, *memory: Any) -> None:
-    """Keep memory alive for good if the stream is being captured.
+    """Keep memory alive for the life of the process if a CUDA graph captures the stream.
 
-    Otherwise it may be given back to the pool once all is enqueued, and serves others when what was enqueued is done. A
-    graph that recorded a call uses the memory again whenever it is launched, and nobody can tell when that ends.
+    Without capture, memory may return to the pool as soon as the kernels are enqueued: allocations are ordered by the
+    stream. A graph uses the memory at every launch, and its end of life is not known here.
     """
     if capturing(stream):
-        _recorded.append(memory)
+        _captured.append(memory)

@@ -1,4 +1,4 @@
-"""`Params`, the block of arguments that every CUDA kernel takes by value: defined here, once, for all languages.
+"""`Params`, the argument block that every CUDA kernel takes by value: defined here, once, for all languages.
 
 The host writes it as 64-bit words, one after the other. CUDA C++ gets its structure from `cuda_header`, Numba its named
 tuple from numba_cuda/params.py. A pass fills the fields that its kernels read; a field holds one thing.
@@ -13,13 +13,11 @@ Kind = Literal["tensor", "int64", "float64", "uint64", "pointer to void", "point
                "pointer to const int64", "pointer to int32", "pointer to uint32"]  # fmt: skip
 
 WORDS_OF_TENSOR = 4
-"""Address and the strides, in elements, of the batch, head and token axes. Of numbers of a row the token stride is the
-row's.
-"""
+"""The address and the strides, in elements, of the batch, head and token axes."""
 
 
 class Field(NamedTuple):
-    """One field: its name, what it is, and what it means."""
+    """One field: its name, its type, and what it holds."""
 
     name: str
     kind: Kind
@@ -51,10 +49,10 @@ FIELDS = tuple(
         ("dq_accum", "tensor", "(B, Hq, query tiles, ..) float32: sums of dQ"),
         ("dq_semaphore", "tensor", "(B, Hq, query tiles, words): which key tiles have been added to a tile of dQ"),
         ("row_factors", "tensor", "(B, Hq, Nq, 3) float32: lse, delta and scale of dO for FP16x2's backward pass"),
-        ("q_scale", "tensor", "float32 as FP16x2: what 1 stands for in a row of q"),
-        ("k_scale", "tensor", "the same in a tile of k"),
-        ("v_scale", "tensor", "the same in a tile of v"),
-        ("dout_scale", "tensor", "the same in a row of dout"),
+        ("q_scale", "tensor", "FP16x2: scale of each row of q"),
+        ("k_scale", "tensor", "FP16x2: scale of each tile of k"),
+        ("v_scale", "tensor", "FP16x2: scale of each tile of v"),
+        ("dout_scale", "tensor", "FP16x2: scale of each row of dout"),
         ("sinks", "pointer to const void", "(Hq,) in computing precision"),
         ("dsinks", "pointer to void", "(Hq,) in computing precision, or null"),
         ("q_offsets", "pointer to const int64", "(B,) position of row 0, or null: q_offset for all"),
@@ -64,15 +62,15 @@ FIELDS = tuple(
         ("heads", "int64", "Hq"),
         ("n_q", "int64", "Nq"),
         ("n_k", "int64", "Nk"),
-        ("num_splits", "int64", "split-KV: parts that the keys are split into"),
+        ("num_splits", "int64", "split-KV: number of splits of the keys"),
         ("heads_per_l2_group", "int64", "heads whose tiles CTAs work on at the same time (l2_swizzle.py)"),
         ("preprocessed_tiles", "int64", "query tiles that bwd_preprocess prepares before the backward kernel"),
         ("preprocess_counters", "pointer to int32", "fused preprocess: next query tile; ready tiles and finished work "
          "tiles of each key/value head"),
-        ("tile_counter", "pointer to uint32", "work tiles handed out, CTAs that have ended"),
+        ("tile_counter", "pointer to uint32", "work tiles claimed, CTAs that have finished"),
         ("softmax_scale", "float64", "factor on q . k"),
         ("seed", "uint64", "dropout"),
-        ("dropout_threshold", "uint64", "dropout: random words below it drop their pair"),
+        ("dropout_threshold", "uint64", "dropout: a pair is dropped if its random word is below"),
         ("dropout_scale", "float64", "1 / (1 - p)"),
     )
 )  # fmt: skip
@@ -94,9 +92,11 @@ AT = _offsets()
 VALUES = sum(field.words for field in FIELDS)
 """Index of the first value of the score and mask modification, which come after the fields."""
 
-_CUDA = {"tensor": "Tensor ", "int64": "long long ", "float64": "double ", "uint64": "unsigned long long ",
-         "pointer to void": "void* ", "pointer to const void": "const void* ",
-         "pointer to const int64": "const long long* ", "pointer to int32": "int* ", "pointer to uint32": "unsigned* "}  # fmt: skip
+_CUDA = {
+    "tensor": "Tensor ", "int64": "long long ", "float64": "double ", "uint64": "unsigned long long ",
+    "pointer to void": "void* ", "pointer to const void": "const void* ", "pointer to int32": "int* ",
+    "pointer to const int64": "const long long* ", "pointer to uint32": "unsigned* ",
+}  # fmt: skip
 
 HEADER = "generated/params.cuh"
 """The name by which kernels include it."""

@@ -36,7 +36,7 @@ class Readers:
 
         array, checksum = cupy.zeros(size // 4, cupy.uint32), cupy.zeros(1, cupy.uint32)
         vectors, blocks = size // _VECTOR_BYTES, 4 * self.device.sms
-        arguments = launch.Block([array.data.ptr, vectors, repeats, checksum.data.ptr])
+        arguments = launch.KernelArguments([array.data.ptr, vectors, repeats, checksum.data.ptr])
 
         def read() -> None:
             self._global.launch(blocks, 512, arguments, launch.stream())
@@ -49,7 +49,7 @@ class Readers:
         import cupy
 
         checksum, threads, blocks = cupy.zeros(1, cupy.uint32), 1024, 2 * self.device.sms
-        arguments = launch.Block([0, 0, repeats, checksum.data.ptr])
+        arguments = launch.KernelArguments([0, 0, repeats, checksum.data.ptr])
 
         def read() -> None:
             self._shared.launch(blocks, threads, arguments, launch.stream())

@@ -11,14 +11,15 @@ from ...spec import AttentionSpec
 from .arguments import Arguments
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
-from .generation import Fallback, Kernels
+from .fallback import Fallback
+from .generation import Kernels
 from .l2_swizzle import bytes_of_queries, heads_per_l2_group
 from .launch import Library, check_grid, scratch
 from .modification import is_of_blocks, is_small, looks_at_ranges
 from .params import AT
 from .sm90_launch import WATCHDOG, chunks, padded
 from .smem import SmemLayout
-from .tensor_maps import Tickets, addressable, tensor_map
+from .tensor_maps import TileCounters, addressable, tensor_map
 
 _L2_BYTES = 12_000_000  # of the heads in flight: well within half of the L2 cache, which also holds dq_accum
 _L2_BYTES_DETERMINISTIC = 34_000_000
@@ -249,13 +250,12 @@ class Backward:
         self._preprocess = library.kernel("bwd_preprocess", device)
         self._kernel = library.kernel("sm90_backward", device, tile.shared_memory(spec))
         self._postprocess = library.kernel("bwd_postprocess", device)
-        self._tickets, self._fallback = Tickets.of(device), fallback
+        self._tickets, self._fallback = TileCounters.of(device), fallback
 
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile, cluster = self.spec, self.tile, cluster_size(self.spec)
         names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-        # A scale that is not positive would change the sign of a masked score's -inf.
-        if not (arguments.n_k and arguments.scale > 1e-30 and addressable(arguments, names)):
+        if not (arguments.n_k and arguments.positive_scale and addressable(arguments, names)):
             return self._fallback.run(arguments, stream)
         heads, kv_heads = arguments.batch * arguments.heads, arguments.batch * arguments.heads_kv
         tiles_q, tiles_k = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)

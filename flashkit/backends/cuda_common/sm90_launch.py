@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
-from .arguments import MOVED, Arguments, addresses, aligned
+from .arguments import ROW_TENSORS, Arguments, addresses, aligned
 from .device import MODELS, Device
-from .generation import Fallback
+from .fallback import Fallback
 from .l2_swizzle import bytes_of_keys, heads_per_l2_group
 from .launch import Library, TensorMap, check_grid
 from .params import AT
 from .smem import SmemLayout
-from .tensor_maps import Maps, Tickets, maps_of, strides_fit
+from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
 
 NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
 """Lists of K/V tiles in shared memory, their entries, and the bytes before these: WorkTileList of
@@ -191,18 +191,18 @@ class Forward:
 
     def __init__(
         self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, fallback: Fallback,
-        addressed: tuple[str, ...] = MOVED,
+        addressed: tuple[str, ...] = ROW_TENSORS,
     ) -> None:  # fmt: skip
         self.device, self.tile, self.why, self.fallback = device, tile, why, fallback
         self.pack, self.libraries = packed(problem), [library]
         self._kernel = library.kernel("sm90_forward", device, tile.shared_memory(problem.spec))
-        self._counters, self._threads = Tickets.of(device), tile.threads
+        self._counters, self._threads = TileCounters.of(device), tile.threads
         self._addressed, self._addresses = addressed, addresses(addressed)
 
     def takes(self, arguments: Arguments) -> bool:
         """Whether the kernel supports arrays of these shapes and strides."""
         # A scale that is not positive would change the sign of a masked pair's -inf.
-        return bool(arguments.n_k) and arguments.scale > 1e-30 and strides_fit(arguments, self._addressed)
+        return bool(arguments.n_k) and arguments.positive_scale and strides_fit(arguments, self._addressed)
 
     def boxes(self, spec: AttentionSpec) -> list[tuple[str, int, int, int]]:
         """For each tensor: its name, its columns, and the heads and rows of a TMA box."""
@@ -235,6 +235,6 @@ class Forward:
         arguments.words[_L2_GROUP] = shaped.heads_per_l2_group
         arguments.words[_TILE_COUNTER] = self._counters.next(stream)
         maps, held = self.maps(arguments, shaped, stream)
-        self._kernel.launch(shaped.ctas, self._threads, arguments.with_maps(maps), stream, early=True)
+        self._kernel.launch(shaped.ctas, self._threads, arguments.with_maps(maps), stream, pdl=True)
         del held
         return None

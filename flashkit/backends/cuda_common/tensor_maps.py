@@ -1,4 +1,4 @@
-"""What Hopper's kernels are given beyond the block of arguments: tensor maps, by value, and counters of work."""
+"""What Hopper's kernels get besides the argument block: tensor maps for TMA, by value, and tile counters."""
 
 from __future__ import annotations
 
@@ -13,53 +13,55 @@ from .device import Device
 from .launch import TensorMap, call, capturing, scratch
 from .params import AT
 
-_ALIGNED = 16  # bytes, of addresses and strides
-_CHUNK = 128  # bytes of a box along the columns
+_ALIGNMENT = 16  # bytes, of addresses and strides
+_BOX_BYTES = 128  # of a box along the columns: the width of the 128-byte swizzle
 
 
 def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether the copy engine can address these tensors: whole 16 bytes, no stride of 0 or below."""
+    """Whether TMA can address these tensors: addresses and strides are multiples of 16 bytes, strides are positive."""
     return aligned(arguments, addresses(names)) and strides_fit(arguments, names)
 
 
 def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether strides are such; addresses are not looked at."""
+    """Whether TMA can address tensors with these strides; addresses are not checked."""
     words, itemsize = arguments.words, ITEMSIZE[arguments.spec.dtype]
     for name in names:
         at = AT[name]
         heads = arguments.heads_kv if name in ("k", "v", "dk", "dv") else arguments.heads
         tokens = arguments.n_k if name in ("k", "v", "dk", "dv") else arguments.n_q
         for stride, size in zip(words[at + 1 : at + 4], (arguments.batch, heads, tokens)):
-            if size > 1 and (stride <= 0 or stride * itemsize % _ALIGNED or stride * itemsize >= 2**40):
+            if size > 1 and (stride <= 0 or stride * itemsize % _ALIGNMENT or stride * itemsize >= 2**40):
                 return False
     return True
 
 
 def tensor_map(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> TensorMap:
-    """The map of a tensor for boxes of `rows` rows of 128 bytes: (batch, head / pack, token, member of a pack, dim);
-    without packs (batch, head, 1, token, dim).
+    """The tensor map for boxes of `rows` rows of 128 bytes.
+
+    Its axes are (batch, head / pack, token, head % pack, dim), with `pack` query heads that share a key/value head
+    (pack-GQA); for pack 1 (batch, head, 1, token, dim).
     """
     return maps_of(arguments, name, dim, pack, rows)[arguments.words[AT[name]]]
 
 
 class Maps(dict[int, TensorMap]):
-    """Maps of tensors of one form, by their addresses."""
+    """Tensor maps of tensors of one layout, by address."""
 
-    MOST = 256
+    MAX = 256
 
-    def __init__(self, *form: Any) -> None:
+    def __init__(self, *layout: Any) -> None:
         super().__init__()
-        self._form = form
+        self._layout = layout
 
     def __missing__(self, address: int) -> TensorMap:
-        if len(self) >= self.MOST:
+        if len(self) >= self.MAX:
             self.clear()
-        made = self[address] = encode(*self._form, address)
+        made = self[address] = encode(*self._layout, address)
         return made
 
 
 def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Maps:
-    """Those of all tensors of the form of this one."""
+    """The tensor maps of all tensors with the layout of this one; arguments as of `tensor_map`."""
     of_keys = name in ("k", "v", "dk", "dv")
     at, words = AT[name], arguments.words
     heads, tokens = (arguments.heads_kv, arguments.n_k) if of_keys else (arguments.heads, arguments.n_q)
@@ -72,7 +74,7 @@ def encode(
     dtype: str, batch: int, head: int, token: int, dim: int, pack: int, heads: int, tokens: int, batches: int,
     rows: int, address: int,
 ) -> TensorMap:  # fmt: skip
-    """The map of an array; batch, head, token: its strides in elements."""
+    """The tensor map of an array; batch, head, token: its strides in elements."""
     from cuda.bindings import driver
 
     itemsize = ITEMSIZE[dtype]
@@ -86,9 +88,9 @@ def encode(
         getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
         5, address,
         [u64(dim), *(u64(size) for size, _, _ in axes)],
-        # Of an axis of one element the stride means nothing, but it has to look like one.
-        [u64(stride * itemsize if size > 1 else _ALIGNED) for size, stride, _ in axes],
-        [u32(_CHUNK // itemsize), *(u32(box) for _, _, box in axes)],
+        # The stride of an axis of length 1 has no meaning, but cuTensorMapEncodeTiled checks it.
+        [u64(stride * itemsize if size > 1 else _ALIGNMENT) for size, stride, _ in axes],
+        [u32(_BOX_BYTES // itemsize), *(u32(box) for _, _, box in axes)],
         [u32(1)] * 5,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -98,10 +100,10 @@ def encode(
     return TensorMap(handle)
 
 
-class Tickets:
-    """Pairs of counters on a device, zero. A kernel hands out work by its pair and leaves it as it found it."""
+class TileCounters:
+    """Pairs of counters on a device, zero. A kernel claims work tiles by a pair, and its last CTA resets the pair."""
 
-    COUNT = 65536  # far more than kernels can be in flight
+    COUNT = 65536  # more than the number of kernels in flight
 
     def __init__(self) -> None:
         import cupy
@@ -112,16 +114,19 @@ class Tickets:
         self._first, self._next = int(self._memory.data.ptr), itertools.count()
 
     def next(self, stream: int) -> int:
-        """The address of a pair that no kernel in flight uses; a graph, which may run at any time, has its own."""
+        """The address of a pair that no kernel in flight uses. A captured launch gets its own, as its graph may run at
+        any time.
+        """
         if capturing(stream):
             return int(scratch((2,), "int32", zeros=True).data.ptr)
         return self._first + next(self._next) % self.COUNT * 8
 
     @staticmethod
-    def of(device: Device) -> Tickets:
-        return _tickets(device.ordinal)
+    def of(device: Device) -> TileCounters:
+        """The counters of a device."""
+        return _tile_counters(device.ordinal)
 
 
 @cache
-def _tickets(ordinal: int) -> Tickets:
-    return Tickets()
+def _tile_counters(ordinal: int) -> TileCounters:
+    return TileCounters()

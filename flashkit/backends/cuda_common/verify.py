@@ -1,7 +1,7 @@
-"""A freshly compiled kernel is checked once before it is trusted: compilers have miscompiled such kernels.
+"""A freshly compiled kernel is checked once before use, because compilers have miscompiled such kernels.
 
-A small problem of the same spec is computed by it and by the definition in NumPy. That a binary passed is written
-beside it in the cache, so each is checked once on a machine, not once a process.
+It computes a small problem of the same spec, which is compared with the definition in NumPy. The cache records that a
+binary passed, so each binary is checked once on a machine.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from .device import Device
 from .generation import Pass
 
 ROWS, KEYS = 150, 210
-"""More than one tile of any kernel in both directions, and no multiple of anything."""
+"""Sizes of the sample problem: more than one tile of any kernel in both directions, and no multiple of a tile."""
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1, "tf32": 4e-3}
-"""Of the greatest result: a wrong kernel is off by far more, a right one by far less."""
+"""Largest error, relative to the largest result: a right kernel is far below, a wrong one far above."""
 
 _VALUES = {"bool": True, "int": 1, "float": 0.0625}
-_EXTENT = 1024  # of each axis of a modification's arrays
+_EXTENT = 1024  # length of each axis of a modification's arrays
 
 
 class MiscompiledError(RuntimeError):
-    """A kernel gave wrong results; nothing is computed with it."""
+    """A freshly compiled kernel gave wrong results, so it is not used."""
 
 
-def trusted(made: Pass, spec: AttentionSpec, device: Device, direction: Direction) -> None:
-    """Return if the kernels of the pass are known to be right, now or from before. MiscompiledError if they are not."""
-    fresh = [library.binary for library in made.libraries if not library.binary.checked]
-    if not fresh:
+def check(made: Pass, spec: AttentionSpec, device: Device, direction: Direction) -> None:
+    """Check the kernels of a pass that no process has checked before; MiscompiledError if a result is wrong."""
+    unchecked = [library.binary for library in made.libraries if not library.binary.checked]
+    if not unchecked:
         return
     try:
-        problem = small_problem(spec)
+        problem = sample_problem(spec)
         expected = _expected(spec, problem, direction)
     except (IndexError, ValueError):
-        return  # the modification reads arrays that cannot be made up: nothing to compare with
+        return  # the modification indexes arrays in ways that the sample problem does not support
     for name, right, got in zip(expected, expected.values(), _computed(made, spec, problem, direction)):
         scale = max(float(np.abs(right[np.isfinite(right)]).max(initial=0)), 1e-3)
         with np.errstate(invalid="ignore"):
@@ -48,14 +48,14 @@ def trusted(made: Pass, spec: AttentionSpec, device: Device, direction: Directio
         if not (difference <= TOLERANCE[precision] * scale).all():
             raise MiscompiledError(
                 f"{name} of the freshly compiled {direction} pass {made.tile} for {spec} on {device.name} is off by "
-                f"{difference.max():.3g} of {scale:.3g}; binaries: {', '.join(b.name for b in fresh)}"
+                f"{difference.max():.3g} of {scale:.3g}; binaries: {', '.join(b.name for b in unchecked)}"
             )
-    for binary in fresh:
+    for binary in unchecked:
         binary.mark_checked()
 
 
-def small_problem(spec: AttentionSpec) -> Operands:
-    """Operands in NumPy; arrays of a modification hold one number everywhere."""
+def sample_problem(spec: AttentionSpec) -> Operands:
+    """NumPy operands of a small problem. Arrays of a modification have the same value everywhere."""
     rng = np.random.default_rng(0)
     dtype = _numpy_dtype(spec.dtype)
 
@@ -98,11 +98,11 @@ def _dout(spec: AttentionSpec) -> np.ndarray:
 
 
 def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Direction) -> list[np.ndarray]:
-    """The same by the kernels, on a stream of its own."""
+    """The results of the kernels, on a stream of their own."""
     import cupy
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        # One element each, read at stride 0 wherever the index points.
+        # One element each, with strides of 0, so that every index reads it.
         arrays = {name: _OneElement(cupy.asarray(x[(0,) * x.ndim]), x.ndim) for name, x in problem.arrays.items()}
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, problem.v))
         out, lse = cupy.empty((*q.shape[:3], spec.head_dim_v), q.dtype), cupy.empty(q.shape[:3], spec.lse_dtype)
@@ -129,7 +129,7 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
 
 
 class _OneElement:
-    """Looks to Arguments like an array of any size whose strides are 0."""
+    """One element with the attributes of an array that Arguments reads, and strides of 0."""
 
     def __init__(self, element: Any, ndim: int) -> None:
         self.data, self.dtype, self.strides = element.data, element.dtype, (0,) * ndim

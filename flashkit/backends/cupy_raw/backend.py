@@ -1,4 +1,4 @@
-"""The CuPy backend: generations of CUDA C++ kernels."""
+"""The CuPy backend: generations of kernels written in CUDA C++."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HINT = 'pip install "cupy-cuda13x[ctk]" "cuda-bindings==13.*", or both for CUDA
 
 
 class CupyRawBackend(CudaBackend):
-    """Attention on CuPy arrays by kernels in CUDA C++."""
+    """Attention on CuPy arrays by kernels in CUDA C++ that NVRTC compiles."""
 
     name = "cupy_raw"
     generations = (Sm90(), Sm80(), Simt(specialise.library))

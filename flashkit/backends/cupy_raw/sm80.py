@@ -155,7 +155,7 @@ class Sm80Forward:
         self.libraries = [library]
         self._kernel = library.kernel("sm80_forward", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device)
-        self._early_launch, self._threads = device.launches_early, 32 * self.tile.warps
+        self._early_launch, self._threads = device.supports_pdl, 32 * self.tile.warps
 
     def _blocks(self, batch: int, heads: int, n_q: int) -> int:
         return -(-n_q * self.pack // self.tile.block_q) * (heads // self.pack) * batch
@@ -180,7 +180,7 @@ class Sm80Forward:
         if not self.split:
             self._kernel.launch(blocks, self._threads, arguments, stream)
             return
-        held = arguments.partial_results(count)
+        held = arguments.allocate_partials(count)
         self._kernel.launch(blocks, self._threads, arguments, stream, self._early_launch)
         rows, columns = arguments.batch * arguments.heads * arguments.n_q, padded(arguments.spec.head_dim_v, 32)
         groups = 8 if columns <= 64 else 512 // columns

@@ -15,9 +15,10 @@ from typing import Any
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.affine_score import affine_score
-from ..cuda_common.arguments import MOVED, Arguments
+from ..cuda_common.arguments import ROW_TENSORS, Arguments
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Fallback, Generation, Pass, tile_of
+from ..cuda_common.fallback import Fallback
+from ..cuda_common.generation import Generation, Pass, tile_of
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
 from ..cuda_common.sm90_launch import (
@@ -123,7 +124,7 @@ class Sm90Forward(sm90_launch.Forward):
         library = specialise.library("sm90/forward", spec, tuple(constants.items()), arch, functions)
         fallback = Fallback(partial(Sm80Forward, problem, device), spec, device, "forward")
         is_float32 = spec.dtype == "float32"
-        super().__init__(problem, device, tile, why, library, fallback, ("out",) if is_float32 else MOVED)
+        super().__init__(problem, device, tile, why, library, fallback, ("out",) if is_float32 else ROW_TENSORS)
         self.conversion = Fp16x2Conversion(spec, tile.block_k, device) if is_float32 else None
         if self.conversion:
             self.libraries.append(self.conversion.library)

@@ -9,7 +9,7 @@ from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler, sm90_bwd_launch
 from ..cuda_common.affine_score import affine_score
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Fallback
+from ..cuda_common.fallback import Fallback
 from ..cuda_common.modification import is_small, looks_at_ranges
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_tile, cluster_size
 from ..cuda_common.sm90_launch import CHOSEN, chunks, padded

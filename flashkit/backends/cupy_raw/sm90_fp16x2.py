@@ -12,13 +12,13 @@ from ..cuda_common import compiler
 from ..cuda_common.arguments import Arguments
 from ..cuda_common.bwd_preprocess import BwdPreprocess
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Fallback
+from ..cuda_common.fallback import Fallback
 from ..cuda_common.l2_swizzle import heads_per_l2_group
-from ..cuda_common.launch import Block, TensorMap, check_grid, scratch
+from ..cuda_common.launch import KernelArguments, TensorMap, check_grid, scratch
 from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import CHOSEN, WATCHDOG, chunks, padded
 from ..cuda_common.smem import SmemLayout
-from ..cuda_common.tensor_maps import Tickets, encode
+from ..cuda_common.tensor_maps import TileCounters, encode
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_wgmma import text as wgmma_functions
@@ -82,7 +82,7 @@ class Fp16x2Conversion:
             block += [*words[AT[name] : AT[name] + 4], *terms.place, *scale, lengths, terms.heads, terms.tokens]
             block.append(name == by_row)
         block += [0] * (len(block) // len(names) * (_MAX_TENSORS - len(names)))
-        self._kernel.launch(ctas, 32 * self.rows // _WARP_TOKENS, Block([*block, *ends]), stream)
+        self._kernel.launch(ctas, 32 * self.rows // _WARP_TOKENS, KernelArguments([*block, *ends]), stream)
         return [terms for terms, _, _ in found], memory
 
 
@@ -197,12 +197,12 @@ class Sm90Float32Backward:
             shared = self.tile.shared_memory(spec, dq_kernel)
             self._kernels.append((dq_kernel, library.kernel("fp16x2_backward", device, shared)))
         self._row_factors = library.kernel("fp16x2_row_factors", device)
-        self._counters = Tickets.of(device)
+        self._counters = TileCounters.of(device)
         self._fallback = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         # A scale that is not positive would change the sign of a masked pair's -inf.
-        if not (arguments.n_q and arguments.n_k and arguments.scale > 1e-30):
+        if not (arguments.n_q and arguments.n_k and arguments.positive_scale):
             return self._fallback.run(arguments, stream)
         block, batch = self.tile.block_k, arguments.batch
         self.preprocess.run(arguments, stream, block)

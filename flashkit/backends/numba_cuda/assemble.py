@@ -1,7 +1,6 @@
 """PTX to machine code, by the program ptxas.
 
-Not by nvJitLink, which assembles what is to be linked with other code: there ptxas ignores setmaxnreg and makes every
-wgmma wait for the one before.
+nvJitLink does not serve: it assembles relocatable code, for which ptxas ignores setmaxnreg and serialises wgmma.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from pathlib import Path
 from ..cuda_common.compiler import CompileError
 
 _PTX = 8, 6
-"""The version that kernels are written in, up to sm_100. NVVM writes its own, which an older ptxas does not take."""
+"""The PTX version up to sm_100. NVVM writes its newest version, which an older ptxas does not accept."""
 
 
 @cache
 def program() -> Path:
-    """The ptxas of a package, else of the CUDA toolkit. CompileError where there is none."""
+    """The ptxas of a Python package, else of the CUDA toolkit. CompileError if there is none."""
     for path in _places():
         if path.is_file() and os.access(path, os.X_OK):
             return path
-    raise CompileError("there is no ptxas: pip install nvidia-cuda-nvcc, or nvidia-cuda-nvcc-cu12, brings it")
+    raise CompileError("there is no ptxas: pip install nvidia-cuda-nvcc, or nvidia-cuda-nvcc-cu12, installs it")
 
 
 def _places() -> Iterator[Path]:
@@ -43,24 +42,24 @@ def _places() -> Iterator[Path]:
 
 
 def identity() -> tuple[object, ...]:
-    """What tells this ptxas from others, without running it."""
+    """Identifies this ptxas without running it."""
     found = program().stat()
     return str(program()), found.st_size, found.st_mtime_ns
 
 
 @cache
 def version() -> str:
-    """As ptxas says it: 13.0."""
+    """The version of ptxas, such as 13.0."""
     said = subprocess.run([program(), "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"release (\d+\.\d+)", said)
     return found[1] if found else "of unknown version"
 
 
 def machine_code(name: str, texts: Sequence[str], arch: str) -> tuple[bytes, str]:
-    """Of PTX texts together, and what ptxas says of their kernels. CompileError, with ptxas's words."""
+    """Machine code of several PTX texts, and the report of ptxas. CompileError with the output of ptxas."""
     with tempfile.TemporaryDirectory(prefix="flashkit-") as folder:
         source, target = Path(folder, f"{name}.ptx"), Path(folder, f"{name}.cubin")
-        source.write_text(_together(texts, arch))
+        source.write_text(_joined(texts, arch))
         command = [str(x) for x in (program(), "-v", f"-arch={arch}", source, "-o", target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         said = (done.stdout + done.stderr).strip()
@@ -69,8 +68,8 @@ def machine_code(name: str, texts: Sequence[str], arch: str) -> tuple[bytes, str
         return target.read_bytes(), said
 
 
-def _together(texts: Sequence[str], arch: str) -> str:
-    """One text with the head of the first, of the version that kernels are written in."""
+def _joined(texts: Sequence[str], arch: str) -> str:
+    """One PTX text, with the header of the first and the PTX version of the kernels."""
     first, *rest = texts
     number = re.search(r"\d+", arch)
     if number and int(number[0]) <= 100:

@@ -1,4 +1,4 @@
-"""The Numba CUDA backend: generations of kernels in Python."""
+"""The Numba CUDA backend: generations of kernels written in Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SM80 = Sm80(specialise.library, _SIMT)
 
 
 class NumbaCudaBackend(CudaBackend):
-    """Attention on CuPy arrays by kernels in Python, which Numba compiles and the shared launcher launches."""
+    """Attention on CuPy arrays by kernels in Python that Numba compiles. They are launched like those of cupy_raw."""
 
     name = "numba_cuda"
     generations = (Sm90(specialise.library, _SM80, _SIMT), _SM80, _SIMT)

@@ -1,8 +1,8 @@
-"""Kernels in Python to machine code: Numba makes PTX of them, ptxas machine code of that.
+"""Kernels in Python to machine code: Numba compiles them to PTX, ptxas to machine code.
 
-Neither needs a device or a driver. Numba passes each word of Params by itself; the PTX is rewritten to take them as one
-structure by value, as kernels in CUDA C++ do, so that both are launched alike. What a kernel wants of its launch and
-by-value parameters beside Params stand in its mark, `@kernel`.
+Neither needs a device or a driver. Numba passes each word of Params as one parameter. The PTX is rewritten to take one
+structure by value, as kernels in CUDA C++ do, so that both are launched in the same way. The decorator `@kernel` has
+launch bounds, tensor maps and the cluster size.
 """
 
 from __future__ import annotations
@@ -34,9 +34,18 @@ _compiling = threading.local()
 
 
 def kernel(threads: int, blocks: int = 1, maps: Sequence[str] = (), cluster: int = 1) -> Callable[[Any], Any]:
-    """Mark a function of Params as a kernel: for blocks of so many threads, of which so many are to fit on a
-    multiprocessor by their registers; `maps`: names of tensor maps, which are further parameters of 128 bytes by value;
-    `cluster`: how many blocks make a cluster.
+    """Mark a function of Params as a kernel.
+
+    Parameters
+    ----------
+    threads
+        Threads of a CTA.
+    blocks
+        CTAs that fit on an SM by their registers (the second launch bound).
+    maps
+        Names of tensor maps, which are further parameters of 128 bytes by value.
+    cluster
+        CTAs of a cluster.
     """
 
     def mark(function: Any) -> Any:
@@ -48,7 +57,7 @@ def kernel(threads: int, blocks: int = 1, maps: Sequence[str] = (), cluster: int
 
 @dataclass(frozen=True)
 class PythonSource:
-    """A module's text, whose kernels take Params with so many values of a modification."""
+    """The text of a module whose kernels take Params with `values` values of a modification."""
 
     name: str
     text: str
@@ -65,9 +74,9 @@ class PythonSource:
 
 
 def module_of(name: str, text: str) -> dict[str, Any]:
-    """Names of the module that the text is."""
+    """The names of a module with this text."""
     file = f"<flashkit {name} {abs(hash(text)):x}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # for messages
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # for tracebacks
     module: dict[str, Any] = {"__name__": f"flashkit_kernels.{name}"}
     exec(compile(text, file, "exec"), module)
     return module
@@ -98,7 +107,7 @@ def _ptx(function: Any, values: int, arch: str) -> str:
 
 
 def one_structure(text: str, name: str, maps: Sequence[str], cluster: int = 1) -> str:
-    """PTX of a kernel called `name` that takes what Numba's takes word by word as one structure of 64-bit words."""
+    """PTX of a kernel called `name` that takes one structure of 64-bit words instead of one parameter for each word."""
     entry = re.search(r"\.visible \.entry (\S+)\(([^)]*)\)", text)
     if entry is None:
         raise CompileError(f"{name}: the PTX has no kernel")
@@ -108,17 +117,17 @@ def one_structure(text: str, name: str, maps: Sequence[str], cluster: int = 1) -
     together = f"\n.explicitcluster\n.reqnctapercluster {cluster}, 1, 1" if cluster > 1 else ""
     text = text.replace(entry[0], f".visible .entry {numbas}({', '.join(declared)}){together}")
     text = re.sub(rf"\[{re.escape(numbas)}_param_(\d+)\]", lambda m: f"[{name}_params+{8 * int(m[1])}]", text)
-    # What Numba's own runtime would look for; several kernels have the same ones.
+    # Symbols of Numba's runtime, which would clash between kernels.
     text = re.sub(r"^\.common \.global .*NumbaEnv.*;$", "", text, flags=re.MULTILINE)
-    # Numba aligns a block's dynamic memory to its elements; kernels read four at once.
+    # Numba aligns dynamic shared memory to its element type; kernels read vectors of 16 bytes.
     text = re.sub(r"^\.extern \.shared \.align [248] ", ".extern .shared .align 16 ", text, flags=re.MULTILINE)
     return text.replace(numbas, name)
 
 
 @contextmanager
 def _for_capability(capability: tuple[int, ...]) -> Iterator[None]:
-    """Numba asks the current device what to compile a device function for; here it is told."""
-    _tell()
+    """Compile device functions for this compute capability instead of that of the current device."""
+    _override_current_device()
     _compiling.capability = capability
     try:
         yield
@@ -127,16 +136,16 @@ def _for_capability(capability: tuple[int, ...]) -> Iterator[None]:
 
 
 @cache
-def _tell() -> None:
+def _override_current_device() -> None:
     from numba.cuda import dispatcher
 
-    ask = dispatcher.get_current_device
+    get_current_device = dispatcher.get_current_device
 
-    def told() -> Any:
+    def override() -> Any:
         capability = getattr(_compiling, "capability", None)
-        return SimpleNamespace(compute_capability=capability) if capability else ask()
+        return SimpleNamespace(compute_capability=capability) if capability else get_current_device()
 
-    dispatcher.get_current_device = told
+    dispatcher.get_current_device = override
 
 
 # --- what machine code depends on -------------------------------------------------------------------------------------
@@ -144,7 +153,7 @@ def _tell() -> None:
 
 @cache
 def check() -> None:
-    """Raise, with a sentence, where Numba or ptxas cannot be used. Does not import Numba, which takes a while."""
+    """CompileError if Numba or ptxas cannot be used. Does not import Numba, which is slow."""
     assemble.program()
     if not hasattr(np, "row_stack") and _release("numba-cuda") <= (0, 30, 4):
         raise CompileError(f"numba-cuda {version('numba-cuda')} does not work with NumPy {np.__version__}: 2.4 fits")
@@ -156,7 +165,7 @@ def _release(package: str) -> tuple[int, ...]:
 
 @cache
 def _helpers() -> tuple[tuple[str, str], ...]:
-    """The modules whose functions kernels call."""
+    """Name and text of the modules whose functions kernels call."""
     folder = Path(__file__).parent
     paths = (path for pattern in _HELPERS for path in sorted(folder.glob(pattern)))
     return tuple((path.name, path.read_text()) for path in paths)
@@ -164,7 +173,7 @@ def _helpers() -> tuple[tuple[str, str], ...]:
 
 @cache
 def _versions() -> tuple[object, ...]:
-    """Of Numba and what it stands on, of NVVM, which makes the PTX, and of the assembler."""
+    """Versions of Numba and its dependencies, of NVVM, and of ptxas."""
     return (*((name, _version(name)) for name in _PACKAGES), os.environ.get("CUDA_HOME"), assemble.identity())
 
 

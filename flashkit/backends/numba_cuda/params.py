@@ -1,6 +1,7 @@
-"""`Params` (cuda_common/params.py) for Numba: what a kernel's argument p holds.
+"""`Params` (cuda_common/params.py) as a named tuple for Numba: the argument p of a kernel.
 
-The same words in the same order as `Arguments`: the host writes integers, and some of them are read as other numbers.
+It has the words of `Arguments` in the same order. The host writes 64-bit integers; some fields are read as float64 or
+uint64.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from typing import Any
 from ..cuda_common.params import FIELDS, SCALARS, TENSORS
 
 Tensor = namedtuple("Tensor", "data batch head token")
-"""Address in bytes; strides in elements."""
+"""The address, and strides in elements."""
 
 Params = namedtuple("Params", (*(field.name for field in FIELDS), "values"))  # type: ignore[misc]
 
 
-
 def numba_type(n_values: int) -> Any:
-    """Numba's type of Params with so many values of a modification."""
+    """Numba's type of Params with `n_values` values of a modification."""
     from numba.cuda import types
 
     tensor = types.NamedUniTuple(types.int64, 4, Tensor)

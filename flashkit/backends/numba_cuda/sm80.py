@@ -8,9 +8,17 @@ from typing import Any
 
 from ...spec import ITEMSIZE, AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler
-from ..cuda_common.arguments import MOVED, Arguments, addresses, aligned, in_units, strides_in_units
+from ..cuda_common.arguments import (
+    ROW_TENSORS,
+    Arguments,
+    addresses,
+    aligned,
+    rows_are_vector_aligned,
+    strides_are_vector_multiples,
+)
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Fallback, Generation, Kernels, sixteen_bits, tile_of
+from ..cuda_common.fallback import Fallback
+from ..cuda_common.generation import Generation, Kernels, supports_16bit, tile_of
 from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
 from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
@@ -19,7 +27,7 @@ from ..cuda_common.smem import SmemLayout, stage_constants
 from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
-_ADDRESSES, _HEADS_PER_L2_GROUP = addresses(MOVED), AT["heads_per_l2_group"]
+_ADDRESSES, _HEADS_PER_L2_GROUP = addresses(ROW_TENSORS), AT["heads_per_l2_group"]
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
@@ -110,9 +118,8 @@ class Forward:
 
     def shaped(self, arguments: Arguments) -> tuple[int, int] | None:
         """CTAs and heads per L2 group; None: shapes or strides need the fallback."""
-        # A scale that is not positive would change the sign of a masked pair's -inf.
-        supported = arguments.n_k and arguments.scale > 1e-30
-        if not (supported and strides_in_units(arguments, MOVED)):
+        supported = arguments.n_k and arguments.positive_scale
+        if not (supported and strides_are_vector_multiples(arguments, ROW_TENSORS)):
             return None
         heads = arguments.batch * arguments.heads
         blocks = -(-arguments.n_q // self.tile.block_q) * heads
@@ -205,7 +212,7 @@ class Backward(OrderedBackward):
         self._fallback = Fallback(fallback, spec, device, "backward")  # for rows that are not aligned to 16 bytes
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        supported = arguments.n_k and in_units(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))
+        supported = arguments.n_k and rows_are_vector_aligned(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))
         return super().run(arguments, stream) if supported else self._fallback.run(arguments, stream)
 
 
@@ -249,7 +256,7 @@ class Sm80(Generation):
         if spec.dtype == "float32" and direction == "forward":
             if not (able := of_float32(problem, device)):
                 return able
-        elif not (able := sixteen_bits(spec, MAX_DIM)):
+        elif not (able := supports_16bit(spec, MAX_DIM)):
             return able
         if not self.candidates(problem, device, direction):
             return Verdict(False, f"no tile fits in {device.shared_per_block} bytes of shared memory")

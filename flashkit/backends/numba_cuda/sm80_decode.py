@@ -7,9 +7,10 @@ from functools import partial
 
 from ...spec import AttentionSpec, Problem
 from ..cuda_common import compiler
-from ..cuda_common.arguments import Arguments, in_units
+from ..cuda_common.arguments import Arguments, rows_are_vector_aligned
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Fallback, Generation, Kernels
+from ..cuda_common.fallback import Fallback
+from ..cuda_common.generation import Generation, Kernels
 from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
 from ..cuda_common.smem import SmemLayout, stage_constants
@@ -72,7 +73,7 @@ class DecodeTile:
         constants["BYTES_WARP"] = constants.pop("SHARED_BYTES")
         return {
             "BLOCK_K": self.block_k, "WARPS": self.warps, "STAGES": self.stages, "HAS_LENGTHS": spec.kv_lengths,
-            "BLOCKS_PER_SM": self.resident(spec, device), "FAST_MATH": True, "EARLY": device.launches_early,
+            "BLOCKS_PER_SM": self.resident(spec, device), "FAST_MATH": True, "EARLY": device.supports_pdl,
             "COMBINERS": COMBINERS, **constants, **stage_constants(self.stage(spec)),
         }  # fmt: skip
 
@@ -101,15 +102,14 @@ class Decode:
         self._kernel = library.kernel("sm80_decode", device, self.tile.shared_memory(spec))
         self._combine = library.kernel("combine", device, COMBINED_BYTES)
         self._column_blocks = -(-spec.head_dim_v // 128)  # CTAs of `combine` per row
-        self._early_launch = device.launches_early
+        self._early_launch = device.supports_pdl
         self._slots = device.sms * self.tile.resident(spec, device) * self.tile.warps
         self._fallback = Fallback(partial(below.plan, problem, None, device, "forward"), spec, device, "forward")
 
     def run(self, arguments: Arguments, stream: int) -> None:
         spec, tile = arguments.spec, self.tile
-        # A scale that is not positive would change the sign of a masked pair's -inf.
-        supported = arguments.n_k and arguments.scale > 1e-30
-        if not (supported and in_units(arguments, ("q", "k", "v"))):
+        supported = arguments.n_k and arguments.positive_scale
+        if not (supported and rows_are_vector_aligned(arguments, ("q", "k", "v"))):
             return self._fallback.run(arguments, stream)
         rows = arguments.batch * arguments.heads * arguments.n_q
         if not rows:
@@ -118,7 +118,7 @@ class Decode:
         max_splits = -(-arguments.n_k // (MIN_TILES_PER_SPLIT * tile.block_k))
         splits = -(-max(1, min(self._slots // work_tiles, max_splits)) // tile.warps) * tile.warps
         check_grid(work_tiles * splits // tile.warps, rows * self._column_blocks)
-        held = arguments.partial_results(splits)
+        held = arguments.allocate_partials(splits)
         arguments.words[AT["num_splits"]] = splits
         self._kernel.launch(work_tiles * splits // tile.warps, 32 * tile.warps, arguments, stream, self._early_launch)
         self._combine.launch(rows * self._column_blocks, 32 * COMBINERS, arguments, stream, self._early_launch)

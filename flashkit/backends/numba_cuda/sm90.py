@@ -14,7 +14,8 @@ from typing import Any
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, sm90_bwd_launch, sm90_launch
 from ..cuda_common.device import Device
-from ..cuda_common.generation import Fallback, Generation, Kernels, Pass, sixteen_bits, tile_of
+from ..cuda_common.fallback import Fallback
+from ..cuda_common.generation import Generation, Kernels, Pass, supports_16bit, tile_of
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates, backward_tile, cluster_size
 from ..cuda_common.sm90_launch import (
     CHOSEN,
@@ -117,7 +118,7 @@ class Sm90(Generation):
         spec = problem.spec
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
-        if not (able := sixteen_bits(spec, MAX_DIM)):
+        if not (able := supports_16bit(spec, MAX_DIM)):
             return able
         if direction == "forward":
             return work_enough(problem, device, forward_tile(problem).block_q)

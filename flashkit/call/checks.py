@@ -1,0 +1,133 @@
+"""Checks of single arguments of attention(). Every error names the argument, what came and what would fit."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+
+from ..mods import Mod
+from . import arrays
+
+
+def number(name: str, value: Any) -> float:
+    """A finite number."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; a number fits") from None
+    if not math.isfinite(found):
+        raise ValueError(f"{name} is {value!r}; a finite number fits")
+    return found
+
+
+def flag(name: str, value: Any, hint: str = "") -> bool:
+    """True or False; hint: continues the error message."""
+    if not isinstance(value, (bool, np.bool_)):
+        given = f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(value)
+        raise TypeError(f"{name} is {given}; True or False fits{hint}")
+    return bool(value)
+
+
+def is_deterministic(value: Any) -> bool:
+    """Whether the call or the process (FLASHKIT_DETERMINISTIC) asks for deterministic results."""
+    return flag("deterministic", value) or (os.environ.get("FLASHKIT_DETERMINISTIC") or "0") != "0"
+
+
+def window_of(window: Any) -> tuple[int | None, int | None]:
+    """(left, right)."""
+    fits = "(left, right) fits, numbers of keys or None for no bound"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window is {window!r}; {fits}")
+    for side in window:
+        if side is not None and (not isinstance(side, (int, np.integer)) or isinstance(side, bool)):
+            raise TypeError(f"window is {window!r}; {fits}")
+        if side is not None and side < 0:
+            raise ValueError(f"window is {window!r}; {fits}, 0 or more")
+    left, right = (None if side is None else int(side) for side in window)
+    return left, right
+
+
+def _floats(name: str, values: Any, kind: str) -> Any:
+    """An array of floating numbers, or a list of them as an array."""
+    if isinstance(values, (list, tuple)):
+        try:
+            values = np.asarray(values, np.float32)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name} is {values!r}; floating numbers fit") from None
+    arrays.require(name, values, kind)
+    if values.dtype.kind != "f" and values.dtype.name != "bfloat16":
+        raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype fits")
+    return values
+
+
+def slopes_of(slopes: Any, kind: str, batch: int, heads: int) -> Any:
+    """alibi_slopes."""
+    slopes = _floats("alibi_slopes", slopes, kind)
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes has shape {slopes.shape}; (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) fits"
+        )
+    return slopes
+
+
+def sinks_of(sinks: Any, kind: str, heads: int, dtype: str) -> Any:
+    """The sinks in the computing precision, or None."""
+    if sinks is None:
+        return None
+    sinks = _floats("sinks", sinks, kind)
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}; (Hq,) = ({heads},) fits, one logit for each query head")
+    return sinks.astype(dtype)
+
+
+def seed_of(seed: Any, dropout_p: float) -> int:
+    """The seed, or a random one if dropout needs one."""
+    if seed is None:
+        return secrets.randbits(64) if dropout_p else 0
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+        raise TypeError(f"seed is {seed!r}; an integer fits")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; 0 to 2^64 - 1 fits")
+    return int(seed)
+
+
+def block_mask_of(block_mask: Any, batch: int, heads: int, n_q: int, n_k: int) -> Mod:
+    """The mask of a BlockMask for these sizes."""
+    from ..mods.block_mask import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask is a {type(block_mask).__name__}; a flashkit.BlockMask fits")
+    if (block_mask.n_q, block_mask.n_k) != (n_q, n_k):
+        raise ValueError(
+            f"block_mask is for {block_mask.n_q} queries and {block_mask.n_k} keys; the call has {n_q} and {n_k}"
+        )
+    for what, count, n in (("batch entries", block_mask.batch, batch), ("heads", block_mask.heads, heads)):
+        if count not in (1, n):
+            raise ValueError(f"block_mask tells {count} {what} apart; the call has {n}, and {n} or 1 fits")
+    return block_mask.mod
+
+
+def check_out(out: Any, kind: str, dtype: str, wanted: tuple[int, ...]) -> None:
+    """Check that the array given as `out` can hold the result."""
+    arrays.require("out", out, kind)
+    if arrays.dtype_name("out", out) != dtype:
+        raise TypeError(f"out has dtype {out.dtype}; q's, {dtype}, fits")
+    if out.shape != wanted:
+        raise ValueError(f"out has shape {out.shape}; {wanted} fits")
+    if kind == "numpy" and not out.flags.writeable:
+        raise ValueError("out is read-only; an array that can be written fits")
+
+
+def can_write(out: Any, *inputs: Any) -> bool:
+    """Whether a kernel may write to `out`: it is addressable, its elements do not overlap, and it shares no memory with
+    an input.
+    """
+    if arrays.addressable(out) is not out or 0 in [s for s, n in zip(out.strides, out.shape, strict=True) if n > 1]:
+        return False
+    if out.ndim > 4 and not out.flags.c_contiguous:
+        return False
+    return not any(arrays.may_share(out, x) for x in inputs)

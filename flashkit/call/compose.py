@@ -1,0 +1,115 @@
+"""The modifications of a call as one score graph and one mask graph, and the check of their indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .. import mods
+from ..mods import Mod, codegen, expr
+from ..mods.expr import INT64, Expr
+from ..spec import Slot
+
+
+def compose(
+    scores: Sequence[Mod], masks: Sequence[Mod]
+) -> tuple[Expr | None, Expr | None, tuple[Slot, ...], dict[str, Any], dict[str, Any]]:
+    """One score graph, one mask graph, the slots that they read, and the values of the slots: params, arrays."""
+    if not scores and not masks:
+        return None, None, (), {}, {}
+    score, mask, named = _compose_graphs(tuple(m.expr for m in scores), tuple(m.expr for m in masks))
+    every = (*scores, *masks)
+    slots, params, values = [], {}, {}
+    for index, old, new, kind, ndim in named:
+        mod = every[index]
+        if ndim is None:
+            params[new] = mod.params[old]
+            slots.append(Slot(new, kind))
+        else:
+            values[new] = mod.arrays[old]
+            slots.append(Slot(new, kind, ndim, values[new].dtype.name))
+    return score, mask, tuple(slots), params, values
+
+
+@lru_cache(maxsize=1024)
+def _compose_graphs(
+    scores: tuple[Expr, ...], masks: tuple[Expr, ...]
+) -> tuple[Expr | None, Expr | None, tuple[tuple[int, str, str, Any, int | None], ...]]:
+    """The graphs joined. Slots are named by their order, so that calls with equal features have equal graphs."""
+    named: list[tuple[int, str, str, Any, int | None]] = []
+    renamed = []
+    for index, graph in enumerate((*scores, *masks)):
+        names: dict[str, str] = {}
+        for node in expr.walk([graph]):
+            if node.op in ("param", "load") and node.value not in names:
+                names[node.value] = f"v{len(named)}"
+                named.append(
+                    (index, node.value, names[node.value], node.kind, len(node.args) if node.op == "load" else None)
+                )
+        renamed += expr.rename([graph], names)
+    score: Expr = expr.S
+    for graph in renamed[: len(scores)]:
+        score = mods.after(score, graph)
+    visible = expr.TRUE
+    for graph in renamed[len(scores) :]:
+        visible = visible & graph
+    return None if score is expr.S else score, None if visible is expr.TRUE else visible, tuple(named)
+
+
+def check_indices(
+    mod: Mod, batch: int, heads: int, n_q: int, n_k: int, least: np.ndarray, greatest: np.ndarray
+) -> None:  # fmt: skip
+    """Check that every index that a modification computes is within its array, at all positions of the call.
+
+    Kernels do not check indices. An index that may overflow can be any int64, unless clip() or % bounds it.
+
+    Parameters
+    ----------
+    mod
+        The modification.
+    batch, heads, n_q, n_k
+        Sizes of the call.
+    least, greatest
+        Range of the q_offset of each batch entry, (B,).
+
+    Raises
+    ------
+    ValueError
+        An index may be out of range, or cannot be bounded.
+    """
+    loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
+    if not loads or 0 in (batch, heads, n_q, n_k):
+        return
+    from ..mods.ranges import RangeTable
+
+    env: dict[str, Any] = {
+        "b": np.arange(batch)[:, None], "h": np.arange(heads), "row0": 0, "row1": n_q - 1, "k0": 0, "k1": n_k - 1,
+        "q0": least[:, None], "q1": greatest[:, None] + (n_q - 1), **mod.params,
+    }  # fmt: skip
+    # Arrays that indices are read from. Reading one on a device synchronizes, which safety needs.
+    for name in {inner.value for node in loads for inner in expr.walk(node.args) if inner.op == "load"}:
+        array = mod.arrays[name] if isinstance(mod.arrays[name], np.ndarray) else mod.arrays[name].get()
+        env[name] = RangeTable(array) if array.dtype.kind in "iub" else array
+    for node in loads:
+        array = mod.arrays[node.value]
+        for axis, index in enumerate(node.args):
+            n, bounds = array.shape[axis], expr.bounds(index)
+            low, high = (0, n) if bounds is None else _extremes(bounds, env)
+            if low < 0 or high >= n:
+                reach = f"runs from {low} to {high}"
+                if bounds is None:
+                    reach = "cannot be bounded"
+                elif INT64[0] == low or INT64[1] == high:
+                    reach += " (it may overflow, or its bounds do)"
+                raise ValueError(
+                    f"{mod.kind}_mod: the index of axis {axis} of {node.value} (shape {array.shape}) {reach} in this "
+                    f"call; 0 to {n - 1} fits, for instance {node.value}[clip(index, 0, {n - 1})]"
+                )
+
+
+def _extremes(bounds: tuple[Expr, Expr], env: dict[str, Any]) -> tuple[int, int]:
+    low, high = (np.asarray(codegen.evaluate(bound, env)) for bound in bounds)
+    return int(low.min()), int(high.max())

@@ -1,0 +1,110 @@
+"""The plans that `attention` caches, by the layout of its arrays, its options and its block mask.
+
+A repeated call costs a look-up. Whatever a plan depends on is part of its key.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from .. import dispatch
+from ..mods.block_mask import BlockMask
+from ..spec import Operands
+from . import arrays
+from .planned import Planned
+
+_MAX_PLANS = 256
+_MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
+_plans: OrderedDict[Any, Planned] = OrderedDict()
+_lock = threading.Lock()
+
+
+def accepts(block_mask: Any) -> bool:
+    """Whether a plan with this block mask (or None) may be cached: it keeps the arrays of the mask alive, so they have
+    to be small.
+    """
+    if block_mask is None:
+        return True
+    if not isinstance(block_mask, BlockMask):
+        return False
+    return sum(array.nbytes for array in block_mask.mod.arrays.values()) <= _MAX_MASK_BYTES
+
+
+def key(tensors: tuple[Any, Any, Any], others: Sequence[Any], options: tuple[Any, ...]) -> Any:
+    """The key of a call of attention(): it determines the call except for the contents of arrays.
+
+    Parameters
+    ----------
+    tensors
+        q, k and v.
+    others
+        Arrays of modifications, or None.
+    options
+        Numbers, flags, strings, None, tuples of these, and block masks, which are equal only to themselves. The types
+        belong to the key, since True == 1. So does the state that chooses the backend.
+
+    Returns
+    -------
+    object or None
+        None for a call that cannot be cached.
+    """
+    q, k, v = tensors
+    kind = type(q)
+    if not kind is type(k) is type(v) or (kind is not np.ndarray and arrays.kind_of(q) != "cupy"):
+        return None
+    if others and not {kind, type(None)}.issuperset(map(type, others)):
+        return None
+    of_others = tuple([None if array is None else arrays.layout(array) for array in others]) if others else ()
+    layouts = arrays.layout(q), arrays.layout(k), arrays.layout(v), of_others
+    made = layouts, options, tuple(map(type, options)), dispatch.state()
+    try:
+        hash(made)
+    except TypeError:
+        return None
+    return made
+
+
+def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None:
+    """The names of these arrays among the operands' arrays.
+
+    None if one of them was copied or reshaped, or matches two: a kernel reads an array in the layout of the operand.
+    """
+    found = [
+        [
+            name
+            for name, own in operands.arrays.items()
+            if arrays.layout(own) == arrays.layout(array) and arrays.same_address(array, own)
+        ]
+        for array in given
+    ]
+    names = tuple(chain.from_iterable(found))
+    return names if all(len(each) == 1 for each in found) and len(set(names)) == len(names) else None
+
+
+def get(key: Any) -> Planned | None:
+    """The cached plan of this key."""
+    with _lock:
+        found = _plans.get(key)
+        if found is not None:
+            _plans.move_to_end(key)
+        return found
+
+
+def put(key: Any, planned: Planned) -> None:
+    """Cache a plan; the least recently used ones are dropped."""
+    with _lock:
+        _plans[key] = planned
+        while len(_plans) > _MAX_PLANS:
+            _plans.popitem(last=False)
+
+
+def clear() -> None:
+    """Drop all plans."""
+    with _lock:
+        _plans.clear()

@@ -1,0 +1,369 @@
+"""Functions for use in masks and score modifications; `flashkit.where` and the like.
+
+Their operands are traced expressions, Python's and NumPy's scalars. Arithmetic, comparison and the operators `&`, `|`,
+`^`, `~` work on expressions as well, and so do the NumPy functions of the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .graph import Expr, arithmetic, floating, select, to_float
+from .graph import sign as _sign
+
+
+def where(condition: Any, x: Any, y: Any) -> Expr:
+    """x where the condition holds, else y.
+
+    Parameters
+    ----------
+    condition
+        Bool.
+    x, y
+        Bools, integers or floats. Both are computed, so array indices in both must be in range.
+
+    Returns
+    -------
+    Expr
+        Of the kind of x and y; a float if one of them is.
+
+    Raises
+    ------
+    TypeError
+        The condition is no bool.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> far = flashkit.mods.score(lambda s, b, h, q, k: flashkit.where(q - k > 1, s - 10.0, s))
+    >>> far.evaluate(b=0, h=0, q=3, k=[1, 2, 3], s=[5.0, 5.0, 5.0])
+    array([-5.,  5.,  5.])
+    """
+    return select(condition, x, y)
+
+
+def minimum(x: Any, y: Any) -> Expr:
+    """The smaller of x and y.
+
+    Parameters
+    ----------
+    x, y
+        Integers or floats; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float if x or y is one, else an integer.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.minimum(s, 1.0))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[-1.0, 4.0])
+    array([-1.,  1.])
+    """
+    return arithmetic("min", x, y)
+
+
+def maximum(x: Any, y: Any) -> Expr:
+    """The greater of x and y.
+
+    Parameters
+    ----------
+    x, y
+        Integers or floats; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float if x or y is one, else an integer.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.maximum(s, 1.0))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[-1.0, 4.0])
+    array([1., 4.])
+    """
+    return arithmetic("max", x, y)
+
+
+def clip(x: Any, low: Any, high: Any) -> Expr:
+    """x brought within low and high: minimum(maximum(x, low), high).
+
+    An index of an array in a modification has to be in range at every position, also where the result does not matter.
+    `clip` brings it there.
+
+    Parameters
+    ----------
+    x, low, high
+        Integers or floats; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float if one of them is, else an integer.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> def relative(s, b, h, q, k, *, table):
+    ...     return s + table[flashkit.clip(q - k, 0, 2)]
+    >>> mod = flashkit.mods.score(relative, table=[0.5, 0.25, 0.0])
+    >>> mod.evaluate(b=0, h=0, q=3, k=[0, 1, 2, 3], s=[0.0, 0.0, 0.0, 0.0])
+    array([0.  , 0.  , 0.25, 0.5 ])
+    """
+    return minimum(maximum(x, low), high)
+
+
+def exp(x: Any) -> Expr:
+    """e to the power of x.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.exp(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
+    array([1.        , 2.71828183])
+    """
+    return floating("exp", x)
+
+
+def exp2(x: Any) -> Expr:
+    """2 to the power of x.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.exp2(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 3.0])
+    array([1., 8.])
+    """
+    return floating("exp2", x)
+
+
+def log(x: Any) -> Expr:
+    """The natural logarithm of x.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.log(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[1.0, 2.0])
+    array([0.        , 0.69314718])
+    """
+    return floating("log", x)
+
+
+def log2(x: Any) -> Expr:
+    """The logarithm of x to base 2.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.log2(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[1.0, 8.0])
+    array([0., 3.])
+    """
+    return floating("log2", x)
+
+
+def sqrt(x: Any) -> Expr:
+    """The square root of x.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.sqrt(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[4.0, 9.0])
+    array([2., 3.])
+    """
+    return floating("sqrt", x)
+
+
+def tanh(x: Any) -> Expr:
+    """The hyperbolic tangent of x.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.tanh(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
+    array([0.        , 0.76159416])
+    """
+    return floating("tanh", x)
+
+
+def sigmoid(x: Any) -> Expr:
+    """The logistic function of x, 1 / (1 + exp(-x)).
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.sigmoid(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
+    array([0.5       , 0.73105858])
+    """
+    return 1.0 / (1.0 + exp(-to_float(x)))
+
+
+def sin(x: Any) -> Expr:
+    """The sine of x, in radians.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.sin(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
+    array([0.        , 0.84147098])
+    """
+    return floating("sin", x)
+
+
+def cos(x: Any) -> Expr:
+    """The cosine of x, in radians.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.cos(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
+    array([1.        , 0.54030231])
+    """
+    return floating("cos", x)
+
+
+def floor(x: Any) -> Expr:
+    """The greatest integer that is not above x, as a float. Its derivative counts as 0.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        A float.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.floor(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[1.5, -1.5])
+    array([ 1., -2.])
+    """
+    return floating("floor", x)
+
+
+def sign(x: Any) -> Expr:
+    """1 where x is above 0, -1 where it is below, else 0; NaN gives 0.
+
+    Parameters
+    ----------
+    x
+        An integer or a float; a bool counts as 0 or 1.
+
+    Returns
+    -------
+    Expr
+        An integer.
+
+    Examples
+    --------
+    >>> import flashkit
+    >>> mod = flashkit.mods.score(lambda s, b, h, q, k: flashkit.sign(s))
+    >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[2.0, -2.0, 0.0])
+    array([ 1., -1.,  0.])
+    """
+    return _sign(x)

@@ -1,0 +1,98 @@
+"""The table of operations: for each its text in three languages, its derivative and its interval bounds.
+
+A new operation is one row of `OPS` (and its exact value in graph.py, if it has one on integers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from . import interval_rules as rules
+from .functions import cos, exp, exp2, floor, sin, sqrt, tanh, where
+from .graph import Expr, S, const, is_const, walk
+from .interval_rules import Range
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: how code writes it, and what follows from it."""
+
+    cuda: str
+    numba: str
+    numpy: str
+    derivative: Callable[..., Expr] | None = None  # (args, d_args) -> d; None: constant in s
+    bounds: Callable[..., Range] | None = None  # (ranges of the args) -> range; None: unknown
+
+
+def _product(x: Expr, y: Expr) -> Expr:
+    """x * y in a derivative, 0 where a factor is identically 0."""
+    return const(0.0) if is_const(x, 0) or is_const(y, 0) else x * y
+
+
+OPS: dict[str, Op] = {
+    "add": Op("{0} + {1}", "{0} + {1}", "{0} + {1}", lambda a, d: d[0] + d[1],
+              lambda a, b: (a[0] + b[0], a[1] + b[1])),
+    "sub": Op("{0} - {1}", "{0} - {1}", "{0} - {1}", lambda a, d: d[0] - d[1],
+              lambda a, b: (a[0] - b[1], a[1] - b[0])),
+    "mul": Op("{0} * {1}", "{0} * {1}", "{0} * {1}", lambda a, d: _product(d[0], a[1]) + _product(a[0], d[1]),
+              rules.mul),
+    "div": Op("fk_div({0}, {1})", "{0} / {1}", "{0} / {1}",
+              lambda a, d: _product(d[0], 1.0 / a[1]) - _product(_product(d[1], a[0]), 1.0 / (a[1] * a[1]))),
+    "floordiv": Op("fk_floordiv({0}, {1})", "{0} // {1}", "{0} // {1}", None, rules.floordiv),
+    "mod": Op("fk_mod({0}, {1})", "{0} % {1}", "{0} % {1}",
+              lambda a, d: d[0] - _product(d[1], floor(a[0] / a[1])), rules.mod),
+    "neg": Op("-{0}", "-{0}", "-{0}", lambda a, d: -d[0], lambda a: (-a[1], -a[0])),
+    "abs": Op("fk_abs({0})", "abs({0})", "np.abs({0})", lambda a, d: _product(where(a[0] < 0, -1.0, 1.0), d[0]),
+              lambda a: (rules.greatest(rules.greatest(a[0], -a[1]), 0), rules.greatest(-a[0], a[1]))),
+    "min": Op("fk_min({0}, {1})", "minimum({0}, {1})", "np.minimum({0}, {1})",
+              lambda a, d: where(a[1] < a[0], d[1], d[0]),
+              lambda a, b: (rules.least(a[0], b[0]), rules.least(a[1], b[1]))),
+    "max": Op("fk_max({0}, {1})", "maximum({0}, {1})", "np.maximum({0}, {1})",
+              lambda a, d: where(a[0] < a[1], d[1], d[0]),
+              lambda a, b: (rules.greatest(a[0], b[0]), rules.greatest(a[1], b[1]))),
+    "where": Op("{0} ? {1} : {2}", "{1} if {0} else {2}", "np.where({0}, {1}, {2})",
+                lambda a, d: where(a[0], d[1], d[2]),
+                rules.select),
+    "lt": Op("{0} < {1}", "{0} < {1}", "{0} < {1}", None, lambda a, b: (a[1] < b[0], a[0] < b[1])),
+    "le": Op("{0} <= {1}", "{0} <= {1}", "{0} <= {1}", None,
+             lambda a, b: (a[1] <= b[0], a[0] <= b[1])),
+    "eq": Op("{0} == {1}", "{0} == {1}", "{0} == {1}", None,
+             lambda a, b: ((a[0] == b[1]) & (a[1] == b[0]), (a[0] <= b[1]) & (b[0] <= a[1]))),
+    "and": Op("{0} & {1}", "{0} & {1}", "{0} & {1}", None,
+              rules.bools_only(lambda a, b: (a[0] & b[0], a[1] & b[1]))),
+    "or": Op("{0} | {1}", "{0} | {1}", "{0} | {1}", None,
+             rules.bools_only(lambda a, b: (a[0] | b[0], a[1] | b[1]))),
+    "xor": Op("{0} ^ {1}", "{0} ^ {1}", "{0} ^ {1}", None,
+              rules.bools_only(lambda a, b: ((a[0] & rules.negation(b[1])) | (b[0] & rules.negation(a[1])),
+                                    rules.negation((a[0] & b[0]) | (rules.negation(a[1]) & rules.negation(b[1])))))),
+    "not": Op("!{0}", "not {0}", "np.logical_not({0})", None,
+              lambda a: (rules.negation(a[1]), rules.negation(a[0]))),
+    "float": Op("(fk_float)({0})", "F({0})", "F({0})"),
+    "exp": Op("fk_exp({0})", "exp({0})", "np.exp({0})", lambda a, d: _product(exp(a[0]), d[0])),
+    "exp2": Op("fk_exp2({0})", "exp2({0})", "np.exp2({0})",
+               lambda a, d: _product(exp2(a[0]) * 0.6931471805599453, d[0])),
+    "log": Op("fk_log({0})", "log({0})", "np.log({0})", lambda a, d: _product(1.0 / a[0], d[0])),
+    "log2": Op("fk_log2({0})", "log2({0})", "np.log2({0})", lambda a, d: _product(1.4426950408889634 / a[0], d[0])),
+    "sqrt": Op("fk_sqrt({0})", "sqrt({0})", "np.sqrt({0})", lambda a, d: _product(0.5 / sqrt(a[0]), d[0])),
+    "tanh": Op("fk_tanh({0})", "tanh({0})", "np.tanh({0})", lambda a, d: _product(1.0 - tanh(a[0]) * tanh(a[0]), d[0])),
+    "sin": Op("fk_sin({0})", "sin({0})", "np.sin({0})", lambda a, d: _product(cos(a[0]), d[0])),
+    "cos": Op("fk_cos({0})", "cos({0})", "np.cos({0})", lambda a, d: _product(-sin(a[0]), d[0])),
+    "floor": Op("fk_floor({0})", "floor({0})", "np.floor({0})"),
+}  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def derivative(expr: Expr) -> Expr:
+    """d expr / d s as a graph. At a kink (abs, min, max, where) it is the derivative of the side that is taken."""
+    zero, d = const(0.0), {}
+    for node in walk([expr]):
+        rule = OPS[node.op].derivative if node.op in OPS else None
+        if node is S:
+            d[id(node)] = const(1.0)
+        elif rule is None or node.kind != "float" or all(is_const(d[id(a)], 0) for a in node.args if a.kind == "float"):
+            d[id(node)] = zero
+        else:
+            d[id(node)] = rule(node.args, [d[id(a)] for a in node.args])
+    return d[id(expr)]

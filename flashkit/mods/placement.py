@@ -1,0 +1,59 @@
+"""A mask modification placed on n_q x n_k scores: positions as rows, numbers of batch entries and heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import expr
+from .expr import Expr
+from .mod import Mod
+from .patterns import integer
+
+
+def placed(mod: Mod, offset: Any) -> Mod:
+    """The mod with the position q replaced by row + offset. The offset is a value given at run time."""
+    offset = np.asarray(offset)
+    if offset.dtype.kind not in "iu" or offset.ndim > 1:
+        given = f"{offset.dtype} of shape {offset.shape}"
+        raise ValueError(f"q_offset is an integer or integers of shape (batch,), not {given}")
+    if offset.size and max(-int(offset.min()), int(offset.max())) > expr.MAX_POSITION:
+        raise ValueError(f"q_offset runs from {offset.min()} to {offset.max()}; positions within 2^48 fit")
+    if not expr.uses(mod.expr, expr.Q):
+        return mod
+    name = "q_offset"
+    while name in mod.params or name in mod.arrays:
+        name += "_"
+    if offset.ndim:
+        small = offset.astype(np.int32)  # a sum with a narrow array cannot overflow, see expr.narrow
+        offset = small if np.array_equal(small, offset) else offset
+        shift, params, arrays = expr.Array(name, 1, "int")[expr.B], {}, {name: offset}
+    else:
+        shift, params, arrays = expr.param(name, "int"), {name: int(offset)}, {}
+    graph = expr.substitute([mod.expr], lambda node: expr.ROW + shift if node is expr.Q else node)[0]
+    return Mod("mask", graph, {**mod.params, **params}, {**mod.arrays, **arrays})
+
+
+def entries(mod: Mod, name: str, symbol: Expr, given: int | None) -> tuple[int, Mod]:
+    """The number of batch entries or heads, and the mod. With 1 the mod no longer depends on the symbol."""
+    if not expr.uses(mod.expr, symbol):
+        return 1, mod
+    lengths = axis_lengths(mod, symbol)
+    if given is None and not lengths:
+        raise ValueError(f"the mask depends on {symbol.value}; say how many there are: {name}=")
+    count = min(lengths.values()) if given is None else integer(name, given, 1)
+    for array, n in lengths.items():
+        if n < count or (given is None and n != count):
+            raise ValueError(f"array {array} of the mask has {n} entries along {symbol.value}, but {name} is {count}")
+    if count == 1:
+        graph = expr.substitute([mod.expr], lambda node: expr.const(0) if node is symbol else node)[0]
+        mod = Mod("mask", graph, mod.params, mod.arrays)
+    return count, mod
+
+
+def axis_lengths(mod: Mod, symbol: Expr) -> dict[str, int]:
+    """The length of each axis that the mod indexes by the symbol alone, by the name of the array."""
+    loads = (node for node in expr.walk([mod.expr]) if node.op == "load")
+    indexed = ((node.value, axis) for node in loads for axis, index in enumerate(node.args) if index is symbol)
+    return {name: mod.arrays[name].shape[axis] for name, axis in indexed}

@@ -1,0 +1,109 @@
+"""From a Python function to an expression graph: it is called once, with symbols for its arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
+
+from . import expr
+from .expr import Array, Expr, Kind
+
+ModKind = Literal["mask", "score"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SYMBOLS: dict[str, tuple[Expr, ...]] = {
+    "mask": (expr.B, expr.H, expr.Q, expr.K),
+    "score": (expr.S, expr.B, expr.H, expr.Q, expr.K),
+}
+_KINDS: dict[str, Kind] = {"b": "bool", "i": "int", "u": "int", "f": "float"}
+
+# Names that the rendered code uses itself: symbols, tile corners, temporaries, helpers, and keywords of C++.
+_RESERVED = re.compile(
+    r"s|b|h|(q|k|row)[01]?|t\d+|np|F|I|fk_.*|load_m(in|ax)\d*|float|abs|minimum|maximum|exp2?|log2?|sqrt|tanh|sin|cos|"
+    r"floor|auto|bool|case|char|const|default|delete|do|double|enum|extern|goto|inline|int|long|namespace|new|operator|"
+    r"private|public|register|short|signed|sizeof|static|struct|switch|template|this|throw|typename|union|unsigned|"
+    r"using|virtual|void|volatile"
+)
+
+
+def graph_name(name: str) -> str:
+    """The name of a keyword argument in the graph: its own, with _ appended if the rendered code uses that name."""
+    return name + "_" if _RESERVED.fullmatch(name.rstrip("_")) else name
+
+
+def pure(function: Function) -> Function:
+    """Mark a function that closes over nothing that changes and has no defaults, so that its graph is cached."""
+    function.__flashkit_pure__ = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_marked_pure(function: Any) -> bool:
+    """Whether `pure` marked it."""
+    return getattr(function, "__flashkit_pure__", False) is True
+
+
+def value_kind(name: str, value: Any) -> Kind:
+    kind = "f" if value.dtype.name in ("bfloat16", "float16") else value.dtype.kind
+    if kind not in _KINDS:
+        raise TypeError(
+            f"{name} of a modification has dtype {value.dtype}; bools, integers and floats fit, alone or in an array"
+        )
+    return _KINDS[kind]
+
+
+def high_name(name: str) -> str:
+    """The name in the graph of the upper 32 bits of a wide integer."""
+    return f"fk_high_{name}"
+
+
+def trace_graph(
+    function: Callable[..., Any], kind: ModKind, slots: Sequence[tuple[str, int | None, Kind, bool]]
+) -> Expr:
+    """Call the function with symbols and check what it returns.
+
+    slots: name, number of axes (None: a scalar), kind, and whether a scalar lies beyond expr.MAX_PARAM.
+    """
+    symbols = SYMBOLS[kind]
+    named: dict[str, Expr | Array] = {}
+    for name, ndim, of_value, wide in slots:
+        inside = graph_name(name)
+        named[name] = expr.param(inside, of_value) if ndim is None else Array(inside, ndim, of_value)
+        if wide:
+            named[name] = expr.param(high_name(name), "int") * 2**32 + named[name]
+    what = getattr(function, "__name__", repr(function))
+    try:
+        result = function(*symbols, **named)
+    except IndexError as error:  # NumPy raises it for an index that is a symbol
+        raise TypeError(
+            f"{kind}_mod {what}: an array was indexed by a symbol ({error}); pass the array as a keyword argument: "
+            f"flashkit.mods.{kind}({what}, name=array)"
+        ) from error
+    except TypeError as error:
+        raise TypeError(f"{kind}_mod {what}({', '.join(s.value for s in symbols)}): {error}") from error
+    graph = expr.as_expr(result)
+    for node in expr.walk([graph]):
+        if node.op == "const" and node.kind == "int" and not expr.INT64[0] <= node.value <= expr.INT64[1]:
+            raise ValueError(f"{kind}_mod {what} has the integer {node.value}; -2^63 to 2^63 - 1 fits")
+    if kind == "score":
+        return expr.to_float(graph)
+    if graph.kind != "bool":
+        raise TypeError(f"mask_mod {what} gave {graph.kind}, not a bool; compare with ==, <, <= ... or use where()")
+    if expr.uses(graph, expr.S):
+        raise TypeError(f"mask_mod {what} depends on the score; a score_mod can return -inf instead")
+    return graph
+
+
+trace_pure = lru_cache(maxsize=None)(trace_graph)
+
+
+@lru_cache(maxsize=1024)
+def values_of(graph: Expr) -> tuple[tuple[tuple[str, int | None, Kind], ...], frozenset[str]]:
+    """(name, number of axes or None for a scalar, kind) of each value that a graph names, and the names of the arrays
+    that indices are computed from.
+    """
+    nodes = [node for node in expr.walk([graph]) if node.op in ("param", "load")]
+    traced = {node.value: (node.value, len(node.args) if node.op == "load" else None, node.kind) for node in nodes}
+    within = (inner for node in nodes for inner in expr.walk(node.args))
+    return tuple(traced.values()), frozenset(inner.value for inner in within if inner.op == "load")

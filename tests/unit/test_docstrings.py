@@ -1,0 +1,65 @@
+"""The examples in public docstrings run, and every public name has the sections of numpydoc."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import flashkit
+from flashkit import mods
+from flashkit.api import Vjp
+from flashkit.call.explanation import Explanation
+
+MODULES = [
+    "api", "call.planned", "call.explanation", "dispatch", "errors", "mods.block_mask", "mods.expr.functions",
+    "mods.library", "mods.mod", "mods.patterns", "devices.io_model", "reference",
+]  # fmt: skip
+MASK = flashkit.BlockMask
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Every public function, class and constructor by name."""
+    for module in (flashkit, mods):
+        for name in module.__all__:
+            member = getattr(module, name)
+            if callable(member) and name not in ("ModKind", "after"):
+                yield name, member
+    yield "Vjp.__call__", Vjp.__call__
+    yield "Planned.__call__", flashkit.Planned.__call__
+    yield "Mod.then", mods.Mod.then
+    yield "Mod.evaluate", mods.Mod.evaluate
+    constructors = (name for name in vars(MASK.__mro__[1]) if not name.startswith("_"))
+    for name in ("from_mod", "from_dense", "rows", *(n for n in constructors if inspect.ismethod(getattr(MASK, n)))):
+        yield f"BlockMask.{name}", getattr(MASK, name)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_run(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"flashkit.{module}"))
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(("name", "member"), [pytest.param(*each, id=each[0]) for each in public()])
+def test_public_names_have_numpydoc_sections(name: str, member: Any) -> None:
+    text = inspect.getdoc(member) or ""
+    summary = text.split("\n\n")[0]
+    assert summary.endswith(".") and "Examples\n--------\n>>> " in text
+    if inspect.isclass(member):
+        return
+    parameters = [p for p in inspect.signature(member).parameters if p not in ("self", "cls")]
+    assert "Returns\n-------\n" in text
+    assert not parameters or "Parameters\n----------\n" in text
+    described = text.partition("Parameters\n----------\n")[2].partition("\n\n")[0]
+    heads = "\n".join(line for line in described.splitlines() if not line.startswith(" "))
+    assert [parameter for parameter in parameters if parameter not in re.findall(r"\w+", heads)] == []
+
+
+def test_explanations_describe_every_attribute() -> None:
+    text = inspect.getdoc(Explanation) or ""
+    assert [name for name in Explanation.__annotations__ if name not in text] == []
