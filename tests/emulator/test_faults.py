@@ -62,7 +62,7 @@ FAULTS = [
     Fault(
         "dQ is converted early", *_SM90, "sm90/bwd_postprocess.cuh", "else wait_for_dq(p, b, h, tile);", ";",
     ),
-    Fault("P and dS are not awaited", *_SM80, "sm80/backward.cu", "__syncthreads();  // P and dS are there"),
+    Fault("P and dS are not awaited", *_SM80, "sm80/backward.cu", "__syncthreads();  // all threads see P and dS"),
     Fault(
         "V is not awaited", _NUMBA, "sm90", "sm90/mainloop.py",
         "    consumer_wait(base + AT_V_PIPE, n, STAGES)\n    if HAS_LENGTHS:", "    if HAS_LENGTHS:", "plain forward",
@@ -70,10 +70,11 @@ FAULTS = [
     # the softmax
     Fault(
         "O is not rescaled", *_SM90, "sm90/mainloop.cuh",
-        "acc.o[i] *= IS_FLOAT32 ? block.rescale[i / 2 % 2] * terms.change_factor : block.rescale[i / 2 % 2];", ";", "growing forward",
+        "acc.o[i] *= IS_FLOAT32 ? block.rescale[i / 2 % 2] * terms.change_factor : block.rescale[i / 2 % 2];", ";",
+        "growing forward",
     ),
-    Fault("O is not rescaled", *_SM80, "sm80/softmax.cuh", "output[i][n][e] *= factor[e / 2];", ";", "growing forward"),
-    Fault("O is not rescaled", *_SIMT, "simt/forward.cu", "output[i][c] *= factor;", ";", "growing forward"),
+    Fault("O is not rescaled", *_SM80, "sm80/softmax.cuh", "o[i][n][e] *= rescale[e / 2];", ";", "growing forward"),
+    Fault("O is not rescaled", *_SIMT, "simt/forward.cu", "o[i][c] *= rescale;", ";", "growing forward"),
     Fault(
         "O is not rescaled", _NUMBA, "sm80", "sm80/forward.py",
         "                output = rows_scaled(output, rescale)", "                pass", "growing forward",
@@ -85,7 +86,7 @@ FAULTS = [
     ),
     Fault("one key too many", *_SM80, "sm80/softmax.cuh", "? at.n_k : 0;", "? at.n_k + 1 : 0;", "features forward"),
     Fault(
-        "one key too many", _NUMBA, "sm80", "common/softmax.py",
+        "one key too many", _NUMBA, "sm80", "common/score_mod.py",
         "return x if k < n_k else HIDDEN", "return x if k <= n_k else HIDDEN", "features forward",
     ),
     *(
@@ -116,7 +117,7 @@ FAULTS = [
     *(
         Fault(
             "dlse is added", _CUPY, generation, "common/bwd_preprocess.cu",
-            "total -= *row_at<const fk_float>(p.dlse", "total += *row_at<const fk_float>(p.dlse", "features",
+            "sum -= *row_at<const fk_float>(p.dlse", "sum += *row_at<const fk_float>(p.dlse", "features",
         )
         for generation in ("sm80", "simt")
     ),
