@@ -9,12 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CIRCLES = {
-    frozenset({"backends.cpu.backend", "backends.cpu.call"}),
-    frozenset({"backends.cuda_common.generation", "backends.cuda_common.verify"}),
-}
-"""Circles that are to go. The tests fail for any other, and where one of these is gone: take it off the list then."""
-
 
 @functools.cache
 def modules() -> dict[str, Path]:
@@ -70,7 +64,7 @@ def test_imports_point_the_way_that_the_document_says() -> None:
         for other, line in imported.items():
             there = place(other, known)
             one_way = there is not None and (there == here or known[there] < known[here])
-            if not one_way and not any({name, other} <= circle for circle in CIRCLES):
+            if not one_way:
                 wrong.append(f"flashkit/{name.replace('.', '/')}:{line} imports {other}")
     assert not wrong, wrong
 
@@ -92,8 +86,7 @@ def test_the_list_names_what_exists() -> None:
 def test_there_are_no_circles() -> None:
     graph = {name: set(found) for name, found in imports().items() if name}
     assert len(graph) > 100
-    circles = {frozenset(circle) for circle in strongly_connected(graph) if len(circle) > 1}
-    assert circles == CIRCLES, circles ^ CIRCLES
+    assert not [circle for circle in strongly_connected(graph) if len(circle) > 1]
 
 
 def strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:

@@ -135,7 +135,9 @@ def test_the_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content"), [(report.README, report.summary), (report.TABLES, report.markdown)], ids=["README", "benchmarks"]
+    ("file", "content"),
+    [(report.README, report.summary), (report.TABLES, report.markdown)],
+    ids=["README", "benchmarks"],
 )
 def test_the_documents_have_the_tables_of_the_stored_results(file: Path, content: Callable[[], str]) -> None:
     text = file.read_text(encoding="utf-8")

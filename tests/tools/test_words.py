@@ -69,19 +69,10 @@ CODE = {
         )
     },
 }  # fmt: skip
-OLD_WORDS_LEFT = {
-    "flashkit", "flashkit/call", "flashkit/backends/cpu", "flashkit/backends/cuda_common",
-    "flashkit/backends/cupy_raw", "flashkit/backends/numba_cuda",
-}  # fmt: skip
-LONG_LINES_LEFT = {
-    "flashkit/mods", "flashkit/backends/cuda_common", "flashkit/backends/cupy_raw", "flashkit/backends/numba_cuda",
-}  # fmt: skip
-"""Areas that are not there yet. The tests fail when one of these is: take it off the list then."""
 
 
-def areas(named: dict[str, list[str]], left: set[str]) -> list[Any]:
-    expected = pytest.mark.xfail(reason="not renamed yet", strict=True)
-    return [pytest.param(globs, id=name, marks=[expected] if name in left else []) for name, globs in named.items()]
+def areas(named: dict[str, list[str]]) -> list[Any]:
+    return [pytest.param(globs, id=name) for name, globs in named.items()]
 
 
 def lines(globs: list[str]) -> Iterator[tuple[str, str]]:
@@ -92,7 +83,7 @@ def lines(globs: list[str]) -> Iterator[tuple[str, str]]:
             yield f"{file.relative_to(ROOT)}:{number}", line
 
 
-@pytest.mark.parametrize("globs", areas({**DOCUMENTS, **CODE}, OLD_WORDS_LEFT))
+@pytest.mark.parametrize("globs", areas({**DOCUMENTS, **CODE}))
 def test_old_words_are_gone(globs: list[str]) -> None:
     found = [
         f"{where}: {match[0]!r}; write {instead}"
@@ -103,7 +94,7 @@ def test_old_words_are_gone(globs: list[str]) -> None:
     assert not found, "\n".join([f"{len(found)} lines", *found[:60]])
 
 
-@pytest.mark.parametrize("globs", areas(CODE, LONG_LINES_LEFT))
+@pytest.mark.parametrize("globs", areas(CODE))
 def test_lines_are_within_120_columns(globs: list[str]) -> None:
     found = [f"{where}: {len(line)}" for where, line in lines(globs) if len(line) > 120]
     assert not found, "\n".join([f"{len(found)} lines", *found[:60]])

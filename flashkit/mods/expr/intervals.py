@@ -105,7 +105,8 @@ def bounds(expr: Expr, narrow: frozenset[str] = frozenset()) -> Range:
             if not node.args:
                 result = (node, node)
             elif None not in ranges:
-                result = _load_bounds(node, ranges) if node.op == "load" else _op_bounds(node, ranges)  # type: ignore[arg-type]
+                of = _load_bounds if node.op == "load" else _op_bounds
+                result = of(node, ranges)  # type: ignore[arg-type]
         if result is not None and node in overflowing:
             result = _where_sure(node, ranges, result)  # type: ignore[arg-type]
         if result is None and node.kind == "bool":
@@ -135,7 +136,7 @@ def _load_bounds(node: Expr, ranges: list[tuple[Expr, Expr]]) -> Range:
         value = Expr("load", tuple(r[0] for r in ranges), node.value, node.kind)
         return value, value
     corners = tuple(x for r in ranges for x in r)
-    return tuple(Expr(op, corners, node.value, node.kind) for op in ("load_min", "load_max"))  # type: ignore[return-value]
+    return Expr("load_min", corners, node.value, node.kind), Expr("load_max", corners, node.value, node.kind)
 
 
 @lru_cache(maxsize=512)

@@ -83,7 +83,7 @@ add_bulk_once = instruction(
 """The same by one lane of a warp, without a branch, see `mbarrier_arrive_once`."""
 
 bulk_commit = instruction("cp.async.bulk.commit_group;", NOTHING)
-"""What was begun since the last one is a group."""
+"""What was started since the last one is a group."""
 bulk_wait_read = instruction("cp.async.bulk.wait_group.read #0;", NOTHING, CONSTANT)
 """bulk_wait_read(n): until shared memory that all but the last n groups of this thread read is free again"""
 bulk_wait = instruction("cp.async.bulk.wait_group 0;", NOTHING)

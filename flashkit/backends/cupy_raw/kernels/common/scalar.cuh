@@ -47,7 +47,7 @@ template <> struct Narrow<bfloat16_t> {
 };
 DEVICE storage narrow(fk_float x) { return Narrow<storage>::from(x); }
 
-// --- functions that generated code calls (OPS of flashkit/mods/expr/operations.py) -------------------------------------------
+// --- functions that generated code calls (OPS of flashkit/mods/expr/operations.py) ----------------------------------
 
 template <typename T> DEVICE T fk_abs(T x) { return x < 0 ? -x : x; }
 template <> __device__ __forceinline__ float fk_abs(float x) { return fabsf(x); }

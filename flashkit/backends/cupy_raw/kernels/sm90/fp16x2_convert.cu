@@ -5,8 +5,8 @@
 //
 // A CTA converts a tile: ROWS tokens of a head. All its elements share a scale, or (by_row) those of each row do. A
 // scale is NaN, as a request for the non-finite fallback, where an element is not finite, or where that error could
-// show: where the greatest of a row or column is small compared with others of the tile. So an element's error is always below
-// 2^-22 of the greatest of its row and of its column. Tokens past `kv_lengths` become zeros.
+// show: where the greatest of a row or column is small compared with others of the tile. So an element's error is
+// always below 2^-22 of the greatest of its row and of its column. Tokens past `kv_lengths` become zeros.
 //
 // Constants of the head: NUM_TERMS, 2 or 1 (high alone); ROWS.
 #include "sm90/fp16x2_terms.cuh"
