@@ -124,7 +124,7 @@ def double(x):
 @kernel(64, 2, maps=("map_k",))
 def tiny(p):
     i = np.int64(cuda.threadIdx.x)
-    store(np.float64, p.q.data, i, double(load(np.float64, p.k.data, i)) * p.scale)
+    store(np.float64, p.q.data, i, double(load(np.float64, p.k.data, i)) * p.softmax_scale)
 """
 
 

@@ -193,7 +193,7 @@ def test_float32_is_split_where_it_repays_and_is_exact() -> None:
 
     assert answer() and answer(d=84)
     assert "few queries" in answer(n_q=9).reason
-    assert "exacter without TF32" in answer(d=8).reason
+    assert "more accurate without TF32" in answer(d=8).reason
     assert "not by fours" in answer(d=82).reason
     assert "float32 is not for these" in generation("sm90").supports(problem(dtype="float32"), HOPPER, "forward").reason
 

@@ -247,7 +247,7 @@ def cuda_helpers() -> str:
         r"// Python's // and %(?:.|\n)*?(?=DEVICE float fk_floordiv)", r"DEVICE double fk_floordiv.*\n",
         r"// Integers that may overflow(?:.|\n)*?\n\n", r"// An array of a modification(?:.|\n)*?\n};\n",
         r"template <typename T, int N> DEVICE long long fk_load_int(?:.|\n)*?\n}\n",
-        r"// Least \(LEAST\)(?:.|\n)*?fk_load_max(?:.|\n)*?\n}\n",
+        r"// Minimum \(LEAST\)(?:.|\n)*?fk_load_max(?:.|\n)*?\n}\n",
     ]  # fmt: skip
     found = ["\n".join(re.findall(part, text)) for part in parts]
     assert all(found)
@@ -496,9 +496,9 @@ def test_no_shift_is_assumed_where_one_wraps() -> None:
 
 def test_no_line_is_assumed_where_one_wraps() -> None:
     s = expr.S
-    assert affine_score.form(s + expr.to_float(expr.K * 3)) is not None
-    assert affine_score.form(s + expr.to_float(expr.K * 2**62)) is None
-    assert affine_score.form(s + expr.to_float((expr.Q - expr.K) * expr.param("n", "int"))) is None
+    assert affine_score.affine_score(s + expr.to_float(expr.K * 3)) is not None
+    assert affine_score.affine_score(s + expr.to_float(expr.K * 2**62)) is None
+    assert affine_score.affine_score(s + expr.to_float((expr.Q - expr.K) * expr.param("n", "int"))) is None
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
