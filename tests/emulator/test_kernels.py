@@ -58,8 +58,16 @@ def test_features(backend: str, generation: str, launched: list[str]) -> None:
 
 
 @slow
+@pytest.mark.parametrize("data", ["growing", pytest.param("NaN", marks=exhaustive)])
+@pytest.mark.parametrize(("backend", "generation"), [each for each in EACH if each.values[0] == "numba_cuda"])
+def test_hard_data_of_numba(backend: str, generation: str, data: str, launched: list[str]) -> None:
+    check(features(generation), backend, data, deterministic=True)
+    assert generations(launched) == {generation}
+
+
+@slow
 @pytest.mark.parametrize("data", ["growing", "NaN"])
-@pytest.mark.parametrize(("backend", "generation"), EACH)
+@pytest.mark.parametrize(("backend", "generation"), [each for each in EACH if each.values[0] == "cupy_raw"])
 def test_hard_data(backend: str, generation: str, data: str, launched: list[str]) -> None:
     """A row maximum that grows in each tile; a masked NaN. By the kernels of test_features."""
     check(features(generation), backend, data, deterministic=True)
