@@ -69,12 +69,16 @@ def options(case: Case, package: Any, xp: Any) -> dict[str, Any]:
     return found
 
 
-def load(checkout: Path, name: str, backend: str) -> Any:
-    """flashkit of a checkout as a package of another name, with this backend alone."""
-    folder = Path(tempfile.mkdtemp(prefix="compare-"))
-    (folder / name).symlink_to(checkout.resolve() / "flashkit")
-    (folder / "device_profiles").symlink_to(checkout.resolve() / "device_profiles")
-    sys.path.insert(0, str(folder))
+def link(folder: Path, checkout: Path, name: str) -> None:
+    """Make a checkout's flashkit importable under another name, by `load`."""
+    (folder / name).mkdir()
+    (folder / name / name).symlink_to(checkout.resolve() / "flashkit")
+    (folder / name / "device_profiles").symlink_to(checkout.resolve() / "device_profiles")
+
+
+def load(folder: Path, name: str, backend: str) -> Any:
+    """The package that `link` made, with this backend alone."""
+    sys.path.insert(0, str(folder / name))
     package = importlib.import_module(name)
     kind = getattr(importlib.import_module(f"{name}.backends.{backend}.backend"), BACKENDS[backend])
     found = {backend: kind()}
@@ -104,9 +108,11 @@ def arrays(case: Case, backend: str) -> tuple[Any, ...]:
     )
 
 
-def calls(case: Case, package: Any, given: tuple[Any, ...], direction: str) -> Callable[[], Any]:
+def attention_call(
+    case: Case, package: Any, given: tuple[Any, ...], direction: str, backend: str
+) -> Callable[[], Any]:
     q, k, v, dout = given
-    named = options(case, package, np if isinstance(q, np.ndarray) else array_library(""))
+    named = options(case, package, array_library(backend))
     if direction == "forward":
         return partial(package.attention, q, k, v, **named)
     return partial(package.attention_vjp(q, k, v, **named)[1], dout)
@@ -148,13 +154,14 @@ def timed(old: Callable[[], Any], new: Callable[[], Any], backend: str, seconds:
     return ratios
 
 
-def warm(checkout: str, name: str, backend: str, case: Case) -> str:
+def warm(folder: Path, name: str, backend: str, case: Case) -> str:
     """Compile a case's kernels in a process of its own; the cache keeps them."""
-    package = load(Path(checkout), name, backend)
+    package = load(folder, name, backend)
+    sys.modules["flashkit"] = package  # the text of CPU kernels imports its parts by this name
     try:
         tensors = arrays(case, backend)  # all of it: how much there is to do chooses kernels, too
         for direction in directions(case):
-            calls(case, package, tensors, direction)()
+            attention_call(case, package, tensors, direction, backend)()
     except Exception as error:
         return f"{name} {case}: {error!r}"
     return ""
@@ -176,19 +183,26 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="append a JSON line of each cell")
     given = parser.parse_args()
     every = [case for suite in given.suite.split(",") for case in cases(suite)]
-    both = [(str(given.old), "flashkit_old"), (str(given.new), "flashkit_new")]
-    with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
-        work = [pool.submit(warm, *each, given.backend, case) for case in every for each in both]
-        for done in work:
-            if complaint := done.result():
-                print(complaint, file=sys.stderr)
-    old, new = (load(Path(path), name, given.backend) for path, name in both)
+    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+        return compare(given, every, Path(folder))
+
+
+def compare(given: argparse.Namespace, every: list[Case], folder: Path) -> int:
+    names = "flashkit_old", "flashkit_new"
+    for name, checkout in zip(names, (given.old, given.new)):
+        link(folder, checkout, name)
+        with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
+            for complaint in pool.map(partial(warm, folder, name, given.backend), every):
+                if complaint:
+                    print(complaint, file=sys.stderr)
+    sys.modules["flashkit"] = None  # type: ignore[assignment]  # compiling here would mix the checkouts
+    old, new = (load(folder, name, given.backend) for name in names)
     medians: list[float] = []
     for case in every:
         tensors = arrays(case, given.backend)
         for direction in directions(case):
-            both_calls = (calls(case, each, tensors, direction) for each in (old, new))
-            ratios = timed(*both_calls, given.backend, given.seconds)
+            both = (attention_call(case, each, tensors, direction, given.backend) for each in (old, new))
+            ratios = timed(*both, given.backend, given.seconds)
             middle, low, high = (float(np.quantile(ratios, at)) for at in (0.5, 0.2, 0.8))
             medians.append(middle)
             words = " ".join(f"{name}={value}" for name, value in case.items() if value is not False)
