@@ -99,3 +99,10 @@ def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.undo()
     profiles.forget()
     dispatch.forget()
+
+
+@pytest.fixture
+def own_folders(own_profiles: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Neither reads nor writes the user's own profiles and cache; returns the folder that holds both."""
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path

@@ -40,6 +40,13 @@ CUPY_OFTEN = [
 ]
 """Numba's kernels take long to compile: those of further specifications run where all tests are asked for."""
 
+HARD_DATA = [
+    pytest.param(backend, generation, data, marks=exhaustive if (backend, data) == ("numba_cuda", "NaN") else [])
+    for backend in BACKENDS
+    for generation in GENERATIONS
+    for data in ("growing", "NaN")
+]
+
 EACH_UNMASKED = [("numba_cuda", "sm90"), *(each for each in CUPY_OFTEN if each.values != ("numba_cuda", "sm90"))]
 
 
@@ -58,16 +65,7 @@ def test_features(backend: str, generation: str, launched: list[str]) -> None:
 
 
 @slow
-@pytest.mark.parametrize("data", ["growing", pytest.param("NaN", marks=exhaustive)])
-@pytest.mark.parametrize(("backend", "generation"), [each for each in EACH if each.values[0] == "numba_cuda"])
-def test_hard_data_of_numba(backend: str, generation: str, data: str, launched: list[str]) -> None:
-    check(features(generation), backend, data, deterministic=True)
-    assert generations(launched) == {generation}
-
-
-@slow
-@pytest.mark.parametrize("data", ["growing", "NaN"])
-@pytest.mark.parametrize(("backend", "generation"), [each for each in EACH if each.values[0] == "cupy_raw"])
+@pytest.mark.parametrize(("backend", "generation", "data"), HARD_DATA)
 def test_hard_data(backend: str, generation: str, data: str, launched: list[str]) -> None:
     """A row maximum that grows in each tile; a masked NaN. By the kernels of test_features."""
     check(features(generation), backend, data, deterministic=True)

@@ -12,18 +12,10 @@ import numpy as np
 import pytest
 
 from flashkit import dispatch
-from flashkit.devices import kernel_cache, profiles
+from flashkit.devices import kernel_cache
 from flashkit.tools import cli, doctor
 
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Neither reads nor writes the user's own cache and profiles."""
-    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(profiles, "user_dir", lambda: tmp_path / "user")
-    monkeypatch.delenv("FLASHKIT_PROFILE_DIR", raising=False)
-    profiles.forget()
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_folders")
 
 
 @pytest.mark.parametrize("module", [["flashkit", "doctor"], ["flashkit.tools.doctor"]])
