@@ -14,8 +14,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_preprocess(KERNEL_PARAMS) 
     const long long n_q = seq_info(p, b).n_q;
     fk_float sum = 0;
     if (exists && row < n_q) {
-        const storage* out = row_at<const storage>(p.out, b, h, row);
-        const storage* dout = row_at<const storage>(p.dout, b, h, row);
+        const storage* out = q_row<const storage>(p, p.out, b, h, row);
+        const storage* dout = q_row<const storage>(p, p.dout, b, h, row);
         if (HEAD_DIM_V % VEC_ELEMENTS == 0 && (((unsigned long long)out | (unsigned long long)dout) & 15) == 0) {
 #pragma unroll
             for (int vec = lane; vec < ROW_VECS; vec += LANES) {
@@ -31,9 +31,9 @@ extern "C" __global__ void __launch_bounds__(128) bwd_preprocess(KERNEL_PARAMS) 
 #pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0 && exists) {
-        const fk_float lse = row < n_q ? *row_at<const fk_float>(p.lse, b, h, row) : (fk_float)PADDING_LSE;
+        const fk_float lse = row < n_q ? *q_row<const fk_float>(p, p.lse, b, h, row) : (fk_float)PADDING_LSE;
         const bool empty = lse == HIDDEN;
-        if (p.dlse.data != nullptr && row < n_q) sum -= *row_at<const fk_float>(p.dlse, b, h, row);
+        if (p.dlse.data != nullptr && row < n_q) sum -= *q_row<const fk_float>(p, p.dlse, b, h, row);
         *row_at<fk_float>(p.delta, b, h, row) = empty ? (fk_float)0 : sum;
         *row_at<fk_float>(p.bwd_lse, b, h, row) = empty ? INFINITE : lse;
     }

@@ -41,12 +41,6 @@ enum TileState { EMPTY, PARTIAL, FULL };
 
 #define DEVICE static __device__ __forceinline__
 
-// The row of a tensor that holds token n of head h of batch entry b.
-template <typename T>
-DEVICE T* row_at(const Tensor& tensor, long long b, long long h, long long n) {
-    return static_cast<T*>(tensor.data) + b * tensor.batch + h * tensor.head + n * tensor.token;
-}
-
 // Where a batch entry's tokens lie and how many there are. Unused members cost nothing: the compiler drops their loads.
 struct SeqInfo {
     long long row_offset, n_q;  // first row in the tensors of queries, number of queries
@@ -69,5 +63,20 @@ DEVICE SeqInfo seq_info(const Params& p, long long b) {
 DEVICE long long max_n_q(const Params& p) { return p.n_q; }
 DEVICE long long max_n_k(const Params& p) { return p.n_k; }
 
-DEVICE long long keys_of(const Params& p, long long b) { return seq_info(p, b).n_k; }
-DEVICE long long offset_of(const Params& p, long long b) { return seq_info(p, b).q_position; }
+// Row n of head h of batch entry b.
+template <typename T>
+DEVICE T* row_at(const Tensor& tensor, long long b, long long h, long long n) {
+    return static_cast<T*>(tensor.data) + b * tensor.batch + h * tensor.head + n * tensor.token;
+}
+// The rows of query n and of key n of sequence b, in a tensor that has one for each query (Q, O, dO, dQ, log-sum-exp)
+// or for each key (K, V, dK, dV). row_at() is for tensors of another form, such as accumulators.
+DEVICE long long q_token(const Params& p, long long b, long long n) { return seq_info(p, b).row_offset + n; }
+DEVICE long long kv_token(const Params& p, long long b, long long n) { return seq_info(p, b).key_offset + n; }
+template <typename T>
+DEVICE T* q_row(const Params& p, const Tensor& tensor, long long b, long long h, long long n) {
+    return row_at<T>(tensor, b, h, q_token(p, b, n));
+}
+template <typename T>
+DEVICE T* kv_row(const Params& p, const Tensor& tensor, long long b, long long h, long long n) {
+    return row_at<T>(tensor, b, h, kv_token(p, b, n));
+}

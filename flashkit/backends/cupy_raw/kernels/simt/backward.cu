@@ -63,7 +63,7 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
     const long long head_kv = blockIdx.x % heads_kv, b = blockIdx.x / heads_kv % p.batch;
     const long long k0 = blockIdx.x / (heads_kv * p.batch) * BLOCK_K, n_k = seq_info(p, b).n_k;
     const long long k1 = k0 + BLOCK_K < n_k ? k0 + BLOCK_K : n_k;
-    const Rows k = rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K), v = rows_of(p.v, b, head_kv, k0, n_k, BLOCK_K);
+    const Rows k = kv_rows(p, p.k, b, head_kv, k0, n_k), v = kv_rows(p, p.v, b, head_kv, k0, n_k);
 
 #pragma unroll 1
     for (int nonfinite = 0; nonfinite < 2; ++nonfinite) {
@@ -75,8 +75,8 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
 #pragma unroll 1
             while (walk.next()) {
                 const long long row0 = walk.tile * BLOCK_Q;
-                const Rows q = rows_of(p.q, b, h, row0, seq_info(p, b).n_q, BLOCK_Q);
-                const Rows dout = rows_of(p.dout, b, h, row0, seq_info(p, b).n_q, BLOCK_Q);
+                const Rows q = q_rows(p, p.q, b, h, row0, seq_info(p, b).n_q);
+                const Rows dout = q_rows(p, p.dout, b, h, row0, seq_info(p, b).n_q);
                 fk_float s[ROWS_PER_THREAD][COLUMNS_PER_THREAD], dp[ROWS_PER_THREAD][COLUMNS_PER_THREAD];
                 scores<ROWS, COLUMNS, HEAD_DIM>(k, q, s, stages);
                 scores<ROWS, COLUMNS, HEAD_DIM_V>(v, dout, dp, stages);
@@ -93,8 +93,9 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; ++i) one[i] = 1;
         // Keys past a sequence's length have accumulated nothing and get 0.
-        const bool finite = store_accumulator<ROWS, HEAD_DIM>(dk, one, p.dk, b, head_kv, k0, max_n_k(p)) &
-                            store_accumulator<ROWS, HEAD_DIM_V>(dv, one, p.dv, b, head_kv, k0, max_n_k(p));
+        const long long start = seq_info(p, b).key_offset, n = max_n_k(p);
+        const bool finite = store_accumulator<ROWS, HEAD_DIM>(dk, one, p.dk, b, head_kv, start, k0, n) &
+                            store_accumulator<ROWS, HEAD_DIM_V>(dv, one, p.dv, b, head_kv, start, k0, n);
         if (!__syncthreads_or(!finite)) break;
     }
 }
@@ -105,8 +106,8 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
     const long long h = blockIdx.x % p.heads, b = blockIdx.x / p.heads % p.batch, head_kv = h / GQA_GROUP;
     const long long row0 = (tiles - 1 - blockIdx.x / (p.heads * p.batch)) * BLOCK_Q, n_k = seq_info(p, b).n_k;
     const long long row1 = row0 + BLOCK_Q < seq_info(p, b).n_q ? row0 + BLOCK_Q : seq_info(p, b).n_q;
-    const Rows q = rows_of(p.q, b, h, row0, seq_info(p, b).n_q, BLOCK_Q);
-    const Rows dout = rows_of(p.dout, b, h, row0, seq_info(p, b).n_q, BLOCK_Q);
+    const Rows q = q_rows(p, p.q, b, h, row0, seq_info(p, b).n_q);
+    const Rows dout = q_rows(p, p.dout, b, h, row0, seq_info(p, b).n_q);
 
 #pragma unroll 1
     for (int nonfinite = 0; nonfinite < 2; ++nonfinite) {
@@ -116,10 +117,10 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
 #pragma unroll 1
         while (walk.next()) {
             const long long k0 = walk.tile * BLOCK_K;
-            const Rows k = rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K);
+            const Rows k = kv_rows(p, p.k, b, head_kv, k0, n_k);
             fk_float s[ROWS_PER_THREAD][COLUMNS_PER_THREAD], dp[ROWS_PER_THREAD][COLUMNS_PER_THREAD];
             scores<ROWS, COLUMNS, HEAD_DIM>(q, k, s, stages);
-            scores<ROWS, COLUMNS, HEAD_DIM_V>(dout, rows_of(p.v, b, head_kv, k0, n_k, BLOCK_K), dp, stages);
+            scores<ROWS, COLUMNS, HEAD_DIM_V>(dout, kv_rows(p, p.v, b, head_kv, k0, n_k), dp, stages);
             softmax_backward(p, walk.state, s, dp, b, h, row0, k0, n_k);
             store_tile<ROWS, COLUMNS>(dp, p_tile);
             accumulate<ROWS, COLUMNS, HEAD_DIM>(p_tile, k, dq, stages, nonfinite);
@@ -127,7 +128,8 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
         fk_float one[ROWS_PER_THREAD];
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; ++i) one[i] = 1;
-        const bool finite = store_accumulator<ROWS, HEAD_DIM>(dq, one, p.dq, b, h, row0, seq_info(p, b).n_q);
+        const SeqInfo seq = seq_info(p, b);
+        const bool finite = store_accumulator<ROWS, HEAD_DIM>(dq, one, p.dq, b, h, seq.row_offset, row0, seq.n_q);
         if (!__syncthreads_or(!finite)) break;
     }
 }

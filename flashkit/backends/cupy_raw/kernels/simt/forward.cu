@@ -69,9 +69,10 @@ DEVICE bool epilogue(const Params& p, long long b, long long h, long long row0,
         factor[i] = empty ? (fk_float)0 : factor[i] / row_sum;
         const long long row = row0 + ty + i * TY;
         if (tx == 0 && row < seq_info(p, b).n_q)
-            *row_at<fk_float>(p.lse, b, h, row) = empty ? HIDDEN : row_max + fk_log(row_sum);
+            *q_row<fk_float>(p, p.lse, b, h, row) = empty ? HIDDEN : row_max + fk_log(row_sum);
     }
-    return store_accumulator<BLOCK_Q, HEAD_DIM_V>(o, factor, p.out, b, h, row0, seq_info(p, b).n_q);
+    const SeqInfo seq = seq_info(p, b);
+    return store_accumulator<BLOCK_Q, HEAD_DIM_V>(o, factor, p.out, b, h, seq.row_offset, row0, seq.n_q);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forward(KERNEL_PARAMS) {
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
     const long long b = blockIdx.x / heads % p.batch, h = blockIdx.x % heads, head_kv = h / GQA_GROUP;
     const long long row0 = (tiles - 1 - blockIdx.x / (heads * p.batch)) * BLOCK_Q, n_k = seq_info(p, b).n_k;
     const long long row1 = row0 + BLOCK_Q < seq_info(p, b).n_q ? row0 + BLOCK_Q : seq_info(p, b).n_q;
-    const Rows q = rows_of(p.q, b, h, row0, seq_info(p, b).n_q, BLOCK_Q);
+    const Rows q = q_rows(p, p.q, b, h, row0, seq_info(p, b).n_q);
 
     // An element of P that is 0 times an inf or NaN in a masked row of V is NaN. A CTA with a non-finite O, which is
     // rare, repeats its work and skips the products with 0.
@@ -101,13 +102,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
         while (walk.next()) {
             const long long k0 = walk.tile * BLOCK_K;
             fk_float s[ROWS_PER_THREAD][KEYS_PER_THREAD];
-            scores<BLOCK_Q, BLOCK_K, HEAD_DIM>(q, rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K), s, stages);
+            scores<BLOCK_Q, BLOCK_K, HEAD_DIM>(q, kv_rows(p, p.k, b, head_kv, k0, n_k), s, stages);
             scale_tile(s, (fk_float)p.softmax_scale);
             modify_tile<BLOCK_Q, BLOCK_K, false, false>(p, walk.state, s, s, b, h, row0, k0, n_k);
             online_softmax(s, m, l, o);
             if constexpr (HAS_DROPOUT) drop_tile<BLOCK_Q, BLOCK_K, false>(p, s, b, h, row0, k0);
             store_tile<BLOCK_Q, BLOCK_K>(s, p_tile);
-            accumulate<BLOCK_Q, BLOCK_K, HEAD_DIM_V>(p_tile, rows_of(p.v, b, head_kv, k0, n_k, BLOCK_K), o, stages,
+            accumulate<BLOCK_Q, BLOCK_K, HEAD_DIM_V>(p_tile, kv_rows(p, p.v, b, head_kv, k0, n_k), o, stages,
                                                      nonfinite);
         }
         const bool finite = epilogue(p, b, h, row0, m, l, o);

@@ -40,15 +40,21 @@ constexpr int tile_pitch(int n) { return n + (TX < 32 ? TX : 0); }
 
 // --- load_tile -------------------------------------------------------------------------------------------------------
 
-// Rows of one head that a tile covers: `count` rows exist, the first at `data`, `token` elements apart.
+// Queries or keys of one head that a tile covers: `count` exist, the first at `data`, `token` elements apart.
 struct Rows {
     const storage* data;
     long long token;
     int count;
 };
 
-DEVICE Rows rows_of(const Tensor& tensor, long long b, long long h, long long first, long long n, int block) {
-    return {row_at<const storage>(tensor, b, h, first), tensor.token, (int)(n - first < block ? n - first : block)};
+// From row `first` of `n` on.
+DEVICE Rows q_rows(const Params& p, const Tensor& tensor, long long b, long long h, long long first, long long n) {
+    const int count = (int)(n - first < BLOCK_Q ? n - first : BLOCK_Q);
+    return {q_row<const storage>(p, tensor, b, h, first), tensor.token, count};
+}
+DEVICE Rows kv_rows(const Params& p, const Tensor& tensor, long long b, long long h, long long first, long long n) {
+    const int count = (int)(n - first < BLOCK_K ? n - first : BLOCK_K);
+    return {kv_row<const storage>(p, tensor, b, h, first), tensor.token, count};
 }
 
 #if __CUDA_ARCH__ >= 800
@@ -226,19 +232,19 @@ DEVICE void accumulate(const fk_float* a, const Rows& b, fk_float (&acc)[M / TY]
 
 // --- epilogue --------------------------------------------------------------------------------------------------------
 
-// Writes an accumulator to a tensor, each row times its factor. Returns whether all of the thread's elements are
-// finite.
+// Writes an accumulator to rows first ... n - 1 of a sequence that begins at row `start` of the tensor, each row times
+// its factor. Returns whether all of the thread's elements are finite.
 template <int M, int DIM>
 DEVICE bool store_accumulator(const fk_float (&acc)[M / TY][accumulator_pitch(DIM) / TX],
                               const fk_float (&factor)[M / TY], const Tensor& tensor, long long b, long long h,
-                              long long first, long long n) {
+                              long long start, long long first, long long n) {
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < M / TY; ++i) {
         const long long row = first + ty + i * TY;
         if (row < n) {
-            storage* target = row_at<storage>(tensor, b, h, row);
+            storage* target = row_at<storage>(tensor, b, h, start + row);
 #pragma unroll
             for (int c = 0; c < accumulator_pitch(DIM) / TX; ++c) {
                 const int column = c / 4 * 4 * TX + 4 * tx + c % 4;

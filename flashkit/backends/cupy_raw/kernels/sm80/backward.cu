@@ -35,7 +35,7 @@ struct KvSource {
     int n_k;
 
     __device__ __forceinline__ KvSource(const Params& p, int b, int head_kv, int n_k)
-        : k(p.k, b, head_kv), v(p.v, b, head_kv), n_k(n_k) {}
+        : k(p.k, b, head_kv, seq_info(p, b).key_offset), v(p.v, b, head_kv, seq_info(p, b).key_offset), n_k(n_k) {}
     __device__ __forceinline__ void load_k(int k0, unsigned target) const {
         load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, k0, n_k, target);
     }
@@ -85,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
 
 #pragma unroll 1
         for (at.h = head * GQA_GROUP; at.h < (head + 1) * GQA_GROUP; ++at.h) {
-            const Rows<> q(p.q, b, at.h), dout(p.dout, b, at.h);
+            const long long row_offset = seq_info(p, b).row_offset;
+            const Rows<> q(p.q, b, at.h, row_offset), dout(p.dout, b, at.h, row_offset);
             if (threadIdx.x == 0) list.next = 0;
             int previous = -1;  // the query tile whose dQ this CTA added to last
 #pragma unroll 1

@@ -16,13 +16,14 @@ DEVICE float dot(const storage* x, const storage* y) {
 template <Gradient WHICH>
 DEVICE float recompute_pair(const Params& p, int b, int h, int query, int key) {
     const long long q = query + seq_info(p, b).q_position;
-    const storage *q_row = row_at<storage>(p.q, b, h, query), *k_row = row_at<storage>(p.k, b, h / GQA_GROUP, key);
-    const float s = dot<HEAD_DIM>(q_row, k_row) * (float)p.softmax_scale;
+    const storage* q_data = q_row<storage>(p, p.q, b, h, query);
+    const storage* k_data = kv_row<storage>(p, p.k, b, h / GQA_GROUP, key);
+    const float s = dot<HEAD_DIM>(q_data, k_data) * (float)p.softmax_scale;
     const float lse = *row_at<float>(p.bwd_lse, b, h, query), x = modify<true>(s, b, h, query, q, key, p);
     const float p_pair = x == HIDDEN ? 0.0f : exp2_fast((x - lse) * LOG2E);
     if (p_pair == 0) return 0;
     if constexpr (WHICH == DV) return HAS_DROPOUT ? drop(p_pair, p, b, h, query, key) : p_pair;
-    float dp = dot<HEAD_DIM_V>(row_at<storage>(p.dout, b, h, query), row_at<storage>(p.v, b, h / GQA_GROUP, key));
+    float dp = dot<HEAD_DIM_V>(q_row<storage>(p, p.dout, b, h, query), kv_row<storage>(p, p.v, b, h / GQA_GROUP, key));
     if constexpr (HAS_DROPOUT) dp = drop(dp, p, b, h, query, key);
     const float slope = HAS_SCORE ? (float)score_slope(s, b, h, query, q, key, p) : 1.0f;
     return p_pair * slope * (dp - *row_at<float>(p.delta, b, h, query));
@@ -35,7 +36,10 @@ DEVICE void recompute_row(const Params& p, int b, int head, int row, int first, 
     constexpr int DIM = WHICH == DV ? HEAD_DIM_V : HEAD_DIM, HEADS = WHICH == DQ ? 1 : GQA_GROUP;
     const Tensor& target = WHICH == DQ ? p.dq : WHICH == DK ? p.dk : p.dv;
     const Tensor& other = WHICH == DQ ? p.k : WHICH == DK ? p.q : p.dout;
-    const int lane = threadIdx.x % 32, n = WHICH == DQ ? (int)seq_info(p, b).n_k : (int)seq_info(p, b).n_q;
+    const SeqInfo seq = seq_info(p, b);
+    const long long start_target = WHICH == DQ ? seq.row_offset : seq.key_offset;
+    const long long start_other = WHICH == DQ ? seq.key_offset : seq.row_offset;
+    const int lane = threadIdx.x % 32, n = WHICH == DQ ? (int)seq.n_k : (int)seq.n_q;
 #pragma unroll 1
     for (int c = lane; c - lane < columns; c += 32) {
         const bool exists = c < columns && first + c < DIM;
@@ -49,10 +53,11 @@ DEVICE void recompute_row(const Params& p, int b, int head, int row, int first, 
 #pragma unroll 1
                 for (int i = 0; i < 32 && start + i < n; ++i) {
                     const float factor_i = __shfl_sync(~0u, mine, i);
-                    const storage* x = row_at<storage>(other, b, WHICH == DQ ? h / GQA_GROUP : h, start + i);
+                    const int other_head = WHICH == DQ ? h / GQA_GROUP : h;
+                    const storage* x = row_at<storage>(other, b, other_head, start_other + start + i);
                     if (factor_i != 0 && exists) sum = fmaf(factor_i, (float)widen(x[first + c]), sum);
                 }
             }
-        if (exists) row_at<storage>(target, b, head, row)[first + c] = narrow(sum * factor);
+        if (exists) row_at<storage>(target, b, head, start_target + row)[first + c] = narrow(sum * factor);
     }
 }

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256, 6) bwd_postprocess(KERNEL_PARA
         for (int half = 0; half < 2; ++half) {
             const int row = tile * BLOCK_Q + each.row + 8 * half;
             if (row < seq_info(p, b).n_q)
-                store_eight<HEAD_DIM>(row_at<storage>(p.dq, b, h, row), each.column, each.x[half]);
+                store_eight<HEAD_DIM>(q_row<storage>(p, p.dq, b, h, row), each.column, each.x[half]);
         }
     }
     if (!MAY_HIDE || !__syncthreads_or(nonfinite)) return;

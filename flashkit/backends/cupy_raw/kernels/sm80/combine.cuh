@@ -33,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(COMBINE_COLUMNS * COMBINE_GROUPS) c
     if (group > 0) return;
 #pragma unroll
     for (int other = 1; other < COMBINE_GROUPS; ++other) sum += sum_smem[other], acc += acc_smem[other][column];
-    if (column < HEAD_DIM_V) row_at<storage>(p.out, b, h, row)[column] = narrow(sum == 0 ? 0.0f : acc / sum);
-    if (column == 0) *row_at<float>(p.lse, b, h, row) = sum == 0 ? HIDDEN : finite_max + logf(sum);
+    if (column < HEAD_DIM_V) q_row<storage>(p, p.out, b, h, row)[column] = narrow(sum == 0 ? 0.0f : acc / sum);
+    if (column == 0) *q_row<float>(p, p.lse, b, h, row) = sum == 0 ? HIDDEN : finite_max + logf(sum);
 }

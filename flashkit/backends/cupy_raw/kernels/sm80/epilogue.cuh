@@ -84,7 +84,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, int split, const float
             if (index >= at.rows) continue;
             if (threadIdx.x % 4 == 0 && at.warp_column() == 0) {
                 if constexpr (SPLIT_KV) *row_at<float>(p.lse_partial, split * p.batch + at.b, h, row) = lse;
-                else *row_at<float>(p.lse, at.b, h, row) = lse;
+                else *q_row<float>(p, p.lse, at.b, h, row) = lse;
             }
             if constexpr (SPLIT_KV) {
                 float* target = row_at<float>(p.o_partial, split * p.batch + at.b, h, row);
@@ -95,7 +95,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, int split, const float
                     if (column + 1 < HEAD_DIM_V) target[column + 1] = o[i][n][2 * half + 1];
                 }
             } else if constexpr (!STAGED) {
-                storage* target = row_at<storage>(p.out, at.b, h, row);
+                storage* target = q_row<storage>(p, p.out, at.b, h, row);
 #pragma unroll
                 for (int n = 0; n < COLUMNS; ++n)
                     store_pair<HEAD_DIM_V>(target, at.column(n), o[i][n][2 * half], o[i][n][2 * half + 1]);
@@ -103,7 +103,8 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, int split, const float
         }
     if constexpr (STAGED) {
         const int column = at.warp_column() * COLUMNS * 8;
-        store_tile<HEAD_DIM_V, HEAD_DIM>(o, 1.0f, q_of_warp, column, column, Rows<PACK_GQA>(p.out, at.b, at.h),
+        const Rows<PACK_GQA> target(p.out, at.b, at.h, seq_info(p, at.b).row_offset);
+        store_tile<HEAD_DIM_V, HEAD_DIM>(o, 1.0f, q_of_warp, column, column, target,
                                          at.row0 + at.row_of_warp(), at.rows);
     }
 }

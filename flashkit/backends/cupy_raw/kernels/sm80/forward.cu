@@ -76,7 +76,7 @@ struct KvSource {
     int n_k;
 
     __device__ __forceinline__ KvSource(const Params& p, int b, int head_kv, int n_k)
-        : k(p.k, b, head_kv), v(p.v, b, head_kv), n_k(n_k) {}
+        : k(p.k, b, head_kv, seq_info(p, b).key_offset), v(p.v, b, head_kv, seq_info(p, b).key_offset), n_k(n_k) {}
     __device__ __forceinline__ void load_k(int tile, unsigned stage) const {
         load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, tile * BLOCK_K, n_k, stage);
     }
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     const int tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     const unsigned splits = SPLIT_KV ? (unsigned)p.num_splits : 1, split = blockIdx.x % splits;
     const unsigned index = blockIdx.x / splits;
-    const TileCoord coord = ForwardTileScheduler<SPLIT_KV>::initial(p, heads, tiles, index);
+    const TileCoord coord = ForwardTileScheduler<SPLIT_KV>::initial(p, heads, tiles, (int)index);
     const int b = coord.bh / heads, h = coord.bh % heads * PACK_GQA, row0 = coord.tile * BLOCK_Q;
     const WorkTile at{b, h, row0, rows, (int)seq_info(p, b).n_k, seq_info(p, b).q_position};
     const int from = row0 / PACK_GQA, to = ((row0 + BLOCK_Q < rows ? row0 + BLOCK_Q : rows) + PACK_GQA - 1) / PACK_GQA;
@@ -115,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
         row_state() = now;
         if (threadIdx.x == 0) list.next = 0;
         if (!nonfinite) {
-            if constexpr (PACK_GQA == 1) load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<>(p.q, b, h), row0, rows, q_shared);
-            else load_packed<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK_GQA>(p.q, b, h), row0, rows, q_shared);
+            load_tile<BLOCK_Q, HEAD_DIM, THREADS>(Rows<PACK_GQA>(p.q, b, h, seq_info(p, b).row_offset), row0, rows,
+                                                  q_shared);
         }
         const auto load_kv = [&](int tile, int stage) {
             kv.load_k(tile, stages + stage * STAGE_BYTES);

@@ -26,8 +26,9 @@ struct Rows {
     storage* data;
     bool aligned;  // whether every row begins on 16 bytes
 
-    __device__ __forceinline__ Rows(const Tensor& tensor, long long b, long long h)
-        : tensor(tensor), data(row_at<storage>(tensor, b, h, 0)) {
+    // `start`: row of the tensor that counts as row 0, SeqInfo::row_offset or key_offset.
+    __device__ __forceinline__ Rows(const Tensor& tensor, long long b, long long h, long long start)
+        : tensor(tensor), data(row_at<storage>(tensor, b, h, start)) {
         const long long all = tensor.token | (PACK_GQA > 1 ? tensor.head : 0);
         aligned = (((unsigned long long)data | all * (long long)sizeof(storage)) & 15) == 0;
     }
@@ -109,9 +110,9 @@ DEVICE void load_tile(const Rows<>& source, int first, int count, unsigned targe
     copy.copy(0, 1);
 }
 
-// load_tile() for packed GQA: rows of PACK_GQA heads.
+// The same for packed GQA: rows of PACK_GQA heads.
 template <int ROWS, int DIM, int THREADS, int PACK_GQA>
-DEVICE void load_packed(const Rows<PACK_GQA>& source, int first, int count, unsigned target) {
+DEVICE void load_tile(const Rows<PACK_GQA>& source, int first, int count, unsigned target) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * row_vecs(DIM); i += THREADS) {
         const int row = i / row_vecs(DIM), column = i % row_vecs(DIM) * VEC_ELEMENTS;

@@ -1,5 +1,6 @@
 // Which work tile a CTA takes, and which tiles of it the mask leaves.
 #pragma once
+#include "common/tile_order.cuh"
 
 // Tiles along one axis that are not EMPTY, in shared memory: the registers of the main loops are needed for
 // accumulators. The first warp classifies 32 tiles at once, and before that 32 groups of 32 tiles where one call of
@@ -59,30 +60,13 @@ DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to
     return list.count > 0;
 }
 
-struct TileCoord {
-    int tile, bh;  // tile along the sequence; head, counted over all batch entries
-};
-// L2 swizzle: heads in groups of heads_per_group, whose operands the L2 cache holds together; within a group tile after
-// tile, each for all heads.
-DEVICE TileCoord tile_coord(unsigned index, unsigned tiles, unsigned heads, unsigned heads_per_group) {
-    const unsigned group = index / (heads_per_group * tiles), rest = index - group * heads_per_group * tiles;
-    const unsigned left = heads - group * heads_per_group, size = left < heads_per_group ? left : heads_per_group;
-    return {(int)(rest / size), (int)(group * heads_per_group + rest % size)};
-}
-
-// Forward pass: the grid has a CTA for each work tile and split, so initial() gives the only work tile of a CTA.
-//
-// Longest-processing-time-first (LPT): under a mask the last query tiles come first. The quarter of the tiles with the
-// least work forms the LPT tail, which comes after all other tiles of all heads and evens out when the CTAs finish.
+// Forward pass: the grid has a CTA for each work tile and split, so initial() gives the only work tile of a CTA. The
+// last query tiles come first: under a causal mask they have most to do.
 template <bool SPLIT>
 struct ForwardTileScheduler {
-    static __device__ __forceinline__ TileCoord initial(const Params& p, int heads, int tiles, unsigned index) {
-        const unsigned all = heads * (unsigned)p.batch, before_tail = HAS_MASK ? tiles - tiles / 4 : tiles;
-        TileCoord coord;
-        if (!HAS_MASK || index < before_tail * all)
-            coord = tile_coord(index, before_tail, all, SPLIT ? all : (unsigned)p.heads_per_l2_group);
-        else
-            coord = {(int)(index / all), (int)(index % all)};
+    static __device__ __forceinline__ TileCoord initial(const Params& p, int heads, int tiles, int index) {
+        const int all = heads * (int)p.batch, together = SPLIT ? all : (int)p.heads_per_l2_group;
+        const TileCoord coord = tile_coord(index, tiles_before_lpt_tail(tiles), all, together);
         return {tiles - 1 - coord.tile, coord.bh};
     }
 };

@@ -84,7 +84,7 @@ DEVICE float step_between(float first, float last, int steps) {
 DEVICE bool find_affine(const Params& p, const WorkTile& at, const Head& head, int k0, float scale,
     AffineScore& affine) {
     constexpr int LAST = BLOCK_K - 1;
-    const int end = (int)p.n_q - 1;
+    const int end = (int)seq_info(p, at.b).n_q - 1;
     if constexpr (SLOPED && DIAGONAL) {  // one step along a row equals one from row to row, the other way
         const int row0 = at.row0 + threadIdx.x % 128 / 32 * 16, lane = threadIdx.x % 32;
         const start q0 = row0 + at.offset;

@@ -25,7 +25,7 @@ DEVICE void visit_element(float ds, const FragmentId& id, int n, int half, int c
     if constexpr (VISITS_DS) {
         const FragmentCoord at = coord_of(id);
         const int row = at.row0 + lane_row(n, c);
-        visit_ds(ds, at.b, at.h, row, row + offset_of(p, at.b), at.k0 + lane_key(half), p);
+        visit_ds(ds, at.b, at.h, row, row + seq_info(p, at.b).q_position, at.k0 + lane_key(half), p);
     }
 }
 

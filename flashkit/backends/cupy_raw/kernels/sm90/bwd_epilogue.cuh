@@ -2,12 +2,12 @@
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
-// first_key: of the warp's keys among the work tile's. The pieces go through BUFFERS places in shared memory from
+// box: from the warp's first key on. The pieces go through BUFFERS places in shared memory from
 // `buffer` on, STRIDE bytes apart; BEFORE pieces went there before these. The first one waits until all earlier bulk
 // stores of the warp have left.
 constexpr int BYTES_PIECE = 16 * CHUNK_ROW;
 template <int DIM, int BEFORE, int BUFFERS, int STRIDE>
-DEVICE void store_dkv(const TensorMap& map, const WorkTile& at, int first_key, int lane, unsigned buffer,
+DEVICE void store_dkv(const TensorMap& map, const Box& box, int lane, unsigned buffer,
                       const float (&x)[padded(DIM) / 2], float factor) {
 #pragma unroll
     for (int chunk = 0; chunk < chunks(DIM); ++chunk) {
@@ -24,6 +24,6 @@ DEVICE void store_dkv(const TensorMap& map, const WorkTile& at, int first_key, i
         }
         fence_proxy_async();
         __syncwarp();
-        if (elect_one()) tma_store<1>(map, {64 * chunk, at.k0 + first_key, at.head, at.b}, target), bulk_commit();
+        if (elect_one()) tma_store<1>(map, at_column(box, 64 * chunk), target), bulk_commit();
     }
 }

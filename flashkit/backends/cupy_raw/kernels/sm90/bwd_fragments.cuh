@@ -36,7 +36,8 @@ DEVICE FragmentCoord coord_of(const FragmentId& id) {
 // Whether positions and their differences fit 32 bits. A vote, so that the compiler knows it is uniform.
 constexpr long long NEAR_POSITIONS = 1 << 26;
 DEVICE bool positions_are_near(const Params& p, long long offset) {
-    return __all_sync(~0u, offset >= -NEAR_POSITIONS && offset + p.n_q < NEAR_POSITIONS && p.n_k < NEAR_POSITIONS);
+    constexpr long long most = NEAR_POSITIONS;
+    return __all_sync(~0u, offset >= -most && offset + max_n_q(p) < most && max_n_k(p) < most);
 }
 
 // --- products --------------------------------------------------------------------------------------------------------

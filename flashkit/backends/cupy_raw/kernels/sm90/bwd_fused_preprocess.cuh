@@ -57,8 +57,8 @@ DEVICE void fused_preprocess(const Params& p, const TensorMap& out_map, const Te
         for (int from = at.tile * BLOCK_Q; from < (at.tile + 1) * BLOCK_Q; from += ROWS_PER_LOAD) {
             if (first_warp && elect_one()) {
                 mbarrier_arrive_expect_tx(loaded, 2 * BYTES_PER_LOAD);
-                load_tile<1, CHUNKS_V, ROWS_PER_LOAD>(out, out_map, from, at.h, at.b, loaded);
-                load_tile<1, CHUNKS_V, ROWS_PER_LOAD>(dout, dout_map, from, at.h, at.b, loaded);
+                load_tile<1, CHUNKS_V, ROWS_PER_LOAD>(out, out_map, q_box(p, at.b, at.h, from), loaded);
+                load_tile<1, CHUNKS_V, ROWS_PER_LOAD>(dout, dout_map, q_box(p, at.b, at.h, from), loaded);
             }
             const RowStats given = load_given_stats(p, at.b, at.h, from + thread);
             mbarrier_wait(loaded, loads++ & 1);

@@ -22,12 +22,13 @@ struct KvSource {
     __device__ __forceinline__ void load_k(const WorkTile& at, unsigned number) const {
         if (elect_one()) {
             mbarrier_arrive_expect_tx(k_loaded(number), BYTES_K);
-            load_tile<1, CHUNKS, CTA_KEYS>(k_tile(number), k_map, first_cta_key(at), at.head, at.b, k_loaded(number));
+            load_tile<1, CHUNKS, CTA_KEYS>(k_tile(number), k_map, kv_box(p, at.b, at.head, first_cta_key(at)),
+                                           k_loaded(number));
         }
     }
     __device__ __forceinline__ void clear_nonfinite_k(const WorkTile& at, unsigned number, bool leader) const {
         mbarrier_wait(k_loaded(number), number / KEY_BUFFERS & 1);
-        clear_nonfinite_keys<CHUNKS>(k_tile(number), (int)keys_of(p, at.b) - first_cta_key(at),
+        clear_nonfinite_keys<CHUNKS>(k_tile(number), (int)seq_info(p, at.b).n_k - first_cta_key(at),
                                      nonfinite_keys_slot(base, number));
         if (leader) mbarrier_arrive(k_full(number));
     }
@@ -40,12 +41,12 @@ struct KvSource {
         pipe.producer_acquire(number);
         if (elect_one()) {
             mbarrier_arrive_expect_tx(loaded, BYTES_PEER_K);
-            load_tile<1, DQ_CHUNKS, CTA_KEYS>(base + AT_PEER_K, k_map, from, at.head, at.b, loaded,
+            load_tile<1, DQ_CHUNKS, CTA_KEYS>(base + AT_PEER_K, k_map, kv_box(p, at.b, at.head, from), loaded,
                                               64 * DQ_CHUNKS * rank);
         }
         if constexpr (CLEARS_KEYS) {
             mbarrier_wait(loaded, number & 1);
-            clear_nonfinite_keys<DQ_CHUNKS>(base + AT_PEER_K, (int)keys_of(p, at.b) - from, 0);
+            clear_nonfinite_keys<DQ_CHUNKS>(base + AT_PEER_K, (int)seq_info(p, at.b).n_k - from, 0);
             if (leader) mbarrier_arrive(pipe.full);
         }
     }
@@ -55,6 +56,7 @@ struct KvSource {
         const auto pipe = v_pipe(base);
         pipe.producer_acquire(number);
         mbarrier_arrive_expect_tx(pipe.full, BYTES_V);
-        load_tile<1, CHUNKS_V, CTA_KEYS>(base + AT_V, v_map, first_cta_key({b, h, k0}), h / GQA_GROUP, b, pipe.full);
+        load_tile<1, CHUNKS_V, CTA_KEYS>(base + AT_V, v_map, kv_box(p, b, h / GQA_GROUP, first_cta_key({b, h, k0})),
+                                         pipe.full);
     }
 };

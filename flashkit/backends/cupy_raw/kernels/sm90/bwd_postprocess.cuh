@@ -8,7 +8,7 @@
 // Until a query tile's dQ is complete: DETERMINISTIC, until all key tiles have added to it; else until all work tiles
 // of its head are finished. All CTAs of the backward kernel are resident by then.
 DEVICE void wait_for_dq(const Params& p, int b, int h, int tile) {
-    const int tiles = ceil_div(p.n_k, BLOCK_K);
+    const int tiles = ceil_div(max_n_k(p), BLOCK_K);
     auto backoff = [] { asm volatile("nanosleep.u32 500;"); };
     if constexpr (DETERMINISTIC) {
         const int words = DqSemaphore::words_per_cta(p);
@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(256) bwd_postprocess(KERNEL_PARAMS)
 #pragma unroll 4
     for (int i = threadIdx.x; i < BLOCK_Q * VECS; i += 256) {
         const int r = i / VECS, row = tile * BLOCK_Q + r;
-        if (row < (int)p.n_q)
-            *reinterpret_cast<uint4*>(row_at<storage>(p.dq, b, h, row) + i % VECS * 8) =
+        if (row < (int)seq_info(p, b).n_q)
+            *reinterpret_cast<uint4*>(q_row<storage>(p, p.dq, b, h, row) + i % VECS * 8) =
                 *reinterpret_cast<const uint4*>(rows + r * PITCH + i % VECS * 8);
     }
 }

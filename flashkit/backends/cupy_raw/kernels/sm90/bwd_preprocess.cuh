@@ -18,15 +18,15 @@ DEVICE float dot(const uint4& x, const uint4& y) {
 
 struct RowStats { float lse, dlse; };
 DEVICE RowStats load_given_stats(const Params& p, int b, int h, int row) {
-    const bool exists = row < (int)p.n_q;
-    return {exists ? *row_at<const float>(p.lse, b, h, row) : 0.0f,
-            exists && p.dlse.data != nullptr ? *row_at<const float>(p.dlse, b, h, row) : 0.0f};
+    const bool exists = row < (int)seq_info(p, b).n_q;
+    return {exists ? *q_row<const float>(p, p.lse, b, h, row) : 0.0f,
+            exists && p.dlse.data != nullptr ? *q_row<const float>(p, p.dlse, b, h, row) : 0.0f};
 }
 // Stores delta and bwd_lse of a row whose rowsum(dO * O) is `total`; returns whether the row is non-finite. bwd_lse is
 // +inf for a row without visible keys, whose P so becomes 0; NaN for a non-finite row; and great for rows past the end.
 DEVICE bool store_row_stats(const Params& p, int b, int h, int row, const RowStats& given, float total) {
     float lse_log2 = 1e30f;
-    if (row < (int)p.n_q) {
+    if (row < (int)seq_info(p, b).n_q) {
         const bool empty = given.lse == HIDDEN;
         total = empty ? 0 : total - given.dlse;
         lse_log2 = empty ? INFINITE : is_finite(given.lse) && is_finite(total) ? given.lse * LOG2E : fk_special(0);
@@ -60,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) 
     for (int from = 0; from < BLOCK_Q; from += ROWS_AT_ONCE) {
         const int row = at.tile * BLOCK_Q + from + threadIdx.x / LANES_PER_ROW;
         float total = 0;
-        if (row < (int)p.n_q) {
-            const uint4* out = reinterpret_cast<const uint4*>(row_at<const storage>(p.out, at.b, at.h, row));
-            const uint4* dout = reinterpret_cast<const uint4*>(row_at<const storage>(p.dout, at.b, at.h, row));
+        if (row < (int)seq_info(p, at.b).n_q) {
+            const uint4* out = reinterpret_cast<const uint4*>(q_row<const storage>(p, p.out, at.b, at.h, row));
+            const uint4* dout = reinterpret_cast<const uint4*>(q_row<const storage>(p, p.dout, at.b, at.h, row));
 #pragma unroll
             for (int i = 0; i < (ROW_VECS + LANES_PER_ROW - 1) / LANES_PER_ROW; ++i)
                 if (lane + i * LANES_PER_ROW < ROW_VECS)

@@ -23,18 +23,19 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
         if (elect_one()) {
             const float *lse_source = static_cast<const float*>(p.bwd_lse.data) + (long long)index * BLOCK_Q;
             const float *delta_source = static_cast<const float*>(p.delta.data) + (long long)index * BLOCK_Q;
+            const Box rows = q_box(p, b, h, tile * BLOCK_Q);
             pipe_q.producer_acquire(n);
             const unsigned desc = tile_desc_slot(base, n);
             store_word(desc, tile << 8 | (last ? TileDesc::LAST_TILE : 0) | states);
             store_word(desc + TileDesc::HEAD, h), store_word(desc + TileDesc::INDEX, index);
             mbarrier_arrive_expect_tx(q_loaded,
                                       BYTES_Q + BYTES_ROW_STATS + (nonfinite ? BYTES_DOUT + BYTES_ROW_STATS : 0));
-            load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, tile * BLOCK_Q, h, b, q_loaded);
+            load_tile<1, CHUNKS, BLOCK_Q>(q, q_map, rows, q_loaded);
             bulk_load(lse, lse_source, BYTES_ROW_STATS, q_loaded);
             if (first) kv.load_v(b, h, k0, number);
             pipe_dout.producer_acquire(n);
             if (!nonfinite) mbarrier_arrive_expect_tx(dout_loaded, BYTES_DOUT + BYTES_ROW_STATS);
-            load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, tile * BLOCK_Q, h, b, dout_loaded);
+            load_tile<1, CHUNKS_V, BLOCK_Q>(dout, dout_map, rows, dout_loaded);
             bulk_load(base + AT_DELTA + dout_stage * BYTES_ROW_STATS, delta_source, BYTES_ROW_STATS, dout_loaded);
         }
         if (nonfinite) {

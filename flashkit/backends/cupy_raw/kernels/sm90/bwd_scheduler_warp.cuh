@@ -7,8 +7,9 @@
 // Flags and states for a TileDesc of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. A tile that reaches
 // past the last key is PARTIAL.
 DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k, int tile, int many) {
-    const long long offset = offset_of(p, at.b);
-    const int row0 = tile * BLOCK_Q, end = row0 + many * BLOCK_Q, row1 = end < (int)p.n_q ? end : (int)p.n_q;
+    const long long offset = seq_info(p, at.b).q_position;
+    const int row0 = tile * BLOCK_Q, end = row0 + many * BLOCK_Q;
+    const int n_q = (int)seq_info(p, at.b).n_q, row1 = end < n_q ? end : n_q;
     auto state_of_keys = [&](int k0, int k1) {
         if (k0 >= n_k) return (int)EMPTY;
         const int state = tile_state(p, at.b, h, offset, row0, row1, k0, k1 < n_k ? k1 : n_k);
@@ -34,7 +35,7 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
     const auto pipe_k = k_pipe(base);
     const TileScheduler work{p, base};
     const bool leader = threadIdx.x % 32 == 0;
-    const int tiles_q = ceil_div(p.n_q, BLOCK_Q), num_work_tiles = work.num_work_tiles();
+    const int tiles_q = ceil_div(max_n_q(p), BLOCK_Q), num_work_tiles = work.num_work_tiles();
     unsigned n = 0, number = 0;  // lists and work tiles so far
     auto acquire_list = [&]() -> QueryTileList& {
         mbarrier_wait_backoff(pipe_list.empty + 8 * pipe_list.stage(n), (n / NUM_LISTS & 1) ^ 1, BACKOFF_NS);
@@ -67,7 +68,7 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
         const int index = work.next(number, leader);
         if (index >= num_work_tiles) break;
         const WorkTile at = work.work_tile(p, index);
-        const int n_k = (int)keys_of(p, at.b);
+        const int n_k = (int)seq_info(p, at.b).n_k;
         const int bh = kv_head_index(p, at.b, at.head);
         const bool descending = is_descending(p, bh);
         if (FUSED_PREPROCESS) {

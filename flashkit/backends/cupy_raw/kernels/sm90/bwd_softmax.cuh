@@ -11,7 +11,7 @@
 template <typename POSITION>
 DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n, int half, int c, POSITION offset,
                         int n_k) {
-    const int k = at.k0 + lane_key(half), own = at.row0 + lane_row(n, c), last = (int)p.n_q - 1;
+    const int k = at.k0 + lane_key(half), own = at.row0 + lane_row(n, c), last = (int)seq_info(p, at.b).n_q - 1;
     const int row = own < last ? own : last;
     const POSITION first = at.row0 + lane_row(0, 0) + offset;
     const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
@@ -20,8 +20,8 @@ DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n
 
 // A PARTIAL tile. Positions beyond 32 bits are masked in a loop, which takes few registers.
 DEVICE void mask_scores(const Params& p, const FragmentCoord& at, float (&s)[S_REGS]) {
-    const int n_k = (int)keys_of(p, at.b);
-    const long long offset = offset_of(p, at.b);
+    const int n_k = (int)seq_info(p, at.b).n_k;
+    const long long offset = seq_info(p, at.b).q_position;
     if (!HAS_MASK || positions_are_near(p, offset)) {
 #pragma unroll
         for (int i = 0; i < S_REGS; ++i) s[i] = mask_score<int>(p, at, s[i], i / 4, i / 2 % 2, i % 2, (int)offset, n_k);
@@ -48,7 +48,7 @@ DEVICE float softmax_p_one(const Params& p, const FragmentCoord& at, float& x, i
     const int k = at.k0 + lane_key(half), row = at.row0 + lane_row(n, c);
     float slope = 1;
     x *= scale;
-    if (k < n_k && row < (int)p.n_q) {
+    if (k < n_k && row < (int)seq_info(p, at.b).n_q) {
         if (HAS_SCORE) slope = score_slope(x, at.b, at.h, row, row + offset, k, p);
         x = modify<PARTIAL_TILE, POSITION>(x, at.b, at.h, row, (POSITION)(row + offset), k, p);
         if (HAS_SCORE) x *= LOG2E;
@@ -67,8 +67,8 @@ template <bool PARTIAL_TILE, typename POSITION>
 DEVICE void softmax_p_general(const Params& p, const FragmentCoord& at, float (&s)[S_REGS],
                               unsigned (&p_frag)[S_REGS / 2], unsigned lse_address, const DropoutMask& dropout) {
     constexpr bool LOOPS = SMALL_SCORE && sizeof(POSITION) == 8;  // as in mask_scores()
-    const int n_k = (int)keys_of(p, at.b);
-    const long long offset = offset_of(p, at.b);
+    const int n_k = (int)seq_info(p, at.b).n_k;
+    const long long offset = seq_info(p, at.b).q_position;
     const float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
     auto nonfinite_keys_from = [&](int half) {  // bits from that of lane_key(half) on
         const int bit = at.first_key + lane_key(half);
@@ -204,7 +204,7 @@ DEVICE bool softmax_p(const Params& p, const FragmentId& id, int tile_desc, bool
     }
     const FragmentCoord at = coord_of(id);
     if constexpr (HAS_DROPOUT) dropout.fill(p, at.b, at.h, at.row0, at.k0);
-    const long long offset = offset_of(p, at.b);
+    const long long offset = seq_info(p, at.b).q_position;
     const bool near = SMALL_SCORE && positions_are_near(p, offset);
     if (HAS_SCORE && !AFFINE_PATH && full && near)
         softmax_p_general<false, int>(p, at, s, p_frag, lse_address, dropout);

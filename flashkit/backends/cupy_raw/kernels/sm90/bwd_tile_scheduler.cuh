@@ -19,12 +19,12 @@ struct TileScheduler {
     // cleared.
     __device__ __forceinline__ static int tail_heads(const Params& p) {
         if constexpr (!HAS_LPT_TAIL) return 0;
-        const int all = num_kv_heads(p), one_each = ceil_div(gridDim.x / CLUSTER_SIZE, ceil_div(p.n_k, BLOCK_K));
+        const int all = num_kv_heads(p), one_each = ceil_div(gridDim.x / CLUSTER_SIZE, ceil_div(max_n_k(p), BLOCK_K));
         const int tail = !DETERMINISTIC ? one_each : p.heads_per_l2_group < 2 ? 2 : (int)p.heads_per_l2_group;
         return tail < all ? tail : all;
     }
     __device__ __forceinline__ static WorkTile work_tile(const Params& p, int index) {
-        const int heads = (int)p.heads / GQA_GROUP, tiles = ceil_div(p.n_k, BLOCK_K), tail = tail_heads(p);
+        const int heads = (int)p.heads / GQA_GROUP, tiles = ceil_div(max_n_k(p), BLOCK_K), tail = tail_heads(p);
         const int first = num_kv_heads(p) - tail;
         const bool in_tail = HAS_LPT_TAIL && index >= first * tiles;
         const TileCoord coord = in_tail ? tile_coord(index - first * tiles, tiles, tail, tail)
@@ -32,7 +32,7 @@ struct TileScheduler {
         const int bh = in_tail ? first + coord.bh : coord.bh;
         return {bh / heads, bh % heads, (FROM_DIAGONAL && !in_tail ? tiles - 1 - coord.tile : coord.tile) * BLOCK_K};
     }
-    __device__ __forceinline__ int num_work_tiles() const { return ceil_div(p.n_k, BLOCK_K) * num_kv_heads(p); }
+    __device__ __forceinline__ int num_work_tiles() const { return ceil_div(max_n_k(p), BLOCK_K) * num_kv_heads(p); }
 
     // The index of work tile `number` of the CTA. All but the first are claimed late, so that the last ones are shared
     // evenly.

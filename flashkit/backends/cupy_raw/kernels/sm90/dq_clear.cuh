@@ -14,15 +14,15 @@ struct PreprocessCounters {
     __device__ __forceinline__ static int* finished(const Params& p, int bh) { return ready(p, bh) + num_kv_heads(p); }
 };
 
-DEVICE int query_tiles_per_kv_head(const Params& p) { return ceil_div(p.n_q, BLOCK_Q) * GQA_GROUP; }
+DEVICE int query_tiles_per_kv_head(const Params& p) { return ceil_div(max_n_q(p), BLOCK_Q) * GQA_GROUP; }
 DEVICE int query_tiles_per_work_tile(const Params& p) {
-    return ceil_div(query_tiles_per_kv_head(p), CLUSTER_SIZE * ceil_div(p.n_k, BLOCK_K));
+    return ceil_div(query_tiles_per_kv_head(p), CLUSTER_SIZE * ceil_div(max_n_k(p), BLOCK_K));
 }
 
 // Query tiles are numbered as they lie in dq_accum, so those of a key/value head follow one another.
 struct QueryTile { int b, h, tile; };
 DEVICE QueryTile query_tile(const Params& p, int index) {
-    const int tiles = ceil_div(p.n_q, BLOCK_Q);
+    const int tiles = ceil_div(max_n_q(p), BLOCK_Q);
     return {index / tiles / (int)p.heads, index / tiles % (int)p.heads, index % tiles};
 }
 DEVICE bool query_tile_exists(const Params& p, int index) {

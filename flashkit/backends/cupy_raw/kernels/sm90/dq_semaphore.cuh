@@ -18,7 +18,7 @@ struct DqSemaphore {
     int* words;
 
     __device__ __forceinline__ static int words_per_cta(const Params& p) {
-        return ceil_div(p.n_k, TILES_PER_WORD * BLOCK_K);
+        return ceil_div(max_n_k(p), TILES_PER_WORD * BLOCK_K);
     }
     __device__ __forceinline__ int& flags() const { return words[FLAGS]; }
     // Each CTA of a cluster has columns of dQ, and so words, of its own.
@@ -85,7 +85,7 @@ DEVICE void set_stored(const DqSemaphore& semaphore) {
 // A warp waits until all key tiles before tile_k have been added. Returns whether one of them has stored.
 DEVICE bool acquire_dq(const Params& p, const int* added, int tile_k, bool descending) {
     constexpr int BITS = DqSemaphore::TILES_PER_WORD;
-    const int first = descending ? tile_k + 1 : 0, end = descending ? ceil_div(p.n_k, BLOCK_K) : tile_k;
+    const int first = descending ? tile_k + 1 : 0, end = descending ? ceil_div(max_n_k(p), BLOCK_K) : tile_k;
     unsigned found = 0;
 #pragma unroll 1
     for (int word = first / BITS + threadIdx.x % 32; BITS * word < end; word += 32) {
@@ -135,7 +135,7 @@ enum DqWrite { SKIP, STORE, ADD };
 // The semaphore warp `which` of two.
 DEVICE void dq_semaphore_warp(const Params& p, unsigned base, int which) {
     const bool leader = elect_one();
-    const int tiles_q = ceil_div(p.n_q, BLOCK_Q);
+    const int tiles_q = ceil_div(max_n_q(p), BLOCK_Q);
 #pragma unroll 1
     for (unsigned n = which;; n += 2) {
         mbarrier_wait(dq_requested(base, n), n / 4 & 1);

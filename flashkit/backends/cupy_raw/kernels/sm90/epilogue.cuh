@@ -39,7 +39,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         auto add = [](float x, float y) { return x + y; };
         float sum = ROW_SUM_BY_MMA ? o[COLUMNS / 2 + 2 * half] : across_lanes(l[half], add);
         factor[half] = 1;
-        const bool exists = index < (int)p.n_q * PACK_GQA;
+        const bool exists = index < (int)seq_info(p, at.b).n_q * PACK_GQA;
         if (HAS_SINKS && exists) {  // one more logit in the sum, without a value
             const float sink = static_cast<const float*>(p.sinks)[h] * LOG2E;
             if (sink != HIDDEN) {
@@ -52,7 +52,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         factor[half] = empty ? 0.0f : FP16X2 ? factor[half] / sum : factor[half] * reciprocal(sum);
         lse[half] = empty ? HIDDEN : top + log2_fast(sum);
         if (IS_FLOAT32 && exists && threadIdx.x % 4 == 0)  // before the fallback, which overwrites its rows'
-            *row_at<float>(p.lse, at.b, h, row) = !empty && FP16X2 ? fmaf(top, LN2, logf(sum)) : LN2 * lse[half];
+            *q_row<float>(p, p.lse, at.b, h, row) = !empty && FP16X2 ? fmaf(top, LN2, logf(sum)) : LN2 * lse[half];
         float zero = IS_FLOAT32 ? 0 * sum : 0;  // NaN if an element is not finite
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; ++n)
@@ -79,8 +79,9 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
     // compiler would serialise the wgmmas.
 #pragma unroll
     for (int half = 0; !IS_FLOAT32 && half < 2; ++half) {
-        const int index = at.row0 + row_of_lane(half), writes = index < (int)p.n_q * PACK_GQA && threadIdx.x % 4 == 0;
-        store_if(writes, row_at<float>(p.lse, at.b, at.h + index % PACK_GQA, index / PACK_GQA), LN2 * lse[half]);
+        const int index = at.row0 + row_of_lane(half), n_q = (int)seq_info(p, at.b).n_q;
+        const bool writes = index < n_q * PACK_GQA && threadIdx.x % 4 == 0;
+        store_if(writes, q_row<float>(p, p.lse, at.b, at.h + index % PACK_GQA, index / PACK_GQA), LN2 * lse[half]);
     }
 }
 
@@ -97,10 +98,10 @@ DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base)
         for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) {
             const int row0 = load_word(slot + 8) + 64 * wg;
             mbarrier_wait_backoff(out_ready(base, buffer, wg), number / Q_BUFFERS & 1);
-            if (row0 < (int)p.n_q * PACK_GQA) {
+            if (row0 < (int)seq_info(p, b).n_q * PACK_GQA) {
 #pragma unroll
                 for (int c = 0; c < CHUNKS_OUT; ++c)
-                    tma_store<PACK_GQA>(out_map, {OUT_COLUMNS * c, row0 / PACK_GQA, h / PACK_GQA, b},
+                    tma_store<PACK_GQA>(out_map, at_column(q_box(p, b, h / PACK_GQA, row0 / PACK_GQA), OUT_COLUMNS * c),
                                         q_rows(base, buffer, wg) + c * 64 * CHUNK_ROW);
             }
             bulk_commit();

@@ -71,7 +71,7 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
             at = read_work_tile(p, base, number, wg);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const auto [h, row] = clamped_row(p, at.h, at.row0 + row_of_lane(half));
+                const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + row_of_lane(half));
                 m[half] = HIDDEN, l[half] = 0;
                 q_scale[half] = *row_at<const float>(p.q_scale, at.b, h, row);
             }

@@ -44,7 +44,7 @@ DEVICE void store_gradient(const Tensor& gradient, const WorkTile& at, int first
 DEVICE void epilogue(const Params& p, const WorkTile& at, int wg, float (&acc_1)[ACC_COLUMNS_1 / 2 + 1],
     float (&acc_2)[ACC_COLUMNS_2 / 2 + 1], const float (&factor)[2], bool is_nonfinite, unsigned staged) {
     const int warp = uniform(threadIdx.x % 128 / 32), first = at.row0 + 64 * wg + 16 * warp,
-        all = DQ_KERNEL ? (int)p.n_q : (int)p.n_k;
+        all = DQ_KERNEL ? (int)seq_info(p, at.b).n_q : (int)max_n_k(p);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll

@@ -51,6 +51,6 @@ DEVICE unsigned a2_rows(unsigned base, int number, int wg) {
 struct WorkTile { int b, h, row0, rows, n_k; long long offset; };
 
 DEVICE WorkTile work_tile_at(const Params& p, int b, int h, int row0) {
-    const int n_k = (int)keys_of(p, b);
-    return {b, h, row0, DQ_KERNEL ? (int)p.n_q : n_k, n_k, offset_of(p, b)};
+    const SeqInfo seq = seq_info(p, b);
+    return {b, h, row0, (int)(DQ_KERNEL ? seq.n_q : seq.n_k), (int)seq.n_k, seq.q_position};
 }

@@ -12,7 +12,7 @@ template <bool UNMASKED>
 DEVICE float probability(const Params& p, const WorkTile& at, int h, int query, int key, float s, float scale,
     float lse, float& slope) {
     if constexpr (UNMASKED && !HAS_SCORE) return exp2_fast(fmaf(s, scale, -lse));
-    if (!UNMASKED && (query >= (int)p.n_q || key >= at.n_k)) return 0;
+    if (!UNMASKED && (query >= (int)seq_info(p, at.b).n_q || key >= at.n_k)) return 0;
     float x = s * scale;
     if constexpr (HAS_SCORE) slope = score_slope(x, at.b, h, query, query + at.offset, key, p);
     x = modify<!UNMASKED>(x, at.b, h, query, query + at.offset, key, p);
@@ -22,7 +22,7 @@ DEVICE float probability(const Params& p, const WorkTile& at, int h, int query, 
 // Gradients of a warp's 16 rows.
 DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int first, float (&acc_1)[ACC_COLUMNS_1 / 2 + 1],
     float (&acc_2)[ACC_COLUMNS_2 / 2 + 1]) {
-    const int lane = threadIdx.x % 32, columns = DQ_KERNEL ? at.n_k : (int)p.n_q;
+    const int lane = threadIdx.x % 32, columns = DQ_KERNEL ? at.n_k : (int)seq_info(p, at.b).n_q;
 #pragma unroll
     for (int i = 0; i < ACC_COLUMNS_1 / 2; ++i) acc_1[i] = 0;
 #pragma unroll
@@ -37,10 +37,10 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int first, float
             for (int c0 = 0; c0 < columns; c0 += 4) {  // the four lanes of a row take a column each
                 const int own_column = c0 + lane % 4, column = own_column < columns ? own_column : columns - 1;
                 const int query = DQ_KERNEL ? row : column, key = DQ_KERNEL ? column : row;
-                const storage *q = row_at<const storage>(p.q, at.b, h, query),
-                    *k = row_at<const storage>(p.k, at.b, head, key);
-                const storage *dout = row_at<const storage>(p.dout, at.b, h, query),
-                    *v = row_at<const storage>(p.v, at.b, head, key);
+                const storage *q = q_row<const storage>(p, p.q, at.b, h, query),
+                    *k = kv_row<const storage>(p, p.k, at.b, head, key);
+                const storage *dout = q_row<const storage>(p, p.dout, at.b, h, query),
+                    *v = kv_row<const storage>(p, p.v, at.b, head, key);
                 float s = 0, dp = 0;
 #pragma unroll 1
                 for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(q[d], k[d], s);
@@ -65,11 +65,11 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, int first, float
                             if (column < decltype(dim)::value) sums[e / 2 * 4 + 2 * half + e % 2] += weight * b[column];
                         }
                     };
-                    const storage* b1 = DQ_KERNEL ? row_at<const storage>(p.k, at.b, head, from)
-                        : row_at<const storage>(p.q, at.b, h, from);
+                    const storage* b1 = DQ_KERNEL ? kv_row<const storage>(p, p.k, at.b, head, from)
+                        : q_row<const storage>(p, p.q, at.b, h, from);
                     add(ds, Number<HEAD_DIM>{}, b1, acc_1);
                     if constexpr (!DQ_KERNEL) add(w == 0 ? 0.0f : dropout(w, p, at, h, query, key),
-                        Number<HEAD_DIM_V>{}, row_at<const storage>(p.dout, at.b, h, from), acc_2);
+                        Number<HEAD_DIM_V>{}, q_row<const storage>(p, p.dout, at.b, h, from), acc_2);
                 }
             }
         }

@@ -6,7 +6,9 @@
 struct TileScheduler {
     const Params& p;
 
-    __device__ __forceinline__ int tiles() const { return ((DQ_KERNEL ? (int)p.n_q : (int)p.n_k) + ROWS - 1) / ROWS; }
+    __device__ __forceinline__ int tiles() const {
+        return ((int)(DQ_KERNEL ? max_n_q(p) : max_n_k(p)) + ROWS - 1) / ROWS;
+    }
     __device__ __forceinline__ int heads() const { return (int)p.heads / (DQ_KERNEL ? 1 : GQA_GROUP); }
     __device__ __forceinline__ int count() const { return tiles() * heads() * (int)p.batch; }
     __device__ __forceinline__ int initial() const { return blockIdx.x; }
@@ -44,15 +46,17 @@ DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, 
         mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * (BYTES_A1 + BYTES_A2));
 #pragma unroll 1
         for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) {
-            load_tile<1, CHUNKS_1, 64>(a1_rows(base, number, wg), a1, at.row0 + 64 * wg, at.h, at.b, full);
-            load_tile<1, CHUNKS_2, 64>(a2_rows(base, number, wg), a2, at.row0 + 64 * wg, at.h, at.b, full);
+            const Box rows{0, at.row0 + 64 * wg, at.h, at.b};  // terms lie sequence by sequence
+            load_tile<1, CHUNKS_1, 64>(a1_rows(base, number, wg), a1, rows, full);
+            load_tile<1, CHUNKS_2, 64>(a2_rows(base, number, wg), a2, rows, full);
         }
     };
 #pragma unroll 1
     for (int index = scheduler.initial(); index < work_tiles;) {
         const WorkTile at = scheduler.work_tile(index);
         if (leader) index = scheduler.claim();  // its latency is hidden behind the work tile
-        const int columns = DQ_KERNEL ? at.n_k : (int)p.n_q, tiles = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
+        const int columns = DQ_KERNEL ? at.n_k : (int)seq_info(p, at.b).n_q;
+        const int tiles = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
         bool first = true;
 #pragma unroll 1
         for (int i = 0; i < (DQ_KERNEL ? 1 : GQA_GROUP) && at.row0 < at.rows; ++i) {
@@ -88,10 +92,9 @@ DEVICE void producer(const Params& p, const TensorMap& a1, const TensorMap& a2, 
                         const unsigned full = pipe_columns.full_barrier(n);
                         acquire(tile << 5 | (begins ? FIRST_TILE : 0) | states, h);
                         mbarrier_arrive_expect_tx(full, BYTES_B1 + BYTES_B2 + BYTES_ROW_FACTORS);
-                        load_tile<1, CHUNKS_1, BLOCK_COLUMNS>(base + AT_B1 + stage * BYTES_B1, b1, tile * BLOCK_COLUMNS,
-                            head, at.b, full);
-                        load_tile<1, CHUNKS_2, BLOCK_COLUMNS>(base + AT_B2 + stage * BYTES_B2, b2, tile * BLOCK_COLUMNS,
-                            head, at.b, full);
+                        const Box box{0, tile * BLOCK_COLUMNS, head, at.b};
+                        load_tile<1, CHUNKS_1, BLOCK_COLUMNS>(base + AT_B1 + stage * BYTES_B1, b1, box, full);
+                        load_tile<1, CHUNKS_2, BLOCK_COLUMNS>(base + AT_B2 + stage * BYTES_B2, b2, box, full);
                         if constexpr (!DQ_KERNEL)
                             bulk_load(base + AT_ROW_FACTORS + stage * BYTES_ROW_FACTORS,
                                       row_at<const float>(p.row_factors, at.b, h, tile * BLOCK_COLUMNS),

@@ -184,13 +184,18 @@ DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" 
 template <int PENDING = 0>  // the data are in global memory
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
+// The first columns of query or key n of sequence b, and of those behind it.
+DEVICE Box q_box(const Params& p, int b, int head, int n) { return {0, (int)q_token(p, b, n), head, b}; }
+DEVICE Box kv_box(const Params& p, int b, int head, int n) { return {0, (int)kv_token(p, b, n), head, b}; }
+DEVICE Box at_column(const Box& box, int column) { return {column, box.token, box.head, box.batch}; }
+
 // A tile of ROWS rows, chunk by chunk.
 template <int PACK_GQA, int CHUNKS, int ROWS>
-DEVICE void load_tile(unsigned target, const TensorMap& map, int token, int head, int batch, unsigned barrier,
-                      int column = 0, int chunk = ROWS * CHUNK_ROW) {
+DEVICE void load_tile(unsigned target, const TensorMap& map, const Box& box, unsigned barrier, int column = 0,
+                      int chunk = ROWS * CHUNK_ROW) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        tma_load<PACK_GQA>(target + c * chunk, map, {column + 64 * c, token, head, batch}, barrier);
+        tma_load<PACK_GQA>(target + c * chunk, map, at_column(box, column + 64 * c), barrier);
 }
 
 // Orders a thread's writes to shared memory before later reads by TMA and wgmma (the async proxy).

@@ -82,7 +82,7 @@ DEVICE WorkTile read_work_tile(const Params& p, unsigned base, int number, int w
     const unsigned slot = work_tile_slot(base, number % Q_BUFFERS);
     const int b = uniform(load_word(slot)), h = uniform(load_word(slot + 4)),
         row0 = uniform(load_word(slot + 8)) + 64 * wg;
-    return {b, h, row0, (start)offset_of(p, b)};
+    return {b, h, row0, (start)seq_info(p, b).q_position};
 }
 
 // A lane's row among the 64 of its warp group.
@@ -90,7 +90,7 @@ DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half
 
 // Head and token of a packed row; rows past the end stand for the last one.
 struct HeadRow { int h, row; };
-DEVICE HeadRow clamped_row(const Params& p, int h, int row) {
-    const int last = (int)p.n_q * PACK_GQA - 1, index = row < last ? row : last;
+DEVICE HeadRow clamped_row(const Params& p, int b, int h, int row) {
+    const int last = (int)seq_info(p, b).n_q * PACK_GQA - 1, index = row < last ? row : last;
     return {h + index % PACK_GQA, index / PACK_GQA};
 }

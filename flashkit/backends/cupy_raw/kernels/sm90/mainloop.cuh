@@ -162,7 +162,7 @@ struct Consumer {
         path.steady = path.tanh_poly_ok = true;
         if constexpr (AFFINE) path.head = head_of(work_tile.b, work_tile.h, params);
         if (AFFINE_PER_WORK_TILE || BOUNDED_SCORES) {
-            path.steady = positions_in_range(params, offset_of(params, work_tile.b));
+            path.steady = positions_in_range(params, seq_info(params, work_tile.b).q_position);
             if (path.steady) {
                 find_affine(params, work_tile, path.head, 0, scale, path.affine);
                 if (AFFINE_IN_SMEM) store_gain(path.affine, affine_slot);
@@ -193,7 +193,8 @@ struct Consumer {
     template <bool UNMASKED>
     __device__ __forceinline__ void choose_affine(Block& block, AffineScore& affine) {
         block.affine = AFFINE && (block.full || path.bounded) && path.steady &&
-                       (UNMASKED || AFFINE_PER_WORK_TILE || positions_in_range(params, offset_of(params, work_tile.b)));
+                       (UNMASKED || AFFINE_PER_WORK_TILE ||
+                        positions_in_range(params, seq_info(params, work_tile.b).q_position));
         if (AFFINE && !AFFINE_PER_WORK_TILE && block.affine) {
             block.affine = find_affine(params, work_tile, path.head, block.k0, scale, affine);
             if (SLOPED && block.affine && (UNMASKED || !first_tile) &&
@@ -298,7 +299,7 @@ struct Consumer {
         for (int i = 0; i < P_REGS; ++i) acc.p[i] = pack(s[2 * i], s[2 * i + 1]);
         acc.pv_pending = acc.open = true, acc.accumulate = UNMASKED || !first_tile, first_tile = false;
         if (!UNMASKED) steady_desc = softmax.has_row_ref && path.steady ? FULL << 2 * wg : NO_DESC;
-        if (HAS_LENGTHS) acc.valid_keys = (int)keys_of(params, work_tile.b) - k0;
+        if (HAS_LENGTHS) acc.valid_keys = (int)seq_info(params, work_tile.b).n_k - k0;
     }
 
     // A tile that is EMPTY for this warp group, but not for another one.

@@ -8,21 +8,21 @@
 DEVICE void accumulate_nonfinite(const Params& p, const WorkTile& at, const float (&lse)[2], unsigned staged) {
     constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
     const int lane = opaque(threadIdx.x % 32), row0 = opaque(uniform(threadIdx.x % 128 / 32)) * 16;
-    const int n_k = uniform((int)keys_of(p, at.b));
-    const long long offset = offset_of(p, at.b);
+    const int n_k = uniform((int)seq_info(p, at.b).n_k);
+    const long long offset = seq_info(p, at.b).q_position;
     // Relative to the log-sum-exp P is at most 1. In the main loop it may be far above, and a product with large V may
     // have been what overflowed.
     const float reference_of[2] = {lse[0] == HIDDEN ? -HIDDEN : lse[0], lse[1] == HIDDEN ? -HIDDEN : lse[1]};
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {
-        const auto [h, row] = clamped_row(p, at.h, at.row0 + row0 + r);
+        const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + row0 + r);
         const float reference = __shfl_sync(~0u, r < 8 ? reference_of[0] : reference_of[1], r % 8 * 4);
-        const storage* q = row_at<const storage>(p.q, at.b, h, row);
+        const storage* q = q_row<const storage>(p, p.q, at.b, h, row);
         float sums[OWN] = {};
 #pragma unroll 1
         for (int k0 = 0; k0 < n_k; k0 += 32) {
             const int k = k0 + lane < n_k ? k0 + lane : n_k - 1;
-            const storage* key = row_at<const storage>(p.k, at.b, h / GQA_GROUP, k);
+            const storage* key = kv_row<const storage>(p, p.k, at.b, h / GQA_GROUP, k);
             float x = 0;
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) x += widen(q[d]) * widen(key[d]);
@@ -33,7 +33,7 @@ DEVICE void accumulate_nonfinite(const Params& p, const WorkTile& at, const floa
             for (int other = 0; other < 32; ++other) {
                 const int from = k0 + other < n_k ? k0 + other : n_k - 1;
                 const float weight = k0 + other < n_k ? __shfl_sync(~0u, x, other) : 0.0f;
-                const storage* value = row_at<const storage>(p.v, at.b, h / GQA_GROUP, from);
+                const storage* value = kv_row<const storage>(p, p.v, at.b, h / GQA_GROUP, from);
 #pragma unroll
                 for (int i = 0; i < OWN; ++i) {
                     const float v = widen(value[lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0]);
@@ -55,14 +55,14 @@ DEVICE void accumulate_nonfinite(const Params& p, const WorkTile& at, const floa
 DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged) {
     constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
     const int lane = opaque(threadIdx.x % 32), row0 = opaque(uniform(threadIdx.x % 128 / 32)) * 16;
-    const int n_k = uniform((int)keys_of(p, at.b)), last = (int)p.n_q * PACK_GQA - 1;
-    const long long offset = offset_of(p, at.b);
+    const int n_k = uniform((int)seq_info(p, at.b).n_k), last = (int)seq_info(p, at.b).n_q * PACK_GQA - 1;
+    const long long offset = seq_info(p, at.b).q_position;
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {
-        const auto [h, row] = clamped_row(p, at.h, at.row0 + row0 + r);
-        const storage* q = row_at<const storage>(p.q, at.b, h, row);
+        const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + row0 + r);
+        const storage* q = q_row<const storage>(p, p.q, at.b, h, row);
         auto score_log2 = [&, h = h, row = row](int k) {
-            const storage* key = row_at<const storage>(p.k, at.b, h / GQA_GROUP, k < n_k ? k : n_k - 1);
+            const storage* key = kv_row<const storage>(p, p.k, at.b, h / GQA_GROUP, k < n_k ? k : n_k - 1);
             float s = 0;
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
@@ -85,7 +85,7 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
 #pragma unroll 1
             for (int other = 0; other < 32; ++other) {
                 const float weight = __shfl_sync(~0u, x, other);  // 0 past the last key
-                const storage* value = row_at<const storage>(p.v, at.b, h / GQA_GROUP,
+                const storage* value = kv_row<const storage>(p, p.v, at.b, h / GQA_GROUP,
                     k0 + other < n_k ? k0 + other : n_k - 1);
 #pragma unroll
                 for (int i = 0; i < OWN; ++i) {
@@ -99,7 +99,7 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
         if (HAS_SINKS) sum += exp2_fast(static_cast<const float*>(p.sinks)[h] * LOG2E - shift);
         const bool empty = sum == 0;
         if (lane == 0 && at.row0 + row0 + r <= last)
-            *row_at<float>(p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(shift, LN2, logf(sum));
+            *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(shift, LN2, logf(sum));
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
             store_float(staged + i * 64 * CHUNK_ROW + swizzled(row0 + r, lane / 4) + lane % 4 * 4,

@@ -7,20 +7,22 @@ struct KvTile { int tile, head, b; };
 
 // Where K and V come from: contiguous tensors.
 struct KvSource {
+    const Params& p;
     const TensorMap &k_map, &v_map;
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
-        load_tile<1, CHUNKS_K, BLOCK_K>(target, k_map, at.tile * BLOCK_K, at.head, at.b, barrier);
+        load_tile<1, CHUNKS_K, BLOCK_K>(target, k_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K), barrier);
     }
     __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
             unsigned barrier) const {
         mbarrier_arrive_expect_tx(barrier, BYTES_V);
-        load_tile<1, CHUNKS_V, BLOCK_K>(target, v_map, at.tile * BLOCK_K, at.head, at.b, barrier, 0, chunk_stride);
+        load_tile<1, CHUNKS_V, BLOCK_K>(target, v_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K), barrier, 0,
+                                               chunk_stride);
     }
 };
 
 // Writes a work tile to its slot, and loads its rows. b: END tells consumers and the store warp to stop.
-DEVICE void load_q(const TensorMap& q_map, unsigned base, unsigned number, int b, int h, int row0) {
+DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsigned number, int b, int h, int row0) {
     const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
     pipe_q.producer_acquire(number);
     const unsigned buffer = number % Q_BUFFERS, slot = work_tile_slot(base, buffer), full = pipe_q.full_barrier(number);
@@ -31,8 +33,8 @@ DEVICE void load_q(const TensorMap& q_map, unsigned base, unsigned number, int b
         mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * CHUNKS_K);
 #pragma unroll 1
         for (int wg = 0; wg < MMA_WARPGROUPS; ++wg)
-            load_tile<PACK_GQA, CHUNKS_K, 64>(q_rows(base, buffer, wg), q_map, (row0 + 64 * wg) / PACK_GQA,
-                h / PACK_GQA, b, full);
+            load_tile<PACK_GQA, CHUNKS_K, 64>(q_rows(base, buffer, wg), q_map,
+                                              q_box(p, b, h / PACK_GQA, (row0 + 64 * wg) / PACK_GQA), full);
     }
 }
 
@@ -42,7 +44,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
                      unsigned base, const WorkTileList* lists) {
     const Pipeline<STAGES> pipe_k = k_pipe(base), pipe_v = v_pipe(base);
     const Pipeline<2> pipe_lists = list_pipe(base);
-    const KvSource kv{k_map, v_map};
+    const KvSource kv{p, k_map, v_map};
     const bool late = claims_late(p);
     unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
     KvTile previous{0, 0, 0};
@@ -70,7 +72,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             if (n > 0) load_previous_v();
             previous = {tile, head, b};
             ++n;
-            if (first) load_q(q_map, base, number++, b, work.h, work.row0);
+            if (first) load_q(p, q_map, base, number++, b, work.h, work.row0);
         }
         mbarrier_arrive(pipe_lists.empty_barrier(c));
     }
@@ -78,5 +80,5 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     pipe_k.producer_acquire(n);
     store_word(tile_desc_slot(base, n), END);
     mbarrier_arrive(pipe_k.full_barrier(n));
-    load_q(q_map, base, number, END, 0, 0);
+    load_q(p, q_map, base, number, END, 0, 0);
 }

@@ -28,11 +28,11 @@ DEVICE void mask_past_end(float (&s)[S_REGS], int keys) {
 template <bool PARTIAL_TILE, bool OF_P = false, typename T>
 DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, float (&s)[S_REGS], int k0, float scale,
     T& tanh) {
-    const int n_k = PARTIAL_TILE ? (int)keys_of(p, at.b) : 0;
+    const int n_k = PARTIAL_TILE ? (int)seq_info(p, at.b).n_k : 0;
     constexpr bool CLAMPED = PARTIAL_TILE && READS_ARRAYS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const auto [h, row] = clamped_row(p, at.h, opaque(at.row0) + row_of_lane(half));
+        const auto [h, row] = clamped_row(p, at.b, at.h, opaque(at.row0) + row_of_lane(half));
         const int first = k0 + threadIdx.x % 4 * 2;
         const start q = row + offset;
         const position k_first = (position)first, distance_first = (position)(q - first);
@@ -61,14 +61,14 @@ DEVICE void modify_in_range(const Params& p, const WorkTile& at, start offset, f
 // The same for positions of any size, in 64 bits and one pair at a time.
 DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long offset, bool full, float (&s)[S_REGS],
     int k0) {
-    const int n_k = (int)keys_of(p, at.b);
+    const int n_k = (int)seq_info(p, at.b).n_k;
     const Tanh tanh;
     float copy[S_REGS];  // in local memory, as its index is not constant
 #pragma unroll
     for (int i = 0; i < S_REGS; ++i) copy[i] = s[i];
 #pragma unroll 1
     for (int i = 0; i < S_REGS; ++i) {
-        const auto [h, row] = clamped_row(p, at.h, opaque(at.row0) + row_of_lane(i / 2 % 2));
+        const auto [h, row] = clamped_row(p, at.b, at.h, opaque(at.row0) + row_of_lane(i / 2 % 2));
         const int key = k0 + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k = READS_ARRAYS ? key_inside(key, n_k) : key;
         const long long q = row + offset;
         float x = copy[i];
@@ -84,7 +84,7 @@ DEVICE void modify_any_position(const Params& p, const WorkTile& at, long long o
 // Whether positions are in the range that POSITIONS' types hold exactly. A vote, so that the compiler knows it is
 // uniform.
 DEVICE bool positions_in_range(const Params& p, long long offset) {
-    return POSITIONS == ANY || __all_sync(~0u, offset >= -FAR && offset + p.n_q < FAR && p.n_k < FAR);
+    return POSITIONS == ANY || __all_sync(~0u, offset >= -FAR && offset + max_n_q(p) < FAR && max_n_k(p) < FAR);
 }
 
 // An unmasked tile with positions in range. False where the polynomial for tanh does not hold for all scores, which
@@ -102,7 +102,7 @@ DEVICE bool modify_tile(const Params& p, const WorkTile& at, bool full, float (&
     asm volatile("" : "+r"(k0));  // or what depends on k0 alone is computed for every tile, whether needed or not
     if constexpr (HAS_SCORE || HAS_MASK) {
         if (!HAS_SCORE && full) return true;
-        const long long offset = offset_of(p, at.b);
+        const long long offset = seq_info(p, at.b).q_position;
         in_range = positions_in_range(p, offset);
         if (!in_range) modify_any_position(p, at, offset, full, s, k0);
         else if (!full) modify_in_range<true>(p, at, (start)offset, s, k0, scale, tanh);

@@ -51,7 +51,7 @@ struct FloatTermsState {
     __device__ __forceinline__ void begin_work_tile(const Params& p, const WorkTile& at) {
 #pragma unroll
         for (int half = 0; IS_FLOAT32 && half < 2; ++half) {
-            const auto [h, row] = clamped_row(p, at.h, at.row0 + row_of_lane(half));
+            const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + row_of_lane(half));
             q_scale[half] = *row_at<const float>(p.q_scale, at.b, h, row);
         }
     }

@@ -11,7 +11,7 @@ struct TileScheduler {
 
     // Work tiles: BLOCK_Q rows of PACK_GQA heads.
     __device__ __forceinline__ int count() const {
-        return (int)((p.n_q * PACK_GQA + BLOCK_Q - 1) / BLOCK_Q * (p.heads / PACK_GQA) * p.batch);
+        return (int)((max_n_q(p) * PACK_GQA + BLOCK_Q - 1) / BLOCK_Q * (p.heads / PACK_GQA) * p.batch);
     }
     __device__ __forceinline__ int initial() const { return blockIdx.x; }
     __device__ __forceinline__ int next() const {  // by a warp
@@ -22,7 +22,7 @@ struct TileScheduler {
     }
     // Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head, the ragged tiles last.
     __device__ __forceinline__ WorkTile work_tile(int index) const {
-        const int heads = (int)p.heads / PACK_GQA, all = heads * (int)p.batch, rows = (int)p.n_q * PACK_GQA;
+        const int heads = (int)p.heads / PACK_GQA, all = heads * (int)p.batch, rows = (int)max_n_q(p) * PACK_GQA;
         const int tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
         int tile, bh;
         if constexpr (HAS_MASK) {
@@ -39,9 +39,9 @@ struct TileScheduler {
 
 // States of the warp groups' rows in K/V tiles tile ... tile + count - 1, two bits each. A ragged tile is PARTIAL.
 DEVICE unsigned kv_tile_states(const Params& p, const WorkTile& at, int n_k, int tile, int count) {
-    const int rows = (int)p.n_q * PACK_GQA, k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K,
+    const int rows = (int)seq_info(p, at.b).n_q * PACK_GQA, k0 = tile * BLOCK_K, whole = k0 + count * BLOCK_K,
         k1 = whole < n_k ? whole : n_k;
-    const long long offset = offset_of(p, at.b);
+    const long long offset = seq_info(p, at.b).q_position;
     auto state_of = [&](int row0, int row1) {
         const int from = row0 / PACK_GQA, to = (row1 + PACK_GQA - 1) / PACK_GQA;
         int state = tile_state(p, at.b, at.h, offset, from, to, k0, k1);
@@ -75,7 +75,7 @@ static_assert(sizeof(WorkTileList) == LIST_HEADER + 4 * LIST_CAPACITY, "sm90_lau
 
 // Long sequences: the next work tile is claimed when this one nears its end, so that the last ones are shared evenly.
 // Short ones leave no time for that.
-DEVICE bool claims_late(const Params& p) { return p.n_k > 16 * BLOCK_K; }
+DEVICE bool claims_late(const Params& p) { return max_n_k(p) > 16 * BLOCK_K; }
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the end
 
 // The scheduler warp. It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long
@@ -99,7 +99,7 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
 #pragma unroll 1
     for (int index = scheduler.initial(); index < count;) {
         const WorkTile at = scheduler.work_tile(index);
-        const int n_k = (int)keys_of(p, at.b), tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
+        const int n_k = (int)seq_info(p, at.b).n_k, tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
         int next = 0;
         unsigned seen;
         // The last keys come first.
