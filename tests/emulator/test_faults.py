@@ -110,14 +110,15 @@ FAULTS = [
     ),
     Fault(
         "strides are swapped", _NUMBA, "simt", "common/tiles.py",
-        "h * tensor.head + n * tensor.token) * ITEM", "h * tensor.token + n * tensor.head) * ITEM", "features forward",
+        "h * tensor.head + n * tensor.token) * ITEMSIZE", "h * tensor.token + n * tensor.head) * ITEMSIZE",
+        "features forward",
     ),
     # gradients
     Fault("dlse is added", *_SM90, "sm90/bwd_preprocess.cuh", "total - given.dlse", "total + given.dlse"),
     *(
         Fault(
             "dlse is added", _CUPY, generation, "common/bwd_preprocess.cu",
-            "sum -= *row_at<const fk_float>(p.dlse", "sum += *row_at<const fk_float>(p.dlse", "features",
+            "sum -= *q_row<const fk_float>(p, p.dlse", "sum += *q_row<const fk_float>(p, p.dlse", "features",
         )
         for generation in ("sm80", "simt")
     ),

@@ -31,7 +31,7 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
         "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v, "GQA_GROUP": spec.group,
         "MASK_READS_ARRAYS": modification.looks_at_ranges(spec), "HAS_SCORE": spec.score is not None,
         "HAS_MASK": spec.mask is not None, "HAS_DROPOUT": spec.dropout, "HAS_SINKS": spec.sinks,
-        "STORAGE": spec.dtype, "ITEM": ITEMSIZE[spec.dtype], "FAST_MATH": False, **constants,
+        "STORAGE": spec.dtype, "ITEMSIZE": ITEMSIZE[spec.dtype], "FAST_MATH": False, **constants,
     }  # fmt: skip
     double = spec.dtype == "float64"
     head = [
@@ -42,7 +42,7 @@ def text(name: str, spec: AttentionSpec, constants: Mapping[str, int]) -> str:
         "from numba.types import float32, int32, int64, uint16, uint32, uint64",
         f"from {__package__}.memory import *",
         f"from {__package__}.compile import kernel",
-        f"F, F_TYPE, F_ITEM = np.{spec.lse_dtype}, types.{spec.lse_dtype}, {8 if double else 4}",
+        f"F, F_TYPE, F_ITEMSIZE = np.{spec.lse_dtype}, types.{spec.lse_dtype}, {8 if double else 4}",
         "I, HIDDEN, INFINITE = np.int64, F(-np.inf), F(np.inf)",
         *(f"{name} = {value!r}" for name, value in numbers.items()),
     ]

@@ -1,12 +1,13 @@
-"""Functions of a single number, applied to all registers of a tile, and steps in a row.
+"""Functions of one element, applied to all registers of a tile, and unrolled loops.
 
-Numba would take minutes for loops over tuples of a hundred registers; here a function is compiled once and called with
-each of them, and LLVM puts it in place.
+Numba would compile loops over tuples of a hundred registers for minutes. Here it compiles a function once, the
+generated code calls it for each register, and LLVM inlines the calls.
 
-A tile is laid out as products leave it (matrices.py): element 4 i + 2 half + c lies in one of two rows of a lane,
-`half` of them, and in column 8 i + c after the lane's first. A warp that has two tiles of 16 rows has them in turn,
-eight registers, 16 columns, of one and then of the other. `rows`: what belongs to each of a lane's rows, two or four of
-them; a function gets that of its element."""
+A tile has the layout of mma and wgmma accumulators (matrices.py): element 4 i + 2 half + c lies in row `half` of a
+lane's two rows, and 8 i + c columns after the lane's first column. A warp with two tiles of 16 rows interleaves them:
+eight registers, 16 columns, of one tile, then of the other. `rows` holds a value for each of a lane's two or four rows;
+a function gets the value of its element's row.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def _column(i: int, rows: int) -> int:
 
 
 class _Call:
-    """A function as it is called with arguments of some types."""
+    """A device function, resolved for argument types."""
 
     def __init__(self, typing: Any, f: Any, *kinds: Any) -> None:
         self.f, self.kinds = f, kinds
@@ -56,7 +57,7 @@ def _index(context: Any, i: int) -> Any:
 
 @intrinsic
 def each(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
-    """each(f, tile, rows, rest): f(x, row, rest) of every element, as a tile."""
+    """each(f, tile, rows, rest): the tile of f(x, row, rest) for every element x."""
     chosen = _Call(typing, f, tile.dtype, rows[0], rest)
     result = types.UniTuple(chosen.result, tile.count)
 
@@ -71,7 +72,7 @@ def each(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
 
 @intrinsic
 def each_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
-    """each_at(f, tile, rows, rest): f(x, column, row, rest) of every element, as a tile."""
+    """each_at(f, tile, rows, rest): the tile of f(x, column, row, rest) for every element x."""
     chosen = _Call(typing, f, tile.dtype, types.int32, rows[0], rest)
     result = types.UniTuple(chosen.result, tile.count)
 
@@ -86,7 +87,7 @@ def each_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
 
 @intrinsic
 def pairs_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
-    """pairs_at(f, tile, rows, rest): f(x, y, column, row, rest) of neighbours in a row, two new numbers, as a tile."""
+    """pairs_at(f, tile, rows, rest): the tile of f(x, y, column, row, rest), two elements, for neighbours x, y."""
     chosen = _Call(typing, f, tile.dtype, tile.dtype, types.int32, rows[0], rest)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -102,8 +103,9 @@ def pairs_at(typing: Any, f: Any, tile: Any, rows: Any, rest: Any) -> Any:
 
 @intrinsic
 def fold(typing: Any, f: Any, tile: Any, start: Any) -> Any:
-    """fold(f, tile, start): for each of a lane's rows its elements joined by f(x, y), and that with the row's start; in
-    two strands, which do not wait for each other."""
+    """fold(f, tile, start): reduces each of a lane's rows by f(x, y), starting from the row's `start`. Two independent
+    chains per row halve the latency.
+    """
     chosen = _Call(typing, f, tile.dtype, tile.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -120,7 +122,7 @@ def fold(typing: Any, f: Any, tile: Any, start: Any) -> Any:
 
 @intrinsic
 def join(typing: Any, f: Any, tile: Any) -> Any:
-    """join(f, tile): f(x, y) of neighbours in a row, half as many registers."""
+    """join(f, tile): f(x, y) for neighbours x, y in a row: half as many registers."""
     chosen = _Call(typing, f, tile.dtype, tile.dtype)
     result = types.UniTuple(chosen.result, tile.count // 2)
 
@@ -132,12 +134,12 @@ def join(typing: Any, f: Any, tile: Any) -> Any:
     return result(f, tile), generate
 
 
-# --- tuples of any meaning --------------------------------------------------------------------------------------------
+# --- any tuples -------------------------------------------------------------------------------------------------------
 
 
 @intrinsic
 def alike(typing: Any, f: Any, values: Any, rest: Any) -> Any:
-    """alike(f, values, rest): f(x, rest) of each"""
+    """alike(f, values, rest): the tuple of f(x, rest)."""
     chosen = _Call(typing, f, values.dtype, rest)
     result = types.UniTuple(chosen.result, values.count)
 
@@ -151,7 +153,7 @@ def alike(typing: Any, f: Any, values: Any, rest: Any) -> Any:
 
 @intrinsic
 def both(typing: Any, f: Any, left: Any, right: Any) -> Any:
-    """both(f, left, right): f(x, y) of what stands at the same place"""
+    """both(f, left, right): the tuple of f(x, y), element by element."""
     chosen = _Call(typing, f, left.dtype, right.dtype)
     result = types.UniTuple(chosen.result, left.count)
 
@@ -165,7 +167,7 @@ def both(typing: Any, f: Any, left: Any, right: Any) -> Any:
 
 @intrinsic
 def listed(typing: Any, f: Any, count: Any, rest: Any) -> Any:
-    """listed(f, n, rest): f(0, rest), ..., f(n - 1, rest) as a tuple"""
+    """listed(f, n, rest): the tuple f(0, rest), ..., f(n - 1, rest)."""
     if not isinstance(count, types.IntegerLiteral):
         return None
     chosen = _Call(typing, f, types.int32, rest)
@@ -181,7 +183,7 @@ def listed(typing: Any, f: Any, count: Any, rest: Any) -> Any:
 
 @intrinsic
 def filled(typing: Any, number: Any, count: Any) -> Any:
-    """filled(x, n): n times x"""
+    """filled(x, n): the tuple of n times x."""
     if not isinstance(count, types.IntegerLiteral):
         return None
     kind = types.unliteral(number)
@@ -195,7 +197,7 @@ def filled(typing: Any, number: Any, count: Any) -> Any:
 
 @intrinsic
 def part(typing: Any, values: Any, start: Any, count: Any) -> Any:
-    """part(values, i, n): numbers i ... i + n - 1"""
+    """part(values, i, n): elements i ... i + n - 1."""
     if not (isinstance(start, types.IntegerLiteral) and isinstance(count, types.IntegerLiteral)):
         return None
     first, result = start.literal_value, types.UniTuple(values.dtype, count.literal_value)
@@ -207,13 +209,13 @@ def part(typing: Any, values: Any, start: Any, count: Any) -> Any:
     return result(values, start, count), generate
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- unrolled loops ---------------------------------------------------------------------------------------------------
 
 
 @intrinsic
 def groups(typing: Any, f: Any, size: Any, tile: Any, rest: Any) -> Any:
-    """groups(f, n, tile, rest): f(i, registers, rest) of every n neighbouring registers, as many new ones, as a tile;
-    or nothing, if f returns nothing.
+    """groups(f, n, tile, rest): the tile of f(i, registers, rest) for every n consecutive registers; none if f returns
+    nothing.
     """
     if not isinstance(size, types.IntegerLiteral):
         return None
@@ -235,8 +237,8 @@ def groups(typing: Any, f: Any, size: Any, tile: Any, rest: Any) -> Any:
 
 @intrinsic
 def chain(typing: Any, f: Any, size: Any, values: Any, state: Any, rest: Any) -> Any:
-    """chain(f, n, values, state, rest): state = f(i, registers, state, rest) for every n neighbouring values in
-    turn.
+    """chain(f, n, values, state, rest): state = f(i, registers, state, rest) for every n consecutive values, in
+    order.
     """
     if not isinstance(size, types.IntegerLiteral):
         return None
@@ -255,10 +257,10 @@ def chain(typing: Any, f: Any, size: Any, values: Any, state: Any, rest: Any) ->
 
 @intrinsic
 def repeat(typing: Any, f: Any, count: Any, state: Any, rest: Any) -> Any:
-    """repeat(f, n, state, rest): state = f(i, state, rest) for i of 0 ... n - 1, without a loop."""
+    """repeat(f, n, state, rest): state = f(i, state, rest) for i = 0 ... n - 1, unrolled."""
     if not isinstance(count, types.IntegerLiteral):
         return None
-    state = types.unliteral(state)  # True is where it begins, not all that it can be
+    state = types.unliteral(state)  # a literal True is only the first value
     chosen = _Call(typing, f, types.int32, state, rest)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:

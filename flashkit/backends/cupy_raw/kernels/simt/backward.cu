@@ -63,7 +63,8 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
     const long long head_kv = blockIdx.x % heads_kv, b = blockIdx.x / heads_kv % p.batch;
     const long long k0 = blockIdx.x / (heads_kv * p.batch) * BLOCK_K, n_k = seq_info(p, b).n_k;
     const long long k1 = k0 + BLOCK_K < n_k ? k0 + BLOCK_K : n_k;
-    const Rows k = kv_rows(p, p.k, b, head_kv, k0, n_k), v = kv_rows(p, p.v, b, head_kv, k0, n_k);
+    const KvSource kv{p, b, head_kv, n_k};
+    const Rows k = kv.k(k0), v = kv.v(k0);
 
 #pragma unroll 1
     for (int nonfinite = 0; nonfinite < 2; ++nonfinite) {
@@ -106,6 +107,7 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
     const long long h = blockIdx.x % p.heads, b = blockIdx.x / p.heads % p.batch, head_kv = h / GQA_GROUP;
     const long long row0 = (tiles - 1 - blockIdx.x / (p.heads * p.batch)) * BLOCK_Q, n_k = seq_info(p, b).n_k;
     const long long row1 = row0 + BLOCK_Q < seq_info(p, b).n_q ? row0 + BLOCK_Q : seq_info(p, b).n_q;
+    const KvSource kv{p, b, head_kv, n_k};
     const Rows q = q_rows(p, p.q, b, h, row0, seq_info(p, b).n_q);
     const Rows dout = q_rows(p, p.dout, b, h, row0, seq_info(p, b).n_q);
 
@@ -117,10 +119,10 @@ DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
 #pragma unroll 1
         while (walk.next()) {
             const long long k0 = walk.tile * BLOCK_K;
-            const Rows k = kv_rows(p, p.k, b, head_kv, k0, n_k);
+            const Rows k = kv.k(k0);
             fk_float s[ROWS_PER_THREAD][COLUMNS_PER_THREAD], dp[ROWS_PER_THREAD][COLUMNS_PER_THREAD];
             scores<ROWS, COLUMNS, HEAD_DIM>(q, k, s, stages);
-            scores<ROWS, COLUMNS, HEAD_DIM_V>(dout, kv_rows(p, p.v, b, head_kv, k0, n_k), dp, stages);
+            scores<ROWS, COLUMNS, HEAD_DIM_V>(dout, kv.v(k0), dp, stages);
             softmax_backward(p, walk.state, s, dp, b, h, row0, k0, n_k);
             store_tile<ROWS, COLUMNS>(dp, p_tile);
             accumulate<ROWS, COLUMNS, HEAD_DIM>(p_tile, k, dq, stages, nonfinite);

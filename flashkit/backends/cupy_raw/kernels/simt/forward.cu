@@ -84,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
     const long long b = blockIdx.x / heads % p.batch, h = blockIdx.x % heads, head_kv = h / GQA_GROUP;
     const long long row0 = (tiles - 1 - blockIdx.x / (heads * p.batch)) * BLOCK_Q, n_k = seq_info(p, b).n_k;
     const long long row1 = row0 + BLOCK_Q < seq_info(p, b).n_q ? row0 + BLOCK_Q : seq_info(p, b).n_q;
+    const KvSource kv{p, b, head_kv, n_k};
     const Rows q = q_rows(p, p.q, b, h, row0, seq_info(p, b).n_q);
 
     // An element of P that is 0 times an inf or NaN in a masked row of V is NaN. A CTA with a non-finite O, which is
@@ -102,13 +103,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
         while (walk.next()) {
             const long long k0 = walk.tile * BLOCK_K;
             fk_float s[ROWS_PER_THREAD][KEYS_PER_THREAD];
-            scores<BLOCK_Q, BLOCK_K, HEAD_DIM>(q, kv_rows(p, p.k, b, head_kv, k0, n_k), s, stages);
+            scores<BLOCK_Q, BLOCK_K, HEAD_DIM>(q, kv.k(k0), s, stages);
             scale_tile(s, (fk_float)p.softmax_scale);
             modify_tile<BLOCK_Q, BLOCK_K, false, false>(p, walk.state, s, s, b, h, row0, k0, n_k);
             online_softmax(s, m, l, o);
             if constexpr (HAS_DROPOUT) drop_tile<BLOCK_Q, BLOCK_K, false>(p, s, b, h, row0, k0);
             store_tile<BLOCK_Q, BLOCK_K>(s, p_tile);
-            accumulate<BLOCK_Q, BLOCK_K, HEAD_DIM_V>(p_tile, kv_rows(p, p.v, b, head_kv, k0, n_k), o, stages,
+            accumulate<BLOCK_Q, BLOCK_K, HEAD_DIM_V>(p_tile, kv.v(k0), o, stages,
                                                      nonfinite);
         }
         const bool finite = epilogue(p, b, h, row0, m, l, o);

@@ -47,15 +47,23 @@ struct Rows {
     int count;
 };
 
-// From row `first` of `n` on.
+// Queries of a head, from row `first` of `n` on.
 DEVICE Rows q_rows(const Params& p, const Tensor& tensor, long long b, long long h, long long first, long long n) {
     const int count = (int)(n - first < BLOCK_Q ? n - first : BLOCK_Q);
     return {q_row<const storage>(p, tensor, b, h, first), tensor.token, count};
 }
-DEVICE Rows kv_rows(const Params& p, const Tensor& tensor, long long b, long long h, long long first, long long n) {
-    const int count = (int)(n - first < BLOCK_K ? n - first : BLOCK_K);
-    return {kv_row<const storage>(p, tensor, b, h, first), tensor.token, count};
-}
+
+// K and V of one key/value head: the only code that knows where they lie.
+struct KvSource {
+    const Params& p;
+    long long b, head, n_k;
+    __device__ __forceinline__ Rows rows(const Tensor& tensor, long long first) const {
+        const int count = (int)(n_k - first < BLOCK_K ? n_k - first : BLOCK_K);
+        return {kv_row<const storage>(p, tensor, b, head, first), tensor.token, count};
+    }
+    __device__ __forceinline__ Rows k(long long first) const { return rows(p.k, first); }
+    __device__ __forceinline__ Rows v(long long first) const { return rows(p.v, first); }
+};
 
 #if __CUDA_ARCH__ >= 800
 constexpr bool ASYNC = sizeof(storage) == sizeof(fk_float);  // cp.async, without conversion in registers

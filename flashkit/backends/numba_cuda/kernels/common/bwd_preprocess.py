@@ -1,7 +1,7 @@
 # parts: common/tiles
 # Backward preprocess and sink gradients, shared by all generations.
 
-VEC_ELEMENTS = 16 // ITEM
+VEC_ELEMENTS = 16 // ITEMSIZE
 ROW_VECS = -(-HEAD_DIM_V // VEC_ELEMENTS)
 LANES = 32 if ROW_VECS > 16 else 16 if ROW_VECS > 8 else 8  # per row
 PADDING_LSE = F(1e30)
@@ -11,7 +11,7 @@ PADDING_LSE = F(1e30)
 def dot_vec(x, y, vec):
     """The dot product of 16 bytes of two rows."""
     total = ZERO
-    if ITEM == 2:
+    if ITEMSIZE == 2:
         a, c = load4(np.int32, x, 4 * vec), load4(np.int32, y, 4 * vec)
         for i in range(4):
             total += widen(np.int16(a[i])) * widen(np.int16(c[i]))
@@ -34,7 +34,7 @@ def bwd_preprocess(p):
     row, h, b = I(index - head * rows), I(head % heads), I(head // heads) if exists else I(0)
     total = ZERO
     if exists and row < seq_info(p, b).n_q:
-        out, dout = row_address(p.out, b, h, row), row_address(p.dout, b, h, row)
+        out, dout = q_row_address(p, p.out, b, h, row), q_row_address(p, p.dout, b, h, row)
         if HEAD_DIM_V % VEC_ELEMENTS == 0 and (out | dout) % 16 == 0:
             for vec in range(lane, ROW_VECS, LANES):
                 total += dot_vec(out, dout, vec)
@@ -48,9 +48,9 @@ def bwd_preprocess(p):
     if lane == 0 and exists:
         lse = PADDING_LSE
         if row < seq_info(p, b).n_q:
-            lse = load(F, number_address(p.lse, b, h, row), 0)
+            lse = load(F, number_address(p.lse, b, h, q_token(p, b, row)), 0)
             if p.dlse.data != 0:
-                total -= load(F, number_address(p.dlse, b, h, row), 0)
+                total -= load(F, number_address(p.dlse, b, h, q_token(p, b, row)), 0)
         empty = lse == HIDDEN
         store(F, number_address(p.delta, b, h, row), 0, ZERO if empty else total)
         store(F, number_address(p.bwd_lse, b, h, row), 0, INFINITE if empty else lse)

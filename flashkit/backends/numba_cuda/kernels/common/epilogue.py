@@ -39,7 +39,7 @@ def normalize_row(j, rest):
     """A row's log-sum-exp to memory; the factor of its output, and whether it needs the non-finite fallback."""
     p, at, m, l, finite_or_nan = rest
     index, top, total = at[2] + row_of_lane(j), m[j], l[j]
-    row, h, exists = index // PACK_GQA, at[1] + index % PACK_GQA, index < p.n_q * PACK_GQA
+    row, h, exists = index // PACK_GQA, at[1] + index % PACK_GQA, index < seq_info(p, at[0]).n_q * PACK_GQA
     factor = np.float32(1)
     if HAS_SINKS:
         if exists:
@@ -47,7 +47,7 @@ def normalize_row(j, rest):
     empty = total == ZERO  # no key is visible
     if exists and thread() % 4 == 0:
         lse = HIDDEN if empty else log_of_sum(top, total)
-        store(np.float32, number_address(p.lse, at[0], h, row), 0, lse)
+        store(np.float32, number_address(p.lse, at[0], h, q_token(p, at[0], row)), 0, lse)
     finite = abs(total) < np.float32(math.inf)
     is_nonfinite = not abs(finite_or_nan[j]) < np.float32(math.inf)
     return ZERO if empty else divided(factor, total), is_nonfinite and finite and exists
@@ -87,8 +87,8 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
     assembler would take nothing behind it as uniform.
     """
     lane, row0 = opaque(thread() % 32), opaque(uniform(thread() % GROUP_THREADS // 32)) * WARP_ROWS
-    b, n_k, last = at[0], uniform(i32(keys_of(p, at[0]))), i32(p.n_q) * PACK_GQA - 1
-    offset = offset_of(p, b)
+    b, n_k, last = at[0], uniform(i32(seq_info(p, at[0]).n_k)), i32(seq_info(p, at[0]).n_q) * PACK_GQA - 1
+    offset = seq_info(p, b).q_position
     for r in range(WARP_ROWS):
         index = min(at[2] + row0 + r, last)
         row, h = index // PACK_GQA, at[1] + index % PACK_GQA
@@ -97,12 +97,12 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
         if not IS_FLOAT32:  # P relative to the log-sum-exp is at most 1: large P may have been what overflowed
             reference -= ZERO if scale == ZERO else log2_fast(scale)
             scale = ZERO if scale == ZERO else np.float32(1)
-        q = row_address(p.q, b, h, row)
+        q = q_row_address(p, p.q, b, h, row)
         for i in range((COLUMNS + 31) // 32):
             column, total = lane + 32 * i, ZERO
             for k0 in range(0, n_k, 32):
                 k = min(k0 + lane, n_k - 1)
-                key, w = row_address(p.k, b, h // GQA_GROUP, k), ZERO
+                key, w = kv_row_address(p, p.k, b, h // GQA_GROUP, k), ZERO
                 for d in range(HEAD_DIM):
                     w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
                 w = modify(w * np.float32(p.softmax_scale), PARTIAL, b, h, row, row + offset, k, p)
@@ -111,8 +111,8 @@ def accumulate_nonfinite(p, at, m, factor, staged, tile_rows):
                     w = drop(w, p, b, h, row, k)
                 for other in range(min(32, n_k - k0)):
                     weight = from_lane_float(w, other)
-                    value = row_address(p.v, b, h // GQA_GROUP, k0 + other)
+                    value = kv_row_address(p, p.v, b, h // GQA_GROUP, k0 + other)
                     x = widen(load(STORED, value, min(column, HEAD_DIM_V - 1)))
                     total += ZERO if weight == ZERO else weight * x
-            place = swizzled(row0 + r, column % PER_CHUNK // VEC_ELEMENTS) + column % VEC_ELEMENTS * ITEM
+            place = swizzled(row0 + r, column % PER_CHUNK // VEC_ELEMENTS) + column % VEC_ELEMENTS * ITEMSIZE
             store_element(staged + column // PER_CHUNK * tile_rows * CHUNK_ROW + place, total * scale)

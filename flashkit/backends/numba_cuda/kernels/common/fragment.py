@@ -16,7 +16,7 @@ YES, NO = np.bool_(True), np.bool_(False)  # run-time values; literals compile f
 LN2 = np.float32(0.6931471805599453)
 
 CHUNK_ROW, VEC_BYTES = 128, 16  # bytes
-VEC_ELEMENTS, PER_CHUNK, IS_FLOAT32 = VEC_BYTES // ITEM, CHUNK_ROW // ITEM, ITEM == 4
+VEC_ELEMENTS, PER_CHUNK, IS_FLOAT32 = VEC_BYTES // ITEMSIZE, CHUNK_ROW // ITEMSIZE, ITEMSIZE == 4
 
 
 def padded(dim):

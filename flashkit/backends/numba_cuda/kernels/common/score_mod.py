@@ -40,7 +40,7 @@ def modify_partial(x, column, row, rest):
 def row_of_tile(j, rest):
     """Head, row and position of a lane's row; rows past the end stand for the last one."""
     p, at, offset = rest
-    index = min(opaque(at[2]) + row_of_lane(j), i32(p.n_q) * PACK_GQA - 1)
+    index = min(opaque(at[2]) + row_of_lane(j), i32(seq_info(p, at[0]).n_q) * PACK_GQA - 1)
     row = index // PACK_GQA
     return at[1] + index % PACK_GQA, row, row + offset
 
@@ -51,9 +51,9 @@ def modify_tile(p, at, full, s, k0):
     if not HAS_SCORE and full:
         return s
     # opaque: or what depends on k0 alone is computed for every tile, whether needed or not.
-    offset, k0 = offset_of(p, at[0]), opaque(k0)
+    offset, k0 = seq_info(p, at[0]).q_position, opaque(k0)
     rows = listed(row_of_tile, ROWS, (p, at, offset))
-    rest = Modification(p.values, p.softmax_scale), at[0], k0 + thread() % 4 * 2, keys_of(p, at[0])
+    rest = Modification(p.values, p.softmax_scale), at[0], k0 + thread() % 4 * 2, seq_info(p, at[0]).n_k
     if HAS_SCORE and full:
         return each_at(modify_full, s, rows, rest)
     return each_at(modify_partial, s, rows, rest)

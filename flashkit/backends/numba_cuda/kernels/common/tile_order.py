@@ -35,7 +35,7 @@ def tiles_before_lpt_tail(tiles):
 
 @device
 def num_work_tiles(p):
-    rows = (p.n_q * PACK_GQA + BLOCK_Q - 1) // BLOCK_Q
+    rows = (max_n_q(p) * PACK_GQA + BLOCK_Q - 1) // BLOCK_Q
     return i32(rows * (p.heads // PACK_GQA) * p.batch)
 
 
@@ -44,7 +44,7 @@ def work_tile(p, index):
     """Work tile at place `index`. Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head,
     the ragged tiles last.
     """
-    heads, rows, index = u32(u32(p.heads) // u32(PACK_GQA)), u32(p.n_q * PACK_GQA), u32(index)
+    heads, rows, index = u32(u32(p.heads) // u32(PACK_GQA)), u32(max_n_q(p) * PACK_GQA), u32(index)
     tiles, every = u32((rows + u32(BLOCK_Q - 1)) // u32(BLOCK_Q)), u32(heads * p.batch)
     if HAS_MASK:
         tile, head = tile_coord(index, tiles_before_lpt_tail(tiles), every, u32(p.heads_per_l2_group))

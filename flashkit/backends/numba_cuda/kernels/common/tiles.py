@@ -15,18 +15,6 @@
 #     classify(b, h, row0, row1, q0, q1, k0, k1, p)        EMPTY, PARTIAL or FULL
 
 
-@device
-def row_address(tensor, b, h, n):
-    """Address of token n of head h of batch entry b, in a tensor of stored elements."""
-    return tensor.data + (b * tensor.batch + h * tensor.head + n * tensor.token) * ITEM
-
-
-@device
-def number_address(tensor, b, h, n):
-    """The same in a tensor of computed numbers, such as the log-sum-exp."""
-    return tensor.data + (b * tensor.batch + h * tensor.head + n * tensor.token) * F_ITEM
-
-
 # Where a batch entry's tokens lie and how many there are: first row in the tensors of queries, number of queries, first
 # row in the tensors of keys, number of keys, position of query 0 on the axis of the keys.
 SeqInfo = namedtuple("SeqInfo", "row_offset n_q key_offset n_k q_position")
@@ -60,13 +48,37 @@ def max_n_k(p):
 
 
 @device
-def keys_of(p, b):
-    return seq_info(p, b).n_k
+def row_address(tensor, b, h, n):
+    """Address of row n of head h of batch entry b, in a tensor of stored elements."""
+    return tensor.data + (b * tensor.batch + h * tensor.head + n * tensor.token) * ITEMSIZE
 
 
 @device
-def offset_of(p, b):
-    return seq_info(p, b).q_position
+def number_address(tensor, b, h, n):
+    """The same in a tensor of computed numbers, such as the log-sum-exp."""
+    return tensor.data + (b * tensor.batch + h * tensor.head + n * tensor.token) * F_ITEMSIZE
+
+
+@device
+def q_token(p, b, n):
+    """The row of query n of sequence b in a tensor that has one for each query: Q, O, dO, dQ, log-sum-exps."""
+    return seq_info(p, I(b)).row_offset + n
+
+
+@device
+def kv_token(p, b, n):
+    """The row of key n of sequence b in a tensor that has one for each key: K, V, dK, dV."""
+    return seq_info(p, I(b)).key_offset + n
+
+
+@device
+def q_row_address(p, tensor, b, h, n):
+    return row_address(tensor, b, h, q_token(p, b, n))
+
+
+@device
+def kv_row_address(p, tensor, b, h, n):
+    return row_address(tensor, b, h, kv_token(p, b, n))
 
 
 # --- the walk over tiles ----------------------------------------------------------------------------------------------

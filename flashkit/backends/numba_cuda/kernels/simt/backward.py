@@ -51,7 +51,8 @@ def dkdv_tile(p, shared):
     head_kv, b = block % heads_kv, block // heads_kv % p.batch
     k0, n_k = block // (heads_kv * p.batch) * BLOCK_K, seq_info(p, b).n_k
     k1 = min(k0 + BLOCK_K, n_k)
-    k, v = rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K), rows_of(p.v, b, head_kv, k0, n_k, BLOCK_K)
+    kv = kv_source(p, b, head_kv, n_k)
+    k, v = k_rows(kv, k0), v_rows(kv, k0)
 
     s = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
     dp = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
@@ -69,8 +70,8 @@ def dkdv_tile(p, shared):
             walk = walk_queries(p, b, h, k0, k1, seq_info(p, b).n_q, False)
             while walk.state != EMPTY:
                 row0 = walk.tile * BLOCK_Q
-                q = rows_of(p.q, b, h, row0, seq_info(p, b).n_q, BLOCK_Q)
-                dout = rows_of(p.dout, b, h, row0, seq_info(p, b).n_q, BLOCK_Q)
+                q = q_rows(p, p.q, b, h, row0)
+                dout = q_rows(p, p.dout, b, h, row0)
                 scores(k, q, CHUNK_QK, s, shared)
                 scores(v, dout, CHUNK_V, dp, shared)
                 softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k)
@@ -84,8 +85,9 @@ def dkdv_tile(p, shared):
                 walk = next_tile(p, walk)
             h += 1
         # Keys past a sequence's length have accumulated nothing and get 0.
-        finite_k = store_accumulator(dk, ACC_QK, factor, p.dk, b, head_kv, k0, max_n_k(p))
-        finite_v = store_accumulator(dv, ACC_V, factor, p.dv, b, head_kv, k0, max_n_k(p))
+        start = seq_info(p, b).key_offset
+        finite_k = store_accumulator(dk, ACC_QK, factor, p.dk, b, head_kv, start, k0, max_n_k(p))
+        finite_v = store_accumulator(dv, ACC_V, factor, p.dv, b, head_kv, start, k0, max_n_k(p))
         again = all_threads_or(not (finite_k and finite_v)) and not nonfinite
         nonfinite = True
 
@@ -96,9 +98,9 @@ def dq_tile(p, shared):
     block, tiles = I(cuda.blockIdx.x), (max_n_q(p) + BLOCK_Q - 1) // BLOCK_Q
     h, b = block % p.heads, block // p.heads % p.batch
     row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
-    row1 = min(row0 + BLOCK_Q, seq_info(p, b).n_q)
-    q = rows_of(p.q, b, h, row0, seq_info(p, b).n_q, BLOCK_Q)
-    dout = rows_of(p.dout, b, h, row0, seq_info(p, b).n_q, BLOCK_Q)
+    row1, kv = min(row0 + BLOCK_Q, seq_info(p, b).n_q), kv_source(p, b, head_kv, n_k)
+    q = q_rows(p, p.q, b, h, row0)
+    dout = q_rows(p, p.dout, b, h, row0)
 
     s = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
     dp = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
@@ -112,14 +114,14 @@ def dq_tile(p, shared):
         walk = walk_keys(p, b, h, row0, row1, n_k)
         while walk.state != EMPTY:
             k0 = walk.tile * BLOCK_K
-            k = rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K)
+            k = k_rows(kv, k0)
             scores(q, k, CHUNK_QK, s, shared)
-            scores(dout, rows_of(p.v, b, head_kv, k0, n_k, BLOCK_K), CHUNK_V, dp, shared)
+            scores(dout, v_rows(kv, k0), CHUNK_V, dp, shared)
             softmax_backward(p, walk.state, s, dp, slope, b, h, row0, k0, n_k)
             store_tile(dp, shared)
             accumulate(k, ACC_QK, dq, shared, nonfinite)
             walk = next_tile(p, walk)
-        finite = store_accumulator(dq, ACC_QK, factor, p.dq, b, h, row0, seq_info(p, b).n_q)
+        finite = store_accumulator(dq, ACC_QK, factor, p.dq, b, h, seq_info(p, b).row_offset, row0, seq_info(p, b).n_q)
         again = all_threads_or(not finite) and not nonfinite
         nonfinite = True
 

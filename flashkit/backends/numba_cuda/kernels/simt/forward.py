@@ -69,8 +69,8 @@ def epilogue(p, b, h, row0, m, l, o):
         factor[i] = ZERO if empty else rescaled / row_sum
         row = row0 + ty + i * TY
         if tx == 0 and row < seq_info(p, b).n_q:
-            store(F, number_address(p.lse, b, h, row), 0, HIDDEN if empty else row_max + log(row_sum))
-    return store_accumulator(o, ACC_V, factor, p.out, b, h, row0, seq_info(p, b).n_q)
+            store(F, number_address(p.lse, b, h, q_token(p, b, row)), 0, HIDDEN if empty else row_max + log(row_sum))
+    return store_accumulator(o, ACC_V, factor, p.out, b, h, seq_info(p, b).row_offset, row0, seq_info(p, b).n_q)
 
 
 @kernel(THREADS, BLOCKS_PER_SM)
@@ -79,8 +79,8 @@ def simt_forward(p):
     block, tiles = I(cuda.blockIdx.x), (max_n_q(p) + BLOCK_Q - 1) // BLOCK_Q
     h, b = block % p.heads, block // p.heads % p.batch
     row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
-    row1 = min(row0 + BLOCK_Q, seq_info(p, b).n_q)
-    q = rows_of(p.q, b, h, row0, seq_info(p, b).n_q, BLOCK_Q)
+    row1, kv = min(row0 + BLOCK_Q, seq_info(p, b).n_q), kv_source(p, b, head_kv, n_k)
+    q = q_rows(p, p.q, b, h, row0)
 
     s = cuda.local.array((ROWS_PER_THREAD, COLUMNS_PER_THREAD), F_TYPE)
     o = cuda.local.array((ROWS_PER_THREAD, V_COLUMNS), F_TYPE)
@@ -95,13 +95,13 @@ def simt_forward(p):
         walk = walk_keys(p, b, h, row0, row1, n_k)
         while walk.state != EMPTY:
             k0 = walk.tile * BLOCK_K
-            scores(q, rows_of(p.k, b, head_kv, k0, n_k, BLOCK_K), CHUNK_QK, s, shared)
+            scores(q, k_rows(kv, k0), CHUNK_QK, s, shared)
             modify_tile(p, walk.state, s, s, False, b, h, row0, k0, n_k)
             online_softmax(s, m, l, o)
             if HAS_DROPOUT:
                 drop_tile(p, s, b, h, row0, k0)
             store_tile(s, shared)
-            accumulate(rows_of(p.v, b, head_kv, k0, n_k, BLOCK_K), ACC_V, o, shared, nonfinite)
+            accumulate(v_rows(kv, k0), ACC_V, o, shared, nonfinite)
             walk = next_tile(p, walk)
         finite = epilogue(p, b, h, row0, m, l, o)
         again = all_threads_or(not finite) and not nonfinite

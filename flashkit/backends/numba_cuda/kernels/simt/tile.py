@@ -1,4 +1,4 @@
-# parts: common/tiles
+# parts: common/tiles common/kv_source
 # Tiles on CUDA cores: how a CTA loads and multiplies them. For every CUDA device and dtype.
 #
 #     TX, TY           threads of a CTA: TX along the columns of a tile, TY along its rows
@@ -49,12 +49,12 @@ def shape(dim, width, pitch):
 
 # Pitches keep the lanes of a warp on different banks: rows read as vectors of four start an odd number of vectors
 # apart, rows that a warp writes together start TX words apart.
-CHUNK_PITCH = CHUNK + 16 // F_ITEM
+CHUNK_PITCH = CHUNK + 16 // F_ITEMSIZE
 P_PITCH = COLUMNS + (TX if TX < 32 else 0)
 CHUNK_QK, CHUNK_V = (shape(dim, CHUNK, CHUNK_PITCH) for dim in (HEAD_DIM, HEAD_DIM_V))
 ACC_QK, ACC_V = (shape(dim, up(dim, 4 * TX), up(dim, 4 * TX)) for dim in (HEAD_DIM, HEAD_DIM_V))
 K_COLUMNS, V_COLUMNS = ACC_QK.pitch // TX, ACC_V.pitch // TX  # of an accumulator, of a thread
-P_TILE = AT_P // F_ITEM  # elements
+P_TILE = AT_P // F_ITEMSIZE  # elements
 STAGE = P_TILE // 2
 
 
@@ -62,9 +62,23 @@ STAGE = P_TILE // 2
 
 
 @device
-def rows_of(tensor, b, h, first, n, block):
-    """Rows first ... of a head's n, at most `block` of them."""
-    return Rows(row_address(tensor, b, h, first), tensor.token, min(n - first, block))
+def q_rows(p, tensor, b, h, first):
+    """Rows first ... of a head's queries, at most BLOCK_Q of them."""
+    return Rows(q_row_address(p, tensor, b, h, first), tensor.token, min(seq_info(p, b).n_q - first, BLOCK_Q))
+
+
+@device
+def k_rows(kv, first):
+    """Keys first ... of a KvSource, at most BLOCK_K of them."""
+    address = row_address(kv.k, kv.b, kv.head, kv.start + first)
+    return Rows(address, kv.k.token, min(kv.n_k - first, BLOCK_K))
+
+
+@device
+def v_rows(kv, first):
+    """The values of these keys."""
+    address = row_address(kv.v, kv.b, kv.head, kv.start + first)
+    return Rows(address, kv.v.token, min(kv.n_k - first, BLOCK_K))
 
 
 @device
@@ -76,9 +90,9 @@ def load_tile(source, first, column, rows, shape, shared, start):
     step = THREADS // shape.across
     row, lane_column = thread // shape.across, (thread & (shape.across - 1)) * 4
     if lane_column < shape.width:
-        vectorized = shape.dim % 4 == 0 and (source.data | source.token * ITEM) & (min(4 * ITEM, 16) - 1) == 0
+        vectorized = shape.dim % 4 == 0 and (source.data | source.token * ITEMSIZE) & (min(4 * ITEMSIZE, 16) - 1) == 0
         exist = source.count - first - row  # rows from this one on
-        address = source.data + ((first + row) * source.token + column + lane_column) * ITEM
+        address = source.data + ((first + row) * source.token + column + lane_column) * ITEMSIZE
         for i in range(0, rows, step):
             if rows % step == 0 or row + i < rows:
                 x, y, z, w = ZERO, ZERO, ZERO, ZERO
@@ -94,7 +108,7 @@ def load_tile(source, first, column, rows, shape, shared, start):
                         z = widen(load(STORED, address, 2)) if left > 2 else ZERO
                         w = widen(load(STORED, address, 3)) if left > 3 else ZERO
                 put4(shared, start + (row + i) * shape.pitch + lane_column, x, y, z, w)
-            address += step * source.token * ITEM
+            address += step * source.token * ITEMSIZE
 
 
 # --- scores, accumulate -----------------------------------------------------------------------------------------------
@@ -187,14 +201,16 @@ def clear(acc, width):
 
 
 @device
-def store_accumulator(acc, shape, factor, tensor, b, h, first, n):
-    """Writes an accumulator to a tensor, each row times its factor. Returns whether they are finite."""
+def store_accumulator(acc, shape, factor, tensor, b, h, start, first, n):
+    """Writes an accumulator to rows first ... n - 1 of a sequence that begins at row `start` of the tensor, each row
+    times its factor. Returns whether they are finite.
+    """
     tx, ty = thread_coord()
     finite = True
     for i in range(ROWS_PER_THREAD):
         row = first + ty + i * TY
         if row < n:
-            target = row_address(tensor, b, h, row)
+            target = row_address(tensor, b, h, start + row)
             for c in range(shape.pitch // TX):
                 column = c // 4 * 4 * TX + 4 * tx + c % 4
                 if column < shape.dim:

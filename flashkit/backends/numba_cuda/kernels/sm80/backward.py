@@ -28,9 +28,9 @@ def load_rows_async(stage, p, b, h, row0, wanted):
 @device
 def load_qdo(p, stage, b, h, tile):
     """Q, dO, bwd_lse and delta of a query tile to a stage."""
-    row0, n_q = i32(tile) * BLOCK_Q, i32(seq_info(p, I(b)).n_q)
-    load_tile(stage, p.q, b, h, row0, n_q, BLOCK_Q, HEAD_DIM, PADDED_QK)
-    load_tile(stage + AT_STAGE_DOUT, p.dout, b, h, row0, n_q, BLOCK_Q, HEAD_DIM_V, PADDED_V)
+    row0, n_q, start = i32(tile) * BLOCK_Q, i32(seq_info(p, I(b)).n_q), seq_info(p, I(b)).row_offset
+    load_tile(stage, p.q, b, h, start, row0, n_q, BLOCK_Q, HEAD_DIM, PADDED_QK)
+    load_tile(stage + AT_STAGE_DOUT, p.dout, b, h, start, row0, n_q, BLOCK_Q, HEAD_DIM_V, PADDED_V)
     load_rows_async(stage, p, b, h, row0, True)
 
 
@@ -67,9 +67,9 @@ def sm80_backward(p):
             qdo, free = base + AT_QDO + stage * STAGE_BYTES, base + AT_QDO + (1 - stage) * STAGE_BYTES
             ahead = next_tile(p, walk)
             more = ahead.state != EMPTY
-            row0 = i32(ahead.tile) * BLOCK_Q
-            copy_q = copy_of(free, p.q, b, h, row0, i32(n_q), more)
-            copy_dout = copy_of(free + AT_STAGE_DOUT, p.dout, b, h, row0, i32(n_q), more)
+            row0, start = i32(ahead.tile) * BLOCK_Q, seq_info(p, I(b)).row_offset
+            copy_q = copy_of(free, p.q, b, h, start, row0, i32(n_q), more)
+            copy_dout = copy_of(free + AT_STAGE_DOUT, p.dout, b, h, start, row0, i32(n_q), more)
             scale_log2 = load_f32(base + AT_SCALE)
             own_rows = listed(row_values, ROWS, (qdo + AT_STAGE_ROWS, rows))
             full = walk.state == FULL and k0 + BLOCK_K <= n_k

@@ -8,7 +8,7 @@ def store_eight(p, b, h, row, column, x):
     """Stores eight neighbours of a row that exists."""
     if row < seq_info(p, I(b)).n_q and column < HEAD_DIM:
         words = pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])
-        store_vec(row_address(p.dq, I(b), I(h), I(row)) + ITEM * column, words)
+        store_vec(q_row_address(p, p.dq, I(b), I(h), I(row)) + ITEMSIZE * column, words)
 
 
 @device
@@ -41,7 +41,7 @@ def bwd_postprocess(p):
         if MAY_HIDE:  # dS = 0 may have met inf or NaN in K
             nonfinite = vote(not (finite_eight(upper) and finite_eight(lower)))
             while nonfinite != u32(0):
-                lane = lowest_one(nonfinite)
+                lane = lowest_set_bit(nonfinite)
                 nonfinite = u32(nonfinite & (nonfinite - u32(1)))
                 for r in range(2):
                     n_q = i32(seq_info(p, I(b)).n_q)

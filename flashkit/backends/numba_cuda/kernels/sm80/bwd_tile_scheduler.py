@@ -1,4 +1,4 @@
-# parts: common/tiles common/fragment sm80/bwd_layout
+# parts: common/tiles common/fragment common/tile_order sm80/bwd_layout
 # Which key tile a CTA of the backward pass takes.
 #
 # CTAs take work tiles from an atomic counter in the order in which they add to dQ. A CTA therefore only ever waits for
@@ -17,10 +17,6 @@ def initial_work_tile(p, base):
     index, heads = u32(load_word(base + AT_TILE_COUNTER)), u32(u32(p.heads) // u32(GQA_GROUP))
     tiles, all_heads = u32((u32(max_n_k(p)) + u32(BLOCK_K - 1)) // u32(BLOCK_K)), u32(heads * u32(p.batch))
     group = u32(p.heads_per_l2_group)
-    first = u32(index // u32(group * tiles) * group)
-    rest = u32(index - first * tiles)
-    size = u32(min(all_heads - first, group))
-    tile = u32(rest // size)
-    head = u32(first + rest - tile * size)
-    descending = HAS_MASK and all_heads > group and first >= u32(u32(all_heads - u32(1)) // group * group)
+    tile, head = tile_coord(index, tiles, all_heads, group)
+    descending = HAS_MASK and all_heads > group and head >= u32(u32(all_heads - u32(1)) // group * group)
     return i32(head // heads), i32(head % heads), i32(tile) if descending else i32(tiles - u32(1) - tile), descending

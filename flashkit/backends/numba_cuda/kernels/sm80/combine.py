@@ -24,10 +24,10 @@ def across_warp(f, x):
 def recompute_columns(p, b, h, row, reference, column):
     """Recomputes four columns of the row from Q, K and V, pair by pair, skipping rows of V whose P is 0."""
     lane, n_k, position = I(thread() % 32), seq_info(p, b).n_k, row + seq_info(p, b).q_position
-    q, x0, x1, x2, x3 = row_address(p.q, b, h, row), ZERO, ZERO, ZERO, ZERO
+    q, x0, x1, x2, x3 = q_row_address(p, p.q, b, h, row), ZERO, ZERO, ZERO, ZERO
     for k0 in range(0, n_k, 32):
         k = min(k0 + lane, n_k - 1)
-        key, w = row_address(p.k, b, h // GQA_GROUP, k), ZERO
+        key, w = kv_row_address(p, p.k, b, h // GQA_GROUP, k), ZERO
         for d in range(HEAD_DIM):
             w += widen(load(STORED, q, d)) * widen(load(STORED, key, d))
         w = modify(w * np.float32(p.softmax_scale), PARTIAL, b, h, row, position, k, p)
@@ -37,7 +37,7 @@ def recompute_columns(p, b, h, row, reference, column):
         for other in range(min(I(32), n_k - k0)):
             weight = from_lane_float(w, other)
             if weight != ZERO and column < HEAD_DIM_V:
-                value = row_address(p.v, b, h // GQA_GROUP, I(k0 + other))
+                value = kv_row_address(p, p.v, b, h // GQA_GROUP, I(k0 + other))
                 x0 += weight * widen(load(STORED, value, column))
                 x1 += weight * widen(load(STORED, value, column + 1))
                 x2 += weight * widen(load(STORED, value, column + 2))
@@ -93,12 +93,12 @@ def combine(p):
         x = x0 * factor, x1 * factor, x2 * factor, x3 * factor
         lse = HIDDEN if empty else row_max * LN2 + math.log(total)
         if column == 0:
-            store(np.float32, number_address(p.lse, b, h, row), 0, lse)
+            store(np.float32, number_address(p.lse, b, h, q_token(p, b, row)), 0, lse)
         if MAY_HIDE:  # P = 0 may have met inf or NaN in V
             nonfinite = (x[0] + x[1] + x[2] + x[3]) * ZERO != ZERO
             if any_lane(nonfinite and abs(total) < INFINITE):
                 x = scaled(recompute_columns(p, b, h, row, reference, column), factor)
         if column < HEAD_DIM_V:
-            target = row_address(p.out, b, h, row)
+            target = q_row_address(p, p.out, b, h, row)
             for i in range(4):
                 store(STORED, target, column + i, narrow(x[i]))

@@ -1,4 +1,5 @@
-# parts: common/tiles common/fragment sm80/decode_layout sm80/mma common/softmax common/epilogue sm80/combine
+# parts: common/tiles common/kv_source common/fragment sm80/decode_layout sm80/mma common/softmax common/epilogue
+# parts: sm80/combine
 # Split-KV for few queries on tensor cores by mma.sync (FlashDecoding, Dao et al. 2023). Reading K and V bounds the
 # time, so all heads that share them use one load, and the splits occupy all warps that the device holds.
 #
@@ -20,24 +21,24 @@ def load_q(target, p, at):
         for i in range(0, 16, 4):
             row, vec = i + lane // 8, lane % 8
             index = u32(at[2] + row)
-            source = row_address(p.q, I(at[0]), at[1] + I(index % pack), I(index // pack))
+            source = q_row_address(p, p.q, I(at[0]), at[1] + I(index % pack), I(index // pack))
             source += (8 * chunk + vec) * VEC_BYTES
             wanted = index < u32(max_n_q(p) * PACK_GQA) and 64 * chunk + 8 * vec < HEAD_DIM
             cp_async(target + 16 * chunk * CHUNK_ROW + swizzled(row, vec), source, 0, 1 if wanted else 0)
 
 
 @device
-def load_tile(target, tensor, b, h, first, n_k, dim, columns):
+def load_tile(target, tensor, kv, first, dim, columns):
     """BLOCK_K rows of K or V to the warp's shared memory."""
     lane = i32(thread() % 32)
     row, vec = lane // 8, lane % 8
-    source = row_address(tensor, I(b), I(h), I(first + row)) + VEC_BYTES * vec
+    source = row_address(tensor, I(kv.b), I(kv.head), kv.start + first + row) + VEC_BYTES * vec
     for chunk in range((columns + 63) // 64):
-        left = n_k - first - row if 64 * chunk + 8 * vec < dim else 0
+        left = kv.n_k - first - row if 64 * chunk + 8 * vec < dim else 0
         there = source + CHUNK_ROW * chunk
         for i in range(0, BLOCK_K, 4):
             cp_async(target + chunk * CHUNK_K + swizzled(row + i, vec), there, i, left)
-            there += tensor.token * (4 * ITEM)
+            there += tensor.token * (4 * ITEMSIZE)
 
 
 @device
@@ -57,12 +58,11 @@ def tile_state_of_warp(p, at, tile, last, n_k):
 
 
 @device
-def load_kv(p, at, target, tile, last, n_k):
+def load_kv(p, at, kv, target, tile, last):
     """Issues the loads of K and V of a tile that is not EMPTY."""
-    if tile_state_of_warp(p, at, tile, last, n_k) != EMPTY:
-        head = at[1] // GQA_GROUP
-        load_tile(target, p.k, at[0], head, i32(tile) * BLOCK_K, n_k, HEAD_DIM, COLUMNS_QK)
-        load_tile(target + AT_STAGE_V, p.v, at[0], head, i32(tile) * BLOCK_K, n_k, HEAD_DIM_V, COLUMNS)
+    if tile_state_of_warp(p, at, tile, last, kv.n_k) != EMPTY:
+        load_tile(target, kv.k, kv, i32(tile) * BLOCK_K, HEAD_DIM, COLUMNS_QK)
+        load_tile(target + AT_STAGE_V, kv.v, kv, i32(tile) * BLOCK_K, HEAD_DIM_V, COLUMNS)
     cp_async_commit()
 
 
@@ -115,15 +115,16 @@ def sm80_decode(p):
     tile = i32(part * each_part)
     last = i32(min(tile + each_part, tiles))
 
+    kv = kv_source(p, at[0], at[1] // GQA_GROUP, n_k)
     load_q(base, p, at)
     for i in range(STAGES_AHEAD):
-        load_kv(p, at, base + AT_KV + i * STAGE_BYTES, tile + i, last, n_k)
+        load_kv(p, at, kv, base + AT_KV + i * STAGE_BYTES, tile + i, last)
     output, m, l, stage = filled(ZERO, SUMS), NO_REFERENCE, ZERO_ROWS, I(0)
     while tile < last:
         cp_async_wait(PENDING)
         lanes_sync()  # all lanes see the tile and have finished the previous one
         free = stage + STAGES_AHEAD if stage + STAGES_AHEAD < STAGES else stage - 1
-        load_kv(p, at, base + AT_KV + free * STAGE_BYTES, tile + STAGES_AHEAD, last, n_k)
+        load_kv(p, at, kv, base + AT_KV + free * STAGE_BYTES, tile + STAGES_AHEAD, last)
         state = tile_state_of_warp(p, at, tile, last, n_k)
         if state != EMPTY:
             k = base + AT_KV + stage * STAGE_BYTES

@@ -20,13 +20,13 @@ def semaphore_skip_empty(p, b, head, tile_k, n_k):
             for tile in range(i32(thread()), tiles, THREADS):
                 row0 = I(tile) * BLOCK_Q
                 if tile_state(p, I(b), I(h), seq.q_position, row0, min(row0 + BLOCK_Q, seq.n_q), k0, k1) == EMPTY:
-                    set_bits(semaphore_at(p, b, h, tile) + 4 * (tile_k >> 5), u32(1) << u32(tile_k & 31))
+                    red_or(semaphore_at(p, b, h, tile) + 4 * (tile_k >> 5), u32(1) << u32(tile_k & 31))
 
 
 @device
 def semaphore_release(p, b, h, tile, tile_k):
     """Sets a bit; orders the CTA's additions before its last barrier."""
-    set_bits_after(semaphore_at(p, b, h, tile) + 4 * (tile_k >> 5), u32(1) << u32(tile_k & 31))
+    red_or_release(semaphore_at(p, b, h, tile) + 4 * (tile_k >> 5), u32(1) << u32(tile_k & 31))
 
 
 @device
@@ -40,7 +40,7 @@ def bits_below(end, word):
 def missing_in_word(semaphore, word, low, high):
     """The bits of tiles low ... high - 1 that are not set yet, in word number `word`."""
     need = u32(bits_below(high, word) & ~bits_below(low, word))
-    return u32(need & ~load_now(semaphore + 4 * word)) if need != u32(0) else need
+    return u32(need & ~load_relaxed(semaphore + 4 * word)) if need != u32(0) else need
 
 
 @device
@@ -67,10 +67,10 @@ def semaphore_wait(semaphore, missing, low, high):
 def reduce_add_fragment(i, four, address):
     """Adds four neighbouring registers of a lane to dq_accum."""
     if VECTOR_ADDS:
-        add_to_four(address + 512 * i, four)
+        red_add_four(address + 512 * i, four)
     else:
         for j in range(4):
-            add_to(address + 512 * i + 4 * j, four[j])
+            red_add(address + 512 * i + 4 * j, four[j])
 
 
 @device

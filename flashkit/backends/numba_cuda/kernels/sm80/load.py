@@ -1,4 +1,4 @@
-# parts: common/fragment
+# parts: common/fragment common/kv_source
 # load_tile: tiles from global to shared memory by cp.async. THREADS: of a CTA.
 
 ROWS_AT_ONCE = THREADS // 8
@@ -10,10 +10,11 @@ Copy = namedtuple("Copy", "target source step left wanted")
 
 
 @device
-def copy_of(target, tensor, b, h, first, count, wanted):
+def copy_of(target, tensor, b, h, start, first, count, wanted):
+    """start: row of the tensor that counts as row 0, SeqInfo.row_offset or key_offset."""
     row, vec = i32(thread() // 8), i32(thread() % 8)
-    source = row_address(tensor, I(b), I(h), I(first) + row) + VEC_BYTES * vec
-    step = tensor.token * (ITEM * ROWS_AT_ONCE)
+    source = row_address(tensor, I(b), I(h), start + first + row) + VEC_BYTES * vec
+    step = tensor.token * (ITEMSIZE * ROWS_AT_ONCE)
     return Copy(target + swizzled(row, vec), source, step, i32(count - first - row), i32(wanted))
 
 
@@ -28,28 +29,19 @@ def copy_rows(copy, chunk, row, rows, dim, columns):
 
 
 @device
-def load_tile(target, tensor, b, h, first, count, rows, dim, columns):
+def load_tile(target, tensor, b, h, start, first, count, rows, dim, columns):
     """Rows first ... of a head to shared memory, asynchronously."""
-    copy = copy_of(target, tensor, b, h, first, count, True)
+    copy = copy_of(target, tensor, b, h, start, first, count, True)
     for chunk in range((columns + PER_CHUNK - 1) // PER_CHUNK):  # nested, so that both loops are unrolled
         for row in range(0, rows, ROWS_AT_ONCE):
             copy_rows(copy, chunk, row, rows, dim, columns)
 
 
-# K and V of one key/value head: the only code that knows where they lie in global memory.
-KvSource = namedtuple("KvSource", "k v b head n_k")
-
-
-@device
-def kv_source(p, b, head, n_k):
-    return KvSource(p.k, p.v, b, head, n_k)
-
-
 @device
 def load_k(target, kv, k0, columns):
-    load_tile(target, kv.k, kv.b, kv.head, k0, kv.n_k, BLOCK_K, HEAD_DIM, columns)
+    load_tile(target, kv.k, kv.b, kv.head, kv.start, k0, kv.n_k, BLOCK_K, HEAD_DIM, columns)
 
 
 @device
 def load_v(target, kv, k0, columns):
-    load_tile(target, kv.v, kv.b, kv.head, k0, kv.n_k, BLOCK_K, HEAD_DIM_V, columns)
+    load_tile(target, kv.v, kv.b, kv.head, kv.start, k0, kv.n_k, BLOCK_K, HEAD_DIM_V, columns)

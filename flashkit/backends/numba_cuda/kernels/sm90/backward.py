@@ -60,7 +60,7 @@ def scale_log2_of(p):
 
 @device
 def add_dq_four(i, four, target):
-    add_to_four(target + 512 * i, four)
+    red_add_four(target + 512 * i, four)
 
 
 @device

@@ -11,15 +11,15 @@ def store_matrices(i, words, args):
 
 
 def make_store_dkv(columns, before, buffers, stride):
-    """store_dkv(tensor, at, first_key, lane, buffer, x, factor): so many columns of dK or dV. first_key: of the warp's
-    keys among the work tile's. The pieces go through so many buffers in shared memory, `stride` bytes apart; `before`
+    """store_dkv(tensor, box, lane, buffer, x, factor): so many columns of dK or dV. box: the row of the warp's first
+    key, head and batch entry. The pieces go through so many buffers in shared memory, `stride` bytes apart; `before`
     pieces went there before these. The first one waits until all earlier bulk stores of the warp have left.
     """
     in_flight, padding = buffers - 1, (u32(0),) * (-columns // 4 % 16)
 
     @device
     def store_piece(i, words, args):
-        tensor, at, first_key, lane, buffer = args
+        tensor, box, lane, buffer = args
         target = buffer + (before + i) % buffers * stride
         if before + i == 0:
             bulk_wait_read(0)
@@ -30,11 +30,11 @@ def make_store_dkv(columns, before, buffers, stride):
         fence_proxy_async()
         lanes_sync()
         if elect_one():
-            tma_store(tensor, target, 64 * i, at[2] + first_key, 0, at[1], at[0])
+            tma_store(tensor, target, 64 * i, box[0], 0, box[1], box[2])
             bulk_commit()
 
     @device
-    def store_dkv(tensor, at, first_key, lane, buffer, x, factor):
-        groups(store_piece, 16, join(pack, scaled(x, factor)) + padding, (tensor, at, first_key, lane, buffer))
+    def store_dkv(tensor, box, lane, buffer, x, factor):
+        groups(store_piece, 16, join(pack, scaled(x, factor)) + padding, (tensor, box, lane, buffer))
 
     return store_dkv

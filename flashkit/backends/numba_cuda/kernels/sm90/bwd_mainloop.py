@@ -187,9 +187,10 @@ def epilogue(p, base, k_tile, number, n, state, warp_args):
     consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
     if DETERMINISTIC:
         consumer_wait(base + AT_DQ_GRANTED, u32(n - 1), 2)  # dQ has left shared memory
-    lane, first_key, buffer = opaque(thread() % 32), 16 * warp, base + AT_DQ + BYTES_DQ_WARP * warp
-    store_dv(map_address("map_dv"), at, first_key, lane, buffer, dv_acc, np.float32(1))
-    store_dk(map_address("map_dk"), at, first_key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
+    lane, buffer = opaque(thread() % 32), base + AT_DQ + BYTES_DQ_WARP * warp
+    box = i32(kv_token(p, at[0], at[2] + 16 * warp)), at[1], at[0]
+    store_dv(map_address("map_dv"), box, lane, buffer, dv_acc, np.float32(1))
+    store_dk(map_address("map_dk"), box, lane, buffer, dk_acc, np.float32(p.softmax_scale))
     return dk_acc, dv_acc
 
 

@@ -112,8 +112,9 @@ def ds_epilogue(p, base, k_tile, number, n, state, warp_args):
     at = read_work_tile(base, number)
     consumer_release(base + AT_K_PIPE, number, KEY_BUFFERS)
     named_barrier_sync(DS_CONSUMER_BARRIER, 128)  # no warp reads V any more: dV leaves through its place
-    lane, first_key, buffer = opaque(thread() % 32), CTA_KEYS * rank + 16 * warp, base + AT_V + BYTES_PIECE * warp
-    store_dv(map_address("map_dv"), at, first_key, lane, buffer, dv_acc, np.float32(1))
+    lane, buffer = opaque(thread() % 32), base + AT_V + BYTES_PIECE * warp
+    box = i32(kv_token(p, at[0], at[2] + CTA_KEYS * rank + 16 * warp)), at[1], at[0]
+    store_dv(map_address("map_dv"), box, lane, buffer, dv_acc, np.float32(1))
     bulk_wait_read(0)
     lanes_sync()
     consumer_release(base + AT_V_PIPE, number, 1)
@@ -218,8 +219,9 @@ def dk_dq_epilogue(p, base, k_tile, number, n, state, warp_args):
     dk_acc = fence_operand(dk_acc)
     # No warp reads the peer's keys any more: dK leaves through their place.
     named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128)
-    lane, first_key, buffer = opaque(thread() % 32), CTA_KEYS * rank + 16 * warp, base + AT_PEER_K + BYTES_PIECE * warp
-    store_dk(map_address("map_dk"), at, first_key, lane, buffer, dk_acc, np.float32(p.softmax_scale))
+    lane, buffer = opaque(thread() % 32), base + AT_PEER_K + BYTES_PIECE * warp
+    box = i32(kv_token(p, at[0], at[2] + CTA_KEYS * rank + 16 * warp)), at[1], at[0]
+    store_dk(map_address("map_dk"), box, lane, buffer, dk_acc, np.float32(p.softmax_scale))
     bulk_wait_read(0)
     lanes_sync()
     consumer_release(base + AT_PEER_K_PIPE, number, 1)

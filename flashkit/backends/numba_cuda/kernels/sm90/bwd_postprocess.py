@@ -18,8 +18,8 @@ def bwd_postprocess(p):
         row, column = at[2] * BLOCK_Q + r, 64 * part + 8 * vec
         if not DQ_BY_COLUMNS:
             part, r = r // DQ_PART_ROWS, r % DQ_PART_ROWS
-        if row < p.n_q and column < HEAD_DIM:
+        if row < seq_info(p, I(at[0])).n_q and column < HEAD_DIM:
             warp, half = vec // 2, vec % 2
             address = accum + part * BYTES_DQ_PART + warp * BYTES_DQ_WARP + r // 8 * 512 + r % 8 // 2 * 16
             x = listed(scaled_dq, 8, (address + 8 * half + r % 2 * 4, scale))
-            store_vec(row_address(p.dq, I(at[0]), I(at[1]), I(row)) + column * ITEM, join(pack, x))
+            store_vec(q_row_address(p, p.dq, I(at[0]), I(at[1]), I(row)) + column * ITEMSIZE, join(pack, x))

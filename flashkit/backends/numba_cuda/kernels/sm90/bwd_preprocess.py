@@ -10,7 +10,7 @@ VECS_OF_LANE, ROWS_OF_LANE = (ROW_VECS + LANES_PER_ROW - 1) // LANES_PER_ROW, BL
 @device
 def query_tile_of_cta(p):
     """Batch entry, head and number of the query tile."""
-    tiles, heads = u32(ceil_div(p.n_q, BLOCK_Q)), u32(p.heads)
+    tiles, heads = u32(ceil_div(max_n_q(p), BLOCK_Q)), u32(p.heads)
     row = u32(block() // tiles)
     return i32(row // heads), i32(row % heads), i32(block() - row * tiles)
 
@@ -30,10 +30,11 @@ def dot_of_word(x, y):
 @device
 def lane_dot(i, args):
     """A lane's part of rowsum(dO * O) of its row number i."""
-    out, dout, rows, b, h, row = args
+    out, dout, seq, b, h, row = args
     row, total = row + i * ROWS_AT_ONCE, ZERO
-    if row < rows:
-        x_row, y_row = row_address(out, b, h, row), row_address(dout, b, h, row)
+    if row < seq.n_q:
+        token = seq.row_offset + row
+        x_row, y_row = row_address(out, b, h, token), row_address(dout, b, h, token)
         for r in range(VECS_OF_LANE):
             vec = thread() % LANES_PER_ROW + LANES_PER_ROW * r
             if ROW_VECS % LANES_PER_ROW == 0 or vec < ROW_VECS:
@@ -51,17 +52,18 @@ def store_row_stats(i, nonfinite, args):
     """Of a lane's row number i; whether one was non-finite. bwd_lse is +inf for a row without visible keys, whose P so
     becomes 0; NaN for a non-finite row; and great for rows past the end.
     """
-    tensors, totals, rows, b, h, row = args
+    tensors, totals, seq, b, h, row = args
     row, total, lse_log2 = row + i * ROWS_AT_ONCE, totals[i], F(1e30)
     step = LANES_PER_ROW // 2
     while step > 0:
         total += across(total, step)
         step //= 2
     if thread() % LANES_PER_ROW == 0:
-        if row < rows:
-            lse = load(F, number_address(tensors.lse, b, h, row), 0)
+        if row < seq.n_q:
+            token = seq.row_offset + row
+            lse = load(F, number_address(tensors.lse, b, h, token), 0)
             if tensors.dlse.data != 0:
-                total -= load(F, number_address(tensors.dlse, b, h, row), 0)
+                total -= load(F, number_address(tensors.dlse, b, h, token), 0)
             if lse == HIDDEN:
                 lse_log2, total = INFINITE, ZERO
             elif is_finite(lse) and is_finite(total):
@@ -81,9 +83,10 @@ def bwd_preprocess(p):
     if DETERMINISTIC or block() < clearing_plan(p)[2]:
         for i in range(BYTES_DQ // 4096):  # a constant trip count
             store_vec(accum + 16 * I(thread() + 256 * i), ZEROS)
-    totals = listed(lane_dot, ROWS_OF_LANE, (p.out, p.dout, p.n_q, b, h, row))
+    seq = seq_info(p, b)
+    totals = listed(lane_dot, ROWS_OF_LANE, (p.out, p.dout, seq, b, h, row))
     tensors = RowStats(p.lse, p.dlse, p.bwd_lse, p.delta)
-    nonfinite = all_threads_or(repeat(store_row_stats, ROWS_OF_LANE, False, (tensors, totals, p.n_q, b, h, row)))
+    nonfinite = all_threads_or(repeat(store_row_stats, ROWS_OF_LANE, False, (tensors, totals, seq, b, h, row)))
     semaphore = dq_semaphore(p, b, h, at[2])
     if thread() == 0:
         store(np.int32, semaphore + SEMAPHORE_FLAGS, 0, i32(1 if nonfinite else 0))

@@ -8,7 +8,7 @@ def state_of_keys(p, b, h, n_k, row0, row1, k0, k1):
     """A tile that reaches past the last key is PARTIAL."""
     if k0 >= n_k:
         return i32(EMPTY)
-    state = i32(tile_state(p, b, h, offset_of(p, I(b)), row0, row1, k0, i32(min(k1, n_k))))
+    state = i32(tile_state(p, b, h, seq_info(p, I(b)).q_position, row0, row1, k0, i32(min(k1, n_k))))
     return i32(PARTIAL) if state == FULL and k1 > n_k else state
 
 
@@ -19,7 +19,7 @@ def tile_states(p, coord, n_k, tile, many):
     """
     b, h, k0 = coord
     row0 = i32(tile * BLOCK_Q)
-    row1 = i32(min(row0 + many * BLOCK_Q, i32(p.n_q)))
+    row1 = i32(min(row0 + many * BLOCK_Q, i32(seq_info(p, I(b)).n_q)))
     every, states = state_of_keys(p, b, h, n_k, row0, row1, k0, i32(k0 + BLOCK_K)), i32(0)
     for g in range(MMA_WARPGROUPS):
         state = every
@@ -54,16 +54,16 @@ def look(p, coord, n_k, tiles, place, many):
 
 @device
 def scheduler(p, base):
-    leader, tiles, work_tiles = thread() % 32 == 0, ceil_div(p.n_q, BLOCK_Q), num_bwd_work_tiles(p)
+    leader, tiles, work_tiles = thread() % 32 == 0, ceil_div(max_n_q(p), BLOCK_Q), num_bwd_work_tiles(p)
     c, number = u32(0), u32(0)  # lists and work tiles so far
     while True:
         index = next_work_tile(p, base, number)
         if index >= work_tiles:
             break
         at = bwd_work_tile(p, index)
-        n_k = i32(keys_of(p, I(at[0])))
+        n_k = i32(seq_info(p, I(at[0])).n_k)
         if KEY_BUFFERS > 1:
-            load_k(base, at, number)
+            load_k(p, base, at, number)
         first, member, place = YES, i32(0), i32(0)
         while member < GQA_GROUP:
             h = i32(at[1] * GQA_GROUP + member)
@@ -86,7 +86,7 @@ def scheduler(p, base):
             if first:
                 first = NO
                 if KEY_BUFFERS == 1:
-                    load_k(base, at, number)
+                    load_k(p, base, at, number)
                 if CLEARS_KEYS:
                     clear_nonfinite_k(p, base, at, number)
                 if CLUSTER_SIZE > 1:

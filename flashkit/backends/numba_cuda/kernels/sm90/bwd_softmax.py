@@ -46,9 +46,9 @@ def fragment_coord(p, base, n, number, key_group):
     first_row, key0 = (load_word(tile_desc) >> 8) * BLOCK_Q + i32(thread() % 4 * 2), k0 + WARPGROUP_KEYS * key_group
     k0 = i32(key0 if CLUSTER_SIZE > 1 else k0)
     keys = i32(key0 + lane_key(0)), i32(key0 + lane_key(1))
-    n_k, q_position = i32(keys_of(p, I(b))), offset_of(p, I(b))
+    seq = seq_info(p, I(b))
     return FragmentCoord(
-        p.values, p.softmax_scale, b, h, keys, i32(first_row), i32(p.n_q - 1), n_k, q_position,
+        p.values, p.softmax_scale, b, h, keys, i32(first_row), i32(seq.n_q - 1), i32(seq.n_k), seq.q_position,
         nonfinite_keys_slot(base, number), k0,
     )  # fmt: skip
 

@@ -4,12 +4,12 @@
 
 @device
 def num_bwd_work_tiles(p):
-    return ceil_div(p.n_k, BLOCK_K) * i32(p.heads // GQA_GROUP * p.batch)
+    return ceil_div(max_n_k(p), BLOCK_K) * i32(p.heads // GQA_GROUP * p.batch)
 
 
 @device
 def key_tiles_before_lpt_tail(p):
-    tiles = u32(ceil_div(p.n_k, BLOCK_K))
+    tiles = u32(ceil_div(max_n_k(p), BLOCK_K))
     return tiles if DETERMINISTIC else tiles_before_lpt_tail(tiles)
 
 
@@ -18,7 +18,7 @@ def bwd_work_tile(p, index):
     """Under a mask key tiles ascend, of p.heads_per_l2_group heads at a time: under a causal mask the first have most
     to do. The last quarter of each head's is the LPT tail, which evens out the CTAs' ends. FROM_DIAGONAL: they descend.
     """
-    heads, tiles = u32(u32(p.heads) // u32(GQA_GROUP)), u32(ceil_div(p.n_k, BLOCK_K))
+    heads, tiles = u32(u32(p.heads) // u32(GQA_GROUP)), u32(ceil_div(max_n_k(p), BLOCK_K))
     tile, bh = tile_coord(
         u32(index), key_tiles_before_lpt_tail(p), u32(heads * p.batch), u32(p.heads_per_l2_group)
     )  # fmt: skip

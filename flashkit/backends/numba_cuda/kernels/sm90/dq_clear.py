@@ -9,7 +9,7 @@
 @device
 def clearing_plan(p):
     """Query tiles of a key/value head, those cleared with a work tile, and those that bwd_preprocess clears."""
-    of_head, work_tiles = u32(ceil_div(p.n_q, BLOCK_Q) * GQA_GROUP), key_tiles_before_lpt_tail(p)
+    of_head, work_tiles = u32(ceil_div(max_n_q(p), BLOCK_Q) * GQA_GROUP), key_tiles_before_lpt_tail(p)
     with_work_tile = u32(u32(of_head + work_tiles - u32(1)) // work_tiles)
     before = p.heads_per_l2_group * I(of_head) + 300 // CLUSTER_SIZE * I(with_work_tile)
     return I(of_head), I(with_work_tile), before
@@ -35,7 +35,7 @@ def clear_dq_ahead(p, work_tile_index):
         lanes_sync()
         if lane == 0:
             bh = i32(u32(index) // u32(of_head))
-            add_after(cleared_count(p, i32(u32(bh) // u32(heads)), i32(u32(bh) % u32(heads))), 1)
+            red_add_release(cleared_count(p, i32(u32(bh) // u32(heads)), i32(u32(bh) % u32(heads))), 1)
         index += CLUSTER_SIZE
 
 
@@ -45,6 +45,6 @@ def wait_until_cleared(p, at):
     of_head, _, before = clearing_plan(p)
     end = (I(at[0]) * (p.heads // GQA_GROUP) + at[1] + 1) * of_head - before
     need, count = min(end, of_head), cleared_count(p, at[0], at[1])
-    while I(load_acquired(count)) < need:
+    while I(load_acquire(count)) < need:
         pass
     fence_proxies()

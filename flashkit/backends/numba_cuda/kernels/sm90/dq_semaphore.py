@@ -17,7 +17,7 @@ def dq_semaphore(p, b, h, tile):
 
 @device
 def added_words_per_cta(p):
-    return ceil_div(p.n_k, 32 * BLOCK_K)
+    return ceil_div(max_n_k(p), 32 * BLOCK_K)
 
 
 @device
@@ -35,26 +35,26 @@ def dq_accum_at(p, index, offset):
 @device
 def skip_dq(p, semaphore, tile_k):
     """Key tile tile_k adds nothing."""
-    set_bits(added_words(p, semaphore) + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
+    red_or(added_words(p, semaphore) + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
 
 
 @device
 def release_dq(added, tile_k):
     """Key tile tile_k has been added."""
-    set_bits_after(added + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
+    red_or_release(added + tile_k // 32 * 4, u32(1) << u32(tile_k % 32))
 
 
 @device
 def acquire_dq(p, added, tile_k):
     """A warp waits until all key tiles before tile_k have been added."""
-    first, end = (tile_k + 1, ceil_div(p.n_k, BLOCK_K)) if FROM_DIAGONAL else (0, tile_k)
+    first, end = (tile_k + 1, ceil_div(max_n_k(p), BLOCK_K)) if FROM_DIAGONAL else (0, tile_k)
     for word in range(first // 32 + thread() % 32, (end + 31) // 32, 32):
         left = end - 32 * word
         needed = u32(0xFFFFFFFF) if left >= 32 else u32((u32(1) << u32(left)) - u32(1))
         if FROM_DIAGONAL:
             if first > 32 * word:
                 needed = u32(needed & u32(u32(0xFFFFFFFF) << u32(first % 32)))
-        while load_acquired(added + 4 * word) & needed != needed:
+        while load_acquire(added + 4 * word) & needed != needed:
             pass
     lanes_sync()
 

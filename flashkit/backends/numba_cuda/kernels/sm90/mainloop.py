@@ -235,5 +235,5 @@ def consumer(p, base, wg):
                 pv_pending, work_tile_open, accumulate, first_tile = True, True, i32(0 if first_tile else 1), False
         if HAS_LENGTHS:
             if pv_pending:
-                valid_keys = i32(keys_of(p, state.work[0]) - k0)
+                valid_keys = i32(seq_info(p, state.work[0]).n_k - k0)
         n = u32(n + 1)

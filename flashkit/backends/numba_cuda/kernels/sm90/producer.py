@@ -11,7 +11,7 @@ def load_v(p, base, n, tile, head, b):
     mbarrier_arrive_expect_tx(full, BYTES_V)
     for c in range(chunks_v):
         target = base + AT_V + stage * BYTES_V + c * BLOCK_K * CHUNK_ROW
-        tma_load(target, map_address("map_v"), full, 64 * c, tile * BLOCK_K, 0, head, b)
+        tma_load(target, map_address("map_v"), full, 64 * c, i32(kv_token(p, b, tile * BLOCK_K)), 0, head, b)
 
 
 @device
@@ -23,7 +23,7 @@ def load_k(p, base, n, tile_desc, tile, head, b):
     mbarrier_arrive_expect_tx(full, BYTES_K)
     for c in range(chunks_q):
         target = base + AT_K + stage * BYTES_K + c * BLOCK_K * CHUNK_ROW
-        tma_load(target, map_address("map_k"), full, 64 * c, tile * BLOCK_K, 0, head, b)
+        tma_load(target, map_address("map_k"), full, 64 * c, i32(kv_token(p, b, tile * BLOCK_K)), 0, head, b)
 
 
 @device
@@ -38,7 +38,7 @@ def load_q(p, base, number, work):
     store_word(slot + 8, row0)
     mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * chunks_q)
     for wg in range(MMA_WARPGROUPS):
-        token = (row0 + 64 * wg) // PACK_GQA
+        token = i32(q_token(p, b, (row0 + 64 * wg) // PACK_GQA))
         for c in range(chunks_q):
             target = base + (buffer * MMA_WARPGROUPS + wg) * BYTES_Q + c * 64 * CHUNK_ROW
             if PACK_GQA > 1:

@@ -27,7 +27,7 @@ def fill(p, c, entries, work, n_k, next_tile, tiles):
             if live == 0:
                 next_tile = i32(next_tile + 1024)
                 continue
-            next_tile = i32(next_tile + 32 * lowest_one(live))
+            next_tile = i32(next_tile + 32 * lowest_set_bit(live))
         own, states = i32(next_tile + lane), i32(0)
         if own < tiles:
             states = look(p, work, n_k, tiles, own, i32(1))

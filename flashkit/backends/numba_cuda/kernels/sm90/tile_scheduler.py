@@ -9,7 +9,7 @@ def kv_tile_state(p, work, n_k, row0, row1, tile, count):
     b, h, _ = work
     k0, whole = i32(tile * BLOCK_K), i32((tile + count) * BLOCK_K)
     first, last, k1 = i32(row0 // PACK_GQA), i32((row1 + PACK_GQA - 1) // PACK_GQA), i32(min(whole, n_k))
-    offset = offset_of(p, b)
+    offset = seq_info(p, b).q_position
     state = i32(tile_state(p, b, h, offset, first, last, k0, k1))
     if HAS_MASK:
         for other in range(1, PACK_GQA):
@@ -22,7 +22,7 @@ def kv_tile_state(p, work, n_k, row0, row1, tile, count):
 def kv_tile_states(p, work, n_k, tile, count):
     """States of the warp groups' rows in K/V tiles tile ... tile + count - 1, two bits each."""
     row0 = work[2]
-    end = i32(min(row0 + BLOCK_Q, i32(p.n_q) * PACK_GQA))
+    end = i32(min(row0 + BLOCK_Q, i32(seq_info(p, work[0]).n_q) * PACK_GQA))
     every, states = kv_tile_state(p, work, n_k, row0, end, tile, count), i32(0)
     for wg in range(MMA_WARPGROUPS):
         first = i32(row0 + 64 * wg)
@@ -44,7 +44,7 @@ def claims_late(p):
     """Whether the next work tile is claimed when this one nears its end, so that the last ones are shared evenly. Short
     sequences leave no time for that.
     """
-    return p.n_k > 16 * BLOCK_K
+    return max_n_k(p) > 16 * BLOCK_K
 
 
 @device
@@ -91,7 +91,7 @@ def scheduler_warp(p, base):
     c, number = u32(0), u32(0)  # lists, work tiles so far
     while index < count:
         work = work_tile(p, index)
-        n_k = i32(keys_of(p, work[0]))
+        n_k = i32(seq_info(p, work[0]).n_k)
         tiles = i32((n_k + BLOCK_K - 1) // BLOCK_K)
         next_tile, first = i32(0), True
         while first or next_tile < tiles:
