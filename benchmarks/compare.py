@@ -57,6 +57,10 @@ def cases(suite: str) -> list[Case]:
     ]
 
 
+def described(case: Case) -> str:
+    return " ".join(f"{name}={value}" for name, value in case.items() if value is not False)
+
+
 def options(case: Case, package: Any, xp: Any) -> dict[str, Any]:
     """Keyword arguments of attention; xp: whose arrays they are."""
     found = {name: case[name] for name in ("causal", "softcap", "window", "deterministic") if case.get(name)}
@@ -177,12 +181,13 @@ def main() -> int:
     parser.add_argument("--new", type=Path, default=HERE)
     parser.add_argument("--backend", default="cupy_raw", choices=list(BACKENDS))
     parser.add_argument("--suite", default="cuda", help="cuda, or dtypes of the CPU's cases: float32,bfloat16")
+    parser.add_argument("--only", default="", help="cases that have this in their description, for example softcap=")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each cell")
     workers = max(1, (os.cpu_count() or 2) - 1)
     parser.add_argument("--workers", type=int, default=workers, help="processes that compile beforehand")
     parser.add_argument("--output", type=Path, help="append a JSON line of each cell")
     given = parser.parse_args()
-    every = [case for suite in given.suite.split(",") for case in cases(suite)]
+    every = [case for suite in given.suite.split(",") for case in cases(suite) if given.only in described(case)]
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         return compare(given, every, Path(folder))
 
@@ -205,8 +210,7 @@ def compare(given: argparse.Namespace, every: list[Case], folder: Path) -> int:
             ratios = timed(*both, given.backend, given.seconds)
             middle, low, high = (float(np.quantile(ratios, at)) for at in (0.5, 0.2, 0.8))
             medians.append(middle)
-            words = " ".join(f"{name}={value}" for name, value in case.items() if value is not False)
-            print(f"{middle:.3f} ({low:.3f} {high:.3f})  {direction:8} {words}", flush=True)
+            print(f"{middle:.3f} ({low:.3f} {high:.3f})  {direction:8} {described(case)}", flush=True)
             if given.output:
                 line = {"case": case, "direction": direction, "old_over_new": middle, "low": low, "high": high}
                 with given.output.open("a") as file:
