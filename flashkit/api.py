@@ -42,7 +42,8 @@ def attention(
     q_offset
         Position of the first query on the key axis: an integer, or one for each batch entry. By default Nk - Nq, or
         kv_lengths - Nq if these are given, so that the last query sees every key. 0 is the top-left alignment of
-        PyTorch and ONNX.
+        PyTorch and ONNX, and fits batches that are padded on the right. Masks and scores by position need it where a
+        length other than 0 is less than Nq, and where lengths are on a device and Nq is above 1.
     window
         (left, right): key j is visible to query i iff i + q_offset - left <= j <= i + q_offset + right. None is no
         bound.

@@ -8,7 +8,6 @@ does not support the problem, that is an error; there is no fallback.
 from __future__ import annotations
 
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from . import forking
 from .backends.base import Backend
 from .devices import host
 from .errors import UnsupportedError
@@ -28,7 +28,7 @@ _MAX_PLANS = 1024
 _generation = 0  # counts calls of forget()
 _forced: ContextVar[str | None] = ContextVar("flashkit_backend", default=None)
 _plans: OrderedDict[Any, tuple[Backend, Any]] = OrderedDict()
-_plans_lock = threading.Lock()
+_plans_lock = forking.inner_lock()
 
 
 @cache
@@ -40,14 +40,15 @@ def registry() -> dict[str, Backend]:
 @cache
 def load_all() -> dict[str, Backend | Exception]:
     """Every entry point with its backend, or with the exception that importing it raised."""
-    from importlib.metadata import entry_points
-
     found: dict[str, Backend | Exception] = {}
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            found[point.name] = point.load()()
-        except Exception as error:  # another package may fail in any way, which must not disable the other backends
-            found[point.name] = error
+    with forking.imports:
+        from importlib.metadata import entry_points
+
+        for point in entry_points(group=ENTRY_POINTS):
+            try:
+                found[point.name] = point.load()()
+            except Exception as error:  # another package may fail in any way, which must not disable other backends
+                found[point.name] = error
     return found
 
 
@@ -139,9 +140,7 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         verdict = Verdict(False, f"it failed when asked: {error!r}")
     if not verdict:
         return Candidate(backend.name, verdict)
-    from .devices import profiles
-
-    profile, spec = profiles.for_device(backend.device_kind), problem.spec
+    profile, spec = _profile(backend), problem.spec
     if hasattr(backend, "row"):
         row = backend.row(problem, profile, direction)
     else:
@@ -153,6 +152,12 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         # peak, that of a common core.
         rate = backend.efficiency * (profile.peak(spec.dtype) or 0.1) * 1e12
     return Candidate(backend.name, Verdict(True), problem.flops(direction) / rate, row, last_resort)
+
+
+def _profile(backend: Backend) -> Any:
+    with forking.imports:
+        from .devices import profiles
+    return profiles.for_device(backend.device_kind)
 
 
 def measured_rate(row: Any) -> float | None:
@@ -186,9 +191,7 @@ def plan(problem: Problem, backend: str | None = None) -> tuple[Backend, Any]:
         answers = "; ".join(f"{c.name}: {c.verdict.reason}" for c in ranked) or "none is installed"
         raise UnsupportedError(f"no backend can compute attention of {problem.describe()}. {answers}")
     chosen = registry()[ranked[0].name]
-    from .devices import profiles
-
-    made = chosen, chosen.plan(problem, profiles.for_device(chosen.device_kind))
+    made = chosen, chosen.plan(problem, _profile(chosen))
     with _plans_lock:
         _plans[key] = made
         while len(_plans) > _MAX_PLANS:

@@ -40,12 +40,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .lazy import cached_property
 from .mods import codegen, dropout, expr
 from .mods.expr import Expr
 from .spec import AttentionSpec, Operands

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
+from .lazy import cached_property
 from .mods import expr
 from .mods.expr import Expr, Kind
 

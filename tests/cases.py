@@ -398,6 +398,8 @@ def features(choice: Choice, rng: np.random.Generator, batch: int, heads: int, n
         options["mask_mod"] = mask_mod(choice["mask_mod"], rng, batch, n_q, n_k)
     if choice["kv_lengths"] == "yes":
         options["kv_lengths"] = rng.integers(n_k // 2, n_k + 1, batch)
+        if (options["kv_lengths"] < n_q).any():  # the default, which has to be given where it is negative
+            options.setdefault("q_offset", options["kv_lengths"] - n_q)
     if choice["dropout"] == "yes":
         options |= {"dropout_p": 0.25, "seed": int(rng.integers(2**62))}
     if choice["sinks"] == "yes":

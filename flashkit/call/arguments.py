@@ -24,7 +24,7 @@ from .checks import (
     window_of,
 )
 from .compose import check_indices, compose
-from .positions import kv_lengths_of, q_offset_range, q_offsets_of
+from .positions import check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
 from .shape import Shape, pairwise, shape_of
 
 PRECISIONS = (None, "highest", "tf32")
@@ -96,6 +96,8 @@ def prepare(
     for mod in given:
         check_indices(mod, batch, heads, n_q, n_k, *q_offset_range(offsets, q_offset is not None, batch, n_q, n_k))
     score, hidden, slots, params, values = compose(scores, masks)
+    if q_offset is None and kv_lengths is not None:
+        check_default_offset(lengths, n_q, (score, hidden))
 
     if out is not None:
         check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))

@@ -5,7 +5,6 @@ A repeated call costs a look-up. Whatever a plan depends on is part of its key.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import dispatch
+from ..forking import inner_lock
 from ..mods.block_mask import BlockMask
 from ..spec import Operands
 from . import arrays
@@ -22,7 +22,7 @@ from .planned import Planned
 _MAX_PLANS = 256
 _MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
 _plans: OrderedDict[Any, Planned] = OrderedDict()
-_lock = threading.Lock()
+_lock = inner_lock()
 
 
 def accepts(block_mask: Any) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ..mods.expr import INT64, MAX_POSITION
+from ..mods.expr import INT64, MAX_POSITION, Expr, Q, uses
 from . import arrays
 from .shape import Shape
 
@@ -62,6 +63,35 @@ def q_offsets_of(value: Any, kind: str, shape: Shape, batch: int, lengths: Any, 
     if offsets.size and not (offsets.min() >= -MAX_POSITION and offsets.max() <= MAX_POSITION):
         raise ValueError(f"q_offset is {value!r}; positions within 2^48 fit")
     return offsets
+
+
+def check_default_offset(lengths: Any, n_q: int, graphs: Iterable[Expr | None]) -> None:
+    """Refuse the default offset, kv_lengths - Nq, where it may put queries that are padded before the first key.
+
+    Parameters
+    ----------
+    lengths
+        kv_lengths of a call without q_offset.
+    n_q
+        Queries of each batch entry.
+    graphs
+        The call's modifications; the offset only matters where they depend on the position of a query.
+
+    Raises
+    ------
+    ValueError
+        A length other than 0 is below n_q; or lengths are on a device, where they are not read, and n_q is above 1.
+    """
+    if isinstance(lengths, np.ndarray):
+        short = lengths[(lengths > 0) & (lengths < n_q)]
+        problem = f"kv_lengths has {short[0]}, less than the {n_q} queries" if short.size else ""
+    else:
+        problem = f"kv_lengths lie on a device and are not read, and there are {n_q} queries" if n_q > 1 else ""
+    if problem and any(graph is not None and uses(graph, Q) for graph in graphs):
+        raise ValueError(
+            f"{problem}; causal, window, alibi_slopes and functions of q then need q_offset: 0 fits where queries are "
+            "padded on the right like the keys, kv_lengths - Nq where the last query stands at the last key"
+        )
 
 
 def q_offset_range(offsets: Any, given: bool, batch: int, n_q: int, n_k: int) -> tuple[np.ndarray, np.ndarray]:

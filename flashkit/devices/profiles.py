@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +31,7 @@ import msgspec
 import yaml
 
 from ..errors import ProfileError
+from ..forking import outer_lock
 from . import host, trust
 from .schema import (
     MOST_BYTES,
@@ -272,7 +272,7 @@ def _layers(kind: str, system: dict[str, Any], origin: str = "system") -> list[_
 
 
 _merged: dict[tuple[str | None, ...], Profile] = {}
-_lock = threading.Lock()
+_lock = outer_lock()
 
 
 def for_device(kind: str) -> Profile:

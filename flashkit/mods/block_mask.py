@@ -12,11 +12,11 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from ..lazy import cached_property
 from . import codegen, expr
 from .expr import Expr
 from .mod import Mod, mask, trace

@@ -170,14 +170,16 @@ def _dilated(b: Expr, h: Expr, q: Expr, k: Expr, *, step: Expr) -> Expr:
 
 
 def document(ids: Any, kv_ids: Any = None) -> Mod:
-    """Tokens see only their own document, as in packed sequences: ids[q] == kv_ids[k].
+    """Tokens see only their own document, as in packed sequences.
 
     Parameters
     ----------
     ids
-        Integers, (N,) or (B, N): the document of each position. A position outside belongs to no document.
+        Integers, (Nk,) or (B, Nk): the document of each position on the axis of the keys, and of the query that stands
+        there: ids[q] == ids[k]. A position outside belongs to no document. With kv_ids: (Nq,) or (B, Nq), the document
+        of each query, wherever `q_offset` places it: ids[row] == kv_ids[k].
     kv_ids
-        The same for the keys; `ids` by default.
+        Integers, (Nk,) or (B, Nk): the document of each key.
 
     Returns
     -------
@@ -194,6 +196,12 @@ def document(ids: Any, kv_ids: Any = None) -> Mod:
     >>> mods.document([0, 0, 1, 1]).evaluate(b=0, h=0, q=[[1], [2]], k=[0, 1, 2, 3])
     array([[ True,  True, False, False],
            [False, False,  True,  True]])
+
+    Two queries and four keys:
+
+    >>> mods.document([1, 0], [0, 0, 1, 1]).evaluate(b=0, h=0, q=[[2], [3]], k=[0, 1, 2, 3], row=[[0], [1]])
+    array([[False, False,  True,  True],
+           [ True,  True, False, False]])
     """
     q_ids, k_ids = (
         np.asarray(x) if isinstance(x, (list, tuple)) else x for x in (ids, ids if kv_ids is None else kv_ids)
@@ -204,20 +212,18 @@ def document(ids: Any, kv_ids: Any = None) -> Mod:
                 f"{name} of a document mask has shape {x.shape} and dtype {x.dtype}; "
                 "integers of shape (N,) or (B, N) fit"
             )
-    n = {"n_q": q_ids.shape[-1], "n_k": k_ids.shape[-1]}
-    rows = {"ids": q_ids} if k_ids is q_ids else {"ids": q_ids, "kv_ids": k_ids}
-    return mask(_document if k_ids is q_ids else _document_pair, **rows, **n)
+    return mask(_document, ids=q_ids, n=q_ids.shape[-1]) if kv_ids is None else mask(_own, ids=q_ids, kv_ids=k_ids)
 
 
 @pure
-def _document(b: Expr, h: Expr, q: Expr, k: Expr, *, ids: Array, n_q: Expr, n_k: Expr) -> Expr:
-    return _document_pair(b, h, q, k, ids=ids, kv_ids=ids, n_q=n_q, n_k=n_k)
+def _document(b: Expr, h: Expr, q: Expr, k: Expr, *, ids: Array, n: Expr) -> Expr:
+    known = (q >= 0) & (q < n) & (k < n)
+    return known & (_at(ids, b, expr.clip(q, 0, n - 1)) == _at(ids, b, expr.clip(k, 0, n - 1)))
 
 
 @pure
-def _document_pair(b: Expr, h: Expr, q: Expr, k: Expr, *, ids: Array, kv_ids: Array, n_q: Expr, n_k: Expr) -> Expr:
-    known = (q >= 0) & (q < n_q) & (k < n_k)
-    return known & (_at(ids, b, expr.clip(q, 0, n_q - 1)) == _at(kv_ids, b, expr.clip(k, 0, n_k - 1)))
+def _own(b: Expr, h: Expr, q: Expr, k: Expr, *, ids: Array, kv_ids: Array) -> Expr:
+    return _at(ids, b, expr.ROW) == _at(kv_ids, b, k)
 
 
 def _at(array: Array, b: Expr, index: Expr) -> Expr:

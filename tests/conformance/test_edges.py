@@ -197,14 +197,44 @@ N_Q, N_K = 70, 130  # more than a tile in the reference backend and in parts of 
 def test_poison_past_kv_lengths(backend: str, dtype: str, poison: float) -> None:
     q, k, v = qkv(3, 2, N_Q, N_K, dtype=dtype)
     lengths = np.array([N_K, 50, 0])
-    clean = everything(q, k, v, kv_lengths=lengths, causal=True)
+    options = {"kv_lengths": lengths, "q_offset": lengths - N_Q, "causal": True}
+    clean = everything(q, k, v, **options)
     for b, n in enumerate(lengths):
         k[b, :, n:] = poison
         v[b, :, n:] = poison
-    got = everything(q, k, v, kv_lengths=lengths, causal=True)
+    got = everything(q, k, v, **options)
     for name, x in clean.items():
         np.testing.assert_array_equal(got[name], x, err_msg=name)
     assert (got["dk"][1, :, 50:] == 0).all() and (got["dv"][2] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (20, 4)}, {"mask_mod": mods.prefix_lm(9)}], ids=str)
+def test_a_batch_padded_on_the_right(backend: str, options: dict[str, Any]) -> None:
+    """With q_offset=0 each entry is what it is alone; without q_offset the call is refused."""
+    q, k, v = qkv(3, 2, 70, 70)
+    lengths = [70, 40, 1]
+    out = attention(q, k, v, kv_lengths=lengths, q_offset=0, **options)
+    for b, n in enumerate(lengths):
+        alone = attention(*(x[b, :, :n] for x in (q, k, v)), **options)
+        np.testing.assert_allclose(out[b, :, :n], alone, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"kv_lengths has 40.*q_offset: 0 fits"):
+        attention(q, k, v, kv_lengths=lengths, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"q_offset": 3}, {"causal": True}, {"kv_lengths": [60, 130]}], ids=str)
+@pytest.mark.parametrize(("n_q", "n_k"), [(70, 130), (130, 70), (3, 130)])
+def test_documents_of_unequal_sizes(backend: str, n_q: int, n_k: int, options: dict[str, Any]) -> None:
+    """The document of a query belongs to its row, wherever the offset places it."""
+    rng = np.random.default_rng(3)
+    q, k, v = qkv(2, 2, n_q, n_k)
+    q_ids, kv_ids = (np.sort(rng.integers(0, 5, (2, n))) for n in (n_q, n_k))
+    if "kv_lengths" in options:
+        options = {"kv_lengths": np.minimum(options["kv_lengths"], n_k)}
+    dense = q_ids[:, None, :, None] == kv_ids[:, None, None, :]
+    same(
+        everything(q, k, v, mask_mod=mods.document(q_ids, kv_ids), **options),
+        everything(q, k, v, mask=dense, **options),
+    )
 
 
 HIDING: dict[str, tuple[dict[str, Any], np.ndarray]] = {}

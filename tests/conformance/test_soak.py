@@ -71,6 +71,7 @@ def random_call(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, An
         options["softcap"] = kind["cap"]
     if "lengths" in kind:
         options["kv_lengths"] = cupy.asarray(rng.integers(0, n_k + 1, batch))
+        options["q_offset"] = options["kv_lengths"] - n_q
     if "slopes" in kind:
         options["alibi_slopes"] = cupy.asarray(rng.uniform(0, 0.3, heads * group).astype(np.float32))
     if "bias" in kind:

@@ -415,11 +415,17 @@ def test_lengths_and_offsets_on_the_device() -> None:
 
     q, k, v = tensors((3, 2, 40, 16), (3, 2, 90, 16), (3, 2, 90, 16))
     lengths, offsets = np.array([90, 0, 33]), np.array([5, -3, 50])
-    for options in ({"kv_lengths": lengths}, {"q_offset": offsets}, {"kv_lengths": lengths, "q_offset": offsets}):
+    for options in ({"q_offset": offsets}, {"kv_lengths": lengths, "q_offset": offsets}):
         here = flashkit.attention(q, k, v, causal=True, **options, backend=NAME)
         there = {name: cupy.asarray(x) for name, x in options.items()}
         there = flashkit.attention(q, k, v, causal=True, **there, backend=NAME)
         np.testing.assert_array_equal(here.get(), there.get())
+    one = q[:, :, :1]
+    here, there = (
+        flashkit.attention(one, k, v, causal=True, kv_lengths=given, backend=NAME)
+        for given in (lengths, cupy.asarray(lengths))
+    )
+    np.testing.assert_array_equal(here.get(), there.get())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -432,6 +438,8 @@ def test_lengths_on_the_device_are_bounded(n_q: int, dtype: str, generation: str
     lengths, shape_q, shape_k = cupy.asarray(wrong), (4, 2, n_q, 64), (4, 1, n_k, 64)
     q, k, v, dout = tensors(shape_q, shape_k, shape_k, shape_q, dtype=dtype)
     options = {"causal": True, "deterministic": True, "backend": NAME}
+    if n_q > 1:  # the default offset is for one query
+        options["q_offset"] = cupy.clip(lengths, 0, n_k) - n_q
     right, right_vjp = flashkit.attention_vjp(q, k, v, kv_lengths=[n_k, n_k, 0, 0], **options)
     out, vjp = flashkit.attention_vjp(q, k, v, kv_lengths=lengths, **options)
     plain = flashkit.attention(q, k, v, kv_lengths=lengths, **options)
@@ -446,8 +454,8 @@ def test_positions_on_the_device_stay_within_tables() -> None:
     """An index that is in range for all lengths that fit is so for those that do not."""
     import cupy
 
-    q, k, v = tensors((2, 1, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8))
-    score = mods.score(lambda s, b, h, q, k, *, t: s + t[q + 5], t=cupy.arange(12.0))
+    q, k, v = tensors((2, 1, 1, 8), (2, 1, 7, 8), (2, 1, 7, 8))
+    score = mods.score(lambda s, b, h, q, k, *, t: s + t[q + 1], t=cupy.arange(8.0))
     got = flashkit.attention(q, k, v, kv_lengths=cupy.asarray([2**40, -(2**40)]), score_mod=score, backend=NAME).get()
     right = flashkit.attention(q, k, v, kv_lengths=[7, 0], score_mod=score, backend=NAME).get()
     np.testing.assert_array_equal(got, right)
@@ -544,7 +552,8 @@ def test_a_captured_call_replays(n_q: int, n_k: int, options: dict[str, Any], dt
     lengths = cupy.asarray([n_k, n_k - 80])
 
     def compute() -> list[Any]:
-        out, vjp = flashkit.attention_vjp(q, k, v, kv_lengths=lengths, **options, deterministic=True, backend=NAME)
+        more = {"kv_lengths": lengths, "q_offset": lengths - n_q, "deterministic": True, "backend": NAME}
+        out, vjp = flashkit.attention_vjp(q, k, v, **options, **more)
         return [out, *vjp(dout)]
 
     compute()  # compiles

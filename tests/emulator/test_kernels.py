@@ -16,6 +16,7 @@ import flashkit
 from flashkit.backends.cuda_common import arguments, compiler
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.launch import KernelArguments, Library
+from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec
 
 from .calls import FEATURES, PLAIN, build, check, check_forward, features, generations
@@ -195,3 +196,23 @@ def test_numba_rounds_to_bfloat16_as_numpy_does(device: Device) -> None:
     rounded = arrays["out"].get().view(ml_dtypes.bfloat16).astype(np.float32)  # its NaN are equal
     np.testing.assert_array_equal(rounded, right.astype(np.float32))
     np.testing.assert_array_equal(arrays["v"].get(), right.astype(np.float32))
+
+
+@pytest.mark.parametrize("lengths_on_device", [False, True])
+def test_lengths_below_the_queries_need_an_offset(device: Device, lengths_on_device: bool) -> None:
+    """On the host where a length is; on a device, where lengths are not read, in each call of several queries."""
+    import cupy
+
+    x = cupy.asarray(np.ones((2, 1, 20, 16), np.float32))
+    lengths = cupy.asarray([20, 12]) if lengths_on_device else [20, 12]
+    with pytest.raises(ValueError, match="device.*20 queries.*q_offset" if lengths_on_device else "has 12.*q_offset"):
+        flashkit.attention(x, x, x, causal=True, kv_lengths=lengths)
+    for options, first in (
+        ({"causal": True, "q_offset": 0}, [0, 0]),
+        ({"causal": True, "q_offset": lengths - 20 if lengths_on_device else [0, -8]}, [0, -8]),
+        ({}, [0, -8]),
+    ):
+        _, operands, _ = prepare(x, x, x, kv_lengths=lengths, **options)
+        assert cupy.asarray(operands.q_offset).get().tolist() == first
+    _, operands, _ = prepare(x[:, :, :1], x, x, causal=True, kv_lengths=lengths)
+    assert cupy.asarray(operands.q_offset).get().tolist() == [19, 11]

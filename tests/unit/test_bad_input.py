@@ -137,6 +137,31 @@ TABLE: list[Bad] = [
     ("lengths beyond the keys", {"kv_lengths": [1, 8]}, ValueError, ("kv_lengths", "8", "0 to 7")),
     ("lengths below 0", {"kv_lengths": [-1, 3]}, ValueError, ("kv_lengths", "-1", "0 to 7")),
     ("ragged lengths", {"kv_lengths": [[1], [2, 3]]}, TypeError, ("kv_lengths", "[[1], [2, 3]]", "integers")),
+    *(
+        (
+            f"{name} and lengths below the queries",
+            {name: value, "kv_lengths": [NK, 3]},
+            ValueError,
+            ("kv_lengths has 3", "5 queries", name if name in ("causal", "window") else "functions of q", "q_offset: 0",
+             "kv_lengths - Nq"),
+        )
+        for name, value in {
+            "causal": True, "window": (2, 2), "alibi_slopes": np.ones(HQ, np.float32), "mask_mod": mods.prefix_lm(2),
+            "score_mod": lambda s, b, h, q, k: s + (q == k),
+        }.items()
+    ),
+    (
+        "too few documents of queries",
+        {"mask_mod": mods.document(np.zeros(4, int), np.zeros(NK, int))},
+        ValueError,
+        ("mask_mod", "ids", "(4,)", "0 to 3"),
+    ),
+    (
+        "too few documents of keys",
+        {"mask_mod": mods.document(np.zeros(NQ, int), np.zeros(NQ, int))},
+        ValueError,
+        ("mask_mod", "kv_ids", "(5,)", "0 to 4"),
+    ),
     ("dropout of 1", {"dropout_p": 1.0}, ValueError, ("dropout_p", "1.0", "below 1")),
     ("dropout below 0", {"dropout_p": -0.1}, ValueError, ("dropout_p", "-0.1", "at least 0")),
     ("dropout is a word", {"dropout_p": "half"}, TypeError, ("dropout_p", "'half'", "number")),
@@ -255,3 +280,25 @@ def test_hints_that_change_nothing_are_taken() -> None:
         {"dropout_p": 0},
     ):
         assert attention(**good(), **options).shape == plain.shape
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "kv_lengths": [NQ, NK]},  # a query at the first key
+        {"causal": True, "kv_lengths": [0, NK]},  # an entry without keys
+        {"causal": True, "kv_lengths": [3, NK], "q_offset": 0},
+        {"causal": True, "kv_lengths": [3, NK], "q_offset": [3 - NQ, NK - NQ]},
+        {"kv_lengths": [3, NK]},  # nothing depends on positions
+        {"kv_lengths": [3, NK], "mask_mod": lambda b, h, q, k: k > 0},
+        {"kv_lengths": [3, NK], "block_mask": BlockMask.from_mod(mods.causal(), NQ, NK)},  # whose positions are fixed
+    ],
+    ids=str,
+)
+def test_lengths_that_need_no_offset(options: dict[str, Any]) -> None:
+    assert attention(**good(), **options).shape == (B, HQ, NQ, DV)
+
+
+def test_one_query_needs_no_offset() -> None:
+    q, k, v = good().values()
+    assert attention(q[:, :, :1], k, v, causal=True, kv_lengths=[1, NK]).shape == (B, HQ, 1, DV)

@@ -189,22 +189,99 @@ def test_a_forked_child_computes(program: Callable[..., str], layer: str) -> Non
     assert said[0] == "right"
 
 
+COMPILING_FORK = """
+    import itertools, os, signal, sys, threading, time
+    import numpy as np, flashkit
+    q = np.random.default_rng(0).standard_normal((1, 2, 40, 16)).astype(np.float32)
+    constants = itertools.count({constant})
+
+    def call(c):
+        mask = lambda b, h, q, k: (q * 3 + c) % 7 != k % 5
+        return [flashkit.attention(q, q, q, mask_mod=mask, backend=name) for name in ("cpu", "reference")]
+
+    call(next(constants))
+    stop = False
+
+    def work():
+        while not stop:
+            call(next(constants))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads: thread.start()
+    failed = []
+    for i in range(12):
+        time.sleep(0.03 * (i % 4))
+        c = next(constants)
+        child = os.fork()
+        if child == 0:
+            try:
+                np.testing.assert_allclose(*call(c), rtol=1e-4, atol=1e-5)
+                os._exit(0)
+            except BaseException as error:
+                print(repr(error), file=sys.stderr)
+                os._exit(1)
+        for _ in range({seconds} * 20):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(child, signal.SIGKILL)
+            status = os.waitpid(child, 0)[1]
+        if status:
+            failed.append(os.waitstatus_to_exitcode(status))
+            break
+    stop = True
+    for thread in threads: thread.join()
+    print("failed", *failed)
+"""
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_multiprocessing_by_fork(program: Callable[..., str]) -> None:
-    text = """
-        import multiprocessing, sys
-        import numpy as np, flashkit
-        q = np.random.default_rng(0).standard_normal((1, 4, 200, 16)).astype(np.float32)
+def test_a_child_forked_while_threads_compile(program: Callable[..., str]) -> None:
+    """It compiles a kernel of its own: no lock is left to a thread that the child does not have."""
+    constant = int.from_bytes(os.urandom(5), "big")  # kernels that no cache has
+    assert program(COMPILING_FORK.format(constant=constant, seconds=120), timeout=600).split() == ["failed"]
 
-        def work(i):
-            return float(flashkit.attention(q + i, q, q).sum())
 
-        expected = [work(i) for i in range(4)]
-        with multiprocessing.get_context("fork").Pool(2) as pool:
-            np.testing.assert_allclose(pool.map(work, range(4)), expected, rtol=1e-4)
+def work_of_a_child(i: int) -> float:
+    """For pools of processes, which import it."""
+    q = np.random.default_rng(i).standard_normal((1, 4, 200, 16)).astype(np.float32)
+    return float(attention(q, q, q, causal=True, backend="cpu").sum())
+
+
+POOLS = """
+    import multiprocessing, sys
+    from concurrent.futures import ProcessPoolExecutor
+    sys.path[:0] = [{tests!r}, {tests!r} + "/unit"]
+    import numpy as np
+    from test_concurrency import work_of_a_child
+
+    if __name__ == "__main__":
+        expected = [work_of_a_child(i) for i in range(4)]
+        context = multiprocessing.get_context({method!r})
+        if {futures}:
+            with ProcessPoolExecutor(2, mp_context=context) as pool:
+                found = list(pool.map(work_of_a_child, range(4)))
+        else:
+            with context.Pool(2) as pool:
+                found = pool.map(work_of_a_child, range(4))
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
         print("right")
-    """
-    assert program(text, timeout=120, NUMBA_NUM_THREADS=2).split() == ["right"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("futures", [False, True], ids=["multiprocessing", "futures"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_pools_of_processes(program: Callable[..., str], method: str, futures: bool) -> None:
+    import multiprocessing
+
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"this system does not start processes by {method}")
+    text = POOLS.format(tests=os.path.dirname(os.path.dirname(__file__)), method=method, futures=futures)
+    assert program(text, NUMBA_NUM_THREADS=2).split() == ["right"]
 
 
 # --- how many threads -------------------------------------------------------------------------------------------------

@@ -49,7 +49,9 @@ def grown(program: Callable[..., str], n: int, options: str, backward: bool, **s
     return float(json.loads(program(MEASURE.format(n=n, options=options, backward=backward), **settings))["mib"])
 
 
-@pytest.mark.parametrize("options", ['{"causal": True, "window": (512, 0)}', '{"causal": True, "kv_lengths": [200]}'])
+@pytest.mark.parametrize(
+    "options", ['{"causal": True, "window": (512, 0)}', '{"causal": True, "kv_lengths": [200], "q_offset": 0}']
+)
 def test_forward_of_65536_tokens(program: Callable[..., str], options: str) -> None:
     assert grown(program, 65_536, options, backward=False) < 64
 

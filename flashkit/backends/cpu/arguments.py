@@ -122,6 +122,7 @@ GEMV_PV = word()
 # --- the launch (kernels/launch.py) -----------------------------------------------------------------------------------
 
 KERNEL = word()  # address of the kernel
+STOP = word()  # address of an integer, or 0: where it is not 0, kernels end early and leave results undefined
 PARALLEL_FOR = word()  # address of the thread pool's loop, and what it gets: a function, and three words for the
 THREAD_MAIN = word()  # first number, the count and the step of the threads' numbers
 FIRST = word()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ... import forking
 from ...spec import DTYPES, MAX_HEAD_DIM, Gradients, Operands, Problem, Verdict
 from ..base import Bound
 
@@ -39,8 +40,9 @@ class CpuBackend:
         return Verdict(True)
 
     def plan(self, problem: Problem, profile: Any) -> CpuPlan:
-        from .plan import make_plan
-
+        with forking.imports:
+            from . import passes  # noqa: F401  # so that the methods below import nothing
+            from .plan import make_plan
         return make_plan(problem, profile)
 
     def forward(self, plan: CpuPlan, operands: Operands) -> None:

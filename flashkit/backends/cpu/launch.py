@@ -49,10 +49,9 @@ def padded_dims(plan: CpuPlan) -> tuple[int, int]:
     return (rounded(d, 16), rounded(dv, 16)) if plan.bf16_pairs else (d, dv)
 
 
-def num_threads(operands: Operands, flops_per_pair: float) -> int:
-    """Threads that are worth waking for the call."""
-    pairs = operands.q.shape[0] * operands.q.shape[1] * operands.q.shape[2] * operands.k.shape[2]
-    return threads.count() if pairs * flops_per_pair >= threads.SERIAL_FLOPS else 1
+def flops_of(operands: Operands, flops_per_pair: float) -> float:
+    """The call's work, without any mask."""
+    return flops_per_pair * operands.q.shape[0] * operands.q.shape[1] * operands.q.shape[2] * operands.k.shape[2]
 
 
 def forward_flops_per_pair(plan: CpuPlan) -> int:

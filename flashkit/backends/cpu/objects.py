@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -21,14 +20,16 @@ import msgspec
 import numpy as np
 from llvmlite import binding
 
+from ... import forking, interrupt
 from ...devices import kernel_cache
 from .. import headers
 
 FOLDER = "cpu"
 """Of the cache directory."""
 
+forking.go_before("logging")  # which Numba uses
+
 _HERE = Path(__file__).parent
-_lock = threading.RLock()
 _loaded: dict[str, dict[str, int]] = {}
 _engines: list[Any] = []  # own the machine code
 
@@ -81,22 +82,30 @@ def functions(kind: str, text: str, make: Callable[[], Object]) -> dict[str, int
     """Addresses of the functions of an object that `text` and the sources of this package determine.
 
     A process loads it once: from the cache directory, or, where the file is missing or damaged, from `make`, which one
-    process runs while others wait.
+    process runs while others wait. No signal handler breaks that off: Numba would not recover. Where one raises, the
+    thread that compiles goes on to the end.
     """
     key = hashlib.sha256(f"{fingerprint()} {machine()} {text}".encode()).hexdigest()[:20]
     name = f"{kind}_{key}"
     loaded = _loaded.get(name)
     if loaded is None:
-        with _lock:
-            loaded = _loaded.get(name)
-            if loaded is None:
-                loaded = _loaded[name] = _read_or_make(f"{name}.o", make)
+        loaded = interrupt.apart(lambda: _read_or_make(name, make))
     return loaded
 
 
 def _read_or_make(name: str, make: Callable[[], Object]) -> dict[str, int]:
-    if (cached := _read(name)) is not None:
-        return cached
+    with forking.compiling():
+        if name not in _loaded and (found := _read(f"{name}.o")) is not None:
+            _loaded[name] = found
+    if name not in _loaded:
+        forking.go_before("filelock")  # before `compiling`, and not in a process that finds all its kernels
+        with forking.compiling():
+            if name not in _loaded:
+                _loaded[name] = _made(f"{name}.o", make)
+    return _loaded[name]
+
+
+def _made(name: str, make: Callable[[], Object]) -> dict[str, int]:
     with kernel_cache.alone(FOLDER, name):
         if (cached := _read(name)) is not None:
             return cached

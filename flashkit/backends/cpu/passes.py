@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from .argument_block import ArgumentBlock, forward_tensors
 from .launch import (
     Launch,
     decode_launch,
+    flops_of,
     forward_flops_per_pair,
     forward_launch,
-    num_threads,
     padded_dims,
     per_thread,
     rounded,
@@ -30,27 +31,35 @@ ROW_BLOCK = 256
 def bind_forward(plan: CpuPlan, operands: Operands) -> Bound:
     """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse)."""
     block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False)
-    parallel = num_threads(operands, forward_flops_per_pair(plan)) > 1
+    flops = flops_of(operands, forward_flops_per_pair(plan))
+    parallel = flops >= threads.SERIAL_FLOPS
     make_launch = decode_launch if plan.decodes else forward_launch
     launches: dict[int, Launch] = {}  # by number of threads
     call = threads.entry("call")
 
-    def bound(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
-        count = threads.count() if parallel else 1
+    def bound(q: Any, k: Any, v: Any, out: Any, lse: Any, count: int = 0, stop: int = 0) -> None:
+        count = count or (threads.count() if parallel else 1)
         if (launch := launches.get(count)) is None:
             launch = launches[count] = make_launch(plan, block, count)
         _, template, size = launch
         memory = scratch_pool.acquire(size)
         try:
             if threads.concurrent(count):
-                call(template, memory.address, count, q, k, v, out, lse)
+                call(template, memory.address, count, stop, q, k, v, out, lse)
             else:
                 with threads.exclusive(count) as allowed:
-                    call(template, memory.address, allowed, q, k, v, out, lse)
+                    call(template, memory.address, allowed, stop, q, k, v, out, lse)
         finally:
             scratch_pool.release(memory)
 
-    return bound
+    def long(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        count = threads.count()
+        if threads.is_long(flops, count):
+            threads.interruptible(lambda stop: bound(q, k, v, out, lse, count, stop))
+        else:
+            bound(q, k, v, out, lse)
+
+    return long if threads.is_long(flops, 1) else bound
 
 
 def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
@@ -60,7 +69,8 @@ def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Non
     accumulator = np.dtype(spec.lse_dtype)
     batch, heads, n_q, _ = operands.q.shape
     heads_kv, n_k = operands.k.shape[1:3]
-    count = num_threads(operands, 5 * (spec.head_dim + spec.head_dim_v))
+    flops = flops_of(operands, 5 * (spec.head_dim + spec.head_dim_v))
+    count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
     block_k = rounded(min(tile.block_k, n_k), int(at.STRIP))
     block_q = min(rounded(tile.block_q, int(at.STRIP)), n_q)
 
@@ -81,30 +91,38 @@ def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Non
         gradients.dk[...], gradients.dv[...] = 0, 0
     row_blocks = batch * heads * -(-n_q // ROW_BLOCK)
 
-    block.set_tiles(ROW_BLOCK, block_k)
-    threads.run(plan.backward["bwd_preprocess"], args, row_blocks, count)
     d, dv = padded_dims(plan)
     layout = scratch.backward_layout(block_q, block_k, d, dv, accumulator.itemsize, 2 if plan.bf16_pairs else 1)
     args[at.SCRATCH_BYTES] = per_thread(layout.total)
-    memory = scratch_pool.acquire(int(args[at.SCRATCH_BYTES]) * count)
-    args[at.SCRATCH] = memory.address
-    try:
-        for nonfinite in (0, 1):
-            # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
-            # fallback, which skips such terms.
-            args[at.NONFINITE], args[at.IS_NONFINITE] = nonfinite, 0
-            block.set_tiles(block_q, block_k)
-            threads.run(plan.backward["backward"], args, batch * heads_kv * num_splits, count)
-            if in_place:
-                if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
-                    args[at.IS_NONFINITE] = 1
-            else:
-                block.set_tiles(ROW_BLOCK, block_k)
-                threads.run(plan.backward["bwd_postprocess"], args, row_blocks, count)
-            if args[at.IS_NONFINITE] == 0:
-                break
-    finally:
-        scratch_pool.release(memory)
+
+    def launch(kernel: int, work_tiles: int, stop: int = 0) -> None:
+        memory = scratch_pool.acquire(int(args[at.SCRATCH_BYTES]) * count)
+        block.args[at.SCRATCH], args[at.STOP] = memory.address, stop  # `block` keeps all other memory alive
+        try:
+            threads.run(kernel, args, work_tiles, count)
+        finally:
+            scratch_pool.release(memory)
+
+    def run(name: str, work_tiles: int) -> None:
+        work = partial(launch, plan.backward[name], work_tiles)
+        threads.interruptible(work) if threads.is_long(flops, count) else work()
+
+    block.set_tiles(ROW_BLOCK, block_k)
+    run("bwd_preprocess", row_blocks)
+    for nonfinite in (0, 1):
+        # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
+        # fallback, which skips such terms.
+        args[at.NONFINITE], args[at.IS_NONFINITE] = nonfinite, 0
+        block.set_tiles(block_q, block_k)
+        run("backward", batch * heads_kv * num_splits)
+        if in_place:
+            if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
+                args[at.IS_NONFINITE] = 1
+        else:
+            block.set_tiles(ROW_BLOCK, block_k)
+            run("bwd_postprocess", row_blocks)
+        if args[at.IS_NONFINITE] == 0:
+            break
     if gradients.dsinks is not None:
         # d lse / d sink is the sink's weight, 0 in a row that sees nothing at all.
         weight = np.exp(operands.sinks[None, :, None] - bwd_lse)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from ...devices.io_model import CpuTile
+from ...lazy import cached_property
 from ...spec import Direction, Problem
 from . import bf16, modify, specialise
 from .micro.register_block import RegisterBlock

@@ -5,6 +5,9 @@ there a lock guards the parallel path, and a call that finds the lock taken runs
 extension module that works without the rest of Numba, so it is loaded alone where Numba is not imported. A Numba that
 is imported later finds the same pool, and its set_num_threads applies. A forked child has no pool threads, and OpenMP
 would end it, so it runs on its own thread too.
+
+A call that takes long runs on a thread of its own, and the main thread waits for it (flashkit.interrupt). A signal
+handler that raises stops it: kernels read a word between tiles, and end early where it is not 0.
 """
 
 from __future__ import annotations
@@ -23,12 +26,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ... import interrupt
 from ...devices import host
+from ...forking import outer_lock
 from . import specialise
 from .arguments import KERNEL, PARALLEL_FOR, THREAD_MAIN, WORK_TILES
 
 SERIAL_FLOPS = 2e6
 """A call with less work is not worth waking a thread for."""
+
+LONG_FLOPS = 1e10
+"""Work of one thread that takes a tenth of a second to a second; from there on signals are looked for."""
 
 
 class Pool(NamedTuple):
@@ -39,16 +47,16 @@ class Pool(NamedTuple):
     limit: Callable[[], int]  # numba.get_num_threads of the calling thread
 
 
-_lock = threading.Lock()
-_workqueue_lock = threading.Lock()
+_lock = outer_lock()
+_workqueue_lock = threading.RLock()
 _pool: Pool | None = None
 _forked = False
 
 
 def _after_fork() -> None:
-    global _forked, _lock, _workqueue_lock
+    global _forked, _workqueue_lock
     _forked = _forked or layer() is not None
-    _lock, _workqueue_lock = threading.Lock(), threading.Lock()
+    _workqueue_lock = threading.RLock()  # no fork waits for a kernel
 
 
 if hasattr(os, "register_at_fork"):  # Windows does not fork
@@ -88,9 +96,22 @@ def run(kernel: int, arguments: np.ndarray, work_tiles: int, threads: int) -> No
         entry("launch")(arguments.__array_interface__["data"][0], allowed)
 
 
+def is_long(flops: float, threads: int) -> bool:
+    """Whether the call takes so long that signals are looked for."""
+    return flops >= LONG_FLOPS * threads
+
+
+def interruptible(launch: Callable[[int], None]) -> None:
+    """Call `launch`, which runs a kernel and owns its memory, with a value for STOP. A signal handler that raises stops
+    the kernel.
+    """
+    stop = np.zeros(1, np.int64)
+    interrupt.apart(lambda: launch(stop.__array_interface__["data"][0]), lambda: stop.fill(1))
+
+
 def concurrent(threads: int) -> bool:
     """Whether a call on `threads` threads may start while others run."""
-    return threads == 1 or pool().layer != "workqueue"
+    return threads == 1 or (not _forked and pool().layer != "workqueue")
 
 
 @contextmanager
@@ -98,6 +119,8 @@ def exclusive(threads: int) -> Iterator[int]:
     """The number of threads that the call may use: `threads`, or one while the workqueue is busy."""
     if concurrent(threads):
         yield threads
+    elif _forked:  # in the middle of a call
+        yield 1
     elif _workqueue_lock.acquire(blocking=False):
         try:
             yield threads
@@ -115,7 +138,7 @@ def parallel_for() -> tuple[int, int]:
 @cache
 def entry(name: str) -> Callable[..., None]:
     """A function of kernels/launch.py, of integers and then NumPy arrays; it releases the GIL."""
-    integers, arrays = {"launch": (2, 0), "call": (3, 5)}[name]
+    integers, arrays = {"launch": (2, 0), "call": (4, 5)}[name]
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
     return kind(specialise.launcher()[name])
 

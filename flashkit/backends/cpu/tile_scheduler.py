@@ -10,19 +10,25 @@ from typing import Any, NamedTuple
 
 from numba import njit
 
-from .arguments import BATCH, GROUP, HEADS, NUM_SPLITS, Q_TILES, TILE_COUNTER, WORK_TILES
+from .arguments import BATCH, GROUP, HEADS, NUM_SPLITS, Q_TILES, STOP, TILE_COUNTER, WORK_TILES
 from .functions import options
-from .views import atomic_increment
+from .views import atomic_increment, atomic_integer_at
 
 
 class WorkTile(NamedTuple):
     """A query tile of a query head, or a split of the keys of a key/value head."""
 
     number: int
-    valid: bool  # False after the last one
+    valid: bool  # False after the last one, and where the call is stopped
     b: int
     head: int
     block: int  # number of the query tile, or of the split
+
+
+@njit(**options)
+def stopped(args: Any) -> bool:
+    """Whether the kernel shall end early."""
+    return args[STOP] != 0 and atomic_integer_at(args[STOP]) != 0
 
 
 @njit(**options)
@@ -33,7 +39,8 @@ def next_q_tile(args: Any) -> WorkTile:
     number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
     heads = args[BATCH] * args[HEADS]
     block, head = args[Q_TILES] - 1 - number // heads, number % heads
-    return WorkTile(number, number < args[WORK_TILES], head // args[HEADS], head % args[HEADS], block)
+    valid = number < args[WORK_TILES] and not stopped(args)
+    return WorkTile(number, valid, head // args[HEADS], head % args[HEADS], block)
 
 
 @njit(**options)
@@ -42,4 +49,5 @@ def next_kv_split(args: Any) -> WorkTile:
     number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
     heads_kv = args[HEADS] // args[GROUP]
     head, split = number // args[NUM_SPLITS], number % args[NUM_SPLITS]
-    return WorkTile(number, number < args[WORK_TILES], head // heads_kv, head % heads_kv, split)
+    valid = number < args[WORK_TILES] and not stopped(args)
+    return WorkTile(number, valid, head // heads_kv, head % heads_kv, split)

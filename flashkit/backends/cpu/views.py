@@ -81,6 +81,16 @@ def integer_at(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def atomic_integer_at(typing: Any, address: Any) -> Any:
+    """The 64-bit integer at an address, which another thread may write."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return builder.load_atomic(builder.inttoptr(values[0], ir.IntType(64).as_pointer()), "monotonic", 8)
+
+    return _INT64(_INT64), codegen
+
+
+@intrinsic
 def double_from_bits(typing: Any, bits: Any) -> Any:
     """The float64 whose bits are given as an integer."""
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ... import interrupt
 from ...devices import kernel_cache
 from .. import headers as formats
 
@@ -144,16 +145,19 @@ def binary(source: Compilable, arch: str) -> Binary:
     digest = hashlib.sha256(repr((source.made_from(), arch)).encode()).hexdigest()[:20]
     name = f"{source.name}_{arch}_{digest}"
     found = _read(name)
-    if found is None:
-        with kernel_cache.alone(FOLDER, name):
-            found = _read(name)  # another process may have compiled it meanwhile
-            if found is None:
-                code, log = source.compile(arch)
-                _refuse_serialised(source.name, arch, log)
-                found = Binary(name, code, resources(log))
-                report = _Report(_hash(code).decode(), dict(found.resources))
-                kernel_cache.write(FOLDER, f"{name}.json", msgspec.json.encode(report))
-                kernel_cache.write(FOLDER, f"{name}.cubin", code)
+    return interrupt.apart(lambda: _compiled(source, arch, name)) if found is None else found
+
+
+def _compiled(source: Compilable, arch: str, name: str) -> Binary:
+    with kernel_cache.alone(FOLDER, name):
+        found = _read(name)  # another process may have compiled it meanwhile
+        if found is None:
+            code, log = source.compile(arch)
+            _refuse_serialised(source.name, arch, log)
+            found = Binary(name, code, resources(log))
+            report = _Report(_hash(code).decode(), dict(found.resources))
+            kernel_cache.write(FOLDER, f"{name}.json", msgspec.json.encode(report))
+            kernel_cache.write(FOLDER, f"{name}.cubin", code)
     return found
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ... import forking
 from ...devices.host import no_collection
 from ..cuda_common.compiler import CompileError
 from . import assemble, params
@@ -91,8 +92,8 @@ def kernels_of(module: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ptx(function: Any, values: int, arch: str) -> str:
-    from numba import cuda
-
+    with forking.imports:
+        from numba import cuda
     bounds, maps, cluster = function.kernel
     number, specific = re.fullmatch(r"sm_(\d+)(a?)", arch).groups()  # type: ignore[union-attr]
     capability = int(number) // 10, int(number) % 10

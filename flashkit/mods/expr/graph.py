@@ -8,7 +8,6 @@ have the kernel's computing precision.
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+
+from ...forking import inner_lock
 
 Kind = Literal["bool", "int", "float"]
 
@@ -27,7 +28,7 @@ MAX_PARAM = 2**60
 mods.trace."""
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
-_intern_lock = threading.Lock()
+_intern_lock = inner_lock()
 
 
 class Expr:
@@ -48,7 +49,7 @@ class Expr:
                 node = object.__new__(cls)
                 for name, content in (("op", op), ("args", args), ("value", value), ("kind", kind)):
                     object.__setattr__(node, name, content)
-                _interned[identity] = node
+                node = _interned.setdefault(identity, node)  # a signal handler may have come first
             return node
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -73,6 +73,7 @@ def _kernel(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Callable
     _, lse = planned(q, k, v, out=out)
     memory = scratch_pool.acquire(0)  # the scratch memory that was returned last
     block = (ctypes.c_int64 * int(arguments.SIZE)).from_address(memory.address)
+    block[int(arguments.STOP)] = 0  # the word there belonged to the call
     workers = threads.count() if block[int(arguments.PARALLEL_FOR)] else 1
     launch, address = threads.entry("launch"), memory.address
     out[...] = 0

@@ -20,7 +20,7 @@ from flashkit.backends.cpu.micro_calls import call_gemm, call_softmax_backward
 from flashkit.backends.cpu.scratch import backward_layout
 from flashkit.backends.cpu.seq_info import seq_info
 from flashkit.backends.cpu.tile_ops import dropout, modify, scale_tile, visit_ds
-from flashkit.backends.cpu.tile_scheduler import next_kv_split, next_q_tile
+from flashkit.backends.cpu.tile_scheduler import next_kv_split, next_q_tile, stopped
 from flashkit.backends.cpu.tiling import next_group, next_run
 from flashkit.backends.cpu.views import vector
 
@@ -95,9 +95,9 @@ def backward_key_tile(args, seq, b, head_kv, split, key_tile, scratch):
     tiles = (n_q + block_q - 1) // block_q
     for h in range(head_kv * args[GROUP], (head_kv + 1) * args[GROUP]):
         tile = np.int64(0)
-        while tile < tiles:
+        while tile < tiles and not stopped(args):
             end, state = next_group(args, seq, b, h, k0, k0 + n, tile, tiles, block_q, n_q, False)
-            while state != EMPTY and tile < end:
+            while state != EMPTY and tile < end and not stopped(args):
                 row0, last = tile * block_q, min((tile + 1) * block_q, n_q)
                 while row0 < last:
                     stop, run = last, state
@@ -152,6 +152,8 @@ def backward(address, thread):
         seq = seq_info(args, b, head_kv * args[GROUP])
         tiles = (seq.n_k + args[BLOCK_K] - 1) // args[BLOCK_K]
         for key_tile in range(split, tiles, args[NUM_SPLITS]):
+            if stopped(args):
+                break
             if not backward_key_tile(args, seq, b, head_kv, split, key_tile, scratch):
                 args[IS_NONFINITE] = 1
         work_tile = next_kv_split(args)

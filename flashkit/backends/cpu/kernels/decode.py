@@ -21,7 +21,7 @@ from flashkit.backends.cpu.micro_calls import call_gemv_pv, call_gemv_qk, call_g
 from flashkit.backends.cpu.scratch import decode_layout, partial_layout
 from flashkit.backends.cpu.seq_info import seq_info
 from flashkit.backends.cpu.tile_ops import dropout, modify
-from flashkit.backends.cpu.tile_scheduler import next_kv_split
+from flashkit.backends.cpu.tile_scheduler import next_kv_split, stopped
 from flashkit.backends.cpu.tiling import next_group
 from flashkit.backends.cpu.views import atomic_arrive, vector
 
@@ -148,7 +148,7 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
     load_q(args, seq, b, head_kv, q)
 
     tile, tiles = start // block_k, (stop + block_k - 1) // block_k
-    while tile < tiles:
+    while tile < tiles and not stopped(args):
         following, visible, full = tiles, False, True
         for g in range(group):
             if ends[g] <= tile:

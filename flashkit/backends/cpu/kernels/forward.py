@@ -25,7 +25,7 @@ from flashkit.backends.cpu.micro_calls import (
 from flashkit.backends.cpu.scratch import forward_layout
 from flashkit.backends.cpu.seq_info import seq_info
 from flashkit.backends.cpu.tile_ops import dropout, modify, scale_tile
-from flashkit.backends.cpu.tile_scheduler import next_q_tile
+from flashkit.backends.cpu.tile_scheduler import next_q_tile, stopped
 from flashkit.backends.cpu.tiling import next_group, next_run
 from flashkit.backends.cpu.views import double_from_bits, vector
 
@@ -139,9 +139,9 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
 
     tiles = (seq.n_k + block_k - 1) // block_k
     tile = np.int64(0)
-    while tile < tiles:
+    while tile < tiles and not stopped(args):
         end, state = next_group(args, seq, b, h, first, first + count, tile, tiles, block_k, seq.n_k, True)
-        while state != EMPTY and tile < end:
+        while state != EMPTY and tile < end and not stopped(args):
             k0 = tile * block_k
             n = min(block_k, seq.n_k - k0)
             k = load_k(args, seq, b, head_kv, k0, n, scratch + at.k)  # load_tile

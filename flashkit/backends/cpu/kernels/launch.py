@@ -38,13 +38,13 @@ def launch(block, threads):
     start(vector(block, SIZE, 8, np.int64), block, threads)
 
 
-@entry(types.void(*[types.int64] * 8))
-def call(template, block, threads, q, k, v, out, lse):
+@entry(types.void(*[types.int64] * 9))
+def call(template, block, threads, stop, q, k, v, out, lse):
     """Run a copy of the template with these NumPy arrays. `block`: memory for the copy, followed by scratch memory."""
     source, args = vector(template, SIZE, 8, np.int64), vector(block, SIZE, 8, np.int64)
     for i in range(SIZE):
         args[i] = source[i]
     args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
     args[OUT], args[LSE] = integer_at(out + ADDRESS), integer_at(lse + ADDRESS)
-    args[SCRATCH] = block + HEADER
+    args[SCRATCH], args[STOP] = block + HEADER, stop
     start(args, block, threads)

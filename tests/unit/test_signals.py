@@ -1,0 +1,271 @@
+"""Signals during long calls and compilations: handlers run at once, and what they break off leaves nothing broken."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashkit.interrupt import apart
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows sends no signals from os.kill")
+
+CALL = """
+    import os, signal, sys, threading, time
+    import numpy as np, flashkit
+    from flashkit.backends.cpu import scratch_pool
+
+    rng = np.random.default_rng(0)
+
+    def tensors(heads, n_q, n_k):
+        q, k, v = (rng.standard_normal((1, 1, n, 64)).astype(np.float32) for n in (n_q, n_k, n_k))
+        return [np.broadcast_to(x, (1, heads, *x.shape[2:])) for x in (q, k, v)]
+
+    def call_of(heads, n):
+        q, k, v = tensors(heads, 1 if {kind!r} == "decode" else n, n)
+        if {kind!r} != "backward":
+            return lambda: flashkit.attention(q, k, v, backend="cpu")
+        out, vjp = flashkit.attention_vjp(q, k, v, backend="cpu")
+        return lambda: vjp(out)[0]
+
+    def timed(call):
+        start = time.monotonic()
+        result = call()
+        return time.monotonic() - start, result
+
+    small = call_of(2, 300)
+    expected = small()
+    n, heads = {size}
+    call = call_of(heads, n)
+    seconds, whole = timed(call)
+    while seconds < {least}:  # however fast the machine is
+        heads *= 2
+        call = call_of(heads, n)
+        seconds, whole = timed(call)
+
+    def after_a_while(act):
+        thread = threading.Thread(target=lambda: (time.sleep(seconds / 10), act()))
+        thread.start()
+        return thread
+"""
+SIZES = {"forward": (4096, 4), "backward": (4096, 2), "decode": (20000, 512)}
+
+
+def text_of(kind: str, least: float, more: str) -> str:
+    return CALL.format(kind=kind, size=SIZES[kind], least=least) + more
+
+
+INTERRUPTED = """
+    free = len(scratch_pool._free)
+    def interrupt():
+        global sent
+        sent = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+    thread = after_a_while(interrupt)
+    try:
+        call()
+        waited = float("inf")
+    except KeyboardInterrupt:
+        waited = time.monotonic() - sent
+    thread.join()
+    assert threading.active_count() == 1, threading.enumerate()
+    assert len(scratch_pool._free) >= free
+    np.testing.assert_array_equal(small(), expected)
+    np.testing.assert_array_equal(call(), whole)
+    print(waited / seconds)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SIZES)
+def test_ctrl_c_ends_a_long_call(program: Callable[..., str], kind: str) -> None:
+    """Without looking for signals, what is left of the call, nine tenths, would go by first."""
+    assert float(program(text_of(kind, 3, INTERRUPTED))) < 0.4
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_long_work_tile(program: Callable[..., str]) -> None:
+    """One thread's work tile in the backward pass is all of a head."""
+    text = text_of("backward", 3, INTERRUPTED).replace("heads *= 2", "n *= 2")
+    assert float(program(text, NUMBA_NUM_THREADS=1)) < 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["workqueue", "omp"])
+def test_ctrl_c_on_each_layer(program: Callable[..., str], layer: str) -> None:
+    from test_concurrency import has_layer
+
+    if not has_layer(layer):
+        pytest.skip(f"this Numba has no {layer} layer")
+    text = text_of("forward", 2, INTERRUPTED)
+    assert float(program(text, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=2)) < 0.4
+
+
+HANDLER = """
+    handled = []
+    def handler(*_):
+        handled.append(time.monotonic() - start)
+        np.testing.assert_array_equal(small(), expected)  # a call within a call
+    signal.signal(signal.SIGUSR1, handler)
+    start = time.monotonic()
+    thread = after_a_while(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    np.testing.assert_array_equal(call(), whole)
+    seconds = time.monotonic() - start
+    thread.join()
+    print(handled[0] / seconds)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["workqueue", "omp"])
+def test_a_handler_runs_during_a_long_call(program: Callable[..., str], layer: str) -> None:
+    from test_concurrency import has_layer
+
+    if not has_layer(layer):
+        pytest.skip(f"this Numba has no {layer} layer")
+    text = text_of("forward", 2, HANDLER)
+    assert float(program(text, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=2)) < 0.6
+
+
+FORKS = """
+    children = []
+    signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
+    thread = after_a_while(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    result = call()
+    if children == [0]:
+        os._exit(7 if np.array_equal(result, whole) else 8)
+    np.testing.assert_array_equal(result, whole)
+    print(os.waitstatus_to_exitcode(os.waitpid(*children, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_handler_that_forks(program: Callable[..., str], kind: str) -> None:
+    """The call goes on in both processes. The child has only one of the threads that were computing."""
+    assert program(text_of(kind, 1, FORKS), FLASHKIT_NUM_THREADS=1).split() == ["7"]
+
+
+COMPILING = """
+    import os, signal, sys, threading
+    import numpy as np, flashkit
+    q = np.random.default_rng(0).standard_normal((1, 2, 40, 16)).astype(np.float32)
+
+    def right(c):
+        mask = lambda b, h, q, k: (q * 5 + c) % 7 != k % 3
+        got, wanted = (flashkit.attention(q, q, q, mask_mod=mask, backend=name) for name in ("cpu", "reference"))
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+    flashkit.attention(q, q, q, backend="cpu")
+    import numba.core.registry  # noqa
+    from llvmlite.binding import ffi
+    from flashkit.backends.cpu import specialise
+    armed = False
+
+    def enter(lock):
+        global armed
+        lock._lock.acquire()
+        if armed:
+            armed = False
+            os.kill(os.getpid(), signal.SIGINT)  # the worst moment, in the middle of a compilation
+        for acquired, _ in lock._cblist:
+            acquired()
+
+    ffi._LLVMLock.__enter__ = enter
+    compiled = specialise.compiled
+
+    def slowly(kind, text):
+        global armed
+        armed = True
+        return compiled(kind, text)
+
+    specialise.compiled = slowly
+    try:
+        right({constant})
+        sys.exit("not interrupted")
+    except KeyboardInterrupt:
+        pass
+    specialise.compiled = compiled
+    thread = threading.Thread(target=right, args=({constant} + 1,), daemon=True)  # with a kernel of its own to compile
+    thread.start()
+    thread.join(200)
+    if thread.is_alive():
+        os._exit(3)  # a lock is still held
+    right({constant})
+    print("right")
+"""
+
+
+def test_ctrl_c_during_a_compilation(program: Callable[..., str], tmp_path: Path) -> None:
+    """It leaves no lock held and no broken file, and what was being compiled is there for the next process."""
+    constant = int.from_bytes(os.urandom(5), "big")  # a kernel that no cache has
+    assert program(COMPILING.format(constant=constant)).split() == ["right"]
+    again = COMPILING.partition("    import numba.core")[0] + """
+    from flashkit.devices import kernel_cache
+    assert not list(kernel_cache.path().rglob("*.tmp"))
+    right({constant})
+    print("numba" in sys.modules)
+    """
+    assert program(again.format(constant=constant)).split() == ["False"]
+
+
+# --- interrupt.apart --------------------------------------------------------------------------------------------------
+
+
+def test_work_apart_gives_its_result_and_its_error() -> None:
+    main = threading.get_ident()
+    assert apart(threading.get_ident) != main
+    with pytest.raises(ZeroDivisionError):
+        apart(lambda: 1 // 0)
+
+
+def test_work_on_other_threads_stays_there() -> None:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(apart(threading.get_ident) == threading.get_ident()))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+def test_work_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert apart(threading.get_ident) == threading.get_ident()
+
+
+def test_a_handler_that_raises_waits_for_work_that_can_be_stopped() -> None:
+    import signal
+
+    stop, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        stop.wait()
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        apart(work, stop.set)
+    assert ended.is_set()
+
+
+def test_a_handler_that_raises_leaves_other_work_alone() -> None:
+    import signal
+
+    go_on, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        go_on.wait()
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        apart(work)
+    assert not ended.is_set()
+    go_on.set()
+    assert ended.wait(60)
