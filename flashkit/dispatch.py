@@ -23,7 +23,8 @@ from .errors import UnsupportedError
 from .spec import Direction, Problem, Verdict
 
 ENTRY_POINTS = "flashkit.backends"
-_MAX_PLANS = 1024
+_MAX_PLANS = 512
+"""A plan keeps its kernels loaded, those of a modification up to 0.2 MB."""
 
 _generation = 0  # counts calls of forget()
 _forced: ContextVar[str | None] = ContextVar("flashkit_backend", default=None)

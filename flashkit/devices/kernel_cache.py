@@ -5,19 +5,40 @@ Deleting it is safe: the next call compiles again.
 
 Kernels are native code, so a file is used only if no other user could have written it (trust.py). If the directory
 cannot be used, compiled kernels stay in the memory of the process, and one warning has the reason.
+
+The files take up to FLASHKIT_CACHE_SIZE bytes. A process that writes beyond it removes those that were not used for the
+longest time; a process that finds a file removed compiles again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
+import threading
+import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import trust
+
+FOLDERS = "cpu", "cuda"
+"""The folders of backends, which `prune` looks at."""
+
+SIZE = "FLASHKIT_CACHE_SIZE"
+DEFAULT_SIZE = 1 << 30
+MOST_MEMORY = 64 << 20
+"""Bytes of compiled kernels in the memory of a process whose directory cannot be used."""
+
+_KERNELS = ".o", ".cubin"
+_BLOCK = 4096  # a file takes whole blocks of the file system
+_RECENT = 3600  # seconds: a file's time of use is at least so precise, and an older temporary file is a leftover
+_LOCKS = 64
 
 
 def path() -> Path:
@@ -45,6 +66,27 @@ class Usage:
     bytes: int
 
 
+def limit() -> int:
+    """The bytes that the cache may take: FLASHKIT_CACHE_SIZE, or DEFAULT_SIZE. ValueError for another value."""
+    wanted = os.environ.get(SIZE)
+    return parse_size(wanted, SIZE) if wanted else DEFAULT_SIZE
+
+
+def parse_size(text: str, name: str) -> int:
+    """Bytes of a text such as 500M, 2G or 1048576; K, M and G are powers of 1024. ValueError for another, with `name`.
+
+    Examples
+    --------
+    >>> from flashkit.devices import kernel_cache
+    >>> kernel_cache.parse_size("1.5K", "size")
+    1536
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{name} is a number of bytes such as 500M or 2G; got {text!r}")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+
+
 def usage() -> Usage:
     """Count the contents of the cache. An untrusted directory counts as empty. Files that another process removes
     meanwhile are not counted.
@@ -62,7 +104,7 @@ def usage() -> Usage:
         except OSError:
             continue
         files += 1
-        kernels += entry.suffix in {".o", ".cubin"}
+        kernels += entry.suffix in _KERNELS
     return Usage(files, kernels, size)
 
 
@@ -81,10 +123,52 @@ def clear() -> Usage:
     return before
 
 
-def problem() -> OSError | None:
-    """Why kernels cannot be cached: an UntrustedError, or a directory that cannot be written; None if they can."""
+def prune(most: int) -> Usage:
+    """Remove the kernels that were not used for the longest time, until the files take at most `most` bytes, and what
+    processes that were killed while writing have left. Returns what was removed.
+
+    The files of a kernel, which differ in their suffix, are removed together. Each counts as whole blocks. A file that
+    is removed while another process reads it is read to its end.
+
+    UntrustedError if a folder may be another user's; nothing is removed then.
+    """
+    kernels: dict[tuple[Path, str], list[tuple[Path, int]]] = {}
+    used: dict[tuple[Path, str], float] = {}
+    leftovers = []
+    for folder in FOLDERS:
+        with suppress(FileNotFoundError):
+            for entry in os.scandir(trust.directory(path() / folder)):
+                with suppress(OSError):  # another process has removed it
+                    found = entry.stat(follow_symlinks=False)
+                    size, at = -(-found.st_size // _BLOCK) * _BLOCK, Path(entry.path)
+                    if entry.name.endswith(".tmp"):
+                        leftovers += [(at, size)] if found.st_mtime < time.time() - _RECENT else []
+                    elif not entry.name.endswith(".lock"):
+                        kernel = at.parent, entry.name.partition(".")[0]
+                        kernels.setdefault(kernel, []).append((at, size))
+                        used[kernel] = max(used.get(kernel, 0), found.st_mtime)
+    total = sum(size for files in kernels.values() for _, size in files)
+    for kernel in sorted(kernels, key=lambda kernel: used[kernel]):
+        if total <= most:
+            break
+        leftovers += kernels[kernel]
+        total -= sum(size for _, size in kernels[kernel])
+    removed = []
+    for file, size in leftovers:
+        with suppress(OSError):
+            file.unlink()
+            removed.append((file, size))
+    kernels_removed = sum(file.suffix in _KERNELS for file, _ in removed)
+    return Usage(len(removed), kernels_removed, sum(size for _, size in removed))
+
+
+def problem() -> OSError | ValueError | None:
+    """Why kernels cannot be cached: an UntrustedError, a directory that cannot be written, or a FLASHKIT_CACHE_SIZE
+    that is no size; None if they can.
+    """
     try:
-        for folder in ("cpu", "cuda"):
+        limit()
+        for folder in FOLDERS:
             wanted = path() / folder
             with suppress(FileNotFoundError):
                 trust.directory(wanted)
@@ -93,23 +177,31 @@ def problem() -> OSError | None:
                     if not os.access(trust.resolve(nearest), os.W_OK):
                         raise PermissionError(f"{nearest} cannot be written")
                     break
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return error
     return None
 
 
 # --- files of backends -----------------------------------------------------------------------------------------------
 
-_memory: dict[tuple[str, str], bytes] = {}
+_memory: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+_lock = threading.Lock()
 _warned: set[str | None] = set()
+_unpruned: dict[Path, int] = {}
+"""Bytes that this process has written to a cache directory since it compared its size with the limit."""
 
 
 def read(folder: str, name: str) -> bytes | None:
     """The content written under this name; None if there is none, or if another user could have written it."""
-    if (content := _memory.get((folder, name))) is not None:
-        return content
+    with _lock:
+        if (content := _memory.get((folder, name))) is not None:
+            _memory.move_to_end((folder, name))
+            return content
     try:
-        return trust.read(path() / folder / name)
+        file = path() / folder / name
+        content = trust.read(file)
+        _mark_used(file)
+        return content
     except trust.UntrustedError as error:
         _warn(error)
     except OSError:
@@ -118,20 +210,55 @@ def read(folder: str, name: str) -> bytes | None:
 
 
 def write(folder: str, name: str, content: bytes) -> None:
-    """Store it for all processes, or in the memory of this process if the directory cannot be used."""
+    """Store it for all processes, or in the memory of this process if the directory cannot be used.
+
+    ValueError if FLASHKIT_CACHE_SIZE is no size.
+    """
+    most = limit()
     try:
-        trust.write(trust.directory(path() / folder, make=True) / name, content)
+        try:
+            trust.write(trust.directory(path() / folder, make=True) / name, content)
+        except FileNotFoundError:  # another process has removed the folder meanwhile
+            trust.write(trust.directory(path() / folder, make=True) / name, content)
     except OSError as error:
         _warn(error)
-        _memory[folder, name] = content
+        with _lock:
+            _memory[folder, name] = content
+            while sum(map(len, _memory.values())) > MOST_MEMORY and len(_memory) > 1:
+                _memory.popitem(last=False)
+        return
+    with suppress(OSError):
+        _prune_sometimes(path(), max(len(content), _BLOCK), most)
+
+
+def _prune_sometimes(root: Path, written: int, most: int) -> None:
+    """Prune after the first file and then whenever a sixteenth of the limit has been written."""
+    with _lock:
+        unpruned = _unpruned.get(root, most) + written
+        prunes = unpruned * 16 > most
+        _unpruned[root] = 0 if prunes else unpruned
+    if prunes:
+        prune(most)
+
+
+def _mark_used(file: Path) -> None:
+    """Record the use of a file in its modification time, since most file systems do not record the access time."""
+    with suppress(OSError):  # a cache that this process cannot write
+        if os.stat(file).st_mtime < time.time() - _RECENT:
+            os.utime(file)
 
 
 @contextmanager
 def alone(folder: str, name: str) -> Iterator[None]:
-    """Lock this name while the file is made, so that other processes wait and then find it."""
+    """Lock this name while the file is made, so that other processes wait and then find it.
+
+    Names share a fixed number of lock files: they would outnumber the kernels, and a lock file cannot be removed while
+    another process may wait for it.
+    """
     lock: AbstractContextManager[None] = nullcontext()
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:2]) % _LOCKS
     with suppress(OSError):  # the directory cannot be used, so nothing is shared
-        lock = trust.locked(trust.directory(path() / folder, make=True) / f"{name}.lock")
+        lock = trust.locked(trust.directory(path() / folder, make=True) / f"{number}.lock")
     with lock:
         yield
 

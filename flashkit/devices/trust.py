@@ -157,12 +157,13 @@ def locked(file: Path, timeout: float = 60) -> Iterator[None]:
     from filelock import FileLock
 
     lock = FileLock(file, mode=0o600)
-    with suppress(OSError, NotImplementedError):  # Timeout is an OSError
+    with suppress(OSError, RuntimeError):  # Timeout is an OSError, NotImplementedError a RuntimeError
         lock.acquire(timeout=timeout)
     try:
         yield
     finally:
-        lock.release()
+        with suppress(OSError):
+            lock.release()
 
 
 def _made(entry: str) -> os.stat_result:

@@ -60,7 +60,7 @@ def emulated(sms: int = 3) -> Iterator[Device]:
         replace(driver, **DRIVER.functions())
         # The options and the identity are part of a binary's name on disk: PTX and machine code never mix.
         replace(compiler, OPTIONS=options, _compile=lambda source, arch: _ptx(compile_, source, arch))
-        replace(compiler, _is_machine_code=lambda code: True)  # PTX
+        replace(compiler, _is_machine_code=lambda binary: True)  # PTX
         replace(assemble, machine_code=lambda name, texts, arch: ("\f".join(texts).encode(), ""))
         replace(assemble, identity=lambda: ("emulated",))
         _forget()

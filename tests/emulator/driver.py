@@ -34,6 +34,7 @@ class Driver:
         """By their names in cuda.bindings.driver."""
         return {
             "cuInit": lambda _: (0,), "cuLibraryLoadData": self._load, "cuLibraryGetKernel": self._kernel,
+            "cuLibraryUnload": self._unload,
             "cuKernelSetAttribute": lambda *_: (0,), "cuLaunchKernel": self._launch,
             "cuLaunchKernelEx": self._launch_early, "cuTensorMapEncodeTiled": self._encode, "CUfunction": int,
         }  # fmt: skip
@@ -52,14 +53,20 @@ class Driver:
         return self._handle(entries)
 
     def _kernel(self, library: int, name: bytes) -> tuple[int, int]:
-        return self._handle(self._handles[library][name.decode()])
+        return self._handle((library, self._handles[library][name.decode()]))
+
+    def _unload(self, library: int) -> tuple[int]:
+        assert self._handles[library] is not None, "unloaded twice"
+        self._handles[library] = None
+        return (0,)
 
     def _launch(
         self, function: int, x: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int,
         pointers: int, extra: int, early: bool = False,
     ) -> tuple[int]:  # fmt: skip
         assert y == z == ty == tz == 1
-        entry: ptx.Entry = self._handles[function]
+        library, entry = self._handles[function]
+        assert self._handles[library] is not None, "a kernel of a library that was unloaded"
         addresses = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
         words = bytearray(sum(entry.parameters[-1]) if entry.parameters else 0)
         for i, (start, size) in enumerate(entry.parameters):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -245,15 +246,38 @@ def test_cache(run: Any, tmp_path: Path) -> None:
     assert run("cache", "clear") == (0, "removed 0 files (0 kernels, 0 B)\n", "")
     (root / "cpu").mkdir(parents=True)
     (root / "cpu" / "a.o").write_bytes(b"x" * 2048)
-    (root / "cpu" / "a.lock").write_bytes(b"")
+    (root / "cpu" / "1.lock").write_bytes(b"")
     (root / "b.cubin").write_bytes(b"")
     other = tmp_path / "cache" / "other"
     other.write_text("precious")
     _, out, _ = run("cache", "path", "--json")
-    assert json.loads(out) == {"path": str(root), "files": 3, "kernels": 2, "bytes": 2048}
+    assert json.loads(out) == {"path": str(root), "files": 3, "kernels": 2, "bytes": 2048, "limit": 1 << 30}
     assert run("cache", "clear") == (0, "removed 3 files (2 kernels, 2 KiB)\n", "")
     assert list(root.iterdir()) == []
     assert other.exists(), "FLASHKIT_CACHE_DIR may name a directory with other things in it"
+
+
+def test_cache_prune(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = kernel_cache.path() / "cpu"
+    assert run("cache", "prune") == (0, "removed 0 files (0 kernels, 0 B)\n", "")
+    folder.mkdir(parents=True)
+    for i in range(4):
+        (folder / f"{i}.o").write_bytes(b"x" * 5000)
+        os.utime(folder / f"{i}.o", (i, i))
+    assert run("cache", "prune", "--to", "25K") == (0, "removed 1 files (1 kernels, 8 KiB)\n", "")
+    monkeypatch.setenv("FLASHKIT_CACHE_SIZE", "16K")
+    status, out, _ = run("cache", "prune", "--json")
+    assert (status, json.loads(out)) == (
+        0, {"path": str(kernel_cache.path()), "files": 1, "kernels": 1, "bytes": 8192},
+    )  # fmt: skip
+    assert {file.name for file in folder.iterdir()} == {"2.o", "3.o"}
+    status, _, err = run("cache", "prune", "--to", "much")
+    assert status == 2 and "--to is a number of bytes such as 500M or 2G; got 'much'" in err
+    monkeypatch.setenv("FLASHKIT_CACHE_SIZE", "much")
+    for command in ("prune", "path"):
+        status, _, err = run("cache", command)
+        assert status == 1 and "FLASHKIT_CACHE_SIZE is a number of bytes" in err
+    assert run("info")[0] == 0
 
 
 def test_cache_path_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

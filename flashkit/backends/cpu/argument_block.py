@@ -13,6 +13,7 @@ from ...spec import Operands
 from . import arguments as at
 from . import modify
 from .micro.compile import addresses
+from .objects import Functions
 from .plan import CpuPlan
 
 MICRO_KERNELS = {
@@ -36,10 +37,10 @@ class ArgumentBlock:
     """
 
     def __init__(
-        self, plan: CpuPlan, operands: Operands, tile: CpuTile, functions: dict[str, int], *, scores_whole: bool
+        self, plan: CpuPlan, operands: Operands, tile: CpuTile, functions: Functions, *, scores_whole: bool
     ) -> None:
         self.args = args = np.zeros(at.SIZE, np.int64)
-        self.alive: list[np.ndarray] = []
+        self.alive: list[Any] = [plan.classify, functions]
         spec = plan.problem.spec
         registers = plan.register_block(tile, plan.bf16_pairs)
         args[at.LANES], args[at.PANEL] = registers.lanes, registers.vectors * registers.lanes
@@ -58,7 +59,7 @@ class ArgumentBlock:
         self._set_scales(operands.scale, bool(plan.bf16_pairs), whole)
         if operands.sinks is not None:
             args[at.SINKS] = self.address(np.ascontiguousarray(operands.sinks, spec.lse_dtype))
-        args[at.CLASSIFY] = plan.classify
+        args[at.CLASSIFY] = plan.classify.get("classify", 0)
         # A group larger than all tiles would only be halved again.
         args[at.MAX_GROUP] = min(plan.max_group, 1 << max(n_q, n_k).bit_length())
         if functions:

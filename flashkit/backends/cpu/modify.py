@@ -17,6 +17,7 @@ from ...mods.expr import Expr
 from ...spec import AttentionSpec, Slot
 from . import specialise
 from .arguments import EMPTY, FULL, PARTIAL, STRIP
+from .objects import Functions
 
 MAX_NDIM = 4
 TRANSPOSED_SIZES = (1, 4, 8)
@@ -183,19 +184,19 @@ HIDDEN = F(-np.inf)
 """
 
 
-def forward_functions(spec: AttentionSpec) -> dict[str, int]:
+def forward_functions(spec: AttentionSpec) -> Functions:
     """Address of `modify` for score tiles (keys, rows)."""
     text = _head(spec) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n"
     return specialise.load("modify", text)
 
 
-def decode_functions(spec: AttentionSpec) -> dict[str, int]:
+def decode_functions(spec: AttentionSpec) -> Functions:
     """Address of `modify` for score tiles (rows, keys)."""
     text = _head(spec) + _tile_function(spec, keys_outside=False, with_slope=False) + "\n"
     return specialise.load("modify_decode", text)
 
 
-def backward_functions(spec: AttentionSpec) -> dict[str, int]:
+def backward_functions(spec: AttentionSpec) -> Functions:
     """Addresses of `modify` for score tiles (rows, keys) and their slopes, and of `visit_ds` where a score modification
     needs it.
     """
@@ -203,8 +204,9 @@ def backward_functions(spec: AttentionSpec) -> dict[str, int]:
     return specialise.load("modify_backward", text + ("" if spec.score is None else f"\n\n{_VISIT_DS}"))
 
 
-def classify_function(spec: AttentionSpec) -> int:
-    return specialise.load("classify", _head(spec) + _classify_function(spec) + "\n")["classify"]
+def classify_functions(spec: AttentionSpec) -> Functions:
+    """Address of `classify`."""
+    return specialise.load("classify", _head(spec) + _classify_function(spec) + "\n")
 
 
 def max_group(spec: AttentionSpec) -> int:

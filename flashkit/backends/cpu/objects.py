@@ -2,7 +2,8 @@
 
 Compiling an object (micro/compile.py, specialise.py) takes up to seconds and may need Numba; loading one needs llvmlite
 alone. A file is a line of JSON (the object's functions, its hash, whether it refers to functions of Numba) and the
-object as LLVM emitted it. LLVM crashes on a malformed object, so a file is checked before LLVM gets it.
+object as LLVM emitted it. LLVM crashes on a malformed object, so a file is checked before LLVM gets it: it has to be
+the one that was written under this name, and an object for this machine whose tables are consistent.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import llvmlite
 import msgspec
@@ -22,7 +24,8 @@ from llvmlite import binding
 
 from ... import forking, interrupt
 from ...devices import kernel_cache
-from .. import headers
+from .. import elf, headers
+from . import pass_managers
 
 FOLDER = "cpu"
 """Of the cache directory."""
@@ -30,8 +33,6 @@ FOLDER = "cpu"
 forking.go_before("logging")  # which Numba uses
 
 _HERE = Path(__file__).parent
-_loaded: dict[str, dict[str, int]] = {}
-_engines: list[Any] = []  # own the machine code
 
 
 class Object(NamedTuple):
@@ -42,12 +43,24 @@ class Object(NamedTuple):
     needs_numba: bool = False  # it refers to functions that exist once Numba is imported
 
 
+class Functions(dict[str, int]):
+    """Addresses of the functions of a loaded object, by name. It owns the machine code, so whatever holds an address
+    holds this as well.
+    """
+
+    engine: Any
+
+
+_loaded: WeakValueDictionary[str, Functions] = WeakValueDictionary()
+"""By the name of the file. A modification is unloaded with the last plan that uses it."""
+
+
 class _Header(msgspec.Struct, frozen=True):
     """The first line of a file, as JSON."""
 
     functions: tuple[str, ...]
     needs_numba: bool
-    sha256: str
+    sha256: str  # of the name of the file, the functions and the code
 
 
 @cache
@@ -78,12 +91,12 @@ def _numba_version() -> str:
     return str(numba.__version__)
 
 
-def functions(kind: str, text: str, make: Callable[[], Object]) -> dict[str, int]:
-    """Addresses of the functions of an object that `text` and the sources of this package determine.
+def functions(kind: str, text: str, make: Callable[[], Object]) -> Functions:
+    """The functions of an object that `text` and the sources of this package determine.
 
-    A process loads it once: from the cache directory, or, where the file is missing or damaged, from `make`, which one
-    process runs while others wait. No signal handler breaks that off: Numba would not recover. Where one raises, the
-    thread that compiles goes on to the end.
+    A process loads it once, as long as the result is in use: from the cache directory, or, where the file is missing or
+    damaged, from `make`, which one process runs while others wait. No signal handler breaks that off: Numba would not
+    recover. Where one raises, the thread that compiles goes on to the end.
     """
     key = hashlib.sha256(f"{fingerprint()} {machine()} {text}".encode()).hexdigest()[:20]
     name = f"{kind}_{key}"
@@ -93,48 +106,56 @@ def functions(kind: str, text: str, make: Callable[[], Object]) -> dict[str, int
     return loaded
 
 
-def _read_or_make(name: str, make: Callable[[], Object]) -> dict[str, int]:
+def _read_or_make(name: str, make: Callable[[], Object]) -> Functions:
     with forking.compiling():
-        if name not in _loaded and (found := _read(f"{name}.o")) is not None:
+        found = _loaded.get(name)
+        if found is None and (found := _read(f"{name}.o")) is not None:
             _loaded[name] = found
-    if name not in _loaded:
+    if found is None:
         forking.go_before("filelock")  # before `compiling`, and not in a process that finds all its kernels
         with forking.compiling():
-            if name not in _loaded:
-                _loaded[name] = _made(f"{name}.o", make)
-    return _loaded[name]
+            found = _loaded.get(name)
+            if found is None:
+                found = _loaded[name] = _made(f"{name}.o", make)
+    return found
 
 
-def _made(name: str, make: Callable[[], Object]) -> dict[str, int]:
+def _made(name: str, make: Callable[[], Object]) -> Functions:
     with kernel_cache.alone(FOLDER, name):
         if (cached := _read(name)) is not None:
             return cached
-        made = make()
-        header = _Header(made.functions, made.needs_numba, _hash(made.code))
+        with pass_managers.freed():
+            made = make()
+        header = _Header(made.functions, made.needs_numba, _hash(name, made))
         kernel_cache.write(FOLDER, name, msgspec.json.encode(header) + b"\n" + made.code)
         return _load(made)
 
 
-def _read(name: str) -> dict[str, int] | None:
-    """None where the file is missing, or is damaged or no object file."""
+def _read(name: str) -> Functions | None:
+    """None where the file is missing, or is damaged, or is not the object file that was written under this name."""
     line, _, code = (kernel_cache.read(FOLDER, name) or b"").partition(b"\n")
     try:
         header = msgspec.json.decode(line, type=_Header)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    if header.sha256 != _hash(code) or not headers.alike(code, _model()):
+    made = Object(code, header.functions, header.needs_numba)
+    if header.sha256 != _hash(name, made) or not headers.alike(code, _model()):
         return None
-    if not header.functions or not all(map(str.isidentifier, header.functions)):
+    if not made.functions or not all(map(str.isidentifier, made.functions)):
         return None
-    found = _load(Object(code, header.functions, header.needs_numba))
+    if not elf.is_consistent(code, made.functions):
+        return None
+    found = _load(made)
     return found if all(found.values()) else None  # 0: the object has no such function
 
 
-def _hash(code: bytes) -> str:
-    return hashlib.sha256(code).hexdigest()
+def _hash(name: str, made: Object) -> str:
+    whole = hashlib.sha256(repr((name, made.functions, made.needs_numba)).encode())
+    whole.update(made.code)
+    return whole.hexdigest()
 
 
-def _load(made: Object) -> dict[str, int]:
+def _load(made: Object) -> Functions:
     if made.needs_numba:
         import numba.core.registry
 
@@ -142,8 +163,9 @@ def _load(made: Object) -> dict[str, int]:
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target())
     engine.add_object_file(binding.ObjectFileRef.from_data(made.code))
     engine.finalize_object()
-    _engines.append(engine)
-    return {name: engine.get_function_address(name) for name in made.functions}
+    found = Functions({name: engine.get_function_address(name) for name in made.functions})
+    found.engine = engine
+    return found
 
 
 def _target() -> Any:

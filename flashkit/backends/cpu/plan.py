@@ -10,6 +10,7 @@ from ...lazy import cached_property
 from ...spec import Direction, Problem
 from . import bf16, modify, specialise
 from .micro.register_block import RegisterBlock
+from .objects import Functions
 
 DECODE_QUERIES = 8
 """A power of two: with fewer queries per head, kernels/decode.py computes the forward pass."""
@@ -24,7 +25,7 @@ DECODE_BLOCK_K = 64
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """Tiles and compiled functions for one spec; functions compile on first use."""
+    """Tiles and compiled functions for one spec; functions compile on first use and are unloaded with the plan."""
 
     problem: Problem
     tile: CpuTile
@@ -34,33 +35,33 @@ class CpuPlan:
     """The instructions that multiply bf16 pairs (bf16.py); "" where operands are widened, and for other dtypes."""
 
     @cached_property
-    def forward(self) -> dict[str, int]:
+    def forward(self) -> Functions:
         """Entries of the kernel of the forward pass: "forward" or "decode"."""
         if self.decodes:
             return specialise.kernel("decode", self.problem.spec.dtype, bf16_pairs=bool(self.decode_bf16_pairs))
         return specialise.kernel("forward", self.problem.spec.dtype, bf16_pairs=bool(self.bf16_pairs))
 
     @cached_property
-    def backward(self) -> dict[str, int]:
+    def backward(self) -> Functions:
         """Entries "bwd_preprocess", "backward" and "bwd_postprocess"."""
         return specialise.kernel("backward", self.problem.spec.dtype, bf16_pairs=bool(self.bf16_pairs))
 
     @cached_property
-    def classify(self) -> int:
-        """Address of the function that classifies a tile; 0 without a mask."""
-        return 0 if self.problem.spec.mask is None else modify.classify_function(self.problem.spec)
+    def classify(self) -> Functions:
+        """The function that classifies a tile, "classify"; empty without a mask."""
+        return Functions() if self.problem.spec.mask is None else modify.classify_functions(self.problem.spec)
 
     @cached_property
-    def modify_forward(self) -> dict[str, int]:
+    def modify_forward(self) -> Functions:
         """Functions that the forward pass calls on a tile: "modify"; empty where nothing is modified."""
         if not self.modifies:
-            return {}
+            return Functions()
         return (modify.decode_functions if self.decodes else modify.forward_functions)(self.problem.spec)
 
     @cached_property
-    def modify_backward(self) -> dict[str, int]:
+    def modify_backward(self) -> Functions:
         """The same for the backward pass: "modify" and, with a score modification, "visit_ds"."""
-        return modify.backward_functions(self.problem.spec) if self.modifies else {}
+        return modify.backward_functions(self.problem.spec) if self.modifies else Functions()
 
     @cached_property
     def max_group(self) -> int:

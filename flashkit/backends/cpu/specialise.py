@@ -20,7 +20,7 @@ import numpy as np
 from ...devices.host import no_collection
 from ...spec import DTYPES
 from . import objects
-from .objects import Object
+from .objects import Functions, Object
 
 _HERE = Path(__file__).parent
 
@@ -31,14 +31,14 @@ _SETTINGS = (
 """Environment variables that change Numba's code."""
 
 
-def load(kind: str, text: str) -> dict[str, int]:
-    """Addresses of the functions that the text marks by @entry (functions.py); compiled once, then read from disk."""
+def load(kind: str, text: str) -> Functions:
+    """The functions that the text marks by @entry (functions.py); compiled once, then read from disk."""
     settings = [(name, os.environ[name]) for name in _SETTINGS if name in os.environ]
     return objects.functions(kind, f"{settings} {text}", lambda: compiled(kind, text))
 
 
 @cache
-def kernel(name: str, dtype: str, *, bf16_pairs: bool = False) -> dict[str, int]:
+def kernel(name: str, dtype: str, *, bf16_pairs: bool = False) -> Functions:
     """Entries of kernels/<name>.py for a dtype. bf16_pairs: bfloat16 operands are multiplied in pairs, not widened."""
     accumulator, size = DTYPES[dtype].accumulator, DTYPES[dtype].size
     storage = dtype if dtype == accumulator else "uint16"
@@ -58,7 +58,7 @@ def _text(name: str) -> str:
 
 
 @cache
-def launcher() -> dict[str, int]:
+def launcher() -> Functions:
     """kernels/launch.py for this Python."""
     offset, probe = object.__basicsize__, np.empty(1)
     if ctypes.c_ssize_t.from_address(id(probe) + offset).value != probe.ctypes.data:

@@ -141,7 +141,7 @@ class CudaBackend:
     def forward(self, plan: CudaPlan, operands: Operands) -> None:
         run, stream = plan.on(_device_of(operands), "forward").run, launch.stream()
         run(Arguments(plan.problem.spec, operands), stream)
-        _keep(stream, operands)
+        _keep(stream, plan, operands)
 
     def backward(self, plan: CudaPlan, operands: Operands, gradients: Gradients) -> None:
         run = plan.on(_device_of(operands), "backward").run
@@ -149,7 +149,7 @@ class CudaBackend:
         arguments.gradients(gradients)
         stream = launch.stream()
         run(arguments, stream)
-        _keep(stream, operands)
+        _keep(stream, plan, operands)
         launch.keep(stream, gradients.dlse)
 
     def bind(self, plan: CudaPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
@@ -163,7 +163,7 @@ class CudaBackend:
         pools: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
         q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
         stream_of, ordinal, copies = launch.stream, on.ordinal, template.alive
-        _keep(stream_of(), operands)
+        _keep(stream_of(), plan, operands)
 
         def call(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
             if current() != ordinal:
@@ -184,8 +184,8 @@ class CudaBackend:
                         raise ValueError(f"an array of a modification has the layout {_layout(array)}; {layout} fits")
                     words[at] = array.data.ptr
             stream = stream_of()
-            if copies or arrays:  # a CUDA graph that captures this may outlive them
-                launch.keep(stream, copies, arrays)
+            if stream:  # a CUDA graph that captures this may outlive them; the default stream is not captured
+                launch.keep(stream, plan, copies, arrays)
             run(arguments, stream)
             pool.append(arguments)
 
@@ -249,10 +249,10 @@ def _layout(array: Any) -> tuple[Any, ...]:
     return array.shape, array.strides, array.dtype
 
 
-def _keep(stream: int, operands: Operands) -> None:
-    """Keep what a captured call uses again and the caller may not hold: results, and copies of operands."""
+def _keep(stream: int, plan: CudaPlan, operands: Operands) -> None:
+    """Keep what a captured call uses again and the caller may not hold: kernels, results, and copies of operands."""
     op = operands
-    launch.keep(stream, op.out, op.lse, op.q_offset, op.kv_lengths, op.sinks, *op.arrays.values())
+    launch.keep(stream, plan, op.out, op.lse, op.q_offset, op.kv_lengths, op.sinks, *op.arrays.values())
 
 
 def _device_of(operands: Operands) -> Device:

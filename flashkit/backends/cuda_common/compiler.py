@@ -18,6 +18,7 @@ import msgspec
 
 from ... import interrupt
 from ...devices import kernel_cache
+from .. import elf
 from .. import headers as formats
 
 FOLDER = "cuda"
@@ -61,15 +62,15 @@ class Binary:
     @property
     def checked(self) -> bool:
         """Whether this code has passed `verify.check`, in this process or an earlier one."""
-        return kernel_cache.read(FOLDER, f"{self.name}.checked") == _hash(self.code)
+        return kernel_cache.read(FOLDER, f"{self.name}.checked") == _hash(self).encode()
 
     def mark_checked(self) -> None:
         """Record that this code has passed `verify.check`."""
-        kernel_cache.write(FOLDER, f"{self.name}.checked", _hash(self.code))
+        kernel_cache.write(FOLDER, f"{self.name}.checked", _hash(self).encode())
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """The JSON file of a binary. The hash of the code prevents loading a damaged file."""
+    """The JSON file of a binary. The hash prevents loading a damaged or renamed file."""
 
     sha256: str
     resources: dict[str, Resources]
@@ -155,7 +156,7 @@ def _compiled(source: Compilable, arch: str, name: str) -> Binary:
             code, log = source.compile(arch)
             _refuse_serialised(source.name, arch, log)
             found = Binary(name, code, resources(log))
-            report = _Report(_hash(code).decode(), dict(found.resources))
+            report = _Report(_hash(found), dict(found.resources))
             kernel_cache.write(FOLDER, f"{name}.json", msgspec.json.encode(report))
             kernel_cache.write(FOLDER, f"{name}.cubin", code)
     return found
@@ -168,16 +169,17 @@ def _read(name: str) -> Binary | None:
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
     code = kernel_cache.read(FOLDER, f"{name}.cubin") or b""
-    whole = report.sha256.encode() == _hash(code) and _is_machine_code(code)
-    return Binary(name, code, report.resources) if whole else None
+    found = Binary(name, code, report.resources)
+    return found if report.sha256 == _hash(found) and _is_machine_code(found) else None
 
 
-def _is_machine_code(code: bytes) -> bool:
-    return formats.alike(code, formats.CUBIN)
+def _is_machine_code(binary: Binary) -> bool:
+    return formats.alike(binary.code, formats.CUBIN) and elf.is_consistent(binary.code, binary.resources)
 
 
-def _hash(code: bytes) -> bytes:
-    return hashlib.sha256(code).hexdigest().encode()
+def _hash(binary: Binary) -> str:
+    """Of the code and the name, so that no other file can take its place."""
+    return hashlib.sha256(binary.name.encode() + b"\0" + binary.code).hexdigest()
 
 
 def _included(source: Source) -> tuple[tuple[str, str], ...]:

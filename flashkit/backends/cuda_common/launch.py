@@ -2,16 +2,18 @@
 
 A launch takes one argument block that is already packed, and goes through cuda.bindings, which has the least host time
 (docs/notes/cuda-host.md). Libraries (cuLibraryLoadData, CUDA 12) are loaded once for all devices; the driver loads them
-into each context on the first launch there.
+into each context on the first launch there. A library is unloaded after the last plan that uses it is dropped, unless a
+CUDA graph has captured a launch of the plan.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, lru_cache
 from typing import Any
+from weakref import WeakValueDictionary, finalize
 
 from .compiler import Binary
 from .device import Device
@@ -25,7 +27,8 @@ MAX_GRID = 2**31 - 1
 """CTAs of a one-dimensional grid."""
 
 _thread = threading.local()
-_captured: list[Any] = []  # memory that CUDA graphs refer to
+_captured: list[Any] = []  # memory and plans that CUDA graphs refer to
+_unused: list[tuple[Callable[[Any], Any], Any, set[int]]] = []  # libraries to unload
 
 
 def check_grid(*tiles: int) -> None:
@@ -49,30 +52,65 @@ def call(function: str, *arguments: Any) -> Any:
 
 
 class Library:
-    """The kernels of one binary, loaded."""
+    """The kernels of one binary, loaded. Its kernels keep it alive."""
 
     def __init__(self, binary: Binary) -> None:
+        from cuda.bindings import driver
+
+        _unload()
         self.binary = binary
         self.handle = call("cuLibraryLoadData", binary.code, [], [], 0, [], [], 0)
+        self._ordinals: set[int] = set()  # of the devices that its kernels may run on
+        # The finalizer only takes a note: garbage is collected at any time, also during a capture, where unloading is
+        # an error.
+        finalize(self, _unused.append, (driver.cuLibraryUnload, self.handle, self._ordinals)).atexit = False
 
     def kernel(self, name: str, device: Device, shared: int = 0) -> Kernel:
         """The kernel of this name, with `shared` bytes of dynamic shared memory a CTA."""
         from cuda.bindings.driver import CUfunction_attribute
 
+        self._ordinals.add(device.ordinal)
         handle = call("cuLibraryGetKernel", self.handle, name.encode())
         if shared > _DEFAULT_SHARED_MEMORY:
             most = CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuKernelSetAttribute", most, shared, handle, device.ordinal)
-        return Kernel(handle, name, shared)
+        return Kernel(handle, name, shared, self)
+
+
+_shared: WeakValueDictionary[Hashable, Library] = WeakValueDictionary()
+_shared_lock = threading.Lock()
+
+
+def shared_library(key: Hashable, make: Callable[[], Binary]) -> Library:
+    """The library of this key, made and loaded unless a plan uses it."""
+    library = _shared.get(key)
+    if library is None:
+        made = Library(make())
+        with _shared_lock:
+            library = _shared.setdefault(key, made)  # another thread may have loaded it meanwhile
+    return library
+
+
+def _unload() -> None:
+    """Unload the libraries that are no longer used, after their last kernels have run."""
+    if not _unused or capturing(stream()):
+        return
+    unused = [_unused.pop() for _ in range(len(_unused))]
+    cupy = _cupy()
+    for ordinal in set[int]().union(*(ordinals for _, _, ordinals in unused)):
+        with cupy.cuda.Device(ordinal):
+            cupy.cuda.runtime.deviceSynchronize()
+    for unload, handle, _ in unused:
+        unload(handle)
 
 
 class Kernel:
     """A kernel that takes one argument block by value."""
 
-    def __init__(self, handle: Any, name: str, shared: int) -> None:
+    def __init__(self, handle: Any, name: str, shared: int, library: Library) -> None:
         from cuda.bindings.driver import CUfunction, cuLaunchKernel
 
-        self.name, self.shared = name, shared
+        self.name, self.shared, self.library = name, shared, library
         self._function, self._launch = CUfunction(int(handle)), cuLaunchKernel
 
     def launch(self, ctas: int, threads: int, arguments: KernelArguments, stream: int, pdl: bool = False) -> None:
@@ -188,7 +226,7 @@ def dummy_slot(ordinal: int, size: int) -> Any:
 
 
 def keep(stream: int, *memory: Any) -> None:
-    """Keep memory alive for the life of the process if a CUDA graph captures the stream.
+    """Keep memory, and the plan of a launch, alive for the life of the process if a CUDA graph captures the stream.
 
     Without capture, memory may return to the pool as soon as the kernels are enqueued: allocations are ordered by the
     stream. A graph uses the memory at every launch, and its end of life is not known here.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 
 from ...spec import AttentionSpec
 from ..cuda_common import arguments, compiler, modification, params
-from ..cuda_common.launch import Library
+from ..cuda_common.launch import Library, shared_library
 from . import modify
 
 FOLDER = Path(__file__).parent / "kernels"
@@ -41,9 +40,9 @@ def source(name: str, spec: AttentionSpec, constants: Mapping[str, int], functio
     return compiler.Source(name.replace("/", "_"), "\n".join(text) + "\n", headers)
 
 
-@lru_cache(maxsize=4096)
 def library(
     name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str, functions: str = ""
 ) -> Library:
     """The loaded kernels of kernels/<name>.cu for a spec, compiled or from the cache."""
-    return Library(compiler.binary(source(name, spec, dict(constants), functions), arch))
+    key = __package__, name, spec, constants, arch, functions
+    return shared_library(key, lambda: compiler.binary(source(name, spec, dict(constants), functions), arch))

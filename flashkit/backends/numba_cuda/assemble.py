@@ -12,6 +12,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -57,15 +58,31 @@ def version() -> str:
 
 def machine_code(name: str, texts: Sequence[str], arch: str) -> tuple[bytes, str]:
     """Machine code of several PTX texts, and the report of ptxas. CompileError with the output of ptxas."""
-    with tempfile.TemporaryDirectory(prefix="flashkit-") as folder:
-        source, target = Path(folder, f"{name}.ptx"), Path(folder, f"{name}.cubin")
+    with _files() as (source, target, descriptors):
         source.write_text(_joined(texts, arch))
         command = [str(x) for x in (program(), "-v", f"-arch={arch}", source, "-o", target)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=descriptors)
         said = (done.stdout + done.stderr).strip()
         if done.returncode:
             raise CompileError(f"{name} does not assemble for {arch}:\n{said[:8000]}")
         return target.read_bytes(), said
+
+
+@contextmanager
+def _files() -> Iterator[tuple[Path, Path, tuple[int, ...]]]:
+    """Two files for ptxas and the descriptors that it inherits. They are in memory where the system has such files: a
+    full disk does not matter then, and a process that is killed leaves nothing behind.
+    """
+    with ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            descriptors = tuple(os.memfd_create(name) for name in ("flashkit-ptx", "flashkit-cubin"))
+            for descriptor in descriptors:
+                stack.callback(os.close, descriptor)
+            source, target = (Path(f"/proc/self/fd/{descriptor}") for descriptor in descriptors)
+            yield source, target, descriptors
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flashkit-"))
+            yield Path(folder, "kernels.ptx"), Path(folder, "kernels.cubin"), ()
 
 
 def _joined(texts: Sequence[str], arch: str) -> str:

@@ -69,18 +69,26 @@ class PythonSource:
 
     def compile(self, arch: str) -> tuple[bytes, str]:
         module = module_of(self.name, self.text)
-        with no_collection():
-            texts = [_ptx(function, self.values, arch) for function in kernels_of(module).values()]
-            return assemble.machine_code(self.name, texts, arch)
+        try:
+            with no_collection():
+                texts = [_ptx(function, self.values, arch) for function in kernels_of(module).values()]
+                return assemble.machine_code(self.name, texts, arch)
+        finally:
+            linecache.cache.pop(_file(self.name, self.text), None)
 
 
 def module_of(name: str, text: str) -> dict[str, Any]:
     """The names of a module with this text."""
-    file = f"<flashkit {name} {abs(hash(text)):x}>"
+    file = _file(name, text)
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # for tracebacks
     module: dict[str, Any] = {"__name__": f"flashkit_kernels.{name}"}
     exec(compile(text, file, "exec"), module)
     return module
+
+
+def _file(name: str, text: str) -> str:
+    """The file name of a module with this text."""
+    return f"<flashkit {name} {abs(hash(text)):x}>"
 
 
 def kernels_of(module: dict[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,13 @@ it uses their names directly, and those of the head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
 from ...spec import ITEMSIZE, AttentionSpec
 from ..cuda_common import compiler, modification
-from ..cuda_common.launch import Library
+from ..cuda_common.launch import Library, shared_library
 from . import modify
 from .compile import PythonSource
 
@@ -63,7 +63,7 @@ def _part(name: str) -> str:
     return (FOLDER / f"{name}.py").read_text()
 
 
-@lru_cache(maxsize=4096)
 def library(name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str) -> Library:
     """The kernels of kernels/<name>.py for a spec, compiled or from the cache, loaded."""
-    return Library(compiler.binary(source(name, spec, dict(constants)), arch))
+    key = __package__, name, spec, constants, arch
+    return shared_library(key, lambda: compiler.binary(source(name, spec, dict(constants)), arch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -46,6 +47,9 @@ class MeasuredPeaks(msgspec.Struct, frozen=True, tag="rates"):
 class Log:
     """A log file, read when it is opened; every entry is appended at once.
 
+    Lines that are no entries are skipped with one warning, and their trials are repeated; the incomplete last line of a
+    killed process is skipped without one. If the disk is full, entries stay in memory, with one warning.
+
     Parameters
     ----------
     path
@@ -71,16 +75,31 @@ class Log:
         content = b""
         with suppress(FileNotFoundError):
             content = trust.read(self.path)
-        for line in content.splitlines():
-            # A line that was truncated when its process was killed, or is no text, is skipped: its trial is repeated.
-            with suppress(msgspec.DecodeError, ValueError, RecursionError):
-                self._take(msgspec.json.decode(line, type=entries))
-        if content and not content.endswith(b"\n"):
-            trust.append(self.path, b"\n")
+        damaged, lines = [], content.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    self._take(msgspec.json.decode(line, type=entries))
+            except (msgspec.DecodeError, ValueError, RecursionError):
+                damaged += [number] if number < len(lines) else []
+        if damaged:
+            more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+            warnings.warn(f"{self.path}: line {damaged[0]}{more} is no entry of this log: skipped", stacklevel=2)
+        self._separator = b"" if content.endswith(b"\n") or not content else b"\n"
+        self._warned = False
 
     def add(self, entry: Trial[Any] | MeasuredPeaks) -> None:
-        trust.append(self.path, msgspec.json.encode(entry) + b"\n")
         self._take(entry)
+        try:
+            trust.append(self.path, self._separator + msgspec.json.encode(entry) + b"\n")
+            self._separator = b""
+        except trust.UntrustedError:
+            raise
+        except OSError as error:
+            self._separator = b"\n"  # the line may be incomplete
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"the log cannot be written, so a later run repeats trials: {error}", stacklevel=2)
 
     def of(self, target: str) -> list[Trial[Any]]:
         """The trials of the target with this key, in order."""

@@ -15,23 +15,23 @@ app = typer.Typer(help="Compiled kernels on disk.")
 
 @app.command("path")
 def cache_path(as_json: Json = False) -> None:
-    """Print the directory of the compiled kernels; with --json also their number and size.
+    """Print the directory of the compiled kernels; with --json also their number and size, and the limit.
 
     \f
     Raises
     ------
     typer.Exit
-        Status 1 if the directory is invalid or another user can write it.
+        Status 1 if the directory or FLASHKIT_CACHE_SIZE is invalid.
     """
     from ...devices import kernel_cache
 
     try:
-        path = str(kernel_cache.path())
-    except OSError as error:
+        path, limit = str(kernel_cache.path()), kernel_cache.limit()
+    except (OSError, ValueError) as error:
         raise fail(error) from None
     if as_json:
         used = kernel_cache.usage()
-        print_json({"path": path, **asdict(used)})
+        print_json({"path": path, **asdict(used), "limit": limit})
     else:
         print(path)
 
@@ -56,6 +56,38 @@ def cache_clear(as_json: Json = False) -> None:
     if as_json:
         path = str(kernel_cache.path())
         print_json({"path": path, "files": removed.files, "kernels": removed.kernels, "bytes": removed.bytes})
+    else:
+        print(f"removed {removed.files} files ({removed.kernels} kernels, {doctor.size(removed.bytes)})")
+
+
+@app.command("prune")
+def cache_prune(
+    to: Annotated[str | None, typer.Option(help="The size to keep, such as 500M; by default the limit.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove the compiled kernels that were not used for the longest time.
+
+    Example: flashkit cache prune --to 100M
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if the directory or FLASHKIT_CACHE_SIZE is invalid or another user can write it, 2 for an invalid size.
+    """
+    from ...devices import kernel_cache
+    from .. import doctor
+
+    try:
+        most = kernel_cache.limit() if to is None else kernel_cache.parse_size(to, "--to")
+    except ValueError as error:
+        raise fail(error, 1 if to is None else 2) from None
+    try:
+        removed = kernel_cache.prune(most)
+    except OSError as error:
+        raise fail(error) from None
+    if as_json:
+        print_json({"path": str(kernel_cache.path()), **asdict(removed)})
     else:
         print(f"removed {removed.files} files ({removed.kernels} kernels, {doctor.size(removed.bytes)})")
 

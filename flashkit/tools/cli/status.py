@@ -32,6 +32,8 @@ def info(as_json: Json = False) -> None:
         table.add_row("profile", f"{kind}: {profile.get('device')} ({files})")
     cache = found["cache"]
     size = examination.size(cache.get("bytes", 0))
+    if cache.get("limit") is not None:
+        size += f" of {examination.size(cache['limit'])}"
     table.add_row("cache", f"{cache.get('path')} ({cache.get('kernels')} kernels, {size})")
     stdout().print(table)
 

@@ -106,6 +106,13 @@ def _or_error(probe: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def _or_none(probe: Callable[[], int]) -> int | None:
+    try:
+        return probe()
+    except ValueError:
+        return None
+
+
 def threading() -> Report:
     """Numba's threading layers: which of them load, and which one Numba chooses."""
     from numba.core import config
@@ -138,6 +145,7 @@ def cache() -> Report:
         "files": used.files,
         "kernels": used.kernels,
         "bytes": used.bytes,
+        "limit": _or_none(kernel_cache.limit),
         "trusted": not isinstance(problem, trust.UntrustedError),
         "writable": problem is None,
         "problem": str(problem or ""),

@@ -74,6 +74,7 @@ def _threading_rows(threading: Report) -> Rows:
 
 def _cache_rows(cache: Report) -> Rows:
     contents = f"{cache['kernels']} compiled kernels, {cache['files']} files, {size(cache['bytes'])}"
+    contents += f" of {size(cache['limit'])}" if cache["limit"] is not None else ""
     rows = [("path", cache["path"]), ("contents", contents)]
     rows += [(name, "yes" if cache[name] else "NO") for name in ("trusted", "writable")]
     if cache["problem"]:

@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import binding
 
 from .. import objects
-from ..objects import Object, machine
+from ..objects import Functions, Object, machine
 from . import bf16_pairs, gemm, gemv, softmax, transpose
 from .register_block import RegisterBlock, module
 
@@ -56,7 +56,7 @@ def assemble(block: RegisterBlock, triple: str, cpu: str, features: str, gemv_ke
 
 
 @cache
-def addresses(block: RegisterBlock, gemv_kernels: bool = False) -> dict[str, int]:
+def addresses(block: RegisterBlock, gemv_kernels: bool = False) -> Functions:
     """Address of each micro-kernel for the register block on this machine."""
     kind = "micro_gemv" if gemv_kernels else "micro"
     return objects.functions(kind, str(block), lambda: _object(block, gemv_kernels))

@@ -1,0 +1,711 @@
+"""Files of the cache of compiled kernels: full disks, damaged files, the limit of their size; kernels in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llvmlite import binding
+
+from flashkit.backends import elf
+from flashkit.backends.cpu import objects
+from flashkit.backends.cuda_common import compiler
+from flashkit.backends.numba_cuda import assemble
+from flashkit.devices import kernel_cache, trust
+from flashkit.devices.io_model import CpuTile
+from flashkit.tools.autotune.log import Log, MeasuredPeaks
+
+LOADED, COMPILED = 666, 1
+IR = "declare i32 @abs(i32)\ndefine i32 @f() {{ %x = call i32 @abs(i32 {})\n ret i32 %x }}"
+"""With a relocation."""
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FLASHKIT_CACHE_SIZE", raising=False)
+    forget(monkeypatch)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a new process does not know."""
+    monkeypatch.setattr(objects, "_loaded", {})
+    monkeypatch.setattr(kernel_cache, "_memory", OrderedDict())
+    monkeypatch.setattr(kernel_cache, "_warned", set())
+    monkeypatch.setattr(kernel_cache, "_unpruned", {})
+
+
+@pytest.fixture
+def silent() -> Iterator[None]:
+    """Any warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def returning(number: int) -> objects.Object:
+    """The machine code of a function."""
+    return objects.Object(objects._target().emit_object(binding.parse_assembly(IR.format(number))), ("f",))
+
+
+def content(name: str, made: objects.Object) -> bytes:
+    """What the file of this machine code contains."""
+    header = {"functions": made.functions, "needs_numba": False, "sha256": objects._hash(name, made)}
+    return json.dumps(header).encode() + b"\n" + made.code
+
+
+def run(kind: str = "kind") -> int:
+    """Call the kernel, loaded from the cache or compiled."""
+    found = objects.functions(kind, "text", lambda: returning(COMPILED))
+    return int(ctypes.CFUNCTYPE(ctypes.c_int)(found["f"])())
+
+
+def file_of(kind: str = "kind") -> Path:
+    (file,) = kernel_cache.path().rglob(f"{kind}_*.o")
+    return file
+
+
+class Source:
+    """Of a cubin without kernels."""
+
+    name = "kernel"
+    compiled = 0
+
+    def made_from(self) -> object:
+        return "text"
+
+    def compile(self, arch: str) -> tuple[bytes, str]:
+        self.compiled += 1
+        header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack("<HH", 2, 190)
+        names = struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, 128, 1, 0, 0, 1, 0)
+        header = header.ljust(40, b"\0") + struct.pack("<Q10xHHH", 64, 64, 1, 0)
+        return header.ljust(64, b"\0") + names + b"\0", ""
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+class FullFile:
+    """A file on a full disk, which says so when it is written, flushed, or only when it is closed."""
+
+    def __init__(self, file: Any, when: str) -> None:
+        self._file, self._when = file, when
+
+    def __enter__(self) -> FullFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._when == "close":
+            full()
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content[: len(content) // 2] if self._when == "write" else content)
+        if self._when == "write":
+            full()
+
+    def flush(self) -> None:
+        self._file.flush()
+        if self._when == "flush":
+            full()
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+
+def full(*_: object, **__: object) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """From now on the disk is full for this operation."""
+    fdopen, open_ = os.fdopen, os.open
+    if when in ("write", "flush", "close"):
+
+        def opened(descriptor: int, mode: str = "r", *rest: Any, **options: Any) -> Any:
+            file = fdopen(descriptor, mode, *rest, **options)
+            return FullFile(file, when) if "w" in mode else file
+
+        monkeypatch.setattr(os, "fdopen", opened)
+    elif when == "lock":
+
+        def unlocked(path: Any, *rest: Any, **options: Any) -> int:
+            return full() if str(path).endswith(".lock") else open_(path, *rest, **options)
+
+        monkeypatch.setattr(os, "open", unlocked)
+    else:
+        owner: Any = tempfile if when == "mkstemp" else os
+        monkeypatch.setattr(owner, when, full)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock"]
+
+
+@pytest.mark.parametrize("when", ["mkdir", "mkstemp", "write", "close", "replace"])
+def test_kernels_are_used_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    source = Source()
+    with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as patch:
+        warnings.simplefilter("always")
+        fill(patch, when)
+        assert run() == run("another") == COMPILED
+        made = compiler.binary(source, "sm_80")
+        made.mark_checked()
+        again = compiler.binary(source, "sm_80")
+        assert again == made and again.checked and source.compiled == 1
+        objects._loaded.clear()
+        assert objects.functions("kind", "text", lambda: pytest.fail("it is in memory"))
+    (said,) = (str(warning.message) for warning in caught)
+    assert os.strerror(errno.ENOSPC) in said
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_lock_that_the_full_disk_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, "lock")
+    assert run() == COMPILED
+    assert file_of().exists()
+
+
+@pytest.mark.parametrize("when", ["flush", "fsync", "replace"])
+def test_a_durable_file_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Such as a profile: the old content stays, the error is the caller's."""
+    file = tmp_path / "file"
+    trust.write(file, b"old")
+    with monkeypatch.context() as patch:
+        fill(patch, when)
+        with pytest.raises(OSError, match="No space"):
+            trust.write(file, b"new", durable=True)
+    assert leftovers(tmp_path) == [file] and file.read_bytes() == b"old"
+
+
+def test_a_log_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, peaks = Log(tmp_path / "log", CpuTile), [MeasuredPeaks(float(i), 2.0, 3.0, {}) for i in range(4)]
+    fdopen = os.fdopen
+    log.add(peaks[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdopen", lambda *args: FullFile(fdopen(*args), "write"))
+        with pytest.warns(UserWarning, match="cannot be written.*No space"):
+            log.add(peaks[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            log.add(peaks[2])
+        assert log.peaks == peaks[2]
+    log.add(peaks[3])  # there is room again
+    with pytest.warns(UserWarning, match="is no entry"):  # the half of a line
+        assert Log(log.path, CpuTile).peaks == peaks[3]
+
+
+def test_a_small_file_system(tmp_path: Path) -> None:
+    """A real one."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(place)]
+    try:
+        mounted = subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FLASHKIT_CACHE_DIR", str(place))
+            with pytest.warns(UserWarning, match="No space") as caught:
+                results = {run(f"kind{i}") for i in range(40)}
+            assert len(caught) == 1 and results == {COMPILED}
+            assert not list(place.rglob("*.tmp"))
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+PTX = """.version 7.8
+.target sm_80
+.address_size 64
+.visible .entry f(.param .u64 p) { .reg .u64 %r; ld.param.u64 %r, [p]; st.global.u64 [%r], 5; ret; }
+"""
+
+
+@pytest.fixture
+def ptxas() -> None:
+    try:
+        assemble.program()
+    except compiler.CompileError:
+        pytest.skip("there is no ptxas")
+
+
+@pytest.mark.usefixtures("ptxas")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no files in memory")
+def test_ptxas_needs_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    before = len(os.listdir("/proc/self/fd"))
+    code, said = assemble.machine_code("f", [PTX], "sm_80")
+    assert elf.is_consistent(code, compiler.resources(said)) and "f" in compiler.resources(said)
+    with pytest.raises(compiler.CompileError, match="Parsing error near 'junk'"):
+        assemble.machine_code("f", [PTX + "junk"], "sm_80")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.usefixtures("ptxas")
+def test_ptxas_without_files_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    in_memory, _ = assemble.machine_code("f", [PTX], "sm_80")
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert assemble.machine_code("f", [PTX], "sm_80")[0] == in_memory
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [NotImplementedError(), OSError(errno.ENOLCK, "no locks"), RuntimeError("deadlock")])
+@pytest.mark.usefixtures("silent")
+def test_work_goes_on_without_a_lock(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    import filelock
+
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", failing)
+    if isinstance(error, OSError):
+        monkeypatch.setattr(filelock.FileLock, "release", failing)
+    assert run() == COMPILED
+    assert file_of().exists()
+
+
+# --- damaged files ----------------------------------------------------------------------------------------------------
+
+
+def replace(at: str, offset: int, form: str, value: int) -> Callable[[bytes], bytes]:
+    """Change a field of the ELF header ("") or of the first section of this type, or of its first entry ("type[i]")."""
+
+    def changed(code: bytes) -> bytes:
+        start = 0
+        if at:
+            (table,) = struct.unpack_from("<Q", code, 40)
+            (count,) = struct.unpack_from("<H", code, 60)
+            name, _, index = at.partition("[")
+            kind = {"symbols": 2, "strings": 3, "relocations": 4}[name]
+            start = next(
+                s for s in range(table, table + 64 * count, 64) if struct.unpack_from("<I", code, s + 4)[0] == kind
+            )
+            if index:
+                start = struct.unpack_from("<Q", code, start + 24)[0] + 24 * int(index[:-1])
+        patched = bytearray(code)
+        struct.pack_into(form, patched, start + offset, value)
+        return bytes(patched)
+
+    return changed
+
+
+DAMAGE = {
+    "no relocatable file": replace("", 16, "<H", 2),
+    "sections of another size": replace("", 58, "<H", 40),
+    "no section": replace("", 60, "<H", 0),
+    "more sections than the file has": replace("", 60, "<H", 999),
+    "names of sections elsewhere": replace("", 62, "<H", 99),
+    "a section beyond the end": replace("strings", 24, "<Q", 1 << 40),
+    "a section whose end overflows": replace("strings", 24, "<Q", (1 << 64) - 8),
+    "a section name beyond its table": replace("symbols", 0, "<I", 1 << 30),
+    "a huge alignment": replace("symbols", 48, "<Q", 1 << 40),
+    "symbols of another size": replace("symbols", 56, "<Q", 16),
+    "names of symbols elsewhere": replace("symbols", 40, "<I", 0),
+    "a symbol in no section": replace("symbols[1]", 6, "<H", 200),
+    "a symbol name beyond its table": replace("symbols[1]", 0, "<I", 1 << 30),
+    "a symbol beyond its section": replace("symbols[2]", 8, "<Q", 1 << 40),
+    "a thread-local symbol": replace("symbols[1]", 4, "<B", 6),
+    "relocations of no section": replace("relocations", 44, "<I", 500),
+    "relocations by no symbols": replace("relocations", 40, "<I", 0),
+    "a relocation beyond its section": replace("relocations[0]", 0, "<Q", 1 << 40),
+    "a relocation by no symbol": replace("relocations[0]", 12, "<I", 999),
+    "an unknown relocation": replace("relocations[0]", 8, "<I", 255),
+}
+
+
+def test_a_whole_object_is_consistent() -> None:
+    code = returning(LOADED).code
+    assert elf.is_consistent(code, ["f"]) and not elf.is_consistent(code, ["g"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="object files are not ELF")
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_object_is_not_loaded(monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]) -> None:
+    """Its hash is right. LLVM would end the process."""
+    assert run() == COMPILED
+    file, made = file_of(), returning(LOADED)
+    file.write_bytes(content(file.name, made))
+    objects._loaded.clear()
+    assert run() == LOADED
+    file.write_bytes(content(file.name, made._replace(code=damage(made.code))))
+    objects._loaded.clear()
+    load, loaded = objects._load, []
+    monkeypatch.setattr(objects, "_load", lambda made: loaded.append(made.code) or load(made))
+    assert run() == COMPILED
+    assert loaded == [returning(COMPILED).code]
+
+
+def test_an_object_of_another_name_is_not_loaded() -> None:
+    assert run() == run("another") == COMPILED
+    file = file_of("another")
+    file_of().write_bytes(content(file.name, returning(LOADED)))
+    objects._loaded.clear()
+    assert run() == COMPILED
+    file.write_bytes(content(file.name, returning(LOADED)))
+    assert run("another") == LOADED
+
+
+FUZZ = """
+    import random
+    from test_cache_files import *
+    from flashkit.backends.cpu.micro import compile as micro
+    from flashkit.backends.cpu.micro.register_block import RegisterBlock
+
+    def tables(code):
+        (start,), (count,) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<H", code, 60)
+        yield from (range(64), range(start, start + 64 * count))
+        for s in range(start, start + 64 * count, 64):
+            kind, offset, size = *struct.unpack_from("<I", code, s + 4), *struct.unpack_from("<QQ", code, s + 24)
+            if kind in (2, 3, 4, 0x70000001) and size:
+                yield range(offset, offset + size)
+
+    rng, block = random.Random(1), RegisterBlock.of("float32", CpuTile(64, 64, 8, 4, 2), "")
+    whole = [returning(1), micro._object(block, False)]
+    assert all(elf.is_consistent(made.code, made.functions) for made in whole)
+    refused = 0
+    for _ in range(600):
+        made = rng.choice(whole)
+        code = bytearray(made.code)
+        for _ in range(rng.choice((1, 1, 2, 5))):
+            at = rng.choice(rng.choice(list(tables(made.code))))
+            if rng.random() < 0.5:
+                code[at] ^= 1 << rng.randrange(8)
+            else:
+                value = struct.pack("<I", rng.choice((0, 2**31, 2**32 - 1, rng.getrandbits(32))))
+                code[at : at + 4] = value[: len(code) - at]
+        changed = made._replace(code=bytes(code))
+        (trust.directory(kernel_cache.path() / "cpu", make=True) / "x.o").write_bytes(content("x.o", changed))
+        refused += objects._read("x.o") is None
+    print(refused)
+"""
+
+
+def beside(text: str) -> str:
+    """A program that can import this file."""
+    return f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n{textwrap.dedent(text)}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="object files are not ELF")
+def test_random_damage_does_not_crash(program: Callable[..., str], tmp_path: Path) -> None:
+    """Of the tables: code that is damaged and has the right hash is not found out."""
+    assert 100 < int(program(beside(FUZZ), FLASHKIT_CACHE_DIR=tmp_path)) < 600
+
+
+KERNELS = """
+extern "C" __global__ void f(float* x) { extern __shared__ float s[]; s[threadIdx.x] = x[0]; x[1] = s[0]; }
+__device__ float table[70000];
+extern "C" __global__ void g(float* x) { x[0] = table[(int)x[1]]; }
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_a_cubin_is_checked(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    source = compiler.Source("kernels", KERNELS)
+    made = compiler.binary(source, arch)
+    assert set(made.resources) == {"f", "g"}
+    compiles, compile_ = [], compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda *args: compiles.append(1) or compile_(*args))
+    assert compiler.binary(source, arch) == made and not compiles
+    for damage in (replace("", 60, "<H", 999), replace("symbols[1]", 0, "<I", 1 << 30), replace("", 62, "<H", 0)):
+        write_binary(made, damage(made.code), dict(made.resources))
+        assert compiler.binary(source, arch) == made and len(compiles) == 1
+        compiles.clear()
+    write_binary(made, made.code, {**made.resources, "h": compiler.Resources()})
+    assert compiler.binary(source, arch) == made and len(compiles) == 1
+
+
+def write_binary(made: compiler.Binary, code: bytes, resources: dict[str, compiler.Resources]) -> None:
+    """Replace its files; the hash is right."""
+    import msgspec
+
+    report = compiler._Report(compiler._hash(compiler.Binary(made.name, code, {})), resources)
+    made.path.write_bytes(code)
+    made.path.with_suffix(".json").write_bytes(msgspec.json.encode(report))
+
+
+def test_a_cubin_of_another_name_is_not_loaded() -> None:
+    source, other = Source(), Source()
+    made, moved = compiler.binary(source, "sm_80"), compiler.binary(other, "sm_90")
+    for suffix in (".json", ".cubin"):
+        shutil.copy(made.path.with_suffix(suffix), moved.path.with_suffix(suffix))
+    assert compiler.binary(other, "sm_90") == moved and other.compiled == 2
+
+
+# --- the limit on disk ------------------------------------------------------------------------------------------------
+
+
+def write(name: str, size: int = 100) -> None:
+    kernel_cache.write("cpu", name, bytes(size))
+
+
+def names() -> set[str]:
+    return {file.name for file in leftovers(kernel_cache.path())}
+
+
+def aged(name: str, hours: float) -> None:
+    """As if it was used so long ago."""
+    at = time.time() - 3600 * hours
+    os.utime(kernel_cache.path() / "cpu" / name, (at, at))
+
+
+def test_the_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKIT_CACHE_SIZE", "256K")  # 64 blocks
+    for i in range(200):
+        write(f"k{i}.o")
+        assert len(names()) <= 64 + 64 // 16
+        assert f"k{i}.o" in names()
+    assert len(names()) > 48
+    forget(monkeypatch)
+    monkeypatch.setenv("FLASHKIT_CACHE_SIZE", "100K")
+    write("last.o", 5000)  # the first file of a process
+    assert len(names()) == 24 and "last.o" in names()
+
+
+def test_the_least_recently_used_kernels_are_removed() -> None:
+    for i in range(6):
+        write(f"k{i}.o")
+        aged(f"k{i}.o", 10 - i)
+    assert kernel_cache.read("cpu", "k1.o") is not None
+    removed = kernel_cache.prune(3 * 4096)
+    assert names() == {"k1.o", "k4.o", "k5.o"}
+    assert (removed.files, removed.kernels, removed.bytes) == (3, 3, 3 * 4096)
+
+
+def test_files_of_a_kernel_are_removed_together() -> None:
+    for name in ("a.json", "a.cubin", "a.checked", "b.json", "b.cubin"):
+        write(name)
+        aged(name, 5)
+    aged("a.checked", 1)  # a is used last
+    kernel_cache.prune(4 * 4096)
+    assert names() == {"a.json", "a.cubin", "a.checked"}
+
+
+def test_temporary_files_of_killed_processes_are_removed() -> None:
+    write("k.o")
+    folder = kernel_cache.path() / "cpu"
+    for name in (".k.o.old.tmp", ".k.o.new.tmp"):
+        (folder / name).write_bytes(b"x")
+    aged(".k.o.old.tmp", 2)
+    with kernel_cache.alone("cpu", "k.o"):
+        kernel_cache.prune(1 << 20)
+    assert {file.name for file in folder.iterdir() if file.suffix != ".lock"} == {"k.o", ".k.o.new.tmp"}
+
+
+def test_locks_do_not_grow_in_number() -> None:
+    for i in range(500):
+        with kernel_cache.alone("cpu", f"k{i}.o"):
+            pass
+    assert 16 < len(list(kernel_cache.path().rglob("*.lock"))) <= 64
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_file_that_another_process_removes_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run() == COMPILED
+    file, open_ = file_of(), os.open
+
+    def late(path: Any, *rest: Any, **options: Any) -> int:
+        if Path(path) == file:
+            file.unlink(missing_ok=True)
+        return open_(path, *rest, **options)
+
+    objects._loaded.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", late)
+        assert run() == COMPILED
+    assert file.exists()
+
+
+@pytest.mark.usefixtures("silent")
+def test_files_that_vanish_while_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(4):
+        write(f"k{i}.o")
+    unlink = Path.unlink
+
+    def vanished(self: Path, missing_ok: bool = False) -> None:
+        unlink(self)
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "unlink", vanished)
+    assert kernel_cache.prune(0) == kernel_cache.Usage(0, 0, 0)
+    assert names() == set()
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_folder_that_vanishes_while_a_kernel_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_ = trust.write
+
+    def late(file: Path, content: bytes, durable: bool = False) -> None:
+        monkeypatch.setattr(trust, "write", write_)
+        shutil.rmtree(file.parent)  # as `flashkit cache clear` does
+        write_(file, content, durable)
+
+    monkeypatch.setattr(trust, "write", late)
+    assert run() == COMPILED
+    assert file_of().exists()
+
+
+MANY = """
+    import random
+    from test_cache_files import *
+    warnings.simplefilter("error")
+    rng = random.Random(int(sys.argv[1]) if sys.argv[1:] else os.getpid())
+    for i in range(150):
+        kind = f"kind{rng.randrange(12)}"
+        objects._loaded.clear()
+        assert run(kind) == COMPILED
+        if i % 40 == 39:
+            kernel_cache.clear()
+    print("done")
+"""
+
+
+def test_processes_that_remove_each_other_s_files(tmp_path: Path) -> None:
+    """Twelve kernels, and room for five."""
+    environment = {**os.environ, "FLASHKIT_CACHE_DIR": str(tmp_path), "FLASHKIT_CACHE_SIZE": "20K"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", beside(MANY)]
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in running:
+        out, err = process.communicate(timeout=300)
+        assert (out, process.returncode) == ("done\n", 0), err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("12", 12), ("4K", 4096), ("1.5 M", 3 << 19), ("2GiB", 2 << 30), ("1tb", 1 << 40)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert kernel_cache.parse_size(text, "size") == size
+
+
+@pytest.mark.parametrize("text", ["many", "-1", "1X", "K", "1e3", "", "1 2"])
+def test_what_is_no_size(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"size is a number of bytes such as 500M or 2G; got '{text}'"):
+        kernel_cache.parse_size(text, "size")
+    monkeypatch.setenv("FLASHKIT_CACHE_SIZE", text)
+    if text:  # an empty variable is none
+        with pytest.raises(ValueError, match="FLASHKIT_CACHE_SIZE is a number of bytes"):
+            run()
+
+
+# --- in memory --------------------------------------------------------------------------------------------------------
+
+
+def test_files_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the directory cannot be used."""
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", "/dev/null")
+    monkeypatch.setattr(kernel_cache, "MOST_MEMORY", 1000)
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        write("k0.o")
+    for i in range(1, 20):
+        write(f"k{i}.o")
+        assert kernel_cache.read("cpu", "k0.o") is not None  # used all the time
+    assert [name for _, name in kernel_cache._memory] == [*(f"k{i}.o" for i in range(11, 20)), "k0.o"]
+    write("large.o", 2000)
+    assert kernel_cache.read("cpu", "large.o") is not None
+
+
+MODIFICATIONS = """
+    import gc, numpy as np, flashkit
+    from flashkit import dispatch
+    from llvmlite import binding
+    dispatch._MAX_PLANS = 4
+    x = np.random.default_rng(0).standard_normal((1, 2, 64, 32), np.float32)
+
+    def call(i):
+        return flashkit.attention(x, x, x, mask_mod=lambda b, h, q, k: (q - k < 2 * i + 3) & (k <= q), backend="cpu")
+
+    def engines():
+        gc.collect()
+        return sum(isinstance(x, binding.ExecutionEngine) for x in gc.get_objects())
+
+    def resident():
+        gc.collect()
+        return int(open("/proc/self/statm").read().split()[1]) * 4
+"""
+
+
+@pytest.mark.slow
+def test_modifications_are_unloaded(program: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that a caller's plan or gradient uses are not."""
+    text = """
+        mask = lambda b, h, q, k: q - k < 5
+        planned = flashkit.plan(x, x, x, mask_mod=mask, backend="cpu")
+        out, vjp = flashkit.attention_vjp(x, x, x, mask_mod=mask, backend="cpu")
+        right, gradients = planned(x, x, x), vjp(x)
+        before = engines()
+        for i in range(20):
+            call(i)
+        assert engines() <= before + 2 * 4
+        assert (planned(x, x, x) == right).all()
+        assert all((a == b).all() for a, b in zip(vjp(x), gradients))
+        del planned, vjp
+        for i in range(20, 25):
+            call(i)
+        assert engines() < before + 2 * 4
+        for i in range(20):  # loaded again, from the cache
+            reference = flashkit.attention(
+                x, x, x, mask_mod=lambda b, h, q, k: (q - k < 2 * i + 3) & (k <= q), backend="reference")
+            np.testing.assert_allclose(call(i), reference, atol=1e-5)
+    """
+    monkeypatch.delenv("FLASHKIT_CACHE_DIR")  # the kernels are compiled already
+    program(textwrap.dedent(MODIFICATIONS) + textwrap.dedent(text))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_distinct_modifications_do_not_fill_the_memory(program: Callable[..., str], tmp_path: Path) -> None:
+    """300 of them, in kB for each: compiled, where llvmlite keeps 1.5 kB for each of Numba's twenty pass builders, and
+    loaded, where nothing is kept. Without unloading it is 100 kB more, and with llvmlite's pass managers 400 kB.
+    """
+    text = """
+        for i in range(30):
+            call(i)
+        start = resident()
+        for i in range(30, 330):
+            call(i)
+        compiled = resident()
+        for _ in range(2):
+            for i in range(30, 330):
+                call(i)
+        print((compiled - start) / 300, (resident() - compiled) / 600)
+    """
+    printed = program(textwrap.dedent(MODIFICATIONS) + textwrap.dedent(text), 600, FLASHKIT_CACHE_DIR=tmp_path)
+    compiled, loaded = map(float, printed.split())
+    assert compiled < 100
+    assert loaded < 20
+
+
+def test_pass_managers_are_freed_only_while_kernels_compile() -> None:
+    from llvmlite.binding import newpassmanagers
+
+    from flashkit.backends.cpu import pass_managers
+
+    before = newpassmanagers.ModulePassManager._dispose
+    with pass_managers.freed(), pass_managers.freed():
+        during = newpassmanagers.ModulePassManager._dispose
+    assert newpassmanagers.ModulePassManager._dispose is before
+    assert during is newpassmanagers.NewPassManager._dispose
