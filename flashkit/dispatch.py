@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from . import forking
 from .backends.base import Backend
-from .devices import host
+from .devices import forking, host
 from .errors import UnsupportedError
 from .spec import Direction, Problem, Verdict
 

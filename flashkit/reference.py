@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .lazy import cached_property
+from .devices.lazy import cached_property
 from .mods import codegen, dropout, expr
 from .mods.expr import Expr
 from .spec import AttentionSpec, Operands

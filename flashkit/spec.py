@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from .lazy import cached_property
+from .devices.lazy import cached_property
 from .mods import expr
 from .mods.expr import Expr, Kind
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import dispatch
-from ..forking import inner_lock
+from ..devices.forking import inner_lock
 from ..mods.block_mask import BlockMask
 from ..spec import Operands
 from . import arrays

@@ -16,7 +16,6 @@ import hashlib
 import os
 import re
 import shutil
-import threading
 import time
 import warnings
 from collections import OrderedDict
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import trust
+from .forking import inner_lock
 
 FOLDERS = "cpu", "cuda"
 """The folders of backends, which `prune` looks at."""
@@ -185,7 +185,7 @@ def problem() -> OSError | ValueError | None:
 # --- files of backends -----------------------------------------------------------------------------------------------
 
 _memory: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-_lock = threading.Lock()
+_lock = inner_lock()
 _warned: set[str | None] = set()
 _unpruned: dict[Path, int] = {}
 """Bytes that this process has written to a cache directory since it compared its size with the limit."""

@@ -31,8 +31,8 @@ import msgspec
 import yaml
 
 from ..errors import ProfileError
-from ..forking import outer_lock
 from . import host, trust
+from .forking import outer_lock
 from .schema import (
     MOST_BYTES,
     SCHEMA,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..lazy import cached_property
+from ..devices.lazy import cached_property
 from . import codegen, expr
 from .expr import Expr
 from .mod import Mod, mask, trace

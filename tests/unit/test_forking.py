@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from flashkit import forking
-from flashkit.lazy import cached_property
+from flashkit.devices import forking
+from flashkit.devices.lazy import cached_property
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 PRELUDE = """
     import os, signal, sys, threading, time
-    from flashkit import forking
+    from flashkit.devices import forking
 
     def child_of(work, seconds=60):
         child = os.fork()
@@ -135,7 +135,7 @@ def test_the_compiler_goes_before_the_hooks_of_what_it_uses(program: Callable[..
         others = [hook.__module__ for hook in registered[: len(registered)] if hook is not None]
         print(*others[-2:])
     """.format(constant=int.from_bytes(os.urandom(5), "big"))
-    assert program(text).split()[-1] == "flashkit.forking"
+    assert program(text).split()[-1] == "flashkit.devices.forking"
 
 
 @needs_fork

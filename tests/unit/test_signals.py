@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flashkit.interrupt import apart
+from flashkit.devices.interrupt import apart
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows sends no signals from os.kill")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ... import forking
+from ...devices import forking
 from ...spec import DTYPES, MAX_HEAD_DIM, Gradients, Operands, Problem, Verdict
 from ..base import Bound
 

@@ -22,8 +22,7 @@ import msgspec
 import numpy as np
 from llvmlite import binding
 
-from ... import forking, interrupt
-from ...devices import kernel_cache
+from ...devices import forking, interrupt, kernel_cache
 from .. import elf, headers
 from . import pass_managers
 

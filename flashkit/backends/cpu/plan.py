@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...devices.io_model import CpuTile
-from ...lazy import cached_property
+from ...devices.lazy import cached_property
 from ...spec import Direction, Problem
 from . import bf16, modify, specialise
 from .micro.register_block import RegisterBlock

@@ -6,8 +6,8 @@ extension module that works without the rest of Numba, so it is loaded alone whe
 is imported later finds the same pool, and its set_num_threads applies. A forked child has no pool threads, and OpenMP
 would end it, so it runs on its own thread too.
 
-A call that takes long runs on a thread of its own, and the main thread waits for it (flashkit.interrupt). A signal
-handler that raises stops it: kernels read a word between tiles, and end early where it is not 0.
+A call that takes long runs on a thread of its own, and the main thread waits for it (flashkit.devices.interrupt). A
+signal handler that raises stops it: kernels read a word between tiles, and end early where it is not 0.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import interrupt
-from ...devices import host
-from ...forking import outer_lock
+from ...devices import host, interrupt
+from ...devices.forking import outer_lock
 from . import specialise
 from .arguments import KERNEL, PARALLEL_FOR, THREAD_MAIN, WORK_TILES
 

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ... import interrupt
-from ...devices import kernel_cache
+from ...devices import interrupt, kernel_cache
 from .. import elf
 from .. import headers as formats
 

@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
+from ...devices.forking import inner_lock
 from .compiler import Binary
 from .device import Device
 
@@ -78,7 +79,7 @@ class Library:
 
 
 _shared: WeakValueDictionary[Hashable, Library] = WeakValueDictionary()
-_shared_lock = threading.Lock()
+_shared_lock = inner_lock()
 
 
 def shared_library(key: Hashable, make: Callable[[], Binary]) -> Library:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import forking
+from ...devices import forking
 from ...devices.host import no_collection
 from ..cuda_common.compiler import CompileError
 from . import assemble, params

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...forking import inner_lock
+from ...devices.forking import inner_lock
 
 Kind = Literal["bool", "int", "float"]
 

@@ -63,7 +63,7 @@ def apart(function: Callable[[], T], stop: Callable[[], None] | None = None) -> 
 
     Examples
     --------
-    >>> from flashkit.interrupt import apart
+    >>> from flashkit.devices.interrupt import apart
     >>> apart(lambda: 3)
     3
     """
