@@ -360,6 +360,9 @@ def explain(
 ) -> Any:  # fmt: skip
     """Explain what a call of `attention` would do and why, without computing it.
 
+    It takes no memory in proportion to the call's sizes, so `numpy.broadcast_to(x, shape)` of one element can stand in
+    for an array.
+
     Parameters
     ----------
     q, k, v, backend
@@ -392,7 +395,7 @@ def explain(
     """
     from .call.explanation import explain_problem
 
-    problem, operands, _ = prepare(q, k, v, **options)
+    problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 
 

@@ -74,14 +74,14 @@ def slopes_of(slopes: Any, kind: str, batch: int, heads: int) -> Any:
     return slopes
 
 
-def sinks_of(sinks: Any, kind: str, heads: int, dtype: str) -> Any:
-    """The sinks in the computing precision, or None."""
+def sinks_of(sinks: Any, kind: str, heads: int, dtype: str, copied: bool = True) -> Any:
+    """The sinks in the computing precision, unless `copied` is False, or None."""
     if sinks is None:
         return None
     sinks = _floats("sinks", sinks, kind)
     if sinks.shape != (heads,):
         raise ValueError(f"sinks has shape {sinks.shape}; (Hq,) = ({heads},) fits, one logit for each query head")
-    return sinks.astype(dtype)
+    return sinks.astype(dtype) if copied else sinks
 
 
 def seed_of(seed: Any, dropout_p: float) -> int:

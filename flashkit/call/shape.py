@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from ..spec import MAX_HEAD_DIM
@@ -20,15 +21,17 @@ class Shape:
     def __init__(self, ndim: int, batch: tuple[int, ...], layout: str) -> None:
         self.ndim, self.batch, self.layout = ndim, batch, layout
 
-    def to_four(self, array: Any) -> Any:
-        """View as (B, H, N, D) with an addressable last axis."""
+    def four_axes(self, array: Any) -> Any:
+        """View as (B, H, N, D)."""
         if self.ndim == 2:
             array = array[None] if self.layout == "bhnd" else array[:, None]
         if self.layout == "bnhd":
             array = array.swapaxes(-3, -2)
-        return arrays.addressable(
-            array.reshape((math.prod(self.batch), *array.shape[-3:])) if array.ndim != 4 else array
-        )
+        return array.reshape((math.prod(self.batch), *array.shape[-3:])) if array.ndim != 4 else array
+
+    def to_four(self, array: Any) -> Any:
+        """As (B, H, N, D) with an addressable last axis: a view, or a copy."""
+        return arrays.addressable(self.four_axes(array))
 
     def like(self, tensor: Any) -> Any:
         """A (B, H, N, D) tensor in the caller's shape, as a view."""
@@ -49,11 +52,13 @@ class Shape:
             else values
         )
 
-    def empty(self, xp: Any, batch: int, heads: int, n: int, d: int, dtype: Any) -> Any:
-        """A new (B, H, N, D) tensor that is C-contiguous in the caller's layout."""
+    def empty(
+        self, make: Callable[[tuple[int, ...], Any], Any], batch: int, heads: int, n: int, d: int, dtype: Any
+    ) -> Any:
+        """A (B, H, N, D) tensor that is C-contiguous in the caller's layout; make(shape, dtype) gives a new array."""
         if self.layout == "bnhd":
-            return xp.empty((batch, n, heads, d), dtype).swapaxes(1, 2)
-        return xp.empty((batch, heads, n, d), dtype)
+            return make((batch, n, heads, d), dtype).swapaxes(1, 2)
+        return make((batch, heads, n, d), dtype)
 
 
 def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
