@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..mods import Mod
+from ..mods.tracing import DTYPES
 from . import arrays
 
 
@@ -18,7 +19,9 @@ def number(name: str, value: Any) -> float:
     try:
         found = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}; a number fits") from None
+        raise TypeError(f"{name} is {value!r:.200}; a number fits") from None
+    except OverflowError:
+        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; a number within float64 fits") from None
     if not math.isfinite(found):
         raise ValueError(f"{name} is {value!r}; a finite number fits")
     return found
@@ -59,8 +62,8 @@ def _floats(name: str, values: Any, kind: str) -> Any:
         except (TypeError, ValueError):
             raise TypeError(f"{name} is {values!r}; floating numbers fit") from None
     arrays.require(name, values, kind)
-    if values.dtype.kind != "f" and values.dtype.name != "bfloat16":
-        raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype fits")
+    if DTYPES.get(values.dtype.name) != "float":
+        raise TypeError(f"{name} has dtype {values.dtype}; float16, bfloat16, float32 or float64 fits")
     return values
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..mods.expr import INT64, MAX_POSITION
+from ..mods.tracing import as_array
 from . import arrays
 from .shape import Shape
 
@@ -24,10 +25,7 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
     caller's array then.
     """
     on_device = kind != "numpy" and arrays.kind_of(value) == kind
-    try:
-        array = value if on_device else np.asarray(value)
-    except ValueError:  # lists of different lengths
-        array = np.array(None)
+    array = value if on_device else as_array(name, value)
     if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
         raise ValueError(f"{name} is {value}; {what} fits, within 64 bits with a sign")
     if array.dtype.kind not in "iu":

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ..mods.tracing import DTYPES
 from ..spec import MAX_HEAD_DIM
 from . import arrays
 
@@ -103,9 +104,9 @@ def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
 def pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ...], dtypes: str) -> Any:
     """An array that broadcasts to (B, Hq, Nq, Nk), with at most four axes."""
     arrays.require(name, array, kind)
-    dtype_kind = "f" if array.dtype.name == "bfloat16" else array.dtype.kind
+    dtype_kind = DTYPES.get(array.dtype.name, " ")[0]
     if dtype_kind not in dtypes:
-        words = {"f": "a floating dtype (added to the scores)", "b": "bool (True = attend)"}
+        words = {"f": "float16, bfloat16, float32 or float64 (added to the scores)", "b": "bool (True = attend)"}
         raise TypeError(f"{name} has dtype {array.dtype}; {' or '.join(words[x] for x in dtypes)} fits")
     wanted = (*shape.batch, *full[1:])
     axes = wanted[-array.ndim :] if array.ndim else ()

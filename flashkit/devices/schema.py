@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 18
 """Largest size of a profile file."""
 
 MOST_DEPTH, MOST_EVENTS, MOST_TEXT = 16, 30_000, 2000
-"""Bounds of a file: lists within lists, the parser's events (about one for each value and key), characters of one value.
+"""Bounds of a file: lists within lists, events of the parser (about one for each value and key), characters of a value.
 """
 
 LEAST_L1D = 4096
@@ -347,9 +347,10 @@ class _Source:
             loader.dispose()
 
     def _check_events(self, text: str) -> None:
-        """Bound the work of composing nodes, which recurses in C, before it begins. Without anchors, the nodes are a tree
-        no larger than the text.
+        """Bound the work of composing nodes, which recurses in C, before it begins. Without anchors, the nodes are a
+        tree no larger than the text.
         """
+        event: Any
         depth = 0
         for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
             problem = ""

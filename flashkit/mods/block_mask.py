@@ -25,6 +25,7 @@ from .placement import axis_lengths, entries, placed
 from .quadtree import tile_lists
 from .ranges import RangeTable
 from .tile_lists import EMPTY, FULL, PARTIAL, TileLists
+from .tracing import as_array
 
 _PAIRS = 1 << 22  # pairs that a count evaluates at once
 
@@ -174,7 +175,7 @@ class BlockMask(Patterns):
         >>> flashkit.BlockMask.from_dense([[True, False], [True, True]], block_q=64, block_k=64).density
         0.75
         """
-        grid = np.array(grid)
+        grid = as_array("grid", grid).copy()
         block_q, block_k = integer("block_q", block_q, 1), integer("block_k", block_k, 1)
         if grid.dtype != bool:
             raise TypeError(f"grid has dtype {grid.dtype}; bool fits, True where a tile exists")

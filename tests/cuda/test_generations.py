@@ -161,7 +161,7 @@ def test_no_row_stops_a_plan(subject: backend.CudaBackend) -> None:
     """Random rows for every kind of tile: each is one that the generation could have chosen, or is not followed."""
     rng = random.Random(0)
     followed = refused = 0
-    for each, direction in [(each, direction) for each in subject.generations for direction in each.directions]:
+    for each, direction in [(one, way) for one in subject.generations for way in one.directions]:
         for problem in (LONG, SHORT, replace(LONG, spec=replace(SPEC, dtype="float32"))):
             if not each.supports(problem, HOPPER, direction):
                 continue

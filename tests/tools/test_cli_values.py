@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,8 @@ from flashkit.tools.cli import demo
 
 Run = Callable[..., tuple[int, str, str]]
 
-NUMBERS = ["", " ", "x", "-1", "0", "1.5", "1e23", "nan", "inf", "-inf", "9" * 30, "9" * 5000, "é", "٣", "²", "½", "1,2", "0x1", "\0"]
+NUMBERS = ["", " ", "x", "-1", "0", "1.5", "1e23", "nan", "inf", "-inf", "9" * 30, "9" * 5000, "é", "٣", "²", "½",
+    "1,2", "0x1", "\0"]
 NAMES = ["", " ", "x", "-1", ",", "é", "no such", "CPU", "float32 ", "a" * 5000, "\udcff", "\n", "\0"]
 LISTS = [*NUMBERS, ",", ",,", "1,", ",1", "none", "1,none", "1,2,3,4,5", "1;2"]
 FILES = ["/proc/no/such/file", "/dev/null/x", "/", "é" * 300, "\0", "/etc/passwd/x"]
@@ -56,7 +57,8 @@ OPTIONS: dict[str, list[str]] = {
 }  # fmt: skip
 
 FIT = {
-    "explain --shape": {"1,2"}, "explain --softcap": {"1", "1.5", "1e23", "9" * 30}, "explain --keys": {"0"}, "explain --q-offset": {"-1", "0"},
+    "explain --shape": {"1,2"}, "explain --softcap": {"1", "1.5", "1e23", "9" * 30}, "explain --keys": {"0"},
+    "explain --q-offset": {"-1", "0"},
     "explain --window": {"1,2", "1,none", "1,", ",1", ","}, "explain --dropout": {"0"},
     "bench --sizes": {"1,2", "1,2,3,4,5"}, "bench --suite": {"float32 "}, "bench --baselines": {"", " ", ",", "\n"},
     "autotune --budget": {"0", "1.5", "1e23", "9" * 30},
@@ -65,7 +67,7 @@ FIT = {
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command, none of which measures: (status, stdout, stderr)."""
     monkeypatch.setattr(bench, "run", lambda *_, **__: iter([SimpleNamespace(machine={}, background_load=0.0)]))
     monkeypatch.setattr(bench, "table", lambda *_: "")
@@ -80,7 +82,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> I
         out, err = capfd.readouterr()
         return status, out, err
 
-    yield call
+    return call
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -94,12 +96,13 @@ def test_a_value_that_does_not_fit_is_one_error(run: Run, option: str) -> None:
             assert status == 0, (case, err)
             continue
         assert status in (1, 2), (case, status)
-        assert "Traceback" not in err and len(err.strip()) > 10 or option == "profile validate", case
+        assert ("Traceback" not in err and len(err.strip()) > 10) or option == "profile validate", case
         assert len([line for line in err.splitlines() if line.startswith("error:")]) <= 1, case
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--shape", "1,10000000,16,64"], ["--shape", "10000000,8,16,64", "--causal"], ["--shape", "1,8,10000000,64", "--bias"],
+    ["--shape", "1,10000000,16,64"], ["--shape", "10000000,8,16,64", "--causal"], ["--shape", "1,8,10000000,64",
+    "--bias"],
     ["--shape", "10000000,10000000,16,64", "--alibi", "--sinks", "--mask", "--bias"],
     ["--shape", "1,8,10000000,64", "--window", "100,0"], ["--shape", "1,10000000,8,64", "--layout", "bnhd", "--mask"],
     ["--shape", "1,8,10000000,64", "--mask", "--causal", "--dropout", "0.5"],

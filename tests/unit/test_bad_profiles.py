@@ -31,7 +31,8 @@ def nested(opening: str, closing: str, depth: int) -> str:
     return HEAD + "tiles: " + opening * depth + closing * depth + "\n"
 
 
-BOMB = "a: &a [x, x, x, x]\n" + "".join(f"{n}: &{n} [*{m}, *{m}, *{m}, *{m}]\n" for m, n in itertools.pairwise("abcdefghij"))
+BOMB = "a: &a [x, x, x, x]\n" + "".join(f"{n}: &{n} [*{m}, *{m}, *{m}, *{m}]\n" for m,
+    n in itertools.pairwise("abcdefghij"))
 DEEP, ANCHOR, FINITE, LARGE = "nested more than 16 deep", "anchors (&) and aliases (*)", "is not finite", "is too large"
 
 TEXTS = {
@@ -98,7 +99,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 NUMBERS = ("memory.l2", "memory.l3", "device.cores", "device.sms", "row.block_q", "row.block_k", "row.head_dim",
            "row.max_rows", "row.rows", "row.vectors", "row.stages", "rate.datasheet", "rate.measured")  # fmt: skip
-NONSENSE = ("0", "-1", "-.inf", ".nan", ".inf", "9" * 40, "2.0e+300", "many", "[1, [2]]", "{a: 1}", "''", "yes", "2026-01-01")
+NONSENSE = ("0", "-1", "-.inf", ".nan", ".inf", "9" * 40, "2.0e+300", "many", "[1, [2]]", "{a: 1}", "''", "yes",
+    "2026-01-01")
 RANDOM = random.Random(0).sample([*itertools.product(NUMBERS, NONSENSE)], 61)
 
 
@@ -189,7 +191,7 @@ class TestBadProfile:
         if name == "more than this CPU has":
             pytest.skip("a tile for other CPUs")
         monkeypatch.setattr(schema, "_Loader", Loader)
-        with pytest.raises(profiles.ProfileError, match="mine.yaml:[0-9]+: "):
+        with pytest.raises(profiles.ProfileError, match=r"mine\.yaml:[0-9]+: "):
             profiles.parse(TEXTS[name][0], "mine.yaml")
 
 
@@ -206,7 +208,8 @@ def test_too_many_files(folder: Path) -> None:
     for n in range(profiles.MOST_FILES + 1):
         (folder / f"{n:04}.yaml").write_text(HEAD + "memory: {l3: 12345}\n")
     said, profile = complaints(lambda: profiles.for_device("cpu"))
-    assert said == [f"device profiles skipped: {folder} has {profiles.MOST_FILES + 1}, the first {profiles.MOST_FILES} are read"]
+    most = profiles.MOST_FILES
+    assert said == [f"device profiles skipped: {folder} has {most + 1}, the first {most} are read"]
     assert profile.memory.l3 == 12345
 
 
