@@ -14,6 +14,7 @@ from . import arrays
 from .checks import (
     block_mask_of,
     can_write,
+    choice,
     check_out,
     flag,
     is_deterministic,
@@ -110,10 +111,10 @@ def prepare(
 
     if out is not None:
         check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))
-    if not 0 <= number("dropout_p", dropout_p) < 1:
+    dropout_p = number("dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; a probability of at least 0 and below 1 fits")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; one of {', '.join(map(repr, PRECISIONS))} fits")
+    choice("precision", precision, PRECISIONS)
     spec = AttentionSpec(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
         kv_lengths is not None, is_deterministic(deterministic), None if precision == "highest" else precision,
@@ -122,7 +123,7 @@ def prepare(
     direct = out is not None and can_write(out, q, k, v, *values.values())
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale), offsets, lengths, params, values,
-        sinks_of(sinks, kind, heads, spec.lse_dtype, not described), float(dropout_p), seed_of(seed, dropout_p),
+        sinks_of(sinks, kind, heads, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
         shape.to_four(out) if direct else shape.empty(empty, batch, heads, n_q, dv, q.dtype),
         empty((batch, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None,
     )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import shown
 from ..mods.expr import INT64, MAX_POSITION
 from ..mods.tracing import as_array
 from . import arrays
@@ -27,13 +28,13 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
     on_device = kind != "numpy" and arrays.kind_of(value) == kind
     array = value if on_device else as_array(name, value)
     if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
-        raise ValueError(f"{name} is {value}; {what} fits, within 64 bits with a sign")
+        raise ValueError(f"{name} is {shown(value)}; {what} fits, within 64 bits with a sign")
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} is {value!r}; {what} fits")
+        raise TypeError(f"{name} is {shown(value)}; {what} fits")
     if array.ndim and array.shape not in ((batch,), shape.batch):
         raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
     if not on_device and array.size and array.max() > INT64[1]:
-        raise ValueError(f"{name} is {value!r}; {what} fits, within 64 bits with a sign")
+        raise ValueError(f"{name} is {shown(value)}; {what} fits, within 64 bits with a sign")
     flat = array.reshape(-1) if array.ndim else array
     if not on_device:
         return _spread(flat, batch, copied)
@@ -68,7 +69,7 @@ def q_offsets_of(
         own = None if arrays.same_address(offsets, value) else offsets
         return arrays.namespace(kind).clip(offsets, -MAX_POSITION, MAX_POSITION, out=own)
     if offsets.size and not (offsets.min() >= -MAX_POSITION and offsets.max() <= MAX_POSITION):
-        raise ValueError(f"q_offset is {value!r}; positions within 2^48 fit")
+        raise ValueError(f"q_offset is {shown(value)}; positions within 2^48 fit")
     return offsets
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..mods.tracing import DTYPES
 from ..spec import MAX_HEAD_DIM
 from . import arrays
+from .checks import choice
 
 LAYOUTS = ("bhnd", "bnhd")
 
@@ -64,8 +65,7 @@ class Shape:
 
 def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
     """The shape of a call; ValueError if q, k and v do not fit each other."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; {' or '.join(map(repr, LAYOUTS))} fits")
+    choice("layout", layout, LAYOUTS)
     form = "(..., heads, tokens, head_dim)" if layout == "bhnd" else "(..., tokens, heads, head_dim)"
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim < 2:

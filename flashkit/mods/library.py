@@ -196,7 +196,7 @@ def document(ids: Any, kv_ids: Any = None) -> Mod:
            [False, False,  True,  True]])
     """
     q_ids, k_ids = (
-        as_array("ids", x) if isinstance(x, (list, tuple, np.ma.MaskedArray)) else x
+        x if hasattr(x, "__cuda_array_interface__") else as_array("ids", x)
         for x in (ids, ids if kv_ids is None else kv_ids)
     )
     for name, x in (("ids", q_ids), ("kv_ids", k_ids)):

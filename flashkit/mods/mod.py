@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import shown
 from . import codegen, expr
 from .expr import Expr, Kind
 from .tracing import (
@@ -300,7 +301,7 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
         if not expr.is_name(name):
             raise ValueError(f"a value of a modification is called {name!r:.80}; a Python identifier without __ fits")
         if isinstance(value, (int, np.integer)) and not expr.INT64[0] <= value <= expr.INT64[1]:
-            raise ValueError(f"{name} of a modification is {value}; an integer from -2^63 to 2^63 - 1 fits")
+            raise ValueError(f"{name} of a modification is {shown(value)}; an integer from -2^63 to 2^63 - 1 fits")
         if np.isscalar(value) or isinstance(value, np.generic):
             scalar = np.asarray(value)
             scalar_kind = value_kind(f"{name} of a modification", scalar)

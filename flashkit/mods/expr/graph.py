@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...errors import shown
+
 Kind = Literal["bool", "int", "float"]
 
 INT64 = -(2**63), 2**63 - 1
@@ -199,8 +201,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, np.ndarray) and value.ndim == 0:  # np.int64(3) < q passes one
         value = value[()]
     if isinstance(value, (int, np.integer)) and not INT64[0] <= value <= INT64[1]:
-        shown = int(value) if int(value).bit_length() < 200 else f"of {int(value).bit_length()} bits"
-        raise ValueError(f"a modification has the integer {shown}; -2^63 to 2^63 - 1 fits")
+        raise ValueError(f"a modification has the integer {shown(int(value))}; -2^63 to 2^63 - 1 fits")
     if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         return const(value)  # type: ignore[arg-type]
     raise TypeError(
