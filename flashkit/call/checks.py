@@ -73,7 +73,7 @@ def _floats(name: str, values: Any, kind: str) -> Any:
             raise TypeError(f"{name} is {shown(values)}; floating numbers fit") from None
     arrays.require(name, values, kind)
     if DTYPES.get(values.dtype.name) != "float":
-        raise TypeError(f"{name} has dtype {values.dtype}; float16, bfloat16, float32 or float64 fits")
+        raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype fits: float16, bfloat16, float32 or float64")
     return values
 
 

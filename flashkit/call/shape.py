@@ -106,7 +106,7 @@ def pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ..
     arrays.require(name, array, kind)
     dtype_kind = DTYPES.get(array.dtype.name, " ")[0]
     if dtype_kind not in dtypes:
-        words = {"f": "float16, bfloat16, float32 or float64 (added to the scores)", "b": "bool (True = attend)"}
+        words = {"f": "a floating dtype up to float64 (added to the scores)", "b": "bool (True = attend)"}
         raise TypeError(f"{name} has dtype {array.dtype}; {' or '.join(words[x] for x in dtypes)} fits")
     wanted = (*shape.batch, *full[1:])
     axes = wanted[-array.ndim :] if array.ndim else ()
