@@ -14,8 +14,8 @@ from . import arrays
 from .checks import (
     block_mask_of,
     can_write,
-    choice,
     check_out,
+    choice,
     flag,
     is_deterministic,
     number,

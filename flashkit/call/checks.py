@@ -32,7 +32,7 @@ def number(name: str, value: Any) -> float:
 
 def choice(name: str, value: Any, options: tuple[str | None, ...]) -> None:
     """Check that a value is one of these; not by ==, which arrays answer for each element."""
-    if value is not None and not isinstance(value, str) or value not in options:
+    if not isinstance(value, str | None) or value not in options:
         fits = ", ".join(map(repr, options[:-1])) + f" or {options[-1]!r}"
         raise ValueError(f"{name} is {shown(value)}; {fits} fits")
 
@@ -73,7 +73,7 @@ def _floats(name: str, values: Any, kind: str) -> Any:
             raise TypeError(f"{name} is {shown(values)}; floating numbers fit") from None
     arrays.require(name, values, kind)
     if DTYPES.get(values.dtype.name) != "float":
-        raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype fits: float16, bfloat16, float32 or float64")
+        raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype up to float64 fits")
     return values
 
 

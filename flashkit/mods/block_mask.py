@@ -354,7 +354,7 @@ class BlockMask(Patterns):
         k = j[chosen].astype(np.int64) * self.block_k + rng.integers(self.block_k, size=samples)
         b, h = np.divmod(group, self.heads)
         seen = self._evaluate(b, h, np.minimum(row, self.n_q - 1), np.minimum(k, self.n_k - 1))
-        share = np.count_nonzero(seen & (row < self.n_q) & (k < self.n_k)) / samples
+        share = int(np.count_nonzero(seen & (row < self.n_q) & (k < self.n_k))) / samples
         return self._pairs_of_full + share * len(j) * self.block_q * self.block_k
 
     @property
