@@ -26,7 +26,7 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
     caller's array then.
     """
     on_device = kind != "numpy" and arrays.kind_of(value) == kind
-    array = value if on_device else as_array(name, value)
+    array = value if on_device else as_array(name, value, what)
     if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
         raise ValueError(f"{name} is {shown(value)}; {what} fits, within 64 bits with a sign")
     if array.dtype.kind not in "iu":

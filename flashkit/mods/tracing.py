@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from ..errors import shown
 from . import expr
 from .expr import Array, Expr, Kind
 
@@ -45,8 +46,8 @@ def is_marked_pure(function: Any) -> bool:
     return getattr(function, "__flashkit_pure__", False) is True
 
 
-def as_array(name: str, value: Any) -> np.ndarray:
-    """What a caller gave as a NumPy array.
+def as_array(name: str, value: Any, fits: str = "an array") -> np.ndarray:
+    """What a caller gave as a NumPy array; `fits` is for the error.
 
     Raises
     ------
@@ -58,7 +59,7 @@ def as_array(name: str, value: Any) -> np.ndarray:
     try:
         return np.asarray(value)
     except ValueError:
-        raise TypeError(f"{name} is a {type(value).__name__} of parts of different lengths; an array fits") from None
+        raise TypeError(f"{name} is {shown(value)}, whose parts have different lengths; {fits} fits") from None
 
 
 DTYPES: dict[str, Kind] = {

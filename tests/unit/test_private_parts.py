@@ -168,9 +168,9 @@ def bounds(package: str) -> list[str]:
 @pytest.mark.parametrize("package", ["numba", "llvmlite", "numba-cuda"])
 def test_packages_with_private_parts_have_an_upper_bound(package: str) -> None:
     found = bounds(package)
-    assert found and all(re.fullmatch(r">=\d+\.\d+,<\d+\.\d+", each) for each in found), found
+    assert found and all(re.fullmatch(r">=\d+\.\d+(\.\d+)?,<\d+\.\d+", each) for each in found), found
     try:
-        installed = tuple(map(int, metadata.version(package).split(".")[:2]))
+        installed = tuple(map(int, metadata.version(package).split(".")[:3]))
     except metadata.PackageNotFoundError:
         return
     for each in found:
