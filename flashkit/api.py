@@ -10,6 +10,7 @@ from .call import arrays, plan_cache
 from .call.arguments import prepare
 from .call.planned import Planned
 from .call.shape import Shape
+from .errors import shown
 from .spec import Gradients, Operands, Problem
 
 WRT = ("q", "k", "v", "sinks")
@@ -298,11 +299,12 @@ class Vjp:
         ((1, 2, 16, 8), (2,))
         """
         op, shape = self._operands, self._shape
+        fit = WRT[: 3 if op.sinks is None else 4]
+        if not isinstance(wrt, tuple | list):
+            raise TypeError(f"wrt is {shown(wrt)}; names in a tuple fit, {', '.join(map(repr, fit))}")
         for name in wrt:
-            if name not in WRT or (name == "sinks" and op.sinks is None):
-                raise ValueError(
-                    f"wrt has {name!r}; {', '.join(map(repr, WRT[: 3 if op.sinks is None else 4]))} fit here"
-                )
+            if not isinstance(name, str) or name not in fit:
+                raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
         dout4 = self._checked("dout", dout, shape.like(op.out).shape, op.q.dtype)
         dlse3 = None if dlse is None else self._checked("dlse", dlse, shape.rows(op.lse).shape, op.lse.dtype)
         xp: Any = arrays.namespace(self._problem.array_kind)
@@ -361,6 +363,9 @@ def explain(
 ) -> Any:  # fmt: skip
     """Explain what a call of `attention` would do and why, without computing it.
 
+    It takes no memory in proportion to the call's sizes, so `numpy.broadcast_to(x, shape)` of one element can stand in
+    for an array.
+
     Parameters
     ----------
     q, k, v, backend
@@ -393,7 +398,7 @@ def explain(
     """
     from .call.explanation import explain_problem
 
-    problem, operands, _ = prepare(q, k, v, **options)
+    problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from .backends.base import Backend
 from .devices import forking, host
-from .errors import UnsupportedError
+from .errors import UnsupportedError, shown
 from .spec import Direction, Problem, Verdict
 
 ENTRY_POINTS = "flashkit.backends"
@@ -92,8 +92,8 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def _known(name: str, source: str) -> str:
-    if name not in registry():
-        raise ValueError(f"{source}: there is no backend {name!r}; installed: {', '.join(sorted(registry()))}")
+    if not isinstance(name, str) or name not in registry():
+        raise ValueError(f"{source}: there is no backend {shown(name)}; installed: {', '.join(sorted(registry()))}")
     return name
 
 

@@ -1,4 +1,4 @@
-"""The exceptions of flashkit besides ValueError and TypeError."""
+"""The exceptions of flashkit besides ValueError and TypeError, and how errors show values."""
 
 from __future__ import annotations
 
@@ -31,3 +31,21 @@ class ProfileError(ValueError):
     ...     print(error)
     mine.yaml:1: the file: the section `device` is missing
     """
+
+
+def shown(value: object) -> str:
+    """The text of a value in an error, which is short whatever the value is.
+
+    Examples
+    --------
+    >>> from flashkit import errors
+    >>> errors.shown("bhnd"), errors.shown(1 << 100_000)
+    ("'bhnd'", 'an integer of 100001 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception:  # of the caller's own class, or of a long integer in a list
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:197]}..."

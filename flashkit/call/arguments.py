@@ -15,6 +15,7 @@ from .checks import (
     block_mask_of,
     can_write,
     check_out,
+    choice,
     flag,
     is_deterministic,
     number,
@@ -35,9 +36,12 @@ def prepare(
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
     bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
     kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
-    out: Any = None, deterministic: bool = False, precision: str | None = None,
+    out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
     """Check the arguments of attention() and fill in defaults.
+
+    described: the call is only described. Then nothing takes memory in proportion to its sizes: results, lengths and
+    offsets are stand-ins, q, k and v are not copied, and axes of stride 0 of a bias and a mask count as of length 1.
 
     Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied
     before they are checked, because the caller's arrays may change at any time. Lengths on a device are not read; the
@@ -59,28 +63,36 @@ def prepare(
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
     shape = shape_of(q, k, v, layout)
-    q4, k4, v4 = (shape.to_four(x).view() for x in (q, k, v))
+    q4, k4, v4 = ((shape.four_axes if described else shape.to_four)(x).view() for x in (q, k, v))
     batch, heads, n_q, d = q4.shape
     heads_kv, n_k, dv = v4.shape[1:]
     xp = arrays.namespace(kind)
 
-    lengths = kv_lengths_of(kv_lengths, kind, shape, batch, n_k)
-    offsets = q_offsets_of(q_offset, kind, shape, batch, lengths, n_q, n_k)
+    lengths = kv_lengths_of(kv_lengths, kind, shape, batch, n_k, not described)
+    offsets = q_offsets_of(q_offset, kind, shape, batch, lengths, n_q, n_k, not described)
     full = (batch, heads, n_q, n_k)
     scores, masks = [], []
+
+    def pairs(name: str, array: Any, dtypes: str) -> Any:
+        found = pairwise(name, array, kind, shape, full, dtypes)
+        return arrays.without_repeats(found) if described else found
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        return arrays.stand_in(xp.zeros((), dtype), shape) if described else xp.empty(shape, dtype)
+
     if softcap is not None:
         scores.append(mods.softcap(number("softcap", softcap)))
     if alibi_slopes is not None:
         scores.append(mods.alibi(slopes_of(alibi_slopes, kind, batch, heads)).snapshot())
     if bias is not None:
-        scores.append(mods.bias(pairwise("bias", bias, kind, shape, full, "f")).snapshot())
+        scores.append(mods.bias(pairs("bias", bias, "f")).snapshot())
     if flag("causal", causal, ", and mask= for an array of pairs"):
         masks.append(mods.causal())
     if window is not None:
         masks.append(mods.sliding_window(*window_of(window)))
     if mask is not None:
         # A floating mask is added to the scores, as in other libraries.
-        array = pairwise("mask", mask, kind, shape, full, "bf")
+        array = pairs("mask", mask, "bf")
         if array.dtype.kind == "b":
             masks.append(mods.visible(array).snapshot())
         else:
@@ -101,10 +113,10 @@ def prepare(
 
     if out is not None:
         check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))
-    if not 0 <= number("dropout_p", dropout_p) < 1:
+    dropout_p = number("dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; a probability of at least 0 and below 1 fits")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; one of {', '.join(map(repr, PRECISIONS))} fits")
+    choice("precision", precision, PRECISIONS)
     spec = AttentionSpec(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
         kv_lengths is not None, is_deterministic(deterministic), None if precision == "highest" else precision,
@@ -113,8 +125,8 @@ def prepare(
     direct = out is not None and can_write(out, q, k, v, *values.values())
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale), offsets, lengths, params, values,
-        sinks_of(sinks, kind, heads, spec.lse_dtype), float(dropout_p), seed_of(seed, dropout_p),
-        shape.to_four(out) if direct else shape.empty(xp, batch, heads, n_q, dv, q.dtype),
-        xp.empty((batch, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None,
+        sinks_of(sinks, kind, heads, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
+        shape.to_four(out) if direct else shape.empty(empty, batch, heads, n_q, dv, q.dtype),
+        empty((batch, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None,
     )  # fmt: skip
     return problem, operands, shape

@@ -70,6 +70,16 @@ def addressable(array: Any) -> Any:
     return array if contiguous and aligned else namespace(kind_of(array) or "numpy").array(array, order="C", copy=True)
 
 
+def stand_in(array: Any, shape: tuple[int, ...]) -> Any:
+    """An array of this shape, all of whose elements are one: that of a single-element array. It takes no memory."""
+    return namespace(kind_of(array) or "numpy").broadcast_to(array, shape)
+
+
+def without_repeats(array: Any) -> Any:
+    """A view with one entry along each axis whose entries are all the same, of stride 0."""
+    return array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
+
+
 _cupy_types = set[type]()  # types known to be arrays of CuPy
 
 

@@ -9,25 +9,38 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import shown
 from ..mods import Mod
+from ..mods.tracing import DTYPES
 from . import arrays
 
 
 def number(name: str, value: Any) -> float:
     """A finite number."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; a number fits")
     try:
         found = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}; a number fits") from None
+        raise TypeError(f"{name} is {shown(value)}; a number fits") from None
+    except OverflowError:
+        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; a number within float64 fits") from None
     if not math.isfinite(found):
-        raise ValueError(f"{name} is {value!r}; a finite number fits")
+        raise ValueError(f"{name} is {shown(value)}; a finite number fits")
     return found
+
+
+def choice(name: str, value: Any, options: tuple[str | None, ...]) -> None:
+    """Check that a value is one of these; not by ==, which arrays answer for each element."""
+    if not isinstance(value, str | None) or value not in options:
+        fits = ", ".join(map(repr, options[:-1])) + f" or {options[-1]!r}"
+        raise ValueError(f"{name} is {shown(value)}; {fits} fits")
 
 
 def flag(name: str, value: Any, hint: str = "") -> bool:
     """True or False; hint: continues the error message."""
     if not isinstance(value, (bool, np.bool_)):
-        given = f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(value)
+        given = f"an array of shape {value.shape}" if hasattr(value, "shape") else shown(value)
         raise TypeError(f"{name} is {given}; True or False fits{hint}")
     return bool(value)
 
@@ -41,12 +54,12 @@ def window_of(window: Any) -> tuple[int | None, int | None]:
     """(left, right)."""
     fits = "(left, right) fits, numbers of keys or None for no bound"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window is {window!r}; {fits}")
+        raise TypeError(f"window is {shown(window)}; {fits}")
     for side in window:
         if side is not None and (not isinstance(side, (int, np.integer)) or isinstance(side, bool)):
-            raise TypeError(f"window is {window!r}; {fits}")
+            raise TypeError(f"window is {shown(window)}; {fits}")
         if side is not None and side < 0:
-            raise ValueError(f"window is {window!r}; {fits}, 0 or more")
+            raise ValueError(f"window is {shown(window)}; {fits}, 0 or more")
     left, right = (None if side is None else int(side) for side in window)
     return left, right
 
@@ -56,11 +69,11 @@ def _floats(name: str, values: Any, kind: str) -> Any:
     if isinstance(values, (list, tuple)):
         try:
             values = np.asarray(values, np.float32)
-        except (TypeError, ValueError):
-            raise TypeError(f"{name} is {values!r}; floating numbers fit") from None
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(f"{name} is {shown(values)}; floating numbers fit") from None
     arrays.require(name, values, kind)
-    if values.dtype.kind != "f" and values.dtype.name != "bfloat16":
-        raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype fits")
+    if DTYPES.get(values.dtype.name) != "float":
+        raise TypeError(f"{name} has dtype {values.dtype}; a floating dtype up to float64 fits")
     return values
 
 
@@ -74,14 +87,14 @@ def slopes_of(slopes: Any, kind: str, batch: int, heads: int) -> Any:
     return slopes
 
 
-def sinks_of(sinks: Any, kind: str, heads: int, dtype: str) -> Any:
-    """The sinks in the computing precision, or None."""
+def sinks_of(sinks: Any, kind: str, heads: int, dtype: str, copied: bool = True) -> Any:
+    """The sinks in the computing precision, unless `copied` is False, or None."""
     if sinks is None:
         return None
     sinks = _floats("sinks", sinks, kind)
     if sinks.shape != (heads,):
         raise ValueError(f"sinks has shape {sinks.shape}; (Hq,) = ({heads},) fits, one logit for each query head")
-    return sinks.astype(dtype)
+    return sinks.astype(dtype) if copied else sinks
 
 
 def seed_of(seed: Any, dropout_p: float) -> int:
@@ -89,9 +102,9 @@ def seed_of(seed: Any, dropout_p: float) -> int:
     if seed is None:
         return secrets.randbits(64) if dropout_p else 0
     if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
-        raise TypeError(f"seed is {seed!r}; an integer fits")
+        raise TypeError(f"seed is {shown(seed)}; an integer fits")
     if not 0 <= seed < 2**64:
-        raise ValueError(f"seed is {seed}; 0 to 2^64 - 1 fits")
+        raise ValueError(f"seed is {shown(seed)}; 0 to 2^64 - 1 fits")
     return int(seed)
 
 

@@ -34,6 +34,10 @@ def compose(
     return score, mask, tuple(slots), params, values
 
 
+MAX_NODES = 1000
+"""Operations, positions and constants of a call's modifications: compiling takes about 10 ms for each."""
+
+
 @lru_cache(maxsize=1024)
 def _compose_graphs(
     scores: tuple[Expr, ...], masks: tuple[Expr, ...]
@@ -56,6 +60,12 @@ def _compose_graphs(
     visible = expr.TRUE
     for graph in renamed[len(scores) :]:
         visible = visible & graph
+    count = len(expr.walk([score, visible]))
+    if count > MAX_NODES:
+        raise ValueError(
+            f"the modifications of the call make an expression of {count} operations, equal ones counted once; up to "
+            f"{MAX_NODES} compile in reasonable time. Numbers in an array, passed by name, take a few operations"
+        )
     return None if score is expr.S else score, None if visible is expr.TRUE else visible, tuple(named)
 
 

@@ -30,7 +30,7 @@ class Explanation:
     spec_key : str
         Equal for calls that run the same kernels.
     visible_fraction : float
-        Visible pairs of all query-key pairs.
+        Visible pairs of all query-key pairs; for a masked head of more than 2^26 pairs an estimate, to about 1e-6.
     flops, bytes : dict
         Of the "forward" and the "backward" pass: of the visible pairs, and the least memory traffic.
     roofline_seconds : dict
@@ -113,20 +113,48 @@ def _in_entry(mask: Expr, b: int) -> Expr:
     return expr.substitute([mask], lambda node: expr.const(b) if node is expr.B else node)[0]
 
 
-def visible_pairs(problem: Problem, operands: Operands) -> int:
-    """Number of visible pairs, counted from the tile lists."""
+EXACT_PAIRS = 1 << 26
+"""Pairs of a head up to which visible pairs are counted one by one where a tile is PARTIAL."""
+
+MOST_TILES = 2048
+"""Tiles along the queries and along the keys of a head with more pairs."""
+
+
+def visible_pairs(problem: Problem, operands: Operands) -> float:
+    """Number of visible pairs, counted from the tile lists, or estimated with more than EXACT_PAIRS."""
     if 0 in (problem.batch, problem.heads, problem.n_q, problem.n_k):
         return 0
-    spec, total = problem.spec, 0
-    for b in range(problem.batch):
-        length = min(max(int(operands.kv_lengths[b]), 0), problem.n_k)
-        if spec.mask is None:
-            total += problem.heads * problem.n_q * length
-        elif length:
-            mod = Mod("mask", _in_entry(spec.mask, b), operands.params, operands.arrays)
-            seen = BlockMask.from_mod(mod, problem.n_q, length, q_offset=operands.q_offset[b], heads=problem.heads)
-            total += seen.visible_pairs * (problem.heads if seen.heads == 1 else 1)
-    return total
+    spec = problem.spec
+    lengths = np.clip(_distinct(operands.kv_lengths), 0, problem.n_k)
+    offsets = _distinct(operands.q_offset)
+    if spec.mask is None:
+        total = lengths.sum() if len(lengths) > 1 else int(lengths[0]) * problem.batch
+        return problem.heads * problem.n_q * int(total)
+    if len(lengths) == len(offsets) == 1 and not expr.uses(spec.mask, expr.B):
+        return problem.batch * _visible_in(problem, operands, spec.mask, int(lengths[0]), int(offsets[0]))
+    lengths, offsets = (np.broadcast_to(x, (problem.batch,)) for x in (lengths, offsets))
+    return sum(
+        _visible_in(problem, operands, _in_entry(spec.mask, b), int(lengths[b]), int(offsets[b]))
+        for b in range(problem.batch)
+    )
+
+
+def _distinct(numbers: np.ndarray) -> np.ndarray:
+    """One number where all batch entries have the same, else all."""
+    return numbers[:1] if numbers.strides[0] == 0 or (numbers == numbers[0]).all() else numbers
+
+
+def _visible_in(problem: Problem, operands: Operands, mask: Expr, length: int, offset: int) -> float:
+    """Number of visible pairs of a batch entry with this mask."""
+    if not length:
+        return 0
+    mod, exact = Mod("mask", mask, operands.params, operands.arrays), problem.n_q * length <= EXACT_PAIRS
+    block = 128
+    while not exact and block * MOST_TILES < max(problem.n_q, length):
+        block *= 2
+    seen = BlockMask.from_mod(mod, problem.n_q, length, block, block, offset, heads=problem.heads)
+    pairs = seen.visible_pairs if exact else seen.estimated_pairs()
+    return pairs * (problem.heads if seen.heads == 1 else 1)
 
 
 def _on_host(operands: Operands) -> Operands:

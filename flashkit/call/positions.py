@@ -7,40 +7,47 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import shown
 from ..mods.expr import INT64, MAX_POSITION, Expr, Q, uses
+from ..mods.tracing import as_array
 from . import arrays
 from .shape import Shape
 
 
-def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what: str) -> Any:
-    """int64 (B,) from an integer or integers, one for each batch entry, as a copy.
+def _spread(value: Any, batch: int, copied: bool) -> np.ndarray:
+    """int64 (B,) from one integer or B of them; a view where `copied` is False."""
+    spread = np.broadcast_to(np.asarray(value, np.int64), (batch,))
+    return spread.copy() if copied else spread
+
+
+def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what: str, copied: bool) -> Any:
+    """int64 (B,) from an integer or integers, one for each batch entry, as a copy unless `copied` is False.
 
     Integers on the device of q stay there, because reading them synchronizes with the device. The result may be the
     caller's array then.
     """
     on_device = kind != "numpy" and arrays.kind_of(value) == kind
-    try:
-        array = value if on_device else np.asarray(value)
-    except ValueError:  # lists of different lengths
-        array = np.array(None)
+    array = value if on_device else as_array(name, value, what)
+    if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
+        raise ValueError(f"{name} is {shown(value)}; {what} fits, within 64 bits with a sign")
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} is {value!r}; {what} fits")
+        raise TypeError(f"{name} is {shown(value)}; {what} fits")
     if array.ndim and array.shape not in ((batch,), shape.batch):
         raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
     if not on_device and array.size and array.max() > INT64[1]:
-        raise ValueError(f"{name} is {value!r}; {what} fits, within 64 bits with a sign")
+        raise ValueError(f"{name} is {shown(value)}; {what} fits, within 64 bits with a sign")
     flat = array.reshape(-1) if array.ndim else array
     if not on_device:
-        return np.broadcast_to(flat, (batch,)).astype(np.int64, order="C")
+        return _spread(flat, batch, copied)
     xp = arrays.namespace(kind)
     return xp.ascontiguousarray(xp.broadcast_to(flat, (batch,)), np.int64)
 
 
-def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int) -> Any:
+def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int, copied: bool = True) -> Any:
     if value is None:
-        return np.full(batch, n_k, np.int64)
+        return _spread(n_k, batch, copied)
     what = "integers (B,), the number of keys of each batch entry,"
-    lengths = _per_entry("kv_lengths", value, kind, shape, batch, what)
+    lengths = _per_entry("kv_lengths", value, kind, shape, batch, what, copied)
     if isinstance(lengths, np.ndarray) and lengths.size and not (lengths.min() >= 0 and lengths.max() <= n_k):
         raise ValueError(
             f"kv_lengths has values from {lengths.min()} to {lengths.max()}; 0 to {n_k}, the number of keys, fits"
@@ -48,20 +55,22 @@ def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int) -> 
     return lengths
 
 
-def q_offsets_of(value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: int, n_k: int) -> Any:
+def q_offsets_of(
+    value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: int, n_k: int, copied: bool = True
+) -> Any:
     """Position of each batch entry's first query. On a device, offsets beyond the bounds are clamped, not errors."""
     if value is None:
         if isinstance(lengths, np.ndarray):
-            return lengths - n_q
+            return _spread(arrays.without_repeats(lengths) - n_q, batch, copied)
         offsets = arrays.namespace(kind).clip(lengths, 0, n_k)  # as kernels clamp them
         offsets -= n_q  # in place: a CUDA graph that captures this allocates no other memory
         return offsets
-    offsets = _per_entry("q_offset", value, kind, shape, batch, "an integer, or integers (B,),")
+    offsets = _per_entry("q_offset", value, kind, shape, batch, "an integer, or integers (B,),", copied)
     if not isinstance(offsets, np.ndarray):
         own = None if arrays.same_address(offsets, value) else offsets
         return arrays.namespace(kind).clip(offsets, -MAX_POSITION, MAX_POSITION, out=own)
     if offsets.size and not (offsets.min() >= -MAX_POSITION and offsets.max() <= MAX_POSITION):
-        raise ValueError(f"q_offset is {value!r}; positions within 2^48 fit")
+        raise ValueError(f"q_offset is {shown(value)}; positions within 2^48 fit")
     return offsets
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+from ..mods.tracing import DTYPES
 from ..spec import MAX_HEAD_DIM
 from . import arrays
+from .checks import choice
 
 LAYOUTS = ("bhnd", "bnhd")
 
@@ -20,15 +23,17 @@ class Shape:
     def __init__(self, ndim: int, batch: tuple[int, ...], layout: str) -> None:
         self.ndim, self.batch, self.layout = ndim, batch, layout
 
-    def to_four(self, array: Any) -> Any:
-        """View as (B, H, N, D) with an addressable last axis."""
+    def four_axes(self, array: Any) -> Any:
+        """View as (B, H, N, D)."""
         if self.ndim == 2:
             array = array[None] if self.layout == "bhnd" else array[:, None]
         if self.layout == "bnhd":
             array = array.swapaxes(-3, -2)
-        return arrays.addressable(
-            array.reshape((math.prod(self.batch), *array.shape[-3:])) if array.ndim != 4 else array
-        )
+        return array.reshape((math.prod(self.batch), *array.shape[-3:])) if array.ndim != 4 else array
+
+    def to_four(self, array: Any) -> Any:
+        """As (B, H, N, D) with an addressable last axis: a view, or a copy."""
+        return arrays.addressable(self.four_axes(array))
 
     def like(self, tensor: Any) -> Any:
         """A (B, H, N, D) tensor in the caller's shape, as a view."""
@@ -49,17 +54,18 @@ class Shape:
             else values
         )
 
-    def empty(self, xp: Any, batch: int, heads: int, n: int, d: int, dtype: Any) -> Any:
-        """A new (B, H, N, D) tensor that is C-contiguous in the caller's layout."""
+    def empty(
+        self, make: Callable[[tuple[int, ...], Any], Any], batch: int, heads: int, n: int, d: int, dtype: Any
+    ) -> Any:
+        """A (B, H, N, D) tensor that is C-contiguous in the caller's layout; make(shape, dtype) gives a new array."""
         if self.layout == "bnhd":
-            return xp.empty((batch, n, heads, d), dtype).swapaxes(1, 2)
-        return xp.empty((batch, heads, n, d), dtype)
+            return make((batch, n, heads, d), dtype).swapaxes(1, 2)
+        return make((batch, heads, n, d), dtype)
 
 
 def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
     """The shape of a call; ValueError if q, k and v do not fit each other."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; {' or '.join(map(repr, LAYOUTS))} fits")
+    choice("layout", layout, LAYOUTS)
     form = "(..., heads, tokens, head_dim)" if layout == "bhnd" else "(..., tokens, heads, head_dim)"
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim < 2:
@@ -98,9 +104,9 @@ def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
 def pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ...], dtypes: str) -> Any:
     """An array that broadcasts to (B, Hq, Nq, Nk), with at most four axes."""
     arrays.require(name, array, kind)
-    dtype_kind = "f" if array.dtype.name == "bfloat16" else array.dtype.kind
+    dtype_kind = DTYPES.get(array.dtype.name, " ")[0]
     if dtype_kind not in dtypes:
-        words = {"f": "a floating dtype (added to the scores)", "b": "bool (True = attend)"}
+        words = {"f": "a floating dtype up to float64 (added to the scores)", "b": "bool (True = attend)"}
         raise TypeError(f"{name} has dtype {array.dtype}; {' or '.join(words[x] for x in dtypes)} fits")
     wanted = (*shape.batch, *full[1:])
     axes = wanted[-array.ndim :] if array.ndim else ()

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from ..spec import ITEMSIZE, MAX_HEAD_DIM, Direction
+from ..spec import DTYPES, ITEMSIZE, MAX_HEAD_DIM, Direction
 from .host import lanes_of
+from .schema import LEAST_L1D, Profile, TileRow, listed, not_followed
 
 Order = Literal[1, 2]
 
@@ -381,12 +382,40 @@ def default(
     return candidates(kind, memory, dtype, head_dim, head_dim_v, direction, lanes=lanes)[0]
 
 
+def cpu_memory(profile: Any) -> dict[str, int | None]:
+    """The cache sizes of the CPU of a Profile; unknown ones count as 32 KiB of L1 and 256 KiB of L2."""
+    return {"l1d": max(profile.memory.l1d or 32 << 10, LEAST_L1D), "l2": profile.memory.l2 or 256 << 10}
+
+
 def default_cpu(profile: Any, dtype: str, head_dim: int, head_dim_v: int, direction: Direction = "forward") -> CpuTile:
-    """The tile for the CPU of a Profile; unknown cache sizes count as 32 KiB of L1 and 256 KiB of L2."""
-    memory = {"l1d": profile.memory.l1d or 32 << 10, "l2": profile.memory.l2 or 256 << 10}
+    """The tile for the CPU of a Profile."""
     lanes = lanes_of(profile.device.features)
-    tile: CpuTile = default("cpu", memory, dtype, head_dim, head_dim_v, direction, lanes=lanes)
+    tile: CpuTile = default("cpu", cpu_memory(profile), dtype, head_dim, head_dim_v, direction, lanes=lanes)
     return tile
+
+
+def cpu_tile(row: TileRow | None, model: CpuTile) -> tuple[CpuTile, str]:
+    """The tile of a profile's row, and the reason for it. The model's tile replaces what the row leaves open, and a row
+    that is no tile, with a warning.
+    """
+    if row is None:
+        return model, "no row of the profile applies; the model's choice"
+    lanes, rows, vectors = row.lanes or model.lanes, row.rows or model.rows, row.vectors or model.vectors
+    try:
+        return CpuTile(row.block_q, row.block_k, lanes, rows, vectors), row.why or "the profile's row"
+    except ValueError as error:
+        not_followed(row, error)
+        return model, f"the profile's row is no tile: {error}; the model's choice"
+
+
+def check_cpu_rows(profile: Profile) -> None:
+    """Warn of each row for the CPU that is no tile."""
+    directions: tuple[Direction, ...] = "forward", "backward"
+    for backend, direction in product(("cpu", "cpu_amx"), directions):
+        for row in profile.tiles.get(f"{backend}.{direction}", ()):
+            dtype = next((name for name in listed(row.dtype) if name in DTYPES), "float32")
+            dim = min(next(iter(listed(row.head_dim)), row.max_head_dim or 64), MAX_HEAD_DIM)
+            cpu_tile(row, default_cpu(profile, dtype, dim, dim, direction))
 
 
 def _fits_cpu(tile: CpuTile, direction: Direction, d: int, dv: int, itemsize: int, l1: int, l2: int) -> bool:

@@ -43,16 +43,18 @@ from .schema import (
     Rate,
     SchemaError,
     TileRow,
+    forget_warnings,
     known_fields,
     leaves,
     load_file,
     parse,
     suggest,
+    warn_once,
 )
 
 __all__ = [
-    "SCHEMA", "Profile", "ProfileWarning", "SchemaError", "TileRow", "by_name", "criteria", "directories", "for_device",
-    "forget", "load_file", "parse", "paths", "read", "shipped_dir", "user_dir", "write_user_profile",
+    "SCHEMA", "Profile", "ProfileWarning", "SchemaError", "TileRow", "by_name", "criteria", "directories", "files",
+    "for_device", "forget", "load_file", "parse", "paths", "read", "shipped_dir", "user_dir", "write_user_profile",
 ]  # fmt: skip
 
 # ---- merging -------------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ def directories() -> dict[str, Path]:
     if override and os.path.isabs(os.path.expanduser(override)):
         found["FLASHKIT_PROFILE_DIR"] = Path(os.path.expanduser(override))
     elif override:
-        _skip(trust.UntrustedError(f"FLASHKIT_PROFILE_DIR={override} is not an absolute path"))
+        _skip(f"FLASHKIT_PROFILE_DIR={override} is not an absolute path")
     with suppress(trust.UntrustedError):
         found["user"] = user_dir()
     return {**found, "shipped": shipped_dir()}
@@ -130,14 +132,22 @@ def directories() -> dict[str, Path]:
 
 def paths() -> list[Path]:
     """Every profile file, in lookup order."""
-    return [file for directory in directories().values() for file in _files(directory)]
+    return [file for directory in directories().values() for file in files(directory)]
 
 
-def _files(directory: Path) -> list[Path]:
+MOST_FILES = 200
+"""Files of a directory that are read."""
+
+
+def files(directory: Path) -> list[Path]:
+    """The profile files of a directory, in lookup order. Files beyond MOST_FILES are left out with a warning."""
     try:
-        return sorted(directory.glob("*.yaml"))
+        found = sorted(directory.glob("*.yaml"))
     except OSError:
         return []
+    if len(found) > MOST_FILES:
+        warn_once(f"device profiles skipped: {directory} has {len(found)}, the first {MOST_FILES} are read")
+    return found[:MOST_FILES]
 
 
 _OTHER_KIND = {"cpu": re.compile(r"\bkind:\s*cuda\b"), "cuda": re.compile(r"\bkind:\s*cpu\b")}
@@ -163,21 +173,22 @@ def read(file: Path) -> Profile:
         raise SchemaError(str(file), 1, "", f"not UTF-8 text: {error.reason}") from None
 
 
-_warned: set[str] = set()
-
-
-def _skip(error: Exception) -> None:
-    """Warn that a file is skipped, once if the same holds for a whole directory."""
-    if isinstance(error, trust.UntrustedError):
-        if str(error) in _warned:
-            return
-        _warned.add(str(error))
-    warnings.warn(f"device profile skipped: {error}", ProfileWarning, stacklevel=3)
+def _skip(problem: object, file: Path | None = None) -> None:
+    """Warn that a file is skipped, or a whole directory."""
+    named = file is None or str(file) in str(problem)
+    warn_once(f"device profile skipped: {problem if named else f'{file}: {problem}'}")
 
 
 def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
     """The valid profiles of one kind in a directory; others are skipped with a warning."""
-    for file in _files(directory):
+    found = files(directory)
+    if found and directory != shipped_dir():
+        try:
+            trust.resolve(directory)
+        except OSError as error:
+            _skip(error)
+            return
+    for file in found:
         try:
             text = _text(file)
             head = re.search(r"^device:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
@@ -185,7 +196,7 @@ def _candidates(directory: Path, kind: str) -> Iterator[tuple[Path, Profile]]:
                 continue  # parsing it would take longer
             profile = parse(text, str(file))
         except (OSError, ValueError, RecursionError) as error:
-            _skip(error)
+            _skip(error, file)
             continue
         if profile.device.kind == kind:
             yield file, profile
@@ -332,7 +343,7 @@ def forget() -> None:
     """Drop the cached profiles, so that changed files are read again."""
     with _lock:
         _merged.clear()
-        _warned.clear()
+        forget_warnings()
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

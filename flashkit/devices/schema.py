@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
+import threading
+import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -17,13 +20,22 @@ from . import trust
 
 SCHEMA = 1
 
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 18
 """Largest size of a profile file."""
+
+MOST_DEPTH, MOST_EVENTS, MOST_TEXT = 16, 30_000, 2000
+"""Bounds of a file: lists within lists, events of the parser (about one for each value and key), characters of a value.
+"""
+
+LEAST_L1D = 4096
+"""Bytes of L1 that some tile of every head dim fits in."""
 
 Kind = Literal["cpu", "cuda"]
 Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"]
-Count = Annotated[int, Meta(ge=1)]
-Amount = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1, le=2**50)]
+Amount = Annotated[float, Meta(gt=0, le=1e9)]
+Block = Annotated[int, Meta(ge=1, le=1024)]  # queries or keys of a tile
+Few = Annotated[int, Meta(ge=1, le=32)]  # registers, stages
 
 
 class SchemaError(ProfileError):
@@ -36,6 +48,30 @@ class SchemaError(ProfileError):
 
 class ProfileWarning(UserWarning):
     """A profile was skipped, or a row of it not followed."""
+
+
+_warned: set[str] = set()
+_lock = threading.Lock()
+
+
+def warn_once(message: str) -> None:
+    """Give a ProfileWarning, once in a process for each message."""
+    with _lock:
+        if message in _warned:
+            return
+        _warned.add(message)
+    warnings.warn(message, ProfileWarning, stacklevel=3)
+
+
+def not_followed(row: TileRow, why: object) -> None:
+    """Warn that a row of a profile is not followed: a bad row must not disable attention."""
+    warn_once(f"{row.origin or 'a row of the profile'}: not followed, {why}")
+
+
+def forget_warnings() -> None:
+    """Give all warnings again."""
+    with _lock:
+        _warned.clear()
 
 
 # ---- the schema ----------------------------------------------------------------------------------------------------
@@ -74,10 +110,31 @@ class Device(_Section, frozen=True):
 
     def __post_init__(self) -> None:
         if self.match is not None:
+            if problem := _slow(self.match):
+                raise ValueError(f"match={self.match[:80]!r} {problem}, so that a search could take forever")
             try:
                 re.compile(self.match)
-            except re.error as error:
-                raise ValueError(f"match={self.match!r} is not a regular expression: {error}") from None
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(f"match={self.match[:80]!r} is not a regular expression: {error}") from None
+
+
+MOST_REPEATS, MOST_BRANCHES = 3, 6
+
+
+def _slow(pattern: str) -> str:
+    """Why a regular expression might take long on a short text; empty if it does not.
+
+    A search tries at most one position for each repeat and one branch of each alternative, so few of both, none within
+    another, are tried in a moment. The pattern of an exact name, as `autotune` writes it, has none.
+    """
+    bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern, flags=re.DOTALL)  # without escapes and sets of characters
+    if len(pattern) > 500:
+        return "has more than 500 characters"
+    if re.search(r"\)[*+{]", bare):
+        return "repeats a group"
+    if len(re.findall(r"[*+{]|(?<!\()\?", bare)) > MOST_REPEATS:
+        return f"has more than {MOST_REPEATS} repeats"
+    return f"has more than {MOST_BRANCHES} alternatives" if bare.count("|") > MOST_BRANCHES else ""
 
 
 class Memory(_Section, frozen=True):
@@ -110,17 +167,17 @@ class TileRow(_Section, frozen=True):
     block of the micro-kernel is `rows` x `vectors` vector registers of `lanes` float32 (float64: half as many).
     """
 
-    block_q: Count
-    block_k: Count
+    block_q: Block
+    block_k: Block
     dtype: Dtype | list[Dtype] | None = None
     head_dim: Count | list[Count] | None = None
     max_head_dim: Count | None = None
     causal: bool | None = None
     max_rows: Count | None = None  # query rows that share the keys of a head: selects calls with few, as in decoding
     lanes: Literal[4, 8, 16] | None = None
-    rows: Count | None = None
-    vectors: Count | None = None
-    stages: Count | None = None
+    rows: Few | None = None
+    vectors: Few | None = None
+    stages: Few | None = None
     options: dict[str, int | float | str | bool] = field(default_factory=dict)  # specific to one backend
     why: str | None = None
     measured: Measured | None = None
@@ -129,15 +186,16 @@ class TileRow(_Section, frozen=True):
     def __post_init__(self) -> None:
         if self.head_dim is not None and self.max_head_dim is not None:
             raise ValueError("give head_dim (these values) or max_head_dim (up to this one), not both")
-        if self.lanes and self.rows and self.vectors:
+        if self.rows and self.vectors:
             # AVX2 has 16 vector registers, AVX-512 and NEON 32. The innermost loop holds the accumulators, one row of
             # vectors and one broadcast; a larger block would spill there.
             have = 16 if self.lanes == 8 else 32
             need = self.rows * self.vectors + self.vectors + 1
             if need > have:
+                lanes = "" if self.lanes is None else f" with lanes={self.lanes}"
                 raise ValueError(
                     f"a register block of rows={self.rows} x vectors={self.vectors} needs {need} vector registers, "
-                    f"there are {have} with lanes={self.lanes}"
+                    f"there are {have}{lanes}"
                 )
 
     @property
@@ -251,11 +309,15 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is faster
 
 
+_UNREAD = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:merge"
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
 class _Loader(_BaseLoader):  # type: ignore[misc]
     """Safe YAML that reads 2026-11-20 as text: JSON has no dates, and the schema has a string."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own name and form)
-        first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:timestamp"]
+        first: [(tag, pattern) for tag, pattern in rules if tag not in _UNREAD]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -265,31 +327,80 @@ class _Source:
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
+        if len(text) > MOST_BYTES:
+            raise SchemaError(file, 1, "", f"has {len(text)} characters; {MOST_BYTES} fit")
+        try:
+            self._check_events(text)
+            self._read(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+            problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+            raise SchemaError(file, mark.line + 1 if mark else 1, "", f"not YAML: {problem}") from None
+
+    def _read(self, text: str) -> None:
         loader = _Loader(text)
         try:
             self.node = loader.get_single_node()
-            self._no_duplicates(self.node)
+            self._check_values(loader, self.node)
             self.data = loader.construct_document(self.node) if self.node is not None else None
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-            problem = getattr(error, "problem", None) or str(error)
-            raise SchemaError(file, mark.line + 1 if mark else 1, "", f"not YAML: {problem}") from None
         finally:
             loader.dispose()
 
-    def _no_duplicates(self, node: Any, path: str = "") -> None:
-        # YAML readers silently keep the last of two equal keys, which would drop rows of a tile table.
+    def _check_events(self, text: str) -> None:
+        """Bound the work of composing nodes, which recurses in C, before it begins. Without anchors, the nodes are a
+        tree no larger than the text.
+        """
+        event: Any
+        depth = 0
+        for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+            problem = ""
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+                problem = f"lists and mappings are nested more than {MOST_DEPTH} deep" if depth > MOST_DEPTH else ""
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
+                problem = "anchors (&) and aliases (*) are not read: write the value twice"
+            elif getattr(event, "tag", None) is not None:
+                problem = f"tags are not read, here {event.tag[:80]!r}"
+            elif count > MOST_EVENTS:
+                problem = "it has too many values"
+            if problem:
+                raise SchemaError(self.file, event.start_mark.line + 1, "", problem)
+
+    def _check_values(self, loader: Any, node: Any, path: str = "") -> None:
+        """Check what no schema says: keys are text and differ, numbers are finite, text can be printed on a line."""
+
+        def wrong(problem: str) -> SchemaError:
+            return SchemaError(self.file, node.start_mark.line + 1, path, problem)
+
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
             for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode) or _CONTROL.search(key.value) or len(key.value) > MOST_TEXT:
+                    raise wrong("a key is no short text")
                 where = f"{path}.{key.value}".lstrip(".")
-                if str(key.value) in seen:
+                # YAML readers silently keep the last of two equal keys, which would drop rows of a tile table.
+                if key.value in seen:
                     raise SchemaError(self.file, key.start_mark.line + 1, where, "appears twice")
-                seen.add(str(key.value))
-                self._no_duplicates(value, where)
+                seen.add(key.value)
+                self._check_values(loader, value, where)
         elif isinstance(node, yaml.SequenceNode):
             for index, value in enumerate(node.value):
-                self._no_duplicates(value, f"{path}[{index}]")
+                self._check_values(loader, value, f"{path}[{index}]")
+        elif node is not None:
+            if len(node.value) > MOST_TEXT:
+                raise wrong(f"has {len(node.value)} characters; {MOST_TEXT} fit")
+            try:
+                found = loader.construct_object(node)
+            except ValueError as error:
+                raise wrong(f"{node.value!r} is no number: {error}") from None
+            if isinstance(found, str) and (control := _CONTROL.search(found)):
+                raise wrong(f"has the control character {control[0]!r}")
+            if isinstance(found, float) and not math.isfinite(found):
+                raise wrong(f"{node.value} is not finite")
+            if isinstance(found, int) and abs(found) > 2**53:
+                raise wrong(f"{found} is too large")
 
     def line(self, path: list[str | int]) -> int:
         """The line of the field at `path`, or of its nearest ancestor in the text."""
@@ -358,6 +469,8 @@ def parse(text: str, file: str = "<text>") -> Profile:
 
     device = source.convert(data["device"], Device, ["device"])
     memory = source.convert(data.get("memory") or {}, Memory, ["memory"])
+    if memory.l1d is not None and memory.l1d < LEAST_L1D:
+        raise source.error(["memory", "l1d"], f"{memory.l1d} bytes are less than any cache; {LEAST_L1D} or more fit")
     peaks = {
         dtype: source.convert(rate or {}, Rate, ["peak_tflops", dtype])
         for dtype, rate in source.mapping(data.get("peak_tflops") or {}, ["peak_tflops"]).items()
@@ -380,7 +493,7 @@ def load_file(path: str | os.PathLike[str]) -> Profile:
     """The profile of one file, not merged. The file may belong to any user, since the caller names it.
 
     ProfileError if it does not fit the schema; OSError if it cannot be read, is no regular file, or is larger than
-    1 MiB.
+    MOST_BYTES.
     """
     try:
         text = trust.read_any(path, MOST_BYTES).decode()

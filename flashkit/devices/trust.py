@@ -198,7 +198,16 @@ def _check_owner(path: str, found: os.stat_result) -> None:
 
 def _content(path: str, most: int | None, trusted: bool) -> bytes:
     flags = _SAFE if trusted else _SAFE & ~getattr(os, "O_NOFOLLOW", 0)
-    with os.fdopen(os.open(path, os.O_RDONLY | flags), "rb") as file:
+    try:
+        return _opened(path, os.open(path, os.O_RDONLY | flags), most, trusted)
+    except OSError as error:
+        if error.errno is None or error.filename == path:
+            raise
+        raise OSError(error.errno, error.strerror, path) from None  # reading names no file
+
+
+def _opened(path: str, descriptor: int, most: int | None, trusted: bool) -> bytes:
+    with open(descriptor, "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise UntrustedError(f"{path} is not a regular file")
@@ -208,4 +217,9 @@ def _content(path: str, most: int | None, trusted: bool) -> bytes:
                 raise UntrustedError(f"{path} is one of {found.st_nlink} hard links of a file: remove it")
         if most is not None and found.st_size > most:
             raise UntrustedError(f"{path} has {found.st_size} bytes, more than {most}: remove it")
-        return file.read()
+        if most is None:
+            return file.read()
+        content = file.read(most + 1)  # files of /proc have more than their size says
+        if len(content) > most:
+            raise UntrustedError(f"{path} has more than {most} bytes: remove it")
+        return content

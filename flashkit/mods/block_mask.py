@@ -25,6 +25,7 @@ from .placement import axis_lengths, entries, placed
 from .quadtree import tile_lists
 from .ranges import RangeTable
 from .tile_lists import EMPTY, FULL, PARTIAL, TileLists
+from .tracing import as_array
 
 _PAIRS = 1 << 22  # pairs that a count evaluates at once
 
@@ -174,7 +175,7 @@ class BlockMask(Patterns):
         >>> flashkit.BlockMask.from_dense([[True, False], [True, True]], block_q=64, block_k=64).density
         0.75
         """
-        grid = np.array(grid)
+        grid = as_array("grid", grid).copy()
         block_q, block_k = integer("block_q", block_q, 1), integer("block_k", block_k, 1)
         if grid.dtype != bool:
             raise TypeError(f"grid has dtype {grid.dtype}; bool fits, True where a tile exists")
@@ -313,10 +314,7 @@ class BlockMask(Patterns):
         FULL tiles are counted by area and PARTIAL ones pair by pair, which is slow for large masks that are mostly
         PARTIAL.
         """
-        (full, partial), tiles_q = self._rows, self.tiles[0]
-        row = np.repeat(np.arange(len(full.indptr) - 1), np.diff(full.indptr)) % max(tiles_q, 1) * self.block_q
-        first, past = (x.astype(np.int64) * self.block_k for x in (full.start, full.stop))
-        total = int(((np.minimum(row + self.block_q, self.n_q) - row) * (np.minimum(past, self.n_k) - first)).sum())
+        partial, total = self._rows.partial, self._pairs_of_full
         step = max(1, _PAIRS // (self.block_q * self.block_k))
         for lines in range(0, len(partial.indptr) - 1, 256):  # the list of PARTIAL tiles may be long too
             last = min(lines + 256, len(partial.indptr) - 1)
@@ -325,6 +323,47 @@ class BlockMask(Patterns):
             for at in range(0, len(j), step):
                 total += self._count(line[at : at + step], j[at : at + step].astype(np.int64))
         return total
+
+    def estimated_pairs(self, samples: int = 1 << 20) -> float:
+        """Number of visible pairs, estimated: in PARTIAL tiles from this many pairs of random rows and keys.
+
+        Parameters
+        ----------
+        samples
+            Pairs that are evaluated. The error is about the area of the PARTIAL tiles over the root of it.
+
+        Returns
+        -------
+        float
+            The same number each time.
+
+        Examples
+        --------
+        >>> import flashkit
+        >>> mask = flashkit.BlockMask.from_mod(flashkit.mods.causal(), 1_000_000, 1_000_000, 1024, 1024)
+        >>> round(mask.estimated_pairs() / 1e12, 3)
+        0.5
+        """
+        indptr, j = self._rows.partial.expand()
+        if not len(j):
+            return float(self._pairs_of_full)
+        rng, chosen = np.random.default_rng(0), np.arange(samples) * len(j) // samples
+        line = np.searchsorted(indptr, chosen, side="right") - 1
+        group, i = np.divmod(line, self.tiles[0])
+        row = i * self.block_q + rng.integers(self.block_q, size=samples)
+        k = j[chosen].astype(np.int64) * self.block_k + rng.integers(self.block_k, size=samples)
+        b, h = np.divmod(group, self.heads)
+        seen = self._evaluate(b, h, np.minimum(row, self.n_q - 1), np.minimum(k, self.n_k - 1))
+        share = int(np.count_nonzero(seen & (row < self.n_q) & (k < self.n_k))) / samples
+        return self._pairs_of_full + share * len(j) * self.block_q * self.block_k
+
+    @property
+    def _pairs_of_full(self) -> int:
+        """Number of pairs in FULL tiles."""
+        full = self._rows.full
+        row = np.repeat(np.arange(len(full.indptr) - 1), np.diff(full.indptr)) % max(self.tiles[0], 1) * self.block_q
+        first, past = (x.astype(np.int64) * self.block_k for x in (full.start, full.stop))
+        return int(((np.minimum(row + self.block_q, self.n_q) - row) * (np.minimum(past, self.n_k) - first)).sum())
 
     def _count(self, line: np.ndarray, j: np.ndarray) -> int:
         """Number of visible pairs in the tiles on the given lines, every pair evaluated."""

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import shown
 from . import codegen, expr
 from .expr import Expr, Kind
 from .tracing import (
     SYMBOLS,
     ModKind,
+    as_array,
     graph_name,
     high_name,
     is_marked_pure,
@@ -296,11 +298,13 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
     slots: list[tuple[str, int | None, Kind, bool]] = []
     for name, value in values.items():
         wide = False
+        if not expr.is_name(name):
+            raise ValueError(f"a value of a modification is called {name!r:.80}; a Python identifier without __ fits")
         if isinstance(value, (int, np.integer)) and not expr.INT64[0] <= value <= expr.INT64[1]:
-            raise ValueError(f"{name} of a modification is {value}; an integer from -2^63 to 2^63 - 1 fits")
+            raise ValueError(f"{name} of a modification is {shown(value)}; an integer from -2^63 to 2^63 - 1 fits")
         if np.isscalar(value) or isinstance(value, np.generic):
             scalar = np.asarray(value)
-            scalar_kind = value_kind(name, scalar)
+            scalar_kind = value_kind(f"{name} of a modification", scalar)
             if scalar_kind == "bool":
                 scalar, scalar_kind = scalar.astype(np.int64), "int"
             number = scalar.item()
@@ -310,9 +314,10 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
             params[graph_name(name)] = number
             slots.append((name, None, scalar_kind, wide))
         else:
-            value = value if hasattr(value, "__cuda_array_interface__") else np.asarray(value)
+            if not hasattr(value, "__cuda_array_interface__"):
+                value = as_array(f"{name} of a modification", value)
             arrays[graph_name(name)] = value
-            slots.append((name, value.ndim, value_kind(name, value), False))
+            slots.append((name, value.ndim, value_kind(f"{name} of a modification", value), False))
     # A plain function is traced again for each call: what it closes over may have changed.
     make = trace_pure if is_pure else trace_graph
     return Mod(kind, make(plain, kind, tuple(slots)), params, arrays)

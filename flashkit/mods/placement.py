@@ -10,11 +10,12 @@ from . import expr
 from .expr import Expr
 from .mod import Mod
 from .patterns import integer
+from .tracing import as_array
 
 
 def placed(mod: Mod, offset: Any) -> Mod:
     """The mod with the position q replaced by row + offset. The offset is a value given at run time."""
-    offset = np.asarray(offset)
+    offset = as_array("q_offset", offset)
     if offset.dtype.kind not in "iu" or offset.ndim > 1:
         given = f"{offset.dtype} of shape {offset.shape}"
         raise ValueError(f"q_offset is an integer or integers of shape (batch,), not {given}")

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
+from ..errors import shown
 from . import expr
 from .expr import Array, Expr, Kind
 
@@ -17,7 +20,6 @@ SYMBOLS: dict[str, tuple[Expr, ...]] = {
     "mask": (expr.B, expr.H, expr.Q, expr.K),
     "score": (expr.S, expr.B, expr.H, expr.Q, expr.K),
 }
-_KINDS: dict[str, Kind] = {"b": "bool", "i": "int", "u": "int", "f": "float"}
 
 # Names that the rendered code uses itself: symbols, tile corners, temporaries, helpers, and keywords of C++.
 _RESERVED = re.compile(
@@ -44,13 +46,41 @@ def is_marked_pure(function: Any) -> bool:
     return getattr(function, "__flashkit_pure__", False) is True
 
 
+def as_array(name: str, value: Any, fits: str = "an array") -> np.ndarray:
+    """What a caller gave as a NumPy array; `fits` is for the error.
+
+    Raises
+    ------
+    TypeError
+        It is a masked array, whose mask a plain array would drop, or its lists are of different lengths.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; a plain one fits: give x.filled(...)")
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise TypeError(f"{name} is {shown(value)}, whose parts have different lengths; {fits} fits") from None
+
+
+DTYPES: dict[str, Kind] = {
+    "bool": "bool", **{f"{sign}int{bits}": "int" for bits in (8, 16, 32, 64) for sign in ("", "u")},
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), "float"),
+}  # fmt: skip
+"""What values of a modification can be."""
+
+
 def value_kind(name: str, value: Any) -> Kind:
-    kind = "f" if value.dtype.name in ("bfloat16", "float16") else value.dtype.kind
-    if kind not in _KINDS:
-        raise TypeError(
-            f"{name} of a modification has dtype {value.dtype}; bools, integers and floats fit, alone or in an array"
-        )
-    return _KINDS[kind]
+    """The kind of a value; `name` is for the error.
+
+    Raises
+    ------
+    TypeError
+        For another dtype.
+    """
+    kind = DTYPES.get(str(value.dtype.name))
+    if kind is None:
+        raise TypeError(f"{name} has dtype {value.dtype}; {', '.join(DTYPES)} fit")
+    return kind
 
 
 def high_name(name: str) -> str:

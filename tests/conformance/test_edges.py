@@ -6,6 +6,7 @@ The rules are in flashkit/reference.py ("At the edges") and hold for every backe
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,46 +123,57 @@ def test_a_sink_of_minus_infinity_is_none(backend: str) -> None:
     assert (got["dsinks"] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"n_k": 0}, {"n_q": 0}, {"batch": 0}, {"heads": 0}, {"n_q": 0, "n_k": 0}, {"batch": 0, "n_k": 0}],
-    ids=lambda sizes: "+".join(sizes),
-)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": True}, {"bias": True}, {"kv_lengths": True}, {"sinks": True}, {"dropout_p": 0.5}],
-    ids="+".join,
-)
-def test_empty_sizes(backend: str, sizes: dict[str, int], options: dict[str, Any]) -> None:
-    q, k, v = qkv(**sizes)
-    batch, heads, n_q, _ = q.shape
-    make = {
-        "bias": np.ones((1, 1, n_q, k.shape[2]), np.float32),
-        "kv_lengths": np.full(batch, k.shape[2]),
-        "sinks": np.ones(heads, np.float32),
-    }
-    got = everything(q, k, v, **{n: make[n] if x is True and n in make else x for n, x in options.items()})
-    assert got["out"].shape == (batch, heads, n_q, 6) and got["lse"].shape == (batch, heads, n_q)
-    assert [got[n].shape for n in ("dq", "dk", "dv")] == [q.shape, k.shape, v.shape]
-    assert all((got[n] == 0).all() for n in ("out", "dq", "dk", "dv"))
-    assert (got["lse"] == (1 if "sinks" in options else -np.inf)).all()
+AXES = {"a": 2, "b": 3, "h": 4, "hk": 2, "nq": 5, "nk": 7}
 
 
-def test_empty_sizes_of_other_layouts(backend: str) -> None:
-    for shape_q, shape_k, layout in [
-        ((0, 4), (5, 4), "bhnd"),
-        ((5, 4), (0, 4), "bnhd"),
-        ((3, 0, 2, 4), (3, 6, 2, 4), "bnhd"),
-        ((3, 5, 2, 4), (3, 0, 2, 4), "bnhd"),
-        ((0, 3, 2, 5, 4), (0, 3, 2, 7, 4), "bhnd"),
-        ((3, 2, 0, 5, 4), (3, 2, 0, 7, 4), "bhnd"),
-        ((0, 5, 4), (0, 7, 4), "bhnd"),
-        ((2, 0, 5, 2, 4), (2, 0, 7, 2, 4), "bnhd"),
-    ]:
-        q, k = np.zeros(shape_q, np.float32), np.zeros(shape_k, np.float32)
-        out, vjp = attention_vjp(q, k, k, layout=layout)
-        assert out.shape == shape_q and [g.shape for g in vjp(out)] == [shape_q, shape_k, shape_k]
-        assert (out == 0).all()
+def empty_calls(axes: str) -> Iterator[dict[str, int]]:
+    """Sizes of calls with one or two axes of length 0, "abhn": those that arrays have. Without keys' heads there are no
+    queries' heads.
+    """
+    names = [name for name in AXES if name[0] in axes]
+    for zero in (*itertools.combinations(names, 1), *itertools.combinations(names, 2)):
+        sizes = {name: 0 if name in zero or (name == "h" and "hk" in zero) else AXES[name] for name in names}
+        yield {"h": 1, "hk": 1, **sizes}
+
+
+@pytest.mark.parametrize("axes", ["n", "hn", "nh", "bhn", "bnh", "abhn", "abnh"])
+def test_empty_sizes(backend: str, axes: str) -> None:
+    """Every axis and every two axes of length 0, with every option: results and gradients are empty, or 0."""
+    layout = "bnhd" if "nh" in axes else "bhnd"
+    for n in empty_calls(axes):
+        batch = tuple(n[name] for name in axes if name in "ab")
+
+        def array(heads: str, tokens: str, dim: int, n: dict[str, int] = n) -> np.ndarray:
+            own = {"h": n[heads], "n": n[tokens]}
+            return np.ones((*(own.get(axis, n.get(axis)) for axis in axes), dim), np.float32)
+
+        q, k, v = array("h", "nq", 8), array("hk", "nk", 8), array("hk", "nk", 6)
+        pairs = (*batch, *([n["h"]] if "h" in axes else []), n["nq"], n["nk"])
+        options: dict[str, dict[str, Any]] = {
+            "plain": {}, "causal": {"causal": True, "window": (2, 2), "q_offset": 3}, "softcap": {"softcap": 2.0},
+            "bias": {"bias": np.ones(pairs, np.float32)}, "bias of ones": {"bias": np.ones((1,) * len(pairs))},
+            "short bias": {"bias": np.ones(pairs[-2:])}, "mask": {"mask": np.ones(pairs, bool)},
+            "keys' mask": {"mask": np.ones(pairs[-1:], bool)}, "slopes": {"alibi_slopes": np.ones(n["h"])},
+            "slopes of entries": {"alibi_slopes": np.ones((math.prod(batch), n["h"]))},
+            "sinks": {"sinks": np.ones(n["h"])},
+            "lengths": {"kv_lengths": np.full(batch, n["nk"])}, "dropout": {"dropout_p": 0.5, "seed": 1},
+            "block mask": {"block_mask": flashkit.BlockMask.from_mod(mods.causal(), n["nq"], n["nk"])},
+            "modification": {"score_mod": mods.score(lambda s, b, h, q, k, *, x: s * x[h], x=np.ones(n["h"]))},
+        }  # fmt: skip
+        for name, option in options.items():
+            case = f"{name}, {n}"
+            if name == "lengths" and not batch:
+                option = {"kv_lengths": n["nk"]}
+            got = everything(q, k, v, layout=layout, **option)
+            assert got["out"].shape == (*q.shape[:-1], 6) and got["lse"].shape == pairs[:-1], case
+            assert [got[x].shape for x in ("dq", "dk", "dv")] == [q.shape, k.shape, v.shape], case
+            assert not any(got[x].any() for x in ("out", "dq", "dk", "dv")), case
+            assert (got["lse"] == (1 if name == "sinks" else -np.inf)).all(), case
+            if name == "sinks":
+                assert got["dsinks"].shape == (n["h"],), case
+            again = attention(q, k, v, layout=layout, **option)
+            assert again.shape == got["out"].shape and not again.any(), case
+            assert flashkit.plan(q, k, v, layout=layout, **option)(q, k, v).shape == got["out"].shape, case
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,6 +27,7 @@ from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, s
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call import arguments
 from flashkit.call.compose import compose
+from flashkit.devices import schema
 from flashkit.devices.schema import TileRow
 from flashkit.mods import codegen, expr
 from flashkit.spec import AttentionSpec, Direction, Problem
@@ -86,9 +87,12 @@ def test_a_profiles_row_decides_where_it_fits() -> None:
 
     tile, why = chosen(64, threads_x=8, threads_y=16)
     assert (tile.block_q, tile.threads, why) == (64, 128, "measured")
-    for wrong in (chosen(65, threads_x=8, threads_y=16), chosen(64, threads_x=7, threads_y=16), chosen(64)):
-        assert wrong[0] == model
-        assert "least cost" in wrong[1]
+    for wrong in ((65, {"threads_x": 8, "threads_y": 16}), (64, {"threads_x": 7, "threads_y": 16}), (64, {})):
+        schema.forget_warnings()
+        with pytest.warns(schema.ProfileWarning, match="no tile of SimtTile"):
+            tile, why = chosen(wrong[0], **wrong[1])
+        assert tile == model
+        assert "least cost" in why
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])

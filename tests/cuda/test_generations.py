@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict
+import random
+import warnings
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from flashkit.backends.cuda_common import backend, generation
+from flashkit.backends.cuda_common import backend, generation, simt
 from flashkit.backends.cuda_common.compiler import CompileError
 from flashkit.backends.cuda_common.device import MODELS
 from flashkit.backends.cupy_raw import sm80
@@ -116,7 +118,7 @@ def test_every_candidate_fits_and_comes_back_from_its_row(each: Any, direction: 
         numbers = asdict(tile)
         inside = {name: numbers.pop(name) for name in generation.IN_ROW if name in numbers}
         row = TileRow(**inside, options={"generation": each.name, **numbers}, why="measured")
-        assert generation.tile_of(type(tile), row, lambda _: True) == (tile, "measured")
+        assert generation.tile_of(type(tile), row, SPEC, lambda *_: True) == (tile, "measured")
 
 
 @pytest.mark.parametrize(
@@ -125,14 +127,70 @@ def test_every_candidate_fits_and_comes_back_from_its_row(each: Any, direction: 
         ({"block_q": 96}, "block_q is a multiple of 64"),
         ({"options": {"warps": 4, "speed": 9}}, "it has no speed"),
         ({"options": {}}, "warps"),
-        ({"block_k": 4096}, "does not fit"),
+        ({"block_k": 1024}, "fits no head dim"),
+        ({"options": {"warps": 0}}, "warps are 1, 2, 4 or 8"),
+        ({"options": {"warps": 4, "warps_k": 0}}, "by zero"),
+        ({"options": {"warps": "four"}}, "warps is 'four'; an integer"),
+        ({"options": {"warps": 4.0}}, "warps is 4.0; an integer"),
     ],
 )
 def test_a_row_that_is_no_tile_is_not_followed(fields: dict[str, Any], complaint: str) -> None:
     row = TileRow(**{"block_q": 128, "block_k": 64, "options": {"warps": 4}, **fields})
-    tile, why = generation.tile_of(sm80.Sm80Tile, row, lambda tile: tile.resident(SPEC, HOPPER) > 0)
+    schema.forget_warnings()
+    with pytest.warns(schema.ProfileWarning, match="no tile of Sm80Tile"):
+        tile, why = generation.tile_of(sm80.Sm80Tile, row, SPEC, lambda tile, spec: tile.fits(spec, HOPPER))
     assert tile is None
     assert complaint in why
+
+
+def test_a_tile_that_fits_other_head_dims_is_left_without_a_warning() -> None:
+    row = TileRow(128, 128, options={"warps": 4}, stages=2)
+    wide = AttentionSpec("bfloat16", 256, 256)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tile, why = generation.tile_of(sm80.Sm80Tile, row, wide, lambda tile, spec: tile.fits(spec, HOPPER))
+    assert tile is None and "does not fit" in why
+
+
+NUMBERS = (0, 1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 48, 64, 96, 100, 128, 192, 256, 500, 512, 1000, 1024)
+ANYTHING = (*NUMBERS, *(-n for n in NUMBERS), 2**53, 2.5, True, "four", "")
+
+
+@pytest.mark.parametrize("subject", [CupyRawBackend(), NumbaCudaBackend()], ids=lambda one: one.name)
+def test_no_row_stops_a_plan(subject: backend.CudaBackend) -> None:
+    """Random rows for every kind of tile: each is one that the generation could have chosen, or is not followed."""
+    rng = random.Random(0)
+    followed = refused = 0
+    for each, direction in [(one, way) for one in subject.generations for way in one.directions]:
+        for problem in (LONG, SHORT, replace(LONG, spec=replace(SPEC, dtype="float32"))):
+            if not each.supports(problem, HOPPER, direction):
+                continue
+            tile = each.candidates(problem, HOPPER, direction)[0]
+            names = [field for field in asdict(tile) if field not in generation.IN_ROW]
+            for _ in range(300):
+                choices = NUMBERS if rng.random() < 0.9 else ANYTHING
+                options = {name: rng.choice(choices) for name in names if rng.random() < 0.7}
+                row = TileRow(
+                    rng.choice(NUMBERS[1:]), rng.choice(NUMBERS[1:]), stages=rng.choice((None, 1, 2, 3, 32)),
+                    options={"generation": each.name, **options},
+                )  # fmt: skip
+                part = "forward" if direction == "forward" else "dkdv"
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    if each.name == "simt":
+                        found, why = simt.by_profile(part, row, problem.spec, HOPPER)
+                        found = None if "by the model" in why else found
+                    else:
+                        fits = lambda x, spec: x.fits(spec, HOPPER)
+                        found, why = generation.tile_of(type(tile), row, problem.spec, fits)
+                if found is None:
+                    assert "no tile" in why or "does not fit" in why
+                    refused += 1
+                    continue
+                followed += 1
+                assert all(type(n) is int and 0 <= n <= 1024 for n in asdict(found).values()), found
+                assert 32 * getattr(found, "warps", 1) <= 1024 and getattr(found, "threads", 32) <= 1024
+    assert followed and refused >= 1000, (followed, refused)
 
 
 def test_an_impossible_backward_tile_is_refused() -> None:
@@ -149,6 +207,7 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
 
     monkeypatch.setattr(CupyRawBackend, "generations", (Compiles("sm80"),))
     monkeypatch.setattr(backend.verify, "check", lambda *_: None)
+    schema.forget_warnings()
     with pytest.warns(schema.ProfileWarning, match="<text>:5: not followed.*7 is not a multiple of 8"):
         assert backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10))).on(HOPPER, "forward") == "its own tile"
 
@@ -183,7 +242,7 @@ def test_a_trials_tile_becomes_a_row_and_is_followed() -> None:
     for tile in sm80.Sm80().candidates(LONG, HOPPER, "forward"):
         tried = tune_cuda.CudaTile.of("sm80", tile)
         assert (tried.block_q, tried.block_k, tried.shape) == (tile.block_q, tile.block_k, "sm80")
-        assert generation.tile_of(sm80.Sm80Tile, TileRow(**tried.row), lambda _: True)[0] == tile
+        assert generation.tile_of(sm80.Sm80Tile, TileRow(**tried.row), SPEC, lambda *_: True)[0] == tile
         assert str(tried).startswith(f"{tile.block_q} x {tile.block_k}, warps {tile.warps}")
 
 
@@ -198,7 +257,7 @@ def test_every_candidate_can_stand_in_a_profile(subject: backend.CudaBackend, di
                 continue
             for tile in one.candidates(problem, HOPPER, direction):
                 row = TileRow(**tune_cuda.CudaTile.of(one.name, tile).row)
-                assert generation.tile_of(type(tile), row, lambda _: True)[0] == tile
+                assert generation.tile_of(type(tile), row, SPEC, lambda *_: True)[0] == tile
                 tried += 1
     assert tried > 20
 
@@ -207,7 +266,7 @@ def test_a_row_may_leave_the_tile_to_the_generation() -> None:
     tile = tune_cuda.CudaTile.of("sm80", sm80.Sm80BackwardTile(64, 128, 8, 2, 4, 2), own=True)
     row = TileRow(**tile.row, why="measured")
     assert (row.block_q, row.block_k) == (64, 128)
-    assert generation.tile_of(sm80.Sm80BackwardTile, row, lambda _: True) == (None, "measured")
+    assert generation.tile_of(sm80.Sm80BackwardTile, row, SPEC, lambda *_: True) == (None, "measured")
 
 
 def test_autotune_marks_what_a_generation_chooses_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,8 @@ def test_version_and_module_entry(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 class Explanation:
+    backend = "cpu"
+
     def __init__(self, **said: Any) -> None:
         self.said = said
 
@@ -118,7 +120,7 @@ def test_explain_allocates_no_large_array(run: Any, explained: dict[str, Any]) -
     assert run("explain", "--shape", "1,8,1000000,64", "--bias")[0] == 0
     assert explained["bias"].nbytes > 1e12
     assert explained["bias"].base.nbytes <= 4
-    assert explained["q"].strides == (0, 0, 0, 4), "the last axis is contiguous"
+    assert explained["q"].strides == (0, 0, 0, 0)
 
 
 def test_explain_in_the_other_layout(run: Any, explained: dict[str, Any]) -> None:

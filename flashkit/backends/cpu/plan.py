@@ -121,9 +121,5 @@ def choose_tile(problem: Problem, profile: Any, direction: Direction, *, amx: bo
     spec = problem.spec
     tables = [f"cpu_amx.{direction}"] * amx + [f"cpu.{direction}"]
     found = (profile.tile(table, spec.dtype, spec.head_dim, spec.masked) for table in tables)
-    row = next(filter(None, found), None)
     model = io_model.default_cpu(profile, spec.dtype, spec.head_dim, spec.head_dim_v, direction)
-    if row is None:
-        return model, "no row of the profile applies; the model's choice"
-    lanes, rows, vectors = row.lanes or model.lanes, row.rows or model.rows, row.vectors or model.vectors
-    return CpuTile(row.block_q, row.block_k, lanes, rows, vectors), row.why or "the profile's row"
+    return io_model.cpu_tile(next(filter(None, found), None), model)

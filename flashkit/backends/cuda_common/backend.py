@@ -8,13 +8,13 @@ errors.
 from __future__ import annotations
 
 import os
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from ...devices.schema import not_followed
 from ...errors import UnsupportedError
 from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound
@@ -212,17 +212,14 @@ class CudaPlan:
         generation, row, rejected = self.backend.choose(self.problem, self.profile, device, direction)
         if generation is None:
             raise UnsupportedError(f"{self.backend.name} has no {direction} pass for this: {'; '.join(rejected)}")
-        try:
-            made = generation.plan(self.problem, row, device, direction)
-        except compiler.CompileError as error:
-            if row is None:
-                raise
-            from ...devices.schema import ProfileWarning
+        if row is not None:
+            try:
+                return self._checked(generation.plan(self.problem, row, device, direction), device, direction)
+            except Exception as error:  # of a compiler, a launch or the check
+                not_followed(row, f"its kernels do not work: {error}")
+        return self._checked(generation.plan(self.problem, None, device, direction), device, direction)
 
-            # A bad row of a profile must not disable attention.
-            message = f"{row.origin}: not followed, its kernels do not compile: {error}"
-            warnings.warn(message, ProfileWarning, stacklevel=2)
-            made = generation.plan(self.problem, None, device, direction)
+    def _checked(self, made: Pass, device: Device, direction: Direction) -> Pass:
         verify.check(made, self.problem.spec, device, direction)
         return made
 

@@ -9,9 +9,10 @@ tile are its options, with `generation`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar
 
+from ...devices.schema import not_followed
 from ...spec import AttentionSpec, Direction, Problem, Verdict
 from .arguments import Arguments
 from .device import Device
@@ -80,8 +81,14 @@ def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
     return Verdict(True)
 
 
-def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool], own: str = "") -> tuple[Tile | None, str]:
-    """The tile of a profile's row.
+LARGEST = 1024
+"""Largest number of a tile."""
+
+
+def tile_of(
+    kind: type[Tile], row: Any, spec: AttentionSpec, fits: Callable[[Any, AttentionSpec], bool], own: str = ""
+) -> tuple[Tile | None, str]:
+    """The tile of a profile's row. A row that is a tile for no spec is not followed, with a warning.
 
     Parameters
     ----------
@@ -90,8 +97,10 @@ def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool], own: str = 
         equal those of the row.
     row
         The profile's row, or None.
+    spec
+        What is computed.
     fits
-        Whether a tile fits the spec and the device.
+        Whether a tile fits a spec, and the device.
     own
         The reason of the generation's own tile.
 
@@ -114,11 +123,19 @@ def tile_of(kind: type[Tile], row: Any, fits: Callable[[Any], bool], own: str = 
     numbers |= {name: value for name, value in row.options.items() if name != "generation"}
     given = {field.name for field in fields(kind)} & numbers.keys()  # type: ignore[arg-type]
     try:
+        for name, n in numbers.items():
+            if type(n) is not int or not 0 <= n <= LARGEST:
+                raise ValueError(f"{name} is {n!r}; an integer up to {LARGEST} fits")
         tile = kind(**{name: numbers[name] for name in given})
         if unknown := [name for name in sorted(numbers) if not hasattr(tile, name)]:
             raise ValueError(f"it has no {', '.join(unknown)}")
         if wrong := [f"{name} is {getattr(tile, name)}" for name, n in numbers.items() if getattr(tile, name) != n]:
             raise ValueError(", ".join(wrong))
-    except (TypeError, ValueError) as error:
+        if fits(tile, spec):
+            return tile, row.why or "the profile's row"
+        if not fits(tile, replace(spec, head_dim=16, head_dim_v=16, score=None)):
+            raise ValueError(f"{tile} fits no head dim")
+    except (ArithmeticError, TypeError, ValueError) as error:
+        not_followed(row, f"it is no tile of {kind.__name__}: {error}")
         return none(f"the profile's row is no tile: {error}")
-    return (tile, row.why or "the profile's row") if fits(tile) else none(f"the profile's tile {tile} does not fit")
+    return none(f"the profile's tile {tile} does not fit")

@@ -141,8 +141,12 @@ def _resident(tile: SimtTile, part: Part, spec: AttentionSpec, device: Device) -
 
 def by_profile(part: Part, row: Any, spec: AttentionSpec, device: Device) -> tuple[SimtTile, str]:
     """The tile of a profile's row, or the choice of the model without a row that fits; and the reason."""
+
+    def fits(tile: SimtTile, spec: AttentionSpec) -> bool:
+        return replace(tile, blocks=1) in set(candidates(part)) and tile.cost(part, spec, device) < float("inf")
+
     model = "least cost by the model of registers and shared memory"
-    tile, why = tile_of(SimtTile, row, lambda tile: tile.cost(part, spec, device) < float("inf"), model)
+    tile, why = tile_of(SimtTile, row, spec, fits, model)
     return _resident(tile, part, spec, device) if tile else choose(part, spec, device), why
 
 

@@ -65,9 +65,13 @@ class Sm80Tile:
     waves: int = 1
 
     def __post_init__(self) -> None:
+        if self.warps not in (1, 2, 4, 8) or self.warps % self.warps_k:
+            raise ValueError(f"{self=}: warps are 1, 2, 4 or 8, warps_k divides them")
         rows, keys = 16 * self.warps // self.warps_k, 16 * self.warps_k
-        if self.block_q % rows or self.block_k % keys or self.stages < 1:
-            raise ValueError(f"{self=}: block_q is a multiple of {rows}, block_k of {keys}, stages are one or more")
+        if self.block_q % rows or self.block_k % keys or self.stages < 1 or self.waves < 1:
+            raise ValueError(
+                f"{self=}: block_q is a multiple of {rows}, block_k of {keys}, stages and waves are one or more"
+            )
 
     @property
     def granule(self) -> int:
@@ -106,7 +110,7 @@ class Sm80Tile:
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether shared memory suffices, and registers for the scores of a lane and a modification."""
         scores = self.block_q * self.block_k // (32 * self.warps)
-        return self.resident(spec, device) > 0 and (scores <= 64 or spec.score is None)
+        return self.resident(spec, device) > 0 and scores <= (128 if spec.score is None else 64)
 
     def constants(self, spec: AttentionSpec, device: Device, pack: int = 1, split: bool = False) -> dict[str, int]:
         """Constants of the head of kernels/sm80/forward.cu."""
@@ -201,6 +205,8 @@ class Sm80BackwardTile:
     blocks: int = 1
 
     def __post_init__(self) -> None:
+        if self.warps not in (1, 2, 4, 8) or not 1 <= self.blocks <= 8:
+            raise ValueError(f"{self=}: warps are 1, 2, 4 or 8, blocks one to eight")
         across, rest = self.block_k * self.warps_s, 16 * self.warps
         rows = self.block_q % (16 * self.warps_s) or self.block_q % (16 * self.warps_q)
         if rows or self.block_k % (16 * self.warps_kv) or across % rest or self.warps % self.warps_s:
@@ -238,6 +244,11 @@ class Sm80BackwardTile:
         """Bytes of shared memory of a CTA."""
         return self.smem(spec).bytes
 
+    def fits(self, spec: AttentionSpec, device: Device) -> bool:
+        """Whether shared memory suffices, and registers for the scores of a lane."""
+        scores = self.block_q * self.block_k // (32 * self.warps)
+        return self.shared_memory(spec) <= device.shared_per_block and scores <= 64
+
     def constants(self, spec: AttentionSpec, ordered: bool = True) -> dict[str, int]:
         """Constants of the head of kernels/sm80/backward.cu."""
         return {
@@ -267,7 +278,7 @@ def backward_tile(spec: AttentionSpec, device: Device) -> Sm80BackwardTile | Non
         tiles = [Sm80BackwardTile(64, 64, 8, 4, across, across)]
     for small in ((32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2), (32, 32, 4, 2, 2, 2), (16, 32, 2, 1, 1, 1)):
         tiles.append(Sm80BackwardTile(*small))
-    return next((tile for tile in tiles if tile.shared_memory(spec) <= device.shared_per_block), None)
+    return next((tile for tile in tiles if tile.fits(spec, device)), None)
 
 
 class Sm80Backward(OrderedBackward):
@@ -316,7 +327,7 @@ def backward_candidates(spec: AttentionSpec, device: Device) -> list[Sm80Backwar
         (32, 128, 8, 2, 4, 2), (64, 64, 4, 2, 2, 2), (32, 64, 8, 2, 4, 2), (32, 64, 4, 2, 2, 2),
     ]  # fmt: skip
     tiles = [first, *(Sm80BackwardTile(*each) for each in shapes)] if first else []
-    return list(dict.fromkeys(tile for tile in tiles if tile.shared_memory(spec) <= device.shared_per_block))
+    return list(dict.fromkeys(tile for tile in tiles if tile.fits(spec, device)))
 
 
 class Sm80(Generation):
@@ -352,7 +363,7 @@ class Sm80(Generation):
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Sm80Forward | Sm80Backward:
         spec = problem.spec
         if direction == "forward":
-            tile, why = tile_of(Sm80Tile, row, lambda x: x.fits(spec, device), _WHY)
+            tile, why = tile_of(Sm80Tile, row, spec, lambda x, spec: x.fits(spec, device), _WHY)
             return Sm80Forward(problem, device, tile, why=why)
-        found, why = tile_of(Sm80BackwardTile, row, lambda x: x.shared_memory(spec) <= device.shared_per_block, _WHY)
+        found, why = tile_of(Sm80BackwardTile, row, spec, lambda x, spec: x.fits(spec, device), _WHY)
         return Sm80Backward(problem, device, found, why=why)

@@ -198,4 +198,5 @@ class Sm90(Generation):
             kind, made = sm90_fp16x2.Sm90Float32BackwardTile, sm90_fp16x2.Sm90Float32Backward
         else:
             kind, made = BackwardTile, sm90_backward.Sm90Backward
-        return made(problem, device, *tile_of(kind, row, lambda x: x.fits(problem.spec, device), CHOSEN))
+        found = tile_of(kind, row, problem.spec, lambda x, spec: x.fits(spec, device), CHOSEN)
+        return made(problem, device, *found)

@@ -270,11 +270,15 @@ class Sm80(Generation):
         return forward_tiles(problem.spec, device)
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Forward | Backward | Decode:
+        spec = problem.spec
+
+        def fits(tile: Any, spec: AttentionSpec) -> bool:
+            return bool(tile.fits(spec, device))
+
         if direction == "backward":
-            profiled, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device), _WHY_BACKWARD)
-            return Backward(self, problem, device, profiled or backward_tiles(problem.spec, device)[0], why)
+            profiled, why = tile_of(BackwardTile, row, spec, fits, _WHY_BACKWARD)
+            return Backward(self, problem, device, profiled or backward_tiles(spec, device)[0], why)
         if splits(problem, device):
-            narrow, why = tile_of(DecodeTile, row, lambda x: x.fits(problem.spec, device), OWN_DECODE)
-            return Decode(self.kernels, self.below, problem, device, narrow, why)
-        tile, why = tile_of(Tile, row, lambda x: x.fits(problem.spec, device), _WHY)
-        return Forward(self, problem, device, tile or forward_tiles(problem.spec, device)[0], why)
+            return Decode(self.kernels, self.below, problem, device, *tile_of(DecodeTile, row, spec, fits, OWN_DECODE))
+        tile, why = tile_of(Tile, row, spec, fits, _WHY)
+        return Forward(self, problem, device, tile or forward_tiles(spec, device)[0], why)

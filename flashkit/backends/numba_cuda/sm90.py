@@ -130,7 +130,9 @@ class Sm90(Generation):
         return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
+        def fits(tile: Any, spec: AttentionSpec) -> bool:
+            return bool(tile.fits(spec, device))
+
         if direction == "backward":
-            found, why = tile_of(BackwardTile, row, lambda x: x.fits(problem.spec, device), CHOSEN)
-            return Backward(self, problem, device, found, why)
-        return Forward(self, problem, device, *tile_of(Tile, row, lambda x: x.fits(problem.spec, device), CHOSEN))
+            return Backward(self, problem, device, *tile_of(BackwardTile, row, problem.spec, fits, CHOSEN))
+        return Forward(self, problem, device, *tile_of(Tile, row, problem.spec, fits, CHOSEN))

@@ -7,7 +7,10 @@ have the kernel's computing precision.
 
 from __future__ import annotations
 
+import keyword
 import operator
+import re
+import unicodedata
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...devices.forking import inner_lock
+from ...errors import shown
 
 Kind = Literal["bool", "int", "float"]
 
@@ -26,6 +30,33 @@ MAX_POSITION = 2**48
 MAX_PARAM = 2**60
 """Greatest absolute value of integer params, so that a position and a few of them add up without overflow; see
 mods.trace."""
+
+_SYMBOL = re.compile(r"[a-z][a-z0-9]*(\.[a-z]+\[[0-9]+\])?")
+_TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float}
+LOADS = "load", "load_min", "load_max"
+
+
+def is_name(text: Any) -> bool:
+    """Whether code can name a value so: a Python identifier in its normal form, no keyword, and nothing of Python's."""
+    return (
+        type(text) is str and text.isidentifier() and not keyword.iskeyword(text) and not text.startswith("__")
+        and (text.isascii() or unicodedata.normalize("NFKC", text) == text)
+    )  # fmt: skip
+
+
+def _check(op: Any, args: Any, value: Any, kind: Any) -> None:
+    """Refuse a node that would bring other text than names, numbers and operations into generated code."""
+    if op in ("param", *LOADS):
+        fits = is_name(value)
+    elif op == "symbol":
+        fits = type(value) is str and _SYMBOL.fullmatch(value) is not None
+    elif op == "const":
+        fits = type(value) is _TYPES.get(kind)
+    else:
+        fits = type(op) is str and op.isidentifier() and op.isascii() and value is None
+    if not fits or kind not in _TYPES or not all(type(arg) is Expr for arg in args):
+        raise ValueError(f"no node of an expression: {op!r} with value {value!r:.80} of kind {kind!r}")
+
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 _intern_lock = inner_lock()
@@ -46,6 +77,7 @@ class Expr:
         with _intern_lock:
             node = _interned.get(identity)
             if node is None:
+                _check(op, args, value, kind)
                 node = object.__new__(cls)
                 for name, content in (("op", op), ("args", args), ("value", value), ("kind", kind)):
                     object.__setattr__(node, name, content)
@@ -168,6 +200,8 @@ def as_expr(value: Any) -> Expr:
         return value
     if isinstance(value, np.ndarray) and value.ndim == 0:  # np.int64(3) < q passes one
         value = value[()]
+    if isinstance(value, (int, np.integer)) and not INT64[0] <= value <= INT64[1]:
+        raise ValueError(f"a modification has the integer {shown(int(value))}; -2^63 to 2^63 - 1 fits")
     if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         return const(value)  # type: ignore[arg-type]
     raise TypeError(

@@ -79,7 +79,7 @@ class CpuRunner:
         return plan.tile if target.direction == "forward" else plan.backward_tile
 
     def candidates(self, target: Target) -> list[CpuTile]:
-        memory = {"l1d": self.profile.memory.l1d or 32 << 10, "l2": self.profile.memory.l2 or 256 << 10}
+        memory = io_model.cpu_memory(self.profile)
         lanes = host.lanes_of(self.profile.device.features)
         d = target.head_dim
         return io_model.candidates("cpu", memory, target.dtype, d, d, target.direction, lanes=lanes)

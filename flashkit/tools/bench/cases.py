@@ -14,6 +14,9 @@ Arrays = tuple[np.ndarray, ...]
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
+MOST = 1 << 24
+"""The largest number of tokens, and of anything else, of a case."""
+
 BLOCK = 128
 """Queries and keys of a block of the random block mask."""
 
@@ -36,6 +39,12 @@ class Case:
     heads_kv: int | None = None
     window: int | None = None
     kept: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_q", "head_dim", "heads", "batch", "n_k", "heads_kv", "window"):
+            n = getattr(self, name)
+            if n is not None and not 1 <= n <= MOST:
+                raise ValueError(f"{name} of a case is {n}; 1 to {MOST} fits")
 
     @property
     def keys(self) -> int:

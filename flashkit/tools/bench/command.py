@@ -60,6 +60,8 @@ def main(
     except (KeyError, RuntimeError) as error:
         problem = f"{device} is none of {', '.join(PLATFORMS)}" if isinstance(error, KeyError) else str(error)
         return _error(f"--device: {problem}", 2 if isinstance(error, KeyError) else 1)
+    if not suites and not sizes:
+        return _error(f"--suite: no name; expected some of all, {', '.join(platform.suites)}", 2)
     options = ("--baselines", baselines or (), [*platform.baselines]), ("--suite", suites, ["all", *platform.suites])
     for option, given, known in options:
         if unknown := [name for name in given if name not in known]:

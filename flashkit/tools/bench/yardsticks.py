@@ -73,6 +73,8 @@ def _kernel(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Callable
     _, lse = planned(q, k, v, out=out)
     memory = scratch_pool.acquire(0)  # the scratch memory that was returned last
     block = (ctypes.c_int64 * int(arguments.SIZE)).from_address(memory.address)
+    if block[int(arguments.OUT)] != out.ctypes.data:  # as after a call without queries, which starts no kernel
+        raise RuntimeError(f"a call of {case.label} leaves no argument block of its kernel behind")
     block[int(arguments.STOP)] = 0  # the word there belonged to the call
     workers = threads.count() if block[int(arguments.PARALLEL_FOR)] else 1
     launch, address = threads.entry("launch"), memory.address

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from . import cache, demo, explain, measuring, profiles, status
+from .common import fail
 
 app = typer.Typer(
     name="flashkit",
@@ -57,6 +58,9 @@ def run(arguments: list[str]) -> int:
         app(arguments, prog_name="flashkit")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except (OSError, MemoryError) as error:  # of files, of devices and of sizes: not of this program
+        fail(str(error) or type(error).__name__)
+        return 1
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -47,13 +48,36 @@ def numbers(text: str, name: str, count: int | None = None) -> list[int | None]:
         word = part.strip().lower()
         if word in {"", "none"} and count is not None:
             values.append(None)
-        elif word.isdecimal():
+        elif word.isascii() and word.isdecimal() and len(word) <= 18:
             values.append(int(word))
         else:
-            raise typer.BadParameter(f"got {part.strip()!r}, expected whole numbers joined by commas", param_hint=name)
+            got = part.strip() if len(part) < 40 else f"{part[:37]}..."
+            raise typer.BadParameter(f"got {got!r}, expected whole numbers joined by commas", param_hint=name)
     if count is not None and len(values) != count:
         raise typer.BadParameter(f"got {text!r}, expected {count} values joined by a comma", param_hint=name)
     return values
+
+
+def writable(output: Path | None, name: str = "--output") -> None:
+    """Check before a long measurement that its file can be written; None is no file.
+
+    Raises
+    ------
+    typer.BadParameter
+        If it cannot; it names the option.
+    """
+    if output is None:
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        new = not output.exists()
+        with output.open("ab"):
+            pass
+        if new:
+            output.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise typer.BadParameter(f"{str(output)!r} cannot be written: {reason}", param_hint=name) from None
 
 
 def words(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Annotated, Any
 
 import typer
@@ -71,23 +72,25 @@ def explain(
     try:
         if measure:
             q, k, v = (_random(each, dtype, array) for each in (q_shape, k_shape, v_shape))
-        else:  # the last axis of q, k and v must be contiguous
-            q, k, v = (_stand_in(each, dtype, array, axes=1) for each in (q_shape, k_shape, v_shape))
+        else:
+            q, k, v = (_stand_in(each, dtype, array) for each in (q_shape, k_shape, v_shape))
         if alibi:
-            options["alibi_slopes"] = _stand_in((heads,), "float32", array, axes=1)
+            options["alibi_slopes"] = _stand_in((heads,), "float32", array)
         if sinks:
-            options["sinks"] = _stand_in((heads,), "float32", array, axes=1)
+            options["sinks"] = _stand_in((heads,), "float32", array)
         if bias:
             options["bias"] = _stand_in(pairs, "float32", array)
         if mask:
             options["mask"] = _stand_in(pairs, "bool", array)
         explanation = flashkit.explain(q, k, v, measure=measure, **options)
-    except (ImportError, ValueError, NotImplementedError) as error:
+    except (ImportError, TypeError, ValueError, NotImplementedError, OverflowError) as error:
         raise fail(error) from None
     if as_json:
         print_json(explanation.as_dict())
     else:
         print(explanation)
+    if explanation.backend is None:
+        raise fail("no backend can compute this call; the reasons are above")
 
 
 def _axes(layout: str) -> tuple[int, int]:
@@ -114,13 +117,21 @@ def _shapes(
     return q, tuple(k), (*k[:-1], value_dim or q[-1])
 
 
-def _stand_in(shape: tuple[int, ...], dtype: str, kind: str, axes: int = 0) -> Any:
-    """An array of this shape that occupies the memory of its last `axes` axes only: the others have stride 0."""
+def _stand_in(shape: tuple[int, ...], dtype: str, kind: str) -> Any:
+    """An array of this shape that occupies the memory of one element.
+
+    Raises
+    ------
+    ValueError
+        No array is so large.
+    """
     import ml_dtypes
 
     xp: Any = importlib.import_module(kind)
     scalar = getattr(ml_dtypes, dtype, dtype)
-    return xp.broadcast_to(xp.ones(shape[len(shape) - axes :], dtype=scalar), shape)
+    if math.prod(shape) >= 2**60:
+        raise ValueError(f"an array of shape {shape} has more elements than can be addressed")
+    return xp.broadcast_to(xp.ones((), dtype=scalar), shape)
 
 
 def _random(shape: tuple[int, ...], dtype: str, kind: str) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common import fail, numbers, words
+from .common import fail, numbers, words, writable
 
 
 def autotune(
@@ -35,6 +36,9 @@ def autotune(
     from ...devices.trust import UntrustedError
     from ..autotune import command
 
+    writable(output)
+    if budget is not None and not math.isfinite(budget):
+        raise typer.BadParameter(f"got {budget}, expected seconds", param_hint="--budget")
     try:
         command.autotune(quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend)
     except KeyboardInterrupt:
@@ -72,7 +76,12 @@ def bench(
     typer.Exit
         Status 1 if a package or a device is missing, 2 for an unknown name.
     """
+    from ..bench.cases import MOST
+
     lengths = None if sizes is None else [int(n) for n in numbers(sizes, "--sizes") if n is not None]
+    if wrong := [n for n in lengths or () if not 1 <= n <= MOST]:
+        raise typer.BadParameter(f"got {wrong[0]}, expected 1 to {MOST} tokens", param_hint="--sizes")
+    writable(output)
     named = baselines if baselines is not None else peers
     names = None if named is None else words(named)
     from ..bench import command

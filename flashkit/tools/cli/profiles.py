@@ -24,7 +24,7 @@ def profile_list(as_json: Json = False) -> None:
         used = {origin for kind in ("cpu", "cuda") for origin in profiles.for_device(kind).files}
     listed: list[dict[str, Any]] = []
     for where, directory in profiles.directories().items():
-        for file in sorted(directory.glob("*.yaml")):
+        for file in profiles.files(directory):
             entry: dict[str, Any] = {"name": file.stem, "where": where, "file": str(file), "used": str(file) in used}
             try:
                 profile = profiles.read(file)
@@ -61,13 +61,16 @@ def profile_show(
     typer.Exit
         Status 1 if there is no profile of this name or it cannot be read.
     """
-    from ...devices import profiles
+    from ...devices import io_model, profiles
 
     try:
         with warnings_on_stderr():
             kinds = ("cpu", "cuda") if name is None else (name,)
             read = profiles.for_device if name is None else profiles.by_name
+            profiles.forget()  # read again, so that warnings about skipped files are caught
             found = {kind: read(kind) for kind in kinds}
+            for profile in found.values():
+                io_model.check_cpu_rows(profile)
     except (OSError, ValueError) as error:
         raise fail(error) from None
     if as_json:

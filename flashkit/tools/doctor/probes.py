@@ -177,7 +177,7 @@ def _first_call() -> str:
 
 
 def profiles() -> Report:
-    from ...devices import profiles
+    from ...devices import io_model, profiles
 
     found: Report = {"directories": {name: str(path) for name, path in profiles.directories().items()}}
     with warnings.catch_warnings(record=True) as caught:
@@ -186,6 +186,7 @@ def profiles() -> Report:
         for kind in ("cpu", "cuda"):
             merged = profiles.for_device(kind)
             found[kind] = {"device": merged.device.name, "files": merged.files}
+            io_model.check_cpu_rows(merged)
     found["skipped"] = [str(warning.message) for warning in caught]
     return found
 
