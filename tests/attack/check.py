@@ -1,0 +1,177 @@
+"""One call: made, run, repeated, and compared with the definition. Returns what is wrong with it, in words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import cases
+import numpy as np
+
+import flashkit
+from flashkit.call.arguments import prepare
+
+from . import draw, hostile
+
+
+DRAWS = (1, 24, 200)
+"""Calls that the error of plain computation is measured on, where the ones before do not suffice."""
+
+HOPELESS = 100.0
+"""An error in units of the tolerance that no luck explains."""
+
+
+LEEWAY = {"float64": 2.0}
+"""By dtype, 1 for others: the tolerance of float64 is scaled from float32, whose functions have other errors."""
+
+
+class Memory(Protocol):
+    """Guards around the arrays of one library."""
+
+    xp: Any
+
+    def guarded(self, seed: int) -> AbstractContextManager[Any]:
+        """Within the block, arrays of this library are guarded."""
+
+    def read_only(self, but: Any) -> AbstractContextManager[Any]:
+        """Within the block, existing arrays but one must not be written."""
+
+    def seen_damage(self) -> list[str]:
+        """What was written out of bounds since the last call of this."""
+
+
+class Gaps:
+    """Bytes between the elements of an array; they must stay as they are."""
+
+    def __init__(self, array: Any) -> None:
+        base = self.array = array
+        while isinstance(getattr(base, "base", None), type(array)):
+            base = base.base
+        self.memory = base.reshape(-1)
+        self.before = self.memory.copy()
+
+    def changed(self) -> bool:
+        """Whether memory has changed that belongs to no element."""
+        elements = self.array.copy()
+        self.array[...] = 0
+        after = self.memory.tobytes()
+        self.memory[...] = self.before
+        self.array[...] = 0
+        before = self.memory.tobytes()
+        self.array[...] = elements
+        return after != before
+
+
+def problems(choice: draw.Choice, backend: str, memory: Memory) -> list[str]:
+    """What is wrong with a call. UnsupportedError where the backend refuses it."""
+    build, own = draw.split(choice)
+    with environment("FLASHKIT_NUM_THREADS", own["threads"]), flashkit.use_backend(backend):
+        found = []
+        with memory.guarded(int(own["seed"])):
+            call = cases.build(build, memory.xp, int(own["seed"]))
+            if own["hostile"] != "no":
+                hostile.attack(call, own["hostile"], int(own["seed"]))
+                return memory.seen_damage()
+            gaps = Gaps(call.options["out"]) if choice.get("out", "new") not in ("new", "poisoned") else None
+            with memory.read_only(call.options.get("out")):
+                got = results(call, own["passes"])
+                for name, x in repeated(call, own["again"], own["passes"]):
+                    if dict(got)[name].tobytes() != x.tobytes():
+                        found.append(f"{name} has other bits when the call is repeated ({own['again']})")
+        if gaps is not None and gaps.changed():
+            found.append("the gaps of out were written")
+        del gaps
+        found += memory.seen_damage()
+        if not found:
+            found += wrong(call, dict(got))
+    return found
+
+
+Named = list[tuple[str, np.ndarray]]
+"""Results by name, in plain form, as copies."""
+
+
+def results(call: cases.Call, passes: str) -> Named:
+    """Output and log-sum-exp, and, of both passes, the gradients."""
+    wrt = ("q", "k", "v") + (("sinks",) if "sinks" in call.options else ())
+    (out, lse), vjp = flashkit.attention_vjp(call.q, call.k, call.v, return_lse=True, **call.options)
+    found = rows(call, out, lse)
+    if passes == "both":
+        for name, gradient in zip(wrt, vjp(call.dout, call.dlse, wrt=wrt)):
+            like = call.options["sinks"] if name == "sinks" else getattr(call, name)
+            assert (gradient.shape, gradient.dtype) == (like.shape, like.dtype)
+            plain = cases.to_numpy(gradient) if name == "sinks" else call.to_plain(gradient)
+            found.append((f"d{name}", plain.copy()))
+    return found
+
+
+def rows(call: cases.Call, out: Any, lse: Any) -> Named:
+    return [("out", call.to_plain(out).copy()), ("lse", call.rows_to_plain(lse).copy())]
+
+
+def repeated(call: cases.Call, how: str, passes: str) -> Named:
+    """Results of the same call, in another way."""
+    if how == "vjp":
+        return results(call, passes)
+    options = dict(call.options)
+    if how == "plan":
+        out = options.pop("out", None)
+        planned = flashkit.plan(call.q, call.k, call.v, return_lse=True, **options)
+        made: Callable[[], Any] = lambda: planned(call.q, call.k, call.v, out=out)
+    else:
+        made = lambda: flashkit.attention(call.q, call.k, call.v, return_lse=True, **options)
+    return rows(call, *made()) + rows(call, *made())  # the first call makes a plan, the next one finds it
+
+
+def wrong(call: cases.Call, named: dict[str, np.ndarray]) -> list[str]:
+    """The results against the definition, within the tolerance of the conformance tests: an error that is measured, and
+    a rounding unit.
+
+    Measuring takes many times as long as the call. So the unit alone is tried first, then the error of the call itself,
+    and last that of more and more calls that differ in their random numbers: the greatest error of a few rows is luck,
+    and where calls are many, some have no luck.
+    """
+    problem, operands, _ = prepare(**call.plain)
+    given = problem.spec, operands, call.plain_dout, call.plain_dlse
+    exact = cases.computed(*given, np.float64)
+    got = cases.Results(**{name: named.get(name, getattr(exact, name)) for name in cases.NAMES})
+    if call.choice["data"] == "nonfinite":
+        return misplaced(got, exact)
+    allowed = cases.Yardstick(call.choice["dtype"]).tolerance(cases.magnitudes(*given))
+    for draws in DRAWS:
+        ratios = in_units(call, got, exact, allowed)
+        if all(ratio <= 1 for ratio in ratios.values()):
+            return []
+        if any(ratio > HOPELESS for ratio in ratios.values()) and draws > DRAWS[1]:
+            break
+        exact, allowed = cases.expected(call, draws)
+    found = {name: ratio for name, ratio in in_units(call, got, exact, allowed).items() if not ratio <= 1}
+    return [
+        f"{ratio:.3g} times the tolerance: {cases.describe(name, getattr(got, name), getattr(exact, name))}"
+        for name, ratio in found.items()
+    ]
+
+
+def in_units(call: cases.Call, got: cases.Results, exact: cases.Results, allowed: cases.Results) -> dict[str, float]:
+    """Errors in units of what is allowed."""
+    leeway = LEEWAY.get(call.choice["dtype"], 1.0)
+    return {name: ratio / leeway for name, ratio in cases.ratios(got, exact, allowed).items()}
+
+
+def misplaced(got: cases.Results, exact: cases.Results) -> list[str]:
+    """Numbers that are finite where the definition's are not, or the reverse, in out and the log-sum-exp."""
+    found = []
+    for name in ("out", "lse"):
+        x, right = getattr(got, name).astype(np.float64), getattr(exact, name)
+        if not np.array_equal(np.isfinite(x), np.isfinite(right)):
+            found.append(f"{name} is finite elsewhere than by the definition")
+    return found
+
+
+def environment(name: str, value: str) -> AbstractContextManager[Any]:
+    """A variable set within the block."""
+    from unittest import mock
+
+    return mock.patch.dict(os.environ, {name: value})
