@@ -56,9 +56,10 @@ FACTORS: dict[str, tuple[str, ...]] = {
 """What may vary in a call; the first level of each is the plain one."""
 
 MORE: dict[str, str] = {"arrays": "packed", "data": "normal"}
-"""What calls of tests/attack/ vary besides: the memory of arrays of modifications (as `stored` has it), and what q, k, v
-and dout hold ("normal", "large", "nonfinite"). These calls also have levels that the pairwise design leaves out: other
-sizes, "three axes, bnhd" and "two axes, bnhd", storage of q/k/v/dout by itself, q_offset as a number, any kv_lengths.
+"""What calls of tests/attack/ vary besides: the memory of arrays of modifications (as `stored` has it), and what q, k,
+v and dout hold ("normal", "large", "nonfinite"). These calls also have levels that the pairwise design leaves out:
+other sizes, "three axes, bnhd" and "two axes, bnhd", storage of q/k/v/dout by itself, q_offset as a number, any
+kv_lengths.
 """
 
 PLAIN: dict[str, str] = {factor: levels[0] for factor, levels in FACTORS.items()} | MORE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import time
 from itertools import count
@@ -25,6 +26,7 @@ def main() -> int:
     add("--bf16", default="", help="FLASHKIT_CPU_BF16: widen, avx512bf16, amx or emulate")
     add("--generation", default="", help="FLASHKIT_CUDA_GENERATION: simt, sm80 or sm90")
     add("--emulated", default="", metavar="SMS", help="run on the emulated CUDA device with so many SMs")
+    add("--sanitizer", default="", metavar="COMMAND", help="runs children: 'compute-sanitizer --error-exitcode 9'")
     add("--graphs", type=int, default=200, help="combinations of features that code is compiled for")
     add("--batch", type=int, default=campaign.BATCH, help="calls of one process")
     add("--fix", type=json.loads, default={}, metavar="JSON", help="factors that are not drawn, with their levels")
@@ -34,8 +36,9 @@ def main() -> int:
 
     def settings(lanes: str) -> campaign.Settings:
         return campaign.Settings(
-            args.backend, lanes, args.bf16, args.generation, args.emulated, args.graphs, args.batch, args.fix
-        )
+            args.backend, lanes, args.bf16, args.generation, args.emulated, args.sanitizer, args.graphs,
+            args.batch, args.fix,
+        )  # fmt: skip
 
     if args.call is not None:
         found = campaign.problems_of(settings(args.lanes[0]), draw.PLAIN | args.call)
@@ -58,9 +61,10 @@ def main() -> int:
         if time.monotonic() > until:
             break
     seconds = time.monotonic() - begun
+    used_cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     print(json.dumps({
         "calls": tally.calls, "refused": tally.refused, "findings": len(tally.findings), "seconds": round(seconds, 1),
-        "calls_per_second": round(tally.calls / seconds, 1),
+        "calls_per_second": round(tally.calls / seconds, 1), "per_cpu_second": round(tally.calls / used_cpu, 1),
     }))  # fmt: skip
     return bool(tally.findings)
 

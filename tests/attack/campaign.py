@@ -36,6 +36,7 @@ class Settings:
     bf16: str = ""
     generation: str = ""
     emulated: str = ""  # SMs of the emulated CUDA device
+    sanitizer: str = ""  # command in front of a child's, such as compute-sanitizer
     graphs: int = 200
     batch: int = BATCH
     fixed: draw.Choice = field(default_factory=dict)
@@ -49,13 +50,14 @@ class Settings:
         }  # fmt: skip
         fixed = {"NUMBA_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive", "FLASHKIT_CUDA_WATCHDOG": "1"}
         fixed |= {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # the reference's matrices are small
-        path = os.pathsep.join(filter(None, [self.package, str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+        places = [self.package, str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]
+        path = os.pathsep.join(filter(None, places))
         return os.environ | fixed | {"PYTHONPATH": path} | {name: x for name, x in mine.items() if x}
 
     def options(self) -> list[str]:
         """Of the command that repeats a call."""
         named = {"backend": self.backend, "lanes": self.lanes, "bf16": self.bf16, "generation": self.generation}
-        named["emulated"] = self.emulated
+        named |= {"emulated": self.emulated, "sanitizer": self.sanitizer}
         return [word for name, x in named.items() if x for word in (f"--{name}", x)]
 
 
@@ -71,7 +73,8 @@ class Tally:
 def lines(settings: Settings, task: dict[str, Any], until: float = float("inf")) -> Iterator[dict[str, Any]]:
     """What a child says; at last how it ended, where that was not well."""
     task = {"backend": settings.backend, "seed": 0, "graphs": settings.graphs, **task}
-    command = [sys.executable, "-P", "-m", "attack.worker", json.dumps(task)]
+    task["sanitized"] = bool(settings.sanitizer)
+    command = [*shlex.split(settings.sanitizer), sys.executable, "-P", "-m", "attack.worker", json.dumps(task)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=settings.environment()
     ) as child:
@@ -102,13 +105,15 @@ def lines(settings: Settings, task: dict[str, Any], until: float = float("inf"))
             yield {"ended": f"exit status {child.returncode}", "stderr": errors.decode(errors="replace")[-3000:]}
 
 
-def numbered(settings: Settings, seed: int, first: int, last: int, tally: Tally, until: float) -> Iterator[dict[str, Any]]:
+def numbered(
+    settings: Settings, seed: int, first: int, last: int, tally: Tally, until: float = float("inf")
+) -> Iterator[dict[str, Any]]:
     """Make the calls of these numbers; yields findings."""
     at = first
     while at < last and time.monotonic() < until:
         end = min(at + settings.batch, last)
         task = {"seed": seed, "first": at, "last": end, "fixed": settings.fixed}
-        choice, number, ended = {}, at, False
+        choice, number = {}, at
         for line in lines(settings, task, until):
             if "begin" in line:
                 choice, number = line["choice"], line["begin"]
@@ -118,11 +123,10 @@ def numbered(settings: Settings, seed: int, first: int, last: int, tally: Tally,
                 if line.get("problems"):
                     yield {"seed": seed, "number": number, "choice": choice, "problems": line["problems"]}
             else:
-                ended = True
                 yield {"seed": seed, "number": number, "choice": choice, "problems": [line["ended"], line["stderr"]]}
-        if ended and not choice:
+        if not choice:
             return  # the child did not come to a call
-        at = number + 1 if ended else end
+        at = number + 1  # before `end` where the child ended early
 
 
 def problems_of(settings: Settings, choice: draw.Choice) -> list[str]:

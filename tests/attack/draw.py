@@ -16,8 +16,11 @@ Choice = dict[str, str]
 COMPILED = ("dtype", "causal", "window", "softcap", "alibi", "bias", "mask", "block_mask", "score_mod", "mask_mod")
 """Factors that every backend compiles code for."""
 
-COMPILED_CUDA = ("heads", "dims", "kv_lengths", "dropout", "sinks")
+COMPILED_CUDA = ("heads", "dims", "kv_lengths", "dropout", "sinks", "deterministic")
 """Factors that kernels for a CUDA device are compiled for besides."""
+
+ON_CPU = ("cpu", "reference")
+"""Backends that take NumPy's arrays."""
 
 ROUTES = ("vjp", "attention", "plan")
 """How a call is repeated; its bits must be the same."""
@@ -37,6 +40,9 @@ def pool(seed: int, graphs: int, cuda: bool) -> list[Choice]:
         row = {"dtype": r.choice(cases.FACTORS["dtype"])}
         for factor in r.sample(COMPILED[1:], r.choice([0, 1, 1, 1, 2, 2, 3, 5, 9])):
             row[factor] = _level(r, factor)
+        if row.get("score_mod", "").startswith("random"):  # of a score of -inf it may make NaN, by the definition too
+            finite = {"with -inf": "full", "float with -inf": "float"}
+            row = {factor: finite.get(level, level) for factor, level in row.items()}
         if cuda:
             row |= {factor: _sizes(r, factor) for factor in COMPILED_CUDA}
         made.append(row)
@@ -75,7 +81,7 @@ def _sizes(r: Random, factor: str) -> str:
         return str(d) if r.random() < 0.6 else f"{d}/{_head_dim(r)}"
     if factor == "kv_lengths":
         return _some(r, 0.3, ["yes", "any", "any"])
-    return _some(r, 0.2, ["yes"])
+    return _some(r, 0.5 if factor == "deterministic" else 0.2, ["yes"])
 
 
 def _tokens(r: Random, most: int) -> int:
@@ -138,7 +144,7 @@ def call(seed: int, number: int, compiled: list[Choice], cuda: bool = False, hos
     return choice
 
 
-OWN = {"again": "vjp", "passes": "both", "threads": "1", "hostile": "no", "seed": "0"}
+OWN = {"again": "vjp", "passes": "both", "deterministic": "no", "threads": "1", "hostile": "no", "seed": "0"}
 """What cases.py does not know, and its plain levels."""
 
 PLAIN: Choice = cases.PLAIN | OWN

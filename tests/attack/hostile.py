@@ -4,6 +4,7 @@ go on, no byte outside of an array may change, and what does not fit is an error
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -57,14 +58,20 @@ def run(call: cases.Call, r: Random) -> None:
 
 def integers_by_the_caller(call: cases.Call, r: Random) -> list[Any]:
     """Give the call lengths and offsets in arrays that the caller holds; returns all arrays of integers."""
+    xp = library(call.q) if r.random() < 0.7 else np
     if "kv_lengths" in call.options:
-        call.options["kv_lengths"] = call.options["kv_lengths"].copy()
+        call.options["kv_lengths"] = xp.asarray(call.options["kv_lengths"].copy())
     if r.random() < 0.5 and len(call.plain_dout):
-        call.options["q_offset"] = np.asarray([r.randint(-5, 40) for _ in call.plain_dout], np.int64)
+        call.options["q_offset"] = xp.asarray([r.randint(-5, 40) for _ in call.plain_dout], np.int64)
     arrays = [call.options[name] for name in ("kv_lengths", "q_offset") if hasattr(call.options.get(name), "dtype")]
     for mod in mods_of(call):
         arrays += [x for x in mod.arrays.values() if x.dtype.kind in "iub"]
     return arrays
+
+
+def library(array: Any) -> Any:
+    """The module of an array's library."""
+    return np if isinstance(array, np.ndarray) else sys.modules["cupy"]
 
 
 def mods_of(call: cases.Call) -> list[Any]:
@@ -142,18 +149,22 @@ def overlapping(call: cases.Call, r: Random) -> Any:
     width = call.v.shape[-1]
     if r.random() < 0.5 and call.q.shape[-1] >= width and is_writable(call.q):
         return call.q[..., :width]
-    out = np.full((*call.q.shape[:-1], width), np.nan, call.q.dtype)
-    return np.broadcast_to(out[..., :1], out.shape) if r.random() < 0.3 else np.flip(out, -1)
+    xp = library(call.q)
+    out = xp.full((*call.q.shape[:-1], width), np.nan, call.q.dtype)
+    return xp.broadcast_to(out[..., :1], out.shape) if r.random() < 0.3 else xp.flip(out, -1)
 
 
 def misfit(call: cases.Call, r: Random) -> None:
     """An argument that does not fit the others."""
-    name = r.choice(["k", "v", "dout", "dlse", "bias", "mask", "kv_lengths", "q_offset", "sinks", "out", "alibi_slopes"])
+    options = ["bias", "mask", "kv_lengths", "q_offset", "sinks", "out", "alibi_slopes"]
+    name = r.choice(["k", "v", "dout", "dlse", *options])
     if name in ("k", "v", "dout"):
         x = getattr(call, name)
-        setattr(call, name, r.choice([x[..., :-1], x[:-1], x[..., ::-1], x.astype(np.float64), x.swapaxes(-1, -2), x[None]]))
+        others = [x[..., :-1], x[:-1], x[..., ::-1], x.astype(np.float64), x.swapaxes(-1, -2), x[None]]
+        setattr(call, name, r.choice(others))
     elif name == "dlse":
-        call.dlse = r.choice([np.ones(3), call.dout, np.float32(1)])
+        call.dlse = r.choice([library(call.q).ones(3), call.dout, np.float32(1)])
     else:
         shape = [r.randint(0, 9) for _ in range(r.randint(0, 5))]
-        call.options[name] = np.full(shape, r.choice([0, 5, 10**6]), r.choice([np.int64, np.float32, bool]))
+        value, dtype = r.choice([0, 5, 10**6]), r.choice([np.int64, np.float32, bool])
+        call.options[name] = library(call.q).full(shape, value, dtype)

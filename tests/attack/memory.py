@@ -41,10 +41,10 @@ class Guard:
         self.freed: list[int] = []
 
     def allocate(self, size: int) -> int:
-        self.give_back()
         size = max(size, 1)
         inner = -(-size // PAGE) * PAGE
         base = _libc.mmap(None, inner + 2 * PAGE, _NONE, _PRIVATE_ANONYMOUS, -1, 0)
+        self.give_back()  # only now, so that the new block is not where one of these was
         if base in (None, ctypes.c_void_p(-1).value):
             return 0
         first = base + PAGE
@@ -60,8 +60,8 @@ class Guard:
         _libc.munmap(_first_page(address) - PAGE, inner + 2 * PAGE)
 
     def give_back(self) -> None:
-        """Free what NumPy has freed. NumPy may free an array while an exception is on its way, and in that state most of
-        Python's functions fail; appending to a list does not.
+        """Free what NumPy has freed. NumPy may free an array while an exception is on its way, and in that state most
+        of Python's functions fail; appending to a list does not.
         """
         while self.freed:
             self.free(self.freed.pop())

@@ -40,8 +40,8 @@ FAULTS = [
         "n = min(block_k, seq.n_k - k0 + 1)", FORWARD | {"sizes": "20x23"}, CRASH_OR_WRONG,
     ),
     Fault(  # what is read too much is not used, so only the guard shows it
-        "rows of Q are not clamped", "backends/cpu/kernels/forward.py", "min(panel, first + count - row0), d)", "panel, d)",
-        FORWARD | {"sizes": "20x23"},
+        "rows of Q are not clamped", "backends/cpu/kernels/forward.py", "min(panel, first + count - row0), d)",
+        "panel, d)", FORWARD | {"sizes": "20x23"},
     ),
     Fault(
         "one row too many is written", "backends/cpu/micro/transpose.py",
@@ -84,6 +84,6 @@ def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     assert text.count(fault.text) == 1, f"{fault.file} has not this once: {fault.text!r}; give FAULTS its present text"
     file.write_text(text.replace(fault.text, fault.instead))
     settings = campaign.Settings(graphs=1, fixed=dict(draw.PLAIN_GRAPH) | fault.fixed, package=str(tmp_path))
-    found = next(campaign.numbered(settings, 5, 0, CALLS, campaign.Tally(), float("inf")), None)
+    found = next(campaign.numbered(settings, 5, 0, CALLS, campaign.Tally()), None)
     assert found is not None, f"{CALLS} calls find nothing"
     assert any(word in problem for word in fault.says for problem in found["problems"]), found

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -53,20 +53,31 @@ class NumpyMemory:
         return self._memory.GUARD.seen_damage()
 
 
+def memory_of(backend: str, sanitized: bool) -> Any:
+    """The guards of a backend's arrays."""
+    if backend in draw.ON_CPU:
+        return NumpyMemory()
+    from .device_memory import DeviceMemory
+
+    return DeviceMemory(sanitized)
+
+
 def main(task: dict[str, Any]) -> None:
     """Make the calls of a task: either `calls`, choices, or those numbered from `first` to `last` of a seed."""
     faulthandler.enable()
-    backend = task["backend"]
-    memory: Any = NumpyMemory()
-    if backend not in ("cpu", "reference"):
-        from .device_memory import DeviceMemory
+    backend, stack = task["backend"], ExitStack()
+    if "FLASHKIT_TEST_EMULATED" in os.environ:
+        import emulator
 
-        memory = DeviceMemory()
-    cuda = backend not in ("cpu", "reference")
+        from flashkit.backends.cuda_common import verify
+
+        stack.enter_context(emulator.emulated(sms=int(os.environ["FLASHKIT_TEST_EMULATED"])))
+        verify.check = lambda *_: None  # type: ignore[assignment]  # launches of its own
+    cuda = backend not in draw.ON_CPU
+    memory = memory_of(backend, task.get("sanitized", False))
     compiled = draw.pool(task["seed"], task["graphs"], cuda)
-    fixed = task.get("fixed") or {}
     numbers = range(task.get("first", 0), task.get("last", 0))
-    given = ((n, draw.call(task["seed"], n, compiled, cuda) | fixed) for n in numbers)
+    given = ((n, draw.call(task["seed"], n, compiled, cuda) | task.get("fixed", {})) for n in numbers)
     for number, choice in enumerate(task["calls"]) if "calls" in task else given:
         say(begin=number, choice=choice)
         try:
@@ -75,10 +86,13 @@ def main(task: dict[str, Any]) -> None:
             say(end=number, refused=str(error))
             continue
         except Exception as error:
-            found = [f"{type(error).__name__}: {error}", traceback.format_exc(limit=-6)]
+            say(end=number, problems=[f"{type(error).__name__}: {error}", traceback.format_exc(limit=-6)])
+            if cuda:
+                break  # the device may be unusable from here on
+            continue
         say(end=number, problems=found)
     sys.stdout.flush()
-    if "NOEXIT" not in os.environ: os._exit(0)  # arrays in guarded memory may outlive what frees them
+    os._exit(0)  # arrays in guarded memory may outlive what frees them
 
 
 def say(**line: Any) -> None:

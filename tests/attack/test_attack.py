@@ -1,0 +1,142 @@
+"""A part of the fuzzer's work for every change: fixed seeds, and one of the day."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from . import campaign, draw
+
+TODAY = datetime.date.today().toordinal()
+CALLS = 120
+EMULATED = 6
+ON_DEVICE = int(os.environ.get("FLASHKIT_ATTACK") or 100)
+
+
+def lanes_here() -> int:
+    from flashkit.devices import host
+
+    return host.lanes_of(host.cpu_features())
+
+
+def attack(settings: campaign.Settings, seed: int, calls: int) -> campaign.Tally:
+    """The calls; the test fails with the first findings and the commands that repeat them."""
+    tally = campaign.Tally()
+    for found in campaign.numbered(settings, seed, 0, calls, tally):
+        found["repeat"] = campaign.command(settings, found["choice"])
+        tally.findings.append(found)
+    assert not tally.findings, json.dumps(tally.findings[:3], indent=1)
+    assert tally.calls == calls
+    return tally
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, TODAY], ids=["fixed", "today"])
+@pytest.mark.parametrize(("lanes", "bf16"), [(4, ""), (8, ""), (16, ""), (8, "emulate")])
+def test_random_calls(lanes: int, bf16: str, seed: int) -> None:
+    if lanes > lanes_here():
+        pytest.skip(f"this CPU has no vectors of {lanes} float32")
+    fixed = {"dtype": "bfloat16"} if bf16 else {}
+    tally = attack(campaign.Settings(lanes=str(lanes), bf16=bf16, graphs=8, fixed=fixed), seed + lanes, CALLS)
+    assert tally.refused == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "generation"), [("cupy_raw", "simt"), ("cupy_raw", "sm80"), ("cupy_raw", "sm90")])
+def test_random_calls_on_the_emulated_device(backend: str, generation: str) -> None:
+    if not find_spec("cuda") or find_spec("cupy"):
+        pytest.skip("for machines with cuda-bindings and without CuPy")
+    tensor_cores = {} if generation == "simt" else {"dtype": "float16", "dims": "64"}
+    settings = campaign.Settings(
+        backend, generation=generation, emulated="3", graphs=2,
+        fixed={"sizes": "70x90", "heads": "2:1", "batch": "1", **tensor_cores},
+    )  # fmt: skip
+    tally = attack(settings, 2, EMULATED)
+    assert tally.refused < EMULATED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cupy_raw", "numba_cuda"])
+@pytest.mark.parametrize("generation", ["simt", "sm80", "sm90"])
+def test_random_calls_on_a_device(backend: str, generation: str) -> None:
+    """FLASHKIT_ATTACK says how many."""
+    from flashkit import dispatch
+
+    found = dispatch.registry()[backend]
+    if not (verdict := found.available()):
+        pytest.skip(f"{backend}: {verdict.reason}")
+    if generation not in [each.name for each in found.generations]:  # type: ignore[attr-defined]
+        pytest.skip(f"the device has no {generation}")
+    graphs = 20 if backend == "cupy_raw" else 4
+    attack(campaign.Settings(backend, generation=generation, graphs=graphs), TODAY, ON_DEVICE)
+
+
+# --- the fuzzer itself ------------------------------------------------------------------------------------------------
+
+
+def test_a_call_follows_from_its_seed_and_number() -> None:
+    pool = draw.pool(3, 20, cuda=False)
+    assert pool == draw.pool(3, 20, cuda=False) != draw.pool(4, 20, cuda=False)
+    calls = [draw.call(3, n, pool) for n in range(200)]
+    assert calls == [draw.call(3, n, pool) for n in range(200)]
+    assert len({json.dumps(choice) for choice in calls}) == 200
+    assert {choice["hostile"] for choice in calls} > {"no", "integers", "writer"}
+    assert all(draw.PLAIN.keys() >= choice.keys() for choice in calls)
+
+
+PROBES = {
+    "a read past the end": ("ctypes.string_at(x.ctypes.data + x.nbytes, 1)", False),
+    "a read past the end of a view": ("ctypes.string_at(x[1:, 5:7].ctypes.data + 2 * 56, 57)", False),
+    "a write to an input": ("ctypes.memset(x.ctypes.data, 0, 1)", True),
+    "a read of what is gone": ("at = x.ctypes.data; del x; np.empty(1); ctypes.string_at(at, 1)", False),
+}
+
+
+@pytest.mark.parametrize("what", PROBES)
+def test_guarded_memory_ends_the_process(what: str) -> None:
+    """Each probe in a process of its own, at the guarded end."""
+    probe, read_only = PROBES[what]
+    text = f"""
+import ctypes, numpy as np
+from contextlib import nullcontext
+from attack.memory import GUARD, guarded
+with guarded(1):
+    GUARD.random.random = lambda: 0.0
+    x = np.ones((3, 7))
+    assert ctypes.string_at(x.ctypes.data + x.nbytes - 1, 1)
+    with GUARD.read_only() if {read_only} else nullcontext():
+        print("so far", flush=True)
+        {probe}
+"""
+    environment = campaign.Settings().environment()
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment)
+    assert done.stdout == "so far\n" and done.returncode < 0, done.stderr
+
+
+def test_guarded_memory_tells_of_writes_beside_an_array() -> None:
+    import ctypes
+
+    import numpy as np
+
+    from .memory import GUARD, guarded
+
+    with guarded(5):
+        arrays = [np.zeros(11) for _ in range(8)]
+        assert GUARD.seen_damage() == []
+        for x in arrays:
+            if x.ctypes.data % 4096:
+                ctypes.memset(x.ctypes.data - 1, 0, 1)
+                assert GUARD.seen_damage() == ["bytes before an array of 88 bytes were written"]
+                ctypes.memset(x.ctypes.data - 1, 255, 1)
+            else:
+                ctypes.memset(x.ctypes.data + x.nbytes, 0, 1)
+                assert GUARD.seen_damage() == ["bytes after an array of 88 bytes were written"]
+                ctypes.memset(x.ctypes.data + x.nbytes, 255, 1)
+        del x, arrays
+    assert GUARD.seen_damage() == []
