@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from unittest import mock
 
 import cases
 import numpy as np
 
 import flashkit
+from flashkit import reference
 from flashkit.call.arguments import prepare
 
 from . import draw, hostile
@@ -144,7 +146,8 @@ def wrong(call: cases.Call, named: dict[str, np.ndarray]) -> list[str]:
     exact = cases.computed(*given, np.float64)
     got = cases.Results(**{name: named.get(name, getattr(exact, name)) for name in cases.NAMES})
     if call.choice["data"] == "nonfinite":
-        return misplaced(got, exact)
+        with mock.patch.object(reference, "softmax", softmax_without_small):
+            return misplaced(got, exact, cases.computed(*given, np.float64))
     allowed = cases.Yardstick(call.choice["dtype"]).tolerance(cases.magnitudes(*given))
     for draws in DRAWS:
         ratios = in_units(call, got, exact, allowed)
@@ -166,18 +169,28 @@ def in_units(call: cases.Call, got: cases.Results, exact: cases.Results, allowed
     return {name: ratio / leeway for name, ratio in cases.ratios(got, exact, allowed).items()}
 
 
-def misplaced(got: cases.Results, exact: cases.Results) -> list[str]:
-    """Numbers that are finite where the definition's are not, or the reverse, in out and the log-sum-exp."""
+def misplaced(got: cases.Results, exact: cases.Results, without_small: cases.Results) -> list[str]:
+    """Whether out or the log-sum-exp is finite where the definition's is not, or the reverse. Small weights count as 0
+    or not, as numerics.md says, so a NaN that they alone see may be in a result or not.
+    """
     found = []
     for name in ("out", "lse"):
-        x, right = getattr(got, name).astype(np.float64), getattr(exact, name)
-        if not np.array_equal(np.isfinite(x), np.isfinite(right)):
+        x, most, least = (np.isfinite(getattr(each, name).astype(np.float64)) for each in (got, without_small, exact))
+        if (x & ~most).any() or (~x & least).any():
             found.append(f"{name} is finite elsewhere than by the definition")
     return found
 
 
+def softmax_without_small(s: np.ndarray, sink: Any) -> tuple[np.ndarray, np.ndarray]:
+    """reference.softmax, where weights that float32 may take for 0 are 0."""
+    p, lse = _softmax(s, sink)
+    return np.where(p < SMALL, 0, p), lse
+
+
+_softmax = reference.softmax
+SMALL = 1e-30
+
+
 def environment(name: str, value: str) -> AbstractContextManager[Any]:
     """A variable set within the block."""
-    from unittest import mock
-
     return mock.patch.dict(os.environ, {name: value})

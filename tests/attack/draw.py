@@ -151,8 +151,9 @@ PLAIN: Choice = cases.PLAIN | OWN
 
 
 def split(choice: Choice) -> tuple[Choice, dict[str, Any]]:
-    """A choice for cases.build, and the rest."""
-    return {f: x for f, x in choice.items() if f not in OWN}, {f: choice.get(f, x) for f, x in OWN.items()}
+    """A choice for cases.build, and the rest; in one order, since a call's random numbers follow from it."""
+    known, own = ({f: choice.get(f, x) for f, x in levels.items()} for levels in (cases.PLAIN, OWN))
+    return known, own
 
 PLAIN_GRAPH: Choice = {factor: PLAIN[factor] for factor in COMPILED}
 """No feature that code is generated for."""
