@@ -468,7 +468,8 @@ def features(choice: Choice, rng: np.random.Generator, batch: int, heads: int, n
     elif choice["kv_lengths"] == "any":
         options["kv_lengths"] = rng.integers(0, n_k + 1, batch)
     if choice["kv_lengths"] != "no" and (options["kv_lengths"] < n_q).any():
-        options.setdefault("q_offset", options["kv_lengths"] - n_q)  # the default, which has to be given where negative
+        # The default, which has to be given where it is negative.
+        options.setdefault("q_offset", options["kv_lengths"] - n_q)
     if choice["dropout"] == "yes":
         options |= {"dropout_p": 0.25, "seed": int(rng.integers(2**62))}
     if choice["sinks"] == "yes":

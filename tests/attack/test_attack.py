@@ -5,16 +5,19 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shlex
 import subprocess
 import sys
+import types
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from . import campaign, draw
 
 TODAY = datetime.date.today().toordinal()
-CALLS = 120
+CALLS = 100
 EMULATED = 6
 ON_DEVICE = int(os.environ.get("FLASHKIT_ATTACK") or 100)
 
@@ -25,10 +28,10 @@ def lanes_here() -> int:
     return host.lanes_of(host.cpu_features())
 
 
-def attack(settings: campaign.Settings, seed: int, calls: int) -> campaign.Tally:
+def attack(settings: campaign.Settings, seed: int, calls: int, first: int = 0) -> campaign.Tally:
     """The calls; the test fails with the first findings and the commands that repeat them."""
     tally = campaign.Tally()
-    for found in campaign.numbered(settings, seed, 0, calls, tally):
+    for found in campaign.numbered(settings, seed, first, first + calls, tally):
         found["repeat"] = campaign.command(settings, found["choice"])
         tally.findings.append(found)
     assert not tally.findings, json.dumps(tally.findings[:3], indent=1)
@@ -37,14 +40,20 @@ def attack(settings: campaign.Settings, seed: int, calls: int) -> campaign.Tally
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, TODAY], ids=["fixed", "today"])
-@pytest.mark.parametrize(("lanes", "bf16"), [(4, ""), (8, ""), (16, ""), (8, "emulate")])
-def test_random_calls(lanes: int, bf16: str, seed: int) -> None:
+@pytest.mark.parametrize(("lanes", "bf16"), [(4, ""), (8, ""), (16, ""), (16, "emulate")])
+def test_random_calls(lanes: int, bf16: str) -> None:
+    """All widths have the same graphs, which are compiled once, and other calls."""
     if lanes > lanes_here():
         pytest.skip(f"this CPU has no vectors of {lanes} float32")
     fixed = {"dtype": "bfloat16"} if bf16 else {}
-    tally = attack(campaign.Settings(lanes=str(lanes), bf16=bf16, graphs=8, fixed=fixed), seed + lanes, CALLS)
-    assert tally.refused == 0
+    settings = campaign.Settings(lanes=str(lanes), bf16=bf16, graphs=8, fixed=fixed)
+    assert attack(settings, 1, CALLS, first=1000 * lanes + 500 * bool(bf16)).refused == 0
+
+
+@pytest.mark.slow
+def test_random_calls_of_the_day() -> None:
+    lanes = [n for n in (4, 8, 16) if n <= lanes_here()]
+    attack(campaign.Settings(lanes=str(lanes[TODAY % len(lanes)]), graphs=8), TODAY, CALLS)
 
 
 @pytest.mark.slow
@@ -88,6 +97,46 @@ def test_a_call_follows_from_its_seed_and_number() -> None:
     assert len({json.dumps(choice) for choice in calls}) == 200
     assert {choice["hostile"] for choice in calls} > {"no", "integers", "writer"}
     assert all(draw.PLAIN.keys() >= choice.keys() for choice in calls)
+
+
+def test_a_finding_is_repeated_by_the_smallest_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a finding does not need is taken away, and the command makes the call that is left."""
+    choice = draw.call(3, 5, draw.pool(3, 20, cuda=False)) | {"causal": "yes", "sizes": "7x9", "layout": "bnhd"}
+    needs = {"causal": "yes", "sizes": "7x9"}
+    monkeypatch.setattr(campaign, "problems_of", lambda _, c: ["wrong"] * (needs.items() <= c.items()))
+    settings = campaign.Settings(lanes="8")
+    smallest, found = campaign.smallest(settings, choice)
+    assert found == ["wrong"]
+    assert {f: x for f, x in smallest.items() if x != draw.PLAIN[f]} == needs | {"seed": choice["seed"]}
+    words = shlex.split(campaign.command(settings, smallest))
+    assert words[:5] == ["python", "-m", "tests.attack", "--backend", "cpu"]
+    assert draw.split(draw.PLAIN | json.loads(words[-1])) == draw.split(smallest)
+
+
+ENDINGS = {"crash": ("os.kill(os.getpid(), 11)", "exit status -11"), "hang": ("time.sleep(600)", "hung for 6 s")}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_a_call_that_ends_its_process_is_a_finding(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the calls after it are made. The clock runs from the moment on when the child hangs."""
+    ending, says = ENDINGS[how]
+    flag, ticks = tmp_path / "hangs", iter(range(1, 20))
+    clock = lambda: next(ticks, 20) if flag.exists() else 0
+    monkeypatch.setattr(campaign, "time", types.SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(campaign, "PATIENCE", 6)
+    child = f"""
+import json, os, pathlib, sys, time
+task = json.loads(sys.argv[-1])
+for n in range(task["first"], task["last"]):
+    print(json.dumps(dict(begin=n, choice=dict(dtype="float32"))), flush=True)
+    if n == 2:
+        pathlib.Path({str(flag)!r}).touch()
+        {ending}
+    print(json.dumps(dict(end=n, problems=[])), flush=True)
+"""
+    settings, tally = campaign.Settings(sanitizer=shlex.join([sys.executable, "-c", child])), campaign.Tally()
+    [found] = campaign.numbered(settings, 0, 0, 5, tally)
+    assert (found["number"], found["problems"][0], tally.calls) == (2, says, 4)
 
 
 PROBES = {
