@@ -33,7 +33,10 @@ class DeviceMemory:
         self.damage: list[str] = []
         self.replaces = hasattr(cupy.cuda, "using_allocator")
         if self.replaces:
-            self.plain = cupy.cuda.memory._malloc if sanitized else cupy.cuda.MemoryPool().malloc
+            self.plain = self._from_driver if sanitized else cupy.cuda.MemoryPool().malloc
+
+    def _from_driver(self, size: int) -> Any:
+        return self.xp.cuda.MemoryPointer(self.xp.cuda.Memory(size), 0)
 
     def allocate(self, size: int) -> Any:
         total = size + 2 * self.margin

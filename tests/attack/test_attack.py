@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import types
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from . import campaign, draw
 
 TODAY = datetime.date.today().toordinal()
 CALLS = 100
-EMULATED = 6
+EMULATED = 4
 ON_DEVICE = int(os.environ.get("FLASHKIT_ATTACK") or 100)
 
 
@@ -61,7 +63,7 @@ def test_random_calls_of_the_day() -> None:
 def test_random_calls_on_the_emulated_device(backend: str, generation: str) -> None:
     if not find_spec("cuda") or find_spec("cupy"):
         pytest.skip("for machines with cuda-bindings and without CuPy")
-    tensor_cores = {} if generation == "simt" else {"dtype": "float16", "dims": "64"}
+    tensor_cores = {} if generation == "simt" else {"dtype": "float16", "dims": "64", "score_mod": "no"}
     settings = campaign.Settings(
         backend, generation=generation, emulated="3", graphs=2,
         fixed={"sizes": "70x90", "heads": "2:1", "batch": "1", **tensor_cores},
@@ -166,6 +168,49 @@ with guarded(1):
     environment = campaign.Settings().environment()
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment)
     assert done.stdout == "so far\n" and done.returncode < 0, done.stderr
+
+
+def test_margins_on_a_device_tell_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a CuPy whose memory is NumPy's."""
+    import numpy as np
+
+    class Pointer:
+        def __init__(self, memory: np.ndarray, at: int = 0) -> None:
+            self.mem, self.at = memory, at
+
+        def __add__(self, n: int) -> Pointer:
+            return Pointer(self.mem, self.at + n)
+
+        def memset(self, value: int, n: int) -> None:
+            self.mem[self.at : self.at + n] = value
+
+    cupy: Any = types.ModuleType("cupy")
+    cupy.cuda = types.SimpleNamespace(
+        MemoryPool=lambda: types.SimpleNamespace(malloc=lambda n: Pointer(np.zeros(n, np.uint8))),
+        using_allocator=lambda _: contextlib.nullcontext(),
+        Device=lambda: types.SimpleNamespace(synchronize=lambda: None),
+    )
+    cupy.uint8, cupy.ndarray = np.uint8, lambda shape, _, memptr: memptr.mem[memptr.at : memptr.at + shape[0]]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    from .device_memory import DeviceMemory
+
+    memory = DeviceMemory(sanitized=False)
+    with memory.guarded(1):
+        array, out = memory.allocate(100), memory.allocate(7)
+        assert (array.mem == 255).all()
+        with memory.read_only(types.SimpleNamespace(data=out)):
+            (out + 3).memset(1, 1)
+        assert memory.seen_damage() == []
+    for at, says in (
+        (5, "an input of 100 bytes was written"),
+        (100, "bytes after an array of 100 bytes were written"),
+        (-1, "bytes before an array of 100 bytes were written"),
+    ):
+        with memory.guarded(1):
+            array = memory.allocate(100)
+            with memory.read_only(None):
+                (array + at).memset(1, 1)
+            assert memory.seen_damage() == [says]
 
 
 def test_guarded_memory_tells_of_writes_beside_an_array() -> None:
