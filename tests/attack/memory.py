@@ -88,15 +88,15 @@ class Guard:
         """Within the block, a write to an array that exists before it, except to `but`, is a segmentation fault."""
         self.give_back()
         spared = None if but is None else _memory_of(but)
-        protected = [(a, inner) for a, (_, inner) in self.blocks.items() if a != spared]
-        for address, inner in protected:
-            _libc.mprotect(_first_page(address), inner, _READ)
+        protected = [(a, block) for a, block in self.blocks.items() if a != spared]
+        for address, block in protected:
+            _libc.mprotect(_first_page(address), block[1], _READ)
         try:
             yield
         finally:
-            for address, inner in protected:
-                if address in self.blocks:
-                    _libc.mprotect(_first_page(address), inner, _READ | _WRITE)
+            for address, block in protected:
+                if self.blocks.get(address) is block:  # and not another one at the place of one that is gone
+                    _libc.mprotect(_first_page(address), block[1], _READ | _WRITE)
 
 
 def _first_page(address: int) -> int:

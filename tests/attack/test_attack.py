@@ -170,6 +170,35 @@ with guarded(1):
     assert done.stdout == "so far\n" and done.returncode < 0, done.stderr
 
 
+def test_read_only_memory_is_writable_again_and_nothing_else() -> None:
+    """An array that is gone within the block leaves its place to another, of another size."""
+    import gc
+
+    import numpy as np
+
+    from .memory import _READ, GUARD, PAGE, _libc, guarded
+
+    with guarded(1):
+        GUARD.random.random = lambda: 1.0  # type: ignore[method-assign]  # at the first page's begin
+        big, kept = np.zeros(4 * PAGE, np.uint8), np.zeros(10)
+        place = big.ctypes.data
+        with GUARD.read_only():
+            del big
+            gc.collect()
+            GUARD.give_back()
+            mapped = _libc.mmap(place, 4 * PAGE, _READ, 0x22, -1, 0)  # what a system puts there: not writable
+            GUARD.blocks[place] = PAGE, PAGE
+        kept[:] = 1
+    del GUARD.blocks[place], GUARD.random.random
+    assert mapped == place
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for line in lines:
+        start, end = (int(x, 16) for x in line.split()[0].split("-"))
+        if start <= place < end:
+            assert line.split()[1] == "r--p", line
+    _libc.munmap(place, 4 * PAGE)
+
+
 def test_margins_on_a_device_tell_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a CuPy whose memory is NumPy's."""
     import numpy as np
