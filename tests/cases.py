@@ -55,7 +55,14 @@ FACTORS: dict[str, tuple[str, ...]] = {
 }
 """What may vary in a call; the first level of each is the plain one."""
 
-PLAIN: dict[str, str] = {factor: levels[0] for factor, levels in FACTORS.items()}
+MORE: dict[str, str] = {"arrays": "packed", "data": "normal"}
+"""What calls of tests/attack/ vary besides: the memory of arrays of modifications (as `stored` has it), and what q, k,
+v and dout hold ("normal", "large", "nonfinite"). These calls also have levels that the pairwise design leaves out:
+other sizes, "three axes, bnhd" and "two axes, bnhd", storage of q/k/v/dout by itself, q_offset as a number, any
+kv_lengths.
+"""
+
+PLAIN: dict[str, str] = {factor: levels[0] for factor, levels in FACTORS.items()} | MORE
 
 
 def with_(**changes: str) -> dict[str, str]:
@@ -261,8 +268,10 @@ class Call:
 def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     """The call that a choice describes; the same for the same choice and seed."""
     rng = np.random.default_rng([seed, *name(choice).encode()])
-    layout, dtype = choice["layout"], numpy_dtype(choice["dtype"])
-    five, tokens_outside = layout.startswith("five"), layout.endswith("bnhd")
+    choice = PLAIN | dict(choice)
+    layout, dtype = choice["layout"].partition(",")[0], numpy_dtype(choice["dtype"])
+    five, two, bnhd = layout == "five axes", layout == "two axes", choice["layout"].endswith("bnhd")
+    tokens_outside = bnhd and not two
     batch_axes = () if layout in ("three axes", "two axes") else (2,) * five + (int(choice["batch"]),)
     batch = int(np.prod(batch_axes))
     heads, heads_kv = map(int, choice["heads"].split(":"))
@@ -271,30 +280,35 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
 
     def to_user(x: np.ndarray) -> np.ndarray:
         """(B, H, N, D) in the caller's axes."""
-        x = x[0, 0] if layout == "two axes" else x.reshape((*batch_axes, *x.shape[1:]))
+        x = x[0, 0] if two else x.reshape((*batch_axes, *x.shape[1:]))
         return x.swapaxes(-3, -2) if tokens_outside else x
 
     def to_plain(x: Any) -> np.ndarray:
         x = to_numpy(x)
         if tokens_outside:
             x = x.swapaxes(-3, -2)
-        return x[None, None] if layout == "two axes" else x.reshape((batch, *x.shape[-3:]))
+        return x[None, None] if two else x.reshape((batch, *x.shape[-3:]))
 
     def rows_to_user(x: np.ndarray) -> np.ndarray:
-        return x[0, 0] if layout == "two axes" else x.reshape((*batch_axes, *x.shape[1:]))
+        return x[0, 0] if two else x.reshape((*batch_axes, *x.shape[1:]))
 
     def rows_to_plain(x: Any) -> np.ndarray:
         return to_numpy(x).reshape((batch, heads, -1))
 
-    def tensor(h: int, n: int, width: int) -> tuple[np.ndarray, Any]:
-        """A random tensor: plain, and as the caller stores it."""
-        x = rng.standard_normal((batch, h, n, width)).astype(dtype)
-        if choice["storage"] == "shared heads":
-            x[:] = x[:, :1]
-        return x, stored(xp, to_user(x), choice["storage"], *((-2, -3) if tokens_outside else (-3, -2)))
+    storage = (choice["storage"].split("/") * 4)[:4]
+    axes = (-2, -3) if tokens_outside else (-3, -2)
 
-    (q, user_q), (k, user_k), (v, user_v) = tensor(heads, n_q, d), tensor(heads_kv, n_k, d), tensor(heads_kv, n_k, dv)
-    dout, user_dout = tensor(heads, n_q, dv)
+    def tensor(h: int, n: int, width: int, how: str) -> tuple[np.ndarray, Any]:
+        """A random tensor: plain, and as the caller stores it."""
+        x = of_kind(choice["data"], rng.standard_normal((batch, h, n, width)), rng).astype(dtype)
+        if how == "shared heads":
+            x[:] = x[:, :1]
+        user = stored(xp, to_user(x), how, *axes)
+        return np.ascontiguousarray(to_plain(user)) if how.startswith("aliased") else x, user
+
+    shapes = (heads, n_q, d), (heads_kv, n_k, d), (heads_kv, n_k, dv), (heads, n_q, dv)
+    tensors = [tensor(*shape, how) for shape, how in zip(shapes, storage)]
+    (q, user_q), (k, user_k), (v, user_v), (dout, user_dout) = tensors
     dlse = user_dlse = None
     if choice["dlse"] == "yes":
         dlse = rng.standard_normal((batch, heads, n_q)).astype(np.float64 if dtype == np.float64 else np.float32)
@@ -312,26 +326,77 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     plain = features(choice, rng, batch, heads, n_q, n_k)
     options = {}
     for key, x in plain.items():
-        pairs_of = key in ("bias", "mask")
-        options[key] = pairwise_to_user(x) if pairs_of else xp.asarray(x) if key in ("alibi_slopes", "sinks") else x
-    if tokens_outside:
+        if key in ("bias", "mask", "alibi_slopes", "sinks"):
+            x = stored(xp, x, choice["arrays"]) if x.ndim else xp.asarray(x)
+            plain[key] = to_numpy(x).copy()
+            options[key] = pairwise_to_user(x) if key in ("bias", "mask") else x
+        elif isinstance(x, mods.Mod) and choice["arrays"] != "packed":
+            arrays = {n: stored(xp, a, choice["arrays"]) for n, a in x.arrays.items()}
+            options[key] = mods.Mod(x.kind, x.expr, x.params, arrays)
+            plain[key] = mods.Mod(x.kind, x.expr, x.params, {n: to_numpy(a).copy() for n, a in arrays.items()})
+        else:
+            options[key] = x
+    if choice["kv_lengths"] == "any":  # what lies behind a length does not exist
+        for user, how in ((user_k, storage[1]), (user_v, storage[2])):
+            for b, n in enumerate(plain["kv_lengths"]) if not how.startswith(("aliased", "shared")) else ():
+                entry = user[tuple(map(int, np.unravel_index(b, batch_axes)))] if batch_axes else user
+                entry.swapaxes(0, -3 if tokens_outside else -2)[int(n) :] = np.nan
+    if bnhd:
         options["layout"] = "bnhd"
     if choice["out"] != "new":
         empty = np.full((batch, heads, n_q, dv), np.nan, dtype)
-        options["out"] = stored(xp, to_user(empty), "gaps" if "gaps" in choice["out"] else "packed")
+        how = choice["out"] if choice["out"].startswith("strides") else "gaps" if "gaps" in choice["out"] else "packed"
+        options["out"] = stored(xp, to_user(empty), how)
     user = (user_q, user_k, user_v, options, user_dout, user_dlse)
     return Call(choice, *user, {"q": q, "k": k, "v": v, **plain}, dout, dlse, to_plain, rows_to_plain, seed)
 
 
+def of_kind(data: str, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Numbers of a tensor: "normal" leaves them as they are, "large" and "nonfinite" make some so."""
+    if data == "large":
+        return x * 8
+    if data == "nonfinite":
+        x[rng.random(x.shape) < 1 / (x.size + 1)] = rng.choice([np.nan, np.inf, -np.inf])
+    return x
+
+
+def strided(xp: Any, x: np.ndarray, seed: int, aliased: bool) -> Any:
+    """A view of memory that ends with its last element, with random strides: axes in any order, gaps, some axes
+    backwards, the last one contiguous as a rule. aliased: some elements share memory, by strides that are 0 or small.
+    """
+    r = random.Random(seed)
+    order = list(range(x.ndim))
+    last = order.pop()
+    r.shuffle(order)
+    order.insert(len(order) if r.random() < 0.85 else r.randint(0, len(order)), last)
+    strides, extent = [0] * x.ndim, 1
+    for axis in reversed(order):
+        step = extent + (r.choice([0, 0, 1, 3, r.randint(1, 40)]) if axis != last else 0)
+        if aliased and axis != last and r.random() < 0.5:
+            step = r.choice([0, 0, r.randint(1, max(1, extent))])
+        strides[axis] = step
+        extent += step * max(x.shape[axis] - 1, 0)
+    signs = [-1 if r.random() < (0.03 if axis == last else 0.15) else 1 for axis in range(x.ndim)]
+    memory = xp.full(extent, np.nan if x.dtype.kind not in "iub" else 0, x.dtype)
+    view = xp.lib.stride_tricks.as_strided(memory, x.shape, [step * x.itemsize for step in strides])
+    view = view[tuple(slice(None, None, sign) for sign in signs)]
+    view[...] = xp.asarray(x)
+    return view
+
+
 def stored(xp: Any, x: np.ndarray, how: str, head_axis: int = -3, token_axis: int = -2) -> Any:
     """The values of x in another place of memory. What lies between the elements is NaN, so reading it shows."""
+    kind, _, seed = how.partition(" ")
+    if kind in ("strides", "aliased") and seed.isdigit():
+        return strided(xp, x, int(seed), kind == "aliased")
     if how == "shared heads":
         return xp.broadcast_to(xp.asarray(x.take([0], axis=head_axis)), x.shape)
     if how == "swapped":  # heads and tokens, for instance a (B, H, N, D) view of (B, N, H, D)
         return xp.ascontiguousarray(xp.asarray(x).swapaxes(head_axis, token_axis)).swapaxes(head_axis, token_axis)
     if how == "misaligned" and xp is np:
-        memory = np.empty(x.nbytes + 1, np.uint8)[1:]
-        view = memory.view(x.dtype).reshape(x.shape)
+        memory = np.empty(x.nbytes + 1, np.uint8)
+        odd = 1 - memory.ctypes.data % 2
+        view = memory[odd : odd + x.nbytes].view(x.dtype).reshape(x.shape)
         assert not view.flags.aligned or view.size == 0 or x.dtype.itemsize == 1
     elif how == "gaps":
         view = xp.full((*(2 * n for n in x.shape[:-1]), x.shape[-1] + 3), np.nan, x.dtype)[
@@ -359,6 +424,8 @@ def features(choice: Choice, rng: np.random.Generator, batch: int, heads: int, n
         options["q_offset"] = 0
     elif choice["q_offset"] == "array":
         options["q_offset"] = n_k - n_q + rng.integers(-3, 4, batch)
+    elif choice["q_offset"] != "default":
+        options["q_offset"] = int(choice["q_offset"])
     reach = max(n_k * 2 // 3, 1)
     if choice["window"] != "no":
         options["window"] = {"both": (reach, reach // 2), "left": (reach, None), "right": (None, reach // 4)}[
@@ -393,13 +460,16 @@ def features(choice: Choice, rng: np.random.Generator, batch: int, heads: int, n
     if choice["block_mask"] != "no":
         options["block_mask"] = block_mask(choice["block_mask"], rng, batch, heads, n_q, n_k)
     if choice["score_mod"] != "no":
-        options["score_mod"] = score_mod(choice["score_mod"], rng, heads)
+        options["score_mod"] = score_mod(choice["score_mod"], rng, heads, n_k)
     if choice["mask_mod"] != "no":
         options["mask_mod"] = mask_mod(choice["mask_mod"], rng, batch, n_q, n_k)
     if choice["kv_lengths"] == "yes":
         options["kv_lengths"] = rng.integers(n_k // 2, n_k + 1, batch)
-        if (options["kv_lengths"] < n_q).any():  # the default, which has to be given where it is negative
-            options.setdefault("q_offset", options["kv_lengths"] - n_q)
+    elif choice["kv_lengths"] == "any":
+        options["kv_lengths"] = rng.integers(0, n_k + 1, batch)
+    if choice["kv_lengths"] != "no" and (options["kv_lengths"] < n_q).any():
+        # The default, which has to be given where it is negative.
+        options.setdefault("q_offset", options["kv_lengths"] - n_q)
     if choice["dropout"] == "yes":
         options |= {"dropout_p": 0.25, "seed": int(rng.integers(2**62))}
     if choice["sinks"] == "yes":
@@ -427,7 +497,7 @@ def block_mask(kind: str, rng: np.random.Generator, batch: int, heads: int, n_q:
     return flashkit.BlockMask.strided(n_q, n_k, stride=3, block=16)
 
 
-def score_mod(kind: str, rng: np.random.Generator, heads: int) -> Any:
+def score_mod(kind: str, rng: np.random.Generator, heads: int, n_k: int) -> Any:
     def plain(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return flashkit.where((q + k) % 3 == 0, s * 0.5, s - 0.01 * abs(q - k))
 
@@ -437,17 +507,38 @@ def score_mod(kind: str, rng: np.random.Generator, heads: int) -> Any:
     def by_distance(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any, reach: Any) -> Any:
         return s + table[flashkit.clip(q - k, -reach, reach) + reach]
 
+    def by_array(s: Any, b: Any, h: Any, q: Any, k: Any, *, table: Any, index: Any) -> Any:
+        return s + table[index[k]]
+
+    if kind.startswith("random"):
+        return random_mod("score", int(kind.split()[1]))
     if kind == "plain":
         return plain
+    if kind == "array by array":
+        index = rng.integers(0, 7, max(n_k, 1)).astype(rng.choice([np.int8, np.uint16, np.int32, np.int64]))
+        return mods.score(by_array, table=rng.standard_normal(7).astype(np.float32), index=index)
     if kind == "array by head":
         return mods.score(by_head, gains=rng.uniform(0.5, 1.5, heads).astype(np.float32))
     return mods.score(by_distance, table=rng.standard_normal(21).astype(np.float32), reach=10)
+
+
+def random_mod(kind: Any, seed: int) -> mods.Mod:
+    """A graph of random_exprs.py. Its values stay small where positions are."""
+    import random_exprs
+
+    r = random.Random(seed)
+    graph = (random_exprs.smooth if kind == "score" else random_exprs.boolean)(r, r.randint(1, 4)).graph
+    names = {node.value for node in expr.walk([graph]) if node.op in ("param", "load")}
+    params = {n: x for n, x in random_exprs.PARAMS.items() if n in names}
+    return mods.Mod(kind, graph, params, {n: x for n, x in random_exprs.ARRAYS.items() if n in names})
 
 
 def mask_mod(kind: str, rng: np.random.Generator, batch: int, n_q: int, n_k: int) -> Any:
     def kept(b: Any, h: Any, q: Any, k: Any, *, keep: Any) -> Any:
         return keep[b, k]
 
+    if kind.startswith("random"):
+        return random_mod("mask", int(kind.split()[1]))
     if kind == "plain":
         return lambda b, h, q, k: (7 * k + 3 * q + h) % 5 != 0
     if kind == "array":
@@ -509,12 +600,16 @@ def definition(*tensors: Any, **options: Any) -> tuple[tuple[np.ndarray, np.ndar
     return reference.standard(problem.spec, operands), gradients
 
 
-def expected(call: Call) -> tuple[Results, Results]:
-    """The definition's results, and the tolerance for each of them (see `Yardstick`)."""
+def expected(call: Call, draws: int | None = None) -> tuple[Results, Results]:
+    """The definition's results, and the tolerance for each of them (see `Yardstick`).
+
+    The greatest error in a few dozen rows is luck: where there are few, more calls are drawn to measure it, or as many
+    as draws says.
+    """
     yardstick = Yardstick(call.choice["dtype"])
-    # The greatest error in a few dozen rows is luck: where there are few, more calls are drawn to measure it.
     rows = call.plain_dout[..., 0].size
-    for draw in range(next(n for most, n in ((100, 24), (500, 8), (1500, 2), (rows + 1, 1)) if rows < most)):
+    by_rows = next(n for most, n in ((100, 24), (500, 8), (1500, 2), (rows + 1, 1)) if rows < most)
+    for draw in range(by_rows if draws is None else draws):
         drawn = build(call.choice, seed=call.seed + draw) if draw else call
         problem, operands, _ = prepare(**drawn.plain)
         results = yardstick.measure(problem.spec, operands, drawn.plain_dout, drawn.plain_dlse)

@@ -105,7 +105,11 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def base(self) -> Any:
-        return self if self._view.base is not None else None
+        """All of the memory that this is a part of, None where it is all of it."""
+        start, size = self._memory.start, self._memory.size
+        if self._view.nbytes == size:
+            return None
+        return ndarray._of(DEVICE.memory.bytes[start : start + size].view(self.dtype), self._memory)
 
     def get(self, *_: Any, **__: Any) -> np.ndarray:
         return self._host().copy()
@@ -185,6 +189,13 @@ def empty_like(x: Any, dtype: Any = None, **_: Any) -> ndarray:
 
 def asnumpy(x: Any) -> np.ndarray:
     return _unwrapped(x).copy()
+
+
+def _as_strided(x: ndarray, shape: Any, strides: Any) -> ndarray:
+    return ndarray._of(np.lib.stride_tricks.as_strided(x._view, shape, strides), x._memory)
+
+
+lib = types.SimpleNamespace(stride_tricks=types.SimpleNamespace(as_strided=_as_strided))
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,8 @@ from flashkit import dispatch
 from flashkit.devices import profiles
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
+AT_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+FILES = [ROOT / name for name in AT_ROOT] + sorted(ROOT.glob("docs/**/*.md"))
 SLOW = {"README.md", "docs/mods.md", "docs/numerics.md", "docs/howto.md", "docs/coming-from.md"}
 """Documents whose blocks take over two seconds where no kernel is in the cache yet."""
 
@@ -194,6 +195,19 @@ def test_paths_exist(file: Path) -> None:
     for code in inline_code(file):
         if re.fullmatch(rf"({FOLDERS})/[\w./-]*", code) and not re.search(r"\.jsonl$", code):
             assert (ROOT / code).exists(), f"{relative(file)}: {code}"
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    """Each row of docs/promises.md: files of tests, or file::test."""
+    rows = [row for row in prose(ROOT / "docs" / "promises.md").splitlines() if row.startswith("| ")]
+    promises = [row for row in rows if row != "| promise | held by |"]
+    assert len(promises) >= 20
+    for row in promises:
+        tests = re.findall(r"`(tests/[\w./]+\.py)(?:::(\w+))?`", row.split("|")[2])
+        assert tests, row
+        for path, name in tests:
+            assert (ROOT / path).is_file(), row
+            assert not name or f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), row
 
 
 def test_the_table_of_places_names_files_that_exist() -> None:

@@ -274,7 +274,9 @@ def sigmoid(x: Any) -> Expr:
     >>> mod.evaluate(b=0, h=0, q=0, k=0, s=[0.0, 1.0])
     array([0.5       , 0.73105858])
     """
-    return 1.0 / (1.0 + exp(-to_float(x)))
+    x = to_float(x)
+    e = exp(where(x >= 0.0, -x, x))  # at most 1: nothing overflows, here and in the derivative
+    return where(x >= 0.0, 1.0, e) / (1.0 + e)
 
 
 def sin(x: Any) -> Expr:

@@ -1,0 +1,196 @@
+"""One call: made, run, repeated, and compared with the definition. Returns what is wrong with it, in words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from unittest import mock
+
+import cases
+import numpy as np
+
+import flashkit
+from flashkit import reference
+from flashkit.call.arguments import prepare
+
+from . import draw, hostile
+
+DRAWS = (1, 24, 200)
+"""Calls that the error of plain computation is measured on, where the ones before do not suffice."""
+
+HOPELESS = 100.0
+"""An error in units of the tolerance that no luck explains."""
+
+
+LEEWAY = {"float64": 2.0}
+"""By dtype, 1 for others: the tolerance of float64 is scaled from float32, whose functions have other errors."""
+
+
+class Memory(Protocol):
+    """Guards around the arrays of one library."""
+
+    xp: Any
+
+    def guarded(self, seed: int) -> AbstractContextManager[Any]:
+        """Within the block, arrays of this library are guarded."""
+
+    def read_only(self, but: Any) -> AbstractContextManager[Any]:
+        """Within the block, existing arrays but one must not be written."""
+
+    def seen_damage(self) -> list[str]:
+        """What was written out of bounds since the last call of this."""
+
+
+class Gaps:
+    """Bytes between the elements of an array; they must stay as they are."""
+
+    def __init__(self, array: Any) -> None:
+        base = self.array = array
+        while isinstance(getattr(base, "base", None), type(array)):
+            base = base.base
+        self.memory = base.reshape(-1)
+        self.before = self.memory.copy()
+
+    def changed(self) -> bool:
+        """Whether memory has changed that belongs to no element."""
+        elements = self.array.copy()
+        self.array[...] = 0
+        after = cases.to_numpy(self.memory).tobytes()
+        self.memory[...] = self.before
+        self.array[...] = 0
+        before = cases.to_numpy(self.memory).tobytes()
+        self.array[...] = elements
+        return after != before
+
+
+def problems(choice: draw.Choice, backend: str, memory: Memory) -> list[str]:
+    """What is wrong with a call. UnsupportedError where the backend refuses it."""
+    build, own = draw.split(choice)
+    with environment("FLASHKIT_NUM_THREADS", own["threads"]), flashkit.use_backend(backend):
+        found = []
+        with memory.guarded(int(own["seed"])):
+            call = cases.build(build, memory.xp, int(own["seed"]))
+            call.options["deterministic"] = own["deterministic"] == "yes"
+            if own["hostile"] != "no":
+                hostile.attack(call, own["hostile"], int(own["seed"]))
+                return memory.seen_damage()
+            gaps = Gaps(call.options["out"]) if choice.get("out", "new") not in ("new", "poisoned") else None
+            with memory.read_only(call.options.get("out")):
+                got = results(call, own["passes"])
+                exact_bits = {"out", "lse"} if varies(backend, own) else set(dict(got))
+                for name, x in repeated(call, own["again"], own["passes"]):
+                    if name in exact_bits and dict(got)[name].tobytes() != x.tobytes():
+                        found.append(f"{name} has other bits when the call is repeated ({own['again']})")
+        if gaps is not None and gaps.changed():
+            found.append("the gaps of out were written")
+        del gaps
+        found += memory.seen_damage()
+        if not found:
+            found += wrong(call, dict(got))
+    return found
+
+
+def varies(backend: str, own: dict[str, Any]) -> bool:
+    """Whether gradients may have other bits each time."""
+    return backend not in draw.ON_CPU and own["deterministic"] == "no"
+
+
+Named = list[tuple[str, np.ndarray]]
+"""Results by name, in plain form, as copies."""
+
+
+def results(call: cases.Call, passes: str) -> Named:
+    """Output and log-sum-exp, and, of both passes, the gradients."""
+    wrt = ("q", "k", "v") + (("sinks",) if "sinks" in call.options else ())
+    (out, lse), vjp = flashkit.attention_vjp(call.q, call.k, call.v, return_lse=True, **call.options)
+    found = rows(call, out, lse)
+    if passes == "both":
+        for name, gradient in zip(wrt, vjp(call.dout, call.dlse, wrt=wrt)):
+            like = call.options["sinks"] if name == "sinks" else getattr(call, name)
+            assert (gradient.shape, gradient.dtype) == (like.shape, like.dtype)
+            plain = cases.to_numpy(gradient) if name == "sinks" else call.to_plain(gradient)
+            found.append((f"d{name}", plain.copy()))
+    return found
+
+
+def rows(call: cases.Call, out: Any, lse: Any) -> Named:
+    return [("out", call.to_plain(out).copy()), ("lse", call.rows_to_plain(lse).copy())]
+
+
+def repeated(call: cases.Call, how: str, passes: str) -> Named:
+    """Results of the same call, in another way."""
+    if how == "vjp":
+        return results(call, passes)
+    options = dict(call.options)
+    if how == "plan":
+        out = options.pop("out", None)
+        planned = flashkit.plan(call.q, call.k, call.v, return_lse=True, **options)
+        made: Callable[[], Any] = lambda: planned(call.q, call.k, call.v, out=out)
+    else:
+        made = lambda: flashkit.attention(call.q, call.k, call.v, return_lse=True, **options)
+    return rows(call, *made()) + rows(call, *made())  # the first call makes a plan, the next one finds it
+
+
+def wrong(call: cases.Call, named: dict[str, np.ndarray]) -> list[str]:
+    """The results against the definition, within the tolerance of the conformance tests: an error that is measured, and
+    a rounding unit.
+
+    Measuring takes many times as long as the call. So the unit alone is tried first, then the error of the call itself,
+    and last that of more and more calls that differ in their random numbers: the greatest error of a few rows is luck,
+    and where calls are many, some have no luck.
+    """
+    problem, operands, _ = prepare(**call.plain)
+    given = problem.spec, operands, call.plain_dout, call.plain_dlse
+    exact = cases.computed(*given, np.float64)
+    got = cases.Results(**{name: named.get(name, getattr(exact, name)) for name in cases.NAMES})
+    if call.choice["data"] == "nonfinite":
+        with mock.patch.object(reference, "softmax", softmax_without_small):
+            return misplaced(got, exact, cases.computed(*given, np.float64))
+    allowed = cases.Yardstick(call.choice["dtype"]).tolerance(cases.magnitudes(*given))
+    for draws in DRAWS:
+        ratios = in_units(call, got, exact, allowed)
+        if all(ratio <= 1 for ratio in ratios.values()):
+            return []
+        if any(ratio > HOPELESS for ratio in ratios.values()) and draws > DRAWS[1]:
+            break
+        exact, allowed = cases.expected(call, draws)
+    found = {name: ratio for name, ratio in in_units(call, got, exact, allowed).items() if not ratio <= 1}
+    return [
+        f"{ratio:.3g} times the tolerance: {cases.describe(name, getattr(got, name), getattr(exact, name))}"
+        for name, ratio in found.items()
+    ]
+
+
+def in_units(call: cases.Call, got: cases.Results, exact: cases.Results, allowed: cases.Results) -> dict[str, float]:
+    """Errors in units of what is allowed."""
+    leeway = LEEWAY.get(call.choice["dtype"], 1.0)
+    return {name: ratio / leeway for name, ratio in cases.ratios(got, exact, allowed).items()}
+
+
+def misplaced(got: cases.Results, exact: cases.Results, without_small: cases.Results) -> list[str]:
+    """Whether out or the log-sum-exp is finite where the definition's is not, or the reverse. Small weights count as 0
+    or not, as numerics.md says, so a NaN that they alone see may be in a result or not.
+    """
+    found = []
+    for name in ("out", "lse"):
+        x, most, least = (np.isfinite(getattr(each, name).astype(np.float64)) for each in (got, without_small, exact))
+        if (x & ~most).any() or (~x & least).any():
+            found.append(f"{name} is finite elsewhere than by the definition")
+    return found
+
+
+def softmax_without_small(s: np.ndarray, sink: Any) -> tuple[np.ndarray, np.ndarray]:
+    """reference.softmax, where weights that float32 may take for 0 are 0."""
+    p, lse = _softmax(s, sink)
+    return np.where(p < SMALL, 0, p), lse
+
+
+_softmax = reference.softmax
+SMALL = 1e-30
+
+
+def environment(name: str, value: str) -> AbstractContextManager[Any]:
+    """A variable set within the block."""
+    return mock.patch.dict(os.environ, {name: value})
