@@ -293,7 +293,7 @@ def test_hints_that_change_nothing_are_taken() -> None:
         {"kv_lengths": [3, NK], "mask_mod": lambda b, h, q, k: k > 0},
         {"kv_lengths": [3, NK], "block_mask": BlockMask.from_mod(mods.causal(), NQ, NK)},  # whose positions are fixed
     ],
-    ids=str,
+    ids=["first key", "no keys", "0", "each its own", "no positions", "mask of keys", "block mask"],
 )
 def test_lengths_that_need_no_offset(options: dict[str, Any]) -> None:
     assert attention(**good(), **options).shape == (B, HQ, NQ, DV)
