@@ -40,7 +40,7 @@ def emulated(sms: int = 3) -> Iterator[Device]:
     """Within the block, the process's CUDA device is the emulated one, with this many SMs."""
     from cuda.bindings import driver
 
-    from flashkit.backends.cuda_common import compiler
+    from flashkit.backends.cuda_common import compiler, tensor_maps
     from flashkit.backends.numba_cuda import assemble
 
     from . import cupy
@@ -63,6 +63,7 @@ def emulated(sms: int = 3) -> Iterator[Device]:
         replace(compiler, _is_machine_code=lambda binary: True)  # PTX
         replace(assemble, machine_code=lambda name, texts, arch: ("\f".join(texts).encode(), ""))
         replace(assemble, identity=lambda: ("emulated",))
+        replace(tensor_maps.TileCounters, COUNT=4)  # each is used again soon, so it must have been reset
         _forget()
         cupy.DEVICE.sms = sms
         cupy.DEVICE.seed(1)

@@ -16,6 +16,7 @@ import flashkit
 from flashkit.backends.cuda_common import arguments, compiler
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.launch import KernelArguments, Library
+from flashkit.backends.cupy_raw import sm90_backward
 from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec
 
@@ -41,6 +42,12 @@ CUPY_OFTEN = [
 ]
 """Numba's kernels take long to compile: those of further specifications run where all tests are asked for."""
 
+MODIFIED = [
+    pytest.param(backend, generation, marks=exhaustive if (backend, generation) == ("numba_cuda", "sm90") else [])
+    for backend in BACKENDS
+    for generation in GENERATIONS
+]
+
 HARD_DATA = [
     pytest.param(backend, generation, data, marks=exhaustive if (backend, data) == ("numba_cuda", "NaN") else [])
     for backend in BACKENDS
@@ -48,7 +55,9 @@ HARD_DATA = [
     for data in ("growing", "NaN")
 ]
 
-EACH_UNMASKED = [("numba_cuda", "sm90"), *(each for each in CUPY_OFTEN if each.values != ("numba_cuda", "sm90"))]
+EACH_UNMASKED = [
+    pytest.param(*each.values, marks=exhaustive if each.values == ("numba_cuda", "sm80") else []) for each in EACH
+]
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +69,13 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("backend", "generation"), EACH)
-def test_features(backend: str, generation: str, launched: list[str]) -> None:
-    check(features(generation), backend, deterministic=True)
+def test_features(backend: str, generation: str, device: Device, launched: list[str]) -> None:
+    """And the same bits in another order of events."""
+    first = check(features(generation), backend, deterministic=True)
+    device.seed(2)
+    again = check(features(generation), backend, deterministic=True)
+    for (_, x), (_, y) in zip(first, again, strict=True):
+        np.testing.assert_array_equal(x, y)
     assert generations(launched) == {generation}
 
 
@@ -85,11 +99,13 @@ def test_unmasked(backend: str, generation: str, launched: list[str]) -> None:
 @slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("generation", ["sm80", "simt"])
-@pytest.mark.parametrize("data", ["random", "growing", "NaN"])
-def test_decode(backend: str, generation: str, data: str, device: Device, launched: list[str]) -> None:
-    """One query; on tensor cores with the keys split among CTAs, whose results a second kernel combines."""
+@pytest.mark.parametrize(("data", "n_q"), [("random", 7), ("growing", 9), ("NaN", 1)])
+def test_decode(backend: str, generation: str, data: str, n_q: int, device: Device, launched: list[str]) -> None:
+    """Few queries; on tensor cores with the keys split among CTAs, whose results a second kernel combines."""
     device.sms = 16  # keys are split where that fills the device, and there are many
-    check_forward({**features(generation), "sizes": "1x1100"}, backend, data)
+    if n_q == 9 and (backend, generation) == ("cupy_raw", "sm80"):
+        n_q = 8  # with the packed heads as many rows as a tile for few has
+    check_forward({**features(generation), "sizes": f"{n_q}x1100"}, backend, data)
     assert generations(launched) == {generation}
     assert ("combine" in launched) == (generation == "sm80")
 
@@ -120,12 +136,44 @@ def test_wide_heads(backend: str, generation: str, launched: list[str]) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
+@pytest.mark.parametrize(("backend", "generation"), MODIFIED)
 def test_modifications(backend: str, generation: str, launched: list[str]) -> None:
     choice = cases.with_(
-        dtype="bfloat16", batch="1", heads="4:2", sizes="130x200", dims="64", window="both", softcap="yes",
-        alibi="(Hq,)", bias="full", mask="full", mask_mod="plain", dropout="yes",
+        dtype="bfloat16", batch="1", heads="4:2", sizes="70x130", dims="64", window="both", softcap="yes",
+        alibi="(Hq,)", bias="full", mask="(Hq, Nq, 1)", mask_mod="plain", dropout="yes",
     )  # fmt: skip
+    check(choice, backend)
+    assert generations(launched) == {generation}
+
+
+SLOPED = cases.with_(dtype="bfloat16", batch="2", heads="2:2", sizes="140x330", dims="72/40", causal="yes", alibi="(Hq,)")
+CAPPED = cases.with_(dtype="bfloat16", batch="1", heads="4:2", sizes="140x330", dims="64", softcap="yes", causal="yes")
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+@pytest.mark.parametrize("choice", [SLOPED, CAPPED], ids=["sloped", "capped"])
+def test_affine_scores(choice: cases.Choice, generation: str, launched: list[str]) -> None:
+    """In kernels that have code for them; and head dims that are no multiple of 64."""
+    check(choice, "cupy_raw")
+    check_forward(choice, "cupy_raw", "growing")
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("backend", "generation", "dtype", "dims", "storage"),
+    [
+        ("cupy_raw", "sm80", "float16", "40/24", "gaps"),
+        ("cupy_raw", "simt", "float32", "12/40", "gaps"),
+        ("cupy_raw", "simt", "float64", "7/13", "packed"),
+        ("numba_cuda", "simt", "float32", "7/13", "packed"),
+    ],
+)
+def test_rows_that_are_not_aligned(
+    backend: str, generation: str, dtype: str, dims: str, storage: str, launched: list[str]
+) -> None:
+    choice = {**FEATURES, "dtype": dtype, "dims": dims, "storage": storage, "sizes": "70x170", "batch": "2"}
     check(choice, backend)
     assert generations(launched) == {generation}
 
@@ -158,6 +206,65 @@ def test_more_tiles_than_a_list_holds(backend: str, generation: str, launched: l
     wide = (call.plain[name].astype(np.float64) for name in "qkv")
     right = flashkit.attention(*wide, mask=mask, backend="reference")
     np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("backend", "generation"),
+    [("cupy_raw", "sm80"), ("cupy_raw", "simt"), ("numba_cuda", "simt"), pytest.param("numba_cuda", "sm80", marks=exhaustive)],
+)
+def test_keys_that_are_far_apart(backend: str, generation: str, launched: list[str]) -> None:
+    """More than 1,024 tiles without a pair, after less than 32 with some."""
+    n_k, first, last = 140_000, 2300, 170
+    call = build({**PLAIN, "heads": "1:1", "sizes": f"70x{n_k}", "dims": "8"})
+
+    def mask(b: object, h: object, q: object, k: int) -> object:
+        return (k < first) & (k % 1024 > 900) | (k >= n_k - last)
+
+    out = flashkit.attention(call.q, call.k, call.v, mask_mod=mask, backend=backend)
+    k = np.arange(n_k)
+    q, *kv = (call.plain[name].astype(np.float64) for name in "qkv")
+    right = flashkit.attention(q, *(x[:, :, mask(0, 0, 0, k)] for x in kv), backend="reference")
+    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation}
+
+
+NARROW = {**PLAIN, "heads": "2:1", "dims": "8", "sizes": "70x330"}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_dq_in_order(generation: str, device: Device, launched: list[str]) -> None:
+    """Without a mask: the same bits in another order of events."""
+    found = []
+    for seed in (1, 2):
+        device.seed(seed)
+        found.append(check(NARROW, "cupy_raw", deterministic=True).dq)
+    np.testing.assert_array_equal(*found)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+def test_dq_of_many_key_tiles(generation: str, device: Device, launched: list[str]) -> None:
+    """More than a word of the semaphore has bits."""
+    device.sms = 1
+    check({**NARROW, "sizes": "40x4100"}, "cupy_raw", deterministic=True)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_rows_that_are_prepared_late(
+    fused: bool, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the backward kernel itself, while it runs: it clears dQ, or does the whole preprocess of all but one head."""
+    cases.fused_preprocess(monkeypatch)
+    if not fused:
+        monkeypatch.setattr(sm90_backward, "can_fuse_preprocess", lambda *_: False)
+    check({**PLAIN, "dims": "128", "sizes": "200x130", "heads": "3:3"} if fused else PLAIN, "cupy_raw")
     assert generations(launched) == {generation}
 
 
