@@ -22,8 +22,8 @@ SIMT_FEATURES = {**FEATURES, "dtype": "float32", "sizes": "70x330"}
 
 PLAIN = cases.with_(dtype="bfloat16", batch="1", heads="4:2", sizes="200x330", dims="64", dlse="yes")
 
-GROWTH = {"float64": 16, "float32": 16, "float16": 16, "bfloat16": 60}
-"""Of scores along the keys, in base e: past what a speculative row maximum admits."""
+GROWTH = {"float64": 32, "float32": 32, "float16": 32, "bfloat16": 60}
+"""Of scores along the keys, in base e: past what a speculative row maximum admits, three tiles before."""
 
 LESS = 77
 """By how many keys the first batch entry is shorter than the others' memory."""
@@ -44,9 +44,11 @@ def of_heads(b: object, h: int, q: object, k: int) -> object:
 def build(choice: cases.Choice, data: str = "random") -> cases.Call:
     """A call on the current device.
 
-    With lengths, keys and values behind them are NaN. They lie on the device, where host code cannot check them: one is
-    more than the keys that there are, where all rows see all keys; one is short, so that one key too many counts; and
-    the first half of the rows of the last batch entry sees none, whole warp groups among them. There is `of_heads`.
+    With lengths, there is `of_heads`, and keys and values behind a length are NaN, or finite in the third batch entry.
+    Lengths lie on the device, where host code cannot check them: one is short, so that one key too many counts; one is
+    more than the keys that there are, where all rows see all keys; and half of the rows of the third batch entry, whole
+    warp groups among them, see none.
+
     data: "growing", where the maximum of some of a tile's rows grows from tile to tile, in one direction along the keys
     in the first head and in the other in the last; or "NaN", where a key and its value are NaN and half of the rows do
     not see them.
@@ -77,7 +79,7 @@ def build(choice: cases.Choice, data: str = "random") -> cases.Call:
         on_device["q_offset"] = offsets if choice["dtype"] == "float32" else cupy.asarray(offsets)
         call.options |= on_device
         call.plain |= {"kv_lengths": np.minimum(lengths, n_k), "q_offset": offsets}
-        for b, n in enumerate(call.plain["kv_lengths"]):
+        for b, n in enumerate(call.plain["kv_lengths"][:2]):
             call.k[b, :, n:] = call.v[b, :, n:] = np.nan
         for options in (call.options, call.plain):
             options["mask_mod"] = of_heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import cases
@@ -14,7 +15,11 @@ from flashkit import mods
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, verify
 from flashkit.backends.cuda_common import device as devices
+from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.params import AT
+from flashkit.backends.cuda_common.simt import Simt
+from flashkit.backends.numba_cuda.sm80_decode import Decode
+from flashkit.call.arguments import prepare
 from flashkit.reference import standard, standard_gradients
 from flashkit.spec import AttentionSpec
 
@@ -104,6 +109,26 @@ def test_no_keys(backend: str, generation: str, older: str, launched: list[str])
     assert not out.get().any()
     assert (lse.get() == -np.inf).all()
     assert generations(launched) == {older}
+
+
+@pytest.mark.parametrize("dims", ["8", "136", "256"])
+def test_wide_outputs_of_decoding_are_combined_whole(dims: str, device: Device) -> None:
+    """By a block of threads for each 128 columns of a row."""
+    launches: dict[str, int] = {}
+
+    class Kernels:
+        def __call__(self, *_: Any) -> Any:
+            return self
+
+        def kernel(self, name: str, *_: Any) -> Any:
+            return SimpleNamespace(launch=lambda blocks, *_: launches.update({name: blocks}))
+
+    call = build({**FEATURES, "sizes": "3x300", "dims": dims, "batch": "2"})
+    problem, operands, _ = prepare(call.q, call.k, call.v, **call.options)
+    operands.lse = call.dlse
+    passed = Decode(Kernels(), Simt(Kernels()), problem, devices.current(), None, "")
+    passed.run(Arguments(problem.spec, operands), 0)
+    assert launches["combine"] == 2 * 4 * 3 * -(-int(dims) // 128)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
