@@ -44,14 +44,15 @@ def of_heads(b: object, h: int, q: object, k: int) -> object:
 def build(choice: cases.Choice, data: str = "random") -> cases.Call:
     """A call on the current device.
 
-    With lengths, there is `of_heads`, and keys and values behind a length are NaN, or finite in the third batch entry.
+    With lengths, keys and values behind them are NaN, or finite in the third batch entry; a causal mask has `of_heads`.
     Lengths lie on the device, where host code cannot check them: one is short, so that one key too many counts; one is
     more than the keys that there are, where all rows see all keys; and half of the rows of the third batch entry, whole
     warp groups among them, see none.
 
     data: "growing", where the maximum of some of a tile's rows grows from tile to tile, in one direction along the keys
-    in the first head and in the other in the last; or "NaN", where a key and its value are NaN and half of the rows do
-    not see them.
+    in the first head and in the other in the last; "NaN", where a key and its value are NaN and half of the rows do not
+    see them; or "cancelling", where what two tiles of keys add to a column of dQ is great and cancels, so that the order
+    of the tiles shows in 16 bits.
     """
     import cupy
 
@@ -60,29 +61,32 @@ def build(choice: cases.Choice, data: str = "random") -> cases.Call:
     (batch, heads, n_q, dim), (heads_kv, n_k) = arrays["q"].shape, arrays["k"].shape[1:3]
     if data == "growing":
         b, h, token = np.ogrid[:batch, :heads, :n_q]
-        arrays["q"][..., 0] = ((token // 4 + b) % 2 == 0) * dim**0.5 + 0 * h
+        arrays["q"][..., 0] = ((token // 4 + token // 32 + b) % 2 == 0) * dim**0.5 + 0 * h
         growth = np.linspace(0, GROWTH[choice["dtype"]], n_k)
         arrays["k"][..., 0] = growth
         arrays["k"][:, heads_kv // 2 :, :, 0] = growth[::-1]
     elif data == "NaN":
         key = n_k - LESS - 1 - n_q // 2
         arrays["k"][0, 0, key] = arrays["v"][0, 0, key] = np.nan
+    elif data == "cancelling":
+        arrays["q"][..., 5] = 0
+        for x in (arrays["k"], arrays["v"]):
+            x[:, :, 128:256] = x[:, :, :128]
+        arrays["k"][:, :, :128, 5], arrays["k"][:, :, 128:256, 5], arrays["k"][:, :, 256:, 5] = 1024, -1024, 2.0**-6
     if data != "random":
         for name, x in arrays.items():
             call.plain[name] = x
             getattr(call, name)[...] = cupy.asarray(x)
     if choice["kv_lengths"] == "yes":
         lengths = np.array([n_k - LESS, n_k + 40, 5])[:batch]
-        offsets = np.array([n_k - LESS - n_q, n_k + 40, -(n_q // 2) - 1])[:batch]
-        # Offsets in host memory are copied, lengths there would be checked.
-        on_device = {"kv_lengths": cupy.asarray(lengths)}
-        on_device["q_offset"] = offsets if choice["dtype"] == "float32" else cupy.asarray(offsets)
-        call.options |= on_device
-        call.plain |= {"kv_lengths": np.minimum(lengths, n_k), "q_offset": offsets}
+        call.options["kv_lengths"], call.plain["kv_lengths"] = cupy.asarray(lengths), np.minimum(lengths, n_k)
+        if choice["causal"] == "yes":
+            offsets = np.array([n_k - LESS - n_q, n_k + 40, -(n_q // 2) - 1])[:batch]
+            call.options["q_offset"] = offsets if choice["dtype"] == "float32" else cupy.asarray(offsets)
+            call.plain["q_offset"] = offsets
+            call.options["mask_mod"] = call.plain["mask_mod"] = of_heads
         for b, n in enumerate(call.plain["kv_lengths"][:2]):
             call.k[b, :, n:] = call.v[b, :, n:] = np.nan
-        for options in (call.options, call.plain):
-            options["mask_mod"] = of_heads
     return call
 
 

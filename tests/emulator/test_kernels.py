@@ -71,12 +71,16 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("backend", "generation"), EACH)
 def test_features(backend: str, generation: str, device: Device, launched: list[str]) -> None:
-    """And the same bits in another order of events."""
-    first = check(features(generation), backend, deterministic=True)
-    device.seed(2)
-    again = check(features(generation), backend, deterministic=True)
-    for (_, x), (_, y) in zip(first, again, strict=True):
-        np.testing.assert_array_equal(x, y)
+    """And the same bits in another order of events, where CTAs share a tile of dQ."""
+    check(features(generation), backend, deterministic=True)
+    found = []
+    for seed in (1, 2) if generation != "simt" else ():
+        device.seed(seed)
+        call = build(features(generation), "cancelling")
+        call.options["deterministic"] = True
+        found.append(cases.run(call, backend).dq)
+    for dq in found[1:]:
+        np.testing.assert_array_equal(dq, found[0])
     assert generations(launched) == {generation}
 
 
@@ -147,6 +151,14 @@ def test_modifications(backend: str, generation: str, launched: list[str]) -> No
     assert generations(launched) == {generation}
 
 
+@slow
+@pytest.mark.parametrize(("backend", "generation"), [("cupy_raw", "sm90"), ("numba_cuda", "sm90")])
+def test_lengths_without_a_mask(backend: str, generation: str, launched: list[str]) -> None:
+    """What lies behind them is cleared: there is no fallback for it."""
+    check({**PLAIN, "batch": "3", "sizes": "70x170", "kv_lengths": "yes"}, backend)
+    assert generations(launched) == {generation}
+
+
 SLOPED = cases.with_(
     dtype="float16", batch="2", heads="2:2", sizes="140x330", dims="72/40", causal="yes", alibi="(Hq,)"
 )  # fmt: skip
@@ -214,12 +226,12 @@ def test_more_tiles_than_a_list_holds(backend: str, generation: str, launched: l
 
 @slow
 @pytest.mark.parametrize(
-    ("backend", "generation"), [("cupy_raw", "sm80"), ("cupy_raw", "simt"), ("numba_cuda", "simt")]
+    ("backend", "generation"), [("cupy_raw", "sm90"), ("cupy_raw", "sm80"), ("cupy_raw", "simt"), ("numba_cuda", "simt")]
 )
 def test_keys_that_are_far_apart(backend: str, generation: str, device: Device, launched: list[str]) -> None:
     """More than 1,024 tiles without a pair, after less than 32 with some; then a few."""
-    n_k, device.sms = 140_000, 1  # too few rows for one SM, or the keys would be split
-    call = build({**PLAIN, "heads": "1:1", "sizes": f"{200 if generation == 'sm80' else 70}x{n_k}", "dims": "8"})
+    n_k, device.sms = 140_000, 1  # rows enough for one SM, or the keys would be split
+    call = build({**PLAIN, "heads": "1:1", "sizes": f"{70 if generation == 'simt' else 200}x{n_k}", "dims": "8"})
 
     def mask(b: object, h: object, q: object, k: int) -> object:
         return (k < 2300) & (k % 1024 > 900) | (k > 136_000) & (k < 136_100) | (k >= n_k - 170)
@@ -238,10 +250,13 @@ NARROW = {**PLAIN, "dtype": "float16", "heads": "2:1", "dims": "8", "sizes": "70
 @pytest.mark.parametrize("generation", ["sm90"])
 def test_dq_in_order(generation: str, device: Device, launched: list[str]) -> None:
     """Without a mask: the same bits in another order of events."""
+    check(NARROW, "cupy_raw", deterministic=True)
     found = []
     for seed in (1, 2):
         device.seed(seed)
-        found.append(check(NARROW, "cupy_raw", deterministic=True).dq)
+        call = build(NARROW, "cancelling")
+        call.options["deterministic"] = True
+        found.append(cases.run(call, "cupy_raw").dq)
     np.testing.assert_array_equal(*found)
     check_forward(NARROW, "cupy_raw", "growing")  # weights that float16 does not hold, and no mask that allows for inf
     assert generations(launched) == {generation}
@@ -266,7 +281,7 @@ def test_rows_that_are_prepared_late(
     cases.fused_preprocess(monkeypatch)
     if not fused:
         monkeypatch.setattr(sm90_backward, "can_fuse_preprocess", lambda *_: False)
-    check({**PLAIN, "dims": "128", "sizes": "200x130", "heads": "3:3"} if fused else PLAIN, "cupy_raw")
+    check({**PLAIN, "sizes": "200x130", "heads": "3:3"} if fused else PLAIN, "cupy_raw")
     assert generations(launched) == {generation}
 
 

@@ -58,11 +58,6 @@ FAULTS = (
         "            near = True\n",
     ),
     Fault(
-        "sm80: dS of masked pairs", f"{SM80}/bwd_ds.py",
-        "        ds = both(times_nonzero, p_slope, each(minus_delta, dp, rows, 0))",
-        "        ds = both(times, p_slope, each(minus_delta, dp, rows, 0))",
-    ),
-    Fault(
         "sm80: the order of additions is not kept", f"{SM80}/backward.py",
         "            semaphore_wait(semaphore, missing, add_after, add_end)\n", "",
     ),
