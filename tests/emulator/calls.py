@@ -77,6 +77,9 @@ def build(choice: cases.Choice, data: str = "random") -> cases.Call:
         for name, x in arrays.items():
             call.plain[name] = x
             getattr(call, name)[...] = cupy.asarray(x)
+    if choice["alibi"] == "(Hq,)":  # far keys count most in odd heads, near ones in the others
+        call.plain["alibi_slopes"] = call.plain["alibi_slopes"] * np.float32(-1) ** np.arange(heads, dtype=np.float32)
+        call.options["alibi_slopes"] = cupy.asarray(call.plain["alibi_slopes"])
     if choice["kv_lengths"] == "yes":
         lengths = np.array([n_k - LESS, n_k + 40, 5])[:batch]
         call.options["kv_lengths"], call.plain["kv_lengths"] = cupy.asarray(lengths), np.minimum(lengths, n_k)

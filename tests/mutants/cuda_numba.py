@@ -98,7 +98,10 @@ FAULTS = (
         "sm90: packed heads share the first one's mask", f"{SM90}/tile_scheduler.py",
         "for other in range(1, PACK_GQA):", "for other in range(1, 1):",
     ),
-    Fault("sm90: tile counters are not reset", f"{SM90}/tile_scheduler.py", "== blocks() - 1:", "== blocks():"),
+    Fault(
+        "sm90: tile counters are not reset", f"{SM90}/tile_scheduler.py",
+        "        store(np.int32, p.tile_counter, 0, i32(0))\n", "",
+    ),
     Fault(
         "sm90: backward: keys past the length are seen", f"{SM90}/bwd_softmax.py",
         "i32(row + coord.q_position), inside, coord)\n    return x if key < coord.n_k else HIDDEN",

@@ -73,8 +73,7 @@ FAULTS = (
         "== EMPTY ? PARTIAL << 2 * wg : 0", "== EMPTY ? 0 : 0",
     ),
     Fault(
-        "tile counters are not reset", f"{SM90}/tile_scheduler.cuh",
-        "== gridDim.x - 1) p.tile", "== gridDim.x) p.tile",
+        "tile counters are not reset", f"{SM90}/tile_scheduler.cuh", "p.tile_counter[0] = 0, p.tile_counter[1] = 0;", ";",
     ),
     Fault(
         "tile lists: a group of tiles too far", f"{SM90}/tile_lists.cuh",
