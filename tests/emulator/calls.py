@@ -51,8 +51,8 @@ def build(choice: cases.Choice, data: str = "random") -> cases.Call:
 
     data: "growing", where the maximum of some of a tile's rows grows from tile to tile, in one direction along the keys
     in the first head and in the other in the last; "NaN", where a key and its value are NaN and half of the rows do not
-    see them; or "cancelling", where what two tiles of keys add to a column of dQ is great and cancels, so that the order
-    of the tiles shows in 16 bits.
+    see them; or "cancelling", where two tiles of keys add much to a column of dQ that cancels, so that the order of the
+    tiles shows in 16 bits.
     """
     import cupy
 
@@ -70,9 +70,11 @@ def build(choice: cases.Choice, data: str = "random") -> cases.Call:
         arrays["k"][0, 0, key] = arrays["v"][0, 0, key] = np.nan
     elif data == "cancelling":
         arrays["q"][..., 5] = 0
+        many = n_k - 256  # keys of the third tile; the first one has the same, the one between shows in what order
         for x in (arrays["k"], arrays["v"]):
-            x[:, :, 128:256] = x[:, :, :128]
-        arrays["k"][:, :, :128, 5], arrays["k"][:, :, 128:256, 5], arrays["k"][:, :, 256:, 5] = 1024, -1024, 2.0**-6
+            x[:, :, 256:] = x[:, :, :many]
+        arrays["k"][..., 5] = 2.0**-6
+        arrays["k"][:, :, :many, 5], arrays["k"][:, :, 256:, 5] = 1024, -1024
     if data != "random":
         for name, x in arrays.items():
             call.plain[name] = x

@@ -41,7 +41,7 @@ FAULTS = (
     # forward: masks, sinks, non-finite values
     Fault(
         "packed rows end with the tokens", f"{SM90}/layout.cuh",
-        "(int)p.n_q * PACK_GQA - 1, index", "(int)p.n_q - 1, index",
+        ".n_q * PACK_GQA - 1, index", ".n_q - 1, index",
     ),
     Fault(
         "the end of the keys is not masked", f"{SM90}/score_mod.cuh",
@@ -73,7 +73,8 @@ FAULTS = (
         "== EMPTY ? PARTIAL << 2 * wg : 0", "== EMPTY ? 0 : 0",
     ),
     Fault(
-        "tile counters are not reset", f"{SM90}/tile_scheduler.cuh", "p.tile_counter[0] = 0, p.tile_counter[1] = 0;", ";",
+        "tile counters are not reset", f"{SM90}/tile_scheduler.cuh",
+        "p.tile_counter[0] = 0, p.tile_counter[1] = 0;", ";",
     ),
     Fault(
         "tile lists: a group of tiles too far", f"{SM90}/tile_lists.cuh",
@@ -148,7 +149,7 @@ FAULTS = (
     ),
     Fault(
         "backward: dK of the second chunk goes to the first", f"{SM90}/bwd_epilogue.cuh",
-        "{64 * chunk, at.k0 + first_key", "{0, at.k0 + first_key",
+        "at_column(box, 64 * chunk), target)", "at_column(box, 0), target)",
     ),
     Fault(
         "fused preprocess: statistics of the first 64 rows", f"{SM90}/bwd_fused_preprocess.cuh",
