@@ -27,12 +27,20 @@ import flashkit
 from flashkit import dispatch, mods, reference
 from flashkit.backends.cuda_common import sm80_bwd_launch, verify
 from flashkit.backends.cuda_common.backend import VARIABLE
+from flashkit.backends.cuda_common.fallback import Fallback
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.backends.numba_cuda.backend import NumbaCudaBackend
 
 pytestmark = pytest.mark.gpu
 
 DESIGN = cases.pairwise(FACTORS)
+HOPPER_DESIGN = cases.pairwise({
+    **FACTORS, "dtype": ("bfloat16", "float16"), "sizes": ("130x200", "97x50", "70x330", "300x128"),
+    "dims": ("64", "8", "40", "80", "96", "128", "192/128", "72/40"), "storage": ("packed", "swapped"),
+    "out": ("new", "poisoned"),
+})  # fmt: skip
+"""What Hopper's own kernels take, where most rows of DESIGN go to older ones: their sizes, head dims and strides."""
+
 BACKENDS = CupyRawBackend(), NumbaCudaBackend()
 EVERY = [(backend.name, generation.name) for backend in BACKENDS for generation in backend.generations]
 
@@ -86,6 +94,15 @@ def tensors(*shapes: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> 
 @pytest.mark.parametrize("row", range(len(DESIGN)))
 def test_pairs_of_features(row: int, generation: str) -> None:
     check(DESIGN[row])
+
+
+@pytest.mark.parametrize("row", range(len(HOPPER_DESIGN)))
+def test_pairs_of_features_on_hopper(row: int, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own kernels, none of an older generation."""
+    if generation != "sm90":
+        pytest.skip("other generations take all rows of DESIGN")
+    monkeypatch.setattr(Fallback, "run", lambda *_: pytest.fail("the call went to an older generation"))
+    check(HOPPER_DESIGN[row])
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["preprocess", "fused preprocess"])

@@ -20,7 +20,17 @@ import numpy as np
 import pytest
 
 from flashkit import BlockMask, mods
-from flashkit.backends.cuda_common import compiler, modification, params, simt, sm90_bwd_launch, tensor_maps
+from flashkit.backends.cuda_common import (
+    compiler,
+    l2_swizzle,
+    launch,
+    modification,
+    params,
+    simt,
+    sm90_bwd_launch,
+    sm90_launch,
+    tensor_maps,
+)
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
@@ -568,6 +578,7 @@ def test_sm90_gradients_take_other_modifications_as_their_graphs_say() -> None:
     assert not sm90_backward.takes_affine_path(modified(expr.S * 1.1 - 0.5, dropout=True))
     assert not sm90_backward.takes_affine_path(modified(expr.S * expr.S))
     assert not sm90_backward.takes_affine_path(modified(expr.S + expr.K * 0.5))  # the bias is not of the distance
+    assert not sm90_backward.takes_affine_path(modified(expr.S * (expr.Q * 0.5)))  # each row has a gain of its own
     assert not sm90_backward.takes_affine_path(AttentionSpec("bfloat16", 64, 64))
 
 
@@ -679,6 +690,37 @@ def test_what_the_copy_engine_can_address() -> None:
     assert not addressable(1 << 20, 0, 6400, 64)  # one batch entry for all
     assert addressable(1 << 20, 0, 6400, 64, batch=1)
     assert not addressable(1 << 20, 25600, 6400, -64)
+
+
+def test_heads_of_a_group_are_packed_where_they_divide_a_box() -> None:
+    def packed(group: int, n_q: int) -> int:
+        return sm90_launch.packed(Problem(AttentionSpec("float16", 64, 64, group), 1, 2 * group, n_q, 4096))
+
+    assert [packed(group, 70) for group in (1, 2, 3, 6, 8, 64, 128)] == [1, 2, 1, 1, 8, 64, 1]
+    assert packed(2, 257) == 1
+
+
+def test_groups_of_heads_for_the_l2_cache_are_alike() -> None:
+    asked = (10, 4), (8, 100), (7, 1), (7, 0), (9, 8)
+    assert [l2_swizzle.heads_per_l2_group(heads, limit) for heads, limit in asked] == [4, 8, 1, 1, 5]
+
+
+def test_a_grid_has_an_end() -> None:
+    launch.check_grid(0, launch.MAX_GRID)
+    with pytest.raises(ValueError, match="2147483648 tiles are more than a launch takes"):
+        launch.check_grid(1, launch.MAX_GRID + 1)
+
+
+def test_a_binary_depends_on_the_headers_that_it_includes() -> None:
+    text = '#include "a.cuh"\nint x;'
+
+    def made_from(**headers: str) -> str:
+        named = tuple((f"{name}.cuh", text) for name, text in headers.items())
+        return repr(compiler.Source("x", text, named).made_from())
+
+    same = made_from(a='  #include "b.cuh"', b="int b;", c="int c;")
+    assert same == made_from(a='  #include "b.cuh"', b="int b;", c="int d;")
+    assert same != made_from(a='  #include "b.cuh"', b="int d;", c="int c;")
 
 
 def test_products_name_every_sum_once() -> None:

@@ -206,10 +206,12 @@ def test_a_row_whose_kernels_do_not_compile_is_left_with_a_warning(monkeypatch: 
             return "its own tile"
 
     monkeypatch.setattr(CupyRawBackend, "generations", (Compiles("sm80"),))
-    monkeypatch.setattr(backend.verify, "check", lambda *_: None)
+    verified: list[object] = []
+    monkeypatch.setattr(backend.verify, "check", lambda made, *_: verified.append(made))
     schema.forget_warnings()
     with pytest.warns(schema.ProfileWarning, match="<text>:5: not followed.*7 is not a multiple of 8"):
         assert backend.CudaPlan(CupyRawBackend(), LONG, rows(("sm80", 10))).on(HOPPER, "forward") == "its own tile"
+    assert verified == ["its own tile"]
 
 
 # --- what is tuned ----------------------------------------------------------------------------------------------------

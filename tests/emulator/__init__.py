@@ -10,7 +10,8 @@ How a launch runs:
   constants, all by number.
 - `driver` implements the functions of the CUDA driver that flashkit calls, and records the names of launched kernels;
   `cupy` implements what flashkit and its tests use of CuPy. Both enqueue work on the `device`, which runs it when a
-  result is read. CTAs (and clusters) become resident on SMs as shared memory, threads and registers permit.
+  result is read. CTAs (and clusters) become resident on SMs as shared memory, threads and registers permit. While a
+  stream captures, launches and copies go to its graph; memory that is freed meanwhile is gone when the graph runs.
 - `machine` generates the interpreter: the files of `interpreter/`, and a branch for each arithmetic operation that
   kernels use. Numba compiles it once per machine. `operations.txt` lists the arithmetic operations that kernels have
   used so far; an operation beyond these is added, and the interpreter compiled again.
@@ -40,7 +41,7 @@ def emulated(sms: int = 3) -> Iterator[Device]:
     """Within the block, the process's CUDA device is the emulated one, with this many SMs."""
     from cuda.bindings import driver
 
-    from flashkit.backends.cuda_common import compiler
+    from flashkit.backends.cuda_common import compiler, tensor_maps
     from flashkit.backends.numba_cuda import assemble
 
     from . import cupy
@@ -63,6 +64,7 @@ def emulated(sms: int = 3) -> Iterator[Device]:
         replace(compiler, _is_machine_code=lambda binary: True)  # PTX
         replace(assemble, machine_code=lambda name, texts, arch: ("\f".join(texts).encode(), ""))
         replace(assemble, identity=lambda: ("emulated",))
+        replace(tensor_maps.TileCounters, COUNT=2)  # each is used again at once, so it must have been reset
         _forget()
         cupy.DEVICE.sms = sms
         cupy.DEVICE.seed(1)

@@ -22,51 +22,80 @@ SIMT_FEATURES = {**FEATURES, "dtype": "float32", "sizes": "70x330"}
 
 PLAIN = cases.with_(dtype="bfloat16", batch="1", heads="4:2", sizes="200x330", dims="64", dlse="yes")
 
-GROWTH = {"float32": 16, "float16": 16, "bfloat16": 60}
-"""Of scores along the keys, in base e: past what a speculative row maximum admits."""
+GROWTH = {"float64": 32, "float32": 32, "float16": 32, "bfloat16": 60}
+"""Of scores along the keys, in base e: past what a speculative row maximum admits, three tiles before."""
 
 LESS = 77
 """By how many keys the first batch entry is shorter than the others' memory."""
+
+FIRST_KEY = 150
+"""The first key that odd heads see, so that a tile of a packed group is FULL for one head and EMPTY for the other."""
 
 
 def features(generation: str) -> cases.Choice:
     return SIMT_FEATURES if generation == "simt" else FEATURES
 
 
+def of_heads(b: object, h: int, q: object, k: int) -> object:
+    """A mask: odd heads do not see the first keys."""
+    return (h % 2 == 0) | (k >= FIRST_KEY)
+
+
 def build(choice: cases.Choice, data: str = "random") -> cases.Call:
     """A call on the current device.
 
-    With lengths, keys and values behind them are NaN. They lie on the device, where host code cannot check them: one is
-    more than the keys that there are, where all rows see all keys; one is short, so that one key too many counts, and
-    its first rows see none. data: "growing", where a row's maximum grows from tile to tile, or "NaN", where a key and
-    its value are NaN and half of the rows do not see them.
+    With lengths, keys and values behind them are NaN, or finite in the third batch entry; a causal mask has `of_heads`.
+    Lengths lie on the device, where host code cannot check them: one is short, so that one key too many counts; one is
+    more than the keys that there are, where all rows see all keys; and half of the rows of the third batch entry, whole
+    warp groups among them, see none.
+
+    data: "growing", where the maximum of some of a tile's rows grows from tile to tile, in one direction along the keys
+    in the first head and in the other in the last; "NaN", where a key and its value are NaN and half of the rows do not
+    see them; or "cancelling", where two tiles of keys add much to a column of dQ that cancels, so that the order of the
+    tiles shows in 16 bits.
     """
     import cupy
 
     call = cases.build(choice, cupy)
     arrays = {name: call.plain[name].copy() for name in "qkv"}
-    n_q, n_k = arrays["q"].shape[2], arrays["k"].shape[2]
+    (batch, heads, n_q, dim), (heads_kv, n_k) = arrays["q"].shape, arrays["k"].shape[1:3]
     if data == "growing":
-        arrays["q"][..., 0] = arrays["q"].shape[3] ** 0.5
-        arrays["k"][..., 0] = np.linspace(0, GROWTH[choice["dtype"]], n_k)
+        b, h, token = np.ogrid[:batch, :heads, :n_q]
+        arrays["q"][..., 0] = ((token // 4 + token // 32 + b) % 2 == 0) * dim**0.5 + 0 * h
+        growth = np.linspace(0, GROWTH[choice["dtype"]], n_k)
+        arrays["k"][..., 0] = growth
+        arrays["k"][:, heads_kv // 2 :, :, 0] = growth[::-1]
     elif data == "NaN":
         key = n_k - LESS - 1 - n_q // 2
         arrays["k"][0, 0, key] = arrays["v"][0, 0, key] = np.nan
-    for name, x in arrays.items():
-        call.plain[name] = x
-        getattr(call, name)[...] = cupy.asarray(x)
+    elif data == "cancelling":
+        arrays["q"][..., 5] = 0
+        many = n_k - 256  # keys of the third tile; the first one has the same, the one between shows in what order
+        for x in (arrays["k"], arrays["v"]):
+            x[:, :, 256:] = x[:, :, :many]
+        arrays["k"][..., 5] = 2.0**-6
+        arrays["k"][:, :, :many, 5], arrays["k"][:, :, 256:, 5] = 1024, -1024
+    if data != "random":
+        for name, x in arrays.items():
+            call.plain[name] = x
+            getattr(call, name)[...] = cupy.asarray(x)
+    if choice["alibi"] == "(Hq,)":  # far keys count most in odd heads, near ones in the others
+        call.plain["alibi_slopes"] = call.plain["alibi_slopes"] * np.float32(-1) ** np.arange(heads, dtype=np.float32)
+        call.options["alibi_slopes"] = cupy.asarray(call.plain["alibi_slopes"])
     if choice["kv_lengths"] == "yes":
-        batch = len(arrays["k"])
         lengths = np.array([n_k - LESS, n_k + 40, 5])[:batch]
-        offsets = np.array([n_k - LESS - n_q, n_k + 40, -2])[:batch]
-        call.options |= {"kv_lengths": cupy.asarray(lengths), "q_offset": cupy.asarray(offsets)}
-        call.plain |= {"kv_lengths": np.minimum(lengths, n_k), "q_offset": offsets}
-        for b, n in enumerate(call.plain["kv_lengths"]):
+        call.options["kv_lengths"], call.plain["kv_lengths"] = cupy.asarray(lengths), np.minimum(lengths, n_k)
+        if choice["causal"] == "yes":
+            offsets = np.array([n_k - LESS - n_q, n_k + 40, -(n_q // 2) - 1])[:batch]
+            call.options["q_offset"] = offsets if choice["dtype"] == "float32" else cupy.asarray(offsets)
+            call.plain["q_offset"] = offsets
+            call.options["mask_mod"] = call.plain["mask_mod"] = of_heads
+        for b, n in enumerate(call.plain["kv_lengths"][:2]):
             call.k[b, :, n:] = call.v[b, :, n:] = np.nan
     return call
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _expected(choice: tuple[tuple[str, str], ...], data: str) -> tuple[cases.Results, cases.Results]:
     if data != "NaN":
         return cases.expected(build(dict(choice), data))
@@ -81,16 +110,17 @@ def expected(choice: cases.Choice, data: str = "random") -> tuple[cases.Results,
     return _expected(tuple(choice.items()), data)
 
 
-def check(choice: cases.Choice, backend: str, data: str = "random", deterministic: bool = False) -> None:
+def check(choice: cases.Choice, backend: str, data: str = "random", deterministic: bool = False) -> cases.Results:
     """Both passes against the definition; AssertionError where they differ."""
     call = build(choice, data)
     if deterministic:
         call.options["deterministic"] = True
-    got = cases.run(call, backend)
-    exact, allowed = expected(choice, data)
+    found = cases.run(call, backend)
+    got, (exact, allowed) = found, expected(choice, data)
     if data == "NaN":  # a row whose delta is NaN may make every dK and dV of its tile NaN
         got, exact = (cases.Results(x.out, x.lse, x.dq, x.dq, x.dq, None) for x in (got, exact))
     cases.assert_conforms(got, exact, allowed)
+    return found
 
 
 def check_forward(choice: cases.Choice, backend: str, data: str = "random") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import types
 import weakref
 from typing import Any
@@ -53,7 +55,7 @@ def _wrapped(x: Any, near: tuple[Any, ...] = ()) -> Any:
 
 def _copied(x: np.ndarray) -> ndarray:
     made = ndarray(x.shape, x.dtype)
-    made._view[...] = x
+    DEVICE.copied(made._view, x)
     return made
 
 
@@ -241,28 +243,53 @@ class _Device:
     __hash__ = object.__hash__
 
 
+class _Graph:
+    def __init__(self, recorded: list[Any]) -> None:
+        self._recorded = recorded
+
+    def launch(self, stream: Any = None) -> None:
+        DEVICE.replay(self._recorded)
+
+
 class _Stream:
-    def __init__(self, *_: Any, ptr: int = 0, **__: Any) -> None:
-        self.ptr = ptr
+    """Work runs in the order in which it is enqueued, on whatever stream; all of it is captured while one captures."""
+
+    _numbers, _entered, _capturing = itertools.count(1), threading.local(), 0
+
+    def __init__(self, null: bool = False, **_: Any) -> None:
+        self.ptr = 0 if null else next(self._numbers)
+
+    @classmethod
+    def current(cls) -> _Stream:
+        return (getattr(cls._entered, "streams", None) or [cls.null])[-1]  # type: ignore[attr-defined]
+
+    def begin_capture(self, *_: Any) -> None:
+        DEVICE.flush()
+        DEVICE.recorded, _Stream._capturing = [], self.ptr
+
+    def end_capture(self) -> _Graph:
+        recorded, DEVICE.recorded, _Stream._capturing = DEVICE.recorded, None, 0
+        assert recorded is not None
+        return _Graph(recorded)
 
     def is_capturing(self) -> bool:
-        return False
+        return self.ptr != 0 and self.ptr == self._capturing
 
     def synchronize(self) -> None:
         DEVICE.flush()
 
     def __enter__(self) -> _Stream:
+        vars(self._entered).setdefault("streams", []).append(self)
         return self
 
-    def __exit__(self, *_: Any) -> None: ...
+    def __exit__(self, *_: Any) -> None:
+        self._entered.streams.pop()
 
-    use = __enter__
 
-
-_Stream.null = _Stream()  # type: ignore[attr-defined]
+_Stream.null = _Stream(null=True)  # type: ignore[attr-defined]
 _runtime = types.SimpleNamespace(
     getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: FACTS,
-    streamIsCapturing=lambda stream: False, deviceSynchronize=DEVICE.flush, CUDARuntimeError=RuntimeError,
-    runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
+    streamIsCapturing=lambda stream: stream == _Stream._capturing != 0, deviceSynchronize=DEVICE.flush,
+    CUDARuntimeError=RuntimeError, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
 )  # fmt: skip
-cuda = types.SimpleNamespace(Device=_Device, Stream=_Stream, get_current_stream=_Stream, runtime=_runtime)
+cuda = types.SimpleNamespace(Device=_Device, Stream=_Stream, get_current_stream=_Stream.current, runtime=_runtime)

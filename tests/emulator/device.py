@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -178,6 +179,7 @@ class Device:
         self.memory, self.sms, self.pending = Memory(size), sms, list[Launch]()
         self.base = BASE
         self.launched: list[str] = []  # names of the kernels, in order
+        self.recorded: list[Launch | Callable[[], None]] | None = None  # what a graph captures
         self.info = np.zeros(16, np.int64)
         self.left, self.right = np.zeros((16, 16), np.float32), np.zeros((256, 16), np.float32)  # of a product
         self.scratch = np.zeros(64, np.uint64)
@@ -192,8 +194,26 @@ class Device:
         return self.memory.take(size) + BASE
 
     def enqueue(self, launch: Launch) -> None:
+        if self.recorded is not None:
+            self.recorded.append(launch)
+            return
         self.launched.append(launch.entry.name)
         self.pending.append(launch)
+
+    def copied(self, target: np.ndarray, source: np.ndarray) -> None:
+        """Write to an array of the device, now and whenever a graph that captures this runs."""
+        target[...] = source
+        if self.recorded is not None:
+            self.recorded.append(lambda: target.__setitem__(..., source))
+
+    def replay(self, recorded: list[Launch | Callable[[], None]]) -> None:
+        """Enqueue what a graph has captured."""
+        for each in recorded:
+            if isinstance(each, Launch):
+                self.enqueue(replace(each, begun=0, ended=0, allowed=set()))
+            else:
+                self.flush()
+                each()
 
     def flush(self) -> None:
         launches, self.pending = self.pending, []

@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+from cuda.bindings.driver import CUresult
+
 from . import ptx
 from .cupy import DEVICE
 from .device import BASE, MACHINE, Device, Launch
@@ -29,13 +31,14 @@ class TensorMap:
 class Driver:
     def __init__(self, device: Device) -> None:
         self._device, self._handles = device, list[Any]()
+        self._shared: dict[int, int] = {}  # bytes of dynamic shared memory that kernels may ask for beyond 48 KiB
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """By their names in cuda.bindings.driver."""
         return {
             "cuInit": lambda _: (0,), "cuLibraryLoadData": self._load, "cuLibraryGetKernel": self._kernel,
             "cuLibraryUnload": self._unload,
-            "cuKernelSetAttribute": lambda *_: (0,), "cuLaunchKernel": self._launch,
+            "cuKernelSetAttribute": self._allow, "cuLaunchKernel": self._launch,
             "cuLaunchKernelEx": self._launch_early, "cuTensorMapEncodeTiled": self._encode, "CUfunction": int,
         }  # fmt: skip
 
@@ -60,13 +63,19 @@ class Driver:
         self._handles[library] = None
         return (0,)
 
+    def _allow(self, _: Any, shared: int, function: int, device: int) -> tuple[int]:
+        self._shared[function] = shared
+        return (0,)
+
     def _launch(
         self, function: int, x: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int,
         pointers: int, extra: int, early: bool = False,
-    ) -> tuple[int]:  # fmt: skip
+    ) -> tuple[Any]:  # fmt: skip
         assert y == z == ty == tz == 1
         library, entry = self._handles[function]
         assert self._handles[library] is not None, "a kernel of a library that was unloaded"
+        if shared > max(49152 - entry.shared, self._shared.get(function, 0)):
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         addresses = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
         words = bytearray(sum(entry.parameters[-1]) if entry.parameters else 0)
         for i, (start, size) in enumerate(entry.parameters):

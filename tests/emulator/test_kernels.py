@@ -16,6 +16,8 @@ import flashkit
 from flashkit.backends.cuda_common import arguments, compiler
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.launch import KernelArguments, Library
+from flashkit.backends.cupy_raw import sm90_backward
+from flashkit.backends.cupy_raw import specialise as cupy_raw
 from flashkit.call.arguments import prepare
 from flashkit.spec import AttentionSpec
 
@@ -41,6 +43,12 @@ CUPY_OFTEN = [
 ]
 """Numba's kernels take long to compile: those of further specifications run where all tests are asked for."""
 
+MODIFIED = [
+    pytest.param(backend, generation, marks=exhaustive if (backend, generation) == ("numba_cuda", "sm90") else [])
+    for backend in BACKENDS
+    for generation in GENERATIONS
+]
+
 HARD_DATA = [
     pytest.param(backend, generation, data, marks=exhaustive if (backend, data) == ("numba_cuda", "NaN") else [])
     for backend in BACKENDS
@@ -48,7 +56,9 @@ HARD_DATA = [
     for data in ("growing", "NaN")
 ]
 
-EACH_UNMASKED = [("numba_cuda", "sm90"), *(each for each in CUPY_OFTEN if each.values != ("numba_cuda", "sm90"))]
+EACH_UNMASKED = [
+    pytest.param(*each.values, marks=exhaustive if each.values == ("numba_cuda", "sm80") else []) for each in EACH
+]
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +70,17 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("backend", "generation"), EACH)
-def test_features(backend: str, generation: str, launched: list[str]) -> None:
+def test_features(backend: str, generation: str, device: Device, launched: list[str]) -> None:
+    """And the same bits in another order of events, where CTAs share a tile of dQ."""
     check(features(generation), backend, deterministic=True)
+    found = []
+    for seed in (1, 2) if generation != "simt" else ():
+        device.seed(seed)
+        call = build({**features(generation), "batch": "2", "heads": "2:1"}, "cancelling")
+        call.options["deterministic"] = True
+        found.append(cases.run(call, backend).dq)
+    for dq in found[1:]:
+        np.testing.assert_array_equal(dq, found[0])
     assert generations(launched) == {generation}
 
 
@@ -85,11 +104,13 @@ def test_unmasked(backend: str, generation: str, launched: list[str]) -> None:
 @slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("generation", ["sm80", "simt"])
-@pytest.mark.parametrize("data", ["random", "growing", "NaN"])
-def test_decode(backend: str, generation: str, data: str, device: Device, launched: list[str]) -> None:
-    """One query; on tensor cores with the keys split among CTAs, whose results a second kernel combines."""
+@pytest.mark.parametrize(("data", "n_q"), [("random", 7), ("growing", 9), ("NaN", 1)])
+def test_decode(backend: str, generation: str, data: str, n_q: int, device: Device, launched: list[str]) -> None:
+    """Few queries; on tensor cores with the keys split among CTAs, whose results a second kernel combines."""
     device.sms = 16  # keys are split where that fills the device, and there are many
-    check_forward({**features(generation), "sizes": "1x1100"}, backend, data)
+    if n_q == 9 and (backend, generation) == ("cupy_raw", "sm80"):
+        n_q = 8  # with the packed heads as many rows as a tile for few has
+    check_forward({**features(generation), "sizes": f"{n_q}x1100"}, backend, data)
     assert generations(launched) == {generation}
     assert ("combine" in launched) == (generation == "sm80")
 
@@ -120,12 +141,57 @@ def test_wide_heads(backend: str, generation: str, launched: list[str]) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
+@pytest.mark.parametrize(("backend", "generation"), MODIFIED)
 def test_modifications(backend: str, generation: str, launched: list[str]) -> None:
     choice = cases.with_(
-        dtype="bfloat16", batch="1", heads="4:2", sizes="130x200", dims="64", window="both", softcap="yes",
-        alibi="(Hq,)", bias="full", mask="full", mask_mod="plain", dropout="yes",
+        dtype="bfloat16", batch="1", heads="4:2", sizes="70x130", dims="64", window="both", softcap="yes",
+        alibi="(Hq,)", bias="full", mask="(Hq, Nq, 1)", mask_mod="plain", dropout="yes",
     )  # fmt: skip
+    check(choice, backend)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), [("cupy_raw", "sm90"), ("numba_cuda", "sm90")])
+def test_lengths_without_a_mask(backend: str, generation: str, launched: list[str]) -> None:
+    """What lies behind them is cleared: there is no fallback for it."""
+    check({**PLAIN, "batch": "3", "sizes": "70x170", "kv_lengths": "yes"}, backend)
+    assert generations(launched) == {generation}
+
+
+SLOPED = cases.with_(
+    dtype="float16", batch="1", heads="4:2", sizes="100x330", dims="72/40", causal="yes", alibi="(Hq,)"
+)  # fmt: skip
+CAPPED = {
+    **cases.with_(dtype="bfloat16", batch="1", heads="4:2", sizes="140x330", dims="64", softcap="yes", causal="yes"),
+    "scale": "0.03",  # scores for which kernels take a polynomial
+}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+@pytest.mark.parametrize("choice", [SLOPED, CAPPED], ids=["sloped", "capped"])
+def test_affine_scores(choice: cases.Choice, generation: str, launched: list[str]) -> None:
+    """In kernels that have code for them; and head dims that are no multiple of 64."""
+    check(choice, "cupy_raw")
+    check_forward(choice, "cupy_raw", "growing")
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("backend", "generation", "dtype", "dims", "storage"),
+    [
+        ("cupy_raw", "sm80", "float16", "40/24", "gaps"),
+        ("cupy_raw", "simt", "float32", "12/40", "gaps"),
+        ("cupy_raw", "simt", "float64", "7/13", "packed"),
+        ("numba_cuda", "simt", "float32", "7/13", "packed"),
+    ],
+)
+def test_rows_that_are_not_aligned(
+    backend: str, generation: str, dtype: str, dims: str, storage: str, launched: list[str]
+) -> None:
+    choice = {**FEATURES, "dtype": dtype, "dims": dims, "storage": storage, "sizes": "70x170", "batch": "2"}
     check(choice, backend)
     assert generations(launched) == {generation}
 
@@ -161,33 +227,123 @@ def test_more_tiles_than_a_list_holds(backend: str, generation: str, launched: l
     assert generations(launched) == {generation}
 
 
+@slow
+@pytest.mark.parametrize(
+    ("backend", "generation"), [*(("cupy_raw", generation) for generation in GENERATIONS), ("numba_cuda", "simt")]
+)
+def test_keys_that_are_far_apart(backend: str, generation: str, device: Device, launched: list[str]) -> None:
+    """More than 1,024 tiles without a pair, after less than 32 with some; then a few."""
+    n_k, device.sms = 140_000, 1  # rows enough for one SM, or the keys would be split
+    call = build({**PLAIN, "heads": "1:1", "sizes": f"{70 if generation == 'simt' else 200}x{n_k}", "dims": "8"})
+
+    def mask(b: object, h: object, q: object, k: int) -> object:
+        return (k < 2300) & (k % 1024 > 900) | (k > 136_000) & (k < 136_100) | (k >= n_k - 170)
+
+    out = flashkit.attention(call.q, call.k, call.v, mask_mod=mask, backend=backend)
+    q, *kv = (call.plain[name].astype(np.float64) for name in "qkv")
+    right = flashkit.attention(q, *(x[:, :, mask(0, 0, 0, np.arange(n_k))] for x in kv), backend="reference")
+    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation} and "combine" not in launched
+
+
+NARROW = {**PLAIN, "dtype": "float16", "heads": "2:1", "dims": "8", "sizes": "70x330"}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_dq_in_order(generation: str, device: Device, launched: list[str]) -> None:
+    """Without a mask: the same bits in another order of events."""
+    check(NARROW, "cupy_raw", deterministic=True)
+    found = []
+    for seed in (1, 2):
+        device.seed(seed)
+        call = build(NARROW, "cancelling")
+        call.options["deterministic"] = True
+        found.append(cases.run(call, "cupy_raw").dq)
+    np.testing.assert_array_equal(*found)
+    check_forward(NARROW, "cupy_raw", "growing")  # weights that float16 does not hold, and no mask that allows for inf
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+def test_dq_of_many_key_tiles(generation: str, device: Device, launched: list[str]) -> None:
+    """More than a word of the semaphore has bits."""
+    device.sms = 1
+    check({**NARROW, "sizes": "40x4100"}, "cupy_raw", deterministic=True)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_rows_that_are_prepared_late(
+    fused: bool, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the backward kernel itself, while it runs: it clears dQ, or does the whole preprocess of all but one head."""
+    cases.fused_preprocess(monkeypatch)
+    if not fused:
+        monkeypatch.setattr(sm90_backward, "can_fuse_preprocess", lambda *_: False)
+    check({**PLAIN, "sizes": "200x130", "heads": "3:3"} if fused else PLAIN, "cupy_raw")
+    assert generations(launched) == {generation}
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
-CONVERT = """
+IN_PYTHON = """
 @kernel(32)
-def convert(p):
+def numbers(p):
     for i in range(I(cuda.threadIdx.x), p.n_q, 32):
         store(np.int16, p.out.data, i, narrow(load(np.float32, p.q.data, i)))
         store(np.float32, p.v.data, i, widen(load(np.int16, p.k.data, i)))
+        x, y = load(np.int64, p.dq.data, i), load(np.int64, p.dk.data, i)
+        store(np.int64, p.dv.data, i, x // y if y != 0 else 0)
+        store(np.int64, p.dout.data, i, x % y if y != 0 else 0)
+"""
+
+IN_CUDA = """
+extern "C" __global__ void numbers(KERNEL_PARAMS) {
+    for (int i = threadIdx.x; i < p.n_q; i += 32) {
+        const long long x = ((long long*)p.dq.data)[i], y = ((long long*)p.dk.data)[i];
+        ((storage*)p.out.data)[i] = narrow(((float*)p.q.data)[i]);
+        ((float*)p.v.data)[i] = widen(((storage*)p.k.data)[i]);
+        ((long long*)p.dv.data)[i] = fk_floordiv(x, y), ((long long*)p.dout.data)[i] = fk_mod(x, y);
+    }
+}
 """
 
 
 @slow
-def test_numba_rounds_to_bfloat16_as_numpy_does(device: Device) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_are_those_of_numpy(backend: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding to bfloat16, ties and NaN among them; quotients and remainders of integers of both signs."""
     import cupy
 
     from flashkit.backends.cuda_common.device import current
-    from flashkit.backends.numba_cuda import specialise
-    from flashkit.backends.numba_cuda.compile import PythonSource
 
     rng = np.random.default_rng(0)
-    x = np.concatenate([rng.standard_normal(200) * 10.0 ** rng.integers(-40, 38, 200), [0, -0.0, np.inf, np.nan]])
+    ties = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8])
+    special = [0, -0.0, np.inf, np.nan, np.uint32(0x7FFFFFFF).view(np.float32)]
+    x = np.concatenate([rng.standard_normal(200) * 10.0 ** rng.integers(-40, 38, 200), ties, special])
     right = (x := x.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    number, by = rng.integers(-20, 20, x.size), rng.integers(-4, 5, x.size)
+    number[::3] *= 2**40
     spec = AttentionSpec("bfloat16", 8, 8)
-    text = specialise.text("common/tiles", spec, {"BLOCK_Q": 8, "BLOCK_K": 8}) + CONVERT
-    kernel = Library(compiler.binary(PythonSource("convert", text, 1), "sm_90a")).kernel("convert", current())
+    source: compiler.Compilable
+    if backend == "numba_cuda":
+        from flashkit.backends.numba_cuda import specialise
+        from flashkit.backends.numba_cuda.compile import PythonSource
+
+        text = specialise.text("common/tiles", spec, {"BLOCK_Q": 8, "BLOCK_K": 8}) + IN_PYTHON
+        source = PythonSource("numbers", text, 1)
+    else:
+        headers = (*compiler.headers(cupy_raw.FOLDER), ("numbers.cu", IN_CUDA))
+        monkeypatch.setattr(compiler, "headers", lambda folder: headers)
+        source = cupy_raw.source("numbers", spec, {})
+    kernel = Library(compiler.binary(source, "sm_90a")).kernel("numbers", current())
     arrays = {"q": cupy.asarray(x), "k": cupy.asarray(right.view(np.int16)), "v": cupy.empty(x.shape, np.float32)}
-    arrays["out"] = cupy.empty(x.shape, np.int16)
+    arrays |= {"out": cupy.empty(x.shape, np.int16), "dq": cupy.asarray(number), "dk": cupy.asarray(by)}
+    arrays |= {"dv": cupy.empty_like(number), "dout": cupy.empty_like(number)}
     block = KernelArguments([0] * (arguments.VALUES + 1))
     block.words[arguments.AT["n_q"]] = x.size
     for name, array in arrays.items():
@@ -196,6 +352,9 @@ def test_numba_rounds_to_bfloat16_as_numpy_does(device: Device) -> None:
     rounded = arrays["out"].get().view(ml_dtypes.bfloat16).astype(np.float32)  # its NaN are equal
     np.testing.assert_array_equal(rounded, right.astype(np.float32))
     np.testing.assert_array_equal(arrays["v"].get(), right.astype(np.float32))
+    with np.errstate(divide="ignore"):
+        np.testing.assert_array_equal(arrays["dv"].get(), number // by)
+        np.testing.assert_array_equal(arrays["dout"].get(), number % by)
 
 
 @pytest.mark.parametrize("lengths_on_device", [False, True])

@@ -28,7 +28,7 @@ DEVICE void store_fragment(unsigned target, int row, int key, float x, float y) 
 // Masks the scores of a tile that is not FULL. Positions that do not fit 32 bits are evaluated in a loop, which takes
 // few registers.
 DEVICE void mask_tile(const Params& p, const WorkTile& at, float (&s)[S_TILES][S_KEYS][4], int row0) {
-    const float masked = p.softmax_scale < 0 ? INFINITE : HIDDEN;  // -inf after the multiplication
+    const float masked = (float)p.softmax_scale < 0 ? INFINITE : HIDDEN;  // -inf after the multiplication
     const auto is_visible = [&](auto q0, int i, int half, int key) {
         const int row = row0 + at.row(i, half), k = at.k0 + key;
         if (row >= at.n_q || k >= at.n_k) return false;
@@ -62,7 +62,8 @@ template <bool PLAIN, typename POSITION = int>
 DEVICE void recompute_p(const Params& p, const WorkTile& at, float (&s)[S_TILES][S_KEYS][4],
                     const float (&bwd_lse)[S_TILES][2], AffineScore (&affine)[S_TILES][2], int row0, unsigned target) {
     const Tanh tanh;
-    const float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
+    float scale = (float)(HAS_SCORE ? p.softmax_scale : p.softmax_scale * 1.4426950408889634);
+    if (!HAS_SCORE && scale == 0) scale = 1.1754944e-38f;  // 0 would make NaN of the -inf of a masked pair
 #pragma unroll
     for (int i = 0; i < S_TILES; ++i)
 #pragma unroll

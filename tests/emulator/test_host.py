@@ -1,0 +1,250 @@
+"""What host code decides on the emulated device: which kernels take a call, what a graph keeps, what is verified."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import cases
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit import mods
+from flashkit.backends.cuda_common import backend as cuda_backend
+from flashkit.backends.cuda_common import compiler, verify
+from flashkit.backends.cuda_common import device as devices
+from flashkit.backends.cuda_common.arguments import Arguments
+from flashkit.backends.cuda_common.params import AT
+from flashkit.backends.cuda_common.simt import Simt
+from flashkit.backends.numba_cuda.sm80_decode import Decode
+from flashkit.call.arguments import prepare
+from flashkit.reference import standard, standard_gradients
+from flashkit.spec import AttentionSpec
+
+from .calls import FEATURES, PLAIN, build, check, check_forward, expected, generations
+
+if TYPE_CHECKING:
+    from .device import Device
+
+pytestmark = pytest.mark.slow
+CHECK = verify.check
+"""Before the fixture of the device replaces it."""
+
+
+@pytest.fixture(autouse=True)
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation that a test is parametrized with is the only one that the backend may plan with."""
+    if generation := request.node.callspec.params.get("generation") if hasattr(request.node, "callspec") else None:
+        monkeypatch.setenv(cuda_backend.VARIABLE, generation)
+
+
+# --- which kernels ----------------------------------------------------------------------------------------------------
+
+OLDER = [("cupy_raw", "sm90", "sm80"), ("numba_cuda", "sm80", "simt")]
+
+
+def rows_on_8_bytes(x: np.ndarray, first: int) -> Any:
+    """x on the device, in rows of 8 more elements, from element `first` of these on; or of 4 more."""
+    import cupy
+
+    pitch = 4 if first == 0 else 8
+    memory = cupy.asarray(np.full((*x.shape[:-1], x.shape[-1] + pitch), np.nan, x.dtype))
+    view = memory[..., first : first + x.shape[-1]]
+    view[...] = cupy.asarray(x)
+    return view
+
+
+@pytest.mark.parametrize(("backend", "generation", "older"), OLDER)
+@pytest.mark.parametrize("first", [0, 4], ids=["strides", "addresses"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_rows_on_8_bytes(
+    name: str, first: int, backend: str, generation: str, older: str, launched: list[str]
+) -> None:
+    """They go to older kernels, gradients where dO alone is so."""
+    choice = {**FEATURES, "sizes": "70x130", "batch": "1"}
+    call = build(choice)
+    setattr(call, name, rows_on_8_bytes(getattr(call, name).get(), first))
+    exact, allowed = expected(choice)
+    if name == "dout":
+        cases.assert_conforms(cases.run(call, backend), exact, allowed)
+        assert older in generations(launched)
+    else:
+        out, lse = flashkit.attention(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
+        got = cases.Results(call.to_plain(out), call.rows_to_plain(lse), exact.dq, exact.dk, exact.dv, exact.dsinks)
+        cases.assert_conforms(got, exact, allowed)
+        assert generations(launched) == {older}
+
+
+@pytest.mark.parametrize("storage", ["shared heads", "reversed"])
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_rows_that_tma_does_not_address(storage: str, generation: str, launched: list[str]) -> None:
+    check_forward({**PLAIN, "sizes": "70x130", "storage": storage}, "cupy_raw")
+    assert generations(launched) == {"sm80"}
+
+
+@pytest.mark.parametrize("scale", ["-0.3", "0"])
+def test_scales_that_are_not_positive(scale: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They turn the maximum of a row into its minimum, and -inf of a masked pair or of one past the end into inf."""
+    for backend, generation, older in OLDER:
+        monkeypatch.setenv(cuda_backend.VARIABLE, generation)
+        launched.clear()
+        check_forward({**FEATURES, "sizes": "140x170", "batch": "2", "scale": scale}, backend)
+        if backend == "cupy_raw":
+            check({**PLAIN, "sizes": "140x170", "scale": scale}, backend)
+        assert generations(launched) == {older}
+
+
+@pytest.mark.parametrize(("backend", "generation", "older"), OLDER)
+def test_no_keys(backend: str, generation: str, older: str, launched: list[str]) -> None:
+    call = build({**FEATURES, "sizes": "70x130", "batch": "1", "kv_lengths": "no"})
+    call.options["q_offset"] = 0
+    k, v = call.k[:, :, :0], call.v[:, :, :0]
+    call.options.pop("sinks")
+    out, lse = flashkit.attention(call.q, k, v, return_lse=True, backend=backend, **call.options)
+    assert not out.get().any()
+    assert (lse.get() == -np.inf).all()
+    assert generations(launched) == {older}
+
+
+@pytest.mark.parametrize("dims", ["8", "136", "256"])
+def test_wide_outputs_of_decoding_are_combined_whole(dims: str, device: Device) -> None:
+    """By a block of threads for each 128 columns of a row."""
+    launches: dict[str, int] = {}
+
+    class Kernels:
+        def __call__(self, *_: Any) -> Any:
+            return self
+
+        def kernel(self, name: str, *_: Any) -> Any:
+            return SimpleNamespace(launch=lambda blocks, *_: launches.update({name: blocks}))
+
+    call = build({**FEATURES, "sizes": "3x300", "dims": dims, "batch": "2"})
+    problem, operands, _ = prepare(call.q, call.k, call.v, **call.options)
+    operands.lse = call.dlse
+    passed = Decode(Kernels(), Simt(Kernels()), problem, devices.current(), None, "")
+    passed.run(Arguments(problem.spec, operands), 0)
+    assert launches["combine"] == 2 * 4 * 3 * -(-int(dims) // 128)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("generation", "choice"), [("sm90", PLAIN), ("sm80", {**FEATURES, "sizes": "7x1100"})])
+def test_a_captured_call_replays(generation: str, choice: cases.Choice, device: Device, launched: list[str]) -> None:
+    """With what its arrays then hold; what it allocated is in place, whatever else was freed."""
+    device.sms = 3 if generation == "sm90" else 16
+    call = build(choice)
+
+    def compute() -> list[Any]:
+        out, vjp = flashkit.attention_vjp(call.q, call.k, call.v, backend="cupy_raw", **call.options)
+        return [out, *(vjp(call.dout, call.dlse) if generation == "sm90" else [])]
+
+    import cupy
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        compute()  # compiles
+        stream.begin_capture()
+        results = compute()
+        graph = stream.end_capture()
+        gc.collect()
+        device.flush()
+        launched.clear()
+        for _ in range(2):
+            call.q[...] = call.q[:, ::-1].copy()
+            for x in results:
+                x[...] = np.nan
+            graph.launch()
+            replayed = [x.get() for x in results]
+            for got, right in zip(replayed, compute(), strict=True):
+                np.testing.assert_allclose(got.astype(np.float64), right.get().astype(np.float64), atol=2.0**-5)
+    assert generations(launched) == {generation}
+    assert ("combine" in launched) == (generation == "sm80")
+
+
+def test_a_captured_launch_has_a_tile_counter_of_its_own(device: Device) -> None:
+    import cupy
+
+    from flashkit.backends.cuda_common.tensor_maps import TileCounters
+
+    counters = TileCounters()
+    shared = {counters.next(0) for _ in range(2 * counters.COUNT)}
+    assert len(shared) == counters.COUNT
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        assert counters.next(stream.ptr) not in shared
+        stream.end_capture()
+
+
+def test_a_numpy_array_in_a_captured_call_is_an_error(device: Device) -> None:
+    import cupy
+
+    call = build({**PLAIN, "sizes": "70x70", "dims": "8", "heads": "1:1", "dtype": "float32"})
+    document = mods.document(np.zeros(70, np.int32))
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(ValueError, match="CuPy array fits"):
+                flashkit.attention(call.q, call.k, call.v, mask_mod=document, backend="cupy_raw")
+        finally:
+            stream.end_capture()
+
+
+# --- verification -----------------------------------------------------------------------------------------------------
+
+
+class Computed:
+    """A pass without kernels: it writes what the definition gives, changed by `change`, a function of each result."""
+
+    tile = "its tile"
+
+    def __init__(self, spec: AttentionSpec, direction: str, change: Any) -> None:
+        self.spec, self.direction, self.change = spec, direction, change
+        self.binary = compiler.Binary("none", b"", {})
+        self.libraries = [self]
+
+    def run(self, arguments: Any, stream: int) -> None:
+        from .cupy import DEVICE
+
+        problem = verify.sample_problem(self.spec)
+        out, lse = standard(self.spec, problem)
+        names = {"out": out, "lse": lse}
+        if self.direction == "backward":
+            problem.out, problem.lse = out, lse
+            names = standard_gradients(self.spec, problem, verify._dout(self.spec))._asdict()
+        for name, x in names.items():
+            if x is not None:
+                at = arguments.words[AT[name]] - DEVICE.base
+                x = np.ascontiguousarray(self.change(name, x.astype(np.float32)))
+                DEVICE.memory.bytes[at : at + x.nbytes] = x.view(np.uint8).ravel()
+
+
+RESULTS = [("forward", "out"), ("forward", "lse"), *(("backward", name) for name in ("dq", "dk", "dv", "dsinks"))]
+
+
+@pytest.mark.parametrize(("direction", "name"), RESULTS)
+@pytest.mark.parametrize("wrong", ["one", "all but one", "NaN"])
+def test_a_wrong_element_of_fresh_kernels_is_an_error(
+    direction: str, name: str, wrong: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler.Binary, "checked", False)
+    marked: list[bool] = []
+    monkeypatch.setattr(compiler.Binary, "mark_checked", lambda self: marked.append(True))
+    spec = AttentionSpec("float32", 16, 16, 2, sinks=True)
+
+    def change(which: str, x: np.ndarray) -> np.ndarray:
+        if which == name:
+            if wrong == "all but one":
+                x.flat[1:] += 1
+            else:
+                x.flat[x.size // 2] = np.nan if wrong == "NaN" else x.flat[x.size // 2] + 1
+        return x
+
+    here = devices.current()
+    CHECK(Computed(spec, direction, lambda _, x: x), spec, here, direction)  # type: ignore[arg-type]
+    assert marked == [True]
+    with pytest.raises(verify.MiscompiledError, match=f"{name} of the freshly compiled {direction} pass its tile"):
+        CHECK(Computed(spec, direction, change), spec, here, direction)  # type: ignore[arg-type]
+    assert marked == [True]
+

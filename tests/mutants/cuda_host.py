@@ -1,0 +1,145 @@
+"""Faults in the host code of the CUDA backends: arguments, plans, launches, verification, caches."""
+
+from __future__ import annotations
+
+from . import Fault
+
+TESTS = (
+    "tests/cuda -k 'not numba_tensor and not numba_ptx'",
+    "tests/emulator/test_host.py -k 'not numba_cuda'",
+    "tests/emulator/test_kernels.py -k 'not numba_cuda'",
+    "tests/emulator -k 'numba_cuda and (test_host or decode)'",
+)
+
+COMMON, CUPY, NUMBA = (f"flashkit/backends/{name}" for name in ("cuda_common", "cupy_raw", "numba_cuda"))
+
+FAULTS = (
+    # arguments
+    Fault(
+        "split decoding: strides of partial outputs", f"{COMMON}/arguments.py",
+        "rows * columns, self.n_q * columns, columns]", "rows * columns, columns, columns]",
+    ),
+    Fault(
+        "split decoding: strides of partial log-sum-exps", f"{COMMON}/arguments.py",
+        "rows, self.n_q, 1]", "rows, 1, 1]",
+    ),
+    Fault(
+        "split decoding: no room for partial log-sum-exps", f"{COMMON}/arguments.py",
+        "scratch(numbers * (columns + 1)", "scratch(numbers * columns",
+    ),
+    Fault("any scale counts as positive", f"{COMMON}/arguments.py", "return self.scale > 1e-30", "return True"),
+    Fault(
+        "the first of different offsets is that of all", f"{COMMON}/arguments.py",
+        "offset[0]).all()", "offset[0]).any()",
+    ),
+    Fault(
+        "strides of a modification's arrays are in bytes", f"{COMMON}/arguments.py",
+        "*(stride // itemsize for stride in array.strides)", "*array.strides",
+    ),
+    Fault(
+        "rows on 8 bytes count as aligned", f"{COMMON}/arguments.py",
+        "return joined % 16 == 0", "return joined % 8 == 0",
+    ),
+    Fault(
+        "strides of 8 bytes are whole vectors", f"{COMMON}/arguments.py",
+        "not any(stride % 8 for", "not any(stride % 4 for",
+    ),
+    Fault(
+        "NumPy arrays are copied in a captured call", f"{COMMON}/arguments.py",
+        "if cupy.cuda.get_current_stream().is_capturing():", "if False:",
+    ),
+    # backend
+    Fault(
+        "a bound call takes K for V", f"{COMMON}/backend.py",
+        "q.data.ptr, k.data.ptr, v.data.ptr", "q.data.ptr, k.data.ptr, k.data.ptr",
+    ),
+    Fault("the slowest generation wins", f"{COMMON}/backend.py", "best = max(able", "best = min(able"),
+    Fault(
+        "a bound call trusts the layout of arrays", f"{COMMON}/backend.py",
+        "if _layout(array) != layout:", "if False:",
+    ),
+    Fault(
+        "new kernels are not verified", f"{COMMON}/backend.py",
+        "verify.check(made, self.problem.spec, device, direction)", "pass",
+    ),
+    # verification, launches, caches
+    Fault("one right element verifies a kernel", f"{COMMON}/verify.py", "* scale).all():", "* scale).any():"),
+    Fault("memory of captured calls is freed", f"{COMMON}/launch.py", "_captured.append(memory)", "pass"),
+    Fault(
+        "a captured launch takes a tile counter of others", f"{COMMON}/tensor_maps.py",
+        "if capturing(stream):", "if False:",
+    ),
+    Fault(
+        "grids are checked by their smallest number", f"{COMMON}/launch.py",
+        "if max(tiles) > MAX_GRID", "if min(tiles) > MAX_GRID",
+    ),
+    Fault(
+        "48 KiB of shared memory are all", f"{COMMON}/launch.py",
+        "if shared > _DEFAULT_SHARED_MEMORY:", "if shared > 2 * _DEFAULT_SHARED_MEMORY:",
+    ),
+    Fault(
+        "binaries do not depend on headers", f"{COMMON}/compiler.py",
+        "self.text, _included(self), OPTIONS", "self.text, OPTIONS",
+    ),
+    Fault(
+        "an L2 group may be empty", f"{COMMON}/l2_swizzle.py",
+        "limit = max(1, min(heads, limit))", "limit = min(heads, limit)",
+    ),
+    # passes
+    Fault(
+        "any group is packed", f"{COMMON}/sm90_launch.py",
+        "problem.n_q <= 256 and 64 % group == 0", "problem.n_q <= 256",
+    ),
+    Fault("no keys: Hopper's kernel runs", f"{COMMON}/sm90_launch.py", "return bool(arguments.n_k) and ", "return "),
+    Fault(
+        "semaphores of 3,968 keys for all", f"{COMMON}/sm90_bwd_launch.py",
+        "1 + cluster * -(-tiles_k // _KEY_TILES_PER_WORD)", "1 + cluster",
+    ),
+    Fault(
+        "Hopper's gradients of a scale of 0", f"{COMMON}/sm90_bwd_launch.py",
+        "arguments.n_k and arguments.positive_scale and ", "arguments.n_k and ",
+    ),
+    Fault(
+        "sm80: semaphores of 32 key tiles for all", f"{COMMON}/sm80_bwd_launch.py",
+        "words = -(-tiles_k // 32)", "words = 1",
+    ),
+    Fault(
+        "simt: no block for the last ragged tile", f"{COMMON}/simt.py",
+        "blocks = -(-tokens // block)", "blocks = max(1, tokens // block)",
+    ),
+    # cupy_raw
+    Fault(
+        "sm80: blocks of one head of a packed group", f"{CUPY}/sm80.py",
+        "-(-n_q * self.pack // self.tile.block_q)", "-(-n_q // self.tile.block_q)",
+    ),
+    Fault(
+        "sm90: dropped weights are not in row sums", f"{CUPY}/sm90.py",
+        'spec.dtype != "bfloat16" or spec.dropout:', 'spec.dtype != "bfloat16":',
+    ),
+    Fault(
+        "sm90: deterministic=True is forgotten", f"{CUPY}/sm90_backward.py",
+        "return spec.deterministic or (", "return (",
+    ),
+    Fault(
+        "sm90: gains of rows take the path of one gain", f"{CUPY}/sm90_backward.py",
+        "known.even and known.diagonal", "known.diagonal",
+    ),
+    Fault(
+        "CUDA C++: unused values take no room", f"{CUPY}/modify.py",
+        "        at += entries(slot)\n", "            at += entries(slot)\n",
+    ),
+    # numba_cuda
+    Fault(
+        "Numba's decoding: tiles of one head", f"{NUMBA}/sm80_decode.py",
+        "-(-arguments.n_q * spec.group // ROWS)", "-(-arguments.n_q // ROWS)",
+    ),
+    Fault(
+        "Numba's decoding: wide outputs are combined by half", f"{NUMBA}/sm80_decode.py",
+        "self._column_blocks = -(-spec.head_dim_v // 128)", "self._column_blocks = 1",
+    ),
+    Fault("Numba's sm80: dO may lie anywhere", f"{NUMBA}/sm80.py", '"v", "dout", "dq"', '"v", "dq"'),
+    Fault(
+        "Numba's sm80: the scale may be negative", f"{NUMBA}/sm80.py",
+        "arguments.n_k and arguments.positive_scale", "arguments.n_k",
+    ),
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""Faults in the CUDA kernels in Python."""
+
+from __future__ import annotations
+
+from . import Fault
+
+TESTS = (
+    "tests/cuda/test_numba_cuda.py",
+    "tests/emulator/test_kernels.py -k 'numba_cuda and (simt or numbers)'",
+    "tests/emulator/test_kernels.py -k 'numba_cuda and (sm80 or sm90)'",
+)
+
+ALL, SIMT, SM80, SM90 = (f"flashkit/backends/numba_cuda/kernels/{name}" for name in ("common", "simt", "sm80", "sm90"))
+
+FAULTS = (
+    # common
+    Fault("a sink does not raise the maximum", f"{ALL}/epilogue.py", "greatest = greater(top, sink)", "greatest = top"),
+    Fault(
+        "float16 takes row sums of bfloat16", f"{ALL}/softmax.py",
+        '32768.0 if STORAGE == "float16" else 1e18', "1e18",
+    ),
+    Fault(
+        "walk: a group of tiles too far", f"{ALL}/tiles.py",
+        "chunk = (first_group + lowest_bit(groups)) * 32", "chunk = (first_group + lowest_bit(groups) + 1) * 32",
+    ),
+    Fault(
+        "walk: a tile past the end", f"{ALL}/tiles.py",
+        "(BLOCK_K if walk.along_keys else BLOCK_Q) < walk.n", "(BLOCK_K if walk.along_keys else BLOCK_Q) <= walk.n",
+    ),
+    Fault(
+        "the modification of a masked score", f"{ALL}/tiles.py",
+        "s = modified_score(s, b, h, row, q, k, p)", "s = s",
+    ),
+    # simt
+    Fault(
+        "simt: the sum is without its rescaling", f"{SIMT}/forward.py",
+        "l[i] = l[i] * rescale + total", "l[i] = l[i] + total",
+    ),
+    Fault(
+        "simt: sinks do not raise the maximum", f"{SIMT}/forward.py",
+        "old_max, row_max = row_max, larger(row_max, sink)", "old_max = row_max",
+    ),
+    Fault("simt: masked NaN counts", f"{SIMT}/tile.py", "if x != ZERO:", "if True:"),
+    Fault("simt: the slope of the score is 1", f"{SIMT}/backward.py", "ds *= slope[i, j]", "pass"),
+    Fault(
+        "simt: unaligned rows: columns past the head dim", f"{SIMT}/tile.py",
+        "if left > 1 else ZERO", "if left > 0 else ZERO",
+    ),
+    # sm80
+    Fault(
+        "sm80: a ragged tile is full", f"{SM80}/forward.py",
+        "full = walk.state == FULL and k0 + BLOCK_K <= n_k", "full = walk.state == FULL",
+    ),
+    Fault(
+        "sm80: a wrong speculation stays", f"{SM80}/forward.py",
+        "            if not near:  # the speculation failed, and the scores are overwritten\n                "
+        "s = scores(q, k)\n",
+        "            near = True\n",
+    ),
+    Fault(
+        "sm80: the order of additions is not kept", f"{SM80}/backward.py",
+        "            semaphore_wait(semaphore, missing, add_after, add_end)\n", "",
+    ),
+    Fault(
+        "decode: a split has one tile too many", f"{SM80}/decode.py",
+        "last = i32(min(tile + each_part, tiles))", "last = i32(min(tile + each_part + u32(1), tiles))",
+    ),
+    Fault(
+        "decode: heads of a group have the first one's mask", f"{SM80}/decode.py",
+        "state = state if found == state else I(PARTIAL)", "pass",
+    ),
+    Fault(
+        "combine: O is without the sink's factor", f"{SM80}/combine.py",
+        "factor = ZERO if empty else factor / total", "factor = ZERO if empty else ONE / total",
+    ),
+    Fault(
+        "TF32x3 without the low part of the left", f"{SM80}/tf32x3.py",
+        "x = mma_sync(zeros, part(left, 4, 4), b0, b1)", "x = zeros",
+    ),
+    # sm90
+    Fault(
+        "sm90: V behind the length is multiplied", f"{SM90}/mainloop.py",
+        "if valid_keys < BLOCK_K:", "if valid_keys < 0:",
+    ),
+    Fault(
+        "sm90: after a misprediction S is not masked", f"{SM90}/mainloop.py",
+        "            s = modify_tile(p, work, unmasked or full, s, k0)\n", "",
+    ),
+    Fault(
+        "sm90: a ragged tile is FULL", f"{SM90}/tile_scheduler.py",
+        "return i32(PARTIAL) if state == FULL and whole > n_k else state", "return state",
+    ),
+    Fault(
+        "sm90: warp groups without a key get no tile", f"{SM90}/tile_scheduler.py",
+        "first_bits |= PARTIAL << 2 * wg", "first_bits |= 0",
+    ),
+    Fault(
+        "sm90: packed heads share the first one's mask", f"{SM90}/tile_scheduler.py",
+        "for other in range(1, PACK_GQA):", "for other in range(1, 1):",
+    ),
+    Fault(
+        "sm90: tile counters are not reset", f"{SM90}/tile_scheduler.py",
+        "        store(np.int32, p.tile_counter, 0, i32(0))\n", "",
+    ),
+    Fault(
+        "sm90: backward: keys past the length are seen", f"{SM90}/bwd_softmax.py",
+        "i32(row + coord.q_position), inside, coord)\n    return x if key < coord.n_k else HIDDEN",
+        "i32(row + coord.q_position), inside, coord)\n    return x",
+    ),
+    Fault(
+        "sm90: backward: masked pairs have gradients", f"{SM90}/bwd_ds.py",
+        "return ZERO if p_slope == ZERO else p_slope * x", "return p_slope * x",
+    ),
+)  # fmt: skip

@@ -1,0 +1,126 @@
+"""Faults in the kernels in CUDA C++ for sm80 and simt, and in what all kernels in CUDA C++ share."""
+
+from __future__ import annotations
+
+from . import Fault
+
+TESTS = (
+    "tests/emulator/test_kernels.py -k '(simt or sm80 or numbers) and not numba_cuda'",
+    "tests/emulator/test_host.py -k not_positive",
+    "tests/emulator/test_kernels.py -k 'sm90 and not numba_cuda'",
+)
+
+SM80, SIMT, ALL = (f"flashkit/backends/cupy_raw/kernels/{name}" for name in ("sm80", "simt", "common"))
+
+FAULTS = (
+    # sm80: forward
+    Fault(
+        "sm80: packed rows: the heads' stride may be anything", f"{SM80}/load.cuh",
+        "tensor.token | (PACK_GQA > 1 ? tensor.head : 0)", "tensor.token",
+    ),
+    Fault(
+        "sm80: unaligned rows: columns past the head dim", f"{SM80}/load.cuh",
+        "if (first + r < count && d < DIM) x", "if (first + r < count) x",
+    ),
+    Fault(
+        "sm80: splits overlap", f"{SM80}/forward.cu",
+        "last = (int)(key_tiles * (split + 1) / splits)",
+        "last = (int)((key_tiles * (split + 1) + splits - 1) / splits)",
+    ),
+    Fault(
+        "sm80: a scale below 0 takes the maximum", f"{SM80}/forward.cu",
+        "k0 + BLOCK_K <= at.n_k && scale > 0;", "k0 + BLOCK_K <= at.n_k;",
+    ),
+    Fault(
+        "sm80: a ragged tile is plain", f"{SM80}/forward.cu",
+        "full && k0 + BLOCK_K <= at.n_k && scale > 0", "full && scale > 0",
+    ),
+    Fault(
+        "sm80: row maxima of the warp's own keys", f"{SM80}/softmax.cuh",
+        "x[i][half] = join(x[i][half], reduce[other][row]);", ";",
+    ),
+    Fault("sm80: splits have sinks, too", f"{SM80}/epilogue.cuh", "if (HAS_SINKS && !SPLIT_KV) {", "if (HAS_SINKS) {"),
+    Fault(
+        "sm80: combine steps over one batch entry", f"{SM80}/combine.cuh",
+        "step = p.batch * p.o_partial.batch;", "step = p.o_partial.batch;",
+    ),
+    Fault(
+        "sm80: combine adds the sink in each group", f"{SM80}/combine.cuh",
+        "float sum = group == 0 ? exp2_fast((sink - finite_max) * LOG2E) : 0.0f",
+        "float sum = exp2_fast((sink - finite_max) * LOG2E)",
+    ),
+    Fault(
+        "sm80: TF32x3 without the low part of the left", f"{SM80}/mma.cuh",
+        "            mma(sum, a.low[i], high0, high1);\n", "",
+    ),
+    Fault(
+        "sm80: a slope over one key too many", f"{SM80}/affine_score.cuh",
+        "(last - at.bias) * (1.0f / (KEYS - 1))", "(last - at.bias) * (1.0f / KEYS)",
+    ),
+    # sm80: tile lists, order
+    Fault(
+        "sm80: packed heads share the first one's tiles", f"{SM80}/tile_scheduler.cuh",
+        "state = state == found ? state : (int)PARTIAL;", ";",
+    ),
+    Fault("sm80: 1,024 tiles without a pair are 1,025", f"{SM80}/tile_scheduler.cuh", "step += 1024;", "step += 1056;"),
+    # sm80: backward
+    Fault(
+        "sm80: gradients of a scale below 0", f"{SM80}/bwd_softmax.cuh",
+        "const float masked = (float)p.softmax_scale < 0 ? INFINITE : HIDDEN;", "const float masked = HIDDEN;",
+    ),
+    Fault(
+        "sm80: dQ in the order of arrival", f"{SM80}/backward.cu",
+        "if (ORDERED) semaphore_wait(semaphore, bits, add_after, add_end);", ";",
+    ),
+    # simt
+    Fault(
+        "simt: rows that are not aligned: columns past the head dim", f"{SIMT}/tile.cuh",
+        "first + row < source.count && column + d < DIM;", "first + row < source.count;",
+    ),
+    Fault(
+        "simt: any row is read in vectors", f"{SIMT}/tile.cuh",
+        "(source.token * (long long)sizeof(storage))) % VEC_BYTES == 0) {",
+        "(source.token * (long long)sizeof(storage))) % 4 == 0) {",
+    ),
+    Fault(
+        "simt: float64 with float32's log2(e)", f"{SIMT}/tile.cuh",
+        "(fk_float)1.4426950408889634;", "(fk_float)1.4426950408889634f;",
+    ),
+    Fault(
+        "simt: the last key of an unmasked ragged tile", f"{SIMT}/tile.cuh",
+        " || k0 + (KEYS_ALONG_ROWS ? M : N) > n_k;", ";",
+    ),
+    Fault(
+        "simt: sinks do not lower O", f"{SIMT}/forward.cu",
+        "factor[i] = softmax_exp2((old_max - row_max) * LOG2E);", "",
+    ),
+    Fault(
+        "simt: the slope of the score is 1", f"{SIMT}/backward.cu",
+        "if constexpr (HAS_SCORE) ds *= slope[i][j];", "",
+    ),
+    # common: tiles, numbers
+    Fault(
+        "walk: one tile of 32 groups", f"{ALL}/tiles.cuh",
+        "classify_tiles(group * 32, group * 32 + 32) != EMPTY", "classify_tiles(group * 32, group * 32 + 1) != EMPTY",
+    ),
+    Fault(
+        "walk: the last tile is not visited", f"{ALL}/tiles.cuh",
+        "return ++tile < tiles;", "return ++tile < (n + 1) / BLOCK || tile == 0;",
+    ),
+    Fault(
+        "ranges of arrays: the last element is not seen", f"{ALL}/scalar.cuh",
+        "i <= corner[2 * AXIS + 1]", "i < corner[2 * AXIS + 1]",
+    ),
+    Fault(
+        "floor division rounds towards 0", f"{ALL}/scalar.cuh",
+        "quotient - (quotient * y != x && (x < 0) != (y < 0))", "quotient",
+    ),
+    Fault("the remainder of negative numbers", f"{ALL}/scalar.cuh", "x - fk_floordiv(x, y) * y", "x % y"),
+    Fault("bfloat16: ties are rounded up", f"{ALL}/scalar.cuh", "0x7fffu + ((bits >> 16) & 1u)", "0x8000u"),
+    Fault("dropout: nine rounds", f"{ALL}/dropout.cuh", "round < 10", "round < 9"),
+    Fault(
+        "sinks: gradients of the first 256 rows", f"{ALL}/bwd_preprocess.cu",
+        "index < p.batch * rows; index += 256", "index < 256 && index < p.batch * rows; index += 256",
+    ),
+    Fault("row statistics: rows without a key", f"{ALL}/bwd_preprocess.cu", "= empty ? INFINITE : lse;", "= lse;"),
+)  # fmt: skip

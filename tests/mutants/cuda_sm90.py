@@ -1,0 +1,173 @@
+"""Faults in Hopper's kernels in CUDA C++."""
+
+from __future__ import annotations
+
+from . import Fault
+
+TESTS = ("tests/emulator/test_kernels.py -k 'sm90 and not numba_cuda'",)
+
+SM90 = "flashkit/backends/cupy_raw/kernels/sm90"
+
+FAULTS = (
+    # forward: softmax
+    Fault(
+        "float16 takes row sums of bfloat16", f"{SM90}/softmax.cuh",
+        "MAX_SUM = P_IS_FLOAT16 ? 32768.0f : 1e18f", "MAX_SUM = 1e18f",
+    ),
+    Fault(
+        "the second row's misprediction is not seen", f"{SM90}/softmax.cuh",
+        "sum[0] <= MAX_SUM && sum[1] <= MAX_SUM && valid", "sum[0] <= MAX_SUM && valid",
+    ),
+    Fault(
+        "S again: the second half of 16 keys", f"{SM90}/softmax.cuh",
+        "mma_m16n8k16(s + 8 * n + 4, a, b[2], b[3])", "mma_m16n8k16(s + 8 * n + 4, a, b[0], b[1])",
+    ),
+    Fault(
+        "the online softmax forgets the maximum so far", f"{SM90}/softmax.cuh",
+        "float top = m[half];", "float top = HIDDEN;",
+    ),
+    Fault(
+        "after a misprediction S is not modified", f"{SM90}/mainloop.cuh",
+        "else if (speculative || block.affine) modify_tile", "else if (block.affine) modify_tile",
+    ),
+    Fault(
+        "the first PV of a work tile adds to the last O", f"{SM90}/mainloop.cuh",
+        "acc.accumulate = UNMASKED || !first_tile,", "acc.accumulate = true,",
+    ),
+    Fault(
+        "V behind the length is multiplied", f"{SM90}/mainloop.cuh",
+        "acc.valid_keys < BLOCK_K) {", "acc.valid_keys < 0) {",
+    ),
+    # forward: masks, sinks, non-finite values
+    Fault(
+        "packed rows end with the tokens", f"{SM90}/layout.cuh",
+        ".n_q * PACK_GQA - 1, index", ".n_q - 1, index",
+    ),
+    Fault(
+        "the end of the keys is not masked", f"{SM90}/score_mod.cuh",
+        "if (PARTIAL_TILE && HAS_MASK && n_k - k0 < BLOCK_K)", "if (false)",
+    ),
+    Fault("a sink does not lower O", f"{SM90}/epilogue.cuh", "factor[half] = exp2_fast(m[half] - top);", ";"),
+    Fault(
+        "non-finite rows: a masked NaN counts", f"{SM90}/nonfinite.cuh",
+        "sums[i] += weight == 0 ? 0.0f : weight * v;\n                }\n            }\n        }\n#pragma "
+        "unroll\n        for (int i = 0; i < OWN; ++i) {\n            const int column",
+        "sums[i] += weight * v;\n                }\n            }\n        }\n#pragma unroll\n        for "
+        "(int i = 0; i < OWN; ++i) {\n            const int column",
+    ),
+    Fault(
+        "non-finite rows: the log-sum-exp of the upper eight", f"{SM90}/nonfinite.cuh",
+        "r < 8 ? reference_of[0] : reference_of[1]", "reference_of[0]",
+    ),
+    # forward: work tiles
+    Fault(
+        "packed heads share the first one's mask", f"{SM90}/tile_scheduler.cuh",
+        "other = 1; HAS_MASK && other < PACK_GQA", "other = 1; HAS_MASK && other < 1",
+    ),
+    Fault(
+        "a ragged tile is FULL", f"{SM90}/tile_scheduler.cuh",
+        "state == FULL && whole > n_k ? (int)PARTIAL : state", "state",
+    ),
+    Fault(
+        "warp groups without a key get no tile", f"{SM90}/tile_scheduler.cuh",
+        "== EMPTY ? PARTIAL << 2 * wg : 0", "== EMPTY ? 0 : 0",
+    ),
+    Fault(
+        "tile counters are not reset", f"{SM90}/tile_scheduler.cuh",
+        "p.tile_counter[0] = 0, p.tile_counter[1] = 0;", ";",
+    ),
+    Fault(
+        "tile lists: a group of tiles too far", f"{SM90}/tile_lists.cuh",
+        "next += 32 * (__ffs(groups) - 1);", "next += 32 * __ffs(groups);",
+    ),
+    # forward: affine scores
+    Fault(
+        "a slope over one key too many", f"{SM90}/affine_score.cuh",
+        "const float step = step_between(first, last, LAST + 15);",
+        "const float step = step_between(first, last, LAST + 16);",
+    ),
+    Fault(
+        "a reference that lags is not raised", f"{SM90}/affine_score.cuh",
+        "ref_minus_bias[0] + affine.bias_max[0] - m[0] > MAX_LAG",
+        "ref_minus_bias[0] - affine.bias_max[0] - m[0] > MAX_LAG",
+    ),
+    Fault(
+        "capped scores: the square's coefficient", f"{SM90}/affine_score.cuh",
+        "TANH_POLY_1 * gain * rate * square)", "TANH_POLY_1 * gain * rate)",
+    ),
+    # backward: preprocess, postprocess
+    Fault(
+        "dQ of tiles that nothing stored", f"{SM90}/bwd_postprocess.cuh",
+        "const bool stored = !DETERMINISTIC || (__ldcg", "const bool stored = true || (__ldcg",
+    ),
+    # backward: dQ in order
+    Fault(
+        "a tile that adds nothing has stored", f"{SM90}/dq_semaphore.cuh",
+        '"r"(1u << tile_k % DqSemaphore::TILES_PER_WORD) : "memory");\n}\nDEVICE void set',
+        '"r"(DqSemaphore::STORED | 1u << tile_k % DqSemaphore::TILES_PER_WORD) : "memory");\n}\nDEVICE void set',
+    ),
+    Fault(
+        "nobody waits for its turn", f"{SM90}/dq_semaphore.cuh",
+        "& needed) != needed) {}", "& needed) != needed) break;",
+    ),
+    Fault(
+        "a tile without pairs waits for its turn", f"{SM90}/bwd_producer.cuh",
+        "held_states = PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR;", "held_states = PARTIAL * 5;",
+    ),
+    Fault(
+        "dQ is cleared by the first half of a share", f"{SM90}/dq_clear.cuh",
+        "index < from + many && query", "index < from + (many + 1) / 2 && query",
+    ),
+    # backward: masks, gradients
+    Fault(
+        "backward: keys past the length are seen", f"{SM90}/bwd_softmax.cuh",
+        "return k < n_k && (!HAS_MASK", "return (!HAS_MASK",
+    ),
+    Fault(
+        "backward: a ragged tile is FULL", f"{SM90}/bwd_scheduler_warp.cuh",
+        "return state == FULL && k1 > n_k ? (int)PARTIAL : state;", "return state;",
+    ),
+    Fault(
+        "backward: the second half of keys has the state of the first", f"{SM90}/bwd_scheduler_warp.cuh",
+        "at.k0 + WARPGROUP_KEYS * g, at.k0", "at.k0, at.k0",
+    ),
+    Fault(
+        "backward: masked pairs have a gradient", f"{SM90}/bwd_ds.cuh",
+        "if (!UNMASKED && p_slope[i] == 0) x[c] = 0;", ";",
+    ),
+    Fault(
+        "backward: keys past the length keep NaN", f"{SM90}/bwd_nonfinite.cuh",
+        "(nonfinite >> row % 32 & 1) || row >= existing", "(nonfinite >> row % 32 & 1)",
+    ),
+    Fault(
+        "backward: a slope over one pair too many", f"{SM90}/bwd_affine_score.cuh",
+        "(1.0f / (ROWS + KEYS - 2))", "(1.0f / (ROWS + KEYS - 1))",
+    ),
+    Fault(
+        "backward: dropout bits of the neighbour", f"{SM90}/bwd_dropout.cuh",
+        "(threadIdx.x % 32 & ~12) | 4 * i) >> part", "(threadIdx.x % 32 & ~12) | 4 * i)",
+    ),
+    Fault(
+        "backward: dK of the second chunk goes to the first", f"{SM90}/bwd_epilogue.cuh",
+        "at_column(box, 64 * chunk), target)", "at_column(box, 0), target)",
+    ),
+    Fault(
+        "fused preprocess: statistics of the first 64 rows", f"{SM90}/bwd_fused_preprocess.cuh",
+        "load_given_stats(p, at.b, at.h, from + thread)", "load_given_stats(p, at.b, at.h, at.tile * BLOCK_Q + thread)",
+    ),
+    Fault("cluster: the CTA's own columns twice", f"{SM90}/bwd_kv_source.cuh", "64 * DQ_CHUNKS * rank);", "0);"),
+    Fault(
+        "cluster: the peer's dS is not awaited", f"{SM90}/bwd_mainloop_cluster.cuh",
+        "            pipe_dsmem.consumer_wait(n);\n", "",
+    ),
+    # float32
+    Fault("FP16x2: no product of the low terms of V", f"{SM90}/fp16x2.cuh", "term(high, v + LOW_V, false), ", ""),
+    Fault(
+        "FP16x2: lengths are not seen by the conversion", f"{SM90}/fp16x2_convert.cu",
+        "at.lengths == nullptr ? at.tokens : at.lengths[b]", "at.tokens",
+    ),
+    Fault(
+        "FP16x2: deltas have no power", f"{SM90}/fp16x2_backward.cu",
+        "p.delta, b, h, row) * reference.power", "p.delta, b, h, row)",
+    ),
+)  # fmt: skip
