@@ -619,3 +619,9 @@ def test_windows_beyond_all_positions_bound_nothing() -> None:
     assert _window(2**60).expr is expr.TRUE
     assert _window(GREATEST).expr is expr.TRUE
     assert _window(2**49).expr is not expr.TRUE
+
+
+@pytest.mark.parametrize("dtype", ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))])
+def test_arrays_are_narrow_up_to_32_bits(dtype: str) -> None:
+    """A sum with an element of 64 bits may overflow, whatever its sign."""
+    assert expr.narrow({"a": np.dtype(dtype)}) == (frozenset() if dtype.endswith("64") else {"a"})
