@@ -231,7 +231,8 @@ def test_the_cpu_classifies_tiles() -> None:
                 alive.append(operands.arrays[slot.name].astype(modify.stored_dtype(str(slot.dtype))))
                 words += [alive[-1].ctypes.data, *alive[-1].shape, *alive[-1].strides]
         values = np.array(words, np.int64)
-        function = entry(modify.classify_function(spec))
+        functions = modify.classify_functions(spec)
+        function = entry(functions["classify"])
         found = lambda *at, f=function, values=values: f(0, 0, *at, values.ctypes.data if values.size else 0)
         state = {modify.EMPTY: reference.EMPTY, modify.PARTIAL: reference.PARTIAL, modify.FULL: reference.FULL}
         proofs += assert_classifies(mod, lambda *at, f=found, state=state: state[f(*at)])
