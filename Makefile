@@ -2,13 +2,15 @@
 # make test    environment, install, and all the tests
 # make fast    the tests without the slow ones
 # make matrix  conformance of the CPU backend with each vector width, on each threading layer, from four threads at once
+# make mutants MODULE=flashkit/call/shape.py  which small changes of a module no test finds (cosmic-ray; hours)
 # make lint    ruff and mypy
 # make docs    the documentation site, in build/docs/html; fails on any warning
-# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, PYTEST_ARGS, for example  make fast PYTEST_ARGS="-k profiles"
+# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, PYTEST_ARGS, MODULE, for example  make fast PYTEST_ARGS="-k profiles"
 
 PYTHON ?= python3
 VENV   ?= .venv
 QUERY  ?= how can attention be computed without storing the score matrix?
+MODULE ?= flashkit/call/shape.py
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
 
@@ -16,11 +18,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test fast matrix lint docs clean help
+.PHONY: demo test fast matrix mutants lint docs clean help
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile | head -7
+	@sed -n 's/^# //p' Makefile | head -8
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
@@ -40,6 +42,11 @@ matrix: $(VENV)/.stamp-test
 	  FLASHKIT_TEST_THREADS=4 NUMBA_NUM_THREADS=2 \
 	  $(PYTEST) tests/conformance/test_conformance.py -k "cpu" $(PYTEST_ARGS); \
 	done
+
+# A session is build/mutants/MODULE.sqlite; a run that was interrupted continues.
+mutants: $(VENV)/.stamp-test
+	$(PIP) cosmic-ray
+	$(BIN)/python -m tests.mutants.automatic $(MODULE)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

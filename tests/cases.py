@@ -710,9 +710,23 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
 def product_in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """reference.matmul with the sums taken in the order of the indices."""
     total = np.zeros((len(a), b.shape[1]), np.promote_types(a.dtype, np.float32))
-    for column, row in zip(a.T.astype(total.dtype), b.astype(total.dtype)):
-        total += column[:, None] * row
+    _add_in_order()(*(np.ascontiguousarray(x, total.dtype) for x in (a, b)), total)
     return total.astype(a.dtype)
+
+
+@cache
+def _add_in_order() -> Callable[..., None]:
+    """total += a @ b by three loops, as compiled code: each product and each sum is rounded."""
+    from numba import njit
+
+    @njit
+    def add(a: Any, b: Any, total: Any) -> None:
+        for i in range(a.shape[0]):
+            for k in range(a.shape[1]):
+                for j in range(b.shape[1]):
+                    total[i, j] += a[i, k] * b[k, j]
+
+    return add  # type: ignore[no-any-return]
 
 
 def epsilon(dtype: str) -> float:

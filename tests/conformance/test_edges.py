@@ -123,6 +123,33 @@ def test_a_sink_of_minus_infinity_is_none(backend: str) -> None:
     assert (got["dsinks"] == 0).all()
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["dout", "dlse", "v"])
+def test_a_sink_without_weight_has_no_gradient(backend: str, where: str, poison: float) -> None:
+    """0 times NaN and 0 times infinity count as 0, in rows that see keys and in those that see none."""
+    q, k, v = qkv(n_q=20, n_k=12)
+    rng = np.random.default_rng(1)
+    given = {"v": v, "dout": rng.standard_normal((2, 2, 20, 6)).astype(np.float32)}
+    given["dlse"] = rng.standard_normal((2, 2, 20)).astype(np.float32)
+    given[where][1, :, 3:] = poison
+    sinks = np.array([-np.inf, 0.5], np.float32)
+    with np.errstate(invalid="ignore"):
+        got = everything(q, k, given["v"], dout=given["dout"], dlse=given["dlse"], causal=True, sinks=sinks)
+    assert got["dsinks"][0] == 0 and not np.isfinite(got["dsinks"][1])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("of", ["float32", "float64"])
+def test_the_gradient_of_sinks_has_their_dtype(backend: str, of: str, dtype: str) -> None:
+    q, k, v = qkv(dtype=of)
+    sinks = np.array([0.5, -1.0]).astype(cases.numpy_dtype(dtype))
+    out, vjp = attention_vjp(q, k, v, sinks=sinks)
+    (dsinks,) = vjp(np.ones_like(out), wrt=("sinks",))
+    (wide,) = attention_vjp(q, k, v, sinks=sinks.astype(of))[1](np.ones_like(out), wrt=("sinks",))
+    assert dsinks.dtype == sinks.dtype
+    np.testing.assert_array_equal(dsinks, wide.astype(sinks.dtype))
+
+
 AXES = {"a": 2, "b": 3, "h": 4, "hk": 2, "nq": 5, "nk": 7}
 
 
@@ -249,6 +276,50 @@ def test_documents_of_unequal_sizes(backend: str, n_q: int, n_k: int, options: d
     )
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 2)}], ids="+".join)
+def test_lengths_are_shorter_sequences(backend: str, options: dict[str, Any]) -> None:
+    """Each batch entry alone, with the keys that it has: its last query is at its last key, by default."""
+    q, k, v = qkv(4, 2, 20, 33, dtype="float64")
+    lengths = np.array([33, 25, 20, 21])
+    out, lse = attention(q, k, v, kv_lengths=lengths, **options, return_lse=True)
+    for b, n in enumerate(lengths):
+        alone = attention(q[b], k[b, :, :n], v[b, :, :n], **options, return_lse=True)
+        same({"out": out[b], "lse": lse[b]}, dict(zip(("out", "lse"), alone)))
+
+
+def test_arguments_mean_their_formulas(backend: str) -> None:
+    """All of them in one call: the default scale and offset, the order of what changes scores, and of what hides keys.
+
+    Comparisons with the reference do not see this, since both sides get their operands from the same arguments.
+    """
+    batch, heads, n_q, n_k, d = 2, 4, 20, 33, 8
+    q, k, v = qkv(batch, heads, n_q, n_k, d, 6, 2, "float64")
+    rng = np.random.default_rng(2)
+    slopes, sinks = rng.random(heads), rng.standard_normal(heads)
+    bias, added = rng.standard_normal((heads, n_q, n_k)), rng.standard_normal((batch, 1, 1, n_k))
+    grid = rng.random((5, 5)) < 0.7
+    lengths, window, cap = np.array([33, 27]), (20, 3), 2.0
+    seen = dict(
+        softcap=cap, alibi_slopes=slopes, bias=bias, mask=added, score_mod=lambda s, b, h, q, k: s * 1.5 + 0.1 * h,
+        causal=True, window=window, mask_mod=lambda b, h, q, k: (q + k) % 5 != 0, kv_lengths=lengths, sinks=sinks,
+        block_mask=flashkit.BlockMask.from_dense(grid, 4, 7, n_q, n_k),
+    )  # fmt: skip
+    out, lse = attention(q, k, v, **seen, return_lse=True)
+    b, h, row, key = np.ogrid[:batch, :heads, :n_q, :n_k]
+    at = row + lengths[:, None, None, None] - n_q
+    s = q @ k.repeat(2, axis=1).swapaxes(2, 3) / np.sqrt(d)
+    s = cap * np.tanh(s / cap)
+    s = s - slopes[:, None, None] * abs(at - key)
+    s = s + bias + added
+    s = s * 1.5 + 0.1 * h
+    shown = (key <= at) & (at - 20 <= key) & (key <= at + 3) & ((at + key) % 5 != 0) & (key < lengths[b])
+    shown = shown & grid.repeat(4, 0).repeat(7, 1)[:n_q, :n_k]
+    e = np.where(shown, np.exp(s), 0)
+    total = e.sum(-1) + np.exp(sinks)[:, None]
+    np.testing.assert_allclose(lse, np.log(total), rtol=1e-12)
+    np.testing.assert_allclose(out, e @ v.repeat(2, axis=1) / total[..., None], rtol=1e-11, atol=1e-13)
+
+
 HIDING: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
 """Options by name, and the pairs (row, key) that they show. Not among them is a bias of -inf: it adds, and NaN + -inf
 is NaN."""
@@ -321,6 +392,35 @@ def test_poison_in_keys_hidden_from_all(backend: str, hiding: str, poison: float
     got = everything(q, k, v, **options)
     same(got, clean)
     assert (got["dk"][:, :, 40:50] == 0).all() and (got["dv"][:, :, 40:50] == 0).all()
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("where", ["q", "dout", "dlse"])
+@pytest.mark.parametrize("hiding", ["causal", "bool mask", "lengths"])
+def test_poison_in_rows_that_see_nothing(backend: str, hiding: str, where: str, poison: float) -> None:
+    """Their results are those of any row without keys, and they have no part in the gradients of keys and values."""
+    q, k, v = qkv(2, 2, N_Q, 50)
+    blind = np.zeros((2, 2, N_Q), bool)
+    options: dict[str, Any] = {"causal": True}
+    if hiding == "causal":
+        blind[:, :, : N_Q - 50] = True
+    elif hiding == "bool mask":
+        blind[:, 1, 5::7] = True
+        options = {"mask": ~blind[..., None]}
+    else:
+        options = {"kv_lengths": np.array([0, 50])}
+        blind[0] = True
+    rng = np.random.default_rng(8)
+    dout, dlse = rng.standard_normal((2, 2, N_Q, 6)).astype(np.float32), rng.standard_normal((2, 2, N_Q))
+    given = {"q": q, "dout": dout, "dlse": dlse.astype(np.float32)}
+    clean = everything(given["q"], k, v, dout=given["dout"], dlse=given["dlse"], **options)
+    assert (clean["lse"][blind] == -np.inf).all() and np.isfinite(clean["lse"][~blind]).all()
+    given[where] = given[where].copy()
+    given[where][blind] = poison
+    with np.errstate(invalid="ignore"):
+        got = everything(given["q"], k, v, dout=given["dout"], dlse=given["dlse"], **options)
+    same(got, clean)
+    assert (got["out"][blind] == 0).all() and (got["dq"][blind] == 0).all()
 
 
 def test_poison_behind_dropout_and_sinks(backend: str) -> None:
@@ -582,24 +682,30 @@ def test_inputs_are_not_changed(backend: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.1, "seed": 3}], ids="+".join)
 def test_out_may_be_an_input(backend: str, options: dict[str, Any]) -> None:
-    """The result goes where an input lies, or half over it, and is what it is elsewhere."""
-    q, k, v = qkv(1, 2, 50, 50, 8, 8)
+    """The result goes where an input lies, or half over it, and is what it is elsewhere. The rows are those of several
+    tiles, so that some are written before others have read all keys.
+    """
+    q, k, v = qkv(1, 2, 300, 300, 8, 8)
     expected = attention(q, k, v, **options)
     for target in range(3):
         inputs = [x.copy() for x in (q, k, v)]
         got = attention(*inputs, **options, out=inputs[target])
         assert got is inputs[target]
         np.testing.assert_array_equal(got, expected)
-    memory = np.zeros((1, 2, 75, 8), np.float32)
-    memory[:, :, :50] = q
-    np.testing.assert_array_equal(attention(memory[:, :, :50], k, v, **options, out=memory[:, :, 25:]), expected)
+    memory = np.zeros((1, 2, 450, 8), np.float32)
+    memory[:, :, :300] = q
+    np.testing.assert_array_equal(attention(memory[:, :, :300], k, v, **options, out=memory[:, :, 150:]), expected)
 
 
-def test_out_may_be_the_bias(backend: str) -> None:
-    q, k, v = qkv(1, 2, 64, 64, 64, 64)
-    bias = np.random.default_rng(0).standard_normal((1, 2, 64, 64)).astype(np.float32)
-    expected = attention(q, k, v, bias=bias)
-    np.testing.assert_array_equal(attention(q, k, v, bias=bias, out=bias), expected)
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1, "seed": 3}], ids="+".join)
+@pytest.mark.parametrize(("bias_at", "out_at"), [(0, 0), (0, 150), (150, 0)])
+def test_out_may_be_the_bias(backend: str, options: dict[str, Any], bias_at: int, out_at: int) -> None:
+    """A row of the result lies over the same row of the bias, or over one that another tile has yet to read."""
+    q, k, v = qkv(1, 1, 300, 300, 300, 300)
+    memory = np.random.default_rng(0).standard_normal((1, 1, 450, 300)).astype(np.float32)
+    bias, out = memory[:, :, bias_at : bias_at + 300], memory[:, :, out_at : out_at + 300]
+    expected = attention(q, k, v, bias=bias, **options)
+    np.testing.assert_array_equal(attention(q, k, v, bias=bias, out=out, **options), expected)
 
 
 @pytest.mark.parametrize("how", ["packed", "swapped", "gaps", "reversed", "misaligned", "last axis apart"])

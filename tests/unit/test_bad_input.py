@@ -81,12 +81,15 @@ TABLE: list[Bad] = [
     ("window of three", {"window": (1, 2, 3)}, TypeError, ("window", "(1, 2, 3)", "(left, right)")),
     ("q_offset is a float", {"q_offset": 1.0}, TypeError, ("q_offset", "1.0", "integer")),
     ("q_offset of another batch", {"q_offset": [1, 2, 3]}, ValueError, ("q_offset", "(3,)", "(2,)")),
+    ("q_offset beyond 2^48", {"q_offset": 2**48 + 1}, ValueError, ("q_offset", str(2**48 + 1), "2^48")),
+    ("q_offset below -2^48", {"q_offset": -(2**48) - 1}, ValueError, ("q_offset", str(-(2**48) - 1), "2^48")),
     ("q_offset out of bounds", {"q_offset": 1 << 60}, ValueError, ("q_offset", str(1 << 60), "2^48")),
     ("slopes of other heads", {"alibi_slopes": zeros(3)}, ValueError, ("alibi_slopes", "(3,)", "(4,)", "(2, 4)")),
     ("slopes of integers", {"alibi_slopes": zeros(HQ, dtype=int)}, TypeError, ("alibi_slopes", "int64", "floating")),
     ("slopes of text", {"alibi_slopes": ["a"] * HQ}, TypeError, ("alibi_slopes", "'a'", "floating")),
     ("bias of another shape", {"bias": zeros(NQ, 6)}, ValueError, ("bias", "(5, 6)", "(2, 4, 5, 7)")),
     ("bias of five axes", {"bias": zeros(1, B, HQ, NQ, NK)}, ValueError, ("bias", "(1, 2, 4, 5, 7)", "(2, 4, 5, 7)")),
+    ("bias of five axes of length 1", {"bias": zeros(1, 1, 1, 1, 1)}, ValueError, ("bias has", "(1, 1, 1, 1, 1)")),
     ("bias of bools", {"bias": zeros(NQ, NK, dtype=bool)}, TypeError, ("bias", "bool", "floating")),
     ("bias is a number", {"bias": 1.0}, TypeError, ("bias", "float", "numpy.ndarray")),
     ("mask of integers", {"mask": zeros(NQ, NK, dtype=int)}, TypeError, ("mask", "int64", "bool", "floating")),
@@ -127,6 +130,18 @@ TABLE: list[Bad] = [
     ("mask mod of other arguments", {"mask_mod": lambda q, k: q >= k}, TypeError, ("mask_mod", "(b, h, q, k)")),
     ("mask mod with an if", {"mask_mod": needs_if}, TypeError, ("mask_mod", "needs_if", "where")),
     (
+        "mods index too far for the last query",
+        {"score_mod": mods.score(lambda s, b, h, q, k, *, table: s + table[q], table=zeros(NK - 1))},
+        ValueError,
+        ("score_mod", "table", "(6,)", "2 to 6", "clip"),
+    ),
+    (
+        "mods index below 0 for the first query",
+        {"score_mod": mods.score(lambda s, b, h, q, k, *, table: s + table[q], table=zeros(NK)), "q_offset": -1},
+        ValueError,
+        ("score_mod", "table", "(7,)", "-1 to 3", "clip"),
+    ),
+    (
         "mods index too far",
         {"score_mod": mods.score(out_of_range, table=zeros(6))},
         ValueError,
@@ -166,6 +181,7 @@ TABLE: list[Bad] = [
     ("dropout below 0", {"dropout_p": -0.1}, ValueError, ("dropout_p", "-0.1", "at least 0")),
     ("dropout is a word", {"dropout_p": "half"}, TypeError, ("dropout_p", "'half'", "number")),
     ("seed is a float", {"seed": 1.5, "dropout_p": 0.5}, TypeError, ("seed", "1.5", "integer")),
+    ("seed of 65 bits", {"seed": 2**64, "dropout_p": 0.5}, ValueError, ("seed", str(2**64), "2^64")),
     ("seed below 0", {"seed": -1, "dropout_p": 0.5}, ValueError, ("seed", "-1", "2^64")),
     ("sinks of other heads", {"sinks": zeros(HKV)}, ValueError, ("sinks", "(2,)", "(4,)")),
     ("sinks of integers", {"sinks": zeros(HQ, dtype=int)}, TypeError, ("sinks", "int64", "floating")),
@@ -244,8 +260,11 @@ def test_bad_input_of_the_gradient(
 def test_the_gradient_reads_its_inputs_again(name: str) -> None:
     """So a result that is written over one of them would give wrong gradients without a word."""
     call = {n: zeros(1, 2, 6, 6) for n in ("q", "k", "v", "bias")}
-    text = message(lambda: attention_vjp(**call, out=call[name]), ValueError)
-    assert "out" in text and f"shares memory with {name}" in text and "another array" in text
+    memory = zeros(1, 2, 12, 6)
+    first, last = memory[:, :, :6], memory[:, :, 5:11]  # one row in common
+    for own, out in ((call[name], call[name]), (first, last), (last, first)):
+        text = message(lambda own=own, out=out: attention_vjp(**{**call, name: own}, out=out), ValueError)
+        assert "out" in text and f"shares memory with {name}" in text and "another array" in text
 
 
 def test_out_beside_an_input_in_one_buffer() -> None:

@@ -370,7 +370,13 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(64, 64, 4, None), (50, 77, 4, None), (30, 61, 5, 10), (64, 64, 16, None)], ids=str)
+PATTERN_SIZES = [
+    (64, 64, 4, None), (50, 68, 4, None), (50, 77, 4, None), (30, 61, 5, 10), (64, 64, 16, None), (50, 30, 5, -25),
+    (50, 30, 4, -7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", PATTERN_SIZES, ids=str)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name, sizes):
     n_q, n_k, block, offset = sizes
@@ -408,6 +414,19 @@ def test_bigbird(settings):
         assert not np.array_equal(BlockMask.bigbird(160, 160, block=8, seed=1, **settings).to_dense()[0, 0], grid)
 
 
+@pytest.mark.parametrize("offset", [-40, -24, 0, 16])
+def test_bigbird_at_any_positions(offset):
+    """Blocks of queries before the first key and after the last are no global ones."""
+    plain = BlockMask.bigbird(80, 64, block=8, random_blocks=0, q_offset=offset)
+    rule = lambda i, j: abs(i - j) <= 1 or 0 <= i < 2 or j < 2
+    wanted = blockwise(rule, 80, 64, 8, offset)
+    assert np.array_equal(plain.to_dense_mask()[0, 0], wanted)
+    structured = check_lists(plain)[0, 0] == FULL
+    grid = check_lists(BlockMask.bigbird(80, 64, block=8, q_offset=offset))[0, 0] == FULL
+    assert (grid | ~structured).all()
+    assert np.array_equal((grid & ~structured).sum(axis=1), np.minimum(3, (~structured).sum(axis=1)))
+
+
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("tokens", [(), (0,), (3, 17, 39)], ids=str)
 def test_longformer(tokens, dilation):
@@ -418,6 +437,11 @@ def test_longformer(tokens, dilation):
     never_wrong(check_lists(mask)[0, 0], wanted, 8, 8)
     shifted = BlockMask.longformer(10, 40, 6, tokens, dilation, block=8)
     assert np.array_equal(shifted.to_dense_mask()[0, 0], wanted[30:])
+    # Queries before the first position and after the last are no global tokens.
+    beyond = BlockMask.longformer(64, 40, 6, tokens, dilation, block=8, q_offset=-12)
+    wanted = np.array([[near(q, k) or q in tokens or k in tokens for k in range(40)] for q in range(-12, 52)])
+    assert np.array_equal(beyond.to_dense_mask()[0, 0], wanted)
+    never_wrong(check_lists(beyond)[0, 0], wanted, 8, 8)
 
 
 def test_patterns_cut_at_the_diagonal():

@@ -20,6 +20,7 @@ from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.backends.cpu.plan import CpuPlan
 from flashkit.call.arguments import prepare
+from flashkit.devices import profiles
 from flashkit.devices.io_model import CpuTile
 from flashkit.reference import standard, standard_gradients
 from flashkit.spec import Gradients
@@ -391,3 +392,12 @@ def test_addresses_name_every_micro_kernel() -> None:
     assert set(micro.KERNELS) == set(
         micro.addresses(RegisterBlock("float", 8, 3, 16 if "avx512f" in micro.machine()[2] else 8))
     )
+
+
+def test_dtypes_share_the_classification_of_a_mask() -> None:
+    def functions(dtype: str) -> dict[str, int]:
+        x = np.zeros((1, 2, 65, 8), dtype)
+        return CpuBackend().plan(prepare(x, x, x, causal=True)[0], profiles.for_device("cpu")).classify
+
+    single = functions("float32")
+    assert single["classify"] and all(functions(dtype) is single for dtype in ("float64", "float16"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +359,34 @@ def test_a_plan_is_made_once(fake: FakeBackend) -> None:
         dispatch.forget()
         attention(x(), x(), x(), causal=True)
         assert fake.calls.count("plan") == 4
+
+
+def test_flops_and_bytes_of_a_problem() -> None:
+    """Five products against two; each operand read once, each result written once."""
+    q, k, v = (np.zeros((2, h, n, d), np.float32) for h, n, d in ((6, 10, 8), (3, 20, 8), (3, 20, 5)))
+    problem = prepare(q, k, v)[0]
+    forward = 2 * (8 + 5) * q.shape[0] * 6 * 10 * 20
+    assert problem.flops() == forward and problem.flops("backward") == 2.5 * forward
+    assert problem.flops(pairs=7) == 2 * (8 + 5) * 7
+    out = 2 * 6 * 10 * 5 * 4
+    lse = 2 * 6 * 10 * 4
+    assert problem.bytes() == q.nbytes + k.nbytes + v.nbytes + out + lse
+    assert problem.bytes("backward") == 2 * (q.nbytes + k.nbytes + v.nbytes + out) + lse
+
+
+def test_every_part_of_a_problem_is_part_of_the_key(fake: FakeBackend) -> None:
+    fake.array_kinds = ("numpy", "cupy")
+    problem = prepare(x(), x(), x())[0]
+    others = {
+        "spec": replace(problem.spec, deterministic=True), "batch": 4 * problem.batch, "heads": 2 * problem.heads,
+        "n_q": 4 * problem.n_q, "n_k": 4 * problem.n_k, "array_kind": "cupy",
+    }  # fmt: skip
+    assert set(others) == {field.name for field in fields(Problem)}
+    dispatch.plan(problem, "fake")
+    for made, (name, other) in enumerate(others.items(), 1):
+        dispatch.plan(replace(problem, **{name: other}), "fake")
+        assert fake.calls.count("plan") == made + 1, name
+    assert dispatch.plan(problem)[0].name != "fake"
 
 
 def test_values_given_at_run_time_make_no_new_spec() -> None:

@@ -184,6 +184,29 @@ def test_impossible_gpu_tiles(values: tuple[Any, ...], message: str) -> None:
         GpuTile(*values)
 
 
+def test_budgets_of_a_gpu_tile() -> None:
+    """At each bound, and one beyond it."""
+    assert GpuTile(512, 64, 2, 32).warps == 32  # 1024 threads
+    with pytest.raises(ValueError, match="1056 threads"):
+        GpuTile(528, 64, 2, 33)
+    tile = GpuTile(128, 96, 2, 8)
+    assert tile.shared_memory(64, 32, 2) == (128 * 64 + 2 * 96 * (64 + 32)) * 2 + 1024
+    assert tile.registers(64) == 128 * (64 + 96 + 24) // 256 + 20
+    assert tile.register_budget(65_536) == (65_536 - 128 * 24) // 256 // 8 * 8
+    assert GpuTile(64, 64, 1, 4).register_budget(65_536) == 255
+
+
+@pytest.mark.parametrize("name", ["sram_per_block", "registers_per_sm"])
+def test_gpu_candidates_use_a_budget_to_its_end(name: str) -> None:
+    """With just enough memory or registers a tile is a candidate, and with less it is not."""
+    tile = io_model.default("cuda", H200, "float16", 64, 128)
+    least = tile.shared_memory(64, 128, 2)
+    if name == "registers_per_sm":
+        least = next(n for n in range(1024, 65_537) if tile.register_budget(n) >= tile.registers(128))
+    for budget, fits in ((least, True), (least - 1, False)):
+        assert (tile in io_model.candidates("cuda", {**H200, name: budget}, "float16", 64, 128)) == fits
+
+
 def test_register_blocks_that_are_in_use() -> None:
     for lanes, rows, vectors in ((16, 8, 3), (16, 12, 2), (8, 4, 3), (8, 6, 2), (4, 8, 3)):
         assert CpuTile(96, 96, lanes, rows, vectors).registers_used <= (16 if lanes == 8 else 32)

@@ -15,8 +15,9 @@ from operands import on_device
 import flashkit
 from flashkit import BlockMask, attention, attention_vjp, dispatch, mods, plan
 from flashkit.backends.cuda_common.arguments import Arguments
-from flashkit.call import arguments, plan_cache
+from flashkit.call import arguments, arrays, plan_cache
 from flashkit.call.arguments import prepare
+from flashkit.call.checks import can_write
 from flashkit.spec import Gradients, Operands, Problem
 
 rng = np.random.default_rng(0)
@@ -80,6 +81,38 @@ def test_several_batch_axes(batch: tuple[int, ...], own: tuple[int, ...], name: 
     close(got, out)
     for gradient, right in zip(vjp(dout), grads, strict=True):
         close(gradient, right)
+
+
+def test_what_a_kernel_may_address() -> None:
+    """Rows anywhere, of elements that follow each other and are aligned; of anything else it gets a copy."""
+    memory = np.arange(2.0 * 6 * 8).reshape(2, 6, 8)
+    one = np.lib.stride_tricks.as_strided(memory, (2, 6, 1), (384, 64, 24))
+    for fits in (memory, memory[:, ::2, :5], memory[:, ::-1], memory[:1], one):
+        assert arrays.addressable(fits) is fits
+    misaligned = np.zeros(memory.nbytes + 1, np.uint8)[1:].view(float).reshape(memory.shape)
+    misaligned[...] = memory
+    for other in (memory[..., ::2], memory[..., ::-1], memory.swapaxes(1, 2), misaligned):
+        copy = arrays.addressable(other)
+        assert copy is not other and copy.flags.carray
+        np.testing.assert_array_equal(copy, other)
+
+
+def test_where_a_kernel_may_write() -> None:
+    """Rows in gaps or in reverse; not elements apart, elements that are several at once, or an input."""
+    memory, q = np.zeros((2, 3, 8, 10)), np.zeros((2, 3, 4, 5))
+    strided = np.lib.stride_tricks.as_strided
+    views = {
+        "packed": memory[..., :4, :5].copy(), "gaps": memory[..., ::2, :5],
+        "reversed": memory[..., 4:, :5][:, :, ::-1], "one token of a head": memory[:, :, 1:2, :5],
+        "axis of length 1": strided(q, (2, 3, 1, 5), (*q.strides[:2], 0, 8)),
+    }  # fmt: skip
+    assert all(can_write(view) for view in views.values())
+    for axis in range(3):
+        strides = [s * (i != axis) for i, s in enumerate(q.strides)]
+        assert not can_write(strided(q, q.shape, strides))
+    assert not can_write(memory[..., :4, ::2])
+    assert not can_write(np.zeros((2, 2, 3, 8, 5))[..., ::2, :]) and can_write(np.zeros((2, 2, 3, 4, 5)))
+    assert can_write(q, memory) and not can_write(q, memory, q[:, :, 3:])
 
 
 def test_a_repeated_call_takes_arrays_of_the_form_it_was_made_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -148,6 +149,19 @@ def test_arrays_that_do_not_fit(name: str, change: Any, error: type[Exception], 
     assert str(caught.value).startswith(f"{name} ") and says in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("length", [2, 3])
+def test_other_strides_of_any_axis(length: int, axis: int, name: str) -> None:
+    given = dict(zip("qkv", operands(length, length, lead=(length, length), kv=length, d=4), strict=True))
+    call = plan(**given)
+    apart = [slice(None)] * axis + [slice(None, None, 2)]
+    other = given[name].repeat(2, axis=axis)[tuple(apart)]
+    np.testing.assert_array_equal(other, given[name])
+    with pytest.raises(ValueError, match=rf"^{name} has strides"):
+        call(**(given | {name: other}))
+
+
 def test_arrays_that_fit_all_the_same(tmp_path: Any) -> None:
     q, k, v = operands(1, lead=(1, 4))
     call = plan(q, k, v)
@@ -175,13 +189,13 @@ def test_options_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("kept", [False, True], ids=["planned", "cached"])
 def test_out(kept: bool) -> None:
-    given = q, k, v = operands()
+    given = q, k, v = operands(300, 300)  # tiles enough that some rows are written before others have read all keys
     expected = full(q, k, v, causal=True)
     call: Any = (lambda *a, **o: attention(*a, causal=True, **o)) if kept else plan(q, k, v, causal=True)
     out = np.empty_like(q)
     assert call(*given, out=out) is out
     same(out, expected)
-    apart = np.zeros((2, 4, 40, 32), np.float32)[..., ::2]
+    apart = np.zeros((2, 4, 300, 32), np.float32)[..., ::2]
     assert call(*given, out=apart) is apart
     same(apart.copy(), expected)
     for shared in range(3):  # an input as the result
@@ -199,14 +213,19 @@ def test_out(kept: bool) -> None:
             call(*given, out=wrong)
 
 
-def test_out_that_is_a_bias() -> None:
-    q, k, v = operands(40, 40, d=40)
-    bias = rng.standard_normal((2, 4, 40, 40)).astype("float32")
+@pytest.mark.parametrize("kept", [False, True], ids=["planned", "cached"])
+@pytest.mark.parametrize(("bias_at", "out_at"), [(0, 0), (0, 150), (150, 0)])
+def test_out_that_is_a_bias(bias_at: int, out_at: int, kept: bool) -> None:
+    """A row of the result lies over the same row of the bias, or over one that another tile has yet to read."""
+    q, k, v = operands(300, 300, lead=(1, 1), kv=1, d=300)
+    memory = rng.standard_normal((1, 1, 450, 300)).astype("float32")
+    bias, out = memory[:, :, bias_at : bias_at + 300], memory[:, :, out_at : out_at + 300]
     expected = full(q, k, v, bias=bias)
-    given = bias.copy()
-    same(plan(q, k, v, bias=bias)(q, k, v, out=bias), expected)
-    attention(q, k, v, bias=given.copy())
-    same(attention(q, k, v, bias=given, out=given), expected)
+    if kept:
+        attention(q, k, v, bias=bias)
+        same(attention(q, k, v, bias=bias, out=out), expected)
+    else:
+        same(plan(q, k, v, bias=bias)(q, k, v, out=out), expected)
 
 
 # --- what a plan keeps alive, and what it reads -----------------------------------------------------------------------
@@ -225,15 +244,17 @@ def test_nothing_of_the_callers_is_kept_alive() -> None:
     assert call(*operands()).shape == (2, 4, 40, 16)
 
 
-def test_integers_are_read_once() -> None:
-    """What would lead a kernel astray if it changed is copied."""
+@pytest.mark.parametrize("dtype", [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)])
+def test_integers_are_read_once(dtype: str) -> None:
+    """What would lead a kernel astray if it changed is copied, of any dtype."""
     q, k, v = operands()
-    lengths, offset, index = np.array([17, 33]), np.array([3, 1]), np.arange(40) % 3
+    lengths, offset, index = (np.array(x).astype(dtype) for x in ([17, 33], [3, 1], np.arange(40) % 3))
     table = np.array([0.0, 1.0, 2.0])
     score = mods.score(lambda s, b, h, q, k, *, t, i: s + t[i[k]], t=table, i=index)
     call = plan(q, k, v, kv_lengths=lengths, q_offset=offset, causal=True, score_mod=score)
     expected = call(q, k, v)
-    lengths[:], offset[:], index[:] = 10**9, 10**9, 10**9
+    for array in (lengths, offset, index):
+        array[:] = np.iinfo(dtype).max
     same(call(q, k, v), expected)
 
 
@@ -260,6 +281,61 @@ def test_equal_keys_of_other_types_are_other_calls() -> None:
                   {"q_offset": 1.0}):  # fmt: skip
         with pytest.raises(TypeError):
             attention(q, k, v, **({"causal": True, "window": (1, 2), "q_offset": 1, "seed": 1} | wrong))
+
+
+KEYED: dict[str, tuple[Any, Any]] = {
+    "scale": (None, 0.5), "causal": (False, True), "q_offset": (None, 3), "window": (None, (3, 1)),
+    "softcap": (None, 2.0), "alibi_slopes": (None, np.ones(4, np.float32)),
+    "bias": (None, np.ones((40, 40), np.float32)), "mask": (None, np.ones((40, 40), bool)),
+    "block_mask": (None, flashkit.BlockMask.local(40, 40, 1, block=8)), "seed": (None, 1), "layout": ("bhnd", "bnhd"),
+    "return_lse": (False, True), "deterministic": (False, True), "precision": (None, "tf32"),
+    "backend": (None, "reference"),
+}  # fmt: skip
+"""Two values of each option that a key holds."""
+
+NOT_CACHED = {"score_mod", "mask_mod", "kv_lengths", "sinks", "dropout_p"}
+"""A call that has one of these has no key."""
+
+
+def test_every_option_is_part_of_the_key_or_prevents_caching(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = set(inspect.signature(attention).parameters) - {"q", "k", "v", "out"}
+    assert parameters == set(KEYED) | NOT_CACHED
+    q, k, v = operands()
+    keys: list[Any] = []
+    make: Any = plan_cache.key
+    monkeypatch.setattr(plan_cache, "key", lambda *a: (keys.append(make(*a)), None)[1])
+    for name, (plain, other) in KEYED.items():
+        keys.clear()
+        for value in (plain, other):
+            attention(q, k, v, **{name: value})
+        assert len(keys) == 2 and None not in keys and keys[0] != keys[1], name
+    keys.clear()
+    for options in (
+        {"score_mod": lambda s, b, h, q, k: s}, {"mask_mod": mods.causal()}, {"kv_lengths": [3, 4]},
+        {"sinks": np.ones(4)}, {"dropout_p": 0.5}, {"q_offset": np.array([1, 2])}, {"window": [1, 2]},
+    ):  # fmt: skip
+        attention(q, k, v, **options)
+    assert not keys
+
+
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "strides": lambda x: x.repeat(2, axis=-2)[..., ::2, :],
+    "shape": lambda x: np.concatenate([x, x], axis=-2),
+    "dtype": lambda x: x.astype("float64"),
+    "alignment": unaligned,
+}
+
+
+@pytest.mark.parametrize("change", LAYOUTS)
+@pytest.mark.parametrize("which", ["q", "k", "v", "bias", "mask"])
+def test_the_layout_of_each_array_is_part_of_the_key(which: str, change: str) -> None:
+    given = dict(zip("qkv", operands(), strict=True)) | {"bias": pairwise(1, 40, 40), "mask": pairwise(2, 40, 40)}
+
+    def key(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+        return plan_cache.key((q, k, v), (None, bias, mask), ())
+
+    assert key(**given) == key(**{name: x.copy() for name, x in given.items()})
+    assert key(**given) != key(**given | {which: LAYOUTS[change](given[which])})
 
 
 def test_calls_that_differ_do_not_meet() -> None:

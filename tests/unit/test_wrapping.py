@@ -231,7 +231,8 @@ def test_the_cpu_classifies_tiles() -> None:
                 alive.append(operands.arrays[slot.name].astype(modify.stored_dtype(str(slot.dtype))))
                 words += [alive[-1].ctypes.data, *alive[-1].shape, *alive[-1].strides]
         values = np.array(words, np.int64)
-        function = entry(modify.classify_function(spec))
+        functions = modify.classify_functions(spec)
+        function = entry(functions["classify"])
         found = lambda *at, f=function, values=values: f(0, 0, *at, values.ctypes.data if values.size else 0)
         state = {modify.EMPTY: reference.EMPTY, modify.PARTIAL: reference.PARTIAL, modify.FULL: reference.FULL}
         proofs += assert_classifies(mod, lambda *at, f=found, state=state: state[f(*at)])
@@ -619,3 +620,9 @@ def test_windows_beyond_all_positions_bound_nothing() -> None:
     assert _window(2**60).expr is expr.TRUE
     assert _window(GREATEST).expr is expr.TRUE
     assert _window(2**49).expr is not expr.TRUE
+
+
+@pytest.mark.parametrize("dtype", ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))])
+def test_arrays_are_narrow_up_to_32_bits(dtype: str) -> None:
+    """A sum with an element of 64 bits may overflow, whatever its sign."""
+    assert expr.narrow({"a": np.dtype(dtype)}) == (frozenset() if dtype.endswith("64") else {"a"})

@@ -172,13 +172,14 @@ def _classify_function(spec: AttentionSpec) -> str:
     ])  # fmt: skip
 
 
-def _head(spec: AttentionSpec) -> str:
+def _head(dtype: str) -> str:
+    """dtype: of floats."""
     return f"""import numpy as np
 from numba import types
 from flashkit.backends.cpu.functions import *
 from flashkit.backends.cpu.tile_ops import transpose
 from flashkit.backends.cpu.views import double_from_bits, integer_at, matrix, tensor3, tensor4, vector
-F, F_SIZE, I = np.{spec.lse_dtype}, {np.dtype(spec.lse_dtype).itemsize}, np.int64
+F, F_SIZE, I = np.{dtype}, {np.dtype(dtype).itemsize}, np.int64
 HIDDEN = F(-np.inf)
 
 """
@@ -186,13 +187,13 @@ HIDDEN = F(-np.inf)
 
 def forward_functions(spec: AttentionSpec) -> Functions:
     """Address of `modify` for score tiles (keys, rows)."""
-    text = _head(spec) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n"
+    text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n"
     return specialise.load("modify", text)
 
 
 def decode_functions(spec: AttentionSpec) -> Functions:
     """Address of `modify` for score tiles (rows, keys)."""
-    text = _head(spec) + _tile_function(spec, keys_outside=False, with_slope=False) + "\n"
+    text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=False, with_slope=False) + "\n"
     return specialise.load("modify_decode", text)
 
 
@@ -200,13 +201,15 @@ def backward_functions(spec: AttentionSpec) -> Functions:
     """Addresses of `modify` for score tiles (rows, keys) and their slopes, and of `visit_ds` where a score modification
     needs it.
     """
-    text = _head(spec) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
+    text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
     return specialise.load("modify_backward", text + ("" if spec.score is None else f"\n\n{_VISIT_DS}"))
 
 
 def classify_functions(spec: AttentionSpec) -> Functions:
-    """Address of `classify`."""
-    return specialise.load("classify", _head(spec) + _classify_function(spec) + "\n")
+    """Address of `classify`. It computes with integers, and with float64 where these may overflow, so all dtypes share
+    it.
+    """
+    return specialise.load("classify", _head("float64") + _classify_function(spec) + "\n")
 
 
 def max_group(spec: AttentionSpec) -> int:

@@ -1,0 +1,165 @@
+"""Faults in the micro-kernels of the CPU backend: LLVM IR for products, the softmax, transposes."""
+
+from __future__ import annotations
+
+from . import Fault
+
+TESTS = (
+    "tests/unit/test_cpu_kernels.py",
+    "tests/conformance/test_decode.py",
+    "tests/unit/test_cpu_bf16_pairs.py",
+    "tests/conformance/test_steps.py",
+    "tests/conformance/test_edges.py -k 'cpu'",
+)
+
+MICRO = "flashkit/backends/cpu/micro"
+
+FAULTS = (
+    Fault(
+        "gemm: the last row is left out", f"{MICRO}/gemm.py",
+        "stop = b.sub(m, I64(height - 1))",
+        "stop = b.sub(m, I64(height))",
+    ),
+    Fault(
+        "gemm: the first block of terms is overwritten", f"{MICRO}/gemm.py",
+        "I64(-1 if accumulate else 0)",
+        "I64(0)",
+    ),
+    Fault(
+        "gemm: no terms leave c as it is", f"{MICRO}/gemm.py",
+        'with b.if_then(b.icmp_signed("<=", k, I64(0))):',
+        'with b.if_then(b.icmp_signed("<", k, I64(0))):',
+    ),
+    Fault(
+        "gemm: the tail is not masked", f"{MICRO}/gemm.py",
+        "panel(1, j, memory.tail_mask(b.sub(n, j)))",
+        "panel(1, j, None)",
+    ),
+    Fault(
+        "softmax: NaN takes the maximum", f"{MICRO}/softmax.py",
+        'new.append(b.select(b.fcmp_ordered(">", value, best[v]), value, best[v]))',
+        'new.append(b.select(b.fcmp_unordered(">", value, best[v]), value, best[v]))',
+    ),
+    Fault(
+        "softmax: the scale of dS", f"{MICRO}/softmax.py",
+        "ds = b.fmul(b.fmul(p, b.fsub(memory.load(dp_at), delta_i)), scale)",
+        "ds = b.fmul(p, b.fsub(memory.load(dp_at), delta_i))",
+    ),
+    Fault(
+        "softmax: delta is added", f"{MICRO}/softmax.py",
+        "b.fsub(memory.load(dp_at), delta_i)",
+        "b.fadd(memory.load(dp_at), delta_i)",
+    ),
+    Fault(
+        "softmax: a masked pair of a NaN row", f"{MICRO}/softmax.py",
+        '            p = b.select(b.fcmp_ordered("==", score, masked), zero, p)\n',
+        "",
+    ),
+    Fault(
+        "softmax: dP of masked pairs", f"{MICRO}/softmax.py",
+        'memory.store(b.select(b.fcmp_ordered("==", p, zero), zero, ds), dp_at)',
+        "memory.store(ds, dp_at)",
+    ),
+    Fault(
+        "softmax: l begins anew", f"{MICRO}/softmax.py",
+        "outer = Loop(b, I64(0), count, ROWS_PER_SUM, [*(memory.load(b.add(l, o)) for o in offsets), s])",
+        "outer = Loop(b, I64(0), count, ROWS_PER_SUM, [*(fill(memory.vector, 0.0) for o in offsets), s])",
+    ),
+    Fault(
+        "exponentials: denormals", f"{MICRO}/exponentials.py",
+        'EXP2_UNDERFLOW = {"float": -126.0, "double": -1022.0}',
+        'EXP2_UNDERFLOW = {"float": -149.0, "double": -1074.0}',
+    ),
+    Fault(
+        "exponentials: a coefficient", f"{MICRO}/exponentials.py",
+        "        0.009618056678524637,\n",
+        "        0.009618956678524637,\n",
+    ),
+    Fault(
+        "exponentials: ln 2", f"{MICRO}/exponentials.py",
+        "ln2 = fill(vector, -math.log(2))",
+        "ln2 = fill(vector, -0.6931)",
+    ),
+    Fault(
+        "pack: rows past the end are not 0", f"{MICRO}/transpose.py",
+        "rows.append(b.select(inside, row, zero))",
+        "rows.append(row)",
+    ),
+    Fault(
+        "pack: the remainder is not scaled", f"{MICRO}/transpose.py",
+        "value = b.fmul(element_at(b.select(inside, row, i), j), scale)",
+        "value = element_at(b.select(inside, row, i), j)",
+    ),
+    Fault(
+        "unpack: the remainder is not checked", f"{MICRO}/transpose.py",
+        "        memory.store_scalar(mark, check)\n",
+        "",
+    ),
+    Fault(
+        "unpack: another row's factor", f"{MICRO}/transpose.py",
+        "value = b.fmul(memory.load_scalar(at), memory.load_scalar(b.add(factor, b.mul(i, I64(memory.size)))))",
+        "value = b.fmul(memory.load_scalar(at), memory.load_scalar(b.add(factor, b.mul(rest, I64(memory.size)))))",
+    ),
+    Fault(
+        "transpose: the rest of a row", f"{MICRO}/transpose.py",
+        "            one_by_one(x, whole_n, n)\n",
+        "            one_by_one(x, n, n)\n",
+    ),
+    Fault(
+        "gemv: the score of a NaN key", f"{MICRO}/gemv.py",
+        'return b.select(b.fcmp_ordered(">", x, y), x, y)',
+        'return b.select(b.fcmp_unordered(">", x, y), x, y)',
+    ),
+    Fault(
+        "gemv: elements past the end count", f"{MICRO}/gemv.py",
+        "b.select(memory.tail_mask(b.sub(n, j)), memory.load(x), masked)",
+        "memory.load(x)",
+    ),
+    Fault(
+        "gemv: O is not rescaled", f"{MICRO}/gemv.py",
+        "memory.store(b.fmul(memory.load(at, mask), scale), at, mask)",
+        "memory.store(memory.load(at, mask), at, mask)",
+    ),
+    Fault(
+        "gemv: l is not rescaled", f"{MICRO}/gemv.py",
+        "b.fadd(b.fmul(memory.load_scalar(l_at), factor), row_sum)",
+        "b.fadd(memory.load_scalar(l_at), row_sum)",
+    ),
+    Fault(
+        "gemv: scores are not scaled", f"{MICRO}/gemv.py",
+        "memory.store(b.fmul(sum_lanes(b, sums), scale), to,",
+        "memory.store(sum_lanes(b, sums), to,",
+    ),
+    Fault("gemv: a row without keys", f"{MICRO}/gemv.py", "b.select(unseen, element(0.0), m_new)", "m_new"),
+    Fault(
+        "bf16 pairs: an odd last row counts twice", f"{MICRO}/bf16_pairs.py",
+        "memory.load(b.add(at, s_row)) if two else zero",
+        "memory.load(b.add(at, s_row)) if two else memory.load(at)",
+    ),
+    Fault(
+        "bf16 pairs: low and high are swapped", f"{MICRO}/bf16_pairs.py",
+        "return b.or_(b.zext(low, kind), b.shl(b.zext(high, kind), fill(kind, 16)))",
+        "return b.or_(b.zext(high, kind), b.shl(b.zext(low, kind), fill(kind, 16)))",
+    ),
+    Fault(
+        "amx: the remainder of the terms replaces c", f"{MICRO}/amx.py",
+        "before = b.select(used, I64(1), before)",
+        "before = b.select(used, before, before)",
+    ),
+    Fault(
+        "amx: an odd tile of rows is left out", f"{MICRO}/amx.py",
+        "with Loop(b, b.and_(m_tiles, I64(-2)), m_tiles, 1) as (i, _, _):",
+        "with Loop(b, m_tiles, m_tiles, 1) as (i, _, _):",
+    ),
+    Fault(
+        "vector: the tail has one element more", f"{MICRO}/vector.py",
+        'self.builder.icmp_signed("<", indices, splat(',
+        'self.builder.icmp_signed("<=", indices, splat(',
+    ),
+    Fault("vector: bfloat16 is truncated", f"{MICRO}/vector.py", "number(I32, 0x7FFF)", "number(I32, 0)"),
+    Fault(
+        "vector: NaN is rounded to infinity", f"{MICRO}/vector.py",
+        'return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)',
+        "return rounded",
+    ),
+)  # fmt: skip
