@@ -114,6 +114,7 @@ def standard(spec: AttentionSpec, operands: Operands, dtype: Any = np.float64) -
         s = modify(head, scores(q, k, head.scale), *head.everything)
         p, lse[head.b, head.h] = softmax(s, head.sink)
         out[head.b, head.h] = weighted_sum(drop(head, p, *head.everything), v)
+        out[head.b, head.h][np.isnan(lse[head.b, head.h])] = np.nan  # also where dropout keeps none of the NaN weights
     return out, lse
 
 

@@ -388,7 +388,7 @@ def write_user_profile(profile: dict[str, Any]) -> Path:
     UntrustedError
         Other users can write the directory. Nothing is written.
     """
-    new = parse(_dump({"schema": SCHEMA, **profile}), "<profile>")
+    new = parse(dump({"schema": SCHEMA, **profile}), "<profile>")
     device = new.device
     identity = repr((device.kind, device.match, device.compute_capability, sorted(device.features or ())))
     slug = re.sub(r"[^a-z0-9]+", "-", (device.name or device.kind).lower()).strip("-")
@@ -406,7 +406,7 @@ def write_user_profile(profile: dict[str, Any]) -> Path:
                 warnings.warn(f"moved to {target.name}.bad: {error}", ProfileWarning, stacklevel=2)
         merged = _merge(layers)
         text = "# Written by flashkit for this machine's device. Fields left out come from the shipped profiles.\n"
-        text += _dump(_plain(merged))
+        text += dump(_plain(merged))
         parse(text, str(target))
         trust.write(target, text.encode(), durable=True)
     forget()
@@ -423,6 +423,7 @@ def _plain(profile: Profile) -> dict[str, Any]:
     return {name: value for name, value in data.items() if value}
 
 
-def _dump(data: dict[str, Any]) -> str:
+def dump(data: dict[str, Any]) -> str:
+    """The YAML text of a profile. Parts that occur twice are written twice: `parse` refuses aliases."""
     builtins = msgspec.to_builtins(data)
     return str(yaml.safe_dump(builtins, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True))

@@ -115,7 +115,7 @@ def trace_graph(
     graph = expr.as_expr(result)
     for node in expr.walk([graph]):
         if node.op == "const" and node.kind == "int" and not expr.INT64[0] <= node.value <= expr.INT64[1]:
-            raise ValueError(f"{kind}_mod {what} has the integer {node.value}; -2^63 to 2^63 - 1 fits")
+            raise ValueError(f"{kind}_mod {what} has the integer {shown(node.value)}; -2^63 to 2^63 - 1 fits")
     if kind == "score":
         return expr.to_float(graph)
     if graph.kind != "bool":

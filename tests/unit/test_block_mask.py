@@ -528,10 +528,10 @@ def test_a_million_tokens_take_less_than_a_second(name):
     mod = LONG[name]()
     best = math.inf
     for _ in range(2):  # the second try forgives a machine that was busy
-        start = time.perf_counter()
+        start = time.process_time()
         mask = BlockMask.from_mod(mod, MILLION, MILLION)
         lists = mask.rows(), mask.cols()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 1
     assert lists[0].full.total == lists[1].full.total
     assert lists[0].partial.total == lists[1].partial.total

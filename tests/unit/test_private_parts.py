@@ -28,6 +28,7 @@ ATTRIBUTES = {
     "_tm": "numba: specialise.compiled",
     "_getvalue": "numba: views, of cgutils.create_struct_proxy", "_asdict": "Python: named tuples",
     "_replace": "Python: named tuples",
+    "_is_owned": "Python: threading.RLock, forking", "_dispose": "llvmlite: pass_managers",
 }  # fmt: skip
 """Attributes with a leading underscore that flashkit does not define itself."""
 

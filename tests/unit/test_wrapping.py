@@ -570,7 +570,7 @@ def test_an_index_within_its_array_is_taken(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**70, np.uint64(2**63)])
 def test_numbers_beyond_int64_are_refused(number: Any) -> None:
-    with pytest.raises(ValueError, match=rf"limit of a modification is {number}; .*2\^63 - 1 fits"):
+    with pytest.raises(ValueError, match=rf"limit of a modification is .*{number}.*2\^63 - 1 fits"):
         mods.mask(lambda b, h, q, k, *, limit: k < limit, limit=number)
 
 
@@ -579,7 +579,7 @@ def far(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def test_constants_beyond_int64_are_refused() -> None:
-    with pytest.raises(ValueError, match=rf"mask_mod far has the integer {2**70}; .*2\^63 - 1 fits"):
+    with pytest.raises(ValueError, match=rf"has the integer {2**70}; .*2\^63 - 1 fits"):
         mods.mask(far)
     assert mods.score(lambda s, b, h, q, k: s * 2**70).expr is expr.S * 2.0**70
 

@@ -200,8 +200,6 @@ def as_expr(value: Any) -> Expr:
         return value
     if isinstance(value, np.ndarray) and value.ndim == 0:  # np.int64(3) < q passes one
         value = value[()]
-    if isinstance(value, (int, np.integer)) and not INT64[0] <= value <= INT64[1]:
-        raise ValueError(f"a modification has the integer {shown(int(value))}; -2^63 to 2^63 - 1 fits")
     if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         return const(value)  # type: ignore[arg-type]
     raise TypeError(
@@ -215,7 +213,12 @@ def to_float(x: Any) -> Expr:
     x = _number(as_expr(x))
     if x.kind == "float":
         return x
-    return const(float(x.value)) if x.op == "const" else Expr("float", (x,), None, "float")
+    if x.op != "const":
+        return Expr("float", (x,), None, "float")
+    try:
+        return const(float(x.value))
+    except OverflowError:
+        raise ValueError(f"a modification has the integer {shown(x.value)}, which is too large for a float") from None
 
 
 def _number(x: Expr) -> Expr:

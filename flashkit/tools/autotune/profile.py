@@ -40,9 +40,7 @@ def write(profile: dict[str, Any], output: Path | None) -> Path:
     """Write a profile to `output`, replaced atomically, or by default to the user's profiles; returns its path."""
     if output is None:
         return profiles.write_user_profile(profile)
-    import yaml
-
-    text = yaml.safe_dump(profile, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    text = profiles.dump(profile)
     profiles.parse(text, str(output))
     output.parent.mkdir(parents=True, exist_ok=True)
     trust.write(output, text.encode())
