@@ -42,7 +42,7 @@ class DeviceMemory:
         total = size + 2 * self.margin
         block = self.plain(total)
         if total:
-            block.memset(CANARY, total)
+            block.memset_async(CANARY, total)  # on the current stream, which need not wait for the default one
         self.blocks.append((block, size))
         return block + self.margin
 

@@ -210,7 +210,7 @@ def test_margins_on_a_device_tell_of_writes(monkeypatch: pytest.MonkeyPatch) -> 
         def __add__(self, n: int) -> Pointer:
             return Pointer(self.mem, self.at + n)
 
-        def memset(self, value: int, n: int) -> None:
+        def memset_async(self, value: int, n: int) -> None:
             self.mem[self.at : self.at + n] = value
 
     cupy: Any = types.ModuleType("cupy")
@@ -228,7 +228,7 @@ def test_margins_on_a_device_tell_of_writes(monkeypatch: pytest.MonkeyPatch) -> 
         array, out = memory.allocate(100), memory.allocate(7)
         assert (array.mem == 255).all()
         with memory.read_only(types.SimpleNamespace(data=out)):
-            (out + 3).memset(1, 1)
+            (out + 3).memset_async(1, 1)
         assert memory.seen_damage() == []
     for at, says in (
         (5, "an input of 100 bytes was written"),
@@ -238,7 +238,7 @@ def test_margins_on_a_device_tell_of_writes(monkeypatch: pytest.MonkeyPatch) -> 
         with memory.guarded(1):
             array = memory.allocate(100)
             with memory.read_only(None):
-                (array + at).memset(1, 1)
+                (array + at).memset_async(1, 1)
             assert memory.seen_damage() == [says]
 
 

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ from filelock import FileLock
 
 import flashkit
 from flashkit import dispatch, mods, reference
-from flashkit.backends.cuda_common import sm80_bwd_launch, verify
+from flashkit.backends.cuda_common import launch, sm80_bwd_launch, verify
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.fallback import Fallback
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
@@ -414,7 +413,7 @@ def test_explain_names_the_generation(generation: str) -> None:
 def test_a_wrong_binary_is_not_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """What the check computes is made wrong: the kernel's plan is refused."""
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    import_module(f"flashkit.backends.{NAME}.specialise").library.cache_clear()
+    launch._shared.clear()
     dispatch.forget()
     right = verify._expected
     monkeypatch.setattr(verify, "_expected", lambda *a: {name: x + 0.5 for name, x in right(*a).items()})

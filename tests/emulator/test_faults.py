@@ -136,13 +136,12 @@ FAULTS = [
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]:
     """Replaces the text that a fault names, in what the backend compiles."""
-    from flashkit.backends.cuda_common import compiler
+    from flashkit.backends.cuda_common import compiler, launch
     from flashkit.backends.cupy_raw import specialise as cupy_raw
     from flashkit.backends.numba_cuda import specialise as numba_cuda
 
     def forget() -> None:
-        cupy_raw.library.cache_clear()
-        numba_cuda.library.cache_clear()
+        launch._shared.clear()  # kernels that are loaded, by what their texts are made from
 
     def changed(fault: Fault, text: str) -> str:
         assert text.count(fault.text), f"{fault.file} has no {fault.text!r}: give FAULTS its present text"

@@ -115,7 +115,7 @@ NAMED = {"left": "window", "grid": "(grid|block_mask)", "table": "(table|Expr)",
 ANY = {
     "scale": {"2^63", "2^70"}, "softcap": {"2^63", "2^70"}, "left": {"2^63", "2^70", "10^5000"}, "wrt": {"empty",
     "dict"},
-    "seed": {"2^63"}, "modification": {"NaN", "infinity"}, "param": {"NaN", "infinity"}, "table": set(),
+    "seed": {"2^63"}, "modification": {"NaN", "infinity", "2^63", "2^70"}, "param": {"NaN", "infinity"}, "table": set(),
 }  # fmt: skip
 """Values that an argument takes."""
 

@@ -31,6 +31,9 @@ MAX_PARAM = 2**60
 """Greatest absolute value of integer params, so that a position and a few of them add up without overflow; see
 mods.trace."""
 
+MAX_BITS = 1023
+"""Of integer constants: float64 holds them. Those beyond int64 fit only where floats are computed (mods.trace)."""
+
 _SYMBOL = re.compile(r"[a-z][a-z0-9]*(\.[a-z]+\[[0-9]+\])?")
 _TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float}
 LOADS = "load", "load_min", "load_max"
@@ -200,6 +203,8 @@ def as_expr(value: Any) -> Expr:
         return value
     if isinstance(value, np.ndarray) and value.ndim == 0:  # np.int64(3) < q passes one
         value = value[()]
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError(f"a modification has the integer {shown(value)}, which is too large for a float, too")
     if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         return const(value)  # type: ignore[arg-type]
     raise TypeError(
@@ -213,12 +218,7 @@ def to_float(x: Any) -> Expr:
     x = _number(as_expr(x))
     if x.kind == "float":
         return x
-    if x.op != "const":
-        return Expr("float", (x,), None, "float")
-    try:
-        return const(float(x.value))
-    except OverflowError:
-        raise ValueError(f"a modification has the integer {shown(x.value)}, which is too large for a float") from None
+    return const(float(x.value)) if x.op == "const" else Expr("float", (x,), None, "float")
 
 
 def _number(x: Expr) -> Expr:
