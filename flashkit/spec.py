@@ -19,17 +19,20 @@ MAX_HEAD_DIM = 512
 
 
 class DType(NamedTuple):
-    """An input dtype: bytes of one element, and the dtype of accumulators, the softmax and the log-sum-exp."""
+    """An input dtype: bytes of one element; the dtype of accumulators, the softmax and the log-sum-exp; the type of the
+    operands of CUDA's matrix instructions, in PTX.
+    """
 
     size: int
     accumulator: str
+    mma: str
 
 
 DTYPES = {
-    "float64": DType(8, "float64"),
-    "float32": DType(4, "float32"),
-    "float16": DType(2, "float32"),
-    "bfloat16": DType(2, "float32"),
+    "float64": DType(8, "float64", "f64"),
+    "float32": DType(4, "float32", "tf32"),
+    "float16": DType(2, "float32", "f16"),
+    "bfloat16": DType(2, "float32", "bf16"),
 }
 """Every dtype that attention takes."""
 

@@ -97,7 +97,7 @@ HEAD = """
 from numba.cuda.types import float32, int32
 from flashkit.backends.numba_cuda.fragments import *
 from flashkit.backends.numba_cuda.ptx import *
-mma_bf16, mma_f16, mma_tf32 = mma("bfloat16"), mma("float16"), mma("tf32")
+mma_bf16, mma_f16, mma_tf32 = mma("bfloat16"), mma("float16"), mma("float32")
 load_word, store_word = load_from("shared", int32), store_to("shared", int32)
 load_constant = load_from("global", float32, True)
 fresh = wgmma("bfloat16", 128, (0, 2), (0, 4), fresh=True)

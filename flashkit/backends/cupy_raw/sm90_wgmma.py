@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_TYPES = {"float16": "f16", "bfloat16": "bf16"}
+from ...spec import DTYPES
 
 
 def text(dtype: str, shared: Iterable[int], registers: Iterable[int]) -> str:
     """Functions for the column counts N of products with A in shared memory and of those with A in registers."""
-    kind = _TYPES[dtype]
+    kind = DTYPES[dtype].mma
     parts = [_shared(kind, n, zero_init) for n in sorted(set(shared)) for zero_init in (False, True)]
     parts += [_registers(kind, n) for n in sorted(set(registers))]
     return "\n".join(parts)

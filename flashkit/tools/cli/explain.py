@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ... import spec
 from .common import Json, fail, numbers, print_json
 
-DTYPES = ("float64", "float32", "float16", "bfloat16")
+DTYPES = tuple(spec.DTYPES)
 ARRAYS = ("numpy", "cupy")
 LAYOUTS = ("bhnd", "bnhd")
 

@@ -18,6 +18,7 @@ from typing import Any
 from numba.cuda.extending import intrinsic
 from numba.cuda.types import UniTuple, float32, int32, uint32
 
+from ....spec import DTYPES
 from .asm import CONSTANT, NOTHING, _emit, instruction, parts
 
 __all__ = [
@@ -33,8 +34,6 @@ __all__ = [
     "wgmma_registers",
     "wgmma_wait",
 ]  # fmt: skip
-
-KINDS = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}
 
 # --- ldmatrix, stmatrix: shared memory and registers ------------------------------------------------------------------
 
@@ -55,11 +54,12 @@ store_matrices_turned = instruction(
 
 
 @lru_cache
-def mma(kind: str) -> Any:
-    """mma(kind)(c, a, b0, b1): c + a b; c: four float32, a: four registers. kind: a key of KINDS."""
+def mma(dtype: str) -> Any:
+    """mma(dtype)(c, a, b0, b1): c + a b; c: four float32, a: four registers."""
+    kind = DTYPES[dtype].mma
     shape = "m16n8k8" if kind == "tf32" else "m16n8k16"
     return instruction(
-        f"mma.sync.aligned.{shape}.row.col.f32.{KINDS[kind]}.{KINDS[kind]}.f32 "
+        f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$0, $1, $2, $3};",
         UniTuple(float32, 4), UniTuple(float32, 4), FOUR, uint32, uint32, tied=True,
     )  # fmt: skip
@@ -75,14 +75,14 @@ wgmma_wait = instruction("wgmma.wait_group.sync.aligned #0;", NOTHING, CONSTANT)
 
 @lru_cache
 def wgmma(
-    kind: str, n: int, a_steps: tuple[int, ...], b_steps: tuple[int, ...], *, turned_a: bool = False,
+    dtype: str, n: int, a_steps: tuple[int, ...], b_steps: tuple[int, ...], *, turned_a: bool = False,
     turned_b: bool = False, fresh: bool = False,
 ) -> Any:  # fmt: skip
     """product(sums, a, b, add): sums, if add, plus a b, 64 x n; both operands in shared memory, by descriptors.
 
     a_steps, b_steps: how far the descriptors move on for each 16 along the summed axis. turned: an operand is read
     along columns. fresh: product(a, b), whatever was in the registers."""
-    tile, head = _tile(n), _head(kind, n)
+    tile, head = _tile(n), _head(dtype, n)
     a, b, p = (f"${(1 if fresh else 2) * tile.count + i}" for i in range(3))
     lines = [f"{{ .reg .pred p; {_REGISTERS} setp.ne.b32 p, {'0, 0' if fresh else f'{p}, 0'};"]
     for i, (a_step, b_step) in enumerate(zip(a_steps, b_steps, strict=True)):
@@ -95,10 +95,10 @@ def wgmma(
 
 
 @lru_cache
-def wgmma_registers(kind: str, n: int, b_steps: tuple[int, ...], *, turned_b: bool = False) -> Any:
+def wgmma_registers(dtype: str, n: int, b_steps: tuple[int, ...], *, turned_b: bool = False) -> Any:
     """product(sums, a, b, add): the same with the left operand in registers, four for each step."""
     tile, left = _tile(n), UniTuple(uint32, 4 * len(b_steps))
-    start, head = 2 * tile.count, _head(kind, n)
+    start, head = 2 * tile.count, _head(dtype, n)
     lines = [f"{{ .reg .pred p; {_REGISTERS} setp.ne.b32 p, ${start + left.count + 1}, 0;"]
     for i, b_step in enumerate(b_steps):
         operand = ", ".join(f"${start + 4 * i + j}" for j in range(4))
@@ -121,9 +121,10 @@ def _tile(n: int) -> Any:
     return UniTuple(float32, n // 2)
 
 
-def _head(kind: str, n: int) -> str:
+def _head(dtype: str, n: int) -> str:
+    kind = DTYPES[dtype].mma
     sums = ", ".join(f"${i}" for i in range(n // 2))
-    return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{KINDS[kind]}.{KINDS[kind]} {{{sums}}}"
+    return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{sums}}}"
 
 
 @intrinsic

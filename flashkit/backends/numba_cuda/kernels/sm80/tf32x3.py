@@ -9,7 +9,7 @@
 # which P in registers is an A operand, and its words come from all banks.
 
 if IS_FLOAT32:
-    mma_sync = mma("tf32")
+    mma_sync = mma("float32")
     load_f32 = load_from("shared", types.float32)
 
     @device
