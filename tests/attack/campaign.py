@@ -97,7 +97,11 @@ def lines(settings: Settings, task: dict[str, Any], until: float = float("inf"))
                     else:
                         *whole, rest = (rest + data).split(b"\n")
                         heard = time.monotonic()
-                        yield from (json.loads(line) for line in whole)
+                        for line in whole:
+                            if line.startswith(b"{"):
+                                yield json.loads(line)
+                            else:  # a sanitizer's
+                                errors = (errors + line + b"\n")[-20_000:]
                 if time.monotonic() > until or (hangs := time.monotonic() - heard > PATIENCE):
                     child.kill()
                     if time.monotonic() <= until and hangs:
