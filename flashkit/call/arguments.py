@@ -126,7 +126,7 @@ def prepare(
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale), offsets, lengths, params, values,
         sinks_of(sinks, kind, heads, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
-        shape.to_four(out) if direct else shape.empty(empty, batch, heads, n_q, dv, q.dtype),
+        shape.to_four(out).view() if direct else shape.empty(empty, batch, heads, n_q, dv, q.dtype),
         empty((batch, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None,
     )  # fmt: skip
     return problem, operands, shape
