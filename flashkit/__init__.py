@@ -24,3 +24,7 @@ __all__ = [
     "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "minimum", "mods", "plan", "sigmoid", "sign",
     "sin", "sqrt", "tanh", "use_backend", "where",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

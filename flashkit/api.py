@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from . import dispatch
 from .backends.base import Backend
 from .call import arrays, plan_cache
 from .call.arguments import prepare
+from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned
 from .call.shape import Shape
 from .errors import shown
 from .spec import Gradients, Operands, Problem
 
+if TYPE_CHECKING:
+    from .call.explanation import Explanation
+
 WRT = ("q", "k", "v", "sinks")
 
+A = TypeVar("A")
+"""The array type of a call."""
 
+
+@overload
+def attention(
+    q: A, k: Any, v: Any, *, return_lse: Literal[False] = False, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> A: ...  # fmt: skip
+@overload
+def attention(
+    q: A, k: Any, v: Any, *, return_lse: Literal[True], out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[A, Any]: ...  # fmt: skip
+@overload
+def attention(
+    q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> A | tuple[A, Any]: ...  # fmt: skip
 def attention(
     q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
     bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
-    kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
-    return_lse: bool = False, out: Any = None, deterministic: bool = False, precision: str | None = None,
-    backend: str | None = None,
+    kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: Layout = "bhnd",
+    return_lse: bool = False, out: Any = None, deterministic: bool = False, precision: Precision | None = None,
+    backend: str | None = None, **unexpected: Any,
 ) -> Any:  # fmt: skip
     """Exact attention, softmax(scale * q k^T, modified and masked) v, in memory linear in the number of tokens.
 
@@ -81,6 +103,8 @@ def attention(
         float32.
     backend
         Name of the backend. By default the fastest one by the profile of the device.
+    **unexpected
+        Not accepted: the error says which argument was probably meant.
 
     Returns
     -------
@@ -118,6 +142,8 @@ def attention(
     >>> lse.shape
     (1, 8, 256)
     """
+    if unexpected:
+        raise unknown(unexpected)
     key = None
     constant = score_mod is mask_mod is kv_lengths is sinks is None and _is_constant(q_offset, window, dropout_p)
     if constant and plan_cache.accepts(block_mask) and (out is None or arrays.contiguous(out)):
@@ -152,7 +178,9 @@ def _is_constant(q_offset: Any, window: Any, dropout_p: Any) -> bool:
     )
 
 
-def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Any) -> Planned:
+def plan(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | None = None, **options: Unpack[Options]
+) -> Planned:
     """Plan a call of `attention` that is repeated on arrays of the same layout.
 
     Everything that does not depend on the contents of q, k and v happens here: checks, the choice of the backend and of
@@ -201,9 +229,25 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str | Non
     return Planned(problem, operands, shape, (q, k, v), backend, return_lse)
 
 
+@overload
 def attention_vjp(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None, **options: Any
-) -> tuple[Any, Vjp]:
+    q: A, k: Any, v: Any, *, return_lse: Literal[False] = False, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[A, Vjp[A]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, return_lse: Literal[True], out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[tuple[A, Any], Vjp[A]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, return_lse: bool, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[A | tuple[A, Any], Vjp[A]]: ...  # fmt: skip
+def attention_vjp(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[Any, Vjp[Any]]:  # fmt: skip
     """Attention and its vector-Jacobian product, in memory linear in the number of tokens.
 
     Parameters
@@ -253,11 +297,11 @@ def attention_vjp(
                 raise ValueError(f"out shares memory with {what}, which the gradient reads again; another array fits")
     chosen = _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
-    vjp = Vjp(problem, operands, shape, chosen, options.get("sinks"))
+    vjp: Vjp[Any] = Vjp(problem, operands, shape, chosen, options.get("sinks"))
     return (result, shape.rows(operands.lse)) if return_lse else result, vjp
 
 
-class Vjp:
+class Vjp(Generic[A]):
     """The vector-Jacobian product of one call of attention; see `attention_vjp`."""
 
     def __init__(
@@ -266,7 +310,7 @@ class Vjp:
         self._problem, self._operands, self._shape, self._chosen = problem, operands, shape, chosen
         self._sinks_dtype = getattr(sinks, "dtype", None)
 
-    def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[Any, ...]:
+    def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[A, ...]:
         """Gradients of sum(out * dout) + sum(lse * dlse).
 
         Parameters
@@ -324,10 +368,11 @@ class Vjp:
         else:
             backend, plan = self._chosen
             backend.backward(plan, op, gradients)
-        results = {"q": dq, "k": dk, "v": dv}
+        results: dict[str, Any] = {"q": dq, "k": dk, "v": dv}
         if dsinks is not None and self._sinks_dtype is not None:
             dsinks = dsinks.astype(self._sinks_dtype)
-        return tuple(dsinks if name == "sinks" else shape.like(results[name]) for name in wrt)
+        results |= {name: shape.like(tensor) for name, tensor in results.items()} | {"sinks": dsinks}
+        return tuple(results[name] for name in wrt)
 
     def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         arrays.require(name, array, self._problem.array_kind)
@@ -359,8 +404,8 @@ def _deliver(operands: Operands, shape: Shape, out: Any) -> Any:
 
 def explain(
     q: Any, k: Any, v: Any, *, backend: str | None = None, return_lse: bool = False, measure: bool = False,
-    **options: Any,
-) -> Any:  # fmt: skip
+    **options: Unpack[Options],
+) -> Explanation:  # fmt: skip
     """Explain what a call of `attention` would do and why, without computing it.
 
     It takes no memory in proportion to the call's sizes, so `numpy.broadcast_to(x, shape)` of one element can stand in

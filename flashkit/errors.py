@@ -1,6 +1,9 @@
-"""The exceptions of flashkit besides ValueError and TypeError, and how errors show values."""
+"""The exceptions of flashkit besides ValueError and TypeError, its warnings, and how errors show values."""
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 
 class UnsupportedError(NotImplementedError):
@@ -49,3 +52,11 @@ def shown(value: object) -> str:
     except Exception:  # of the caller's own class, or of a long integer in a list
         text = f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def warn(message: str) -> None:
+    """Warn with the line of the caller outside flashkit, so that each such line warns once."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import mods
 from ..spec import AttentionSpec, Operands, Problem
-from . import arrays
+from . import arrays, options
 from .checks import (
     block_mask_of,
     can_write,
@@ -36,7 +36,7 @@ def prepare(
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
     bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
     kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
-    out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False,
+    out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False, **others: Any,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
     """Check the arguments of attention() and fill in defaults.
 
@@ -55,6 +55,8 @@ def prepare(
     shape : Shape
         From (B, H, N, D) back to the caller's shapes.
     """
+    if others:
+        raise options.unknown(others)
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
         arrays.require(name, array, kind)
@@ -83,7 +85,7 @@ def prepare(
     if softcap is not None:
         scores.append(mods.softcap(number("softcap", softcap)))
     if alibi_slopes is not None:
-        scores.append(mods.alibi(slopes_of(alibi_slopes, kind, batch, heads)).snapshot())
+        scores.append(mods.alibi(slopes_of(alibi_slopes, kind, batch, heads, layout)).snapshot())
     if bias is not None:
         scores.append(mods.bias(pairs("bias", bias, "f")).snapshot())
     if flag("causal", causal, ", and mask= for an array of pairs"):
@@ -100,7 +102,7 @@ def prepare(
     given = [] if score_mod is None else [mods.trace(score_mod, "score").snapshot()]
     scores += given
     if block_mask is not None:
-        given.append(block_mask_of(block_mask, batch, heads, n_q, n_k).snapshot())
+        given.append(block_mask_of(block_mask, batch, heads, n_q, n_k, layout).snapshot())
         masks.append(given[-1])
     if mask_mod is not None:
         given.append(mods.trace(mask_mod, "mask").snapshot())
@@ -125,7 +127,7 @@ def prepare(
     direct = out is not None and can_write(out, q, k, v, *values.values())
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale), offsets, lengths, params, values,
-        sinks_of(sinks, kind, heads, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
+        sinks_of(sinks, kind, heads, layout, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
         shape.to_four(out).view() if direct else shape.empty(empty, batch, heads, n_q, dv, q.dtype),
         empty((batch, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None,
     )  # fmt: skip

@@ -77,23 +77,27 @@ def _floats(name: str, values: Any, kind: str) -> Any:
     return values
 
 
-def slopes_of(slopes: Any, kind: str, batch: int, heads: int) -> Any:
+def slopes_of(slopes: Any, kind: str, batch: int, heads: int, layout: str) -> Any:
     """alibi_slopes."""
     slopes = _floats("alibi_slopes", slopes, kind)
     if slopes.shape not in ((heads,), (batch, heads)):
         raise ValueError(
-            f"alibi_slopes has shape {slopes.shape}; (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) fits"
+            f"alibi_slopes has shape {slopes.shape}; (Hq,) = ({heads},) or (B, Hq) = ({batch}, {heads}) fits "
+            f"with layout={layout!r}"
         )
     return slopes
 
 
-def sinks_of(sinks: Any, kind: str, heads: int, dtype: str, copied: bool = True) -> Any:
+def sinks_of(sinks: Any, kind: str, heads: int, layout: str, dtype: str, copied: bool = True) -> Any:
     """The sinks in the computing precision, unless `copied` is False, or None."""
     if sinks is None:
         return None
     sinks = _floats("sinks", sinks, kind)
     if sinks.shape != (heads,):
-        raise ValueError(f"sinks has shape {sinks.shape}; (Hq,) = ({heads},) fits, one logit for each query head")
+        raise ValueError(
+            f"sinks has shape {sinks.shape}; (Hq,) = ({heads},) fits with layout={layout!r}, one logit for each query "
+            "head"
+        )
     return sinks.astype(dtype) if copied else sinks
 
 
@@ -108,7 +112,7 @@ def seed_of(seed: Any, dropout_p: float) -> int:
     return int(seed)
 
 
-def block_mask_of(block_mask: Any, batch: int, heads: int, n_q: int, n_k: int) -> Mod:
+def block_mask_of(block_mask: Any, batch: int, heads: int, n_q: int, n_k: int, layout: str) -> Mod:
     """The mask of a BlockMask for these sizes."""
     from ..mods.block_mask import BlockMask
 
@@ -116,11 +120,14 @@ def block_mask_of(block_mask: Any, batch: int, heads: int, n_q: int, n_k: int) -
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; a flashkit.BlockMask fits")
     if (block_mask.n_q, block_mask.n_k) != (n_q, n_k):
         raise ValueError(
-            f"block_mask is for {block_mask.n_q} queries and {block_mask.n_k} keys; the call has {n_q} and {n_k}"
+            f"block_mask is for {block_mask.n_q} queries and {block_mask.n_k} keys; the call has {n_q} and {n_k} "
+            f"with layout={layout!r}"
         )
     for what, count, n in (("batch entries", block_mask.batch, batch), ("heads", block_mask.heads, heads)):
         if count not in (1, n):
-            raise ValueError(f"block_mask tells {count} {what} apart; the call has {n}, and {n} or 1 fits")
+            raise ValueError(
+                f"block_mask tells {count} {what} apart; the call has {n} with layout={layout!r}, and {n} or 1 fits"
+            )
     return block_mask.mod
 
 

@@ -36,6 +36,8 @@ class Planned:
     >>> planned = flashkit.plan(q, k, v, backend="cpu")
     >>> planned.backend, planned(q, k, v).shape
     ('cpu', (1, 2, 64, 32))
+    >>> print(repr(planned)[:72])
+    <Planned: float32, batch 1, heads 2, queries 64, keys 64, head dim 32 on
     """
 
     def __init__(
@@ -64,6 +66,10 @@ class Planned:
             self._run = bind(plan, operands, anew) if anew else bind(plan, operands)
         else:
             self._run = _forward(chosen, plan, operands, shape, anew)
+
+    def __repr__(self) -> str:
+        returned = "(out, lse)" if self._return_lse else "out"
+        return f"<Planned: {self.problem.describe()}; {self.backend}, {self.tile}; returns {returned}>"
 
     def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
         """Attention of these arrays with the options given to `plan`.

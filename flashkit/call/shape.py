@@ -6,12 +6,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import warn
 from ..mods.tracing import DTYPES
 from ..spec import MAX_HEAD_DIM
 from . import arrays
 from .checks import choice
 
-LAYOUTS = ("bhnd", "bnhd")
+FORMS = {"bhnd": "(..., heads, tokens, head_dim)", "bnhd": "(..., tokens, heads, head_dim)"}
+LAYOUTS = tuple(FORMS)
+HEADS_AND_TOKENS = {"bhnd": (-3, -2), "bnhd": (-2, -3)}
+"""Axes of heads and of tokens."""
+
+MOST_HEADS = 128
+"""Heads of the models with most of them; where there are more, and more than tokens, the axes may be exchanged."""
 
 
 class Shape:
@@ -66,39 +73,54 @@ class Shape:
 def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
     """The shape of a call; ValueError if q, k and v do not fit each other."""
     choice("layout", layout, LAYOUTS)
-    form = "(..., heads, tokens, head_dim)" if layout == "bhnd" else "(..., tokens, heads, head_dim)"
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.ndim < 2:
-            raise ValueError(f"{name} has shape {array.shape}; {form} fits, or (tokens, head_dim)")
-        if array.ndim != q.ndim:
-            raise ValueError(
-                f"{name} has {array.ndim} axes {array.shape}, q has {q.ndim} {q.shape}; "
-                f"q, k and v have equally many, {form}"
-            )
-        if array.shape[:-3] != q.shape[:-3]:
-            raise ValueError(
-                f"{name} has batch axes {array.shape[:-3]} (shape {array.shape}), q has {q.shape[:-3]}; they are equal"
-            )
-        if not 1 <= array.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head dim {array.shape[-1]} (shape {array.shape}); 1 to {MAX_HEAD_DIM} fits")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(
-            f"k has head dim {k.shape[-1]} (shape {k.shape}), q has {q.shape[-1]}; they are equal (only v's may differ)"
+    other = LAYOUTS[1 - LAYOUTS.index(layout)]
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
+    if problem := _misfit(shapes, layout):
+        hint = "" if q.ndim == 2 or _misfit(shapes, other) else f"; with layout={other!r} these shapes fit"
+        raise ValueError(f"{problem} (layout={layout!r}: {FORMS[layout]}{hint})")
+    if q.ndim > 3 and _looks_exchanged(shapes, layout) and not _misfit(shapes, other):
+        heads, tokens = (q.shape[axis] for axis in HEADS_AND_TOKENS[layout])
+        warn(
+            f"q has {heads} heads of {tokens} tokens (shape {q.shape}, layout={layout!r}: {FORMS[layout]}); "
+            f"layout={other!r} reads {tokens} heads of {heads} tokens"
         )
-    head_axis, token_axis = (-3, -2) if layout == "bhnd" else (-2, -3)
-    if q.ndim == 2:
-        token_axis = -2
-    if v.shape[token_axis] != k.shape[token_axis]:
-        raise ValueError(
-            f"v has {v.shape[token_axis]} tokens (shape {v.shape}), k has {k.shape[token_axis]}; they are equal"
-        )
-    if q.ndim > 2:
-        heads, heads_k, heads_v = (x.shape[head_axis] for x in (q, k, v))
-        if heads_v != heads_k:
-            raise ValueError(f"v has {heads_v} heads (shape {v.shape}), k has {heads_k}; they are equal")
-        if (heads_k == 0 and heads != 0) or (heads_k and heads % heads_k):
-            raise ValueError(f"q has {heads} heads (shape {q.shape}), k has {heads_k}; a multiple of k's heads fits")
     return Shape(q.ndim, tuple(q.shape[:-3]), layout)
+
+
+def _misfit(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
+    """Why these shapes of q, k and v do not fit each other, or nothing."""
+    q, k, v = shapes.values()
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            return f"{name} has shape {shape}; {FORMS[layout]} fits, or (tokens, head_dim)"
+        if len(shape) != len(q):
+            return f"{name} has {len(shape)} axes {shape}, q has {len(q)} {q}; q, k and v have equally many"
+        if shape[:-3] != q[:-3]:
+            return f"{name} has batch axes {shape[:-3]} (shape {shape}), q has {q[:-3]}; they are equal"
+        if not 1 <= shape[-1] <= MAX_HEAD_DIM:
+            return f"{name} has head dim {shape[-1]} (shape {shape}); 1 to {MAX_HEAD_DIM} fits"
+    if k[-1] != q[-1]:
+        return f"k has head dim {k[-1]} (shape {k}), q has {q[-1]}; they are equal (only v's may differ)"
+    head_axis, token_axis = HEADS_AND_TOKENS[layout] if len(q) > 2 else (None, -2)
+    if v[token_axis] != k[token_axis]:
+        return f"v has {v[token_axis]} tokens (shape {v}), k has {k[token_axis]}; they are equal"
+    if head_axis is not None:
+        heads, heads_k, heads_v = (shape[head_axis] for shape in (q, k, v))
+        if heads_v != heads_k:
+            return f"v has {heads_v} heads (shape {v}), k has {heads_k}; they are equal"
+        if (heads_k == 0 and heads != 0) or (heads_k and heads % heads_k):
+            return f"q has {heads} heads (shape {q}), k has {heads_k}; a multiple of k's heads fits"
+    return ""
+
+
+def _looks_exchanged(shapes: dict[str, tuple[int, ...]], layout: str) -> bool:
+    """Whether q and k have more heads than tokens, and so many heads, or tokens in such a ratio, as only exchanged axes
+    have: the heads of q and k would be equal, and q's tokens a multiple of k's, as heads of a group are.
+    """
+    (heads, tokens), (heads_k, tokens_k) = ([shapes[x][axis] for axis in HEADS_AND_TOKENS[layout]] for x in "qk")
+    if heads <= tokens or heads_k <= tokens_k or 0 in (tokens, tokens_k):
+        return False
+    return heads > MOST_HEADS or (heads == heads_k and tokens > tokens_k and tokens % tokens_k == 0)
 
 
 def pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ...], dtypes: str) -> Any:
@@ -108,10 +130,20 @@ def pairwise(name: str, array: Any, kind: str, shape: Shape, full: tuple[int, ..
     if dtype_kind not in dtypes:
         words = {"f": "a floating dtype up to float64 (added to the scores)", "b": "bool (True = attend)"}
         raise TypeError(f"{name} has dtype {array.dtype}; {' or '.join(words[x] for x in dtypes)} fits")
-    wanted = (*shape.batch, *full[1:])
+    wanted, (batch, _, n_q, n_k) = (*shape.batch, *full[1:]), full
     axes = wanted[-array.ndim :] if array.ndim else ()
+    keys_of_entries = array.ndim == 2 and array.shape == (batch, n_k) and batch > 1
+    hint = f"{name}[:, None, None, :] is one of the keys of each batch entry, (B, Nk)"
     if array.ndim > len(wanted) or any(n not in (1, m) for n, m in zip(array.shape, axes, strict=True)):
-        raise ValueError(f"{name} has shape {array.shape}; what broadcasts to (..., Hq, Nq, Nk) = {wanted} fits")
+        raise ValueError(
+            f"{name} has shape {array.shape}; what broadcasts to (..., Hq, Nq, Nk) = {wanted}, with "
+            f"layout={shape.layout!r}, fits{f'; {hint}' if keys_of_entries else ''}"
+        )
+    if keys_of_entries and n_q == batch:
+        warn(
+            f"{name} of shape {array.shape} is read as (Nq, Nk), the pairs of all batch entries, and {batch} is the "
+            f"number of batch entries too; {hint}, and {name}[None, None] one of pairs"
+        )
     if array.ndim > 3 and len(shape.batch) != 1:
         rest = array.shape[-3:]
         if any(n != 1 for n in array.shape[:-3]):

@@ -24,3 +24,7 @@ __all__ = [
     "Mod", "ModKind", "after", "alibi", "bias", "causal", "combine", "dilated", "document", "mask", "prefix_lm",
     "score", "sliding_window", "softcap", "trace", "visible",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import shown
 from . import expr
 from .expr import Array, Expr
 from .mod import Mod, mask, score
@@ -100,17 +101,24 @@ def _window(b: Expr, h: Expr, q: Expr, k: Expr, *, left: Expr, right: Expr) -> E
     return (q - left <= k) & (k <= q + right)
 
 
-def prefix_lm(n: int) -> Mod:
+def prefix_lm(n: Any) -> Mod:
     """The first n keys are visible to all queries; beyond them a query sees the keys up to its own position.
 
     Parameters
     ----------
     n
-        Length of the prefix.
+        Length of the prefix: an integer, or integers (B,), one for each batch entry.
 
     Returns
     -------
     Mod
+
+    Raises
+    ------
+    TypeError
+        The lengths are not integers.
+    ValueError
+        They have another number of axes.
 
     References
     ----------
@@ -123,13 +131,29 @@ def prefix_lm(n: int) -> Mod:
     >>> mods.prefix_lm(2).evaluate(b=0, h=0, q=[[0], [3]], k=[0, 1, 2, 3, 4])
     array([[ True,  True, False, False, False],
            [ True,  True,  True,  True, False]])
+
+    Prefixes of two batch entries, for the query at position 0:
+
+    >>> mods.prefix_lm([2, 4]).evaluate(b=[[0], [1]], h=0, q=0, k=[0, 1, 2, 3, 4])
+    array([[ True,  True, False, False, False],
+           [ True,  True,  True,  True, False]])
     """
-    return mask(_prefix_lm, n=int(n))
+    lengths = n if hasattr(n, "__cuda_array_interface__") else as_array("n", n)
+    if lengths.dtype.kind not in "iu":
+        raise TypeError(f"n of a prefix is {shown(n)}; an integer or integers (B,) fit")
+    if lengths.ndim > 1:
+        raise ValueError(f"n of a prefix has shape {lengths.shape}; an integer or integers (B,) fit")
+    return mask(_prefix_lm_of_entries, n=lengths) if lengths.ndim else mask(_prefix_lm, n=int(lengths))
 
 
 @pure
 def _prefix_lm(b: Expr, h: Expr, q: Expr, k: Expr, *, n: Expr) -> Expr:
     return (k < n) | (k <= q)
+
+
+@pure
+def _prefix_lm_of_entries(b: Expr, h: Expr, q: Expr, k: Expr, *, n: Array) -> Expr:
+    return (k < n[b]) | (k <= q)
 
 
 def dilated(step: int) -> Mod:

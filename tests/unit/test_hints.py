@@ -1,0 +1,199 @@
+"""What a newcomer writes by mistake is met with the argument that was meant, and silent misreadings with a warning."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit import attention, attention_vjp, mods
+from flashkit.call.options import Options
+
+ENTRIES = [attention, attention_vjp, flashkit.plan, flashkit.explain]
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("attn_mask", "did you mean mask?"),
+        ("is_causal", "did you mean causal?"),
+        ("key_padding_mask", "did you mean mask=~key_padding_mask[:, None, None, :]?"),
+        ("softmax_scale", "did you mean scale?"),
+        ("casual", "did you mean causal?"),
+        ("Layout", "did you mean layout?"),
+        ("zzz", "kv_lengths"),
+    ],
+)
+def test_unknown_arguments_name_the_one_that_was_meant(entry: Any, name: str, meant: str) -> None:
+    q = zeros(2, 2, 4, 8)
+    with pytest.raises(TypeError, match="has no argument") as caught:
+        entry(q, q, q, **{name: None})
+    assert repr(name) in str(caught.value) and meant in str(caught.value)
+
+
+def test_a_key_padding_mask_as_the_hint_says() -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 5, 8), dtype=np.float32)
+    ignored = np.array([[False] * 5, [False, False, True, True, True]])
+    out = attention(q, k, v, mask=~ignored[:, None, None, :])
+    np.testing.assert_allclose(out[1], attention(q[1], k[1, :, :2], v[1, :, :2]), atol=1e-6)
+
+
+def test_options_are_the_arguments_of_attention() -> None:
+    known = [name for name in inspect.signature(attention).parameters if name not in ("q", "k", "v", "unexpected")]
+    assert sorted(known) == sorted([*Options.__annotations__, "return_lse", "out", "backend"])
+
+
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"q": zeros(8)}, "one axis"),
+    ({"k": zeros(4, 8)}, "axes"),
+    ({"k": zeros(3, 2, 6, 8)}, "batch"),
+    ({"q": zeros(2, 4, 5, 600)}, "head dim"),
+    ({"k": zeros(2, 2, 6, 9)}, "head dims"),
+    ({"v": zeros(2, 2, 7, 8)}, "tokens"),
+    ({"v": zeros(2, 1, 6, 8)}, "heads of v"),
+    ({"q": zeros(2, 3, 5, 8)}, "heads of q"),
+    ({"mask": zeros(5, 7, dtype=bool)}, "mask"),
+    ({"bias": zeros(3, 5, 6)}, "bias"),
+    ({"alibi_slopes": zeros(3)}, "slopes"),
+    ({"sinks": zeros(3)}, "sinks"),
+    ({"block_mask": flashkit.BlockMask.local(16, 16, 1, 8)}, "block_mask"),
+    ({"block_mask": flashkit.BlockMask.from_dense(zeros(3, 1, 1, dtype=bool), 5, 6)}, "heads of block_mask"),
+]
+
+
+@pytest.mark.parametrize("arguments", [each[0] for each in MISFITS], ids=[each[1] for each in MISFITS])
+def test_errors_of_shapes_say_the_layout(arguments: dict[str, Any]) -> None:
+    good = {"q": zeros(2, 4, 5, 8), "k": zeros(2, 2, 6, 8), "v": zeros(2, 2, 6, 8)}
+    with pytest.raises(ValueError, match="layout='bhnd'"):
+        attention(**(good | arguments))
+
+
+def test_errors_say_when_the_other_layout_fits() -> None:
+    q, k, v = zeros(2, 50, 8, 16), zeros(2, 60, 2, 16), zeros(2, 60, 2, 16)
+    with pytest.raises(ValueError, match="with layout='bnhd' these shapes fit"):
+        attention(q, k, v)
+    assert attention(q, k, v, layout="bnhd").shape == q.shape
+    with pytest.raises(ValueError, match="with layout='bhnd' these shapes fit"):
+        attention(*(x.swapaxes(1, 2) for x in (q, k, v)), layout="bnhd")
+    with pytest.raises(ValueError, match="k has batch") as caught:  # neither fits
+        attention(q, k[:1], v)
+    assert "these shapes fit" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "layout", "exchanged"),
+    [
+        ((2, 1000, 8, 16), (2, 1000, 8, 16), "bhnd", True),  # 1000 heads
+        ((2, 64, 8, 16), (2, 64, 2, 16), "bhnd", True),  # 8 query heads on 2, as tokens
+        ((2, 8, 1000, 16), (2, 8, 1000, 16), "bnhd", True),
+        ((2, 64, 8, 16), (2, 64, 8, 16), "bhnd", False),  # could be a short prompt of a large model
+        ((2, 1000, 8, 16), (2, 1000, 8, 16), "bnhd", False),
+        ((1, 32, 1, 16), (1, 8, 4, 16), "bhnd", False),  # decoding begins
+        ((2, 8, 1000, 16), (2, 8, 1000, 16), "bhnd", False),
+        ((2, 8, 4, 16), (2, 8, 4, 16), "bhnd", False),
+        ((600, 16, 16), (600, 16, 16), "bhnd", False),  # batch and heads as one axis
+    ],
+)
+def test_axes_that_look_exchanged(q: Any, k: Any, layout: Any, exchanged: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        flashkit.explain(zeros(*q), zeros(*k), zeros(*k), layout=layout)
+    assert [w.filename for w in caught] == [__file__] * exchanged  # the caller's line
+    other = "bnhd" if layout == "bhnd" else "bhnd"
+    assert all("q has 1000 heads of 8" in str(w.message) or "q has 64 heads of 8" in str(w.message) for w in caught)
+    assert all(f"layout={other!r} reads 8 heads of" in str(w.message) for w in caught)
+
+
+def test_a_mask_of_keys_where_pairs_are_meant() -> None:
+    q = zeros(5, 2, 5, 8)
+    k = v = zeros(5, 2, 7, 8)
+    keys = np.ones((5, 7), bool)
+    with pytest.warns(UserWarning, match=r"read as \(Nq, Nk\).*mask\[:, None, None, :\]"):
+        attention(q, k, v, mask=keys)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, k, v, mask=keys[:, None, None, :])
+        attention(q, k, v, mask=keys[None, None])
+        attention(q[:1], k[:1], v[:1], mask=keys)
+    with pytest.raises(ValueError, match=r"mask\[:, None, None, :\] is one of the keys of each batch entry"):
+        attention(q[:, :, :3], k, v, mask=keys)
+
+
+def test_a_planned_call_says_what_it_computes() -> None:
+    q = zeros(2, 4, 5, 8)
+    text = repr(flashkit.plan(q, q, q, causal=True, return_lse=True, backend="reference"))
+    for word in ("float32", "batch 2, heads 4, queries 5", "mask", "reference", "returns (out, lse)"):
+        assert word in text
+
+
+def test_modules_list_their_public_names() -> None:
+    assert dir(flashkit) == sorted(flashkit.__all__)
+    assert dir(mods) == sorted(mods.__all__)
+    assert all(hasattr(module, name) for module in (flashkit, mods) for name in dir(module))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_prefixes_of_batch_entries(backend: str) -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 2, 40, 8), dtype=np.float32)
+    out = attention(q, k, v, mask_mod=mods.prefix_lm([20, 30]), backend=backend)
+    for b, n in enumerate((20, 30)):
+        np.testing.assert_array_equal(out[b], attention(q[b], k[b], v[b], mask_mod=mods.prefix_lm(n), backend=backend))
+    with pytest.raises(ValueError, match="axis 0 of n"):
+        attention(q, k, v, mask_mod=mods.prefix_lm([20]))
+
+
+@pytest.mark.parametrize(
+    ("n", "error", "words"),
+    [
+        (2.5, TypeError, "2.5"), ("two", TypeError, "'two'"), ([[1]], ValueError, r"\(1, 1\)"),
+        ([1, [2]], TypeError, "different lengths"),
+    ],
+)
+def test_prefixes_that_are_none(n: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        mods.prefix_lm(n)
+
+
+TYPED = """
+from typing import Any
+import numpy as np
+import flashkit
+def call(q: np.ndarray[Any, np.dtype[np.float32]], chosen: bool) -> None:
+    reveal_type(flashkit.attention(q, q, q, causal=True).dtype)
+    reveal_type(flashkit.attention(q, q, q, return_lse=True)[0].dtype)
+    reveal_type(flashkit.attention(q, q, q, return_lse=chosen))
+    (out, lse), vjp = flashkit.attention_vjp(q, q, q, return_lse=True)
+    reveal_type(vjp(out)[0].dtype)
+    reveal_type(flashkit.explain(q, q, q))
+    flashkit.attention(q, q, q, layout="hbnd")
+    flashkit.plan(q, q, q, attn_mask=None)
+"""
+
+
+@pytest.mark.slow  # mypy starts
+def test_results_are_typed(tmp_path: Path) -> None:
+    (tmp_path / "typed.py").write_text(TYPED)
+    root = Path(flashkit.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", str(root / ".mypy_cache"), str(tmp_path / "typed.py")],
+        capture_output=True, text=True, check=False, cwd=root,
+    )  # fmt: skip
+    said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    kinds = [line.rpartition("type is ")[2].strip('"') for line in said if "Revealed type" in line]
+    assert len(kinds) == 5
+    assert all("dtype[" in kinds[i] and "32Bit" in kinds[i] for i in (0, 1, 3))
+    assert "| tuple[" in kinds[2] and kinds[4] == "flashkit.call.explanation.Explanation"
+    wrong = [line for line in said if line.startswith("error")]
+    assert len(wrong) == 2 and "No overload" in wrong[0] and '"attn_mask"' in wrong[1]
