@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
@@ -25,6 +26,9 @@ SELECTIONS = {"fast": ("not slow",), "all": ("not slow", "slow"), "device": ("gp
 
 Step = tuple[str, str]
 """A stage and a selection."""
+
+WORKERS = 4
+"""Of a step without a fault, where there are more jobs: few of these steps take long."""
 
 T = TypeVar("T")
 
@@ -113,16 +117,18 @@ class Judge:
         """Run the steps that are not known yet without a fault; say which of their tests fail."""
         new = [step for step in steps if step not in self._plain]
 
+        workers = WORKERS if len(self.trees) > WORKERS and find_spec("xdist") else 1
+
         def measure(tree: Tree, step: Step) -> tuple[Tree, Step, Plain]:
             start = time.monotonic()
-            found = tree.run(*step, timeout, to_end=True)
+            found = tree.run(*step, timeout, workers=workers)
             if found.kind in ("endless", "error") or (found.kind == "failed" and not found.tests):
                 raise ValueError(f"{step[0]!r} cannot be run without any fault: {found.said}")
             if missing := [test for test in found.tests if "::" not in test]:
                 raise ValueError(f"{', '.join(missing)} cannot be collected: {step[0]!r}")
-            return tree, step, Plain(found.tests, round(time.monotonic() - start, 1))
+            return tree, step, Plain(found.tests, round(workers * (time.monotonic() - start), 1))
 
-        for tree, step, plain in self._each(new, measure):
+        for tree, step, plain in self._each(new, measure, 2 * workers):
             self._plain[step] = plain
             tree.keep_cache()
             self.say(f"without a fault: {' -m '.join(step)} ({plain.seconds:.0f} s)")
@@ -135,8 +141,16 @@ class Judge:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(json.dumps({"tree": self.digest, "steps": kept}, indent=1), encoding="utf-8")
 
-    def _each(self, items: Iterable[T], do: Callable[[Tree, T], Record | tuple]) -> Iterator:  # type: ignore[type-arg]
-        """Do something with each item and a tree that is free; yields what is done, in the order of its ends."""
+    def _each(
+        self,
+        items: Iterable[T],
+        do: Callable[[Tree, T], Record | tuple],
+        cores: int = 2,  # type: ignore[type-arg]
+    ) -> Iterator:  # type: ignore[type-arg]
+        """Do something with each item and a tree that is free; yields what is done, in the order of its ends.
+
+        cores: for each, at least.
+        """
         free: SimpleQueue[Tree] = SimpleQueue()
         for tree in self.trees:
             free.put(tree)
@@ -144,7 +158,7 @@ class Judge:
         def one(item: T) -> object:
             tree = free.get()
             try:
-                _take_cores(self.trees.index(tree), len(self.trees))
+                _take_cores(self.trees.index(tree), len(self.trees), cores)
                 return do(tree, item)
             finally:
                 free.put(tree)
@@ -165,11 +179,11 @@ class Judge:
                 raise
 
 
-def _take_cores(job: int, jobs: int) -> None:
-    """Give this thread, and what it starts, its share of the process's cores, and two at least: tests want threads."""
+def _take_cores(job: int, jobs: int, least: int) -> None:
+    """Give this thread, and what it starts, its share of the process's cores: tests take as many threads."""
     if jobs > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(os.getpid()))
-        share = min(len(cores), max(2, len(cores) // jobs))
+        share = min(len(cores), max(least, len(cores) // jobs))
         os.sched_setaffinity(0, {cores[(job * len(cores) // jobs + i) % len(cores)] for i in range(share)})
 
 

@@ -77,16 +77,15 @@ class Tree:
         if process := self._process:
             _end(process)
 
-    def run(
-        self, text: str, selection: str, timeout: float, left_out: Iterable[str] = (), to_end: bool = False
-    ) -> Outcome:
-        """Run a stage until its first failure, or to its end. left_out: tests that fail anyway."""
+    def run(self, text: str, selection: str, timeout: float, left_out: Iterable[str] = (), workers: int = 0) -> Outcome:
+        """Run a stage until its first failure, or with workers to its end. left_out: tests that fail anyway."""
         if self._stopped.is_set():
             raise Stopped
         chosen = stage(text)
         marks = f"({chosen.marks}) and {selection}" if chosen.marks else selection
+        how = ["-p", "xdist", "-n", str(workers)] if workers > 1 else [] if workers else ["-x"]
         command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", *([] if to_end else ["-x"]),
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", *how,
             *chosen.arguments, *(f"--deselect={name}" for name in left_out), "-m", marks,
         ]  # fmt: skip
         environment = {n: x for n, x in os.environ.items() if not n.startswith(("FLASHKIT_", "NUMBA_", "PYTEST_"))}
