@@ -30,6 +30,7 @@ def main() -> int:
         "--resume", action="append", nargs="?", type=Path, default=[], const=None, metavar="FILE",
         help="judge no fault that this file knows, by default the output; may be given again",
     )  # fmt: skip
+    parser.add_argument("--work", type=Path, default=WORK, metavar="FOLDER", help="of one run at a time; kept")
     parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="for all tests of a fault")
     parser.add_argument("--score", action="store_true", help="print the score of what is known, and run nothing")
     parser.add_argument("--list", action="store_true", help="print the names of the faults, and run nothing")
@@ -50,7 +51,7 @@ def main() -> int:
         return 0
     known = [path or options.output for path in options.resume] or ([options.output] if options.score else [])
     with tempfile.TemporaryDirectory(prefix="flashkit-mutants-", ignore_cleanup_errors=True) as folder:
-        judge = Judge(ROOT, Path(folder), WORK, 1 if options.score else options.jobs)
+        judge = Judge(ROOT, Path(folder), options.work, 1 if options.score else options.jobs)
         results = Results(options.output, judge.digest, known)
         try:
             if not options.score:

@@ -90,8 +90,7 @@ class Judge:
         """Run the steps until one finds the fault."""
         start, outcome, by, which = time.monotonic(), "survived", None, None
         tree.refill_cache()
-        tree.write(fault)
-        try:
+        with tree.fault(fault):
             for text, selection in steps:
                 failed, _ = plain = self._plain[text, selection]
                 remains = limit - (time.monotonic() - start)
@@ -106,8 +105,6 @@ class Judge:
                 else:
                     outcome, by = "timeout" if found.kind == "endless" else "error", found.said
                 break
-        finally:
-            tree.restore(fault)
         return {
             "area": area.name, "name": fault.name, "tests": tests, "outcome": outcome, "by": by, "selection": which,
             "seconds": round(time.monotonic() - start, 1), "fault": digest(fault), "tree": tree.digest,

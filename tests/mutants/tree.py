@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,12 +51,16 @@ class Tree:
                     total.update(name.encode() + b"\0" + source.read_bytes())
         self.digest = total.hexdigest()[:16]
 
-    def write(self, fault: Fault) -> None:
+    @contextmanager
+    def fault(self, fault: Fault) -> Iterator[None]:
+        """Within the block, the copy has the fault."""
         path = self.copy / fault.file
-        self._store(path, fault.applied(path.read_text(encoding="utf-8")))
-
-    def restore(self, fault: Fault) -> None:
-        self._store(self.copy / fault.file, (self.root / fault.file).read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        self._store(path, fault.applied(text))
+        try:
+            yield
+        finally:
+            self._store(path, text)
 
     def _store(self, path: Path, text: str) -> None:
         """With a time of its own: Python tells bytecode of former sources by times in seconds, and by sizes."""
