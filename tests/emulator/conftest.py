@@ -1,28 +1,53 @@
-"""The emulated device as a fixture."""
+"""The emulated device as a fixture; on a machine with a real one that, for the tests of some files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from flashkit import dispatch
+
+from . import hardware
 
 if TYPE_CHECKING:
     from .device import Device
 
 WHOLE_PROCESS = "FLASHKIT_TEST_EMULATED"
+ON_HARDWARE = "test_kernels.py", "test_host.py"
+
+
+def on_hardware(item: pytest.Item) -> bool:
+    """Whether the test runs on a real device here."""
+    here = item.path.parent == Path(__file__).parent and item.path.name in ON_HARDWARE
+    return here and "device" in getattr(item, "fixturenames", ()) and WHOLE_PROCESS not in os.environ
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if on_hardware(item) and hardware.exists():
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device | hardware.Hardware]:
     """The emulated device, which is the process's CUDA device during the test."""
     if not find_spec("cuda"):
         pytest.skip("cuda-bindings is not installed")
+    from flashkit.backends.cuda_common import verify
+
+    if on_hardware(request.node) and hardware.exists():
+        monkeypatch.setattr(verify, "check", lambda *_: None)
+        yield hardware.Hardware(monkeypatch)
+        dispatch.forget()
+        return
     if WHOLE_PROCESS not in os.environ and find_spec("cupy"):
         pytest.skip(f"CuPy is installed: {WHOLE_PROCESS}=3 replaces it in the whole process")
-    from flashkit.backends.cuda_common import verify
 
     from . import cupy, emulated
 

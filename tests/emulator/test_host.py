@@ -199,14 +199,13 @@ class Computed:
 
     tile = "its tile"
 
-    def __init__(self, spec: AttentionSpec, direction: str, change: Any) -> None:
+    def __init__(self, device: Device, spec: AttentionSpec, direction: str, change: Any) -> None:
+        self.base, self.bytes = device.base, device.memory.bytes
         self.spec, self.direction, self.change = spec, direction, change
         self.binary = compiler.Binary("none", b"", {})
         self.libraries = [self]
 
     def run(self, arguments: Any, stream: int) -> None:
-        from .cupy import DEVICE
-
         problem = verify.sample_problem(self.spec)
         out, lse = standard(self.spec, problem)
         names = {"out": out, "lse": lse}
@@ -215,9 +214,9 @@ class Computed:
             names = standard_gradients(self.spec, problem, verify._dout(self.spec))._asdict()
         for name, x in names.items():
             if x is not None:
-                at = arguments.words[AT[name]] - DEVICE.base
+                at = arguments.words[AT[name]] - self.base
                 x = np.ascontiguousarray(self.change(name, x.astype(np.float32)))
-                DEVICE.memory.bytes[at : at + x.nbytes] = x.view(np.uint8).ravel()
+                self.bytes[at : at + x.nbytes] = x.view(np.uint8).ravel()
 
 
 RESULTS = [("forward", "out"), ("forward", "lse"), *(("backward", name) for name in ("dq", "dk", "dv", "dsinks"))]
@@ -242,9 +241,9 @@ def test_a_wrong_element_of_fresh_kernels_is_an_error(
         return x
 
     here = devices.current()
-    CHECK(Computed(spec, direction, lambda _, x: x), spec, here, direction)  # type: ignore[arg-type]
+    CHECK(Computed(device, spec, direction, lambda _, x: x), spec, here, direction)  # type: ignore[arg-type]
     assert marked == [True]
     with pytest.raises(verify.MiscompiledError, match=f"{name} of the freshly compiled {direction} pass its tile"):
-        CHECK(Computed(spec, direction, change), spec, here, direction)  # type: ignore[arg-type]
+        CHECK(Computed(device, spec, direction, change), spec, here, direction)  # type: ignore[arg-type]
     assert marked == [True]
 

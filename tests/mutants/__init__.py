@@ -1,7 +1,7 @@
 """Small faults, put into the code one at a time: the tests of their area must find each.
 
-`python -m tests.mutants` runs them and prints the score of each area. It does so in a temporary copy of the tree, so
-the checkout stays as it is; results are JSON lines, and a run that was interrupted continues.
+`python -m tests.mutants` runs them and prints the score of each area. It does so in temporary copies of the tree, so
+the checkout stays as it is; results are JSON lines, and `--resume` continues a run that was interrupted.
 
 The faults of one area are a module of this package, and the name of the module is the name of the area:
 
@@ -15,7 +15,9 @@ The faults of one area are a module of this package, and the name of the module 
         Fault("...", "flashkit/...", "old text", "new text", "tests/unit/test_planned.py -k out"),  # tried first
     )
 
-A stage is a part of a command line: environment variables, then arguments of pytest. A fault's old text occurs exactly
+A stage is a part of a command line: environment variables, then arguments of pytest. An area of CUDA has `DEVICE`
+stages, too, for `--tests device` on a machine with a GPU, and its faults a stage to try there first. A fault's old text
+occurs exactly
 once in its file, so it takes in as much of its line, or of several lines, as that needs. tests/tools/test_mutants.py
 holds every fault to this. Choose faults by reading the code, not the tests, and such that some result is wrong.
 """
@@ -31,13 +33,14 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Fault:
-    """A text of a file, what replaces it, and a stage to try before those of the area."""
+    """A text of a file, what replaces it, and stages to try before those of the area: without and with a device."""
 
     name: str
     file: str
     old: str
     new: str
     tests: str = ""
+    device: str = ""
 
     def applied(self, text: str) -> str:
         """The file's text with the fault; ValueError unless the old text occurs exactly once."""
@@ -55,20 +58,22 @@ class Stage(NamedTuple):
 
 
 class Area(NamedTuple):
-    """The faults of one part of the code, and the stages of tests that should find them."""
+    """The faults of one part of the code, and the stages of tests that should find them, without and with a device."""
 
     name: str
     stages: tuple[str, ...]
     faults: tuple[Fault, ...]
+    device: tuple[str, ...] = ()
 
 
 def areas() -> tuple[Area, ...]:
     """Every area, by the modules of this package."""
     found = []
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("__main__", "automatic", "runner"):
+        if module.name not in ("__main__", "automatic", "results", "runner", "tree"):
             area = importlib.import_module(f"{__name__}.{module.name}")
-            found.append(Area(module.name, tuple(area.TESTS), tuple(area.FAULTS)))
+            device = tuple(getattr(area, "DEVICE", ()))
+            found.append(Area(module.name, tuple(area.TESTS), tuple(area.FAULTS), device))
     return tuple(found)
 
 

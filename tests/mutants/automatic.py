@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 
 from . import areas, stage
-from .runner import Tree
+from .tree import Tree
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "mutants"

@@ -9,6 +9,11 @@ TESTS = (
     "tests/emulator/test_host.py -k 'not numba_cuda'",
     "tests/emulator/test_kernels.py -k 'not numba_cuda'",
 )
+DEVICE = (
+    "tests/emulator/test_host.py -k 'not numba_cuda'",
+    "tests/emulator/test_kernels.py -k 'not numba_cuda'",
+    "tests/cuda/test_cuda_devices.py -k 'cupy_raw and (strides or (head_dims and bfloat16) or on_the_device)'",
+)
 
 COMMON, CUPY = "flashkit/backends/cuda_common", "flashkit/backends/cupy_raw"
 

@@ -9,6 +9,11 @@ TESTS = (
     "tests/emulator/test_kernels.py -k 'numba_cuda and (simt or numbers)'",
     "tests/emulator/test_kernels.py -k 'numba_cuda and (sm80 or sm90)'",
 )
+DEVICE = (
+    "tests/emulator/test_kernels.py -k 'numba_cuda and (simt or numbers)'",
+    "tests/emulator/test_kernels.py -k 'numba_cuda and (sm80 or sm90)'",
+    "tests/cuda/test_cuda_devices.py -k 'numba_cuda and (hidden_nan or infinity)'",
+)
 
 ALL, SIMT, SM80, SM90 = (f"flashkit/backends/numba_cuda/kernels/{name}" for name in ("common", "simt", "sm80", "sm90"))
 

@@ -9,6 +9,13 @@ TESTS = (
     "tests/emulator/test_host.py -k not_positive",
     "tests/emulator/test_kernels.py -k 'sm90 and not numba_cuda'",
 )
+DEVICE = (
+    "tests/emulator/test_kernels.py -k '(simt or sm80 or numbers) and not numba_cuda'",
+    "tests/emulator/test_host.py -k not_positive",
+    "tests/cuda/test_cuda_devices.py -k '(cupy_raw-sm80 or cupy_raw-simt) and (every_remainder or hidden_nan or "
+    "strides or sees_nothing)'",
+    "tests/emulator/test_kernels.py -k 'sm90 and not numba_cuda'",
+)
 
 SM80, SIMT, ALL = (f"flashkit/backends/cupy_raw/kernels/{name}" for name in ("sm80", "simt", "common"))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import subprocess
 from pathlib import Path
 
 import mutants
 import pytest
 from mutants import Area, Fault, runner
+from mutants.results import Results, score
+from mutants.tree import Tree
 
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = mutants.areas()
@@ -29,7 +32,8 @@ def test_every_fault_fits_the_code(area: Area) -> None:
 
 @pytest.mark.parametrize("area", AREAS, ids=lambda area: area.name)
 def test_every_stage_names_tests(area: Area) -> None:
-    for text in (*area.stages, *(fault.tests for fault in area.faults if fault.tests)):
+    own = [text for fault in area.faults for text in (fault.tests, fault.device)]
+    for text in filter(None, (*area.stages, *area.device, *own)):
         paths = [word.partition("::")[0] for word in mutants.stage(text).arguments if word.startswith("tests/")]
         assert paths, text
         assert all((ROOT / path).exists() for path in paths), text
@@ -63,7 +67,16 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_runner(checkout: Path, tmp_path: Path) -> None:
+def judged(checkout: Path, work: Path, area: Area, jobs: int = 1, **settings: float) -> tuple[Results, list[str]]:
+    said: list[str] = []
+    judge = runner.Judge(checkout, work / "trees", work / "work", jobs, said.append)
+    results = Results(work / "results.jsonl", judge.digest, [work / "results.jsonl"])
+    judge.run([area], results, **settings)  # type: ignore[arg-type]
+    return results, said
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_the_runner(jobs: int, checkout: Path, tmp_path: Path) -> None:
     """Faults are killed by fast or by slow tests or survive; a further run judges the survivors of other code alone."""
     area = Area(
         "own",
@@ -75,31 +88,63 @@ def test_the_runner(checkout: Path, tmp_path: Path) -> None:
             Fault("no function", "double.py", "def double", "def triple"),
         ),
     )
-    said: list[str] = []
-    tree = runner.Tree(checkout, tmp_path / "work", tmp_path / "warm")
-    results = runner.Results(tmp_path / "results.jsonl", tree.digest)
-    runner.run(tree, [area], results, say=said.append)
-    found = {name: (record["killed"], record["selection"]) for (_, name, _), record in results.records.items()}
+    results, said = judged(checkout, tmp_path, area, jobs)
+    found = {name: (record["outcome"], record["selection"]) for (_, name, _), record in results.records.items()}
     assert found == {
-        "one more": (True, "not slow"),
-        "thrice": (True, "slow"),
-        "the same": (False, None),
-        "no function": (True, "not slow"),
+        "one more": ("killed", "not slow"),
+        "thrice": ("killed", "slow"),
+        "the same": ("survived", None),
+        "no function": ("killed", "not slow"),
     }
-    assert "own: thrice: tests/test_double.py::test_two" in said[1]
-    assert runner.score([area], results, "all").splitlines()[-1].split() == ["all", "3", "2", "4", "4"]
-    assert (tree.copy / "double.py").read_text() == (checkout / "double.py").read_text()
+    assert any("own: thrice: KILLED: tests/test_double.py::test_two" in line for line in said)
+    assert score([area], results, "all").splitlines()[-1].split() == ["all", "3", "2", "4", "4"]
+    for copy in (tmp_path / "trees").glob("*/tree/double.py"):
+        assert copy.read_text() == (checkout / "double.py").read_text()
 
-    again = runner.Results(tmp_path / "results.jsonl", tree.digest)
+    again = Results(tmp_path / "new.jsonl", results.tree, [results.output])
     assert all(again.known("own", fault, "all") for fault in area.faults)
     assert again.known("own", area.faults[0], "fast") is None
-    later = runner.Results(tmp_path / "results.jsonl", "another tree")
+    later = Results(tmp_path / "new.jsonl", "another tree", [results.output])
     assert [later.known("own", fault, "all") is None for fault in area.faults] == [False, False, True, False]
+    _, said = judged(checkout, tmp_path, area, jobs)
+    assert said == []
 
 
-def test_the_runner_wants_tests_that_pass(checkout: Path, tmp_path: Path) -> None:
+def test_a_test_that_fails_anyway_judges_nothing(checkout: Path, tmp_path: Path) -> None:
     (checkout / "double.py").write_text("def double(x):\n    return 3 * x + 0\n")
+    faults = Fault("one more", "double.py", "+ 0", "+ 1"), Fault("four times", "double.py", "3 *", "4 *")
+    results, said = judged(checkout, tmp_path, Area("own", ("tests/test_double.py",), faults))
+    assert "  fails, and judges nothing: tests/test_double.py::test_two" in said
+    assert [results.known("own", fault, "all")["outcome"] for fault in faults] == ["killed", "survived"]
+
+
+def test_tests_that_cannot_be_imported(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "tests" / "test_double.py").write_text("import no_such_package\n")
     area = Area("own", ("tests/test_double.py",), (Fault("one more", "double.py", "+ 0", "+ 1"),))
-    tree = runner.Tree(checkout, tmp_path / "work", tmp_path / "warm")
-    with pytest.raises(ValueError, match=r"fails without any fault: tests/test_double.py::test_two"):
-        runner.run(tree, [area], runner.Results(tmp_path / "results.jsonl", tree.digest))
+    with pytest.raises(ValueError, match=r"tests/test_double\.py cannot be collected"):
+        judged(checkout, tmp_path, area)
+
+
+def test_a_fault_without_an_end(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found where the tests take much longer than without it; where the limit ran out first, not judged."""
+    endless = Fault("hangs", "double.py", "    return", "    while x: pass\n    return")
+    area = Area("own", ("tests/test_double.py",), (endless,))
+    results, said = judged(checkout, tmp_path, area, limit=2)
+    assert said[-1].startswith("1/1 own: hangs: TIMEOUT")
+    assert results.known("own", area.faults[0], "all") is None
+    monkeypatch.setattr(runner.Plain, "longest", 3)
+    results, said = judged(checkout, tmp_path, area)
+    assert "hangs: KILLED: tests/test_double.py: no end within 3 s" in said[-1]
+    assert results.known("own", area.faults[0], "all")
+
+
+def test_a_copy_that_is_no_repository(checkout: Path, tmp_path: Path) -> None:
+    """Has the same digest: what one machine has judged, another need not."""
+    (checkout / "build").mkdir()
+    (checkout / "build" / "old").write_text("")
+    (checkout / ".gitignore").write_text("build\n")
+    copy = tmp_path / "copy"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
+    trees = [Tree(root, tmp_path / root.name / "trees", tmp_path / "warm") for root in (checkout, copy)]
+    assert trees[0].digest == trees[1].digest
+    assert [(tree.copy / "build").exists() for tree in trees] == [False, False]
