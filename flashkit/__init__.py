@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from . import mods
 from .api import attention, attention_vjp, explain, plan
+from .call.merge import merge
 from .call.planned import Planned
 from .dispatch import use_backend
 from .errors import ProfileError, UnsupportedError
@@ -21,8 +22,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask", "Planned", "ProfileError", "UnsupportedError", "__version__", "attention", "attention_vjp", "clip",
-    "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "minimum", "mods", "plan", "sigmoid", "sign",
-    "sin", "sqrt", "tanh", "use_backend", "where",
+    "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "merge", "minimum", "mods", "plan", "sigmoid",
+    "sign", "sin", "sqrt", "tanh", "use_backend", "where",
 ]  # fmt: skip
 
 

@@ -247,3 +247,21 @@ def test_a_wrong_element_of_fresh_kernels_is_an_error(
         CHECK(Computed(device, spec, direction, change), spec, here, direction)  # type: ignore[arg-type]
     assert marked == [True]
 
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_partial_results_merge_on_the_device(device: Device, dtype: str) -> None:
+    """Into arrays of CuPy's kind, equal to NumPy's."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 2, 8, 16)).astype(dtype)
+    parts = [flashkit.attention(q, k[:, i], v[:, i], return_lse=True) for i in (slice(0, 3), slice(3, 8))]
+    parts[0][0][0, 1], parts[0][1][0, 1] = np.nan, -np.inf
+    expected = flashkit.merge(*parts)
+    found = flashkit.merge(*(tuple(map(cupy.asarray, part)) for part in parts))
+    for on_device, on_host in zip(found, expected):
+        assert type(on_device) is cupy.ndarray and on_device.dtype == on_host.dtype
+        np.testing.assert_allclose(on_device.get(), on_host, rtol=1e-3)

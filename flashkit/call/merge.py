@@ -1,0 +1,121 @@
+"""`merge`: results over parts of the keys as the result over all of them."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from ..errors import shown
+from . import arrays
+from .checks import choice
+from .shape import LAYOUTS
+
+LSE_DTYPES = ("float32", "float64")
+
+
+def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
+    """Combine attention over disjoint parts of the keys, exactly, by the log-sum-exps of the parts.
+
+    Attention across devices, cascades with a shared prefix and attention to keys larger than memory are built from it.
+
+    Parameters
+    ----------
+    *parts
+        One or more pairs (out, lse), as `attention` returns them with return_lse=True for the same queries. All out
+        are NumPy or all CuPy arrays of one shape (..., Hq, Nq, Dv) and one dtype: float64, float32, float16 or
+        bfloat16. All lse are (..., Hq, Nq), float32 or float64, natural logarithms.
+    layout
+        "bhnd", or "bnhd" for out of shape (..., Nq, Hq, Dv). lse is (..., Hq, Nq) in both.
+
+    Returns
+    -------
+    out : array
+        New, of the shape and dtype of the parts'. Sums are accumulated in float32, or in float64 if an argument is
+        float64.
+    lse : array
+        (..., Hq, Nq), float64 if an lse or out is, else float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is no part, or an array does not fit. The message names it, what came and what would fit.
+
+    Notes
+    -----
+    A part without a visible key for a row, lse -inf, does not affect that row, whatever its out holds. A row without a
+    visible key in any part is 0, and its lse -inf. NaN in a visible part shows in its rows alone.
+
+    With sinks, pass them for one of the parts only: each part's log-sum-exp includes the sinks it was given.
+
+    References
+    ----------
+    Dao, "FlashAttention-2", 2023, arXiv 2307.08691, section 3.1; Ye et al., "FlashInfer", 2025, arXiv 2501.01005,
+    section 2.2, where a pair is called an attention state.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 60, 16))
+    >>> halves = [flashkit.attention(q, k[:, i], v[:, i], return_lse=True) for i in (slice(0, 25), slice(25, 60))]
+    >>> out, lse = flashkit.merge(*halves)
+    >>> bool(abs(out - flashkit.attention(q, k, v)).max() < 1e-12)
+    True
+    """
+    kind = _checked(parts, layout)
+    xp: Any = arrays.namespace(kind)
+    dtype = parts[0][0].dtype
+    wide = "float64" if "float64" in (dtype.name, *(lse.dtype.name for _, lse in parts)) else "float32"
+    scores = [lse.astype(wide, copy=False) for _, lse in parts]
+    greatest = reduce(xp.maximum, scores)
+    reference = xp.where(greatest == -math.inf, xp.zeros_like(greatest), greatest)
+    with np.errstate(all="ignore"):  # inf - inf, log(0), numbers far below the greatest
+        weights = [xp.exp(score - reference) for score in scores]
+        total = sum(weights)
+        merged = reference + xp.log(total)
+        total[total == 0] = 1  # rows without a visible key
+        result = xp.zeros(parts[0][0].shape, wide)
+        for (out, lse), weight in zip(parts, weights, strict=True):
+            weight /= total
+            if layout == "bnhd" and out.ndim > 2:
+                weight, lse = weight.swapaxes(-1, -2), lse.swapaxes(-1, -2)
+            term = out.astype(wide)
+            term *= weight[..., None]
+            term[lse == -math.inf] = 0  # selected, not multiplied: without keys the row may hold anything
+            result += term
+    return result.astype(dtype, copy=False), merged
+
+
+def _checked(parts: tuple[Any, ...], layout: str) -> str:
+    """The kind of the arrays and the shape of an lse; an error if the parts do not fit each other."""
+    choice("layout", layout, LAYOUTS)
+    fits = "(out, lse), as attention(..., return_lse=True) returns it, fits"
+    if not parts:
+        raise TypeError(f"merge() without parts; one or more {fits[:-1]}")
+    kind, first = None, parts[0]
+    for number, pair in enumerate(parts):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            given = f"an array of shape {pair.shape}" if hasattr(pair, "shape") else shown(pair)
+            raise TypeError(f"part {number} is {given}; {fits}")
+        out, lse = pair
+        for name, array in ((f"out of part {number}", out), (f"lse of part {number}", lse)):
+            kind = arrays.require(name, array, kind)
+        if arrays.dtype_name(f"out of part {number}", out) != first[0].dtype.name:
+            raise TypeError(
+                f"out of part {number} has dtype {out.dtype}, out of part 0 has {first[0].dtype}; they have one dtype"
+            )
+        if lse.dtype.name not in LSE_DTYPES:
+            raise TypeError(f"lse of part {number} has dtype {lse.dtype}; {' or '.join(LSE_DTYPES)} fits")
+        if out.ndim < 2:
+            raise ValueError(f"out of part {number} has shape {out.shape}; (..., heads, queries, Dv) fits")
+        if out.shape != first[0].shape:
+            raise ValueError(
+                f"out of part {number} has shape {out.shape}, out of part 0 has {first[0].shape}; they have one shape"
+            )
+        rows = out.shape[:-1]
+        wanted = (*rows[:-2], rows[-1], rows[-2]) if layout == "bnhd" and len(rows) > 1 else rows
+        if lse.shape != wanted:
+            raise ValueError(f"lse of part {number} has shape {lse.shape}; {wanted}, one number for each row, fits")
+    return str(kind)
