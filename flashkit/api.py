@@ -11,7 +11,7 @@ from .call.arguments import prepare
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned
 from .call.shape import Shape
-from .errors import shown
+from .errors import UnsupportedError, shown
 from .spec import Gradients, Operands, Problem
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def attention(
     q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
     bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
-    kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: Layout = "bhnd",
+    kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None, page_table: Any = None,
+    dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: Layout = "bhnd",
     return_lse: bool = False, out: Any = None, deterministic: bool = False, precision: Precision | None = None,
     backend: str | None = None, **unexpected: Any,
 ) -> Any:  # fmt: skip
@@ -63,9 +64,9 @@ def attention(
     causal
         Key j is visible to query i iff j <= i + q_offset.
     q_offset
-        Position of the first query on the key axis: an integer, or one for each batch entry. By default Nk - Nq, or
-        kv_lengths - Nq if these are given, so that the last query sees every key. 0 is the top-left alignment of
-        PyTorch and ONNX, and fits batches that are padded on the right. Masks and scores by position need it where a
+        Position of the first query on the key axis: an integer, or one for each batch entry. By default the number of
+        keys less that of queries, of each sequence, so that the last query sees every key. 0 is the top-left alignment
+        of PyTorch and ONNX, and fits batches that are padded on the right. Masks and scores by position need it where a
         length other than 0 is less than Nq, and where lengths are on a device and Nq is above 1.
     window
         (left, right): key j is visible to query i iff i + q_offset - left <= j <= i + q_offset + right. None is no
@@ -84,6 +85,19 @@ def attention(
         A function (s, b, h, q, k) -> s or (b, h, q, k) -> bool, or a flashkit.mods.Mod; see flashkit.mods.
     kv_lengths
         (B,) integers: keys at or past the length do not exist, and the memory there never affects the result.
+    q_lengths
+        (B,) integers: queries at or past the length see no key, so their rows are 0. The default q_offset is then
+        kv_lengths - q_lengths: batches that are padded on the right are right with causal=True.
+    cu_seqlens
+        Sequences of any length that follow each other, without padding: q (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv).
+        Integers (sequences + 1,), from 0 to at most T, where each sequence begins and the last one ends; a pair (of q,
+        of k) where these differ. Batch entry b of masks, scores and offsets is sequence b, and positions count within
+        it. lse is (Hq, T). Rows past the last offset are 0. Integers on a GPU are not read by the host.
+    page_table
+        Keys and values in pages: k (pages, page, Hkv, D), v (pages, page, Hkv, Dv), any strides. Integers (B, pages of
+        a sequence): the page that holds keys i * page to (i + 1) * page - 1 of sequence b is page_table[b, i]. It
+        needs kv_lengths, behind which entries do not matter (-1 is customary). q is (B, Hq, Nq, D) by layout, or
+        (T, Hq, D) with cu_seqlens.
     dropout_p, seed
         Weights are dropped with this probability, the others scaled by 1 / (1 - dropout_p). The same seed drops the
         same pairs on every backend. Without a seed each call draws one.
@@ -145,7 +159,8 @@ def attention(
     if unexpected:
         raise unknown(unexpected)
     key = None
-    constant = score_mod is mask_mod is kv_lengths is sinks is None and _is_constant(q_offset, window, dropout_p)
+    others_are_none = score_mod is mask_mod is kv_lengths is q_lengths is cu_seqlens is page_table is sinks is None
+    constant = others_are_none and _is_constant(q_offset, window, dropout_p)
     if constant and plan_cache.accepts(block_mask) and (out is None or arrays.contiguous(out)):
         options = scale, causal, q_offset, window, softcap, seed, layout, return_lse, deterministic, precision, backend
         others = () if alibi_slopes is bias is mask is None else (alibi_slopes, bias, mask)
@@ -156,8 +171,8 @@ def attention(
     problem, operands, shape = prepare(
         q, k, v, scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod,
-        kv_lengths=kv_lengths, dropout_p=dropout_p, seed=seed, sinks=sinks, layout=layout, out=out,
-        deterministic=deterministic, precision=precision,
+        kv_lengths=kv_lengths, q_lengths=q_lengths, cu_seqlens=cu_seqlens, page_table=page_table, dropout_p=dropout_p,
+        seed=seed, sinks=sinks, layout=layout, out=out, deterministic=deterministic, precision=precision,
     )  # fmt: skip
     if key is not None and (names := plan_cache.names_of(given, operands)) is not None:
         made = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names)
@@ -287,6 +302,8 @@ def attention_vjp(
     >>> dq.shape
     (1, 8, 64, 32)
     """
+    if options.get("page_table") is not None:
+        raise UnsupportedError("attention_vjp does not take page_table: keys in pages have no gradients")
     problem, operands, shape = prepare(q, k, v, out=out, **options)
     operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
     if out is not None:

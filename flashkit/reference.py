@@ -109,12 +109,13 @@ def standard(spec: AttentionSpec, operands: Operands, dtype: Any = np.float64) -
     True
     """
     out, lse = _empty_results(spec, operands, dtype)
-    for head in chain.from_iterable(groups(spec, operands, dtype)):
+    for head in chain.from_iterable(groups(spec, operands, dtype, out=out, lse=lse)):
         q, k, v = (load_tile(head, name) for name in ("q", "k", "v"))
         s = modify(head, scores(q, k, head.scale), *head.everything)
-        p, lse[head.b, head.h] = softmax(s, head.sink)
-        out[head.b, head.h] = weighted_sum(drop(head, p, *head.everything), v)
-        out[head.b, head.h][np.isnan(lse[head.b, head.h])] = np.nan  # also where dropout keeps none of the NaN weights
+        p, head.memory["lse"][...] = softmax(s, head.sink)
+        o = weighted_sum(drop(head, p, *head.everything), v)
+        o[np.isnan(head.memory["lse"])] = np.nan  # also where dropout keeps none of the NaN weights
+        head.memory["out"][...] = o
     return out, lse
 
 
@@ -155,16 +156,16 @@ def standard_gradients(
     True
     """
     grads = _zero_gradients(spec, operands, dtype)
-    for head in chain.from_iterable(groups(spec, operands, dtype, dout=dout, dlse=dlse)):
+    for head in chain.from_iterable(groups(spec, operands, dtype, dout=dout, dlse=dlse, **grads._asdict())):
         q, k, v, do = (load_tile(head, name) for name in ("q", "k", "v", "dout"))
         s = scores(q, k, head.scale)
         p, lse = softmax(modify(head, s, *head.everything), head.sink)
         out = weighted_sum(drop(head, p, *head.everything), v)
         delta = row_sum(do * out) - (load_tile(head, "dlse") if "dlse" in head.memory else 0)
         dq, dk, dv = tile_gradients(head, q, k, v, do, s, p, delta, *head.everything)
-        grads.dq[head.b, head.h] = dq
-        grads.dk[head.b, head.kv_head, : head.n_k] += dk  # summed over the query heads that share k and v
-        grads.dv[head.b, head.kv_head, : head.n_k] += dv
+        head.memory["dq"][...] = dq
+        head.memory["dk"][...] += dk  # summed over the query heads that share k and v
+        head.memory["dv"][...] += dv
         add_sink_gradient(head, grads.dsinks, lse, delta)
     return grads
 
@@ -620,18 +621,37 @@ def groups(
     spec: AttentionSpec, operands: Operands, dtype: Any, traffic: Traffic | None = None, **more: np.ndarray | None
 ) -> Iterator[list[Head]]:
     """For each key/value head of each batch entry, its query heads. more: further arrays in slow memory."""
-    arrays = {"q": operands.q, "k": operands.k, "v": operands.v, **more}
+    queries = {"q": operands.q, **{name: x for name, x in more.items() if name not in ("dk", "dv", "dsinks")}}
+    keys = {"k": operands.k, "v": operands.v, **{name: x for name, x in more.items() if name in ("dk", "dv")}}
     traffic = traffic or Traffic()
-    for b, kv_head in np.ndindex(operands.k.shape[:2]):
+    for b, kv_head in np.ndindex(len(operands.q_offset), operands.k.shape[1]):
+        of_keys = {name: keys_of(operands, x, b, kv_head) for name, x in keys.items() if x is not None}
         group = []
         for h in range(kv_head * spec.group, (kv_head + 1) * spec.group):
-            memory = {}
-            for name, x in arrays.items():
-                if x is not None and name != "dsinks":
-                    of_keys = name in ("k", "v", "dk", "dv")
-                    memory[name] = x[b, kv_head, : int(operands.kv_lengths[b])] if of_keys else x[b, h]
-            group.append(Head(spec, operands, np.dtype(dtype), b, h, memory, traffic))
+            of_rows = {name: rows_of(operands, x, b, h) for name, x in queries.items() if x is not None}
+            group.append(Head(spec, operands, np.dtype(dtype), b, h, of_rows | of_keys, traffic))
         yield group
+
+
+def rows_of(operands: Operands, x: np.ndarray, b: int, h: int) -> np.ndarray:
+    """The rows of sequence b and head h, in an array of queries; packed sequences follow each other."""
+    if operands.cu_seqlens is None:
+        return x[b, h]
+    begin, end = operands.cu_seqlens[0][b : b + 2]
+    return x[0, h, begin:end]
+
+
+def keys_of(operands: Operands, x: np.ndarray, b: int, kv_head: int) -> np.ndarray:
+    """The rows of sequence b and head h, in an array of keys, up to kv_lengths; pages are gathered."""
+    n = int(operands.kv_lengths[b])
+    if operands.page_table is not None:
+        page = x.shape[2]
+        pages = operands.page_table[b, : -(-n // page)] if n else []
+        return np.concatenate([x[:0, kv_head].reshape(0, x.shape[3]), *(x[i, kv_head] for i in pages)])[:n]
+    if operands.cu_seqlens is None:
+        return x[b, kv_head, :n]
+    begin = operands.cu_seqlens[1][b]
+    return x[0, kv_head, begin : begin + n]
 
 
 def blocks(n: int, size: int) -> Iterator[slice]:

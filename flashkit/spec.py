@@ -80,6 +80,8 @@ class AttentionSpec:
     kv_lengths: bool = False
     deterministic: bool = False
     precision: str | None = None
+    packed: bool = False  # sequences of any length follow each other in one axis of tokens
+    paged: bool = False  # keys and values lie in pages that a table names
 
     @property
     def lse_dtype(self) -> str:
@@ -113,13 +115,24 @@ class AttentionSpec:
         flags = {
             "score modification": self.score is not None, "mask": self.mask is not None, "dropout": self.dropout,
             "sinks": self.sinks, "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1,
+            "packed sequences": self.packed, "paged keys": self.paged,
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
 
 
+class Tokens(NamedTuple):
+    """Sizes of a call whose sequences differ in length: queries and keys of all sequences, and pairs of a head."""
+
+    q: int
+    k: int
+    pairs: int
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A spec and its sizes."""
+    """A spec and its sizes. Where sequences differ in length, n_q and n_k are those of the longest, or bounds of them,
+    and `tokens` counts all.
+    """
 
     spec: AttentionSpec
     batch: int
@@ -127,15 +140,22 @@ class Problem:
     n_q: int
     n_k: int
     array_kind: str = "numpy"
+    tokens: Tokens | None = None
 
     @property
     def heads_kv(self) -> int:
         return self.heads // self.spec.group
 
     @property
+    def all_tokens(self) -> Tokens:
+        """Queries, keys and pairs of a head over all batch entries, without any mask."""
+        n_q, n_k = self.n_q, self.n_k
+        return self.tokens or Tokens(self.batch * n_q, self.batch * n_k, self.batch * n_q * n_k)
+
+    @property
     def pairs(self) -> int:
         """Query-key pairs without any mask."""
-        return self.batch * self.heads * self.n_q * self.n_k
+        return self.heads * self.all_tokens.pairs
 
     def flops(self, direction: Direction = "forward", pairs: float | None = None) -> float:
         """Floating-point operations of the matrix products; `pairs`: the visible ones where a mask hides some.
@@ -149,7 +169,7 @@ class Problem:
     def bytes(self, direction: Direction = "forward") -> int:
         """Least traffic with main memory: each operand read once, each result written once."""
         d, dv, size = self.spec.head_dim, self.spec.head_dim_v, ITEMSIZE[self.spec.dtype]
-        queries, keys = self.batch * self.heads * self.n_q, self.batch * self.heads_kv * self.n_k
+        queries, keys = self.heads * self.all_tokens.q, self.heads_kv * self.all_tokens.k
         lse = queries * ITEMSIZE[self.spec.lse_dtype]
         q_and_out, k_and_v = queries * (d + dv) * size, keys * (d + dv) * size
         if direction == "forward":
@@ -173,6 +193,13 @@ class Operands:
     q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), out (B, Hq, Nq, Dv): any strides, the last axis
     contiguous. lse (B, Hq, Nq). q_offset and kv_lengths: int64, (B,). params and arrays: the values of the spec's
     slots by name. sinks: (Hq,). blocks: the BlockMask, if it is the only mask.
+
+    Packed sequences: q, out and lse have one batch entry, and so have k and v unless they are paged. cu_seqlens: two
+    int64 (B + 1,), where each sequence begins in the tokens of q, and in those of k. The last sequence is what follows
+    the caller's: queries without keys.
+
+    Paged keys: k (pages, Hkv, page, D), v likewise. page_table: int64 (B, pages of a sequence), with the page that
+    holds keys i * page ... (i + 1) * page - 1 at i. A page that does not exist is read as page 0 or the last one.
     """
 
     q: Any
@@ -189,6 +216,8 @@ class Operands:
     out: Any = None
     lse: Any = None
     blocks: Any = None
+    cu_seqlens: tuple[Any, Any] | None = None
+    page_table: Any = None
 
     def array(self, slot: Slot) -> Any:
         """The array of a slot, checked: a kernel compiled for the slot would read another dtype, or another number of

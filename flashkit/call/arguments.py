@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from .. import mods
 from ..spec import AttentionSpec, Operands, Problem
 from . import arrays, options
@@ -25,8 +27,9 @@ from .checks import (
     window_of,
 )
 from .compose import check_indices, compose
-from .positions import check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
-from .shape import Shape, pairwise, shape_of
+from .positions import check_default_offset, q_offset_range, q_offsets_of, queries_of
+from .sequences import queries_within, sequences_of
+from .shape import Shape, pairwise
 
 PRECISIONS = (None, "highest", "tf32")
 
@@ -35,7 +38,8 @@ def prepare(
     q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
     bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
-    kv_lengths: Any = None, dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
+    kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None, page_table: Any = None,
+    dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
     out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False, **others: Any,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
     """Check the arguments of attention() and fill in defaults.
@@ -64,18 +68,24 @@ def prepare(
     for name, array in (("k", k), ("v", v)):
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
-    shape = shape_of(q, k, v, layout)
-    q4, k4, v4 = ((shape.four_axes if described else shape.to_four)(x).view() for x in (q, k, v))
-    batch, heads, n_q, d = q4.shape
-    heads_kv, n_k, dv = v4.shape[1:]
+    seqs = sequences_of(q, k, v, kind, layout, kv_lengths, cu_seqlens, page_table, not described)
+    shape, batch, most_q, most_k = seqs.shape, seqs.batch, seqs.most_q, seqs.most_k
+    q4 = (shape.four_axes if described else shape.to_four)(q).view()
+    k4, v4 = ((shape.four_axes if described and not shape.paged else shape.keys_to_four)(x).view() for x in (k, v))
+    entries, heads, n_q, d = q4.shape
+    heads_kv, dv = k4.shape[1], v4.shape[3]
     xp = arrays.namespace(kind)
 
-    lengths = kv_lengths_of(kv_lengths, kind, shape, batch, n_k, not described)
-    offsets = q_offsets_of(q_offset, kind, shape, batch, lengths, n_q, n_k, not described)
-    full = (batch, heads, n_q, n_k)
+    if q_lengths is not None and seqs.extra:
+        raise ValueError("q_lengths beside cu_seqlens, which gives the lengths; one of them fits")
+    queries = queries_of(q_lengths, kind, shape, batch, seqs.n_q, most_q, not described)
+    offsets = q_offsets_of(q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
+    full = (batch, heads, most_q, most_k)
     scores, masks = [], []
 
     def pairs(name: str, array: Any, dtypes: str) -> Any:
+        if seqs.cu_seqlens is not None:
+            raise ValueError(f"{name} beside cu_seqlens; a score_mod or a mask_mod fits")
         found = pairwise(name, array, kind, shape, full, dtypes)
         return arrays.without_repeats(found) if described else found
 
@@ -90,6 +100,8 @@ def prepare(
         scores.append(mods.bias(pairs("bias", bias, "f")).snapshot())
     if flag("causal", causal, ", and mask= for an array of pairs"):
         masks.append(mods.causal())
+    if q_lengths is not None:
+        masks.append(queries_within(queries))
     if window is not None:
         masks.append(mods.sliding_window(*window_of(window)))
     if mask is not None:
@@ -102,16 +114,17 @@ def prepare(
     given = [] if score_mod is None else [mods.trace(score_mod, "score").snapshot()]
     scores += given
     if block_mask is not None:
-        given.append(block_mask_of(block_mask, batch, heads, n_q, n_k, layout).snapshot())
+        given.append(block_mask_of(block_mask, *full, layout, larger=bool(seqs.extra)).snapshot())
         masks.append(given[-1])
     if mask_mod is not None:
         given.append(mods.trace(mask_mod, "mask").snapshot())
         masks.append(given[-1])
     for mod in given:
-        check_indices(mod, batch, heads, n_q, n_k, *q_offset_range(offsets, q_offset is not None, batch, n_q, n_k))
+        reach = q_offset_range(offsets, q_offset is not None, batch, most_q, most_k)
+        check_indices(mod, batch, heads, seqs.n_q if isinstance(seqs.n_q, np.ndarray) else most_q, most_k, *reach)
     score, hidden, slots, params, values = compose(scores, masks)
-    if q_offset is None and kv_lengths is not None:
-        check_default_offset(lengths, n_q, (score, hidden))
+    if q_offset is q_lengths is page_table is None and kv_lengths is not None:
+        check_default_offset(seqs.lengths, n_q, (score, hidden))
 
     if out is not None:
         check_out(out, kind, dtype, (*q.shape[:-1], v.shape[-1]))
@@ -121,14 +134,17 @@ def prepare(
     choice("precision", precision, PRECISIONS)
     spec = AttentionSpec(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
-        kv_lengths is not None, is_deterministic(deterministic), None if precision == "highest" else precision,
+        kv_lengths is not None or cu_seqlens is not None, is_deterministic(deterministic),
+        None if precision == "highest" else precision, cu_seqlens is not None, page_table is not None,
     )  # fmt: skip
-    problem = Problem(spec, batch, heads, n_q, n_k, kind)
+    problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
     direct = out is not None and can_write(out, q, k, v, *values.values())
     operands = Operands(
-        q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale), offsets, lengths, params, values,
+        q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale),
+        seqs.with_extra(offsets, 0), seqs.with_extra(seqs.lengths, 0), params, values,
         sinks_of(sinks, kind, heads, layout, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
-        shape.to_four(out).view() if direct else shape.empty(empty, batch, heads, n_q, dv, q.dtype),
-        empty((batch, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None,
+        shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, q.dtype),
+        empty((entries, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
+        seqs.page_table,
     )  # fmt: skip
     return problem, operands, shape

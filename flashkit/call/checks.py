@@ -112,16 +112,19 @@ def seed_of(seed: Any, dropout_p: float) -> int:
     return int(seed)
 
 
-def block_mask_of(block_mask: Any, batch: int, heads: int, n_q: int, n_k: int, layout: str) -> Mod:
-    """The mask of a BlockMask for these sizes."""
+def block_mask_of(
+    block_mask: Any, batch: int, heads: int, n_q: int, n_k: int, layout: str, larger: bool = False
+) -> Mod:
+    """The mask of a BlockMask for these sizes, or, where sequences differ in length, for larger ones."""
     from ..mods.block_mask import BlockMask
 
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; a flashkit.BlockMask fits")
-    if (block_mask.n_q, block_mask.n_k) != (n_q, n_k):
+    sizes = block_mask.n_q, block_mask.n_k
+    if sizes != (n_q, n_k) and not (larger and sizes[0] >= n_q and sizes[1] >= n_k):
+        which = "the longest sequences have up to" if larger else "the call has"
         raise ValueError(
-            f"block_mask is for {block_mask.n_q} queries and {block_mask.n_k} keys; the call has {n_q} and {n_k} "
-            f"with layout={layout!r}"
+            f"block_mask is for {sizes[0]} queries and {sizes[1]} keys; {which} {n_q} and {n_k} with layout={layout!r}"
         )
     for what, count, n in (("batch entries", block_mask.batch, batch), ("heads", block_mask.heads, heads)):
         if count not in (1, n):

@@ -70,7 +70,7 @@ def _compose_graphs(
 
 
 def check_indices(
-    mod: Mod, batch: int, heads: int, n_q: int, n_k: int, least: np.ndarray, greatest: np.ndarray
+    mod: Mod, batch: int, heads: int, n_q: Any, n_k: int, least: np.ndarray, greatest: np.ndarray
 ) -> None:  # fmt: skip
     """Check that every index that a modification computes is within its array, at all positions of the call.
 
@@ -81,7 +81,7 @@ def check_indices(
     mod
         The modification.
     batch, heads, n_q, n_k
-        Sizes of the call.
+        Sizes of the call; n_q may be (B,).
     least, greatest
         Range of the q_offset of each batch entry, (B,).
 
@@ -91,13 +91,14 @@ def check_indices(
         An index may be out of range, or cannot be bounded.
     """
     loads = [node for node in expr.walk([mod.expr]) if node.op == "load"]
-    if not loads or 0 in (batch, heads, n_q, n_k):
+    if not loads or 0 in (batch, heads, np.max(n_q, initial=0), n_k):
         return
+    last_row = np.maximum(np.broadcast_to(n_q, (batch,)), 1)[:, None] - 1
     from ..mods.ranges import RangeTable
 
     env: dict[str, Any] = {
-        "b": np.arange(batch)[:, None], "h": np.arange(heads), "row0": 0, "row1": n_q - 1, "k0": 0, "k1": n_k - 1,
-        "q0": least[:, None], "q1": greatest[:, None] + (n_q - 1), **mod.params,
+        "b": np.arange(batch)[:, None], "h": np.arange(heads), "row0": 0, "row1": last_row, "k0": 0, "k1": n_k - 1,
+        "q0": least[:, None], "q1": greatest[:, None] + last_row, **mod.params,
     }  # fmt: skip
     # Arrays that indices are read from. Reading one on a device synchronizes, which safety needs.
     for name in {inner.value for node in loads for inner in expr.walk(node.args) if inner.op == "load"}:

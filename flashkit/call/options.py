@@ -27,6 +27,9 @@ class Options(TypedDict, total=False):
     score_mod: Callable[..., Any] | Any
     mask_mod: Callable[..., Any] | Any
     kv_lengths: Any
+    q_lengths: Any
+    cu_seqlens: Any
+    page_table: Any
     dropout_p: float
     seed: int | None
     sinks: Any
@@ -47,6 +50,10 @@ _MEANT = {
     "seed": ("generator", "rng", "dropout_rng"),
     "layout": ("tensor_layout", "qkv_layout", "qkv_format"),
     "kv_lengths": ("cache_seqlens", "seqused_k", "kv_seqlens", "key_value_seq_lengths", "seqlens_k"),
+    "q_lengths": ("seqused_q", "query_seq_lengths", "seqlens_q"),
+    "cu_seqlens=(of q, of k)": ("cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens_q", "cu_seqlens_kv"),
+    "page_table": ("block_table", "block_tables", "page_indices"),
+    "nothing: no longest sequence is needed": ("max_seqlen", "max_seqlen_q", "max_seqlen_k"),
     "sinks": ("s_aux", "attention_sinks"),
     "return_lse": ("return_softmax_lse", "return_residual"),
     "flashkit.weights(q, k, ...)": ("need_weights", "return_attn_probs", "return_weights"),

@@ -109,7 +109,7 @@ class Planned:
         target = out if out is not None and self._fits(out, q, k, v, *anew) else self._empty(self._out, self._dtype)
         lse = None if self._spares_lse else self._empty(*self._lse)
         if self._copies:
-            q, k, v = map(self._shape.to_four, (q, k, v))
+            q, k, v = self._shape.to_four(q), self._shape.keys_to_four(k), self._shape.keys_to_four(v)
         self._run(q, k, v, target, lse, *anew)
         if out is None:
             out = target
@@ -154,7 +154,8 @@ def _forward(backend: Backend, plan: Any, operands: Operands, shape: Shape, anew
     rest = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
 
     def forward(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
-        q, k, v, out = map(shape.to_four, (q, k, v, out))
+        q, out = map(shape.to_four, (q, out))
+        k, v = map(shape.keys_to_four, (k, v))
         named = fixed | dict(zip(anew, arrays, strict=True))
         backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named))
 

@@ -55,15 +55,33 @@ def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int, cop
     return lengths
 
 
-def q_offsets_of(
-    value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: int, n_k: int, copied: bool = True
-) -> Any:
-    """Position of each batch entry's first query. On a device, offsets beyond the bounds are clamped, not errors."""
+def queries_of(value: Any, kind: str, shape: Shape, batch: int, n_q: Any, most: int, copied: bool = True) -> Any:
+    """q_lengths, or the queries of each sequence: int64 (B,), or one number."""
     if value is None:
-        if isinstance(lengths, np.ndarray):
+        return n_q
+    what = "integers (B,), the number of queries of each batch entry,"
+    lengths = _per_entry("q_lengths", value, kind, shape, batch, what, copied)
+    if isinstance(lengths, np.ndarray) and lengths.size and not (lengths.min() >= 0 and lengths.max() <= most):
+        raise ValueError(
+            f"q_lengths has values from {lengths.min()} to {lengths.max()}; 0 to {most}, the number of queries, fits"
+        )
+    return lengths
+
+
+def q_offsets_of(
+    value: Any, kind: str, shape: Shape, batch: int, lengths: Any, n_q: Any, n_k: int, copied: bool = True
+) -> Any:
+    """Position of each batch entry's first query. On a device, offsets beyond the bounds are clamped, not errors.
+    n_q: queries of each entry, or of all.
+    """
+    if value is None:
+        if isinstance(lengths, np.ndarray) and isinstance(n_q, int):
             return _spread(arrays.without_repeats(lengths) - n_q, batch, copied)
-        offsets = arrays.namespace(kind).clip(lengths, 0, n_k)  # as kernels clamp them
-        offsets -= n_q  # in place: a CUDA graph that captures this allocates no other memory
+        if isinstance(lengths, np.ndarray) and isinstance(n_q, np.ndarray):
+            return lengths - n_q
+        xp = arrays.namespace(kind)
+        offsets = xp.clip(xp.asarray(lengths), 0, n_k)  # as kernels clamp them
+        offsets -= n_q if isinstance(n_q, int) else xp.asarray(n_q)  # in place: a captured call allocates no more
         return offsets
     offsets = _per_entry("q_offset", value, kind, shape, batch, "an integer, or integers (B,),", copied)
     if not isinstance(offsets, np.ndarray):

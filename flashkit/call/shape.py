@@ -27,8 +27,8 @@ class Shape:
     Axes before the last three are batch axes; missing axes have length 1.
     """
 
-    def __init__(self, ndim: int, batch: tuple[int, ...], layout: str) -> None:
-        self.ndim, self.batch, self.layout = ndim, batch, layout
+    def __init__(self, ndim: int, batch: tuple[int, ...], layout: str, paged: bool = False) -> None:
+        self.ndim, self.batch, self.layout, self.paged = ndim, batch, layout, paged
 
     def four_axes(self, array: Any) -> Any:
         """View as (B, H, N, D)."""
@@ -41,6 +41,10 @@ class Shape:
     def to_four(self, array: Any) -> Any:
         """As (B, H, N, D) with an addressable last axis: a view, or a copy."""
         return arrays.addressable(self.four_axes(array))
+
+    def keys_to_four(self, array: Any) -> Any:
+        """K or V as (B, H, N, D), or as (pages, H, page, D)."""
+        return array.swapaxes(1, 2) if self.paged else self.to_four(array)
 
     def like(self, tensor: Any) -> Any:
         """A (B, H, N, D) tensor in the caller's shape, as a view."""
@@ -75,10 +79,10 @@ def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
     choice("layout", layout, LAYOUTS)
     other = LAYOUTS[1 - LAYOUTS.index(layout)]
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
-    if problem := _misfit(shapes, layout):
-        hint = "" if q.ndim == 2 or _misfit(shapes, other) else f"; with layout={other!r} these shapes fit"
+    if problem := misfit(shapes, layout):
+        hint = "" if q.ndim == 2 or misfit(shapes, other) else f"; with layout={other!r} these shapes fit"
         raise ValueError(f"{problem} (layout={layout!r}: {FORMS[layout]}{hint})")
-    if q.ndim > 3 and _looks_exchanged(shapes, layout) and not _misfit(shapes, other):
+    if q.ndim > 3 and _looks_exchanged(shapes, layout) and not misfit(shapes, other):
         heads, tokens = (q.shape[axis] for axis in HEADS_AND_TOKENS[layout])
         warn(
             f"q has {heads} heads of {tokens} tokens (shape {q.shape}, layout={layout!r}: {FORMS[layout]}); "
@@ -87,7 +91,7 @@ def shape_of(q: Any, k: Any, v: Any, layout: str) -> Shape:
     return Shape(q.ndim, tuple(q.shape[:-3]), layout)
 
 
-def _misfit(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
+def misfit(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
     """Why these shapes of q, k and v do not fit each other, or nothing."""
     q, k, v = shapes.values()
     for name, shape in shapes.items():

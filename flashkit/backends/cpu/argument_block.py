@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,36 @@ BF16_PAIR_KERNELS = {
 """These replace the ones above where bf16 pairs are multiplied."""
 
 
+class Sizes(NamedTuple):
+    """Sizes of a call; n_q and n_k of its longest sequence."""
+
+    batch: int
+    heads: int
+    n_q: int
+    n_k: int
+    tokens_q: int  # of all packed sequences, or 0 for a batch of rectangles
+    pairs: int  # of a head, without any mask
+
+    @classmethod
+    def of(cls, operands: Operands) -> Sizes:
+        entries, heads, n_q, _ = operands.q.shape
+        n_k, batch = operands.k.shape[2], len(operands.q_offset)
+        if operands.page_table is not None:
+            n_k = int(operands.kv_lengths.max(initial=0))
+        if operands.cu_seqlens is None:
+            return cls(batch, heads, n_q, n_k, 0, entries * n_q * n_k)
+        rows, keys = np.diff(operands.cu_seqlens[0]), operands.kv_lengths
+        return cls(batch, heads, int(rows.max()), int(keys.max(initial=0)), n_q, int(rows @ keys))
+
+    def q_tiles(self, block_q: int) -> tuple[int, int]:
+        """Query tiles per head (see tile_scheduler.py), and of all heads."""
+        if self.tokens_q:
+            tiles = self.tokens_q // block_q + self.batch
+            return tiles, tiles * self.heads
+        tiles = -(-self.n_q // block_q)
+        return tiles, tiles * self.heads * self.batch
+
+
 class ArgumentBlock:
     """An argument block without the addresses of q, k, v, out and lse, the tiles' sizes and the scratch memory.
 
@@ -49,11 +79,17 @@ class ArgumentBlock:
             args[index] = micro[name]
         for index, tensor in forward_tensors(operands):
             args[index + 1 : index + 4] = _strides(tensor)
-        batch, heads, n_q, d = operands.q.shape
-        n_k = operands.k.shape[2]
-        args[at.BATCH], args[at.HEADS], args[at.GROUP] = batch, heads, spec.group
-        args[at.N_Q], args[at.N_K], args[at.DIM], args[at.DIM_V] = n_q, n_k, d, operands.v.shape[3]
+        self.sizes = sizes = Sizes.of(operands)
+        args[at.BATCH], args[at.HEADS], args[at.GROUP] = sizes.batch, operands.q.shape[1], spec.group
+        args[at.N_Q], args[at.N_K] = n_q, n_k = sizes.n_q, sizes.n_k
+        args[at.DIM], args[at.DIM_V] = spec.head_dim, spec.head_dim_v
         args[at.KV_LENGTHS], args[at.Q_OFFSETS] = self.address(operands.kv_lengths), self.address(operands.q_offset)
+        if operands.cu_seqlens is not None:
+            for index, offsets in zip((at.CU_SEQLENS_Q, at.CU_SEQLENS_K), operands.cu_seqlens):
+                args[index] = 0 if offsets is None else self.address(offsets)
+        if operands.page_table is not None:
+            args[at.PAGE_TABLE], args[at.TABLE_WIDTH] = self.address(operands.page_table), operands.page_table.shape[1]
+            args[at.PAGES], args[at.PAGE] = operands.k.shape[0], operands.k.shape[2]
         # P before dropout is not yet rounded to bf16 pairs, and its exponentials take no scale.
         whole = scores_whole or spec.score is not None or bool(operands.dropout_p)
         self._set_scales(operands.scale, bool(plan.bf16_pairs), whole)
@@ -79,10 +115,11 @@ class ArgumentBlock:
         """Address and strides of a tensor."""
         self.args[index : index + 4] = (self.address(array), *_strides(array))
 
-    def set_tiles(self, block_q: int, block_k: int) -> None:
-        """Tile sizes, and the query tiles per head that follow from them."""
+    def set_tiles(self, block_q: int, block_k: int, sizes: Sizes) -> int:
+        """Tile sizes, and the query tiles that follow from them: returns how many of all heads."""
         self.args[at.BLOCK_Q], self.args[at.BLOCK_K] = block_q, block_k
-        self.args[at.Q_TILES] = -(-int(self.args[at.N_Q]) // max(block_q, 1))
+        self.args[at.Q_TILES], work_tiles = sizes.q_tiles(max(block_q, 1))
+        return work_tiles
 
     def _set_double(self, index: Any, value: float) -> None:
         self.args[index] = np.float64(value).view(np.int64)
@@ -129,5 +166,8 @@ def forward_tensors(operands: Operands) -> tuple[tuple[Any, np.ndarray], ...]:
 
 
 def _strides(array: np.ndarray) -> tuple[int, ...]:
-    """Strides of the batch, head and token axes, which a leading axis of splits may precede."""
-    return array.strides[-4:-1] if array.ndim >= 4 else array.strides
+    """Strides of the batch, head and token axes, which a leading axis of splits may precede. The one batch entry of
+    packed sequences is that of each of them.
+    """
+    batch, head, token = array.strides[-4:-1] if array.ndim >= 4 else array.strides
+    return 0 if array.shape[-4 if array.ndim >= 4 else 0] == 1 else batch, head, token

@@ -39,6 +39,7 @@ DQ = tensor()
 DK = tensor()
 DV = tensor()
 DQ_ACCUM = tensor()  # (num_splits, B, H, N_Q, D): sums of dQ in the accumulator dtype
+DQ_SPLIT_STRIDE = word()  # bytes
 BWD_LSE = tensor()  # natural logarithm; +inf in rows without a visible key, whose P is then 0
 DELTA = tensor()  # rowsum(dO * O) - dLSE
 
@@ -51,6 +52,12 @@ N_Q = word()
 N_K = word()
 KV_LENGTHS = word()  # address of int64 (B,)
 Q_OFFSETS = word()  # address of int64 (B,)
+CU_SEQLENS_Q = word()  # address of int64 (B + 1,), or 0: each sequence has N_Q rows of its own
+CU_SEQLENS_K = word()  # likewise
+PAGE_TABLE = word()  # address of int64 (B, TABLE_WIDTH), or 0: keys follow each other
+TABLE_WIDTH = word()
+PAGES = word()
+PAGE = word()  # keys of a page
 DIM = word()
 DIM_V = word()
 
@@ -63,7 +70,7 @@ LANES = word()  # elements per vector
 TILE_COUNTER = word()  # next work tile, shared by the threads
 SPLITS_DONE = word()  # split-KV: work tiles that are complete
 WORK_TILES = word()
-Q_TILES = word()  # query tiles per head
+Q_TILES = word()  # query tiles per head; of all sequences, some of them empty, where these are packed
 NUM_SPLITS = word()  # split-KV in decoding; dQ accumulators per head in the backward pass
 SPLIT_KEYS = word()  # decoding: keys per split, whole tiles
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...spec import DTYPES, Operands
+from ...spec import DTYPES, ITEMSIZE
 from . import arguments as at
 from . import scratch, threads
 from .argument_block import ArgumentBlock
@@ -49,11 +49,6 @@ def padded_dims(plan: CpuPlan) -> tuple[int, int]:
     return (rounded(d, 16), rounded(dv, 16)) if plan.bf16_pairs else (d, dv)
 
 
-def flops_of(operands: Operands, flops_per_pair: float) -> float:
-    """The call's work, without any mask."""
-    return flops_per_pair * operands.q.shape[0] * operands.q.shape[1] * operands.q.shape[2] * operands.k.shape[2]
-
-
 def forward_flops_per_pair(plan: CpuPlan) -> int:
     spec = plan.problem.spec
     return 2 * (spec.head_dim + spec.head_dim_v) * (DECODE_FLOP_COST if plan.decodes else 1)
@@ -62,17 +57,20 @@ def forward_flops_per_pair(plan: CpuPlan) -> int:
 def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Launch:
     """kernels/forward.py. Blocks of queries shrink until each thread has a few."""
     tile, args = plan.tile, block.args.copy()
-    panel, n_q, heads = int(args[at.PANEL]), int(args[at.N_Q]), int(args[at.BATCH] * args[at.HEADS])
-    block_q, block_k = rounded(min(tile.block_q, n_q), panel), rounded(tile.block_k, int(at.STRIP))
-    block_k = min(block_k, rounded(int(args[at.N_K]), int(at.STRIP)))
-    while block_q > panel and heads * -(-n_q // block_q) < 4 * thread_count:
+    panel, sizes = int(args[at.PANEL]), block.sizes
+    block_q, block_k = rounded(min(tile.block_q, sizes.n_q), panel), rounded(tile.block_k, int(at.STRIP))
+    block_k = min(block_k, rounded(sizes.n_k, int(at.STRIP)))
+    while block_q > panel and sizes.q_tiles(block_q)[1] < 4 * thread_count:
         block_q -= panel
     d, dv = padded_dims(plan)
     size = DTYPES[plan.problem.spec.lse_dtype].size
-    layout = scratch.forward_layout(block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]))
-    q_tiles = -(-n_q // block_q)
-    args[at.BLOCK_Q], args[at.BLOCK_K], args[at.Q_TILES] = block_q, block_k, q_tiles
-    args[at.WORK_TILES], args[at.KERNEL] = heads * q_tiles, plan.forward["forward"]
+    gathered = ITEMSIZE[plan.problem.spec.dtype] if plan.problem.spec.paged else 0
+    layout = scratch.forward_layout(
+        block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]), gathered
+    )  # fmt: skip
+    args[at.BLOCK_Q], args[at.BLOCK_K] = block_q, block_k
+    args[at.Q_TILES], args[at.WORK_TILES] = sizes.q_tiles(block_q)
+    args[at.KERNEL] = plan.forward["forward"]
     args[at.SCRATCH_BYTES] = per_thread(layout.total)
     return _launch(args, int(args[at.SCRATCH_BYTES]) * thread_count, thread_count)
 

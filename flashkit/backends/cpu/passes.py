@@ -15,7 +15,6 @@ from .argument_block import ArgumentBlock, forward_tensors
 from .launch import (
     Launch,
     decode_launch,
-    flops_of,
     forward_flops_per_pair,
     forward_launch,
     padded_dims,
@@ -31,7 +30,7 @@ ROW_BLOCK = 256
 def bind_forward(plan: CpuPlan, operands: Operands) -> Bound:
     """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse)."""
     block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False)
-    flops = flops_of(operands, forward_flops_per_pair(plan))
+    flops = forward_flops_per_pair(plan) * block.sizes.heads * block.sizes.pairs
     parallel = flops >= threads.SERIAL_FLOPS
     make_launch = decode_launch if plan.decodes else forward_launch
     launches: dict[int, Launch] = {}  # by number of threads
@@ -67,16 +66,16 @@ def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Non
     block = ArgumentBlock(plan, operands, plan.backward_tile, plan.modify_backward, scores_whole=True)
     args, tile, spec = block.args, plan.backward_tile, plan.problem.spec
     accumulator = np.dtype(spec.lse_dtype)
-    batch, heads, n_q, _ = operands.q.shape
-    heads_kv, n_k = operands.k.shape[1:3]
-    flops = flops_of(operands, 5 * (spec.head_dim + spec.head_dim_v))
+    sizes = block.sizes
+    batch, n_q, n_k, heads_kv = sizes.batch, sizes.n_q, sizes.n_k, operands.k.shape[1]
+    flops = 5 * (spec.head_dim + spec.head_dim_v) * sizes.heads * sizes.pairs
     count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
     block_k = rounded(min(tile.block_k, n_k), int(at.STRIP))
     block_q = min(rounded(tile.block_q, int(at.STRIP)), n_q)
 
     # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum.
     num_splits = min(-(-n_k // block_k), -(-count // (batch * heads_kv)))
-    bwd_lse, delta = np.empty((2, batch, heads, n_q), accumulator)
+    bwd_lse, delta = np.empty((2, *operands.lse.shape), accumulator)
     in_place = num_splits == 1 and gradients.dq.dtype == accumulator
     dq_accum = gradients.dq if in_place else np.empty((num_splits, *operands.q.shape), accumulator)
     tensors = {
@@ -86,10 +85,9 @@ def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Non
     for index, tensor in (*forward_tensors(operands), *tensors.items()):
         if tensor is not None:
             block.set_tensor(index, tensor)
-    args[at.NUM_SPLITS] = num_splits
+    args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // max(num_splits, 1)
     if spec.kv_lengths:  # keys past a sequence's length are in no tile
         gradients.dk[...], gradients.dv[...] = 0, 0
-    row_blocks = batch * heads * -(-n_q // ROW_BLOCK)
 
     d, dv = padded_dims(plan)
     layout = scratch.backward_layout(block_q, block_k, d, dv, accumulator.itemsize, 2 if plan.bf16_pairs else 1)
@@ -107,20 +105,18 @@ def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Non
         work = partial(launch, plan.backward[name], work_tiles)
         threads.interruptible(work) if threads.is_long(flops, count) else work()
 
-    block.set_tiles(ROW_BLOCK, block_k)
-    run("bwd_preprocess", row_blocks)
+    run("bwd_preprocess", block.set_tiles(ROW_BLOCK, block_k, sizes))
     for nonfinite in (0, 1):
         # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
         # fallback, which skips such terms.
         args[at.NONFINITE], args[at.IS_NONFINITE] = nonfinite, 0
-        block.set_tiles(block_q, block_k)
+        block.set_tiles(block_q, block_k, sizes)
         run("backward", batch * heads_kv * num_splits)
         if in_place:
             if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
                 args[at.IS_NONFINITE] = 1
         else:
-            block.set_tiles(ROW_BLOCK, block_k)
-            run("bwd_postprocess", row_blocks)
+            run("bwd_postprocess", block.set_tiles(ROW_BLOCK, block_k, sizes))
         if args[at.IS_NONFINITE] == 0:
             break
     if gradients.dsinks is not None:

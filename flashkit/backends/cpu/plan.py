@@ -111,7 +111,7 @@ def decodes(problem: Problem) -> bool:
     """Whether there are so few queries that the time is that of reading keys and values. Problems that share a plan,
     those of one power of two, get one answer.
     """
-    return problem.n_q < DECODE_QUERIES and problem.n_k >= DECODE_MIN_KEYS
+    return problem.n_q < DECODE_QUERIES and problem.n_k >= DECODE_MIN_KEYS and not problem.spec.packed
 
 
 def choose_tile(problem: Problem, profile: Any, direction: Direction, *, amx: bool = False) -> tuple[CpuTile, str]:

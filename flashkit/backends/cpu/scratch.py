@@ -26,12 +26,15 @@ class ForwardLayout(NamedTuple):
     l: int  # row_sum
     panel_rows: int  # three vectors of one panel
     transposed: int  # tiles of arrays that a modification reads transposed
+    k_pages: int  # K tile gathered from pages
+    v_pages: int
     total: int
 
 
 def forward_layout(
-    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, transposed_tiles: int
+    panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, transposed_tiles: int, gathered: int
 ) -> ForwardLayout:
+    """gathered: size of an element of K and V where they lie in pages, else 0."""
     queries = panels * panel
     o_acc = _end(0, queries * d, itemsize)
     scores = _end(o_acc, queries * dv, itemsize)
@@ -41,8 +44,10 @@ def forward_layout(
     l = _end(m, queries, itemsize)
     panel_rows = _end(l, queries, itemsize)
     transposed = _end(panel_rows, 3 * panel, itemsize)
-    total = _end(transposed, transposed_tiles * block_k * panel, 8)
-    return ForwardLayout(o_acc, scores, k, v, m, l, panel_rows, transposed, total)
+    k_pages = _end(transposed, transposed_tiles * block_k * panel, 8)
+    v_pages = _end(k_pages, block_k * d, gathered)
+    total = _end(v_pages, block_k * dv, gathered)
+    return ForwardLayout(o_acc, scores, k, v, m, l, panel_rows, transposed, k_pages, v_pages, total)
 
 
 class BackwardLayout(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where one sequence of a batch lies and how long it is. Only `seq_info` reads sizes, kv_lengths and q_offset."""
+"""Where one sequence of a batch lies and how long it is. Only `seq_info` reads sizes, lengths and offsets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .arguments import KV_LENGTHS, N_K, N_Q, Q_OFFSETS
+from .arguments import CU_SEQLENS_K, CU_SEQLENS_Q, KV_LENGTHS, N_K, N_Q, Q_OFFSETS
 from .functions import options
 from .views import integer_at, matrix, vector
 
@@ -24,8 +24,14 @@ class SeqInfo(NamedTuple):
 
 @njit(**options)
 def seq_info(args: Any, b: int, h: int) -> SeqInfo:
+    row_offset, n_q, key_offset = np.int64(0), args[N_Q], np.int64(0)
+    if args[CU_SEQLENS_Q] != 0:
+        row_offset = integer_at(args[CU_SEQLENS_Q] + 8 * b)
+        n_q = integer_at(args[CU_SEQLENS_Q] + 8 * (b + 1)) - row_offset
+    if args[CU_SEQLENS_K] != 0:
+        key_offset = integer_at(args[CU_SEQLENS_K] + 8 * b)
     n_k = min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])  # never more keys than there are
-    return SeqInfo(np.int64(0), args[N_Q], np.int64(0), n_k, integer_at(args[Q_OFFSETS] + 8 * b))
+    return SeqInfo(row_offset, n_q, key_offset, n_k, integer_at(args[Q_OFFSETS] + 8 * b))
 
 
 @njit(**options)

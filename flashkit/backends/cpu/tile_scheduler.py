@@ -2,17 +2,22 @@
 
 Threads of unequal speed balance themselves, since each claims the next work tile when it is done with the last. No
 result depends on which thread computed it.
+
+Packed sequences begin at any row. The query tiles of sequence b begin at number cu_seqlens[b] // BLOCK_Q + b, which
+leaves room for all of them and needs no sums over the sequences before. The numbers that stand for no tile, at most one
+for each sequence, are passed over.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import njit
 
-from .arguments import BATCH, GROUP, HEADS, NUM_SPLITS, Q_TILES, STOP, TILE_COUNTER, WORK_TILES
+from .arguments import BATCH, BLOCK_Q, CU_SEQLENS_Q, GROUP, HEADS, NUM_SPLITS, Q_TILES, STOP, TILE_COUNTER, WORK_TILES
 from .functions import options
-from .views import atomic_increment, atomic_integer_at
+from .views import atomic_increment, atomic_integer_at, integer_at
 
 
 class WorkTile(NamedTuple):
@@ -32,15 +37,42 @@ def stopped(args: Any) -> bool:
 
 
 @njit(**options)
+def first_tile(args: Any, b: int) -> int:
+    """Number of the first query tile of a packed sequence."""
+    return integer_at(args[CU_SEQLENS_Q] + 8 * b) // args[BLOCK_Q] + b
+
+
+@njit(**options)
+def sequence_of(args: Any, tile: int) -> Any:
+    """The packed sequence that a query tile belongs to, by bisection."""
+    low, high = np.int64(0), args[BATCH]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_tile(args, middle) <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@njit(**options)
 def next_q_tile(args: Any) -> WorkTile:
     """A query tile: every head's last rows first. Under a causal mask they see the most keys, so this is the
     longest-processing-time-first (LPT) order.
     """
-    number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
-    heads = args[BATCH] * args[HEADS]
-    block, head = args[Q_TILES] - 1 - number // heads, number % heads
-    valid = number < args[WORK_TILES] and not stopped(args)
-    return WorkTile(number, valid, head // args[HEADS], head % args[HEADS], block)
+    packed = args[CU_SEQLENS_Q] != 0
+    heads = args[HEADS] if packed else args[BATCH] * args[HEADS]
+    while True:
+        number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
+        valid = number < args[WORK_TILES] and not stopped(args)
+        tile, head = args[Q_TILES] - 1 - number // heads, number % heads
+        if not (valid and packed):
+            return WorkTile(number, valid, head // args[HEADS], head % args[HEADS], tile)
+        b = sequence_of(args, tile)
+        block = tile - first_tile(args, b)
+        begin = integer_at(args[CU_SEQLENS_Q] + 8 * b) + block * args[BLOCK_Q]
+        if begin < integer_at(args[CU_SEQLENS_Q] + 8 * (b + 1)):
+            return WorkTile(number, valid, b, head, block)
 
 
 @njit(**options)

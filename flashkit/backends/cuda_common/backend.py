@@ -125,6 +125,8 @@ class CudaBackend:
         spec = problem.spec
         if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
+        if spec.packed or spec.paged:
+            return Verdict(False, f"{'packed sequences' if spec.packed else 'keys in pages'} have no kernels here yet")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
         able = [generation.supports(problem, device.current(), "forward") for generation in self.allowed()]

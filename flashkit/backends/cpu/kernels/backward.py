@@ -29,7 +29,7 @@ from flashkit.backends.cpu.views import vector
 def dq_accum_at(args, seq, split, b, h, row):
     """Address of a row of dq_accum."""
     batch_stride, head_stride, row_stride = args[DQ_ACCUM + 1], args[DQ_ACCUM + 2], args[DQ_ACCUM + 3]
-    entry = (split * args[BATCH] + b) * batch_stride
+    entry = split * args[DQ_SPLIT_STRIDE] + b * batch_stride
     return args[DQ_ACCUM] + entry + h * head_stride + (seq.row_offset + row) * row_stride
 
 

@@ -35,9 +35,14 @@ def load_q(args, seq, b, head_kv, target):
 
 
 @njit(**options)
-def scores(args, q, k, s):
-    """S = scale * Q K^T."""
-    call_gemv_qk(args[GEMV_QK], q, k, s, args[DIM], args[SCALE])
+def scores(args, seq, b, head_kv, k0, q, s):
+    """S = scale * Q K^T, with K in place."""
+    done, n = np.int64(0), s.shape[1]
+    while done < n:
+        run = kv_run(args, k0 + done, n - done)
+        k = kv_rows(args, K, seq, b, head_kv, k0 + done, run, args[DIM])
+        call_gemv_qk(args[GEMV_QK], q, k, s[:, done : done + run], args[DIM], args[SCALE])
+        done += run
 
 
 @njit(**options)
@@ -58,8 +63,19 @@ def online_softmax(args, s, m, l, rescale):
 
 
 @njit(**options)
+def accumulate(args, seq, b, head_kv, k0, p, o, rescale, nonfinite):
+    """O = O * rescale + P V, with V in place."""
+    done, n = np.int64(0), p.shape[1]
+    while done < n:
+        run = kv_run(args, k0 + done, n - done)
+        v = kv_rows(args, V, seq, b, head_kv, k0 + done, run, args[DIM_V])
+        accumulate_rows(args, p[:, done : done + run], v, o, rescale, nonfinite)
+        rescale[:] = 1
+        done += run
+
+
+@njit(**options)
 def accumulate_rows(args, p, v, o, rescale, nonfinite):
-    """accumulate: O = O * rescale + P V."""
     if not nonfinite:
         call_gemv_pv(args[GEMV_PV], p, v, o, rescale)
         return
@@ -163,16 +179,14 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
         k0 = tile * block_k
         following = min(following, tile + TILES_PER_STRETCH) if full else tile + 1
         n = min(following * block_k, stop) - k0
-        k = kv_rows(args, K, seq, b, head_kv, k0, n, d)  # load_tile: in place
-        v = kv_rows(args, V, seq, b, head_kv, k0, n, dv)
         s = accum_tile(scratch + at.scores, rows, n, stretch * ACCUM_SIZE)
-        scores(args, q, k, s)
+        scores(args, seq, b, head_kv, k0, q, s)
         modify_heads(args, seq, states, s, b, head_kv, k0)
         online_softmax(args, s, m, l, rescale)
         if args[DROPOUT] != 0:
             for g in range(group):
                 dropout(args, s[g * n_q : (g + 1) * n_q], False, b, head_kv * group + g, 0, k0)
-        accumulate_rows(args, s, v, o_partial, rescale, nonfinite)
+        accumulate(args, seq, b, head_kv, k0, s, o_partial, rescale, nonfinite)
         tile = following
 
     check = ACCUM(0)

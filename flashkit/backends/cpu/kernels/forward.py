@@ -120,7 +120,8 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
     head_kv = h // args[GROUP]
 
     # Scratch memory.
-    at = forward_layout(panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES])
+    gathered = STORAGE_SIZE if args[PAGE_TABLE] != 0 else 0
+    at = forward_layout(panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], gathered)
     m, l = accum_row(scratch + at.m, panels * panel), accum_row(scratch + at.l, panels * panel)
     o_acc = accum_tile(scratch + at.o_acc, panels * o_rows, panel, panel_bytes)
     m_safe = accum_row(scratch + at.panel_rows, panel)
@@ -144,8 +145,8 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
         while state != EMPTY and tile < end and not stopped(args):
             k0 = tile * block_k
             n = min(block_k, seq.n_k - k0)
-            k = load_k(args, seq, b, head_kv, k0, n, scratch + at.k)  # load_tile
-            v_t = load_v_t(args, seq, b, head_kv, k0, n, scratch + at.v)
+            k = load_k(args, seq, b, head_kv, k0, n, scratch + at.k, scratch + at.k_pages)  # load_tile
+            v_t = load_v_t(args, seq, b, head_kv, k0, n, scratch + at.v, scratch + at.v_pages)
             for p in range(panels):
                 row0 = first + p * panel
                 columns = min(panel, first + count - row0)

@@ -1,9 +1,11 @@
 """The K/V loader: tiles of keys and values as the products want them. specialise.py puts this text before the kernels'.
 
-`kv_rows` alone knows where the rows of a key/value head lie: in dense tensors (B, H, N, D). Another loader, for a page
-table say, has the same functions.
+`kv_run` and `kv_rows` alone know where the rows of a key/value head lie: in tensors (B, H, N, D), in packed ones, or in
+pages (pages, H, page, D) that a table names.
 
-    kv_rows     rows of K, V, dK or dV where they lie
+    kv_run      how many rows lie at one stride
+    kv_rows     such rows of K, V, dK or dV, in place
+    kv_tile     rows of K or V, in place if they are one run, else gathered
     load_k      K      left operand of S^T = K Q^T        forward
     load_v_t    V^T    left operand of O^T += V^T P^T
     pack_k_t    K^T    right operand of S = Q K^T         backward
@@ -20,23 +22,51 @@ from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import call_pack_transposed
 from flashkit.backends.cpu.seq_info import tokens
+from flashkit.backends.cpu.views import integer_at, matrix
 
 ONE = np.float64(1).view(np.int64)
 
 
 @njit(**options)
+def kv_run(args, first, count):
+    return count if args[PAGE_TABLE] == 0 else min(count, args[PAGE] - first % args[PAGE])
+
+
+@njit(**options)
 def kv_rows(args, tensor, seq, b, head_kv, first, count, width):
-    return tokens(args, tensor, b, head_kv, seq.key_offset + first, count, width, STORAGE_SIZE, STORAGE)
+    entry, row = b, seq.key_offset + first
+    if args[PAGE_TABLE] != 0:
+        page = integer_at(args[PAGE_TABLE] + 8 * (b * args[TABLE_WIDTH] + first // args[PAGE]))
+        entry, row = min(max(page, 0), args[PAGES] - 1), first % args[PAGE]
+    return tokens(args, tensor, entry, head_kv, row, count, width, STORAGE_SIZE, STORAGE)
 
 
 @njit(**options)
-def load_k(args, seq, b, head_kv, k0, n, address):
-    return load_tile(kv_rows(args, K, seq, b, head_kv, k0, n, args[DIM]), address)
+def kv_tile(args, tensor, seq, b, head_kv, first, count, width, address):
+    run = kv_run(args, first, count)
+    if run == count:
+        return kv_rows(args, tensor, seq, b, head_kv, first, count, width)
+    tile = matrix(address, count, width, width * STORAGE_SIZE, STORAGE_SIZE, STORAGE)
+    done = np.int64(0)
+    while done < count:
+        rows = kv_rows(args, tensor, seq, b, head_kv, first + done, run, width)
+        for i in range(run):
+            for j in range(width):
+                tile[done + i, j] = rows[i, j]
+        done += run
+        run = kv_run(args, first + done, count - done)
+    return tile
 
 
 @njit(**options)
-def load_v_t(args, seq, b, head_kv, k0, n, address):
-    return load_tile_t(args, kv_rows(args, V, seq, b, head_kv, k0, n, args[DIM_V]), address)
+def load_k(args, seq, b, head_kv, k0, n, address, pages):
+    """pages: scratch memory for rows that several pages hold."""
+    return load_tile(kv_tile(args, K, seq, b, head_kv, k0, n, args[DIM], pages), address)
+
+
+@njit(**options)
+def load_v_t(args, seq, b, head_kv, k0, n, address, pages):
+    return load_tile_t(args, kv_tile(args, V, seq, b, head_kv, k0, n, args[DIM_V], pages), address)
 
 
 @njit(**options)

@@ -1,0 +1,200 @@
+"""Which queries and keys belong together: a batch of rectangles, sequences that follow each other, keys in pages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import shown
+from ..mods import Mod, expr
+from ..mods.tracing import as_array
+from ..spec import Tokens
+from . import arrays
+from .checks import choice
+from .positions import kv_lengths_of
+from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape, misfit, shape_of
+
+OFFSETS = "integers (sequences + 1,), from 0 up to the number of tokens,"
+
+
+class Sequences(NamedTuple):
+    """The sequences of a call and where they lie. A packed call has one more than the caller's: the queries behind
+    these, which see no key and so give 0.
+    """
+
+    shape: Shape
+    batch: int  # the caller's sequences
+    n_q: Any  # queries of each sequence, int64 (B,), or of all
+    most_q: int  # queries of the longest, or a bound where offsets are on a device
+    most_k: int  # keys, likewise
+    lengths: Any  # keys of each sequence, int64 (B,)
+    cu_seqlens: tuple[Any, Any] | None = None  # see Operands
+    page_table: Any = None
+
+    @property
+    def extra(self) -> int:
+        """Sequences besides the caller's."""
+        return int(self.cu_seqlens is not None)
+
+    def tokens(self, n_q: int) -> Tokens | None:
+        """All queries, keys and pairs, where sequences differ in length and lengths are on the host. n_q: of q."""
+        if not self.extra:
+            return None
+        if not (isinstance(self.n_q, np.ndarray) and isinstance(self.lengths, np.ndarray)):
+            return Tokens(n_q, self.most_k, n_q * self.most_k)  # as if all tokens were one sequence's
+        return Tokens(n_q, int(self.lengths.sum()), int(self.n_q @ self.lengths))
+
+    def with_extra(self, values: Any, last: int) -> Any:
+        """One value for each of the caller's sequences, and one for the extra."""
+        if not self.extra:
+            return values
+        found = (np if isinstance(values, np.ndarray) else arrays.namespace("cupy")).empty(self.batch + 1, np.int64)
+        found[:-1], found[-1:] = values, last
+        return found
+
+
+def sequences_of(
+    q: Any, k: Any, v: Any, kind: str, layout: str, kv_lengths: Any, cu_seqlens: Any, page_table: Any, copied: bool
+) -> Sequences:
+    """The sequences of a call; ValueError or TypeError if the arguments do not fit each other."""
+    if cu_seqlens is None and page_table is None:
+        shape = shape_of(q, k, v, layout)
+        n_q, n_k = (x.shape[-2 if x.ndim == 2 else HEADS_AND_TOKENS[layout][1]] for x in (q, k))
+        batch = math.prod(shape.batch)
+        return Sequences(shape, batch, n_q, n_q, n_k, kv_lengths_of(kv_lengths, kind, shape, batch, n_k, copied))
+    for name, array in (("q", q), ("k", k), ("v", v))[: 1 if page_table is not None else 3]:
+        if cu_seqlens is not None and array.ndim != 3:
+            raise ValueError(f"{name} has shape {array.shape}; with cu_seqlens (tokens, heads, head_dim) fits")
+    if page_table is None:
+        if kv_lengths is not None:
+            raise ValueError("kv_lengths beside cu_seqlens, which gives the lengths; one of them fits")
+        shape = shape_of(q, k, v, "bnhd")
+        cu_q, cu_k = _both(cu_seqlens, kind, len(q), len(k))
+        n_q, lengths = cu_q[1:-1] - cu_q[:-2], cu_k[1:-1] - cu_k[:-2]
+        return Sequences(
+            shape, len(n_q), n_q, _most(n_q, len(q)), _most(lengths, len(k)), lengths, (cu_q, cu_k)
+        )  # fmt: skip
+    if kv_lengths is None:
+        raise ValueError("page_table without kv_lengths; integers (B,), the number of keys of each sequence, fit")
+    layout = layout if cu_seqlens is None else "bnhd"
+    shape = _shape_of_paged(q, k, v, layout, cu_seqlens is not None)
+    batch, n_q, cu = q.shape[0], q.shape[HEADS_AND_TOKENS[layout][1]], None
+    if cu_seqlens is not None:
+        if isinstance(cu_seqlens, tuple):
+            raise TypeError("cu_seqlens is a tuple; with page_table one array fits, the offsets of the queries")
+        cu_q = _offsets("cu_seqlens", cu_seqlens, kind, len(q), "q")
+        n_q, cu = cu_q[1:-1] - cu_q[:-2], (cu_q, None)
+        batch = len(n_q)
+    pages, page = k.shape[:2]
+    width = page_table.shape[1] if getattr(page_table, "ndim", 0) == 2 else 0
+    lengths = kv_lengths_of(kv_lengths, kind, shape, batch, width * page, True)
+    table = _table_of(page_table, kind, batch, pages, lengths, page)
+    return Sequences(shape, batch, n_q, _most(n_q, len(q)), _most(lengths, width * page), lengths, cu, table)
+
+
+def _most(counts: Any, bound: int) -> int:
+    if isinstance(counts, int):
+        return counts
+    return int(counts.max(initial=0)) if isinstance(counts, np.ndarray) else bound
+
+
+def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any]:
+    """cu_seqlens of q and k."""
+    pair = isinstance(value, tuple)
+    if pair and len(value) != 2:
+        raise TypeError(f"cu_seqlens is a tuple of {len(value)}; an array fits, or two: (of q, of k)")
+    names = ("cu_seqlens[0]", "cu_seqlens[1]") if pair else ("cu_seqlens", "cu_seqlens")
+    given_q, given_k = value if pair else (value, value)
+    cu_q, cu_k = (
+        _offsets(names[0], given_q, kind, tokens_q, "q"),
+        _offsets(names[1], given_k, kind, tokens_k, "k"),
+    )
+    if len(cu_k) != len(cu_q):
+        raise ValueError(f"cu_seqlens has {len(cu_q) - 1} offsets for q, {len(cu_k) - 1} for k; equally many fit")
+    cu_k[-1:] = cu_k[-2:-1]
+    return cu_q, cu_k
+
+
+def _offsets(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
+    """int64, a copy with the number of tokens behind the caller's. On a device they are not read, but clamped."""
+    on_device = kind != "numpy" and arrays.kind_of(value) == kind
+    given = value if on_device else as_array(name, value, OFFSETS)
+    if given.dtype.kind not in "iu":
+        raise TypeError(f"{name} is {shown(value)}; {OFFSETS} fits")
+    if given.ndim != 1 or not len(given):
+        raise ValueError(f"{name} has shape {given.shape}; {OFFSETS} fits")
+    xp: Any = arrays.namespace(kind) if on_device else np
+    found = xp.empty(len(given) + 1, np.int64)
+    found[:-1] = given
+    if on_device:
+        xp.clip(found[:-1], 0, tokens, out=found[:-1])
+        found[:1] = 0
+    elif found[0] != 0 or (np.diff(found[:-1]) < 0).any() or found[-2] > tokens or given[-1] > tokens:
+        raise ValueError(
+            f"{name} is {shown(value)}; {OFFSETS} here {tokens} of {of}, fits, and none is less than the one before"
+        )
+    found[-1:] = tokens
+    return found if on_device or kind == "numpy" else arrays.namespace(kind).asarray(found)
+
+
+def _shape_of_paged(q: Any, k: Any, v: Any, layout: str, packed: bool) -> Shape:
+    """The shape of a call with pages."""
+    choice("layout", layout, LAYOUTS)
+    if not packed and q.ndim != 4:
+        raise ValueError(
+            f"q has shape {q.shape}; with page_table four axes fit, by layout, or with cu_seqlens (tokens, heads, "
+            "head_dim)"
+        )
+    for name, array in (("k", k), ("v", v)):
+        if array.ndim != 4 or array.shape[:3] != k.shape[:3] or 0 in array.shape[:2]:
+            raise ValueError(
+                f"{name} has shape {array.shape}, k has {k.shape}; with page_table (pages, page, heads, head_dim) "
+                "fits, the same but for the head dim, and at least one page of at least one token"
+            )
+        if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+            raise ValueError(f"{name} has strides {array.strides}; with page_table a contiguous last axis fits")
+        if array.shape[1] > MAX_PAGE:
+            raise ValueError(f"{name} has pages of {array.shape[1]} tokens; up to {MAX_PAGE} fit")
+    of_q = q.shape if layout == "bnhd" else (q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+    entries = of_q[:-3]
+    shapes = {"q": of_q, "k": (*entries, *k.shape[1:]), "v": (*entries, *v.shape[1:])}
+    if problem := misfit(shapes, "bnhd"):
+        raise ValueError(f"{problem} (q: {FORMS[layout]}; k and v, with page_table: (pages, page, heads, head_dim))")
+    return Shape(q.ndim, tuple(q.shape[:-3]), layout, paged=True)
+
+
+MAX_PAGE = 1 << 16
+"""Tokens of a page, at most."""
+
+
+def _table_of(value: Any, kind: str, batch: int, pages: int, lengths: Any, page: int) -> Any:
+    """page_table, int64 (B, pages of a sequence), a copy. Entries behind a sequence's last key are not looked at, nor
+    any on a device.
+    """
+    what = "integers (B, pages of a sequence), numbers of pages,"
+    on_device = kind != "numpy" and arrays.kind_of(value) == kind
+    given = value if on_device else as_array("page_table", value, what)
+    if given.dtype.kind not in "iu":
+        raise TypeError(f"page_table is {shown(value)}; {what} fits")
+    if given.ndim != 2 or given.shape[0] != batch:
+        raise ValueError(f"page_table has shape {given.shape}; {what} fits, here ({batch}, ...)")
+    table = (arrays.namespace(kind) if on_device else np).array(given, np.int64, order="C", copy=True)
+    if on_device:
+        return table
+    if isinstance(lengths, np.ndarray):
+        used = np.arange(table.shape[1]) * page < lengths[:, None]
+        wrong = used & ((table < 0) | (table >= pages))
+        if wrong.any():
+            b, i = (int(x[0]) for x in wrong.nonzero())
+            raise ValueError(
+                f"page_table has {table[b, i]} at [{b}, {i}], where entry {b} of the batch, of {lengths[b]} keys, has "
+                f"some; 0 to {pages - 1} fits"
+            )
+    return table if kind == "numpy" else arrays.namespace(kind).asarray(table)
+
+
+def queries_within(lengths: Any) -> Mod:
+    """The mask that q_lengths is: a row at or past the length of its batch entry sees no key."""
+    return Mod("mask", expr.Array("q_lengths", 1, "int")[expr.B] > expr.ROW, {}, {"q_lengths": lengths})
