@@ -17,6 +17,7 @@ from functools import cache, partial
 from typing import Any
 from unittest import mock
 
+import forms
 import numpy as np
 
 import flashkit
@@ -49,6 +50,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "score_mod": ("no", "plain", "array by head", "array by distance"),
     "mask_mod": ("no", "plain", "array", "document"),
     "kv_lengths": ("no", "yes"),
+    "sequences": ("batch", "padded", "packed", "paged"),
     "dropout": ("no", "yes"),
     "sinks": ("no", "yes"),
     "dlse": ("no", "yes"),
@@ -85,8 +87,18 @@ def possible(one: tuple[str, str], two: tuple[str, str]) -> bool:
         pair.get("heads", "1:1") != "1:1" or pair.get("storage") in ("swapped", "shared heads")
     ):
         return False
+    form = pair.get("sequences", "batch")
+    if form in ("packed", "paged") and {"bias", "mask"} & {factor for factor, level in (one, two) if level != "no"}:
+        return False
+    if form == "packed" and (pair.get("layout", "bhnd") != "bhnd" or pair.get("kv_lengths") == "yes"):
+        return False
+    if form == "paged" and (pair.get("layout", "bhnd") not in ("bhnd", "bnhd") or pair.get("storage", "") in NO_POOL):
+        return False
     return not (pair.get("heads") == "1:1" and pair.get("storage") == "shared heads")
 
+
+NO_POOL = ("shared heads", "last axis apart", "misaligned")
+"""Storage that pools of pages cannot have: their last axis is contiguous, and they are not copied."""
 
 Pair = frozenset[tuple[str, str]]
 
@@ -247,7 +259,7 @@ class Call:
 
     q, k, v, options, dout, dlse: what the caller passes. plain: the arguments of `prepare` with arrays of four axes,
     packed. plain_dout, plain_dlse: as (B, H, N, D) and (B, H, N). to_plain, rows_to_plain: results as NumPy arrays in
-    plain form.
+    plain form; the former also gets "q" or "k", whose rows they have.
     """
 
     choice: Choice
@@ -260,7 +272,7 @@ class Call:
     plain: dict[str, Any]
     plain_dout: np.ndarray
     plain_dlse: np.ndarray | None
-    to_plain: Callable[[Any], np.ndarray]
+    to_plain: Callable[..., np.ndarray]
     rows_to_plain: Callable[[Any], np.ndarray]
     seed: int
 
@@ -278,13 +290,18 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     n_q, n_k = map(int, choice["sizes"].split("x"))
     d, dv = map(int, (choice["dims"] + "/" + choice["dims"]).split("/")[:2])
 
+    sequences, drawn = choice["sequences"], np.random.default_rng([seed, n_q, n_k, batch])
+    packed = forms.Packed.of(drawn, batch, n_q, n_k) if sequences == "packed" else None
+
     def to_user(x: np.ndarray) -> np.ndarray:
         """(B, H, N, D) in the caller's axes."""
         x = x[0, 0] if two else x.reshape((*batch_axes, *x.shape[1:]))
         return x.swapaxes(-3, -2) if tokens_outside else x
 
-    def to_plain(x: Any) -> np.ndarray:
+    def to_plain(x: Any, of: str = "q") -> np.ndarray:
         x = to_numpy(x)
+        if packed is not None:
+            return packed.square(of, x)
         if tokens_outside:
             x = x.swapaxes(-3, -2)
         return x[None, None] if two else x.reshape((batch, *x.shape[-3:]))
@@ -293,6 +310,9 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
         return x[0, 0] if two else x.reshape((*batch_axes, *x.shape[1:]))
 
     def rows_to_plain(x: Any) -> np.ndarray:
+        if packed is not None:
+            unseen = plain["sinks"][:, None] if "sinks" in plain else -np.inf
+            return packed.square("q", to_numpy(x).swapaxes(0, 1), unseen)
         return to_numpy(x).reshape((batch, heads, -1))
 
     storage = (choice["storage"].split("/") * 4)[:4]
@@ -312,6 +332,8 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     dlse = user_dlse = None
     if choice["dlse"] == "yes":
         dlse = rng.standard_normal((batch, heads, n_q)).astype(np.float64 if dtype == np.float64 else np.float32)
+        if packed is not None:  # rows that do not exist have no gradient, which a sink would get
+            dlse *= np.arange(n_q) < packed.counts["q"][:, None, None]
         user_dlse = xp.asarray(rows_to_user(dlse))
 
     def pairwise_to_user(x: np.ndarray) -> Any:
@@ -325,6 +347,25 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
 
     plain = features(choice, rng, batch, heads, n_q, n_k)
     options = {}
+    if packed is not None:
+        user_q, user_k, user_v, user_dout = (
+            stored(xp, packed.flat(of, x), how, -2, -3) for of, x, how in zip("qkkq", (q, k, v, dout), storage)
+        )
+        user_dlse = None if dlse is None else xp.asarray(packed.flat("q", dlse).swapaxes(0, 1).copy())
+        options["cu_seqlens"] = tuple(packed.begins.values())
+        plain_form = {"q_lengths": packed.counts["q"], "kv_lengths": packed.counts["k"]}
+    elif sequences == "padded":
+        plain_form = {"q_lengths": forms.lengths_of(drawn, batch, n_q)}
+        plain_form["kv_lengths"] = plain.get("kv_lengths", forms.lengths_of(drawn, batch, n_k))
+        options |= plain_form
+    elif sequences == "paged":
+        lengths = plain.get("kv_lengths", forms.lengths_of(drawn, batch, n_k))
+        plain_form = {"kv_lengths": lengths, "q_offset": plain.get("q_offset", lengths - n_q)}
+        given, pool = forms.paged(drawn, lengths, n_k)
+        user_k, user_v = (stored(xp, pool(x), how, -2, -3) for x, how in ((k, storage[1]), (v, storage[2])))
+        options |= given
+    else:
+        plain_form = {}
     for key, x in plain.items():
         if key in ("bias", "mask", "alibi_slopes", "sinks"):
             x = stored(xp, x, choice["arrays"]) if x.ndim else xp.asarray(x)
@@ -341,12 +382,13 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
             for b, n in enumerate(plain["kv_lengths"]) if not how.startswith(("aliased", "shared")) else ():
                 entry = user[tuple(map(int, np.unravel_index(b, batch_axes)))] if batch_axes else user
                 entry.swapaxes(0, -3 if tokens_outside else -2)[int(n) :] = np.nan
+    plain |= plain_form
     if bnhd:
         options["layout"] = "bnhd"
     if choice["out"] != "new":
         empty = np.full((batch, heads, n_q, dv), np.nan, dtype)
         how = choice["out"] if choice["out"].startswith("strides") else "gaps" if "gaps" in choice["out"] else "packed"
-        options["out"] = stored(xp, to_user(empty), how)
+        options["out"] = stored(xp, to_user(empty) if packed is None else packed.flat("q", empty), how)
     user = (user_q, user_k, user_v, options, user_dout, user_dlse)
     return Call(choice, *user, {"q": q, "k": k, "v": v, **plain}, dout, dlse, to_plain, rows_to_plain, seed)
 
@@ -554,13 +596,14 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 @dataclass
 class Results:
-    """What attention and its vjp gave, as NumPy arrays in plain form; dsinks is None without sinks."""
+    """What attention and its vjp gave, as NumPy arrays in plain form; dsinks is None without sinks, all gradients are where
+    the call has none."""
 
     out: np.ndarray
     lse: np.ndarray
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
+    dq: np.ndarray | None
+    dk: np.ndarray | None
+    dv: np.ndarray | None
     dsinks: np.ndarray | None
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -571,17 +614,23 @@ def run(call: Call, backend: str) -> Results:
     """The call's results from a backend."""
     compiled(backend, call.choice["dtype"])
     wrt = ("q", "k", "v") + (("sinks",) if "sinks" in call.options else ())
-    (out, lse), vjp = flashkit.attention_vjp(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
+    paged = "page_table" in call.options  # has no gradients
+    results = (flashkit.attention if paged else flashkit.attention_vjp)(
+        call.q, call.k, call.v, return_lse=True, backend=backend, **call.options
+    )
+    (out, lse), vjp = (results, None) if paged else results
     if "out" in call.options:
         assert out is call.options["out"]
     for got, like in ((out, call.q), (lse, call.q)):
         assert type(got) is type(like)
+    if vjp is None:
+        return Results(call.to_plain(out), call.rows_to_plain(lse), None, None, None, None)
     dq, dk, dv, *dsinks = vjp(call.dout, call.dlse, wrt=wrt)
     for got, like in ((out, call.q), (dq, call.q), (dk, call.k), (dv, call.v)):
         assert got.dtype == like.dtype
     for got, like in ((dq, call.q), (dk, call.k), (dv, call.v)):
         assert got.shape == like.shape
-    gradients = map(call.to_plain, (dq, dk, dv))
+    gradients = map(call.to_plain, (dq, dk, dv), "qkk")
     return Results(call.to_plain(out), call.rows_to_plain(lse), *gradients, to_numpy(dsinks[0]) if dsinks else None)
 
 

@@ -80,7 +80,7 @@ def prepare(
         raise ValueError("q_lengths beside cu_seqlens, which gives the lengths; one of them fits")
     queries = queries_of(q_lengths, kind, shape, batch, seqs.n_q, most_q, not described)
     offsets = q_offsets_of(q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
-    full = (batch, heads, most_q, most_k)
+    full = (batch, heads, most_q, seqs.room)
     scores, masks = [], []
 
     def pairs(name: str, array: Any, dtypes: str) -> Any:
@@ -114,7 +114,7 @@ def prepare(
     given = [] if score_mod is None else [mods.trace(score_mod, "score").snapshot()]
     scores += given
     if block_mask is not None:
-        given.append(block_mask_of(block_mask, *full, layout, larger=bool(seqs.extra)).snapshot())
+        given.append(block_mask_of(block_mask, batch, heads, most_q, most_k, layout, seqs.differ).snapshot())
         masks.append(given[-1])
     if mask_mod is not None:
         given.append(mods.trace(mask_mod, "mask").snapshot())

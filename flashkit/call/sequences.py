@@ -29,6 +29,7 @@ class Sequences(NamedTuple):
     n_q: Any  # queries of each sequence, int64 (B,), or of all
     most_q: int  # queries of the longest, or a bound where offsets are on a device
     most_k: int  # keys, likewise
+    room: int  # keys that a bias or mask has
     lengths: Any  # keys of each sequence, int64 (B,)
     cu_seqlens: tuple[Any, Any] | None = None  # see Operands
     page_table: Any = None
@@ -37,6 +38,11 @@ class Sequences(NamedTuple):
     def extra(self) -> int:
         """Sequences besides the caller's."""
         return int(self.cu_seqlens is not None)
+
+    @property
+    def differ(self) -> bool:
+        """Whether sequences may differ in length without padding."""
+        return self.cu_seqlens is not None or self.page_table is not None
 
     def tokens(self, n_q: int) -> Tokens | None:
         """All queries, keys and pairs, where sequences differ in length and lengths are on the host. n_q: of q."""
@@ -63,7 +69,7 @@ def sequences_of(
         shape = shape_of(q, k, v, layout)
         n_q, n_k = (x.shape[-2 if x.ndim == 2 else HEADS_AND_TOKENS[layout][1]] for x in (q, k))
         batch = math.prod(shape.batch)
-        return Sequences(shape, batch, n_q, n_q, n_k, kv_lengths_of(kv_lengths, kind, shape, batch, n_k, copied))
+        return Sequences(shape, batch, n_q, n_q, n_k, n_k, kv_lengths_of(kv_lengths, kind, shape, batch, n_k, copied))
     for name, array in (("q", q), ("k", k), ("v", v))[: 1 if page_table is not None else 3]:
         if cu_seqlens is not None and array.ndim != 3:
             raise ValueError(f"{name} has shape {array.shape}; with cu_seqlens (tokens, heads, head_dim) fits")
@@ -73,9 +79,8 @@ def sequences_of(
         shape = shape_of(q, k, v, "bnhd")
         cu_q, cu_k = _both(cu_seqlens, kind, len(q), len(k))
         n_q, lengths = cu_q[1:-1] - cu_q[:-2], cu_k[1:-1] - cu_k[:-2]
-        return Sequences(
-            shape, len(n_q), n_q, _most(n_q, len(q)), _most(lengths, len(k)), lengths, (cu_q, cu_k)
-        )  # fmt: skip
+        most_k = _most(lengths, len(k))
+        return Sequences(shape, len(n_q), n_q, _most(n_q, len(q)), most_k, most_k, lengths, (cu_q, cu_k))
     if kv_lengths is None:
         raise ValueError("page_table without kv_lengths; integers (B,), the number of keys of each sequence, fit")
     layout = layout if cu_seqlens is None else "bnhd"
@@ -91,7 +96,8 @@ def sequences_of(
     width = page_table.shape[1] if getattr(page_table, "ndim", 0) == 2 else 0
     lengths = kv_lengths_of(kv_lengths, kind, shape, batch, width * page, True)
     table = _table_of(page_table, kind, batch, pages, lengths, page)
-    return Sequences(shape, batch, n_q, _most(n_q, len(q)), _most(lengths, width * page), lengths, cu, table)
+    room = width * page
+    return Sequences(shape, batch, n_q, _most(n_q, len(q)), _most(lengths, room), room, lengths, cu, table)
 
 
 def _most(counts: Any, bound: int) -> int:

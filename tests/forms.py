@@ -1,0 +1,73 @@
+"""The other forms of a call: padded batches, packed sequences, keys in pages.
+
+A call in such a form is made from one on rectangles, in which lengths hide what the form leaves out. That one is what
+the definition computes, so that a mistake in reading the form cannot hide in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+TAIL = 3
+"""Tokens of packed arrays behind the last sequence."""
+
+
+class Packed(NamedTuple):
+    """Sequences that follow each other: rows of q and k of each, and where they begin."""
+
+    counts: dict[str, np.ndarray]
+    begins: dict[str, np.ndarray]
+    most: dict[str, int]
+
+    @classmethod
+    def of(cls, rng: np.random.Generator, batch: int, n_q: int, n_k: int) -> Packed:
+        most = {"q": n_q, "k": n_k}
+        counts = {name: lengths_of(rng, batch, n) for name, n in most.items()}
+        return cls(counts, {name: np.concatenate([[0], np.cumsum(x)]) for name, x in counts.items()}, most)
+
+    def flat(self, of: str, x: np.ndarray) -> np.ndarray:
+        """(B, H, N, ...) as (T, H, ...)."""
+        parts = [each[:, :n] for each, n in zip(x, self.counts[of])]
+        tail = np.full((x.shape[1], TAIL, *x.shape[3:]), np.nan if of == "k" else 0, x.dtype)
+        return np.concatenate([*parts, tail], axis=1).swapaxes(0, 1)
+
+    def square(self, of: str, x: np.ndarray, fill: Any = 0) -> np.ndarray:
+        """Back, with `fill` (a number, or one for each head) where the rectangle has more, as the tail has to have."""
+        begins, x = self.begins[of], x.swapaxes(0, 1)
+        found = np.empty((len(begins) - 1, x.shape[0], self.most[of], *x.shape[2:]), x.dtype)
+        found[...] = fill
+        for b, (begin, end) in enumerate(zip(begins[:-1], begins[1:])):
+            found[b, :, : end - begin] = x[:, begin:end]
+        np.testing.assert_array_equal(x[:, begins[-1] :], np.broadcast_to(fill, x[:, begins[-1] :].shape), "the tail")
+        return found
+
+
+def lengths_of(rng: np.random.Generator, batch: int, n: int) -> np.ndarray:
+    """One sequence as long as the rectangle, one empty where there are three, others between."""
+    lengths = rng.integers(n // 2, n + 1, batch)
+    lengths[0] = n
+    lengths[2:3] = 0
+    return lengths
+
+
+PAGE = 5
+"""Keys of a page."""
+
+
+def paged(rng: np.random.Generator, lengths: np.ndarray, n_k: int) -> tuple[dict[str, Any], Callable[..., np.ndarray]]:
+    """The table of pages, and the function that puts (B, H, N, D) keys into a pool (pages, page, H, D) full of NaN."""
+    batch, width = len(lengths), -(-n_k // PAGE) + 1
+    numbers = rng.permutation(batch * width + 2)[: batch * width].reshape(batch, width)
+    used = np.arange(width) * PAGE < lengths[:, None]
+
+    def pool(x: np.ndarray) -> np.ndarray:
+        found = np.full((batch * width + 2, PAGE, x.shape[1], x.shape[3]), np.nan, x.dtype)
+        for b, n in enumerate(lengths):
+            for j in range(n):
+                found[numbers[b, j // PAGE], j % PAGE] = x[b, :, j]
+        return found
+
+    return {"page_table": np.where(used, numbers, -1), "kv_lengths": lengths}, pool
