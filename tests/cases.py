@@ -596,8 +596,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 @dataclass
 class Results:
-    """What attention and its vjp gave, as NumPy arrays in plain form; dsinks is None without sinks, all gradients are where
-    the call has none."""
+    """What attention and its vjp gave, as NumPy arrays in plain form; dsinks is None without sinks, and all gradients
+    are where the call has none."""
 
     out: np.ndarray
     lse: np.ndarray

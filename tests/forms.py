@@ -6,6 +6,7 @@ the definition computes, so that a mistake in reading the form cannot hide in bo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Packed(NamedTuple):
         begins, x = self.begins[of], x.swapaxes(0, 1)
         found = np.empty((len(begins) - 1, x.shape[0], self.most[of], *x.shape[2:]), x.dtype)
         found[...] = fill
-        for b, (begin, end) in enumerate(zip(begins[:-1], begins[1:])):
+        for b, (begin, end) in enumerate(itertools.pairwise(begins)):
             found[b, :, : end - begin] = x[:, begin:end]
         np.testing.assert_array_equal(x[:, begins[-1] :], np.broadcast_to(fill, x[:, begins[-1] :].shape), "the tail")
         return found
