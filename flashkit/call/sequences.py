@@ -142,7 +142,7 @@ def _offsets(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
             f"{name} is {shown(value)}; {OFFSETS} here {tokens} of {of}, fits, and none is less than the one before"
         )
     found[-1:] = tokens
-    return found if on_device or kind == "numpy" else arrays.namespace(kind).asarray(found)
+    return found
 
 
 def _shape_of_paged(q: Any, k: Any, v: Any, layout: str, packed: bool) -> Shape:
@@ -187,9 +187,7 @@ def _table_of(value: Any, kind: str, batch: int, pages: int, lengths: Any, page:
     if given.ndim != 2 or given.shape[0] != batch:
         raise ValueError(f"page_table has shape {given.shape}; {what} fits, here ({batch}, ...)")
     table = (arrays.namespace(kind) if on_device else np).array(given, np.int64, order="C", copy=True)
-    if on_device:
-        return table
-    if isinstance(lengths, np.ndarray):
+    if not on_device and isinstance(lengths, np.ndarray):
         used = np.arange(table.shape[1]) * page < lengths[:, None]
         wrong = used & ((table < 0) | (table >= pages))
         if wrong.any():
@@ -198,7 +196,7 @@ def _table_of(value: Any, kind: str, batch: int, pages: int, lengths: Any, page:
                 f"page_table has {table[b, i]} at [{b}, {i}], where entry {b} of the batch, of {lengths[b]} keys, has "
                 f"some; 0 to {pages - 1} fits"
             )
-    return table if kind == "numpy" else arrays.namespace(kind).asarray(table)
+    return table
 
 
 def queries_within(lengths: Any) -> Mod:

@@ -41,12 +41,13 @@ class Arguments(KernelArguments):
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
         self.spec, self.alive, self.scale, self._blocks = spec, list[Any](), operands.scale, operands.blocks
-        self.batch, self.heads, self.n_q, _ = operands.q.shape
+        self.entries, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
+        self.batch = len(operands.q_offset) if spec.packed else self.entries
         words = [0] * size(spec)
         five = (operands.q, operands.k, operands.v, operands.out, operands.lse)
-        words[: WORDS_OF_TENSOR * len(five)] = chain.from_iterable(map(_tensor, five))
-        words[AT["batch"] : AT["num_splits"] + 1] = self.batch, self.heads, self.n_q, self.n_k, 1
+        words[: WORDS_OF_TENSOR * len(five)] = chain.from_iterable(map(self._tensor, five))
+        words[AT["batch"] : AT["num_splits"] + 1] = self.batch, self.heads, self.n_q, self.n_k, 1, 1
         words[AT["softmax_scale"]] = bits(operands.scale)
         offset = operands.q_offset
         # Equal offsets are one number, which needs no transfer; others are an array on the device.
@@ -58,6 +59,9 @@ class Arguments(KernelArguments):
         if spec.kv_lengths:
             operands.kv_lengths = _on_device(operands.kv_lengths, np.int64)
             words[AT["kv_lengths"]] = self.address(operands.kv_lengths)
+        if spec.packed:
+            operands.cu_seqlens = tuple(_on_device(offsets, np.int64) for offsets in operands.cu_seqlens or ())
+            words[AT["cu_seqlens_q"] : AT["cu_seqlens_k"] + 1] = map(self.address, operands.cu_seqlens)
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:
@@ -77,6 +81,14 @@ class Arguments(KernelArguments):
         if key not in self._known:
             self._known[key] = find(self)
         return self._known[key]
+
+    def q_tiles(self, block: int) -> int:
+        """Query tiles of a head: of each batch entry, or of all packed sequences (SeqTile in common/params.cuh)."""
+        return self.n_q // block + self.batch if self.spec.packed else -(-self.n_q // block)
+
+    def k_tiles(self, block: int) -> int:
+        """Key tiles of a head, likewise."""
+        return self.n_k // block + self.batch if self.spec.packed else -(-self.n_k // block)
 
     @property
     def density(self) -> float:
@@ -120,7 +132,7 @@ class Arguments(KernelArguments):
         """Set tensors by name: (batch, head, token, element), or (batch, head, token). None: absent."""
         for name, array in arrays.items():
             if array is not None:
-                self.words[AT[name] : AT[name] + 4] = list(_tensor(array))
+                self.words[AT[name] : AT[name] + 4] = list(self._tensor(array))
 
     def allocate_partials(self, splits: int) -> Any:
         """Set o_partial and lse_partial of split-KV. Returns their memory, to be kept until kernels are enqueued."""
@@ -131,6 +143,11 @@ class Arguments(KernelArguments):
         self.words[o_at : o_at + 4] = [address, rows * columns, self.n_q * columns, columns]
         self.words[lse_at : lse_at + 4] = [address + 4 * numbers * columns, rows, self.n_q, 1]
         return memory
+
+    def _tensor(self, array: Any) -> tuple[int, int, int, int]:
+        """Address and strides; the one batch entry of packed sequences is that of each of them."""
+        address, batch, head, token = _tensor(array)
+        return address, 0 if self.spec.packed else batch, head, token
 
     def address(self, array: Any) -> int:
         """The address of an array, which is kept alive."""

@@ -125,8 +125,8 @@ class CudaBackend:
         spec = problem.spec
         if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
-        if spec.packed or spec.paged:
-            return Verdict(False, f"{'packed sequences' if spec.packed else 'keys in pages'} have no kernels here yet")
+        if spec.paged:
+            return Verdict(False, "keys in pages have no kernels here yet")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
         able = [generation.supports(problem, device.current(), "forward") for generation in self.allowed()]
@@ -149,6 +149,8 @@ class CudaBackend:
         run = plan.on(_device_of(operands), "backward").run
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
+        if plan.problem.spec.packed:  # keys behind the last sequence
+            gradients.dk.fill(0), gradients.dv.fill(0)
         stream = launch.stream()
         run(arguments, stream)
         _keep(stream, plan, operands)
@@ -251,7 +253,8 @@ def _layout(array: Any) -> tuple[Any, ...]:
 def _keep(stream: int, plan: CudaPlan, operands: Operands) -> None:
     """Keep what a captured call uses again and the caller may not hold: kernels, results, and copies of operands."""
     op = operands
-    launch.keep(stream, plan, op.out, op.lse, op.q_offset, op.kv_lengths, op.sinks, *op.arrays.values())
+    positions = op.q_offset, op.kv_lengths, *(op.cu_seqlens or ())
+    launch.keep(stream, plan, op.out, op.lse, *positions, op.sinks, *op.arrays.values())
 
 
 def _device_of(operands: Operands) -> Device:

@@ -29,7 +29,8 @@ class BwdPreprocess:
         """Compute `bwd_lse` and `delta` (of Params). Each head gets room for a multiple of so many rows, in memory that
         lives as long as the arguments.
         """
-        rows = arguments.batch, arguments.heads, -(-arguments.n_q // multiple) * multiple
+        rows = arguments.entries, arguments.heads, arguments.q_tiles(multiple) * multiple
+        arguments.set(row_block=multiple)
         row_stats = scratch((2, *rows), arguments.spec.lse_dtype)
         arguments.alive.append(row_stats)
         arguments.tensors(bwd_lse=row_stats[0], delta=row_stats[1])

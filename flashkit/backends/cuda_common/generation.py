@@ -70,6 +70,11 @@ class Generation(Protocol):
         """A pass for the problem; row: the profile's row for this generation, or None."""
 
 
+def supports_packed(spec: AttentionSpec, name: str) -> Verdict:
+    """The refusal of packed sequences, of a generation that has no kernels for them."""
+    return Verdict(not spec.packed, f"{name} has no kernels for packed sequences" if spec.packed else "")
+
+
 def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
     """Whether kernels for 16-bit elements can take them: rows of whole 16-byte vectors, head dims up to `most`."""
     if spec.dtype not in ("float16", "bfloat16"):

@@ -160,9 +160,9 @@ class _Kernel:
         self.library = kernels(f"simt/{direction}", spec, self.tile.constants(part, spec), arch)
         self.kernel: Kernel = self.library.kernel(f"simt_{direction}", device, self.tile.shared_memory(part, spec))
 
-    def launch(self, arguments: Arguments, tokens: int, block: int, heads: int, stream: int) -> None:
-        """Launches a CTA for each tile of `tokens`, head and batch entry."""
-        blocks = -(-tokens // block) * heads * arguments.batch
+    def launch(self, arguments: Arguments, tiles: int, heads: int, stream: int) -> None:
+        """Launches a CTA for each tile, head and batch entry."""
+        blocks = tiles * heads * arguments.entries
         check_grid(blocks)
         if blocks:
             self.kernel.launch(blocks, self.tile.threads, arguments, stream)
@@ -177,7 +177,7 @@ class SimtForward:
         self.libraries = [self.forward.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        self.forward.launch(arguments, arguments.n_q, self.tile.block_q, arguments.heads, stream)
+        self.forward.launch(arguments, arguments.q_tiles(self.tile.block_q), arguments.heads, stream)
 
 
 class SimtBackward:
@@ -192,8 +192,8 @@ class SimtBackward:
 
     def run(self, arguments: Arguments, stream: int) -> None:
         self.preprocess.run(arguments, stream)
-        self.dkdv.launch(arguments, arguments.n_k, self.dkdv.tile.block_k, arguments.heads_kv, stream)
-        self.dq.launch(arguments, arguments.n_q, self.dq.tile.block_q, arguments.heads, stream)
+        self.dkdv.launch(arguments, arguments.k_tiles(self.dkdv.tile.block_k), arguments.heads_kv, stream)
+        self.dq.launch(arguments, arguments.q_tiles(self.dq.tile.block_q), arguments.heads, stream)
         self.preprocess.sink_gradients(arguments, stream)
 
 

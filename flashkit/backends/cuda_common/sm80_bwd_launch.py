@@ -39,15 +39,15 @@ class OrderedBackward:
     def run(self, arguments: Arguments, stream: int) -> None:
         tile = self.tile
         self.preprocess.run(arguments, stream, tile.block_q)
-        tiles_k, tiles_q = -(-arguments.n_k // tile.block_k), -(-arguments.n_q // tile.block_q)
-        heads = arguments.batch, arguments.heads
+        tiles_k, tiles_q = arguments.k_tiles(tile.block_k), arguments.q_tiles(tile.block_q)
+        heads = arguments.entries, arguments.heads
         dq_accum = scratch((*heads, tiles_q, tile.block_q * self._columns), "float32", zeros=True)
         # The tile counter, and for each query tile a bit for each key tile that has been added to its dQ.
         words = -(-tiles_k // 32)
         counters = scratch(4 + math.prod(heads) * tiles_q * words, "int32", zeros=True)
         arguments.tensors(dq_accum=dq_accum, dq_semaphore=counters[4:].reshape((*heads, tiles_q, words)))
         arguments.set(tile_counter=counters.data.ptr)
-        all_heads_kv = arguments.batch * arguments.heads_kv
+        all_heads_kv = arguments.entries * arguments.heads_kv
         blocks, tiles = tiles_k * all_heads_kv, tiles_q * math.prod(heads)
         check_grid(blocks, tiles)
         if blocks:

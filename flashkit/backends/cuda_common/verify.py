@@ -62,10 +62,13 @@ def sample_problem(spec: AttentionSpec) -> Operands:
     def random(heads: int, tokens: int, dim: int) -> np.ndarray:
         return rng.standard_normal((1, heads, tokens, dim)).astype(dtype)
 
-    keys = np.array([KEYS - 7 if spec.kv_lengths else KEYS])
+    keys, rows, cu_seqlens = np.array([KEYS - 7 if spec.kv_lengths else KEYS]), np.array([ROWS]), None
+    if spec.packed:
+        cu_seqlens = np.array([0, 60, ROWS - 7, ROWS]), np.array([0, 100, KEYS - 7, KEYS - 7])
+        rows, keys = map(np.diff, cu_seqlens)
     return Operands(
         random(spec.group, ROWS, spec.head_dim), random(1, KEYS, spec.head_dim), random(1, KEYS, spec.head_dim_v),
-        spec.head_dim**-0.5, keys - ROWS, keys,
+        spec.head_dim**-0.5, keys - rows, keys,
         {slot.name: 7 if slot.kind == "int" else 1.5 for slot in spec.slots if slot.ndim is None},
         {
             slot.name: np.broadcast_to(_element(slot), (_EXTENT,) * slot.ndim)
@@ -73,7 +76,7 @@ def sample_problem(spec: AttentionSpec) -> Operands:
             if slot.ndim is not None
         },
         np.linspace(-1, 1, spec.group).astype(spec.lse_dtype) if spec.sinks else None,
-        0.25 if spec.dropout else 0.0, 12345,
+        0.25 if spec.dropout else 0.0, 12345, cu_seqlens=cu_seqlens,
     )  # fmt: skip
 
 
@@ -109,6 +112,7 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
         operands = Operands(
             q, k, v, problem.scale, problem.q_offset, problem.kv_lengths, problem.params, arrays,
             None if problem.sinks is None else cupy.asarray(problem.sinks), problem.dropout_p, problem.seed, out, lse,
+            cu_seqlens=problem.cu_seqlens,
         )  # fmt: skip
         if direction == "forward":
             made.run(Arguments(spec, operands), stream.ptr)
@@ -116,7 +120,7 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
         else:
             operands.out[...], operands.lse[...] = cupy.asarray(problem.out.astype(q.dtype)), cupy.asarray(problem.lse)
             gradients = Gradients(
-                cupy.asarray(_dout(spec)), None, cupy.empty_like(q), cupy.empty_like(k), cupy.empty_like(v),
+                cupy.asarray(_dout(spec)), None, cupy.empty_like(q), cupy.zeros_like(k), cupy.zeros_like(v),
                 cupy.empty_like(operands.sinks) if spec.sinks else None,
             )  # fmt: skip
             arguments = Arguments(spec, operands)

@@ -147,12 +147,11 @@ class Sm80Forward:
 
     def __init__(self, problem: Problem, device: Device, tile: Sm80Tile | None = None, why: str = _WHY) -> None:
         spec = problem.spec
-        self.pack = spec.group if problem.n_q < 128 else 1
+        self.pack = spec.group if problem.n_q < 128 and not spec.packed else 1
         self.tile = tile or forward_tile(spec, problem.n_q * self.pack, device)
         self.slots = device.sms * self.tile.resident(spec, device)
-        self.split = 2 * self._blocks(problem.batch, problem.heads, problem.n_q) <= self.slots and (
-            problem.n_k >= 8 * self.tile.block_k
-        )
+        blocks = -(-problem.n_q * self.pack // self.tile.block_q) * (problem.heads // self.pack) * problem.batch
+        self.split = 2 * blocks <= self.slots and problem.n_k >= 8 * self.tile.block_k and not spec.packed
         self.why = why + ("; split along the keys" if self.split else "")
         constants = self.tile.constants(spec, device, self.pack, self.split)
         library = specialise.library("sm80/forward", spec, tuple(constants.items()), compiler.target(device.capability))
@@ -161,19 +160,19 @@ class Sm80Forward:
         self._combine = library.kernel("combine", device)
         self._early_launch, self._threads = device.supports_pdl, 32 * self.tile.warps
 
-    def _blocks(self, batch: int, heads: int, n_q: int) -> int:
-        return -(-n_q * self.pack // self.tile.block_q) * (heads // self.pack) * batch
-
     def shaped(self, arguments: Arguments) -> tuple[int, int]:
         """CTAs, and the number of splits or, without split-KV, of heads per L2 group."""
-        blocks = self._blocks(arguments.batch, arguments.heads, arguments.n_q)
+        tiles = arguments.q_tiles(self.tile.block_q)
+        if self.pack > 1:
+            tiles = -(-arguments.n_q * self.pack // self.tile.block_q)
+        blocks = tiles * (arguments.heads // self.pack) * arguments.entries
         rows = arguments.batch * arguments.heads * arguments.n_q
         check_grid(blocks, rows if self.split else 0)
         if self.split and blocks:
             max_splits = max(1, -(-arguments.n_k // self.tile.block_k) // 2)
             splits = max(1, min(self.tile.waves * self.slots // blocks, max_splits))
             return blocks * splits, splits
-        heads = arguments.batch * (arguments.heads // self.pack)
+        heads = arguments.entries * (arguments.heads // self.pack)
         return blocks, heads_per_l2_group(heads, _L2_BYTES // bytes_of_keys(arguments))
 
     def run(self, arguments: Arguments, stream: int) -> None:

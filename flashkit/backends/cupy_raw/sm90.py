@@ -18,7 +18,7 @@ from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import ROW_TENSORS, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.fallback import Fallback
-from ..cuda_common.generation import Generation, Pass, tile_of
+from ..cuda_common.generation import Generation, Pass, supports_packed, tile_of
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
 from ..cuda_common.sm90_launch import (
@@ -151,6 +151,8 @@ class Sm90(Generation):
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
+        if not (verdict := supports_packed(spec, self.name)):
+            return verdict
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
         if spec.dtype == "float64":

@@ -9,8 +9,10 @@ constexpr float PADDING_LSE = 1e30f;
 extern "C" __global__ void __launch_bounds__(128) bwd_preprocess(KERNEL_PARAMS) {
     const long long index = ((long long)blockIdx.x * 128 + threadIdx.x) / LANES, rows = p.bwd_lse.head;
     const int lane = threadIdx.x % LANES;
-    const bool exists = index < p.batch * p.heads * rows;
-    const long long row = index % rows, h = index / rows % p.heads, b = exists ? index / rows / p.heads : 0;
+    const bool exists = index < num_entries(p) * p.heads * rows;
+    const long long at = index % rows, h = index / rows % p.heads, entry = exists ? index / rows / p.heads : 0;
+    const SeqTile tile = q_tile(p, entry, IS_PACKED ? at / p.row_block : 0, (int)p.row_block);
+    const long long b = tile.b, row = IS_PACKED ? tile.tile * p.row_block + at % p.row_block : at;
     const long long n_q = seq_info(p, b).n_q;
     fk_float sum = 0;
     if (exists && row < n_q) {
@@ -34,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_preprocess(KERNEL_PARAMS) 
         const fk_float lse = row < n_q ? *q_row<const fk_float>(p, p.lse, b, h, row) : (fk_float)PADDING_LSE;
         const bool empty = lse == HIDDEN;
         if (p.dlse.data != nullptr && row < n_q) sum -= *q_row<const fk_float>(p, p.dlse, b, h, row);
-        *row_at<fk_float>(p.delta, b, h, row) = empty ? (fk_float)0 : sum;
-        *row_at<fk_float>(p.bwd_lse, b, h, row) = empty ? INFINITE : lse;
+        *row_at<fk_float>(p.delta, entry, h, at) = empty ? (fk_float)0 : sum;
+        *row_at<fk_float>(p.bwd_lse, entry, h, at) = empty ? INFINITE : lse;
     }
 }
 
@@ -43,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(128) bwd_preprocess(KERNEL_PARAMS) 
 // float64 reduction has a fixed order.
 extern "C" __global__ void __launch_bounds__(256) bwd_sinks(KERNEL_PARAMS) {
     __shared__ double part[256];
-    const long long h = blockIdx.x, rows = max_n_q(p);
+    const long long h = blockIdx.x, rows = IS_PACKED ? p.bwd_lse.head : max_n_q(p);
     double sum = 0;
     if constexpr (HAS_SINKS) {
         const fk_float sink = static_cast<const fk_float*>(p.sinks)[h];
-        for (long long index = threadIdx.x; index < p.batch * rows; index += 256) {
+        for (long long index = threadIdx.x; index < num_entries(p) * rows; index += 256) {
             const long long b = index / rows, row = index % rows;
             const fk_float p_sink = fk_exp(sink - *row_at<const fk_float>(p.bwd_lse, b, h, row));
             if (p_sink != 0) sum -= (double)(p_sink * *row_at<const fk_float>(p.delta, b, h, row));

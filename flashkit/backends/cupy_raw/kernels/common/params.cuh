@@ -21,6 +21,7 @@
 //     HAS_DROPOUT, HAS_SINKS
 //     MASK_READS_ARRAYS         whether classify() reads arrays over ranges: then one call must not cover many tiles,
 //                               and the position of a tile does not say how many tiles exist
+//     IS_PACKED                 whether sequences of any length follow each other in one axis of tokens
 //     VALUES                    64-bit entries of Params::values
 //     FAST_MATH                 whether functions in a score modification may be off by some ulps
 //
@@ -56,12 +57,59 @@ DEVICE SeqInfo seq_info(const Params& p, long long b) {
         const long long n = p.kv_lengths[b];
         return n < 0 ? 0 : n > p.n_k ? p.n_k : n;
     };
-    return {0, p.n_q, 0, length(), p.q_offsets == nullptr ? p.q_offset : p.q_offsets[b]};
+    const long long q_position = p.q_offsets == nullptr ? p.q_offset : p.q_offsets[b];
+    if constexpr (IS_PACKED) {
+        const long long rows = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+        return {p.cu_seqlens_q[b], rows < 0 ? 0 : rows, p.cu_seqlens_k[b], length(), q_position};
+    }
+    return {0, p.n_q, 0, length(), q_position};
 }
 
 // The longest sequences of the batch: grids, schedules and the rows of gradients are sized by these.
 DEVICE long long max_n_q(const Params& p) { return p.n_q; }
 DEVICE long long max_n_k(const Params& p) { return p.n_k; }
+
+// A tile of a sequence. Packed sequences begin at any token: the tiles of sequence b have numbers from start / block + b
+// on, where start is its first token. That leaves room for the tiles of all sequences before it, and needs no sum over
+// them; at most one number for each sequence stands for no tile (is past the sequence's end).
+struct SeqTile { long long b, tile; };
+DEVICE long long first_tile(const long long* cu_seqlens, long long b, long long block) {
+    return cu_seqlens[b] / block + b;
+}
+DEVICE SeqTile packed_tile(const long long* cu_seqlens, long long batch, long long number, long long block) {
+    long long low = 0, high = batch;
+    while (high - low > 1) {
+        const long long middle = (low + high) / 2;
+        (first_tile(cu_seqlens, middle, block) <= number ? low : high) = middle;
+    }
+    return {low, number - first_tile(cu_seqlens, low, block)};
+}
+// Batch entries, and tiles of a head of one of them, that grids and schedules count; and which tile a number stands for.
+DEVICE long long num_entries(const Params& p) { return IS_PACKED ? 1 : p.batch; }
+DEVICE long long num_q_tiles(const Params& p, int block) {
+    return IS_PACKED ? p.n_q / block + p.batch : (p.n_q + block - 1) / block;
+}
+DEVICE long long num_k_tiles(const Params& p, int block) {
+    return IS_PACKED ? p.n_k / block + p.batch : (p.n_k + block - 1) / block;
+}
+DEVICE SeqTile q_tile(const Params& p, long long entry, long long number, int block) {
+    if constexpr (IS_PACKED) return packed_tile(p.cu_seqlens_q, p.batch, number, block);
+    return {entry, number};
+}
+DEVICE SeqTile k_tile(const Params& p, long long entry, long long number, int block) {
+    if constexpr (IS_PACKED) return packed_tile(p.cu_seqlens_k, p.batch, number, block);
+    return {entry, number};
+}
+// The number of a query tile, where accumulators of query tiles are.
+DEVICE long long q_tile_number(const Params& p, long long b, long long tile, int block) {
+    return IS_PACKED ? first_tile(p.cu_seqlens_q, b, block) + tile : tile;
+}
+// The row of bwd_lse and delta for row n of a sequence.
+DEVICE long long stats_row(const Params& p, long long b, long long n) {
+    return IS_PACKED ? first_tile(p.cu_seqlens_q, b, p.row_block) * p.row_block + n : n;
+}
+// Keys of which the backward pass writes dK and dV. Those past kv_lengths get 0; packed, they are another sequence's.
+DEVICE long long stored_n_k(const Params& p, long long b) { return IS_PACKED ? seq_info(p, b).n_k : p.n_k; }
 
 // Row n of head h of batch entry b.
 template <typename T>

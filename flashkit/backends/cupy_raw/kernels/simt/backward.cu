@@ -39,8 +39,9 @@ DEVICE void softmax_backward(const Params& p, int state, fk_float (&s)[ROWS_PER_
 #pragma unroll
     for (int x = 0; x < QUERIES_PER_THREAD; ++x) {
         const long long row = row0 + (BACKWARD_KEYS ? tx + x * TX : ty + x * TY);
-        lse[x] = row < n_q ? *row_at<const fk_float>(p.bwd_lse, b, h, row) : INFINITE;
-        delta[x] = row < n_q ? *row_at<const fk_float>(p.delta, b, h, row) : (fk_float)0;
+        const long long stats = stats_row(p, b, row);
+        lse[x] = row < n_q ? *row_at<const fk_float>(p.bwd_lse, b, h, stats) : INFINITE;
+        delta[x] = row < n_q ? *row_at<const fk_float>(p.delta, b, h, stats) : (fk_float)0;
     }
 #pragma unroll
     for (int i = 0; i < ROWS_PER_THREAD; ++i)
@@ -59,9 +60,9 @@ DEVICE void softmax_backward(const Params& p, int state, fk_float (&s)[ROWS_PER_
 
 // dK and dV of one key tile.
 DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
-    const long long heads_kv = p.heads / GQA_GROUP;
-    const long long head_kv = blockIdx.x % heads_kv, b = blockIdx.x / heads_kv % p.batch;
-    const long long k0 = blockIdx.x / (heads_kv * p.batch) * BLOCK_K, n_k = seq_info(p, b).n_k;
+    const long long heads_kv = p.heads / GQA_GROUP, entries = num_entries(p), head_kv = blockIdx.x % heads_kv;
+    const SeqTile at = k_tile(p, blockIdx.x / heads_kv % entries, blockIdx.x / (heads_kv * entries), BLOCK_K);
+    const long long b = at.b, k0 = at.tile * BLOCK_K, n_k = seq_info(p, b).n_k;
     const long long k1 = k0 + BLOCK_K < n_k ? k0 + BLOCK_K : n_k;
     const KvSource kv{p, b, head_kv, n_k};
     const Rows k = kv.k(k0), v = kv.v(k0);
@@ -94,7 +95,7 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; ++i) one[i] = 1;
         // Keys past a sequence's length have accumulated nothing and get 0.
-        const long long start = seq_info(p, b).key_offset, n = max_n_k(p);
+        const long long start = seq_info(p, b).key_offset, n = stored_n_k(p, b);
         const bool finite = store_accumulator<ROWS, HEAD_DIM>(dk, one, p.dk, b, head_kv, start, k0, n) &
                             store_accumulator<ROWS, HEAD_DIM_V>(dv, one, p.dv, b, head_kv, start, k0, n);
         if (!__syncthreads_or(!finite)) break;
@@ -103,9 +104,11 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
 
 // dQ of one query tile.
 DEVICE void dq_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
-    const long long tiles = (max_n_q(p) + BLOCK_Q - 1) / BLOCK_Q;
-    const long long h = blockIdx.x % p.heads, b = blockIdx.x / p.heads % p.batch, head_kv = h / GQA_GROUP;
-    const long long row0 = (tiles - 1 - blockIdx.x / (p.heads * p.batch)) * BLOCK_Q, n_k = seq_info(p, b).n_k;
+    const long long entries = num_entries(p), h = blockIdx.x % p.heads, head_kv = h / GQA_GROUP;
+    const long long number = num_q_tiles(p, BLOCK_Q) - 1 - blockIdx.x / (p.heads * entries);
+    const SeqTile at = q_tile(p, blockIdx.x / p.heads % entries, number, BLOCK_Q);
+    const long long b = at.b, row0 = at.tile * BLOCK_Q, n_k = seq_info(p, b).n_k;
+    if (IS_PACKED && row0 >= seq_info(p, b).n_q) return;
     const long long row1 = row0 + BLOCK_Q < seq_info(p, b).n_q ? row0 + BLOCK_Q : seq_info(p, b).n_q;
     const KvSource kv{p, b, head_kv, n_k};
     const Rows q = q_rows(p, p.q, b, h, row0, seq_info(p, b).n_q);

@@ -80,9 +80,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) simt_forwar
     fk_float* stages = reinterpret_cast<fk_float*>(shared);
     fk_float* p_tile = stages + AT_P / (int)sizeof(fk_float);
 
-    const long long heads = p.heads, tiles = (max_n_q(p) + BLOCK_Q - 1) / BLOCK_Q;
-    const long long b = blockIdx.x / heads % p.batch, h = blockIdx.x % heads, head_kv = h / GQA_GROUP;
-    const long long row0 = (tiles - 1 - blockIdx.x / (heads * p.batch)) * BLOCK_Q, n_k = seq_info(p, b).n_k;
+    const long long heads = p.heads, entries = num_entries(p), h = blockIdx.x % heads, head_kv = h / GQA_GROUP;
+    const long long number = num_q_tiles(p, BLOCK_Q) - 1 - blockIdx.x / (heads * entries);
+    const SeqTile at = q_tile(p, blockIdx.x / heads % entries, number, BLOCK_Q);
+    const long long b = at.b, row0 = at.tile * BLOCK_Q, n_k = seq_info(p, b).n_k;
+    if (IS_PACKED && row0 >= seq_info(p, b).n_q) return;
     const long long row1 = row0 + BLOCK_Q < seq_info(p, b).n_q ? row0 + BLOCK_Q : seq_info(p, b).n_q;
     const KvSource kv{p, b, head_kv, n_k};
     const Rows q = q_rows(p, p.q, b, h, row0, seq_info(p, b).n_q);

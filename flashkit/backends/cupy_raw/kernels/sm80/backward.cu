@@ -57,8 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
     const int heads = scheduler.heads;
     const bool descending = scheduler.descending;
     const auto known = [](int x) { return UNIFORM_REGISTERS ? (int)uniform(x) : x; };
-    const int tile_k = known(coord.tile);
-    const int b = known(coord.bh / heads), head = known(coord.bh % heads), n_k = known((int)seq_info(p, b).n_k);
+    const SeqTile key_tile = k_tile(p, coord.bh / heads, coord.tile, BLOCK_K);
+    const int tile_k = known((int)key_tile.tile), b = known((int)key_tile.b);
+    const int head = known(coord.bh % heads), n_k = known((int)seq_info(p, b).n_k);
     const int add_after = descending ? 0 : tile_k + 1;  // tiles add_after ... add_end - 1 add to dQ before this one
     const int add_end = descending ? tile_k : (n_k + BLOCK_K - 1) / BLOCK_K;
     WorkTile at{b, head * GQA_GROUP, tile_k * BLOCK_K, 0, (int)seq_info(p, b).n_q, n_k, seq_info(p, b).q_position};
@@ -104,7 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                 const auto stage_of = [&](int i) { return base + AT_QDO + i % 2 * STAGE_BYTES; };
                 const auto load_rows = [&](int row0, unsigned stage, bool wanted) {  // bwd_lse, then delta
                     const bool first = threadIdx.x < BLOCK_Q / 4;
-                    const float* rows = row_at<const float>(first ? p.bwd_lse : p.delta, b, at.h, row0);
+                    const float* rows = row_at<const float>(first ? p.bwd_lse : p.delta, b, at.h,
+                                                           stats_row(p, b, row0));
                     cp_async(stage + AT_STAGE_ROWS + threadIdx.x * 16, rows + threadIdx.x % (BLOCK_Q / 4) * 4, 0, 1,
                                wanted && threadIdx.x < BLOCK_Q / 2);
                 };
@@ -204,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                         if (ORDERED) semaphore_wait(semaphore, bits, add_after, add_end);
                     };
                     float* dq_accum =
-                        row_at<float>(p.dq_accum, b, at.h, tile) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
+                        row_at<float>(p.dq_accum, b, at.h, q_tile_number(p, b, tile, BLOCK_Q)) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
                     const auto add_dq = [&](int k, int steps) {
 #pragma unroll
                         for (int j = 0; j < Q_TILES * Q_COLUMNS; ++j)

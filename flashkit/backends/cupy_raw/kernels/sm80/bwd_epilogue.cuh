@@ -17,7 +17,7 @@ DEVICE void epilogue(const Params& p, const Tensor& tensor, const WorkTile& at, 
         for (int n = 0; n < COLUMNS; ++n) x[i / 2][n][i % 2 * 2] = x[i / 2][n][i % 2 * 2 + 1] = 0;
     }
     const Rows<> target(tensor, at.b, head, seq_info(p, at.b).key_offset);
-    store_tile<DIM, STAGED>(x, factor, shared + warp * BYTES, 0, first, target, k0, (int)max_n_k(p));
+    store_tile<DIM, STAGED>(x, factor, shared + warp * BYTES, 0, first, target, k0, (int)stored_n_k(p, at.b));
     if constexpr (MAY_HIDE) {
         bool nonfinite = false;
 #pragma unroll

@@ -32,9 +32,11 @@ struct EightColumns {
 
 // Scales and rounds dq_accum to dq. A CTA takes a query tile.
 extern "C" __global__ void __launch_bounds__(256, 6) bwd_postprocess(KERNEL_PARAMS) {
-    const int tiles = (int)((max_n_q(p) + BLOCK_Q - 1) / BLOCK_Q);
-    const int tile = blockIdx.x % tiles, h = blockIdx.x / tiles % (int)p.heads, b = blockIdx.x / tiles / (int)p.heads;
-    const float* accum = row_at<const float>(p.dq_accum, b, h, tile);
+    const int tiles = (int)num_q_tiles(p, BLOCK_Q), number = blockIdx.x % tiles;
+    const int h = blockIdx.x / tiles % (int)p.heads, entry = blockIdx.x / tiles / (int)p.heads;
+    const SeqTile at = q_tile(p, entry, number, BLOCK_Q);
+    const int tile = (int)at.tile, b = (int)at.b;
+    const float* accum = row_at<const float>(p.dq_accum, entry, h, number);
     const float scale = (float)p.softmax_scale;
     constexpr int VECS = BLOCK_Q * padded(HEAD_DIM) / 16;
     bool nonfinite = false;

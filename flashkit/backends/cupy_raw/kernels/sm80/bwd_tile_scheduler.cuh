@@ -16,8 +16,8 @@ struct BackwardTileScheduler {
         }
         const unsigned index = ORDERED ? *broadcast : blockIdx.x;
         heads = (int)p.heads / GQA_GROUP;
-        tiles_k = (int)((max_n_k(p) + BLOCK_K - 1) / BLOCK_K);
-        const int all = heads * (int)p.batch, group = (int)p.heads_per_l2_group;
+        tiles_k = (int)num_k_tiles(p, BLOCK_K);
+        const int all = heads * (int)num_entries(p), group = (int)p.heads_per_l2_group;
         const TileCoord coord = tile_coord((int)index, tiles_k, all, group);
         descending = HAS_MASK && all > group && coord.bh >= (all - 1) / group * group;
         return {descending ? coord.tile : tiles_k - 1 - coord.tile, coord.bh};

@@ -3,7 +3,7 @@
 #pragma once
 
 DEVICE unsigned* semaphore_at(const Params& p, int b, int h, int tile) {
-    return row_at<unsigned>(p.dq_semaphore, b, h, tile);
+    return row_at<unsigned>(p.dq_semaphore, b, h, q_tile_number(p, b, tile, BLOCK_Q));
 }
 DEVICE void semaphore_skip(unsigned* word, int tile) {  // for a tile that gets no addition
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(word + tile / 32), "r"(1u << tile % 32) : "memory");

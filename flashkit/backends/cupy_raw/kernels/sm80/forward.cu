@@ -92,12 +92,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
     const unsigned q_shared = smem_address(shared), stages = q_shared + AT_KV;
     const unsigned q_of_warp = q_shared + WorkTile::row_of_warp() * pitch(HEAD_DIM);
 
-    const int heads = (int)p.heads / PACK_GQA, rows = (int)max_n_q(p) * PACK_GQA;
-    const int tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
+    const int heads = (int)p.heads / PACK_GQA, most_rows = (int)max_n_q(p) * PACK_GQA;
+    const int tiles = IS_PACKED ? (int)num_q_tiles(p, BLOCK_Q) : (most_rows + BLOCK_Q - 1) / BLOCK_Q;
     const unsigned splits = SPLIT_KV ? (unsigned)p.num_splits : 1, split = blockIdx.x % splits;
     const unsigned index = blockIdx.x / splits;
     const TileCoord coord = ForwardTileScheduler<SPLIT_KV>::initial(p, heads, tiles, (int)index);
-    const int b = coord.bh / heads, h = coord.bh % heads * PACK_GQA, row0 = coord.tile * BLOCK_Q;
+    const SeqTile tile = q_tile(p, coord.bh / heads, coord.tile, BLOCK_Q);
+    const int b = (int)tile.b, h = coord.bh % heads * PACK_GQA, row0 = (int)tile.tile * BLOCK_Q;
+    const int rows = IS_PACKED ? (int)seq_info(p, b).n_q : most_rows;
+    if (IS_PACKED && row0 >= rows) return;
     const WorkTile at{b, h, row0, rows, (int)seq_info(p, b).n_k, seq_info(p, b).q_position};
     const int from = row0 / PACK_GQA, to = ((row0 + BLOCK_Q < rows ? row0 + BLOCK_Q : rows) + PACK_GQA - 1) / PACK_GQA;
     const long long key_tiles = (at.n_k + BLOCK_K - 1) / BLOCK_K;

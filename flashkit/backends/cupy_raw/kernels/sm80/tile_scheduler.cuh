@@ -65,7 +65,7 @@ DEVICE bool fill(TileList& list, const Params& p, int b, int h, int from, int to
 template <bool SPLIT>
 struct ForwardTileScheduler {
     static __device__ __forceinline__ TileCoord initial(const Params& p, int heads, int tiles, int index) {
-        const int all = heads * (int)p.batch, together = SPLIT ? all : (int)p.heads_per_l2_group;
+        const int all = heads * (int)num_entries(p), together = SPLIT ? all : (int)p.heads_per_l2_group;
         const TileCoord coord = tile_coord(index, tiles_before_lpt_tail(tiles), all, together);
         return {tiles - 1 - coord.tile, coord.bh};
     }
