@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overlo
 
 from . import dispatch
 from .backends.base import Backend
-from .call import arrays, plan_cache
+from .call import arrays, pickled_plan, plan_cache
 from .call.arguments import prepare
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned
@@ -218,7 +218,8 @@ def plan(
     Returns
     -------
     Planned
-        `planned(q, k, v)` computes attention. Threads may call it at the same time.
+        `planned(q, k, v)` computes attention. Threads may call it at the same time. A pickle of it holds the request
+        and its arrays, and plans anew where it is loaded.
 
     Raises
     ------
@@ -463,5 +464,7 @@ def explain(
     problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 
+
+pickled_plan.register()
 
 __all__: list[str] = ["Planned", "Vjp", "attention", "attention_vjp", "explain", "plan"]
