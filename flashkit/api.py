@@ -319,6 +319,17 @@ def attention_vjp(
     return (result, shape.rows(operands.lse)) if return_lse else result, vjp
 
 
+def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = None, **options: Any) -> Vjp[Any]:
+    """The `Vjp` of a call whose results were kept, as automatic differentiation of other libraries keeps them.
+
+    out and lse are those of `attention` for the same arguments, dropout's seed among them.
+    """
+    problem, operands, shape = prepare(q, k, v, out=out, **options)
+    operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
+    chosen = None if 0 in operands.q.shape[:3] else dispatch.plan(problem, backend)
+    return Vjp(problem, operands, shape, chosen, options.get("sinks"))
+
+
 class Vjp(Generic[A]):
     """The vector-Jacobian product of one call of attention; see `attention_vjp`."""
 
