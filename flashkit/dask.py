@@ -51,10 +51,11 @@ def attention(
         Chunks are joined along the head dim, and those of k and v made to fit q's along batch axes and heads.
     bias, mask
         Dask arrays or arrays, which broadcast to (..., Hq, Nq, Nk).
-    scale, causal, q_offset, window, softcap, alibi_slopes, block_mask, score_mod, mask_mod, kv_lengths, sinks, layout, \
-deterministic, precision, backend
-        As for `flashkit.attention`. Positions are those in the whole arrays. Arrays among them are no Dask arrays: they
-        are small, and read when the graph is made.
+    scale, causal, q_offset, window, softcap, alibi_slopes, block_mask, score_mod, mask_mod
+        As for `flashkit.attention`. Positions are those in the whole arrays.
+    kv_lengths, sinks, layout, deterministic, precision, backend
+        As for `flashkit.attention`. Lengths, offsets, slopes and sinks are no Dask arrays: they are small, and read
+        when the graph is made.
     return_lse
         Return (out, lse).
     split_every
@@ -106,7 +107,7 @@ deterministic, precision, backend
     causal, hold_kv = flag("causal", causal), flag("hold_kv", hold_kv)
 
     window = None if window is None else window_of(window)
-    fixed = dict(
+    fixed: dict[str, Any] = dict(
         scale=scale, softcap=softcap, window=window, causal=causal, layout=layout, deterministic=deterministic,
         precision=precision,
     )  # fmt: skip
@@ -146,8 +147,8 @@ deterministic, precision, backend
                 visible = _visible(seen, inside, head, row, keys, offsets)
                 if kv_lengths is not None:
                     visible &= np.array([key.start < lengths[inside].max(initial=0) for key in keys], bool)
-                partial = []
-                for j in np.flatnonzero(visible) if visible.any() else range(1):
+                partial: list[Any] = []
+                for j in np.flatnonzero(visible).tolist() or [0]:
                     key = keys[j]
                     local = offsets[inside] + (row.start - key.start)
                     options = fixed | {
@@ -156,23 +157,22 @@ deterministic, precision, backend
                         "alibi_slopes": _of_heads(alibi_slopes, inside, head),
                         "sinks": None if partial else _of_heads(sinks, inside, head),  # they count once
                     }
-                    first = {"b": int(inside[0]) if inside.size else 0, "h": head.start, "row": row.start, "k": key.start}
+                    entry = int(inside[0]) if inside.size else 0
+                    first = {"b": entry, "h": head.start, "row": row.start, "k": key.start}
                     partial.append(
                         delayed(_partial, nout=2)(
-                            blocks_q[axes.index(place, h, i)], blocks_k[axes.index(place, h, j)],
-                            blocks_v[axes.index(place, h, j)],
+                            blocks_q[axes.chunk(place, h, i)], blocks_k[axes.chunk(place, h, j)],
+                            blocks_v[axes.chunk(place, h, j)],
                             *(x and x.block((*place, h, i, j)) for x in pairs), *own, first, options,
                         )
                     )  # fmt: skip
                 while len(partial) > 1:
-                    partial = [
-                        delayed(_merged, nout=2)(partial[at : at + split_every], layout)
-                        for at in range(0, len(partial), split_every)
-                    ]
+                    groups = [partial[at : at + split_every] for at in range(0, len(partial), split_every)]
+                    partial = [delayed(_merged, nout=2)(g, layout) if len(g) > 1 else g[0] for g in groups]
                 found[(*place, h, i)] = partial[0]
 
     out_chunks = (*q.chunks[:-1], (v.shape[-1],))
-    results = {axes.index(place[:-2], *place[-2:]): pair[0] for place, pair in found.items()}
+    results = {axes.chunk(place[:-2], *place[-2:]): pair[0] for place, pair in found.items()}
     out = _assembled(results, out_chunks, meta_from_array(q, q.ndim, q.dtype))
     if not return_lse:
         return out
@@ -205,8 +205,8 @@ def moved(mod: Mod, first: dict[str, int]) -> Mod:
     mod
         A modification of the whole.
     first
-        Batch entry "b", head "h", row "row" and key "k" of the whole that are the chunk's first ones. They become values
-        given at run time, so that chunks share their kernels.
+        Batch entry "b", head "h", row "row" and key "k" of the whole that are the chunk's first ones. They become
+        values given at run time, so that chunks share their kernels.
 
     Returns
     -------
@@ -247,7 +247,7 @@ class Axes(NamedTuple):
     def token(self) -> int:
         return self.ndim - (3 if self.layout == "bnhd" and self.ndim > 2 else 2)
 
-    def index(self, batch: tuple[int, ...], head: int, token: int) -> tuple[int, ...]:
+    def chunk(self, batch: tuple[int, ...], head: int, token: int) -> tuple[int, ...]:
         """The index of a chunk of q, k or v."""
         if self.head is None:
             return token, 0

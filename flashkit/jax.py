@@ -80,7 +80,9 @@ def attention(
         `jax.lax.stop_gradient` avoids.
     sinks
         (Hq,): may be traced, and differentiated by.
-    scale, causal, window, softcap, block_mask, score_mod, mask_mod, dropout_p, layout, deterministic, precision, backend
+    scale, causal, window, softcap, block_mask, score_mod, mask_mod, dropout_p, layout
+        As for `flashkit.attention`, static like the next ones.
+    deterministic, precision, backend
         As for `flashkit.attention`. They are static: a program is compiled for their values, and for each function and
         block mask by its identity, so make these once. dropout_p needs a seed. Arrays of modifications are constants
         of the program.
@@ -208,7 +210,7 @@ def dot_product_attention(
 def _check(static: Static, tensors: tuple[Any, Any, Any], given: Arrays) -> None:
     """Every check that needs no values of arrays, so that errors come where the call is written."""
     if static.dropout_p and static.seed is None and "seed" not in given:
-        raise ValueError("dropout_p without seed: both passes drop the same pairs; an integer, or an array of one, fits")
+        raise ValueError("dropout_p without seed: both passes drop the same pairs; an integer fits, traced or not")
     if "seed" in given and (given["seed"].shape != () or given["seed"].dtype.kind not in "iu"):
         raise TypeError(f"seed is {shown(given['seed'])}; an integer fits, such as jax.random.bits(key)")
 
@@ -217,8 +219,8 @@ def _check(static: Static, tensors: tuple[Any, Any, Any], given: Arrays) -> None
 
     options = static._asdict() | {name: stand_in(x) for name, x in given.items() if name != "seed"}
     del options["backend"]
-    own = [mods.trace(function, kind) for function, kind in ((static.score_mod, "score"), (static.mask_mod, "mask"))
-           if function is not None]  # type: ignore[arg-type]  # fmt: skip
+    own = [] if static.score_mod is None else [mods.trace(static.score_mod, "score")]
+    own += [] if static.mask_mod is None else [mods.trace(static.mask_mod, "mask")]
     if "kv_lengths" in given or "q_offset" in given:  # positions are unknown, and indices are checked by them
         options |= dict(score_mod=None, mask_mod=None)
     problem = prepare(*map(stand_in, tensors), described=True, **options)[0]
@@ -284,7 +286,7 @@ def _fwd(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Any) -> 
     values = {name: x.value for name, x in primals.items()}
     out, lse = _forward(static, True, values["q"], values["k"], values["v"], {name: values[name] for name in given})
     # Names without leaves: they are part of the structure of the residuals, known when the backward pass is traced.
-    wrt = {name: () for name in sorted(wanted)}
+    wrt: dict[str, tuple[()]] = dict.fromkeys(sorted(wanted), ())
     return (out, lse) if with_lse else (out,), (values, out, lse, wrt)
 
 
@@ -379,7 +381,7 @@ def _options(static: Static, arrays: Arrays) -> Arrays:
 
 def _run_forward(static: Static, arrays: Arrays) -> None:
     q, k, v, out, lse = (arrays.get(name) for name in ("q", "k", "v", "out", "lse"))
-    found = api.attention(q, k, v, out=out, return_lse=lse is not None, **_options(static, arrays))
+    found: Any = api.attention(q, k, v, out=out, return_lse=lse is not None, **_options(static, arrays))
     if lse is not None:
         lse[...] = found[1]
 

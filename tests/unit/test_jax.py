@@ -163,8 +163,9 @@ def test_vmap_is_a_loop(name: str, axes: tuple[int | None, ...]) -> None:
     found = jax.jit(jax.vmap(one, in_axes=(*axes, places)))(q, k, v, arrays)
     take = lambda x, axis, i: x if axis is None else np.take(x, i, axis)
     for i in range(3):
-        expected = one(*(take(x, a, i) for x, a in zip((q, k, v), axes)), {n: take(x, places[n], i) for n, x in arrays.items()})
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[i], b), found, expected)
+        own = {name: take(x, places[name], i) for name, x in arrays.items()}
+        expected = one(*(take(x, axis, i) for x, axis in zip((q, k, v), axes)), own)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], found), expected)
 
 
 def test_vmap_in_vmap() -> None:
@@ -239,11 +240,9 @@ def curve(attend: Callable[..., Any], steps: int = 20) -> list[float]:
     """Losses of two layers of four heads that learn to copy a sequence of tokens."""
     width, heads, tokens, vocabulary = 32, 4, 24, 11
     rng = np.random.default_rng(1)
-    shapes = {"embed": (vocabulary, width), "place": (tokens, width)} | {
-        f"{name}{i}": shape
-        for i in range(2)
-        for name, shape in (("qkv", (width, 3 * width)), ("out", (width, width)), ("up", (width, 64)), ("down", (64, width)))
-    }  # fmt: skip
+    layer = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 64), "down": (64, width)}
+    shapes = {f"{name}{i}": shape for i in range(2) for name, shape in layer.items()}
+    shapes |= {"embed": (vocabulary, width), "place": (tokens, width)}
     params = {name: rng.standard_normal(shape).astype(np.float32) * 0.15 for name, shape in shapes.items()}
     half = rng.integers(vocabulary, size=(8, tokens // 2))
     data = np.concatenate([half, half], axis=1)
