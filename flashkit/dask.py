@@ -38,8 +38,8 @@ def attention(
     q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
     bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
-    kv_lengths: Any = None, sinks: Any = None, layout: str = "bhnd", return_lse: bool = False,
-    deterministic: bool = False, precision: str | None = None, backend: str | None = None, split_every: int = 8,
+    kv_lengths: Any = None, q_lengths: Any = None, sinks: Any = None, layout: Any = "bhnd", return_lse: bool = False,
+    deterministic: bool = False, precision: Any = None, backend: str | None = None, split_every: int = 8,
     hold_kv: bool = True,
 ) -> Any:  # fmt: skip
     """`flashkit.attention` on Dask arrays. Nothing is computed until the result is.
@@ -53,7 +53,7 @@ def attention(
         Dask arrays or arrays, which broadcast to (..., Hq, Nq, Nk).
     scale, causal, q_offset, window, softcap, alibi_slopes, block_mask, score_mod, mask_mod
         As for `flashkit.attention`. Positions are those in the whole arrays.
-    kv_lengths, sinks, layout, deterministic, precision, backend
+    kv_lengths, q_lengths, sinks, layout, deterministic, precision, backend
         As for `flashkit.attention`. Lengths, offsets, slopes and sinks are no Dask arrays: they are small, and read
         when the graph is made.
     return_lse
@@ -98,7 +98,9 @@ def attention(
     """
     q, k, v = (_as_dask(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     bias, mask = (None if x is None else _as_dask(name, x) for name, x in (("bias", bias), ("mask", mask)))
-    small = dict(alibi_slopes=alibi_slopes, kv_lengths=kv_lengths, sinks=sinks, q_offset=q_offset)
+    small = dict(
+        alibi_slopes=alibi_slopes, kv_lengths=kv_lengths, q_lengths=q_lengths, sinks=sinks, q_offset=q_offset
+    )  # fmt: skip
     for name, x in small.items():
         if isinstance(x, da.Array):
             raise TypeError(f"{name} is a Dask array; numbers that are there fit: {name}={name}.compute()")
@@ -115,6 +117,7 @@ def attention(
     functions = dict(block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod)
     problem, operands, shape = prepare(**tensors, **fixed, **small, **functions, described=True)
     lengths, offsets = operands.kv_lengths, operands.q_offset
+    queries = None if q_lengths is None else np.broadcast_to(np.asarray(q_lengths).reshape(-1), (problem.batch,))
     for name, x in (("kv_lengths", lengths), ("q_offset", offsets)):
         if not isinstance(x, np.ndarray):
             raise TypeError(f"{name} lies on a device; integers of NumPy fit")
@@ -154,6 +157,7 @@ def attention(
                     options = fixed | {
                         "q_offset": int(local[0]) if local.size and (local == local[0]).all() else local,
                         "kv_lengths": None if kv_lengths is None else np.clip(lengths[inside] - key.start, 0, len(key)),
+                        "q_lengths": None if queries is None else np.clip(queries[inside] - row.start, 0, len(row)),
                         "alibi_slopes": _of_heads(alibi_slopes, inside, head),
                         "sinks": None if partial else _of_heads(sinks, inside, head),  # they count once
                     }

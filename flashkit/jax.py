@@ -61,8 +61,9 @@ def attention(
     q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
     bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
-    kv_lengths: Any = None, dropout_p: float = 0.0, seed: Any = None, sinks: Any = None, layout: str = "bhnd",
-    return_lse: bool = False, deterministic: bool = False, precision: str | None = None, backend: str | None = None,
+    kv_lengths: Any = None, q_lengths: Any = None, dropout_p: float = 0.0, seed: Any = None, sinks: Any = None,
+    layout: Any = "bhnd", return_lse: bool = False, deterministic: bool = False, precision: Any = None,
+    backend: str | None = None,
 ) -> Any:  # fmt: skip
     """`flashkit.attention` on JAX arrays, differentiable by q, k, v and sinks, under jit, grad and vmap.
 
@@ -71,10 +72,10 @@ def attention(
     q, k, v
         JAX arrays, traced or not, of one dtype: float64 (with jax_enable_x64), float32, float16 or bfloat16. Shapes as
         for `flashkit.attention`.
-    q_offset, kv_lengths, seed
-        Integers, or arrays of integers that may be traced. `kv_lengths` needs `q_offset` where masks or scores depend
-        on positions and there are several queries: 0 fits batches padded on the right. On a GPU a traced seed is
-        copied to the host by each call, which waits for the stream.
+    q_offset, kv_lengths, q_lengths, seed
+        Integers, or arrays of integers that may be traced. `kv_lengths` needs `q_offset` or `q_lengths` where masks or
+        scores depend on positions and there are several queries. On a GPU a traced seed is copied to the host by each
+        call, which waits for the stream.
     alibi_slopes, bias, mask
         Arrays that may be traced. Gradients by them are not available: asking for one is an error, which
         `jax.lax.stop_gradient` avoids.
@@ -124,7 +125,7 @@ def attention(
         name: jnp.asarray(x)
         for name, x in (
             ("alibi_slopes", alibi_slopes), ("bias", bias), ("mask", mask), ("kv_lengths", kv_lengths),
-            ("sinks", sinks), ("q_offset", q_offset), ("seed", seed),
+            ("q_lengths", q_lengths), ("sinks", sinks), ("q_offset", q_offset), ("seed", seed),
         )
         if x is not None and not (name in ("q_offset", "seed") and isinstance(x, (int, np.integer)))
     }  # fmt: skip
@@ -191,16 +192,14 @@ def dot_product_attention(
     """
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
-    out, lse = attention(
+    found = attention(
         query, key, value, bias=bias, mask=mask, scale=scale, causal=is_causal, q_offset=0,
-        kv_lengths=key_value_seq_lengths, window=local_window_size, layout="bnhd", backend=implementation,
-        return_lse=True,
+        kv_lengths=key_value_seq_lengths, q_lengths=query_seq_lengths, window=local_window_size, layout="bnhd",
+        backend=implementation, return_lse=return_residual,
     )  # fmt: skip
-    if query_seq_lengths is not None:
-        inside = jnp.arange(out.shape[-3]) < jnp.asarray(query_seq_lengths)[..., None]
-        out = jnp.where(inside[..., None, None].reshape((*out.shape[:-2], 1, 1)), out, 0)
     if not return_residual:
-        return out
+        return found
+    out, lse = found
     return out, jax.lax.stop_gradient(lse.swapaxes(-1, -2).astype(out.dtype))
 
 
@@ -221,10 +220,10 @@ def _check(static: Static, tensors: tuple[Any, Any, Any], given: Arrays) -> None
     del options["backend"]
     own = [] if static.score_mod is None else [mods.trace(static.score_mod, "score")]
     own += [] if static.mask_mod is None else [mods.trace(static.mask_mod, "mask")]
-    if "kv_lengths" in given or "q_offset" in given:  # positions are unknown, and indices are checked by them
+    if {"kv_lengths", "q_lengths", "q_offset"} & given.keys():  # positions are unknown, and indices are checked by them
         options |= dict(score_mod=None, mask_mod=None)
     problem = prepare(*map(stand_in, tensors), described=True, **options)[0]
-    if "kv_lengths" in given and static.q_offset is None and "q_offset" not in given:
+    if "kv_lengths" in given and static.q_offset is None and not {"q_lengths", "q_offset"} & given.keys():
         graphs = problem.spec.score, problem.spec.mask, *(mod.expr for mod in own)
         check_default_offset(None, problem.n_q, graphs)
 
@@ -240,7 +239,7 @@ def _form(name: str, x: Any, shape: tuple[int, ...], layout: str) -> Any:
     """An argument of any accepted shape in the one that callbacks get; vmap adds axes before these."""
     batch = shape[:-3]
     entries = math.prod(batch)
-    if name in ("q_offset", "kv_lengths"):
+    if name in ("q_offset", "kv_lengths", "q_lengths"):
         return jnp.broadcast_to(x.reshape(-1) if x.ndim else x, (entries,))
     if name in ("bias", "mask"):
         if x.ndim > 3 and len(batch) > 1:
@@ -372,7 +371,7 @@ def _each(static: Static, axes: dict[str, int], arrays: Arrays, run: Callable[[A
 
 
 def _options(static: Static, arrays: Arrays) -> Arrays:
-    named = ("alibi_slopes", "bias", "mask", "kv_lengths", "sinks", "q_offset")
+    named = ("alibi_slopes", "bias", "mask", "kv_lengths", "q_lengths", "sinks", "q_offset")
     options = static._asdict() | {name: arrays[name] for name in named if name in arrays}
     if "seed" in arrays:
         options["seed"] = int(arrays["seed"]) % 2**64

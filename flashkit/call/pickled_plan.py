@@ -18,9 +18,11 @@ from .planned import Planned
 
 OPTIONS = (
     "scale", "q_offset", "kv_lengths", "score_mod", "mask_mod", "block_mask", "dropout_p", "seed", "sinks", "layout",
-    "deterministic", "precision",
+    "deterministic", "precision", "cu_seqlens", "page_table",
 )  # fmt: skip
-"""Arguments of `prepare` that say everything: causal masks, windows, biases and the like are in the joined mods."""
+"""Arguments of `prepare` that say everything: causal masks, windows, biases and the like are in the joined mods, and so
+are lengths of queries.
+"""
 
 
 def _reduce(planned: Planned) -> Any:
@@ -36,11 +38,15 @@ def _reduce(planned: Planned) -> Any:
         return Mod(kind, graph, params, values)
 
     tensors = [(planned.problem.array_kind, *rest) for _, *rest in planned._layouts]
+    own = slice(-1 if spec.packed else None)  # without the sequence that a packed call adds
+    offsets_q, offsets_k = (None if x is None else x[own] for x in operands.cu_seqlens or (None, None))
+    has_lengths = spec.kv_lengths and (spec.paged or not spec.packed)
     options = (
-        operands.scale, operands.q_offset, operands.kv_lengths if spec.kv_lengths else None, mod("score", spec.score),
+        operands.scale, operands.q_offset[own], operands.kv_lengths[own] if has_lengths else None,
+        mod("score", spec.score),
         mod("mask", spec.mask) if operands.blocks is None else None, operands.blocks, operands.dropout_p,
         operands.seed if spec.dropout else None, operands.sinks, planned._shape.layout, spec.deterministic,
-        spec.precision,
+        spec.precision, offsets_q if offsets_k is None else (offsets_q, offsets_k), operands.page_table,
     )  # fmt: skip
     return _planned, (tensors, options, planned._asked, planned._return_lse)
 

@@ -54,6 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offset": {"causal": True, "q_offset": [-5, 60]},
     "window": {"window": (9, 3), "softcap": 2.0},
     "lengths": {"kv_lengths": [17, 60], "q_offset": [0, 10], "causal": True},
+    "queries": {"kv_lengths": [17, 60], "q_lengths": [9, 30], "causal": True},
     "no keys": {"kv_lengths": [0, 70]},
     "slopes": {"alibi_slopes": RNG.random(4), "causal": True},
     "slopes of entries": {"alibi_slopes": RNG.random((2, 4))},

@@ -119,6 +119,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "scores": {"softcap": 3.0, "alibi_slopes": np.array([0.5, 0.25, 0.1, 0.05], np.float32), "window": (9, 2)},
     "arrays": {"bias": RNG.standard_normal((4, 40, 40)).astype("float16"), "mask": RNG.random((40, 40)) < 0.8},
     "lengths": {"kv_lengths": [17, 33], "q_offset": [3, 5], "causal": True},
+    "queries": {"kv_lengths": [17, 33], "q_lengths": [9, 40], "causal": True},
     "sinks": {"sinks": np.ones(4, np.float32), "deterministic": True},
     "dropout": {"dropout_p": 0.3, "seed": 7},
     "functions": {"score_mod": lambda s, b, h, q, k: s - 0.01 * abs(q - k), "mask_mod": MODS["document"]},
@@ -136,6 +137,29 @@ def test_plans(name: str, how: str) -> None:
     same(again(q, k, v), planned(q, k, v))
     assert again.backend == planned.backend and again.problem.describe() == planned.problem.describe()
     assert pickle.dumps(again) == pickle.dumps(COPIES[how](again))  # nothing is lost on the way
+
+
+PACKED = {"cu_seqlens": [0, 10, 10, 37], "causal": True, "score_mod": lambda s, b, h, q, k: s * (b + 1.0)}
+PAGED = {"page_table": np.array([[3, 0, -1], [1, 2, 4]]), "kv_lengths": [9, 24], "causal": True}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ([(40, 4, 16), (40, 2, 16), (40, 2, 16)], PACKED),
+        ([(40, 4, 16), (60, 2, 16), (60, 2, 8)], PACKED | {"cu_seqlens": ([0, 10, 10, 37], [0, 5, 50, 60])}),
+        ([(2, 4, 5, 16), (5, 8, 2, 16), (5, 8, 2, 16)], PAGED),
+        ([(2, 5, 4, 16), (5, 8, 2, 16), (5, 8, 2, 16)], PAGED | {"layout": "bnhd", "return_lse": True}),
+        ([(6, 4, 16), (5, 8, 2, 16), (5, 8, 2, 16)], PAGED | {"cu_seqlens": [0, 1, 5]}),
+    ],
+    ids=["packed", "pair", "paged", "bnhd", "packed and paged"],
+)
+def test_plans_of_sequences(shapes: Any, options: dict[str, Any]) -> None:
+    q, k, v = (RNG.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    planned = flashkit.plan(q, k, v, **options)
+    again = pickle.loads(pickle.dumps(planned))
+    same(again(q, k, v), planned(q, k, v))
+    assert again.problem.describe() == planned.problem.describe()
 
 
 def test_plans_keep_the_layout_that_they_are_for() -> None:
@@ -165,11 +189,11 @@ def test_pickles_of_plans_know_every_part_of_a_call() -> None:
     """What is new in a spec or in operands belongs into flashkit/call/pickled_plan.py, too."""
     assert {field.name for field in fields(AttentionSpec)} == {
         "dtype", "head_dim", "head_dim_v", "group", "score", "mask", "slots", "dropout", "sinks", "kv_lengths",
-        "deterministic", "precision",
+        "deterministic", "precision", "packed", "paged",
     }  # fmt: skip
     assert {field.name for field in fields(Operands)} == {
         "q", "k", "v", "scale", "q_offset", "kv_lengths", "params", "arrays", "sinks", "dropout_p", "seed", "out",
-        "lse", "blocks",
+        "lse", "blocks", "cu_seqlens", "page_table",
     }  # fmt: skip
 
 
