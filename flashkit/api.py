@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overlo
 
 from . import dispatch
 from .backends.base import Backend
-from .call import arrays, plan_cache
+from .call import arrays, pickled_plan, plan_cache
 from .call.arguments import prepare
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned
@@ -218,7 +218,8 @@ def plan(
     Returns
     -------
     Planned
-        `planned(q, k, v)` computes attention. Threads may call it at the same time.
+        `planned(q, k, v)` computes attention. Threads may call it at the same time. A pickle of it holds the request
+        and its arrays, and plans anew where it is loaded.
 
     Raises
     ------
@@ -316,6 +317,17 @@ def attention_vjp(
     result = _deliver(operands, shape, out)
     vjp: Vjp[Any] = Vjp(problem, operands, shape, chosen, options.get("sinks"))
     return (result, shape.rows(operands.lse)) if return_lse else result, vjp
+
+
+def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = None, **options: Any) -> Vjp[Any]:
+    """The `Vjp` of a call whose results were kept, as automatic differentiation of other libraries keeps them.
+
+    out and lse are those of `attention` for the same arguments, dropout's seed among them.
+    """
+    problem, operands, shape = prepare(q, k, v, out=out, **options)
+    operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
+    chosen = None if 0 in operands.q.shape[:3] else dispatch.plan(problem, backend)
+    return Vjp(problem, operands, shape, chosen, options.get("sinks"))
 
 
 class Vjp(Generic[A]):
@@ -463,5 +475,7 @@ def explain(
     problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 
+
+pickled_plan.register()
 
 __all__: list[str] = ["Planned", "Vjp", "attention", "attention_vjp", "explain", "plan"]

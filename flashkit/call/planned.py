@@ -48,7 +48,10 @@ class Planned:
         chosen, plan = dispatch.plan(problem, backend)
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
         self._return_lse, self._shape = return_lse, shape
-        self._values = tuple(array for name, array in operands.arrays.items() if name not in anew)
+        self._asked = backend
+        fixed = {name: array for name, array in operands.arrays.items() if name not in anew}
+        self._values = tuple(fixed.values())
+        self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)  # for pickles
         self._layouts = tuple(map(arrays.layout, given))
         fours = operands.q, operands.k, operands.v
         binds = hasattr(chosen, "bind") and (not anew or getattr(chosen, "takes_arrays", False))

@@ -88,6 +88,10 @@ class BlockMask(Patterns):
         if expr.uses(mod.expr, expr.Q):
             raise ValueError("the mod depends on the position q; BlockMask.from_mod says where the queries are")
 
+    def __reduce__(self) -> Any:
+        """What it was made of: tile lists are found again, and the checks of the constructor run."""
+        return BlockMask, (self.mod, self.n_q, self.n_k, self.block_q, self.block_k, self.batch, self.heads)
+
     # --- constructors -------------------------------------------------------------------------------------------------
 
     @classmethod

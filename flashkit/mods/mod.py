@@ -26,6 +26,7 @@ from .tracing import (
     SYMBOLS,
     ModKind,
     as_array,
+    check_traced,
     graph_name,
     high_name,
     is_marked_pure,
@@ -136,6 +137,9 @@ class Mod:
                 arrays[name] = _own(f"{name} of a {self.kind} mod", arrays.get(name), ndim, kind, copied)
         return Mod(self.kind, self.expr, params, arrays)
 
+    def __reduce__(self) -> Any:
+        return _restored, (self.kind, self.expr, dict(self.params), dict(self.arrays))
+
     @property
     def key(self) -> str:
         """Canonical text of the graph, without the values."""
@@ -178,6 +182,24 @@ class Mod:
 
     def __repr__(self) -> str:
         return f"<{self.kind} mod {self.key}>"
+
+
+def _restored(kind: Any, graph: Any, params: Any, arrays: Any) -> Mod:
+    """The modification whose pickled form this is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is none that tracing gives: kernels read its values by what tracing guarantees.
+    """
+    if type(kind) is not str or kind not in SYMBOLS or type(graph) is not Expr:
+        raise ValueError(f"no pickled modification: kind {shown(kind)} with a {type(graph).__name__} as its graph")
+    check_traced(graph, kind)  # type: ignore[arg-type]
+    mod = Mod(kind, graph, params, arrays).snapshot()  # type: ignore[arg-type]
+    for name, value in mod.params.items():
+        if isinstance(value, int) and abs(value) > expr.MAX_PARAM:
+            raise ValueError(f"{name} of a pickled {kind} mod is {shown(value)}; an integer within 2^60 fits")
+    return mod
 
 
 def mask(function: Callable[..., Any], **values: Any) -> Mod:

@@ -125,6 +125,30 @@ def trace_graph(
     return graph
 
 
+def check_traced(graph: Expr, kind: ModKind) -> None:
+    """Check that a graph is one that `trace_graph` could have made.
+
+    Raises
+    ------
+    ValueError
+        It gives another kind, has symbols or integers that no modification has, or uses one name in two ways.
+    """
+    if graph.kind != {"mask": "bool", "score": "float"}[kind]:
+        raise ValueError(f"the graph of a {kind} mod gives {graph.kind}")
+    named: dict[str, tuple[Any, ...]] = {}
+    for node in expr.walk([graph]):
+        if node.op == "symbol" and not any(node is known for known in (*SYMBOLS[kind], expr.ROW)):
+            raise ValueError(f"the graph of a {kind} mod has the symbol {node.value}")
+        if node.op in ("load_min", "load_max"):
+            raise ValueError(f"the graph of a {kind} mod has {node.op}, which is for bounds of tiles")
+        if node.op == "const" and node.kind == "int" and not expr.INT64[0] <= node.value <= expr.INT64[1]:
+            raise ValueError(f"the graph of a {kind} mod has the integer {shown(node.value)}; -2^63 to 2^63 - 1 fits")
+        if node.op in ("param", "load"):
+            use = node.op, len(node.args), node.kind
+            if named.setdefault(node.value, use) != use:
+                raise ValueError(f"the graph of a {kind} mod uses {node.value} in two ways")
+
+
 trace_pure = lru_cache(maxsize=None)(trace_graph)
 
 

@@ -47,17 +47,38 @@ def is_name(text: Any) -> bool:
     )  # fmt: skip
 
 
+_NUMBERS = ("int", "int", "int"), ("float", "float", "float")
+_FUNCTION = (("float", "float"),)
+KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    **dict.fromkeys(("add", "sub", "mul", "floordiv", "mod", "min", "max"), _NUMBERS),
+    **dict.fromkeys(("neg", "abs"), (("int", "int"), ("float", "float"))),
+    **dict.fromkeys(("lt", "le", "eq"), (("int", "int", "bool"), ("float", "float", "bool"))),
+    **dict.fromkeys(("and", "or", "xor"), (("bool", "bool", "bool"), ("int", "int", "int"))),
+    **dict.fromkeys(("exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor"), _FUNCTION),
+    "not": (("bool", "bool"),), "float": (("int", "float"),), "div": (("float", "float", "float"),),
+    "where": tuple(("bool", kind, kind, kind) for kind in _TYPES),
+}  # fmt: skip
+"""For each operation the kinds of its operands and, last, of its result: one tuple for each way to use it."""
+
+
 def _check(op: Any, args: Any, value: Any, kind: Any) -> None:
-    """Refuse a node that would bring other text than names, numbers and operations into generated code."""
-    if op in ("param", *LOADS):
-        fits = is_name(value)
+    """Refuse a node that would bring other text than names, numbers and operations into generated code, or an operation
+    on operands that it is not for.
+    """
+    kinds = tuple(arg.kind if type(arg) is Expr else None for arg in args) if type(args) is tuple else (None,)
+    if type(op) is not str or kind not in _TYPES:
+        fits = False
+    elif op in LOADS:
+        fits = is_name(value) and bool(args) and set(kinds) == {"int"}
+    elif op == "param":
+        fits = is_name(value) and not args
     elif op == "symbol":
-        fits = type(value) is str and _SYMBOL.fullmatch(value) is not None
+        fits = type(value) is str and _SYMBOL.fullmatch(value) is not None and not args
     elif op == "const":
-        fits = type(value) is _TYPES.get(kind)
+        fits = type(value) is _TYPES[kind] and not args
     else:
-        fits = type(op) is str and op.isidentifier() and op.isascii() and value is None
-    if not fits or kind not in _TYPES or not all(type(arg) is Expr for arg in args):
+        fits = value is None and (*kinds, kind) in KINDS.get(op, ())
+    if not fits:
         raise ValueError(f"no node of an expression: {op!r} with value {value!r:.80} of kind {kind!r}")
 
 
@@ -89,6 +110,13 @@ class Expr:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("an expression is immutable")
+
+    def __reduce__(self) -> Any:
+        """As a list of nodes, which name their operands by their places in it: a pickled graph may be deep."""
+        nodes = walk([self])
+        place = {id(node): i for i, node in enumerate(nodes)}
+        rows = tuple((node.op, tuple(place[id(a)] for a in node.args), node.value, node.kind) for node in nodes)
+        return from_rows, (rows,)
 
     def __repr__(self) -> str:
         return key(self)
@@ -386,6 +414,27 @@ def walk(roots: Iterable[Expr]) -> list[Expr]:
             node = stack.pop()
             order.setdefault(id(node), node)
     return list(order.values())
+
+
+def from_rows(rows: Any) -> Expr:
+    """The graph whose pickled form this is; its nodes are interned again.
+
+    Raises
+    ------
+    ValueError
+        A row is no node of an expression, or names an operand that does not come before it.
+    """
+    nodes: list[Expr] = []
+    for row in rows:
+        if type(row) is not tuple or len(row) != 4 or type(row[1]) is not tuple:
+            raise ValueError(f"no node of a pickled expression: {shown(row)}")
+        op, places, value, kind = row
+        if not all(type(place) is int and 0 <= place < len(nodes) for place in places):
+            raise ValueError(f"a node of a pickled expression names operands that do not come before it: {shown(row)}")
+        nodes.append(Expr(op, tuple(nodes[place] for place in places), value, kind))
+    if not nodes:
+        raise ValueError("a pickled expression without nodes")
+    return nodes[-1]
 
 
 def key(expr: Expr) -> str:

@@ -1,0 +1,376 @@
+"""Attention on Dask arrays, chunk by chunk, so that q, k, v and the result may be larger than memory.
+
+    from flashkit.dask import attention
+
+Chunks of the batch, the heads and the queries are independent. Chunks of the keys give partial results, which
+`flashkit.merge` reduces in a tree. The graph is lazy and runs on any scheduler of Dask. Importing this module imports
+Dask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import dask.array as da
+import numpy as np
+from dask import delayed
+from dask.array.utils import meta_from_array
+from dask.graph_manipulation import clone
+
+from . import api, mods
+from .call import arrays
+from .call.arguments import prepare
+from .call.checks import flag, window_of
+from .call.merge import merge
+from .errors import shown
+from .mods import Mod, codegen, expr
+from .mods.ranges import RangeTable
+
+__all__ = ["attention"]
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
+    bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
+    kv_lengths: Any = None, q_lengths: Any = None, sinks: Any = None, layout: Any = "bhnd", return_lse: bool = False,
+    deterministic: bool = False, precision: Any = None, backend: str | None = None, split_every: int = 8,
+    hold_kv: bool = True,
+) -> Any:  # fmt: skip
+    """`flashkit.attention` on Dask arrays. Nothing is computed until the result is.
+
+    Parameters
+    ----------
+    q, k, v
+        Dask arrays of NumPy or CuPy chunks, of shapes and dtypes as for `flashkit.attention`. Any axis may be chunked.
+        Chunks are joined along the head dim, and those of k and v made to fit q's along batch axes and heads.
+    bias, mask
+        Dask arrays or arrays, which broadcast to (..., Hq, Nq, Nk).
+    scale, causal, q_offset, window, softcap, alibi_slopes, block_mask, score_mod, mask_mod
+        As for `flashkit.attention`. Positions are those in the whole arrays.
+    kv_lengths, q_lengths, sinks, layout, deterministic, precision, backend
+        As for `flashkit.attention`. Lengths, offsets, slopes and sinks are no Dask arrays: they are small, and read
+        when the graph is made.
+    return_lse
+        Return (out, lse).
+    split_every
+        Number of partial results that one task merges.
+    hold_kv
+        False: load or compute chunks of k and v anew for each chunk of queries, so that they need not be in memory
+        together. True is faster where they fit, and where the scheduler spills to disk.
+
+    Returns
+    -------
+    out : dask.array.Array
+        Of q's shape with v's head dim, in q's chunks.
+    lse : dask.array.Array
+        If return_lse: (..., Hq, Nq), in chunks accordingly.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit. The message names it, what came and what would fit.
+
+    Notes
+    -----
+    Errors of backends come when the graph runs. There is no dropout, whose pairs are numbered within one call, and no
+    gradient.
+
+    Chunks of keys that no query of a chunk sees, by causal masks, windows, functions and block masks, are no part of
+    the graph: nothing loads them. Results differ from those of one call by the rounding of partial results.
+
+    Examples
+    --------
+    >>> import dask.array as da, numpy as np, flashkit
+    >>> from flashkit.dask import attention
+    >>> x = np.random.default_rng(0).standard_normal((4, 100, 16))
+    >>> q, k, v = (da.from_array(x, chunks=(2, 40, 16)) for _ in range(3))
+    >>> out = attention(q, k, v, causal=True)
+    >>> out.chunks
+    ((2, 2), (40, 40, 20), (16,))
+    >>> bool(abs(out.compute() - flashkit.attention(x, x, x, causal=True)).max() < 1e-12)
+    True
+    """
+    q, k, v = (_as_dask(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    bias, mask = (None if x is None else _as_dask(name, x) for name, x in (("bias", bias), ("mask", mask)))
+    small = dict(
+        alibi_slopes=alibi_slopes, kv_lengths=kv_lengths, q_lengths=q_lengths, sinks=sinks, q_offset=q_offset
+    )  # fmt: skip
+    for name, x in small.items():
+        if isinstance(x, da.Array):
+            raise TypeError(f"{name} is a Dask array; numbers that are there fit: {name}={name}.compute()")
+    if not isinstance(split_every, int) or split_every < 2:
+        raise ValueError(f"split_every is {shown(split_every)}; a number of partial results, 2 or more, fits")
+    causal, hold_kv = flag("causal", causal), flag("hold_kv", hold_kv)
+
+    window = None if window is None else window_of(window)
+    fixed: dict[str, Any] = dict(
+        scale=scale, softcap=softcap, window=window, causal=causal, layout=layout, deterministic=deterministic,
+        precision=precision,
+    )  # fmt: skip
+    tensors = {name: _stand_in(name, x) for name, x in dict(q=q, k=k, v=v, bias=bias, mask=mask).items()}
+    functions = dict(block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod)
+    problem, operands, shape = prepare(**tensors, **fixed, **small, **functions, described=True)
+    lengths, offsets = operands.kv_lengths, operands.q_offset
+    queries = None if q_lengths is None else np.broadcast_to(np.asarray(q_lengths).reshape(-1), (problem.batch,))
+    for name, x in (("kv_lengths", lengths), ("q_offset", offsets)):
+        if not isinstance(x, np.ndarray):
+            raise TypeError(f"{name} lies on a device; integers of NumPy fit")
+
+    score = None if score_mod is None else mods.trace(score_mod, "score")
+    listed = None if mask_mod is None else mods.trace(mask_mod, "mask"), block_mask and block_mask.mod
+    hidden = _joined(listed)
+    by_position = causal and mods.causal(), window and mods.sliding_window(*window), hidden
+    seen = _joined([mod or None for mod in by_position])
+    own = [None if mod is None else delayed(mod, traverse=False) for mod in (score, hidden)]
+    fixed |= dict(backend=backend)
+
+    axes = Axes(q.ndim, layout)
+    q, k, v = axes.fit(q, k, v, problem.spec.group)
+    rows, keys = _ranges(q.chunks[axes.token]), _ranges(k.chunks[axes.token])
+    batches = list(itertools.product(*(_ranges(q.chunks[axis]) for axis in axes.batch)))
+    heads = _ranges(q.chunks[axes.head]) if axes.head is not None else [range(1)]
+    entries = np.arange(problem.batch).reshape(shape.batch)
+    blocks_q, pairs = q.to_delayed(optimize_graph=False), [axes.fit_pairs(x, q, k) for x in (bias, mask)]
+    blocks_k, blocks_v = (x.to_delayed(optimize_graph=False) for x in (k, v))
+    found: dict[tuple[int, ...], Any] = {}
+    for i, row in enumerate(rows):
+        if not hold_kv and i:
+            blocks_k, blocks_v = (x.to_delayed(optimize_graph=False) for x in clone(k, v))
+        for place, batch in zip(np.ndindex(*(q.numblocks[axis] for axis in axes.batch)), batches, strict=True):
+            inside = entries[np.ix_(*batch)].ravel()
+            if any(mod is not None and expr.uses(mod.expr, expr.B) for mod in (score, hidden)):
+                _require_neighbours(inside)
+            for h, head in enumerate(heads):
+                visible = _visible(seen, inside, head, row, keys, offsets)
+                if kv_lengths is not None:
+                    visible &= np.array([key.start < lengths[inside].max(initial=0) for key in keys], bool)
+                partial: list[Any] = []
+                for j in np.flatnonzero(visible).tolist() or [0]:
+                    key = keys[j]
+                    local = offsets[inside] + (row.start - key.start)
+                    options = fixed | {
+                        "q_offset": int(local[0]) if local.size and (local == local[0]).all() else local,
+                        "kv_lengths": None if kv_lengths is None else np.clip(lengths[inside] - key.start, 0, len(key)),
+                        "q_lengths": None if queries is None else np.clip(queries[inside] - row.start, 0, len(row)),
+                        "alibi_slopes": _of_heads(alibi_slopes, inside, head),
+                        "sinks": None if partial else _of_heads(sinks, inside, head),  # they count once
+                    }
+                    entry = int(inside[0]) if inside.size else 0
+                    first = {"b": entry, "h": head.start, "row": row.start, "k": key.start}
+                    partial.append(
+                        delayed(_partial, nout=2)(
+                            blocks_q[axes.chunk(place, h, i)], blocks_k[axes.chunk(place, h, j)],
+                            blocks_v[axes.chunk(place, h, j)],
+                            *(x and x.block((*place, h, i, j)) for x in pairs), *own, first, options,
+                        )
+                    )  # fmt: skip
+                while len(partial) > 1:
+                    groups = [partial[at : at + split_every] for at in range(0, len(partial), split_every)]
+                    partial = [delayed(_merged, nout=2)(g, layout) if len(g) > 1 else g[0] for g in groups]
+                found[(*place, h, i)] = partial[0]
+
+    out_chunks = (*q.chunks[:-1], (v.shape[-1],))
+    results = {axes.chunk(place[:-2], *place[-2:]): pair[0] for place, pair in found.items()}
+    out = _assembled(results, out_chunks, meta_from_array(q, q.ndim, q.dtype))
+    if not return_lse:
+        return out
+    lse_chunks = tuple(q.chunks[axis] for axis in (*axes.batch, axes.head, axes.token) if axis is not None)
+    of_rows = {place if axes.head is not None else place[-1:]: pair[1] for place, pair in found.items()}
+    return out, _assembled(of_rows, lse_chunks, meta_from_array(q, len(lse_chunks), problem.spec.lse_dtype))
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+def _partial(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, score: Mod | None, hidden: Mod | None, first: dict[str, int],
+    options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Attention of one chunk of queries to one chunk of keys: (out, lse)."""
+    score, hidden = (None if mod is None else moved(mod, first) for mod in (score, hidden))
+    return api.attention(q, k, v, bias=bias, mask=mask, score_mod=score, mask_mod=hidden, return_lse=True, **options)
+
+
+def _merged(parts: list[Any], layout: str) -> Any:
+    return merge(*parts, layout=layout)
+
+
+def moved(mod: Mod, first: dict[str, int]) -> Mod:
+    """The modification as a chunk sees it, which counts its own positions from 0.
+
+    Parameters
+    ----------
+    mod
+        A modification of the whole.
+    first
+        Batch entry "b", head "h", row "row" and key "k" of the whole that are the chunk's first ones. They become
+        values given at run time, so that chunks share their kernels.
+
+    Returns
+    -------
+    Mod
+    """
+    places = {expr.B: "b", expr.H: "h", expr.ROW: "row", expr.K: "k", expr.Q: "k"}  # q counts on the axis of the keys
+    params, shifts = dict(mod.params), {}
+    for symbol, place in places.items():
+        if expr.uses(mod.expr, symbol):
+            name = f"first_{place}"
+            while name in mod.params or name in mod.arrays:
+                name += "_"
+            params[name] = first[place]
+            shifts[id(symbol)] = symbol + expr.param(name, "int")
+    return Mod(mod.kind, expr.substitute([mod.expr], lambda node: shifts.get(id(node), node))[0], params, mod.arrays)
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+class Axes(NamedTuple):
+    """Where the axes of q, k and v are."""
+
+    ndim: int
+    layout: str
+
+    @property
+    def batch(self) -> range:
+        return range(max(self.ndim - 3, 0))
+
+    @property
+    def head(self) -> int | None:
+        if self.ndim == 2:
+            return None
+        return self.ndim - (3 if self.layout == "bhnd" else 2)
+
+    @property
+    def token(self) -> int:
+        return self.ndim - (3 if self.layout == "bnhd" and self.ndim > 2 else 2)
+
+    def chunk(self, batch: tuple[int, ...], head: int, token: int) -> tuple[int, ...]:
+        """The index of a chunk of q, k or v."""
+        if self.head is None:
+            return token, 0
+        return (*batch, head, token, 0) if self.layout == "bhnd" else (*batch, token, head, 0)
+
+    def fit(self, q: Any, k: Any, v: Any, group: int) -> tuple[Any, Any, Any]:
+        """q, k and v in chunks that fit each other, with the head dim in one."""
+        q, k, v = (x.rechunk({self.ndim - 1: -1}) for x in (q, k, v))
+        fits = {axis: q.chunks[axis] for axis in self.batch}
+        if self.head is not None:
+            own = q.chunks[self.head]
+            if any(n % group for n in own):
+                own = tuple(n * group for n in k.chunks[self.head])
+                q = q.rechunk({self.head: own})
+            fits[self.head] = tuple(n // group for n in own)
+        k = k.rechunk(fits)
+        return q, k, v.rechunk({**fits, self.token: k.chunks[self.token]})
+
+    def fit_pairs(self, x: Any, q: Any, k: Any) -> Pairs | None:
+        """A bias or mask in chunks that fit those of q and k."""
+        if x is None:
+            return None
+        heads = (1,) if self.head is None else q.chunks[self.head]
+        full = (*(q.chunks[axis] for axis in self.batch), heads, q.chunks[self.token], k.chunks[self.token])
+        own = full[len(full) - x.ndim :]
+        x = x.rechunk({axis: own[axis] if n > 1 else -1 for axis, n in enumerate(x.shape)})
+        return Pairs(x.shape, x.to_delayed(optimize_graph=False))
+
+
+class Pairs(NamedTuple):
+    """The chunks of a bias or mask, which broadcasts."""
+
+    shape: tuple[int, ...]
+    chunks: Any
+
+    def block(self, place: tuple[int, ...]) -> Any:
+        """The chunk for (batch, ..., head, queries, keys)."""
+        own = place[len(place) - len(self.shape) :]
+        return self.chunks[tuple(i if n > 1 else 0 for i, n in zip(own, self.shape, strict=True))]
+
+
+def _ranges(chunks: Sequence[int]) -> list[range]:
+    ends = list(itertools.accumulate(chunks, initial=0))
+    return [range(first, past) for first, past in itertools.pairwise(ends)]
+
+
+def _as_dask(name: str, x: Any) -> Any:
+    if not isinstance(x, da.Array):
+        arrays.require(name, x)
+        return da.from_array(x, chunks=x.shape, name=False, asarray=False)
+    if any(math.isnan(n) for n in x.shape):
+        raise ValueError(f"{name} has chunks of unknown sizes; {name}.compute_chunk_sizes() finds them")
+    return x
+
+
+def _stand_in(name: str, x: Any) -> Any:
+    """An array of x's kind, shape and dtype that takes no memory."""
+    if x is None:
+        return None
+    xp: Any = arrays.namespace(arrays.require(f"a chunk of {name}", meta_from_array(x)))
+    return arrays.stand_in(xp.zeros((), x.dtype), x.shape)
+
+
+def _of_heads(values: Any, inside: np.ndarray, heads: range) -> Any:
+    """Numbers for each head, or for each batch entry and head, of a chunk's heads and entries."""
+    if values is None:
+        return None
+    if isinstance(values, (list, tuple)):
+        values = np.asarray(values, np.float32)
+    own = values[..., heads.start : heads.stop]
+    return own if own.ndim == 1 else own[inside.tolist()]
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def _joined(masks: Sequence[Mod | None]) -> Mod | None:
+    """One mask of those that there are."""
+    given = [mod for mod in masks if mod is not None]
+    return mods.combine(lambda *graphs: reduce(operator.and_, graphs), "mask", *given) if given else None
+
+
+def _require_neighbours(inside: np.ndarray) -> None:
+    if inside.size and not np.array_equal(inside, np.arange(inside[0], inside[0] + inside.size)):
+        raise ValueError(
+            "a function or block mask depends on b, and a chunk has batch entries that are not next to each other; one "
+            "chunk along each batch axis but the first fits"
+        )
+
+
+def _visible(
+    seen: Mod | None, inside: np.ndarray, heads: range, row: range, keys: list[range], offsets: np.ndarray
+) -> np.ndarray:
+    """Whether each chunk of keys may have a pair that the mask shows to a chunk of queries: bool, (chunks of keys,)."""
+    first, last = (np.array([key[at] if key else 0 for key in keys]) for at in (0, -1))
+    any_key = np.array([bool(key) for key in keys], bool)
+    if seen is None or not row:
+        return any_key
+    host = {name: a.get() if hasattr(a, "get") else np.asarray(a) for name, a in seen.arrays.items()}
+    tables = {name: RangeTable(a) if a.dtype.kind in "biu" else a for name, a in host.items()}
+    empty = expr.classify(seen.expr, expr.narrow({name: a.dtype for name, a in host.items()}))[0]
+    place = offsets[inside][:, None, None]
+    state = codegen.evaluate(empty, {
+        "b": inside[:, None, None], "h": np.array(heads)[:, None], "row0": row[0], "row1": row[-1],
+        "q0": place + row[0], "q1": place + row[-1], "k0": first, "k1": last, **seen.params, **tables,
+    })  # fmt: skip
+    return any_key & ~np.broadcast_to(state, (len(inside), len(heads), len(keys))).all((0, 1))
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _assembled(blocks: dict[tuple[int, ...], Any], chunks: tuple[tuple[int, ...], ...], meta: Any) -> Any:
+    """The array of these delayed blocks."""
+
+    def nested(place: tuple[int, ...]) -> Any:
+        if len(place) == len(chunks):
+            shape = tuple(sizes[i] for sizes, i in zip(chunks, place, strict=True))
+            return da.from_delayed(blocks[place], shape, meta.dtype, meta)
+        return [nested((*place, i)) for i in range(len(chunks[len(place)]))]
+
+    return da.block(nested(()))

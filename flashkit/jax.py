@@ -1,0 +1,393 @@
+"""Attention in JAX programs: under jit, grad and vmap, on CPUs and on NVIDIA GPUs.
+
+    from flashkit.jax import attention, dot_product_attention
+
+The kernels run in a callback of the compiled program (`jax.experimental.buffer_callback`): they read and write XLA's
+own buffers, on a GPU in XLA's stream. Importing this module imports JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental.buffer_callback import buffer_callback
+
+from . import api, mods
+from .call.arguments import prepare
+from .call.checks import number, window_of
+from .call.positions import check_default_offset
+from .errors import UnsupportedError, shown
+
+__all__ = ["attention", "dot_product_attention"]
+
+Arrays = dict[str, Any]
+CONSTANT = "alibi_slopes", "bias", "mask"
+"""Floating arguments without a gradient."""
+
+
+class Static(NamedTuple):
+    """The arguments of a call that JAX compiles for: they compare by value, functions and block masks by identity."""
+
+    scale: float | None
+    causal: bool
+    q_offset: int | None
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    block_mask: Any
+    score_mod: Any
+    mask_mod: Any
+    dropout_p: float
+    seed: int | None
+    layout: str
+    deterministic: bool
+    precision: str | None
+    backend: str | None
+
+    @property
+    def numbers_entries(self) -> bool:
+        """Whether a result may depend on the number of a batch entry."""
+        return self.dropout_p > 0 or not (self.block_mask is self.score_mod is self.mask_mod is None)
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
+    bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
+    kv_lengths: Any = None, q_lengths: Any = None, dropout_p: float = 0.0, seed: Any = None, sinks: Any = None,
+    layout: Any = "bhnd", return_lse: bool = False, deterministic: bool = False, precision: Any = None,
+    backend: str | None = None,
+) -> Any:  # fmt: skip
+    """`flashkit.attention` on JAX arrays, differentiable by q, k, v and sinks, under jit, grad and vmap.
+
+    Parameters
+    ----------
+    q, k, v
+        JAX arrays, traced or not, of one dtype: float64 (with jax_enable_x64), float32, float16 or bfloat16. Shapes as
+        for `flashkit.attention`.
+    q_offset, kv_lengths, q_lengths, seed
+        Integers, or arrays of integers that may be traced. `kv_lengths` needs `q_offset` or `q_lengths` where masks or
+        scores depend on positions and there are several queries. On a GPU a traced seed is copied to the host by each
+        call, which waits for the stream.
+    alibi_slopes, bias, mask
+        Arrays that may be traced. Gradients by them are not available: asking for one is an error, which
+        `jax.lax.stop_gradient` avoids.
+    sinks
+        (Hq,): may be traced, and differentiated by.
+    scale, causal, window, softcap, block_mask, score_mod, mask_mod, dropout_p, layout
+        As for `flashkit.attention`, static like the next ones.
+    deterministic, precision, backend
+        As for `flashkit.attention`. They are static: a program is compiled for their values, and for each function and
+        block mask by its identity, so make these once. dropout_p needs a seed. Arrays of modifications are constants
+        of the program.
+    return_lse
+        Return (out, lse), both differentiable.
+
+    Returns
+    -------
+    out : jax.Array
+        Of q's shape with v's head dim, and of q's dtype.
+    lse : jax.Array
+        If return_lse: (..., Hq, Nq), as of `flashkit.attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit. What depends on the values of traced arrays is checked when the program runs, and
+        raised as JAX's own error with the same message.
+    flashkit.UnsupportedError
+        A gradient by an argument that has none.
+
+    Notes
+    -----
+    `jax.vmap` becomes batch axes of one call where every argument allows that, and one call for each entry otherwise.
+    Forward-mode and second derivatives are not available; JAX says so.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from flashkit.jax import attention
+    >>> q = jax.random.normal(jax.random.key(0), (1, 4, 32, 16))
+    >>> loss = jax.jit(lambda q: attention(q, q, q, causal=True).sum())
+    >>> jax.grad(loss)(q).shape
+    (1, 4, 32, 16)
+    """
+    q, k, v = map(jnp.asarray, (q, k, v))
+    window = None if window is None else window_of(window)
+    given = {
+        name: jnp.asarray(x)
+        for name, x in (
+            ("alibi_slopes", alibi_slopes), ("bias", bias), ("mask", mask), ("kv_lengths", kv_lengths),
+            ("q_lengths", q_lengths), ("sinks", sinks), ("q_offset", q_offset), ("seed", seed),
+        )
+        if x is not None and not (name in ("q_offset", "seed") and isinstance(x, (int, np.integer)))
+    }  # fmt: skip
+    static = Static(
+        None if scale is None else number("scale", scale), causal, None if "q_offset" in given else q_offset, window,
+        None if softcap is None else number("softcap", softcap), block_mask, score_mod, mask_mod,
+        number("dropout_p", dropout_p), None if "seed" in given else seed, layout, deterministic, precision, backend,
+    )  # fmt: skip
+    _check(static, (q, k, v), given)
+    given = {name: _form(name, x, q.shape, layout) for name, x in given.items()}
+    out, *lse = _attend(static, return_lse, *(_four_axes(x, layout) for x in (q, k, v)), given)
+    out = out.reshape((*q.shape[:-1], v.shape[-1]))
+    rows = q.shape[:-1] if layout == "bhnd" or q.ndim == 2 else (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return (out, lse[0].reshape(rows)) if return_lse else out
+
+
+def dot_product_attention(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: float | None = None,
+    is_causal: bool = False, query_seq_lengths: Any = None, key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None, implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:  # fmt: skip
+    """`attention` with the arguments of `jax.nn.dot_product_attention`.
+
+    Parameters
+    ----------
+    query, key, value
+        (B, T, N, H), (B, S, K, H) and (B, S, K, H), N a multiple of K; or each without B.
+    bias, mask
+        Floating, added to the scores, and bool, True = attend; both broadcast to (B, N, T, S).
+    scale
+        Factor on the scores; 1 / sqrt(H) by default.
+    is_causal
+        Key j is visible to query i iff j <= i: the top-left alignment, as in JAX.
+    query_seq_lengths, key_value_seq_lengths
+        (B,) integers: rows past the former are 0, keys past the latter do not exist.
+    local_window_size
+        (left, right), or one number for both.
+    implementation
+        Name of a backend of flashkit.
+    return_residual
+        Return (out, lse), without a gradient by lse.
+
+    Returns
+    -------
+    out : jax.Array
+        Of query's shape. A row without a visible key is 0, where JAX gives the mean of value.
+    lse : jax.Array
+        If return_residual: (B, T, N), of query's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; messages call query, key and value q, k and v.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flashkit.jax import dot_product_attention
+    >>> x = jax.random.normal(jax.random.key(0), (2, 32, 4, 16))
+    >>> expected = jax.nn.dot_product_attention(x, x, x, is_causal=True)
+    >>> bool(abs(dot_product_attention(x, x, x, is_causal=True) - expected).max() < 1e-5)
+    True
+    """
+    if isinstance(local_window_size, int):
+        local_window_size = (local_window_size, local_window_size)
+    found = attention(
+        query, key, value, bias=bias, mask=mask, scale=scale, causal=is_causal, q_offset=0,
+        kv_lengths=key_value_seq_lengths, q_lengths=query_seq_lengths, window=local_window_size, layout="bnhd",
+        backend=implementation, return_lse=return_residual,
+    )  # fmt: skip
+    if not return_residual:
+        return found
+    out, lse = found
+    return out, jax.lax.stop_gradient(lse.swapaxes(-1, -2).astype(out.dtype))
+
+
+# --- before the program -----------------------------------------------------------------------------------------------
+
+
+def _check(static: Static, tensors: tuple[Any, Any, Any], given: Arrays) -> None:
+    """Every check that needs no values of arrays, so that errors come where the call is written."""
+    if static.dropout_p and static.seed is None and "seed" not in given:
+        raise ValueError("dropout_p without seed: both passes drop the same pairs; an integer fits, traced or not")
+    if "seed" in given and (given["seed"].shape != () or given["seed"].dtype.kind not in "iu"):
+        raise TypeError(f"seed is {shown(given['seed'])}; an integer fits, such as jax.random.bits(key)")
+
+    def stand_in(x: Any) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+    options = static._asdict() | {name: stand_in(x) for name, x in given.items() if name != "seed"}
+    del options["backend"]
+    own = [] if static.score_mod is None else [mods.trace(static.score_mod, "score")]
+    own += [] if static.mask_mod is None else [mods.trace(static.mask_mod, "mask")]
+    if {"kv_lengths", "q_lengths", "q_offset"} & given.keys():  # positions are unknown, and indices are checked by them
+        options |= dict(score_mod=None, mask_mod=None)
+    problem = prepare(*map(stand_in, tensors), described=True, **options)[0]
+    if "kv_lengths" in given and static.q_offset is None and not {"q_lengths", "q_offset"} & given.keys():
+        graphs = problem.spec.score, problem.spec.mask, *(mod.expr for mod in own)
+        check_default_offset(None, problem.n_q, graphs)
+
+
+def _four_axes(x: Any, layout: str) -> Any:
+    """q, k or v as (B, H, N, D), or (B, N, H, D) in the other layout."""
+    if x.ndim == 2:
+        x = x[None] if layout == "bhnd" else x[:, None]
+    return x.reshape((math.prod(x.shape[:-3]), *x.shape[-3:]))
+
+
+def _form(name: str, x: Any, shape: tuple[int, ...], layout: str) -> Any:
+    """An argument of any accepted shape in the one that callbacks get; vmap adds axes before these."""
+    batch = shape[:-3]
+    entries = math.prod(batch)
+    if name in ("q_offset", "kv_lengths", "q_lengths"):
+        return jnp.broadcast_to(x.reshape(-1) if x.ndim else x, (entries,))
+    if name in ("bias", "mask"):
+        if x.ndim > 3 and len(batch) > 1:
+            if any(n != 1 for n in x.shape[:-3]):
+                x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
+            x = x.reshape((math.prod(x.shape[:-3]), *x.shape[-3:]))
+        return x.reshape((1,) * (4 - x.ndim) + x.shape)
+    return x
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _attend(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Arrays) -> tuple[Any, ...]:
+    """(out,) or (out, lse) of four axes each, and three."""
+    return _differentiable(static, with_lse, q, k, v, given)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Arrays) -> tuple[Any, ...]:
+    return _forward(static, with_lse, q, k, v, given)
+
+
+def _forward(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Arrays) -> tuple[Any, ...]:
+    results = {"out": jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)}
+    if with_lse:
+        batch, heads, n_q = q.shape[:-1] if static.layout == "bhnd" else (q.shape[0], q.shape[2], q.shape[1])
+        lse_dtype = np.float64 if q.dtype == np.float64 else np.float32
+        results["lse"] = jax.ShapeDtypeStruct((batch, heads, n_q), lse_dtype)
+    found = _call(static, _run_forward, results, {"q": q, "k": k, "v": v, **given})
+    return tuple(found[name] for name in results)
+
+
+def _fwd(static: Static, with_lse: bool, q: Any, k: Any, v: Any, given: Any) -> Any:
+    primals = {"q": q, "k": k, "v": v, **given}
+    wanted = {name for name, x in primals.items() if x.perturbed}
+    for name in CONSTANT:
+        if name in wanted:
+            raise UnsupportedError(
+                f"flashkit has no gradient by {name}; jax.lax.stop_gradient({name}) fits where none is needed"
+            )
+    values = {name: x.value for name, x in primals.items()}
+    out, lse = _forward(static, True, values["q"], values["k"], values["v"], {name: values[name] for name in given})
+    # Names without leaves: they are part of the structure of the residuals, known when the backward pass is traced.
+    wrt: dict[str, tuple[()]] = dict.fromkeys(sorted(wanted), ())
+    return (out, lse) if with_lse else (out,), (values, out, lse, wrt)
+
+
+def _bwd(static: Static, with_lse: bool, residuals: Any, cotangents: Any) -> Any:
+    values, out, lse, wrt = residuals
+    dout, dlse = cotangents if with_lse else (cotangents[0], None)
+    gradients: Arrays = dict.fromkeys(values)
+    if not (isinstance(dout, SymbolicZero) and (dlse is None or isinstance(dlse, SymbolicZero))) and wrt:
+        arrays = {**values, "out": out, "lse": lse}
+        arrays["dout"] = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
+        if dlse is not None and not isinstance(dlse, SymbolicZero):
+            arrays["dlse"] = dlse
+        results = {f"d{name}": jax.ShapeDtypeStruct(values[name].shape, values[name].dtype) for name in wrt}
+        found = _call(static, _run_backward, results, arrays)
+        gradients |= {name: found[f"d{name}"] for name in wrt}
+    dq, dk, dv = (gradients.pop(name) for name in ("q", "k", "v"))
+    return dq, dk, dv, gradients
+
+
+_differentiable.defvjp(_fwd, _bwd, symbolic_zeros=True)
+
+
+def _call(static: Static, run: Callable[..., None], results: Arrays, arrays: Arrays) -> Any:
+    """A callback in the program: run(static, arrays and results) fills the results."""
+    axes = {name: len(x.shape) for name, x in (*arrays.items(), *results.items())}
+
+    def callback(context: Any, out: Any, given: Any) -> None:
+        with _views(context, {**given, **out}) as named:
+            _each(static, axes, named, partial(run, static))
+
+    return buffer_callback(callback, results, vmap_method="expand_dims")(arrays)
+
+
+# --- while the program runs -------------------------------------------------------------------------------------------
+
+HOST = 1
+"""Type of a CPU in DLPack."""
+
+
+@contextmanager
+def _views(context: Any, buffers: Arrays) -> Iterator[Arrays]:
+    """XLA's buffers as arrays of NumPy, or of CuPy in whose current stream XLA runs."""
+    kind, device = next(iter(buffers.values())).__dlpack_device__()
+    if kind == HOST:
+        yield {name: np.asarray(buffer) for name, buffer in buffers.items()}
+        return
+    import cupy
+
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(context.stream, device):
+        yield {name: _on_device(cupy, device, buffer) for name, buffer in buffers.items()}
+
+
+def _on_device(cupy: Any, device: int, buffer: Any) -> Any:
+    dtype = np.dtype(buffer.dtype)
+    size = math.prod(buffer.shape) * dtype.itemsize
+    if not size:
+        return cupy.empty(buffer.shape, dtype)
+    try:
+        address = buffer.__cuda_array_interface__["data"][0]
+    except Exception:  # bfloat16 has no name in that interface
+        return cupy.from_dlpack(buffer)
+    memory = cupy.cuda.UnownedMemory(address, size, buffer, device)
+    return cupy.ndarray(buffer.shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def _each(static: Static, axes: dict[str, int], arrays: Arrays, run: Callable[[Arrays], None]) -> None:
+    """Run on these arrays; if vmap has put axes before theirs, as further batch axes, or for each entry of those axes.
+
+    Arrays that are the same for all entries have axes of length 1 there.
+    """
+    extra = next(x.ndim - axes[name] for name, x in arrays.items())
+    lead = np.broadcast_shapes(*(x.shape[:extra] for x in arrays.values()))
+    flat = not static.numbers_entries and not {"alibi_slopes", "sinks", "seed"} & arrays.keys()
+    if not extra or (flat and all(x.shape[:extra] == lead for n, x in arrays.items() if n not in ("bias", "mask"))):
+        run(arrays)
+        return
+    for index in np.ndindex(lead):
+        places = {
+            name: tuple(i if n > 1 else 0 for i, n in zip(index, x.shape[:extra], strict=True))
+            for name, x in arrays.items()
+        }
+        run({name: x[places[name]] for name, x in arrays.items()})
+
+
+def _options(static: Static, arrays: Arrays) -> Arrays:
+    named = ("alibi_slopes", "bias", "mask", "kv_lengths", "q_lengths", "sinks", "q_offset")
+    options = static._asdict() | {name: arrays[name] for name in named if name in arrays}
+    if "seed" in arrays:
+        options["seed"] = int(arrays["seed"]) % 2**64
+    return options
+
+
+def _run_forward(static: Static, arrays: Arrays) -> None:
+    q, k, v, out, lse = (arrays.get(name) for name in ("q", "k", "v", "out", "lse"))
+    found: Any = api.attention(q, k, v, out=out, return_lse=lse is not None, **_options(static, arrays))
+    if lse is not None:
+        lse[...] = found[1]
+
+
+def _run_backward(static: Static, arrays: Arrays) -> None:
+    results = ("q", "k", "v", "out", "lse")
+    vjp = api.vjp_of(*(arrays[name] for name in results), **_options(static, arrays))
+    wrt = tuple(name for name in api.WRT if f"d{name}" in arrays)
+    for name, gradient in zip(wrt, vjp(arrays["dout"], arrays.get("dlse"), wrt=wrt), strict=True):
+        arrays[f"d{name}"][...] = gradient

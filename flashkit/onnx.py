@@ -1,0 +1,227 @@
+"""The ONNX operator `Attention` (opsets 23 to 25) as a function of a node's inputs and attributes.
+
+    from flashkit.onnx import attention
+
+Nothing of ONNX is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import api
+from .call import arrays
+from .errors import shown
+
+__all__ = ["Outputs", "attention"]
+
+SOFTMAX_PRECISIONS = {None: None, 1: None, 10: None, 16: None, 11: "float64"}
+"""onnx.TensorProto's FLOAT, FLOAT16, BFLOAT16 and DOUBLE: what inputs are converted to. The softmax is at least float32
+in any case."""
+
+
+class Outputs(NamedTuple):
+    """The outputs of a node, in their order.
+
+    Attributes
+    ----------
+    Y : array
+        The result, with as many axes as Q and of its dtype.
+    present_key, present_value : array
+        (batch, kv_num_heads, past + new tokens, head size). Views of K and V if there is no past.
+    qk_matmul_output : array or None
+        (batch, q_num_heads, queries, total keys), of Q's dtype; None if no mode was given.
+    """
+
+    Y: Any
+    present_key: Any
+    present_value: Any
+    qk_matmul_output: Any
+
+
+def attention(
+    Q: Any, K: Any, V: Any, attn_mask: Any = None, past_key: Any = None, past_value: Any = None,
+    nonpad_kv_seqlen: Any = None, *, is_causal: int = 0, kv_num_heads: int | None = None,
+    q_num_heads: int | None = None, qk_matmul_output_mode: int | None = None, scale: float | None = None,
+    softcap: float = 0.0, softmax_precision: int | None = None, left_window_size: int = -1,
+    right_window_size: int = -1, backend: str | None = None,
+) -> Outputs:  # fmt: skip
+    """Compute a node of ONNX's `Attention` on NumPy or CuPy arrays. Names are those of the operator.
+
+    Parameters
+    ----------
+    Q, K, V
+        (batch, heads, tokens, head size), or (batch, tokens, heads * head size) with q_num_heads and kv_num_heads.
+    attn_mask
+        Bool, True = attend, or floating, added to the scores. It broadcasts to (batch, q_num_heads, queries, total
+        keys). Keys beyond its last axis are masked.
+    past_key, past_value
+        (batch, kv_num_heads, past tokens, head size): keys and values before K and V.
+    nonpad_kv_seqlen
+        (batch,) integers: numbers of keys that are no padding. Not together with past_key.
+    is_causal
+        1: query i sees key j iff j <= i + offset. The offset is the number of past tokens, or nonpad_kv_seqlen -
+        queries, or 0.
+    kv_num_heads, q_num_heads
+        Numbers of heads.
+    qk_matmul_output_mode
+        What qk_matmul_output is: 0 the scaled scores, 1 after softcap, 2 after the masks too, 3 the weights. None: it
+        is not computed. It takes quadratic memory, and nothing else here does. (In mode 0 ONNX's reference evaluator
+        gives the scores after softcap.)
+    scale
+        Factor on the scores, 1 / sqrt(head size) by default.
+    softcap
+        Scores become softcap * tanh(score / softcap), before the masks. 0: they stay.
+    softmax_precision
+        An onnx.TensorProto.DataType. The softmax is computed in float32, or float64 for float64 inputs; with DOUBLE
+        everything is computed in float64.
+    left_window_size, right_window_size
+        Opset 25: query i sees keys from i + offset - left to i + offset + right. -1 is no bound.
+    backend
+        As for `flashkit.attention`.
+
+    Returns
+    -------
+    Outputs
+        (Y, present_key, present_value, qk_matmul_output).
+
+    Raises
+    ------
+    TypeError, ValueError
+        An input or attribute does not fit. The message names it, what came and what would fit.
+
+    Notes
+    -----
+    A row without a visible key is 0 in Y and in the weights, as the operator says since ONNX 1.23.
+
+    References
+    ----------
+    ONNX, Attention-25, https://onnx.ai/onnx/operators/onnx__Attention.html
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashkit.onnx import attention
+    >>> x = np.random.default_rng(0).standard_normal((2, 10, 4 * 16), dtype=np.float32)
+    >>> outputs = attention(x, x, x, is_causal=1, q_num_heads=4, kv_num_heads=4)
+    >>> outputs.Y.shape, outputs.present_key.shape
+    ((2, 10, 64), (2, 4, 10, 16))
+    """
+    for name, x in (("Q", Q), ("K", K), ("V", V)):
+        arrays.require(name, x)
+        if x.ndim not in (3, 4) or x.ndim != Q.ndim:
+            raise ValueError(f"{name} has shape {x.shape}; three or four axes fit, as many as Q has")
+    if (past_key is None) != (past_value is None):
+        raise ValueError("past_key and past_value come together, or not at all")
+    if nonpad_kv_seqlen is not None and past_key is not None:
+        raise ValueError("nonpad_kv_seqlen is for caches outside the node; without past_key and past_value it fits")
+    if softmax_precision not in SOFTMAX_PRECISIONS:
+        fits = "1 (FLOAT), 10 (FLOAT16), 11 (DOUBLE) or 16 (BFLOAT16)"
+        raise ValueError(f"softmax_precision is {shown(softmax_precision)}; {fits} fits")
+    if qk_matmul_output_mode not in (None, 0, 1, 2, 3):
+        raise ValueError(f"qk_matmul_output_mode is {shown(qk_matmul_output_mode)}; 0, 1, 2, 3 or None fits")
+
+    q = _heads_of("Q", Q, "q_num_heads", q_num_heads)
+    present_key, present_value = (
+        _heads_of(name, x, "kv_num_heads", kv_num_heads) for name, x in (("K", K), ("V", V))
+    )
+    offset: Any = 0
+    if past_key is not None:
+        present_key = _appended("past_key", past_key, present_key)
+        present_value = _appended("past_value", past_value, present_value)
+        offset = past_key.shape[2]
+    elif nonpad_kv_seqlen is not None:
+        offset = nonpad_kv_seqlen - q.shape[2]
+
+    total = present_key.shape[2]
+    keys, lengths = total, nonpad_kv_seqlen
+    if attn_mask is not None:
+        arrays.require("attn_mask", attn_mask)
+        if not attn_mask.ndim or attn_mask.shape[-1] > total:
+            raise ValueError(f"attn_mask has shape {attn_mask.shape}; a last axis of up to {total}, the keys, fits")
+        keys = attn_mask.shape[-1]
+        lengths = None if lengths is None else lengths.clip(None, keys)
+    window = tuple(None if size == -1 else size for size in (left_window_size, right_window_size))
+    options: dict[str, Any] = dict(
+        scale=scale, causal=bool(is_causal), q_offset=offset, window=None if window == (None, None) else window,
+        softcap=softcap or None, mask=attn_mask, kv_lengths=lengths, backend=backend,
+    )  # fmt: skip
+    wide = SOFTMAX_PRECISIONS[softmax_precision]
+    tensors = [x if wide is None else x.astype(wide) for x in (q, present_key[:, :, :keys], present_value[:, :, :keys])]
+    if Q.ndim == 3:  # the result in the order of Q's axes
+        tensors = [x.swapaxes(1, 2) for x in tensors]
+    layout: Any = "bnhd" if Q.ndim == 3 else "bhnd"
+    out, lse = api.attention(tensors[0], tensors[1], tensors[2], layout=layout, return_lse=True, **options)
+    scores = None
+    if qk_matmul_output_mode is not None:
+        scores = _scores(qk_matmul_output_mode, q, present_key, attn_mask, nonpad_kv_seqlen, lse, **options)
+    out = out.reshape((*out.shape[:2], -1)) if Q.ndim == 3 else out
+    return Outputs(out.astype(Q.dtype, copy=False), present_key, present_value, scores)
+
+
+def _heads_of(name: str, x: Any, attribute: str, heads: int | None) -> Any:
+    """An input as (batch, heads, tokens, head size), a view."""
+    if x.ndim == 4:
+        if heads is not None and heads != x.shape[1]:
+            fits = f"{x.shape[1]} or None fits"
+            raise ValueError(f"{attribute} is {shown(heads)}, but {name} has shape {x.shape}; {fits}")
+        return x
+    if not isinstance(heads, (int, np.integer)) or heads < 1 or x.shape[2] % heads:
+        raise ValueError(
+            f"{attribute} is {shown(heads)}; the number of heads in the last axis of {name}, of shape {x.shape}, fits"
+        )
+    return x.reshape((*x.shape[:2], heads, x.shape[2] // heads)).swapaxes(1, 2)
+
+
+def _appended(name: str, past: Any, new: Any) -> Any:
+    kind = arrays.require(name, past, arrays.kind_of(new))
+    if past.ndim != 4 or past.dtype != new.dtype or (past.shape[:2], past.shape[3]) != (new.shape[:2], new.shape[3]):
+        batch, heads, _, size = new.shape
+        raise ValueError(
+            f"{name} has shape {past.shape} and dtype {past.dtype}; ({batch}, {heads}, past tokens, {size}) and "
+            f"{new.dtype} fit"
+        )
+    return arrays.namespace(kind).concatenate((past, new), axis=2)
+
+
+def _scores(
+    mode: int, q: Any, k: Any, attn_mask: Any, nonpad: Any, lse: Any, *, scale: float | None, causal: bool,
+    q_offset: Any, window: Any, softcap: float | None, **_: Any,
+) -> Any:  # fmt: skip
+    """qk_matmul_output: (batch, heads, queries, keys)."""
+    xp: Any = arrays.namespace(str(arrays.kind_of(q)))
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    wide = lse.dtype
+    scores = xp.matmul(q.astype(wide), k.astype(wide).repeat(group, axis=1).swapaxes(-1, -2))
+    scores *= 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if mode >= 1 and softcap:
+        scores = softcap * xp.tanh(scores / softcap)
+    if mode >= 2:
+        n_q, n_k = scores.shape[2:]
+        key = xp.arange(n_k)
+        place = xp.asarray(q_offset).reshape((-1, 1, 1, 1)) + xp.arange(n_q)[:, None]
+        visible = xp.ones(scores.shape, bool)
+        left, right = window or (None, None)
+        if causal:
+            visible &= key <= place
+        if left is not None:
+            visible &= key >= place - left
+        if right is not None:
+            visible &= key <= place + right
+        if nonpad is not None:
+            visible &= key < xp.asarray(nonpad).reshape((-1, 1, 1, 1))
+        if attn_mask is not None:
+            own = slice(attn_mask.shape[-1])
+            visible[..., own.stop :] = False
+            if attn_mask.dtype.kind == "b":
+                visible[..., own] &= attn_mask
+            else:
+                scores[..., own] += attn_mask.astype(wide)
+        scores = xp.where(visible, scores, -xp.inf)
+    if mode == 3:
+        rows = xp.where(lse == -xp.inf, 0, lse)[..., None]
+        scores = xp.where(scores == -xp.inf, 0, xp.exp(scores - rows))
+    return scores.astype(q.dtype, copy=False)

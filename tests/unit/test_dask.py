@@ -1,0 +1,283 @@
+"""flashkit.dask: chunks of any axis make the result of one call."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit import mods
+from flashkit.mods import expr
+
+dask = pytest.importorskip("dask", reason="the extra `dask`")
+import dask.array as da  # noqa: E402
+
+from flashkit.dask import Axes, attention, moved  # noqa: E402
+
+RNG = np.random.default_rng(0)
+N_Q, N_K = 50, 70
+CHUNKS = {
+    "one": ((2, 4, N_Q, 16),) * 3,
+    "keys": ((2, 4, N_Q, 16), (2, 2, 16, 16), (2, 2, 16, 16)),
+    "all": ((1, 2, 20, 16), (2, 1, 30, 8), (2, 2, 25, 16)),
+    "odd heads": ((2, 3, 17, 5), (1, 2, 70, 16), (2, 2, 9, 16)),
+}
+DOCUMENTS = np.arange(N_K) // 25
+
+
+def tensors(lead: tuple[int, ...] = (2, 4), kv: int = 2, dtype: str = "float64", dv: int = 16) -> list[np.ndarray]:
+    *batch, heads = lead
+    shapes = (*batch, heads, N_Q, 16), (*batch, kv, N_K, 16), (*batch, kv, N_K, dv)
+    return [RNG.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def chunked(arrays: Any, chunks: Any) -> list[da.Array]:
+    return [da.from_array(x, chunks=each, name=False) for x, each in zip(arrays, chunks, strict=True)]
+
+
+def same(found: Any, expected: Any, rtol: float = 1e-11) -> None:
+    with dask.config.set(scheduler="threads"):
+        results = dask.compute(*found)
+    for got, wanted in zip(results, expected, strict=True):
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+        np.testing.assert_allclose(got, wanted, rtol=rtol, atol=rtol)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "scale": 0.3},
+    "offset": {"causal": True, "q_offset": [-5, 60]},
+    "window": {"window": (9, 3), "softcap": 2.0},
+    "lengths": {"kv_lengths": [17, 60], "q_offset": [0, 10], "causal": True},
+    "queries": {"kv_lengths": [17, 60], "q_lengths": [9, 30], "causal": True},
+    "no keys": {"kv_lengths": [0, 70]},
+    "slopes": {"alibi_slopes": RNG.random(4), "causal": True},
+    "slopes of entries": {"alibi_slopes": RNG.random((2, 4))},
+    "sinks": {"sinks": RNG.standard_normal(4), "kv_lengths": [0, 33]},
+    "arrays": {"bias": RNG.standard_normal((4, 1, N_K)), "mask": RNG.random((2, 1, N_Q, N_K)) < 0.5},
+    "dask arrays": {"bias": da.from_array(RNG.standard_normal((2, 1, N_Q, 1)), chunks=(1, 1, 13, 1))},
+    "score function": {"score_mod": lambda s, b, h, q, k: s + 0.1 * b - 0.2 * h + 0.01 * q * k},
+    "table": {
+        "score_mod": mods.score(
+            lambda s, b, h, q, k, *, t: s + t[h, flashkit.clip(q - k, -8, 8) + 8], t=RNG.standard_normal((4, 17))
+        )
+    },
+    "documents": {"mask_mod": mods.document(DOCUMENTS) & mods.causal()},
+    "rows": {"mask_mod": mods.document(RNG.integers(3, size=(2, N_Q)), RNG.integers(3, size=(2, N_K)))},
+    "blocks": {"block_mask": flashkit.BlockMask.local(N_Q, N_K, left=2, block=8), "mask_mod": mods.dilated(3)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("chunks", ["all", "odd heads"])
+def test_chunks_make_the_whole(name: str, chunks: str) -> None:
+    q, k, v = tensors()
+    options = OPTIONS[name]
+    plain = {name: x.compute() if isinstance(x, da.Array) else x for name, x in options.items()}
+    found = attention(*chunked((q, k, v), CHUNKS[chunks]), return_lse=True, split_every=2, **options)
+    same(found, flashkit.attention(q, k, v, return_lse=True, **plain))
+
+
+@pytest.mark.parametrize("chunks", ["one", "keys"])
+def test_other_chunks(chunks: str) -> None:
+    q, k, v = tensors(dtype="float32", dv=24)
+    out = attention(*chunked((q, k, v), CHUNKS[chunks]), causal=True)
+    assert out.chunks == ((2,), (4,), (N_Q,), (24,)) and out.dtype == np.float32
+    same([out], [flashkit.attention(q, k, v, causal=True)], 1e-5)
+
+
+@pytest.mark.parametrize("lead", [(), (4,), (2, 3, 4)], ids=["ND", "HND", "ABHND"])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_shapes_and_layouts(lead: tuple[int, ...], layout: str) -> None:
+    q, k, v = tensors(lead) if lead else (x[0, 0] for x in tensors())
+    if layout == "bnhd" and lead:
+        q, k, v = (x.swapaxes(-2, -3) for x in (q, k, v))
+    options: dict[str, Any] = {"layout": layout, "window": (30, 5)}
+    if len(lead) > 1:
+        options |= {"bias": RNG.standard_normal((*lead[:-1], 1, 1, N_K)), "q_offset": RNG.integers(0, 30, lead[:-1])}
+    size = {1: 1, 2: 2, 3: 2, 4: 1, 16: 16, N_Q: 20, N_K: 30}
+    found = attention(
+        *chunked((q, k, v), [tuple(map(size.get, x.shape)) for x in (q, k, v)]), return_lse=True, **options
+    )
+    same(found, flashkit.attention(q, k, v, return_lse=True, **options))
+
+
+def test_functions_of_entries_in_several_batch_axes() -> None:
+    q, k, v = tensors((2, 3, 4))
+    options = {"score_mod": lambda s, b, h, q, k: s * (b + 1)}
+    fits = chunked((q, k, v), [(1, 3, 4, N_Q, 16), (2, 3, 2, 30, 16), (2, 3, 2, 30, 16)])
+    same([attention(*fits, **options)], [flashkit.attention(q, k, v, **options)])
+    apart = chunked((q, k, v), [(2, 2, 4, N_Q, 16), (2, 3, 2, 30, 16), (2, 3, 2, 30, 16)])
+    same([attention(*apart)], [flashkit.attention(q, k, v)])
+    with pytest.raises(ValueError, match="depends on b"):
+        attention(*apart, **options)
+
+
+def test_empty_arrays_and_chunks() -> None:
+    q, k, v = tensors((2,))
+    uneven = chunked((q, k, v), [(1, (0, 30, 0, 20), 16), (1, (40, 0, 30), 16), (1, (40, 0, 30), 16)])
+    same([attention(*uneven, causal=True)], [flashkit.attention(q, k, v, causal=True)])
+    none = chunked((q, k[:, :0], v[:, :0]), [(1, 30, 16), (1, 1, 16), (1, 1, 16)])
+    out, lse = dask.compute(*attention(*none, return_lse=True))
+    assert not out.any() and np.isneginf(lse).all()
+    assert attention(*chunked((q[:, :0], k, v), [(1, 1, 16), (1, 30, 16), (1, 30, 16)])).compute().shape == (2, 0, 16)
+
+
+def test_bfloat16() -> None:
+    import ml_dtypes
+
+    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in tensors())
+    out = attention(*chunked((q, k, v), CHUNKS["all"]))
+    found, expected = out.compute(), flashkit.attention(q, k, v)
+    assert found.dtype == out.dtype == expected.dtype
+    np.testing.assert_allclose(found.astype("float32"), expected.astype("float32"), atol=2e-2)
+
+
+# --- what is loaded ---------------------------------------------------------------------------------------------------
+
+
+def loaded(chunks: int, loads: list[int], live: list[int], seen: list[int]) -> da.Array:
+    """An array of chunks of 10 keys each, which counts what is loaded and what is in memory."""
+    lock = threading.Lock()
+
+    def release() -> None:
+        with lock:
+            live[0] -= 1
+
+    def load(block: np.ndarray, block_info: Any = None) -> np.ndarray:
+        place = block_info[0]["chunk-location"][1]
+        made = np.full((1, 10, 16), place, np.float64)
+        with lock:
+            loads.append(place)
+            live[0] += 1
+            seen[0] = max(seen[0], live[0])
+        weakref.finalize(made, release)
+        return made
+
+    return da.zeros((1, 10 * chunks, 16), chunks=(1, 10, 16)).map_blocks(load, dtype=float, meta=np.empty((0, 0, 0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"causal": True}, [0]),
+        ({"window": (5, 0)}, [0]),
+        ({"window": (5, 0), "q_offset": 35}, [3, 4]),
+        ({"mask_mod": mods.document(np.arange(80) // 20)}, [0, 1]),
+        ({"kv_lengths": 25}, [0, 1, 2]),
+        ({"block_mask": flashkit.BlockMask.from_dense(np.eye(1, 8, 6, dtype=bool), 10, 10)}, [6]),
+        ({}, list(range(8))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_chunks_that_no_query_sees_are_not_loaded(options: dict[str, Any], expected: list[int]) -> None:
+    loads: list[int] = []
+    keys = loaded(8, loads, [0], [0])
+    q = da.ones((1, 10, 16), chunks=(1, 10, 16))
+    attention(q, keys, keys, **{"q_offset": 0, **options}).compute(scheduler="sync")
+    assert sorted(loads) == expected
+
+
+def test_keys_need_not_be_in_memory_together() -> None:
+    loads, seen = [], [0]
+    keys = loaded(24, loads, [0], seen)
+    x = RNG.standard_normal((1, 60, 16))
+    q = da.from_array(x, chunks=(1, 10, 16))
+    found = attention(q, keys, keys, hold_kv=False, split_every=2).compute(scheduler="threads", num_workers=2)
+    assert len(loads) == 6 * 24 and seen[0] <= 12, (len(loads), seen)
+    values = keys.compute()
+    np.testing.assert_allclose(found, flashkit.attention(x, values, values), rtol=1e-11)
+
+
+def test_held_keys_are_loaded_once() -> None:
+    loads: list[int] = []
+    keys = loaded(8, loads, [0], [0])
+    q = da.ones((1, 40, 16), chunks=(1, 10, 16))
+    attention(q, keys, keys).compute(scheduler="sync")
+    assert sorted(loads) == list(range(8))
+
+
+def test_a_tree_merges_so_many_at_a_time() -> None:
+    q, k, v = tensors((1,), kv=1)
+    arrays = chunked((q, k, v), [(1, N_Q, 16), (1, 2, 16), (1, 2, 16)])  # 35 chunks of keys
+    for split_every, merges in ((2, 34), (8, 6), (35, 1)):
+        graph = attention(*arrays, split_every=split_every).__dask_graph__()
+        assert sum(str(key).startswith("_merged-") for key in graph) == merges
+
+
+# --- on a cluster -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_on_a_cluster(tmp_path: Any) -> None:
+    distributed = pytest.importorskip("distributed")
+    q, k, v = tensors()
+    options: dict[str, Any] = {
+        "causal": True, "mask_mod": mods.document(DOCUMENTS) | (lambda b, h, q, k: k < 3),
+        "score_mod": lambda s, b, h, q, k: s + 0.1 * h, "bias": RNG.standard_normal((4, 1, N_K)),
+    }  # fmt: skip
+    with (
+        dask.config.set({"distributed.admin.log-format": "", "temporary-directory": str(tmp_path)}),
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=2, dashboard_address=None, local_directory=str(tmp_path), silence_logs=50
+        ) as cluster,
+        distributed.Client(cluster),
+    ):
+        out, lse = dask.compute(*attention(*chunked((q, k, v), CHUNKS["all"]), return_lse=True, **options))
+    expected = flashkit.attention(q, k, v, return_lse=True, **options)
+    np.testing.assert_allclose(out, expected[0], rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-11, atol=1e-11)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_moved_modifications_agree_with_the_whole() -> None:
+    """At every pair; also one that uses the names that a moved one adds."""
+    function = lambda s, b, h, q, k, *, first_k, t: s + first_k * q - t[b, expr.ROW] * k + h
+    mod = mods.score(function, first_k=3.5, t=RNG.random((3, 20)))
+    part = moved(mod, {"b": 1, "h": 2, "row": 7, "k": 5})
+    b, h, row, k = np.ogrid[1:3, 2:4, 7:12, 5:30]
+    whole = mod.evaluate(b, h, row + 11, k, row=row, s=0.5)
+    local = part.evaluate(b - 1, h - 2, row + 11 - 5, k - 5, row=row - 7, s=0.5)
+    np.testing.assert_array_equal(local, whole)
+    other = moved(mod, {"b": 0, "h": 0, "row": 1, "k": 2})
+    assert other.expr is part.expr  # chunks share their kernels
+
+
+def test_axes() -> None:
+    for layout, ndim in itertools.product(("bhnd", "bnhd"), (2, 3, 4, 5)):
+        axes = Axes(ndim, layout)
+        index = axes.chunk((7,) * len(axes.batch), 8, 9)
+        assert index[axes.token] == 9 and (axes.head is None or index[axes.head] == 8) and index[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "match"),
+    [
+        ({"q": [1.0]}, {}, TypeError, "q is a builtins.list"),
+        ({"k": lambda k: k[:, :, :60]}, {}, ValueError, "v has 70 tokens"),
+        ({}, {"kv_lengths": da.ones(2, dtype=int)}, TypeError, "kv_lengths is a Dask array"),
+        ({}, {"sinks": da.ones(4)}, TypeError, r"sinks is a Dask array; .*sinks.compute\(\)"),
+        ({}, {"kv_lengths": [5, 5], "causal": True}, ValueError, "q_offset"),
+        ({}, {"bias": np.ones((3, 3))}, ValueError, "bias has shape"),
+        ({}, {"split_every": 1}, ValueError, "split_every"),
+        ({}, {"hold_kv": 1}, TypeError, "hold_kv"),
+        ({}, {"dropout_p": 0.5}, TypeError, "dropout_p"),
+        ({}, {"mask_mod": 3}, TypeError, "mask_mod"),
+        ({"q": lambda q: q[q[:, 0, 0, 0] < 9]}, {}, ValueError, "q has chunks of unknown sizes"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_errors_come_before_the_graph(change: Any, options: Any, error: type[Exception], match: str) -> None:
+    given = dict(zip("qkv", chunked(tensors(), CHUNKS["all"])))
+    for name, value in change.items():
+        whole = given[name]
+        given[name] = value(whole) if callable(value) else value
+    with pytest.raises(error, match=match):
+        attention(*given.values(), **options)

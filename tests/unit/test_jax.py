@@ -1,0 +1,362 @@
+"""flashkit.jax: the same bits as on NumPy arrays, under JAX's transformations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit import mods
+
+jax = pytest.importorskip("jax", reason="the extra `jax`")
+jnp = jax.numpy
+
+from flashkit.jax import attention, dot_product_attention  # noqa: E402
+
+RNG = np.random.default_rng(0)
+TABLE = np.linspace(0.5, 1.5, 4, dtype=np.float32)
+
+
+def tensors(shape: tuple[int, ...] = (2, 4), n_q: int = 20, n_k: int = 28, kv: int = 2, dtype: str = "float32") -> list:
+    *batch, heads = shape
+    shapes = (*batch, heads, n_q, 16), (*batch, kv, n_k, 16), (*batch, kv, n_k, 16)
+    return [RNG.standard_normal(s).astype(jnp.dtype(dtype)) for s in shapes]
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "scale": 0.3},
+    "window": {"window": [5, 2], "softcap": 2.0, "alibi_slopes": np.float32([0.5, 0.25, 0.1, 0.05])},
+    "slopes of entries": {"alibi_slopes": np.abs(normal(2, 4))},
+    "arrays": {"bias": normal(4, 1, 28), "mask": RNG.random((2, 1, 20, 28)) < 0.8},
+    "additive mask": {"mask": np.where(RNG.random((20, 28)) < 0.8, 0, -np.inf).astype(np.float32)},
+    "lengths": {"kv_lengths": np.array([17, 0]), "q_offset": 0, "causal": True},
+    "queries": {"kv_lengths": np.array([17, 28]), "q_lengths": np.array([9, 20]), "causal": True},
+    "offsets": {"q_offset": np.array([3, 8]), "causal": True},
+    "sinks": {"sinks": normal(4)},
+    "dropout": {"dropout_p": 0.3, "seed": 7},
+    "traced seed": {"dropout_p": 0.3, "seed": np.uint32(7)},
+    "functions": {
+        "score_mod": mods.score(lambda s, b, h, q, k, *, table: s * table[h] - 0.01 * b * abs(q - k), table=TABLE),
+        "mask_mod": lambda b, h, q, k: (q + b) % 3 != k % 3,
+    },
+    "blocks": {"block_mask": flashkit.BlockMask.from_mod(mods.causal(), 20, 28, 8, 8)},
+}  # fmt: skip
+
+
+def traced(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays among the options, and the others."""
+    arrays = {name: x for name, x in options.items() if isinstance(x, (np.ndarray, np.generic))}
+    return arrays, {name: x for name, x in options.items() if name not in arrays}
+
+
+def on_numpy(q: Any, k: Any, v: Any, dout: Any, dlse: Any, **options: Any) -> list[np.ndarray]:
+    """out, lse, dq, dk, dv and dsinks of flashkit on NumPy arrays."""
+    options = {name: int(x) if name == "seed" else x for name, x in options.items()}
+    (out, lse), vjp = flashkit.attention_vjp(q, k, v, return_lse=True, **options)
+    return [out, lse, *vjp(dout, dlse, wrt=("q", "k", "v", *(["sinks"] if "sinks" in options else [])))]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_bits_of_numpy(name: str) -> None:
+    q, k, v = tensors()
+    arrays, static = traced(OPTIONS[name])
+    dout, dlse = normal(*q.shape), normal(*q.shape[:-1])
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, arrays: Any) -> Any:
+        sinks = {"sinks": arrays["sinks"]} if "sinks" in arrays else {}
+        rest = {name: x for name, x in arrays.items() if name != "sinks"}
+        call = lambda q, k, v, sinks: attention(q, k, v, return_lse=True, **static, **rest, **sinks)
+        (out, lse), vjp = jax.vjp(call, q, k, v, sinks)
+        *gradients, dsinks = vjp((dout, dlse))
+        return out, lse, *gradients, *dsinks.values()
+
+    found = both(q, k, v, arrays)
+    for got, expected in zip(found, on_numpy(q, k, v, dout, dlse, **OPTIONS[name]), strict=True):
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(attention(q, k, v, **OPTIONS[name]), found[0])  # not traced, without lse
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (3, 2, 4)], ids=["ND", "HND", "ABHND"])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_shapes_and_layouts(shape: tuple[int, ...], layout: str) -> None:
+    if shape:
+        q, k, v = tensors(shape)
+        options = {"bias": normal(*shape[:-1], 1, 20, 28), "kv_lengths": RNG.integers(0, 28, shape[:-1]), "q_offset": 8}
+    else:
+        (q, k, v), options = (x[0, 0] for x in tensors()), {"bias": normal(20, 28)}
+    if layout == "bnhd" and shape:
+        q, k, v = (np.ascontiguousarray(x.swapaxes(-2, -3)) for x in (q, k, v))
+    dout = normal(*q.shape)
+    call = lambda *x: attention(*x, layout=layout, causal=True, return_lse=True, **options)
+    (out, lse), vjp = jax.vjp(call, q, k, v)
+    expected = on_numpy(q, k, v, dout, np.zeros_like(lse), layout=layout, causal=True, **options)
+    for got, wanted in zip((out, lse, *vjp((dout, jnp.zeros_like(lse)))), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dtypes(dtype: str) -> None:
+    q, k, v = tensors(dtype=dtype)
+    dout = tensors(dtype=dtype)[0]
+    out, vjp = jax.vjp(lambda *x: attention(*x, causal=True), *map(jnp.asarray, (q, k, v)))
+    expected, numpy_vjp = flashkit.attention_vjp(q, k, v, causal=True)
+    for got, wanted in zip((out, *vjp(jnp.asarray(dout))), (expected, *numpy_vjp(dout)), strict=True):
+        assert got.dtype == wanted.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(np.asarray(got), wanted)
+
+
+def test_float64(program: Callable[..., str]) -> None:
+    program("""
+        import jax, numpy as np, flashkit
+        jax.config.update("jax_enable_x64", True)
+        from flashkit.jax import attention
+        q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 8))
+        out, lse = attention(q, k, v, return_lse=True)
+        expected, expected_lse = flashkit.attention(q, k, v, return_lse=True)
+        assert out.dtype == lse.dtype == np.float64
+        assert (out == expected).all() and (lse == expected_lse).all()
+    """)
+
+
+# --- vmap -------------------------------------------------------------------------------------------------------------
+
+BATCHED: dict[str, tuple[dict[str, Any], dict[str, int | None]]] = {
+    "plain": ({}, {}),
+    "lengths": ({"kv_lengths": RNG.integers(1, 28, (3, 2)), "q_offset": 0, "causal": True}, {"kv_lengths": 0}),
+    "shared lengths": ({"kv_lengths": np.array([9, 20]), "q_offset": 0, "causal": True}, {"kv_lengths": None}),
+    "queries": ({"q_lengths": RNG.integers(0, 20, (3, 2)), "causal": True}, {"q_lengths": 0}),
+    "bias": ({"bias": normal(3, 1, 4, 1, 28)}, {"bias": 0}),
+    "shared mask": ({"mask": RNG.random((2, 1, 20, 28)) < 0.8}, {"mask": None}),
+    "slopes": ({"alibi_slopes": np.abs(normal(3, 2, 4))}, {"alibi_slopes": 0}),
+    "sinks": ({"sinks": normal(3, 4)}, {"sinks": 0}),
+    "shared sinks": ({"sinks": normal(4)}, {"sinks": None}),
+    "entries": ({"score_mod": lambda s, b, h, q, k: s * (b + 1.0)}, {}),
+    "dropout": ({"dropout_p": 0.3, "seed": 7}, {}),
+    "seeds": ({"dropout_p": 0.3, "seed": np.arange(3)}, {"seed": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("axes", [(0, 0, 0), (1, None, 0)], ids=str)
+def test_vmap_is_a_loop(name: str, axes: tuple[int | None, ...]) -> None:
+    options, option_axes = BATCHED[name]
+    arrays, static = traced(options)
+    q, k, v = (np.stack([x] * 3) * normal(3, 1, 1, 1, 1) for x in tensors())
+    q = np.moveaxis(q, 0, axes[0])
+    k = k[0] if axes[1] is None else k
+
+    def one(q: Any, k: Any, v: Any, arrays: Any) -> Any:
+        call = lambda q, k, v, sinks: attention(q, k, v, **static, **{**arrays, **sinks})
+        sinks = {name: x for name, x in arrays.items() if name == "sinks"}
+        out, vjp = jax.vjp(call, q, k, v, sinks)
+        return out, vjp(jnp.cos(out))
+
+    places = {name: option_axes[name] for name in arrays}
+    found = jax.jit(jax.vmap(one, in_axes=(*axes, places)))(q, k, v, arrays)
+    take = lambda x, axis, i: x if axis is None else np.take(x, i, axis)
+    for i in range(3):
+        own = {name: take(x, places[name], i) for name, x in arrays.items()}
+        expected = one(*(take(x, axis, i) for x, axis in zip((q, k, v), axes)), own)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], found), expected)
+
+
+def test_vmap_in_vmap() -> None:
+    q, k, v = tensors((2, 3, 2, 4))
+    lengths = RNG.integers(1, 28, (3, 2))
+    one = lambda q, k, v, lengths: attention(q, k, v, kv_lengths=lengths)
+    found = jax.vmap(jax.vmap(one), in_axes=(0, 0, 0, None))(q, k, v, lengths)
+    for i, j in np.ndindex(2, 3):
+        np.testing.assert_array_equal(found[i, j], flashkit.attention(q[i, j], k[i, j], v[i, j], kv_lengths=lengths[j]))
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+
+def test_only_gradients_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    call = flashkit.api.Vjp.__call__
+
+    def spied(self: Any, dout: Any, dlse: Any = None, *, wrt: Any) -> Any:
+        asked.append((wrt, dlse is not None))
+        return call(self, dout, dlse, wrt=wrt)
+
+    monkeypatch.setattr(flashkit.api.Vjp, "__call__", spied)
+    q, k, v = tensors()
+    jax.block_until_ready(jax.grad(lambda k: attention(q, k, v).sum())(k))
+    jax.block_until_ready(jax.grad(lambda v: attention(q, k, v, return_lse=True)[0].sum())(v))
+    assert asked == [(("k",), False), (("v",), False)]
+
+
+def test_a_gradient_through_the_log_sum_exp_alone() -> None:
+    q, k, v = tensors()
+    found = jax.grad(lambda q: attention(q, k, v, return_lse=True)[1].sum())(q)
+    (out, lse), vjp = flashkit.attention_vjp(q, k, v, return_lse=True)
+    np.testing.assert_array_equal(found, vjp(np.zeros_like(out), np.ones_like(lse), wrt=("q",))[0])
+
+
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "mask"])
+def test_a_gradient_that_does_not_exist_is_refused(name: str) -> None:
+    q, k, v = tensors()
+    array = jnp.ones(4) if name == "alibi_slopes" else jnp.ones((20, 28))
+    with pytest.raises(flashkit.UnsupportedError, match=rf"no gradient by {name}; jax.lax.stop_gradient"):
+        jax.grad(lambda x: attention(q, k, v, **{name: x}).sum())(array)
+    loss = lambda q, x: attention(q, k, v, **{name: jax.lax.stop_gradient(x)}).sum()
+    assert not jax.grad(loss, argnums=1)(q, array).any()
+
+
+def test_second_derivatives_are_refused() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="do not support JVP"):
+        jax.grad(lambda q: jax.grad(lambda q: attention(q, k, v).sum())(q).sum())(q)
+
+
+def test_rematerialisation_and_scan() -> None:
+    q, k, v = tensors((4,), 8, 8, kv=4)
+
+    def loss(q: Any) -> Any:
+        layer = jax.checkpoint(lambda q: attention(q, k, v, causal=True))
+        return jax.lax.scan(lambda q, _: (layer(q), None), q, None, length=3)[0].sum()
+
+    def plain(q: Any) -> Any:
+        for _ in range(3):
+            q = attention(q, k, v, causal=True)
+        return q.sum()
+
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(q), jax.grad(plain)(q), rtol=1e-5, atol=1e-7)
+
+
+# --- a transformer ----------------------------------------------------------------------------------------------------
+
+
+def curve(attend: Callable[..., Any], steps: int = 20) -> list[float]:
+    """Losses of two layers of four heads that learn to copy a sequence of tokens."""
+    width, heads, tokens, vocabulary = 32, 4, 24, 11
+    rng = np.random.default_rng(1)
+    layer = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 64), "down": (64, width)}
+    shapes = {f"{name}{i}": shape for i in range(2) for name, shape in layer.items()}
+    shapes |= {"embed": (vocabulary, width), "place": (tokens, width)}
+    params = {name: rng.standard_normal(shape).astype(np.float32) * 0.15 for name, shape in shapes.items()}
+    half = rng.integers(vocabulary, size=(8, tokens // 2))
+    data = np.concatenate([half, half], axis=1)
+
+    def norm(x: Any) -> Any:
+        return (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-3)
+
+    def loss(params: Any) -> Any:
+        x = params["embed"][data] + params["place"]
+        for i in range(2):
+            q, k, v = jnp.split(norm(x) @ params[f"qkv{i}"], 3, axis=-1)
+            q, k, v = (y.reshape(*y.shape[:2], heads, -1) for y in (q, k, v))
+            x = x + attend(q, k, v, is_causal=True).reshape(x.shape) @ params[f"out{i}"]
+            x = x + jax.nn.gelu(norm(x) @ params[f"up{i}"]) @ params[f"down{i}"]
+        logits = jax.nn.log_softmax(norm(x) @ params["embed"].T)
+        return -jnp.take_along_axis(logits[:, :-1], data[:, 1:, None], -1).mean()
+
+    step = jax.jit(lambda params: jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params)))
+    losses = []
+    for _ in range(steps):
+        losses.append(float(jax.jit(loss)(params)))
+        params = step(params)
+    return losses
+
+
+def test_a_transformer_trains_on_the_same_curve() -> None:
+    found, expected = curve(dot_product_attention), curve(jax.nn.dot_product_attention)
+    assert expected[-1] < 0.95 * expected[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+# --- jax.nn's signature -----------------------------------------------------------------------------------------------
+
+DOT_PRODUCT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True, "scale": 0.3},
+    "bias": {"bias": normal(1, 4, 20, 28)},
+    "mask": {"mask": RNG.random((2, 1, 20, 28)) < 0.8},
+    "lengths": {
+        "query_seq_lengths": np.int32([9, 20]), "key_value_seq_lengths": np.int32([17, 28]), "is_causal": True,
+    },
+    "window": {"local_window_size": (3, 2)},
+    "one window": {"local_window_size": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOT_PRODUCT)
+def test_the_arguments_of_jax_nn(name: str) -> None:
+    query, key, value = (x.swapaxes(1, 2) for x in tensors())
+    options = DOT_PRODUCT[name]
+    found, expected = (
+        jax.vjp(lambda *x, call=call: call(*x, return_residual=True, **options), query, key, value)
+        for call in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    weight = np.linspace(0.5, 1, 20, dtype=np.float32)[None, :, None, None] * np.ones(query.shape, np.float32)
+    rows = slice(None)
+    if "query_seq_lengths" in options:  # the residuals of rows past the length differ
+        rows = np.arange(20) < options["query_seq_lengths"][:, None]
+    np.testing.assert_allclose(found[0][0], expected[0][0], atol=2e-6)
+    np.testing.assert_allclose(found[0][1][rows], expected[0][1][rows], atol=2e-6)
+    for got, wanted in zip(found[1]((weight, 0 * found[0][1])), expected[1]((weight, 0 * found[0][1])), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=5e-6)
+
+
+def test_without_a_batch_axis() -> None:
+    query, key, value = (x[0].swapaxes(0, 1) for x in tensors())
+    found = dot_product_attention(query, key, value, is_causal=True, query_seq_lengths=np.int32([7]))
+    expected = jax.nn.dot_product_attention(query, key, value, is_causal=True, query_seq_lengths=np.int32([7]))
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert not found[7:].any()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"scale": "x"}, TypeError, "scale is 'x'"),
+        ({"bias": np.ones((3, 3), np.float32)}, ValueError, "bias has shape"),
+        ({"kv_lengths": np.ones(3, int)}, ValueError, "kv_lengths has shape"),
+        ({"kv_lengths": np.ones(2, int), "causal": True}, ValueError, "q_offset"),
+        ({"kv_lengths": np.ones(2, int), "score_mod": lambda s, b, h, q, k: s + q}, ValueError, "q_offset"),
+        ({"dropout_p": 0.5}, ValueError, "dropout_p without seed"),
+        ({"dropout_p": 0.5, "seed": np.ones(2, int)}, TypeError, "seed"),
+        ({"sinks": np.ones(3, np.float32)}, ValueError, "sinks has shape"),
+        ({"layout": "nope"}, ValueError, "layout"),
+        ({"window": 3}, TypeError, "window"),
+        ({"mask_mod": 3}, TypeError, "mask_mod"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_errors_come_where_the_call_is_written(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    q, k, v = tensors()
+    with pytest.raises(error, match=match):
+        jax.eval_shape(lambda q: attention(q, k, v, **options), q)
+
+
+def test_errors_of_values_have_their_message() -> None:
+    q, k, v = tensors()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kv_lengths has values from 1 to 29; 0 to 28"):
+        jax.block_until_ready(attention(q, k, v, kv_lengths=np.array([1, 29])))
+    np.testing.assert_array_equal(attention(q, k, v), flashkit.attention(q, k, v))  # the next call is as right as ever
+
+
+def test_programs_are_compiled_once() -> None:
+    """Equal options are equal keys of JAX's cache, functions by identity."""
+    from flashkit import jax as module
+
+    q, k, v = tensors()
+    module._attend.clear_cache()
+    mask = mods.causal()
+    for _ in range(3):
+        attention(q, k, v, window=(3, 0), scale=0.5, mask_mod=mask, kv_lengths=np.array([4, 5]), q_offset=0)
+    assert module._attend._cache_size() == 1
