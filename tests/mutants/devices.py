@@ -120,13 +120,13 @@ FAULTS = (
     ),
     Fault(
         "profiles: keys without the directory", PROFILES,
-        'key = kind, os.environ.get("FLASHKIT_PROFILE_DIR"), os.environ.get(host.LANES)',
-        "key = kind, os.environ.get(host.LANES)",
+        "key = kind, settings.PROFILE_DIR.text(), settings.CPU_LANES.text()",
+        "key = kind, settings.CPU_LANES.text()",
     ),
     Fault(
         "profiles: keys without the lanes", PROFILES,
-        'os.environ.get("FLASHKIT_PROFILE_DIR"), os.environ.get(host.LANES)',
-        'os.environ.get("FLASHKIT_PROFILE_DIR")',
+        "settings.PROFILE_DIR.text(), settings.CPU_LANES.text()",
+        "settings.PROFILE_DIR.text()",
     ),
     Fault(
         "profiles: measured speeds of another device", PROFILES,

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ... import settings
 from ...devices import host, interrupt
 from ...devices.forking import outer_lock
 from . import specialise
@@ -67,12 +68,8 @@ def count() -> int:
     if _forked:
         return 1
     allowed = pool().limit()
-    if not host.variable("FLASHKIT_NUM_THREADS"):
-        return allowed
-    wanted = os.environ["FLASHKIT_NUM_THREADS"]
-    if not wanted.isdigit() or int(wanted) < 1:
-        raise ValueError(f"FLASHKIT_NUM_THREADS is a number of threads, 1 or more; got {wanted!r}")
-    return min(allowed, int(wanted))
+    wanted = settings.NUM_THREADS.read() if settings.NUM_THREADS.raw() else None
+    return allowed if wanted is None else min(allowed, wanted)
 
 
 def layer() -> str | None:
