@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault("trust: temporary files stay", TRUST, "            os.unlink(temporary)\n", "            pass\n"),
     Fault(
-        "cache: a relative directory", f"{DEVICES}/kernel_cache.py",
+        "settings: a relative directory", "flashkit/settings.py",
         "    if not os.path.isabs(found):\n",
         "    if not found:\n",
     ),
