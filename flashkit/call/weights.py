@@ -1,4 +1,4 @@
-"""`weights`: the attention probabilities of some rows, to look at."""
+"""`weights` and `plot_weights`: the attention probabilities of some rows, to look at."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..spec import Operands
 from . import arrays, options
 from .arguments import prepare
 from .options import Options
+from .shape import HEADS_AND_TOKENS
 
 _PAIRS = 1 << 20  # that are computed at once, in float64
 
@@ -74,6 +75,81 @@ def weights(q: Any, k: Any, *, rows: Any = None, heads: Any = None, **given: Unp
     tail = result.shape[1:]
     result = result[0, 0] if shape.ndim == 2 else result.reshape((*shape.batch, *tail)) if shape.ndim != 4 else result
     return result if problem.array_kind == "numpy" else arrays.namespace(problem.array_kind).asarray(result)
+
+
+def plot_weights(
+    q: Any, k: Any, *, rows: Any = None, heads: Any = None, batch: int = 0, figure: Any = None,
+    **given: Unpack[Options],
+) -> Any:  # fmt: skip
+    """Draw the attention probabilities of some rows with matplotlib, one picture for each head.
+
+    Parameters
+    ----------
+    q, k, rows, heads
+        As for `weights`.
+    batch
+        The batch entry, counted over all batch axes.
+    figure
+        A matplotlib figure to draw on; a new one by default.
+    **given
+        The other arguments of `attention`.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed: pip install "flashkit-attention[plot]".
+    TypeError, ValueError
+        An argument does not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 8, 100, 64), dtype=np.float32)
+    >>> figure = flashkit.plot_weights(q, k, heads=[0, 5], causal=True)
+    >>> [ax.get_title() for ax in figure.axes[:2]]
+    ['head 0', 'head 5']
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError('plot_weights needs matplotlib: pip install "flashkit-attention[plot]"') from error
+    found = weights(q, k, rows=rows, heads=heads, **given)
+    found = _host(found)
+    found = found.reshape((-1, *((1, 1, *found.shape)[-3:])))
+    if not 0 <= batch < len(found):
+        raise ValueError(f"batch is {batch}; 0 to {len(found) - 1} fits")
+    of_heads = found[batch]
+    packed = given.get("cu_seqlens") is not None
+    n_q, n_heads = _sizes(q, "bnhd" if packed else given.get("layout", "bhnd"))
+    names, row = _chosen("heads", heads, n_heads), _chosen("rows", rows, n_q)
+    columns = min(4, max(1, len(of_heads)))
+    lines = -(-len(of_heads) // columns)
+    if figure is None:
+        figure = plt.figure(figsize=(3 * columns, 3 * max(1, lines)), layout="constrained")
+    axes = figure.subplots(max(1, lines), columns, squeeze=False)
+    image = None
+    for ax, name, picture in zip(axes.flat, names, of_heads, strict=False):
+        image = ax.imshow(picture, cmap="magma", vmin=0, vmax=of_heads.max(), aspect="auto", interpolation="nearest")
+        ax.set(title=f"head {name}", xlabel="key", ylabel="query")
+        ticks = np.unique(np.linspace(0, len(row) - 1, min(len(row), 6)).astype(int))
+        ax.set_yticks(ticks, [str(row[i]) for i in ticks])
+    for ax in axes.flat[len(of_heads) :]:
+        ax.remove()
+    if image is not None:
+        figure.colorbar(image, ax=list(figure.axes), label="weight")
+    return figure
+
+
+def _sizes(q: Any, layout: str) -> tuple[int, int]:
+    """Queries and query heads."""
+    if q.ndim == 2:
+        return q.shape[0], 1
+    head_axis, token_axis = HEADS_AND_TOKENS[layout]
+    return q.shape[token_axis], q.shape[head_axis]
 
 
 def _chosen(name: str, wanted: Any, n: int) -> np.ndarray:
