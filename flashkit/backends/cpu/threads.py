@@ -32,8 +32,10 @@ from ...devices.forking import outer_lock
 from . import specialise
 from .arguments import KERNEL, PARALLEL_FOR, THREAD_MAIN, WORK_TILES
 
-SERIAL_FLOPS = 2e6
-"""A call with less work is not worth waking a thread for."""
+SERIAL_FLOPS = 1e7
+"""Work of a tenth of a millisecond. Threads would save a part of it, and where other processes take the cores, a call
+waits milliseconds for a thread that is not running.
+"""
 
 LONG_FLOPS = 1e10
 """Work of one thread that takes a tenth of a second to a second; from there on signals are looked for."""
