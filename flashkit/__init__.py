@@ -13,6 +13,7 @@ from . import mods
 from .api import attention, attention_vjp, explain, plan
 from .call.merge import merge
 from .call.planned import Planned
+from .call.weights import plot_weights, weights
 from .dispatch import use_backend
 from .errors import ProfileError, UnsupportedError
 from .mods.block_mask import BlockMask
@@ -22,8 +23,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask", "Planned", "ProfileError", "UnsupportedError", "__version__", "attention", "attention_vjp", "clip",
-    "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "merge", "minimum", "mods", "plan", "sigmoid",
-    "sign", "sin", "sqrt", "tanh", "use_backend", "where",
+    "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "merge", "minimum", "mods", "plan",
+    "plot_weights", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "weights", "where",
 ]  # fmt: skip
 
 

@@ -7,7 +7,6 @@ does not support the problem, that is an error; there is no fallback.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from . import settings
 from .backends.base import Backend
-from .devices import forking, host
+from .devices import forking
 from .errors import UnsupportedError, shown
 from .spec import Direction, Problem, Verdict
 
@@ -99,7 +99,7 @@ def _known(name: str, source: str) -> str:
 
 def state() -> tuple[Any, ...]:
     """What a plan depends on besides the arguments of the call; equal states give equal plans."""
-    return _generation, _forced.get(), host.variable("FLASHKIT_BACKEND"), host.variable("FLASHKIT_DETERMINISTIC")
+    return _generation, _forced.get(), settings.BACKEND.raw(), settings.DETERMINISTIC.raw()
 
 
 def forced(backend: str | None = None) -> str | None:
@@ -108,8 +108,8 @@ def forced(backend: str | None = None) -> str | None:
         return _known(backend, "backend")
     if (block := _forced.get()) is not None:
         return block
-    process = os.environ.get("FLASHKIT_BACKEND")
-    return _known(process, "FLASHKIT_BACKEND") if process else None
+    process = settings.BACKEND.read()
+    return _known(process, settings.BACKEND.name) if process else None
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,14 @@ def softmax(s: np.ndarray, sink: Any) -> tuple[np.ndarray, np.ndarray]:
     return select(s != -np.inf, p), finite(m) + np.log(l)
 
 
+@quiet
+def weights(head: Head, rows: slice) -> np.ndarray:
+    """What multiplies the values in the output of these rows, (rows, keys): P, or P after dropout."""
+    keys = head.everything[1]
+    s = modify(head, scores(load_tile(head, "q", rows), load_tile(head, "k"), head.scale), rows, keys)
+    return drop(head, softmax(s, head.sink)[0], rows, keys)
+
+
 # --- the steps --------------------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         raise
 
 
+@pytest.fixture(autouse=True, scope="session")
+def small_calls_run_on_threads() -> None:
+    """The problems of tests are small, and would run on one thread."""
+    from flashkit.backends.cpu import threads
+
+    threads.SERIAL_FLOPS = 2e6
+
+
 @pytest.fixture
 def program() -> Callable[..., str]:
     """Run Python text in a process of its own and return what it prints; its errors fail the test.

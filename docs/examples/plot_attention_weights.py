@@ -2,8 +2,8 @@
 Attention weights
 =================
 
-flashkit never stores the weights of the softmax. To look at them, pass an identity matrix as values: the output is then
-the weights themselves. The pictures show how modifications change them.
+flashkit never stores the weights of the softmax. To look at them, :func:`flashkit.weights` computes those of the rows
+and heads asked for. The pictures show how modifications change them.
 """
 
 import matplotlib.pyplot as plt
@@ -19,7 +19,7 @@ q = k = 4 * smooth / np.linalg.norm(smooth, axis=1, keepdims=True)
 
 
 def weights(**options):
-    return flashkit.attention(q, k, np.eye(n), **options)
+    return flashkit.weights(q, k, **options)
 
 
 def relative(s, b, h, q, k, *, table):
@@ -55,4 +55,11 @@ plt.plot(sums)
 plt.xlabel("query")
 plt.ylabel("sum of weights")
 plt.ylim(0, 1)
+plt.show()
+
+# %%
+# :func:`flashkit.plot_weights` draws the heads of one batch entry:
+
+heads = np.stack([q, np.roll(q, 8, axis=0)])
+flashkit.plot_weights(heads, np.stack([k, k]), rows=slice(16, 48), causal=True)
 plt.show()

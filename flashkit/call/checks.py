@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
 from typing import Any
 
 import numpy as np
 
+from .. import settings
 from ..errors import shown
 from ..mods import Mod
 from ..mods.tracing import DTYPES
@@ -47,7 +47,7 @@ def flag(name: str, value: Any, hint: str = "") -> bool:
 
 def is_deterministic(value: Any) -> bool:
     """Whether the call or the process (FLASHKIT_DETERMINISTIC) asks for deterministic results."""
-    return flag("deterministic", value) or (os.environ.get("FLASHKIT_DETERMINISTIC") or "0") != "0"
+    return flag("deterministic", value) or bool(settings.DETERMINISTIC.read())
 
 
 def window_of(window: Any) -> tuple[int | None, int | None]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,10 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """All attributes by name."""
         return dict(self.__dict__)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         lines = [self.problem, f"  device     {self.device}", "  backends"]

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import settings
+
 CPUINFO = Path("/proc/cpuinfo")
 CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -52,7 +54,7 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
-LANES = "FLASHKIT_CPU_LANES"
+LANES = settings.CPU_LANES.name
 
 
 def cpu_features() -> frozenset[str]:
@@ -61,8 +63,8 @@ def cpu_features() -> frozenset[str]:
     FLASHKIT_CPU_LANES = 4, 8 or 16 hides wider vectors than so many float32 lanes: profile, tiles and kernels are then
     those of such a CPU. ValueError for a width that this CPU does not have.
     """
-    found, wanted = _all_features(), os.environ.get(LANES)
-    if not wanted:
+    found, wanted = _all_features(), settings.CPU_LANES.read()
+    if wanted is None:
         return found
     fits = [str(lanes) for lanes in (4, 8, 16) if lanes <= lanes_of(found)]
     if wanted not in fits:
@@ -95,16 +97,6 @@ def cpu_name() -> str:
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     return _cpuinfo().get("model name") or platform.processor() or platform.machine() or "unknown"
-
-
-# os.environ encodes the name on each access, which takes longer than the other steps of a planned call.
-_variables: Any = getattr(os.environ, "_data", os.environ)
-_encoded: Any = functools.cache(getattr(os.environ, "encodekey", str))
-
-
-def variable(name: str) -> Any:
-    """An environment variable as the system stores it (bytes, text or None), for comparison."""
-    return _variables.get(_encoded(name))
 
 
 def cpu_count() -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import time
 import warnings
@@ -24,14 +23,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import settings
 from . import trust
 from .forking import inner_lock
 
 FOLDERS = "cpu", "cuda"
 """The folders of backends, which `prune` looks at."""
 
-SIZE = "FLASHKIT_CACHE_SIZE"
-DEFAULT_SIZE = 1 << 30
+DEFAULT_SIZE = settings.size(settings.CACHE_SIZE.default)
 MOST_MEMORY = 64 << 20
 """Bytes of compiled kernels in the memory of a process whose directory cannot be used."""
 
@@ -48,13 +47,11 @@ def path() -> Path:
     the variable is a home directory by mistake. UntrustedError if the variable is a relative path, or without a home
     directory.
     """
-    override = os.environ.get("FLASHKIT_CACHE_DIR")
-    if not override:
-        return trust.of_user("cache")
-    found = os.path.join(os.path.expanduser(override), "flashkit-kernels")
-    if not os.path.isabs(found):
-        raise trust.UntrustedError(f"FLASHKIT_CACHE_DIR={override} is not an absolute path")
-    return Path(found)
+    try:
+        override = settings.CACHE_DIR.read()
+    except ValueError as error:
+        raise trust.UntrustedError(str(error)) from None
+    return Path(override, "flashkit-kernels") if override else trust.of_user("cache")
 
 
 @dataclass(frozen=True)
@@ -68,23 +65,8 @@ class Usage:
 
 def limit() -> int:
     """The bytes that the cache may take: FLASHKIT_CACHE_SIZE, or DEFAULT_SIZE. ValueError for another value."""
-    wanted = os.environ.get(SIZE)
-    return parse_size(wanted, SIZE) if wanted else DEFAULT_SIZE
-
-
-def parse_size(text: str, name: str) -> int:
-    """Bytes of a text such as 500M, 2G or 1048576; K, M and G are powers of 1024. ValueError for another, with `name`.
-
-    Examples
-    --------
-    >>> from flashkit.devices import kernel_cache
-    >>> kernel_cache.parse_size("1.5K", "size")
-    1536
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise ValueError(f"{name} is a number of bytes such as 500M or 2G; got {text!r}")
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+    wanted = settings.CACHE_SIZE.read()
+    return DEFAULT_SIZE if wanted is None else wanted
 
 
 def usage() -> Usage:
@@ -265,7 +247,7 @@ def alone(folder: str, name: str) -> Iterator[None]:
 
 def _warn(error: OSError) -> None:
     """Warn once for each cache directory."""
-    wanted = os.environ.get("FLASHKIT_CACHE_DIR")
+    wanted = settings.CACHE_DIR.text()
     if wanted not in _warned:
         _warned.add(wanted)
         warnings.warn(

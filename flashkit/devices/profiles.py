@@ -19,7 +19,6 @@ bad profile must not disable attention. `load_file` is the strict reader, whose 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from .. import settings
 from ..errors import ProfileError
 from . import host, trust
 from .forking import outer_lock
@@ -119,12 +119,12 @@ def directories() -> dict[str, Path]:
 
     The first is left out if it is not an absolute path, the second without a home directory.
     """
-    override = os.environ.get("FLASHKIT_PROFILE_DIR")
     found = {}
-    if override and os.path.isabs(os.path.expanduser(override)):
-        found["FLASHKIT_PROFILE_DIR"] = Path(os.path.expanduser(override))
-    elif override:
-        _skip(f"FLASHKIT_PROFILE_DIR={override} is not an absolute path")
+    try:
+        if override := settings.PROFILE_DIR.read():
+            found[settings.PROFILE_DIR.name] = Path(override)
+    except ValueError as error:
+        _skip(error)
     with suppress(trust.UntrustedError):
         found["user"] = user_dir()
     return {**found, "shipped": shipped_dir()}
@@ -314,7 +314,7 @@ def for_device(kind: str) -> Profile:
     """
     if kind not in _OTHER_KIND:
         raise ValueError(f"kind must be 'cpu' or 'cuda', got {kind!r}")
-    key = kind, os.environ.get("FLASHKIT_PROFILE_DIR"), os.environ.get(host.LANES)
+    key = kind, settings.PROFILE_DIR.text(), settings.CPU_LANES.text()
     profile = _merged.get(key)
     if profile is None:
         with _lock:

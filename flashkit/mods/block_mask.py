@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..devices.lazy import cached_property
-from . import codegen, expr
+from . import codegen, expr, svg
 from .expr import Expr
 from .mod import Mod, mask, trace
 from .patterns import Patterns, integer
@@ -399,7 +399,7 @@ class BlockMask(Patterns):
         shown = self.with_blocks(self.block_q * coarse, self.block_k * coarse) if coarse > 1 else self
         i, j = np.ogrid[: shown.tiles[0], : shown.tiles[1]]
         ax = plt.subplots()[1] if ax is None else ax
-        colors: Any = ListedColormap(["white", "#9ecae1", "#08519c"])
+        colors: Any = ListedColormap(["white", *svg.COLOURS.values()])
         extent = (0, self.n_k, self.n_q, 0)
         ax.imshow(shown.states(i, j, b, h), colors, vmin=EMPTY, vmax=FULL, extent=extent, interpolation="nearest")
         title = f"tiles of {shown.block_q} x {shown.block_k}: dark full, light partial, white empty"
@@ -413,6 +413,12 @@ class BlockMask(Patterns):
         kept = f", {self.density:.1%} kept" if small or "_rows" in self.__dict__ else ""
         tiles = f"{self.tiles[0]} x {self.tiles[1]} tiles of {self.block_q} x {self.block_k}"
         return f"<BlockMask {self.n_q} x {self.n_k}{each}: {tiles}{kept}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a picture of the first batch entry and head, in larger tiles where there are many."""
+        coarse = max(1, -(-max(self.tiles) // svg.MOST))
+        shown = self.with_blocks(self.block_q * coarse, self.block_k * coarse)
+        return svg.picture(shown.states(*np.ogrid[: shown.tiles[0], : shown.tiles[1]]), repr(self))
 
     # --- tile classes -----------------------------------------------------------------------------------------------
 

@@ -15,12 +15,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from typing import Any
 
 import numpy as np
 
 from ..errors import shown
-from . import codegen, expr
+from . import codegen, expr, svg
 from .expr import Expr, Kind
 from .tracing import (
     SYMBOLS,
@@ -35,6 +36,9 @@ from .tracing import (
     value_kind,
     values_of,
 )
+
+_SHOWN = 32
+"""Queries and keys of a mask's picture."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +186,17 @@ class Mod:
 
     def __repr__(self) -> str:
         return f"<{self.kind} mod {self.key}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a mask on the first positions, if it can be evaluated there."""
+        try:
+            if self.kind == "mask":
+                first = np.arange(_SHOWN)
+                seen = np.broadcast_to(self.evaluate(b=0, h=0, q=first[:, None], k=first), (_SHOWN, _SHOWN))
+                return svg.picture(seen * np.int64(2), f"{_SHOWN} queries x {_SHOWN} keys: {self!r}")
+        except Exception:  # arrays may be short, or lie on a device
+            pass
+        return f"<code>{escape(repr(self))}</code>"
 
 
 def _restored(kind: Any, graph: Any, params: Any, arrays: Any) -> Mod:

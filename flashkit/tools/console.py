@@ -1,8 +1,16 @@
-"""The console of the commands."""
+"""The console of the commands, and tables that lose no number on a narrow one."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
+
+_GAP = 2  # between columns
+_NAME = 14  # characters that a column of names keeps
 
 
 def stdout() -> Console:
@@ -12,3 +20,55 @@ def stdout() -> Console:
     """
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=200)
+
+
+def print_table(
+    console: Console, names: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Print a table. Where it is wider than the console, names are folded; where the numbers alone are, the columns of
+    numbers that do not fit follow in a table below, with the names again.
+
+    Parameters
+    ----------
+    console
+        Where to print.
+    names, numbers
+        Heads of the columns of names and of those of numbers, which come after.
+    rows
+        The cells of each row.
+    """
+    for part in _parts(console.width, len(names), numbers, rows):
+        table = Table(box=None, padding=(0, _GAP, 0, 0))
+        for name in names:
+            table.add_column(name, overflow="fold")
+        for i in part:
+            table.add_column(numbers[i], justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row[: len(names)], *(row[len(names) + i] for i in part))
+        console.print(table)
+
+
+def _parts(width: int, named: int, numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[list[int]]:
+    """The columns of numbers of each table: as many as fit beside the names."""
+    part: list[int] = []
+    left = width - named * (_NAME + _GAP)
+    for i, head in enumerate(numbers):
+        needed = max(cell_len(text) for text in (head, *(row[named + i] for row in rows))) + _GAP
+        if part and needed > left:
+            yield part
+            part, left = [], width - named * (_NAME + _GAP)
+        part.append(i)
+        left -= needed
+    yield part
+
+
+def digits(x: float) -> str:
+    """Three significant digits without an exponent.
+
+    Examples
+    --------
+    >>> from flashkit.tools import console
+    >>> console.digits(0.0012345), console.digits(123.456)
+    ('0.00123', '123')
+    """
+    return f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}" if x > 0 else "0"

@@ -284,7 +284,7 @@ FAULTS = (
     Fault(
         "dispatch: the process before the block", "flashkit/dispatch.py",
         "    if (block := _forced.get()) is not None:\n        return block\n",
-        '    if (block := _forced.get()) is not None and not os.environ.get("FLASHKIT_BACKEND"):\n        return '
+        '    if (block := _forced.get()) is not None and not settings.BACKEND.read():\n        return '
         "block\n",
     ),
     Fault("dispatch: forget is not seen", "flashkit/dispatch.py", "        _generation += 1\n", ""),

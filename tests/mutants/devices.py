@@ -120,13 +120,13 @@ FAULTS = (
     ),
     Fault(
         "profiles: keys without the directory", PROFILES,
-        'key = kind, os.environ.get("FLASHKIT_PROFILE_DIR"), os.environ.get(host.LANES)',
-        "key = kind, os.environ.get(host.LANES)",
+        "key = kind, settings.PROFILE_DIR.text(), settings.CPU_LANES.text()",
+        "key = kind, settings.CPU_LANES.text()",
     ),
     Fault(
         "profiles: keys without the lanes", PROFILES,
-        'os.environ.get("FLASHKIT_PROFILE_DIR"), os.environ.get(host.LANES)',
-        'os.environ.get("FLASHKIT_PROFILE_DIR")',
+        "settings.PROFILE_DIR.text(), settings.CPU_LANES.text()",
+        "settings.PROFILE_DIR.text()",
     ),
     Fault(
         "profiles: measured speeds of another device", PROFILES,
@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault("trust: temporary files stay", TRUST, "            os.unlink(temporary)\n", "            pass\n"),
     Fault(
-        "cache: a relative directory", f"{DEVICES}/kernel_cache.py",
+        "settings: a relative directory", "flashkit/settings.py",
         "    if not os.path.isabs(found):\n",
         "    if not found:\n",
     ),

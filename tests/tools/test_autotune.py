@@ -92,6 +92,18 @@ def autotune(machine: Machine, **options: Any) -> list[Outcome]:
     return command.autotune(quick=True, tuned=[Simulated(machine)], clock=machine.clock, **options)
 
 
+@pytest.fixture(autouse=True)
+def load(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The share of the cores' time that other processes are said to take, in place of what they take."""
+    shares = [0.0]
+
+    def leave(self: environment.BackgroundLoad, *error: object) -> None:
+        self.share = shares[0]
+
+    monkeypatch.setattr(environment.BackgroundLoad, "__exit__", leave)
+    return shares
+
+
 def block_size(tile: CpuTile) -> float:
     """Seconds on a machine that is fast with large blocks of queries and 4 x 3 registers."""
     return (1.0 if (tile.rows, tile.vectors) == (4, 3) else 1.3) + 10 / tile.block_q
@@ -309,7 +321,7 @@ def test_autotune_writes_a_profile_that_is_used_and_explained(
     assert [f.target for f in found] == EFFORT.targets()
     shown = capsys.readouterr().out
     assert f"{sum(f.tile != f.before for f in found)} of 4 got faster" in shown
-    assert "peak GFLOP/s: float32 200, float64 100" in shown
+    assert "peak TFLOP/s: float32 0.200, float64 0.100" in shown
 
     (file,) = (profiles.user_dir()).glob("*.yaml")
     best = found[0].tile
@@ -372,6 +384,48 @@ def test_autotune_writes_to_the_output_file(monkeypatch: pytest.MonkeyPatch, tmp
     assert len(profiles.load_file(target).tiles["cpu.forward"]) == 2
     assert [file.name for file in target.parent.iterdir()] == ["mine.yaml"]
     assert not profiles.user_dir().exists()
+
+
+def test_autotune_writes_no_profile_that_it_does_not_trust(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: list[float]
+) -> None:
+    monkeypatch.setattr(cpu, "QUICK", EFFORT)
+    load[0] = 0.4
+    machine = Machine(block_size)
+    found = autotune(machine)
+    shown = capsys.readouterr().out
+    assert found and not any(outcome.saved for outcome in found)
+    assert not profiles.user_dir().exists()
+    assert "40 %" in shown and "--force" in shown and "--no-resume" in shown
+    load[0] = 0.0  # but the trials in the log were disturbed
+    assert not any(outcome.saved for outcome in autotune(Machine(block_size)))
+    assert all(outcome.saved for outcome in autotune(Machine(block_size), force=True))
+    (file,) = profiles.user_dir().glob("*.yaml")
+    file.unlink()
+    assert all(outcome.saved for outcome in autotune(Machine(block_size), resume=False))
+    assert file.exists()
+
+
+def test_an_interrupted_run_keeps_that_it_was_disturbed(monkeypatch: pytest.MonkeyPatch, load: list[float]) -> None:
+    monkeypatch.setattr(cpu, "QUICK", EFFORT)
+    load[0] = 0.4
+    machine = Machine(block_size)
+    machine.interrupt_after = 5
+    with pytest.raises(KeyboardInterrupt):
+        autotune(machine)
+    load[0] = 0.0
+    assert not any(outcome.saved for outcome in autotune(Machine(block_size)))
+
+
+def test_the_command_says_that_no_profile_was_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: list[float]
+) -> None:
+    monkeypatch.setattr(cpu, "QUICK", EFFORT)
+    monkeypatch.setattr(command, "tunable_backends", lambda backend: [Simulated(Machine(block_size))])
+    load[0] = 0.4
+    assert cli.run(["autotune", "--quick"]) == 1
+    assert "no profile was written" in capsys.readouterr().err
+    assert cli.run(["autotune", "--quick", "--force"]) == 0
 
 
 def test_autotune_names_an_unknown_dtype(capsys: pytest.CaptureFixture[str]) -> None:

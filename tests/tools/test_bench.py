@@ -243,6 +243,42 @@ def test_absent_baselines_are_left_out_with_a_message(
     assert "jax is left out: pip install jax" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--suite", "bfloat16", "--sizes", "512"],
+            [Case(512, d, dtype="bfloat16", causal=causal) for d in (64, 128) for causal in (False, True)],
+        ),
+        (["--quick", "--suite", "float16"], cases.SUITES["float16"]),
+        (["--quick", "--sizes", "64"], [Case(64), Case(64, causal=True)]),
+        (["--sizes", "64"], [Case(64, d, causal=causal) for d in (64, 128) for causal in (False, True)]),
+        (["--suite", "small", "--sizes", "32,64"], [Case(32), Case(64)]),
+        (["--suite", "masks", "--sizes", "1024"], [Case(1024, causal=True, window=512), Case(1024, kept=0.25)]),
+        (
+            ["--suite", "decode", "--sizes", "4096"],
+            [Case(1, 128, heads=32, heads_kv=8, n_k=4096, dtype=dtype) for dtype in ("float32", "bfloat16")],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value[0], str) else "",
+)
+def test_sizes_keep_the_rest_of_a_suite(
+    words: list[str], expected: list[Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Case] = []
+    result = measured()
+    monkeypatch.setattr(command, "run", lambda cases, names, **rest: asked.extend(cases) or iter([result]))
+    assert cli.run(["bench", "--baselines", "numpy", *words]) == 0
+    assert sorted(map(repr, asked)) == sorted(map(repr, expected))
+
+
+def test_sizes_keep_the_tokens_of_all_batch_entries() -> None:
+    case = Case(1024, 128, 16, "bfloat16", batch=16)
+    assert cases.resized(case, 4096) == Case(4096, 128, 16, "bfloat16", batch=4)
+    assert cases.resized(case, 1 << 20).batch == 1
+    assert cases.resized(Case(512), 128).batch == 1
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 

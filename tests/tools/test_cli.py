@@ -274,11 +274,11 @@ def test_cache_prune(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     assert {file.name for file in folder.iterdir()} == {"2.o", "3.o"}
     status, _, err = run("cache", "prune", "--to", "much")
-    assert status == 2 and "--to is a number of bytes such as 500M or 2G; got 'much'" in err
+    assert status == 2 and "--to is 'much'; a number of bytes such as 500M or 2G fits" in err
     monkeypatch.setenv("FLASHKIT_CACHE_SIZE", "much")
     for command in ("prune", "path"):
         status, _, err = run("cache", command)
-        assert status == 1 and "FLASHKIT_CACHE_SIZE is a number of bytes" in err
+        assert status == 1 and "a number of bytes such as 500M or 2G fits" in err
     assert run("info")[0] == 0
 
 
@@ -292,15 +292,15 @@ def test_cache_path_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_autotune_passes_its_options(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said: dict[str, Any] = {}
-    monkeypatch.setattr("flashkit.tools.autotune.command.autotune", lambda **options: said.update(options))
+    monkeypatch.setattr("flashkit.tools.autotune.command.autotune", lambda **options: said.update(options) or [])
     output = tmp_path / "mine.yaml"
     line = f"autotune --quick --dtype float32 --dtype float16 --budget 30 --no-resume --backend cpu --output {output}"
     assert run(*line.split())[0] == 0
     given = {"quick": True, "dtypes": ["float32", "float16"], "budget": 30.0, "resume": False, "output": output}
-    assert said == {**given, "backend": "cpu"}
-    assert run("autotune")[0] == 0
+    assert said == {**given, "backend": "cpu", "force": False}
+    assert run("autotune", "--force")[0] == 0
     defaults = {"quick": False, "dtypes": None, "budget": None, "resume": True, "output": None}
-    assert said == {**defaults, "backend": None}
+    assert said == {**defaults, "backend": None, "force": True}
 
 
 def test_autotune_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ FIT = {
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command, none of which measures: (status, stdout, stderr)."""
     monkeypatch.setattr(bench, "run", lambda *_, **__: iter([SimpleNamespace(machine={}, background_load=0.0)]))
-    monkeypatch.setattr(bench, "table", lambda *_: "")
+    monkeypatch.setattr(bench, "show", lambda *_: None)
     monkeypatch.setattr(bench, "describe", lambda _: "")
     monkeypatch.setattr(autotune, "_tune", lambda *_: [])
     monkeypatch.setattr(warm, "_one", lambda *call: warm.Warmed(call[0], "", 0.0))

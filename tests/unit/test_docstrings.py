@@ -17,7 +17,7 @@ from flashkit.api import Vjp
 from flashkit.call.explanation import Explanation
 
 MODULES = [
-    "api", "call.merge", "call.planned", "call.explanation", "dispatch", "errors", "mods.block_mask",
+    "api", "call.merge", "call.planned", "call.explanation", "call.weights", "dispatch", "errors", "mods.block_mask",
     "mods.expr.functions", "mods.library", "mods.mod", "mods.patterns", "devices.io_model", "reference",
 ]  # fmt: skip
 MASK = flashkit.BlockMask

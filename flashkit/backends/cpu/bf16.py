@@ -10,15 +10,14 @@ FLASHKIT_CPU_BF16 selects one by name.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import NamedTuple
 
+from ... import settings
 from ...devices import host
 from ...errors import UnsupportedError
 
-VARIABLE = "FLASHKIT_CPU_BF16"
-METHODS = ("amx", "avx512bf16", "widen", "emulate")
+VARIABLE = settings.CPU_BF16.name
 
 
 class Method(NamedTuple):
@@ -32,15 +31,13 @@ def select() -> Method:
     Raises
     ------
     ValueError
-        The environment names none of METHODS.
+        The environment names no method.
     UnsupportedError
         This machine does not have the instructions.
     """
-    wanted = os.environ.get(VARIABLE, "")
-    if not wanted:
+    wanted = settings.CPU_BF16.read()
+    if wanted is None:
         return _best()
-    if wanted not in METHODS:
-        raise ValueError(f"{VARIABLE} is one of {', '.join(METHODS)}; got {wanted!r}")
     if obstacle := _obstacle(wanted):
         raise UnsupportedError(f"{VARIABLE}={wanted}: {obstacle}")
     return Method(wanted, f"{VARIABLE} asks for it")

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from llvmlite import binding
 
-from ...devices import forking, interrupt, kernel_cache
+from ...devices import forking, interrupt, kernel_cache, progress
 from .. import elf, headers
 from . import pass_managers
 
@@ -123,7 +123,7 @@ def _made(name: str, make: Callable[[], Object]) -> Functions:
     with kernel_cache.alone(FOLDER, name):
         if (cached := _read(name)) is not None:
             return cached
-        with pass_managers.freed():
+        with progress.compiling(name.rpartition("_")[0]), pass_managers.freed():
             made = make()
         header = _Header(made.functions, made.needs_numba, _hash(name, made))
         kernel_cache.write(FOLDER, name, msgspec.json.encode(header) + b"\n" + made.code)

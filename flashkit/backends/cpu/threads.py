@@ -26,13 +26,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ... import settings
 from ...devices import host, interrupt
 from ...devices.forking import outer_lock
 from . import specialise
 from .arguments import KERNEL, PARALLEL_FOR, THREAD_MAIN, WORK_TILES
 
-SERIAL_FLOPS = 2e6
-"""A call with less work is not worth waking a thread for."""
+SERIAL_FLOPS = 1e7
+"""Work of a tenth of a millisecond. Threads would save a part of it, and where other processes take the cores, a call
+waits milliseconds for a thread that is not running.
+"""
 
 LONG_FLOPS = 1e10
 """Work of one thread that takes a tenth of a second to a second; from there on signals are looked for."""
@@ -67,12 +70,8 @@ def count() -> int:
     if _forked:
         return 1
     allowed = pool().limit()
-    if not host.variable("FLASHKIT_NUM_THREADS"):
-        return allowed
-    wanted = os.environ["FLASHKIT_NUM_THREADS"]
-    if not wanted.isdigit() or int(wanted) < 1:
-        raise ValueError(f"FLASHKIT_NUM_THREADS is a number of threads, 1 or more; got {wanted!r}")
-    return min(allowed, int(wanted))
+    wanted = settings.NUM_THREADS.read() if settings.NUM_THREADS.raw() else None
+    return allowed if wanted is None else min(allowed, wanted)
 
 
 def layer() -> str | None:

@@ -7,13 +7,13 @@ errors.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from ... import settings
 from ...devices.schema import not_followed
 from ...errors import UnsupportedError
 from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
@@ -24,8 +24,7 @@ from .device import Device
 from .generation import Generation, Pass
 from .params import AT
 
-VARIABLE = "FLASHKIT_CUDA_GENERATION"
-NAMES = "sm90", "sm80", "simt"
+VARIABLE = settings.CUDA_GENERATION.name
 _ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` fits"
 
 MANY_ROWS = 64
@@ -65,11 +64,9 @@ class CudaBackend:
 
     def allowed(self, direction: Direction = "forward") -> tuple[Generation, ...]:
         """The generations that the environment allows; all if the forced one has no kernels for this direction."""
-        forced = os.environ.get(VARIABLE)
-        if not forced:
+        forced = settings.CUDA_GENERATION.read()
+        if forced is None:
             return self.generations
-        if forced not in NAMES:
-            raise ValueError(f"{VARIABLE} is {forced!r}; {' or '.join(NAMES)} fits")
         left = tuple(generation for generation in self.generations if generation.name == forced)
         return self.generations if left and direction not in left[0].directions else left
 
@@ -131,7 +128,7 @@ class CudaBackend:
             return Verdict(False, reason)
         able = [generation.supports(problem, device.current(), "forward") for generation in self.allowed()]
         if not able:
-            return Verdict(False, f"it has no generation {os.environ.get(VARIABLE)}, which {VARIABLE} asks for")
+            return Verdict(False, f"it has no generation {settings.CUDA_GENERATION.text()}, which {VARIABLE} asks for")
         return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))
 
     def row(self, problem: Problem, profile: Any, direction: Direction) -> Any:

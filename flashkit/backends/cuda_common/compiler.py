@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...devices import interrupt, kernel_cache
+from ...devices import interrupt, kernel_cache, progress
 from .. import elf
 from .. import headers as formats
 
@@ -152,7 +152,8 @@ def _compiled(source: Compilable, arch: str, name: str) -> Binary:
     with kernel_cache.alone(FOLDER, name):
         found = _read(name)  # another process may have compiled it meanwhile
         if found is None:
-            code, log = source.compile(arch)
+            with progress.compiling(f"{source.name} for {arch}"):
+                code, log = source.compile(arch)
             _refuse_serialised(source.name, arch, log)
             found = Binary(name, code, resources(log))
             report = _Report(_hash(found), dict(found.resources))

@@ -4,10 +4,10 @@ problems that have too little work for it.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
+from ... import settings
 from ...spec import AttentionSpec, Problem, Verdict
 from . import modification
 from .arguments import ROW_TENSORS, Arguments, addresses, aligned
@@ -32,7 +32,7 @@ _L2_BYTES_ARRAY_MASK = 9_000_000  # the same where the mask is read from arrays,
 _SHARED = MODELS["sm_90a"].shared_per_block
 _L2_GROUP, _TILE_COUNTER = AT["heads_per_l2_group"], AT["tile_counter"]
 CHOSEN = "chosen for an H200"
-WATCHDOG = bool(int(os.environ.get("FLASHKIT_CUDA_WATCHDOG") or 0))
+WATCHDOG = bool(settings.CUDA_WATCHDOG.read())
 """Whether a wait that takes too long stops the kernel: an aid to find deadlocks."""
 
 

@@ -6,22 +6,23 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ... import dispatch
 from ...devices import profiles
+from ...devices.progress import hidden
 from ...spec import ITEMSIZE
 from ..bench.environment import BackgroundLoad, background_warning
-from ..console import stdout
+from ..console import digits, print_table, stdout
 from . import profile
 from .cpu import TunableCpu
 from .cuda import TunableCuda
-from .log import Log
+from .log import Disturbance, Log
 from .search import Outcome, Search
 from .targets import Effort, Target, TileRunner, TunableBackend
 
@@ -34,8 +35,8 @@ MIN_TIME = 6.0
 
 def autotune(
     *, quick: bool = False, dtypes: Sequence[str] | None = None, budget: float | None = None, resume: bool = True,
-    output: Path | None = None, backend: str | None = None, clock: Callable[[], float] = time.monotonic,
-    tuned: Sequence[TunableBackend] | None = None,
+    output: Path | None = None, backend: str | None = None, force: bool = False,
+    clock: Callable[[], float] = time.monotonic, tuned: Sequence[TunableBackend] | None = None,
 ) -> list[Outcome]:  # fmt: skip
     """Tune backends and write a profile of each device; prints a report on stdout and progress on stderr.
 
@@ -53,6 +54,8 @@ def autotune(
         The file of the profile, instead of one in the user's profile directory.
     backend
         "cpu", "cupy_raw" or "numba_cuda". By default the first two, as far as they are available.
+    force
+        Write the profile even if other processes disturbed the measurements, now or in the run that is resumed.
     clock, tuned
         For tests: a simulated clock, simulated backends.
 
@@ -79,7 +82,7 @@ def autotune(
     if output is not None and len(backends) > 1:
         names = " or ".join(tunable.backend for tunable in backends)
         raise ValueError(f"--output is the profile of one device; choose its backend by --backend {names}")
-    return [outcome for one in backends for outcome in _tune(one, quick, dtypes, budget, resume, output, clock)]
+    return [outcome for one in backends for outcome in _tune(one, quick, dtypes, budget, resume, output, force, clock)]
 
 
 def tunable_backends(backend: str | None = None) -> list[TunableBackend]:
@@ -117,19 +120,26 @@ def log_path(tunable: TunableBackend) -> Path:
 
 def _tune(
     tunable: TunableBackend, quick: bool, dtypes: Sequence[str] | None, budget: float | None, resume: bool,
-    output: Path | None, clock: Callable[[], float],
+    output: Path | None, force: bool, clock: Callable[[], float],
 ) -> list[Outcome]:  # fmt: skip
     """Tune one backend."""
     effort = tunable.effort(quick)
     end = clock() + (effort.budget if budget is None else budget)
     log, targets = Log(log_path(tunable), tunable.tile, resume), tunable.targets(effort, dtypes)
-    with BackgroundLoad() as load:
-        outcomes = list(_search(tunable, targets, log, effort, end, clock))
-    path = profile.write(profile.profile_of(outcomes, log.peaks, tunable), output)
+    try:
+        with BackgroundLoad() as load:
+            outcomes = list(_search(tunable, targets, log, effort, end, clock))
+    finally:
+        if background_warning(load.share):
+            log.add(Disturbance(load.share or 0.0))
+    warning = background_warning(log.disturbed)
+    path = None
+    if force or not warning:
+        path = profile.write(profile.profile_of(outcomes, log.peaks, tunable), output)
     dispatch.forget()
     profiles.forget()
-    _report(outcomes, targets, log, path, tunable, background_warning(load.share))
-    return outcomes
+    _report(outcomes, targets, log, path, tunable, warning)
+    return [replace(outcome, saved=path is not None) for outcome in outcomes]
 
 
 def _search(
@@ -138,10 +148,11 @@ def _search(
 ) -> Iterator[Outcome]:  # fmt: skip
     """Search target by target, each with an equal share of the time that is left, but no less than MIN_TIME."""
     runner: TileRunner = tunable.runner(effort, targets)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     steps = 2 * effort.blocks + effort.shapes + 5
     # Without auto_refresh: its thread would take a core from the timed calls ten times a second.
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+    drawn = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+    with hidden(), drawn as progress:
         task = progress.add_task("bandwidths and peak FLOP/s", total=steps * len(targets) + 1)
         if log.peaks is None:
             log.add(tunable.measure_peaks())
@@ -159,24 +170,23 @@ def _search(
 
 
 def _report(
-    outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path, tunable: TunableBackend, warning: str
-) -> None:
+    outcomes: Sequence[Outcome], targets: Sequence[Target], log: Log, path: Path | None, tunable: TunableBackend,
+    warning: str,
+) -> None:  # fmt: skip
     """Print the measured peaks, a table of the outcomes, what is unfinished, and the paths that were written."""
     console = stdout()
     if log.peaks is not None:
         p, (slow, middle, fast) = log.peaks, tunable.levels
-        flops = ", ".join(f"{dtype} {1000 * value:.0f}" for dtype, value in p.peak_tflops.items())
+        flops = ", ".join(f"{dtype} {digits(value)}" for dtype, value in p.peak_tflops.items())
         console.print(
             f"bandwidth in GB/s: {slow} {p.bandwidth_gbs:.1f}, {middle} {p.l2_bandwidth_gbs:.0f}, "
-            f"{fast} {p.l1_bandwidth_gbs:.0f}; peak GFLOP/s: {flops}"
+            f"{fast} {p.l1_bandwidth_gbs:.0f}; peak TFLOP/s: {flops}"
         )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("for", "tile", "GFLOP/s", "speed-up", "tried", "wrong"):
-        table.add_column(name, justify="left" if name in ("for", "tile") else "right", no_wrap=True)
+    rows = []
     for o in outcomes:
         gain = "as before" if o.tile == o.before else f"{o.gain:.2f} x"
-        table.add_row(str(o.target), str(o.tile), f"{o.gflops:.1f}", gain, str(o.tried), str(o.wrong or ""))
-    console.print(table)
+        rows.append([str(o.target), str(o.tile), digits(o.gflops / 1e3), gain, str(o.tried), str(o.wrong or "")])
+    print_table(console, ["for", "tile"], ["TFLOP/s", "speed-up", "tried", "wrong"], rows)
     faster = [o for o in outcomes if o.tile != o.before]
     if faster:
         best = max(faster, key=lambda o: o.gain)
@@ -190,4 +200,10 @@ def _report(
         console.print(f"the time was up with {unfinished} of {len(targets)} unfinished: run again to resume")
     if warning:
         console.print(warning)
-    console.print(f"profile  {path}\nlog      {log.path}")
+    if path is None:
+        console.print(
+            "no profile is written: run again with --no-resume while nothing else runs, or with --force to write these"
+        )
+    else:
+        console.print(f"profile  {path}", soft_wrap=True)
+    console.print(f"log      {log.path}", soft_wrap=True)

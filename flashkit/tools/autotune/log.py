@@ -44,6 +44,12 @@ class MeasuredPeaks(msgspec.Struct, frozen=True, tag="rates"):
     date: str = ""
 
 
+class Disturbance(msgspec.Struct, frozen=True, tag="disturbance"):
+    """The share of all cores' time, 0 to 1, that other processes took during a run whose trials are above."""
+
+    share: float
+
+
 class Log:
     """A log file, read when it is opened; every entry is appended at once.
 
@@ -69,9 +75,10 @@ class Log:
         self.path = trust.directory(path.parent, make=True) / path.name
         self.trials: list[Trial[Any]] = []
         self.peaks: MeasuredPeaks | None = None
+        self.disturbed = 0.0  # the largest share of a run
         if not resume:
             self.path.unlink(missing_ok=True)
-        entries: Any = Trial[tile] | MeasuredPeaks
+        entries: Any = Trial[tile] | MeasuredPeaks | Disturbance
         content = b""
         with suppress(FileNotFoundError):
             content = trust.read(self.path)
@@ -88,7 +95,7 @@ class Log:
         self._separator = b"" if content.endswith(b"\n") or not content else b"\n"
         self._warned = False
 
-    def add(self, entry: Trial[Any] | MeasuredPeaks) -> None:
+    def add(self, entry: Trial[Any] | MeasuredPeaks | Disturbance) -> None:
         self._take(entry)
         try:
             trust.append(self.path, self._separator + msgspec.json.encode(entry) + b"\n")
@@ -105,9 +112,11 @@ class Log:
         """The trials of the target with this key, in order."""
         return [trial for trial in self.trials if trial.target == target]
 
-    def _take(self, entry: Trial[Any] | MeasuredPeaks) -> None:
+    def _take(self, entry: Trial[Any] | MeasuredPeaks | Disturbance) -> None:
         if isinstance(entry, MeasuredPeaks):
             self.peaks = entry
+        elif isinstance(entry, Disturbance):
+            self.disturbed = max(self.disturbed, entry.share)
         else:
             self.trials.append(entry)
 

@@ -43,7 +43,7 @@ class Outcome:
     """The result for a target: the tile to use, its GFLOP/s, and `gain`, its speed-up over the tile used before.
 
     tried, wrong: numbers of other tiles that were timed, and of tiles that failed. complete: False if the time was up
-    before every stage was done.
+    before every stage was done. saved: False if the profile was not written.
     """
 
     target: Target
@@ -54,6 +54,7 @@ class Outcome:
     tried: int
     wrong: int
     complete: bool
+    saved: bool = True
 
     @property
     def why(self) -> str:

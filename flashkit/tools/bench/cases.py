@@ -120,6 +120,13 @@ def dense(case: Case) -> Case:
     return replace(case, window=None, kept=None, causal=False)
 
 
+def resized(case: Case, tokens: int) -> Case:
+    """The case with another number of tokens, of keys in decoding, and about as many tokens over all batch entries."""
+    if case.n_q == 1:
+        return replace(case, n_k=tokens)
+    return replace(case, n_q=tokens, n_k=None, batch=max(1, case.batch * case.n_q // tokens) if case.batch > 1 else 1)
+
+
 def dense_flops(case: Case, direction: Direction) -> float:
     """FLOPs of the case without a mask."""
     return 4.0 * case.batch * case.heads * case.n_q * case.keys * case.head_dim * (1 if direction == "forward" else 2.5)

@@ -13,34 +13,35 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ...devices.progress import hidden
 from ..console import stdout
 from . import measure
 from .baselines import missing
-from .cases import Case, directions
+from .cases import Case, directions, resized
 from .environment import background_warning, describe, now
 from .platforms import PLATFORMS, Platform
 from .results import Result, append
-from .table import table
+from .table import show
 
 
 def main(
     *, quick: bool = False, output: Path | None = None, baselines: Sequence[str] | None = None,
-    sizes: Sequence[int] | None = None, suites: Sequence[str] = ("all",), device: str = "cpu",
+    sizes: Sequence[int] | None = None, suites: Sequence[str] | None = None, device: str = "cpu",
 ) -> int:  # fmt: skip
     """Run the benchmark: a table on stdout, progress and errors on stderr.
 
     Parameters
     ----------
     quick
-        Few cases, few rounds.
+        Few rounds, and without `suites` few cases.
     output
         Append results to this file as lines of JSON.
     baselines
         Names of the platform's baselines; by default those that are installed.
     sizes
-        Numbers of tokens, instead of a suite.
+        Numbers of tokens, instead of those of the suites. Dtypes, head dims and masks stay theirs.
     suites
-        Names of the platform's suites, or "all".
+        Names of the platform's suites, or "all". By default all; with `sizes` the first.
     device
         "cpu" or "cuda".
 
@@ -60,9 +61,10 @@ def main(
     except (KeyError, RuntimeError) as error:
         problem = f"{device} is none of {', '.join(PLATFORMS)}" if isinstance(error, KeyError) else str(error)
         return _error(f"--device: {problem}", 2 if isinstance(error, KeyError) else 1)
-    if not suites and not sizes:
+    if suites is not None and not suites:
         return _error(f"--suite: no name; expected some of all, {', '.join(platform.suites)}", 2)
-    options = ("--baselines", baselines or (), [*platform.baselines]), ("--suite", suites, ["all", *platform.suites])
+    known_suites = ["all", *platform.suites]
+    options = ("--baselines", baselines or (), [*platform.baselines]), ("--suite", suites or (), known_suites)
     for option, given, known in options:
         if unknown := [name for name in given if name not in known]:
             return _error(f"{option}: {', '.join(unknown)} is none of {', '.join(known)}", 2)
@@ -73,17 +75,14 @@ def main(
         if packages:
             names.remove(name)
             print(f"{name} is left out: pip install {' '.join(packages)}", file=sys.stderr)
-    if sizes:
-        cases = [Case(n, causal=causal) for n in sizes for causal in (False, True)]
-    else:
-        named = [cases for name, cases in platform.suites.items() if {name, "all"} & set(suites)]
-        cases = list(platform.quick) if quick else [case for cases in named for case in cases]
+    cases = _cases(platform, quick, sizes, suites)
     rounds, budget = (7, 5.0) if quick else (20, 4.0) if platform.is_cpu else (20, 0.6)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: list[Result] = []
     # Without auto_refresh: its thread would take a core from the timed calls ten times a second.
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+    drawn = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+    with hidden(), drawn as progress:
         task = progress.add_task("", total=sum(len(directions(case)) for case in cases))
         on_start = lambda label: progress.update(task, description=label, refresh=True)
         for result in run(cases, names, rounds=rounds, budget=budget, on_start=on_start, platform=platform):
@@ -92,13 +91,21 @@ def main(
                 append(output, result)
             progress.advance(task)
     console = stdout()
-    console.print(table(results, names))
+    show(console, results, names)
     console.print(describe(results[-1].machine))
     if warning := background_warning(max(result.background_load or 0.0 for result in results)):
         console.print(warning)
     if output is not None:
-        console.print(f"written to {output}")
+        console.print(f"written to {output}", soft_wrap=True)
     return 0
+
+
+def _cases(platform: Platform, quick: bool, sizes: Sequence[int] | None, suites: Sequence[str] | None) -> list[Case]:
+    """The cases of the suites, or without suites the quick ones; with sizes, each of them at these."""
+    default = {next(iter(platform.suites))} if sizes else {"all"}
+    named = [cases for name, cases in platform.suites.items() if {name, "all"} & set(suites or default)]
+    cases = list(platform.quick) if quick and not suites else [case for cases in named for case in cases]
+    return list(dict.fromkeys(resized(case, n) for n in sizes for case in cases)) if sizes else cases
 
 
 def run(

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from . import cache, demo, explain, measuring, profiles, status
+from . import cache, config, demo, explain, measuring, profiles, status
 from .common import fail
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     help="Exact attention on NumPy and CuPy arrays: what runs here, why, and how fast.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # help is printed as it is written: rich takes "[...]" for markup
     pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
 )
 app.command()(status.info)
@@ -33,6 +34,7 @@ app.command(
 )(demo.demo)
 app.add_typer(profiles.app, name="profile", no_args_is_help=True)
 app.add_typer(cache.app, name="cache", no_args_is_help=True)
+app.add_typer(config.app, name="config", no_args_is_help=True)
 
 
 def run(arguments: list[str]) -> int:

@@ -8,14 +8,17 @@ from typing import Annotated
 
 import typer
 
+from ... import settings
 from .common import Json, fail, print_json
 
-app = typer.Typer(help="Compiled kernels on disk.")
+app = typer.Typer(rich_markup_mode=None, help="Compiled kernels on disk.")
 
 
 @app.command("path")
 def cache_path(as_json: Json = False) -> None:
-    """Print the directory of the compiled kernels; with --json also their number and size, and the limit.
+    """Print the directory of the compiled kernels.
+
+    With --json also their number and size, and the limit.
 
     \f
     Raises
@@ -38,7 +41,9 @@ def cache_path(as_json: Json = False) -> None:
 
 @app.command("clear")
 def cache_clear(as_json: Json = False) -> None:
-    """Remove all compiled kernels; they are compiled again when they are needed.
+    """Remove all compiled kernels.
+
+    They are compiled again when they are needed.
 
     \f
     Raises
@@ -65,7 +70,7 @@ def cache_prune(
     to: Annotated[str | None, typer.Option(help="The size to keep, such as 500M; by default the limit.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Remove the compiled kernels that were not used for the longest time.
+    """Remove compiled kernels that were not used for long.
 
     Example: flashkit cache prune --to 100M
 
@@ -79,9 +84,9 @@ def cache_prune(
     from .. import doctor
 
     try:
-        most = kernel_cache.limit() if to is None else kernel_cache.parse_size(to, "--to")
+        most = kernel_cache.limit() if to is None else settings.size(to)
     except ValueError as error:
-        raise fail(error, 1 if to is None else 2) from None
+        raise (fail(error) if to is None else fail(f"--to is {to!r}; {error}", 2)) from None
     try:
         removed = kernel_cache.prune(most)
     except OSError as error:
@@ -98,7 +103,9 @@ def cache_warm(
     head_dim: Annotated[list[int] | None, typer.Option(help="A head dim to compile for; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compile the kernels of plain and causal attention now, in parallel, instead of in the first calls.
+    """Compile the kernels of plain and causal attention now.
+
+    In parallel, instead of in the first calls.
 
     Example: flashkit cache warm --dtype bfloat16 --head-dim 128
 
@@ -108,6 +115,7 @@ def cache_warm(
     typer.Exit
         Status 1 if a kernel does not compile or run, 2 for an unknown dtype or head dim.
     """
+    from ...devices import progress
     from ...spec import ITEMSIZE, MAX_HEAD_DIM
     from .. import warm
 
@@ -118,11 +126,12 @@ def cache_warm(
         if not 1 <= d <= MAX_HEAD_DIM:
             raise fail(f"--head-dim {d}: expected 1 to {MAX_HEAD_DIM}", 2)
     started, failed, found = time.perf_counter(), 0, []
-    for one in warm.warm(dtype or warm.DTYPES, head_dim or warm.HEAD_DIMS):
-        failed += bool(one.error)
-        found.append(one._asdict())
-        if not as_json:
-            print(f"{one.backend}: {one.label}: {one.error or f'{one.seconds:.1f} s'}")
+    with progress.hidden():
+        for one in warm.warm(dtype or warm.DTYPES, head_dim or warm.HEAD_DIMS):
+            failed += bool(one.error)
+            found.append(one._asdict())
+            if not as_json:
+                print(f"{one.backend}: {one.label}: {one.error or f'{one.seconds:.1f} s'}")
     if as_json:
         print_json(found)
     else:

@@ -13,7 +13,9 @@ from .common import fail
 
 
 def demo(context: typer.Context) -> None:
-    """Semantic search with a real transformer in NumPy: flashkit demo "how do I parse JSON?".
+    """Semantic search with a real transformer in NumPy.
+
+    Example: flashkit demo "how do I parse JSON?"
 
     \f
     Raises

@@ -37,7 +37,9 @@ def explain(
     measure: Annotated[bool, typer.Option("--measure", help="Time both passes, on random NumPy arrays.")] = False,
     as_json: Json = False,
 ) -> None:
-    """The backend that would run a call, its tile and the reason for it, and a lower bound of its time.
+    """What would run a call, why, and a lower bound of its time.
+
+    The answer of each backend, the tile, and the row of the profile that chose it.
 
     Example: flashkit explain --shape 4,32,1,128 --kv-heads 8 --keys 16384 --dtype bfloat16
 

@@ -21,8 +21,13 @@ def autotune(
         Path | None, typer.Option(help="Write the profile here (default: the user's profile directory).")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="cpu, cupy_raw or numba_cuda (default: the first two).")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the profile even if other processes disturbed the measurements.")
+    ] = False,
 ) -> None:
-    """Measure this machine, find its best tiles, and write them to a profile. Ctrl-C keeps what was measured.
+    """Measure this machine and write its best tiles to a profile.
+
+    Ctrl-C keeps what was measured.
 
     Example: flashkit autotune --quick --backend cpu
 
@@ -30,8 +35,8 @@ def autotune(
     Raises
     ------
     typer.Exit
-        Status 1 if another user can write the log or the profiles, 2 for an unknown dtype or backend, 130 if
-        interrupted.
+        Status 1 if other processes disturbed the measurements, so that no profile was written, or if another user
+        can write the log or the profiles; 2 for an unknown dtype or backend, 130 if interrupted.
     """
     from ...devices.trust import UntrustedError
     from ..autotune import command
@@ -40,7 +45,9 @@ def autotune(
     if budget is not None and not math.isfinite(budget):
         raise typer.BadParameter(f"got {budget}, expected seconds", param_hint="--budget")
     try:
-        command.autotune(quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend)
+        outcomes = command.autotune(
+            quick=quick, dtypes=dtype, budget=budget, resume=resume, output=output, backend=backend, force=force
+        )
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept, run again to resume", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -48,14 +55,20 @@ def autotune(
         raise fail(error, 2) from None
     except UntrustedError as error:  # the directory of the log or of the profiles
         raise fail(error) from None
+    if not all(outcome.saved for outcome in outcomes):
+        raise fail("no profile was written; the reason is above")
 
 
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes, few rounds.")] = False,
     output: Annotated[Path | None, typer.Option(help="Append the results to this file, as lines of JSON.")] = None,
     suite: Annotated[
-        str, typer.Option(help="Cases: float32, bfloat16, float16, float64, masks, decode, small.")
-    ] = "all",
+        str | None,
+        typer.Option(
+            help="Cases: float32, bfloat16, float16, float64, masks, decode, small (default: all; with --sizes the "
+            "first)."
+        ),
+    ] = None,
     baselines: Annotated[
         str | None,
         typer.Option(
@@ -63,10 +76,14 @@ def bench(
         ),
     ] = None,
     peers: Annotated[str | None, typer.Option(hidden=True, help="The former name of --baselines.")] = None,
-    sizes: Annotated[str | None, typer.Option(help="Numbers of tokens, joined by commas: 512,2048.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Numbers of tokens instead of those of the suite, joined by commas: 512,2048.")
+    ] = None,
     device: Annotated[str, typer.Option(help="Measure on this: cpu, cuda.")] = "cpu",
 ) -> None:
-    """Time attention, forward and backward, interleaved with its baselines in one process.
+    """Time attention and its gradients beside other libraries.
+
+    Calls are interleaved in one process.
 
     Example: flashkit bench --quick --baselines numpy,torch
 
@@ -86,6 +103,7 @@ def bench(
     names = None if named is None else words(named)
     from ..bench import command
 
+    suites = None if suite is None else words(suite)
     raise typer.Exit(
-        command.main(quick=quick, output=output, baselines=names, sizes=lengths, suites=words(suite), device=device)
+        command.main(quick=quick, output=output, baselines=names, sizes=lengths, suites=suites, device=device)
     )

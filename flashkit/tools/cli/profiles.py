@@ -12,12 +12,12 @@ from rich.table import Table
 from ..console import stdout
 from .common import Json, fail, print_json, warnings_on_stderr
 
-app = typer.Typer(help="Device profiles: list them, show the ones in use, validate files.")
+app = typer.Typer(rich_markup_mode=None, help="Device profiles: list, show and validate them.")
 
 
 @app.command("list")
 def profile_list(as_json: Json = False) -> None:
-    """Every profile file in lookup order; those that apply to this machine's devices are marked."""
+    """Every profile file in lookup order; a mark where it applies."""
     from ...devices import profiles
 
     with warnings_on_stderr():
@@ -99,7 +99,9 @@ def profile_validate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check files against the schema. Exit status 1 if one is malformed; its line and field are named.
+    """Check files against the schema.
+
+    Exit status 1 if one is malformed; its line and field are named.
 
     \f
     Raises

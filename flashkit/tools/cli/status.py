@@ -14,7 +14,7 @@ from .common import Json, print_json
 
 
 def info(as_json: Json = False) -> None:
-    """Version, backends, device profiles in use, kernel cache: one line each."""
+    """Version, backends, profiles in use and kernel cache."""
     with contextlib.redirect_stdout(sys.stderr):
         found = examination.report("flashkit", "backends", "profiles", "cache")
     if as_json:
@@ -39,5 +39,5 @@ def info(as_json: Json = False) -> None:
 
 
 def doctor(as_json: Json = False) -> None:
-    """Everything that matters for a bug report, and the commands that install what is missing. Never fails."""
+    """A report for bugs, with commands that install what is missing. Never fails."""
     examination.main(["--json"] if as_json else [])

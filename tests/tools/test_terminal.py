@@ -1,0 +1,221 @@
+"""Tables and help on a terminal of 80 columns: no number is cut, and text is printed as it is written."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from rich.console import Console
+
+from flashkit.tools import cli
+from flashkit.tools.console import digits, print_table
+
+if sys.platform == "win32":
+    pytest.skip("needs pseudo-terminals", allow_module_level=True)
+
+from terminal import COLUMNS, on_terminal, written
+
+NAMES = ["heads 32:8, 16384 x 16384, head dim 128, bfloat16, causal, window 1024", "forward"]
+NUMBERS = [f"{i}{i}{i}.{i}{i} ({i}.00-{i}.99)" for i in range(1, 8)]
+
+
+def printed(width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+    rows = [[*NAMES, *NUMBERS], ["short", "backward", *("-" for _ in NUMBERS)]]
+    print_table(console, ["case", "direction"], [f"head {i}" for i in range(1, 8)], rows)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 250])
+def test_names_are_folded_and_numbers_kept(width: int) -> None:
+    lines = printed(width)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert [text.count(number) for number in NUMBERS] == [1] * 7
+    assert [text.count(f"head {i} ") + text.count(f"head {i}\n") for i in range(1, 8)] == [1] * 7
+    blocks = sum(line.startswith("case") for line in lines)
+    assert (blocks == 1) == (width == 250)
+    columns = "".join(line[:14].strip() for line in lines).replace(" ", "")
+    assert columns.count("heads32:8") == blocks  # the names are in every block
+
+
+def test_digits() -> None:
+    assert [digits(x) for x in (0.0, 0.00123456, 0.19, 12.34, 671.23, 3399.6)] == [
+        "0", "0.00123", "0.190", "12.3", "671", "3400",
+    ]  # fmt: skip
+
+
+SHOW_BENCH = """
+from dataclasses import replace
+import msgspec
+from flashkit.tools.bench.table import show
+from flashkit.tools.console import stdout
+from simulated_bench import SMALL, measured
+found = measured(replace(SMALL, n_q=512, causal=True))
+names = "numpy", "torch", "jax", "onnxruntime"
+ratios = {name: {"median": 3.25 + i, "low": 3.0, "high": 3.5} for i, name in enumerate(names)}
+found = msgspec.structs.replace(found, times_as_fast=ratios, memory={"flashkit": 5 << 20, "numpy": 77 << 20},
+                                yardsticks={"matmul": {"median": 0.62, "low": 0.6, "high": 0.7}})
+show(stdout(), [found], names)
+"""
+
+AUTOTUNE = """
+import test_autotune as simulated
+from flashkit.tools.autotune import cpu
+from flashkit.tools.bench import environment
+environment.BackgroundLoad.share = None
+cpu.QUICK = simulated.EFFORT
+simulated.autotune(simulated.Machine(simulated.block_size), force=True)
+"""
+
+
+def test_the_table_of_bench() -> None:
+    status, lines = on_terminal(["-c", SHOW_BENCH])
+    assert status == 0 and max(map(len, lines)) <= COLUMNS, lines
+    text = " ".join(lines)
+    assert "…" not in text
+    for number in ("1.00 (1.00-1.00)", "3.25", "4.25", "5.25", "6.25", "matmul 0.62", "5.0", "77.0", "x onnxruntime"):
+        assert number in text, lines
+
+
+def test_the_table_of_autotune(tmp_path: Path) -> None:
+    status, lines = on_terminal(["-c", AUTOTUNE], XDG_DATA_HOME=str(tmp_path))
+    assert status == 0, lines
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("for")) :]
+    end = next(i for i, line in enumerate(table) if "got faster" in line)
+    assert max(map(len, table[:end])) <= COLUMNS
+    assert "TFLOP/s" in table[0] and "speed-up" in table[0] and "tried" in table[0]
+    numbers = [line for line in table[1:end] if re.search(r"\d\.\d{2} x|as before", line)]
+    assert len(numbers) == 4 and all(re.search(r"\b0\.\d{3,}\b|\b\d\.\d\d\b", line) for line in numbers), table
+    assert "peak TFLOP/s: float32 0.200, float64 0.100" in " ".join(lines)
+    profile = next(line.split()[1] for line in lines if line.startswith("profile"))  # in one piece
+    assert Path(profile).is_file()
+    text = Path(profile).read_text()
+    assert not re.search(r"[&*]id\d+", text) and "# " in text  # no anchors
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "explain", "autotune", "bench", "profile", "profile validate", "cache", "cache prune", "cache warm", "config"],
+)
+def test_help_is_whole(command: str) -> None:
+    """Every word of every help text, and no summary cut off."""
+    status, lines = on_terminal(["-m", "flashkit", *command.split(), "--help"])
+    text = re.sub(r"\s+", " ", " ".join(lines)).replace("- ", "-")
+    assert status == 0 and max(map(len, lines)) <= COLUMNS
+    assert not re.search(r"\w\.\.\.", text.replace("]...", "]"))
+    found: Any = typer.main.get_command(cli.app)
+    for word in command.split():
+        found = found.commands[word]
+    for parameter in found.params:
+        if (told := getattr(parameter, "help", None)) and not parameter.hidden:
+            assert re.sub(r"\s+", " ", told).replace("- ", "-") in text
+
+
+def test_brackets_in_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich takes them for markup."""
+
+    @cli.app.command("bracketed")
+    def bracketed() -> None:
+        """Install flashkit-attention[torch] first."""
+
+    try:
+        assert cli.run(["bracketed", "--help"]) == 0
+        assert cli.run(["--help"]) == 0
+    finally:
+        cli.app.registered_commands.pop()
+    assert capsys.readouterr().out.count("flashkit-attention[torch]") == 2
+
+
+# --- config show ------------------------------------------------------------------------------------------------------
+
+
+def test_config_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from flashkit import settings
+
+    for setting in settings.ALL:
+        monkeypatch.delenv(setting.name, raising=False)
+    monkeypatch.setenv("FLASHKIT_CACHE_SIZE", "2G")
+    assert cli.run(["config", "show", "--json"]) == 0
+    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert list(listed) == [setting.name for setting in settings.ALL]
+    assert listed["FLASHKIT_CACHE_SIZE"]["value"] == 2 << 30
+    assert listed["FLASHKIT_BACKEND"]["value"] is None and listed["FLASHKIT_BACKEND"]["default"] == "the fastest"
+    monkeypatch.setenv("FLASHKIT_CPU_LANES", "5")
+    monkeypatch.setenv("FLASHKIT_CACHEDIR", "/tmp")
+    assert cli.run(["config", "show"]) == 1
+    out, err = capsys.readouterr()
+    assert all(name in out for name in listed)
+    assert "FLASHKIT_CPU_LANES is '5'; 4, 8 or 16 fits" in err
+    assert "FLASHKIT_CACHEDIR is no variable of flashkit; did you mean FLASHKIT_CACHE_DIR?" in err
+
+
+def test_config_show_on_a_terminal() -> None:
+    status, lines = on_terminal(["-m", "flashkit", "config", "show"], FLASHKIT_CACHE_DIR="/a/long/path" * 5)
+    assert status == 0 and max(map(len, lines)) <= COLUMNS
+    assert "/a/long/path" * 5 in "".join(line[26:52].strip() for line in lines)  # folded, not cut
+
+
+# --- while kernels compile --------------------------------------------------------------------------------------------
+
+COMPILE = """
+import logging, time
+logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+from flashkit.devices import progress
+with progress.compiling("forward_float32"): time.sleep(0.6)
+with progress.compiling("short"): pass
+print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "variables", "drawn"),
+    [
+        (COMPILE, {}, True),
+        (COMPILE, {"FLASHKIT_PROGRESS": "0"}, False),
+        (COMPILE.replace("with", "with progress.hidden(), "), {}, False),
+    ],
+    ids=["drawn", "turned off", "hidden"],
+)
+def test_a_line_while_kernels_compile(code: str, variables: dict[str, str], drawn: bool) -> None:
+    status, text = written(["-c", code], **variables)
+    assert status == 0
+    lines = re.findall(r"\r([^\r\n]*)", text)
+    assert any("flashkit compiles forward_float32" in line for line in lines) == drawn
+    assert "compiles short" not in text  # it is over before
+    assert all(len(line) < COLUMNS for line in lines)
+    assert re.search(r"flashkit INFO compiled forward_float32 in 0\.[67] s", text)
+    *_, last = (line.rstrip().rpartition("\r")[2] for line in text.rstrip().split("\n"))
+    assert last.strip() == "done"  # nothing of the line is left
+
+
+def test_no_line_where_stderr_is_no_terminal(program: Any) -> None:
+    assert program(COMPILE) == "done\n"
+
+
+def test_compilations_are_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of the CPU, which pass through one place; a file that is found again compiles nothing."""
+    from flashkit.backends.cpu import objects
+
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
+    block = {"text": "define i64 @answer() { ret i64 42 }"}
+
+    def make() -> objects.Object:
+        module = objects.binding.parse_assembly(block["text"])
+        return objects.Object(bytes(objects._target().emit_object(module)), ("answer",))
+
+    with caplog.at_level("INFO", "flashkit"):
+        kept = objects.functions("sample", "a text of this test", make)
+        assert [record.name for record in caplog.records] == ["flashkit"]
+        assert re.fullmatch(r"compiled sample in \d+\.\d s", caplog.records[0].getMessage())
+        objects._loaded.clear()
+        again = objects.functions("sample", "a text of this test", make)
+    assert len(caplog.records) == 1 and kept["answer"] and again["answer"]
