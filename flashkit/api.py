@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overlo
 
 from . import dispatch
 from .backends.base import Backend
-from .call import arrays, pickled_plan, plan_cache
+from .call import arrays, foreign, pickled_plan, plan_cache
 from .call.arguments import prepare
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned
@@ -55,10 +55,11 @@ def attention(
     Parameters
     ----------
     q, k, v
-        NumPy or CuPy arrays of one dtype: float64, float32, float16 or bfloat16 (ml_dtypes). q is (..., Hq, Nq, D), k
-        (..., Hkv, Nk, D), v (..., Hkv, Nk, Dv), with D and Dv from 1 to 512. Hq is a multiple of Hkv (grouped-query
-        attention). (H, N, D) and (N, D) work too. Arrays with a contiguous last axis and aligned elements are read in
-        place, with any strides; others are copied.
+        Arrays of one library and dtype: float64, float32, float16 or bfloat16. The library is NumPy or CuPy (with
+        bfloat16 of ml_dtypes), PyTorch, JAX, or another one that follows the array API standard or has
+        __cuda_array_interface__. q is (..., Hq, Nq, D), k (..., Hkv, Nk, D), v (..., Hkv, Nk, Dv), with D and Dv from
+        1 to 512. Hq is a multiple of Hkv (grouped-query attention). (H, N, D) and (N, D) work too. Arrays with a
+        contiguous last axis and aligned elements are read in place, with any strides; others are copied.
     scale
         Factor on q k^T; 1 / sqrt(D) by default.
     causal
@@ -137,6 +138,10 @@ def attention(
 
     Notes
     -----
+    All arrays of a call are of q's library and on its device; integers of kv_lengths and q_offset may be on the host.
+    Tensors of PyTorch on a CUDA device are computed on PyTorch's current stream, through CuPy. Derivatives are not
+    recorded: a tensor that requires grad is an error, and `flashkit.torch.attention` is differentiable.
+
     `attention` caches the plan of a call (see `plan`) and reuses it for later calls on arrays of the same shapes,
     strides and dtypes, unless kv_lengths, sinks, dropout, functions or an array of offsets are passed. The definition
     is reference.py of this package.
@@ -168,12 +173,18 @@ def attention(
         given = [array for array in others if array is not None] if others else ()
         if key is not None and (cached := plan_cache.get(key)) is not None:
             return cached.run(q, k, v, out, *given)
-    problem, operands, shape = prepare(
-        q, k, v, scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap,
-        alibi_slopes=alibi_slopes, bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod,
-        kv_lengths=kv_lengths, q_lengths=q_lengths, cu_seqlens=cu_seqlens, page_table=page_table, dropout_p=dropout_p,
-        seed=seed, sinks=sinks, layout=layout, out=out, deterministic=deterministic, precision=precision,
+    arguments: Any = dict(
+        scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
+        bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod, kv_lengths=kv_lengths,
+        q_lengths=q_lengths, cu_seqlens=cu_seqlens, page_table=page_table, dropout_p=dropout_p, seed=seed, sinks=sinks,
+        layout=layout, out=out, deterministic=deterministic, precision=precision,
     )  # fmt: skip
+    if (library := foreign.library_of(q)) is not None:
+        loan = foreign.Loan(library, q)
+        with loan.scope():
+            borrowed = loan.borrow(q=q, k=k, v=v, **arguments)
+            return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
+    problem, operands, shape = prepare(q, k, v, **arguments)
     if key is not None and (names := plan_cache.names_of(given, operands)) is not None:
         made = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names)
         plan_cache.put(key, made)
@@ -240,6 +251,10 @@ def plan(
         raise TypeError("plan() takes no out; the planned call does, planned(q, k, v, out=out)")
     if options.get("dropout_p") and options.get("seed") is None:
         raise ValueError("dropout_p without seed: a planned call drops the same pairs each time; seed=... fits")
+    if (library := foreign.library_of(q)) is not None:
+        loan = foreign.Loan(library, q)
+        with loan.scope():
+            return plan(**loan.borrow(q=q, k=k, v=v, **options), return_lse=return_lse, backend=backend)
     problem, operands, shape = prepare(q, k, v, **options)
     operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
     return Planned(problem, operands, shape, (q, k, v), backend, return_lse)
@@ -305,6 +320,13 @@ def attention_vjp(
     """
     if options.get("page_table") is not None:
         raise UnsupportedError("attention_vjp does not take page_table: keys in pages have no gradients")
+    if (library := foreign.library_of(q)) is not None:
+        loan = foreign.Loan(library, q)
+        with loan.scope():
+            borrowed = loan.borrow(q=q, k=k, v=v, out=out, **options)
+            result, vjp = attention_vjp(**borrowed, return_lse=return_lse, backend=backend)
+            vjp._loan = loan
+            return loan.give_back(result, out), vjp
     problem, operands, shape = prepare(q, k, v, out=out, **options)
     operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
     if out is not None:
@@ -338,6 +360,7 @@ class Vjp(Generic[A]):
     ) -> None:
         self._problem, self._operands, self._shape, self._chosen = problem, operands, shape, chosen
         self._sinks_dtype = getattr(sinks, "dtype", None)
+        self._loan: foreign.Loan | None = None  # where the arrays are another library's
 
     def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[A, ...]:
         """Gradients of sum(out * dout) + sum(lse * dlse).
@@ -371,6 +394,13 @@ class Vjp(Generic[A]):
         >>> dv.shape, dsinks.shape
         ((1, 2, 16, 8), (2,))
         """
+        if self._loan is None:
+            return self._gradients(dout, dlse, wrt)
+        with self._loan.scope():
+            borrowed = self._loan.borrow(dout=dout, dlse=dlse)
+            return tuple(self._loan.give_back(self._gradients(**borrowed, wrt=wrt)))
+
+    def _gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> tuple[Any, ...]:
         op, shape = self._operands, self._shape
         fit = WRT[: 3 if op.sinks is None else 4]
         if not isinstance(wrt, tuple | list):
@@ -472,6 +502,11 @@ def explain(
     """
     from .call.explanation import explain_problem
 
+    if (library := foreign.library_of(q)) is not None:
+        loan = foreign.Loan(library, q)
+        with loan.scope():
+            borrowed = loan.borrow(q=q, k=k, v=v, **options)
+            return explain(**borrowed, backend=backend, return_lse=return_lse, measure=measure)
     problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 

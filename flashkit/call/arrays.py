@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..spec import ITEMSIZE, name_of
+from . import foreign
 
 
 def kind_of(array: Any) -> str | None:
@@ -34,6 +35,11 @@ def require(name: str, array: Any, kind: str | None = None) -> str:
         hint = "; give x.filled(...) and mask=" if isinstance(array, np.ma.MaskedArray) else "; numpy.asarray(x) fits"
         raise TypeError(f"{name} is a {type(array).__name__}; a plain numpy.ndarray fits{hint}")
     if found is None:
+        if kind is not None and (library := foreign.library_of(array)) is not None:
+            raise TypeError(
+                f"{name} is a {library.describe(array)}, but q is a {kind} array; all arrays of a call live in one "
+                "library"
+            )
         hint = (
             "; convert it, numpy.asarray(x) or numpy.from_dlpack(x)"
             if hasattr(array, "__dlpack__") or isinstance(array, (list, tuple))
@@ -41,7 +47,7 @@ def require(name: str, array: Any, kind: str | None = None) -> str:
         )
         raise TypeError(
             f"{name} is a {type(array).__module__}.{type(array).__qualname__}; "
-            f"a numpy.ndarray or cupy.ndarray fits{hint}"
+            f"an array of NumPy, CuPy, PyTorch or JAX fits{hint}"
         )
     if kind is not None and found != kind:
         raise TypeError(f"{name} is a {found} array, but q is a {kind} one; all arrays of a call live in one library")
@@ -123,7 +129,11 @@ def may_share(a: Any, b: Any) -> bool:
     """Whether two arrays may have an element in common; False is certain."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and np.may_share_memory(a, b)
-    return not isinstance(b, np.ndarray) and a.data.mem is b.data.mem
+    if isinstance(b, np.ndarray):
+        return False
+    x, y = a.data.mem, b.data.mem
+    # Memory of another library has a new object for each array made of it.
+    return x is y or (x.ptr < y.ptr + y.size and y.ptr < x.ptr + x.size)
 
 
 def share_memory(a: Any, b: Any) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from .. import dispatch
 from ..backends.base import Backend, Bound
 from ..spec import Operands, Problem
-from . import arrays
+from . import arrays, foreign
 from .checks import check_out
 from .shape import Shape
 
@@ -104,6 +104,10 @@ class Planned:
         True
         """
         if (arrays.layout(q), arrays.layout(k), arrays.layout(v)) != self._layouts:
+            if (library := foreign.library_of(q)) is not None:
+                loan = foreign.Loan(library, q)
+                with loan.scope():
+                    return loan.give_back(self(**loan.borrow(q=q, k=k, v=v, out=out)), out)
             self._check(q, k, v)
         return self.run(q, k, v, out)
 

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from ..errors import shown
 from . import expr
 from .expr import Array, Expr
 from .mod import Mod, mask, score
-from .tracing import as_array, pure
+from .tracing import native_array, pure
 
 # --- masks ------------------------------------------------------------------------------------------------------------
 
@@ -227,10 +225,7 @@ def document(ids: Any, kv_ids: Any = None) -> Mod:
     array([[False, False,  True,  True],
            [ True,  True, False, False]])
     """
-    q_ids, k_ids = (
-        x if hasattr(x, "__cuda_array_interface__") else as_array("ids", x)
-        for x in (ids, ids if kv_ids is None else kv_ids)
-    )
+    q_ids, k_ids = (native_array("ids", x) for x in (ids, ids if kv_ids is None else kv_ids))
     for name, x in (("ids", q_ids), ("kv_ids", k_ids)):
         if x.ndim not in (1, 2) or x.dtype.kind not in "iu":
             raise ValueError(
@@ -281,7 +276,7 @@ def visible(array: Any) -> Mod:
     >>> mods.visible([[True, False]]).evaluate(b=0, h=0, q=0, k=[0, 1])
     array([ True, False])
     """
-    array = as_array("array", array) if isinstance(array, (list, tuple, np.ma.MaskedArray)) else array
+    array = native_array("array", array)
     if array.dtype.kind != "b":
         raise TypeError(f"mask has dtype {array.dtype}; bool fits, True where a key is visible")
     return mask(_indexed(_visible, array), array=array)
@@ -358,7 +353,7 @@ def alibi(slopes: Any) -> Mod:
     >>> mods.alibi([0.5]).evaluate(b=0, h=0, q=2, k=[0, 1, 2], s=[1.0, 1.0, 1.0])
     array([0. , 0.5, 1. ])
     """
-    slopes = as_array("slopes", slopes) if isinstance(slopes, (list, tuple, np.ma.MaskedArray)) else slopes
+    slopes = native_array("slopes", slopes)
     if slopes.ndim not in (1, 2):
         raise ValueError(f"slopes has shape {slopes.shape}; (Hq,) or (B, Hq) fits")
     return score(_alibi, slopes=slopes)
@@ -394,7 +389,7 @@ def bias(array: Any) -> Mod:
     >>> mods.bias(np.array([[0.0, -np.inf]])).evaluate(b=0, h=0, q=0, k=[0, 1], s=[1.0, 1.0])
     array([  1., -inf])
     """
-    array = as_array("array", array) if isinstance(array, (list, tuple, np.ma.MaskedArray)) else array
+    array = native_array("array", array)
     return score(_indexed(_bias, array), array=array)
 
 

@@ -26,11 +26,11 @@ from .expr import Expr, Kind
 from .tracing import (
     SYMBOLS,
     ModKind,
-    as_array,
     check_traced,
     graph_name,
     high_name,
     is_marked_pure,
+    native_array,
     trace_graph,
     trace_pure,
     value_kind,
@@ -351,8 +351,7 @@ def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
             params[graph_name(name)] = number
             slots.append((name, None, scalar_kind, wide))
         else:
-            if not hasattr(value, "__cuda_array_interface__"):
-                value = as_array(f"{name} of a modification", value)
+            value = native_array(f"{name} of a modification", value)
             arrays[graph_name(name)] = value
             slots.append((name, value.ndim, value_kind(f"{name} of a modification", value), False))
     # A plain function is traced again for each call: what it closes over may have changed.

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from ..call import foreign
 from ..errors import shown
 from . import expr
 from .expr import Array, Expr, Kind
@@ -60,6 +61,18 @@ def as_array(name: str, value: Any, fits: str = "an array") -> np.ndarray:
         return np.asarray(value)
     except ValueError:
         raise TypeError(f"{name} is {shown(value)}, whose parts have different lengths; {fits} fits") from None
+
+
+def native_array(name: str, value: Any) -> Any:
+    """An array of NumPy or CuPy for an array of any library, or for what NumPy makes one of.
+
+    Raises
+    ------
+    TypeError
+        Another library's array cannot be read in place; or see `as_array`.
+    """
+    value = foreign.native(name, value)
+    return value if hasattr(value, "__cuda_array_interface__") else as_array(name, value)
 
 
 DTYPES: dict[str, Kind] = {

@@ -21,6 +21,7 @@ class _Memory:
 
     def __init__(self, size: int) -> None:
         self.size, self.start = size, DEVICE.memory.take(size)
+        self.ptr = BASE + self.start
         weakref.finalize(self, DEVICE.memory.give, self.start, size)
 
 

@@ -1,0 +1,221 @@
+"""Arrays of PyTorch, JAX and others: read in place, returned in the same kind; what does not fit is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit import mods
+from flashkit.call import foreign
+
+RNG = np.random.default_rng(0)
+SHAPE = (2, 4, 19, 16)
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+class Standard:
+    """The least that the array API standard asks of an array that is exchanged."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __array_namespace__(self) -> Any:
+        return Standard
+
+    @staticmethod
+    def from_dlpack(x: Any) -> Standard:
+        return Standard(np.from_dlpack(x))
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+def torch_tensor(x: np.ndarray) -> Any:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.name == "bfloat16" else torch.tensor(x)
+
+
+def jax_array(x: np.ndarray) -> Any:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    if x.dtype == np.float64:
+        pytest.skip("JAX computes in float32 unless told otherwise")
+    return jax.device_put(x)
+
+
+def standard_array(x: np.ndarray) -> Any:
+    if x.dtype.name == "bfloat16":
+        pytest.skip("DLPack does not carry NumPy's bfloat16")
+    return Standard(x)
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    return x.array if isinstance(x, Standard) else foreign.native("x", x)
+
+
+KINDS: dict[str, Callable[[np.ndarray], Any]] = {
+    "torch": torch_tensor, "jax": jax_array, "standard": standard_array,
+}  # fmt: skip
+kinds = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in KINDS.items()])
+
+
+def qkv(dtype: str = "float32") -> list[np.ndarray]:
+    found = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+    return [RNG.standard_normal(SHAPE).astype(found) for _ in range(3)]
+
+
+def equal(found: Any, expected: np.ndarray, like: Any) -> None:
+    assert type(found) is type(like)
+    assert as_numpy(found).dtype == expected.dtype
+    np.testing.assert_array_equal(as_numpy(found), expected)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_function_returns_the_kind_it_got(make: Callable[..., Any], dtype: str) -> None:
+    own = qkv(dtype)
+    given = [make(x) for x in own]
+    out, lse = flashkit.attention(*own, causal=True, return_lse=True)
+    for found in (
+        flashkit.attention(*given, causal=True, return_lse=True),
+        flashkit.plan(*given, causal=True, return_lse=True)(*given),
+    ):
+        equal(found[0], out, given[0])
+        equal(found[1], lse, given[0])
+    dout, dlse = RNG.standard_normal(SHAPE).astype(out.dtype), RNG.standard_normal(lse.shape).astype(lse.dtype)
+    expected = flashkit.attention_vjp(*own, causal=True)[1](dout, dlse)
+    found, vjp = flashkit.attention_vjp(*given, causal=True)
+    equal(found, out, given[0])
+    for gradient, wanted in zip(vjp(make(dout), make(dlse)), expected, strict=True):
+        equal(gradient, wanted, given[0])
+    assert flashkit.explain(*given, causal=True).flops == flashkit.explain(*own, causal=True).flops
+
+
+@kinds
+def test_every_array_argument_may_be_of_the_kind(make: Callable[..., Any]) -> None:
+    own = qkv()
+    options = {
+        "bias": RNG.standard_normal((4, 19, 19)).astype(np.float32), "mask": RNG.random((2, 1, 19, 19)) < 0.7,
+        "alibi_slopes": np.array([0.5, 0.25, 0.125, 1], np.float32), "sinks": np.zeros(4, np.float32),
+        "kv_lengths": np.array([19, 7], np.int32), "q_offset": np.array([0, 2], np.int32),
+    }  # fmt: skip
+    table = np.linspace(0.5, 1, 4, dtype=np.float32)
+    expected, given = flashkit.attention(*own, **options, score_mod=scaled_by(table)), [make(x) for x in own]
+    lent = {name: make(x) for name, x in options.items()}
+    equal(flashkit.attention(*given, **lent, score_mod=scaled_by(make(table))), expected, given[0])
+
+
+def scaled_by(table: Any) -> mods.Mod:
+    return mods.score(lambda s, b, h, q, k, *, table: s * table[h], table=table)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_tensors_are_read_and_written_in_place(dtype: str) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    tensor = torch.zeros(2, 3, 4, dtype=getattr(torch, dtype))[:, ::2].transpose(0, 1)
+    view = foreign.native("x", tensor)
+    assert view.__array_interface__["data"][0] == tensor.data_ptr()
+    assert view.strides == tuple(n * tensor.element_size() for n in tensor.stride())
+    q, k, v = (torch_tensor(x) for x in qkv(dtype))
+    out = torch.empty_like(q)
+    assert flashkit.attention(q, k, v, out=out) is out
+    assert torch.equal(out, flashkit.attention(q, k, v))
+    assert flashkit.plan(q, k, v)(q, k, v, out=out.zero_()) is out
+    assert torch.equal(out, flashkit.attention(q, k, v))
+    spread = torch.empty(*SHAPE[:3], 2 * SHAPE[3], dtype=out.dtype)[..., ::2]  # not addressable: copied into
+    assert flashkit.attention(q, k, v, out=spread) is spread
+    assert torch.equal(spread, out)
+
+
+def test_views_with_a_pending_negation_are_resolved() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    q, k, v = (torch_tensor(x) for x in qkv())
+    assert torch.equal(flashkit.attention(torch._neg_view(q), k, v), flashkit.attention(-q, k, v))
+
+
+def test_a_gradient_is_never_cut_silently() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    q, k, v = (torch_tensor(x) for x in qkv())
+    k.requires_grad_()
+    for call in (flashkit.attention, flashkit.attention_vjp, flashkit.plan):
+        with pytest.raises(TypeError, match=r"k requires grad.*flashkit\.torch\.attention"):
+            call(q, k, v)
+    with torch.no_grad():
+        expected = flashkit.attention(q, k, v)
+    assert torch.equal(flashkit.attention(q, k.detach(), v), expected)
+    k = k.detach()
+    with pytest.raises(TypeError, match=r"q belongs to a transform"):
+        torch.func.grad(lambda q: flashkit.attention(q, k, v).sum())(q)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(TypeError, match="v belongs to a transform"):
+        flashkit.attention(q, k, torch.autograd.forward_ad.make_dual(v, v))
+    planned = flashkit.plan(q, k, v)
+    with pytest.raises(TypeError, match="v requires grad"):
+        planned(q, k, v.requires_grad_())
+
+
+def test_tensors_without_plain_memory_are_errors() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    q, k, v = (torch_tensor(x) for x in qkv())
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(v)
+    for wrong, message in (
+        (v.to("meta"), "v lies on meta"), (v.to_sparse(), "v is a torch tensor without plain memory"),
+        (v.to(torch.float8_e4m3fn), "v is a torch tensor without plain memory"), (fake, "v is a .*FakeTensor"),
+        (v.to(torch.complex64), "v has dtype complex64"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=message):
+            flashkit.attention(q, k, wrong)
+
+
+def test_mixed_kinds_are_errors_that_name_both() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    own, tensors = qkv(), [torch_tensor(x) for x in qkv()]
+    standard = [Standard(x) for x in own]
+    mask = np.ones((19, 19), bool)
+    cases = [
+        (lambda: flashkit.attention(own[0], tensors[1], own[2]), "k is a torch tensor on cpu, but q is a numpy"),
+        (lambda: flashkit.attention(tensors[0], own[1], tensors[2]), "k is a numpy.ndarray, but q is a torch tensor"),
+        (lambda: flashkit.attention(*tensors, mask=mask), "mask is a numpy.ndarray, but q is a torch tensor"),
+        (lambda: flashkit.attention(*tensors, bias=standard[0]), "bias is a .*Standard .*, but q is a torch tensor"),
+        (lambda: flashkit.attention(*own, mask=torch_tensor(mask)), "mask is a torch tensor on cpu, but q is a numpy"),
+        (lambda: flashkit.plan(*own)(tensors[0], *own[1:]), "k is a numpy.ndarray, but q is a torch tensor"),
+        (lambda: flashkit.attention_vjp(*tensors)[1](own[0]), "dout is a numpy.ndarray, but q is a torch tensor"),
+        (lambda: flashkit.attention_vjp(*own)[1](tensors[0]), "dout is a torch tensor on cpu, but q is a numpy"),
+    ]
+    for call, message in cases:
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_plans_take_any_kind_of_the_planned_layout() -> None:
+    own = qkv()
+    tensors = [torch_tensor(x) for x in own]
+    equal(flashkit.plan(*own)(*tensors), flashkit.plan(*tensors)(*own), tensors[0])
+    with pytest.raises(ValueError, match="k has shape"):
+        flashkit.plan(*tensors)(tensors[0], tensors[1][:, :, 1:], tensors[2])
+
+
+def test_traced_and_sharded_jax_arrays_are_errors() -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    q, k, v = (jax_array(x) for x in qkv())
+    for call in (jax.jit(flashkit.attention), jax.grad(lambda q, k, v: flashkit.attention(q, k, v).sum())):
+        with pytest.raises(TypeError, match=r"q is traced.*flashkit\.jax"):
+            call(q, k, v)
+    with pytest.raises(TypeError, match="immutable"):
+        flashkit.attention(q, k, v, out=q)
+
+
+def test_what_stays_an_error() -> None:
+    q = qkv()[0]
+    for wrong in (q.tolist(), memoryview(q), None, "abc"):
+        with pytest.raises(TypeError, match="an array of NumPy, CuPy, PyTorch or JAX fits"):
+            flashkit.attention(wrong, q, q)
