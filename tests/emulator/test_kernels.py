@@ -219,7 +219,7 @@ def test_slopes_through_whole_tiles(form: str, generation: str, launched: list[s
     """The keys that weigh most are the last of a tile, or the first, and the mask hides none."""
     import cupy
 
-    call = build({**SLOPED, "sizes": "100x256", "alibi": "no"})
+    call = build({**SLOPED, "sizes": "100x256", "dims": "64", "alibi": "no"})
     slopes = np.array([0.15, -0.02], np.float32)  # no greater: 16 bits hold a large score less precisely
     for options, asarray in ((call.options, cupy.asarray), (call.plain, np.asarray)):
         options |= {"alibi_slopes": asarray(slopes)} if form == "by distance" else {"score_mod": by_key}
