@@ -50,7 +50,10 @@ MODIFIED = [
 ]
 
 HARD_DATA = [
-    pytest.param(backend, generation, data, marks=exhaustive if (backend, data) == ("numba_cuda", "NaN") else [])
+    pytest.param(
+        backend, generation, data,
+        marks=exhaustive if (backend, data) == ("numba_cuda", "NaN") and generation != "simt" else [],
+    )  # fmt: skip
     for backend in BACKENDS
     for generation in GENERATIONS
     for data in ("growing", "NaN")
@@ -73,7 +76,7 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_features(backend: str, generation: str, device: Device, launched: list[str]) -> None:
     """And the same bits in another order of events, where CTAs share a tile of dQ."""
     check(features(generation), backend, deterministic=True)
-    found = []
+    found, device.sms = [], 16  # all CTAs at a time
     for seed in (1, 2) if generation != "simt" else ():
         device.seed(seed)
         call = build({**features(generation), "batch": "2", "heads": "2:1"}, "cancelling")
@@ -89,6 +92,33 @@ def test_features(backend: str, generation: str, device: Device, launched: list[
 def test_hard_data(backend: str, generation: str, data: str, launched: list[str]) -> None:
     """A row maximum that grows in each tile; a masked NaN. By the kernels of test_features."""
     check(features(generation), backend, data, deterministic=True)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
+def test_a_sink_of_minus_infinity(backend: str, generation: str, launched: list[str]) -> None:
+    """Where rows see no key either, the gradient of the sink is 0. By the kernels of test_features."""
+    call = build(features(generation))
+    call.options["sinks"][1] = call.plain["sinks"][1] = -np.inf
+    cases.assert_conforms(cases.run(call, backend), *cases.expected(call, draws=1))
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm80"])
+def test_packed_heads_that_are_not_aligned(generation: str, launched: list[str]) -> None:
+    """Rows of a head are, 16 bytes apart or a multiple; those of the next head begin on 8 bytes."""
+    import cupy
+
+    call = build({**FEATURES, "sizes": "70x170", "batch": "1"})
+    batch, heads, n_q, dim = call.q.shape
+    memory = cupy.asarray(np.full((batch, n_q, heads, dim + 4), np.nan, np.float16))
+    apart = memory[..., :dim].swapaxes(1, 2)
+    apart[...] = call.q
+    call.q = apart
+    assert call.q.strides[2] % 16 == 0 and call.q.strides[1] % 16 == 8
+    cases.assert_conforms(cases.run(call, "cupy_raw"), *cases.expected(call, draws=1))
     assert generations(launched) == {generation}
 
 
@@ -160,10 +190,10 @@ def test_lengths_without_a_mask(backend: str, generation: str, launched: list[st
 
 
 SLOPED = cases.with_(
-    dtype="float16", batch="1", heads="4:2", sizes="100x330", dims="72/40", causal="yes", alibi="(Hq,)"
+    dtype="float16", batch="1", heads="2:2", sizes="100x330", dims="72/40", causal="yes", alibi="(Hq,)"
 )  # fmt: skip
 CAPPED = {
-    **cases.with_(dtype="bfloat16", batch="1", heads="4:2", sizes="140x330", dims="64", softcap="yes", causal="yes"),
+    **cases.with_(dtype="bfloat16", batch="1", heads="2:2", sizes="140x330", dims="64", softcap="yes", causal="yes"),
     "scale": "0.03",  # scores for which kernels take a polynomial
 }
 
@@ -175,6 +205,26 @@ def test_affine_scores(choice: cases.Choice, generation: str, launched: list[str
     """In kernels that have code for them; and head dims that are no multiple of 64."""
     check(choice, "cupy_raw")
     check_forward(choice, "cupy_raw", "growing")
+    assert generations(launched) == {generation}
+
+
+def by_key(s: object, b: object, h: int, q: object, k: int) -> object:
+    return s + (0.15 - 0.25 * h) * k
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+@pytest.mark.parametrize("form", ["by distance", "by key"])
+def test_slopes_through_whole_tiles(form: str, generation: str, launched: list[str]) -> None:
+    """The keys that weigh most are the last of a tile, or the first, and the mask hides none."""
+    import cupy
+
+    call = build({**SLOPED, "sizes": "100x256", "dims": "64", "alibi": "no"})
+    slopes = np.array([0.15, -0.02], np.float32)  # no greater: 16 bits hold a large score less precisely
+    for options, asarray in ((call.options, cupy.asarray), (call.plain, np.asarray)):
+        options |= {"alibi_slopes": asarray(slopes)} if form == "by distance" else {"score_mod": by_key}
+        options["q_offset"] = 256
+    cases.assert_conforms(cases.run(call, "cupy_raw"), *cases.expected(call, draws=1))
     assert generations(launched) == {generation}
 
 

@@ -93,9 +93,9 @@ FAULTS = (
         "const float step = step_between(first, last, LAST + 16);",
     ),
     Fault(
-        "a reference that lags is not raised", f"{SM90}/affine_score.cuh",
-        "ref_minus_bias[0] + affine.bias_max[0] - m[0] > MAX_LAG",
-        "ref_minus_bias[0] - affine.bias_max[0] - m[0] > MAX_LAG",
+        "O is not brought to a reference that is raised", f"{SM90}/affine_score.cuh",
+        "rescale[half] = exp2_fast(m[half] - top);",
+        "rescale[half] = 1.0f;",
     ),
     Fault(
         "capped scores: the square's coefficient", f"{SM90}/affine_score.cuh",
@@ -135,7 +135,8 @@ FAULTS = (
     ),
     Fault(
         "backward: the second half of keys has the state of the first", f"{SM90}/bwd_scheduler_warp.cuh",
-        "at.k0 + WARPGROUP_KEYS * g, at.k0", "at.k0, at.k0",
+        "state_of_keys(at.k0 + WARPGROUP_KEYS * g, at.k0 + WARPGROUP_KEYS * (g + 1))",
+        "state_of_keys(at.k0, at.k0 + WARPGROUP_KEYS)",
     ),
     Fault(
         "backward: masked pairs have a gradient", f"{SM90}/bwd_ds.cuh",
@@ -169,8 +170,8 @@ FAULTS = (
     # float32
     Fault("FP16x2: no product of the low terms of V", f"{SM90}/fp16x2.cuh", "term(high, v + LOW_V, false), ", ""),
     Fault(
-        "FP16x2: lengths are not seen by the conversion", f"{SM90}/fp16x2_convert.cu",
-        "at.lengths == nullptr ? at.tokens : at.lengths[b]", "at.tokens",
+        "FP16x2: the first length is that of all", f"{SM90}/fp16x2_convert.cu",
+        "at.tokens : at.lengths[b]", "at.tokens : at.lengths[0]",
     ),
     Fault(
         "FP16x2: deltas have no power", f"{SM90}/fp16x2_backward.cu",

@@ -42,7 +42,7 @@ class Plain(NamedTuple):
     @property
     def longest(self) -> float:
         """A fault compiles kernels again and meets other loads of the machine, but no more than that."""
-        return 60 + 5 * self.seconds
+        return 60 + 3 * self.seconds
 
 
 class Judge:
