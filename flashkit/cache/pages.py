@@ -68,7 +68,7 @@ class PageTable:
         self.lengths = grown
         return copy
 
-    def places(self, counts: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def slots(self, counts: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Slots page * size + offset of new tokens at these positions, sequence after sequence."""
         rows = self._rows if len(positions) == len(counts) and (counts == 1).all() else np.repeat(self._rows, counts)
         return self.table[rows, positions // self.page] * np.int64(self.page) + positions % self.page
