@@ -138,7 +138,8 @@ def compare_tokens(path: Path, count: int, most: int) -> int:
         words = [repr(tokenizer.decode([token])) for token in (each.ours, each.theirs)]
         print(
             f"{questions[each.prompt]!r}, token {each.place}: {words[0]} here, {words[1]} there; "
-            f"{'a tie' if tie else 'NO TIE'}: in float64 they are {gap:.1e} apart, errors in float32 {error_ours:.1e} here, {error_theirs:.1e} there"
+            f"{'a tie' if tie else 'NO TIE'}: in float64 they are {gap:.1e} apart, errors in float32 "
+            f"{error_ours:.1e} here, {error_theirs:.1e} there"
         )
     total = sum(map(len, expected))
     equal, ties = total - len(found), len(found) - worse

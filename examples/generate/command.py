@@ -132,8 +132,8 @@ def _library(device: str) -> Any:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flashkit generate",
-        description="Answer questions by SmolLM2-135M-Instruct, a small language model, in NumPy or CuPy, with flashkit's "
-        "attention and KV cache. Several questions are answered at once.",
+        description="Answer questions by SmolLM2-135M-Instruct, a small language model, in NumPy or CuPy, with "
+        "flashkit's attention and KV cache. Several questions are answered at once.",
     )
     tokens_help = "longest answer, in tokens (default: %(default)s)"
     temperature_help = "0: always the most likely token (default: %(default)s)"

@@ -146,30 +146,10 @@ class Layer:
         return out
 
     def _attend(self, q: Any, **options: Any) -> Any:
-        lengths, table = np.asarray(self._steps.pages.lengths), np.maximum(self._steps.pages.table, 0)
-        n = int(lengths.max())
-        k, v = (
-            np.ascontiguousarray(
-                pool[table].swapaxes(1, 2).reshape(len(table), pool.shape[1], -1, pool.shape[3])[:, :, :n]
-            )
-            for pool in (self._k, self._v)
+        steps = self._steps
+        return attention(
+            q, self.k_pages, self.v_pages, page_table=steps.readable, kv_lengths=steps.lengths, **options
         )
-        offsets = options.pop("cu_seqlens", None)
-        if offsets is None:
-            if options.get("layout") == "bnhd":
-                k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-            return attention(q, k, v, kv_lengths=lengths, **options)
-        options.pop("layout", None)
-        lse = options.get("return_lse")
-        parts = [
-            attention(
-                q[offsets[i] : offsets[i + 1]].swapaxes(0, 1), k[i, :, : lengths[i]], v[i, :, : lengths[i]], **options
-            )
-            for i in range(len(lengths))
-        ]
-        outs = [part[0] if lse else part for part in parts]
-        out = np.concatenate(outs, axis=1).swapaxes(0, 1)
-        return (out, np.concatenate([part[1] for part in parts], axis=1)) if lse else out
 
     def _checked(self, rotary: Any, interleaved: Any, x: Any) -> Table:
         """The tables of `rotary`, checked once for the calls that pass the same arrays."""

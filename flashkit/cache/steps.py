@@ -36,6 +36,8 @@ class Steps:
     lengths, table : array
         Its contents as the caller sees them, of the cache's library. On a device they stay the same arrays while the
         table's width does, so that a captured CUDA graph follows them.
+    readable : array
+        The table with page 0 for pages that a window has dropped: attention wants a page for every key, visible or not.
     """
 
     def __init__(self, pages: PageTable, layers: int, kind: str) -> None:
@@ -43,6 +45,7 @@ class Steps:
         self._opened, self._written = 0, [0] * layers  # numbers of steps
         self._last: Step | None = None
         self.lengths, self.table = self._published(pages.lengths), self._published(pages.table)
+        self.readable = self.table
 
     def current(self, layer: int) -> Step | None:
         """The open step that this layer has yet to write; None if it would open one.
@@ -115,6 +118,7 @@ class Steps:
             self.lengths, self.table = self._published(lengths), self._published(table)
         else:
             self.lengths[...], self.table[...] = self.xp.asarray(lengths), self.xp.asarray(table)
+        self.readable = self.table if self.pages.left is None else self.xp.maximum(self.table, 0)
 
     def _published(self, array: np.ndarray) -> Any:
         """On the device, or as a view that cannot be written."""
