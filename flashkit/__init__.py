@@ -11,20 +11,24 @@ from __future__ import annotations
 
 from . import mods
 from .api import attention, attention_vjp, explain, plan
+from .cache.kv_cache import KVCache
 from .call.merge import merge
 from .call.planned import Planned
 from .call.weights import plot_weights, weights
 from .dispatch import use_backend
-from .errors import ProfileError, UnsupportedError
+from .errors import OutOfPagesError, ProfileError, UnsupportedError
 from .mods.block_mask import BlockMask
 from .mods.expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
+from .rope.apply import rotary, rotary_vjp
+from .rope.tables import rotary_table
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockMask", "Planned", "ProfileError", "UnsupportedError", "__version__", "attention", "attention_vjp", "clip",
-    "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "merge", "minimum", "mods", "plan",
-    "plot_weights", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "weights", "where",
+    "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "UnsupportedError", "__version__",
+    "attention", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "merge",
+    "minimum", "mods", "plan", "plot_weights", "rotary", "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin", "sqrt",
+    "tanh", "use_backend", "weights", "where",
 ]  # fmt: skip
 
 

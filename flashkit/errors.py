@@ -36,6 +36,22 @@ class ProfileError(ValueError):
     """
 
 
+class OutOfPagesError(RuntimeError):
+    """A KVCache has too few free pages for the tokens of an append. The cache is as it was before.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> cache = flashkit.KVCache(1, kv_heads=1, dim=8, pages=2, page=4)
+    >>> k = np.ones((1, 1, 9, 8), np.float32)
+    >>> try:
+    ...     cache.append(k, k)
+    ... except flashkit.OutOfPagesError as error:
+    ...     print(str(error)[:32], cache.lengths.tolist())
+    9 more tokens need 3 pages of 4, [0]
+    """
+
+
 def shown(value: object) -> str:
     """The text of a value in an error, which is short whatever the value is.
 

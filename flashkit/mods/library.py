@@ -136,7 +136,7 @@ def prefix_lm(n: Any) -> Mod:
     array([[ True,  True, False, False, False],
            [ True,  True,  True,  True, False]])
     """
-    lengths = n if hasattr(n, "__cuda_array_interface__") else as_array("n", n)
+    lengths = native_array("n", n)
     if lengths.dtype.kind not in "iu":
         raise TypeError(f"n of a prefix is {shown(n)}; an integer or integers (B,) fit")
     if lengths.ndim > 1:

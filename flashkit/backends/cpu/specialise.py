@@ -40,17 +40,28 @@ def load(kind: str, text: str) -> Functions:
 @cache
 def kernel(name: str, dtype: str, *, bf16_pairs: bool = False) -> Functions:
     """Entries of kernels/<name>.py for a dtype. bf16_pairs: bfloat16 operands are multiplied in pairs, not widened."""
+    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", name)
+    return load(f"{name}_{dtype}", "\n\n".join([_head(dtype), *(_text(part) for part in parts)]))
+
+
+@cache
+def rotary(dtype: str) -> Functions:
+    """kernels/rotary.py for a dtype."""
+    head = f"{_head(dtype)}\nADDRESS = {_address_offset()}\n\n"
+    return load(f"rotary_{dtype}", head + _text("rotary"))
+
+
+def _head(dtype: str) -> str:
+    """What kernels know of their dtype."""
     accumulator, size = DTYPES[dtype].accumulator, DTYPES[dtype].size
     storage = dtype if dtype == accumulator else "uint16"
     widen, narrow = f"{dtype}_to_{accumulator}", f"{accumulator}_to_{dtype}"
-    head = f"""import numpy as np
+    return f"""import numpy as np
 from flashkit.backends.cpu.storage import {widen} as widen, {narrow} as narrow
 STORAGE, STORAGE_SIZE = np.{storage}, {size}
 ACCUM, ACCUM_SIZE = np.{accumulator}, {DTYPES[accumulator].size}
 IN_PLACE = {dtype == accumulator}
 """
-    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", name)
-    return load(f"{name}_{dtype}", "\n\n".join([head, *(_text(part) for part in parts)]))
 
 
 def _text(name: str) -> str:
@@ -60,13 +71,18 @@ def _text(name: str) -> str:
 @cache
 def launcher() -> Functions:
     """kernels/launch.py for this Python."""
+    return load("launch", f"ADDRESS = {_address_offset()}\n\n" + _text("launch"))
+
+
+@cache
+def _address_offset() -> int:
+    """Where a NumPy array object has the address of its first element."""
     offset, probe = object.__basicsize__, np.empty(1)
     if ctypes.c_ssize_t.from_address(id(probe) + offset).value != probe.ctypes.data:
         raise RuntimeError(
             "this Python does not lay out NumPy arrays as CPython does; flashkit's CPU kernels need that"
         )
-    head = f"ADDRESS = {offset}\n\n"
-    return load("launch", head + _text("launch"))
+    return offset
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------

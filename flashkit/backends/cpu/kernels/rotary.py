@@ -1,0 +1,55 @@
+"""Rotary position embedding of rows, into an array or into the pages of a KV cache.
+
+Arrays are (B, H, N, D) with a contiguous last axis. Token (b, n) goes to (b, n) of the result, or, where PAGE is
+not 0, to the slot places[b, n] of pages that are (pages, H, page, D). specialise.py puts the dtype before this text.
+"""
+
+import numpy as np
+from numba import njit, types
+
+from flashkit.backends.cpu.functions import entry, options
+from flashkit.backends.cpu.rotary_arguments import *
+from flashkit.backends.cpu.views import integer_at, vector
+
+
+@njit(**options)
+def rotate_row(x, out, cos, sin, sign, interleaved):
+    half = cos.shape[0]
+    if interleaved:
+        for i in range(half):
+            a, b = widen(x[2 * i]), widen(x[2 * i + 1])
+            out[2 * i] = narrow(a * cos[i] - b * (sin[i] * sign))
+            out[2 * i + 1] = narrow(a * (sin[i] * sign) + b * cos[i])
+    else:
+        for i in range(half):
+            a, b = widen(x[i]), widen(x[half + i])
+            out[i] = narrow(a * cos[i] - b * (sin[i] * sign))
+            out[half + i] = narrow(a * (sin[i] * sign) + b * cos[i])
+    for i in range(2 * half, x.shape[0]):
+        out[i] = x[i]
+
+
+@entry(types.void(*[types.int64] * 7))
+def rotary(sizes, x, out, cos, sin, positions, places):
+    """NumPy array objects: `sizes` as rotary_arguments.py has them, and what they say is there of the others."""
+    a = vector(integer_at(sizes + ADDRESS), SIZE, 8, np.int64)
+    sign, half, tokens = ACCUM(a[SIGN]), a[HALF], a[TOKENS]
+    x, out = integer_at(x + ADDRESS), integer_at(out + ADDRESS)
+    cos, sin = integer_at(cos + ADDRESS), integer_at(sin + ADDRESS)
+    where = vector(integer_at(positions + ADDRESS), a[BATCH] * tokens, 8, np.int64)
+    slots = vector(integer_at(places + ADDRESS), a[BATCH] * tokens, 8, np.int64)
+    for b in range(a[BATCH]):
+        for n in range(tokens):
+            to_b, to_n = b, n
+            if a[PAGE]:
+                to_b, to_n = slots[b * tokens + n] // a[PAGE], slots[b * tokens + n] % a[PAGE]
+            at = np.int64(0)
+            if half:
+                at = where[b * tokens + n] * half * ACCUM_SIZE
+            cos_row, sin_row = vector(cos + at, half, ACCUM_SIZE, ACCUM), vector(sin + at, half, ACCUM_SIZE, ACCUM)
+            source = x + b * a[X_BATCH] + n * a[X_TOKEN]
+            target = out + to_b * a[OUT_BATCH] + to_n * a[OUT_TOKEN]
+            for h in range(a[HEADS]):
+                row = vector(source + h * a[X_HEAD], a[DIM], STORAGE_SIZE, STORAGE)
+                turned = vector(target + h * a[OUT_HEAD], a[DIM], STORAGE_SIZE, STORAGE)
+                rotate_row(row, turned, cos_row, sin_row, sign, a[INTERLEAVED])

@@ -1,0 +1,358 @@
+"""`KVCache`: keys and values of growing sequences in pages that layers and sequences share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..call import arrays
+from ..call.checks import window_of
+from ..errors import shown
+from ..spec import ITEMSIZE, MAX_HEAD_DIM
+from .layer import Layer
+from .pages import PageTable
+from .steps import Steps
+
+
+class KVCache:
+    """Keys and values of growing sequences, in pages of a pool.
+
+    A sequence holds the pages that its tokens need. Sequences share the pages of a common prefix, and layers share one
+    table of pages, so its upkeep is done once for each step of the model.
+
+    Parameters
+    ----------
+    sequences
+        Number of sequences B. All are empty at first.
+    kv_heads, dim
+        Heads of keys and values, and the head dim of keys.
+    value_dim
+        Head dim of values; `dim` by default.
+    pages
+        Number of pages in the pool. It is allocated here, B tokens or more for each layer.
+    page
+        Tokens of a page.
+    dtype
+        float64, float32, float16 or bfloat16 (ml_dtypes); by default that of `like`, or float32.
+    like
+        An array whose library and device the cache uses; NumPy by default.
+    window
+        (left, right) as for `attention`: `attend` uses it, and pages that no later query sees go back to the pool. Keys
+        of the last `append` stay visible to its own queries, so `trim` may take these tokens back.
+    layers
+        Number of layers. `cache[l]` is a layer, with `append` and `attend` of its own. None: the cache is a single
+        layer itself.
+
+    Attributes
+    ----------
+    lengths : array
+        (B,) int64: tokens of each sequence.
+    page_table : array
+        (B, columns) int32: column c is the page of tokens c * page ... c * page + page - 1, -1 where there is none.
+    positions : array
+        (T,) int64: positions of the tokens of the last append within their sequences.
+    free_pages : int
+        Pages that no sequence holds.
+
+    Notes
+    -----
+    Threads must not use one cache at the same time. Lengths, counts and offsets are integers on the host.
+
+    References
+    ----------
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023, arXiv
+    2309.06180, section 4.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> rng = np.random.default_rng(0)
+    >>> cache = flashkit.KVCache(2, kv_heads=2, dim=16, pages=8, page=4)
+    >>> k, v = rng.standard_normal((2, 9, 2, 16), dtype=np.float32)
+    >>> cache.append(k, v, cu_seqlens=[0, 6, 9])        # prompts of 6 and 3 tokens
+    >>> q = rng.standard_normal((9, 8, 16), dtype=np.float32)
+    >>> cache.attend(q, causal=True).shape
+    (9, 8, 16)
+    >>> cache.append(k[:2], v[:2])                      # one more token of each sequence
+    >>> cache.lengths.tolist(), cache.free_pages
+    ([7, 4], 5)
+    """
+
+    def __init__(
+        self, sequences: int, kv_heads: int, dim: int, value_dim: int | None = None, *, pages: int, page: int = 64,
+        dtype: Any = None, like: Any = None, window: tuple[int | None, int | None] | None = None,
+        layers: int | None = None,
+    ) -> None:  # fmt: skip
+        sizes = {"sequences": sequences, "kv_heads": kv_heads, "dim": dim, "pages": pages, "page": page}
+        sizes |= {"value_dim": dim if value_dim is None else value_dim, "layers": 1 if layers is None else layers}
+        for name, size in sizes.items():
+            if not isinstance(size, (int, np.integer)) or isinstance(size, bool):
+                raise TypeError(f"{name} is {shown(size)}; a whole number fits")
+            most = MAX_HEAD_DIM if "dim" in name else 1 << 31
+            if not 1 <= size <= most:
+                raise ValueError(f"{name} is {shown(size)}; 1 to {most} fits")
+        kind = "numpy" if like is None else arrays.require("like", like)
+        made = np.empty(0, _dtype(dtype, like))
+        arrays.dtype_name("dtype", made)
+        window = None if window is None else window_of(window)
+        self._pages = PageTable(int(sequences), int(pages), int(page), None if window is None else window[0])
+        self._steps = Steps(self._pages, int(sizes["layers"]), kind)
+        # Slots of a head lie one after another, so that a kernel reads a page as one piece of memory.
+        shape = int(sizes["layers"]), int(pages), int(kv_heads), int(page)
+        k, v = (self._steps.xp.empty((*shape, int(sizes[name])), made.dtype) for name in ("dim", "value_dim"))
+        self.dtype, self._layered = made.dtype, layers is not None
+        self._layers = [Layer(number, self._steps, k, v, window) for number in range(int(sizes["layers"]))]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, layer: int) -> Layer:
+        return self._layers[layer]
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self._layers)
+
+    @property
+    def page(self) -> int:
+        return self._pages.page
+
+    @property
+    def free_pages(self) -> int:
+        return self._pages.free_pages
+
+    @property
+    def lengths(self) -> Any:
+        return self._steps.lengths
+
+    @property
+    def page_table(self) -> Any:
+        return self._steps.table
+
+    @property
+    def positions(self) -> Any:
+        return self._steps.last().where
+
+    def append(
+        self, k: Any, v: Any, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
+        rotary_interleaved: bool = False, layout: str = "bhnd",
+    ) -> None:  # fmt: skip
+        """Append tokens to the sequences.
+
+        Parameters
+        ----------
+        k, v
+            (T, Hkv, D) and (T, Hkv, Dv): tokens of all sequences, one sequence after another; or (B, Hkv, N, D) and
+            (B, Hkv, N, Dv), N tokens of each.
+        cu_seqlens
+            For (T, Hkv, D): integers (B + 1,), sequence i gets tokens cu_seqlens[i] ... cu_seqlens[i + 1] - 1. Without
+            it each sequence gets one token, and T is B.
+        rotary
+            (cos, sin), tables of `rotary_table`: keys are rotated by their positions in their sequences.
+        rotary_interleaved
+            As `interleaved` of `rotary`.
+        layout
+            "bhnd", or "bnhd" for (B, N, Hkv, D).
+
+        Returns
+        -------
+        None
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit. The message names it, what came and what would fit.
+        flashkit.OutOfPagesError
+            There are too few free pages. The cache is as it was.
+
+        Examples
+        --------
+        >>> import numpy as np, flashkit
+        >>> cache = flashkit.KVCache(1, kv_heads=2, dim=16, pages=4)
+        >>> k = np.ones((1, 2, 5, 16), np.float32)
+        >>> cache.append(k, k, rotary=flashkit.rotary_table(100, 16))
+        >>> cache.lengths.tolist()
+        [5]
+        """
+        self._only_layer("append").append(
+            k, v, cu_seqlens, rotary=rotary, rotary_interleaved=rotary_interleaved, layout=layout
+        )
+
+    def attend(
+        self, q: Any, *, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False, **options: Any
+    ) -> Any:
+        """Attention of queries over the keys and values of their sequences.
+
+        Parameters
+        ----------
+        q
+            (T, Hq, D): queries at the tokens of the last `append`, in its order, unless `cu_seqlens` says otherwise; or
+            (B, Hq, Nq, D), Nq queries at the end of each sequence. Hq is a multiple of the cache's heads.
+        rotary, rotary_interleaved
+            As for `append`: queries at the tokens of the last append are rotated by their positions.
+        **options
+            The arguments of `attention`, but for kv_lengths and page_table. `window` is the cache's by default.
+
+        Returns
+        -------
+        array or (array, array)
+            What `attention` returns: out of q's shape with Dv for D, or (out, lse).
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit.
+
+        Examples
+        --------
+        >>> import numpy as np, flashkit
+        >>> cache = flashkit.KVCache(1, kv_heads=2, dim=16, pages=4)
+        >>> q, k = np.ones((1, 8, 5, 16), np.float32), np.ones((1, 2, 5, 16), np.float32)
+        >>> cache.append(k, k)
+        >>> out, lse = cache.attend(q, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        ((1, 8, 5, 16), (1, 8, 5))
+        """
+        return self._only_layer("attend").attend(q, rotary=rotary, rotary_interleaved=rotary_interleaved, **options)
+
+    def fork(self, i: int, into: int | None = None) -> int:
+        """Copy sequence i into an empty sequence. No key is copied: they share pages until one of them appends.
+
+        Parameters
+        ----------
+        i
+            The sequence to copy.
+        into
+            An empty sequence; the first one by default.
+
+        Returns
+        -------
+        int
+            `into`.
+
+        Raises
+        ------
+        ValueError
+            `into` has tokens, or no sequence is empty.
+
+        Examples
+        --------
+        >>> import numpy as np, flashkit
+        >>> cache = flashkit.KVCache(3, kv_heads=1, dim=8, pages=4)
+        >>> prompt = np.ones((6, 1, 8), np.float32)
+        >>> cache.append(prompt, prompt, cu_seqlens=[0, 6, 6, 6])
+        >>> cache.fork(0), cache.fork(0), cache.lengths.tolist(), cache.free_pages
+        (1, 2, [6, 6, 6], 3)
+        """
+        i = self._sequence("i", i)
+        empty = np.flatnonzero(self._pages.lengths == 0)
+        if into is None and not empty.size:
+            raise ValueError(f"all {len(self._pages.lengths)} sequences have tokens; free(i) empties one")
+        target = int(empty[0]) if into is None else self._sequence("into", into)
+        if self._pages.lengths[target]:
+            raise ValueError(
+                f"into is {target}, a sequence with {self._pages.lengths[target]} tokens; an empty one fits"
+            )
+        self._steps.check_between("fork")
+        if target != i:
+            self._pages.fork(i, target)
+            self._steps.changed()
+        return target
+
+    def trim(self, i: int, n: int) -> None:
+        """Drop the last n tokens of sequence i, such as rejected drafts.
+
+        Parameters
+        ----------
+        i
+            The sequence.
+        n
+            Number of tokens.
+
+        Returns
+        -------
+        None
+
+        Raises
+        ------
+        ValueError
+            The sequence has fewer tokens, or keys that the window of the shorter sequence needs are gone.
+
+        Examples
+        --------
+        >>> import numpy as np, flashkit
+        >>> cache = flashkit.KVCache(1, kv_heads=1, dim=8, pages=4)
+        >>> drafts = np.ones((1, 1, 5, 8), np.float32)
+        >>> cache.append(drafts, drafts)
+        >>> cache.trim(0, 2)
+        >>> cache.lengths.tolist()
+        [3]
+        """
+        i = self._sequence("i", i)
+        length = int(self._pages.lengths[i])
+        if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or not 0 <= n <= length:
+            raise ValueError(f"n is {shown(n)}; 0 to {length}, the tokens of sequence {i}, fits")
+        first = int(self._pages.first[i]) * self._pages.page
+        if n < length and self._pages.oldest(i, length - int(n)) < first:
+            most = length - first - (self._pages.left or 0)
+            raise ValueError(f"n is {n}, but the window has dropped the tokens before {first}; 0 to {most} fits")
+        self._steps.check_between("trim")
+        self._pages.trim(i, int(n))
+        self._steps.changed()
+
+    def free(self, i: int) -> None:
+        """Drop all tokens of sequence i.
+
+        Parameters
+        ----------
+        i
+            The sequence, which is empty then.
+
+        Returns
+        -------
+        None
+
+        Raises
+        ------
+        ValueError
+            There is no such sequence.
+
+        Examples
+        --------
+        >>> import numpy as np, flashkit
+        >>> cache = flashkit.KVCache(1, kv_heads=1, dim=8, pages=4)
+        >>> cache.append(np.ones((1, 1, 8), np.float32), np.ones((1, 1, 8), np.float32))
+        >>> cache.free(0)
+        >>> cache.free_pages
+        4
+        """
+        i = self._sequence("i", i)
+        self._steps.check_between("free")
+        self._pages.trim(i, int(self._pages.lengths[i]))
+        self._steps.changed()
+
+    def _only_layer(self, what: str) -> Layer:
+        if self._layered:
+            raise TypeError(f"this cache has layers; cache[l].{what}(...) fits")
+        return self._layers[0]
+
+    def _sequence(self, name: str, i: Any) -> int:
+        sequences = len(self._pages.lengths)
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < sequences:
+            raise ValueError(f"{name} is {shown(i)}; a sequence from 0 to {sequences - 1} fits")
+        return int(i)
+
+
+def _dtype(dtype: Any, like: Any) -> np.dtype:
+    if dtype is None:
+        return np.dtype("float32") if like is None else like.dtype
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype is {shown(dtype)}; {', '.join(ITEMSIZE)} fit") from None
+    return found

@@ -1,0 +1,235 @@
+"""`Layer`: the keys and values of one layer of a cache, in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..api import attention
+from ..call import arrays
+from ..call.checks import choice, window_of
+from ..call.shape import LAYOUTS
+from ..errors import shown
+from ..mods.tracing import as_array
+from ..rope.apply import Table, checked_table, rotate, rotated
+from .steps import Step, Steps, check_rows
+
+Window = tuple[int | None, int | None]
+
+
+class Layer:
+    """One layer of a `KVCache`: its keys and values, in the pages of the cache.
+
+    The first layer that appends a step's tokens does the bookkeeping for all; the others bring the same numbers of
+    tokens.
+
+    Attributes
+    ----------
+    number : int
+        The index of the layer.
+    k_pages, v_pages : array
+        (pages, page, Hkv, D) and (pages, page, Hkv, Dv): the layer's pools, for `attention` with the cache's
+        page_table. They are views; what lies in unused slots is undefined.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> cache = flashkit.KVCache(1, kv_heads=1, dim=8, pages=4, layers=2)
+    >>> x = np.ones((1, 1, 5, 8), np.float32)
+    >>> for layer in cache:
+    ...     layer.append(x, x)
+    ...     x = layer.attend(x, causal=True)
+    >>> x.shape, cache.lengths.tolist()
+    ((1, 1, 5, 8), [5])
+    """
+
+    def __init__(self, number: int, steps: Steps, k: Any, v: Any, window: Window | None) -> None:
+        """k, v: the pools of all layers, (layers, pages, Hkv, page, D)."""
+        self.number, self._steps, self._window = number, steps, window
+        self._all = k, v
+        self._k, self._v = k[number], v[number]
+        self._sequences, self._dtype = len(steps.pages.lengths), arrays.dtype_name("dtype", k)
+        self._table: tuple[Any, Table] | None = None
+        self.k_pages, self.v_pages = self._k.swapaxes(1, 2), self._v.swapaxes(1, 2)
+
+    def append(
+        self, k: Any, v: Any, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
+        rotary_interleaved: bool = False, layout: str = "bhnd",
+    ) -> None:  # fmt: skip
+        """As `KVCache.append`; `cu_seqlens` may be left out where another layer has begun the step."""
+        k4, v4 = self._four("k", k, self._k, layout), self._four("v", v, self._v, layout)
+        if k4.shape[:3] != v4.shape[:3]:
+            raise ValueError(f"v has shape {v.shape}, k has {k.shape}; they are equal but for the head dim")
+        step = self._steps.current(self.number)
+        table = None if rotary is None else self._checked(rotary, rotary_interleaved, k4)
+        counts = self._counts(k, k4, cu_seqlens, step)
+        if step is None:
+            step, copy = self._steps.open(counts, table)
+            if copy.source:
+                for pool in self._all:
+                    pool[:, copy.target] = pool[:, copy.source]
+        elif counts is not step.counts and not np.array_equal(counts, step.counts):
+            raise ValueError(
+                f"layer {self.number} appends {counts.tolist()} tokens to sequences; {step.counts.tolist()}, as the "
+                "layer before it in this step, fits"
+            )
+        else:
+            check_rows(table, step.positions)
+        shape = k4.shape[0], k4.shape[2]
+        slots, where = step.slots.reshape(shape), step.where.reshape(shape)
+        self._write(k4, self._k, slots, table, where)
+        self._write(v4, self._v, slots, None, where)
+        self._steps.wrote(self.number)
+
+    def attend(
+        self, q: Any, *, rotary: tuple[Any, Any] | None = None, rotary_interleaved: bool = False, **options: Any
+    ) -> Any:
+        """As `KVCache.attend`."""
+        arrays.require("q", q, self._steps.kind)
+        for name in ("kv_lengths", "page_table"):
+            if name in options:
+                raise TypeError(f"attend takes no {name}: the cache has its own; attention() takes them")
+        self._steps.check_written(self.number)
+        if self._window is not None:
+            options["window"] = _narrowed(options.get("window"), self._window)
+        turn = None if rotary is None else (rotary, rotary_interleaved)
+        if q.ndim == 3 and "cu_seqlens" not in options:
+            return self._attend_last(q, turn, options)
+        if turn is not None:
+            q = self._turned_batch(q, turn, options)
+        return self._attend(q, **options)
+
+    def _attend_last(self, q: Any, turn: Any, options: dict[str, Any]) -> Any:
+        """Queries (T, Hq, D) at the tokens of the last append."""
+        step = self._steps.last()
+        if q.shape[0] != len(step.positions):
+            raise ValueError(
+                f"q has shape {q.shape}; (T, Hq, D) with the {len(step.positions)} tokens of the last append, or "
+                "(B, Hq, Nq, D), fits"
+            )
+        if options.setdefault("layout", "bnhd") != "bnhd":
+            raise ValueError("layout is 'bhnd', but q is (T, Hq, D), tokens before heads; 'bnhd' fits")
+        if turn is not None:
+            q = self._turned(q.swapaxes(0, 1)[None], turn, step)[0].swapaxes(0, 1)
+        if not step.each:
+            return self._attend(q, cu_seqlens=step.offsets, **options)
+        out = options.pop("out", None)
+        if out is not None:
+            arrays.require("out", out, self._steps.kind)
+            if out.ndim != 3 or out.shape[0] != q.shape[0]:
+                raise ValueError(f"out has shape {out.shape}; ({q.shape[0]}, Hq, Dv), as q, fits")
+            options["out"] = out.reshape((self._sequences, step.each, *out.shape[1:]))
+        found = self._attend(q.reshape((self._sequences, step.each, *q.shape[1:])), **options)
+        result, lse = found if isinstance(found, tuple) else (found, None)
+        result = result.reshape((-1, *result.shape[2:])) if out is None else out
+        return result if lse is None else (result, lse.swapaxes(0, 1).reshape((lse.shape[1], -1)))
+
+    def _turned_batch(self, q: Any, turn: Any, options: dict[str, Any]) -> Any:
+        """Queries (B, Hq, N, D) or (B, N, Hq, D) at the tokens of the last append, rotated."""
+        step = self._steps.last()
+        first = options.get("layout", "bhnd") == "bhnd"
+        q4 = q if first or q.ndim != 4 else q.swapaxes(1, 2)
+        if q4.ndim != 4 or (q4.shape[0], q4.shape[2]) != (self._sequences, step.each):
+            raise ValueError(f"q has shape {q.shape}; rotary= rotates queries at the tokens of the last append")
+        q4 = self._turned(q4, turn, step)
+        return q4 if first else q4.swapaxes(1, 2)
+
+    def _turned(self, q: Any, turn: Any, step: Step) -> Any:
+        """q (B, Hq, N, D) rotated: a new array with tokens before heads."""
+        (rotary, interleaved), xp = turn, self._steps.xp
+        table = self._checked(rotary, interleaved, q)
+        check_rows(table, step.positions)
+        batch, heads, n, d = q.shape
+        out = xp.empty((batch, n, heads, d), q.dtype).swapaxes(1, 2)
+        rotate(arrays.addressable(q), out, table, step.where.reshape(batch, n), 1)
+        return out
+
+    def _attend(self, q: Any, **options: Any) -> Any:
+        steps = self._steps
+        return attention(
+            q, self.k_pages, self.v_pages, page_table=steps.readable, kv_lengths=steps.lengths, **options
+        )
+
+    def _checked(self, rotary: Any, interleaved: Any, x: Any) -> Table:
+        """The tables of `rotary`, checked once for the calls that pass the same arrays."""
+        if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+            raise TypeError(f"rotary is {shown(rotary)}; (cos, sin) fits, of flashkit.rotary_table")
+        key = (*map(id, rotary), interleaved, x.shape[-1], x.dtype)
+        if self._table is None or self._table[0] != key:
+            table = checked_table(rotary[0], rotary[1], interleaved, x, arrays.dtype_name("q", x))
+            self._kept = rotary  # so that no other array gets their identity
+            self._table = key, table
+        return self._table[1]
+
+    def _four(self, name: str, x: Any, pool: Any, layout: str) -> Any:
+        """k or v as (B, H, N, D); packed tokens as (1, H, T, D)."""
+        arrays.require(name, x, self._steps.kind)
+        choice("layout", layout, LAYOUTS)
+        if arrays.dtype_name(name, x) != self._dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}; the cache's, {self._dtype}, fits")
+        _, heads, _, d = pool.shape
+        if x.ndim == 3:
+            batch, four = 1, x.swapaxes(0, 1)[None]
+        elif x.ndim == 4:
+            batch, four = self._sequences, x.view() if layout == "bhnd" else x.swapaxes(1, 2)
+        else:
+            batch, four = 0, x.reshape(1, 1, -1, 1)
+        if (four.shape[0], four.shape[1], four.shape[3]) != (batch, heads, d):
+            axes = f"{self._sequences}, {heads}, N, {d}" if layout == "bhnd" else f"{self._sequences}, N, {heads}, {d}"
+            raise ValueError(f"{name} has shape {x.shape}; (T, {heads}, {d}) or ({axes}) fits")
+        return arrays.addressable(four)
+
+    def _counts(self, k: Any, k4: Any, cu_seqlens: Any, step: Step | None) -> np.ndarray:
+        """New tokens of each sequence."""
+        tokens = k4.shape[2]
+        if k.ndim == 4:
+            if cu_seqlens is not None:
+                raise TypeError(f"cu_seqlens is for k of shape (T, Hkv, D); k has {k.shape}")
+            return np.full(self._sequences, tokens)
+        if cu_seqlens is not None:
+            return _counts(cu_seqlens, self._sequences, tokens)
+        if step is not None and tokens == len(step.positions):
+            return step.counts
+        if tokens != self._sequences:
+            raise ValueError(f"k has {tokens} tokens for {self._sequences} sequences; one of each, or cu_seqlens, fits")
+        return np.ones(self._sequences, np.int64)
+
+    def _write(self, x: Any, pool: Any, slots: Any, table: Table | None, where: Any) -> None:
+        """x (B, H, N, D), rotated if there is a table, into the slots (B, N) of a pool (pages, H, page, D)."""
+        if isinstance(x, np.ndarray):
+            from ..backends.cpu.rotary import write
+
+            write(x, pool, slots, table and (table.cos, table.sin, where), table is not None and table.interleaved)
+            return
+        if table is not None:
+            x = rotated(x, table, where[:, None])
+        page = pool.shape[2]
+        pool[slots // page, :, slots % page] = x.swapaxes(1, 2)
+
+
+def _counts(cu_seqlens: Any, sequences: int, tokens: int) -> np.ndarray:
+    """int64 (B,) from offsets (B + 1,); those on a device are read."""
+    what = f"integers ({sequences + 1},) from 0 to {tokens}, the tokens of k, that never decrease,"
+    on_host = cu_seqlens.get() if arrays.kind_of(cu_seqlens) == "cupy" else as_array("cu_seqlens", cu_seqlens, what)
+    if on_host.dtype.kind not in "iu":
+        raise TypeError(f"cu_seqlens is {shown(cu_seqlens)}; {what} fit")
+    if on_host.shape != (sequences + 1,):
+        raise ValueError(f"cu_seqlens has shape {on_host.shape}; {what} fit")
+    offsets = on_host.astype(np.int64)  # a copy: the caller's array may change
+    counts = offsets[1:] - offsets[:-1]
+    if offsets[0] != 0 or offsets[-1] != tokens or (counts < 0).any():
+        raise ValueError(f"cu_seqlens is {shown(offsets.tolist())}; {what} fit")
+    return counts
+
+
+def _narrowed(given: Any, own: Window) -> Window:
+    """The window of a call: the cache's, or a given one inside it."""
+    if given is None:
+        return own
+    left, right = window_of(given)
+    if own[0] is not None and (left is None or left > own[0]):
+        raise ValueError(
+            f"window is {shown(given)}, but the cache keeps the window {own}; a left of at most {own[0]} fits"
+        )
+    return left, right

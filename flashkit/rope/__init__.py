@@ -1,0 +1,1 @@
+"""Rotary position embedding (RoPE): tables of angles, and the rotation and its gradient."""

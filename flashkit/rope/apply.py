@@ -1,0 +1,225 @@
+"""`rotary` and `rotary_vjp`: queries and keys rotated by their positions.
+
+NumPy arrays are rotated by a compiled kernel, backends/cpu/kernels/rotary.py; others by array expressions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..call import arrays
+from ..call.checks import can_write, check_out, choice, flag
+from ..call.shape import LAYOUTS, Shape
+from ..errors import shown
+from ..mods.expr import MAX_POSITION
+from ..mods.tracing import as_array
+from ..spec import DTYPES
+from .tables import cos_sin, rates
+
+
+class Table(NamedTuple):
+    """Checked cosines and sines, (P, dims / 2) of the accumulators' dtype, C-contiguous."""
+
+    cos: Any
+    sin: Any
+    interleaved: bool = False
+
+
+def rotary(
+    x: Any, cos: Any = None, sin: Any = None, *, positions: Any = None, base: float | None = None,
+    dims: int | None = None, scaling: Mapping[str, Any] | None = None, interleaved: bool = False, layout: str = "bhnd",
+    out: Any = None,
+) -> Any:  # fmt: skip
+    """Rotary position embedding: each pair (a, b) of a head's first elements becomes (a cos - b sin, a sin + b cos).
+
+    Parameters
+    ----------
+    x
+        (..., H, N, D) queries or keys, float64, float32, float16 or bfloat16; (H, N, D) and (N, D) work too. Products
+        are float32, or float64 for float64.
+    cos, sin
+        Tables (P, dims / 2), from `rotary_table` or of your own: row p is for position p. Without them the angles of
+        `positions` are computed.
+    positions
+        Integers (N,) or (..., N): the position of each token; 0 ... N - 1 by default. In tables on a device they are
+        clamped to the table and not read.
+    base, dims, scaling
+        As for `rotary_table`, for calls without tables; dims is D by default. Tables say themselves how many elements
+        are rotated. The others stay as they are.
+    interleaved
+        Pairs are (x[0], x[1]), (x[2], x[3]) ... as in GPT-J and RoFormer. By default they are (x[0], x[dims / 2]) ...,
+        the halves of GPT-NeoX, Llama and Hugging Face transformers.
+    layout
+        "bhnd", or "bnhd" for (..., N, H, D) arrays; packed (T, H, D) arrays have this one.
+    out
+        Array for the result, of x's shape and dtype; it may be x.
+
+    Returns
+    -------
+    array
+        Of x's shape and dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit. The message names it, what came and what would fit.
+
+    References
+    ----------
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv 2104.09864, equation 34.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> q = np.random.default_rng(0).standard_normal((1, 8, 16, 64), dtype=np.float32)
+    >>> cos, sin = flashkit.rotary_table(4096, 64)
+    >>> flashkit.rotary(q, cos, sin, positions=np.arange(100, 116)).shape
+    (1, 8, 16, 64)
+    >>> bool(np.allclose(flashkit.rotary(q, cos, sin), flashkit.rotary(q, base=10000.0), atol=1e-5))
+    True
+    """
+    return _checked_and_rotated("x", x, cos, sin, positions, base, dims, scaling, interleaved, layout, out, 1)
+
+
+def rotary_vjp(
+    dout: Any, cos: Any = None, sin: Any = None, *, positions: Any = None, base: float | None = None,
+    dims: int | None = None, scaling: Mapping[str, Any] | None = None, interleaved: bool = False, layout: str = "bhnd",
+    out: Any = None,
+) -> Any:  # fmt: skip
+    """The gradient of sum(rotary(x, ...) * dout) by x: a rotation by the negative angles.
+
+    Parameters
+    ----------
+    dout
+        Array of the shape of x.
+    cos, sin, positions, base, dims, scaling, interleaved, layout, out
+        As for `rotary`. Where tables are scaled by a factor, so is the gradient; otherwise this is `rotary`'s inverse.
+
+    Returns
+    -------
+    array
+        dx, of dout's shape and dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `rotary`.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> x = np.random.default_rng(0).standard_normal((8, 16, 64))
+    >>> bool(np.allclose(flashkit.rotary_vjp(flashkit.rotary(x)), x))
+    True
+    """
+    return _checked_and_rotated("dout", dout, cos, sin, positions, base, dims, scaling, interleaved, layout, out, -1)
+
+
+def _checked_and_rotated(
+    name: str, x: Any, cos: Any, sin: Any, positions: Any, base: Any, dims: Any, scaling: Any, interleaved: Any,
+    layout: Any, out: Any, sign: int,
+) -> Any:  # fmt: skip
+    kind = arrays.require(name, x)
+    dtype = arrays.dtype_name(name, x)
+    choice("layout", layout, LAYOUTS)
+    if x.ndim < 2:
+        raise ValueError(f"{name} has shape {x.shape}; (..., heads, tokens, head_dim) fits, or (tokens, head_dim)")
+    shape = Shape(x.ndim, tuple(x.shape[:-3]), layout)
+    x4 = shape.to_four(x)
+    batch, _, n, d = x4.shape
+    if cos is None and sin is None:
+        where = _positions(positions, "numpy", shape, batch, n, None)
+        longest = int(where.max()) + 1 if where.size else 0
+        cos, sin = cos_sin(where, rates(d if dims is None else dims, base, scaling, longest), np.float64)
+        xp = arrays.namespace(kind)
+        accumulator = DTYPES[dtype].accumulator
+        table = checked_table(xp.asarray(cos, accumulator), xp.asarray(sin, accumulator), interleaved, x4, dtype)
+        where = xp.arange(batch * n, dtype=np.int64).reshape(batch, n)
+    else:
+        if not base is dims is scaling is None:
+            raise TypeError("base, dims and scaling are for calls without cos and sin; tables have them already")
+        table = checked_table(cos, sin, interleaved, x4, dtype)
+        where = _positions(positions, kind, shape, batch, n, table.cos.shape[0])
+    if out is not None:
+        check_out(out, kind, dtype, x.shape)
+    if (out is x and arrays.same_address(x4, x) and can_write(x)) or (
+        out is not None and can_write(out, x, table.cos, table.sin)
+    ):
+        target = shape.to_four(out)
+    else:
+        target = shape.empty(arrays.namespace(kind).empty, batch, x4.shape[1], n, d, x.dtype)
+    rotate(x4, target, table, where, sign)
+    result = shape.like(target)
+    if out is None:
+        return result
+    if not arrays.same_address(out, result):
+        out[...] = result
+    return out
+
+
+def checked_table(cos: Any, sin: Any, interleaved: Any, x: Any, dtype: str) -> Table:
+    """Tables that fit x (..., D); float tables of another precision are converted."""
+    kind, d = arrays.require("x", x), x.shape[-1]
+    flag("interleaved", interleaved)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is None:
+            raise TypeError(f"{name} is None; tables come as two, flashkit.rotary_table(positions, dims)")
+        arrays.require(name, table, kind)
+        if table.ndim != 2 or 2 * table.shape[1] > d or not table.shape[1]:
+            half = "; the half that does not repeat fits" if table.ndim == 2 and table.shape[1] == d else ""
+            raise ValueError(f"{name} has shape {table.shape}; (positions, dims / 2) fits, dims at most {d}{half}")
+        if table.dtype.kind != "f":
+            raise TypeError(f"{name} has dtype {table.dtype}; float32 or float64 fits")
+    if cos.shape != sin.shape:
+        raise ValueError(f"sin has shape {sin.shape}, cos has {cos.shape}; they are equal")
+    xp = arrays.namespace(kind)
+    cos, sin = (xp.ascontiguousarray(table, DTYPES[dtype].accumulator) for table in (cos, sin))
+    return Table(cos, sin, interleaved)
+
+
+def _positions(given: Any, kind: str, shape: Shape, batch: int, n: int, rows: int | None) -> Any:
+    """int64 (B, N), a copy, below `rows` where they lie on the host."""
+    on_device = kind != "numpy" and arrays.kind_of(given) == kind
+    what = "integers (N,) or (..., N), one for each token,"
+    where = np.arange(n) if given is None else given if on_device else as_array("positions", given, what)
+    if where.dtype.kind not in "iu":
+        raise TypeError(f"positions is {shown(given)}; {what} fits")
+    if where.shape not in ((n,), (*shape.batch, n)):
+        raise ValueError(f"positions has shape {where.shape}; {what} fits, here {(n,)} or {(*shape.batch, n)}")
+    xp = arrays.namespace(kind)
+    whole = (xp if on_device else np).empty((batch, n), np.int64)
+    whole[...] = where if where.ndim == 1 else where.reshape(batch, n)
+    if on_device:
+        return whole if rows is None else xp.clip(whole, 0, max(rows - 1, 0), out=whole)
+    low, high = (int(whole.min()), int(whole.max())) if whole.size else (0, -1)
+    most = MAX_POSITION if rows is None else rows
+    if low < 0 or high >= most:
+        whose = "positions" if rows is None else "the table's rows"
+        raise ValueError(f"positions has values from {low} to {high}; 0 to {most - 1}, {whose}, fit")
+    return xp.asarray(whole)
+
+
+def rotate(x: Any, out: Any, table: Table, positions: Any, sign: int) -> None:
+    """out = x rotated: (B, H, N, D) arrays, positions (B, N)."""
+    if isinstance(x, np.ndarray):
+        from ..backends.cpu.rotary import rotate as compiled
+
+        compiled(x, out, table.cos, table.sin, positions, table.interleaved, sign)
+        return
+    out[...] = rotated(x, table, positions[:, None], sign)
+
+
+def rotated(x: Any, table: Table, positions: Any, sign: int = 1) -> Any:
+    """x (..., D) rotated, by array expressions; positions broadcast to x's other axes."""
+    dims = 2 * table.cos.shape[1]
+    cos, sin = table.cos[positions], table.sin[positions] * sign
+    first, second = (
+        (slice(0, dims, 2), slice(1, dims, 2)) if table.interleaved else (slice(0, dims // 2), slice(dims // 2, dims))
+    )
+    a, b = x[..., first].astype(cos.dtype), x[..., second].astype(cos.dtype)
+    out = x.copy()
+    out[..., first], out[..., second] = (a * cos - b * sin).astype(x.dtype), (a * sin + b * cos).astype(x.dtype)
+    return out

@@ -1,0 +1,230 @@
+"""Rotary embedding against its definition in float64, tables against those of transformers, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit.rope.apply import checked_table, rotated
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0, "original_max_position_embeddings": 512},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 512},
+    "yarn of DeepSeek": {
+        "factor": 40.0, "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 0.707,
+        "beta_fast": 24.0, "beta_slow": 2.0,
+    },
+    "yarn of gpt-oss": {"factor": 32.0, "original_max_position_embeddings": 512, "truncate": False},
+}  # fmt: skip
+
+
+def numbers(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
+    import ml_dtypes  # noqa: F401  # makes bfloat16 a dtype
+
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def definition(x: np.ndarray, positions: np.ndarray, dims: int, interleaved: bool, sign: int = 1) -> np.ndarray:
+    """Each pair as a complex number, multiplied by e^(i * position * base^(-2j / dims)). x (..., N, D), float64."""
+    out = x.astype("f8")
+    turn = np.exp(1j * sign * positions[..., None] * 10000.0 ** (-np.arange(0, dims, 2) / dims))
+    first, second = (np.s_[0:dims:2], np.s_[1:dims:2]) if interleaved else (np.s_[: dims // 2], np.s_[dims // 2 : dims])
+    z = (x[..., first].astype("f8") + 1j * x[..., second].astype("f8")) * turn
+    out[..., first], out[..., second] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dims", [16, 12, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pairs_turn_by_their_positions(dtype: str, dims: int, interleaved: bool) -> None:
+    x = numbers(2, 3, 20, 16, dtype=dtype)
+    positions = np.random.default_rng(1).integers(0, 300, (2, 20))
+    eps = {"float64": 2e-16, "float32": 6e-8, "float16": 5e-4, "bfloat16": 4e-3}[dtype]
+    for sign, function in ((1, flashkit.rotary), (-1, flashkit.rotary_vjp)):
+        exact = definition(x, positions[:, None], dims, interleaved, sign)
+        tables = flashkit.rotary_table(300, dims, dtype="float64")
+        for out in (
+            function(x, *tables, positions=positions, interleaved=interleaved),
+            function(x, positions=positions, dims=dims, interleaved=interleaved),
+        ):
+            assert out.dtype == x.dtype
+            # Three roundings, of angles' functions and of products, and that of the result.
+            limit = (eps + 3 * (2e-14 if dtype == "float64" else 6e-8)) * np.abs(exact).max()
+            np.testing.assert_allclose(out.astype("f8"), exact, rtol=0, atol=limit)
+            assert np.array_equal(out[..., dims:], x[..., dims:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_computes_the_expressions(dtype: str, interleaved: bool) -> None:
+    """CuPy arrays are rotated by `rotated`, NumPy arrays by the kernel."""
+    x, tables = numbers(2, 3, 37, 24, dtype=dtype), flashkit.rotary_table(37, 20)
+    table = checked_table(*tables, interleaved, x, dtype)
+    found = flashkit.rotary(x, *tables, interleaved=interleaved).astype("f8")
+    expected = rotated(x, table, np.arange(37)).astype("f8")
+    # One rounding: a compiler may fuse a product and a sum.
+    eps = float(np.finfo("f8" if dtype == "float64" else "f4").eps) if "6" not in dtype[:7] else 1e-2
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4 * eps)
+
+
+def test_layouts_shapes_and_strides_are_the_same_numbers() -> None:
+    cos_sin = flashkit.rotary_table(50, 16)
+    x = numbers(2, 3, 20, 16)
+    positions = np.arange(7, 27)
+    whole = flashkit.rotary(x, *cos_sin, positions=positions)
+    same = [
+        flashkit.rotary(x.swapaxes(1, 2), *cos_sin, positions=positions, layout="bnhd").swapaxes(1, 2),
+        flashkit.rotary(x[None], *cos_sin, positions=positions)[0],
+        np.stack([flashkit.rotary(each, *cos_sin, positions=positions) for each in x]),
+        flashkit.rotary(np.asfortranarray(x), *cos_sin, positions=positions),
+        flashkit.rotary(x[..., ::-1].copy()[..., ::-1], *cos_sin, positions=positions),
+        flashkit.rotary(np.concatenate([x, x], -1)[..., :16], *cos_sin, positions=positions),
+        flashkit.rotary(x, *cos_sin, positions=np.stack([positions, positions]).astype(np.uint8)),
+        flashkit.rotary(x, *cos_sin, positions=positions.tolist()),
+        flashkit.rotary(x, *(table[7:] for table in cos_sin)),
+    ]
+    for each in same:
+        assert np.array_equal(each, whole)
+    assert np.array_equal(flashkit.rotary(x[0, 0], *cos_sin, positions=positions), whole[0, 0])
+    packed = flashkit.rotary(x[0].swapaxes(0, 1), *cos_sin, positions=positions, layout="bnhd")
+    assert np.array_equal(packed.swapaxes(0, 1), whole[0])
+    broadcast = flashkit.rotary(np.broadcast_to(x[:1], x.shape), *cos_sin, positions=positions)
+    assert np.array_equal(broadcast, np.stack([whole[0], whole[0]]))
+
+
+def test_out_may_be_the_array_itself_or_overlap_it() -> None:
+    cos_sin = flashkit.rotary_table(50, 16)
+    for interleaved in (False, True):
+        x = numbers(2, 3, 20, 16)
+        whole = flashkit.rotary(x, *cos_sin, interleaved=interleaved)
+        out = np.full_like(x, np.nan)
+        assert flashkit.rotary(x, *cos_sin, interleaved=interleaved, out=out) is out
+        assert np.array_equal(out, whole)
+        gaps = np.full((2, 3, 20, 32), np.nan, np.float32)[..., ::2]
+        flashkit.rotary(x, *cos_sin, interleaved=interleaved, out=gaps)
+        assert np.array_equal(gaps, whole)
+        five = np.full((20, 1, 2, 3, 16), np.nan, np.float32).transpose(1, 2, 3, 0, 4)
+        flashkit.rotary(x[None], *cos_sin, interleaved=interleaved, out=five)
+        assert np.array_equal(five[0], whole)
+        memory = np.empty(x.size + 8, np.float32)
+        source, target = memory[: x.size].reshape(x.shape), memory[8:].reshape(x.shape)
+        source[...] = x
+        flashkit.rotary(source, *cos_sin, interleaved=interleaved, out=target)
+        assert np.array_equal(target, whole)
+        assert flashkit.rotary(x, *cos_sin, interleaved=interleaved, out=x) is x
+        assert np.array_equal(x, whole)
+
+
+def test_empty_arrays_and_no_positions() -> None:
+    for shape in ((2, 3, 0, 16), (0, 3, 4, 16), (2, 0, 4, 16)):
+        assert flashkit.rotary(numbers(*shape)).shape == shape
+        assert flashkit.rotary(numbers(*shape), *flashkit.rotary_table(9, 8)).shape == shape
+
+
+def test_the_gradient_is_the_transposed_rotation() -> None:
+    """<rotary(x), y> = <x, rotary_vjp(y)>, with tables of a factor too."""
+    scaling = {"rope_type": "yarn", **SCALINGS["yarn"]}
+    x, y = numbers(2, 9, 16, dtype="float64"), numbers(2, 9, 16, seed=1, dtype="float64")
+    cos_sin = flashkit.rotary_table(9, 12, scaling=scaling, dtype="float64")
+    assert cos_sin[0][0, 0] == pytest.approx(0.1 * np.log(4) + 1)
+    left, right = (flashkit.rotary(x, *cos_sin) * y).sum(), (x * flashkit.rotary_vjp(y, *cos_sin)).sum()
+    assert left == pytest.approx(right, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_tables_are_those_of_transformers(name: str) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed: nothing to compare with")
+    pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = name.split()[0]
+    scaling = {"rope_type": kind, **SCALINGS[name]}
+    trained = 512
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=trained,
+        rope_parameters={**scaling, "rope_theta": 50000.0},
+    )  # fmt: skip
+    inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=2000)
+    angles = np.arange(2000)[:, None] * inverse.numpy().astype("f8")
+    given: dict[str, Any]
+    for given in ({"base": 50000.0, "scaling": scaling}, {"scaling": {**scaling, "rope_theta": 50000.0}}):
+        cos, sin = flashkit.rotary_table(2000, 64, dtype="float64", **given)
+        # Theirs are float32 frequencies: the angle's error grows with the position.
+        np.testing.assert_allclose(cos, np.cos(angles) * factor, atol=2000 * 3e-7)
+        np.testing.assert_allclose(sin, np.sin(angles) * factor, atol=2000 * 3e-7)
+        np.testing.assert_allclose(sin[:3], np.sin(angles[:3]) * factor, atol=2e-6)
+
+
+def test_ntk_scales_the_base() -> None:
+    scaled = flashkit.rotary_table(100, 32, base=10000.0, scaling={"type": "ntk", "factor": 4.0})
+    plain = flashkit.rotary_table(100, 32, base=10000.0 * 4 ** (32 / 30))
+    assert all(map(np.array_equal, scaled, plain))
+    # The slowest pair turns as if positions were interpolated.
+    linear = flashkit.rotary_table(100, 32, scaling={"type": "linear", "factor": 4.0})
+    np.testing.assert_allclose(scaled[1][:, -1], linear[1][:, -1], rtol=1e-5)
+
+
+X = numbers(2, 3, 5, 16)
+COS, SIN = flashkit.rotary_table(9, 16)
+YARN = {"rope_type": "yarn", **SCALINGS["yarn"]}
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "a list": (lambda: flashkit.rotary([1.0]), TypeError, "x is a builtins.list"),
+    "integers": (lambda: flashkit.rotary(np.zeros((3, 4), int)), TypeError, "x has dtype int64"),
+    "one axis": (lambda: flashkit.rotary(X[0, 0, 0]), ValueError, r"x has shape \(16,\)"),
+    "dout": (lambda: flashkit.rotary_vjp([1.0]), TypeError, "dout is a builtins.list"),
+    "cos alone": (lambda: flashkit.rotary(X, COS), TypeError, "sin is None"),
+    "whole rows": (lambda: flashkit.rotary(X, np.tile(COS, 2), np.tile(SIN, 2)), ValueError, "half that does not"),
+    "unequal": (lambda: flashkit.rotary(X, COS, SIN[1:]), ValueError, "sin has shape"),
+    "integer tables": (lambda: flashkit.rotary(X, COS.astype(int), SIN), TypeError, "cos has dtype int64"),
+    "base with tables": (lambda: flashkit.rotary(X, COS, SIN, base=3.0), TypeError, "without cos and sin"),
+    "a position too far": (lambda: flashkit.rotary(X, COS, SIN, positions=[0, 1, 2, 3, 9]), ValueError, "from 0 to 9"),
+    "a negative position": (lambda: flashkit.rotary(X, COS, SIN, positions=[-1, 1, 2, 3, 4]), ValueError, "from -1"),
+    "no table for N": (lambda: flashkit.rotary(X, COS[:4], SIN[:4]), ValueError, "0 to 3, the table's rows"),
+    "positions' shape": (lambda: flashkit.rotary(X, COS, SIN, positions=[0, 1]), ValueError, r"positions has shape"),
+    "positions of floats": (lambda: flashkit.rotary(X, COS, SIN, positions=np.arange(5.0)), TypeError, "positions is"),
+    "odd dims": (lambda: flashkit.rotary(X, dims=7), ValueError, "dims is 7"),
+    "many dims": (lambda: flashkit.rotary(X, dims=18), ValueError, "cos has shape"),
+    "layout": (lambda: flashkit.rotary(X, layout="hnd"), ValueError, "layout is 'hnd'"),
+    "interleaved": (lambda: flashkit.rotary(X, interleaved=1), TypeError, "interleaved is 1"),
+    "out's shape": (lambda: flashkit.rotary(X, out=X[0]), ValueError, "out has shape"),
+    "out's dtype": (lambda: flashkit.rotary(X, out=X.astype("f8")), TypeError, "out has dtype"),
+    "n": (lambda: flashkit.rotary_table(-1, 16), ValueError, "n is -1"),
+    "base": (lambda: flashkit.rotary_table(9, 16, base=0.5), ValueError, "base is 0.5"),
+    "table's dtype": (lambda: flashkit.rotary_table(9, 16, dtype="float16"), TypeError, "dtype is 'float16'"),
+    "scaling": (lambda: flashkit.rotary_table(9, 16, scaling=2.0), TypeError, "scaling is 2.0"),
+    "a type": (lambda: flashkit.rotary_table(9, 16, scaling={"type": "longrope"}), ValueError, "rope_type 'longrope'"),
+    "no type": (lambda: flashkit.rotary_table(9, 16, scaling={"factor": 2.0}), ValueError, "rope_type None"),
+    "no factor": (lambda: flashkit.rotary_table(9, 16, scaling={"type": "linear"}), ValueError, "has no 'factor'"),
+    "a factor of 0": (
+        lambda: flashkit.rotary_table(9, 16, scaling={"type": "linear", "factor": 0}), ValueError, "has factor 0"
+    ),
+    "another's number": (lambda: flashkit.rotary_table(9, 16, scaling={**YARN, "low_freq_factor": 1.0}), ValueError,
+                         "takes no 'low_freq_factor'"),
+    "two bases": (
+        lambda: flashkit.rotary_table(9, 16, base=2.0, scaling={"rope_theta": 3.0}), ValueError, "has rope_theta 3.0"
+    ),
+    "low above high": (
+        lambda: flashkit.rotary_table(9, 16, scaling={"type": "llama3", **SCALINGS["llama3"], "low_freq_factor": 5}),
+        ValueError, "the first is below the second",
+    ),
+    "dynamic of a pair": (
+        lambda: flashkit.rotary_table(9, 2, scaling={"type": "ntk", "factor": 2}), ValueError, "dims is 2"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_an_error_that_names_it(name: str) -> None:
+    call, kind, words = BAD[name]
+    with pytest.raises(kind, match=words):
+        call()
