@@ -324,9 +324,9 @@ def attention_vjp(
         loan = foreign.Loan(library, q)
         with loan.scope():
             borrowed = loan.borrow(q=q, k=k, v=v, out=out, **options)
-            result, vjp = attention_vjp(**borrowed, return_lse=return_lse, backend=backend)
-            vjp._loan = loan
-            return loan.give_back(result, out), vjp
+            result, lent = attention_vjp(**borrowed, return_lse=return_lse, backend=backend)
+            lent._loan = loan
+            return loan.give_back(result, out), lent
     problem, operands, shape = prepare(q, k, v, out=out, **options)
     operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
     if out is not None:

@@ -53,7 +53,7 @@ HARD_DATA = [
     pytest.param(
         backend, generation, data,
         marks=exhaustive if (backend, data) == ("numba_cuda", "NaN") and generation != "simt" else [],
-    )  # fmt: skip
+    )
     for backend in BACKENDS
     for generation in GENERATIONS
     for data in ("growing", "NaN")
