@@ -70,9 +70,9 @@ class Generation(Protocol):
         """A pass for the problem; row: the profile's row for this generation, or None."""
 
 
-def supports_packed(spec: AttentionSpec, name: str) -> Verdict:
-    """The refusal of packed sequences, of a generation that has no kernels for them."""
-    return Verdict(not spec.packed, f"{name} has no kernels for packed sequences" if spec.packed else "")
+def supports_packed(spec: AttentionSpec, what: str) -> Verdict:
+    """The refusal of packed sequences, of a generation that has no kernels for them; what: of which kind it has none."""
+    return Verdict(not spec.packed, f"packed sequences have no {what} kernels here" if spec.packed else "")
 
 
 def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:

@@ -161,7 +161,7 @@ def with_most_buffers(tile: Tile, spec: AttentionSpec, device: Device) -> list[T
 def packed(problem: Problem) -> int:
     """Query heads whose rows share a tile (PACK_GQA): all of a group where there are few queries."""
     group = problem.spec.group
-    return group if problem.n_q <= 256 and 64 % group == 0 else 1
+    return group if problem.n_q <= 256 and 64 % group == 0 and not problem.spec.packed else 1
 
 
 def work_enough(problem: Problem, device: Device, block_q: int) -> Verdict:
@@ -218,8 +218,10 @@ class Forward:
         if not self.takes(arguments):
             return None
         spec = arguments.spec
-        heads, rows = arguments.batch * arguments.heads // self.pack, arguments.n_q * self.pack
-        work_tiles = -(-rows // self.tile.block_q) * heads
+        heads, tiles = arguments.entries * arguments.heads // self.pack, arguments.q_tiles(self.tile.block_q)
+        if self.pack > 1:
+            tiles = -(-arguments.n_q * self.pack // self.tile.block_q)
+        work_tiles = tiles * heads
         check_grid(work_tiles)
         maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(spec) if box[0] in self._addressed]
         l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES

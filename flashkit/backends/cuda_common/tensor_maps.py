@@ -29,7 +29,7 @@ def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
         at = AT[name]
         heads = arguments.heads_kv if name in ("k", "v", "dk", "dv") else arguments.heads
         tokens = arguments.n_k if name in ("k", "v", "dk", "dv") else arguments.n_q
-        for stride, size in zip(words[at + 1 : at + 4], (arguments.batch, heads, tokens)):
+        for stride, size in zip(words[at + 1 : at + 4], (arguments.entries, heads, tokens)):
             if size > 1 and (stride <= 0 or stride * itemsize % _ALIGNMENT or stride * itemsize >= 2**40):
                 return False
     return True
@@ -66,7 +66,7 @@ def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> 
     at, words = AT[name], arguments.words
     heads, tokens = (arguments.heads_kv, arguments.n_k) if of_keys else (arguments.heads, arguments.n_q)
     strides = words[at + 1 : at + 4]
-    return Maps(arguments.spec.dtype, *strides, dim, pack, heads, tokens, arguments.batch, rows)
+    return Maps(arguments.spec.dtype, *strides, dim, pack, heads, tokens, arguments.entries, rows)
 
 
 @lru_cache(maxsize=4096)

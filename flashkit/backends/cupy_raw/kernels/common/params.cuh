@@ -84,7 +84,8 @@ DEVICE SeqTile packed_tile(const long long* cu_seqlens, long long batch, long lo
     }
     return {low, number - first_tile(cu_seqlens, low, block)};
 }
-// Batch entries, and tiles of a head of one of them, that grids and schedules count; and which tile a number stands for.
+// Batch entries, and tiles of a head of one of them, that grids and schedules count, and the tile that a number stands
+// for.
 DEVICE long long num_entries(const Params& p) { return IS_PACKED ? 1 : p.batch; }
 DEVICE long long num_q_tiles(const Params& p, int block) {
     return IS_PACKED ? p.n_q / block + p.batch : (p.n_q + block - 1) / block;

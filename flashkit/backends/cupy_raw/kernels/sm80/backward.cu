@@ -205,8 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_backwa
                             warp % (WARPS / WARPS_Q));
                         if (ORDERED) semaphore_wait(semaphore, bits, add_after, add_end);
                     };
-                    float* dq_accum =
-                        row_at<float>(p.dq_accum, b, at.h, q_tile_number(p, b, tile, BLOCK_Q)) + warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
+                    float* dq_accum = row_at<float>(p.dq_accum, b, at.h, q_tile_number(p, b, tile, BLOCK_Q)) +
+                                      warp * Q_TILES * Q_COLUMNS * 128 + lane * 4;
                     const auto add_dq = [&](int k, int steps) {
 #pragma unroll
                         for (int j = 0; j < Q_TILES * Q_COLUMNS; ++j)

@@ -19,14 +19,15 @@ DEVICE float recompute_pair(const Params& p, int b, int h, int query, int key) {
     const storage* q_data = q_row<storage>(p, p.q, b, h, query);
     const storage* k_data = kv_row<storage>(p, p.k, b, h / GQA_GROUP, key);
     const float s = dot<HEAD_DIM>(q_data, k_data) * (float)p.softmax_scale;
-    const float lse = *row_at<float>(p.bwd_lse, b, h, stats_row(p, b, query)), x = modify<true>(s, b, h, query, q, key, p);
+    const long long stats = stats_row(p, b, query);
+    const float lse = *row_at<float>(p.bwd_lse, b, h, stats), x = modify<true>(s, b, h, query, q, key, p);
     const float p_pair = x == HIDDEN ? 0.0f : exp2_fast((x - lse) * LOG2E);
     if (p_pair == 0) return 0;
     if constexpr (WHICH == DV) return HAS_DROPOUT ? drop(p_pair, p, b, h, query, key) : p_pair;
     float dp = dot<HEAD_DIM_V>(q_row<storage>(p, p.dout, b, h, query), kv_row<storage>(p, p.v, b, h / GQA_GROUP, key));
     if constexpr (HAS_DROPOUT) dp = drop(dp, p, b, h, query, key);
     const float slope = HAS_SCORE ? (float)score_slope(s, b, h, query, q, key, p) : 1.0f;
-    return p_pair * slope * (dp - *row_at<float>(p.delta, b, h, stats_row(p, b, query)));
+    return p_pair * slope * (dp - *row_at<float>(p.delta, b, h, stats));
 }
 
 // A warp recomputes columns first ... of one row of dQ, dK or dV, skipping products with 0. head: a query head for dQ,

@@ -85,8 +85,22 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
     }
 }
 
-// The store warp: one thread stores each work tile's O by TMA and releases the buffer of Q that it lay in.
+// The rows of O that exist, from shared memory to global memory, by a warp: TMA would also store those behind the end of
+// a packed sequence, which are the next one's.
+DEVICE void store_rows(const Params& p, unsigned staged, int b, int h, int row0, int count) {
+    constexpr int VECS = HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES;  // of a row
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < count * VECS; i += 32) {
+        const int row = i / VECS, vec = i % VECS;
+        const uint4 x = load_vec(staged + vec / 8 * 64 * CHUNK_ROW + swizzled(row, vec % 8));
+        reinterpret_cast<uint4*>(q_row<storage>(p, p.out, b, h, row0 + row))[vec] = x;
+    }
+}
+
+// The store warp: it stores each work tile's O and releases the buffer of Q that it lay in. One thread issues TMA; of
+// packed sequences all lanes come, for store_rows().
 DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base) {
+    const bool leader = !IS_PACKED || threadIdx.x % 32 == 0;
     const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
 #pragma unroll 1
     for (unsigned number = 0;; ++number) {
@@ -98,16 +112,21 @@ DEVICE void store_warp(const Params& p, const TensorMap& out_map, unsigned base)
         for (int wg = 0; wg < MMA_WARPGROUPS; ++wg) {
             const int row0 = load_word(slot + 8) + 64 * wg;
             mbarrier_wait_backoff(out_ready(base, buffer, wg), number / Q_BUFFERS & 1);
-            if (row0 < (int)seq_info(p, b).n_q * PACK_GQA) {
+            const int n_q = (int)seq_info(p, b).n_q;
+            if (IS_PACKED && row0 < n_q && row0 + 64 > n_q) {
+                store_rows(p, q_rows(base, buffer, wg), b, h, row0, n_q - row0);
+            } else if (leader && row0 < n_q * PACK_GQA) {
 #pragma unroll
                 for (int c = 0; c < CHUNKS_OUT; ++c)
                     tma_store<PACK_GQA>(out_map, at_column(q_box(p, b, h / PACK_GQA, row0 / PACK_GQA), OUT_COLUMNS * c),
                                         q_rows(base, buffer, wg) + c * 64 * CHUNK_ROW);
             }
+            if (IS_PACKED) __syncwarp();  // all lanes have passed the barrier, and read what TMA does not store
             bulk_commit();
         }
         bulk_wait_read();
-        mbarrier_arrive(pipe_q.empty_barrier(number));
+        if (leader) mbarrier_arrive(pipe_q.empty_barrier(number));
+        if (IS_PACKED) __syncwarp();  // no lane waits for the next work tile before the leader has released this one
     }
     bulk_wait();
 }

@@ -184,9 +184,20 @@ DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" 
 template <int PENDING = 0>  // the data are in global memory
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
+DEVICE uint4 load_vec(unsigned source) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(source)
+                 : "memory");
+    return x;
+}
+
 // The first columns of query or key n of sequence b, and of those behind it.
-DEVICE Box q_box(const Params& p, int b, int head, int n) { return {0, (int)q_token(p, b, n), head, b}; }
-DEVICE Box kv_box(const Params& p, int b, int head, int n) { return {0, (int)kv_token(p, b, n), head, b}; }
+DEVICE Box q_box(const Params& p, int b, int head, int n) {
+    return {0, (int)q_token(p, b, n), head, IS_PACKED ? 0 : b};
+}
+DEVICE Box kv_box(const Params& p, int b, int head, int n) {
+    return {0, (int)kv_token(p, b, n), head, IS_PACKED ? 0 : b};
+}
 DEVICE Box at_column(const Box& box, int column) { return {column, box.token, box.head, box.batch}; }
 
 // A tile of ROWS rows, chunk by chunk.

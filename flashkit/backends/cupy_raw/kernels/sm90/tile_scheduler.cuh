@@ -10,8 +10,13 @@ struct TileScheduler {
     const Params& p;
 
     // Work tiles: BLOCK_Q rows of PACK_GQA heads.
+    __device__ __forceinline__ int tiles() const {  // of a head
+        static_assert(!IS_PACKED || PACK_GQA == 1, "a tile of packed sequences has rows of one head");
+        if constexpr (IS_PACKED) return (int)num_q_tiles(p, BLOCK_Q);
+        return (int)((max_n_q(p) * PACK_GQA + BLOCK_Q - 1) / BLOCK_Q);
+    }
     __device__ __forceinline__ int count() const {
-        return (int)((max_n_q(p) * PACK_GQA + BLOCK_Q - 1) / BLOCK_Q * (p.heads / PACK_GQA) * p.batch);
+        return tiles() * (int)(p.heads / PACK_GQA * num_entries(p));
     }
     __device__ __forceinline__ int initial() const { return blockIdx.x; }
     __device__ __forceinline__ int next() const {  // by a warp
@@ -20,20 +25,24 @@ struct TileScheduler {
     __device__ __forceinline__ void reset() const {  // by one thread of each CTA, at its end
         if (atomicAdd(p.tile_counter + 1, 1u) == gridDim.x - 1) p.tile_counter[0] = 0, p.tile_counter[1] = 0;
     }
-    // Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head, the ragged tiles last.
+    // Under a mask: longest first, with L2 swizzle and LPT tail. Otherwise head after head, the ragged tiles last. A
+    // work tile of packed sequences may have no rows.
     __device__ __forceinline__ WorkTile work_tile(int index) const {
-        const int heads = (int)p.heads / PACK_GQA, all = heads * (int)p.batch, rows = (int)max_n_q(p) * PACK_GQA;
-        const int tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
+        const int heads = (int)p.heads / PACK_GQA, all = heads * (int)num_entries(p);
+        const int rows = (int)max_n_q(p) * PACK_GQA, tiles = this->tiles();
         int tile, bh;
         if constexpr (HAS_MASK) {
             const TileCoord at = tile_coord(index, tiles_before_lpt_tail(tiles), all, (int)p.heads_per_l2_group);
             tile = tiles - 1 - at.tile, bh = at.bh;
+        } else if constexpr (IS_PACKED) {
+            bh = index / tiles, tile = index - bh * tiles;
         } else {
             const int whole = rows / BLOCK_Q;
             if (index < whole * all) bh = index / whole, tile = index - bh * whole;
             else bh = index - whole * all, tile = whole;
         }
-        return {bh / heads, bh % heads * PACK_GQA, tile * BLOCK_Q, 0};
+        const SeqTile at = q_tile(p, bh / heads, tile, BLOCK_Q);
+        return {(int)at.b, bh % heads * PACK_GQA, (int)at.tile * BLOCK_Q, 0};
     }
 };
 
@@ -99,6 +108,10 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
 #pragma unroll 1
     for (int index = scheduler.initial(); index < count;) {
         const WorkTile at = scheduler.work_tile(index);
+        if (IS_PACKED && at.row0 >= (int)seq_info(p, at.b).n_q) {
+            index = scheduler.next();
+            continue;
+        }
         const int n_k = (int)seq_info(p, at.b).n_k, tiles = (n_k + BLOCK_K - 1) / BLOCK_K;
         int next = 0;
         unsigned seen;
