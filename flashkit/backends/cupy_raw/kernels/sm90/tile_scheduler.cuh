@@ -87,6 +87,19 @@ static_assert(sizeof(WorkTileList) == LIST_HEADER + 4 * LIST_CAPACITY, "sm90_lau
 DEVICE bool claims_late(const Params& p) { return max_n_k(p) > 16 * BLOCK_K; }
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the end
 
+// O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries that
+// follow the last sequence are of no batch entry.
+DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
+    const int n_q = (int)seq_info(p, at.b).n_q, lane = threadIdx.x % 32;
+    const float lse = HAS_SINKS ? static_cast<const float*>(p.sinks)[at.h] : HIDDEN;
+#pragma unroll 1
+    for (int row = at.row0; row < n_q && row < at.row0 + BLOCK_Q; ++row) {
+        uint4* out = reinterpret_cast<uint4*>(q_row<storage>(p, p.out, at.b, at.h, row));
+        for (int vec = lane; vec < HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES; vec += 32) out[vec] = uint4{};
+        if (lane == 0) *q_row<float>(p, p.lse, at.b, at.h, row) = lse;
+    }
+}
+
 // The scheduler warp. It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long
 // as the products of a tile.
 DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) {
@@ -108,7 +121,8 @@ DEVICE void scheduler_warp(const Params& p, unsigned base, WorkTileList* lists) 
 #pragma unroll 1
     for (int index = scheduler.initial(); index < count;) {
         const WorkTile at = scheduler.work_tile(index);
-        if (IS_PACKED && at.row0 >= (int)seq_info(p, at.b).n_q) {
+        if (IS_PACKED && (at.row0 >= (int)seq_info(p, at.b).n_q || seq_info(p, at.b).n_k == 0)) {
+            store_without_keys(p, at);
             index = scheduler.next();
             continue;
         }
