@@ -71,11 +71,10 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
     scores = [lse.astype(wide, copy=False) for _, lse in parts]
     greatest = reduce(xp.maximum, scores)
     reference = xp.where(greatest == -math.inf, xp.zeros_like(greatest), greatest)
-    with np.errstate(all="ignore"):  # inf - inf, log(0), numbers far below the greatest
+    with np.errstate(all="ignore"):  # rows without a key: log(0), 0 / 0; inf - inf
         weights = [xp.exp(score - reference) for score in scores]
         total = sum(weights)
         merged = reference + xp.log(total)
-        total[total == 0] = 1  # rows without a visible key
         result = xp.zeros(parts[0][0].shape, wide)
         for (out, lse), weight in zip(parts, weights, strict=True):
             weight /= total

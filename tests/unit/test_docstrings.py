@@ -60,6 +60,17 @@ def test_public_names_have_numpydoc_sections(name: str, member: Any) -> None:
     assert [parameter for parameter in parameters if parameter not in re.findall(r"\w+", heads)] == []
 
 
+@pytest.mark.parametrize("library", ["jax", "dask", "onnx"])
+def test_modules_for_other_libraries(library: str) -> None:
+    if library != "onnx":
+        pytest.importorskip(library)
+    test_examples_run(library)
+    module = importlib.import_module(f"flashkit.{library}")
+    for name in module.__all__:
+        if name != "Outputs":
+            test_public_names_have_numpydoc_sections(name, getattr(module, name))
+
+
 def test_explanations_describe_every_attribute() -> None:
     text = inspect.getdoc(Explanation) or ""
     assert [name for name in Explanation.__annotations__ if name not in text] == []

@@ -27,7 +27,7 @@ VISIBLE = RNG.random((B, HEADS, N_Q, N_K)) < 0.6
 VISIBLE[0, 1, 2] = False  # a row without a key
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "scale": {"scale": 0.75**2, "softcap": 1.5},  # whose root is a float32, which the evaluator rounds to
+    "scale": {"scale": 0.75**2, "softcap": 1.5},  # whose root is a float32, which the evaluator computes in
     "causal": {"is_causal": 1},
     "bool mask": {"attn_mask": VISIBLE},
     "floating mask": {"attn_mask": floating(VISIBLE), "softcap": 2.0, "is_causal": 1},
