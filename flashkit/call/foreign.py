@@ -243,7 +243,7 @@ def _cupy(name: str) -> Any:
     except ImportError as error:
         raise TypeError(
             f"{name} lies on a CUDA device, where flashkit computes through CuPy, which cannot be imported ({error}); "
-            'pip install "flashkit[cuda13]" or "flashkit[cuda12]" installs it'
+            'pip install "flashkit-attention[cuda13]" installs it'
         ) from error
     return cupy
 

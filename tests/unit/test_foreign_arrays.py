@@ -95,6 +95,7 @@ def test_every_function_returns_the_kind_it_got(make: Callable[..., Any], dtype:
     equal(found, out, given[0])
     for gradient, wanted in zip(vjp(make(dout), make(dlse)), expected, strict=True):
         equal(gradient, wanted, given[0])
+    equal(flashkit.weights(*given[:2], rows=[3]), flashkit.weights(*own[:2], rows=[3]), given[0])
     assert flashkit.explain(*given, causal=True).flops == flashkit.explain(*own, causal=True).flops
 
 
@@ -130,7 +131,7 @@ def test_packed_sequences_pages_and_parts(make: Callable[..., Any]) -> None:
     parts = flashkit.merge(found, (found[0], make(lse + 1)))
     equal(parts[0], merged[0], given[0])
     equal(parts[1], merged[1], given[0])
-    with pytest.raises(TypeError, match="lse of part 1 is a numpy.ndarray, but q is a"):
+    with pytest.raises(TypeError, match=r"lse of part 1 is a numpy.ndarray, but q is a"):
         flashkit.merge(found, (found[0], lse))
 
 
