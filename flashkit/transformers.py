@@ -94,7 +94,7 @@ class PositionMask:
         return func(*_dense(args), **_dense(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.dense, name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -130,6 +131,16 @@ def test_packed_sequences_are_found_by_their_positions() -> None:
         tokens = padded("left")[0][:1].repeat(1, 2)
         positions = torch.cat([torch.arange(n) for n in (7, 1, 10)])[None]
         compare(eager, own, slice(None), input_ids=tokens, position_ids=positions, use_cache=False)
+
+
+def test_masks_of_the_caller() -> None:
+    eager, own = decoder("Llama")
+    tokens = padded("left")[0]
+    visible = (torch.rand(3, 1, 9, 9) < 0.6) | torch.eye(9, dtype=torch.bool)
+    floating = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+    compare(eager, own, slice(None), input_ids=tokens, attention_mask=floating)
+    with torch.no_grad():
+        close(own(tokens, attention_mask=visible).logits, eager(tokens, attention_mask=floating).logits)
 
 
 def test_bert() -> None:
@@ -270,6 +281,7 @@ def test_a_rule_is_a_tensor_for_whoever_asks() -> None:
         assert torch.equal(found, dense)
     assert bool((rule == dense).all())
     assert torch.equal(torch.zeros(2, 1, 4, 4) + rule, dense.float())
+    assert torch.equal(copy.deepcopy(rule)[:], dense)
     assert "PositionMask of shape (2, 1, 4, 4): causal, q_offset" in repr(rule)
 
 
