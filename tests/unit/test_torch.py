@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 from collections.abc import Callable
 from typing import Any
@@ -316,3 +317,11 @@ def _losses(attend: Callable[..., Any], backend: str, steps: int = 4) -> list[fl
 def test_a_compiled_model_trains_the_same_curve(backend: str) -> None:
     found = _losses(ft.scaled_dot_product_attention, backend)
     assert found == pytest.approx(_losses(F.scaled_dot_product_attention, backend), rel=1e-5)
+
+
+def test_docstrings() -> None:
+    from test_docstrings import test_public_names_have_numpydoc_sections
+
+    assert doctest.testmod(ft).failed == 0
+    for name in ft.__all__:
+        test_public_names_have_numpydoc_sections(name, getattr(ft, name))
