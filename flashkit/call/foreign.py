@@ -81,12 +81,9 @@ class Torch(Library):
         if array.device.type != "cpu":
             raise TypeError(f"{name} lies on {array.device}; a tensor on a CPU or a CUDA device fits")
         try:
-            array = array.detach()
-            if array.is_neg():
-                array = array.resolve_neg()
             if array.dtype == torch.bfloat16:
-                return array.view(torch.int16).numpy().view(_bfloat16())
-            return array.numpy()
+                return array.view(torch.int16).numpy(force=True).view(_bfloat16())
+            return array.numpy(force=True)  # without the graph, and with negations computed
         except (TypeError, RuntimeError) as error:
             raise TypeError(f"{name} is a torch tensor without plain memory: {error}") from error
 
@@ -94,7 +91,7 @@ class Torch(Library):
         torch = sys.modules["torch"]
         if not isinstance(native, np.ndarray):
             return torch.from_dlpack(native)
-        if native.dtype.name == "bfloat16":
+        if native.dtype.kind == "V":  # of ml_dtypes; its name takes microseconds
             return torch.from_numpy(native.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(native)
 
@@ -246,7 +243,7 @@ def _cupy(name: str) -> Any:
     except ImportError as error:
         raise TypeError(
             f"{name} lies on a CUDA device, where flashkit computes through CuPy, which cannot be imported ({error}); "
-            'pip install "flashkit[cuda13]" or "flashkit[cuda12]" installs it'
+            'pip install "flashkit-attention[cuda13]" installs it'
         ) from error
     return cupy
 
@@ -274,10 +271,6 @@ def _cuda_tensor(torch: Any, name: str, tensor: Any) -> Any:
 
 HOST_INTEGERS = ("kv_lengths", "q_offset", "q_lengths", "cu_seqlens", "page_table")
 """Arguments that may lie on the host beside arrays on a device."""
-
-BESIDE_Q = ("q", "k", "v", "bias", "mask", "out", "alibi_slopes", "sinks", "dout", "dlse")
-"""Arguments whose arrays have to be of q's library."""
-
 
 class Loan:
     """The arrays of one call, lent to NumPy or CuPy, and its results on the way back.
@@ -317,7 +310,7 @@ class Loan:
             if value is self.q or on_host or other.place(value) == other.place(self.q):
                 return made
             rule = "lie on one device"
-        elif other is not None or (name in BESIDE_Q and hasattr(value, "dtype")):
+        elif other is not None or (name not in HOST_INTEGERS and getattr(value, "ndim", 0) != 0):
             rule = "live in one library"
         else:
             return value

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import shown
-from . import arrays
+from . import arrays, foreign
 from .checks import choice
 from .shape import LAYOUTS
 
@@ -24,9 +24,9 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
     Parameters
     ----------
     *parts
-        One or more pairs (out, lse), as `attention` returns them with return_lse=True for the same queries. All out
-        are NumPy or all CuPy arrays of one shape (..., Hq, Nq, Dv) and one dtype: float64, float32, float16 or
-        bfloat16. All lse are (..., Hq, Nq), float32 or float64, natural logarithms.
+        One or more pairs (out, lse), as `attention` returns them with return_lse=True for the same queries. All are
+        arrays of one library (see `attention`). All out are of one shape (..., Hq, Nq, Dv) and one dtype: float64,
+        float32, float16 or bfloat16. All lse are (..., Hq, Nq), float32 or float64, natural logarithms.
     layout
         "bhnd", or "bnhd" for out of shape (..., Nq, Hq, Dv). lse is (..., Hq, Nq) in both.
 
@@ -64,6 +64,11 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
     >>> bool(abs(out - flashkit.attention(q, k, v)).max() < 1e-12)
     True
     """
+    first = parts[0][0] if parts and isinstance(parts[0], (tuple, list)) and parts[0] else None
+    if (library := foreign.library_of(first)) is not None:
+        loan = foreign.Loan(library, first)
+        with loan.scope():
+            return loan.give_back(merge(*(_borrowed(loan, *part) for part in enumerate(parts)), layout=layout))
     kind = _checked(parts, layout)
     xp: Any = arrays.namespace(kind)
     dtype = parts[0][0].dtype
@@ -85,6 +90,14 @@ def merge(*parts: tuple[Any, Any], layout: str = "bhnd") -> tuple[Any, Any]:
             term[lse == -math.inf] = 0  # selected, not multiplied: without keys the row may hold anything
             result += term
     return result.astype(dtype, copy=False), merged
+
+
+def _borrowed(loan: foreign.Loan, number: int, part: Any) -> Any:
+    """A part with arrays of NumPy or CuPy, if it has arrays."""
+    if not isinstance(part, (tuple, list)):
+        return part
+    names = (f"{name} of part {number}" for name in ("out", "lse", *map(str, range(2, len(part)))))
+    return tuple(loan.borrow(**dict(zip(names, part))).values())
 
 
 def _checked(parts: tuple[Any, ...], layout: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import shown
 from ..spec import Operands
-from . import arrays, options
+from . import arrays, foreign, options
 from .arguments import prepare
 from .options import Options
 from .shape import HEADS_AND_TOKENS
@@ -65,6 +65,10 @@ def weights(q: Any, k: Any, *, rows: Any = None, heads: Any = None, **given: Unp
     """
     if "out" in given:
         raise options.unknown(["out"])
+    if (library := foreign.library_of(q)) is not None:
+        loan = foreign.Loan(library, q)
+        with loan.scope():
+            return loan.give_back(weights(rows=rows, heads=heads, **loan.borrow(q=q, k=k, **given)))
     problem, operands, shape = prepare(q, k, k, described=True, **given)
     entries, n_heads, n_q, _ = operands.q.shape
     row, head = _chosen("rows", rows, n_q), _chosen("heads", heads, n_heads)

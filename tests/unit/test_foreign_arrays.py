@@ -95,6 +95,7 @@ def test_every_function_returns_the_kind_it_got(make: Callable[..., Any], dtype:
     equal(found, out, given[0])
     for gradient, wanted in zip(vjp(make(dout), make(dlse)), expected, strict=True):
         equal(gradient, wanted, given[0])
+    equal(flashkit.weights(*given[:2], rows=[3]), flashkit.weights(*own[:2], rows=[3]), given[0])
     assert flashkit.explain(*given, causal=True).flops == flashkit.explain(*own, causal=True).flops
 
 
@@ -110,6 +111,28 @@ def test_every_array_argument_may_be_of_the_kind(make: Callable[..., Any]) -> No
     expected, given = flashkit.attention(*own, **options, score_mod=scaled_by(table)), [make(x) for x in own]
     lent = {name: make(x) for name, x in options.items()}
     equal(flashkit.attention(*given, **lent, score_mod=scaled_by(make(table))), expected, given[0])
+
+
+@kinds
+def test_packed_sequences_pages_and_parts(make: Callable[..., Any]) -> None:
+    q, k, v = (RNG.standard_normal((12, 4, 16)).astype(np.float32) for _ in range(3))
+    cu, lengths, table = np.array([0, 5, 12]), np.array([5, 6]), np.array([[0, 1], [2, 1]])
+    given = [make(x) for x in (q, k, v)]
+    expected = flashkit.attention(q, k, v, cu_seqlens=cu, causal=True)
+    equal(flashkit.attention(*given, cu_seqlens=make(cu), causal=True), expected, given[0])
+    equal(flashkit.attention(*given, cu_seqlens=(make(cu), cu), causal=True), expected, given[0])
+    pages = [x.reshape(3, 4, 4, 16) for x in (k, v)]
+    queries = q.reshape(2, 4, 6, 16)
+    expected, lse = flashkit.attention(queries, *pages, page_table=table, kv_lengths=lengths, return_lse=True)
+    lent = [make(x) for x in (queries, *pages)]
+    found = flashkit.attention(*lent, page_table=make(table), kv_lengths=make(lengths), return_lse=True)
+    equal(found[0], expected, given[0])
+    merged = flashkit.merge((expected, lse), (expected, lse + 1))
+    parts = flashkit.merge(found, (found[0], make(lse + 1)))
+    equal(parts[0], merged[0], given[0])
+    equal(parts[1], merged[1], given[0])
+    with pytest.raises(TypeError, match=r"lse of part 1 is a numpy.ndarray, but q is a"):
+        flashkit.merge(found, (found[0], lse))
 
 
 def scaled_by(table: Any) -> mods.Mod:

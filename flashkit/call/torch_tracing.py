@@ -1,0 +1,224 @@
+"""Modifications written with PyTorch: functions of flex_attention and of transformers' masks, traced as `Mod`s.
+
+Such a function gets positions as tensors, computes with PyTorch's operations and indexes tensors by positions. Here it
+gets symbols. A TorchFunctionMode sees the indexing of a plain tensor by a symbol, which Python alone does not announce.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .. import mods
+from ..mods import Mod, ModKind, expr
+from ..mods.expr import Expr
+from ..mods.tracing import SYMBOLS, trace_graph, value_kind
+from . import foreign
+
+
+def trace(function: Mod | Callable[..., Any], kind: ModKind) -> Mod:
+    """A Mod of a function that may use PyTorch.
+
+    Parameters
+    ----------
+    function
+        A Mod, a function that flashkit.mods takes, or one of flex_attention.
+    kind
+        "score": (score, b, h, q, k) -> score. "mask": (b, h, q, k) -> bool.
+
+    Raises
+    ------
+    TypeError
+        It is neither, or uses what has no counterpart in flashkit.
+    """
+    if isinstance(function, Mod) or not callable(function):
+        return mods.trace(function, kind)
+    try:
+        return mods.trace(function, kind)
+    except (TypeError, AttributeError):
+        return trace_torch(function, kind)
+
+
+def from_block_mask(block_mask: Any) -> Mod:
+    """The mask of a BlockMask of torch.nn.attention.flex_attention."""
+    function = getattr(block_mask, "mask_mod", None)
+    if function is None:
+        raise TypeError(
+            f"block_mask is a {foreign.full_name(block_mask)}; a flashkit.BlockMask fits, or one of flex_attention"
+        )
+    return trace(function, "mask")
+
+
+def trace_torch(function: Callable[..., Any], kind: ModKind) -> Mod:
+    """A Mod of a function of PyTorch's tensors, by calling it with symbols."""
+    tensors: dict[str, Any] = {}
+
+    def traced(*symbols: Expr) -> Any:
+        with _Indexing(tensors):
+            return _unwrapped(function(*map(Symbol, symbols)))
+
+    traced.__name__ = getattr(function, "__name__", repr(function))
+    try:
+        graph = trace_graph(traced, kind, ())
+    except (TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
+        names = ", ".join(str(symbol.value) for symbol in SYMBOLS[kind])
+        raise TypeError(f"{kind}_mod {traced.__name__}({names}) cannot be traced: {error}") from error
+    return Mod(kind, graph, {}, {name: foreign.native(name, tensor) for name, tensor in tensors.items()})
+
+
+class Symbol:
+    """An expression that passes for a tensor of one element."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, graph: Expr) -> None:
+        self.graph = graph
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"bool": torch.bool, "int": torch.int64, "float": torch.float32}[self.graph.kind]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def to(self, *target: Any, dtype: Any = None, **_: Any) -> Symbol:
+        """Conversion to a floating dtype; devices and all else change nothing."""
+        wanted = dtype or next((x for x in target if isinstance(x, torch.dtype)), None)
+        if wanted is None or wanted == self.dtype or (wanted.is_floating_point and self.dtype.is_floating_point):
+            return self
+        if wanted.is_floating_point:
+            return Symbol(expr.to_float(self.graph))
+        if wanted == torch.bool:
+            return Symbol(self.graph != 0)
+        if self.graph.kind == "float":
+            raise TypeError(f"a score cannot be converted to {wanted}")
+        return Symbol(expr.where(self.graph, 1, 0)) if self.graph.kind == "bool" else self
+
+    def float(self) -> Symbol:
+        return self.to(torch.float32)
+
+    def bool(self) -> Symbol:
+        return self.to(torch.bool)
+
+    def new_ones(self, shape: Any, dtype: Any = None, **_: Any) -> Any:
+        return self._constant(shape, 1, dtype)
+
+    def new_zeros(self, shape: Any, dtype: Any = None, **_: Any) -> Any:
+        return self._constant(shape, 0, dtype)
+
+    def _constant(self, shape: Any, value: int, dtype: Any) -> Any:
+        if tuple(shape) not in ((), (1,)):
+            raise TypeError(f"a tensor of shape {tuple(shape)} is made of a position; one element fits")
+        kind = dtype or self.dtype
+        made: Any = bool(value) if kind == torch.bool else float(value) if kind.is_floating_point else value
+        return Symbol(expr.as_expr(made))
+
+    def __bool__(self) -> Any:
+        raise TypeError("a branch depends on a position or the score; torch.where fits")
+
+
+def _unary(op: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self: Symbol(op(self.graph))
+
+
+def _binary(op: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(self: Symbol, other: Any) -> Any:
+        return Symbol(op(self.graph, _unwrapped(other)))
+
+    def reflected(self: Symbol, other: Any) -> Any:
+        return Symbol(op(_unwrapped(other), self.graph))
+
+    return forward, reflected
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    _operator = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    _forward, _reflected = _binary(_operator)
+    setattr(Symbol, f"__{_name}__", _forward)
+    setattr(Symbol, f"__r{_name}__", _reflected)
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Symbol, f"__{_name}__", _binary(getattr(operator, _name))[0])
+Symbol.__hash__ = None  # type: ignore[assignment]  # as equality makes an expression
+for _name in ("neg", "abs", "invert"):
+    setattr(Symbol, f"__{_name}__", _unary(getattr(operator, _name)))
+
+
+def _unwrapped(x: Any) -> Any:
+    """What expressions compute with: a graph, or a number."""
+    if isinstance(x, Symbol):
+        return x.graph
+    if isinstance(x, torch.Tensor):
+        if x.numel() != 1:
+            raise TypeError(f"a tensor of shape {tuple(x.shape)} meets a position; index it by positions")
+        return x.item()
+    return x
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    return expr.where(condition, a, b)
+
+
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    x = x if min is None else expr.maximum(x, min)
+    return x if max is None else expr.minimum(x, max)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.where: _where, torch.clamp: _clamp, torch.clip: _clamp, torch.abs: abs, torch.neg: operator.neg,
+    torch.logical_and: operator.and_, torch.logical_or: operator.or_, torch.logical_not: operator.invert,
+    torch.bitwise_and: operator.and_, torch.bitwise_or: operator.or_, torch.bitwise_not: operator.invert,
+    torch.add: operator.add, torch.sub: operator.sub, torch.mul: operator.mul, torch.div: operator.truediv,
+    torch.floor_divide: operator.floordiv, torch.remainder: operator.mod, torch.maximum: expr.maximum,
+    torch.minimum: expr.minimum, torch.eq: operator.eq, torch.ne: operator.ne, torch.lt: operator.lt,
+    torch.le: operator.le, torch.gt: operator.gt, torch.ge: operator.ge,
+    **{getattr(torch, name): getattr(expr, name) for name in
+       ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor", "sigmoid", "sign")},
+}  # fmt: skip
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "and", "or"):
+    _operator = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    _FUNCTIONS[getattr(torch.Tensor, f"__{_name}__")] = _operator
+    if hasattr(torch.Tensor, f"__r{_name}__"):
+        _FUNCTIONS[getattr(torch.Tensor, f"__r{_name}__")] = lambda a, b, op=_operator: op(b, a)
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of PyTorch on symbols."""
+    known = _FUNCTIONS.get(func)
+    if known is None:
+        raise TypeError(f"{getattr(func, '__name__', func)} of a position or the score has no counterpart in flashkit")
+    return Symbol(known(*map(_unwrapped, args), **{name: _unwrapped(x) for name, x in kwargs.items()}))
+
+
+class _Indexing(TorchFunctionMode):
+    """While it is on, tensors that are indexed by symbols become arrays of the modification."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            tensor, index = args
+            index = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(x, Symbol) for x in index):
+                return self._load(tensor, index)
+        return func(*args, **(kwargs or {}))
+
+    def _load(self, tensor: Any, index: tuple[Any, ...]) -> Symbol:
+        # Constant indices and new axes first; what is left is indexed by symbols alone.
+        at = tuple(slice(None) if isinstance(x, Symbol) else x for x in index)
+        symbols = [x.graph for x in index if isinstance(x, Symbol)]
+        if any(not isinstance(x, int | slice) or (isinstance(x, slice) and x != slice(None)) for x in at):
+            raise TypeError("a tensor is indexed by positions and other things; positions and integers fit")
+        tensor = tensor[at]
+        if tensor.dim() != len(symbols):
+            raise TypeError(f"a tensor with {tensor.dim()} axes is indexed by {len(symbols)} positions; as many fit")
+        name = next((name for name, known in self.tensors.items() if known is tensor), f"t{len(self.tensors)}_")
+        self.tensors[name] = tensor
+        array = foreign.native("an indexed tensor", tensor)
+        return Symbol(expr.Array(name, array.ndim, value_kind(name, array))[tuple(symbols)])

@@ -1,0 +1,602 @@
+"""flashkit in PyTorch: differentiable attention that `torch.compile` takes whole.
+
+    from flashkit.torch import attention, flex_attention, scaled_dot_product_attention
+
+Two operators of torch.library compute the forward and the backward pass on tensors of CPUs and CUDA devices, without a
+copy; an autograd.Function around them records the derivative. Operators cannot take functions, so modifications are
+passed by number (`Mods`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import dispatch
+from .api import attention as _attention
+from .call import foreign
+from .call.arguments import prepare
+from .call.shape import Shape
+from .call.torch_tracing import from_block_mask, trace
+from .mods import Mod, dropout
+from .mods.block_mask import BlockMask
+from .spec import Gradients
+
+__all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
+
+TENSORS = (
+    "bias", "mask", "alibi_slopes", "sinks", "kv_lengths", "q_offsets", "seed", "q_lengths", "cu_seqlens_q",
+    "cu_seqlens_k", "page_table",
+)  # fmt: skip
+OPTIONS = (
+    "scale", "causal", "q_offset", "window_left", "window_right", "softcap", "dropout_p", "layout", "deterministic",
+    "precision", "backend", "mods",
+)  # fmt: skip
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, "
+    + ", ".join(f"Tensor? {name}=None" for name in TENSORS)
+    + ", float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? window_left=None, "
+    'SymInt? window_right=None, float? softcap=None, float dropout_p=0.0, str layout="bhnd", '
+    "bool deterministic=False, str? precision=None, str? backend=None, int mods=0"
+)
+
+_library = torch.library.Library("flashkit", "DEF")  # operators exist as long as it does
+_library.define(f"attention(bool with_lse, {_SCHEMA}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool of_bias, {_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+# --- modifications ----------------------------------------------------------------------------------------------------
+
+_mods: dict[int, dict[str, Any]] = {}
+_numbers = itertools.count(1)
+
+
+class Mods:
+    """Modifications and a block mask of calls, for functions that `torch.compile` compiles.
+
+    Operators cannot take functions, and tracing a function is nothing that a compiler can record. So make this object
+    once, outside of what is compiled, and pass it as `mods`.
+
+    Parameters
+    ----------
+    score_mod, mask_mod
+        As for `flashkit.attention`. The functions of `flex_attention` fit as well, with PyTorch's operations and
+        indexed tensors.
+    block_mask
+        A flashkit.BlockMask, or one of torch.nn.attention.flex_attention, whose mask_mod is traced.
+
+    Raises
+    ------
+    TypeError
+        A function cannot be traced.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashkit.torch import Mods, attention
+    >>> near = Mods(mask_mod=lambda b, h, q, k: abs(q - k) <= 8)
+    >>> q = torch.ones(1, 2, 32, 16)
+    >>> attention(q, q, q, mods=near).shape
+    torch.Size([1, 2, 32, 16])
+    """
+
+    def __init__(
+        self, *, score_mod: Mod | Callable[..., Any] | None = None, mask_mod: Mod | Callable[..., Any] | None = None,
+        block_mask: Any = None,
+    ) -> None:  # fmt: skip
+        made: dict[str, Any] = {}
+        if score_mod is not None:
+            made["score_mod"] = trace(score_mod, "score")
+        if mask_mod is not None:
+            made["mask_mod"] = trace(mask_mod, "mask")
+        if isinstance(block_mask, BlockMask):
+            made["block_mask"] = block_mask
+        elif block_mask is not None:
+            inner = from_block_mask(block_mask)
+            made["mask_mod"] = made["mask_mod"] & inner if "mask_mod" in made else inner
+        self.number = next(_numbers)
+        _mods[self.number] = made
+        weakref.finalize(self, _mods.pop, self.number, None)
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
+
+
+def _borrow(x: Any) -> Any:
+    """A tensor as NumPy's or CuPy's array; below autograd, where `requires_grad` says nothing."""
+    if x is None:
+        return None
+    if x.is_cuda or x.dtype is torch.bfloat16:
+        return foreign.TORCH.native("a tensor", x.detach())
+    return x.numpy(force=True)
+
+
+def _options(
+    bias: Any, mask: Any, alibi_slopes: Any, sinks: Any, kv_lengths: Any, q_offsets: Any, seed: Any, q_lengths: Any,
+    cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any, scale: Any, causal: Any, q_offset: Any, window_left: Any,
+    window_right: Any, softcap: Any, dropout_p: Any,
+    layout: Any, deterministic: Any, precision: Any, backend: Any, mods: int,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of an operator as those of flashkit.attention, without those at their defaults."""
+    made: dict[str, Any] = {"layout": layout}
+    if causal:
+        made["causal"] = True
+    if q_offset is not None:
+        made["q_offset"] = q_offset
+    if scale is not None:
+        made["scale"] = scale
+    if window_left is not None or window_right is not None:
+        made["window"] = window_left, window_right
+    if dropout_p:
+        made |= {"dropout_p": dropout_p, "seed": int(seed)}
+    for name, value in (("softcap", softcap), ("precision", precision), ("backend", backend)):
+        if value is not None:
+            made[name] = value
+    if deterministic:
+        made["deterministic"] = True
+    for name, tensor in (
+        ("bias", bias), ("mask", mask), ("alibi_slopes", alibi_slopes), ("sinks", sinks), ("kv_lengths", kv_lengths),
+        ("q_offset", q_offsets), ("q_lengths", q_lengths), ("page_table", page_table), ("cu_seqlens", cu_seqlens_q),
+    ):  # fmt: skip
+        if tensor is not None:
+            made[name] = _borrow(tensor)
+    if cu_seqlens_k is not None:
+        made["cu_seqlens"] = made["cu_seqlens"], _borrow(cu_seqlens_k)
+    if mods:
+        made |= _mods[mods]
+    return made
+
+
+def _bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
+    """Whether q is a transposed view of (B, N, H, D), as models make it: the result becomes one, too."""
+    return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2)
+
+
+def _forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+    options = _options(*_filled(rest))
+    turned = _bhnd_in_bnhd_memory(q, options["layout"]) and "page_table" not in options
+    own = _borrow(q), _borrow(k), _borrow(v)
+    if turned:
+        options["layout"] = "bnhd"
+        own = tuple(x.swapaxes(1, 2) for x in own)
+    if not q.is_cuda:
+        out, lse = _attention(*own, **options, return_lse=with_lse), None
+        if with_lse:
+            out, lse = out
+            lse = torch.from_numpy(lse)
+        out = foreign.TORCH.own(out, q)
+    else:
+        with foreign.TORCH.scope(q):
+            shape = own[0].shape[:-1] + own[2].shape[-1:]
+            out, lse = q.new_empty(shape), None
+            result = _attention(*own, **options, return_lse=with_lse, out=_borrow(out))
+            if with_lse:
+                lse = foreign.TORCH.own(result[1], q)
+    return out.transpose(1, 2) if turned else out, q.new_empty(0, dtype=_lse_dtype(q)) if lse is None else lse
+
+
+DEFAULTS = (None,) * len(TENSORS) + (None, False, None, None, None, None, 0.0, "bhnd", False, None, None, 0)
+
+
+def _filled(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Operators drop defaults at the end of their arguments."""
+    return rest + DEFAULTS[len(rest) :]
+
+
+def _layout(rest: tuple[Any, ...]) -> str:
+    """The layout of the arguments: packed sequences are (T, H, D)."""
+    filled = _filled(rest)
+    packed = filled[TENSORS.index("cu_seqlens_q")] is not None
+    return "bnhd" if packed else filled[len(TENSORS) + OPTIONS.index("layout")]
+
+
+def _lse_dtype(q: Any) -> Any:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _backward(
+    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, *rest: Any
+) -> tuple[Any, ...]:
+    filled = _filled(rest)
+    options = _options(*filled)
+    backend, named = options.pop("backend", None), dict(zip((*TENSORS, *OPTIONS), filled, strict=True))
+    dq, dk, dv, dsinks, dbias = _fake_backward(dout, dlse, out, lse, of_bias, q, k, v, *rest)
+    with foreign.TORCH.scope(q):
+        problem, operands, shape = prepare(*map(_borrow, (q, k, v)), **options, out=_borrow(out))
+        operands.out, operands.lse = shape.to_four(_borrow(out)), _borrow(lse).reshape(operands.lse.shape)
+        gradients = Gradients(
+            shape.to_four(_borrow(dout)),
+            None if dlse is None else _borrow(dlse.contiguous()).reshape(operands.lse.shape),
+            shape.four_axes(_borrow(dq)),
+            shape.four_axes(_borrow(dk)),
+            shape.four_axes(_borrow(dv)),
+            None if operands.sinks is None else operands.sinks * 0,
+        )
+        if 0 in operands.q.shape[:3]:
+            for x in (dq, dk, dv, dsinks):
+                x.zero_()
+        else:
+            chosen, plan = dispatch.plan(problem, backend)
+            chosen.backward(plan, operands, gradients)
+            if gradients.dsinks is not None:
+                dsinks.copy_(foreign.TORCH.own(gradients.dsinks, q))
+        if of_bias:
+            _bias_gradient(dbias, shape, dout, dlse, out, lse, q, k, v, named)
+    return dq, dk, dv, dsinks, dbias
+
+
+def _bias_gradient(
+    dbias: Any, shape: Shape, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, given: dict[str, Any]
+) -> None:
+    """dS of the backward pass, summed to the bias: as large as the scores of one batch entry, and of the bias itself.
+
+    Dao, "FlashAttention-2", 2023, arXiv 2307.08691, Algorithm 2: P = exp(S - lse), dS = P * (dP - delta).
+    """
+    wide = lse.dtype
+    q, k, v, out, dout = (shape.four_axes(x).to(wide) for x in (q, k, v, out, dout))
+    (batch, heads, n_q, d), (heads_k, n_k) = q.shape, k.shape[1:3]
+    k, v = (x.repeat_interleave(heads // max(heads_k, 1), 1) for x in (k, v))
+    lse = lse.reshape(batch, heads, n_q, 1)
+    delta = (dout * out).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.reshape(delta.shape)
+    lengths = torch.full((batch,), n_k, device=q.device) if given["kv_lengths"] is None else given["kv_lengths"]
+    offsets = given["q_offsets"] if given["q_offset"] is None else torch.tensor(given["q_offset"], device=q.device)
+    offsets = (lengths - n_q if offsets is None else offsets).to(q.device).expand(batch)
+    keys = torch.arange(n_k, device=q.device)
+    scale = d**-0.5 if given["scale"] is None else given["scale"]
+
+    def entry(name: str, b: int) -> Any:
+        """What broadcasts to (Hq, Nq, Nk) for a batch entry."""
+        x = given[name]
+        x = x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x
+        return x[b if x.shape[0] > 1 else 0] if x.dim() > 3 else x
+
+    total = torch.zeros((), dtype=wide, device=q.device).expand(dbias.shape).clone()
+    parts = total.reshape(-1, *dbias.shape[-3:]) if dbias.dim() > 3 else total[None]
+    for b in range(batch):
+        at = torch.arange(n_q, device=q.device)[:, None] + offsets[b]
+        visible = (keys < lengths.to(q.device)[b]).expand(n_q, n_k)
+        if given["causal"]:
+            visible = visible & (keys <= at)
+        if given["window_left"] is not None:
+            visible = visible & (keys >= at - given["window_left"])
+        if given["window_right"] is not None:
+            visible = visible & (keys <= at + given["window_right"])
+        if given["mask"] is not None:
+            visible = visible & entry("mask", b)
+        s = scale * (q[b] @ k[b].mT)
+        if given["softcap"] is not None:
+            s = given["softcap"] * torch.tanh(s / given["softcap"])
+        if given["alibi_slopes"] is not None:
+            slopes = given["alibi_slopes"].to(wide).expand(batch, heads)[b]
+            s = s - slopes[:, None, None] * (at - keys).abs()
+        s = s + entry("bias", b).to(wide)
+        dp = dout[b] @ v[b].mT
+        if given["dropout_p"]:
+            kept = dropout.keep(
+                int(given["seed"]), given["dropout_p"], b, np.arange(heads)[:, None, None], np.arange(n_q)[:, None],
+                np.arange(n_k),
+            )  # fmt: skip
+            dp = torch.from_numpy(kept).to(q.device) * dp / (1 - given["dropout_p"])
+        ds = torch.where(visible & lse[b].isfinite(), torch.exp(s - lse[b]) * (dp - delta[b]), 0)
+        part = parts[b if len(parts) > 1 else 0]
+        part += ds.sum_to_size(part.shape) if part.dim() == 3 else ds.sum(0).sum_to_size(part.shape)
+    dbias.copy_(total)
+
+
+def _fake_forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+    layout = _layout(rest)
+    if _bhnd_in_bnhd_memory(q, layout) and _filled(rest)[TENSORS.index("page_table")] is None:
+        out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
+    else:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    rows = q.shape[:-1] if layout == "bhnd" or q.dim() == 2 else (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return out, q.new_empty(rows if with_lse else (0,), dtype=_lse_dtype(q))
+
+
+def _fake_backward(
+    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, *rest: Any
+) -> tuple[Any, ...]:
+    """Empty gradients: those of q, k and v are contiguous as (B, H, N, D), which kernels need."""
+    filled, layout = dict(zip((*TENSORS, *OPTIONS), _filled(rest), strict=True)), _layout(rest)
+
+    def like(x: Any) -> Any:
+        if layout == "bhnd" or x.dim() == 2:
+            return x.new_empty(x.shape)
+        return x.new_empty((*x.shape[:-3], x.shape[-2], x.shape[-3], x.shape[-1])).transpose(-3, -2)
+
+    sinks, bias = filled["sinks"], filled["bias"]
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return like(q), like(k), like(v), dsinks, bias.new_empty(bias.shape) if of_bias else q.new_empty(0)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention", _forward, _device)
+    _library.impl("attention_backward", _backward, _device)
+torch.library.register_fake("flashkit::attention", _fake_forward, lib=_library)
+torch.library.register_fake("flashkit::attention_backward", _fake_backward, lib=_library)
+_forward_op = torch.ops.flashkit.attention.default
+_backward_op = torch.ops.flashkit.attention_backward.default
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+class _Function(torch.autograd.Function):
+    """Arguments as those of the operators, with the Mods object in place of its number."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Any, Any]:
+        *arguments, mods = inputs
+        out, lse = _forward_op(True, *arguments, 0 if mods is None else mods.number)
+        tensors = arguments[: 3 + len(TENSORS)]
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.options, ctx.mods = arguments[len(tensors) :], mods  # keeps the modifications until backward
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = _Function.gradients(ctx, dout, dlse)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            known = [n for n, gradient in enumerate(found) if gradient is not None]
+            marked = _NoSecondDerivative.apply(*ctx.saved_tensors[:3], dout, dlse, *(found[n] for n in known))
+            found = tuple(marked[known.index(n)] if n in known else None for n in range(len(found)))
+        return found
+
+    @staticmethod
+    def gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        q, k, v, *tensors, out, lse = ctx.saved_tensors
+        found: list[Any] = [None] * (3 + len(TENSORS) + len(OPTIONS))
+        if dout is None and dlse is None:
+            return tuple(found)
+        of_bias = ctx.needs_input_grad[3]
+        number = 0 if ctx.mods is None else ctx.mods.number
+        dq, dk, dv, dsinks, dbias = _backward_op(
+            torch.zeros_like(out) if dout is None else dout, dlse, out, lse, of_bias, q, k, v, *tensors, *ctx.options,
+            number,
+        )  # fmt: skip
+        found[:3] = dq, dk, dv
+        found[3] = dbias if of_bias else None
+        found[3 + TENSORS.index("sinks")] = dsinks if tensors[TENSORS.index("sinks")] is not None else None
+        return tuple(found)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gradients as they are. They depend on the five first inputs, and to differentiate them again is an error: a
+    derivative that is missing would pass for one that is zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in inputs[5:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("flashkit has no second derivatives of attention")
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
+    bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
+    mods: Mods | None = None, kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None,
+    page_table: Any = None, dropout_p: float = 0.0, seed: Any = None, sinks: Any = None,
+    layout: str = "bhnd", return_lse: bool = False, deterministic: bool = False, precision: str | None = None,
+    backend: str | None = None,
+) -> Any:  # fmt: skip
+    r"""`flashkit.attention` of tensors, differentiable by q, k, v, sinks, bias and a floating mask.
+
+    Parameters
+    ----------
+    q, k, v, scale, causal, q_offset, window, softcap, alibi_slopes, bias, mask, kv_lengths, q_lengths, cu_seqlens, \
+    page_table, dropout_p, sinks, layout
+        As for `flashkit.attention`. Under autocast q, k and v are converted to its dtype.
+    return_lse, deterministic, precision, backend
+        As for `flashkit.attention`; torch.use_deterministic_algorithms asks for deterministic results, too.
+    block_mask, score_mod, mask_mod
+        As for `flashkit.attention`, or as `Mods` takes them. In a compiled function pass `mods` instead.
+    mods
+        Modifications and a block mask made before.
+    seed
+        An integer, or a tensor of one. By default drawn from PyTorch's generator on the CPU.
+
+    Returns
+    -------
+    out : torch.Tensor
+        (..., Hq, Nq, Dv), of q's dtype, in q's layout.
+    lse : torch.Tensor
+        If return_lse: (..., Hq, Nq), float32 or float64. It is differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit. The message names it, what came and what would fit.
+    NotImplementedError
+        No backend can compute it, or a gradient is asked for that there is none of: that of `alibi_slopes`, and that of
+        a bias beside modifications.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashkit.torch import attention
+    >>> q, k, v = (torch.randn(1, 8, 64, 32, requires_grad=True) for _ in range(3))
+    >>> attention(q, k, v, causal=True).sum().backward()
+    >>> q.grad.shape
+    torch.Size([1, 8, 64, 32])
+    """
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        if mods is not None:
+            raise TypeError("mods are given beside score_mod, mask_mod or block_mask; one of the two ways fits")
+        if torch.compiler.is_compiling():
+            raise TypeError(
+                "score_mod, mask_mod or block_mask in a compiled function; make flashkit.torch.Mods(...) of them "
+                "outside and pass it as mods="
+            )
+        mods = Mods(score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
+    if mask is not None and mask.is_floating_point():
+        bias, mask = mask if bias is None else bias + mask, None
+    offsets = None
+    if q_offset is not None and isinstance(q_offset, torch.Tensor):
+        offsets, q_offset = q_offset, None
+    if dropout_p and not isinstance(seed, torch.Tensor):
+        seed = torch.randint(2**62, ()) if seed is None else torch.tensor(seed)
+    left, right = (None, None) if window is None else window
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, None)
+    given = bias, mask, alibi_slopes, sinks, kv_lengths, offsets, seed, q_lengths, cu_q, cu_k, page_table
+    options = scale, causal, q_offset, left, right, softcap, dropout_p, layout, deterministic, precision, backend
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+        or (sinks is not None and sinks.requires_grad) or (bias is not None and bias.requires_grad)
+        or (alibi_slopes is not None and alibi_slopes.requires_grad)
+    ):  # fmt: skip
+        _check_differentiable(bias, alibi_slopes, mods)
+        out, lse = _Function.apply(q, k, v, *given, *options, mods)
+    else:
+        out, lse = _forward_op(return_lse, q, k, v, *given, *options, 0 if mods is None else mods.number)
+    return (out, lse) if return_lse else out
+
+
+def _check_differentiable(bias: Any, alibi_slopes: Any, mods: Mods | None) -> None:
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise NotImplementedError("alibi_slopes requires grad; there is a gradient of q, k, v, sinks and bias")
+    if bias is not None and bias.requires_grad and mods is not None:
+        raise NotImplementedError(
+            "bias (or a floating mask) requires grad beside modifications; it has a gradient without them"
+        )
+
+
+def scaled_dot_product_attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """torch.nn.functional.scaled_dot_product_attention, computed by flashkit.
+
+    Parameters
+    ----------
+    query, key, value
+        (..., Hq, Nq, D), (..., Hkv, Nk, D) and (..., Hkv, Nk, Dv). Batch axes broadcast.
+    attn_mask
+        Broadcasts to (..., Hq, Nq, Nk): bool, True = attend, or floating, added to the scores.
+    dropout_p
+        Probability of dropping a weight; pass 0 for evaluation.
+    is_causal
+        Query i sees keys 0 to i: top-left alignment, as in PyTorch.
+    scale
+        1 / sqrt(D) by default.
+    enable_gqa
+        Whether Hq may be a multiple of Hkv.
+
+    Returns
+    -------
+    torch.Tensor
+        (..., Hq, Nq, Dv). Rows without a visible key are 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; both attn_mask and is_causal.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashkit.torch import scaled_dot_product_attention
+    >>> q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(scaled_dot_product_attention(q, k, v, is_causal=True), expected, atol=1e-5)
+    True
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask is given beside is_causal=True; one of them fits")
+    if query.dim() > 2:
+        head_axis = -3
+        if query.shape[:head_axis] != key.shape[:head_axis] or key.shape[:head_axis] != value.shape[:head_axis]:
+            batch = torch.broadcast_shapes(*(x.shape[:head_axis] for x in (query, key, value)))
+            query, key, value = (x.expand(*batch, *x.shape[head_axis:]) for x in (query, key, value))
+        if not enable_gqa and query.shape[head_axis] != key.shape[head_axis]:
+            raise ValueError(
+                f"query has {query.shape[head_axis]} heads, key {key.shape[head_axis]}; equal numbers fit, or "
+                "enable_gqa=True"
+            )
+    return attention(
+        query, key, value, mask=attn_mask, dropout_p=dropout_p, causal=is_causal, q_offset=0 if is_causal else None,
+        scale=scale,
+    )  # fmt: skip
+
+
+def flex_attention(
+    query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False, *, mods: Mods | None = None,
+) -> Any:  # fmt: skip
+    """torch.nn.attention.flex_attention.flex_attention, computed by flashkit, compiled or not.
+
+    Parameters
+    ----------
+    query, key, value
+        (B, Hq, Nq, D), (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv).
+    score_mod
+        `score_mod(score, b, h, q_idx, kv_idx) -> score`, with PyTorch's operations; tensors that it indexes are read
+        in place. Its derivative by the score is exact, and it has none by these tensors.
+    block_mask
+        Made by PyTorch's create_block_mask, or a flashkit.BlockMask.
+    scale
+        1 / sqrt(D) by default.
+    enable_gqa
+        Whether Hq may be a multiple of Hkv.
+    return_lse
+        Return (out, lse).
+    mods
+        Both modifications, made before, for compiled functions.
+
+    Returns
+    -------
+    out : torch.Tensor
+        (B, Hq, Nq, Dv).
+    lse : torch.Tensor
+        If return_lse: (B, Hq, Nq), natural logarithm.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit, or a function cannot be traced.
+
+    References
+    ----------
+    Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels", 2024,
+    arXiv 2412.05496.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashkit.torch import flex_attention
+    >>> q, k, v = (torch.randn(1, 4, 16, 8) for _ in range(3))
+    >>> slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    >>> flex_attention(q, k, v, lambda score, b, h, q, k: score - slopes[h] * torch.abs(q - k)).shape
+    torch.Size([1, 4, 16, 8])
+    """
+    if not enable_gqa and query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            f"query has {query.shape[-3]} heads, key {key.shape[-3]}; equal numbers fit, or enable_gqa=True"
+        )
+    return attention(
+        query, key, value, score_mod=score_mod, block_mask=block_mask, mods=mods, scale=scale, q_offset=0,
+        return_lse=return_lse,
+    )  # fmt: skip

@@ -1,0 +1,175 @@
+"""flashkit.torch and flashkit.transformers on a CUDA device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("this PyTorch has no CUDA device", allow_module_level=True)
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+import flashkit  # noqa: E402
+from flashkit import torch as ft  # noqa: E402
+from flashkit.call import foreign  # noqa: E402
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def qkv(dtype: Any, shape: tuple[int, ...] = (2, 4, 260, 64)) -> list[Any]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def both(function: Callable[..., Any], inputs: list[Any], **options: Any) -> list[Any]:
+    out = function(*inputs, **options)
+    leaves = [*inputs, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda", dtype=out.dtype).reshape(out.shape)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+def accurate(found: list[Any], inputs: list[Any], **options: Any) -> None:
+    """At most twice the error of PyTorch's own math."""
+
+    def doubled(x: Any) -> Any:
+        return x.detach().double().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    exact = both(sdpa, [doubled(x) for x in inputs], **{name: doubled(x) for name, x in options.items()})
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        plain = both(sdpa, inputs, **options)
+    for ours, other, wanted in zip(found, plain, exact):
+        error, yardstick = ((x.double() - wanted).abs().max() for x in (ours, other))
+        assert error <= 2 * yardstick + torch.finfo(ours.dtype).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["causal", "bool", "floating"])
+def test_it_is_torchs_function(dtype: Any, name: str) -> None:
+    inputs = qkv(dtype)
+    made: dict[str, dict[str, Any]] = {
+        "causal": {"is_causal": True},
+        "bool": {"attn_mask": torch.rand(2, 1, 260, 260, device="cuda") < 0.7},
+        "floating": {"attn_mask": torch.randn(4, 260, 260, device="cuda", dtype=dtype, requires_grad=True)},
+    }
+    accurate(both(ft.scaled_dot_product_attention, inputs, **made[name]), inputs, **made[name])
+
+
+def test_views_of_tokens_before_heads() -> None:
+    inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv(torch.bfloat16)]
+    found = both(ft.scaled_dot_product_attention, inputs, is_causal=True)
+    assert found[0].transpose(1, 2).is_contiguous()
+    accurate(found, inputs, is_causal=True)
+
+
+def test_compiled() -> None:
+    inputs = qkv(torch.bfloat16)
+    mods = ft.Mods(score_mod=lambda s, b, h, q, k: s - 0.1 * torch.abs(q - k))
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return ft.flex_attention(q, k, v, mods=mods) + ft.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    for ours, other in zip(both(torch.compile(model, fullgraph=True), inputs), both(model, inputs)):
+        torch.testing.assert_close(ours, other, atol=2e-2, rtol=2e-2)
+
+
+def test_the_work_is_on_the_current_stream() -> None:
+    inputs = qkv(torch.float16)
+    expected = both(ft.attention, inputs)
+    late = [torch.zeros_like(x, requires_grad=True) for x in inputs]
+    both(ft.attention, late)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        with torch.no_grad():
+            for to, source in zip(late, inputs):
+                to.copy_(source)
+        found = both(ft.attention, late)
+        assert not stream.query()  # nothing waited for the device
+    stream.synchronize()
+    for ours, other in zip(found, expected):
+        torch.testing.assert_close(ours, other)
+
+
+def test_packed_sequences_whose_offsets_lie_on_the_device() -> None:
+    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 100, 300], device="cuda", dtype=torch.int32)
+    found = both(ft.attention, [q, k, v], cu_seqlens=cu, causal=True)
+
+    def apart(q: Any, k: Any, v: Any) -> Any:
+        pieces = zip(*(x.transpose(0, 1).split([100, 200], 1) for x in (q, k, v)))
+        return torch.cat([sdpa(*each, is_causal=True) for each in pieces], 1).transpose(0, 1)
+
+    for ours, other in zip(found, both(apart, [q, k, v])):
+        torch.testing.assert_close(ours, other, atol=2e-2, rtol=2e-2)
+
+
+def test_a_graph_replays_both_passes() -> None:
+    inputs = qkv(torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            both(ft.attention, inputs, causal=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = both(ft.attention, inputs, causal=True)
+    with torch.no_grad():
+        for x in inputs:
+            x.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for ours, other in zip(found, both(ft.attention, inputs, causal=True)):
+        torch.testing.assert_close(ours, other, atol=1e-2, rtol=1e-2)
+
+
+def test_host_time_of_a_call() -> None:
+    """Above that of a planned call on CuPy's arrays; the least of many, because other work disturbs it."""
+    q, k, v = (x.detach() for x in qkv(torch.bfloat16, (1, 1, 64, 64)))
+    own = [foreign.native("x", x) for x in (q, k, v)]
+    planned = flashkit.plan(*own)
+
+    def least(call: Callable[[], Any]) -> float:
+        found = []
+        for _ in range(50):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                call()
+            found.append((time.perf_counter() - start) / 20)
+        return min(found) * 1e6
+
+    ours, theirs = least(lambda: ft.scaled_dot_product_attention(q, k, v)), least(lambda: sdpa(q, k, v))
+    base = least(lambda: planned(*own))
+    print(f"flashkit.torch {ours:.1f} us, planned call {base:.1f} us, SDPA {theirs:.1f} us")
+    assert ours - base < 100
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_model_of_transformers(cache: str) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
+    from flashkit.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval().cuda()
+    tokens = torch.randint(2, 50, (2, 12), device="cuda")
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    found = []
+    for name in ("eager", "fkit"):
+        model.set_attn_implementation(name)
+        found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False,
+                                    cache_implementation=cache, disable_compile=True))  # fmt: skip
+    assert torch.equal(*found)

@@ -1,0 +1,327 @@
+"""flashkit.torch: the same numbers as PyTorch's functions, derivatives included, eager and compiled."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import flashkit  # noqa: E402
+from flashkit import torch as ft  # noqa: E402
+from flashkit.call import torch_tracing  # noqa: E402
+
+F = torch.nn.functional
+SHAPE = (2, 4, 21, 16)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def qkv(shape: tuple[int, ...] = SHAPE, dtype: Any = torch.float64, heads_kv: int | None = None) -> list[Any]:
+    kv = shape if heads_kv is None else (*shape[:-3], heads_kv, *shape[-2:])
+    return [torch.randn(x, dtype=dtype, requires_grad=True) for x in (shape, kv, kv)]
+
+
+def both(function: Callable[..., Any], inputs: list[Any], *args: Any, **options: Any) -> list[Any]:
+    """The result and the gradients by all inputs that have one."""
+    out = function(*inputs[:3], *args, **options)
+    leaves = [x for x in (*inputs, *args, *options.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+def same(found: list[Any], expected: list[Any], ulps: float = 64) -> None:
+    for x, y in zip(found, expected, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        assert (x - y).abs().max() <= ulps * torch.finfo(y.dtype).eps * y.abs().max().clamp(min=1)
+
+
+def masks() -> dict[str, Callable[[], dict[str, Any]]]:
+    def floating() -> Any:
+        made = torch.randn(4, 21, 21, dtype=torch.float64)
+        made[:, :, 3] = -math.inf
+        return made.requires_grad_()
+
+    return {
+        "none": dict, "causal": lambda: {"is_causal": True}, "scaled": lambda: {"scale": 0.3},
+        "bool": lambda: {"attn_mask": torch.rand(2, 1, 21, 21) < 0.7}, "floating": lambda: {"attn_mask": floating()},
+        "flat": lambda: {"attn_mask": torch.rand(21, 21) < 0.7},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", masks())
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_is_torchs_function(name: str, compiled: bool) -> None:
+    own, inputs, options = ft.scaled_dot_product_attention, qkv(), masks()[name]()
+    if compiled:
+        torch.compiler.reset()
+        own = torch.compile(own, fullgraph=True, backend="aot_eager")
+    same(both(own, inputs, **options), both(F.scaled_dot_product_attention, inputs, **options))
+
+
+def test_heads_batches_and_axes_as_torch_takes_them() -> None:
+    for shape, heads in (((5, 2, 4, 7, 8), 4), ((4, 7, 8), 4), (SHAPE, 2)):
+        inputs = qkv(shape, heads_kv=heads)
+        options = {"enable_gqa": True} if heads != shape[-3] else {}
+        same(both(ft.scaled_dot_product_attention, inputs, **options),
+             both(F.scaled_dot_product_attention, inputs, **options))  # fmt: skip
+    flat = [torch.randn(7, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    same(both(ft.scaled_dot_product_attention, flat), both(F.scaled_dot_product_attention, flat))
+    q, k, v = qkv()
+    same(both(ft.scaled_dot_product_attention, [q, k[:1], v]), both(F.scaled_dot_product_attention, [q, k[:1], v]))
+    with pytest.raises(ValueError, match="enable_gqa"):
+        ft.scaled_dot_product_attention(q, k[:, :2], v[:, :2])
+    with pytest.raises(ValueError, match="attn_mask is given beside is_causal"):
+        ft.scaled_dot_product_attention(q, k, v, torch.ones(21, 21, dtype=torch.bool), is_causal=True)
+    # More keys than queries: top-left, unlike flashkit's own default.
+    same(both(ft.scaled_dot_product_attention, [q[:, :, :5], k, v], is_causal=True),
+         both(F.scaled_dot_product_attention, [q[:, :, :5], k, v], is_causal=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_is_as_small_as_torchs(dtype: Any) -> None:
+    inputs = qkv(dtype=dtype)
+    exact = both(F.scaled_dot_product_attention, [x.detach().double().requires_grad_() for x in inputs])
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        plain = both(F.scaled_dot_product_attention, inputs)
+    for found, other, wanted in zip(both(ft.attention, inputs), plain, exact, strict=True):
+        assert found.dtype == dtype
+        error, yardstick = ((x.double() - wanted).abs().max() for x in (found, other))
+        assert error <= 2 * yardstick + torch.finfo(dtype).eps * wanted.abs().max()
+
+
+def test_gradcheck_of_everything_differentiable() -> None:
+    inputs = qkv((2, 2, 4, 2))
+    bias = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    options = {
+        "causal": True, "window": (3, 0), "softcap": 2.0, "return_lse": True, "q_offset": 0,
+        "alibi_slopes": torch.tensor([0.5, 0.25]), "kv_lengths": torch.tensor([4, 2]),
+        "mask": torch.rand(2, 1, 1, 4) < 0.8,
+    }  # fmt: skip
+
+    def call(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
+        out, lse = ft.attention(q, k, v, bias=bias, sinks=sinks, **options)
+        return out, lse
+
+    assert torch.autograd.gradcheck(call, (*inputs, bias, sinks))
+    for shape in ((4, 4), (2, 1, 4, 4), (2, 2, 1, 4), (1, 2, 4, 1)):
+        bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda bias: ft.attention(*inputs, bias=bias), (bias,))
+    assert torch.autograd.gradcheck(lambda *x: ft.attention(*x, layout="bnhd", causal=True, q_offset=0), inputs)
+
+
+def test_the_derivative_ends_with_the_first() -> None:
+    q, k, v = qkv()
+    (gradient,) = torch.autograd.grad(ft.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        (gradient.sum() + k.sum()).backward()
+    with pytest.raises(NotImplementedError, match="alibi_slopes requires grad"):
+        ft.attention(q, k, v, alibi_slopes=torch.ones(4, requires_grad=True))
+    bias = torch.zeros(21, 21, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"bias .* requires grad beside modifications"):
+        ft.attention(q, k, v, bias=bias, score_mod=_alibi)
+    with torch.no_grad():
+        assert not ft.attention(q, k, v, bias=bias, score_mod=_alibi).requires_grad
+
+
+def test_packed_sequences_and_pages() -> None:
+    q, k, v = (torch.randn(30, 4, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 11, 30])
+    found = both(ft.attention, [q, k, v], cu_seqlens=cu, causal=True)
+
+    def apart(q: Any, k: Any, v: Any) -> Any:
+        pieces = zip(*(x.transpose(0, 1).split([11, 19], 1) for x in (q, k, v)), strict=True)
+        return torch.cat([F.scaled_dot_product_attention(*each, is_causal=True) for each in pieces], 1).transpose(0, 1)
+
+    same(found, both(apart, [q, k, v]))
+    compiled = torch.compile(lambda q, k, v: ft.attention(q, k, v, cu_seqlens=cu, causal=True), fullgraph=True,
+                             backend="aot_eager")  # fmt: skip
+    same(both(compiled, [q, k, v]), found)
+    q, k, v = (x.detach() for x in qkv())
+    k_pages, v_pages = (torch.stack([x[b, :, p * 7 : p * 7 + 7].transpose(0, 1) for b in (0, 1) for p in range(3)])
+                        for x in (k, v))  # fmt: skip
+    table = torch.arange(6).reshape(2, 3)
+    paged = ft.attention(q, k_pages, v_pages, page_table=table, kv_lengths=torch.tensor([21, 21]))
+    same([paged], [F.scaled_dot_product_attention(q, k, v)])
+
+
+def test_results_lie_in_memory_as_the_queries() -> None:
+    """Models make (B, H, N, D) as a view of (B, N, H, D) and turn the result back: no copy is needed for that."""
+    q, k, v = (torch.randn(2, 21, 4, 16).transpose(1, 2) for _ in range(3))
+    out = ft.scaled_dot_product_attention(q, k, v)
+    assert out.transpose(1, 2).is_contiguous()
+    assert torch.equal(out, ft.scaled_dot_product_attention(q.contiguous(), k, v))
+    assert ft.scaled_dot_product_attention(q.contiguous(), k, v).is_contiguous()
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd", "turned"])
+def test_the_operators_keep_torchs_rules(layout: str) -> None:
+    """Fake results have the shapes and strides of real ones, nothing is written that is not said to be."""
+    q, k, v = (torch.randn(2, 5, 4, 8) for _ in range(3))
+    if layout == "turned":
+        q = q.transpose(1, 2)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    options = {"layout": "bnhd"} if layout == "bnhd" else {"sinks": torch.zeros(q.shape[1])}
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.flashkit.attention.default, (True, q, k, v), options, test_utils=checks)
+    out, lse = torch.ops.flashkit.attention(True, q, k, v, **options)
+    arguments = (torch.randn_like(out), None, out, lse, False, q, k, v)
+    torch.library.opcheck(torch.ops.flashkit.attention_backward.default, arguments, options, test_utils=checks)
+
+
+def test_autocast() -> None:
+    q, k, v = (x.detach().float() for x in qkv())
+    with torch.autocast("cpu", torch.bfloat16):
+        found, theirs = ft.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+        compiled = torch.compile(ft.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert found.dtype == theirs.dtype == compiled.dtype == torch.bfloat16
+    assert torch.equal(found, ft.attention(*(x.bfloat16() for x in (q, k, v)))) and torch.equal(found, compiled)
+
+
+def test_dropout_follows_torchs_generator() -> None:
+    inputs = [x.detach() for x in qkv()]
+    torch.manual_seed(1)
+    first, second = (ft.scaled_dot_product_attention(*inputs, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(ft.scaled_dot_product_attention(*inputs, dropout_p=0.5), first)
+    assert not torch.equal(first, second)
+    inputs = qkv((1, 2, 5, 4))
+    bias = torch.zeros(2, 5, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *x: ft.attention(*x[:3], bias=x[3], dropout_p=0.5, seed=7), (*inputs, bias))
+    compiled = torch.compile(lambda *x: ft.attention(*x, dropout_p=0.5, seed=7), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs), ft.attention(*inputs, dropout_p=0.5, seed=7))
+
+
+# --- flex_attention ---------------------------------------------------------------------------------------------------
+
+SLOPES, DOCUMENT = torch.tensor([0.5, 0.25, 0.125, 1.0]), torch.tensor([[0] * 8 + [1] * 13, [0] * 3 + [1] * 18])
+
+
+def _alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score - SLOPES[h] * torch.abs(q - k)
+
+
+def _piecewise(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    capped = 2 * torch.tanh(score / 2)
+    return torch.where((q - k) % 3 == 0, capped, torch.clamp(score, min=-1.0)) + (h == 1).float()
+
+
+def _documents(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (DOCUMENT[b, q] == DOCUMENT[b, k]) & torch.ge(q, k)
+
+
+@pytest.mark.parametrize("score_mod", [None, _alibi, _piecewise])
+@pytest.mark.parametrize("masked", [False, True])
+def test_functions_of_flex_attention(score_mod: Any, masked: bool) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    inputs = qkv(dtype=torch.float32)
+    blocks = create_block_mask(_documents, 2, None, 21, 21, device="cpu") if masked else None
+    b, h, q, k = (torch.arange(n).reshape([-1 if i == j else 1 for j in range(4)])
+                  for i, n in enumerate((2, 4, 21, 21)))  # fmt: skip
+
+    def dense(*tensors: Any) -> Any:
+        q_, k_, v_ = tensors
+        s = q_ @ k_.mT / 4
+        s = s if score_mod is None else score_mod(s, b, h, q, k)
+        return torch.where(_documents(b, h, q, k) if masked else torch.tensor(True), s, -math.inf).softmax(-1) @ v_
+
+    exact = both(dense, [x.detach().double().requires_grad_() for x in inputs])
+    plain = flex_attention(*(x.detach() for x in inputs), score_mod, blocks)
+    torch.testing.assert_close(plain, exact[0].float(), atol=1e-5, rtol=1e-4)
+    found = both(ft.flex_attention, inputs, score_mod, blocks)
+    same([x.double() for x in found], exact, ulps=2**29 * 64)  # of float32
+    mods = ft.Mods(score_mod=score_mod, block_mask=blocks)
+    compiled = torch.compile(lambda q, k, v: ft.flex_attention(q, k, v, mods=mods), fullgraph=True, backend="aot_eager")
+    same(both(compiled, inputs), found, ulps=0)
+
+
+def test_what_cannot_be_traced_says_so() -> None:
+    q, k, v = qkv()
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"score_mod": lambda s, b, h, q, k: torch.erf(s)}, "erf of a position or the score has no counterpart"),
+        ({"score_mod": lambda s, b, h, q, k: s if q > k else -s}, "torch.where fits"),
+        ({"mask_mod": lambda b, h, q, k: DOCUMENT[b] == 0}, "2 axes is indexed by 1 positions"),
+        ({"mask_mod": lambda b, h, q, k: q == DOCUMENT}, "meets a position"),
+        ({"block_mask": 3}, "block_mask is a builtins.int"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            ft.attention(q, k, v, **options)
+    with pytest.raises(TypeError, match="mods are given beside"):
+        ft.attention(q, k, v, mods=ft.Mods(), score_mod=_alibi)
+    with pytest.raises(Exception, match=r"Mods"):
+        torch.compile(lambda q: ft.attention(q, k, v, score_mod=_alibi), fullgraph=True, backend="aot_eager")(q)
+
+
+def test_a_function_of_tensors_is_the_graph_of_one_of_arrays() -> None:
+    found = torch_tracing.trace(lambda b, h, q, k: torch.logical_and(q >= k, ~(q - k > 4)), "mask")
+    expected = flashkit.mods.mask(lambda b, h, q, k: (q >= k) & ~(q - k > 4))
+    assert found.key == expected.key
+
+
+def test_modifications_are_dropped_with_the_last_that_needs_them() -> None:
+    inputs = qkv()
+    before = len(ft._mods)
+    out = ft.attention(*inputs, score_mod=_alibi)
+    assert len(ft._mods) == before + 1
+    out.sum().backward()
+    del out
+    ft.attention(*(x.detach() for x in inputs), score_mod=_alibi)
+    assert len(ft._mods) == before
+
+
+# --- a model ----------------------------------------------------------------------------------------------------------
+
+
+def _losses(attend: Callable[..., Any], backend: str, steps: int = 4) -> list[float]:
+    """A transformer of two layers that learns to copy a token of the text."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(11, 32), torch.nn.Linear(32, 11)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 96) for _ in range(2))
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                q, k, v = layer(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+                x = x + attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = Model()
+    step = torch.compile(model, fullgraph=True, backend=backend)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
+    for n in range(steps):
+        tokens = torch.randint(11, (4, 16), generator=torch.Generator().manual_seed(n))
+        loss = F.cross_entropy(step(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_a_compiled_model_trains_the_same_curve(backend: str) -> None:
+    found = _losses(ft.scaled_dot_product_attention, backend)
+    assert found == pytest.approx(_losses(F.scaled_dot_product_attention, backend), rel=1e-5)
+
+
+def test_docstrings() -> None:
+    from test_docstrings import test_public_names_have_numpydoc_sections
+
+    assert doctest.testmod(ft).failed == 0
+    for name in ft.__all__:
+        test_public_names_have_numpydoc_sections(name, getattr(ft, name))
