@@ -535,8 +535,8 @@ def block_mask(kind: str, rng: np.random.Generator, batch: int, heads: int, n_q:
     if kind == "bigbird":
         return flashkit.BlockMask.bigbird(n_q, n_k, block=16)
     if kind == "longformer":
-        return flashkit.BlockMask.longformer(n_q, n_k, window=n_k, global_tokens=[0, n_k // 2], block=32)
-    return flashkit.BlockMask.strided(n_q, n_k, stride=3, block=16)
+        return flashkit.BlockMask.longformer(n_q, n_k, window_tokens=n_k, global_tokens=[0, n_k // 2], block=32)
+    return flashkit.BlockMask.strided(n_q, n_k, stride_blocks=3, block=16)
 
 
 def score_mod(kind: str, rng: np.random.Generator, heads: int, n_k: int) -> Any:

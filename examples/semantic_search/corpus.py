@@ -72,7 +72,7 @@ def documents(root: Path = ROOT) -> Iterator[Passage]:
         yield from markdown(file.relative_to(root).as_posix(), file.read_text(encoding="utf-8"))
     if not any(file.name == "README.md" for file in files):
         try:
-            description = importlib.metadata.metadata("flashkit").get_payload()  # type: ignore[attr-defined]
+            description = importlib.metadata.metadata("flashkit-attention").get_payload()  # type: ignore[attr-defined]
         except importlib.metadata.PackageNotFoundError:
             return
         yield from markdown("README.md", str(description))

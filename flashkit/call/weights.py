@@ -189,7 +189,7 @@ def _fill(result: np.ndarray, spec: Any, operands: Operands, rows: np.ndarray, h
             head = reference.Head(spec, operands, np.dtype(np.float64), b, int(h), memory, reference.Traffic())
             keys = slice(first_key, first_key + head.n_k)
             within = np.flatnonzero((rows >= first_row) & (rows < first_row + head.n_q))
-            for part in _runs(rows[within] - first_row, max(1, _PAIRS // max(1, head.n_k))):
+            for part in _runs(rows[within], max(1, _PAIRS // max(1, head.n_k))):
                 first = int(rows[within[part.start]]) - first_row
                 of_head = reference.weights(head, slice(first, first + part.stop - part.start))
                 result[entry, i, within[part], keys] = of_head

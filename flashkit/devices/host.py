@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import platform
 import re
@@ -22,6 +23,8 @@ from .. import settings
 
 CPUINFO = Path("/proc/cpuinfo")
 CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
+CGROUP = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 # macOS reports features one by one; profiles use the names of Linux, on the right.
 _SYSCTL_FEATURES = {
@@ -86,9 +89,23 @@ def _all_features() -> frozenset[str]:
     found.update(info.get("flags", "").split(), info.get("features", "").split())
     if sys.platform == "darwin":
         found.update(ours for name, ours in _SYSCTL_FEATURES.items() if _sysctl(name) == "1")
+    if not info:
+        found |= _llvm_features()
     if platform.machine().lower() in {"aarch64", "arm64"}:
         found.add("asimd")  # NEON is part of the 64-bit ARM architecture itself
     return frozenset(found)
+
+
+def _llvm_features() -> set[str]:
+    """The features that LLVM finds, on any system, by Linux's names; empty if llvmlite is missing or finds none."""
+    try:
+        from llvmlite import binding
+
+        found = [name for name, on in binding.get_host_cpu_features().items() if on]
+    except Exception:  # llvmlite raises RuntimeError where LLVM does not know the CPU
+        return set()
+    names = (re.sub(r"^(avx512)(bf16|fp16|vnni|vbmi2|bitalg|vpopcntdq)$", r"\1_\2", name) for name in found)
+    return {{"neon": "asimd"}.get(name, re.sub(r"[-.]", "_", name)) for name in names}
 
 
 @functools.cache
@@ -100,10 +117,53 @@ def cpu_name() -> str:
 
 
 def cpu_count() -> int:
-    """Processors that this process may run on (a container or taskset may grant fewer than the machine has)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Processors that this process may use: a container or taskset may grant fewer than the machine has. A quota of
+    time counts as so many, rounded up.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, math.ceil(cpu_quota() or count))
+
+
+@functools.cache
+def cpu_quota() -> float | None:
+    """The least quota of processor time of this process's control groups, in processors; None without one.
+
+    cgroup v2 has it in cpu.max of the group and of those above it, v1 in two files of the cpu controller
+    (Documentation/admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst of Linux). In a container the group's own path
+    may not exist, and the root of the file system is the container's group.
+    """
+    try:
+        lines = CGROUP.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        roots = [CGROUPS / name for name in (controllers, "cpu")] if controllers else [CGROUPS, CGROUPS / "unified"]
+        for root in roots:
+            group = root / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(root):
+                    quotas.append(_quota_v1(folder) if controllers else _quota_v2(folder))
+    return min((quota for quota in quotas if quota), default=None)
+
+
+def _quota_v2(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is no limit
+        return None
+
+
+def _quota_v1(folder: Path) -> float | None:
+    try:
+        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota / period if quota > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
 
 
 @functools.cache

@@ -36,14 +36,16 @@ class Patterns:
     from_dense: Callable[..., Self]
 
     @classmethod
-    def local(cls, n_q: int, n_k: int, left: int, right: int = 0, block: int = 128, q_offset: Any = None) -> Self:
-        """A block sees `left` blocks before it, itself, and `right` blocks after it.
+    def local(
+        cls, n_q: int, n_k: int, left_blocks: int, right_blocks: int = 0, block: int = 128, q_offset: Any = None
+    ) -> Self:
+        """A block sees `left_blocks` blocks before it, itself, and `right_blocks` blocks after it.
 
         Parameters
         ----------
         n_q, n_k
             Numbers of queries and keys.
-        left, right
+        left_blocks, right_blocks
             Numbers of blocks, 0 or more.
         block
             Queries and keys of a block, and of a tile.
@@ -62,27 +64,29 @@ class Patterns:
         Examples
         --------
         >>> import flashkit
-        >>> flashkit.BlockMask.local(512, 512, left=1).to_dense()[0, 0]
+        >>> flashkit.BlockMask.local(512, 512, left_blocks=1).to_dense()[0, 0]
         array([[2, 0, 0, 0],
                [2, 2, 0, 0],
                [0, 2, 2, 0],
                [0, 0, 2, 2]], dtype=uint8)
         """
-        return cls._blockwise(
-            lambda i, j: (i - left <= j) & (j <= i + right), n_q, n_k, block, q_offset, left=left, right=right
-        )
+        seen = lambda i, j: (i - left_blocks <= j) & (j <= i + right_blocks)
+        counts = {"left_blocks": left_blocks, "right_blocks": right_blocks}
+        return cls._blockwise(seen, n_q, n_k, block, q_offset, **counts)
 
     @classmethod
-    def dilated(cls, n_q: int, n_k: int, step: int, reach: int, block: int = 128, q_offset: Any = None) -> Self:
-        """A dilated window: a block sees those at multiples of `step` blocks from it, `reach` of them to each side.
+    def dilated(
+        cls, n_q: int, n_k: int, step_blocks: int, reach_blocks: int, block: int = 128, q_offset: Any = None
+    ) -> Self:
+        """A dilated window: a block sees `reach_blocks` blocks to each side, at multiples of `step_blocks` from it.
 
         Parameters
         ----------
         n_q, n_k
             Numbers of queries and keys.
-        step
+        step_blocks
             Distance between visible blocks, 1 or more.
-        reach
+        reach_blocks
             Number of visible blocks to each side, 0 or more.
         block
             Queries and keys of a block, and of a tile.
@@ -105,25 +109,25 @@ class Patterns:
         Examples
         --------
         >>> import flashkit
-        >>> flashkit.BlockMask.dilated(512, 512, step=2, reach=1).to_dense()[0, 0]
+        >>> flashkit.BlockMask.dilated(512, 512, step_blocks=2, reach_blocks=1).to_dense()[0, 0]
         array([[2, 0, 2, 0],
                [0, 2, 0, 2],
                [2, 0, 2, 0],
                [0, 2, 0, 2]], dtype=uint8)
         """
-        integer("step", step, 1)
-        seen = lambda i, j: ((i - j) % step == 0) & (abs(i - j) <= step * reach)
-        return cls._blockwise(seen, n_q, n_k, block, q_offset, reach=reach)
+        integer("step_blocks", step_blocks, 1)
+        seen = lambda i, j: ((i - j) % step_blocks == 0) & (abs(i - j) <= step_blocks * reach_blocks)
+        return cls._blockwise(seen, n_q, n_k, block, q_offset, reach_blocks=reach_blocks)
 
     @classmethod
-    def strided(cls, n_q: int, n_k: int, stride: int, block: int = 128, q_offset: Any = None) -> Self:
-        """The strided pattern of Sparse Transformer: the last `stride` blocks, and every stride-th block before.
+    def strided(cls, n_q: int, n_k: int, stride_blocks: int, block: int = 128, q_offset: Any = None) -> Self:
+        """The strided pattern of Sparse Transformer: the last `stride_blocks` blocks, and every stride-th block before.
 
         Parameters
         ----------
         n_q, n_k
             Numbers of queries and keys.
-        stride
+        stride_blocks
             1 or more.
         block
             Queries and keys of a block, and of a tile.
@@ -147,20 +151,20 @@ class Patterns:
         Examples
         --------
         >>> import flashkit
-        >>> flashkit.BlockMask.strided(640, 640, stride=2).to_dense()[0, 0]
+        >>> flashkit.BlockMask.strided(640, 640, stride_blocks=2).to_dense()[0, 0]
         array([[2, 0, 0, 0, 0],
                [2, 2, 0, 0, 0],
                [2, 2, 2, 0, 0],
                [0, 2, 2, 2, 0],
                [2, 0, 2, 2, 2]], dtype=uint8)
         """
-        integer("stride", stride, 1)
-        seen = lambda i, j: (j <= i) & ((i - stride <= j) | ((i - j) % stride == 0))
+        integer("stride_blocks", stride_blocks, 1)
+        seen = lambda i, j: (j <= i) & ((i - stride_blocks <= j) | ((i - j) % stride_blocks == 0))
         return cls._blockwise(seen, n_q, n_k, block, q_offset)
 
     @classmethod
     def fixed(
-        cls, n_q: int, n_k: int, stride: int, summary: int = 1, block: int = 128, q_offset: Any = None
+        cls, n_q: int, n_k: int, stride_blocks: int, summary_blocks: int = 1, block: int = 128, q_offset: Any = None
     ) -> Self:
         """The fixed pattern of Sparse Transformer: the own segment, and the last blocks of each earlier segment.
 
@@ -168,9 +172,9 @@ class Patterns:
         ----------
         n_q, n_k
             Numbers of queries and keys.
-        stride
+        stride_blocks
             Blocks of a segment (l in the paper), 1 or more.
-        summary
+        summary_blocks
             Visible blocks at the end of an earlier segment (c in the paper), 0 to stride.
         block
             Queries and keys of a block, and of a tile.
@@ -194,22 +198,24 @@ class Patterns:
         Examples
         --------
         >>> import flashkit
-        >>> flashkit.BlockMask.fixed(640, 640, stride=2).to_dense()[0, 0]
+        >>> flashkit.BlockMask.fixed(640, 640, stride_blocks=2).to_dense()[0, 0]
         array([[2, 0, 0, 0, 0],
                [2, 2, 0, 0, 0],
                [0, 2, 2, 0, 0],
                [0, 2, 2, 2, 0],
                [0, 2, 0, 2, 2]], dtype=uint8)
         """
-        integer("stride", stride, 1)
-        if not 0 <= summary <= stride:
-            raise ValueError(f"summary is a number of blocks of a segment, 0 to stride = {stride}; got {summary}")
-        seen = lambda i, j: (j <= i) & ((i // stride == j // stride) | (j % stride >= stride - summary))
-        return cls._blockwise(seen, n_q, n_k, block, q_offset, summary=summary)
+        integer("stride_blocks", stride_blocks, 1)
+        if not 0 <= summary_blocks <= stride_blocks:
+            fits = f"0 to stride_blocks = {stride_blocks}"
+            raise ValueError(f"summary_blocks is a number of blocks of a segment, {fits}; got {summary_blocks}")
+        segment, own = stride_blocks, stride_blocks - summary_blocks
+        seen = lambda i, j: (j <= i) & ((i // segment == j // segment) | (j % segment >= own))
+        return cls._blockwise(seen, n_q, n_k, block, q_offset, summary_blocks=summary_blocks)
 
     @classmethod
     def butterfly(
-        cls, n_q: int, n_k: int, max_stride: int | None = None, block: int = 128, q_offset: Any = None
+        cls, n_q: int, n_k: int, max_stride_blocks: int | None = None, block: int = 128, q_offset: Any = None
     ) -> Self:
         """The flat block butterfly: a block sees itself and the blocks whose index differs from its own in one bit.
 
@@ -217,7 +223,7 @@ class Patterns:
         ----------
         n_q, n_k
             Numbers of queries and keys.
-        max_stride
+        max_stride_blocks
             A power of two; the bits below it count. All bits by default.
         block
             Queries and keys of a block, and of a tile.
@@ -247,9 +253,11 @@ class Patterns:
                [0, 2, 2, 2]], dtype=uint8)
         """
         blocks = -(-max(integer("n_q", n_q, 0), integer("n_k", n_k, 0)) // integer("block", block, 1))
-        largest = 1 << max(blocks - 1, 0).bit_length() if max_stride is None else integer("max_stride", max_stride, 1)
+        largest = 1 << max(blocks - 1, 0).bit_length()
+        if max_stride_blocks is not None:
+            largest = integer("max_stride_blocks", max_stride_blocks, 1)
         if largest & (largest - 1):
-            raise ValueError(f"max_stride is a power of two, not {max_stride}")
+            raise ValueError(f"max_stride_blocks is a power of two, not {max_stride_blocks}")
 
         def seen(i: Expr, j: Expr) -> Expr:
             result = i == j
@@ -262,7 +270,7 @@ class Patterns:
 
     @classmethod
     def bigbird(
-        cls, n_q: int, n_k: int, window: int = 3, global_blocks: int = 2, random_blocks: int = 3, seed: int = 0,
+        cls, n_q: int, n_k: int, window_blocks: int = 3, global_blocks: int = 2, random_blocks: int = 3, seed: int = 0,
         block: int = 128, q_offset: Any = None,
     ) -> Self:  # fmt: skip
         """Big Bird: a window of blocks, global blocks, and random blocks in each row.
@@ -271,7 +279,7 @@ class Patterns:
         ----------
         n_q, n_k
             Numbers of queries and keys.
-        window
+        window_blocks
             Blocks of the window around the own block, an odd number.
         global_blocks
             The first blocks that see all and are seen by all.
@@ -304,10 +312,10 @@ class Patterns:
         >>> (mask.to_dense()[0, 0] > 0).sum(axis=1)
         array([8, 4, 5, 5, 5, 5, 5, 4])
         """
-        if integer("window", window, 1) % 2 == 0:
-            raise ValueError(f"window is an odd number of blocks, so that it has a middle; got {window}")
+        if integer("window_blocks", window_blocks, 1) % 2 == 0:
+            raise ValueError(f"window_blocks is an odd number, so that it has a middle; got {window_blocks}")
         integer("random_blocks", random_blocks, 0)
-        seen = lambda i, j: (abs(i - j) <= window // 2) | ((i >= 0) & (i < global_blocks)) | (j < global_blocks)
+        seen = lambda i, j: (abs(i - j) <= window_blocks // 2) | ((i >= 0) & (i < global_blocks)) | (j < global_blocks)
         base: Any = cls._blockwise(seen, n_q, n_k, block, q_offset, global_blocks=global_blocks)
         rng = np.random.default_rng(seed)
         (tiles_q, tiles_k), rows = base.tiles, base.rows()
@@ -320,7 +328,7 @@ class Patterns:
 
     @classmethod
     def longformer(
-        cls, n_q: int, n_k: int, window: int, global_tokens: Any = (), dilation: int = 1,
+        cls, n_q: int, n_k: int, window_tokens: int, global_tokens: Any = (), dilation_tokens: int = 1,
         block: int = 128, q_offset: Any = None,
     ) -> Self:  # fmt: skip
         """Longformer: a (dilated) sliding window in tokens, and global tokens.
@@ -329,11 +337,11 @@ class Patterns:
         ----------
         n_q, n_k
             Numbers of queries and keys.
-        window
+        window_tokens
             A token sees window // 2 tokens to each side.
         global_tokens
             Positions, 0 to n_k - 1, that see all and are seen by all.
-        dilation
+        dilation_tokens
             Distance between the tokens of the window, 1 or more.
         block
             Queries and keys of a block, and of a tile.
@@ -356,10 +364,10 @@ class Patterns:
         Examples
         --------
         >>> import flashkit
-        >>> flashkit.BlockMask.longformer(512, 512, window=64, global_tokens=[0]).visible_pairs
+        >>> flashkit.BlockMask.longformer(512, 512, window_tokens=64, global_tokens=[0]).visible_pairs
         33182
         """
-        integer("dilation", dilation, 1)
+        integer("dilation_tokens", dilation_tokens, 1)
         tokens = np.asarray(global_tokens, np.int64).reshape(-1)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= n_k):
             given = f"{tokens.min()} to {tokens.max()}"
@@ -368,10 +376,10 @@ class Patterns:
         is_global[tokens] = True
 
         def seen(b: Expr, h: Expr, q: Expr, k: Expr, *, reach: Expr, last: Expr, is_global: expr.Array) -> Expr:
-            near = (abs(q - k) <= reach) & ((q - k) % dilation == 0)
+            near = (abs(q - k) <= reach) & ((q - k) % dilation_tokens == 0)
             return near | is_global[k] | ((q >= 0) & (q <= last) & is_global[expr.clip(q, 0, last)])
 
-        values = {"reach": window // 2 * dilation, "last": len(is_global) - 1, "is_global": is_global}
+        values = {"reach": window_tokens // 2 * dilation_tokens, "last": len(is_global) - 1, "is_global": is_global}
         return cls.from_mod(mask(seen, **values), n_q, n_k, block, block, q_offset)
 
     @classmethod

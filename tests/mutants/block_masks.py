@@ -14,17 +14,17 @@ MASK, PATTERNS, RANGES, LISTS, TREE, PLACED = (
 FAULTS = (
     Fault(
         "local: one block too many", PATTERNS,
-        "(i - left <= j) & (j <= i + right)",
-        "(i - left <= j) & (j <= i + right + 1)",
+        "(j <= i + right_blocks)",
+        "(j <= i + right_blocks + 1)",
     ),
-    Fault("dilated: the reach", PATTERNS, "(abs(i - j) <= step * reach)", "(abs(i - j) <= reach)"),
-    Fault("strided: the window", PATTERNS, "(j <= i) & ((i - stride <= j) |", "(j <= i) & ((i - stride + 1 < j) |"),
-    Fault("fixed: the summary", PATTERNS, "(j % stride >= stride - summary)", "(j % stride > stride - summary)"),
+    Fault("dilated: the reach", PATTERNS, "<= step_blocks * reach_blocks)", "<= reach_blocks)"),
+    Fault("strided: the window", PATTERNS, "(i - stride_blocks <= j)", "(i - stride_blocks + 1 < j)"),
+    Fault("fixed: the summary", PATTERNS, "(j % segment >= own)", "(j % segment > own)"),
     Fault("butterfly: bits", PATTERNS, "(i // (2 << bit) == j // (2 << bit)) & ", ""),
     Fault(
         "butterfly: the greatest stride", PATTERNS,
-        "1 << max(blocks - 1, 0).bit_length() if max_stride is None",
-        "1 << max(blocks - 2, 0).bit_length() if max_stride is None",
+        "1 << max(blocks - 1, 0).bit_length()",
+        "1 << max(blocks - 2, 0).bit_length()",
     ),
     Fault("bigbird: blocks before the first", PATTERNS, "((i >= 0) & (i < global_blocks))", "(i < global_blocks)"),
     Fault(
@@ -33,7 +33,7 @@ FAULTS = (
         "free = np.arange(tiles_k)",
     ),
     Fault("bigbird: one seed", PATTERNS, "rng = np.random.default_rng(seed)", "rng = np.random.default_rng(0)"),
-    Fault("longformer: the window's half", PATTERNS, '"reach": window // 2 * dilation', '"reach": window * dilation'),
+    Fault("longformer: the window's half", PATTERNS, '"reach": window_tokens // 2 *', '"reach": window_tokens *'),
     Fault(
         "longformer: queries before the first", PATTERNS,
         "(q >= 0) & (q <= last) & is_global",

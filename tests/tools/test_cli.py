@@ -388,24 +388,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert "autotune" in done.stdout
 
 
-@pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="hatchling builds the wheel")
-def test_the_wheel_holds_profiles_and_examples(tmp_path: Path) -> None:
-    """What a wheel install finds, from the wheel's own list of files."""
-    from hatchling.builders.wheel import WheelBuilder
-
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "pyproject.toml").exists():
-        pytest.skip("not in a source tree")
-    builder = WheelBuilder(str(root))
-    names = {file.distribution_path for file in builder.recurse_included_files()}
-    for profile in (root / "device_profiles").glob("*.yaml"):
-        assert f"flashkit/device_profiles/{profile.name}" in names
-    modules = {"flashkit/tools/cli/__init__.py", "flashkit/examples/semantic_search/__init__.py"}
-    assert modules | {"flashkit/py.typed"} <= names
-    assert all(name.startswith("flashkit/") for name in names), "nothing of ours at the top level of site-packages"
-    assert not any("__pycache__" in name for name in names)
-
-
 @pytest.mark.slow
 def test_cache_warm_compiles_what_calls_need(run: Any) -> None:
     status, out, _ = run("cache", "warm", "--dtype", "float64", "--head-dim", "8", "--json")

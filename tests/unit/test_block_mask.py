@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import time
 import tracemalloc
@@ -353,20 +354,22 @@ def butterfly(i, j, max_stride):
     return i == j or any(i ^ j == t // 2 for t in (2**e for e in range(1, max_stride.bit_length())))
 
 
+def made(name, **lengths):
+    """A constructor with its lengths."""
+    return lambda *sizes, **more: getattr(BlockMask, name)(*sizes, **lengths, **more)
+
+
 PATTERNS = {
-    "local": (lambda *a, **k: BlockMask.local(*a, left=2, right=1, **k), lambda i, j: i - 2 <= j <= i + 1),
-    "local, causal": (lambda *a, **k: BlockMask.local(*a, left=3, **k), lambda i, j: i - 3 <= j <= i),
-    "dilated": (lambda *a, **k: BlockMask.dilated(*a, step=3, reach=2, **k), lambda i, j: i - j in (-6, -3, 0, 3, 6)),
-    "strided": (lambda *a, **k: BlockMask.strided(*a, stride=4, **k), lambda i, j: strided(i, j, 4)),
-    "strided by one": (lambda *a, **k: BlockMask.strided(*a, stride=1, **k), lambda i, j: j <= i),
-    "fixed": (lambda *a, **k: BlockMask.fixed(*a, stride=4, summary=2, **k), lambda i, j: fixed(i, j, 4, 2)),
-    "fixed without summary": (
-        lambda *a, **k: BlockMask.fixed(*a, stride=3, summary=0, **k),
-        lambda i, j: fixed(i, j, 3, 0),
-    ),
+    "local": (made("local", left_blocks=2, right_blocks=1), lambda i, j: i - 2 <= j <= i + 1),
+    "local, causal": (made("local", left_blocks=3), lambda i, j: i - 3 <= j <= i),
+    "dilated": (made("dilated", step_blocks=3, reach_blocks=2), lambda i, j: i - j in (-6, -3, 0, 3, 6)),
+    "strided": (made("strided", stride_blocks=4), lambda i, j: strided(i, j, 4)),
+    "strided by one": (made("strided", stride_blocks=1), lambda i, j: j <= i),
+    "fixed": (made("fixed", stride_blocks=4, summary_blocks=2), lambda i, j: fixed(i, j, 4, 2)),
+    "fixed without summary": (made("fixed", stride_blocks=3, summary_blocks=0), lambda i, j: fixed(i, j, 3, 0)),
     "butterfly": (BlockMask.butterfly, lambda i, j: butterfly(i, j, 1 << 10)),
-    "butterfly, short": (lambda *a, **k: BlockMask.butterfly(*a, max_stride=4, **k), lambda i, j: butterfly(i, j, 4)),
-    "butterfly, none": (lambda *a, **k: BlockMask.butterfly(*a, max_stride=1, **k), lambda i, j: i == j),
+    "butterfly, short": (made("butterfly", max_stride_blocks=4), lambda i, j: butterfly(i, j, 4)),
+    "butterfly, none": (made("butterfly", max_stride_blocks=1), lambda i, j: i == j),
 }
 
 
@@ -396,11 +399,13 @@ def test_patterns(name, sizes):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"window": 1, "global_blocks": 0, "random_blocks": 4}, {"window": 5, "random_blocks": 0}], ids=str
+    "settings",
+    [{}, {"window_blocks": 1, "global_blocks": 0, "random_blocks": 4}, {"window_blocks": 5, "random_blocks": 0}],
+    ids=str,
 )
 def test_bigbird(settings):
     window, first, extra = (
-        settings.get(name, n) for name, n in (("window", 3), ("global_blocks", 2), ("random_blocks", 3))
+        settings.get(name, n) for name, n in (("window_blocks", 3), ("global_blocks", 2), ("random_blocks", 3))
     )
     mask = BlockMask.bigbird(160, 160, block=8, **settings)
     grid = check_lists(mask)[0, 0]
@@ -723,15 +728,15 @@ ERRORS = {
     ),
     "row list of a negative head": (lambda: CAUSAL.rows(0, -1), ValueError, "h is an integer of 0 or more"),
     "stride of zero": (lambda: BlockMask.strided(64, 64, 0), ValueError, "stride.*not 0"),
-    "summary beyond the stride": (lambda: BlockMask.fixed(64, 64, 4, 5), ValueError, "0 to stride = 4; got 5"),
-    "even window": (lambda: BlockMask.bigbird(64, 64, window=2), ValueError, "odd.*got 2"),
+    "summary beyond the stride": (lambda: BlockMask.fixed(64, 64, 4, 5), ValueError, "0 to stride_blocks = 4; got 5"),
+    "even window": (lambda: BlockMask.bigbird(64, 64, window_blocks=2), ValueError, "odd.*got 2"),
     "stride that is no power of two": (lambda: BlockMask.butterfly(64, 64, 6), ValueError, "power of two, not 6"),
     "global token beyond": (
         lambda: BlockMask.longformer(64, 64, 4, [64]),
         ValueError,
         "0 to n_k - 1 = 63; got 64 to 64",
     ),
-    "negative reach": (lambda: BlockMask.local(64, 64, -1), ValueError, "left is an integer of 0 or more, not -1"),
+    "negative reach": (lambda: BlockMask.local(64, 64, -1), ValueError, "left_blocks is an integer of 0 or more.*-1"),
 }
 
 
@@ -740,3 +745,13 @@ def test_errors_say_what_would_fit(name):
     make, error, text = ERRORS[name]
     with pytest.raises(error, match=text):
         make()
+
+
+def test_constructors_name_their_units() -> None:
+    """Blocks or tokens: with a window of 3 both are meant, by different papers."""
+    constructors = ("local", "dilated", "strided", "fixed", "butterfly", "bigbird", "longformer")
+    plain = {"n_q", "n_k", "block", "q_offset", "seed"}
+    for name in constructors:
+        own = set(inspect.signature(getattr(BlockMask, name)).parameters) - plain
+        unit = "_tokens" if name == "longformer" else "_blocks"
+        assert own and all(each.endswith(unit) for each in own), name

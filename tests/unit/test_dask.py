@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "documents": {"mask_mod": mods.document(DOCUMENTS) & mods.causal()},
     "rows": {"mask_mod": mods.document(RNG.integers(3, size=(2, N_Q)), RNG.integers(3, size=(2, N_K)))},
-    "blocks": {"block_mask": flashkit.BlockMask.local(N_Q, N_K, left=2, block=8), "mask_mod": mods.dilated(3)},
+    "blocks": {"block_mask": flashkit.BlockMask.local(N_Q, N_K, left_blocks=2, block=8), "mask_mod": mods.dilated(3)},
 }  # fmt: skip
 
 

@@ -123,7 +123,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": np.ones(4, np.float32), "deterministic": True},
     "dropout": {"dropout_p": 0.3, "seed": 7},
     "functions": {"score_mod": lambda s, b, h, q, k: s - 0.01 * abs(q - k), "mask_mod": MODS["document"]},
-    "blocks": {"block_mask": flashkit.BlockMask.local(40, 40, left=1, block=8)},
+    "blocks": {"block_mask": flashkit.BlockMask.local(40, 40, left_blocks=1, block=8)},
     "reference": {"backend": "reference", "causal": True},
 }  # fmt: skip
 

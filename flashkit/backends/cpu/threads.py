@@ -170,7 +170,10 @@ def _start() -> Pool:
             ctypes.CFUNCTYPE(None, ctypes.c_int)(function)(threads)
     if running is None and name == "omp":
         _disable_nesting(module)
-    return Pool(name, module.parallel_for, ctypes.CFUNCTYPE(ctypes.c_int)(module.get_num_threads))
+    limit: Callable[[], int] = ctypes.CFUNCTYPE(ctypes.c_int)(module.get_num_threads)
+    if (most := host.cpu_count()) < limit() and "NUMBA_NUM_THREADS" not in os.environ:
+        return Pool(name, module.parallel_for, lambda: min(limit(), most))  # Numba does not know quotas
+    return Pool(name, module.parallel_for, limit)
 
 
 def _disable_nesting(omppool: Any) -> None:

@@ -7,11 +7,11 @@ stderr. Exit status: 0 done, 1 the answer is no (a malformed profile, an unsuppo
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Annotated
 
 import typer
 
+from ... import __version__
 from . import cache, config, demo, explain, measuring, profiles, status
 from .common import fail
 
@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> int:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(metadata.version("flashkit"))
+        print(__version__)
         raise typer.Exit
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ... import spec
-from .common import Json, fail, numbers, print_json
+from .common import Json, fail, numbers, print_json, warnings_on_stderr
 
 DTYPES = tuple(spec.DTYPES)
 ARRAYS = ("numpy", "cupy")
@@ -85,7 +85,8 @@ def explain(
             options["bias"] = _stand_in(pairs, "float32", array)
         if mask:
             options["mask"] = _stand_in(pairs, "bool", array)
-        explanation = flashkit.explain(q, k, v, measure=measure, **options)
+        with warnings_on_stderr():
+            explanation = flashkit.explain(q, k, v, measure=measure, **options)
     except (ImportError, TypeError, ValueError, NotImplementedError, OverflowError) as error:
         raise fail(error) from None
     if as_json:

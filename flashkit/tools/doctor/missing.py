@@ -19,7 +19,7 @@ def missing(found: dict[str, Any]) -> list[dict[str, str]]:
         entry = packages.get(name, {})
         if entry.get("error"):
             want(name, f"flashkit needs it ({entry['error']})", f"pip install --force-reinstall {name}")
-    if found["flashkit"].get("version") == "not installed":
+    if found["flashkit"].get("backends_registered") is False:
         want("flashkit's own metadata", "entry points, by which backends are found", "pip install -e .")
 
     layers = found["threading"].get("layers", {})

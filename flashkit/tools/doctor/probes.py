@@ -30,7 +30,14 @@ CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", 
 
 
 def installation() -> Report:
-    return {"version": version("flashkit") or "not installed", "path": str(PACKAGE)}
+    from ... import __version__
+
+    return {"version": __version__, "path": str(PACKAGE), "backends_registered": _is_registered()}
+
+
+def _is_registered() -> bool:
+    """Whether the installed metadata has flashkit's entry points."""
+    return any(point.name == "cpu" for point in importlib.metadata.entry_points(group="flashkit.backends"))
 
 
 def version(distribution: str) -> str | None:
