@@ -747,6 +747,7 @@ def test_integers_of_small_score_modifications() -> None:
     assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "mask", "tile"),
     [("forward", mods.causal(), 128), ("forward", mods.sliding_window(300), 128), ("backward", mods.causal(), 64)],

@@ -165,7 +165,7 @@ FAULTS = (
         "objects: a damaged file is loaded", f"{CPU}/objects.py",
         "if header.sha256 != _hash(name, made) or",
         "if",
-        "tests/unit/test_cache_trust.py tests/unit/test_import.py -k 'junk or damaged'",
+        "tests/unit/test_cache_files.py -k object",
     ),
     Fault(
         "objects: another machine's file is loaded", f"{CPU}/objects.py",
