@@ -55,8 +55,8 @@ FAULTS = (
     ),
     Fault(
         "dk of one query head", REFERENCE,
-        "grads.dk[head.b, head.kv_head, : head.n_k] += dk",
-        "grads.dk[head.b, head.kv_head, : head.n_k] = dk",
+        'head.memory["dk"][...] += dk',
+        'head.memory["dk"][...] = dk',
     ),
     Fault("dS without delta", REFERENCE, "ds = p * (dp - delta[:, None])", "ds = p * dp"),
     Fault(
