@@ -77,6 +77,7 @@ def with_(**changes: str) -> dict[str, str]:
 # --- pairwise design --------------------------------------------------------------------------------------------------
 
 
+@cache
 def possible(one: tuple[str, str], two: tuple[str, str]) -> bool:
     """Whether a call can have both levels: arrays of few axes have one batch entry, or one head."""
     pair = dict((one, two))
@@ -119,7 +120,12 @@ def pairwise(factors: Mapping[str, tuple[str, ...]], seed: int = 0, tries: int =
 
     Where nothing is to be gained, a factor takes its first level: features that are off leave the others more to see.
     """
-    rng = random.Random(seed)
+    return [dict(row) for row in _pairwise(tuple(factors.items()), seed, tries)]
+
+
+@cache  # two files of tests have the same
+def _pairwise(items: tuple[tuple[str, tuple[str, ...]], ...], seed: int, tries: int) -> list[dict[str, str]]:
+    factors, rng = dict(items), random.Random(seed)
     left = pairs(factors)
     rows = []
     while left:

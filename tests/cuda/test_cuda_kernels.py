@@ -60,9 +60,10 @@ def simt_kernel(part: simt.Part, spec: AttentionSpec, device: Device) -> compile
     return compiled(name, spec, dict(tile.constants(part, spec)), compiler.target(device.capability))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", MODELS)
 @pytest.mark.parametrize("part", ["forward", "dkdv", "dq"])
-@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 64)) for d in (64, 96, 128, 256)])
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
 def test_simt_float32_does_not_spill(d: int, part: simt.Part, arch: str) -> None:
     found = simt_kernel(part, AttentionSpec("float32", d, d), MODELS[arch])
     assert 0 < found.registers <= 255
@@ -105,6 +106,7 @@ def test_a_profiles_row_decides_where_it_fits() -> None:
         assert "least cost" in why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_kernels_of_rows_compile(dtype: str) -> None:
     source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})
@@ -142,6 +144,7 @@ def test_a_modification_compiles(what: str) -> None:
     compiler.binary(specialise.source("common/bwd_preprocess", spec, {}), "sm_80")
 
 
+@pytest.mark.slow
 def test_all_modifications_together_compile_in_both_passes() -> None:
     spec = spec_of(list(SCORES.values()), list(MASKS.values()))
     assert modification.looks_at_ranges(spec)
@@ -222,6 +225,7 @@ def disassembled(code: Path) -> str:
     return subprocess.run([tool, "-c", str(code)], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_simt_products_are_fused_and_copies_asynchronous() -> None:
     spec = AttentionSpec("float32", 128, 128)
     tile = simt.choose("forward", spec, MODELS["sm_80"])
@@ -235,10 +239,11 @@ def test_simt_products_are_fused_and_copies_asynchronous() -> None:
 SM80 = [("bfloat16", 64), ("bfloat16", 128), ("float32", 64), ("float32", 128), ("bfloat16", 256)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", MODELS)
 @pytest.mark.parametrize("name", ["sm80_forward", "sm80_backward"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize(("dtype", "d"), [SM80[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SM80[1:])])
+@pytest.mark.parametrize(("dtype", "d"), SM80)
 def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool, name: str, arch: str) -> None:
     """Both passes: their tiles fit, operands come 16 bytes at a time, and what is spilled is less than one of the
     smallest sums, some addresses and bounds.
@@ -257,9 +262,10 @@ def test_sm80_products_are_matrix_instructions(dtype: str, d: int, causal: bool,
     assert bool(re.search(r"\bREDG?\.E\.ADD", sass)) == (name == "sm80_backward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sm80_forward", "sm80_backward"])
 @pytest.mark.parametrize("what", ["softcap", "alibi"])
-@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("d", [64, 128])
 def test_sm80_takes_scores_by_form(d: int, what: str, name: str) -> None:
     """What a lane knows of its rows leaves room for the sums; what spills is where pairs are looked at one by one."""
     spec, device = spec_of([SCORES[what]], [], d, "bfloat16"), MODELS["sm_80"]
@@ -292,8 +298,9 @@ def sm90_binary(spec: AttentionSpec, tile: sm90.Sm90Tile | None = None, pack: in
     return compiler.binary(specialise.source("sm90/forward", spec, *sm90.forward_source(spec, tile, pack)), "sm_90a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 128)) for d in (64, 96, 128, 192, 256)])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_sm90_products_run_beside_the_softmax(d: int, causal: bool) -> None:
     """Warp-group products, copies by the engine, registers handed over; no spills to speak of where tiles are usual."""
     found = sm90_binary(spec_of([], [mods.causal()] if causal else [], d, "bfloat16"))
@@ -321,6 +328,7 @@ def test_sm90_rows_have_three_buffers_where_there_is_room(d: int, tokens: int, s
     assert tile.shared_memory(spec) <= HOPPER.shared_per_block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 96), ("float16", 128)])
 def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
     """By eight columns more of a product with values, where these fill their chunks and weights may be of any size."""
@@ -334,9 +342,10 @@ def test_sm90_sums_capped_weights_with_the_values(dtype: str, d: int) -> None:
     assert not sm90.sums_rows_by_mma(replace(spec, dropout=True), tile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("precision", [None, "tf32"])
-@pytest.mark.parametrize("d", [pytest.param(d, marks=[pytest.mark.slow] * (d != 128)) for d in (64, 96, 128)])
+@pytest.mark.parametrize("d", [64, 96, 128])
 def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal: bool) -> None:
     """Three products for one, of a tile into sums of its own: none waits for another. With "tf32" one product, and the
     steps of 16-bit elements, of three kinds.
@@ -352,6 +361,7 @@ def test_sm90_multiplies_float32_as_terms(d: int, precision: str | None, causal:
     assert compiler.binary(split, "sm_90a").resources["fp16x2_convert"].spills <= 24  # of addresses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dq_kernel", [True, False])
 @pytest.mark.parametrize(
     "spec",
@@ -508,11 +518,10 @@ def spilled(lines: list[str]) -> int:
     return sum("Spill" in line for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["arbitrary order", "deterministic", "fused preprocess"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    "dims", [pytest.param(d, marks=[pytest.mark.slow] * (d != "128")) for d in ("64", "96", "128", "192/128", "256")]
-)
+@pytest.mark.parametrize("dims", ["64", "96", "128", "192/128", "256"])
 def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: str) -> None:
     """No serialised wgmma and few spills within the loop over query tiles; the rest is in code that runs once a work
     tile, or in the producer warp group.
@@ -545,7 +554,8 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
         assert instruction in text
 
 
-@pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))])
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("what", ["softcap", "alibi"])
 def test_sm90_gradients_have_an_affine_path(what: str, d: int) -> None:
     """In tiles as large as without one, and hardly anything is spilled within the loop, least on the way of tiles whose
@@ -737,6 +747,7 @@ def test_integers_of_small_score_modifications() -> None:
     assert not modification.is_small(spec_of([mods.score(lambda s, b, h, q, k, *, n=7: s - (q + n))], []))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "mask", "tile"),
     [("forward", mods.causal(), 128), ("forward", mods.sliding_window(300), 128), ("backward", mods.causal(), 64)],

@@ -96,6 +96,7 @@ def test_simt_compiles_for_every_dtype_and_head_dim(dtype: str, dims: str, part:
     assert found.spills <= 1024  # outside of the products: dropout of many weights at once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("float64", marks=pytest.mark.exhaustive)])
 def test_kernels_of_rows_compile(dtype: str) -> None:
     source = specialise.source("common/bwd_preprocess", AttentionSpec(dtype, 80, 72, sinks=True), {})

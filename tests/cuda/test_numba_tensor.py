@@ -32,6 +32,7 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
     return replace(problem.spec, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "d", "options", "spilled"),
     [
@@ -54,6 +55,7 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
         assert instruction in code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "d", "options"),
     [
@@ -100,6 +102,7 @@ def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
 ARCHS = "sm_80", pytest.param("sm_90a", marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("dtype", "d", "options"),
@@ -119,6 +122,7 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
         assert instruction in code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("dtype", "d", "options"), [("bfloat16", 64, {}), ("float16", 128, {"causal": True})])
 def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
@@ -131,6 +135,7 @@ def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> Non
         assert instruction in code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("dtype", "d", "options", "spilled"),

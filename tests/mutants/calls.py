@@ -32,8 +32,8 @@ FAULTS = (
     Fault("a plan for dropout", API, "        and dropout_p == 0\n", ""),
     Fault(
         "sinks are constant", API,
-        "score_mod is mask_mod is kv_lengths is sinks is None",
-        "score_mod is mask_mod is kv_lengths is None",
+        "cu_seqlens is page_table is sinks is None",
+        "cu_seqlens is page_table is None",
     ),
     Fault(
         "out shares memory in a vjp", API,
@@ -231,7 +231,7 @@ FAULTS = (
     ),
     Fault("indices: the last element", COMPOSE, "if low < 0 or high >= n:", "if low < 0 or high > n:"),
     Fault("indices: below 0", COMPOSE, "if low < 0 or high >= n:", "if high >= n:"),
-    Fault("indices: the last query", COMPOSE, '"q1": greatest[:, None] + (n_q - 1)', '"q1": greatest[:, None]'),
+    Fault("indices: the last query", COMPOSE, '"q1": greatest[:, None] + last_row', '"q1": greatest[:, None]'),
     Fault(
         "slots of two modifications", COMPOSE,
         'names[node.value] = f"v{len(named)}"',

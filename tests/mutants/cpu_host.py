@@ -77,9 +77,9 @@ FAULTS = (
         "words = spec.head_dim // k_pack",
     ),
     Fault(
-        "a work tile is left out", LAUNCH,
-        "args[at.WORK_TILES], args[at.KERNEL] = heads * q_tiles, plan.forward",
-        "args[at.WORK_TILES], args[at.KERNEL] = max(heads * q_tiles - 1, 1), plan.forward",
+        "a work tile is left out", BLOCK,
+        "return tiles, tiles * self.heads * self.batch",
+        "return tiles, max(tiles * self.heads * self.batch - 1, 1)",
     ),
     Fault(
         "bf16 head dims are not padded", LAUNCH,
@@ -165,7 +165,7 @@ FAULTS = (
         "objects: a damaged file is loaded", f"{CPU}/objects.py",
         "if header.sha256 != _hash(name, made) or",
         "if",
-        "tests/unit/test_cache_trust.py tests/unit/test_import.py -k 'junk or damaged'",
+        "tests/unit/test_cache_files.py -k object",
     ),
     Fault(
         "objects: another machine's file is loaded", f"{CPU}/objects.py",
@@ -250,8 +250,8 @@ FAULTS = (
     Fault("threads: a child of a fork uses the pool", f"{CPU}/threads.py", "    if _forked:\n        return 1\n", ""),
     Fault(
         "threads: the setting is not bounded", f"{CPU}/threads.py",
-        "return min(allowed, int(wanted))",
-        "return int(wanted)",
+        "return allowed if wanted is None else min(allowed, wanted)",
+        "return allowed if wanted is None else wanted",
     ),
     Fault(
         "scratch memory is too small", f"{CPU}/scratch_pool.py",

@@ -153,7 +153,7 @@ FAULTS = (
     ),
     Fault(
         "backward: dQ of the first split", BACKWARD,
-        "    entry = (split * args[BATCH] + b) * batch_stride",
+        "    entry = split * args[DQ_SPLIT_STRIDE] + b * batch_stride",
         "    entry = b * batch_stride",
     ),
     Fault(

@@ -111,13 +111,18 @@ FAULTS = (
         "words = -(-tiles_k // 32)", "words = 1",
     ),
     Fault(
-        "simt: no block for the last ragged tile", f"{COMMON}/simt.py",
-        "blocks = -(-tokens // block)", "blocks = max(1, tokens // block)",
+        "no block for the last ragged tile of queries", f"{COMMON}/arguments.py",
+        "else -(-self.n_q // block)", "else max(1, self.n_q // block)",
+    ),
+    Fault(
+        "no block for the last ragged tile of keys", f"{COMMON}/arguments.py",
+        "else -(-self.n_k // block)", "else max(1, self.n_k // block)",
     ),
     # cupy_raw
     Fault(
         "sm80: blocks of one head of a packed group", f"{CUPY}/sm80.py",
-        "-(-n_q * self.pack // self.tile.block_q)", "-(-n_q // self.tile.block_q)",
+        "tiles = -(-arguments.n_q * self.pack // self.tile.block_q)",
+        "tiles = -(-arguments.n_q // self.tile.block_q)",
     ),
     Fault(
         "sm90: dropped weights are not in row sums", f"{CUPY}/sm90.py",

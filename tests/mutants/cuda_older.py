@@ -127,7 +127,7 @@ FAULTS = (
     Fault("dropout: nine rounds", f"{ALL}/dropout.cuh", "round < 10", "round < 9"),
     Fault(
         "sinks: gradients of the first 256 rows", f"{ALL}/bwd_preprocess.cu",
-        "index < p.batch * rows; index += 256", "index < 256 && index < p.batch * rows; index += 256",
+        "index < num_entries(p) * rows; index += 256", "index < 256 && index < num_entries(p) * rows; index += 256",
     ),
     Fault("row statistics: rows without a key", f"{ALL}/bwd_preprocess.cu", "= empty ? INFINITE : lse;", "= lse;"),
 )  # fmt: skip

@@ -159,8 +159,8 @@ FAULTS = (
     ),
     Fault(
         "cache: a variable's own folder is emptied", f"{DEVICES}/kernel_cache.py",
-        'Path(override, "flashkit-kernels")',
-        "Path(override)",
+        'return Path(override, "flashkit-kernels") if',
+        "return Path(override) if",
     ),
     Fault(
         "lanes of AVX-512 without VL", f"{DEVICES}/host.py",
