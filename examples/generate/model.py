@@ -117,7 +117,7 @@ class Llama:
             gate, up = self.xp.split(block.gate_up(self.normed(x, block.mlp_norm)), 2, axis=1)
             x = x + block.down(self.silu(gate) * up)
         last = cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1
-        return self.head(self.normed(x[last], self.norm)).astype(np.float32)
+        return self.head(self.normed(x[self.xp.asarray(last)], self.norm)).astype(np.float32)
 
     def normed(self, x: Array, weight: Array) -> Array:
         """Root mean square normalisation (Zhang and Sennrich, arXiv:1910.07467), in float32."""
