@@ -145,10 +145,13 @@ class Layer:
         rotate(arrays.addressable(q), out, table, step.where.reshape(batch, n), 1)
         return out
 
-    def _attend(self, q: Any, **options: Any) -> Any:
+    def _attend(self, q: Any, out: Any = None, **options: Any) -> Any:
         steps = self._steps
+        planned = steps.plans.find(q, self.k_pages, self.v_pages, options, steps.version)
+        if planned is not None:
+            return planned(q, self.k_pages, self.v_pages, out=out)
         return attention(
-            q, self.k_pages, self.v_pages, page_table=steps.readable, kv_lengths=steps.lengths, **options
+            q, self.k_pages, self.v_pages, page_table=steps.readable, kv_lengths=steps.lengths, out=out, **options
         )
 
     def _checked(self, rotary: Any, interleaved: Any, x: Any) -> Table:

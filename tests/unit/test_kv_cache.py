@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import flashkit
+from flashkit.cache import step_plans
 from flashkit.cache.pages import PageTable
+from flashkit.call.planned import Planned
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -249,6 +251,33 @@ def test_rotary_is_fused_into_append_and_attend(interleaved: bool, dtype: str) -
             assert np.array_equal(kept_v, v[ends[i] : ends[i + 1]])
         out = cache.attend(q, causal=True, rotary=cos_sin, rotary_interleaved=interleaved)
         assert np.array_equal(out, cache.attend(flashkit.rotary(q, *cos_sin, **options), causal=True))
+
+
+def test_steps_of_decoding_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is made for a power of two of keys, not for each step; its results follow the lengths."""
+    made = []
+    monkeypatch.setattr(step_plans, "Planned", lambda *given: made.append(0) or Planned(*given))
+    cache = flashkit.KVCache(2, 2, 16, pages=80, page=4, layers=2)
+    k, v, q = numbers(2, 100, 2, 16), numbers(2, 100, 2, 16, seed=1), numbers(100, 2, 4, 16, seed=2)
+    for n in range(60):
+        for layer in cache:
+            layer.append(k[:, n], v[:, n])
+            out = layer.attend(q[n], causal=True)
+        expected = flashkit.attention(*(x.swapaxes(1, 2) for x in (q[n][:, None], k[:, : n + 1], v[:, : n + 1])))
+        np.testing.assert_allclose(out, expected[:, :, 0], atol=1e-5)
+    assert len(made) <= 8  # up to 64 keys, and tables of 8 and 16 columns
+    count = len(made)
+    with flashkit.use_backend("reference"):
+        np.testing.assert_allclose(layer.attend(q[n], causal=True), out, atol=1e-5)
+    assert len(made) == count + 1
+    for other in ({"causal": True, "scale": 0.5}, {"causal": True, "window": (3, 0)}):
+        assert np.abs(layer.attend(q[n], **other) - out).max() > 1e-3
+    cache.trim(1, 30)
+    for layer in cache:
+        layer.append(k[:, 60], v[:, 60])
+        out = layer.attend(q[60])
+    keys, values = (np.concatenate([x[1, :30], x[1, 60:61]]).swapaxes(0, 1) for x in (k, v))
+    np.testing.assert_allclose(out[1][:, None], flashkit.attention(q[60, 1][:, None], keys, values), atol=1e-5)
 
 
 def test_rotary_turns_queries_of_batches() -> None:
