@@ -57,7 +57,7 @@ class Layer:
         self, k: Any, v: Any, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
         rotary_interleaved: bool = False, layout: str = "bhnd",
     ) -> None:  # fmt: skip
-        """As `KVCache.append`; `cu_seqlens` may be left out where another layer has begun the step."""
+        """As `KVCache.append`; `cu_seqlens` may be left out where another layer has opened the step."""
         k4, v4 = self._four("k", k, self._k, layout), self._four("v", v, self._v, layout)
         if k4.shape[:3] != v4.shape[:3]:
             raise ValueError(f"v has shape {v.shape}, k has {k.shape}; they are equal but for the head dim")

@@ -209,12 +209,16 @@ def test_a_forked_sequence_shares_its_prefix_until_it_appends() -> None:
 
 
 def test_a_window_is_a_ring_of_pages() -> None:
-    cache = flashkit.KVCache(1, 2, 16, pages=5, page=4, window=(9, 0))
-    k, v, q = numbers(500, 2, 16, seed=1), numbers(500, 2, 16, seed=2), numbers(500, 4, 16, seed=3)
-    for i in range(0, 500, 2):
+    cache = flashkit.KVCache(1, 2, 16, pages=4, page=4, window=(9, 0))  # 11 tokens, wherever a page begins
+    sinks = np.zeros(4, np.float32)
+    k, v, q = numbers(200, 2, 16, seed=1), numbers(200, 2, 16, seed=2), numbers(200, 4, 16, seed=3)
+    for i in range(0, 200, 2):
         cache.append(k[i : i + 2], v[i : i + 2], cu_seqlens=[0, 2])
         out = cache.attend(q[i : i + 2], causal=True)
         o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], causal=True, window=(9, 0))
+        np.testing.assert_allclose(out.swapaxes(0, 1), o, atol=1e-5)
+        out = cache.attend(q[i : i + 2], causal=True, sinks=sinks)  # a call that is not planned
+        o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], causal=True, window=(9, 0), sinks=sinks)
         np.testing.assert_allclose(out.swapaxes(0, 1), o, atol=1e-5)
         narrower = cache.attend(q[i : i + 2], causal=True, window=(3, 0))
         o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], causal=True, window=(3, 0))
@@ -224,9 +228,9 @@ def test_a_window_is_a_ring_of_pages() -> None:
     with pytest.raises(ValueError, match=r"window is \(None, 0\)"):
         cache.attend(q[:2], window=(None, 0))
     cache.trim(0, 2)  # the last append can be taken back
-    cache.append(k[498:], v[498:], cu_seqlens=[0, 2])
-    out = cache.attend(q[498:], causal=True)
-    np.testing.assert_allclose(out.swapaxes(0, 1), expected(q[498:], k, v, causal=True, window=(9, 0)), atol=1e-5)
+    cache.append(k[198:], v[198:], cu_seqlens=[0, 2])
+    out = cache.attend(q[198:], causal=True)
+    np.testing.assert_allclose(out.swapaxes(0, 1), expected(q[198:], k, v, causal=True, window=(9, 0)), atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
