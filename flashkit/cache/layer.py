@@ -142,7 +142,7 @@ class Layer:
         check_rows(table, step.positions)
         batch, heads, n, d = q.shape
         out = xp.empty((batch, n, heads, d), q.dtype).swapaxes(1, 2)
-        rotate(arrays.addressable(q), out, table, step.where.reshape(batch, n), 1)
+        rotate(arrays.addressable(q).view(), out, table, step.where.reshape(batch, n), 1)
         return out
 
     def _attend(self, q: Any, out: Any = None, **options: Any) -> Any:
