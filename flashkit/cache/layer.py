@@ -50,7 +50,7 @@ class Layer:
         self._all = k, v
         self._k, self._v = k[number], v[number]
         self._sequences, self._dtype = len(steps.pages.lengths), arrays.dtype_name("dtype", k)
-        self._table: tuple[Any, Table] | None = None
+        self._table: tuple[Any, Table, Any] | None = None
         self.k_pages, self.v_pages = self._k.swapaxes(1, 2), self._v.swapaxes(1, 2)
 
     def append(
@@ -159,11 +159,13 @@ class Layer:
         if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
             raise TypeError(f"rotary is {shown(rotary)}; (cos, sin) fits, of flashkit.rotary_table")
         key = (*map(id, rotary), interleaved, x.shape[-1], x.dtype)
-        if self._table is None or self._table[0] != key:
-            table = checked_table(rotary[0], rotary[1], interleaved, x, arrays.dtype_name("q", x))
-            self._kept = rotary  # so that no other array gets their identity
-            self._table = key, table
-        return self._table[1]
+        if self._table is not None and self._table[0] == key:
+            return self._table[1]
+        table = checked_table(rotary[0], rotary[1], interleaved, x, arrays.dtype_name("q", x))
+        if arrays.same_address(table.cos, rotary[0]) and arrays.same_address(table.sin, rotary[1]):
+            # No copies, which would not follow their contents. `rotary` is kept so that no array gets these identities.
+            self._table = key, table, rotary
+        return table
 
     def _four(self, name: str, x: Any, pool: Any, layout: str) -> Any:
         """k or v as (B, H, N, D); packed tokens as (1, H, T, D)."""

@@ -95,7 +95,12 @@ FAULTS = (
         "q = self._turned(q.swapaxes(0, 1)[None], turn, step)[0].swapaxes(0, 1)",
         "pass",
     ),
-    Fault("one table for all", LAYER, "if self._table is None or self._table[0] != key:", "if self._table is None:"),
+    Fault(
+        "one table for all",
+        LAYER,
+        "if self._table is not None and self._table[0] == key:",
+        "if self._table is not None:",
+    ),
     Fault("trims behind the window", CACHE, "self._pages.oldest(i, length - int(n)) < first", "False"),
     Fault("forks into tokens", CACHE, "        if self._pages.lengths[target]:\n", "        if False:\n"),
     Fault(

@@ -257,6 +257,22 @@ def test_rotary_is_fused_into_append_and_attend(interleaved: bool, dtype: str) -
         assert np.array_equal(out, cache.attend(flashkit.rotary(q, *cos_sin, **options), causal=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_each_call_has_the_tables_that_it_gives(dtype: str) -> None:
+    """Checked tables are kept by a layer; other tables, another order of pairs and new contents are not mistaken."""
+    cache = flashkit.KVCache(1, 1, 8, pages=10, page=4)
+    k, (one, other) = numbers(1, 1, 8), (flashkit.rotary_table(20, 8, base=base, dtype=dtype) for base in (10.0, 99.0))
+    for position, (tables, interleaved) in enumerate(
+        [(one, False), (one, False), (other, False), (other, True), (one, True), (one, False)]
+    ):
+        cache.append(k, k, rotary=tables, rotary_interleaved=interleaved)
+        expected = flashkit.rotary(k, *tables, positions=[position], interleaved=interleaved, layout="bnhd")
+        assert np.array_equal(stored(cache, 0)[0][position:], expected)
+    one[0][:] = 0
+    cache.append(k, k, rotary=one)
+    assert np.array_equal(stored(cache, 0)[0][6:], flashkit.rotary(k, *one, positions=[6], layout="bnhd"))
+
+
 def test_steps_of_decoding_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan is made for a power of two of keys, not for each step; its results follow the lengths."""
     made = []
