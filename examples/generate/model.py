@@ -114,10 +114,11 @@ class Llama:
             layer.append(k, v, cu_seqlens, rotary=self.table, rotary_interleaved=True)
             out = layer.attend(q, causal=True, rotary=self.table, rotary_interleaved=True)
             x = x + block.attended(out.reshape(-1, q_width))
-            gate, up = self.xp.split(block.gate_up(self.normed(x, block.mlp_norm)), 2, axis=1)
-            x = x + block.down(self.silu(gate) * up)
+            gate_up = block.gate_up(self.normed(x, block.mlp_norm))
+            width = gate_up.shape[1] // 2
+            x = x + block.down(self.silu(gate_up[:, :width]) * gate_up[:, width:])
         last = cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1
-        return self.head(self.normed(x[last], self.norm)).astype(np.float32)
+        return self.head(self.normed(x[self.xp.asarray(last)], self.norm)).astype(np.float32)
 
     def normed(self, x: Array, weight: Array) -> Array:
         """Root mean square normalisation (Zhang and Sennrich, arXiv:1910.07467), in float32."""

@@ -124,14 +124,14 @@ def multiply4_strips(x, code, affine, out):  # type: ignore[no-untyped-def]
                     d0, d1, d2, d3 = x[t, at + 1], x[t + 1, at + 1], x[t + 2, at + 1], x[t + 3, at + 1]
                     first, second = code[p, b, j], code[p, b, j + 1]
                     for r in range(PANEL):
-                        a = np.float32(np.int32(first[r] & 15)) * scale[r] + minimum[r]
-                        e = np.float32(np.int32(second[r] & 15)) * scale[r] + minimum[r]
-                        c = np.float32(np.int32(first[r] >> 4)) * scale[r] + minimum[r]
-                        d = np.float32(np.int32(second[r] >> 4)) * scale[r] + minimum[r]
-                        acc[r] += a * a0 + e * b0 + c * c0 + d * d0
-                        acc[1 * PANEL + r] += a * a1 + e * b1 + c * c1 + d * d1
-                        acc[2 * PANEL + r] += a * a2 + e * b2 + c * c2 + d * d2
-                        acc[3 * PANEL + r] += a * a3 + e * b3 + c * c3 + d * d3
+                        w0 = np.float32(np.int32(first[r] & 15)) * scale[r] + minimum[r]
+                        w1 = np.float32(np.int32(second[r] & 15)) * scale[r] + minimum[r]
+                        w2 = np.float32(np.int32(first[r] >> 4)) * scale[r] + minimum[r]
+                        w3 = np.float32(np.int32(second[r] >> 4)) * scale[r] + minimum[r]
+                        acc[r] = w3 * d0 + (w2 * c0 + (w1 * b0 + (w0 * a0 + acc[r])))
+                        acc[PANEL + r] = w3 * d1 + (w2 * c1 + (w1 * b1 + (w0 * a1 + acc[PANEL + r])))
+                        acc[2 * PANEL + r] = w3 * d2 + (w2 * c2 + (w1 * b2 + (w0 * a2 + acc[2 * PANEL + r])))
+                        acc[3 * PANEL + r] = w3 * d3 + (w2 * c3 + (w1 * b3 + (w0 * a3 + acc[3 * PANEL + r])))
             for i in range(STRIP):
                 out[t + i, p * PANEL : (p + 1) * PANEL] = acc[i * PANEL : (i + 1) * PANEL]
 
@@ -145,17 +145,21 @@ def multiply8_strips(x, code, affine, out):  # type: ignore[no-untyped-def]
             acc[:] = 0
             for b in range(blocks):
                 scale = affine[p, b, 0]
-                for j in range(0, BLOCK, 2):
+                for j in range(0, BLOCK, 4):
                     at = b * BLOCK + j
                     a0, a1, a2, a3 = x[t, at], x[t + 1, at], x[t + 2, at], x[t + 3, at]
                     b0, b1, b2, b3 = x[t, at + 1], x[t + 1, at + 1], x[t + 2, at + 1], x[t + 3, at + 1]
-                    first, second = code[p, b, j], code[p, b, j + 1]
+                    c0, c1, c2, c3 = x[t, at + 2], x[t + 1, at + 2], x[t + 2, at + 2], x[t + 3, at + 2]
+                    d0, d1, d2, d3 = x[t, at + 3], x[t + 1, at + 3], x[t + 2, at + 3], x[t + 3, at + 3]
+                    e0, e1, e2, e3 = code[p, b, j], code[p, b, j + 1], code[p, b, j + 2], code[p, b, j + 3]
                     for r in range(PANEL):
-                        a = np.float32(np.int32(first[r]) - 128) * scale[r]
-                        e = np.float32(np.int32(second[r]) - 128) * scale[r]
-                        acc[r] += a * a0 + e * b0
-                        acc[1 * PANEL + r] += a * a1 + e * b1
-                        acc[2 * PANEL + r] += a * a2 + e * b2
-                        acc[3 * PANEL + r] += a * a3 + e * b3
+                        w0 = np.float32(np.int32(e0[r]) - 128) * scale[r]
+                        w1 = np.float32(np.int32(e1[r]) - 128) * scale[r]
+                        w2 = np.float32(np.int32(e2[r]) - 128) * scale[r]
+                        w3 = np.float32(np.int32(e3[r]) - 128) * scale[r]
+                        acc[r] = w3 * d0 + (w2 * c0 + (w1 * b0 + (w0 * a0 + acc[r])))
+                        acc[PANEL + r] = w3 * d1 + (w2 * c1 + (w1 * b1 + (w0 * a1 + acc[PANEL + r])))
+                        acc[2 * PANEL + r] = w3 * d2 + (w2 * c2 + (w1 * b2 + (w0 * a2 + acc[2 * PANEL + r])))
+                        acc[3 * PANEL + r] = w3 * d3 + (w2 * c3 + (w1 * b3 + (w0 * a3 + acc[3 * PANEL + r])))
             for i in range(STRIP):
                 out[t + i, p * PANEL : (p + 1) * PANEL] = acc[i * PANEL : (i + 1) * PANEL]

@@ -34,7 +34,7 @@ class Chooser:
     def __call__(self, logits: Any) -> list[int]:
         """A token for each row of logits (S, V)."""
         if self._sampling.temperature == 0:
-            return [int(token) for token in logits.argmax(axis=1)]
+            return list(logits.argmax(axis=1).tolist())
         rows = logits if isinstance(logits, np.ndarray) else logits.get()
         return [self._draw(row.astype(np.float64) / self._sampling.temperature) for row in rows]
 

@@ -50,14 +50,14 @@ class Layer:
         self._all = k, v
         self._k, self._v = k[number], v[number]
         self._sequences, self._dtype = len(steps.pages.lengths), arrays.dtype_name("dtype", k)
-        self._table: tuple[Any, Table] | None = None
+        self._table: tuple[Any, Table, Any] | None = None
         self.k_pages, self.v_pages = self._k.swapaxes(1, 2), self._v.swapaxes(1, 2)
 
     def append(
         self, k: Any, v: Any, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
         rotary_interleaved: bool = False, layout: str = "bhnd",
     ) -> None:  # fmt: skip
-        """As `KVCache.append`; `cu_seqlens` may be left out where another layer has begun the step."""
+        """As `KVCache.append`; `cu_seqlens` may be left out where another layer has opened the step."""
         k4, v4 = self._four("k", k, self._k, layout), self._four("v", v, self._v, layout)
         if k4.shape[:3] != v4.shape[:3]:
             raise ValueError(f"v has shape {v.shape}, k has {k.shape}; they are equal but for the head dim")
@@ -142,13 +142,16 @@ class Layer:
         check_rows(table, step.positions)
         batch, heads, n, d = q.shape
         out = xp.empty((batch, n, heads, d), q.dtype).swapaxes(1, 2)
-        rotate(arrays.addressable(q), out, table, step.where.reshape(batch, n), 1)
+        rotate(arrays.addressable(q).view(), out, table, step.where.reshape(batch, n), 1)
         return out
 
-    def _attend(self, q: Any, **options: Any) -> Any:
+    def _attend(self, q: Any, out: Any = None, **options: Any) -> Any:
         steps = self._steps
+        planned = steps.plans.find(q, self.k_pages, self.v_pages, options, steps.version)
+        if planned is not None:
+            return planned(q, self.k_pages, self.v_pages, out=out)
         return attention(
-            q, self.k_pages, self.v_pages, page_table=steps.readable, kv_lengths=steps.lengths, **options
+            q, self.k_pages, self.v_pages, page_table=steps.readable, kv_lengths=steps.lengths, out=out, **options
         )
 
     def _checked(self, rotary: Any, interleaved: Any, x: Any) -> Table:
@@ -156,11 +159,13 @@ class Layer:
         if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
             raise TypeError(f"rotary is {shown(rotary)}; (cos, sin) fits, of flashkit.rotary_table")
         key = (*map(id, rotary), interleaved, x.shape[-1], x.dtype)
-        if self._table is None or self._table[0] != key:
-            table = checked_table(rotary[0], rotary[1], interleaved, x, arrays.dtype_name("q", x))
-            self._kept = rotary  # so that no other array gets their identity
-            self._table = key, table
-        return self._table[1]
+        if self._table is not None and self._table[0] == key:
+            return self._table[1]
+        table = checked_table(rotary[0], rotary[1], interleaved, x, arrays.dtype_name("q", x))
+        if arrays.same_address(table.cos, rotary[0]) and arrays.same_address(table.sin, rotary[1]):
+            # No copies, which would not follow their contents. `rotary` is kept so that no array gets these identities.
+            self._table = key, table, rotary
+        return table
 
     def _four(self, name: str, x: Any, pool: Any, layout: str) -> Any:
         """k or v as (B, H, N, D); packed tokens as (1, H, T, D)."""

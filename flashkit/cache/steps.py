@@ -13,6 +13,7 @@ import numpy as np
 from ..call import arrays
 from ..rope.apply import Table
 from .pages import Copy, PageTable
+from .step_plans import StepPlans
 
 
 class Step(NamedTuple):
@@ -36,6 +37,8 @@ class Steps:
     lengths, table : array
         Its contents as the caller sees them, of the cache's library. On a device they stay the same arrays while the
         table's width does, so that a captured CUDA graph follows them.
+    plans : StepPlans
+        Planned calls for these; `version` changes with them.
     readable : array
         The table with page 0 for pages that a window has dropped: attention wants a page for every key, visible or not.
     """
@@ -46,6 +49,7 @@ class Steps:
         self._last: Step | None = None
         self.lengths, self.table = self._published(pages.lengths), self._published(pages.table)
         self.readable = self.table
+        self.plans, self.version = StepPlans(pages, kind), 0
 
     def current(self, layer: int) -> Step | None:
         """The open step that this layer has yet to write; None if it would open one.
@@ -114,6 +118,7 @@ class Steps:
 
     def _publish(self) -> None:
         lengths, table = self.pages.lengths, self.pages.table
+        self.version += 1
         if self.kind == "numpy" or self.table.shape != table.shape:
             self.lengths, self.table = self._published(lengths), self._published(table)
         else:

@@ -128,7 +128,7 @@ def _checked_and_rotated(
     if x.ndim < 2:
         raise ValueError(f"{name} has shape {x.shape}; (..., heads, tokens, head_dim) fits, or (tokens, head_dim)")
     shape = Shape(x.ndim, tuple(x.shape[:-3]), layout)
-    x4 = shape.to_four(x)
+    x4 = shape.to_four(x).view()  # whose form the caller cannot change
     batch, _, n, d = x4.shape
     if cos is None and sin is None:
         where = _positions(positions, "numpy", shape, batch, n, None)
@@ -148,7 +148,7 @@ def _checked_and_rotated(
     if (out is x and arrays.same_address(x4, x) and can_write(x)) or (
         out is not None and can_write(out, x, table.cos, table.sin)
     ):
-        target = shape.to_four(out)
+        target = shape.to_four(out).view()
     else:
         target = shape.empty(arrays.namespace(kind).empty, batch, x4.shape[1], n, d, x.dtype)
     rotate(x4, target, table, where, sign)
@@ -176,7 +176,7 @@ def checked_table(cos: Any, sin: Any, interleaved: Any, x: Any, dtype: str) -> T
     if cos.shape != sin.shape:
         raise ValueError(f"sin has shape {sin.shape}, cos has {cos.shape}; they are equal")
     xp = arrays.namespace(kind)
-    cos, sin = (xp.ascontiguousarray(table, DTYPES[dtype].accumulator) for table in (cos, sin))
+    cos, sin = (xp.ascontiguousarray(table, DTYPES[dtype].accumulator).view() for table in (cos, sin))
     return Table(cos, sin, interleaved)
 
 

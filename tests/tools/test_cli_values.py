@@ -18,7 +18,7 @@ from flashkit.tools import cli, warm
 from flashkit.tools.autotune import command as autotune
 from flashkit.tools.bench import cases, yardsticks
 from flashkit.tools.bench import command as bench
-from flashkit.tools.cli import demo
+from flashkit.tools.cli import examples
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -181,7 +181,7 @@ def test_errors_of_the_system_are_one_line(run: Run, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("option", ["--limit", "--top", "--batch-size"])
 def test_numbers_of_the_demo(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main = demo.example("semantic_search").main
+    main = examples.example("semantic_search").main
     for value in NUMBERS:
         with pytest.raises(SystemExit) as stop:
             main([f"{option}={value}"])

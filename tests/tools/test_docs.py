@@ -291,6 +291,8 @@ def test_commands_exist(file: Path) -> None:
         known = {option for p in command.params for option in (*p.opts, *p.secondary_opts)} | {"--help"}
         if command.name == "demo":
             known |= {"--limit", "--top", "--batch-size", "--model", "--json"}
+        if command.name == "generate":
+            known |= {"--temperature", "--max-tokens"}
         for word in words:
             option = word.partition("=")[0]
             assert not option.startswith("--") or option in known, f"{relative(file)}: {option} of {command.name}"

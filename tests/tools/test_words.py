@@ -64,7 +64,7 @@ CODE = {
     **{
         f"flashkit/{name}": [f"flashkit/{name}/**/*.{suffix}" for suffix in ("py", "cu", "cuh")]
         for name in (
-            "call", "mods", "devices", "tools", "backends/cpu", "backends/reference", "backends/cuda_common",
+            "cache", "call", "mods", "devices", "rope", "tools", "backends/cpu", "backends/reference", "backends/cuda_common",
             "backends/cupy_raw", "backends/numba_cuda",
         )
     },

@@ -19,6 +19,7 @@ from flashkit.call.explanation import Explanation
 MODULES = [
     "api", "call.merge", "call.planned", "call.explanation", "call.weights", "dispatch", "errors", "mods.block_mask",
     "mods.expr.functions", "mods.library", "mods.mod", "mods.patterns", "devices.io_model", "reference",
+    "rope.apply", "rope.tables",
 ]  # fmt: skip
 MASK = flashkit.BlockMask
 
@@ -32,6 +33,8 @@ def public() -> Iterator[tuple[str, Any]]:
                 yield name, member
     yield "Vjp.__call__", Vjp.__call__
     yield "Planned.__call__", flashkit.Planned.__call__
+    for name in ("append", "attend", "fork", "trim", "free"):
+        yield f"KVCache.{name}", getattr(flashkit.KVCache, name)
     yield "Mod.then", mods.Mod.then
     yield "Mod.evaluate", mods.Mod.evaluate
     constructors = (name for name in vars(MASK.__mro__[1]) if not name.startswith("_"))

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import flashkit
+from flashkit.cache import step_plans
 from flashkit.cache.pages import PageTable
+from flashkit.call.planned import Planned
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -207,12 +209,16 @@ def test_a_forked_sequence_shares_its_prefix_until_it_appends() -> None:
 
 
 def test_a_window_is_a_ring_of_pages() -> None:
-    cache = flashkit.KVCache(1, 2, 16, pages=5, page=4, window=(9, 0))
-    k, v, q = numbers(500, 2, 16, seed=1), numbers(500, 2, 16, seed=2), numbers(500, 4, 16, seed=3)
-    for i in range(0, 500, 2):
+    cache = flashkit.KVCache(1, 2, 16, pages=4, page=4, window=(9, 0))  # 11 tokens, wherever a page begins
+    sinks = np.zeros(4, np.float32)
+    k, v, q = numbers(200, 2, 16, seed=1), numbers(200, 2, 16, seed=2), numbers(200, 4, 16, seed=3)
+    for i in range(0, 200, 2):
         cache.append(k[i : i + 2], v[i : i + 2], cu_seqlens=[0, 2])
         out = cache.attend(q[i : i + 2], causal=True)
         o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], causal=True, window=(9, 0))
+        np.testing.assert_allclose(out.swapaxes(0, 1), o, atol=1e-5)
+        out = cache.attend(q[i : i + 2], causal=True, sinks=sinks)  # a call that is not planned
+        o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], causal=True, window=(9, 0), sinks=sinks)
         np.testing.assert_allclose(out.swapaxes(0, 1), o, atol=1e-5)
         narrower = cache.attend(q[i : i + 2], causal=True, window=(3, 0))
         o = expected(q[i : i + 2], k[: i + 2], v[: i + 2], causal=True, window=(3, 0))
@@ -222,9 +228,9 @@ def test_a_window_is_a_ring_of_pages() -> None:
     with pytest.raises(ValueError, match=r"window is \(None, 0\)"):
         cache.attend(q[:2], window=(None, 0))
     cache.trim(0, 2)  # the last append can be taken back
-    cache.append(k[498:], v[498:], cu_seqlens=[0, 2])
-    out = cache.attend(q[498:], causal=True)
-    np.testing.assert_allclose(out.swapaxes(0, 1), expected(q[498:], k, v, causal=True, window=(9, 0)), atol=1e-5)
+    cache.append(k[198:], v[198:], cu_seqlens=[0, 2])
+    out = cache.attend(q[198:], causal=True)
+    np.testing.assert_allclose(out.swapaxes(0, 1), expected(q[198:], k, v, causal=True, window=(9, 0)), atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -249,6 +255,49 @@ def test_rotary_is_fused_into_append_and_attend(interleaved: bool, dtype: str) -
             assert np.array_equal(kept_v, v[ends[i] : ends[i + 1]])
         out = cache.attend(q, causal=True, rotary=cos_sin, rotary_interleaved=interleaved)
         assert np.array_equal(out, cache.attend(flashkit.rotary(q, *cos_sin, **options), causal=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_each_call_has_the_tables_that_it_gives(dtype: str) -> None:
+    """Checked tables are kept by a layer; other tables, another order of pairs and new contents are not mistaken."""
+    cache = flashkit.KVCache(1, 1, 8, pages=10, page=4)
+    k, (one, other) = numbers(1, 1, 8), (flashkit.rotary_table(20, 8, base=base, dtype=dtype) for base in (10.0, 99.0))
+    for position, (tables, interleaved) in enumerate(
+        [(one, False), (one, False), (other, False), (other, True), (one, True), (one, False)]
+    ):
+        cache.append(k, k, rotary=tables, rotary_interleaved=interleaved)
+        expected = flashkit.rotary(k, *tables, positions=[position], interleaved=interleaved, layout="bnhd")
+        assert np.array_equal(stored(cache, 0)[0][position:], expected)
+    one[0][:] = 0
+    cache.append(k, k, rotary=one)
+    assert np.array_equal(stored(cache, 0)[0][6:], flashkit.rotary(k, *one, positions=[6], layout="bnhd"))
+
+
+def test_steps_of_decoding_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is made for a power of two of keys, not for each step; its results follow the lengths."""
+    made = []
+    monkeypatch.setattr(step_plans, "Planned", lambda *given: made.append(0) or Planned(*given))
+    cache = flashkit.KVCache(2, 2, 16, pages=80, page=4, layers=2)
+    k, v, q = numbers(2, 100, 2, 16), numbers(2, 100, 2, 16, seed=1), numbers(100, 2, 4, 16, seed=2)
+    for n in range(60):
+        for layer in cache:
+            layer.append(k[:, n], v[:, n])
+            out = layer.attend(q[n], causal=True)
+        expected = flashkit.attention(*(x.swapaxes(1, 2) for x in (q[n][:, None], k[:, : n + 1], v[:, : n + 1])))
+        np.testing.assert_allclose(out, expected[:, :, 0], atol=1e-5)
+    assert len(made) <= 8  # up to 64 keys, and tables of 8 and 16 columns
+    count = len(made)
+    with flashkit.use_backend("reference"):
+        np.testing.assert_allclose(layer.attend(q[n], causal=True), out, atol=1e-5)
+    assert len(made) == count + 1
+    for other in ({"causal": True, "scale": 0.5}, {"causal": True, "window": (3, 0)}):
+        assert np.abs(layer.attend(q[n], **other) - out).max() > 1e-3
+    cache.trim(1, 30)
+    for layer in cache:
+        layer.append(k[:, 60], v[:, 60])
+        out = layer.attend(q[60])
+    keys, values = (np.concatenate([x[1, :30], x[1, 60:61]]).swapaxes(0, 1) for x in (k, v))
+    np.testing.assert_allclose(out[1][:, None], flashkit.attention(q[60, 1][:, None], keys, values), atol=1e-5)
 
 
 def test_rotary_turns_queries_of_batches() -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ... import __version__
-from . import cache, config, demo, explain, measuring, profiles, status
+from . import cache, config, examples, explain, measuring, profiles, status
 from .common import fail
 
 app = typer.Typer(
@@ -28,10 +28,11 @@ app.command()(status.doctor)
 app.command()(explain.explain)
 app.command()(measuring.autotune)
 app.command()(measuring.bench)
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,  # --help is passed to the demo
-)(demo.demo)
+for example in (examples.demo, examples.generate):
+    app.command(
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        add_help_option=False,  # --help is passed to the example
+    )(example)
 app.add_typer(profiles.app, name="profile", no_args_is_help=True)
 app.add_typer(cache.app, name="cache", no_args_is_help=True)
 app.add_typer(config.app, name="config", no_args_is_help=True)

