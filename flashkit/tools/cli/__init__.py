@@ -33,7 +33,7 @@ app.command(
     add_help_option=False,  # --help is passed to the demo
 )(demo.demo)
 app.add_typer(profiles.app, name="profile", no_args_is_help=True)
-app.add_typer(cache.app, name="cache", no_args_is_help=True)
+app.add_typer(cache.app, name="cache")
 app.add_typer(config.app, name="config", no_args_is_help=True)
 
 
