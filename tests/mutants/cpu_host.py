@@ -136,14 +136,14 @@ FAULTS = (
     ),
     # object files
     Fault(
-        "objects: keys without the machine", f"{CPU}/objects.py",
-        'f"{fingerprint()} {machine()} {text}"',
-        'f"{fingerprint()} {text}"',
+        "objects: keys without the target", f"{CPU}/objects.py",
+        'f"{fingerprint()} {tuple(wanted)} {source.text}"',
+        'f"{fingerprint()} {source.text}"',
     ),
     Fault(
         "objects: keys without the sources", f"{CPU}/objects.py",
-        'f"{fingerprint()} {machine()} {text}"',
-        'f"{machine()} {text}"',
+        'f"{fingerprint()} {tuple(wanted)} {source.text}"',
+        'f"{tuple(wanted)} {source.text}"',
     ),
     Fault(
         "objects: a source is left out", f"{CPU}/objects.py",
@@ -157,11 +157,6 @@ FAULTS = (
     ),
     Fault("objects: keys without Numba's settings", f"{CPU}/specialise.py", 'f"{settings} {text}"', 'f"{text}"'),
     Fault(
-        "objects: a setting is left out", f"{CPU}/specialise.py",
-        '"NUMBA_OPT", "NUMBA_LOOP_VECTORIZE",',
-        '"NUMBA_LOOP_VECTORIZE",',
-    ),
-    Fault(
         "objects: a damaged file is loaded", f"{CPU}/objects.py",
         "if header.sha256 != _hash(name, made) or",
         "if",
@@ -174,9 +169,45 @@ FAULTS = (
     ),
     Fault(
         "objects: a file is made twice", f"{CPU}/objects.py",
-        "    with kernel_cache.alone(FOLDER, name):\n        if (cached := _read(name)) is not None:\n            "
+        "    with kernel_cache.alone(FOLDER, name):\n        if (cached := _cached(name)) is not None:\n            "
         "return cached\n",
         "    with kernel_cache.alone(FOLDER, name):\n",
+    ),
+    Fault(
+        "objects: the cache before the package", f"{CPU}/objects.py",
+        "_prebuilt(names.prebuilt) or _cached(names.cached)",
+        "_cached(names.cached) or _prebuilt(names.prebuilt)",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "objects: what an object calls is not looked for", f"{CPU}/objects.py",
+        'made.code.startswith(b"\\x7fELF") and',
+        "False and",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "target: a class that the CPU does not fulfil", f"{CPU}/target.py",
+        "one.features <= has and",
+        "",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "specialise: names that count what was compiled", f"{CPU}/specialise.py",
+        'name.linkage, name.name = "internal", f"part{i}"',
+        'name.linkage = "internal"',
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "trust: prebuilt files of other users", "flashkit/devices/trust.py",
+        "users[0] not in (0, os.geteuid(), top.st_uid) or",
+        "",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "trust: prebuilt files of another group", "flashkit/devices/trust.py",
+        "writers if users[1] == top.st_gid else writers & ~stat.S_IWGRP",
+        "writers",
+        "tests/unit/test_prebuilt.py",
     ),
     # generated code
     Fault(

@@ -64,8 +64,8 @@ CODE = {
     **{
         f"flashkit/{name}": [f"flashkit/{name}/**/*.{suffix}" for suffix in ("py", "cu", "cuh")]
         for name in (
-            "cache", "call", "mods", "devices", "rope", "tools", "backends/cpu", "backends/reference", "backends/cuda_common",
-            "backends/cupy_raw", "backends/numba_cuda",
+            "cache", "call", "mods", "devices", "rope", "tools", "backends/cpu", "backends/reference",
+            "backends/cuda_common", "backends/cupy_raw", "backends/numba_cuda",
         )
     },
 }  # fmt: skip

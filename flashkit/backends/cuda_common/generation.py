@@ -71,7 +71,7 @@ class Generation(Protocol):
 
 
 def supports_packed(spec: AttentionSpec, what: str) -> Verdict:
-    """The refusal of packed sequences, of a generation that has no kernels for them; what: of which kind it has none."""
+    """The refusal of packed sequences, of a generation that has no kernels of this kind for them."""
     return Verdict(not spec.packed, f"packed sequences have no {what} kernels here" if spec.packed else "")
 
 
