@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -70,6 +69,8 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """For notebooks."""
+        from html import escape
+
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:

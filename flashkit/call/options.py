@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
@@ -72,6 +71,8 @@ def unknown(names: object) -> TypeError:
     >>> print(options.unknown(["is_causal"]))
     attention has no argument 'is_causal'; did you mean causal?
     """
+    import difflib  # only for errors
+
     name = str(next(iter(names)))  # type: ignore[call-overload]
     known = [*Options.__annotations__, "out", "return_lse", "backend"]
     meant = next((ours for ours, theirs in _MEANT.items() if name.lower() in theirs), None)

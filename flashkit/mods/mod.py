@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -196,6 +195,8 @@ class Mod:
                 return svg.picture(seen * np.int64(2), f"{_SHOWN} queries x {_SHOWN} keys: {self!r}")
         except Exception:  # arrays may be short, or lie on a device
             pass
+        from html import escape
+
         return f"<code>{escape(repr(self))}</code>"
 
 

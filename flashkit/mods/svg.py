@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from html import escape
 
 import numpy as np
 
@@ -18,6 +17,8 @@ COLOURS = {PARTIAL: "#9ecae1", FULL: "#08519c"}
 
 def picture(states: np.ndarray, caption: str) -> str:
     """HTML with one square for each element of `states`, the classes of tiles (rows, columns), and a caption."""
+    from html import escape  # takes longer than what else this file needs
+
     rows, columns = states.shape
     side = max(2, 192 // max(rows, columns, 1))
     squares = []
