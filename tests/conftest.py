@@ -26,6 +26,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. OpenMP's idle threads would spin on those that another worker needs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+os.environ.setdefault("FLASHKIT_PREBUILT", "0")  # what a checkout has compiled once is not what is tested
+
 
 ONE_OF = 5
 """Numba takes ten seconds for kernels that NVRTC compiles in one. So of the cases that a test has for its backend on a
@@ -82,6 +84,7 @@ def program() -> Callable[..., str]:
         kept = {n: x for n, x in os.environ.items() if not n.startswith(("FLASHKIT_", "NUMBA_", "PYTHONDONTWRITE"))}
         if "FLASHKIT_CACHE_DIR" in os.environ:  # what is compiled already need not be again
             kept["FLASHKIT_CACHE_DIR"] = os.environ["FLASHKIT_CACHE_DIR"]
+        kept["FLASHKIT_PREBUILT"] = os.environ["FLASHKIT_PREBUILT"]
         environment = kept | {n: str(x) for n, x in settings.items()}
         # The package under test, installed or not.
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])

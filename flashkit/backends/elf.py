@@ -65,6 +65,22 @@ def is_consistent(code: bytes, functions: Collection[str]) -> bool:
         return False
 
 
+def undefined(code: bytes) -> set[str]:
+    """Names of the functions and variables that a consistent object refers to and does not define; of another format
+    than `is_consistent` looks at: none.
+    """
+    if code[:6] != b"\x7fELF\x02\x01":
+        return set()
+    (start,) = struct.unpack_from("<Q", code, 40)
+    sections = np.frombuffer(code, _SECTION, struct.unpack_from("<H", code, 60)[0], start)
+    found: set[str] = set()
+    for table in sections[sections["type"] == _SYMTAB]:
+        symbols = _entries(code, table, _SYMBOL)[1:]  # the first is no symbol
+        missing = symbols[symbols["section"] == _UNDEFINED]
+        found.update(_name(code, sections[table["link"]], at).decode() for at in missing["name"])
+    return found
+
+
 def _is_consistent(code: bytes, functions: Collection[str]) -> bool:
     kind, machine = struct.unpack_from("<HH", code, 16)
     (start,) = struct.unpack_from("<Q", code, 40)

@@ -122,6 +122,41 @@ def read(path: str | os.PathLike[str], most: int | None = None) -> bytes:
     return _content(resolve(path), most, trusted=True)
 
 
+def read_installed(folder: str | os.PathLike[str], *below: str) -> bytes:
+    """The content of the file `below` a folder of modules that this process runs.
+
+    Who can write the folder can have the process run any code, so the file is trusted if no one else can have
+    written it: it and the folders between belong to this user, to root or to the owner of the folder, and no group or
+    others can write them that cannot write the folder. It may be a hard link, by which installers share files.
+
+    UntrustedError, or the OSError of opening it.
+    """
+    path, top = os.fspath(folder), os.stat(folder)
+    writers = 0 if top.st_mode & stat.S_ISVTX else top.st_mode & _OTHERS
+
+    def check(found: os.stat_result) -> None:
+        users = getattr(found, "st_uid", 0), getattr(found, "st_gid", 0)
+        allowed = writers if users[1] == top.st_gid else writers & ~stat.S_IWGRP
+        if hasattr(os, "geteuid") and (
+            users[0] not in (0, os.geteuid(), top.st_uid) or found.st_mode & _OTHERS & ~allowed
+        ):
+            raise UntrustedError(f"{path} can be written by users that cannot write {folder}: install flashkit again")
+
+    for name in below[:-1]:
+        path = os.path.join(path, name)
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(f"{path} is not a directory")
+        check(found)
+    path = os.path.join(path, below[-1])
+    with open(os.open(path, os.O_RDONLY | _SAFE), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise UntrustedError(f"{path} is not a regular file")
+        check(found)
+        return file.read()
+
+
 def read_any(path: str | os.PathLike[str], most: int) -> bytes:
     """The content of a regular file of any owner, which the user has named. OSError if it is larger or not regular."""
     return _content(os.fspath(path), most, trusted=False)

@@ -136,14 +136,14 @@ FAULTS = (
     ),
     # object files
     Fault(
-        "objects: keys without the machine", f"{CPU}/objects.py",
-        'f"{fingerprint()} {machine()} {text}"',
-        'f"{fingerprint()} {text}"',
+        "objects: keys without the target", f"{CPU}/objects.py",
+        'f"{fingerprint()} {tuple(wanted)} {source.text}"',
+        'f"{fingerprint()} {source.text}"',
     ),
     Fault(
         "objects: keys without the sources", f"{CPU}/objects.py",
-        'f"{fingerprint()} {machine()} {text}"',
-        'f"{machine()} {text}"',
+        'f"{fingerprint()} {tuple(wanted)} {source.text}"',
+        'f"{tuple(wanted)} {source.text}"',
     ),
     Fault(
         "objects: a source is left out", f"{CPU}/objects.py",
@@ -157,11 +157,6 @@ FAULTS = (
     ),
     Fault("objects: keys without Numba's settings", f"{CPU}/specialise.py", 'f"{settings} {text}"', 'f"{text}"'),
     Fault(
-        "objects: a setting is left out", f"{CPU}/specialise.py",
-        '"NUMBA_OPT", "NUMBA_LOOP_VECTORIZE",',
-        '"NUMBA_LOOP_VECTORIZE",',
-    ),
-    Fault(
         "objects: a damaged file is loaded", f"{CPU}/objects.py",
         "if header.sha256 != _hash(name, made) or",
         "if",
@@ -174,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "objects: a file is made twice", f"{CPU}/objects.py",
-        "    with kernel_cache.alone(FOLDER, name):\n        if (cached := _read(name)) is not None:\n            "
+        "    with kernel_cache.alone(FOLDER, name):\n        if (cached := _cached(name)) is not None:\n            "
         "return cached\n",
         "    with kernel_cache.alone(FOLDER, name):\n",
     ),

@@ -24,7 +24,7 @@ from llvmlite import binding
 
 from flashkit import settings
 from flashkit.backends import elf
-from flashkit.backends.cpu import objects
+from flashkit.backends.cpu import objects, target
 from flashkit.backends.cuda_common import compiler
 from flashkit.backends.numba_cuda import assemble
 from flashkit.devices import kernel_cache, trust
@@ -61,18 +61,19 @@ def silent() -> Iterator[None]:
 
 def returning(number: int) -> objects.Object:
     """The machine code of a function."""
-    return objects.Object(objects._target().emit_object(binding.parse_assembly(IR.format(number))), ("f",))
+    machine = target.machine(target.target())
+    return objects.Object(machine.emit_object(binding.parse_assembly(IR.format(number))), ("f",))
 
 
 def content(name: str, made: objects.Object) -> bytes:
     """What the file of this machine code contains."""
-    header = {"functions": made.functions, "needs_numba": False, "sha256": objects._hash(name, made)}
+    header = {"functions": made.functions, "calls": made.calls, "sha256": objects._hash(name, made)}
     return json.dumps(header).encode() + b"\n" + made.code
 
 
 def run(kind: str = "kind") -> int:
     """Call the kernel, loaded from the cache or compiled."""
-    found = objects.functions(kind, "text", lambda: returning(COMPILED))
+    found = objects.functions(objects.Source(kind, "text", lambda wanted: returning(COMPILED)))
     return int(ctypes.CFUNCTYPE(ctypes.c_int)(found["f"])())
 
 
@@ -170,7 +171,7 @@ def test_kernels_are_used_where_the_disk_is_full(tmp_path: Path, monkeypatch: py
         again = compiler.binary(source, "sm_80")
         assert again == made and again.checked and source.compiled == 1
         objects._loaded.clear()
-        assert objects.functions("kind", "text", lambda: pytest.fail("it is in memory"))
+        assert objects.functions(objects.Source("kind", "text", lambda wanted: pytest.fail("it is in memory")))
     (said,) = (str(warning.message) for warning in caught)
     assert os.strerror(errno.ENOSPC) in said
     assert leftovers(tmp_path) == []
@@ -381,7 +382,7 @@ FUZZ = """
                 yield range(offset, offset + size)
 
     rng, block = random.Random(1), RegisterBlock.of("float32", CpuTile(64, 64, 8, 4, 2), "")
-    whole = [returning(1), micro._object(block, False)]
+    whole = [returning(1), micro._object(block, target.target(), False)]
     assert all(elf.is_consistent(made.code, made.functions) for made in whole)
     refused = 0
     for _ in range(600):
@@ -396,7 +397,7 @@ FUZZ = """
                 code[at : at + 4] = value[: len(code) - at]
         changed = made._replace(code=bytes(code))
         (trust.directory(kernel_cache.path() / "cpu", make=True) / "x.o").write_bytes(content("x.o", changed))
-        refused += objects._read("x.o") is None
+        refused += objects._cached("x.o") is None
     print(refused)
 """
 

@@ -24,7 +24,7 @@ import filelock
 import pytest
 from llvmlite import binding
 
-from flashkit.backends.cpu import objects
+from flashkit.backends.cpu import objects, target
 from flashkit.backends.cuda_common import compiler
 from flashkit.devices import kernel_cache, profiles
 from flashkit.devices.io_model import CpuTile
@@ -74,24 +74,22 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def returning(number: int, name: str = "f", triple: str | None = None) -> objects.Object:
     """The machine code of a function."""
-    own, *_ = objects.machine()
-    target = binding.Target.from_triple(triple or own).create_target_machine()
-    code = target.emit_object(binding.parse_assembly(f"define i32 @{name}() {{ ret i32 {number} }}"))
+    machine = binding.Target.from_triple(triple or target.initialised()).create_target_machine()
+    code = machine.emit_object(binding.parse_assembly(f"define i32 @{name}() {{ ret i32 {number} }}"))
     return objects.Object(code, (name,))
 
 
 def content(file: Path, made: objects.Object, **changed: Any) -> bytes:
     """What the file of this machine code contains; its hash is right, unless that is changed."""
-    header = {"functions": made.functions, "needs_numba": made.needs_numba, **changed}
-    functions = header["functions"]
-    functions = tuple(functions) if isinstance(functions, list) else functions
-    header = {"sha256": objects._hash(file.name, objects.Object(made.code, functions, header["needs_numba"])), **header}
+    header = {"functions": made.functions, "calls": made.calls, **changed}
+    functions, calls = (tuple(x) if isinstance(x, list) else x for x in (header["functions"], header["calls"]))
+    header = {"sha256": objects._hash(file.name, objects.Object(made.code, functions, calls)), **header}
     return json.dumps(header).encode() + b"\n" + made.code
 
 
 def run(kind: str = "kind") -> int:
     """Call the kernel, loaded from the cache or compiled."""
-    found = objects.functions(kind, "text", lambda: returning(COMPILED))
+    found = objects.functions(objects.Source(kind, "text", lambda wanted: returning(COMPILED)))
     return int(ctypes.CFUNCTYPE(ctypes.c_int)(found["f"])())
 
 
@@ -378,7 +376,7 @@ def test_junk_is_compiled_again_and_does_not_crash(program: Callable[..., str], 
             file(machine), file(b"\\x7fELF" + bytes(100)), file(other), file(whole, functions="f"),
             file(whole, functions=3), file(whole, functions=["f\\0"]), file(whole, functions=[]),
             file(whole, functions=[None]), file(whole, functions=["\\ud800"]), file(whole, sha256=None),
-            file(whole, needs_numba="yes"),
+            file(whole, calls="yes"), file(whole, calls=["nobody_has_this"]),
         ):
             path.write_bytes(junk)
             objects._loaded.clear()

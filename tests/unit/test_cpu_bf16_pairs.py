@@ -18,6 +18,7 @@ from flashkit.backends.cpu import bf16
 from flashkit.backends.cpu.micro import amx
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
+from flashkit.backends.cpu.target import Target
 from flashkit.devices import host
 from flashkit.tools.doctor import probes
 
@@ -169,7 +170,7 @@ def assembly(method: str, cpu: str, features: str) -> str:
         binding.Target.from_triple("x86_64-unknown-linux-gnu")
     except RuntimeError as error:
         pytest.skip(f"this LLVM has no x86 target: {error}")
-    module, target = micro.assemble(block(method), "x86_64-unknown-linux-gnu", cpu, features)
+    module, target = micro.assemble(block(method), Target("", "x86_64-unknown-linux-gnu", cpu, features))
     return str(target.emit_assembly(module))
 
 

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 import flashkit
+from flashkit.backends.cpu import target
 from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.backends.cpu.plan import CpuPlan
+from flashkit.backends.cpu.target import Target
 from flashkit.call.arguments import prepare
 from flashkit.devices import profiles
 from flashkit.devices.io_model import CpuTile
@@ -210,7 +212,7 @@ def test_neon_code_uses_fused_products_and_does_not_spill() -> None:
     except RuntimeError as error:
         pytest.skip(f"this LLVM has no AArch64 target: {error}")
     block = RegisterBlock("float", 6, 4, 4)
-    module, target = micro.assemble(block, "aarch64-unknown-linux-gnu", "neoverse-n1", "+neon")
+    module, target = micro.assemble(block, Target("", "aarch64-unknown-linux-gnu", "neoverse-n1", "+neon"))
     text = target.emit_assembly(module)
     body = text[text.index("gemm_add:") : text.index("column_max:")]
     assert body.count("fmla") >= 24
@@ -390,7 +392,7 @@ def test_plan_is_shared_by_sizes_of_one_bucket() -> None:
 
 def test_addresses_name_every_micro_kernel() -> None:
     assert set(micro.KERNELS) == set(
-        micro.addresses(RegisterBlock("float", 8, 3, 16 if "avx512f" in micro.machine()[2] else 8))
+        micro.addresses(RegisterBlock("float", 8, 3, 16 if "avx512f" in target.target().features else 8))
     )
 
 

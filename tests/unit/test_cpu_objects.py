@@ -12,52 +12,56 @@ import llvmlite
 import numpy as np
 import pytest
 
-from flashkit.backends.cpu import objects, specialise
+from flashkit.backends.cpu import objects, specialise, target
+from flashkit.backends.cpu.target import Target
 
-SETTINGS = (
-    "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_LOOP_VECTORIZE",
-    "NUMBA_SLP_VECTORIZE", "NUMBA_DISABLE_INTEL_SVML", "NUMBA_INTEL_SVML",
-)  # fmt: skip
-"""Environment variables by which Numba generates other code."""
+SVML = "NUMBA_DISABLE_INTEL_SVML"
+"""The environment variable by which LLVM generates other code."""
 
 
 @pytest.fixture
-def name(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """The name of the file that holds the object of a text."""
-    monkeypatch.setattr(objects, "_read_or_make", lambda name, make: name)
-    for setting in SETTINGS:
-        monkeypatch.delenv(setting, raising=False)
+def names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str]]:
+    """The names of the prebuilt and of the cached file that holds the object of a text."""
+    monkeypatch.setattr(objects, "_read_or_make", lambda names, make: names)
+    monkeypatch.delenv(SVML, raising=False)
 
-    def found(text: str = "text", kind: str = "kind") -> str:
+    def forget() -> None:
         objects.fingerprint.cache_clear()
+        objects.compilers.cache_clear()
+
+    def found(text: str = "text", kind: str = "kind") -> tuple[str, str]:
+        forget()
         monkeypatch.setattr(objects, "_loaded", {})
-        return str(specialise.load(kind, text))
+        return objects.functions(specialise.source(kind, text))  # type: ignore[return-value]
 
     yield found
-    objects.fingerprint.cache_clear()
+    forget()
+
+
+@pytest.fixture(params=["prebuilt", "cached"])
+def name(request: pytest.FixtureRequest, names: Callable[..., tuple[str, str]]) -> Callable[..., str]:
+    """One of them."""
+    return lambda **given: str(getattr(names(**given), request.param))
 
 
 def test_equal_texts_have_one_name(name: Callable[..., str]) -> None:
-    assert name() == name() != name("other text")
-    assert name(kind="classify").startswith("classify_")
+    assert name() == name() != name(text="other text")
+    assert name(kind="classify").rpartition("/")[2].startswith("classify_")
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_the_machine_is_part_of_a_name(part: int, name: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triple, name and features of the CPU: a cache directory may be shared by machines."""
-    before, machine = name(), list(objects.machine())
-    machine[part] += "x"
-    monkeypatch.setattr(objects, "machine", lambda: tuple(machine))
+@pytest.mark.parametrize("part", Target._fields)
+def test_the_target_is_part_of_a_name(part: str, name: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache directory may be shared by machines."""
+    before, here = name(), target.target()
+    changed = here._replace(**{part: getattr(here, part) + "x"})
+    monkeypatch.setattr(target, "target", lambda instructions="": changed)
     assert name() != before
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_numbas_settings_are_part_of_a_name(
-    setting: str, name: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbas_setting_is_part_of_a_name(name: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name()]
     for value in ("0", "1"):
-        monkeypatch.setenv(setting, value)
+        monkeypatch.setenv(SVML, value)
         names.append(name())
     assert len(set(names)) == 3
 
@@ -65,12 +69,14 @@ def test_numbas_settings_are_part_of_a_name(
 @pytest.mark.parametrize(
     ("module", "attribute"), [(llvmlite, "__version__"), (np, "__version__"), (objects, "_numba_version")]
 )
-def test_versions_are_part_of_a_name(
-    module: Any, attribute: str, name: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_versions_are_part_of_a_cached_name(
+    module: Any, attribute: str, names: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = name()
+    """What a wheel carries runs whatever compilers are installed beside it."""
+    before = names()
     monkeypatch.setattr(module, attribute, "0.0" if attribute == "__version__" else lambda: "0.0")
-    assert name() != before
+    after = names()
+    assert (after.cached == before.cached, after.prebuilt == before.prebuilt) == (False, True)
 
 
 @pytest.mark.parametrize("source", ["tiling.py", "kernels/forward.py", "micro/gemm.py"])
@@ -93,12 +99,14 @@ def test_a_file_that_another_process_makes_meanwhile_is_not_made_again(
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
     made: list[str] = []
 
-    def make() -> objects.Object:
+    def make(wanted: Target) -> objects.Object:
         made.append("object")
-        return specialise.compiled("own", _TEXT)
+        return specialise.compiled("own", _TEXT, wanted)
+
+    source = objects.Source("own", "text", make)
 
     monkeypatch.setattr(objects, "_loaded", {})
-    assert objects.functions("own", "text", make)["seven"]
+    assert objects.functions(source)["seven"]
     (file,) = tmp_path.rglob("own_*.o")
     held, alone = file.rename(tmp_path / "held"), objects.kernel_cache.alone
 
@@ -108,7 +116,7 @@ def test_a_file_that_another_process_makes_meanwhile_is_not_made_again(
 
     monkeypatch.setattr(objects.kernel_cache, "alone", waited)
     monkeypatch.setattr(objects, "_loaded", {})
-    assert objects.functions("own", "text", make)["seven"]
+    assert objects.functions(source)["seven"]
     assert made == ["object"]
 
 

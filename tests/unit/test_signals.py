@@ -178,10 +178,10 @@ COMPILING = """
     ffi._LLVMLock.__enter__ = enter
     compiled = specialise.compiled
 
-    def slowly(kind, text):
+    def slowly(kind, text, wanted):
         global armed
         armed = True
-        return compiled(kind, text)
+        return compiled(kind, text, wanted)
 
     specialise.compiled = slowly
     try:

@@ -216,7 +216,7 @@ HASHES: dict[str, Callable[..., Any]] = {
 
 def test_the_cpu_classifies_tiles() -> None:
     pytest.importorskip("numba")
-    from flashkit.backends.cpu import modify
+    from flashkit.backends.cpu import modify, objects
 
     entry = ctypes.CFUNCTYPE(ctypes.c_longlong, *[ctypes.c_longlong] * 9)
     proofs = 0
@@ -231,7 +231,7 @@ def test_the_cpu_classifies_tiles() -> None:
                 alive.append(operands.arrays[slot.name].astype(modify.stored_dtype(str(slot.dtype))))
                 words += [alive[-1].ctypes.data, *alive[-1].shape, *alive[-1].strides]
         values = np.array(words, np.int64)
-        functions = modify.classify_functions(spec)
+        functions = objects.functions(modify.classify_source(spec))
         function = entry(functions["classify"])
         found = lambda *at, f=function, values=values: f(0, 0, *at, values.ctypes.data if values.size else 0)
         state = {modify.EMPTY: reference.EMPTY, modify.PARTIAL: reference.PARTIAL, modify.FULL: reference.FULL}

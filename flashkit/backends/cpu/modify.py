@@ -17,7 +17,7 @@ from ...mods.expr import Expr
 from ...spec import AttentionSpec, Slot
 from . import specialise
 from .arguments import EMPTY, FULL, PARTIAL, STRIP
-from .objects import Functions
+from .objects import Source
 
 MAX_NDIM = 4
 TRANSPOSED_SIZES = (1, 4, 8)
@@ -185,31 +185,31 @@ HIDDEN = F(-np.inf)
 """
 
 
-def forward_functions(spec: AttentionSpec) -> Functions:
-    """Address of `modify` for score tiles (keys, rows)."""
+def forward_source(spec: AttentionSpec) -> Source:
+    """`modify` for score tiles (keys, rows)."""
     text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=True, with_slope=False) + "\n"
-    return specialise.load("modify", text)
+    return specialise.source("modify", text)
 
 
-def decode_functions(spec: AttentionSpec) -> Functions:
-    """Address of `modify` for score tiles (rows, keys)."""
+def decode_source(spec: AttentionSpec) -> Source:
+    """`modify` for score tiles (rows, keys)."""
     text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=False, with_slope=False) + "\n"
-    return specialise.load("modify_decode", text)
+    return specialise.source("modify_decode", text)
 
 
-def backward_functions(spec: AttentionSpec) -> Functions:
-    """Addresses of `modify` for score tiles (rows, keys) and their slopes, and of `visit_ds` where a score modification
+def backward_source(spec: AttentionSpec) -> Source:
+    """`modify` for score tiles (rows, keys) and their slopes, and of `visit_ds` where a score modification
     needs it.
     """
     text = _head(spec.lse_dtype) + _tile_function(spec, keys_outside=False, with_slope=True) + "\n"
-    return specialise.load("modify_backward", text + ("" if spec.score is None else f"\n\n{_VISIT_DS}"))
+    return specialise.source("modify_backward", text + ("" if spec.score is None else f"\n\n{_VISIT_DS}"))
 
 
-def classify_functions(spec: AttentionSpec) -> Functions:
-    """Address of `classify`. It computes with integers, and with float64 where these may overflow, so all dtypes share
+def classify_source(spec: AttentionSpec) -> Source:
+    """`classify`. It computes with integers, and with float64 where these may overflow, so all dtypes share
     it.
     """
-    return specialise.load("classify", _head("float64") + _classify_function(spec) + "\n")
+    return specialise.source("classify", _head("float64") + _classify_function(spec) + "\n")
 
 
 def max_group(spec: AttentionSpec) -> int:

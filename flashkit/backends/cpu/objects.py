@@ -1,9 +1,13 @@
-"""Machine code on disk: object files in the cache directory, loaded by LLVM.
+"""Machine code on disk: object files in the package and in the cache directory, loaded by LLVM.
 
 Compiling an object (micro/compile.py, specialise.py) takes up to seconds and may need Numba; loading one needs llvmlite
-alone. A file is a line of JSON (the object's functions, its hash, whether it refers to functions of Numba) and the
-object as LLVM emitted it. LLVM crashes on a malformed object, so a file is checked before LLVM gets it: it has to be
-the one that was written under this name, and an object for this machine whose tables are consistent.
+alone. A file is a line of JSON (the object's functions, those that it calls, its hash) and the object as LLVM emitted
+it. LLVM crashes on a malformed object, so a file is checked before LLVM gets it: it has to be the one that was written
+under this name, and an object for this machine whose tables are consistent.
+
+A wheel carries the objects of usual calls (tools/prebuild.py). One rule says which object runs: the prebuilt one, if
+the package has it for the process's target (target.py), else the one in the cache, else one compiled now. So the same
+code runs in every process of an installation, whatever its cache holds.
 """
 
 from __future__ import annotations
@@ -22,12 +26,13 @@ import msgspec
 import numpy as np
 from llvmlite import binding
 
-from ...devices import forking, interrupt, kernel_cache, progress
+from ...devices import forking, interrupt, kernel_cache, prebuilt, progress
 from .. import elf, headers
-from . import pass_managers
+from . import pass_managers, target
+from .target import Target
 
 FOLDER = "cpu"
-"""Of the cache directory."""
+"""Of the cache directory, and of the prebuilt kernels."""
 
 forking.go_before("logging")  # which Numba uses
 
@@ -35,11 +40,20 @@ _HERE = Path(__file__).parent
 
 
 class Object(NamedTuple):
-    """Machine code, and the names of the functions that it exports."""
+    """Machine code, the names of the functions that it exports, and of those that it calls: of C, Python or Numba."""
 
     code: bytes
     functions: tuple[str, ...]
-    needs_numba: bool = False  # it refers to functions that exist once Numba is imported
+    calls: tuple[str, ...] = ()
+
+
+class Source(NamedTuple):
+    """What an object is made from."""
+
+    kind: str  # the first word of its file's name
+    text: str  # which determines it, together with the sources of this package and the target
+    make: Callable[[Target], Object]
+    instructions: str = ""  # how bfloat16 is multiplied (target.py)
 
 
 class Functions(dict[str, int]):
@@ -58,25 +72,23 @@ class _Header(msgspec.Struct, frozen=True):
     """The first line of a file, as JSON."""
 
     functions: tuple[str, ...]
-    needs_numba: bool
+    calls: tuple[str, ...]
     sha256: str  # of the name of the file, the functions and the code
 
 
 @cache
-def machine() -> tuple[str, str, str]:
-    """Triple, name and features of this CPU in LLVM's terms. Initialises LLVM for it."""
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    return binding.get_process_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
-
-
-@cache
 def fingerprint() -> str:
-    """Hash of all sources that are compiled to machine code, and of the compilers' versions."""
-    digest = hashlib.sha256(f"{llvmlite.__version__} {np.__version__} {_numba_version()}".encode())
+    """Hash of all sources that are compiled to machine code."""
+    digest = hashlib.sha256()
     for path in sorted(_HERE.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+@cache
+def compilers() -> str:
+    """Hash of the versions of all that compiles."""
+    return hashlib.sha256(f"{llvmlite.__version__} {np.__version__} {_numba_version()}".encode()).hexdigest()
 
 
 def _numba_version() -> str:
@@ -90,54 +102,89 @@ def _numba_version() -> str:
     return str(numba.__version__)
 
 
-def functions(kind: str, text: str, make: Callable[[], Object]) -> Functions:
-    """The functions of an object that `text` and the sources of this package determine.
+class _Names(NamedTuple):
+    """Where an object is looked for: the name of a kernel, and of what these compilers make of it."""
 
-    A process loads it once, as long as the result is in use: from the cache directory, or, where the file is missing or
-    damaged, from `make`, which one process runs while others wait. No signal handler breaks that off: Numba would not
-    recover. Where one raises, the thread that compiles goes on to the end.
+    prebuilt: str
+    cached: str
+
+
+def functions(source: Source) -> Functions:
+    """The functions of an object for this process's target.
+
+    A process loads it once, as long as the result is in use: from the package or the cache directory, or, where the
+    file is missing or damaged, from `make`, which one process runs while others wait. No signal handler breaks that
+    off: Numba would not recover. Where one raises, the thread that compiles goes on to the end.
     """
-    key = hashlib.sha256(f"{fingerprint()} {machine()} {text}".encode()).hexdigest()[:20]
-    name = f"{kind}_{key}"
-    loaded = _loaded.get(name)
+    wanted = target.target(source.instructions)
+    names = _names(source, wanted)
+    loaded = _loaded.get(names.cached)
     if loaded is None:
-        loaded = interrupt.apart(lambda: _read_or_make(name, make))
+        loaded = interrupt.apart(lambda: _read_or_make(names, lambda: source.make(wanted)))
     return loaded
 
 
-def _read_or_make(name: str, make: Callable[[], Object]) -> Functions:
+def _names(source: Source, wanted: Target) -> _Names:
+    key = hashlib.sha256(f"{fingerprint()} {tuple(wanted)} {source.text}".encode()).hexdigest()[:20]
+    compiled = hashlib.sha256(f"{compilers()} {key}".encode()).hexdigest()[:20]
+    return _Names(f"{wanted.name}/{source.kind}_{key}.o", f"{source.kind}_{compiled}.o")
+
+
+def build(source: Source, wanted: Target) -> tuple[str, bytes]:
+    """Name and content of the file of a prebuilt object."""
+    name = _names(source, wanted).prebuilt
+    with pass_managers.freed():
+        return name, _file(name, source.make(wanted))
+
+
+def _read_or_make(names: _Names, make: Callable[[], Object]) -> Functions:
     with forking.compiling():
-        found = _loaded.get(name)
-        if found is None and (found := _read(f"{name}.o")) is not None:
-            _loaded[name] = found
+        found = _loaded.get(names.cached)
+        if found is None and (found := _prebuilt(names.prebuilt) or _cached(names.cached)) is not None:
+            _loaded[names.cached] = found
     if found is None:
         forking.go_before("filelock")  # before `compiling`, and not in a process that finds all its kernels
         with forking.compiling():
-            found = _loaded.get(name)
+            found = _loaded.get(names.cached)
             if found is None:
-                found = _loaded[name] = _made(f"{name}.o", make)
+                found = _loaded[names.cached] = _made(names.cached, make)
     return found
 
 
 def _made(name: str, make: Callable[[], Object]) -> Functions:
     with kernel_cache.alone(FOLDER, name):
-        if (cached := _read(name)) is not None:
+        if (cached := _cached(name)) is not None:
             return cached
         with progress.compiling(name.rpartition("_")[0]), pass_managers.freed():
             made = make()
-        header = _Header(made.functions, made.needs_numba, _hash(name, made))
-        kernel_cache.write(FOLDER, name, msgspec.json.encode(header) + b"\n" + made.code)
-        return _load(made)
+        kernel_cache.write(FOLDER, name, _file(name, made))
+        found = _load(made)
+    if found is None:
+        missing = ", ".join(name for name in made.calls if not _address(name))
+        raise RuntimeError(f"compiled kernels call {missing}, which this process does not have")
+    return found
 
 
-def _read(name: str) -> Functions | None:
+def _prebuilt(name: str) -> Functions | None:
+    return _checked(name, prebuilt.read(FOLDER, name))
+
+
+def _cached(name: str) -> Functions | None:
+    return _checked(name, kernel_cache.read(FOLDER, name))
+
+
+def _file(name: str, made: Object) -> bytes:
+    return msgspec.json.encode(_Header(made.functions, made.calls, _hash(name, made))) + b"\n" + made.code
+
+
+def _checked(name: str, content: bytes | None) -> Functions | None:
     """None where the file is missing, or is damaged, or is not the object file that was written under this name."""
-    line, _, code = (kernel_cache.read(FOLDER, name) or b"").partition(b"\n")
+    line, _, code = (content or b"").partition(b"\n")
     try:
         header = msgspec.json.decode(line, type=_Header)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    made = Object(code, header.functions, header.needs_numba)
+    made = Object(code, header.functions, header.calls)
     if header.sha256 != _hash(name, made) or not headers.alike(code, _model()):
         return None
     if not made.functions or not all(map(str.isidentifier, made.functions)):
@@ -145,21 +192,24 @@ def _read(name: str) -> Functions | None:
     if not elf.is_consistent(code, made.functions):
         return None
     found = _load(made)
-    return found if all(found.values()) else None  # 0: the object has no such function
+    return found if found and all(found.values()) else None  # 0: the object has no such function
 
 
 def _hash(name: str, made: Object) -> str:
-    whole = hashlib.sha256(repr((name, made.functions, made.needs_numba)).encode())
+    whole = hashlib.sha256(repr((name, made.functions, made.calls)).encode())
     whole.update(made.code)
     return whole.hexdigest()
 
 
-def _load(made: Object) -> Functions:
-    if made.needs_numba:
+def _load(made: Object) -> Functions | None:
+    """None if it calls a function that this process does not have: LLVM would end the process."""
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target.machine(target.target()))
+    if not all(map(_address, made.calls)):
         import numba.core.registry
 
         numba.core.registry.cpu_target.target_context.refresh()  # registers Numba's own functions with LLVM
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target())
+        if not all(map(_address, made.calls)):
+            return None
     engine.add_object_file(binding.ObjectFileRef.from_data(made.code))
     engine.finalize_object()
     found = Functions({name: engine.get_function_address(name) for name in made.functions})
@@ -167,13 +217,12 @@ def _load(made: Object) -> Functions:
     return found
 
 
-def _target() -> Any:
-    """A target machine for objects that this process loads. An engine takes ownership, so each has its own."""
-    triple, cpu, features = machine()
-    return binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, codemodel="jitdefault")
+def _address(name: str) -> int:
+    """The address of a function of this process, as LLVM finds it once it has made an engine; 0 if there is none."""
+    return binding.address_of_symbol(name) or 0
 
 
 @cache
 def _model() -> bytes:
     """An empty object, whose ELF header all objects for this machine share."""
-    return bytes(_target().emit_object(binding.parse_assembly("")))
+    return bytes(target.machine(target.target()).emit_object(binding.parse_assembly("")))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...devices.io_model import CpuTile
 from ...devices.lazy import cached_property
-from ...spec import Direction, Problem
-from . import bf16, modify, specialise
+from ...spec import AttentionSpec, Direction, Problem
+from . import bf16, modify, objects, specialise
 from .micro.register_block import RegisterBlock
-from .objects import Functions
+from .objects import Functions, Source
 
 DECODE_QUERIES = 8
 """A power of two: with fewer queries per head, kernels/decode.py computes the forward pass."""
@@ -49,19 +50,20 @@ class CpuPlan:
     @cached_property
     def classify(self) -> Functions:
         """The function that classifies a tile, "classify"; empty without a mask."""
-        return Functions() if self.problem.spec.mask is None else modify.classify_functions(self.problem.spec)
+        return self._generated(modify.classify_source) if self.problem.spec.mask is not None else Functions()
 
     @cached_property
     def modify_forward(self) -> Functions:
         """Functions that the forward pass calls on a tile: "modify"; empty where nothing is modified."""
-        if not self.modifies:
-            return Functions()
-        return (modify.decode_functions if self.decodes else modify.forward_functions)(self.problem.spec)
+        return self._generated(modify.decode_source if self.decodes else modify.forward_source)
 
     @cached_property
     def modify_backward(self) -> Functions:
         """The same for the backward pass: "modify" and, with a score modification, "visit_ds"."""
-        return modify.backward_functions(self.problem.spec) if self.modifies else Functions()
+        return self._generated(modify.backward_source)
+
+    def _generated(self, source: Callable[[AttentionSpec], Source]) -> Functions:
+        return objects.functions(source(self.problem.spec)) if self.modifies else Functions()
 
     @cached_property
     def max_group(self) -> int:

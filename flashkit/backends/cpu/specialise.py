@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -19,36 +19,58 @@ import numpy as np
 
 from ...devices.host import no_collection
 from ...spec import DTYPES
-from . import objects
-from .objects import Functions, Object
+from .. import elf
+from . import objects, target
+from .objects import Functions, Object, Source
+from .target import Target
 
 _HERE = Path(__file__).parent
 
-_SETTINGS = (
-    "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_LOOP_VECTORIZE",
-    "NUMBA_SLP_VECTORIZE", "NUMBA_DISABLE_INTEL_SVML", "NUMBA_INTEL_SVML",
-)  # fmt: skip
-"""Environment variables that change Numba's code."""
+_SETTINGS = ("NUMBA_DISABLE_INTEL_SVML",)
+"""Environment variables that change the machine code."""
 
 
-def load(kind: str, text: str) -> Functions:
+def source(kind: str, text: str) -> Source:
     """The functions that the text marks by @entry (functions.py); compiled once, then read from disk."""
     settings = [(name, os.environ[name]) for name in _SETTINGS if name in os.environ]
-    return objects.functions(kind, f"{settings} {text}", lambda: compiled(kind, text))
+    return Source(kind, f"{settings} {text}", lambda wanted: compiled(kind, text, wanted))
 
 
-@cache
 def kernel(name: str, dtype: str, *, bf16_pairs: bool = False) -> Functions:
     """Entries of kernels/<name>.py for a dtype. bf16_pairs: bfloat16 operands are multiplied in pairs, not widened."""
-    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", name)
-    return load(f"{name}_{dtype}", "\n\n".join([_head(dtype), *(_text(part) for part in parts)]))
+    return _loaded(kernel_source, (name, dtype, bf16_pairs), target.target())
+
+
+def rotary(dtype: str) -> Functions:
+    """kernels/rotary.py for a dtype."""
+    return _loaded(rotary_source, (dtype,), target.target())
+
+
+def launcher() -> Functions:
+    """kernels/launch.py for this Python."""
+    return _loaded(launcher_source, (), target.target())
 
 
 @cache
-def rotary(dtype: str) -> Functions:
-    """kernels/rotary.py for a dtype."""
-    head = f"{_head(dtype)}\nADDRESS = {_address_offset()}\n\n"
-    return load(f"rotary_{dtype}", head + _text("rotary"))
+def _loaded(make: Callable[..., Source], arguments: tuple[Any, ...], _: Target) -> Functions:
+    """Kernels of this package stay loaded."""
+    return objects.functions(make(*arguments))
+
+
+def kernel_source(name: str, dtype: str, bf16_pairs: bool = False) -> Source:
+    """As `kernel`."""
+    parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", name)
+    return source(f"{name}_{dtype}", "\n\n".join([_head(dtype), *(_text(part) for part in parts)]))
+
+
+def rotary_source(dtype: str) -> Source:
+    """As `rotary`."""
+    return source(f"rotary_{dtype}", f"{_head(dtype)}\nADDRESS = {_address_offset()}\n\n" + _text("rotary"))
+
+
+def launcher_source() -> Source:
+    """As `launcher`."""
+    return source("launch", f"ADDRESS = {_address_offset()}\n\n" + _text("launch"))
 
 
 def _head(dtype: str) -> str:
@@ -69,12 +91,6 @@ def _text(name: str) -> str:
 
 
 @cache
-def launcher() -> Functions:
-    """kernels/launch.py for this Python."""
-    return load("launch", f"ADDRESS = {_address_offset()}\n\n" + _text("launch"))
-
-
-@cache
 def _address_offset() -> int:
     """Where a NumPy array object has the address of its first element."""
     offset, probe = object.__basicsize__, np.empty(1)
@@ -88,7 +104,7 @@ def _address_offset() -> int:
 # --- compiling --------------------------------------------------------------------------------------------------------
 
 
-def compiled(kind: str, text: str) -> Object:
+def compiled(kind: str, text: str, wanted: Target) -> Object:
     """One object with the text's entries, each a C function of its own name, and all that they call."""
     from llvmlite import binding, ir
     from numba.core import compiler
@@ -105,36 +121,39 @@ def compiled(kind: str, text: str) -> Object:
     flags.error_model = options["error_model"]
     # Numba allocates many objects that live to the end, so garbage collection only costs time.
     with global_compiler_lock, no_collection():
-        typing, target = cpu_target.typing_context, cpu_target.target_context
-        target.refresh()  # completes Numba's runtime
-        library = target.codegen().create_library(kind)
-        with _without_intermediate_code(library):
+        typing, context = cpu_target.typing_context, cpu_target.target_context
+        context.refresh()  # completes Numba's runtime
+        library = context.codegen().create_library(kind)
+        with _without_machine_code(library):
             results = {
-                name: compiler.compile_extra(typing, target, f, f.signature.args, f.signature.return_type, flags, {})
+                name: compiler.compile_extra(typing, context, f, f.signature.args, f.signature.return_type, flags, {})
                 for name, f in entries.items()
             }
-            library.add_ir_module(_exports(ir, target, results))
+            library.add_ir_module(_exports(ir, context, results))
             for result in results.values():
                 library.add_linking_library(result.library)
             library.finalize()
-        library._optimize_final_module()
-        linked = library._final_module
-        for name in [*linked.functions, *linked.global_variables]:
+        linked, machine = library._final_module, target.machine(wanted)
+        linked.triple, linked.data_layout = wanted.triple, str(machine.target_data)
+        for i, name in enumerate([*linked.functions, *linked.global_variables]):
             if not name.is_declaration and name.name not in entries:
-                name.linkage = "internal"
+                # Numba counts what it has compiled in its names; the object is the same in every process.
+                name.linkage, name.name = "internal", f"part{i}"
+        target.optimise(linked, machine, vectorise=True)
         manager = binding.create_new_module_pass_manager()
         manager.add_global_dead_code_eliminate_pass()
-        manager.run(linked, binding.create_pass_builder(target.codegen()._tm, binding.create_pipeline_tuning_options()))
-        code = target.codegen()._tm.emit_object(linked)
-        foreign = [f.name for f in linked.functions if f.is_declaration and not f.name.startswith("llvm.")]
-    return Object(code, tuple(entries), not all(map(_in_process, foreign)))
+        manager.run(linked, binding.create_pass_builder(machine, binding.create_pipeline_tuning_options()))
+        code = machine.emit_object(linked)
+        called = {f.name for f in linked.functions if f.is_declaration and not f.name.startswith("llvm.")}
+    # LLVM makes calls of its own, such as memset, which the module does not name.
+    return Object(code, tuple(entries), tuple(sorted(called | elf.undefined(code))))
 
 
 @contextmanager
-def _without_intermediate_code(library: Any) -> Iterator[None]:
-    """Numba optimises and compiles each function that a kernel calls, first alone and then inside each caller. Only the
-    last compilation, of all functions together, counts; this skips the others. Numba's own functions are compiled as
-    usual, since other code may call them later.
+def _without_machine_code(library: Any) -> Iterator[None]:
+    """Numba optimises and compiles each function that a kernel calls, for this CPU, first alone and then inside each
+    caller. Only the last compilation, of all functions together for a target, counts; this skips the others. Numba's
+    own functions are compiled as usual, since other code may call them later.
     """
     kind, codegen = type(library), library.codegen
     optimise, finalize, set_env = kind._optimize_final_module, kind._finalize_final_module, codegen.set_env
@@ -186,20 +205,3 @@ def _exports(ir: Any, target: Any, results: dict[str, Any]) -> Any:
             builder.call(fatal, [builder.bitcast(text, pointer)])
         builder.ret_void() if nothing else builder.ret(value)
     return module
-
-
-def _in_process(name: str) -> bool:
-    """Whether libc, libm or Python has a function of this name, so that it is found without Numba."""
-    return any(hasattr(library, name) for library in _libraries())
-
-
-@cache
-def _libraries() -> tuple[ctypes.CDLL, ...]:
-    def opened() -> Iterator[ctypes.CDLL]:
-        for name in (None, "libm.so.6"):
-            try:
-                yield ctypes.CDLL(name)
-            except (OSError, TypeError):  # TypeError: Windows has no library that stands for the process
-                continue
-
-    return (*opened(), ctypes.pythonapi)

@@ -2,13 +2,17 @@
 
 It needs neither a device nor a driver, so every kernel can be compiled and inspected anywhere. The name of a binary has
 the hash of everything that it depends on: text, headers, options, architecture and compiler version.
+
+A wheel carries the binaries of usual calls (tools/prebuild.py); their names leave the compiler version out. One rule
+says which binary runs: the prebuilt one, if the package has it and the driver is of its CUDA version or newer, else the
+one in the cache, else one compiled now.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,12 +20,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...devices import interrupt, kernel_cache, progress
+from ...devices import interrupt, kernel_cache, prebuilt, progress
 from .. import elf
 from .. import headers as formats
 
 FOLDER = "cuda"
-"""Folder in the cache directory."""
+"""Folder in the cache directory, and of the prebuilt kernels."""
 
 OPTIONS = (
     "-std=c++17",
@@ -73,6 +77,7 @@ class _Report(msgspec.Struct, frozen=True):
 
     sha256: str
     resources: dict[str, Resources]
+    cuda: int = 0  # major version of the compiler of a prebuilt binary
 
 
 class Compilable(Protocol):
@@ -98,7 +103,12 @@ class Source:
     headers: tuple[tuple[str, str], ...] = ()
 
     def made_from(self) -> object:
-        return self.text, _included(self), OPTIONS, version()
+        return self.given, version()
+
+    @property
+    def given(self) -> object:
+        """What the machine code depends on besides the architecture and the compiler."""
+        return self.text, _included(self), OPTIONS
 
     def compile(self, arch: str) -> tuple[bytes, str]:
         return _compile(self, arch)
@@ -141,36 +151,76 @@ def target(capability: tuple[int, int]) -> str:
 
 
 def binary(source: Compilable, arch: str) -> Binary:
-    """The machine code of a source, from the cache or compiled now."""
-    digest = hashlib.sha256(repr((source.made_from(), arch)).encode()).hexdigest()[:20]
-    name = f"{source.name}_{arch}_{digest}"
-    found = _read(name)
-    return interrupt.apart(lambda: _compiled(source, arch, name)) if found is None else found
+    """The machine code of a source, prebuilt, from the cache or compiled now."""
+    if isinstance(source, Source) and (found := _prebuilt(source, arch)) is not None:
+        return found
+    name = _name(source, source.made_from(), arch)
+    cached = _read(name, kernel_cache.read)
+    return interrupt.apart(lambda: _compiled(source, arch, name)) if cached is None else cached[0]
+
+
+def build(source: Source, arch: str) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files of a prebuilt binary."""
+    made = _made(source, arch, _name(source, source.given, arch))
+    for suffix, content in _files(made, version()[0]):
+        yield f"{arch}/{made.name}{suffix}", content
+
+
+def _prebuilt(source: Source, arch: str) -> Binary | None:
+    """None where there is none, or where the driver may not load what a newer compiler made."""
+    name = _name(source, source.given, arch)
+    found = _read(name, lambda folder, file: prebuilt.read(folder, f"{arch}/{file}"))
+    return found[0] if found is not None and found[1] <= _driver() else None
+
+
+@cache
+def _driver() -> int:
+    """The major CUDA version that the driver is of; 0 without a driver."""
+    from cuda.bindings import driver
+
+    try:
+        status, number = driver.cuDriverGetVersion()
+    except RuntimeError:  # the driver's library is missing
+        return 0
+    return 0 if status else int(number) // 1000
+
+
+def _name(source: Compilable, given: object, arch: str) -> str:
+    return f"{source.name}_{arch}_{hashlib.sha256(repr((given, arch)).encode()).hexdigest()[:20]}"
 
 
 def _compiled(source: Compilable, arch: str, name: str) -> Binary:
     with kernel_cache.alone(FOLDER, name):
-        found = _read(name)  # another process may have compiled it meanwhile
-        if found is None:
-            with progress.compiling(f"{source.name} for {arch}"):
-                code, log = source.compile(arch)
-            _refuse_serialised(source.name, arch, log)
-            found = Binary(name, code, resources(log))
-            report = _Report(_hash(found), dict(found.resources))
-            kernel_cache.write(FOLDER, f"{name}.json", msgspec.json.encode(report))
-            kernel_cache.write(FOLDER, f"{name}.cubin", code)
-    return found
+        found = _read(name, kernel_cache.read)  # another process may have compiled it meanwhile
+        if found is not None:
+            return found[0]
+        with progress.compiling(f"{source.name} for {arch}"):
+            made = _made(source, arch, name)
+        for suffix, content in _files(made):
+            kernel_cache.write(FOLDER, name + suffix, content)
+    return made
 
 
-def _read(name: str) -> Binary | None:
-    """The cached binary; None if there is none, or if the files are damaged."""
+def _made(source: Compilable, arch: str, name: str) -> Binary:
+    code, log = source.compile(arch)
+    _refuse_serialised(source.name, arch, log)
+    return Binary(name, code, resources(log))
+
+
+def _files(made: Binary, cuda: int = 0) -> tuple[tuple[str, bytes], ...]:
+    """Suffix and content of each file; the code last, since a file without it is a miss."""
+    report = _Report(_hash(made), dict(made.resources), cuda)
+    return (".json", msgspec.json.encode(report)), (".cubin", made.code)
+
+
+def _read(name: str, read: Callable[[str, str], bytes | None]) -> tuple[Binary, int] | None:
+    """A binary, and the CUDA version that a prebuilt one is of; None if there is none, or if the files are damaged."""
     try:
-        report = msgspec.json.decode(kernel_cache.read(FOLDER, f"{name}.json") or b"", type=_Report)
+        report = msgspec.json.decode(read(FOLDER, f"{name}.json") or b"", type=_Report)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    code = kernel_cache.read(FOLDER, f"{name}.cubin") or b""
-    found = Binary(name, code, report.resources)
-    return found if report.sha256 == _hash(found) and _is_machine_code(found) else None
+    found = Binary(name, read(FOLDER, f"{name}.cubin") or b"", report.resources)
+    return (found, report.cuda) if report.sha256 == _hash(found) and _is_machine_code(found) else None
 
 
 def _is_machine_code(binary: Binary) -> bool:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary, finalize
 
 from ...devices.forking import inner_lock
+from . import compiler
 from .compiler import Binary
 from .device import Device
 
@@ -82,14 +85,40 @@ _shared: WeakValueDictionary[Hashable, Library] = WeakValueDictionary()
 _shared_lock = inner_lock()
 
 
-def shared_library(key: Hashable, make: Callable[[], Binary]) -> Library:
+def shared_library(key: Hashable, source: Callable[[], compiler.Compilable], arch: str) -> Library:
     """The library of this key, made and loaded unless a plan uses it."""
+    if (listed := _listed.get()) is not None:
+        listed.append((source(), arch))
+        return cast(Library, _Unloaded())
     library = _shared.get(key)
     if library is None:
-        made = Library(make())
+        made = Library(compiler.binary(source(), arch))
         with _shared_lock:
             library = _shared.setdefault(key, made)  # another thread may have loaded it meanwhile
     return library
+
+
+_listed: ContextVar[list[tuple[compiler.Compilable, str]] | None] = ContextVar("listed", default=None)
+
+
+class _Unloaded:
+    """What `listing` gives plans in place of a library."""
+
+    def kernel(self, name: str, device: Device, shared: int = 0) -> None:
+        pass
+
+
+@contextmanager
+def listing() -> Iterator[list[tuple[compiler.Compilable, str]]]:
+    """The sources and architectures of the kernels of all plans that this thread makes in the block. They are neither
+    compiled nor loaded, so the plans need no device and cannot run.
+    """
+    found: list[tuple[compiler.Compilable, str]] = []
+    before = _listed.set(found)
+    try:
+        yield found
+    finally:
+        _listed.reset(before)
 
 
 def _unload() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+from ...devices.lazy import cached_property
 from ...spec import ITEMSIZE
 from .arguments import Arguments, addresses, aligned
 from .device import Device
@@ -106,12 +107,17 @@ class TileCounters:
     COUNT = 65536  # more than the number of kernels in flight
 
     def __init__(self) -> None:
+        self._next = itertools.count()
+
+    @cached_property
+    def _memory(self) -> Any:
+        """Allocated by the first launch, on its device: a plan that is only listed has none."""
         import cupy
 
         with cupy.cuda.Stream(non_blocking=True) as stream:
-            self._memory = cupy.zeros((self.COUNT, 2), "int32")
+            memory = cupy.zeros((self.COUNT, 2), "int32")
             stream.synchronize()
-        self._first, self._next = int(self._memory.data.ptr), itertools.count()
+        return memory
 
     def next(self, stream: int) -> int:
         """The address of a pair that no kernel in flight uses. A captured launch gets its own, as its graph may run at
@@ -119,7 +125,7 @@ class TileCounters:
         """
         if capturing(stream):
             return int(scratch((2,), "int32", zeros=True).data.ptr)
-        return self._first + next(self._next) % self.COUNT * 8
+        return int(self._memory.data.ptr) + next(self._next) % self.COUNT * 8
 
     @staticmethod
     def of(device: Device) -> TileCounters:

@@ -46,4 +46,4 @@ def library(
 ) -> Library:
     """The loaded kernels of kernels/<name>.cu for a spec, compiled or from the cache."""
     key = __package__, name, spec, constants, arch, functions
-    return shared_library(key, lambda: compiler.binary(source(name, spec, dict(constants), functions), arch))
+    return shared_library(key, lambda: source(name, spec, dict(constants), functions), arch)

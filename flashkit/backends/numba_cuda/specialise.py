@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ...spec import ITEMSIZE, AttentionSpec
-from ..cuda_common import compiler, modification
+from ..cuda_common import modification
 from ..cuda_common.launch import Library, shared_library
 from . import modify
 from .compile import PythonSource
@@ -66,4 +66,4 @@ def _part(name: str) -> str:
 def library(name: str, spec: AttentionSpec, constants: tuple[tuple[str, int], ...], arch: str) -> Library:
     """The kernels of kernels/<name>.py for a spec, compiled or from the cache, loaded."""
     key = __package__, name, spec, constants, arch
-    return shared_library(key, lambda: compiler.binary(source(name, spec, dict(constants)), arch))
+    return shared_library(key, lambda: source(name, spec, dict(constants)), arch)

@@ -1,4 +1,4 @@
-"""Compile micro-kernels for this machine: LLVM IR (vector.py) to an object file in the cache directory.
+"""Compile micro-kernels: LLVM IR (vector.py) to an object file.
 
 Numba is not involved, so a register block compiles in a fraction of a second. Kernels call micro-kernels by address, so
 one kernel serves all register blocks.
@@ -12,8 +12,10 @@ from typing import Any
 
 from llvmlite import binding
 
-from .. import objects
-from ..objects import Functions, Object, machine
+from ... import elf
+from .. import objects, target
+from ..objects import Functions, Object, Source
+from ..target import Target
 from . import bf16_pairs, gemm, gemv, softmax, transpose
 from .register_block import RegisterBlock, module
 
@@ -40,28 +42,32 @@ def kernels(block: RegisterBlock, gemv_kernels: bool = False) -> dict[str, tuple
     return KERNELS | (bf16_pairs.kernels(block.bf16_pairs) if block.bf16_pairs else {})
 
 
-def assemble(block: RegisterBlock, triple: str, cpu: str, features: str, gemv_kernels: bool = False) -> tuple[Any, Any]:
+def assemble(block: RegisterBlock, wanted: Target, gemv_kernels: bool = False) -> tuple[Any, Any]:
     """The optimised LLVM module and the target machine that emits it, for any CPU that LLVM was built for."""
-    target = binding.Target.from_triple(triple).create_target_machine(
-        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault"
-    )
-    compiled = binding.parse_assembly(str(module(block, triple, features, kernels(block, gemv_kernels))))
+    text = str(module(block, wanted.triple, wanted.features, kernels(block, gemv_kernels)))
+    compiled, machine = binding.parse_assembly(text), target.machine(wanted)
     compiled.verify()
-    options = binding.create_pipeline_tuning_options(speed_level=3)
-    # The IR is unrolled and vectorised already.
-    options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
-    builder = binding.create_pass_builder(target, options)
-    builder.getModulePassManager().run(compiled, builder)
-    return compiled, target
+    target.optimise(compiled, machine, vectorise=False)  # the IR is unrolled and vectorised already
+    return compiled, machine
+
+
+def addresses(block: RegisterBlock, gemv_kernels: bool = False) -> Functions:
+    """Address of each micro-kernel for the register block on this machine."""
+    return _addresses(block, gemv_kernels, target.target())
 
 
 @cache
-def addresses(block: RegisterBlock, gemv_kernels: bool = False) -> Functions:
-    """Address of each micro-kernel for the register block on this machine."""
+def _addresses(block: RegisterBlock, gemv_kernels: bool, _: Target) -> Functions:
+    return objects.functions(source(block, gemv_kernels))
+
+
+def source(block: RegisterBlock, gemv_kernels: bool = False) -> Source:
+    """The micro-kernels for a register block."""
     kind = "micro_gemv" if gemv_kernels else "micro"
-    return objects.functions(kind, str(block), lambda: _object(block, gemv_kernels))
+    return Source(kind, str(block), lambda wanted: _object(block, wanted, gemv_kernels), block.bf16_pairs)
 
 
-def _object(block: RegisterBlock, gemv_kernels: bool) -> Object:
-    compiled, target = assemble(block, *machine(), gemv_kernels)
-    return Object(target.emit_object(compiled), tuple(kernels(block, gemv_kernels)))
+def _object(block: RegisterBlock, wanted: Target, gemv_kernels: bool) -> Object:
+    compiled, machine = assemble(block, wanted, gemv_kernels)
+    code = machine.emit_object(compiled)
+    return Object(code, tuple(kernels(block, gemv_kernels)), tuple(sorted(elf.undefined(code))))

@@ -1,0 +1,67 @@
+"""The compiled kernels that a wheel carries: folders of backends below the package, which are only read.
+
+A source checkout has none until `flashkit cache prebuild` makes them. Who could change these files could change the
+package's modules; trust.read_installed checks that no one else can. Backends check the content as they check that of
+the kernel cache.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+from . import trust
+
+PACKAGE = Path(__file__).parents[1]
+FOLDER = "prebuilt"
+VARIABLE = "FLASHKIT_PREBUILT"
+
+_warned: set[str] = set()
+
+
+class Contents(NamedTuple):
+    """Kernels for one target, and the bytes of their files."""
+
+    kernels: int
+    bytes: int
+
+
+def path() -> Path:
+    """The folder of the prebuilt kernels, which may not exist."""
+    return PACKAGE / FOLDER
+
+
+def enabled() -> bool:
+    """Whether prebuilt kernels are used: unless FLASHKIT_PREBUILT is 0. ValueError for a value but 0 and 1."""
+    wanted = os.environ.get(VARIABLE) or "1"
+    if wanted not in ("0", "1"):
+        raise ValueError(f"{VARIABLE} is 0 or 1; got {wanted!r}")
+    return wanted == "1"
+
+
+def read(folder: str, name: str) -> bytes | None:
+    """The content of a file of a backend's folder; None if there is none, if FLASHKIT_PREBUILT is 0, or, with a
+    warning, if it is not trusted.
+    """
+    try:
+        return trust.read_installed(PACKAGE, FOLDER, folder, *name.split("/")) if enabled() else None
+    except trust.UntrustedError as error:
+        if not _warned:
+            _warned.add(str(error))
+            warnings.warn(f"prebuilt kernels are compiled again instead of used: {error}", stacklevel=2)
+    except OSError:
+        pass
+    return None
+
+
+def contents() -> dict[str, Contents]:
+    """What the package carries, by backend folder and target, such as "cpu/x86-64-v4" or "cuda/sm_90a"."""
+    found: dict[str, Contents] = {}
+    for file in sorted(path().rglob("*")):
+        if file.is_file():
+            target = file.parent.relative_to(path()).as_posix()
+            kernels, size = found.get(target, (0, 0))
+            found[target] = Contents(kernels + (file.suffix in (".o", ".cubin")), size + file.stat().st_size)
+    return found

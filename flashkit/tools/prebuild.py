@@ -1,0 +1,203 @@
+"""`flashkit cache prebuild`: compile the kernels of usual calls into the package, so that a wheel carries them.
+
+What is compiled is what calls would compile: the same sources under the same names, for classes of CPUs
+(backends/cpu/target.py) and architectures of GPUs instead of for this machine. So any machine builds for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..call.arguments import prepare
+from ..devices import host, prebuilt, profiles
+from ..spec import DTYPES, AttentionSpec, Direction, Problem
+
+HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+"""Head dims whose tiles a CPU's micro-kernels are compiled for; each serves every head dim with the same tile."""
+
+CPU_CLASSES = "x86-64-v3", "x86-64-v4"
+TRIPLE = "x86_64-unknown-linux-gnu"
+
+GPUS = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "rtx4090", "sm_90a": "h100"}
+"""By architecture, the profile of the device whose tiles are compiled."""
+
+GPU_DTYPES, GPU_HEAD_DIMS = ("float16", "bfloat16"), (64, 128)
+GPU_SIZES = ((1, 4096), (512, 512), (4096, 4096))
+"""Queries and keys: decoding, a short sequence and a long one, which take different kernels."""
+
+
+class Prebuilt(NamedTuple):
+    """One file, or the error of making it."""
+
+    name: str  # below the folder of prebuilt kernels
+    bytes: int
+    seconds: float
+    error: str = ""
+
+
+def prebuild(
+    folder: Path | None = None, cpu: Iterable[str] = CPU_CLASSES, gpu: Iterable[str] = tuple(GPUS)
+) -> Iterator[Prebuilt]:
+    """Compile the kernels of usual calls, in place of what the folder holds.
+
+    Parameters
+    ----------
+    folder
+        Where to write them; by default into the package, which then uses them.
+    cpu
+        Classes of CPUs.
+    gpu
+        Architectures of GPUs. They need NVRTC, but no device.
+
+    Yields
+    ------
+    Prebuilt
+        For each file, as it is written.
+
+    Raises
+    ------
+    ValueError
+        Of an unknown class or architecture.
+
+    Examples
+    --------
+    >>> from flashkit.tools.prebuild import prebuild
+    >>> for made in prebuild(gpu=[]):  # doctest: +SKIP
+    ...     print(made.name, made.error or made.bytes)
+    """
+    cpu, gpu = tuple(cpu), tuple(gpu)
+    for name, known in [*((name, CPU_CLASSES) for name in cpu), *((name, tuple(GPUS)) for name in gpu)]:
+        if name not in known:
+            raise ValueError(f"{name!r} is none of {', '.join(known)}")
+    folder = prebuilt.path() if folder is None else folder
+    shutil.rmtree(folder, ignore_errors=True)
+    return _written(folder, itertools.chain(*map(_cpu_files, cpu), *map(_gpu_files, gpu)))
+
+
+def _written(folder: Path, files: Iterator[tuple[str, bytes]]) -> Iterator[Prebuilt]:
+    started = time.perf_counter()
+    for name, content in files:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        yield Prebuilt(name, len(content), time.perf_counter() - started)
+        started = time.perf_counter()
+
+
+# --- usual calls ------------------------------------------------------------------------------------------------------
+
+BATCH, HEADS, TOKENS = 2, 4, 32
+
+
+def specs(dtype: str) -> list[AttentionSpec]:
+    """The distinct specs of usual calls with a modification, in a dtype; first the causal one."""
+    grid = TOKENS, TOKENS
+    shapes: list[tuple[int, ...]] = [
+        grid, (1, 1, *grid), (BATCH, 1, *grid), (1, HEADS, *grid), (BATCH, HEADS, *grid), (BATCH, 1, 1, TOKENS)
+    ]  # fmt: skip
+    usual: list[dict[str, Any]] = [
+        {}, {"window": (8, 0)}, {"softcap": 30.0}, {"alibi_slopes": np.ones(HEADS, np.float32)}
+    ]  # fmt: skip
+    options = [
+        *(option | {"causal": True} for option in usual), *usual[1:],
+        *({"mask": np.ones(shape, bool)} for shape in shapes), *({"bias": np.ones(shape, dtype)} for shape in shapes),
+    ]  # fmt: skip
+    x = np.zeros((BATCH, HEADS, TOKENS, 64), dtype)
+    return list(dict.fromkeys(prepare(x, x, x, **option)[0].spec for option in options))
+
+
+# --- object files of the CPU backend ----------------------------------------------------------------------------------
+
+
+def cpu_sources(name: str) -> list[Any]:
+    """What usual calls load on CPUs of a class, as objects.Source."""
+    from ..backends.cpu import modify, specialise
+    from ..backends.cpu.micro import compile as micro
+
+    wide = name == "x86-64-v4"
+    found = [specialise.launcher_source()]
+    for dtype, pass_ in itertools.product(DTYPES, ("forward", "backward", "decode")):
+        found.append(specialise.kernel_source(pass_, dtype))
+        if wide and dtype == "bfloat16":
+            found.append(specialise.kernel_source(pass_, dtype, bf16_pairs=True))
+    for dtype in ("float32", "float64"):
+        for spec in specs(dtype):
+            found += [modify.forward_source(spec), modify.decode_source(spec), modify.backward_source(spec)]
+            if spec.mask is not None:
+                found.append(modify.classify_source(spec))
+    blocks = dict.fromkeys(_register_blocks(name))
+    found += [micro.source(block) for block in blocks]
+    rows = (replace(block, rows=1, vectors=1) for block in blocks if block.bf16_pairs != "amx")
+    found += [micro.source(block, gemv_kernels=True) for block in dict.fromkeys(rows)]
+    return list({(source.kind, source.text): source for source in found}.values())
+
+
+def _register_blocks(name: str) -> Iterator[Any]:
+    """The register blocks of the tiles that the shipped profiles give CPUs of a class."""
+    from ..backends.cpu import target
+    from ..backends.cpu.micro.register_block import RegisterBlock
+    from ..backends.cpu.plan import choose_tile
+
+    (lanes,) = (one.lanes for one in target.CLASSES if one.name == name)
+    methods = {"bfloat16": ("", "avx512bf16", "amx")} if lanes == 16 else {}
+    for file in sorted(profiles.shipped_dir().glob("*.yaml")):
+        profile = profiles.by_name(file.stem)
+        if profile.device.kind != "cpu" or host.lanes_of(profile.device.features) != lanes:
+            continue
+        for dtype, d, mask in itertools.product(DTYPES, HEAD_DIMS, (None, specs("float32")[0].mask)):
+            problem = Problem(AttentionSpec(dtype, d, d, mask=mask), 1, 8, 2048, 2048)
+            directions: tuple[Direction, ...] = "forward", "backward"
+            for direction, method in itertools.product(directions, methods.get(dtype, ("",))):
+                tile, _ = choose_tile(problem, profile, direction, amx=method == "amx")
+                yield RegisterBlock.of(dtype, tile, method)
+
+
+def _cpu_files(name: str) -> Iterator[tuple[str, bytes]]:
+    from ..backends.cpu import objects, target
+
+    for source in cpu_sources(name):
+        file, content = objects.build(source, target.of_class(name, TRIPLE, source.instructions))
+        yield f"{objects.FOLDER}/{file}", content
+
+
+# --- binaries of the CuPy backend -------------------------------------------------------------------------------------
+
+
+def gpu_sources(arch: str) -> list[Any]:
+    """What plain and causal calls load on devices of an architecture, as compiler.Source."""
+    from ..backends.cuda_common import launch
+    from ..backends.cuda_common.device import Device
+    from ..backends.cupy_raw.backend import CupyRawBackend
+
+    profile, backend = profiles.by_name(GPUS[arch]), CupyRawBackend()
+    facts, memory = profile.device, profile.memory
+    device = Device(
+        facts.name or arch, facts.compute_capability or (0, 0), facts.sms or 0, memory.sram_per_block or 0,
+        memory.sram_per_sm or 0, memory.registers_per_sm or 0,
+    )  # fmt: skip
+    directions: tuple[Direction, ...] = "forward", "backward"
+    with launch.listing() as listed:
+        for dtype, d, (n_q, n_k), direction in itertools.product(GPU_DTYPES, GPU_HEAD_DIMS, GPU_SIZES, directions):
+            for mask in (None, specs("float32")[0].mask):
+                problem = Problem(AttentionSpec(dtype, d, d, mask=mask), 4, 16, n_q, n_k)
+                generation, row, _ = backend.choose(problem, profile, device, direction)
+                assert generation is not None
+                generation.plan(problem, row, device, direction)
+    assert all(one == arch for _, one in listed), listed
+    return list(dict.fromkeys(source for source, _ in listed))
+
+
+def _gpu_files(arch: str) -> Iterator[tuple[str, bytes]]:
+    from ..backends.cuda_common import compiler
+
+    for source in gpu_sources(arch):
+        for file, content in compiler.build(source, arch):
+            yield f"{compiler.FOLDER}/{file}", content
