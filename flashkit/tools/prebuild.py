@@ -1,7 +1,8 @@
 """`flashkit cache prebuild`: compile the kernels of usual calls into the package, so that a wheel carries them.
 
 What is compiled is what calls would compile: the same sources under the same names, for classes of CPUs
-(backends/cpu/target.py) and architectures of GPUs instead of for this machine. So any machine builds for all of them.
+(backends/cpu/target.py) and architectures of GPUs instead of for this machine. So a machine builds for all CPUs of its
+architecture and for all GPUs.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ from ..spec import DTYPES, AttentionSpec, Direction, Problem
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 """Head dims whose tiles a CPU's micro-kernels are compiled for; each serves every head dim with the same tile."""
 
-CPU_CLASSES = "x86-64-v3", "x86-64-v4"
-TRIPLE = "x86_64-unknown-linux-gnu"
-
 GPUS = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "rtx4090", "sm_90a": "h100"}
 """By architecture, the profile of the device whose tiles are compiled."""
 
@@ -34,28 +32,34 @@ GPU_SIZES = ((1, 4096), (512, 512), (4096, 4096))
 """Queries and keys: decoding, a short sequence and a long one, which take different kernels."""
 
 
+NVRTC = 13, 0
+"""The version that compiles for GPUs. The extra `cuda13` installs the same: what newer ones make is slower on Hopper
+(docs/notes/hopper-forward.md).
+"""
+
+
 class Prebuilt(NamedTuple):
-    """One file, or the error of making it."""
+    """A file that was written."""
 
     name: str  # below the folder of prebuilt kernels
     bytes: int
     seconds: float
-    error: str = ""
 
 
 def prebuild(
-    folder: Path | None = None, cpu: Iterable[str] = CPU_CLASSES, gpu: Iterable[str] = tuple(GPUS)
+    folder: Path | None = None, cpu: Iterable[str] | None = None, gpu: Iterable[str] | None = None
 ) -> Iterator[Prebuilt]:
-    """Compile the kernels of usual calls, in place of what the folder holds.
+    """Compile the kernels of usual calls.
 
     Parameters
     ----------
     folder
-        Where to write them; by default into the package, which then uses them.
+        Where to write them, a new folder. By default into the package, which then uses them, in place of those that
+        it has.
     cpu
-        Classes of CPUs.
+        Classes of CPUs; by default all of this machine's architecture.
     gpu
-        Architectures of GPUs. They need NVRTC, but no device.
+        Architectures of GPUs; by default all of GPUS. They need NVRTC, but no device.
 
     Yields
     ------
@@ -65,20 +69,32 @@ def prebuild(
     Raises
     ------
     ValueError
-        Of an unknown class or architecture.
+        Of an unknown class or architecture, or a folder that is not empty.
+    CompileError
+        A kernel does not compile, or NVRTC is of another version than NVRTC.
 
     Examples
     --------
     >>> from flashkit.tools.prebuild import prebuild
     >>> for made in prebuild(gpu=[]):  # doctest: +SKIP
-    ...     print(made.name, made.error or made.bytes)
+    ...     print(made.name, made.bytes)
     """
-    cpu, gpu = tuple(cpu), tuple(gpu)
-    for name, known in [*((name, CPU_CLASSES) for name in cpu), *((name, tuple(GPUS)) for name in gpu)]:
+    from ..backends.cpu import target
+    from ..backends.cuda_common import compiler
+
+    classes = target.classes()
+    cpu, gpu = classes if cpu is None else tuple(cpu), tuple(GPUS if gpu is None else gpu)
+    for name, known in [*((name, classes) for name in cpu), *((name, tuple(GPUS)) for name in gpu)]:
         if name not in known:
             raise ValueError(f"{name!r} is none of {', '.join(known)}")
-    folder = prebuilt.path() if folder is None else folder
-    shutil.rmtree(folder, ignore_errors=True)
+    if gpu and compiler.version() != NVRTC:
+        have, wanted = (".".join(map(str, version)) for version in (compiler.version(), NVRTC))
+        raise compiler.CompileError(f"binaries come from NVRTC {wanted}, here is {have}: nvidia-cuda-nvrtc=={wanted}.*")
+    if folder is None:
+        folder = prebuilt.path()
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty; a new folder fits")
     return _written(folder, itertools.chain(*map(_cpu_files, cpu), *map(_gpu_files, gpu)))
 
 
@@ -119,34 +135,32 @@ def specs(dtype: str) -> list[AttentionSpec]:
 
 def cpu_sources(name: str) -> list[Any]:
     """What usual calls load on CPUs of a class, as objects.Source."""
-    from ..backends.cpu import modify, specialise
+    from ..backends.cpu import modify, specialise, target
     from ..backends.cpu.micro import compile as micro
 
-    wide = name == "x86-64-v4"
+    (lanes,) = (one.lanes for one in target.CLASSES if one.name == name)
     found = [specialise.launcher_source()]
     for dtype, pass_ in itertools.product(DTYPES, ("forward", "backward", "decode")):
         found.append(specialise.kernel_source(pass_, dtype))
-        if wide and dtype == "bfloat16":
+        if lanes == 16 and dtype == "bfloat16":
             found.append(specialise.kernel_source(pass_, dtype, bf16_pairs=True))
     for dtype in ("float32", "float64"):
         for spec in specs(dtype):
             found += [modify.forward_source(spec), modify.decode_source(spec), modify.backward_source(spec)]
             if spec.mask is not None:
                 found.append(modify.classify_source(spec))
-    blocks = dict.fromkeys(_register_blocks(name))
+    blocks = dict.fromkeys(_register_blocks(lanes))
     found += [micro.source(block) for block in blocks]
     rows = (replace(block, rows=1, vectors=1) for block in blocks if block.bf16_pairs != "amx")
     found += [micro.source(block, gemv_kernels=True) for block in dict.fromkeys(rows)]
     return list({(source.kind, source.text): source for source in found}.values())
 
 
-def _register_blocks(name: str) -> Iterator[Any]:
-    """The register blocks of the tiles that the shipped profiles give CPUs of a class."""
-    from ..backends.cpu import target
+def _register_blocks(lanes: int) -> Iterator[Any]:
+    """The register blocks of the tiles that the shipped profiles give CPUs with vectors of so many float32 lanes."""
     from ..backends.cpu.micro.register_block import RegisterBlock
     from ..backends.cpu.plan import choose_tile
 
-    (lanes,) = (one.lanes for one in target.CLASSES if one.name == name)
     methods = {"bfloat16": ("", "avx512bf16", "amx")} if lanes == 16 else {}
     for file in sorted(profiles.shipped_dir().glob("*.yaml")):
         profile = profiles.by_name(file.stem)
@@ -164,7 +178,7 @@ def _cpu_files(name: str) -> Iterator[tuple[str, bytes]]:
     from ..backends.cpu import objects, target
 
     for source in cpu_sources(name):
-        file, content = objects.build(source, target.of_class(name, TRIPLE, source.instructions))
+        file, content = objects.build(source, target.of_class(name, source.instructions))
         yield f"{objects.FOLDER}/{file}", content
 
 

@@ -137,6 +137,11 @@ def build(source: Source, wanted: Target) -> tuple[str, bytes]:
         return name, _file(name, source.make(wanted))
 
 
+def is_prebuilt(source: Source) -> bool:
+    """Whether the package has a file of this object for this process's target."""
+    return prebuilt.read(FOLDER, _names(source, target.target(source.instructions)).prebuilt) is not None
+
+
 def _read_or_make(names: _Names, make: Callable[[], Object]) -> Functions:
     with forking.compiling():
         found = _loaded.get(names.cached)

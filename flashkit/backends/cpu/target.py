@@ -62,19 +62,24 @@ def target(instructions: str = "") -> Target:
     return _target(instructions, host.lanes_of(host.cpu_features()))
 
 
+def classes() -> tuple[str, ...]:
+    """The names of the classes of CPUs of this machine's architecture, best first."""
+    return tuple(one.name for one in CLASSES if one.arch == initialised().partition("-")[0])
+
+
 @cache
 def _target(instructions: str, lanes: int) -> Target:
     triple, found = initialised(), binding.get_host_cpu_features()
     has = frozenset(name for name, present in found.items() if present)
     for one in CLASSES:
-        if one.arch == triple.partition("-")[0] and one.features <= has and one.lanes in (lanes, max(lanes, 8)):
-            return of_class(one.name, triple, instructions)
+        if one.name in classes() and one.features <= has and one.lanes in (lanes, max(lanes, 8)):
+            return of_class(one.name, instructions)
     return Target("host", triple, binding.get_host_cpu_name(), found.flatten())
 
 
-def of_class(name: str, triple: str, instructions: str = "") -> Target:
-    """The target of a class, on any machine."""
-    (one,) = (one for one in CLASSES if one.name == name)
+def of_class(name: str, instructions: str = "") -> Target:
+    """The target of a class, which this CPU need not fulfil."""
+    (one,), triple = (one for one in CLASSES if one.name == name), initialised()
     more = INSTRUCTIONS.get(instructions, frozenset())
     features = [*(f"+{feature}" for feature in sorted(one.features | more)), *one.tuning]
     return Target(f"{name}-{instructions}" if more else name, triple, one.cpu, ",".join(features))

@@ -34,7 +34,7 @@ for example in (examples.demo, examples.generate):
         add_help_option=False,  # --help is passed to the example
     )(example)
 app.add_typer(profiles.app, name="profile", no_args_is_help=True)
-app.add_typer(cache.app, name="cache", no_args_is_help=True)
+app.add_typer(cache.app, name="cache")
 app.add_typer(config.app, name="config", no_args_is_help=True)
 
 

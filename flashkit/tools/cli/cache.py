@@ -1,9 +1,11 @@
-"""`flashkit cache`: compiled kernels on disk."""
+"""`flashkit cache`: compiled kernels on disk, and those that the package carries."""
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +14,89 @@ from ... import settings
 from .common import Json, fail, print_json
 
 app = typer.Typer(rich_markup_mode=None, help="Compiled kernels on disk.")
+
+
+@app.callback(invoke_without_command=True)
+def cache(context: typer.Context, as_json: Json = False) -> None:
+    """Compiled kernels: without a command, what the cache holds and what the package carries prebuilt.
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if the directory, FLASHKIT_CACHE_SIZE or FLASHKIT_PREBUILT is invalid.
+    """
+    from ...devices import kernel_cache, prebuilt
+    from .. import doctor
+
+    if context.invoked_subcommand is not None:
+        return
+    try:
+        path, limit, enabled = str(kernel_cache.path()), kernel_cache.limit(), prebuilt.enabled()
+    except (OSError, ValueError) as error:
+        raise fail(error) from None
+    used, carried, here, stale = kernel_cache.usage(), prebuilt.contents(), "unknown", False
+    with suppress(ImportError):
+        from ...backends.cpu import objects, specialise, target
+
+        here = target.target().name
+        stale = f"cpu/{here}" in carried and not objects.is_prebuilt(specialise.launcher_source())
+    if as_json:
+        contents = {name: one._asdict() for name, one in carried.items()}
+        package = {"path": str(prebuilt.path()), "enabled": enabled, "stale": stale, "contents": contents}
+        print_json({"path": path, **asdict(used), "limit": limit, "cpu": here, "prebuilt": package})
+        return
+    print(f"cached    {used.kernels} kernels, {doctor.size(used.bytes)} of at most {doctor.size(limit)}: {path}")
+    for name, one in carried.items():
+        print(f"prebuilt  {name}: {one.kernels} kernels, {doctor.size(one.bytes)}")
+    if not carried:
+        print("prebuilt  none; kernels compile when they are first needed")
+    elif not enabled:
+        print(f"          not used: {prebuilt.VARIABLE} is 0")
+    elif stale:
+        print("          not used: the sources of the kernels have changed since")
+    print(f"this CPU  {here}")
+
+
+@app.command("prebuild")
+def cache_prebuild(
+    output: Annotated[Path | None, typer.Option(help="Folder to write to; by default the package's own.")] = None,
+    cpu: Annotated[list[str] | None, typer.Option(help="A class of CPUs; may be repeated. none: no CPU.")] = None,
+    gpu: Annotated[list[str] | None, typer.Option(help="An architecture; may be repeated. none: no GPU.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile the kernels of usual calls for all common CPUs and GPUs, for a wheel to carry. Takes minutes.
+
+    Example: flashkit cache prebuild --cpu x86-64-v3 --gpu none
+
+    \f
+    Raises
+    ------
+    typer.Exit
+        Status 1 if a kernel does not compile, 2 for an unknown class or architecture.
+    """
+    from ...backends.cuda_common.compiler import CompileError
+    from .. import doctor, prebuild
+
+    started, files, size = time.perf_counter(), [], 0
+    try:
+        for made in prebuild.prebuild(output, _chosen(cpu), _chosen(gpu)):
+            files.append(made._asdict())
+            size += made.bytes
+            if not as_json:
+                print(f"{made.name}: {doctor.size(made.bytes)}, {made.seconds:.1f} s")
+    except ValueError as error:
+        raise fail(error, 2) from None
+    except (CompileError, ImportError, OSError) as error:
+        raise fail(error) from None
+    if as_json:
+        print_json(files)
+    else:
+        print(f"{len(files)} files, {doctor.size(size)}, {time.perf_counter() - started:.0f} s")
+
+
+def _chosen(given: list[str] | None) -> tuple[str, ...] | None:
+    return None if not given else () if given == ["none"] else tuple(given)
 
 
 @app.command("path")

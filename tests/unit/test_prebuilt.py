@@ -1,0 +1,449 @@
+"""Prebuilt kernels: found by their names, checked like cached ones, and the same code that a process would compile."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llvmlite import binding
+
+import flashkit
+from flashkit.backends.cpu import modify, objects, plan, specialise, target
+from flashkit.backends.cpu.micro import compile as micro
+from flashkit.backends.cpu.target import Target
+from flashkit.backends.cuda_common import compiler
+from flashkit.call.arguments import prepare
+from flashkit.devices import host, kernel_cache, prebuilt, profiles, trust
+from flashkit.tools import cli, prebuild
+
+PLANTED, COMPILED = 7, 11
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of prebuilt kernels of a package that has none yet; the cache is empty."""
+    monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(prebuilt.VARIABLE, "1")
+    monkeypatch.setattr(prebuilt, "PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(prebuilt, "_warned", set())
+    monkeypatch.setattr(objects, "_loaded", {})
+    prebuilt.path().mkdir(parents=True)
+    return prebuilt.path()
+
+
+def write(folder: Path, name: str, content: bytes) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    return file
+
+
+def returning(number: int, wanted: Target) -> objects.Object:
+    """The machine code of a function."""
+    text = f"define i32 @f() {{ ret i32 {number} }}"
+    return objects.Object(target.machine(wanted).emit_object(binding.parse_assembly(text)), ("f",))
+
+
+def source(number: int) -> objects.Source:
+    """All have one name, whatever they return."""
+    return objects.Source("kind", "text", lambda wanted: returning(number, wanted))
+
+
+def run() -> int:
+    """Call the kernel, prebuilt or compiled."""
+    return int(ctypes.CFUNCTYPE(ctypes.c_int)(objects.functions(source(COMPILED))["f"])())
+
+
+@pytest.fixture
+def planted(package: Path) -> Path:
+    """The file of a prebuilt kernel, another one than is compiled."""
+    name, content = objects.build(source(PLANTED), target.target())
+    return write(package / "cpu", name, content)
+
+
+def test_the_prebuilt_object_runs(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run() == PLANTED
+    assert not kernel_cache.path().exists()
+    objects._loaded.clear()
+    monkeypatch.setenv(prebuilt.VARIABLE, "0")
+    assert run() == COMPILED
+    objects._loaded.clear()
+    monkeypatch.setenv(prebuilt.VARIABLE, "1")
+    assert run() == PLANTED, "also where the cache has another one"
+    monkeypatch.setenv(prebuilt.VARIABLE, "no")
+    with pytest.raises(ValueError, match="FLASHKIT_PREBUILT is 0 or 1; got 'no'"):
+        prebuilt.enabled()
+
+
+def other_name(content: bytes) -> bytes:
+    return objects._file("cpu/other.o", objects.Object(content.partition(b"\n")[2], ("f",)))
+
+
+def header(content: bytes, **changed: Any) -> bytes:
+    line, _, code = content.partition(b"\n")
+    return json.dumps(json.loads(line) | changed).encode() + b"\n" + code
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"", lambda content: content[:-100], lambda content: content[:40],
+        lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:], other_name,
+        lambda content: header(content, functions=["g"]), lambda content: header(content, calls=["nobody"]),
+    ],
+    ids=["empty", "truncated", "header", "flipped", "renamed", "functions", "calls"],
+)  # fmt: skip
+def test_a_damaged_prebuilt_object_is_compiled_afresh(planted: Path, damage: Callable[[bytes], bytes]) -> None:
+    planted.write_bytes(damage(planted.read_bytes()))
+    assert run() == COMPILED
+
+
+def test_a_prebuilt_object_calls_nothing_that_is_missing(package: Path) -> None:
+    """LLVM would end the process."""
+    text = "declare i32 @nobody_has_this() define i32 @f() { %x = call i32 @nobody_has_this() ret i32 %x }"
+
+    def make(wanted: Target) -> objects.Object:
+        code = target.machine(wanted).emit_object(binding.parse_assembly(text))
+        return objects.Object(code, ("f",), ("nobody_has_this",))
+
+    name, content = objects.build(source(PLANTED)._replace(make=make), target.target())
+    write(package / "cpu", name, content)
+    assert run() == COMPILED
+
+
+# --- which files are trusted ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners")
+@pytest.mark.parametrize("who", ["file", "folder"])
+@pytest.mark.parametrize("others", [stat.S_IWGRP, stat.S_IWOTH])
+def test_what_more_users_can_write_than_the_package_is_not_loaded(planted: Path, who: str, others: int) -> None:
+    changed = planted if who == "file" else planted.parent
+    os.chmod(changed, changed.stat().st_mode | others)
+    with pytest.warns(UserWarning, match="can be written by users that cannot write"):
+        assert run() == COMPILED
+    objects._loaded.clear()
+    os.chmod(prebuilt.PACKAGE, prebuilt.PACKAGE.stat().st_mode | others)
+    assert run() == PLANTED, "who can write it can write the modules beside it"
+    os.chmod(prebuilt.PACKAGE, prebuilt.PACKAGE.stat().st_mode | stat.S_ISVTX)
+    with pytest.raises(trust.UntrustedError):
+        trust.read_installed(prebuilt.PACKAGE, *planted.relative_to(prebuilt.PACKAGE).parts)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(("user", "group", "trusted"), [(12345, 0, False), (0, 0, True), (0, 12345, False)])
+def test_files_of_other_users_and_groups(planted: Path, user: int, group: int, trusted: bool) -> None:
+    os.chmod(prebuilt.PACKAGE, 0o775)
+    planted.chmod(0o664)
+    os.chown(planted, user, group)
+    if trusted:
+        assert run() == PLANTED
+    else:
+        with pytest.warns(UserWarning, match="prebuilt kernels are compiled again"):
+            assert run() == COMPILED
+
+
+def test_hard_links_of_installers_are_followed_and_symbolic_links_are_not(planted: Path, tmp_path: Path) -> None:
+    os.link(planted, tmp_path / "another name of it")
+    assert run() == PLANTED
+    objects._loaded.clear()
+    planted.unlink()
+    planted.symlink_to(tmp_path / "another name of it")
+    assert run() == COMPILED
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+WITH_AVX512 = sorted(target._V4)
+
+
+@pytest.mark.parametrize(
+    ("features", "lanes", "expected"),
+    [
+        (WITH_AVX512, 16, "x86-64-v4"), (WITH_AVX512, 8, "x86-64-v3"), (WITH_AVX512, 4, "x86-64-v3"),
+        (sorted(target._V3), 8, "x86-64-v3"), (["sse2"], 4, "host"),
+        (sorted(target._V4 - {"avx512cd"}), 16, "host"),
+    ],
+)  # fmt: skip
+def test_the_best_class_that_the_cpu_fulfils(
+    features: list[str], lanes: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "initialised", lambda: "x86_64-unknown-linux-gnu")
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: binding.FeatureMap(dict.fromkeys(features, True)))
+    found = target._target.__wrapped__("", lanes)
+    assert found.name == expected
+    assert (found.cpu == binding.get_host_cpu_name()) == (expected == "host")
+    extended = target._target.__wrapped__("amx", lanes)
+    assert ("+amx-bf16" in extended.features.split(",")) == (expected != "host") == extended.name.endswith("-amx")
+    monkeypatch.setattr(target, "initialised", lambda: "aarch64-unknown-linux-gnu")
+    assert target._target.__wrapped__("", 4).name == "host"
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: binding.FeatureMap({"neon": True, "fp-armv8": True}))
+    assert target._target.__wrapped__("", 4).name == "aarch64"
+
+
+@pytest.mark.skipif(not {"avx2", "fma"} <= host.cpu_features(), reason="needs AVX2")
+def test_fewer_lanes_are_those_of_a_class(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the code of older CPUs runs, and is tested, on newer ones."""
+    monkeypatch.setenv(host.LANES, "8")
+    assert target.target().name == "x86-64-v3"
+    name, content = objects.build(source(PLANTED), target.of_class("x86-64-v3"))
+    write(package / "cpu", name, content)
+    assert run() == PLANTED
+
+
+def test_objects_do_not_depend_on_what_was_compiled_before() -> None:
+    text = """from numba import njit, types
+from flashkit.backends.cpu.functions import entry, exp, options
+
+@njit(**options)
+def square(x):
+    return exp(x) * x
+
+@entry(types.float64(types.int64))
+def eight(x):
+    return square(types.float64(x)) + square(types.float32(x))
+"""
+    wanted = target.target()
+    first = specialise.compiled("own", text, wanted)
+    specialise.compiled("another", text.replace("eight", "nine"), wanted)
+    assert specialise.compiled("own", text, wanted) == first
+    assert {"exp"} <= set(first.calls) <= {"exp", "Py_FatalError"}
+
+
+# --- a call -----------------------------------------------------------------------------------------------------------
+
+CALL = """
+    import importlib.abc, importlib.machinery, sys
+    from pathlib import Path
+
+    class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        "Numba can be found, and not imported."
+
+        def find_spec(self, name, path, target=None):
+            if name != "numba":
+                return None
+            found = importlib.machinery.PathFinder.find_spec(name, path)
+            found.loader = self
+            return found
+
+        def create_module(self, spec):
+            raise ImportError("Numba is not needed")
+
+        exec_module = None
+
+    if {broken}:
+        sys.meta_path.insert(0, Broken())
+    import numpy as np
+    import flashkit
+    from flashkit.devices import kernel_cache, prebuilt
+
+    prebuilt.PACKAGE = Path({package!r})
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 3, 70, 64)).astype(np.float32) for _ in range(3))
+    out, vjp = flashkit.attention_vjp(q, k, v, causal=True)
+    results = [out, flashkit.attention(q, k, v), *vjp(out)]
+    print(*(x.tobytes().hex() for x in results))
+    print("numba" in sys.modules, kernel_cache.usage().files)
+"""
+
+
+def of_calls() -> Iterator[objects.Source]:
+    """What the calls above load."""
+    x = np.zeros((1, 3, 70, 64), np.float32)
+    yield specialise.launcher_source()
+    for name in ("forward", "backward"):
+        yield specialise.kernel_source(name, "float32")
+    for options in ({}, {"causal": True}):
+        made = plan.make_plan(prepare(x, x, x, **options)[0], profiles.for_device("cpu"))
+        for tile in (made.tile, made.backward_tile):
+            yield micro.source(made.register_block(tile, ""))
+        if options:
+            spec = made.problem.spec
+            yield from (modify.forward_source(spec), modify.backward_source(spec), modify.classify_source(spec))
+
+
+@pytest.mark.slow
+def test_the_first_call_needs_neither_numba_nor_the_cache(program: Callable[..., str], tmp_path: Path) -> None:
+    """And its results have the bits that they have with objects compiled here."""
+    for each in of_calls():
+        wanted = target.target(each.instructions)
+        objects.functions(each)
+        line, _, code = (kernel_cache.read("cpu", objects._names(each, wanted).cached) or b"").partition(b"\n")
+        found = json.loads(line)
+        compiled = objects.Object(code, tuple(found["functions"]), tuple(found["calls"]))  # what `make` makes again
+        name, content = objects.build(each._replace(make=lambda wanted, compiled=compiled: compiled), wanted)
+        write(tmp_path / "package/prebuilt/cpu", name, content)
+
+    def call(broken: bool, **settings: object) -> tuple[str, list[str]]:
+        text = CALL.format(broken=broken, package=str(tmp_path / "package"))
+        results, state = program(text, **settings).splitlines()
+        return results, state.split()
+
+    prebuilt_, state = call(True, FLASHKIT_CACHE_DIR=tmp_path / "cache", FLASHKIT_PREBUILT=1)
+    assert state == ["False", "0"]
+    assert prebuilt_ == call(False, FLASHKIT_PREBUILT=0)[0]
+
+
+def test_the_sources_of_a_wheel_have_the_objects_of_calls() -> None:
+    """For the tiles of the shipped profiles, whatever CPU this is."""
+    x, mask = np.zeros((1, 2, 300, 64), np.float32), np.ones((300, 300), bool)
+    usual: list[dict[str, Any]] = [{}, {"causal": True}, {"softcap": 5.0}, {"window": (3, 4)}, {"mask": mask}]
+    for name in target.classes():
+        listed = {(each.kind, each.text) for each in prebuild.cpu_sources(name)}
+        assert len(listed) > 100
+        (lanes,) = (one.lanes for one in target.CLASSES if one.name == name)
+        names = {16: ["cpu_avx512", "cpu_amx"], 8: ["cpu_avx2"], 4: ["cpu_neon"]}[lanes]
+        for profile in map(profiles.by_name, names):
+            for options in usual:
+                made = plan.make_plan(prepare(x, x, x, **options)[0], profile)
+                spec, wanted = made.problem.spec, []
+                if options:
+                    wanted += [modify.forward_source(spec), modify.decode_source(spec), modify.backward_source(spec)]
+                wanted += [modify.classify_source(spec)] if spec.mask is not None else []
+                wanted += [micro.source(made.register_block(tile, "")) for tile in (made.tile, made.backward_tile)]
+                assert {(each.kind, each.text) for each in wanted} <= listed, (name, options)
+
+
+# --- binaries of GPUs -------------------------------------------------------------------------------------------------
+
+TINY = compiler.Source("tiny", 'extern "C" __global__ void f(float* x) { x[0] = 1; }')
+
+
+@pytest.fixture
+def cubin(package: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A prebuilt binary; the driver is of this CUDA version."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setattr(compiler, "_driver", lambda: compiler.version()[0])
+    files = [write(package / "cuda", name, content) for name, content in compiler.build(TINY, "sm_80")]
+    assert [file.suffix for file in files] == [".json", ".cubin"]
+    return files[1]
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether NVRTC is asked."""
+    asked, compile_ = [], compiler._compile
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_compile", lambda *args: asked.append(1) or compile_(*args))
+        found = compiler.binary(TINY, "sm_80")
+    assert set(found.resources) == {"f"} and not found.checked
+    return bool(asked)
+
+
+def test_the_prebuilt_binary_runs_whatever_compiler_is_installed(cubin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compiled(monkeypatch)
+    version = compiler.version()
+    monkeypatch.setattr(compiler, "version", lambda: (version[0], 99))
+    assert not compiled(monkeypatch)
+    assert compiler.binary(TINY, "sm_80").code == cubin.read_bytes()
+    assert not kernel_cache.path().exists()
+
+
+def test_a_driver_of_an_older_cuda_compiles(cubin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_driver", lambda: compiler.version()[0] - 1)
+    assert compiled(monkeypatch)
+
+
+@pytest.mark.parametrize("suffix", [".cubin", ".json"])
+@pytest.mark.parametrize("damage", [lambda x: x[:-1], lambda x: x[:30] + bytes([x[30] ^ 1]) + x[31:], None])
+def test_a_damaged_binary_is_compiled_afresh(
+    cubin: Path, suffix: str, damage: Callable[[bytes], bytes] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = cubin.with_suffix(suffix)
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    assert compiled(monkeypatch)
+
+
+def test_a_binary_of_another_architecture_is_not_loaded(cubin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, _ = next(compiler.build(TINY, "sm_90"))
+    shutil.copytree(cubin.parent, cubin.parents[1] / "sm_90")
+    for suffix in (".json", ".cubin"):
+        moved = (cubin.parents[1] / other).with_suffix(suffix)
+        cubin.with_suffix(suffix).rename(moved)
+    assert compiler.binary(TINY, "sm_90").code != moved.read_bytes()
+
+
+def test_the_binaries_of_a_wheel_are_those_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    names = {arch: {each.name for each in prebuild.gpu_sources(arch)} for arch in ("sm_80", "sm_90a")}
+    assert names["sm_80"] == {"sm80_forward", "sm80_backward", "common_bwd_preprocess"}
+    assert {"sm90_forward", "sm90_backward"} <= names["sm_90a"]
+    assert "cupy" not in sys.modules or "FLASHKIT_TEST_EMULATED" in os.environ
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_prebuild_refuses_what_it_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="'486' is none of"):
+        prebuild.prebuild(tmp_path / "new", cpu=["486"])
+    with pytest.raises(ValueError, match="'sm_20' is none of sm_80"):
+        prebuild.prebuild(tmp_path / "new", gpu=["sm_20"])
+    (tmp_path / "precious").touch()
+    with pytest.raises(ValueError, match="is not empty; a new folder fits"):
+        prebuild.prebuild(tmp_path, cpu=[], gpu=[])
+    assert (tmp_path / "precious").exists()
+    monkeypatch.setattr(compiler, "version", lambda: (12, 9))
+    with pytest.raises(compiler.CompileError, match=r"NVRTC 13.0, here is 12.9: nvidia-cuda-nvrtc==13.0\.\*"):
+        prebuild.prebuild(tmp_path / "new", cpu=[], gpu=["sm_80"])
+
+
+def test_the_command_says_what_is_prebuilt(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        assert cli.run(["cache"]) == 0
+        return capsys.readouterr().out
+
+    assert "prebuilt  none" in said()
+    here, mine = target.target(), source(PLANTED)
+    monkeypatch.setattr(specialise, "launcher_source", lambda: mine)
+    monkeypatch.setattr(prebuild, "cpu_sources", lambda name: [mine])
+    assert cli.run(["cache", "prebuild", "--gpu", "none"]) == 0
+    written = capsys.readouterr().out
+    assert all(f"cpu/{name}/kind_" in written for name in target.classes())
+    assert run() == (PLANTED if here.name != "host" else COMPILED)
+    found = said()
+    assert f"prebuilt  cpu/{target.classes()[0]}: 1 kernels, " in found and f"this CPU  {here.name}" in found
+    assert "not used" not in found
+    monkeypatch.setattr(specialise, "launcher_source", lambda: mine._replace(text="changed"))
+    assert here.name == "host" or "not used: the sources of the kernels have changed since" in said()
+    monkeypatch.setenv(prebuilt.VARIABLE, "0")
+    assert "not used: FLASHKIT_PREBUILT is 0" in said()
+    assert cli.run(["cache", "--json"]) == 0
+    as_json = json.loads(capsys.readouterr().out)
+    assert as_json["prebuilt"]["contents"][f"cpu/{target.classes()[0]}"]["kernels"] == 1
+    assert cli.run(["cache", "prebuild", "--cpu", "486"]) == 2
+    monkeypatch.setenv(prebuilt.VARIABLE, "x")
+    assert cli.run(["cache"]) == 1
+
+
+@pytest.mark.skipif(not (Path(flashkit.__file__).parents[1] / "pyproject.toml").exists(), reason="no source checkout")
+def test_a_wheel_carries_them_and_an_sdist_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    from hatchling.builders.sdist import SdistBuilder
+    from hatchling.builders.wheel import WheelBuilder
+
+    checkout = Path(flashkit.__file__).parents[1]
+    for name in ("pyproject.toml", ".gitignore", "README.md", "LICENSE", "flashkit/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(checkout / name, tmp_path / name)
+    write(tmp_path, "flashkit/prebuilt/cpu/x86-64-v3/kernel.o", b"code")
+    held = {
+        builder.PLUGIN_NAME: {file.distribution_path for file in builder(str(tmp_path)).recurse_included_files()}
+        for builder in (WheelBuilder, SdistBuilder)
+    }
+    assert any(path.endswith("flashkit/prebuilt/cpu/x86-64-v3/kernel.o") for path in held["wheel"])
+    assert not any("prebuilt" in path for path in held["sdist"])
+    assert all(any(path.endswith("flashkit/__init__.py") for path in paths) for paths in held.values())
