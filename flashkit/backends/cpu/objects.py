@@ -207,13 +207,15 @@ def _hash(name: str, made: Object) -> str:
 
 
 def _load(made: Object) -> Functions | None:
-    """None if it calls a function that this process does not have: LLVM would end the process."""
+    """None if it calls a function that this process does not have: LLVM would end the process. (Where objects are not
+    ELF, LLVM knows more names than it finds by `_address`.)
+    """
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target.machine(target.target()))
     if not all(map(_address, made.calls)):
         import numba.core.registry
 
         numba.core.registry.cpu_target.target_context.refresh()  # registers Numba's own functions with LLVM
-        if not all(map(_address, made.calls)):
+        if made.code.startswith(b"\x7fELF") and not all(map(_address, made.calls)):
             return None
     engine.add_object_file(binding.ObjectFileRef.from_data(made.code))
     engine.finalize_object()
