@@ -127,6 +127,9 @@ CACHE_DIR = Setting(
 CACHE_SIZE = Setting(
     "FLASHKIT_CACHE_SIZE", "size such as 500M", size, "1G", "how much the compiled kernels may take on disk"
 )
+PREBUILT = Setting(
+    "FLASHKIT_PREBUILT", "1 or 0", _flag, "1", "0: the kernels that the package carries are not used, but compiled here"
+)
 PROFILE_DIR = Setting(
     "FLASHKIT_PROFILE_DIR", "absolute path", _directory, "none",
     "a directory of device profiles that come before all others",

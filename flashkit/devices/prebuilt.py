@@ -7,16 +7,15 @@ the kernel cache.
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import settings
 from . import trust
 
 PACKAGE = Path(__file__).parents[1]
 FOLDER = "prebuilt"
-VARIABLE = "FLASHKIT_PREBUILT"
 
 _warned: set[str] = set()
 
@@ -34,11 +33,8 @@ def path() -> Path:
 
 
 def enabled() -> bool:
-    """Whether prebuilt kernels are used: unless FLASHKIT_PREBUILT is 0. ValueError for a value but 0 and 1."""
-    wanted = os.environ.get(VARIABLE) or "1"
-    if wanted not in ("0", "1"):
-        raise ValueError(f"{VARIABLE} is 0 or 1; got {wanted!r}")
-    return wanted == "1"
+    """Whether prebuilt kernels are used: unless FLASHKIT_PREBUILT is 0. ValueError for a value that is none."""
+    return settings.PREBUILT.read() is not False
 
 
 def read(folder: str, name: str) -> bytes | None:

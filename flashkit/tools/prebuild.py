@@ -140,6 +140,7 @@ def cpu_sources(name: str) -> list[Any]:
 
     (lanes,) = (one.lanes for one in target.CLASSES if one.name == name)
     found = [specialise.launcher_source()]
+    found += [specialise.rotary_source(dtype) for dtype in DTYPES]
     for dtype, pass_ in itertools.product(DTYPES, ("forward", "backward", "decode")):
         found.append(specialise.kernel_source(pass_, dtype))
         if lanes == 16 and dtype == "bfloat16":

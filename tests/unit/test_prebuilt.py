@@ -17,6 +17,7 @@ import pytest
 from llvmlite import binding
 
 import flashkit
+from flashkit import settings
 from flashkit.backends.cpu import modify, objects, plan, specialise, target
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.target import Target
@@ -32,7 +33,7 @@ PLANTED, COMPILED = 7, 11
 def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of prebuilt kernels of a package that has none yet; the cache is empty."""
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv(prebuilt.VARIABLE, "1")
+    monkeypatch.setenv(settings.PREBUILT.name, "1")
     monkeypatch.setattr(prebuilt, "PACKAGE", tmp_path / "package")
     monkeypatch.setattr(prebuilt, "_warned", set())
     monkeypatch.setattr(objects, "_loaded", {})
@@ -74,13 +75,13 @@ def test_the_prebuilt_object_runs(planted: Path, monkeypatch: pytest.MonkeyPatch
     assert run() == PLANTED
     assert not kernel_cache.path().exists()
     objects._loaded.clear()
-    monkeypatch.setenv(prebuilt.VARIABLE, "0")
+    monkeypatch.setenv(settings.PREBUILT.name, "0")
     assert run() == COMPILED
     objects._loaded.clear()
-    monkeypatch.setenv(prebuilt.VARIABLE, "1")
+    monkeypatch.setenv(settings.PREBUILT.name, "1")
     assert run() == PLANTED, "also where the cache has another one"
-    monkeypatch.setenv(prebuilt.VARIABLE, "no")
-    with pytest.raises(ValueError, match="FLASHKIT_PREBUILT is 0 or 1; got 'no'"):
+    monkeypatch.setenv(settings.PREBUILT.name, "x")
+    with pytest.raises(ValueError, match="FLASHKIT_PREBUILT is 'x'; 1 or 0 fits"):
         prebuilt.enabled()
 
 
@@ -419,13 +420,13 @@ def test_the_command_says_what_is_prebuilt(
     assert "not used" not in found
     monkeypatch.setattr(specialise, "launcher_source", lambda: mine._replace(text="changed"))
     assert here.name == "host" or "not used: the sources of the kernels have changed since" in said()
-    monkeypatch.setenv(prebuilt.VARIABLE, "0")
+    monkeypatch.setenv(settings.PREBUILT.name, "0")
     assert "not used: FLASHKIT_PREBUILT is 0" in said()
     assert cli.run(["cache", "--json"]) == 0
     as_json = json.loads(capsys.readouterr().out)
     assert as_json["prebuilt"]["contents"][f"cpu/{target.classes()[0]}"]["kernels"] == 1
     assert cli.run(["cache", "prebuild", "--cpu", "486"]) == 2
-    monkeypatch.setenv(prebuilt.VARIABLE, "x")
+    monkeypatch.setenv(settings.PREBUILT.name, "x")
     assert cli.run(["cache"]) == 1
 
 

@@ -52,7 +52,7 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
     if not carried:
         print("prebuilt  none; kernels compile when they are first needed")
     elif not enabled:
-        print(f"          not used: {prebuilt.VARIABLE} is 0")
+        print(f"          not used: {settings.PREBUILT.name} is {settings.PREBUILT.text()}")
     elif stale:
         print("          not used: the sources of the kernels have changed since")
     print(f"this CPU  {here}")
