@@ -6,6 +6,7 @@
 # make mutants MODULE=flashkit/call/shape.py  which small changes of a module no test finds (cosmic-ray; hours)
 # make lint    ruff and mypy
 # make docs    the documentation site, in build/docs/html; fails on any warning
+# make wheel   a wheel with prebuilt kernels, in dist; takes a quarter of an hour
 # Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, QUESTION, GENERATE_ARGS, PYTEST_ARGS, MODULE, for example  make fast PYTEST_ARGS="-k profiles"
 
 PYTHON ?= python3
@@ -21,11 +22,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo generate test fast matrix mutants lint docs clean help
+.PHONY: demo generate test fast matrix mutants lint docs wheel clean help
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile | head -9
+	@sed -n 's/^# //p' Makefile | head -10
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"
@@ -61,6 +62,13 @@ lint: $(VENV)/.stamp-test
 docs: $(VENV)/.stamp-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs/html
 	@echo "the site is build/docs/html/index.html"
+
+# An environment of its own, for the versions whose code the wheel holds.
+wheel:
+	$(MAKE) VENV=$(VENV)-wheel PYTHON=$(PYTHON) $(VENV)-wheel/.stamp-env
+	$(VENV)-wheel/bin/python -m pip install --quiet -e . "hatchling>=1.26" "nvidia-cuda-nvrtc==13.0.*" "cuda-bindings==13.*"
+	$(VENV)-wheel/bin/flashkit cache prebuild
+	$(VENV)-wheel/bin/python -m hatchling build -t wheel -d dist
 
 # A stamp is newer than pyproject.toml when the packages it stands for are installed. The source itself is
 # installed editable and needs none.
