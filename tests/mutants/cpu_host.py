@@ -173,6 +173,42 @@ FAULTS = (
         "return cached\n",
         "    with kernel_cache.alone(FOLDER, name):\n",
     ),
+    Fault(
+        "objects: the cache before the package", f"{CPU}/objects.py",
+        "_prebuilt(names.prebuilt) or _cached(names.cached)",
+        "_cached(names.cached) or _prebuilt(names.prebuilt)",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "objects: what an object calls is not looked for", f"{CPU}/objects.py",
+        'made.code.startswith(b"\\x7fELF") and',
+        "False and",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "target: a class that the CPU does not fulfil", f"{CPU}/target.py",
+        "one.features <= has and",
+        "",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "specialise: names that count what was compiled", f"{CPU}/specialise.py",
+        'name.linkage, name.name = "internal", f"part{i}"',
+        'name.linkage = "internal"',
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "trust: prebuilt files of other users", "flashkit/devices/trust.py",
+        "users[0] not in (0, os.geteuid(), top.st_uid) or",
+        "",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "trust: prebuilt files of another group", "flashkit/devices/trust.py",
+        "writers if users[1] == top.st_gid else writers & ~stat.S_IWGRP",
+        "writers",
+        "tests/unit/test_prebuilt.py",
+    ),
     # generated code
     Fault(
         "modify: the mask shows what it hides", MODIFY,
