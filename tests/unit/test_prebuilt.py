@@ -99,7 +99,7 @@ def header(content: bytes, **changed: Any) -> bytes:
     [
         lambda content: b"", lambda content: content[:-100], lambda content: content[:40],
         lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:], other_name,
-        lambda content: header(content, functions=["g"]), lambda content: header(content, calls=["nobody"]),
+        lambda content: header(content, functions=["g"]), lambda content: header(content, calls=["memset"]),
     ],
     ids=["empty", "truncated", "header", "flipped", "renamed", "functions", "calls"],
 )  # fmt: skip
