@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile | head -9
+	@sed -n 's/^# //p' Makefile | head -10
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/flashkit demo $(DEMO_ARGS) "$(QUERY)"

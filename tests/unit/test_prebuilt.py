@@ -203,21 +203,23 @@ def test_fewer_lanes_are_those_of_a_class(package: Path, monkeypatch: pytest.Mon
 
 def test_objects_do_not_depend_on_what_was_compiled_before() -> None:
     text = """from numba import njit, types
-from flashkit.backends.cpu.functions import entry, exp, options
+from flashkit.backends.cpu.functions import entry, exp, options, tanh
 
 @njit(**options)
-def square(x):
-    return exp(x) * x
+def large(x):
+    return exp(tanh(exp(tanh(exp(tanh(exp(x)))))))
 
 @entry(types.float64(types.int64))
 def eight(x):
-    return square(types.float64(x)) + square(types.float32(x))
+    y, z = types.float32(x), types.float32(x + 1)
+    return exp(types.float64(x)) + large(y) * large(z) * large(y * z)
 """
     wanted = target.target()
     first = specialise.compiled("own", text, wanted)
     specialise.compiled("another", text.replace("eight", "nine"), wanted)
     assert specialise.compiled("own", text, wanted) == first
     assert {"exp"} <= set(first.calls) <= {"exp", "Py_FatalError"}
+    assert b"\0part" in first.code and b"large" not in first.code, "a function that is not inlined has a name"
 
 
 # --- a call -----------------------------------------------------------------------------------------------------------
