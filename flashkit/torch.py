@@ -398,13 +398,16 @@ def attention(
     layout: str = "bhnd", return_lse: bool = False, deterministic: bool = False, precision: str | None = None,
     backend: str | None = None,
 ) -> Any:  # fmt: skip
-    r"""`flashkit.attention` of tensors, differentiable by q, k, v, sinks, bias and a floating mask.
+    """`flashkit.attention` of tensors, differentiable by q, k, v, sinks, bias and a floating mask.
 
     Parameters
     ----------
-    q, k, v, scale, causal, q_offset, window, softcap, alibi_slopes, bias, mask, kv_lengths, q_lengths, cu_seqlens, \
-    page_table, dropout_p, sinks, layout
+    q, k, v
         As for `flashkit.attention`. Under autocast q, k and v are converted to its dtype.
+    scale, causal, q_offset, window, softcap, alibi_slopes, bias, mask
+        As for `flashkit.attention`.
+    kv_lengths, q_lengths, cu_seqlens, page_table, dropout_p, sinks, layout
+        As for `flashkit.attention`.
     return_lse, deterministic, precision, backend
         As for `flashkit.attention`; torch.use_deterministic_algorithms asks for deterministic results, too.
     block_mask, score_mod, mask_mod

@@ -36,7 +36,7 @@ AT_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 FILES = [ROOT / name for name in AT_ROOT] + sorted(ROOT.glob("docs/**/*.md"))
 SLOW = {
     "README.md", "docs/mods.md", "docs/numerics.md", "docs/howto.md", "docs/coming-from.md", "docs/jax.md",
-    "docs/dask.md", "docs/onnx.md",
+    "docs/dask.md", "docs/onnx.md", "docs/torch.md", "docs/transformers.md",
 }  # fmt: skip
 """Documents whose blocks take over two seconds where no kernel is in the cache yet."""
 

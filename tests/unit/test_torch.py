@@ -102,7 +102,7 @@ def test_gradcheck_of_everything_differentiable() -> None:
     bias = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     options = {
-        "causal": True, "window": (3, 0), "softcap": 2.0, "return_lse": True, "q_offset": 0,
+        "causal": True, "window": (1, None), "softcap": 2.0, "return_lse": True, "q_offset": 0,
         "alibi_slopes": torch.tensor([0.5, 0.25]), "kv_lengths": torch.tensor([4, 2]),
         "mask": torch.rand(2, 1, 1, 4) < 0.8,
     }  # fmt: skip
@@ -112,6 +112,7 @@ def test_gradcheck_of_everything_differentiable() -> None:
         return out, lse
 
     assert torch.autograd.gradcheck(call, (*inputs, bias, sinks))
+    assert torch.autograd.gradcheck(lambda x: ft.attention(*(y.detach() for y in inputs), sinks=x), (sinks,))
     for shape in ((4, 4), (2, 1, 4, 4), (2, 2, 1, 4), (1, 2, 4, 1)):
         bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(lambda bias: ft.attention(*inputs, bias=bias), (bias,))
@@ -211,7 +212,7 @@ def _alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def _piecewise(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     capped = 2 * torch.tanh(score / 2)
-    return torch.where((q - k) % 3 == 0, capped, torch.clamp(score, min=-1.0)) + (h == 1).float()
+    return torch.where((q - k) % 3 == 0, capped, torch.clamp(score, min=-1.0)) + (3 - k) * 0.1 * (h == 1)
 
 
 def _documents(b: Any, h: Any, q: Any, k: Any) -> Any:

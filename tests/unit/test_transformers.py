@@ -226,6 +226,12 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"mask_function": masking_utils.chunked_causal_mask_function(3, torch.tensor([0, 1])), "local_size": 3},
         {"mods", "q_offset"},
     ),
+    "chunks of a cache": (
+        {"mask_function": masking_utils.chunked_causal_mask_function(3, torch.tensor([0, 1])), "local_size": 3,
+         "q_length": 2, "kv_length": 4, "q_offset": 7, "kv_offset": 5},
+        {"mods", "q_offset"},
+    ),
+    "one of a static cache": ({"q_length": 1, "q_offset": 3}, {"causal", "q_offset"}),
     "blocks": (
         {"mask_function": masking_utils.or_masks(
             masking_utils.causal_mask_function,
