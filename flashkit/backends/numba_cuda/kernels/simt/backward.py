@@ -97,9 +97,9 @@ def dkdv_tile(p, shared):
 @device
 def dq_tile(p, shared):
     """dQ of one query tile."""
-    block, entries = I(cuda.blockIdx.x), num_entries(p)
-    h, number = block % p.heads, num_q_tiles(p, BLOCK_Q) - 1 - block // (p.heads * entries)
-    b, tile = q_tile(p, block // p.heads % entries, number, BLOCK_Q)
+    block, entries, tiles = I(cuda.blockIdx.x), num_entries(p), num_q_tiles(p, BLOCK_Q)
+    h, entry = block % p.heads, block // p.heads % entries
+    b, tile = q_tile(p, entry, tiles - 1 - block // (p.heads * entries), BLOCK_Q)
     row0, head_kv, n_k = tile * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
     if IS_PACKED and row0 >= seq_info(p, b).n_q:
         return
