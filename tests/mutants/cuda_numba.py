@@ -36,6 +36,27 @@ FAULTS = (
         "the modification of a masked score", f"{ALL}/tiles.py",
         "s = modified_score(s, b, h, row, q, k, p)", "s = s",
     ),
+    Fault(
+        "packed: row statistics of the first sequence", f"{ALL}/tiles.py",
+        "return first_tile(p.cu_seqlens_q, I(b), p.row_block) * p.row_block + n if IS_PACKED else n", "return n",
+    ),
+    Fault(
+        "packed: dQ is added to tiles of the first sequence", f"{ALL}/tiles.py",
+        "return first_tile(p.cu_seqlens_q, I(b), block) + I(tile) if IS_PACKED else I(tile)", "return I(tile)",
+    ),
+    Fault(
+        "packed: dK and dV of all keys are written", f"{ALL}/tiles.py",
+        "return seq_info(p, I(b)).n_k if IS_PACKED else p.n_k", "return p.n_k",
+    ),
+    Fault(
+        "packed: no room for the tile that is not full", f"{ALL}/tiles.py",
+        "return I(U(load(np.int64, cu_seqlens, b)) // U(block)) + b",
+        "return I(U(load(np.int64, cu_seqlens, b)) // U(block))",
+    ),
+    Fault(
+        "packed: keys of the sequence before", f"{ALL}/tiles.py",
+        "key_start = load(np.int64, p.cu_seqlens_k, b)", "key_start = load(np.int64, p.cu_seqlens_k, max(b - 1, 0))",
+    ),
     # simt
     Fault(
         "simt: the sum is without its rescaling", f"{SIMT}/forward.py",

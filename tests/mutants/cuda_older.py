@@ -130,4 +130,25 @@ FAULTS = (
         "index < num_entries(p) * rows; index += 256", "index < 256 && index < num_entries(p) * rows; index += 256",
     ),
     Fault("row statistics: rows without a key", f"{ALL}/bwd_preprocess.cu", "= empty ? INFINITE : lse;", "= lse;"),
+    # packed sequences
+    Fault(
+        "packed: row statistics of the first sequence", f"{ALL}/params.cuh",
+        "return IS_PACKED ? first_tile(p.cu_seqlens_q, b, p.row_block) * p.row_block + n : n;", "return n;",
+    ),
+    Fault(
+        "packed: dQ is added to tiles of the first sequence", f"{ALL}/params.cuh",
+        "return IS_PACKED ? first_tile(p.cu_seqlens_q, b, block) + tile : tile;", "return tile;",
+    ),
+    Fault(
+        "packed: dK and dV of all keys are written", f"{ALL}/params.cuh",
+        "return IS_PACKED ? seq_info(p, b).n_k : p.n_k;", "return p.n_k;",
+    ),
+    Fault(
+        "packed: no room for the tile that is not full", f"{ALL}/params.cuh",
+        "return cu_seqlens[b] / block + b;", "return cu_seqlens[b] / block;",
+    ),
+    Fault(
+        "packed: keys are those of the first sequence", f"{ALL}/params.cuh",
+        "rows < 0 ? 0 : rows, p.cu_seqlens_k[b], length(), q_position", "rows < 0 ? 0 : rows, 0, length(), q_position",
+    ),
 )  # fmt: skip
