@@ -187,6 +187,53 @@ def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: D
     assert generations(launched) == {generation}
 
 
+PAGED = {**PACKED, "sequences": "paged"}
+"""Pages of five keys; those that no sequence has are NaN, and the table is -1 behind a sequence's last."""
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+@pytest.mark.parametrize("n_q", [100, 7])
+def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, launched: list[str]) -> None:
+    """Many queries; and few, for which tensor cores split the keys."""
+    device.sms = 16
+    choice = {**PAGED, "dtype": features(generation)["dtype"], "sizes": f"{n_q}x{140 if n_q > 7 else 1100}"}
+    check_forward(choice, backend)
+    assert generations(launched) == {generation}
+    assert ("combine" in launched) == (generation == "sm80" and n_q == 7)
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm80", "simt"])
+@pytest.mark.parametrize("dims", ["40/24", "64"])
+def test_pages_that_are_not_aligned(generation: str, dims: str, launched: list[str]) -> None:
+    check_forward({**PAGED, "dims": dims, "storage": "gaps", "heads": "2:2"}, "cupy_raw")
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+def test_packed_queries_of_keys_in_pages(backend: str, generation: str, launched: list[str]) -> None:
+    """With a table on the device, which host code cannot check: a page that does not exist is the first or the last."""
+    import cupy
+
+    rng, page, pages = np.random.default_rng(0), 24, 30
+    dtype = np.dtype(features(generation)["dtype"])
+    q, k, v = (rng.standard_normal(x).astype(dtype) for x in ((110, 4, 64), *[(pages, page, 2, 64)] * 2))
+    table = rng.permutation(pages)[:18].reshape(3, 6)
+    table[2, 1], table[0, 0] = -7, pages + 1000
+    options = {"cu_seqlens": np.array([0, 33, 33, 103]), "kv_lengths": np.array([25, 30, 141]), "causal": True}
+    given = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    found = flashkit.attention(
+        *map(cupy.asarray, (q, k, v)), backend=backend, page_table=cupy.asarray(table), return_lse=True, **given
+    )
+    wide, exists = (x.astype(np.float64) for x in (q, k, v)), np.clip(table, 0, pages - 1)
+    exact = flashkit.attention(*wide, backend="reference", page_table=exists, return_lse=True, **options)
+    for got, each in zip(found, exact, strict=True):
+        np.testing.assert_allclose(got.get().astype(np.float64), each, atol=2.0**-8)
+    assert generations(launched) == {generation}
+
+
 @slow
 @pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_a_sink_of_minus_infinity(backend: str, generation: str, launched: list[str]) -> None:

@@ -55,7 +55,27 @@ FAULTS = (
     ),
     Fault(
         "packed: keys of the sequence before", f"{ALL}/tiles.py",
-        "key_start = load(np.int64, p.cu_seqlens_k, b)", "key_start = load(np.int64, p.cu_seqlens_k, max(b - 1, 0))",
+        "else load(np.int64, p.cu_seqlens_k, b)", "else load(np.int64, p.cu_seqlens_k, max(b - 1, 0))",
+    ),
+    Fault(
+        "pages: any number is taken for a page", f"{ALL}/tiles.py",
+        "return min(max(page, 0), table.pages - 1), n - at * table.page", "return page, n - at * table.page",
+    ),
+    Fault(
+        "pages: all sequences have those of the first", f"{ALL}/tiles.py",
+        "load(np.int64, table.data, I(b) * table.width + at)", "load(np.int64, table.data, at)",
+    ),
+    Fault(
+        "pages: the table is read behind its end", f"{ALL}/kv_source.py",
+        "kv.b, I(min(n, kv.n_k - 1)))", "kv.b, I(n))",
+    ),
+    Fault(
+        "simt: pages: rows of a tile are those of its first keys", f"{SIMT}/tile.py",
+        "source.b, source.first + row)", "source.b, source.first)",
+    ),
+    Fault(
+        "sm80: pages: keys behind the length are loaded", f"{SM80}/load.py",
+        "i32(kv.n_k - k0 - own - row)", "i32(kv.n_k - k0 - own)",
     ),
     # simt
     Fault(

@@ -86,8 +86,7 @@ FAULTS = (
     ),
     Fault(
         "simt: any row is read in vectors", f"{SIMT}/tile.cuh",
-        "(source.token * (long long)sizeof(storage))) % VEC_BYTES == 0) {",
-        "(source.token * (long long)sizeof(storage))) % 4 == 0) {",
+        "DIM % 4 == 0 && source.aligned(VEC_BYTES)", "DIM % 4 == 0 && source.aligned(4)",
     ),
     Fault(
         "simt: float64 with float32's log2(e)", f"{SIMT}/tile.cuh",
@@ -149,6 +148,21 @@ FAULTS = (
     ),
     Fault(
         "packed: keys are those of the first sequence", f"{ALL}/params.cuh",
-        "rows < 0 ? 0 : rows, p.cu_seqlens_k[b], length(), q_position", "rows < 0 ? 0 : rows, 0, length(), q_position",
+        "IS_PAGED ? 0 : p.cu_seqlens_k[b], length()", "0, length()",
+    ),
+    # keys in pages
+    Fault(
+        "pages: any number is taken for a page", f"{ALL}/params.cuh",
+        "page < 0 ? 0 : page < p.pages ? page : p.pages - 1", "page",
+    ),
+    Fault(
+        "pages: all sequences have those of the first", f"{ALL}/params.cuh",
+        "p.page_table[b * p.table_width + at]", "p.page_table[at]",
+    ),
+    Fault(
+        "pages: the table is read behind its end", f"{SM80}/load.cuh", "row < n_k ? row : n_k - 1", "row",
+    ),
+    Fault(
+        "sm80: pages: a thread copies its first row", f"{SM80}/load.cuh", "source->at(own + down)", "source->at(own)",
     ),
 )  # fmt: skip

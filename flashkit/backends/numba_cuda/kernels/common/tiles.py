@@ -34,7 +34,7 @@ def seq_info(p, b):
     q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
     if IS_PACKED:
         start, end = load(np.int64, p.cu_seqlens_q, b), load(np.int64, p.cu_seqlens_q, b + 1)
-        key_start = load(np.int64, p.cu_seqlens_k, b)
+        key_start = I(0) if IS_PAGED else load(np.int64, p.cu_seqlens_k, b)
         return SeqInfo(start, max(end - start, 0), key_start, kv_length(p, b), q_position)
     return SeqInfo(I(0), p.n_q, I(0), kv_length(p, b), q_position)
 
@@ -155,8 +155,29 @@ def q_row_address(p, tensor, b, h, n):
     return row_address(tensor, b, h, q_token(p, b, n))
 
 
+PageTable = namedtuple("PageTable", "data width pages page")  # address; pages of a sequence; all pages; keys of a page
+
+
+@device
+def page_table(p):
+    return PageTable(p.page_table, p.table_width, p.pages, p.page)
+
+
+@device
+def page_and_row(table, b, n):
+    """Where key n of sequence b lies. A page that does not exist is the first or the last one. There are less than 2^31
+    keys.
+    """
+    at = I(np.uint32(np.uint32(n) // np.uint32(table.page)))
+    page = load(np.int64, table.data, I(b) * table.width + at)
+    return min(max(page, 0), table.pages - 1), n - at * table.page
+
+
 @device
 def kv_row_address(p, tensor, b, h, n):
+    if IS_PAGED:
+        page, row = page_and_row(page_table(p), b, I(n))
+        return row_address(tensor, page, h, row)
     return row_address(tensor, b, h, kv_token(p, b, n))
 
 
