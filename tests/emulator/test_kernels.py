@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 import flashkit
+from flashkit import dispatch
 from flashkit.backends.cuda_common import arguments, compiler
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.launch import KernelArguments, Library
 from flashkit.backends.cupy_raw import sm90_backward
 from flashkit.backends.cupy_raw import specialise as cupy_raw
 from flashkit.call.arguments import prepare
-from flashkit.spec import AttentionSpec
+from flashkit.spec import AttentionSpec, Gradients
 
 from .calls import FEATURES, PLAIN, build, check, check_forward, features, generations
 
@@ -92,6 +93,144 @@ def test_features(backend: str, generation: str, device: Device, launched: list[
 def test_hard_data(backend: str, generation: str, data: str, launched: list[str]) -> None:
     """A row maximum that grows in each tile; a masked NaN. By the kernels of test_features."""
     check(features(generation), backend, data, deterministic=True)
+    assert generations(launched) == {generation}
+
+
+PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "default", "kv_lengths": "no"}
+"""Three sequences, one of them empty, and tokens behind the last."""
+
+EACH_PACKED = [
+    pytest.param(backend, generation, id=f"{backend}-{generation}")
+    for backend in BACKENDS
+    for generation in ("sm80", "simt")
+]
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+def test_packed_sequences(backend: str, generation: str, launched: list[str]) -> None:
+    choice = {**PACKED, "dtype": features(generation)["dtype"], "alibi": "(B, Hq)"}
+    check(choice, backend, deterministic=True)
+    assert generations(launched) == {generation}
+    assert {"bwd_preprocess", "bwd_sinks"} <= set(launched)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("backend", "generation"),
+    [pytest.param(*each.values, marks=exhaustive if each.values[0] == "numba_cuda" else []) for each in EACH_PACKED],
+)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"window": "both", "softcap": "yes", "dropout": "yes", "dtype": "bfloat16"},
+        {"mask_mod": "document", "score_mod": "plain"},
+        {"block_mask": "bigbird", "storage": "gaps"},
+        {},
+    ],
+    ids=["window", "document", "blocks", "all"],
+)
+def test_modifications_of_packed_sequences(
+    more: cases.Choice, backend: str, generation: str, launched: list[str]
+) -> None:
+    """Positions, heads and batch entries are those of each sequence."""
+    check({**PLAIN, "batch": "3", "sizes": "100x140", "sequences": "packed", **more}, backend)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm80"])
+def test_packed_float32_on_tensor_cores(generation: str, launched: list[str]) -> None:
+    check({**PACKED, "dtype": "float32", "storage": "packed"}, "cupy_raw")
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: Device, launched: list[str]) -> None:
+    """Kernels read where sequences begin when they run."""
+    import cupy
+
+    call = build({**PACKED, "dtype": features(generation)["dtype"], "alibi": "(B, Hq)"})
+    options = {name: x for name, x in call.options.items() if name not in ("out", "cu_seqlens")}
+    rows, keys = len(call.q), len(call.k)
+    known = np.array([0, 40, 60, rows]), np.array([0, 70, 71, keys - 20])
+    problem, operands, _ = prepare(call.q, call.k, call.v, cu_seqlens=tuple(map(cupy.asarray, known)), **options)
+    chosen, plan = dispatch.plan(problem, backend)
+    wrt = (cupy.empty(x.shape, x.dtype) for x in (operands.q, operands.k, operands.v))
+    dout = cupy.asarray(np.ascontiguousarray(call.dout.get().swapaxes(0, 1)[None]))
+    gradients = Gradients(dout, None, *wrt, cupy.empty(call.options["sinks"].shape, np.float32))
+
+    def compute() -> None:
+        chosen.forward(plan, operands)
+        chosen.backward(plan, operands, gradients)
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        compute()  # compiles
+        stream.begin_capture()
+        compute()
+        graph = stream.end_capture()
+    host = {name: x.get() if isinstance(x, cupy.ndarray) else x for name, x in options.items()}
+    wide = [x.get().astype(np.float64) for x in (call.q, call.k, call.v)]
+    assert operands.cu_seqlens is not None
+    for begins_q, begins_k in (([0, 7, 73, rows - 5], [0, 100, 190, keys]), ([0, 0, 129, 130], [0, 1, 140, 205])):
+        lengths_q, lengths_k = np.diff(begins_q), np.diff(begins_k)
+        operands.cu_seqlens[0][...], operands.cu_seqlens[1][...] = [*begins_q, rows], [*begins_k, begins_k[-1]]
+        operands.kv_lengths[:-1], operands.q_offset[:-1] = lengths_k, lengths_k - lengths_q
+        gradients.dk[...] = gradients.dv[...] = 0  # what elementwise kernels would do in a graph
+        graph.launch()
+        begins = np.array(begins_q), np.array(begins_k)
+        right, vjp = flashkit.attention_vjp(*wide, cu_seqlens=begins, backend="reference", **host)
+        exact = right, *vjp(call.dout.get().astype(np.float64))
+        for got, each in zip((operands.out, gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
+            np.testing.assert_allclose(got.get()[0].swapaxes(0, 1).astype(np.float64), each, atol=2.0**-6)
+    assert generations(launched) == {generation}
+
+
+PAGED = {**PACKED, "sequences": "paged"}
+"""Pages of five keys; those that no sequence has are NaN, and the table is -1 behind a sequence's last."""
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+@pytest.mark.parametrize("n_q", [100, 7])
+def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, launched: list[str]) -> None:
+    """Many queries; and few, for which tensor cores split the keys."""
+    device.sms = 16
+    choice = {**PAGED, "dtype": features(generation)["dtype"], "sizes": f"{n_q}x{140 if n_q > 7 else 1100}"}
+    check_forward(choice, backend)
+    assert generations(launched) == {generation}
+    assert ("combine" in launched) == (generation == "sm80" and n_q == 7)
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm80", "simt"])
+@pytest.mark.parametrize("dims", ["40/24", "64"])
+def test_pages_that_are_not_aligned(generation: str, dims: str, launched: list[str]) -> None:
+    check_forward({**PAGED, "dims": dims, "storage": "gaps", "heads": "2:2"}, "cupy_raw")
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+def test_packed_queries_of_keys_in_pages(backend: str, generation: str, launched: list[str]) -> None:
+    """With a table on the device, which host code cannot check: a page that does not exist is the first or the last."""
+    import cupy
+
+    rng, page, pages = np.random.default_rng(0), 24, 30
+    dtype = np.dtype(features(generation)["dtype"])
+    q, k, v = (rng.standard_normal(x).astype(dtype) for x in ((110, 4, 64), *[(pages, page, 2, 64)] * 2))
+    table = rng.permutation(pages)[:18].reshape(3, 6)
+    table[2, 1], table[0, 0] = -7, pages + 1000
+    options = {"cu_seqlens": np.array([0, 33, 33, 103]), "kv_lengths": np.array([25, 30, 141]), "causal": True}
+    given = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    found = flashkit.attention(
+        *map(cupy.asarray, (q, k, v)), backend=backend, page_table=cupy.asarray(table), return_lse=True, **given
+    )
+    wide, exists = (x.astype(np.float64) for x in (q, k, v)), np.clip(table, 0, pages - 1)
+    exact = flashkit.attention(*wide, backend="reference", page_table=exists, return_lse=True, **options)
+    for got, each in zip(found, exact, strict=True):
+        np.testing.assert_allclose(got.get().astype(np.float64), each, atol=2.0**-8)
     assert generations(launched) == {generation}
 
 

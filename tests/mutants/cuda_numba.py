@@ -36,6 +36,47 @@ FAULTS = (
         "the modification of a masked score", f"{ALL}/tiles.py",
         "s = modified_score(s, b, h, row, q, k, p)", "s = s",
     ),
+    Fault(
+        "packed: row statistics of the first sequence", f"{ALL}/tiles.py",
+        "return first_tile(p.cu_seqlens_q, I(b), p.row_block) * p.row_block + n if IS_PACKED else n", "return n",
+    ),
+    Fault(
+        "packed: dQ is added to tiles of the first sequence", f"{ALL}/tiles.py",
+        "return first_tile(p.cu_seqlens_q, I(b), block) + I(tile) if IS_PACKED else I(tile)", "return I(tile)",
+    ),
+    Fault(
+        "packed: dK and dV of all keys are written", f"{ALL}/tiles.py",
+        "return seq_info(p, I(b)).n_k if IS_PACKED else p.n_k", "return p.n_k",
+    ),
+    Fault(
+        "packed: no room for the tile that is not full", f"{ALL}/tiles.py",
+        "return I(U(load(np.int64, cu_seqlens, b)) // U(block)) + b",
+        "return I(U(load(np.int64, cu_seqlens, b)) // U(block))",
+    ),
+    Fault(
+        "packed: keys of the sequence before", f"{ALL}/tiles.py",
+        "else load(np.int64, p.cu_seqlens_k, b)", "else load(np.int64, p.cu_seqlens_k, max(b - 1, 0))",
+    ),
+    Fault(
+        "pages: any number is taken for a page", f"{ALL}/tiles.py",
+        "return min(max(page, 0), table.pages - 1), n - at * table.page", "return page, n - at * table.page",
+    ),
+    Fault(
+        "pages: all sequences have those of the first", f"{ALL}/tiles.py",
+        "load(np.int64, table.data, I(b) * table.width + at)", "load(np.int64, table.data, at)",
+    ),
+    Fault(
+        "pages: the table is read behind its end", f"{ALL}/kv_source.py",
+        "kv.b, I(min(n, kv.n_k - 1)))", "kv.b, I(n))",
+    ),
+    Fault(
+        "simt: pages: rows of a tile are those of its first keys", f"{SIMT}/tile.py",
+        "source.b, source.first + row)", "source.b, source.first)",
+    ),
+    Fault(
+        "sm80: pages: keys behind the length are loaded", f"{SM80}/load.py",
+        "i32(kv.n_k - k0 - own - row)", "i32(kv.n_k - k0 - own)",
+    ),
     # simt
     Fault(
         "simt: the sum is without its rescaling", f"{SIMT}/forward.py",

@@ -86,8 +86,7 @@ FAULTS = (
     ),
     Fault(
         "simt: any row is read in vectors", f"{SIMT}/tile.cuh",
-        "(source.token * (long long)sizeof(storage))) % VEC_BYTES == 0) {",
-        "(source.token * (long long)sizeof(storage))) % 4 == 0) {",
+        "DIM % 4 == 0 && source.aligned(VEC_BYTES)", "DIM % 4 == 0 && source.aligned(4)",
     ),
     Fault(
         "simt: float64 with float32's log2(e)", f"{SIMT}/tile.cuh",
@@ -130,4 +129,40 @@ FAULTS = (
         "index < num_entries(p) * rows; index += 256", "index < 256 && index < num_entries(p) * rows; index += 256",
     ),
     Fault("row statistics: rows without a key", f"{ALL}/bwd_preprocess.cu", "= empty ? INFINITE : lse;", "= lse;"),
+    # packed sequences
+    Fault(
+        "packed: row statistics of the first sequence", f"{ALL}/params.cuh",
+        "return IS_PACKED ? first_tile(p.cu_seqlens_q, b, p.row_block) * p.row_block + n : n;", "return n;",
+    ),
+    Fault(
+        "packed: dQ is added to tiles of the first sequence", f"{ALL}/params.cuh",
+        "return IS_PACKED ? first_tile(p.cu_seqlens_q, b, block) + tile : tile;", "return tile;",
+    ),
+    Fault(
+        "packed: dK and dV of all keys are written", f"{ALL}/params.cuh",
+        "return IS_PACKED ? seq_info(p, b).n_k : p.n_k;", "return p.n_k;",
+    ),
+    Fault(
+        "packed: no room for the tile that is not full", f"{ALL}/params.cuh",
+        "return cu_seqlens[b] / block + b;", "return cu_seqlens[b] / block;",
+    ),
+    Fault(
+        "packed: keys are those of the first sequence", f"{ALL}/params.cuh",
+        "IS_PAGED ? 0 : p.cu_seqlens_k[b], length()", "0, length()",
+    ),
+    # keys in pages
+    Fault(
+        "pages: any number is taken for a page", f"{ALL}/params.cuh",
+        "page < 0 ? 0 : page < p.pages ? page : p.pages - 1", "page",
+    ),
+    Fault(
+        "pages: all sequences have those of the first", f"{ALL}/params.cuh",
+        "p.page_table[b * p.table_width + at]", "p.page_table[at]",
+    ),
+    Fault(
+        "pages: the table is read behind its end", f"{SM80}/load.cuh", "row < n_k ? row : n_k - 1", "row",
+    ),
+    Fault(
+        "sm80: pages: a thread copies its first row", f"{SM80}/load.cuh", "source->at(own + down)", "source->at(own)",
+    ),
 )  # fmt: skip

@@ -43,10 +43,14 @@ class Arguments(KernelArguments):
         self.spec, self.alive, self.scale, self._blocks = spec, list[Any](), operands.scale, operands.blocks
         self.entries, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
+        if spec.paged:
+            self.n_k *= operands.page_table.shape[1]
         self.batch = len(operands.q_offset) if spec.packed else self.entries
         words = [0] * size(spec)
         five = (operands.q, operands.k, operands.v, operands.out, operands.lse)
         words[: WORDS_OF_TENSOR * len(five)] = chain.from_iterable(map(self._tensor, five))
+        if spec.paged:
+            self._set_pages(words, operands)
         words[AT["batch"] : AT["num_splits"] + 1] = self.batch, self.heads, self.n_q, self.n_k, 1, 1
         words[AT["softmax_scale"]] = bits(operands.scale)
         offset = operands.q_offset
@@ -60,8 +64,10 @@ class Arguments(KernelArguments):
             operands.kv_lengths = _on_device(operands.kv_lengths, np.int64)
             words[AT["kv_lengths"]] = self.address(operands.kv_lengths)
         if spec.packed:
-            operands.cu_seqlens = tuple(_on_device(offsets, np.int64) for offsets in operands.cu_seqlens or ())
-            words[AT["cu_seqlens_q"] : AT["cu_seqlens_k"] + 1] = map(self.address, operands.cu_seqlens)
+            given = (each for each in operands.cu_seqlens or () if each is not None)  # pages have no offsets of keys
+            operands.cu_seqlens = tuple(_on_device(offsets, np.int64) for offsets in given)
+            for at, offsets in enumerate(operands.cu_seqlens, AT["cu_seqlens_q"]):
+                words[at] = self.address(offsets)
         if spec.sinks:
             words[AT["sinks"]] = self.address(operands.sinks)
         if spec.dropout:
@@ -148,6 +154,16 @@ class Arguments(KernelArguments):
         """Address and strides; the one batch entry of packed sequences is that of each of them."""
         address, batch, head, token = _tensor(array)
         return address, 0 if self.spec.packed else batch, head, token
+
+    def _set_pages(self, words: list[int], operands: Operands) -> None:
+        """The table of pages, and where they lie."""
+        if self.n_k >= 1 << 31:
+            raise ValueError(f"page_table has room for {self.n_k} keys of a sequence; on a GPU less than 2^31 fit")
+        operands.page_table = table = _on_device(operands.page_table, np.int64)
+        at = self.address(table), table.shape[1], operands.k.shape[0], operands.k.shape[2]
+        words[AT["page_table"] : AT["page"] + 1] = at
+        for name, array in ("k", operands.k), ("v", operands.v):
+            words[AT[name] : AT[name] + WORDS_OF_TENSOR] = _tensor(array)
 
     def address(self, array: Any) -> int:
         """The address of an array, which is kept alive."""

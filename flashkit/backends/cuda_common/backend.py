@@ -122,8 +122,6 @@ class CudaBackend:
         spec = problem.spec
         if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
-        if spec.paged:
-            return Verdict(False, "keys in pages have no kernels here yet")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
         able = [generation.supports(problem, device.current(), "forward") for generation in self.allowed()]
@@ -250,7 +248,7 @@ def _layout(array: Any) -> tuple[Any, ...]:
 def _keep(stream: int, plan: CudaPlan, operands: Operands) -> None:
     """Keep what a captured call uses again and the caller may not hold: kernels, results, and copies of operands."""
     op = operands
-    positions = op.q_offset, op.kv_lengths, *(op.cu_seqlens or ())
+    positions = op.q_offset, op.kv_lengths, op.page_table, *(op.cu_seqlens or ())
     launch.keep(stream, plan, op.out, op.lse, *positions, op.sinks, *op.arrays.values())
 
 

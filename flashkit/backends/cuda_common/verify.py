@@ -18,6 +18,9 @@ from .generation import Pass
 ROWS, KEYS = 150, 210
 """Sizes of the sample problem: more than one tile of any kernel in both directions, and no multiple of a tile."""
 
+PAGE = 30
+"""Keys of a page of the sample problem: a part of KEYS, and no multiple of a tile."""
+
 TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1, "tf32": 4e-3}
 """Largest error, relative to the largest result: a right kernel is far below, a wrong one far above."""
 
@@ -62,12 +65,19 @@ def sample_problem(spec: AttentionSpec) -> Operands:
     def random(heads: int, tokens: int, dim: int) -> np.ndarray:
         return rng.standard_normal((1, heads, tokens, dim)).astype(dtype)
 
-    keys, rows, cu_seqlens = np.array([KEYS - 7 if spec.kv_lengths else KEYS]), np.array([ROWS]), None
+    keys, rows = np.array([KEYS - 7 if spec.kv_lengths else KEYS]), np.array([ROWS])
+    cu_seqlens: tuple[Any, Any] | None = None
     if spec.packed:
         cu_seqlens = np.array([0, 60, ROWS - 7, ROWS]), np.array([0, 100, KEYS - 7, KEYS - 7])
         rows, keys = map(np.diff, cu_seqlens)
+    q, k, v = random(spec.group, ROWS, spec.head_dim), random(1, KEYS, spec.head_dim), random(1, KEYS, spec.head_dim_v)
+    page_table = None
+    if spec.paged:
+        k, v = (x.reshape(-1, 1, PAGE, x.shape[3]) for x in (k, v))
+        page_table = (np.arange(len(k)) * 3 + np.arange(len(keys))[:, None]) % len(k)
+        cu_seqlens = None if cu_seqlens is None else (cu_seqlens[0], None)
     return Operands(
-        random(spec.group, ROWS, spec.head_dim), random(1, KEYS, spec.head_dim), random(1, KEYS, spec.head_dim_v),
+        q, k, v,
         spec.head_dim**-0.5, keys - rows, keys,
         {slot.name: 7 if slot.kind == "int" else 1.5 for slot in spec.slots if slot.ndim is None},
         {
@@ -76,7 +86,7 @@ def sample_problem(spec: AttentionSpec) -> Operands:
             if slot.ndim is not None
         },
         np.linspace(-1, 1, spec.group).astype(spec.lse_dtype) if spec.sinks else None,
-        0.25 if spec.dropout else 0.0, 12345, cu_seqlens=cu_seqlens,
+        0.25 if spec.dropout else 0.0, 12345, cu_seqlens=cu_seqlens, page_table=page_table,
     )  # fmt: skip
 
 
@@ -112,7 +122,7 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
         operands = Operands(
             q, k, v, problem.scale, problem.q_offset, problem.kv_lengths, problem.params, arrays,
             None if problem.sinks is None else cupy.asarray(problem.sinks), problem.dropout_p, problem.seed, out, lse,
-            cu_seqlens=problem.cu_seqlens,
+            cu_seqlens=problem.cu_seqlens, page_table=problem.page_table,
         )  # fmt: skip
         if direction == "forward":
             made.run(Arguments(spec, operands), stream.ptr)

@@ -18,7 +18,7 @@ from ..cuda_common.affine_score import affine_score
 from ..cuda_common.arguments import ROW_TENSORS, Arguments
 from ..cuda_common.device import Device
 from ..cuda_common.fallback import Fallback
-from ..cuda_common.generation import Generation, Pass, supports_packed, tile_of
+from ..cuda_common.generation import Generation, Pass, supports_packed, supports_paged, tile_of
 from ..cuda_common.launch import TensorMap
 from ..cuda_common.sm90_bwd_launch import BackwardTile, backward_candidates
 from ..cuda_common.sm90_launch import (
@@ -155,6 +155,8 @@ class Sm90(Generation):
             kind = "backward" if direction == "backward" else "float32"
             if not (verdict := supports_packed(spec, kind)):
                 return verdict
+        if not (verdict := supports_paged(spec, self.name)):
+            return verdict
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
         if spec.dtype == "float64":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...spec import Problem, Verdict
 from ..cuda_common.backend import CudaBackend
 from ..cuda_common.simt import Simt
 from . import compile, specialise
@@ -24,11 +23,6 @@ class NumbaCudaBackend(CudaBackend):
     generations = (Sm90(specialise.library, _SM80, _SIMT), _SM80, _SIMT)
     needs = dict.fromkeys(("cupy", "cuda.bindings", "numba_cuda"), _HINT)
     last_resort = True
-
-    def supports(self, problem: Problem) -> Verdict:
-        if problem.spec.packed:
-            return Verdict(False, "packed sequences have no kernels here yet")
-        return super().supports(problem)
 
     def check(self) -> None:
         compile.check()

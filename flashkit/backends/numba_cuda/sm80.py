@@ -121,8 +121,8 @@ class Forward:
         supported = arguments.n_k and arguments.positive_scale
         if not (supported and strides_are_vector_multiples(arguments, ROW_TENSORS)):
             return None
-        heads = arguments.batch * arguments.heads
-        blocks = -(-arguments.n_q // self.tile.block_q) * heads
+        heads = arguments.entries * arguments.heads
+        blocks = arguments.q_tiles(self.tile.block_q) * heads
         check_grid(blocks)
         return blocks, heads_per_l2_group(heads, _L2_BYTES // bytes_of_keys(arguments))
 
@@ -218,6 +218,8 @@ class Backward(OrderedBackward):
 
 def splits(problem: Problem, device: Device) -> bool:
     """Whether to use split-KV: queries would leave most of a tile empty, or most SMs idle."""
+    if problem.spec.packed:
+        return False
     if problem.n_q <= FEW_ROWS:
         return problem.n_q > 0
     blocks = -(-problem.n_q // 128) * problem.heads * problem.batch

@@ -22,6 +22,7 @@
 //     MASK_READS_ARRAYS         whether classify() reads arrays over ranges: then one call must not cover many tiles,
 //                               and the position of a tile does not say how many tiles exist
 //     IS_PACKED                 whether sequences of any length follow each other in one axis of tokens
+//     IS_PAGED                  whether keys and values lie in pages that a table names
 //     VALUES                    64-bit entries of Params::values
 //     FAST_MATH                 whether functions in a score modification may be off by some ulps
 //
@@ -60,7 +61,7 @@ DEVICE SeqInfo seq_info(const Params& p, long long b) {
     const long long q_position = p.q_offsets == nullptr ? p.q_offset : p.q_offsets[b];
     if constexpr (IS_PACKED) {
         const long long rows = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
-        return {p.cu_seqlens_q[b], rows < 0 ? 0 : rows, p.cu_seqlens_k[b], length(), q_position};
+        return {p.cu_seqlens_q[b], rows < 0 ? 0 : rows, IS_PAGED ? 0 : p.cu_seqlens_k[b], length(), q_position};
     }
     return {0, p.n_q, 0, length(), q_position};
 }
@@ -127,5 +128,10 @@ DEVICE T* q_row(const Params& p, const Tensor& tensor, long long b, long long h,
 }
 template <typename T>
 DEVICE T* kv_row(const Params& p, const Tensor& tensor, long long b, long long h, long long n) {
+    if constexpr (IS_PAGED) {  // there are less than 2^31 keys; a page that does not exist is the first or the last one
+        const unsigned at = (unsigned)n / (unsigned)p.page;
+        const long long page = p.page_table[b * p.table_width + at];
+        return row_at<T>(tensor, page < 0 ? 0 : page < p.pages ? page : p.pages - 1, h, (unsigned)n - at * p.page);
+    }
     return row_at<T>(tensor, b, h, kv_token(p, b, n));
 }

@@ -65,7 +65,7 @@ DEVICE void dkdv_tile(const Params& p, fk_float* stages, fk_float* p_tile) {
     const long long b = at.b, k0 = at.tile * BLOCK_K, n_k = seq_info(p, b).n_k;
     const long long k1 = k0 + BLOCK_K < n_k ? k0 + BLOCK_K : n_k;
     const KvSource kv{p, b, head_kv, n_k};
-    const Rows k = kv.k(k0), v = kv.v(k0);
+    const auto k = kv.k(k0), v = kv.v(k0);
 
 #pragma unroll 1
     for (int nonfinite = 0; nonfinite < 2; ++nonfinite) {

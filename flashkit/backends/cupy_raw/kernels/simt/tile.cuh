@@ -42,9 +42,31 @@ constexpr int tile_pitch(int n) { return n + (TX < 32 ? TX : 0); }
 
 // Queries or keys of one head that a tile covers: `count` exist, the first at `data`, `token` elements apart.
 struct Rows {
+    static constexpr bool PAGED = false;
     const storage* data;
     long long token;
     int count;
+    __device__ __forceinline__ const storage* at(int row) const { return data + row * token; }
+    __device__ __forceinline__ bool aligned(int bytes) const {
+        return ((size_t)data | (size_t)(token * (long long)sizeof(storage))) % bytes == 0;
+    }
+};
+
+// Keys of one head in pages, from key `first` on.
+struct PagedRows {
+    static constexpr bool PAGED = true;
+    const storage* data;  // of page 0
+    long long token;
+    int count;
+    const Params& p;
+    const Tensor& tensor;
+    long long b, head, first;
+    __device__ __forceinline__ const storage* at(int row) const {
+        return kv_row<const storage>(p, tensor, b, head, first + row);
+    }
+    __device__ __forceinline__ bool aligned(int bytes) const {
+        return ((size_t)data | (size_t)((tensor.batch | token) * (long long)sizeof(storage))) % bytes == 0;
+    }
 };
 
 // Queries of a head, from row `first` of `n` on.
@@ -54,16 +76,21 @@ DEVICE Rows q_rows(const Params& p, const Tensor& tensor, long long b, long long
 }
 
 // K and V of one key/value head: the only code that knows where they lie.
-struct KvSource {
+template <bool PAGED>
+struct KvSourceOf {
     const Params& p;
     long long b, head, n_k;
-    __device__ __forceinline__ Rows rows(const Tensor& tensor, long long first) const {
+    __device__ __forceinline__ auto rows(const Tensor& tensor, long long first) const {
         const int count = (int)(n_k - first < BLOCK_K ? n_k - first : BLOCK_K);
-        return {kv_row<const storage>(p, tensor, b, head, first), tensor.token, count};
+        if constexpr (PAGED)
+            return PagedRows{row_at<const storage>(tensor, 0, head, 0), tensor.token, count, p, tensor, b, head, first};
+        else
+            return Rows{kv_row<const storage>(p, tensor, b, head, first), tensor.token, count};
     }
-    __device__ __forceinline__ Rows k(long long first) const { return rows(p.k, first); }
-    __device__ __forceinline__ Rows v(long long first) const { return rows(p.v, first); }
+    __device__ __forceinline__ auto k(long long first) const { return rows(p.k, first); }
+    __device__ __forceinline__ auto v(long long first) const { return rows(p.v, first); }
 };
+using KvSource = KvSourceOf<IS_PAGED>;
 
 #if __CUDA_ARCH__ >= 800
 constexpr bool ASYNC = sizeof(storage) == sizeof(fk_float);  // cp.async, without conversion in registers
@@ -86,10 +113,10 @@ DEVICE void wait_async() {
 
 // Rows first ... first + ROWS - 1 and columns column ... column + WIDTH - 1 of an operand with DIM columns; elements
 // past its end become 0. Loads are vectors of four elements where the addresses are aligned, else single elements.
-template <int ROWS, int WIDTH, int DIM, int PITCH>
-DEVICE void load_tile(const Rows& source, int first, int column, fk_float* target) {
+template <int ROWS, int WIDTH, int DIM, int PITCH, typename Source>
+DEVICE void load_tile(const Source& source, int first, int column, fk_float* target) {
     constexpr int BYTES = 4 * (int)sizeof(storage), VEC_BYTES = BYTES < 16 ? BYTES : 16;
-    if (DIM % 4 == 0 && ((size_t)source.data | (size_t)(source.token * (long long)sizeof(storage))) % VEC_BYTES == 0) {
+    if (DIM % 4 == 0 && source.aligned(VEC_BYTES)) {
         // A thread stays in its column, so the next address is one addition away.
         constexpr int ACROSS = next_power_of_two(WIDTH / 4), STEP = THREADS / ACROSS;
         const int row = threadIdx.x / ACROSS, at = threadIdx.x % ACROSS * 4;
@@ -100,6 +127,8 @@ DEVICE void load_tile(const Rows& source, int first, int column, fk_float* targe
 #pragma unroll
         for (int i = 0; i < ROWS; i += STEP, from += STEP * source.token, to += STEP * PITCH) {
             if (ROWS % STEP != 0 && row + i >= ROWS) break;
+            if constexpr (Source::PAGED)
+                if (i < exist) from = source.at(first + row + i) + column + at;
             if constexpr (ASYNC) {
 #pragma unroll
                 for (int byte = 0; byte < BYTES; byte += 16)
@@ -118,7 +147,7 @@ DEVICE void load_tile(const Rows& source, int first, int column, fk_float* targe
         for (int at = threadIdx.x; at < ROWS * WIDTH; at += THREADS) {
             const int row = at / WIDTH, d = at % WIDTH;
             const bool exists = first + row < source.count && column + d < DIM;
-            const storage* from = exists ? source.data + (first + row) * source.token + column + d : source.data;
+            const storage* from = exists ? source.at(first + row) + column + d : source.data;
             fk_float* to = target + row * PITCH + d;
             if constexpr (ASYNC) copy_async<sizeof(storage)>(to, from, exists);
             else *to = exists ? widen(*from) : (fk_float)0;
@@ -135,8 +164,8 @@ DEVICE double softmax_exp2(double x) { return exp2(x); }
 // --- scores, accumulate ----------------------------------------------------------------------------------------------
 
 // s = a b^T for M rows of a and N rows of b, both with DIM columns; CHUNK columns at a time, double-buffered.
-template <int M, int N, int DIM>
-DEVICE void scores(const Rows& a, const Rows& b, fk_float (&s)[M / TY][N / TX], fk_float* stages) {
+template <int M, int N, int DIM, typename A, typename B>
+DEVICE void scores(const A& a, const B& b, fk_float (&s)[M / TY][N / TX], fk_float* stages) {
     constexpr int BUFFER = (M + N) * CHUNK_PITCH, CHUNKS = ceil_div(DIM, CHUNK);
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
 #pragma unroll
@@ -188,8 +217,8 @@ DEVICE void store_tile(const fk_float (&tile)[M / TY][N / TX], fk_float* target)
 
 // acc += a b: a tile a, M x N, of P or dS in shared memory times N rows of b with DIM columns; KEYS rows at a time,
 // double-buffered. `nonfinite`: elements of a that are 0 skip their row of b, which may hold inf or NaN.
-template <int M, int N, int DIM>
-DEVICE void accumulate(const fk_float* a, const Rows& b, fk_float (&acc)[M / TY][accumulator_pitch(DIM) / TX],
+template <int M, int N, int DIM, typename Source>
+DEVICE void accumulate(const fk_float* a, const Source& b, fk_float (&acc)[M / TY][accumulator_pitch(DIM) / TX],
                        fk_float* stages, bool nonfinite) {
     constexpr int PITCH = accumulator_pitch(DIM), BUFFER = KEYS * PITCH, VECS = PITCH / (4 * TX);
     const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;

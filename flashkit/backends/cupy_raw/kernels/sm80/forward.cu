@@ -72,16 +72,18 @@ struct WorkTile {
 
 // K and V of one key/value head: the only code that knows where they lie in global memory.
 struct KvSource {
-    Rows<> k, v;
+    using CopyK = TileCopy<BLOCK_K, HEAD_DIM, THREADS, KeyRows>;
+    using CopyV = TileCopy<BLOCK_K, HEAD_DIM_V, THREADS, KeyRows>;
+    KeyRows k, v;
     int n_k;
 
     __device__ __forceinline__ KvSource(const Params& p, int b, int head_kv, int n_k)
-        : k(p.k, b, head_kv, seq_info(p, b).key_offset), v(p.v, b, head_kv, seq_info(p, b).key_offset), n_k(n_k) {}
+        : k(p, p.k, b, head_kv, n_k), v(p, p.v, b, head_kv, n_k), n_k(n_k) {}
     __device__ __forceinline__ void load_k(int tile, unsigned stage) const {
-        load_tile<BLOCK_K, HEAD_DIM, THREADS>(k, tile * BLOCK_K, n_k, stage);
+        CopyK::load(k, tile * BLOCK_K, n_k, stage);
     }
     __device__ __forceinline__ void load_v(int tile, unsigned stage) const {
-        load_tile<BLOCK_K, HEAD_DIM_V, THREADS>(v, tile * BLOCK_K, n_k, stage + AT_STAGE_V);
+        CopyV::load(v, tile * BLOCK_K, n_k, stage + AT_STAGE_V);
     }
 };
 
@@ -153,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm80_forwar
                 const bool full = entry_of(i) & 1, more = i + PREFETCH < count, more_v = STAGES_AHEAD == 0 || more;
                 const int next_k0 = more ? key_of(i + PREFETCH) : 0, next_v0 = STAGES_AHEAD == 0 ? k0 : next_k0;
                 const unsigned stage = stages + at_stage, to = stages + stage_of(i + STAGES_AHEAD);
-                TileCopy<BLOCK_K, HEAD_DIM, THREADS> copy_k;
-                TileCopy<BLOCK_K, HEAD_DIM_V, THREADS> copy_v;
+                KvSource::CopyK copy_k;
+                KvSource::CopyV copy_v;
                 const bool copied = copy_k.can(kv.k) && copy_v.can(kv.v);
                 if (!copied) {
                     if (STAGES_AHEAD > 0 && more) copy_k.store(kv.k, next_k0, at.n_k, to);

@@ -22,6 +22,7 @@ DEVICE void cp_async_wait() {  // until all groups but the last PENDING have arr
 // Rows of one head: row r at data + r * token elements. PACK_GQA > 1: interleaved rows of PACK_GQA heads.
 template <int PACK_GQA = 1>
 struct Rows {
+    static constexpr bool PAGED = false;
     const Tensor& tensor;  // in constant memory: strides take no registers
     storage* data;
     bool aligned;  // whether every row begins on 16 bytes
@@ -38,29 +39,57 @@ struct Rows {
     }
 };
 
+// Keys or values of one head, n_k of them.
+template <bool IN_PAGES>
+struct KeyRowsOf : Rows<> {
+    __device__ __forceinline__ KeyRowsOf(const Params& p, const Tensor& tensor, int b, int head, int)
+        : Rows<>(tensor, b, head, seq_info(p, b).key_offset) {}
+};
+template <>
+struct KeyRowsOf<true> {
+    static constexpr bool PAGED = true;
+    const Params& p;
+    const Tensor& tensor;
+    int b, head, n_k;
+    bool aligned;
+
+    __device__ __forceinline__ KeyRowsOf(const Params& p, const Tensor& tensor, int b, int head, int n_k)
+        : p(p), tensor(tensor), b(b), head(head), n_k(n_k) {
+        const unsigned long long first = (unsigned long long)row_at<storage>(tensor, 0, head, 0);
+        aligned = ((first | (tensor.batch | tensor.token) * (long long)sizeof(storage)) & 15) == 0;
+    }
+    // Past the last row it is the last one: the table may end there.
+    __device__ __forceinline__ storage* at(int row) const {
+        return kv_row<storage>(p, tensor, b, head, row < n_k ? row : n_k - 1);
+    }
+};
+using KeyRows = KeyRowsOf<IS_PAGED>;
+
 // Copies rows first ... first + ROWS - 1 to shared memory; rows at or past `count` and columns past DIM become zeros.
 // The copies belong to the current cp.async group. A thread issues its COPIES copies in parts: among the instructions
 // of a matrix product they are hidden, while many at a time stall on each other, since a copy reads its address late
 // and the registers for more addresses are taken.
-template <int ROWS, int DIM, int THREADS>
+template <int ROWS, int DIM, int THREADS, typename Source = Rows<>>
 struct TileCopy {
     // Neighbouring threads copy neighbouring vectors of a row, then of the rows below.
     static constexpr int ROW_VECS = row_vecs(DIM), ACROSS = ROW_VECS < THREADS ? ROW_VECS : THREADS;
     static constexpr int DOWN = THREADS / ACROSS;
     static constexpr int COPIES_DOWN = up(ROWS, DOWN) / DOWN;
     static constexpr int COPIES = DIM % VEC_ELEMENTS != 0 ? 0 : up(ROW_VECS, ACROSS) / ACROSS * COPIES_DOWN;
+    const Source* source;
     const storage* from;  // source of the next copy
     long long step;       // bytes from a copy to the one below
     unsigned to;          // the tile
-    int left;             // rows that exist from the thread's first row on
+    int own;              // the thread's first row
+    int left;             // rows that exist from that one on
     bool wanted;
 
     static __device__ __forceinline__ int row() { return threadIdx.x / ACROSS; }
     static __device__ __forceinline__ int vec() { return threadIdx.x % ACROSS; }
 
     // Rows that are not aligned to 16 bytes are copied through registers, synchronously.
-    static __device__ __forceinline__ bool can(const Rows<>& source) { return COPIES > 0 && source.aligned; }
-    static __device__ __forceinline__ void store(const Rows<>& source, int first, int count, unsigned target) {
+    static __device__ __forceinline__ bool can(const Source& source) { return COPIES > 0 && source.aligned; }
+    static __device__ __forceinline__ void store(const Source& source, int first, int count, unsigned target) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * padded(DIM); i += THREADS) {
             const int r = i / padded(DIM), d = i % padded(DIM);
@@ -70,10 +99,12 @@ struct TileCopy {
         }
     }
 
-    __device__ __forceinline__ void start(const Rows<>& source, int first, int count, unsigned target, bool wanted) {
-        from = source.at(first + row()) + vec() * VEC_ELEMENTS;
+    __device__ __forceinline__ void start(const Source& source, int first, int count, unsigned target, bool wanted) {
+        if constexpr (Source::PAGED) this->source = &source;
+        else from = source.at(first + row()) + vec() * VEC_ELEMENTS;
         step = DOWN * source.tensor.token * (long long)sizeof(storage);
         to = target;
+        own = first + row();
         left = count - first - row();
         this->wanted = wanted && (THREADS % ACROSS == 0 || row() < DOWN);
     }
@@ -91,6 +122,11 @@ struct TileCopy {
             const unsigned target = (DOWN & (DOWN - 1)) != 0
                 ? vec_offset<DIM>(row() + down, vec() + column) + to
                 : ((to + vec_offset<DIM>(row(), vec())) ^ swizzle<DIM>(down) * 16) + down * pitch(DIM) + column * 16;
+            if constexpr (Source::PAGED) {
+                from = source->at(own + down) + (vec() + column) * VEC_ELEMENTS;
+                cp_async(target, from, down, inside ? left : 0, wanted && exists);
+                continue;
+            }
             cp_async(target, from, down, inside ? left : 0, wanted && exists);
             // One address that advances: the compiler would keep one per copy in registers.
             const long long next = i % COPIES_DOWN < COPIES_DOWN - 1 ? step : ACROSS * 16 - (COPIES_DOWN - 1) * step;
@@ -99,15 +135,18 @@ struct TileCopy {
             from = at;
         }
     }
+
+    static __device__ __forceinline__ void load(const Source& source, int first, int count, unsigned target) {
+        if (!can(source)) return store(source, first, count, target);
+        TileCopy copy;
+        copy.start(source, first, count, target, true);
+        copy.copy(0, 1);
+    }
 };
 
 template <int ROWS, int DIM, int THREADS>
 DEVICE void load_tile(const Rows<>& source, int first, int count, unsigned target) {
-    using Copy = TileCopy<ROWS, DIM, THREADS>;
-    if (!Copy::can(source)) return Copy::store(source, first, count, target);
-    Copy copy;
-    copy.start(source, first, count, target, true);
-    copy.copy(0, 1);
+    TileCopy<ROWS, DIM, THREADS>::load(source, first, count, target);
 }
 
 // The same for packed GQA: rows of PACK_GQA heads.

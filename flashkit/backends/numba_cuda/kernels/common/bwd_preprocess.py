@@ -29,9 +29,14 @@ def bwd_preprocess(p):
     """
     rows, heads = U(p.bwd_lse.head), U(p.heads)  # unsigned quotients take fewer instructions
     index, lane = (U(cuda.blockIdx.x) * U(128) + U(cuda.threadIdx.x)) // U(LANES), I(cuda.threadIdx.x) % LANES
-    exists = I(index) < p.batch * p.heads * p.bwd_lse.head
+    exists = I(index) < num_entries(p) * p.heads * p.bwd_lse.head
     head = index // rows
-    row, h, b = I(index - head * rows), I(head % heads), I(head // heads) if exists else I(0)
+    at, h, entry = I(index - head * rows), I(head % heads), I(head // heads) if exists else I(0)
+    row, b = at, entry
+    if IS_PACKED:
+        number = I(U(at) // U(p.row_block))
+        tile = q_tile(p, entry, number, p.row_block)
+        row, b = at + (tile.tile - number) * p.row_block, tile.b
     total = ZERO
     if exists and row < seq_info(p, b).n_q:
         out, dout = q_row_address(p, p.out, b, h, row), q_row_address(p, p.dout, b, h, row)
@@ -52,8 +57,8 @@ def bwd_preprocess(p):
             if p.dlse.data != 0:
                 total -= load(F, number_address(p.dlse, b, h, q_token(p, b, row)), 0)
         empty = lse == HIDDEN
-        store(F, number_address(p.delta, b, h, row), 0, ZERO if empty else total)
-        store(F, number_address(p.bwd_lse, b, h, row), 0, INFINITE if empty else lse)
+        store(F, number_address(p.delta, entry, h, at), 0, ZERO if empty else total)
+        store(F, number_address(p.bwd_lse, entry, h, at), 0, INFINITE if empty else lse)
 
 
 @kernel(256)
@@ -66,8 +71,9 @@ def bwd_sinks(p):
     total = 0.0
     if HAS_SINKS:
         sink = load(F, p.sinks, h)
-        for index in range(thread, p.batch * max_n_q(p), 256):
-            b, row = index // max_n_q(p), index % max_n_q(p)
+        rows = p.bwd_lse.head if IS_PACKED else max_n_q(p)
+        for index in range(thread, num_entries(p) * rows, 256):
+            b, row = index // rows, index % rows
             p_sink = exp(sink - load(F, number_address(p.bwd_lse, b, h, row), 0))
             if p_sink != ZERO:
                 total -= np.float64(p_sink * load(F, number_address(p.delta, b, h, row), 0))

@@ -30,8 +30,12 @@ def kv_length(p, b):
 
 @device
 def seq_info(p, b):
-    """The only reader of the lengths and positions in Params, with max_n_q() and max_n_k()."""
+    """The only reader of the lengths and positions in Params, with the functions of SeqTile."""
     q_position = p.q_offset if p.q_offsets == 0 else load(np.int64, p.q_offsets, b)
+    if IS_PACKED:
+        start, end = load(np.int64, p.cu_seqlens_q, b), load(np.int64, p.cu_seqlens_q, b + 1)
+        key_start = I(0) if IS_PAGED else load(np.int64, p.cu_seqlens_k, b)
+        return SeqInfo(start, max(end - start, 0), key_start, kv_length(p, b), q_position)
     return SeqInfo(I(0), p.n_q, I(0), kv_length(p, b), q_position)
 
 
@@ -45,6 +49,81 @@ def max_n_q(p):
 def max_n_k(p):
     """Keys of the longest sequence: grids, schedules and the rows of dK and dV are sized by it."""
     return p.n_k
+
+
+# A tile of a sequence. Packed sequences begin at any token: the tiles of sequence b have numbers from
+# start // block + b on, where start is its first token. That leaves room for the tiles of all sequences before it, and
+# needs no sum over them; at most one number for each sequence stands for no tile (is past the sequence's end).
+SeqTile = namedtuple("SeqTile", "b tile")
+
+
+@device
+def first_tile(cu_seqlens, b, block):
+    return I(U(load(np.int64, cu_seqlens, b)) // U(block)) + b
+
+
+@device
+def packed_tile(cu_seqlens, batch, number, block):
+    low, high = I(0), batch
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if first_tile(cu_seqlens, middle, block) <= number:
+            low = middle
+        else:
+            high = middle
+    return SeqTile(low, number - first_tile(cu_seqlens, low, block))
+
+
+@device
+def num_entries(p):
+    """Batch entries that grids and schedules count."""
+    return I(1) if IS_PACKED else p.batch
+
+
+@device
+def num_q_tiles(p, block):
+    """Query tiles of a head of one of these entries."""
+    return p.n_q // block + p.batch if IS_PACKED else (p.n_q + block - 1) // block
+
+
+@device
+def num_k_tiles(p, block):
+    return p.n_k // block + p.batch if IS_PACKED else (p.n_k + block - 1) // block
+
+
+@device
+def q_tile(p, entry, number, block):
+    """The query tile that a number stands for."""
+    if IS_PACKED:
+        return packed_tile(p.cu_seqlens_q, p.batch, I(number), block)
+    return SeqTile(I(entry), I(number))
+
+
+@device
+def k_tile(p, entry, number, block):
+    if IS_PACKED:
+        return packed_tile(p.cu_seqlens_k, p.batch, I(number), block)
+    return SeqTile(I(entry), I(number))
+
+
+@device
+def q_tile_number(p, b, tile, block):
+    """The number of a query tile, where accumulators of query tiles are."""
+    return first_tile(p.cu_seqlens_q, I(b), block) + I(tile) if IS_PACKED else I(tile)
+
+
+@device
+def stats_row(p, b, n):
+    """The row of bwd_lse and delta for row n of a sequence."""
+    return first_tile(p.cu_seqlens_q, I(b), p.row_block) * p.row_block + n if IS_PACKED else n
+
+
+@device
+def stored_n_k(p, b):
+    """Keys of which the backward pass writes dK and dV. Those past kv_lengths get 0; packed, they are another
+    sequence's.
+    """
+    return seq_info(p, I(b)).n_k if IS_PACKED else p.n_k
 
 
 @device
@@ -76,8 +155,29 @@ def q_row_address(p, tensor, b, h, n):
     return row_address(tensor, b, h, q_token(p, b, n))
 
 
+PageTable = namedtuple("PageTable", "data width pages page")  # address; pages of a sequence; all pages; keys of a page
+
+
+@device
+def page_table(p):
+    return PageTable(p.page_table, p.table_width, p.pages, p.page)
+
+
+@device
+def page_and_row(table, b, n):
+    """Where key n of sequence b lies. A page that does not exist is the first or the last one. There are less than 2^31
+    keys.
+    """
+    at = I(np.uint32(np.uint32(n) // np.uint32(table.page)))
+    page = load(np.int64, table.data, I(b) * table.width + at)
+    return min(max(page, 0), table.pages - 1), n - at * table.page
+
+
 @device
 def kv_row_address(p, tensor, b, h, n):
+    if IS_PAGED:
+        page, row = page_and_row(page_table(p), b, I(n))
+        return row_address(tensor, page, h, row)
     return row_address(tensor, b, h, kv_token(p, b, n))
 
 

@@ -17,16 +17,17 @@ def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k):
     modification. Where P is 0 dS is 0, whatever dP is.
     """
     tx, ty = thread_coord()
+    n_q, stats, q_position = seq_info(p, b).n_q, stats_row(p, b, row0), seq_info(p, b).q_position
     modify_tile(p, state, s, slope, True, b, h, row0, k0, n_k)
     if HAS_DROPOUT:
         drop_tile(p, dp, b, h, row0, k0)
     for i in range(ROWS_PER_THREAD):
         for j in range(COLUMNS_PER_THREAD):
-            row = row0 + (tx + j * TX if BACKWARD_KEYS else ty + i * TY)
+            row = tx + j * TX if BACKWARD_KEYS else ty + i * TY
             lse, delta = INFINITE, ZERO
-            if row < seq_info(p, b).n_q:
-                lse = load(F, number_address(p.bwd_lse, b, h, row), 0)
-                delta = load(F, number_address(p.delta, b, h, row), 0)
+            if row0 + row < n_q:
+                lse = load(F, number_address(p.bwd_lse, b, h, stats + row), 0)
+                delta = load(F, number_address(p.delta, b, h, stats + row), 0)
             p_ij = softmax_exp2((s[i, j] - lse) * LOG2E)
             ds = p_ij * (dp[i, j] - delta) * F(p.softmax_scale)
             if HAS_SCORE:
@@ -35,7 +36,7 @@ def softmax_backward(p, state, s, dp, slope, b, h, row0, k0, n_k):
             if VISITS_DS:
                 along, across = ty + i * TY, tx + j * TX
                 k = k0 + (along if BACKWARD_KEYS else across)
-                visit_ds(dp[i, j], b, h, row, row + seq_info(p, b).q_position, k, p)
+                visit_ds(dp[i, j], b, h, row0 + row, row0 + row + q_position, k, p)
 
 
 @device
@@ -47,9 +48,10 @@ def ones(factor):
 @device
 def dkdv_tile(p, shared):
     """dK and dV of one key tile."""
-    block, heads_kv = I(cuda.blockIdx.x), p.heads // GQA_GROUP
-    head_kv, b = block % heads_kv, block // heads_kv % p.batch
-    k0, n_k = block // (heads_kv * p.batch) * BLOCK_K, seq_info(p, b).n_k
+    block, heads_kv, entries = I(cuda.blockIdx.x), p.heads // GQA_GROUP, num_entries(p)
+    head_kv = block % heads_kv
+    b, tile = k_tile(p, block // heads_kv % entries, block // (heads_kv * entries), BLOCK_K)
+    k0, n_k = tile * BLOCK_K, seq_info(p, b).n_k
     k1 = min(k0 + BLOCK_K, n_k)
     kv = kv_source(p, b, head_kv, n_k)
     k, v = k_rows(kv, k0), v_rows(kv, k0)
@@ -85,9 +87,9 @@ def dkdv_tile(p, shared):
                 walk = next_tile(p, walk)
             h += 1
         # Keys past a sequence's length have accumulated nothing and get 0.
-        start = seq_info(p, b).key_offset
-        finite_k = store_accumulator(dk, ACC_QK, factor, p.dk, b, head_kv, start, k0, max_n_k(p))
-        finite_v = store_accumulator(dv, ACC_V, factor, p.dv, b, head_kv, start, k0, max_n_k(p))
+        start, end = seq_info(p, b).key_offset, stored_n_k(p, b)
+        finite_k = store_accumulator(dk, ACC_QK, factor, p.dk, b, head_kv, start, k0, end)
+        finite_v = store_accumulator(dv, ACC_V, factor, p.dv, b, head_kv, start, k0, end)
         again = all_threads_or(not (finite_k and finite_v)) and not nonfinite
         nonfinite = True
 
@@ -95,9 +97,12 @@ def dkdv_tile(p, shared):
 @device
 def dq_tile(p, shared):
     """dQ of one query tile."""
-    block, tiles = I(cuda.blockIdx.x), (max_n_q(p) + BLOCK_Q - 1) // BLOCK_Q
-    h, b = block % p.heads, block // p.heads % p.batch
-    row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
+    block, entries, tiles = I(cuda.blockIdx.x), num_entries(p), num_q_tiles(p, BLOCK_Q)
+    h, entry = block % p.heads, block // p.heads % entries
+    b, tile = q_tile(p, entry, tiles - 1 - block // (p.heads * entries), BLOCK_Q)
+    row0, head_kv, n_k = tile * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
+    if IS_PACKED and row0 >= seq_info(p, b).n_q:
+        return
     row1, kv = min(row0 + BLOCK_Q, seq_info(p, b).n_q), kv_source(p, b, head_kv, n_k)
     q = q_rows(p, p.q, b, h, row0)
     dout = q_rows(p, p.dout, b, h, row0)

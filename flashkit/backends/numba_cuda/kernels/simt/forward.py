@@ -76,9 +76,12 @@ def epilogue(p, b, h, row0, m, l, o):
 @kernel(THREADS, BLOCKS_PER_SM)
 def simt_forward(p):
     shared = cuda.shared.array(0, F_TYPE)
-    block, tiles = I(cuda.blockIdx.x), (max_n_q(p) + BLOCK_Q - 1) // BLOCK_Q
-    h, b = block % p.heads, block // p.heads % p.batch
-    row0, head_kv, n_k = (tiles - 1 - block // (p.heads * p.batch)) * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
+    block, entries, tiles = I(cuda.blockIdx.x), num_entries(p), num_q_tiles(p, BLOCK_Q)
+    h, entry = block % p.heads, block // p.heads % entries
+    b, tile = q_tile(p, entry, tiles - 1 - block // (p.heads * entries), BLOCK_Q)
+    row0, head_kv, n_k = tile * BLOCK_Q, h // GQA_GROUP, seq_info(p, b).n_k
+    if IS_PACKED and row0 >= seq_info(p, b).n_q:
+        return
     row1, kv = min(row0 + BLOCK_Q, seq_info(p, b).n_q), kv_source(p, b, head_kv, n_k)
     q = q_rows(p, p.q, b, h, row0)
 

@@ -21,7 +21,9 @@ ROWS, COLUMNS = (BLOCK_K, BLOCK_Q) if BACKWARD_KEYS else (BLOCK_Q, BLOCK_K)
 TX_BITS = TX.bit_length() - 1
 ROWS_PER_THREAD, COLUMNS_PER_THREAD = ROWS // TY, COLUMNS // TX
 
-Rows = namedtuple("Rows", "data token count")  # rows of one head: address, elements between rows, rows that exist
+# Rows of one head: address, elements between rows, rows that exist. In pages: the address is that of row 0 of page 0;
+# elements between pages; batch entry, key of the first row, and the table. Queries have none, whose address is 0.
+Rows = namedtuple("Rows", "data token count batch b first table")
 # Of an operand: columns, columns and pitch of a stage, threads per row.
 Shape = namedtuple("Shape", "dim width pitch across")
 
@@ -64,21 +66,38 @@ STAGE = P_TILE // 2
 @device
 def q_rows(p, tensor, b, h, first):
     """Rows first ... of a head's queries, at most BLOCK_Q of them."""
-    return Rows(q_row_address(p, tensor, b, h, first), tensor.token, min(seq_info(p, b).n_q - first, BLOCK_Q))
+    address, count = q_row_address(p, tensor, b, h, first), min(seq_info(p, b).n_q - first, BLOCK_Q)
+    return Rows(address, tensor.token, count, I(0), I(0), I(0), PageTable(I(0), I(0), I(0), I(0)))
+
+
+@device
+def kv_rows(kv, tensor, first):
+    """Rows first ... of K or V of a KvSource, at most BLOCK_K of them."""
+    count = min(kv.n_k - first, BLOCK_K)
+    if IS_PAGED:
+        address = row_address(tensor, I(0), kv.head, I(0))
+        return Rows(address, tensor.token, count, tensor.batch, kv.b, first, kv.table)
+    return Rows(kv_address(kv, tensor, first), tensor.token, count, I(0), I(0), I(0), kv.table)
 
 
 @device
 def k_rows(kv, first):
-    """Keys first ... of a KvSource, at most BLOCK_K of them."""
-    address = row_address(kv.k, kv.b, kv.head, kv.start + first)
-    return Rows(address, kv.k.token, min(kv.n_k - first, BLOCK_K))
+    return kv_rows(kv, kv.k, first)
 
 
 @device
 def v_rows(kv, first):
-    """The values of these keys."""
-    address = row_address(kv.v, kv.b, kv.head, kv.start + first)
-    return Rows(address, kv.v.token, min(kv.n_k - first, BLOCK_K))
+    return kv_rows(kv, kv.v, first)
+
+
+@device
+def address_in_rows(source, row):
+    """Address of one of the rows."""
+    if IS_PAGED:
+        if source.table.data != 0:
+            page, row_of_page = page_and_row(source.table, source.b, source.first + row)
+            return source.data + (page * source.batch + row_of_page * source.token) * ITEMSIZE
+    return source.data + row * source.token * ITEMSIZE
 
 
 @device
@@ -90,13 +109,16 @@ def load_tile(source, first, column, rows, shape, shared, start):
     step = THREADS // shape.across
     row, lane_column = thread // shape.across, (thread & (shape.across - 1)) * 4
     if lane_column < shape.width:
-        vectorized = shape.dim % 4 == 0 and (source.data | source.token * ITEMSIZE) & (min(4 * ITEMSIZE, 16) - 1) == 0
+        apart = (source.token | source.batch) * ITEMSIZE
+        vectorized = shape.dim % 4 == 0 and (source.data | apart) & (min(4 * ITEMSIZE, 16) - 1) == 0
         exist = source.count - first - row  # rows from this one on
         address = source.data + ((first + row) * source.token + column + lane_column) * ITEMSIZE
         for i in range(0, rows, step):
             if rows % step == 0 or row + i < rows:
                 x, y, z, w = ZERO, ZERO, ZERO, ZERO
                 if i < exist:
+                    if IS_PAGED:
+                        address = address_in_rows(source, first + row + i) + (column + lane_column) * ITEMSIZE
                     if vectorized:
                         if column + lane_column < shape.dim:
                             a, b, c, d = load4(STORED, address, 0)

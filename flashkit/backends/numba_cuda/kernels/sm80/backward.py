@@ -21,7 +21,7 @@ def load_rows_async(stage, p, b, h, row0, wanted):
     """bwd_lse, then delta, of a query tile by cp.async: bwd_preprocess pads them to whole tiles."""
     i = i32(thread())
     rows = p.bwd_lse if i < BLOCK_Q // 4 else p.delta
-    source = number_address(rows, I(b), I(h), I(row0)) + VEC_BYTES * (i & (BLOCK_Q // 4 - 1))
+    source = number_address(rows, I(b), I(h), stats_row(p, b, I(row0))) + VEC_BYTES * (i & (BLOCK_Q // 4 - 1))
     cp_async_if(stage + AT_STAGE_ROWS + VEC_BYTES * i, source, 0, 1, 1 if wanted and i < BLOCK_Q // 2 else 0)
 
 

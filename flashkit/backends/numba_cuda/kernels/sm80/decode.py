@@ -32,13 +32,20 @@ def load_tile(target, tensor, kv, first, dim, columns):
     """BLOCK_K rows of K or V to the warp's shared memory."""
     lane = i32(thread() % 32)
     row, vec = lane // 8, lane % 8
-    source = row_address(tensor, I(kv.b), I(kv.head), kv.start + first + row) + VEC_BYTES * vec
-    for chunk in range((columns + 63) // 64):
-        left = kv.n_k - first - row if 64 * chunk + 8 * vec < dim else 0
-        there = source + CHUNK_ROW * chunk
-        for i in range(0, BLOCK_K, 4):
-            cp_async(target + chunk * CHUNK_K + swizzled(row + i, vec), there, i, left)
-            there += tensor.token * (4 * ITEMSIZE)
+    if IS_PAGED:
+        for i in range(0, BLOCK_K, 4):  # of each row, where it lies is looked up once
+            there = kv_address(kv, tensor, first + row + i) + VEC_BYTES * vec
+            for chunk in range((columns + 63) // 64):
+                left = kv.n_k - first - row if 64 * chunk + 8 * vec < dim else 0
+                cp_async(target + chunk * CHUNK_K + swizzled(row + i, vec), there + CHUNK_ROW * chunk, i, left)
+    else:
+        source = kv_address(kv, tensor, first + row) + VEC_BYTES * vec
+        for chunk in range((columns + 63) // 64):
+            left = kv.n_k - first - row if 64 * chunk + 8 * vec < dim else 0
+            there = source + CHUNK_ROW * chunk
+            for i in range(0, BLOCK_K, 4):
+                cp_async(target + chunk * CHUNK_K + swizzled(row + i, vec), there, i, left)
+                there += tensor.token * (4 * ITEMSIZE)
 
 
 @device

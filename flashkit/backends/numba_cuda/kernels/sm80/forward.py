@@ -30,6 +30,8 @@ def is_one(j, so_far, factor):
 def sm80_forward(p):
     base, at = shared_address(), work_tile(p, block())
     n_k, n_q = i32(seq_info(p, I(at[0])).n_k), seq_info(p, I(at[0])).n_q
+    if IS_PACKED and at[2] >= n_q:
+        return
     scale_log2, kv = softmax_scale_log2(p), kv_source(p, at[0], at[1] // GQA_GROUP, n_k)
     q = base + thread() // 32 * WARP_ROWS * CHUNK_ROW
     row_offset = seq_info(p, I(at[0])).row_offset

@@ -38,10 +38,25 @@ def load_tile(target, tensor, b, h, start, first, count, rows, dim, columns):
 
 
 @device
+def load_kv(target, tensor, kv, k0, dim, columns):
+    """BLOCK_K rows of K or V."""
+    if IS_PAGED:
+        own, vec = i32(thread() // 8), i32(thread() % 8)
+        for row in range(0, BLOCK_K, ROWS_AT_ONCE):  # of each one, where it lies is looked up once
+            source = kv_address(kv, tensor, k0 + own + row) + VEC_BYTES * vec
+            to = target + swizzled(own, vec) + row * CHUNK_ROW
+            copy = Copy(to, source, I(0), i32(kv.n_k - k0 - own - row), i32(1))
+            for chunk in range((columns + PER_CHUNK - 1) // PER_CHUNK):
+                copy_rows(copy, chunk, 0, BLOCK_K, dim, columns)
+    else:
+        load_tile(target, tensor, kv.b, kv.head, kv.start, k0, kv.n_k, BLOCK_K, dim, columns)
+
+
+@device
 def load_k(target, kv, k0, columns):
-    load_tile(target, kv.k, kv.b, kv.head, kv.start, k0, kv.n_k, BLOCK_K, HEAD_DIM, columns)
+    load_kv(target, kv.k, kv, k0, HEAD_DIM, columns)
 
 
 @device
 def load_v(target, kv, k0, columns):
-    load_tile(target, kv.v, kv.b, kv.head, kv.start, k0, kv.n_k, BLOCK_K, HEAD_DIM_V, columns)
+    load_kv(target, kv.v, kv, k0, HEAD_DIM_V, columns)
