@@ -185,7 +185,8 @@ def skip_unless(backend: str, call: Call | None = None) -> None:
     found = dispatch.registry()[backend]
     verdict = found.available()
     if verdict and call is not None:
-        verdict = found.supports(dataclasses.replace(prepare(**call.plain)[0], array_kind=found.array_kinds[0]))
+        given = {"q": call.q, "k": call.k, "v": call.v, **call.options}
+        verdict = found.supports(dataclasses.replace(prepare(**given)[0], array_kind=found.array_kinds[0]))
     if not verdict:
         pytest.skip(f"{backend}: {verdict.reason}")
 

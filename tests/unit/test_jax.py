@@ -335,8 +335,7 @@ def test_without_a_batch_axis() -> None:
         ({"window": 3}, TypeError, "window"),
         ({"mask_mod": 3}, TypeError, "mask_mod"),
     ],
-    ids=str,
-)  # fmt: skip
+)
 def test_errors_come_where_the_call_is_written(options: dict[str, Any], error: type[Exception], match: str) -> None:
     q, k, v = tensors()
     with pytest.raises(error, match=match):

@@ -144,12 +144,6 @@ DEVICE float load_float(unsigned address) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
     return x;
 }
-DEVICE uint4 load_vec(unsigned address) {
-    uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
-    return x;
-}
 DEVICE void clear_vec(unsigned address) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }

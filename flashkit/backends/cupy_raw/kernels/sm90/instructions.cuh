@@ -184,10 +184,10 @@ DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" 
 template <int PENDING = 0>  // the data are in global memory
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-DEVICE uint4 load_vec(unsigned source) {
+DEVICE uint4 load_vec(unsigned address) {
     uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(source)
-                 : "memory");
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
     return x;
 }
 
