@@ -272,7 +272,6 @@ def test_axes() -> None:
         ({}, {"mask_mod": 3}, TypeError, "mask_mod"),
         ({"q": lambda q: q[q[:, 0, 0, 0] < 9]}, {}, ValueError, "q has chunks of unknown sizes"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_errors_come_before_the_graph(change: Any, options: Any, error: type[Exception], match: str) -> None:
     given = dict(zip("qkv", chunked(tensors(), CHUNKS["all"])))
