@@ -74,8 +74,8 @@ FAULTS = (
         "source.b, source.first + row)", "source.b, source.first)",
     ),
     Fault(
-        "sm80: pages: keys behind the length are loaded", f"{SM80}/load.py",
-        "i32(kv.n_k - k0 - own - row)", "i32(kv.n_k - k0 - own)",
+        "sm80: pages: a thread copies its first row", f"{SM80}/load.py",
+        "kv_address(kv, tensor, k0 + own + row)", "kv_address(kv, tensor, k0 + own)",
     ),
     # simt
     Fault(
