@@ -70,9 +70,9 @@ DEVICE SeqInfo seq_info(const Params& p, long long b) {
 DEVICE long long max_n_q(const Params& p) { return p.n_q; }
 DEVICE long long max_n_k(const Params& p) { return p.n_k; }
 
-// A tile of a sequence. Packed sequences begin at any token: the tiles of sequence b have numbers from start / block + b
-// on, where start is its first token. That leaves room for the tiles of all sequences before it, and needs no sum over
-// them; at most one number for each sequence stands for no tile (is past the sequence's end).
+// A tile of a sequence. Packed sequences begin at any token: the tiles of sequence b have numbers from start / block +
+// b on, where start is its first token. That leaves room for the tiles of all sequences before it, and needs no sum
+// over them; at most one number for each sequence stands for no tile (is past the sequence's end).
 struct SeqTile { long long b, tile; };
 DEVICE long long first_tile(const long long* cu_seqlens, long long b, long long block) {
     return cu_seqlens[b] / block + b;

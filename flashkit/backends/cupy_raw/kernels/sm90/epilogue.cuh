@@ -85,8 +85,8 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
     }
 }
 
-// The rows of O that exist, from shared memory to global memory, by a warp: TMA would also store those behind the end of
-// a packed sequence, which are the next one's.
+// The rows of O that exist, from shared memory to global memory, by a warp: TMA would also store those behind the end
+// of a packed sequence, which are the next one's.
 DEVICE void store_rows(const Params& p, unsigned staged, int b, int h, int row0, int count) {
     constexpr int VECS = HEAD_DIM_V * (int)sizeof(storage) / VEC_BYTES;  // of a row
 #pragma unroll 1

@@ -87,8 +87,8 @@ static_assert(sizeof(WorkTileList) == LIST_HEADER + 4 * LIST_CAPACITY, "sm90_lau
 DEVICE bool claims_late(const Params& p) { return max_n_k(p) > 16 * BLOCK_K; }
 constexpr int CLAIM_AHEAD = MASK_READS_ARRAYS ? 12 : 4;  // K/V tiles before the end
 
-// O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries that
-// follow the last sequence are of no batch entry.
+// O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries
+// that follow the last sequence are of no batch entry.
 DEVICE void store_without_keys(const Params& p, const WorkTile& at) {
     const int n_q = (int)seq_info(p, at.b).n_q, lane = threadIdx.x % 32;
     const float lse = HAS_SINKS ? static_cast<const float*>(p.sinks)[at.h] : HIDDEN;
