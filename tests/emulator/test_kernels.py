@@ -105,6 +105,11 @@ EACH_PACKED = [
     for generation in ("sm80", "simt")
 ]
 
+CUPY_PACKED = [
+    pytest.param(*each.values, id=each.id, marks=exhaustive if each.values[0] == "numba_cuda" else [])
+    for each in EACH_PACKED
+]
+
 
 @slow
 @pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
@@ -116,10 +121,7 @@ def test_packed_sequences(backend: str, generation: str, launched: list[str]) ->
 
 
 @slow
-@pytest.mark.parametrize(
-    ("backend", "generation"),
-    [pytest.param(*each.values, marks=exhaustive if each.values[0] == "numba_cuda" else []) for each in EACH_PACKED],
-)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
 @pytest.mark.parametrize(
     "more",
     [
@@ -187,6 +189,16 @@ def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: D
     assert generations(launched) == {generation}
 
 
+@slow
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize("more", [{"alibi": "(B, Hq)"}, {"causal": "no", "sinks": "no"}], ids=["masked", "all"])
+def test_packed_sequences_on_hopper(more: cases.Choice, backend: str, generation: str, launched: list[str]) -> None:
+    """The forward pass: TMA must not store rows behind the end of a sequence."""
+    check_forward({**PACKED, "sizes": "300x260", **more}, backend)
+    assert generations(launched) == {generation}
+
+
 PAGED = {**PACKED, "sequences": "paged"}
 """Pages of five keys; those that no sequence has are NaN, and the table is -1 behind a sequence's last."""
 
@@ -212,7 +224,7 @@ def test_pages_that_are_not_aligned(generation: str, dims: str, launched: list[s
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
 def test_packed_queries_of_keys_in_pages(backend: str, generation: str, launched: list[str]) -> None:
     """With a table on the device, which host code cannot check: a page that does not exist is the first or the last."""
     import cupy

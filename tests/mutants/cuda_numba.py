@@ -129,6 +129,14 @@ FAULTS = (
         "if valid_keys < BLOCK_K:", "if valid_keys < 0:",
     ),
     Fault(
+        "sm90: packed: TMA stores rows behind the end", f"{SM90}/epilogue.py",
+        "if IS_PACKED and row0 < n_q and row0 + 64 > n_q:", "if False:",
+    ),
+    Fault(
+        "sm90: packed: queries without keys get no output", f"{SM90}/tile_scheduler.py",
+        "            store_without_keys(p, work)\n", "",
+    ),
+    Fault(
         "sm90: after a misprediction S is not masked", f"{SM90}/mainloop.py",
         "            s = modify_tile(p, work, unmasked or full, s, k0)\n", "",
     ),

@@ -177,4 +177,13 @@ FAULTS = (
         "FP16x2: deltas have no power", f"{SM90}/fp16x2_backward.cu",
         "p.delta, b, h, row) * reference.power", "p.delta, b, h, row)",
     ),
+    # packed sequences
+    Fault(
+        "packed: TMA stores rows behind the end", f"{SM90}/epilogue.cuh",
+        "if (IS_PACKED && row0 < n_q && row0 + 64 > n_q) {", "if (false) {",
+    ),
+    Fault(
+        "packed: queries without keys get no output", f"{SM90}/tile_scheduler.cuh",
+        "            store_without_keys(p, at);\n", "",
+    ),
 )  # fmt: skip

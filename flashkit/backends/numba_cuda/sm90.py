@@ -116,7 +116,7 @@ class Sm90(Generation):
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
-        if not (able := supports_packed(spec, self.name)):
+        if direction == "backward" and not (able := supports_packed(spec, "Hopper backward")):
             return able
         if not (able := supports_paged(spec, self.name)):
             return able

@@ -11,7 +11,8 @@ def load_v(p, base, n, tile, head, b):
     mbarrier_arrive_expect_tx(full, BYTES_V)
     for c in range(chunks_v):
         target = base + AT_V + stage * BYTES_V + c * BLOCK_K * CHUNK_ROW
-        tma_load(target, map_address("map_v"), full, 64 * c, i32(kv_token(p, b, tile * BLOCK_K)), 0, head, b)
+        token = i32(kv_token(p, b, tile * BLOCK_K))
+        tma_load(target, map_address("map_v"), full, 64 * c, token, 0, head, 0 if IS_PACKED else b)
 
 
 @device
@@ -23,7 +24,8 @@ def load_k(p, base, n, tile_desc, tile, head, b):
     mbarrier_arrive_expect_tx(full, BYTES_K)
     for c in range(chunks_q):
         target = base + AT_K + stage * BYTES_K + c * BLOCK_K * CHUNK_ROW
-        tma_load(target, map_address("map_k"), full, 64 * c, i32(kv_token(p, b, tile * BLOCK_K)), 0, head, b)
+        token = i32(kv_token(p, b, tile * BLOCK_K))
+        tma_load(target, map_address("map_k"), full, 64 * c, token, 0, head, 0 if IS_PACKED else b)
 
 
 @device
@@ -44,7 +46,7 @@ def load_q(p, base, number, work):
             if PACK_GQA > 1:
                 tma_load(target, map_address("map_q"), full, 64 * c, 0, token, h // PACK_GQA, b)
             else:
-                tma_load(target, map_address("map_q"), full, 64 * c, token, 0, h, b)
+                tma_load(target, map_address("map_q"), full, 64 * c, token, 0, h, 0 if IS_PACKED else b)
 
 
 @device

@@ -2,6 +2,8 @@
 # The tile scheduler of the forward pass: a persistent grid takes work tiles from an atomic counter. A warp of its own
 # claims them and lists the K/V tiles that the mask leaves of each. common/tile_order has their number and order.
 
+NO_OUTPUT = (u32(0),) * 4  # 16 bytes of O
+
 
 @device
 def kv_tile_state(p, work, n_k, row0, row1, tile, count):
@@ -83,6 +85,22 @@ def write_list(p, to, work, count, first_bits, tiles, ends):
 
 
 @device
+def store_without_keys(p, work):
+    """O and the log-sum-exp of a packed sequence without keys. A modification must not be asked about it: those queries
+    that follow the last sequence are of no batch entry.
+    """
+    b, h, lane, lse = I(work[0]), I(work[1]), i32(thread() % 32), HIDDEN
+    if HAS_SINKS:
+        lse = load(np.float32, p.sinks, h)
+    for row in range(work[2], min(work[2] + BLOCK_Q, i32(seq_info(p, b).n_q))):
+        out = q_row_address(p, p.out, b, h, I(row))
+        for vec in range(lane, HEAD_DIM_V // VEC_ELEMENTS, 32):
+            store_vec(out + VEC_BYTES * vec, NO_OUTPUT)
+        if lane == 0:
+            store(np.float32, number_address(p.lse, b, h, q_token(p, b, I(row))), 0, lse)
+
+
+@device
 def scheduler_warp(p, base):
     """It runs ahead of the producer: classifying tiles is a latency-bound chain, and may take as long as the products
     of a tile.
@@ -92,6 +110,10 @@ def scheduler_warp(p, base):
     while index < count:
         work = work_tile(p, index)
         n_k = i32(seq_info(p, work[0]).n_k)
+        if IS_PACKED and (work[2] >= seq_info(p, work[0]).n_q or n_k == 0):
+            store_without_keys(p, work)
+            index = next_work_tile(p)
+            continue
         tiles = i32((n_k + BLOCK_K - 1) // BLOCK_K)
         next_tile, first = i32(0), True
         while first or next_tile < tiles:
