@@ -148,7 +148,7 @@ def test_packed_float32_on_tensor_cores(generation: str, launched: list[str]) ->
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
 def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: Device, launched: list[str]) -> None:
     """Kernels read where sequences begin when they run."""
     import cupy
@@ -204,7 +204,7 @@ PAGED = {**PACKED, "sequences": "paged"}
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), EACH_PACKED)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
 @pytest.mark.parametrize("n_q", [100, 7])
 def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, launched: list[str]) -> None:
     """Many queries; and few, for which tensor cores split the keys."""
