@@ -203,19 +203,19 @@ def test_compilations_are_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Those of the CPU, which pass through one place; a file that is found again compiles nothing."""
-    from flashkit.backends.cpu import objects
+    from flashkit.backends.cpu import objects, target
 
     monkeypatch.setenv("FLASHKIT_CACHE_DIR", str(tmp_path))
-    block = {"text": "define i64 @answer() { ret i64 42 }"}
 
-    def make() -> objects.Object:
-        module = objects.binding.parse_assembly(block["text"])
-        return objects.Object(bytes(objects._target().emit_object(module)), ("answer",))
+    def make(wanted: target.Target) -> objects.Object:
+        module = objects.binding.parse_assembly("define i64 @answer() { ret i64 42 }")
+        return objects.Object(bytes(target.machine(wanted).emit_object(module)), ("answer",))
 
+    source = objects.Source("sample", "a text of this test", make)
     with caplog.at_level("INFO", "flashkit"):
-        kept = objects.functions("sample", "a text of this test", make)
+        kept = objects.functions(source)
         assert [record.name for record in caplog.records] == ["flashkit"]
         assert re.fullmatch(r"compiled sample in \d+\.\d s", caplog.records[0].getMessage())
         objects._loaded.clear()
-        again = objects.functions("sample", "a text of this test", make)
+        again = objects.functions(source)
     assert len(caplog.records) == 1 and kept["answer"] and again["answer"]

@@ -65,7 +65,9 @@ def cache_prebuild(
     gpu: Annotated[list[str] | None, typer.Option(help="An architecture; may be repeated. none: no GPU.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compile the kernels of usual calls for all common CPUs and GPUs, for a wheel to carry. Takes minutes.
+    """Compile usual kernels for a wheel to carry.
+
+    Those of usual calls, for all common CPUs and GPUs. Takes minutes.
 
     Example: flashkit cache prebuild --cpu x86-64-v3 --gpu none
 

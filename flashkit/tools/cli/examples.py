@@ -28,7 +28,9 @@ def demo(context: typer.Context) -> None:
 
 
 def generate(context: typer.Context) -> None:
-    """Answers by a language model in NumPy or CuPy: flashkit generate "What is the capital of France?".
+    """Answers by a language model in NumPy or CuPy.
+
+    For example: flashkit generate "What is the capital of France?".
 
     \f
     Raises
