@@ -39,9 +39,9 @@ Bad = tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]
 TABLE: list[Bad] = [
     # what is wrong, arguments in place of the good ones, error, words of its message: argument, what came, what would
     # fit
-    ("q is a list", {"q": [[0.0]]}, TypeError, ("q", "list", "numpy.ndarray", "numpy.asarray")),
-    ("k is None", {"k": None}, TypeError, ("k", "NoneType", "numpy.ndarray")),
-    ("v is something else", {"v": Sentinel()}, TypeError, ("v", "Sentinel", "numpy.ndarray")),
+    ("q is a list", {"q": [[0.0]]}, TypeError, ("q", "list", "NumPy", "numpy.asarray")),
+    ("k is None", {"k": None}, TypeError, ("k", "NoneType", "NumPy")),
+    ("v is something else", {"v": Sentinel()}, TypeError, ("v", "Sentinel", "NumPy")),
     ("q is masked", {"q": np.ma.masked_array(zeros(B, HQ, NQ, D))}, TypeError, ("q", "MaskedArray", "filled")),
     ("q of integers", {"q": zeros(B, HQ, NQ, D, dtype=int)}, TypeError, ("q", "int64", "float32", "bfloat16")),
     ("q complex", {"q": zeros(B, HQ, NQ, D, dtype=complex)}, TypeError, ("q", "complex128", "float32")),
@@ -91,7 +91,7 @@ TABLE: list[Bad] = [
     ("bias of five axes", {"bias": zeros(1, B, HQ, NQ, NK)}, ValueError, ("bias", "(1, 2, 4, 5, 7)", "(2, 4, 5, 7)")),
     ("bias of five axes of length 1", {"bias": zeros(1, 1, 1, 1, 1)}, ValueError, ("bias has", "(1, 1, 1, 1, 1)")),
     ("bias of bools", {"bias": zeros(NQ, NK, dtype=bool)}, TypeError, ("bias", "bool", "floating")),
-    ("bias is a number", {"bias": 1.0}, TypeError, ("bias", "float", "numpy.ndarray")),
+    ("bias is a number", {"bias": 1.0}, TypeError, ("bias", "float", "NumPy")),
     ("mask of integers", {"mask": zeros(NQ, NK, dtype=int)}, TypeError, ("mask", "int64", "bool", "floating")),
     (
         "mask of another shape",
@@ -194,7 +194,7 @@ TABLE: list[Bad] = [
         ValueError,
         ("out", "read-only", "written"),
     ),
-    ("out is a list", {"out": []}, TypeError, ("out", "list", "numpy.ndarray")),
+    ("out is a list", {"out": []}, TypeError, ("out", "list", "NumPy")),
     ("deterministic is a word", {"deterministic": "no"}, TypeError, ("deterministic", "'no'", "True or False")),
     ("unknown precision", {"precision": "half"}, ValueError, ("precision", "'half'", "'tf32'")),
     ("unknown backend", {"backend": "tpu"}, ValueError, ("backend", "'tpu'", "cpu", "reference")),
@@ -239,7 +239,7 @@ def test_layout_bnhd_names_its_own_axes() -> None:
 VJP: list[Bad] = [
     ("dout of another shape", {"dout": zeros(B, HQ, NQ, D)}, ValueError, ("dout", "(2, 4, 5, 8)", "(2, 4, 5, 6)")),
     ("dout of another dtype", {"dout": zeros(B, HQ, NQ, DV, dtype=float)}, TypeError, ("dout", "float64", "float32")),
-    ("dout is a number", {"dout": 1.0}, TypeError, ("dout", "float", "numpy.ndarray")),
+    ("dout is a number", {"dout": 1.0}, TypeError, ("dout", "float", "NumPy")),
     ("dlse of another shape", {"dlse": zeros(B, HQ, NK)}, ValueError, ("dlse", "(2, 4, 7)", "(2, 4, 5)")),
     ("dlse of another dtype", {"dlse": zeros(B, HQ, NQ, dtype=float)}, TypeError, ("dlse", "float64", "float32")),
     ("wrt of something else", {"wrt": ("q", "bias")}, ValueError, ("wrt", "'bias'", "'q', 'k', 'v'")),

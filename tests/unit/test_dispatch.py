@@ -381,7 +381,8 @@ def test_every_part_of_a_problem_is_part_of_the_key(fake: FakeBackend) -> None:
         "spec": replace(problem.spec, deterministic=True), "batch": 4 * problem.batch, "heads": 2 * problem.heads,
         "n_q": 4 * problem.n_q, "n_k": 4 * problem.n_k, "array_kind": "cupy",
     }  # fmt: skip
-    assert set(others) == {field.name for field in fields(Problem)}
+    # `tokens` is what the other sizes leave open, which no plan depends on.
+    assert set(others) == {field.name for field in fields(Problem)} - {"tokens"}
     dispatch.plan(problem, "fake")
     for made, (name, other) in enumerate(others.items(), 1):
         dispatch.plan(replace(problem, **{name: other}), "fake")

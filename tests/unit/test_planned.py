@@ -293,7 +293,9 @@ KEYED: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 """Two values of each option that a key holds."""
 
-NOT_CACHED = {"score_mod", "mask_mod", "kv_lengths", "sinks", "dropout_p"}
+NOT_CACHED = {
+    "score_mod", "mask_mod", "kv_lengths", "q_lengths", "cu_seqlens", "page_table", "sinks", "dropout_p",
+}  # fmt: skip
 """A call that has one of these has no key."""
 
 
@@ -312,6 +314,7 @@ def test_every_option_is_part_of_the_key_or_prevents_caching(monkeypatch: pytest
     keys.clear()
     for options in (
         {"score_mod": lambda s, b, h, q, k: s}, {"mask_mod": mods.causal()}, {"kv_lengths": [3, 4]},
+        {"q_lengths": [3, 4]},
         {"sinks": np.ones(4)}, {"dropout_p": 0.5}, {"q_offset": np.array([1, 2])}, {"window": [1, 2]},
     ):  # fmt: skip
         attention(q, k, v, **options)

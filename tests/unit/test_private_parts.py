@@ -27,6 +27,8 @@ ATTRIBUTES = {
     "_optimize_final_module": "numba: specialise", "_finalized": "numba: specialise",
     "_getvalue": "numba: views, of cgutils.create_struct_proxy", "_asdict": "Python: named tuples",
     "_replace": "Python: named tuples",
+    "_getframe": "Python: sys, errors.warn", "_functorch": "torch: call/foreign",
+    "_current_level": "torch: call/foreign",
     "_is_owned": "Python: threading.RLock, forking", "_dispose": "llvmlite: pass_managers",
 }  # fmt: skip
 """Attributes with a leading underscore that flashkit does not define itself."""
