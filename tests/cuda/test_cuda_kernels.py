@@ -682,7 +682,7 @@ def test_what_the_copy_engine_can_address() -> None:
         """Words as Arguments has them, of k alone."""
 
         spec = AttentionSpec("float16", 64, 64)
-        batch, heads, heads_kv, n_q, n_k = 2, 4, 4, 100, 100
+        entries, heads, heads_kv, n_q, n_k = 2, 4, 4, 100, 100
 
         def __init__(self, *words: int) -> None:
             self.words = [0] * 64
@@ -697,7 +697,7 @@ def test_what_the_copy_engine_can_address() -> None:
     assert not addressable((1 << 20) + 8, 25600, 6400, 64)  # begins on 8 bytes
     assert not addressable(1 << 20, 25600, 6400, 68)  # rows begin on 8 bytes
     assert not addressable(1 << 20, 0, 6400, 64)  # one batch entry for all
-    assert addressable(1 << 20, 0, 6400, 64, batch=1)
+    assert addressable(1 << 20, 0, 6400, 64, entries=1)
     assert not addressable(1 << 20, 25600, 6400, -64)
 
 
