@@ -141,7 +141,7 @@ def prepare(
     direct = out is not None and can_write(out, q, k, v, *values.values())
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale),
-        seqs.with_extra(offsets, 0), seqs.with_extra(seqs.lengths, 0), params, values,
+        seqs.with_extra(offsets), seqs.with_extra(seqs.lengths), params, values,
         sinks_of(sinks, kind, heads, layout, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
         shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, q.dtype),
         empty((entries, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None, seqs.cu_seqlens,

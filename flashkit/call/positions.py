@@ -20,18 +20,24 @@ def _spread(value: Any, batch: int, copied: bool) -> np.ndarray:
     return spread.copy() if copied else spread
 
 
-def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what: str, copied: bool) -> Any:
-    """int64 (B,) from an integer or integers, one for each batch entry, as a copy unless `copied` is False.
-
-    Integers on the device of q stay there, because reading them synchronizes with the device. The result may be the
-    caller's array then.
-    """
+def integers_of(name: str, value: Any, kind: str, what: str) -> tuple[Any, bool]:
+    """What a caller gave as an array of integers, and whether it lies on the device of q, where it is not read."""
     on_device = kind != "numpy" and arrays.kind_of(value) == kind
     array = value if on_device else as_array(name, value, what)
     if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
         raise ValueError(f"{name} is {shown(value)}; {what} fits, within 64 bits with a sign")
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} is {shown(value)}; {what} fits")
+    return array, on_device
+
+
+def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what: str, copied: bool) -> Any:
+    """int64 (B,) from an integer or integers, one for each batch entry, as a copy unless `copied` is False.
+
+    Integers on the device of q stay there, because reading them synchronizes with the device. The result may be the
+    caller's array then.
+    """
+    array, on_device = integers_of(name, value, kind, what)
     if array.ndim and array.shape not in ((batch,), shape.batch):
         raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
     if not on_device and array.size and array.max() > INT64[1]:
@@ -43,29 +49,26 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
     return xp.ascontiguousarray(xp.broadcast_to(flat, (batch,)), np.int64)
 
 
+def _counts(name: str, value: Any, kind: str, shape: Shape, batch: int, most: int, of: str, copied: bool) -> Any:
+    """int64 (B,): how many of the `most` queries or keys each batch entry has."""
+    what = f"integers (B,), the number of {of} of each batch entry,"
+    found = _per_entry(name, value, kind, shape, batch, what, copied)
+    if isinstance(found, np.ndarray) and found.size and not (found.min() >= 0 and found.max() <= most):
+        raise ValueError(
+            f"{name} has values from {found.min()} to {found.max()}; 0 to {most}, the number of {of}, fits"
+        )
+    return found
+
+
 def kv_lengths_of(value: Any, kind: str, shape: Shape, batch: int, n_k: int, copied: bool = True) -> Any:
     if value is None:
         return _spread(n_k, batch, copied)
-    what = "integers (B,), the number of keys of each batch entry,"
-    lengths = _per_entry("kv_lengths", value, kind, shape, batch, what, copied)
-    if isinstance(lengths, np.ndarray) and lengths.size and not (lengths.min() >= 0 and lengths.max() <= n_k):
-        raise ValueError(
-            f"kv_lengths has values from {lengths.min()} to {lengths.max()}; 0 to {n_k}, the number of keys, fits"
-        )
-    return lengths
+    return _counts("kv_lengths", value, kind, shape, batch, n_k, "keys", copied)
 
 
 def queries_of(value: Any, kind: str, shape: Shape, batch: int, n_q: Any, most: int, copied: bool = True) -> Any:
     """q_lengths, or the queries of each sequence: int64 (B,), or one number."""
-    if value is None:
-        return n_q
-    what = "integers (B,), the number of queries of each batch entry,"
-    lengths = _per_entry("q_lengths", value, kind, shape, batch, what, copied)
-    if isinstance(lengths, np.ndarray) and lengths.size and not (lengths.min() >= 0 and lengths.max() <= most):
-        raise ValueError(
-            f"q_lengths has values from {lengths.min()} to {lengths.max()}; 0 to {most}, the number of queries, fits"
-        )
-    return lengths
+    return n_q if value is None else _counts("q_lengths", value, kind, shape, batch, most, "queries", copied)
 
 
 def q_offsets_of(
@@ -75,10 +78,8 @@ def q_offsets_of(
     n_q: queries of each entry, or of all.
     """
     if value is None:
-        if isinstance(lengths, np.ndarray) and isinstance(n_q, int):
+        if isinstance(lengths, np.ndarray) and isinstance(n_q, int | np.ndarray):
             return _spread(arrays.without_repeats(lengths) - n_q, batch, copied)
-        if isinstance(lengths, np.ndarray) and isinstance(n_q, np.ndarray):
-            return lengths - n_q
         xp = arrays.namespace(kind)
         offsets = xp.clip(xp.asarray(lengths), 0, n_k)  # as kernels clamp them
         offsets -= n_q if isinstance(n_q, int) else xp.asarray(n_q)  # in place: a captured call allocates no more

@@ -9,11 +9,10 @@ import numpy as np
 
 from ..errors import shown
 from ..mods import Mod, expr
-from ..mods.tracing import as_array
 from ..spec import Tokens
 from . import arrays
 from .checks import choice
-from .positions import kv_lengths_of
+from .positions import integers_of, kv_lengths_of
 from .shape import FORMS, HEADS_AND_TOKENS, LAYOUTS, Shape, misfit, shape_of
 
 OFFSETS = "integers (sequences + 1,), from 0 up to the number of tokens,"
@@ -52,12 +51,12 @@ class Sequences(NamedTuple):
             return Tokens(n_q, self.most_k, n_q * self.most_k)  # as if all tokens were one sequence's
         return Tokens(n_q, int(self.lengths.sum()), int(self.n_q @ self.lengths))
 
-    def with_extra(self, values: Any, last: int) -> Any:
-        """One value for each of the caller's sequences, and one for the extra."""
+    def with_extra(self, values: Any) -> Any:
+        """One integer for each of the caller's sequences, and 0 for the extra."""
         if not self.extra:
             return values
         found = (np if isinstance(values, np.ndarray) else arrays.namespace("cupy")).empty(self.batch + 1, np.int64)
-        found[:-1], found[-1:] = values, last
+        found[:-1], found[-1:] = values, 0
         return found
 
 
@@ -93,10 +92,10 @@ def sequences_of(
         n_q, cu = cu_q[1:-1] - cu_q[:-2], (cu_q, None)
         batch = len(n_q)
     pages, page = k.shape[:2]
-    width = page_table.shape[1] if getattr(page_table, "ndim", 0) == 2 else 0
-    lengths = kv_lengths_of(kv_lengths, kind, shape, batch, width * page, True)
-    table = _table_of(page_table, kind, batch, pages, lengths, page)
-    room = width * page
+    table = _table_of(page_table, kind, batch)
+    room = table.shape[1] * page
+    lengths = kv_lengths_of(kv_lengths, kind, shape, batch, room)
+    _check_pages(table, lengths, pages, page)
     return Sequences(shape, batch, n_q, _most(n_q, len(q)), _most(lengths, room), room, lengths, cu, table)
 
 
@@ -125,10 +124,7 @@ def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any
 
 def _offsets(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
     """int64, a copy with the number of tokens behind the caller's. On a device they are not read, but clamped."""
-    on_device = kind != "numpy" and arrays.kind_of(value) == kind
-    given = value if on_device else as_array(name, value, OFFSETS)
-    if given.dtype.kind not in "iu":
-        raise TypeError(f"{name} is {shown(value)}; {OFFSETS} fits")
+    given, on_device = integers_of(name, value, kind, OFFSETS)
     if given.ndim != 1 or not len(given):
         raise ValueError(f"{name} has shape {given.shape}; {OFFSETS} fits")
     xp: Any = arrays.namespace(kind) if on_device else np
@@ -175,28 +171,26 @@ MAX_PAGE = 1 << 16
 """Tokens of a page, at most."""
 
 
-def _table_of(value: Any, kind: str, batch: int, pages: int, lengths: Any, page: int) -> Any:
-    """page_table, int64 (B, pages of a sequence), a copy. Entries behind a sequence's last key are not looked at, nor
-    any on a device.
-    """
+def _table_of(value: Any, kind: str, batch: int) -> Any:
+    """page_table, int64 (B, pages of a sequence), a copy."""
     what = "integers (B, pages of a sequence), numbers of pages,"
-    on_device = kind != "numpy" and arrays.kind_of(value) == kind
-    given = value if on_device else as_array("page_table", value, what)
-    if given.dtype.kind not in "iu":
-        raise TypeError(f"page_table is {shown(value)}; {what} fits")
+    given, on_device = integers_of("page_table", value, kind, what)
     if given.ndim != 2 or given.shape[0] != batch:
         raise ValueError(f"page_table has shape {given.shape}; {what} fits, here ({batch}, ...)")
-    table = (arrays.namespace(kind) if on_device else np).array(given, np.int64, order="C", copy=True)
-    if not on_device and isinstance(lengths, np.ndarray):
-        used = np.arange(table.shape[1]) * page < lengths[:, None]
-        wrong = used & ((table < 0) | (table >= pages))
-        if wrong.any():
-            b, i = (int(x[0]) for x in wrong.nonzero())
-            raise ValueError(
-                f"page_table has {table[b, i]} at [{b}, {i}], where entry {b} of the batch, of {lengths[b]} keys, has "
-                f"some; 0 to {pages - 1} fits"
-            )
-    return table
+    return (arrays.namespace(kind) if on_device else np).array(given, np.int64, order="C", copy=True)
+
+
+def _check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:
+    """Check the entries of sequences' keys; those behind the last key are not looked at, nor any on a device."""
+    if not (isinstance(table, np.ndarray) and isinstance(lengths, np.ndarray)):
+        return
+    wrong = (np.arange(table.shape[1]) * page < lengths[:, None]) & ((table < 0) | (table >= pages))
+    if wrong.any():
+        b, i = (int(x[0]) for x in wrong.nonzero())
+        raise ValueError(
+            f"page_table has {table[b, i]} at [{b}, {i}], where entry {b} of the batch, of {lengths[b]} keys, has "
+            f"some; 0 to {pages - 1} fits"
+        )
 
 
 def queries_within(lengths: Any) -> Mod:

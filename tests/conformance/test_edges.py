@@ -842,3 +842,12 @@ def test_little_and_much_dropout(backend: str, p: float) -> None:
     np.testing.assert_allclose(
         got["lse"], attention(q, k, v, return_lse=True)[1], rtol=1e-6
     )  # which dropout leaves alone
+
+
+def test_a_page_table_may_be_lists() -> None:
+    q, k = np.ones((2, 2, 3, 8)), np.random.default_rng(0).standard_normal((4, 5, 2, 8))
+    table, lengths = [[3, 1], [0, -1]], [7, 5]
+    given = flashkit.attention(q, k, k, page_table=table, kv_lengths=lengths)
+    np.testing.assert_array_equal(given, flashkit.attention(q, k, k, page_table=np.array(table), kv_lengths=lengths))
+    with pytest.raises(ValueError, match=r"kv_lengths has values from 5 to 11; 0 to 10, the number of keys"):
+        flashkit.attention(q, k, k, page_table=table, kv_lengths=[11, 5])

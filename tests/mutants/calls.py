@@ -221,8 +221,8 @@ FAULTS = (
     ),
     Fault(
         "lengths beyond the keys", POSITIONS,
-        "not (lengths.min() >= 0 and lengths.max() <= n_k)",
-        "not (lengths.min() >= 0 and lengths.max() <= n_k + 1)",
+        "not (found.min() >= 0 and found.max() <= most)",
+        "not (found.min() >= 0 and found.max() <= most + 1)",
     ),
     Fault(
         "unsigned integers beyond 64 bits", POSITIONS,

@@ -112,7 +112,7 @@ FAULTS = (
     ),
     Fault(
         "no block for the last ragged tile of queries", f"{COMMON}/arguments.py",
-        "else -(-self.n_q // block)", "else max(1, self.n_q // block)",
+        "else -(-self.n_q * pack // block)", "else max(1, self.n_q * pack // block)",
     ),
     Fault(
         "no block for the last ragged tile of keys", f"{COMMON}/arguments.py",
@@ -121,8 +121,8 @@ FAULTS = (
     # cupy_raw
     Fault(
         "sm80: blocks of one head of a packed group", f"{CUPY}/sm80.py",
-        "tiles = -(-arguments.n_q * self.pack // self.tile.block_q)",
-        "tiles = -(-arguments.n_q // self.tile.block_q)",
+        "tiles = arguments.q_tiles(self.tile.block_q, self.pack)",
+        "tiles = arguments.q_tiles(self.tile.block_q)",
     ),
     Fault(
         "sm90: dropped weights are not in row sums", f"{CUPY}/sm90.py",

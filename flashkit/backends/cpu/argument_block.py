@@ -115,10 +115,10 @@ class ArgumentBlock:
         """Address and strides of a tensor."""
         self.args[index : index + 4] = (self.address(array), *_strides(array))
 
-    def set_tiles(self, block_q: int, block_k: int, sizes: Sizes) -> int:
+    def set_tiles(self, block_q: int, block_k: int) -> int:
         """Tile sizes, and the query tiles that follow from them: returns how many of all heads."""
         self.args[at.BLOCK_Q], self.args[at.BLOCK_K] = block_q, block_k
-        self.args[at.Q_TILES], work_tiles = sizes.q_tiles(max(block_q, 1))
+        self.args[at.Q_TILES], work_tiles = self.sizes.q_tiles(max(block_q, 1))
         return work_tiles
 
     def _set_double(self, index: Any, value: float) -> None:
@@ -169,5 +169,6 @@ def _strides(array: np.ndarray) -> tuple[int, ...]:
     """Strides of the batch, head and token axes, which a leading axis of splits may precede. The one batch entry of
     packed sequences is that of each of them.
     """
-    batch, head, token = array.strides[-4:-1] if array.ndim >= 4 else array.strides
-    return 0 if array.shape[-4 if array.ndim >= 4 else 0] == 1 else batch, head, token
+    axes = slice(-4, -1) if array.ndim >= 4 else slice(None)
+    batch, head, token = array.strides[axes]
+    return 0 if array.shape[axes][0] == 1 else batch, head, token

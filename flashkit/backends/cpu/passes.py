@@ -105,18 +105,18 @@ def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Non
         work = partial(launch, plan.backward[name], work_tiles)
         threads.interruptible(work) if threads.is_long(flops, count) else work()
 
-    run("bwd_preprocess", block.set_tiles(ROW_BLOCK, block_k, sizes))
+    run("bwd_preprocess", block.set_tiles(ROW_BLOCK, block_k))
     for nonfinite in (0, 1):
         # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
         # fallback, which skips such terms.
         args[at.NONFINITE], args[at.IS_NONFINITE] = nonfinite, 0
-        block.set_tiles(block_q, block_k, sizes)
+        block.set_tiles(block_q, block_k)
         run("backward", batch * heads_kv * num_splits)
         if in_place:
             if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
                 args[at.IS_NONFINITE] = 1
         else:
-            run("bwd_postprocess", block.set_tiles(ROW_BLOCK, block_k, sizes))
+            run("bwd_postprocess", block.set_tiles(ROW_BLOCK, block_k))
         if args[at.IS_NONFINITE] == 0:
             break
     if gradients.dsinks is not None:

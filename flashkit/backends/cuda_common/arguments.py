@@ -88,9 +88,11 @@ class Arguments(KernelArguments):
             self._known[key] = find(self)
         return self._known[key]
 
-    def q_tiles(self, block: int) -> int:
-        """Query tiles of a head: of each batch entry, or of all packed sequences (SeqTile in common/params.cuh)."""
-        return self.n_q // block + self.batch if self.spec.packed else -(-self.n_q // block)
+    def q_tiles(self, block: int, pack: int = 1) -> int:
+        """Query tiles of a head: of each batch entry, or of all packed sequences (SeqTile in common/params.cuh). With
+        `pack` heads in a tile, of these together.
+        """
+        return self.n_q // block + self.batch if self.spec.packed else -(-self.n_q * pack // block)
 
     def k_tiles(self, block: int) -> int:
         """Key tiles of a head, likewise."""

@@ -218,10 +218,8 @@ class Forward:
         if not self.takes(arguments):
             return None
         spec = arguments.spec
-        heads, tiles = arguments.entries * arguments.heads // self.pack, arguments.q_tiles(self.tile.block_q)
-        if self.pack > 1:
-            tiles = -(-arguments.n_q * self.pack // self.tile.block_q)
-        work_tiles = tiles * heads
+        heads = arguments.entries * arguments.heads // self.pack
+        work_tiles = arguments.q_tiles(self.tile.block_q, self.pack) * heads
         check_grid(work_tiles)
         maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(spec) if box[0] in self._addressed]
         l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES

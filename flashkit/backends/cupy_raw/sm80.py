@@ -162,9 +162,7 @@ class Sm80Forward:
 
     def shaped(self, arguments: Arguments) -> tuple[int, int]:
         """CTAs, and the number of splits or, without split-KV, of heads per L2 group."""
-        tiles = arguments.q_tiles(self.tile.block_q)
-        if self.pack > 1:
-            tiles = -(-arguments.n_q * self.pack // self.tile.block_q)
+        tiles = arguments.q_tiles(self.tile.block_q, self.pack)
         blocks = tiles * (arguments.heads // self.pack) * arguments.entries
         rows = arguments.batch * arguments.heads * arguments.n_q
         check_grid(blocks, rows if self.split else 0)
