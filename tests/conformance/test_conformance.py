@@ -35,6 +35,8 @@ HEAD_DIMS = (
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays that a call makes for its results and its scratch are full of NaN: what nobody writes shows."""
+    import numba.np.arrayobj  # noqa: F401  # Numba knows np.empty by identity, from the time of this import on
+
     for library in filter(None, (np, sys.modules.get("cupy"))):
         empty = library.empty
 

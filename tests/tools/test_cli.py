@@ -56,7 +56,7 @@ def test_info_prints_brackets_as_they_are(run: Any, monkeypatch: pytest.MonkeyPa
 def test_version_and_module_entry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["flashkit", "--version"])
     assert __main__.main() == 0
-    assert capsys.readouterr().out.strip() == importlib.metadata.version("flashkit")
+    assert capsys.readouterr().out.strip() == importlib.metadata.version("flashkit-attention")
 
 
 # ---- explain -------------------------------------------------------------------------------------------------------
