@@ -84,13 +84,13 @@ INTERRUPTED = """
 @pytest.mark.parametrize("kind", SIZES)
 def test_ctrl_c_ends_a_long_call(program: Callable[..., str], kind: str) -> None:
     """Without looking for signals, what is left of the call, nine tenths, would go by first."""
-    assert float(program(text_of(kind, 3, INTERRUPTED))) < 0.4
+    assert float(program(text_of(kind, 1, INTERRUPTED))) < 0.4
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_long_work_tile(program: Callable[..., str]) -> None:
     """One thread's work tile in the backward pass is all of a head."""
-    text = text_of("backward", 3, INTERRUPTED).replace("heads *= 2", "n *= 2")
+    text = text_of("backward", 1, INTERRUPTED).replace("heads *= 2", "n *= 2")
     assert float(program(text, NUMBA_NUM_THREADS=1)) < 0.4
 
 
@@ -101,7 +101,7 @@ def test_ctrl_c_on_each_layer(program: Callable[..., str], layer: str) -> None:
 
     if not has_layer(layer):
         pytest.skip(f"this Numba has no {layer} layer")
-    text = text_of("forward", 2, INTERRUPTED)
+    text = text_of("forward", 1, INTERRUPTED)
     assert float(program(text, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=2)) < 0.4
 
 
@@ -127,7 +127,7 @@ def test_a_handler_runs_during_a_long_call(program: Callable[..., str], layer: s
 
     if not has_layer(layer):
         pytest.skip(f"this Numba has no {layer} layer")
-    text = text_of("forward", 2, HANDLER)
+    text = text_of("forward", 1, HANDLER)
     assert float(program(text, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS=2)) < 0.6
 
 
