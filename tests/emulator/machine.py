@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 import textwrap
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ class Machine:
         if name not in self.numbers:
             if not is_atomic(name):
                 statement(name)
+            warnings.warn(f"{name} belongs into operations.txt: the interpreter is compiled again", stacklevel=2)
             self.numbers[name] = len(self.numbers)
             self._run = None
         return self.numbers[name]
