@@ -28,8 +28,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "UnsupportedError", "__version__",
     "attention", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "merge",
-    "minimum", "mla", "mods", "plan", "plot_weights", "rotary", "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin", "sqrt",
-    "tanh", "use_backend", "weights", "where",
+    "minimum", "mla", "mods", "plan", "plot_weights", "rotary", "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin",
+    "sqrt", "tanh", "use_backend", "weights", "where",
 ]  # fmt: skip
 
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 from .api import attention, computed
 from .call import arrays, foreign
 from .call.arguments import prepare
 from .call.checks import choice, number
-from .call.options import Options
 from .call.shape import LAYOUTS
 from .spec import MAX_HEAD_DIM
 
 
 def mla(
     q_nope: Any, q_pe: Any, ckv: Any, k_pe: Any, *, scale: float, return_lse: bool = False, out: Any = None,
-    backend: str | None = None, **options: Unpack[Options],
+    backend: str | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Multi-head latent attention (DeepSeek's MLA) in its absorbed form: all heads share one latent vector for each token.
+    """Multi-head latent attention (DeepSeek's MLA) in its absorbed form: all heads share one latent vector of a token.
 
-    softmax(scale * (q_nope ckv^T + q_pe k_pe^T), modified and masked) ckv. It is `attention` with one key/value head, the
-    keys [ckv, k_pe] and the values ckv.
+    softmax(scale * (q_nope ckv^T + q_pe k_pe^T), modified and masked) ckv. It is `attention` with one key/value head,
+    the keys [ckv, k_pe] and the values ckv.
 
     Parameters
     ----------
@@ -55,12 +54,11 @@ def mla(
 
     Notes
     -----
-    No NumPy array is copied but the queries. Where ckv and k_pe are views of one array, `c[..., :C]` and `c[..., C:]`,
-    the keys are that array. Otherwise decoding reads both in place, and other calls gather tiles of keys. Arrays of CuPy
-    that are not views of one are concatenated: a copy of the keys in each call.
+    Where ckv and k_pe are views of one array, `c[..., :C]` and `c[..., C:]`, keys and values are that array. Otherwise,
+    with NumPy, decoding reads both in place, and other calls gather tiles of keys; arrays of CuPy are concatenated, a
+    copy of the keys in each call. Queries are concatenated always.
 
-    Gradients: `attention_vjp` of k = [ckv, k_pe] and v = k[..., :C]. The gradient of the shared columns is dk[..., :C] +
-    dv.
+    Gradients: `attention_vjp` of k = [ckv, k_pe] and v = k[..., :C], with the gradient dk[..., :C] + dv of ckv.
 
     References
     ----------

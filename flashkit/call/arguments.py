@@ -40,8 +40,8 @@ def prepare(
     bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
     kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None, page_table: Any = None,
     dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
-    out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False, k_pe: Any = None,
-    **others: Any,
+    out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False,
+    k_pe: Any = None, **others: Any,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
     """Check the arguments of attention() and fill in defaults.
 
@@ -72,7 +72,8 @@ def prepare(
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
     pe_dim = 0 if k_pe is None else k_pe.shape[-1]
-    seqs = sequences_of(q[..., : q.shape[-1] - pe_dim], k, v, kind, layout, kv_lengths, cu_seqlens, page_table, not described)
+    q_of_k = q[..., : q.shape[-1] - pe_dim]
+    seqs = sequences_of(q_of_k, k, v, kind, layout, kv_lengths, cu_seqlens, page_table, not described)
     shape, batch, most_q, most_k = seqs.shape, seqs.batch, seqs.most_q, seqs.most_k
     q4 = (shape.four_axes if described else shape.to_four)(q).view()
     k4, v4 = ((shape.four_axes if described and not shape.paged else shape.keys_to_four)(x).view() for x in (k, v))
@@ -142,7 +143,8 @@ def prepare(
         None if precision == "highest" else precision, cu_seqlens is not None, page_table is not None, pe_dim,
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
-    direct = out is not None and can_write(out, q, k, v, *values.values())
+    read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]
+    direct = out is not None and can_write(out, *read)
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale),
         seqs.with_extra(offsets), seqs.with_extra(seqs.lengths), params, values,

@@ -1,7 +1,7 @@
 """The K/V loader: tiles of keys and values as the products want them. specialise.py puts this text before the kernels'.
 
 `kv_run` and `kv_rows` alone know where the rows of a key/value head lie: in tensors (B, H, N, D), in packed ones, or in
-pages (pages, H, page, D) that a table names. The last DIM_PE columns of the keys may lie in a tensor of their own, K_PE.
+pages (pages, H, page, D) that a table names. The last DIM_PE columns of the keys may lie apart, in K_PE.
 
     kv_run      how many rows lie at one stride
     kv_rows     such rows of K, K_PE, V, dK or dV, in place
