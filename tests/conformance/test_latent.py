@@ -171,15 +171,27 @@ def test_decoding_copies_no_key() -> None:
         assert most < k_pe.size * 4 / 4
 
 
-def test_arrays_side_by_side_by_chance_are_not_one() -> None:
-    """Rows of k_pe begin where those of ckv end only if the strides agree too."""
+@pytest.mark.parametrize(("first", "row"), [(16, 16), (17, 24), (15, 24)])
+def test_parts_that_are_no_row_together(first: int, row: int) -> None:
+    """k_pe begins where a row of ckv ends, or nearby, with the same strides or others."""
     rng = np.random.default_rng(0)
     memory = rng.standard_normal(3000, dtype=np.float32)
     q_nope, q_pe = (rng.standard_normal((4, 2, n), dtype=np.float32) for n in (16, 8))
-    ckv, k_pe = memory[: 50 * 24].reshape(50, 24)[:, :16], memory[16 : 16 + 50 * 16].reshape(50, 16)[:, :8]
+    ckv, k_pe = memory[: 50 * 24].reshape(50, 24)[:, :16], memory[first : first + 50 * row].reshape(50, row)[:, :8]
     k = np.concatenate([ckv, k_pe], -1)[None].astype(np.float64)
     exact = flashkit.attention(np.concatenate([q_nope, q_pe], -1).astype(np.float64), k, k[..., :16], scale=0.2)
     np.testing.assert_allclose(flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=0.2), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_out_may_be_k_pe(queries: int) -> None:
+    rng = np.random.default_rng(0)
+    q_nope, q_pe = (rng.standard_normal((2, 4, queries, n), dtype=np.float32) for n in (16, 8))
+    ckv, memory = rng.standard_normal((2, 80, 16), dtype=np.float32), rng.standard_normal(4000, dtype=np.float32)
+    k_pe, out = memory[: 2 * 80 * 8].reshape(2, 80, 8), memory[: q_nope.size].reshape(q_nope.shape)
+    expected = flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=0.2)
+    assert flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=0.2, out=out) is out
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_mla_of_other_libraries() -> None:
