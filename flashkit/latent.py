@@ -123,8 +123,5 @@ def _is_one_array(ckv: Any, k_pe: Any) -> bool:
     """Whether a row of k_pe follows each row of ckv in memory."""
     size = ckv.dtype.itemsize
     contiguous = ckv.strides[-1] == k_pe.strides[-1] == size
-    return contiguous and ckv.strides == k_pe.strides and bool(_address(k_pe) - _address(ckv) == ckv.shape[-1] * size)
-
-
-def _address(array: Any) -> int:
-    return int(array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr)
+    distance = arrays.address(k_pe) - arrays.address(ckv)
+    return contiguous and ckv.strides == k_pe.strides and distance == ckv.shape[-1] * size

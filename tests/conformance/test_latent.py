@@ -25,7 +25,10 @@ FORMS = {
     "packed": {"sequences": "packed", "causal": "yes"},
     "pages": {"sequences": "paged", "causal": "yes"},
 }
-DTYPES = ["float32", "bfloat16", "bfloat16, emulated tiles", "float64", "float16"]
+DTYPES = [
+    "float32", "bfloat16", "bfloat16, emulated tiles",
+    pytest.param("float64", marks=pytest.mark.slow), pytest.param("float16", marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 @pytest.fixture

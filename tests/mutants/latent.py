@@ -53,8 +53,8 @@ FAULTS = (
         "*([] if k_pe is None else [k_pe])]",
         "]",
     ),
-    Fault("any strides are one array's", LATENT, "contiguous and ckv.strides == k_pe.strides and", "contiguous and"),
-    Fault("a gap between the parts", LATENT, "== ckv.shape[-1] * size)", ">= ckv.shape[-1] * size)"),
+    Fault("any strides are one array's", LATENT, "ckv.strides == k_pe.strides and", ""),
+    Fault("a gap between the parts", LATENT, "distance == ckv.shape", "distance >= ckv.shape"),
     Fault("scale may be None", LATENT, 'options["scale"] = number("scale", scale)', 'options["scale"] = scale'),
     Fault("pages have heads before tokens", LATENT, ' or options.get("page_table") is not None', ""),
     Fault(
