@@ -135,16 +135,19 @@ class Cascade:
             self._rest.pages = Rest(pages, self._prefixes)
 
     def _shared(self, rows: int) -> Iterator[Prefix]:
-        """Prefixes that are worth a call: of all sequences with one first page, what all of these share."""
+        """Prefixes that are worth a call: among sequences of one first page, what most tokens are saved by."""
         pages = self._pages
         table, lengths = pages.table, pages.lengths
         firsts, counts = np.unique(table[lengths > 0, 0], return_counts=True)
         for first in firsts[counts > 1]:
             at = np.flatnonzero((table[:, 0] == first) & (lengths > 0))
-            differ = (table[at] != table[at[0]]).any(0)
-            columns = int(differ.argmax()) if differ.any() else len(differ)
-            # The tokens of the queries themselves, which a causal mask hides from some, are in the rest.
-            columns = min(columns, max(int(lengths[at].min()) - MOST_TOKENS, 0) // pages.page)
+            # Columns that each shares with the longest, without the tokens of the queries, which a causal mask hides.
+            longest = table[at[lengths[at].argmax()]]
+            common = (table[at] == longest).cumprod(1).sum(1)
+            common = np.minimum(common, np.maximum(lengths[at] - MOST_TOKENS, 0) // pages.page)
+            ranked = np.sort(common)[::-1]
+            columns = int(ranked[(np.arange(len(at)) * ranked).argmax()])
+            at = at[common >= columns]
             tokens, (least_bytes, least_tokens) = columns * pages.page, self._least
             if (len(at) - 1) * tokens * self._token_bytes >= least_bytes and tokens >= rows * least_tokens:
-                yield Prefix(at, table[at[0], :columns].astype(np.int64), tokens)
+                yield Prefix(at, longest[:columns].astype(np.int64), tokens)

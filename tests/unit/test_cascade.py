@@ -158,12 +158,22 @@ def test_prefixes_follow_the_sequences(merged: list[int]) -> None:
         q = numbers(7, 4, int(rng.integers(1, 4)), DIM, seed=step)
         near(*(cache.attend(q, causal=True) for cache in caches))
     assert len(merged) > 20
-    # A page that only some share with the first begins the rest.
-    cache = grown(True)
-    cache.trim(5, int(cache.lengths[5]) - 41)
-    append(cache, [0, 0, 0, 0, 0, 30, 0], 4)
-    cache.attend(numbers(7, 4, 1, DIM))
-    assert [(x.sequences.tolist(), x.tokens) for x in cache._steps.cascade._prefixes] == [([0, 2, 5], 40), ([1, 4], 44)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "others", "expected"),
+    [(41, 30, ([0, 2, 5], 40)), (20, 0, ([0, 2], 68)), (20, 60, ([0, 2], 68)), (53, 0, ([0, 2, 5], 36))],
+)
+def test_the_prefix_that_saves_most(kept: int, others: int, expected: Any, merged: list[int]) -> None:
+    """Sequence 5 keeps some tokens of the prompt, all but the last 16 in the prefix, and gets others."""
+    caches = [grown(asked) for asked in (True, False)]
+    for cache in caches:
+        cache.trim(5, int(cache.lengths[5]) - kept)
+        append(cache, [0, 0, 0, 0, 0, others, 0], 4)
+    q = numbers(7, 4, 2, DIM)
+    near(*(cache.attend(q, causal=True) for cache in caches))
+    found = [(x.sequences.tolist(), x.tokens) for x in caches[0]._steps.cascade._prefixes]
+    assert found == [expected, ([1, 4], 44)]
 
 
 def test_layers_read_their_own_pages(merged: list[int]) -> None:
