@@ -75,6 +75,7 @@ class Cascade:
         self._rest = StepPlans(pages, kind)
         self._plans: OrderedDict[Any, Any] = OrderedDict()
         self._found, self._number = (-1, 0), 0
+        self._unshared = -1  # a version without shared pages
 
     def attend(
         self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], version: int, out: Any
@@ -82,7 +83,7 @@ class Cascade:
         """The result of `Layer.attend`; None if these are not few queries at the end of sequences that share pages, or
         if an option depends on positions.
         """
-        if self._off or options.get("window") is not None or q.ndim != 4:
+        if self._unshared == version or self._off or options.get("window") is not None or q.ndim != 4:
             return None
         tokens_first = options.get("layout") == "bnhd"
         q4 = q.swapaxes(1, 2) if tokens_first else q
@@ -130,7 +131,9 @@ class Cascade:
         """The prefixes of this version of the table, for `rows` query rows of a key/value head and sequence."""
         pages = self._pages
         self._found, self._number = (version, rows), self._number + 1
-        self._prefixes = [*self._shared(rows)] if pages.shares else []
+        if not pages.shares:
+            self._unshared = version
+        self._prefixes = [] if self._unshared == version else [*self._shared(rows)]
         if self._prefixes:
             self._rest.pages = Rest(pages, self._prefixes)
 
