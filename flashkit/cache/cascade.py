@@ -21,7 +21,7 @@ from ..call.merge import merge
 from .pages import PageTable
 from .step_plans import MAX_PLANS, MOST_TOKENS, StepPlans
 
-LEAST_BYTES, LEAST_TOKENS = 1 << 23, 1024
+LEAST_BYTES, LEAST_TOKENS = 12 << 20, 1024
 """Where it pays on the CPU: bytes of keys and values of a layer that are not read again, beside which the second call
 and merging count little; and tokens of the prefix for each query row of a key/value head. The more rows use a key
 anyway, the less of the time is that of reading. docs/notes/cpu.md has the measurements.

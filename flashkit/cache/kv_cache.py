@@ -48,7 +48,7 @@ class KVCache:
     cascade
         Whether `attend` reads the pages that sequences share (see `fork`) once for all of them, and merges the result
         with that of the rest (`merge`): up to 16 queries at the end of each sequence, with no option that depends on
-        positions but causal. None: on the CPU, where that saves 8 MiB or more of keys and values in a layer, and the
+        positions but causal. None: on the CPU, where that saves 12 MiB or more of keys and values in a layer, and the
         common pages have 1,024 tokens or more for each query of a sequence that uses one key. Results are equal up to
         rounding. A captured CUDA graph would keep the prefixes of its capture.
 
