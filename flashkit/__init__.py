@@ -17,6 +17,7 @@ from .call.planned import Planned
 from .call.weights import plot_weights, weights
 from .dispatch import use_backend
 from .errors import OutOfPagesError, ProfileError, UnsupportedError
+from .latent import mla
 from .mods.block_mask import BlockMask
 from .mods.expr import clip, cos, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sign, sin, sqrt, tanh, where
 from .rope.apply import rotary, rotary_vjp
@@ -27,8 +28,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "UnsupportedError", "__version__",
     "attention", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "merge",
-    "minimum", "mods", "plan", "plot_weights", "rotary", "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin", "sqrt",
-    "tanh", "use_backend", "weights", "where",
+    "minimum", "mla", "mods", "plan", "plot_weights", "rotary", "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin",
+    "sqrt", "tanh", "use_backend", "weights", "where",
 ]  # fmt: skip
 
 

@@ -58,8 +58,9 @@ def attention(
         Arrays of one library and dtype: float64, float32, float16 or bfloat16. The library is NumPy or CuPy (with
         bfloat16 of ml_dtypes), PyTorch, JAX, or another one that follows the array API standard or has
         __cuda_array_interface__. q is (..., Hq, Nq, D), k (..., Hkv, Nk, D), v (..., Hkv, Nk, Dv), with D and Dv from
-        1 to 512. Hq is a multiple of Hkv (grouped-query attention). (H, N, D) and (N, D) work too. Arrays with a
-        contiguous last axis and aligned elements are read in place, with any strides; others are copied.
+        1 to 1024, or 512 on a GPU. Hq is a multiple of Hkv (grouped-query attention). (H, N, D) and (N, D) work too.
+        Arrays with a contiguous last axis and aligned elements are read in place, with any strides; others are copied.
+        v may be a view of k, such as k[..., :Dv]: then memory is read once.
     scale
         Factor on q k^T; 1 / sqrt(D) by default.
     causal
@@ -189,6 +190,13 @@ def attention(
         made = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names)
         plan_cache.put(key, made)
         return made.run(q, k, v, out, *given)
+    return computed(problem, operands, shape, out, return_lse, backend)
+
+
+def computed(
+    problem: Problem, operands: Operands, shape: Shape, out: Any, return_lse: bool, backend: str | None
+) -> Any:  # fmt: skip
+    """The result of a prepared call."""
     _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
     return (result, shape.rows(operands.lse)) if return_lse else result

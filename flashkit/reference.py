@@ -634,6 +634,8 @@ def groups(
     traffic = traffic or Traffic()
     for b, kv_head in np.ndindex(len(operands.q_offset), operands.k.shape[1]):
         of_keys = {name: keys_of(operands, x, b, kv_head) for name, x in keys.items() if x is not None}
+        if operands.k_pe is not None:
+            of_keys["k"] = np.concatenate([of_keys["k"], keys_of(operands, operands.k_pe, b, kv_head)], axis=1)
         group = []
         for h in range(kv_head * spec.group, (kv_head + 1) * spec.group):
             of_rows = {name: rows_of(operands, x, b, h) for name, x in queries.items() if x is not None}

@@ -15,7 +15,8 @@ from .mods.expr import Expr, Kind
 
 Direction = Literal["forward", "backward"]
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 1024
+"""Of any backend; multi-head latent attention needs 576."""
 
 
 class DType(NamedTuple):
@@ -82,6 +83,7 @@ class AttentionSpec:
     precision: str | None = None
     packed: bool = False  # sequences of any length follow each other in one axis of tokens
     paged: bool = False  # keys and values lie in pages that a table names
+    pe_dim: int = 0  # last columns of the keys, which lie in an array of their own
 
     @property
     def lse_dtype(self) -> str:
@@ -115,7 +117,7 @@ class AttentionSpec:
         flags = {
             "score modification": self.score is not None, "mask": self.mask is not None, "dropout": self.dropout,
             "sinks": self.sinks, "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1,
-            "packed sequences": self.packed, "paged keys": self.paged,
+            "packed sequences": self.packed, "paged keys": self.paged, "keys in two arrays": self.pe_dim > 0,
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
 
@@ -200,6 +202,8 @@ class Operands:
 
     Paged keys: k (pages, Hkv, page, D), v likewise. page_table: int64 (B, pages of a sequence), with the page that
     holds keys i * page ... (i + 1) * page - 1 at i. A page that does not exist is read as page 0 or the last one.
+
+    Keys in two arrays: k has the first columns of the keys and k_pe the last pe_dim; the other axes are k's.
     """
 
     q: Any
@@ -218,6 +222,7 @@ class Operands:
     blocks: Any = None
     cu_seqlens: tuple[Any, Any] | None = None
     page_table: Any = None
+    k_pe: Any = None
 
     def array(self, slot: Slot) -> Any:
         """The array of a slot, checked: a kernel compiled for the slot would read another dtype, or another number of

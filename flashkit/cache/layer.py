@@ -147,6 +147,8 @@ class Layer:
 
     def _attend(self, q: Any, out: Any = None, **options: Any) -> Any:
         steps = self._steps
+        if (merged := steps.cascade.attend(q, self.k_pages, self.v_pages, options, steps.version, out)) is not None:
+            return merged
         planned = steps.plans.find(q, self.k_pages, self.v_pages, options, steps.version)
         if planned is not None:
             return planned(q, self.k_pages, self.v_pages, out=out)

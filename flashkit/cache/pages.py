@@ -49,6 +49,11 @@ class PageTable:
     def free_pages(self) -> int:
         return len(self._free)
 
+    @property
+    def shares(self) -> bool:
+        """Whether a page belongs to several sequences."""
+        return bool((self._references > 1).any())
+
     def append(self, counts: np.ndarray) -> Copy:
         """Make room for counts (B,) more tokens of each sequence.
 

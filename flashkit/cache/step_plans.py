@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from .. import dispatch
 from ..call import arrays
 from ..call.arguments import prepare
 from ..call.planned import Planned
-from .pages import PageTable
 
 MOST_TOKENS = 16
 """Queries of a sequence; beyond it a call's own work hides its preparation."""
@@ -39,11 +38,26 @@ class Entry:
         self.version = -1
 
 
-class StepPlans:
-    """The plans of a cache for queries at the end of all sequences."""
+class Pages(Protocol):
+    """What of a PageTable is read here."""
 
-    def __init__(self, pages: PageTable, kind: str) -> None:
-        self._pages, self._kind, self._xp = pages, kind, arrays.namespace(kind)
+    page: int
+    lengths: np.ndarray
+    table: np.ndarray
+
+
+class StepPlans:
+    """The plans of a cache for queries at the end of all sequences.
+
+    Attributes
+    ----------
+    pages : Pages
+        The sequences, of a table of one shape.
+    """
+
+    def __init__(self, pages: Pages, kind: str) -> None:
+        self.pages: Pages = pages
+        self._kind, self._xp = kind, arrays.namespace(kind)
         self._plans: OrderedDict[Any, Entry] = OrderedDict()
         self._lengths = self._xp.zeros(len(pages.lengths), np.int64)
         self._table = self._xp.zeros(pages.table.shape, np.int64)
@@ -58,8 +72,8 @@ class StepPlans:
         queries = q.shape[1 if options.get("layout") == "bnhd" else 2]
         if not 0 < queries <= MOST_TOKENS:
             return None
-        longest, (_, width) = int(self._pages.lengths.max()), self._pages.table.shape
-        keys = min(1 << max(longest - 1, 0).bit_length(), width * self._pages.page)
+        longest, (_, width) = int(self.pages.lengths.max()), self.pages.table.shape
+        keys = min(1 << max(longest - 1, 0).bit_length(), width * self.pages.page)
         values = tuple(options.items())
         key = arrays.layout(q), values, tuple(type(x) for _, x in values), keys, width, dispatch.state()
         found = self._plans.get(key)
@@ -73,8 +87,8 @@ class StepPlans:
 
     def _made(self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], queries: int, keys: int) -> Entry:
         rest = {name: x for name, x in options.items() if name not in ("backend", "return_lse")}
-        if self._table.shape != self._pages.table.shape:
-            self._table = self._xp.zeros(self._pages.table.shape, np.int64)
+        if self._table.shape != self.pages.table.shape:
+            self._table = self._xp.zeros(self.pages.table.shape, np.int64)
         self._lengths[...], self._version = keys, -1  # a backend may take the plan's sizes from them
         problem, operands, shape = prepare(
             q, k_pages, v_pages, page_table=self._table, kv_lengths=self._lengths, **rest
@@ -85,11 +99,11 @@ class StepPlans:
         return Entry(Planned(problem, operands, shape, (q, k_pages, v_pages), backend, return_lse), offsets, queries)
 
     def _fill(self, entry: Entry, version: int) -> None:
-        lengths, xp = self._pages.lengths, self._xp
+        lengths, xp = self.pages.lengths, self._xp
         if self._version != version:
             self._lengths[...] = xp.asarray(lengths)
             # Page 0 for pages that a window has dropped, and behind a sequence: kernels want a page for every key.
-            self._table[...] = xp.asarray(np.maximum(self._pages.table, 0))
+            self._table[...] = xp.asarray(np.maximum(self.pages.table, 0))
             self._version = version
         entry.offsets[...] = xp.asarray(lengths - entry.queries)
         entry.version = version

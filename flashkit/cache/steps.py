@@ -12,6 +12,7 @@ import numpy as np
 
 from ..call import arrays
 from ..rope.apply import Table
+from .cascade import Cascade
 from .pages import Copy, PageTable
 from .step_plans import StepPlans
 
@@ -39,12 +40,14 @@ class Steps:
         table's width does, so that a captured CUDA graph follows them.
     plans : StepPlans
         Planned calls for these; `version` changes with them.
+    cascade : Cascade
+        The same where sequences share pages.
     readable : array
         The table with page 0 for pages that a window has dropped: attention wants a page for every key, visible or not.
     """
 
-    def __init__(self, pages: PageTable, layers: int, kind: str) -> None:
-        self.pages, self.kind, self.xp = pages, kind, arrays.namespace(kind)
+    def __init__(self, pages: PageTable, layers: int, kind: str, cascade: Cascade) -> None:
+        self.pages, self.kind, self.xp, self.cascade = pages, kind, arrays.namespace(kind), cascade
         self._opened, self._written = 0, [0] * layers  # numbers of steps
         self._last: Step | None = None
         self.lengths, self.table = self._published(pages.lengths), self._published(pages.table)

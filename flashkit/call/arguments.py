@@ -40,12 +40,15 @@ def prepare(
     bias: Any = None, mask: Any = None, block_mask: Any = None, score_mod: Any = None, mask_mod: Any = None,
     kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None, page_table: Any = None,
     dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
-    out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False, **others: Any,
+    out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False,
+    k_pe: Any = None, **others: Any,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
     """Check the arguments of attention() and fill in defaults.
 
     described: the call is only described. Then nothing takes memory in proportion to its sizes: results, lengths and
     offsets are stand-ins, q, k and v are not copied, and axes of stride 0 of a bias and a mask count as of length 1.
+
+    k_pe: the last columns of the keys, an array that has been checked; k has the other columns.
 
     Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied
     before they are checked, because the caller's arrays may change at any time. Lengths on a device are not read; the
@@ -68,7 +71,9 @@ def prepare(
     for name, array in (("k", k), ("v", v)):
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
-    seqs = sequences_of(q, k, v, kind, layout, kv_lengths, cu_seqlens, page_table, not described)
+    pe_dim = 0 if k_pe is None else k_pe.shape[-1]
+    q_of_k = q[..., : q.shape[-1] - pe_dim]
+    seqs = sequences_of(q_of_k, k, v, kind, layout, kv_lengths, cu_seqlens, page_table, not described)
     shape, batch, most_q, most_k = seqs.shape, seqs.batch, seqs.most_q, seqs.most_k
     q4 = (shape.four_axes if described else shape.to_four)(q).view()
     k4, v4 = ((shape.four_axes if described and not shape.paged else shape.keys_to_four)(x).view() for x in (k, v))
@@ -135,16 +140,17 @@ def prepare(
     spec = AttentionSpec(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
         kv_lengths is not None or cu_seqlens is not None, is_deterministic(deterministic),
-        None if precision == "highest" else precision, cu_seqlens is not None, page_table is not None,
+        None if precision == "highest" else precision, cu_seqlens is not None, page_table is not None, pe_dim,
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
-    direct = out is not None and can_write(out, q, k, v, *values.values())
+    read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]
+    direct = out is not None and can_write(out, *read)
     operands = Operands(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale),
         seqs.with_extra(offsets), seqs.with_extra(seqs.lengths), params, values,
         sinks_of(sinks, kind, heads, layout, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
         shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, q.dtype),
         empty((entries, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
-        seqs.page_table,
+        seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
     )  # fmt: skip
     return problem, operands, shape

@@ -118,11 +118,14 @@ def contiguous(array: Any) -> bool:
     return kind_of(array) is not None and bool(array.flags.c_contiguous)
 
 
+def address(array: Any) -> int:
+    """Of the first element."""
+    return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
+
+
 def same_address(a: Any, b: Any) -> bool:
     """Whether two arrays of one library begin at the same address."""
-    if isinstance(a, np.ndarray):
-        return bool(a.__array_interface__["data"] == b.__array_interface__["data"])
-    return bool(a.data.ptr == b.data.ptr)
+    return address(a) == address(b)
 
 
 def may_share(a: Any, b: Any) -> bool:

@@ -63,3 +63,36 @@ def test_a_cache_on_a_device_holds_what_one_on_the_host_does(device: Any) -> Non
                 np.testing.assert_allclose(other.k_pages.get()[at], layer.k_pages[at], atol=1e-6)
                 assert np.array_equal(other.v_pages.get()[at], layer.v_pages[at])
     assert all(array is given[0] for array in given)  # a captured graph reads the same array
+
+
+@pytest.mark.slow
+def test_a_prefix_on_a_device_is_read_once(device: Any) -> None:
+    """On request: two sequences that share 32 tokens, and one of its own."""
+    import cupy
+
+    sizes: dict[str, Any] = {"pages": 20, "page": 8}
+    results = []
+    for xp, asked in ((np, False), (cupy, True)):
+        cache = flashkit.KVCache(3, 1, 8, like=xp.empty(0, "f4"), cascade=asked, **sizes)
+        for counts, seed in (([0, 40, 40, 60], 1), ([0, 10, 22, 31], 2)):
+            k, v = (xp.asarray(numbers(counts[-1], 1, 8, seed=seed + x)) for x in (0, 5))
+            cache.append(k, v, counts)
+            if seed == 1:
+                cache.fork(0)
+        results.append(cache.attend(xp.asarray(numbers(3, 2, 2, 8)), causal=True, return_lse=True))
+    assert [(x.sequences.tolist(), x.tokens) for x in cache._steps.cascade._prefixes] == [([0, 1], 32)]
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_allclose(found.get(), expected, atol=2e-3)  # TF32
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_latent_attention_on_a_device(device: Any, apart: bool) -> None:
+    import cupy
+
+    q, k = numbers(1, 2, 3, 24), numbers(1, 40, 24, seed=1)
+    given = [x[..., part] for x in (q, k) for part in (slice(16), slice(16, None))]
+    on_device = [x[..., part] for x in map(cupy.asarray, (q, k)) for part in (slice(16), slice(16, None))]
+    if apart:
+        on_device = [x.copy() for x in on_device]
+    found = flashkit.mla(*on_device, scale=0.2, causal=True)
+    np.testing.assert_allclose(found.get(), flashkit.mla(*given, scale=0.2, causal=True), atol=2e-3)

@@ -73,8 +73,8 @@ FAULTS = (
     ),
     Fault(
         "decode: words of a query", LAUNCH,
-        "words = rounded(spec.head_dim, k_pack * lanes) // k_pack",
-        "words = spec.head_dim // k_pack",
+        "words = sum(rounded(width, k_pack * lanes) // k_pack for width in parts)",
+        "words = sum(width // k_pack for width in parts)",
     ),
     Fault(
         "a work tile is left out", BLOCK,

@@ -398,7 +398,7 @@ FAULTS = (
     ),
     Fault(
         "scratch: decode shares a region", f"{CPU}/scratch.py",
-        "rescale = _end(scores, rows * keys, itemsize)",
-        "rescale = _end(scores, keys, itemsize)",
+        "pe_scores = _end(scores, rows * keys, itemsize)",
+        "pe_scores = _end(scores, keys, itemsize)",
     ),
 )  # fmt: skip

@@ -6,6 +6,7 @@ from . import Fault
 
 TESTS = (
     "tests/unit/test_kv_cache.py",
+    "tests/unit/test_cascade.py",
     "tests/unit/test_rotary.py",
     "tests/emulator/test_kv_cache.py",
 )
@@ -13,6 +14,7 @@ TESTS = (
 PAGES, STEPS, LAYER, CACHE, PLANS = (
     f"flashkit/cache/{name}.py" for name in ("pages", "steps", "layer", "kv_cache", "step_plans")
 )
+CASCADE, ON_CASCADE = "flashkit/cache/cascade.py", "tests/unit/test_cascade.py"
 APPLY, TABLES, KERNEL = "flashkit/rope/apply.py", "flashkit/rope/tables.py", "flashkit/backends/cpu/kernels/rotary.py"
 
 FAULTS = (
@@ -140,4 +142,74 @@ FAULTS = (
         "yarn without its factor", TABLES, "plain / factor * interpolated, attention)", "plain / factor * interpolated)"
     ),
     Fault("yarn's bounds are whole", TABLES, "    if whole:\n", "    if True:\n"),
+    Fault("cascade: the rest has the prefix's length", CASCADE, "self.lengths[at] -= tokens", "pass", ON_CASCADE),
+    Fault(
+        "cascade: the rest begins at its first page",
+        CASCADE,
+        "pages.table[at, columns:]",
+        "pages.table[at, :-columns]",
+        ON_CASCADE,
+    ),
+    Fault("cascade: queries lie in the prefix", CASCADE, "lengths[at] - MOST_TOKENS, 0", "lengths[at], 0", ON_CASCADE),
+    Fault("cascade: pages that follow others", CASCADE, ".cumprod(1).sum(1)", ".sum(1)", ON_CASCADE),
+    Fault(
+        "cascade: the shortest bounds the prefix",
+        CASCADE,
+        "np.arange(len(at)) * ranked",
+        "np.arange(len(at))",
+        ON_CASCADE,
+    ),
+    Fault("cascade: short sequences have the prefix", CASCADE, "at[common >= columns]", "at", ON_CASCADE),
+    Fault(
+        "cascade: the log-sum-exp of the rest",
+        CASCADE,
+        "result4[at], lse[at] = merge",
+        "result4[at], _ = merge",
+        ON_CASCADE,
+    ),
+    Fault(
+        "cascade: a prefix without softcap",
+        CASCADE,
+        '("scale", "softcap", "backend"',
+        '("scale", "backend"',
+        ON_CASCADE,
+    ),
+    Fault(
+        "cascade: a prefix without scale",
+        CASCADE,
+        '("scale", "softcap", "backend"',
+        '("softcap", "backend"',
+        ON_CASCADE,
+    ),
+    Fault("cascade: one plan for all prefixes", CASCADE, "prefix.tokens, prefix.pages.tobytes(), ", "", ON_CASCADE),
+    Fault(
+        "cascade: plans outlive the choice of a backend",
+        CASCADE,
+        "prefix.pages.tobytes(), dispatch.state()",
+        "prefix.pages.tobytes()",
+        ON_CASCADE,
+    ),
+    Fault(
+        "cascade: the rest of another step",
+        CASCADE,
+        "(version, rows), self._number + 1",
+        "(version, rows), self._number",
+        ON_CASCADE,
+    ),
+    Fault("cascade: windows have prefixes", CASCADE, 'options.get("window") is not None or', "", ON_CASCADE),
+    Fault(
+        "cascade: rows of a head do not count",
+        CASCADE,
+        "tokens >= rows * least_tokens",
+        "tokens >= least_tokens",
+        ON_CASCADE,
+    ),
+    Fault("cascade: the first reader saves too", CASCADE, "(len(at) - 1) * tokens", "len(at) * tokens", ON_CASCADE),
+    Fault(
+        "cascade: sequences keep the order of heads",
+        CASCADE,
+        "return out.swapaxes(0, 1).reshape(",
+        "return out.reshape(",
+        ON_CASCADE,
+    ),
 )

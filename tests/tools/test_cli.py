@@ -409,4 +409,4 @@ def test_cache_warm_compiles_what_calls_need(run: Any) -> None:
 
 def test_cache_warm_refuses_what_does_not_fit(run: Any) -> None:
     assert run("cache", "warm", "--dtype", "int8")[0] == 2
-    assert "expected 1 to 512" in run("cache", "warm", "--head-dim", "513")[2]
+    assert "expected 1 to 1024" in run("cache", "warm", "--head-dim", "1025")[2]

@@ -393,7 +393,7 @@ def test_pages_go_back_and_are_used_again() -> None:
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no pages": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=0), ValueError, "pages is 0"),
     "a float": (lambda c, k: flashkit.KVCache(2.0, 1, 8, pages=1), TypeError, "sequences is 2.0"),
-    "a long head": (lambda c, k: flashkit.KVCache(2, 1, 513, pages=1), ValueError, "dim is 513"),
+    "a long head": (lambda c, k: flashkit.KVCache(2, 1, 1025, pages=1), ValueError, "dim is 1025"),
     "a dtype": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, dtype="int8"), TypeError, "dtype has dtype int8"),
     "like": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, like=[1]), TypeError, "like is a builtins.list"),
     "window": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, window=3), TypeError, "window is 3"),

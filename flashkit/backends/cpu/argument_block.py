@@ -83,6 +83,9 @@ class ArgumentBlock:
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = sizes.batch, operands.q.shape[1], spec.group
         args[at.N_Q], args[at.N_K] = n_q, n_k = sizes.n_q, sizes.n_k
         args[at.DIM], args[at.DIM_V] = spec.head_dim, spec.head_dim_v
+        if operands.k_pe is not None:
+            self.set_tensor(at.K_PE, operands.k_pe)
+            args[at.DIM_PE] = spec.pe_dim
         args[at.KV_LENGTHS], args[at.Q_OFFSETS] = self.address(operands.kv_lengths), self.address(operands.q_offset)
         if operands.cu_seqlens is not None:
             for index, offsets in zip((at.CU_SEQLENS_Q, at.CU_SEQLENS_K), operands.cu_seqlens):

@@ -31,6 +31,7 @@ def tensor() -> np.int64:
 Q = tensor()
 K = tensor()
 V = tensor()
+K_PE = tensor()  # the last DIM_PE columns of the keys, if they lie apart from K
 OUT = tensor()
 LSE = tensor()
 DOUT = tensor()
@@ -60,6 +61,7 @@ PAGES = word()
 PAGE = word()  # keys of a page
 DIM = word()
 DIM_V = word()
+DIM_PE = word()  # 0: K has all columns
 
 # --- tiles and work tiles; tile_scheduler.py reads the latter ---------------------------------------------------------
 
@@ -73,6 +75,7 @@ WORK_TILES = word()
 Q_TILES = word()  # query tiles per head; of all sequences, some of them empty, where these are packed
 NUM_SPLITS = word()  # split-KV in decoding; dQ accumulators per head in the backward pass
 SPLIT_KEYS = word()  # decoding: keys per split, whole tiles
+TILES_IN_CACHE = word()  # decoding: tiles of keys whose values, if they are views of the keys, are still in L2
 
 # --- scratch memory ---------------------------------------------------------------------------------------------------
 
@@ -150,4 +153,6 @@ STRIP = np.int64(16)
 """Keys or rows that are classified together inside a PARTIAL tile; tiles begin at multiples of it."""
 
 TILES_PER_STRETCH = np.int64(16)
-"""FULL tiles that decoding processes at once: long contiguous reads reach the highest bandwidth."""
+"""FULL tiles that decoding processes at once: long contiguous reads reach the highest bandwidth. Where values are views
+of the keys, TILES_IN_CACHE.
+"""

@@ -20,6 +20,9 @@ MIN_SPLIT_KEYS = 512
 SPLITS_PER_THREAD = 8
 """Work tiles per thread in decoding, about: enough for threads of unequal speed to share."""
 
+BYTES_IN_CACHE = 1 << 19
+"""Keys that decoding reads at once where values are views of them: with the queries and O they fit any recent L2."""
+
 DECODE_FLOP_COST = 4
 """Time of a FLOP in decoding, which waits for memory, over that of one whose operands are in cache."""
 
@@ -64,7 +67,8 @@ def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> La
         block_q -= panel
     d, dv = padded_dims(plan)
     size = DTYPES[plan.problem.spec.lse_dtype].size
-    gathered = ITEMSIZE[plan.problem.spec.dtype] if plan.problem.spec.paged else 0
+    spec = plan.problem.spec
+    gathered = ITEMSIZE[spec.dtype] if spec.paged or spec.pe_dim else 0
     layout = scratch.forward_layout(
         block_q // panel, panel, block_k, d, dv, size, int(args[at.TRANSPOSED_TILES]), gathered
     )  # fmt: skip
@@ -86,10 +90,13 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
         num_splits = max(1, min(-(-SPLITS_PER_THREAD * thread_count // heads), n_k // MIN_SPLIT_KEYS))
     split_keys = rounded(-(-n_k // num_splits), block_k)
     num_splits = max(1, -(-n_k // split_keys))
+    parts = [spec.head_dim - spec.pe_dim, spec.pe_dim][: 1 + (spec.pe_dim > 0)]
     k_pack = 2 if plan.decode_bf16_pairs else 1
-    words = rounded(spec.head_dim, k_pack * lanes) // k_pack
-    layout = scratch.decode_layout(rows, spec.group, int(at.TILES_PER_STRETCH) * block_k, words, size)
+    words = sum(rounded(width, k_pack * lanes) // k_pack for width in parts)
+    layout = scratch.decode_layout(rows, spec.group, int(at.TILES_PER_STRETCH) * block_k, words, size, len(parts))
     args[at.BLOCK_K], args[at.NUM_SPLITS], args[at.SPLIT_KEYS] = block_k, num_splits, split_keys
+    tile_bytes = block_k * max(int(args[at.K + 3]), 1)
+    args[at.TILES_IN_CACHE] = min(max(BYTES_IN_CACHE // tile_bytes, 1), int(at.TILES_PER_STRETCH))
     args[at.WORK_TILES], args[at.KERNEL] = heads * num_splits, plan.forward["decode"]
     args[at.SCRATCH_BYTES] = per_thread(layout.total)
     args[at.PARTIALS] = args[at.SCRATCH_BYTES] * thread_count

@@ -26,7 +26,7 @@ class ForwardLayout(NamedTuple):
     l: int  # row_sum
     panel_rows: int  # three vectors of one panel
     transposed: int  # tiles of arrays that a modification reads transposed
-    k_pages: int  # K tile gathered from pages
+    k_pages: int  # K tile gathered from pages, or from K and K_PE
     v_pages: int
     total: int
 
@@ -34,7 +34,7 @@ class ForwardLayout(NamedTuple):
 def forward_layout(
     panels: int, panel: int, block_k: int, d: int, dv: int, itemsize: int, transposed_tiles: int, gathered: int
 ) -> ForwardLayout:
-    """gathered: size of an element of K and V where they lie in pages, else 0."""
+    """gathered: size of an element of K and V where they are gathered, else 0."""
     queries = panels * panel
     o_acc = _end(0, queries * d, itemsize)
     scores = _end(o_acc, queries * dv, itemsize)
@@ -90,19 +90,21 @@ class DecodeLayout(NamedTuple):
     """After the packed queries."""
 
     scores: int
+    pe_scores: int  # of the keys' last columns, where these lie apart
     rescale: int
     states: int  # each query head's state of the current tiles
     ends: int  # and where it ends
     total: int
 
 
-def decode_layout(rows: int, group: int, keys: int, d: int, itemsize: int) -> DecodeLayout:
-    """d: words per query, padded to whole vectors."""
+def decode_layout(rows: int, group: int, keys: int, d: int, itemsize: int, k_parts: int) -> DecodeLayout:
+    """d: words per query, padded to whole vectors. k_parts: arrays that hold the columns of the keys, 1 or 2."""
     scores = _end(0, rows * d, itemsize)
-    rescale = _end(scores, rows * keys, itemsize)
+    pe_scores = _end(scores, rows * keys, itemsize)
+    rescale = _end(pe_scores, (k_parts - 1) * rows * keys, itemsize)
     states = _end(rescale, rows, itemsize)
     ends = _end(states, group, 8)
-    return DecodeLayout(scores, rescale, states, ends, _end(ends, group, 8))
+    return DecodeLayout(scores, pe_scores, rescale, states, ends, _end(ends, group, 8))
 
 
 class PartialLayout(NamedTuple):

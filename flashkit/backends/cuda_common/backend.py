@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ... import settings
 from ...devices.schema import not_followed
 from ...errors import UnsupportedError
-from ...spec import MAX_HEAD_DIM, Direction, Gradients, Operands, Problem, Verdict
+from ...spec import Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound
 from . import compiler, device, launch, modification, verify
 from .arguments import Arguments
@@ -26,6 +26,9 @@ from .params import AT
 
 VARIABLE = settings.CUDA_GENERATION.name
 _ELSEWHERE = "q lies on CUDA device {}, the current one is {}; `with q.device:` fits"
+
+MAX_HEAD_DIM = 512
+"""Of the kernels of any generation."""
 
 MANY_ROWS = 64
 """With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: tiles of others are

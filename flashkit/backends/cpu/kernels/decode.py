@@ -5,7 +5,8 @@ rows. Scores have one row per query and keys along the lanes. Each split leaves 
 completes the last split combines them in the order of the splits, so the result does not depend on which thread
 computed what. specialise.py puts common.py, the operands and the K/V loader before this text.
 
-    Q    [rows][D]           queries, row g * n_q + i: query i of the group's head g; padded with 0
+    Q    [rows][D]           queries, row g * n_q + i: query i of the group's head g; padded with 0, and so are the
+                             columns for K and those for K_PE
     S    [rows][keys]        scores, then P, of one tile or of a stretch of FULL tiles
     O    [rows][DV]          o_partial of the split, before it is divided by l
     m, l [rows]              row_max and row_sum of the split
@@ -27,22 +28,44 @@ from flashkit.backends.cpu.views import atomic_arrive, vector
 
 
 @njit(**options)
-def load_q(args, seq, b, head_kv, target):
-    for g in range(args[GROUP]):
-        q = q_rows(args, Q, seq, b, head_kv * args[GROUP] + g, 0, seq.n_q, args[DIM])
-        for i in range(seq.n_q):
-            load_query(q[i], target[g * seq.n_q + i])
+def words(args, width):
+    """Words of `width` columns of a query, whole vectors."""
+    return (width + K_PACK * args[LANES] - 1) // (K_PACK * args[LANES]) * args[LANES]
 
 
 @njit(**options)
-def scores(args, seq, b, head_kv, k0, q, s):
-    """S = scale * Q K^T, with K in place."""
+def load_q(args, seq, b, head_kv, target):
+    width = args[DIM] - args[DIM_PE]
+    end = words(args, width)
+    for g in range(args[GROUP]):
+        q = q_rows(args, Q, seq, b, head_kv * args[GROUP] + g, 0, seq.n_q, args[DIM])
+        for i in range(seq.n_q):
+            row = target[g * seq.n_q + i]
+            load_query(q[i, :width], row[:end])
+            load_query(q[i, width:], row[end:])
+
+
+@njit(**options)
+def scores_of(args, tensor, seq, b, head_kv, k0, q, width, s):
+    """scale * Q K^T over the columns of K or of K_PE, in place."""
     done, n = np.int64(0), s.shape[1]
     while done < n:
         run = kv_run(args, k0 + done, n - done)
-        k = kv_rows(args, K, seq, b, head_kv, k0 + done, run, args[DIM])
-        call_gemv_qk(args[GEMV_QK], q, k, s[:, done : done + run], args[DIM], args[SCALE])
+        k = kv_rows(args, tensor, seq, b, head_kv, k0 + done, run, width)
+        call_gemv_qk(args[GEMV_QK], q, k, s[:, done : done + run], width, args[SCALE])
         done += run
+
+
+@njit(**options)
+def scores(args, seq, b, head_kv, k0, q, s, s_pe):
+    """S = scale * Q K^T."""
+    width = args[DIM] - args[DIM_PE]
+    scores_of(args, K, seq, b, head_kv, k0, q, width, s)
+    if args[DIM_PE] != 0:
+        scores_of(args, K_PE, seq, b, head_kv, k0, q[:, words(args, width) :], args[DIM_PE], s_pe)
+        for i in range(s.shape[0]):
+            for j in range(s.shape[1]):
+                s[i, j] += s_pe[i, j]
 
 
 @njit(**options)
@@ -144,12 +167,14 @@ def epilogue(args, b, head_kv, first_slot, num_splits):
 def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
     """Keys start ... stop - 1 for all rows of a key/value head. Returns whether o_partial is finite."""
     # Tiles.
-    d, dv, n_q, group, block_k, lanes = args[DIM], args[DIM_V], seq.n_q, args[GROUP], args[BLOCK_K], args[LANES]
+    d, d_pe, dv, n_q, group, block_k = args[DIM], args[DIM_PE], args[DIM_V], seq.n_q, args[GROUP], args[BLOCK_K]
     rows, stretch = group * n_q, TILES_PER_STRETCH * block_k
-    q_words = (d + K_PACK * lanes - 1) // (K_PACK * lanes) * lanes
+    views = args[V] == args[K] and args[V + 3] == args[K + 3]  # values are the first columns of the keys
+    at_once = args[TILES_IN_CACHE] if views else TILES_PER_STRETCH
+    q_words = words(args, d - d_pe) + words(args, d_pe)
 
     # Scratch memory.
-    at = decode_layout(rows, group, stretch, q_words, ACCUM_SIZE)
+    at = decode_layout(rows, group, stretch, q_words, ACCUM_SIZE, 2 if d_pe != 0 else 1)
     q = accum_tile(scratch, rows, q_words, q_words * ACCUM_SIZE)
     rescale = accum_row(scratch + at.rescale, rows)
     states, ends = vector(scratch + at.states, group, 8, np.int64), vector(scratch + at.ends, group, 8, np.int64)
@@ -177,10 +202,11 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
             tile = following
             continue
         k0 = tile * block_k
-        following = min(following, tile + TILES_PER_STRETCH) if full else tile + 1
+        following = min(following, tile + at_once) if full else tile + 1
         n = min(following * block_k, stop) - k0
         s = accum_tile(scratch + at.scores, rows, n, stretch * ACCUM_SIZE)
-        scores(args, seq, b, head_kv, k0, q, s)
+        s_pe = accum_tile(scratch + at.pe_scores, rows, n, stretch * ACCUM_SIZE)
+        scores(args, seq, b, head_kv, k0, q, s, s_pe)
         modify_heads(args, seq, states, s, b, head_kv, k0)
         online_softmax(args, s, m, l, rescale)
         if args[DROPOUT] != 0:

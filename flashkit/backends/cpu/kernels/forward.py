@@ -120,7 +120,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
     head_kv = h // args[GROUP]
 
     # Scratch memory.
-    gathered = STORAGE_SIZE if args[PAGE_TABLE] != 0 else 0
+    gathered = STORAGE_SIZE if args[PAGE_TABLE] != 0 or args[DIM_PE] != 0 else 0
     at = forward_layout(panels, panel, block_k, q_rows_padded, o_rows, ACCUM_SIZE, args[TRANSPOSED_TILES], gathered)
     m, l = accum_row(scratch + at.m, panels * panel), accum_row(scratch + at.l, panels * panel)
     o_acc = accum_tile(scratch + at.o_acc, panels * o_rows, panel, panel_bytes)

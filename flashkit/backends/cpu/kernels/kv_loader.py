@@ -1,11 +1,13 @@
 """The K/V loader: tiles of keys and values as the products want them. specialise.py puts this text before the kernels'.
 
 `kv_run` and `kv_rows` alone know where the rows of a key/value head lie: in tensors (B, H, N, D), in packed ones, or in
-pages (pages, H, page, D) that a table names.
+pages (pages, H, page, D) that a table names. The last DIM_PE columns of the keys may lie apart, in K_PE.
 
     kv_run      how many rows lie at one stride
-    kv_rows     such rows of K, V, dK or dV, in place
-    kv_tile     rows of K or V, in place if they are one run, else gathered
+    kv_rows     such rows of K, K_PE, V, dK or dV, in place
+    gather      rows of K, K_PE or V, copied
+    k_tile      rows of K with all columns, in place if they are one run, else gathered
+    v_tile      likewise of V
     load_k      K      left operand of S^T = K Q^T        forward
     load_v_t    V^T    left operand of O^T += V^T P^T
     pack_k_t    K^T    right operand of S = Q K^T         backward
@@ -42,31 +44,52 @@ def kv_rows(args, tensor, seq, b, head_kv, first, count, width):
 
 
 @njit(**options)
-def kv_tile(args, tensor, seq, b, head_kv, first, count, width, address):
-    run = kv_run(args, first, count)
-    if run == count:
-        return kv_rows(args, tensor, seq, b, head_kv, first, count, width)
-    tile = matrix(address, count, width, width * STORAGE_SIZE, STORAGE_SIZE, STORAGE)
+def gather(args, tensor, seq, b, head_kv, first, tile):
+    count, width = tile.shape
     done = np.int64(0)
     while done < count:
+        run = kv_run(args, first + done, count - done)
         rows = kv_rows(args, tensor, seq, b, head_kv, first + done, run, width)
         for i in range(run):
             for j in range(width):
                 tile[done + i, j] = rows[i, j]
         done += run
-        run = kv_run(args, first + done, count - done)
+
+
+@njit(**options)
+def storage_tile(address, count, width):
+    return matrix(address, count, width, width * STORAGE_SIZE, STORAGE_SIZE, STORAGE)
+
+
+@njit(**options)
+def k_tile(args, seq, b, head_kv, first, count, address):
+    d, d_pe = args[DIM], args[DIM_PE]
+    if d_pe == 0 and kv_run(args, first, count) == count:
+        return kv_rows(args, K, seq, b, head_kv, first, count, d)
+    tile = storage_tile(address, count, d)
+    gather(args, K, seq, b, head_kv, first, tile[:, : d - d_pe])
+    gather(args, K_PE, seq, b, head_kv, first, tile[:, d - d_pe :])
+    return tile
+
+
+@njit(**options)
+def v_tile(args, seq, b, head_kv, first, count, address):
+    if kv_run(args, first, count) == count:
+        return kv_rows(args, V, seq, b, head_kv, first, count, args[DIM_V])
+    tile = storage_tile(address, count, args[DIM_V])
+    gather(args, V, seq, b, head_kv, first, tile)
     return tile
 
 
 @njit(**options)
 def load_k(args, seq, b, head_kv, k0, n, address, pages):
-    """pages: scratch memory for rows that several pages hold."""
-    return load_tile(kv_tile(args, K, seq, b, head_kv, k0, n, args[DIM], pages), address)
+    """pages: scratch memory for rows that are gathered."""
+    return load_tile(k_tile(args, seq, b, head_kv, k0, n, pages), address)
 
 
 @njit(**options)
 def load_v_t(args, seq, b, head_kv, k0, n, address, pages):
-    return load_tile_t(args, kv_tile(args, V, seq, b, head_kv, k0, n, args[DIM_V], pages), address)
+    return load_tile_t(args, v_tile(args, seq, b, head_kv, k0, n, pages), address)
 
 
 @njit(**options)

@@ -1,0 +1,156 @@
+"""Shared-prefix decoding, as FlashInfer's cascade: pages that sequences share are read once for all of them.
+
+The queries of all these sequences are rows of one call over the shared pages. A second call has the rest of each
+sequence, and `merge` combines the two. The query heads of a group are rows of the first call too: its keys precede all
+queries, so a causal mask hides none, and no row needs a position.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import dispatch
+from ..api import plan
+from ..call import arrays
+from ..call.checks import check_out
+from ..call.merge import merge
+from .pages import PageTable
+from .step_plans import MAX_PLANS, MOST_TOKENS, StepPlans
+
+LEAST_BYTES, LEAST_TOKENS = 12 << 20, 1024
+"""Where it pays on the CPU: bytes of keys and values of a layer that are not read again, beside which the second call
+and merging count little; and tokens of the prefix for each query row of a key/value head. The more rows use a key
+anyway, the less of the time is that of reading. docs/notes/cpu.md has the measurements.
+"""
+
+QUERIES = 64
+"""Rows of a key/value head that are queries of one query head; fewer are query heads of one token each, which decoding
+packs.
+"""
+
+
+class Prefix(NamedTuple):
+    """Tokens at the beginning of several sequences, in whole pages that these share."""
+
+    sequences: np.ndarray
+    pages: np.ndarray  # int64 (columns,)
+    tokens: int
+
+
+class Rest:
+    """The sequences without their prefixes: what `StepPlans` reads of a PageTable."""
+
+    def __init__(self, pages: PageTable, prefixes: list[Prefix]) -> None:
+        self.page, self.lengths, self.table = pages.page, pages.lengths.copy(), pages.table.copy()
+        for at, shared, tokens in prefixes:
+            columns = len(shared)
+            self.lengths[at] -= tokens
+            self.table[at, : self.table.shape[1] - columns] = pages.table[at, columns:]
+
+
+class Cascade:
+    """Attention of the next step's queries where sequences share pages.
+
+    Parameters
+    ----------
+    pages
+        The table of pages.
+    kind
+        The library of the arrays.
+    token_bytes
+        Bytes of a token's keys and values in a layer.
+    asked
+        Whether to read shared pages once. None: where it pays, on the CPU.
+    """
+
+    def __init__(self, pages: PageTable, kind: str, token_bytes: int, asked: bool | None) -> None:
+        self._pages, self._kind, self._token_bytes = pages, kind, token_bytes
+        self._least = (LEAST_BYTES, LEAST_TOKENS) if asked is None else (1, 0)
+        self._off = asked is False or pages.left is not None or (asked is None and kind != "numpy")
+        self._prefixes: list[Prefix] = []
+        self._rest = StepPlans(pages, kind)
+        self._plans: OrderedDict[Any, Any] = OrderedDict()
+        self._found, self._number = (-1, 0), 0
+        self._unshared = -1  # a version without shared pages
+
+    def attend(
+        self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], version: int, out: Any
+    ) -> Any:  # fmt: skip
+        """The result of `Layer.attend`; None if these are not few queries at the end of sequences that share pages, or
+        if an option depends on positions.
+        """
+        if self._unshared == version or self._off or options.get("window") is not None or q.ndim != 4:
+            return None
+        tokens_first = options.get("layout") == "bnhd"
+        q4 = q.swapaxes(1, 2) if tokens_first else q
+        if self._found != (found := (version, q4.shape[1] * q4.shape[2] // k_pages.shape[2])):
+            self._find(*found)
+        if not self._prefixes:
+            return None
+        planned = self._rest.find(q, k_pages, v_pages, {**options, "return_lse": True}, self._number)
+        if planned is None:
+            return None
+        result, lse = planned(q, k_pages, v_pages)
+        result4 = result.swapaxes(1, 2) if tokens_first else result
+        of_scores = ("scale", "softcap", "backend", "precision")
+        plain = {name: x for name, x in options.items() if name in of_scores}
+        for prefix in self._prefixes:
+            at = prefix.sequences
+            of_prefix = self._attend_prefix(prefix, q4[at], k_pages, v_pages, plain)
+            result4[at], lse[at] = merge((result4[at], lse[at]), of_prefix)
+        if out is not None:
+            check_out(out, self._kind, arrays.dtype_name("q", q), result.shape)
+            out[...] = result
+            result = out
+        return (result, lse) if options.get("return_lse") else result
+
+    def _attend_prefix(self, prefix: Prefix, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any]) -> Any:
+        """(out, lse) of queries (sequences, Hq, Nq, D) over the keys of the prefix."""
+        sequences, heads, n, d = q.shape
+        rows = q.reshape(sequences, k_pages.shape[2], -1, d).swapaxes(0, 1)  # those of each key/value head
+        heads_kv, _, each, _ = rows.shape
+        count = sequences * each
+        rows = rows.reshape((1, heads_kv * count, 1, d) if count < QUERIES else (1, heads_kv, count, d))
+        key = arrays.layout(rows), tuple(options.items()), prefix.tokens, prefix.pages.tobytes(), dispatch.state()
+        planned = self._plans.get(key)
+        if planned is None:
+            table, lengths = prefix.pages[None], np.array([prefix.tokens])
+            planned = self._plans[key] = plan(
+                rows, k_pages, v_pages, page_table=table, kv_lengths=lengths, return_lse=True, **options
+            )
+            while len(self._plans) > MAX_PLANS:
+                self._plans.popitem(last=False)
+        out, lse = (x.reshape(heads_kv, sequences, each, -1) for x in planned(rows, k_pages, v_pages))
+        return out.swapaxes(0, 1).reshape(sequences, heads, n, -1), lse.swapaxes(0, 1).reshape(sequences, heads, n)
+
+    def _find(self, version: int, rows: int) -> None:
+        """The prefixes of this version of the table, for `rows` query rows of a key/value head and sequence."""
+        pages = self._pages
+        self._found, self._number = (version, rows), self._number + 1
+        if not pages.shares:
+            self._unshared = version
+        self._prefixes = [] if self._unshared == version else [*self._shared(rows)]
+        if self._prefixes:
+            self._rest.pages = Rest(pages, self._prefixes)
+
+    def _shared(self, rows: int) -> Iterator[Prefix]:
+        """Prefixes that are worth a call: among sequences of one first page, what most tokens are saved by."""
+        pages = self._pages
+        table, lengths = pages.table, pages.lengths
+        firsts, counts = np.unique(table[lengths > 0, 0], return_counts=True)
+        for first in firsts[counts > 1]:
+            at = np.flatnonzero((table[:, 0] == first) & (lengths > 0))
+            # Columns that each shares with the longest, without the tokens of the queries, which a causal mask hides.
+            longest = table[at[lengths[at].argmax()]]
+            common = (table[at] == longest).cumprod(1).sum(1)
+            common = np.minimum(common, np.maximum(lengths[at] - MOST_TOKENS, 0) // pages.page)
+            ranked = np.sort(common)[::-1]
+            columns = int(ranked[(np.arange(len(at)) * ranked).argmax()])
+            at = at[common >= columns]
+            tokens, (least_bytes, least_tokens) = columns * pages.page, self._least
+            if (len(at) - 1) * tokens * self._token_bytes >= least_bytes and tokens >= rows * least_tokens:
+                yield Prefix(at, longest[:columns].astype(np.int64), tokens)

@@ -1,0 +1,127 @@
+"""`mla`: multi-head latent attention over caches that keep the latent and the rotary columns of a key apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .api import attention, computed
+from .call import arrays, foreign
+from .call.arguments import prepare
+from .call.checks import choice, number
+from .call.shape import LAYOUTS
+from .spec import MAX_HEAD_DIM
+
+
+def mla(
+    q_nope: Any, q_pe: Any, ckv: Any, k_pe: Any, *, scale: float, return_lse: bool = False, out: Any = None,
+    backend: str | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Multi-head latent attention (DeepSeek's MLA) in its absorbed form: all heads share one latent vector of a token.
+
+    softmax(scale * (q_nope ckv^T + q_pe k_pe^T), modified and masked) ckv. It is `attention` with one key/value head,
+    the keys [ckv, k_pe] and the values ckv.
+
+    Parameters
+    ----------
+    q_nope
+        (..., H, Nq, C): queries without position, multiplied by W_UK. C is 512 in DeepSeek's models.
+    q_pe
+        (..., H, Nq, R): queries with rotary position. R is 64 there.
+    ckv
+        (..., Nk, C): the latent vectors, without an axis of heads.
+    k_pe
+        (..., Nk, R): keys with rotary position, which all heads share. C + R is at most 1024.
+    scale
+        Factor on the scores. There is no default, because it does not follow from C and R: it is 1 / sqrt(128 + 64) in
+        DeepSeek's models, of the head dims before W_UK is absorbed, times the square of YaRN's mscale.
+    return_lse, out, backend
+        As for `attention`; out is (..., H, Nq, C).
+    **options
+        The other arguments of `attention`. With cu_seqlens q_nope is (T, H, C) and ckv (Tk, C). With page_table ckv is
+        (pages, page, C), and k_pe (pages, page, R).
+
+    Returns
+    -------
+    array or (array, array)
+        What `attention` returns: out (..., H, Nq, C), to be multiplied by W_UV, or (out, lse).
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit. The message names it, what came and what would fit.
+    flashkit.UnsupportedError
+        No backend can compute it: those on GPUs have head dims up to 512, which C + R exceeds in DeepSeek's models.
+
+    Notes
+    -----
+    Where ckv and k_pe are views of one array, `c[..., :C]` and `c[..., C:]`, keys and values are that array. Otherwise,
+    with NumPy, decoding reads both in place, and other calls gather tiles of keys; arrays of CuPy are concatenated, a
+    copy of the keys in each call. Queries are concatenated always.
+
+    Gradients: `attention_vjp` of k = [ckv, k_pe] and v = k[..., :C], with the gradient dk[..., :C] + dv of ckv.
+
+    References
+    ----------
+    DeepSeek-AI, "DeepSeek-V2", 2024, arXiv 2405.04434, section 2.1.
+
+    Examples
+    --------
+    >>> import numpy as np, flashkit
+    >>> rng = np.random.default_rng(0)
+    >>> q_nope, q_pe = rng.standard_normal((2, 16, 1, 512)), rng.standard_normal((2, 16, 1, 64))
+    >>> ckv, k_pe = rng.standard_normal((2, 100, 512)), rng.standard_normal((2, 100, 64))
+    >>> flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=(128 + 64) ** -0.5, causal=True).shape
+    (2, 16, 1, 512)
+    """
+    if (library := foreign.library_of(q_nope)) is not None:
+        loan = foreign.Loan(library, q_nope)
+        with loan.scope():
+            borrowed = loan.borrow(q_nope=q_nope, q_pe=q_pe, ckv=ckv, k_pe=k_pe, out=out, **options)
+            return loan.give_back(mla(**borrowed, scale=scale, return_lse=return_lse, backend=backend), out)
+    layout = options.get("layout", "bhnd")
+    kind = _checked(q_nope, q_pe, ckv, k_pe, layout)
+    options["scale"] = number("scale", scale)
+    # The axis of heads, of length 1.
+    tokens_first = layout == "bnhd" or options.get("cu_seqlens") is not None or options.get("page_table") is not None
+    ckv, k_pe = (x[..., None, :] if tokens_first else x[..., None, :, :] for x in (ckv, k_pe))
+    xp: Any = arrays.namespace(kind)
+    q, latent = xp.concatenate([q_nope, q_pe], axis=-1), ckv.shape[-1]
+    if _is_one_array(ckv, k_pe):
+        k = xp.lib.stride_tricks.as_strided(ckv, (*ckv.shape[:-1], q.shape[-1]), ckv.strides)
+    elif kind == "numpy":
+        return computed(*prepare(q, ckv, ckv, k_pe=k_pe, out=out, **options), out, return_lse, backend)
+    else:
+        k = xp.concatenate([ckv, k_pe], axis=-1)
+    return attention(q, k, k[..., :latent], return_lse=return_lse, out=out, backend=backend, **options)
+
+
+def _checked(q_nope: Any, q_pe: Any, ckv: Any, k_pe: Any, layout: Any) -> str:
+    """The kind of the arrays; an error if they do not fit each other. `prepare` checks the rest."""
+    choice("layout", layout, LAYOUTS)
+    given = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "k_pe": k_pe}
+    kind = arrays.require("q_nope", q_nope)
+    for name, array in given.items():
+        arrays.require(name, array, kind)
+        if arrays.dtype_name(name, array) != q_nope.dtype.name:
+            raise TypeError(f"{name} has dtype {array.dtype}, q_nope has {q_nope.dtype}; all four have one dtype")
+    if q_nope.ndim < 3:
+        raise ValueError(f"q_nope has shape {q_nope.shape}; three axes or more fit, heads among them")
+    for name, first in (("q_pe", "q_nope"), ("k_pe", "ckv")):
+        if given[name].ndim < 2 or given[name].shape[:-1] != given[first].shape[:-1]:
+            shapes = f"{name} has shape {given[name].shape}, {first} has {given[first].shape}"
+            raise ValueError(f"{shapes}; two axes or more fit, the same but for the last")
+    for name, like in (("ckv", "q_nope"), ("k_pe", "q_pe")):
+        if not given[name].shape[-1] == given[like].shape[-1] > 0:
+            shapes = f"{name} has shape {given[name].shape}, {like} has {given[like].shape}"
+            raise ValueError(f"{shapes}; equal last axes fit, of at least 1")
+    if (total := ckv.shape[-1] + k_pe.shape[-1]) > MAX_HEAD_DIM:
+        raise ValueError(f"ckv and k_pe have {total} columns in all; 2 to {MAX_HEAD_DIM} fit")
+    return kind
+
+
+def _is_one_array(ckv: Any, k_pe: Any) -> bool:
+    """Whether a row of k_pe follows each row of ckv in memory."""
+    size = ckv.dtype.itemsize
+    contiguous = ckv.strides[-1] == k_pe.strides[-1] == size
+    distance = arrays.address(k_pe) - arrays.address(ckv)
+    return contiguous and ckv.strides == k_pe.strides and distance == ckv.shape[-1] * size

@@ -1,0 +1,241 @@
+"""Values that are the first columns of the keys, and `mla`, which has the two parts of a key."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from cases import with_
+
+import flashkit
+from flashkit import dispatch
+from flashkit.backends.cpu import launch
+from flashkit.backends.cpu.plan import DECODE_BLOCK_K
+from flashkit.call.arguments import prepare
+
+SIZES = {"decoding": "3x150", "tiles": "33x80"}
+FORMS = {
+    "batch": {"storage": "gaps", "layout": "bnhd"},
+    "padded": {"sequences": "padded", "causal": "yes"},
+    "packed": {"sequences": "packed", "causal": "yes"},
+    "pages": {"sequences": "paged", "causal": "yes"},
+}
+FORM_CASES = [
+    pytest.param(form, id=name, marks=[pytest.mark.slow] if name == "padded" else []) for name, form in FORMS.items()
+]
+DTYPES = [
+    "float32", "bfloat16", "bfloat16, emulated tiles",
+    pytest.param("float64", marks=pytest.mark.slow), pytest.param("float16", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.fixture
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name, _, method = request.param.partition(", ")
+    if method:
+        monkeypatch.setenv("FLASHKIT_CPU_BF16", "emulate")
+        dispatch.forget()
+    yield name
+    if method:
+        monkeypatch.undo()
+        dispatch.forget()
+
+
+def call_of(dims: str, **changes: str) -> cases.Call:
+    """A call whose values are views of the keys."""
+    call = cases.build(with_(dims=dims, scale="0.3", **changes))
+    dv = call.plain_dout.shape[-1]
+    return dataclasses.replace(call, v=call.k[..., :dv], plain=call.plain | {"v": call.plain["k"][..., :dv]})
+
+
+# --- one array for keys and values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, indirect=True)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("form", FORM_CASES)
+def test_values_in_the_keys(form: dict[str, str], sizes: str, dtype: str) -> None:
+    call = call_of("24/16", heads="4:1", sizes=sizes, dtype=dtype, **form)
+    cases.assert_conforms(cases.run(call, "cpu"), *cases.expected(call))
+
+
+@pytest.mark.parametrize("backend", [b for b in cases.backends() if b.values[0] != "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, indirect=True)
+@pytest.mark.parametrize("dims", ["576/512", pytest.param("1024", marks=pytest.mark.slow), "513/7"])
+def test_head_dims_above_512(dims: str, dtype: str, backend: str) -> None:
+    for sizes in ("2x70", "17x30"):
+        call = call_of(dims, heads="4:1", batch="1", sizes=sizes, dtype=dtype)
+        cases.skip_unless(backend, call)
+        cases.assert_conforms(cases.run(call, backend), *cases.expected(call))
+
+
+def test_gpus_refuse_head_dims_above_512() -> None:
+    call = call_of("576/512", heads="4:1", batch="1", sizes="2x30")
+    problem = dataclasses.replace(prepare(call.q, call.k, call.v)[0], array_kind="cupy")
+    for name in ("cupy_raw", "numba_cuda"):
+        assert dispatch.registry()[name].supports(problem).reason == "head dim 576 is over 512"
+
+
+def test_a_cached_plan_is_for_values_anywhere() -> None:
+    """The layouts are those of views, but the arrays are others."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 4, 1, 24), dtype=np.float32)
+    for views_first in (True, False):
+        k, other = rng.standard_normal((2, 1, 1, 500 + views_first, 24), dtype=np.float32)
+        values = [k[..., :16], other[..., :16]]
+        for v in values if views_first else reversed(values):
+            exact = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)))
+            np.testing.assert_allclose(flashkit.attention(q, k, v), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_views_are_read_in_pieces_that_stay_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over other pieces have other last bits."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, 1, n, 576), dtype=np.float32) for n in (4, 2000))
+    v = np.empty((1, 1, 2000, 576), np.float32)[..., :512]
+    v[...] = k[..., :512]
+    monkeypatch.setenv("FLASHKIT_NUM_THREADS", "1")
+    dispatch.forget()
+
+    def out(v: np.ndarray) -> np.ndarray:
+        return flashkit.attention(q, k, v, kv_lengths=[2000])  # not a cached plan
+
+    apart, views = out(v), out(k[..., :512])
+    assert (apart != views).any()
+    monkeypatch.setattr(launch, "BYTES_IN_CACHE", 3 * DECODE_BLOCK_K * 576 * 4)
+    assert (out(k[..., :512]) == views).all()  # three tiles are the most within 512 KiB
+    monkeypatch.setattr(launch, "BYTES_IN_CACHE", 1 << 30)
+    assert (out(k[..., :512]) == apart).all()
+
+
+# --- mla --------------------------------------------------------------------------------------------------------------
+
+
+def parts(call: cases.Call, apart: bool) -> list[Any]:
+    """The arguments of `mla` for a call of `attention` with one key/value head."""
+    latent = call.plain_dout.shape[-1]
+    tokens_first = call.choice["layout"] == "bnhd" or call.choice["sequences"] in ("packed", "paged")
+    k = call.k[..., 0, :] if tokens_first else call.k[..., 0, :, :]
+    found = [x[..., part] for x in (call.q, k) for part in (slice(latent), slice(latent, None))]
+    return [x.copy() for x in found] if apart else found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, indirect=True)
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "views"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("form", FORM_CASES)
+def test_mla(form: dict[str, str], sizes: str, apart: bool, dtype: str) -> None:
+    """Widths that are no whole vectors, and an odd one, where pairs of bfloat16 end within the latent."""
+    call = call_of("40/33" if apart else "24/16", heads="4:1", sizes=sizes, dtype=dtype, **form)
+    exact, allowed = cases.expected(call)
+    out, lse = flashkit.mla(*parts(call, apart), return_lse=True, **call.options)
+    got = cases.Results(call.to_plain(out), call.rows_to_plain(lse), None, None, None, None)
+    cases.assert_conforms(got, exact, allowed)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("how", ["modified", "poisoned", "reference", "in place", "batch axes"])
+def test_mla_takes_what_attention_takes(how: str, sizes: str) -> None:
+    changes = {"heads": "3:3" if how == "modified" else "4:1", "sizes": sizes, "kv_lengths": "yes"}
+    if how == "modified":
+        changes |= {"heads": "4:1", "softcap": "yes", "alibi": "(Hq,)", "sinks": "yes", "window": "left"}
+    if how == "batch axes":
+        changes |= {"layout": "five axes"}
+    call = call_of("24/16", **changes)
+    exact, allowed = cases.expected(call)
+    given = parts(call, True)
+    if how == "poisoned":
+        for x in given[2:]:
+            for b, n in enumerate(call.options["kv_lengths"]):
+                x[b, n:] = np.nan
+    options: dict[str, Any] = dict(call.options)
+    if how == "reference":
+        options["backend"] = "reference"
+    if how == "in place":
+        options["out"] = given[0]
+    out, lse = flashkit.mla(*given, return_lse=True, **options)
+    assert how != "in place" or out is given[0]
+    got = cases.Results(call.to_plain(out), call.rows_to_plain(lse), None, None, None, None)
+    cases.assert_conforms(got, exact, allowed)
+
+
+def test_decoding_copies_no_key() -> None:
+    rng = np.random.default_rng(0)
+    q_nope, q_pe = (rng.standard_normal((1, 4, 1, n), dtype=np.float32) for n in (256, 64))
+    k = rng.standard_normal((1, 4000, 320), dtype=np.float32)
+    for ckv, k_pe in ((k[..., :256], k[..., 256:]), (k[..., :256].copy(), k[..., 256:].copy())):
+        flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=0.1)
+        tracemalloc.start()
+        flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=0.1)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < k_pe.size * 4 / 4
+
+
+@pytest.mark.parametrize(("first", "row"), [(16, 16), (17, 24), (15, 24)])
+def test_parts_that_are_no_row_together(first: int, row: int) -> None:
+    """k_pe begins where a row of ckv ends, or nearby, with the same strides or others."""
+    rng = np.random.default_rng(0)
+    memory = rng.standard_normal(3000, dtype=np.float32)
+    q_nope, q_pe = (rng.standard_normal((4, 2, n), dtype=np.float32) for n in (16, 8))
+    ckv, k_pe = memory[: 50 * 24].reshape(50, 24)[:, :16], memory[first : first + 50 * row].reshape(50, row)[:, :8]
+    k = np.concatenate([ckv, k_pe], -1)[None].astype(np.float64)
+    exact = flashkit.attention(np.concatenate([q_nope, q_pe], -1).astype(np.float64), k, k[..., :16], scale=0.2)
+    np.testing.assert_allclose(flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=0.2), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_out_may_be_k_pe(queries: int) -> None:
+    rng = np.random.default_rng(0)
+    q_nope, q_pe = (rng.standard_normal((2, 4, queries, n), dtype=np.float32) for n in (16, 8))
+    ckv, memory = rng.standard_normal((2, 80, 16), dtype=np.float32), rng.standard_normal(4000, dtype=np.float32)
+    k_pe, out = memory[: 2 * 80 * 8].reshape(2, 80, 8), memory[: q_nope.size].reshape(q_nope.shape)
+    expected = flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=0.2)
+    assert flashkit.mla(q_nope, q_pe, ckv, k_pe, scale=0.2, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_mla_of_other_libraries() -> None:
+    torch = pytest.importorskip("torch")
+    given = [torch.randn(shape) for shape in ((2, 4, 3, 16), (2, 4, 3, 8), (2, 50, 16), (2, 50, 8))]
+    out = flashkit.mla(*given, scale=0.2, causal=True)
+    assert isinstance(out, torch.Tensor)
+    expected = flashkit.mla(*(x.numpy() for x in given), scale=0.2, causal=True)
+    np.testing.assert_array_equal(out.numpy(), expected)
+
+
+Z = np.zeros
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no scale": ({"scale": None}, TypeError, "scale is None; a number fits"),
+    "dtypes": ({"k_pe": Z((2, 9, 4))}, TypeError, "k_pe has dtype float64, q_nope has float32; all four"),
+    "library": ({"ckv": [[1.0]]}, TypeError, "ckv is a builtins.list"),
+    "two axes": ({"q_nope": Z((3, 8), "f4"), "q_pe": Z((3, 4), "f4")}, ValueError, "q_nope has shape"),
+    "queries": ({"q_pe": Z((2, 5, 4, 4), "f4")}, ValueError, "q_pe has shape (2, 5, 4, 4), q_nope has (2, 5, 3, 8)"),
+    "keys": ({"k_pe": Z((2, 8, 4), "f4")}, ValueError, "k_pe has shape (2, 8, 4), ckv has (2, 9, 8)"),
+    "latent": ({"ckv": Z((2, 9, 7), "f4")}, ValueError, "ckv has shape (2, 9, 7), q_nope has (2, 5, 3, 8)"),
+    "rotary": ({"k_pe": Z((2, 9, 3), "f4")}, ValueError, "k_pe has shape (2, 9, 3), q_pe has (2, 5, 3, 4)"),
+    "no rotary": ({"k_pe": Z((2, 9, 0), "f4"), "q_pe": Z((2, 5, 3, 0), "f4")}, ValueError, "of at least 1"),
+    "layout": ({"layout": "hbnd"}, ValueError, "layout is 'hbnd'"),
+    "unknown": ({"is_causal": True}, TypeError, "did you mean causal"),
+    "batch": ({"ckv": Z((3, 9, 8), "f4"), "k_pe": Z((3, 9, 4), "f4")}, ValueError, "(3,"),
+    "columns": (
+        {"q_nope": Z((2, 5, 3, 1021), "f4"), "ckv": Z((2, 9, 1021), "f4")}, ValueError,
+        "ckv and k_pe have 1025 columns in all; 2 to 1024 fit",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments_of_mla(what: str) -> None:
+    shapes = {"q_nope": (2, 5, 3, 8), "q_pe": (2, 5, 3, 4), "ckv": (2, 9, 8), "k_pe": (2, 9, 4)}
+    given: dict[str, Any] = {name: Z(shape, "f4") for name, shape in shapes.items()}
+    flashkit.mla(**given, scale=1)
+    changes, error, message = BAD[what]
+    with pytest.raises(error) as raised:
+        flashkit.mla(**given | {"scale": 1} | changes)
+    assert message in str(raised.value)
