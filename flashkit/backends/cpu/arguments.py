@@ -58,6 +58,7 @@ PAGE_TABLE = word()  # address of int64 (B, TABLE_WIDTH), or 0: keys follow each
 TABLE_WIDTH = word()
 PAGES = word()
 PAGE = word()  # keys of a page
+ANEW = word()  # 1 where each call brings lengths and offsets, 2 where also a page table
 DIM = word()
 DIM_V = word()
 
@@ -73,6 +74,9 @@ WORK_TILES = word()
 Q_TILES = word()  # query tiles per head; of all sequences, some of them empty, where these are packed
 NUM_SPLITS = word()  # split-KV in decoding; dQ accumulators per head in the backward pass
 SPLIT_KEYS = word()  # decoding: keys per split, whole tiles
+MAX_SPLITS = word()  # decoding: the most splits, from which launch.py computes their number for each call; else 0
+MIN_SPLIT_KEYS = word()  # decoding: the fewest keys of a split on several threads
+SERIAL_KEYS = word()  # decoding: with fewer keys of all sequences, one thread computes them
 
 # --- scratch memory ---------------------------------------------------------------------------------------------------
 
