@@ -132,7 +132,7 @@ class KVCache:
 
     @property
     def positions(self) -> Any:
-        return self._steps.last().where
+        return self._steps.positions
 
     def append(
         self, k: Any, v: Any, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -18,13 +19,12 @@ from ..mods.block_mask import BlockMask
 from ..spec import Operands
 from . import arrays
 from .planned import Planned
-from .shape import HEADS_AND_TOKENS
+from .shape import LAYOUTS
 
 FEW_QUERIES, MIN_KEYS = 8, 16
 """Fewer queries over at least so many keys are decoded on the CPU. Then nothing but lengths depends on the exact number
 of keys, so calls over more and more keys share a plan and give the bits of a plan for each."""
 
-_TOKENS = {layout: tokens for layout, (_, tokens) in HEADS_AND_TOKENS.items()}
 _MAX_PLANS = 256
 _MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
 _plans: OrderedDict[Any, Planned] = OrderedDict()
@@ -46,15 +46,15 @@ def varying(q: Any, k: Any, v: Any, layout: str, kv_lengths: Any, plain: bool) -
     """What each call passes anew, although it is of integers: the axis of the keys, a negative number, for few queries
     over slices of a cache; 1 for kv_lengths; 0 for nothing. plain: whether the call has no arrays of pairs.
     """
-    if not plain or type(q) is not np.ndarray:
+    if not (plain and type(q) is type(k) is type(v) is np.ndarray and type(layout) is str):
         return 0
     if kv_lengths is not None:
         return 1
-    axis = -2 if q.ndim == 2 else _TOKENS.get(layout, -1)
-    if not (type(k) is type(v) is np.ndarray and q.ndim == k.ndim == v.ndim > 1):
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    axis = -2 if len(of_q) == 2 or layout == "bhnd" else -3
+    if not len(of_q) == len(of_k) == len(of_v) > 1 or layout not in LAYOUTS:
         return 0
-    few = q.shape[axis] < FEW_QUERIES and k.shape[axis] >= MIN_KEYS and k.shape[axis] == v.shape[axis]
-    return axis if few and axis != -1 else 0
+    return axis if of_q[axis] < FEW_QUERIES and of_k[axis] == of_v[axis] >= MIN_KEYS else 0
 
 
 def room(k: Any, axis: int) -> int | None:
@@ -89,15 +89,16 @@ def key(tensors: tuple[Any, Any, Any], others: Sequence[Any], options: tuple[Any
     if others and not {kind, type(None)}.issuperset(map(type, others)):
         return None
     of_others = tuple([None if array is None else arrays.layout(array) for array in others]) if others else ()
-    of_keys: Any = arrays.layout(k), arrays.layout(v)
-    if vary < 0:
-        of_keys = tuple([(shape[:vary], shape[vary + 1 :], *rest) for _, shape, *rest in of_keys]), room(k, vary)
-    made = (arrays.layout(q), of_keys, of_others), options, tuple(map(type, options)), dispatch.state(), vary
-    try:
-        hash(made)
-    except TypeError:
-        return None
-    return made
+    layouts: Any
+    if vary < 0:  # the path of a step of decoding
+        of_k, of_v, after = k.shape, v.shape, vary + 1
+        layouts = (
+            q.shape, of_k[:vary], of_k[after:], of_v[:vary], of_v[after:], of_k[vary].bit_length(), q.strides,
+            k.strides, v.strides, q.dtype, k.dtype, v.dtype, q.flags.aligned, k.flags.aligned, v.flags.aligned,
+        )  # fmt: skip
+    else:
+        layouts = arrays.layout(q), arrays.layout(k), arrays.layout(v), of_others
+    return layouts, options, tuple(map(type, options)), dispatch.state(), vary
 
 
 def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None:
@@ -120,7 +121,10 @@ def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None
 def get(key: Any) -> Planned | None:
     """The cached plan of this key."""
     with _lock:
-        found = _plans.get(key)
+        try:
+            found = _plans.get(key)
+        except TypeError:  # an option cannot be hashed
+            return None
         if found is not None:
             _plans.move_to_end(key)
         return found
@@ -128,7 +132,7 @@ def get(key: Any) -> Planned | None:
 
 def put(key: Any, planned: Planned) -> None:
     """Cache a plan; the least recently used ones are dropped."""
-    with _lock:
+    with _lock, suppress(TypeError):
         _plans[key] = planned
         while len(_plans) > _MAX_PLANS:
             _plans.popitem(last=False)

@@ -189,11 +189,11 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
         accumulate(args, seq, b, head_kv, k0, s, o_partial, rescale, nonfinite)
         tile = following
 
-    check = ACCUM(0)
+    finite = True
     for i in range(rows):
         for c in range(dv):
-            check += o_partial[i, c] * 0
-    return check == 0
+            finite &= o_partial[i, c] * 0 == 0
+    return finite
 
 
 @entry(types.void(types.int64, types.int64))
