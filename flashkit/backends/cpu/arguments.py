@@ -58,6 +58,7 @@ PAGE_TABLE = word()  # address of int64 (B, TABLE_WIDTH), or 0: keys follow each
 TABLE_WIDTH = word()
 PAGES = word()
 PAGE = word()  # keys of a page
+PAGES_FOLLOW = word()  # whether a head's keys in page p + 1 follow those in page p at their own stride
 ANEW = word()  # 1 where each call brings lengths and offsets, 2 where also a page table
 DIM = word()
 DIM_V = word()
@@ -152,6 +153,9 @@ EMPTY, PARTIAL, FULL = map(np.int64, range(3))
 
 STRIP = np.int64(16)
 """Keys or rows that are classified together inside a PARTIAL tile; tiles begin at multiples of it."""
+
+PREFETCHED_LINES = np.int64(16)
+"""Cache lines of a page that are read ahead; the hardware follows from there."""
 
 TILES_PER_STRETCH = np.int64(16)
 """FULL tiles that decoding processes at once: long contiguous reads reach the highest bandwidth."""

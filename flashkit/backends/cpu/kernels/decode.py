@@ -39,8 +39,9 @@ def scores(args, seq, b, head_kv, k0, q, s):
     """S = scale * Q K^T, with K in place."""
     done, n = np.int64(0), s.shape[1]
     while done < n:
-        run = kv_run(args, k0 + done, n - done)
+        run = kv_run(args, b, k0 + done, n - done)
         k = kv_rows(args, K, seq, b, head_kv, k0 + done, run, args[DIM])
+        prefetch_run(args, K, seq, b, head_kv, k0 + done + run, k0 + n, args[DIM])
         call_gemv_qk(args[GEMV_QK], q, k, s[:, done : done + run], args[DIM], args[SCALE])
         done += run
 
@@ -67,8 +68,9 @@ def accumulate(args, seq, b, head_kv, k0, p, o, rescale, nonfinite):
     """O = O * rescale + P V, with V in place."""
     done, n = np.int64(0), p.shape[1]
     while done < n:
-        run = kv_run(args, k0 + done, n - done)
+        run = kv_run(args, b, k0 + done, n - done)
         v = kv_rows(args, V, seq, b, head_kv, k0 + done, run, args[DIM_V])
+        prefetch_run(args, V, seq, b, head_kv, k0 + done + run, k0 + n, args[DIM_V])
         accumulate_rows(args, p[:, done : done + run], v, o, rescale, nonfinite)
         rescale[:] = 1
         done += run

@@ -22,14 +22,22 @@ from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import call_pack_transposed
 from flashkit.backends.cpu.seq_info import tokens
-from flashkit.backends.cpu.views import integer_at, matrix
+from flashkit.backends.cpu.views import integer_at, matrix, prefetch
 
 ONE = np.float64(1).view(np.int64)
 
 
 @njit(**options)
-def kv_run(args, first, count):
-    return count if args[PAGE_TABLE] == 0 else min(count, args[PAGE] - first % args[PAGE])
+def kv_run(args, b, first, count):
+    if args[PAGE_TABLE] == 0:
+        return count
+    run = args[PAGE] - first % args[PAGE]
+    if args[PAGES_FOLLOW]:
+        entry = args[PAGE_TABLE] + 8 * (b * args[TABLE_WIDTH] + first // args[PAGE])
+        page = integer_at(entry)
+        while run < count and 0 <= page < args[PAGES] - 1 and integer_at(entry + 8) == page + 1:
+            run, page, entry = run + args[PAGE], page + 1, entry + 8
+    return min(count, run)
 
 
 @njit(**options)
@@ -42,8 +50,17 @@ def kv_rows(args, tensor, seq, b, head_kv, first, count, width):
 
 
 @njit(**options)
+def prefetch_run(args, tensor, seq, b, head_kv, first, end, width):
+    """Read ahead where the next run of rows begins, which the hardware cannot know; no row from `end` on."""
+    if first < end:
+        start = kv_rows(args, tensor, seq, b, head_kv, first, np.int64(1), width).ctypes.data
+        for line in range(PREFETCHED_LINES):
+            prefetch(start + 64 * line)
+
+
+@njit(**options)
 def kv_tile(args, tensor, seq, b, head_kv, first, count, width, address):
-    run = kv_run(args, first, count)
+    run = kv_run(args, b, first, count)
     if run == count:
         return kv_rows(args, tensor, seq, b, head_kv, first, count, width)
     tile = matrix(address, count, width, width * STORAGE_SIZE, STORAGE_SIZE, STORAGE)
@@ -54,7 +71,7 @@ def kv_tile(args, tensor, seq, b, head_kv, first, count, width, address):
             for j in range(width):
                 tile[done + i, j] = rows[i, j]
         done += run
-        run = kv_run(args, first + done, count - done)
+        run = kv_run(args, b, first + done, count - done)
     return tile
 
 
