@@ -35,7 +35,7 @@ class PageTable:
     first : array
         int64 (B,): the first column whose tokens exist still; 0 without a window.
     one_each : array
-        int64 (B,): the counts of a step that appends a token to each sequence. Given by identity, such steps cost least.
+        int64 (B,): the counts of a step that appends a token to each sequence. This very array makes such steps cheap.
     longest, changes : int
         The greatest length, and how often the table has changed.
     """

@@ -48,7 +48,9 @@ class Steps:
         self.pages, self.kind, self.xp = pages, kind, arrays.namespace(kind)
         self._opened, self._written = 0, [0] * layers  # numbers of steps
         self._last: Step | None = None
-        self._on_device: Any = None if kind == "numpy" else (self.xp.asarray(pages.lengths), self.xp.asarray(pages.table))
+        self._on_device: Any = None  # lengths and table
+        if kind != "numpy":
+            self._on_device = self.xp.asarray(pages.lengths), self.xp.asarray(pages.table)
         self.plans, self.version = StepPlans(pages, kind), 0
         self._one_each = np.arange(len(pages.lengths) + 1)
 

@@ -52,7 +52,8 @@ def _planned(tensors: Any, options: Any, backend: Any, return_lse: Any, follows:
     given = tuple(_laid_out(*each) for each in tensors)
     problem, operands, shape = prepare(*given, **dict(zip(OPTIONS, options, strict=True)))
     if follows is not None:
-        follows = queries_of(follows, problem.array_kind, shape, problem.batch, problem.n_q, problem.n_q)
+        n_q, queries = problem.n_q, None if isinstance(follows, int) else follows
+        follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
     varies = problem.spec.kv_lengths and not problem.spec.packed
     return Planned(problem, operands, shape, given, backend, return_lse is True, varies=varies, follows=follows)
 

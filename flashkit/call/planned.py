@@ -17,7 +17,7 @@ from .checks import check_out
 from .compose import check_indices
 from .positions import check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
 from .sequences import check_pages, table_of
-from .shape import HEADS_AND_TOKENS, Shape
+from .shape import Shape
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What calls of a plan that was made with kv_lengths may pass, in the order of a bound call's arguments."""
@@ -121,8 +121,9 @@ class Planned:
             return _forward(chosen, plan, operands, self._shape, (), names)
         if not paged:  # only its strides count
             k = np.lib.stride_tricks.as_strided(k, (*k.shape[:2], self._room, k.shape[3]), k.strides)
+        most: Any = np.full(self.problem.batch, self._room, np.int64)
         bind: Any = chosen.bind  # type: ignore[attr-defined]
-        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=np.full(self.problem.batch, self._room)), names)
+        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=most), names)
         return bound
 
     def __repr__(self) -> str:
@@ -187,11 +188,15 @@ class Planned:
     def with_keys(self, q: Any, k: Any, v: Any, out: Any, axis: int) -> Any:
         """The call for as many keys as k has along this axis; for arrays that fit but for that."""
         n, batch = k.shape[axis], self.problem.batch
-        lengths = np.array([n] * batch)  # faster than `full`
-        offsets = self._operands.q_offset if self._follows is None else np.array([n - self._follows] * batch)
+        lengths = np.array([n] * batch, np.int64)  # faster than `full`
+        offsets = self._operands.q_offset
+        if self._follows is not None:
+            offsets = np.array([n - self._follows] * batch, np.int64)
         return self._run_on(self._run_at, q, k, v, out, lengths, offsets)
 
-    def with_lengths(self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offset: Any = None, table: Any = None) -> Any:
+    def with_lengths(
+        self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offset: Any = None, table: Any = None
+    ) -> Any:  # fmt: skip
         """The call with other lengths, offsets and pages, or with the plan's where they are None; for arrays that are
         known to fit.
         """
@@ -219,13 +224,13 @@ class Planned:
             table = table_of(table, kind, batch)
             if table.shape != own.page_table.shape:
                 raise ValueError(f"page_table has shape {table.shape}; {own.page_table.shape}, as planned, fits")
-            check_pages(table, lengths, *k.shape[:2])
+        check_pages(table, lengths, *k.shape[:2])
         return self._run_on(self._run_at, q, k, v, out, lengths, offsets, table)
 
     def _check_positions(self, lengths: Any, offsets: Any, given: bool) -> None:
         """Check what depends on positions; given: whether the caller gave the offsets."""
         problem, n_q = self.problem, self.problem.n_q
-        if n_q > 1 and self._follows is n_q and not given and not problem.spec.paged:
+        if n_q > 1 and isinstance(self._follows, int) and not given and not problem.spec.paged:
             check_default_offset(lengths, n_q, (problem.spec.score, problem.spec.mask))
         if self._values:
             reach = q_offset_range(offsets, given, problem.batch, n_q, self._room)
@@ -239,8 +244,8 @@ class Planned:
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
         target = out if out is not None and self._fits(out, q, k, v, *anew) else self._empty(self._out, self._dtype)
-        lse = None if self._spares_lse else self._empty(*self._lse)
-        if self._copies:
+        lse = None if self._spares_lse and bound is self._run else self._empty(*self._lse)
+        if self._copies and bound is self._run:
             q, k, v = self._shape.to_four(q), self._shape.keys_to_four(k), self._shape.keys_to_four(v)
         bound(q, k, v, target, lse, *anew)
         if out is None:

@@ -88,7 +88,7 @@ FAULTS = (
     ),
     Fault(
         "backward: gradients past the lengths", PASSES,
-        "        gradients.dk[...], gradients.dv[...] = 0, 0\n",
+        "            gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0\n",
         "        pass\n",
     ),
     Fault(

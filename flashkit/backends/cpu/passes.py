@@ -96,8 +96,10 @@ def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Non
         if tensor is not None:
             block.set_tensor(index, tensor)
     args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // max(num_splits, 1)
-    if spec.kv_lengths:  # keys past a sequence's length are in no tile
-        gradients.dk[...], gradients.dv[...] = 0, 0
+    if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
+        ends = operands.kv_lengths if operands.cu_seqlens is None else operands.cu_seqlens[1][-1:]
+        for entry, end in enumerate(ends.tolist()):
+            gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0
 
     d, dv = padded_dims(plan)
     layout = scratch.backward_layout(block_q, block_k, d, dv, accumulator.itemsize, 2 if plan.bf16_pairs else 1)
