@@ -144,8 +144,9 @@ def attention(
     recorded: a tensor that requires grad is an error, and `flashkit.torch.attention` is differentiable.
 
     `attention` caches the plan of a call (see `plan`) and reuses it for later calls on arrays of the same shapes,
-    strides and dtypes, unless kv_lengths, sinks, dropout, functions or an array of offsets are passed. The definition
-    is reference.py of this package.
+    strides and dtypes, unless sinks, dropout, functions, an array of offsets, or pages or packed sequences are passed.
+    On NumPy arrays other kv_lengths share it, and so do longer slices of a cache that grows. The definition is
+    reference.py of this package.
 
     References
     ----------
@@ -231,16 +232,17 @@ def plan(
     return_lse, backend
         As for `attention`.
     **options
-        The other arguments of `attention`, except `out`. kv_lengths, q_offset, sinks, seed, and arrays of integers that
-        modifications index are read once, here. Other arrays (bias, mask, alibi_slopes, those of score_mod and
-        mask_mod) are kept by reference and read by each call. They must not be changed: a planned call may see the
-        change or not. dropout_p needs a seed, and each call drops the same pairs.
+        The other arguments of `attention`, except `out`. kv_lengths, q_offset, page_table, sinks, seed, and arrays of
+        integers that modifications index are read once, here. Other arrays (bias, mask, alibi_slopes, those of
+        score_mod and mask_mod) are kept by reference and read by each call. They must not be changed: a planned call
+        may see the change or not. dropout_p needs a seed, and each call drops the same pairs.
 
     Returns
     -------
     Planned
-        `planned(q, k, v)` computes attention. Threads may call it at the same time. A pickle of it holds the request
-        and its arrays, and plans anew where it is loaded.
+        `planned(q, k, v)` computes attention. Of a plan made with kv_lengths, `planned(q, k, v, kv_lengths=lengths)`
+        does so for other lengths, with q_offset and page_table as well. Threads may call it at the same time. A pickle
+        of it holds the request and its arrays, and plans anew where it is loaded.
 
     Raises
     ------

@@ -63,3 +63,18 @@ def test_a_cache_on_a_device_holds_what_one_on_the_host_does(device: Any) -> Non
                 np.testing.assert_allclose(other.k_pages.get()[at], layer.k_pages[at], atol=1e-6)
                 assert np.array_equal(other.v_pages.get()[at], layer.v_pages[at])
     assert all(array is given[0] for array in given)  # a captured graph reads the same array
+
+
+def test_a_planned_call_takes_lengths(device: Any) -> None:
+    """Lengths on the host and on the device, where they are not read."""
+    import cupy
+
+    q, k, v = numbers(2, 2, 1, 8), numbers(2, 1, 20, 8, seed=1), numbers(2, 1, 20, 8, seed=2)
+    given = [cupy.asarray(x) for x in (q, k, v)]
+    call = flashkit.plan(*given, kv_lengths=[20, 20], window=(6, 0), backend="cupy_raw")
+    for lengths in (np.array([3, 20]), cupy.asarray([20, 9], "i4")):
+        on_host = lengths if isinstance(lengths, np.ndarray) else lengths.get()
+        expected = flashkit.attention(q, k, v, kv_lengths=on_host.copy(), window=(6, 0), backend="reference")
+        np.testing.assert_allclose(call(*given, kv_lengths=lengths).get(), expected, atol=1e-5)
+    with pytest.raises(ValueError, match="kv_lengths has values from 3 to 21"):
+        call(*given, kv_lengths=[3, 21])

@@ -579,7 +579,7 @@ def test_a_planned_call_takes_pages(n_q: int, backend: str) -> None:
     q, table = pairwise(3, 2, 4, n_q, 8), np.array([[3, 1, 0, 7], [2, 4, -1, -1]])
     options: dict[str, Any] = {"causal": True, "backend": backend}
     call = plan(q, k, v, page_table=table, kv_lengths=[60, 30], **options)
-    for lengths in ([50, 32], [33, 17]):
+    for lengths in ([50, 32], [33, 17], [3, 2]):
         same(call(q, k, v, kv_lengths=lengths), full(q, k, v, page_table=table, kv_lengths=lengths, **options))
         other = np.array([[5, 6, 8, 9], [11, 10, 0, 0]], "i4")
         expected = full(q, k, v, page_table=other, kv_lengths=lengths, **options)
@@ -658,8 +658,9 @@ def test_indices_are_checked_for_the_positions_of_each_call() -> None:
 
 
 GROWING: dict[str, dict[str, Any]] = {
-    "one query": {"n_q": 1}, "causal": {"n_q": 3, "causal": True, "return_lse": True}, "bnhd": {"n_q": 2, "layout": "bnhd"},
-    "window at": {"n_q": 7, "window": (20, 1), "q_offset": 30}, "two axes": {"n_q": 1, "lead": (), "softcap": 3.0},
+    "one query": {"n_q": 1}, "causal": {"n_q": 3, "causal": True, "return_lse": True},
+    "bnhd": {"n_q": 2, "layout": "bnhd"}, "window at": {"n_q": 7, "window": (20, 1), "q_offset": 30},
+    "two axes": {"n_q": 1, "lead": (), "softcap": 3.0},
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ BF16_PAIR_KERNELS = {
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call; n_q and n_k of its longest sequence."""
+    """Sizes of a call; n_q and n_k of its longest sequence, or the most that it may have."""
 
     batch: int
     heads: int
@@ -41,12 +41,12 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, operands: Operands) -> Sizes:
-        entries, heads, n_q, _ = operands.q.shape
+        _, heads, n_q, _ = operands.q.shape
         n_k, batch = operands.k.shape[2], len(operands.q_offset)
         if operands.page_table is not None:
-            n_k = int(operands.kv_lengths.max(initial=0))
+            n_k *= operands.page_table.shape[1]  # room, whatever the lengths, so that tiles and bits do not depend on them
         if operands.cu_seqlens is None:
-            return cls(batch, heads, n_q, n_k, 0, entries * n_q * n_k)
+            return cls(batch, heads, n_q, n_k, 0, n_q * int(operands.kv_lengths.sum()))
         rows, keys = np.diff(operands.cu_seqlens[0]), operands.kv_lengths
         return cls(batch, heads, int(rows.max()), int(keys.max(initial=0)), n_q, int(rows @ keys))
 
