@@ -101,7 +101,7 @@ FAULTS = (
     Fault(
         "backward: gradients past the lengths", PASSES,
         "            gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0\n",
-        "        pass\n",
+        "            pass\n",
     ),
     Fault(
         "backward: dQ in place of 16 bits", PASSES,

@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
         _, heads, n_q, _ = operands.q.shape
         n_k, batch = operands.k.shape[2], len(operands.q_offset)
         if operands.page_table is not None:
-            n_k *= operands.page_table.shape[1]  # room, whatever the lengths, so that tiles and bits do not depend on them
+            n_k *= operands.page_table.shape[1]  # so that tiles, and bits, do not depend on the lengths
         if operands.cu_seqlens is None:
             return cls(batch, heads, n_q, n_k, 0, n_q * int(operands.kv_lengths.sum()))
         rows, keys = np.diff(operands.cu_seqlens[0]), operands.kv_lengths
