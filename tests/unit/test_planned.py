@@ -549,7 +549,7 @@ def test_few_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 VARIED: dict[str, dict[str, Any]] = {
-    "decoding": {"n_q": 1, "causal": True, "return_lse": True},
+    "decoding": {"n_q": 1, "window": (20, 0), "return_lse": True},
     "few queries at positions": {"n_q": 3, "causal": True, "q_offset": [5, 90]},
     "window": {"n_q": 9, "window": (20, 0), "softcap": 2.0, "q_offset": 3},
     "queries of each": {"n_q": 9, "q_lengths": [4, 9], "causal": True},
