@@ -10,6 +10,7 @@ from .call import arrays, foreign, pickled_plan, plan_cache
 from .call.arguments import prepare
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned
+from .call.positions import queries_of
 from .call.shape import Shape
 from .errors import UnsupportedError, shown
 from .spec import Gradients, Operands, Problem
@@ -144,8 +145,9 @@ def attention(
     recorded: a tensor that requires grad is an error, and `flashkit.torch.attention` is differentiable.
 
     `attention` caches the plan of a call (see `plan`) and reuses it for later calls on arrays of the same shapes,
-    strides and dtypes, unless kv_lengths, sinks, dropout, functions or an array of offsets are passed. The definition
-    is reference.py of this package.
+    strides and dtypes, unless sinks, dropout, functions, an array of offsets, or pages or packed sequences are passed.
+    On NumPy arrays other kv_lengths share it, and so do longer slices of a cache that grows. The definition is
+    reference.py of this package.
 
     References
     ----------
@@ -165,15 +167,21 @@ def attention(
     if unexpected:
         raise unknown(unexpected)
     key = None
-    others_are_none = score_mod is mask_mod is kv_lengths is q_lengths is cu_seqlens is page_table is sinks is None
+    others_are_none = score_mod is mask_mod is q_lengths is cu_seqlens is page_table is sinks is None
     constant = others_are_none and _is_constant(q_offset, window, dropout_p)
     if constant and plan_cache.accepts(block_mask) and (out is None or arrays.contiguous(out)):
         options = scale, causal, q_offset, window, softcap, seed, layout, return_lse, deterministic, precision, backend
         others = () if alibi_slopes is bias is mask is None else (alibi_slopes, bias, mask)
-        key = plan_cache.key((q, k, v), others, (*options, block_mask))
+        vary = plan_cache.varying(q, k, v, layout, kv_lengths, not others and block_mask is None)
+        if kv_lengths is None or vary:
+            key = plan_cache.key((q, k, v), others, (*options, block_mask), vary)
         given = [array for array in others if array is not None] if others else ()
         if key is not None and (cached := plan_cache.get(key)) is not None:
-            return cached.run(q, k, v, out, *given)
+            if not vary:
+                return cached.run(q, k, v, out, *given)
+            return cached.with_keys(q, k, v, out, vary) if kv_lengths is None else (
+                cached.with_lengths(q, k, v, out, kv_lengths)
+            )
     arguments: Any = dict(
         scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
         bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod, kv_lengths=kv_lengths,
@@ -187,8 +195,11 @@ def attention(
             return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
     problem, operands, shape = prepare(q, k, v, **arguments)
     if key is not None and (names := plan_cache.names_of(given, operands)) is not None:
-        made = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names)
-        plan_cache.put(key, made)
+        follows = problem.n_q if vary and q_offset is None else None
+        room = plan_cache.room(k, vary) if kv_lengths is None else None
+        made = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names, bool(vary), follows, room)
+        if not vary or made.takes_lengths:
+            plan_cache.put(key, made)
         return made.run(q, k, v, out, *given)
     return computed(problem, operands, shape, out, return_lse, backend)
 
@@ -229,16 +240,17 @@ def plan(
     return_lse, backend
         As for `attention`.
     **options
-        The other arguments of `attention`, except `out`. kv_lengths, q_offset, sinks, seed, and arrays of integers that
-        modifications index are read once, here. Other arrays (bias, mask, alibi_slopes, those of score_mod and
-        mask_mod) are kept by reference and read by each call. They must not be changed: a planned call may see the
-        change or not. dropout_p needs a seed, and each call drops the same pairs.
+        The other arguments of `attention`, except `out`. kv_lengths, q_offset, page_table, sinks, seed, and arrays of
+        integers that modifications index are read once, here. Other arrays (bias, mask, alibi_slopes, those of
+        score_mod and mask_mod) are kept by reference and read by each call. They must not be changed: a planned call
+        may see the change or not. dropout_p needs a seed, and each call drops the same pairs.
 
     Returns
     -------
     Planned
-        `planned(q, k, v)` computes attention. Threads may call it at the same time. A pickle of it holds the request
-        and its arrays, and plans anew where it is loaded.
+        `planned(q, k, v)` computes attention. Of a plan made with kv_lengths, `planned(q, k, v, kv_lengths=lengths)`
+        does so for other lengths, with q_offset and page_table as well. Threads may call it at the same time. A pickle
+        of it holds the request and its arrays, and plans anew where it is loaded.
 
     Raises
     ------
@@ -265,7 +277,12 @@ def plan(
             return plan(**loan.borrow(q=q, k=k, v=v, **options), return_lse=return_lse, backend=backend)
     problem, operands, shape = prepare(q, k, v, **options)
     operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
-    return Planned(problem, operands, shape, (q, k, v), backend, return_lse)
+    varies = problem.spec.kv_lengths and not problem.spec.packed
+    follows = None
+    if varies and options.get("q_offset") is None:
+        queries = options.get("q_lengths")
+        follows = queries_of(queries, problem.array_kind, shape, problem.batch, problem.n_q, problem.n_q)
+    return Planned(problem, operands, shape, (q, k, v), backend, return_lse, varies=varies, follows=follows)
 
 
 @overload

@@ -64,7 +64,8 @@ class Bindable(Protocol):
     """Optional: a backend that makes repeated calls on arrays of one layout cheap."""
 
     spares_lse: bool  # whether f takes None for an lse that the caller did not request
-    takes_arrays: bool  # whether `anew` may name any
+    takes_arrays: bool  # whether `anew` may name arrays of modifications
+    takes_lengths: bool  # whether it may be ("kv_lengths", "q_offset"), and with pages "page_table" behind them
 
     def bind(self, plan: Any, operands: Operands, anew: Sequence[str] = ()) -> Bound:
         """Do once what `forward(plan, operands)` does before it launches a kernel.
@@ -78,8 +79,9 @@ class Bindable(Protocol):
             to them is kept. All else (scale, lengths, offsets, sinks, arrays, seed) is bound by reference: it stays
             alive with f, and f reads its contents at the time of the call.
         anew
-            Names of operands.arrays that f gets with each call, in the layout of the operands' own. No reference to
-            them is kept either.
+            Names of operands.arrays, or of operands themselves, that f gets with each call, in the layout of the
+            operands' own. No reference to them is kept either. kv_lengths of the operands are then the most that a call
+            may have.
 
         Returns
         -------

@@ -44,12 +44,13 @@ class Prefix(NamedTuple):
 class Rest:
     """The sequences without their prefixes: what `StepPlans` reads of a PageTable."""
 
-    def __init__(self, pages: PageTable, prefixes: list[Prefix]) -> None:
+    def __init__(self, pages: PageTable, prefixes: list[Prefix], changes: int) -> None:
         self.page, self.lengths, self.table = pages.page, pages.lengths.copy(), pages.table.copy()
         for at, shared, tokens in prefixes:
             columns = len(shared)
             self.lengths[at] -= tokens
             self.table[at, : self.table.shape[1] - columns] = pages.table[at, columns:]
+        self.longest, self.changes = int(self.lengths.max()), changes
 
 
 class Cascade:
@@ -135,7 +136,7 @@ class Cascade:
             self._unshared = version
         self._prefixes = [] if self._unshared == version else [*self._shared(rows)]
         if self._prefixes:
-            self._rest.pages = Rest(pages, self._prefixes)
+            self._rest.pages = Rest(pages, self._prefixes, self._number)
 
     def _shared(self, rows: int) -> Iterator[Prefix]:
         """Prefixes that are worth a call: among sequences of one first page, what most tokens are saved by."""

@@ -110,9 +110,14 @@ class KVCache:
         token_bytes = int(kv_heads) * (int(dim) + int(sizes["value_dim"])) * made.itemsize
         shared = Cascade(self._pages, kind, token_bytes, cascade)
         self._steps = Steps(self._pages, int(sizes["layers"]), kind, shared)
-        # Slots of a head lie one after another, so that a kernel reads a page as one piece of memory.
-        shape = int(sizes["layers"]), int(pages), int(kv_heads), int(page)
+        # Slots of a head lie one after another, so that a kernel reads a page as one piece of memory. On the host pages
+        # of a head do so too: pages that a sequence took together are one piece.
+        shape = int(sizes["layers"]), int(kv_heads), int(pages), int(page)
+        if kind != "numpy":
+            shape = shape[0], shape[2], shape[1], shape[3]
         k, v = (self._steps.xp.empty((*shape, int(sizes[name])), made.dtype) for name in ("dim", "value_dim"))
+        if kind == "numpy":
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         self.dtype, self._layered = made.dtype, layers is not None
         self._layers = [Layer(number, self._steps, k, v, window) for number in range(int(sizes["layers"]))]
 
@@ -143,7 +148,7 @@ class KVCache:
 
     @property
     def positions(self) -> Any:
-        return self._steps.last().where
+        return self._steps.positions
 
     def append(
         self, k: Any, v: Any, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from ..rope.apply import Table, checked_table, rotate, rotated
 from .steps import Step, Steps, check_rows
 
 Window = tuple[int | None, int | None]
+
+MAX_FORMS = 32
+"""Layouts of new keys and values that a layer knows."""
 
 
 class Layer:
@@ -51,6 +55,7 @@ class Layer:
         self._k, self._v = k[number], v[number]
         self._sequences, self._dtype = len(steps.pages.lengths), arrays.dtype_name("dtype", k)
         self._table: tuple[Any, Table, Any] | None = None
+        self._forms: dict[Any, Form] = {}
         self.k_pages, self.v_pages = self._k.swapaxes(1, 2), self._v.swapaxes(1, 2)
 
     def append(
@@ -58,12 +63,15 @@ class Layer:
         rotary_interleaved: bool = False, layout: str = "bhnd",
     ) -> None:  # fmt: skip
         """As `KVCache.append`; `cu_seqlens` may be left out where another layer has opened the step."""
-        k4, v4 = self._four("k", k, self._k, layout), self._four("v", v, self._v, layout)
-        if k4.shape[:3] != v4.shape[:3]:
-            raise ValueError(f"v has shape {v.shape}, k has {k.shape}; they are equal but for the head dim")
+        key = arrays.layout(k), arrays.layout(v), layout
+        if (form := self._forms.get(key)) is None:
+            form = self._checked_form(k, v, layout)
+            if len(self._forms) >= MAX_FORMS:
+                self._forms.clear()
+            self._forms[key] = form
         step = self._steps.current(self.number)
-        table = None if rotary is None else self._checked(rotary, rotary_interleaved, k4)
-        counts = self._counts(k, k4, cu_seqlens, step)
+        table = None if rotary is None else self._checked(rotary, rotary_interleaved, k)
+        counts = self._counts(k, form.tokens, cu_seqlens, step)
         if step is None:
             step, copy = self._steps.open(counts, table)
             if copy.source:
@@ -75,11 +83,12 @@ class Layer:
                 "layer before it in this step, fits"
             )
         else:
-            check_rows(table, step.positions)
-        shape = k4.shape[0], k4.shape[2]
-        slots, where = step.slots.reshape(shape), step.where.reshape(shape)
-        self._write(k4, self._k, slots, table, where)
-        self._write(v4, self._v, slots, None, where)
+            check_rows(table, step.end)
+        if form.writer is not None:
+            form.writer(k, v, step, table)
+        else:
+            self._write("k", k, self._k, layout, step, table)
+            self._write("v", v, self._v, layout, step, None)
         self._steps.wrote(self.number)
 
     def attend(
@@ -139,7 +148,7 @@ class Layer:
         """q (B, Hq, N, D) rotated: a new array with tokens before heads."""
         (rotary, interleaved), xp = turn, self._steps.xp
         table = self._checked(rotary, interleaved, q)
-        check_rows(table, step.positions)
+        check_rows(table, step.end)
         batch, heads, n, d = q.shape
         out = xp.empty((batch, n, heads, d), q.dtype).swapaxes(1, 2)
         rotate(arrays.addressable(q).view(), out, table, step.where.reshape(batch, n), 1)
@@ -151,7 +160,7 @@ class Layer:
             return merged
         planned = steps.plans.find(q, self.k_pages, self.v_pages, options, steps.version)
         if planned is not None:
-            return planned(q, self.k_pages, self.v_pages, out=out)
+            return planned.run(q, self.k_pages, self.v_pages, out)
         return attention(
             q, self.k_pages, self.v_pages, page_table=steps.readable, kv_lengths=steps.lengths, out=out, **options
         )
@@ -168,6 +177,16 @@ class Layer:
             # No copies, which would not follow their contents. `rotary` is kept so that no array gets these identities.
             self._table = key, table, rotary
         return table
+
+    def _checked_form(self, k: Any, v: Any, layout: str) -> Form:
+        """The form of new keys and values; an error if they do not fit the cache."""
+        k4, v4 = self._four("k", k, self._k, layout), self._four("v", v, self._v, layout)
+        if k4.shape[:3] != v4.shape[:3]:
+            raise ValueError(f"v has shape {v.shape}, k has {k.shape}; they are equal but for the head dim")
+        read_in_place = arrays.same_address(k4, k) and arrays.same_address(v4, v)
+        if self._steps.kind != "numpy" or not read_in_place:
+            return Form(k4.shape[2], None)
+        return Form(k4.shape[2], Writer(k4, v4, self._k, self._v))
 
     def _four(self, name: str, x: Any, pool: Any, layout: str) -> Any:
         """k or v as (B, H, N, D); packed tokens as (1, H, T, D)."""
@@ -187,32 +206,62 @@ class Layer:
             raise ValueError(f"{name} has shape {x.shape}; (T, {heads}, {d}) or ({axes}) fits")
         return arrays.addressable(four)
 
-    def _counts(self, k: Any, k4: Any, cu_seqlens: Any, step: Step | None) -> np.ndarray:
+    def _counts(self, k: Any, tokens: int, cu_seqlens: Any, step: Step | None) -> np.ndarray:
         """New tokens of each sequence."""
-        tokens = k4.shape[2]
         if k.ndim == 4:
             if cu_seqlens is not None:
                 raise TypeError(f"cu_seqlens is for k of shape (T, Hkv, D); k has {k.shape}")
-            return np.full(self._sequences, tokens)
+            if step is not None and step.each == tokens:
+                return step.counts
+            return self._steps.pages.one_each if tokens == 1 else np.full(self._sequences, tokens)
         if cu_seqlens is not None:
             return _counts(cu_seqlens, self._sequences, tokens)
         if step is not None and tokens == len(step.positions):
             return step.counts
         if tokens != self._sequences:
             raise ValueError(f"k has {tokens} tokens for {self._sequences} sequences; one of each, or cu_seqlens, fits")
-        return np.ones(self._sequences, np.int64)
+        return self._steps.pages.one_each
 
-    def _write(self, x: Any, pool: Any, slots: Any, table: Table | None, where: Any) -> None:
-        """x (B, H, N, D), rotated if there is a table, into the slots (B, N) of a pool (pages, H, page, D)."""
+    def _write(self, name: str, x: Any, pool: Any, layout: str, step: Step, table: Table | None) -> None:
+        """Rows of an array, rotated if there is a table, into the slots of a pool (pages, H, page, D)."""
+        x = self._four(name, x, pool, layout)
         if isinstance(x, np.ndarray):
-            from ..backends.cpu.rotary import write
-
-            write(x, pool, slots, table and (table.cos, table.sin, where), table is not None and table.interleaved)
+            Writer(x, x, pool, pool).write_k(x, step, table)
             return
+        shape, page = (x.shape[0], x.shape[2]), pool.shape[2]
         if table is not None:
-            x = rotated(x, table, where[:, None])
-        page = pool.shape[2]
+            x = rotated(x, table, step.where.reshape(shape)[:, None])
+        slots = step.slots.reshape(shape)
         pool[slots // page, :, slots % page] = x.swapaxes(1, 2)
+
+
+class Writer:
+    """Writes keys and values like k4 and v4 (B, H, N, D), whose axes may be others, into NumPy pools."""
+
+    def __init__(self, k4: Any, v4: Any, k_pool: Any, v_pool: Any) -> None:
+        from ..backends.cpu.rotary import Write
+
+        self._of_k = partial(Write, k4.shape, k4.strides, k_pool)
+        self._k: dict[tuple[int, bool], Write] = {}  # by the pairs that are rotated
+        self._v = Write(v4.shape, v4.strides, v_pool)
+
+    def __call__(self, k: Any, v: Any, step: Step, table: Table | None) -> None:
+        self.write_k(k, step, table)
+        self._v(v, step.slots)
+
+    def write_k(self, k: Any, step: Step, table: Table | None) -> None:
+        """Keys, rotated if there is a table."""
+        turn = (0, False) if table is None else (table.cos.shape[1], table.interleaved)
+        if (write := self._k.get(turn)) is None:
+            write = self._k[turn] = self._of_k(*turn)
+        write(k, step.slots, None if table is None else (table.cos, table.sin, step.where))
+
+
+class Form(NamedTuple):
+    """What new keys and values of one layout are."""
+
+    tokens: int  # of all sequences, or of each
+    writer: Writer | None  # where they are read in place
 
 
 def _counts(cu_seqlens: Any, sequences: int, tokens: int) -> np.ndarray:

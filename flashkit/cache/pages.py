@@ -34,6 +34,10 @@ class PageTable:
         of two.
     first : array
         int64 (B,): the first column whose tokens exist still; 0 without a window.
+    one_each : array
+        int64 (B,): the counts of a step that appends a token to each sequence. This very array makes such steps cheap.
+    longest, changes : int
+        The greatest length, and how often the table has changed.
     """
 
     def __init__(self, sequences: int, pages: int, page: int, left: int | None) -> None:
@@ -44,6 +48,9 @@ class PageTable:
         self._references = np.zeros(pages, np.int64)
         self._free = list(range(pages - 1, -1, -1))
         self._rows = np.arange(sequences)
+        self.one_each, self.changes, self.longest = np.ones(sequences, np.int64), 0, 0
+        self._spare = 0  # tokens that each sequence can append to its last page, after a step of one_each
+        self._slots = self._rows  # of the last such step
 
     @property
     def free_pages(self) -> int:
@@ -64,18 +71,26 @@ class PageTable:
         """
         lengths, grown = self.lengths, self.lengths + counts
         copy = Copy([], [])
+        if counts is self.one_each and self._spare:
+            self._spare -= 1
+            self.lengths, self._slots, self.longest = grown, self._slots + 1, self.longest + 1
+            return copy
         last = np.minimum(lengths // self.page, self.table.shape[1] - 1)  # the column of the first new token
         partial = lengths % self.page > 0
         shared = partial & (self._references[self.table[self._rows, last]] > 1)
         held = -(-lengths // self.page)
         if ((counts > 0) & (shared | (-(-grown // self.page) > held))).any():
             copy = self._extend(np.flatnonzero(counts), grown, held, shared)
-        self.lengths = grown
+        self.lengths, self.longest, self._spare = grown, int(grown.max()), 0
+        if counts is self.one_each:  # each sequence has its last page for itself now
+            self._spare, self._slots = int((-grown % self.page).min()), self._slots_at(self._rows, lengths)
         return copy
 
     def slots(self, counts: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Slots page * size + offset of new tokens at these positions, sequence after sequence."""
-        rows = self._rows if len(positions) == len(counts) and (counts == 1).all() else np.repeat(self._rows, counts)
+        """Slots page * size + offset of the tokens of the last append, at these positions, sequence after sequence."""
+        return self._slots if counts is self.one_each else self._slots_at(np.repeat(self._rows, counts), positions)
+
+    def _slots_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return self.table[rows, positions // self.page] * np.int64(self.page) + positions % self.page
 
     def fork(self, i: int, into: int) -> None:
@@ -84,6 +99,7 @@ class PageTable:
         self._references[own[own >= 0]] += 1
         self.table[into], self.first[into] = own, self.first[i]
         self._set_length(into, int(self.lengths[i]))
+        self.changes += 1
 
     def trim(self, i: int, n: int) -> None:
         """Drop the last n tokens of sequence i."""
@@ -99,8 +115,9 @@ class PageTable:
         return 0 if self.left is None else max(0, length - self.left)
 
     def _set_length(self, i: int, length: int) -> None:
-        self.lengths = self.lengths.copy()
+        self.lengths, self._spare = self.lengths.copy(), 0
         self.lengths[i] = length
+        self.longest = int(self.lengths.max())
 
     def _extend(self, active: np.ndarray, grown: np.ndarray, held: np.ndarray, shared: np.ndarray) -> Copy:
         """Pages for `active` sequences: those behind the window are released, shared last pages copied, new ones taken.
@@ -141,6 +158,7 @@ class PageTable:
     def _take(self, at: tuple[int, int]) -> int:
         page = self._free.pop()
         self.table[at], self._references[page] = page, 1
+        self.changes += 1
         return page
 
     def _release(self, places: list[tuple[int, int]]) -> None:
@@ -148,6 +166,7 @@ class PageTable:
             page = int(self.table[at])
             self.table[at] = -1
             self._references[page] -= 1
+            self.changes += 1
             if self._references[page] == 0:
                 self._free.append(page)
 
@@ -157,3 +176,4 @@ class PageTable:
             wider = np.full((sequences, 1 << (columns - 1).bit_length()), -1, np.int32)
             wider[:, :width] = self.table
             self.table = wider
+            self.changes += 1

@@ -33,9 +33,8 @@ _PLAIN = (int, float, bool, str, type(None))
 class Entry:
     """A plan and the positions of its first queries, as of a step."""
 
-    def __init__(self, planned: Planned, offsets: Any, queries: int) -> None:
-        self.planned, self.offsets, self.queries = planned, offsets, queries
-        self.version = -1
+    def __init__(self, planned: Planned, offsets: Any) -> None:
+        self.planned, self.offsets, self.version = planned, offsets, -1
 
 
 class Pages(Protocol):
@@ -44,6 +43,8 @@ class Pages(Protocol):
     page: int
     lengths: np.ndarray
     table: np.ndarray
+    longest: int
+    changes: int  # of the table
 
 
 class StepPlans:
@@ -61,52 +62,58 @@ class StepPlans:
         self._plans: OrderedDict[Any, Entry] = OrderedDict()
         self._lengths = self._xp.zeros(len(pages.lengths), np.int64)
         self._table = self._xp.zeros(pages.table.shape, np.int64)
-        self._version = -1
+        self._version = self._changes = -1
+        self._keys = 0  # that plans are for now
 
     def find(self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], version: int) -> Planned | None:
         """The plan for q (B, Hq, Nq, D), or by layout, and options of `attention` but `out`; None where there is none.
-        version: a number that changes with the table.
+        version: a number that changes with the lengths and the table.
         """
         if q.ndim != 4 or not _CONSTANT.issuperset(options) or not all(map(_is_plain, options.values())):
             return None
         queries = q.shape[1 if options.get("layout") == "bnhd" else 2]
         if not 0 < queries <= MOST_TOKENS:
             return None
-        longest, (_, width) = int(self.pages.lengths.max()), self.pages.table.shape
-        keys = min(1 << max(longest - 1, 0).bit_length(), width * self.pages.page)
+        if self._version != version:
+            self._fill(version)
         values = tuple(options.items())
-        key = arrays.layout(q), values, tuple(type(x) for _, x in values), keys, width, dispatch.state()
+        key = arrays.layout(q), values, tuple([type(x) for _, x in values]), self._keys, dispatch.state()
         found = self._plans.get(key)
         if found is None:
-            found = self._plans[key] = self._made(q, k_pages, v_pages, options, queries, keys)
+            found = self._plans[key] = self._made(q, k_pages, v_pages, options, queries)
+            self._fill(version)
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
-        if found.version != version or self._version != version:
-            self._fill(found, version)
+        if found.version != version:
+            self._xp.subtract(self._lengths, queries, out=found.offsets)
+            found.version = version
         return found.planned
 
-    def _made(self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], queries: int, keys: int) -> Entry:
+    def _made(self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], queries: int) -> Entry:
         rest = {name: x for name, x in options.items() if name not in ("backend", "return_lse")}
-        if self._table.shape != self.pages.table.shape:
-            self._table = self._xp.zeros(self.pages.table.shape, np.int64)
-        self._lengths[...], self._version = keys, -1  # a backend may take the plan's sizes from them
+        self._lengths[...] = self._keys  # a backend may take the plan's sizes from them
         problem, operands, shape = prepare(
             q, k_pages, v_pages, page_table=self._table, kv_lengths=self._lengths, **rest
         )
         offsets = self._lengths - queries
         operands = replace(operands, kv_lengths=self._lengths, q_offset=offsets, page_table=self._table)
         backend, return_lse = options.get("backend"), options.get("return_lse", False)
-        return Entry(Planned(problem, operands, shape, (q, k_pages, v_pages), backend, return_lse), offsets, queries)
+        return Entry(Planned(problem, operands, shape, (q, k_pages, v_pages), backend, return_lse), offsets)
 
-    def _fill(self, entry: Entry, version: int) -> None:
-        lengths, xp = self.pages.lengths, self._xp
-        if self._version != version:
-            self._lengths[...] = xp.asarray(lengths)
+    def _fill(self, version: int) -> None:
+        """The lengths and the table of this step, for all plans and layers."""
+        lengths, table, xp = self.pages.lengths, self.pages.table, self._xp
+        if self._changes != self.pages.changes:
+            if self._table.shape != table.shape:
+                self._table = xp.zeros(table.shape, np.int64)
+                self._plans.clear()
             # Page 0 for pages that a window has dropped, and behind a sequence: kernels want a page for every key.
-            self._table[...] = xp.asarray(np.maximum(self.pages.table, 0))
-            self._version = version
-        entry.offsets[...] = xp.asarray(lengths - entry.queries)
-        entry.version = version
+            self._table[...] = xp.asarray(np.maximum(table, 0))
+            self._changes = self.pages.changes
+        self._lengths[...] = xp.asarray(lengths)
+        most = 1 << max(self.pages.longest - 1, 0).bit_length()
+        self._keys = min(most, table.shape[1] * self.pages.page)
+        self._version = version
 
 
 def _is_plain(value: Any) -> bool:

@@ -23,6 +23,7 @@ class Step(NamedTuple):
     counts: np.ndarray  # int64 (B,): new tokens of each sequence
     offsets: np.ndarray  # int64 (B + 1,): cu_seqlens
     positions: np.ndarray  # int64 (T,): within the sequences, on the host
+    end: int  # the greatest position and 1
     slots: Any  # int64 (T,), of the cache's library: page * size + offset
     where: Any  # positions, of the cache's library
     each: int  # tokens of each sequence where all have equally many, else 0
@@ -35,9 +36,9 @@ class Steps:
     ----------
     pages : PageTable
         The table on the host.
-    lengths, table : array
-        Its contents as the caller sees them, of the cache's library. On a device they stay the same arrays while the
-        table's width does, so that a captured CUDA graph follows them.
+    lengths, table, positions : array
+        Its contents and those of the last step as the caller sees them, of the cache's library. On a device lengths and
+        table stay the same arrays while the table's width does, so that a captured CUDA graph follows them.
     plans : StepPlans
         Planned calls for these; `version` changes with them.
     cascade : Cascade
@@ -50,9 +51,28 @@ class Steps:
         self.pages, self.kind, self.xp, self.cascade = pages, kind, arrays.namespace(kind), cascade
         self._opened, self._written = 0, [0] * layers  # numbers of steps
         self._last: Step | None = None
-        self.lengths, self.table = self._published(pages.lengths), self._published(pages.table)
-        self.readable = self.table
+        self._on_device: Any = None  # lengths and table
+        if kind != "numpy":
+            self._on_device = self.xp.asarray(pages.lengths), self.xp.asarray(pages.table)
         self.plans, self.version = StepPlans(pages, kind), 0
+        self._one_each = np.arange(len(pages.lengths) + 1)
+
+    @property
+    def lengths(self) -> Any:
+        return _read_only(self.pages.lengths) if self._on_device is None else self._on_device[0]
+
+    @property
+    def table(self) -> Any:
+        return _read_only(self.pages.table) if self._on_device is None else self._on_device[1]
+
+    @property
+    def positions(self) -> Any:
+        where = self.last().where
+        return _read_only(where) if self._on_device is None else where
+
+    @property
+    def readable(self) -> Any:
+        return self.table if self.pages.left is None else self.xp.maximum(self.table, 0)
 
     def current(self, layer: int) -> Step | None:
         """The open step that this layer has yet to write; None if it would open one.
@@ -79,15 +99,18 @@ class Steps:
             There are too few free pages, or the table of rotary angles is too short. Nothing has changed.
         """
         before = self.pages.lengths
-        offsets = np.zeros(len(counts) + 1, np.int64)
-        counts.cumsum(out=offsets[1:])
-        tokens = int(offsets[-1])
-        each = int(counts[0]) if tokens == counts[0] * len(counts) and (counts == counts[0]).all() else 0
-        positions = before if each == 1 else np.arange(tokens) + np.repeat(before - offsets[:-1], counts)
-        check_rows(table, positions)
+        if counts is self.pages.one_each:
+            offsets, positions, each, end = self._one_each, before, 1, self.pages.longest + 1
+        else:
+            offsets = np.zeros(len(counts) + 1, np.int64)
+            counts.cumsum(out=offsets[1:])
+            each = int(counts[0]) if (counts == counts[0]).all() else 0
+            positions = np.arange(offsets[-1]) + np.repeat(before - offsets[:-1], counts)
+            end = int(positions.max(initial=-1)) + 1
+        check_rows(table, end)
         copy = self.pages.append(counts)
-        slots = self.pages.slots(counts, positions)
-        self._last = Step(counts, offsets, positions, self.xp.asarray(slots), self._published(positions), each)
+        slots, where = self.xp.asarray(self.pages.slots(counts, positions)), self.xp.asarray(positions)
+        self._last = Step(counts, offsets, positions, end, slots, where, each)
         self._opened += 1
         self._publish()
         return self._last, copy
@@ -120,24 +143,25 @@ class Steps:
         self._publish()
 
     def _publish(self) -> None:
-        lengths, table = self.pages.lengths, self.pages.table
         self.version += 1
-        if self.kind == "numpy" or self.table.shape != table.shape:
-            self.lengths, self.table = self._published(lengths), self._published(table)
+        if self._on_device is None:
+            return
+        (lengths, table), xp = self._on_device, self.xp
+        lengths[...] = xp.asarray(self.pages.lengths)
+        if table.shape == self.pages.table.shape:
+            table[...] = xp.asarray(self.pages.table)
         else:
-            self.lengths[...], self.table[...] = self.xp.asarray(lengths), self.xp.asarray(table)
-        self.readable = self.table if self.pages.left is None else self.xp.maximum(self.table, 0)
-
-    def _published(self, array: np.ndarray) -> Any:
-        """On the device, or as a view that cannot be written."""
-        if self.kind != "numpy":
-            return self.xp.asarray(array)
-        view = array.view()
-        view.flags.writeable = False
-        return view
+            self._on_device = xp.asarray(self.pages.lengths), xp.asarray(self.pages.table)
 
 
-def check_rows(table: Table | None, positions: np.ndarray) -> None:
-    """Check that a table of rotary angles has these positions."""
-    if table is not None and positions.size and positions.max() >= len(table.cos):
-        raise ValueError(f"rotary has {len(table.cos)} rows; position {positions.max()} of a sequence needs more")
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """A view that cannot be written."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def check_rows(table: Table | None, end: int) -> None:
+    """Check that a table of rotary angles has the positions before `end`."""
+    if table is not None and end > len(table.cos):
+        raise ValueError(f"rotary has {len(table.cos)} rows; position {end - 1} of a sequence needs more")

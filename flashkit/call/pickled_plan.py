@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import shown
-from ..mods import Mod
-from ..mods.tracing import values_of
 from .arguments import prepare
 from .planned import Planned
+from .positions import queries_of
 
 OPTIONS = (
     "scale", "q_offset", "kv_lengths", "score_mod", "mask_mod", "block_mask", "dropout_p", "seed", "sinks", "layout",
@@ -27,28 +26,18 @@ are lengths of queries.
 
 def _reduce(planned: Planned) -> Any:
     spec, operands = planned.problem.spec, planned._operands
-
-    def mod(kind: Any, graph: Any) -> Mod | None:
-        if graph is None:
-            return None
-        names = {name for name, _, _ in values_of(graph)[0]}
-        params, values = (
-            {name: x for name, x in given.items() if name in names} for given in (operands.params, operands.arrays)
-        )
-        return Mod(kind, graph, params, values)
-
+    score, mask = planned.mods()
     tensors = [(planned.problem.array_kind, *rest) for _, *rest in planned._layouts]
     own = slice(-1 if spec.packed else None)  # without the sequence that a packed call adds
     offsets_q, offsets_k = (None if x is None else x[own] for x in operands.cu_seqlens or (None, None))
     has_lengths = spec.kv_lengths and (spec.paged or not spec.packed)
     options = (
         operands.scale, operands.q_offset[own], operands.kv_lengths[own] if has_lengths else None,
-        mod("score", spec.score),
-        mod("mask", spec.mask) if operands.blocks is None else None, operands.blocks, operands.dropout_p,
+        score, mask if operands.blocks is None else None, operands.blocks, operands.dropout_p,
         operands.seed if spec.dropout else None, operands.sinks, planned._shape.layout, spec.deterministic,
         spec.precision, offsets_q if offsets_k is None else (offsets_q, offsets_k), operands.page_table,
     )  # fmt: skip
-    return _planned, (tensors, options, planned._asked, planned._return_lse)
+    return _planned, (tensors, options, planned._asked, planned._return_lse, planned._follows)
 
 
 def register() -> None:
@@ -56,13 +45,17 @@ def register() -> None:
     copyreg.pickle(Planned, _reduce)
 
 
-def _planned(tensors: Any, options: Any, backend: Any, return_lse: Any) -> Planned:
+def _planned(tensors: Any, options: Any, backend: Any, return_lse: Any, follows: Any) -> Planned:
     """The plan whose pickled form this is."""
     if not isinstance(tensors, list) or len(tensors) != 3 or len(options) != len(OPTIONS):
         raise ValueError(f"no pickled plan: {shown(tensors)}")
     given = tuple(_laid_out(*each) for each in tensors)
     problem, operands, shape = prepare(*given, **dict(zip(OPTIONS, options, strict=True)))
-    return Planned(problem, operands, shape, given, backend, return_lse is True)
+    if follows is not None:
+        n_q, queries = problem.n_q, None if isinstance(follows, int) else follows
+        follows = queries_of(queries, problem.array_kind, shape, problem.batch, n_q, n_q)
+    varies = problem.spec.kv_lengths and not problem.spec.packed
+    return Planned(problem, operands, shape, given, backend, return_lse is True, varies=varies, follows=follows)
 
 
 def _laid_out(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, place: Any) -> Any:

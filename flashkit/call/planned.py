@@ -9,10 +9,18 @@ import numpy as np
 
 from .. import dispatch
 from ..backends.base import Backend, Bound
+from ..mods import Mod
+from ..mods.tracing import values_of
 from ..spec import Operands, Problem
 from . import arrays, foreign
 from .checks import check_out
+from .compose import check_indices
+from .positions import check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
+from .sequences import check_pages, table_of
 from .shape import Shape
+
+LENGTHS = "kv_lengths", "q_offset", "page_table"
+"""What calls of a plan that was made with kv_lengths may pass, in the order of a bound call's arguments."""
 
 
 class Planned:
@@ -42,9 +50,21 @@ class Planned:
 
     def __init__(
         self, problem: Problem, operands: Operands, shape: Shape, given: tuple[Any, Any, Any], backend: str | None,
-        return_lse: bool, anew: tuple[str, ...] = (),
+        return_lse: bool, anew: tuple[str, ...] = (), varies: bool = False, follows: Any = None,
+        room: int | None = None,
     ) -> None:  # fmt: skip
-        """anew: names of the operands' arrays that each call of `run` passes."""
+        """
+        Parameters
+        ----------
+        anew
+            Names of the operands' arrays that each call of `run` passes.
+        varies
+            Whether calls may pass lengths; see `with_lengths`.
+        follows
+            Queries of each batch entry where the offsets of such calls follow their lengths, None where they stay.
+        room
+            The most keys of such calls; by default those of k or of its pages.
+        """
         chosen, plan = dispatch.plan(problem, backend)
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
         self._return_lse, self._shape = return_lse, shape
@@ -69,12 +89,51 @@ class Planned:
             self._run = bind(plan, operands, anew) if anew else bind(plan, operands)
         else:
             self._run = _forward(chosen, plan, operands, shape, anew)
+        self._varies, self._follows = varies, follows
+        self.takes_lengths = getattr(chosen, "takes_lengths", False) and not self._copies
+        if varies:
+            n_k, pages = operands.k.shape[2], operands.page_table.shape[1] if problem.spec.paged else 1
+            self._room = n_k * pages if room is None else room
+            self._run_at = self._bound_at(chosen, plan, operands)
+
+    def mods(self) -> tuple[Mod | None, Mod | None]:
+        """The joined score modification and mask."""
+        spec, own = self.problem.spec, self._operands
+
+        def mod(kind: Any, graph: Any) -> Mod | None:
+            if graph is None:
+                return None
+            names = {name for name, _, _ in values_of(graph)[0]}
+            params, values = (
+                {name: x for name, x in given.items() if name in names} for given in (own.params, own.arrays)
+            )
+            return Mod(kind, graph, params, values)
+
+        return mod("score", spec.score), mod("mask", spec.mask)
+
+    def _bound_at(self, chosen: Backend, plan: Any, operands: Operands) -> Bound:
+        """The call of arrays and lengths."""
+        paged, k = self.problem.spec.paged, operands.k
+        names = LENGTHS if paged else LENGTHS[:2]
+        if 0 in operands.q.shape[:3]:
+            return _nothing
+        if not self.takes_lengths:
+            return _forward(chosen, plan, operands, self._shape, (), names)
+        if not paged:  # only its strides count
+            k = np.lib.stride_tricks.as_strided(k, (*k.shape[:2], self._room, k.shape[3]), k.strides)
+        most: Any = np.full(self.problem.batch, self._room, np.int64)
+        bind: Any = chosen.bind  # type: ignore[attr-defined]
+        bound: Bound = bind(plan, replace(operands, k=k, kv_lengths=most), names)
+        return bound
 
     def __repr__(self) -> str:
         returned = "(out, lse)" if self._return_lse else "out"
         return f"<Planned: {self.problem.describe()}; {self.backend}, {self.tile}; returns {returned}>"
 
-    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
+    def __call__(
+        self, q: Any, k: Any, v: Any, *, out: Any = None, kv_lengths: Any = None, q_offset: Any = None,
+        page_table: Any = None,
+    ) -> Any:  # fmt: skip
         """Attention of these arrays with the options given to `plan`.
 
         Parameters
@@ -84,6 +143,10 @@ class Planned:
             do not matter.
         out
             Array for the result, of its shape and dtype.
+        kv_lengths, q_offset, page_table
+            As for `attention`, in place of those planned for. A call may pass them if the plan was made with
+            kv_lengths, for batches without cu_seqlens; page_table has the shape of the plan's. Without q_offset,
+            offsets follow kv_lengths unless `plan` got some. They are checked and copied at each call.
 
         Returns
         -------
@@ -93,7 +156,7 @@ class Planned:
         Raises
         ------
         TypeError, ValueError
-            An array does not fit. The message names it, what came and what would fit.
+            An argument does not fit. The message names it, what came and what would fit.
 
         Examples
         --------
@@ -102,22 +165,89 @@ class Planned:
         >>> out = np.empty_like(q)
         >>> flashkit.plan(q, k, v)(q, k, v, out=out) is out
         True
+
+        A cache of 64 keys that fills:
+
+        >>> step = flashkit.plan(q[:, :, :1], k, v, kv_lengths=[64])
+        >>> for n in (10, 11):
+        ...     out = step(q[:, :, :1], k, v, kv_lengths=[n])
+        >>> bool((out == flashkit.attention(q[:, :, :1], k, v, kv_lengths=[11])).all())
+        True
         """
         if (arrays.layout(q), arrays.layout(k), arrays.layout(v)) != self._layouts:
             if (library := foreign.library_of(q)) is not None:
                 loan = foreign.Loan(library, q)
                 with loan.scope():
-                    return loan.give_back(self(**loan.borrow(q=q, k=k, v=v, out=out)), out)
+                    lengths = {"kv_lengths": kv_lengths, "q_offset": q_offset, "page_table": page_table}
+                    return loan.give_back(self(**loan.borrow(q=q, k=k, v=v, out=out, **lengths)), out)
             self._check(q, k, v)
-        return self.run(q, k, v, out)
+        if kv_lengths is q_offset is page_table is None:
+            return self.run(q, k, v, out)
+        return self.with_lengths(q, k, v, out, kv_lengths, q_offset, page_table)
+
+    def with_keys(self, q: Any, k: Any, v: Any, out: Any, axis: int) -> Any:
+        """The call for as many keys as k has along this axis; for arrays that fit but for that."""
+        n, batch = k.shape[axis], self.problem.batch
+        lengths = np.array([n] * batch, np.int64)  # faster than `full`
+        offsets = self._operands.q_offset
+        if self._follows is not None:
+            offsets = np.array([n - self._follows] * batch, np.int64)
+        return self._run_on(self._run_at, q, k, v, out, lengths, offsets)
+
+    def with_lengths(
+        self, q: Any, k: Any, v: Any, out: Any, lengths: Any, offset: Any = None, table: Any = None
+    ) -> Any:  # fmt: skip
+        """The call with other lengths, offsets and pages, or with the plan's where they are None; for arrays that are
+        known to fit.
+        """
+        if not self._varies:
+            raise TypeError("kv_lengths, q_offset and page_table are for plans made with kv_lengths and no cu_seqlens")
+        kind, shape, own = self.problem.array_kind, self._shape, self._operands
+        batch, n_q = self.problem.batch, self.problem.n_q
+        given, lengths = lengths, own.kv_lengths
+        if given is not None:
+            lengths = kv_lengths_of(given, kind, shape, batch, self._room)
+        if offset is not None:
+            offsets = q_offsets_of(offset, kind, shape, batch, lengths, n_q, self._room)
+        elif self._follows is None or given is None:
+            offsets = own.q_offset
+        else:
+            offsets = q_offsets_of(None, kind, shape, batch, lengths, self._follows, self._room)
+        self._check_positions(lengths, offsets, offset is not None)
+        if not self.problem.spec.paged:
+            if table is not None:
+                raise TypeError("page_table is for plans made with page_table")
+            return self._run_on(self._run_at, q, k, v, out, lengths, offsets)
+        if table is None:
+            table = own.page_table
+        else:
+            table = table_of(table, kind, batch)
+            if table.shape != own.page_table.shape:
+                raise ValueError(f"page_table has shape {table.shape}; {own.page_table.shape}, as planned, fits")
+        check_pages(table, lengths, *k.shape[:2])
+        return self._run_on(self._run_at, q, k, v, out, lengths, offsets, table)
+
+    def _check_positions(self, lengths: Any, offsets: Any, given: bool) -> None:
+        """Check what depends on positions; given: whether the caller gave the offsets."""
+        problem, n_q = self.problem, self.problem.n_q
+        if n_q > 1 and isinstance(self._follows, int) and not given and not problem.spec.paged:
+            check_default_offset(lengths, n_q, (problem.spec.score, problem.spec.mask))
+        if self._values:
+            reach = q_offset_range(offsets, given, problem.batch, n_q, self._room)
+            for mod in self.mods():
+                if mod is not None:
+                    check_indices(mod, problem.batch, problem.heads, n_q, self._room, *reach)
 
     def run(self, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
         """The call, for arrays that are known to fit."""
+        return self._run_on(self._run, q, k, v, out, *anew)
+
+    def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
         target = out if out is not None and self._fits(out, q, k, v, *anew) else self._empty(self._out, self._dtype)
-        lse = None if self._spares_lse else self._empty(*self._lse)
-        if self._copies:
+        lse = None if self._spares_lse and bound is self._run else self._empty(*self._lse)
+        if self._copies and bound is self._run:
             q, k, v = self._shape.to_four(q), self._shape.keys_to_four(k), self._shape.keys_to_four(v)
-        self._run(q, k, v, target, lse, *anew)
+        bound(q, k, v, target, lse, *anew)
         if out is None:
             out = target
         elif out is not target:
@@ -154,8 +284,10 @@ def _nothing(*tensors: Any) -> None:
     """The call without queries."""
 
 
-def _forward(backend: Backend, plan: Any, operands: Operands, shape: Shape, anew: tuple[str, ...]) -> Bound:
-    """The forward pass of a backend that cannot bind, or not with arrays that each call passes."""
+def _forward(
+    backend: Backend, plan: Any, operands: Operands, shape: Shape, anew: tuple[str, ...], lengths: tuple[str, ...] = ()
+) -> Bound:
+    """The forward pass of a backend that cannot bind, or not with the arrays and lengths that each call passes."""
     rows = operands.lse.shape
     fixed = {name: array for name, array in operands.arrays.items() if name not in anew}
     rest = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)
@@ -163,7 +295,8 @@ def _forward(backend: Backend, plan: Any, operands: Operands, shape: Shape, anew
     def forward(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
         q, out = map(shape.to_four, (q, out))
         k, v = map(shape.keys_to_four, (k, v))
-        named = fixed | dict(zip(anew, arrays, strict=True))
-        backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named))
+        named = fixed | dict(zip(anew, arrays[: len(anew)], strict=True))
+        own = dict(zip(lengths, arrays[len(anew) :], strict=True))
+        backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named, **own))
 
     return forward

@@ -40,8 +40,10 @@ def _per_entry(name: str, value: Any, kind: str, shape: Shape, batch: int, what:
     array, on_device = integers_of(name, value, kind, what)
     if array.ndim and array.shape not in ((batch,), shape.batch):
         raise ValueError(f"{name} has shape {array.shape}; {what} fits, here ({batch},)")
-    if not on_device and array.size and array.max() > INT64[1]:
+    if not on_device and array.dtype == np.uint64 and array.size and array.max() > INT64[1]:
         raise ValueError(f"{name} is {shown(value)}; {what} fits, within 64 bits with a sign")
+    if not on_device and copied and array.shape == (batch,):
+        return np.array(array, np.int64)
     flat = array.reshape(-1) if array.ndim else array
     if not on_device:
         return _spread(flat, batch, copied)
@@ -53,7 +55,8 @@ def _counts(name: str, value: Any, kind: str, shape: Shape, batch: int, most: in
     """int64 (B,): how many of the `most` queries or keys each batch entry has."""
     what = f"integers (B,), the number of {of} of each batch entry,"
     found = _per_entry(name, value, kind, shape, batch, what, copied)
-    if isinstance(found, np.ndarray) and found.size and not (found.min() >= 0 and found.max() <= most):
+    # As unsigned numbers, negative ones are the largest.
+    if isinstance(found, np.ndarray) and found.size and found.view(np.uint64).max() > most:
         raise ValueError(
             f"{name} has values from {found.min()} to {found.max()}; 0 to {most}, the number of {of}, fits"
         )
@@ -79,7 +82,7 @@ def q_offsets_of(
     """
     if value is None:
         if isinstance(lengths, np.ndarray) and isinstance(n_q, int | np.ndarray):
-            return _spread(arrays.without_repeats(lengths) - n_q, batch, copied)
+            return lengths - n_q if copied else _spread(arrays.without_repeats(lengths) - n_q, batch, copied)
         xp = arrays.namespace(kind)
         offsets = xp.clip(xp.asarray(lengths), 0, n_k)  # as kernels clamp them
         offsets -= n_q if isinstance(n_q, int) else xp.asarray(n_q)  # in place: a captured call allocates no more

@@ -92,10 +92,10 @@ def sequences_of(
         n_q, cu = cu_q[1:-1] - cu_q[:-2], (cu_q, None)
         batch = len(n_q)
     pages, page = k.shape[:2]
-    table = _table_of(page_table, kind, batch)
+    table = table_of(page_table, kind, batch)
     room = table.shape[1] * page
     lengths = kv_lengths_of(kv_lengths, kind, shape, batch, room)
-    _check_pages(table, lengths, pages, page)
+    check_pages(table, lengths, pages, page)
     return Sequences(shape, batch, n_q, _most(n_q, len(q)), _most(lengths, room), room, lengths, cu, table)
 
 
@@ -171,7 +171,7 @@ MAX_PAGE = 1 << 16
 """Tokens of a page, at most."""
 
 
-def _table_of(value: Any, kind: str, batch: int) -> Any:
+def table_of(value: Any, kind: str, batch: int) -> Any:
     """page_table, int64 (B, pages of a sequence), a copy."""
     what = "integers (B, pages of a sequence), numbers of pages,"
     given, on_device = integers_of("page_table", value, kind, what)
@@ -180,7 +180,7 @@ def _table_of(value: Any, kind: str, batch: int) -> Any:
     return (arrays.namespace(kind) if on_device else np).array(given, np.int64, order="C", copy=True)
 
 
-def _check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:
+def check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:
     """Check the entries of sequences' keys; those behind the last key are not looked at, nor any on a device."""
     if not (isinstance(table, np.ndarray) and isinstance(lengths, np.ndarray)):
         return

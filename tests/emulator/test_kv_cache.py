@@ -96,3 +96,18 @@ def test_latent_attention_on_a_device(device: Any, apart: bool) -> None:
         on_device = [x.copy() for x in on_device]
     found = flashkit.mla(*on_device, scale=0.2, causal=True)
     np.testing.assert_allclose(found.get(), flashkit.mla(*given, scale=0.2, causal=True), atol=2e-3)
+
+
+def test_a_planned_call_takes_lengths(device: Any) -> None:
+    """Lengths on the host and on the device, where they are not read."""
+    import cupy
+
+    q, k, v = numbers(2, 2, 1, 8), numbers(2, 1, 20, 8, seed=1), numbers(2, 1, 20, 8, seed=2)
+    given = [cupy.asarray(x) for x in (q, k, v)]
+    call = flashkit.plan(*given, kv_lengths=[20, 20], window=(6, 0), backend="cupy_raw")
+    for lengths in (np.array([3, 20]), cupy.asarray([20, 9], "i4")):
+        on_host = lengths if isinstance(lengths, np.ndarray) else lengths.get()
+        expected = flashkit.attention(q, k, v, kv_lengths=on_host.copy(), window=(6, 0), backend="reference")
+        np.testing.assert_allclose(call(*given, kv_lengths=lengths).get(), expected, atol=1e-5)
+    with pytest.raises(ValueError, match="kv_lengths has values from 3 to 21"):
+        call(*given, kv_lengths=[3, 21])

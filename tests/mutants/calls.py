@@ -27,7 +27,7 @@ FAULTS = (
     ),
     Fault("keys without the scale", API, "options = scale, causal, q_offset,", "options = causal, q_offset,"),
     Fault("keys without the layout", API, "softcap, seed, layout, return_lse,", "softcap, seed, return_lse,"),
-    Fault("keys without the block mask", API, "others, (*options, block_mask))", "others, options)"),
+    Fault("keys without the block mask", API, "others, (*options, block_mask), vary)", "others, options, vary)"),
     Fault("a plan for arrays of offsets", API, "(q_offset is None or type(q_offset) is int)", "True"),
     Fault("a plan for dropout", API, "        and dropout_p == 0\n", ""),
     Fault(
@@ -151,6 +151,22 @@ FAULTS = (
         "return (out, lse) if self._return_lse and not self._copies else out",
     ),
     Fault(
+        "planned: offsets stay", PLANNED,
+        "elif self._follows is None or given is None:",
+        "elif True:",
+    ),
+    Fault("planned: indices are proved once", PLANNED, "        if self._values:\n", "        if False:\n"),
+    Fault("planned: pages of the plan's lengths", PLANNED, "        check_pages(table, lengths, *k.shape[:2])\n", ""),
+    Fault("planned: tables of any width", PLANNED, "if table.shape != own.page_table.shape:", "if False:"),
+    Fault(
+        "planned: right-padded calls", PLANNED,
+        "if n_q > 1 and isinstance(self._follows, int)",
+        "if n_q < 1 and isinstance(self._follows, int)",
+    ),
+    Fault("cache: plans grow without end", CACHE, "of_v[after:], of_k[vary].bit_length(),", "of_v[after:],"),
+    Fault("cache: any number of values", CACHE, "of_k[axis] == of_v[axis] >= MIN_KEYS", "of_k[axis] >= MIN_KEYS"),
+    Fault("cache: many queries grow", CACHE, "FEW_QUERIES, MIN_KEYS = 8, 16", "FEW_QUERIES, MIN_KEYS = 64, 16"),
+    Fault(
         "cache: the layout of v", CACHE,
         "layouts = arrays.layout(q), arrays.layout(k), arrays.layout(v), of_others",
         "layouts = arrays.layout(q), arrays.layout(k), of_others",
@@ -162,8 +178,8 @@ FAULTS = (
     ),
     Fault(
         "cache: types of options", CACHE,
-        "made = layouts, options, tuple(map(type, options)), dispatch.state()",
-        "made = layouts, options, dispatch.state()",
+        "return layouts, options, tuple(map(type, options)), dispatch.state(), vary",
+        "return layouts, options, dispatch.state(), vary",
     ),
     Fault(
         "cache: what chooses the backend", CACHE,
@@ -221,13 +237,18 @@ FAULTS = (
     ),
     Fault(
         "lengths beyond the keys", POSITIONS,
-        "not (found.min() >= 0 and found.max() <= most)",
-        "not (found.min() >= 0 and found.max() <= most + 1)",
+        "found.view(np.uint64).max() > most:",
+        "found.view(np.uint64).max() > most + 1:",
+    ),
+    Fault(
+        "negative lengths", POSITIONS,
+        "found.view(np.uint64).max() > most:",
+        "found.max() > most:",
     ),
     Fault(
         "unsigned integers beyond 64 bits", POSITIONS,
-        "if not on_device and array.size and array.max() > INT64[1]:",
-        "if not on_device and array.size and array.max() > 2**64:",
+        "and array.size and array.max() > INT64[1]:",
+        "and array.size and array.max() > 2**64:",
     ),
     Fault("indices: the last element", COMPOSE, "if low < 0 or high >= n:", "if low < 0 or high > n:"),
     Fault("indices: below 0", COMPOSE, "if low < 0 or high >= n:", "if high >= n:"),

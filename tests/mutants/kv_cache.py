@@ -38,10 +38,26 @@ FAULTS = (
         "np.maximum(self.lengths - self.left, 0) // self.page",
         "-(-np.maximum(self.lengths - self.left, 0) // self.page)",
     ),
+    Fault(
+        "cheap steps after a fork or a trim",
+        PAGES,
+        "self._spare = self.lengths.copy(), 0",
+        "_ = self.lengths.copy(), 0",
+    ),
+    Fault(
+        "cheap steps into the next page", PAGES, "int((-grown % self.page).min())", "int((-grown % self.page).max())"
+    ),
+    Fault("cheap steps of any counts", PAGES, "if counts is self.one_each and self._spare:", "if self._spare:"),
+    Fault(
+        "changes of pages are not seen", PLANS, "if self._changes != self._pages.changes:", "if self._changes == -1:"
+    ),
+    Fault(
+        "writers of another layout", LAYER, "key = arrays.layout(k), arrays.layout(v), layout", "key = k.shape, v.shape"
+    ),
     Fault("trim keeps the last page", PAGES, "if column >= stop", "if column > stop"),
     Fault("a freed window begins later", PAGES, "self.first[i] = stop = 0", "stop = 0"),
     Fault("the table is a column short", PAGES, "1 << (columns - 1).bit_length()", "1 << columns.bit_length() - 1"),
-    Fault("lengths change in place", PAGES, "self.lengths = self.lengths.copy()", "pass"),
+    Fault("lengths change in place", PAGES, "self.lengths, self._spare = self.lengths.copy(), 0", "self._spare = 0"),
     Fault("pages are not copied", LAYER, "pool[:, copy.target] = pool[:, copy.source]", "pass"),
     Fault("one pool's pages are copied", LAYER, "for pool in self._all:", "for pool in self._all[:1]:"),
     Fault("a later layer's counts are not compared", LAYER, "not np.array_equal(counts, step.counts)", "False"),
@@ -63,7 +79,7 @@ FAULTS = (
         "            if written != self._opened:\n                raise",
         "            if False:\n                raise",
     ),
-    Fault("a short table of angles", STEPS, "positions.max() >= len(table.cos)", "positions.max() > len(table.cos)"),
+    Fault("a short table of angles", STEPS, "end > len(table.cos)", "end > len(table.cos) + 1"),
     Fault(
         "positions of a step begin at 0",
         STEPS,
@@ -71,7 +87,7 @@ FAULTS = (
         "np.repeat(-offsets[:-1], counts)",
     ),
     Fault("lengths can be written", STEPS, "view.flags.writeable = False", "pass"),
-    Fault("a device's arrays are new", STEPS, 'self.kind == "numpy" or self.table.shape != table.shape', "True"),
+    Fault("a device's arrays are new", STEPS, "if table.shape == self.pages.table.shape:", "if False:"),
     Fault(
         "dropped pages are not readable",
         STEPS,
@@ -88,8 +104,8 @@ FAULTS = (
     Fault(
         "values are rotated",
         LAYER,
-        "self._write(v4, self._v, slots, None, where)",
-        "self._write(v4, self._v, slots, table, where)",
+        "        self._v(v, step.slots)",
+        "        self._v(k, step.slots)",
     ),
     Fault(
         "queries keep their place",
@@ -108,18 +124,21 @@ FAULTS = (
     Fault(
         "plans without their options",
         PLANS,
-        "arrays.layout(q), values, tuple(type(x) for _, x in values), keys",
-        "arrays.layout(q), keys",
+        "arrays.layout(q), values, tuple([type(x) for _, x in values]), self._keys",
+        "arrays.layout(q), self._keys",
     ),
-    Fault("plans without the backend", PLANS, "width, dispatch.state()", "width"),
-    Fault("plans for any length", PLANS, "in values), keys, width", "in values), width"),
-    Fault(
-        "lengths of the last step", PLANS, "found.version != version or self._version != version", "found.version == -1"
-    ),
+    Fault("plans without the backend", PLANS, "self._keys, dispatch.state()", "self._keys"),
+    Fault("plans for any length", PLANS, "in values]), self._keys,", "in values]),"),
+    Fault("lengths of the last step", PLANS, "if self._version != version:", "if self._version == -1:"),
     Fault(
         "the table of the last step", PLANS, "            self._table[...] = xp.asarray(", "            _ = xp.asarray("
     ),
-    Fault("offsets of the keys", PLANS, "xp.asarray(lengths - entry.queries)", "xp.asarray(lengths)"),
+    Fault(
+        "offsets of the keys",
+        PLANS,
+        "self._xp.subtract(self._lengths, queries, out",
+        "self._xp.subtract(self._lengths, 0, out",
+    ),
     Fault(
         "angles the other way", KERNEL, "sign, half, tokens = ACCUM(a[SIGN])", "sign, half, tokens = -ACCUM(a[SIGN])"
     ),

@@ -433,3 +433,49 @@ def test_bad_input_is_an_error_that_names_it(name: str) -> None:
     call, kind, words = BAD[name]
     with pytest.raises(kind, match=words):
         call(flashkit.KVCache(2, 1, 8, pages=4, page=2), numbers(2, 1, 8))
+
+
+@pytest.mark.parametrize("pool", ["of heads", "of pages"])
+def test_pages_in_a_row(pool: str) -> None:
+    """Pages that follow each other in the table and in memory are read as one run, others are not."""
+    shape = (2, 12, 4, 8) if pool == "of heads" else (12, 2, 4, 8)
+    kept = [numbers(*shape), numbers(*shape, seed=1)]
+    kept = [x.swapaxes(0, 1) for x in kept] if pool == "of heads" else kept
+    pages = [x.swapaxes(1, 2) for x in kept]
+    tables = [[3, 4, 5, 6], [3, 4, 6, 7], [5, 4, 3, 2], [11, 10, 11, 0], [7, 7, 8, 9], [9, 10, 11, -1]]
+    for table in np.array(tables):
+        for n in (1, 4, 5, 11, 12, 13, 16):
+            if n > 12 and table[3] < 0:
+                continue
+            k, v = (np.concatenate([x[page] for page in table if page >= 0], 1)[None, :, :n] for x in kept)
+            for queries in (1, 9):
+                q = numbers(1, 2, queries, 8, seed=queries)
+                out = flashkit.attention(q, *pages, page_table=table[None], kv_lengths=[n])
+                np.testing.assert_allclose(out, flashkit.attention(q, k, v, backend="reference"), atol=1e-5)
+
+
+def test_cheap_steps_are_steps() -> None:
+    """Steps of one token each that need no page, between any others, are as in a cache that knows no cheap ones."""
+    rng = np.random.default_rng(0)
+    cheap, other = (flashkit.KVCache(3, 1, 4, pages=60, page=4) for _ in range(2))
+    for _ in range(300):
+        i, n = int(rng.integers(3)), int(rng.integers(3))
+        what = rng.choice(["append", "some", "trim", "free", "fork"], p=[0.8, 0.1, 0.04, 0.02, 0.04])
+        for cache in (cheap, other):
+            lengths = cache.lengths
+            if what == "append" and lengths.max() < 60:
+                k = numbers(3, 1, 4, seed=int(lengths.sum()))
+                cache.append(k, k, [0, 1, 2, 3] if cache is other else None)
+            elif what == "some" and lengths.max() < 60:
+                k = numbers(1, 1, 4)
+                cache.append(k, k, np.cumsum([0, *(np.arange(3) == i)]))
+            elif what == "trim":
+                cache.trim(i, min(n, int(lengths[i])))
+            elif what == "free" or (what == "fork" and i != n):
+                cache.free(i)
+                if what == "fork":
+                    cache.fork(n, i)
+        assert np.array_equal(cheap.lengths, other.lengths) and np.array_equal(cheap.page_table, other.page_table)
+        for b in range(3):
+            for x, y in zip(stored(cheap, b), stored(other, b), strict=True):
+                assert np.array_equal(x, y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -289,12 +290,12 @@ KEYED: dict[str, tuple[Any, Any]] = {
     "bias": (None, np.ones((40, 40), np.float32)), "mask": (None, np.ones((40, 40), bool)),
     "block_mask": (None, flashkit.BlockMask.local(40, 40, 1, block=8)), "seed": (None, 1), "layout": ("bhnd", "bnhd"),
     "return_lse": (False, True), "deterministic": (False, True), "precision": (None, "tf32"),
-    "backend": (None, "reference"),
+    "backend": (None, "reference"), "kv_lengths": (None, [40, 40]),
 }  # fmt: skip
 """Two values of each option that a key holds."""
 
 NOT_CACHED = {
-    "score_mod", "mask_mod", "kv_lengths", "q_lengths", "cu_seqlens", "page_table", "sinks", "dropout_p",
+    "score_mod", "mask_mod", "q_lengths", "cu_seqlens", "page_table", "sinks", "dropout_p",
 }  # fmt: skip
 """A call that has one of these has no key."""
 
@@ -313,8 +314,8 @@ def test_every_option_is_part_of_the_key_or_prevents_caching(monkeypatch: pytest
         assert len(keys) == 2 and None not in keys and keys[0] != keys[1], name
     keys.clear()
     for options in (
-        {"score_mod": lambda s, b, h, q, k: s}, {"mask_mod": mods.causal()}, {"kv_lengths": [3, 4]},
-        {"q_lengths": [3, 4]},
+        {"score_mod": lambda s, b, h, q, k: s}, {"mask_mod": mods.causal()}, {"q_lengths": [3, 4]},
+        {"kv_lengths": [3, 4], "mask": np.ones((40, 40), bool)},
         {"sinks": np.ones(4)}, {"dropout_p": 0.5}, {"q_offset": np.array([1, 2])}, {"window": [1, 2]},
     ):  # fmt: skip
         attention(q, k, v, **options)
@@ -542,6 +543,151 @@ def test_few_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (1 + 25 / 8) in [name[1][0] for name in plan_cache._plans]
     for i in range(30):
         same(attention(q, k, v, scale=1 + i / 8), full(q, k, v, scale=1 + i / 8))
+
+
+# --- lengths of each call ---------------------------------------------------------------------------------------------
+
+
+VARIED: dict[str, dict[str, Any]] = {
+    "decoding": {"n_q": 1, "window": (20, 0), "return_lse": True},
+    "few queries at positions": {"n_q": 3, "causal": True, "q_offset": [5, 90]},
+    "window": {"n_q": 9, "window": (20, 0), "softcap": 2.0, "q_offset": 3},
+    "queries of each": {"n_q": 9, "q_lengths": [4, 9], "causal": True},
+    "function": {"n_q": 2, "score_mod": lambda s, b, h, q, k: s - 0.01 * abs(q - k), "sinks": np.ones(4, np.float32)},
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", VARIED)
+def test_a_planned_call_takes_lengths(name: str, backend: str) -> None:
+    """The bits of `attention` for them; a call without lengths has the plan's, and so has a plan from a pickle."""
+    options = {"backend": backend, **VARIED[name]}
+    given = operands(options.pop("n_q"), 150)
+    call = plan(*given, kv_lengths=[150, 150], **options)
+    for planned in (call, pickle.loads(pickle.dumps(call))) if name != "function" else (call,):
+        for lengths in ([150, 9], [17, 150], np.array([64, 65], "u1"), np.array([[20], [90]], "i2")[:, 0]):
+            same(planned(*given, kv_lengths=lengths), full(*given, kv_lengths=lengths, **options))
+            other = {**options, "q_offset": [7, 11]}
+            same(planned(*given, kv_lengths=lengths, q_offset=[7, 11]), full(*given, kv_lengths=lengths, **other))
+        same(planned(*given), full(*given, kv_lengths=[150, 150], **options))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("n_q", [1, 9])
+def test_a_planned_call_takes_pages(n_q: int, backend: str) -> None:
+    k, v = pairwise(1, 12, 16, 2, 8), pairwise(2, 12, 16, 2, 8)
+    q, table = pairwise(3, 2, 4, n_q, 8), np.array([[3, 1, 0, 7], [2, 4, -1, -1]])
+    options: dict[str, Any] = {"causal": True, "backend": backend}
+    call = plan(q, k, v, page_table=table, kv_lengths=[60, 30], **options)
+    for lengths in ([50, 32], [33, 17], [3, 2]):
+        same(call(q, k, v, kv_lengths=lengths), full(q, k, v, page_table=table, kv_lengths=lengths, **options))
+        other = np.array([[5, 6, 8, 9], [11, 10, 0, 0]], "i4")
+        expected = full(q, k, v, page_table=other, kv_lengths=lengths, **options)
+        same(call(q, k, v, kv_lengths=lengths, page_table=other), expected)
+    with pytest.raises(ValueError, match=r"page_table has -1 at \[1, 2\]"):  # the plan's own, where it has no page
+        call(q, k, v, kv_lengths=[50, 33])
+    for wrong, says in ((table[:, :3], "as planned"), (table + 6, "13 at"), (table[0], "shape"), (table + 0.5, "0.5")):
+        with pytest.raises((TypeError, ValueError), match=says):
+            call(q, k, v, kv_lengths=[60, 30], page_table=wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"kv_lengths": [151, 3]}, ValueError, "kv_lengths has values from 3 to 151; 0 to 150"),
+        ({"kv_lengths": [-1, 3]}, ValueError, "kv_lengths has values from -1 to 3"),
+        ({"kv_lengths": [2**63, 3]}, (TypeError, ValueError), "kv_lengths"),
+        ({"kv_lengths": [5, 5, 5]}, ValueError, r"kv_lengths has shape \(3,\)"),
+        ({"kv_lengths": [5.0, 5.0]}, TypeError, "kv_lengths is"),
+        ({"kv_lengths": np.array([True, True])}, TypeError, "kv_lengths is"),
+        ({"kv_lengths": [9, 2]}, ValueError, "kv_lengths has 2, less than the 3 queries"),
+        ({"q_offset": [2**49, 0]}, ValueError, "q_offset"),
+        ({"q_offset": [1, 2, 3]}, ValueError, "q_offset has shape"),
+        ({"page_table": [[0], [0]]}, TypeError, "page_table is for plans"),
+    ],
+)
+def test_lengths_that_do_not_fit(given: dict[str, Any], error: Any, says: str) -> None:
+    q, k, v = operands(3, 150)
+    call = plan(q, k, v, kv_lengths=[150, 150], causal=True)
+    expected = call(q, k, v)
+    with pytest.raises(error, match=says):
+        call(q, k, v, **given)
+    same(call(q, k, v), expected)
+
+
+def test_plans_that_take_no_lengths() -> None:
+    q, k, v = operands()
+    packed = plan(q[0].swapaxes(0, 1), k[0].swapaxes(0, 1), v[0].swapaxes(0, 1), cu_seqlens=[0, 40])
+    for call, tensors in ((plan(q, k, v), (q, k, v)), (packed, [x[0].swapaxes(0, 1) for x in (q, k, v)])):
+        for given in ({"kv_lengths": [5, 5]}, {"q_offset": 3}, {"page_table": [[0]]}):
+            with pytest.raises(TypeError, match="plans made with kv_lengths"):
+                call(*tensors, **given)
+
+
+@pytest.mark.parametrize("n_q", [1, 9])
+def test_lengths_that_change_during_a_call(n_q: int) -> None:
+    """They are copied before they are checked, by planned and by cached calls."""
+    given = operands(n_q, 150)
+    call, seen = plan(*given, kv_lengths=[150, 150]), []
+    for function in (call, attention):
+        lengths = np.array([50, 60])
+        expected = function(*given, kv_lengths=lengths)
+
+        def changes(x: np.ndarray, lengths: np.ndarray = lengths, start: Any = np.ndarray) -> Any:
+            lengths[:] = 1 << 40  # when the result is allocated, all checks are done
+            seen.append(x)
+            return start(x, np.float32)
+
+        for planned in [call, *(plan_cache._plans.values() if function is attention else ())]:
+            planned._empty = lambda shape, dtype: changes(shape)
+        same(function(*given, kv_lengths=lengths), expected)
+        assert lengths[0] == 1 << 40
+    assert len(seen) >= 4
+
+
+def test_indices_are_checked_for_the_positions_of_each_call() -> None:
+    """A modification that reads by position is in range for the plan's lengths, and not for all."""
+    q, k, v = operands(1, 40)
+    score = mods.score(lambda s, b, h, q, k, *, t: s + t[q], t=np.zeros(20))
+    call = plan(q, k, v, kv_lengths=[20, 20], score_mod=score)
+    for lengths in ([5, 20], [1, 1]):
+        same(call(q, k, v, kv_lengths=lengths), full(q, k, v, kv_lengths=lengths, score_mod=score))
+    for given in ({"kv_lengths": [21, 5]}, {"kv_lengths": [0, 5]}, {"q_offset": [20, 0]}, {"q_offset": -1}):
+        with pytest.raises(ValueError, match="the index of axis 0"):
+            call(q, k, v, **given)
+
+
+GROWING: dict[str, dict[str, Any]] = {
+    "one query": {"n_q": 1}, "causal": {"n_q": 3, "causal": True, "return_lse": True},
+    "bnhd": {"n_q": 2, "layout": "bnhd"}, "window at": {"n_q": 7, "window": (20, 1), "q_offset": 30},
+    "two axes": {"n_q": 1, "lead": (), "softcap": 3.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_cache_that_grows_shares_plans(name: str) -> None:
+    """Slices of one cache: a plan for each power of two of keys, and the bits of a call without cached plans."""
+    options = dict(GROWING[name])
+    q, k, v = operands(options.pop("n_q"), 1100, lead=(2, 4) if "lead" not in options else (1, 1), kv=1)
+    if options.pop("lead", None) is not None:
+        q, k, v = (x[0, 0] for x in (q, k, v))
+    if options.get("layout") == "bnhd":
+        q, k, v = (as_bnhd(x) for x in (q, k, v))
+    cut = (slice(None),) * (1 if options.get("layout") else k.ndim - 2)
+    plan_cache.clear()
+    for n in (16, 17, 31, 32, 33, 63, 64, 511, 512, 1023, 1024, 1100):
+        few = (*cut, slice(n))
+        same(attention(q, k[few], v[few], **options), full(q, k[few], v[few], **options))
+    assert len(plan_cache._plans) == 6  # for numbers of 5, 6, 7, 9, 10 and 11 bits
+    with pytest.raises(ValueError, match="v has 40 tokens"):
+        attention(q, k[(*cut, slice(41))], v[(*cut, slice(40))], **options)
+
+
+def test_few_queries_of_plans_that_grow_are_decoded() -> None:
+    """A kernel that has tiles of queries would compute other bits for a plan of more keys."""
+    from flashkit.backends.cpu import plan as cpu_plan
+
+    assert plan_cache.FEW_QUERIES <= cpu_plan.DECODE_QUERIES and plan_cache.MIN_KEYS >= cpu_plan.DECODE_MIN_KEYS
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ BF16_PAIR_KERNELS = {
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call; n_q and n_k of its longest sequence."""
+    """Sizes of a call; n_q and n_k of its longest sequence, or the most that it may have."""
 
     batch: int
     heads: int
@@ -41,12 +41,12 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, operands: Operands) -> Sizes:
-        entries, heads, n_q, _ = operands.q.shape
+        _, heads, n_q, _ = operands.q.shape
         n_k, batch = operands.k.shape[2], len(operands.q_offset)
         if operands.page_table is not None:
-            n_k = int(operands.kv_lengths.max(initial=0))
+            n_k *= operands.page_table.shape[1]  # so that tiles, and bits, do not depend on the lengths
         if operands.cu_seqlens is None:
-            return cls(batch, heads, n_q, n_k, 0, entries * n_q * n_k)
+            return cls(batch, heads, n_q, n_k, 0, n_q * int(operands.kv_lengths.sum()))
         rows, keys = np.diff(operands.cu_seqlens[0]), operands.kv_lengths
         return cls(batch, heads, int(rows.max()), int(keys.max(initial=0)), n_q, int(rows @ keys))
 
@@ -93,6 +93,8 @@ class ArgumentBlock:
         if operands.page_table is not None:
             args[at.PAGE_TABLE], args[at.TABLE_WIDTH] = self.address(operands.page_table), operands.page_table.shape[1]
             args[at.PAGES], args[at.PAGE] = operands.k.shape[0], operands.k.shape[2]
+            page_strides = ((x.strides[0], x.shape[2] * x.strides[2]) for x in (operands.k, operands.v))
+            args[at.PAGES_FOLLOW] = all(page == tokens for page, tokens in page_strides)
         # P before dropout is not yet rounded to bf16 pairs, and its exponentials take no scale.
         whole = scores_whole or spec.score is not None or bool(operands.dropout_p)
         self._set_scales(operands.scale, bool(plan.bf16_pairs), whole)

@@ -59,6 +59,8 @@ PAGE_TABLE = word()  # address of int64 (B, TABLE_WIDTH), or 0: keys follow each
 TABLE_WIDTH = word()
 PAGES = word()
 PAGE = word()  # keys of a page
+PAGES_FOLLOW = word()  # whether a head's keys in page p + 1 follow those in page p at their own stride
+ANEW = word()  # 1 where each call brings lengths and offsets, 2 where also a page table
 DIM = word()
 DIM_V = word()
 DIM_PE = word()  # 0: K has all columns
@@ -76,6 +78,9 @@ Q_TILES = word()  # query tiles per head; of all sequences, some of them empty, 
 NUM_SPLITS = word()  # split-KV in decoding; dQ accumulators per head in the backward pass
 SPLIT_KEYS = word()  # decoding: keys per split, whole tiles
 TILES_IN_CACHE = word()  # decoding: tiles of keys whose values, if they are views of the keys, are still in L2
+MAX_SPLITS = word()  # decoding: the most splits, from which launch.py computes their number for each call; else 0
+MIN_SPLIT_KEYS = word()  # decoding: the fewest keys of a split on several threads
+SERIAL_KEYS = word()  # decoding: with fewer keys of all sequences, one thread computes them
 
 # --- scratch memory ---------------------------------------------------------------------------------------------------
 
@@ -151,6 +156,9 @@ EMPTY, PARTIAL, FULL = map(np.int64, range(3))
 
 STRIP = np.int64(16)
 """Keys or rows that are classified together inside a PARTIAL tile; tiles begin at multiples of it."""
+
+PREFETCHED_LINES = np.int64(16)
+"""Cache lines of a page that are read ahead; the hardware follows from there."""
 
 TILES_PER_STRETCH = np.int64(16)
 """FULL tiles that decoding processes at once: long contiguous reads reach the highest bandwidth. Where values are views

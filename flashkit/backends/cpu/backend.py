@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ class CpuBackend:
     array_kinds = ("numpy",)
     device_kind = "cpu"
     efficiency = 0.7
+    takes_lengths = True
 
     def available(self) -> Verdict:
         missing = [name for name in ("numba", "llvmlite") if find_spec(name) is None]
@@ -48,10 +50,10 @@ class CpuBackend:
     def forward(self, plan: CpuPlan, operands: Operands) -> None:
         self.bind(plan, operands)(operands.q, operands.k, operands.v, operands.out, operands.lse)
 
-    def bind(self, plan: CpuPlan, operands: Operands) -> Bound:
+    def bind(self, plan: CpuPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
         from .passes import bind_forward
 
-        return bind_forward(plan, operands)
+        return bind_forward(plan, operands, anew)
 
     def backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
         from .passes import run_backward

@@ -52,7 +52,8 @@ def padded_dims(plan: CpuPlan) -> tuple[int, int]:
     return (rounded(d, 16), rounded(dv, 16)) if plan.bf16_pairs else (d, dv)
 
 
-def forward_flops_per_pair(plan: CpuPlan) -> int:
+def flops_per_pair(plan: CpuPlan) -> int:
+    """FLOPs of the forward pass."""
     spec = plan.problem.spec
     return 2 * (spec.head_dim + spec.head_dim_v) * (DECODE_FLOP_COST if plan.decodes else 1)
 
@@ -80,24 +81,23 @@ def forward_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> La
 
 
 def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Launch:
-    """kernels/decode.py. The keys are split until each thread has a few work tiles."""
+    """kernels/decode.py. How the keys are split follows from the lengths of each call (kernels/launch.py)."""
     spec, args = plan.problem.spec, block.args.copy()
     size = DTYPES[spec.lse_dtype].size
     lanes, n_k, heads = int(args[at.LANES]), int(args[at.N_K]), int(args[at.BATCH] * args[at.HEADS]) // spec.group
     rows, block_k = spec.group * int(args[at.N_Q]), rounded(plan.tile.block_k, int(at.STRIP))
-    num_splits = 1
+    most = 1
     if thread_count > 1:
-        num_splits = max(1, min(-(-SPLITS_PER_THREAD * thread_count // heads), n_k // MIN_SPLIT_KEYS))
-    split_keys = rounded(-(-n_k // num_splits), block_k)
-    num_splits = max(1, -(-n_k // split_keys))
+        most = max(1, min(-(-SPLITS_PER_THREAD * thread_count // heads), n_k // MIN_SPLIT_KEYS))
     parts = [spec.head_dim - spec.pe_dim, spec.pe_dim][: 1 + (spec.pe_dim > 0)]
     k_pack = 2 if plan.decode_bf16_pairs else 1
     words = sum(rounded(width, k_pack * lanes) // k_pack for width in parts)
     layout = scratch.decode_layout(rows, spec.group, int(at.TILES_PER_STRETCH) * block_k, words, size, len(parts))
-    args[at.BLOCK_K], args[at.NUM_SPLITS], args[at.SPLIT_KEYS] = block_k, num_splits, split_keys
+    args[at.BLOCK_K], args[at.MAX_SPLITS], args[at.KERNEL] = block_k, most, plan.forward["decode"]
+    args[at.MIN_SPLIT_KEYS] = MIN_SPLIT_KEYS
+    args[at.SERIAL_KEYS] = -(-threads.SERIAL_FLOPS // (flops_per_pair(plan) * block.sizes.heads * block.sizes.n_q))
     tile_bytes = block_k * max(int(args[at.K + 3]), 1)
     args[at.TILES_IN_CACHE] = min(max(BYTES_IN_CACHE // tile_bytes, 1), int(at.TILES_PER_STRETCH))
-    args[at.WORK_TILES], args[at.KERNEL] = heads * num_splits, plan.forward["decode"]
     args[at.SCRATCH_BYTES] = per_thread(layout.total)
     args[at.PARTIALS] = args[at.SCRATCH_BYTES] * thread_count
     args[at.PARTIAL_BYTES] = per_thread(scratch.partial_layout(rows, spec.head_dim_v, size).total)
@@ -107,7 +107,7 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
     args[at.GEMV_QK], args[at.GEMV_SOFTMAX], args[at.GEMV_PV] = (
         micro["gemv_qk"], micro["gemv_softmax"], micro["gemv_pv"],
     )  # fmt: skip
-    slots = thread_count if num_splits == 1 else heads * num_splits
+    slots = max(thread_count, heads * most if most > 1 else 1)
     return _launch(args, int(args[at.PARTIALS] + args[at.PARTIAL_BYTES] * slots), thread_count)
 
 

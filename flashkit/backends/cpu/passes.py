@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from .argument_block import ArgumentBlock, forward_tensors
 from .launch import (
     Launch,
     decode_launch,
-    forward_flops_per_pair,
+    flops_per_pair,
     forward_launch,
     padded_dims,
     per_thread,
@@ -27,16 +28,23 @@ ROW_BLOCK = 256
 """Rows of a work tile of bwd_preprocess and bwd_postprocess."""
 
 
-def bind_forward(plan: CpuPlan, operands: Operands) -> Bound:
-    """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse)."""
+LENGTHS = "kv_lengths", "q_offset", "page_table"
+"""What a bound call may take anew, in this order: none, the first two, or all."""
+
+
+def bind_forward(plan: CpuPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
+    """The forward pass with all that does not depend on contents done: f(q, k, v, out, lse, *lengths)."""
     block = ArgumentBlock(plan, operands, plan.tile, plan.modify_forward, scores_whole=False)
-    flops = forward_flops_per_pair(plan) * block.sizes.heads * block.sizes.pairs
-    parallel = flops >= threads.SERIAL_FLOPS
+    block.args[at.ANEW] = (0, 0, 1, 2)[len(anew)]
+    absent = (block.args,) * (len(LENGTHS) - len(anew))  # an array, which the kernel does not read
+    flops_of_pairs = flops_per_pair(plan) * block.sizes.heads
+    most_flops = flops_of_pairs * block.sizes.pairs
+    parallel = most_flops >= threads.SERIAL_FLOPS
     make_launch = decode_launch if plan.decodes else forward_launch
     launches: dict[int, Launch] = {}  # by number of threads
     call = threads.entry("call")
 
-    def bound(q: Any, k: Any, v: Any, out: Any, lse: Any, count: int = 0, stop: int = 0) -> None:
+    def bound(q: Any, k: Any, v: Any, out: Any, lse: Any, *lengths: Any, count: int = 0, stop: int = 0) -> None:
         count = count or (threads.count() if parallel else 1)
         if (launch := launches.get(count)) is None:
             launch = launches[count] = make_launch(plan, block, count)
@@ -44,21 +52,23 @@ def bind_forward(plan: CpuPlan, operands: Operands) -> Bound:
         memory = scratch_pool.acquire(size)
         try:
             if threads.concurrent(count):
-                call(template, memory.address, count, stop, q, k, v, out, lse)
+                call(template, memory.address, count, stop, q, k, v, out, lse, *lengths, *absent)
             else:
                 with threads.exclusive(count) as allowed:
-                    call(template, memory.address, allowed, stop, q, k, v, out, lse)
+                    call(template, memory.address, allowed, stop, q, k, v, out, lse, *lengths, *absent)
         finally:
             scratch_pool.release(memory)
 
-    def long(q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
-        count = threads.count()
+    def long(*tensors: Any) -> None:
+        count, flops = threads.count(), most_flops
+        if anew:
+            flops = flops_of_pairs * block.sizes.n_q * int(tensors[5].sum())
         if threads.is_long(flops, count):
-            threads.interruptible(lambda stop: bound(q, k, v, out, lse, count, stop))
+            threads.interruptible(lambda stop: bound(*tensors, count=count, stop=stop))
         else:
-            bound(q, k, v, out, lse)
+            bound(*tensors)
 
-    return long if threads.is_long(flops, 1) else bound
+    return long if threads.is_long(most_flops, 1) else bound
 
 
 def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
@@ -86,8 +96,10 @@ def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Non
         if tensor is not None:
             block.set_tensor(index, tensor)
     args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // max(num_splits, 1)
-    if spec.kv_lengths:  # keys past a sequence's length are in no tile
-        gradients.dk[...], gradients.dv[...] = 0, 0
+    if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
+        ends = operands.kv_lengths if operands.cu_seqlens is None else operands.cu_seqlens[1][-1:]
+        for entry, end in enumerate(ends.tolist()):
+            gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0
 
     d, dv = padded_dims(plan)
     layout = scratch.backward_layout(block_q, block_k, d, dv, accumulator.itemsize, 2 if plan.bf16_pairs else 1)

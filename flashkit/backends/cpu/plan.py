@@ -113,7 +113,8 @@ def decodes(problem: Problem) -> bool:
     """Whether there are so few queries that the time is that of reading keys and values. Problems that share a plan,
     those of one power of two, get one answer.
     """
-    return problem.n_q < DECODE_QUERIES and problem.n_k >= DECODE_MIN_KEYS and not problem.spec.packed
+    enough = problem.n_k >= DECODE_MIN_KEYS or problem.spec.paged  # pages have no backward pass
+    return problem.n_q < DECODE_QUERIES and enough and not problem.spec.packed
 
 
 def choose_tile(problem: Problem, profile: Any, direction: Direction, *, amx: bool = False) -> tuple[CpuTile, str]:

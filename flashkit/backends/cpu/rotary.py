@@ -15,21 +15,33 @@ from . import specialise
 
 def rotate(x: Any, out: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, sign: int) -> None:
     """out = x rotated; x and out (B, H, N, D), tables (P, dims / 2), positions int64 (B, N) below P."""
-    _run(x, out, (cos, sin, positions), None, interleaved, sign)
+    sizes = _sizes(x.shape, x.strides, out, cos.shape[1], interleaved, sign, 0)
+    _kernel(name_of(x.dtype))(sizes, x, out, cos, sin, positions, sizes)  # there are no places
 
 
-def write(x: Any, pages: Any, places: Any, table: tuple[Any, Any, Any] | None, interleaved: bool = False) -> None:
-    """x (B, H, N, D), rotated where there is a table (cos, sin, positions), into `pages` (pages, H, page, D): token
-    (b, n) into slot places[b, n] % page of page places[b, n] // page. positions and places: int64, C-contiguous.
-    """
-    _run(x, pages, table, places, interleaved, 1)
+class Write:
+    """Writes rows of arrays x (B, H, N, D) into pages (pages, H, page, D), for x of one shape and strides."""
+
+    def __init__(self, shape: Any, strides: Any, pages: Any, half: int = 0, interleaved: bool = False) -> None:
+        """half: pairs that are rotated."""
+        self._kernel, self._pages = _kernel(name_of(pages.dtype)), pages
+        self._sizes = _sizes(shape, strides, pages, half, interleaved, 1, pages.shape[2])
+        self._absent = (self._sizes,) * 3  # arrays, which the kernel does not read
+
+    def __call__(self, x: Any, places: Any, table: tuple[Any, Any, Any] | None = None) -> None:
+        """Token (b, n) of x goes into slot places[b, n] % page of page places[b, n] // page.
+
+        x has the strides of the form, but its axes may be others. table: (cos, sin, positions). places and positions:
+        int64, C-contiguous.
+        """
+        self._kernel(self._sizes, x, self._pages, *(table or self._absent), places)
 
 
-def _run(x: Any, out: Any, table: tuple[Any, Any, Any] | None, places: Any, interleaved: bool, sign: int) -> None:
-    half, page = (0 if table is None else table[0].shape[1]), (0 if places is None else out.shape[2])
-    sizes = np.array((*x.shape, half, interleaved, sign, page, *x.strides[:3], *out.strides[:3]), np.int64)
-    # The kernel does not read what is not there, but takes an array for it.
-    _kernel(name_of(x.dtype))(sizes, x, out, *(table or (sizes, sizes, sizes)), sizes if places is None else places)
+def _sizes(
+    shape: Any, strides: Any, out: Any, half: int, interleaved: bool, sign: int, page: int
+) -> np.ndarray:  # fmt: skip
+    """What rotary_arguments.py lists."""
+    return np.array((*shape, half, interleaved, sign, page, *strides[:3], *out.strides[:3]), np.int64)
 
 
 @cache

@@ -30,8 +30,13 @@ def seq_info(args: Any, b: int, h: int) -> SeqInfo:
         n_q = integer_at(args[CU_SEQLENS_Q] + 8 * (b + 1)) - row_offset
     if args[CU_SEQLENS_K] != 0:
         key_offset = integer_at(args[CU_SEQLENS_K] + 8 * b)
-    n_k = min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])  # never more keys than there are
-    return SeqInfo(row_offset, n_q, key_offset, n_k, integer_at(args[Q_OFFSETS] + 8 * b))
+    return SeqInfo(row_offset, n_q, key_offset, keys_of(args, b), integer_at(args[Q_OFFSETS] + 8 * b))
+
+
+@njit(**options)
+def keys_of(args: Any, b: int) -> Any:
+    """Keys of a batch entry: never more than there are."""
+    return min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])
 
 
 @njit(**options)

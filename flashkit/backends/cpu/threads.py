@@ -136,7 +136,7 @@ def parallel_for() -> tuple[int, int]:
 @cache
 def entry(name: str) -> Callable[..., None]:
     """A function of kernels/launch.py, of integers and then NumPy arrays; it releases the GIL."""
-    integers, arrays = {"launch": (2, 0), "call": (4, 5)}[name]
+    integers, arrays = {"launch": (2, 0), "call": (4, 8)}[name]
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
     return kind(specialise.launcher()[name])
 

@@ -91,6 +91,20 @@ def atomic_integer_at(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Bring the cache line of an address near, without waiting for it."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        pointer, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(values[0], pointer), i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.none(_INT64), codegen
+
+
+@intrinsic
 def double_from_bits(typing: Any, bits: Any) -> Any:
     """The float64 whose bits are given as an integer."""
 

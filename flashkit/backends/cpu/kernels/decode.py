@@ -50,8 +50,9 @@ def scores_of(args, tensor, seq, b, head_kv, k0, q, width, s):
     """scale * Q K^T over the columns of K or of K_PE, in place."""
     done, n = np.int64(0), s.shape[1]
     while done < n:
-        run = kv_run(args, k0 + done, n - done)
+        run = kv_run(args, b, k0 + done, n - done)
         k = kv_rows(args, tensor, seq, b, head_kv, k0 + done, run, width)
+        prefetch_run(args, tensor, seq, b, head_kv, k0 + done + run, k0 + n, width)
         call_gemv_qk(args[GEMV_QK], q, k, s[:, done : done + run], width, args[SCALE])
         done += run
 
@@ -90,8 +91,9 @@ def accumulate(args, seq, b, head_kv, k0, p, o, rescale, nonfinite):
     """O = O * rescale + P V, with V in place."""
     done, n = np.int64(0), p.shape[1]
     while done < n:
-        run = kv_run(args, k0 + done, n - done)
+        run = kv_run(args, b, k0 + done, n - done)
         v = kv_rows(args, V, seq, b, head_kv, k0 + done, run, args[DIM_V])
+        prefetch_run(args, V, seq, b, head_kv, k0 + done + run, k0 + n, args[DIM_V])
         accumulate_rows(args, p[:, done : done + run], v, o, rescale, nonfinite)
         rescale[:] = 1
         done += run
@@ -215,11 +217,11 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
         accumulate(args, seq, b, head_kv, k0, s, o_partial, rescale, nonfinite)
         tile = following
 
-    check = ACCUM(0)
+    finite = True
     for i in range(rows):
         for c in range(dv):
-            check += o_partial[i, c] * 0
-    return check == 0
+            finite &= o_partial[i, c] * 0 == 0
+    return finite
 
 
 @entry(types.void(types.int64, types.int64))

@@ -24,14 +24,22 @@ from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import call_pack_transposed
 from flashkit.backends.cpu.seq_info import tokens
-from flashkit.backends.cpu.views import integer_at, matrix
+from flashkit.backends.cpu.views import integer_at, matrix, prefetch
 
 ONE = np.float64(1).view(np.int64)
 
 
 @njit(**options)
-def kv_run(args, first, count):
-    return count if args[PAGE_TABLE] == 0 else min(count, args[PAGE] - first % args[PAGE])
+def kv_run(args, b, first, count):
+    if args[PAGE_TABLE] == 0:
+        return count
+    run = args[PAGE] - first % args[PAGE]
+    if args[PAGES_FOLLOW]:
+        entry = args[PAGE_TABLE] + 8 * (b * args[TABLE_WIDTH] + first // args[PAGE])
+        page = integer_at(entry)
+        while run < count and 0 <= page < args[PAGES] - 1 and integer_at(entry + 8) == page + 1:
+            run, page, entry = run + args[PAGE], page + 1, entry + 8
+    return min(count, run)
 
 
 @njit(**options)
@@ -44,11 +52,20 @@ def kv_rows(args, tensor, seq, b, head_kv, first, count, width):
 
 
 @njit(**options)
+def prefetch_run(args, tensor, seq, b, head_kv, first, end, width):
+    """Read ahead where the next run of rows begins, which the hardware cannot know; no row from `end` on."""
+    if first < end:
+        start = kv_rows(args, tensor, seq, b, head_kv, first, np.int64(1), width).ctypes.data
+        for line in range(PREFETCHED_LINES):
+            prefetch(start + 64 * line)
+
+
+@njit(**options)
 def gather(args, tensor, seq, b, head_kv, first, tile):
     count, width = tile.shape
     done = np.int64(0)
     while done < count:
-        run = kv_run(args, first + done, count - done)
+        run = kv_run(args, b, first + done, count - done)
         rows = kv_rows(args, tensor, seq, b, head_kv, first + done, run, width)
         for i in range(run):
             for j in range(width):
@@ -64,7 +81,7 @@ def storage_tile(address, count, width):
 @njit(**options)
 def k_tile(args, seq, b, head_kv, first, count, address):
     d, d_pe = args[DIM], args[DIM_PE]
-    if d_pe == 0 and kv_run(args, first, count) == count:
+    if d_pe == 0 and kv_run(args, b, first, count) == count:
         return kv_rows(args, K, seq, b, head_kv, first, count, d)
     tile = storage_tile(address, count, d)
     gather(args, K, seq, b, head_kv, first, tile[:, : d - d_pe])
@@ -74,7 +91,7 @@ def k_tile(args, seq, b, head_kv, first, count, address):
 
 @njit(**options)
 def v_tile(args, seq, b, head_kv, first, count, address):
-    if kv_run(args, first, count) == count:
+    if kv_run(args, b, first, count) == count:
         return kv_rows(args, V, seq, b, head_kv, first, count, args[DIM_V])
     tile = storage_tile(address, count, args[DIM_V])
     gather(args, V, seq, b, head_kv, first, tile)

@@ -11,6 +11,7 @@ from numba import njit, types
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
 from flashkit.backends.cpu.micro_calls import call_kernel, call_parallel_for
+from flashkit.backends.cpu.seq_info import keys_of
 from flashkit.backends.cpu.views import integer_at, vector
 
 
@@ -22,8 +23,29 @@ def thread_main(numbers, counts, steps, block):
 
 
 @njit(**options)
+def split_keys(args, threads):
+    """Decoding: split the keys that this call has until each thread has a few work tiles. Returns the threads."""
+    longest, keys = np.int64(0), np.int64(0)
+    for b in range(args[BATCH]):
+        n = keys_of(args, b)
+        longest, keys = max(longest, n), keys + n
+    if keys < args[SERIAL_KEYS]:
+        threads = np.int64(1)
+    num_splits = np.int64(1)
+    if threads > 1:
+        num_splits = max(num_splits, min(args[MAX_SPLITS], longest // args[MIN_SPLIT_KEYS]))
+    tiles = max((longest + num_splits * args[BLOCK_K] - 1) // (num_splits * args[BLOCK_K]), 1)  # of a split
+    args[SPLIT_KEYS] = tiles * args[BLOCK_K]
+    args[NUM_SPLITS] = max((longest + args[SPLIT_KEYS] - 1) // args[SPLIT_KEYS], 1)
+    args[WORK_TILES] = args[BATCH] * args[HEADS] // args[GROUP] * args[NUM_SPLITS]
+    return threads
+
+
+@njit(**options)
 def start(args, block, threads):
     args[TILE_COUNTER] = args[SPLITS_DONE] = 0
+    if args[MAX_SPLITS] != 0:
+        threads = split_keys(args, threads)
     if threads == 1:
         call_kernel(args[KERNEL], block, 0)
     else:
@@ -38,13 +60,19 @@ def launch(block, threads):
     start(vector(block, SIZE, 8, np.int64), block, threads)
 
 
-@entry(types.void(*[types.int64] * 9))
-def call(template, block, threads, stop, q, k, v, out, lse):
-    """Run a copy of the template with these NumPy arrays. `block`: memory for the copy, followed by scratch memory."""
+@entry(types.void(*[types.int64] * 12))
+def call(template, block, threads, stop, q, k, v, out, lse, lengths, offsets, table):
+    """Run a copy of the template with these NumPy arrays. `block`: memory for the copy, followed by scratch memory.
+    The last three are read where ANEW says so.
+    """
     source, args = vector(template, SIZE, 8, np.int64), vector(block, SIZE, 8, np.int64)
     for i in range(SIZE):
         args[i] = source[i]
     args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
     args[OUT], args[LSE] = integer_at(out + ADDRESS), integer_at(lse + ADDRESS)
+    if args[ANEW] >= 1:
+        args[KV_LENGTHS], args[Q_OFFSETS] = integer_at(lengths + ADDRESS), integer_at(offsets + ADDRESS)
+    if args[ANEW] >= 2:
+        args[PAGE_TABLE] = integer_at(table + ADDRESS)
     args[SCRATCH], args[STOP] = block + HEADER, stop
     start(args, block, threads)
