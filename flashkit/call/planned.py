@@ -12,6 +12,7 @@ from ..backends.base import Backend, Bound
 from ..spec import Operands, Problem
 from . import arrays, foreign
 from .checks import check_out
+from .loans import loan_of
 from .shape import Shape
 
 
@@ -104,8 +105,7 @@ class Planned:
         True
         """
         if (arrays.layout(q), arrays.layout(k), arrays.layout(v)) != self._layouts:
-            if (library := foreign.library_of(q)) is not None:
-                loan = foreign.Loan(library, q)
+            if (loan := loan_of(q, k, v)) is not None:
                 with loan.scope():
                     return loan.give_back(self(**loan.borrow(q=q, k=k, v=v, out=out)), out)
             self._check(q, k, v)
@@ -167,3 +167,23 @@ def _forward(backend: Backend, plan: Any, operands: Operands, shape: Shape, anew
         backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named))
 
     return forward
+
+
+class QuantisingPlan(Planned):
+    """A planned call with precision="fp8": each call quantises its arrays first."""
+
+    def __init__(self, planned: Planned) -> None:
+        vars(self).update(vars(planned))
+        self._planned = planned
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}; precision 'fp8'>"
+
+    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
+        loan: Any = loan_of(q, k, v, "fp8")
+        planned = self if isinstance(loan, foreign.Loan) else self._planned
+        with loan.scope():
+            return loan.give_back(planned(**loan.borrow(q=q, k=k, v=v, out=out)), out)
+
+    def __reduce__(self) -> Any:
+        return QuantisingPlan, (self._planned,)
