@@ -3,8 +3,8 @@
     python benchmarks/quantized.py                    # the tables, minutes
     python benchmarks/quantized.py needle             # one key among 131,072
 
-The arrays are bfloat16. Errors are root mean squares, relative to that of out, against float64 on the arrays before they
-were quantised. The floor is float64 on the dequantised arrays: what exact arithmetic on the same numbers gives.
+The arrays are bfloat16. Errors are root mean squares, relative to that of out, against float64 on the arrays before
+they were quantised. The floor is float64 on the dequantised arrays: what exact arithmetic on the same numbers gives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashkit.call.quantized import LARGEST, PER
 TOKENS, HEADS = 4096, 2
 FORMS = {"plain": {}, "rotated": {"rotate": True}, "smooth": {"smooth": True},
          "both": {"rotate": True, "smooth": True}}  # fmt: skip
-"""Options of quantize for q and k (`smooth` for k alone); v has its scales alone."""
+"""Options of quantize: `smooth` for k alone, `rotate` for q and k, and with int8 for v as well."""
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -41,8 +41,12 @@ def offset(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 def quantised(q: Any, k: Any, v: Any, dtype: Any, per: Any, form: dict[str, bool]) -> list[flashkit.Quantized]:
     """q, k and v for attention."""
-    without_mean = {name: on for name, on in form.items() if name != "smooth"}
-    return [flashkit.quantize(x, dtype, per, **more) for x, more in ((q, without_mean), (k, form), (v, {}))]
+    turned = {"rotate": form.get("rotate", False)}
+    return [
+        flashkit.quantize(q, dtype, per, **turned),
+        flashkit.quantize(k, dtype, per, **form),
+        flashkit.quantize(v, dtype, per, **(turned if dtype == "int8" else {})),
+    ]
 
 
 def relative(out: Any, exact: Any) -> float:
@@ -84,26 +88,38 @@ def tables() -> None:
     print(f"\nAll: at most {worst:.4f} times the floor")
 
 
+STRENGTHS = (0.45, 0.55, 0.65, 0.8)
+"""A needle's key is its query by this factor. With 1.09 it has as much weight as 131,072 keys of noise together."""
+
+
 def needle(keys: int = 1 << 17, dim: int = 128, queries: int = 64) -> None:
-    """Keys of noise, and one for each query that matches it: the weight and the value that each format finds."""
+    """Keys of noise, and one for each query that matches it.
+
+    A needle is found if its value is, of all values, the one whose product with the row of out is the greatest.
+    """
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 1, n, dim)).astype(ml_dtypes.bfloat16) for n in (queries, keys, keys))
+    q, noise, v = (rng.standard_normal((1, 1, n, dim)).astype(ml_dtypes.bfloat16) for n in (queries, keys, keys))
     places = rng.choice(keys, queries, replace=False)
-    k[0, 0, places] = (1.6 * q[0, 0].astype(np.float32)).astype(k.dtype)
-    values = v[0, 0, places].astype(np.float64)
-    exact = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)))[0, 0]
-    ways = {"float64": None, "bfloat16": (q, k, v)}
-    ways |= {
-        f"{dtype} per {per}, {name}": quantised(q, k, v, dtype, per, FORMS[name])
-        for dtype, per, name in itertools.product(LARGEST, PER, ("plain", "rotated"))
-    }
-    print(f"{queries} needles among {keys} keys, D = {dim}\n")
-    print("| | cosine with the needle's value, mean | least | nearest value is the needle's |\n|---|---|---|---|")
-    for name, given in ways.items():
-        out = exact if given is None else flashkit.attention(*given)[0, 0].astype(np.float64)
-        cosines = (out * values).sum(-1) / np.linalg.norm(out, axis=-1) / np.linalg.norm(values, axis=-1)
-        nearest = (v[0, 0].astype(np.float32) @ out.T.astype(np.float32)).argmax(0)
-        print(f"| {name} | {cosines.mean():.3f} | {cosines.min():.3f} | {(nearest == places).mean():.0%} |", flush=True)
+    values, own = v[0, 0].astype(np.float32), v[0, 0, places].astype(np.float64)
+    forms = [("bfloat16", "", {})]
+    forms += [(dtype, per, FORMS[n]) for dtype, per, n in itertools.product(LARGEST, PER, ("plain", "rotated"))]
+    found = np.empty((len(forms), len(STRENGTHS), 2))
+    for column, strength in enumerate(STRENGTHS):
+        k = noise.copy()
+        k[0, 0, places] = (strength * q[0, 0].astype(np.float32)).astype(k.dtype)
+        for row, (dtype, per, form) in enumerate(forms):
+            given = quantised(q, k, v, dtype, per, form) if per else (q, k, v)
+            out = flashkit.attention(*given)[0, 0].astype(np.float64)
+            cosines = (out * own).sum(-1) / np.linalg.norm(out, axis=-1) / np.linalg.norm(own, axis=-1)
+            nearest = (values @ out.T.astype(np.float32)).argmax(0)
+            found[row, column] = (nearest == places).sum(), cosines.mean()
+    print(
+        f"{queries} needles among {keys} keys, D = {dim}: found, and the mean cosine of out with the needle's value\n"
+    )
+    print("| strength | " + " | ".join(map(str, STRENGTHS)) + " |\n|---|" + "---|" * len(STRENGTHS))
+    for (dtype, per, form), line in zip(forms, found, strict=True):
+        name = f"{dtype} per {per}{', rotated' * bool(form)}" if per else dtype
+        print(f"| {name} | " + " | ".join(f"{n:.0f}, {cosine:.3f}" for n, cosine in line) + " |")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ def attention(
         bfloat16 of ml_dtypes), PyTorch, JAX, or another one that follows the array API standard or has
         __cuda_array_interface__. q is (..., Hq, Nq, D), k (..., Hkv, Nk, D), v (..., Hkv, Nk, Dv), with D and Dv from
         1 to 512. Hq is a multiple of Hkv (grouped-query attention). (H, N, D) and (N, D) work too. Arrays with a
-        contiguous last axis and aligned elements are read in place, with any strides; others are copied.
+        contiguous last axis and aligned elements are read in place, with any strides; others are copied. Each may be
+        a flashkit.Quantized instead, made from an array of the others' dtype: it counts as that array, and is
+        dequantised for the call.
     scale
         Factor on q k^T; 1 / sqrt(D) by default.
     causal
@@ -116,7 +118,8 @@ def attention(
         environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.
     precision
         "tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full
-        float32.
+        float32. "fp8" quantises float16 and bfloat16 to e4m3 first, each token by itself, q and k rotated: as
+        quantize(x, "e4m3", "token", rotate=True), and for v without rotation.
     backend
         Name of the backend. By default the fastest one by the profile of the device.
     **unexpected
@@ -295,7 +298,8 @@ def attention_vjp(
     vjp : Vjp
         `dq, dk, dv = vjp(dout)`, or `vjp(dout, dlse)`. It reads q, k, v, out and the other arrays among the options
         again, so they must not be changed in between. kv_lengths, q_offset and integers that modifications index are
-        copied here.
+        copied here. Gradients have the dtype of q, k and v. Those of quantised arrays are the gradients with respect
+        to the numbers that they stand for, as if rounding were the identity (straight-through).
 
     Raises
     ------
