@@ -11,6 +11,7 @@ from .call.arguments import prepare
 from .call.loans import Dequantised, loan_of
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned, QuantisingPlan
+from .call.quantized import Quantized
 from .call.shape import Shape
 from .errors import UnsupportedError, shown
 from .spec import Gradients, Operands, Problem
@@ -24,6 +25,11 @@ A = TypeVar("A")
 """The array type of a call."""
 
 
+@overload
+def attention(
+    q: Quantized, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> Any: ...  # fmt: skip
 @overload
 def attention(
     q: A, k: Any, v: Any, *, return_lse: Literal[False] = False, out: Any = None, backend: str | None = None,
@@ -263,6 +269,11 @@ def plan(
     return Planned(problem, operands, shape, (q, k, v), backend, return_lse)
 
 
+@overload
+def attention_vjp(
+    q: Quantized, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[Any, Vjp[Any]]: ...  # fmt: skip
 @overload
 def attention_vjp(
     q: A, k: Any, v: Any, *, return_lse: Literal[False] = False, out: Any = None, backend: str | None = None,

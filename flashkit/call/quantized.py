@@ -85,12 +85,10 @@ class Quantized:
     def __post_init__(self) -> None:
         kind = arrays.require("data", self.data)
         object.__setattr__(self, "_kind", kind)
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        object.__setattr__(self, "dtype", _floating(self.dtype))
         codes = "float8_e4m3fn" if kind == "numpy" else "uint8"
         if name_of(self.data.dtype) not in (codes, "int8"):
             raise TypeError(f"data has dtype {self.data.dtype}; {codes} or int8 fits")
-        if name_of(self.dtype) not in DTYPES:
-            raise TypeError(f"dtype is {self.dtype}; {', '.join(DTYPES)} fit")
         choice("per", self.per, PER)
         choice("layout", self.layout, LAYOUTS)
         check_shape("data", self.data.shape)
@@ -167,9 +165,7 @@ class Quantized:
         >>> bool((abs(q.dequantize() - x) <= 0.501 * q.scale).all())
         True
         """
-        wanted = np.dtype(DTYPES[name_of(self.dtype)].accumulator if dtype is None else dtype)
-        if name_of(wanted) not in DTYPES:
-            raise TypeError(f"dtype is {wanted}; {', '.join(DTYPES)} fit")
+        wanted = _floating(DTYPES[name_of(self.dtype)].accumulator if dtype is None else dtype)
         wide, xp = DTYPES[name_of(wanted)].accumulator, arrays.namespace(self._kind)
         with arrays.scope(self.data), np.errstate(all="ignore"):  # NaN and infinity have results
             if self.format == "int8":
@@ -317,6 +313,19 @@ def _token_axis(ndim: int, layout: str) -> int:
 def check_shape(name: str, shape: tuple[int, ...]) -> None:
     if len(shape) < 2 or not 1 <= shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"{name} has shape {shape}; (..., tokens, head_dim), a head dim of 1 to {MAX_HEAD_DIM}, fits")
+
+
+def _floating(dtype: Any) -> Any:
+    """The dtype of this name or type; TypeError if attention does not take it."""
+    import ml_dtypes
+
+    try:
+        found = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        found = None
+    if found is None or name_of(found) not in DTYPES or not found.isnative:
+        raise TypeError(f"dtype is {shown(dtype)}; {', '.join(DTYPES)} fit")
+    return found
 
 
 def _check_block(block: Any) -> None:
