@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from . import dispatch
@@ -533,7 +534,7 @@ def explain(
         with loan.scope():
             borrowed = loan.borrow(q=q, k=k, v=v, **options)
             found = explain(**borrowed, backend=backend, return_lse=return_lse, measure=measure)
-            return loan.explained(found) if isinstance(loan, Dequantised) else found
+            return replace(found, problem=loan.described(found.problem)) if isinstance(loan, Dequantised) else found
     problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 

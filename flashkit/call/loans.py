@@ -8,8 +8,7 @@ e4m3 times its scale does not fit into bfloat16.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +16,6 @@ from ..spec import DTYPES
 from . import arrays, foreign
 from .checks import check_out
 from .quantized import Quantized, check_shape, quantize
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
 
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""
@@ -126,9 +122,9 @@ class Dequantised:
         with np.errstate(over="ignore"):  # to infinity, as kernels round
             return result.astype(dtype)
 
-    def explained(self, found: Explanation) -> Explanation:
-        """The explanation of the call that runs, with what came before it."""
-        return replace(found, problem=f"{found.problem}; dequantised before: {self._said}")
+    def described(self, problem: str) -> str:
+        """The description of the call that runs, with what comes before it."""
+        return f"{problem}; dequantised before: {self._said}"
 
     def _told(self, x: Any) -> str:
         if isinstance(x, Quantized):
