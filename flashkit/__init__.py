@@ -14,6 +14,7 @@ from .api import attention, attention_vjp, explain, plan
 from .cache.kv_cache import KVCache
 from .call.merge import merge
 from .call.planned import Planned
+from .call.quantized import Quantized, quantize
 from .call.weights import plot_weights, weights
 from .dispatch import use_backend
 from .errors import OutOfPagesError, ProfileError, UnsupportedError
@@ -26,10 +27,10 @@ from .rope.tables import rotary_table
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "UnsupportedError", "__version__",
-    "attention", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor", "log", "log2", "maximum", "merge",
-    "minimum", "mla", "mods", "plan", "plot_weights", "rotary", "rotary_table", "rotary_vjp", "sigmoid", "sign", "sin",
-    "sqrt", "tanh", "use_backend", "weights", "where",
+    "BlockMask", "KVCache", "OutOfPagesError", "Planned", "ProfileError", "Quantized", "UnsupportedError",
+    "__version__", "attention", "attention_vjp", "clip", "cos", "exp", "exp2", "explain", "floor", "log", "log2",
+    "maximum", "merge", "minimum", "mla", "mods", "plan", "plot_weights", "quantize", "rotary", "rotary_table",
+    "rotary_vjp", "sigmoid", "sign", "sin", "sqrt", "tanh", "use_backend", "weights", "where",
 ]  # fmt: skip
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from . import dispatch
 from .backends.base import Backend
 from .call import arrays, foreign, pickled_plan, plan_cache
 from .call.arguments import prepare
+from .call.loans import Dequantised, loan_of
 from .call.options import Layout, Options, Precision, unknown
-from .call.planned import Planned
+from .call.planned import Planned, QuantisingPlan
 from .call.positions import queries_of
+from .call.quantized import Quantized
 from .call.shape import Shape
 from .errors import UnsupportedError, shown
 from .spec import Gradients, Operands, Problem
@@ -24,6 +27,11 @@ A = TypeVar("A")
 """The array type of a call."""
 
 
+@overload
+def attention(
+    q: Quantized, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> Any: ...  # fmt: skip
 @overload
 def attention(
     q: A, k: Any, v: Any, *, return_lse: Literal[False] = False, out: Any = None, backend: str | None = None,
@@ -61,7 +69,8 @@ def attention(
         __cuda_array_interface__. q is (..., Hq, Nq, D), k (..., Hkv, Nk, D), v (..., Hkv, Nk, Dv), with D and Dv from
         1 to 1024, or 512 on a GPU. Hq is a multiple of Hkv (grouped-query attention). (H, N, D) and (N, D) work too.
         Arrays with a contiguous last axis and aligned elements are read in place, with any strides; others are copied.
-        v may be a view of k, such as k[..., :Dv]: then memory is read once.
+        v may be a view of k, such as k[..., :Dv]: then memory is read once. Each may be a flashkit.Quantized instead,
+        made from an array of the others' dtype: it counts as that array, and is dequantised for the call.
     scale
         Factor on q k^T; 1 / sqrt(D) by default.
     causal
@@ -117,7 +126,8 @@ def attention(
         environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.
     precision
         "tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full
-        float32.
+        float32. "fp8" quantises float16 and bfloat16 to e4m3 first, each token by itself, q and k rotated: as
+        quantize(x, "e4m3", "token", rotate=True), and for v without rotation.
     backend
         Name of the backend. By default the fastest one by the profile of the device.
     **unexpected
@@ -188,8 +198,7 @@ def attention(
         q_lengths=q_lengths, cu_seqlens=cu_seqlens, page_table=page_table, dropout_p=dropout_p, seed=seed, sinks=sinks,
         layout=layout, out=out, deterministic=deterministic, precision=precision,
     )  # fmt: skip
-    if (library := foreign.library_of(q)) is not None:
-        loan = foreign.Loan(library, q)
+    if (loan := loan_of(q, k, v, precision)) is not None:
         with loan.scope():
             borrowed = loan.borrow(q=q, k=k, v=v, **arguments)
             return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
@@ -271,10 +280,10 @@ def plan(
         raise TypeError("plan() takes no out; the planned call does, planned(q, k, v, out=out)")
     if options.get("dropout_p") and options.get("seed") is None:
         raise ValueError("dropout_p without seed: a planned call drops the same pairs each time; seed=... fits")
-    if (library := foreign.library_of(q)) is not None:
-        loan = foreign.Loan(library, q)
+    if (loan := loan_of(q, k, v, options.get("precision"))) is not None:
         with loan.scope():
-            return plan(**loan.borrow(q=q, k=k, v=v, **options), return_lse=return_lse, backend=backend)
+            made = plan(**loan.borrow(q=q, k=k, v=v, **options), return_lse=return_lse, backend=backend)
+            return QuantisingPlan(made) if isinstance(loan, Dequantised) and loan.fp8 else made
     problem, operands, shape = prepare(q, k, v, **options)
     operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
     varies = problem.spec.kv_lengths and not problem.spec.packed
@@ -285,6 +294,11 @@ def plan(
     return Planned(problem, operands, shape, (q, k, v), backend, return_lse, varies=varies, follows=follows)
 
 
+@overload
+def attention_vjp(
+    q: Quantized, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[Any, Vjp[Any]]: ...  # fmt: skip
 @overload
 def attention_vjp(
     q: A, k: Any, v: Any, *, return_lse: Literal[False] = False, out: Any = None, backend: str | None = None,
@@ -320,7 +334,8 @@ def attention_vjp(
     vjp : Vjp
         `dq, dk, dv = vjp(dout)`, or `vjp(dout, dlse)`. It reads q, k, v, out and the other arrays among the options
         again, so they must not be changed in between. kv_lengths, q_offset and integers that modifications index are
-        copied here.
+        copied here. Gradients have the dtype of q, k and v. Those of quantised arrays are the gradients with respect
+        to the numbers that they stand for, as if rounding were the identity (straight-through).
 
     Raises
     ------
@@ -345,25 +360,30 @@ def attention_vjp(
     """
     if options.get("page_table") is not None:
         raise UnsupportedError("attention_vjp does not take page_table: keys in pages have no gradients")
-    if (library := foreign.library_of(q)) is not None:
-        loan = foreign.Loan(library, q)
+    if (loan := loan_of(q, k, v, options.get("precision"))) is not None:
         with loan.scope():
             borrowed = loan.borrow(q=q, k=k, v=v, out=out, **options)
             result, lent = attention_vjp(**borrowed, return_lse=return_lse, backend=backend)
-            lent._loan = loan
+            if out is not None and borrowed["out"] is None:
+                _check_apart(out, lent._problem, lent._operands, {**options})
+            lent._loans = (loan, *lent._loans)
             return loan.give_back(result, out), lent
     problem, operands, shape = prepare(q, k, v, out=out, **options)
     operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
     if out is not None:
-        read_again = {"q": q, "k": k, "v": v, **options, **operands.arrays}
-        for name, array in read_again.items():
-            if arrays.kind_of(array) == problem.array_kind and arrays.share_memory(out, array):
-                what = "an array of a modification" if name in operands.arrays else name
-                raise ValueError(f"out shares memory with {what}, which the gradient reads again; another array fits")
+        _check_apart(out, problem, operands, {"q": q, "k": k, "v": v, **options})
     chosen = _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
     vjp: Vjp[Any] = Vjp(problem, operands, shape, chosen, options.get("sinks"))
     return (result, shape.rows(operands.lse)) if return_lse else result, vjp
+
+
+def _check_apart(out: Any, problem: Problem, operands: Operands, given: dict[str, Any]) -> None:
+    """Check that `out` shares no memory with these arguments, or with arrays of modifications."""
+    for name, array in (given | operands.arrays).items():
+        if arrays.kind_of(array) == problem.array_kind and arrays.share_memory(out, array):
+            what = "an array of a modification" if name in operands.arrays else name
+            raise ValueError(f"out shares memory with {what}, which the gradient reads again; another array fits")
 
 
 def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = None, **options: Any) -> Vjp[Any]:
@@ -385,7 +405,7 @@ class Vjp(Generic[A]):
     ) -> None:
         self._problem, self._operands, self._shape, self._chosen = problem, operands, shape, chosen
         self._sinks_dtype = getattr(sinks, "dtype", None)
-        self._loan: foreign.Loan | None = None  # where the arrays are another library's
+        self._loans: tuple[foreign.Loan | Dequantised, ...] = ()  # the outermost first
 
     def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[A, ...]:
         """Gradients of sum(out * dout) + sum(lse * dlse).
@@ -419,11 +439,18 @@ class Vjp(Generic[A]):
         >>> dv.shape, dsinks.shape
         ((1, 2, 16, 8), (2,))
         """
-        if self._loan is None:
+        return self._lent(dout, dlse, wrt, self._loans)
+
+    def _lent(
+        self, dout: Any, dlse: Any, wrt: tuple[str, ...], loans: tuple[foreign.Loan | Dequantised, ...]
+    ) -> tuple[Any, ...]:
+        """The gradients, through these loans."""
+        if not loans:
             return self._gradients(dout, dlse, wrt)
-        with self._loan.scope():
-            borrowed = self._loan.borrow(dout=dout, dlse=dlse)
-            return tuple(self._loan.give_back(self._gradients(**borrowed, wrt=wrt)))
+        loan, *inner = loans
+        with loan.scope():
+            borrowed = loan.borrow(dout=dout, dlse=dlse)
+            return loan.give_back_gradients(self._lent(**borrowed, wrt=wrt, loans=tuple(inner)), wrt)
 
     def _gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> tuple[Any, ...]:
         op, shape = self._operands, self._shape
@@ -527,11 +554,11 @@ def explain(
     """
     from .call.explanation import explain_problem
 
-    if (library := foreign.library_of(q)) is not None:
-        loan = foreign.Loan(library, q)
+    if (loan := loan_of(q, k, v, options.get("precision"), described=not measure)) is not None:
         with loan.scope():
             borrowed = loan.borrow(q=q, k=k, v=v, **options)
-            return explain(**borrowed, backend=backend, return_lse=return_lse, measure=measure)
+            found = explain(**borrowed, backend=backend, return_lse=return_lse, measure=measure)
+            return replace(found, problem=loan.described(found.problem)) if isinstance(loan, Dequantised) else found
     problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 

@@ -187,6 +187,35 @@ def weights(head: Head, rows: slice) -> np.ndarray:
     return drop(head, softmax(s, head.sink)[0], rows, keys)
 
 
+# --- quantised arrays -------------------------------------------------------------------------------------------------
+
+
+def e4m3_or_int8(y: np.ndarray, format: str) -> np.ndarray:
+    """The number of an 8-bit format that is nearest to each element, ties to the even code; NaN stays NaN.
+
+    A code c of e4m3 has 4 bits of exponent and 3 of mantissa, c = 8 e + m, and stands for (1 + m / 8) 2^(e - 7), or for
+    m / 8 * 2^-6 where e is 0; the greatest is 448. A code of int8 stands for itself.
+    """
+    e, m = np.divmod(np.arange(127), 8)
+    numbers = np.arange(128.0) if format == "int8" else np.where(e > 0, (8 + m) * 2.0 ** (e - 10), m * 2.0**-9)
+    above = np.searchsorted(numbers, np.minimum(np.abs(y), numbers[-1]))
+    above = np.minimum(above, len(numbers) - 1)
+    below = np.maximum(above - 1, 0)
+    up, down = numbers[above] - np.abs(y), np.abs(y) - numbers[below]
+    code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return np.where(np.isnan(y), np.nan, np.copysign(numbers[code], y))
+
+
+@quiet
+def dequantised(x: Any, format: str, scale: Any, rotation: Any = None, mean: Any = 0) -> np.ndarray:
+    """The array that a quantised one stands for; attention of that is attention of this. See `flashkit.quantize`.
+
+    scale and mean broadcast to x; rotation: an orthonormal matrix (D, D).
+    """
+    turn = np.eye(x.shape[-1]) if rotation is None else rotation
+    return (e4m3_or_int8((x - mean) @ turn / scale, format) * scale) @ turn.T + mean
+
+
 # --- the steps --------------------------------------------------------------------------------------------------------
 
 

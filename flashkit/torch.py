@@ -450,6 +450,8 @@ def attention(
                 "outside and pass it as mods="
             )
         mods = Mods(score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
+    if precision == "fp8":
+        raise ValueError("precision is 'fp8', which flashkit.attention takes; None, 'highest' or 'tf32' fits here")
     if mask is not None and mask.is_floating_point():
         bias, mask = mask if bias is None else bias + mask, None
     offsets = None

@@ -99,6 +99,8 @@ class Layer:
         for name in ("kv_lengths", "page_table"):
             if name in options:
                 raise TypeError(f"attend takes no {name}: the cache has its own; attention() takes them")
+        if options.get("precision") == "fp8":
+            raise ValueError("precision is 'fp8', but the cache keeps its keys as they are; another precision fits")
         self._steps.check_written(self.number)
         if self._window is not None:
             options["window"] = _narrowed(options.get("window"), self._window)

@@ -31,7 +31,7 @@ from .positions import check_default_offset, q_offset_range, q_offsets_of, queri
 from .sequences import queries_within, sequences_of
 from .shape import Shape, pairwise
 
-PRECISIONS = (None, "highest", "tf32")
+PRECISIONS = (None, "highest", "tf32", "fp8")
 
 
 def prepare(
@@ -137,6 +137,11 @@ def prepare(
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; a probability of at least 0 and below 1 fits")
     choice("precision", precision, PRECISIONS)
+    if precision == "fp8":  # the functions that take it quantise, and come here without it
+        raise ValueError(
+            "precision is 'fp8', which attention, attention_vjp, plan, explain and weights of flashkit itself take; "
+            "None, 'highest' or 'tf32' fits here"
+        )
     spec = AttentionSpec(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
         kv_lengths is not None or cu_seqlens is not None, is_deterministic(deterministic),

@@ -6,6 +6,7 @@ An array of a library exists only if the library is imported, so nothing is impo
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,11 @@ def namespace(kind: str) -> Any:
     return np if kind == "numpy" else sys.modules["cupy"]
 
 
+def scope(array: Any) -> AbstractContextManager[Any]:
+    """Where to compute new arrays: on the device of this one."""
+    return nullcontext() if isinstance(array, np.ndarray) else array.device
+
+
 def require(name: str, array: Any, kind: str | None = None) -> str:
     """The kind of an argument; TypeError if it is no array, or not of the given kind."""
     found = kind_of(array)
@@ -43,6 +49,8 @@ def require(name: str, array: Any, kind: str | None = None) -> str:
         hint = (
             "; convert it, numpy.asarray(x) or numpy.from_dlpack(x)"
             if hasattr(array, "__dlpack__") or isinstance(array, (list, tuple))
+            else "; x.dequantize() is one"
+            if hasattr(array, "dequantize")
             else ""
         )
         raise TypeError(

@@ -332,3 +332,7 @@ class Loan:
         if isinstance(result, tuple):
             return tuple(self.give_back(each, None if index else out) for index, each in enumerate(result))
         return self.library.own(result, self.q) if out is None else out
+
+    def give_back_gradients(self, gradients: tuple[Any, ...], wrt: tuple[str, ...]) -> tuple[Any, ...]:
+        """The gradients with respect to these arguments as arrays of the library."""
+        return tuple(map(self.give_back, gradients))

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 from ..errors import shown
 
 Layout = Literal["bhnd", "bnhd"]
-Precision = Literal["highest", "tf32"]
+Precision = Literal["highest", "tf32", "fp8"]
 
 
 class Options(TypedDict, total=False):

@@ -15,6 +15,7 @@ from ..spec import Operands, Problem
 from . import arrays, foreign
 from .checks import check_out
 from .compose import check_indices
+from .loans import loan_of
 from .positions import check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
 from .sequences import check_pages, table_of
 from .shape import Shape
@@ -175,8 +176,7 @@ class Planned:
         True
         """
         if (arrays.layout(q), arrays.layout(k), arrays.layout(v)) != self._layouts:
-            if (library := foreign.library_of(q)) is not None:
-                loan = foreign.Loan(library, q)
+            if (loan := loan_of(q, k, v)) is not None:
                 with loan.scope():
                     lengths = {"kv_lengths": kv_lengths, "q_offset": q_offset, "page_table": page_table}
                     return loan.give_back(self(**loan.borrow(q=q, k=k, v=v, out=out, **lengths)), out)
@@ -300,3 +300,23 @@ def _forward(
         backend.forward(plan, replace(rest, q=q, k=k, v=v, out=out, lse=lse.reshape(rows), arrays=named, **own))
 
     return forward
+
+
+class QuantisingPlan(Planned):
+    """A planned call with precision="fp8": each call quantises its arrays first."""
+
+    def __init__(self, planned: Planned) -> None:
+        vars(self).update(vars(planned))
+        self._planned = planned
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}; precision 'fp8'>"
+
+    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None, **lengths: Any) -> Any:
+        loan: Any = loan_of(q, k, v, "fp8")
+        planned = self if isinstance(loan, foreign.Loan) else self._planned
+        with loan.scope():
+            return loan.give_back(planned(**loan.borrow(q=q, k=k, v=v, out=out, **lengths)), out)
+
+    def __reduce__(self) -> Any:
+        return QuantisingPlan, (self._planned,)

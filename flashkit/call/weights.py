@@ -12,6 +12,7 @@ from ..errors import shown
 from ..spec import Operands
 from . import arrays, foreign, options
 from .arguments import prepare
+from .loans import loan_of
 from .options import Options
 from .shape import HEADS_AND_TOKENS
 
@@ -65,10 +66,10 @@ def weights(q: Any, k: Any, *, rows: Any = None, heads: Any = None, **given: Unp
     """
     if "out" in given:
         raise options.unknown(["out"])
-    if (library := foreign.library_of(q)) is not None:
-        loan = foreign.Loan(library, q)
+    if (loan := loan_of(q, k, k, given.get("precision"))) is not None:
         with loan.scope():
-            return loan.give_back(weights(rows=rows, heads=heads, **loan.borrow(q=q, k=k, **given)))
+            found = weights(rows=rows, heads=heads, **loan.borrow(q=q, k=k, **given))
+            return loan.give_back(found) if isinstance(loan, foreign.Loan) else found
     problem, operands, shape = prepare(q, k, k, described=True, **given)
     entries, n_heads, n_q, _ = operands.q.shape
     row, head = _chosen("rows", rows, n_q), _chosen("heads", heads, n_heads)

@@ -265,3 +265,39 @@ def test_partial_results_merge_on_the_device(device: Device, dtype: str) -> None
     for on_device, on_host in zip(found, expected):
         assert type(on_device) is cupy.ndarray and on_device.dtype == on_host.dtype
         np.testing.assert_allclose(on_device.get(), on_host, rtol=1e-3)
+
+
+# --- quantised arrays -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+def test_quantised_arrays(device: Device, dtype: Any) -> None:
+    """The numbers of the host, where e4m3 has the dtype of its codes."""
+    import cupy
+
+    x = np.random.default_rng(0).standard_normal((1, 2, 20, 16)).astype("float16")
+    x[0, 0, 3, 2], x[0, 0, 5, 2] = np.nan, 300
+    for per in ("tensor", "head", "block", "token"):
+        for rotate in (False, True):
+            more: dict[str, Any] = {"per": per, "rotate": rotate, "smooth": rotate, "block": 8}
+            host, own = (flashkit.quantize(each, dtype, **more) for each in (x, cupy.asarray(x)))
+            assert own.data.dtype == ("int8" if dtype == "int8" else "uint8") and own.scale.shape == host.scale.shape
+            np.testing.assert_array_equal(own.data.get(), host.data.view(own.data.dtype))
+            np.testing.assert_array_equal(own.scale.get(), host.scale)
+            np.testing.assert_array_equal(own.dequantize().get(), host.dequantize())
+
+
+@pytest.mark.parametrize("generation", ["simt"])
+def test_attention_of_quantised_arrays(device: Device, generation: str) -> None:
+    import cupy
+
+    x = np.random.default_rng(0).standard_normal((3, 1, 2, 20, 16)).astype("float16")
+    q, k, v = map(cupy.asarray, x)
+    k8 = flashkit.quantize(k, "e4m3", "token", rotate=True)
+    out, vjp = flashkit.attention_vjp(q, k8, v, precision="fp8", causal=True, backend="cupy_raw")
+    expected, right = flashkit.attention_vjp(*x, precision="fp8", causal=True, backend="reference")
+    for found, wanted in zip((out, *vjp(out)), (expected, *right(expected)), strict=True):
+        assert found.dtype == np.float16
+        np.testing.assert_allclose(found.get().astype(np.float64), wanted.astype(np.float64), rtol=2e-3, atol=1e-3)
+    with pytest.raises(TypeError, match="v is a numpy array, but q is a cupy one"):
+        flashkit.attention(q, k8, flashkit.quantize(x[2]))

@@ -1,0 +1,137 @@
+"""Calls whose arrays are not what backends read: those of another library, and quantised ones.
+
+Such arrays are lent for the call as plain arrays of NumPy or CuPy, and its results are given back in the caller's form.
+A quantised array is dequantised to the computing dtype, float32 or float64: no backend reads 8 bits, and a number of
+e4m3 times its scale does not fit into bfloat16.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from ..spec import DTYPES
+from . import arrays, foreign
+from .checks import check_out
+from .quantized import Quantized, check_shape, quantize
+
+FP8_DTYPES = ("float16", "bfloat16")
+"""What precision="fp8" quantises."""
+
+
+def loan_of(
+    q: Any, k: Any, v: Any, precision: Any = None, described: bool = False
+) -> foreign.Loan | Dequantised | None:  # fmt: skip
+    """How the arrays of a call become NumPy's or CuPy's; None if backends read them as they are.
+
+    described: the call is only described, so arrays that take no memory stand in for dequantised ones.
+    """
+    if (library := foreign.library_of(q)) is not None:
+        return foreign.Loan(library, q)
+    fp8 = isinstance(precision, str) and precision == "fp8"
+    if fp8 or Quantized in (type(q), type(k), type(v)):
+        return Dequantised(q, k, v, fp8, described)
+    return None
+
+
+class Dequantised:
+    """The arrays of a call with quantised ones among them, in the computing dtype.
+
+    Raises
+    ------
+    TypeError
+        q, k and v, or what they were quantised from, are not of one library and one dtype, or precision="fp8" does not
+        fit it.
+    """
+
+    def __init__(self, q: Any, k: Any, v: Any, fp8: bool, described: bool = False) -> None:
+        self.fp8, self._described, self._q = fp8, described, q
+        named = {"q": q, "k": k, "v": v}
+        self.kind = arrays.require("q", _memory(q))
+        self.dtype = arrays.dtype_name("q", q)
+        for name, x in named.items():
+            arrays.require(name, _memory(x), self.kind)
+            if (found := arrays.dtype_name(name, x)) != self.dtype:
+                raise TypeError(
+                    f"{name} has dtype {found}, q has {self.dtype}; q, k and v have one dtype, before they are "
+                    "quantised too"
+                )
+            if fp8 and not isinstance(x, Quantized) and found not in FP8_DTYPES:
+                raise TypeError(
+                    f"precision='fp8' quantises {' and '.join(FP8_DTYPES)}, and {name} has dtype {found}; "
+                    f"flashkit.quantize({name}, ...) fits, or another precision"
+                )
+        self._wide = DTYPES[self.dtype].accumulator
+        self._said = ", ".join(f"{name} {self._told(x)}" for name, x in named.items())
+
+    @property
+    def narrow(self) -> bool:
+        """Whether results are rounded to the caller's dtype."""
+        return self.dtype != self._wide
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Where to compute: on q's device."""
+        return arrays.scope(_memory(self._q))
+
+    def borrow(self, **given: Any) -> dict[str, Any]:
+        """Arguments with arrays of the computing dtype. An `out` of another dtype is left to `give_back`."""
+        return {name: self._borrowed(name, value) for name, value in given.items()}
+
+    def _borrowed(self, name: str, value: Any) -> Any:
+        if name in ("q", "k", "v"):
+            if self._described:
+                return arrays.stand_in(arrays.namespace(self.kind).zeros((), self._wide), value.shape)
+            if self.fp8 and not isinstance(value, Quantized):
+                check_shape(name, value.shape)
+                value = quantize(value, "e4m3", "token", rotate=name != "v")
+            return self._widened(value) if not isinstance(value, Quantized) else value.dequantize(self._wide)
+        if name == "precision":
+            return None if self.fp8 else value
+        if name == "out":
+            return None if self.narrow else value
+        if name == "dout":
+            arrays.require(name, value, self.kind)
+            if arrays.dtype_name(name, value) != self.dtype:
+                raise TypeError(f"dout has dtype {value.dtype}; {self.dtype} fits")
+            return self._widened(value)
+        return value
+
+    def _widened(self, value: Any) -> Any:
+        return value.astype(self._wide, copy=False)
+
+    def give_back(self, result: Any, out: Any = None) -> Any:
+        """out, or (out, lse), with out in the caller's dtype, or in the caller's array."""
+        if isinstance(result, tuple):
+            return self.give_back(result[0], out), *result[1:]
+        if out is None or not self.narrow:
+            return self._rounded(result)
+        check_out(out, self.kind, self.dtype, result.shape)
+        out[...] = self._rounded(result)
+        return out
+
+    def give_back_gradients(self, gradients: tuple[Any, ...], wrt: tuple[str, ...]) -> tuple[Any, ...]:
+        """The gradients with respect to these arguments; those of q, k and v in the caller's dtype."""
+        return tuple(x if name == "sinks" else self._rounded(x) for name, x in zip(wrt, gradients, strict=True))
+
+    def _rounded(self, result: Any) -> Any:
+        dtype = self._q.dtype
+        if result.dtype == dtype:
+            return result
+        with np.errstate(over="ignore"):  # to infinity, as kernels round
+            return result.astype(dtype)
+
+    def described(self, problem: str) -> str:
+        """The description of the call that runs, with what comes before it."""
+        return f"{problem}; dequantised before: {self._said}"
+
+    def _told(self, x: Any) -> str:
+        if isinstance(x, Quantized):
+            return f"{x.format} per {x.per}"
+        return "e4m3 per token" if self.fp8 else self.dtype
+
+
+def _memory(x: Any) -> Any:
+    """The array that holds the numbers."""
+    return x.data if isinstance(x, Quantized) else x
