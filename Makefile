@@ -66,9 +66,12 @@ docs: $(VENV)/.stamp-docs
 # An environment of its own, for the versions whose code the wheel holds.
 wheel:
 	$(MAKE) VENV=$(VENV)-wheel PYTHON=$(PYTHON) $(VENV)-wheel/.stamp-env
-	$(VENV)-wheel/bin/python -m pip install --quiet -e . "hatchling>=1.26" "nvidia-cuda-nvrtc==13.0.*" "cuda-bindings==13.*"
+	$(VENV)-wheel/bin/python -m pip install --quiet -e . "hatchling>=1.26" "twine>=6.1" "nvidia-cuda-nvrtc==13.0.*" "cuda-bindings==13.*"
 	$(VENV)-wheel/bin/flashkit cache prebuild
+	rm -f dist/*.whl
 	$(VENV)-wheel/bin/python -m hatchling build -t wheel -d dist
+	$(VENV)-wheel/bin/python -m twine check --strict dist/*.whl
+	@test "$$(cat dist/*.whl | wc -c)" -le 20971520 || { echo "the wheel is larger than 20 MiB" >&2; exit 1; }
 
 # A stamp is newer than pyproject.toml when the packages it stands for are installed. The source itself is
 # installed editable and needs none.
