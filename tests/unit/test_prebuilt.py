@@ -27,7 +27,8 @@ from flashkit.backends.cpu.target import Target
 from flashkit.backends.cuda_common import compiler
 from flashkit.call.arguments import prepare
 from flashkit.devices import host, kernel_cache, prebuilt, profiles, trust
-from flashkit.tools import cli, prebuild
+from flashkit.tools import cli, doctor, prebuild
+from flashkit.tools.doctor import probes
 
 PLANTED, COMPILED = 7, 11
 
@@ -468,6 +469,26 @@ def test_the_command_says_what_is_prebuilt(
     assert cli.run(["cache", "prebuild", "--cpu", "486"]) == 2
     monkeypatch.setenv(settings.PREBUILT.name, "x")
     assert cli.run(["cache"]) == 1
+
+
+def test_doctor_counts_them(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And times a first call where the cache is empty: there is a kernel to load."""
+    mine = source(PLANTED)
+    monkeypatch.setattr(specialise, "launcher_source", lambda: mine)
+    monkeypatch.setattr(probes, "_first_call", lambda: "timed")
+
+    def said() -> list[str]:
+        rows = [line.split() for line in doctor.render(doctor.report("cache")).splitlines()]
+        return [" ".join(row) for row in rows if row[:1] == ["prebuilt"] or row[:2] == ["first", "call"]]
+
+    assert said() == ["prebuilt none", "first call nothing is compiled yet"]
+    name, content = objects.build(mine, target.target())
+    write(package / "cpu", name, content)
+    assert said() == ["prebuilt 1 kernels for this CPU", "first call timed"]
+    monkeypatch.setenv(settings.PREBUILT.name, "0")
+    assert said() == ["prebuilt none", "first call nothing is compiled yet"]
+    monkeypatch.setenv(settings.PREBUILT.name, "x")
+    assert said()[0] == "prebuilt none"
 
 
 @pytest.mark.skipif(not (Path(flashkit.__file__).parents[1] / "pyproject.toml").exists(), reason="no source checkout")
