@@ -6,7 +6,7 @@
 # make mutants MODULE=flashkit/call/shape.py  which small changes of a module no test finds (cosmic-ray; hours)
 # make lint    ruff and mypy
 # make docs    the documentation site, in build/docs/html; fails on any warning
-# make wheel   a wheel with prebuilt kernels, in dist; takes a quarter of an hour
+# make wheel   a wheel with prebuilt kernels, in dist; takes six minutes
 # Settings: PYTHON (3.11 or newer), VENV, QUERY, DEMO_ARGS, QUESTION, GENERATE_ARGS, PYTEST_ARGS, MODULE, for example  make fast PYTEST_ARGS="-k profiles"
 
 PYTHON ?= python3
