@@ -1,8 +1,8 @@
 """`flashkit cache prebuild`: compile the kernels of usual calls into the package, so that a wheel carries them.
 
 What is compiled is what calls would compile: the same sources under the same names, for classes of CPUs
-(backends/cpu/target.py) and architectures of GPUs instead of for this machine. So a machine builds for all CPUs of its
-architecture and for all GPUs.
+(backends/cpu/target.py) and architectures of GPUs instead of for this machine. So any machine builds for all CPUs of
+its system and for all GPUs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import mods
 from ..call.arguments import prepare
 from ..devices import host, prebuilt, profiles
+from ..mods.block_mask import BlockMask
 from ..spec import DTYPES, AttentionSpec, Direction, Problem
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -57,7 +59,7 @@ def prebuild(
         Where to write them, a new folder. By default into the package, which then uses them, in place of those that
         it has.
     cpu
-        Classes of CPUs; by default all of this machine's architecture.
+        Classes of CPUs, of whatever architecture; by default all.
     gpu
         Architectures of GPUs; by default all of GPUS. They need NVRTC, but no device.
 
@@ -82,7 +84,7 @@ def prebuild(
     from ..backends.cpu import target
     from ..backends.cuda_common import compiler
 
-    classes = target.classes()
+    classes = tuple(one.name for one in target.CLASSES)
     cpu, gpu = classes if cpu is None else tuple(cpu), tuple(GPUS if gpu is None else gpu)
     for name, known in [*((name, classes) for name in cpu), *((name, tuple(GPUS)) for name in gpu)]:
         if name not in known:
@@ -115,16 +117,20 @@ BATCH, HEADS, TOKENS = 2, 4, 32
 
 def specs(dtype: str) -> list[AttentionSpec]:
     """The distinct specs of usual calls with a modification, in a dtype; first the causal one."""
-    grid = TOKENS, TOKENS
+    grid, keys, biased = (TOKENS, TOKENS), (BATCH, 1, 1, TOKENS), (HEADS, TOKENS, TOKENS)
     shapes: list[tuple[int, ...]] = [
-        grid, (1, 1, *grid), (BATCH, 1, *grid), (1, HEADS, *grid), (BATCH, HEADS, *grid), (BATCH, 1, 1, TOKENS)
+        grid, (1, 1, *grid), (BATCH, 1, *grid), (1, HEADS, *grid), (BATCH, HEADS, *grid), keys, biased, (TOKENS,)
     ]  # fmt: skip
+    visible, bias = np.ones(keys, bool), np.ones(biased, dtype)
     usual: list[dict[str, Any]] = [
-        {}, {"window": (8, 0)}, {"softcap": 30.0}, {"alibi_slopes": np.ones(HEADS, np.float32)}
+        {}, {"window": (8, 0)}, {"softcap": 30.0}, *({"alibi_slopes": np.ones(HEADS, kind)} for kind in ("f4", "f8")),
+        {"softcap": 30.0, "window": (8, 0)}, {"mask": visible}, {"bias": bias}, {"bias": bias, "mask": visible},
     ]  # fmt: skip
     options = [
         *(option | {"causal": True} for option in usual), *usual[1:],
         *({"mask": np.ones(shape, bool)} for shape in shapes), *({"bias": np.ones(shape, dtype)} for shape in shapes),
+        *({"mask_mod": mods.prefix_lm(n)} for n in (8, [8] * BATCH)),
+        *({"block_mask": BlockMask.from_mod(mod, *grid)} for mod in (mods.causal(), mods.sliding_window(8))),
     ]  # fmt: skip
     x = np.zeros((BATCH, HEADS, TOKENS, 64), dtype)
     return list(dict.fromkeys(prepare(x, x, x, **option)[0].spec for option in options))

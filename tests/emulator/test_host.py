@@ -267,6 +267,24 @@ def test_partial_results_merge_on_the_device(device: Device, dtype: str) -> None
         np.testing.assert_allclose(on_device.get(), on_host, rtol=1e-3)
 
 
+def test_weights_of_arrays_on_the_device(device: Device) -> None:
+    """Of CuPy's kind, equal to those of NumPy arrays, whatever lies on the device."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 2, 4, 9, 16), dtype=np.float32)
+    options: dict[str, Any] = {
+        "rows": [7, -9], "heads": slice(1, 3), "causal": True, "q_offset": np.array([0, 2]),
+        "kv_lengths": np.array([9, 5]), "bias": rng.standard_normal((9, 9), dtype=np.float32),
+        "alibi_slopes": np.ones(4, np.float32),
+    }  # fmt: skip
+    expected = flashkit.weights(q, k, **options)
+    placed = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    found = flashkit.weights(cupy.asarray(q), cupy.asarray(k), **placed)
+    assert type(found) is cupy.ndarray and found.dtype == expected.dtype
+    np.testing.assert_array_equal(found.get(), expected)
+
+
 # --- quantised arrays -------------------------------------------------------------------------------------------------
 
 

@@ -204,6 +204,18 @@ FAULTS = (
         "tests/unit/test_prebuilt.py",
     ),
     Fault(
+        "target: prebuilt kernels of this machine's architecture alone", f"{CPU}/target.py",
+        'f"{one.arch}-{system}"',
+        "initialised()",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
+        "target: a class of another architecture", f"{CPU}/target.py",
+        'one.arch == triple.partition("-")[0] and',
+        "",
+        "tests/unit/test_prebuilt.py",
+    ),
+    Fault(
         "specialise: names that count what was compiled", f"{CPU}/specialise.py",
         'name.linkage, name.name = "internal", f"part{i}"',
         'name.linkage = "internal"',

@@ -54,6 +54,15 @@ def test_names_and_addresses() -> None:
     assert {"torch", "jax", "transformers", "plot", "demo", "cuda12", "cuda13"} <= set(found["optional-dependencies"])
 
 
+def test_extras_can_be_combined() -> None:
+    """Each names the same PyTorch, and exactly: a figure of the benchmarks is of one version."""
+    wanted = [one for extra in project()["optional-dependencies"].values() for one in extra]
+    (torch,) = {one for one in wanted if re.match(r"torch\b", one)}
+    assert re.fullmatch(r"torch==\d+\.\d+\.\d+", torch)
+    for name in ("torch", "transformers", "bench", "test"):
+        assert torch in project()["optional-dependencies"][name]
+
+
 def test_the_citation() -> None:
     """The keys that version 1.2.0 of the format requires, and those that must agree with the package."""
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -17,14 +18,17 @@ import pytest
 from llvmlite import binding
 
 import flashkit
-from flashkit import settings
+from flashkit import BlockMask, mods, settings
+from flashkit.backends import elf
 from flashkit.backends.cpu import modify, objects, plan, specialise, target
 from flashkit.backends.cpu.micro import compile as micro
+from flashkit.backends.cpu.micro.register_block import RegisterBlock
 from flashkit.backends.cpu.target import Target
 from flashkit.backends.cuda_common import compiler
 from flashkit.call.arguments import prepare
 from flashkit.devices import host, kernel_cache, prebuilt, profiles, trust
-from flashkit.tools import cli, prebuild
+from flashkit.tools import cli, doctor, prebuild
+from flashkit.tools.doctor import probes
 
 PLANTED, COMPILED = 7, 11
 
@@ -222,6 +226,34 @@ def eight(x):
     assert b"\0part" in first.code and b"large" not in first.code, "a function that is not inlined has a name"
 
 
+CODE = {"x86-64-v4": (62, "vfmadd.*zmm"), "x86-64-v3": (62, "vfmadd.*ymm"), "aarch64": (183, r"fmla\s+v\d+\.4s")}
+"""ELF's number of the architecture, and what a product is made of."""
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_a_machine_builds_for_cpus_of_other_architectures(name: str) -> None:
+    (one,), wanted = (one for one in target.CLASSES if one.name == name), target.of_class(name)
+    number, product = CODE[name]
+    text = """
+from numba import types
+from flashkit.backends.cpu.functions import entry, exp
+
+@entry(types.float64(types.int64))
+def f(x):
+    return exp(types.float64(x)) + exp(types.float32(x))
+"""
+    block = RegisterBlock("float", rows=2, vectors=2, lanes=one.lanes)
+    for each, calls in ((specialise.source("own", text), {"exp", "Py_FatalError"}), (micro.source(block), set())):
+        made = each.make(wanted)
+        if made.code.startswith(b"\x7fELF"):
+            assert int.from_bytes(made.code[18:20], "little") == number
+        assert elf.is_consistent(made.code, made.functions) and set(made.calls) <= calls
+        assert objects.build(each._replace(make=lambda _, made=made: made), wanted)[0].startswith(f"{name}/")
+    module, machine = micro.assemble(block, wanted)
+    assert re.search(product, machine.emit_assembly(module))
+    assert wanted.triple.split("-")[1:] == target.target().triple.split("-")[1:], "of this system"
+
+
 # --- a call -----------------------------------------------------------------------------------------------------------
 
 CALL = """
@@ -298,12 +330,18 @@ def test_the_first_call_needs_neither_numba_nor_the_cache(program: Callable[...,
 
 def test_the_sources_of_a_wheel_have_the_objects_of_calls() -> None:
     """For the tiles of the shipped profiles, whatever CPU this is."""
-    x, mask = np.zeros((1, 2, 300, 64), np.float32), np.ones((300, 300), bool)
-    usual: list[dict[str, Any]] = [{}, {"causal": True}, {"softcap": 5.0}, {"window": (3, 4)}, {"mask": mask}]
-    for name in target.classes():
+    x, mask, keys = np.zeros((2, 4, 300, 64), np.float32), np.ones((300, 300), bool), np.ones((2, 1, 1, 300), bool)
+    bias = np.ones((4, 300, 300), np.float32)
+    usual: list[dict[str, Any]] = [
+        {}, {"causal": True}, {"softcap": 5.0}, {"window": (3, 4)}, {"mask": mask}, {"mask": keys, "causal": True},
+        {"softcap": 50.0, "causal": True, "window": (100, 0)}, {"bias": bias, "causal": True},
+        {"bias": bias, "mask": keys}, {"alibi_slopes": np.ones(4), "causal": True}, {"mask_mod": mods.prefix_lm(7)},
+        {"block_mask": BlockMask.from_mod(mods.sliding_window(50), 300, 300)},
+    ]  # fmt: skip
+    for one in target.CLASSES:
+        name, lanes = one.name, one.lanes
         listed = {(each.kind, each.text) for each in prebuild.cpu_sources(name)}
         assert len(listed) > 100
-        (lanes,) = (one.lanes for one in target.CLASSES if one.name == name)
         names = {16: ["cpu_avx512", "cpu_amx"], 8: ["cpu_avx2"], 4: ["cpu_neon"]}[lanes]
         for profile in map(profiles.by_name, names):
             for options in usual:
@@ -415,10 +453,11 @@ def test_the_command_says_what_is_prebuilt(
     monkeypatch.setattr(prebuild, "cpu_sources", lambda name: [mine])
     assert cli.run(["cache", "prebuild", "--gpu", "none"]) == 0
     written = capsys.readouterr().out
-    assert all(f"cpu/{name}/kind_" in written for name in target.classes())
+    assert all(f"cpu/{one.name}/kind_" in written for one in target.CLASSES)
     assert run() == (PLANTED if here.name != "host" else COMPILED)
     found = said()
-    assert f"prebuilt  cpu/{target.classes()[0]}: 1 kernels, " in found and f"this CPU  {here.name}" in found
+    assert all(f"prebuilt  cpu/{one.name}: 1 kernels, " in found for one in target.CLASSES)
+    assert f"this CPU  {here.name}" in found
     assert "not used" not in found
     monkeypatch.setattr(specialise, "launcher_source", lambda: mine._replace(text="changed"))
     assert here.name == "host" or "not used: the sources of the kernels have changed since" in said()
@@ -426,10 +465,30 @@ def test_the_command_says_what_is_prebuilt(
     assert "not used: FLASHKIT_PREBUILT is 0" in said()
     assert cli.run(["cache", "--json"]) == 0
     as_json = json.loads(capsys.readouterr().out)
-    assert as_json["prebuilt"]["contents"][f"cpu/{target.classes()[0]}"]["kernels"] == 1
+    assert as_json["prebuilt"]["contents"]["cpu/x86-64-v3"]["kernels"] == 1
     assert cli.run(["cache", "prebuild", "--cpu", "486"]) == 2
     monkeypatch.setenv(settings.PREBUILT.name, "x")
     assert cli.run(["cache"]) == 1
+
+
+def test_doctor_counts_them(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And times a first call where the cache is empty: there is a kernel to load."""
+    mine = source(PLANTED)
+    monkeypatch.setattr(specialise, "launcher_source", lambda: mine)
+    monkeypatch.setattr(probes, "_first_call", lambda: "timed")
+
+    def said() -> list[str]:
+        rows = [line.split() for line in doctor.render(doctor.report("cache")).splitlines()]
+        return [" ".join(row) for row in rows if row[:1] == ["prebuilt"] or row[:2] == ["first", "call"]]
+
+    assert said() == ["prebuilt none", "first call nothing is compiled yet"]
+    name, content = objects.build(mine, target.target())
+    write(package / "cpu", name, content)
+    assert said() == ["prebuilt 1 kernels for this CPU", "first call timed"]
+    monkeypatch.setenv(settings.PREBUILT.name, "0")
+    assert said() == ["prebuilt none", "first call nothing is compiled yet"]
+    monkeypatch.setenv(settings.PREBUILT.name, "x")
+    assert said()[0] == "prebuilt none"
 
 
 @pytest.mark.skipif(not (Path(flashkit.__file__).parents[1] / "pyproject.toml").exists(), reason="no source checkout")

@@ -1,7 +1,8 @@
 """What machine code is compiled for: a class of CPUs, and the instructions that a kernel asks for besides.
 
-Code for a class is the same on every CPU of it, and so are its results; objects that were compiled elsewhere are those
-that this machine would compile. A CPU of no class is a target of its own, with the name and features that LLVM detects.
+Code for a class is the same on every CPU of it, and so are its results; objects that were compiled elsewhere, on CPUs
+of whatever architecture, are those that this machine would compile. A CPU of no class is a target of its own, with the
+name and features that LLVM detects.
 """
 
 from __future__ import annotations
@@ -62,34 +63,29 @@ def target(instructions: str = "") -> Target:
     return _target(instructions, host.lanes_of(host.cpu_features()))
 
 
-def classes() -> tuple[str, ...]:
-    """The names of the classes of CPUs of this machine's architecture, best first."""
-    return tuple(one.name for one in CLASSES if one.arch == initialised().partition("-")[0])
-
-
 @cache
 def _target(instructions: str, lanes: int) -> Target:
     triple, found = initialised(), binding.get_host_cpu_features()
     has = frozenset(name for name, present in found.items() if present)
     for one in CLASSES:
-        if one.name in classes() and one.features <= has and one.lanes in (lanes, max(lanes, 8)):
+        if one.arch == triple.partition("-")[0] and one.features <= has and one.lanes in (lanes, max(lanes, 8)):
             return of_class(one.name, instructions)
     return Target("host", triple, binding.get_host_cpu_name(), found.flatten())
 
 
 def of_class(name: str, instructions: str = "") -> Target:
-    """The target of a class, which this CPU need not fulfil."""
-    (one,), triple = (one for one in CLASSES if one.name == name), initialised()
+    """The target of a class on this system. This CPU need not fulfil it, nor be of its architecture."""
+    (one,), (_, system) = (one for one in CLASSES if one.name == name), initialised().split("-", 1)
     more = INSTRUCTIONS.get(instructions, frozenset())
     features = [*(f"+{feature}" for feature in sorted(one.features | more)), *one.tuning]
-    return Target(f"{name}-{instructions}" if more else name, triple, one.cpu, ",".join(features))
+    return Target(f"{name}-{instructions}" if more else name, f"{one.arch}-{system}", one.cpu, ",".join(features))
 
 
 @cache
 def initialised() -> str:
-    """LLVM's triple of this process. Initialises LLVM for it."""
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
+    """LLVM's triple of this process. Initialises LLVM for every architecture."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
     return binding.get_process_triple()
 
 

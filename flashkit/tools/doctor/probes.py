@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def threading() -> Report:
 def cache() -> Report:
     from ...devices import kernel_cache, trust
 
-    problem, used = kernel_cache.problem(), kernel_cache.usage()
+    problem, used, carried = kernel_cache.problem(), kernel_cache.usage(), _prebuilt()
     try:
         path = str(kernel_cache.path())
     except OSError:
@@ -156,8 +157,21 @@ def cache() -> Report:
         "trusted": not isinstance(problem, trust.UntrustedError),
         "writable": problem is None,
         "problem": str(problem or ""),
-        "first_call": _first_call() if used.kernels else "nothing is compiled yet",
+        "prebuilt": carried,
+        "first_call": _first_call() if used.kernels or carried else "nothing is compiled yet",
     }
+
+
+def _prebuilt() -> int:
+    """The kernels that the package carries for this CPU, 0 where they are not used."""
+    from ...devices import prebuilt
+
+    with suppress(ImportError, ValueError):  # llvmlite is broken, or a variable does not fit
+        from ...backends.cpu import objects, specialise, target
+
+        if objects.is_prebuilt(specialise.launcher_source()):
+            return prebuilt.contents()[f"{objects.FOLDER}/{target.target().name}"].kernels
+    return 0
 
 
 _FIRST_CALL = """

@@ -75,7 +75,8 @@ def _threading_rows(threading: Report) -> Rows:
 def _cache_rows(cache: Report) -> Rows:
     contents = f"{cache['kernels']} compiled kernels, {cache['files']} files, {size(cache['bytes'])}"
     contents += f" of {size(cache['limit'])}" if cache["limit"] is not None else ""
-    rows = [("path", cache["path"]), ("contents", contents)]
+    prebuilt = f"{cache['prebuilt']} kernels for this CPU" if cache["prebuilt"] else "none"
+    rows = [("path", cache["path"]), ("contents", contents), ("prebuilt", prebuilt)]
     rows += [(name, "yes" if cache[name] else "NO") for name in ("trusted", "writable")]
     if cache["problem"]:
         rows.append(("new kernels", f"stay in the memory of each process: {cache['problem']}"))
