@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault("cheap steps of any counts", PAGES, "if counts is self.one_each and self._spare:", "if self._spare:"),
     Fault(
-        "changes of pages are not seen", PLANS, "if self._changes != self._pages.changes:", "if self._changes == -1:"
+        "changes of pages are not seen", PLANS, "if self._changes != self.pages.changes:", "if self._changes == -1:"
     ),
     Fault(
         "writers of another layout", LAYER, "key = arrays.layout(k), arrays.layout(v), layout", "key = k.shape, v.shape"

@@ -421,7 +421,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "x": (lambda: quantize([1.0]), "x is a builtins.list"),
     "x's dtype": (lambda: quantize(X.astype(int)), "x has dtype int64; float64, "),
     "x's shape": (lambda: quantize(X[0, 0]), r"x has shape \(8,\); \(..., tokens, head_dim\)"),
-    "head dim": (lambda: quantize(np.ones((1, 513))), r"x has shape \(1, 513\); .* a head dim of 1 to 512"),
+    "head dim": (lambda: quantize(np.ones((1, 1025))), r"x has shape \(1, 1025\); .* a head dim of 1 to 1024"),
     "twice": (lambda: quantize(X8), r"x is a .*Quantized; an array of NumPy.*; x.dequantize\(\) is one"),
     "data": (lambda: Quantized(X, ONE), "data has dtype float32; float8_e4m3fn or int8 fits"),
     "scale": (lambda: Quantized(X8.data, ONE, per="token"), r"scale has shape \(1, 1, 1\); \(2, 3, 1\) fits"),
