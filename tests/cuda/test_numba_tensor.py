@@ -65,7 +65,7 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
         pytest.param("bfloat16", 64, {"causal": True, "deterministic": True}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 96, {"kv_lengths": np.array([9])}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, marks=pytest.mark.exhaustive),
-        ("bfloat16", 256, {}),
+        pytest.param("bfloat16", 256, {}, marks=pytest.mark.exhaustive),
         pytest.param("float16", 192, {"causal": True, "deterministic": True}, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
@@ -108,7 +108,7 @@ ARCHS = "sm_80", pytest.param("sm_90a", marks=pytest.mark.exhaustive)
     ("dtype", "d", "options"),
     [
         ("bfloat16", 64, {}),
-        ("float16", 128, {"causal": True}),
+        pytest.param("float16", 128, {"causal": True}, marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", 256, {}, marks=pytest.mark.exhaustive),
     ],
 )
@@ -124,7 +124,13 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("dtype", "d", "options"), [("bfloat16", 64, {}), ("float16", 128, {"causal": True})])
+@pytest.mark.parametrize(
+    ("dtype", "d", "options"),
+    [
+        ("bfloat16", 64, {}),
+        pytest.param("float16", 128, {"causal": True}, marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
 def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
     tile, *_ = sm80_decode.decode_tiles(spec, device)
