@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,11 @@ _NONE, _READ, _WRITE = 0, 1, 2  # PROT_*
 _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _CANARY = bytes([0xFF]) * PAGE
 """All bits set is NaN in every floating dtype, and -1 as an integer."""
+
+_POOLS = {1: 2048, 4: 256, 16: 64, 64: 32, 256: 16, 1024: 8}
+"""Pages of mappings that are used again, and how many of a kind lie untouchable before the first of them is: mapping
+anew takes several times as long. A pointer to what is gone has that many allocations in which it shows.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -39,15 +45,23 @@ class Guard:
         self.blocks: dict[int, tuple[int, int]] = {}  # address: (size, bytes of the pages between the guards)
         self.damage: list[str] = []
         self.freed: list[int] = []
+        self.pools: dict[int, deque[int]] = {pages * PAGE: deque() for pages in _POOLS}  # ends of mappings
 
     def allocate(self, size: int) -> int:
         size = max(size, 1)
         inner = -(-size // PAGE) * PAGE
-        base = _libc.mmap(None, inner + 2 * PAGE, _NONE, _PRIVATE_ANONYMOUS, -1, 0)
-        self.give_back()  # only now, so that the new block is not where one of these was
-        if base in (None, ctypes.c_void_p(-1).value):
-            return 0
-        first = base + PAGE
+        room = next((room for room in self.pools if room >= inner), inner)
+        pool = self.pools.get(room, ())
+        if len(pool) > _POOLS.get(room // PAGE, 0):
+            end = pool.popleft()
+        else:
+            base = _libc.mmap(None, room + 2 * PAGE, _NONE, _PRIVATE_ANONYMOUS, -1, 0)
+            if base in (None, ctypes.c_void_p(-1).value):
+                return 0
+            end = base + PAGE + room
+        if self.freed:
+            self.give_back()  # only now, so that the new block is not where one of these was
+        first = end - inner
         _libc.mprotect(first, inner, _READ | _WRITE)
         ctypes.memset(first, 0xFF, inner)
         address = first + (inner - size if self.random.random() < 0.75 else 0)
@@ -57,7 +71,13 @@ class Guard:
     def free(self, address: int) -> None:
         self.look_at(address)
         _, inner = self.blocks.pop(address)
-        _libc.munmap(_first_page(address) - PAGE, inner + 2 * PAGE)
+        first = _first_page(address)
+        room = next((room for room in self.pools if room >= inner), inner)
+        if room in self.pools:
+            _libc.mprotect(first, inner, _NONE)
+            self.pools[room].append(first + inner)
+        else:
+            _libc.munmap(first - PAGE, inner + 2 * PAGE)
 
     def give_back(self) -> None:
         """Free what NumPy has freed. NumPy may free an array while an exception is on its way, and in that state most
