@@ -116,7 +116,8 @@ def test_every_form_and_function_is_drawn() -> None:
             own = [choice for choice in calls if choice["sequences"] == form]
             for factor in ("dtype", "kv_lengths", "dropout", "sinks", "again", "hostile", "behind", "page", "q_offset"):
                 levels = {choice[factor] for choice in own}
-                assert len(levels) > 1 or (form, factor) == ("packed", "kv_lengths"), (form, factor, levels)
+                fixed = cuda and factor in draw.COMPILED_CUDA  # by a graph, of which few have the form
+                assert len(levels) > 1 or fixed or (form, factor) == ("packed", "kv_lengths"), (form, factor, levels)
         entries = {choice.get("entry", "attention") for choice in calls}
         assert entries == ({"attention"} if cuda else {"attention", *draw.ENTRIES})
 
