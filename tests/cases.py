@@ -461,7 +461,7 @@ def stored(xp: Any, x: np.ndarray, how: str, head_axis: int = -3, token_axis: in
     if how == "shared heads":
         return xp.broadcast_to(xp.asarray(x.take([0], axis=head_axis)), x.shape)
     if how == "swapped":  # heads and tokens, for instance a (B, H, N, D) view of (B, N, H, D)
-        return xp.ascontiguousarray(xp.asarray(x).swapaxes(head_axis, token_axis)).swapaxes(head_axis, token_axis)
+        return xp.array(xp.asarray(x).swapaxes(head_axis, token_axis), order="C").swapaxes(head_axis, token_axis)
     if how == "misaligned" and xp is np:
         memory = np.empty(x.nbytes + 1, np.uint8)
         odd = 1 - memory.ctypes.data % 2
