@@ -39,6 +39,9 @@ HOSTILE = ("contents", "integers", "forms", "exchange", "writer", "overlap", "mi
 MOST_SCORES = 100_000
 """Of most calls."""
 
+MOST_ELEMENTS = 4_000_000
+"""Of q."""
+
 
 def pool(seed: int, graphs: int, cuda: bool) -> list[Choice]:
     """What a run compiles code for."""
@@ -162,6 +165,7 @@ def call(seed: int, number: int, compiled: list[Choice], cuda: bool = False, hos
     rows = (2 if layout.startswith("five") else 1) * int(choice["batch"]) * int(choice["heads"].partition(":")[0])
     most = int(MOST_SCORES * (1 if r.random() < 0.98 else 10)) // rows
     n_q = r.randint(1, 9) if r.random() < 0.2 else _tokens(r, 1200)  # few: decoding
+    n_q = min(n_q, max(1, MOST_ELEMENTS // (rows * max(map(int, choice["dims"].split("/"))))))
     n_k = _tokens(r, max(1, most // max(n_q, 1)))
     if choice.get("block_mask", "no") != "no":
         n_q, n_k = max(n_q, 1), max(n_k, 1)
