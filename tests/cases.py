@@ -57,11 +57,12 @@ FACTORS: dict[str, tuple[str, ...]] = {
 }
 """What may vary in a call; the first level of each is the plain one."""
 
-MORE: dict[str, str] = {"arrays": "packed", "data": "normal"}
-"""What calls of tests/attack/ vary besides: the memory of arrays of modifications (as `stored` has it), and what q, k,
-v and dout hold ("normal", "large", "nonfinite"). These calls also have levels that the pairwise design leaves out:
-other sizes, "three axes, bnhd" and "two axes, bnhd", storage of q/k/v/dout by itself, q_offset as a number, any
-kv_lengths.
+MORE: dict[str, str] = {"arrays": "packed", "data": "normal", "behind": "numbers", "page": str(forms.PAGE)}
+"""What calls of tests/attack/ vary besides: the memory of arrays of modifications (as `stored` has it), what q, k, v
+and dout hold ("normal", "large", "nonfinite"), what lies behind lengths ("numbers", "nan"), and keys of a page. These
+calls also have levels that the pairwise design leaves out: other sizes, "three axes, bnhd" and "two axes, bnhd",
+storage of q/k/v/dout by itself, q_offset as a number, any kv_lengths, and keys in pages beside q_lengths or packed
+queries ("padded, paged" and "packed, paged").
 """
 
 PLAIN: dict[str, str] = {factor: levels[0] for factor, levels in FACTORS.items()} | MORE
@@ -286,7 +287,7 @@ class Call:
 
 def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     """The call that a choice describes; the same for the same choice and seed."""
-    rng = np.random.default_rng([seed, *name(choice).encode()])
+    rng = np.random.default_rng(np.asarray([seed, *name(choice).encode()], np.uint32))  # a list takes 1 ms
     choice = PLAIN | dict(choice)
     layout, dtype = choice["layout"].partition(",")[0], numpy_dtype(choice["dtype"])
     five, two, bnhd = layout == "five axes", layout == "two axes", choice["layout"].endswith("bnhd")
@@ -297,8 +298,8 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     n_q, n_k = map(int, choice["sizes"].split("x"))
     d, dv = map(int, (choice["dims"] + "/" + choice["dims"]).split("/")[:2])
 
-    sequences, drawn = choice["sequences"], np.random.default_rng([seed, n_q, n_k, batch])
-    packed = forms.Packed.of(drawn, batch, n_q, n_k) if sequences == "packed" else None
+    form, drawn = choice["sequences"], np.random.default_rng([seed, n_q, n_k, batch])
+    packed = forms.Packed.of(drawn, batch, n_q, n_k) if "packed" in form else None
 
     def to_user(x: np.ndarray) -> np.ndarray:
         """(B, H, N, D) in the caller's axes."""
@@ -354,39 +355,48 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
 
     plain = features(choice, rng, batch, heads, n_q, n_k)
     options = {}
+    plain_form, room, tail = {}, n_k, np.nan if choice["behind"] == "nan" else 0
+    of_rows = 0 if "sinks" in plain else tail  # a sink's gradient is a sum over all rows of dout * out, where 0 * nan
     if packed is not None:
-        user_q, user_k, user_v, user_dout = (
-            stored(xp, packed.flat(of, x), how, -2, -3) for of, x, how in zip("qkkq", (q, k, v, dout), storage)
+        user_q, user_dout = (
+            stored(xp, packed.flat("q", x, fill), how, -2, -3)
+            for x, fill, how in ((q, tail, storage[0]), (dout, of_rows, storage[3]))
         )
-        user_dlse = None if dlse is None else xp.asarray(packed.flat("q", dlse).swapaxes(0, 1).copy())
-        options["cu_seqlens"] = tuple(packed.begins.values())
+        user_dlse = None if dlse is None else xp.asarray(packed.flat("q", dlse, 0).swapaxes(0, 1).copy())
         plain_form = {"q_lengths": packed.counts["q"], "kv_lengths": packed.counts["k"]}
-    elif sequences == "padded":
+    elif "padded" in form:
         plain_form = {"q_lengths": forms.lengths_of(drawn, batch, n_q)}
         plain_form["kv_lengths"] = plain.get("kv_lengths", forms.lengths_of(drawn, batch, n_k))
         options |= plain_form
-    elif sequences == "paged":
-        lengths = plain.get("kv_lengths", forms.lengths_of(drawn, batch, n_k))
-        plain_form = {"kv_lengths": lengths, "q_offset": plain.get("q_offset", lengths - n_q)}
-        given, pool = forms.paged(drawn, lengths, n_k)
+    if "paged" in form:
+        lengths = plain.get("kv_lengths", plain_form.get("kv_lengths", forms.lengths_of(drawn, batch, n_k)))
+        if form == "paged":
+            plain_form = {"q_offset": plain.get("q_offset", lengths - n_q)}
+        plain_form["kv_lengths"] = lengths
+        given, pool = forms.paged(drawn, lengths, n_k, int(choice["page"]))
+        room = given["page_table"].shape[1] * int(choice["page"])
         user_k, user_v = (stored(xp, pool(x), how, -2, -3) for x, how in ((k, storage[1]), (v, storage[2])))
-        options |= given
-    else:
-        plain_form = {}
+        options |= given | ({} if packed is None else {"cu_seqlens": packed.begins["q"]})
+    elif packed is not None:
+        user_k, user_v = (
+            stored(xp, packed.flat("k", x, np.nan), how, -2, -3) for x, how in ((k, storage[1]), (v, storage[2]))
+        )
+        options["cu_seqlens"] = tuple(packed.begins.values())
     for key, x in plain.items():
         if key in ("bias", "mask", "alibi_slopes", "sinks"):
             x = stored(xp, x, choice["arrays"]) if x.ndim else xp.asarray(x)
             plain[key] = to_numpy(x).copy()
-            options[key] = pairwise_to_user(x) if key in ("bias", "mask") else x
+            options[key] = pairwise_to_user(with_room(xp, x, n_k, room)) if key in ("bias", "mask") else x
         elif isinstance(x, mods.Mod) and choice["arrays"] != "packed":
             arrays = {n: stored(xp, a, choice["arrays"]) for n, a in x.arrays.items()}
             options[key] = mods.Mod(x.kind, x.expr, x.params, arrays)
             plain[key] = mods.Mod(x.kind, x.expr, x.params, {n: to_numpy(a).copy() for n, a in arrays.items()})
         else:
             options[key] = x
-    if choice["kv_lengths"] == "any":  # what lies behind a length does not exist
-        for user, how in ((user_k, storage[1]), (user_v, storage[2])):
-            for b, n in enumerate(plain["kv_lengths"]) if not how.startswith(("aliased", "shared")) else ():
+    if choice["behind"] == "nan" and form in ("batch", "padded"):  # what lies behind a length does not exist
+        fills = ("q_lengths", user_q), ("kv_lengths", user_k), ("kv_lengths", user_v), ("q_lengths", user_dout)
+        for (which, user), how in zip(fills[:3] if "sinks" in plain else fills, storage):
+            for b, n in enumerate((plain | plain_form).get(which, ()) if not how.startswith(("al", "shared")) else ()):
                 entry = user[tuple(map(int, np.unravel_index(b, batch_axes)))] if batch_axes else user
                 entry.swapaxes(0, -3 if tokens_outside else -2)[int(n) :] = np.nan
     plain |= plain_form
@@ -395,9 +405,17 @@ def build(choice: Choice, xp: Any = np, seed: int = 0) -> Call:
     if choice["out"] != "new":
         empty = np.full((batch, heads, n_q, dv), np.nan, dtype)
         how = choice["out"] if choice["out"].startswith("strides") else "gaps" if "gaps" in choice["out"] else "packed"
-        options["out"] = stored(xp, to_user(empty) if packed is None else packed.flat("q", empty), how)
+        options["out"] = stored(xp, to_user(empty) if packed is None else packed.flat("q", empty, 0), how)
     user = (user_q, user_k, user_v, options, user_dout, user_dlse)
     return Call(choice, *user, {"q": q, "k": k, "v": v, **plain}, dout, dlse, to_plain, rows_to_plain, seed)
+
+
+def with_room(xp: Any, x: Any, n_k: int, room: int) -> Any:
+    """A bias or mask for the keys that a table of pages has room for, which do not exist."""
+    if room == n_k or not x.ndim or x.shape[-1] != n_k or n_k == 1:
+        return x
+    behind = xp.full((*x.shape[:-1], room - n_k), True if x.dtype.kind == "b" else np.nan, x.dtype)
+    return xp.concatenate([x, behind], axis=-1)
 
 
 def of_kind(data: str, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -409,23 +427,26 @@ def of_kind(data: str, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return x
 
 
-def strided(xp: Any, x: np.ndarray, seed: int, aliased: bool) -> Any:
+def strided(xp: Any, x: np.ndarray, seed: int, kind: str) -> Any:
     """A view of memory that ends with its last element, with random strides: axes in any order, gaps, some axes
-    backwards, the last one contiguous as a rule. aliased: some elements share memory, by strides that are 0 or small.
+    backwards, the last one contiguous as a rule, and always where kind is "rows". "aliased": some elements share
+    memory, by strides that are 0 or small.
     """
-    r = random.Random(seed)
+    r, aliased = random.Random(seed), kind == "aliased"
     order = list(range(x.ndim))
     last = order.pop()
     r.shuffle(order)
-    order.insert(len(order) if r.random() < 0.85 else r.randint(0, len(order)), last)
+    order.insert(len(order) if r.random() < 0.85 or kind == "rows" else r.randint(0, len(order)), last)
     strides, extent = [0] * x.ndim, 1
     for axis in reversed(order):
-        step = extent + (r.choice([0, 0, 1, 3, r.randint(1, 40)]) if axis != last else 0)
+        gap = r.choice([0, 0, 1, 3, r.randint(1, 40)]) if axis != last else 0
+        step = extent + (gap if x.size < 1 << 20 else min(gap, 1))  # memory may be larger by as many times
         if aliased and axis != last and r.random() < 0.5:
             step = r.choice([0, 0, r.randint(1, max(1, extent))])
         strides[axis] = step
         extent += step * max(x.shape[axis] - 1, 0)
-    signs = [-1 if r.random() < (0.03 if axis == last else 0.15) else 1 for axis in range(x.ndim)]
+    backwards = 0 if kind == "rows" else 0.03
+    signs = [-1 if r.random() < (backwards if axis == last else 0.15) else 1 for axis in range(x.ndim)]
     memory = xp.full(extent, np.nan if x.dtype.kind not in "iub" else 0, x.dtype)
     view = xp.lib.stride_tricks.as_strided(memory, x.shape, [step * x.itemsize for step in strides])
     view = view[tuple(slice(None, None, sign) for sign in signs)]
@@ -436,12 +457,12 @@ def strided(xp: Any, x: np.ndarray, seed: int, aliased: bool) -> Any:
 def stored(xp: Any, x: np.ndarray, how: str, head_axis: int = -3, token_axis: int = -2) -> Any:
     """The values of x in another place of memory. What lies between the elements is NaN, so reading it shows."""
     kind, _, seed = how.partition(" ")
-    if kind in ("strides", "aliased") and seed.isdigit():
-        return strided(xp, x, int(seed), kind == "aliased")
+    if kind in ("strides", "rows", "aliased") and seed.isdigit():
+        return strided(xp, x, int(seed), kind)
     if how == "shared heads":
         return xp.broadcast_to(xp.asarray(x.take([0], axis=head_axis)), x.shape)
     if how == "swapped":  # heads and tokens, for instance a (B, H, N, D) view of (B, N, H, D)
-        return xp.ascontiguousarray(xp.asarray(x).swapaxes(head_axis, token_axis)).swapaxes(head_axis, token_axis)
+        return xp.array(xp.asarray(x).swapaxes(head_axis, token_axis), order="C").swapaxes(head_axis, token_axis)
     if how == "misaligned" and xp is np:
         memory = np.empty(x.nbytes + 1, np.uint8)
         odd = 1 - memory.ctypes.data % 2
@@ -729,12 +750,17 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
     A weight in out and dv counts 1 + t fold: one unit for itself, and t for its score, which changes it by as many
     units as the score is off. t is the size of the score and of the partial sums on the way to it, which are about
     the root of the sum of its terms' squares.
+
+    The backward pass recomputes a weight from the modified score and the log-sum-exp, which are rounded to units of
+    their own size. The plain computation shows that error where a row sees several keys. Where it sees one it subtracts
+    a number from itself, so in dv the weight of a lone key counts the size of the modified score, if that is larger.
     """
     sums = {
         n: np.zeros(getattr(operands, m).shape)
         for n, m in zip(NAMES, ("out", "lse", "q", "k", "v", "sinks"))
         if getattr(operands, m) is not None
     }
+    unit = epsilon(spec.lse_dtype) / epsilon(spec.dtype)  # of the log-sum-exp
     for head in itertools.chain.from_iterable(reference.groups(spec, operands, np.float64, dout=dout, dlse=dlse)):
         at, kv = (head.b, head.h), (head.b, head.kv_head, slice(head.n_k))
         q, k, v, do = (head.memory[n].astype(np.float64) for n in ("q", "k", "v", "dout"))
@@ -749,7 +775,10 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
         seen = p != 0
         terms = np.maximum(np.abs(q) @ np.abs(k).T * abs(head.scale), np.abs(modified))
         size = np.abs(s) + np.sqrt(q**2 @ (k**2).T) * abs(head.scale)
-        weights = reference.drop(head, np.where(seen, p * (1 + size * slope), 0), *head.everything)
+        folds = 1 + size * slope
+        weights = reference.drop(head, np.where(seen, p * folds, 0), *head.everything)
+        lone = np.where(seen.sum(axis=1, keepdims=True) == 1, np.abs(modified) * unit, 0)
+        recomputed = reference.drop(head, np.where(seen, p * np.maximum(folds, 1 + lone), 0), *head.everything)
         sums["out"][at] = weights @ np.abs(v)
         sums["lse"][at] = np.maximum(np.abs(reference.finite(lse)), np.where(seen, terms, 0).max(axis=1, initial=0))
         delta = reference.row_sum(np.abs(do) * sums["out"][at]) + (0 if dlse is None else np.abs(head.memory["dlse"]))
@@ -757,7 +786,7 @@ def magnitudes(spec: AttentionSpec, operands: Operands, dout: np.ndarray, dlse: 
         ds = np.where(seen, p * (dp + delta[:, None]) * slope, 0) * abs(head.scale)
         sums["dq"][at] = ds @ np.abs(k)
         sums["dk"][kv] += ds.T @ np.abs(q)
-        sums["dv"][kv] += weights.T @ np.abs(do)
+        sums["dv"][kv] += recomputed.T @ np.abs(do)
         if spec.sinks:
             sums["dsinks"][head.h] += reference.row_sum(np.where(lse > -np.inf, np.exp(head.sink - lse), 0) * delta)
     return Results(**{n: sums.get(n) for n in NAMES})  # type: ignore[arg-type]

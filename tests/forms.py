@@ -29,10 +29,10 @@ class Packed(NamedTuple):
         counts = {name: lengths_of(rng, batch, n) for name, n in most.items()}
         return cls(counts, {name: np.concatenate([[0], np.cumsum(x)]) for name, x in counts.items()}, most)
 
-    def flat(self, of: str, x: np.ndarray) -> np.ndarray:
-        """(B, H, N, ...) as (T, H, ...)."""
+    def flat(self, of: str, x: np.ndarray, fill: float) -> np.ndarray:
+        """(B, H, N, ...) as (T, H, ...), with `fill` in the tail."""
         parts = [each[:, :n] for each, n in zip(x, self.counts[of])]
-        tail = np.full((x.shape[1], TAIL, *x.shape[3:]), np.nan if of == "k" else 0, x.dtype)
+        tail = np.full((x.shape[1], TAIL, *x.shape[3:]), fill, x.dtype)
         return np.concatenate([*parts, tail], axis=1).swapaxes(0, 1)
 
     def square(self, of: str, x: np.ndarray, fill: Any = 0) -> np.ndarray:
@@ -59,17 +59,23 @@ PAGE = 5
 """Keys of a page."""
 
 
-def paged(rng: np.random.Generator, lengths: np.ndarray, n_k: int) -> tuple[dict[str, Any], Callable[..., np.ndarray]]:
-    """The table of pages, and the function that puts (B, H, N, D) keys into a pool (pages, page, H, D) full of NaN."""
-    batch, width = len(lengths), -(-n_k // PAGE) + 1
+def paged(
+    rng: np.random.Generator, lengths: np.ndarray, n_k: int, page: int = PAGE
+) -> tuple[dict[str, Any], Callable[..., np.ndarray]]:
+    """The table of pages, and the function that puts (B, H, N, D) keys into a pool (pages, page, H, D) full of NaN.
+    Entries behind the last key are anything.
+    """
+    batch, width = len(lengths), -(-n_k // page) + 1
     numbers = rng.permutation(batch * width + 2)[: batch * width].reshape(batch, width)
-    used = np.arange(width) * PAGE < lengths[:, None]
+    used = np.arange(width) * page < lengths[:, None]
+    unused = rng.choice([-1, -1, batch * width + 2, -(2**63), 2**63 - 1])
 
     def pool(x: np.ndarray) -> np.ndarray:
-        found = np.full((batch * width + 2, PAGE, x.shape[1], x.shape[3]), np.nan, x.dtype)
+        found = np.full((batch * width + 2, page, x.shape[1], x.shape[3]), np.nan, x.dtype)
         for b, n in enumerate(lengths):
-            for j in range(n):
-                found[numbers[b, j // PAGE], j % PAGE] = x[b, :, j]
+            for first in range(0, n, page):
+                there = x[b, :, first : min(first + page, n)].swapaxes(0, 1)
+                found[numbers[b, first // page], : len(there)] = there
         return found
 
-    return {"page_table": np.where(used, numbers, -1), "kv_lengths": lengths}, pool
+    return {"page_table": np.where(used, numbers, unused), "kv_lengths": lengths}, pool

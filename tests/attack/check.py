@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from random import Random
 from typing import Any, Protocol
 from unittest import mock
 
@@ -16,7 +17,7 @@ import flashkit
 from flashkit import reference
 from flashkit.call.arguments import prepare
 
-from . import draw, hostile
+from . import draw, entries, hostile
 
 DRAWS = (1, 24, 200)
 """Calls that the error of plain computation is measured on, where the ones before do not suffice."""
@@ -81,6 +82,10 @@ def problems(choice: draw.Choice, backend: str, memory: Memory) -> list[str]:
             if own["hostile"] != "no":
                 hostile.attack(call, own["hostile"], int(own["seed"]))
                 return memory.seen_damage()
+            if own["entry"] != "attention":
+                with memory.read_only(None):
+                    named, found = entries.ENTRIES[own["entry"]](call, Random(own["seed"]))
+                return found + memory.seen_damage() + (wrong(call, dict(named)) if named else [])
             gaps = Gaps(call.options["out"]) if choice.get("out", "new") not in ("new", "poisoned") else None
             with memory.read_only(call.options.get("out")):
                 got = results(call, own["passes"])
@@ -115,6 +120,8 @@ Named = list[tuple[str, np.ndarray]]
 
 def results(call: cases.Call, passes: str) -> Named:
     """Output and log-sum-exp, and, of both passes, the gradients."""
+    if "page_table" in call.options:
+        return rows(call, *flashkit.attention(call.q, call.k, call.v, return_lse=True, **call.options))
     wrt = ("q", "k", "v") + (("sinks",) if "sinks" in call.options else ())
     (out, lse), vjp = flashkit.attention_vjp(call.q, call.k, call.v, return_lse=True, **call.options)
     found = rows(call, out, lse)
@@ -122,7 +129,8 @@ def results(call: cases.Call, passes: str) -> Named:
         for name, gradient in zip(wrt, vjp(call.dout, call.dlse, wrt=wrt)):
             like = call.options["sinks"] if name == "sinks" else getattr(call, name)
             assert (gradient.shape, gradient.dtype) == (like.shape, like.dtype)
-            plain = cases.to_numpy(gradient) if name == "sinks" else call.to_plain(gradient)
+            of = "q" if name == "q" else "k"
+            plain = cases.to_numpy(gradient) if name == "sinks" else call.to_plain(gradient, of)
             found.append((f"d{name}", plain.copy()))
     return found
 

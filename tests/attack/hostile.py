@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 import flashkit
 
+INTEGERS = ("kv_lengths", "q_lengths", "cu_seqlens", "page_table")
 ERRORS = (TypeError, ValueError, flashkit.UnsupportedError)
 NUMBERS = [0, 1, -1, 7, 200, 10**6, -(10**6), 2**31, -(2**31), 2**62, -(2**63)]
 
@@ -33,13 +34,22 @@ def attack(call: cases.Call, how: str, seed: int) -> None:
     if how == "misfit":
         misfit(call, r)
     with suppress(*ERRORS):
-        result, vjp = flashkit.attention_vjp(call.q, call.k, call.v, return_lse=True, **call.options)
-        del result
+        again = repeatable(call)
         disturb(call, how, given, r)
         for _ in range(2):
             with suppress(*ERRORS):
-                vjp(call.dout, call.dlse)
+                again()
     run(call, r)
+
+
+def repeatable(call: cases.Call) -> Callable[[], Any]:
+    """What reads the arguments again: the gradient, or, where there is none, a planned call."""
+    if call.options.get("page_table") is None:
+        vjp = flashkit.attention_vjp(call.q, call.k, call.v, return_lse=True, **call.options)[1]
+        return lambda: vjp(call.dout, call.dlse)
+    options = {name: x for name, x in call.options.items() if name != "out"}
+    planned = flashkit.plan(call.q, call.k, call.v, **options)
+    return lambda: planned(call.q, call.k, call.v, out=call.options.get("out"))
 
 
 def run(call: cases.Call, r: Random) -> None:
@@ -59,11 +69,17 @@ def run(call: cases.Call, r: Random) -> None:
 def integers_by_the_caller(call: cases.Call, r: Random) -> list[Any]:
     """Give the call lengths and offsets in arrays that the caller holds; returns all arrays of integers."""
     xp = library(call.q) if r.random() < 0.7 else np
-    if "kv_lengths" in call.options:
-        call.options["kv_lengths"] = xp.asarray(call.options["kv_lengths"].copy())
+    lengths = [name for name in INTEGERS if name in call.options]
+    for name in lengths:
+        given = call.options[name]
+        own = tuple(xp.asarray(x.copy()) for x in (given if isinstance(given, tuple) else (given,)))
+        call.options[name] = own if isinstance(given, tuple) else own[0]
     if r.random() < 0.5 and len(call.plain_dout):
         call.options["q_offset"] = xp.asarray([r.randint(-5, 40) for _ in call.plain_dout], np.int64)
-    arrays = [call.options[name] for name in ("kv_lengths", "q_offset") if hasattr(call.options.get(name), "dtype")]
+    arrays = []
+    for name in (*lengths, "q_offset"):
+        x = call.options.get(name)
+        arrays += list(x) if isinstance(x, tuple) else [x] if hasattr(x, "dtype") else []
     for mod in mods_of(call):
         arrays += [x for x in mod.arrays.values() if x.dtype.kind in "iub"]
     return arrays
@@ -156,7 +172,7 @@ def overlapping(call: cases.Call, r: Random) -> Any:
 
 def misfit(call: cases.Call, r: Random) -> None:
     """An argument that does not fit the others."""
-    options = ["bias", "mask", "kv_lengths", "q_offset", "sinks", "out", "alibi_slopes"]
+    options = ["bias", "mask", *INTEGERS, "q_offset", "sinks", "out", "alibi_slopes"]
     name = r.choice(["k", "v", "dout", "dlse", *options])
     if name in ("k", "v", "dout"):
         x = getattr(call, name)

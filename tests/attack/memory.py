@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,16 @@ import numpy as np
 PAGE = mmap.PAGESIZE
 _NONE, _READ, _WRITE = 0, 1, 2  # PROT_*
 _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MOST_FREED = 1 << 16
+"""Arrays that are freed between two calls of `give_back`; more of them would stay as they are."""
+
 _CANARY = bytes([0xFF]) * PAGE
 """All bits set is NaN in every floating dtype, and -1 as an integer."""
+
+_POOLS = {1: 2048, 4: 256, 16: 64, 64: 32, 256: 16, 1024: 8}
+"""Pages of mappings that are used again, and how many of a kind lie untouchable before the first of them is: mapping
+anew takes several times as long. A pointer to what is gone has that many allocations in which it shows.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -38,16 +47,24 @@ class Guard:
         self.random = Random(0)
         self.blocks: dict[int, tuple[int, int]] = {}  # address: (size, bytes of the pages between the guards)
         self.damage: list[str] = []
-        self.freed: list[int] = []
+        self.freed = (ctypes.c_int64 * (1 + _MOST_FREED))()  # how many, and their addresses
+        self.pools: dict[int, deque[int]] = {pages * PAGE: deque() for pages in _POOLS}  # ends of mappings
 
     def allocate(self, size: int) -> int:
         size = max(size, 1)
         inner = -(-size // PAGE) * PAGE
-        base = _libc.mmap(None, inner + 2 * PAGE, _NONE, _PRIVATE_ANONYMOUS, -1, 0)
-        self.give_back()  # only now, so that the new block is not where one of these was
-        if base in (None, ctypes.c_void_p(-1).value):
-            return 0
-        first = base + PAGE
+        room = next((room for room in self.pools if room >= inner), inner)
+        pool = self.pools.get(room, ())
+        if len(pool) > _POOLS.get(room // PAGE, 0):
+            end = pool.popleft()
+        else:
+            base = _libc.mmap(None, room + 2 * PAGE, _NONE, _PRIVATE_ANONYMOUS, -1, 0)
+            if base in (None, ctypes.c_void_p(-1).value):
+                return 0
+            end = base + PAGE + room
+        if self.freed[0]:
+            self.give_back()  # only now, so that the new block is not where one of these was
+        first = end - inner
         _libc.mprotect(first, inner, _READ | _WRITE)
         ctypes.memset(first, 0xFF, inner)
         address = first + (inner - size if self.random.random() < 0.75 else 0)
@@ -57,14 +74,21 @@ class Guard:
     def free(self, address: int) -> None:
         self.look_at(address)
         _, inner = self.blocks.pop(address)
-        _libc.munmap(_first_page(address) - PAGE, inner + 2 * PAGE)
+        first = _first_page(address)
+        room = next((room for room in self.pools if room >= inner), inner)
+        if room in self.pools:
+            _libc.mprotect(first, inner, _NONE)
+            self.pools[room].append(first + inner)
+        else:
+            _libc.munmap(first - PAGE, inner + 2 * PAGE)
 
     def give_back(self) -> None:
-        """Free what NumPy has freed. NumPy may free an array while an exception is on its way, and in that state most
-        of Python's functions fail; appending to a list does not.
+        """Free what NumPy has freed since. NumPy may free an array while an exception is on its way, which Python code
+        may clear; so `_noting` is machine code.
         """
-        while self.freed:
-            self.free(self.freed.pop())
+        while count := self.freed[0]:
+            self.freed[0] = count - 1
+            self.free(self.freed[count])
 
     def look_at(self, address: int) -> None:
         size, inner = self.blocks[address]
@@ -144,9 +168,41 @@ _FUNCTIONS = (
     ctypes.CFUNCTYPE(_pointer, _pointer, _size)(lambda _, size: GUARD.allocate(size)),
     ctypes.CFUNCTYPE(_pointer, _pointer, _size, _size)(_calloc),
     ctypes.CFUNCTYPE(_pointer, _pointer, _pointer, _size)(_realloc),
-    ctypes.CFUNCTYPE(None, _pointer, _pointer, _size)(lambda _, address, size: address and GUARD.freed.append(address)),
 )
-_HANDLER = _Handler(b"flashkit guard", 1, None, *(ctypes.cast(f, _pointer) for f in _FUNCTIONS))
+
+
+def _noting() -> tuple[Any, int]:
+    """free(context, address, size), which appends the address to the context, `Guard.freed`; and what keeps it."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    module = binding.parse_assembly(f"""
+        define void @note(i64* %context, i64 %address, i64 %size) {{
+            %count = load i64, i64* %context
+            %after = add i64 %count, 1
+            %room = icmp ult i64 %count, {_MOST_FREED}
+            %real = icmp ne i64 %address, 0
+            %both = and i1 %room, %real
+            br i1 %both, label %append, label %end
+        append:
+            %place = getelementptr i64, i64* %context, i64 %after
+            store i64 %address, i64* %place
+            store i64 %after, i64* %context
+            br label %end
+        end:
+            ret void
+        }}
+    """)
+    engine = binding.create_mcjit_compiler(module, binding.Target.from_default_triple().create_target_machine())
+    engine.finalize_object()
+    return engine, engine.get_function_address("note")
+
+
+_ENGINE, _NOTE = _noting()
+_HANDLER = _Handler(
+    b"flashkit guard", 1, ctypes.addressof(GUARD.freed), *(ctypes.cast(f, _pointer) for f in _FUNCTIONS), _NOTE
+)
 _python = ctypes.pythonapi
 _python.PyCapsule_New.restype = ctypes.py_object
 _python.PyCapsule_New.argtypes = [_pointer, ctypes.c_char_p, _pointer]

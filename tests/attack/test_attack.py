@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -14,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import cases
+import numpy as np
 import pytest
 
 from . import campaign, draw
@@ -101,6 +104,38 @@ def test_a_call_follows_from_its_seed_and_number() -> None:
     assert all(draw.PLAIN.keys() >= choice.keys() for choice in calls)
 
 
+def test_every_form_and_function_is_drawn() -> None:
+    """With everything that a form takes: a drawn call is refused by no backend for what it is."""
+    for cuda in (False, True):
+        pool = draw.pool(3, 200, cuda)
+        calls = [draw.call(3, n, pool, cuda) for n in range(3000)]
+        forms = {"batch", "padded", "packed", "paged", "padded, paged", "packed, paged"}
+        drawn = {choice["sequences"] for choice in calls}
+        assert drawn == forms, forms ^ drawn
+        for form in forms - {"batch"}:
+            own = [choice for choice in calls if choice["sequences"] == form]
+            for factor in ("dtype", "kv_lengths", "dropout", "sinks", "again", "hostile", "behind", "page", "q_offset"):
+                levels = {choice[factor] for choice in own}
+                fixed = cuda and factor in draw.COMPILED_CUDA  # by a graph, of which few have the form
+                assert len(levels) > 1 or fixed or (form, factor) == ("packed", "kv_lengths"), (form, factor, levels)
+        entries = {choice.get("entry", "attention") for choice in calls}
+        assert entries == ({"attention"} if cuda else {"attention", *draw.ENTRIES})
+
+
+def test_a_lone_weight_may_be_off_by_the_rounding_of_its_log_sum_exp() -> None:
+    """The backward pass recomputes weights from float32's log-sum-exp, here about -100; the plain computation subtracts
+    the only score from itself.
+    """
+    call = cases.build(cases.with_(sizes="70x1", alibi="(Hq,)") | {"q_offset": "700"})
+    exact, allowed = cases.expected(call, 1)
+    assert exact.dv is not None
+    spacing = np.spacing(np.abs(exact.lse).astype(np.float32)).astype(np.float64)[..., None]
+    for units, fits in ((0.5, True), (20, False)):
+        dv = (np.exp(units * spacing) * call.plain_dout).sum(axis=2, keepdims=True)
+        ratio = cases.ratios(dataclasses.replace(exact, dv=dv), exact, allowed)["dv"]
+        assert (ratio <= 1) == fits, (units, ratio)
+
+
 def test_a_finding_is_repeated_by_the_smallest_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a finding does not need is taken away, and the command makes the call that is left."""
     choice = draw.call(3, 5, draw.pool(3, 20, cuda=False)) | {"causal": "yes", "sizes": "7x9", "layout": "bnhd"}
@@ -174,19 +209,19 @@ def test_read_only_memory_is_writable_again_and_nothing_else() -> None:
     """An array that is gone within the block leaves its place to another, of another size."""
     import gc
 
-    import numpy as np
+    from .memory import _POOLS, _READ, GUARD, PAGE, _libc, guarded
 
-    from .memory import _READ, GUARD, PAGE, _libc, guarded
+    LARGE = (max(_POOLS) + 1) * PAGE  # given back to the system when it is freed
 
     with guarded(1):
         GUARD.random.random = lambda: 1.0  # type: ignore[method-assign]  # at the first page's begin
-        big, kept = np.zeros(4 * PAGE, np.uint8), np.zeros(10)
+        big, kept = np.zeros(LARGE, np.uint8), np.zeros(10)
         place = big.ctypes.data
         with GUARD.read_only():
             del big
             gc.collect()
             GUARD.give_back()
-            mapped = _libc.mmap(place, 4 * PAGE, _READ, 0x22, -1, 0)  # what a system puts there: not writable
+            mapped = _libc.mmap(place, LARGE, _READ, 0x22, -1, 0)  # what a system puts there: not writable
             GUARD.blocks[place] = PAGE, PAGE
         kept[:] = 1
     del GUARD.blocks[place], GUARD.random.random
@@ -196,12 +231,11 @@ def test_read_only_memory_is_writable_again_and_nothing_else() -> None:
         start, end = (int(x, 16) for x in line.split()[0].split("-"))
         if start <= place < end:
             assert line.split()[1] == "r--p", line
-    _libc.munmap(place, 4 * PAGE)
+    _libc.munmap(place, LARGE)
 
 
 def test_margins_on_a_device_tell_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a CuPy whose memory is NumPy's."""
-    import numpy as np
 
     class Pointer:
         def __init__(self, memory: np.ndarray, at: int = 0) -> None:
@@ -244,8 +278,6 @@ def test_margins_on_a_device_tell_of_writes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_guarded_memory_tells_of_writes_beside_an_array() -> None:
     import ctypes
-
-    import numpy as np
 
     from .memory import GUARD, guarded
 

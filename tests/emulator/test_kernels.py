@@ -257,6 +257,15 @@ def test_a_sink_of_minus_infinity(backend: str, generation: str, launched: list[
 
 
 @slow
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+def test_a_lone_key_far_away(generation: str, launched: list[str]) -> None:
+    """A weight of 1 is recomputed from a score and a log-sum-exp of about -100, which float32 rounds."""
+    choice = cases.with_(batch="1", sizes="70x1", dims="32", alibi="(Hq,)") | {"q_offset": "700"}
+    check(choice, "cupy_raw", deterministic=True)
+    assert generations(launched) == {generation}
+
+
+@slow
 @pytest.mark.parametrize("generation", ["sm80"])
 def test_packed_heads_that_are_not_aligned(generation: str, launched: list[str]) -> None:
     """Rows of a head are, 16 bytes apart or a multiple; those of the next head begin on 8 bytes."""
