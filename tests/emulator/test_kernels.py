@@ -45,7 +45,7 @@ CUPY_OFTEN = [
 """Numba's kernels take long to compile: those of further specifications run where all tests are asked for."""
 
 MODIFIED = [
-    pytest.param(backend, generation, marks=exhaustive if (backend, generation) == ("numba_cuda", "sm90") else [])
+    pytest.param(backend, generation, marks=exhaustive if backend == "numba_cuda" and generation != "simt" else [])
     for backend in BACKENDS
     for generation in GENERATIONS
 ]
@@ -100,7 +100,10 @@ PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "de
 """Three sequences, one of them empty, and tokens behind the last."""
 
 EACH_PACKED = [
-    pytest.param(backend, generation, id=f"{backend}-{generation}")
+    pytest.param(
+        backend, generation, id=f"{backend}-{generation}",
+        marks=exhaustive if (backend, generation) == ("numba_cuda", "simt") else [],
+    )
     for backend in BACKENDS
     for generation in ("sm80", "simt")
 ]
@@ -395,7 +398,7 @@ def test_slopes_through_whole_tiles(form: str, generation: str, launched: list[s
         ("cupy_raw", "sm80", "float16", "40/24", "gaps"),
         ("cupy_raw", "simt", "float32", "12/40", "gaps"),
         ("cupy_raw", "simt", "float64", "7/13", "packed"),
-        ("numba_cuda", "simt", "float32", "7/13", "packed"),
+        pytest.param("numba_cuda", "simt", "float32", "7/13", "packed", marks=exhaustive),
     ],
 )
 def test_rows_that_are_not_aligned(

@@ -12,6 +12,7 @@ import pytest
 import flashkit
 from flashkit import dispatch
 from flashkit.backends.cuda_common import launch
+from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.call import plan_cache
 
 from .driver import DRIVER
@@ -27,6 +28,7 @@ X = np.random.default_rng(0).standard_normal((1, 1, 24, 8), np.float32)
 def few_plans(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_MAX_PLANS", 2)
     monkeypatch.setattr(launch, "_captured", [])
+    monkeypatch.setenv(VARIABLE, "simt")  # whose kernels compile fast
 
 
 def mask(i: int) -> Callable[..., Any]:
