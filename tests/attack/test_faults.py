@@ -89,7 +89,8 @@ APART = [
     ),
     Fault(
         "the page of a key is another", "backends/cpu/kernels/kv_loader.py",
-        "b * args[TABLE_WIDTH] + first // args[PAGE])", "b * args[TABLE_WIDTH] + first // (args[PAGE] + 1))",
+        "page = integer_at(args[PAGE_TABLE] + 8 * (b * args[TABLE_WIDTH] + first // args[PAGE]))",
+        "page = integer_at(args[PAGE_TABLE] + 8 * (b * args[TABLE_WIDTH] + first // (args[PAGE] + 1)))",
         ALONE | {"sequences": "paged"}, CRASH_OR_WRONG,
     ),
     Fault(
