@@ -29,10 +29,10 @@ LISTS = [*NUMBERS, ",", ",,", "1,", ",1", "none", "1,none", "1,2,3,4,5", "1;2"]
 FILES = ["/proc/no/such/file", "/dev/null/x", "/", "é" * 300, "\0", "/etc/passwd/x"]
 
 OPTIONS: dict[str, list[str]] = {
-    "explain --shape": [*LISTS, "1,8,64,0", "1,8,64,513", "9" * 18 + ",1,1,8"],
+    "explain --shape": [*LISTS, "1,8,64,0", "1,8,64,1025", "9" * 18 + ",1,1,8"],
     "explain --keys": NUMBERS,
     "explain --kv-heads": NUMBERS,
-    "explain --value-dim": [*NUMBERS, "513"],
+    "explain --value-dim": [*NUMBERS, "1025"],
     "explain --dtype": NAMES,
     "explain --array": NAMES,
     "explain --layout": NAMES,
@@ -44,7 +44,7 @@ OPTIONS: dict[str, list[str]] = {
     "profile show": NAMES,
     "profile validate": [*FILES, "no such file"],
     "cache warm --dtype": [*NAMES, "float8"],
-    "cache warm --head-dim": [*NUMBERS, "513"],
+    "cache warm --head-dim": [*NUMBERS, "1025"],
     "bench --sizes": LISTS,
     "bench --suite": NAMES,
     "bench --baselines": NAMES,

@@ -247,7 +247,7 @@ def test_words_of_the_argument_block_do_not_overlap() -> None:
     from flashkit.backends.cpu import arguments
 
     words = {name: int(value) for name, value in vars(arguments).items() if isinstance(value, np.int64)}
-    for constant in ("EMPTY", "PARTIAL", "FULL", "STRIP", "TILES_PER_STRETCH"):
+    for constant in ("EMPTY", "PARTIAL", "FULL", "STRIP", "TILES_PER_STRETCH", "PREFETCHED_LINES"):
         del words[constant]
     tensors = ("Q", "K", "V", "K_PE", "OUT", "LSE", "DOUT", "DLSE", "DQ", "DK", "DV", "DQ_ACCUM", "BWD_LSE", "DELTA")
     taken = [words[name] + i for name in words for i in range(4 if name in tensors else 1) if name != "SIZE"]

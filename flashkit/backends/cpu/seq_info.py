@@ -1,4 +1,4 @@
-"""Where one sequence of a batch lies and how long it is. Only `seq_info` reads sizes, lengths and offsets."""
+"""Where one sequence of a batch lies and how long it is. Only this module reads sizes, lengths and offsets."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def seq_info(args: Any, b: int, h: int) -> SeqInfo:
     if args[CU_SEQLENS_K] != 0:
         key_offset = integer_at(args[CU_SEQLENS_K] + 8 * b)
     return SeqInfo(row_offset, n_q, key_offset, keys_of(args, b), integer_at(args[Q_OFFSETS] + 8 * b))
+
+
+@njit(**options)
+def set_lengths(args: Any, kv_lengths: int, q_offsets: int) -> None:
+    """Addresses of lengths and offsets that a call brings."""
+    args[KV_LENGTHS], args[Q_OFFSETS] = kv_lengths, q_offsets
 
 
 @njit(**options)
