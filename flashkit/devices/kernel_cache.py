@@ -78,15 +78,12 @@ def usage() -> Usage:
         root = Path(trust.resolve(path()))
     except OSError:
         return Usage(0, 0, 0)
-    for entry in root.rglob("*"):
-        try:
-            if not entry.is_file():
-                continue
-            size += entry.stat().st_size
-        except OSError:
-            continue
-        files += 1
-        kernels += entry.suffix in _KERNELS
+    for folder, _, names in os.walk(root):  # a folder that is gone counts as empty
+        for name in names:
+            with suppress(OSError):
+                size += os.stat(os.path.join(folder, name)).st_size
+                files += 1
+                kernels += name.endswith(_KERNELS)
     return Usage(files, kernels, size)
 
 
