@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from . import dispatch
 from .backends.base import Backend
-from .call import arrays, foreign, pickled_plan, plan_cache
+from .call import arrays, pickled_plan, plan_cache
 from .call.arguments import prepare
 from .call.loans import Dequantised, loan_of
 from .call.options import Layout, Options, Precision, unknown
@@ -15,13 +15,12 @@ from .call.planned import Planned, QuantisingPlan
 from .call.positions import queries_of
 from .call.quantized import Quantized
 from .call.shape import Shape
-from .errors import UnsupportedError, shown
-from .spec import Gradients, Operands, Problem
+from .call.vjp import Vjp
+from .errors import UnsupportedError
+from .spec import Operands, Problem
 
 if TYPE_CHECKING:
     from .call.explanation import Explanation
-
-WRT = ("q", "k", "v", "sinks")
 
 A = TypeVar("A")
 """The array type of a call."""
@@ -176,22 +175,14 @@ def attention(
     """
     if unexpected:
         raise unknown(unexpected)
-    key = None
+    entry = None
     others_are_none = score_mod is mask_mod is q_lengths is cu_seqlens is page_table is sinks is None
-    constant = others_are_none and _is_constant(q_offset, window, dropout_p)
-    if constant and plan_cache.accepts(block_mask) and (out is None or arrays.contiguous(out)):
-        options = scale, causal, q_offset, window, softcap, seed, layout, return_lse, deterministic, precision, backend
-        others = () if alibi_slopes is bias is mask is None else (alibi_slopes, bias, mask)
-        vary = plan_cache.varying(q, k, v, layout, kv_lengths, not others and block_mask is None)
-        if kv_lengths is None or vary:
-            key = plan_cache.key((q, k, v), others, (*options, block_mask), vary)
-        given = [array for array in others if array is not None] if others else ()
-        if key is not None and (cached := plan_cache.get(key)) is not None:
-            if not vary:
-                return cached.run(q, k, v, out, *given)
-            return cached.with_keys(q, k, v, out, vary) if kv_lengths is None else (
-                cached.with_lengths(q, k, v, out, kv_lengths)
-            )
+    if others_are_none and _is_constant(q_offset, window, dropout_p):
+        options = scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend
+        of_pairs = alibi_slopes, bias, mask
+        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options)
+        if entry is not None and entry.planned is not None:
+            return entry.run(q, k, v, out)
     arguments: Any = dict(
         scale=scale, causal=causal, q_offset=q_offset, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
         bias=bias, mask=mask, block_mask=block_mask, score_mod=score_mod, mask_mod=mask_mod, kv_lengths=kv_lengths,
@@ -203,13 +194,8 @@ def attention(
             borrowed = loan.borrow(q=q, k=k, v=v, **arguments)
             return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
     problem, operands, shape = prepare(q, k, v, **arguments)
-    if key is not None and (names := plan_cache.names_of(given, operands)) is not None:
-        follows = problem.n_q if vary and q_offset is None else None
-        room = plan_cache.room(k, vary) if kv_lengths is None else None
-        made = Planned(problem, operands, shape, (q, k, v), backend, return_lse, names, bool(vary), follows, room)
-        if not vary or made.takes_lengths:
-            plan_cache.put(key, made)
-        return made.run(q, k, v, out, *given)
+    if entry is not None and entry.plan(problem, operands, shape, (q, k, v), q_offset, backend, return_lse):
+        return entry.run(q, k, v, out)
     return computed(problem, operands, shape, out, return_lse, backend)
 
 
@@ -395,103 +381,6 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
     operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
     chosen = None if 0 in operands.q.shape[:3] else dispatch.plan(problem, backend)
     return Vjp(problem, operands, shape, chosen, options.get("sinks"))
-
-
-class Vjp(Generic[A]):
-    """The vector-Jacobian product of one call of attention; see `attention_vjp`."""
-
-    def __init__(
-        self, problem: Problem, operands: Operands, shape: Shape, chosen: tuple[Backend, Any] | None, sinks: Any
-    ) -> None:
-        self._problem, self._operands, self._shape, self._chosen = problem, operands, shape, chosen
-        self._sinks_dtype = getattr(sinks, "dtype", None)
-        self._loans: tuple[foreign.Loan | Dequantised, ...] = ()  # the outermost first
-
-    def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[A, ...]:
-        """Gradients of sum(out * dout) + sum(lse * dlse).
-
-        Parameters
-        ----------
-        dout
-            Array of out's shape and dtype.
-        dlse
-            Array of lse's shape and dtype; None is 0.
-        wrt
-            Inputs to differentiate by: any of "q", "k", "v" and "sinks".
-
-        Returns
-        -------
-        tuple of array
-            One gradient for each name in `wrt`, in this order, of the shape and dtype of the input.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument does not fit. The message names it, what came and what would fit.
-
-        Examples
-        --------
-        >>> import numpy as np, flashkit
-        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 16, 8), dtype=np.float32)
-        >>> sinks = np.zeros(2, np.float32)
-        >>> (out, lse), vjp = flashkit.attention_vjp(q, k, v, sinks=sinks, return_lse=True)
-        >>> dv, dsinks = vjp(np.ones_like(out), np.ones_like(lse), wrt=("v", "sinks"))
-        >>> dv.shape, dsinks.shape
-        ((1, 2, 16, 8), (2,))
-        """
-        return self._lent(dout, dlse, wrt, self._loans)
-
-    def _lent(
-        self, dout: Any, dlse: Any, wrt: tuple[str, ...], loans: tuple[foreign.Loan | Dequantised, ...]
-    ) -> tuple[Any, ...]:
-        """The gradients, through these loans."""
-        if not loans:
-            return self._gradients(dout, dlse, wrt)
-        loan, *inner = loans
-        with loan.scope():
-            borrowed = loan.borrow(dout=dout, dlse=dlse)
-            return loan.give_back_gradients(self._lent(**borrowed, wrt=wrt, loans=tuple(inner)), wrt)
-
-    def _gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> tuple[Any, ...]:
-        op, shape = self._operands, self._shape
-        fit = WRT[: 3 if op.sinks is None else 4]
-        if not isinstance(wrt, tuple | list):
-            raise TypeError(f"wrt is {shown(wrt)}; names in a tuple fit, {', '.join(map(repr, fit))}")
-        for name in wrt:
-            if not isinstance(name, str) or name not in fit:
-                raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
-        dout4 = self._checked("dout", dout, shape.like(op.out).shape, op.q.dtype)
-        dlse3 = None if dlse is None else self._checked("dlse", dlse, shape.rows(op.lse).shape, op.lse.dtype)
-        xp: Any = arrays.namespace(self._problem.array_kind)
-        dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (op.q, op.k, op.v))
-        dsinks = xp.zeros_like(op.sinks) if "sinks" in wrt else None
-        gradients = Gradients(
-            shape.to_four(dout4),
-            None if dlse3 is None else xp.ascontiguousarray(dlse3).reshape(op.lse.shape),
-            dq,
-            dk,
-            dv,
-            dsinks,
-        )
-        if self._chosen is None:
-            for tensor in (dq, dk, dv):
-                tensor[...] = 0
-        else:
-            backend, plan = self._chosen
-            backend.backward(plan, op, gradients)
-        results: dict[str, Any] = {"q": dq, "k": dk, "v": dv}
-        if dsinks is not None and self._sinks_dtype is not None:
-            dsinks = dsinks.astype(self._sinks_dtype)
-        results |= {name: shape.like(tensor) for name, tensor in results.items()} | {"sinks": dsinks}
-        return tuple(results[name] for name in wrt)
-
-    def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        arrays.require(name, array, self._problem.array_kind)
-        if array.dtype != dtype:
-            raise TypeError(f"{name} has dtype {array.dtype}; {dtype} fits")
-        if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; {shape} fits")
-        return array
 
 
 def _forward(problem: Problem, operands: Operands, backend: str | None) -> tuple[Backend, Any] | None:

@@ -24,6 +24,7 @@ from . import api, mods
 from .call.arguments import prepare
 from .call.checks import number, window_of
 from .call.positions import check_default_offset
+from .call.vjp import WRT
 from .errors import UnsupportedError, shown
 
 __all__ = ["attention", "dot_product_attention"]
@@ -388,6 +389,6 @@ def _run_forward(static: Static, arrays: Arrays) -> None:
 def _run_backward(static: Static, arrays: Arrays) -> None:
     results = ("q", "k", "v", "out", "lse")
     vjp = api.vjp_of(*(arrays[name] for name in results), **_options(static, arrays))
-    wrt = tuple(name for name in api.WRT if f"d{name}" in arrays)
+    wrt = tuple(name for name in WRT if f"d{name}" in arrays)
     for name, gradient in zip(wrt, vjp(arrays["dout"], arrays.get("dlse"), wrt=wrt), strict=True):
         arrays[f"d{name}"][...] = gradient

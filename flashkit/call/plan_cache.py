@@ -16,10 +16,10 @@ import numpy as np
 from .. import dispatch
 from ..devices.forking import inner_lock
 from ..mods.block_mask import BlockMask
-from ..spec import Operands
+from ..spec import Operands, Problem
 from . import arrays
 from .planned import Planned
-from .shape import LAYOUTS
+from .shape import LAYOUTS, Shape
 
 FEW_QUERIES, MIN_KEYS = 8, 16
 """Fewer queries over at least so many keys are decoded on the CPU. Then nothing but lengths depends on the exact number
@@ -31,38 +31,106 @@ _plans: OrderedDict[Any, Planned] = OrderedDict()
 _lock = inner_lock()
 
 
-def accepts(block_mask: Any) -> bool:
-    """Whether a plan with this block mask (or None) may be cached: it keeps the arrays of the mask alive, so they have
-    to be small.
+class Entry:
+    """The place in the cache of the plan of one call of attention(), and what each such call passes anew.
+
+    Attributes
+    ----------
+    planned : Planned or None
+        The plan that an earlier call has put there.
     """
-    if block_mask is None:
+
+    __slots__ = "_anew", "_keys_axis", "_kv_lengths", "_name", "planned"
+
+    def __init__(self, name: Any, anew: tuple[Any, ...], keys_axis: int, kv_lengths: Any) -> None:
+        self._name, self._anew, self._keys_axis, self._kv_lengths = name, anew, keys_axis, kv_lengths
+        self.planned = get(name)
+
+    def plan(
+        self, problem: Problem, operands: Operands, shape: Shape, given: tuple[Any, Any, Any], q_offset: Any,
+        backend: str | None, return_lse: bool,
+    ) -> bool:  # fmt: skip
+        """Plan the prepared call here. False if its plan cannot serve other calls, and so has to be thrown away."""
+        anew = names_of(self._anew, operands)
+        if anew is None:
+            return False
+        axis, varies = self._keys_axis, self._keys_axis < 0 or self._kv_lengths is not None
+        self.planned = Planned(
+            problem, operands, shape, given, backend, return_lse, anew, varies,
+            follows=problem.n_q if varies and q_offset is None else None,
+            room=_room(given[1].shape[axis]) if axis < 0 else None,
+        )  # fmt: skip
+        if not varies or self.planned.takes_lengths:
+            put(self._name, self.planned)
         return True
+
+    def run(self, q: Any, k: Any, v: Any, out: Any) -> Any:
+        """The call by the plan that is here."""
+        planned: Any = self.planned
+        if self._kv_lengths is not None:
+            return planned.with_lengths(q, k, v, out, self._kv_lengths)
+        if self._keys_axis < 0:
+            return planned.with_keys(q, k, v, out, self._keys_axis)
+        return planned.run(q, k, v, out, *self._anew)
+
+
+def entry(
+    tensors: tuple[Any, Any, Any], out: Any, others: tuple[Any, Any, Any], block_mask: Any, kv_lengths: Any,
+    layout: str, options: tuple[Any, ...],
+) -> Entry | None:  # fmt: skip
+    """The cache's entry for a call; None if its plan cannot be cached.
+
+    Parameters
+    ----------
+    tensors, out, block_mask, kv_lengths, layout
+        Of the call. kv_lengths are no part of the key, nor is the number of keys where few queries decode slices of a
+        cache.
+    others
+        alibi_slopes, bias and mask: their layouts are part of the key.
+    options
+        All else that determines the call.
+    """
+    if not ((block_mask is None or _is_small(block_mask)) and (out is None or arrays.contiguous(out))):
+        return None
+    q, k, v = tensors
+    alibi_slopes, bias, mask = others
+    anew: tuple[Any, ...] = ()
+    axis = 0
+    if not (alibi_slopes is bias is mask is block_mask is None):
+        if kv_lengths is not None:
+            return None
+        anew = tuple([array for array in others if array is not None])
+    elif type(q) is type(k) is type(v) is np.ndarray:
+        axis = 0 if kv_lengths is not None else _keys_axis(q.shape, k.shape, v.shape, layout)
+    elif kv_lengths is not None:
+        return None
+    name = key(tensors, others if anew else (), (*options, layout, block_mask, kv_lengths is None), axis)
+    return None if name is None else Entry(name, anew, axis, kv_lengths)
+
+
+def _is_small(block_mask: Any) -> bool:
+    """Whether a plan with this block mask may be cached: it keeps the arrays of the mask alive."""
     if not isinstance(block_mask, BlockMask):
         return False
     return sum(array.nbytes for array in block_mask.mod.arrays.values()) <= _MAX_MASK_BYTES
 
 
-def varying(q: Any, k: Any, v: Any, layout: str, kv_lengths: Any, plain: bool) -> int:
-    """What each call passes anew, although it is of integers: the axis of the keys, a negative number, for few queries
-    over slices of a cache; 1 for kv_lengths; 0 for nothing. plain: whether the call has no arrays of pairs.
-    """
-    if not (plain and type(q) is type(k) is type(v) is np.ndarray and type(layout) is str):
+def _keys_axis(of_q: tuple[int, ...], of_k: tuple[int, ...], of_v: tuple[int, ...], layout: Any) -> int:
+    """The axis of the keys, a negative number, if each call of these shapes brings its own number of keys; else 0."""
+    if not (type(layout) is str and layout in LAYOUTS and len(of_q) == len(of_k) == len(of_v) > 1):
         return 0
-    if kv_lengths is not None:
-        return 1
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
     axis = -2 if len(of_q) == 2 or layout == "bhnd" else -3
-    if not len(of_q) == len(of_k) == len(of_v) > 1 or layout not in LAYOUTS:
-        return 0
     return axis if of_q[axis] < FEW_QUERIES and of_k[axis] == of_v[axis] >= MIN_KEYS else 0
 
 
-def room(k: Any, axis: int) -> int | None:
-    """The keys that a plan for k is for, where each call has its own number: its key has their bits. None elsewhere."""
-    return (1 << k.shape[axis].bit_length()) - 1 if axis < 0 else None
+def _room(n_k: int) -> int:
+    """The most keys of calls that share a plan with a call of n_k: their numbers have as many bits."""
+    return (1 << n_k.bit_length()) - 1
 
 
-def key(tensors: tuple[Any, Any, Any], others: Sequence[Any], options: tuple[Any, ...], vary: int = 0) -> Any:
+def key(
+    tensors: tuple[Any, Any, Any], others: Sequence[Any], options: tuple[Any, ...], keys_axis: int = 0
+) -> Any:  # fmt: skip
     """The key of a call of attention(): it determines the call except for the contents of arrays.
 
     Parameters
@@ -74,8 +142,8 @@ def key(tensors: tuple[Any, Any, Any], others: Sequence[Any], options: tuple[Any
     options
         Numbers, flags, strings, None, tuples of these, and block masks, which are equal only to themselves. The types
         belong to the key, since True == 1. So does the state that chooses the backend.
-    vary
-        Of `varying`: these integers are not part of the key, but for the number of bits of the number of keys.
+    keys_axis
+        Below 0, the size of k and v along this axis is no part of the key, but its number of bits is.
 
     Returns
     -------
@@ -90,15 +158,15 @@ def key(tensors: tuple[Any, Any, Any], others: Sequence[Any], options: tuple[Any
         return None
     of_others = tuple([None if array is None else arrays.layout(array) for array in others]) if others else ()
     layouts: Any
-    if vary < 0:  # the path of a step of decoding
-        of_k, of_v, after = k.shape, v.shape, vary + 1
+    if keys_axis < 0:  # the path of a step of decoding
+        at, after, of_k, of_v = keys_axis, keys_axis + 1, k.shape, v.shape
         layouts = (
-            q.shape, of_k[:vary], of_k[after:], of_v[:vary], of_v[after:], of_k[vary].bit_length(), q.strides,
-            k.strides, v.strides, q.dtype, k.dtype, v.dtype, q.flags.aligned, k.flags.aligned, v.flags.aligned,
+            q.shape, of_k[:at], of_k[after:], of_v[:at], of_v[after:], of_k[at].bit_length(), q.strides, k.strides,
+            v.strides, q.dtype, k.dtype, v.dtype, q.flags.aligned, k.flags.aligned, v.flags.aligned,
         )  # fmt: skip
     else:
         layouts = arrays.layout(q), arrays.layout(k), arrays.layout(v), of_others
-    return layouts, options, tuple(map(type, options)), dispatch.state(), vary
+    return layouts, options, tuple(map(type, options)), dispatch.state(), keys_axis
 
 
 def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None:

@@ -14,9 +14,9 @@ TESTS = (
 )
 
 CALL = "flashkit/call"
-API, CHECKS, SHAPE, PLANNED, CACHE, POSITIONS, ARRAYS, COMPOSE, ARGUMENTS = (
+API, CHECKS, SHAPE, PLANNED, CACHE, POSITIONS, ARRAYS, COMPOSE, ARGUMENTS, VJP = (
     "flashkit/api.py", *(f"{CALL}/{name}.py" for name in (
-        "checks", "shape", "planned", "plan_cache", "positions", "arrays", "compose", "arguments")),
+        "checks", "shape", "planned", "plan_cache", "positions", "arrays", "compose", "arguments", "vjp")),
 )  # fmt: skip
 
 FAULTS = (
@@ -26,8 +26,13 @@ FAULTS = (
         "return_lse, deterministic, backend\n",
     ),
     Fault("keys without the scale", API, "options = scale, causal, q_offset,", "options = causal, q_offset,"),
-    Fault("keys without the layout", API, "softcap, seed, layout, return_lse,", "softcap, seed, return_lse,"),
-    Fault("keys without the block mask", API, "others, (*options, block_mask), vary)", "others, options, vary)"),
+    Fault("keys without the layout", CACHE, "(*options, layout, block_mask,", "(*options, block_mask,"),
+    Fault("keys without the block mask", CACHE, "(*options, layout, block_mask,", "(*options, layout,"),
+    Fault("keys without lengths", CACHE, "block_mask, kv_lengths is None)", "block_mask)"),
+    Fault(
+        "lengths beside a bias in a cached plan", CACHE,
+        "        if kv_lengths is not None:\n            return None\n        anew =", "        anew =",
+    ),
     Fault("a plan for arrays of offsets", API, "(q_offset is None or type(q_offset) is int)", "True"),
     Fault("a plan for dropout", API, "        and dropout_p == 0\n", ""),
     Fault(
@@ -41,20 +46,20 @@ FAULTS = (
         "if arrays.kind_of(array) == problem.array_kind and arrays.same_address(out, array):",
         "tests/unit/test_bad_input.py -k reads_its_inputs",
     ),
-    Fault("dsinks of the computing dtype", API, "dsinks = dsinks.astype(self._sinks_dtype)", "pass"),
+    Fault("dsinks of the computing dtype", VJP, "dsinks = dsinks.astype(self._sinks_dtype)", "pass"),
     Fault(
-        "dlse of any dtype", API,
+        "dlse of any dtype", VJP,
         'self._checked("dlse", dlse, shape.rows(op.lse).shape, op.lse.dtype)',
         'self._checked("dlse", dlse, shape.rows(op.lse).shape, dlse.dtype)',
     ),
     Fault(
-        "no queries: gradients are not cleared", API,
+        "no queries: gradients are not cleared", VJP,
         "            for tensor in (dq, dk, dv):\n                tensor[...] = 0\n",
         "            pass\n",
     ),
     Fault("out is not written", API, "    if not arrays.same_address(out, result):\n        out[...] = result\n", ""),
     Fault(
-        "wrt in the order of q, k, v", API,
+        "wrt in the order of q, k, v", VJP,
         "for name in wrt)\n\n    def _checked",
         "for name in sorted(wrt))\n\n    def _checked",
     ),
@@ -163,7 +168,7 @@ FAULTS = (
         "if n_q > 1 and isinstance(self._follows, int)",
         "if n_q < 1 and isinstance(self._follows, int)",
     ),
-    Fault("cache: plans grow without end", CACHE, "of_v[after:], of_k[vary].bit_length(),", "of_v[after:],"),
+    Fault("cache: plans grow without end", CACHE, "of_v[after:], of_k[at].bit_length(),", "of_v[after:],"),
     Fault("cache: any number of values", CACHE, "of_k[axis] == of_v[axis] >= MIN_KEYS", "of_k[axis] >= MIN_KEYS"),
     Fault("cache: many queries grow", CACHE, "FEW_QUERIES, MIN_KEYS = 8, 16", "FEW_QUERIES, MIN_KEYS = 64, 16"),
     Fault(
@@ -178,8 +183,8 @@ FAULTS = (
     ),
     Fault(
         "cache: types of options", CACHE,
-        "return layouts, options, tuple(map(type, options)), dispatch.state(), vary",
-        "return layouts, options, dispatch.state(), vary",
+        "return layouts, options, tuple(map(type, options)), dispatch.state(), keys_axis",
+        "return layouts, options, dispatch.state(), keys_axis",
     ),
     Fault(
         "cache: what chooses the backend", CACHE,

@@ -1,0 +1,114 @@
+"""`Vjp`: the vector-Jacobian product of one call of attention."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from ..backends.base import Backend
+from ..errors import shown
+from ..spec import Gradients, Operands, Problem
+from . import arrays, foreign
+from .loans import Dequantised
+from .shape import Shape
+
+WRT = ("q", "k", "v", "sinks")
+
+A = TypeVar("A")
+"""The array type of the call."""
+
+
+class Vjp(Generic[A]):
+    """The vector-Jacobian product of one call of attention; see `flashkit.attention_vjp`."""
+
+    def __init__(
+        self, problem: Problem, operands: Operands, shape: Shape, chosen: tuple[Backend, Any] | None, sinks: Any
+    ) -> None:
+        self._problem, self._operands, self._shape, self._chosen = problem, operands, shape, chosen
+        self._sinks_dtype = getattr(sinks, "dtype", None)
+        self._loans: tuple[foreign.Loan | Dequantised, ...] = ()  # the outermost first
+
+    def __call__(self, dout: Any, dlse: Any = None, *, wrt: tuple[str, ...] = ("q", "k", "v")) -> tuple[A, ...]:
+        """Gradients of sum(out * dout) + sum(lse * dlse).
+
+        Parameters
+        ----------
+        dout
+            Array of out's shape and dtype.
+        dlse
+            Array of lse's shape and dtype; None is 0.
+        wrt
+            Inputs to differentiate by: any of "q", "k", "v" and "sinks".
+
+        Returns
+        -------
+        tuple of array
+            One gradient for each name in `wrt`, in this order, of the shape and dtype of the input.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit. The message names it, what came and what would fit.
+
+        Examples
+        --------
+        >>> import numpy as np, flashkit
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 16, 8), dtype=np.float32)
+        >>> sinks = np.zeros(2, np.float32)
+        >>> (out, lse), vjp = flashkit.attention_vjp(q, k, v, sinks=sinks, return_lse=True)
+        >>> dv, dsinks = vjp(np.ones_like(out), np.ones_like(lse), wrt=("v", "sinks"))
+        >>> dv.shape, dsinks.shape
+        ((1, 2, 16, 8), (2,))
+        """
+        return self._lent(dout, dlse, wrt, self._loans)
+
+    def _lent(
+        self, dout: Any, dlse: Any, wrt: tuple[str, ...], loans: tuple[foreign.Loan | Dequantised, ...]
+    ) -> tuple[Any, ...]:
+        """The gradients, through these loans."""
+        if not loans:
+            return self._gradients(dout, dlse, wrt)
+        loan, *inner = loans
+        with loan.scope():
+            borrowed = loan.borrow(dout=dout, dlse=dlse)
+            return loan.give_back_gradients(self._lent(**borrowed, wrt=wrt, loans=tuple(inner)), wrt)
+
+    def _gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+        op, shape = self._operands, self._shape
+        fit = WRT[: 3 if op.sinks is None else 4]
+        if not isinstance(wrt, tuple | list):
+            raise TypeError(f"wrt is {shown(wrt)}; names in a tuple fit, {', '.join(map(repr, fit))}")
+        for name in wrt:
+            if not isinstance(name, str) or name not in fit:
+                raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
+        dout4 = self._checked("dout", dout, shape.like(op.out).shape, op.q.dtype)
+        dlse3 = None if dlse is None else self._checked("dlse", dlse, shape.rows(op.lse).shape, op.lse.dtype)
+        xp: Any = arrays.namespace(self._problem.array_kind)
+        dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (op.q, op.k, op.v))
+        dsinks = xp.zeros_like(op.sinks) if "sinks" in wrt else None
+        gradients = Gradients(
+            shape.to_four(dout4),
+            None if dlse3 is None else xp.ascontiguousarray(dlse3).reshape(op.lse.shape),
+            dq,
+            dk,
+            dv,
+            dsinks,
+        )
+        if self._chosen is None:
+            for tensor in (dq, dk, dv):
+                tensor[...] = 0
+        else:
+            backend, plan = self._chosen
+            backend.backward(plan, op, gradients)
+        results: dict[str, Any] = {"q": dq, "k": dk, "v": dv}
+        if dsinks is not None and self._sinks_dtype is not None:
+            dsinks = dsinks.astype(self._sinks_dtype)
+        results |= {name: shape.like(tensor) for name, tensor in results.items()} | {"sinks": dsinks}
+        return tuple(results[name] for name in wrt)
+
+    def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        arrays.require(name, array, self._problem.array_kind)
+        if array.dtype != dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}; {dtype} fits")
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; {shape} fits")
+        return array
