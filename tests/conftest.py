@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -26,32 +28,41 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. OpenMP's idle threads would spin on those that another worker needs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 os.environ.setdefault("FLASHKIT_PREBUILT", "0")  # what a checkout has compiled once is not what is tested
 
 
-ONE_OF = 5
+NUMBA_ONE_IN = 5
 """Numba takes ten seconds for kernels that NVRTC compiles in one. So of the cases that a test has for its backend on a
-device, where they are many, one in so many runs; all of them with FLASHKIT_TEST_ALL=1.
+device, where they are more than twice as many, one in so many runs.
 """
+_GOLDEN = 0.6180339887
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what only FLASHKIT_TEST_ALL=1 asks for."""
     if os.environ.get("FLASHKIT_TEST_ALL"):
         return
+    groups: dict[tuple[object, ...], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.skip(reason="runs with FLASHKIT_TEST_ALL=1"))
-    groups: dict[tuple[object, ...], list[pytest.Item]] = {}
-    for item in items:
+            continue
         given = getattr(item, "callspec", None)
         kernels = given and (given.params.get("kernels") or (given.params.get("backend"),))  # a pair, or a name alone
-        if kernels and kernels[0] == "numba_cuda":
-            groups.setdefault((item.path, item.name.partition("[")[0], kernels), []).append(item)
-    for group in groups.values():
-        if len(group) > 2 * ONE_OF:
+        test = item.path, item.name.partition("[")[0]
+        if marker := item.get_closest_marker("one_in"):
+            groups.setdefault((*marker.args, *test), []).append(item)
+        elif kernels and kernels[0] == "numba_cuda":
+            groups.setdefault((NUMBA_ONE_IN, *test, kernels), []).append(item)
+    for (n, *_), group in groups.items():
+        assert isinstance(n, int)
+        if len(group) > 2 * n or group[0].get_closest_marker("one_in"):
             for i, item in enumerate(group):
-                if i % ONE_OF:
-                    item.add_marker(pytest.mark.skip(reason=f"one in {ONE_OF} runs, all with FLASHKIT_TEST_ALL=1"))
+                if i * _GOLDEN % 1 >= 1 / n:  # spread over every period that the parameters have
+                    item.add_marker(pytest.mark.skip(reason=f"one in {n} runs, all with FLASHKIT_TEST_ALL=1"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,6 +74,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if item.get_closest_marker("gpu") and getattr(item, "funcargs", {}).get("generation"):
             pytest.skip(str(error))
         raise
+
+
+@pytest.fixture(autouse=True, scope="module")
+def long_lived_objects_are_not_visited() -> None:
+    """Compilers and other libraries leave millions of objects, and each full collection would visit all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

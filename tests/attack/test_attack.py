@@ -19,10 +19,12 @@ import cases
 import numpy as np
 import pytest
 
+from flashkit.spec import DTYPES
+
 from . import campaign, draw
 
 TODAY = datetime.date.today().toordinal()
-CALLS = 100
+CALLS, GRAPHS = 60, 4
 EMULATED = 4
 ON_DEVICE = int(os.environ.get("FLASHKIT_ATTACK") or 100)
 
@@ -45,20 +47,23 @@ def attack(settings: campaign.Settings, seed: int, calls: int, first: int = 0) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lanes", "bf16"), [(4, ""), (8, ""), (16, ""), (16, "emulate")])
-def test_random_calls(lanes: int, bf16: str) -> None:
-    """All widths have the same graphs, which are compiled once, and other calls."""
+@pytest.mark.parametrize(
+    ("lanes", "bf16", "dtype"),
+    [(4, "", "float16"), (8, "", "float64"), (16, "", "float32"), (16, "emulate", "bfloat16")],
+)
+def test_random_calls(lanes: int, bf16: str, dtype: str) -> None:
+    """Each width and each dtype once: most of the time is that of compiling."""
     if lanes > lanes_here():
         pytest.skip(f"this CPU has no vectors of {lanes} float32")
-    fixed = {"dtype": "bfloat16"} if bf16 else {}
-    settings = campaign.Settings(lanes=str(lanes), bf16=bf16, graphs=8, fixed=fixed)
+    settings = campaign.Settings(lanes=str(lanes), bf16=bf16, graphs=GRAPHS, fixed={"dtype": dtype})
     assert attack(settings, 1, CALLS, first=1000 * lanes + 500 * bool(bf16)).refused == 0
 
 
 @pytest.mark.slow
 def test_random_calls_of_the_day() -> None:
     lanes = [n for n in (4, 8, 16) if n <= lanes_here()]
-    attack(campaign.Settings(lanes=str(lanes[TODAY % len(lanes)]), graphs=8), TODAY, CALLS)
+    fixed = {"dtype": list(DTYPES)[TODAY % len(DTYPES)]}
+    attack(campaign.Settings(lanes=str(lanes[TODAY % len(lanes)]), graphs=GRAPHS, fixed=fixed), TODAY, CALLS)
 
 
 @pytest.mark.slow

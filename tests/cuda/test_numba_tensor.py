@@ -42,6 +42,7 @@ def spec_of(dtype: str, d: int, **options: object) -> AttentionSpec:
         pytest.param("bfloat16", 80, {"softcap": 5.0, "dropout_p": 0.1, "seed": 1}, 512, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -> None:
     """Products are not serialised (or `binary` raises); little is spilled, in code that runs once an item."""
     spec = spec_of(dtype, d, **options)
@@ -69,6 +70,7 @@ def test_hoppers_forward_pass(dtype: str, d: int, options: dict, spilled: int) -
         pytest.param("float16", 192, {"causal": True, "deterministic": True}, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_hoppers_backward_pass(dtype: str, d: int, options: dict) -> None:
     """The wgmmas that the text asks for and no more, none serialised (or `binary` raises), no wait added by ptxas, and
     few spills in the loop over query tiles; the rest is in code that runs once a work tile, or in the producer warp
@@ -112,6 +114,7 @@ ARCHS = "sm_80", pytest.param("sm_90a", marks=pytest.mark.exhaustive)
         pytest.param("bfloat16", 256, {}, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.one_in(2)
 def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
     tile, *_ = sm80.forward_tiles(spec, device)
@@ -131,6 +134,7 @@ def test_the_forward_pass_by_mma(dtype: str, d: int, options: dict, arch: str) -
         pytest.param("float16", 128, {"causal": True}, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> None:
     spec, device = spec_of(dtype, d, **options), MODELS[arch]
     tile, *_ = sm80_decode.decode_tiles(spec, device)
@@ -153,6 +157,7 @@ def test_few_queries_by_mma(dtype: str, d: int, options: dict, arch: str) -> Non
         pytest.param("bfloat16", 256, {}, 64, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_the_backward_pass_by_mma(dtype: str, d: int, options: dict, spilled: int, arch: str) -> None:
     if d > 128 and arch == "sm_80":
         pytest.skip("its shared memory holds a small tile alone, whose sums are spilled")

@@ -125,6 +125,7 @@ FAULTS = [
     Fault(
         "dlse is added", _NUMBA, "simt", "common/bwd_preprocess.py",
         "total -= load(F, number_address(p.dlse", "total += load(F, number_address(p.dlse", "features",
+        pytest.mark.exhaustive,
     ),
     Fault(
         "dP is not awaited", _NUMBA, "sm90", "sm90/bwd_mainloop.py", "    wgmma_wait(1)  # dP\n", "", "plain",

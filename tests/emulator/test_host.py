@@ -43,6 +43,8 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 # --- which kernels ----------------------------------------------------------------------------------------------------
 
 OLDER = [("cupy_raw", "sm90", "sm80"), ("numba_cuda", "sm80", "simt")]
+CUPY_OFTEN = [pytest.param(*each, marks=[pytest.mark.exhaustive] * (each[0] == "numba_cuda")) for each in OLDER]
+"""The host code that decides is the same for both; Numba's kernels take long to compile."""
 
 
 def rows_on_8_bytes(x: np.ndarray, first: int) -> Any:
@@ -56,7 +58,7 @@ def rows_on_8_bytes(x: np.ndarray, first: int) -> Any:
     return view
 
 
-@pytest.mark.parametrize(("backend", "generation", "older"), OLDER)
+@pytest.mark.parametrize(("backend", "generation", "older"), CUPY_OFTEN)
 @pytest.mark.parametrize("first", [0, 4], ids=["strides", "addresses"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_rows_on_8_bytes(
@@ -96,7 +98,7 @@ def test_scales_that_are_not_positive(scale: str, launched: list[str], monkeypat
         assert generations(launched) == {older}
 
 
-@pytest.mark.parametrize(("backend", "generation", "older"), OLDER)
+@pytest.mark.parametrize(("backend", "generation", "older"), CUPY_OFTEN)
 def test_no_keys(backend: str, generation: str, older: str, launched: list[str]) -> None:
     call = build({**FEATURES, "sizes": "70x130", "batch": "1", "kv_lengths": "no"})
     call.options["q_offset"] = 0

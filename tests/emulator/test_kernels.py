@@ -44,12 +44,6 @@ CUPY_OFTEN = [
 ]
 """Numba's kernels take long to compile: those of further specifications run where all tests are asked for."""
 
-MODIFIED = [
-    pytest.param(backend, generation, marks=exhaustive if backend == "numba_cuda" and generation != "simt" else [])
-    for backend in BACKENDS
-    for generation in GENERATIONS
-]
-
 HARD_DATA = [
     pytest.param(
         backend, generation, data,
@@ -61,7 +55,9 @@ HARD_DATA = [
 ]
 
 EACH_UNMASKED = [
-    pytest.param(*each.values, marks=exhaustive if each.values == ("numba_cuda", "sm80") else []) for each in EACH
+    pytest.param(backend, generation, marks=exhaustive if backend == "numba_cuda" and generation != "sm90" else [])
+    for backend in BACKENDS
+    for generation in GENERATIONS
 ]
 
 
@@ -334,7 +330,7 @@ def test_wide_heads(backend: str, generation: str, launched: list[str]) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), MODIFIED)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_modifications(backend: str, generation: str, launched: list[str]) -> None:
     choice = cases.with_(
         dtype="bfloat16", batch="1", heads="4:2", sizes="70x130", dims="64", window="both", softcap="yes",
@@ -345,7 +341,8 @@ def test_modifications(backend: str, generation: str, launched: list[str]) -> No
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), [("cupy_raw", "sm90"), ("numba_cuda", "sm90")])
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90"])
 def test_lengths_without_a_mask(backend: str, generation: str, launched: list[str]) -> None:
     """What lies behind them is cleared: there is no fallback for it."""
     check({**PLAIN, "batch": "3", "sizes": "70x170", "kv_lengths": "yes"}, backend)
