@@ -20,6 +20,8 @@ from .driver import DRIVER
 if TYPE_CHECKING:
     from .device import Device
 
+pytestmark = pytest.mark.slow
+
 CUPY = "cupy_raw"
 X = np.random.default_rng(0).standard_normal((1, 1, 24, 8), np.float32)
 

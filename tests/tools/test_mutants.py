@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 AREAS = mutants.areas()
 
 
+@functools.cache
+def syntax(text: str) -> str:
+    return ast.dump(ast.parse(text))
+
+
 @pytest.mark.parametrize("area", AREAS, ids=lambda area: area.name)
 def test_every_fault_fits_the_code(area: Area) -> None:
     """The old text occurs exactly once, the new one is another, and a Python file still parses."""
@@ -27,7 +33,7 @@ def test_every_fault_fits_the_code(area: Area) -> None:
         changed = fault.applied(text)
         assert changed != text, fault.name
         if fault.file.endswith(".py"):
-            assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)), fault.name
+            assert ast.dump(ast.parse(changed)) != syntax(text), fault.name
 
 
 @pytest.mark.parametrize("area", AREAS, ids=lambda area: area.name)
@@ -125,6 +131,7 @@ def test_tests_that_cannot_be_imported(checkout: Path, tmp_path: Path) -> None:
         judged(checkout, tmp_path, area)
 
 
+@pytest.mark.slow
 def test_a_fault_without_an_end(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found where the tests take much longer than without it; where the limit ran out first, not judged."""
     endless = Fault("hangs", "double.py", "    return", "    while x: pass\n    return")

@@ -205,6 +205,7 @@ def check_random(r) -> None:
     assert np.array_equal(mask.to_dense_mask(), visible)
 
 
+@pytest.mark.slow
 @quick
 @given(r=randoms)
 def test_random_masks(r):

@@ -19,6 +19,8 @@ import dask.array as da  # noqa: E402
 
 from flashkit.dask import Axes, attention, moved  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(0)
 N_Q, N_K = 50, 70
 CHUNKS = {

@@ -16,6 +16,8 @@ jnp = jax.numpy
 
 from flashkit.jax import attention, dot_product_attention  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(0)
 TABLE = np.linspace(0.5, 1.5, 4, dtype=np.float32)
 

@@ -16,7 +16,7 @@ from transformers import masking_utils  # noqa: E402
 from flashkit import transformers as fkit  # noqa: E402
 from flashkit.transformers import PositionMask  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 COMMON = {"vocab_size": 29, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
           "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,

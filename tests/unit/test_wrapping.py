@@ -152,6 +152,7 @@ def test_numpy_wraps(r: Random) -> None:
     np.testing.assert_array_equal(found, visible(mod, offset, range(N_Q), range(N_K)))
 
 
+@pytest.mark.slow
 @settings(quick, max_examples=200)
 @given(r=randoms)
 def test_the_reference_classifies_tiles_of_every_size(r: Random) -> None:
@@ -214,6 +215,7 @@ HASHES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_cpu_classifies_tiles() -> None:
     pytest.importorskip("numba")
     from flashkit.backends.cpu import modify, objects
