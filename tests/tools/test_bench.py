@@ -53,11 +53,12 @@ def test_a_result_has_flops_ratios_and_memory_and_survives_json() -> None:
 
 GROUPED = Case(16, head_dim=4, heads=4, heads_kv=2, causal=True, n_k=24)
 MASKED = [Case(300, 8, 2, causal=True, window=70), Case(600, 8, 2, kept=0.25), Case(300, 8, 2, causal=True, kept=0.5)]
+NARROW = Case(17, 12, 2, causal=True, n_k=30, head_dim_v=4)
 HALVES = [pytest.param(Case(9, 8, 1, dtype), marks=pytest.mark.slow) for dtype in ("float16", "bfloat16")]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("case", [SMALL, GROUPED, *MASKED, *HALVES], ids=lambda case: case.label)
+@pytest.mark.parametrize("case", [SMALL, GROUPED, NARROW, *MASKED, *HALVES], ids=lambda case: case.label)
 def test_plain_numpy_computes_the_same(case: Case, direction: Any) -> None:
     assert "numpy" in measured(case, direction).timings
 
@@ -67,7 +68,7 @@ def test_plain_numpy_computes_the_same(case: Case, direction: Any) -> None:
 @pytest.mark.parametrize("baseline", ["torch", "jax", "onnxruntime"])
 @pytest.mark.parametrize(
     "case",
-    [Case(17, 8, 2), Case(17, 8, 2, causal=True), Case(8, 8, 4, "bfloat16", heads_kv=2), *MASKED],
+    [Case(17, 8, 2), Case(17, 8, 2, causal=True), Case(8, 8, 4, "bfloat16", heads_kv=2), NARROW, *MASKED],
     ids=lambda c: c.label,
 )
 def test_baselines_compute_the_same(case: Case, baseline: str, direction: Any) -> None:
@@ -81,6 +82,13 @@ def test_baselines_compute_the_same(case: Case, baseline: str, direction: Any) -
 def test_a_masked_case_counts_its_visible_pairs(case: Case) -> None:
     assert case.visible is not None
     assert measured(case).flops == 4 * 8 * 2 * case.visible.sum()
+
+
+@pytest.mark.parametrize(("direction", "columns"), [("forward", 12 + 4), ("backward", 2.5 * (12 + 4))])
+def test_values_of_other_columns(direction: Any, columns: float) -> None:
+    dense = Case(17, 12, 2, n_k=30, head_dim_v=4)
+    assert measured(dense, direction).flops == cases.dense_flops(dense, direction) == 2 * 2 * 17 * 30 * columns
+    assert "head dim 12/4," in dense.label
 
 
 def test_random_blocks_are_evenly_kept() -> None:
@@ -128,8 +136,9 @@ def test_an_error_is_relative_to_the_values() -> None:
 
 
 def test_no_case_is_in_two_suites() -> None:
-    every = [case for suite in cases.SUITES.values() for case in suite]
-    assert len(set(every)) == len(every)
+    for suites in (cases.SUITES, cases.CUDA_SUITES):
+        every = [case for suite in suites.values() for case in suite]
+        assert len(set(every)) == len(every)
     assert len(cases.SUITES["float32"]) == 12
     assert set(cases.QUICK) < set(cases.SUITES["float32"])
 

@@ -116,7 +116,7 @@ def with_jax(case: Case, arrays: Arrays, direction: Direction, threads: int) -> 
 def with_onnxruntime(case: Case, arrays: Arrays, direction: Direction, threads: int) -> Entry | None:
     """com.microsoft.MultiHeadAttention, forward and float32 only; its inputs are (batch, tokens, heads * head_dim)."""
     onnx, runtime = import_module("onnx"), import_module("onnxruntime")
-    if direction == "backward" or case.dtype != "float32" or case.group > 1 or case.masked:
+    if direction == "backward" or case.dtype != "float32" or case.group > 1 or case.masked or case.head_dim_v:
         return None
     if case.causal and (case.n_q != case.keys or _scores_bytes(case) > MAX_SCORES):
         return None  # with a mask it stores the scores

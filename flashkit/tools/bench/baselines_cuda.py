@@ -32,12 +32,7 @@ def arrays_of(case: Case, seed: int = 0) -> tuple[Any, ...]:
 
     rng = cupy.random.default_rng(seed)
     kind = np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))
-    queries = case.batch, case.heads, case.n_q, case.head_dim
-    keys = case.batch, case.heads // case.group, case.keys, case.head_dim
-    return tuple(
-        rng.standard_normal(shape, dtype=cupy.float32).astype(kind, copy=False)
-        for shape in (queries, keys, keys, queries)
-    )
+    return tuple(rng.standard_normal(shape, dtype=cupy.float32).astype(kind, copy=False) for shape in case.shapes)
 
 
 def with_flashkit(case: Case, arrays: Sequence[Any], direction: Direction, threads: int, **options: Any) -> Entry:
@@ -116,7 +111,8 @@ def _with_pallas(case: Case, arrays: Sequence[Any], direction: Direction, thread
     import jax
     from jax.experimental.pallas.ops.gpu.attention_mgpu import TuningConfig, attention
 
-    plain = not case.masked and case.group == 1 and case.n_q == case.keys and case.n_q % max(_PALLAS_TILES) == 0
+    plain = not case.masked and case.group == 1 and case.n_q == case.keys and case.head_dim == case.columns
+    plain = plain and case.n_q % max(_PALLAS_TILES) == 0
     if direction == "backward" or not plain or case.dtype not in ("float16", "bfloat16") or case.head_dim % 64:
         return None
     q, k, v, _ = arrays

@@ -25,8 +25,8 @@ BLOCK = 128
 class Case:
     """One attention problem; arrays are (batch, heads, tokens, head_dim).
 
-    n_k, heads_kv: by default as n_q and heads. window: keys that a query sees, the last one at its own position. kept:
-    share of the blocks of BLOCK x BLOCK pairs that a random block mask keeps.
+    n_k, heads_kv, head_dim_v: by default as n_q, heads and head_dim. window: keys that a query sees, the last one at
+    its own position. kept: share of the blocks of BLOCK x BLOCK pairs that a random block mask keeps.
     """
 
     n_q: int
@@ -39,9 +39,10 @@ class Case:
     heads_kv: int | None = None
     window: int | None = None
     kept: float | None = None
+    head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n_q", "head_dim", "heads", "batch", "n_k", "heads_kv", "window"):
+        for name in ("n_q", "head_dim", "heads", "batch", "n_k", "heads_kv", "window", "head_dim_v"):
             n = getattr(self, name)
             if n is not None and not 1 <= n <= MOST:
                 raise ValueError(f"{name} of a case is {n}; 1 to {MOST} fits")
@@ -49,6 +50,17 @@ class Case:
     @property
     def keys(self) -> int:
         return self.n_q if self.n_k is None else self.n_k
+
+    @property
+    def columns(self) -> int:
+        """Columns of the values."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of q, k, v and dout."""
+        rows, keys = (self.batch, self.heads, self.n_q), (self.batch, self.heads // self.group, self.keys)
+        return (*rows, self.head_dim), (*keys, self.head_dim), (*keys, self.columns), (*rows, self.columns)
 
     @property
     def group(self) -> int:
@@ -101,9 +113,7 @@ class Case:
 
         rng = np.random.default_rng(seed)
         kind = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
-        queries = self.batch, self.heads, self.n_q, self.head_dim
-        keys = self.batch, self.heads // self.group, self.keys, self.head_dim
-        return tuple(rng.standard_normal(shape, np.float32).astype(kind) for shape in (queries, keys, keys, queries))
+        return tuple(rng.standard_normal(shape, np.float32).astype(kind) for shape in self.shapes)
 
     @property
     def label(self) -> str:
@@ -112,7 +122,8 @@ class Case:
         mask = ", causal" if self.causal else ""
         mask += f", window {self.window}" if self.window is not None else ""
         mask += f", {self.kept:.0%} of blocks" if self.kept is not None else ""
-        return f"{batch}heads {heads}, {self.n_q} x {self.keys}, head dim {self.head_dim}, {self.dtype}{mask}"
+        dims = f"{self.head_dim}" if self.head_dim_v is None else f"{self.head_dim}/{self.head_dim_v}"
+        return f"{batch}heads {heads}, {self.n_q} x {self.keys}, head dim {dims}, {self.dtype}{mask}"
 
 
 def dense(case: Case) -> Case:
@@ -129,7 +140,8 @@ def resized(case: Case, tokens: int) -> Case:
 
 def dense_flops(case: Case, direction: Direction) -> float:
     """FLOPs of the case without a mask."""
-    return 4.0 * case.batch * case.heads * case.n_q * case.keys * case.head_dim * (1 if direction == "forward" else 2.5)
+    pairs = case.batch * case.heads * case.n_q * case.keys
+    return 2.0 * pairs * (case.head_dim + case.columns) * (1 if direction == "forward" else 2.5)
 
 
 def directions(case: Case) -> tuple[Direction, ...]:
@@ -156,6 +168,11 @@ SUITES: dict[str, list[Case]] = {
         Case(1, 128, heads=32, heads_kv=8, n_k=32768, dtype=dtype) for dtype in ("float32", "bfloat16")
     ],
     "small": [Case(n) for n in (16, 64, 128)],
+    "shapes": [
+        Case(n, d, dtype=dtype, causal=causal)
+        for dtype in ("float32", "bfloat16")
+        for n, d, causal in ((777, 64, False), (1536, 96, False), (3000, 128, True), (384, 80, False), (384, 80, True))
+    ],
 }  # fmt: skip
 """The suites on a CPU, by name."""
 
@@ -180,6 +197,23 @@ CUDA_SUITES: dict[str, list[Case]] = {
     "masks": [
         *(Case(16384, 128, 16, "bfloat16", kept=kept) for kept in (0.5, 0.25, 0.1)),
         Case(16384, 128, 16, "bfloat16", window=1024),
+    ],
+    "shapes": [
+        Case(128, 64, 12, "bfloat16", batch=256),                    # BERT
+        Case(197, 64, 12, "bfloat16", batch=64),                     # ViT
+        Case(4096, 64, 16, "bfloat16", batch=4, n_k=77),             # Stable Diffusion, text
+        Case(1024, 40, 8, "bfloat16", batch=8),                      # and image
+        Case(512, 64, 16, "bfloat16", batch=32),
+        Case(512, 128, 16, "bfloat16", causal=True, batch=32),
+        Case(1024, 64, 1, "bfloat16"),
+        Case(64, 128, 32, "bfloat16", causal=True, n_k=16384),       # chunked prefill
+        Case(4096, 192, 16, "bfloat16", causal=True, head_dim_v=128),
+        Case(4096, 192, 16, "bfloat16", head_dim_v=128),
+        Case(1000, 96, 16, "bfloat16", batch=16),
+        Case(2049, 80, 24, "bfloat16", causal=True, batch=8),
+        Case(129, 128, 16, "bfloat16", causal=True, batch=64),
+        Case(4096, 128, 2, "bfloat16", causal=True),
+        Case(300, 256, 8, "bfloat16", batch=32),
     ],
 }  # fmt: skip
 """The suites on a CUDA device: 16,384 tokens in all and heads times head dim of 2048, as in the benchmark of the
