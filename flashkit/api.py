@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from . import dispatch
@@ -346,22 +347,53 @@ def attention_vjp(
     """
     if options.get("page_table") is not None:
         raise UnsupportedError("attention_vjp does not take page_table: keys in pages have no gradients")
+    entry = _entry(q, k, v, backend, **options) if out is None else None
+    if entry is not None and entry.planned is not None:
+        return _planned_vjp(entry, q, k, v, return_lse)
     if (loan := loan_of(q, k, v, options.get("precision"))) is not None:
         with loan.scope():
             borrowed = loan.borrow(q=q, k=k, v=v, out=out, **options)
             result, lent = attention_vjp(**borrowed, return_lse=return_lse, backend=backend)
             if out is not None and borrowed["out"] is None:
-                _check_apart(out, lent._problem, lent._operands, {**options})
+                _check_apart(out, lent.problem, lent.operands, {**options})
             lent._loans = (loan, *lent._loans)
             return loan.give_back(result, out), lent
     problem, operands, shape = prepare(q, k, v, out=out, **options)
+    if entry is not None and entry.plan(problem, operands, shape, (q, k, v), options.get("q_offset"), backend, True):
+        return _planned_vjp(entry, q, k, v, return_lse)
     operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
     if out is not None:
         _check_apart(out, problem, operands, {"q": q, "k": k, "v": v, **options})
     chosen = _forward(problem, operands, backend)
     result = _deliver(operands, shape, out)
-    vjp: Vjp[Any] = Vjp(problem, operands, shape, chosen, options.get("sinks"))
+    vjp: Vjp[Any] = Vjp(problem, operands, shape, _backward_of(chosen), options.get("sinks"))
     return (result, shape.rows(operands.lse)) if return_lse else result, vjp
+
+
+def _entry(
+    q: Any, k: Any, v: Any, backend: str | None, *, scale: Any = None, causal: Any = False, q_offset: Any = None,
+    window: Any = None, softcap: Any = None, alibi_slopes: Any = None, bias: Any = None, mask: Any = None,
+    block_mask: Any = None, kv_lengths: Any = None, dropout_p: Any = 0.0, seed: Any = None, layout: Any = "bhnd",
+    deterministic: Any = False, precision: Any = None, **others: Any,
+) -> plan_cache.Entry | None:  # fmt: skip
+    """The cache's entry for a call whose backward pass follows; None if its plan cannot be cached."""
+    if others or not _is_constant(q_offset, window, dropout_p):
+        return None
+    options = scale, causal, q_offset, window, softcap, seed, True, deterministic, precision, backend
+    return plan_cache.entry(
+        (q, k, v), None, (alibi_slopes, bias, mask), block_mask, kv_lengths, layout, options, recorded=True
+    )
+
+
+def _planned_vjp(entry: plan_cache.Entry, q: Any, k: Any, v: Any, return_lse: bool) -> tuple[Any, Vjp[Any]]:
+    out, lse = entry.run(q, k, v, None)
+    vjp = entry.vjp(q, k, v, out, lse)
+    return (out, lse) if return_lse else out, vjp
+
+
+def _backward_of(chosen: tuple[Backend, Any] | None) -> Any:
+    """The backward pass of a backend and its plan."""
+    return None if chosen is None else partial(chosen[0].backward, chosen[1])
 
 
 def _check_apart(out: Any, problem: Problem, operands: Operands, given: dict[str, Any]) -> None:
@@ -377,10 +409,15 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
 
     out and lse are those of `attention` for the same arguments, dropout's seed among them.
     """
-    problem, operands, shape = prepare(q, k, v, out=out, **options)
-    operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
-    chosen = None if 0 in operands.q.shape[:3] else dispatch.plan(problem, backend)
-    return Vjp(problem, operands, shape, chosen, options.get("sinks"))
+    entry = _entry(q, k, v, backend, **options)
+    if entry is None or entry.planned is None:
+        problem, operands, shape = prepare(q, k, v, out=out, **options)
+        given = (q, k, v), options.get("q_offset"), backend
+        if entry is None or not entry.plan(problem, operands, shape, *given, True):
+            operands.out, operands.lse = shape.to_four(out), lse.reshape(operands.lse.shape)
+            chosen = None if 0 in operands.q.shape[:3] else dispatch.plan(problem, backend)
+            return Vjp(problem, operands, shape, _backward_of(chosen), options.get("sinks"))
+    return entry.vjp(q, k, v, out, lse)
 
 
 def _forward(problem: Problem, operands: Operands, backend: str | None) -> tuple[Backend, Any] | None:

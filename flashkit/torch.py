@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import dispatch
 from .api import attention as _attention
+from .api import vjp_of
 from .call import foreign
-from .call.arguments import prepare
 from .call.shape import Shape
 from .call.torch_tracing import from_block_mask, trace
 from .mods import Mod, dropout
@@ -210,8 +209,8 @@ def _backward(
     backend, named = options.pop("backend", None), dict(zip((*TENSORS, *OPTIONS), filled, strict=True))
     dq, dk, dv, dsinks, dbias = _fake_backward(dout, dlse, out, lse, of_bias, q, k, v, *rest)
     with foreign.TORCH.scope(q):
-        problem, operands, shape = prepare(*map(_borrow, (q, k, v)), **options, out=_borrow(out))
-        operands.out, operands.lse = shape.to_four(_borrow(out)), _borrow(lse).reshape(operands.lse.shape)
+        vjp = vjp_of(*map(_borrow, (q, k, v, out, lse)), backend=backend, **options)
+        operands, shape = vjp.operands, vjp.shape
         gradients = Gradients(
             shape.to_four(_borrow(dout)),
             None if dlse is None else _borrow(dlse.contiguous()).reshape(operands.lse.shape),
@@ -220,14 +219,9 @@ def _backward(
             shape.four_axes(_borrow(dv)),
             None if operands.sinks is None else operands.sinks * 0,
         )
-        if 0 in operands.q.shape[:3]:
-            for x in (dq, dk, dv, dsinks):
-                x.zero_()
-        else:
-            chosen, plan = dispatch.plan(problem, backend)
-            chosen.backward(plan, operands, gradients)
-            if gradients.dsinks is not None:
-                dsinks.copy_(foreign.TORCH.own(gradients.dsinks, q))
+        vjp.fill(gradients)
+        if gradients.dsinks is not None:
+            dsinks.copy_(foreign.TORCH.own(gradients.dsinks, q))
         if of_bias:
             _bias_gradient(dbias, shape, dout, dlse, out, lse, q, k, v, named)
     return dq, dk, dv, dsinks, dbias

@@ -60,6 +60,10 @@ Bound = Callable[..., None]
 """f(q, k, v, out, lse, *arrays): see Bindable."""
 
 
+BoundBackward = Callable[[Operands, Gradients], None]
+"""See BindsBackward."""
+
+
 class Bindable(Protocol):
     """Optional: a backend that makes repeated calls on arrays of one layout cheap."""
 
@@ -90,4 +94,19 @@ class Bindable(Protocol):
             dtypes and strides, but their axes may be the caller's instead of (B, H, N, D), so f reads their addresses
             and nothing else. f checks nothing. Threads may call it at the same time, so each call has its own argument
             block and scratch memory. On a GPU it launches on the current stream.
+        """
+
+
+class BindsBackward(Protocol):
+    """Optional: a backend that makes repeated backward passes on arrays of one layout cheap."""
+
+    def bind_backward(self, plan: Any, operands: Operands, gradients: Gradients) -> BoundBackward:
+        """Do once what `backward(plan, operands, gradients)` does before it launches a kernel.
+
+        Returns
+        -------
+        BoundBackward
+            f(operands, gradients) computes what `backward` would. Their arrays have the dtypes and strides of those
+            here, but for dout and dlse, and all else in operands is the same. Of the first ones f keeps what `bind`
+            keeps. Threads may call it at the same time.
         """

@@ -20,6 +20,7 @@ from ..spec import Operands, Problem
 from . import arrays
 from .planned import Planned
 from .shape import LAYOUTS, Shape
+from .vjp import Vjp
 
 FEW_QUERIES, MIN_KEYS = 8, 16
 """Fewer queries over at least so many keys are decoded on the CPU. Then nothing but lengths depends on the exact number
@@ -64,6 +65,11 @@ class Entry:
             put(self._name, self.planned)
         return True
 
+    def vjp(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Vjp[Any]:
+        """The vector-Jacobian product of a call by the plan that is here, of its results."""
+        planned: Any = self.planned
+        return Vjp(planned.problem, *planned.recorded(q, k, v, out, lse, *self._anew))
+
     def run(self, q: Any, k: Any, v: Any, out: Any) -> Any:
         """The call by the plan that is here."""
         planned: Any = self.planned
@@ -76,7 +82,7 @@ class Entry:
 
 def entry(
     tensors: tuple[Any, Any, Any], out: Any, others: tuple[Any, Any, Any], block_mask: Any, kv_lengths: Any,
-    layout: str, options: tuple[Any, ...],
+    layout: str, options: tuple[Any, ...], recorded: bool = False,
 ) -> Entry | None:  # fmt: skip
     """The cache's entry for a call; None if its plan cannot be cached.
 
@@ -89,6 +95,8 @@ def entry(
         alibi_slopes, bias and mask: their layouts are part of the key.
     options
         All else that determines the call.
+    recorded
+        Whether a backward pass follows: then all lengths are those of the plan.
     """
     if not ((block_mask is None or _is_small(block_mask)) and (out is None or arrays.contiguous(out))):
         return None
@@ -100,7 +108,7 @@ def entry(
         if kv_lengths is not None:
             return None
         anew = tuple([array for array in others if array is not None])
-    elif type(q) is type(k) is type(v) is np.ndarray:
+    elif type(q) is type(k) is type(v) is np.ndarray and not recorded:
         axis = 0 if kv_lengths is not None else _keys_axis(q.shape, k.shape, v.shape, layout)
     elif kv_lengths is not None:
         return None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .. import dispatch
-from ..backends.base import Backend, Bound
+from ..backends.base import Backend, Bound, BoundBackward
 from ..mods import Mod
 from ..mods.tracing import values_of
-from ..spec import Operands, Problem
+from ..spec import Gradients, Operands, Problem
 from . import arrays, foreign
 from .checks import check_out
 from .compose import check_indices
@@ -68,7 +70,8 @@ class Planned:
         """
         chosen, plan = dispatch.plan(problem, backend)
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
-        self._return_lse, self._shape = return_lse, shape
+        self._return_lse, self._shape, self._chosen, self._anew = return_lse, shape, (chosen, plan), anew
+        self._run_backward: BoundBackward | None = None
         self._asked = backend
         fixed = {name: array for name, array in operands.arrays.items() if name not in anew}
         self._values = tuple(fixed.values())
@@ -80,6 +83,7 @@ class Planned:
         self._copies = binds and not all(map(arrays.same_address, given, fours))
         out, lse = shape.like(operands.out), shape.rows(operands.lse)
         self._out, self._lse, self._dtype = out.shape, (lse.shape, lse.dtype), out.dtype
+        self._rows = operands.lse.shape
         self._empty: Any = arrays.namespace(problem.array_kind).ndarray  # faster than its `empty`
         self._spares_lse = binds and not return_lse and getattr(chosen, "spares_lse", False)
         self._run: Bound
@@ -241,6 +245,27 @@ class Planned:
     def run(self, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
         """The call, for arrays that are known to fit."""
         return self._run_on(self._run, q, k, v, out, *anew)
+
+    def recorded(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, *anew: Any
+    ) -> tuple[Operands, Shape, BoundBackward | None]:
+        """The operands of a call of `run` with its results, and its backward pass; None where there are no queries."""
+        (backend, plan), shape, operands = self._chosen, self._shape, copy(self._operands)
+        operands.q, operands.k, operands.v = shape.to_four(q), shape.keys_to_four(k), shape.keys_to_four(v)
+        operands.out, operands.lse = shape.to_four(out), lse.reshape(self._rows)
+        if anew:
+            operands.arrays = operands.arrays | dict(zip(self._anew, anew, strict=True))
+        if 0 in operands.q.shape[:3]:
+            return operands, shape, None
+        binds = hasattr(backend, "bind_backward") and not anew
+        return operands, shape, self._backward if binds else partial(backend.backward, plan)
+
+    def _backward(self, operands: Operands, gradients: Gradients) -> None:
+        if self._run_backward is None:
+            backend, plan = self._chosen
+            bind: Any = backend.bind_backward  # type: ignore[attr-defined]
+            self._run_backward = bind(plan, operands, gradients)
+        self._run_backward(operands, gradients)
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
         target = out if out is not None and self._fits(out, q, k, v, *anew) else self._empty(self._out, self._dtype)

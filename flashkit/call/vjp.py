@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from ..backends.base import Backend
+from ..backends.base import BoundBackward
 from ..errors import shown
 from ..spec import Gradients, Operands, Problem
 from . import arrays, foreign
@@ -21,9 +21,10 @@ class Vjp(Generic[A]):
     """The vector-Jacobian product of one call of attention; see `flashkit.attention_vjp`."""
 
     def __init__(
-        self, problem: Problem, operands: Operands, shape: Shape, chosen: tuple[Backend, Any] | None, sinks: Any
+        self, problem: Problem, operands: Operands, shape: Shape, run: BoundBackward | None, sinks: Any = None
     ) -> None:
-        self._problem, self._operands, self._shape, self._chosen = problem, operands, shape, chosen
+        """run: the backward pass; None without queries."""
+        self.problem, self.operands, self.shape, self._run = problem, operands, shape, run
         self._sinks_dtype = getattr(sinks, "dtype", None)
         self._loans: tuple[foreign.Loan | Dequantised, ...] = ()  # the outermost first
 
@@ -73,7 +74,7 @@ class Vjp(Generic[A]):
             return loan.give_back_gradients(self._lent(**borrowed, wrt=wrt, loans=tuple(inner)), wrt)
 
     def _gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> tuple[Any, ...]:
-        op, shape = self._operands, self._shape
+        op, shape = self.operands, self.shape
         fit = WRT[: 3 if op.sinks is None else 4]
         if not isinstance(wrt, tuple | list):
             raise TypeError(f"wrt is {shown(wrt)}; names in a tuple fit, {', '.join(map(repr, fit))}")
@@ -82,7 +83,7 @@ class Vjp(Generic[A]):
                 raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
         dout4 = self._checked("dout", dout, shape.like(op.out).shape, op.q.dtype)
         dlse3 = None if dlse is None else self._checked("dlse", dlse, shape.rows(op.lse).shape, op.lse.dtype)
-        xp: Any = arrays.namespace(self._problem.array_kind)
+        xp: Any = arrays.namespace(self.problem.array_kind)
         dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (op.q, op.k, op.v))
         dsinks = xp.zeros_like(op.sinks) if "sinks" in wrt else None
         gradients = Gradients(
@@ -93,20 +94,23 @@ class Vjp(Generic[A]):
             dv,
             dsinks,
         )
-        if self._chosen is None:
-            for tensor in (dq, dk, dv):
-                tensor[...] = 0
-        else:
-            backend, plan = self._chosen
-            backend.backward(plan, op, gradients)
+        self.fill(gradients)
         results: dict[str, Any] = {"q": dq, "k": dk, "v": dv}
         if dsinks is not None and self._sinks_dtype is not None:
             dsinks = dsinks.astype(self._sinks_dtype)
         results |= {name: shape.like(tensor) for name, tensor in results.items()} | {"sinks": dsinks}
         return tuple(results[name] for name in wrt)
 
+    def fill(self, gradients: Gradients) -> None:
+        """Compute these gradients."""
+        if self._run is None:
+            for tensor in (gradients.dq, gradients.dk, gradients.dv):
+                tensor[...] = 0
+        else:
+            self._run(self.operands, gradients)
+
     def _checked(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        arrays.require(name, array, self._problem.array_kind)
+        arrays.require(name, array, self.problem.array_kind)
         if array.dtype != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}; {dtype} fits")
         if array.shape != shape:

@@ -54,12 +54,6 @@ HARD_DATA = [
     for data in ("growing", "NaN")
 ]
 
-EACH_UNMASKED = [
-    pytest.param(backend, generation, marks=exhaustive if backend == "numba_cuda" and generation != "sm90" else [])
-    for backend in BACKENDS
-    for generation in GENERATIONS
-]
-
 
 @pytest.fixture(autouse=True)
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +114,7 @@ def test_packed_sequences(backend: str, generation: str, launched: list[str]) ->
 
 
 @slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
 @pytest.mark.parametrize(
     "more",
@@ -282,7 +277,7 @@ def test_packed_heads_that_are_not_aligned(generation: str, launched: list[str])
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), EACH_UNMASKED)
+@pytest.mark.parametrize(("backend", "generation"), CUPY_OFTEN)
 def test_unmasked(backend: str, generation: str, launched: list[str]) -> None:
     """dQ summed in any order, too; and the loop that has nothing to mask, with scores that outgrow its row maximum."""
     check(PLAIN, backend)

@@ -78,7 +78,7 @@ class ArgumentBlock:
         for index, name in (MICRO_KERNELS | (BF16_PAIR_KERNELS if plan.bf16_pairs else {})).items():
             args[index] = micro[name]
         for index, tensor in forward_tensors(operands):
-            args[index + 1 : index + 4] = _strides(tensor)
+            args[index + 1 : index + 4] = strides_of(tensor)
         self.sizes = sizes = Sizes.of(operands)
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = sizes.batch, operands.q.shape[1], spec.group
         args[at.N_Q], args[at.N_K] = n_q, n_k = sizes.n_q, sizes.n_k
@@ -114,17 +114,11 @@ class ArgumentBlock:
 
     def address(self, array: np.ndarray) -> int:
         self.alive.append(array)
-        return int(array.__array_interface__["data"][0])
+        return address_of(array)
 
     def set_tensor(self, index: Any, array: np.ndarray) -> None:
         """Address and strides of a tensor."""
-        self.args[index : index + 4] = (self.address(array), *_strides(array))
-
-    def set_tiles(self, block_q: int, block_k: int) -> int:
-        """Tile sizes, and the query tiles that follow from them: returns how many of all heads."""
-        self.args[at.BLOCK_Q], self.args[at.BLOCK_K] = block_q, block_k
-        self.args[at.Q_TILES], work_tiles = self.sizes.q_tiles(max(block_q, 1))
-        return work_tiles
+        self.args[index : index + 4] = (self.address(array), *strides_of(array))
 
     def _set_double(self, index: Any, value: float) -> None:
         self.args[index] = np.float64(value).view(np.int64)
@@ -170,7 +164,12 @@ def forward_tensors(operands: Operands) -> tuple[tuple[Any, np.ndarray], ...]:
     )  # fmt: skip
 
 
-def _strides(array: np.ndarray) -> tuple[int, ...]:
+def address_of(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def strides_of(array: np.ndarray) -> tuple[int, ...]:
     """Strides of the batch, head and token axes, which a leading axis of splits may precede. The one batch entry of
     packed sequences is that of each of them.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...devices import forking
 from ...spec import DTYPES, MAX_HEAD_DIM, Gradients, Operands, Problem, Verdict
-from ..base import Bound
+from ..base import Bound, BoundBackward
 
 if TYPE_CHECKING:
     from .plan import CpuPlan
@@ -56,6 +56,9 @@ class CpuBackend:
         return bind_forward(plan, operands, anew)
 
     def backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
-        from .passes import run_backward
+        self.bind_backward(plan, operands, gradients)(operands, gradients)
 
-        run_backward(plan, operands, gradients)
+    def bind_backward(self, plan: CpuPlan, operands: Operands, gradients: Gradients) -> BoundBackward:
+        from .passes import bind_backward
+
+        return bind_backward(plan, operands, gradients)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...spec import Gradients, Operands
-from ..base import Bound
+from ..base import Bound, BoundBackward
 from . import arguments as at
 from . import scratch, scratch_pool, threads
-from .argument_block import ArgumentBlock, forward_tensors
+from .argument_block import ArgumentBlock, address_of, forward_tensors, strides_of
 from .launch import (
     Launch,
     decode_launch,
@@ -71,67 +71,74 @@ def bind_forward(plan: CpuPlan, operands: Operands, anew: Sequence[str] = ()) ->
     return long if threads.is_long(most_flops, 1) else bound
 
 
-def run_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> None:
-    """bwd_preprocess (delta), backward (dK, dV, dq_accum), bwd_postprocess (dQ), and the gradient of the sinks."""
+def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> BoundBackward:
+    """bwd_preprocess (delta), backward (dK, dV, dq_accum), bwd_postprocess (dQ), and the gradient of the sinks, with
+    all done that follows from the layouts of these tensors; dout and dlse may have others.
+    """
     block = ArgumentBlock(plan, operands, plan.backward_tile, plan.modify_backward, scores_whole=True)
-    args, tile, spec = block.args, plan.backward_tile, plan.problem.spec
+    tile, spec, sizes = plan.backward_tile, plan.problem.spec, block.sizes
     accumulator = np.dtype(spec.lse_dtype)
-    sizes = block.sizes
     batch, n_q, n_k, heads_kv = sizes.batch, sizes.n_q, sizes.n_k, operands.k.shape[1]
     flops = 5 * (spec.head_dim + spec.head_dim_v) * sizes.heads * sizes.pairs
-    count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
     block_k = rounded(min(tile.block_k, n_k), int(at.STRIP))
     block_q = min(rounded(tile.block_q, int(at.STRIP)), n_q)
-
-    # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum.
-    num_splits = min(-(-n_k // block_k), -(-count // (batch * heads_kv)))
-    bwd_lse, delta = np.empty((2, *operands.lse.shape), accumulator)
-    in_place = num_splits == 1 and gradients.dq.dtype == accumulator
-    dq_accum = gradients.dq if in_place else np.empty((num_splits, *operands.q.shape), accumulator)
-    tensors = {
-        at.DOUT: gradients.dout, at.DQ: gradients.dq, at.DK: gradients.dk, at.DV: gradients.dv,
-        at.DQ_ACCUM: dq_accum, at.BWD_LSE: bwd_lse, at.DELTA: delta, at.DLSE: gradients.dlse,
-    }  # fmt: skip
-    for index, tensor in (*forward_tensors(operands), *tensors.items()):
-        if tensor is not None:
-            block.set_tensor(index, tensor)
-    args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // max(num_splits, 1)
-    if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
-        ends = operands.kv_lengths if operands.cu_seqlens is None else operands.cu_seqlens[1][-1:]
-        for entry, end in enumerate(ends.tolist()):
-            gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0
-
+    row_tiles, (q_tiles, _) = (ROW_BLOCK, *sizes.q_tiles(ROW_BLOCK)), sizes.q_tiles(max(block_q, 1))
     d, dv = padded_dims(plan)
     layout = scratch.backward_layout(block_q, block_k, d, dv, accumulator.itemsize, 2 if plan.bf16_pairs else 1)
-    args[at.SCRATCH_BYTES] = per_thread(layout.total)
+    block.args[at.SCRATCH_BYTES], block.args[at.BLOCK_K] = per_thread(layout.total), block_k
+    for index, tensor in ((at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)):
+        block.args[index + 1 : index + 4] = strides_of(tensor)
+    rows, shape = operands.lse.shape, operands.q.shape
 
-    def launch(kernel: int, work_tiles: int, stop: int = 0) -> None:
-        memory = scratch_pool.acquire(int(args[at.SCRATCH_BYTES]) * count)
-        block.args[at.SCRATCH], args[at.STOP] = memory.address, stop  # `block` keeps all other memory alive
-        try:
-            threads.run(kernel, args, work_tiles, count)
-        finally:
-            scratch_pool.release(memory)
+    def bound(operands: Operands, gradients: Gradients) -> None:
+        args = block.args.copy()
+        count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
+        # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum.
+        num_splits = min(-(-n_k // block_k), -(-count // (batch * heads_kv)))
+        bwd_lse, delta = np.empty((2, *rows), accumulator)
+        in_place = num_splits == 1 and gradients.dq.dtype == accumulator
+        dq_accum = gradients.dq if in_place else np.empty((num_splits, *shape), accumulator)
+        of_gradients = (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)
+        for index, tensor in (*forward_tensors(operands), *of_gradients):
+            args[index] = address_of(tensor)
+        anew = (at.DOUT, gradients.dout), (at.DQ_ACCUM, dq_accum), (at.BWD_LSE, bwd_lse), (at.DELTA, delta)
+        for index, tensor in (*anew, *(((at.DLSE, gradients.dlse),) if gradients.dlse is not None else ())):
+            args[index : index + 4] = (address_of(tensor), *strides_of(tensor))
+        args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // max(num_splits, 1)
+        if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
+            ends = operands.kv_lengths if operands.cu_seqlens is None else operands.cu_seqlens[1][-1:]
+            for entry, end in enumerate(ends.tolist()):
+                gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0
 
-    def run(name: str, work_tiles: int) -> None:
-        work = partial(launch, plan.backward[name], work_tiles)
-        threads.interruptible(work) if threads.is_long(flops, count) else work()
+        def launch(kernel: int, work_tiles: int, stop: int = 0) -> None:
+            memory = scratch_pool.acquire(int(args[at.SCRATCH_BYTES]) * count)
+            args[at.SCRATCH], args[at.STOP] = memory.address, stop
+            try:
+                threads.run(kernel, args, work_tiles, count)
+            finally:
+                scratch_pool.release(memory)
 
-    run("bwd_preprocess", block.set_tiles(ROW_BLOCK, block_k))
-    for nonfinite in (0, 1):
-        # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
-        # fallback, which skips such terms.
-        args[at.NONFINITE], args[at.IS_NONFINITE] = nonfinite, 0
-        block.set_tiles(block_q, block_k)
-        run("backward", batch * heads_kv * num_splits)
-        if in_place:
-            if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
-                args[at.IS_NONFINITE] = 1
-        else:
-            run("bwd_postprocess", block.set_tiles(ROW_BLOCK, block_k))
-        if args[at.IS_NONFINITE] == 0:
-            break
-    if gradients.dsinks is not None:
-        # d lse / d sink is the sink's weight, 0 in a row that sees nothing at all.
-        weight = np.exp(operands.sinks[None, :, None] - bwd_lse)
-        gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)
+        def run(name: str, block_q: int, q_tiles: int, work_tiles: int) -> None:
+            args[at.BLOCK_Q], args[at.Q_TILES] = block_q, q_tiles
+            work = partial(launch, plan.backward[name], work_tiles)
+            threads.interruptible(work) if threads.is_long(flops, count) else work()
+
+        run("bwd_preprocess", *row_tiles)
+        for nonfinite in (0, 1):
+            # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
+            # fallback, which skips such terms.
+            args[at.NONFINITE], args[at.IS_NONFINITE] = nonfinite, 0
+            run("backward", block_q, q_tiles, batch * heads_kv * num_splits)
+            if in_place:
+                if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
+                    args[at.IS_NONFINITE] = 1
+            else:
+                run("bwd_postprocess", *row_tiles)
+            if args[at.IS_NONFINITE] == 0:
+                break
+        if gradients.dsinks is not None:
+            # d lse / d sink is the sink's weight, 0 in a row that sees nothing at all.
+            weight = np.exp(operands.sinks[None, :, None] - bwd_lse)
+            gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)
+
+    return bound
