@@ -249,12 +249,15 @@ class Planned:
     def recorded(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, *anew: Any
     ) -> tuple[Operands, Shape, BoundBackward | None]:
-        """The operands of a call of `run` with its results, and its backward pass; None where there are no queries."""
+        """The operands of a call of `run` with its results, and its backward pass; None where there are no queries.
+
+        They are views: the caller may set the shape of an array object anew.
+        """
         (backend, plan), shape, operands = self._chosen, self._shape, copy(self._operands)
-        operands.q, operands.k, operands.v = shape.to_four(q), shape.keys_to_four(k), shape.keys_to_four(v)
-        operands.out, operands.lse = shape.to_four(out), lse.reshape(self._rows)
+        operands.q, operands.k, operands.v, operands.out = (shape.to_four(x).view() for x in (q, k, v, out))
+        operands.lse = lse.reshape(self._rows)
         if anew:
-            operands.arrays = operands.arrays | dict(zip(self._anew, anew, strict=True))
+            operands.arrays = operands.arrays | {name: x.view() for name, x in zip(self._anew, anew, strict=True)}
         if 0 in operands.q.shape[:3]:
             return operands, shape, None
         binds = hasattr(backend, "bind_backward") and not anew

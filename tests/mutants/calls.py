@@ -25,7 +25,23 @@ FAULTS = (
         "return_lse, deterministic, precision, backend\n",
         "return_lse, deterministic, backend\n",
     ),
-    Fault("keys without the scale", API, "options = scale, causal, q_offset,", "options = causal, q_offset,"),
+    Fault(
+        "keys without the scale", API,
+        "options = scale, causal, q_offset, window, softcap, seed, return_lse,",
+        "options = causal, q_offset, window, softcap, seed, return_lse,",
+    ),
+    Fault(
+        "keys of pull-backs without the scale", API,
+        "options = scale, causal, q_offset, window, softcap, seed, True,",
+        "options = causal, q_offset, window, softcap, seed, True,",
+    ),
+    Fault("pull-backs of calls with sinks are cached", API, "if others or not _is_constant(", "if not _is_constant("),
+    Fault("pull-backs share lengths", CACHE, "is np.ndarray and not recorded:", "is np.ndarray:"),
+    Fault("pull-backs keep the caller's arrays", PLANNED, "(shape.to_four(x).view() for x", "(shape.to_four(x) for x"),
+    Fault(
+        "pull-backs with the bias of the first", PLANNED,
+        'binds = hasattr(backend, "bind_backward") and not anew', 'binds = hasattr(backend, "bind_backward")',
+    ),
     Fault("keys without the layout", CACHE, "(*options, layout, block_mask,", "(*options, block_mask,"),
     Fault("keys without the block mask", CACHE, "(*options, layout, block_mask,", "(*options, layout,"),
     Fault("keys without lengths", CACHE, "block_mask, kv_lengths is None)", "block_mask)"),
@@ -54,7 +70,7 @@ FAULTS = (
     ),
     Fault(
         "no queries: gradients are not cleared", VJP,
-        "            for tensor in (dq, dk, dv):\n                tensor[...] = 0\n",
+        "            for tensor in (gradients.dq, gradients.dk, gradients.dv):\n                tensor[...] = 0\n",
         "            pass\n",
     ),
     Fault("out is not written", API, "    if not arrays.same_address(out, result):\n        out[...] = result\n", ""),

@@ -77,6 +77,58 @@ def test_a_planned_call_is_attention(name: str, backend: str) -> None:
         same(call(*given), full(*given, backend=backend, **OPTIONS[name]))
 
 
+def pulled_back(vjp: Any, out: np.ndarray, lse: np.ndarray, number: int) -> Any:
+    """Gradients for dout in rows of other strides at each number, and for dlse at every other one."""
+    memory = np.random.default_rng(number).standard_normal((*out.shape[:-1], out.shape[-1] + number)).astype(out.dtype)
+    return vjp(memory[..., number:], lse * 0.1 if number % 2 else None)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_repeated_pull_backs(name: str, backend: str) -> None:
+    """The bits of the full path, for other arrays than those that a plan was made with, also after another call."""
+    options = {"return_lse": True, "backend": backend} | OPTIONS[name]
+    options["return_lse"] = True
+    for number in range(3):
+        given, more = operands(), {x: y * 0.5 if x == "bias" else y for x, y in options.items()}
+        options |= more
+        (out, lse), vjp = flashkit.attention_vjp(*given, **options)
+        flashkit.attention_vjp(*operands(), **options)
+        with mock.patch.object(plan_cache, "key", return_value=None):
+            exact, alone = flashkit.attention_vjp(*given, **options)
+        same((out, lse), exact)
+        same(pulled_back(vjp, out, lse, number), pulled_back(alone, out, lse, number))
+        kept = flashkit.api.vjp_of(*given, out, lse, **{x: y for x, y in options.items() if x != "return_lse"})
+        same(pulled_back(kept, out, lse, number), pulled_back(alone, out, lse, number))
+
+
+def test_pull_backs_of_other_lengths_do_not_meet() -> None:
+    """Calls of few queries share plans for all lengths; a pull-back has its own."""
+    q, k, v = operands(3, 33)
+    for n in (33, 20, 33):
+        out, vjp = flashkit.attention_vjp(q, k[:, :, :n], v[:, :, :n], causal=True)
+        same(out, full(q, k[:, :, :n], v[:, :, :n], causal=True))
+        assert [x.shape for x in vjp(out)] == [q.shape, (2, 4, n, 16), (2, 4, n, 16)]
+
+
+def test_repeated_pull_backs_prepare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(options: dict[str, Any]) -> None:
+        out, vjp = flashkit.attention_vjp(q, k, v, backend="cpu", **options)
+        vjp(out)
+        flashkit.api.vjp_of(q, k, v, out, out[..., 0] * 0, backend="cpu", **options)(out)
+
+    q, k, v = operands()
+    bias = rng.standard_normal((40, 40)).astype("float32")
+    for options in ({}, {"causal": True}, {"bias": bias}):
+        once(options)
+    with monkeypatch.context() as patch:
+        patch.setattr(flashkit.api, "prepare", None)
+        for options in ({}, {"causal": True}, {"bias": bias}):
+            once(options)
+        with pytest.raises(TypeError, match="not callable"):
+            once({"bias": bias[None]})
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 @pytest.mark.parametrize("lead", [(4,), (2, 4), (2, 3, 4)])
