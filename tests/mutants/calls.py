@@ -76,8 +76,8 @@ FAULTS = (
     Fault("out is not written", API, "    if not arrays.same_address(out, result):\n        out[...] = result\n", ""),
     Fault(
         "wrt in the order of q, k, v", VJP,
-        "for name in wrt)\n\n    def _checked",
-        "for name in sorted(wrt))\n\n    def _checked",
+        "for name in wrt)\n\n    def fill",
+        "for name in sorted(wrt))\n\n    def fill",
     ),
     Fault("seed: 2^64", CHECKS, "if not 0 <= seed < 2**64:", "if not 0 <= seed <= 2**64:"),
     Fault("a window of length 0", CHECKS, "if side is not None and side < 0:", "if side is not None and side <= 0:"),
