@@ -28,7 +28,8 @@ FAULTS = (
     Fault("keys without the scale", API, "options = scale, causal, q_offset,", "options = causal, q_offset,"),
     Fault("keys without the layout", CACHE, "(*options, layout, block_mask,", "(*options, block_mask,"),
     Fault("keys without the block mask", CACHE, "(*options, layout, block_mask,", "(*options, layout,"),
-    Fault("keys without lengths", CACHE, "block_mask, kv_lengths is None)", "block_mask)"),
+    Fault("keys without lengths", CACHE, "packed, kv_lengths is None)", "packed)"),
+    Fault("keys without offsets", CACHE, "block_mask, packed, kv_lengths", "block_mask, kv_lengths"),
     Fault(
         "lengths beside a bias in a cached plan", CACHE,
         "        if kv_lengths is not None:\n            return None\n        anew =", "        anew =",
