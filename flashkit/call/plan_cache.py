@@ -113,7 +113,8 @@ def entry(
 
 
 def frozen(cu_seqlens: Any) -> tuple[Any, Any]:
-    """The contents of cu_seqlens as a part of a key, and the same numbers in memory that nobody can change meanwhile.
+    """The contents of cu_seqlens as a part of a key, and the same numbers in memory of the key's own: the caller's
+    arrays may change at any time.
 
     (None, cu_seqlens) where it is no NumPy array, or two, of integers, or a large one.
     """

@@ -32,7 +32,7 @@ FAULTS = (
     Fault("keys without offsets", CACHE, "block_mask, packed, kv_lengths", "block_mask, kv_lengths"),
     Fault(
         "lengths beside a bias in a cached plan", CACHE,
-        "        if kv_lengths is not None:\n            return None\n        anew =", "        anew =",
+        "        if differ:\n            return None\n        anew =", "        anew =",
     ),
     Fault("a plan for arrays of offsets", API, "(q_offset is None or type(q_offset) is int)", "True"),
     Fault("a plan for dropout", API, "        and dropout_p == 0\n", ""),
