@@ -155,9 +155,9 @@ def attention(
     recorded: a tensor that requires grad is an error, and `flashkit.torch.attention` is differentiable.
 
     `attention` caches the plan of a call (see `plan`) and reuses it for later calls on arrays of the same shapes,
-    strides and dtypes, unless sinks, dropout, functions, an array of offsets, or pages or packed sequences are passed.
-    On NumPy arrays other kv_lengths share it, and so do longer slices of a cache that grows. The definition is
-    reference.py of this package.
+    strides and dtypes, unless sinks, dropout, functions, an array of offsets or pages are passed. On NumPy arrays other
+    kv_lengths share it, and so do longer slices of a cache that grows; calls of packed sequences do if their
+    cu_seqlens, NumPy arrays, hold the same numbers. The definition is reference.py of this package.
 
     References
     ----------
@@ -176,12 +176,14 @@ def attention(
     """
     if unexpected:
         raise unknown(unexpected)
-    entry = None
-    others_are_none = score_mod is mask_mod is q_lengths is cu_seqlens is page_table is sinks is None
-    if others_are_none and _is_constant(q_offset, window, dropout_p):
+    entry = packed = None
+    if cu_seqlens is not None:
+        packed, cu_seqlens = plan_cache.frozen(cu_seqlens)
+    others_are_none = score_mod is mask_mod is q_lengths is page_table is sinks is None
+    if others_are_none and (packed is None) is (cu_seqlens is None) and _is_constant(q_offset, window, dropout_p):
         options = scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend
         of_pairs = alibi_slopes, bias, mask
-        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options)
+        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options, packed)
         if entry is not None and entry.planned is not None:
             return entry.run(q, k, v, out)
     arguments: Any = dict(

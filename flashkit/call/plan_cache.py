@@ -28,6 +28,7 @@ of keys, so calls over more and more keys share a plan and give the bits of a pl
 
 _MAX_PLANS = 256
 _MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
+_MAX_OFFSET_BYTES = 1 << 14  # of offsets that are part of a key
 _plans: OrderedDict[Any, Planned] = OrderedDict()
 _lock = inner_lock()
 
@@ -82,7 +83,7 @@ class Entry:
 
 def entry(
     tensors: tuple[Any, Any, Any], out: Any, others: tuple[Any, Any, Any], block_mask: Any, kv_lengths: Any,
-    layout: str, options: tuple[Any, ...], recorded: bool = False,
+    layout: str, options: tuple[Any, ...], packed: Any = None, recorded: bool = False,
 ) -> Entry | None:  # fmt: skip
     """The cache's entry for a call; None if its plan cannot be cached.
 
@@ -94,7 +95,9 @@ def entry(
     others
         alibi_slopes, bias and mask: their layouts are part of the key.
     options
-        All else that determines the call.
+        All else that determines the call, but for
+    packed
+        The contents of cu_seqlens, from `frozen`; None without.
     recorded
         Whether a backward pass follows: then all lengths are those of the plan.
     """
@@ -104,16 +107,34 @@ def entry(
     alibi_slopes, bias, mask = others
     anew: tuple[Any, ...] = ()
     axis = 0
+    differ = kv_lengths is not None or packed is not None
     if not (alibi_slopes is bias is mask is block_mask is None):
-        if kv_lengths is not None:
+        if differ:
             return None
         anew = tuple([array for array in others if array is not None])
     elif type(q) is type(k) is type(v) is np.ndarray and not recorded:
-        axis = 0 if kv_lengths is not None else _keys_axis(q.shape, k.shape, v.shape, layout)
-    elif kv_lengths is not None:
+        axis = 0 if differ else _keys_axis(q.shape, k.shape, v.shape, layout)
+    elif differ:
         return None
-    name = key(tensors, others if anew else (), (*options, layout, block_mask, kv_lengths is None), axis)
+    name = key(tensors, others if anew else (), (*options, layout, block_mask, packed, kv_lengths is None), axis)
     return None if name is None else Entry(name, anew, axis, kv_lengths)
+
+
+def frozen(cu_seqlens: Any) -> tuple[Any, Any]:
+    """The contents of cu_seqlens as a part of a key, and the same numbers in memory of the key's own: the caller's
+    arrays may change at any time.
+
+    (None, cu_seqlens) where it is no NumPy array, or two, of integers, or a large one.
+    """
+    parts = cu_seqlens if type(cu_seqlens) is tuple and len(cu_seqlens) == 2 else (cu_seqlens,)
+    for part in parts:
+        if type(part) is not np.ndarray or part.dtype.kind not in "iu" or part.ndim != 1:
+            return None, cu_seqlens
+        if part.nbytes > _MAX_OFFSET_BYTES:
+            return None, cu_seqlens
+    contents = tuple([(part.dtype.str, part.tobytes()) for part in parts])
+    copies = tuple([np.frombuffer(data, dtype) for dtype, data in contents])
+    return contents, copies if len(copies) == 2 else copies[0]
 
 
 def _is_small(block_mask: Any) -> bool:

@@ -44,10 +44,11 @@ FAULTS = (
     ),
     Fault("keys without the layout", CACHE, "(*options, layout, block_mask,", "(*options, block_mask,"),
     Fault("keys without the block mask", CACHE, "(*options, layout, block_mask,", "(*options, layout,"),
-    Fault("keys without lengths", CACHE, "block_mask, kv_lengths is None)", "block_mask)"),
+    Fault("keys without lengths", CACHE, "packed, kv_lengths is None)", "packed)"),
+    Fault("keys without offsets", CACHE, "block_mask, packed, kv_lengths", "block_mask, kv_lengths"),
     Fault(
         "lengths beside a bias in a cached plan", CACHE,
-        "        if kv_lengths is not None:\n            return None\n        anew =", "        anew =",
+        "        if differ:\n            return None\n        anew =", "        anew =",
     ),
     Fault("a plan for arrays of offsets", API, "(q_offset is None or type(q_offset) is int)", "True"),
     Fault("a plan for dropout", API, "        and dropout_p == 0\n", ""),

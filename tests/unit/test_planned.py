@@ -346,15 +346,13 @@ KEYED: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 """Two values of each option that a key holds."""
 
-NOT_CACHED = {
-    "score_mod", "mask_mod", "q_lengths", "cu_seqlens", "page_table", "sinks", "dropout_p",
-}  # fmt: skip
+NOT_CACHED = {"score_mod", "mask_mod", "q_lengths", "page_table", "sinks", "dropout_p"}
 """A call that has one of these has no key."""
 
 
 def test_every_option_is_part_of_the_key_or_prevents_caching(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = set(inspect.signature(attention).parameters) - {"q", "k", "v", "out", "unexpected"}
-    assert parameters == set(KEYED) | NOT_CACHED
+    assert parameters == set(KEYED) | NOT_CACHED | {"cu_seqlens"}  # see packed calls below
     q, k, v = operands()
     keys: list[Any] = []
     make: Any = plan_cache.key
@@ -582,6 +580,82 @@ def test_what_is_not_addressable_is_turned_once() -> None:
     assert q.strides[-1] != q.itemsize
     call = plan(q, k, v, layout="bnhd", backend="reference")
     same(call(q, k, v), full(q, k, v, layout="bnhd", backend="reference"))
+
+
+def packed(n_q: int = 40, n_k: int = 40) -> tuple[np.ndarray, ...]:
+    return tuple(as_bnhd(x) for x in operands(n_q, n_k, lead=(4,)))
+
+
+def test_packed_calls_share_the_plan_of_their_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets are the same where they hold the same numbers, whatever array they are in."""
+    from flashkit import api
+
+    q, k, v = packed()
+    prepared: list[Any] = []
+    prepare = api.prepare
+    monkeypatch.setattr(api, "prepare", lambda *a, **o: (prepared.append(o["cu_seqlens"]), prepare(*a, **o))[1])
+    plan_cache.clear()
+    offsets = np.array([0, 9, 40])
+    for first in (9, 30, 9):
+        offsets[1] = first
+        result = attention(q, k, v, causal=True, cu_seqlens=offsets)
+        same(result, attention(q, k, v, causal=True, cu_seqlens=offsets.copy()))
+        same(result, full(q, k, v, causal=True, cu_seqlens=[0, first, 40]))
+    assert len(prepared) == 2 + 3  # for each plan, and by `full`
+    assert len(plan_cache._plans) == 2
+    out = np.empty_like(q)
+    for given in 2 * [(offsets, offsets), (offsets, np.array([0, 20, 33])), offsets[:-1], offsets.astype("u1")]:
+        same(attention(q, k, v, causal=True, cu_seqlens=given, out=out), full(q, k, v, causal=True, cu_seqlens=given))
+    assert len(plan_cache._plans) == 6
+    with pytest.raises(TypeError, match="tuple of 1"):
+        attention(q, k, v, causal=True, cu_seqlens=(offsets,))
+    with pytest.raises(ValueError, match="kv_lengths beside cu_seqlens"):
+        attention(q, k, v, causal=True, cu_seqlens=offsets, kv_lengths=[9, 31])
+
+
+def test_packed_calls_whose_plans_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes beside offsets, and offsets that are no array, that no key can hold, or more than a key shall hold."""
+    q, k, v = packed()
+    plan_cache.clear()
+    numbers = [0, 9, 40]
+    offsets, expected = np.array(numbers), full(q, k, v, cu_seqlens=numbers)
+    same(attention(q, k, v, cu_seqlens=numbers), expected)
+    floats = offsets.astype("f4")
+    for given in (floats, floats.astype(object), offsets[None], offsets[:0]):
+        with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
+            attention(q, k, v, cu_seqlens=given)
+    for slopes in (np.ones(4, np.float32), np.zeros(4, np.float32)):
+        options = {"alibi_slopes": slopes, "cu_seqlens": offsets}
+        same(attention(q, k, v, **options), full(q, k, v, **options))
+    monkeypatch.setattr(plan_cache, "_MAX_OFFSET_BYTES", offsets.nbytes - 1)
+    same(attention(q, k, v, cu_seqlens=offsets), expected)
+    assert not plan_cache._plans
+
+
+def test_few_packed_queries_are_no_cache_that_grows() -> None:
+    q, k, v = packed(5, 40)
+    for n in (20, 33):
+        given = (np.array([0, 2, 5]), np.array([0, 9, n]))
+        options = {"cu_seqlens": given, "layout": "bnhd", "causal": True}
+        for _ in range(2):
+            same(attention(q, k[:n], v[:n], **options), full(q, k[:n], v[:n], **options))
+
+
+def test_offsets_that_change_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan has the offsets of its key."""
+    q, k, v = packed()
+    offsets, entry = np.array([0, 9, 40]), plan_cache.entry
+    expected = full(q, k, v, cu_seqlens=[0, 9, 40])
+
+    def changes(*args: Any) -> Any:
+        offsets[1] = 30
+        return entry(*args)
+
+    plan_cache.clear()
+    monkeypatch.setattr(plan_cache, "entry", changes)
+    for _ in range(2):
+        offsets[1] = 9
+        same(attention(q, k, v, cu_seqlens=offsets), expected)
 
 
 def test_few_plans_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
