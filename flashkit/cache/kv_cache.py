@@ -130,11 +130,11 @@ class KVCache:
         # Slots of a head lie one after another, so that a kernel reads a page as one piece of memory. On the host pages
         # of a head do so too: pages that a sequence took together are one piece.
         shape = int(sizes["layers"]), int(kv_heads), int(pages), int(page)
-        if kind != "numpy":
-            shape = shape[0], shape[2], shape[1], shape[3]
-        pools = [self._steps.xp.empty((*shape, width), x) for width, x in zip(widths, dtypes, strict=True)]
         if kind == "numpy":
-            pools = [pool.swapaxes(1, 2) for pool in pools]
+            pools = [_on_host(shape, width, x) for width, x in zip(widths, dtypes, strict=True)]
+        else:
+            shape = shape[0], shape[2], shape[1], shape[3]
+            pools = [self._steps.xp.empty((*shape, width), x) for width, x in zip(widths, dtypes, strict=True)]
         self.dtype, self.nbytes, self._layered = made.dtype, sum(pool.nbytes for pool in pools), layers is not None
         layer = Layer if quantized is None else QuantizedLayer
         self._layers = [layer(number, self._steps, pools, window, made.dtype) for number in range(sizes["layers"])]
@@ -376,6 +376,16 @@ class KVCache:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < sequences:
             raise ValueError(f"{name} is {shown(i)}; a sequence from 0 to {sequences - 1} fits")
         return int(i)
+
+
+def _on_host(shape: tuple[int, int, int, int], width: int, dtype: np.dtype) -> np.ndarray:
+    """A pool (layers, pages, heads, page, width) of this shape with its heads first. Heads are not a whole number of
+    pages apart: the first keys of all pages would share a few sets of the processor's caches.
+    """
+    layers, heads, pages, page = shape
+    gap = -(-3 * page * width * dtype.itemsize // 8 // 64) * 64 // dtype.itemsize
+    memory = np.empty((layers, heads, pages * page * width + gap), dtype)
+    return memory[..., : pages * page * width].reshape(*shape, width).swapaxes(1, 2)
 
 
 def _dtype(dtype: Any, like: Any) -> np.dtype:
