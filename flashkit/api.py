@@ -10,7 +10,7 @@ from . import dispatch
 from .backends.base import Backend
 from .call import arrays, pickled_plan, plan_cache
 from .call.arguments import prepare
-from .call.loans import Dequantised, loan_of
+from .call.loans import Dequantised, loan_of, used_pages
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned, QuantisingPlan
 from .call.positions import queries_of
@@ -194,8 +194,10 @@ def attention(
     )  # fmt: skip
     if (loan := loan_of(q, k, v, precision)) is not None:
         with loan.scope():
-            borrowed = loan.borrow(q=q, k=k, v=v, **arguments)
-            return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
+            own = dict(arguments, q=q, k=k, v=v)
+            if isinstance(loan, Dequantised) and page_table is not None:
+                own |= used_pages(q, k, v, arguments)
+            return loan.give_back(attention(**loan.borrow(**own), return_lse=return_lse, backend=backend), out)
     problem, operands, shape = prepare(q, k, v, **arguments)
     if entry is not None and entry.plan(problem, operands, shape, (q, k, v), q_offset, backend, return_lse):
         return entry.run(q, k, v, out)
