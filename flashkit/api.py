@@ -272,7 +272,8 @@ def plan(
             made = plan(**loan.borrow(q=q, k=k, v=v, **options), return_lse=return_lse, backend=backend)
             return QuantisingPlan(made) if isinstance(loan, Dequantised) and loan.fp8 else made
     problem, operands, shape = prepare(q, k, v, **options)
-    operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
+    if not problem.spec.packed:  # whose lengths are new
+        operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
     varies = problem.spec.kv_lengths and not problem.spec.packed
     follows = None
     if varies and options.get("q_offset") is None:
@@ -361,7 +362,8 @@ def attention_vjp(
     problem, operands, shape = prepare(q, k, v, out=out, **options)
     if entry is not None and entry.plan(problem, operands, shape, (q, k, v), options.get("q_offset"), backend, True):
         return _planned_vjp(entry, q, k, v, return_lse)
-    operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
+    if not problem.spec.packed:  # whose lengths are new
+        operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
     if out is not None:
         _check_apart(out, problem, operands, {"q": q, "k": k, "v": v, **options})
     chosen = _forward(problem, operands, backend)

@@ -151,10 +151,8 @@ class Sm90(Generation):
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
-        if direction == "backward" or spec.dtype == "float32":
-            kind = "backward" if direction == "backward" else "float32"
-            if not (verdict := supports_packed(spec, kind)):
-                return verdict
+        if spec.dtype == "float32" and not (verdict := supports_packed(spec, "float32")):
+            return verdict
         if not (verdict := supports_paged(spec, self.name)):
             return verdict
         if device.capability[0] != 9:
