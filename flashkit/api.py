@@ -177,11 +177,11 @@ def attention(
     if unexpected:
         raise unknown(unexpected)
     entry = None
-    others_are_none = score_mod is mask_mod is q_lengths is cu_seqlens is page_table is sinks is None
+    others_are_none = score_mod is mask_mod is q_lengths is page_table is sinks is None
     if others_are_none and _is_constant(q_offset, window, dropout_p):
         options = scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend
         of_pairs = alibi_slopes, bias, mask
-        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options)
+        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options, cu_seqlens, q_offset)
         if entry is not None and entry.planned is not None:
             return entry.run(q, k, v, out)
     arguments: Any = dict(

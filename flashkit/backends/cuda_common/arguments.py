@@ -173,7 +173,11 @@ class Arguments(KernelArguments):
         return int(array.data.ptr)
 
     def release(self, name: str, operands: Operands) -> int:
-        """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced."""
+        """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced, as it
+        is for an array of `Operands.sequences`.
+        """
+        if name in operands.sequences():
+            return AT["q_offsets" if name == "q_offset" else name]
         self.alive = [each for each in self.alive if each is not operands.arrays[name]]
         return self._address_words[name]
 

@@ -159,7 +159,8 @@ class CudaBackend:
 
         on, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(on, "forward").run, Arguments(plan.problem.spec, operands)
-        arrays_at = [(template.release(name, operands), _layout(operands.arrays[name])) for name in anew]
+        own = operands.arrays | operands.sequences()
+        arrays_at = [(template.release(name, operands), _layout(own[name])) for name in anew]
         templates = template, template.copy()  # with and without an LSE
         templates[1].discard_lse(on.ordinal)
         pools: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
