@@ -181,7 +181,8 @@ def attention(
     if others_are_none and _is_constant(q_offset, window, dropout_p):
         options = scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend
         of_pairs = alibi_slopes, bias, mask
-        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options, cu_seqlens, q_offset)
+        offsets = cu_seqlens, q_offset
+        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options, *offsets)
         if entry is not None and entry.planned is not None:
             return entry.run(q, k, v, out)
     arguments: Any = dict(
