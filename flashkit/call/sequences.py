@@ -144,7 +144,7 @@ def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any
 
 
 def _offsets(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
-    """int64, a copy with the number of tokens behind the caller's. On a device they are not read: the caller's array."""
+    """int64, a copy with the number of tokens behind the caller's; on a device, where they are not read, those."""
     given, on_device = integers_of(name, value, kind, OFFSETS)
     if given.ndim != 1 or not len(given):
         raise ValueError(f"{name} has shape {given.shape}; {OFFSETS} fits")

@@ -53,8 +53,8 @@ FAULTS = (
     Fault("a plan for dropout", API, "        and dropout_p == 0\n", ""),
     Fault(
         "sinks are constant", API,
-        "cu_seqlens is page_table is sinks is None",
-        "cu_seqlens is page_table is None",
+        "q_lengths is page_table is sinks is None",
+        "q_lengths is page_table is None",
     ),
     Fault(
         "out shares memory in a vjp", API,

@@ -173,8 +173,8 @@ class Arguments(KernelArguments):
         return int(array.data.ptr)
 
     def release(self, name: str, operands: Operands) -> int:
-        """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced, as it
-        is for an array of `Operands.sequences`.
+        """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced. For
+        an array of `Operands.sequences` it is the index alone.
         """
         if name in operands.sequences():
             return AT["q_offsets" if name == "q_offset" else name]

@@ -1,4 +1,4 @@
-// What kernels read of packed sequences, from offsets on the device: one CTA, one launch, nothing read by the host.
+// Of packed sequences, from offsets on the device: what kernels read, in one launch; gradients of keys behind the last.
 //
 // Offsets may be anything: they are clamped to the tokens, and one that is less than the one before is made equal to
 // it, as kernels would wait for tiles of sequences that overlap.
@@ -9,7 +9,7 @@ struct Integers {
     long long type;    // bytes of one, negative if it has a sign
 };
 
-struct Params {
+struct Sequences {
     Integers q;                      // (batch + 1,) offsets
     Integers keys;                   // (batch + 1,) offsets, or (batch,) lengths
     long long* out;                  // four arrays of batch + 2: see below
@@ -62,7 +62,7 @@ static __device__ long long ascending(const Integers& x, long long batch, long l
 // out: where each sequence begins among the rows of q, and of k (unused where the lengths are given); how many keys it
 // has; the position of its first query, which stands so that the last one stands at the last key. The caller's
 // sequences are followed by one more, the queries behind them, which has no keys.
-extern "C" __global__ void __launch_bounds__(THREADS) derive_cu_seqlens(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) derive_cu_seqlens(const Sequences p) {
     const long long room = p.batch + 2, extra = p.batch;
     long long *cu_q = p.out, *cu_k = cu_q + room, *lengths = cu_k + room, *positions = lengths + room;
     ascending(p.q, p.batch, p.n_q, cu_q);
@@ -73,4 +73,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) derive_cu_seqlens(const Pa
         const long long n_k = p.keys_are_lengths ? within(read(p.keys, b), p.n_k) : cu_k[b + 1] - cu_k[b];
         lengths[b] = n_k, positions[b] = n_k - (cu_q[b + 1] - cu_q[b]);
     }
+}
+
+struct Gradients {
+    char *dk, *dv;
+    const long long* end;                // the first row behind the last sequence
+    long long rows, bytes_k, bytes_v;    // rows of a head; bytes of a row
+};
+
+// Zeros in the rows of dK and dV behind the last sequence. A CTA takes a head of one of them.
+extern "C" __global__ void __launch_bounds__(THREADS) clear_behind(const Gradients p) {
+    const long long bytes = blockIdx.x % 2 ? p.bytes_v : p.bytes_k, head = blockIdx.x / 2;
+    char* rows = (blockIdx.x % 2 ? p.dv : p.dk) + head * p.rows * bytes;
+    for (long long i = *p.end * bytes + 2 * threadIdx.x; i < p.rows * bytes; i += 2 * THREADS)
+        *reinterpret_cast<short*>(rows + i) = 0;
 }

@@ -1,4 +1,4 @@
-"""What kernels read of packed sequences, from offsets on the device: one launch of cu_seqlens.cu."""
+"""Packed sequences whose offsets are on the device: the kernels of cu_seqlens.cu."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from . import compiler, device, launch
 from .arguments import on_device
+
+_THREADS = 256  # of a CTA, as in cu_seqlens.cu
 
 
 class CuSeqlens(NamedTuple):
@@ -54,10 +56,20 @@ def derive(cu_q: Any, n_q: int, keys: Any, n_k: int, keys_are_lengths: bool = Fa
     memory = launch.scratch((4 * room,), "int64")
     words = [word for x in given for word in (x.data.ptr, x.strides[0], _type(x.dtype))]
     arguments = launch.KernelArguments([*words, memory.data.ptr, batch, n_q, n_k, int(keys_are_lengths)])
-    _kernel(on.ordinal).launch(1, 256, arguments, stream)
+    _kernel("derive_cu_seqlens", on.ordinal).launch(1, _THREADS, arguments, stream)
     launch.keep(stream, given)
     parts = [memory[i * room : (i + 1) * room] for i in range(4)]
     return CuSeqlens(parts[0], parts[1], parts[2][:-1], parts[3][:-1])
+
+
+def clear_behind(cu_k: Any, dk: Any, dv: Any, stream: int) -> None:
+    """Enqueue zeros in the rows of dk and dv, (1, H, N, D), behind the last of the keys that cu_k names."""
+    (_, heads, rows, dim), dim_v, itemsize = dk.shape, dv.shape[3], dk.dtype.itemsize
+    end = cu_k.data.ptr + cu_k.nbytes - cu_k.itemsize
+    words = dk.data.ptr, dv.data.ptr, end, rows, dim * itemsize, dim_v * itemsize
+    if heads:
+        kernel = _kernel("clear_behind", dk.data.device_id)
+        kernel.launch(2 * heads, _THREADS, launch.KernelArguments(words), stream)
 
 
 def _type(dtype: Any) -> int:
@@ -66,8 +78,8 @@ def _type(dtype: Any) -> int:
 
 
 @cache
-def _kernel(ordinal: int) -> launch.Kernel:
+def _kernel(name: str, ordinal: int) -> launch.Kernel:
     """It stays loaded, as a CUDA graph may have captured a launch."""
     on = device.of(ordinal)
     source = compiler.Source("cu_seqlens", Path(__file__).with_name("cu_seqlens.cu").read_text())
-    return launch.Library(compiler.binary(source, compiler.target(on.capability))).kernel("derive_cu_seqlens", on)
+    return launch.Library(compiler.binary(source, compiler.target(on.capability))).kernel(name, on)

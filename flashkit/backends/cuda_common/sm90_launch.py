@@ -24,7 +24,7 @@ NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
 kernels/sm90/tile_scheduler.cuh, kernels/sm90/tile_lists.py.
 """
 SWIZZLE_ROWS = 8
-"""Rows after which the 128-byte swizzle repeats. Boxes have a multiple of them, so that each is swizzled as the tile."""
+"""Rows after which the 128-byte swizzle repeats: a box of a multiple of them is swizzled as its tile is."""
 FEW_ROWS = 64
 MANY_KEYS = 1024
 SHORT = 1536

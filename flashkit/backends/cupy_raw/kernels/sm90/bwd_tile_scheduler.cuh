@@ -46,7 +46,7 @@ struct TileScheduler {
     __device__ __forceinline__ int num_work_tiles() const { return tiles_of_keys(p) * num_kv_heads(p); }
 
     // The index of work tile `number` of the CTA. All but the first are claimed late, so that the last ones are shared
-    // evenly. Of packed sequences, skip() is called with work tiles that have no keys or no queries.
+    // evenly. Of packed sequences, skip() is called with work tiles that have no keys.
     template <typename F>
     __device__ __forceinline__ int next(unsigned number, bool leader, F skip) const {
         if (number > 0) mbarrier_wait_backoff(base + AT_CLAIM, (number - 1) & 1, BACKOFF_NS);
@@ -61,8 +61,7 @@ struct TileScheduler {
             int index = (int)atomicAdd(p.tile_counter, 1u);
             for (; IS_PACKED && index < num_work_tiles(); index = (int)atomicAdd(p.tile_counter, 1u)) {
                 const WorkTile at = work_tile(p, index);
-                const SeqInfo seq = seq_info(p, at.b);
-                if (at.k0 < seq.n_k && seq.n_q > 0) break;
+                if (at.k0 < (int)seq_info(p, at.b).n_k) break;
                 skip(at);
             }
             if (CLUSTER_SIZE > 1) dsmem_store(mapa(word, 1), index, mapa(barrier, 1));
