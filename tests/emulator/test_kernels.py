@@ -201,6 +201,23 @@ PAGED = {**PACKED, "sequences": "paged"}
 
 
 @slow
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+def test_keys_that_no_query_sees_beside_a_row_that_is_not_finite(
+    backend: str, generation: str, launched: list[str]
+) -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, 1, n, 64)).astype(np.float16) for n in (100, 400, 400, 100))
+    q[0, 0, 3] = np.nan
+    _, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), causal=True, q_offset=0, backend=backend)
+    for found in vjp(cupy.asarray(dout))[1:]:
+        assert not found[0, 0, 100:].get().any()
+    assert generations(launched) == {generation}
+
+
+@slow
 @pytest.mark.parametrize("generation", ["sm90"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("what", ["q", "dout", "scores", "sinks"])

@@ -63,8 +63,8 @@ FAULTS = (
         'if name not in ("k", "v", "dk", "dv"):', 'if name not in ("k", "v"):',
     ),
     Fault(
-        "pages are as many keys as all have", f"{COMMON}/tensor_maps.py",
-        "arguments.heads_kv, arguments.words[AT[\"page\"]]", "arguments.heads_kv, arguments.n_k", PAGES,
+        "pages are as many as batch entries", f"{COMMON}/tensor_maps.py",
+        "return arguments.words[AT[\"pages\"]], ", "return arguments.entries, ", PAGES,
     ),
     Fault(
         "boxes are as long as a page", f"{COMMON}/sm90_launch.py",

@@ -190,6 +190,11 @@ FAULTS = (
         "            store_without_keys(p, at);\n", "",
     ),
     Fault(
+        "backward: non-finite rows meet keys that no query sees", f"{SM90}/bwd_producer.cuh",
+        " | (CLEARS_ROWS ? TileDesc::NONFINITE_ROWS : 0)", "",
+        "tests/emulator/test_kernels.py -k no_query_sees",
+    ),
+    Fault(
         "packed: a non-finite row of the next sequence", f"{SM90}/bwd_layout.cuh",
         "CLEARS_ROWS = MAY_HIDE || IS_PACKED", "CLEARS_ROWS = MAY_HIDE", PACKED,
     ),

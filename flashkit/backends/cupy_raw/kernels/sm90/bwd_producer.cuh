@@ -64,10 +64,11 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
             held_head = h, held_index = first_index + held;
         }
         if (list.ends) {
-            // Consumers expect a query tile in each work tile: where there is none, one whose pairs are all masked.
+            // Consumers expect a query tile in each work tile: where there is none, one whose pairs are all masked. Its
+            // rows may be non-finite.
             if (held_states == 0) {
                 held = 0, held_head = h, held_index = first_index;
-                held_states = PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR;
+                held_states = PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR | (CLEARS_ROWS ? TileDesc::NONFINITE_ROWS : 0);
             }
             load_q_and_dout(b, held_head, k0, held_index, held, held_states, true);
             held_states = 0, first = true, ++number;
