@@ -121,7 +121,7 @@ FAULTS = (
     ),
     Fault(
         "a tile without pairs waits for its turn", f"{SM90}/bwd_producer.cuh",
-        "held_states = PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR;", "held_states = PARTIAL * 5;",
+        "PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR | ", "PARTIAL * 5 | ",
     ),
     Fault(
         "dQ is cleared by the first half of a share", f"{SM90}/dq_clear.cuh",
@@ -224,8 +224,7 @@ FAULTS = (
     ),
     Fault(
         "packed: work tiles without keys do not count as finished", f"{SM90}/bwd_scheduler_warp.cuh",
-        "if (!DETERMINISTIC) atomicAdd(PreprocessCounters::finished(p, kv_head_index(p, at.b, at.head)), CLUSTER_SIZE);",
-        "", PACKED,
+        "if (!DETERMINISTIC) atomicAdd(", "if (false) atomicAdd(", PACKED,
     ),
     Fault(
         "packed: work tiles without keys clear no dQ", f"{SM90}/bwd_scheduler_warp.cuh",
@@ -261,7 +260,9 @@ FAULTS = (
         "number < last ? number : last", "number", PAGED,
     ),
     Fault("pages: boxes begin with their page", f"{SM90}/producer.cuh", "(int)(key - number * page), ", "0, ", PAGED),
-    Fault("pages: a lane falls behind", f"{SM90}/producer.cuh", "        __syncwarp();  // a lane that fell", "//", PAGED),
+    Fault(
+        "pages: a lane falls behind", f"{SM90}/producer.cuh", "        __syncwarp();  // a lane that fell", "//", PAGED
+    ),
     Fault(
         "pages: a box for each lane", f"{SM90}/producer.cuh",
         "row < BLOCK_K; row += 32 * rows)", "row < BLOCK_K / 2; row += 32 * rows)", PAGED,

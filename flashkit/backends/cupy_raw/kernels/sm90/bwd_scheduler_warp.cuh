@@ -67,8 +67,9 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
     for (;; ++number) {
         int skipped = 0;
         const int index = work.next(number, leader, [&](const WorkTile& at) {
+            const int bh = kv_head_index(p, at.b, at.head);
+            if (!DETERMINISTIC) atomicAdd(PreprocessCounters::finished(p, bh), CLUSTER_SIZE);
             ++skipped;
-            if (!DETERMINISTIC) atomicAdd(PreprocessCounters::finished(p, kv_head_index(p, at.b, at.head)), CLUSTER_SIZE);
         });
         if (IS_PACKED && !DETERMINISTIC && (skipped = uniform(skipped)) != 0) clear_dq_ahead(p, CLUSTER_SIZE * skipped);
         if (index >= num_work_tiles) break;
