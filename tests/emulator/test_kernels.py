@@ -281,17 +281,21 @@ def test_packed_sequences_of_many_keys(
 
 @slow
 @pytest.mark.parametrize("generation", ["sm90"])
-def test_key_tiles_that_do_not_exist_clear_their_share(
-    generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("causal", [False, True])
+def test_key_tiles_that_do_not_exist(
+    causal: bool, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of dq_accum, where no more of it is cleared in advance than three CTAs need."""
+    """They clear their share of dq_accum, where no more of it is cleared in advance than three CTAs need. Under a mask,
+    where dQ is in order and key tiles of the first heads descend, they are not awaited.
+    """
     import cupy
 
     monkeypatch.setattr(sm90_bwd_launch, "_LEAD", 4)
-    rng, cu = np.random.default_rng(0), np.array([0, 90, 95, 98, 99, 100, 102])
-    q, k, v, dout = (rng.standard_normal((102, 6, 64)).astype(ml_dtypes.bfloat16) for _ in range(4))
-    _, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), cu_seqlens=cu, backend="cupy_raw")
-    _, right = flashkit.attention_vjp(*(x.astype(float) for x in (q, k, v)), cu_seqlens=cu, backend="reference")
+    rng, cu = np.random.default_rng(0), np.array([0, 260, 265, 268, 269, 270, 272])
+    q, k, v, dout = (rng.standard_normal((272, 6, 64)).astype(ml_dtypes.bfloat16) for _ in range(4))
+    given = {"cu_seqlens": cu, "causal": causal}
+    _, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), **given, backend="cupy_raw")
+    _, right = flashkit.attention_vjp(*(x.astype(float) for x in (q, k, v)), **given, backend="reference")
     for got, each in zip(vjp(cupy.asarray(dout)), right(dout.astype(float)), strict=True):
         np.testing.assert_allclose(got.get().astype(float), each, atol=2.0**-5)
     assert generations(launched) == {generation}
