@@ -85,12 +85,12 @@ def test_packed_calls_share_a_plan(q_offset: int | None, launched: list[str], mo
     ]
     rights = [flashkit.attention(*wide, cu_seqlens=each, backend="reference", **options) for each in offsets]
     for begins, right in zip(offsets, rights, strict=True):
+        launched.clear()
         found = flashkit.attention(*on_device, cu_seqlens=tuple(map(cupy.asarray, begins)), **options)
         for got, each in zip(found, right, strict=True):
             np.testing.assert_allclose(got.get().astype(np.float64), each, atol=2.0**-8)
-        assert launched[0] == "derive_cu_seqlens" and len(launched) == 2
-        launched.clear()
         monkeypatch.setattr("flashkit.api.prepare", None)  # the next call has a plan
+    assert launched[0] == "derive_cu_seqlens" and len(launched) == 2
 
 
 # --- which kernels ----------------------------------------------------------------------------------------------------

@@ -58,11 +58,11 @@ FAULTS = (
     ),
     Fault(
         "a packed plan takes the offsets of q for k", "flashkit/call/plan_cache.py",
-        "derive(packed[0], n_q, packed[1], n_k)", "derive(packed[0], n_q, packed[0], n_k)", OFFSETS,
+        "len(q), self._offsets[1], len(k))", "len(q), self._offsets[0], len(k))", OFFSETS,
     ),
     Fault(
         "a packed plan takes the default offset", "flashkit/call/plan_cache.py",
-        'if q_offset is None or name != "q_offset"}', "}", OFFSETS,
+        ' if self._follows or name != "q_offset")', ")", OFFSETS,
     ),
     # arguments
     Fault(
