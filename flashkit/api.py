@@ -180,10 +180,10 @@ def attention(
     if cu_seqlens is not None:
         packed, cu_seqlens = plan_cache.frozen(cu_seqlens)
     others_are_none = score_mod is mask_mod is q_lengths is page_table is sinks is None
-    if others_are_none and (packed is None) is (cu_seqlens is None) and _is_constant(q_offset, window, dropout_p):
+    if others_are_none and _is_constant(q_offset, window, dropout_p):
         options = scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend
-        of_pairs = alibi_slopes, bias, mask
-        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options, packed)
+        of_pairs, offsets = (alibi_slopes, bias, mask), (cu_seqlens, packed, q_offset)
+        entry = plan_cache.entry((q, k, v), out, of_pairs, block_mask, kv_lengths, layout, options, *offsets)
         if entry is not None and entry.planned is not None:
             return entry.run(q, k, v, out)
     arguments: Any = dict(
@@ -276,7 +276,8 @@ def plan(
             made = plan(**loan.borrow(q=q, k=k, v=v, **options), return_lse=return_lse, backend=backend)
             return QuantisingPlan(made) if isinstance(loan, Dequantised) and loan.fp8 else made
     problem, operands, shape = prepare(q, k, v, **options)
-    operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
+    if not problem.spec.packed:  # whose lengths are new
+        operands.kv_lengths = operands.kv_lengths.copy()  # on a device they may be the caller's array
     varies = problem.spec.kv_lengths and not problem.spec.packed
     follows = None
     if varies and options.get("q_offset") is None:
@@ -365,7 +366,8 @@ def attention_vjp(
     problem, operands, shape = prepare(q, k, v, out=out, **options)
     if entry is not None and entry.plan(problem, operands, shape, (q, k, v), options.get("q_offset"), backend, True):
         return _planned_vjp(entry, q, k, v, return_lse)
-    operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
+    if not problem.spec.packed:  # whose lengths are new
+        operands.kv_lengths = operands.kv_lengths.copy()  # the caller may change its array between the two passes
     if out is not None:
         _check_apart(out, problem, operands, {"q": q, "k": k, "v": v, **options})
     chosen = _forward(problem, operands, backend)

@@ -83,9 +83,9 @@ class Bindable(Protocol):
             to them is kept. All else (scale, lengths, offsets, sinks, arrays, seed) is bound by reference: it stays
             alive with f, and f reads its contents at the time of the call.
         anew
-            Names of operands.arrays, or of operands themselves, that f gets with each call, in the layout of the
-            operands' own. No reference to them is kept either. kv_lengths of the operands are then the most that a call
-            may have.
+            Names of operands.arrays, of operands.sequences() or of operands themselves that f gets with each call, in
+            the layout of the operands' own. No reference to them is kept either. kv_lengths of the operands are then
+            the most that a call may have.
 
         Returns
         -------

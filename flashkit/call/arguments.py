@@ -84,7 +84,9 @@ def prepare(
     if q_lengths is not None and seqs.extra:
         raise ValueError("q_lengths beside cu_seqlens, which gives the lengths; one of them fits")
     queries = queries_of(q_lengths, kind, shape, batch, seqs.n_q, most_q, not described)
-    offsets = q_offsets_of(q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
+    offsets = seqs.positions
+    if q_offset is not None or offsets is None:
+        offsets = q_offsets_of(q_offset, kind, shape, batch, seqs.lengths, queries, most_k, not described)
     full = (batch, heads, most_q, seqs.room)
     scores, masks = [], []
 

@@ -142,8 +142,9 @@ def used_pages(q: Any, k: Any, v: Any, given: dict[str, Any]) -> dict[str, Any]:
     graph follows the arrays.
     """
     kind = arrays.require("q", _memory(q))
-    named = (given[name] for name in ("layout", "kv_lengths", "cu_seqlens", "page_table"))
-    seqs = sequences_of(_memory(q), _memory(k), _memory(v), kind, *named, True)
+    layout, kv_lengths, cu_seqlens, page_table = map(given.get, ("layout", "kv_lengths", "cu_seqlens", "page_table"))
+    tensors = _memory(q), _memory(k), _memory(v)
+    seqs = sequences_of(*tensors, kind, layout or "bhnd", kv_lengths, cu_seqlens, page_table, True)
     table, lengths, (pages, page), xp = seqs.page_table, seqs.lengths, k.shape[:2], arrays.namespace(kind)
     if isinstance(table, np.ndarray) and isinstance(lengths, np.ndarray):
         held = np.arange(table.shape[1]) * page < lengths[:, None]

@@ -42,10 +42,13 @@ class Entry:
         The plan that an earlier call has put there.
     """
 
-    __slots__ = "_anew", "_keys_axis", "_kv_lengths", "_name", "planned"
+    __slots__ = "_anew", "_follows", "_keys_axis", "_kv_lengths", "_name", "_offsets", "planned"
 
-    def __init__(self, name: Any, anew: tuple[Any, ...], keys_axis: int, kv_lengths: Any) -> None:
+    def __init__(
+        self, name: Any, anew: tuple[Any, ...], keys_axis: int, kv_lengths: Any, offsets: tuple[Any, ...], follows: bool
+    ) -> None:
         self._name, self._anew, self._keys_axis, self._kv_lengths = name, anew, keys_axis, kv_lengths
+        self._offsets, self._follows = offsets, follows
         self.planned = get(name)
 
     def plan(
@@ -56,6 +59,8 @@ class Entry:
         anew = names_of(self._anew, operands)
         if anew is None:
             return False
+        if self._offsets:
+            anew += tuple(name for name in operands.sequences() if self._follows or name != "q_offset")
         axis, varies = self._keys_axis, self._keys_axis < 0 or self._kv_lengths is not None
         self.planned = Planned(
             problem, operands, shape, given, backend, return_lse, anew, varies,
@@ -78,12 +83,18 @@ class Entry:
             return planned.with_lengths(q, k, v, out, self._kv_lengths)
         if self._keys_axis < 0:
             return planned.with_keys(q, k, v, out, self._keys_axis)
+        if self._offsets:
+            from ..backends.cuda_common.cu_seqlens import derive
+
+            found = derive(self._offsets[0], len(q), self._offsets[1], len(k))
+            return planned.run(q, k, v, out, *self._anew, *(found if self._follows else found[:-1]))
         return planned.run(q, k, v, out, *self._anew)
 
 
 def entry(
     tensors: tuple[Any, Any, Any], out: Any, others: tuple[Any, Any, Any], block_mask: Any, kv_lengths: Any,
-    layout: str, options: tuple[Any, ...], packed: Any = None, recorded: bool = False,
+    layout: str, options: tuple[Any, ...], cu_seqlens: Any = None, packed: Any = None, q_offset: Any = None,
+    recorded: bool = False,
 ) -> Entry | None:  # fmt: skip
     """The cache's entry for a call; None if its plan cannot be cached.
 
@@ -96,8 +107,9 @@ def entry(
         alibi_slopes, bias and mask: their layouts are part of the key.
     options
         All else that determines the call, but for
-    packed
-        The contents of cu_seqlens, from `frozen`; None without.
+    cu_seqlens, packed, q_offset
+        Of the call; packed is the contents of cu_seqlens, from `frozen`. Offsets that lie on a device are no part of
+        the key.
     recorded
         Whether a backward pass follows: then all lengths are those of the plan.
     """
@@ -105,6 +117,9 @@ def entry(
         return None
     q, k, v = tensors
     alibi_slopes, bias, mask = others
+    offsets = () if cu_seqlens is None or packed is not None else _on_device(q, cu_seqlens)
+    if cu_seqlens is not None and packed is None and not offsets:
+        return None
     anew: tuple[Any, ...] = ()
     axis = 0
     differ = kv_lengths is not None or packed is not None
@@ -116,8 +131,16 @@ def entry(
         axis = 0 if differ else _keys_axis(q.shape, k.shape, v.shape, layout)
     elif differ:
         return None
-    name = key(tensors, others if anew else (), (*options, layout, block_mask, packed, kv_lengths is None), axis)
-    return None if name is None else Entry(name, anew, axis, kv_lengths)
+    given = (*(others if anew else ()), *offsets)
+    name = key(tensors, given, (*options, layout, block_mask, packed, kv_lengths is None), axis)
+    return None if name is None else Entry(name, anew, axis, kv_lengths, offsets, q_offset is None)
+
+
+def _on_device(q: Any, cu_seqlens: Any) -> tuple[Any, ...]:
+    """The offsets of q and of k, where all lie on the device of q, or nothing."""
+    given = cu_seqlens if type(cu_seqlens) is tuple else (cu_seqlens, cu_seqlens)
+    on_device = arrays.kind_of(q) == "cupy" and all(arrays.kind_of(each) == "cupy" for each in given)
+    return given if on_device and len(given) == 2 else ()
 
 
 def frozen(cu_seqlens: Any) -> tuple[Any, Any]:

@@ -25,13 +25,14 @@ class Sequences(NamedTuple):
 
     shape: Shape
     batch: int  # the caller's sequences
-    n_q: Any  # queries of each sequence, int64 (B,), or of all
+    n_q: Any  # queries of each sequence, int64 (B,), or of all; None where offsets are on a device
     most_q: int  # queries of the longest, or a bound where offsets are on a device
     most_k: int  # keys, likewise
     room: int  # keys that a bias or mask has
-    lengths: Any  # keys of each sequence, int64 (B,)
+    lengths: Any  # keys of each sequence, int64 (B,), or (B + 1,) with those of the extra
     cu_seqlens: tuple[Any, Any] | None = None  # see Operands
     page_table: Any = None
+    positions: Any = None  # the default offsets, int64 (B + 1,), where offsets are on a device
 
     @property
     def extra(self) -> int:
@@ -52,8 +53,8 @@ class Sequences(NamedTuple):
         return Tokens(n_q, int(self.lengths.sum()), int(self.n_q @ self.lengths))
 
     def with_extra(self, values: Any) -> Any:
-        """One integer for each of the caller's sequences, and 0 for the extra."""
-        if not self.extra:
+        """One integer for each of the caller's sequences, and 0 for the extra, unless it has its own."""
+        if not self.extra or len(values) > self.batch:
             return values
         found = (np if isinstance(values, np.ndarray) else arrays.namespace("cupy")).empty(self.batch + 1, np.int64)
         found[:-1], found[-1:] = values, 0
@@ -77,6 +78,8 @@ def sequences_of(
             raise ValueError("kv_lengths beside cu_seqlens, which gives the lengths; one of them fits")
         shape = shape_of(q, k, v, "bnhd")
         cu_q, cu_k = _both(cu_seqlens, kind, len(q), len(k))
+        if not (isinstance(cu_q, np.ndarray) and isinstance(cu_k, np.ndarray)):
+            return _on_device(shape, q, len(k), cu_q, cu_k)
         n_q, lengths = cu_q[1:-1] - cu_q[:-2], cu_k[1:-1] - cu_k[:-2]
         most_k = _most(lengths, len(k))
         return Sequences(shape, len(n_q), n_q, _most(n_q, len(q)), most_k, most_k, lengths, (cu_q, cu_k))
@@ -89,14 +92,30 @@ def sequences_of(
         if isinstance(cu_seqlens, tuple):
             raise TypeError("cu_seqlens is a tuple; with page_table one array fits, the offsets of the queries")
         cu_q = _offsets("cu_seqlens", cu_seqlens, kind, len(q), "q")
-        n_q, cu = cu_q[1:-1] - cu_q[:-2], (cu_q, None)
-        batch = len(n_q)
+        cu, on_host = (cu_q, None), isinstance(cu_q, np.ndarray)
+        batch = len(cu_q) - (2 if on_host else 1)
+        n_q = cu_q[1:-1] - cu_q[:-2] if on_host else None
     pages, page = k.shape[:2]
     table = table_of(page_table, kind, batch)
     room = table.shape[1] * page
     lengths = kv_lengths_of(kv_lengths, kind, shape, batch, room)
     check_pages(table, lengths, pages, page)
+    if n_q is None:
+        return _on_device(shape, q, room, cu_q, lengths, table)
     return Sequences(shape, batch, n_q, _most(n_q, len(q)), _most(lengths, room), room, lengths, cu, table)
+
+
+def _on_device(shape: Shape, q: Any, n_k: int, cu_q: Any, keys: Any, table: Any = None) -> Sequences:
+    """The sequences of offsets of which at least one array is on a device. keys: offsets, or lengths with a table."""
+    from ..backends.cuda_common.cu_seqlens import derive
+
+    # Offsets on the host have one more, for what follows the caller's.
+    cu_q, keys = (x[:-1] if isinstance(x, np.ndarray) and table is None else x for x in (cu_q, keys))
+    found = derive(cu_q, len(q), keys, n_k, table is not None)
+    cu = found.q, None if table is not None else found.k
+    return Sequences(
+        shape, len(cu_q) - 1, None, len(q), n_k, n_k, found.lengths, cu, table, found.positions
+    )  # fmt: skip
 
 
 def _most(counts: Any, bound: int) -> int:
@@ -116,24 +135,24 @@ def _both(value: Any, kind: str, tokens_q: int, tokens_k: int) -> tuple[Any, Any
         _offsets(names[0], given_q, kind, tokens_q, "q"),
         _offsets(names[1], given_k, kind, tokens_k, "k"),
     )
-    if len(cu_k) != len(cu_q):
-        raise ValueError(f"cu_seqlens has {len(cu_q) - 1} offsets for q, {len(cu_k) - 1} for k; equally many fit")
-    cu_k[-1:] = cu_k[-2:-1]
+    of_q, of_k = (len(x) - isinstance(x, np.ndarray) for x in (cu_q, cu_k))
+    if of_q != of_k:
+        raise ValueError(f"cu_seqlens has {of_q} offsets for q, {of_k} for k; equally many fit")
+    if isinstance(cu_k, np.ndarray):
+        cu_k[-1:] = cu_k[-2:-1]
     return cu_q, cu_k
 
 
 def _offsets(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
-    """int64, a copy with the number of tokens behind the caller's. On a device they are not read, but clamped."""
+    """int64, a copy with the number of tokens behind the caller's; on a device, where they are not read, those."""
     given, on_device = integers_of(name, value, kind, OFFSETS)
     if given.ndim != 1 or not len(given):
         raise ValueError(f"{name} has shape {given.shape}; {OFFSETS} fits")
-    xp: Any = arrays.namespace(kind) if on_device else np
-    found = xp.empty(len(given) + 1, np.int64)
-    found[:-1] = given
     if on_device:
-        xp.clip(found[:-1], 0, tokens, out=found[:-1])
-        found[:1] = 0
-    elif found[0] != 0 or (np.diff(found[:-1]) < 0).any() or found[-2] > tokens or given[-1] > tokens:
+        return given
+    found = np.empty(len(given) + 1, np.int64)
+    found[:-1] = given
+    if found[0] != 0 or (np.diff(found[:-1]) < 0).any() or found[-2] > tokens or given[-1] > tokens:
         raise ValueError(
             f"{name} is {shown(value)}; {OFFSETS} here {tokens} of {of}, fits, and none is less than the one before"
         )

@@ -546,6 +546,7 @@ def spilled(lines: list[str]) -> int:
             ("arbitrary order", []),
             ("deterministic", [pytest.mark.exhaustive] * (not causal)),
             ("fused preprocess", [pytest.mark.exhaustive] * causal),
+            ("packed", [pytest.mark.exhaustive]),
         )
     ],
 )
@@ -558,13 +559,15 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
     d, dv = map(int, (dims.split("/") * 2)[:2])
     spec = spec_of([], [mods.causal()] if causal else [], d, "bfloat16")
     spec = AttentionSpec("bfloat16", d, dv, 1, None, spec.mask, spec.slots, deterministic=way == "deterministic")
+    if way == "packed":
+        spec = replace(spec, packed=True, kv_lengths=True)
     tile, cluster = sm90_backward.tile_of(spec), sm90_bwd_launch.cluster_size(spec) > 1
     fused = way == "fused preprocess"
     if fused and not sm90_backward.can_fuse_preprocess(spec, tile):
         pytest.skip("there is no room")
     found = sm90_backward_binary(spec, fused)
     assert found.resources["bwd_preprocess"].spills == found.resources["bwd_postprocess"].spills == 0
-    assert found.resources["sm90_backward"].spills <= 320
+    assert found.resources["sm90_backward"].spills <= (400 if way == "packed" else 320)
     text = disassembled(found.path)
     text = text[text.index(".text.sm90_backward:") :]
     lines = text[: text.find(".section", 10)].splitlines()
@@ -577,7 +580,7 @@ def test_sm90_gradients_are_warp_group_products(dims: str, causal: bool, way: st
     assert len(products) == expected
     # Waits are those that are in the text: none was put in between.
     assert sum("WARPGROUP.DEPBAR" in line for line in lines) == waits
-    assert spilled(lines[products[0] : products[-1]]) <= 24
+    assert spilled(lines[products[0] : products[-1]]) <= (40 if way == "packed" else 24)  # where rows are hidden, too
     accumulate = "RED" if cluster else "UBLKRED"
     for instruction in ("UTMALDG", "USETMAXREG", "SYNCS", "STSM", accumulate):
         assert instruction in text

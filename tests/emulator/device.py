@@ -145,8 +145,8 @@ class Block:
             entry.code, entry.operands, entry.hits, registers, self.counters,
             state=np.zeros((warps, 8), np.int64), wgmmas=np.zeros((warps, 96, 8), np.int64),
             local=np.full((warps, 32, max(8, entry.local)), 0xFF, np.uint8), shared=shared, rank=rank,
-            barriers=np.zeros((16, 4), np.int64), cluster=cluster, queue=np.zeros((128, 16), np.int64),
-            buffers=np.zeros((128, 32768), np.uint8), groups=np.zeros((warps, 32), np.int64), flags=self.flags,
+            barriers=np.zeros((16, 4), np.int64), cluster=cluster, queue=np.zeros((512, 16), np.int64),
+            buffers=np.zeros((512, 32768), np.uint8), groups=np.zeros((warps, 32), np.int64), flags=self.flags,
             memory=device.memory.bytes, base=BASE, allowed=device.memory.allowed, halves=HALVES, rng=device.rng,
             info=device.info, left=device.left, right=device.right, scratch=device.scratch,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, verify
 from flashkit.backends.cuda_common import device as devices
 from flashkit.backends.cuda_common.arguments import Arguments
+from flashkit.backends.cuda_common.cu_seqlens import derive
 from flashkit.backends.cuda_common.params import AT
 from flashkit.backends.cuda_common.simt import Simt
 from flashkit.backends.numba_cuda.sm80_decode import Decode
@@ -38,6 +39,58 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """The generation that a test is parametrized with is the only one that the backend may plan with."""
     if generation := request.node.callspec.params.get("generation") if hasattr(request.node, "callspec") else None:
         monkeypatch.setenv(cuda_backend.VARIABLE, generation)
+
+
+# --- packed sequences -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8])
+def test_any_offsets_on_the_device(dtype: Any, device: Device) -> None:
+    """They ascend afterwards, within the tokens, as kernels count on it; more of them than a CTA has threads, too."""
+    import cupy
+
+    rng, info = np.random.default_rng(0), np.iinfo(dtype)
+    low, high = max(info.min, -50), min(info.max, 1000)
+    for batch in (0, 1, 255, 256, 600):
+        given_q, given_k = (rng.integers(low, high, batch + 1).astype(dtype) for _ in range(2))
+        given_q[-1:], lengths = info.max, rng.integers(low, high, batch).astype(dtype)
+
+        def ascending(given: np.ndarray, tokens: int) -> np.ndarray:
+            clamped = np.array([min(max(int(x), 0), tokens) for x in given])
+            clamped[0] = 0
+            return np.maximum.accumulate(clamped)
+
+        q, k = ascending(given_q, 500), ascending(given_k, 700)
+        backwards = cupy.asarray(given_k[::-1].copy())[::-1]
+        found = derive(cupy.asarray(given_q), 500, backwards, 700)
+        for got, right in zip(found, ([*q, 500], [*k, k[-1]], [*np.diff(k), 0], [*np.diff(k) - np.diff(q), 0])):
+            np.testing.assert_array_equal(got.get(), right)
+        found = derive(cupy.asarray(given_q), 500, cupy.asarray(lengths), 60, keys_are_lengths=True)
+        n_k = np.clip(lengths.astype(np.float64), 0, 60)
+        np.testing.assert_array_equal(found.lengths.get(), [*n_k, 0])
+        np.testing.assert_array_equal(found.positions.get(), [*n_k - np.diff(q), 0])
+
+
+@pytest.mark.parametrize("q_offset", [None, 3])
+def test_packed_calls_share_a_plan(q_offset: int | None, launched: list[str], monkeypatch: Any) -> None:
+    """Whatever their offsets are, if these lie on the device: then a call is two launches."""
+    import cupy
+
+    rng, options = np.random.default_rng(0), {"causal": True, "q_offset": q_offset, "return_lse": True}
+    q, k, v = (rng.standard_normal((n, 2, 16)).astype(np.float16) for n in (100, 120, 120))
+    wide, on_device = [x.astype(np.float64) for x in (q, k, v)], [*map(cupy.asarray, (q, k, v))]
+    offsets = [
+        tuple(np.array(x, np.int32) for x in pair)
+        for pair in (([0, 30, 30, 90], [0, 10, 60, 100]), ([0, 1, 70, 80], [0, 0, 90, 119]))
+    ]
+    rights = [flashkit.attention(*wide, cu_seqlens=each, backend="reference", **options) for each in offsets]
+    for begins, right in zip(offsets, rights, strict=True):
+        launched.clear()
+        found = flashkit.attention(*on_device, cu_seqlens=tuple(map(cupy.asarray, begins)), **options)
+        for got, each in zip(found, right, strict=True):
+            np.testing.assert_allclose(got.get().astype(np.float64), each, atol=2.0**-8)
+        monkeypatch.setattr("flashkit.api.prepare", None)  # the next call has a plan
+    assert launched[0] == "derive_cu_seqlens" and len(launched) == 2
 
 
 # --- which kernels ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 import flashkit
 from flashkit import dispatch
-from flashkit.backends.cuda_common import arguments, compiler
+from flashkit.backends.cuda_common import arguments, compiler, sm90_bwd_launch
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common.launch import KernelArguments, Library
 from flashkit.backends.cupy_raw import sm90_backward
@@ -92,16 +92,18 @@ PACKED = {**FEATURES, "sizes": "100x140", "sequences": "packed", "q_offset": "de
 EACH_PACKED = [
     pytest.param(
         backend, generation, id=f"{backend}-{generation}",
-        marks=exhaustive if (backend, generation) == ("numba_cuda", "simt") else [],
+        marks=exhaustive if backend == "numba_cuda" and generation != "sm80" else [],
     )
     for backend in BACKENDS
-    for generation in ("sm80", "simt")
+    for generation in GENERATIONS
 ]
 
 CUPY_PACKED = [
     pytest.param(*each.values, id=each.id, marks=exhaustive if each.values[0] == "numba_cuda" else [])
     for each in EACH_PACKED
 ]
+OLDER_PAGED = [each for each in CUPY_PACKED if each.values[1] != "sm90"]
+"""Pages of any number of keys, and few queries."""
 
 
 @slow
@@ -130,6 +132,7 @@ def test_modifications_of_packed_sequences(
     more: cases.Choice, backend: str, generation: str, launched: list[str]
 ) -> None:
     """Positions, heads and batch entries are those of each sequence."""
+    more = {**more, "storage": "swapped"} if generation == "sm90" and "storage" in more else more  # TMA takes no gaps
     check({**PLAIN, "batch": "3", "sizes": "100x140", "sequences": "packed", **more}, backend)
     assert generations(launched) == {generation}
 
@@ -173,7 +176,6 @@ def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: D
         lengths_q, lengths_k = np.diff(begins_q), np.diff(begins_k)
         operands.cu_seqlens[0][...], operands.cu_seqlens[1][...] = [*begins_q, rows], [*begins_k, begins_k[-1]]
         operands.kv_lengths[:-1], operands.q_offset[:-1] = lengths_k, lengths_k - lengths_q
-        gradients.dk[...] = gradients.dv[...] = 0  # what elementwise kernels would do in a graph
         graph.launch()
         begins = np.array(begins_q), np.array(begins_k)
         right, vjp = flashkit.attention_vjp(*wide, cu_seqlens=begins, backend="reference", **host)
@@ -198,7 +200,159 @@ PAGED = {**PACKED, "sequences": "paged"}
 
 
 @slow
-@pytest.mark.parametrize(("backend", "generation"), CUPY_PACKED)
+@pytest.mark.parametrize("backend", ["cupy_raw", pytest.param("numba_cuda", marks=exhaustive)])
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+def test_keys_that_no_query_sees_beside_a_row_that_is_not_finite(
+    backend: str, generation: str, launched: list[str]
+) -> None:
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, 1, n, 64)).astype(np.float16) for n in (100, 400, 400, 100))
+    q[0, 0, 3] = np.nan
+    _, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), causal=True, q_offset=0, backend=backend)
+    for found in vjp(cupy.asarray(dout))[1:]:
+        assert not found[0, 0, 100:].get().any()
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("what", ["q", "dout", "scores", "sinks"])
+def test_rows_of_the_next_sequence_are_not_finite(
+    what: str, deterministic: bool, generation: str, launched: list[str]
+) -> None:
+    """A tile of queries reaches into the next sequence. Scores of its rows may be finite with its own keys alone; and
+    the log-sum-exp of rows behind the last sequence, of whatever they hold, is the sink.
+    """
+    import cupy
+
+    rng = np.random.default_rng(0)
+    begins_q, begins_k = np.array([0, 70, 170, 180]), np.array([0, 150, 240, 240])
+    q, k, v, dout = (rng.standard_normal((n, 2, 64)).astype(ml_dtypes.bfloat16) for n in (200, 250, 250, 200))
+    sinks = np.array([0.5, 1], np.float32) if what == "sinks" else None
+    first = 180 if sinks is not None else 70
+    if what == "scores":
+        k[150:240], q[70:] = k[150:240].astype(np.float32) * 1e-37, 1e38
+    wide = [x.astype(np.float64) for x in (q, k, v, dout)]
+    k[240:] = v[240:] = np.nan
+    if what != "scores":
+        {"q": q, "dout": dout}.get(what, q)[first:] = np.nan
+    given = {"cu_seqlens": tuple(map(cupy.asarray, (begins_q, begins_k))), "deterministic": deterministic}
+    on_device = None if sinks is None else cupy.asarray(sinks)
+    _, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), sinks=on_device, backend="cupy_raw", **given)
+    found = vjp(cupy.asarray(dout))
+    _, right = flashkit.attention_vjp(
+        *wide[:3], cu_seqlens=(begins_q, begins_k), sinks=None if sinks is None else sinks.astype(float),
+        backend="reference",
+    )  # fmt: skip
+    ends = (180, 240, 240) if sinks is not None else (70, 150, 150)
+    for got, each, end, last in zip(found, right(wide[3]), ends, (180, 240, 240), strict=True):
+        got = got.get().astype(np.float64)
+        np.testing.assert_allclose(got[:end], each[:end], atol=2.0**-6)
+        assert not got[last:].any()
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_of_many_keys(
+    causal: bool, deterministic: bool, generation: str, device: Device, launched: list[str]
+) -> None:
+    """More key tiles than a word of dq_semaphore has bits, and a sequence with few."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    device.sms = 5
+    cu = np.cumsum([0, 70, 80, 3]), np.cumsum([0, 4100, 150, 4000])
+    q, k, v, dout = (rng.standard_normal((n, 1, 64)).astype(np.float16) for n in (153, 8250, 8250, 153))
+    given = {"cu_seqlens": cu, "causal": causal}
+    _, vjp = flashkit.attention_vjp(
+        *map(cupy.asarray, (q, k, v)), **given, deterministic=deterministic, backend="cupy_raw"
+    )
+    _, right = flashkit.attention_vjp(*(x.astype(np.float64) for x in (q, k, v)), **given, backend="reference")
+    for got, each in zip(vjp(cupy.asarray(dout)), right(dout.astype(np.float64)), strict=True):
+        np.testing.assert_allclose(got.get().astype(np.float64), each, atol=2.0**-9)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_key_tiles_that_do_not_exist(
+    causal: bool, generation: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They clear their share of dq_accum, where no more of it is cleared in advance than three CTAs need. Under a mask,
+    where dQ is in order and key tiles of the first heads descend, they are not awaited.
+    """
+    import cupy
+
+    monkeypatch.setattr(sm90_bwd_launch, "_LEAD", 4)
+    rng, cu = np.random.default_rng(0), np.array([0, 260, 265, 268, 269, 270, 272])
+    q, k, v, dout = (rng.standard_normal((272, 6, 64)).astype(ml_dtypes.bfloat16) for _ in range(4))
+    given = {"cu_seqlens": cu, "causal": causal}
+    _, vjp = flashkit.attention_vjp(*map(cupy.asarray, (q, k, v)), **given, backend="cupy_raw")
+    _, right = flashkit.attention_vjp(*(x.astype(float) for x in (q, k, v)), **given, backend="reference")
+    for got, each in zip(vjp(cupy.asarray(dout)), right(dout.astype(float)), strict=True):
+        np.testing.assert_allclose(got.get().astype(float), each, atol=2.0**-5)
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_a_captured_call_follows_its_offsets(generation: str, launched: list[str]) -> None:
+    """A call of attention, whose offsets the caller changes between replays."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((n, 2, 64)).astype(ml_dtypes.bfloat16) for n in (200, 250, 250))
+    given, cu = [*map(cupy.asarray, (q, k, v))], cupy.asarray(np.array([0, 90, 90, 200], np.int32))
+    flashkit.attention(*given, cu_seqlens=cu, backend="cupy_raw")  # compiles
+    launched.clear()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        out = flashkit.attention(*given, cu_seqlens=cu, backend="cupy_raw")
+        graph = stream.end_capture()
+    for begins in ([0, 70, 170, 190], [0, 0, 1, 129]):
+        cu[...] = np.array(begins, np.int32)
+        graph.launch()
+        wide = [x.astype(np.float64) for x in (q, k, v)]
+        right = flashkit.attention(*wide, cu_seqlens=np.array(begins), backend="reference")
+        np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-6)
+    assert launched == ["derive_cu_seqlens", f"{generation}_forward"] * 2
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"page": "16", "sequences": "packed, paged"},
+        {"page": "96", "sizes": "170x430"},
+        pytest.param({"page": "40", "sizes": "170x430", "dims": "128"}, marks=exhaustive),
+        pytest.param({"page": "256", "sequences": "packed, paged", "dims": "192/128"}, marks=exhaustive),
+        pytest.param({"page": "8", "heads": "16:2", "sizes": "20x200", "dims": "256"}, marks=exhaustive),
+    ],
+    ids=lambda more: " ".join(more.values()),
+)
+def test_pages_of_whole_boxes(more: cases.Choice, generation: str, launched: list[str]) -> None:
+    check_forward({**PAGED, "alibi": "no", **more}, "cupy_raw")
+    assert generations(launched) == {generation}
+
+
+@slow
+@pytest.mark.parametrize("generation", ["sm90"])
+def test_pages_of_rows_that_are_no_box(generation: str, launched: list[str]) -> None:
+    """Nor of the rows after which TMA's swizzle repeats."""
+    check_forward({**PAGED, "page": "12", "sizes": "100x140"}, "cupy_raw")
+    assert generations(launched) == {"sm80"}
+
+
+@slow
+@pytest.mark.parametrize(("backend", "generation"), OLDER_PAGED)
 @pytest.mark.parametrize("n_q", [100, 7])
 def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, launched: list[str]) -> None:
     """Many queries; and few, for which tensor cores split the keys."""

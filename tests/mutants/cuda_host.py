@@ -20,7 +20,50 @@ DEVICE = (
 
 COMMON, CUPY, NUMBA = (f"flashkit/backends/{name}" for name in ("cuda_common", "cupy_raw", "numba_cuda"))
 
+OFFSETS = "tests/emulator/test_host.py -k 'offsets_on_the_device or share_a_plan'"
+GRADIENTS = "tests/emulator/test_kernels.py -k 'next_sequence'"
+
 FAULTS = (
+    # offsets of packed sequences on the device
+    Fault(
+        "offsets that descend", f"{COMMON}/cu_seqlens.cu",
+        "if (other > most[t]) most[t] = other;", "", OFFSETS,
+    ),
+    Fault(
+        "offsets descend after a CTA's threads", f"{COMMON}/cu_seqlens.cu",
+        "out[i] = most[t] > before ? most[t] : before;", "out[i] = most[t];", OFFSETS,
+    ),
+    Fault(
+        "the first offset is not 0", f"{COMMON}/cu_seqlens.cu", "i == 0 || i > batch ? 0", "i > batch ? 0", OFFSETS,
+    ),
+    Fault(
+        "offsets beyond 2^63", f"{COMMON}/cu_seqlens.cu", "n >> 63 ? 0x7fffffffffffffff : (long long)n",
+        "(long long)n", OFFSETS,
+    ),
+    Fault(
+        "the extra sequence has keys", f"{COMMON}/cu_seqlens.cu", "cu_k[extra + 1] = end", "cu_k[extra + 1] = p.n_k",
+        OFFSETS,
+    ),
+    Fault(
+        "lengths beyond the room", f"{COMMON}/cu_seqlens.cu", "within(read(p.keys, b), p.n_k)", "read(p.keys, b)",
+        OFFSETS,
+    ),
+    Fault(
+        "gradients behind the last sequence are not cleared", f"{COMMON}/backend.py",
+        "            clear_behind(", "            (lambda *_: None)(", GRADIENTS,
+    ),
+    Fault(
+        "gradients behind the last sequence: dK alone", f"{COMMON}/cu_seqlens.py",
+        "kernel.launch(2 * heads,", "kernel.launch(heads,", GRADIENTS,
+    ),
+    Fault(
+        "a packed plan takes the offsets of q for k", "flashkit/call/plan_cache.py",
+        "len(q), self._offsets[1], len(k))", "len(q), self._offsets[0], len(k))", OFFSETS,
+    ),
+    Fault(
+        "a packed plan takes the default offset", "flashkit/call/plan_cache.py",
+        ' if self._follows or name != "q_offset")', ")", OFFSETS,
+    ),
     # arguments
     Fault(
         "split decoding: strides of partial outputs", f"{COMMON}/arguments.py",

@@ -17,6 +17,8 @@ DEVICE = (
 
 COMMON, CUPY = "flashkit/backends/cuda_common", "flashkit/backends/cupy_raw"
 
+PAGES = "tests/emulator/test_kernels.py -k pages_of"
+
 FAULTS = (
     # shared memory
     Fault(
@@ -58,7 +60,19 @@ FAULTS = (
     Fault("TMA addresses shared heads", f"{COMMON}/tensor_maps.py", "(stride <= 0 or ", "(stride < 0 or "),
     Fault(
         "dK and dV have the sizes of queries", f"{COMMON}/tensor_maps.py",
-        'of_keys = name in ("k", "v", "dk", "dv")', 'of_keys = name in ("k", "v")',
+        'if name not in ("k", "v", "dk", "dv"):', 'if name not in ("k", "v"):',
+    ),
+    Fault(
+        "pages are as many as batch entries", f"{COMMON}/tensor_maps.py",
+        "return arguments.words[AT[\"pages\"]], ", "return arguments.entries, ", PAGES,
+    ),
+    Fault(
+        "boxes are as long as a page", f"{COMMON}/sm90_launch.py",
+        "return (page | block_k) & -(page | block_k)", "return min(page, block_k)", PAGES,
+    ),
+    Fault(
+        "pages of any rows are boxes", f"{COMMON}/sm90_launch.py",
+        "% SWIZZLE_ROWS == 0", "% 1 == 0", PAGES,
     ),
     Fault(
         "a box of packed rows is as long as one of a head", f"{COMMON}/tensor_maps.py",

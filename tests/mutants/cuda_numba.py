@@ -17,6 +17,8 @@ DEVICE = (
 
 ALL, SIMT, SM80, SM90 = (f"flashkit/backends/numba_cuda/kernels/{name}" for name in ("common", "simt", "sm80", "sm90"))
 
+PACKED = "FLASHKIT_TEST_ALL=1 tests/emulator/test_kernels.py -k 'test_packed_sequences and numba_cuda-sm90'"
+
 FAULTS = (
     # common
     Fault("a sink does not raise the maximum", f"{ALL}/epilogue.py", "greatest = greater(top, sink)", "greatest = top"),
@@ -158,8 +160,20 @@ FAULTS = (
     ),
     Fault(
         "sm90: backward: keys past the length are seen", f"{SM90}/bwd_softmax.py",
-        "i32(row + coord.q_position), inside, coord)\n    return x if key < coord.n_k else HIDDEN",
-        "i32(row + coord.q_position), inside, coord)\n    return x",
+        "i32(row + coord.q_position), inside, coord)\n    return x if key < coord.n_k and",
+        "i32(row + coord.q_position), inside, coord)\n    return x if",
+    ),
+    Fault(
+        "sm90: packed: TMA stores dK and dV behind the end", f"{SM90}/bwd_epilogue.py",
+        "left = i32(seq_info(p, I(at[0])).n_k) - key if IS_PACKED else i32(16)", "left = i32(16)", PACKED,
+    ),
+    Fault(
+        "sm90: packed: row statistics lie where the sequence's rows do", f"{SM90}/bwd_preprocess.py",
+        "p.n_q, stats_row(p, b, I(0))", "p.n_q, I(0)", PACKED,
+    ),
+    Fault(
+        "sm90: packed: all sequences have as many query tiles", f"{SM90}/bwd_scheduler_warp.py",
+        "seq_info(p, I(b)).n_q if IS_PACKED else max_n_q(p)", "max_n_q(p)", PACKED,
     ),
     Fault(
         "sm90: backward: masked pairs have gradients", f"{SM90}/bwd_ds.py",

@@ -14,6 +14,9 @@ DEVICE = (
 
 SM90 = "flashkit/backends/cupy_raw/kernels/sm90"
 
+PACKED = "tests/emulator/test_kernels.py -k '(next_sequence or do_not_exist or packed) and sm90 and not numba_cuda'"
+PAGED = "tests/emulator/test_kernels.py -k pages_of"
+
 FAULTS = (
     # forward: softmax
     Fault(
@@ -118,7 +121,7 @@ FAULTS = (
     ),
     Fault(
         "a tile without pairs waits for its turn", f"{SM90}/bwd_producer.cuh",
-        "held_states = PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR;", "held_states = PARTIAL * 5;",
+        "PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR | ", "PARTIAL * 5 | ",
     ),
     Fault(
         "dQ is cleared by the first half of a share", f"{SM90}/dq_clear.cuh",
@@ -127,11 +130,11 @@ FAULTS = (
     # backward: masks, gradients
     Fault(
         "backward: keys past the length are seen", f"{SM90}/bwd_softmax.cuh",
-        "return k < n_k && (!HAS_MASK", "return (!HAS_MASK",
+        "return k < n_k && (!IS_PACKED", "return (!IS_PACKED",
     ),
     Fault(
         "backward: a ragged tile is FULL", f"{SM90}/bwd_scheduler_warp.cuh",
-        "return state == FULL && k1 > n_k ? (int)PARTIAL : state;", "return state;",
+        "return state == FULL && (k1 > n_k || (IS_PACKED && end > n_q)) ? (int)PARTIAL : state;", "return state;",
     ),
     Fault(
         "backward: the second half of keys has the state of the first", f"{SM90}/bwd_scheduler_warp.cuh",
@@ -185,5 +188,83 @@ FAULTS = (
     Fault(
         "packed: queries without keys get no output", f"{SM90}/tile_scheduler.cuh",
         "            store_without_keys(p, at);\n", "",
+    ),
+    Fault(
+        "backward: non-finite rows meet keys that no query sees", f"{SM90}/bwd_producer.cuh",
+        " | (CLEARS_ROWS ? TileDesc::NONFINITE_ROWS : 0)", "",
+        "tests/emulator/test_kernels.py -k no_query_sees",
+    ),
+    Fault(
+        "packed: a non-finite row of the next sequence", f"{SM90}/bwd_layout.cuh",
+        "CLEARS_ROWS = MAY_HIDE || IS_PACKED", "CLEARS_ROWS = MAY_HIDE", PACKED,
+    ),
+    Fault(
+        "packed: rows of the next sequence are taken for finite", f"{SM90}/bwd_preprocess.cuh",
+        "return IS_PACKED ? q_token(p, b, row) < p.n_q : row <", "return row <", PACKED,
+    ),
+    Fault(
+        "packed: a sink's row is taken for finite", f"{SM90}/bwd_preprocess.cuh",
+        "if (HAS_SINKS || !is_finite(given.lse)", "if (!is_finite(given.lse)", PACKED,
+    ),
+    Fault(
+        "packed: row statistics lie where the sequence's rows do", f"{SM90}/bwd_preprocess.cuh",
+        "const long long at = stats_row(p, b, row);", "const long long at = row;", PACKED,
+    ),
+    Fault(
+        "packed: rows of the next sequence are seen", f"{SM90}/bwd_softmax.cuh",
+        "(!IS_PACKED || own <= last) && ", "", PACKED,
+    ),
+    Fault(
+        "packed: a tile that reaches into the next sequence is FULL", f"{SM90}/bwd_scheduler_warp.cuh",
+        "(k1 > n_k || (IS_PACKED && end > n_q))", "k1 > n_k", PACKED,
+    ),
+    Fault(
+        "packed: all sequences have as many query tiles", f"{SM90}/bwd_scheduler_warp.cuh",
+        "IS_PACKED ? ceil_div(seq_info(p, at.b).n_q, BLOCK_Q) : most_tiles_q", "most_tiles_q", PACKED,
+    ),
+    Fault(
+        "packed: work tiles without keys do not count as finished", f"{SM90}/bwd_scheduler_warp.cuh",
+        "if (!DETERMINISTIC) atomicAdd(", "if (false) atomicAdd(", PACKED,
+    ),
+    Fault(
+        "packed: work tiles without keys clear no dQ", f"{SM90}/bwd_scheduler_warp.cuh",
+        "clear_dq_ahead(p, CLUSTER_SIZE * skipped);", "{}", PACKED,
+    ),
+    Fault(
+        "packed: work tiles without keys are not skipped", f"{SM90}/bwd_tile_scheduler.cuh",
+        "if (at.k0 < (int)seq_info(p, at.b).n_k) break;", "break;", PACKED,
+    ),
+    Fault(
+        "packed: key tiles of the longest are awaited", f"{SM90}/dq_semaphore.cuh",
+        "if constexpr (!IS_PACKED) return ceil_div", "return ceil_div", PACKED,
+    ),
+    Fault(
+        "packed: words of key tiles that do not exist are awaited", f"{SM90}/bwd_postprocess.cuh",
+        "            if (IS_PACKED && left <= 0) continue;\n", "", PACKED,
+    ),
+    Fault(
+        "packed: query tiles that do not exist are awaited", f"{SM90}/bwd_postprocess.cuh",
+        "else if (!IS_PACKED || tile * BLOCK_Q < (int)seq_info(p, b).n_q) wait_for_dq", "else wait_for_dq", PACKED,
+    ),
+    Fault(
+        "packed: TMA stores dK and dV behind the end", f"{SM90}/bwd_epilogue.cuh",
+        "IS_PACKED ? (int)seq_info(p, at.b).n_k - key : 16;", "16;", PACKED,
+    ),
+    Fault(
+        "packed: the last keys' dK has eight columns", f"{SM90}/bwd_epilogue.cuh",
+        "const int row = i / 8, vec = 8 * chunk + i % 8;", "const int row = i / 8, vec = 8 * chunk;", PACKED,
+    ),
+    # keys in pages
+    Fault(
+        "pages: the table is read behind its end", f"{SM90}/producer.cuh",
+        "number < last ? number : last", "number", PAGED,
+    ),
+    Fault("pages: boxes begin with their page", f"{SM90}/producer.cuh", "(int)(key - number * page), ", "0, ", PAGED),
+    Fault(
+        "pages: a lane falls behind", f"{SM90}/producer.cuh", "        __syncwarp();  // a lane that fell", "//", PAGED
+    ),
+    Fault(
+        "pages: a box for each lane", f"{SM90}/producer.cuh",
+        "row < BLOCK_K; row += 32 * rows)", "row < BLOCK_K / 2; row += 32 * rows)", PAGED,
     ),
 )  # fmt: skip

@@ -58,14 +58,14 @@ class Arguments(KernelArguments):
         if isinstance(offset, np.ndarray) and (len(offset) == 1 or (offset == offset[0]).all()):
             words[AT["q_offset"]] = int(offset[0])
         else:
-            operands.q_offset = _on_device(offset, np.int64)
+            operands.q_offset = on_device(offset, np.int64)
             words[AT["q_offsets"]] = self.address(operands.q_offset)
         if spec.kv_lengths:
-            operands.kv_lengths = _on_device(operands.kv_lengths, np.int64)
+            operands.kv_lengths = on_device(operands.kv_lengths, np.int64)
             words[AT["kv_lengths"]] = self.address(operands.kv_lengths)
         if spec.packed:
             given = (each for each in operands.cu_seqlens or () if each is not None)  # pages have no offsets of keys
-            operands.cu_seqlens = tuple(_on_device(offsets, np.int64) for offsets in given)
+            operands.cu_seqlens = tuple(on_device(offsets, np.int64) for offsets in given)
             for at, offsets in enumerate(operands.cu_seqlens, AT["cu_seqlens_q"]):
                 words[at] = self.address(offsets)
         if spec.sinks:
@@ -75,7 +75,7 @@ class Arguments(KernelArguments):
                 operands.seed, dropout.threshold(operands.dropout_p), bits(1 / (1 - operands.dropout_p))
             )  # fmt: skip
         if spec.slots:
-            operands.arrays = {name: _on_device(array) for name, array in operands.arrays.items()}
+            operands.arrays = {name: on_device(array) for name, array in operands.arrays.items()}
             words[VALUES:] = self._values(operands)
         self._known: dict[Any, Any] = {}
         super().__init__(words)
@@ -161,7 +161,7 @@ class Arguments(KernelArguments):
         """The table of pages, and where they lie."""
         if self.n_k >= 1 << 31:
             raise ValueError(f"page_table has room for {self.n_k} keys of a sequence; on a GPU less than 2^31 fit")
-        operands.page_table = table = _on_device(operands.page_table, np.int64)
+        operands.page_table = table = on_device(operands.page_table, np.int64)
         at = self.address(table), table.shape[1], operands.k.shape[0], operands.k.shape[2]
         words[AT["page_table"] : AT["page"] + 1] = at
         for name, array in ("k", operands.k), ("v", operands.v):
@@ -173,7 +173,11 @@ class Arguments(KernelArguments):
         return int(array.data.ptr)
 
     def release(self, name: str, operands: Operands) -> int:
-        """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced."""
+        """Stop keeping this array of a modification alive. The result is the index of its address, to be replaced. For
+        an array of `Operands.sequences` it is the index alone.
+        """
+        if name in operands.sequences():
+            return AT["q_offsets" if name == "q_offset" else name]
         self.alive = [each for each in self.alive if each is not operands.arrays[name]]
         return self._address_words[name]
 
@@ -222,7 +226,7 @@ def _tensor(array: Any) -> tuple[int, int, int, int]:
     return array.data.ptr, batch // itemsize, head // itemsize, token // itemsize
 
 
-def _on_device(array: Any, dtype: Any = None) -> Any:
+def on_device(array: Any, dtype: Any = None) -> Any:
     """The array itself if it is on the device, else a copy there."""
     if not isinstance(array, np.ndarray):
         return array

@@ -20,6 +20,7 @@ from ...spec import Direction, Gradients, Operands, Problem, Verdict
 from ..base import Bound
 from . import compiler, device, launch, modification, verify
 from .arguments import Arguments
+from .cu_seqlens import clear_behind
 from .device import Device
 from .generation import Generation, Pass
 from .params import AT
@@ -147,9 +148,9 @@ class CudaBackend:
         run = plan.on(_device_of(operands), "backward").run
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
-        if plan.problem.spec.packed:  # keys behind the last sequence
-            gradients.dk.fill(0), gradients.dv.fill(0)
         stream = launch.stream()
+        if operands.cu_seqlens is not None:
+            clear_behind(operands.cu_seqlens[1], gradients.dk, gradients.dv, stream)
         run(arguments, stream)
         _keep(stream, plan, operands)
         launch.keep(stream, gradients.dlse)
@@ -159,7 +160,8 @@ class CudaBackend:
 
         on, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(on, "forward").run, Arguments(plan.problem.spec, operands)
-        arrays_at = [(template.release(name, operands), _layout(operands.arrays[name])) for name in anew]
+        own = operands.arrays | operands.sequences()
+        arrays_at = [(template.release(name, operands), _layout(own[name])) for name in anew]
         templates = template, template.copy()  # with and without an LSE
         templates[1].discard_lse(on.ordinal)
         pools: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)

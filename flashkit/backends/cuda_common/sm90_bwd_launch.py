@@ -257,23 +257,24 @@ class Backward:
         names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
         if not (arguments.n_k and arguments.positive_scale and addressable(arguments, names)):
             return self._fallback.run(arguments, stream)
-        heads, kv_heads = arguments.batch * arguments.heads, arguments.batch * arguments.heads_kv
-        tiles_q, tiles_k = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
+        heads, kv_heads = arguments.entries * arguments.heads, arguments.entries * arguments.heads_kv
+        tiles_q, tiles_k = arguments.q_tiles(tile.block_q), arguments.k_tiles(tile.block_k)
         query_tiles, work_tiles = tiles_q * heads, tiles_k * kv_heads
         if not heads:
             return None
         check_grid(query_tiles, work_tiles)
 
-        per_head = arguments.batch, arguments.heads
+        per_head = arguments.entries, arguments.heads
         row_stats = scratch((2, *per_head, tiles_q * tile.block_q), "float32")
         dq_accum = scratch((*per_head, tiles_q, tile.dq_accum_bytes(spec) // 4), "float32")
         semaphore_words = 1 + cluster * -(-tiles_k // _KEY_TILES_PER_WORD)
         n_counters = 1 + 2 * kv_heads  # PreprocessCounters of kernels/sm90/dq_clear.cuh
         counters = scratch((n_counters + query_tiles * semaphore_words,), "int32")
         arguments.tensors(bwd_lse=row_stats[0], delta=row_stats[1], dq_accum=dq_accum)
+        of_head = tiles_q * semaphore_words
         arguments.words[AT["dq_semaphore"] : AT["dq_semaphore"] + 4] = [
-            counters.data.ptr + 4 * n_counters, arguments.heads * tiles_q * semaphore_words,
-            tiles_q * semaphore_words, semaphore_words,
+            counters.data.ptr + 4 * n_counters, 0 if spec.packed else arguments.heads * of_head, of_head,
+            semaphore_words,
         ]  # fmt: skip
 
         in_flight, per_kv_head = self.kv_heads_in_flight(arguments), tiles_q * spec.group
@@ -283,8 +284,8 @@ class Backward:
         ):
             preprocessed = query_tiles
         arguments.set(
-            heads_per_l2_group=in_flight, preprocessed_tiles=preprocessed, preprocess_counters=counters.data.ptr,
-            tile_counter=self._tickets.next(stream),
+            row_block=tile.block_q, heads_per_l2_group=in_flight, preprocessed_tiles=preprocessed,
+            preprocess_counters=counters.data.ptr, tile_counter=self._tickets.next(stream),
         )  # fmt: skip
         self._preprocess.launch(preprocessed if self._fused_preprocess else query_tiles, 256, arguments, stream)
 
@@ -314,9 +315,9 @@ class Backward:
         cache. Where additions are in order and a mask makes each CTA begin at its diagonal: as many heads as give each
         CTA one work tile, or three where these have fewer steps.
         """
-        spec, tile, kv_heads = self.spec, self.tile, arguments.batch * arguments.heads_kv
+        spec, tile, kv_heads = self.spec, self.tile, arguments.entries * arguments.heads_kv
         if spec.deterministic:
-            tiles_q, tiles_k = -(-arguments.n_q // tile.block_q), -(-arguments.n_k // tile.block_k)
+            tiles_q, tiles_k = arguments.q_tiles(tile.block_q), arguments.k_tiles(tile.block_k)
             work_tiles = (1 if tiles_q > tiles_k else 3) * self.device.sms // cluster_size(spec)
             most = min(work_tiles // tiles_k, _L2_BYTES_DETERMINISTIC // bytes_of_queries(arguments))
             return heads_per_l2_group(kv_heads, most)

@@ -23,6 +23,8 @@ NUM_LISTS, LIST_CAPACITY, LIST_HEADER = 2, 224, 28
 """Lists of K/V tiles in shared memory, their entries, and the bytes before these: WorkTileList of
 kernels/sm90/tile_scheduler.cuh, kernels/sm90/tile_lists.py.
 """
+SWIZZLE_ROWS = 8
+"""Rows after which the 128-byte swizzle repeats: a box of a multiple of them is swizzled as its tile is."""
 FEW_ROWS = 64
 MANY_KEYS = 1024
 SHORT = 1536
@@ -164,6 +166,11 @@ def packed(problem: Problem) -> int:
     return group if problem.n_q <= 256 and 64 % group == 0 and not problem.spec.packed else 1
 
 
+def keys_of_a_box(page: int, block_k: int) -> int:
+    """Keys of a TMA box where K and V lie in pages: the largest power of two that divides a page and a tile."""
+    return (page | block_k) & -(page | block_k)
+
+
 def work_enough(problem: Problem, device: Device, block_q: int) -> Verdict:
     """Whether there are enough rows to fill tiles, and enough work tiles to fill the device."""
     rows = problem.n_q * problem.spec.group
@@ -202,11 +209,15 @@ class Forward:
     def takes(self, arguments: Arguments) -> bool:
         """Whether the kernel supports arrays of these shapes and strides."""
         # A scale that is not positive would change the sign of a masked pair's -inf.
-        return bool(arguments.n_k) and arguments.positive_scale and strides_fit(arguments, self._addressed)
+        rows = not arguments.spec.paged or arguments.words[AT["page"]] % SWIZZLE_ROWS == 0
+        return bool(arguments.n_k) and arguments.positive_scale and rows and strides_fit(arguments, self._addressed)
 
-    def boxes(self, spec: AttentionSpec) -> list[tuple[str, int, int, int]]:
+    def boxes(self, arguments: Arguments) -> list[tuple[str, int, int, int]]:
         """For each tensor: its name, its columns, and the heads and rows of a TMA box."""
-        keys, dim, dim_v = self.tile.block_k, spec.head_dim, spec.head_dim_v
+        spec, keys = arguments.spec, self.tile.block_k
+        dim, dim_v = spec.head_dim, spec.head_dim_v
+        if spec.paged:
+            keys = keys_of_a_box(arguments.words[AT["page"]], keys)
         return [("q", dim, self.pack, 64), ("k", dim, 1, keys), ("v", dim_v, 1, keys), ("out", dim_v, self.pack, 64)]
 
     def maps(self, arguments: Arguments, shaped: Shaped, stream: int) -> tuple[list[TensorMap], Any]:
@@ -221,7 +232,7 @@ class Forward:
         heads = arguments.entries * arguments.heads // self.pack
         work_tiles = arguments.q_tiles(self.tile.block_q, self.pack) * heads
         check_grid(work_tiles)
-        maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(spec) if box[0] in self._addressed]
+        maps = [(AT[box[0]], maps_of(arguments, *box)) for box in self.boxes(arguments) if box[0] in self._addressed]
         l2_bytes = _L2_BYTES_ARRAY_MASK if modification.looks_at_ranges(spec) else _L2_BYTES
         group = heads_per_l2_group(heads, l2_bytes // bytes_of_keys(arguments))
         return Shaped(min(work_tiles, self.device.sms), group, tuple(maps))

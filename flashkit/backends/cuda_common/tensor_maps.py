@@ -23,14 +23,21 @@ def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
     return aligned(arguments, addresses(names)) and strides_fit(arguments, names)
 
 
+def _extents(arguments: Arguments, name: str) -> tuple[int, int, int]:
+    """Batch entries, heads and tokens of a tensor; of keys in pages, the pages and the keys of one."""
+    if name not in ("k", "v", "dk", "dv"):
+        return arguments.entries, arguments.heads, arguments.n_q
+    if arguments.spec.paged:
+        return arguments.words[AT["pages"]], arguments.heads_kv, arguments.words[AT["page"]]
+    return arguments.entries, arguments.heads_kv, arguments.n_k
+
+
 def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
     """Whether TMA can address tensors with these strides; addresses are not checked."""
     words, itemsize = arguments.words, ITEMSIZE[arguments.spec.dtype]
     for name in names:
         at = AT[name]
-        heads = arguments.heads_kv if name in ("k", "v", "dk", "dv") else arguments.heads
-        tokens = arguments.n_k if name in ("k", "v", "dk", "dv") else arguments.n_q
-        for stride, size in zip(words[at + 1 : at + 4], (arguments.entries, heads, tokens)):
+        for stride, size in zip(words[at + 1 : at + 4], _extents(arguments, name)):
             if size > 1 and (stride <= 0 or stride * itemsize % _ALIGNMENT or stride * itemsize >= 2**40):
                 return False
     return True
@@ -63,11 +70,9 @@ class Maps(dict[int, TensorMap]):
 
 def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Maps:
     """The tensor maps of all tensors with the layout of this one; arguments as of `tensor_map`."""
-    of_keys = name in ("k", "v", "dk", "dv")
-    at, words = AT[name], arguments.words
-    heads, tokens = (arguments.heads_kv, arguments.n_k) if of_keys else (arguments.heads, arguments.n_q)
-    strides = words[at + 1 : at + 4]
-    return Maps(arguments.spec.dtype, *strides, dim, pack, heads, tokens, arguments.entries, rows)
+    at = AT[name]
+    entries, heads, tokens = _extents(arguments, name)
+    return Maps(arguments.spec.dtype, *arguments.words[at + 1 : at + 4], dim, pack, heads, tokens, entries, rows)
 
 
 @lru_cache(maxsize=4096)

@@ -15,11 +15,11 @@ from .arguments import Arguments
 from .device import Device
 from .generation import Pass
 
-ROWS, KEYS = 150, 210
+ROWS, KEYS = 150, 200
 """Sizes of the sample problem: more than one tile of any kernel in both directions, and no multiple of a tile."""
 
-PAGE = 30
-"""Keys of a page of the sample problem: a part of KEYS, and no multiple of a tile."""
+PAGE = 40
+"""Keys of a page of the sample problem: a part of KEYS, and no multiple of a tile. Eight divide it, as TMA needs."""
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1, "tf32": 4e-3}
 """Largest error, relative to the largest result: a right kernel is far below, a wrong one far above."""

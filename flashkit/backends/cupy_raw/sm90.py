@@ -151,12 +151,10 @@ class Sm90(Generation):
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
-        if direction == "backward" or spec.dtype == "float32":
-            kind = "backward" if direction == "backward" else "float32"
-            if not (verdict := supports_packed(spec, kind)):
-                return verdict
-        if not (verdict := supports_paged(spec, self.name)):
-            return verdict
+        if spec.dtype == "float32":
+            for supports in (supports_packed, supports_paged):
+                if not (verdict := supports(spec, "float32")):
+                    return verdict
         if device.capability[0] != 9:
             return Verdict(False, f"the device is sm_{device.capability[0]}{device.capability[1]}, not sm_90")
         if spec.dtype == "float64":

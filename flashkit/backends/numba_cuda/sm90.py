@@ -116,7 +116,8 @@ class Sm90(Generation):
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
-        if direction == "backward" and not (able := supports_packed(spec, "Hopper backward")):
+        # A cluster's CTAs would have to skip key tiles that packed sequences lack together, and clear dQ for them.
+        if direction == "backward" and cluster_size(spec) > 1 and not (able := supports_packed(spec, "wide backward")):
             return able
         if not (able := supports_paged(spec, self.name)):
             return able

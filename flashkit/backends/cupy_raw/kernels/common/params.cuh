@@ -126,12 +126,16 @@ template <typename T>
 DEVICE T* q_row(const Params& p, const Tensor& tensor, long long b, long long h, long long n) {
     return row_at<T>(tensor, b, h, q_token(p, b, n));
 }
+// The page of keys at * page ... of sequence b. One that does not exist is the first or the last one.
+DEVICE long long page_of(const Params& p, long long b, unsigned at) {
+    const long long page = p.page_table[b * p.table_width + at];
+    return page < 0 ? 0 : page < p.pages ? page : p.pages - 1;
+}
 template <typename T>
 DEVICE T* kv_row(const Params& p, const Tensor& tensor, long long b, long long h, long long n) {
-    if constexpr (IS_PAGED) {  // there are less than 2^31 keys; a page that does not exist is the first or the last one
+    if constexpr (IS_PAGED) {  // there are less than 2^31 keys
         const unsigned at = (unsigned)n / (unsigned)p.page;
-        const long long page = p.page_table[b * p.table_width + at];
-        return row_at<T>(tensor, page < 0 ? 0 : page < p.pages ? page : p.pages - 1, h, (unsigned)n - at * p.page);
+        return row_at<T>(tensor, page_of(p, b, at), h, (unsigned)n - at * p.page);
     }
     return row_at<T>(tensor, b, h, kv_token(p, b, n));
 }

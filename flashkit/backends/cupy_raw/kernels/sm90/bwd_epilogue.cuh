@@ -2,13 +2,29 @@
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
-// box: from the warp's first key on. The pieces go through BUFFERS places in shared memory from
-// `buffer` on, STRIDE bytes apart; BEFORE pieces went there before these. The first one waits until all earlier bulk
-// stores of the warp have left.
+// The keys of a piece that exist, by a warp: TMA would also store those behind the end of a packed sequence, which are
+// the next one's.
+template <int DIM>
+DEVICE void store_keys(const Params& p, const Tensor& tensor, const WorkTile& at, int key, int count, int chunk,
+                       unsigned source, int lane) {
+#pragma unroll 1
+    for (int i = lane; i < count * 8; i += 32) {
+        const int row = i / 8, vec = 8 * chunk + i % 8;
+        if (vec < DIM / 8)
+            reinterpret_cast<uint4*>(kv_row<storage>(p, tensor, at.b, at.head, key + row))[vec] =
+                load_vec(source + swizzled(row, i % 8));
+    }
+}
+
+// key: the warp's first. The pieces go through BUFFERS places in shared memory from `buffer` on, STRIDE bytes apart;
+// BEFORE pieces went there before these. The first one waits until all earlier bulk stores of the warp have left. Each
+// commits a group of bulk stores, if of none.
 constexpr int BYTES_PIECE = 16 * CHUNK_ROW;
 template <int DIM, int BEFORE, int BUFFERS, int STRIDE>
-DEVICE void store_dkv(const TensorMap& map, const Box& box, int lane, unsigned buffer,
-                      const float (&x)[padded(DIM) / 2], float factor) {
+DEVICE void store_dkv(const Params& p, const Tensor& tensor, const TensorMap& map, const WorkTile& at, int key,
+                      int lane, unsigned buffer, const float (&x)[padded(DIM) / 2], float factor) {
+    const Box box = kv_box(p, at.b, at.head, key);
+    const int left = IS_PACKED ? (int)seq_info(p, at.b).n_k - key : 16;  // keys
 #pragma unroll
     for (int chunk = 0; chunk < chunks(DIM); ++chunk) {
         const unsigned target = buffer + (BEFORE + chunk) % BUFFERS * STRIDE;
@@ -24,6 +40,10 @@ DEVICE void store_dkv(const TensorMap& map, const Box& box, int lane, unsigned b
         }
         fence_proxy_async();
         __syncwarp();
-        if (elect_one()) tma_store<1>(map, at_column(box, 64 * chunk), target), bulk_commit();
+        if (left < 16) store_keys<DIM>(p, tensor, at, key, left, chunk, target, lane);
+        if (elect_one()) {
+            if (left >= 16) tma_store<1>(map, at_column(box, 64 * chunk), target);
+            bulk_commit();
+        }
     }
 }

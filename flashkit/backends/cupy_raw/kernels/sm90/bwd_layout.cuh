@@ -73,7 +73,10 @@ static_assert(AT_PEER_K - AT_K == KEY_BUFFERS * BYTES_K && AT_V - AT_PEER_K == B
 // P and dS of a masked pair are 0, but 0 times NaN is NaN. So rows of Q, dO and K that are not finite are cleared in
 // shared memory before they are multiplied. The log-sum-exp of such a row is NaN and such a key has a bit in
 // AT_NONFINITE_KEYS, from which the gradients of visible pairs become NaN (softmax_p_general).
+//
+// Behind the last rows of a packed sequence are those of the next one, which every tile hides.
 constexpr bool MAY_HIDE = HAS_MASK || HAS_SCORE || HAS_DROPOUT, CLEARS_KEYS = MAY_HIDE || HAS_LENGTHS;
+constexpr bool CLEARS_ROWS = MAY_HIDE || IS_PACKED;
 constexpr int NONFINITE_WORDS = CTA_KEYS / 32;
 
 // DETERMINISTIC under a mask: keys descend and queries ascend, so a CTA starts at its diagonal, where it is the first

@@ -215,9 +215,9 @@ DEVICE void consumer(const Params& p, const TensorMap& dk_map, const TensorMap& 
         pipe_k.consumer_release(number, lane);
         if (DETERMINISTIC) mbarrier_wait(dq_granted(base, n - 1), (n - 1) / 2 & 1);  // dQ has left shared memory
         constexpr int BUFFERS = BYTES_DQ_WARP / BYTES_PIECE;
-        const Box box = kv_box(p, at.b, at.head, at.k0 + 16 * warp);
-        store_dkv<HEAD_DIM_V, 0, BUFFERS, BYTES_PIECE>(dv_map, box, lane, dq_of_warp, dv_acc, 1.0f);
-        store_dkv<HEAD_DIM, CHUNKS_V, BUFFERS, BYTES_PIECE>(dk_map, box, lane, dq_of_warp, dk_acc,
+        const int key = at.k0 + 16 * warp;
+        store_dkv<HEAD_DIM_V, 0, BUFFERS, BYTES_PIECE>(p, p.dv, dv_map, at, key, lane, dq_of_warp, dv_acc, 1.0f);
+        store_dkv<HEAD_DIM, CHUNKS_V, BUFFERS, BYTES_PIECE>(p, p.dk, dk_map, at, key, lane, dq_of_warp, dk_acc,
                                                             (float)p.softmax_scale);
     }
     if (DETERMINISTIC && warp == 0 && lane == 0) end_dq_requests(base, n);

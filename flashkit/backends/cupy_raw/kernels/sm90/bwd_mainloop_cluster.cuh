@@ -117,8 +117,7 @@ DEVICE void ds_consumer(const Params& p, const TensorMap& dv_map, unsigned base,
         pipe_k.consumer_release(number, lane);
         named_barrier_sync(DS_CONSUMER_BARRIER, 128);  // no warp reads V any more: dV leaves through its place
         constexpr int STRIDE = CTA_KEYS * CHUNK_ROW;
-        const Box box = kv_box(p, at.b, at.head, at.k0 + CTA_KEYS * rank + 16 * warp);
-        store_dkv<HEAD_DIM_V, 0, CHUNKS_V, STRIDE>(dv_map, box, lane,
+        store_dkv<HEAD_DIM_V, 0, CHUNKS_V, STRIDE>(p, p.dv, dv_map, at, at.k0 + CTA_KEYS * rank + 16 * warp, lane,
                                                    v_tile + warp * BYTES_PIECE, dv_acc, 1.0f);
         bulk_wait_read();
         __syncwarp();
@@ -231,8 +230,7 @@ DEVICE void dk_dq_consumer(const Params& p, const TensorMap& dk_map, unsigned ba
         // no warp reads the peer's keys any more: dK leaves through their place
         named_barrier_sync(DK_DQ_CONSUMER_BARRIER, 128);
         constexpr int STRIDE = CTA_KEYS * CHUNK_ROW;
-        const Box box = kv_box(p, at.b, at.head, at.k0 + CTA_KEYS * rank + 16 * warp);
-        store_dkv<HEAD_DIM, 0, DQ_CHUNKS, STRIDE>(dk_map, box, lane,
+        store_dkv<HEAD_DIM, 0, DQ_CHUNKS, STRIDE>(p, p.dk, dk_map, at, at.k0 + CTA_KEYS * rank + 16 * warp, lane,
                                                   peer_k_tile + warp * BYTES_PIECE, dk_acc, (float)p.softmax_scale);
         bulk_wait_read();
         __syncwarp();

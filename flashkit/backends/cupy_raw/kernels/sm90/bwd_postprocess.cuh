@@ -8,13 +8,14 @@
 // Until a query tile's dQ is complete: DETERMINISTIC, until all key tiles have added to it; else until all work tiles
 // of its head are finished. All CTAs of the backward kernel are resident by then.
 DEVICE void wait_for_dq(const Params& p, int b, int h, int tile) {
-    const int tiles = ceil_div(max_n_k(p), BLOCK_K);
+    const int tiles = DETERMINISTIC ? ceil_div(stored_n_k(p, b), BLOCK_K) : tiles_of_keys(p);
     auto backoff = [] { asm volatile("nanosleep.u32 500;"); };
     if constexpr (DETERMINISTIC) {
         const int words = DqSemaphore::words_per_cta(p);
         const int* added = &dq_semaphore(p, b, h, tile).added_by_all(0);
         for (int i = threadIdx.x; i < CLUSTER_SIZE * words; i += blockDim.x) {
             const int left = tiles - i % words * DqSemaphore::TILES_PER_WORD;
+            if (IS_PACKED && left <= 0) continue;
             const unsigned needed = left < DqSemaphore::TILES_PER_WORD ? (1u << left) - 1 : ~DqSemaphore::STORED;
             while ((load_acquire(added + i) & needed) != needed) backoff();
         }
@@ -34,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(256) bwd_postprocess(KERNEL_PARAMS)
     const int lane = threadIdx.x % 32;
     const float scale = (float)p.softmax_scale;
     if (blockIdx.x + 1 == gridDim.x) griddepcontrol_wait();
-    else wait_for_dq(p, b, h, tile);
+    else if (!IS_PACKED || tile * BLOCK_Q < (int)seq_info(p, b).n_q) wait_for_dq(p, b, h, tile);
     const bool stored = !DETERMINISTIC || (__ldcg(&dq_semaphore(p, b, h, tile).flags()) & DqSemaphore::IS_STORED);
 #pragma unroll
     for (int first = 0; first < DQ_PARTS; first += 2) {

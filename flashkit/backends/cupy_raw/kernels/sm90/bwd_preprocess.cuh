@@ -16,23 +16,34 @@ DEVICE float dot(const uint4& x, const uint4& y) {
     return total;
 }
 
+// Whether there is a row, if only of the sequence that follows a packed one.
+DEVICE bool row_exists(const Params& p, int b, int row) {
+    return IS_PACKED ? q_token(p, b, row) < p.n_q : row < (int)seq_info(p, b).n_q;
+}
+
 struct RowStats { float lse, dlse; };
 DEVICE RowStats load_given_stats(const Params& p, int b, int h, int row) {
-    const bool exists = row < (int)seq_info(p, b).n_q;
+    const bool exists = row_exists(p, b, row);
     return {exists ? *q_row<const float>(p, p.lse, b, h, row) : 0.0f,
             exists && p.dlse.data != nullptr ? *q_row<const float>(p, p.dlse, b, h, row) : 0.0f};
 }
 // Stores delta and bwd_lse of a row whose rowsum(dO * O) is `total`; returns whether the row is non-finite. bwd_lse is
-// +inf for a row without visible keys, whose P so becomes 0; NaN for a non-finite row; and great for rows past the end.
+// +inf for a row without visible keys, whose P so becomes 0; NaN for a non-finite row; and great for rows past the end,
+// or +inf if they are the next sequence's and may be non-finite. A finite log-sum-exp says nothing of Q where it may be
+// a sink's alone.
 DEVICE bool store_row_stats(const Params& p, int b, int h, int row, const RowStats& given, float total) {
     float lse_log2 = 1e30f;
     if (row < (int)seq_info(p, b).n_q) {
         const bool empty = given.lse == HIDDEN;
         total = empty ? 0 : total - given.dlse;
         lse_log2 = empty ? INFINITE : is_finite(given.lse) && is_finite(total) ? given.lse * LOG2E : fk_special(0);
+    } else if (IS_PACKED && row_exists(p, b, row)) {
+        if (HAS_SINKS || !is_finite(given.lse) || !is_finite(total)) lse_log2 = INFINITE;
+        total = 0;
     }
-    *row_at<float>(p.delta, b, h, row) = total;
-    *row_at<float>(p.bwd_lse, b, h, row) = lse_log2;
+    const long long at = stats_row(p, b, row);
+    *row_at<float>(p.delta, b, h, at) = total;
+    *row_at<float>(p.bwd_lse, b, h, at) = lse_log2;
     return !is_finite(lse_log2);
 }
 
@@ -60,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256) bwd_preprocess(KERNEL_PARAMS) 
     for (int from = 0; from < BLOCK_Q; from += ROWS_AT_ONCE) {
         const int row = at.tile * BLOCK_Q + from + threadIdx.x / LANES_PER_ROW;
         float total = 0;
-        if (row < (int)seq_info(p, at.b).n_q) {
+        if (row_exists(p, at.b, row)) {
             const uint4* out = reinterpret_cast<const uint4*>(q_row<const storage>(p, p.out, at.b, at.h, row));
             const uint4* dout = reinterpret_cast<const uint4*>(q_row<const storage>(p, p.dout, at.b, at.h, row));
 #pragma unroll

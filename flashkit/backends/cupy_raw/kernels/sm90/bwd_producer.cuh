@@ -15,7 +15,7 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
         const unsigned stage = n % STAGES, dout_stage = n % DOUT_STAGES;
         const unsigned q_full = pipe_q.full + 8 * stage, dout_full = pipe_dout.full + 8 * dout_stage;
         // Rows that are not finite are cleared between loading and committing the stages.
-        const bool nonfinite = MAY_HIDE && (states & TileDesc::NONFINITE_ROWS);
+        const bool nonfinite = CLEARS_ROWS && (states & TileDesc::NONFINITE_ROWS);
         const unsigned q_loaded = nonfinite ? base + AT_ROWS_LOADED : q_full;
         const unsigned dout_loaded = nonfinite ? base + AT_ROWS_LOADED : dout_full;
         const unsigned q = base + AT_Q + stage * BYTES_Q, dout = base + AT_DOUT + dout_stage * BYTES_DOUT;
@@ -64,10 +64,11 @@ DEVICE void producer(const Params& p, const KvSource& kv, const TensorMap& q_map
             held_head = h, held_index = first_index + held;
         }
         if (list.ends) {
-            // Consumers expect a query tile in each work tile: where there is none, one whose pairs are all masked.
+            // Consumers expect a query tile in each work tile: where there is none, one whose pairs are all masked. Its
+            // rows may be non-finite.
             if (held_states == 0) {
                 held = 0, held_head = h, held_index = first_index;
-                held_states = PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR;
+                held_states = PARTIAL * 5 | TileDesc::NO_VISIBLE_PAIR | (CLEARS_ROWS ? TileDesc::NONFINITE_ROWS : 0);
             }
             load_q_and_dout(b, held_head, k0, held_index, held, held_states, true);
             held_states = 0, first = true, ++number;

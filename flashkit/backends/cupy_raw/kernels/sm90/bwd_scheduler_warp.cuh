@@ -5,7 +5,7 @@
 #include "sm90/dq_clear.cuh"
 
 // Flags and states for a TileDesc of query tiles `tile` ... `tile` + many - 1; 0 if all are EMPTY. A tile that reaches
-// past the last key is PARTIAL.
+// past the last key is PARTIAL, and one that reaches past the last row of a packed sequence.
 DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k, int tile, int many) {
     const long long offset = seq_info(p, at.b).q_position;
     const int row0 = tile * BLOCK_Q, end = row0 + many * BLOCK_Q;
@@ -13,7 +13,7 @@ DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k,
     auto state_of_keys = [&](int k0, int k1) {
         if (k0 >= n_k) return (int)EMPTY;
         const int state = tile_state(p, at.b, h, offset, row0, row1, k0, k1 < n_k ? k1 : n_k);
-        return state == FULL && k1 > n_k ? (int)PARTIAL : state;
+        return state == FULL && (k1 > n_k || (IS_PACKED && end > n_q)) ? (int)PARTIAL : state;
     };
     const int all = state_of_keys(at.k0, at.k0 + BLOCK_K);
     unsigned states = 0;
@@ -24,7 +24,7 @@ DEVICE unsigned tile_states(const Params& p, const WorkTile& at, int h, int n_k,
             state = state_of_keys(at.k0 + WARPGROUP_KEYS * g, at.k0 + WARPGROUP_KEYS * (g + 1));
         states |= state << 2 * g;
     }
-    if (MAY_HIDE && states != 0 && many == 1 &&
+    if (CLEARS_ROWS && states != 0 && many == 1 &&
         (dq_semaphore(p, at.b, h, tile).flags() & DqSemaphore::HAS_NONFINITE_ROWS))
         states |= TileDesc::NONFINITE_ROWS;
     return states;
@@ -35,7 +35,7 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
     const auto pipe_k = k_pipe(base);
     const TileScheduler work{p, base};
     const bool leader = threadIdx.x % 32 == 0;
-    const int tiles_q = ceil_div(max_n_q(p), BLOCK_Q), num_work_tiles = work.num_work_tiles();
+    const int most_tiles_q = ceil_div(max_n_q(p), BLOCK_Q), num_work_tiles = work.num_work_tiles();
     unsigned n = 0, number = 0;  // lists and work tiles so far
     auto acquire_list = [&]() -> QueryTileList& {
         mbarrier_wait_backoff(pipe_list.empty + 8 * pipe_list.stage(n), (n / NUM_LISTS & 1) ^ 1, BACKOFF_NS);
@@ -65,10 +65,17 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
     };
 #pragma unroll 1
     for (;; ++number) {
-        const int index = work.next(number, leader);
+        int skipped = 0;
+        const int index = work.next(number, leader, [&](const WorkTile& at) {
+            const int bh = kv_head_index(p, at.b, at.head);
+            if (!DETERMINISTIC) atomicAdd(PreprocessCounters::finished(p, bh), CLUSTER_SIZE);
+            ++skipped;
+        });
+        if (IS_PACKED && !DETERMINISTIC && (skipped = uniform(skipped)) != 0) clear_dq_ahead(p, CLUSTER_SIZE * skipped);
         if (index >= num_work_tiles) break;
         const WorkTile at = work.work_tile(p, index);
         const int n_k = (int)seq_info(p, at.b).n_k;
+        const int tiles_q = IS_PACKED ? ceil_div(seq_info(p, at.b).n_q, BLOCK_Q) : most_tiles_q;
         const int bh = kv_head_index(p, at.b, at.head);
         const bool descending = is_descending(p, bh);
         if (FUSED_PREPROCESS) {
@@ -103,7 +110,7 @@ DEVICE void scheduler(const Params& p, const KvSource& kv, unsigned base, QueryT
                 list.entry[lane] = tile_at(list.entry[lane] >> 8, 1) << 8 | (list.entry[lane] & 255);
             if (leader) {
                 list.count = count, list.b = at.b, list.h = h, list.k0 = at.k0;
-                list.first_index = (at.b * (int)p.heads + h) * tiles_q;
+                list.first_index = query_tile_index(p, at.b, h, 0);
                 list.ends = next >= tiles_q && member == GQA_GROUP - 1;
             }
             commit_list();

@@ -15,7 +15,7 @@ DEVICE float mask_score(const Params& p, const FragmentCoord& at, float x, int n
     const int row = own < last ? own : last;
     const POSITION first = at.row0 + lane_row(0, 0) + offset;
     const POSITION q = SHIFTS ? 8 * n + c : row + offset, key = SHIFTS ? k - first : k;
-    return k < n_k && (!HAS_MASK || visible(at.b, at.h, row, q, key, p)) ? x : HIDDEN;
+    return k < n_k && (!IS_PACKED || own <= last) && (!HAS_MASK || visible(at.b, at.h, row, q, key, p)) ? x : HIDDEN;
 }
 
 // A PARTIAL tile. Positions beyond 32 bits are masked in a loop, which takes few registers.

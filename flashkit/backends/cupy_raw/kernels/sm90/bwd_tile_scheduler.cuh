@@ -2,8 +2,17 @@
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
-DEVICE int num_kv_heads(const Params& p) { return (int)(p.heads / GQA_GROUP * p.batch); }  // of all batch entries
-DEVICE int kv_head_index(const Params& p, int b, int head) { return b * ((int)p.heads / GQA_GROUP) + head; }
+// Heads of all batch entries; of packed sequences, whose tiles follow each other, those of one entry.
+DEVICE int num_kv_heads(const Params& p) { return (int)(p.heads / GQA_GROUP * num_entries(p)); }
+DEVICE int kv_head_index(const Params& p, int b, int head) {
+    return (IS_PACKED ? 0 : b * ((int)p.heads / GQA_GROUP)) + head;
+}
+DEVICE int tiles_of_queries(const Params& p) { return (int)num_q_tiles(p, BLOCK_Q); }  // of a head
+DEVICE int tiles_of_keys(const Params& p) { return (int)num_k_tiles(p, BLOCK_K); }
+// The index of a query tile among all, as they lie in dq_accum: those of a key/value head follow one another.
+DEVICE int query_tile_index(const Params& p, int b, int h, int tile) {
+    return (IS_PACKED ? h : b * (int)p.heads + h) * tiles_of_queries(p) + (int)q_tile_number(p, b, tile, BLOCK_Q);
+}
 
 // Without a mask heads follow one another. Under a mask that is not read from arrays, p.heads_per_l2_group heads share
 // the L2 cache, and first key tiles come first: under a causal mask these have most to do. The last heads
@@ -19,33 +28,42 @@ struct TileScheduler {
     // cleared.
     __device__ __forceinline__ static int tail_heads(const Params& p) {
         if constexpr (!HAS_LPT_TAIL) return 0;
-        const int all = num_kv_heads(p), one_each = ceil_div(gridDim.x / CLUSTER_SIZE, ceil_div(max_n_k(p), BLOCK_K));
+        const int all = num_kv_heads(p), one_each = ceil_div(gridDim.x / CLUSTER_SIZE, tiles_of_keys(p));
         const int tail = !DETERMINISTIC ? one_each : p.heads_per_l2_group < 2 ? 2 : (int)p.heads_per_l2_group;
         return tail < all ? tail : all;
     }
     __device__ __forceinline__ static WorkTile work_tile(const Params& p, int index) {
-        const int heads = (int)p.heads / GQA_GROUP, tiles = ceil_div(max_n_k(p), BLOCK_K), tail = tail_heads(p);
+        const int heads = (int)p.heads / GQA_GROUP, tiles = tiles_of_keys(p), tail = tail_heads(p);
         const int first = num_kv_heads(p) - tail;
         const bool in_tail = HAS_LPT_TAIL && index >= first * tiles;
         const TileCoord coord = in_tail ? tile_coord(index - first * tiles, tiles, tail, tail)
                                         : tile_coord(index, tiles, first, (int)p.heads_per_l2_group);
         const int bh = in_tail ? first + coord.bh : coord.bh;
-        return {bh / heads, bh % heads, (FROM_DIAGONAL && !in_tail ? tiles - 1 - coord.tile : coord.tile) * BLOCK_K};
+        const int number = FROM_DIAGONAL && !in_tail ? tiles - 1 - coord.tile : coord.tile;
+        const SeqTile at = k_tile(p, bh / heads, number, BLOCK_K);
+        return {(int)at.b, bh % heads, (int)at.tile * BLOCK_K};
     }
-    __device__ __forceinline__ int num_work_tiles() const { return ceil_div(max_n_k(p), BLOCK_K) * num_kv_heads(p); }
+    __device__ __forceinline__ int num_work_tiles() const { return tiles_of_keys(p) * num_kv_heads(p); }
 
     // The index of work tile `number` of the CTA. All but the first are claimed late, so that the last ones are shared
-    // evenly.
-    __device__ __forceinline__ int next(unsigned number, bool leader) const {
+    // evenly. Of packed sequences, skip() is called with work tiles that have no keys.
+    template <typename F>
+    __device__ __forceinline__ int next(unsigned number, bool leader, F skip) const {
         if (number > 0) mbarrier_wait_backoff(base + AT_CLAIM, (number - 1) & 1, BACKOFF_NS);
-        return uniform(leader ? claim(number) : 0);
+        return uniform(leader ? claim(number, skip) : 0);
     }
     // By one lane. The first CTA of a cluster claims for both. A word may be overwritten two work tiles later: the peer
     // CTA has read it by then, as it has sent dS of query tiles that the first CTA could not complete without.
-    __device__ __forceinline__ int claim(unsigned number) const {
+    template <typename F>
+    __device__ __forceinline__ int claim(unsigned number, F skip) const {
         const unsigned barrier = base + AT_CLAIMED + number % 2 * 8, word = base + AT_CLAIMED_INDEX + number % 2 * 4;
         if (cta_rank() == 0) {
-            const int index = (int)atomicAdd(p.tile_counter, 1u);
+            int index = (int)atomicAdd(p.tile_counter, 1u);
+            for (; IS_PACKED && index < num_work_tiles(); index = (int)atomicAdd(p.tile_counter, 1u)) {
+                const WorkTile at = work_tile(p, index);
+                if (at.k0 < (int)seq_info(p, at.b).n_k) break;
+                skip(at);
+            }
             if (CLUSTER_SIZE > 1) dsmem_store(mapa(word, 1), index, mapa(barrier, 1));
             return index;
         }

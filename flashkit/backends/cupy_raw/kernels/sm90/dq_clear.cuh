@@ -14,15 +14,18 @@ struct PreprocessCounters {
     __device__ __forceinline__ static int* finished(const Params& p, int bh) { return ready(p, bh) + num_kv_heads(p); }
 };
 
-DEVICE int query_tiles_per_kv_head(const Params& p) { return ceil_div(max_n_q(p), BLOCK_Q) * GQA_GROUP; }
+DEVICE int query_tiles_per_kv_head(const Params& p) { return tiles_of_queries(p) * GQA_GROUP; }
 DEVICE int query_tiles_per_work_tile(const Params& p) {
-    return ceil_div(query_tiles_per_kv_head(p), CLUSTER_SIZE * ceil_div(max_n_k(p), BLOCK_K));
+    return ceil_div(query_tiles_per_kv_head(p), CLUSTER_SIZE * tiles_of_keys(p));
 }
 
-// Query tiles are numbered as they lie in dq_accum, so those of a key/value head follow one another.
 struct QueryTile { int b, h, tile; };
 DEVICE QueryTile query_tile(const Params& p, int index) {
-    const int tiles = ceil_div(max_n_q(p), BLOCK_Q);
+    const int tiles = tiles_of_queries(p);
+    if constexpr (IS_PACKED) {
+        const SeqTile at = q_tile(p, 0, index % tiles, BLOCK_Q);
+        return {(int)at.b, index / tiles, (int)at.tile};
+    }
     return {index / tiles / (int)p.heads, index / tiles % (int)p.heads, index % tiles};
 }
 DEVICE bool query_tile_exists(const Params& p, int index) {
@@ -46,9 +49,9 @@ DEVICE bool is_ready(const Params& p, int bh) {
     return uniform((int)load_acquire(PreprocessCounters::ready(p, bh))) == query_tiles_per_kv_head(p);
 }
 
-// A scheduler warp's share with each work tile.
-DEVICE void clear_dq_ahead(const Params& p) {
-    const int lane = threadIdx.x % 32, many = query_tiles_per_work_tile(p);
+// A scheduler warp's share with each work tile, or with `work_tiles` of them.
+DEVICE void clear_dq_ahead(const Params& p, int work_tiles = 1) {
+    const int lane = threadIdx.x % 32, many = query_tiles_per_work_tile(p) * work_tiles;
     const int from = uniform(lane == 0 ? atomicAdd(PreprocessCounters::next_tile(p), many) : 0);
 #pragma unroll 1
     for (int index = from; index < from + many && query_tile_exists(p, index); ++index) {

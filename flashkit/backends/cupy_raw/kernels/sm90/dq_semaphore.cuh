@@ -28,13 +28,15 @@ struct DqSemaphore {
     }
 };
 DEVICE DqSemaphore dq_semaphore(const Params& p, int b, int h, int tile) {
-    return {row_at<int>(p.dq_semaphore, b, h, tile)};
+    return {row_at<int>(p.dq_semaphore, b, h, q_tile_number(p, b, tile, BLOCK_Q))};
 }
 DEVICE DqSemaphore dq_semaphore(const Params& p, int index) {  // index: of the query tile among all
     return {static_cast<int*>(p.dq_semaphore.data) + index * p.dq_semaphore.token};
 }
 
-DEVICE float* dq_accum(const Params& p, int b, int h, int tile) { return row_at<float>(p.dq_accum, b, h, tile); }
+DEVICE float* dq_accum(const Params& p, int b, int h, int tile) {
+    return row_at<float>(p.dq_accum, b, h, q_tile_number(p, b, tile, BLOCK_Q));
+}
 // From byte `offset` of query tile `index` on.
 DEVICE float* dq_accum_at(const Params& p, int index, int offset) {
     return static_cast<float*>(p.dq_accum.data) + (long long)index * (BYTES_DQ / 4) + offset / 4;
@@ -82,10 +84,17 @@ DEVICE void set_stored(const DqSemaphore& semaphore) {
                  ::"l"(&semaphore.flags()), "r"(DqSemaphore::IS_STORED) : "memory");
 }
 
-// A warp waits until all key tiles before tile_k have been added. Returns whether one of them has stored.
-DEVICE bool acquire_dq(const Params& p, const int* added, int tile_k, bool descending) {
+// How many key tiles the sequence of query tile `index` has.
+DEVICE int key_tiles_of(const Params& p, int index) {
+    if constexpr (!IS_PACKED) return ceil_div(max_n_k(p), BLOCK_K);
+    return ceil_div(seq_info(p, q_tile(p, 0, index % tiles_of_queries(p), BLOCK_Q).b).n_k, BLOCK_K);
+}
+
+// A warp waits until all key tiles that add to query tile `index` before tile_k does have been added. Returns whether
+// one of them has stored.
+DEVICE bool acquire_dq(const Params& p, const int* added, int index, int tile_k, bool descending) {
     constexpr int BITS = DqSemaphore::TILES_PER_WORD;
-    const int first = descending ? tile_k + 1 : 0, end = descending ? ceil_div(max_n_k(p), BLOCK_K) : tile_k;
+    const int first = descending ? tile_k + 1 : 0, end = descending ? key_tiles_of(p, index) : tile_k;
     unsigned found = 0;
 #pragma unroll 1
     for (int word = first / BITS + threadIdx.x % 32; BITS * word < end; word += 32) {
@@ -135,7 +144,7 @@ enum DqWrite { SKIP, STORE, ADD };
 // The semaphore warp `which` of two.
 DEVICE void dq_semaphore_warp(const Params& p, unsigned base, int which) {
     const bool leader = elect_one();
-    const int tiles_q = ceil_div(max_n_q(p), BLOCK_Q);
+    const int tiles_q = tiles_of_queries(p);
 #pragma unroll 1
     for (unsigned n = which;; n += 2) {
         mbarrier_wait(dq_requested(base, n), n / 4 & 1);
@@ -145,8 +154,8 @@ DEVICE void dq_semaphore_warp(const Params& p, unsigned base, int which) {
         int* added = semaphore.added(p);
         DqWrite write = SKIP;
         if (tile_k != END) {
-            write = acquire_dq(p, added, tile_k, FROM_DIAGONAL && is_descending(p, index / tiles_q / GQA_GROUP))
-                        ? ADD : STORE;
+            const bool descending = FROM_DIAGONAL && is_descending(p, index / tiles_q / GQA_GROUP);
+            write = acquire_dq(p, added, index, tile_k, descending) ? ADD : STORE;
             if (write == STORE && leader) set_stored(semaphore);
         }
         if (CLUSTER_SIZE > 1) {

@@ -5,16 +5,39 @@
 
 struct KvTile { int tile, head, b; };
 
-// Where K and V come from: contiguous tensors.
+// Where K and V come from: contiguous tensors, or pages.
 struct KvSource {
     const Params& p;
     const TensorMap &k_map, &v_map;
+
+    // By a warp, lane by lane: boxes of a page's rows, as many as the largest power of two that divides a page and a
+    // tile (sm90_launch.keys_of_a_box). Behind the last key comes what lies there in its page, or that page again.
+    template <int CHUNKS>
+    __device__ __forceinline__ void load_pages(const TensorMap& map, const KvTile& at, unsigned target, int chunk,
+                                               unsigned barrier) const {
+        const unsigned page = (unsigned)p.page, rows = (page | BLOCK_K) & -(page | BLOCK_K);
+        const int n_k = (int)seq_info(p, at.b).n_k;
+        const unsigned last = n_k > 0 ? (unsigned)(n_k - 1) / page : 0;
+        if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
+#pragma unroll 1
+        for (unsigned row = threadIdx.x % 32 * rows; row < BLOCK_K; row += 32 * rows) {
+            const unsigned key = at.tile * BLOCK_K + row, number = key / page;
+            const Box box{0, (int)(key - number * page), at.head,
+                          (int)page_of(p, at.b, number < last ? number : last)};
+            load_tile<1, CHUNKS, BLOCK_K>(target + row * CHUNK_ROW, map, box, barrier, 0, chunk);
+        }
+        __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
+    }
+    __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
+
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, CHUNK_BYTES, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
         load_tile<1, CHUNKS_K, BLOCK_K>(target, k_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K), barrier);
     }
     __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
             unsigned barrier) const {
+        if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, chunk_stride, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_V);
         load_tile<1, CHUNKS_V, BLOCK_K>(target, v_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K), barrier, 0,
                                                chunk_stride);
@@ -39,13 +62,13 @@ DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsig
 }
 
 // V follows K one tile later, as consumers need it. Q follows the first K of its work tile: consumers begin with a K
-// tile before they release the previous Q, so this order cannot deadlock.
+// tile before they release the previous Q, so this order cannot deadlock. Of pages all lanes come, for load_pages().
 DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
                      unsigned base, const WorkTileList* lists) {
     const Pipeline<STAGES> pipe_k = k_pipe(base), pipe_v = v_pipe(base);
     const Pipeline<2> pipe_lists = list_pipe(base);
     const KvSource kv{p, k_map, v_map};
-    const bool late = claims_late(p);
+    const bool late = claims_late(p), leader = KvSource::is_leader();
     unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
     KvTile previous{0, 0, 0};
     auto load_previous_v = [&]() {
@@ -60,23 +83,25 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
         const int b = work.b, count = work.count, head = work.h / GQA_GROUP;
         if (b == END) break;
         const int claim_at = !late || !work.ends ? -1 : count > CLAIM_AHEAD ? count - CLAIM_AHEAD : 0;
-        if (claim_at == count) mbarrier_arrive(base + AT_CLAIM);
+        if (leader && claim_at == count) mbarrier_arrive(base + AT_CLAIM);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const int entry = work.list.entry[i], tile = work.last_tile - (entry >> 8),
                 first = i == 0 ? work.first_bits : 0;
-            if (i == claim_at) mbarrier_arrive(base + AT_CLAIM);
+            if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
             pipe_k.producer_acquire(n);
-            store_word(tile_desc_slot(base, n), tile << 8 | first | (entry & 63));
+            if (leader) store_word(tile_desc_slot(base, n), tile << 8 | first | (entry & 63));
             kv.load_k({tile, head, b}, base + at_k(n % STAGES), pipe_k.full_barrier(n));
             if (n > 0) load_previous_v();
             previous = {tile, head, b};
             ++n;
-            if (first) load_q(p, q_map, base, number++, b, work.h, work.row0);
+            if (leader && first) load_q(p, q_map, base, number++, b, work.h, work.row0);
         }
-        mbarrier_arrive(pipe_lists.empty_barrier(c));
+        if (IS_PAGED) __syncwarp();  // all lanes have read the list
+        if (leader) mbarrier_arrive(pipe_lists.empty_barrier(c));
     }
     if (n > 0) load_previous_v();
+    if (!leader) return;
     pipe_k.producer_acquire(n);
     store_word(tile_desc_slot(base, n), END);
     mbarrier_arrive(pipe_k.full_barrier(n));

@@ -21,7 +21,7 @@ def load_k(p, base, at, number):
         store_word(slot + 8, at[2])
         mbarrier_arrive_expect_tx(loaded, BYTES_K)
         tile, token = base + AT_K + buffer * BYTES_K, i32(kv_token(p, at[0], first_cta_key(at)))
-        load_tile(tile, map_address("map_k"), CHUNKS, CTA_KEYS, token, at[1], at[0], loaded, 0)
+        load_tile(tile, map_address("map_k"), CHUNKS, CTA_KEYS, token, at[1], entry_of(at[0]), loaded, 0)
 
 
 @device
@@ -42,7 +42,7 @@ def load_peer_k(p, base, at, number):
     if elect_one():
         mbarrier_arrive_expect_tx(loaded, BYTES_PEER_K)
         tile, column, token = base + AT_PEER_K, 64 * DQ_CHUNKS * rank, i32(kv_token(p, at[0], first))
-        load_tile(tile, map_address("map_k"), DQ_CHUNKS, CTA_KEYS, token, at[1], at[0], loaded, column)
+        load_tile(tile, map_address("map_k"), DQ_CHUNKS, CTA_KEYS, token, at[1], entry_of(at[0]), loaded, column)
     if CLEARS_KEYS:
         mbarrier_wait(loaded, u32(number) & 1)
         clear_nonfinite_keys(base + AT_PEER_K, DQ_CHUNKS, i32(i32(seq_info(p, I(at[0])).n_k) - first), u32(0))
@@ -55,4 +55,4 @@ def load_v(p, base, at, number):
     full, token = base + AT_V_PIPE, i32(kv_token(p, at[0], first_cta_key(at)))
     producer_acquire(full, number, 1)
     mbarrier_arrive_expect_tx(full, BYTES_V)
-    load_tile(base + AT_V, map_address("map_v"), CHUNKS_V, CTA_KEYS, token, at[1], at[0], full, 0)
+    load_tile(base + AT_V, map_address("map_v"), CHUNKS_V, CTA_KEYS, token, at[1], entry_of(at[0]), full, 0)

@@ -12,7 +12,7 @@ SEMAPHORE_FLAGS, SEMAPHORE_ADDED = 0, 4
 
 @device
 def dq_semaphore(p, b, h, tile):
-    return number_address(p.dq_semaphore, I(b), I(h), I(tile))
+    return number_address(p.dq_semaphore, I(b), I(h), q_tile_number(p, b, tile, BLOCK_Q))
 
 
 @device
@@ -45,9 +45,17 @@ def release_dq(added, tile_k):
 
 
 @device
-def acquire_dq(p, added, tile_k):
-    """A warp waits until all key tiles before tile_k have been added."""
-    first, end = (tile_k + 1, ceil_div(max_n_k(p), BLOCK_K)) if FROM_DIAGONAL else (0, tile_k)
+def key_tiles_of(p, index):
+    """How many key tiles the sequence of query tile `index` has."""
+    if IS_PACKED:
+        return ceil_div(seq_info(p, q_tile(p, 0, index % tiles_of_queries(p), BLOCK_Q).b).n_k, BLOCK_K)
+    return ceil_div(max_n_k(p), BLOCK_K)
+
+
+@device
+def acquire_dq(p, added, index, tile_k):
+    """A warp waits until all key tiles that add to query tile `index` before tile_k does have been added."""
+    first, end = (tile_k + 1, key_tiles_of(p, index)) if FROM_DIAGONAL else (0, tile_k)
     for word in range(first // 32 + thread() % 32, (end + 31) // 32, 32):
         left = end - 32 * word
         needed = u32(0xFFFFFFFF) if left >= 32 else u32((u32(1) << u32(left)) - u32(1))
@@ -101,7 +109,7 @@ def dq_semaphore_warp(p, base, which):
         if index == END:
             break
         added = added_words(p, p.dq_semaphore.data + 4 * (I(index) * p.dq_semaphore.token))
-        acquire_dq(p, added, tile_k)
+        acquire_dq(p, added, index, tile_k)
         if leader:
             if CLUSTER_SIZE > 1:
                 mbarrier_arrive(full_barrier(base + AT_DQ_GRANTED, n, 2))

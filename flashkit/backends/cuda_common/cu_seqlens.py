@@ -1,0 +1,85 @@
+"""Packed sequences whose offsets are on the device: the kernels of cu_seqlens.cu."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import compiler, device, launch
+from .arguments import on_device
+
+_THREADS = 256  # of a CTA, as in cu_seqlens.cu
+
+
+class CuSeqlens(NamedTuple):
+    """int64 arrays on the device. The caller's sequences are followed by one more: the queries behind them, which have
+    no keys.
+    """
+
+    q: Any  # (B + 2,) where each sequence begins in the rows of q
+    k: Any  # likewise in those of k; of no use where the lengths of the keys were given
+    lengths: Any  # (B + 1,) keys
+    positions: Any  # (B + 1,) of the first query: the last one stands at the last key
+
+
+def derive(cu_q: Any, n_q: int, keys: Any, n_k: int, keys_are_lengths: bool = False) -> CuSeqlens:
+    """The sequences of a call, without a synchronisation.
+
+    Parameters
+    ----------
+    cu_q
+        Integers (B + 1,), where sequences begin in the rows of q. At least one of cu_q and keys lies on the device.
+    n_q
+        The rows of q.
+    keys
+        Integers (B + 1,), where they begin in the rows of k, or (B,), how many keys each has.
+    n_k
+        The rows of k, or the keys that a sequence has room for.
+    keys_are_lengths
+        Which of the two keys is.
+
+    Raises
+    ------
+    ValueError
+        An array lies on another device than the current one, or on the host while a CUDA graph captures the call.
+    """
+    on = device.current()
+    given = [on_device(x) for x in (cu_q, keys)]
+    for x in given:
+        if x.data.device_id != on.ordinal:
+            raise ValueError(
+                f"cu_seqlens lies on CUDA device {x.data.device_id}, the current one is {on.ordinal}; that of q fits"
+            )
+    batch, stream = len(cu_q) - 1, launch.stream()
+    room = batch + 2
+    memory = launch.scratch((4 * room,), "int64")
+    words = [word for x in given for word in (x.data.ptr, x.strides[0], _type(x.dtype))]
+    arguments = launch.KernelArguments([*words, memory.data.ptr, batch, n_q, n_k, int(keys_are_lengths)])
+    _kernel("derive_cu_seqlens", on.ordinal).launch(1, _THREADS, arguments, stream)
+    launch.keep(stream, given)
+    parts = [memory[i * room : (i + 1) * room] for i in range(4)]
+    return CuSeqlens(parts[0], parts[1], parts[2][:-1], parts[3][:-1])
+
+
+def clear_behind(cu_k: Any, dk: Any, dv: Any, stream: int) -> None:
+    """Enqueue zeros in the rows of dk and dv, (1, H, N, D), behind the last of the keys that cu_k names."""
+    (_, heads, rows, dim), dim_v, itemsize = dk.shape, dv.shape[3], dk.dtype.itemsize
+    end = cu_k.data.ptr + cu_k.nbytes - cu_k.itemsize
+    words = dk.data.ptr, dv.data.ptr, end, rows, dim * itemsize, dim_v * itemsize
+    if heads:
+        kernel = _kernel("clear_behind", dk.data.device_id)
+        kernel.launch(2 * heads, _THREADS, launch.KernelArguments(words), stream)
+
+
+def _type(dtype: Any) -> int:
+    """As the kernel has it: bytes, negative with a sign."""
+    return -dtype.itemsize if dtype.kind == "i" else int(dtype.itemsize)
+
+
+@cache
+def _kernel(name: str, ordinal: int) -> launch.Kernel:
+    """It stays loaded, as a CUDA graph may have captured a launch."""
+    on = device.of(ordinal)
+    source = compiler.Source("cu_seqlens", Path(__file__).with_name("cu_seqlens.cu").read_text())
+    return launch.Library(compiler.binary(source, compiler.target(on.capability))).kernel(name, on)
