@@ -30,6 +30,7 @@ FAULTS = (
     Fault("keys without the block mask", CACHE, "(*options, layout, block_mask,", "(*options, layout,"),
     Fault("keys without lengths", CACHE, "packed, kv_lengths is None)", "packed)"),
     Fault("keys without offsets", CACHE, "block_mask, packed, kv_lengths", "block_mask, kv_lengths"),
+    Fault("offsets of a key that change", CACHE, "copies if len(copies) == 2 else copies[0]", "cu_seqlens"),
     Fault(
         "lengths beside a bias in a cached plan", CACHE,
         "        if differ:\n            return None\n        anew =", "        anew =",
@@ -38,8 +39,8 @@ FAULTS = (
     Fault("a plan for dropout", API, "        and dropout_p == 0\n", ""),
     Fault(
         "sinks are constant", API,
-        "cu_seqlens is page_table is sinks is None",
-        "cu_seqlens is page_table is None",
+        "q_lengths is page_table is sinks is None",
+        "q_lengths is page_table is None",
     ),
     Fault(
         "out shares memory in a vjp", API,
