@@ -46,6 +46,7 @@ FAULTS = (
     Fault("keys without the block mask", CACHE, "(*options, layout, block_mask,", "(*options, layout,"),
     Fault("keys without lengths", CACHE, "packed, kv_lengths is None)", "packed)"),
     Fault("keys without offsets", CACHE, "block_mask, packed, kv_lengths", "block_mask, kv_lengths"),
+    Fault("offsets of a key that change", CACHE, "copies if len(copies) == 2 else copies[0]", "cu_seqlens"),
     Fault(
         "lengths beside a bias in a cached plan", CACHE,
         "        if differ:\n            return None\n        anew =", "        anew =",
