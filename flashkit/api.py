@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overlo
 
 from . import dispatch
 from .backends.base import Backend
-from .call import arrays, foreign, pickled_plan, plan_cache
+from .call import arrays, foreign, fp8, pickled_plan, plan_cache
 from .call.arguments import prepare
 from .call.loans import Dequantised, loan_of
 from .call.options import Layout, Options, Precision, unknown
@@ -200,6 +200,8 @@ def attention(
     )  # fmt: skip
     if (loan := loan_of(q, k, v, precision)) is not None:
         with loan.scope():
+            if isinstance(loan, Dequantised) and not isinstance(made := fp8.prepared(loan, q, k, v, backend, **arguments), str):
+                return computed(*made, out, return_lse, backend)
             borrowed = loan.borrow(q=q, k=k, v=v, **arguments)
             return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
     problem, operands, shape = prepare(q, k, v, **arguments)
@@ -556,9 +558,15 @@ def explain(
 
     if (loan := loan_of(q, k, v, options.get("precision"), described=not measure)) is not None:
         with loan.scope():
+            why = ""
+            if isinstance(loan, Dequantised):
+                made = fp8.prepared(loan, q, k, v, backend, not measure, **options)
+                if not isinstance(made, str):
+                    return explain_problem(*made[:2], backend, measure)
+                why = made
             borrowed = loan.borrow(q=q, k=k, v=v, **options)
             found = explain(**borrowed, backend=backend, return_lse=return_lse, measure=measure)
-            return replace(found, problem=loan.described(found.problem)) if isinstance(loan, Dequantised) else found
+            return replace(found, problem=loan.described(found.problem, why)) if isinstance(loan, Dequantised) else found
     problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 

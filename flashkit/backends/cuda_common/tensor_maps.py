@@ -25,15 +25,24 @@ def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
 
 def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
     """Whether TMA can address tensors with these strides; addresses are not checked."""
-    words, itemsize = arguments.words, ITEMSIZE[arguments.spec.dtype]
+    words = arguments.words
     for name in names:
-        at = AT[name]
+        at, itemsize = AT[name], _itemsize(dtype_of(arguments, name))
         heads = arguments.heads_kv if name in ("k", "v", "dk", "dv") else arguments.heads
         tokens = arguments.n_k if name in ("k", "v", "dk", "dv") else arguments.n_q
         for stride, size in zip(words[at + 1 : at + 4], (arguments.entries, heads, tokens)):
             if size > 1 and (stride <= 0 or stride * itemsize % _ALIGNMENT or stride * itemsize >= 2**40):
                 return False
     return True
+
+
+def dtype_of(arguments: Arguments, name: str) -> str:
+    """The dtype of a tensor's elements."""
+    return arguments.spec.operand_dtype if name in ("q", "k", "v") else arguments.spec.dtype
+
+
+def _itemsize(dtype: str) -> int:
+    return ITEMSIZE.get(dtype, 1)  # codes are uint8
 
 
 def tensor_map(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> TensorMap:
@@ -67,7 +76,7 @@ def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> 
     at, words = AT[name], arguments.words
     heads, tokens = (arguments.heads_kv, arguments.n_k) if of_keys else (arguments.heads, arguments.n_q)
     strides = words[at + 1 : at + 4]
-    return Maps(arguments.spec.dtype, *strides, dim, pack, heads, tokens, arguments.entries, rows)
+    return Maps(dtype_of(arguments, name), *strides, dim, pack, heads, tokens, arguments.entries, rows)
 
 
 @lru_cache(maxsize=4096)
@@ -78,7 +87,7 @@ def encode(
     """The tensor map of an array; batch, head, token: its strides in elements."""
     from cuda.bindings import driver
 
-    itemsize = ITEMSIZE[dtype]
+    itemsize = _itemsize(dtype)
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     types = driver.CUtensorMapDataType
     inner = [(pack, head, pack), (tokens, token, rows // pack)]
