@@ -25,7 +25,6 @@ COLUMNS, DEPTH = 16, 32
 
 CHOSEN = "the first choice, not timed yet"
 
-_REGISTERS = 232, 40  # of a consumer thread, and of a thread of warp group 0, one of whose warps transposes V
 _CHUNK = 128  # bytes and columns
 
 
@@ -37,13 +36,8 @@ class Sm90Fp8Tile(ForwardTile):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_q > 128 or self.block_k % DEPTH or self.block_k > _CHUNK or self.turns:
-            raise ValueError(
-                f"{self=}: block_q is 64 or 128, block_k a multiple of {DEPTH} up to {_CHUNK}, and turns is 0"
-            )
-
-    def registers(self, classifies: bool) -> tuple[int, int]:
-        return _REGISTERS
+        if self.block_k % DEPTH or self.block_k > _CHUNK or self.turns:
+            raise ValueError(f"{self=}: block_k is a multiple of {DEPTH} up to {_CHUNK}, and turns is 0")
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         q, v = (-(-dim // _CHUNK) for dim in (spec.head_dim, spec.head_dim_v))
@@ -61,14 +55,25 @@ class Sm90Fp8Tile(ForwardTile):
         o, s = padded(spec.head_dim_v) // 2, self.block_k // 2
         pv = o if o <= 64 else o // 2
         needed = o + max(s, pv + s // 4)
-        return self.shared_memory(spec) <= device.shared_per_block and needed <= _REGISTERS[0] - 24
+        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - 24
+
+    def registers_of(self, spec: AttentionSpec) -> tuple[int, int]:
+        """Of a consumer thread, and of a thread of warp group 0, whose warps classify tiles and transpose V. With these
+        ptxas spills least.
+        """
+        if self.warpgroups == 3:
+            return 160, 32
+        if spec.head_dim_v <= 128:
+            return 224, 48
+        return (232, 40) if spec.mask is not None or spec.kv_lengths else (240, 32)
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
-        columns = padded(spec.head_dim_v)
+        columns, (consumer, producer) = padded(spec.head_dim_v), self.registers_of(spec)
         constants = {
             **self.common(spec, pack, True), "ROW_SUM_BY_MMA": False, "FAST_MATH": True, "NUM_TERMS": 1, "FP8": True,
-            "SCALES_PER_TOKEN": spec.fp8 == "token", **modification.forward_constants(spec),
+            "SCALES_PER_TOKEN": spec.fp8 == "token", "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
+            **modification.forward_constants(spec),
         }  # fmt: skip
         return constants, wgmma_functions(E4M3, [self.block_k], [columns if columns <= 128 else columns // 2])
 
@@ -84,6 +89,7 @@ def forward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90Fp8Tile]
     """Tiles worth measuring, the one of `forward_tile` first."""
     first = forward_tile(spec)
     tiles = [first, *(replace(first, block_k=keys) for keys in (128, 96, 64)), replace(first, q_buffers=1)]
+    tiles += [Sm90Fp8Tile(192, keys) for keys in (128, 96)]
     return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
 
 
