@@ -35,6 +35,8 @@ def prepared(
     (Problem, Operands, Shape) or str
         As `prepare` returns them: `dispatch.plan` has a backend for the problem.
     """
+    if options.get("precision") == "highest":
+        return "precision='highest' is float32"
     if loan.kind != "cupy":
         return "kernels for e4m3 take CuPy arrays"
     if options.get("cu_seqlens") is not None or options.get("page_table") is not None:

@@ -1,7 +1,7 @@
 """Attention on e4m3 codes by Hopper's kernel, against exact arithmetic on the numbers that they stand for.
 
-Weights are rounded to e4m3, too, after those of scales per token have been multiplied by V's scale. So the yardstick is
-the error of one such rounding, relative to the greatest weight of the row, in otherwise exact arithmetic.
+Weights are rounded to e4m3, too. So the yardstick is the error of one such rounding, relative to the greatest weight of
+the row, in otherwise exact arithmetic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from flashkit import Quantized
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, launch, verify
 from flashkit.backends.cupy_raw import specialise
-from flashkit.call.quantized import token_scales
 
 if TYPE_CHECKING:
     from .device import Device
@@ -66,22 +65,10 @@ def exact_and_rounded(given: list[Quantized], **options: Any) -> tuple[np.ndarra
     exact, lse = flashkit.attention(q, k, v, return_lse=True, backend="reference", **options)
     weights = flashkit.weights(q, k, **options)
     bhnd, heads = options.get("layout", "bhnd") == "bhnd", weights.shape[1]
-    scales = token_scales(given[2]).astype(np.float64)
-    v, scales = (of_group(x if bhnd else x.swapaxes(1, 2), heads) for x in (v, scales))
-    factor = relative(scales, 128 if max(q.shape[-1], v.shape[-1]) <= 128 else 64)
+    v = of_group(v if bhnd else v.swapaxes(1, 2), heads)
     top = np.maximum(weights.max(-1, keepdims=True), 1e-300) / 256
-    rounded = (weights / top * factor).astype(E4M3).astype(np.float64) / np.maximum(factor, 1e-300) * top
-    out = np.where(rounded > 0, rounded, 0) @ np.nan_to_num(v)
+    out = (weights / top).astype(E4M3).astype(np.float64) * top @ np.nan_to_num(v)
     return exact, lse, out if bhnd else out.swapaxes(1, 2)
-
-
-def relative(scales: np.ndarray, block: int) -> np.ndarray:
-    """Scales of keys relative to the greatest of their tile, along the last axis."""
-    found = np.nan_to_num(np.abs(scales[..., 0]), posinf=0)
-    for first in range(0, found.shape[-1], block):
-        tile = found[..., first : first + block]
-        tile /= np.maximum(tile.max(-1, keepdims=True), 1e-300)
-    return found[..., None, :]
 
 
 def assert_close(got: Any, exact: np.ndarray, rounded: np.ndarray) -> None:
@@ -222,7 +209,7 @@ def test_numbers_that_scales_cannot_carry(device: Device, launched: list[str]) -
 
 
 def test_precision_fp8(device: Device, launched: list[str]) -> None:
-    """It is attention on these arrays; `out` and strides of any kind are the caller's."""
+    """It is attention on these arrays, of any strides, and later values do not change how weights are rounded."""
     import cupy
 
     q, k, v = (cupy.asarray(x) for x in inputs(1, "2:2", 130, 140, 64))
@@ -232,8 +219,11 @@ def test_precision_fp8(device: Device, launched: list[str]) -> None:
     memory[..., 8:] = given[1].data
     given[1] = replace(given[1], data=memory[..., 8:])  # rows that TMA cannot address
     same = flashkit.attention(*given, backend="cupy_raw", causal=True)
-    assert launched == [KERNEL] * 2
     np.testing.assert_array_equal(found.get(), same.get())
+    v[:, :, 100:] *= np.asarray(1000, v.dtype)
+    other = flashkit.attention(q, k, v, precision="fp8", backend="cupy_raw", causal=True)
+    np.testing.assert_array_equal(found.get()[:, :, :90], other.get()[:, :, :90])
+    assert launched == [KERNEL] * 3
 
 
 REFUSED = [
@@ -243,6 +233,7 @@ REFUSED = [
     (lambda q, k, v: (q, flashkit.quantize(k, smooth=True), v), {}, "k is smoothed"),
     (lambda q, k, v: (q, k, v), {"dropout_p": 0.1, "seed": 1}, "no dropout"),
     (lambda q, k, v: (q, k, v), {"scale": 0.0}, "scale is 0"),
+    (lambda q, k, v: (q, k, v), {"precision": "highest"}, "is float32"),
     (lambda q, k, v: (q, k, v), {"backend": "numba_cuda"}, "no kernels for e4m3"),
     (lambda q, k, v: tuple(flashkit.quantize(x[..., :24]) for x in (q, k, v)), {}, "multiples of 16"),
     (lambda q, k, v: tuple(flashkit.quantize(x.astype("float32")) for x in (q, k, v)), {}, "float32 is asked for"),
@@ -295,3 +286,15 @@ def test_a_fresh_kernel_is_checked(wrong: bool, device: Device, launched: list[s
     else:
         out = flashkit.attention(*given, backend="cupy_raw")
         assert launched == [KERNEL] * 2 and isinstance(out, cupy.ndarray)
+
+
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_a_weight_of_1_stays_1(per: str, device: Device, launched: list[str]) -> None:
+    """Whatever the scale of its value."""
+    q, k, v = inputs(1, "1:1", 70, 256, 64)
+    k[..., 5, 0], q[..., 0] = 60, 60
+    given = quantised(q, k, v, per)
+    out = flashkit.attention(*map(on_device, given), backend="cupy_raw")
+    value = given[2].dequantize("float64")[:, :, 5:6]
+    np.testing.assert_allclose(out.get().astype(np.float64), value + 0 * q.astype(np.float64), rtol=2.0**-8)
+    assert launched == [KERNEL]

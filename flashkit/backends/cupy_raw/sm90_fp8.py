@@ -44,9 +44,8 @@ class Sm90Fp8Tile(ForwardTile):
         smem = self.lay_out(q, v, -(-2 * spec.head_dim_v // _CHUNK))
         smem.add("VT_PIPE", 16 * self.stages, 8)
         smem.add("SCALES", 8)
-        smem.add("V_TILES", 12 * self.stages)
-        smem.add("K_SCALES", 4 * self.block_k * 4 * self.warpgroups, 8)
-        smem.add("V_SCALES", (4 * self.block_k + 16) * self.stages, 8)
+        smem.add("V_TILES", 8 * self.stages)
+        smem.add("KEY_SCALES", 4 * self.block_k * 4 * self.warpgroups, 8)
         smem.add("VT", _CHUNK * self.stages * padded(spec.head_dim_v), 1024)
         return smem
 

@@ -4,15 +4,13 @@
 //
 //     AT_VT               [STAGES][COLUMNS][128 bytes]: V^T, a line with the codes of a column for BLOCK_K keys
 //     AT_VT_PIPE          full and empty barriers
-//     AT_K_SCALES         for each consumer warp the scales of a tile's keys
-//     AT_V_SCALES         for each stage of V^T the scales of its keys, relative to the greatest, which lies behind them
+//     AT_KEY_SCALES       for each consumer warp the scales of a tile's keys, then of their values
 #pragma once
 #include "sm90/layout.cuh"
 
-constexpr int BYTES_VT = COLUMNS * CHUNK_ROW, SCALE_BYTES = 4 * BLOCK_K, V_SCALES_BYTES = SCALE_BYTES + 16;
+constexpr int BYTES_VT = COLUMNS * CHUNK_ROW, SCALE_BYTES = 4 * BLOCK_K;
 
 static_assert(!FP8 || (BLOCK_K % 32 == 0 && BLOCK_K <= 128), "a line of V^T has up to 128 keys, a wgmma multiplies 32");
 
 DEVICE Pipeline<STAGES> vt_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_VT_PIPE); }
 DEVICE unsigned at_vt(unsigned base, unsigned n) { return base + AT_VT + n % STAGES * BYTES_VT; }
-DEVICE unsigned v_scales_slot(unsigned base, unsigned n) { return base + AT_V_SCALES + n % STAGES * V_SCALES_BYTES; }

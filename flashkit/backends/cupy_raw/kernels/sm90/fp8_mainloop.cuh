@@ -1,13 +1,14 @@
 // The consumer of the FP8 forward pass: 64 rows of a work tile for each warp group.
 //
 //     S         [64][BLOCK_K]       registers; S = Q K^T of codes, then of numbers, by the scales of queries and keys
-//     P         [64][BLOCK_K]       registers, codes: 2^MAX_P_LOG2 relative to the row maximum, times the scales of V
+//     P         [64][BLOCK_K]       registers, codes: 2^MAX_P_LOG2 relative to the row maximum
 //     PV        [64][PV_COLUMNS]    registers, the accumulator of one tile
 //     O         [64][HEAD_DIM_V]    registers, sums by CUDA cores
 //
 // Two-level accumulation: a tensor core keeps about 14 bits of a sum of e4m3 products (DeepSeek-V3, arXiv 2412.19437,
 // section 3.5.2). So PV of each tile, at most 128 keys, has an accumulator of its own, which CUDA cores add to O in
-// float32. That addition applies the greatest scale of V in the tile.
+// float32. That addition applies the scale of V. Scales of tokens are factors on P before it is rounded, and each row of
+// a tile then has a scale of its own, that of its greatest product. Masked keys have no part in it.
 //
 // Rows whose scales are not positive numbers, or too far from 1 for products of scales, and rows that a masked NaN in V
 // has spoilt, are computed again from global memory (nonfinite.cuh).
@@ -17,7 +18,8 @@
 #include "sm90/softmax.cuh"
 
 // e4m3 has no bits for P below 2^-9, and 448 is its greatest number.
-constexpr float MAX_P_LOG2 = 8;
+constexpr float MAX_P_LOG2 = 8, MAX_P = 256;
+constexpr float MIN_P_SCALE = 7.888609e-31f;  // 2^-100: its inverse, times MAX_P, is finite
 
 // O and PV have to fit into registers.
 constexpr int PV_COLUMNS = COLUMNS <= 128 ? COLUMNS : COLUMNS / 2, PV_REGS = PV_COLUMNS / 2;
@@ -33,16 +35,16 @@ DEVICE void issue_qk_fp8(float (&s)[S_REGS], unsigned long long q, unsigned long
     wgmma_commit();
 }
 
-// The scales of a tile's keys, from global memory: four of a lane, before they are needed.
+// The scales of a tile's keys or values, from global memory: four of a lane, before they are needed.
 struct KeyScales {
     float own[BLOCK_K / 32];
-    __device__ __forceinline__ void load(const Params& p, const WorkTile& at, int k0, int n_k) {
+    __device__ __forceinline__ void load(const Tensor& scales, const WorkTile& at, int k0, int n_k) {
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 32; ++i)
-            own[i] = scale_of(p.k_scale, at.b, at.h / GQA_GROUP, key_inside(k0 + threadIdx.x % 32 + 32 * i, n_k));
+            own[i] = scale_of(scales, at.b, at.h / GQA_GROUP, key_inside(k0 + threadIdx.x % 32 + 32 * i, n_k));
     }
     __device__ __forceinline__ void store(unsigned slot) const {
-        __syncwarp();  // the tile before has been read
+        __syncwarp();  // the scales before have been read
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 32; ++i) store_float(slot + 4 * (threadIdx.x % 32 + 32 * i), own[i]);
         __syncwarp();
@@ -56,6 +58,21 @@ DEVICE void scale_columns(float (&s)[S_REGS], unsigned scales) {
     for (int n = 0; n < BLOCK_K / 8; ++n) {
         const float2 scale = load_floats(first + 32 * n);
         s[4 * n] *= scale.x, s[4 * n + 1] *= scale.y, s[4 * n + 2] *= scale.x, s[4 * n + 3] *= scale.y;
+    }
+}
+
+// Rows of P to MAX_P at most; `scale` undoes it.
+DEVICE void scale_rows(float (&s)[S_REGS], float (&scale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float top = MIN_P_SCALE;
+#pragma unroll
+        for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, fabsf(s[i / 2 * 4 + 2 * half + i % 2]));
+        top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
+        const float factor = MAX_P * reciprocal(top);
+        scale[half] = top * (1 / MAX_P);
+#pragma unroll
+        for (int i = 0; i < S_REGS / 2; ++i) s[i / 2 * 4 + 2 * half + i % 2] *= factor;
     }
 }
 
@@ -82,8 +99,8 @@ DEVICE void consumer_fp8(const Params& p, unsigned base, int wg) {
     const Pipeline<Q_BUFFERS> pipe_q = q_pipe(base);
     const Pipeline<STAGES> pipe_k = k_pipe(base), pipe_vt = vt_pipe(base);
     const float scale_log2 = uniform_float(softmax_scale_log2(p));
-    const unsigned k_scales = base + AT_K_SCALES + SCALE_BYTES * uniform(threadIdx.x / 32 - 4);
-    float o[O_REGS], pv[PV_REGS], s[S_REGS], m[2], l[2], row_scale[2], v_scale = 1;
+    const unsigned key_scales = base + AT_KEY_SCALES + SCALE_BYTES * uniform(threadIdx.x / 32 - 4);
+    float o[O_REGS], pv[PV_REGS], s[S_REGS], m[2], l[2], row_scale[2], v_scale[2];
     unsigned codes[CODE_REGS];
     WorkTile at;
     int number = -1;  // of the work tile whose O is in registers
@@ -98,13 +115,14 @@ DEVICE void consumer_fp8(const Params& p, unsigned base, int wg) {
             pipe_q.consumer_wait(++number);
             at = read_work_tile(p, base, number, wg);
             const float k_scale = SCALES_PER_TOKEN ? 1.0f : scale_of(p.k_scale, at.b, at.h / GQA_GROUP, 0);
-            if (!SCALES_PER_TOKEN) v_scale = scale_of(p.v_scale, at.b, at.h / GQA_GROUP, 0);
+            v_scale[0] = v_scale[1] = SCALES_PER_TOKEN ? 1.0f : scale_of(p.v_scale, at.b, at.h / GQA_GROUP, 0);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + row_of_lane(half));
                 row_scale[half] = scale_of(p.q_scale, at.b, h, row) * k_scale;
                 // The epilogue sees NaN.
-                l[half] = row_scale[half] >= 0 && row_scale[half] <= MAX_SCALE ? 0.0f : fk_special(0);
+                l[half] = row_scale[half] >= 0 && row_scale[half] <= MAX_SCALE && fabsf(v_scale[half]) <= MAX_SCALE
+                    ? 0.0f : fk_special(0);
                 m[half] = HIDDEN, row_scale[half] = fmaxf(row_scale[half], MIN_SCALE);
             }
 #pragma unroll
@@ -118,13 +136,16 @@ DEVICE void consumer_fp8(const Params& p, unsigned base, int wg) {
             continue;
         }
         issue_qk_fp8(s, descriptor(q_rows(base, number % Q_BUFFERS, wg)), descriptor(base + at_k(n % STAGES)));
-        KeyScales key_scales;
-        if (SCALES_PER_TOKEN) key_scales.load(p, at, k0, (int)seq_info(p, at.b).n_k);
+        KeyScales of_keys, of_values;
+        if (SCALES_PER_TOKEN) {
+            of_keys.load(p.k_scale, at, k0, (int)seq_info(p, at.b).n_k);
+            of_values.load(p.v_scale, at, k0, (int)seq_info(p, at.b).n_k);
+        }
         wgmma_wait<0>();
         fence_operand(s);
         pipe_k.consumer_release(n);
 
-        if (SCALES_PER_TOKEN) key_scales.store(k_scales), scale_columns(s, k_scales);
+        if (SCALES_PER_TOKEN) of_keys.store(key_scales), scale_columns(s, key_scales);
         float scale[2] = {row_scale[0] * scale_log2, row_scale[1] * scale_log2};  // from S to base 2
         if (HAS_SCORE) {
 #pragma unroll
@@ -135,13 +156,9 @@ DEVICE void consumer_fp8(const Params& p, unsigned base, int wg) {
         float rescale[2];
         online_softmax_below(s, m, l, rescale, scale, MAX_P_LOG2);
 
-        pipe_vt.consumer_wait(n);
-        if (SCALES_PER_TOKEN) {
-            const unsigned slot = v_scales_slot(base, n);
-            scale_columns(s, slot), v_scale = load_float(slot + SCALE_BYTES);
-        }
-        if (!(fabsf(v_scale) <= MAX_SCALE)) l[0] = l[1] = fk_special(0);
+        if (SCALES_PER_TOKEN) of_values.store(key_scales), scale_columns(s, key_scales), scale_rows(s, v_scale);
         pack_p_fp8(codes, s);
+        pipe_vt.consumer_wait(n);
 #pragma unroll
         for (int first = 0; first < COLUMNS; first += PV_COLUMNS) {
             issue_pv_fp8(pv, codes, at_vt(base, n), first);
@@ -152,7 +169,7 @@ DEVICE void consumer_fp8(const Params& p, unsigned base, int wg) {
             wgmma_wait<0>();
             fence_operand(pv), fence_operand(codes);
 #pragma unroll
-            for (int i = 0; i < PV_REGS; ++i) o[first / 2 + i] = fmaf(pv[i], v_scale, o[first / 2 + i]);
+            for (int i = 0; i < PV_REGS; ++i) o[first / 2 + i] = fmaf(pv[i], v_scale[i / 2 % 2], o[first / 2 + i]);
         }
         pipe_vt.consumer_release(n);
     }

@@ -44,34 +44,16 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
     }
 }
 
-// Scales of a tile's keys, relative to the greatest; those of keys that do not exist are 0. By a warp.
-DEVICE void store_v_scales(const Params& p, unsigned slot, int b, int head, int k0, int keys) {
-    float scales[BLOCK_K / 32], greatest = 0;
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 32; ++i) {
-        const int key = threadIdx.x % 32 + 32 * i;
-        scales[i] = key < keys ? scale_of(p.v_scale, b, head, k0 + key) : 0.0f;
-        greatest = fmaxf(greatest, fabsf(scales[i]));
-    }
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, step));
-    greatest = fmaxf(greatest, MIN_SCALE);
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 32; ++i) store_float(slot + 4 * (threadIdx.x % 32 + 32 * i), scales[i] / greatest);
-    store_float(slot + SCALE_BYTES, greatest);
-}
-
 DEVICE void transpose_warp(const Params& p, unsigned base) {
     const Pipeline<STAGES> pipe_v = v_pipe(base), pipe_vt = vt_pipe(base);
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
         pipe_v.consumer_wait(n);
         const unsigned slot = v_tile_slot(base, n);
-        const int b = load_word(slot), head = load_word(slot + 4), k0 = load_word(slot + 8) * BLOCK_K;
+        const int b = load_word(slot);
         if (b == END) break;
-        const int keys = (int)seq_info(p, b).n_k - k0;
+        const int keys = (int)seq_info(p, b).n_k - load_word(slot + 4) * BLOCK_K;
         pipe_vt.producer_acquire(n);
-        if (SCALES_PER_TOKEN) store_v_scales(p, v_scales_slot(base, n), b, head, k0, keys);
         transpose_tile(base + at_v(n % STAGES), at_vt(base, n), keys);
         fence_proxy_async();
         __syncwarp();

@@ -51,11 +51,6 @@ DEVICE void store_if(int condition, float* target, float x) {  // to global memo
     asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2; }"
                  ::"r"(condition), "l"(target), "f"(x) : "memory");
 }
-DEVICE float load_float(unsigned address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
-}
 DEVICE float2 load_floats(unsigned address) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");

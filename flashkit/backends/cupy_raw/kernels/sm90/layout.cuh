@@ -14,7 +14,7 @@
 //     AT_TILE_DESCS         for each stage of K its tile descriptor
 //     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0
 //     AT_LISTS              two WorkTileLists
-//     AT_V_TILES            FP8, for each stage of V its tile: b, head, tile
+//     AT_V_TILES            FP8, for each stage of V its tile: b, tile
 //     AT_SCALES, AT_AFFINE  softmax scales; for each consumer warp the row-uniform part of its AffineScore
 //
 // FP8 says whether the kernel is fp8_forward.cu, whose further constants and parts fp8_layout.cuh lists.
@@ -84,7 +84,7 @@ DEVICE unsigned out_ready(unsigned base, int buffer, int wg) {
     return base + AT_OUT_READY + 8 * (buffer * MMA_WARPGROUPS + wg);
 }
 DEVICE unsigned work_tile_slot(unsigned base, int buffer) { return base + AT_WORK_TILES + 12 * buffer; }
-DEVICE unsigned v_tile_slot(unsigned base, unsigned n) { return base + AT_V_TILES + 12 * (n % STAGES); }
+DEVICE unsigned v_tile_slot(unsigned base, unsigned n) { return base + AT_V_TILES + 8 * (n % STAGES); }
 DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) { return base + AT_TILE_DESCS + 4 * (n % STAGES); }
 
 // The rows that warp group `wg` has of work tile `number` of this CTA.

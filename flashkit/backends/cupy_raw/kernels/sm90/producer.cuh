@@ -7,7 +7,7 @@ struct KvTile { int tile, head, b; };
 
 // FP8: the tile that a stage of V holds, for the transpose warp. b: END behind the last one.
 DEVICE void store_v_tile(unsigned slot, const KvTile& at) {
-    store_word(slot, at.b), store_word(slot + 4, at.head), store_word(slot + 8, at.tile);
+    store_word(slot, at.b), store_word(slot + 4, at.tile);
 }
 
 // Where K and V come from: contiguous tensors.
