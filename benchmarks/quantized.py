@@ -188,8 +188,10 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
         assert not isinstance(made, str), made
         for tile in forward_candidates(made[0].spec, device.current()):
             run, arguments = Sm90Fp8Forward(made[0], device.current(), tile).run, Arguments(made[0].spec, made[1])
-            calls[per, f"{tile.block_q} x {tile.block_k}, Q {tile.q_buffers}"] = partial(run, arguments, launch.stream())
-    taken = timing.interleaved(calls, rounds=7, budget=4.0, min_rounds=3, synchronize=cupy.cuda.runtime.deviceSynchronize)
+            name = f"{tile.block_q} x {tile.block_k}, Q {tile.q_buffers}"
+            calls[per, name] = partial(run, arguments, launch.stream())
+    wait = cupy.cuda.runtime.deviceSynchronize
+    taken = timing.interleaved(calls, rounds=7, budget=4.0, min_rounds=3, synchronize=wait)
     flops = problem.flops() * (0.5 if causal else 1)
     rates = {key: flops / found.median / 1e12 for key, found in taken.items()}
     for per in ("head", "token"):

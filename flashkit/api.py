@@ -200,8 +200,10 @@ def attention(
     )  # fmt: skip
     if (loan := loan_of(q, k, v, precision)) is not None:
         with loan.scope():
-            if isinstance(loan, Dequantised) and not isinstance(made := fp8.prepared(loan, q, k, v, backend, **arguments), str):
-                return computed(*made, out, return_lse, backend)
+            if isinstance(loan, Dequantised):
+                on_codes = fp8.prepared(loan, q, k, v, backend, **arguments)
+                if not isinstance(on_codes, str):
+                    return computed(*on_codes, out, return_lse, backend)
             borrowed = loan.borrow(q=q, k=k, v=v, **arguments)
             return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
     problem, operands, shape = prepare(q, k, v, **arguments)
@@ -558,15 +560,16 @@ def explain(
 
     if (loan := loan_of(q, k, v, options.get("precision"), described=not measure)) is not None:
         with loan.scope():
-            why = ""
+            on_codes: Any = ""
             if isinstance(loan, Dequantised):
-                made = fp8.prepared(loan, q, k, v, backend, not measure, **options)
-                if not isinstance(made, str):
-                    return explain_problem(*made[:2], backend, measure)
-                why = made
+                on_codes = fp8.prepared(loan, q, k, v, backend, not measure, **options)
+                if not isinstance(on_codes, str):
+                    return explain_problem(*on_codes[:2], backend, measure)
             borrowed = loan.borrow(q=q, k=k, v=v, **options)
             found = explain(**borrowed, backend=backend, return_lse=return_lse, measure=measure)
-            return replace(found, problem=loan.described(found.problem, why)) if isinstance(loan, Dequantised) else found
+            if isinstance(loan, Dequantised):
+                return replace(found, problem=loan.described(found.problem, on_codes))
+            return found
     problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 

@@ -1,8 +1,8 @@
 """Calls whose arrays are not what backends read: those of another library, and quantised ones.
 
 Such arrays are lent for the call as plain arrays of NumPy or CuPy, and its results are given back in the caller's form.
-A quantised array is dequantised to the computing dtype, float32 or float64, as a number of e4m3 times its scale does not
-fit into bfloat16, unless the backend has kernels for its codes (fp8.py).
+A quantised array is dequantised to the computing dtype, float32 or float64, as a number of e4m3 times its scale does
+not fit into bfloat16, unless the backend has kernels for its codes (fp8.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from ..spec import DTYPES
 from . import arrays, foreign
 from .checks import check_out
-from .quantized import Quantized, check_shape, quantize, scale_shape
+from .quantized import Per, Quantized, check_shape, quantize, scale_shape
 
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""
 
-FP8_PER = "token"
+FP8_PER: Per = "token"
 """Its scales."""
 
 

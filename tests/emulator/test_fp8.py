@@ -33,7 +33,9 @@ def normal(*shape: int, seed: int = 0, dtype: Any = ml_dtypes.bfloat16) -> np.nd
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def inputs(batch: int, heads: str, n_q: int, n_k: int, dim: int, dim_v: int = 0, dtype: Any = ml_dtypes.bfloat16) -> Any:
+def inputs(
+    batch: int, heads: str, n_q: int, n_k: int, dim: int, dim_v: int = 0, dtype: Any = ml_dtypes.bfloat16
+) -> list[np.ndarray]:  # fmt: skip
     """q, k and v. Tokens differ in size, values by a factor of up to 64, so that a scale of another one shows."""
     h, h_kv = map(int, heads.split(":"))
     shapes = (batch, h, n_q, dim), (batch, h_kv, n_k, dim), (batch, h_kv, n_k, dim_v or dim)
@@ -193,7 +195,7 @@ def test_numbers_that_scales_cannot_carry(device: Device, launched: list[str]) -
     import cupy
 
     given = quantised(*inputs(1, "2:1", 40, 70, 32), "token")
-    q, k, v = given
+    q, _, v = given
     v.data.view(np.uint8)[0, 0, 50, 3], v.scale[0, 0, 55], v.scale[0, 0, 60] = 0x7F, np.inf, 0
     q.scale[0, 0, 5], q.scale[0, 0, 6], q.scale[0, 1, 7] = -q.scale[0, 0, 5], 0, 1e30
     for options, rows in (({"mask": np.arange(70) < 50}, slice(None)), ({}, slice(5))):
@@ -265,7 +267,9 @@ def test_what_is_not_dequantised(device: Device, launched: list[str]) -> None:
 
 @slow
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_fresh_kernel_is_checked(wrong: bool, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_kernel_is_checked(
+    wrong: bool, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before its first use, as all kernels are."""
     import cupy
 

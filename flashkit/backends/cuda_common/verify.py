@@ -74,7 +74,7 @@ def sample_problem(spec: AttentionSpec) -> Operands:
         cu_seqlens = np.array([0, 60, ROWS - 7, ROWS]), np.array([0, 100, KEYS - 7, KEYS - 7])
         rows, keys = map(np.diff, cu_seqlens)
     q, k, v = random(spec.group, ROWS, spec.head_dim), random(1, KEYS, spec.head_dim), random(1, KEYS, spec.head_dim_v)
-    scales = None
+    scales: Any = None
     if spec.fp8:
         scales = tuple(_scales(rng, x, spec.fp8 if x is not q else "token") for x in (q, k, v))
         q, k, v = (_codes(x / 2 / scale) for x, scale in zip((q, k, v), scales, strict=True))

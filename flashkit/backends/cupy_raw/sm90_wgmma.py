@@ -16,7 +16,6 @@ from collections.abc import Iterable
 
 from ...spec import DTYPES
 
-
 E4M3 = "e4m3"
 """The dtype of FP8 products, which no argument of attention has by this name."""
 

@@ -3,8 +3,8 @@
 wgmma is put down with its descriptors and computed when its group is waited for: shared memory has to hold the operands
 until then, and accumulators are stale before. Types: 0 float16, 1 bfloat16, 2 tf32, 3 e4m3.
 
-Of e4m3 a tensor core keeps about 14 bits of a sum (DeepSeek-V3, arXiv 2412.19437, section 3.5.2): here every addend of an
-instruction, the accumulator among them, is truncated to 13 bits below the greatest one's first.
+Of e4m3 a tensor core keeps about 14 bits of a sum (DeepSeek-V3, arXiv 2412.19437, section 3.5.2): here every addend of
+an instruction, the accumulator among them, is truncated to 13 bits below the greatest one's first.
 """
 
 TF32, E4M3 = 2, 3
