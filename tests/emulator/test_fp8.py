@@ -164,7 +164,8 @@ def test_slopes_and_a_packed_group(device: Device, launched: list[str]) -> None:
     check(quantised(*inputs(1, "4:1", 40, 300, 64), "token"), launched, causal=True, alibi_slopes=slopes)
 
 
-def test_a_needle_and_small_weights(device: Device, launched: list[str]) -> None:
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_a_needle_and_small_weights(per: str, device: Device, launched: list[str]) -> None:
     """One key has half of the weight, 1,000 others the rest: 2^-10 of the greatest each, which e4m3 holds only as a
     weight times 2^8.
     """
@@ -172,7 +173,7 @@ def test_a_needle_and_small_weights(device: Device, launched: list[str]) -> None
     q, k = np.zeros((1, 1, 100, dim), np.float32), np.zeros((1, 1, n, dim), np.float32)
     v = np.ones((1, 1, n, dim), np.float32)
     q[..., 0], k[..., 700, 0], v[..., 700, :] = 8, np.log(1000), -2
-    given = quantised(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)), "token")
+    given = quantised(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)), per)
     check(given, launched)
     exact = exact_and_rounded(given)[0]
     assert abs(exact + 0.5).max() < 0.05  # neither of them alone

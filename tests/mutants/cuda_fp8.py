@@ -25,10 +25,30 @@ FAULTS = (
     # accumulation
     Fault("PV of all tiles in the tensor core's accumulator", f"{SM90}/fp8_mainloop.cuh", "step > 0 ? 1 : 0);", "1);"),
     Fault(
-        "nothing is promoted", f"{SM90}/fp8_mainloop.cuh",
-        "o[first / 2 + i] = fmaf(pv[i], v_scale[i / 2 % 2], o[first / 2 + i]);\n",
-        "{}\n            if (FIRST_TILE) {\n#pragma unroll\n                for (int i = 0; i < PV_REGS; ++i)\n"
-        "                    o[first / 2 + i] = pv[i] * v_scale[0];\n            }\n",
+        "tiles are added in the tensor core", f"{SM90}/fp8_mainloop.cuh",
+        "            issue_pv_fp8(pv, codes, at_vt(base, n), first);\n"
+        "            if (first == 0 && __any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {\n"
+        "#pragma unroll\n"
+        "                for (int i = 0; i < O_REGS; ++i) o[i] *= rescale[i / 2 % 2];\n"
+        "            }\n"
+        "            wgmma_wait<0>();\n"
+        "            fence_operand(pv), fence_operand(codes);\n"
+        "#pragma unroll\n"
+        "            for (int i = 0; i < PV_REGS; ++i) o[first / 2 + i] = fmaf(pv[i], "
+        "v_scale[i / 2 % 2], o[first / 2 + i]);\n",
+        "#pragma unroll\n"
+        "            for (int i = 0; i < PV_REGS; ++i) pv[i] = o[first / 2 + i] * "
+        "rescale[i / 2 % 2] / v_scale[i / 2 % 2];\n"
+        "            wgmma_fence();\n"
+        "#pragma unroll\n"
+        "            for (int step = 0; step < BLOCK_K / 32; ++step)\n"
+        "                wgmma_rs(pv, codes, 4 * step,\n"
+        "                         descriptor(at_vt(base, n) + first * CHUNK_ROW) + along_rows(step, COLUMNS), 1);\n"
+        "            wgmma_commit();\n"
+        "            wgmma_wait<0>();\n"
+        "            fence_operand(pv), fence_operand(codes);\n"
+        "#pragma unroll\n"
+        "            for (int i = 0; i < PV_REGS; ++i) o[first / 2 + i] = pv[i] * v_scale[i / 2 % 2];\n",
     ),
     Fault("O is not rescaled", f"{SM90}/fp8_mainloop.cuh", "o[i] *= rescale[i / 2 % 2];", ";"),
     Fault("columns over 128", f"{SM90}/fp8_mainloop.cuh", "descriptor(vt + first * CHUNK_ROW)", "descriptor(vt)"),
@@ -74,6 +94,7 @@ FAULTS = (
         "scales of tokens: another column", f"{SM90}/fp8_mainloop.cuh",
         "scales + threadIdx.x % 4 * 8;", "scales + threadIdx.x % 4 * 4;",
     ),
+    Fault("rows of P up to 1", f"{SM90}/fp8_mainloop.cuh", "MAX_P = 256;", "MAX_P = 1;"),
     Fault("rows of P have no scale", f"{SM90}/fp8_mainloop.cuh", ", scale_rows(s, v_scale);", ";"),
     Fault(
         "the row's scale is not undone", f"{SM90}/fp8_mainloop.cuh",

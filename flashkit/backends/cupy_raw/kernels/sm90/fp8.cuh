@@ -1,4 +1,5 @@
-// FP8: elements of Q, K and V as codes of e4m3 (Micikevicius et al. 2022, arXiv 2209.05433), of which scales make numbers.
+// FP8: elements of Q, K and V as codes of e4m3 (Micikevicius et al. 2022, arXiv 2209.05433), which scales make numbers
+// of.
 #pragma once
 #include "sm90/instructions.cuh"
 #include "common/positions.cuh"

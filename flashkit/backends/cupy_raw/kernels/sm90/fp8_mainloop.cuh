@@ -7,8 +7,8 @@
 //
 // Two-level accumulation: a tensor core keeps about 14 bits of a sum of e4m3 products (DeepSeek-V3, arXiv 2412.19437,
 // section 3.5.2). So PV of each tile, at most 128 keys, has an accumulator of its own, which CUDA cores add to O in
-// float32. That addition applies the scale of V. Scales of tokens are factors on P before it is rounded, and each row of
-// a tile then has a scale of its own, that of its greatest product. Masked keys have no part in it.
+// float32. That addition applies the scale of V. Scales of tokens are factors on P before it is rounded, and each row
+// of a tile then has a scale of its own, that of its greatest product. Masked keys have no part in it.
 //
 // Rows whose scales are not positive numbers, or too far from 1 for products of scales, and rows that a masked NaN in V
 // has spoilt, are computed again from global memory (nonfinite.cuh).

@@ -1,11 +1,11 @@
-// The transpose warp of the FP8 forward pass: V to V^T, as wgmma takes 8-bit operands along the contracted axis alone. The
-// instructions are those that FlashAttention-3 names (Shah et al. 2024, arXiv 2407.08608, section 3.3): ldmatrix with
-// .trans, byte permutations, stmatrix.
+// The transpose warp of the FP8 forward pass: V to V^T, as wgmma takes 8-bit operands along the contracted axis alone.
+// The instructions are those that FlashAttention-3 names (Shah et al. 2024, arXiv 2407.08608, section 3.3): ldmatrix
+// with .trans, byte permutations, stmatrix.
 //
-// Rows of 16-bit matrices are pairs of columns of V: a transposed one gives lane (g, t) the codes of columns 2 g and 2 g
-// + 1 for keys 2 t and 2 t + 1, and two of them, 8 keys apart, four codes of one column. The lane stores these as word t
-// of the column's line. So among 16 keys the line has key 8 j + 2 t + c at 4 t + 2 j + c. That is the order in which S
-// lies in a lane's registers, and P needs no shuffle to be the other operand.
+// Rows of 16-bit matrices are pairs of columns of V: a transposed one gives lane (g, t) the codes of columns 2 g and
+// 2 g + 1 for keys 2 t and 2 t + 1, and two of them, 8 keys apart, four codes of one column. The lane stores these as
+// word t of the column's line. So among 16 keys the line has key 8 j + 2 t + c at 4 t + 2 j + c. That is the order in
+// which S lies in a lane's registers, and P needs no shuffle to be the other operand.
 #pragma once
 #include "sm90/fp8_layout.cuh"
 
@@ -18,7 +18,7 @@ DEVICE unsigned existing_keys(int left) {
 // keys: how many of the tile exist. Codes of the others become 0: P = 0 would not hide a NaN.
 DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
     constexpr int STEPS = BLOCK_K / 32;
-    const int lane = threadIdx.x % 32, own = lane % 8 * 2 + lane / 8 % 2;  // the line of a block that the lane addresses
+    const int lane = threadIdx.x % 32, own = lane % 8 * 2 + lane / 8 % 2;  // the line that the lane addresses
 #pragma unroll 1
     for (int block = 0; block < COLUMNS / 16; ++block) {
         const unsigned from = v + block / 8 * CHUNK_BYTES + swizzled(lane, block % 8);

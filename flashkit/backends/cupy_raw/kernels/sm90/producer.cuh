@@ -16,7 +16,8 @@ struct KvSource {
     const TensorMap &k_map, &v_map;
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
-        load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K), barrier);
+        load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
+                                                       barrier);
     }
     __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
             unsigned barrier) const {
