@@ -215,7 +215,8 @@ def test_precision_fp8(device: Device, launched: list[str]) -> None:
     """It is attention on these arrays, of any strides, and later values do not change how weights are rounded."""
     import cupy
 
-    q, k, v = (cupy.asarray(x) for x in inputs(1, "2:2", 130, 140, 64))
+    arrays = inputs(1, "2:2", 130, 140, 64)
+    q, k, v = map(cupy.asarray, arrays)
     found = flashkit.attention(q, k, v, precision="fp8", backend="cupy_raw", causal=True)
     given = quantised(q, k, v, "token", rotate=True)
     memory = cupy.asarray(np.zeros((1, 2, 140, 72), np.uint8))
@@ -223,8 +224,8 @@ def test_precision_fp8(device: Device, launched: list[str]) -> None:
     given[1] = replace(given[1], data=memory[..., 8:])  # rows that TMA cannot address
     same = flashkit.attention(*given, backend="cupy_raw", causal=True)
     np.testing.assert_array_equal(found.get(), same.get())
-    v[:, :, 100:] *= np.asarray(1000, v.dtype)
-    other = flashkit.attention(q, k, v, precision="fp8", backend="cupy_raw", causal=True)
+    arrays[2][:, :, 100:] *= np.asarray(1000, arrays[2].dtype)
+    other = flashkit.attention(q, k, cupy.asarray(arrays[2]), precision="fp8", backend="cupy_raw", causal=True)
     np.testing.assert_array_equal(found.get()[:, :, :90], other.get()[:, :, :90])
     assert launched == [KERNEL] * 3
 
