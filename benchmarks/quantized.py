@@ -2,6 +2,7 @@
 
     python benchmarks/quantized.py                    # the tables, minutes
     python benchmarks/quantized.py needle             # one key among 131,072
+    python benchmarks/quantized.py device             # errors and times of the kernel for e4m3 on a Hopper GPU
 
 The arrays are bfloat16. Errors are root mean squares, relative to that of out, against float64 on the arrays before
 they were quantised. The floor is float64 on the dequantised arrays: what exact arithmetic on the same numbers gives.
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -122,7 +125,82 @@ def needle(keys: int = 1 << 17, dim: int = 128, queries: int = 64) -> None:
         print(f"| {name} | " + " | ".join(f"{n:.0f}, {cosine:.3f}" for n, cosine in line) + " |")
 
 
+DEVICE_TOKENS, DEVICE_COLUMNS = 16384, 2048
+"""Of all batch entries, and of all heads, where the kernel is timed: the cases of other libraries' benchmarks."""
+
+
+def device(dims: tuple[int, ...] = (128, 64, 256), lengths: tuple[int, ...] = (1024, 4096, 16384)) -> None:
+    """Errors of the kernel for e4m3, and times of its tiles beside those of bfloat16, on CuPy arrays."""
+    device_errors()
+    print("\n| head dim | mask | tokens | bfloat16 | scales | " + "tile: TFLOP/s |\n|" + "---|" * 6)
+    for dim, causal, n in itertools.product(dims, (False, True), lengths):
+        device_times(dim, causal, n, DEVICE_TOKENS // n, DEVICE_COLUMNS // dim)
+
+
+def on_device(x: flashkit.Quantized) -> flashkit.Quantized:
+    """The same numbers in arrays of CuPy."""
+    import cupy
+
+    data = cupy.asarray(x.data.view(np.uint8))
+    return replace(x, data=data, scale=cupy.asarray(x.scale))
+
+
+def device_errors(tokens: int = TOKENS, dims: tuple[int, ...] = (128, 64)) -> None:
+    """Relative root mean squares: the kernel's, and the floor, exact arithmetic on the same numbers."""
+    print("| data | head dim | mask | scales | kernel | floor | ratio |\n|" + "---|" * 7)
+    for data, dim, causal in itertools.product((normal, outliers), dims, (False, True)):
+        rng = np.random.default_rng(0)
+        q, k, v = (data(rng, (1, HEADS, tokens, dim)).astype(ml_dtypes.bfloat16) for _ in range(3))
+        exact = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)), causal=causal)
+        for per, rotated in itertools.product(PER, (False, True)):
+            given = quantised(q, k, v, "e4m3", per, {"rotate": rotated})
+            out = flashkit.attention(*map(on_device, given), causal=causal, backend="cupy_raw")
+            floor = flashkit.attention(*(x.dequantize("float64") for x in given), causal=causal)
+            error, least = relative(out.get(), exact), relative(floor, exact)
+            name = f"{per}{', rotated' * rotated}"
+            mask = "causal" if causal else "full"
+            line = f"{error:.2e} | {least:.2e} | {error / least:.3f}"
+            print(f"| {data.__name__} | {dim} | {mask} | {name} | {line} |", flush=True)
+
+
+def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None:
+    """One line: kernels alone, each of them in turns."""
+    import cupy
+
+    from flashkit import dispatch
+    from flashkit.backends.cuda_common import device, launch
+    from flashkit.backends.cuda_common.arguments import Arguments
+    from flashkit.backends.cupy_raw.sm90_fp8 import Sm90Fp8Forward, forward_candidates
+    from flashkit.call import fp8
+    from flashkit.call.arguments import prepare
+    from flashkit.call.loans import Dequantised
+    from flashkit.devices import timing
+
+    shape = batch, heads, n, dim
+    given = [cupy.asarray(np.random.default_rng(i).standard_normal(shape, np.float32)) for i in range(3)]
+    given = [x.astype(ml_dtypes.bfloat16) for x in given]
+    problem, operands, _ = prepare(*given, causal=causal)
+    chosen, plan = dispatch.plan(problem, "cupy_raw")
+    calls: dict[Any, Any] = {("bfloat16", ""): partial(chosen.forward, plan, operands)}
+    for per in ("head", "token"):
+        codes = [flashkit.quantize(x, "e4m3", per) for x in given]
+        made = fp8.prepared(Dequantised(*codes, fp8=False), *codes, "cupy_raw", causal=causal)
+        assert not isinstance(made, str), made
+        for tile in forward_candidates(made[0].spec, device.current()):
+            run, arguments = Sm90Fp8Forward(made[0], device.current(), tile).run, Arguments(made[0].spec, made[1])
+            name = f"{tile.block_q} x {tile.block_k}, Q {tile.q_buffers}"
+            calls[per, name] = partial(run, arguments, launch.stream())
+    wait = cupy.cuda.runtime.deviceSynchronize
+    taken = timing.interleaved(calls, rounds=7, budget=4.0, min_rounds=3, synchronize=wait)
+    flops = problem.flops() * (0.5 if causal else 1)
+    rates = {key: flops / found.median / 1e12 for key, found in taken.items()}
+    for per in ("head", "token"):
+        tiles = "; ".join(f"{tile}: {rate:.0f}" for (of, tile), rate in rates.items() if of == per)
+        mask, wide = "causal" if causal else "full", rates["bfloat16", ""]
+        print(f"| {dim} | {mask} | {n} | {wide:.0f} | {per} | {tiles} |", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("tables", "needle"), default="tables")
-    {"tables": tables, "needle": needle}[parser.parse_args().what]()
+    parser.add_argument("what", nargs="?", choices=("tables", "needle", "device"), default="tables")
+    {"tables": tables, "needle": needle, "device": device}[parser.parse_args().what]()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from . import dispatch
 from .backends.base import Backend
-from .call import arrays, pickled_plan, plan_cache
+from .call import arrays, fp8, pickled_plan, plan_cache
 from .call.arguments import prepare
 from .call.loans import Dequantised, loan_of, used_pages
 from .call.options import Layout, Options, Precision, unknown
@@ -70,7 +70,8 @@ def attention(
         1 to 1024, or 512 on a GPU. Hq is a multiple of Hkv (grouped-query attention). (H, N, D) and (N, D) work too.
         Arrays with a contiguous last axis and aligned elements are read in place, with any strides; others are copied.
         v may be a view of k, such as k[..., :Dv]: then memory is read once. Each may be a flashkit.Quantized instead,
-        made from an array of the others' dtype: it counts as that array, and is dequantised for the call.
+        made from an array of the others' dtype: it counts as that array. It is dequantised for the call, but where all
+        three are e4m3 on a Hopper GPU, which multiplies the codes.
     scale
         Factor on q k^T; 1 / sqrt(D) by default.
     causal
@@ -126,8 +127,9 @@ def attention(
         environment variable FLASHKIT_DETERMINISTIC=1 asks for it in every call.
     precision
         "tf32" allows TensorFloat-32 products for float32 inputs on GPUs that have them. None or "highest" is full
-        float32. "fp8" quantises float16 and bfloat16 to e4m3 first, each token by itself, q and k rotated: as
-        quantize(x, "e4m3", "token", rotate=True), and for v without rotation.
+        float32; of e4m3 arrays None may round weights to e4m3 as well. "fp8" quantises float16 and bfloat16 to e4m3
+        first, each token by itself, q and k rotated: as quantize(x, "e4m3", "token", rotate=True), and for v without
+        rotation.
     backend
         Name of the backend. By default the fastest one by the profile of the device.
     **unexpected
@@ -194,6 +196,10 @@ def attention(
     )  # fmt: skip
     if (loan := loan_of(q, k, v, precision)) is not None:
         with loan.scope():
+            if isinstance(loan, Dequantised):
+                on_codes = fp8.prepared(loan, q, k, v, backend, **arguments)
+                if not isinstance(on_codes, str):
+                    return computed(*on_codes, out, return_lse, backend)
             own = dict(arguments, q=q, k=k, v=v)
             if isinstance(loan, Dequantised) and page_table is not None:
                 own |= used_pages(q, k, v, arguments)
@@ -488,9 +494,16 @@ def explain(
 
     if (loan := loan_of(q, k, v, options.get("precision"), described=not measure)) is not None:
         with loan.scope():
+            on_codes: Any = ""
+            if isinstance(loan, Dequantised):
+                on_codes = fp8.prepared(loan, q, k, v, backend, not measure, **options)
+                if not isinstance(on_codes, str):
+                    return explain_problem(on_codes[0], on_codes[1], backend, measure)
             borrowed = loan.borrow(q=q, k=k, v=v, **options)
             found = explain(**borrowed, backend=backend, return_lse=return_lse, measure=measure)
-            return replace(found, problem=loan.described(found.problem)) if isinstance(loan, Dequantised) else found
+            if isinstance(loan, Dequantised):
+                return replace(found, problem=loan.described(found.problem, on_codes))
+            return found
     problem, operands, _ = prepare(q, k, v, described=not measure, **options)
     return explain_problem(problem, operands, backend, measure)
 

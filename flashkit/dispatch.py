@@ -134,6 +134,8 @@ def _ask(backend: Backend, problem: Problem, direction: Direction) -> Candidate:
         return Candidate(
             backend.name, Verdict(False, f"takes {' and '.join(backend.array_kinds)} arrays, not {problem.array_kind}")
         )
+    if problem.spec.fp8 and not getattr(backend, "takes_fp8", False):
+        return Candidate(backend.name, Verdict(False, "it has no kernels for codes of e4m3"))
     try:
         verdict = backend.available() and backend.supports(problem)
     except Exception as error:  # a failing backend must not disable the others

@@ -39,6 +39,9 @@ DTYPES = {
 
 ITEMSIZE = {name: dtype.size for name, dtype in DTYPES.items()}
 
+Fp8 = Literal["head", "token"]
+"""What shares a scale of keys and values in codes of e4m3."""
+
 
 @cache
 def name_of(dtype: Any) -> str:
@@ -84,11 +87,22 @@ class AttentionSpec:
     packed: bool = False  # sequences of any length follow each other in one axis of tokens
     paged: bool = False  # keys and values lie in pages that a table names
     pe_dim: int = 0  # last columns of the keys, which lie in an array of their own
+    fp8: Fp8 | None = None  # q, k and v are codes of e4m3 in uint8, with scales; dtype is that of the output
 
     @property
     def lse_dtype(self) -> str:
         """The accumulators' dtype, which the log-sum-exp keeps."""
         return DTYPES[self.dtype].accumulator
+
+    @property
+    def operand_dtype(self) -> str:
+        """The dtype of the arrays q, k and v."""
+        return self.dtype if self.fp8 is None else "uint8"
+
+    @property
+    def operand_size(self) -> int:
+        """Bytes of an element of q, k and v."""
+        return ITEMSIZE[self.dtype] if self.fp8 is None else 1
 
     @property
     def masked(self) -> bool:
@@ -118,6 +132,7 @@ class AttentionSpec:
             "score modification": self.score is not None, "mask": self.mask is not None, "dropout": self.dropout,
             "sinks": self.sinks, "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1,
             "packed sequences": self.packed, "paged keys": self.paged, "keys in two arrays": self.pe_dim > 0,
+            f"e4m3 with scales per {self.fp8}": self.fp8 is not None,
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
 
@@ -170,10 +185,12 @@ class Problem:
 
     def bytes(self, direction: Direction = "forward") -> int:
         """Least traffic with main memory: each operand read once, each result written once."""
-        d, dv, size = self.spec.head_dim, self.spec.head_dim_v, ITEMSIZE[self.spec.dtype]
+        d, dv, size, operand = (
+            self.spec.head_dim, self.spec.head_dim_v, ITEMSIZE[self.spec.dtype], self.spec.operand_size
+        )  # fmt: skip
         queries, keys = self.heads * self.all_tokens.q, self.heads_kv * self.all_tokens.k
         lse = queries * ITEMSIZE[self.spec.lse_dtype]
-        q_and_out, k_and_v = queries * (d + dv) * size, keys * (d + dv) * size
+        q_and_out, k_and_v = queries * (d * operand + dv * size), keys * (d + dv) * operand
         if direction == "forward":
             return q_and_out + k_and_v + lse
         return q_and_out + queries * dv * size + k_and_v + lse + queries * d * size + k_and_v  # + dout; dq, dk, dv
@@ -204,6 +221,8 @@ class Operands:
     holds keys i * page ... (i + 1) * page - 1 at i. A page that does not exist is read as page 0 or the last one.
 
     Keys in two arrays: k has the first columns of the keys and k_pe the last pe_dim; the other axes are k's.
+
+    Codes of e4m3: q, k and v are uint8. scales: those of q, k and v, float32 (B, heads, tokens, 1), any strides.
     """
 
     q: Any
@@ -223,6 +242,7 @@ class Operands:
     cu_seqlens: tuple[Any, Any] | None = None
     page_table: Any = None
     k_pe: Any = None
+    scales: tuple[Any, Any, Any] | None = None
 
     def sequences(self) -> dict[str, Any]:
         """The arrays that say where packed sequences lie: the two of cu_seqlens, and two by their own names."""

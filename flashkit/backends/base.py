@@ -49,6 +49,12 @@ class LastResort(Protocol):
     last_resort: bool
 
 
+class TakesFp8(Protocol):
+    """Optional: a backend that is asked about problems whose q, k and v are codes of e4m3."""
+
+    takes_fp8: bool
+
+
 class SelectsRow(Protocol):
     """Optional: a backend that follows another row of its profile tables than the first match."""
 

@@ -6,12 +6,12 @@ Every error names the argument, what came and what would fit.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import mods
-from ..spec import AttentionSpec, Operands, Problem
+from ..spec import AttentionSpec, Fp8, Operands, Problem, name_of
 from . import arrays, options
 from .checks import (
     block_mask_of,
@@ -34,6 +34,16 @@ from .shape import Shape, pairwise
 PRECISIONS = (None, "highest", "tf32", "fp8")
 
 
+class Fp8Arrays(NamedTuple):
+    """What codes of e4m3 stand for: the dtype of the output, what shares a scale of k and v, and the scales of q, k and
+    v, one for each token, in the caller's axes.
+    """
+
+    dtype: np.dtype
+    per: Fp8
+    scales: tuple[Any, ...]
+
+
 def prepare(
     q: Any, k: Any, v: Any, *, scale: float | None = None, causal: bool = False, q_offset: Any = None,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, alibi_slopes: Any = None,
@@ -41,7 +51,7 @@ def prepare(
     kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None, page_table: Any = None,
     dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
     out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False,
-    k_pe: Any = None, **others: Any,
+    k_pe: Any = None, fp8: Fp8Arrays | None = None, **others: Any,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
     """Check the arguments of attention() and fill in defaults.
 
@@ -49,6 +59,8 @@ def prepare(
     offsets are stand-ins, q, k and v are not copied, and axes of stride 0 of a bias and a mask count as of length 1.
 
     k_pe: the last columns of the keys, an array that has been checked; k has the other columns.
+
+    fp8: q, k and v are codes of e4m3, uint8.
 
     Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied
     before they are checked, because the caller's arrays may change at any time. Lengths on a device are not read; the
@@ -67,8 +79,8 @@ def prepare(
     kind = arrays.require("q", q)
     for name, array in (("k", k), ("v", v)):
         arrays.require(name, array, kind)
-    dtype = arrays.dtype_name("q", q)
-    for name, array in (("k", k), ("v", v)):
+    dtype, own_dtype = (name_of(fp8.dtype), fp8.dtype) if fp8 else (arrays.dtype_name("q", q), q.dtype)
+    for name, array in () if fp8 else (("k", k), ("v", v)):
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
     pe_dim = 0 if k_pe is None else k_pe.shape[-1]
@@ -148,6 +160,7 @@ def prepare(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
         kv_lengths is not None or cu_seqlens is not None, is_deterministic(deterministic),
         None if precision == "highest" else precision, cu_seqlens is not None, page_table is not None, pe_dim,
+        fp8.per if fp8 else None,
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
     read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]
@@ -156,8 +169,9 @@ def prepare(
         q4, k4, v4, 1 / math.sqrt(d) if scale is None else number("scale", scale),
         seqs.with_extra(offsets), seqs.with_extra(seqs.lengths), params, values,
         sinks_of(sinks, kind, heads, layout, spec.lse_dtype, not described), dropout_p, seed_of(seed, dropout_p),
-        shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, q.dtype),
+        shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, own_dtype),
         empty((entries, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
+        tuple(map(shape.four_axes, fp8.scales)) if fp8 else None,
     )  # fmt: skip
     return problem, operands, shape

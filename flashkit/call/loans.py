@@ -1,8 +1,8 @@
 """Calls whose arrays are not what backends read: those of another library, and quantised ones.
 
 Such arrays are lent for the call as plain arrays of NumPy or CuPy, and its results are given back in the caller's form.
-A quantised array is dequantised to the computing dtype, float32 or float64: no backend reads 8 bits, and a number of
-e4m3 times its scale does not fit into bfloat16.
+A quantised array is dequantised to the computing dtype, float32 or float64, as a number of e4m3 times its scale does
+not fit into bfloat16, unless the backend has kernels for its codes (fp8.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import numpy as np
 from ..spec import DTYPES
 from . import arrays, foreign
 from .checks import check_out
-from .quantized import Quantized, check_shape, quantize
+from .quantized import Per, Quantized, check_shape, quantize, scale_shape
 from .sequences import sequences_of
 
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""
+
+FP8_PER: Per = "token"
+"""Its scales."""
 
 
 def loan_of(
@@ -50,6 +53,7 @@ class Dequantised:
 
     def __init__(self, q: Any, k: Any, v: Any, fp8: bool, described: bool = False) -> None:
         self.fp8, self._described, self._q = fp8, described, q
+        self._quantised: dict[str, Quantized] = {}
         named = {"q": q, "k": k, "v": v}
         self.kind = arrays.require("q", _memory(q))
         self.dtype = arrays.dtype_name("q", q)
@@ -85,9 +89,8 @@ class Dequantised:
         if name in ("q", "k", "v"):
             if self._described:
                 return arrays.stand_in(arrays.namespace(self.kind).zeros((), self._wide), value.shape)
-            if self.fp8 and not isinstance(value, Quantized):
-                check_shape(name, value.shape)
-                value = quantize(value, "e4m3", "token", rotate=name != "v")
+            value = self.quantised(name, value)
+            self._quantised.pop(name, None)
             return self._widened(value) if not isinstance(value, Quantized) else value.dequantize(self._wide)
         if name == "precision":
             return None if self.fp8 else value
@@ -99,6 +102,24 @@ class Dequantised:
                 raise TypeError(f"dout has dtype {value.dtype}; {self.dtype} fits")
             return self._widened(value)
         return value
+
+    def quantised(self, name: str, value: Any, described: bool = False) -> Any:
+        """q, k or v as precision="fp8" makes it, until it is borrowed; the array itself without it.
+
+        described: an array that takes no memory stands in for it.
+        """
+        if not self.fp8 or isinstance(value, Quantized):
+            return value
+        check_shape(name, value.shape)
+        if described:
+            xp = arrays.namespace(self.kind)
+            codes = "float8_e4m3fn" if self.kind == "numpy" else "uint8"
+            scale = arrays.stand_in(xp.ones((), np.float32), scale_shape(value.shape, FP8_PER, 1, "bhnd"))
+            data = arrays.stand_in(xp.zeros((), codes), value.shape)
+            return Quantized(data, scale, value.dtype, FP8_PER, seed=0 if name != "v" else None)
+        if name not in self._quantised:
+            self._quantised[name] = quantize(value, "e4m3", FP8_PER, rotate=name != "v")
+        return self._quantised[name]
 
     def _widened(self, value: Any) -> Any:
         return value.astype(self._wide, copy=False)
@@ -124,14 +145,14 @@ class Dequantised:
         with np.errstate(over="ignore"):  # to infinity, as kernels round
             return result.astype(dtype)
 
-    def described(self, problem: str) -> str:
-        """The description of the call that runs, with what comes before it."""
-        return f"{problem}; dequantised before: {self._said}"
+    def described(self, problem: str, why: str) -> str:
+        """The description of the call that runs, with what comes before it, and why."""
+        return f"{problem}; dequantised before: {self._said} ({why})"
 
     def _told(self, x: Any) -> str:
         if isinstance(x, Quantized):
             return f"{x.format} per {x.per}"
-        return "e4m3 per token" if self.fp8 else self.dtype
+        return f"e4m3 per {FP8_PER}" if self.fp8 else self.dtype
 
 
 def used_pages(q: Any, k: Any, v: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -372,6 +372,13 @@ def _of_tokens(xp: Any, scale: Any, shape: tuple[int, ...], per: str, block: int
     return xp.moveaxis(xp.repeat(xp.moveaxis(scale, tokens, 0), block, 0)[: shape[tokens]], 0, tokens)
 
 
+def token_scales(x: Quantized) -> Any:
+    """The scale of each token of an array, a view with one column where that is possible."""
+    xp = arrays.namespace(x._kind)
+    scales = _of_tokens(xp, x.scale, x.shape, x.per, x.block, x.layout)
+    return xp.broadcast_to(scales, (*x.shape[:-1], 1))
+
+
 def _times(xp: Any, values: Any, matrix: np.ndarray) -> Any:
     """Each row times a matrix, as one product."""
     rows = values.reshape((-1, values.shape[-1]))

@@ -25,7 +25,11 @@ PATIENCE = 120
 """Seconds after which a CTA must have ended somewhere on the device."""
 
 _every = np.arange(65536, dtype=np.uint16)
-HALVES = np.stack([_every.view(t).astype(np.float32) for t in (np.float16, ml_dtypes.bfloat16)])
+_halves = [_every.view(t).astype(np.float32) for t in (np.float16, ml_dtypes.bfloat16)]
+_codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+HALVES = np.stack([*_halves, np.zeros_like(_halves[0]), np.resize(_codes, len(_every))])
+"""The number of each code, by the types of interpreter/matrices.py."""
+
 MACHINE = Machine()
 
 
@@ -181,7 +185,7 @@ class Device:
         self.launched: list[str] = []  # names of the kernels, in order
         self.recorded: list[Launch | Callable[[], None]] | None = None  # what a graph captures
         self.info = np.zeros(16, np.int64)
-        self.left, self.right = np.zeros((16, 16), np.float32), np.zeros((256, 16), np.float32)  # of a product
+        self.left, self.right = np.zeros((16, 32), np.float32), np.zeros((256, 32), np.float32)  # of a product
         self.scratch = np.zeros(64, np.uint64)
         self.seed(seed)
 

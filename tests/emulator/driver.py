@@ -12,7 +12,7 @@ from . import ptx
 from .cupy import DEVICE
 from .device import BASE, MACHINE, Device, Launch
 
-WIDTHS = {"FLOAT16": 2, "BFLOAT16": 2, "FLOAT32": 4}
+WIDTHS = {"UINT8": 1, "FLOAT16": 2, "BFLOAT16": 2, "FLOAT32": 4}
 
 
 class TensorMap:

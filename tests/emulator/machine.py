@@ -47,8 +47,8 @@ GROUPS = {
             bar.arrive bar.red.and.pred bar.red.or.pred bar.sync barrier.cluster.arrive barrier.cluster.wait setmaxnreg
         """,
         "matrices": """
-            ldmatrix mma.f16 mma.bf16 mma.tf32 stmatrix wgmma.f16 wgmma.bf16 wgmma.tf32 wgmma.commit_group.sync
-            wgmma.fence.sync wgmma.wait_group.sync
+            ldmatrix mma.f16 mma.bf16 mma.tf32 stmatrix wgmma.f16 wgmma.bf16 wgmma.tf32 wgmma.e4m3
+            wgmma.commit_group.sync wgmma.fence.sync wgmma.wait_group.sync
         """,
         "shuffles": """
             bar.warp.sync elect.sync redux.sync.add.s32 redux.sync.add.u32 redux.sync.and.b32 redux.sync.max.s32

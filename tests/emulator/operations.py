@@ -143,6 +143,8 @@ ROUNDED = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ce
 def _conversion(parts: list[str]) -> str:
     to, of = parts[-2:]
     how = parts[0] if len(parts) > 2 else ""
+    if to == "e4m3x2":
+        return "H[d] = to_e4m3(F[b]) | to_e4m3(F[a]) << np.uint32(8)"
     if to in ("bf16x2", "f16x2"):
         return f"U[d] = np.uint32(to_{to[:-2]}(F[b])) | np.uint32(to_{to[:-2]}(F[a])) << np.uint32(16)"
     if of == "f16":

@@ -60,9 +60,9 @@ FAULTS = (
     Fault(
         "non-finite rows: a masked NaN counts", f"{SM90}/nonfinite.cuh",
         "sums[i] += weight == 0 ? 0.0f : weight * v;\n                }\n            }\n        }\n#pragma "
-        "unroll\n        for (int i = 0; i < OWN; ++i) {\n            const int column",
+        "unroll\n        for (int i = 0; i < OWN; ++i) store_16bit",
         "sums[i] += weight * v;\n                }\n            }\n        }\n#pragma unroll\n        for "
-        "(int i = 0; i < OWN; ++i) {\n            const int column",
+        "(int i = 0; i < OWN; ++i) store_16bit",
     ),
     Fault(
         "non-finite rows: the log-sum-exp of the upper eight", f"{SM90}/nonfinite.cuh",

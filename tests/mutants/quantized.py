@@ -56,7 +56,7 @@ FAULTS = (
     Fault("scales in float64", QUANTIZED, "wide, xp = DTYPES[name_of(wanted)].accumulator", "wide, xp = \"float32\""),
     Fault("a scale of any shape", QUANTIZED, "if self.scale.shape != wanted:", "if False:"),
     Fault("fp8 rotates v", LOANS, 'rotate=name != "v"', "rotate=True"),
-    Fault("fp8 with a scale for a head", LOANS, '"e4m3", "token"', '"e4m3", "head"'),
+    Fault("fp8 with a scale for a head", LOANS, 'FP8_PER: Per = "token"', 'FP8_PER: Per = "head"'),
     Fault("fp8 of float32", LOANS, "found not in FP8_DTYPES", "False"),
     Fault("precision is lost", LOANS, "return None if self.fp8 else value", "return None"),
     Fault(

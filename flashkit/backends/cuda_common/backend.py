@@ -22,7 +22,7 @@ from . import compiler, device, launch, modification, verify
 from .arguments import Arguments
 from .cu_seqlens import clear_behind
 from .device import Device
-from .generation import Generation, Pass
+from .generation import Generation, Pass, asked
 from .params import AT
 
 VARIABLE = settings.CUDA_GENERATION.name
@@ -59,6 +59,10 @@ class CudaBackend:
     efficiency = 0.5
     spares_lse = takes_arrays = True
 
+    @property
+    def takes_fp8(self) -> bool:
+        return any(generation.takes_fp8 for generation in self.generations)
+
     def check(self) -> None:
         """Raise an error if the compiler is too old or cannot be loaded."""
 
@@ -78,6 +82,8 @@ class CudaBackend:
         """The profile's row for each generation, by its name."""
         spec, rows = problem.spec, problem.n_q * problem.spec.group
         found: dict[str, Any] = {}
+        if spec.fp8:  # rows are of kernels for spec.dtype
+            return found
         for row in profile.rows(f"{self.name}.{direction}", spec.dtype, spec.head_dim, spec.masked, rows):
             if row.max_rows is not None or rows > MANY_ROWS:
                 found.setdefault(str(row.options.get("generation")), row)
@@ -89,7 +95,7 @@ class CudaBackend:
         able: list[Generation] = []
         allowed = self.allowed(direction)
         for generation in allowed:
-            verdict = generation.supports(problem, on, direction)
+            verdict = asked(generation, problem, on, direction)
             if verdict and len(allowed) > 1:
                 verdict = generation.profitable(problem, direction)
             if verdict:
@@ -128,7 +134,7 @@ class CudaBackend:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
         if reason := modification.unsupported(spec):
             return Verdict(False, reason)
-        able = [generation.supports(problem, device.current(), "forward") for generation in self.allowed()]
+        able = [asked(generation, problem, device.current(), "forward") for generation in self.allowed()]
         if not able:
             return Verdict(False, f"it has no generation {settings.CUDA_GENERATION.text()}, which {VARIABLE} asks for")
         return Verdict(any(able), "; ".join(verdict.reason for verdict in able if not verdict))
@@ -254,7 +260,8 @@ def _keep(stream: int, plan: CudaPlan, operands: Operands) -> None:
     """Keep what a captured call uses again and the caller may not hold: kernels, results, and copies of operands."""
     op = operands
     positions = op.q_offset, op.kv_lengths, op.page_table, *(op.cu_seqlens or ())
-    launch.keep(stream, plan, op.out, op.lse, *positions, op.sinks, *op.arrays.values())
+    codes = () if op.scales is None else (op.q, op.k, op.v, op.scales)
+    launch.keep(stream, plan, op.out, op.lse, *positions, op.sinks, *op.arrays.values(), *codes)
 
 
 def _device_of(operands: Operands) -> Device:

@@ -56,6 +56,9 @@ class Generation(Protocol):
     lengths, precision and modifications. Then autotune leaves it the choice if no other tile was faster.
     """
 
+    takes_fp8: bool = False
+    """Whether it is asked about problems whose q, k and v are codes of e4m3."""
+
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         """Whether these kernels can compute it and have enough work for it, or the reason why not."""
 
@@ -89,6 +92,13 @@ def supports_16bit(spec: AttentionSpec, most: int) -> Verdict:
     if spec.head_dim % 8 or spec.head_dim_v % 8:
         return Verdict(False, f"rows of head dims {spec.head_dim} and {spec.head_dim_v} are not whole 16 bytes")
     return Verdict(True)
+
+
+def asked(generation: Generation, problem: Problem, device: Device, direction: Direction) -> Verdict:
+    """The answer of `supports`, or the refusal of codes of e4m3 for a generation that does not know them."""
+    if problem.spec.fp8 and not generation.takes_fp8:
+        return Verdict(False, "it has no kernels for codes of e4m3")
+    return generation.supports(problem, device, direction)
 
 
 LARGEST = 1024

@@ -15,7 +15,7 @@ def heads_per_l2_group(heads: int, limit: int) -> int:
 def bytes_of_keys(arguments: Arguments) -> int:
     """Bytes of K and V of a key/value head."""
     spec = arguments.spec
-    return max(arguments.n_k, 1) * (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype]
+    return max(arguments.n_k, 1) * (spec.head_dim + spec.head_dim_v) * spec.operand_size
 
 
 def bytes_of_queries(arguments: Arguments) -> int:

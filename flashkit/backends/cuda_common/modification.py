@@ -101,6 +101,14 @@ POSITIONS = "any", "integers", "floats"
 """The results of `positions`, in the order of kernels/common/positions.cuh."""
 
 
+def forward_constants(spec: AttentionSpec) -> dict[str, int]:
+    """What Hopper's forward kernels in CUDA C++ know of scores and masks beyond the constants of every kernel."""
+    return {
+        "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
+        "FAR": NEAR if spec.score is not None else 2**30, "POSITIONS": POSITIONS.index(positions(spec)),
+    }  # fmt: skip
+
+
 def positions(spec: AttentionSpec) -> str:
     """The type for the integers of the score modification where positions are below NEAR: "floats", which hold them
     exactly, "integers" of 32 bits, or "any" where intermediate values may overflow both.

@@ -198,11 +198,11 @@ class Forward:
 
     def __init__(
         self, problem: Problem, device: Device, tile: ForwardTile, why: str, library: Library, fallback: Fallback,
-        addressed: tuple[str, ...] = ROW_TENSORS,
+        addressed: tuple[str, ...] = ROW_TENSORS, kernel: str = "sm90_forward",
     ) -> None:  # fmt: skip
         self.device, self.tile, self.why, self.fallback = device, tile, why, fallback
         self.pack, self.libraries = packed(problem), [library]
-        self._kernel = library.kernel("sm90_forward", device, tile.shared_memory(problem.spec))
+        self._kernel = library.kernel(kernel, device, tile.shared_memory(problem.spec))
         self._counters, self._threads = TileCounters.of(device), tile.threads
         self._addressed, self._addresses = addressed, addresses(addressed)
 

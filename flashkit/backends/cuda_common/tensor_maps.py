@@ -34,13 +34,22 @@ def _extents(arguments: Arguments, name: str) -> tuple[int, int, int]:
 
 def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
     """Whether TMA can address tensors with these strides; addresses are not checked."""
-    words, itemsize = arguments.words, ITEMSIZE[arguments.spec.dtype]
+    words = arguments.words
     for name in names:
-        at = AT[name]
+        at, itemsize = AT[name], _itemsize(dtype_of(arguments, name))
         for stride, size in zip(words[at + 1 : at + 4], _extents(arguments, name)):
             if size > 1 and (stride <= 0 or stride * itemsize % _ALIGNMENT or stride * itemsize >= 2**40):
                 return False
     return True
+
+
+def dtype_of(arguments: Arguments, name: str) -> str:
+    """The dtype of a tensor's elements."""
+    return arguments.spec.operand_dtype if name in ("q", "k", "v") else arguments.spec.dtype
+
+
+def _itemsize(dtype: str) -> int:
+    return ITEMSIZE.get(dtype, 1)  # codes are uint8
 
 
 def tensor_map(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> TensorMap:
@@ -70,9 +79,9 @@ class Maps(dict[int, TensorMap]):
 
 def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Maps:
     """The tensor maps of all tensors with the layout of this one; arguments as of `tensor_map`."""
-    at = AT[name]
+    at, dtype = AT[name], dtype_of(arguments, name)
     entries, heads, tokens = _extents(arguments, name)
-    return Maps(arguments.spec.dtype, *arguments.words[at + 1 : at + 4], dim, pack, heads, tokens, entries, rows)
+    return Maps(dtype, *arguments.words[at + 1 : at + 4], dim, pack, heads, tokens, entries, rows)
 
 
 @lru_cache(maxsize=4096)
@@ -83,7 +92,7 @@ def encode(
     """The tensor map of an array; batch, head, token: its strides in elements."""
     from cuda.bindings import driver
 
-    itemsize = ITEMSIZE[dtype]
+    itemsize = _itemsize(dtype)
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     types = driver.CUtensorMapDataType
     inner = [(pack, head, pack), (tokens, token, rows // pack)]

@@ -6,6 +6,7 @@ binary passed, so each binary is checked once on a machine.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ ROWS, KEYS = 150, 200
 PAGE = 40
 """Keys of a page of the sample problem: a part of KEYS, and no multiple of a tile. Eight divide it, as TMA needs."""
 
-TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1, "tf32": 4e-3}
+TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1, "tf32": 4e-3, "fp8": 1e-1}
 """Largest error, relative to the largest result: a right kernel is far below, a wrong one far above."""
 
 _VALUES = {"bool": True, "int": 1, "float": 0.0625}
@@ -48,6 +49,8 @@ def check(made: Pass, spec: AttentionSpec, device: Device, direction: Direction)
             same = (got == right) | (np.isnan(got) & np.isnan(right))
             difference = np.where(same, 0, np.where(np.isfinite(right) & np.isfinite(got), np.abs(got - right), np.inf))
         precision = "tf32" if (spec.dtype, spec.precision) == ("float32", "tf32") else spec.dtype
+        if spec.fp8 and name == "out":  # weights are rounded to three bits
+            precision = "fp8"
         if not (difference <= TOLERANCE[precision] * scale).all():
             raise MiscompiledError(
                 f"{name} of the freshly compiled {direction} pass {made.tile} for {spec} on {device.name} is off by "
@@ -71,6 +74,10 @@ def sample_problem(spec: AttentionSpec) -> Operands:
         cu_seqlens = np.array([0, 60, ROWS - 7, ROWS]), np.array([0, 100, KEYS - 7, KEYS - 7])
         rows, keys = map(np.diff, cu_seqlens)
     q, k, v = random(spec.group, ROWS, spec.head_dim), random(1, KEYS, spec.head_dim), random(1, KEYS, spec.head_dim_v)
+    scales: Any = None
+    if spec.fp8:
+        scales = tuple(_scales(rng, x, spec.fp8 if x is not q else "token") for x in (q, k, v))
+        q, k, v = (_codes(x / 2 / scale) for x, scale in zip((q, k, v), scales, strict=True))
     page_table = None
     if spec.paged:
         k, v = (x.reshape(-1, 1, PAGE, x.shape[3]) for x in (k, v))
@@ -87,7 +94,32 @@ def sample_problem(spec: AttentionSpec) -> Operands:
         },
         np.linspace(-1, 1, spec.group).astype(spec.lse_dtype) if spec.sinks else None,
         0.25 if spec.dropout else 0.0, 12345, cu_seqlens=cu_seqlens, page_table=page_table,
+        scales=scales,
     )  # fmt: skip
+
+
+def _scales(rng: np.random.Generator, x: np.ndarray, per: str) -> np.ndarray:
+    """Scales of very different sizes."""
+    tokens = x.shape[2] if per == "token" else 1
+    drawn = (2.0 ** rng.uniform(-7, -3, (*x.shape[:2], tokens, 1))).astype(np.float32)
+    return np.broadcast_to(drawn, (*x.shape[:3], 1))
+
+
+def _codes(x: np.ndarray) -> np.ndarray:
+    import ml_dtypes
+
+    return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def _numbers(problem: Operands) -> Operands:
+    """The problem with the numbers that codes and scales stand for."""
+    import ml_dtypes
+
+    if problem.scales is None:
+        return problem
+    given = zip((problem.q, problem.k, problem.v), problem.scales, strict=True)
+    q, k, v = (x.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale for x, scale in given)
+    return replace(problem, q=q, k=k, v=v, scales=None)
 
 
 def _element(slot: Slot) -> np.ndarray:
@@ -97,7 +129,7 @@ def _element(slot: Slot) -> np.ndarray:
 def _expected(spec: AttentionSpec, problem: Operands, direction: Direction) -> dict[str, np.ndarray]:
     from ...reference import standard, standard_gradients
 
-    out, lse = standard(spec, problem)
+    out, lse = standard(spec, _numbers(problem))
     if direction == "forward":
         return {"out": np.asarray(out, np.float64), "lse": np.asarray(lse, np.float64)}
     problem.out, problem.lse = out, lse
@@ -118,11 +150,13 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
         # One element each, with strides of 0, so that every index reads it.
         arrays = {name: _OneElement(cupy.asarray(x[(0,) * x.ndim]), x.ndim) for name, x in problem.arrays.items()}
         q, k, v = (cupy.asarray(x) for x in (problem.q, problem.k, problem.v))
-        out, lse = cupy.empty((*q.shape[:3], spec.head_dim_v), q.dtype), cupy.empty(q.shape[:3], spec.lse_dtype)
+        out = cupy.empty((*q.shape[:3], spec.head_dim_v), _numpy_dtype(spec.dtype))
+        lse = cupy.empty(q.shape[:3], spec.lse_dtype)
         operands = Operands(
             q, k, v, problem.scale, problem.q_offset, problem.kv_lengths, problem.params, arrays,
             None if problem.sinks is None else cupy.asarray(problem.sinks), problem.dropout_p, problem.seed, out, lse,
             cu_seqlens=problem.cu_seqlens, page_table=problem.page_table,
+            scales=None if problem.scales is None else tuple(map(_on_device, problem.scales)),
         )  # fmt: skip
         if direction == "forward":
             made.run(Arguments(spec, operands), stream.ptr)
@@ -140,6 +174,14 @@ def _computed(made: Pass, spec: AttentionSpec, problem: Operands, direction: Dir
         found = [x.get().astype(np.float64) for x in results]
         stream.synchronize()
     return found
+
+
+def _on_device(scale: np.ndarray) -> Any:
+    """Scales as calls have them: those of a head once, with a stride of 0."""
+    import cupy
+
+    once = scale[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in scale.strides)]
+    return cupy.broadcast_to(cupy.asarray(once), scale.shape)
 
 
 class _OneElement:

@@ -33,7 +33,7 @@ from ..cuda_common.sm90_launch import (
     work_enough,
 )
 from ..cuda_common.smem import SmemLayout
-from . import sm90_backward, sm90_fp16x2, specialise
+from . import sm90_backward, sm90_fp8, sm90_fp16x2, specialise
 from .sm80 import MIN_TF32X3_DIM, Sm80Forward
 from .sm90_fp16x2 import Fp16x2Conversion, num_terms
 from .sm90_wgmma import text as wgmma_functions
@@ -50,6 +50,7 @@ class Sm90Tile(ForwardTile):
         q, v = (num_terms(spec) * chunks(dim) for dim in (spec.head_dim, spec.head_dim_v))
         out = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 128)
         smem = self.lay_out(q, v, out, ones=int(sums_rows_by_mma(spec, self)))
+        smem.add("V_TILES", 0)
         smem.add("SCALES", 8)
         smem.add("AFFINE", _AFFINE_BYTES * 4 * self.warpgroups)
         return smem
@@ -67,9 +68,7 @@ class Sm90Tile(ForwardTile):
             **self.common(spec, pack, _classifies(spec)),
             "ROW_SUM_BY_MMA": sums_rows_by_mma(spec, self),
             "FAST_MATH": num_terms(spec) == 1, "NUM_TERMS": num_terms(spec),
-            "READS_ARRAYS": any(slot.ndim is not None for slot in spec.slots),
-            "FAR": modification.NEAR if spec.score is not None else 2**30,
-            "POSITIONS": modification.POSITIONS.index(modification.positions(spec)),
+            "FP8": False, **modification.forward_constants(spec),
         }  # fmt: skip
 
 
@@ -148,9 +147,12 @@ class Sm90(Generation):
     name = "sm90"
     has_heuristic = True
     directions: tuple[Direction, ...] = ("forward", "backward")
+    takes_fp8 = True
 
     def supports(self, problem: Problem, device: Device, direction: Direction) -> Verdict:
         spec = problem.spec
+        if spec.fp8 and not (verdict := sm90_fp8.supports(problem, direction)):
+            return verdict
         if spec.dtype == "float32":
             for supports in (supports_packed, supports_paged):
                 if not (verdict := supports(spec, "float32")):
@@ -173,7 +175,8 @@ class Sm90(Generation):
             return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
             return Verdict(True)
-        return work_enough(problem, device, forward_tile(problem).block_q)
+        block_q = sm90_fp8.forward_tile(spec).block_q if spec.fp8 else forward_tile(problem).block_q
+        return work_enough(problem, device, block_q)
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:
         """Whether FP16x2 saves more time than the conversion takes."""
@@ -191,12 +194,16 @@ class Sm90(Generation):
             return list(sm90_fp16x2.backward_candidates(problem.spec, device))
         if direction == "backward":
             return list(backward_candidates(problem.spec, device, sm90_backward.tile_of(problem.spec)))
+        if problem.spec.fp8:
+            return list(sm90_fp8.forward_candidates(problem.spec, device))
         return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:
         kind: Any
         made: Callable[..., Pass]
-        if direction == "forward":
+        if problem.spec.fp8:
+            kind, made = sm90_fp8.Sm90Fp8Tile, sm90_fp8.Sm90Fp8Forward
+        elif direction == "forward":
             kind, made = Sm90Tile, Sm90Forward
         elif problem.spec.dtype == "float32":
             kind, made = sm90_fp16x2.Sm90Float32BackwardTile, sm90_fp16x2.Sm90Float32Backward

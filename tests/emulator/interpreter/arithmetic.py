@@ -169,6 +169,18 @@ def to_f16(x):
 
 
 @njit
+def to_e4m3(x):
+    """The greatest number where x exceeds it (satfinite)."""
+    sign, size = np.int64(np.float32(x).view(np.uint32) >> np.uint32(24) & np.uint32(0x80)), np.float64(abs(x))
+    if x != x:
+        return np.uint32(0x7F)
+    if size < 2.0**-6:
+        return np.uint32(sign | np.int64(np.rint(size * 512.0)))
+    bits = np.int64(np.float32(min(size, 448.0)).view(np.uint32))
+    return np.uint32(sign | ((bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - 960))
+
+
+@njit
 def ex2_(x):
     return np.float32(2.0 ** np.float64(x))
 

@@ -1,10 +1,14 @@
 """Matrix instructions of a warp and of a warp group. Products are summed in float64 and rounded once.
 
 wgmma is put down with its descriptors and computed when its group is waited for: shared memory has to hold the operands
-until then, and accumulators are stale before. Types: 0 float16, 1 bfloat16, 2 tf32.
+until then, and accumulators are stale before. Types: 0 float16, 1 bfloat16, 2 tf32, 3 e4m3.
+
+Of e4m3 a tensor core keeps about 14 bits of a sum (DeepSeek-V3, arXiv 2412.19437, section 3.5.2): here every addend of
+an instruction, the accumulator among them, is truncated to 13 bits below the greatest one's first.
 """
 
-TF32 = 2
+TF32, E4M3 = 2, 3
+KEPT_BITS = 13
 
 
 @njit
@@ -24,6 +28,10 @@ def fragment_a(kind, first, operands, R, halves, left):
                 register = operands[first + half + 2 * side]
                 if kind == TF32:
                     left[g + 8 * half, t + 4 * side] = tf32_of(U[register, 2 * l])
+                elif kind == E4M3:
+                    for c in range(4):
+                        code = np.int64(U[register, 2 * l] >> np.uint32(8 * c)) & 0xFF
+                        left[g + 8 * half, 16 * side + 4 * t + c] = halves[kind, code]
                 else:
                     for c in range(2):
                         left[g + 8 * half, 8 * side + 2 * t + c] = halves[kind, H[register, 4 * l + c]]
@@ -110,13 +118,13 @@ def wgmma_issue(kind, p, w, s, count, n, operands, R, state, pending):
     if at >= pending.shape[1]:
         return np.int64(FULL)
     first = s + n // 2  # after the accumulators
-    from_shared = count - n // 2 == (5 if kind == TF32 else 7)
+    from_shared = count - n // 2 == (5 if kind >= TF32 else 7)
     rest = first + (1 if from_shared else 4)
     entry = pending[w, at]
     entry[PROGRAM_ROW], entry[OF_A] = p, L[operands[first], 0] if from_shared else 0
     entry[OF_B], entry[ACCUMULATES] = L[operands[rest], 0], np.int64(V[operands[rest + 1], 0])
     entry[TRANSPOSES_A] = entry[TRANSPOSES_B] = 0
-    if kind != TF32:
+    if kind < TF32:
         if from_shared:
             entry[TRANSPOSES_A] = L[operands[rest + 4], 0]
         entry[TRANSPOSES_B] = L[operands[rest + (5 if from_shared else 4)], 0]
@@ -128,6 +136,8 @@ def wgmma_issue(kind, p, w, s, count, n, operands, R, state, pending):
 @njit
 def element(shared, cta, at, kind, halves):
     at = swizzled(at)
+    if kind == E4M3:
+        return halves[kind, np.int64(shared[cta, at])]
     bits = np.uint32(shared[cta, at]) | np.uint32(shared[cta, at + 1]) << np.uint32(8)
     if kind == TF32:
         bits |= np.uint32(shared[cta, at + 2]) << np.uint32(16) | np.uint32(shared[cta, at + 3]) << np.uint32(24)
@@ -139,7 +149,7 @@ def element(shared, cta, at, kind, halves):
 def operand(descriptor, rows, row0, k, transposed, kind, shared, cta, halves, into):
     """Rows row0 ... of an operand in shared memory, K-major or transposed, in lines of 128 bytes."""
     start, chunk, lines = (descriptor & 0x3FFF) << 4, (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
-    width = 4 if kind == TF32 else 2
+    width = 4 if kind == TF32 else 1 if kind == E4M3 else 2
     for i in range(rows):
         r = row0 + i
         for j in range(k):
@@ -148,6 +158,19 @@ def operand(descriptor, rows, row0, k, transposed, kind, shared, cta, halves, in
             else:
                 at = start + (r >> 3) * lines + (r & 7) * 128 + j * width
             into[i, j] = element(shared, cta, at, kind, halves)
+
+
+@njit
+def aligned_sum(before, k, left, right):
+    """before + left right, of addends that are truncated relative to the greatest."""
+    greatest = abs(before)
+    for x in range(k):
+        greatest = max(greatest, abs(np.float64(left[x]) * np.float64(right[x])))
+    quantum = 2.0 ** (math.frexp(greatest)[1] - 1 - KEPT_BITS)
+    total = np.trunc(before / quantum)
+    for x in range(k):
+        total += np.trunc(np.float64(left[x]) * np.float64(right[x]) / quantum)
+    return total * quantum
 
 
 @njit
@@ -164,9 +187,13 @@ def wgmma(n, k, s, operands, entry, R, shared, cta, warp, halves, left, right):
         for e in range(n // 2):
             i, j = g + 8 * (e >> 1 & 1), 8 * (e >> 2) + 2 * t + (e & 1)
             register, total = operands[s + e], 0.0
-            for x in range(k):
-                total += np.float64(left[i, x]) * np.float64(right[j, x])
-            F[register, 2 * l] = np.float32(total + (np.float64(F[register, 2 * l]) if entry[ACCUMULATES] else 0.0))
+            before = np.float64(F[register, 2 * l]) if entry[ACCUMULATES] else 0.0
+            if kind == E4M3:
+                total, before = aligned_sum(before, k, left[i], right[j]), 0.0
+            else:
+                for x in range(k):
+                    total += np.float64(left[i, x]) * np.float64(right[j, x])
+            F[register, 2 * l] = np.float32(total + before)
 
 
 @njit

@@ -24,8 +24,8 @@ DEVICE void stage_output(const float (&o)[O_REGS], unsigned staged) {
     }
 }
 
-// O / l and the log-sum-exp of work tile `number` of this CTA. A row sum that is not finite means that the float16
-// terms of float32 do not stand for the row's elements.
+// O / l and the log-sum-exp of work tile `number` of this CTA. HAS_SCALES: a row sum that is not finite means that the
+// products do not stand for the row's elements.
 DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int number, const float (&m)[2],
                      const float (&l)[2], float (&o)[O_REGS], int wg) {
     const unsigned staged = q_rows(base, number % Q_BUFFERS, wg);
@@ -51,25 +51,25 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
         const bool empty = sum == 0;  // no key is visible
         factor[half] = empty ? 0.0f : FP16X2 ? factor[half] / sum : factor[half] * reciprocal(sum);
         lse[half] = empty ? HIDDEN : top + log2_fast(sum);
-        if (IS_FLOAT32 && exists && threadIdx.x % 4 == 0)  // before the fallback, which overwrites its rows'
+        if (HAS_SCALES && exists && threadIdx.x % 4 == 0)  // before the fallback, which overwrites its rows'
             *q_row<float>(p, p.lse, at.b, h, row) = !empty && FP16X2 ? fmaf(top, LN2, logf(sum)) : LN2 * lse[half];
-        float zero = IS_FLOAT32 ? 0 * sum : 0;  // NaN if an element is not finite
+        float zero = HAS_SCALES ? 0 * sum : 0;  // NaN if an element is not finite
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; ++n)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 float& x = o[4 * n + 2 * half + c];
-                if (IS_FLOAT32) x *= factor[half];
-                if (IS_FLOAT32 || MAY_HIDE) zero = fmaf(x, 0.0f, zero);
-                if (!IS_FLOAT32) x *= factor[half];
+                if (HAS_SCALES) x *= factor[half];
+                if (HAS_SCALES || MAY_HIDE) zero = fmaf(x, 0.0f, zero);
+                if (!HAS_SCALES) x *= factor[half];
             }
-        is_nonfinite |= zero != 0 && (IS_FLOAT32 || is_finite(sum)) && exists;
+        is_nonfinite |= zero != 0 && (HAS_SCALES || is_finite(sum)) && exists;
     }
     named_barrier_sync(WARPGROUP_BARRIER + wg, 128);  // no warp of the warp group reads Q any more
     stage_output(o, staged);
-    if ((IS_FLOAT32 || MAY_HIDE) && __any_sync(~0u, is_nonfinite)) {
+    if ((HAS_SCALES || MAY_HIDE) && __any_sync(~0u, is_nonfinite)) {
         __syncwarp();
-        if constexpr (IS_FLOAT32) rows_nonfinite(p, at, staged);
+        if constexpr (HAS_SCALES) rows_nonfinite(p, at, staged);
         else accumulate_nonfinite(p, at, lse, staged);
     }
     fence_proxy_async();
@@ -78,7 +78,7 @@ DEVICE void epilogue(const Params& p, const WorkTile& at, unsigned base, int num
     // The log-sum-exp is stored after the fence, which would wait for it, and without a branch, behind which the
     // compiler would serialise the wgmmas.
 #pragma unroll
-    for (int half = 0; !IS_FLOAT32 && half < 2; ++half) {
+    for (int half = 0; !HAS_SCALES && half < 2; ++half) {
         const int index = at.row0 + row_of_lane(half), n_q = (int)seq_info(p, at.b).n_q;
         const bool writes = index < n_q * PACK_GQA && threadIdx.x % 4 == 0;
         store_if(writes, q_row<float>(p, p.lse, at.b, at.h + index % PACK_GQA, index / PACK_GQA), LN2 * lse[half]);

@@ -104,21 +104,8 @@ DEVICE void consumer_fp16x2(const Params& p, unsigned base, int wg) {
             }
         }
         modify_tile(p, at, state == FULL, s, k0, (float)p.softmax_scale);
-        // The online softmax, relative to 2^-MAX_P_LOG2 of the row maximum.
         float rescale[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float top = HIDDEN;
-#pragma unroll
-            for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
-            top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
-            top = fmaxf(m[half], fmaf(top, scale[half], -MAX_P_LOG2));
-            const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
-            rescale[half] = exp2_fast(m[half] - shift);
-            m[half] = top;
-            l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
-                return fmaf(x, scale[half], -shift); });
-        }
+        online_softmax_below(s, m, l, rescale, scale, MAX_P_LOG2);
         if constexpr (HAS_DROPOUT) dropout_tile(p, at, s, k0);
 #pragma unroll
         for (int i = 0; i < P_REGS; ++i) to_terms(s[2 * i], s[2 * i + 1], high[i], low[i]);

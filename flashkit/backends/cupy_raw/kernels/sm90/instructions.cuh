@@ -51,6 +51,11 @@ DEVICE void store_if(int condition, float* target, float x) {  // to global memo
     asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2; }"
                  ::"r"(condition), "l"(target), "f"(x) : "memory");
 }
+DEVICE float2 load_floats(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
 DEVICE int load_word(unsigned address) {
     int x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
@@ -201,12 +206,12 @@ DEVICE Box kv_box(const Params& p, int b, int head, int n) {
 DEVICE Box at_column(const Box& box, int column) { return {column, box.token, box.head, box.batch}; }
 
 // A tile of ROWS rows, chunk by chunk.
-template <int PACK_GQA, int CHUNKS, int ROWS>
+template <int PACK_GQA, int CHUNKS, int ROWS, int COLUMNS = 64>
 DEVICE void load_tile(unsigned target, const TensorMap& map, const Box& box, unsigned barrier, int column = 0,
                       int chunk = ROWS * CHUNK_ROW) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        tma_load<PACK_GQA>(target + c * chunk, map, at_column(box, column + 64 * c), barrier);
+        tma_load<PACK_GQA>(target + c * chunk, map, at_column(box, column + COLUMNS * c), barrier);
 }
 
 // Orders a thread's writes to shared memory before later reads by TMA and wgmma (the async proxy).
@@ -258,9 +263,14 @@ template <int N> DEVICE void fence_operand(unsigned (&x)[N]) {
 
 // --- instructions of one warp ----------------------------------------------------------------------------------------
 
+template <bool TRANSPOSED = false>
 DEVICE void ldmatrix_x4(unsigned (&r)[4], unsigned address) {  // four of 8 rows x 16 bytes
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 template <bool TRANSPOSED>
 DEVICE void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {

@@ -14,11 +14,15 @@
 //     AT_TILE_DESCS         for each stage of K its tile descriptor
 //     AT_WORK_TILES         for each buffer of Q its work tile: b, h, row0
 //     AT_LISTS              two WorkTileLists
+//     AT_V_TILES            FP8, for each stage of V its tile: b, tile
 //     AT_SCALES, AT_AFFINE  softmax scales; for each consumer warp the row-uniform part of its AffineScore
+//
+// FP8 says whether the kernel is fp8_forward.cu, whose further constants and parts fp8_layout.cuh lists.
 #pragma once
 #include "sm90/pipeline.cuh"
 #include "sm90/fp16x2_terms.cuh"
 #include "common/positions.cuh"
+#include "sm90/fp8.cuh"
 
 constexpr int BLOCK_Q = 64 * MMA_WARPGROUPS, THREADS = 128 * (MMA_WARPGROUPS + 1), COLUMNS = padded(HEAD_DIM_V);
 
@@ -27,7 +31,12 @@ constexpr bool IS_FLOAT32 = STORAGE == FLOAT32, FP16X2 = IS_FLOAT32 && NUM_TERMS
 // 2^80: scores stay finite; 2^-126: -inf stays -inf.
 constexpr float MAX_SCALE = 1.2089258e24f, MIN_SCALE = 1.1754944e-38f;
 
-constexpr int CHUNKS_K = NUM_TERMS * chunks(HEAD_DIM), CHUNKS_V = NUM_TERMS * chunks(HEAD_DIM_V);  // of Q and K, of V
+// The kernel computes from other numbers than the caller's: terms, or codes with scales.
+constexpr bool HAS_SCALES = IS_FLOAT32 || FP8;
+
+constexpr int CHUNK_COLUMNS = FP8 ? 128 : 64;  // of Q, K and V
+constexpr int chunks_of(int dim) { return NUM_TERMS * (up(dim, CHUNK_COLUMNS) / CHUNK_COLUMNS); }
+constexpr int CHUNKS_K = chunks_of(HEAD_DIM), CHUNKS_V = chunks_of(HEAD_DIM_V);  // of Q and K, of V
 constexpr int OUT_COLUMNS = IS_FLOAT32 ? 32 : 64, CHUNKS_OUT = up(HEAD_DIM_V, OUT_COLUMNS) / OUT_COLUMNS;
 constexpr int CHUNK_BYTES = BLOCK_K * CHUNK_ROW;  // of K or V
 constexpr int BYTES_Q = 64 * CHUNK_ROW * larger(CHUNKS_K, CHUNKS_OUT);  // of a warp group; also O's
@@ -75,6 +84,7 @@ DEVICE unsigned out_ready(unsigned base, int buffer, int wg) {
     return base + AT_OUT_READY + 8 * (buffer * MMA_WARPGROUPS + wg);
 }
 DEVICE unsigned work_tile_slot(unsigned base, int buffer) { return base + AT_WORK_TILES + 12 * buffer; }
+DEVICE unsigned v_tile_slot(unsigned base, unsigned n) { return base + AT_V_TILES + 8 * (n % STAGES); }
 DEVICE unsigned tile_desc_slot(unsigned base, unsigned n) { return base + AT_TILE_DESCS + 4 * (n % STAGES); }
 
 // The rows that warp group `wg` has of work tile `number` of this CTA.

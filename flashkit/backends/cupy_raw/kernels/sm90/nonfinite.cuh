@@ -4,6 +4,13 @@
 #pragma once
 #include "sm90/score_mod.cuh"
 
+// An element of O to its warp group's rows in shared memory.
+DEVICE void store_16bit(unsigned staged, int row, int column, const float& x) {
+    const unsigned chunk = staged + column / 64 * 64 * CHUNK_ROW;
+    const unsigned target = chunk + swizzled(row, column % 64 / 8) + column % 8 * 2;
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"((unsigned short)pack(x, 0.0f)) : "memory");
+}
+
 // O of a warp's 16 rows, from their log-sum-exps in base 2. `staged`: the warp group's rows of O in shared memory.
 DEVICE void accumulate_nonfinite(const Params& p, const WorkTile& at, const float (&lse)[2], unsigned staged) {
     constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
@@ -42,16 +49,11 @@ DEVICE void accumulate_nonfinite(const Params& p, const WorkTile& at, const floa
             }
         }
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const int column = lane + 32 * i;
-            const unsigned chunk = staged + column / 64 * 64 * CHUNK_ROW;
-            const unsigned target = chunk + swizzled(row0 + r, column % 64 / 8) + column % 8 * 2;
-            asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"((unsigned short)pack(sums[i], 0.0f)) : "memory");
-        }
+        for (int i = 0; i < OWN; ++i) store_16bit(staged, row0 + r, lane + 32 * i, sums[i]);
     }
 }
 
-// float32: O and log-sum-exp of a warp's 16 rows on CUDA cores, for any numbers.
+// HAS_SCALES: O and log-sum-exp of a warp's 16 rows on CUDA cores, for any numbers.
 DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged) {
     constexpr int OWN = (HEAD_DIM_V + 31) / 32;  // columns of a lane
     const int lane = opaque(threadIdx.x % 32), row0 = opaque(uniform(threadIdx.x % 128 / 32)) * 16;
@@ -60,12 +62,14 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {
         const auto [h, row] = clamped_row(p, at.b, at.h, at.row0 + row0 + r);
-        const storage* q = q_row<const storage>(p, p.q, at.b, h, row);
+        const operand* q = q_row<const operand>(p, p.q, at.b, h, row);
+        const float q_scale = scale_of(p.q_scale, at.b, h, row);
         auto score_log2 = [&, h = h, row = row](int k) {
-            const storage* key = kv_row<const storage>(p, p.k, at.b, h / GQA_GROUP, k < n_k ? k : n_k - 1);
+            const operand* key = kv_row<const operand>(p, p.k, at.b, h / GQA_GROUP, k < n_k ? k : n_k - 1);
             float s = 0;
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(widen(q[d]), widen(key[d]), s);
+            if (FP8) s *= q_scale * scale_of(p.k_scale, at.b, h / GQA_GROUP, k < n_k ? k : n_k - 1);
             return k < n_k ? modify<true>(s * (float)p.softmax_scale, at.b, h, row, row + offset, k, p) * LOG2E
                 : HIDDEN;
         };
@@ -85,11 +89,14 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
 #pragma unroll 1
             for (int other = 0; other < 32; ++other) {
                 const float weight = __shfl_sync(~0u, x, other);  // 0 past the last key
-                const storage* value = kv_row<const storage>(p, p.v, at.b, h / GQA_GROUP,
+                const operand* value = kv_row<const operand>(p, p.v, at.b, h / GQA_GROUP,
                     k0 + other < n_k ? k0 + other : n_k - 1);
+                const float v_scale =
+                    scale_of(p.v_scale, at.b, h / GQA_GROUP, k0 + other < n_k ? k0 + other : n_k - 1);
 #pragma unroll
                 for (int i = 0; i < OWN; ++i) {
-                    const float v = widen(value[lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0]);
+                    float v = widen(value[lane + 32 * i < HEAD_DIM_V ? lane + 32 * i : 0]);
+                    if constexpr (FP8) v *= v_scale;
                     sums[i] += weight == 0 ? 0.0f : weight * v;
                 }
             }
@@ -101,8 +108,10 @@ DEVICE void rows_nonfinite(const Params& p, const WorkTile& at, unsigned staged)
         if (lane == 0 && at.row0 + row0 + r <= last)
             *q_row<float>(p, p.lse, at.b, h, row) = empty ? HIDDEN : fmaf(shift, LN2, logf(sum));
 #pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            store_float(staged + i * 64 * CHUNK_ROW + swizzled(row0 + r, lane / 4) + lane % 4 * 4,
+        for (int i = 0; i < OWN; ++i) {
+            if constexpr (FP8) store_16bit(staged, row0 + r, lane + 32 * i, empty ? 0.0f : sums[i] / sum);
+            else store_float(staged + i * 64 * CHUNK_ROW + swizzled(row0 + r, lane / 4) + lane % 4 * 4,
                 empty ? 0.0f : sums[i] / sum);
+        }
     }
 }

@@ -5,6 +5,11 @@
 
 struct KvTile { int tile, head, b; };
 
+// FP8: the tile that a stage of V holds, for the transpose warp. b: END behind the last one.
+DEVICE void store_v_tile(unsigned slot, const KvTile& at) {
+    store_word(slot, at.b), store_word(slot + 4, at.tile);
+}
+
 // Where K and V come from: contiguous tensors, or pages.
 struct KvSource {
     const Params& p;
@@ -33,14 +38,15 @@ struct KvSource {
     __device__ __forceinline__ void load_k(const KvTile& at, unsigned target, unsigned barrier) const {
         if constexpr (IS_PAGED) return load_pages<CHUNKS_K>(k_map, at, target, CHUNK_BYTES, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_K);
-        load_tile<1, CHUNKS_K, BLOCK_K>(target, k_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K), barrier);
+        load_tile<1, CHUNKS_K, BLOCK_K, CHUNK_COLUMNS>(target, k_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
+                                                       barrier);
     }
     __device__ __forceinline__ void load_v(const KvTile& at, unsigned target, int chunk_stride,
             unsigned barrier) const {
         if constexpr (IS_PAGED) return load_pages<CHUNKS_V>(v_map, at, target, chunk_stride, barrier);
         mbarrier_arrive_expect_tx(barrier, BYTES_V);
-        load_tile<1, CHUNKS_V, BLOCK_K>(target, v_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K), barrier, 0,
-                                               chunk_stride);
+        load_tile<1, CHUNKS_V, BLOCK_K, CHUNK_COLUMNS>(target, v_map, kv_box(p, at.b, at.head, at.tile * BLOCK_K),
+                                                       barrier, 0, chunk_stride);
     }
 };
 
@@ -56,8 +62,9 @@ DEVICE void load_q(const Params& p, const TensorMap& q_map, unsigned base, unsig
         mbarrier_arrive_expect_tx(full, MMA_WARPGROUPS * 64 * CHUNK_ROW * CHUNKS_K);
 #pragma unroll 1
         for (int wg = 0; wg < MMA_WARPGROUPS; ++wg)
-            load_tile<PACK_GQA, CHUNKS_K, 64>(q_rows(base, buffer, wg), q_map,
-                                              q_box(p, b, h / PACK_GQA, (row0 + 64 * wg) / PACK_GQA), full);
+            load_tile<PACK_GQA, CHUNKS_K, 64, CHUNK_COLUMNS>(q_rows(base, buffer, wg), q_map,
+                                                             q_box(p, b, h / PACK_GQA, (row0 + 64 * wg) / PACK_GQA),
+                                                             full);
     }
 }
 
@@ -74,6 +81,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     auto load_previous_v = [&]() {
         pipe_v.producer_acquire(n - 1);
         const unsigned stage = (n - 1) % STAGES;
+        if constexpr (FP8) store_v_tile(v_tile_slot(base, n - 1), previous);
         kv.load_v(previous, base + at_v(stage), chunk_stride_v(stage), pipe_v.full_barrier(n - 1));
     };
 #pragma unroll 1
@@ -106,4 +114,9 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     store_word(tile_desc_slot(base, n), END);
     mbarrier_arrive(pipe_k.full_barrier(n));
     load_q(p, q_map, base, number, END, 0, 0);
+    if constexpr (FP8) {
+        pipe_v.producer_acquire(n);
+        store_v_tile(v_tile_slot(base, n), {0, 0, END});
+        mbarrier_arrive(pipe_v.full_barrier(n));
+    }
 }

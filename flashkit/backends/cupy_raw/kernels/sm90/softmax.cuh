@@ -72,6 +72,24 @@ DEVICE void online_softmax(float (&s)[S_REGS], float (&m)[2], float (&sum)[2], f
     }
 }
 
+// The online softmax with P up to 2^max_p_log2: m is so far below the row maximum.
+DEVICE void online_softmax_below(float (&s)[S_REGS], float (&m)[2], float (&l)[2], float (&rescale)[2],
+    const float (&scale_log2)[2], float max_p_log2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float top = HIDDEN;
+#pragma unroll
+        for (int i = 0; i < S_REGS / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * half + i % 2]);
+        top = across_lanes(top, [](float x, float y) { return fmaxf(x, y); });
+        top = fmaxf(m[half], fmaf(top, scale_log2[half], -max_p_log2));
+        const float shift = top == HIDDEN ? 0.0f : top;  // so that -inf stays -inf
+        rescale[half] = exp2_fast(m[half] - shift);
+        m[half] = top;
+        l[half] = l[half] * rescale[half] + exp2_row(s, half, [&](float x) {
+            return fmaf(x, scale_log2[half], -shift); });
+    }
+}
+
 // S to P relative to m as it is. False on a misprediction: m is too low, a score is NaN, or the scores are not `valid`
 // anyway.
 DEVICE bool speculative_softmax(float (&s)[S_REGS], const float (&m)[2], float (&sum)[2], const float (&scale_log2)[2],

@@ -1,0 +1,63 @@
+// The transpose warp of the FP8 forward pass: V to V^T, as wgmma takes 8-bit operands along the contracted axis alone.
+// The instructions are those that FlashAttention-3 names (Shah et al. 2024, arXiv 2407.08608, section 3.3): ldmatrix
+// with .trans, byte permutations, stmatrix.
+//
+// Rows of 16-bit matrices are pairs of columns of V: a transposed one gives lane (g, t) the codes of columns 2 g and
+// 2 g + 1 for keys 2 t and 2 t + 1, and two of them, 8 keys apart, four codes of one column. The lane stores these as
+// word t of the column's line. So among 16 keys the line has key 8 j + 2 t + c at 4 t + 2 j + c. That is the order in
+// which S lies in a lane's registers, and P needs no shuffle to be the other operand.
+#pragma once
+#include "sm90/fp8_layout.cuh"
+
+// Ones in the bytes of the keys that exist, of a lane's word. left: keys that exist, less the lane's first one.
+DEVICE unsigned existing_keys(int left) {
+    return (left > 0 ? 0xffu : 0u) | (left > 1 ? 0xff00u : 0u) | (left > 8 ? 0xff0000u : 0u) |
+           (left > 9 ? 0xff000000u : 0u);
+}
+
+// keys: how many of the tile exist. Codes of the others become 0: P = 0 would not hide a NaN.
+DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
+    constexpr int STEPS = BLOCK_K / 32;
+    const int lane = threadIdx.x % 32, own = lane % 8 * 2 + lane / 8 % 2;  // the line that the lane addresses
+#pragma unroll 1
+    for (int block = 0; block < COLUMNS / 16; ++block) {
+        const unsigned from = v + block / 8 * CHUNK_BYTES + swizzled(lane, block % 8);
+        const unsigned line = vt + (16 * block + own) * CHUNK_ROW;
+        unsigned r[STEPS][4];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) ldmatrix_x4<true>(r[step], from + step * 32 * CHUNK_ROW);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            unsigned words[4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const unsigned x = r[step][2 * half], y = r[step][2 * half + 1];
+                words[2 * half] = __byte_perm(x, y, 0x6420), words[2 * half + 1] = __byte_perm(x, y, 0x7531);
+                if (HAS_LENGTHS && keys < BLOCK_K) {
+                    const unsigned exist = existing_keys(keys - 32 * step - 16 * half - lane % 4 * 2);
+                    words[2 * half] &= exist, words[2 * half + 1] &= exist;
+                }
+            }
+            stmatrix_x4<false>(line + ((2 * step + lane / 16) ^ (own & 7)) * VEC_BYTES, words[0], words[1], words[2],
+                               words[3]);
+        }
+    }
+}
+
+DEVICE void transpose_warp(const Params& p, unsigned base) {
+    const Pipeline<STAGES> pipe_v = v_pipe(base), pipe_vt = vt_pipe(base);
+#pragma unroll 1
+    for (unsigned n = 0;; ++n) {
+        pipe_v.consumer_wait(n);
+        const unsigned slot = v_tile_slot(base, n);
+        const int b = load_word(slot);
+        if (b == END) break;
+        const int keys = (int)seq_info(p, b).n_k - load_word(slot + 4) * BLOCK_K;
+        pipe_vt.producer_acquire(n);
+        transpose_tile(base + at_v(n % STAGES), at_vt(base, n), keys);
+        fence_proxy_async();
+        __syncwarp();
+        mbarrier_arrive_once(pipe_vt.full_barrier(n));
+        pipe_v.consumer_release(n);
+    }
+}

@@ -1,0 +1,306 @@
+"""Attention on e4m3 codes by Hopper's kernel, against exact arithmetic on the numbers that they stand for.
+
+Weights are rounded to e4m3, too. So the yardstick is the error of one such rounding, relative to the greatest weight of
+the row, in otherwise exact arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit import Quantized
+from flashkit.backends.cuda_common import backend as cuda_backend
+from flashkit.backends.cuda_common import compiler, launch, verify
+from flashkit.backends.cupy_raw import specialise
+
+if TYPE_CHECKING:
+    from .device import Device
+
+E4M3 = ml_dtypes.float8_e4m3fn
+KERNEL = "sm90_fp8_forward"
+CHECK = verify.check
+
+slow = pytest.mark.slow
+
+
+def normal(*shape: int, seed: int = 0, dtype: Any = ml_dtypes.bfloat16) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def inputs(
+    batch: int, heads: str, n_q: int, n_k: int, dim: int, dim_v: int = 0, dtype: Any = ml_dtypes.bfloat16
+) -> list[np.ndarray]:  # fmt: skip
+    """q, k and v. Tokens differ in size, values by a factor of up to 64, so that a scale of another one shows."""
+    h, h_kv = map(int, heads.split(":"))
+    shapes = (batch, h, n_q, dim), (batch, h_kv, n_k, dim), (batch, h_kv, n_k, dim_v or dim)
+    q, k, v = (normal(*shape, seed=i, dtype=np.float32) for i, shape in enumerate(shapes))
+    sizes = np.random.default_rng(9)
+    k *= 2 ** sizes.uniform(-1, 1, (*k.shape[:3], 1))
+    v *= 2 ** sizes.uniform(-3, 3, (*v.shape[:3], 1))
+    return [x.astype(dtype) for x in (q, k, v)]
+
+
+def quantised(q: Any, k: Any, v: Any, per: Any, rotate: bool = False, **more: Any) -> list[Quantized]:
+    return [flashkit.quantize(x, "e4m3", per, rotate=rotate and x is not v, **more) for x in (q, k, v)]
+
+
+def on_device(x: Quantized) -> Quantized:
+    import cupy
+
+    return replace(x, data=cupy.asarray(x.data.view(np.uint8)), scale=cupy.asarray(x.scale))
+
+
+def of_group(x: np.ndarray, heads: int) -> np.ndarray:
+    """K or V for every query head."""
+    return np.repeat(x, heads // x.shape[1], 1)
+
+
+def exact_and_rounded(given: list[Quantized], **options: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Output and log-sum-exp in float64, and the output with weights rounded once."""
+    q, k, v = (x.dequantize("float64") for x in given)
+    exact, lse = flashkit.attention(q, k, v, return_lse=True, backend="reference", **options)
+    weights = flashkit.weights(q, k, **options)
+    bhnd, heads = options.get("layout", "bhnd") == "bhnd", weights.shape[1]
+    v = of_group(v if bhnd else v.swapaxes(1, 2), heads)
+    top = np.maximum(weights.max(-1, keepdims=True), 1e-300) / 256
+    out = (weights / top).astype(E4M3).astype(np.float64) * top @ np.nan_to_num(v)
+    return exact, lse, out if bhnd else out.swapaxes(1, 2)
+
+
+def assert_close(got: Any, exact: np.ndarray, rounded: np.ndarray) -> None:
+    """An error like that of one rounding of the weights, and of the output."""
+    error, yardstick = got.astype(np.float64) - exact, rounded - exact
+    last = 2.0**-8 * np.abs(exact)
+    assert np.isfinite(error).all()
+    rms, allowed = (float(np.sqrt(np.mean(x**2))) for x in (error, yardstick))
+    assert rms <= 1.25 * allowed + float(np.sqrt(np.mean(last**2)))
+    assert (np.abs(error) <= 2 * np.abs(yardstick).max() + last).all()
+
+
+def check(given: list[Quantized], launched: list[str], on: dict[str, Any] | None = None, **options: Any) -> None:
+    """Output and log-sum-exp of a call; `on`: options on the device."""
+    import cupy
+
+    exact, lse, rounded = exact_and_rounded(given, **options)
+    out = cupy.asarray(np.full(exact.shape, np.nan).astype(given[0].dtype))
+    on = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in (options | (on or {})).items()}
+    found, found_lse = flashkit.attention(
+        *map(on_device, given), out=out, return_lse=True, backend="cupy_raw", **on
+    )  # fmt: skip
+    assert found is out
+    assert_close(out.get(), exact, rounded)
+    same = found_lse.get() == lse
+    np.testing.assert_allclose(np.where(same, 0, found_lse.get()), np.where(same, 0, lse), atol=2e-3)
+    assert launched == [KERNEL]
+
+
+@pytest.fixture(autouse=True)
+def only_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cuda_backend.VARIABLE, "sm90")
+
+
+def test_scales_of_heads(device: Device, launched: list[str]) -> None:
+    """Odd sizes, grouped heads, a causal mask."""
+    check(quantised(*inputs(2, "4:2", 150, 270, 64), "head"), launched, causal=True)
+
+
+def test_scales_of_tokens(device: Device, launched: list[str]) -> None:
+    """With sinks, and lengths on the device: nothing behind them counts, NaN or not, nor do scales there."""
+    dtype = np.float16
+    given = quantised(*inputs(2, "2:1", 150, 270, 128, dtype=dtype), "token", rotate=True)
+    lengths = np.array([270 - 77, 5])
+    for x in given[1:]:
+        for b, n in enumerate(lengths):
+            x.data.view(np.uint8)[b, :, n:], x.scale[b, :, n:] = 0x7F, np.nan
+    sinks = np.array([0.5, -1], np.float32)
+    plain = [replace(x, data=x.data.copy(), scale=np.nan_to_num(x.scale, nan=1)) for x in given]
+    for x in plain[1:]:
+        x.data.view(np.uint8)[x.data.view(np.uint8) == 0x7F] = 0
+    options = {"kv_lengths": lengths, "sinks": sinks, "causal": True, "q_offset": lengths - 150}
+    exact = exact_and_rounded(plain, **options)
+    import cupy
+
+    on = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    out, lse = flashkit.attention(*map(on_device, given), return_lse=True, backend="cupy_raw", **on)
+    assert out.dtype == dtype and launched == [KERNEL]
+    assert_close(out.get(), exact[0], exact[2])
+    np.testing.assert_allclose(lse.get(), exact[1], atol=2e-3)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("dims", "per", "options"),
+    [
+        ((64, 0), "block", {"softcap": 5.0, "window": (100, 20), "layout": "bnhd"}),
+        ((128, 0), "tensor", {}),
+        ((256, 0), "token", {"causal": True}),
+        ((256, 0), "head", {"softcap": 5.0}),
+        ((96, 192), "token", {}),
+        ((16, 48), "head", {"causal": True}),
+    ],
+)
+def test_head_dims_and_options(
+    dims: tuple[int, int], per: str, options: dict[str, Any], device: Device, launched: list[str]
+) -> None:
+    """Blocks of 48 tokens, which are no part of a tile."""
+    q, k, v = inputs(1, "4:2", 130, 200, *dims)
+    more = {"block": 48} if per == "block" else {}
+    if options.get("layout") == "bnhd":
+        q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
+        more["layout"] = "bnhd"
+    check(quantised(q, k, v, per, **more), launched, **options)
+
+
+@slow
+def test_slopes_and_a_packed_group(device: Device, launched: list[str]) -> None:
+    """A score modification sees the scores of the numbers. Few queries: rows of a tile are of several heads."""
+    slopes = np.array([0.1, 0.03, 0.2, 0.05], np.float32)
+    check(quantised(*inputs(1, "4:1", 40, 300, 64), "token"), launched, causal=True, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_a_needle_and_small_weights(per: str, device: Device, launched: list[str]) -> None:
+    """One key has half of the weight, 1,000 others the rest: 2^-10 of the greatest each, which e4m3 holds only as a
+    weight times 2^8.
+    """
+    n, dim = 1001, 64
+    q, k = np.zeros((1, 1, 100, dim), np.float32), np.zeros((1, 1, n, dim), np.float32)
+    v = np.ones((1, 1, n, dim), np.float32)
+    q[..., 0], k[..., 700, 0], v[..., 700, :] = 8, np.log(1000), -2
+    given = quantised(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)), per)
+    check(given, launched)
+    exact = exact_and_rounded(given)[0]
+    assert abs(exact + 0.5).max() < 0.05  # neither of them alone
+
+
+def test_long_sums_are_promoted(device: Device, launched: list[str]) -> None:
+    """A tensor core's accumulator of 14 bits would lose a part of each of 3,000 equal addends."""
+    import cupy
+
+    device.sms = 1  # the rows fill it
+    q, k, v = np.zeros((1, 1, 70, 64)), normal(1, 1, 3000, 64), np.ones((1, 1, 3000, 64))
+    given = quantised(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)), "head")
+    out = flashkit.attention(*map(on_device, given), backend="cupy_raw")
+    np.testing.assert_allclose(out.get().astype(np.float64), 1, atol=2e-2)
+    assert launched == [KERNEL] and isinstance(out, cupy.ndarray)
+
+
+def test_numbers_that_scales_cannot_carry(device: Device, launched: list[str]) -> None:
+    """A masked NaN in V; rows of q with a negative scale, 0, or one whose products overflow; a value's scale of 0."""
+    import cupy
+
+    given = quantised(*inputs(1, "2:1", 40, 70, 32), "token")
+    q, _, v = given
+    v.data.view(np.uint8)[0, 0, 50, 3], v.scale[0, 0, 55], v.scale[0, 0, 60] = 0x7F, np.inf, 0
+    q.scale[0, 0, 5], q.scale[0, 0, 6], q.scale[0, 1, 7] = -q.scale[0, 0, 5], 0, 1e30
+    for options, rows in (({"mask": np.arange(70) < 50}, slice(None)), ({}, slice(5))):
+        exact, lse, rounded = exact_and_rounded(given, **options)
+        on = {name: cupy.asarray(x) for name, x in options.items()}
+        out, found = flashkit.attention(*map(on_device, given), return_lse=True, backend="cupy_raw", **on)
+        np.testing.assert_allclose(found.get(), lse, rtol=1e-4, atol=2e-3)
+        got, exact = out.get().astype(np.float64)[:, :, rows], exact[:, :, rows]
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(exact))
+        if options:
+            assert_close(got, exact, rounded)
+    assert launched == [KERNEL] * 2
+
+
+def test_precision_fp8(device: Device, launched: list[str]) -> None:
+    """It is attention on these arrays, of any strides, and later values do not change how weights are rounded."""
+    import cupy
+
+    arrays = inputs(1, "2:2", 130, 140, 64)
+    q, k, v = map(cupy.asarray, arrays)
+    found = flashkit.attention(q, k, v, precision="fp8", backend="cupy_raw", causal=True)
+    given = quantised(q, k, v, "token", rotate=True)
+    memory = cupy.asarray(np.zeros((1, 2, 140, 72), np.uint8))
+    memory[..., 8:] = given[1].data
+    given[1] = replace(given[1], data=memory[..., 8:])  # rows that TMA cannot address
+    same = flashkit.attention(*given, backend="cupy_raw", causal=True)
+    np.testing.assert_array_equal(found.get(), same.get())
+    arrays[2][:, :, 100:] *= np.asarray(1000, arrays[2].dtype)
+    other = flashkit.attention(q, k, cupy.asarray(arrays[2]), precision="fp8", backend="cupy_raw", causal=True)
+    np.testing.assert_array_equal(found.get()[:, :, :90], other.get()[:, :, :90])
+    assert launched == [KERNEL] * 3
+
+
+REFUSED = [
+    (lambda q, k, v: (flashkit.quantize(q, "int8"), k, v), {}, "q is int8"),
+    (lambda q, k, v: (q, k, flashkit.quantize(v, rotate=True)), {}, "v is rotated"),
+    (lambda q, k, v: (q, flashkit.quantize(k, rotate=True), v), {}, "rotated differently"),
+    (lambda q, k, v: (q, flashkit.quantize(k, smooth=True), v), {}, "k is smoothed"),
+    (lambda q, k, v: (q, k, v), {"dropout_p": 0.1, "seed": 1}, "no dropout"),
+    (lambda q, k, v: (q, k, v), {"scale": 0.0}, "scale is 0"),
+    (lambda q, k, v: (q, k, v), {"precision": "highest"}, "is float32"),
+    (lambda q, k, v: (q, k, v), {"backend": "numba_cuda"}, "no kernels for e4m3"),
+    (lambda q, k, v: tuple(flashkit.quantize(x[..., :24]) for x in (q, k, v)), {}, "multiples of 16"),
+    (lambda q, k, v: tuple(flashkit.quantize(x.astype("float32")) for x in (q, k, v)), {}, "float32 is asked for"),
+    (lambda q, k, v: tuple(x[:, :, :20] for x in (q, k, v)), {}, "20 rows share keys"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "reason"), REFUSED, ids=[each[2] for each in REFUSED])
+def test_what_is_dequantised_and_why(change: Any, options: dict[str, Any], reason: str, device: Device) -> None:
+    import cupy
+
+    arrays = [cupy.asarray(x) for x in inputs(1, "1:1", 80, 90, 32)]
+    given = [x if isinstance(x, Quantized) else flashkit.quantize(x) for x in change(*arrays)]
+    found = flashkit.explain(*given, **{"backend": "cupy_raw", **options})
+    assert f"dequantised before: q {given[0].format} per tensor" in found.problem and reason in found.problem
+    assert "e4m3 with scales" not in found.problem
+
+
+def test_what_is_not_dequantised(device: Device, launched: list[str]) -> None:
+    """`explain` computes nothing, and names the kernel's tile."""
+    import cupy
+
+    x = cupy.broadcast_to(cupy.asarray(normal(1, 1, 1, 1)), (1, 4, 4096, 128))
+    found = flashkit.explain(x, x, x, precision="fp8", backend="cupy_raw")
+    assert "e4m3 with scales per token" in found.problem and "dequantised" not in found.problem
+    assert found.tile is not None and found.tile["block_k"] == 128 and "sm90" in str(found.why)
+    assert found.bytes["forward"] == 4 * 4096 * (3 * 128 + 2 * 128 + 4) and not launched
+
+
+@slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_fresh_kernel_is_checked(
+    wrong: bool, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first use, as all kernels are."""
+    import cupy
+
+    monkeypatch.setattr(verify, "check", CHECK)
+    monkeypatch.setattr(compiler.Binary, "checked", False)
+    monkeypatch.setattr(compiler.Binary, "mark_checked", lambda self: None)
+    if wrong:
+        texts = dict(compiler.headers(specialise.FOLDER))
+        name = "sm90/fp8_transpose.cuh"
+        texts[name] = texts[name].replace("0x6420", "0x6240")
+        monkeypatch.setattr(compiler, "headers", lambda folder: tuple(texts.items()))
+        launch._shared.clear()
+    given = [on_device(x) for x in quantised(*inputs(1, "2:1", 100, 100, 32), "token")]
+    if wrong:
+        with pytest.raises(verify.MiscompiledError, match="out of the freshly compiled forward pass"):
+            flashkit.attention(*given, backend="cupy_raw")
+        launch._shared.clear()
+    else:
+        out = flashkit.attention(*given, backend="cupy_raw")
+        assert launched == [KERNEL] * 2 and isinstance(out, cupy.ndarray)
+
+
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_a_weight_of_1_stays_1(per: str, device: Device, launched: list[str]) -> None:
+    """Whatever the scale of its value."""
+    q, k, v = inputs(1, "1:1", 70, 256, 64)
+    k[..., 5, 0], q[..., 0] = 60, 60
+    given = quantised(q, k, v, per)
+    out = flashkit.attention(*map(on_device, given), backend="cupy_raw")
+    value = given[2].dequantize("float64")[:, :, 5:6]
+    np.testing.assert_allclose(out.get().astype(np.float64), value + 0 * q.astype(np.float64), rtol=2.0**-8)
+    assert launched == [KERNEL]
