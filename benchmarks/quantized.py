@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -131,6 +132,7 @@ DEVICE_TOKENS, DEVICE_COLUMNS = 16384, 2048
 
 def device(dims: tuple[int, ...] = (128, 64, 256), lengths: tuple[int, ...] = (1024, 4096, 16384)) -> None:
     """Errors of the kernel for e4m3, and times of its tiles beside those of bfloat16, on CuPy arrays."""
+    os.environ["FLASHKIT_FP8_KERNELS"] = "1"
     device_errors()
     print("\n| head dim | mask | tokens | bfloat16 | scales | " + "tile: TFLOP/s |\n|" + "---|" * 6)
     for dim, causal, n in itertools.product(dims, (False, True), lengths):

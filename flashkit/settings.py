@@ -152,6 +152,10 @@ CUDA_WATCHDOG = Setting(
     "FLASHKIT_CUDA_WATCHDOG", "1 or 0", _flag, "0",
     "1: where a kernel of `sm90` waits too long for another part of itself it fails instead of hanging",
 )  # fmt: skip
+FP8_KERNELS = Setting(
+    "FLASHKIT_FP8_KERNELS", "1 or 0", _flag, "0",
+    "1: calls on e4m3 arrays use Hopper's kernels for them, which have run on the emulated device alone",
+)  # fmt: skip
 
 ALL: tuple[Setting[Any], ...] = tuple(value for value in globals().values() if isinstance(value, Setting))
 """In the order of their definition."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import dispatch
+from .. import dispatch, settings
 from ..spec import Operands, Problem
 from . import arrays
 from .arguments import Fp8Arrays, prepare
@@ -39,6 +39,8 @@ def prepared(
         return "precision='highest' is float32"
     if loan.kind != "cupy":
         return "kernels for e4m3 take CuPy arrays"
+    if not settings.FP8_KERNELS.read():
+        return "kernels for e4m3 are for those who ask for them with FLASHKIT_FP8_KERNELS=1"
     if options.get("cu_seqlens") is not None or options.get("page_table") is not None:
         return "packed sequences and keys in pages have no kernels for e4m3"
     given = [loan.quantised(name, x, described) for name, x in (("q", q), ("k", k), ("v", v))]

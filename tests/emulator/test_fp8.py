@@ -103,6 +103,7 @@ def check(given: list[Quantized], launched: list[str], on: dict[str, Any] | None
 @pytest.fixture(autouse=True)
 def only_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cuda_backend.VARIABLE, "sm90")
+    monkeypatch.setenv("FLASHKIT_FP8_KERNELS", "1")
 
 
 def test_scales_of_heads(device: Device, launched: list[str]) -> None:
@@ -254,6 +255,16 @@ def test_what_is_dequantised_and_why(change: Any, options: dict[str, Any], reaso
     found = flashkit.explain(*given, **{"backend": "cupy_raw", **options})
     assert f"dequantised before: q {given[0].format} per tensor" in found.problem and reason in found.problem
     assert "e4m3 with scales" not in found.problem
+
+
+def test_nobody_gets_the_kernel_unasked(
+    device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    monkeypatch.delenv("FLASHKIT_FP8_KERNELS")
+    given = [flashkit.quantize(cupy.asarray(x)) for x in inputs(1, "1:1", 80, 90, 32)]
+    assert "FLASHKIT_FP8_KERNELS=1" in flashkit.explain(*given, backend="cupy_raw").problem
 
 
 def test_what_is_not_dequantised(device: Device, launched: list[str]) -> None:
