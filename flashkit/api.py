@@ -159,7 +159,7 @@ def attention(
     `attention` caches the plan of a call (see `plan`) and reuses it for later calls on arrays of the same shapes,
     strides and dtypes, unless sinks, dropout, functions, an array of offsets or pages are passed. On NumPy arrays other
     kv_lengths share it, and so do longer slices of a cache that grows; calls of packed sequences do if their
-    cu_seqlens, NumPy arrays, hold the same numbers. The definition is reference.py of this package.
+    cu_seqlens are NumPy arrays of the same numbers, or lie on a GPU. The definition is reference.py of this package.
 
     References
     ----------

@@ -15,7 +15,7 @@ DEVICE = (
 SM90 = "flashkit/backends/cupy_raw/kernels/sm90"
 
 PACKED = "tests/emulator/test_kernels.py -k '(next_sequence or do_not_exist or packed) and sm90 and not numba_cuda'"
-PAGED = "tests/emulator/test_kernels.py -k pages_of"
+PAGED = "tests/emulator/test_kernels.py -k '(pages_of or in_pages) and sm90 and not numba_cuda'"
 
 FAULTS = (
     # forward: softmax
