@@ -104,11 +104,26 @@ def test_repeated_pull_backs(name: str, backend: str) -> None:
 
 def test_pull_backs_of_other_lengths_do_not_meet() -> None:
     """Calls of few queries share plans for all lengths; a pull-back has its own."""
-    q, k, v = operands(3, 33)
-    for n in (33, 20, 33):
-        out, vjp = flashkit.attention_vjp(q, k[:, :, :n], v[:, :, :n], causal=True)
-        same(out, full(q, k[:, :, :n], v[:, :, :n], causal=True))
-        assert [x.shape for x in vjp(out)] == [q.shape, (2, 4, n, 16), (2, 4, n, 16)]
+    q, k, v = operands(3, 44)
+    for n in (44, 35, 44):
+        given = q, k[:, :, :n], v[:, :, :n]
+        out, vjp = flashkit.attention_vjp(*given, causal=True)
+        with mock.patch.object(plan_cache, "key", return_value=None):
+            exact, alone = flashkit.attention_vjp(*given, causal=True)
+        same(out, exact)
+        same(vjp(out), alone(out))
+
+
+def test_pull_backs_of_other_options_do_not_meet() -> None:
+    q, k, v = operands()
+    for name, (plain, other) in KEYED.items():
+        if name == "return_lse":
+            continue
+        for value in (plain, other):
+            out, vjp = flashkit.attention_vjp(q, k, v, **{name: value})
+            with mock.patch.object(plan_cache, "key", return_value=None):
+                exact, alone = flashkit.attention_vjp(q, k, v, **{name: value})
+            same((out, *vjp(out)), (exact, *alone(exact)))
 
 
 def test_repeated_pull_backs_prepare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
