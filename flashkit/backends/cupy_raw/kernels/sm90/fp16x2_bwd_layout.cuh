@@ -29,12 +29,6 @@ constexpr float MAX_SCALE = 1.2089258e24f;  // 2^80
 
 template <int VALUE> struct Number { static constexpr int value = VALUE; };  // an argument of generic lambdas
 
-DEVICE float2 load_floats(unsigned address) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-    return x;
-}
-
 // A lane's row among the 64 of its warp group.
 DEVICE int row_of_lane(int half) { return threadIdx.x % 128 / 32 * 16 + 8 * half + threadIdx.x % 32 / 4; }
 
