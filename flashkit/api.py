@@ -10,7 +10,7 @@ from . import dispatch
 from .backends.base import Backend
 from .call import arrays, fp8, pickled_plan, plan_cache
 from .call.arguments import prepare
-from .call.loans import Dequantised, loan_of, used_pages
+from .call.loans import Dequantised, loan_of
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned, QuantisingPlan
 from .call.positions import queries_of
@@ -200,10 +200,8 @@ def attention(
                 on_codes = fp8.prepared(loan, q, k, v, backend, **arguments)
                 if not isinstance(on_codes, str):
                     return computed(*on_codes, out, return_lse, backend)
-            own = dict(arguments, q=q, k=k, v=v)
-            if isinstance(loan, Dequantised) and page_table is not None:
-                own |= used_pages(q, k, v, arguments)
-            return loan.give_back(attention(**loan.borrow(**own), return_lse=return_lse, backend=backend), out)
+            borrowed = loan.borrow(q=q, k=k, v=v, **arguments)
+            return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
     problem, operands, shape = prepare(q, k, v, **arguments)
     if entry is not None and entry.plan(problem, operands, shape, (q, k, v), q_offset, backend, return_lse):
         return entry.run(q, k, v, out)

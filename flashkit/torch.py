@@ -20,7 +20,6 @@ import torch
 from .api import attention as _attention
 from .api import vjp_of
 from .call import foreign
-from .call.quantized import Quantized
 from .call.shape import Shape
 from .call.torch_tracing import from_block_mask, trace
 from .mods import Mod, dropout
@@ -436,7 +435,6 @@ def attention(
     >>> q.grad.shape
     torch.Size([1, 8, 64, 32])
     """
-    _check_tensors(q=q, k=k, v=v)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         if mods is not None:
             raise TypeError("mods are given beside score_mod, mask_mod or block_mask; one of the two ways fits")
@@ -474,17 +472,6 @@ def attention(
     else:
         out, lse = _forward_op(return_lse, q, k, v, *given, *options, 0 if mods is None else mods.number)
     return (out, lse) if return_lse else out
-
-
-def _check_tensors(**named: Any) -> None:
-    for name, x in named.items():
-        if not isinstance(x, torch.Tensor):
-            hint = ""
-            if isinstance(x, Quantized):
-                hint = f"; torch.from_numpy({name}.dequantize()) is one, and flashkit.attention takes quantised arrays"
-            raise TypeError(
-                f"{name} is a {type(x).__module__}.{type(x).__qualname__}; flashkit.torch takes tensors{hint}"
-            )
 
 
 def _check_differentiable(bias: Any, alibi_slopes: Any, mods: Mods | None) -> None:
@@ -536,7 +523,6 @@ def scaled_dot_product_attention(
     >>> torch.allclose(scaled_dot_product_attention(q, k, v, is_causal=True), expected, atol=1e-5)
     True
     """
-    _check_tensors(query=query, key=key, value=value)
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask is given beside is_causal=True; one of them fits")
     if query.dim() > 2:
@@ -605,7 +591,6 @@ def flex_attention(
     >>> flex_attention(q, k, v, lambda score, b, h, q, k: score - slopes[h] * torch.abs(q - k)).shape
     torch.Size([1, 4, 16, 8])
     """
-    _check_tensors(query=query, key=key, value=value)
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"query has {query.shape[-3]} heads, key {key.shape[-3]}; equal numbers fit, or enable_gqa=True"

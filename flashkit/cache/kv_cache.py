@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..call import arrays
-from ..call.checks import choice, flag, window_of
-from ..call.quantized import LARGEST, Format, codes_dtype
+from ..call.checks import flag, window_of
 from ..errors import shown
 from ..spec import ITEMSIZE, MAX_HEAD_DIM
 from .cascade import Cascade
 from .layer import Layer
 from .pages import PageTable
-from .quantized_layer import QuantizedLayer
 from .steps import Steps
 
 
@@ -52,12 +50,7 @@ class KVCache:
         with that of the rest (`merge`): up to 16 queries at the end of each sequence, with no option that depends on
         positions but causal. None: on the CPU, where that saves 12 MiB or more of keys and values in a layer, and the
         common pages have 1,024 tokens or more for each query of a sequence that uses one key. Results are equal up to
-        rounding. A captured CUDA graph would keep the prefixes of its capture. A quantised cache does not.
-    quantized
-        "e4m3" or "int8": `append` rounds keys, after their rotation, and values to 8 bits with a scale for each token
-        and head, as quantize(x, quantized, "token"), so that the cache takes little more than half the memory of 16
-        bits. `dtype` is that of new keys and values, of queries and of results. `attend` is exact on the numbers that
-        are kept: it dequantises the pages of its sequences, which takes memory and time for each call.
+        rounding. A captured CUDA graph would keep the prefixes of its capture.
 
     Attributes
     ----------
@@ -69,8 +62,6 @@ class KVCache:
         (T,) int64: positions of the tokens of the last append within their sequences.
     free_pages : int
         Pages that no sequence holds.
-    nbytes : int
-        Bytes of the keys and values of all layers, with their scales.
 
     Notes
     -----
@@ -94,15 +85,12 @@ class KVCache:
     >>> cache.append(k[:2], v[:2])                      # one more token of each sequence
     >>> cache.lengths.tolist(), cache.free_pages
     ([7, 4], 5)
-    >>> small = flashkit.KVCache(2, kv_heads=8, dim=128, pages=64, dtype="bfloat16", quantized="e4m3")
-    >>> small.nbytes / flashkit.KVCache(2, kv_heads=8, dim=128, pages=64, dtype="bfloat16").nbytes
-    0.515625
     """
 
     def __init__(
         self, sequences: int, kv_heads: int, dim: int, value_dim: int | None = None, *, pages: int, page: int = 64,
         dtype: Any = None, like: Any = None, window: tuple[int | None, int | None] | None = None,
-        layers: int | None = None, cascade: bool | None = None, quantized: Format | None = None,
+        layers: int | None = None, cascade: bool | None = None,
     ) -> None:  # fmt: skip
         sizes = {"sequences": sequences, "kv_heads": kv_heads, "dim": dim, "pages": pages, "page": page}
         sizes |= {"value_dim": dim if value_dim is None else value_dim, "layers": 1 if layers is None else layers}
@@ -118,26 +106,20 @@ class KVCache:
         window = None if window is None else window_of(window)
         if cascade is not None:
             flag("cascade", cascade)
-        if quantized is not None:
-            choice("quantized", quantized, tuple(LARGEST))
         self._pages = PageTable(int(sequences), int(pages), int(page), None if window is None else window[0])
         token_bytes = int(kv_heads) * (int(dim) + int(sizes["value_dim"])) * made.itemsize
         shared = Cascade(self._pages, kind, token_bytes, cascade)
         self._steps = Steps(self._pages, int(sizes["layers"]), kind, shared)
-        widths, dtypes = [int(dim), int(sizes["value_dim"])], [made.dtype] * 2
-        if quantized is not None:
-            widths, dtypes = [*widths, 1, 1], [codes_dtype(quantized, kind)] * 2 + [np.dtype(np.float32)] * 2
         # Slots of a head lie one after another, so that a kernel reads a page as one piece of memory. On the host pages
         # of a head do so too: pages that a sequence took together are one piece.
         shape = int(sizes["layers"]), int(kv_heads), int(pages), int(page)
-        if kind == "numpy":
-            pools = [_on_host(shape, width, x) for width, x in zip(widths, dtypes, strict=True)]
-        else:
+        if kind != "numpy":
             shape = shape[0], shape[2], shape[1], shape[3]
-            pools = [self._steps.xp.empty((*shape, width), x) for width, x in zip(widths, dtypes, strict=True)]
-        self.dtype, self.nbytes, self._layered = made.dtype, sum(pool.nbytes for pool in pools), layers is not None
-        layer = Layer if quantized is None else QuantizedLayer
-        self._layers = [layer(number, self._steps, pools, window, made.dtype) for number in range(sizes["layers"])]
+        k, v = (self._steps.xp.empty((*shape, int(sizes[name])), made.dtype) for name in ("dim", "value_dim"))
+        if kind == "numpy":
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        self.dtype, self._layered = made.dtype, layers is not None
+        self._layers = [Layer(number, self._steps, k, v, window) for number in range(int(sizes["layers"]))]
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -376,16 +358,6 @@ class KVCache:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < sequences:
             raise ValueError(f"{name} is {shown(i)}; a sequence from 0 to {sequences - 1} fits")
         return int(i)
-
-
-def _on_host(shape: tuple[int, int, int, int], width: int, dtype: np.dtype) -> np.ndarray:
-    """A pool (layers, pages, heads, page, width) of this shape with its heads first. Heads are not a whole number of
-    pages apart: the first keys of all pages would share a few sets of the processor's caches.
-    """
-    layers, heads, pages, page = shape
-    gap = -(-3 * page * width * dtype.itemsize // 8 // 64) * 64 // dtype.itemsize
-    memory = np.empty((layers, heads, pages * page * width + gap), dtype)
-    return memory[..., : pages * page * width].reshape(*shape, width).swapaxes(1, 2)
 
 
 def _dtype(dtype: Any, like: Any) -> np.dtype:

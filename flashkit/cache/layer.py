@@ -14,7 +14,6 @@ from ..call.shape import LAYOUTS
 from ..errors import shown
 from ..mods.tracing import as_array
 from ..rope.apply import Table, checked_table, rotate, rotated
-from ..spec import name_of
 from .steps import Step, Steps, check_rows
 
 Window = tuple[int | None, int | None]
@@ -49,16 +48,12 @@ class Layer:
     ((1, 1, 5, 8), [5])
     """
 
-    _keeps_numbers = True  # as they come
-
-    def __init__(self, number: int, steps: Steps, pools: list[Any], window: Window | None, dtype: Any) -> None:
-        """pools: those of all layers, of k, v and more that pages have, (layers, pages, Hkv, page, D). dtype: of new
-        keys and values.
-        """
+    def __init__(self, number: int, steps: Steps, k: Any, v: Any, window: Window | None) -> None:
+        """k, v: the pools of all layers, (layers, pages, Hkv, page, D)."""
         self.number, self._steps, self._window = number, steps, window
-        self._all = pools
-        self._k, self._v = pools[0][number], pools[1][number]
-        self._sequences, self._dtype = len(steps.pages.lengths), name_of(dtype)
+        self._all = k, v
+        self._k, self._v = k[number], v[number]
+        self._sequences, self._dtype = len(steps.pages.lengths), arrays.dtype_name("dtype", k)
         self._table: tuple[Any, Table, Any] | None = None
         self._forms: dict[Any, Form] = {}
         self.k_pages, self.v_pages = self._k.swapaxes(1, 2), self._v.swapaxes(1, 2)
@@ -89,7 +84,11 @@ class Layer:
             )
         else:
             check_rows(table, step.end)
-        self._store(form, k, v, layout, step, table)
+        if form.writer is not None:
+            form.writer(k, v, step, table)
+        else:
+            self._write("k", k, self._k, layout, step, table)
+            self._write("v", v, self._v, layout, step, None)
         self._steps.wrote(self.number)
 
     def attend(
@@ -187,7 +186,7 @@ class Layer:
         if k4.shape[:3] != v4.shape[:3]:
             raise ValueError(f"v has shape {v.shape}, k has {k.shape}; they are equal but for the head dim")
         read_in_place = arrays.same_address(k4, k) and arrays.same_address(v4, v)
-        if self._steps.kind != "numpy" or not read_in_place or not self._keeps_numbers:
+        if self._steps.kind != "numpy" or not read_in_place:
             return Form(k4.shape[2], None)
         return Form(k4.shape[2], Writer(k4, v4, self._k, self._v))
 
@@ -224,14 +223,6 @@ class Layer:
         if tokens != self._sequences:
             raise ValueError(f"k has {tokens} tokens for {self._sequences} sequences; one of each, or cu_seqlens, fits")
         return self._steps.pages.one_each
-
-    def _store(self, form: Form, k: Any, v: Any, layout: str, step: Step, table: Table | None) -> None:
-        """New keys and values into the slots of the step."""
-        if form.writer is not None:
-            form.writer(k, v, step, table)
-        else:
-            self._write("k", k, self._k, layout, step, table)
-            self._write("v", v, self._v, layout, step, None)
 
     def _write(self, name: str, x: Any, pool: Any, layout: str, step: Step, table: Table | None) -> None:
         """Rows of an array, rotated if there is a table, into the slots of a pool (pages, H, page, D)."""

@@ -8,7 +8,6 @@ not fit into bfloat16, unless the backend has kernels for its codes (fp8.py).
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from ..spec import DTYPES
 from . import arrays, foreign
 from .checks import check_out
 from .quantized import Per, Quantized, check_shape, quantize, scale_shape
-from .sequences import sequences_of
 
 FP8_DTYPES = ("float16", "bfloat16")
 """What precision="fp8" quantises."""
@@ -153,39 +151,6 @@ class Dequantised:
         if isinstance(x, Quantized):
             return f"{x.format} per {x.per}"
         return f"e4m3 per {FP8_PER}" if self.fp8 else self.dtype
-
-
-def used_pages(q: Any, k: Any, v: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """k, v and page_table of a call's arguments with the pages that hold its keys and no others, so that these alone
-    are dequantised.
-
-    Tables and lengths on a device are not read: there each entry of the table becomes a page, and a captured CUDA
-    graph follows the arrays.
-    """
-    kind = arrays.require("q", _memory(q))
-    layout, kv_lengths, cu_seqlens, page_table = map(given.get, ("layout", "kv_lengths", "cu_seqlens", "page_table"))
-    tensors = _memory(q), _memory(k), _memory(v)
-    seqs = sequences_of(*tensors, kind, layout or "bhnd", kv_lengths, cu_seqlens, page_table, True)
-    table, lengths, (pages, page), xp = seqs.page_table, seqs.lengths, k.shape[:2], arrays.namespace(kind)
-    if isinstance(table, np.ndarray) and isinstance(lengths, np.ndarray):
-        held = np.arange(table.shape[1]) * page < lengths[:, None]
-        used, numbers = np.unique(table[held], return_inverse=True)
-        table[...] = -1
-        table[held] = numbers.reshape(-1)
-        used = used if used.size else np.zeros(1, np.int64)
-    else:
-        table = xp.asarray(table)
-        used, table = xp.clip(table.reshape(-1), 0, pages - 1), xp.arange(table.size).reshape(table.shape)
-    at = xp.asarray(used)
-    return {"k": _pages(k, at), "v": _pages(v, at), "page_table": table}
-
-
-def _pages(x: Any, at: Any) -> Any:
-    """These pages of a pool."""
-    if not isinstance(x, Quantized):
-        return x[at]
-    scale, mean = (y if y is None or y.shape[0] == 1 else y[at] for y in (x.scale, x.mean))
-    return replace(x, data=x.data[at], scale=scale, mean=mean)
 
 
 def _memory(x: Any) -> Any:

@@ -86,8 +86,8 @@ class Quantized:
         kind = arrays.require("data", self.data)
         object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "dtype", _floating(self.dtype))
-        codes = codes_dtype("e4m3", kind)
-        if self.data.dtype not in (codes, np.int8):
+        codes = "float8_e4m3fn" if kind == "numpy" else "uint8"
+        if name_of(self.data.dtype) not in (codes, "int8"):
             raise TypeError(f"data has dtype {self.data.dtype}; {codes} or int8 fits")
         choice("per", self.per, PER)
         choice("layout", self.layout, LAYOUTS)
@@ -279,17 +279,6 @@ def quantize(
     return Quantized(data, scale, x.dtype, per, int(block), layout, seed if rotate else None, mean)
 
 
-def codes_dtype(format: Format, kind: str) -> Any:
-    """The dtype of a format's numbers in a library: CuPy has no float8."""
-    if format == "int8":
-        return np.dtype(np.int8)
-    if kind != "numpy":
-        return np.dtype(np.uint8)
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.float8_e4m3fn)
-
-
 @lru_cache(maxsize=16)
 def rotation(d: int, seed: int) -> np.ndarray:
     """The orthonormal matrix of quantize(rotate=True), (d, d) float32, by which rows are multiplied from the right."""
@@ -403,7 +392,11 @@ def _e4m3(xp: Any, values: Any) -> Any:
     codes = xp.where(magnitude < np.float32(2**-6), subnormal, normal)
     codes = xp.where(xp.isnan(values), 0x7F, codes) | ((values.view(np.int32) >> 24) & 0x80)
     codes = codes.astype(np.uint8)
-    return codes.view(codes_dtype("e4m3", "numpy" if xp is np else "cupy"))
+    if xp is not np:
+        return codes
+    import ml_dtypes
+
+    return codes.view(ml_dtypes.float8_e4m3fn)
 
 
 def _int8(xp: Any, values: Any) -> Any:

@@ -130,16 +130,6 @@ FAULTS = (
         "memory.store(b.fmul(sum_lanes(b, sums), scale), to,",
         "memory.store(sum_lanes(b, sums), to,",
     ),
-    Fault(
-        "gemv: a row of four is taken for all", f"{MICRO}/gemv.py",
-        'one_row = b.icmp_signed("==", m, I64(1))',
-        'one_row = b.icmp_signed(">=", m, I64(1))',
-    ),
-    Fault(
-        "gemv: the greatest of half a vector", f"{MICRO}/gemv.py",
-        "        while width > 1:\n            width //= 2\n            upper",
-        "        while width > 2:\n            width //= 2\n            upper",
-    ),
     Fault("gemv: a row without keys", f"{MICRO}/gemv.py", "b.select(unseen, element(0.0), m_new)", "m_new"),
     Fault(
         "bf16 pairs: an odd last row counts twice", f"{MICRO}/bf16_pairs.py",

@@ -81,7 +81,6 @@ class ArgumentBlock:
             args[index + 1 : index + 4] = strides_of(tensor)
         self.sizes = sizes = Sizes.of(operands)
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = sizes.batch, operands.q.shape[1], spec.group
-        args[at.HEADS_KV] = operands.q.shape[1] // max(spec.group, 1)
         args[at.N_Q], args[at.N_K] = n_q, n_k = sizes.n_q, sizes.n_k
         args[at.DIM], args[at.DIM_V] = spec.head_dim, spec.head_dim_v
         if operands.k_pe is not None:

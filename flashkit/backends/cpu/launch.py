@@ -91,9 +91,8 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
         most = max(1, min(-(-SPLITS_PER_THREAD * thread_count // heads), n_k // MIN_SPLIT_KEYS))
     parts = [spec.head_dim - spec.pe_dim, spec.pe_dim][: 1 + (spec.pe_dim > 0)]
     k_pack = 2 if plan.decode_bf16_pairs else 1
-    words = [rounded(width, k_pack * lanes) // k_pack for width in parts]
-    args[at.K_WORDS], args[at.Q_WORDS] = words[0], sum(words)
-    layout = scratch.decode_layout(rows, spec.group, int(at.TILES_PER_STRETCH) * block_k, sum(words), size, len(parts))
+    words = sum(rounded(width, k_pack * lanes) // k_pack for width in parts)
+    layout = scratch.decode_layout(rows, spec.group, int(at.TILES_PER_STRETCH) * block_k, words, size, len(parts))
     args[at.BLOCK_K], args[at.MAX_SPLITS], args[at.KERNEL] = block_k, most, plan.forward["decode"]
     args[at.MIN_SPLIT_KEYS] = MIN_SPLIT_KEYS
     args[at.SERIAL_KEYS] = -(-threads.SERIAL_FLOPS // (flops_per_pair(plan) * block.sizes.heads * block.sizes.n_q))

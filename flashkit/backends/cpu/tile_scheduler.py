@@ -15,18 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .arguments import (
-    BATCH,
-    BLOCK_Q,
-    CU_SEQLENS_Q,
-    HEADS,
-    HEADS_KV,
-    NUM_SPLITS,
-    Q_TILES,
-    STOP,
-    TILE_COUNTER,
-    WORK_TILES,
-)
+from .arguments import BATCH, BLOCK_Q, CU_SEQLENS_Q, GROUP, HEADS, NUM_SPLITS, Q_TILES, STOP, TILE_COUNTER, WORK_TILES
 from .functions import options
 from .views import atomic_increment, atomic_integer_at, integer_at
 
@@ -90,8 +79,7 @@ def next_q_tile(args: Any) -> WorkTile:
 def next_kv_split(args: Any) -> WorkTile:
     """A split of a key/value head: all splits of one head follow each other."""
     number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
-    head, split = number, np.int64(0)
-    if args[NUM_SPLITS] != 1:  # a division takes as long as some keys
-        head, split = number // args[NUM_SPLITS], number % args[NUM_SPLITS]
+    heads_kv = args[HEADS] // args[GROUP]
+    head, split = number // args[NUM_SPLITS], number % args[NUM_SPLITS]
     valid = number < args[WORK_TILES] and not stopped(args)
-    return WorkTile(number, valid, head // args[HEADS_KV], head % args[HEADS_KV], split)
+    return WorkTile(number, valid, head // heads_kv, head % heads_kv, split)

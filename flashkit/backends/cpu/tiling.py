@@ -37,8 +37,6 @@ def next_group(
     the other axis. Groups of a power of two are tried from large to small, so a long run of EMPTY or FULL tiles costs
     a few calls of `classify`.
     """
-    if args[CLASSIFY] == 0:
-        return tiles, FULL
     size = args[MAX_GROUP]
     while tile % size != 0:
         size //= 2

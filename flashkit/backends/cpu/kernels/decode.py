@@ -28,9 +28,15 @@ from flashkit.backends.cpu.views import atomic_arrive, vector
 
 
 @njit(**options)
+def words(args, width):
+    """Words of `width` columns of a query, whole vectors."""
+    return (width + K_PACK * args[LANES] - 1) // (K_PACK * args[LANES]) * args[LANES]
+
+
+@njit(**options)
 def load_q(args, seq, b, head_kv, target):
     width = args[DIM] - args[DIM_PE]
-    end = args[K_WORDS]
+    end = words(args, width)
     for g in range(args[GROUP]):
         q = q_rows(args, Q, seq, b, head_kv * args[GROUP] + g, 0, seq.n_q, args[DIM])
         for i in range(seq.n_q):
@@ -57,7 +63,7 @@ def scores(args, seq, b, head_kv, k0, q, s, s_pe):
     width = args[DIM] - args[DIM_PE]
     scores_of(args, K, seq, b, head_kv, k0, q, width, s)
     if args[DIM_PE] != 0:
-        scores_of(args, K_PE, seq, b, head_kv, k0, q[:, args[K_WORDS] :], args[DIM_PE], s_pe)
+        scores_of(args, K_PE, seq, b, head_kv, k0, q[:, words(args, width) :], args[DIM_PE], s_pe)
         for i in range(s.shape[0]):
             for j in range(s.shape[1]):
                 s[i, j] += s_pe[i, j]
@@ -121,19 +127,12 @@ def partials(args, slot, rows):
 
 
 @njit(**options)
-def safe(row_max):
-    """0 for a row without a visible key: e^(-inf - 0) is 0, e^(-inf + inf) would be NaN."""
-    return ACCUM(0) if row_max == -np.inf else row_max
-
-
-@njit(**options)
 def epilogue(args, b, head_kv, first_slot, num_splits):
     """Combine the splits, divide by the row_sum, and store O and the LSE."""
     seq = seq_info(args, b, head_kv * args[GROUP])
     n_q, dv, rows = seq.n_q, args[DIM_V], args[GROUP] * seq.n_q
     slots = range(first_slot, first_slot + num_splits)
-    o_acc, first_m, first_l = partials(args, first_slot, rows)
-    alone = num_splits == 1 and args[SINKS] == 0
+    o_acc, _, _ = partials(args, first_slot, rows)
     for g in range(args[GROUP]):
         h = head_kv * args[GROUP] + g
         out = q_rows(args, OUT, seq, b, h, 0, n_q, dv)
@@ -142,24 +141,20 @@ def epilogue(args, b, head_kv, first_slot, num_splits):
         sink = accum_row(args[SINKS], args[HEADS])[h] if args[SINKS] != 0 else ACCUM(-np.inf)
         for i in range(n_q):
             row = g * n_q + i
-            if alone:  # without the exponentials, of 0 here: they take as long as some keys
-                row_max, row_sum = first_m[row], first_l[row]
-            else:
-                row_max = sink
-                for slot in slots:
-                    _, m, _ = partials(args, slot, rows)
-                    row_max = max(row_max, m[row])
-                row_sum = np.exp(sink - safe(row_max))
-                for slot in slots:
-                    _, m, l = partials(args, slot, rows)
-                    row_sum += np.exp(m[row] - safe(row_max)) * l[row]
+            row_max = sink
+            for slot in slots:
+                _, m, _ = partials(args, slot, rows)
+                row_max = max(row_max, m[row])
+            m_safe = ACCUM(0) if row_max == -np.inf else row_max
+            row_sum = np.exp(sink - m_safe)
+            for slot in slots:
+                _, m, l = partials(args, slot, rows)
+                row_sum += np.exp(m[row] - m_safe) * l[row]
             lse[i] = -np.inf if row_sum == 0 else row_max + np.log(row_sum)
             for slot in slots:
                 o_partial, m, _ = partials(args, slot, rows)
                 # A split of weight 0 is skipped, whatever its o_partial holds.
-                weight = ACCUM(0)
-                if row_sum != 0:
-                    weight = (ACCUM(1) if alone else np.exp(m[row] - safe(row_max))) / row_sum
+                weight = ACCUM(0) if row_sum == 0 else np.exp(m[row] - m_safe) / row_sum
                 if slot == first_slot:
                     for c in range(dv):
                         o_acc[row, c] = 0 if weight == 0 else weight * o_partial[row, c]
@@ -174,11 +169,11 @@ def epilogue(args, b, head_kv, first_slot, num_splits):
 def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
     """Keys start ... stop - 1 for all rows of a key/value head. Returns whether o_partial is finite."""
     # Tiles.
-    d_pe, dv, n_q, group, block_k = args[DIM_PE], args[DIM_V], seq.n_q, args[GROUP], args[BLOCK_K]
+    d, d_pe, dv, n_q, group, block_k = args[DIM], args[DIM_PE], args[DIM_V], seq.n_q, args[GROUP], args[BLOCK_K]
     rows, stretch = group * n_q, TILES_PER_STRETCH * block_k
     views = args[V] == args[K] and args[V + 3] == args[K + 3]  # values are the first columns of the keys
     at_once = args[TILES_IN_CACHE] if views else TILES_PER_STRETCH
-    q_words = args[Q_WORDS]
+    q_words = words(args, d - d_pe) + words(args, d_pe)
 
     # Scratch memory.
     at = decode_layout(rows, group, stretch, q_words, ACCUM_SIZE, 2 if d_pe != 0 else 1)
@@ -233,7 +228,7 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
 def decode(address, thread):
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
-    num_splits, heads_kv = args[NUM_SPLITS], args[HEADS_KV]
+    num_splits, heads_kv = args[NUM_SPLITS], args[HEADS] // args[GROUP]
     work_tile = next_kv_split(args)
     while work_tile.valid:
         b, head_kv, split = work_tile.b, work_tile.head, work_tile.block

@@ -18,7 +18,6 @@ K and V are in storage precision (gemv_operands.py); their rows need not be cont
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
 
 from llvmlite import ir
 
@@ -29,7 +28,7 @@ from .vector import I32, I64, Loop, Memory, fill, from_bits, splat
 
 # --- S = Q K^T --------------------------------------------------------------------------------------------------------
 
-_HEAD_DIMS_IN_REGISTERS = (32, 64, 128)
+_HEAD_DIMS_IN_REGISTERS = (64, 128)
 """Head dims whose queries stay in registers during the loop over the keys."""
 
 
@@ -44,6 +43,8 @@ def _emit_qk(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, 
     # Sums of each key, lane by lane. A loop over keys that stores them reads keys in the order of memory. With unrolled
     # keys, LLVM's scheduler reorders the loads.
     buffer = stack_buffer(b, memory.vector, heights[0] * lanes)
+    for x in range(heights[0] * lanes):
+        b.store(zero, b.gep(buffer, [I64(x)]), align=width)
 
     def one_key(queries: list[ir.Value], k_at: ir.Value) -> list[ir.Value]:
         """Products of a key with some queries, summed lane by lane."""
@@ -91,9 +92,6 @@ def _emit_qk(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, 
             k_at = b.add(k, b.mul(b.add(j, y), k_row))
             for x, total in enumerate(whole_key(held, k_at) if vectors else one_key(q_at, k_at)):
                 b.store(total, b.gep(buffer, [b.add(y, I64(x * lanes))]), align=width)
-        with Loop(b, count, I64(lanes), 1) as (y, _, _):  # of keys that are not there
-            for x in range(height):
-                b.store(zero, b.gep(buffer, [b.add(y, I64(x * lanes))]), align=width)
         for x in range(height):
             sums = [b.load(b.gep(buffer, [I64(x * lanes + y)]), align=width) for y in range(lanes)]
             to = b.add(b.add(s, b.mul(b.add(i, I64(x)), s_row)), b.mul(j, I64(memory.size)))
@@ -106,14 +104,12 @@ def _emit_qk(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, 
             row_groups(b, m, heights, lambda i, height: group(j, count, vectors, i, height))
 
     whole_groups = b.icmp_signed("==", b.srem(m, I64(heights[0])), I64(0))
-    one_row = b.icmp_signed("==", m, I64(1))
     general = whole_groups.type(1)
-    held_vectors = {dim // stored.elements for dim in _HEAD_DIMS_IN_REGISTERS if dim // stored.elements <= 8}
-    for vectors, (rows, height) in product(sorted(held_vectors), ((whole_groups, heights[0]), (one_row, 1))):
-        special = b.and_(rows, b.icmp_signed("==", d, I64(vectors * stored.elements)))
+    for vectors in sorted({dim // stored.elements for dim in _HEAD_DIMS_IN_REGISTERS if dim // stored.elements <= 8}):
+        special = b.and_(whole_groups, b.icmp_signed("==", d, I64(vectors * stored.elements)))
         general = b.and_(general, b.not_(special))
         with b.if_then(special):
-            keys(vectors, (height,))
+            keys(vectors, heights[:1])
     with b.if_then(general):
         keys(0, heights)
 
@@ -152,12 +148,10 @@ def _emit_softmax(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
         return b.select(b.fcmp_ordered(">", x, y), x, y)
 
     def greatest(vector: ir.Value) -> ir.Value:
-        width = lanes
-        while width > 1:
-            width //= 2
-            upper = [I32(width + lane if lane < width else lane) for lane in range(lanes)]
-            vector = greater(vector, b.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, lanes), upper)))
-        return b.extract_element(vector, I32(0))
+        best = b.extract_element(vector, I32(0))
+        for lane in range(1, lanes):
+            best = greater(b.extract_element(vector, I32(lane)), best)
+        return best
 
     with Loop(b, I64(0), rows, 1) as (i, _, _):
         row, offset = b.add(s, b.mul(i, s_row)), b.mul(i, I64(memory.size))
