@@ -17,6 +17,12 @@ from .pages import PageTable
 from .steps import Steps
 
 
+GAP, LINE = 0.618, 64
+"""Between the heads of a pool on the host: the part of a page, whose multiples lie evenly in a page for any number of
+heads (the golden ratio), and the bytes of a cache line, of which it is a multiple.
+"""
+
+
 class KVCache:
     """Keys and values of growing sequences, in pages of a pool.
 
@@ -115,9 +121,9 @@ class KVCache:
         shape = int(sizes["layers"]), int(kv_heads), int(pages), int(page)
         if kind != "numpy":
             shape = shape[0], shape[2], shape[1], shape[3]
-        k, v = (self._steps.xp.empty((*shape, int(sizes[name])), made.dtype) for name in ("dim", "value_dim"))
-        if kind == "numpy":
-            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            k, v = (self._steps.xp.empty((*shape, int(sizes[name])), made.dtype) for name in ("dim", "value_dim"))
+        else:
+            k, v = (_heads_apart((*shape, int(sizes[name])), made.dtype).swapaxes(1, 2) for name in ("dim", "value_dim"))
         self.dtype, self._layered = made.dtype, layers is not None
         self._layers = [Layer(number, self._steps, k, v, window) for number in range(int(sizes["layers"]))]
 
@@ -358,6 +364,19 @@ class KVCache:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < sequences:
             raise ValueError(f"{name} is {shown(i)}; a sequence from 0 to {sequences - 1} fits")
         return int(i)
+
+
+def _heads_apart(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An empty pool (layers, Hkv, pages, page, D) with a part of a page between the heads. Sequences of few tokens fill
+    the beginnings of their pages, which would otherwise lie at multiples of a power of two and share sets of a cache.
+    """
+    layers, heads, *_ = shape
+    page = shape[-2] * shape[-1] * dtype.itemsize
+    gap = round(GAP * page / LINE) * LINE
+    head = shape[2] * page + gap
+    memory = np.empty(layers * heads * head, np.uint8)
+    strides = heads * head, head, page, shape[-1] * dtype.itemsize, dtype.itemsize
+    return np.ndarray(shape, dtype, memory, 0, strides)
 
 
 def _dtype(dtype: Any, like: Any) -> np.dtype:

@@ -14,7 +14,7 @@ import pytest
 
 import flashkit
 from flashkit import mods, reference
-from flashkit.backends.cpu import launch, plan
+from flashkit.backends.cpu import launch, plan, threads
 from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
@@ -234,6 +234,16 @@ def test_every_width_decodes(lanes: int, dtype: str) -> None:
 def test_splits_of_any_number_of_keys(n_k: int) -> None:
     q, k, v = tensors(4, 2, 1, n_k, 24)
     assert_near(decoded(q, k, v), exact(q, k, v))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_heads_of_few_keys_share_work_tiles(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several sequences, and a last work tile with fewer heads than the others."""
+    monkeypatch.setattr(threads, "SERIAL_FLOPS", 0)
+    monkeypatch.setenv("FLASHKIT_NUM_THREADS", str(count))
+    q, k, v = tensors(22, 11, 1, 64, 24, batch=3)
+    for lengths in ([64, 1, 30], [0, 16, 16], [0, 0, 0]):
+        assert_near(decoded(q, k, v, kv_lengths=lengths), exact(q, k, v, kv_lengths=lengths))
 
 
 def test_lengths_leave_splits_without_keys() -> None:
