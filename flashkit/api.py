@@ -9,6 +9,7 @@ from . import dispatch
 from .backends.base import Backend
 from .call import arrays, pickled_plan, plan_cache
 from .call.arguments import prepare
+from .call.in_place import in_place
 from .call.loans import Dequantised, loan_of
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned, QuantisingPlan
@@ -191,6 +192,9 @@ def attention(
     )  # fmt: skip
     if (loan := loan_of(q, k, v, precision)) is not None:
         with loan.scope():
+            direct = in_place(loan, q, k, v, arguments, backend) if isinstance(loan, Dequantised) else None
+            if direct is not None:
+                return computed(*direct, out, return_lse, backend)
             borrowed = loan.borrow(q=q, k=k, v=v, **arguments)
             return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
     problem, operands, shape = prepare(q, k, v, **arguments)

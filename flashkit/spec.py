@@ -84,6 +84,7 @@ class AttentionSpec:
     packed: bool = False  # sequences of any length follow each other in one axis of tokens
     paged: bool = False  # keys and values lie in pages that a table names
     pe_dim: int = 0  # last columns of the keys, which lie in an array of their own
+    kv_format: str = ""  # of keys and values of 8 bits, which have scales: "e4m3" or "int8"
 
     @property
     def lse_dtype(self) -> str:
@@ -118,6 +119,7 @@ class AttentionSpec:
             "score modification": self.score is not None, "mask": self.mask is not None, "dropout": self.dropout,
             "sinks": self.sinks, "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1,
             "packed sequences": self.packed, "paged keys": self.paged, "keys in two arrays": self.pe_dim > 0,
+            f"keys and values of {self.kv_format}": self.kv_format != "",
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
 
@@ -173,7 +175,8 @@ class Problem:
         d, dv, size = self.spec.head_dim, self.spec.head_dim_v, ITEMSIZE[self.spec.dtype]
         queries, keys = self.heads * self.all_tokens.q, self.heads_kv * self.all_tokens.k
         lse = queries * ITEMSIZE[self.spec.lse_dtype]
-        q_and_out, k_and_v = queries * (d + dv) * size, keys * (d + dv) * size
+        size_kv, scales = (1, 8) if self.spec.kv_format else (size, 0)
+        q_and_out, k_and_v = queries * (d + dv) * size, keys * ((d + dv) * size_kv + scales)
         if direction == "forward":
             return q_and_out + k_and_v + lse
         return q_and_out + queries * dv * size + k_and_v + lse + queries * d * size + k_and_v  # + dout; dq, dk, dv
@@ -204,6 +207,9 @@ class Operands:
     holds keys i * page ... (i + 1) * page - 1 at i. A page that does not exist is read as page 0 or the last one.
 
     Keys in two arrays: k has the first columns of the keys and k_pe the last pe_dim; the other axes are k's.
+
+    Keys and values of 8 bits: k_scale and v_scale, float32, have one factor for each token of a head; they are as k and
+    v but for the last axis, of length 1.
     """
 
     q: Any
@@ -223,6 +229,8 @@ class Operands:
     cu_seqlens: tuple[Any, Any] | None = None
     page_table: Any = None
     k_pe: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
     def array(self, slot: Slot) -> Any:
         """The array of a slot, checked: a kernel compiled for the slot would read another dtype, or another number of

@@ -453,7 +453,7 @@ def attention(
         mods = Mods(score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
-            fits = "flashkit.attention takes it" if isinstance(x, Quantized) else "torch.from_numpy makes one of an array"
+            fits = "flashkit.attention takes it" if isinstance(x, Quantized) else "torch.from_numpy makes one"
             raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor fits here ({fits})")
     if precision == "fp8":
         raise ValueError("precision is 'fp8', which flashkit.attention takes; None, 'highest' or 'tf32' fits here")

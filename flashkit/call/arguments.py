@@ -41,7 +41,7 @@ def prepare(
     kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None, page_table: Any = None,
     dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
     out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False,
-    k_pe: Any = None, **others: Any,
+    k_pe: Any = None, kv_format: str = "", scales: tuple[Any, Any] = (None, None), **others: Any,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
     """Check the arguments of attention() and fill in defaults.
 
@@ -49,6 +49,8 @@ def prepare(
     offsets are stand-ins, q, k and v are not copied, and axes of stride 0 of a bias and a mask count as of length 1.
 
     k_pe: the last columns of the keys, an array that has been checked; k has the other columns.
+
+    kv_format, scales: k and v are numbers of 8 bits, with these scales of the same axes, which have been checked.
 
     Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied
     before they are checked, because the caller's arrays may change at any time. Lengths on a device are not read; the
@@ -68,7 +70,7 @@ def prepare(
     for name, array in (("k", k), ("v", v)):
         arrays.require(name, array, kind)
     dtype = arrays.dtype_name("q", q)
-    for name, array in (("k", k), ("v", v)):
+    for name, array in () if kv_format else (("k", k), ("v", v)):
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
     pe_dim = 0 if k_pe is None else k_pe.shape[-1]
@@ -146,6 +148,7 @@ def prepare(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
         kv_lengths is not None or cu_seqlens is not None, is_deterministic(deterministic),
         None if precision == "highest" else precision, cu_seqlens is not None, page_table is not None, pe_dim,
+        kv_format,
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
     read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]
@@ -157,5 +160,6 @@ def prepare(
         shape.to_four(out).view() if direct else shape.empty(empty, entries, heads, n_q, dv, q.dtype),
         empty((entries, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
+        *(None if x is None else shape.keys_to_four(x) for x in scales),
     )  # fmt: skip
     return problem, operands, shape

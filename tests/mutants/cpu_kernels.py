@@ -219,7 +219,11 @@ FAULTS = (
         "next_b, next_head = b, np.int64(0)",
         "tests/conformance/test_decode.py -k share_work_tiles",
     ),
-    Fault("decode: the sink is left out of the sum", DECODE, "row_sum = exp_below(sink - m_safe)", "row_sum = ACCUM(0)"),
+    Fault(
+        "decode: the sink is left out of the sum", DECODE,
+        "row_sum = exp_below(sink - m_safe)",
+        "row_sum = ACCUM(0)",
+    ),
     Fault("decode: the sink is left out of the maximum", DECODE, "row_max = sink\n", "row_max = ACCUM(-np.inf)\n"),
     Fault(
         "decode: FULL tiles run past the last key", DECODE,

@@ -31,6 +31,8 @@ def tensor() -> np.int64:
 Q = tensor()
 K = tensor()
 V = tensor()
+K_SCALE = tensor()  # of keys of 8 bits, float32; its address is the bytes from K to it
+V_SCALE = tensor()  # likewise
 K_PE = tensor()  # the last DIM_PE columns of the keys, if they lie apart from K
 OUT = tensor()
 LSE = tensor()

@@ -51,7 +51,7 @@ class KvWorkTile(NamedTuple):
     valid: bool  # as above
     first: int  # heads first ... last - 1
     last: int
-    split: int
+    split: Any
 
 
 @njit(**options)

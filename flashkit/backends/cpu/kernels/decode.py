@@ -7,7 +7,7 @@ on which thread computed what. specialise.py puts common.py, the operands and th
 
     Q    [rows][D]           queries, row g * n_q + i: query i of the group's head g; padded with 0, and so are the
                              columns for K and those for K_PE
-    S    [rows][keys]        scores, then P, of one tile or of a stretch of FULL tiles
+    S    [rows][keys]        scores, then P, or P times the values' scales, of one tile or of a stretch of FULL tiles
     O    [rows][DV]          o_partial of the split, before it is divided by l
     m, l [rows]              row_max and row_sum of the split
     states, ends [group]     state of the current tiles for each query head, and where it ends
@@ -55,6 +55,11 @@ def scores_of(args, tensor, seq, b, head_kv, k0, q, width, s):
         k = kv_rows(args, tensor, seq, b, head_kv, k0 + done, run, width)
         prefetch_run(args, tensor, seq, b, head_kv, k0 + done + run, k0 + n, width)
         call_gemv_qk(args[GEMV_QK], q, k, s[:, done : done + run], width, args[SCALE])
+        if SCALED:
+            scale = kv_scales(args, K, K_SCALE, b, head_kv, k0 + done, run)
+            for i in range(s.shape[0]):
+                for j in range(run):
+                    s[i, done + j] *= scale[j] * KV_UNIT
         done += run
 
 
@@ -95,6 +100,11 @@ def accumulate(args, seq, b, head_kv, k0, p, o, rescale, nonfinite):
         run = kv_run(args, b, k0 + done, n - done)
         v = kv_rows(args, V, seq, b, head_kv, k0 + done, run, args[DIM_V])
         prefetch_run(args, V, seq, b, head_kv, k0 + done + run, k0 + n, args[DIM_V])
+        if SCALED:
+            scale = kv_scales(args, V, V_SCALE, b, head_kv, k0 + done, run)
+            for i in range(p.shape[0]):
+                for j in range(run):
+                    p[i, done + j] = 0 if p[i, done + j] == 0 else p[i, done + j] * (scale[j] * KV_UNIT)
         accumulate_rows(args, p[:, done : done + run], v, o, rescale, nonfinite)
         rescale[:] = 1
         done += run
@@ -111,7 +121,7 @@ def accumulate_rows(args, p, v, o, rescale, nonfinite):
         for j in range(p.shape[1]):
             if p[i, j] != 0:  # 0 * NaN and 0 * inf count as 0
                 for c in range(o.shape[1]):
-                    o[i, c] += p[i, j] * widen(v[j, c])
+                    o[i, c] += p[i, j] * widen_kv(v[j, c])
 
 
 @njit(**options)
