@@ -289,8 +289,8 @@ FAULTS = (
     ),
     Fault(
         "operands: a query is not padded", OPERANDS,
-        "target[i] = widen(source[i]) if i < len(source) else 0",
-        "target[i] = widen(source[i]) if i < len(source) else ACCUM(np.nan)",
+        "        target[i] = 0\n",
+        "        target[i] = ACCUM(np.nan)\n",
     ),
     Fault(
         "loader: V^T is scaled", LOADER,
