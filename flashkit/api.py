@@ -10,6 +10,7 @@ from . import dispatch
 from .backends.base import Backend
 from .call import arrays, fp8, pickled_plan, plan_cache
 from .call.arguments import prepare
+from .call.in_place import in_place
 from .call.loans import Dequantised, loan_of
 from .call.options import Layout, Options, Precision, unknown
 from .call.planned import Planned, QuantisingPlan
@@ -197,7 +198,9 @@ def attention(
     if (loan := loan_of(q, k, v, precision)) is not None:
         with loan.scope():
             if isinstance(loan, Dequantised):
-                on_codes = fp8.prepared(loan, q, k, v, backend, **arguments)
+                on_codes = in_place(loan, q, k, v, arguments, backend) or (
+                    fp8.prepared(loan, q, k, v, backend, **arguments)
+                )
                 if not isinstance(on_codes, str):
                     return computed(*on_codes, out, return_lse, backend)
             borrowed = loan.borrow(q=q, k=k, v=v, **arguments)

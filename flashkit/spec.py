@@ -88,6 +88,7 @@ class AttentionSpec:
     paged: bool = False  # keys and values lie in pages that a table names
     pe_dim: int = 0  # last columns of the keys, which lie in an array of their own
     fp8: Fp8 | None = None  # q, k and v are codes of e4m3 in uint8, with scales; dtype is that of the output
+    kv_format: str = ""  # of keys and values of 8 bits, which have scales: "e4m3" or "int8"
 
     @property
     def lse_dtype(self) -> str:
@@ -133,6 +134,7 @@ class AttentionSpec:
             "sinks": self.sinks, "kv_lengths": self.kv_lengths, "grouped-query": self.group > 1,
             "packed sequences": self.packed, "paged keys": self.paged, "keys in two arrays": self.pe_dim > 0,
             f"e4m3 with scales per {self.fp8}": self.fp8 is not None,
+            f"keys and values of {self.kv_format}": self.kv_format != "",
         }  # fmt: skip
         return [name for name, on in flags.items() if on]
 
@@ -190,7 +192,8 @@ class Problem:
         )  # fmt: skip
         queries, keys = self.heads * self.all_tokens.q, self.heads_kv * self.all_tokens.k
         lse = queries * ITEMSIZE[self.spec.lse_dtype]
-        q_and_out, k_and_v = queries * (d * operand + dv * size), keys * (d + dv) * operand
+        size_kv, scales = (1, 8) if self.spec.kv_format else (operand, 0)
+        q_and_out, k_and_v = queries * (d * operand + dv * size), keys * ((d + dv) * size_kv + scales)
         if direction == "forward":
             return q_and_out + k_and_v + lse
         return q_and_out + queries * dv * size + k_and_v + lse + queries * d * size + k_and_v  # + dout; dq, dk, dv
@@ -223,6 +226,9 @@ class Operands:
     Keys in two arrays: k has the first columns of the keys and k_pe the last pe_dim; the other axes are k's.
 
     Codes of e4m3: q, k and v are uint8. scales: those of q, k and v, float32 (B, heads, tokens, 1), any strides.
+
+    Keys and values of 8 bits: k_scale and v_scale, float32, have one factor for each token of a head; they are as k and
+    v but for the last axis, of length 1.
     """
 
     q: Any
@@ -243,6 +249,8 @@ class Operands:
     page_table: Any = None
     k_pe: Any = None
     scales: tuple[Any, Any, Any] | None = None
+    k_scale: Any = None
+    v_scale: Any = None
 
     def sequences(self) -> dict[str, Any]:
         """The arrays that say where packed sequences lie: the two of cu_seqlens, and two by their own names."""

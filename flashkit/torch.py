@@ -20,6 +20,7 @@ import torch
 from .api import attention as _attention
 from .api import vjp_of
 from .call import foreign
+from .call.quantized import Quantized
 from .call.shape import Shape
 from .call.torch_tracing import from_block_mask, trace
 from .mods import Mod, dropout
@@ -444,6 +445,10 @@ def attention(
                 "outside and pass it as mods="
             )
         mods = Mods(score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            fits = "flashkit.attention takes it" if isinstance(x, Quantized) else "torch.from_numpy makes one"
+            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor fits here ({fits})")
     if precision == "fp8":
         raise ValueError("precision is 'fp8', which flashkit.attention takes; None, 'highest' or 'tf32' fits here")
     if mask is not None and mask.is_floating_point():

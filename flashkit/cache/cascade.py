@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import dispatch
-from ..api import plan
 from ..call import arrays
+from ..call.arguments import prepare
 from ..call.checks import check_out
 from ..call.merge import merge
+from ..call.planned import Planned
 from .pages import PageTable
+from .pools import Pools
 from .step_plans import MAX_PLANS, MOST_TOKENS, StepPlans
 
 LEAST_BYTES, LEAST_TOKENS = 12 << 20, 1024
@@ -79,7 +81,7 @@ class Cascade:
         self._unshared = -1  # a version without shared pages
 
     def attend(
-        self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], version: int, out: Any
+        self, q: Any, pools: Pools, options: dict[str, Any], version: int, out: Any
     ) -> Any:  # fmt: skip
         """The result of `Layer.attend`; None if these are not few queries at the end of sequences that share pages, or
         if an option depends on positions.
@@ -88,20 +90,20 @@ class Cascade:
             return None
         tokens_first = options.get("layout") == "bnhd"
         q4 = q.swapaxes(1, 2) if tokens_first else q
-        if self._found != (found := (version, q4.shape[1] * q4.shape[2] // k_pages.shape[2])):
+        if self._found != (found := (version, q4.shape[1] * q4.shape[2] // pools.k.shape[2])):
             self._find(*found)
         if not self._prefixes:
             return None
-        planned = self._rest.find(q, k_pages, v_pages, {**options, "return_lse": True}, self._number)
+        planned = self._rest.find(q, pools, {**options, "return_lse": True}, self._number)
         if planned is None:
             return None
-        result, lse = planned(q, k_pages, v_pages)
+        result, lse = planned(q, pools.k, pools.v)
         result4 = result.swapaxes(1, 2) if tokens_first else result
         of_scores = ("scale", "softcap", "backend", "precision")
         plain = {name: x for name, x in options.items() if name in of_scores}
         for prefix in self._prefixes:
             at = prefix.sequences
-            of_prefix = self._attend_prefix(prefix, q4[at], k_pages, v_pages, plain)
+            of_prefix = self._attend_prefix(prefix, q4[at], pools, plain)
             result4[at], lse[at] = merge((result4[at], lse[at]), of_prefix)
         if out is not None:
             check_out(out, self._kind, arrays.dtype_name("q", q), result.shape)
@@ -109,23 +111,24 @@ class Cascade:
             result = out
         return (result, lse) if options.get("return_lse") else result
 
-    def _attend_prefix(self, prefix: Prefix, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any]) -> Any:
+    def _attend_prefix(self, prefix: Prefix, q: Any, pools: Pools, options: dict[str, Any]) -> Any:
         """(out, lse) of queries (sequences, Hq, Nq, D) over the keys of the prefix."""
         sequences, heads, n, d = q.shape
-        rows = q.reshape(sequences, k_pages.shape[2], -1, d).swapaxes(0, 1)  # those of each key/value head
+        rows = q.reshape(sequences, pools.k.shape[2], -1, d).swapaxes(0, 1)  # those of each key/value head
         heads_kv, _, each, _ = rows.shape
         count = sequences * each
-        rows = rows.reshape((1, heads_kv * count, 1, d) if count < QUERIES else (1, heads_kv, count, d))
+        decoded = count < QUERIES or pools.kv_format
+        rows = rows.reshape((1, heads_kv * count, 1, d) if decoded else (1, heads_kv, count, d))
         key = arrays.layout(rows), tuple(options.items()), prefix.tokens, prefix.pages.tobytes(), dispatch.state()
         planned = self._plans.get(key)
         if planned is None:
             table, lengths = prefix.pages[None], np.array([prefix.tokens])
-            planned = self._plans[key] = plan(
-                rows, k_pages, v_pages, page_table=table, kv_lengths=lengths, return_lse=True, **options
-            )
+            backend = options.pop("backend", None)
+            prepared = prepare(rows, **pools.named(), page_table=table, kv_lengths=lengths, **options)
+            planned = self._plans[key] = Planned(*prepared, (rows, pools.k, pools.v), backend, True)
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
-        out, lse = (x.reshape(heads_kv, sequences, each, -1) for x in planned(rows, k_pages, v_pages))
+        out, lse = (x.reshape(heads_kv, sequences, each, -1) for x in planned(rows, pools.k, pools.v))
         return out.swapaxes(0, 1).reshape(sequences, heads, n, -1), lse.swapaxes(0, 1).reshape(sequences, heads, n)
 
     def _find(self, version: int, rows: int) -> None:

@@ -14,7 +14,13 @@ from ..spec import ITEMSIZE, MAX_HEAD_DIM
 from .cascade import Cascade
 from .layer import Layer
 from .pages import PageTable
+from .pools import FORMATS, format_of, width
 from .steps import Steps
+
+GAP, LINE = 0.618, 64
+"""Between the heads of a pool on the host: the part of a page, whose multiples lie evenly in a page for any number of
+heads (the golden ratio), and the bytes of a cache line, of which it is a multiple.
+"""
 
 
 class KVCache:
@@ -36,7 +42,10 @@ class KVCache:
     page
         Tokens of a page.
     dtype
-        float64, float32, float16 or bfloat16 (ml_dtypes); by default that of `like`, or float32.
+        float64, float32, float16 or bfloat16 (ml_dtypes); by default that of `like`, or float32. "e4m3" or "int8":
+        `append` quantises keys and values of any of these dtypes to 8 bits, with a scale for each token of a head, as
+        `quantize(x, dtype, per="token")` does. On the CPU, `attend` of fewer than 8 queries of each sequence reads
+        them as they are; other calls dequantise the pages in use.
     like
         An array whose library and device the cache uses; NumPy by default.
     window
@@ -51,6 +60,12 @@ class KVCache:
         positions but causal. None: on the CPU, where that saves 12 MiB or more of keys and values in a layer, and the
         common pages have 1,024 tokens or more for each query of a sequence that uses one key. Results are equal up to
         rounding. A captured CUDA graph would keep the prefixes of its capture.
+
+    latent
+        Whether the first value_dim columns of the keys are the values, as in multi-head latent attention: `append(k)`
+        takes keys alone, [ckv, k_pe] with k_pe rotated, and a token is held once, and read once on the CPU.
+        `KVCache(B, 1, 576, 512, latent=True)` fits DeepSeek's models, with attend([q_nope, q_pe], scale=...) as in
+        `mla`.
 
     Attributes
     ----------
@@ -90,7 +105,7 @@ class KVCache:
     def __init__(
         self, sequences: int, kv_heads: int, dim: int, value_dim: int | None = None, *, pages: int, page: int = 64,
         dtype: Any = None, like: Any = None, window: tuple[int | None, int | None] | None = None,
-        layers: int | None = None, cascade: bool | None = None,
+        layers: int | None = None, cascade: bool | None = None, latent: bool = False,
     ) -> None:  # fmt: skip
         sizes = {"sequences": sequences, "kv_heads": kv_heads, "dim": dim, "pages": pages, "page": page}
         sizes |= {"value_dim": dim if value_dim is None else value_dim, "layers": 1 if layers is None else layers}
@@ -101,13 +116,21 @@ class KVCache:
             if not 1 <= size <= most:
                 raise ValueError(f"{name} is {shown(size)}; 1 to {most} fits")
         kind = "numpy" if like is None else arrays.require("like", like)
-        made = np.empty(0, _dtype(dtype, like))
-        arrays.dtype_name("dtype", made)
+        kv_format = format_of(dtype)
+        of_queries = np.empty(0, _dtype(None if kv_format else dtype, like))
+        arrays.dtype_name("dtype", of_queries)
+        made = np.empty(0, np.uint8) if kv_format else of_queries
         window = None if window is None else window_of(window)
         if cascade is not None:
             flag("cascade", cascade)
         self._pages = PageTable(int(sequences), int(pages), int(page), None if window is None else window[0])
-        token_bytes = int(kv_heads) * (int(dim) + int(sizes["value_dim"])) * made.itemsize
+        dims = int(dim), int(sizes["value_dim"])
+        widths = [width(d, kv_format) for d in dims]
+        if flag("latent", latent):
+            if not dims[1] < dims[0]:
+                raise ValueError(f"value_dim is {shown(value_dim)} with latent=True; 1 to {dims[0] - 1} fits")
+            widths.pop()
+        token_bytes = int(kv_heads) * sum(widths) * made.itemsize
         shared = Cascade(self._pages, kind, token_bytes, cascade)
         self._steps = Steps(self._pages, int(sizes["layers"]), kind, shared)
         # Slots of a head lie one after another, so that a kernel reads a page as one piece of memory. On the host pages
@@ -115,11 +138,14 @@ class KVCache:
         shape = int(sizes["layers"]), int(kv_heads), int(pages), int(page)
         if kind != "numpy":
             shape = shape[0], shape[2], shape[1], shape[3]
-        k, v = (self._steps.xp.empty((*shape, int(sizes[name])), made.dtype) for name in ("dim", "value_dim"))
-        if kind == "numpy":
-            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        self.dtype, self._layered = made.dtype, layers is not None
-        self._layers = [Layer(number, self._steps, k, v, window) for number in range(int(sizes["layers"]))]
+            memory = [self._steps.xp.empty((*shape, n), made.dtype) for n in widths]
+        else:
+            memory = [_heads_apart((*shape, n), made.dtype).swapaxes(1, 2) for n in widths]
+        self.dtype, self._layered = kv_format or made.dtype, layers is not None
+        self._layers = [
+            Layer(number, self._steps, memory, window, kv_format, dims, of_queries.dtype)
+            for number in range(int(sizes["layers"]))
+        ]
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -151,7 +177,7 @@ class KVCache:
         return self._steps.positions
 
     def append(
-        self, k: Any, v: Any, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
+        self, k: Any, v: Any = None, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
         rotary_interleaved: bool = False, layout: str = "bhnd",
     ) -> None:  # fmt: skip
         """Append tokens to the sequences.
@@ -160,7 +186,7 @@ class KVCache:
         ----------
         k, v
             (T, Hkv, D) and (T, Hkv, Dv): tokens of all sequences, one sequence after another; or (B, Hkv, N, D) and
-            (B, Hkv, N, Dv), N tokens of each.
+            (B, Hkv, N, Dv), N tokens of each. With latent=True v is left out.
         cu_seqlens
             For (T, Hkv, D): integers (B + 1,), sequence i gets tokens cu_seqlens[i] ... cu_seqlens[i + 1] - 1. Without
             it each sequence gets one token, and T is B.
@@ -360,6 +386,19 @@ class KVCache:
         return int(i)
 
 
+def _heads_apart(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An empty pool (layers, Hkv, pages, page, D) with a part of a page between the heads. Sequences of few tokens fill
+    the beginnings of their pages, which would otherwise lie at multiples of a power of two and share sets of a cache.
+    """
+    layers, heads, *_ = shape
+    page = shape[-2] * shape[-1] * dtype.itemsize
+    gap = round(GAP * page / LINE) * LINE
+    head = shape[2] * page + gap
+    memory = np.empty(layers * heads * head, np.uint8)
+    strides = heads * head, head, page, shape[-1] * dtype.itemsize, dtype.itemsize
+    return np.ndarray(shape, dtype, memory, 0, strides)
+
+
 def _dtype(dtype: Any, like: Any) -> np.dtype:
     if dtype is None:
         return np.dtype("float32") if like is None else like.dtype
@@ -370,5 +409,5 @@ def _dtype(dtype: Any, like: Any) -> np.dtype:
     try:
         found = np.dtype(dtype)
     except TypeError:
-        raise TypeError(f"dtype is {shown(dtype)}; {', '.join(ITEMSIZE)} fit") from None
+        raise TypeError(f"dtype is {shown(dtype)}; {', '.join((*ITEMSIZE, *FORMATS))} fit") from None
     return found

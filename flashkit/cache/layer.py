@@ -14,6 +14,8 @@ from ..call.shape import LAYOUTS
 from ..errors import shown
 from ..mods.tracing import as_array
 from ..rope.apply import Table, checked_table, rotate, rotated
+from ..spec import name_of
+from .pools import Pools, write_quantised
 from .steps import Step, Steps, check_rows
 
 Window = tuple[int | None, int | None]
@@ -32,7 +34,7 @@ class Layer:
     ----------
     number : int
         The index of the layer.
-    k_pages, v_pages : array
+    k_pages, v_pages : array or Quantized
         (pages, page, Hkv, D) and (pages, page, Hkv, Dv): the layer's pools, for `attention` with the cache's
         page_table. They are views; what lies in unused slots is undefined.
 
@@ -48,21 +50,29 @@ class Layer:
     ((1, 1, 5, 8), [5])
     """
 
-    def __init__(self, number: int, steps: Steps, k: Any, v: Any, window: Window | None) -> None:
-        """k, v: the pools of all layers, (layers, pages, Hkv, page, D)."""
+    def __init__(
+        self, number: int, steps: Steps, memory: list[Any], window: Window | None, kv_format: str,
+        dims: tuple[int, int], dtype: Any,
+    ) -> None:  # fmt: skip
+        """memory: of all layers, (layers, pages, Hkv, page, width), of keys and values, or of keys alone where these
+        hold the values. dtype: of queries.
+        """
         self.number, self._steps, self._window = number, steps, window
-        self._all = k, v
-        self._k, self._v = k[number], v[number]
-        self._sequences, self._dtype = len(steps.pages.lengths), arrays.dtype_name("dtype", k)
+        self._all, self._latent = memory, len(memory) == 1
+        self._pools = pools = Pools.of([x[number].swapaxes(1, 2) for x in memory], kv_format, *dims)
+        self._k, self._v = pools.k.swapaxes(1, 2), pools.v.swapaxes(1, 2)
+        self._sequences, self._dtype = len(steps.pages.lengths), name_of(dtype)
         self._table: tuple[Any, Table, Any] | None = None
         self._forms: dict[Any, Form] = {}
-        self.k_pages, self.v_pages = self._k.swapaxes(1, 2), self._v.swapaxes(1, 2)
+        self.k_pages, self.v_pages = pools.as_arrays(dtype)
 
     def append(
-        self, k: Any, v: Any, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
+        self, k: Any, v: Any = None, cu_seqlens: Any = None, *, rotary: tuple[Any, Any] | None = None,
         rotary_interleaved: bool = False, layout: str = "bhnd",
     ) -> None:  # fmt: skip
         """As `KVCache.append`; `cu_seqlens` may be left out where another layer has opened the step."""
+        if self._latent:
+            self._check_latent(v, rotary)
         key = arrays.layout(k), arrays.layout(v), layout
         if (form := self._forms.get(key)) is None:
             form = self._checked_form(k, v, layout)
@@ -87,8 +97,9 @@ class Layer:
         if form.writer is not None:
             form.writer(k, v, step, table)
         else:
-            self._write("k", k, self._k, layout, step, table)
-            self._write("v", v, self._v, layout, step, None)
+            self._write("k", k, self._k, self._pools.k_scale, layout, step, table)
+            if not self._latent:
+                self._write("v", v, self._v, self._pools.v_scale, layout, step, None)
         self._steps.wrote(self.number)
 
     def attend(
@@ -101,6 +112,8 @@ class Layer:
                 raise TypeError(f"attend takes no {name}: the cache has its own; attention() takes them")
         if options.get("precision") == "fp8":
             raise ValueError("precision is 'fp8', but the cache keeps its keys as they are; another precision fits")
+        if self._latent:
+            self._check_latent(None, rotary)
         self._steps.check_written(self.number)
         if self._window is not None:
             options["window"] = _narrowed(options.get("window"), self._window)
@@ -158,14 +171,14 @@ class Layer:
 
     def _attend(self, q: Any, out: Any = None, **options: Any) -> Any:
         steps = self._steps
-        if (merged := steps.cascade.attend(q, self.k_pages, self.v_pages, options, steps.version, out)) is not None:
+        pools = self._pools
+        if (merged := steps.cascade.attend(q, pools, options, steps.version, out)) is not None:
             return merged
-        planned = steps.plans.find(q, self.k_pages, self.v_pages, options, steps.version)
+        planned = steps.plans.find(q, pools, options, steps.version)
         if planned is not None:
-            return planned.run(q, self.k_pages, self.v_pages, out)
-        return attention(
-            q, self.k_pages, self.v_pages, page_table=steps.readable, kv_lengths=steps.lengths, out=out, **options
-        )
+            return planned.run(q, pools.k, pools.v, out)
+        k, v = pools.as_arrays(q.dtype)
+        return attention(q, k, v, page_table=steps.readable, kv_lengths=steps.lengths, out=out, **options)
 
     def _checked(self, rotary: Any, interleaved: Any, x: Any) -> Table:
         """The tables of `rotary`, checked once for the calls that pass the same arrays."""
@@ -182,19 +195,30 @@ class Layer:
 
     def _checked_form(self, k: Any, v: Any, layout: str) -> Form:
         """The form of new keys and values; an error if they do not fit the cache."""
-        k4, v4 = self._four("k", k, self._k, layout), self._four("v", v, self._v, layout)
+        k4 = self._four("k", k, self._k, layout)
+        v, v4 = (k, k4) if self._latent else (v, self._four("v", v, self._v, layout))
         if k4.shape[:3] != v4.shape[:3]:
             raise ValueError(f"v has shape {v.shape}, k has {k.shape}; they are equal but for the head dim")
         read_in_place = arrays.same_address(k4, k) and arrays.same_address(v4, v)
-        if self._steps.kind != "numpy" or not read_in_place:
+        if self._steps.kind != "numpy" or not read_in_place or self._pools.kv_format:
             return Form(k4.shape[2], None)
-        return Form(k4.shape[2], Writer(k4, v4, self._k, self._v))
+        return Form(k4.shape[2], Writer(k4, None if self._latent else v4, self._k, self._v))
+
+    def _check_latent(self, v: Any, rotary: Any) -> None:
+        """Check what a cache of latent keys takes not."""
+        if v is not None:
+            raise TypeError("v is given to a cache with latent=True; append(k) fits, the values are columns of k")
+        if rotary is not None:
+            raise TypeError(
+                "rotary is given to a cache with latent=True, whose rotary columns are the last; flashkit.rotary of "
+                "these columns of q and k, before, fits"
+            )
 
     def _four(self, name: str, x: Any, pool: Any, layout: str) -> Any:
         """k or v as (B, H, N, D); packed tokens as (1, H, T, D)."""
         arrays.require(name, x, self._steps.kind)
         choice("layout", layout, LAYOUTS)
-        if arrays.dtype_name(name, x) != self._dtype:
+        if arrays.dtype_name(name, x) != self._dtype and not self._pools.kv_format:
             raise TypeError(f"{name} has dtype {x.dtype}; the cache's, {self._dtype}, fits")
         _, heads, _, d = pool.shape
         if x.ndim == 3:
@@ -224,32 +248,40 @@ class Layer:
             raise ValueError(f"k has {tokens} tokens for {self._sequences} sequences; one of each, or cu_seqlens, fits")
         return self._steps.pages.one_each
 
-    def _write(self, name: str, x: Any, pool: Any, layout: str, step: Step, table: Table | None) -> None:
+    def _write(
+        self, name: str, x: Any, pool: Any, scale: Any, layout: str, step: Step, table: Table | None
+    ) -> None:  # fmt: skip
         """Rows of an array, rotated if there is a table, into the slots of a pool (pages, H, page, D)."""
         x = self._four(name, x, pool, layout)
-        if isinstance(x, np.ndarray):
+        if scale is None and isinstance(x, np.ndarray):
             Writer(x, x, pool, pool).write_k(x, step, table)
             return
         shape, page = (x.shape[0], x.shape[2]), pool.shape[2]
         if table is not None:
             x = rotated(x, table, step.where.reshape(shape)[:, None])
         slots = step.slots.reshape(shape)
-        pool[slots // page, :, slots % page] = x.swapaxes(1, 2)
+        if scale is not None:
+            write_quantised(x, pool.swapaxes(1, 2), scale, self._pools.kv_format, (slots // page, slots % page))
+        else:
+            pool[slots // page, :, slots % page] = x.swapaxes(1, 2)
 
 
 class Writer:
-    """Writes keys and values like k4 and v4 (B, H, N, D), whose axes may be others, into NumPy pools."""
+    """Writes keys and values like k4 and v4 (B, H, N, D), whose axes may be others, into NumPy pools. v4: None where
+    keys hold the values.
+    """
 
     def __init__(self, k4: Any, v4: Any, k_pool: Any, v_pool: Any) -> None:
         from ..backends.cpu.rotary import Write
 
         self._of_k = partial(Write, k4.shape, k4.strides, k_pool)
         self._k: dict[tuple[int, bool], Write] = {}  # by the pairs that are rotated
-        self._v = Write(v4.shape, v4.strides, v_pool)
+        self._v = None if v4 is None else Write(v4.shape, v4.strides, v_pool)
 
     def __call__(self, k: Any, v: Any, step: Step, table: Table | None) -> None:
         self.write_k(k, step, table)
-        self._v(v, step.slots)
+        if self._v is not None:
+            self._v(v, step.slots)
 
     def write_k(self, k: Any, step: Step, table: Table | None) -> None:
         """Keys, rotated if there is a table."""

@@ -16,6 +16,8 @@ from .. import dispatch
 from ..call import arrays
 from ..call.arguments import prepare
 from ..call.planned import Planned
+from ..errors import UnsupportedError
+from .pools import Pools
 
 MOST_TOKENS = 16
 """Queries of a sequence; beyond it a call's own work hides its preparation."""
@@ -65,7 +67,7 @@ class StepPlans:
         self._version = self._changes = -1
         self._keys = 0  # that plans are for now
 
-    def find(self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], version: int) -> Planned | None:
+    def find(self, q: Any, pools: Pools, options: dict[str, Any], version: int) -> Planned | None:
         """The plan for q (B, Hq, Nq, D), or by layout, and options of `attention` but `out`; None where there is none.
         version: a number that changes with the lengths and the table.
         """
@@ -80,7 +82,13 @@ class StepPlans:
         key = arrays.layout(q), values, tuple([type(x) for _, x in values]), self._keys, dispatch.state()
         found = self._plans.get(key)
         if found is None:
-            found = self._plans[key] = self._made(q, k_pages, v_pages, options, queries)
+            try:
+                found = self._made(q, pools, options, queries)
+            except UnsupportedError:
+                if not pools.kv_format:
+                    raise
+                return None  # only decoding reads 8 bits
+            self._plans[key] = found
             self._fill(version)
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
@@ -89,16 +97,14 @@ class StepPlans:
             found.version = version
         return found.planned
 
-    def _made(self, q: Any, k_pages: Any, v_pages: Any, options: dict[str, Any], queries: int) -> Entry:
+    def _made(self, q: Any, pools: Pools, options: dict[str, Any], queries: int) -> Entry:
         rest = {name: x for name, x in options.items() if name not in ("backend", "return_lse")}
         self._lengths[...] = self._keys  # a backend may take the plan's sizes from them
-        problem, operands, shape = prepare(
-            q, k_pages, v_pages, page_table=self._table, kv_lengths=self._lengths, **rest
-        )
+        problem, operands, shape = prepare(q, **pools.named(), page_table=self._table, kv_lengths=self._lengths, **rest)
         offsets = self._lengths - queries
         operands = replace(operands, kv_lengths=self._lengths, q_offset=offsets, page_table=self._table)
         backend, return_lse = options.get("backend"), options.get("return_lse", False)
-        return Entry(Planned(problem, operands, shape, (q, k_pages, v_pages), backend, return_lse), offsets)
+        return Entry(Planned(problem, operands, shape, (q, pools.k, pools.v), backend, return_lse), offsets)
 
     def _fill(self, version: int) -> None:
         """The lengths and the table of this step, for all plans and layers."""

@@ -51,7 +51,8 @@ def prepare(
     kv_lengths: Any = None, q_lengths: Any = None, cu_seqlens: Any = None, page_table: Any = None,
     dropout_p: float = 0.0, seed: int | None = None, sinks: Any = None, layout: str = "bhnd",
     out: Any = None, deterministic: bool = False, precision: str | None = None, described: bool = False,
-    k_pe: Any = None, fp8: Fp8Arrays | None = None, **others: Any,
+    k_pe: Any = None, fp8: Fp8Arrays | None = None, kv_format: str = "", scales: tuple[Any, Any] = (None, None),
+    **others: Any,
 ) -> tuple[Problem, Operands, Shape]:  # fmt: skip
     """Check the arguments of attention() and fill in defaults.
 
@@ -61,6 +62,7 @@ def prepare(
     k_pe: the last columns of the keys, an array that has been checked; k has the other columns.
 
     fp8: q, k and v are codes of e4m3, uint8.
+    kv_format, scales: k and v are numbers of 8 bits, with these scales of the same axes, which have been checked.
 
     Kernels compute addresses from lengths, offsets, integers of modifications, shapes and strides. These are copied
     before they are checked, because the caller's arrays may change at any time. Lengths on a device are not read; the
@@ -80,7 +82,7 @@ def prepare(
     for name, array in (("k", k), ("v", v)):
         arrays.require(name, array, kind)
     dtype, own_dtype = (name_of(fp8.dtype), fp8.dtype) if fp8 else (arrays.dtype_name("q", q), q.dtype)
-    for name, array in () if fp8 else (("k", k), ("v", v)):
+    for name, array in () if fp8 or kv_format else (("k", k), ("v", v)):
         if arrays.dtype_name(name, array) != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}, q has {dtype}; q, k and v have one dtype")
     pe_dim = 0 if k_pe is None else k_pe.shape[-1]
@@ -160,7 +162,7 @@ def prepare(
         dtype, d, dv, heads // heads_kv if heads_kv else 1, score, hidden, slots, dropout_p > 0, sinks is not None,
         kv_lengths is not None or cu_seqlens is not None, is_deterministic(deterministic),
         None if precision == "highest" else precision, cu_seqlens is not None, page_table is not None, pe_dim,
-        fp8.per if fp8 else None,
+        fp8.per if fp8 else None, kv_format,
     )  # fmt: skip
     problem = Problem(spec, batch + seqs.extra, heads, most_q, most_k, kind, seqs.tokens(n_q))
     read = [q, k, v, *values.values(), *([] if k_pe is None else [k_pe])]
@@ -173,5 +175,6 @@ def prepare(
         empty((entries, heads, n_q), spec.lse_dtype), block_mask if len(masks) == 1 else None, seqs.cu_seqlens,
         seqs.page_table, None if k_pe is None else shape.keys_to_four(k_pe),
         tuple(map(shape.four_axes, fp8.scales)) if fp8 else None,
+        *(None if x is None else shape.keys_to_four(x) for x in scales),
     )  # fmt: skip
     return problem, operands, shape

@@ -2,7 +2,8 @@
 
 Such arrays are lent for the call as plain arrays of NumPy or CuPy, and its results are given back in the caller's form.
 A quantised array is dequantised to the computing dtype, float32 or float64, as a number of e4m3 times its scale does
-not fit into bfloat16, unless the backend has kernels for its codes (fp8.py).
+not fit into bfloat16. Of pages only those that the table names are dequantised. A backend may read the codes instead:
+the CPU's, where few queries read quantised keys and values (in_place.py), and Hopper's (fp8.py).
 """
 
 from __future__ import annotations
@@ -81,7 +82,23 @@ class Dequantised:
 
     def borrow(self, **given: Any) -> dict[str, Any]:
         """Arguments with arrays of the computing dtype. An `out` of another dtype is left to `give_back`."""
+        given = self._pages_in_use(given)
         return {name: self._borrowed(name, value) for name, value in given.items()}
+
+    def _pages_in_use(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with the pages that a table on the host names, if that are fewer than there are."""
+        k, v, table = (given.get(name) for name in ("k", "v", "page_table"))
+        if not (isinstance(k, Quantized) and isinstance(v, Quantized) and k.shape[:1] == v.shape[:1]):
+            return given
+        if self._described or not isinstance(table, np.ndarray) or table.dtype.kind not in "iu":
+            return given
+        count = k.shape[0]
+        known = (table >= 0) & (table < count)
+        pages = np.unique(table[known])
+        if not 0 < len(pages) < count:
+            return given
+        renumbered = np.where(known, np.searchsorted(pages, table), np.where(table < 0, table, len(pages)))
+        return given | {"k": k.pages(pages), "v": v.pages(pages), "page_table": renumbered}
 
     def _borrowed(self, name: str, value: Any) -> Any:
         if name in ("q", "k", "v"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, Literal
 
@@ -137,6 +137,12 @@ class Quantized:
             f"<Quantized: {self.format} per {group}{extra}, shape {self.shape} of {self.dtype.name}, "
             f"{self.nbytes} bytes>"
         )
+
+    def pages(self, pages: Any) -> Quantized:
+        """Of pages (pages, page, H, D) those with these numbers: a copy."""
+        given = {"scale": self.scale, "mean": self.mean}
+        taken = {name: x if x is None or len(x) == 1 else x[pages] for name, x in given.items()}
+        return replace(self, data=self.data[pages], **taken)
 
     def dequantize(self, dtype: Any = None) -> Any:
         """The array that the numbers stand for: what attention computes with.

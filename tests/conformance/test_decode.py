@@ -14,10 +14,11 @@ import pytest
 
 import flashkit
 from flashkit import mods, reference
-from flashkit.backends.cpu import launch, plan
+from flashkit.backends.cpu import launch, plan, threads
 from flashkit.backends.cpu.backend import CpuBackend
 from flashkit.backends.cpu.micro import compile as micro
 from flashkit.backends.cpu.micro.register_block import RegisterBlock
+from flashkit.backends.cpu.micro.vector import E4M3_UNIT
 from flashkit.call.arguments import prepare
 from flashkit.devices import host
 from flashkit.devices.io_model import CpuTile
@@ -25,6 +26,8 @@ from flashkit.devices.io_model import CpuTile
 BLOCKS = [
     RegisterBlock("float", 1, 1, lanes, storage) for lanes in (4, 8, 16) for storage in ("", "float16", "bfloat16")
 ] + [RegisterBlock("double", 1, 1, lanes) for lanes in (2, 4, 8)]  # fmt: skip
+EIGHT_BITS = [RegisterBlock("float", 1, 1, lanes, storage) for lanes in (8, 16) for storage in ("e4m3", "int8")]
+EIGHT_BITS += [RegisterBlock("double", 1, 1, 8, storage) for storage in ("e4m3", "int8")]
 BF16_PAIRS = pytest.param(
     RegisterBlock("float", 1, 1, 16, "bfloat16", "avx512bf16"),
     marks=pytest.mark.skipif("avx512_bf16" not in host.cpu_features(), reason="this CPU has no AVX512-BF16"),
@@ -48,7 +51,13 @@ def computed(block: RegisterBlock) -> Any:
 
 
 def stored(block: RegisterBlock) -> Any:
-    return {"": computed(block), "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[block.storage]
+    narrow = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn, "int8": np.int8}
+    return narrow.get(block.storage, computed(block))
+
+
+def unit(block: RegisterBlock) -> float:
+    """What the micro-kernels make of numbers, over these."""
+    return 1 / E4M3_UNIT if block.storage == "e4m3" else 1
 
 
 def sizes(seed: int) -> list[tuple[int, int, int]]:
@@ -59,8 +68,9 @@ def sizes(seed: int) -> list[tuple[int, int, int]]:
 
 def with_gaps(rng: np.random.Generator, rows: int, columns: int, dtype: Any) -> np.ndarray:
     """Rows with NaN between them."""
-    memory = np.full((rows + 1, columns + 5), np.nan, dtype)
-    memory[:rows, 2 : columns + 2] = rng.standard_normal((rows, columns))
+    whole = dtype is np.int8
+    memory = np.full((rows + 1, columns + 5), 99 if whole else np.nan, dtype)
+    memory[:rows, 2 : columns + 2] = (40 if whole else 1) * rng.standard_normal((rows, columns)).clip(-3, 3)
     return memory[:rows, 2 : columns + 2]
 
 
@@ -70,7 +80,7 @@ def near(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, terms: int) -
     return bool((np.abs(got - want) <= (4 + np.sqrt(terms)) * unit * magnitude).all())
 
 
-@pytest.mark.parametrize("block", [*BLOCKS, BF16_PAIRS], ids=str)
+@pytest.mark.parametrize("block", [*BLOCKS, *EIGHT_BITS, BF16_PAIRS], ids=str)
 def test_gemv_qk(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(0), computed(block)
     queries, elements = (ml_dtypes.bfloat16, 2 * block.lanes) if block.bf16_pairs else (dtype, block.lanes)
@@ -84,12 +94,12 @@ def test_gemv_qk(block: RegisterBlock) -> None:
             block, "gemv_qk", at(q), q.strides[0], at(k), k.strides[0], at(s), s.strides[0], m, n, d,
             int(np.float64(scale).view(np.int64)),
         )  # fmt: skip
-        exact, wide = scale * q[:, :d].astype(np.float64), k.astype(np.float64)
+        exact, wide = scale * q[:, :d].astype(np.float64), k.astype(np.float64) * unit(block)
         assert near(s[:, :n], exact @ wide.T, np.abs(exact) @ np.abs(wide).T, d), (m, n, d)
         assert (s[:, n:] == 7).all()
 
 
-@pytest.mark.parametrize("block", [*BLOCKS, BF16_PAIRS], ids=str)
+@pytest.mark.parametrize("block", [*BLOCKS, *EIGHT_BITS, BF16_PAIRS], ids=str)
 def test_gemv_pv(block: RegisterBlock) -> None:
     rng, dtype = np.random.default_rng(1), computed(block)
     for m, n, d in sizes(2):
@@ -99,14 +109,24 @@ def test_gemv_pv(block: RegisterBlock) -> None:
         around = rng.standard_normal((m, d + 9)).astype(dtype)
         before, o = around.copy(), around[:, 4 : d + 4]
         rounded = p[:, :n].astype(ml_dtypes.bfloat16) if block.bf16_pairs else p[:, :n]
-        want = o.astype(np.float64) * rescale[:, None] + rounded.astype(np.float64) @ v.astype(np.float64)
-        size = np.abs(o) * rescale[:, None] + p[:, :n] @ np.abs(v.astype(dtype))
+        wide = v.astype(np.float64) * unit(block)
+        want = o.astype(np.float64) * rescale[:, None] + rounded.astype(np.float64) @ wide
+        size = np.abs(o) * rescale[:, None] + p[:, :n] @ np.abs(wide.astype(dtype))
         run(
             block, "gemv_pv", at(p), p.strides[0], at(v), v.strides[0], at(o), o.strides[0], at(rescale),
             m, n, d,
         )  # fmt: skip
         assert near(o, want, size, n), (m, n, d)
         assert np.array_equal(around[:, :4], before[:, :4]) and np.array_equal(around[:, d + 4 :], before[:, d + 4 :])
+
+
+@pytest.mark.parametrize("block", EIGHT_BITS, ids=str)
+def test_every_number_of_8_bits(block: RegisterBlock) -> None:
+    dtype = computed(block)
+    v = np.arange(256, dtype=np.uint8).view(stored(block))
+    o, one = np.zeros(256, dtype), np.ones(1, dtype)
+    run(block, "gemv_pv", at(one), one.nbytes, at(v), 256, at(o), o.nbytes, at(one), 1, 1, 256)
+    assert np.array_equal(o, v.astype(dtype) * dtype(unit(block)), equal_nan=True)
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if not b.storage], ids=str)
@@ -234,6 +254,16 @@ def test_every_width_decodes(lanes: int, dtype: str) -> None:
 def test_splits_of_any_number_of_keys(n_k: int) -> None:
     q, k, v = tensors(4, 2, 1, n_k, 24)
     assert_near(decoded(q, k, v), exact(q, k, v))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_heads_of_few_keys_share_work_tiles(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several sequences, and a last work tile with fewer heads than the others."""
+    monkeypatch.setattr(threads, "SERIAL_FLOPS", 0)
+    monkeypatch.setenv("FLASHKIT_NUM_THREADS", str(count))
+    q, k, v = tensors(22, 11, 1, 64, 24, batch=3)
+    for lengths in ([64, 1, 30], [0, 16, 16], [0, 0, 0]):
+        assert_near(decoded(q, k, v, kv_lengths=lengths), exact(q, k, v, kv_lengths=lengths))
 
 
 def test_lengths_leave_splits_without_keys() -> None:

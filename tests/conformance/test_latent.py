@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import cases
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import with_
@@ -241,3 +242,30 @@ def test_bad_arguments_of_mla(what: str) -> None:
     with pytest.raises(error) as raised:
         flashkit.mla(**given | {"scale": 1} | changes)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "e4m3"])
+def test_a_latent_cache_holds_each_token_once(dtype: str) -> None:
+    """Across forks and trims, in layers, and equal to `mla` of the tokens."""
+    rng, of_queries = np.random.default_rng(5), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    cache = flashkit.KVCache(
+        3, 1, 48, 32, pages=30, page=4, layers=2, latent=True, dtype=dtype, like=np.empty(0, of_queries)
+    )
+    tokens = rng.standard_normal((13, 48)).astype(of_queries)
+    for layer in cache:
+        assert len(layer._all) == 1
+        layer.append(tokens[:9, None], cu_seqlens=[0, 9, 9, 9])
+    cache.fork(0)
+    cache.trim(1, 2)
+    for layer in cache:
+        layer.append(tokens[9:, None], cu_seqlens=[0, 1, 4, 4])
+    held = [tokens[:10], np.concatenate([tokens[:7], tokens[10:]])]
+    q = rng.standard_normal((3, 6, 1, 48)).astype(of_queries)
+    out = cache[1].attend(q, scale=0.1, causal=True)
+    for b, c in enumerate(held):
+        if dtype == "e4m3":
+            c = flashkit.quantize(c, "e4m3", "token").dequantize()
+        wide = [x.astype(np.float64) for x in (q[b], c)]
+        want = flashkit.mla(wide[0][:, :, :32], wide[0][:, :, 32:], wide[1][:, :32], wide[1][:, 32:], scale=0.1)
+        assert abs(out[b] - want).max() < (0.02 if dtype == "bfloat16" else 3e-6)
+    assert cache.lengths.tolist() == [10, 10, 0] and (out[2] == 0).all()

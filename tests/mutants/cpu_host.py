@@ -73,6 +73,12 @@ FAULTS = (
         "slots = max(thread_count, heads * most if most > 1 else 1)",
         "slots = 1",
     ),
+    Fault(
+        "decode: the last heads, too few for a work tile", CALL,
+        "(heads + per_tile - 1) // per_tile * args[NUM_SPLITS]",
+        "max(heads // per_tile, 1) * args[NUM_SPLITS]",
+        "tests/conformance/test_decode.py -k share_work_tiles",
+    ),
     Fault("decode: splits of the shortest sequence", CALL, "max(longest, n), keys + n", "n, keys + n"),
     Fault("decode: few keys on all threads", CALL, "if keys < args[SERIAL_KEYS]:", "if False:"),
     Fault(

@@ -186,12 +186,12 @@ FAULTS = (
     # decoding
     Fault(
         "decode: splits are not weighted", DECODE,
-        "weight = ACCUM(0) if row_sum == 0 else np.exp(m[row] - m_safe) / row_sum",
+        "weight = ACCUM(0) if row_sum == 0 else exp_below(m[row] - m_safe) / row_sum",
         "weight = ACCUM(0) if row_sum == 0 else 1 / row_sum",
     ),
     Fault(
         "decode: row sums are not weighted", DECODE,
-        "row_sum += np.exp(m[row] - m_safe) * l[row]",
+        "row_sum += exp_below(m[row] - m_safe) * l[row]",
         "row_sum += l[row]",
     ),
     Fault(
@@ -206,7 +206,24 @@ FAULTS = (
         "weight * o_partial[row, c]",
         "tests/conformance/test_decode.py -k 'not every_feature'",
     ),
-    Fault("decode: the sink is left out of the sum", DECODE, "row_sum = np.exp(sink - m_safe)", "row_sum = ACCUM(0)"),
+    Fault(
+        "decode: the only split of weight 0 counts", DECODE,
+        "            out[c] = narrow(ACCUM(0))\n",
+        "            out[c] = narrow(weight * o[c])\n",
+        "tests/conformance/test_decode.py -k 'not every_feature'",
+    ),
+    Fault("decode: e^0", DECODE, "        return ACCUM(1)\n", "        return ACCUM(0)\n"),
+    Fault(
+        "decode: the next head is of the same sequence", DECODE,
+        "next_b, next_head = b + 1, np.int64(0)",
+        "next_b, next_head = b, np.int64(0)",
+        "tests/conformance/test_decode.py -k share_work_tiles",
+    ),
+    Fault(
+        "decode: the sink is left out of the sum", DECODE,
+        "row_sum = exp_below(sink - m_safe)",
+        "row_sum = ACCUM(0)",
+    ),
     Fault("decode: the sink is left out of the maximum", DECODE, "row_max = sink\n", "row_max = ACCUM(-np.inf)\n"),
     Fault(
         "decode: FULL tiles run past the last key", DECODE,
@@ -272,8 +289,8 @@ FAULTS = (
     ),
     Fault(
         "operands: a query is not padded", OPERANDS,
-        "target[i] = widen(source[i]) if i < len(source) else 0",
-        "target[i] = widen(source[i]) if i < len(source) else ACCUM(np.nan)",
+        "        target[i] = 0\n",
+        "        target[i] = ACCUM(np.nan)\n",
     ),
     Fault(
         "loader: V^T is scaled", LOADER,

@@ -15,6 +15,13 @@ MLA_TAKES, PIECES = f"{TEST} takes", f"{TEST} pieces"
 OTHERS = f"{TEST} 'bad or row_together or k_pe or refuse'"
 
 FAULTS = (
+    Fault("a latent cache holds values too", "flashkit/cache/kv_cache.py", "            widths.pop()\n",
+          "            pass\n", f"{TEST} latent_cache"),
+    Fault("a latent cache takes values", "flashkit/cache/layer.py", "        if v is not None:\n            raise",
+          "        if False:\n            raise", "tests/unit/test_kv_cache.py -k 'bad_input and latent'"),
+    Fault("a latent cache rotates the first columns", "flashkit/cache/layer.py", "        if rotary is not None:\n"
+          "            raise", "        if False:\n            raise",
+          "tests/unit/test_kv_cache.py -k 'bad_input and latent'"),
     Fault(
         "the columns of K_PE follow those of K in a query",
         DECODE,

@@ -54,6 +54,7 @@ FAULTS = (
     Fault("autocast is ignored", OPERATORS, "if torch.is_autocast_enabled(device) and q.dtype != torch.float64:",
           "if False:", TORCH),
     Fault("causal at the bottom right", OPERATORS, "q_offset=0 if is_causal else None,", "", TORCH),
+    Fault("any object passes for a tensor", OPERATORS, "if not isinstance(x, torch.Tensor):", "if False:", TORCH),
     Fault("no gradient of the sinks", OPERATORS, "or (sinks is not None and sinks.requires_grad) or", "or", TORCH),
     Fault("one seed for all", OPERATORS, "torch.randint(2**62, ()) if seed is None", "torch.tensor(3) if seed is None",
           TORCH),

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from . import Fault
 
-TESTS = ("tests/unit/test_quantized.py",)
+TESTS = "tests/unit/test_quantized.py", "tests/unit/test_quantised_cache.py"
 
 QUANTIZED, LOANS, PLANNED = (f"flashkit/call/{name}.py" for name in ("quantized", "loans", "planned"))
 API, REFERENCE = "flashkit/api.py", "flashkit/reference.py"
 
+CPU, CACHE = "flashkit/backends/cpu", "flashkit/cache"
+DECODE, LOADER = f"{CPU}/kernels/decode.py", f"{CPU}/kernels/kv_loader.py"
+IN_PLACE, POOLS = "flashkit/call/in_place.py", f"{CACHE}/pools.py"
+OF_CACHE = "tests/unit/test_quantised_cache.py"
+DENSE, ENGINE, TRACES = (f"{OF_CACHE} -k {name}" for name in ("dense_arrays", "engine", "'traces and int8'"))
+OTHERS, PAGES = f"{OF_CACHE} -k other_keys", f"{OF_CACHE} -k only_pages"
+
 FAULTS = (
+    Fault("keys without their scales", DECODE, "s[i, done + j] *= scale[j] * KV_UNIT", "pass", DENSE),
+    Fault("values without their scales", DECODE, "p[i, done + j] * (scale[j] * KV_UNIT)", "p[i, done + j]", DENSE),
+    Fault("e4m3 without its unit", DECODE, "*= scale[j] * KV_UNIT", "*= scale[j]", DENSE),
+    Fault("hidden scales of NaN", DECODE, "0 if p[i, done + j] == 0 else p", "p", f"{OF_CACHE} -k nan_shows"),
+    Fault("scales of the first page", LOADER, "entry * args[scales + 1]", "0 * args[scales + 1]", ENGINE),
+    Fault("scales of the first head", LOADER, "head_kv * args[scales + 2]", "0 * args[scales + 2]", ENGINE),
+    Fault("scales of the first token", LOADER, "base + row * args[scales + 3]", "base", ENGINE),
+    Fault("NaN of e4m3 is a number in kernels", f"{CPU}/micro/vector.py", "b.select(is_nan, number(0x7E00), bits)",
+          "bits", f"{OF_CACHE} -k nan_shows"),
+    Fault("8 bits as pairs", f"{CPU}/plan.py", ' == "avx512bf16" and not self.problem.spec.kv_format else',
+          ' == "avx512bf16" else', TRACES),
+    Fault("appended scales are lost", POOLS, "    scale[at] = made.scale.swapaxes(1, 2)\n", "", TRACES),
+    Fault("rotated keys are read in place", IN_PLACE, "x.seed is None and ", "", OTHERS),
+    Fault("smooth keys are read in place", IN_PLACE, "x.mean is None and ", "", OTHERS),
+    Fault("values in the keys' format", IN_PLACE, " and k.format == v.format", "", OTHERS),
+    Fault("all pages are dequantised", LOANS, "if not 0 < len(pages) < count:", "if True:", PAGES),
+    Fault("a page that does not exist is another", LOANS, "np.where(table < 0, table, len(pages))", "0", PAGES),
     Fault("ties away from zero", QUANTIZED, "bits + 0x7FFFF + ((bits >> 20) & 1)", "bits + 0x80000"),
     Fault("subnormals begin late", QUANTIZED, "np.float32(2**-6)", "np.float32(2**-7)"),
     Fault("e4m3 overflows to NaN", QUANTIZED, "xp.minimum(abs(values), np.float32(448))", "abs(values)"),

@@ -394,7 +394,17 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no pages": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=0), ValueError, "pages is 0"),
     "a float": (lambda c, k: flashkit.KVCache(2.0, 1, 8, pages=1), TypeError, "sequences is 2.0"),
     "a long head": (lambda c, k: flashkit.KVCache(2, 1, 1025, pages=1), ValueError, "dim is 1025"),
-    "a dtype": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, dtype="int8"), TypeError, "dtype has dtype int8"),
+    "a dtype": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, dtype="int16"), TypeError, "dtype has dtype int16"),
+    "latent values": (
+        lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, latent=True), ValueError, "value_dim is None with latent=True"
+    ),
+    "a latent cache's v": (
+        lambda c, k: flashkit.KVCache(2, 1, 8, 4, pages=1, latent=True).append(k, k), TypeError, "v is given"
+    ),
+    "a latent cache's rotary": (
+        lambda c, k: flashkit.KVCache(2, 1, 8, 4, pages=1, latent=True).append(k, rotary=(k, k)), TypeError, "rotary is"
+    ),
+    "no v": (lambda c, k: c.append(k), TypeError, "v is a builtins.NoneType"),
     "like": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, like=[1]), TypeError, "like is a builtins.list"),
     "window": (lambda c, k: flashkit.KVCache(2, 1, 8, pages=1, window=3), TypeError, "window is 3"),
     "k's dtype": (lambda c, k: c.append(k.astype("f8"), k), TypeError, "k has dtype float64"),

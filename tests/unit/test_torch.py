@@ -320,6 +320,20 @@ def test_a_compiled_model_trains_the_same_curve(backend: str) -> None:
     assert found == pytest.approx(_losses(F.scaled_dot_product_attention, backend), rel=1e-5)
 
 
+def test_what_is_no_tensor_says_so() -> None:
+    q, *_ = qkv(dtype=torch.float32)
+    q = q.detach()
+    quantized = flashkit.quantize(q.numpy(), "e4m3", per="token")
+    for at, (name, x, fits) in enumerate(
+        (("q", quantized, r"flashkit\.attention"), ("k", q.numpy(), r"from_numpy"), ("v", quantized, r"Quantized"))
+    ):
+        given: list[Any] = [q, q, q]
+        given[at] = x
+        with pytest.raises(TypeError, match=f"^{name} is a .*torch.Tensor fits.*") as raised:
+            ft.attention(*given)
+        assert raised.match(fits)
+
+
 def test_docstrings() -> None:
     from test_docstrings import test_public_names_have_numpydoc_sections
 

@@ -83,6 +83,11 @@ class ArgumentBlock:
         args[at.BATCH], args[at.HEADS], args[at.GROUP] = sizes.batch, operands.q.shape[1], spec.group
         args[at.N_Q], args[at.N_K] = n_q, n_k = sizes.n_q, sizes.n_k
         args[at.DIM], args[at.DIM_V] = spec.head_dim, spec.head_dim_v
+        if operands.k_scale is not None:
+            pairs = ((at.K_SCALE, operands.k_scale, operands.k), (at.V_SCALE, operands.v_scale, operands.v))
+            for index, scale, scaled in pairs:
+                self.set_tensor(index, scale)
+                args[index] -= scaled.__array_interface__["data"][0]
         if operands.k_pe is not None:
             self.set_tensor(at.K_PE, operands.k_pe)
             args[at.DIM_PE] = spec.pe_dim

@@ -31,6 +31,8 @@ def tensor() -> np.int64:
 Q = tensor()
 K = tensor()
 V = tensor()
+K_SCALE = tensor()  # of keys of 8 bits, float32; its address is the bytes from K to it
+V_SCALE = tensor()  # likewise
 K_PE = tensor()  # the last DIM_PE columns of the keys, if they lie apart from K
 OUT = tensor()
 LSE = tensor()
@@ -77,9 +79,10 @@ WORK_TILES = word()
 Q_TILES = word()  # query tiles per head; of all sequences, some of them empty, where these are packed
 NUM_SPLITS = word()  # split-KV in decoding; dQ accumulators per head in the backward pass
 SPLIT_KEYS = word()  # decoding: keys per split, whole tiles
+HEADS_PER_TILE = word()  # decoding: key/value heads of a work tile, where each has one split
 TILES_IN_CACHE = word()  # decoding: tiles of keys whose values, if they are views of the keys, are still in L2
 MAX_SPLITS = word()  # decoding: the most splits, from which launch.py computes their number for each call; else 0
-MIN_SPLIT_KEYS = word()  # decoding: the fewest keys of a split on several threads
+MIN_SPLIT_KEYS = word()  # decoding: the fewest keys of a work tile, if there are more
 SERIAL_KEYS = word()  # decoding: with fewer keys of all sequences, one thread computes them
 
 # --- scratch memory ---------------------------------------------------------------------------------------------------

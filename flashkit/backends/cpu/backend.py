@@ -36,6 +36,11 @@ class CpuBackend:
             return Verdict(False, f"dtype {spec.dtype} is none of {', '.join(DTYPES)}")
         if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
             return Verdict(False, f"head dim {max(spec.head_dim, spec.head_dim_v)} is over {MAX_HEAD_DIM}")
+        if spec.kv_format:
+            from .plan import decodes
+
+            if not decodes(problem):
+                return Verdict(False, f"keys and values of {spec.kv_format} are read by decoding alone, of few queries")
         too_deep = [slot.name for slot in spec.slots if (slot.ndim or 0) > 4]
         if too_deep:
             return Verdict(False, f"arrays of a modification have at most 4 axes here; {', '.join(too_deep)} has more")

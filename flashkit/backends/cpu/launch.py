@@ -103,6 +103,8 @@ def decode_launch(plan: CpuPlan, block: ArgumentBlock, thread_count: int) -> Lau
     args[at.PARTIAL_BYTES] = per_thread(scratch.partial_layout(rows, spec.head_dim_v, size).total)
     # The gemv micro-kernels choose their own register blocks.
     registers = replace(plan.register_block(plan.tile, plan.decode_bf16_pairs), rows=1, vectors=1)
+    if spec.kv_format:
+        registers = replace(registers, storage=spec.kv_format)
     micro = addresses(registers, gemv_kernels=True)
     args[at.GEMV_QK], args[at.GEMV_SOFTMAX], args[at.GEMV_PV] = (
         micro["gemv_qk"], micro["gemv_softmax"], micro["gemv_pv"],

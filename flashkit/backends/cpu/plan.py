@@ -39,7 +39,9 @@ class CpuPlan:
     def forward(self) -> Functions:
         """Entries of the kernel of the forward pass: "forward" or "decode"."""
         if self.decodes:
-            return specialise.kernel("decode", self.problem.spec.dtype, bf16_pairs=bool(self.decode_bf16_pairs))
+            spec = self.problem.spec
+            pairs = bool(self.decode_bf16_pairs)
+            return specialise.kernel("decode", spec.dtype, bf16_pairs=pairs, kv_format=spec.kv_format)
         return specialise.kernel("forward", self.problem.spec.dtype, bf16_pairs=bool(self.bf16_pairs))
 
     @cached_property
@@ -82,8 +84,8 @@ class CpuPlan:
 
     @property
     def decode_bf16_pairs(self) -> str:
-        """As bf16_pairs, in decoding: with few queries, AMX tiles would be nearly empty."""
-        return self.bf16_pairs if self.bf16_pairs == "avx512bf16" else ""
+        """As bf16_pairs, in decoding: with few queries, AMX tiles would be nearly empty; keys of 8 bits are widened."""
+        return self.bf16_pairs if self.bf16_pairs == "avx512bf16" and not self.problem.spec.kv_format else ""
 
     @property
     def modifies(self) -> bool:

@@ -21,6 +21,7 @@ from ...devices.host import no_collection
 from ...spec import DTYPES
 from .. import elf
 from . import objects, target
+from .micro.vector import E4M3_UNIT
 from .objects import Functions, Object, Source
 from .target import Target
 
@@ -36,9 +37,11 @@ def source(kind: str, text: str) -> Source:
     return Source(kind, f"{settings} {text}", lambda wanted: compiled(kind, text, wanted))
 
 
-def kernel(name: str, dtype: str, *, bf16_pairs: bool = False) -> Functions:
-    """Entries of kernels/<name>.py for a dtype. bf16_pairs: bfloat16 operands are multiplied in pairs, not widened."""
-    return _loaded(kernel_source, (name, dtype, bf16_pairs), target.target())
+def kernel(name: str, dtype: str, *, bf16_pairs: bool = False, kv_format: str = "") -> Functions:
+    """Entries of kernels/<name>.py for a dtype. bf16_pairs: bfloat16 operands are multiplied in pairs, not widened.
+    kv_format: of keys and values of 8 bits, which decoding reads.
+    """
+    return _loaded(kernel_source, (name, dtype, bf16_pairs, kv_format), target.target())
 
 
 def rotary(dtype: str) -> Functions:
@@ -57,10 +60,11 @@ def _loaded(make: Callable[..., Source], arguments: tuple[Any, ...], _: Target) 
     return objects.functions(make(*arguments))
 
 
-def kernel_source(name: str, dtype: str, bf16_pairs: bool = False) -> Source:
+def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: str = "") -> Source:
     """As `kernel`."""
     parts = ("common", "operands_bf16_pairs" if bf16_pairs else "operands", "kv_loader", name)
-    return source(f"{name}_{dtype}", "\n\n".join([_head(dtype), *(_text(part) for part in parts)]))
+    kind = f"{name}_{dtype}" + (f"_{kv_format}" if kv_format else "")
+    return source(kind, "\n\n".join([_head(dtype, kv_format), *(_text(part) for part in parts)]))
 
 
 def rotary_source(dtype: str) -> Source:
@@ -73,16 +77,19 @@ def launcher_source() -> Source:
     return source("launch", f"ADDRESS = {_address_offset()}\n\n" + _text("launch"))
 
 
-def _head(dtype: str) -> str:
-    """What kernels know of their dtype."""
+def _head(dtype: str, kv_format: str = "") -> str:
+    """What kernels know of their dtype, and of that of keys and values."""
     accumulator, size = DTYPES[dtype].accumulator, DTYPES[dtype].size
     storage = dtype if dtype == accumulator else "uint16"
     widen, narrow = f"{dtype}_to_{accumulator}", f"{accumulator}_to_{dtype}"
+    kv, kv_size, widen_kv = (storage, size, widen) if not kv_format else ("uint8", 1, f"{kv_format}_to_{accumulator}")
     return f"""import numpy as np
-from flashkit.backends.cpu.storage import {widen} as widen, {narrow} as narrow
+from flashkit.backends.cpu.storage import {widen} as widen, {narrow} as narrow, {widen_kv} as widen_kv
 STORAGE, STORAGE_SIZE = np.{storage}, {size}
 ACCUM, ACCUM_SIZE = np.{accumulator}, {DTYPES[accumulator].size}
 IN_PLACE = {dtype == accumulator}
+KV_STORAGE, KV_SIZE, SCALED = np.{kv}, {kv_size}, {bool(kv_format)}
+KV_UNIT = ACCUM({E4M3_UNIT if kv_format == "e4m3" else 1})
 """
 
 

@@ -1,4 +1,4 @@
-"""16-bit storage in kernels: widened when loaded, rounded when stored."""
+"""Storage of 16 and 8 bits in kernels: widened when loaded, rounded when stored."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+
+from .micro.vector import widen
 
 _HALF = ir.HalfType()
 
@@ -51,6 +53,21 @@ def float32_to_bfloat16(typing: Any, x: Any) -> Any:
         return b.select(b.fcmp_unordered("uno", values[0], values[0]), quiet, rounded)
 
     return types.uint16(types.float32), codegen
+
+
+def _from_8_bits(storage: str, result: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        return widen(builder, values[0], storage, context.get_data_type(result))
+
+    @intrinsic
+    def widened(typing: Any, code: Any) -> Any:
+        return result(types.uint8), codegen
+
+    return widened
+
+
+e4m3_to_float32, e4m3_to_float64 = (_from_8_bits("e4m3", kind) for kind in (types.float32, types.float64))
+int8_to_float32, int8_to_float64 = (_from_8_bits("int8", kind) for kind in (types.float32, types.float64))
 
 
 @njit

@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .arguments import BATCH, BLOCK_Q, CU_SEQLENS_Q, GROUP, HEADS, NUM_SPLITS, Q_TILES, STOP, TILE_COUNTER, WORK_TILES
+from .arguments import (
+    BATCH,
+    BLOCK_Q,
+    CU_SEQLENS_Q,
+    GROUP,
+    HEADS,
+    HEADS_PER_TILE,
+    NUM_SPLITS,
+    Q_TILES,
+    STOP,
+    TILE_COUNTER,
+    WORK_TILES,
+)
 from .functions import options
 from .views import atomic_increment, atomic_integer_at, integer_at
 
@@ -28,6 +40,18 @@ class WorkTile(NamedTuple):
     b: int
     head: int
     block: int  # number of the query tile, or of the split
+
+
+class KvWorkTile(NamedTuple):
+    """A split of the keys of a key/value head, or all keys of several heads where they are few. Heads of all batch
+    entries are numbered one after another.
+    """
+
+    number: int
+    valid: bool  # as above
+    first: int  # heads first ... last - 1
+    last: int
+    split: Any
 
 
 @njit(**options)
@@ -83,3 +107,16 @@ def next_kv_split(args: Any) -> WorkTile:
     head, split = number // args[NUM_SPLITS], number % args[NUM_SPLITS]
     valid = number < args[WORK_TILES] and not stopped(args)
     return WorkTile(number, valid, head // heads_kv, head % heads_kv, split)
+
+
+@njit(**options)
+def next_kv_heads(args: Any) -> KvWorkTile:
+    """Of the keys of key/value heads, in decoding: all splits of one head follow each other."""
+    number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER)
+    valid = number < args[WORK_TILES] and not stopped(args)
+    if args[NUM_SPLITS] == 1:
+        first = number * args[HEADS_PER_TILE]
+        last = min(first + args[HEADS_PER_TILE], args[BATCH] * args[HEADS] // args[GROUP])
+        return KvWorkTile(number, valid, first, last, np.int64(0))
+    head = number // args[NUM_SPLITS]
+    return KvWorkTile(number, valid, head, head + 1, number % args[NUM_SPLITS])

@@ -37,6 +37,8 @@ class ReferenceBackend:
     def supports(self, problem: Problem) -> Verdict:
         if problem.array_kind != "numpy":
             return Verdict(False, f"computes on numpy arrays, not on {problem.array_kind} arrays")
+        if problem.spec.kv_format:
+            return Verdict(False, f"computes on dequantised keys and values, not on {problem.spec.kv_format}")
         return Verdict(True)
 
     def plan(self, problem: Problem, profile: Any) -> Plan:

@@ -2,7 +2,9 @@
 kernels' own.
 
 Names that no import brings come from the head that specialise.py writes before all texts: STORAGE and STORAGE_SIZE (the
-dtype of the operands), ACCUM and ACCUM_SIZE (of the accumulators), IN_PLACE (whether they are the same), widen, narrow.
+dtype of the operands), ACCUM and ACCUM_SIZE (of the accumulators), IN_PLACE (whether they are the same), widen, narrow;
+KV_STORAGE, KV_SIZE and widen_kv of keys and values, SCALED (whether these have 8 bits and scales), and KV_UNIT
+(numbers over what widen_kv makes of them).
 """
 
 from numba import njit

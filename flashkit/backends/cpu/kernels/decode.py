@@ -1,13 +1,13 @@
 """Forward pass of few queries by split-KV (flash-decoding: Dao, Haziza, Massa, Sizov 2023): each key is read once.
 
-A work tile is a split of the keys of one key/value head, with the queries of all query heads of its group packed as
-rows. Scores have one row per query and keys along the lanes. Each split leaves o_partial, m and l; the thread that
-completes the last split combines them in the order of the splits, so the result does not depend on which thread
-computed what. specialise.py puts common.py, the operands and the K/V loader before this text.
+A work tile is a split of the keys of one key/value head, or several heads with few keys. The queries of all query heads
+of a group are packed as rows. Scores have one row per query and keys along the lanes. Each split leaves o_partial, m
+and l; the thread that completes the last split combines them in the order of the splits, so the result does not depend
+on which thread computed what. specialise.py puts common.py, the operands and the K/V loader before this text.
 
     Q    [rows][D]           queries, row g * n_q + i: query i of the group's head g; padded with 0, and so are the
                              columns for K and those for K_PE
-    S    [rows][keys]        scores, then P, of one tile or of a stretch of FULL tiles
+    S    [rows][keys]        scores, then P, or P times the values' scales, of one tile or of a stretch of FULL tiles
     O    [rows][DV]          o_partial of the split, before it is divided by l
     m, l [rows]              row_max and row_sum of the split
     states, ends [group]     state of the current tiles for each query head, and where it ends
@@ -22,7 +22,7 @@ from flashkit.backends.cpu.micro_calls import call_gemv_pv, call_gemv_qk, call_g
 from flashkit.backends.cpu.scratch import decode_layout, partial_layout
 from flashkit.backends.cpu.seq_info import seq_info
 from flashkit.backends.cpu.tile_ops import dropout, modify
-from flashkit.backends.cpu.tile_scheduler import next_kv_split, stopped
+from flashkit.backends.cpu.tile_scheduler import next_kv_heads, stopped
 from flashkit.backends.cpu.tiling import next_group
 from flashkit.backends.cpu.views import atomic_arrive, vector
 
@@ -30,7 +30,8 @@ from flashkit.backends.cpu.views import atomic_arrive, vector
 @njit(**options)
 def words(args, width):
     """Words of `width` columns of a query, whole vectors."""
-    return (width + K_PACK * args[LANES] - 1) // (K_PACK * args[LANES]) * args[LANES]
+    step = K_PACK * args[LANES]  # a power of two
+    return ((width + step - 1) & -step) // K_PACK
 
 
 @njit(**options)
@@ -54,6 +55,11 @@ def scores_of(args, tensor, seq, b, head_kv, k0, q, width, s):
         k = kv_rows(args, tensor, seq, b, head_kv, k0 + done, run, width)
         prefetch_run(args, tensor, seq, b, head_kv, k0 + done + run, k0 + n, width)
         call_gemv_qk(args[GEMV_QK], q, k, s[:, done : done + run], width, args[SCALE])
+        if SCALED:
+            scale = kv_scales(args, K, K_SCALE, b, head_kv, k0 + done, run)
+            for i in range(s.shape[0]):
+                for j in range(run):
+                    s[i, done + j] *= scale[j] * KV_UNIT
         done += run
 
 
@@ -94,6 +100,11 @@ def accumulate(args, seq, b, head_kv, k0, p, o, rescale, nonfinite):
         run = kv_run(args, b, k0 + done, n - done)
         v = kv_rows(args, V, seq, b, head_kv, k0 + done, run, args[DIM_V])
         prefetch_run(args, V, seq, b, head_kv, k0 + done + run, k0 + n, args[DIM_V])
+        if SCALED:
+            scale = kv_scales(args, V, V_SCALE, b, head_kv, k0 + done, run)
+            for i in range(p.shape[0]):
+                for j in range(run):
+                    p[i, done + j] = 0 if p[i, done + j] == 0 else p[i, done + j] * (scale[j] * KV_UNIT)
         accumulate_rows(args, p[:, done : done + run], v, o, rescale, nonfinite)
         rescale[:] = 1
         done += run
@@ -110,7 +121,7 @@ def accumulate_rows(args, p, v, o, rescale, nonfinite):
         for j in range(p.shape[1]):
             if p[i, j] != 0:  # 0 * NaN and 0 * inf count as 0
                 for c in range(o.shape[1]):
-                    o[i, c] += p[i, j] * widen(v[j, c])
+                    o[i, c] += p[i, j] * widen_kv(v[j, c])
 
 
 @njit(**options)
@@ -124,6 +135,25 @@ def partials(args, slot, rows):
         accum_row(address + at.m, rows),
         accum_row(address + at.l, rows),
     )
+
+
+@njit(**options)
+def exp_below(x):
+    """e^x, x <= 0; the two usual cases of a single split at once."""
+    if x == 0:
+        return ACCUM(1)
+    return ACCUM(0) if x == -np.inf else np.exp(x)
+
+
+@njit(**options)
+def weighted(o, weight, out):
+    """out = weight * o, 0 where the weight is."""
+    if weight == 0:
+        for c in range(len(out)):
+            out[c] = narrow(ACCUM(0))
+    else:
+        for c in range(len(out)):
+            out[c] = narrow(weight * o[c])
 
 
 @njit(**options)
@@ -146,23 +176,25 @@ def epilogue(args, b, head_kv, first_slot, num_splits):
                 _, m, _ = partials(args, slot, rows)
                 row_max = max(row_max, m[row])
             m_safe = ACCUM(0) if row_max == -np.inf else row_max
-            row_sum = np.exp(sink - m_safe)
+            row_sum = exp_below(sink - m_safe)
             for slot in slots:
                 _, m, l = partials(args, slot, rows)
-                row_sum += np.exp(m[row] - m_safe) * l[row]
+                row_sum += exp_below(m[row] - m_safe) * l[row]
             lse[i] = -np.inf if row_sum == 0 else row_max + np.log(row_sum)
             for slot in slots:
                 o_partial, m, _ = partials(args, slot, rows)
                 # A split of weight 0 is skipped, whatever its o_partial holds.
-                weight = ACCUM(0) if row_sum == 0 else np.exp(m[row] - m_safe) / row_sum
-                if slot == first_slot:
+                weight = ACCUM(0) if row_sum == 0 else exp_below(m[row] - m_safe) / row_sum
+                if num_splits == 1:
+                    weighted(o_partial[row], weight, out[i])
+                elif slot == first_slot:
                     for c in range(dv):
                         o_acc[row, c] = 0 if weight == 0 else weight * o_partial[row, c]
                 elif weight != 0:
                     for c in range(dv):
                         o_acc[row, c] += weight * o_partial[row, c]
-            for c in range(dv):
-                out[i, c] = narrow(o_acc[row, c])
+            if num_splits > 1:
+                weighted(o_acc[row], ACCUM(1), out[i])
 
 
 @njit(**options)
@@ -208,6 +240,7 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
         n = min(following * block_k, stop) - k0
         s = accum_tile(scratch + at.scores, rows, n, stretch * ACCUM_SIZE)
         s_pe = accum_tile(scratch + at.pe_scores, rows, n, stretch * ACCUM_SIZE)
+        prefetch_run(args, V, seq, b, head_kv, k0, k0 + n, dv)
         scores(args, seq, b, head_kv, k0, q, s, s_pe)
         modify_heads(args, seq, states, s, b, head_kv, k0)
         online_softmax(args, s, m, l, rescale)
@@ -224,26 +257,38 @@ def decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
     return finite
 
 
+@njit(**options)
+def finite_split(args, seq, b, head_kv, start, stop, slot, scratch):
+    """decode_split, again by the non-finite fallback where P = 0 times an infinity that the mask hides, which is rare,
+    is NaN.
+    """
+    for nonfinite in range(2):
+        if decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
+            break
+
+
 @entry(types.void(types.int64, types.int64))
 def decode(address, thread):
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
     num_splits, heads_kv = args[NUM_SPLITS], args[HEADS] // args[GROUP]
-    work_tile = next_kv_split(args)
+    work_tile = next_kv_heads(args)
     while work_tile.valid:
-        b, head_kv, split = work_tile.b, work_tile.head, work_tile.block
-        seq = seq_info(args, b, head_kv * args[GROUP])
-        start = split * args[SPLIT_KEYS]
-        stop = min(start + args[SPLIT_KEYS], seq.n_k)
+        b, head_kv = work_tile.first // heads_kv, work_tile.first % heads_kv
+        start = work_tile.split * args[SPLIT_KEYS]
         slot = thread if num_splits == 1 else work_tile.number
-        # P = 0 times an infinity that the mask hides is NaN. Such a split, rare, is computed again by the non-finite
-        # fallback.
-        for nonfinite in range(2):
-            if decode_split(args, seq, b, head_kv, start, stop, slot, scratch, nonfinite):
-                break
-        if num_splits == 1:
-            epilogue(args, b, head_kv, thread, 1)
-        elif atomic_arrive(address + 8 * SPLITS_DONE) + 1 == args[WORK_TILES]:
+        for head in range(work_tile.first, work_tile.last):
+            seq, next_b, next_head = seq_info(args, b, head_kv * args[GROUP]), b, head_kv + 1
+            if next_head == heads_kv:
+                next_b, next_head = b + 1, np.int64(0)
+            if head + 1 < work_tile.last:
+                following = seq_info(args, next_b, next_head * args[GROUP])
+                prefetch_run(args, K, following, next_b, next_head, start, following.n_k, args[DIM])
+            finite_split(args, seq, b, head_kv, start, min(start + args[SPLIT_KEYS], seq.n_k), slot, scratch)
+            if num_splits == 1:
+                epilogue(args, b, head_kv, slot, 1)
+            b, head_kv = next_b, next_head
+        if num_splits > 1 and atomic_arrive(address + 8 * SPLITS_DONE) + 1 == args[WORK_TILES]:
             for head in range(args[BATCH] * heads_kv):
                 epilogue(args, head // heads_kv, head % heads_kv, head * num_splits, num_splits)
-        work_tile = next_kv_split(args)
+        work_tile = next_kv_heads(args)

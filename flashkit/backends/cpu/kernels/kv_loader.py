@@ -5,6 +5,7 @@ pages (pages, H, page, D) that a table names. The last DIM_PE columns of the key
 
     kv_run      how many rows lie at one stride
     kv_rows     such rows of K, K_PE, V, dK or dV, in place
+    kv_scales   the scales of such rows of K or V
     gather      rows of K, K_PE or V, copied
     k_tile      rows of K with all columns, in place if they are one run, else gathered
     v_tile      likewise of V
@@ -24,7 +25,7 @@ from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import call_pack_transposed
 from flashkit.backends.cpu.seq_info import tokens
-from flashkit.backends.cpu.views import integer_at, matrix, prefetch
+from flashkit.backends.cpu.views import integer_at, matrix, prefetch, vector
 
 ONE = np.float64(1).view(np.int64)
 
@@ -43,12 +44,28 @@ def kv_run(args, b, first, count):
 
 
 @njit(**options)
+def kv_at(args, b, first):
+    """Batch entry and row, or page and slot."""
+    if args[PAGE_TABLE] == 0:
+        return b, first
+    page = integer_at(args[PAGE_TABLE] + 8 * (b * args[TABLE_WIDTH] + first // args[PAGE]))
+    return min(max(page, 0), args[PAGES] - 1), first % args[PAGE]
+
+
+@njit(**options)
 def kv_rows(args, tensor, seq, b, head_kv, first, count, width):
-    entry, row = b, seq.key_offset + first
-    if args[PAGE_TABLE] != 0:
-        page = integer_at(args[PAGE_TABLE] + 8 * (b * args[TABLE_WIDTH] + first // args[PAGE]))
-        entry, row = min(max(page, 0), args[PAGES] - 1), first % args[PAGE]
-    return tokens(args, tensor, entry, head_kv, row, count, width, STORAGE_SIZE, STORAGE)
+    entry, row = kv_at(args, b, seq.key_offset + first)
+    return tokens(args, tensor, entry, head_kv, row, count, width, KV_SIZE, KV_STORAGE)
+
+
+@njit(**options)
+def kv_scales(args, tensor, scales, b, head_kv, first, count):
+    """The address of scales is that of the tensor and an offset, which holds for all layers of a cache. They are to be
+    multiplied by KV_UNIT.
+    """
+    entry, row = kv_at(args, b, first)
+    base = args[tensor] + args[scales] + entry * args[scales + 1] + head_kv * args[scales + 2]
+    return vector(base + row * args[scales + 3], count, args[scales + 3], np.float32)
 
 
 @njit(**options)

@@ -24,7 +24,9 @@ def thread_main(numbers, counts, steps, block):
 
 @njit(**options)
 def split_keys(args, threads):
-    """Decoding: split the keys that this call has until each thread has a few work tiles. Returns the threads."""
+    """Decoding: split the keys that this call has until each thread has a few work tiles, or put several heads of few
+    keys in one. Returns the threads.
+    """
     longest, keys = np.int64(0), np.int64(0)
     for b in range(args[BATCH]):
         n = keys_of(args, b)
@@ -37,7 +39,12 @@ def split_keys(args, threads):
     tiles = max((longest + num_splits * args[BLOCK_K] - 1) // (num_splits * args[BLOCK_K]), 1)  # of a split
     args[SPLIT_KEYS] = tiles * args[BLOCK_K]
     args[NUM_SPLITS] = max((longest + args[SPLIT_KEYS] - 1) // args[SPLIT_KEYS], 1)
-    args[WORK_TILES] = args[BATCH] * args[HEADS] // args[GROUP] * args[NUM_SPLITS]
+    heads, per_tile = args[BATCH] * args[HEADS] // args[GROUP], np.int64(1)
+    if args[NUM_SPLITS] == 1:
+        most = heads if threads == 1 else heads // (4 * threads)
+        per_tile = max(per_tile, min(args[MIN_SPLIT_KEYS] // max(longest, 1), most))
+    args[HEADS_PER_TILE] = per_tile
+    args[WORK_TILES] = (heads + per_tile - 1) // per_tile * args[NUM_SPLITS]
     return threads
 
 

@@ -53,8 +53,10 @@ def pack_tile(args, source, address):
 @njit(**options)
 def load_query(source, target):
     """A row of Q for decoding, padded with zeros."""
-    for i in range(len(target)):
-        target[i] = widen(source[i]) if i < len(source) else 0
+    for i in range(len(source)):
+        target[i] = widen(source[i])
+    for i in range(len(source), len(target)):
+        target[i] = 0
 
 
 @njit(**options)

@@ -42,7 +42,7 @@ from .vector import (
     declared,
     fill,
     from_bits,
-    load_halves,
+    load_narrow,
     narrow,
     splat,
     transposed,
@@ -125,7 +125,7 @@ def _emit_pack_columns(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Ty
             row = b.add(i, I64(x))
             remaining = b.select(b.icmp_signed("<", row, m), b.sub(n, j), I64(0))
             at = b.add(b.add(source, b.mul(row, source_row)), b.shl(j, I64(1)))
-            rows.append(scaled(b.bitcast(load_halves(b, at, 2 * lanes, remaining), word)))
+            rows.append(scaled(b.bitcast(load_narrow(b, at, 2 * lanes, remaining), word)))
         to = b.add(b.add(target, b.mul(b.lshr(j, I64(1)), target_row)), b.shl(i, I64(2)))
         for x, row in enumerate(transposed(b, rows)):
             memory.store(row, b.add(to, b.mul(I64(x), target_row)))
@@ -140,7 +140,7 @@ def _two_rows(
     def row(index: ir.Value) -> ir.Value:
         remaining = b.select(b.icmp_signed("<", index, m), b.sub(n, j), I64(0))
         at = b.add(b.add(source, b.mul(index, source_row)), b.shl(j, I64(1)))
-        return load_halves(b, at, lanes, remaining)
+        return load_narrow(b, at, lanes, remaining)
 
     first = b.shl(i, I64(1))
     return words(b, row(first), row(b.add(first, I64(1))))

@@ -24,7 +24,7 @@ from llvmlite import ir
 from .gemv_operands import operands_of, row_groups, stack_buffer, sum_lanes, vector_registers
 from .read import emit_read
 from .register_block import RegisterBlock
-from .vector import I32, I64, Loop, Memory, fill, from_bits, splat
+from .vector import I1, I32, I64, Loop, Memory, fill, from_bits, splat
 
 # --- S = Q K^T --------------------------------------------------------------------------------------------------------
 
@@ -43,8 +43,9 @@ def _emit_qk(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, 
     # Sums of each key, lane by lane. A loop over keys that stores them reads keys in the order of memory. With unrolled
     # keys, LLVM's scheduler reorders the loads.
     buffer = stack_buffer(b, memory.vector, heights[0] * lanes)
-    for x in range(heights[0] * lanes):
-        b.store(zero, b.gep(buffer, [I64(x)]), align=width)
+    with b.if_then(b.icmp_signed("!=", b.srem(n, I64(lanes)), I64(0))):  # the last vector of keys leaves some of them
+        for x in range(heights[0] * lanes):
+            b.store(zero, b.gep(buffer, [I64(x)]), align=width)
 
     def one_key(queries: list[ir.Value], k_at: ir.Value) -> list[ir.Value]:
         """Products of a key with some queries, summed lane by lane."""
@@ -103,13 +104,14 @@ def _emit_qk(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, 
             count = b.select(b.icmp_signed("<", left, I64(lanes)), left, I64(lanes))
             row_groups(b, m, heights, lambda i, height: group(j, count, vectors, i, height))
 
-    whole_groups = b.icmp_signed("==", b.srem(m, I64(heights[0])), I64(0))
-    general = whole_groups.type(1)
+    general = I1(1)
     for vectors in sorted({dim // stored.elements for dim in _HEAD_DIMS_IN_REGISTERS if dim // stored.elements <= 8}):
-        special = b.and_(whole_groups, b.icmp_signed("==", d, I64(vectors * stored.elements)))
-        general = b.and_(general, b.not_(special))
-        with b.if_then(special):
-            keys(vectors, heights[:1])
+        whole = b.icmp_signed("==", d, I64(vectors * stored.elements))
+        for height, fits in ((heights[0], b.srem(m, I64(heights[0]))), (1, b.sub(m, I64(1)))):
+            special = b.and_(b.icmp_signed("==", fits, I64(0)), whole)
+            general = b.and_(general, b.not_(special))
+            with b.if_then(special):
+                keys(vectors, (height,))
     with b.if_then(general):
         keys(0, heights)
 
@@ -148,10 +150,11 @@ def _emit_softmax(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.T
         return b.select(b.fcmp_ordered(">", x, y), x, y)
 
     def greatest(vector: ir.Value) -> ir.Value:
-        best = b.extract_element(vector, I32(0))
-        for lane in range(1, lanes):
-            best = greater(b.extract_element(vector, I32(lane)), best)
-        return best
+        half = lanes // 2
+        while half:
+            places = ir.Constant(ir.VectorType(I32, lanes), [(lane + half) % lanes for lane in range(lanes)])
+            vector, half = greater(b.shuffle_vector(vector, vector, places), vector), half // 2
+        return b.extract_element(vector, I32(0))
 
     with Loop(b, I64(0), rows, 1) as (i, _, _):
         row, offset = b.add(s, b.mul(i, s_row)), b.mul(i, I64(memory.size))

@@ -10,7 +10,7 @@ from llvmlite import ir
 from .bf16_pairs import EXP2_SHORT, dot, rounded
 from .exponentials import LOG2E, exp, exp2
 from .register_block import RegisterBlock
-from .vector import I16, I32, I64, SIZE, STORED, Loop, Memory, fill, fma, load_halves, splat, widen
+from .vector import I16, I32, I64, SIZE, STORED, Loop, Memory, fill, fma, load_narrow, splat, widen
 
 LoadP = Callable[[ir.Value], list[ir.Value]]
 
@@ -35,7 +35,8 @@ class Widened:
         if remaining is None:
             return widen(b, memory.load(address), self.storage, self.element)
         if self.storage:
-            return widen(b, load_halves(b, address, self.lanes, remaining), self.storage, self.element)
+            narrow = load_narrow(b, address, self.lanes, remaining, memory.element)
+            return widen(b, narrow, self.storage, self.element)
         return memory.load(address, memory.tail_mask(remaining))
 
     def exp(self, x: ir.Value) -> ir.Value:
@@ -128,7 +129,7 @@ class Bf16Pairs(Widened):
     def _halves(self, address: ir.Value, count: int, remaining: ir.Value | None) -> ir.Value:
         if remaining is None:
             return Memory(self.builder, I16, count).load(address)
-        return load_halves(self.builder, address, count, remaining)
+        return load_narrow(self.builder, address, count, remaining)
 
 
 def operands_of(builder: ir.IRBuilder, element: ir.Type, block: RegisterBlock) -> Widened:

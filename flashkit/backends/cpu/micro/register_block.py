@@ -20,7 +20,7 @@ class RegisterBlock:
     rows: int
     vectors: int
     lanes: int
-    storage: str = ""  # "float16" or "bfloat16" where operands are stored in 16 bits
+    storage: str = ""  # how operands are stored if in fewer bits: "float16", "bfloat16", "e4m3" or "int8"
     bf16_pairs: str = ""  # the instructions that multiply bf16 pairs (bf16.py); "" where operands are widened
 
     @classmethod

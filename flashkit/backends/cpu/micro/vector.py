@@ -16,9 +16,11 @@ from typing import Any
 from llvmlite import ir
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
-STORED = {"float16": I16, "bfloat16": I16}
-"""LLVM types of the dtypes that are stored in 16 bits."""
+STORED = {"float16": I16, "bfloat16": I16, "e4m3": I8, "int8": I8}
+"""LLVM types of the dtypes that are stored in 16 or 8 bits."""
 SIZE = {"float": 4, "double": 8}
+E4M3_UNIT = 256.0
+"""Numbers of e4m3 over what `widen` makes of them; scales make up for it."""
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int) -> ir.Value:
@@ -110,13 +112,15 @@ class Memory:
         return self.builder.icmp_signed("<", indices, splat(self.builder, self.builder.trunc(remaining, I32), lanes))
 
 
-def load_halves(b: ir.IRBuilder, address: ir.Value, count: int, remaining: ir.Value) -> ir.Value:
-    """`count` 16-bit elements; those from `remaining` on are 0 and are not read."""
-    kind, lanes = ir.VectorType(I16, count), ir.VectorType(I32, count)
+def load_narrow(
+    b: ir.IRBuilder, address: ir.Value, count: int, remaining: ir.Value, element: ir.IntType = I16
+) -> ir.Value:  # fmt: skip
+    """`count` elements of 16 or 8 bits; those from `remaining` on are 0 and are not read."""
+    kind, lanes = ir.VectorType(element, count), ir.VectorType(I32, count)
     mask = b.icmp_signed("<", ir.Constant(lanes, list(range(count))), splat(b, b.trunc(remaining, I32), count))
-    args = [b.inttoptr(address, kind.as_pointer()), I32(2), mask, fill(kind, 0)]
+    args = [b.inttoptr(address, kind.as_pointer()), I32(element.width // 8), mask, fill(kind, 0)]
     signature = ir.FunctionType(kind, [a.type for a in args])
-    return b.call(declared(b.module, f"llvm.masked.load.v{count}i16.p0", signature), args)
+    return b.call(declared(b.module, f"llvm.masked.load.v{count}i{element.width}.p0", signature), args)
 
 
 class Loop:
@@ -179,9 +183,26 @@ def column_groups(
 
 
 def widen(b: ir.IRBuilder, x: ir.Value, storage: str, element: ir.Type) -> ir.Value:
-    """Stored elements, 16-bit integers where `storage` names a dtype, to elements of the accumulators' dtype."""
+    """Stored elements, integers of 16 or 8 bits where `storage` names a dtype, to elements of the accumulators'."""
     scalar = not isinstance(x.type, ir.VectorType)
     to = element if scalar else ir.VectorType(element, x.type.count)
+    if storage == "int8":
+        return b.sitofp(b.sext(x, I32 if scalar else ir.VectorType(I32, x.type.count)), to)
+    if storage == "e4m3":
+        # The bits of a float16, whose exponent has another bias: E4M3_UNIT times less, for subnormal numbers too. 0x7F
+        # is NaN.
+        word, half = (I16, ir.HalfType()) if scalar else (
+            ir.VectorType(I16, x.type.count), ir.VectorType(ir.HalfType(), x.type.count)
+        )  # fmt: skip
+
+        def number(value: int) -> ir.Value:
+            return word(value) if scalar else fill(word, value)
+
+        wide = b.sext(x, word)
+        bits = b.and_(b.shl(wide, number(7)), number(0xBFFF - 0x10000))
+        is_nan = b.icmp_signed("==", b.and_(wide, number(0x7F)), number(0x7F))
+        bits = b.select(is_nan, number(0x7E00), bits)
+        return b.fpext(b.bitcast(bits, half), to)
     if storage == "float16":
         half = ir.HalfType() if scalar else ir.VectorType(ir.HalfType(), x.type.count)
         return b.fpext(b.bitcast(x, half), to)

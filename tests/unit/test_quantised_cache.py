@@ -1,0 +1,196 @@
+"""Keys and values of 8 bits that decoding reads as they are: caches, and pools and arrays of an engine's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashkit
+from flashkit.call.quantized import Quantized
+
+HEADS, HEADS_KV, DIM, VALUE_DIM = 4, 2, 20, 8
+
+
+def numbers(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def exact(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
+    """In float64, on the arrays that quantised ones stand for."""
+    wide = [x.dequantize("float64") if isinstance(x, Quantized) else x.astype(np.float64) for x in (q, k, v)]
+    return flashkit.attention(*wide, **options)
+
+
+def near(got: np.ndarray, want: np.ndarray) -> bool:
+    """Within the rounding of the dtype, and of the sums before."""
+    eps = float(ml_dtypes.finfo(got.dtype).eps)
+    return bool((abs(got.astype(np.float64) - want) <= 16 * eps * abs(want).max(initial=1)).all())
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is dequantised."""
+
+    def dequantize(self: Quantized, dtype: Any = None) -> Any:
+        raise AssertionError("dequantised")
+
+    monkeypatch.setattr(Quantized, "dequantize", dequantize)
+
+
+def cache_of(kv_format: str, sequences: int, dtype: Any = np.float32, **options: Any) -> Any:
+    cache = flashkit.KVCache(
+        sequences, HEADS_KV, DIM, VALUE_DIM, page=4, dtype=kv_format, like=np.empty(0, dtype), **options
+    )
+    for layer in cache:
+        for pool in layer._all:
+            pool[...] = 0xFF  # NaN, in e4m3 and in scales
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "dtype", "options"),
+    [
+        ("e4m3", np.float32, {}), ("int8", np.float16, {"window": (6, 0)}),
+        ("int8", ml_dtypes.bfloat16, {"cascade": True}), ("e4m3", np.float64, {"cascade": True}),
+    ],
+)  # fmt: skip
+def test_random_traces_equal_quantised_lists(kv_format: Any, dtype: Any, options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(3)
+    cache = cache_of(kv_format, 4, dtype, pages=120, layers=1, **options)
+    lists: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(4)]
+    window = {"window": options["window"]} if "window" in options else {}
+    for step in range(60):
+        what, i = rng.choice(["append", "append", "fork", "trim", "free"]), int(rng.integers(4))
+        if what == "append":
+            counts = rng.integers(0, 7, 4) if step % 2 else np.ones(4, int)
+            tokens = int(counts.sum())
+            k, v = (numbers(tokens, HEADS_KV, d, seed=step, dtype=dtype) for d in (DIM, VALUE_DIM))
+            cache[0].append(k, v, np.cumsum([0, *counts]))
+            for b, t in zip(np.repeat(range(4), counts), range(tokens), strict=True):
+                lists[b].append((k[t], v[t]))
+        elif what == "fork" and (empty := [b for b in range(4) if not lists[b]]):
+            lists[cache.fork(i, empty[0])] = [*lists[i]]
+        elif what == "trim":
+            n = min(int(rng.integers(3)), len(lists[i])) if not window else 0
+            cache.trim(i, n)
+            lists[i] = lists[i][: len(lists[i]) - n]
+        elif what == "free" and step % 3 == 0:
+            cache.free(i)
+            lists[i] = []
+        for queries in (1, 9) if step % 10 == 9 and not window else (1,):
+            q = numbers(4, HEADS, queries, DIM, seed=step, dtype=dtype)
+            out = cache[0].attend(q, causal=True)
+            assert out.dtype == dtype
+            for b, pairs in enumerate(lists):
+                if pairs:
+                    k8, v8 = (
+                        flashkit.quantize(np.stack(x, 1)[None], kv_format, "token") for x in zip(*pairs, strict=True)
+                    )
+                    offset = len(pairs) - queries
+                    want = exact(q[b : b + 1], k8, v8, causal=True, q_offset=offset, **window)[0]
+                    assert near(out[b], want), (step, b)
+                else:
+                    assert (out[b] == 0).all()
+
+
+def test_decoding_reads_a_cache_in_place(in_place: None) -> None:
+    cache = cache_of("e4m3", 2, pages=16)
+    for n in (9, 1):
+        cache.append(numbers(2, HEADS_KV, n, DIM), numbers(2, HEADS_KV, n, VALUE_DIM))
+    assert np.isfinite(cache.attend(numbers(2, HEADS, 7, DIM), causal=True)).all()
+    with pytest.raises(AssertionError, match="dequantised"):
+        cache.attend(numbers(2, HEADS, 8, DIM), causal=True)
+
+
+def test_memory_is_a_quarter_of_float32() -> None:
+    """And 4 bytes for a token's scale."""
+
+    def nbytes(dtype: str) -> int:
+        return sum(pool.nbytes for pool in flashkit.KVCache(1, 2, 128, pages=64, dtype=dtype, layers=1)[0]._all)
+
+    assert nbytes("float32") / nbytes("e4m3") == 4 * 128 / 132
+
+
+def test_rotary_is_applied_before_rounding() -> None:
+    cache, table = cache_of("int8", 1, pages=8), flashkit.rotary_table(32, DIM)
+    k, v, q = numbers(1, HEADS_KV, 9, DIM), numbers(1, HEADS_KV, 9, VALUE_DIM), numbers(1, HEADS, 1, DIM)
+    cache.append(k, v, rotary=table)
+    turned = flashkit.quantize(flashkit.rotary(k, *table), "int8", "token")
+    assert near(cache.attend(q), exact(q, turned, flashkit.quantize(v, "int8", "token")))
+    pages = cache[0].k_pages.data[cache.page_table[0, :3]].reshape(12, HEADS_KV, DIM)
+    assert np.array_equal(pages[:9], turned.data[0].swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("per", ["tensor", "head", "token"])
+@pytest.mark.parametrize("kv_format", ["e4m3", "int8"])
+def test_pools_of_an_engine(kv_format: Any, per: Any, in_place: None) -> None:
+    pool_k, pool_v = numbers(30, 5, HEADS_KV, DIM), numbers(30, 5, HEADS_KV, VALUE_DIM, seed=1)
+    k8, v8 = (flashkit.quantize(x, kv_format, per, layout="bnhd") for x in (pool_k, pool_v))
+    table, lengths = np.random.default_rng(2).permutation(30).reshape(3, 10)[:, :7], np.array([33, 0, 7])
+    q = numbers(3, HEADS, 2, DIM, seed=4)
+    out = flashkit.attention(q, k8, v8, page_table=table, kv_lengths=lengths, causal=True)
+    wide = [_values(x) for x in (k8, v8)]
+    for b, n in enumerate(lengths):
+        k, v = (x[table[b]].reshape(-1, HEADS_KV, x.shape[-1])[None, :n].swapaxes(1, 2) for x in wide)
+        assert near(out[b], exact(q[b : b + 1], k, v, causal=True, q_offset=int(n) - 2)[0])
+
+
+def _values(x: Quantized) -> np.ndarray:
+    return x.data.astype(np.float64) * x.scale
+
+
+def test_dense_arrays_and_layouts(in_place: None) -> None:
+    q, k, v = numbers(2, 3, HEADS, DIM), numbers(2, 40, HEADS_KV, DIM), numbers(2, 40, HEADS_KV, VALUE_DIM)
+    k8, v8 = (flashkit.quantize(x, "e4m3", "token", layout="bnhd") for x in (k, v))
+    out = flashkit.attention(q, k8, v8, layout="bnhd", kv_lengths=[40, 21], backend="cpu")
+    assert near(out, exact(q, _values(k8), _values(v8), layout="bnhd", kv_lengths=[40, 21]))
+
+
+def test_nan_shows_where_it_is_seen() -> None:
+    """That of a hidden key does not, and that of a value shows in its column alone."""
+    q, k, v = numbers(1, 2, 1, 16), numbers(1, 2, 64, 16), numbers(1, 2, 64, 16)
+    v[0, 0, 3, 5] = k[0, 1, 60] = np.nan
+    k8, v8 = (flashkit.quantize(x, "e4m3", "token") for x in (k, v))
+    out = flashkit.attention(q, k8, v8)
+    assert np.isnan(out[0, 0, 0, 5]) and np.isnan(out[0, 0]).sum() == 1 and np.isnan(out[0, 1]).all()
+    hidden = np.ones((1, 64), bool)
+    hidden[0, [3, 60]] = False
+    assert np.isfinite(flashkit.attention(q, k8, v8, mask=hidden)).all()
+    k8, v8 = (flashkit.quantize(x, "int8", "token") for x in (k, v))  # whose scales are NaN
+    assert np.isfinite(flashkit.attention(q, k8, v8, mask=hidden)).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"rotate": True}, {"smooth": True}, {"per": "block", "block": 8}, {"dtype": "int8"}], ids=str
+)
+def test_other_keys_are_dequantised(options: dict[str, Any]) -> None:
+    """Such as those of another format than the values."""
+    q, k, v = numbers(1, 4, 1, 16), numbers(1, 2, 40, 16), numbers(1, 2, 40, 16) + 3  # a mean of keys changes nothing
+    k8, v8 = (
+        flashkit.quantize(x, **{"dtype": "e4m3", "per": "token", **given}) for x, given in ((k, {}), (v, options))
+    )
+    assert near(flashkit.attention(q, k8, v8), exact(q, k8, v8))
+
+
+def test_only_pages_in_use_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = flashkit.quantize(numbers(50, 4, HEADS_KV, DIM), "e4m3", "block", block=4, layout="bnhd")
+    q, table = numbers(1, HEADS, 12, DIM), np.array([[7, 3, -1]])
+    seen: list[int] = []
+    original = Quantized.dequantize
+    monkeypatch.setattr(Quantized, "dequantize", lambda x, dtype: seen.append(len(x.data)) or original(x, dtype))
+    out = flashkit.attention(q, pool, pool, page_table=table, kv_lengths=[8])
+    k = original(pool)[[7, 3]].reshape(1, 8, HEADS_KV, DIM).swapaxes(1, 2)
+    assert seen == [2, 2] and near(out, exact(q, k, k))
+    with pytest.raises(ValueError, match="page_table has"):
+        flashkit.attention(q, pool, pool, page_table=np.array([[7, 50, 1]]), kv_lengths=[8])
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"dtype is 'e5m2'; .*e4m3, int8 fit"):
+        flashkit.KVCache(1, 1, 8, pages=1, dtype="e5m2")
+    cache = cache_of("e4m3", 1, pages=2)
+    with pytest.raises(TypeError, match="k has dtype int64"):
+        cache.append(np.ones((1, HEADS_KV, DIM), int), np.ones((1, HEADS_KV, VALUE_DIM), int))
