@@ -118,7 +118,6 @@ FAULTS = (
         "if (FP8) s *= q_scale * scale_of", "if (false) s *= q_scale * scale_of",
     ),
     Fault("rows again: the scale of v", f"{SM90}/nonfinite.cuh", "v *= v_scale;", ";"),
-    Fault("rows again: subnormal codes", f"{SM90}/fp8.cuh", "exponent > 0 ? 8 + mantissa : mantissa", "8 + mantissa"),
     # the host
     Fault(
         "an output of the codes' dtype", f"{CALL}/arguments.py",
