@@ -86,7 +86,7 @@ def sequences_of(
     if kv_lengths is None:
         raise ValueError("page_table without kv_lengths; integers (B,), the number of keys of each sequence, fit")
     layout = layout if cu_seqlens is None else "bnhd"
-    shape = _shape_of_paged(q, k, v, layout, cu_seqlens is not None)
+    shape = _shape_of_paged(q, k, v, layout, cu_seqlens is not None, copied)
     batch, n_q, cu = q.shape[0], q.shape[HEADS_AND_TOKENS[layout][1]], None
     if cu_seqlens is not None:
         if isinstance(cu_seqlens, tuple):
@@ -160,8 +160,8 @@ def _offsets(name: str, value: Any, kind: str, tokens: int, of: str) -> Any:
     return found
 
 
-def _shape_of_paged(q: Any, k: Any, v: Any, layout: str, packed: bool) -> Shape:
-    """The shape of a call with pages."""
+def _shape_of_paged(q: Any, k: Any, v: Any, layout: str, packed: bool, read: bool) -> Shape:
+    """The shape of a call with pages. read: they are, and are no stand-ins of a call that is only described."""
     choice("layout", layout, LAYOUTS)
     if not packed and q.ndim != 4:
         raise ValueError(
@@ -174,7 +174,7 @@ def _shape_of_paged(q: Any, k: Any, v: Any, layout: str, packed: bool) -> Shape:
                 f"{name} has shape {array.shape}, k has {k.shape}; with page_table (pages, page, heads, head_dim) "
                 "fits, the same but for the head dim, and at least one page of at least one token"
             )
-        if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        if read and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
             raise ValueError(f"{name} has strides {array.strides}; with page_table a contiguous last axis fits")
         if array.shape[1] > MAX_PAGE:
             raise ValueError(f"{name} has pages of {array.shape[1]} tokens; up to {MAX_PAGE} fit")
