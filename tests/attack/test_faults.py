@@ -84,7 +84,7 @@ ALONE = FORWARD | {
 APART = [
     Fault(
         "keys of a packed sequence begin one too late", "backends/cpu/kernels/kv_loader.py",
-        "entry, row = b, seq.key_offset + first", "entry, row = b, seq.key_offset + first + (seq.key_offset > 0)",
+        "kv_at(args, b, seq.key_offset + first)", "kv_at(args, b, seq.key_offset + first + (seq.key_offset > 0))",
         ALONE | {"sequences": "packed"}, CRASH_OR_WRONG,
     ),
     Fault(

@@ -31,7 +31,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     runtime = SimpleNamespace(getDevice=lambda: 0)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    monkeypatch.setattr(arguments, "_on_device", on_device)
+    monkeypatch.setattr(arguments, "on_device", on_device)
     monkeypatch.setattr(backend, "_device_of", lambda operands: replace(MODELS["sm_90a"], ordinal=0))
     monkeypatch.setattr(launch, "stream", lambda: 7)
     monkeypatch.setattr(launch, "keep", lambda stream, *memory: found.extend(memory))

@@ -249,7 +249,10 @@ def test_words_of_the_argument_block_do_not_overlap() -> None:
     words = {name: int(value) for name, value in vars(arguments).items() if isinstance(value, np.int64)}
     for constant in ("EMPTY", "PARTIAL", "FULL", "STRIP", "TILES_PER_STRETCH", "PREFETCHED_LINES"):
         del words[constant]
-    tensors = ("Q", "K", "V", "K_PE", "OUT", "LSE", "DOUT", "DLSE", "DQ", "DK", "DV", "DQ_ACCUM", "BWD_LSE", "DELTA")
+    tensors = (
+        "Q", "K", "V", "K_SCALE", "V_SCALE", "K_PE", "OUT", "LSE", "DOUT", "DLSE", "DQ", "DK", "DV", "DQ_ACCUM",
+        "BWD_LSE", "DELTA",
+    )  # fmt: skip
     taken = [words[name] + i for name in words for i in range(4 if name in tensors else 1) if name != "SIZE"]
     assert sorted(taken) == list(range(words["SIZE"]))
 

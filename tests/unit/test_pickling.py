@@ -186,16 +186,16 @@ def test_plans_of_nothing() -> None:
 
 
 def test_pickles_of_plans_know_every_part_of_a_call() -> None:
-    """What is new in a spec or in operands belongs into flashkit/call/pickled_plan.py, too, but for what `mla` adds,
-    which has no plans.
+    """What is new in a spec or in operands belongs into flashkit/call/pickled_plan.py, too, but for what `mla` and
+    calls on 8 bits add, which have no plans.
     """
     assert {field.name for field in fields(AttentionSpec)} == {
         "dtype", "head_dim", "head_dim_v", "group", "score", "mask", "slots", "dropout", "sinks", "kv_lengths",
-        "deterministic", "precision", "packed", "paged", "pe_dim",
+        "deterministic", "precision", "packed", "paged", "pe_dim", "fp8", "kv_format",
     }  # fmt: skip
     assert {field.name for field in fields(Operands)} == {
         "q", "k", "v", "scale", "q_offset", "kv_lengths", "params", "arrays", "sinks", "dropout_p", "seed", "out",
-        "lse", "blocks", "cu_seqlens", "page_table", "k_pe",
+        "lse", "blocks", "cu_seqlens", "page_table", "k_pe", "scales", "k_scale", "v_scale",
     }  # fmt: skip
 
 
