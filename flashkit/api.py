@@ -71,8 +71,8 @@ def attention(
         1 to 1024, or 512 on a GPU. Hq is a multiple of Hkv (grouped-query attention). (H, N, D) and (N, D) work too.
         Arrays with a contiguous last axis and aligned elements are read in place, with any strides; others are copied.
         v may be a view of k, such as k[..., :Dv]: then memory is read once. Each may be a flashkit.Quantized instead,
-        made from an array of the others' dtype: it counts as that array. It is dequantised for the call, but where all
-        three are e4m3 on a Hopper GPU, which multiplies the codes.
+        made from an array of the others' dtype: it counts as that array. It is dequantised for the call, except where a
+        kernel reads 8 bits: decoding on a CPU, and with FLASHKIT_FP8_KERNELS=1 e4m3 on Hopper.
     scale
         Factor on q k^T; 1 / sqrt(D) by default.
     causal

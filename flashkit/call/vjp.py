@@ -104,8 +104,9 @@ class Vjp(Generic[A]):
     def fill(self, gradients: Gradients) -> None:
         """Compute these gradients."""
         if self._run is None:
-            for tensor in (gradients.dq, gradients.dk, gradients.dv):
-                tensor[...] = 0
+            for tensor in (gradients.dq, gradients.dk, gradients.dv, gradients.dsinks):
+                if tensor is not None:
+                    tensor[...] = 0
         else:
             self._run(self.operands, gradients)
 

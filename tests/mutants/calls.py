@@ -72,8 +72,8 @@ FAULTS = (
     ),
     Fault(
         "no queries: gradients are not cleared", VJP,
-        "            for tensor in (gradients.dq, gradients.dk, gradients.dv):\n                tensor[...] = 0\n",
-        "            pass\n",
+        "                if tensor is not None:\n                    tensor[...] = 0\n",
+        "                pass\n",
     ),
     Fault("out is not written", API, "    if not arrays.same_address(out, result):\n        out[...] = result\n", ""),
     Fault(

@@ -340,3 +340,10 @@ def test_docstrings() -> None:
     assert doctest.testmod(ft).failed == 0
     for name in ft.__all__:
         test_public_names_have_numpydoc_sections(name, getattr(ft, name))
+
+
+def test_the_gradient_of_an_infinite_sink_without_queries() -> None:
+    q, k = torch.zeros(1, 1, 0, 8), torch.zeros(1, 1, 3, 8)
+    sinks = torch.tensor([-torch.inf], requires_grad=True)
+    ft.attention(q, k, k, sinks=sinks).sum().backward()
+    assert sinks.grad is not None and sinks.grad.tolist() == [0]
