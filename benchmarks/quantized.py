@@ -184,10 +184,12 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
     problem, operands, _ = prepare(*given, causal=causal)
     chosen, plan = dispatch.plan(problem, "cupy_raw")
     calls: dict[Any, Any] = {("bfloat16", ""): partial(chosen.forward, plan, operands)}
+    kept = []  # arguments of kernels hold addresses
     for per in ("head", "token"):
         codes = [flashkit.quantize(x, "e4m3", per) for x in given]
         made = fp8.prepared(Dequantised(*codes, fp8=False), *codes, "cupy_raw", causal=causal)
         assert not isinstance(made, str), made
+        kept.append(made)
         for tile in forward_candidates(made[0].spec, device.current()):
             run, arguments = Sm90Fp8Forward(made[0], device.current(), tile).run, Arguments(made[0].spec, made[1])
             name = f"{tile.block_q} x {tile.block_k}, Q {tile.q_buffers}"
