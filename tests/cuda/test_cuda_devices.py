@@ -36,7 +36,7 @@ DESIGN = cases.pairwise(FACTORS)
 HOPPER_DESIGN = cases.pairwise({
     **FACTORS, "dtype": ("bfloat16", "float16"), "sizes": ("130x200", "97x50", "70x330", "300x128"),
     "dims": ("64", "8", "40", "80", "96", "128", "192/128", "72/40"), "storage": ("packed", "swapped"),
-    "out": ("new", "poisoned"),
+    "out": ("new", "poisoned"), "page": ("16", "8"),
 })  # fmt: skip
 """What Hopper's own kernels take, where most rows of DESIGN go to older ones: their sizes, head dims and strides."""
 

@@ -136,6 +136,8 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return _wrapped(self._view[_unwrapped(index)], (self,))
 
     def __setitem__(self, index: Any, x: Any) -> None:
+        if isinstance(x, np.ndarray | list | tuple) and np.ndim(x):
+            raise ValueError("non-scalar numpy.ndarray cannot be used for fill")  # as CuPy does
         self._host()[_unwrapped(index)] = _unwrapped(x)
 
     def __len__(self) -> int:

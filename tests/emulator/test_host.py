@@ -355,9 +355,12 @@ def test_quantised_arrays(device: Device, dtype: Any) -> None:
             more: dict[str, Any] = {"per": per, "rotate": rotate, "smooth": rotate, "block": 8}
             host, own = (flashkit.quantize(each, dtype, **more) for each in (x, cupy.asarray(x)))
             assert own.data.dtype == ("int8" if dtype == "int8" else "uint8") and own.scale.shape == host.scale.shape
-            np.testing.assert_array_equal(own.data.get(), host.data.view(own.data.dtype))
-            np.testing.assert_array_equal(own.scale.get(), host.scale)
-            np.testing.assert_array_equal(own.dequantize().get(), host.dequantize())
+            # Rotation is a matrix product, whose last bits differ: they decide where a number lies between two codes.
+            bits, differ = {"rtol": 1e-6 * rotate}, np.count_nonzero(own.data.get() != host.data.view(own.data.dtype))
+            assert differ <= 2 * rotate
+            np.testing.assert_allclose(own.scale.get(), host.scale, **bits)
+            wide = own.dequantize().get().astype(np.float64) - host.dequantize().astype(np.float64)
+            assert np.count_nonzero(abs(wide) > 1e-2 * rotate) <= 16 * differ
 
 
 @pytest.mark.parametrize("generation", ["simt"])

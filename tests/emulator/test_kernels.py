@@ -174,8 +174,10 @@ def test_offsets_that_change_in_a_graph(backend: str, generation: str, device: D
     assert operands.cu_seqlens is not None
     for begins_q, begins_k in (([0, 7, 73, rows - 5], [0, 100, 190, keys]), ([0, 0, 129, 130], [0, 1, 140, 205])):
         lengths_q, lengths_k = np.diff(begins_q), np.diff(begins_k)
-        operands.cu_seqlens[0][...], operands.cu_seqlens[1][...] = [*begins_q, rows], [*begins_k, begins_k[-1]]
-        operands.kv_lengths[:-1], operands.q_offset[:-1] = lengths_k, lengths_k - lengths_q
+        operands.cu_seqlens[0][...] = cupy.asarray([*begins_q, rows])
+        operands.cu_seqlens[1][...] = cupy.asarray([*begins_k, begins_k[-1]])
+        operands.kv_lengths[:-1] = cupy.asarray(lengths_k)
+        operands.q_offset[:-1] = cupy.asarray(lengths_k - lengths_q)
         graph.launch()
         begins = np.array(begins_q), np.array(begins_k)
         right, vjp = flashkit.attention_vjp(*wide, cu_seqlens=begins, backend="reference", **host)
@@ -317,7 +319,7 @@ def test_a_captured_call_follows_its_offsets(generation: str, launched: list[str
         out = flashkit.attention(*given, cu_seqlens=cu, backend="cupy_raw")
         graph = stream.end_capture()
     for begins in ([0, 70, 170, 190], [0, 0, 1, 129]):
-        cu[...] = np.array(begins, np.int32)
+        cu[...] = cupy.asarray(np.array(begins, np.int32))
         graph.launch()
         wide = [x.astype(np.float64) for x in (q, k, v)]
         right = flashkit.attention(*wide, cu_seqlens=np.array(begins), backend="reference")
