@@ -522,6 +522,13 @@ def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
     assert not ordered(512, 512, 128) and not ordered(512, 512, 128, block_mask=blocks)
     assert ordered(4096, 4096, 64, deterministic=True)
 
+    def ordered_packed(*lengths: int) -> bool:
+        x = np.zeros((sum(lengths), 1, 128), np.float16)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        return sm90_backward.in_order(arguments.prepare(x, x, x, causal=True, cu_seqlens=offsets)[0])
+
+    assert ordered_packed(*[128] * 40) and not ordered_packed(2500, 2500)
+
 
 def sm90_backward_binary(spec: AttentionSpec, fused: bool | None = None) -> compiler.Binary:
     """A serialised wgmma makes this raise CompileError. fused: with the preprocess; by default where it fits."""

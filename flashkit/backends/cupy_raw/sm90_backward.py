@@ -44,9 +44,11 @@ ORDERED_MAX_TOKENS, ORDERED_MAX_TOKENS_NARROW = 2048, 512
 
 def in_order(problem: Problem) -> bool:
     """Whether dQ is accumulated in order: where deterministic results are asked for, or where that is faster, as
-    dq_accum need not be cleared then.
+    dq_accum need not be cleared then. The lengths of packed sequences may lie on the device: their mean decides.
     """
     spec, longest = problem.spec, max(problem.n_q, problem.n_k)
+    if spec.packed:
+        longest = max(problem.all_tokens.q, problem.all_tokens.k) // max(1, problem.batch - 1)
     wide = max(spec.head_dim, spec.head_dim_v) > 64
     short = longest <= (ORDERED_MAX_TOKENS if wide else ORDERED_MAX_TOKENS_NARROW)
     return spec.deterministic or (short and spec.mask is not None and not looks_at_ranges(spec))
