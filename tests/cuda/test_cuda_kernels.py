@@ -527,7 +527,7 @@ def test_sm90_adds_in_an_order_where_that_is_faster() -> None:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         return sm90_backward.in_order(arguments.prepare(x, x, x, causal=True, cu_seqlens=offsets)[0])
 
-    assert ordered_packed(*[128] * 40) and not ordered_packed(2500, 2500)
+    assert ordered_packed(*[128] * 40, 2500) and not ordered_packed(2500, 2500)
 
 
 def sm90_backward_binary(spec: AttentionSpec, fused: bool | None = None) -> compiler.Binary:
