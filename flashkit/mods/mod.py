@@ -126,8 +126,8 @@ class Mod:
 
         Raises
         ------
-        TypeError
-            A value has another kind or number of axes than the function was traced with.
+        TypeError, ValueError
+            A value has another kind, range or number of axes than the function was traced with.
         """
         params, arrays = dict(self.params), dict(self.arrays)
         traced, indexing = values_of(self.expr)
@@ -135,6 +135,10 @@ class Mod:
             if ndim is None:
                 if not isinstance(params.get(name), int if kind == "int" else int | float):
                     raise TypeError(f"{name} of a {self.kind} mod is {params.get(name)!r}; {kind}, as traced, fits")
+                # What indexes can reach was found for such integers.
+                if kind == "int" and abs(params[name]) > expr.MAX_PARAM:
+                    value = shown(params[name])
+                    raise ValueError(f"{name} of a {self.kind} mod is {value}; an integer within 2^60 fits")
             else:
                 copied = whole or kind == "int" or (kind == "bool" and name in indexing)
                 arrays[name] = _own(f"{name} of a {self.kind} mod", arrays.get(name), ndim, kind, copied)
@@ -211,11 +215,7 @@ def _restored(kind: Any, graph: Any, params: Any, arrays: Any) -> Mod:
     if type(kind) is not str or kind not in SYMBOLS or type(graph) is not Expr:
         raise ValueError(f"no pickled modification: kind {shown(kind)} with a {type(graph).__name__} as its graph")
     check_traced(graph, kind)  # type: ignore[arg-type]
-    mod = Mod(kind, graph, params, arrays).snapshot()  # type: ignore[arg-type]
-    for name, value in mod.params.items():
-        if isinstance(value, int) and abs(value) > expr.MAX_PARAM:
-            raise ValueError(f"{name} of a pickled {kind} mod is {shown(value)}; an integer within 2^60 fits")
-    return mod
+    return Mod(kind, graph, params, arrays).snapshot()  # type: ignore[arg-type]
 
 
 def mask(function: Callable[..., Any], **values: Any) -> Mod:

@@ -191,6 +191,8 @@ def exchanged() -> dict[str, tuple[mods.Mod, str, Any, type[Exception] | None]]:
         "strided": (made(looked_up, i=index), "i", np.repeat(index[::-1], 2)[::2], None),
         "other bools": (made(chosen, f=flags), "f", ~flags, None),
         "another integer": (made(moved, n=3), "n", 7, None),
+        "an integer that may overflow": (made(moved, n=3), "n", 2**61, ValueError),
+        "the least integer": (made(moved, n=3), "n", -(2**63), ValueError),
     }
 
 
