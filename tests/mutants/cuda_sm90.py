@@ -259,12 +259,16 @@ FAULTS = (
         "pages: the table is read behind its end", f"{SM90}/producer.cuh",
         "number < last ? number : last", "number", PAGED,
     ),
-    Fault("pages: boxes begin with their page", f"{SM90}/producer.cuh", "(int)(key - number * page), ", "0, ", PAGED),
+    Fault("pages: boxes begin with their page", f"{SM90}/producer.cuh", "(int)(key - number * page)}", "0}", PAGED),
     Fault(
         "pages: a lane falls behind", f"{SM90}/producer.cuh", "        __syncwarp();  // a lane that fell", "//", PAGED
     ),
     Fault(
+        "pages: V comes from the first tile's pages", f"{SM90}/producer.cuh", "previous = at;",
+        "previous = {at.tile, at.head, at.b, i > 0 ? previous.page : at.page, at.row};", PAGED,
+    ),
+    Fault(
         "pages: a box for each lane", f"{SM90}/producer.cuh",
-        "row < BLOCK_K; row += 32 * rows)", "row < BLOCK_K / 2; row += 32 * rows)", PAGED,
+        "if (row < BLOCK_K)", "if (row < BLOCK_K / 2)", PAGED,
     ),
 )  # fmt: skip

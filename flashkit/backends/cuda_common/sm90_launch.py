@@ -26,9 +26,13 @@ kernels/sm90/tile_scheduler.cuh, kernels/sm90/tile_lists.py.
 SWIZZLE_ROWS = 8
 """Rows after which the 128-byte swizzle repeats: a box of a multiple of them is swizzled as its tile is."""
 FEW_ROWS = 64
-MANY_KEYS = 1024
+MANY_KEYS = 4096
 SHORT = 1536
 """Queries. Under a mask, tiles of 192 rows of shorter sequences are mostly empty."""
+SHORT_QUERIES, SHORT_KEYS = 512, 1024
+"""Below these, tiles of 192 rows are mostly empty without a mask, or wait: few K/V tiles hide no latency. Powers of
+two, as a plan is for all sizes up to the next one.
+"""
 _L2_BYTES = 34_000_000  # of K and V that CTAs read at the same time, well within the L2 cache
 _L2_BYTES_ARRAY_MASK = 9_000_000  # the same where the mask is read from arrays, so that CTAs read different tiles
 _SHARED = MODELS["sm_90a"].shared_per_block
@@ -130,16 +134,19 @@ class ForwardTile:
 Tile = TypeVar("Tile", bound=ForwardTile)
 
 
-def default_tile(kind: type[Tile], problem: Problem, modified: bool) -> Tile:
-    """The tile that is fastest on an H200 with 16-bit elements. `modified`: scores take many registers."""
+def default_tile(kind: type[Tile], problem: Problem, device: Device, modified: bool) -> Tile:
+    """The tile that is fastest on an H100 or H200 with 16-bit elements. `modified`: scores take many registers."""
     spec = problem.spec
     dim, dim_v = spec.head_dim, spec.head_dim_v
+    is_float32 = spec.dtype == "float32"
+    few = not is_float32 and not spec.packed and row_tiles(problem, 64) <= device.sms
     if max(dim, dim_v) <= 64:
-        rows = 128 if modified or (spec.mask is not None and problem.n_q <= SHORT) else 192
+        short = problem.n_q < SHORT_QUERIES or problem.n_k < SHORT_KEYS
+        rows = 128 if modified or short or (spec.mask is not None and problem.n_q <= SHORT) else 192
         # Products are short, so that two stages do not hide the loads. FP16x2 leaves no room for three.
-        return _buffered(kind(rows, 128, 2 if spec.dtype == "float32" else 3), spec)
+        return _buffered(kind(64 if few else rows, 128, 2 if is_float32 else 3), spec)
     if max(dim, dim_v) <= 128:
-        return _buffered(kind(128, 128), spec)
+        return _buffered(kind(64 if few else 128, 128), spec)
     if dim <= 192 and dim_v <= 128:
         return kind(128, 96)
     keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64
@@ -171,14 +178,18 @@ def keys_of_a_box(page: int, block_k: int) -> int:
     return (page | block_k) & -(page | block_k)
 
 
-def work_enough(problem: Problem, device: Device, block_q: int) -> Verdict:
-    """Whether there are enough rows to fill tiles, and enough work tiles to fill the device."""
-    rows = problem.n_q * problem.spec.group
+def row_tiles(problem: Problem, block_q: int) -> int:
+    """Tiles of so many rows, where query heads that share keys share tiles."""
+    return -(-problem.n_q * problem.spec.group // block_q) * problem.heads_kv * problem.batch
+
+
+def work_enough(problem: Problem, device: Device) -> Verdict:
+    """Whether there are enough rows to fill tiles, and enough tiles to be faster than older kernels that split keys."""
+    rows, tiles = problem.n_q * problem.spec.group, row_tiles(problem, 64)
     if rows <= FEW_ROWS:
         return Verdict(False, f"{rows} rows share keys, most of a tile would be empty")
-    work_tiles = -(-rows // block_q) * problem.heads_kv * problem.batch
-    if 2 * work_tiles <= device.sms and problem.n_k >= MANY_KEYS:
-        return Verdict(False, f"{work_tiles} tiles of rows on {device.sms} multiprocessors, the keys should be split")
+    if 4 * tiles <= device.sms and problem.n_k >= MANY_KEYS:
+        return Verdict(False, f"{tiles} tiles of 64 rows on {device.sms} multiprocessors, the keys should be split")
     return Verdict(True)
 
 

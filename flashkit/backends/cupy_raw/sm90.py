@@ -88,18 +88,18 @@ def _classifies(spec: AttentionSpec) -> bool:
     return spec.mask is not None or spec.kv_lengths
 
 
-def forward_tile(problem: Problem) -> Sm90Tile:
+def forward_tile(problem: Problem, device: Device) -> Sm90Tile:
     """The tile that is fastest on an H200."""
     spec = problem.spec
     modified = spec.dropout or (spec.score is not None and (num_terms(spec) > 1 or affine_score(spec.score) is None))
     if spec.dtype == "float32" and max(spec.head_dim, spec.head_dim_v) > 64:
         return Sm90Tile(128, 128 if num_terms(spec) == 1 else 64, q_buffers=1)
-    return default_tile(Sm90Tile, problem, modified)
+    return default_tile(Sm90Tile, problem, device, modified)
 
 
 def forward_candidates(problem: Problem, device: Device) -> list[Sm90Tile]:
     """Tiles worth measuring, the one of `forward_tile` first."""
-    first = forward_tile(problem)
+    first = forward_tile(problem, device)
     tiles = [first, replace(first, turns=0)]
     for rows, keys in itertools.product((192, 128), (128, 112, 96, 160, 80, 64)):
         tiles += with_most_buffers(Sm90Tile(rows, keys), problem.spec, device)
@@ -117,7 +117,7 @@ class Sm90Forward(sm90_launch.Forward):
     """The forward pass."""
 
     def __init__(self, problem: Problem, device: Device, tile: Sm90Tile | None = None, why: str = CHOSEN) -> None:
-        spec, tile = problem.spec, tile or forward_tile(problem)
+        spec, tile = problem.spec, tile or forward_tile(problem, device)
         constants, functions = forward_source(spec, tile, packed(problem))
         arch = compiler.target(device.capability)
         library = specialise.library("sm90/forward", spec, tuple(constants.items()), arch, functions)
@@ -175,8 +175,7 @@ class Sm90(Generation):
             return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
             return Verdict(True)
-        block_q = sm90_fp8.forward_tile(spec).block_q if spec.fp8 else forward_tile(problem).block_q
-        return work_enough(problem, device, block_q)
+        return work_enough(problem, device)
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:
         """Whether FP16x2 saves more time than the conversion takes."""

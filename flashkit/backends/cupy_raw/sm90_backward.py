@@ -80,7 +80,7 @@ class Sm90Backward(sm90_bwd_launch.Backward):
         constants, wgmma = source(spec, tile, fused)
         library = specialise.library("sm90/backward", spec, tuple(constants.items()), arch, wgmma)
         fallback = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
-        super().__init__(spec, device, tile, why, library, specialise.library, fallback, fused, early=True)
+        super().__init__(spec, device, tile, why, library, specialise.library, fallback, fused, early=not spec.packed)
 
     def boxes(self) -> list[tuple[str, int, int]]:
         dim_v = self.spec.head_dim_v

@@ -55,14 +55,14 @@ def _classifies(spec: AttentionSpec) -> bool:
     return spec.mask is not None or spec.score is not None or spec.kv_lengths
 
 
-def forward_tile(problem: Problem) -> Tile:
+def forward_tile(problem: Problem, device: Device) -> Tile:
     """The tile that is fastest on an H200."""
-    return default_tile(Tile, problem, problem.spec.score is not None or problem.spec.dropout)
+    return default_tile(Tile, problem, device, problem.spec.score is not None or problem.spec.dropout)
 
 
 def forward_candidates(problem: Problem, device: Device) -> list[Tile]:
     """Tiles worth measuring, the one of `forward_tile` first."""
-    tiles = [forward_tile(problem)]
+    tiles = [forward_tile(problem, device)]
     for rows, keys, turns in itertools.product((192, 128), (128, 144, 112, 96, 160, 80, 64), (1, 0)):
         tiles += with_most_buffers(Tile(rows, keys, turns=turns), problem.spec, device)
     return list(dict.fromkeys(tiles))
@@ -74,7 +74,7 @@ class Forward(sm90_launch.Forward):
     def __init__(
         self, generation: Sm90, problem: Problem, device: Device, tile: Tile | None, why: str = CHOSEN
     ) -> None:
-        spec, tile = problem.spec, tile or forward_tile(problem)
+        spec, tile = problem.spec, tile or forward_tile(problem, device)
         constants = tuple(tile.constants(spec, packed(problem)).items())
         library = generation.kernels("sm90/forward", spec, constants, compiler.target(device.capability))
         fallback = Fallback(partial(generation.older, problem, device, "forward"), spec, device, "forward")
@@ -126,7 +126,7 @@ class Sm90(Generation):
         if not (able := supports_16bit(spec, MAX_DIM)):
             return able
         if direction == "forward":
-            return work_enough(problem, device, forward_tile(problem).block_q)
+            return work_enough(problem, device)
         return Verdict(True)
 
     def candidates(self, problem: Problem, device: Device, direction: Direction) -> list[Any]:

@@ -3,7 +3,8 @@
 #pragma once
 #include "sm90/tile_scheduler.cuh"
 
-struct KvTile { int tile, head, b; };
+// page, row: where a lane's box begins, of keys in pages.
+struct KvTile { int tile, head, b, page, row; };
 
 // FP8: the tile that a stage of V holds, for the transpose warp. b: END behind the last one.
 DEVICE void store_v_tile(unsigned slot, const KvTile& at) {
@@ -15,22 +16,30 @@ struct KvSource {
     const Params& p;
     const TensorMap &k_map, &v_map;
 
-    // By a warp, lane by lane: boxes of a page's rows, as many as the largest power of two that divides a page and a
-    // tile (sm90_launch.keys_of_a_box). Behind the last key comes what lies there in its page, or that page again.
+    // A box has a page's rows, as many as the largest power of two that divides a page and a tile
+    // (sm90_launch.keys_of_a_box): a tile has at most one for each lane of a warp.
+    __device__ __forceinline__ unsigned box_rows() const {
+        return ((unsigned)p.page | BLOCK_K) & -((unsigned)p.page | BLOCK_K);
+    }
+    // Looked up before the stage is free, and for K and V at once: the table is far away. Behind the last key comes
+    // what lies there in its page, or that page again.
+    __device__ __forceinline__ KvTile located(int tile, int head, int b) const {
+        if constexpr (!IS_PAGED) return {tile, head, b};
+        const unsigned page = (unsigned)p.page, key = tile * BLOCK_K + threadIdx.x % 32 * box_rows();
+        const unsigned number = key / page;
+        const int n_k = (int)seq_info(p, b).n_k;
+        const unsigned last = n_k > 0 ? (unsigned)(n_k - 1) / page : 0;
+        return {tile, head, b, (int)page_of(p, b, number < last ? number : last), (int)(key - number * page)};
+    }
+
     template <int CHUNKS>
     __device__ __forceinline__ void load_pages(const TensorMap& map, const KvTile& at, unsigned target, int chunk,
                                                unsigned barrier) const {
-        const unsigned page = (unsigned)p.page, rows = (page | BLOCK_K) & -(page | BLOCK_K);
-        const int n_k = (int)seq_info(p, at.b).n_k;
-        const unsigned last = n_k > 0 ? (unsigned)(n_k - 1) / page : 0;
+        const unsigned row = threadIdx.x % 32 * box_rows();
         if (is_leader()) mbarrier_arrive_expect_tx(barrier, BLOCK_K * CHUNK_ROW * CHUNKS);
-#pragma unroll 1
-        for (unsigned row = threadIdx.x % 32 * rows; row < BLOCK_K; row += 32 * rows) {
-            const unsigned key = at.tile * BLOCK_K + row, number = key / page;
-            const Box box{0, (int)(key - number * page), at.head,
-                          (int)page_of(p, at.b, number < last ? number : last)};
-            load_tile<1, CHUNKS, BLOCK_K>(target + row * CHUNK_ROW, map, box, barrier, 0, chunk);
-        }
+        if (row < BLOCK_K)
+            load_tile<1, CHUNKS, BLOCK_K>(target + row * CHUNK_ROW, map, Box{0, at.row, at.head, at.page}, barrier, 0,
+                                          chunk);
         __syncwarp();  // a lane that fell behind would wait for a phase of the pipeline that is over
     }
     __device__ __forceinline__ static bool is_leader() { return !IS_PAGED || threadIdx.x % 32 == 0; }
@@ -77,7 +86,7 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
     const KvSource kv{p, k_map, v_map};
     const bool late = claims_late(p), leader = KvSource::is_leader();
     unsigned n = 0, number = 0;  // K/V tiles, work tiles so far
-    KvTile previous{0, 0, 0};
+    KvTile previous{};
     auto load_previous_v = [&]() {
         pipe_v.producer_acquire(n - 1);
         const unsigned stage = (n - 1) % STAGES;
@@ -97,11 +106,12 @@ DEVICE void producer(const Params& p, const TensorMap& q_map, const TensorMap& k
             const int entry = work.list.entry[i], tile = work.last_tile - (entry >> 8),
                 first = i == 0 ? work.first_bits : 0;
             if (leader && i == claim_at) mbarrier_arrive(base + AT_CLAIM);
+            const KvTile at = kv.located(tile, head, b);
             pipe_k.producer_acquire(n);
             if (leader) store_word(tile_desc_slot(base, n), tile << 8 | first | (entry & 63));
-            kv.load_k({tile, head, b}, base + at_k(n % STAGES), pipe_k.full_barrier(n));
+            kv.load_k(at, base + at_k(n % STAGES), pipe_k.full_barrier(n));
             if (n > 0) load_previous_v();
-            previous = {tile, head, b};
+            previous = at;
             ++n;
             if (leader && first) load_q(p, q_map, base, number++, b, work.h, work.row0);
         }
