@@ -366,6 +366,22 @@ def test_keys_in_pages(backend: str, generation: str, n_q: int, device: Device, 
 
 
 @slow
+@pytest.mark.parametrize("generation", ["sm80"])
+def test_a_table_that_ends_with_the_last_key(generation: str, launched: list[str]) -> None:
+    """Rows of the last tile behind it have no entries."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, n, 64)).astype(np.float16) for n in (1, 1100, 1100))
+    pools = (cupy.asarray(np.ascontiguousarray(x[0].swapaxes(0, 1)[:, None])) for x in (k, v))
+    table = cupy.asarray(np.arange(1100)[None])
+    out = flashkit.attention(cupy.asarray(q), *pools, page_table=table, kv_lengths=[1100], backend="cupy_raw")
+    right = flashkit.attention(*(x.astype(np.float64) for x in (q, k, v)))
+    np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-7)
+    assert generations(launched) == {generation}
+
+
+@slow
 @pytest.mark.parametrize("generation", ["sm80", "simt"])
 @pytest.mark.parametrize("dims", ["40/24", "64"])
 def test_pages_that_are_not_aligned(generation: str, dims: str, launched: list[str]) -> None:

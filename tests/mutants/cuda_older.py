@@ -160,9 +160,11 @@ FAULTS = (
         "p.page_table[b * p.table_width + at]", "p.page_table[at]",
     ),
     Fault(
-        "pages: the table is read behind its end", f"{SM80}/load.cuh", "row < n_k ? row : n_k - 1", "row",
+        "pages: the table is read behind its end", f"{SM80}/load.cuh",
+        "unsigned n = row < n_k ? row : n_k - 1", "unsigned n = row",
     ),
     Fault(
-        "sm80: pages: a thread copies its first row", f"{SM80}/load.cuh", "source->at(own + down)", "source->at(own)",
+        "sm80: pages: a thread copies its first row", f"{SM80}/load.cuh",
+        "source->at(own + down, page)", "source->at(own, page)",
     ),
 )  # fmt: skip

@@ -259,7 +259,7 @@ FAULTS = (
         "pages: the table is read behind its end", f"{SM90}/producer.cuh",
         "number < last ? number : last", "number", PAGED,
     ),
-    Fault("pages: boxes begin with their page", f"{SM90}/producer.cuh", "(int)(key - number * page)}", "0}", PAGED),
+    Fault("pages: boxes begin with their page", f"{SM90}/producer.cuh", "(int)(key - number * p.page)}", "0}", PAGED),
     Fault(
         "pages: a lane falls behind", f"{SM90}/producer.cuh", "        __syncwarp();  // a lane that fell", "//", PAGED
     ),

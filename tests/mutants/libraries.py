@@ -34,7 +34,7 @@ FAULTS = (
     Fault("pickled: graphs are not checked", MOD, "    check_traced(graph, kind)", "    pass", OF_PICKLES),
     Fault("pickled: values are not checked", MOD, "Mod(kind, graph, params, arrays).snapshot()",
           "Mod(kind, graph, params, arrays)", OF_PICKLES),
-    Fault("pickled: wide integers", MOD, "isinstance(value, int) and abs(value) > expr.MAX_PARAM", "False", OF_PICKLES),
+    Fault("integers of any size", MOD, "abs(params[name]) > expr.MAX_PARAM", "False", OF_PICKLES),
     Fault("pickled plans without the scale", PICKLED, "        operands.scale, operands.q_offset[own]",
           "        None, operands.q_offset[own]", OF_PICKLES),
     Fault("pickled plans without lengths", PICKLED, "operands.kv_lengths[own] if has_lengths else None", "None",

@@ -25,11 +25,10 @@ struct KvSource {
     // what lies there in its page, or that page again.
     __device__ __forceinline__ KvTile located(int tile, int head, int b) const {
         if constexpr (!IS_PAGED) return {tile, head, b};
-        const unsigned page = (unsigned)p.page, key = tile * BLOCK_K + threadIdx.x % 32 * box_rows();
-        const unsigned number = key / page;
+        const unsigned key = tile * BLOCK_K + threadIdx.x % 32 * box_rows(), number = page_number(p, key);
         const int n_k = (int)seq_info(p, b).n_k;
-        const unsigned last = n_k > 0 ? (unsigned)(n_k - 1) / page : 0;
-        return {tile, head, b, (int)page_of(p, b, number < last ? number : last), (int)(key - number * page)};
+        const unsigned last = n_k > 0 ? page_number(p, n_k - 1) : 0;
+        return {tile, head, b, (int)page_of(p, b, number < last ? number : last), (int)(key - number * p.page)};
     }
 
     template <int CHUNKS>
