@@ -146,6 +146,8 @@ def default_tile(kind: type[Tile], problem: Problem, device: Device, modified: b
         # Products are short, so that two stages do not hide the loads. FP16x2 leaves no room for three.
         return _buffered(kind(64 if few else rows, 128, 2 if is_float32 else 3), spec)
     if max(dim, dim_v) <= 128:
+        if not is_float32 and problem.n_k < 256:  # two tiles of 128 keys are half empty
+            return _buffered(kind(64 if few else 128, 64, 3), spec)
         return _buffered(kind(64 if few else 128, 128), spec)
     if dim <= 192 and dim_v <= 128:
         return kind(128, 96)
