@@ -21,6 +21,7 @@ from flashkit.backends.cuda_common.params import AT
 from flashkit.backends.cuda_common.simt import Simt
 from flashkit.backends.numba_cuda.sm80_decode import Decode
 from flashkit.call.arguments import prepare
+from flashkit.call.arrays import share_memory
 from flashkit.reference import standard, standard_gradients
 from flashkit.spec import AttentionSpec
 
@@ -216,6 +217,45 @@ def test_a_captured_call_replays(generation: str, choice: cases.Choice, device: 
                 np.testing.assert_allclose(got.astype(np.float64), right.get().astype(np.float64), atol=2.0**-5)
     assert generations(launched) == {generation}
     assert ("combine" in launched) == (generation == "sm80")
+
+
+def test_a_captured_call_writes_to_out(device: Device) -> None:
+    """Whether it shares memory with what the gradient reads follows from addresses: nothing is read from the device."""
+    import cupy
+
+    call = build({**PLAIN, "sizes": "70x70", "dims": "8", "heads": "1:1", "dtype": "float32"})
+    out, results = cupy.empty_like(call.q), list[Any]()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        flashkit.attention_vjp(call.q, call.k, call.v, backend="cupy_raw")[1](call.dout)  # compiles
+        stream.begin_capture()
+        try:
+            flashkit.attention(call.q, call.k, call.v, out=out, backend="cupy_raw")
+            _, vjp = flashkit.attention_vjp(call.q, call.k, call.v, out=out, backend="cupy_raw")
+            results += vjp(call.dout)
+            with pytest.raises(ValueError, match="out shares memory with k"):
+                flashkit.attention_vjp(call.q, call.k, call.v, out=call.k, backend="cupy_raw")
+        finally:
+            graph = stream.end_capture()
+        graph.launch()
+    right, vjp = flashkit.attention_vjp(call.q, call.k, call.v, backend="cupy_raw")
+    for got, each in zip((out, *results), (right, *vjp(call.dout)), strict=True):
+        np.testing.assert_array_equal(got.get(), each.get())
+
+
+@pytest.mark.parametrize(
+    ("part", "shares"),
+    [
+        (np.s_[:4], False), (np.s_[3:5], True), (np.s_[4:], True), (np.s_[4::-1], True), (np.s_[5::2], False),
+        (np.s_[6:4:-2], True), (np.s_[8:], False), (np.s_[4:4], False),
+    ],
+)  # fmt: skip
+def test_shared_memory_on_the_device(part: Any, shares: bool, device: Device) -> None:
+    """By elements, as for NumPy arrays."""
+    import cupy
+
+    x = cupy.zeros((9, 3), "float16")
+    assert share_memory(x[4:8:2], x[part]) is shares
+    assert not share_memory(x, cupy.zeros((9, 3), "float16"))
 
 
 def test_a_captured_launch_has_a_tile_counter_of_its_own(device: Device) -> None:
