@@ -98,6 +98,8 @@ def test_repeated_pull_backs(name: str, backend: str) -> None:
             exact, alone = flashkit.attention_vjp(*given, **options)
         same((out, lse), exact)
         same(pulled_back(vjp, out, lse, number), pulled_back(alone, out, lse, number))
+        if number:  # PyTorch gives out back in memory of its own strides
+            out = np.concatenate([out] * (number + 1), -1)[..., : out.shape[-1]]
         kept = flashkit.api.vjp_of(*given, out, lse, **{x: y for x, y in options.items() if x != "return_lse"})
         same(pulled_back(kept, out, lse, number), pulled_back(alone, out, lse, number))
 
