@@ -150,7 +150,8 @@ def may_share(a: Any, b: Any) -> bool:
 def share_memory(a: Any, b: Any) -> bool:
     """Whether two arrays of one library have an element in common; False if that takes too long to decide."""
     try:
-        return np.shares_memory(*map(_addresses, (a, b)), max_work=10_000)  # type: ignore[arg-type]  # stubs: -1 and 0
+        of_a, of_b = _addresses(a), _addresses(b)
+        return np.shares_memory(of_a, of_b, max_work=10_000)  # type: ignore[arg-type]  # NumPy's stubs know -1 and 0
     except np.exceptions.TooHardError:
         return False
 

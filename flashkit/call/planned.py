@@ -260,14 +260,15 @@ class Planned:
             operands.arrays = operands.arrays | {name: x.view() for name, x in zip(self._anew, anew, strict=True)}
         if 0 in operands.q.shape[:3]:
             return operands, shape, None
-        binds = hasattr(backend, "bind_backward") and not anew
+        binds = hasattr(backend, "bind_backward") and (not anew or getattr(backend, "takes_arrays", False))
         return operands, shape, self._backward if binds else partial(backend.backward, plan)
 
     def _backward(self, operands: Operands, gradients: Gradients) -> None:
         if self._run_backward is None:
             backend, plan = self._chosen
             bind: Any = backend.bind_backward  # type: ignore[attr-defined]
-            self._run_backward = bind(plan, operands, gradients)
+            anew = (self._anew,) if self._anew else ()
+            self._run_backward = bind(plan, operands, gradients, *anew)
         self._run_backward(operands, gradients)
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:

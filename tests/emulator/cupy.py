@@ -299,10 +299,17 @@ class _Stream:
         self._entered.streams.pop()
 
 
+def _memset(address: int, value: int, size: int, stream: int) -> None:
+    if DEVICE.recorded is None:
+        DEVICE.flush()
+    DEVICE.copied(DEVICE.memory.bytes[address - BASE :][:size], np.full(size, value, np.uint8))
+
+
 _Stream.null = _Stream(null=True)  # type: ignore[attr-defined]
 _runtime = types.SimpleNamespace(
     getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: FACTS,
     streamIsCapturing=lambda stream: stream == _Stream._capturing != 0, deviceSynchronize=DEVICE.flush,
+    memsetAsync=_memset,
     CUDARuntimeError=RuntimeError, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
 )  # fmt: skip
 cuda = types.SimpleNamespace(Device=_Device, Stream=_Stream, get_current_stream=_Stream.current, runtime=_runtime)

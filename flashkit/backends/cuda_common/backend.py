@@ -17,9 +17,9 @@ from ... import settings
 from ...devices.schema import not_followed
 from ...errors import UnsupportedError
 from ...spec import Direction, Gradients, Operands, Problem, Verdict
-from ..base import Bound
+from ..base import Bound, BoundBackward
 from . import compiler, device, launch, modification, verify
-from .arguments import Arguments
+from .arguments import Arguments, addresses
 from .cu_seqlens import clear_behind
 from .device import Device
 from .generation import Generation, Pass, asked
@@ -34,6 +34,12 @@ MAX_HEAD_DIM = 512
 MANY_ROWS = 64
 """With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: tiles of others are
 mostly empty."""
+
+_MAX_FORMS = 16
+"""Layouts of out, dout and dlse that a bound backward pass has argument blocks for."""
+
+_BACKWARD_AT = addresses(("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv"))
+_DLSE, _DSINKS = AT["dlse"], AT["dsinks"]
 
 
 class Choice(NamedTuple):
@@ -151,15 +157,7 @@ class CudaBackend:
         _keep(stream, plan, operands)
 
     def backward(self, plan: CudaPlan, operands: Operands, gradients: Gradients) -> None:
-        run = plan.on(_device_of(operands), "backward").run
-        arguments = Arguments(plan.problem.spec, operands)
-        arguments.gradients(gradients)
-        stream = launch.stream()
-        if operands.cu_seqlens is not None:
-            clear_behind(operands.cu_seqlens[1], gradients.dk, gradients.dv, stream)
-        run(arguments, stream)
-        _keep(stream, plan, operands)
-        launch.keep(stream, gradients.dlse)
+        self.bind_backward(plan, operands, gradients)(operands, gradients)
 
     def bind(self, plan: CudaPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
         import cupy
@@ -196,6 +194,53 @@ class CudaBackend:
             stream = stream_of()
             if stream:  # a CUDA graph that captures this may outlive them; the default stream is not captured
                 launch.keep(stream, plan, copies, arrays)
+            run(arguments, stream)
+            pool.append(arguments)
+
+        return call
+
+    def bind_backward(
+        self, plan: CudaPlan, operands: Operands, gradients: Gradients, anew: Sequence[str] = ()
+    ) -> BoundBackward:
+        import cupy
+
+        on, current = _device_of(operands), cupy.cuda.runtime.getDevice
+        run, template = plan.on(on, "backward").run, Arguments(plan.problem.spec, operands)
+        arrays_at = [(name, template.release(name, operands)) for name in anew]
+        behind = operands.cu_seqlens[1] if operands.cu_seqlens is not None else None
+        stream_of, ordinal, copies = launch.stream, on.ordinal, template.alive
+        forms: dict[Any, tuple[Arguments, deque[Arguments]]] = {}  # by the layouts of out, dout and dlse
+
+        def call(op: Operands, to: Gradients) -> None:
+            if current() != ordinal:
+                raise ValueError(_ELSEWHERE.format(ordinal, current()))
+            dout, dlse, dsinks = to.dout, to.dlse, to.dsinks
+            form = op.out.strides, dout.strides, None if dlse is None else dlse.strides, dsinks is None
+            found = forms.get(form)
+            if found is None:
+                if len(forms) >= _MAX_FORMS:
+                    forms.clear()
+                own = template.for_backward(op.out, to)
+                found = forms[form] = own, deque([own], maxlen=8)
+            own, pool = found
+            try:
+                arguments = pool.pop()  # no other thread uses it until it is returned
+            except IndexError:
+                arguments = own.copy()
+            words = arguments.words
+            for at, array in zip(_BACKWARD_AT, (op.q, op.k, op.v, op.out, op.lse, dout, to.dq, to.dk, to.dv)):
+                words[at] = array.data.ptr
+            if dlse is not None:
+                words[_DLSE] = dlse.data.ptr
+            if dsinks is not None:
+                words[_DSINKS] = dsinks.data.ptr
+            for name, at in arrays_at:
+                words[at] = op.arrays[name].data.ptr
+            stream = stream_of()
+            if behind is not None:
+                clear_behind(behind, to.dk, to.dv, stream)
+            if stream:  # a CUDA graph that captures this may outlive them
+                launch.keep(stream, plan, copies, op, to)
             run(arguments, stream)
             pool.append(arguments)
 
