@@ -188,9 +188,7 @@ class CudaBackend:
                 words[lse_at] = lse.data.ptr
             if arrays:
                 for (at, layout), array in zip(arrays_at, arrays, strict=True):
-                    if _layout(array) != layout:
-                        raise ValueError(f"an array of a modification has the layout {_layout(array)}; {layout} fits")
-                    words[at] = array.data.ptr
+                    words[at] = _address(array, layout)
             stream = stream_of()
             if stream:  # a CUDA graph that captures this may outlive them; the default stream is not captured
                 launch.keep(stream, plan, copies, arrays)
@@ -206,7 +204,7 @@ class CudaBackend:
 
         on, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(on, "backward").run, Arguments(plan.problem.spec, operands)
-        arrays_at = [(name, template.release(name, operands)) for name in anew]
+        arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in anew]
         behind = operands.cu_seqlens[1] if operands.cu_seqlens is not None else None
         stream_of, ordinal, copies = launch.stream, on.ordinal, template.alive
         forms: dict[Any, tuple[Arguments, deque[Arguments]]] = {}  # by the layouts of out, dout and dlse
@@ -234,8 +232,8 @@ class CudaBackend:
                 words[_DLSE] = dlse.data.ptr
             if dsinks is not None:
                 words[_DSINKS] = dsinks.data.ptr
-            for name, at in arrays_at:
-                words[at] = op.arrays[name].data.ptr
+            for name, at, layout in arrays_at:
+                words[at] = _address(op.arrays[name], layout)
             stream = stream_of()
             if behind is not None:
                 clear_behind(behind, to.dk, to.dv, stream)
@@ -299,6 +297,13 @@ def _absent(name: str) -> bool:
 
 def _layout(array: Any) -> tuple[Any, ...]:
     return array.shape, array.strides, array.dtype
+
+
+def _address(array: Any, layout: tuple[Any, ...]) -> int:
+    """The address of an array of a modification, which a kernel reads in this layout."""
+    if _layout(array) != layout:
+        raise ValueError(f"an array of a modification has the layout {_layout(array)}; {layout} fits")
+    return int(array.data.ptr)
 
 
 def _keep(stream: int, plan: CudaPlan, operands: Operands) -> None:
