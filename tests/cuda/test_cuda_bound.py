@@ -5,6 +5,7 @@ for a device's.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from dataclasses import replace
@@ -139,14 +140,17 @@ def test_a_pull_back_finds_what_was_sent(kept: list[Any]) -> None:
 # --- the backward pass ------------------------------------------------------------------------------------------------
 
 
-def of_another_call(first: Any, wide: int = 0, dlse: bool = False, dsinks: bool = False, **named: Any) -> Any:
-    """Operands of the same plan, whose out has rows of `wide` more columns, and gradients whose dout has too."""
+def of_another_call(
+    first: Any, wide_out: int = 0, wide_dout: int = 0, dlse: bool = False, dsinks: bool = False, **named: Any
+) -> tuple[Any, Gradients]:
+    """Operands of the same plan and gradients, where rows of out and dout have so many more columns in memory."""
     tensors = dict(zip(("q", "k", "v", "out", "lse"), five(), strict=True))
     operands = replace(first, **tensors, arrays=first.arrays | named)
-    rows = [OnDevice(np.zeros((*SHAPE[:3], SHAPE[3] + n), np.float16)[..., : SHAPE[3]]) for n in (wide, 2 * wide)]
-    operands.out = rows[0]
-    statistics = OnDevice(np.zeros(SHAPE[:3], np.float32)) if dlse else None
-    return operands, Gradients(rows[1], statistics, *five()[:3], OnDevice(np.zeros(4, np.float32)) if dsinks else None)
+    operands.out, dout = (
+        OnDevice(np.zeros((*SHAPE[:3], SHAPE[3] + more), np.float16)[..., : SHAPE[3]]) for more in (wide_out, wide_dout)
+    )
+    statistics, of_sinks = (OnDevice(np.zeros(shape, np.float32)) for shape in (SHAPE[:3], 4))
+    return operands, Gradients(dout, statistics if dlse else None, *five()[:3], of_sinks if dsinks else None)
 
 
 def words_alone(problem: Any, operands: Any, gradients: Gradients) -> list[int]:
@@ -165,10 +169,10 @@ def test_pull_backs_of_other_layouts(kept: list[Any]) -> None:
     plan, seen = watched(problem)
     first = of_another_call(operands)
     bound = CupyRawBackend().bind_backward(plan, *first, names)
-    for number in range(60):
+    some = [*itertools.product((0, 8), (0, 8), (False, True), (False, True))]
+    for number, form in enumerate([*some, *some, *((8 * n, 0, False, False) for n in range(40)), *some]):
         others = {name: on_device(x) for name, x in zip(names, given(number).values(), strict=True)}
-        wide = 8 * (number % 3 if number < 6 else number)
-        call = of_another_call(operands, wide, number % 2 == 1, number % 4 > 1, **others)
+        call = of_another_call(operands, *form, **others)
         kept.clear()
         bound(*call)
         assert seen[-1] == words_alone(problem, *call)

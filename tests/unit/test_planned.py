@@ -161,6 +161,23 @@ def test_shapes_and_layouts(lead: tuple[int, ...], layout: str, dtype: str) -> N
     same(kept, call(*given))
 
 
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("lead", [None, (), (2,), (2, 3)])
+def test_shapes_of_gradients(lead: tuple[int, ...] | None, layout: str) -> None:
+    """dout is like out, dlse like lse, with any batch axes or without heads."""
+    if lead is None:
+        x, other = rng.standard_normal((7, 4)), (4, 7)
+    else:
+        x, other = rng.standard_normal((*lead, 5, 7, 4)), (*lead, 7, 5, 4)
+    (out, lse), vjp = flashkit.attention_vjp(x, x, x, layout=layout, return_lse=True, backend="cpu")
+    for gradient in vjp(out, lse):
+        assert gradient.shape == x.shape
+    with pytest.raises(ValueError, match="dout has shape"):
+        vjp(out.reshape(other), lse)
+    with pytest.raises(ValueError, match="dlse has shape"):
+        vjp(out, lse[..., :-1])
+
+
 def test_two_axes() -> None:
     x = rng.standard_normal((30, 8))
     same(plan(x, x, x)(x + 1, x, x), full(x + 1, x, x))
