@@ -165,8 +165,7 @@ def _addresses(array: Any) -> np.ndarray:
 
 class _Addresses:
     def __init__(self, array: Any) -> None:
-        address = array.data.ptr or 1  # an empty array may have none, which NumPy refuses
         self.__array_interface__ = {
-            "version": 3, "data": (address, True), "shape": array.shape, "strides": array.strides,
+            "version": 3, "data": (array.data.ptr, True), "shape": array.shape, "strides": array.strides,
             "typestr": f"|V{array.dtype.itemsize}",
         }  # fmt: skip
