@@ -157,7 +157,10 @@ class CudaBackend:
         _keep(stream, plan, operands)
 
     def backward(self, plan: CudaPlan, operands: Operands, gradients: Gradients) -> None:
-        self.bind_backward(plan, operands, gradients)(operands, gradients)
+        run = plan.on(_device_of(operands), "backward").run
+        arguments = Arguments(plan.problem.spec, operands)
+        arguments.gradients(gradients)
+        _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands))
 
     def bind(self, plan: CudaPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
         import cupy
@@ -205,8 +208,7 @@ class CudaBackend:
         on, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(on, "backward").run, Arguments(plan.problem.spec, operands)
         arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in anew]
-        behind = operands.cu_seqlens[1] if operands.cu_seqlens is not None else None
-        stream_of, ordinal, copies = launch.stream, on.ordinal, template.alive
+        end, ordinal = _end_of_keys(operands), on.ordinal
         forms: dict[Any, tuple[Arguments, deque[Arguments]]] = {}  # by the layouts of out, dout and dlse
 
         def call(op: Operands, to: Gradients) -> None:
@@ -234,12 +236,7 @@ class CudaBackend:
                 words[_DSINKS] = dsinks.data.ptr
             for name, at, layout in arrays_at:
                 words[at] = _address(op.arrays[name], layout)
-            stream = stream_of()
-            if behind is not None:
-                clear_behind(behind, to.dk, to.dv, stream)
-            if stream:  # a CUDA graph that captures this may outlive them
-                launch.keep(stream, plan, copies, op, to)
-            run(arguments, stream)
+            _pull_back(plan, run, arguments, op, to, end)
             pool.append(arguments)
 
         return call
@@ -297,6 +294,23 @@ def _absent(name: str) -> bool:
 
 def _layout(array: Any) -> tuple[Any, ...]:
     return array.shape, array.strides, array.dtype
+
+
+def _pull_back(
+    plan: CudaPlan, run: Any, arguments: Arguments, operands: Operands, gradients: Gradients, end: Any
+) -> None:
+    """Enqueue a backward pass. end: of `_end_of_keys`."""
+    stream = launch.stream()
+    if end is not None:
+        clear_behind(end, gradients.dk, gradients.dv, stream)
+    if stream:  # a CUDA graph that captures this may outlive them
+        launch.keep(stream, plan, arguments.alive, operands, gradients)
+    run(arguments, stream)
+
+
+def _end_of_keys(operands: Operands) -> Any:
+    """Offsets whose last is the end of the keys of packed sequences, after `Arguments` has put them on the device."""
+    return None if operands.cu_seqlens is None else operands.cu_seqlens[1]
 
 
 def _address(array: Any, layout: tuple[Any, ...]) -> int:
