@@ -106,13 +106,23 @@ class Bindable(Protocol):
 class BindsBackward(Protocol):
     """Optional: a backend that makes repeated backward passes on arrays of one layout cheap."""
 
-    def bind_backward(self, plan: Any, operands: Operands, gradients: Gradients) -> BoundBackward:
+    def bind_backward(
+        self, plan: Any, operands: Operands, gradients: Gradients, anew: Sequence[str] = ()
+    ) -> BoundBackward:
         """Do once what `backward(plan, operands, gradients)` does before it launches a kernel.
+
+        Parameters
+        ----------
+        plan, operands, gradients
+            Of a first call.
+        anew
+            Names of operands.arrays that differ from call to call, in one layout. Only a backend with `takes_arrays`
+            gets any.
 
         Returns
         -------
         BoundBackward
             f(operands, gradients) computes what `backward` would. Their arrays have the dtypes and strides of those
-            here, but for dout and dlse, and all else in operands is the same. Of the first ones f keeps what `bind`
-            keeps. Threads may call it at the same time.
+            here, but for out, dout and dlse, and all else in operands is the same. Of the first ones f keeps what
+            `bind` keeps. Threads may call it at the same time.
         """

@@ -149,9 +149,23 @@ def may_share(a: Any, b: Any) -> bool:
 
 def share_memory(a: Any, b: Any) -> bool:
     """Whether two arrays of one library have an element in common; False if that takes too long to decide."""
-    if not isinstance(a, np.ndarray):
-        return bool(sys.modules["cupy"].shares_memory(a, b))
     try:
-        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]  # NumPy's stubs know -1 and 0 alone
+        of_a, of_b = _addresses(a), _addresses(b)
+        return np.shares_memory(of_a, of_b, max_work=10_000)  # type: ignore[arg-type]  # NumPy's stubs know -1 and 0
     except np.exceptions.TooHardError:
         return False
+
+
+def _addresses(array: Any) -> np.ndarray:
+    """A NumPy array, never to be read, of the addresses and strides of an array's elements: CuPy decides whether arrays
+    share memory on the device, and waits for it.
+    """
+    return array if isinstance(array, np.ndarray) else np.asarray(_Addresses(array))
+
+
+class _Addresses:
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3, "data": (array.data.ptr, True), "shape": array.shape, "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+        }  # fmt: skip

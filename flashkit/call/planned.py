@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -80,7 +79,8 @@ class Planned:
         fours = operands.q, operands.k, operands.v
         binds = hasattr(chosen, "bind") and (not anew or getattr(chosen, "takes_arrays", False))
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
-        self._copies = binds and not all(map(arrays.same_address, given, fours))
+        self._copied = not all(map(arrays.same_address, given, fours))
+        self._copies = binds and self._copied
         out, lse = shape.like(operands.out), shape.rows(operands.lse)
         self._out, self._lse, self._dtype = out.shape, (lse.shape, lse.dtype), out.dtype
         self._rows = operands.lse.shape
@@ -253,21 +253,24 @@ class Planned:
 
         They are views: the caller may set the shape of an array object anew.
         """
-        (backend, plan), shape, operands = self._chosen, self._shape, copy(self._operands)
-        operands.q, operands.k, operands.v, operands.out = (shape.to_four(x).view() for x in (q, k, v, out))
-        operands.lse = lse.reshape(self._rows)
+        (backend, plan), shape = self._chosen, self._shape
+        four = shape.to_four if self._copied else shape.four_axes
+        q, k, v, out = (x.view() for x in (four(q), four(k), four(v), shape.to_four(out)))
+        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse.reshape(self._rows)}
+        operands = Operands(**(vars(self._operands) | given))
         if anew:
             operands.arrays = operands.arrays | {name: x.view() for name, x in zip(self._anew, anew, strict=True)}
-        if 0 in operands.q.shape[:3]:
+        if 0 in q.shape[:3]:
             return operands, shape, None
-        binds = hasattr(backend, "bind_backward") and not anew
+        binds = hasattr(backend, "bind_backward") and (not anew or getattr(backend, "takes_arrays", False))
         return operands, shape, self._backward if binds else partial(backend.backward, plan)
 
     def _backward(self, operands: Operands, gradients: Gradients) -> None:
         if self._run_backward is None:
             backend, plan = self._chosen
             bind: Any = backend.bind_backward  # type: ignore[attr-defined]
-            self._run_backward = bind(plan, operands, gradients)
+            anew = (self._anew,) if self._anew else ()
+            self._run_backward = bind(plan, operands, gradients, *anew)
         self._run_backward(operands, gradients)
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:

@@ -55,6 +55,18 @@ class Shape:
             return tensor[0, 0] if self.layout == "bhnd" else tensor[0, :, 0]
         return tensor.reshape((*self.batch, *tail)) if self.ndim != 4 else tensor
 
+    def sizes(self, four: tuple[int, int, int, int]) -> tuple[int, ...]:
+        """The caller's shape of a (B, H, N, D) tensor of these sizes."""
+        _, heads, n, d = four
+        if self.ndim == 2:
+            return n, d
+        return (*self.batch, heads, n, d) if self.layout == "bhnd" else (*self.batch, n, heads, d)
+
+    def sizes_of_rows(self, three: tuple[int, int, int]) -> tuple[int, ...]:
+        """The caller's shape of (B, H, N) numbers."""
+        _, heads, n = three
+        return (n,) if self.ndim == 2 else (*self.batch, heads, n)
+
     def rows(self, values: Any) -> Any:
         """(B, H, N) numbers, one for each query, in the caller's shape."""
         return (

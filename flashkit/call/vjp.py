@@ -81,25 +81,19 @@ class Vjp(Generic[A]):
         for name in wrt:
             if not isinstance(name, str) or name not in fit:
                 raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
-        dout4 = self._checked("dout", dout, shape.like(op.out).shape, op.q.dtype)
-        dlse3 = None if dlse is None else self._checked("dlse", dlse, shape.rows(op.lse).shape, op.lse.dtype)
+        dtype = op.q.dtype
+        self._checked("dout", dout, shape.sizes(op.out.shape), dtype)
         xp: Any = arrays.namespace(self.problem.array_kind)
-        dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (op.q, op.k, op.v))
-        dsinks = xp.zeros_like(op.sinks) if "sinks" in wrt else None
-        gradients = Gradients(
-            shape.to_four(dout4),
-            None if dlse3 is None else xp.ascontiguousarray(dlse3).reshape(op.lse.shape),
-            dq,
-            dk,
-            dv,
-            dsinks,
-        )
-        self.fill(gradients)
-        results: dict[str, Any] = {"q": dq, "k": dk, "v": dv}
+        if dlse is not None:
+            self._checked("dlse", dlse, shape.sizes_of_rows(op.lse.shape), op.lse.dtype)
+            dlse = xp.ascontiguousarray(dlse).reshape(op.lse.shape)
+        dq, dk, dv = (xp.ndarray(x.shape, dtype) for x in (op.q, op.k, op.v))  # faster than its `empty`
+        dsinks = xp.empty_like(op.sinks) if "sinks" in wrt else None
+        self.fill(Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks))
         if dsinks is not None and self._sinks_dtype is not None:
-            dsinks = dsinks.astype(self._sinks_dtype)
-        results |= {name: shape.like(tensor) for name, tensor in results.items()} | {"sinks": dsinks}
-        return tuple(results[name] for name in wrt)
+            dsinks = dsinks.astype(self._sinks_dtype, copy=False)
+        tensors = {"q": dq, "k": dk, "v": dv}
+        return tuple([dsinks if name == "sinks" else shape.like(tensors[name]) for name in wrt])
 
     def fill(self, gradients: Gradients) -> None:
         """Compute these gradients."""

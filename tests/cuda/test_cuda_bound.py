@@ -5,6 +5,7 @@ for a device's.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from dataclasses import replace
@@ -23,6 +24,7 @@ from flashkit.backends.cuda_common.params import AT, VALUES
 from flashkit.backends.cupy_raw.backend import CupyRawBackend
 from flashkit.call import plan_cache
 from flashkit.call.arguments import prepare
+from flashkit.spec import Gradients
 
 
 @pytest.fixture
@@ -133,3 +135,96 @@ def test_a_pull_back_finds_what_was_sent(kept: list[Any]) -> None:
     sent = operands.kv_lengths, operands.q_offset, *operands.arrays.values()
     assert len(sent) > 2 and all(isinstance(array, OnDevice) for array in sent)
     assert list(Arguments(problem.spec, operands).words) == list(first.words)
+
+
+# --- the backward pass ------------------------------------------------------------------------------------------------
+
+
+def of_another_call(
+    first: Any, wide_out: int = 0, wide_dout: int = 0, dlse: bool = False, dsinks: bool = False, **named: Any
+) -> tuple[Any, Gradients]:
+    """Operands of the same plan and gradients, where rows of out and dout have so many more columns in memory."""
+    tensors = dict(zip(("q", "k", "v", "out", "lse"), five(), strict=True))
+    operands = replace(first, **tensors, arrays=first.arrays | named)
+    operands.out, dout = (
+        OnDevice(np.zeros((*SHAPE[:3], SHAPE[3] + more), np.float16)[..., : SHAPE[3]]) for more in (wide_out, wide_dout)
+    )
+    statistics, of_sinks = (OnDevice(np.zeros(shape, np.float32)) for shape in (SHAPE[:3], 4))
+    return operands, Gradients(dout, statistics if dlse else None, *five()[:3], of_sinks if dsinks else None)
+
+
+def words_alone(problem: Any, operands: Any, gradients: Gradients) -> list[int]:
+    block = Arguments(problem.spec, operands)
+    block.gradients(gradients)
+    return list(block.words)
+
+
+def test_pull_backs_of_other_layouts(kept: list[Any]) -> None:
+    """Each has the words of a block made for it alone, whatever the one before had."""
+    arrays = given(0)
+    problem, operands = operands_of(block_mask=BLOCKS, sinks=np.zeros(4, np.float32), **arrays)
+    operands.sinks = on_device(operands.sinks)
+    names = plan_cache.names_of(list(arrays.values()), operands)
+    assert names is not None
+    plan, seen = watched(problem)
+    first = of_another_call(operands)
+    bound = CupyRawBackend().bind_backward(plan, *first, names)
+    some = [*itertools.product((0, 8), (0, 8), (False, True), (False, True))]
+    for number, form in enumerate([*some, *some, *((8 * n, 0, False, False) for n in range(40)), *some]):
+        others = {name: on_device(x) for name, x in zip(names, given(number).values(), strict=True)}
+        call = of_another_call(operands, *form, **others)
+        kept.clear()
+        bound(*call)
+        assert seen[-1] == words_alone(problem, *call)
+        assert any(x is call[0] for x in kept) and any(x is call[1] for x in kept), "a graph needs them"
+    call[0].arrays[names[0]] = OnDevice(np.zeros((3, 3), np.float32))
+    with pytest.raises(ValueError, match="an array of a modification has the layout"):
+        bound(*call)
+
+
+def test_pull_backs_at_the_same_time(kept: list[Any]) -> None:
+    """Each has a block of its own until its kernels are enqueued."""
+    problem, operands = operands_of()
+    plan, seen = watched(problem)
+    inner, outer = of_another_call(operands), of_another_call(operands)
+    blocks: list[Any] = []
+
+    def run(block: Any, stream: int) -> None:
+        blocks.append(block)
+        if len(blocks) == 1:
+            bound(*inner)
+        seen.append(list(block.words))
+
+    plan.on = lambda here, direction: SimpleNamespace(run=run)
+    bound = CupyRawBackend().bind_backward(plan, *outer)
+    bound(*outer)
+    assert seen == [words_alone(problem, *inner), words_alone(problem, *outer)] and seen[0] != seen[1]
+    for _ in range(3):
+        bound(*outer)
+    assert len({id(block) for block in blocks}) == 2, "blocks are used again"
+
+
+def test_a_pull_back_keeps_no_tensors_alive(kept: list[Any]) -> None:
+    problem, operands = operands_of()
+    plan, _ = watched(problem)
+    call = of_another_call(operands, dlse=True, dsinks=True)
+    bound = CupyRawBackend().bind_backward(plan, *call)
+    bound(*call)
+    tensors = [weakref.ref(x) for x in (call[0].q, call[0].out, call[0].lse, *vars(call[1]).values())]
+    kept.clear()
+    del call, operands
+    gc.collect()
+    assert [ref() for ref in tensors] == [None] * len(tensors)
+
+
+def test_a_pull_back_on_another_device(kept: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [0]
+    monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "getDevice", lambda: here[0])
+    problem, operands = operands_of()
+    plan, seen = watched(problem)
+    call = of_another_call(operands)
+    bound = CupyRawBackend().bind_backward(plan, *call)
+    here[0] = 1
+    with pytest.raises(ValueError, match="q lies on CUDA device 0, the current one is 1"):
+        bound(*call)
+    assert not seen

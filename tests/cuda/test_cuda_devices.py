@@ -156,17 +156,25 @@ def test_finished_work_tiles_are_counted(
     """All of each head when the kernel has ended: bwd_postprocess waits for that."""
     if (NAME, generation) != ("cupy_raw", "sm90"):
         pytest.skip("other kernels do not count them")
-    from flashkit.backends.cuda_common import launch, sm90_bwd_launch
+    from flashkit.backends.cuda_common.workspace import Workspace
 
     cases.arbitrary_dq_order(monkeypatch)
     made: list[Any] = []
-    monkeypatch.setattr(sm90_bwd_launch, "scratch", lambda *form: made.append(launch.scratch(*form)) or made[-1])
+    allocate = Workspace.allocate
+
+    def allocated(workspace: Workspace, *arguments: Any) -> Any:
+        held = allocate(workspace, *arguments)
+        begin, size = workspace.parts["preprocess_counters"]
+        made.append(held[begin : begin + size].view("int32"))
+        return held
+
+    monkeypatch.setattr(Workspace, "allocate", allocated)
     q, dout = tensors(*[(3, 8, n_q, d)] * 2, dtype="bfloat16")
     k, v = tensors(*[(3, 8 // group, n_k, d)] * 2, dtype="bfloat16", seed=1)
     grid = np.random.default_rng(0).random((-(-n_q // 64), -(-n_k // 64))) < 0.3
     mask = flashkit.BlockMask.from_dense(grid, 64, 64, n_q, n_k) if masked else None
     flashkit.attention_vjp(q, k, v, block_mask=mask, backend=NAME)[1](dout)
-    (counters,) = [x for x in made if x.dtype == np.int32][-1:]
+    counters = made[-1]
     work_tiles, kv_heads = -(-n_k // 128) * (2 if d > 128 else 1), 3 * 8 // group
     finished = counters[1 + kv_heads : 1 + 2 * kv_heads]  # PreprocessCounters of sm90/dq_clear.cuh
     assert finished.get().tolist() == [work_tiles] * kv_heads

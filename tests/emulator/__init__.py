@@ -27,12 +27,14 @@ How a launch runs:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
+    from flashkit.backends.cuda_common.workspace import Workspace
+
     from .device import Device
 
 
@@ -41,7 +43,7 @@ def emulated(sms: int = 3) -> Iterator[Device]:
     """Within the block, the process's CUDA device is the emulated one, with this many SMs."""
     from cuda.bindings import driver
 
-    from flashkit.backends.cuda_common import compiler, tensor_maps
+    from flashkit.backends.cuda_common import compiler, tensor_maps, workspace
     from flashkit.backends.numba_cuda import assemble
 
     from . import cupy
@@ -64,11 +66,29 @@ def emulated(sms: int = 3) -> Iterator[Device]:
         replace(compiler, _is_machine_code=lambda binary: True)  # PTX
         replace(assemble, machine_code=lambda name, texts, arch: ("\f".join(texts).encode(), ""))
         replace(assemble, identity=lambda: ("emulated",))
+        replace(workspace, _GAP=256)
+        replace(workspace.Workspace, allocate=_apart(workspace.Workspace.allocate))
         replace(tensor_maps.TileCounters, COUNT=2)  # each is used again at once, so it must have been reset
         _forget()
         cupy.DEVICE.sms = sms
         cupy.DEVICE.seed(1)
         yield cupy.DEVICE
+
+
+def _apart(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """Scratch memory in which an access between two parts is an error."""
+
+    from .cupy import DEVICE
+
+    def allocated(parts: Workspace, *arguments: Any) -> Any:
+        held, end = allocate(parts, *arguments), 0
+        allowed = DEVICE.memory.allowed[held._memory.start :]
+        for offset, size in parts.parts.values():
+            allowed[end:offset] = False
+            end = offset + size
+        return held
+
+    return allocated
 
 
 def _set_cupy(module: object) -> None:

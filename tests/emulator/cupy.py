@@ -60,6 +60,13 @@ def _copied(x: np.ndarray) -> ndarray:
     return made
 
 
+def _read(x: ndarray) -> np.ndarray:
+    """The contents on the host: a copy from the device, which a stream that captures does not allow."""
+    if DEVICE.recorded is not None:
+        raise RuntimeError("the current stream is capturing, so D2H transfers are disallowed")
+    return x._host()
+
+
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     _memory: _Memory
     _view: np.ndarray
@@ -115,7 +122,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return ndarray._of(DEVICE.memory.bytes[start : start + size].view(self.dtype), self._memory)
 
     def get(self, *_: Any, **__: Any) -> np.ndarray:
-        return self._host().copy()
+        return _read(self).copy()
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("implicit conversion to a NumPy array is not allowed; x.get() fits")
@@ -147,13 +154,13 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return (self[i] for i in range(len(self)))
 
     def __float__(self) -> float:
-        return float(self._host())
+        return float(_read(self))
 
     def __int__(self) -> int:
-        return int(self._host())
+        return int(_read(self))
 
     def __bool__(self) -> bool:
-        return bool(self._host())
+        return bool(_read(self))
 
     def __repr__(self) -> str:
         return f"emulated {self._host()!r}"
@@ -164,7 +171,8 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
         def method(*args: Any, **more: Any) -> Any:
             with np.errstate(all="ignore"):
-                return _wrapped(getattr(self._host(), name)(*_unwrapped(args), **_unwrapped(more)), (self,))
+                here = _read(self) if name in ("item", "tolist") else self._host()
+                return _wrapped(getattr(here, name)(*_unwrapped(args), **_unwrapped(more)), (self,))
 
         return method
 
@@ -193,7 +201,11 @@ def empty_like(x: Any, dtype: Any = None, **_: Any) -> ndarray:
 
 
 def asnumpy(x: Any) -> np.ndarray:
-    return _unwrapped(x).copy()
+    return _read(x).copy()
+
+
+def shares_memory(a: Any, b: Any) -> bool:
+    return bool(np.shares_memory(*map(_read, (a, b))))  # by a kernel, whose result it reads
 
 
 def _as_strided(x: ndarray, shape: Any, strides: Any) -> ndarray:
@@ -289,10 +301,17 @@ class _Stream:
         self._entered.streams.pop()
 
 
+def _memset(address: int, value: int, size: int, stream: int) -> None:
+    if DEVICE.recorded is None:
+        DEVICE.flush()
+    DEVICE.copied(DEVICE.memory.bytes[address - BASE :][:size], np.full(size, value, np.uint8))
+
+
 _Stream.null = _Stream(null=True)  # type: ignore[attr-defined]
 _runtime = types.SimpleNamespace(
     getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: FACTS,
     streamIsCapturing=lambda stream: stream == _Stream._capturing != 0, deviceSynchronize=DEVICE.flush,
+    memsetAsync=_memset,
     CUDARuntimeError=RuntimeError, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
 )  # fmt: skip
 cuda = types.SimpleNamespace(Device=_Device, Stream=_Stream, get_current_stream=_Stream.current, runtime=_runtime)

@@ -12,15 +12,19 @@ import pytest
 
 import flashkit
 from flashkit import mods
+from flashkit.api import vjp_of
 from flashkit.backends.cuda_common import backend as cuda_backend
-from flashkit.backends.cuda_common import compiler, verify
+from flashkit.backends.cuda_common import compiler, tensor_maps, verify
 from flashkit.backends.cuda_common import device as devices
 from flashkit.backends.cuda_common.arguments import Arguments
 from flashkit.backends.cuda_common.cu_seqlens import derive
 from flashkit.backends.cuda_common.params import AT
 from flashkit.backends.cuda_common.simt import Simt
+from flashkit.backends.cuda_common.workspace import Workspace
 from flashkit.backends.numba_cuda.sm80_decode import Decode
+from flashkit.call import plan_cache
 from flashkit.call.arguments import prepare
+from flashkit.call.arrays import share_memory
 from flashkit.reference import standard, standard_gradients
 from flashkit.spec import AttentionSpec
 
@@ -183,6 +187,79 @@ def test_wide_outputs_of_decoding_are_combined_whole(dims: str, device: Device) 
     assert launches["combine"] == 2 * 4 * 3 * -(-int(dims) // 128)
 
 
+# --- repeated pull-backs ----------------------------------------------------------------------------------------------
+
+GENERATIONS = [
+    pytest.param(*each, marks=[pytest.mark.exhaustive] * (each[0] == "numba_cuda"))
+    for each in (("cupy_raw", "sm90"), ("cupy_raw", "sm80"), ("cupy_raw", "simt"), ("numba_cuda", "sm90"))
+]
+
+
+@pytest.mark.parametrize(("backend", "generation"), GENERATIONS)
+def test_repeated_pull_backs(
+    backend: str, generation: str, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of a call without a plan, for other arrays, strides of out and dout, and with and without dlse. For
+    layouts that were there before nothing is prepared, and all scratch memory is one allocation.
+    """
+    import cupy
+
+    monkeypatch.setenv(cuda_backend.VARIABLE, generation)
+    rng, made, allocate = np.random.default_rng(0), list[Any](), Workspace.allocate
+
+    def allocated(workspace: Workspace, *arguments: Any) -> Any:
+        made.append(allocate(workspace, *arguments))
+        if generation == "sm80":  # NaN would be taken for sums that have to be computed again
+            assert not made[-1].get()[workspace.parts["dq_accum"][0] :].any()
+        return made[-1]
+
+    monkeypatch.setattr(Workspace, "allocate", allocated)
+
+    def drawn(*shape: int) -> Any:
+        return cupy.asarray(rng.standard_normal(shape).astype("float16"))
+
+    for number in range(4):
+        q, k, v = (drawn(1, 2, n, 16) for n in (70, 90, 90))
+        options: dict[str, Any] = {"causal": True, "q_offset": 20, "bias": drawn(70, 90), "deterministic": True}
+        out, lse = flashkit.attention(q, k, v, return_lse=True, backend=backend, **options)
+        odd = number % 2
+        wide = drawn(1, 2, 70, 16 + 8 * odd)[..., :16]
+        wide[...] = out
+        dout, dlse = drawn(1, 2, 70, 32 + 16 * odd)[..., 8 : 8 + 16], lse * 0.1 if odd else None
+        with monkeypatch.context() as patch:
+            if number > 1:
+                patch.setattr(cuda_backend, "Arguments", None)
+                patch.setattr(Workspace, "__init__", None)
+                patch.setattr(tensor_maps, "strides_fit", None)
+            made.clear(), launched.clear()
+            found = vjp_of(q, k, v, wide, lse, backend=backend, **options)(dout, dlse)
+            assert len(made) == 1 and generations(launched) == {generation}
+        with monkeypatch.context() as patch:
+            patch.setattr(plan_cache, "key", lambda *_: None)
+            _, alone = flashkit.attention_vjp(q, k, v, backend=backend, **options)
+        for got, right in zip(found, alone(dout, dlse), strict=True):
+            np.testing.assert_array_equal(got.get(), right.get())
+
+
+def test_a_pull_back_of_unaligned_rows_after_others(launched: list[str]) -> None:
+    """The layout may be the same: whether the newest kernels take a call depends on its addresses, too."""
+    import cupy
+
+    call = build({**PLAIN, "sizes": "70x130"})
+    memory = cupy.empty(call.dout.size + 4, call.dout.dtype)
+    _, vjp = flashkit.attention_vjp(call.q, call.k, call.v, backend="cupy_raw")
+    found = []
+    for first, generation in ((0, "sm90"), (4, "sm80"), (0, "sm90")):
+        dout = memory[first : first + call.dout.size].reshape(call.dout.shape)
+        dout[...] = call.dout
+        launched.clear()
+        found.append([x.get().astype(np.float64) for x in vjp(dout)])
+        assert generations(launched) == {generation}
+    for got in found[1:]:
+        for x, right in zip(got, found[0], strict=True):
+            np.testing.assert_allclose(x, right, atol=2.0**-5)
+
+
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +293,49 @@ def test_a_captured_call_replays(generation: str, choice: cases.Choice, device: 
                 np.testing.assert_allclose(got.astype(np.float64), right.get().astype(np.float64), atol=2.0**-5)
     assert generations(launched) == {generation}
     assert ("combine" in launched) == (generation == "sm80")
+
+
+def test_a_captured_call_writes_to_out(device: Device) -> None:
+    """Whether it shares memory with what the gradient reads follows from addresses: nothing is read from the device."""
+    import cupy
+
+    call = build({**PLAIN, "sizes": "70x70", "dims": "8", "heads": "1:1", "dtype": "float32"})
+    out, results = cupy.empty_like(call.q), list[Any]()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        flashkit.attention_vjp(call.q, call.k, call.v, backend="cupy_raw")[1](call.dout)  # compiles
+        stream.begin_capture()
+        try:
+            flashkit.attention(call.q, call.k, call.v, out=out, backend="cupy_raw")
+            _, vjp = flashkit.attention_vjp(call.q, call.k, call.v, out=out, backend="cupy_raw")
+            results += vjp(call.dout, wrt=("k", "v"))  # a graph writes dq, too, that no one holds
+            with pytest.raises(ValueError, match="out shares memory with k"):
+                flashkit.attention_vjp(call.q, call.k, call.v, out=call.k, backend="cupy_raw")
+        finally:
+            graph = stream.end_capture()
+        gc.collect()
+        device.flush()
+        graph.launch()
+        device.flush()
+    right, vjp = flashkit.attention_vjp(call.q, call.k, call.v, backend="cupy_raw")
+    for got, each in zip((out, *results), (right, *vjp(call.dout)[1:]), strict=True):
+        np.testing.assert_array_equal(got.get(), each.get())
+
+
+@pytest.mark.parametrize(
+    ("part", "shares"),
+    [
+        (np.s_[:4], False), (np.s_[3:5], True), (np.s_[4:], True), (np.s_[4::-1], True), (np.s_[5::2], False),
+        (np.s_[6:4:-2], True), (np.s_[8:], False), (np.s_[4:4], False),
+    ],
+)  # fmt: skip
+def test_shared_memory_on_the_device(part: Any, shares: bool, device: Device) -> None:
+    """By elements, as for NumPy arrays."""
+    import cupy
+
+    x, nowhere = cupy.zeros((9, 3), "float16"), SimpleNamespace(ptr=0)
+    assert not share_memory(x, SimpleNamespace(data=nowhere, shape=(0, 3), strides=(6, 2), dtype=x.dtype))
+    assert share_memory(x[4:8:2], x[part]) is shares
+    assert not share_memory(x, cupy.zeros((9, 3), "float16"))
 
 
 def test_a_captured_launch_has_a_tile_counter_of_its_own(device: Device) -> None:

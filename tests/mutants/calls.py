@@ -37,10 +37,10 @@ FAULTS = (
     ),
     Fault("pull-backs of calls with sinks are cached", API, "if others or not _is_constant(", "if not _is_constant("),
     Fault("pull-backs share lengths", CACHE, "is np.ndarray and not recorded:", "is np.ndarray:"),
-    Fault("pull-backs keep the caller's arrays", PLANNED, "(shape.to_four(x).view() for x", "(shape.to_four(x) for x"),
+    Fault("pull-backs keep the caller's arrays", PLANNED, "(x.view() for x in (four(q)", "(x for x in (four(q)"),
     Fault(
         "pull-backs with the bias of the first", PLANNED,
-        'binds = hasattr(backend, "bind_backward") and not anew', 'binds = hasattr(backend, "bind_backward")',
+        'and (not anew or getattr(backend, "takes_arrays", False))', "",
     ),
     Fault("keys without the layout", CACHE, "(*options, layout, block_mask,", "(*options, block_mask,"),
     Fault("keys without the block mask", CACHE, "(*options, layout, block_mask,", "(*options, layout,"),
@@ -64,11 +64,11 @@ FAULTS = (
         "if arrays.kind_of(array) == problem.array_kind and arrays.same_address(out, array):",
         "tests/unit/test_bad_input.py -k reads_its_inputs",
     ),
-    Fault("dsinks of the computing dtype", VJP, "dsinks = dsinks.astype(self._sinks_dtype)", "pass"),
+    Fault("dsinks of the computing dtype", VJP, "dsinks = dsinks.astype(self._sinks_dtype, copy=False)", "pass"),
     Fault(
         "dlse of any dtype", VJP,
-        'self._checked("dlse", dlse, shape.rows(op.lse).shape, op.lse.dtype)',
-        'self._checked("dlse", dlse, shape.rows(op.lse).shape, dlse.dtype)',
+        'self._checked("dlse", dlse, shape.sizes_of_rows(op.lse.shape), op.lse.dtype)',
+        'self._checked("dlse", dlse, shape.sizes_of_rows(op.lse.shape), dlse.dtype)',
     ),
     Fault(
         "no queries: gradients are not cleared", VJP,
@@ -78,8 +78,8 @@ FAULTS = (
     Fault("out is not written", API, "    if not arrays.same_address(out, result):\n        out[...] = result\n", ""),
     Fault(
         "wrt in the order of q, k, v", VJP,
-        "for name in wrt)\n\n    def fill",
-        "for name in sorted(wrt))\n\n    def fill",
+        "for name in wrt])\n\n    def fill",
+        "for name in sorted(wrt)])\n\n    def fill",
     ),
     Fault("seed: 2^64", CHECKS, "if not 0 <= seed < 2**64:", "if not 0 <= seed <= 2**64:"),
     Fault("a window of length 0", CHECKS, "if side is not None and side < 0:", "if side is not None and side <= 0:"),
@@ -165,8 +165,8 @@ FAULTS = (
     Fault("planned: out of other strides", PLANNED, "return arrays.contiguous(out) and not any(", "return not any("),
     Fault(
         "planned: arrays that are not addressable", PLANNED,
-        "self._copies = binds and not all(map(arrays.same_address, given, fours))",
-        "self._copies = False",
+        "self._copied = not all(map(arrays.same_address, given, fours))",
+        "self._copied = False",
     ),
     Fault(
         "planned: lse is not returned", PLANNED,

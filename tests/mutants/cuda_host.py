@@ -21,6 +21,7 @@ DEVICE = (
 COMMON, CUPY, NUMBA = (f"flashkit/backends/{name}" for name in ("cuda_common", "cupy_raw", "numba_cuda"))
 
 OFFSETS = "tests/emulator/test_host.py -k 'offsets_on_the_device or share_a_plan'"
+BOUND = "tests/cuda/test_cuda_bound.py tests/emulator/test_host.py -k 'bound or pull_back or captured'"
 GRADIENTS = "tests/emulator/test_kernels.py -k 'next_sequence'"
 
 FAULTS = (
@@ -50,7 +51,7 @@ FAULTS = (
     ),
     Fault(
         "gradients behind the last sequence are not cleared", f"{COMMON}/backend.py",
-        "            clear_behind(", "            (lambda *_: None)(", GRADIENTS,
+        "        clear_behind(", "        (lambda *_: None)(", GRADIENTS,
     ),
     Fault(
         "gradients behind the last sequence: dK alone", f"{COMMON}/cu_seqlens.py",
@@ -102,6 +103,47 @@ FAULTS = (
     Fault(
         "a bound call takes K for V", f"{COMMON}/backend.py",
         "q.data.ptr, k.data.ptr, v.data.ptr", "q.data.ptr, k.data.ptr, k.data.ptr",
+    ),
+    Fault(
+        "gradients by the dlse of the first call", f"{COMMON}/backend.py",
+        "words[_DLSE] = dlse.data.ptr", "pass", BOUND,
+    ),
+    Fault(
+        "gradients by the strides of the first out", f"{COMMON}/backend.py",
+        "form = op.out.strides, dout.strides,", "form = 0, dout.strides,", BOUND,
+    ),
+    Fault(
+        "gradients by the layouts of others' grids and maps", f"{COMMON}/arguments.py",
+        "        new._known = {}\n", "", BOUND,
+    ),
+    Fault(
+        "gradients with the bias of the first call", f"{COMMON}/backend.py",
+        "words[at] = _address(op.arrays[name], layout)", "pass", BOUND,
+    ),
+    Fault(
+        "pull-backs at the same time share a block", f"{COMMON}/backend.py",
+        "                arguments = own.copy()\n            words = arguments.words\n            for",
+        "                arguments = own\n            words = arguments.words\n            for", BOUND,
+    ),
+    Fault(
+        "gradients of a captured call are freed", f"{COMMON}/backend.py",
+        "arguments.alive, operands, gradients)\n    run", "arguments.alive, operands)\n    run", BOUND,
+    ),
+    Fault(
+        "scratch memory is not cleared", f"{COMMON}/workspace.py",
+        "launch.clear(address + self._zeros, self.bytes - self._zeros, stream)", "pass", BOUND,
+    ),
+    Fault(
+        "scratch tensors overlap", f"{COMMON}/workspace.py",
+        "self.bytes = offset + size", "self.bytes = offset + size // 2", BOUND,
+    ),
+    Fault(
+        "unaligned rows of a known layout", f"{COMMON}/sm90_bwd_launch.py",
+        "if shaped is None or not aligned(arguments, _ADDRESSES):", "if shaped is None:", BOUND,
+    ),
+    Fault(
+        "arrays that share memory count as contiguous", "flashkit/call/arrays.py",
+        '"strides": array.strides,', '"strides": None,', "tests/emulator/test_host.py -k shared_memory",
     ),
     Fault("the slowest generation wins", f"{COMMON}/backend.py", "best = max(able", "best = min(able"),
     Fault(

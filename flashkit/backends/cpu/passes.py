@@ -73,7 +73,7 @@ def bind_forward(plan: CpuPlan, operands: Operands, anew: Sequence[str] = ()) ->
 
 def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> BoundBackward:
     """bwd_preprocess (delta), backward (dK, dV, dq_accum), bwd_postprocess (dQ), and the gradient of the sinks, with
-    all done that follows from the layouts of these tensors; dout and dlse may have others.
+    all done that follows from the layouts of these tensors; out, dout and dlse may have others.
     """
     block = ArgumentBlock(plan, operands, plan.backward_tile, plan.modify_backward, scores_whole=True)
     tile, spec, sizes = plan.backward_tile, plan.problem.spec, block.sizes
@@ -101,7 +101,8 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         of_gradients = (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)
         for index, tensor in (*forward_tensors(operands), *of_gradients):
             args[index] = address_of(tensor)
-        anew = (at.DOUT, gradients.dout), (at.DQ_ACCUM, dq_accum), (at.BWD_LSE, bwd_lse), (at.DELTA, delta)
+        scratch_tensors = (at.DQ_ACCUM, dq_accum), (at.BWD_LSE, bwd_lse), (at.DELTA, delta)
+        anew = (at.OUT, operands.out), (at.DOUT, gradients.dout), *scratch_tensors
         for index, tensor in (*anew, *(((at.DLSE, gradients.dlse),) if gradients.dlse is not None else ())):
             args[index : index + 4] = (address_of(tensor), *strides_of(tensor))
         args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // max(num_splits, 1)

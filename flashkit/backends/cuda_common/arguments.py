@@ -121,10 +121,18 @@ class Arguments(KernelArguments):
         self.words[AT["lse"] : AT["lse"] + 4] = [memory.data.ptr, 0, head_stride, 0]
 
     def gradients(self, gradients: Gradients) -> None:
-        """Set the tensors that only the backward pass reads and writes."""
+        """Set the tensors that only the backward pass reads and writes. They are not kept alive."""
         self.tensors(dout=gradients.dout, dlse=gradients.dlse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
         if gradients.dsinks is not None:
-            self.set(dsinks=self.address(gradients.dsinks))
+            self.set(dsinks=gradients.dsinks.data.ptr)
+
+    def for_backward(self, out: Any, gradients: Gradients) -> Arguments:
+        """A copy for a backward pass of such an output and gradients: copies may differ in their layouts."""
+        new = self.copy()
+        new._known = {}
+        new.tensors(out=out)
+        new.gradients(gradients)
+        return new
 
     def copy(self) -> Arguments:
         """A copy of the words, in which addresses may be changed."""

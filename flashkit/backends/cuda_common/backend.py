@@ -17,9 +17,9 @@ from ... import settings
 from ...devices.schema import not_followed
 from ...errors import UnsupportedError
 from ...spec import Direction, Gradients, Operands, Problem, Verdict
-from ..base import Bound
+from ..base import Bound, BoundBackward
 from . import compiler, device, launch, modification, verify
-from .arguments import Arguments
+from .arguments import Arguments, addresses
 from .cu_seqlens import clear_behind
 from .device import Device
 from .generation import Generation, Pass, asked
@@ -34,6 +34,12 @@ MAX_HEAD_DIM = 512
 MANY_ROWS = 64
 """With at most so many query rows that share keys, only rows of a profile with `max_rows` apply: tiles of others are
 mostly empty."""
+
+_MAX_FORMS = 16
+"""Layouts of out, dout and dlse that a bound backward pass has argument blocks for."""
+
+_BACKWARD_AT = addresses(("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv"))
+_DLSE, _DSINKS = AT["dlse"], AT["dsinks"]
 
 
 class Choice(NamedTuple):
@@ -154,12 +160,7 @@ class CudaBackend:
         run = plan.on(_device_of(operands), "backward").run
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
-        stream = launch.stream()
-        if operands.cu_seqlens is not None:
-            clear_behind(operands.cu_seqlens[1], gradients.dk, gradients.dv, stream)
-        run(arguments, stream)
-        _keep(stream, plan, operands)
-        launch.keep(stream, gradients.dlse)
+        _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands))
 
     def bind(self, plan: CudaPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
         import cupy
@@ -190,13 +191,52 @@ class CudaBackend:
                 words[lse_at] = lse.data.ptr
             if arrays:
                 for (at, layout), array in zip(arrays_at, arrays, strict=True):
-                    if _layout(array) != layout:
-                        raise ValueError(f"an array of a modification has the layout {_layout(array)}; {layout} fits")
-                    words[at] = array.data.ptr
+                    words[at] = _address(array, layout)
             stream = stream_of()
             if stream:  # a CUDA graph that captures this may outlive them; the default stream is not captured
                 launch.keep(stream, plan, copies, arrays)
             run(arguments, stream)
+            pool.append(arguments)
+
+        return call
+
+    def bind_backward(
+        self, plan: CudaPlan, operands: Operands, gradients: Gradients, anew: Sequence[str] = ()
+    ) -> BoundBackward:
+        import cupy
+
+        on, current = _device_of(operands), cupy.cuda.runtime.getDevice
+        run, template = plan.on(on, "backward").run, Arguments(plan.problem.spec, operands)
+        arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in anew]
+        end, ordinal = _end_of_keys(operands), on.ordinal
+        forms: dict[Any, tuple[Arguments, deque[Arguments]]] = {}  # by the layouts of out, dout and dlse
+
+        def call(op: Operands, to: Gradients) -> None:
+            if current() != ordinal:
+                raise ValueError(_ELSEWHERE.format(ordinal, current()))
+            dout, dlse, dsinks = to.dout, to.dlse, to.dsinks
+            form = op.out.strides, dout.strides, None if dlse is None else dlse.strides, dsinks is None
+            found = forms.get(form)
+            if found is None:
+                if len(forms) >= _MAX_FORMS:
+                    forms.clear()
+                own = template.for_backward(op.out, to)
+                found = forms[form] = own, deque([own], maxlen=8)
+            own, pool = found
+            try:
+                arguments = pool.pop()  # no other thread uses it until it is returned
+            except IndexError:
+                arguments = own.copy()
+            words = arguments.words
+            for at, array in zip(_BACKWARD_AT, (op.q, op.k, op.v, op.out, op.lse, dout, to.dq, to.dk, to.dv)):
+                words[at] = array.data.ptr
+            if dlse is not None:
+                words[_DLSE] = dlse.data.ptr
+            if dsinks is not None:
+                words[_DSINKS] = dsinks.data.ptr
+            for name, at, layout in arrays_at:
+                words[at] = _address(op.arrays[name], layout)
+            _pull_back(plan, run, arguments, op, to, end)
             pool.append(arguments)
 
         return call
@@ -254,6 +294,30 @@ def _absent(name: str) -> bool:
 
 def _layout(array: Any) -> tuple[Any, ...]:
     return array.shape, array.strides, array.dtype
+
+
+def _pull_back(
+    plan: CudaPlan, run: Any, arguments: Arguments, operands: Operands, gradients: Gradients, end: Any
+) -> None:
+    """Enqueue a backward pass. end: of `_end_of_keys`."""
+    stream = launch.stream()
+    if end is not None:
+        clear_behind(end, gradients.dk, gradients.dv, stream)
+    if stream:  # a CUDA graph that captures this may outlive them
+        launch.keep(stream, plan, arguments.alive, operands, gradients)
+    run(arguments, stream)
+
+
+def _end_of_keys(operands: Operands) -> Any:
+    """Offsets whose last is the end of the keys of packed sequences, after `Arguments` has put them on the device."""
+    return None if operands.cu_seqlens is None else operands.cu_seqlens[1]
+
+
+def _address(array: Any, layout: tuple[Any, ...]) -> int:
+    """The address of an array of a modification, which a kernel reads in this layout."""
+    if _layout(array) != layout:
+        raise ValueError(f"an array of a modification has the layout {_layout(array)}; {layout} fits")
+    return int(array.data.ptr)
 
 
 def _keep(stream: int, plan: CudaPlan, operands: Operands) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from ...spec import ITEMSIZE, AttentionSpec
 from . import compiler
 from .arguments import Arguments
 from .device import Device
 from .generation import Kernels
-from .launch import scratch
 from .params import AT
+from .workspace import Workspace
 
 _THREADS = 128  # of a CTA: kernels/common/bwd_preprocess
 
@@ -25,16 +23,24 @@ class BwdPreprocess:
         row_vecs = -(-spec.head_dim_v * ITEMSIZE[spec.dtype] // 16)
         self._rows_per_cta = _THREADS // (32 if row_vecs > 16 else 16 if row_vecs > 8 else 8)
 
-    def run(self, arguments: Arguments, stream: int, multiple: int = 1) -> None:
-        """Compute `bwd_lse` and `delta` (of Params). Each head gets room for a multiple of so many rows, in memory that
-        lives as long as the arguments.
+    def place(self, arguments: Arguments, workspace: Workspace, multiple: int = 1) -> int:
+        """Make room for `bwd_lse` and `delta` (of Params), in each head for a multiple of so many rows. Returns the
+        CTAs to run with.
         """
-        rows = arguments.entries, arguments.heads, arguments.q_tiles(multiple) * multiple
-        arguments.set(row_block=multiple)
-        row_stats = scratch((2, *rows), arguments.spec.lse_dtype)
-        arguments.alive.append(row_stats)
-        arguments.tensors(bwd_lse=row_stats[0], delta=row_stats[1])
-        if ctas := -(-math.prod(rows) // self._rows_per_cta):
+        rows = arguments.q_tiles(multiple) * multiple
+        workspace.words(row_block=multiple)
+        for name in ("bwd_lse", "delta"):
+            workspace.tensor(name, ITEMSIZE[arguments.spec.lse_dtype], rows)
+        return -(-arguments.entries * arguments.heads * rows // self._rows_per_cta)
+
+    def shaped(self, arguments: Arguments) -> tuple[Workspace, int]:
+        """Memory for these alone, and the CTAs to run with."""
+        workspace = Workspace(arguments)
+        return workspace, self.place(arguments, workspace)
+
+    def run(self, arguments: Arguments, stream: int, ctas: int) -> None:
+        """Compute `bwd_lse` and `delta`."""
+        if ctas:
             self._row_stats.launch(ctas, _THREADS, arguments, stream)
 
     def sink_gradients(self, arguments: Arguments, stream: int) -> None:

@@ -138,10 +138,10 @@ class Kernel:
     """A kernel that takes one argument block by value."""
 
     def __init__(self, handle: Any, name: str, shared: int, library: Library) -> None:
-        from cuda.bindings.driver import CUfunction, cuLaunchKernel
+        from cuda.bindings.driver import CUfunction, cuLaunchKernel, cuLaunchKernelEx
 
         self.name, self.shared, self.library = name, shared, library
-        self._function, self._launch = CUfunction(int(handle)), cuLaunchKernel
+        self._function, self._launch, self._launch_ex = CUfunction(int(handle)), cuLaunchKernel, cuLaunchKernelEx
 
     def launch(self, ctas: int, threads: int, arguments: KernelArguments, stream: int, pdl: bool = False) -> None:
         """Enqueue the kernel. `arguments` may be changed as soon as this returns.
@@ -165,19 +165,14 @@ class Kernel:
             The launch failed.
         """
         if pdl:
-            status = self._launch_dependent(ctas, threads, arguments, stream)
+            config = _pdl_config(ctas, threads, self.shared, stream)
+            (status,) = self._launch_ex(config, self._function, arguments.pointers, 0)
         else:
             (status,) = self._launch(
                 self._function, ctas, 1, 1, threads, 1, 1, self.shared, stream, arguments.pointers, 0
             )
         if status:
             raise CudaError(f"launching {self.name}, {ctas} CTAs of {threads} threads: {status.name}")
-
-    def _launch_dependent(self, ctas: int, threads: int, arguments: KernelArguments, stream: int) -> Any:
-        from cuda.bindings.driver import cuLaunchKernelEx
-
-        config = _pdl_config(ctas, threads, self.shared, stream)
-        return cuLaunchKernelEx(config, self._function, arguments.pointers, 0)[0]
 
 
 @lru_cache(maxsize=256)
@@ -245,6 +240,11 @@ def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
     memory = cupy.zeros(shape, dtype) if zeros else cupy.ndarray(shape, dtype)
     keep(stream(), memory)
     return memory
+
+
+def clear(address: int, size: int, stream: int) -> None:
+    """Enqueue zeros."""
+    _cupy().cuda.runtime.memsetAsync(address, 0, size, stream)
 
 
 @cache

@@ -191,10 +191,13 @@ class SimtBackward:
         self.libraries = [self.dkdv.library, self.dq.library, self.preprocess.library]
 
     def run(self, arguments: Arguments, stream: int) -> None:
-        self.preprocess.run(arguments, stream)
+        workspace, preprocess_ctas = arguments.known(self, self.preprocess.shaped)
+        held = workspace.allocate(arguments, stream)
+        self.preprocess.run(arguments, stream, preprocess_ctas)
         self.dkdv.launch(arguments, arguments.k_tiles(self.dkdv.tile.block_k), arguments.heads_kv, stream)
         self.dq.launch(arguments, arguments.q_tiles(self.dq.tile.block_q), arguments.heads, stream)
         self.preprocess.sink_gradients(arguments, stream)
+        del held
 
 
 MAX_CANDIDATES = 8

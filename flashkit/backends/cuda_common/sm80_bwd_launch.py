@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...spec import AttentionSpec
 from . import compiler
@@ -13,10 +12,20 @@ from .bwd_preprocess import BwdPreprocess
 from .device import Device
 from .generation import Kernels
 from .l2_swizzle import bytes_of_queries, heads_per_l2_group
-from .launch import check_grid, scratch
+from .launch import check_grid
+from .workspace import Workspace
 
 _L2_BYTES = 40_000_000  # of the heads that CTAs work on at the same time
 _POSTPROCESS_THREADS = 256
+
+
+class Shaped(NamedTuple):
+    """What the launches derive from the shapes of their arrays: their CTAs, and their memory."""
+
+    preprocess_ctas: int
+    blocks: int
+    tiles: int
+    workspace: Workspace
 
 
 class OrderedBackward:
@@ -36,24 +45,30 @@ class OrderedBackward:
         self._kernel = library.kernel("sm80_backward", device, tile.shared_memory(spec))
         self._postprocess = library.kernel("bwd_postprocess", device)
 
-    def run(self, arguments: Arguments, stream: int) -> None:
-        tile = self.tile
-        self.preprocess.run(arguments, stream, tile.block_q)
+    def shaped(self, arguments: Arguments) -> Shaped | None:
+        """What the launches derive from shapes and strides; None where the kernels do not support them."""
+        tile, workspace = self.tile, Workspace(arguments)
         tiles_k, tiles_q = arguments.k_tiles(tile.block_k), arguments.q_tiles(tile.block_q)
-        heads = arguments.entries, arguments.heads
-        dq_accum = scratch((*heads, tiles_q, tile.block_q * self._columns), "float32", zeros=True)
-        # The tile counter, and for each query tile a bit for each key tile that has been added to its dQ.
-        words = -(-tiles_k // 32)
-        counters = scratch(4 + math.prod(heads) * tiles_q * words, "int32", zeros=True)
-        arguments.tensors(dq_accum=dq_accum, dq_semaphore=counters[4:].reshape((*heads, tiles_q, words)))
-        arguments.set(tile_counter=counters.data.ptr)
-        all_heads_kv = arguments.entries * arguments.heads_kv
-        blocks, tiles = tiles_k * all_heads_kv, tiles_q * math.prod(heads)
+        preprocess_ctas = self.preprocess.place(arguments, workspace, tile.block_q)
+        workspace.tensor("dq_accum", 4, tiles_q, tile.block_q * self._columns, zeros=True)
+        words = -(-tiles_k // 32)  # for each query tile a bit for each key tile that has been added to its dQ
+        workspace.tensor("dq_semaphore", 4, tiles_q, words, zeros=True)
+        workspace.memory("tile_counter", 4, zeros=True)
+        heads_kv = arguments.entries * arguments.heads_kv
+        blocks, tiles = tiles_k * heads_kv, tiles_q * arguments.entries * arguments.heads
         check_grid(blocks, tiles)
         if blocks:
-            group = heads_per_l2_group(all_heads_kv, _L2_BYTES // bytes_of_queries(arguments))
-            arguments.set(heads_per_l2_group=group)
-            self._kernel.launch(blocks, 32 * tile.warps, arguments, stream)
-        if tiles:
-            self._postprocess.launch(tiles, _POSTPROCESS_THREADS, arguments, stream)
+            group = heads_per_l2_group(heads_kv, _L2_BYTES // bytes_of_queries(arguments))
+            workspace.words(heads_per_l2_group=group)
+        return Shaped(preprocess_ctas, blocks, tiles, workspace)
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        shaped = arguments.known(self, self.shaped)
+        held = shaped.workspace.allocate(arguments, stream)
+        self.preprocess.run(arguments, stream, shaped.preprocess_ctas)
+        if shaped.blocks:
+            self._kernel.launch(shaped.blocks, 32 * self.tile.warps, arguments, stream)
+        if shaped.tiles:
+            self._postprocess.launch(shaped.tiles, _POSTPROCESS_THREADS, arguments, stream)
         self.preprocess.sink_gradients(arguments, stream)
+        del held

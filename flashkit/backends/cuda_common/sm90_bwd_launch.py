@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ... import mods
 from ...mods import expr
 from ...spec import AttentionSpec
-from .arguments import Arguments
+from .arguments import Arguments, addresses, aligned
 from .bwd_preprocess import BwdPreprocess
 from .device import Device
 from .fallback import Fallback
 from .generation import Kernels
 from .l2_swizzle import bytes_of_queries, heads_per_l2_group
-from .launch import Library, check_grid, scratch
+from .launch import Library, check_grid
 from .modification import is_of_blocks, is_small, looks_at_ranges
 from .params import AT
 from .sm90_launch import WATCHDOG, chunks, padded
 from .smem import SmemLayout
-from .tensor_maps import TileCounters, addressable, tensor_map
+from .tensor_maps import Maps, TileCounters, maps_of, strides_fit
+from .workspace import Workspace
 
 _L2_BYTES = 12_000_000  # of the heads in flight: well within half of the L2 cache, which also holds dq_accum
 _L2_BYTES_DETERMINISTIC = 34_000_000
 _MAX_HEADS_IN_FLIGHT = 8
 _LEAD = 220  # work tiles whose heads bwd_preprocess completes before the backward kernel starts
 _CAUSAL = mods.causal().key
+_ADDRESSED = "q", "k", "v", "out", "dout", "dq", "dk", "dv"  # by TMA
+_ADDRESSES, _TILE_COUNTER = addresses(_ADDRESSED), AT["tile_counter"]
 _THREADS = 384
 _EARLY_LAUNCH_MAX_TOKENS = 4096  # of deterministic kernels
 _POSTPROCESS_COST = 0.2  # time to convert a query tile of dQ on one SM, over that of a step of the backward kernel
@@ -219,6 +222,18 @@ def reserved_sms(kind: MaskKind, n_k: int, work_tiles: int, sms: int) -> int:
 # --- the launch -------------------------------------------------------------------------------------------------------
 
 
+class Shaped(NamedTuple):
+    """What the launches derive from the shapes and strides of their arrays."""
+
+    preprocess_ctas: int
+    ctas: int
+    query_tiles: int  # CTAs of bwd_postprocess; 0: there is nothing to compute
+    early: bool
+    workspace: Workspace
+    maps: list[tuple[int, Maps]]
+    """For each TMA box the index of its tensor's address in the arguments, and the maps."""
+
+
 class Backward:
     """The three kernels of the backward pass: bwd_preprocess, sm90_backward, bwd_postprocess.
 
@@ -252,30 +267,24 @@ class Backward:
         self._postprocess = library.kernel("bwd_postprocess", device)
         self._tickets, self._fallback = TileCounters.of(device), fallback
 
-    def run(self, arguments: Arguments, stream: int) -> None:
+    def shaped(self, arguments: Arguments) -> Shaped | None:
+        """What the launches derive from shapes and strides, or None where the fallback is needed."""
         spec, tile, cluster = self.spec, self.tile, cluster_size(self.spec)
-        names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-        if not (arguments.n_k and arguments.positive_scale and addressable(arguments, names)):
-            return self._fallback.run(arguments, stream)
+        if not (arguments.n_k and arguments.positive_scale and strides_fit(arguments, _ADDRESSED)):
+            return None
         heads, kv_heads = arguments.entries * arguments.heads, arguments.entries * arguments.heads_kv
         tiles_q, tiles_k = arguments.q_tiles(tile.block_q), arguments.k_tiles(tile.block_k)
         query_tiles, work_tiles = tiles_q * heads, tiles_k * kv_heads
+        workspace = Workspace(arguments)
         if not heads:
-            return None
+            return Shaped(0, 0, 0, False, workspace, [])
         check_grid(query_tiles, work_tiles)
-
-        per_head = arguments.entries, arguments.heads
-        row_stats = scratch((2, *per_head, tiles_q * tile.block_q), "float32")
-        dq_accum = scratch((*per_head, tiles_q, tile.dq_accum_bytes(spec) // 4), "float32")
-        semaphore_words = 1 + cluster * -(-tiles_k // _KEY_TILES_PER_WORD)
-        n_counters = 1 + 2 * kv_heads  # PreprocessCounters of kernels/sm90/dq_clear.cuh
-        counters = scratch((n_counters + query_tiles * semaphore_words,), "int32")
-        arguments.tensors(bwd_lse=row_stats[0], delta=row_stats[1], dq_accum=dq_accum)
-        of_head = tiles_q * semaphore_words
-        arguments.words[AT["dq_semaphore"] : AT["dq_semaphore"] + 4] = [
-            counters.data.ptr + 4 * n_counters, 0 if spec.packed else arguments.heads * of_head, of_head,
-            semaphore_words,
-        ]  # fmt: skip
+        for name in ("bwd_lse", "delta"):
+            workspace.tensor(name, 4, tiles_q * tile.block_q)
+        workspace.tensor("dq_accum", 4, tiles_q, tile.dq_accum_bytes(spec) // 4)
+        workspace.tensor("dq_semaphore", 4, tiles_q, 1 + cluster * -(-tiles_k // _KEY_TILES_PER_WORD))
+        # PreprocessCounters of kernels/sm90/dq_clear.cuh
+        workspace.memory("preprocess_counters", 4 * (1 + 2 * kv_heads))
 
         in_flight, per_kv_head = self.kv_heads_in_flight(arguments), tiles_q * spec.group
         preprocessed = min(query_tiles, in_flight * per_kv_head + _LEAD // cluster * -(-per_kv_head // tiles_k))
@@ -283,24 +292,36 @@ class Backward:
             self._mask_kind, arguments.n_q, arguments.n_k, arguments.density
         ):
             preprocessed = query_tiles
-        arguments.set(
-            row_block=tile.block_q, heads_per_l2_group=in_flight, preprocessed_tiles=preprocessed,
-            preprocess_counters=counters.data.ptr, tile_counter=self._tickets.next(stream),
-        )  # fmt: skip
-        self._preprocess.launch(preprocessed if self._fused_preprocess else query_tiles, 256, arguments, stream)
-
-        maps = [tensor_map(arguments, name, columns, 1, rows) for name, columns, rows in self.boxes()]
+        workspace.words(row_block=tile.block_q, heads_per_l2_group=in_flight, preprocessed_tiles=preprocessed)
         early = self._early and not (
             spec.deterministic and max(arguments.n_q, arguments.n_k) > _EARLY_LAUNCH_MAX_TOKENS
         )
         clusters = max(1, self.device.sms // cluster)
         reserved = reserved_sms(self._mask_kind, arguments.n_k, work_tiles, clusters) if early else 0
         ctas = cluster * min(work_tiles, clusters - reserved)
-        self._kernel.launch(ctas, _THREADS, arguments.with_maps(maps), stream, early)
-        self._postprocess.launch(query_tiles, 256, arguments, stream, early)
+        maps = [(AT[name], maps_of(arguments, name, columns, 1, rows)) for name, columns, rows in self.boxes()]
+        preprocess_ctas = preprocessed if self._fused_preprocess else query_tiles
+        return Shaped(preprocess_ctas, ctas, query_tiles, early, workspace, maps)
+
+    def run(self, arguments: Arguments, stream: int) -> None:
+        shaped = arguments.known(self, self.shaped)
+        if shaped is None or not aligned(arguments, _ADDRESSES):
+            return self._fallback.run(arguments, stream)
+        if not shaped.query_tiles:
+            return None
+        words = arguments.words
+        held = shaped.workspace.allocate(arguments, stream)
+        words[_TILE_COUNTER] = self._tickets.next(stream)
+        self._preprocess.launch(shaped.preprocess_ctas, 256, arguments, stream)
+        arguments.with_maps([maps[words[at]] for at, maps in shaped.maps])
+        self._kernel.launch(shaped.ctas, _THREADS, arguments, stream, shaped.early)
+        self._postprocess.launch(shaped.query_tiles, 256, arguments, stream, shaped.early)
         if self._sinks is not None:
-            self._sinks.run(arguments, stream)
+            workspace, ctas = arguments.known(self._sinks, self._sinks.shaped)
+            held = held, workspace.allocate(arguments, stream)
+            self._sinks.run(arguments, stream, ctas)
             self._sinks.sink_gradients(arguments, stream)
+        del held
         return None
 
     def boxes(self) -> list[tuple[str, int, int]]:

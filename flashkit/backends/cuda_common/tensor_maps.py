@@ -9,18 +9,13 @@ from typing import Any
 
 from ...devices.lazy import cached_property
 from ...spec import ITEMSIZE
-from .arguments import Arguments, addresses, aligned
+from .arguments import Arguments
 from .device import Device
 from .launch import TensorMap, call, capturing, scratch
 from .params import AT
 
 _ALIGNMENT = 16  # bytes, of addresses and strides
 _BOX_BYTES = 128  # of a box along the columns: the width of the 128-byte swizzle
-
-
-def addressable(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether TMA can address these tensors: addresses and strides are multiples of 16 bytes, strides are positive."""
-    return aligned(arguments, addresses(names)) and strides_fit(arguments, names)
 
 
 def _extents(arguments: Arguments, name: str) -> tuple[int, int, int]:
@@ -33,7 +28,9 @@ def _extents(arguments: Arguments, name: str) -> tuple[int, int, int]:
 
 
 def strides_fit(arguments: Arguments, names: Sequence[str]) -> bool:
-    """Whether TMA can address tensors with these strides; addresses are not checked."""
+    """Whether TMA can address tensors with these strides: multiples of 16 bytes, and positive. Addresses, which are
+    multiples of 16 bytes too, are not checked.
+    """
     words = arguments.words
     for name in names:
         at, itemsize = AT[name], _itemsize(dtype_of(arguments, name))
@@ -50,15 +47,6 @@ def dtype_of(arguments: Arguments, name: str) -> str:
 
 def _itemsize(dtype: str) -> int:
     return ITEMSIZE.get(dtype, 1)  # codes are uint8
-
-
-def tensor_map(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> TensorMap:
-    """The tensor map for boxes of `rows` rows of 128 bytes.
-
-    Its axes are (batch, head / pack, token, head % pack, dim), with `pack` query heads that share a key/value head
-    (pack-GQA); for pack 1 (batch, head, 1, token, dim).
-    """
-    return maps_of(arguments, name, dim, pack, rows)[arguments.words[AT[name]]]
 
 
 class Maps(dict[int, TensorMap]):
@@ -78,7 +66,11 @@ class Maps(dict[int, TensorMap]):
 
 
 def maps_of(arguments: Arguments, name: str, dim: int, pack: int, rows: int) -> Maps:
-    """The tensor maps of all tensors with the layout of this one; arguments as of `tensor_map`."""
+    """The tensor maps of all tensors with the layout of this one, for boxes of `rows` rows of 128 bytes.
+
+    Their axes are (batch, head / pack, token, head % pack, dim), with `pack` query heads that share a key/value head
+    (pack-GQA); for pack 1 (batch, head, 1, token, dim).
+    """
     at, dtype = AT[name], dtype_of(arguments, name)
     entries, heads, tokens = _extents(arguments, name)
     return Maps(dtype, *arguments.words[at + 1 : at + 4], dim, pack, heads, tokens, entries, rows)

@@ -19,6 +19,7 @@ from ..cuda_common.params import AT
 from ..cuda_common.sm90_launch import CHOSEN, WATCHDOG, chunks, padded
 from ..cuda_common.smem import SmemLayout
 from ..cuda_common.tensor_maps import TileCounters, encode
+from ..cuda_common.workspace import Workspace
 from . import specialise
 from .sm80 import Sm80Backward
 from .sm90_wgmma import text as wgmma_functions
@@ -200,16 +201,24 @@ class Sm90Float32Backward:
         self._counters = TileCounters.of(device)
         self._fallback = Fallback(partial(Sm80Backward, problem, device), spec, device, "backward")
 
+    def shaped(self, arguments: Arguments) -> tuple[Workspace, int]:
+        """Memory besides that of terms, and the CTAs of the preprocess."""
+        workspace, block = Workspace(arguments), self.tile.block_k
+        preprocess_ctas = self.preprocess.place(arguments, workspace, block)
+        workspace.tensor("row_factors", 4, arguments.q_tiles(block) * block, _ROW_FACTORS)
+        return workspace, preprocess_ctas
+
     def run(self, arguments: Arguments, stream: int) -> None:
         # A scale that is not positive would change the sign of a masked pair's -inf.
         if not (arguments.n_q and arguments.n_k and arguments.positive_scale):
             return self._fallback.run(arguments, stream)
         block, batch = self.tile.block_k, arguments.batch
-        self.preprocess.run(arguments, stream, block)
-        (q, k, v, dout), held = self.conversion.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
+        workspace, preprocess_ctas = arguments.known(self, self.shaped)
+        held = [workspace.allocate(arguments, stream)]
+        self.preprocess.run(arguments, stream, preprocess_ctas)
+        (q, k, v, dout), terms = self.conversion.terms(arguments, stream, ("q", "k", "v", "dout"), "dout")
+        held.append(terms)
         queries = -(-arguments.n_q // block) * block
-        row_factors = scratch((batch, arguments.heads, queries, _ROW_FACTORS), "float32")
-        arguments.tensors(row_factors=row_factors)
         self._row_factors.launch(-(-batch * arguments.heads * queries // 256), 256, arguments, stream)
         for dq_kernel, kernel in self._kernels:
             rows, columns = ((q, dout), (k, v)) if dq_kernel else ((k, v), (q, dout))
@@ -224,5 +233,5 @@ class Sm90Float32Backward:
                 ctas = min(work_tiles, self.device.sms)
                 kernel.launch(ctas, _BACKWARD_THREADS, arguments.with_maps(maps), stream)
         self.preprocess.sink_gradients(arguments, stream)
-        del held, row_factors  # kept until the kernels that read them are enqueued
+        del held  # kept until the kernels that read them are enqueued
         return None

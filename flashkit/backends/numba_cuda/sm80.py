@@ -13,7 +13,6 @@ from ..cuda_common.arguments import (
     Arguments,
     addresses,
     aligned,
-    rows_are_vector_aligned,
     strides_are_vector_multiples,
 )
 from ..cuda_common.device import Device
@@ -22,12 +21,14 @@ from ..cuda_common.generation import Generation, Kernels, supports_16bit, tile_o
 from ..cuda_common.l2_swizzle import bytes_of_keys, heads_per_l2_group
 from ..cuda_common.launch import check_grid
 from ..cuda_common.params import AT
-from ..cuda_common.sm80_bwd_launch import OrderedBackward
+from ..cuda_common.sm80_bwd_launch import OrderedBackward, Shaped
 from ..cuda_common.smem import SmemLayout, stage_constants
 from .sm80_decode import OWN_DECODE, Decode, DecodeTile, decode_tiles
 
 THREADS = 128
 _ADDRESSES, _HEADS_PER_L2_GROUP = addresses(ROW_TENSORS), AT["heads_per_l2_group"]
+_BACKWARD_ROWS = "q", "k", "v", "dout", "dq", "dk", "dv"
+_BACKWARD_ADDRESSES = addresses(_BACKWARD_ROWS)
 MAX_DIM = 256
 FEW_ROWS = 64
 MANY_KEYS = 1024
@@ -211,9 +212,14 @@ class Backward(OrderedBackward):
         fallback = partial(generation.below.plan, problem, None, device, "backward")
         self._fallback = Fallback(fallback, spec, device, "backward")  # for rows that are not aligned to 16 bytes
 
+    def shaped(self, arguments: Arguments) -> Shaped | None:
+        supported = arguments.n_k and strides_are_vector_multiples(arguments, _BACKWARD_ROWS)
+        return super().shaped(arguments) if supported else None
+
     def run(self, arguments: Arguments, stream: int) -> None:
-        supported = arguments.n_k and rows_are_vector_aligned(arguments, ("q", "k", "v", "dout", "dq", "dk", "dv"))
-        return super().run(arguments, stream) if supported else self._fallback.run(arguments, stream)
+        if arguments.known(self, self.shaped) is None or not aligned(arguments, _BACKWARD_ADDRESSES):
+            return self._fallback.run(arguments, stream)
+        return super().run(arguments, stream)
 
 
 def splits(problem: Problem, device: Device) -> bool:
