@@ -36,8 +36,8 @@ class Sm90Fp8Tile(ForwardTile):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_k % DEPTH or self.block_k > _CHUNK or self.turns:
-            raise ValueError(f"{self=}: block_k is a multiple of {DEPTH} up to {_CHUNK}, and turns is 0")
+        if self.block_k % DEPTH or self.block_k > _CHUNK:
+            raise ValueError(f"{self=}: block_k is a multiple of {DEPTH} up to {_CHUNK}")
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         q, v = (-(-dim // _CHUNK) for dim in (spec.head_dim, spec.head_dim_v))
@@ -45,7 +45,7 @@ class Sm90Fp8Tile(ForwardTile):
         smem.add("VT_PIPE", 16 * self.stages, 8)
         smem.add("SCALES", 8)
         smem.add("V_TILES", 8 * self.stages)
-        smem.add("KEY_SCALES", 4 * self.block_k * 4 * self.warpgroups, 8)
+        smem.add("KEY_SCALES", 3 * 4 * self.block_k * 4 * self.warpgroups if spec.fp8 == "token" else 0, 8)
         smem.add("VT", _CHUNK * self.stages * padded(spec.head_dim_v), 1024)
         return smem
 
@@ -57,14 +57,8 @@ class Sm90Fp8Tile(ForwardTile):
         return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - 24
 
     def registers_of(self, spec: AttentionSpec) -> tuple[int, int]:
-        """Of a consumer thread, and of a thread of warp group 0, whose warps classify tiles and transpose V. With these
-        ptxas spills least.
-        """
-        if self.warpgroups == 3:
-            return 160, 32
-        if spec.head_dim_v <= 128:
-            return 224, 48
-        return (232, 40) if spec.mask is not None or spec.kv_lengths else (240, 32)
+        """Of a consumer thread, and of a thread of warp group 0, whose warps classify tiles and transpose V."""
+        return (160, 32) if self.warpgroups == 3 else (232, 40)
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
