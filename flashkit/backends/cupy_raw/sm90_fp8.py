@@ -45,7 +45,7 @@ class Sm90Fp8Tile(ForwardTile):
         smem.add("VT_PIPE", 16 * self.stages, 8)
         smem.add("SCALES", 8)
         smem.add("V_TILES", 8 * self.stages)
-        smem.add("KEY_SCALES", 3 * 4 * self.block_k * 4 * self.warpgroups if spec.fp8 == "token" else 0, 8)
+        smem.add("KEY_SCALES", 2 * self.warpgroups * 3 * 4 * _CHUNK if spec.fp8 == "token" else 0, 8)
         smem.add("VT", _CHUNK * self.stages * padded(spec.head_dim_v), 1024)
         return smem
 

@@ -30,7 +30,6 @@ struct ConsumerFp8 {
     Pipeline<Q_BUFFERS> pipe_q;
     Pipeline<STAGES> pipe_k, pipe_vt;
     float scale_log2;
-    unsigned key_scales;       // this warp's
     float o[O_REGS], pv[PV_REGS], s[S_REGS], m[2], l[2];
     float row_scale[2];        // of S; to base 2 unless HAS_SCORE
     unsigned codes[CODE_REGS];
@@ -41,8 +40,7 @@ struct ConsumerFp8 {
 
     __device__ __forceinline__ ConsumerFp8(const Params& p, unsigned base, int wg)
         : params(p), base(base), wg(wg), pipe_q(q_pipe(base)), pipe_k(k_pipe(base)), pipe_vt(vt_pipe(base)),
-          scale_log2(uniform_float(softmax_scale_log2(p))),
-          key_scales(base + AT_KEY_SCALES + 3 * SCALE_BYTES * uniform(threadIdx.x / 32 - 4)) {}
+          scale_log2(uniform_float(softmax_scale_log2(p))) {}
 
     __device__ __forceinline__ void ping_pong_sync() const {
         if (PING_PONG) named_barrier_sync(PING_PONG_BARRIER + wg, 256);
@@ -121,7 +119,8 @@ struct ConsumerFp8 {
         issue_qk(n);
         if (PV_PENDING) issue_pv(n - 1, 0);
         ping_pong_arrive();
-        if (SCALES_PER_TOKEN) load_key_scales(params, work_tile, k0, key_scales);
+        const unsigned key_scales = base + AT_KEY_SCALES + (n % 2 * MMA_WARPGROUPS + wg) * 3 * SCALE_BYTES;
+        if (SCALES_PER_TOKEN) load_key_scales(params, work_tile, k0, key_scales, wg);
         wgmma_wait<PV_PENDING>();  // S is complete, PV may be in flight
         fence_operand(s);
 
@@ -157,6 +156,7 @@ struct ConsumerFp8 {
         pipe_k.consumer_release(n);
         pipe_vt.consumer_wait(n);
         pipe_vt.consumer_release(n);
+        if (SCALES_PER_TOKEN) named_barrier_sync(WARPGROUP_BARRIER + wg, 128);  // as load_key_scales() needs
         next_desc = wait_tile_desc(n + 1);
     }
 

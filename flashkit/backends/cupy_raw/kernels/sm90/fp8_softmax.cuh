@@ -19,30 +19,18 @@ constexpr float MIN_V_SCALE = 8.271806e-25f, MAX_V_SCALE = 16384.0f;  // 2^-80, 
 
 constexpr int CODE_REGS = BLOCK_K / 8;  // of P
 
-// What a warp knows of a tile's keys, in shared memory: [3][BLOCK_K] floats, the scales of keys, logarithms and inverses
-// of those of values. From global memory, first the keys', then the values', as registers are short.
-DEVICE void load_key_scales(const Params& p, const WorkTile& at, int k0, unsigned slot) {
-    const int n_k = (int)seq_info(p, at.b).n_k;
-    float own[BLOCK_K / 32];
-    auto load = [&](const Tensor& scales) {
-#pragma unroll
-        for (int i = 0; i < BLOCK_K / 32; ++i)
-            own[i] = scale_of(scales, at.b, at.h / GQA_GROUP, key_inside(k0 + threadIdx.x % 32 + 32 * i, n_k));
-    };
-    __syncwarp();  // the scales before have been read
-    const unsigned first = slot + threadIdx.x % 32 * 4;
-    load(p.k_scale);
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 32; ++i) store_float(first + 128 * i, own[i]);
-    load(p.v_scale);
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 32; ++i) {
-        const float v = fmaxf(own[i], MIN_V_SCALE);
-        const bool valid = (own[i] >= MIN_V_SCALE || own[i] == MIN_SCALE) && own[i] <= MAX_V_SCALE;
-        store_float(first + 128 * i + SCALE_BYTES, log2_fast(v));
-        store_float(first + 128 * i + 2 * SCALE_BYTES, valid ? reciprocal(v) : fk_special(0));  // the epilogue sees NaN
-    }
-    __syncwarp();
+// A tile's key scales, logarithms and inverses of its value scales, by a warp group: a key for each thread. A slot is
+// written again two tiles later, behind the barrier of the tile between.
+DEVICE void load_key_scales(const Params& p, const WorkTile& at, int k0, unsigned slot, int wg) {
+    const int key = key_inside(k0 + threadIdx.x % 128, (int)seq_info(p, at.b).n_k), head = at.h / GQA_GROUP;
+    const float k = scale_of(p.k_scale, at.b, head, key), v = scale_of(p.v_scale, at.b, head, key);
+    const unsigned own = slot + threadIdx.x % 128 * 4;
+    const float size = fmaxf(v, MIN_V_SCALE);
+    const bool valid = (v >= MIN_V_SCALE || v == MIN_SCALE) && v <= MAX_V_SCALE;
+    store_float(own, k);
+    store_float(own + SCALE_BYTES, log2_fast(size));
+    store_float(own + 2 * SCALE_BYTES, valid ? reciprocal(size) : fk_special(0));  // the epilogue sees NaN
+    named_barrier_sync(WARPGROUP_BARRIER + wg, 128);
 }
 
 // For each pair of a lane's columns f(column block, two numbers of the keys).
