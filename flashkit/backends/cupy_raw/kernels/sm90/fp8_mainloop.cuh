@@ -20,8 +20,16 @@
 #include "sm90/fp8_transpose.cuh"
 
 constexpr bool OVERLAPS = COLUMNS <= 128;
+// Whether S of the next work tile is issued beside the last PV of this one. Three warp groups have no registers for it.
+constexpr bool OVERLAPS_WORK_TILES = OVERLAPS && Q_BUFFERS > 1 && MMA_WARPGROUPS < 3;
 // O and PV have to fit into registers.
 constexpr int PV_COLUMNS = OVERLAPS ? COLUMNS : COLUMNS / 2, PV_REGS = PV_COLUMNS / 2;
+
+// Nothing, as x is 0. But the compiler does not know it, and schedules what x depends on before a wait that follows: it
+// would wait for PV before the exponentials. With scales of tokens their loads have this effect.
+DEVICE void never_store(unsigned address, unsigned x) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p st.shared.b32 [%0], %1; }" ::"r"(address), "r"(x) : "memory");
+}
 
 struct ConsumerFp8 {
     const Params& params;
@@ -85,9 +93,8 @@ struct ConsumerFp8 {
         for (int i = 0; i < PV_REGS; ++i) o[first / 2 + i] += pv[i];
     }
 
-    // Waits for Q, resets the softmax.
+    // Resets O and the softmax.
     __device__ __forceinline__ void begin_work_tile() {
-        pipe_q.consumer_wait(++number);
         work_tile = read_work_tile(params, base, number, wg);
         const WorkTile& at = work_tile;
         const float k_scale = SCALES_PER_TOKEN ? 1.0f : scale_of(params.k_scale, at.b, at.h / GQA_GROUP, 0);
@@ -102,7 +109,7 @@ struct ConsumerFp8 {
         for (int i = 0; i < O_REGS; ++i) o[i] = 0;
     }
 
-    __device__ __forceinline__ void end_work_tile() {
+    __device__ __forceinline__ void end_work_tile(int number) {
         const WorkTile at = read_work_tile(params, base, number, wg);
         if (!SCALES_PER_TOKEN) {
             const float v_scale = scale_of(params.v_scale, at.b, at.h / GQA_GROUP, 0);
@@ -113,16 +120,24 @@ struct ConsumerFp8 {
         epilogue(params, at, base, number, m, l, o, wg);
     }
 
-    template <bool PV_PENDING>
+    // ENDS_PREVIOUS: the block begins a work tile, and the pending PV is the last one of the work tile before.
+    template <bool PV_PENDING, bool ENDS_PREVIOUS = false>
     __device__ __forceinline__ void mma_block(unsigned n, bool full, int k0) {
         ping_pong_sync();
         issue_qk(n);
         if (PV_PENDING) issue_pv(n - 1, 0);
         ping_pong_arrive();
+        if (ENDS_PREVIOUS) {
+            finish_pv(n - 1, 0);
+            fence_operand(s);
+            end_work_tile(number - 1);
+            begin_work_tile();
+        }
         const unsigned key_scales = base + AT_KEY_SCALES + (n % 2 * MMA_WARPGROUPS + wg) * 3 * SCALE_BYTES;
         if (SCALES_PER_TOKEN) load_key_scales(params, work_tile, k0, key_scales, wg);
-        wgmma_wait<PV_PENDING>();  // S is complete, PV may be in flight
+        wgmma_wait<PV_PENDING && !ENDS_PREVIOUS>();  // S is complete, PV may be in flight
         fence_operand(s);
+        pipe_k.consumer_release(n);
 
         if (SCALES_PER_TOKEN) scale_columns(s, key_scales);
         float scale[2] = {row_scale[0], row_scale[1]};
@@ -135,9 +150,10 @@ struct ConsumerFp8 {
         float rescale[2];
         online_softmax_fp8(s, m, l, rescale, scale, key_scales);
 
-        // The dependence keeps exponentials from being scheduled behind the next wait.
-        pipe_k.consumer_release(n + depends_on(l[0]) + depends_on(l[1]));
-        if (PV_PENDING) finish_pv(n - 1, 0);
+        if (PV_PENDING && !ENDS_PREVIOUS) {
+            if (!SCALES_PER_TOKEN) never_store(base, depends_on(l[0]) + depends_on(l[1]));
+            finish_pv(n - 1, 0);
+        }
         if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
             for (int i = 0; i < O_REGS; ++i) o[i] *= rescale[i / 2 % 2];
@@ -168,18 +184,23 @@ struct ConsumerFp8 {
             const int tile_desc = uniform(next_desc), k0 = (tile_desc >> 8) * BLOCK_K;
             const int state = tile_desc >> 2 * wg & 3;
             const bool first_tile = tile_desc & FIRST_TILE;  // also END
-            if (OVERLAPS && pv_pending && (first_tile || state == EMPTY)) {
+            // A pending PV is issued by itself where no S goes with it. The next Q may need this one's only buffer.
+            const bool drains = tile_desc == END || state == EMPTY || (!OVERLAPS_WORK_TILES && first_tile);
+            if (OVERLAPS && pv_pending && drains) {
                 issue_pv(n - 1, 0), finish_pv(n - 1, 0);
                 pv_pending = false;
             }
+            const bool pending = OVERLAPS && pv_pending;
             if (first_tile) {
-                if (number >= 0) end_work_tile();
+                if (number >= 0 && !pending) end_work_tile(number);
                 if (tile_desc == END) break;
-                begin_work_tile();
+                pipe_q.consumer_wait(++number);
+                if (!pending) begin_work_tile();
             }
             if (state == EMPTY) skip_block(n);
-            else if (OVERLAPS && pv_pending) mma_block<true>(n, state == FULL, k0);
-            else mma_block<false>(n, state == FULL, k0);
+            else if (!pending) mma_block<false>(n, state == FULL, k0);
+            else if (OVERLAPS_WORK_TILES && first_tile) mma_block<true, OVERLAPS_WORK_TILES>(n, state == FULL, k0);
+            else mma_block<true>(n, state == FULL, k0);
         }
     }
 };
