@@ -175,7 +175,7 @@ class Sm90(Generation):
             return Verdict(False, f"rows of {dims} are not a multiple of 16 bytes")
         if direction == "backward":
             return Verdict(True)
-        block_q = sm90_fp8.forward_tile(spec).block_q if spec.fp8 else forward_tile(problem).block_q
+        block_q = sm90_fp8.forward_tile(problem).block_q if spec.fp8 else forward_tile(problem).block_q
         return work_enough(problem, device, block_q)
 
     def profitable(self, problem: Problem, direction: Direction) -> Verdict:
@@ -195,7 +195,7 @@ class Sm90(Generation):
         if direction == "backward":
             return list(backward_candidates(problem.spec, device, sm90_backward.tile_of(problem.spec)))
         if problem.spec.fp8:
-            return list(sm90_fp8.forward_candidates(problem.spec, device))
+            return list(sm90_fp8.forward_candidates(problem, device))
         return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:

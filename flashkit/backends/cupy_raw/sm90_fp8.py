@@ -13,7 +13,7 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.device import Device
 from ..cuda_common.fallback import Fallback
-from ..cuda_common.sm90_launch import ForwardTile, packed, padded
+from ..cuda_common.sm90_launch import SHORT, ForwardTile, packed, padded
 from ..cuda_common.smem import SmemLayout
 from . import specialise
 from .sm90_wgmma import E4M3
@@ -30,9 +30,7 @@ _CHUNK = 128  # bytes and columns
 
 @dataclass(frozen=True)
 class Sm90Fp8Tile(ForwardTile):
-    """A tile of kernels/sm90/fp8_forward.cu. Its consumer warp groups do not ping-pong."""
-
-    turns: int = 0
+    """A tile of kernels/sm90/fp8_forward.cu."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,10 +49,10 @@ class Sm90Fp8Tile(ForwardTile):
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether it fits shared memory and, as far as O, S and PV tell, registers."""
-        o, s = padded(spec.head_dim_v) // 2, self.block_k // 2
-        pv = o if o <= 64 else o // 2
-        needed = o + max(s, pv + s // 4)
-        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - 24
+        columns, s = padded(spec.head_dim_v), self.block_k // 2
+        # S of a tile is computed beside PV of the one before (OVERLAPS), or takes the registers of PV.
+        needed = columns + s + s // 4 if columns <= 128 else columns // 2 + max(s, columns // 4 + s // 4)
+        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - 16
 
     def registers_of(self, spec: AttentionSpec) -> tuple[int, int]:
         """Of a consumer thread, and of a thread of warp group 0, whose warps classify tiles and transpose V."""
@@ -71,19 +69,24 @@ class Sm90Fp8Tile(ForwardTile):
         return constants, wgmma_functions(E4M3, [self.block_k], [columns if columns <= 128 else columns // 2])
 
 
-def forward_tile(spec: AttentionSpec) -> Sm90Fp8Tile:
+def forward_tile(problem: Problem) -> Sm90Fp8Tile:
     """The tile to begin with."""
-    if max(spec.head_dim, spec.head_dim_v) <= 128:
-        return Sm90Fp8Tile(128, 128)
-    return Sm90Fp8Tile(128, 64, q_buffers=1)
+    spec = problem.spec
+    largest = max(spec.head_dim, spec.head_dim_v)
+    if largest > 128:
+        return Sm90Fp8Tile(128, 64, q_buffers=1, turns=0)
+    if largest > 64 or (spec.mask is not None and problem.n_q <= SHORT):
+        return Sm90Fp8Tile(128, 128, 3)
+    return Sm90Fp8Tile(192, 96 if spec.fp8 == "token" else 128, 3)  # 128 keys with scales spill registers
 
 
-def forward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90Fp8Tile]:
+def forward_candidates(problem: Problem, device: Device) -> list[Sm90Fp8Tile]:
     """Tiles worth measuring, the one of `forward_tile` first."""
-    first = forward_tile(spec)
-    tiles = [first, *(replace(first, block_k=keys) for keys in (128, 96, 64)), replace(first, q_buffers=1)]
-    tiles += [Sm90Fp8Tile(192, keys) for keys in (128, 96)]
-    return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
+    tiles = [forward_tile(problem)]
+    if tiles[0].stages > 2:
+        tiles += [Sm90Fp8Tile(rows, keys, 3) for rows, keys in ((192, 128), (192, 96), (128, 128), (128, 96))]
+        tiles += [replace(tile, **other) for tile in tiles for other in ({"turns": 0}, {"stages": 2})]
+    return [tile for tile in dict.fromkeys(tiles) if tile.fits(problem.spec, device)]
 
 
 def supports(problem: Problem, direction: Direction) -> Verdict:
@@ -110,7 +113,7 @@ class Sm90Fp8Forward(sm90_launch.Forward):
     """The forward pass. Calls whose arrays TMA cannot address come as copies (call/fp8.py), so none is handed on."""
 
     def __init__(self, problem: Problem, device: Device, tile: Sm90Fp8Tile | None = None, why: str = CHOSEN) -> None:
-        spec, tile = problem.spec, tile or forward_tile(problem.spec)
+        spec, tile = problem.spec, tile or forward_tile(problem)
         constants, functions = tile.source(spec, packed(problem))
         arch = compiler.target(device.capability)
         library = specialise.library("sm90/fp8_forward", spec, tuple(constants.items()), arch, functions)
