@@ -52,7 +52,8 @@ class Sm90Fp8Tile(ForwardTile):
         columns, s = padded(spec.head_dim_v), self.block_k // 2
         # S of a tile is computed beside PV of the one before (OVERLAPS), or takes the registers of PV.
         needed = columns + s + s // 4 if columns <= 128 else columns // 2 + max(s, columns // 4 + s // 4)
-        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - 16
+        others = 24 if spec.fp8 == "token" or spec.score is not None else 16
+        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - others
 
     def registers_of(self, spec: AttentionSpec) -> tuple[int, int]:
         """Of a consumer thread, and of a thread of warp group 0, whose warps classify tiles and transpose V."""
@@ -82,10 +83,11 @@ def forward_tile(problem: Problem) -> Sm90Fp8Tile:
 
 def forward_candidates(problem: Problem, device: Device) -> list[Sm90Fp8Tile]:
     """Tiles worth measuring, the one of `forward_tile` first."""
-    tiles = [forward_tile(problem)]
-    if tiles[0].stages > 2:
+    first = forward_tile(problem)
+    tiles = [first]
+    if first.turns:
+        tiles += [replace(first, turns=0), replace(first, stages=2)]
         tiles += [Sm90Fp8Tile(rows, keys, 3) for rows, keys in ((192, 128), (192, 96), (128, 128), (128, 96))]
-        tiles += [replace(tile, **other) for tile in tiles for other in ({"turns": 0}, {"stages": 2})]
     return [tile for tile in dict.fromkeys(tiles) if tile.fits(problem.spec, device)]
 
 

@@ -11,8 +11,9 @@
 constexpr int BYTES_VT = COLUMNS * CHUNK_ROW, SCALE_BYTES = 4 * 128;
 
 static_assert(!FP8 || (BLOCK_K % 32 == 0 && BLOCK_K <= 128), "a line of V^T has up to 128 keys, a wgmma multiplies 32");
-static_assert(!FP8 || MMA_WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= THREADS / 128 * (65536 / THREADS / 8 * 8),
-              "setmaxnreg would wait for registers that the launch does not get");
+constexpr int LAUNCH_REGISTERS = THREADS / 128 * (65536 / THREADS / 8 * 8);  // of a thread of each warp group together
+static_assert(!FP8 || MMA_WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= LAUNCH_REGISTERS,
+              "setmaxnreg would wait for ever for registers that the launch does not get");
 
 DEVICE Pipeline<STAGES> vt_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_VT_PIPE); }
 DEVICE unsigned at_vt(unsigned base, unsigned n) { return base + AT_VT + n % STAGES * BYTES_VT; }
