@@ -1,6 +1,6 @@
 // The consumer of the FP8 forward pass: 64 rows of a work tile for each warp group.
 //
-//     S         [64][BLOCK_K]       registers; S = Q K^T of codes, then scores, by the scales of queries and keys, then P
+//     S         [64][BLOCK_K]       registers; S = Q K^T of codes, then P
 //     P         [64][BLOCK_K]       registers, codes
 //     PV        [64][PV_COLUMNS]    registers, the accumulator of one tile
 //     O         [64][HEAD_DIM_V]    registers, sums by CUDA cores
@@ -28,7 +28,8 @@ constexpr int PV_COLUMNS = OVERLAPS ? COLUMNS : COLUMNS / 2, PV_REGS = PV_COLUMN
 // Nothing, as x is 0. But the compiler does not know it, and schedules what x depends on before a wait that follows: it
 // would wait for PV before the exponentials. With scales of tokens their loads have this effect.
 DEVICE void never_store(unsigned address, unsigned x) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p st.shared.b32 [%0], %1; }" ::"r"(address), "r"(x) : "memory");
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p st.shared.b32 [%0], %1; }"
+                 ::"r"(address), "r"(x) : "memory");
 }
 
 struct ConsumerFp8 {

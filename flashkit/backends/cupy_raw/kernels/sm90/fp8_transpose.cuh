@@ -23,13 +23,15 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
     constexpr int STEPS = BLOCK_K / 32;
     const int lane = threadIdx.x % 32, own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;  // the line the lane addresses
     const unsigned first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;  // bytes of its first word's column
+    unsigned r[STEPS][4];
+    auto load = [&](int step, int block) {
+        ldmatrix_x4<true>(r[step], v + block / 8 * CHUNK_BYTES + step * 32 * CHUNK_ROW + swizzled(lane, block % 8));
+    };
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) load(step, 0);
 #pragma unroll 1
     for (int block = 0; block < COLUMNS / 16; ++block) {
-        const unsigned from = v + block / 8 * CHUNK_BYTES + swizzled(lane, block % 8);
         const unsigned line = vt + (16 * block + own) * CHUNK_ROW;
-        unsigned r[STEPS][4];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) ldmatrix_x4<true>(r[step], from + step * 32 * CHUNK_ROW);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             unsigned words[4];
@@ -42,6 +44,7 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
                     words[2 * half] &= exist, words[2 * half + 1] &= exist;
                 }
             }
+            load(step, min(block + 1, COLUMNS / 16 - 1));  // its latency is hidden behind the other steps
             stmatrix_x4<false>(line + ((2 * step + lane / 16) ^ (own & 7)) * VEC_BYTES, words[0], words[1], words[2],
                                words[3]);
         }
