@@ -223,6 +223,18 @@ def test_values_of_zeros(device: Device, launched: list[str]) -> None:
     check(quantised(q, k, v, "token"), launched)
 
 
+def test_a_nan_stays_in_its_head(device: Device, launched: list[str]) -> None:
+    """One CTA computes them all, one after another."""
+    device.sms = 1
+    given = quantised(*inputs(1, "3:3", 70, 140, 64), "head")
+    exact, _, rounded = exact_and_rounded(given)
+    given[2].data.view(np.uint8)[0, 1, 3, 5] = 0x7F
+    out = flashkit.attention(*map(on_device, given), backend="cupy_raw").get()
+    assert np.isnan(out[0, 1, :, 5].astype(np.float64)).all()
+    others = np.s_[:, [0, 2]]
+    assert_close(out[others], exact[others], rounded[others])
+
+
 def test_long_sums_are_promoted(device: Device, launched: list[str]) -> None:
     """A tensor core's accumulator of 14 bits would lose a part of each of 3,000 equal addends."""
     import cupy
