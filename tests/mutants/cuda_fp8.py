@@ -39,7 +39,7 @@ FAULTS = (
     Fault("O is not rescaled", MAINLOOP, "o[i] *= rescale[i / 2 % 2];", ";"),
     Fault("columns over 128", MAINLOOP, "descriptor(at_vt(base, n) + first * CHUNK_ROW)", "descriptor(at_vt(base, n))"),
     # work tiles
-    Fault("the epilogue reads the next work tile", MAINLOOP, "end_work_tile(number - 1);", "end_work_tile(number);"),
+    Fault("the epilogue reads the next work tile", MAINLOOP, "end_work_tile(number - 1,", "end_work_tile(number,"),
     Fault("O begins with that of the work tile before", MAINLOOP, "for (int i = 0; i < O_REGS; ++i) o[i] = 0;", ";"),
     Fault(
         "PV is pending where the next Q needs its only buffer", MAINLOOP,

@@ -41,6 +41,7 @@ struct ConsumerFp8 {
     float scale_log2;
     float o[O_REGS], pv[PV_REGS], s[S_REGS], m[2], l[2];
     float row_scale[2];        // of S; to base 2 unless HAS_SCORE
+    float v_scale;
     unsigned codes[CODE_REGS];
     WorkTile work_tile;
     int number = -1;           // of the work tile whose O is in registers
@@ -94,31 +95,37 @@ struct ConsumerFp8 {
         for (int i = 0; i < PV_REGS; ++i) o[first / 2 + i] += pv[i];
     }
 
-    // Resets O and the softmax.
-    __device__ __forceinline__ void begin_work_tile() {
-        work_tile = read_work_tile(params, base, number, wg);
-        const WorkTile& at = work_tile;
-        const float k_scale = SCALES_PER_TOKEN ? 1.0f : scale_of(params.k_scale, at.b, at.h / GQA_GROUP, 0);
+    // Work tile `number` and its scales, from global memory.
+    __device__ __forceinline__ void load_work_tile() {
+        const WorkTile& at = work_tile = read_work_tile(params, base, number, wg);
+        const int head = at.h / GQA_GROUP;
+        v_scale = SCALES_PER_TOKEN ? 1.0f : scale_of(params.v_scale, at.b, head, 0);
+        const float k_scale = SCALES_PER_TOKEN ? 1.0f : scale_of(params.k_scale, at.b, head, 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const auto [h, row] = clamped_row(params, at.b, at.h, at.row0 + row_of_lane(half));
-            const float scale = scale_of(params.q_scale, at.b, h, row) * k_scale;
-            l[half] = scale >= 0 && scale <= MAX_SCALE ? 0.0f : fk_special(0);  // the epilogue sees NaN
-            m[half] = HIDDEN, row_scale[half] = fmaxf(scale, MIN_SCALE) * (HAS_SCORE ? 1.0f : scale_log2);
+            row_scale[half] = scale_of(params.q_scale, at.b, h, row) * k_scale;
+        }
+    }
+
+    // Resets O and the softmax.
+    __device__ __forceinline__ void begin_work_tile() {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float& scale = row_scale[half];
+            const bool valid = scale >= 0 && scale <= MAX_SCALE && fabsf(v_scale) <= MAX_SCALE;
+            l[half] = valid ? 0.0f : fk_special(0);  // the epilogue sees NaN
+            m[half] = HIDDEN, scale = fmaxf(scale, MIN_SCALE) * (HAS_SCORE ? 1.0f : scale_log2);
         }
 #pragma unroll
         for (int i = 0; i < O_REGS; ++i) o[i] = 0;
     }
 
-    __device__ __forceinline__ void end_work_tile(int number) {
-        const WorkTile at = read_work_tile(params, base, number, wg);
-        if (!SCALES_PER_TOKEN) {
-            const float v_scale = scale_of(params.v_scale, at.b, at.h / GQA_GROUP, 0);
-            if (!(fabsf(v_scale) <= MAX_SCALE)) l[0] = l[1] = fk_special(0);
+    // v_scale: that of the work tile.
+    __device__ __forceinline__ void end_work_tile(int number, float v_scale) {
 #pragma unroll
-            for (int i = 0; i < O_REGS; ++i) o[i] *= v_scale;
-        }
-        epilogue(params, at, base, number, m, l, o, wg);
+        for (int i = 0; !SCALES_PER_TOKEN && i < O_REGS; ++i) o[i] *= v_scale;
+        epilogue(params, read_work_tile(params, base, number, wg), base, number, m, l, o, wg);
     }
 
     // ENDS_PREVIOUS: the block begins a work tile, and the pending PV is the last one of the work tile before.
@@ -129,9 +136,11 @@ struct ConsumerFp8 {
         if (PV_PENDING) issue_pv(n - 1, 0);
         ping_pong_arrive();
         if (ENDS_PREVIOUS) {
+            const float v_scale_before = v_scale;
+            load_work_tile();
             finish_pv(n - 1, 0);
             fence_operand(s);
-            end_work_tile(number - 1);
+            end_work_tile(number - 1, v_scale_before);
             begin_work_tile();
         }
         const unsigned key_scales = base + AT_KEY_SCALES + (n % 2 * MMA_WARPGROUPS + wg) * 3 * SCALE_BYTES;
@@ -193,10 +202,10 @@ struct ConsumerFp8 {
             }
             const bool pending = OVERLAPS && pv_pending;
             if (first_tile) {
-                if (number >= 0 && !pending) end_work_tile(number);
+                if (number >= 0 && !pending) end_work_tile(number, v_scale);
                 if (tile_desc == END) break;
                 pipe_q.consumer_wait(++number);
-                if (!pending) begin_work_tile();
+                if (!pending) load_work_tile(), begin_work_tile();
             }
             if (state == EMPTY) skip_block(n);
             else if (!pending) mma_block<false>(n, state == FULL, k0);
