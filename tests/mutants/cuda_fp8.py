@@ -52,7 +52,7 @@ FAULTS = (
     Fault("lines of a block", TRANSPOSE, "own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;", "own = lane % 16;"),
     Fault(
         "words of 32 keys", TRANSPOSE,
-        "(2 * step + lane / 16) ^ (own & 7)", "(2 * step) ^ (own & 7)",
+        "line ^ 2 * step * VEC_BYTES", "line",
     ),
     Fault("the second chunk of V", TRANSPOSE, "v + block / 8 * CHUNK_BYTES", "v"),
     Fault("codes behind the length", TRANSPOSE, "if (HAS_LENGTHS && keys < BLOCK_K)", "if (false)"),

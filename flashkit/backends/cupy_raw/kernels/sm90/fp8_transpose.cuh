@@ -31,7 +31,7 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
     for (int step = 0; step < STEPS; ++step) load(step, 0);
 #pragma unroll 1
     for (int block = 0; block < COLUMNS / 16; ++block) {
-        const unsigned line = vt + (16 * block + own) * CHUNK_ROW;
+        const unsigned line = vt + swizzled(16 * block + own, lane / 16);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             unsigned words[4];
@@ -45,8 +45,7 @@ DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
                 }
             }
             load(step, min(block + 1, COLUMNS / 16 - 1));  // its latency is hidden behind the other steps
-            stmatrix_x4<false>(line + ((2 * step + lane / 16) ^ (own & 7)) * VEC_BYTES, words[0], words[1], words[2],
-                               words[3]);
+            stmatrix_x4<false>(line ^ 2 * step * VEC_BYTES, words[0], words[1], words[2], words[3]);
         }
     }
 }
