@@ -190,9 +190,10 @@ def device_times(dim: int, causal: bool, n: int, batch: int, heads: int) -> None
         made = fp8.prepared(Dequantised(*codes, fp8=False), *codes, "cupy_raw", causal=causal)
         assert not isinstance(made, str), made
         kept.append(made)
-        for tile in forward_candidates(made[0].spec, device.current()):
+        for tile in forward_candidates(made[0], device.current()):
             run, arguments = Sm90Fp8Forward(made[0], device.current(), tile).run, Arguments(made[0].spec, made[1])
-            name = f"{tile.block_q} x {tile.block_k}, Q {tile.q_buffers}"
+            name = f"{tile.block_q} x {tile.block_k}, {tile.stages} stages, Q {tile.q_buffers}"
+            name += ", in turns" * bool(tile.turns)
             calls[per, name] = partial(run, arguments, launch.stream())
     wait = cupy.cuda.runtime.deviceSynchronize
     taken = timing.interleaved(calls, rounds=7, budget=4.0, min_rounds=3, synchronize=wait)

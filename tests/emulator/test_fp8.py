@@ -18,7 +18,7 @@ import flashkit
 from flashkit import Quantized
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, launch, verify
-from flashkit.backends.cupy_raw import specialise
+from flashkit.backends.cupy_raw import sm90_fp8, specialise
 
 if TYPE_CHECKING:
     from .device import Device
@@ -194,6 +194,45 @@ def test_a_needle_and_small_weights(per: str, device: Device, launched: list[str
     check(given, launched)
     exact = exact_and_rounded(given)[0]
     assert abs(exact + 0.5).max() < 0.05  # neither of them alone
+
+
+@pytest.mark.parametrize(
+    ("tile", "dim"),
+    [
+        (sm90_fp8.Sm90Fp8Tile(128, 96, q_buffers=1, turns=0), 64),
+        pytest.param(sm90_fp8.Sm90Fp8Tile(192, 96, 3), 64, marks=slow),
+        pytest.param(sm90_fp8.Sm90Fp8Tile(128, 128, 2), 128, marks=slow),
+    ],
+)
+def test_tiles(
+    tile: Any, dim: int, device: Device, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Several for each CTA. The first warp group does not see keys in the middle, nor the second one the first."""
+    monkeypatch.setattr(sm90_fp8, "forward_tile", lambda problem: tile)
+
+    def sees(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return ((q >= 64) | (k < 100) | (k >= 290)) & ((q < 64) | (k >= 130))
+
+    check(quantised(*inputs(1, "4:2", 300, 420, dim), "token"), launched, mask_mod=sees)
+
+
+def test_values_of_zeros(device: Device, launched: list[str]) -> None:
+    """As padding has them. Their scale is the least number of float32, whose weights are those of any other key."""
+    q, k, v = inputs(1, "1:1", 70, 300, 64)
+    v[:, :, ::2] = 0
+    check(quantised(q, k, v, "token"), launched)
+
+
+def test_a_nan_stays_in_its_head(device: Device, launched: list[str]) -> None:
+    """One CTA computes them all, one after another."""
+    device.sms = 1
+    given = quantised(*inputs(1, "3:3", 70, 140, 64), "head")
+    exact, _, rounded = exact_and_rounded(given)
+    given[2].data.view(np.uint8)[0, 1, 3, 5] = 0x7F
+    out = flashkit.attention(*map(on_device, given), backend="cupy_raw").get()
+    assert np.isnan(out[0, 1, :, 5].astype(np.float64)).all()
+    others = np.s_[:, [0, 2]]
+    assert_close(out[others], exact[others], rounded[others])
 
 
 def test_long_sums_are_promoted(device: Device, launched: list[str]) -> None:

@@ -194,7 +194,7 @@ class Sm90(Generation):
         if direction == "backward":
             return list(backward_candidates(problem.spec, device, sm90_backward.tile_of(problem.spec)))
         if problem.spec.fp8:
-            return list(sm90_fp8.forward_candidates(problem.spec, device))
+            return list(sm90_fp8.forward_candidates(problem, device))
         return list(forward_candidates(problem, device))
 
     def plan(self, problem: Problem, row: Any, device: Device, direction: Direction) -> Pass:

@@ -13,7 +13,7 @@ from ...spec import AttentionSpec, Direction, Problem, Verdict
 from ..cuda_common import compiler, modification, sm90_launch
 from ..cuda_common.device import Device
 from ..cuda_common.fallback import Fallback
-from ..cuda_common.sm90_launch import ForwardTile, packed, padded
+from ..cuda_common.sm90_launch import SHORT, ForwardTile, packed, padded
 from ..cuda_common.smem import SmemLayout
 from . import specialise
 from .sm90_wgmma import E4M3
@@ -30,14 +30,12 @@ _CHUNK = 128  # bytes and columns
 
 @dataclass(frozen=True)
 class Sm90Fp8Tile(ForwardTile):
-    """A tile of kernels/sm90/fp8_forward.cu. Its consumer warp groups do not ping-pong."""
-
-    turns: int = 0
+    """A tile of kernels/sm90/fp8_forward.cu."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_k % DEPTH or self.block_k > _CHUNK or self.turns:
-            raise ValueError(f"{self=}: block_k is a multiple of {DEPTH} up to {_CHUNK}, and turns is 0")
+        if self.block_k % DEPTH or self.block_k > _CHUNK:
+            raise ValueError(f"{self=}: block_k is a multiple of {DEPTH} up to {_CHUNK}")
 
     def smem(self, spec: AttentionSpec) -> SmemLayout:
         q, v = (-(-dim // _CHUNK) for dim in (spec.head_dim, spec.head_dim_v))
@@ -45,26 +43,21 @@ class Sm90Fp8Tile(ForwardTile):
         smem.add("VT_PIPE", 16 * self.stages, 8)
         smem.add("SCALES", 8)
         smem.add("V_TILES", 8 * self.stages)
-        smem.add("KEY_SCALES", 4 * self.block_k * 4 * self.warpgroups, 8)
+        smem.add("KEY_SCALES", 2 * self.warpgroups * 3 * 4 * _CHUNK if spec.fp8 == "token" else 0, 8)
         smem.add("VT", _CHUNK * self.stages * padded(spec.head_dim_v), 1024)
         return smem
 
     def fits(self, spec: AttentionSpec, device: Device) -> bool:
         """Whether it fits shared memory and, as far as O, S and PV tell, registers."""
-        o, s = padded(spec.head_dim_v) // 2, self.block_k // 2
-        pv = o if o <= 64 else o // 2
-        needed = o + max(s, pv + s // 4)
-        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - 24
+        columns, s = padded(spec.head_dim_v), self.block_k // 2
+        # S of a tile is computed beside PV of the one before (OVERLAPS), or takes the registers of PV.
+        needed = columns + s + s // 4 if columns <= 128 else columns // 2 + max(s, columns // 4 + s // 4)
+        others = 24 if spec.fp8 == "token" or spec.score is not None else 16
+        return self.shared_memory(spec) <= device.shared_per_block and needed <= self.registers_of(spec)[0] - others
 
     def registers_of(self, spec: AttentionSpec) -> tuple[int, int]:
-        """Of a consumer thread, and of a thread of warp group 0, whose warps classify tiles and transpose V. With these
-        ptxas spills least.
-        """
-        if self.warpgroups == 3:
-            return 160, 32
-        if spec.head_dim_v <= 128:
-            return 224, 48
-        return (232, 40) if spec.mask is not None or spec.kv_lengths else (240, 32)
+        """Of a consumer thread, and of a thread of warp group 0, whose warps classify tiles and transpose V."""
+        return (160, 32) if self.warpgroups == 3 else (232, 40)
 
     def source(self, spec: AttentionSpec, pack: int) -> tuple[dict[str, int], str]:
         """Constants and generated functions of the kernel."""
@@ -77,19 +70,25 @@ class Sm90Fp8Tile(ForwardTile):
         return constants, wgmma_functions(E4M3, [self.block_k], [columns if columns <= 128 else columns // 2])
 
 
-def forward_tile(spec: AttentionSpec) -> Sm90Fp8Tile:
+def forward_tile(problem: Problem) -> Sm90Fp8Tile:
     """The tile to begin with."""
-    if max(spec.head_dim, spec.head_dim_v) <= 128:
-        return Sm90Fp8Tile(128, 128)
-    return Sm90Fp8Tile(128, 64, q_buffers=1)
+    spec = problem.spec
+    largest = max(spec.head_dim, spec.head_dim_v)
+    if largest > 128:
+        return Sm90Fp8Tile(128, 64, q_buffers=1, turns=0)
+    if largest > 64 or spec.score is not None or (spec.mask is not None and problem.n_q <= SHORT):
+        return Sm90Fp8Tile(128, 128, 3)
+    return Sm90Fp8Tile(192, 96 if spec.fp8 == "token" else 128, 3)  # 128 keys with scales spill registers
 
 
-def forward_candidates(spec: AttentionSpec, device: Device) -> list[Sm90Fp8Tile]:
+def forward_candidates(problem: Problem, device: Device) -> list[Sm90Fp8Tile]:
     """Tiles worth measuring, the one of `forward_tile` first."""
-    first = forward_tile(spec)
-    tiles = [first, *(replace(first, block_k=keys) for keys in (128, 96, 64)), replace(first, q_buffers=1)]
-    tiles += [Sm90Fp8Tile(192, keys) for keys in (128, 96)]
-    return [tile for tile in dict.fromkeys(tiles) if tile.fits(spec, device)]
+    first = forward_tile(problem)
+    tiles = [first]
+    if first.turns:
+        tiles += [replace(first, turns=0), replace(first, stages=2)]
+        tiles += [Sm90Fp8Tile(rows, keys, 3) for rows, keys in ((192, 128), (192, 96), (128, 128), (128, 96))]
+    return [tile for tile in dict.fromkeys(tiles) if tile.fits(problem.spec, device)]
 
 
 def supports(problem: Problem, direction: Direction) -> Verdict:
@@ -116,7 +115,7 @@ class Sm90Fp8Forward(sm90_launch.Forward):
     """The forward pass. Calls whose arrays TMA cannot address come as copies (call/fp8.py), so none is handed on."""
 
     def __init__(self, problem: Problem, device: Device, tile: Sm90Fp8Tile | None = None, why: str = CHOSEN) -> None:
-        spec, tile = problem.spec, tile or forward_tile(problem.spec)
+        spec, tile = problem.spec, tile or forward_tile(problem)
         constants, functions = tile.source(spec, packed(problem))
         arch = compiler.target(device.capability)
         library = specialise.library("sm90/fp8_forward", spec, tuple(constants.items()), arch, functions)

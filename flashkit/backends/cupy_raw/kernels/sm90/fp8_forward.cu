@@ -43,6 +43,6 @@ sm90_fp8_forward(KERNEL_PARAMS, const __grid_constant__ TensorMap q_map, const _
         else if (warp == 1 && elect_one()) store_warp(p, out_map, base);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consumer_fp8(p, base, role - 1);
+        ConsumerFp8(p, base, role - 1).run();
     }
 }

@@ -4,13 +4,16 @@
 //
 //     AT_VT               [STAGES][COLUMNS][128 bytes]: V^T, a line with the codes of a column for BLOCK_K keys
 //     AT_VT_PIPE          full and empty barriers
-//     AT_KEY_SCALES       for each consumer warp the scales of a tile's keys, then of their values
+//     AT_KEY_SCALES       SCALES_PER_TOKEN: [2][MMA_WARPGROUPS][3][128] floats, see load_key_scales()
 #pragma once
 #include "sm90/layout.cuh"
 
-constexpr int BYTES_VT = COLUMNS * CHUNK_ROW, SCALE_BYTES = 4 * BLOCK_K;
+constexpr int BYTES_VT = COLUMNS * CHUNK_ROW, SCALE_BYTES = 4 * 128;
 
 static_assert(!FP8 || (BLOCK_K % 32 == 0 && BLOCK_K <= 128), "a line of V^T has up to 128 keys, a wgmma multiplies 32");
+constexpr int LAUNCH_REGISTERS = THREADS / 128 * (65536 / THREADS / 8 * 8);  // of a thread of each warp group together
+static_assert(!FP8 || MMA_WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= LAUNCH_REGISTERS,
+              "setmaxnreg would wait for ever for registers that the launch does not get");
 
 DEVICE Pipeline<STAGES> vt_pipe(unsigned base) { return Pipeline<STAGES>::at(base + AT_VT_PIPE); }
 DEVICE unsigned at_vt(unsigned base, unsigned n) { return base + AT_VT + n % STAGES * BYTES_VT; }

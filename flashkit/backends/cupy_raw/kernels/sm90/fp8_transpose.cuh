@@ -6,6 +6,9 @@
 // 2 g + 1 for keys 2 t and 2 t + 1, and two of them, 8 keys apart, four codes of one column. The lane stores these as
 // word t of the column's line. So among 16 keys the line has key 8 j + 2 t + c at 4 t + 2 j + c. That is the order in
 // which S lies in a lane's registers, and P needs no shuffle to be the other operand.
+//
+// A stmatrix stores even columns by the lanes of one half of the warp and odd ones by the other's: the swizzle gives
+// eight lines of both kinds different banks, but eight even ones only half of them.
 #pragma once
 #include "sm90/fp8_layout.cuh"
 
@@ -18,28 +21,31 @@ DEVICE unsigned existing_keys(int left) {
 // keys: how many of the tile exist. Codes of the others become 0: P = 0 would not hide a NaN.
 DEVICE void transpose_tile(unsigned v, unsigned vt, int keys) {
     constexpr int STEPS = BLOCK_K / 32;
-    const int lane = threadIdx.x % 32, own = lane % 8 * 2 + lane / 8 % 2;  // the line that the lane addresses
+    const int lane = threadIdx.x % 32, own = lane % 8 * 2 + (lane / 8 + lane / 4) % 2;  // the line the lane addresses
+    const unsigned first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;  // bytes of its first word's column
+    unsigned r[STEPS][4];
+    auto load = [&](int step, int block) {
+        ldmatrix_x4<true>(r[step], v + block / 8 * CHUNK_BYTES + step * 32 * CHUNK_ROW + swizzled(lane, block % 8));
+    };
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) load(step, 0);
 #pragma unroll 1
     for (int block = 0; block < COLUMNS / 16; ++block) {
-        const unsigned from = v + block / 8 * CHUNK_BYTES + swizzled(lane, block % 8);
-        const unsigned line = vt + (16 * block + own) * CHUNK_ROW;
-        unsigned r[STEPS][4];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) ldmatrix_x4<true>(r[step], from + step * 32 * CHUNK_ROW);
+        const unsigned line = vt + swizzled(16 * block + own, lane / 16);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             unsigned words[4];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const unsigned x = r[step][2 * half], y = r[step][2 * half + 1];
-                words[2 * half] = __byte_perm(x, y, 0x6420), words[2 * half + 1] = __byte_perm(x, y, 0x7531);
+                words[2 * half] = __byte_perm(x, y, first), words[2 * half + 1] = __byte_perm(x, y, second);
                 if (HAS_LENGTHS && keys < BLOCK_K) {
                     const unsigned exist = existing_keys(keys - 32 * step - 16 * half - lane % 4 * 2);
                     words[2 * half] &= exist, words[2 * half + 1] &= exist;
                 }
             }
-            stmatrix_x4<false>(line + ((2 * step + lane / 16) ^ (own & 7)) * VEC_BYTES, words[0], words[1], words[2],
-                               words[3]);
+            load(step, min(block + 1, COLUMNS / 16 - 1));  // its latency is hidden behind the other steps
+            stmatrix_x4<false>(line ^ 2 * step * VEC_BYTES, words[0], words[1], words[2], words[3]);
         }
     }
 }
