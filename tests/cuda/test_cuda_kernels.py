@@ -31,6 +31,7 @@ from flashkit.backends.cuda_common import (
     sm90_launch,
     tensor_maps,
 )
+from flashkit.backends.cuda_common.arguments import addresses, aligned
 from flashkit.backends.cuda_common.backend import VARIABLE
 from flashkit.backends.cuda_common.device import MODELS, Device
 from flashkit.backends.cupy_raw import sm80, sm90, sm90_backward, sm90_fp16x2, sm90_wgmma, specialise
@@ -744,7 +745,8 @@ def test_what_the_copy_engine_can_address() -> None:
     def addressable(*words: int, **sizes: int) -> bool:
         tensors = Tensors(*words)
         vars(tensors).update(sizes)
-        return tensor_maps.addressable(tensors, ["k"])  # type: ignore[arg-type]
+        given: Any = tensors
+        return tensor_maps.strides_fit(given, ["k"]) and aligned(given, addresses(["k"]))
 
     assert addressable(1 << 20, 25600, 6400, 64)
     assert not addressable((1 << 20) + 8, 25600, 6400, 64)  # begins on 8 bytes
