@@ -31,7 +31,6 @@ FORMS = {
     "both": [mods.softcap(3.0), mods.alibi(SLOPES)],
     "affine": [mods.score(lambda s, b, h, q, k: 1.1 * s - 0.5)],
     "negative": [mods.score(lambda s, b, h, q, k: 0.5 - s)],
-    "nothing of the score": [mods.score(lambda s, b, h, q, k: s * 0.0 - 0.5 * expr.to_float(q - k))],
     "by row": [mods.score(lambda s, b, h, q, k: where(q > 100, s * 2.0, s) / (1.0 + abs(expr.to_float(q))))],
     "windows": [mods.score(_windows)],
     "clipped": [mods.score(_clipped)],
@@ -95,6 +94,18 @@ def test_where_it_is_straight_the_bias_is_a_line(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_modifications_have_no_form(name: str) -> None:
     assert _parts([mods.score(OTHERS[name])])[1] is None
+
+
+def test_a_score_that_is_not_read_has_no_form() -> None:
+    """A gain of 0 would multiply NaN, which the modification drops."""
+    for function in (
+        lambda s, b, h, q, k: 1.5 + q,
+        lambda s, b, h, q, k: where(k < 5, s, 1.0),
+        lambda s, b, h, q, k: where(k < 5, 1.0, s * 2.0) + 3.0,
+        lambda s, b, h, q, k: where(k < 5, expr.tanh(s), 0.5),
+    ):
+        assert _parts([mods.score(function)])[1] is None
+    assert _parts([mods.score(lambda s, b, h, q, k: where(h < 2, s * 2.0, s * 3.0 + 1.0))])[1] is not None
 
 
 def test_biases_from_arrays_have_no_form() -> None:

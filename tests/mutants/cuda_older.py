@@ -161,10 +161,10 @@ FAULTS = (
     ),
     Fault(
         "pages: the table is read behind its end", f"{SM80}/load.cuh",
-        "unsigned n = row < n_k ? row : n_k - 1", "unsigned n = row",
+        "row < n_k ? row : n_k - 1", "row",
     ),
     Fault(
         "sm80: pages: a thread copies its first row", f"{SM80}/load.cuh",
-        "source->at(own + down, page)", "source->at(own, page)",
+        "source->at(own + down)", "source->at(own)",
     ),
 )  # fmt: skip

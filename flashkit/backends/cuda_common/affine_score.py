@@ -69,6 +69,8 @@ def affine_score(score: Expr) -> AffineScore | None:
     if parts is None or any(expr.uses(part, expr.K, _OUTSIDE) for part in (parts[0], rate)):
         return None
     gain, bias = parts
+    if gain is _ZERO:  # the score is not read, and 0 * NaN would show it
+        return None
     straight = _straight(bias)
     if straight is None or expr.uses(bias, _OUTSIDE):
         return None
@@ -117,7 +119,9 @@ def _combined(node: Expr, parts: list[tuple[Expr, Expr] | None]) -> tuple[Expr, 
     gains, biases = [part[0] for part in parts if part], [part[1] for part in parts if part]
     if all(gain is _ZERO for gain in gains) and not expr.uses(node, expr.S):
         return _ZERO, node
-    if node.op in ("add", "sub", "neg", "where") and (node.op != "where" or gains[0] is _ZERO):
+    if node.op == "where" and (gains[0] is not _ZERO or (gains[1] is _ZERO) != (gains[2] is _ZERO)):
+        return None  # where only one side has the score, 0 * NaN would show it on the other
+    if node.op in ("add", "sub", "neg", "where"):
         shared = [node.args[0]] if node.op == "where" else []
         return _joined(node.op, shared, gains[len(shared) :]), _joined(node.op, shared, biases[len(shared) :])
     if node.op == "mul":

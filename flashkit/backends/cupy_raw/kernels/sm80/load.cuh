@@ -23,7 +23,6 @@ DEVICE void cp_async_wait() {  // until all groups but the last PENDING have arr
 template <int PACK_GQA = 1>
 struct Rows {
     static constexpr bool PAGED = false;
-    struct Page {};
     const Tensor& tensor;  // in constant memory: strides take no registers
     storage* data;
     bool aligned;  // whether every row begins on 16 bytes
@@ -62,17 +61,6 @@ struct KeyRowsOf<true> {
     // Past the last row it is the last one: the table may end there.
     __device__ __forceinline__ storage* at(int row) const {
         return kv_row<storage>(p, tensor, b, head, row < n_k ? row : n_k - 1);
-    }
-    // The same for rows of which the next is mostly in the page of the one before.
-    struct Page {
-        unsigned number = ~0u;
-        storage* data;
-    };
-    __device__ __forceinline__ storage* at(int row, Page& page) const {
-        const unsigned n = row < n_k ? row : n_k - 1, number = page_number(p, n);
-        if (number != page.number)
-            page.number = number, page.data = row_at<storage>(tensor, page_of(p, b, number), head, 0);
-        return page.data + (n - number * (unsigned)p.page) * tensor.token;
     }
 };
 using KeyRows = KeyRowsOf<IS_PAGED>;
@@ -123,7 +111,6 @@ struct TileCopy {
 
     // Part k of `parts`.
     __device__ __forceinline__ void copy(int k, int parts) {
-        typename Source::Page page;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             if (i * parts / larger(COPIES, 1) != k) continue;
@@ -136,9 +123,7 @@ struct TileCopy {
                 ? vec_offset<DIM>(row() + down, vec() + column) + to
                 : ((to + vec_offset<DIM>(row(), vec())) ^ swizzle<DIM>(down) * 16) + down * pitch(DIM) + column * 16;
             if constexpr (Source::PAGED) {
-                // Tiles of many rows have no registers left to know the page.
-                if constexpr (BLOCK_Q <= 16) from = source->at(own + down, page) + (vec() + column) * VEC_ELEMENTS;
-                else from = source->at(own + down) + (vec() + column) * VEC_ELEMENTS;
+                from = source->at(own + down) + (vec() + column) * VEC_ELEMENTS;
                 cp_async(target, from, down, inside ? left : 0, wanted && exists);
                 continue;
             }
