@@ -104,7 +104,26 @@ class Torch(Library):
         index = array.device.index
         stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(index).cuda_stream, index)
         with cupy.cuda.Device(index), stream:
-            yield
+            if not torch.cuda.is_current_stream_capturing():
+                yield
+                return
+            with _allocations_in_a_capture():
+                yield
+
+
+@contextmanager
+def _allocations_in_a_capture() -> Iterator[None]:
+    """Where CuPy's pool may grow while PyTorch captures: its captures forbid that unless a thread asks for it, and its
+    own pool grows so as well (CUDA driver API, cuThreadExchangeStreamCaptureMode).
+    """
+    from cuda.bindings import driver
+
+    exchange = driver.cuThreadExchangeStreamCaptureMode
+    _, before = exchange(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        exchange(before)
 
 
 class Jax(Library):

@@ -30,7 +30,8 @@ def qkv(dtype: Any, shape: tuple[int, ...] = (2, 4, 260, 64)) -> list[Any]:
 def both(function: Callable[..., Any], inputs: list[Any], **options: Any) -> list[Any]:
     out = function(*inputs, **options)
     leaves = [*inputs, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
-    weights = torch.linspace(-1, 1, out.numel(), device="cuda", dtype=out.dtype).reshape(out.shape)
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").bfloat16()  # the same in each dtype
+    weights = weights.to(out.dtype).reshape(out.shape)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 

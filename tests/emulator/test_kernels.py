@@ -324,7 +324,8 @@ def test_a_captured_call_follows_its_offsets(generation: str, launched: list[str
         wide = [x.astype(np.float64) for x in (q, k, v)]
         right = flashkit.attention(*wide, cu_seqlens=np.array(begins), backend="reference")
         np.testing.assert_allclose(out.get().astype(np.float64), right, atol=2.0**-6)
-    assert launched == ["derive_cu_seqlens", f"{generation}_forward"] * 2
+    # A real device's graph is replayed without the host; the emulated one replays its launches.
+    assert launched in (["derive_cu_seqlens", f"{generation}_forward"] * n for n in (1, 2))
 
 
 @slow
