@@ -77,7 +77,7 @@ def forward_tile(problem: Problem) -> Sm90Fp8Tile:
     if largest > 128:
         return Sm90Fp8Tile(128, 64, q_buffers=1, turns=0)
     if largest > 64 or spec.score is not None or (spec.mask is not None and problem.n_q <= SHORT):
-        return Sm90Fp8Tile(128, 128, 3)
+        return Sm90Fp8Tile(128, 128, 3, turns=int(spec.fp8 == "token" or largest <= 64))
     return Sm90Fp8Tile(192, 96 if spec.fp8 == "token" else 128, 3)  # 128 keys with scales spill registers
 
 
