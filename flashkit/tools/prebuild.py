@@ -30,8 +30,8 @@ GPUS = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "rtx4090", "sm_90a": "h100
 """By architecture, the profile of the device whose tiles are compiled."""
 
 GPU_DTYPES, GPU_HEAD_DIMS = ("float16", "bfloat16"), (64, 128)
-GPU_SIZES = ((1, 4096), (512, 512), (4096, 4096))
-"""Queries and keys: decoding, a short sequence and a long one, which take different kernels."""
+GPU_SIZES = ((1, 4096), (128, 1024), (512, 512), (4096, 4096))
+"""Queries and keys: decoding, few rows, a short sequence and a long one, which take different kernels."""
 
 
 NVRTC = 13, 0
