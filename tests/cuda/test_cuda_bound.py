@@ -32,7 +32,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Memory that is kept for graphs, where any records; all else of CuPy that binding asks for is put in place."""
     found: list[Any] = []
     runtime = SimpleNamespace(getDevice=lambda: 0)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    cuda = SimpleNamespace(runtime=runtime, Event=lambda **_: SimpleNamespace(record=lambda: None, done=True))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(arguments, "on_device", on_device)
     monkeypatch.setattr(backend, "_device_of", lambda operands: replace(MODELS["sm_90a"], ordinal=0))
     monkeypatch.setattr(launch, "stream", lambda: 7)

@@ -293,12 +293,30 @@ class _Stream:
     def synchronize(self) -> None:
         DEVICE.flush()
 
+    def wait_event(self, event: _Event) -> None:
+        event.waited.append(self.ptr)
+
     def __enter__(self) -> _Stream:
         vars(self._entered).setdefault("streams", []).append(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._entered.streams.pop()
+
+
+class _Event:
+    """It is done once somebody has waited for it."""
+
+    def __init__(self, **_: Any) -> None:
+        self.done = False
+        self.waited: list[int] = []  # streams, 0 for the host
+
+    def record(self) -> None:
+        assert not _Stream.current().is_capturing()
+
+    def synchronize(self) -> None:
+        self.waited.append(0)
+        DEVICE.flush()
 
 
 def _memset(address: int, value: int, size: int, stream: int) -> None:
@@ -314,4 +332,6 @@ _runtime = types.SimpleNamespace(
     memsetAsync=_memset,
     CUDARuntimeError=RuntimeError, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
 )  # fmt: skip
-cuda = types.SimpleNamespace(Device=_Device, Stream=_Stream, get_current_stream=_Stream.current, runtime=_runtime)
+cuda = types.SimpleNamespace(
+    Device=_Device, Stream=_Stream, Event=_Event, get_current_stream=_Stream.current, runtime=_runtime
+)

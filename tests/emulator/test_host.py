@@ -13,6 +13,7 @@ import pytest
 import flashkit
 from flashkit import mods
 from flashkit.api import vjp_of
+from flashkit.backends.cuda_common import arguments as cuda_arguments
 from flashkit.backends.cuda_common import backend as cuda_backend
 from flashkit.backends.cuda_common import compiler, tensor_maps, verify
 from flashkit.backends.cuda_common import device as devices
@@ -185,6 +186,71 @@ def test_wide_outputs_of_decoding_are_combined_whole(dims: str, device: Device) 
     passed = Decode(Kernels(), Simt(Kernels()), problem, devices.current(), None, "")
     passed.run(Arguments(problem.spec, operands), 0)
     assert launches["combine"] == 2 * 4 * 3 * -(-int(dims) // 128)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generation", ["simt"])
+def test_other_streams_wait_for_what_a_plan_has_copied(
+    generation: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths on the host are copied once, on the stream of the plan."""
+    import cupy
+
+    monkeypatch.setenv(cuda_backend.VARIABLE, generation)
+    made: list[Any] = []
+
+    class Event(cupy.cuda.Event):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    monkeypatch.setattr(cupy.cuda, "Event", Event)
+    x = np.random.default_rng(0).standard_normal((2, 1, 20, 16), np.float32)
+    q, lengths = cupy.asarray(x), np.array([7, 20])
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    with streams[0]:
+        planned = flashkit.plan(q, q, q, kv_lengths=lengths, backend="cupy_raw")
+        planned(q, q, q)
+    (copied,) = made
+    for stream, waited in zip((*streams[:2], streams[1]), ([], [streams[1].ptr], [streams[1].ptr] * 2), strict=True):
+        with stream:
+            out = planned(q, q, q)
+        assert copied.waited == waited
+    with streams[2]:  # a graph cannot wait for a stream that it does not capture
+        streams[2].begin_capture()
+        planned(q, q, q, out=out)
+        streams[2].end_capture()
+    assert copied.waited == [streams[1].ptr] * 2 + [0]
+    copied.done = True
+    with streams[2]:
+        out = planned(q, q, q)
+    assert len(copied.waited) == 3
+    right = flashkit.attention(x, x, x, kv_lengths=lengths, backend="reference")
+    np.testing.assert_allclose(out.get(), right, atol=1e-5)
+
+
+@pytest.mark.parametrize("generation", ["simt"])
+def test_packed_calls_of_equal_offsets_copy_them_once(
+    generation: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offsets on the host, which the caller may change: their contents choose the plan."""
+    import cupy
+
+    monkeypatch.setenv(cuda_backend.VARIABLE, generation)
+    copies: list[Any] = []
+    copy = cuda_arguments.on_device
+    monkeypatch.setattr(cuda_arguments, "on_device", lambda x, *dtype: copies.append(x) or copy(x, *dtype))
+    x = np.random.default_rng(0).standard_normal((30, 1, 16), np.float32)
+    q, offsets = cupy.asarray(x), np.array([0, 7, 30])
+    for begins in ([0, 7, 30], [0, 7, 30], [0, 20, 25], [0, 7, 30]):
+        offsets[:] = begins
+        out = flashkit.attention(q, q, q, cu_seqlens=offsets, causal=True, backend="cupy_raw")
+        right = flashkit.attention(x, x, x, cu_seqlens=offsets, causal=True, backend="reference")
+        np.testing.assert_allclose(out.get(), right, atol=1e-5)
+    uploads = [each for each in copies if isinstance(each, np.ndarray)]
+    assert len(uploads) == 2 * 3  # two plans: offsets of q and of k, and lengths
 
 
 # --- repeated pull-backs ----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ COMMON, CUPY, NUMBA = (f"flashkit/backends/{name}" for name in ("cuda_common", "
 
 OFFSETS = "tests/emulator/test_host.py -k 'offsets_on_the_device or share_a_plan'"
 BOUND = "tests/cuda/test_cuda_bound.py tests/emulator/test_host.py -k 'bound or pull_back or captured'"
+UPLOADS = "tests/emulator/test_host.py -k other_streams"
 GRADIENTS = "tests/emulator/test_kernels.py -k 'next_sequence'"
 
 FAULTS = (
@@ -224,6 +225,15 @@ FAULTS = (
     Fault(
         "CUDA C++: unused values take no room", f"{CUPY}/modify.py",
         "        at += entries(slot)\n", "            at += entries(slot)\n",
+    ),
+    # streams
+    Fault(
+        "a planned call does not wait for what other streams copied", f"{COMMON}/backend.py",
+        "            wait_for_uploads(stream)\n", "", UPLOADS,
+    ),
+    Fault(
+        "a captured call waits for an event of another stream", f"{COMMON}/launch.py",
+        "elif capturing(stream):", "elif False:", UPLOADS,
     ),
     # numba_cuda
     Fault(

@@ -41,6 +41,7 @@ class Arguments(KernelArguments):
 
     def __init__(self, spec: AttentionSpec, operands: Operands) -> None:
         self.spec, self.alive, self.scale, self._blocks = spec, list[Any](), operands.scale, operands.blocks
+        self.uploaded = False  # whether something was copied to the device
         self.entries, self.heads, self.n_q, _ = operands.q.shape
         self.heads_kv, self.n_k = operands.k.shape[1:3]
         if spec.paged:
@@ -58,14 +59,14 @@ class Arguments(KernelArguments):
         if isinstance(offset, np.ndarray) and (len(offset) == 1 or (offset == offset[0]).all()):
             words[AT["q_offset"]] = int(offset[0])
         else:
-            operands.q_offset = on_device(offset, np.int64)
+            operands.q_offset = self._on_device(offset, np.int64)
             words[AT["q_offsets"]] = self.address(operands.q_offset)
         if spec.kv_lengths:
-            operands.kv_lengths = on_device(operands.kv_lengths, np.int64)
+            operands.kv_lengths = self._on_device(operands.kv_lengths, np.int64)
             words[AT["kv_lengths"]] = self.address(operands.kv_lengths)
         if spec.packed:
             given = (each for each in operands.cu_seqlens or () if each is not None)  # pages have no offsets of keys
-            operands.cu_seqlens = tuple(on_device(offsets, np.int64) for offsets in given)
+            operands.cu_seqlens = tuple(self._on_device(offsets, np.int64) for offsets in given)
             for at, offsets in enumerate(operands.cu_seqlens, AT["cu_seqlens_q"]):
                 words[at] = self.address(offsets)
         if spec.sinks:
@@ -75,7 +76,7 @@ class Arguments(KernelArguments):
                 operands.seed, dropout.threshold(operands.dropout_p), bits(1 / (1 - operands.dropout_p))
             )  # fmt: skip
         if spec.slots:
-            operands.arrays = {name: on_device(array) for name, array in operands.arrays.items()}
+            operands.arrays = {name: self._on_device(array) for name, array in operands.arrays.items()}
             words[VALUES:] = self._values(operands)
         self._known: dict[Any, Any] = {}
         super().__init__(words)
@@ -167,11 +168,15 @@ class Arguments(KernelArguments):
         address, batch, head, token = _tensor(array)
         return address, 0 if self.spec.packed else batch, head, token
 
+    def _on_device(self, array: Any, dtype: Any = None) -> Any:
+        self.uploaded |= isinstance(array, np.ndarray)
+        return on_device(array, dtype)
+
     def _set_pages(self, words: list[int], operands: Operands) -> None:
         """The table of pages, and where they lie."""
         if self.n_k >= 1 << 31:
             raise ValueError(f"page_table has room for {self.n_k} keys of a sequence; on a GPU less than 2^31 fit")
-        operands.page_table = table = on_device(operands.page_table, np.int64)
+        operands.page_table = table = self._on_device(operands.page_table, np.int64)
         at = self.address(table), table.shape[1], operands.k.shape[0], operands.k.shape[2]
         words[AT["page_table"] : AT["page"] + 1] = at
         for name, array in ("k", operands.k), ("v", operands.v):

@@ -174,6 +174,7 @@ class CudaBackend:
         pools: tuple[deque[Arguments], ...] = deque(maxlen=8), deque(maxlen=8)
         q_at, k_at, v_at, out_at, lse_at = (AT[name] for name in ("q", "k", "v", "out", "lse"))
         stream_of, ordinal, copies = launch.stream, on.ordinal, template.alive
+        wait_for_uploads = launch.Uploads(stream_of(), template.uploaded).wait
         _keep(stream_of(), plan, operands)
 
         def call(q: Any, k: Any, v: Any, out: Any, lse: Any, *arrays: Any) -> None:
@@ -193,6 +194,7 @@ class CudaBackend:
                 for (at, layout), array in zip(arrays_at, arrays, strict=True):
                     words[at] = _address(array, layout)
             stream = stream_of()
+            wait_for_uploads(stream)
             if stream:  # a CUDA graph that captures this may outlive them; the default stream is not captured
                 launch.keep(stream, plan, copies, arrays)
             run(arguments, stream)
@@ -209,6 +211,7 @@ class CudaBackend:
         run, template = plan.on(on, "backward").run, Arguments(plan.problem.spec, operands)
         arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in anew]
         end, ordinal = _end_of_keys(operands), on.ordinal
+        wait_for_uploads = launch.Uploads(launch.stream(), template.uploaded).wait
         forms: dict[Any, tuple[Arguments, deque[Arguments]]] = {}  # by the layouts of out, dout and dlse
 
         def call(op: Operands, to: Gradients) -> None:
@@ -236,6 +239,7 @@ class CudaBackend:
                 words[_DSINKS] = dsinks.data.ptr
             for name, at, layout in arrays_at:
                 words[at] = _address(op.arrays[name], layout)
+            wait_for_uploads(launch.stream())
             _pull_back(plan, run, arguments, op, to, end)
             pool.append(arguments)
 

@@ -234,6 +234,30 @@ def capturing(stream: int) -> bool:
     return bool(stream and _cupy().cuda.runtime.streamIsCapturing(stream))  # the default stream, 0, cannot be captured
 
 
+class Uploads:
+    """What was copied to the device so far, on one stream: calls on other streams wait for it. any: if anything was."""
+
+    def __init__(self, stream: int, any: bool) -> None:
+        self._stream, self._event = stream, None
+        if any:
+            self._event = _cupy().cuda.Event(disable_timing=True)
+            self._event.record()
+
+    def wait(self, stream: int) -> None:
+        """Before kernels on this stream, the current one. A graph cannot wait for what it has not captured: then the
+        host waits for these few bytes.
+        """
+        event = self._event
+        if event is None or stream == self._stream:
+            return
+        if event.done:
+            self._event = None
+        elif capturing(stream):
+            event.synchronize()
+        else:
+            _cupy().cuda.get_current_stream().wait_event(event)
+
+
 def scratch(shape: Any, dtype: Any, zeros: bool = False) -> Any:
     """Memory for intermediate results of kernels, from CuPy's pool, uninitialised or zero. See `keep`."""
     cupy = _cupy()
