@@ -129,7 +129,7 @@ def entry(
         anew = tuple([array for array in others if array is not None])
     elif type(q) is type(k) is type(v) is np.ndarray and not recorded:
         axis = 0 if differ else _keys_axis(q.shape, k.shape, v.shape, layout)
-    elif kv_lengths is not None or (packed is not None and recorded):
+    elif kv_lengths is not None:
         return None
     given = (*(others if anew else ()), *offsets)
     name = key(tensors, given, (*options, layout, block_mask, packed, kv_lengths is None), axis)

@@ -229,7 +229,7 @@ FAULTS = (
     # streams
     Fault(
         "a planned call does not wait for what other streams copied", f"{COMMON}/backend.py",
-        "            wait_for_uploads(stream)\n", "", UPLOADS,
+        "            wait_for_uploads(stream)\n            if stream:", "            if stream:", UPLOADS,
     ),
     Fault(
         "a captured call waits for an event of another stream", f"{COMMON}/launch.py",

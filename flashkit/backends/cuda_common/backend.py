@@ -160,7 +160,7 @@ class CudaBackend:
         run = plan.on(_device_of(operands), "backward").run
         arguments = Arguments(plan.problem.spec, operands)
         arguments.gradients(gradients)
-        _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands))
+        _pull_back(plan, run, arguments, operands, gradients, _end_of_keys(operands), launch.stream())
 
     def bind(self, plan: CudaPlan, operands: Operands, anew: Sequence[str] = ()) -> Bound:
         import cupy
@@ -210,8 +210,8 @@ class CudaBackend:
         on, current = _device_of(operands), cupy.cuda.runtime.getDevice
         run, template = plan.on(on, "backward").run, Arguments(plan.problem.spec, operands)
         arrays_at = [(name, template.release(name, operands), _layout(operands.arrays[name])) for name in anew]
-        end, ordinal = _end_of_keys(operands), on.ordinal
-        wait_for_uploads = launch.Uploads(launch.stream(), template.uploaded).wait
+        end, ordinal, stream_of = _end_of_keys(operands), on.ordinal, launch.stream
+        wait_for_uploads = launch.Uploads(stream_of(), template.uploaded).wait
         forms: dict[Any, tuple[Arguments, deque[Arguments]]] = {}  # by the layouts of out, dout and dlse
 
         def call(op: Operands, to: Gradients) -> None:
@@ -239,8 +239,9 @@ class CudaBackend:
                 words[_DSINKS] = dsinks.data.ptr
             for name, at, layout in arrays_at:
                 words[at] = _address(op.arrays[name], layout)
-            wait_for_uploads(launch.stream())
-            _pull_back(plan, run, arguments, op, to, end)
+            stream = stream_of()
+            wait_for_uploads(stream)
+            _pull_back(plan, run, arguments, op, to, end, stream)
             pool.append(arguments)
 
         return call
@@ -301,10 +302,9 @@ def _layout(array: Any) -> tuple[Any, ...]:
 
 
 def _pull_back(
-    plan: CudaPlan, run: Any, arguments: Arguments, operands: Operands, gradients: Gradients, end: Any
+    plan: CudaPlan, run: Any, arguments: Arguments, operands: Operands, gradients: Gradients, end: Any, stream: int
 ) -> None:
     """Enqueue a backward pass. end: of `_end_of_keys`."""
-    stream = launch.stream()
     if end is not None:
         clear_behind(end, gradients.dk, gradients.dv, stream)
     if stream:  # a CUDA graph that captures this may outlive them

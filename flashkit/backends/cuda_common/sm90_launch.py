@@ -139,16 +139,16 @@ def default_tile(kind: type[Tile], problem: Problem, device: Device, modified: b
     spec = problem.spec
     dim, dim_v = spec.head_dim, spec.head_dim_v
     is_float32 = spec.dtype == "float32"
-    few = not is_float32 and not spec.packed and row_tiles(problem, 64) <= device.sms
+    few = not is_float32 and not spec.packed and row_tiles(problem) <= device.sms
     if max(dim, dim_v) <= 64:
         short = problem.n_q < SHORT_QUERIES or problem.n_k < SHORT_KEYS
         rows = 128 if modified or short or (spec.mask is not None and problem.n_q <= SHORT) else 192
         # Products are short, so that two stages do not hide the loads. FP16x2 leaves no room for three.
         return _buffered(kind(64 if few else rows, 128, 2 if is_float32 else 3), spec)
     if max(dim, dim_v) <= 128:
-        if not is_float32 and problem.n_k < 256:  # two tiles of 128 keys are half empty
-            return _buffered(kind(64 if few else 128, 64, 3), spec)
-        return _buffered(kind(64 if few else 128, 128), spec)
+        # Of fewer than 256 keys, two tiles of 128 are half empty.
+        keys, stages = (64, 3) if problem.n_k < 256 and not is_float32 else (128, 2)
+        return _buffered(kind(64 if few else 128, keys, stages), spec)
     if dim <= 192 and dim_v <= 128:
         return kind(128, 96)
     keys = 96 if max(dim, dim_v) <= 192 else 80 if spec.mask is None else 64
@@ -180,14 +180,14 @@ def keys_of_a_box(page: int, block_k: int) -> int:
     return (page | block_k) & -(page | block_k)
 
 
-def row_tiles(problem: Problem, block_q: int) -> int:
-    """Tiles of so many rows, where query heads that share keys share tiles."""
-    return -(-problem.n_q * problem.spec.group // block_q) * problem.heads_kv * problem.batch
+def row_tiles(problem: Problem) -> int:
+    """Tiles of 64 rows, where query heads that share keys share tiles."""
+    return -(-problem.n_q * problem.spec.group // 64) * problem.heads_kv * problem.batch
 
 
 def work_enough(problem: Problem, device: Device) -> Verdict:
     """Whether there are enough rows to fill tiles, and enough tiles to be faster than older kernels that split keys."""
-    rows, tiles = problem.n_q * problem.spec.group, row_tiles(problem, 64)
+    rows, tiles = problem.n_q * problem.spec.group, row_tiles(problem)
     if rows <= FEW_ROWS:
         return Verdict(False, f"{rows} rows share keys, most of a tile would be empty")
     if 4 * tiles <= device.sms and problem.n_k >= MANY_KEYS:

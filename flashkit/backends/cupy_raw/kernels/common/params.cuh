@@ -131,15 +131,12 @@ DEVICE long long page_of(const Params& p, long long b, unsigned at) {
     const long long page = p.page_table[b * p.table_width + at];
     return page < 0 ? 0 : page < p.pages ? page : p.pages - 1;
 }
-// The entry of the page table for key n, of less than 2^31. Pages of a power of two save a division, for registers.
-DEVICE unsigned page_number(const Params& p, unsigned n) {
-    const unsigned page = (unsigned)p.page;
-    return (page & (page - 1)) == 0 ? n >> (31 - __clz(page)) : n / page;
-}
+// The entry of the page table for key n. There are less than 2^31 keys.
+DEVICE unsigned page_number(const Params& p, unsigned n) { return n / (unsigned)p.page; }
 template <typename T>
 DEVICE T* kv_row(const Params& p, const Tensor& tensor, long long b, long long h, long long n) {
     if constexpr (IS_PAGED) {
-        const unsigned at = (unsigned)n / (unsigned)p.page;
+        const unsigned at = page_number(p, (unsigned)n);
         return row_at<T>(tensor, page_of(p, b, at), h, (unsigned)n - at * p.page);
     }
     return row_at<T>(tensor, b, h, kv_token(p, b, n));
