@@ -134,6 +134,31 @@ def test_exp_sum_bf16_pairs_keeps_nan_in_the_sum() -> None:
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
+def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
+    rng = np.random.default_rng(4)
+    for rows, columns in ((1, 16), (50, 64), (7, 48), (0, 16)):
+        s, dp = (3 * rng.standard_normal((2, rows, columns))).astype(np.float32)
+        lse, delta = (2 + rng.standard_normal((2, rows))).astype(np.float32)
+        s[:, 3], dp[:, 3] = -np.inf, np.nan  # a masked key
+        lse[2:3] = np.inf  # a row that sees nothing
+        lines = np.full((rows, columns + 2), 7, np.uint16)
+        p = np.exp(s.astype(np.float64) - lse[:, None])
+        ds = np.where(p == 0, 0, 0.3 * p * (dp - delta[:, None].astype(np.float64)))
+        run(
+            block(method, lanes), "softmax_backward_bf16_pairs", at(s), s.strides[0], rows, columns, at(dp), at(lse),
+            at(delta), bits(0.3), at(lines), lines.strides[0],
+        )  # fmt: skip
+        for words, want in ((s, p), (dp, ds)):
+            got = words[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
+            got = got.transpose(0, 2, 1).reshape(-1, columns)
+            assert (got[rows:] == 0).all() and np.array_equal(got[:rows] == 0, want == 0)
+            assert np.abs(got[:rows] - want).max(initial=0) <= 2.0**-8 * np.abs(want).max(initial=0)
+            assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
+        assert np.array_equal(lines[:, :columns].view(BF16), got[:rows].astype(BF16))
+        assert (lines[:, columns:] == 7).all()
+
+
+@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
 def test_round_bf16_pairs(method: str, lanes: int) -> None:
     rng = np.random.default_rng(3)
     for rows, columns in ((1, 16), (50, 64), (7, 48), (0, 16)):
@@ -179,17 +204,22 @@ SAPPHIRE_RAPIDS = "+avx512f,+avx512dq,+avx512bw,+avx512vl,+avx512bf16,+amx-tile,
 
 def test_amx_code_is_tile_instructions() -> None:
     text = assembly("amx", "sapphirerapids", SAPPHIRE_RAPIDS)
-    region = text[text.index("amx_region_Instructions:") :]
-    region = region[: region.index(".cfi_endproc") if ".cfi_endproc" in region else None]
-    loops = [code for code in innermost_loops(region) if "tdpbf16ps" in code]
-    # The innermost loops of 2 x 2, 2 x 1, 1 x 2 and 1 x 1 tiles: each operand loaded once, sums never moved.
-    counts = sorted((code.count("tdpbf16ps"), code.count("tileloadd"), code.count("tilestored")) for code in loops)
-    assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)}
-    assert all("(%rsp" not in code for code in loops if code.count("tdpbf16ps") == 4)
-    assert region.count("ldtilecfg") == 1 and "tilezero" in region
+
+    def code_of(name: str) -> str:
+        return text[text.index(f"\n{name}:") :].partition(".Lfunc_end")[0]
+
+    # Tiles are configured once for a kernel, and for each region of a product that has remainders.
+    for name, configurations in (("amx_whole_Instructions", 0), ("amx_region_Instructions", 1)):
+        region = code_of(name)
+        loops = [code for code in innermost_loops(region) if "tdpbf16ps" in code]
+        # The innermost loops of 2 x 2, 2 x 1, 1 x 2 and 1 x 1 tiles: each operand loaded once, sums never moved.
+        counts = sorted((code.count("tdpbf16ps"), code.count("tileloadd"), code.count("tilestored")) for code in loops)
+        assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)}
+        assert all("(%rsp" not in code for code in loops if code.count("tdpbf16ps") == 4)
+        assert region.count("ldtilecfg") == configurations and "tilezero" in region
     for name in ("gemm_bf16_pairs", "gemm_add_bf16_pairs"):
-        body = text[text.index(f"{name}:") :]
-        assert "tilerelease" in body[: body.index("retq")]
+        assert code_of(name).count("ldtilecfg") == 1 and "tilerelease" not in code_of(name)
+    assert "ldtilecfg" in code_of("begin_products") and "tilerelease" in code_of("end_products")
 
 
 def test_dot_products_fill_the_registers_and_do_not_spill() -> None:

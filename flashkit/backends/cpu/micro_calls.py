@@ -33,6 +33,11 @@ def call_kernel(typing: Any, function: Any, arguments: Any, thread: Any) -> Any:
 
 
 @intrinsic
+def call_without_arguments(typing: Any, function: Any) -> Any:
+    return types.void(_INT64), _indirect_call(0, ir.VoidType())
+
+
+@intrinsic
 def call_parallel_for(
     typing: Any,
     parallel_for: Any,
@@ -218,18 +223,26 @@ def call_unpack_transposed(typing: Any, function: Any, source: Any, target: Any,
     return types.void(_INT64, source, target, factor, check), codegen
 
 
+def _softmax_backward(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+    (s_at, shape, (row, _)), *others = (
+        _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
+    )
+    arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), *values[5:]]
+    return _indirect_call(len(arguments) - 1, ir.VoidType())(context, builder, signature, arguments)
+
+
 @intrinsic
 def call_softmax_backward(typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any, scale: Any) -> Any:
     """S to P, dP to dS; `scale`: bits of a float64."""
+    return types.void(_INT64, s, dp, lse, delta, _INT64), _softmax_backward
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (s_at, shape, (row, _)), *others = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
-        )
-        arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), values[5]]
-        return _indirect_call(8, ir.VoidType())(context, builder, signature, arguments)
 
-    return types.void(_INT64, s, dp, lse, delta, _INT64), codegen
+@intrinsic
+def call_softmax_backward_bf16_pairs(
+    typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any, scale: Any, rows: Any, rows_row: Any
+) -> Any:
+    """S to P, dP to dS as bf16 pairs, and dS to rows at an address; `scale`: bits of a float64."""
+    return types.void(_INT64, s, dp, lse, delta, *[_INT64] * 3), _softmax_backward
 
 
 @intrinsic

@@ -195,6 +195,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
 def forward(address, thread):
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
+    begin_products(args)
     work_tile = next_q_tile(args)
     while work_tile.valid:
         b, h, first = work_tile.b, work_tile.head, work_tile.block * args[BLOCK_Q]
@@ -206,3 +207,4 @@ def forward(address, thread):
             if forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
                 break
         work_tile = next_q_tile(args)
+    end_products(args)

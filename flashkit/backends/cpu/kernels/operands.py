@@ -7,7 +7,7 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import call_exp_sum, call_gemm
+from flashkit.backends.cpu.micro_calls import call_exp_sum, call_gemm, call_softmax_backward
 from flashkit.backends.cpu.tile_ops import nonfinite_gemm, nonfinite_gemm_t
 
 K_PACK = 1
@@ -17,6 +17,16 @@ RESCALE_THRESHOLD = ACCUM(8)
 """How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^8 no sum comes near
 overflow, and none loses precision.
 """
+
+
+@njit(**options)
+def begin_products(args):
+    """Before the first product of a kernel."""
+
+
+@njit(**options)
+def end_products(args):
+    """After the last."""
 
 
 @njit(**options)
@@ -91,6 +101,12 @@ def store_dkv(args, acc, target, address):
             finite &= np.isfinite(acc[i, j])
             target[i, j] = narrow(acc[i, j])
     return finite
+
+
+@njit(**options)
+def softmax_backward(args, s, dp, lse, delta, address):
+    """S to P = e^(S - LSE), dP to dS = scale * P * (dP - delta)."""
+    call_softmax_backward(args[SOFTMAX_BACKWARD], s, dp, lse, delta, args[SCALE])
 
 
 @njit(**options)

@@ -4,6 +4,8 @@ CPUs multiply bf16 pairs and add into float32: c[i, j] += a[i, 2k] b[2k, j] + a[
 bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 2k+1 interleaved (VNNI layout): word
 [k][j] holds b[2k, j] and, in its upper half, b[2k+1, j]. An odd count is padded with 0. Conventions: vector.py.
 
+    begin_products, end_products ()
+        before the first and after the last product of a kernel, in each thread
     gemm_bf16_pairs, gemm_add_bf16_pairs (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
         c = a @ b, c += a @ b in float32; k words. By vectors (AVX512-BF16) here, by tiles in amx.py
     pack_columns (source, source_row, target, target_row, m, n, scale)
@@ -15,6 +17,9 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
     exp_sum_bf16_pairs (s, s_row, rows, columns, m, l, scale_log2)
         p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])); l[j] += sum_i p[i, j];
         word [i][j] of s = p[2i, j], p[2i+1, j]
+    softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row)
+        p[i, j] = exp(s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
+        words [i][j] of s = p[2i, j], p[2i+1, j], of dp likewise ds; ds_rows: ds as it is, in bfloat16
     round_bf16_pairs (s, s_row, m, n, target, target_row, rows, rows_row)
         word [i][j] of target = s[2i, j], s[2i+1, j]; rows, unless 0: the same, rows as they are, in bfloat16
 
@@ -29,7 +34,7 @@ from typing import Any
 from llvmlite import ir
 
 from . import amx
-from .exponentials import exp2
+from .exponentials import LOG2E, exp2_short
 from .gemm import emit_gemm
 from .register_block import RegisterBlock
 from .vector import (
@@ -47,10 +52,6 @@ from .vector import (
     splat,
     transposed,
 )
-
-# 2^r on [-1/2, 1/2] by Chebyshev interpolation, relative error 3.5e-6. P is rounded to bfloat16 (4e-3); its row_sum is
-# not.
-EXP2_SHORT = (1.0, 0.6931210452034274, 0.24022349038020416, 0.05592197584225006, 0.009666368515383477)
 
 
 class Bfloat16(ir.Type):  # type: ignore[misc]
@@ -181,7 +182,7 @@ def _emit_exp_sum(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, s
         row_max = [memory.load(b.add(m, o)) for o in offsets]
 
         def p_at(at: ir.Value, v: int) -> ir.Value:
-            return exp2(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]), scale_log2), EXP2_SHORT)
+            return exp2_short(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]), scale_log2))
 
         start = [memory.load(b.add(l, o)) for o in offsets]
         # Words overwrite scores in place: row i of words follows the reading of rows 2i and 2i+1.
@@ -207,6 +208,44 @@ def _emit_exp_sum(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, s
             memory.store(last.results[v], b.add(l, offsets[v]))
 
     column_groups(b, columns, shape.vectors, lanes, group)
+
+
+def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    s, row, count, columns, dp, lse, delta, scale_bits, ds_rows, ds_rows_row = args
+    lanes = shape.lanes
+    memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
+    scale = splat(b, from_bits(b, scale_bits, element), lanes)
+    zero, masked, log2e = (fill(memory.vector, x) for x in (0.0, float("-inf"), LOG2E))
+
+    def of_row(i: ir.Value) -> tuple[ir.Value, ...]:
+        at = b.shl(i, I64(2))
+        return tuple(splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
+
+    def element_of(at: ir.Value, of: tuple[ir.Value, ...]) -> tuple[ir.Value, ir.Value]:
+        """P and dS of a vector; see emit_softmax_backward."""
+        score = memory.load(b.add(s, at))
+        p = exp2_short(b, b.fmul(b.fsub(score, of[0]), log2e))
+        p = b.select(b.fcmp_ordered("==", score, masked), zero, p)
+        ds = b.fmul(b.fmul(p, b.fsub(memory.load(b.add(dp, at)), of[1])), scale)
+        return p, b.select(b.fcmp_ordered("==", p, zero), zero, ds)
+
+    def pair(i: ir.Value, two: bool) -> None:
+        of = [of_row(b.add(i, I64(x))) for x in range(1 + two)]
+        with Loop(b, I64(0), columns, lanes) as (j, _, _):
+            along = b.shl(j, I64(2))
+            pairs = [element_of(b.add(b.mul(b.add(i, I64(x)), row), along), each) for x, each in enumerate(of)]
+            to = b.add(b.mul(b.lshr(i, I64(1)), row), along)
+            for target, values in zip((s, dp), zip(*pairs)):
+                words_of = rounded_pairs(b, values[0], values[1] if two else zero)
+                memory.store(b.bitcast(words_of, memory.vector), b.add(target, to))
+            for x, (_, ds) in enumerate(pairs):
+                line = b.add(ds_rows, b.mul(b.add(i, I64(x)), ds_rows_row))
+                halves.store(rounded(b, ds), b.add(line, b.shl(j, I64(1))))
+
+    with Loop(b, I64(0), b.sub(count, I64(1)), 2) as (i, _, _):
+        pair(i, True)
+    with Loop(b, b.and_(count, I64(-2)), count, 1) as (i, _, _):
+        pair(i, False)
 
 
 def _emit_round_bf16_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
@@ -239,6 +278,7 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "pack_rows": (6, _emit_pack_rows),
     "pack_rows_t": (6, _emit_pack_rows_t),
     "exp_sum_bf16_pairs": (7, _emit_exp_sum),
+    "softmax_backward_bf16_pairs": (10, _emit_softmax_backward),
     "round_bf16_pairs": (8, _emit_round_bf16_pairs),
 }
 
@@ -252,7 +292,12 @@ def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
         else:
             amx.emit_gemm(*args, accumulate=accumulate, emulated=method == "emulate")
 
+    def nothing(*_: Any) -> None:
+        pass
+
     return KERNELS | {
+        "begin_products": (0, amx.emit_begin if method == "amx" else nothing),
+        "end_products": (0, amx.emit_end if method == "amx" else nothing),
         "gemm_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=False)),
         "gemm_add_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=True)),
     }

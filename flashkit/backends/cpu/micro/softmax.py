@@ -11,12 +11,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 from llvmlite import ir
 
 from .exponentials import exp
 from .register_block import RegisterBlock
 from .vector import I64, Loop, Memory, column_groups, fill, from_bits, splat
+
+ROWS_IN_TURN = 4
 
 
 def emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
@@ -27,17 +30,30 @@ def emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir
 
     def group(j: ir.Value, width: int) -> None:
         offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
-        loop = Loop(b, I64(0), count, 1, [*(memory.load(b.add(m, o)) for o in offsets), s])
-        with loop as (_, carried, advance):
+        start = [memory.load(b.add(m, o)) for o in offsets]
+
+        def greater(x: ir.Value, y: ir.Value) -> ir.Value:
+            # NaN compares false and is skipped; it propagates through the sum of the exponentials.
+            return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+        # Rows take turns among several maxima, each of which waits for its last comparison.
+        rows = Loop(b, I64(0), b.sub(count, I64(ROWS_IN_TURN - 1)), ROWS_IN_TURN, [*start * ROWS_IN_TURN, s])
+        with rows as (_, carried, advance):
             *best, at = carried
             new = []
-            for v in range(width):
-                value = memory.load(b.add(at, offsets[v]))
-                # NaN compares false and is skipped; it propagates through the sum of the exponentials.
-                new.append(b.select(b.fcmp_ordered(">", value, best[v]), value, best[v]))
-            advance([*new, b.add(at, row)])
+            for each in range(ROWS_IN_TURN):
+                for v in range(width):
+                    new.append(greater(memory.load(b.add(at, offsets[v])), best[each * width + v]))
+                at = b.add(at, row)
+            advance([*new, at])
+        *best, at = rows.results
+        best = [reduce(greater, best[v::width]) for v in range(width)]
+        rest = Loop(b, b.and_(count, I64(-ROWS_IN_TURN)), count, 1, [*best, at])
+        with rest as (_, carried, advance):
+            *best, at = carried
+            advance([*(greater(memory.load(b.add(at, offsets[v])), best[v]) for v in range(width)), b.add(at, row)])
         for v in range(width):
-            memory.store(loop.results[v], b.add(m, offsets[v]))
+            memory.store(rest.results[v], b.add(m, offsets[v]))
 
     column_groups(b, columns, vectors, lanes, group)
 
