@@ -108,29 +108,42 @@ def test_packing(lanes: int) -> None:
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
-def test_exp_sum_bf16_pairs(method: str, lanes: int) -> None:
+def test_online_softmax_bf16_pairs(method: str, lanes: int) -> None:
+    """Tile after tile: p relative to m, and sums that belong to it. Maxima grow by less and by more than the threshold,
+    a column sees nothing at first, another one never.
+    """
     rng = np.random.default_rng(2)
-    for rows, columns in ((1, 16), (50, 64), (7, 48), (2, 16), (0, 16)):
-        s = (9 * rng.standard_normal((rows, columns))).astype(np.float32)
-        s[:, 3] = -np.inf
-        top = np.where(np.isinf(s.max(0, initial=-np.inf)), 0, s.max(0, initial=-np.inf)).astype(np.float32)
-        total, given = np.ones(columns, np.float32), s.copy()
-        run(
-            block(method, lanes), "exp_sum_bf16_pairs", at(s), s.strides[0], rows, columns, at(top), at(total),
-            bits(1.3 * np.log2(np.e)),
-        )  # fmt: skip
-        want = np.exp(1.3 * (given.astype(np.float64) - top))
-        got = s[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
-        got = got.transpose(0, 2, 1).reshape(-1, columns)
-        assert (got[rows:] == 0).all() and (got[:, 3] == 0).all()
-        assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
-        assert np.allclose(total, 1 + want.sum(0), rtol=2e-5)
+    for rows, columns, d in ((1, 16, 3), (50, 64, 5), (7, 48, 1), (2, 16, 0), (0, 16, 2)):
+        m, l = np.full(columns, -np.inf, np.float32), np.zeros(columns, np.float32)
+        o = np.zeros((d, columns + 3), np.float32)[:, :columns]
+        tiles, weights = [], rng.standard_normal((3, d, rows))
+        for step in range(3):
+            s = (3 * rng.standard_normal((rows, columns)) + 5 * step).astype(np.float32)
+            s[:, 3], s[:, 5] = -np.inf, s[:, 5] if step else -np.inf
+            s[:, 6] += 40 * (step == 1)
+            tiles.append(s.astype(np.float64))
+            run(
+                block(method, lanes), "online_softmax_bf16_pairs", at(s), s.strides[0], rows, columns, at(m), at(l),
+                at(o), o.strides[0], d, bits(1.3 * np.log2(np.e)),
+            )  # fmt: skip
+            want = np.exp(1.3 * (tiles[-1] - np.where(np.isinf(m), 0, m)))
+            got = s[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
+            got = got.transpose(0, 2, 1).reshape(-1, columns)
+            assert (got[rows:] == 0).all() and (got[:, 3] == 0).all()
+            assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
+            o += weights[step] @ want
+        seen = np.concatenate(tiles)
+        assert (m + 8 >= seen.max(0, initial=-np.inf)).all() and (m <= seen.max(0, initial=-np.inf)).all()
+        everything = np.exp(1.3 * (seen - np.where(np.isinf(m), 0, m)))
+        assert np.allclose(l, everything.sum(0), rtol=3e-5)
+        wanted = np.concatenate(list(weights), 1) @ everything
+        assert np.allclose(o, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max(initial=0))
 
 
-def test_exp_sum_bf16_pairs_keeps_nan_in_the_sum() -> None:
-    s, top, total = np.full((3, 16), np.nan, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
-    run(block("emulate"), "exp_sum_bf16_pairs", at(s), 64, 3, 16, at(top), at(total), bits(1.0))
-    assert np.isnan(total).all()
+def test_online_softmax_bf16_pairs_keeps_nan_in_the_sum() -> None:
+    s, m, l = np.full((3, 16), np.nan, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
+    run(block("emulate"), "online_softmax_bf16_pairs", at(s), 64, 3, 16, at(m), at(l), at(l), 64, 0, bits(1.0))
+    assert np.isnan(l).all()
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])

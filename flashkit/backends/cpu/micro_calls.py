@@ -148,17 +148,19 @@ def call_exp_sum(typing: Any, function: Any, s: Any, m: Any, l: Any) -> Any:
 
 
 @intrinsic
-def call_exp_sum_bf16_pairs(typing: Any, function: Any, s: Any, m: Any, l: Any, scale_log2: Any) -> Any:
-    """s = 2^(scale_log2 * (s - m)) as bf16 pairs of rows; l += column sums; `scale_log2`: bits of a float64."""
+def call_online_softmax_bf16_pairs(
+    typing: Any, function: Any, s: Any, m: Any, l: Any, o: Any, scale_log2: Any
+) -> Any:
+    """A step of the online softmax, s to p as bf16 pairs of rows; `scale_log2`: bits of a float64."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (s_at, shape, (row, _)), *others = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:4], values[1:4], strict=True)
+        (s_at, shape, (s_row, _)), m_of, l_of, (o_at, (o_rows, _), (o_row, _)) = (
+            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
         )
-        arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), values[4]]
-        return _indirect_call(7, ir.VoidType())(context, builder, signature, arguments)
+        arguments = [values[0], s_at, s_row, *shape, m_of[0], l_of[0], o_at, o_row, o_rows, values[5]]
+        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
 
-    return types.void(_INT64, s, m, l, _INT64), codegen
+    return types.void(_INT64, s, m, l, o, _INT64), codegen
 
 
 @intrinsic

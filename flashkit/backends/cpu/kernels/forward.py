@@ -47,11 +47,19 @@ def scores(args, k, q_t, s_t):
     scale_tile(args, s_t)
 
 
+RESCALE_THRESHOLD = ACCUM(8)
+"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^8 no sum comes near
+overflow, and none loses precision.
+"""
+
+
 @njit(**options)
 def online_softmax(args, s_t, m, l, m_new, m_safe, rescale, o_acc):
     """S^T to P^T = e^(S^T - m). m follows the running maximum, and l and o_acc are rescaled with it, only when a score
     exceeds m by RESCALE_THRESHOLD: almost never after the first tiles.
     """
+    if softmax_at_once(args, s_t, m, l, o_acc):
+        return
     columns = s_t.shape[1]
     for i in range(columns):
         m_new[i] = m[i]
@@ -77,7 +85,7 @@ def online_softmax(args, s_t, m, l, m_new, m_safe, rescale, o_acc):
         for d in range(o_acc.shape[0]):
             for i in range(columns):
                 o_acc[d, i] *= m_new[i]
-    exp_sum(args, s_t, m_safe, l)
+    call_exp_sum(args[EXP_SUM], s_t, m_safe, l)
 
 
 @njit(**options)

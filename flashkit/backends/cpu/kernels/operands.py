@@ -7,17 +7,11 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import call_exp_sum, call_gemm, call_softmax_backward
+from flashkit.backends.cpu.micro_calls import call_gemm, call_softmax_backward
 from flashkit.backends.cpu.tile_ops import nonfinite_gemm, nonfinite_gemm_t
 
 K_PACK = 1
 """Elements along the summed axis in one element of a packed operand."""
-
-RESCALE_THRESHOLD = ACCUM(8)
-"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^8 no sum comes near
-overflow, and none loses precision.
-"""
-
 
 @njit(**options)
 def begin_products(args):
@@ -70,9 +64,9 @@ def load_query(source, target):
 
 
 @njit(**options)
-def exp_sum(args, tile, m, l):
-    """S^T to P^T = e^(S^T - m); l += column sums."""
-    call_exp_sum(args[EXP_SUM], tile, m, l)
+def softmax_at_once(args, s_t, m, l, o_acc):
+    """The online softmax by one micro-kernel. Returns False where there is none."""
+    return False
 
 
 @njit(**options)

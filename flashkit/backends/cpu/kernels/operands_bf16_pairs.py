@@ -10,9 +10,8 @@ from numba import njit
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import (
-    call_exp_sum,
-    call_exp_sum_bf16_pairs,
     call_gemm,
+    call_online_softmax_bf16_pairs,
     call_pack_rows,
     call_round_bf16_pairs,
     call_softmax_backward,
@@ -23,9 +22,6 @@ from flashkit.backends.cpu.micro_calls import (
 from flashkit.backends.cpu.views import matrix, tensor3, vector
 
 K_PACK = 2
-
-RESCALE_THRESHOLD = ACCUM(0)
-"""P is relative to the row_max itself: then its greatest element is 1, which bfloat16 holds exactly."""
 
 
 @njit(**options)
@@ -87,12 +83,13 @@ def load_query(source, target):
 
 
 @njit(**options)
-def exp_sum(args, tile, m, l):
-    """S^T to P^T, as bf16 pairs unless dropout follows; l += column sums of the unrounded P^T."""
-    if args[DROPOUT] != 0:
-        call_exp_sum(args[EXP_SUM], tile, m, l)
-    else:
-        call_exp_sum_bf16_pairs(args[EXP_SUM_BF16_PAIRS], tile, m, l, args[SOFTMAX_SCALE_LOG2])
+def softmax_at_once(args, s_t, m, l, o_acc):
+    """The online softmax by one micro-kernel, with P^T as bf16 pairs. Returns False where dropout follows, which P^T is
+    rounded after.
+    """
+    if args[DROPOUT] == 0:
+        call_online_softmax_bf16_pairs(args[ONLINE_SOFTMAX_BF16_PAIRS], s_t, m, l, o_acc, args[SOFTMAX_SCALE_LOG2])
+    return args[DROPOUT] == 0
 
 
 @njit(**options)

@@ -14,8 +14,9 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
         word [i][j] of target = source[2i, j], source[2i+1, j]
     pack_rows_t (source, source_row, target, target_row, m, n)
         word [j][i] of target = source[2i, j], source[2i+1, j]
-    exp_sum_bf16_pairs (s, s_row, rows, columns, m, l, scale_log2)
-        p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])); l[j] += sum_i p[i, j];
+    online_softmax_bf16_pairs (s, s_row, rows, columns, m, l, o, o_row, o_rows, scale_log2)
+        a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
+        and o are rescaled; p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])), m = 0 for -inf; l[j] += sum_i p[i, j];
         word [i][j] of s = p[2i, j], p[2i+1, j]
     softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row)
         p[i, j] = exp(s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
@@ -29,6 +30,7 @@ Packed targets are padded with zeros to whole squares of 16 words (of `lanes`, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -37,6 +39,7 @@ from . import amx
 from .exponentials import LOG2E, exp2_short
 from .gemm import emit_gemm
 from .register_block import RegisterBlock
+from .softmax import column_max
 from .vector import (
     I16,
     I32,
@@ -171,20 +174,47 @@ def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
             memory.store(row, b.add(to, b.mul(I64(x), target_row)))
 
 
-def _emit_exp_sum(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    s, row, count, columns, m, l, scale_bits = args
+RESCALE_THRESHOLD = 8.0
+"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^16, its weight where
+scale_log2 is the most it can be, no sum comes near overflow.
+"""
+
+
+def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    s, row, count, columns, m, l, o, o_row, o_rows, scale_bits = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
     scale_log2, zero = splat(b, from_bits(b, scale_bits, element), lanes), fill(memory.vector, 0.0)
+    nothing_seen, threshold = fill(memory.vector, float("-inf")), fill(memory.vector, RESCALE_THRESHOLD)
+
+    def power(difference: ir.Value) -> ir.Value:
+        return exp2_short(b, b.fmul(difference, scale_log2))
 
     def group(j: ir.Value, width: int) -> None:
         offsets = [b.shl(b.add(j, I64(v * lanes)), I64(2)) for v in range(width)]
-        row_max = [memory.load(b.add(m, o)) for o in offsets]
+        before = [memory.load(b.add(m, offset)) for offset in offsets]
+        greatest = column_max(b, memory, s, row, count, offsets, before)
+        exceeds = [b.fcmp_ordered(">", x, b.fadd(y, threshold)) for x, y in zip(greatest, before)]
+        moves = b.icmp_signed("!=", b.bitcast(reduce(b.or_, exceeds), ir.IntType(lanes)), ir.IntType(lanes)(0))
+        with b.if_then(moves, likely=False):
+            factors = [power(b.fsub(x, y)) for x, y in zip(before, greatest)]
+            # Nothing seen before, nor now: m stays -inf, whose difference is NaN.
+            factors = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, f) for x, f in zip(before, factors)]
+            for offset, x, factor in zip(offsets, greatest, factors):
+                memory.store(x, b.add(m, offset))
+                memory.store(b.fmul(memory.load(b.add(l, offset)), factor), b.add(l, offset))
+            with Loop(b, I64(0), o_rows, 1, [o]) as (_, (at,), advance):
+                for offset, factor in zip(offsets, factors):
+                    memory.store(b.fmul(memory.load(b.add(at, offset)), factor), b.add(at, offset))
+                advance([b.add(at, o_row)])
+        row_max = [b.select(moves, x, y) for x, y in zip(greatest, before)]
+        # 0 for a query without a visible key so far: 2^(-inf - 0) is 0, 2^(-inf + inf) would be NaN.
+        row_max = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, x) for x in row_max]
 
         def p_at(at: ir.Value, v: int) -> ir.Value:
-            return exp2_short(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]), scale_log2))
+            return power(b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]))
 
-        start = [memory.load(b.add(l, o)) for o in offsets]
+        start = [memory.load(b.add(l, offset)) for offset in offsets]
         # Words overwrite scores in place: row i of words follows the reading of rows 2i and 2i+1.
         loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, s])
         with loop as (_, carried, advance):
@@ -277,7 +307,7 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "pack_columns": (7, _emit_pack_columns),
     "pack_rows": (6, _emit_pack_rows),
     "pack_rows_t": (6, _emit_pack_rows_t),
-    "exp_sum_bf16_pairs": (7, _emit_exp_sum),
+    "online_softmax_bf16_pairs": (10, _emit_online_softmax),
     "softmax_backward_bf16_pairs": (10, _emit_softmax_backward),
     "round_bf16_pairs": (8, _emit_round_bf16_pairs),
 }
