@@ -52,7 +52,6 @@ from .vector import (
     from_bits,
     load_narrow,
     narrow,
-    prefetch,
     splat,
     transposed,
 )
@@ -217,19 +216,18 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
 
         start = [memory.load(b.add(l, offset)) for offset in offsets]
         # Words overwrite scores in place: row i of words follows the reading of rows 2i and 2i+1.
-        loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, s, o])
+        loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, s])
         with loop as (_, carried, advance):
-            *sums, at, to, o_at = carried
+            *sums, at, to = carried
             new = []
             for v in range(width):
-                prefetch(b, b.add(o_at, offsets[v]))  # the product with V follows
                 low, high = p_at(at, v), p_at(b.add(at, row), v)
                 memory.store(b.bitcast(rounded_pairs(b, low, high), memory.vector), b.add(to, offsets[v]))
                 new.append(b.fadd(sums[v], b.fadd(low, high)))
-            advance([*new, b.add(at, b.shl(row, I64(1))), b.add(to, row), b.add(o_at, o_row)])
+            advance([*new, b.add(at, b.shl(row, I64(1))), b.add(to, row)])
         last = Loop(b, I64(0), b.and_(count, I64(1)), 1, loop.results[:width])
         with last as (_, sums, advance):
-            at, to, _ = loop.results[width:]
+            at, to = loop.results[width:]
             new = []
             for v in range(width):
                 low = p_at(at, v)
