@@ -182,11 +182,6 @@ FAULTS = (
         "0.6960448432942442,",
     ),
     Fault(
-        "amx: tiles keep the configuration of a remainder", f"{MICRO}/amx.py",
-        "remainders = b.and_(b.or_(b.or_(m, n), k), I64(EDGE - 1))",
-        "remainders = b.and_(b.or_(m, n), I64(EDGE - 1))",
-    ),
-    Fault(
         "amx: the remainder of the terms replaces c", f"{MICRO}/amx.py",
         "before = b.select(used, I64(1), before)",
         "before = b.select(used, before, before)",
