@@ -38,6 +38,25 @@ def call_without_arguments(typing: Any, function: Any) -> Any:
 
 
 @intrinsic
+def call_attend_bf16_pairs(
+    typing: Any, function: Any, columns: Any, panel: Any, q: Any, q_panel: Any, k: Any, v: Any, s: Any, m: Any, l: Any,
+    o: Any, o_panel: Any, words: Any, scale_log2: Any,
+) -> Any:  # fmt: skip
+    """Panels of queries against keys and values, views; the others are addresses, bytes and extents."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        function, columns, panel, q, q_panel, k, v, s, m, l, o, o_panel, words, scale_log2 = values
+        k_at, (keys, _), (k_row, _) = _fields(context, builder, signature.args[5], k)
+        v_at, (o_rows, _), (v_row, _) = _fields(context, builder, signature.args[6], v)
+        arguments = [
+            columns, panel, q, q_panel, k_at, k_row, v_at, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2,
+        ]  # fmt: skip
+        return _indirect_call(17, ir.VoidType())(context, builder, signature, [function, *arguments])
+
+    return types.void(*[_INT64] * 5, k, v, *[_INT64] * 7), codegen
+
+
+@intrinsic
 def call_parallel_for(
     typing: Any,
     parallel_for: Any,

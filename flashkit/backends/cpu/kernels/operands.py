@@ -64,6 +64,17 @@ def load_query(source, target):
 
 
 @njit(**options)
+def attends_at_once(args):
+    """Whether attend_at_once does all that unmodified tiles need."""
+    return False
+
+
+@njit(**options)
+def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
+    """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel."""
+
+
+@njit(**options)
 def softmax_at_once(args, s_t, m, l, o_acc):
     """The online softmax by one micro-kernel. Returns False where there is none."""
     return False

@@ -18,6 +18,9 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
         a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
         and o are rescaled; p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])), m = 0 for -inf; l[j] += sum_i p[i, j];
         word [i][j] of s = p[2i, j], p[2i+1, j]
+    attend_bf16_pairs (columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2)
+        all panels of queries against a tile of keys, of which each query sees all: s = k @ q, online_softmax, o += v @ s.
+        A panel has up to `panel` of the columns; q_panel and o_panel are the bytes of one, s is memory for one
     softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row)
         p[i, j] = exp(s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
         words [i][j] of s = p[2i, j], p[2i+1, j], of dp likewise ds; ds_rows: ds as it is, in bfloat16
@@ -240,6 +243,22 @@ def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.
     column_groups(b, columns, shape.vectors, lanes, group)
 
 
+def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2 = args
+    gemm, online_softmax, gemm_add = (
+        b.module.globals[name] for name in ("gemm_bf16_pairs", "online_softmax_bf16_pairs", "gemm_add_bf16_pairs")
+    )
+    row = b.shl(panel, I64(2))
+    with Loop(b, I64(0), columns, panel, [q, o, m, l]) as (first, (q_at, o_at, m_at, l_at), advance):
+        left = b.sub(columns, first)
+        width = b.select(b.icmp_signed("<", left, panel), left, panel)
+        b.call(gemm, [k, k_row, I64(4), q_at, row, s, row, keys, width, words])
+        b.call(online_softmax, [s, row, keys, width, m_at, l_at, o_at, row, o_rows, scale_log2])
+        pairs = b.lshr(b.add(keys, I64(1)), I64(1))
+        b.call(gemm_add, [v, v_row, I64(4), s, row, o_at, row, o_rows, width, pairs])
+        advance([b.add(q_at, q_panel), b.add(o_at, o_panel), b.add(m_at, row), b.add(l_at, row)])
+
+
 def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     s, row, count, columns, dp, lse, delta, scale_bits, ds_rows, ds_rows_row = args
     lanes = shape.lanes
@@ -330,4 +349,5 @@ def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
         "end_products": (0, amx.emit_end if method == "amx" else nothing),
         "gemm_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=False)),
         "gemm_add_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=True)),
+        "attend_bf16_pairs": (17, _emit_attend),
     }
