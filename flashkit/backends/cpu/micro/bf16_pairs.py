@@ -18,9 +18,10 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
         a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
         and o are rescaled; p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])), m = 0 for -inf; l[j] += sum_i p[i, j];
         word [i][j] of s = p[2i, j], p[2i+1, j]
-    attend_bf16_pairs (columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2)
-        all panels of queries against a tile of keys, of which each query sees all: s = k @ q, online_softmax, o += v @ s.
-        A panel has up to `panel` of the columns; q_panel and o_panel are the bytes of one, s is memory for one
+    attend_bf16_pairs (columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows,
+                       scale_log2)
+        a tile of keys of which each query sees all: s = k @ q, online_softmax, o += v @ s, panel by panel. A panel has
+        up to `panel` of the columns; q_panel and o_panel are the bytes of one; s is memory for the scores of one
     softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row)
         p[i, j] = exp(s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
         words [i][j] of s = p[2i, j], p[2i+1, j], of dp likewise ds; ds_rows: ds as it is, in bfloat16
