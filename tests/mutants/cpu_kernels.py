@@ -124,10 +124,10 @@ FAULTS = (
     ),
     Fault(
         "backward: P is dropped before dS", BACKWARD,
-        "    softmax_backward(args, s, ds, lse, delta)\n    visit_ds(args, seq, s, ds, scratch + at.slopes, b, h, "
-        "row0, k0)\n",
+        "    softmax_backward(args, s, ds, lse, delta, scratch + at.pairs)\n    visit_ds(args, seq, s, ds, scratch + "
+        "at.slopes, b, h, row0, k0)\n",
         "    visit_ds(args, seq, s, ds, scratch + at.slopes, b, h, row0, k0)\n    softmax_backward(args, s, ds, "
-        "lse, delta)\n",
+        "lse, delta, scratch + at.pairs)\n",
     ),
     Fault(
         "backward: the last key tile is left out", BACKWARD,
@@ -304,10 +304,14 @@ FAULTS = (
         "tests/unit/test_cpu_bf16_pairs.py",
     ),
     Fault(
-        "bf16 pairs: the maximum lags behind", PAIRS,
-        "RESCALE_THRESHOLD = ACCUM(0)",
-        "RESCALE_THRESHOLD = ACCUM(80)",
-        "tests/unit/test_cpu_bf16_pairs.py",
+        "bf16 pairs: P is rounded before dropout", PAIRS,
+        "    return args[DROPOUT] == 0\n\n\n@njit(**options)\ndef halves(",
+        "    return True\n\n\n@njit(**options)\ndef halves(",
+    ),
+    Fault(
+        "bf16 pairs: dS is rounded before the slope", PAIRS,
+        "return args[VISIT_DS] == 0 and args[DROPOUT] == 0",
+        "return args[DROPOUT] == 0",
     ),
     Fault(
         "bf16 pairs: the last key of dS is not cleared", PAIRS,

@@ -37,8 +37,13 @@ FAULTS = (
     ),
     Fault(
         "softmax: NaN takes the maximum", f"{MICRO}/softmax.py",
-        'new.append(b.select(b.fcmp_ordered(">", value, best[v]), value, best[v]))',
-        'new.append(b.select(b.fcmp_unordered(">", value, best[v]), value, best[v]))',
+        'return b.select(b.fcmp_ordered(">", x, y), x, y)',
+        'return b.select(b.fcmp_unordered(">", x, y), x, y)',
+    ),
+    Fault(
+        "softmax: the maximum without the last rows", f"{MICRO}/softmax.py",
+        "b, b.and_(count, I64(-ROWS_IN_TURN)), count, 1,",
+        "b, count, count, 1,",
     ),
     Fault(
         "softmax: the scale of dS", f"{MICRO}/softmax.py",
@@ -140,6 +145,41 @@ FAULTS = (
         "bf16 pairs: low and high are swapped", f"{MICRO}/bf16_pairs.py",
         "return b.or_(b.zext(low, kind), b.shl(b.zext(high, kind), fill(kind, 16)))",
         "return b.or_(b.zext(high, kind), b.shl(b.zext(low, kind), fill(kind, 16)))",
+    ),
+    Fault(
+        "bf16 pairs: the maximum lags behind", f"{MICRO}/bf16_pairs.py",
+        "RESCALE_THRESHOLD = 8.0",
+        "RESCALE_THRESHOLD = 80.0",
+    ),
+    Fault(
+        "bf16 pairs: one vector decides whether the maximum moves", f"{MICRO}/bf16_pairs.py",
+        "b.bitcast(reduce(b.or_, exceeds), ir.IntType(lanes))",
+        "b.bitcast(exceeds[0], ir.IntType(lanes))",
+    ),
+    Fault(
+        "bf16 pairs: l is not rescaled", f"{MICRO}/bf16_pairs.py",
+        "memory.store(b.fmul(memory.load(b.add(l, offset)), factor), b.add(l, offset))",
+        "pass",
+    ),
+    Fault(
+        "bf16 pairs: O is not rescaled", f"{MICRO}/bf16_pairs.py",
+        "memory.store(b.fmul(memory.load(b.add(at, offset)), factor), b.add(at, offset))",
+        "pass",
+    ),
+    Fault(
+        "bf16 pairs: the new maximum where it did not move", f"{MICRO}/bf16_pairs.py",
+        "row_max = [b.select(moves, x, y) for x, y in zip(greatest, before)]",
+        "row_max = greatest",
+    ),
+    Fault(
+        "bf16 pairs: a masked pair has a gradient", f"{MICRO}/bf16_pairs.py",
+        'return p, b.select(b.fcmp_ordered("==", p, zero), zero, ds)',
+        "return p, ds",
+    ),
+    Fault(
+        "bf16 pairs: 2^x by another base", f"{MICRO}/exponentials.py",
+        "0.6930448432942442,",
+        "0.6960448432942442,",
     ),
     Fault(
         "amx: the remainder of the terms replaces c", f"{MICRO}/amx.py",

@@ -108,29 +108,67 @@ def test_packing(lanes: int) -> None:
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
-def test_exp_sum_bf16_pairs(method: str, lanes: int) -> None:
+def test_online_softmax_bf16_pairs(method: str, lanes: int) -> None:
+    """Tile after tile: p relative to m, and sums that belong to it. Maxima grow by less and by more than the threshold,
+    a column sees nothing at first, another one never.
+    """
     rng = np.random.default_rng(2)
-    for rows, columns in ((1, 16), (50, 64), (7, 48), (2, 16), (0, 16)):
-        s = (9 * rng.standard_normal((rows, columns))).astype(np.float32)
-        s[:, 3] = -np.inf
-        top = np.where(np.isinf(s.max(0, initial=-np.inf)), 0, s.max(0, initial=-np.inf)).astype(np.float32)
-        total, given = np.ones(columns, np.float32), s.copy()
+    for rows, columns, d in ((1, 16, 3), (50, 64, 5), (7, 48, 1), (2, 16, 0), (0, 16, 2)):
+        m, l = np.full(columns, -np.inf, np.float32), np.zeros(columns, np.float32)
+        o = np.zeros((d, columns + 3), np.float32)[:, :columns]
+        tiles, weights = [], rng.standard_normal((3, d, rows))
+        for step in range(3):
+            s = (3 * rng.standard_normal((rows, columns)) + 5 * step).astype(np.float32)
+            s[:, 3], s[:, 5] = -np.inf, s[:, 5] if step else -np.inf
+            s[:, 6] += 40 * (step == 1)
+            tiles.append(s.astype(np.float64))
+            run(
+                block(method, lanes), "online_softmax_bf16_pairs", at(s), s.strides[0], rows, columns, at(m), at(l),
+                at(o), o.strides[0], d, bits(1.3 * np.log2(np.e)),
+            )  # fmt: skip
+            want = np.exp(1.3 * (tiles[-1] - np.where(np.isinf(m), 0, m)))
+            got = s[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
+            got = got.transpose(0, 2, 1).reshape(-1, columns)
+            assert (got[rows:] == 0).all() and (got[:, 3] == 0).all()
+            assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
+            o += weights[step] @ want
+        seen = np.concatenate(tiles)
+        assert (m + 8 >= seen.max(0, initial=-np.inf)).all() and (m <= seen.max(0, initial=-np.inf)).all()
+        everything = np.exp(1.3 * (seen - np.where(np.isinf(m), 0, m)))
+        assert np.allclose(l, everything.sum(0), rtol=3e-5)
+        wanted = np.concatenate(list(weights), 1) @ everything
+        assert np.allclose(o, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max(initial=0))
+
+
+def test_online_softmax_bf16_pairs_keeps_nan_in_the_sum() -> None:
+    s, m, l = np.full((3, 16), np.nan, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
+    run(block("emulate"), "online_softmax_bf16_pairs", at(s), 64, 3, 16, at(m), at(l), at(l), 64, 0, bits(1.0))
+    assert np.isnan(l).all()
+
+
+@pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
+def test_softmax_backward_bf16_pairs(method: str, lanes: int) -> None:
+    rng = np.random.default_rng(4)
+    for rows, columns in ((1, 16), (50, 64), (7, 48), (0, 16)):
+        s, dp = (3 * rng.standard_normal((2, rows, columns))).astype(np.float32)
+        lse, delta = (2 + rng.standard_normal((2, rows))).astype(np.float32)
+        s[:, 3], dp[:, 3] = -np.inf, np.nan  # a masked key
+        lse[2:3] = np.inf  # a row that sees nothing
+        lines = np.full((rows, columns + 2), 7, np.uint16)
+        p = np.exp(s.astype(np.float64) - lse[:, None])
+        ds = np.where(p == 0, 0, 0.3 * p * (dp - delta[:, None].astype(np.float64)))
         run(
-            block(method, lanes), "exp_sum_bf16_pairs", at(s), s.strides[0], rows, columns, at(top), at(total),
-            bits(1.3 * np.log2(np.e)),
+            block(method, lanes), "softmax_backward_bf16_pairs", at(s), s.strides[0], rows, columns, at(dp), at(lse),
+            at(delta), bits(0.3), at(lines), lines.strides[0],
         )  # fmt: skip
-        want = np.exp(1.3 * (given.astype(np.float64) - top))
-        got = s[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
-        got = got.transpose(0, 2, 1).reshape(-1, columns)
-        assert (got[rows:] == 0).all() and (got[:, 3] == 0).all()
-        assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
-        assert np.allclose(total, 1 + want.sum(0), rtol=2e-5)
-
-
-def test_exp_sum_bf16_pairs_keeps_nan_in_the_sum() -> None:
-    s, top, total = np.full((3, 16), np.nan, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
-    run(block("emulate"), "exp_sum_bf16_pairs", at(s), 64, 3, 16, at(top), at(total), bits(1.0))
-    assert np.isnan(total).all()
+        for words, want in ((s, p), (dp, ds)):
+            got = words[: -(-rows // 2)].view(BF16).astype(np.float64).reshape(-(-rows // 2), columns, 2)
+            got = got.transpose(0, 2, 1).reshape(-1, columns)
+            assert (got[rows:] == 0).all() and np.array_equal(got[:rows] == 0, want == 0)
+            assert np.abs(got[:rows] - want).max(initial=0) <= 2.0**-8 * np.abs(want).max(initial=0)
+            assert np.abs(got[:rows] / np.where(want == 0, 1, want) - (want != 0)).max(initial=0) < 2.0**-8
+        assert np.array_equal(lines[:, :columns].view(BF16), got[:rows].astype(BF16))
+        assert (lines[:, columns:] == 7).all()
 
 
 @pytest.mark.parametrize(("method", "lanes"), [("emulate", 4), ("emulate", 8), ("emulate", 16), NATIVE])
@@ -179,17 +217,22 @@ SAPPHIRE_RAPIDS = "+avx512f,+avx512dq,+avx512bw,+avx512vl,+avx512bf16,+amx-tile,
 
 def test_amx_code_is_tile_instructions() -> None:
     text = assembly("amx", "sapphirerapids", SAPPHIRE_RAPIDS)
-    region = text[text.index("amx_region_Instructions:") :]
-    region = region[: region.index(".cfi_endproc") if ".cfi_endproc" in region else None]
-    loops = [code for code in innermost_loops(region) if "tdpbf16ps" in code]
-    # The innermost loops of 2 x 2, 2 x 1, 1 x 2 and 1 x 1 tiles: each operand loaded once, sums never moved.
-    counts = sorted((code.count("tdpbf16ps"), code.count("tileloadd"), code.count("tilestored")) for code in loops)
-    assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)}
-    assert all("(%rsp" not in code for code in loops if code.count("tdpbf16ps") == 4)
-    assert region.count("ldtilecfg") == 1 and "tilezero" in region
+
+    def code_of(name: str) -> str:
+        return text[text.index(f"\n{name}:") :].partition(".Lfunc_end")[0]
+
+    # Tiles are configured once for a kernel, and for each region of a product that has remainders.
+    for name, configurations in (("amx_whole_Instructions", 0), ("amx_region_Instructions", 1)):
+        region = code_of(name)
+        loops = [code for code in innermost_loops(region) if "tdpbf16ps" in code]
+        # The innermost loops of 2 x 2, 2 x 1, 1 x 2 and 1 x 1 tiles: each operand loaded once, sums never moved.
+        counts = sorted((code.count("tdpbf16ps"), code.count("tileloadd"), code.count("tilestored")) for code in loops)
+        assert set(counts) == {(1, 2, 0), (2, 3, 0), (4, 4, 0)}
+        assert all("(%rsp" not in code for code in loops if code.count("tdpbf16ps") == 4)
+        assert region.count("ldtilecfg") == configurations and "tilezero" in region
     for name in ("gemm_bf16_pairs", "gemm_add_bf16_pairs"):
-        body = text[text.index(f"{name}:") :]
-        assert "tilerelease" in body[: body.index("retq")]
+        assert code_of(name).count("ldtilecfg") == 1 and "tilerelease" not in code_of(name)
+    assert "ldtilecfg" in code_of("begin_products") and "tilerelease" in code_of("end_products")
 
 
 def test_dot_products_fill_the_registers_and_do_not_spill() -> None:

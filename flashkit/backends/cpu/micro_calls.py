@@ -33,6 +33,30 @@ def call_kernel(typing: Any, function: Any, arguments: Any, thread: Any) -> Any:
 
 
 @intrinsic
+def call_without_arguments(typing: Any, function: Any) -> Any:
+    return types.void(_INT64), _indirect_call(0, ir.VoidType())
+
+
+@intrinsic
+def call_attend_bf16_pairs(
+    typing: Any, function: Any, columns: Any, panel: Any, q: Any, q_panel: Any, k: Any, v: Any, s: Any, m: Any, l: Any,
+    o: Any, o_panel: Any, words: Any, scale_log2: Any,
+) -> Any:  # fmt: skip
+    """Panels of queries against keys and values, views; the others are addresses, bytes and extents."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+        function, columns, panel, q, q_panel, k, v, s, m, l, o, o_panel, words, scale_log2 = values
+        k_at, (keys, _), (k_row, _) = _fields(context, builder, signature.args[5], k)
+        v_at, (o_rows, _), (v_row, _) = _fields(context, builder, signature.args[6], v)
+        arguments = [
+            columns, panel, q, q_panel, k_at, k_row, v_at, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2,
+        ]  # fmt: skip
+        return _indirect_call(17, ir.VoidType())(context, builder, signature, [function, *arguments])
+
+    return types.void(*[_INT64] * 5, k, v, *[_INT64] * 7), codegen
+
+
+@intrinsic
 def call_parallel_for(
     typing: Any,
     parallel_for: Any,
@@ -143,17 +167,19 @@ def call_exp_sum(typing: Any, function: Any, s: Any, m: Any, l: Any) -> Any:
 
 
 @intrinsic
-def call_exp_sum_bf16_pairs(typing: Any, function: Any, s: Any, m: Any, l: Any, scale_log2: Any) -> Any:
-    """s = 2^(scale_log2 * (s - m)) as bf16 pairs of rows; l += column sums; `scale_log2`: bits of a float64."""
+def call_online_softmax_bf16_pairs(
+    typing: Any, function: Any, s: Any, m: Any, l: Any, o: Any, scale_log2: Any
+) -> Any:
+    """A step of the online softmax, s to p as bf16 pairs of rows; `scale_log2`: bits of a float64."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (s_at, shape, (row, _)), *others = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:4], values[1:4], strict=True)
+        (s_at, shape, (s_row, _)), m_of, l_of, (o_at, (o_rows, _), (o_row, _)) = (
+            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
         )
-        arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), values[4]]
-        return _indirect_call(7, ir.VoidType())(context, builder, signature, arguments)
+        arguments = [values[0], s_at, s_row, *shape, m_of[0], l_of[0], o_at, o_row, o_rows, values[5]]
+        return _indirect_call(10, ir.VoidType())(context, builder, signature, arguments)
 
-    return types.void(_INT64, s, m, l, _INT64), codegen
+    return types.void(_INT64, s, m, l, o, _INT64), codegen
 
 
 @intrinsic
@@ -218,18 +244,26 @@ def call_unpack_transposed(typing: Any, function: Any, source: Any, target: Any,
     return types.void(_INT64, source, target, factor, check), codegen
 
 
+def _softmax_backward(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
+    (s_at, shape, (row, _)), *others = (
+        _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
+    )
+    arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), *values[5:]]
+    return _indirect_call(len(arguments) - 1, ir.VoidType())(context, builder, signature, arguments)
+
+
 @intrinsic
 def call_softmax_backward(typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any, scale: Any) -> Any:
     """S to P, dP to dS; `scale`: bits of a float64."""
+    return types.void(_INT64, s, dp, lse, delta, _INT64), _softmax_backward
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> Any:
-        (s_at, shape, (row, _)), *others = (
-            _fields(context, builder, kind, value) for kind, value in zip(signature.args[1:5], values[1:5], strict=True)
-        )
-        arguments = [values[0], s_at, row, *shape, *(other[0] for other in others), values[5]]
-        return _indirect_call(8, ir.VoidType())(context, builder, signature, arguments)
 
-    return types.void(_INT64, s, dp, lse, delta, _INT64), codegen
+@intrinsic
+def call_softmax_backward_bf16_pairs(
+    typing: Any, function: Any, s: Any, dp: Any, lse: Any, delta: Any, scale: Any, rows: Any, rows_row: Any
+) -> Any:
+    """S to P, dP to dS as bf16 pairs, and dS to rows at an address; `scale`: bits of a float64."""
+    return types.void(_INT64, s, dp, lse, delta, *[_INT64] * 3), _softmax_backward
 
 
 @intrinsic

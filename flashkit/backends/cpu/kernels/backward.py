@@ -16,7 +16,7 @@ from numba import njit, types
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import entry, options
-from flashkit.backends.cpu.micro_calls import call_gemm, call_softmax_backward
+from flashkit.backends.cpu.micro_calls import call_gemm
 from flashkit.backends.cpu.scratch import backward_layout
 from flashkit.backends.cpu.seq_info import seq_info
 from flashkit.backends.cpu.tile_ops import dropout, modify, scale_tile, visit_ds
@@ -41,12 +41,6 @@ def scores(args, q, k_t, s):
 
 
 @njit(**options)
-def softmax_backward(args, s, dp, lse, delta):
-    """S to P = e^(S - LSE), dP to dS = scale * P * (dP - delta)."""
-    call_softmax_backward(args[SOFTMAX_BACKWARD], s, dp, lse, delta, args[SCALE])
-
-
-@njit(**options)
 def backward_q_tile(args, seq, b, h, split, row0, rows, k0, state, k_t, v_t, k, dk, dv, scratch):
     """Some queries against a key tile: adds to dQ, dK and dV."""
     # Tiles and scratch memory.
@@ -64,7 +58,7 @@ def backward_q_tile(args, seq, b, h, split, row0, rows, k0, state, k_t, v_t, k, 
     call_gemm(args[GEMM], do, v_t, ds)  # dP = dO V^T
     if args[DROPOUT] != 0:
         dropout(args, ds, False, b, h, row0, k0)
-    softmax_backward(args, s, ds, lse, delta)
+    softmax_backward(args, s, ds, lse, delta, scratch + at.pairs)
     visit_ds(args, seq, s, ds, scratch + at.slopes, b, h, row0, k0)
     if args[DROPOUT] != 0:
         dropout(args, s, False, b, h, row0, k0)
@@ -143,6 +137,7 @@ def backward(address, thread):
     """A split takes every NUM_SPLITS-th key tile, which balances the splits of a causal mask."""
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
+    begin_products(args)
     work_tile = next_kv_split(args)
     while work_tile.valid:
         b, head_kv, split = work_tile.b, work_tile.head, work_tile.block
@@ -157,6 +152,7 @@ def backward(address, thread):
             if not backward_key_tile(args, seq, b, head_kv, split, key_tile, scratch):
                 args[IS_NONFINITE] = 1
         work_tile = next_kv_split(args)
+    end_products(args)
 
 
 @entry(types.void(types.int64, types.int64))

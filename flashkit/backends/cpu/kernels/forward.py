@@ -47,11 +47,19 @@ def scores(args, k, q_t, s_t):
     scale_tile(args, s_t)
 
 
+RESCALE_THRESHOLD = ACCUM(8)
+"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^8 no sum comes near
+overflow, and none loses precision.
+"""
+
+
 @njit(**options)
 def online_softmax(args, s_t, m, l, m_new, m_safe, rescale, o_acc):
     """S^T to P^T = e^(S^T - m). m follows the running maximum, and l and o_acc are rescaled with it, only when a score
     exceeds m by RESCALE_THRESHOLD: almost never after the first tiles.
     """
+    if softmax_at_once(args, s_t, m, l, o_acc):
+        return
     columns = s_t.shape[1]
     for i in range(columns):
         m_new[i] = m[i]
@@ -77,7 +85,7 @@ def online_softmax(args, s_t, m, l, m_new, m_safe, rescale, o_acc):
         for d in range(o_acc.shape[0]):
             for i in range(columns):
                 o_acc[d, i] *= m_new[i]
-    exp_sum(args, s_t, m_safe, l)
+    call_exp_sum(args[EXP_SUM], s_t, m_safe, l)
 
 
 @njit(**options)
@@ -147,7 +155,13 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
             n = min(block_k, seq.n_k - k0)
             k = load_k(args, seq, b, head_kv, k0, n, scratch + at.k, scratch + at.k_pages)  # load_tile
             v_t = load_v_t(args, seq, b, head_kv, k0, n, scratch + at.v, scratch + at.v_pages)
-            for p in range(panels):
+            at_once = state == FULL and not nonfinite and attends_at_once(args)
+            if at_once:
+                attend_at_once(
+                    args, count, scratch, q_bytes, k, v_t, scratch + at.scores, scratch + at.m, scratch + at.l,
+                    scratch + at.o_acc, o_bytes,
+                )  # fmt: skip
+            for p in range(0 if at_once else panels):
                 row0 = first + p * panel
                 columns = min(panel, first + count - row0)
                 width = (columns + lanes - 1) // lanes * lanes
@@ -195,6 +209,7 @@ def forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
 def forward(address, thread):
     args = vector(address, SIZE, 8, np.int64)
     scratch = args[SCRATCH] + thread * args[SCRATCH_BYTES]
+    begin_products(args)
     work_tile = next_q_tile(args)
     while work_tile.valid:
         b, h, first = work_tile.b, work_tile.head, work_tile.block * args[BLOCK_Q]
@@ -206,3 +221,4 @@ def forward(address, thread):
             if forward_work_tile(args, seq, b, h, first, count, scratch, nonfinite):
                 break
         work_tile = next_q_tile(args)
+    end_products(args)

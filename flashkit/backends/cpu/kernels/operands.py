@@ -7,16 +7,20 @@ from numba import njit
 
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
-from flashkit.backends.cpu.micro_calls import call_exp_sum, call_gemm
+from flashkit.backends.cpu.micro_calls import call_gemm, call_softmax_backward
 from flashkit.backends.cpu.tile_ops import nonfinite_gemm, nonfinite_gemm_t
 
 K_PACK = 1
 """Elements along the summed axis in one element of a packed operand."""
 
-RESCALE_THRESHOLD = ACCUM(8)
-"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^8 no sum comes near
-overflow, and none loses precision.
-"""
+@njit(**options)
+def begin_products(args):
+    """Before the first product of a kernel."""
+
+
+@njit(**options)
+def end_products(args):
+    """After the last."""
 
 
 @njit(**options)
@@ -60,9 +64,20 @@ def load_query(source, target):
 
 
 @njit(**options)
-def exp_sum(args, tile, m, l):
-    """S^T to P^T = e^(S^T - m); l += column sums."""
-    call_exp_sum(args[EXP_SUM], tile, m, l)
+def attends_at_once(args):
+    """Whether attend_at_once does all that unmodified tiles need."""
+    return False
+
+
+@njit(**options)
+def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
+    """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel."""
+
+
+@njit(**options)
+def softmax_at_once(args, s_t, m, l, o_acc):
+    """The online softmax by one micro-kernel. Returns False where there is none."""
+    return False
 
 
 @njit(**options)
@@ -91,6 +106,12 @@ def store_dkv(args, acc, target, address):
             finite &= np.isfinite(acc[i, j])
             target[i, j] = narrow(acc[i, j])
     return finite
+
+
+@njit(**options)
+def softmax_backward(args, s, dp, lse, delta, address):
+    """S to P = e^(S - LSE), dP to dS = scale * P * (dP - delta)."""
+    call_softmax_backward(args[SOFTMAX_BACKWARD], s, dp, lse, delta, args[SCALE])
 
 
 @njit(**options)

@@ -10,19 +10,29 @@ from numba import njit
 from flashkit.backends.cpu.arguments import *
 from flashkit.backends.cpu.functions import options
 from flashkit.backends.cpu.micro_calls import (
-    call_exp_sum,
-    call_exp_sum_bf16_pairs,
+    call_attend_bf16_pairs,
     call_gemm,
+    call_online_softmax_bf16_pairs,
     call_pack_rows,
     call_round_bf16_pairs,
+    call_softmax_backward,
+    call_softmax_backward_bf16_pairs,
     call_unpack_transposed,
+    call_without_arguments,
 )
 from flashkit.backends.cpu.views import matrix, tensor3, vector
 
 K_PACK = 2
 
-RESCALE_THRESHOLD = ACCUM(0)
-"""P is relative to the row_max itself: then its greatest element is 1, which bfloat16 holds exactly."""
+
+@njit(**options)
+def begin_products(args):
+    call_without_arguments(args[BEGIN_PRODUCTS])
+
+
+@njit(**options)
+def end_products(args):
+    call_without_arguments(args[END_PRODUCTS])
 
 
 @njit(**options)
@@ -74,12 +84,31 @@ def load_query(source, target):
 
 
 @njit(**options)
-def exp_sum(args, tile, m, l):
-    """S^T to P^T, as bf16 pairs unless dropout follows; l += column sums of the unrounded P^T."""
-    if args[DROPOUT] != 0:
-        call_exp_sum(args[EXP_SUM], tile, m, l)
-    else:
-        call_exp_sum_bf16_pairs(args[EXP_SUM_BF16_PAIRS], tile, m, l, args[SOFTMAX_SCALE_LOG2])
+def attends_at_once(args):
+    """Whether attend_at_once does all that unmodified tiles need."""
+    return args[DROPOUT] == 0 and args[HAS_SCORE] == 0
+
+
+@njit(**options)
+def attend_at_once(args, count, q, q_panel, k, v_t, scores, m, l, o, o_panel):
+    """All panels of queries against a tile of keys, of which each query sees all, by one micro-kernel. Arguments from q
+    on are addresses and bytes, but for the views k and v_t.
+    """
+    columns = (count + args[LANES] - 1) // args[LANES] * args[LANES]
+    call_attend_bf16_pairs(
+        args[ATTEND_BF16_PAIRS], columns, args[PANEL], q, q_panel, k, v_t, scores, m, l, o, o_panel, k.shape[1],
+        args[SOFTMAX_SCALE_LOG2],
+    )  # fmt: skip
+
+
+@njit(**options)
+def softmax_at_once(args, s_t, m, l, o_acc):
+    """The online softmax by one micro-kernel, with P^T as bf16 pairs. Returns False where dropout follows, which P^T is
+    rounded after.
+    """
+    if args[DROPOUT] == 0:
+        call_online_softmax_bf16_pairs(args[ONLINE_SOFTMAX_BF16_PAIRS], s_t, m, l, o_acc, args[SOFTMAX_SCALE_LOG2])
+    return args[DROPOUT] == 0
 
 
 @njit(**options)
@@ -144,6 +173,26 @@ def store_dkv(args, acc, target, address):
 
 
 @njit(**options)
+def _rounds_at_once(args):
+    """Whether nothing reads P and dS between the softmax and their rounding."""
+    return args[VISIT_DS] == 0 and args[DROPOUT] == 0
+
+
+@njit(**options)
+def softmax_backward(args, s, dp, lse, delta, address):
+    """S to P = e^(S - LSE), dP to dS = scale * P * (dP - delta); as bf16 pairs, and dS also as rows at `address`, where
+    nothing reads them before.
+    """
+    if _rounds_at_once(args):
+        row_bytes = args[BLOCK_K] * STORAGE_SIZE
+        call_softmax_backward_bf16_pairs(
+            args[SOFTMAX_BACKWARD_BF16_PAIRS], s, dp, lse, delta, args[SCALE], address, row_bytes
+        )  # fmt: skip
+    else:
+        call_softmax_backward(args[SOFTMAX_BACKWARD], s, dp, lse, delta, args[SCALE])
+
+
+@njit(**options)
 def _add_dkv(args, tile, rows, acc, address, nonfinite):
     """acc += rows^T tile, summed over the rows. tile: P or dS in float32, rounded to bf16 pairs in place."""
     count, n = tile.shape
@@ -163,8 +212,9 @@ def accumulate_gradients(args, p, ds, q, do, k, dq, dk, dv, address, nonfinite):
     """dV^T += dO^T P, dK^T += Q^T dS, dQ += dS K. `address`: scratch memory for dS and one transposed operand."""
     rows, n = ds.shape
     row_bytes = args[BLOCK_K] * STORAGE_SIZE
-    call_round_bf16_pairs(args[ROUND_BF16_PAIRS], p, p, 0, 0)
-    call_round_bf16_pairs(args[ROUND_BF16_PAIRS], ds, ds, address, row_bytes)
+    if not _rounds_at_once(args):
+        call_round_bf16_pairs(args[ROUND_BF16_PAIRS], p, p, 0, 0)
+        call_round_bf16_pairs(args[ROUND_BF16_PAIRS], ds, ds, address, row_bytes)
     if n % 2 != 0:
         stored = matrix(address, rows, n + 1, row_bytes, STORAGE_SIZE, STORAGE)
         for i in range(rows):

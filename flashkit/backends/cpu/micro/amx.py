@@ -5,8 +5,9 @@
     tiles 6, 7  two tiles of columns of b           words        x columns of b
 
 The configuration sets the shape of each tile, up to 16 rows of 16 words, so remainders need no padding: a product
-consists of at most eight regions (whole tiles and a remainder along each axis), each with its configuration. Every
-product configures its tiles and releases them at the end.
+consists of at most eight regions (whole tiles and a remainder along each axis). To configure takes as long as dozens of
+products of tiles, so a kernel does it once, for whole tiles, and releases them at its end. A region with remainders has
+a configuration of its own; the product restores that of whole tiles after it.
 
 `Instructions` emits the instructions. `Emulation` emits the same operations on memory, so that the code runs, and is
 tested, on any CPU.
@@ -27,6 +28,8 @@ from .vector import I8, I32, I64, Loop, Memory, declared, fill, fma, splat
 
 EDGE = 16
 """Rows of a tile, and words of a row."""
+
+SUMS, LEFT, RIGHT = range(4), (4, 5), (6, 7)
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _CONFIGURATION = 64  # bytes: palette at 0, bytes a row at 16 + 2 tile, rows at 48 + tile
@@ -50,6 +53,9 @@ def request_permission() -> str:
 
 class Instructions:
     """The tile instructions of the CPU."""
+
+    lasting = True
+    """Whether tiles stay configured from one product to the next."""
 
     @staticmethod
     def state(b: ir.IRBuilder) -> ir.Value:
@@ -89,6 +95,8 @@ class Emulation:
     """The same operations on memory: the state is the configuration followed by eight tiles of 1 KB. What raises #UD on
     the CPU (shapes that do not match, a tile that is not configured) traps here too.
     """
+
+    lasting = False
 
     @staticmethod
     def state(b: ir.IRBuilder) -> ir.Value:
@@ -171,15 +179,25 @@ class Emulation:
         pass
 
 
+def emit_begin(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    """Configure whole tiles."""
+    tiles = Instructions(builder, Instructions.state(builder))
+    _configure(tiles, I64(EDGE), I64(EDGE), I64(EDGE))
+
+
+def emit_end(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    """Release the tiles."""
+    Instructions(builder, I64(0)).release()
+
+
 def emit_gemm(
     builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock, *, accumulate: bool,
     emulated: bool = False,
 ) -> None:  # fmt: skip
-    """c (+)= a @ b, see bf16_pairs.py; a_col is 4: tiles are loaded by whole rows."""
+    """c (+)= a @ b, see bf16_pairs.py; a_col is 4: tiles are loaded by whole rows. Between emit_begin and emit_end."""
     b = builder
     a, a_row, _, b_, b_row, c, c_row, m, n, k = args
     tiles = Emulation if emulated else Instructions
-    region = _region(b.module, tiles)
     state = tiles.state(b)
 
     def whole_and_remainder(extent: ir.Value) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ...]:
@@ -191,13 +209,14 @@ def emit_gemm(
         return (I64(0), whole, I64(EDGE)), (start, has_remainder, remainder)
 
     before: ir.Value = I64(int(accumulate))
-    for index, (word, steps, words) in enumerate(whole_and_remainder(k)):
+    for (word, steps, words), of_k in zip(whole_and_remainder(k), (True, False)):
         # With k = 0 the result is 0, and is stored.
         used = b.icmp_signed(">", steps, I64(0))
-        if index == 0:
+        if of_k:
             used = b.or_(used, b.icmp_signed("==", k, I64(0)))
-        for i, m_tiles, rows in whole_and_remainder(m):
-            for j, n_tiles, columns in whole_and_remainder(n):
+        for (i, m_tiles, rows), of_m in zip(whole_and_remainder(m), (True, False)):
+            for (j, n_tiles, columns), of_n in zip(whole_and_remainder(n), (True, False)):
+                region = _region(b.module, tiles, whole=of_k and of_m and of_n)
                 nonempty = b.icmp_signed(">", b.mul(m_tiles, n_tiles), I64(0))
                 with b.if_then(b.and_(used, nonempty)):
                     a_at = b.add(b.add(a, b.mul(i, a_row)), b.shl(word, I64(2)))
@@ -206,14 +225,35 @@ def emit_gemm(
                     counts = [m_tiles, n_tiles, steps, rows, columns, words]
                     b.call(region, [state, a_at, a_row, b_at, b_row, c_at, c_row, *counts, before])
         before = b.select(used, I64(1), before)
-    tiles(b, state).release()
+    if tiles.lasting:
+        remainders = b.and_(b.or_(b.or_(m, n), k), I64(EDGE - 1))
+        with b.if_then(b.icmp_signed("!=", remainders, I64(0))):
+            _configure(tiles(b, state), I64(EDGE), I64(EDGE), I64(EDGE))
 
 
-def _region(module: ir.Module, tiles: Any) -> ir.Function:
-    """A product of whole tiles of one shape: function (state, a, a_row, b, b_row, c, c_row, tiles along m, n and k,
-    rows, columns, words, whether c is added to).
+def _configure(tiles: Any, rows: ir.Value, columns: ir.Value, words: ir.Value) -> None:
+    """Tiles for products of rows x words and words x columns."""
+    b = tiles.b
+
+    def put(kind: ir.IntType, at: int, value: ir.Value) -> None:
+        pointer = b.inttoptr(b.add(tiles.state_at, I64(at)), kind.as_pointer())
+        b.store(b.trunc(value, kind) if kind != I64 else value, pointer)
+
+    for at in range(0, _CONFIGURATION, 8):
+        put(I64, at, I64(0))
+    put(I8, 0, I64(1))  # the palette that exists
+    for group, height, width in ((SUMS, rows, columns), (LEFT, rows, words), (RIGHT, words, columns)):
+        for tile in group:
+            put(I8, _ROWS_AT + tile, height)
+            put(ir.IntType(16), _COLUMNS_AT + 2 * tile, b.shl(width, I64(2)))
+    tiles.configure()
+
+
+def _region(module: ir.Module, tiles: Any, whole: bool) -> ir.Function:
+    """A product of tiles of one shape: function (state, a, a_row, b, b_row, c, c_row, tiles along m, n and k, rows,
+    columns, words, whether c is added to). whole: these three are 16, which tiles may be configured for already.
     """
-    name = f"amx_region_{tiles.__name__}"
+    name = f"amx_{'whole' if whole else 'region'}_{tiles.__name__}"
     if name in module.globals:
         return module.globals[name]
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 14), name)
@@ -222,20 +262,12 @@ def _region(module: ir.Module, tiles: Any) -> ir.Function:
     function.attributes.add("noinline")
     b = ir.IRBuilder(function.append_basic_block("entry"))
     state, a, a_row, b_, b_row, c, c_row, m_tiles, n_tiles, steps, rows, columns, words, add = function.args
+    if whole:
+        rows = columns = words = I64(EDGE)
     layer = tiles(b, state)
-    sums, left, right = range(4), (4, 5), (6, 7)
-
-    def put(kind: ir.IntType, at: int, value: ir.Value) -> None:
-        b.store(b.trunc(value, kind) if kind != I64 else value, b.inttoptr(b.add(state, I64(at)), kind.as_pointer()))
-
-    for at in range(0, _CONFIGURATION, 8):
-        put(I64, at, I64(0))
-    put(I8, 0, I64(1))  # the palette that exists
-    for group, height, width in ((sums, rows, columns), (left, rows, words), (right, words, columns)):
-        for tile in group:
-            put(I8, _ROWS_AT + tile, height)
-            put(ir.IntType(16), _COLUMNS_AT + 2 * tile, b.shl(width, I64(2)))
-    layer.configure()
+    if not (whole and tiles.lasting):
+        _configure(layer, rows, columns, words)
+    left, right = LEFT, RIGHT
 
     def block(high: int, wide: int, i: ir.Value, j: ir.Value) -> None:
         """high x wide tiles of c."""

@@ -4,6 +4,8 @@ CPUs multiply bf16 pairs and add into float32: c[i, j] += a[i, 2k] b[2k, j] + a[
 bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 2k+1 interleaved (VNNI layout): word
 [k][j] holds b[2k, j] and, in its upper half, b[2k+1, j]. An odd count is padded with 0. Conventions: vector.py.
 
+    begin_products, end_products ()
+        before the first and after the last product of a kernel, in each thread
     gemm_bf16_pairs, gemm_add_bf16_pairs (a, a_row, a_col, b, b_row, c, c_row, m, n, k)
         c = a @ b, c += a @ b in float32; k words. By vectors (AVX512-BF16) here, by tiles in amx.py
     pack_columns (source, source_row, target, target_row, m, n, scale)
@@ -12,9 +14,17 @@ bfloat16 with contiguous rows, read as words. The right operand has rows 2k and 
         word [i][j] of target = source[2i, j], source[2i+1, j]
     pack_rows_t (source, source_row, target, target_row, m, n)
         word [j][i] of target = source[2i, j], source[2i+1, j]
-    exp_sum_bf16_pairs (s, s_row, rows, columns, m, l, scale_log2)
-        p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])); l[j] += sum_i p[i, j];
+    online_softmax_bf16_pairs (s, s_row, rows, columns, m, l, o, o_row, o_rows, scale_log2)
+        a step of the online softmax: where a score exceeds m by RESCALE_THRESHOLD, m follows the running maximum, and l
+        and o are rescaled; p[i, j] = 2^(scale_log2 * (s[i, j] - m[j])), m = 0 for -inf; l[j] += sum_i p[i, j];
         word [i][j] of s = p[2i, j], p[2i+1, j]
+    attend_bf16_pairs (columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows,
+                       scale_log2)
+        a tile of keys of which each query sees all: s = k @ q, online_softmax, o += v @ s, panel by panel. A panel has
+        up to `panel` of the columns; q_panel and o_panel are the bytes of one; s is memory for the scores of one
+    softmax_backward_bf16_pairs (s, s_row, rows, columns, dp, lse, delta, scale, ds_rows, ds_rows_row)
+        p[i, j] = exp(s[i, j] - lse[i]), ds[i, j] = scale * p * (dp[i, j] - delta[i]);
+        words [i][j] of s = p[2i, j], p[2i+1, j], of dp likewise ds; ds_rows: ds as it is, in bfloat16
     round_bf16_pairs (s, s_row, m, n, target, target_row, rows, rows_row)
         word [i][j] of target = s[2i, j], s[2i+1, j]; rows, unless 0: the same, rows as they are, in bfloat16
 
@@ -24,14 +34,16 @@ Packed targets are padded with zeros to whole squares of 16 words (of `lanes`, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
 
 from . import amx
-from .exponentials import exp2
+from .exponentials import LOG2E, exp2_short
 from .gemm import emit_gemm
 from .register_block import RegisterBlock
+from .softmax import column_max
 from .vector import (
     I16,
     I32,
@@ -47,10 +59,6 @@ from .vector import (
     splat,
     transposed,
 )
-
-# 2^r on [-1/2, 1/2] by Chebyshev interpolation, relative error 3.5e-6. P is rounded to bfloat16 (4e-3); its row_sum is
-# not.
-EXP2_SHORT = (1.0, 0.6931210452034274, 0.24022349038020416, 0.05592197584225006, 0.009666368515383477)
 
 
 class Bfloat16(ir.Type):  # type: ignore[misc]
@@ -170,20 +178,47 @@ def _emit_pack_rows_t(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Typ
             memory.store(row, b.add(to, b.mul(I64(x), target_row)))
 
 
-def _emit_exp_sum(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
-    s, row, count, columns, m, l, scale_bits = args
+RESCALE_THRESHOLD = 8.0
+"""How far a score may exceed the row_max that P is relative to before O and l are rescaled. With e^16, its weight where
+scale_log2 is the most it can be, no sum comes near overflow.
+"""
+
+
+def _emit_online_softmax(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    s, row, count, columns, m, l, o, o_row, o_rows, scale_bits = args
     lanes = shape.lanes
     memory = Memory(b, element, lanes)
     scale_log2, zero = splat(b, from_bits(b, scale_bits, element), lanes), fill(memory.vector, 0.0)
+    nothing_seen, threshold = fill(memory.vector, float("-inf")), fill(memory.vector, RESCALE_THRESHOLD)
+
+    def power(difference: ir.Value) -> ir.Value:
+        return exp2_short(b, b.fmul(difference, scale_log2))
 
     def group(j: ir.Value, width: int) -> None:
         offsets = [b.shl(b.add(j, I64(v * lanes)), I64(2)) for v in range(width)]
-        row_max = [memory.load(b.add(m, o)) for o in offsets]
+        before = [memory.load(b.add(m, offset)) for offset in offsets]
+        greatest = column_max(b, memory, s, row, count, offsets, before)
+        exceeds = [b.fcmp_ordered(">", x, b.fadd(y, threshold)) for x, y in zip(greatest, before)]
+        moves = b.icmp_signed("!=", b.bitcast(reduce(b.or_, exceeds), ir.IntType(lanes)), ir.IntType(lanes)(0))
+        with b.if_then(moves, likely=False):
+            factors = [power(b.fsub(x, y)) for x, y in zip(before, greatest)]
+            # Nothing seen before, nor now: m stays -inf, whose difference is NaN.
+            factors = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, f) for x, f in zip(before, factors)]
+            for offset, x, factor in zip(offsets, greatest, factors):
+                memory.store(x, b.add(m, offset))
+                memory.store(b.fmul(memory.load(b.add(l, offset)), factor), b.add(l, offset))
+            with Loop(b, I64(0), o_rows, 1, [o]) as (_, (at,), advance):
+                for offset, factor in zip(offsets, factors):
+                    memory.store(b.fmul(memory.load(b.add(at, offset)), factor), b.add(at, offset))
+                advance([b.add(at, o_row)])
+        row_max = [b.select(moves, x, y) for x, y in zip(greatest, before)]
+        # 0 for a query without a visible key so far: 2^(-inf - 0) is 0, 2^(-inf + inf) would be NaN.
+        row_max = [b.select(b.fcmp_ordered("==", x, nothing_seen), zero, x) for x in row_max]
 
         def p_at(at: ir.Value, v: int) -> ir.Value:
-            return exp2(b, b.fmul(b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]), scale_log2), EXP2_SHORT)
+            return power(b.fsub(memory.load(b.add(at, offsets[v])), row_max[v]))
 
-        start = [memory.load(b.add(l, o)) for o in offsets]
+        start = [memory.load(b.add(l, offset)) for offset in offsets]
         # Words overwrite scores in place: row i of words follows the reading of rows 2i and 2i+1.
         loop = Loop(b, I64(0), b.sub(count, I64(1)), 2, [*start, s, s])
         with loop as (_, carried, advance):
@@ -207,6 +242,60 @@ def _emit_exp_sum(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, s
             memory.store(last.results[v], b.add(l, offsets[v]))
 
     column_groups(b, columns, shape.vectors, lanes, group)
+
+
+def _emit_attend(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    columns, panel, q, q_panel, k, k_row, v, v_row, s, m, l, o, o_panel, keys, words, o_rows, scale_log2 = args
+    gemm, online_softmax, gemm_add = (
+        b.module.globals[name] for name in ("gemm_bf16_pairs", "online_softmax_bf16_pairs", "gemm_add_bf16_pairs")
+    )
+    row = b.shl(panel, I64(2))
+    with Loop(b, I64(0), columns, panel, [q, o, m, l]) as (first, (q_at, o_at, m_at, l_at), advance):
+        left = b.sub(columns, first)
+        width = b.select(b.icmp_signed("<", left, panel), left, panel)
+        b.call(gemm, [k, k_row, I64(4), q_at, row, s, row, keys, width, words])
+        b.call(online_softmax, [s, row, keys, width, m_at, l_at, o_at, row, o_rows, scale_log2])
+        pairs = b.lshr(b.add(keys, I64(1)), I64(1))
+        b.call(gemm_add, [v, v_row, I64(4), s, row, o_at, row, o_rows, width, pairs])
+        advance([b.add(q_at, q_panel), b.add(o_at, o_panel), b.add(m_at, row), b.add(l_at, row)])
+
+
+def _emit_softmax_backward(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
+    s, row, count, columns, dp, lse, delta, scale_bits, ds_rows, ds_rows_row = args
+    lanes = shape.lanes
+    memory, halves = Memory(b, element, lanes), Memory(b, I16, lanes)
+    scale = splat(b, from_bits(b, scale_bits, element), lanes)
+    zero, masked, log2e = (fill(memory.vector, x) for x in (0.0, float("-inf"), LOG2E))
+
+    def of_row(i: ir.Value) -> tuple[ir.Value, ...]:
+        at = b.shl(i, I64(2))
+        return tuple(splat(b, memory.load_scalar(b.add(x, at)), lanes) for x in (lse, delta))
+
+    def element_of(at: ir.Value, of: tuple[ir.Value, ...]) -> tuple[ir.Value, ir.Value]:
+        """P and dS of a vector; see emit_softmax_backward."""
+        score = memory.load(b.add(s, at))
+        p = exp2_short(b, b.fmul(b.fsub(score, of[0]), log2e))
+        p = b.select(b.fcmp_ordered("==", score, masked), zero, p)
+        ds = b.fmul(b.fmul(p, b.fsub(memory.load(b.add(dp, at)), of[1])), scale)
+        return p, b.select(b.fcmp_ordered("==", p, zero), zero, ds)
+
+    def pair(i: ir.Value, two: bool) -> None:
+        of = [of_row(b.add(i, I64(x))) for x in range(1 + two)]
+        with Loop(b, I64(0), columns, lanes) as (j, _, _):
+            along = b.shl(j, I64(2))
+            pairs = [element_of(b.add(b.mul(b.add(i, I64(x)), row), along), each) for x, each in enumerate(of)]
+            to = b.add(b.mul(b.lshr(i, I64(1)), row), along)
+            for target, values in zip((s, dp), zip(*pairs)):
+                words_of = rounded_pairs(b, values[0], values[1] if two else zero)
+                memory.store(b.bitcast(words_of, memory.vector), b.add(target, to))
+            for x, (_, ds) in enumerate(pairs):
+                line = b.add(ds_rows, b.mul(b.add(i, I64(x)), ds_rows_row))
+                halves.store(rounded(b, ds), b.add(line, b.shl(j, I64(1))))
+
+    with Loop(b, I64(0), b.sub(count, I64(1)), 2) as (i, _, _):
+        pair(i, True)
+    with Loop(b, b.and_(count, I64(-2)), count, 1) as (i, _, _):
+        pair(i, False)
 
 
 def _emit_round_bf16_pairs(b: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
@@ -238,7 +327,8 @@ KERNELS: dict[str, tuple[int, Callable[..., None]]] = {
     "pack_columns": (7, _emit_pack_columns),
     "pack_rows": (6, _emit_pack_rows),
     "pack_rows_t": (6, _emit_pack_rows_t),
-    "exp_sum_bf16_pairs": (7, _emit_exp_sum),
+    "online_softmax_bf16_pairs": (10, _emit_online_softmax),
+    "softmax_backward_bf16_pairs": (10, _emit_softmax_backward),
     "round_bf16_pairs": (8, _emit_round_bf16_pairs),
 }
 
@@ -252,7 +342,13 @@ def kernels(method: str) -> dict[str, tuple[int, Callable[..., None]]]:
         else:
             amx.emit_gemm(*args, accumulate=accumulate, emulated=method == "emulate")
 
+    def nothing(*_: Any) -> None:
+        pass
+
     return KERNELS | {
+        "begin_products": (0, amx.emit_begin if method == "amx" else nothing),
+        "end_products": (0, amx.emit_end if method == "amx" else nothing),
         "gemm_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=False)),
         "gemm_add_bf16_pairs": (10, lambda *args: gemm(*args, accumulate=True)),
+        "attend_bf16_pairs": (17, _emit_attend),
     }

@@ -7,8 +7,8 @@ from functools import partial
 
 from llvmlite import ir
 
-from .bf16_pairs import EXP2_SHORT, dot, rounded
-from .exponentials import LOG2E, exp, exp2
+from .bf16_pairs import dot, rounded
+from .exponentials import LOG2E, exp, exp2_short
 from .register_block import RegisterBlock
 from .vector import I16, I32, I64, SIZE, STORED, Loop, Memory, fill, fma, load_narrow, splat, widen
 
@@ -84,7 +84,7 @@ class Bf16Pairs(Widened):
 
     def exp(self, x: ir.Value) -> ir.Value:
         """To the precision of bfloat16."""
-        return exp2(self.builder, self.builder.fmul(x, fill(self.vector, LOG2E)), EXP2_SHORT)
+        return exp2_short(self.builder, self.builder.fmul(x, fill(self.vector, LOG2E)))
 
     def columns(
         self, address: ir.Value, following: ir.Value, vectors: int, remaining: ir.Value | None

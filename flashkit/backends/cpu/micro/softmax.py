@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 from llvmlite import ir
 
@@ -18,28 +19,52 @@ from .exponentials import exp
 from .register_block import RegisterBlock
 from .vector import I64, Loop, Memory, column_groups, fill, from_bits, splat
 
+ROWS_IN_TURN = 4
+
+
+def column_max(
+    b: ir.IRBuilder, memory: Memory, s: ir.Value, row: ir.Value, count: ir.Value, offsets: Sequence[ir.Value],
+    start: Sequence[ir.Value],
+) -> list[ir.Value]:  # fmt: skip
+    """The greatest of the start values and of the rows, by vector of columns."""
+    width = len(offsets)
+
+    def greater(x: ir.Value, y: ir.Value) -> ir.Value:
+        # NaN compares false and is skipped; it propagates through the sum of the exponentials.
+        return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+    # Rows take turns among several maxima, each of which waits for its last comparison.
+    rows = Loop(b, I64(0), b.sub(count, I64(ROWS_IN_TURN - 1)), ROWS_IN_TURN, [*start] * ROWS_IN_TURN + [s])
+    with rows as (_, carried, advance):
+        *best, at = carried
+        new = []
+        for turn in range(ROWS_IN_TURN):
+            for v, offset in enumerate(offsets):
+                new.append(greater(memory.load(b.add(at, offset)), best[turn * width + v]))
+            at = b.add(at, row)
+        advance([*new, at])
+    *best, at = rows.results
+    rest = Loop(
+        b, b.and_(count, I64(-ROWS_IN_TURN)), count, 1, [*(reduce(greater, best[v::width]) for v in range(width)), at]
+    )
+    with rest as (_, carried, advance):
+        *best, at = carried
+        advance([*(greater(memory.load(b.add(at, o)), x) for o, x in zip(offsets, best)), b.add(at, row)])
+    return rest.results[:-1]
+
 
 def emit_column_max(builder: ir.IRBuilder, args: Sequence[ir.Value], element: ir.Type, shape: RegisterBlock) -> None:
     b = builder
     s, row, count, columns, m = args
-    vectors, lanes = shape.vectors, shape.lanes
-    memory = Memory(b, element, lanes)
+    memory = Memory(b, element, shape.lanes)
 
     def group(j: ir.Value, width: int) -> None:
-        offsets = [b.mul(b.add(j, I64(v * lanes)), I64(memory.size)) for v in range(width)]
-        loop = Loop(b, I64(0), count, 1, [*(memory.load(b.add(m, o)) for o in offsets), s])
-        with loop as (_, carried, advance):
-            *best, at = carried
-            new = []
-            for v in range(width):
-                value = memory.load(b.add(at, offsets[v]))
-                # NaN compares false and is skipped; it propagates through the sum of the exponentials.
-                new.append(b.select(b.fcmp_ordered(">", value, best[v]), value, best[v]))
-            advance([*new, b.add(at, row)])
-        for v in range(width):
-            memory.store(loop.results[v], b.add(m, offsets[v]))
+        offsets = [b.mul(b.add(j, I64(v * shape.lanes)), I64(memory.size)) for v in range(width)]
+        start = [memory.load(b.add(m, offset)) for offset in offsets]
+        for offset, x in zip(offsets, column_max(b, memory, s, row, count, offsets, start)):
+            memory.store(x, b.add(m, offset))
 
-    column_groups(b, columns, vectors, lanes, group)
+    column_groups(b, columns, shape.vectors, shape.lanes, group)
 
 
 ROWS_PER_SUM = 16
