@@ -67,13 +67,16 @@ class Vjp(Generic[A]):
     ) -> tuple[Any, ...]:
         """The gradients, through these loans."""
         if not loans:
-            return self._gradients(dout, dlse, wrt)
+            return self.gradients(dout, dlse, wrt)
         loan, *inner = loans
         with loan.scope():
             borrowed = loan.borrow(dout=dout, dlse=dlse)
             return loan.give_back_gradients(self._lent(**borrowed, wrt=wrt, loans=tuple(inner)), wrt)
 
-    def _gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+    def gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...], empty: Any = None) -> tuple[Any, ...]:
+        """The gradients of arrays as backends read them. empty: f(shape, dtype) makes an array; by default that of the
+        arrays' library.
+        """
         op, shape = self.operands, self.shape
         fit = WRT[: 3 if op.sinks is None else 4]
         if not isinstance(wrt, tuple | list):
@@ -86,8 +89,9 @@ class Vjp(Generic[A]):
         xp: Any = arrays.namespace(self.problem.array_kind)
         if dlse is not None:
             self._checked("dlse", dlse, shape.sizes_of_rows(op.lse.shape), op.lse.dtype)
-            dlse = xp.ascontiguousarray(dlse).reshape(op.lse.shape)
-        dq, dk, dv = (xp.ndarray(x.shape, dtype) for x in (op.q, op.k, op.v))  # faster than its `empty`
+            dlse = (dlse if arrays.contiguous(dlse) else dlse.copy()).reshape(op.lse.shape)
+        empty = empty or xp.ndarray  # faster than the library's `empty`
+        dq, dk, dv = empty(op.q.shape, dtype), empty(op.k.shape, dtype), empty(op.v.shape, dtype)
         dsinks = xp.empty_like(op.sinks) if "sinks" in wrt else None
         self.fill(Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks))
         if dsinks is not None and self._sinks_dtype is not None:

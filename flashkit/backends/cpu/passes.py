@@ -12,7 +12,7 @@ from ...spec import Gradients, Operands
 from ..base import Bound, BoundBackward
 from . import arguments as at
 from . import scratch, scratch_pool, threads
-from .argument_block import ArgumentBlock, address_of, forward_tensors, strides_of
+from .argument_block import ArgumentBlock, address_of, strides_of
 from .launch import (
     Launch,
     decode_launch,
@@ -86,9 +86,14 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
     d, dv = padded_dims(plan)
     layout = scratch.backward_layout(block_q, block_k, d, dv, accumulator.itemsize, 2 if plan.bf16_pairs else 1)
     block.args[at.SCRATCH_BYTES], block.args[at.BLOCK_K] = per_thread(layout.total), block_k
-    for index, tensor in ((at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)):
+    rows, shape, is_wide = operands.lse.shape, operands.q.shape, gradients.dq.dtype == accumulator
+    of_rows, of_queries = np.empty(rows, accumulator), np.empty(shape, accumulator)
+    for index, tensor in (
+        (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv),
+        (at.BWD_LSE, of_rows), (at.DELTA, of_rows), (at.DQ_ACCUM, of_queries),
+    ):  # fmt: skip
         block.args[index + 1 : index + 4] = strides_of(tensor)
-    rows, shape = operands.lse.shape, operands.q.shape
+    block.args[at.DQ_SPLIT_STRIDE] = of_queries.nbytes
 
     def bound(operands: Operands, gradients: Gradients) -> None:
         args = block.args.copy()
@@ -96,16 +101,20 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum.
         num_splits = min(-(-n_k // block_k), -(-count // (batch * heads_kv)))
         bwd_lse, delta = np.empty((2, *rows), accumulator)
-        in_place = num_splits == 1 and gradients.dq.dtype == accumulator
+        in_place = num_splits == 1 and is_wide
         dq_accum = gradients.dq if in_place else np.empty((num_splits, *shape), accumulator)
-        of_gradients = (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)
-        for index, tensor in (*forward_tensors(operands), *of_gradients):
+        args[at.NUM_SPLITS] = num_splits
+        anew = [(at.OUT, operands.out), (at.DOUT, gradients.dout)]
+        if gradients.dlse is not None:
+            anew.append((at.DLSE, gradients.dlse))
+        for index, tensor in anew:
+            args[index + 1 : index + 4] = strides_of(tensor)
+        for index, tensor in (
+            *anew, (at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.LSE, operands.lse),
+            (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv),
+            (at.DQ_ACCUM, dq_accum), (at.BWD_LSE, bwd_lse), (at.DELTA, delta),
+        ):  # fmt: skip
             args[index] = address_of(tensor)
-        scratch_tensors = (at.DQ_ACCUM, dq_accum), (at.BWD_LSE, bwd_lse), (at.DELTA, delta)
-        anew = (at.OUT, operands.out), (at.DOUT, gradients.dout), *scratch_tensors
-        for index, tensor in (*anew, *(((at.DLSE, gradients.dlse),) if gradients.dlse is not None else ())):
-            args[index : index + 4] = (address_of(tensor), *strides_of(tensor))
-        args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // max(num_splits, 1)
         if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
             ends = operands.kv_lengths if operands.cu_seqlens is None else operands.cu_seqlens[1][-1:]
             for entry, end in enumerate(ends.tolist()):

@@ -90,8 +90,12 @@ def run(kernel: int, arguments: np.ndarray, work_tiles: int, threads: int) -> No
     arguments[KERNEL], arguments[WORK_TILES] = kernel, work_tiles
     if threads > 1:
         arguments[PARALLEL_FOR], arguments[THREAD_MAIN] = parallel_for()
-    with exclusive(threads) as allowed:
-        entry("launch")(arguments.__array_interface__["data"][0], allowed)
+    address, launch = specialise.address_of(arguments), entry("launch")
+    if concurrent(threads):
+        launch(address, threads)
+    else:
+        with exclusive(threads) as allowed:
+            launch(address, allowed)
 
 
 def is_long(flops: float, threads: int) -> bool:
