@@ -384,10 +384,10 @@ def attention_vjp(
 
 
 def entry_of(
-    q: Any, k: Any, v: Any, *, return_lse: bool = True, recorded: bool = True, backend: Any = None, scale: Any = None, causal: Any = False, q_offset: Any = None,
-    window: Any = None, softcap: Any = None, alibi_slopes: Any = None, bias: Any = None, mask: Any = None,
-    block_mask: Any = None, kv_lengths: Any = None, dropout_p: Any = 0.0, seed: Any = None, layout: Any = "bhnd",
-    deterministic: Any = False, precision: Any = None, **others: Any,
+    q: Any, k: Any, v: Any, *, return_lse: bool = True, recorded: bool = True, scale: Any = None, causal: Any = False,
+    q_offset: Any = None, window: Any = None, softcap: Any = None, alibi_slopes: Any = None, bias: Any = None,
+    mask: Any = None, block_mask: Any = None, kv_lengths: Any = None, dropout_p: Any = 0.0, seed: Any = None,
+    layout: Any = "bhnd", deterministic: Any = False, precision: Any = None, backend: Any = None, **others: Any,
 ) -> plan_cache.Entry | None:  # fmt: skip
     """The cache's entry for a call; None if its plan cannot be cached. recorded: a backward pass follows."""
     if others or not _is_constant(q_offset, window, dropout_p):
@@ -424,7 +424,8 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
     """
     entry = entry_of(q, k, v, backend=backend, **options)
     if entry is None and type(q) is foreign.View:
-        return vjp_of(*map(foreign.VIEWS.native, ("q", "k", "v", "out", "lse"), (q, k, v, out, lse)), backend=backend, **options)
+        q, k, v, out, lse = [foreign.native("an array", x) for x in (q, k, v, out, lse)]
+        return vjp_of(q, k, v, out, lse, backend=backend, **options)
     if entry is None or entry.planned is None:
         problem, operands, shape = prepare(q, k, v, out=out, **options)
         given = (q, k, v), options.get("q_offset"), backend

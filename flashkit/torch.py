@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -126,13 +126,13 @@ def _keywords(tensors: Tensors, options: tuple[Any, ...], mods: dict[str, Any]) 
     if q_offset is not None:
         made["q_offset"] = q_offset
     if scale is not None:
-        made["scale"] = scale
+        made["scale"] = _number(scale)
     if left is not None or right is not None:
         made["window"] = left, right
     if softcap is not None:
-        made["softcap"] = softcap
+        made["softcap"] = _number(softcap)
     if dropout_p:
-        made["dropout_p"] = dropout_p
+        made["dropout_p"] = _number(dropout_p)
     if deterministic:
         made["deterministic"] = True
     if precision is not None:
@@ -151,6 +151,10 @@ def _keywords(tensors: Tensors, options: tuple[Any, ...], mods: dict[str, Any]) 
         else:
             made[name] = tensor
     return made | mods if mods else made
+
+
+def _number(x: Any) -> Any:
+    return x.item() if isinstance(x, torch.Tensor) else x
 
 
 def _bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
@@ -185,9 +189,8 @@ def _backward(
     options: tuple[Any, ...], mods: dict[str, Any],
 ) -> tuple[Any, ...]:  # fmt: skip
     """dq, dk and dv, contiguous as (B, H, N, D), dsinks or None, dbias or None."""
-    name = None
-    if not (tensors or mods or any([x is not None and x.is_neg() for x in (out, lse, dout, dlse)])):
-        name = _plan_name((q, k, v), options, "recorded")
+    as_they_are = not (out.is_neg() or lse.is_neg() or dout.is_neg() or (dlse is not None and dlse.is_neg()))
+    name = _plan_name((q, k, v), options, "recorded") if as_they_are and not (tensors or mods) else None
     planned, memory = plan_cache.get(name), foreign.TORCH.memory
     with foreign.TORCH.scope(q):
         if planned is not None:
@@ -212,10 +215,13 @@ def _backward(
 
 
 def _plan_name(tensors: tuple[Any, Any, Any], options: tuple[Any, ...], call: Any) -> Any:
-    """The key of a cached plan for q, k and v, found without looking at their memory as arrays, which takes several
-    times as long; None where the memory is not that of the tensors as they are, or each call has its own number of keys.
+    """The key of a cached plan, made of the tensors q, k and v: arrays of their memory take several times as long. None
+    where the memory is not the tensors' as they are, or each call has its own number of keys.
     """
     q, k, v = tensors
+    types = tuple(map(type, options))  # of the key, since True == 1
+    if not _NUMBERS.issuperset(types):
+        return None
     if q.is_neg() or k.is_neg() or v.is_neg() or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % q.element_size():
         return None
     of_q, of_k, of_v = q.shape, k.shape, v.shape
@@ -223,8 +229,11 @@ def _plan_name(tensors: tuple[Any, Any, Any], options: tuple[Any, ...], call: An
         return None
     return (
         of_q, of_k, of_v, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(),
-        v.get_device(), call, options, tuple(map(type, options)), dispatch.state(),
+        v.get_device(), call, options, types, dispatch.state(),
     )  # fmt: skip
+
+
+_NUMBERS = frozenset({type(None), bool, int, float, str})
 
 
 def _remember(name: Any, q: Any, k: Any, v: Any, out: Any = None, **keywords: Any) -> None:
@@ -370,21 +379,26 @@ _forward_op = torch.ops.flashkit.attention.default
 _backward_op = torch.ops.flashkit.attention_backward.default
 
 
-def _is_plain(tensors: Iterable[Any]) -> bool:
-    """Whether nothing but this call looks at it: no compiler, transform, mode or profiler, and no subclass."""
+def _is_plain(tensors: tuple[Any, ...]) -> bool:
+    """Whether nothing but this call looks at it: no compiler, transform, mode or profiler, and no subclass; and the
+    first three tensors are memory.
+    """
     return (
         not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
         and not torch._C._autograd._profiler_enabled()
         and _PLAIN.issuperset(map(type, tensors))
+        and tensors[0].layout is tensors[1].layout is tensors[2].layout is torch.strided
     )
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_BATCHED_GRADIENTS = torch._C._parse_dispatch_key("VmapMode")  # torch.autograd.grad(..., is_grads_batched=True)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -394,9 +408,12 @@ class _Function(torch.autograd.Function):
     """Inputs: names of tensors, options, modifications or None, q, k, v, and the tensors."""
 
     @staticmethod
-    def forward(ctx: Any, names: tuple[str, ...], options: tuple[Any, ...], mods: Mods | None, *given: Any) -> Any:
-        out, lse = _call(True, *given[:3], dict(zip(names, given[3:], strict=True)), options, mods)
-        ctx.save_for_backward(*given, out, lse)
+    def forward(
+        ctx: Any, names: tuple[str, ...], options: tuple[Any, ...], mods: Mods | None, q: Any, k: Any, v: Any,
+        *given: Any,
+    ) -> Any:  # fmt: skip
+        out, lse = _call(True, q, k, v, dict(zip(names, given, strict=True)), options, mods)
+        ctx.save_for_backward(q, k, v, *given, out, lse)
         ctx.names, ctx.options, ctx.mods = names, options, mods  # which lives until backward
         ctx.set_materialize_grads(False)
         return out, lse
@@ -422,7 +439,7 @@ class _Function(torch.autograd.Function):
         tensors, options, mods = dict(zip(ctx.names, given, strict=True)), ctx.options, ctx.mods
         of_bias = "bias" in tensors and ctx.needs_input_grad[6 + ctx.names.index("bias")]
         results = torch.zeros_like(out) if dout is None else dout, dlse, out, lse, of_bias
-        if _is_plain([x for x in (*results[:2], out, lse, q, k, v, *given) if x is not None]):
+        if _is_plain((q, k, v, *given, out, lse, *[x for x in results[:2] if x is not None])):
             found = _backward(*results, q, k, v, tensors, options, {} if mods is None else _mods[mods.number])
         else:
             found = _backward_op(*results, q, k, v, *_flat(tensors, options, mods))
@@ -550,7 +567,8 @@ def attention(
     cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, None)
     given = bias, mask, alibi_slopes, sinks, kv_lengths, offsets, seed, q_lengths, cu_q, cu_k, page_table
     tensors: Tensors = {}
-    if any([x is not None for x in given]):
+    if not (bias is mask is alibi_slopes is sinks is kv_lengths is offsets is seed is q_lengths is cu_q is cu_k
+            is page_table is None):  # fmt: skip
         tensors = {name: x for name, x in zip(TENSORS, given, strict=True) if x is not None}
     options = scale, causal, q_offset, left, right, softcap, dropout_p, layout, deterministic, precision, backend
     if torch.is_grad_enabled() and (

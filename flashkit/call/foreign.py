@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-
 _HERE: AbstractContextManager[None] = nullcontext()
 """Of `Library.scope`, where nothing has to change. It may be entered many times at once."""
 
@@ -267,21 +266,19 @@ class View:
     __slots__ = "_layout", "ptr", "tensor"
 
     def __init__(self, tensor: Any) -> None:
-        self.tensor, self.ptr, self._layout = tensor, tensor.data_ptr(), None
+        self.tensor, self.ptr = tensor, tensor.data_ptr()
+        self._layout: tuple[Any, ...] | None = None
 
     @property
     def layout(self) -> tuple[Any, ...]:
         """What `arrays.layout` says of such an array of CuPy."""
-        if self._layout is None:
+        if (known := self._layout) is None:
             tensor = self.tensor
-            form = tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
-            try:
-                self._layout = _layouts[form]
-            except KeyError:
-                self._layout = _layout_of(tensor)
-                if len(_layouts) < 10_000:
-                    _layouts[form] = self._layout
-        return self._layout
+            dtype = _numpy_dtype("a tensor", tensor.dtype)
+            size, device = dtype.itemsize, tensor.get_device()
+            strides = tuple([size * n for n in tensor.stride()])
+            known = self._layout = _cupy("a tensor").ndarray, tuple(tensor.shape), strides, dtype, device
+        return known
 
     shape = property(lambda self: self.layout[1])
     strides = property(lambda self: self.layout[2])
@@ -312,15 +309,6 @@ class View:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> View:
         """New memory on the same device."""
         return View(self.tensor.new_empty(shape, dtype=_torch_dtype(dtype)))
-
-
-_layouts: dict[Any, tuple[Any, ...]] = {}
-
-
-def _layout_of(tensor: Any) -> tuple[Any, ...]:
-    dtype = _numpy_dtype("a tensor", tensor.dtype)
-    strides = tuple(dtype.itemsize * n for n in tensor.stride())
-    return _cupy("a tensor").ndarray, tuple(tensor.shape), strides, dtype, tensor.get_device()
 
 
 @cache
@@ -473,9 +461,7 @@ class Loan:
         TypeError
             An array is of another library, on another device, or cannot be read in place.
         """
-        return {
-            name: value if type(value) in _PLAIN else self._borrowed(name, value) for name, value in given.items()
-        }
+        return {name: value if type(value) in _PLAIN else self._borrowed(name, value) for name, value in given.items()}
 
     def lend(self, q: Any, k: Any, v: Any, out: Any = None, **given: Any) -> dict[str, Any]:
         """The arguments of a call that looks for a cached plan first: as `borrow`, with views of tensors on a GPU, and
@@ -514,9 +500,7 @@ class Loan:
         else:
             return value
         what = full_name(value) if other is None else other.describe(value)
-        raise TypeError(
-            f"{name} is a {what}, but q is a {self.library.describe(self.q)}; all arrays of a call {rule}"
-        )
+        raise TypeError(f"{name} is a {what}, but q is a {self.library.describe(self.q)}; all arrays of a call {rule}")
 
     def give_back(self, result: Any, out: Any = None) -> Any:
         """A result, or a tuple of results, as arrays of the library.

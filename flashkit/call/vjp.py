@@ -60,7 +60,13 @@ class Vjp(Generic[A]):
         >>> dv.shape, dsinks.shape
         ((1, 2, 16, 8), (2,))
         """
-        return self._lent(dout, dlse, wrt, self._loans)
+        fit = WRT[: 3 if self.operands.sinks is None else 4]
+        if not isinstance(wrt, tuple | list):
+            raise TypeError(f"wrt is {shown(wrt)}; names in a tuple fit, {', '.join(map(repr, fit))}")
+        for name in wrt:
+            if not isinstance(name, str) or name not in fit:
+                raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
+        return self._lent(dout, dlse, tuple(wrt), self._loans)
 
     def _lent(
         self, dout: Any, dlse: Any, wrt: tuple[str, ...], loans: tuple[foreign.Loan | Dequantised, ...]
@@ -78,12 +84,6 @@ class Vjp(Generic[A]):
         arrays' library.
         """
         op, shape = self.operands, self.shape
-        fit = WRT[: 3 if op.sinks is None else 4]
-        if not isinstance(wrt, tuple | list):
-            raise TypeError(f"wrt is {shown(wrt)}; names in a tuple fit, {', '.join(map(repr, fit))}")
-        for name in wrt:
-            if not isinstance(name, str) or name not in fit:
-                raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
         dtype = op.q.dtype
         self._checked("dout", dout, shape.sizes(op.out.shape), dtype)
         xp: Any = arrays.namespace(self.problem.array_kind)

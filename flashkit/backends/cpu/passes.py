@@ -12,7 +12,7 @@ from ...spec import Gradients, Operands
 from ..base import Bound, BoundBackward
 from . import arguments as at
 from . import scratch, scratch_pool, threads
-from .argument_block import ArgumentBlock, address_of, strides_of
+from .argument_block import ArgumentBlock, strides_of
 from .launch import (
     Launch,
     decode_launch,
@@ -23,10 +23,22 @@ from .launch import (
     rounded,
 )
 from .plan import CpuPlan
+from .specialise import address_of
 
 ROW_BLOCK = 256
 """Rows of a work tile of bwd_preprocess and bwd_postprocess."""
 
+
+BACKWARD = tuple(map(int, (at.Q, at.K, at.V, at.LSE, at.DQ, at.DK, at.DV, at.DQ_ACCUM, at.BWD_LSE, at.DELTA)))
+"""Words with addresses of the backward pass's tensors, as Python's integers, by which NumPy finds a word faster."""
+
+OUT, DOUT, DLSE, NUM_SPLITS, SCRATCH, STOP, BLOCK_Q, Q_TILES, NONFINITE, IS_NONFINITE = map(
+    int,
+    (
+        at.OUT, at.DOUT, at.DLSE, at.NUM_SPLITS, at.SCRATCH, at.STOP, at.BLOCK_Q, at.Q_TILES, at.NONFINITE,
+        at.IS_NONFINITE,
+    ),
+)  # fmt: skip
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What a bound call may take anew, in this order: none, the first two, or all."""
@@ -94,6 +106,7 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
     ):  # fmt: skip
         block.args[index + 1 : index + 4] = strides_of(tensor)
     block.args[at.DQ_SPLIT_STRIDE] = of_queries.nbytes
+    scratch_bytes, kernels = int(block.args[at.SCRATCH_BYTES]), plan.backward
 
     def bound(operands: Operands, gradients: Gradients) -> None:
         args = block.args.copy()
@@ -103,48 +116,52 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
         bwd_lse, delta = np.empty((2, *rows), accumulator)
         in_place = num_splits == 1 and is_wide
         dq_accum = gradients.dq if in_place else np.empty((num_splits, *shape), accumulator)
-        args[at.NUM_SPLITS] = num_splits
-        anew = [(at.OUT, operands.out), (at.DOUT, gradients.dout)]
+        args[NUM_SPLITS] = num_splits
+        anew = [(OUT, operands.out), (DOUT, gradients.dout)]
         if gradients.dlse is not None:
-            anew.append((at.DLSE, gradients.dlse))
+            anew.append((DLSE, gradients.dlse))
         for index, tensor in anew:
-            args[index + 1 : index + 4] = strides_of(tensor)
-        for index, tensor in (
-            *anew, (at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.LSE, operands.lse),
-            (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv),
-            (at.DQ_ACCUM, dq_accum), (at.BWD_LSE, bwd_lse), (at.DELTA, delta),
-        ):  # fmt: skip
+            args[index : index + 4] = (address_of(tensor), *strides_of(tensor))
+        tensors = (
+            operands.q, operands.k, operands.v, operands.lse, gradients.dq, gradients.dk, gradients.dv, dq_accum,
+            bwd_lse, delta,
+        )  # fmt: skip
+        for index, tensor in zip(BACKWARD, tensors, strict=True):
             args[index] = address_of(tensor)
         if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
             ends = operands.kv_lengths if operands.cu_seqlens is None else operands.cu_seqlens[1][-1:]
             for entry, end in enumerate(ends.tolist()):
                 gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0
 
+        is_long = threads.is_long(flops, count)
+
         def launch(kernel: int, work_tiles: int, stop: int = 0) -> None:
-            memory = scratch_pool.acquire(int(args[at.SCRATCH_BYTES]) * count)
-            args[at.SCRATCH], args[at.STOP] = memory.address, stop
+            memory = scratch_pool.acquire(scratch_bytes * count)
+            args[SCRATCH], args[STOP] = memory.address, stop
             try:
                 threads.run(kernel, args, work_tiles, count)
             finally:
                 scratch_pool.release(memory)
 
         def run(name: str, block_q: int, q_tiles: int, work_tiles: int) -> None:
-            args[at.BLOCK_Q], args[at.Q_TILES] = block_q, q_tiles
-            work = partial(launch, plan.backward[name], work_tiles)
-            threads.interruptible(work) if threads.is_long(flops, count) else work()
+            args[BLOCK_Q], args[Q_TILES] = block_q, q_tiles
+            if is_long:
+                threads.interruptible(partial(launch, kernels[name], work_tiles))
+            else:
+                launch(kernels[name], work_tiles)
 
         run("bwd_preprocess", *row_tiles)
         for nonfinite in (0, 1):
             # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
             # fallback, which skips such terms.
-            args[at.NONFINITE], args[at.IS_NONFINITE] = nonfinite, 0
+            args[NONFINITE], args[IS_NONFINITE] = nonfinite, 0
             run("backward", block_q, q_tiles, batch * heads_kv * num_splits)
             if in_place:
-                if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
-                    args[at.IS_NONFINITE] = 1
+                if args[IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
+                    args[IS_NONFINITE] = 1
             else:
                 run("bwd_postprocess", *row_tiles)
-            if args[at.IS_NONFINITE] == 0:
+            if args[IS_NONFINITE] == 0:
                 break
         if gradients.dsinks is not None:
             # d lse / d sink is the sink's weight, 0 in a row that sees nothing at all.
