@@ -392,10 +392,11 @@ def entry_of(
     """The cache's entry for a call; None if its plan cannot be cached. recorded: a backward pass follows."""
     if others or not _is_constant(q_offset, window, dropout_p):
         return None
-    options = scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend
     return plan_cache.entry(
-        (q, k, v), None, (alibi_slopes, bias, mask), block_mask, kv_lengths, layout, options, recorded=recorded
-    )
+        (q, k, v), None, (alibi_slopes, bias, mask), block_mask, kv_lengths, layout,
+        (scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend),
+        recorded=recorded,
+    )  # fmt: skip
 
 
 def _planned_vjp(entry: plan_cache.Entry, q: Any, k: Any, v: Any, return_lse: bool) -> tuple[Any, Vjp[Any]]:

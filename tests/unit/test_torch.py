@@ -6,6 +6,7 @@ import doctest
 import gc
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -265,8 +266,8 @@ def test_saved_tensors_are_watched_and_may_move() -> None:
     turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
     with torch.autograd.graph.save_on_cpu():  # what comes back is contiguous
         same(both(ft.attention, turned, causal=True), expected)
-    checkpointed = torch.utils.checkpoint.checkpoint
-    same(both(lambda *x: checkpointed(lambda *y: ft.attention(*y, causal=True), *x, use_reentrant=False), inputs), expected)
+    causal = partial(ft.attention, causal=True)
+    same(both(lambda *x: torch.utils.checkpoint.checkpoint(causal, *x, use_reentrant=False), inputs), expected)
     for index in range(4):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         given = [x * 1 for x in leaves]
