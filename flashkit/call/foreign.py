@@ -130,7 +130,7 @@ class Torch(Library):
     def scope(self, array: Any) -> AbstractContextManager[None]:
         if not array.is_cuda:
             return _HERE
-        cupy, index = _cupy("q"), array.get_device()
+        cupy, index = sys.modules.get("cupy") or _cupy("q"), array.get_device()
         stream = sys.modules["torch"]._C._cuda_getCurrentRawStream(index)  # `torch.cuda.current_stream` makes an object
         current = cupy.cuda.runtime.getDevice() == index and cupy.cuda.get_current_stream().ptr == stream
         if current and stream == 0:  # the default stream, which is not captured
