@@ -259,8 +259,8 @@ class Planned:
         (backend, plan), shape = self._chosen, self._shape
         four = shape.to_four if self._copied else shape.four_axes
         q, k, v, out = (x.view() for x in (four(q), four(k), four(v), shape.to_four(out)))
-        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse.reshape(self._rows)}
-        operands = Operands(**(vars(self._operands) | given))
+        operands = object.__new__(Operands)
+        vars(operands).update(vars(self._operands), q=q, k=k, v=v, out=out, lse=lse.reshape(self._rows))
         if anew:
             operands.arrays = operands.arrays | {name: x.view() for name, x in zip(self._anew, anew, strict=True)}
         if 0 in q.shape[:3]:

@@ -120,8 +120,9 @@ def check(inputs: list[Any], known: bool = True, **options: Any) -> None:
     expected, lse = ft.attention(*host, **options, return_lse=True)
     lent = {name: on_device(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     of_rows, of_a_sum = torch.randn_like(lse), torch.ones(()).expand(expected.shape)
-    for turn, (dout, dlse) in enumerate(((torch.randn_like(expected), None), (torch.randn(expected.shape), of_rows),
-                                         (of_a_sum, None))):  # fmt: skip
+    columns, rows_expanded = torch.randn(expected.mT.shape).mT, of_rows[..., :1].expand(lse.shape)
+    for turn, (dout, dlse) in enumerate(((columns, None), (torch.randn(expected.shape), rows_expanded),
+                                         (of_a_sum, of_rows), (columns, None))):  # fmt: skip
         results = 1 if dlse is None else 2
         wanted = torch.autograd.grad([expected, lse][:results], host, [dout, dlse][:results], retain_graph=True)
         given = [on_device_as_it_is(x.detach()).requires_grad_() for x in inputs]
@@ -161,7 +162,7 @@ def test_a_plan_takes_no_other_layout() -> None:
     q, k, v = (x.detach() for x in qkv())
     wide = torch.randn(1, 2, 12, 16)
     rolled = torch.randn(1, 12, 2, 8).transpose(1, 2)
-    negative = torch.complex(k, k).conj().imag
+    negative = torch._neg_view(k)  # as the imaginary part of a conjugate is
     assert negative.is_neg() and not negative.resolve_neg().is_neg()
     for given in (
         (q, k, v), (q, wide[..., :8], v), (q, k, rolled), (q[:, :, :7], k, v), (q, k[:, :1], v[:, :1]),
@@ -183,8 +184,9 @@ def on_device_as_it_is(x: Any) -> Any:
     """With its strides and its negation."""
     if x.is_neg():
         return torch._neg_view(on_device_as_it_is(torch._neg_view(x)))
-    if not any(x.stride()):
-        return on_device(x.flatten()[:1].clone()).as_strided(x.shape, x.stride())
+    if 0 in x.stride():
+        one = x[tuple(slice(None) if stride else slice(1) for stride in x.stride())]
+        return on_device_as_it_is(one.clone(memory_format=torch.contiguous_format)).expand(x.shape)
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
     memory = on_device(torch.full((max(size, 1),), torch.nan, dtype=x.dtype))
     made = memory.as_strided(x.shape, x.stride())

@@ -27,7 +27,7 @@ OF_PAGES = "tests/unit/test_kv_cache.py -k row"
 FAULTS = (
     Fault(
         "gradients by the strides of the first out", "flashkit/backends/cpu/passes.py",
-        "anew = [(OUT, operands.out), (DOUT", "anew = [(DOUT",
+        "anew = (at.OUT, operands.out), (at.DOUT", "anew = (at.DOUT",
         "tests/unit/test_planned.py -k repeated_pull_backs",
     ),
     Fault("the scale's sign", BLOCK, "rest = 2 * math.frexp(abs(scale))[0]", "rest = 2 * math.frexp(scale)[0]"),
@@ -116,19 +116,40 @@ FAULTS = (
     ),
     Fault(
         "backward: dQ in place of 16 bits", PASSES,
-        "in_place = num_splits == 1 and is_wide",
+        "in_place = num_splits == 1 and gradients.dq.dtype == accumulator",
         "in_place = num_splits == 1",
     ),
     Fault(
         "backward: dQ in place of several splits", PASSES,
-        "in_place = num_splits == 1 and is_wide",
-        "in_place = is_wide",
+        "in_place = num_splits == 1 and gradients.dq.dtype == accumulator",
+        "in_place = gradients.dq.dtype == accumulator",
     ),
     Fault(
         "backward: dQ in place is not checked", PASSES,
-        "if args[IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():",
+        "if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():",
         "if args[at.IS_NONFINITE] == 0 and False:",
         "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
+    ),
+    Fault(
+        "small pull-backs: the strides of the first out", PASSES, "form = op.out.strides, to.dout.strides,",
+        "form = to.dout.strides,", "tests/unit/test_planned.py -k repeated_pull_backs",
+    ),
+    Fault(
+        "small pull-backs: gradients may be infinite", PASSES, "return not nonfinite", "return True",
+        "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
+    ),
+    Fault(
+        "small pull-backs: dQ is not checked", CALL, " or not is_finite(args[DQ], numbers, size)", "",
+        "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
+    ),
+    Fault(
+        "small pull-backs: half of dQ is checked", CALL, "singles = vector(address, numbers, 4, np.int32)",
+        "numbers //= 2\n        singles = vector(address, numbers, 4, np.int32)",
+        "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
+    ),
+    Fault(
+        "small pull-backs: no dlse", PASSES, "absent = template if dlse is None else dlse", "absent = template",
+        "tests/unit/test_planned.py -k repeated_pull_backs",
     ),
     Fault(
         "dsinks: the sign", PASSES,

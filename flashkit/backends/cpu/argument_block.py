@@ -15,7 +15,6 @@ from . import modify
 from .micro.compile import addresses
 from .objects import Functions
 from .plan import CpuPlan
-from .specialise import address_of
 
 MICRO_KERNELS = {
     at.GEMM: "gemm", at.GEMM_ADD: "gemm_add", at.COLUMN_MAX: "column_max", at.EXP_SUM: "exp_sum",
@@ -168,6 +167,11 @@ def forward_tensors(operands: Operands) -> tuple[tuple[Any, np.ndarray], ...]:
     return (
         (at.Q, operands.q), (at.K, operands.k), (at.V, operands.v), (at.OUT, operands.out), (at.LSE, operands.lse),
     )  # fmt: skip
+
+
+def address_of(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def strides_of(array: np.ndarray) -> tuple[int, ...]:

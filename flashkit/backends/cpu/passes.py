@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from ...spec import Gradients, Operands
 from ..base import Bound, BoundBackward
 from . import arguments as at
 from . import scratch, scratch_pool, threads
-from .argument_block import ArgumentBlock, strides_of
+from .argument_block import ArgumentBlock, address_of, forward_tensors, strides_of
 from .launch import (
     Launch,
     decode_launch,
@@ -23,22 +23,12 @@ from .launch import (
     rounded,
 )
 from .plan import CpuPlan
-from .specialise import address_of
 
 ROW_BLOCK = 256
 """Rows of a work tile of bwd_preprocess and bwd_postprocess."""
 
 
-BACKWARD = tuple(map(int, (at.Q, at.K, at.V, at.LSE, at.DQ, at.DK, at.DV, at.DQ_ACCUM, at.BWD_LSE, at.DELTA)))
-"""Words with addresses of the backward pass's tensors, as Python's integers, by which NumPy finds a word faster."""
-
-OUT, DOUT, DLSE, NUM_SPLITS, SCRATCH, STOP, BLOCK_Q, Q_TILES, NONFINITE, IS_NONFINITE = map(
-    int,
-    (
-        at.OUT, at.DOUT, at.DLSE, at.NUM_SPLITS, at.SCRATCH, at.STOP, at.BLOCK_Q, at.Q_TILES, at.NONFINITE,
-        at.IS_NONFINITE,
-    ),
-)  # fmt: skip
+_MAX_FORMS = 16  # of out, dout and dlse, that a bound backward pass keeps
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What a bound call may take anew, in this order: none, the first two, or all."""
@@ -98,70 +88,62 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
     d, dv = padded_dims(plan)
     layout = scratch.backward_layout(block_q, block_k, d, dv, accumulator.itemsize, 2 if plan.bf16_pairs else 1)
     block.args[at.SCRATCH_BYTES], block.args[at.BLOCK_K] = per_thread(layout.total), block_k
-    rows, shape, is_wide = operands.lse.shape, operands.q.shape, gradients.dq.dtype == accumulator
-    of_rows, of_queries = np.empty(rows, accumulator), np.empty(shape, accumulator)
-    for index, tensor in (
-        (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv),
-        (at.BWD_LSE, of_rows), (at.DELTA, of_rows), (at.DQ_ACCUM, of_queries),
-    ):  # fmt: skip
+    for index, tensor in ((at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)):
         block.args[index + 1 : index + 4] = strides_of(tensor)
-    block.args[at.DQ_SPLIT_STRIDE] = of_queries.nbytes
-    scratch_bytes, kernels = int(block.args[at.SCRATCH_BYTES]), plan.backward
+    rows, shape = operands.lse.shape, operands.q.shape
+    small = None
+    if flops < threads.SERIAL_FLOPS and gradients.dq.dtype == accumulator and 0 not in (*shape, n_k):
+        launches = plan.backward["bwd_preprocess"], *row_tiles, plan.backward["backward"], block_q, q_tiles
+        small = _bind_small(block.args, (*launches, batch * heads_kv), np.empty(rows, accumulator), gradients.dq)
 
     def bound(operands: Operands, gradients: Gradients) -> None:
+        if small is not None and not spec.kv_lengths and gradients.dsinks is None and small(operands, gradients):
+            return
         args = block.args.copy()
         count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
         # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum.
         num_splits = min(-(-n_k // block_k), -(-count // (batch * heads_kv)))
         bwd_lse, delta = np.empty((2, *rows), accumulator)
-        in_place = num_splits == 1 and is_wide
+        in_place = num_splits == 1 and gradients.dq.dtype == accumulator
         dq_accum = gradients.dq if in_place else np.empty((num_splits, *shape), accumulator)
-        args[NUM_SPLITS] = num_splits
-        anew = [(OUT, operands.out), (DOUT, gradients.dout)]
-        if gradients.dlse is not None:
-            anew.append((DLSE, gradients.dlse))
-        for index, tensor in anew:
-            args[index : index + 4] = (address_of(tensor), *strides_of(tensor))
-        tensors = (
-            operands.q, operands.k, operands.v, operands.lse, gradients.dq, gradients.dk, gradients.dv, dq_accum,
-            bwd_lse, delta,
-        )  # fmt: skip
-        for index, tensor in zip(BACKWARD, tensors, strict=True):
+        of_gradients = (at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)
+        for index, tensor in (*forward_tensors(operands), *of_gradients):
             args[index] = address_of(tensor)
+        scratch_tensors = (at.DQ_ACCUM, dq_accum), (at.BWD_LSE, bwd_lse), (at.DELTA, delta)
+        anew = (at.OUT, operands.out), (at.DOUT, gradients.dout), *scratch_tensors
+        for index, tensor in (*anew, *(((at.DLSE, gradients.dlse),) if gradients.dlse is not None else ())):
+            args[index : index + 4] = (address_of(tensor), *strides_of(tensor))
+        args[at.NUM_SPLITS], args[at.DQ_SPLIT_STRIDE] = num_splits, dq_accum.nbytes // max(num_splits, 1)
         if spec.kv_lengths:  # keys past a sequence's length, or past the last packed sequence, are in no tile
             ends = operands.kv_lengths if operands.cu_seqlens is None else operands.cu_seqlens[1][-1:]
             for entry, end in enumerate(ends.tolist()):
                 gradients.dk[entry, :, end:], gradients.dv[entry, :, end:] = 0, 0
 
-        is_long = threads.is_long(flops, count)
-
         def launch(kernel: int, work_tiles: int, stop: int = 0) -> None:
-            memory = scratch_pool.acquire(scratch_bytes * count)
-            args[SCRATCH], args[STOP] = memory.address, stop
+            memory = scratch_pool.acquire(int(args[at.SCRATCH_BYTES]) * count)
+            args[at.SCRATCH], args[at.STOP] = memory.address, stop
             try:
                 threads.run(kernel, args, work_tiles, count)
             finally:
                 scratch_pool.release(memory)
 
         def run(name: str, block_q: int, q_tiles: int, work_tiles: int) -> None:
-            args[BLOCK_Q], args[Q_TILES] = block_q, q_tiles
-            if is_long:
-                threads.interruptible(partial(launch, kernels[name], work_tiles))
-            else:
-                launch(kernels[name], work_tiles)
+            args[at.BLOCK_Q], args[at.Q_TILES] = block_q, q_tiles
+            work = partial(launch, plan.backward[name], work_tiles)
+            threads.interruptible(work) if threads.is_long(flops, count) else work()
 
         run("bwd_preprocess", *row_tiles)
         for nonfinite in (0, 1):
             # P = 0 times an infinity that the mask hides is NaN. Then, rarely, all is computed again by the non-finite
             # fallback, which skips such terms.
-            args[NONFINITE], args[IS_NONFINITE] = nonfinite, 0
+            args[at.NONFINITE], args[at.IS_NONFINITE] = nonfinite, 0
             run("backward", block_q, q_tiles, batch * heads_kv * num_splits)
             if in_place:
-                if args[IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
-                    args[IS_NONFINITE] = 1
+                if args[at.IS_NONFINITE] == 0 and not np.isfinite(gradients.dq).all():
+                    args[at.IS_NONFINITE] = 1
             else:
                 run("bwd_postprocess", *row_tiles)
-            if args[IS_NONFINITE] == 0:
+            if args[at.IS_NONFINITE] == 0:
                 break
         if gradients.dsinks is not None:
             # d lse / d sink is the sink's weight, 0 in a row that sees nothing at all.
@@ -169,3 +151,46 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
             gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)
 
     return bound
+
+
+def _bind_small(
+    args: np.ndarray, launches: tuple[int, ...], lse: np.ndarray, dq: np.ndarray
+) -> Callable[[Operands, Gradients], bool]:
+    """The backward pass of a problem for one thread, with dQ summed in place: one call of a compiled function instead
+    of many of NumPy's. It returns False where a gradient is not finite: then the pass has to be run the other way.
+
+    launches: kernel, rows of a work tile, query tiles and work tiles of bwd_preprocess and of backward.
+    """
+    args = args.copy()
+    args[at.NUM_SPLITS] = 1
+    for index, tensor in (at.DQ_ACCUM, dq), (at.BWD_LSE, lse), (at.DELTA, lse):
+        args[index + 1 : index + 4] = strides_of(tensor)
+    args[at.BWD_LSE], args[at.DELTA], args[at.SCRATCH] = at.HEADER + rounded(lse.nbytes, 64) * np.arange(3)
+    size = int(args[at.SCRATCH] + args[at.SCRATCH_BYTES])
+    call, constant = threads.entry("pull_back"), (*launches, dq.size, dq.itemsize)
+    templates: dict[Any, tuple[int, np.ndarray]] = {}  # by the strides of out, dout and dlse
+
+    def run(op: Operands, to: Gradients) -> bool:
+        dlse = to.dlse
+        form = op.out.strides, to.dout.strides, None if dlse is None else dlse.strides
+        if (known := templates.get(form)) is None:
+            template = args.copy()
+            for index, tensor in (at.OUT, op.out), (at.DOUT, to.dout), (at.DLSE, dlse):
+                if tensor is not None:
+                    template[index : index + 4] = (1, *strides_of(tensor))  # not 0, which is no tensor
+            if len(templates) >= _MAX_FORMS:
+                templates.clear()
+            known = templates[form] = address_of(template), template
+        address, template = known
+        absent = template if dlse is None else dlse
+        memory = scratch_pool.acquire(size)
+        try:
+            nonfinite = call(
+                address, memory.address, *constant,
+                op.q, op.k, op.v, op.out, op.lse, to.dout, absent, to.dq, to.dk, to.dv,
+            )  # fmt: skip
+        finally:
+            scratch_pool.release(memory)
+        return not nonfinite
+
+    return run

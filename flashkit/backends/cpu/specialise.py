@@ -69,12 +69,12 @@ def kernel_source(name: str, dtype: str, bf16_pairs: bool = False, kv_format: st
 
 def rotary_source(dtype: str) -> Source:
     """As `rotary`."""
-    return source(f"rotary_{dtype}", f"{_head(dtype)}\nADDRESS = {_ADDRESS}\n\n" + _text("rotary"))
+    return source(f"rotary_{dtype}", f"{_head(dtype)}\nADDRESS = {_address_offset()}\n\n" + _text("rotary"))
 
 
 def launcher_source() -> Source:
     """As `launcher`."""
-    return source("launch", f"ADDRESS = {_ADDRESS}\n\n" + _text("launch"))
+    return source("launch", f"ADDRESS = {_address_offset()}\n\n" + _text("launch"))
 
 
 def _head(dtype: str, kv_format: str = "") -> str:
@@ -97,6 +97,7 @@ def _text(name: str) -> str:
     return (_HERE / "kernels" / f"{name}.py").read_text()
 
 
+@cache
 def _address_offset() -> int:
     """Where a NumPy array object has the address of its first element."""
     offset, probe = object.__basicsize__, np.empty(1)
@@ -105,15 +106,6 @@ def _address_offset() -> int:
             "this Python does not lay out NumPy arrays as CPython does; flashkit's CPU kernels need that"
         )
     return offset
-
-
-_ADDRESS, _word_at = _address_offset(), ctypes.c_ssize_t.from_address
-
-
-def address_of(array: np.ndarray) -> int:
-    """Of the first element. `__array_interface__` says it too, in a dictionary, which takes a microsecond."""
-    address: int = _word_at(id(array) + _ADDRESS).value
-    return address
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------

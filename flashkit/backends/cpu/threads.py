@@ -90,12 +90,8 @@ def run(kernel: int, arguments: np.ndarray, work_tiles: int, threads: int) -> No
     arguments[KERNEL], arguments[WORK_TILES] = kernel, work_tiles
     if threads > 1:
         arguments[PARALLEL_FOR], arguments[THREAD_MAIN] = parallel_for()
-    address, launch = specialise.address_of(arguments), entry("launch")
-    if concurrent(threads):
-        launch(address, threads)
-    else:
-        with exclusive(threads) as allowed:
-            launch(address, allowed)
+    with exclusive(threads) as allowed:
+        entry("launch")(arguments.__array_interface__["data"][0], allowed)
 
 
 def is_long(flops: float, threads: int) -> bool:
@@ -138,10 +134,12 @@ def parallel_for() -> tuple[int, int]:
 
 
 @cache
-def entry(name: str) -> Callable[..., None]:
+def entry(name: str) -> Callable[..., Any]:
     """A function of kernels/launch.py, of integers and then NumPy arrays; it releases the GIL."""
-    integers, arrays = {"launch": (2, 0), "call": (4, 8)}[name]
-    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
+    result, integers, arrays = {
+        "launch": (None, 2, 0), "call": (None, 4, 8), "pull_back": (ctypes.c_int64, 12, 10)
+    }[name]  # fmt: skip
+    kind = ctypes.CFUNCTYPE(result, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
     return kind(specialise.launcher()[name])
 
 
