@@ -257,6 +257,11 @@ class Planned:
         They are views: the caller may set the shape of an array object anew.
         """
         (backend, plan), shape = self._chosen, self._shape
+        if out.shape != self._out or out.dtype != self._dtype or lse.dtype != self._lse[1]:
+            raise ValueError(
+                f"out and lse that were kept have shape {out.shape} and dtypes {out.dtype} and {lse.dtype}; "
+                f"{self._out}, {self._dtype} and {self._lse[1]}, as the call gave them, fit"
+            )
         four = shape.to_four if self._copied else shape.four_axes
         q, k, v, out = (x.view() for x in (four(q), four(k), four(v), shape.to_four(out)))
         operands = object.__new__(Operands)

@@ -45,7 +45,7 @@ class Tensor(torch.Tensor):
         return on_device(torch.full(tuple(shape), torch.nan, dtype=dtype or self.dtype))
 
     def clone(self, **options: Any) -> Any:
-        return on_device(on_host(self).clone(**options))
+        return on_device_as_it_is(on_host(self).clone(**options))
 
     def resolve_neg(self) -> Any:
         return on_device(on_host(self).resolve_neg())

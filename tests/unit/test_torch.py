@@ -118,6 +118,7 @@ def test_gradcheck_of_everything_differentiable() -> None:
         return out, lse
 
     assert torch.autograd.gradcheck(call, (*inputs, bias, sinks))
+    assert torch.autograd.gradcheck(lambda *x: ft.attention(*x, return_lse=True), inputs)
     assert torch.autograd.gradcheck(lambda x: ft.attention(*(y.detach() for y in inputs), sinks=x), (sinks,))
     for shape in ((4, 4), (2, 1, 4, 4), (2, 2, 1, 4), (1, 2, 4, 1)):
         bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -268,6 +269,16 @@ def test_saved_tensors_are_watched_and_may_move() -> None:
         same(both(ft.attention, turned, causal=True), expected)
     causal = partial(ft.attention, causal=True)
     same(both(lambda *x: torch.utils.checkpoint.checkpoint(causal, *x, use_reentrant=False), inputs), expected)
+    changes: list[tuple[Callable[..., Any], str]] = [
+        (lambda x: x.detach()[:, :, :7], "dout has shape"), (lambda x: x.detach().float(), "dout has dtype"),
+        (lambda x: x.detach().float() if x.dim() == 3 else x.detach(), "that were kept have"),
+    ]  # fmt: skip
+    for change, message in changes:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, change):
+            out = ft.attention(*inputs, causal=True)
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match=message):
+                out.sum().backward(retain_graph=True)
     for index in range(4):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         given = [x * 1 for x in leaves]
