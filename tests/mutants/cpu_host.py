@@ -132,24 +132,24 @@ FAULTS = (
     ),
     Fault(
         "small pull-backs: the strides of the first out", PASSES, "form = op.out.strides, to.dout.strides,",
-        "form = to.dout.strides,", "tests/unit/test_planned.py -k repeated_pull_backs",
+        "form = to.dout.strides,", "tests/unit/test_planned.py -k small_pull_backs",
     ),
     Fault(
         "small pull-backs: gradients may be infinite", PASSES, "return not nonfinite", "return True",
-        "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
+        "tests/unit/test_planned.py -k small_pull_backs",
     ),
     Fault(
         "small pull-backs: dQ is not checked", CALL, " or not is_finite(args[DQ], numbers, size)", "",
-        "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
+        "tests/unit/test_planned.py -k small_pull_backs",
     ),
     Fault(
         "small pull-backs: half of dQ is checked", CALL, "singles = vector(address, numbers, 4, np.int32)",
         "numbers //= 2\n        singles = vector(address, numbers, 4, np.int32)",
-        "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
+        "tests/unit/test_planned.py -k small_pull_backs",
     ),
     Fault(
         "small pull-backs: no dlse", PASSES, "absent = template if dlse is None else dlse", "absent = template",
-        "tests/unit/test_planned.py -k repeated_pull_backs",
+        "tests/unit/test_planned.py -k small_pull_backs",
     ),
     Fault(
         "dsinks: the sign", PASSES,
