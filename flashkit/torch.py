@@ -219,13 +219,13 @@ def _plan_name(tensors: tuple[Any, Any, Any], options: tuple[Any, ...], call: An
     where the memory is not the tensors' as they are, or each call has its own number of keys.
     """
     q, k, v = tensors
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if q.is_cpu and plan_cache.keys_axis(of_q, of_k, of_v, options[LAYOUT]):
+        return None
     types = tuple(map(type, options))  # of the key, since True == 1
     if not _NUMBERS.issuperset(types):
         return None
     if q.is_neg() or k.is_neg() or v.is_neg() or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % q.element_size():
-        return None
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if q.is_cpu and plan_cache.keys_axis(of_q, of_k, of_v, options[LAYOUT]):
         return None
     return (
         of_q, of_k, of_v, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(),
