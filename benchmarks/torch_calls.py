@@ -1,30 +1,38 @@
 """Host time of a call of flashkit.torch beside PyTorch's own, and beside a planned call on NumPy's or CuPy's arrays.
 
-    python benchmarks/torch_calls.py [--device cuda]
+    python benchmarks/torch_calls.py [--device cuda] [--dtype bfloat16] [--stream] [--parts] [--profile 20]
 
-The problem is so small that overhead is most of the time. A time is the least of many, in turns.
+The problem is so small that overhead is most of the time. A time is the least of many, in turns. --stream computes on a
+stream of PyTorch's other than the default one. --parts times the steps of a call by itself; --profile prints the
+functions that take most time in a forward call, and in both passes.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 import flashkit
 from flashkit import torch as ft
-from flashkit.call import foreign
+from flashkit.call import foreign, plan_cache
 
 SHAPE = (1, 1, 16, 16)
 ROUNDS, CALLS = 400, 4
+NO_OPTIONS = (None, False, None, None, None, None, 0.0, "bhnd", False, None, None)
+
+Calls = dict[str, Callable[[], Any]]
 
 
-def calls(device: str) -> dict[str, Callable[[], Any]]:
+def calls(device: str, dtype: torch.dtype) -> Calls:
     """What is timed, by name."""
-    q, k, v = (torch.randn(SHAPE, device=device) for _ in range(3))
+    q, k, v = (torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     own = [foreign.native("x", x) for x in (q, k, v)]
     planned, dout = flashkit.plan(*own), torch.ones_like(q)
@@ -52,12 +60,39 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    device = parser.parse_args().device
-    torch.set_num_threads(1)
-    timed = calls(device)
+def parts(device: str, dtype: torch.dtype) -> Calls:
+    """Steps of a call that finds its plan, by name."""
+    q, k, v = (torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(3))
+    out, lse = ft.attention(q, k, v, return_lse=True)
+    memory, name = foreign.TORCH.memory, ft._plan_name((q, k, v), NO_OPTIONS, True)
+    leaves, dout = [x.clone().requires_grad_() for x in (q, k, v)], torch.ones_like(q)
+    recorded = ft.attention(*leaves)
+    torch.autograd.grad(recorded, leaves, dout, retain_graph=True)
+    planned: Any = plan_cache.get(name)
+    lent = [memory(x) for x in (q, k, v)]
+
+    def scope() -> None:
+        with foreign.TORCH.scope(q):
+            pass
+
+    backward = dout, None, out, lse, False, q, k, v, {}, NO_OPTIONS, {}
+    return {
+        "whether nothing else looks at the call": lambda: ft._is_plain((q, k, v)),
+        "name of the plan": lambda: ft._plan_name((q, k, v), NO_OPTIONS, True),
+        "look-up of the plan": lambda: plan_cache.get(name),
+        "device and stream": scope,
+        "memory of a tensor": lambda: memory(q),
+        "a new tensor": lambda: q.new_empty(SHAPE),
+        "an array made of a tensor": lambda: foreign.TORCH.native("q", q),
+        "the plan's call, with its results": lambda: planned.run(*lent, None),
+        "forward pass": lambda: ft._forward(False, q, k, v, {}, NO_OPTIONS, {}),
+        "backward pass": lambda: ft._backward(*backward),
+        "backward pass by autograd": lambda: torch.autograd.grad(recorded, leaves, dout, retain_graph=True),
+    }
+
+
+def measure(timed: Calls, device: str) -> dict[str, float]:
+    """The least time of a call, in seconds."""
     least = dict.fromkeys(timed, float("inf"))
     for _ in range(ROUNDS):
         for name, call in timed.items():
@@ -68,9 +103,49 @@ def main() -> None:
             for _ in range(CALLS):
                 call()
             least[name] = min(least[name], (time.perf_counter() - start) / CALLS)
-    print(f"{device}, float32 {SHAPE}, torch {torch.__version__}\n\n| call | us |\n|---|---:|")
-    for name, seconds in least.items():
-        print(f"| {name} | {seconds * 1e6:.1f} |")
+    return least
+
+
+def profile(call: Callable[[], Any], lines: int, device: str) -> None:
+    """Print the functions that take most time. A profile does not see the threads of PyTorch's on which backward passes
+    run on a GPU, so autograd is told to stay on this one.
+    """
+    runs, profiler = 2000, cProfile.Profile()
+    call()
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(runs // 100):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            profiler.enable()
+            for _ in range(100):
+                call()
+            profiler.disable()
+    print(f"\n{runs} calls")
+    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    device, dtype = given.device, getattr(torch, given.dtype)
+    with torch.cuda.stream(torch.cuda.Stream()) if given.stream else nullcontext():
+        timed = calls(device, dtype)
+        least = measure(timed, device)
+        if given.parts:
+            least |= measure(parts(device, dtype), device)
+        print(f"{device}, {given.dtype} {SHAPE}, torch {torch.__version__}\n\n| call | us |\n|---|---:|")
+        for name, seconds in least.items():
+            print(f"| {name} | {seconds * 1e6:.1f} |")
+        if given.profile:
+            for name in ("flashkit.torch.attention", "flashkit.torch, both passes"):
+                print(f"\n{name}:")
+                profile(timed[name], given.profile, device)
 
 
 if __name__ == "__main__":

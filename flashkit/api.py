@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from . import dispatch
 from .backends.base import Backend
-from .call import arrays, fp8, pickled_plan, plan_cache
+from .call import arrays, foreign, fp8, pickled_plan, plan_cache
 from .call.arguments import prepare
 from .call.in_place import in_place
 from .call.loans import Dequantised, loan_of
@@ -203,7 +203,7 @@ def attention(
                 )
                 if not isinstance(on_codes, str):
                     return computed(*on_codes, out, return_lse, backend)
-            borrowed = loan.borrow(q=q, k=k, v=v, **arguments)
+            borrowed = loan.lend(q=q, k=k, v=v, **arguments)
             return loan.give_back(attention(**borrowed, return_lse=return_lse, backend=backend), out)
     problem, operands, shape = prepare(q, k, v, **arguments)
     if entry is not None and entry.plan(problem, operands, shape, (q, k, v), q_offset, backend, return_lse):
@@ -359,7 +359,7 @@ def attention_vjp(
     """
     if options.get("page_table") is not None:
         raise UnsupportedError("attention_vjp does not take page_table: keys in pages have no gradients")
-    entry = _entry(q, k, v, backend, **options) if out is None else None
+    entry = entry_of(q, k, v, backend=backend, **options) if out is None else None
     if entry is not None and entry.planned is not None:
         return _planned_vjp(entry, q, k, v, return_lse)
     if (loan := loan_of(q, k, v, options.get("precision"))) is not None:
@@ -383,19 +383,20 @@ def attention_vjp(
     return (result, shape.rows(operands.lse)) if return_lse else result, vjp
 
 
-def _entry(
-    q: Any, k: Any, v: Any, backend: str | None, *, scale: Any = None, causal: Any = False, q_offset: Any = None,
-    window: Any = None, softcap: Any = None, alibi_slopes: Any = None, bias: Any = None, mask: Any = None,
-    block_mask: Any = None, kv_lengths: Any = None, dropout_p: Any = 0.0, seed: Any = None, layout: Any = "bhnd",
-    deterministic: Any = False, precision: Any = None, **others: Any,
+def entry_of(
+    q: Any, k: Any, v: Any, *, return_lse: bool = True, recorded: bool = True, scale: Any = None, causal: Any = False,
+    q_offset: Any = None, window: Any = None, softcap: Any = None, alibi_slopes: Any = None, bias: Any = None,
+    mask: Any = None, block_mask: Any = None, kv_lengths: Any = None, dropout_p: Any = 0.0, seed: Any = None,
+    layout: Any = "bhnd", deterministic: Any = False, precision: Any = None, backend: Any = None, **others: Any,
 ) -> plan_cache.Entry | None:  # fmt: skip
-    """The cache's entry for a call whose backward pass follows; None if its plan cannot be cached."""
+    """The cache's entry for a call; None if its plan cannot be cached. recorded: a backward pass follows."""
     if others or not _is_constant(q_offset, window, dropout_p):
         return None
-    options = scale, causal, q_offset, window, softcap, seed, True, deterministic, precision, backend
     return plan_cache.entry(
-        (q, k, v), None, (alibi_slopes, bias, mask), block_mask, kv_lengths, layout, options, recorded=True
-    )
+        (q, k, v), None, (alibi_slopes, bias, mask), block_mask, kv_lengths, layout,
+        (scale, causal, q_offset, window, softcap, seed, return_lse, deterministic, precision, backend),
+        recorded=recorded,
+    )  # fmt: skip
 
 
 def _planned_vjp(entry: plan_cache.Entry, q: Any, k: Any, v: Any, return_lse: bool) -> tuple[Any, Vjp[Any]]:
@@ -422,7 +423,10 @@ def vjp_of(q: Any, k: Any, v: Any, out: Any, lse: Any, *, backend: str | None = 
 
     out and lse are those of `attention` for the same arguments, dropout's seed among them.
     """
-    entry = _entry(q, k, v, backend, **options)
+    entry = entry_of(q, k, v, backend=backend, **options)
+    if entry is None and type(q) is foreign.View:
+        q, k, v, out, lse = [foreign.native("an array", x) for x in (q, k, v, out, lse)]
+        return vjp_of(q, k, v, out, lse, backend=backend, **options)
     if entry is None or entry.planned is None:
         problem, operands, shape = prepare(q, k, v, out=out, **options)
         given = (q, k, v), options.get("q_offset"), backend

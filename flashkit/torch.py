@@ -2,9 +2,10 @@
 
     from flashkit.torch import attention, flex_attention, scaled_dot_product_attention
 
-Two operators of torch.library compute the forward and the backward pass on tensors of CPUs and CUDA devices, without a
-copy; an autograd.Function around them records the derivative. Operators cannot take functions, so modifications are
-passed by number (`Mods`).
+Two functions compute the forward and the backward pass on tensors of CPUs and CUDA devices, without a copy; an
+autograd.Function around them records the derivative. They are called directly on plain tensors. Whatever looks at
+operators (`torch.compile`, transforms, modes, profilers) sees them as two operators of torch.library. Operators cannot
+take functions, so modifications are passed by number (`Mods`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
+from . import dispatch
 from .api import attention as _attention
-from .api import vjp_of
-from .call import foreign
+from .api import entry_of, vjp_of
+from .call import foreign, plan_cache
 from .call.quantized import Quantized
 from .call.shape import Shape
 from .call.torch_tracing import from_block_mask, trace
+from .call.vjp import WRT, Vjp
 from .mods import Mod, dropout
 from .mods.block_mask import BlockMask
-from .spec import Gradients
 
 __all__ = ["Mods", "attention", "flex_attention", "scaled_dot_product_attention"]
 
@@ -35,8 +38,9 @@ TENSORS = (
 )  # fmt: skip
 OPTIONS = (
     "scale", "causal", "q_offset", "window_left", "window_right", "softcap", "dropout_p", "layout", "deterministic",
-    "precision", "backend", "mods",
+    "precision", "backend",
 )  # fmt: skip
+LAYOUT = OPTIONS.index("layout")
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, "
     + ", ".join(f"Tensor? {name}=None" for name in TENSORS)
@@ -107,52 +111,50 @@ class Mods:
         weakref.finalize(self, _mods.pop, self.number, None)
 
 
-# --- the operators ----------------------------------------------------------------------------------------------------
+# --- the two passes ---------------------------------------------------------------------------------------------------
+
+Tensors = dict[str, Any]
+"""The tensors among the arguments of a call beside q, k and v, by the names of TENSORS."""
 
 
-def _borrow(x: Any) -> Any:
-    """A tensor as NumPy's or CuPy's array; below autograd, where `requires_grad` says nothing."""
-    if x is None:
-        return None
-    if x.is_cuda or x.dtype is torch.bfloat16:
-        return foreign.TORCH.native("a tensor", x.detach())
-    return x.numpy(force=True)
-
-
-def _options(
-    bias: Any, mask: Any, alibi_slopes: Any, sinks: Any, kv_lengths: Any, q_offsets: Any, seed: Any, q_lengths: Any,
-    cu_seqlens_q: Any, cu_seqlens_k: Any, page_table: Any, scale: Any, causal: Any, q_offset: Any, window_left: Any,
-    window_right: Any, softcap: Any, dropout_p: Any,
-    layout: Any, deterministic: Any, precision: Any, backend: Any, mods: int,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments of an operator as those of flashkit.attention, without those at their defaults."""
+def _keywords(tensors: Tensors, options: tuple[Any, ...], mods: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call as those of flashkit.attention, without those at their defaults. options: see OPTIONS."""
+    scale, causal, q_offset, left, right, softcap, dropout_p, layout, deterministic, precision, backend = options
     made: dict[str, Any] = {"layout": layout}
     if causal:
         made["causal"] = True
     if q_offset is not None:
         made["q_offset"] = q_offset
     if scale is not None:
-        made["scale"] = scale
-    if window_left is not None or window_right is not None:
-        made["window"] = window_left, window_right
+        made["scale"] = _number(scale)
+    if left is not None or right is not None:
+        made["window"] = left, right
+    if softcap is not None:
+        made["softcap"] = _number(softcap)
     if dropout_p:
-        made |= {"dropout_p": dropout_p, "seed": int(seed)}
-    for name, value in (("softcap", softcap), ("precision", precision), ("backend", backend)):
-        if value is not None:
-            made[name] = value
+        made["dropout_p"] = _number(dropout_p)
     if deterministic:
         made["deterministic"] = True
-    for name, tensor in (
-        ("bias", bias), ("mask", mask), ("alibi_slopes", alibi_slopes), ("sinks", sinks), ("kv_lengths", kv_lengths),
-        ("q_offset", q_offsets), ("q_lengths", q_lengths), ("page_table", page_table), ("cu_seqlens", cu_seqlens_q),
-    ):  # fmt: skip
-        if tensor is not None:
-            made[name] = _borrow(tensor)
-    if cu_seqlens_k is not None:
-        made["cu_seqlens"] = made["cu_seqlens"], _borrow(cu_seqlens_k)
-    if mods:
-        made |= _mods[mods]
-    return made
+    if precision is not None:
+        made["precision"] = precision
+    if backend is not None:
+        made["backend"] = backend
+    for name, tensor in tensors.items():
+        if name == "seed":
+            made["seed"] = int(tensor)
+        elif name == "q_offsets":
+            made["q_offset"] = tensor
+        elif name == "cu_seqlens_q":
+            made["cu_seqlens"] = tensor
+        elif name == "cu_seqlens_k":
+            made["cu_seqlens"] = made["cu_seqlens"], tensor
+        else:
+            made[name] = tensor
+    return made | mods if mods else made
+
+
+def _number(x: Any) -> Any:
+    return x.item() if isinstance(x, torch.Tensor) else x
 
 
 def _bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
@@ -160,82 +162,97 @@ def _bhnd_in_bnhd_memory(q: Any, layout: str) -> bool:
     return layout == "bhnd" and q.dim() == 4 and q.stride(1) < q.stride(2)
 
 
-def _forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
-    options = _options(*_filled(rest))
-    turned = _bhnd_in_bnhd_memory(q, options["layout"]) and "page_table" not in options
-    own = _borrow(q), _borrow(k), _borrow(v)
-    if turned:
-        options["layout"] = "bnhd"
-        own = tuple(x.swapaxes(1, 2) for x in own)
-    if not q.is_cuda:
-        out, lse = _attention(*own, **options, return_lse=with_lse), None
-        if with_lse:
-            out, lse = out
-            lse = torch.from_numpy(lse)
-        out = foreign.TORCH.own(out, q)
-    else:
-        with foreign.TORCH.scope(q):
-            shape = own[0].shape[:-1] + own[2].shape[-1:]
-            out, lse = q.new_empty(shape), None
-            result = _attention(*own, **options, return_lse=with_lse, out=_borrow(out))
-            if with_lse:
-                lse = foreign.TORCH.own(result[1], q)
-    return out.transpose(1, 2) if turned else out, q.new_empty(0, dtype=_lse_dtype(q)) if lse is None else lse
-
-
-DEFAULTS = (None,) * len(TENSORS) + (None, False, None, None, None, None, 0.0, "bhnd", False, None, None, 0)
-
-
-def _filled(rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Operators drop defaults at the end of their arguments."""
-    return rest + DEFAULTS[len(rest) :]
-
-
-def _layout(rest: tuple[Any, ...]) -> str:
-    """The layout of the arguments: packed sequences are (T, H, D)."""
-    filled = _filled(rest)
-    packed = filled[TENSORS.index("cu_seqlens_q")] is not None
-    return "bnhd" if packed else filled[len(TENSORS) + OPTIONS.index("layout")]
-
-
-def _lse_dtype(q: Any) -> Any:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def _forward(
+    with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: dict[str, Any]
+) -> tuple[Any, Any]:
+    """out, and lse or None."""
+    turned = _bhnd_in_bnhd_memory(q, options[LAYOUT]) and "page_table" not in tensors
+    name = None if tensors or mods else _plan_name((q, k, v), options, with_lse)
+    planned, memory = plan_cache.get(name), foreign.TORCH.memory
+    with foreign.TORCH.scope(q):
+        if planned is not None:
+            found = planned.run(memory(q), memory(k), memory(v), None)  # it reads addresses, in whatever order the axes
+        else:
+            if turned:
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+                options = (*options[:LAYOUT], "bnhd", *options[LAYOUT + 1 :])
+            lent = foreign.Loan(foreign.TORCH, q).lend(q, k, v, **_keywords(tensors, options, mods))
+            found = _attention(**lent, return_lse=with_lse)
+            _remember(name, return_lse=with_lse, recorded=False, **lent)
+    out, lse = found if with_lse else (found, None)
+    out = foreign.TORCH.own(out, q)
+    return out.transpose(1, 2) if turned else out, None if lse is None else foreign.TORCH.own(lse, q)
 
 
 def _backward(
-    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, *rest: Any
-) -> tuple[Any, ...]:
-    filled = _filled(rest)
-    options = _options(*filled)
-    backend, named = options.pop("backend", None), dict(zip((*TENSORS, *OPTIONS), filled, strict=True))
-    dq, dk, dv, dsinks, dbias = _fake_backward(dout, dlse, out, lse, of_bias, q, k, v, *rest)
+    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, tensors: Tensors,
+    options: tuple[Any, ...], mods: dict[str, Any],
+) -> tuple[Any, ...]:  # fmt: skip
+    """dq, dk and dv, contiguous as (B, H, N, D), dsinks or None, dbias or None."""
+    as_they_are = not (out.is_neg() or lse.is_neg() or dout.is_neg() or (dlse is not None and dlse.is_neg()))
+    name = _plan_name((q, k, v), options, "recorded") if as_they_are and not (tensors or mods) else None
+    planned, memory = plan_cache.get(name), foreign.TORCH.memory
     with foreign.TORCH.scope(q):
-        vjp = vjp_of(*map(_borrow, (q, k, v, out, lse)), backend=backend, **options)
-        operands, shape = vjp.operands, vjp.shape
-        gradients = Gradients(
-            shape.to_four(_borrow(dout)),
-            None if dlse is None else _borrow(dlse.contiguous()).reshape(operands.lse.shape),
-            shape.four_axes(_borrow(dq)),
-            shape.four_axes(_borrow(dk)),
-            shape.four_axes(_borrow(dv)),
-            None if operands.sinks is None else operands.sinks * 0,
-        )
-        vjp.fill(gradients)
-        if gradients.dsinks is not None:
-            dsinks.copy_(foreign.TORCH.own(gradients.dsinks, q))
+        if planned is not None:
+            of_results = planned.recorded(memory(q), memory(k), memory(v), memory(out), memory(lse))
+            vjp: Any = Vjp(planned.problem, *of_results)
+            arrays = memory(dout), None if dlse is None else memory(dlse)
+        else:
+            loan = foreign.Loan(foreign.TORCH, q)
+            lent = loan.views(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse)
+            arrays = lent.pop("dout"), lent.pop("dlse")
+            keywords = loan.borrow(**_keywords(tensors, options, mods))
+            vjp = vjp_of(**lent, **keywords)
+            _remember(name, lent["q"], lent["k"], lent["v"], **keywords)
+        empty = arrays[0].empty if type(arrays[0]) is foreign.View else None
+        found = vjp.gradients(*arrays, WRT if "sinks" in tensors else WRT[:3], empty)
+        dq, dk, dv, *dsinks = [foreign.TORCH.own(x, q) for x in found]
+        dbias = None
         if of_bias:
-            _bias_gradient(dbias, shape, dout, dlse, out, lse, q, k, v, named)
-    return dq, dk, dv, dsinks, dbias
+            given = dict.fromkeys(TENSORS) | tensors | dict(zip(OPTIONS, options, strict=True))
+            dbias = _bias_gradient(vjp.shape, dout, dlse, out, lse, q, k, v, given)
+    return dq, dk, dv, dsinks[0] if dsinks else None, dbias
+
+
+def _plan_name(tensors: tuple[Any, Any, Any], options: tuple[Any, ...], call: Any) -> Any:
+    """The key of a cached plan, made of the tensors q, k and v: arrays of their memory take several times as long. None
+    where the memory is not the tensors' as they are, or each call has its own number of keys.
+    """
+    q, k, v = tensors
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if q.is_cpu and plan_cache.keys_axis(of_q, of_k, of_v, options[LAYOUT]):
+        return None
+    types = tuple(map(type, options))  # of the key, since True == 1
+    if not _NUMBERS.issuperset(types):
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg() or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % q.element_size():
+        return None
+    return (
+        of_q, of_k, of_v, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(),
+        v.get_device(), call, options, types, dispatch.state(),
+    )  # fmt: skip
+
+
+_NUMBERS = frozenset({type(None), bool, int, float, str})
+
+
+def _remember(name: Any, q: Any, k: Any, v: Any, out: Any = None, **keywords: Any) -> None:
+    """Keep the plan of a call, if it is cached, under a name of `_plan_name`, too."""
+    if name is None or (type(q) is not foreign.View and not isinstance(q, np.ndarray)):
+        return
+    entry = entry_of(q, k, v, **keywords)
+    if entry is not None and entry.fixed and entry.planned is not None and entry.planned.reads_addresses:
+        plan_cache.put(name, entry.planned)
 
 
 def _bias_gradient(
-    dbias: Any, shape: Shape, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, given: dict[str, Any]
-) -> None:
+    shape: Shape, dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, given: dict[str, Any]
+) -> Any:
     """dS of the backward pass, summed to the bias: as large as the scores of one batch entry, and of the bias itself.
 
     Dao, "FlashAttention-2", 2023, arXiv 2307.08691, Algorithm 2: P = exp(S - lse), dS = P * (dP - delta).
     """
-    wide = lse.dtype
+    wide, bias = lse.dtype, given["bias"]
     q, k, v, out, dout = (shape.four_axes(x).to(wide) for x in (q, k, v, out, dout))
     (batch, heads, n_q, d), (heads_k, n_k) = q.shape, k.shape[1:3]
     k, v = (x.repeat_interleave(heads // max(heads_k, 1), 1) for x in (k, v))
@@ -255,8 +272,8 @@ def _bias_gradient(
         x = x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x
         return x[b if x.shape[0] > 1 else 0] if x.dim() > 3 else x
 
-    total = torch.zeros((), dtype=wide, device=q.device).expand(dbias.shape).clone()
-    parts = total.reshape(-1, *dbias.shape[-3:]) if dbias.dim() > 3 else total[None]
+    total = torch.zeros((), dtype=wide, device=q.device).expand(bias.shape).clone()
+    parts = total.reshape(-1, *bias.shape[-3:]) if bias.dim() > 3 else total[None]
     for b in range(batch):
         at = torch.arange(n_q, device=q.device)[:, None] + offsets[b]
         visible = (keys < lengths.to(q.device)[b]).expand(n_q, n_k)
@@ -285,12 +302,44 @@ def _bias_gradient(
         ds = torch.where(visible & lse[b].isfinite(), torch.exp(s - lse[b]) * (dp - delta[b]), 0)
         part = parts[b if len(parts) > 1 else 0]
         part += ds.sum_to_size(part.shape) if part.dim() == 3 else ds.sum(0).sum_to_size(part.shape)
-    dbias.copy_(total)
+    return total.to(bias.dtype)
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
+
+DEFAULTS = (None,) * len(TENSORS) + (None, False, None, None, None, None, 0.0, "bhnd", False, None, None, 0)
+
+
+def _given(rest: tuple[Any, ...]) -> tuple[Tensors, tuple[Any, ...], int]:
+    """An operator's arguments behind v: tensors, options, the number of modifications."""
+    *filled, mods = rest + DEFAULTS[len(rest) :]  # operators drop defaults at the end of their arguments
+    tensors = {name: x for name, x in zip(TENSORS, filled, strict=False) if x is not None}
+    return tensors, tuple(filled[len(TENSORS) :]), mods
+
+
+def _lse_dtype(q: Any) -> Any:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _forward_impl(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+    tensors, options, mods = _given(rest)
+    with torch.no_grad():  # below autograd; `requires_grad` says nothing here
+        out, lse = _forward(with_lse, q, k, v, tensors, options, _mods[mods] if mods else {})
+    return out, q.new_empty(0, dtype=_lse_dtype(q)) if lse is None else lse
+
+
+def _backward_impl(
+    dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, *rest: Any
+) -> tuple[Any, ...]:
+    tensors, options, mods = _given(rest)
+    with torch.no_grad():
+        found = _backward(dout, dlse, out, lse, of_bias, q, k, v, tensors, options, _mods[mods] if mods else {})
+    return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
 def _fake_forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
-    layout = _layout(rest)
-    if _bhnd_in_bnhd_memory(q, layout) and _filled(rest)[TENSORS.index("page_table")] is None:
+    tensors, layout = _layout(rest)
+    if _bhnd_in_bnhd_memory(q, layout) and "page_table" not in tensors:
         out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])).transpose(1, 2)
     else:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -301,70 +350,104 @@ def _fake_forward(with_lse: bool, q: Any, k: Any, v: Any, *rest: Any) -> tuple[A
 def _fake_backward(
     dout: Any, dlse: Any, out: Any, lse: Any, of_bias: bool, q: Any, k: Any, v: Any, *rest: Any
 ) -> tuple[Any, ...]:
-    """Empty gradients: those of q, k and v are contiguous as (B, H, N, D), which kernels need."""
-    filled, layout = dict(zip((*TENSORS, *OPTIONS), _filled(rest), strict=True)), _layout(rest)
+    tensors, layout = _layout(rest)
 
     def like(x: Any) -> Any:
         if layout == "bhnd" or x.dim() == 2:
             return x.new_empty(x.shape)
         return x.new_empty((*x.shape[:-3], x.shape[-2], x.shape[-3], x.shape[-1])).transpose(-3, -2)
 
-    sinks, bias = filled["sinks"], filled["bias"]
-    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return like(q), like(k), like(v), dsinks, bias.new_empty(bias.shape) if of_bias else q.new_empty(0)
+    dsinks, dbias = (
+        x.new_empty(x.shape) if x is not None else q.new_empty(0)
+        for x in (tensors.get("sinks"), tensors["bias"] if of_bias else None)
+    )
+    return like(q), like(k), like(v), dsinks, dbias
+
+
+def _layout(rest: tuple[Any, ...]) -> tuple[Tensors, str]:
+    """Tensors, and the layout of q, k and v: packed sequences are (T, H, D)."""
+    tensors, options, _ = _given(rest)
+    return tensors, "bnhd" if "cu_seqlens_q" in tensors else options[OPTIONS.index("layout")]
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("attention", _forward, _device)
-    _library.impl("attention_backward", _backward, _device)
+    _library.impl("attention", _forward_impl, _device)
+    _library.impl("attention_backward", _backward_impl, _device)
 torch.library.register_fake("flashkit::attention", _fake_forward, lib=_library)
 torch.library.register_fake("flashkit::attention_backward", _fake_backward, lib=_library)
 _forward_op = torch.ops.flashkit.attention.default
 _backward_op = torch.ops.flashkit.attention_backward.default
 
 
+def _is_plain(tensors: tuple[Any, ...]) -> bool:
+    """Whether nothing but this call looks at it: no compiler, transform, mode or profiler, and no subclass; and the
+    first three tensors are memory.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and forward_ad._current_level < 0
+        and not torch.jit.is_tracing()
+        and not torch._C._autograd._profiler_enabled()
+        and _PLAIN.issuperset(map(type, tensors))
+        and tensors[0].layout is tensors[1].layout is tensors[2].layout is torch.strided
+    )
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_BATCHED_GRADIENTS = torch._C._parse_dispatch_key("VmapMode")  # torch.autograd.grad(..., is_grads_batched=True)
+
+
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 class _Function(torch.autograd.Function):
-    """Arguments as those of the operators, with the Mods object in place of its number."""
+    """Inputs: names of tensors, options, modifications or None, q, k, v, and the tensors."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Any, Any]:
-        *arguments, mods = inputs
-        out, lse = _forward_op(True, *arguments, 0 if mods is None else mods.number)
-        tensors = arguments[: 3 + len(TENSORS)]
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.options, ctx.mods = arguments[len(tensors) :], mods  # keeps the modifications until backward
+    def forward(
+        ctx: Any, names: tuple[str, ...], options: tuple[Any, ...], mods: Mods | None, q: Any, k: Any, v: Any,
+        *given: Any,
+    ) -> Any:  # fmt: skip
+        out, lse = _call(True, q, k, v, dict(zip(names, given, strict=True)), options, mods)
+        ctx.save_for_backward(q, k, v, *given, out, lse)
+        ctx.names, ctx.options, ctx.mods = names, options, mods  # which lives until backward
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        if dout is None and dlse is None:
+            return (None,) * (6 + len(ctx.names))
+        if not torch.is_grad_enabled():
+            return _Function.gradients(ctx, dout, dlse)
         with torch.no_grad():
             found = _Function.gradients(ctx, dout, dlse)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            known = [n for n, gradient in enumerate(found) if gradient is not None]
-            marked = _NoSecondDerivative.apply(*ctx.saved_tensors[:3], dout, dlse, *(found[n] for n in known))
-            found = tuple(marked[known.index(n)] if n in known else None for n in range(len(found)))
-        return found
+        if torch.compiler.is_compiling():
+            return found
+        # create_graph=True
+        known = [n for n, gradient in enumerate(found) if gradient is not None]
+        marked = _NoSecondDerivative.apply(*ctx.saved_tensors[:3], dout, dlse, *(found[n] for n in known))
+        return tuple(marked[known.index(n)] if n in known else None for n in range(len(found)))
 
     @staticmethod
     def gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-        q, k, v, *tensors, out, lse = ctx.saved_tensors
-        found: list[Any] = [None] * (3 + len(TENSORS) + len(OPTIONS))
-        if dout is None and dlse is None:
-            return tuple(found)
-        of_bias = ctx.needs_input_grad[3]
-        number = 0 if ctx.mods is None else ctx.mods.number
-        dq, dk, dv, dsinks, dbias = _backward_op(
-            torch.zeros_like(out) if dout is None else dout, dlse, out, lse, of_bias, q, k, v, *tensors, *ctx.options,
-            number,
-        )  # fmt: skip
-        found[:3] = dq, dk, dv
-        found[3] = dbias if of_bias else None
-        found[3 + TENSORS.index("sinks")] = dsinks if tensors[TENSORS.index("sinks")] is not None else None
-        return tuple(found)
+        q, k, v, *given, out, lse = ctx.saved_tensors
+        tensors, options, mods = dict(zip(ctx.names, given, strict=True)), ctx.options, ctx.mods
+        of_bias = "bias" in tensors and ctx.needs_input_grad[6 + ctx.names.index("bias")]
+        results = torch.zeros_like(out) if dout is None else dout, dlse, out, lse, of_bias
+        if _is_plain((q, k, v, *given, out, lse, *[x for x in results[:2] if x is not None])):
+            found = _backward(*results, q, k, v, tensors, options, {} if mods is None else _mods[mods.number])
+        else:
+            found = _backward_op(*results, q, k, v, *_flat(tensors, options, mods))
+        dq, dk, dv, dsinks, dbias = found
+        if not given:
+            return None, None, None, dq, dk, dv
+        own = {"bias": dbias if of_bias else None, "sinks": dsinks}
+        return None, None, None, dq, dk, dv, *[own.get(name) for name in ctx.names]
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -379,6 +462,21 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError("flashkit has no second derivatives of attention")
+
+
+def _flat(tensors: Tensors, options: tuple[Any, ...], mods: Mods | None) -> tuple[Any, ...]:
+    """An operator's arguments behind v."""
+    return *(tensors.get(name) for name in TENSORS), *options, 0 if mods is None else mods.number
+
+
+def _call(
+    with_lse: bool, q: Any, k: Any, v: Any, tensors: Tensors, options: tuple[Any, ...], mods: Mods | None
+) -> tuple[Any, Any]:
+    """out and lse, which without `with_lse` is of no use."""
+    if _is_plain((q, k, v, *tensors.values())):
+        return _forward(with_lse, q, k, v, tensors, options, {} if mods is None else _mods[mods.number])
+    found: tuple[Any, Any] = _forward_op(with_lse, q, k, v, *_flat(tensors, options, mods))
+    return found
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -445,10 +543,10 @@ def attention(
                 "outside and pass it as mods="
             )
         mods = Mods(score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            fits = "flashkit.attention takes it" if isinstance(x, Quantized) else "torch.from_numpy makes one"
-            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor fits here ({fits})")
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, torch.Tensor))
+        fits = "flashkit.attention takes it" if isinstance(x, Quantized) else "torch.from_numpy makes one"
+        raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor fits here ({fits})")
     if precision == "fp8":
         raise ValueError("precision is 'fp8', which flashkit.attention takes; None, 'highest' or 'tf32' fits here")
     if mask is not None and mask.is_floating_point():
@@ -456,7 +554,9 @@ def attention(
     offsets = None
     if q_offset is not None and isinstance(q_offset, torch.Tensor):
         offsets, q_offset = q_offset, None
-    if dropout_p and not isinstance(seed, torch.Tensor):
+    if not dropout_p:
+        seed = None
+    elif not isinstance(seed, torch.Tensor):
         seed = torch.randint(2**62, ()) if seed is None else torch.tensor(seed)
     left, right = (None, None) if window is None else window
     device = q.device.type
@@ -466,6 +566,10 @@ def attention(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, None)
     given = bias, mask, alibi_slopes, sinks, kv_lengths, offsets, seed, q_lengths, cu_q, cu_k, page_table
+    tensors: Tensors = {}
+    if not (bias is mask is alibi_slopes is sinks is kv_lengths is offsets is seed is q_lengths is cu_q is cu_k
+            is page_table is None):  # fmt: skip
+        tensors = {name: x for name, x in zip(TENSORS, given, strict=True) if x is not None}
     options = scale, causal, q_offset, left, right, softcap, dropout_p, layout, deterministic, precision, backend
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
@@ -473,9 +577,9 @@ def attention(
         or (alibi_slopes is not None and alibi_slopes.requires_grad)
     ):  # fmt: skip
         _check_differentiable(bias, alibi_slopes, mods)
-        out, lse = _Function.apply(q, k, v, *given, *options, mods)
+        out, lse = _Function.apply(tuple(tensors), options, mods, q, k, v, *tensors.values())
     else:
-        out, lse = _forward_op(return_lse, q, k, v, *given, *options, 0 if mods is None else mods.number)
+        out, lse = _call(return_lse, q, k, v, tensors, options, mods)
     return (out, lse) if return_lse else out
 
 
@@ -531,11 +635,13 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask is given beside is_causal=True; one of them fits")
     if query.dim() > 2:
-        head_axis = -3
-        if query.shape[:head_axis] != key.shape[:head_axis] or key.shape[:head_axis] != value.shape[:head_axis]:
-            batch = torch.broadcast_shapes(*(x.shape[:head_axis] for x in (query, key, value)))
-            query, key, value = (x.expand(*batch, *x.shape[head_axis:]) for x in (query, key, value))
-        if not enable_gqa and query.shape[head_axis] != key.shape[head_axis]:
+        head_axis, shape = -3, query.shape
+        if shape != key.shape or shape != value.shape:
+            batches = [x.shape[:head_axis] for x in (query, key, value)]
+            if batches[0] != batches[1] or batches[1] != batches[2]:
+                batch = torch.broadcast_shapes(*batches)
+                query, key, value = (x.expand(*batch, *x.shape[head_axis:]) for x in (query, key, value))
+        if not enable_gqa and shape[head_axis] != key.shape[head_axis]:
             raise ValueError(
                 f"query has {query.shape[head_axis]} heads, key {key.shape[head_axis]}; equal numbers fit, or "
                 "enable_gqa=True"

@@ -20,7 +20,7 @@ def kind_of(array: Any) -> str | None:
     if isinstance(array, np.ndarray):
         return "numpy"
     cupy = sys.modules.get("cupy")
-    return "cupy" if cupy is not None and isinstance(array, cupy.ndarray) else None
+    return "cupy" if cupy is not None and isinstance(array, (cupy.ndarray, foreign.View)) else None
 
 
 def namespace(kind: str) -> Any:
@@ -81,7 +81,9 @@ def addressable(array: Any) -> Any:
     itemsize = array.dtype.itemsize
     contiguous = array.shape[-1] <= 1 or array.strides[-1] == itemsize
     aligned = not isinstance(array, np.ndarray) or array.flags.aligned
-    return array if contiguous and aligned else namespace(kind_of(array) or "numpy").array(array, order="C", copy=True)
+    if contiguous and aligned:
+        return array
+    return np.array(array, order="C", copy=True) if isinstance(array, np.ndarray) else array.copy()
 
 
 def stand_in(array: Any, shape: tuple[int, ...]) -> Any:
@@ -102,6 +104,8 @@ def layout(array: Any) -> tuple[Any, ...]:
     planned call depends on.
     """
     kind = type(array)
+    if kind is foreign.View:
+        return array.layout
     if kind not in _cupy_types:
         found = "numpy" if kind is np.ndarray else kind_of(array)  # the fastest test first
         if found == "numpy":
@@ -123,6 +127,8 @@ def contiguous(array: Any) -> bool:
     """Whether it is an array with the memory layout of a new one, which a kernel may write."""
     if isinstance(array, np.ndarray):
         return array.flags.carray
+    if type(array) is foreign.View:
+        return bool(array.tensor.is_contiguous())
     return kind_of(array) is not None and bool(array.flags.c_contiguous)
 
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
+
+_HERE: AbstractContextManager[None] = nullcontext()
+"""Of `Library.scope`, where nothing has to change. It may be entered many times at once."""
 
 
 class Library:
@@ -44,10 +48,13 @@ class Library:
         """A result as an array of this library, on the device of `like`."""
         return like.__array_namespace__().from_dlpack(native)
 
-    @contextmanager
-    def scope(self, array: Any) -> Iterator[None]:
+    def lends_views(self, array: Any) -> bool:
+        """Whether arrays like this one have views (`View`)."""
+        return False
+
+    def scope(self, array: Any) -> AbstractContextManager[None]:
         """Where to compute: on the device of this array, and on its library's current stream."""
-        yield
+        return _HERE
 
     def describe(self, array: Any) -> str:
         """A library and place for messages."""
@@ -66,49 +73,99 @@ class Torch(Library):
         return f"torch tensor on {array.device}"
 
     def native(self, name: str, array: Any) -> Any:
+        torch = self._checked(name, array)
+        if array.is_cuda:
+            return _cuda_array(torch, name, array)
+        if not array.is_cpu:
+            raise TypeError(f"{name} lies on {array.device}; a tensor on a CPU or a CUDA device fits")
+        try:
+            return self.memory(array)
+        except (TypeError, RuntimeError) as error:
+            raise TypeError(f"{name} is a torch tensor without plain memory: {error}") from error
+
+    def memory(self, tensor: Any) -> Any:
+        """What a plan reads of a plain tensor: an array of NumPy, or a View."""
+        if tensor.is_cuda:
+            return View(tensor)
         torch = sys.modules["torch"]
-        if type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if tensor.dtype is torch.bfloat16:
+            return tensor.view(torch.int16).numpy(force=True).view(_bfloat16())
+        return tensor.numpy(force=True)  # without the graph, and with negations computed
+
+    def lends_views(self, array: Any) -> bool:
+        return bool(array.is_cuda)
+
+    def view(self, name: str, array: Any) -> Any:
+        """A View, or an array where the tensor is not strided memory as it is, or none at all."""
+        torch = self._checked(name, array)
+        if not array.is_cuda or array.layout is not torch.strided or array.is_neg() or not array.numel():
+            return self.native(name, array)
+        return View(array)
+
+    def _checked(self, name: str, array: Any) -> Any:
+        """The module torch; TypeError if the tensor is more than its memory."""
+        torch = sys.modules["torch"]
+        kind = type(array)
+        if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise TypeError(f"{name} is a {full_name(array)}, which is more than its memory; a plain torch.Tensor fits")
-        if torch._C._functorch.is_functorch_wrapped_tensor(array) or _is_dual(torch, array):
+        if torch._C._functorch.is_functorch_wrapped_tensor(array) or _is_dual(array):
             raise TypeError(f"{name} belongs to a transform of torch.func or forward mode; a plain tensor fits")
         if array.requires_grad and torch.is_grad_enabled():
             raise TypeError(
                 f"{name} requires grad, and autograd does not record this function; flashkit.torch.attention is "
                 f"differentiable, {name}.detach() or torch.no_grad() fits without a gradient"
             )
-        if array.device.type == "cuda":
-            return _cuda_tensor(torch, name, array)
-        if array.device.type != "cpu":
-            raise TypeError(f"{name} lies on {array.device}; a tensor on a CPU or a CUDA device fits")
-        try:
-            if array.dtype == torch.bfloat16:
-                return array.view(torch.int16).numpy(force=True).view(_bfloat16())
-            return array.numpy(force=True)  # without the graph, and with negations computed
-        except (TypeError, RuntimeError) as error:
-            raise TypeError(f"{name} is a torch tensor without plain memory: {error}") from error
+        return torch
 
     def own(self, native: Any, like: Any) -> Any:
         torch = sys.modules["torch"]
+        if type(native) is View:
+            return native.tensor
         if not isinstance(native, np.ndarray):
             return torch.from_dlpack(native)
         if native.dtype.kind == "V":  # of ml_dtypes; its name takes microseconds
             return torch.from_numpy(native.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(native)
 
-    @contextmanager
-    def scope(self, array: Any) -> Iterator[None]:
-        if array.device.type != "cuda":
+    def scope(self, array: Any) -> AbstractContextManager[None]:
+        if not array.is_cuda:
+            return _HERE
+        cupy, index = sys.modules.get("cupy") or _cupy("q"), array.get_device()
+        stream = sys.modules["torch"]._C._cuda_getCurrentRawStream(index)  # `torch.cuda.current_stream` makes an object
+        current = cupy.cuda.runtime.getDevice() == index and cupy.cuda.get_current_stream().ptr == stream
+        if current and stream == 0:  # the default stream, which is not captured
+            return _HERE
+        return _on_stream(cupy, index, stream)
+
+
+@contextmanager
+def _on_stream(cupy: Any, index: int, stream: int) -> Iterator[None]:
+    """On this device and this stream of PyTorch."""
+    with cupy.cuda.Device(index), _stream(index, stream):
+        if not sys.modules["torch"].cuda.is_current_stream_capturing():
             yield
             return
-        cupy, torch = _cupy("q"), sys.modules["torch"]
-        index = array.device.index
-        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(index).cuda_stream, index)
-        with cupy.cuda.Device(index), stream:
-            if not torch.cuda.is_current_stream_capturing():
-                yield
-                return
-            with _allocations_in_a_capture():
-                yield
+        with _allocations_in_a_capture():
+            yield
+
+
+@cache  # without end: CuPy may destroy the stream with its object, and a library has few streams
+def _stream(index: int, handle: int) -> Any:
+    """A stream of another library, on the current device, as CuPy's."""
+    streams = sys.modules["cupy"].cuda
+    if not hasattr(streams.Stream, "from_external"):  # CuPy before 14
+        return streams.ExternalStream(handle, index)
+    return streams.Stream.from_external(_Handle(handle))
+
+
+class _Handle:
+    """A stream by the protocol of CUDA's libraries for Python."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
 
 
 @contextmanager
@@ -166,14 +223,9 @@ class Jax(Library):
         made = jax.device_put(native, self.device("q", like))
         return made if made.dtype == native.dtype else jax.dlpack.from_dlpack(native)  # float64 without x64
 
-    @contextmanager
-    def scope(self, array: Any) -> Iterator[None]:
+    def scope(self, array: Any) -> AbstractContextManager[None]:
         device = self.device("q", array)
-        if device.platform == "cpu":
-            yield
-        else:
-            with _cupy("q").cuda.Device(device.local_hardware_id):
-                yield
+        return _HERE if device.platform == "cpu" else _cupy("q").cuda.Device(device.local_hardware_id)
 
 
 class CudaArrays(Library):
@@ -198,9 +250,102 @@ class CudaArrays(Library):
         return cuda.as_cuda_array(native)
 
 
-TORCH, JAX, STANDARD, CUDA = Torch(), Jax(), Library(), CudaArrays()
+class View:
+    """A tensor on a CUDA device as what a plan reads of an array of CuPy: layout and address.
 
-_known: dict[type, Library | None] = {np.ndarray: None}
+    To make an array of CuPy takes several times as long. A call that finds no plan makes them of its views (`Views`).
+
+    Attributes
+    ----------
+    tensor : torch.Tensor
+        Whose memory it is. It is kept alive.
+    ptr : int
+        The address of its first element.
+    """
+
+    __slots__ = "_layout", "ptr", "tensor"
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.ptr = tensor, tensor.data_ptr()
+        self._layout: tuple[Any, ...] | None = None
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What `arrays.layout` says of such an array of CuPy."""
+        if (known := self._layout) is None:
+            tensor = self.tensor
+            dtype = _numpy_dtype("a tensor", tensor.dtype)
+            size, device = dtype.itemsize, tensor.get_device()
+            strides = tuple([size * n for n in tensor.stride()])
+            known = self._layout = _cupy("a tensor").ndarray, tuple(tensor.shape), strides, dtype, device
+        return known
+
+    shape = property(lambda self: self.layout[1])
+    strides = property(lambda self: self.layout[2])
+    dtype = property(lambda self: self.layout[3])
+    ndim = property(lambda self: len(self.layout[1]))
+    data = property(lambda self: self)  # x.data.ptr and x.data.device_id, as of CuPy's arrays
+    device_id = property(lambda self: self.layout[4])
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, index: Any) -> View:
+        return View(self.tensor[index])
+
+    def swapaxes(self, a: int, b: int) -> View:
+        return View(self.tensor.transpose(a, b))
+
+    def reshape(self, shape: tuple[int, ...]) -> View:
+        return self if self.shape == shape else View(self.tensor.reshape(shape))
+
+    def view(self) -> View:
+        return self
+
+    def copy(self) -> View:
+        """A C-contiguous copy."""
+        return View(self.tensor.clone(memory_format=sys.modules["torch"].contiguous_format))
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> View:
+        """New memory on the same device."""
+        return View(self.tensor.new_empty(shape, dtype=_torch_dtype(dtype)))
+
+
+@cache
+def _torch_dtype(dtype: Any) -> Any:
+    return getattr(sys.modules["torch"], dtype.name)
+
+
+@cache
+def _numpy_dtype(name: str, dtype: Any) -> Any:
+    try:
+        known = str(dtype).removeprefix("torch.")
+        return _bfloat16() if known == "bfloat16" else np.dtype(known)
+    except TypeError:
+        raise TypeError(f"{name} has dtype {dtype}; NumPy has no such dtype") from None
+
+
+class Views(Library):
+    """Views, whose calls have no plan yet: their memory as arrays of CuPy."""
+
+    name = "torch"
+
+    def place(self, array: Any) -> Any:
+        return array.device_id
+
+    def describe(self, array: Any) -> str:
+        return TORCH.describe(array.tensor)
+
+    def native(self, name: str, array: Any) -> Any:
+        return _cuda_array(sys.modules["torch"], name, array.tensor)
+
+    def own(self, native: Any, like: Any) -> Any:
+        return View(sys.modules["torch"].from_dlpack(native))
+
+
+TORCH, JAX, STANDARD, CUDA, VIEWS = Torch(), Jax(), Library(), CudaArrays(), Views()
+
+_known: dict[type, Library | None] = {np.ndarray: None, View: VIEWS}
 
 
 def library_of(array: Any) -> Library | None:
@@ -247,7 +392,7 @@ def _bfloat16() -> Any:
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def _is_dual(torch: Any, array: Any) -> bool:
+def _is_dual(array: Any) -> bool:
     """Whether a tensor carries a tangent of forward-mode differentiation."""
     forward = sys.modules.get("torch.autograd.forward_ad")
     if forward is None or forward._current_level < 0:
@@ -267,29 +412,28 @@ def _cupy(name: str) -> Any:
     return cupy
 
 
-def _cuda_tensor(torch: Any, name: str, tensor: Any) -> Any:
+def _cuda_array(torch: Any, name: str, tensor: Any) -> Any:
     """A tensor on a CUDA device as an array of CuPy, by its address: DLPack would synchronize streams."""
     cupy = _cupy(name)
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has the layout {tensor.layout}; a strided tensor fits")
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    try:
-        dtype = _bfloat16() if tensor.dtype == torch.bfloat16 else np.dtype(str(tensor.dtype).removeprefix("torch."))
-    except TypeError:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; NumPy has no such dtype") from None
-    shape, size = tuple(tensor.shape), dtype.itemsize
+    dtype, shape = _numpy_dtype(name, tensor.dtype), tuple(tensor.shape)
     if 0 in shape:
         return cupy.empty(shape, dtype)
-    storage = tensor.untyped_storage()
+    storage, size = tensor.untyped_storage(), dtype.itemsize
     # The whole storage, so that views of one are seen to share memory.
-    memory = cupy.cuda.UnownedMemory(storage.data_ptr(), storage.nbytes(), tensor, tensor.device.index)
+    memory = cupy.cuda.UnownedMemory(storage.data_ptr(), storage.nbytes(), tensor, tensor.get_device())
     pointer = cupy.cuda.MemoryPointer(memory, tensor.data_ptr() - storage.data_ptr())
-    return cupy.ndarray(shape, dtype, pointer, strides=tuple(size * n for n in tensor.stride()))
+    return cupy.ndarray(shape, dtype, pointer, strides=tuple([size * n for n in tensor.stride()]))
 
 
 HOST_INTEGERS = ("kv_lengths", "q_offset", "q_lengths", "cu_seqlens", "page_table")
 """Arguments that may lie on the host beside arrays on a device."""
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
 
 class Loan:
     """The arrays of one call, lent to NumPy or CuPy, and its results on the way back.
@@ -317,26 +461,46 @@ class Loan:
         TypeError
             An array is of another library, on another device, or cannot be read in place.
         """
-        return {name: self._borrowed(name, value) for name, value in given.items()}
+        return {name: value if type(value) in _PLAIN else self._borrowed(name, value) for name, value in given.items()}
 
-    def _borrowed(self, name: str, value: Any) -> Any:
+    def lend(self, q: Any, k: Any, v: Any, out: Any = None, **given: Any) -> dict[str, Any]:
+        """The arguments of a call that looks for a cached plan first: as `borrow`, with views of tensors on a GPU, and
+        memory of theirs for the result.
+        """
+        if out is not None or not self.library.lends_views(q):
+            return self.borrow(q=q, k=k, v=v, out=out, **given)
+        lent, borrowed = self.views(q=q, k=k, v=v), self.borrow(**given)
+        if type(lent["q"]) is View and v.dim():
+            borrowed["out"] = View(q.new_empty((*q.shape[:-1], v.shape[-1])))
+        return lent | borrowed
+
+    def views(self, **given: Any) -> dict[str, Any]:
+        """Arrays and None as `borrow` gives them, or all as views."""
+        if self.library.lends_views(self.q):
+            take = self.library.view  # type: ignore[attr-defined]
+            found = {name: x if x is None else self._borrowed(name, x, take) for name, x in given.items()}
+            if {View, type(None)}.issuperset(map(type, found.values())):
+                return found
+        return self.borrow(**given)
+
+    def _borrowed(self, name: str, value: Any, take: Any = None) -> Any:
         if isinstance(value, tuple) and name == "cu_seqlens":
             return tuple(self._borrowed(name, each) for each in value)
         other = library_of(value)
         if other is self.library:
-            made = other.native(name, value)
+            made = (take or other.native)(name, value)
             on_host = name in HOST_INTEGERS and isinstance(made, np.ndarray)
             if value is self.q or on_host or other.place(value) == other.place(self.q):
                 return made
             rule = "lie on one device"
+        elif other is None and type(self.q) is View:
+            return value  # of a tensor, or on the host
         elif other is not None or (name not in HOST_INTEGERS and getattr(value, "ndim", 0) != 0):
             rule = "live in one library"
         else:
             return value
         what = full_name(value) if other is None else other.describe(value)
-        raise TypeError(
-            f"{name} is a {what}, but q is a {self.library.describe(self.q)}; all arrays of a call {rule}"
-        )
+        raise TypeError(f"{name} is a {what}, but q is a {self.library.describe(self.q)}; all arrays of a call {rule}")
 
     def give_back(self, result: Any, out: Any = None) -> Any:
         """A result, or a tuple of results, as arrays of the library.

@@ -85,6 +85,8 @@ class Dequantised:
         given = self._pages_in_use(given)
         return {name: self._borrowed(name, value) for name, value in given.items()}
 
+    lend = borrow
+
     def _pages_in_use(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the pages that a table on the host names, if that are fewer than there are."""
         k, v, table = (given.get(name) for name in ("k", "v", "page_table"))

@@ -5,10 +5,9 @@ A repeated call costs a look-up. Whatever a plan depends on is part of its key.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from .. import dispatch
 from ..devices.forking import inner_lock
 from ..mods.block_mask import BlockMask
 from ..spec import Operands, Problem
-from . import arrays
+from . import arrays, foreign
 from .planned import Planned
 from .shape import LAYOUTS, Shape
 from .vjp import Vjp
@@ -29,8 +28,9 @@ of keys, so calls over more and more keys share a plan and give the bits of a pl
 _MAX_PLANS = 256
 _MAX_MASK_BYTES = 1 << 20  # of a block mask that a cached plan keeps alive
 _MAX_OFFSET_BYTES = 1 << 14  # of offsets that are part of a key
-_plans: OrderedDict[Any, Planned] = OrderedDict()
+_plans: dict[Any, Planned] = {}
 _lock = inner_lock()
+_ticks = count()
 
 
 class Entry:
@@ -43,6 +43,11 @@ class Entry:
     """
 
     __slots__ = "_anew", "_follows", "_keys_axis", "_kv_lengths", "_name", "_offsets", "planned"
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the calls pass nothing anew but q, k and v, of one layout."""
+        return not self._anew and self._keys_axis == 0 and self._kv_lengths is None and not self._offsets
 
     def __init__(
         self, name: Any, anew: tuple[Any, ...], keys_axis: int, kv_lengths: Any, offsets: tuple[Any, ...], follows: bool
@@ -128,12 +133,17 @@ def entry(
             return None
         anew = tuple([array for array in others if array is not None])
     elif type(q) is type(k) is type(v) is np.ndarray and not recorded:
-        axis = 0 if differ else _keys_axis(q.shape, k.shape, v.shape, layout)
+        axis = 0 if differ else keys_axis(q.shape, k.shape, v.shape, layout)
     elif kv_lengths is not None:
         return None
     given = (*(others if anew else ()), *offsets)
     name = key(tensors, given, (*options, layout, block_mask, packed, kv_lengths is None), axis)
-    return None if name is None else Entry(name, anew, axis, kv_lengths, offsets, q_offset is None)
+    if name is None:
+        return None
+    made = Entry(name, anew, axis, kv_lengths, offsets, q_offset is None)
+    if type(q) is foreign.View and not (made.planned is not None and made.planned.reads_addresses):
+        return None  # it takes arrays to make a plan
+    return made
 
 
 def _on_device(q: Any, cu_seqlens: Any) -> tuple[Any, ...]:
@@ -167,7 +177,7 @@ def _is_small(block_mask: Any) -> bool:
     return sum(array.nbytes for array in block_mask.mod.arrays.values()) <= _MAX_MASK_BYTES
 
 
-def _keys_axis(of_q: tuple[int, ...], of_k: tuple[int, ...], of_v: tuple[int, ...], layout: Any) -> int:
+def keys_axis(of_q: tuple[int, ...], of_k: tuple[int, ...], of_v: tuple[int, ...], layout: Any) -> int:
     """The axis of the keys, a negative number, if each call of these shapes brings its own number of keys; else 0."""
     if not (type(layout) is str and layout in LAYOUTS and len(of_q) == len(of_k) == len(of_v) > 1):
         return 0
@@ -206,7 +216,7 @@ def key(
     kind = type(q)
     if not kind is type(k) is type(v) or (kind is not np.ndarray and arrays.kind_of(q) != "cupy"):
         return None
-    if others and not {kind, type(None)}.issuperset(map(type, others)):
+    if others and not {arrays.layout(q)[0], type(None)}.issuperset(map(type, others)):
         return None
     of_others = tuple([None if array is None else arrays.layout(array) for array in others]) if others else ()
     layouts: Any
@@ -240,22 +250,22 @@ def names_of(given: Sequence[Any], operands: Operands) -> tuple[str, ...] | None
 
 def get(key: Any) -> Planned | None:
     """The cached plan of this key."""
-    with _lock:
-        try:
-            found = _plans.get(key)
-        except TypeError:  # an option cannot be hashed
-            return None
-        if found is not None:
-            _plans.move_to_end(key)
-        return found
+    try:
+        found = _plans.get(key)
+    except TypeError:  # an option cannot be hashed
+        return None
+    if found is not None:
+        found.last_use = next(_ticks)
+    return found
 
 
 def put(key: Any, planned: Planned) -> None:
     """Cache a plan; the least recently used ones are dropped."""
     with _lock, suppress(TypeError):
         _plans[key] = planned
-        while len(_plans) > _MAX_PLANS:
-            _plans.popitem(last=False)
+        planned.last_use = next(_ticks)
+        if len(_plans) > _MAX_PLANS:
+            del _plans[min(_plans, key=lambda each: _plans[each].last_use)]
 
 
 def clear() -> None:

@@ -16,6 +16,7 @@ from ..spec import Gradients, Operands, Problem
 from . import arrays, foreign
 from .checks import check_out
 from .compose import check_indices
+from .foreign import View
 from .loans import loan_of
 from .positions import check_default_offset, kv_lengths_of, q_offset_range, q_offsets_of
 from .sequences import check_pages, table_of
@@ -71,7 +72,7 @@ class Planned:
         self.problem, self.backend, self.tile = problem, chosen.name, plan.tile
         self._return_lse, self._shape, self._chosen, self._anew = return_lse, shape, (chosen, plan), anew
         self._run_backward: BoundBackward | None = None
-        self._asked = backend
+        self._asked, self.last_use = backend, 0
         fixed = {name: array for name, array in operands.arrays.items() if name not in anew}
         self._values = tuple(fixed.values())
         self._operands = replace(operands, q=None, k=None, v=None, out=None, lse=None, arrays=fixed)  # for pickles
@@ -81,6 +82,7 @@ class Planned:
         # A bound call reads addresses, so each call copies arrays that are not addressable, as attention() does.
         self._copied = not all(map(arrays.same_address, given, fours))
         self._copies = binds and self._copied
+        self.reads_addresses = binds and not self._copied  # and nothing else: it runs on views of tensors, too
         out, lse = shape.like(operands.out), shape.rows(operands.lse)
         self._out, self._lse, self._dtype = out.shape, (lse.shape, lse.dtype), out.dtype
         self._rows = operands.lse.shape
@@ -183,7 +185,8 @@ class Planned:
             if (loan := loan_of(q, k, v)) is not None:
                 with loan.scope():
                     lengths = {"kv_lengths": kv_lengths, "q_offset": q_offset, "page_table": page_table}
-                    return loan.give_back(self(**loan.borrow(q=q, k=k, v=v, out=out, **lengths)), out)
+                    lend = loan.lend if self.reads_addresses else loan.borrow
+                    return loan.give_back(self(**lend(q=q, k=k, v=v, out=out, **lengths)), out)
             self._check(q, k, v)
         if kv_lengths is q_offset is page_table is None:
             return self.run(q, k, v, out)
@@ -254,10 +257,15 @@ class Planned:
         They are views: the caller may set the shape of an array object anew.
         """
         (backend, plan), shape = self._chosen, self._shape
+        if out.shape != self._out or out.dtype != self._dtype or lse.dtype != self._lse[1]:
+            raise ValueError(
+                f"out and lse that were kept have shape {out.shape} and dtypes {out.dtype} and {lse.dtype}; "
+                f"{self._out}, {self._dtype} and {self._lse[1]}, as the call gave them, fit"
+            )
         four = shape.to_four if self._copied else shape.four_axes
         q, k, v, out = (x.view() for x in (four(q), four(k), four(v), shape.to_four(out)))
-        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse.reshape(self._rows)}
-        operands = Operands(**(vars(self._operands) | given))
+        operands = object.__new__(Operands)
+        vars(operands).update(vars(self._operands), q=q, k=k, v=v, out=out, lse=lse.reshape(self._rows))
         if anew:
             operands.arrays = operands.arrays | {name: x.view() for name, x in zip(self._anew, anew, strict=True)}
         if 0 in q.shape[:3]:
@@ -274,8 +282,10 @@ class Planned:
         self._run_backward(operands, gradients)
 
     def _run_on(self, bound: Bound, q: Any, k: Any, v: Any, out: Any, *anew: Any) -> Any:
-        target = out if out is not None and self._fits(out, q, k, v, *anew) else self._empty(self._out, self._dtype)
-        lse = None if self._spares_lse and bound is self._run else self._empty(*self._lse)
+        lent = type(q) is View  # with memory for the result
+        empty = q.empty if lent else self._empty
+        target = out if out is not None and (lent or self._fits(out, q, k, v, *anew)) else empty(self._out, self._dtype)
+        lse = None if self._spares_lse and bound is self._run else empty(*self._lse)
         if self._copies and bound is self._run:
             q, k, v = self._shape.to_four(q), self._shape.keys_to_four(k), self._shape.keys_to_four(v)
         bound(q, k, v, target, lse, *anew)

@@ -60,34 +60,38 @@ class Vjp(Generic[A]):
         >>> dv.shape, dsinks.shape
         ((1, 2, 16, 8), (2,))
         """
-        return self._lent(dout, dlse, wrt, self._loans)
+        fit = WRT[: 3 if self.operands.sinks is None else 4]
+        if not isinstance(wrt, tuple | list):
+            raise TypeError(f"wrt is {shown(wrt)}; names in a tuple fit, {', '.join(map(repr, fit))}")
+        for name in wrt:
+            if not isinstance(name, str) or name not in fit:
+                raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
+        return self._lent(dout, dlse, tuple(wrt), self._loans)
 
     def _lent(
         self, dout: Any, dlse: Any, wrt: tuple[str, ...], loans: tuple[foreign.Loan | Dequantised, ...]
     ) -> tuple[Any, ...]:
         """The gradients, through these loans."""
         if not loans:
-            return self._gradients(dout, dlse, wrt)
+            return self.gradients(dout, dlse, wrt)
         loan, *inner = loans
         with loan.scope():
             borrowed = loan.borrow(dout=dout, dlse=dlse)
             return loan.give_back_gradients(self._lent(**borrowed, wrt=wrt, loans=tuple(inner)), wrt)
 
-    def _gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+    def gradients(self, dout: Any, dlse: Any, wrt: tuple[str, ...], empty: Any = None) -> tuple[Any, ...]:
+        """The gradients of arrays as backends read them. empty: f(shape, dtype) makes an array; by default that of the
+        arrays' library.
+        """
         op, shape = self.operands, self.shape
-        fit = WRT[: 3 if op.sinks is None else 4]
-        if not isinstance(wrt, tuple | list):
-            raise TypeError(f"wrt is {shown(wrt)}; names in a tuple fit, {', '.join(map(repr, fit))}")
-        for name in wrt:
-            if not isinstance(name, str) or name not in fit:
-                raise ValueError(f"wrt has {shown(name)}; {', '.join(map(repr, fit))} fit here")
         dtype = op.q.dtype
         self._checked("dout", dout, shape.sizes(op.out.shape), dtype)
         xp: Any = arrays.namespace(self.problem.array_kind)
         if dlse is not None:
             self._checked("dlse", dlse, shape.sizes_of_rows(op.lse.shape), op.lse.dtype)
-            dlse = xp.ascontiguousarray(dlse).reshape(op.lse.shape)
-        dq, dk, dv = (xp.ndarray(x.shape, dtype) for x in (op.q, op.k, op.v))  # faster than its `empty`
+            dlse = (dlse if arrays.contiguous(dlse) else dlse.copy()).reshape(op.lse.shape)
+        empty = empty or xp.ndarray  # faster than the library's `empty`
+        dq, dk, dv = empty(op.q.shape, dtype), empty(op.k.shape, dtype), empty(op.v.shape, dtype)
         dsinks = xp.empty_like(op.sinks) if "sinks" in wrt else None
         self.fill(Gradients(shape.to_four(dout), dlse, dq, dk, dv, dsinks))
         if dsinks is not None and self._sinks_dtype is not None:

@@ -131,6 +131,46 @@ def test_a_graph_replays_both_passes() -> None:
         torch.testing.assert_close(ours, other, atol=1e-2, rtol=1e-2)
 
 
+def test_calls_of_one_layout_make_no_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on, in both passes, on any stream; and a plan takes no other layout."""
+    q, k, v = (x.detach() for x in qkv(torch.float16, (2, 4, 60, 64)))
+    wide, turned = torch.randn(2, 4, 60, 128, device="cuda").half(), k.transpose(1, 2).contiguous().transpose(1, 2)
+    made: list[Any] = []
+    make = foreign._cuda_array
+    monkeypatch.setattr(foreign, "_cuda_array", lambda *given: made.append(given) or make(*given))
+    layouts = [(q, k, v), (q, turned, v), (q, wide[..., :64], v), (q[:, :, :33], k, v), (turned, turned, turned)]
+    layouts += [(q.bfloat16(), k.bfloat16(), v.bfloat16()), (q[0], k[0], v[0])]
+    stream = torch.cuda.Stream()
+    for turn in range(3):
+        made.clear()
+        for given in layouts:
+            inputs = [x.detach().requires_grad_() for x in given]
+            found = both(ft.attention, inputs)
+            accurate(found, inputs)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.no_grad(), torch.cuda.stream(stream if turn == 2 else torch.cuda.current_stream()):
+                again = ft.attention(*inputs)
+            stream.synchronize()
+            torch.testing.assert_close(again, found[0])
+        assert turn == 0 or not made
+
+
+def test_expanded_gradients() -> None:
+    inputs = qkv(torch.bfloat16)
+    for _ in range(2):
+        out, lse = ft.attention(*inputs, causal=True, return_lse=True)
+        found = torch.autograd.grad(out.sum() + lse.sum(), inputs)  # of one number, with strides of 0
+        expected = torch.autograd.grad((sdpa(*inputs, is_causal=True).sum() + lse_of(*inputs).sum()), inputs)
+        for ours, other in zip(found, expected):
+            torch.testing.assert_close(ours, other, atol=5e-2, rtol=5e-2)
+
+
+def lse_of(q: Any, k: Any, v: Any) -> Any:
+    scores = q.float() @ k.float().mT / q.shape[-1] ** 0.5
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
+
+
 def test_host_time_of_a_call() -> None:
     """Above that of a planned call on CuPy's arrays; the least of many, because other work disturbs it."""
     q, k, v = (x.detach() for x in qkv(torch.bfloat16, (1, 1, 64, 64)))
@@ -150,7 +190,7 @@ def test_host_time_of_a_call() -> None:
     ours, theirs = least(lambda: ft.scaled_dot_product_attention(q, k, v)), least(lambda: sdpa(q, k, v))
     base = least(lambda: planned(*own))
     print(f"flashkit.torch {ours:.1f} us, planned call {base:.1f} us, SDPA {theirs:.1f} us")
-    assert ours - base < 100
+    assert ours - base < 40
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -25,10 +25,17 @@ class _Memory:
         weakref.finalize(self, DEVICE.memory.give, self.start, size)
 
 
+class _UnownedMemory:
+    """Memory of the device that another library has allocated."""
+
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int) -> None:
+        self.ptr, self.size, self.owner, self.start = ptr, size, owner, ptr - BASE
+
+
 class _Pointer:
     device_id = 0
 
-    def __init__(self, memory: _Memory, address: int) -> None:
+    def __init__(self, memory: Any, address: int) -> None:
         self.mem, self.ptr = memory, address
 
 
@@ -68,12 +75,18 @@ def _read(x: ndarray) -> np.ndarray:
 
 
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
-    _memory: _Memory
+    _memory: Any
     _view: np.ndarray
 
-    def __init__(self, shape: Any, dtype: Any = float, **_: Any) -> None:
+    def __init__(
+        self, shape: Any, dtype: Any = float, memptr: _Pointer | None = None, strides: Any = None, **_: Any
+    ) -> None:
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
         dtype = np.dtype(dtype)
+        if memptr is not None:
+            self._memory, offset = memptr.mem, memptr.ptr - BASE
+            self._view = np.ndarray(shape, dtype, DEVICE.memory.bytes, offset, strides)
+            return
         size = int(np.prod(shape)) * dtype.itemsize
         self._memory = _Memory(size)
         start = self._memory.start
@@ -275,6 +288,12 @@ class _Stream:
         self.ptr = 0 if null else next(self._numbers)
 
     @classmethod
+    def from_external(cls, stream: Any) -> _Stream:
+        made = cls.__new__(cls)
+        _, made.ptr = stream.__cuda_stream__()
+        return made
+
+    @classmethod
     def current(cls) -> _Stream:
         return (getattr(cls._entered, "streams", None) or [cls.null])[-1]  # type: ignore[attr-defined]
 
@@ -333,5 +352,6 @@ _runtime = types.SimpleNamespace(
     CUDARuntimeError=RuntimeError, runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
 )  # fmt: skip
 cuda = types.SimpleNamespace(
-    Device=_Device, Stream=_Stream, Event=_Event, get_current_stream=_Stream.current, runtime=_runtime
-)
+    Device=_Device, Stream=_Stream, Event=_Event, get_current_stream=_Stream.current, runtime=_runtime,
+    UnownedMemory=_UnownedMemory, MemoryPointer=lambda memory, offset: _Pointer(memory, memory.ptr + offset),
+)  # fmt: skip

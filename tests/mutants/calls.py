@@ -32,8 +32,8 @@ FAULTS = (
     ),
     Fault(
         "keys of pull-backs without the scale", API,
-        "options = scale, causal, q_offset, window, softcap, seed, True,",
-        "options = causal, q_offset, window, softcap, seed, True,",
+        "        (scale, causal, q_offset, window, softcap, seed, return_lse,",
+        "        (causal, q_offset, window, softcap, seed, return_lse,",
     ),
     Fault("pull-backs of calls with sinks are cached", API, "if others or not _is_constant(", "if not _is_constant("),
     Fault("pull-backs share lengths", CACHE, "is np.ndarray and not recorded:", "is np.ndarray:"),
@@ -215,7 +215,7 @@ FAULTS = (
         "return names if",
     ),
     Fault("cache: one array twice", CACHE, " and len(set(names)) == len(names) else None", " else None"),
-    Fault("cache: oldest first", CACHE, "            _plans.move_to_end(key)\n", "            pass\n"),
+    Fault("cache: oldest first", CACHE, "        found.last_use = next(_ticks)\n", "        pass\n"),
     Fault(
         "cache: large masks", CACHE,
         "for array in block_mask.mod.arrays.values()) <= _MAX_MASK_BYTES",

@@ -131,6 +131,27 @@ FAULTS = (
         "tests/conformance/test_edges.py -k 'cpu and (poison or nan or weight)'",
     ),
     Fault(
+        "small pull-backs: the strides of the first out", PASSES, "form = op.out.strides, to.dout.strides,",
+        "form = to.dout.strides,", "tests/unit/test_planned.py -k small_pull_backs",
+    ),
+    Fault(
+        "small pull-backs: gradients may be infinite", PASSES, "return not nonfinite", "return True",
+        "tests/unit/test_planned.py -k small_pull_backs",
+    ),
+    Fault(
+        "small pull-backs: dQ is not checked", CALL, " or not is_finite(args[DQ], numbers, size)", "",
+        "tests/unit/test_planned.py -k small_pull_backs",
+    ),
+    Fault(
+        "small pull-backs: half of dQ is checked", CALL, "singles = vector(address, numbers, 4, np.int32)",
+        "numbers //= 2\n        singles = vector(address, numbers, 4, np.int32)",
+        "tests/unit/test_planned.py -k small_pull_backs",
+    ),
+    Fault(
+        "small pull-backs: no dlse", PASSES, "absent = template if dlse is None else dlse", "absent = template",
+        "tests/unit/test_planned.py -k small_pull_backs",
+    ),
+    Fault(
         "dsinks: the sign", PASSES,
         "-np.where(weight == 0, 0, weight * delta)",
         "np.where(weight == 0, 0, weight * delta)",

@@ -104,6 +104,30 @@ def test_repeated_pull_backs(name: str, backend: str) -> None:
         same(pulled_back(kept, out, lse, number), pulled_back(alone, out, lse, number))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_small_pull_backs_and_a_hidden_nan(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the gradients that of the last head's queries alone is not finite at first, by 0 times NaN."""
+    from flashkit.backends.cpu import threads
+
+    runs: list[Any] = []
+    run = threads.run
+    monkeypatch.setattr(threads, "run", lambda *given: runs.append(given) or run(*given))
+    q, k, v, dout = (rng.standard_normal((1, 2, n, 8)).astype(dtype) for n in (5, 9, 9, 5))
+    for poisoned in (False, True):
+        if poisoned:
+            k[:, 1, 7] = np.nan
+        options: dict[str, Any] = {"causal": True, "q_offset": 0, "backend": "cpu"}
+        (out, lse), vjp = flashkit.attention_vjp(q, k, v, return_lse=True, **options)
+        _, exact = flashkit.attention_vjp(q, np.nan_to_num(k), v, **options | {"backend": "reference"})
+        wide, dlse = np.concatenate([out, out], -1)[..., :8], rng.standard_normal(lse.shape).astype(dtype)
+        for pull_back, given in (
+            (vjp, (dout,)), (flashkit.api.vjp_of(q, k, v, wide, lse, **options), (dout, dlse)), (vjp, (dout, dlse))
+        ):  # fmt: skip
+            for gradient, wanted in zip(pull_back(*given), exact(*given), strict=True):
+                np.testing.assert_allclose(gradient, wanted, atol=1e-5)
+        assert bool(runs) == poisoned  # the longer way
+
+
 def test_pull_backs_of_other_lengths_do_not_meet() -> None:
     """Calls of few queries share plans for all lengths; a pull-back has its own."""
     q, k, v = operands(3, 44)

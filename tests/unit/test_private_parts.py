@@ -28,7 +28,10 @@ ATTRIBUTES = {
     "_getvalue": "numba: views, of cgutils.create_struct_proxy", "_asdict": "Python: named tuples",
     "_replace": "Python: named tuples",
     "_getframe": "Python: sys, errors.warn", "_functorch": "torch: call/foreign",
-    "_current_level": "torch: call/foreign",
+    "_current_level": "torch: call/foreign, torch", "_cuda_getCurrentRawStream": "torch: call/foreign",
+    "_len_torch_dispatch_stack": "torch: torch", "_len_torch_function_stack": "torch: torch",
+    "_autograd": "torch: torch", "_profiler_enabled": "torch: torch", "_parse_dispatch_key": "torch: torch",
+    "_dispatch_tls_is_dispatch_key_included": "torch: torch",
     "_is_owned": "Python: threading.RLock, forking", "_dispose": "llvmlite: pass_managers",
 }  # fmt: skip
 """Attributes with a leading underscore that flashkit does not define itself."""

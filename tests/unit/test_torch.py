@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import flashkit  # noqa: E402
 from flashkit import torch as ft  # noqa: E402
@@ -112,6 +118,7 @@ def test_gradcheck_of_everything_differentiable() -> None:
         return out, lse
 
     assert torch.autograd.gradcheck(call, (*inputs, bias, sinks))
+    assert torch.autograd.gradcheck(lambda *x: ft.attention(*x, return_lse=True), inputs)
     assert torch.autograd.gradcheck(lambda x: ft.attention(*(y.detach() for y in inputs), sinks=x), (sinks,))
     for shape in ((4, 4), (2, 1, 4, 4), (2, 2, 1, 4), (1, 2, 4, 1)):
         bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -176,6 +183,110 @@ def test_the_operators_keep_torchs_rules(layout: str) -> None:
     out, lse = torch.ops.flashkit.attention(True, q, k, v, **options)
     arguments = (torch.randn_like(out), None, out, lse, False, q, k, v)
     torch.library.opcheck(torch.ops.flashkit.attention_backward.default, arguments, options, test_utils=checks)
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("flashkit::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_looks_at_operators_sees_them() -> None:
+    inputs = qkv()
+    expected = both(ft.attention, inputs)
+    with Seen() as seen:
+        same(both(ft.attention, inputs), expected, ulps=0)
+    assert {"attention", "attention_backward"} <= set(seen.names)
+    with torch.profiler.profile() as profile:
+        both(ft.attention, inputs)
+    assert {"flashkit::attention", "flashkit::attention_backward"} <= {event.name for event in profile.events()}
+    plain = [x.detach() for x in inputs]
+    assert type(ft.attention(*(TwoTensor(x, x) for x in plain))) is TwoTensor
+    q, k, v = (torch.stack([x, 2 * x]) for x in plain)
+    same([torch.vmap(lambda q, k, v: ft.attention(q, k, v))(q, k, v)], [ft.attention(q, k, v)])
+    with pytest.raises(NotImplementedError, match="SparseCPU"):
+        ft.attention(plain[0].to_sparse(), *plain[1:])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(inputs[0], inputs[1].detach())
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            ft.attention(dual, *inputs[1:])
+    out = ft.attention(*inputs)
+    weights = torch.randn(3, *out.shape, dtype=out.dtype)
+    batched = torch.autograd.grad(out, inputs, weights, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, inputs, weight, retain_graph=True) for weight in weights]
+    same(list(batched), [torch.stack(x) for x in zip(*each, strict=True)])
+
+
+def test_a_plan_takes_no_other_layout() -> None:
+    """Each call differs from the one before in one property of the key of its plan."""
+    q, k, v = (x.detach().float() for x in qkv())
+    wide, deep = torch.randn(2, 4, 21, 32), torch.randn(2, 21, 4, 16).transpose(1, 2)
+    negative = torch._neg_view(k)  # as the imaginary part of a conjugate is
+    shifted = torch.frombuffer(bytearray(b"-" + k.numpy().tobytes()), dtype=torch.uint8)[1:]
+    shifted = torch.from_numpy(shifted.numpy().view(np.float32)).reshape(k.shape)
+    assert negative.is_neg() and shifted.data_ptr() % 4
+    for given in (
+        (q, k, v), (q, wide[..., ::2], v), (q, wide[..., :16], v), (q, deep, v), (deep, k, v), (q[:, :, :9], k, v),
+        (q, k[:, :2], v[:, :2]), (q, negative, v), (q, shifted, v), (q, k, v[..., :7]),
+        (q, k.expand(2, 4, 21, 16), k[:, :1, :1].expand(2, 4, 21, 16)), (q.half(), k.half(), v.half()),
+        (q[0], k[0], v[0]), (q.double(), k.double(), v.double()),
+    ):  # fmt: skip
+        copies = [x.resolve_neg().clone(memory_format=torch.contiguous_format) for x in given]
+        expected = F.scaled_dot_product_attention(*(x.double() for x in copies[:3]), enable_gqa=True)
+        ulps = 8 * torch.finfo(given[0].dtype).eps / torch.finfo(torch.float64).eps
+        for _ in range(3):
+            leaves = [x.detach().requires_grad_() for x in given]
+            with torch.no_grad():
+                same([ft.attention(*leaves).double()], [expected], ulps)
+            out = ft.attention(*leaves)
+            same([out.detach().double()], [expected], ulps)
+            wanted = torch.autograd.grad(ft.attention(*(x.requires_grad_() for x in copies)).sum(), copies)
+            same(list(torch.autograd.grad(out.sum(), leaves)), list(wanted))
+
+
+def test_options_that_are_equal_are_not_the_same() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    scale = torch.tensor(0.5)
+    for _ in range(3):
+        ft.attention(q, k, v, causal=True, q_offset=1)
+        with pytest.raises(TypeError, match="q_offset is True"):
+            ft.attention(q, k, v, causal=True, q_offset=True)
+        scale *= 2
+        same([ft.attention(q, k, v, scale=scale)], [ft.attention(q, k, v, scale=float(scale))], ulps=0)
+
+
+def test_saved_tensors_are_watched_and_may_move() -> None:
+    inputs = qkv()
+    expected = both(ft.attention, inputs, causal=True)
+    turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
+    with torch.autograd.graph.save_on_cpu():  # what comes back is contiguous
+        same(both(ft.attention, turned, causal=True), expected)
+    causal = partial(ft.attention, causal=True)
+    same(both(lambda *x: torch.utils.checkpoint.checkpoint(causal, *x, use_reentrant=False), inputs), expected)
+    changes: list[tuple[Callable[..., Any], str]] = [
+        (lambda x: x.detach()[:, :, :7], "dout has shape"), (lambda x: x.detach().float(), "dout has dtype"),
+        (lambda x: x.detach().float() if x.dim() == 3 else x.detach(), "that were kept have"),
+    ]  # fmt: skip
+    for change, message in changes:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, change):
+            out = ft.attention(*inputs, causal=True)
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match=message):
+                out.sum().backward(retain_graph=True)
+    for index in range(4):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        given = [x * 1 for x in leaves]
+        out = ft.attention(*given)
+        with torch.no_grad():
+            (*given, out)[index].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 def test_autocast() -> None:
@@ -271,6 +382,7 @@ def test_a_function_of_tensors_is_the_graph_of_one_of_arrays() -> None:
 
 def test_modifications_are_dropped_with_the_last_that_needs_them() -> None:
     inputs = qkv()
+    gc.collect()  # what compiled functions of other tests refer to
     before = len(ft._mods)
     out = ft.attention(*inputs, score_mod=_alibi)
     assert len(ft._mods) == before + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from .plan import CpuPlan
 ROW_BLOCK = 256
 """Rows of a work tile of bwd_preprocess and bwd_postprocess."""
 
+
+_MAX_FORMS = 16  # of out, dout and dlse, that a bound backward pass keeps
 
 LENGTHS = "kv_lengths", "q_offset", "page_table"
 """What a bound call may take anew, in this order: none, the first two, or all."""
@@ -89,8 +91,14 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
     for index, tensor in ((at.DQ, gradients.dq), (at.DK, gradients.dk), (at.DV, gradients.dv)):
         block.args[index + 1 : index + 4] = strides_of(tensor)
     rows, shape = operands.lse.shape, operands.q.shape
+    small = None
+    if flops < threads.SERIAL_FLOPS and gradients.dq.dtype == accumulator and 0 not in (*shape, n_k):
+        launches = plan.backward["bwd_preprocess"], *row_tiles, plan.backward["backward"], block_q, q_tiles
+        small = _bind_small(block.args, (*launches, batch * heads_kv), np.empty(rows, accumulator), gradients.dq)
 
     def bound(operands: Operands, gradients: Gradients) -> None:
+        if small is not None and not spec.kv_lengths and gradients.dsinks is None and small(operands, gradients):
+            return
         args = block.args.copy()
         count = threads.count() if flops >= threads.SERIAL_FLOPS else 1
         # With fewer heads than threads the keys of a head are split, and each split has its own dq_accum.
@@ -143,3 +151,46 @@ def bind_backward(plan: CpuPlan, operands: Operands, gradients: Gradients) -> Bo
             gradients.dsinks[...] = -np.where(weight == 0, 0, weight * delta).sum((0, 2), np.float64)
 
     return bound
+
+
+def _bind_small(
+    args: np.ndarray, launches: tuple[int, ...], lse: np.ndarray, dq: np.ndarray
+) -> Callable[[Operands, Gradients], bool]:
+    """The backward pass of a problem for one thread, with dQ summed in place: one call of a compiled function instead
+    of many of NumPy's. It returns False where a gradient is not finite: then the pass has to be run the other way.
+
+    launches: kernel, rows of a work tile, query tiles and work tiles of bwd_preprocess and of backward.
+    """
+    args = args.copy()
+    args[at.NUM_SPLITS] = 1
+    for index, tensor in (at.DQ_ACCUM, dq), (at.BWD_LSE, lse), (at.DELTA, lse):
+        args[index + 1 : index + 4] = strides_of(tensor)
+    args[at.BWD_LSE], args[at.DELTA], args[at.SCRATCH] = at.HEADER + rounded(lse.nbytes, 64) * np.arange(3)
+    size = int(args[at.SCRATCH] + args[at.SCRATCH_BYTES])
+    call, constant = threads.entry("pull_back"), (*launches, dq.size, dq.itemsize)
+    templates: dict[Any, tuple[int, np.ndarray]] = {}  # by the strides of out, dout and dlse
+
+    def run(op: Operands, to: Gradients) -> bool:
+        dlse = to.dlse
+        form = op.out.strides, to.dout.strides, None if dlse is None else dlse.strides
+        if (known := templates.get(form)) is None:
+            template = args.copy()
+            for index, tensor in (at.OUT, op.out), (at.DOUT, to.dout), (at.DLSE, dlse):
+                if tensor is not None:
+                    template[index : index + 4] = (1, *strides_of(tensor))  # not 0, which is no tensor
+            if len(templates) >= _MAX_FORMS:
+                templates.clear()
+            known = templates[form] = address_of(template), template
+        address, template = known
+        absent = template if dlse is None else dlse
+        memory = scratch_pool.acquire(size)
+        try:
+            nonfinite = call(
+                address, memory.address, *constant,
+                op.q, op.k, op.v, op.out, op.lse, to.dout, absent, to.dq, to.dk, to.dv,
+            )  # fmt: skip
+        finally:
+            scratch_pool.release(memory)
+        return not nonfinite
+
+    return run

@@ -134,10 +134,12 @@ def parallel_for() -> tuple[int, int]:
 
 
 @cache
-def entry(name: str) -> Callable[..., None]:
+def entry(name: str) -> Callable[..., Any]:
     """A function of kernels/launch.py, of integers and then NumPy arrays; it releases the GIL."""
-    integers, arrays = {"launch": (2, 0), "call": (4, 8)}[name]
-    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
+    result, integers, arrays = {
+        "launch": (None, 2, 0), "call": (None, 4, 8), "pull_back": (ctypes.c_int64, 12, 10)
+    }[name]  # fmt: skip
+    kind = ctypes.CFUNCTYPE(result, *[ctypes.c_int64] * integers, *[ctypes.py_object] * arrays)
     return kind(specialise.launcher()[name])
 
 

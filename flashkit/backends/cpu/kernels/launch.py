@@ -67,14 +67,61 @@ def launch(block, threads):
     start(vector(block, SIZE, 8, np.int64), block, threads)
 
 
+@njit(**options)
+def copy_block(template, block):
+    source, args = vector(template, SIZE, 8, np.int64), vector(block, SIZE, 8, np.int64)
+    for i in range(SIZE):
+        args[i] = source[i]
+    return args
+
+
+@njit(**options)
+def is_finite(address, numbers, size):
+    """Whether all float32 or float64 from `address` on are: the bits of their exponents are not all 1."""
+    odd = np.int64(0)
+    if size == 4:
+        singles = vector(address, numbers, 4, np.int32)
+        for i in range(numbers):
+            odd |= (singles[i] & 0x7F800000) == 0x7F800000
+    else:
+        doubles = vector(address, numbers, 8, np.int64)
+        for i in range(numbers):
+            odd |= (doubles[i] & 0x7FF0000000000000) == 0x7FF0000000000000
+    return odd == 0
+
+
+@entry(types.int64(*[types.int64] * 22))
+def pull_back(
+    template, block, preprocess, row_block, row_tiles, row_work, kernel, block_q, q_tiles, work, numbers, size,
+    q, k, v, out, lse, dout, dlse, dq, dk, dv,
+):
+    """Run the backward pass on one thread, with a copy of the template and these NumPy arrays. dQ is summed in place:
+    `numbers` of `size` bytes. `block`: memory for the copy, followed by bwd_lse, delta and scratch memory; in the
+    template these addresses are distances from it. Returns whether a gradient is not finite.
+    """
+    args = copy_block(template, block)
+    args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
+    args[OUT], args[LSE], args[DOUT] = integer_at(out + ADDRESS), integer_at(lse + ADDRESS), integer_at(dout + ADDRESS)
+    if args[DLSE] != 0:
+        args[DLSE] = integer_at(dlse + ADDRESS)
+    args[DQ], args[DK], args[DV] = integer_at(dq + ADDRESS), integer_at(dk + ADDRESS), integer_at(dv + ADDRESS)
+    args[DQ_ACCUM] = args[DQ]
+    args[BWD_LSE] += block
+    args[DELTA] += block
+    args[SCRATCH] += block
+    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = preprocess, row_block, row_tiles, row_work
+    start(args, block, 1)
+    args[KERNEL], args[BLOCK_Q], args[Q_TILES], args[WORK_TILES] = kernel, block_q, q_tiles, work
+    start(args, block, 1)
+    return args[IS_NONFINITE] != 0 or not is_finite(args[DQ], numbers, size)
+
+
 @entry(types.void(*[types.int64] * 12))
 def call(template, block, threads, stop, q, k, v, out, lse, lengths, offsets, table):
     """Run a copy of the template with these NumPy arrays. `block`: memory for the copy, followed by scratch memory.
     The last three are read where ANEW says so.
     """
-    source, args = vector(template, SIZE, 8, np.int64), vector(block, SIZE, 8, np.int64)
-    for i in range(SIZE):
-        args[i] = source[i]
+    args = copy_block(template, block)
     args[Q], args[K], args[V] = integer_at(q + ADDRESS), integer_at(k + ADDRESS), integer_at(v + ADDRESS)
     args[OUT], args[LSE] = integer_at(out + ADDRESS), integer_at(lse + ADDRESS)
     if args[ANEW] >= 1:
