@@ -31,6 +31,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# JAX would take three quarters of a GPU's memory, which other workers need.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 os.environ.setdefault("FLASHKIT_PREBUILT", "0")  # what a checkout has compiled once is not what is tested
 
 

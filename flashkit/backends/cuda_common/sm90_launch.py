@@ -33,7 +33,7 @@ SHORT_QUERIES, SHORT_KEYS = 512, 1024
 """Below these, tiles of 192 rows are mostly empty without a mask, or wait: few K/V tiles hide no latency. Powers of
 two, as a plan is for all sizes up to the next one.
 """
-_L2_BYTES = 34_000_000  # of K and V that CTAs read at the same time, well within the L2 cache
+_L2_BYTES = 12_000_000  # of K and V that CTAs read at the same time, well within half of the L2 cache
 _L2_BYTES_ARRAY_MASK = 9_000_000  # the same where the mask is read from arrays, so that CTAs read different tiles
 _SHARED = MODELS["sm_90a"].shared_per_block
 _L2_GROUP, _TILE_COUNTER = AT["heads_per_l2_group"], AT["tile_counter"]
