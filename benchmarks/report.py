@@ -90,9 +90,9 @@ SUMMARY = (
         for direction in ("forward", "backward") for d in (64, 128)
     ),
     *(
-        Row(f"forward, {dtype}, causal, 2,048 tokens, head dim 64", "cpu", "forward", {**_CPU, "dtype": dtype},
+        Row(f"forward, {dtype}, causal, 2,048 tokens, head dim 64", kind, "forward", {**_CPU, "dtype": dtype},
             ("torch",))
-        for dtype in ("float32", "bfloat16")
+        for dtype, kind in (("float32", "cpu"), ("bfloat16", "cpu with AMX"))
     ),
     Row("decoding, bfloat16, 32,768 keys", "cuda", "forward", _DECODING, ("cudnn", "flash")),
     Row("decoding, bfloat16, 32,768 keys", "cpu", "forward", _DECODING, ("torch",)),
@@ -103,8 +103,9 @@ def summary(folder: Path = RESULTS) -> str:
     """The table between the README's markers: of each kind of device, the latest run without a forced generation."""
     latest: dict[str, list[Result]] = {}
     for results in sorted(runs(folder), key=lambda results: results[0].run):
-        if not results[0].machine.get("forced"):
-            latest[results[0].machine["kind"]] = results
+        machine = results[0].machine
+        if not machine.get("forced"):
+            latest[machine["kind"] + " with AMX" * ("amx_bf16" in machine.get("features", ()))] = results
     rows = []
     for row in SUMMARY:
         for result in latest.get(row.kind, ()):
@@ -114,7 +115,8 @@ def summary(folder: Path = RESULTS) -> str:
                     f"{result.times_as_fast[name]['median']:.2f} x {({**CPU_BASELINES, **CUDA_BASELINES})[name]}"
                     for name in row.baselines if name in result.times_as_fast
                 ]  # fmt: skip
-                device = result.machine["device"].removeprefix("NVIDIA ")
+                device = result.machine["device"].removeprefix("NVIDIA ").replace("(R)", "")
+                device = device.replace(" Processor", " with AMX") if row.kind.endswith("AMX") else device
                 rows.append([device, row.workload, _rate(result), ", ".join(ratios)])
     return markdown_table(["device", "workload", "flashkit", "times as fast"], rows, 2) if rows else "No results yet."
 
