@@ -14,8 +14,8 @@ TESTS = (
     "tests/conformance/test_decode.py",
     "tests/unit/test_cpu_bf16_pairs.py",
     "tests/unit/test_memory_safety_calls.py",
-    "tests/unit/test_cache_trust.py",
-    "tests/unit/test_concurrency.py",
+    "tests/system/test_cache_trust.py",
+    "tests/system/test_concurrency.py",
     "tests/conformance/test_conformance.py -k 'cpu and (pairs or many or finite)'",
 )
 
@@ -183,7 +183,7 @@ FAULTS = (
         "objects: a damaged file is loaded", f"{CPU}/objects.py",
         "if header.sha256 != _hash(name, made) or",
         "if",
-        "tests/unit/test_cache_files.py -k object",
+        "tests/system/test_cache_files.py -k object",
     ),
     Fault(
         "objects: another machine's file is loaded", f"{CPU}/objects.py",
@@ -200,49 +200,49 @@ FAULTS = (
         "objects: the cache before the package", f"{CPU}/objects.py",
         "_prebuilt(names.prebuilt) or _cached(names.cached)",
         "_cached(names.cached) or _prebuilt(names.prebuilt)",
-        "tests/unit/test_prebuilt.py",
+        "tests/system/test_prebuilt.py",
     ),
     Fault(
         "objects: what an object calls is not looked for", f"{CPU}/objects.py",
         'made.code.startswith(b"\\x7fELF") and',
         "False and",
-        "tests/unit/test_prebuilt.py",
+        "tests/system/test_prebuilt.py",
     ),
     Fault(
         "target: a class that the CPU does not fulfil", f"{CPU}/target.py",
         "one.features <= has and",
         "",
-        "tests/unit/test_prebuilt.py",
+        "tests/system/test_prebuilt.py",
     ),
     Fault(
         "target: prebuilt kernels of this machine's architecture alone", f"{CPU}/target.py",
         'f"{one.arch}-{system}"',
         "initialised()",
-        "tests/unit/test_prebuilt.py",
+        "tests/system/test_prebuilt.py",
     ),
     Fault(
         "target: a class of another architecture", f"{CPU}/target.py",
         'one.arch == triple.partition("-")[0] and',
         "",
-        "tests/unit/test_prebuilt.py",
+        "tests/system/test_prebuilt.py",
     ),
     Fault(
         "specialise: names that count what was compiled", f"{CPU}/specialise.py",
         'name.linkage, name.name = "internal", f"part{i}"',
         'name.linkage = "internal"',
-        "tests/unit/test_prebuilt.py",
+        "tests/system/test_prebuilt.py",
     ),
     Fault(
         "trust: prebuilt files of other users", "flashkit/devices/trust.py",
         "users[0] not in (0, os.geteuid(), top.st_uid) or",
         "",
-        "tests/unit/test_prebuilt.py",
+        "tests/system/test_prebuilt.py",
     ),
     Fault(
         "trust: prebuilt files of another group", "flashkit/devices/trust.py",
         "writers if users[1] == top.st_gid else writers & ~stat.S_IWGRP",
         "writers",
-        "tests/unit/test_prebuilt.py",
+        "tests/system/test_prebuilt.py",
     ),
     # generated code
     Fault(

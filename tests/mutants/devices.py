@@ -7,7 +7,7 @@ from . import Fault
 TESTS = (
     "tests/unit/test_io_model.py",
     "tests/unit/test_profiles.py",
-    "tests/unit/test_cache_trust.py",
+    "tests/system/test_cache_trust.py",
     "tests/unit/test_dispatch.py",
     "tests/tools/test_autotune.py",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import Fault
 
-ARRAYS, TORCH, TRANSFORMERS = (f"tests/unit/test_{name}.py" for name in ("foreign_arrays", "torch", "transformers"))
+ARRAYS, TORCH, TRANSFORMERS = (f"tests/libraries/test_{name}.py" for name in ("foreign_arrays", "torch", "transformers"))
 TESTS = ARRAYS, TORCH, TRANSFORMERS
 
 FOREIGN, TRACING, OPERATORS, MASKS = (
