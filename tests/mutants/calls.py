@@ -302,6 +302,7 @@ FAULTS = (
         "1 / math.sqrt(d) if scale is None",
         "1 / math.sqrt(dv) if scale is None",
         "tests/conformance/test_edges.py -k formulas",
+        core="scale",
     ),
     Fault(
         "dispatch: keys without the kind of array", "flashkit/dispatch.py",

@@ -140,9 +140,10 @@ FAULTS = (
         "window: the left end", f"{MODS}/library.py",
         "return (q - left <= k) & (k <= q + right)",
         "return (q - left < k) & (k <= q + right)",
+        core="mask edge",
     ),
     Fault("window: left alone", f"{MODS}/library.py", "return q - left <= k\n", "return q - left < k\n"),
-    Fault("causal: the diagonal", f"{MODS}/library.py", "    return k <= q\n", "    return k < q\n"),
+    Fault("causal: the diagonal", f"{MODS}/library.py", "    return k <= q\n", "    return k < q\n", core="mask edge"),
     Fault("prefix: one key too many", f"{MODS}/library.py", "return (k < n) | (k <= q)", "return (k <= n) | (k <= q)"),
     Fault(
         "alibi: the sign", f"{MODS}/library.py",

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -17,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
-from . import Area, Fault
+from . import Area, Fault, stage
 from .results import Record, Results, digest
 from .tree import Tree
 
@@ -29,6 +31,12 @@ Step = tuple[str, str]
 
 WORKERS = 4
 """Of a step without a fault, where there are more jobs: few of these steps take long."""
+
+NEIGHBOURS = 6
+"""Tests that are tried first, because they have found other faults. Most faults are found by the same few."""
+
+UNKNOWN = 60
+"""Seconds of a step that was not run without a fault, because each of its tests was."""
 
 T = TypeVar("T")
 
@@ -80,24 +88,28 @@ class Judge:
         ]
         self._run_plain({step for _, _, steps in left for step in steps}, plain)
         left.sort(key=lambda one: -sum(self._plain[step].seconds for step in one[2]))
-        judged = self._each(left, lambda tree, one: self._judge(tree, *one, tests, limit))
+        judged = self._each(left, lambda tree, one: self._judge(tree, *one, results, tests, limit))
         for done, record in enumerate(judged, 1):
             results.add(record)
             by = f"{record['outcome'].upper()}: {record['by']}" if record["by"] else record["outcome"].upper()
             self.say(f"{done}/{len(left)} {record['area']}: {record['name']}: {by} ({record['seconds']:.0f} s)")
 
-    def _judge(self, tree: Tree, area: Area, fault: Fault, steps: Iterable[Step], tests: str, limit: float) -> Record:
-        """Run the steps until one finds the fault."""
-        start, outcome, by, which = time.monotonic(), "survived", None, None
+    def _judge(
+        self, tree: Tree, area: Area, fault: Fault, steps: list[Step], results: Results, tests: str, limit: float
+    ) -> Record:
+        """Run the steps until one finds the fault, and first the tests that have found its neighbours."""
+        start, outcome, by, which = time.monotonic(), "survived", None, ("", None)
         tree.refill_cache()
+        chosen = steps[0][0] in (fault.tests, fault.device)
+        first = [] if chosen else self._neighbours(area, fault, results, steps[0][1])
         with tree.fault(fault):
-            for text, selection in steps:
-                failed, _ = plain = self._plain[text, selection]
+            for text, selection in [*first, *steps]:
+                failed, _ = plain = self._plain.get((text, selection), Plain((), UNKNOWN))
                 remains = limit - (time.monotonic() - start)
                 found = tree.run(text, selection, min(remains, plain.longest), failed)
-                if found.kind == "passed":
+                if found.kind == "passed" or ((text, selection) in first and found.kind != "failed"):
                     continue
-                which = selection
+                which = text, selection
                 if found.kind == "failed":
                     outcome, by = "killed", (*found.tests, found.said)[0]
                 elif found.kind == "endless" and plain.longest < remains:
@@ -106,9 +118,25 @@ class Judge:
                     outcome, by = "timeout" if found.kind == "endless" else "error", found.said
                 break
         return {
-            "area": area.name, "name": fault.name, "tests": tests, "outcome": outcome, "by": by, "selection": which,
+            "area": area.name, "name": fault.name, "tests": tests,
+            "outcome": outcome, "by": by, "stage": which[0], "selection": which[1],
             "seconds": round(time.monotonic() - start, 1), "fault": digest(fault), "tree": tree.digest,
         }  # fmt: skip
+
+    def _neighbours(self, area: Area, fault: Fault, results: Results, selection: str) -> list[Step]:
+        """A step of the tests that have found most faults of the area, those of the same file first."""
+        files = {other.name: other.file for other in area.faults}
+        found: dict[str, Counter[str]] = {}  # by the settings of the stage
+        for record in list(results.records.values()):
+            if (record["area"], record["tree"], record["selection"]) == (area.name, self.digest, selection):
+                if record["outcome"] == "killed" and "::" in record["by"] and " - " not in record["by"]:
+                    settings = shlex.join(f"{name}={x}" for name, x in stage(record.get("stage", "")).settings.items())
+                    points = 100 if files.get(record["name"]) == fault.file else 1
+                    found.setdefault(settings, Counter())[record["by"]] += points
+        if not found:
+            return []
+        settings, tests = max(found.items(), key=lambda one: one[1].total())
+        return [(f"{settings} {shlex.join(test for test, _ in tests.most_common(NEIGHBOURS))}".strip(), selection)]
 
     def _run_plain(self, steps: Iterable[Step], timeout: float) -> None:
         """Run the steps that are not known yet without a fault; say which of their tests fail."""
