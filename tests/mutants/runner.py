@@ -62,6 +62,7 @@ class Judge:
     """
 
     def __init__(self, root: Path, folder: Path, work: Path, jobs: int = 1, say: Callable[[str], None] = print) -> None:
+        work = work.absolute()  # FLASHKIT_CACHE_DIR refuses others
         self.trees = [Tree(root, folder / str(job), work / "kernels") for job in range(jobs)]
         self.digest, self.say = self.trees[0].digest, say
         self._file = work / "plain.json"
