@@ -430,12 +430,6 @@ FAULTS = (
         "    number = atomic_increment(args.ctypes.data + 8 * TILE_COUNTER) + 1\n    heads_kv",
     ),
     Fault(
-        "lengths are not clamped below", f"{CPU}/seq_info.py",
-        "min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])",
-        "min(integer_at(args[KV_LENGTHS] + 8 * b), args[N_K])",
-        "tests/unit/test_memory_safety_calls.py -k bound_lengths",
-    ),
-    Fault(
         "lengths are not clamped above", f"{CPU}/seq_info.py",
         "min(max(integer_at(args[KV_LENGTHS] + 8 * b), 0), args[N_K])",
         "max(integer_at(args[KV_LENGTHS] + 8 * b), 0)",
