@@ -214,7 +214,6 @@ FAULTS = (
         "return names if all(len(each) == 1 for each in found) and",
         "return names if",
     ),
-    Fault("cache: one array twice", CACHE, " and len(set(names)) == len(names) else None", " else None"),
     Fault("cache: oldest first", CACHE, "            _plans.move_to_end(key)\n", "            pass\n"),
     Fault(
         "cache: large masks", CACHE,

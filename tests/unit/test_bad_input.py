@@ -62,6 +62,7 @@ TABLE: list[Bad] = [
     ("head dim of 1025", {"v": zeros(B, HKV, NK, 1025)}, ValueError, ("v", "head dim 1025", "1 to 1024")),
     ("tokens of k and v differ", {"v": zeros(B, HKV, 8, DV)}, ValueError, ("v", "8 tokens", "k has 7", "equal")),
     ("heads of k and v differ", {"v": zeros(B, 1, NK, DV)}, ValueError, ("v", "1 heads", "k has 2", "equal")),
+    ("more heads of v", {"v": zeros(B, 4, NK, DV)}, ValueError, ("v", "4 heads", "k has 2", "equal")),
     ("heads no multiple", {"q": zeros(B, 3, NQ, D)}, ValueError, ("q", "3 heads", "k has 2", "multiple")),
     ("unknown layout", {"layout": "nbhd"}, ValueError, ("layout", "'nbhd'", "'bhnd'", "'bnhd'")),
     ("causal is a word", {"causal": "yes"}, TypeError, ("causal", "'yes'", "True or False")),
