@@ -228,8 +228,8 @@ def _steps(area: Area, fault: Fault, results: Results, tests: str) -> list[Step]
         stages = tuple(f"{ON_DEVICE} {text}" for text in area.device)
     elif tests == "all" and results.survived_fast(area.name, fault):
         selections = selections[1:]
-    texts = (*((own,) if own else ()), *stages)
-    return [(text, selection) for selection in selections for text in texts]
+    chosen = [(own, selection) for selection in selections if own]
+    return chosen + [(text, selection) for selection in selections for text in stages]
 
 
 def _own(fault: Fault, tests: str) -> str:
