@@ -10,6 +10,7 @@ import pytest
 
 import flashkit
 from flashkit import BlockMask, attention, attention_vjp, mods
+from flashkit.call.arguments import prepare
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 8, 6
 
@@ -300,6 +301,8 @@ def test_hints_that_change_nothing_are_taken() -> None:
         {"dropout_p": 0},
     ):
         assert attention(**good(), **options).shape == plain.shape
+    specs = {prepare(**good(), precision=precision)[0].spec for precision in (None, "highest")}
+    assert len(specs) == 1  # one set of kernels
 
 
 @pytest.mark.parametrize(
