@@ -85,7 +85,7 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def judged(checkout: Path, work: Path, area: Area, jobs: int = 1, **settings: float) -> tuple[Results, list[str]]:
+def judged(checkout: Path, work: Path, area: Area, jobs: int = 1, **settings: object) -> tuple[Results, list[str]]:
     said: list[str] = []
     judge = runner.Judge(checkout, work / "trees", work / "work", jobs, said.append)
     results = Results(work / "results.jsonl", judge.digest, [work / "results.jsonl"])
@@ -146,6 +146,29 @@ def test_tests_that_found_a_neighbour_come_first(checkout: Path, tmp_path: Path)
     by = {fault.name: results.known("own", fault, "all") for fault in faults[1:]}
     assert by["four times"]["stage"] == by["four times"]["by"] == "tests/test_other.py::test_three"
     assert (by["one more"]["by"], by["one more"]["stage"]) == ("tests/test_other.py::test_slow", "tests/test_other.py")
+
+
+def test_on_a_device(checkout: Path, tmp_path: Path) -> None:
+    """Tests marked gpu, in the stages for a device; a barrier's watchdog is on."""
+    (checkout / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: gpu", "slow: slow"]\n')
+    (checkout / "tests" / "test_device.py").write_text(
+        "import os, pytest\nfrom double import double\n\n@pytest.mark.gpu\n"
+        "def test_two(): assert double(2) == 4 and os.environ['FLASHKIT_CUDA_WATCHDOG'] == '1'\n"
+    )
+    faults = (
+        Fault("thrice", "double.py", "2 *", "3 *"),
+        Fault("four times", "double.py", "2 *", "4 *", "tests/test_double.py", "tests/test_device.py -k two"),
+        Fault("one more", "double.py", "+ 0", "+ (x == 0)"),  # which test_double.py finds
+    )
+    area = Area("own", ("tests/test_double.py",), faults, ("tests/test_device.py",))
+    results, said = judged(checkout, tmp_path, area, 2, tests="device")
+    found = [results.known("own", fault, "device") for fault in faults]
+    assert [(record["outcome"], record["stage"]) for record in found] == [
+        ("killed", "FLASHKIT_CUDA_WATCHDOG=1 tests/test_device.py"),
+        ("killed", "FLASHKIT_CUDA_WATCHDOG=1 tests/test_device.py -k two"),
+        ("survived", ""),
+    ]
+    assert not any("fails" in line for line in said)
 
 
 def test_a_test_that_fails_anyway_judges_nothing(checkout: Path, tmp_path: Path) -> None:
