@@ -120,11 +120,6 @@ FAULTS = (
         'named = node.op == "param" and node.value in names',
     ),
     Fault(
-        "numba: a load of bools", f"{MODS}/codegen.py",
-        '"bool": f"({element} != 0)"}[node.kind]',
-        '"bool": f"({element} == 1)"}[node.kind]',
-    ),
-    Fault(
         "numba: wrapping abs", f"{MODS}/codegen.py",
         'f"{_NEGATED} if {{0}} < 0 else I({{0}})"',
         'f"{_NEGATED} if {{0}} > 0 else I({{0}})"',
