@@ -130,7 +130,6 @@ FAULTS = (
         "{operands[0]} & {2**bits - 1}",
         "{operands[0]} & {2**bits}",
     ),
-    Fault("operands of a sign", f"{MODS}/codegen.py", 'f"({text})" if text.startswith("-") else text', "text"),
     Fault(
         "window: the left end", f"{MODS}/library.py",
         "return (q - left <= k) & (k <= q + right)",
