@@ -8,6 +8,7 @@ TESTS = (
     "tests/unit/test_cpu_objects.py",
     "tests/system/test_cache_files.py",
     "tests/system/test_cache_trust.py",
+    "tests/system/test_threads.py",
     "tests/system/test_concurrency.py",
     "tests/system/test_prebuilt.py",
 )

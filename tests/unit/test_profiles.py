@@ -405,6 +405,7 @@ def test_written_profile_is_found_and_updated(folders: dict[str, Path], cpu: Any
     assert path.parent == folders["user"]
     row = profiles.for_device("cpu").tile("cpu.forward", "float32", 64, False)
     assert row is not None and row.block_q == 10 and row.measured and row.measured.versions == {"numba": "0.68"}
+    assert [row.matches("float32", 64, causal) for causal in (False, True)] == [True, False]
 
     again = profiles.write_user_profile(
         {
