@@ -26,7 +26,7 @@ from llvmlite import binding
 
 from flashkit.backends.cpu import objects, target
 from flashkit.backends.cuda_common import compiler
-from flashkit.devices import kernel_cache, profiles
+from flashkit.devices import kernel_cache, profiles, trust
 from flashkit.devices.io_model import CpuTile
 from flashkit.tools import cli, doctor
 from flashkit.tools.autotune.log import Log, MeasuredPeaks
@@ -232,6 +232,16 @@ def test_links_of_this_user_and_sticky_folders_are_fine(kernel: Path, plant: Pla
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run() == PLANTED
+
+
+def test_as_many_links_are_followed_as_the_system_follows(tmp_path: Path) -> None:
+    """And no more: links may lead in circles."""
+    for i in range(41):
+        (tmp_path / f"{i + 1}").symlink_to(tmp_path / f"{i}" if i else tmp_path)
+    assert trust.resolve(tmp_path / "40") == trust.resolve(tmp_path)
+    with pytest.raises(trust.UntrustedError, match="leads nowhere"):
+        trust.resolve(tmp_path / "41")
+
 
 
 def test_a_kernel_that_cannot_be_trusted_is_replaced(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
