@@ -499,6 +499,7 @@ def test_linux_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vectors_held_to_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.lanes_of({"avx2", "fma", "avx512f"}) == 8  # Knights Landing: no masks on shorter vectors
     everything = frozenset({"sse2", "avx2", "fma", "avx512f", "avx512vl", "avx512_bf16", "amx_tile"})
     monkeypatch.setattr(host, "_all_features", lambda: everything)
     left = {"4": {"sse2"}, "8": {"sse2", "avx2", "fma"}, "16": everything, "": everything}
